@@ -1,0 +1,59 @@
+//! Compiled kernels with the recipe that made them.
+
+use crate::{CompilerId, Key};
+use flashtune_codegen::Kernel;
+use serde::{Deserialize, Serialize};
+
+/// Everything that determines a compiled kernel: the validity fields of its key.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recipe {
+    /// Problem, schedule and arch.
+    pub kernel: Kernel,
+    /// Hash of the template set ([`flashtune_codegen::TemplateSet::hash`]).
+    pub templates: String,
+    /// Compiler options.
+    pub options: Vec<String>,
+    /// The compiler.
+    pub compiler: CompilerId,
+    /// [`flashtune_codegen::abi::ABI_VERSION`] at the time.
+    pub abi: u32,
+}
+
+impl Recipe {
+    /// The key: same recipe, same key, same bytes.
+    pub fn key(&self) -> Key {
+        Key::of_value("flashtune recipe 1", self)
+    }
+}
+
+/// A compiled kernel: a cubin, or a shared object for `cpu`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Artifact {
+    /// What it was made from.
+    pub recipe: Recipe,
+    /// The symbol to launch.
+    pub entry: String,
+    /// What the compiler reported.
+    pub facts: Facts,
+    /// The binary.
+    pub bytes: Vec<u8>,
+}
+
+/// Resource facts read from the compiler's log.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Facts {
+    /// Registers of one thread (0 on `cpu`).
+    pub registers: u32,
+    /// Bytes of registers spilled to local memory, stores plus loads.
+    pub spill_bytes: u32,
+    /// Stack frame of one thread in bytes.
+    pub stack_bytes: u32,
+    /// Static shared memory in bytes.
+    pub static_smem_bytes: u32,
+    /// Wall time of the compilation in milliseconds.
+    pub compile_ms: f64,
+    /// Performance notes of the compiler that make a kernel unfit (C7508, C7512, ...), verbatim.
+    pub warnings: Vec<String>,
+}
+
+impl Eq for Facts {}

@@ -1,0 +1,46 @@
+//! The identity of a device and of a compiler, as far as results depend on them.
+
+use flashtune_codegen::Arch;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The device that something was measured on.
+///
+/// `arch` is a validity field: a record of another arch is never used. The others are confidence fields: a record from
+/// a device that differs in them still serves, as provisional, until it is raced again.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DeviceFingerprint {
+    /// Code-generation target.
+    pub arch: Arch,
+    /// Marketing name, e.g. `NVIDIA H200` or the CPU's model name.
+    pub name: String,
+    /// Multiprocessors, or cores that this process may use.
+    pub units: u32,
+    /// Device memory in bytes.
+    pub memory_bytes: u64,
+    /// Last-level cache in bytes.
+    pub cache_bytes: u64,
+    /// Driver version (CUDA) or kernel release (CPU).
+    pub driver: String,
+}
+
+/// The compiler that made an artifact. Its version is part of the key, because outputs differ between versions.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct CompilerId {
+    /// `nvrtc` or the C compiler's name.
+    pub name: String,
+    /// Full version.
+    pub version: String,
+}
+
+impl fmt::Display for DeviceFingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({}, {} units)", self.name, self.arch, self.units)
+    }
+}
+
+impl fmt::Display for CompilerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, self.version)
+    }
+}

@@ -1,0 +1,59 @@
+//! Errors of stores and bundles. A damaged or foreign cache is never a wrong answer: it is a miss or one of these.
+
+use std::path::PathBuf;
+
+/// What can go wrong with stored results.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file or folder could not be read or written.
+    #[error("{action} {}: {source}; {remedy}", path.display())]
+    Io {
+        /// What was attempted.
+        action: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// Another process holds the tuner's journal.
+    #[error("the store {} is in use by another tuner; wait for it or set FLASHTUNE_CACHE to another folder", path.display())]
+    Locked {
+        /// The store.
+        path: PathBuf,
+    },
+    /// The journal cannot be opened or written.
+    #[error("the store {}: {message}", path.display())]
+    Store {
+        /// The store.
+        path: PathBuf,
+        /// sled's answer.
+        message: String,
+    },
+    /// A bundle's bytes are not a bundle of this format, or were damaged.
+    #[error("bundle {name}: {message}; export it again")]
+    Damaged {
+        /// File name or other origin.
+        name: String,
+        /// Which check failed.
+        message: String,
+    },
+    /// A bundle or entry is intact but made for something else.
+    #[error("bundle {name}: {field} is {found}, but {expected} is needed here; {remedy}")]
+    Mismatch {
+        /// File name or other origin.
+        name: String,
+        /// The validity field that differs.
+        field: &'static str,
+        /// Its value in the bundle.
+        found: String,
+        /// The value needed.
+        expected: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+}
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

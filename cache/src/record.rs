@@ -1,0 +1,90 @@
+//! What tuning found for one (device, problem, shape bucket).
+
+use crate::{DeviceFingerprint, Key};
+use flashtune_codegen::{Problem, Schedule, Shape, ShapeBucket};
+use serde::{Deserialize, Serialize};
+
+/// The name of a record.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct RecordKey {
+    /// Where it was measured.
+    pub device: DeviceFingerprint,
+    /// What was computed.
+    pub problem: Problem,
+    /// The class of sizes.
+    pub bucket: ShapeBucket,
+}
+
+/// The outcome of tuning.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// Device, problem and bucket.
+    pub key: RecordKey,
+    /// The schedule that won.
+    pub schedule: Schedule,
+    /// Recipe key of the winner's artifact.
+    pub artifact: Key,
+    /// Every schedule that reached the final, fastest first, with the default among them.
+    pub finalists: Vec<Finalist>,
+    /// How and when it was found.
+    pub provenance: Provenance,
+}
+
+/// One schedule of the final.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Finalist {
+    /// The schedule.
+    pub schedule: Schedule,
+    /// Median time in microseconds.
+    pub median_us: f64,
+    /// 10th percentile in microseconds.
+    pub p10_us: f64,
+    /// 90th percentile in microseconds.
+    pub p90_us: f64,
+    /// Number of samples.
+    pub samples: u32,
+    /// Largest absolute error against the oracle, on the check inputs.
+    pub max_error: f64,
+    /// Whether this is the model's default schedule.
+    pub is_default: bool,
+}
+
+/// How a record came to be.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Provenance {
+    /// Version of flashtune.
+    pub flashtune: String,
+    /// Hash of the template set.
+    pub templates: String,
+    /// The compiler, as text.
+    pub compiler: String,
+    /// Seconds since the Unix epoch.
+    pub unix_time: u64,
+    /// The sizes that were timed.
+    pub shape: Shape,
+    /// Schedules in the space before pruning.
+    pub space: u32,
+    /// Schedules that were compiled.
+    pub compiled: u32,
+    /// Schedules that were timed.
+    pub timed: u32,
+    /// Median time of unfused attention on the same inputs in microseconds, where it was measured.
+    pub unfused_us: Option<f64>,
+    /// Wall time of tuning in seconds.
+    pub seconds: f64,
+    /// Seconds of it spent compiling (wall, parallel).
+    pub compile_seconds: f64,
+}
+
+impl Record {
+    /// The finalist that won.
+    pub fn winner(&self) -> Option<&Finalist> {
+        self.finalists.iter().find(|f| f.schedule == self.schedule)
+    }
+
+    /// Time of the default schedule over the winner's; 1 when the default won.
+    pub fn gain_over_default(&self) -> Option<f64> {
+        let default = self.finalists.iter().find(|f| f.is_default)?;
+        Some(default.median_us / self.winner()?.median_us)
+    }
+}

@@ -1,0 +1,66 @@
+//! Element types of Q, K, V and O.
+
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// Element type of Q, K, V and O (all four share it). Scores, softmax and accumulation are always fp32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum DType {
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// IEEE binary32.
+    F32,
+}
+
+impl DType {
+    /// Every element type, narrowest first.
+    pub const ALL: [DType; 3] = [DType::F16, DType::Bf16, DType::F32];
+
+    /// Size of one element in bytes.
+    pub const fn bytes(self) -> usize {
+        match self {
+            DType::F16 | DType::Bf16 => 2,
+            DType::F32 => 4,
+        }
+    }
+
+    /// The name used in templates, file names and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F16 => "f16",
+            DType::Bf16 => "bf16",
+            DType::F32 => "f32",
+        }
+    }
+
+    /// Distance between 1 and the next representable number.
+    pub const fn epsilon(self) -> f64 {
+        match self {
+            DType::F16 => 1.0 / 1024.0,
+            DType::Bf16 => 1.0 / 128.0,
+            DType::F32 => f32::EPSILON as f64,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for DType {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Self> {
+        match s.to_ascii_lowercase().as_str() {
+            "f16" | "fp16" | "float16" | "half" => Ok(DType::F16),
+            "bf16" | "bfloat16" => Ok(DType::Bf16),
+            "f32" | "fp32" | "float32" | "float" => Ok(DType::F32),
+            _ => Err(Error::parse("dtype", s, "f16, bf16 or f32")),
+        }
+    }
+}

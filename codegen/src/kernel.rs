@@ -1,0 +1,175 @@
+//! A kernel: problem, schedule and arch, rendered to source.
+
+use crate::{Arch, Error, Problem, Resources, Result, Schedule, Swizzle, TemplateSet, TileOrder};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Everything that determines the generated source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Kernel {
+    /// What is computed.
+    pub problem: Problem,
+    /// How it is computed.
+    pub schedule: Schedule,
+    /// What it is compiled for.
+    pub arch: Arch,
+}
+
+/// The language of a generated source, which decides the compiler.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Language {
+    /// C11 with GNU extensions, for the system C compiler.
+    C,
+    /// CUDA C++ without any include, for NVRTC.
+    Cuda,
+}
+
+/// A rendered kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Source {
+    /// Name of the kernel: unique per problem, schedule and arch.
+    pub name: String,
+    /// The symbol to launch (CUDA). CPU kernels export `ft_tiles`, `ft_scratch_bytes` and `ft_tile`.
+    pub entry: String,
+    /// Source language.
+    pub language: Language,
+    /// The compiler options that belong to the source, beyond output and input paths.
+    pub options: Vec<String>,
+    /// The text.
+    pub text: String,
+}
+
+impl Kernel {
+    /// Checks problem, family, schedule and resources.
+    pub fn check(&self) -> Result<()> {
+        self.problem.validate()?;
+        self.schedule.family().supports(&self.problem, self.arch)?;
+        match (&self.schedule, self.arch) {
+            (Schedule::Cpu(s), Arch::Cpu(isa)) => s.validate(&self.problem, isa)?,
+            (Schedule::Sm80(s), _) => s.validate()?,
+            _ => {}
+        }
+        self.resources().check(self.arch, self.schedule.blocks_per_sm())
+    }
+
+    /// What the kernel needs on the device, by the static model.
+    pub fn resources(&self) -> Resources {
+        Resources::of(&self.problem, &self.schedule)
+    }
+
+    /// The name: problem, family, schedule and arch in one word.
+    pub fn name(&self) -> String {
+        let family = self.schedule.family().name().rsplit('/').next().unwrap_or_default();
+        format!("{}.{family}.{}.{}", self.problem, self.schedule, self.arch)
+    }
+
+    /// The source language.
+    pub fn language(&self) -> Language {
+        match self.arch {
+            Arch::Cpu(_) => Language::C,
+            Arch::Sm(_) => Language::Cuda,
+        }
+    }
+
+    /// Compiler options that belong to the kernel. They are part of its key and of the comment at its top.
+    pub fn compile_options(&self) -> Vec<String> {
+        match self.arch {
+            Arch::Cpu(isa) => ["-O3", "-shared", "-fPIC", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno"]
+                .into_iter()
+                .chain(isa.flags())
+                .map(str::to_owned)
+                .collect(),
+            Arch::Sm(sm) => vec![
+                format!("--gpu-architecture={sm}"),
+                "--std=c++17".to_owned(),
+                "--device-as-default-execution-space".to_owned(),
+                "--ptxas-options=-v".to_owned(),
+            ],
+        }
+    }
+
+    /// Renders the source. Pure and deterministic: the same kernel and templates give the same bytes.
+    pub fn render(&self, templates: &TemplateSet) -> Result<Source> {
+        self.check()?;
+        let name = self.name();
+        let options = self.compile_options();
+        let entry = match self.language() {
+            Language::C => "ft_tile".to_owned(),
+            Language::Cuda => {
+                let word: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+                format!("ft_{word}")
+            }
+        };
+        let mut fields = self.fields();
+        fields.insert("header", self.header(&name, &options, templates));
+        fields.insert("entry", entry.clone());
+        let text = templates.render(self.schedule.family().template(), &fields)?;
+        Ok(Source { name, entry, language: self.language(), options, text })
+    }
+
+    /// The comment at the top of the generated file: enough to rebuild it by hand.
+    fn header(&self, name: &str, options: &[String], templates: &TemplateSet) -> String {
+        let how = match self.language() {
+            Language::C => format!("cc {} -o kernel.so kernel.c", options.join(" ")),
+            Language::Cuda => format!(
+                "nvcc -cubin -arch={} -std=c++17 -Xptxas -v kernel.cu   (NVRTC options: {})",
+                self.arch,
+                options.join(" ")
+            ),
+        };
+        format!(
+            "flashtune {version}: {name}\n * problem   {problem}\n * schedule  {schedule}\n * templates {hash}\n * rebuild   {how}",
+            version = env!("CARGO_PKG_VERSION"),
+            problem = self.problem,
+            schedule = self.schedule,
+            hash = templates.hash(),
+        )
+    }
+
+    /// The names that a template may use: the fields of problem, schedule and arch, as words. Templates paste them into
+    /// constants and never branch on them, so a misspelt name is an error, not a silent `false`.
+    fn fields(&self) -> BTreeMap<&'static str, String> {
+        let p = &self.problem;
+        let mut m = BTreeMap::from([
+            ("dtype", p.dtype.name().to_owned()),
+            ("head_dim_qk", p.head_dim_qk.to_string()),
+            ("head_dim_v", p.head_dim_v.to_string()),
+            ("mask_left", u32::from(p.mask.left).to_string()),
+            ("mask_right", u32::from(p.mask.right).to_string()),
+        ]);
+        if let Arch::Cpu(isa) = self.arch {
+            m.insert("isa", isa.name().to_owned());
+        }
+        match self.schedule {
+            Schedule::Cpu(s) => m.extend([
+                ("block_q", s.block_q.to_string()),
+                ("block_kv", s.block_kv.to_string()),
+                ("unroll_q", s.unroll_q.to_string()),
+                ("unroll_kv", s.unroll_kv.to_string()),
+            ]),
+            Schedule::Naive(s) => m.extend([
+                ("block_q", s.block_q.to_string()),
+                ("block_kv", s.block_kv.to_string()),
+                ("threads", s.threads.to_string()),
+            ]),
+            Schedule::Sm80(s) => m.extend([
+                ("warps", s.warps.to_string()),
+                ("rows_per_warp", s.rows_per_warp.to_string()),
+                ("block_kv", s.block_kv.to_string()),
+                ("stages", s.stages.to_string()),
+                ("q_in_registers", s.q_in_registers.to_string()),
+                ("pad_rows", (s.swizzle == Swizzle::Pad).to_string()),
+                ("blocks_per_sm", s.blocks_per_sm.to_string()),
+                ("lazy_rescale", s.lazy_rescale.to_string()),
+                ("block_major", (s.order == TileOrder::BlockMajor).to_string()),
+            ]),
+        }
+        m
+    }
+}
+
+impl From<tera::Error> for Error {
+    fn from(e: tera::Error) -> Self {
+        Error::Template { name: String::new(), message: e.to_string() }
+    }
+}

@@ -1,0 +1,104 @@
+//! What is computed, independent of sizes: the thing that a kernel is specialised to.
+
+use crate::{DType, Error, MaskKind, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Smallest supported head dim.
+pub const HEAD_DIM_MIN: u32 = 16;
+/// Largest supported head dim.
+pub const HEAD_DIM_MAX: u32 = 256;
+/// Head dims are multiples of this, so that every row is made of whole 16-byte vectors of a 16-bit dtype.
+pub const HEAD_DIM_STEP: u32 = 8;
+
+/// Which direction is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+pub enum Pass {
+    /// O and optionally the log-sum-exp from Q, K, V.
+    #[default]
+    Forward,
+}
+
+/// One attention problem: pass, dtype, head dims and the sides of the mask that are bounded.
+///
+/// Numbers of heads, lengths, strides, window lengths, the softmax scale and whether the LSE is wanted are run-time
+/// values ([`crate::Shape`], [`crate::abi::ForwardArgs`]): they do not change the generated code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Problem {
+    /// Direction.
+    pub pass: Pass,
+    /// Element type of Q, K, V and O.
+    pub dtype: DType,
+    /// Length of a row of Q and K.
+    pub head_dim_qk: u32,
+    /// Length of a row of V and O.
+    pub head_dim_v: u32,
+    /// Bounded sides of the mask.
+    pub mask: MaskKind,
+}
+
+impl Problem {
+    /// A forward problem with equal head dims, checked.
+    pub fn forward(dtype: DType, head_dim: u32, mask: MaskKind) -> Result<Self> {
+        Self::forward_qk_v(dtype, head_dim, head_dim, mask)
+    }
+
+    /// A forward problem whose V rows differ in length from the Q and K rows, checked.
+    pub fn forward_qk_v(dtype: DType, head_dim_qk: u32, head_dim_v: u32, mask: MaskKind) -> Result<Self> {
+        let p = Self { pass: Pass::Forward, dtype, head_dim_qk, head_dim_v, mask };
+        p.validate()?;
+        Ok(p)
+    }
+
+    /// Checks the head dims against what every family supports.
+    pub fn validate(&self) -> Result<()> {
+        for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
+            if !(HEAD_DIM_MIN..=HEAD_DIM_MAX).contains(&d) || d % HEAD_DIM_STEP != 0 {
+                return Err(Error::unsupported(
+                    field,
+                    d,
+                    format!("head dims are multiples of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}"),
+                    "pad the last dimension of the tensor with zeros to the next supported length",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The softmax scale that applies when the caller states none: `1 / sqrt(head_dim_qk)`.
+    pub fn default_scale(&self) -> f32 {
+        1.0 / (self.head_dim_qk as f32).sqrt()
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Pass::Forward = self.pass;
+        write!(f, "forward-{}-d{}", self.dtype, self.head_dim_qk)?;
+        if self.head_dim_v != self.head_dim_qk {
+            write!(f, "v{}", self.head_dim_v)?;
+        }
+        write!(f, "-{}", self.mask)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn head_dims_outside_the_range_name_the_field_and_the_remedy() {
+        for d in [0, 8, 15, 17, 63, 260, 264] {
+            let e = Problem::forward(DType::F16, d, MaskKind::FULL).unwrap_err().to_string();
+            assert!(e.contains("head_dim_qk") && e.contains("pad"), "{e}");
+        }
+        assert!(Problem::forward_qk_v(DType::F16, 192, 128, MaskKind::FULL).is_ok());
+    }
+
+    #[test]
+    fn display_is_unique_per_field() {
+        let p = |d, v, m| Problem::forward_qk_v(DType::Bf16, d, v, m).unwrap().to_string();
+        assert_eq!(p(128, 128, MaskKind::CAUSAL), "forward-bf16-d128-causal");
+        assert_eq!(p(192, 128, MaskKind::FULL), "forward-bf16-d192v128-full");
+    }
+}

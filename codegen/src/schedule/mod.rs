@@ -1,0 +1,138 @@
+//! How a problem is computed: one struct per kernel family, and the point that the tuner searches.
+
+mod cpu;
+mod naive;
+mod sm80;
+
+pub use cpu::CpuSchedule;
+pub use naive::NaiveSchedule;
+pub use sm80::{Sm80Schedule, Swizzle, TileOrder};
+
+use crate::{Arch, DType, Error, Problem, Result, ShapeBucket};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A kernel family: one skeleton template, one schedule struct, one hardware generation and role.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Family {
+    /// `forward/cpu`: C for the host processor.
+    ForwardCpu,
+    /// `forward/naive`: plain fp32 CUDA; the oracle on the GPU, and the exact path for f32.
+    ForwardNaive,
+    /// `forward/sm80`: mma.sync and cp.async, FA2-style.
+    ForwardSm80,
+}
+
+impl Family {
+    /// Every family.
+    pub const ALL: [Family; 3] = [Family::ForwardCpu, Family::ForwardNaive, Family::ForwardSm80];
+
+    /// The name used in templates, kernel names and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Family::ForwardCpu => "forward/cpu",
+            Family::ForwardNaive => "forward/naive",
+            Family::ForwardSm80 => "forward/sm80",
+        }
+    }
+
+    /// The skeleton template of the family.
+    pub const fn template(self) -> &'static str {
+        match self {
+            Family::ForwardCpu => "forward/cpu.c",
+            Family::ForwardNaive => "forward/naive.cu",
+            Family::ForwardSm80 => "forward/sm80.cu",
+        }
+    }
+
+    /// Whether the family can compute the problem on the arch, and if not, why.
+    pub fn supports(self, problem: &Problem, arch: Arch) -> Result<()> {
+        let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", self.name(), limit, remedy));
+        match (self, arch) {
+            (Family::ForwardCpu, Arch::Cpu(_)) => Ok(()),
+            (Family::ForwardCpu, _) => no("runs on cpu only", "use a CUDA family"),
+            (_, Arch::Cpu(_)) => no("runs on CUDA devices only", "use forward/cpu"),
+            (Family::ForwardNaive, Arch::Sm(sm)) if sm.number < 75 => no("needs sm_75 or newer", "use a newer GPU"),
+            (Family::ForwardNaive, Arch::Sm(_)) => Ok(()),
+            (Family::ForwardSm80, Arch::Sm(sm)) if sm.number < 80 => {
+                no("needs sm_80 or newer (cp.async, bf16 mma.sync)", "use forward/naive")
+            }
+            (Family::ForwardSm80, Arch::Sm(_)) if problem.dtype == DType::F32 => {
+                no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
+            }
+            (Family::ForwardSm80, Arch::Sm(_)) => Ok(()),
+        }
+    }
+
+    /// The families that can compute the problem on the arch, best first.
+    pub fn candidates(problem: &Problem, arch: Arch) -> Vec<Family> {
+        [Family::ForwardSm80, Family::ForwardCpu, Family::ForwardNaive]
+            .into_iter()
+            .filter(|f| f.supports(problem, arch).is_ok())
+            .collect()
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A schedule of one of the families.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Schedule {
+    /// For [`Family::ForwardCpu`].
+    Cpu(CpuSchedule),
+    /// For [`Family::ForwardNaive`].
+    Naive(NaiveSchedule),
+    /// For [`Family::ForwardSm80`].
+    Sm80(Sm80Schedule),
+}
+
+impl Schedule {
+    /// The family that the schedule belongs to.
+    pub fn family(&self) -> Family {
+        match self {
+            Schedule::Cpu(_) => Family::ForwardCpu,
+            Schedule::Naive(_) => Family::ForwardNaive,
+            Schedule::Sm80(_) => Family::ForwardSm80,
+        }
+    }
+
+    /// The analytic model's choice: what runs when nothing is tuned, and always a contender when something is.
+    pub fn default_for(family: Family, problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Result<Schedule> {
+        family.supports(problem, arch)?;
+        Ok(match (family, arch) {
+            (Family::ForwardCpu, Arch::Cpu(isa)) => Schedule::Cpu(CpuSchedule::default_for(problem, isa, bucket)),
+            (Family::ForwardNaive, _) => Schedule::Naive(NaiveSchedule::default()),
+            (Family::ForwardSm80, Arch::Sm(sm)) => Schedule::Sm80(Sm80Schedule::default_for(problem, sm, bucket)),
+            _ => unreachable!("supports() admits only the pairs above"),
+        })
+    }
+
+    /// The schedules worth trying, without the default's guarantee of being among them. Some may not fit the device:
+    /// [`crate::Kernel::check`] says so.
+    pub fn space(family: Family, problem: &Problem, arch: Arch) -> Vec<Schedule> {
+        match (family, arch) {
+            (Family::ForwardCpu, Arch::Cpu(isa)) => {
+                CpuSchedule::space(problem, isa).into_iter().map(Schedule::Cpu).collect()
+            }
+            (Family::ForwardSm80, Arch::Sm(_)) => {
+                Sm80Schedule::space(problem).into_iter().map(Schedule::Sm80).collect()
+            }
+            (Family::ForwardNaive, Arch::Sm(_)) => vec![Schedule::Naive(NaiveSchedule::default())],
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Schedule::Cpu(s) => s.fmt(f),
+            Schedule::Naive(s) => s.fmt(f),
+            Schedule::Sm80(s) => s.fmt(f),
+        }
+    }
+}

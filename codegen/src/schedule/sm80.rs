@@ -1,0 +1,165 @@
+//! Schedule of `forward/sm80`: how FA2's work partition is laid onto mma.sync warps.
+
+use crate::{Error, Problem, Result, ShapeBucket, SmArch};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// How rows of K, V and Q are placed in shared memory so that ldmatrix meets no bank conflict.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Swizzle {
+    /// XOR of the 16-byte chunk with low row bits: no space lost, address arithmetic per chunk.
+    Xor,
+    /// Rows padded by one 16-byte chunk: some space lost, addresses are immediates.
+    Pad,
+}
+
+/// In which order thread blocks take the tiles of O.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum TileOrder {
+    /// All query blocks of a head, then the next head: K and V stay in L2.
+    HeadMajor,
+    /// The same query block of all heads, then the next: with a causal mask, longest rows first over the whole grid.
+    BlockMajor,
+}
+
+/// How an mma.sync GPU computes one problem (FlashAttention-2, section 3.2 and 3.3: query rows split over warps).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Sm80Schedule {
+    /// Warps of one thread block; each owns `rows_per_warp` query rows.
+    pub warps: u32,
+    /// Query rows of one warp: 16 or 32. With 32, one K or V fragment read from shared memory feeds two multiplications.
+    pub rows_per_warp: u32,
+    /// Keys of one step of the main loop.
+    pub block_kv: u32,
+    /// Buffers of K and V each in shared memory: 1 loads K of the next step while V of this one is used, 2 and more
+    /// load whole steps ahead.
+    pub stages: u32,
+    /// Q fragments stay in registers for the whole loop (the shared memory that Q arrives in is reused for K and V).
+    pub q_in_registers: bool,
+    /// Placement of rows in shared memory.
+    pub swizzle: Swizzle,
+    /// Thread blocks that must fit one multiprocessor: caps the registers of a thread.
+    pub blocks_per_sm: u32,
+    /// Skip rescaling O while the row maximum has grown by less than 2^8: the sums stay exact because the stale
+    /// maximum is used consistently.
+    pub lazy_rescale: bool,
+    /// Order of the tiles.
+    pub order: TileOrder,
+}
+
+impl Sm80Schedule {
+    /// Query rows of one thread block.
+    pub const fn block_q(&self) -> u32 {
+        self.warps * self.rows_per_warp
+    }
+
+    /// Threads of one block.
+    pub const fn threads(&self) -> u32 {
+        self.warps * 32
+    }
+
+    /// The model's choice.
+    pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let small_smem = sm.limits().smem_per_block < 128 * 1024;
+        let (warps, rows_per_warp, block_kv, stages) = match d {
+            ..=64 => (4, 32, 64, 2),
+            ..=128 if small_smem => (4, 16, 64, 1),
+            ..=128 => (4, 32, 32, 2),
+            _ if small_smem => (4, 16, 32, 1),
+            _ => (8, 16, 32, 2),
+        };
+        // Short query sequences: rows beyond q_len are wasted work.
+        let (warps, rows_per_warp) = if bucket.q_len <= 64 { (4, 16) } else { (warps, rows_per_warp) };
+        let order = if problem.mask.right { TileOrder::BlockMajor } else { TileOrder::HeadMajor };
+        Self {
+            warps,
+            rows_per_warp,
+            block_kv,
+            stages,
+            q_in_registers: false,
+            swizzle: Swizzle::Xor,
+            blocks_per_sm: 1,
+            lazy_rescale: true,
+            order,
+        }
+    }
+
+    /// The schedules worth trying.
+    pub fn space(problem: &Problem) -> Vec<Self> {
+        let orders: &[TileOrder] =
+            if problem.mask.any() { &[TileOrder::HeadMajor, TileOrder::BlockMajor] } else { &[TileOrder::HeadMajor] };
+        let mut space = Vec::new();
+        for warps in [2, 4, 8] {
+            for rows_per_warp in [16, 32] {
+                for block_kv in [32, 64, 96, 128] {
+                    for stages in [1, 2, 3] {
+                        for q_in_registers in [false, true] {
+                            for swizzle in [Swizzle::Xor, Swizzle::Pad] {
+                                for blocks_per_sm in [1, 2, 3] {
+                                    for &order in orders {
+                                        space.push(Self {
+                                            warps,
+                                            rows_per_warp,
+                                            block_kv,
+                                            stages,
+                                            q_in_registers,
+                                            swizzle,
+                                            blocks_per_sm,
+                                            lazy_rescale: true,
+                                            order,
+                                        });
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        space
+    }
+
+    /// Checks the fields against what the template can generate.
+    pub fn validate(&self) -> Result<()> {
+        let bad = |field: &'static str, value: u32, limit: &str| {
+            Err(Error::unsupported(field, value, limit, "use a schedule from the searched space"))
+        };
+        if !(1..=16).contains(&self.warps) {
+            return bad("warps", self.warps, "1 to 16 warps");
+        }
+        if ![16, 32, 48, 64].contains(&self.rows_per_warp) {
+            return bad("rows_per_warp", self.rows_per_warp, "16, 32, 48 or 64 rows");
+        }
+        if self.block_kv == 0 || self.block_kv % 16 != 0 || self.block_kv > 256 {
+            return bad("block_kv", self.block_kv, "a multiple of 16 up to 256");
+        }
+        if !(1..=4).contains(&self.stages) {
+            return bad("stages", self.stages, "1 to 4 stages");
+        }
+        if !(1..=8).contains(&self.blocks_per_sm) {
+            return bad("blocks_per_sm", self.blocks_per_sm, "1 to 8 blocks");
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Sm80Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let q = if self.q_in_registers { "qreg" } else { "qsmem" };
+        let swizzle = match self.swizzle {
+            Swizzle::Xor => "xor",
+            Swizzle::Pad => "pad",
+        };
+        let order = match self.order {
+            TileOrder::HeadMajor => "head",
+            TileOrder::BlockMajor => "block",
+        };
+        let rescale = if self.lazy_rescale { "lazy" } else { "eager" };
+        write!(
+            f,
+            "w{}x{}-kv{}-s{}-{q}-{swizzle}-b{}-{rescale}-{order}",
+            self.warps, self.rows_per_warp, self.block_kv, self.stages, self.blocks_per_sm
+        )
+    }
+}

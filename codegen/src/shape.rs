@@ -1,0 +1,156 @@
+//! Run-time sizes, and the buckets that tuning results are filed under.
+
+use crate::{Error, Mask, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The sizes of one call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Shape {
+    /// Number of sequences.
+    pub batch: u32,
+    /// Number of query heads; a multiple of `kv_heads`.
+    pub heads: u32,
+    /// Number of key/value heads.
+    pub kv_heads: u32,
+    /// Rows of Q and O per head.
+    pub q_len: u32,
+    /// Rows of K and V per head.
+    pub kv_len: u32,
+    /// The mask with its run-time reach.
+    pub mask: Mask,
+}
+
+impl Shape {
+    /// Checks head counts and lengths. Zero sizes are legal: they mean an empty or all-masked output.
+    pub fn validate(&self) -> Result<()> {
+        if self.kv_heads == 0 && self.heads != 0 || self.kv_heads != 0 && self.heads % self.kv_heads != 0 {
+            return Err(Error::unsupported(
+                "heads",
+                self.heads,
+                format!("query heads must be a multiple of the {} KV heads", self.kv_heads),
+                "check the head dimension of Q against that of K and V",
+            ));
+        }
+        // Kernels count rows in i32 and add a block to the last row.
+        for (field, n) in [("q_len", self.q_len), ("kv_len", self.kv_len)] {
+            if n > (1 << 30) {
+                return Err(Error::unsupported(field, n, "at most 2^30 rows per head", "split the sequence"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Query heads per KV head (1 for MHA).
+    pub fn group(&self) -> u32 {
+        self.heads.checked_div(self.kv_heads).unwrap_or(1).max(1)
+    }
+
+    /// Whether there is nothing to compute (no output element exists).
+    pub fn is_empty(&self) -> bool {
+        self.batch == 0 || self.heads == 0 || self.q_len == 0
+    }
+
+    /// Floating-point operations of a forward pass, counted on live scores: `2 * pairs * (dqk + dv)` per head.
+    pub fn forward_flops(&self, head_dim_qk: u32, head_dim_v: u32) -> f64 {
+        let pairs = self.mask.live_pairs(self.q_len as u64, self.kv_len as u64) as f64;
+        2.0 * pairs * (head_dim_qk + head_dim_v) as f64 * self.batch as f64 * self.heads as f64
+    }
+
+    /// The fewest bytes a forward pass can move: Q, K, V read once and O written once.
+    pub fn forward_bytes(&self, head_dim_qk: u32, head_dim_v: u32, element: usize) -> f64 {
+        let q = self.heads as f64 * self.q_len as f64 * (head_dim_qk + head_dim_v) as f64;
+        let kv = self.kv_heads as f64 * self.kv_len as f64 * (head_dim_qk + head_dim_v) as f64;
+        self.batch as f64 * (q + kv) * element as f64
+    }
+}
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shape { batch, heads, kv_heads, q_len, kv_len, mask } = self;
+        write!(f, "b{batch} h{heads}/{kv_heads} {q_len}x{kv_len} {mask}")
+    }
+}
+
+/// The class of shapes that share one tuning result.
+///
+/// Lengths and the number of (batch, head) pairs are rounded up to powers of two: a schedule's merit changes with the
+/// order of magnitude (waves over the device, blocks per row), not with the exact size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ShapeBucket {
+    /// `batch * heads`, rounded up to a power of two.
+    pub parallel: u32,
+    /// Query heads per KV head, exact.
+    pub group: u32,
+    /// `q_len`, rounded up to a power of two.
+    pub q_len: u32,
+    /// `kv_len`, rounded up to a power of two.
+    pub kv_len: u32,
+    /// Reach of a two-sided window (left + right + 1), rounded up to a power of two and capped at `kv_len`;
+    /// 0 when the window does not bound the work.
+    pub window: u32,
+}
+
+impl ShapeBucket {
+    /// The bucket of a shape.
+    pub fn of(shape: &Shape) -> Self {
+        let up = |n: u64| n.clamp(1, 1 << 31).next_power_of_two() as u32;
+        let kv_len = up(shape.kv_len as u64);
+        let window = match shape.mask.window() {
+            (Some(l), Some(r)) => up(l as u64 + r as u64 + 1).min(kv_len),
+            _ => 0,
+        };
+        Self {
+            parallel: up(shape.batch as u64 * shape.heads as u64),
+            group: shape.group(),
+            q_len: up(shape.q_len as u64),
+            kv_len,
+            window,
+        }
+    }
+
+    /// How far two buckets are apart, in doublings; 0 means the same bucket. Lengths weigh more than parallelism,
+    /// because the block sizes follow them.
+    pub fn distance(&self, other: &Self) -> f64 {
+        let log = |a: u32, b: u32| ((a.max(1) as f64).log2() - (b.max(1) as f64).log2()).abs();
+        2.0 * log(self.q_len, other.q_len)
+            + log(self.kv_len, other.kv_len)
+            + 0.5 * log(self.parallel, other.parallel)
+            + 0.25 * log(self.group, other.group)
+            + if (self.window == 0) == (other.window == 0) { log(self.window, other.window) } else { 2.0 }
+    }
+}
+
+impl fmt::Display for ShapeBucket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "p{}g{}q{}k{}", self.parallel, self.group, self.q_len, self.kv_len)?;
+        if self.window != 0 {
+            write!(f, "w{}", self.window)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(q: u32, kv: u32) -> Shape {
+        Shape { batch: 2, heads: 12, kv_heads: 4, q_len: q, kv_len: kv, mask: Mask::Causal }
+    }
+
+    #[test]
+    fn buckets_round_up_and_measure_distance() {
+        let b = ShapeBucket::of(&shape(1000, 1025));
+        assert_eq!(b, ShapeBucket { parallel: 32, group: 3, q_len: 1024, kv_len: 2048, window: 0 });
+        assert_eq!(b.distance(&b), 0.0);
+        assert!(b.distance(&ShapeBucket::of(&shape(4096, 4096))) > b.distance(&ShapeBucket::of(&shape(1024, 1024))));
+    }
+
+    #[test]
+    fn zero_sizes_are_legal_and_bad_groups_are_not() {
+        assert!(Shape { batch: 0, heads: 0, kv_heads: 0, ..shape(0, 0) }.validate().is_ok());
+        assert!(Shape { heads: 10, ..shape(8, 8) }.validate().is_err());
+        assert!(Shape { kv_heads: 0, ..shape(8, 8) }.validate().is_err());
+    }
+}
