@@ -1,0 +1,104 @@
+//! What a device can do, as the tuner and the engine see it.
+
+use crate::{Error, Result};
+use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
+use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::{Arch, Kernel, Launch, Shape, Source};
+use std::any::Any;
+use std::sync::Arc;
+
+/// An execution queue. On CUDA a `CUstream` handle (0 is the legacy default stream); ignored on the CPU, where work is
+/// done when the call returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Stream(pub u64);
+
+/// Device memory, freed on drop.
+pub trait Buffer: Send + Sync {
+    /// Address on the device.
+    fn address(&self) -> u64;
+    /// Size in bytes.
+    fn len(&self) -> usize;
+    /// Whether the buffer has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A loaded kernel, ready to launch. Unloaded on drop.
+pub trait Module: Send + Sync {
+    /// For the device that made it.
+    fn as_any(&self) -> &dyn Any;
+    /// Problem, schedule and arch.
+    fn kernel(&self) -> &Kernel;
+}
+
+/// Turns sources into binaries. Safe to call from many threads.
+pub trait Compiler: Send + Sync {
+    /// Name and full version, as part of every key.
+    fn id(&self) -> &CompilerId;
+    /// Compiles a source for the arch that its options name. No device is needed.
+    fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)>;
+}
+
+/// A processor that runs kernels.
+pub trait Device: Send + Sync {
+    /// Identity and size.
+    fn fingerprint(&self) -> &DeviceFingerprint;
+
+    /// The compiler for this device's kernels; an error that tells the remedy when there is none.
+    fn compiler(&self) -> Result<Arc<dyn Compiler>>;
+
+    /// Loads a compiled kernel. The bytes are used as given: the caller has verified them.
+    fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>>;
+
+    /// Launches on the caller's stream. Allocates nothing, waits for nothing (on the CPU it returns when done).
+    ///
+    /// # Safety
+    /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has
+    /// completed, and `launch` must come from [`Kernel::launch`] for these sizes.
+    unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()>;
+
+    /// Allocates uninitialised device memory.
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>>;
+    /// Copies host bytes to the start of a buffer; returns when done.
+    fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> Result<()>;
+    /// Copies the start of a buffer to the host, after all work of the stream has completed.
+    fn download(&self, from: &dyn Buffer, bytes: &mut [u8], stream: Stream) -> Result<()>;
+    /// Sets every byte of a buffer.
+    fn fill(&self, buffer: &dyn Buffer, byte: u8) -> Result<()>;
+
+    /// A stream of its own for tuning and tests (0 on the CPU).
+    fn stream(&self) -> Stream;
+    /// Waits for all work of a stream and reports its errors.
+    fn synchronize(&self, stream: Stream) -> Result<()>;
+    /// Evicts the device's last-level cache, so that the next launch reads from memory.
+    fn flush_cache(&self, stream: Stream) -> Result<()>;
+    /// Device time of what `work` enqueues on the stream, in microseconds.
+    fn time_us(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<f64>;
+}
+
+impl dyn Device {
+    /// The code-generation target.
+    pub fn arch(&self) -> Arch {
+        self.fingerprint().arch
+    }
+
+    /// Launches for a shape with the kernel's own geometry; does nothing for an empty shape.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    pub unsafe fn launch_shape(
+        &self,
+        module: &dyn Module,
+        shape: &Shape,
+        args: &ForwardArgs,
+        stream: Stream,
+    ) -> Result<()> {
+        if shape.is_empty() {
+            return Ok(());
+        }
+        let launch = module.kernel().launch(shape).map_err(Error::from)?;
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.launch(module, &launch, args, stream) }
+    }
+}
