@@ -17,6 +17,9 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
+    /// No folder for results can be named.
+    #[error("no folder for results: neither FLASHTUNE_CACHE, XDG_CACHE_HOME nor HOME is set; set FLASHTUNE_CACHE")]
+    NoFolder,
     /// Another process holds the tuner's journal.
     #[error("the store {} is in use by another tuner; wait for it or set FLASHTUNE_CACHE to another folder", path.display())]
     Locked {

@@ -10,12 +10,30 @@
 
 mod artifact;
 mod device;
+mod dir;
 mod error;
+mod files;
 mod key;
+mod layers;
+mod publish;
 mod record;
+mod store;
+#[cfg(test)]
+mod testing;
+mod trial;
+mod validity;
 
 pub use artifact::{Artifact, Facts, Recipe};
 pub use device::{CompilerId, DeviceFingerprint};
+pub use dir::{CACHE_VARIABLE, CacheDir};
 pub use error::{Error, Result};
+pub use files::ArtifactFiles;
 pub use key::Key;
+pub use layers::{
+    BUNDLES_VARIABLE, ExchangeSummary, ExportFilter, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
+    bundles_from_env, export, import,
+};
 pub use record::{Finalist, Provenance, Record, RecordKey};
+pub use store::Store;
+pub use trial::{Stage, Trial, TrialResult};
+pub use validity::{Difference, Validity};

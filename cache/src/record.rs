@@ -76,6 +76,13 @@ pub struct Provenance {
     pub compile_seconds: f64,
 }
 
+impl RecordKey {
+    /// The hash that stores and bundles file the record under.
+    pub fn key(&self) -> Key {
+        Key::of_value("flashtune record key 1", self)
+    }
+}
+
 impl Record {
     /// The finalist that won.
     pub fn winner(&self) -> Option<&Finalist> {

@@ -1,0 +1,206 @@
+//! Compiled kernels as files, one per recipe key.
+//!
+//! A file is an envelope around the postcard encoding of an [`Artifact`]:
+//!
+//! ```text
+//! 0  magic "FTARTIF\n"   8
+//! 8  format version u32  4
+//! 12 zero                4
+//! 16 payload length u64  8
+//! 24 payload BLAKE3     32
+//! 56 payload
+//! ```
+//!
+//! Writers publish by rename, and the name is the hash of the recipe, so two writers of one key write the same thing.
+//! Readers need no lock and trust nothing: what fails a check is a miss, is set aside once, and is compiled again.
+
+use crate::dir::CacheDir;
+use crate::publish::publish_file;
+use crate::{Artifact, Error, Key, Result};
+use std::path::{Path, PathBuf};
+
+const MAGIC: &[u8; 8] = b"FTARTIF\n";
+const FORMAT: u32 = 1;
+const HEADER: usize = 56;
+
+/// The folder of compiled kernels.
+#[derive(Debug, Clone)]
+pub struct ArtifactFiles {
+    folder: PathBuf,
+}
+
+impl ArtifactFiles {
+    /// The files of a cache folder. Touches nothing.
+    pub fn new(dir: &CacheDir) -> Self {
+        Self { folder: dir.artifacts_path() }
+    }
+
+    /// Where an artifact is or would be.
+    pub fn path(&self, key: &Key) -> PathBuf {
+        let hex = key.hex();
+        self.folder.join(&hex[..2]).join(format!("{hex}.art"))
+    }
+
+    /// Stores an artifact under its recipe's key, which is returned.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the file cannot be written; nothing partial stays behind.
+    pub fn put(&self, artifact: &Artifact) -> Result<Key> {
+        let key = artifact.recipe.key();
+        let path = self.path(&key);
+        let bytes = seal(artifact);
+        publish_file(&path, |w| {
+            w.write_all(&bytes).map_err(|source| Error::Io {
+                action: "write",
+                path: path.clone(),
+                source,
+                remedy: "check the free space, or set FLASHTUNE_CACHE to another folder",
+            })
+        })?;
+        Ok(key)
+    }
+
+    /// Whether a file of this key exists. It may still fail its checks.
+    pub fn contains(&self, key: &Key) -> bool {
+        self.path(key).is_file()
+    }
+
+    /// The verified artifact of a recipe key. Whatever is wrong with the file makes it a miss, with a warning; a
+    /// damaged one is renamed to `*.damaged` where the folder is writable.
+    pub fn get(&self, key: &Key) -> Option<Artifact> {
+        let path = self.path(key);
+        let bytes = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return None,
+            Err(e) => {
+                tracing::warn!(path = %path.display(), error = %e, "an artifact cannot be read; it counts as missing");
+                return None;
+            }
+        };
+        match open(&bytes, key) {
+            Ok(artifact) => Some(artifact),
+            Err(reason) => {
+                tracing::warn!(path = %path.display(), reason, "a damaged artifact was set aside; it counts as missing");
+                set_aside(&path);
+                None
+            }
+        }
+    }
+}
+
+/// Renames a damaged file out of the way; on a read-only mount it stays, and stays a miss.
+fn set_aside(path: &Path) {
+    let _ = std::fs::rename(path, path.with_extension("damaged"));
+}
+
+/// The file's bytes.
+fn seal(artifact: &Artifact) -> Vec<u8> {
+    let payload = postcard::to_stdvec(artifact).expect("artifacts are plain structs, which always encode");
+    let mut bytes = Vec::with_capacity(HEADER + payload.len());
+    bytes.extend_from_slice(MAGIC);
+    bytes.extend_from_slice(&FORMAT.to_le_bytes());
+    bytes.extend_from_slice(&[0; 4]);
+    bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(blake3::hash(&payload).as_bytes());
+    bytes.extend_from_slice(&payload);
+    bytes
+}
+
+/// Checks every part of the envelope; the error is the check that failed.
+fn open(bytes: &[u8], key: &Key) -> Result<Artifact, &'static str> {
+    if bytes.len() < HEADER {
+        return Err("it is shorter than its header");
+    }
+    let (header, payload) = bytes.split_at(HEADER);
+    if &header[..8] != MAGIC {
+        return Err("it does not start with the magic bytes");
+    }
+    if header[8..12] != FORMAT.to_le_bytes() || header[12..16] != [0; 4] {
+        return Err("its format version is another one");
+    }
+    if header[16..24] != (payload.len() as u64).to_le_bytes() {
+        return Err("its length differs from the one in the header");
+    }
+    if header[24..56] != *blake3::hash(payload).as_bytes() {
+        return Err("its content differs from the hash in the header");
+    }
+    decode_artifact(payload, key)
+}
+
+/// Decodes an artifact whose bytes are already checked, and checks that it is the one asked for.
+pub(crate) fn decode_artifact(payload: &[u8], key: &Key) -> Result<Artifact, &'static str> {
+    let (artifact, rest): (Artifact, _) =
+        postcard::take_from_bytes(payload).map_err(|_| "its content cannot be decoded")?;
+    if !rest.is_empty() {
+        return Err("its content has bytes to spare");
+    }
+    if artifact.recipe.key() != *key {
+        return Err("its recipe belongs to another key");
+    }
+    Ok(artifact)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::artifact;
+    use proptest::prelude::*;
+
+    #[test]
+    fn what_is_put_is_got() {
+        let tmp = tempfile::tempdir().unwrap();
+        let files = ArtifactFiles::new(&CacheDir::at(tmp.path()));
+        let a = artifact(1);
+        assert_eq!(files.get(&a.recipe.key()), None);
+        let key = files.put(&a).unwrap();
+        assert_eq!(files.get(&key), Some(a.clone()));
+        // Putting again is harmless.
+        assert_eq!(files.put(&a).unwrap(), key);
+        assert_eq!(files.get(&key), Some(a));
+    }
+
+    #[test]
+    fn a_damaged_file_is_a_miss_once_and_can_be_put_again() {
+        let tmp = tempfile::tempdir().unwrap();
+        let files = ArtifactFiles::new(&CacheDir::at(tmp.path()));
+        let a = artifact(2);
+        let key = files.put(&a).unwrap();
+        let path = files.path(&key);
+        let mut bytes = std::fs::read(&path).unwrap();
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        assert_eq!(files.get(&key), None);
+        assert!(!files.contains(&key) && path.with_extension("damaged").exists());
+        files.put(&a).unwrap();
+        assert_eq!(files.get(&key), Some(a));
+    }
+
+    #[test]
+    fn an_artifact_under_a_foreign_name_is_a_miss() {
+        let tmp = tempfile::tempdir().unwrap();
+        let files = ArtifactFiles::new(&CacheDir::at(tmp.path()));
+        let (a, b) = (artifact(1), artifact(2));
+        let (ka, kb) = (files.put(&a).unwrap(), b.recipe.key());
+        std::fs::create_dir_all(files.path(&kb).parent().unwrap()).unwrap();
+        std::fs::copy(files.path(&ka), files.path(&kb)).unwrap();
+        assert_eq!(files.get(&kb), None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #[test]
+        fn no_mutation_of_a_file_yields_another_artifact(at in 0usize..1 << 20, byte in any::<u8>(), cut in 0usize..1 << 20) {
+            let a = artifact(3);
+            let key = a.recipe.key();
+            let good = seal(&a);
+            let mut bad = good.clone();
+            let at = at % bad.len();
+            bad[at] = byte;
+            if bad != good {
+                prop_assert!(open(&bad, &key).is_err());
+            }
+            prop_assert!(open(&good[..cut % good.len()], &key).is_err());
+        }
+    }
+}
