@@ -1,10 +1,33 @@
 //! Devices, compilers, tensors and the reference attention.
 //!
-//! Architecture invariants: `unsafe` lives in the device modules (`cuda/`, `cpu/`) and nowhere else; a missing library
-//! is an [`Error`], never a panic; a launch is asynchronous on the caller's stream, allocates nothing and syncs nothing.
+//! ```text
+//! open(DeviceSpec) -> Device      compile(Kernel, TemplateSet) -> Artifact
+//! Device::load(Artifact) -> Module
+//! forward_call(tensors, mask, scale) -> (Problem, Shape, ForwardArgs)
+//! Device::launch(Module, Launch, ForwardArgs, Stream)
+//! ```
+//!
+//! Architecture invariants: `unsafe` lives in the device modules (`cuda/`, `cpu/`), in the binding of NVRTC's C
+//! interface (`compile/nvrtc_lib.rs`), and where a launch passes on its caller's promise (`check.rs`); nowhere else. A
+//! missing library is an [`Error`], never a panic. A launch is asynchronous on the caller's stream, allocates nothing
+//! and syncs nothing.
 
+pub mod check;
+pub mod compile;
+pub mod cpu;
+pub mod cuda;
 mod device;
 mod error;
+mod open;
+pub mod reference;
+mod tensor;
 
+pub use check::{CheckCase, CheckInputs, CheckReport, check_kernel};
+pub use compile::{compile, compile_with, compiler_for};
+pub use cpu::CpuDevice;
+pub use cuda::CudaDevice;
 pub use device::{Buffer, Compiler, Device, Module, Stream};
 pub use error::{Error, Result};
+pub use open::{DeviceSpec, all_devices, open};
+pub use reference::{Distribution, HostTensor, Layout, Verdict};
+pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};

@@ -1,0 +1,1 @@
+//! Where NVRTC may be.

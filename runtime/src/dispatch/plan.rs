@@ -1,0 +1,123 @@
+//! The kernel chosen for one class of calls.
+
+use super::{Explanation, Policy, Refusal, Status};
+use crate::{Module, Result};
+use flashtune_cache::{DeviceFingerprint, Record};
+use flashtune_codegen::{DType, Family, Kernel, Launch, Shape, ShapeBucket};
+use std::fmt;
+use std::sync::Arc;
+
+/// A loaded kernel for a problem and a class of sizes, with the account of how it was chosen.
+pub struct Plan {
+    pub(crate) module: Arc<dyn Module>,
+    pub(crate) bucket: ShapeBucket,
+    /// The sizes of the call that the plan was made for.
+    pub(crate) shape: Shape,
+    pub(crate) device: DeviceFingerprint,
+    pub(crate) policy: Policy,
+    pub(crate) templates: String,
+    pub(crate) choice: Choice,
+    /// Where the binary comes from.
+    pub(crate) binary: String,
+    pub(crate) refusals: Vec<Refusal>,
+}
+
+/// A schedule with its origin.
+#[derive(Debug, Clone)]
+pub(crate) struct Choice {
+    pub kernel: Kernel,
+    pub status: Status,
+    /// What the status rests on, in words.
+    pub because: String,
+    pub layer: String,
+    /// The record, unless the schedule is the model's choice.
+    pub record: Option<Arc<Record>>,
+}
+
+impl Plan {
+    /// Problem, schedule and arch.
+    pub fn kernel(&self) -> &Kernel {
+        &self.choice.kernel
+    }
+
+    /// The loaded kernel.
+    pub fn module(&self) -> &dyn Module {
+        &*self.module
+    }
+
+    /// How far the schedule is backed by measurement.
+    pub fn status(&self) -> Status {
+        self.choice.status
+    }
+
+    /// The class of sizes that the plan serves.
+    pub fn bucket(&self) -> &ShapeBucket {
+        &self.bucket
+    }
+
+    /// The record that the schedule comes from; none when it is the model's choice.
+    pub fn record(&self) -> Option<&Record> {
+        self.choice.record.as_deref()
+    }
+
+    /// What was looked at and not used.
+    pub fn refusals(&self) -> &[Refusal] {
+        &self.refusals
+    }
+
+    /// The launch geometry for sizes of the plan's bucket.
+    ///
+    /// # Errors
+    /// When the grid exceeds what one launch can hold.
+    pub fn launch(&self, shape: &Shape) -> Result<Launch> {
+        Ok(self.choice.kernel.launch(shape)?)
+    }
+
+    /// Which kernel runs, from which layer, and why no other does.
+    pub fn explain(&self) -> Explanation {
+        let Choice { kernel, status, because, layer, record } = &self.choice;
+        let family = kernel.schedule.family();
+        let winner = record.as_deref().and_then(Record::winner);
+        Explanation {
+            problem: kernel.problem.to_string(),
+            shape: self.shape.to_string(),
+            bucket: self.bucket.to_string(),
+            device: self.device.to_string(),
+            arch: kernel.arch.to_string(),
+            policy: self.policy.to_string(),
+            family: family.name().to_owned(),
+            schedule: kernel.schedule.to_string(),
+            kernel: kernel.name(),
+            status: *status,
+            because: because.clone(),
+            layer: layer.clone(),
+            binary: self.binary.clone(),
+            templates: self.templates.clone(),
+            tuned_us: winner.map(|w| w.median_us),
+            gain_over_default: record.as_deref().and_then(Record::gain_over_default),
+            notes: notes(kernel),
+            refusals: self.refusals.clone(),
+        }
+    }
+}
+
+impl fmt::Debug for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Plan").field("choice", &self.choice).field("bucket", &self.bucket).finish_non_exhaustive()
+    }
+}
+
+/// What a caller should know about the path that was taken.
+fn notes(kernel: &Kernel) -> Vec<String> {
+    match (kernel.schedule.family(), kernel.problem.dtype) {
+        (Family::ForwardNaive, DType::F32) => vec![
+            "f32 on CUDA runs on forward/naive: plain fp32 arithmetic, exact to f32, slower than the tensor-core \
+             families; f16 or bf16 inputs use those"
+                .to_owned(),
+        ],
+        (Family::ForwardNaive, _) => {
+            vec!["forward/naive is the plain fp32 kernel: exact, and slower than the tensor-core families".to_owned()]
+        }
+        _ => Vec::new(),
+    }
+}

@@ -1,0 +1,11 @@
+//! Attention computed on the host, as the measure of every kernel.
+
+mod compare;
+mod host;
+mod oracle;
+mod unfused;
+
+pub use compare::{Verdict, compare};
+pub use host::{Distribution, HostTensor, Layout};
+pub use oracle::{RowId, Rows, all_rows, oracle, sample_rows};
+pub use unfused::{unfused, unfused_rows};
