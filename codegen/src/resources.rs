@@ -19,15 +19,7 @@ impl Resources {
     pub(crate) fn of(problem: &Problem, schedule: &Schedule) -> Self {
         match schedule {
             Schedule::Cpu(_) => Self::default(),
-            Schedule::Naive(s) => Self {
-                threads: s.threads,
-                smem_bytes: 4
-                    * (s.block_q * (problem.head_dim_qk + 1)
-                        + s.block_kv * (problem.head_dim_qk.max(problem.head_dim_v) + 1)
-                        + s.block_q * (s.block_kv + 1)
-                        + 3 * s.block_q),
-                registers: 32,
-            },
+            Schedule::Naive(s) => Self { threads: s.threads, smem_bytes: s.smem_bytes(problem), registers: 32 },
             Schedule::Sm80(s) => {
                 Self { threads: s.threads(), smem_bytes: sm80_smem(problem, s), registers: sm80_registers(problem, s) }
             }

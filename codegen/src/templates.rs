@@ -21,7 +21,27 @@ macro_rules! embed {
 }
 
 /// The templates that this build was made with.
-const EMBEDDED: &[(&str, &str)] = embed!["forward/cpu.c", "forward/naive.cu", "forward/sm80.cu",];
+const EMBEDDED: &[(&str, &str)] = embed![
+    "forward/cpu.c",
+    "forward/naive.cu",
+    "forward/sm80.cu",
+    "lib/cpu/abi.h",
+    "lib/cpu/amx.h",
+    "lib/cpu/convert.h",
+    "lib/cpu/exact.h",
+    "lib/cpu/exp2.h",
+    "lib/cpu/mask.h",
+    "lib/cpu/matmul.h",
+    "lib/cpu/pack.h",
+    "lib/cpu/softmax.h",
+    "lib/cpu/vec.h",
+    "lib/cuda/abi.cuh",
+    "lib/cuda/copy.cuh",
+    "lib/cuda/mma.cuh",
+    "lib/cuda/softmax.cuh",
+    "lib/cuda/tile.cuh",
+    "lib/cuda/types.cuh",
+];
 
 impl TemplateSet {
     /// The set that is compiled into the library.
@@ -81,5 +101,46 @@ impl TemplateSet {
         self.engine
             .render(name, &context)
             .map_err(|e| Error::Template { name: name.to_owned(), message: e.to_string() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_file_of_the_folder_is_embedded() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../templates");
+        let mut folders = vec![root.clone()];
+        let mut found = Vec::new();
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
+                match entry.file_type().unwrap().is_dir() {
+                    true => folders.push(entry.path()),
+                    false => found.push(entry.path().strip_prefix(&root).unwrap().to_str().unwrap().to_owned()),
+                }
+            }
+        }
+        found.sort();
+        assert_eq!(found, EMBEDDED.iter().map(|(name, _)| (*name).to_owned()).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn an_override_changes_the_hash_and_the_text() {
+        let embedded = TemplateSet::embedded();
+        let changed = BTreeMap::from([("lib/cuda/types.cuh".to_owned(), "// mine".to_owned())]);
+        let overlaid = TemplateSet::overlaid(changed).unwrap();
+        assert_ne!(embedded.hash(), overlaid.hash());
+        assert_eq!(overlaid.files().count(), embedded.files().count());
+    }
+
+    #[test]
+    fn a_misspelt_name_or_a_broken_block_is_a_template_error() {
+        let one = |text: &str| TemplateSet::from_files(BTreeMap::from([("a.cu".to_owned(), text.to_owned())]));
+        let fields = BTreeMap::from([("dtype", "f16".to_owned())]);
+        assert_eq!(one("x @{ dtype }@ {{1, 2}} {%0}").unwrap().render("a.cu", &fields).unwrap(), "x f16 {{1, 2}} {%0}");
+        assert!(matches!(one("@{ dtpye }@").unwrap().render("a.cu", &fields), Err(Error::Template { .. })));
+        assert!(matches!(one("<% include \"absent\" %>"), Err(Error::Template { .. })));
+        assert!(matches!(one("<% if %>"), Err(Error::Template { .. })));
     }
 }

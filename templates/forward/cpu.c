@@ -1,1 +1,245 @@
 /* @{ header }@ */
+
+/* Fused attention on the CPU: O = softmax(scale * Q K^T + mask) V, and the log-sum-exp of each row.
+ *
+ * A tile is a block of queries of one head. Its queries are packed into panels of UNROLL_Q vectors, one query per
+ * lane; keys and values stream past in blocks, and each panel in turn multiplies, takes the online softmax and
+ * accumulates, all in scratch that stays in the caches. */
+
+#define DTYPE_f32 0
+#define DTYPE_f16 1
+#define DTYPE_bf16 2
+#define ISA_generic 0
+#define ISA_avx2 1
+#define ISA_avx512 2
+#define ISA_avx512bf16 3
+#define ISA_amx 4
+
+#define DTYPE DTYPE_@{ dtype }@
+#define ISA ISA_@{ isa }@
+#define HEAD_DIM_QK @{ head_dim_qk }@
+#define HEAD_DIM_V @{ head_dim_v }@
+#define MASK_LEFT @{ mask_left }@
+#define MASK_RIGHT @{ mask_right }@
+#define BLOCK_Q @{ block_q }@    /* queries of a tile */
+#define BLOCK_KV @{ block_kv }@  /* keys of a block */
+#define UNROLL_Q @{ unroll_q }@    /* register tile: vectors of queries ... */
+#define UNROLL_KV @{ unroll_kv }@  /* ... by keys, or by columns of V */
+
+#define AVX512 (ISA >= ISA_avx512)
+#define AMX (ISA == ISA_amx && DTYPE == DTYPE_bf16)
+#define PAIRS (ISA >= ISA_avx512bf16 && DTYPE == DTYPE_bf16)  /* multiply pairs of bf16, not floats */
+
+#include <stdint.h>
+#if ISA != ISA_generic
+#include <immintrin.h>
+#endif
+#if AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+<% include "lib/cpu/abi.h" %>
+<% include "lib/cpu/vec.h" %>
+<% include "lib/cpu/convert.h" %>
+<% include "lib/cpu/exp2.h" %>
+<% include "lib/cpu/mask.h" %>
+
+#define PANEL (UNROLL_Q * LANES)  /* queries of a panel */
+#define PANELS (BLOCK_Q / PANEL)
+#define Q_WORDS ROUND_UP(WORDS(HEAD_DIM_QK), LANES)
+#define O_ROWS ROUND_UP(HEAD_DIM_V, LANES)
+#define S_ROWS ROUND_UP(BLOCK_KV, UNROLL_KV)
+#define KV_ALIGN (AMX ? 32 : PAIRS ? 2 : 1)  /* a panel's keys start and end at a multiple of this within the block */
+
+<% include "lib/cpu/pack.h" %>
+#if AMX
+<% include "lib/cpu/amx.h" %>
+#else
+<% include "lib/cpu/matmul.h" %>
+#endif
+<% include "lib/cpu/softmax.h" %>
+<% include "lib/cpu/exact.h" %>
+
+_Static_assert(BLOCK_Q % PANEL == 0, "block_q must be a multiple of unroll_q vectors");
+_Static_assert(BLOCK_KV % KV_ALIGN == 0, "block_kv must be a multiple of the key alignment");
+_Static_assert(!AMX || (UNROLL_Q == 2 && UNROLL_KV == 2), "AMX keeps 2 x 2 tiles");
+
+/* What one thread works in. Every row is a whole number of vectors and every field starts a cache line. */
+typedef struct {
+    _Alignas(64) float q[PANELS][Q_WORDS * PANEL];
+    _Alignas(64) float o[PANELS][O_ROWS * PANEL];
+    _Alignas(64) float maximum[BLOCK_Q];
+    _Alignas(64) float sum[BLOCK_Q];
+    _Alignas(64) float alpha[PANEL];
+    _Alignas(64) float s[S_ROWS * PANEL];
+#if AMX
+    _Alignas(64) float v[BLOCK_KV / 2 * O_ROWS];
+    _Alignas(64) element k[BLOCK_KV * 2 * Q_WORDS];
+#elif PAIRS
+    _Alignas(64) float v[BLOCK_KV / 2 * HEAD_DIM_V];
+#elif DTYPE != DTYPE_f32
+    _Alignas(64) float v[BLOCK_KV * HEAD_DIM_V];
+    _Alignas(64) float k[BLOCK_KV * HEAD_DIM_QK];
+#endif
+    _Alignas(64) float rows[LANES * (Q_WORDS > O_ROWS ? Q_WORDS : O_ROWS)];
+} Scratch;
+
+/* One tile: its place in the tensors. */
+typedef struct {
+    const element *q, *k, *v;
+    element *o;
+    float *lse;
+    int64_t query, query_end;
+    float score_scale;  /* from Q K^T to units of log2 */
+} Tile;
+
+static Tile find_tile(const ForwardArgs *args, uint64_t index) {
+    uint64_t heads = (uint64_t)args->batch * args->heads;
+    uint64_t blocks = ((uint64_t)args->q_len + BLOCK_Q - 1) / BLOCK_Q;
+#if MASK_RIGHT
+    /* Later queries have more keys: they go first, so that the short tiles fill the gaps at the end. */
+    uint64_t block = blocks - 1 - index / heads, head_index = index % heads;
+#else
+    /* Neighbouring tiles share K and V. */
+    uint64_t block = index % blocks, head_index = index / blocks;
+    (void)heads;
+#endif
+    int64_t batch = head_index / args->heads, head = head_index % args->heads;
+    int64_t kv_head = head / (args->heads / args->kv_heads);
+    int64_t query = (int64_t)block * BLOCK_Q;
+    const int64_t *qs = args->q_stride, *ks = args->k_stride, *vs = args->v_stride, *os = args->o_stride;
+    return (Tile){
+        .q = (const element *)args->q + batch * qs[0] + head * qs[1],
+        .k = (const element *)args->k + batch * ks[0] + kv_head * ks[1],
+        .v = (const element *)args->v + batch * vs[0] + kv_head * vs[1],
+        .o = (element *)args->o + batch * os[0] + head * os[1],
+        .lse = args->lse ? args->lse + head_index * args->q_len : 0,
+        .query = query,
+        .query_end = min64(query + BLOCK_Q, args->q_len),
+        .score_scale = args->scale * 1.44269504088896341f,
+    };
+}
+
+/* The keys [begin, end) of one block, as words for the matmul. */
+typedef struct {
+    int64_t begin, end;
+    const word *k, *v;
+    int64_t k_stride, v_stride;  /* bytes from key to key in k, and from KV_ALIGN keys to the next in v */
+} Block;
+
+static Block load_block(const ForwardArgs *args, const Tile *tile, Scratch *scratch, int64_t begin, int64_t end) {
+    const element *k = tile->k + begin * args->k_stride[2], *v = tile->v + begin * args->v_stride[2];
+    int64_t k_stride = args->k_stride[2], v_stride = args->v_stride[2];
+    int n = (int)(end - begin);
+    (void)scratch, (void)n;
+#if AMX
+    pack_values(scratch->v, v, v_stride, n, scratch->rows);
+    k = pack_keys(scratch->k, k, &k_stride, n, args->kv_len - begin);
+    return (Block){begin, end, (const word *)k, scratch->v, k_stride * 2, TILE * O_ROWS * 4};
+#elif PAIRS
+    pack_values(scratch->v, v, v_stride, n);
+    return (Block){begin, end, (const word *)k, (const word *)scratch->v, k_stride * 2, HEAD_DIM_V * 4};
+#elif DTYPE != DTYPE_f32
+    pack_keys(scratch->k, k, k_stride, n);
+    pack_values(scratch->v, v, v_stride, n);
+    return (Block){begin, end, scratch->k, scratch->v, HEAD_DIM_QK * 4, HEAD_DIM_V * 4};
+#else
+    return (Block){begin, end, k, v, k_stride * 4, v_stride * 4};
+#endif
+}
+
+/* One panel (or one vector of it, from lane `lane` on) against one block of keys. */
+INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, const Block *block, int panel,
+                   int lane, const int vectors) {
+    int64_t query = tile->query + panel * PANEL + lane;
+    int64_t query_end = min64(query + vectors * LANES, tile->query_end);
+    KeyRange range = key_range(args, query, query_end);
+    int64_t begin = max64(range.begin, block->begin), end = min64(range.end, block->end);
+    if (begin >= end) return;
+    begin -= (begin - block->begin) % KV_ALIGN;
+    end = min64(end + (KV_ALIGN - 1) - (end - block->begin + KV_ALIGN - 1) % KV_ALIGN, block->end);
+
+    int n = (int)(end - begin);
+    int64_t skip = begin - block->begin;
+    float *s = scratch->s + lane, *o = scratch->o[panel] + lane, *alpha = scratch->alpha + lane;
+    scores(s, (const word *)((const char *)block->k + skip * block->k_stride), block->k_stride, n,
+           scratch->q[panel] + lane, vectors);
+
+    int special = 0;
+#if MASK_LEFT || MASK_RIGHT
+    /* Keys before `left` and from `right` on are masked for some of the queries. */
+    int64_t left = min64(max64(range.full_begin, begin), end), right = max64(min64(range.full_end, end), left);
+    mask_scores(s, 0, (int)(left - begin), args, query, begin, vectors);
+    mask_scores(s, (int)(right - begin), n, args, query, begin, vectors);
+    special = any_special(tile->v, args->v_stride[2], begin, left) ||
+              any_special(tile->v, args->v_stride[2], right, end);
+#endif
+    softmax_block(s, n, scratch->maximum + panel * PANEL + lane, scratch->sum + panel * PANEL + lane, alpha,
+                  score_scale_left(tile->score_scale), vectors);
+    if (special)
+        for (int x = 0; x < vectors * LANES; x += LANES)
+            weighted_values_exact(o + x, s + x, tile->v + begin * args->v_stride[2], args->v_stride[2], n, alpha + x,
+                                  args, query + x, begin);
+    else
+        weighted_values(o, s, (const word *)((const char *)block->v + skip / KV_ALIGN * block->v_stride),
+                        block->v_stride, (n + KV_ALIGN - 1) / KV_ALIGN, alpha, vectors);
+}
+
+/* Divides by the sum and writes O and the log-sum-exp of one vector of queries. */
+static void finish(const ForwardArgs *args, const Tile *tile, Scratch *scratch, int panel, int lane) {
+    int64_t query = tile->query + panel * PANEL + lane;
+    int rows = (int)min64(LANES, tile->query_end - query);
+    _Alignas(64) float inverse[LANES] = {0};
+    for (int i = 0; i < rows; i++) {
+        /* A row with nothing to attend to gives 0; one whose scores are all -infinity gives 0/0, as it should. */
+        int empty = key_begin(args, query + i) >= key_end(args, query + i);
+        float sum = scratch->sum[panel * PANEL + lane + i], maximum = scratch->maximum[panel * PANEL + lane + i];
+        inverse[i] = empty ? 0 : 1 / sum;
+        if (tile->lse)
+            tile->lse[query + i] = empty || sum == 0 ? -INF : (float)(maximum * 0.6931471805599453 + natural_log(sum));
+    }
+    unpack_output(tile->o + query * args->o_stride[2], args->o_stride[2], rows, scratch->o[panel] + lane,
+                  vf_load(inverse), scratch->rows);
+}
+
+uint64_t ft_tiles(const ForwardArgs *args) {
+    return (uint64_t)args->batch * args->heads * (((uint64_t)args->q_len + BLOCK_Q - 1) / BLOCK_Q);
+}
+
+uint64_t ft_scratch_bytes(const ForwardArgs *args) {
+    (void)args;
+    return sizeof(Scratch);
+}
+
+void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
+    Scratch *scratch = memory;
+    const Tile tile = find_tile(args, index);
+    const int queries = (int)(tile.query_end - tile.query);
+
+#if AMX
+    configure_tiles();
+#endif
+    for (int i = 0; i < ROUND_UP(queries, PANEL); i += LANES)
+        pack_queries(scratch->q[i / PANEL] + i % PANEL, tile.q + (tile.query + i) * args->q_stride[2],
+                     args->q_stride[2], queries - i, tile.score_scale, scratch->rows);
+    __builtin_memset(scratch->o, 0, sizeof scratch->o);
+    for (int i = 0; i < BLOCK_Q; i++) scratch->maximum[i] = -INF, scratch->sum[i] = 0;
+
+    KeyRange range = key_range(args, tile.query, tile.query_end);
+    for (int64_t key = range.begin; key < range.end; key += BLOCK_KV) {
+        Block block = load_block(args, &tile, scratch, key, min64(key + BLOCK_KV, range.end));
+        for (int panel = 0; panel * PANEL < queries; panel++) {
+            int rest = queries - panel * PANEL;
+            if (AMX || rest > PANEL - LANES)
+                attend(args, &tile, scratch, &block, panel, 0, UNROLL_Q);
+            else
+                for (int lane = 0; lane < rest; lane += LANES) attend(args, &tile, scratch, &block, panel, lane, 1);
+        }
+    }
+
+#if AMX
+    _tile_release();
+#endif
+    for (int i = 0; i < queries; i += LANES) finish(args, &tile, scratch, i / PANEL, i % PANEL);
+}

@@ -105,7 +105,7 @@ impl Schedule {
         family.supports(problem, arch)?;
         Ok(match (family, arch) {
             (Family::ForwardCpu, Arch::Cpu(isa)) => Schedule::Cpu(CpuSchedule::default_for(problem, isa, bucket)),
-            (Family::ForwardNaive, _) => Schedule::Naive(NaiveSchedule::default()),
+            (Family::ForwardNaive, Arch::Sm(sm)) => Schedule::Naive(NaiveSchedule::default_for(problem, sm)),
             (Family::ForwardSm80, Arch::Sm(sm)) => Schedule::Sm80(Sm80Schedule::default_for(problem, sm, bucket)),
             _ => unreachable!("supports() admits only the pairs above"),
         })
@@ -121,7 +121,7 @@ impl Schedule {
             (Family::ForwardSm80, Arch::Sm(_)) => {
                 Sm80Schedule::space(problem).into_iter().map(Schedule::Sm80).collect()
             }
-            (Family::ForwardNaive, Arch::Sm(_)) => vec![Schedule::Naive(NaiveSchedule::default())],
+            (Family::ForwardNaive, Arch::Sm(sm)) => vec![Schedule::Naive(NaiveSchedule::default_for(problem, sm))],
             _ => Vec::new(),
         }
     }

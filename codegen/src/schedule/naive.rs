@@ -1,5 +1,6 @@
 //! Schedule of `forward/naive`: fixed on purpose, because an oracle should not change under tuning.
 
+use crate::{Problem, SmArch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -14,9 +15,21 @@ pub struct NaiveSchedule {
     pub threads: u32,
 }
 
-impl Default for NaiveSchedule {
-    fn default() -> Self {
-        Self { block_q: 16, block_kv: 64, threads: 256 }
+impl NaiveSchedule {
+    /// The only choice: 64 x 64 tiles where they fit the arch's shared memory, else 32 x 32.
+    pub fn default_for(problem: &Problem, sm: SmArch) -> Self {
+        let large = Self { block_q: 64, block_kv: 64, threads: 256 };
+        match large.smem_bytes(problem) <= sm.limits().smem_per_block {
+            true => large,
+            false => Self { block_q: 32, block_kv: 32, threads: 256 },
+        }
+    }
+
+    /// Dynamic shared memory: tiles of Q, of K or V, and of P, in fp32 with odd pitches.
+    pub fn smem_bytes(&self, problem: &Problem) -> u32 {
+        let q = self.block_q * (problem.head_dim_qk | 1);
+        let kv = self.block_kv * (problem.head_dim_qk.max(problem.head_dim_v) | 1);
+        4 * (q + kv + self.block_q * (self.block_kv | 1))
     }
 }
 

@@ -1,0 +1,77 @@
+/* convert.h: the elements of Q, K, V and O, and their conversion from and to float, a row at a time.
+ * Rows are a multiple of 8 elements long. Widening is exact; narrowing rounds to nearest even. */
+
+#if DTYPE == DTYPE_f32
+typedef float element;
+#else
+typedef uint16_t element;
+#endif
+
+typedef union {
+    float f;
+    uint32_t u;
+} float_bits;
+
+#if DTYPE == DTYPE_bf16
+INLINE float widen(element x) { return (float_bits){.u = (uint32_t)x << 16}.f; }
+
+INLINE element narrow(float x) {
+    uint32_t u = (float_bits){.f = x}.u;
+    uint32_t rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    uint32_t quiet_nan = u >> 16 | 0x40;  /* rounding could carry a NaN into infinity or zero */
+    return (element)((u & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
+}
+#elif DTYPE == DTYPE_f16
+/* The bits moved into a float's places, then multiplied by 2^112 to correct the exponent's bias: exact for
+ * normal and denormal numbers alike. */
+INLINE float widen(element x) {
+    uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = (uint32_t)(x & 0x7fff) << 13;
+    float_bits finite = {.f = (float_bits){.u = rest}.f * 0x1p112f};
+    uint32_t special = rest | 0x7f800000;
+    return (float_bits){.u = sign | (rest >= 0x0f800000 ? special : finite.u)}.f;
+}
+
+INLINE element narrow(float x) {
+    uint32_t u = (float_bits){.f = x}.u, sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+    /* Denormal halves: adding 0.5 makes the float adder round at their last place, 2^-24. */
+    uint32_t tiny = (float_bits){.f = (float_bits){.u = magnitude}.f + 0.5f}.u - 0x3f000000;
+    uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    uint32_t finite = magnitude < 0x38800000 ? tiny : normal;
+    return (element)(sign | (magnitude >= 0x477ff000 ? special : finite));
+}
+#else
+INLINE float widen(element x) { return x; }
+INLINE element narrow(float x) { return x; }
+#endif
+
+INLINE void widen_row(float *to, const element *from, int n) {
+#if DTYPE == DTYPE_f16 && (AVX512 || ISA == ISA_avx2)
+    for (int i = 0; i < n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#else
+    for (int i = 0; i < n; i++) to[i] = widen(from[i]);
+#endif
+}
+
+INLINE void narrow_row(element *to, const float *from, int n) {
+#if DTYPE == DTYPE_f16 && (AVX512 || ISA == ISA_avx2)
+    for (int i = 0; i < n; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < n; i++) to[i] = narrow(from[i]);
+#endif
+}
+
+/* Whether an element is an infinity or NaN, from its bits. */
+INLINE int is_special(const element *x) {
+#if DTYPE == DTYPE_f32
+    uint32_t u;
+    __builtin_memcpy(&u, x, 4);
+    return (u & 0x7f800000) == 0x7f800000;
+#elif DTYPE == DTYPE_f16
+    return (*x & 0x7c00) == 0x7c00;
+#else
+    return (*x & 0x7f80) == 0x7f80;
+#endif
+}

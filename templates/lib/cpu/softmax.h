@@ -1,0 +1,83 @@
+/* softmax.h: the online softmax of one panel: every lane is a query, so nothing crosses lanes.
+ *
+ * Scores are in units of log2: P = 2^(S - max). The running maximum never takes a NaN, which instead reaches the
+ * row's sum through 2^NaN. A row that has met no key yet has maximum -infinity and must not subtract it. */
+
+/* Two rows of weights as one row of bf16 pairs. */
+#if PAIRS
+INLINE vf pair_weights(vf even, vf odd) {
+    const __m512i interleave = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+        16, 0);
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    return (vf)_mm512_permutexvar_epi16(interleave, (__m512i)both);
+}
+#endif
+
+/* The part of the scale that was not folded into Q: with PAIRS all but its sign (and Q is 0 if the scale is). */
+INLINE float score_scale_left(float score_scale) {
+#if PAIRS
+    return score_scale > 0 ? score_scale : score_scale < 0 ? -score_scale : 1;
+#else
+    (void)score_scale;
+    return 1;
+#endif
+}
+
+/* Replaces the scores of masked pairs in the rows [from, to) of s, whose first row is `key`. */
+INLINE void mask_scores(float *s, int from, int to, const ForwardArgs *args, int64_t query, int64_t key,
+                        const int vectors) {
+    for (int j = from; j < to; j++)
+        UNROLL for (int x = 0; x < vectors; x++) {
+            float *at = s + j * PANEL + x * LANES;
+            vf_store(at, vf_select(visible(args, query + x * LANES, key + j), vf_load(at), vf_set1(-INF)));
+        }
+}
+
+/* Turns n rows of scores into weights in place, updates the maximum and the sum of each query, and sets alpha to
+ * the factor for what was accumulated before. With PAIRS, `score_scale` (>= 0) is still to be applied. */
+INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *alpha, float score_scale,
+                          const int vectors) {
+    vf top[UNROLL_Q], total[UNROLL_Q];
+    UNROLL for (int x = 0; x < vectors; x++) top[x] = vf_set1(-INF), total[x] = vf_set1(0);
+    for (int j = 0; j < n; j++)
+        UNROLL for (int x = 0; x < vectors; x++) top[x] = vf_max(vf_load(s + j * PANEL + x * LANES), top[x]);
+    UNROLL for (int x = 0; x < vectors; x++) {
+        vf before = vf_load(maximum + x * LANES);
+#if PAIRS
+        top[x] *= score_scale;
+#endif
+        vf now = vf_max(top[x], before);
+        vf_store(maximum + x * LANES, now);
+        top[x] = vf_select(now == -INF, vf_set1(0), now);
+        vf_store(alpha + x * LANES, vf_exp2(before - top[x]));
+    }
+#if PAIRS
+    /* The product is rounded before the subtraction, as the maximum was: no difference can exceed 0. */
+    const vf scale = vf_set1(score_scale), zero = vf_set1(0);
+    for (int j = 0; j < n; j += 2)
+        UNROLL for (int x = 0; x < vectors; x++) {
+            float *at = s + j * PANEL + x * LANES;
+            vf even = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]), odd = zero;
+            if (j + 1 < n) odd = vf_exp2(vf_fma(vf_load(at + PANEL), scale, zero) - top[x]);
+            total[x] += even + odd;
+            vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(even, odd));
+        }
+    /* AMX multiplies whole tiles of keys. */
+    for (int j = ROUND_UP(n, 2); j < ROUND_UP(n, KV_ALIGN); j += 2)
+        UNROLL for (int x = 0; x < vectors; x++) vf_store(s + j / 2 * PANEL + x * LANES, zero);
+#else
+    (void)score_scale;
+    for (int j = 0; j < n; j++)
+        UNROLL for (int x = 0; x < vectors; x++) {
+            float *at = s + j * PANEL + x * LANES;
+            vf weight = vf_exp2(vf_load(at) - top[x]);
+            total[x] += weight;
+            vf_store(at, weight);
+        }
+#endif
+    UNROLL for (int x = 0; x < vectors; x++) {
+        float *at = sum + x * LANES;
+        vf_store(at, vf_fma(vf_load(at), vf_load(alpha + x * LANES), total[x]));
+    }
+}
