@@ -33,6 +33,20 @@ pub struct CompilerId {
     pub version: String,
 }
 
+impl DeviceFingerprint {
+    /// How far the results of one device are from those of another of the same arch; 0 for the same device. In the
+    /// scale of [`flashtune_codegen::ShapeBucket::distance`], where 1 is a doubling of the keys.
+    pub fn distance(&self, other: &Self) -> f64 {
+        let log = |a: u64, b: u64| ((a.max(1) as f64).log2() - (b.max(1) as f64).log2()).abs();
+        let differs = |d: bool, weight: f64| if d { weight } else { 0.0 };
+        differs(self.name != other.name, 2.0)
+            + 2.0 * log(self.units as u64, other.units as u64)
+            + log(self.cache_bytes, other.cache_bytes)
+            + 0.25 * log(self.memory_bytes, other.memory_bytes)
+            + differs(self.driver != other.driver, 0.1)
+    }
+}
+
 impl fmt::Display for DeviceFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({}, {} units)", self.name, self.arch, self.units)

@@ -34,6 +34,17 @@ pub enum Error {
         /// sled's answer.
         message: String,
     },
+    /// An export found no record to write.
+    #[error(
+        "nothing to export to {}: no record matches the filter{}; run `flashtune list` to see what is tuned",
+        path.display(), if *skipped > 0 { format!(" and still has its kernel ({skipped} lost theirs)") } else { String::new() }
+    )]
+    Empty {
+        /// The bundle that was to be written.
+        path: PathBuf,
+        /// Records that matched but whose kernels are lost.
+        skipped: usize,
+    },
     /// A bundle's bytes are not a bundle of this format, or were damaged.
     #[error("bundle {name}: {message}; export it again")]
     Damaged {

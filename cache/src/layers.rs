@@ -1,11 +1,26 @@
-//! Where a lookup goes, in order.
-use crate::*;
+//! Where a lookup goes, in order: the user's snapshot, bundles named by the host, the bundle in the binary.
+//!
+//! All records are decoded and filed by problem when a layer is opened, so a lookup reads no file. Records that may not
+//! be used (another arch, template set or ABI) are kept, so that the answer can say why they were not.
+
+use crate::{Artifact, ArtifactFiles, Bundle, CacheDir, DeviceFingerprint, Difference, Key, Record, Result, Validity};
 use flashtune_codegen::{Problem, ShapeBucket};
+use std::cmp::Ordering;
+use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, RwLock};
+use std::time::SystemTime;
 
 /// The variable that lists bundle files, separated as in `PATH`.
 pub const BUNDLES_VARIABLE: &str = "FLASHTUNE_BUNDLES";
+
+/// Name of the layer of the user's snapshot.
+pub const SNAPSHOT_LAYER: &str = "snapshot";
+/// Name of the layer of the artifact files.
+pub const FILES_LAYER: &str = "artifacts";
+/// Name of the layer that is compiled into the program.
+pub const EMBEDDED_LAYER: &str = "embedded";
 
 /// The bundles that `FLASHTUNE_BUNDLES` lists.
 pub fn bundles_from_env() -> Vec<PathBuf> {
@@ -14,8 +29,14 @@ pub fn bundles_from_env() -> Vec<PathBuf> {
         .unwrap_or_default()
 }
 
-/// The ordered sources of records and artifacts. Shared by reference between threads.
-pub struct Layers {}
+/// The ordered sources of records and artifacts. Share it by reference between threads.
+#[derive(Debug)]
+pub struct Layers {
+    snapshot_path: PathBuf,
+    snapshot: RwLock<Snapshot>,
+    fixed: Vec<Arc<Layer>>,
+    files: ArtifactFiles,
+}
 
 /// How well a record fits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,7 +50,7 @@ pub enum MatchQuality {
     },
     /// Same arch, another device: provisional.
     OtherDevice {
-        /// Distance of the buckets plus that of the devices.
+        /// Distance of the buckets plus that of the devices ([`DeviceFingerprint::distance`]).
         distance: f64,
     },
 }
@@ -59,14 +80,14 @@ pub struct Refusal {
 /// The answer to a lookup.
 #[derive(Debug, Clone, Default)]
 pub struct Found {
-    /// Best first.
+    /// Usable records, best first.
     pub matches: Vec<Match>,
     /// What could not be used.
     pub refusals: Vec<Refusal>,
 }
 
 /// One layer in words, for listings.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerInfo {
     /// Its name.
     pub name: String,
@@ -78,62 +99,245 @@ pub struct LayerInfo {
     pub artifacts: usize,
 }
 
+/// One bundle with its records filed by problem.
+#[derive(Debug)]
+struct Layer {
+    name: String,
+    path: Option<PathBuf>,
+    bundle: Bundle,
+    records: HashMap<Problem, Vec<(Arc<Record>, Validity)>>,
+}
+
+/// The snapshot as it was last seen.
+#[derive(Debug, Default)]
+struct Snapshot {
+    /// What the file looked like; `None` when there was none.
+    seen: Option<FileId>,
+    layer: Option<Arc<Layer>>,
+}
+
+/// Enough of a file's metadata to notice that another one took its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FileId {
+    length: u64,
+    modified: Option<SystemTime>,
+    #[cfg(unix)]
+    inode: (u64, u64),
+}
+
+impl FileId {
+    fn of(metadata: &std::fs::Metadata) -> Self {
+        Self {
+            length: metadata.len(),
+            modified: metadata.modified().ok(),
+            #[cfg(unix)]
+            inode: {
+                use std::os::unix::fs::MetadataExt;
+                (metadata.dev(), metadata.ino())
+            },
+        }
+    }
+}
+
+impl Layer {
+    fn new(name: String, path: Option<PathBuf>, bundle: Bundle) -> Self {
+        let mut records: HashMap<_, Vec<_>> = HashMap::new();
+        for item in bundle.records() {
+            match item {
+                Ok((record, validity)) => {
+                    records.entry(record.key.problem).or_default().push((Arc::new(record), validity.clone()));
+                }
+                Err(e) => tracing::warn!(layer = name, error = %e, "a damaged record was skipped"),
+            }
+        }
+        Self { name, path, bundle, records }
+    }
+
+    fn info(&self) -> LayerInfo {
+        LayerInfo {
+            name: self.name.clone(),
+            path: self.path.clone(),
+            records: self.records.values().map(Vec::len).sum(),
+            artifacts: self.bundle.artifact_count(),
+        }
+    }
+}
+
 impl Layers {
-    /// Opens the user's snapshot (a missing or damaged one is an empty layer), the named bundles (an unreadable one is
-    /// an error) and the embedded one, in this order.
-    pub fn open(_dir: &CacheDir, _bundles: &[PathBuf], _embedded: Option<&'static [u8]>) -> Result<Self> {
-        todo!()
+    /// Opens the user's snapshot, the named bundles and the embedded one, in this order. A missing snapshot is an empty
+    /// layer, and so is a damaged one, with a warning; creates nothing.
+    ///
+    /// # Errors
+    /// Those of [`Bundle::map`] for a bundle that was named, because its user counts on it.
+    pub fn open(dir: &CacheDir, bundles: &[PathBuf], embedded: Option<&'static [u8]>) -> Result<Self> {
+        let mut fixed = Vec::new();
+        for path in bundles {
+            let name = path.display().to_string();
+            fixed.push(Arc::new(Layer::new(name, Some(path.clone()), Bundle::map(path)?)));
+        }
+        if let Some(bytes) = embedded {
+            let bundle = Bundle::from_static(EMBEDDED_LAYER, bytes)?;
+            fixed.push(Arc::new(Layer::new(EMBEDDED_LAYER.into(), None, bundle)));
+        }
+        let layers = Self {
+            snapshot_path: dir.snapshot_path(),
+            snapshot: RwLock::default(),
+            fixed,
+            files: ArtifactFiles::new(dir),
+        };
+        layers.refresh();
+        Ok(layers)
     }
-    /// The usable records of a problem, best first, and why the others are not.
-    pub fn find(&self, _: &Validity, _: &DeviceFingerprint, _: &Problem, _: &ShapeBucket) -> Found {
-        todo!()
-    }
-    /// An artifact, verified, and the name of the layer that had it; the artifact files come last.
-    pub fn artifact(&self, _key: &Key) -> Option<(Artifact, String)> {
-        todo!()
-    }
-    /// Maps the snapshot again if another one was published; whether that happened.
+
+    /// Looks whether another snapshot was published, and maps it if so. Whether that happened. Costs one `stat`
+    /// otherwise.
     pub fn refresh(&self) -> bool {
-        todo!()
+        let now = std::fs::metadata(&self.snapshot_path).ok().map(|m| FileId::of(&m));
+        if now == self.read().seen {
+            return false;
+        }
+        // Someone may publish again between the look and the opening: what counts is the file that was opened.
+        let (seen, layer) = match open_snapshot(&self.snapshot_path) {
+            Ok(Some((seen, layer))) => (Some(seen), Some(Arc::new(layer))),
+            Ok(None) => (None, None),
+            Err(e) => {
+                tracing::warn!(error = %e, "the snapshot cannot be read; what was mapped before stays in use");
+                // Remembered, so that the same file is not tried and complained about again.
+                (now, self.read().layer.clone())
+            }
+        };
+        let mut snapshot = self.snapshot.write().unwrap_or_else(|e| e.into_inner());
+        *snapshot = Snapshot { seen, layer };
+        true
     }
-    /// All records by layer.
-    pub fn records(&self) -> Vec<(String, Arc<Record>)> {
-        todo!()
+
+    /// The usable records of a problem, best first, and why the others are not.
+    ///
+    /// Exact ones come first, then other shapes on this device, then other devices of the arch; within each the
+    /// nearest, and among equals the earlier layer.
+    pub fn find(
+        &self,
+        needed: &Validity,
+        device: &DeviceFingerprint,
+        problem: &Problem,
+        bucket: &ShapeBucket,
+    ) -> Found {
+        let mut found = Found::default();
+        for layer in self.layers() {
+            for (record, validity) in layer.records.get(problem).into_iter().flatten() {
+                if let Some(difference) = needed.difference(validity) {
+                    found.refuse(&layer.name, difference);
+                    continue;
+                }
+                let quality = MatchQuality::of(&record.key.device, &record.key.bucket, device, bucket);
+                found.matches.push(Match { record: record.clone(), layer: layer.name.clone(), quality });
+            }
+        }
+        // The sort is stable, so equals stay in the order of the layers.
+        found.matches.sort_by(|a, b| a.quality.order(&b.quality));
+        found
     }
+
+    /// An artifact, verified, and the name of the layer that had it: the layers in order, then the artifact files.
+    /// Damaged copies are skipped with a warning.
+    pub fn artifact(&self, key: &Key) -> Option<(Artifact, String)> {
+        for layer in self.layers() {
+            match layer.bundle.artifact(key) {
+                Ok(Some(artifact)) => return Some((artifact, layer.name.clone())),
+                Ok(None) => {}
+                Err(e) => tracing::warn!(layer = layer.name, error = %e, "a damaged artifact was skipped"),
+            }
+        }
+        self.files.get(key).map(|a| (a, FILES_LAYER.to_owned()))
+    }
+
+    /// All records with their validity fields, by layer.
+    pub fn records(&self) -> Vec<(String, Arc<Record>, Validity)> {
+        let mut all = Vec::new();
+        for layer in self.layers() {
+            let mut own: Vec<_> =
+                layer.records.values().flatten().map(|(r, v)| (layer.name.clone(), r.clone(), v.clone())).collect();
+            own.sort_by(|a, b| a.1.key.cmp(&b.1.key));
+            all.extend(own);
+        }
+        all
+    }
+
     /// The layers in order.
     pub fn info(&self) -> Vec<LayerInfo> {
-        todo!()
+        self.layers().iter().map(|l| l.info()).collect()
+    }
+
+    /// The artifact files behind the layers.
+    pub fn files(&self) -> &ArtifactFiles {
+        &self.files
+    }
+
+    fn layers(&self) -> Vec<Arc<Layer>> {
+        self.read().layer.iter().chain(&self.fixed).cloned().collect()
+    }
+
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Snapshot> {
+        // A poisoned lock still guards whole data: it is only ever replaced as one.
+        self.snapshot.read().unwrap_or_else(|e| e.into_inner())
     }
 }
 
-/// What to export.
-#[derive(Debug, Clone, Default)]
-pub struct ExportFilter {
-    /// Only this arch.
-    pub arch: Option<flashtune_codegen::Arch>,
-    /// Only this template set.
-    pub templates: Option<String>,
-    /// Only this problem.
-    pub problem: Option<Problem>,
+/// Maps the snapshot; `None` when there is none.
+fn open_snapshot(path: &Path) -> Result<Option<(FileId, Layer)>> {
+    let io =
+        |source| crate::Error::Io { action: "open", path: path.to_path_buf(), source, remedy: "check its permissions" };
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(io(e)),
+    };
+    let seen = FileId::of(&file.metadata().map_err(io)?);
+    let bundle = Bundle::map_file(&file, path)?;
+    Ok(Some((seen, Layer::new(SNAPSHOT_LAYER.into(), Some(path.to_path_buf()), bundle))))
 }
 
-/// What an export or import did.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct ExchangeSummary {
-    /// Records written.
-    pub records: usize,
-    /// Artifacts written.
-    pub artifacts: usize,
-    /// What was left out, with the reason.
-    pub skipped: Vec<String>,
+impl Found {
+    fn refuse(&mut self, layer: &str, difference: Difference) {
+        match self.refusals.iter_mut().find(|r| r.layer == layer && r.difference == difference) {
+            Some(r) => r.records += 1,
+            None => self.refusals.push(Refusal { layer: layer.to_owned(), difference, records: 1 }),
+        }
+    }
 }
 
-/// Writes the records of the layers and their artifacts to a bundle file.
-pub fn export(_layers: &Layers, _filter: &ExportFilter, _path: &Path, _created: u64) -> Result<ExchangeSummary> {
-    todo!()
+impl MatchQuality {
+    fn of(
+        device: &DeviceFingerprint,
+        bucket: &ShapeBucket,
+        here: &DeviceFingerprint,
+        wanted: &ShapeBucket,
+    ) -> MatchQuality {
+        let distance = bucket.distance(wanted);
+        if device != here {
+            MatchQuality::OtherDevice { distance: distance + device.distance(here) }
+        } else if bucket == wanted {
+            MatchQuality::Exact
+        } else {
+            MatchQuality::NearestShape { distance }
+        }
+    }
+
+    /// Whether the result was not measured on this device.
+    pub fn is_provisional(&self) -> bool {
+        matches!(self, MatchQuality::OtherDevice { .. })
+    }
+
+    fn order(&self, other: &Self) -> Ordering {
+        let rank = |q: &Self| match *q {
+            MatchQuality::Exact => (0, 0.0),
+            MatchQuality::NearestShape { distance } => (1, distance),
+            MatchQuality::OtherDevice { distance } => (2, distance),
+        };
+        let ((a, x), (b, y)) = (rank(self), rank(other));
+        a.cmp(&b).then(x.total_cmp(&y))
+    }
 }
 
-/// Takes a bundle's records and artifacts into the cache folder and publishes.
-pub fn import(_path: &Path, _dir: &CacheDir, _validity: &Validity, _replace: bool) -> Result<ExchangeSummary> {
-    todo!()
-}
+#[cfg(test)]
+mod tests;

@@ -9,9 +9,11 @@
 //! reaches a caller was checked against its length and hash first.
 
 mod artifact;
+mod bundle;
 mod device;
 mod dir;
 mod error;
+mod exchange;
 mod files;
 mod key;
 mod layers;
@@ -24,14 +26,16 @@ mod trial;
 mod validity;
 
 pub use artifact::{Artifact, Facts, Recipe};
+pub use bundle::{Bundle, BundleContents, BundleSet, Manifest};
 pub use device::{CompilerId, DeviceFingerprint};
 pub use dir::{CACHE_VARIABLE, CacheDir};
 pub use error::{Error, Result};
+pub use exchange::{ExchangeSummary, ExportFilter, export, import};
 pub use files::ArtifactFiles;
 pub use key::Key;
 pub use layers::{
-    BUNDLES_VARIABLE, ExchangeSummary, ExportFilter, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
-    bundles_from_env, export, import,
+    BUNDLES_VARIABLE, EMBEDDED_LAYER, FILES_LAYER, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
+    SNAPSHOT_LAYER, bundles_from_env,
 };
 pub use record::{Finalist, Provenance, Record, RecordKey};
 pub use store::Store;

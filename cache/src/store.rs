@@ -1,45 +1,323 @@
-//! The tuner's journal.
-use crate::*;
-use std::path::PathBuf;
+//! The tuner's journal: every trial and every record, on sled.
+//!
+//! One process at a time has it; readers map the snapshot that [`Store::publish`] writes and never come here. The
+//! journal is a cache of work, so no damage to it may stop a tuner: a journal that cannot be opened is set aside, values
+//! that cannot be decoded are skipped, and whatever was published comes back from the snapshot.
 
-/// The tuner's journal, exclusive.
-pub struct Store {}
+mod lock;
+mod value;
 
-impl Store {
-    /// Opens it.
-    pub fn open(_dir: &CacheDir) -> Result<Self> {
-        todo!()
-    }
-    /// Opens it, waiting at most `patience` for another tuner to finish.
-    pub fn open_within(_dir: &CacheDir, _patience: std::time::Duration) -> Result<Self> {
-        todo!()
-    }
-    /// Journals a trial.
-    pub fn put_trial(&self, _key: &RecordKey, _trial: &Trial) -> Result<()> {
-        todo!()
-    }
-    /// The trials of a record key.
-    pub fn trials(&self, _key: &RecordKey) -> Result<Vec<Trial>> {
-        todo!()
-    }
-    /// Stores a record; it is on disk when this returns.
-    pub fn put_record(&self, _record: &Record) -> Result<()> {
-        todo!()
-    }
-    /// The record of a key.
-    pub fn record(&self, _key: &RecordKey) -> Result<Option<Record>> {
-        todo!()
-    }
-    /// All records.
-    pub fn records(&self) -> Result<Vec<Record>> {
-        todo!()
-    }
-    /// Removes a record; whether there was one.
-    pub fn remove_record(&self, _key: &RecordKey) -> Result<bool> {
-        todo!()
-    }
-    /// Writes the snapshot that readers map.
-    pub fn publish(&self, _files: &ArtifactFiles) -> Result<PathBuf> {
-        todo!()
+use crate::{ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Record, RecordKey, Result, Trial, dir};
+use lock::StoreLock;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use value::{open_value, seal_value};
+
+/// How long sled may take to let go of its own lock after a store of this process was dropped.
+const SLED_PATIENCE: Duration = Duration::from_secs(3);
+
+/// The tuner's journal. Safe to share between threads; exclusive between processes.
+pub struct Store {
+    // Declared, and therefore dropped, before the lock.
+    db: sled::Db,
+    records: sled::Tree,
+    trials: sled::Tree,
+    /// Keys of records that were removed since the last publication: the snapshot still has them.
+    removed: sled::Tree,
+    path: PathBuf,
+    snapshot: PathBuf,
+    _lock: StoreLock,
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Store").field("path", &self.path).finish()
     }
 }
+
+impl Store {
+    /// Opens the journal of a cache folder, making both if need be.
+    ///
+    /// A journal that cannot be read is renamed to `store.corrupt-<time>` with a warning, and a new one is started.
+    /// Records of the published snapshot that the journal lacks are taken in, so that nothing published is ever lost.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] while another process (or another store of this one) has it, [`Error::Io`] when the folder
+    /// cannot be written.
+    pub fn open(dir: &CacheDir) -> Result<Self> {
+        dir.create()?;
+        let lock = StoreLock::take(&dir.lock_path(), &dir.store_path())?;
+        let path = dir.store_path();
+        let db = open_or_replace(&path)?;
+        let tree = |name: &str| db.open_tree(name).map_err(|e| store_error(&path, &e));
+        let store = Self {
+            records: tree("records")?,
+            trials: tree("trials")?,
+            removed: tree("removed")?,
+            db,
+            snapshot: dir.snapshot_path(),
+            path: path.clone(),
+            _lock: lock,
+        };
+        store.take_in_snapshot()?;
+        Ok(store)
+    }
+
+    /// [`Store::open`], waiting at most `patience` while another tuner has the journal.
+    ///
+    /// # Errors
+    /// As [`Store::open`].
+    pub fn open_within(dir: &CacheDir, patience: Duration) -> Result<Self> {
+        let start = Instant::now();
+        loop {
+            match Self::open(dir) {
+                Err(Error::Locked { .. }) if start.elapsed() < patience => {
+                    std::thread::sleep(Duration::from_millis(50).min(patience));
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Journals a trial. It reaches the disk within about half a second.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be written.
+    pub fn put_trial(&self, key: &RecordKey, trial: &Trial) -> Result<()> {
+        self.trials.insert(trial.key(key), seal_value(trial)).map_err(|e| self.error(&e))?;
+        Ok(())
+    }
+
+    /// The trials of a record key, of all templates and compilers, oldest first.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be read.
+    pub fn trials(&self, key: &RecordKey) -> Result<Vec<Trial>> {
+        let mut trials: Vec<Trial> = Vec::new();
+        for item in self.trials.scan_prefix(key.key().0) {
+            let (_, value) = item.map_err(|e| self.error(&e))?;
+            trials.extend(self.readable("trial", &value));
+        }
+        trials.sort_by_key(|t| t.unix_time);
+        Ok(trials)
+    }
+
+    /// Stores a record; it is on disk when this returns. One of the same key is replaced.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be written.
+    pub fn put_record(&self, record: &Record) -> Result<()> {
+        let key = record.key.key().0;
+        self.records.insert(key, seal_value(record)).map_err(|e| self.error(&e))?;
+        self.removed.remove(key).map_err(|e| self.error(&e))?;
+        self.flush()
+    }
+
+    /// The record of a key.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be read.
+    pub fn record(&self, key: &RecordKey) -> Result<Option<Record>> {
+        let value = self.records.get(key.key().0).map_err(|e| self.error(&e))?;
+        Ok(value.and_then(|v| self.readable::<Record>("record", &v)).filter(|r| r.key == *key))
+    }
+
+    /// All records.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be read.
+    pub fn records(&self) -> Result<Vec<Record>> {
+        let mut records = Vec::new();
+        for item in &self.records {
+            let (key, value) = item.map_err(|e| self.error(&e))?;
+            let record: Option<Record> = self.readable("record", &value);
+            records.extend(record.filter(|r| r.key.key().0 == *key));
+        }
+        Ok(records)
+    }
+
+    /// Removes a record; whether there was one. Readers see it until the next publication.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be written.
+    pub fn remove_record(&self, key: &RecordKey) -> Result<bool> {
+        let key = key.key().0;
+        self.removed.insert(key, &[]).map_err(|e| self.error(&e))?;
+        let had = self.records.remove(key).map_err(|e| self.error(&e))?.is_some();
+        self.flush()?;
+        Ok(had)
+    }
+
+    /// Writes the snapshot that readers map: all records and the artifacts that they name. Returns its path.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be written; the old snapshot stays as it was.
+    pub fn publish(&self, files: &ArtifactFiles) -> Result<PathBuf> {
+        let mut load = |key: &crate::Key| files.get(key);
+        let contents =
+            BundleContents { records: self.records()?, artifacts: Vec::new(), load: &mut load, created: unix_time() };
+        contents.write(&self.snapshot)?;
+        self.removed.clear().map_err(|e| self.error(&e))?;
+        self.flush()?;
+        Ok(self.snapshot.clone())
+    }
+
+    /// Takes in what the snapshot has and the journal lacks: after a crash sled may come up short without a word.
+    fn take_in_snapshot(&self) -> Result<()> {
+        if !self.snapshot.exists() {
+            return Ok(());
+        }
+        let bundle = match Bundle::map(&self.snapshot) {
+            Ok(bundle) => bundle,
+            Err(e) => {
+                tracing::warn!(error = %e, "the published snapshot cannot be read; the next publication replaces it");
+                return Ok(());
+            }
+        };
+        let mut taken = 0;
+        for item in bundle.records() {
+            let record = match item {
+                Ok((record, _)) => record,
+                Err(e) => {
+                    tracing::warn!(error = %e, "a record of the snapshot is lost");
+                    continue;
+                }
+            };
+            let key = record.key.key().0;
+            let known =
+                self.removed.contains_key(key).map_err(|e| self.error(&e))? || self.record(&record.key)?.is_some();
+            if !known {
+                self.records.insert(key, seal_value(&record)).map_err(|e| self.error(&e))?;
+                taken += 1;
+            }
+        }
+        if taken > 0 {
+            tracing::warn!(
+                records = taken,
+                "the journal lacked published records; they were taken back from the snapshot"
+            );
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Decodes a value; what cannot be decoded is skipped with a warning.
+    fn readable<T: serde::de::DeserializeOwned>(&self, what: &str, value: &[u8]) -> Option<T> {
+        match open_value(value) {
+            Ok(value) => Some(value),
+            Err(reason) => {
+                tracing::warn!(store = %self.path.display(), what, reason, "an entry of the journal was skipped");
+                None
+            }
+        }
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.db.flush().map_err(|e| self.error(&e))?;
+        Ok(())
+    }
+
+    fn error(&self, e: &sled::Error) -> Error {
+        store_error(&self.path, e)
+    }
+}
+
+/// Seconds since the Unix epoch; 0 when the clock stands before it.
+pub(crate) fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map(|d| d.as_secs()).unwrap_or(0)
+}
+
+/// Why sled did not open.
+enum Refusal {
+    /// sled's own lock is held.
+    Busy,
+    /// The folder can be neither read nor written; the content is not at fault.
+    Io(std::io::Error),
+    /// The content is at fault.
+    Unreadable(String),
+}
+
+/// Opens the journal, or sets it aside and starts another. The caller holds the lock.
+fn open_or_replace(path: &Path) -> Result<sled::Db> {
+    let io = |action, source| Error::Io {
+        action,
+        path: path.to_path_buf(),
+        source,
+        remedy: "make it writable, or set FLASHTUNE_CACHE to a local folder that is",
+    };
+    remove_unfinished(path);
+    let start = Instant::now();
+    loop {
+        match try_open(path) {
+            Ok(db) => return Ok(db),
+            // Our own lock is held, so this is a store of this process whose threads are still ending.
+            Err(Refusal::Busy) if start.elapsed() < SLED_PATIENCE => std::thread::sleep(Duration::from_millis(20)),
+            Err(Refusal::Busy) => return Err(Error::Locked { path: path.to_path_buf() }),
+            Err(Refusal::Io(source)) => return Err(io("open the store", source)),
+            Err(Refusal::Unreadable(reason)) => {
+                let aside = set_aside(path).map_err(|e| io("rename the damaged store", e))?;
+                tracing::warn!(
+                    store = %path.display(), aside = %aside.display(), reason,
+                    "the journal cannot be read; it was set aside and a new one is started"
+                );
+                return try_open(path).map_err(|r| match r {
+                    Refusal::Busy => Error::Locked { path: path.to_path_buf() },
+                    Refusal::Io(source) => io("open the store", source),
+                    Refusal::Unreadable(message) => Error::Store { path: path.to_path_buf(), message },
+                });
+            }
+        }
+    }
+}
+
+fn try_open(path: &Path) -> std::result::Result<sled::Db, Refusal> {
+    dir::create_private(path).map_err(|e| match e {
+        Error::Io { source, .. } => Refusal::Io(source),
+        other => Refusal::Unreadable(other.to_string()),
+    })?;
+    let config = sled::Config::new().path(path).cache_capacity(16 << 20).flush_every_ms(Some(500));
+    // sled panics on some damaged files instead of returning an error.
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| config.open())) {
+        Ok(Ok(db)) => Ok(db),
+        Ok(Err(sled::Error::Io(e))) => Err(match e.kind() {
+            _ if e.to_string().contains("could not acquire lock") => Refusal::Busy,
+            std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::InvalidData => Refusal::Unreadable(e.to_string()),
+            _ => Refusal::Io(e),
+        }),
+        Ok(Err(e)) => Err(Refusal::Unreadable(e.to_string())),
+        Err(_) => Err(Refusal::Unreadable("sled panicked while opening it".to_owned())),
+    }
+}
+
+/// Removes snapshots that sled was writing when its process ended: it refuses to open while they lie there.
+fn remove_unfinished(path: &Path) {
+    let Ok(entries) = std::fs::read_dir(path) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("snap.") && name.ends_with(".generating") {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// Renames the journal's folder to a free name beside it.
+fn set_aside(path: &Path) -> std::io::Result<PathBuf> {
+    let time = unix_time();
+    let aside = (0..)
+        .map(|n| match n {
+            0 => path.with_extension(format!("corrupt-{time}")),
+            n => path.with_extension(format!("corrupt-{time}-{n}")),
+        })
+        .find(|p| !p.exists())
+        .expect("the numbers do not end");
+    std::fs::rename(path, &aside)?;
+    Ok(aside)
+}
+
+fn store_error(path: &Path, e: &sled::Error) -> Error {
+    Error::Store { path: path.to_path_buf(), message: e.to_string() }
+}
+
+#[cfg(test)]
+mod tests;

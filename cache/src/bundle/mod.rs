@@ -1,0 +1,26 @@
+//! One immutable file of records and artifacts: what readers map and what ships.
+//!
+//! ```text
+//! 0    header            fixed size, see `format`; ends with the root hash
+//! 136  artifact blobs    postcard, in order of their recipe keys
+//!      record blobs      postcard, in order of the hashes of their keys
+//!      manifest          JSON: version, creation time, and what is inside for which arch, template set and ABI
+//!      record index      sorted, fixed width: key hash, offset, length, blob hash, set
+//!      artifact index    the same, by recipe key
+//! ```
+//!
+//! The root hash covers the header, which holds the manifest's hash, and both indexes, which hold every blob's hash: so
+//! it names the whole content. Offsets are 64-bit, integers little-endian. The same content gives the same bytes; the
+//! creation time is part of the content.
+//!
+//! A reader checks the header, the root hash and every bound when it opens the file, and each blob's hash when it takes
+//! the blob, on a private copy: nobody can change the bytes between the check and the use.
+
+mod format;
+mod manifest;
+mod reader;
+mod writer;
+
+pub use manifest::{BundleSet, Manifest};
+pub use reader::Bundle;
+pub use writer::BundleContents;

@@ -1,0 +1,177 @@
+//! What a bundle holds, and what becomes of it when any byte is changed.
+
+use super::*;
+use crate::BundleContents;
+use crate::testing::{arch, artifact, record, validity};
+use flashtune_codegen::{Arch, CpuIsa};
+use proptest::prelude::*;
+use std::sync::LazyLock;
+
+fn contents(records: Vec<Record>, created: u64) -> Vec<u8> {
+    let mut load = |key: &Key| (0..8).map(artifact).find(|a| a.recipe.key() == *key);
+    BundleContents { records, artifacts: Vec::new(), load: &mut load, created }.to_bytes()
+}
+
+fn sample() -> Vec<u8> {
+    contents(vec![record(128, 1), record(512, 2), record(2048, 3), record(4096, 1)], 7)
+}
+
+static SAMPLE: LazyLock<Vec<u8>> = LazyLock::new(sample);
+
+#[test]
+fn everything_put_in_comes_out() {
+    let b = Bundle::from_bytes("b", sample()).unwrap();
+    assert_eq!((b.record_count(), b.artifact_count()), (4, 3));
+    for (len, n) in [(128, 1), (512, 2), (2048, 3), (4096, 1)] {
+        let r = record(len, n);
+        assert_eq!(b.record(&r.key).unwrap(), Some(r.clone()));
+        assert_eq!(b.artifact(&r.artifact).unwrap(), Some(artifact(n)));
+    }
+    assert_eq!(b.record(&record(8192, 1).key).unwrap(), None);
+    assert_eq!(b.artifact(&artifact(7).recipe.key()).unwrap(), None);
+    assert_eq!(b.records().map(|r| r.unwrap()).filter(|(_, v)| **v == validity()).count(), 4);
+    let set = &b.manifest().sets[0];
+    assert_eq!((b.manifest().created, set.records, set.artifacts, set.arch), (7, 4, 3, arch()));
+}
+
+#[test]
+fn the_order_of_the_content_does_not_change_the_bytes() {
+    let shuffled = contents(vec![record(4096, 1), record(2048, 3), record(128, 1), record(512, 2)], 7);
+    assert_eq!(sample(), shuffled);
+    let later = contents(vec![record(128, 1)], 8);
+    assert_ne!(contents(vec![record(128, 1)], 7), later);
+}
+
+#[test]
+fn a_record_whose_artifact_is_gone_stays() {
+    let mut none = |_: &Key| None;
+    let bytes =
+        BundleContents { records: vec![record(128, 1)], artifacts: vec![], load: &mut none, created: 0 }.to_bytes();
+    let b = Bundle::from_bytes("b", bytes).unwrap();
+    assert_eq!((b.record_count(), b.artifact_count()), (1, 0));
+    assert!(b.check(&validity()).is_ok());
+}
+
+#[test]
+fn an_empty_bundle_opens_and_serves_nobody() {
+    let b = Bundle::from_bytes("b", contents(vec![], 0)).unwrap();
+    assert_eq!((b.record_count(), b.artifact_count()), (0, 0));
+    assert!(b.check(&validity()).is_err());
+}
+
+#[test]
+fn files_are_mapped_and_bad_ones_named() {
+    let tmp = tempfile::tempdir().unwrap();
+    let path = tmp.path().join("x.ftb");
+    assert!(matches!(Bundle::map(&path), Err(Error::Io { .. })));
+    std::fs::write(&path, b"").unwrap();
+    assert!(matches!(Bundle::map(&path), Err(Error::Damaged { .. })));
+    std::fs::write(&path, sample()).unwrap();
+    assert_eq!(Bundle::map(&path).unwrap().record_count(), 4);
+    std::fs::write(&path, &sample()[..500]).unwrap();
+    let e = Bundle::map(&path).unwrap_err().to_string();
+    assert!(e.contains("x.ftb") && e.contains("500"), "{e}");
+}
+
+#[test]
+fn a_foreign_bundle_is_refused_by_field() {
+    let b = Bundle::from_bytes("b", sample()).unwrap();
+    let field = |v: Validity| match b.check(&v) {
+        Err(Error::Mismatch { field, found, expected, .. }) => (field, found, expected),
+        other => panic!("{other:?}"),
+    };
+    assert!(b.check(&validity()).is_ok());
+    let other = Arch::Cpu(CpuIsa::Amx);
+    assert_eq!(field(Validity { arch: other, ..validity() }), ("arch", arch().to_string(), "cpu-amx".into()));
+    assert_eq!(field(Validity { templates: "ff".into(), ..validity() }).0, "templates");
+    assert_eq!(field(Validity { abi: 99, ..validity() }).0, "abi");
+    // When several differ, the first one in the order of the fields is named.
+    assert_eq!(field(Validity { arch: other, abi: 99, ..validity() }).0, "arch");
+}
+
+#[test]
+fn another_format_version_is_refused_by_name() {
+    let mut bytes = sample();
+    bytes[8] = 9;
+    assert!(matches!(Bundle::from_bytes("b", bytes), Err(Error::Mismatch { field: "format version", .. })));
+}
+
+#[test]
+fn a_blob_under_a_foreign_key_is_refused_although_every_hash_matches() {
+    // Someone who can compute hashes swaps the blobs of two artifacts: the recipe inside still tells.
+    let good = sample();
+    let b = Bundle::from_bytes("b", good.clone()).unwrap();
+    let mut bytes = good.clone();
+    let (one, two) = (b.artifacts.start, b.artifacts.start + ENTRY);
+    let (first, second) = (good[one + 32..one + ENTRY].to_vec(), good[two + 32..two + ENTRY].to_vec());
+    bytes[one + 32..one + ENTRY].copy_from_slice(&second);
+    bytes[two + 32..two + ENTRY].copy_from_slice(&first);
+    let header: [u8; HEADER] = *bytes.first_chunk().unwrap();
+    let fixed = Header::decode(&header).encode(&bytes[b.records.start..]);
+    bytes[..HEADER].copy_from_slice(&fixed);
+    let forged = Bundle::from_bytes("b", bytes).unwrap();
+    for key in b.artifact_keys().take(2) {
+        assert!(matches!(forged.artifact(&key), Err(Error::Damaged { .. })));
+    }
+}
+
+/// Whatever a changed bundle answers is the truth or an error.
+fn answers_are_true(bytes: Vec<u8>) {
+    let Ok(b) = Bundle::from_bytes("b", bytes) else { return };
+    let good = Bundle::from_bytes("b", SAMPLE.clone()).unwrap();
+    for item in b.records() {
+        if let Ok((r, v)) = item {
+            assert_eq!(good.record(&r.key).unwrap(), Some(r));
+            assert_eq!(*v, validity());
+        }
+    }
+    for n in 0..4 {
+        if let Ok(Some(a)) = b.artifact(&artifact(n).recipe.key()) {
+            assert_eq!(a, artifact(n));
+        }
+    }
+    let _ = b.check(&validity());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3000))]
+
+    #[test]
+    fn mutated_bundles_never_panic_and_never_lie(
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
+        let mut bytes = SAMPLE.clone();
+        for (at, byte) in edits {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        answers_are_true(bytes);
+    }
+
+    /// The indexes and the header are where the offsets are: a mutation there is repaired with a fresh root hash, so
+    /// that the checks behind the hash are reached too.
+    #[test]
+    fn mutated_indexes_with_a_valid_root_never_panic_and_never_lie(
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
+        let mut bytes = SAMPLE.clone();
+        let index = Bundle::from_bytes("b", bytes.clone()).unwrap().records.start;
+        let places: Vec<usize> = (16..104).chain(index..bytes.len()).collect();
+        for (at, byte) in edits {
+            bytes[places[at.index(places.len())]] = byte;
+        }
+        let header = Header::decode(bytes.first_chunk().unwrap());
+        let start = usize::try_from(header.records.0).unwrap_or(usize::MAX).min(bytes.len());
+        let fixed = header.encode(&bytes[start..]);
+        bytes[..HEADER].copy_from_slice(&fixed);
+        answers_are_true(bytes);
+    }
+
+    #[test]
+    fn truncated_and_extended_bundles_never_panic_and_never_lie(cut in any::<prop::sample::Index>(), extra in 0usize..9) {
+        let mut bytes = SAMPLE.clone();
+        bytes.truncate(cut.index(bytes.len() + 1));
+        bytes.extend(std::iter::repeat_n(0, extra));
+        answers_are_true(bytes);
+    }
+}

@@ -1,0 +1,156 @@
+//! Writing a bundle in one pass, one artifact in memory at a time.
+
+use super::format::{Entry, HEADER, Header};
+use super::{BundleSet, Manifest};
+use crate::publish::{Sink, publish_file};
+use crate::{Artifact, Error, Key, Record, Result, Validity};
+use flashtune_codegen::abi::ABI_VERSION;
+use std::collections::BTreeMap;
+use std::io::SeekFrom;
+use std::path::Path;
+
+/// Gives the artifact of a key, if there is one.
+type Load<'a> = dyn FnMut(&Key) -> Option<Artifact> + 'a;
+
+/// The content of a bundle to be written.
+pub struct BundleContents<'a> {
+    /// Records; of those with equal keys the last one counts.
+    pub records: Vec<Record>,
+    /// Recipe keys of the artifacts to include; those of the records are included by themselves.
+    pub artifacts: Vec<Key>,
+    /// Gives the artifacts. A key without an artifact is left out; its record stays.
+    pub load: &'a mut Load<'a>,
+    /// Seconds since the Unix epoch; part of the content.
+    pub created: u64,
+}
+
+impl BundleContents<'_> {
+    /// Writes the bundle to a file, by rename. Returns the manifest.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the file cannot be written; an old one stays as it was.
+    pub fn write(self, path: &Path) -> Result<Manifest> {
+        let mut manifest = None;
+        publish_file(path, |out| {
+            manifest = Some(self.write_to(out).map_err(|source| Error::Io {
+                action: "write",
+                path: path.to_path_buf(),
+                source,
+                remedy: "check the free space, or choose another folder",
+            })?);
+            Ok(())
+        })?;
+        Ok(manifest.expect("set when the file was written"))
+    }
+
+    /// The bundle as bytes, for embedding.
+    pub fn to_bytes(self) -> Vec<u8> {
+        let mut out = std::io::Cursor::new(Vec::new());
+        self.write_to(&mut out).expect("memory can be written");
+        out.into_inner()
+    }
+
+    fn write_to(self, out: &mut dyn Sink) -> std::io::Result<Manifest> {
+        let records: BTreeMap<Key, Record> = self.records.into_iter().map(|r| (r.key.key(), r)).collect();
+        let mut wanted: Vec<Key> = self.artifacts;
+        wanted.extend(records.values().map(|r| r.artifact));
+        wanted.sort_unstable();
+        wanted.dedup();
+
+        out.write_all(&[0; HEADER])?;
+        let mut blobs = Blobs { out, offset: HEADER as u64 };
+        let mut artifacts = Vec::new();
+        let mut abi = BTreeMap::new();
+        for key in wanted {
+            let Some(artifact) = (self.load)(&key) else { continue };
+            let recipe = &artifact.recipe;
+            let validity = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
+            abi.insert(key, recipe.abi);
+            artifacts.push((blobs.put(key, &artifact)?, validity));
+        }
+        let mut record_entries = Vec::new();
+        for (key, record) in &records {
+            let validity = Validity {
+                arch: record.key.device.arch,
+                templates: record.provenance.templates.clone(),
+                // A record whose artifact is gone still names a schedule, which this build would compile.
+                abi: abi.get(&record.artifact).copied().unwrap_or(ABI_VERSION),
+            };
+            record_entries.push((blobs.put(*key, record)?, validity));
+        }
+
+        let manifest = Manifest {
+            flashtune: env!("CARGO_PKG_VERSION").to_owned(),
+            created: self.created,
+            sets: sets(&record_entries, &artifacts),
+        };
+        let validities: Vec<Validity> = manifest.sets.iter().map(BundleSet::validity).collect();
+        let mut index = Vec::new();
+        for (mut entry, validity) in record_entries.iter().chain(&artifacts).cloned() {
+            entry.set = validities.binary_search(&validity).expect("every validity is in the manifest") as u32;
+            index.extend_from_slice(&entry.encode());
+        }
+        let text = serde_json::to_vec_pretty(&manifest).expect("the manifest is plain data");
+        let manifest_at = blobs.offset;
+        let records_at = manifest_at + text.len() as u64;
+        let artifacts_at = records_at + (record_entries.len() * super::format::ENTRY) as u64;
+        let header = Header {
+            total: records_at + index.len() as u64,
+            manifest: (manifest_at, text.len() as u64),
+            records: (records_at, record_entries.len() as u64),
+            artifacts: (artifacts_at, artifacts.len() as u64),
+            manifest_hash: *blake3::hash(&text).as_bytes(),
+        };
+        let out = blobs.out;
+        out.write_all(&text)?;
+        out.write_all(&index)?;
+        out.seek(SeekFrom::Start(0))?;
+        out.write_all(&header.encode(&index))?;
+        out.flush()?;
+        Ok(manifest)
+    }
+}
+
+/// What stands in the file, counted by validity, in its order.
+fn sets(records: &[(Entry, Validity)], artifacts: &[(Entry, Validity)]) -> Vec<BundleSet> {
+    let mut counts: BTreeMap<&Validity, (u64, u64)> = BTreeMap::new();
+    for (_, v) in records {
+        counts.entry(v).or_default().0 += 1;
+    }
+    for (_, v) in artifacts {
+        counts.entry(v).or_default().1 += 1;
+    }
+    counts
+        .into_iter()
+        .map(|(v, (records, artifacts))| BundleSet {
+            arch: v.arch,
+            templates: v.templates.clone(),
+            abi: v.abi,
+            records,
+            artifacts,
+        })
+        .collect()
+}
+
+/// The growing part of the file.
+struct Blobs<'a> {
+    out: &'a mut dyn Sink,
+    offset: u64,
+}
+
+impl Blobs<'_> {
+    /// Appends a value; the entry's set is filled in later.
+    fn put<T: serde::Serialize>(&mut self, key: Key, value: &T) -> std::io::Result<Entry> {
+        let bytes = postcard::to_stdvec(value).expect("stored values are plain structs, which always encode");
+        self.out.write_all(&bytes)?;
+        let entry = Entry {
+            key: key.0,
+            offset: self.offset,
+            length: bytes.len() as u64,
+            hash: *blake3::hash(&bytes).as_bytes(),
+            set: 0,
+        };
+        self.offset += entry.length;
+        Ok(entry)
+    }
+}

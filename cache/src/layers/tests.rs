@@ -1,0 +1,128 @@
+//! Order, refusals and refreshing.
+
+use super::*;
+use crate::testing::{TEMPLATES, arch, artifact, device, problem, record, shape, validity};
+use crate::{BundleContents, Store};
+use flashtune_codegen::{Arch, CpuIsa, DType, MaskKind};
+
+fn bundle(records: Vec<Record>) -> Vec<u8> {
+    let mut load = |key: &Key| (0..8).map(artifact).find(|a| a.recipe.key() == *key);
+    BundleContents { records, artifacts: vec![], load: &mut load, created: 0 }.to_bytes()
+}
+
+fn leak(bytes: Vec<u8>) -> &'static [u8] {
+    Box::leak(bytes.into_boxed_slice())
+}
+
+fn find(layers: &Layers, len: u32) -> Found {
+    layers.find(&validity(), &device(), &problem(), &ShapeBucket::of(&shape(len)))
+}
+
+#[test]
+fn exact_comes_before_near_and_near_before_other_devices() {
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path());
+    let mut elsewhere = record(512, 3);
+    elsewhere.key.device.name = "another processor".into();
+    let embedded = leak(bundle(vec![elsewhere, record(512, 2), record(1024, 1), record(8192, 1)]));
+    let layers = Layers::open(&dir, &[], Some(embedded)).unwrap();
+    let found = find(&layers, 512);
+    let lens: Vec<_> = found.matches.iter().map(|m| m.record.key.bucket.q_len).collect();
+    assert_eq!(lens, [512, 1024, 8192, 512]);
+    assert_eq!(found.matches[0].quality, MatchQuality::Exact);
+    assert_eq!(found.matches[1].quality, MatchQuality::NearestShape { distance: 3.0 });
+    assert!(found.matches[3].quality.is_provisional() && found.refusals.is_empty());
+    let other = flashtune_codegen::Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
+    assert!(layers.find(&validity(), &device(), &other, &ShapeBucket::of(&shape(512))).matches.is_empty());
+    // Reading made nothing.
+    assert!(!dir.base().exists());
+}
+
+#[test]
+fn records_of_another_template_set_arch_or_abi_are_refused_with_the_field() {
+    let tmp = tempfile::tempdir().unwrap();
+    let mut old = record(256, 1);
+    old.provenance.templates = "old".into();
+    let mut old2 = record(1024, 1);
+    old2.provenance.templates = "old".into();
+    let mut amx = record(512, 1);
+    amx.key.device.arch = Arch::Cpu(CpuIsa::Amx);
+    let embedded = leak(bundle(vec![old, old2, amx, record(512, 2)]));
+    let layers = Layers::open(&CacheDir::at(tmp.path()), &[], Some(embedded)).unwrap();
+    let found = find(&layers, 512);
+    assert_eq!(found.matches.len(), 1);
+    let mut refusals: Vec<_> =
+        found.refusals.iter().map(|r| (r.difference.field, r.difference.found.as_str(), r.records)).collect();
+    refusals.sort();
+    assert_eq!(refusals, [("arch", "cpu-amx", 1), ("templates", "old", 2)]);
+    assert!(found.refusals.iter().all(|r| r.layer == EMBEDDED_LAYER && r.difference.expected.len() > 3));
+    let strict = Validity { abi: 2, ..validity() };
+    let found = layers.find(&strict, &device(), &problem(), &ShapeBucket::of(&shape(512)));
+    assert!(found.matches.is_empty() && found.refusals.iter().any(|r| r.difference.field == "abi"));
+    assert_eq!(strict.templates, TEMPLATES);
+    assert_eq!(strict.arch, arch());
+}
+
+#[test]
+fn the_earlier_layer_wins_among_equals_and_artifacts_come_from_any() {
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path().join("cache"));
+    let named = tmp.path().join("named.ftb");
+    std::fs::write(&named, bundle(vec![record(512, 2)])).unwrap();
+    let embedded = leak(bundle(vec![record(512, 3), record(128, 4)]));
+    let files = ArtifactFiles::new(&dir);
+    {
+        let store = Store::open(&dir).unwrap();
+        store.put_record(&record(512, 1)).unwrap();
+        store.publish(&files).unwrap();
+    }
+    files.put(&artifact(5)).unwrap();
+    let layers = Layers::open(&dir, std::slice::from_ref(&named), Some(embedded)).unwrap();
+    let found = find(&layers, 512);
+    let names: Vec<_> = found.matches[..3].iter().map(|m| m.layer.as_str()).collect();
+    assert_eq!(names, [SNAPSHOT_LAYER, named.to_str().unwrap(), EMBEDDED_LAYER]);
+    let layer_of = |n: u32| layers.artifact(&artifact(n).recipe.key()).map(|(_, l)| l);
+    assert_eq!(layer_of(2).as_deref(), named.to_str());
+    assert_eq!(layer_of(4).as_deref(), Some(EMBEDDED_LAYER));
+    assert_eq!(layer_of(5).as_deref(), Some(FILES_LAYER));
+    assert_eq!(layer_of(6), None);
+    let info = layers.info();
+    assert_eq!(info.iter().map(|i| i.records).collect::<Vec<_>>(), [1, 1, 2]);
+}
+
+#[test]
+fn a_new_snapshot_is_noticed_and_a_damaged_one_leaves_the_old_in_use() {
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path());
+    let layers = Layers::open(&dir, &[], None).unwrap();
+    assert!(find(&layers, 512).matches.is_empty() && !layers.refresh());
+    let files = ArtifactFiles::new(&dir);
+    let store = Store::open(&dir).unwrap();
+    store.put_record(&record(512, 1)).unwrap();
+    store.publish(&files).unwrap();
+    assert!(layers.refresh() && !layers.refresh());
+    assert_eq!(find(&layers, 512).matches.len(), 1);
+    std::fs::write(tmp.path().join("bad"), b"not a bundle").unwrap();
+    std::fs::rename(tmp.path().join("bad"), dir.snapshot_path()).unwrap();
+    assert!(layers.refresh() && !layers.refresh());
+    assert_eq!(find(&layers, 512).matches.len(), 1);
+    store.put_record(&record(128, 1)).unwrap();
+    store.publish(&files).unwrap();
+    assert!(layers.refresh());
+    assert_eq!(find(&layers, 512).matches.len(), 2);
+    std::fs::remove_file(dir.snapshot_path()).unwrap();
+    assert!(layers.refresh());
+    assert!(find(&layers, 512).matches.is_empty());
+}
+
+#[test]
+fn a_damaged_snapshot_is_an_empty_layer_but_a_damaged_named_bundle_is_an_error() {
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path());
+    dir.create().unwrap();
+    std::fs::write(dir.snapshot_path(), b"garbage").unwrap();
+    let layers = Layers::open(&dir, &[], None).unwrap();
+    assert!(layers.info().is_empty());
+    assert!(Layers::open(&dir, &[dir.snapshot_path()], None).is_err());
+    assert!(Layers::open(&dir, &[tmp.path().join("absent.ftb")], None).is_err());
+}

@@ -1,0 +1,165 @@
+//! The journal under orderly and disorderly conditions.
+
+use super::*;
+use crate::testing::{artifact, record, trial};
+use crate::{Stage, TrialResult};
+
+fn folder() -> (tempfile::TempDir, CacheDir, ArtifactFiles) {
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path().join("cache"));
+    let files = ArtifactFiles::new(&dir);
+    (tmp, dir, files)
+}
+
+fn sorted(mut records: Vec<Record>) -> Vec<Record> {
+    records.sort_by_key(|r| r.key.bucket);
+    records
+}
+
+#[test]
+fn records_and_trials_survive_a_reopening() {
+    let (_tmp, dir, _) = folder();
+    let store = Store::open(&dir).unwrap();
+    let (one, two) = (record(128, 1), record(512, 2));
+    store.put_record(&one).unwrap();
+    store.put_record(&two).unwrap();
+    store.put_trial(&one.key, &trial(1)).unwrap();
+    store.put_trial(&one.key, &trial(2)).unwrap();
+    // The same schedule again: the new trial replaces the old.
+    let newer =
+        Trial { unix_time: 5, result: TrialResult::Failed { stage: Stage::Load, reason: "again".into() }, ..trial(1) };
+    store.put_trial(&one.key, &newer).unwrap();
+    drop(store);
+    let store = Store::open(&dir).unwrap();
+    assert_eq!(sorted(store.records().unwrap()), [one.clone(), two.clone()]);
+    assert_eq!(store.record(&two.key).unwrap(), Some(two.clone()));
+    assert_eq!(store.trials(&one.key).unwrap(), [trial(2), newer]);
+    assert!(store.trials(&two.key).unwrap().is_empty());
+    assert!(store.remove_record(&one.key).unwrap() && !store.remove_record(&one.key).unwrap());
+    assert_eq!(store.records().unwrap(), [two]);
+}
+
+#[test]
+fn a_second_store_is_told_that_it_is_locked() {
+    let (_tmp, dir, _) = folder();
+    let store = Store::open(&dir).unwrap();
+    assert!(matches!(Store::open(&dir), Err(Error::Locked { .. })));
+    assert!(matches!(Store::open_within(&dir, Duration::from_millis(120)), Err(Error::Locked { .. })));
+    let waiting = std::thread::spawn({
+        let dir = dir.clone();
+        move || Store::open_within(&dir, Duration::from_secs(20)).map(drop)
+    });
+    std::thread::sleep(Duration::from_millis(100));
+    drop(store);
+    waiting.join().unwrap().unwrap();
+}
+
+#[test]
+fn the_snapshot_holds_records_and_their_artifacts() {
+    let (_tmp, dir, files) = folder();
+    let store = Store::open(&dir).unwrap();
+    for n in [1, 2] {
+        files.put(&artifact(n)).unwrap();
+    }
+    store.put_record(&record(128, 1)).unwrap();
+    store.put_record(&record(512, 2)).unwrap();
+    let path = store.publish(&files).unwrap();
+    let b = Bundle::map(&path).unwrap();
+    assert_eq!((b.record_count(), b.artifact_count()), (2, 2));
+    assert_eq!(b.artifact(&artifact(2).recipe.key()).unwrap(), Some(artifact(2)));
+}
+
+#[test]
+fn a_removed_record_stays_removed_although_the_old_snapshot_has_it() {
+    let (_tmp, dir, files) = folder();
+    let store = Store::open(&dir).unwrap();
+    store.put_record(&record(128, 1)).unwrap();
+    store.publish(&files).unwrap();
+    store.remove_record(&record(128, 1).key).unwrap();
+    drop(store);
+    let store = Store::open(&dir).unwrap();
+    assert!(store.records().unwrap().is_empty());
+    store.publish(&files).unwrap();
+    assert_eq!(Bundle::map(&dir.snapshot_path()).unwrap().record_count(), 0);
+}
+
+fn published(dir: &CacheDir, files: &ArtifactFiles) -> Vec<Record> {
+    let store = Store::open(dir).unwrap();
+    let records = vec![record(128, 1), record(512, 2), record(2048, 3)];
+    for r in &records {
+        store.put_record(r).unwrap();
+    }
+    store.publish(files).unwrap();
+    records
+}
+
+/// Damages the journal, opens it again and expects every published record.
+fn nothing_published_is_lost(damage: impl FnOnce(&Path), set_aside: bool) {
+    let (_tmp, dir, files) = folder();
+    let records = published(&dir, &files);
+    // sled's threads let go of the files shortly after the drop.
+    drop(Store::open(&dir).unwrap());
+    damage(&dir.store_path());
+    let store = Store::open(&dir).unwrap();
+    assert_eq!(sorted(store.records().unwrap()), records);
+    store.put_record(&record(4096, 1)).unwrap();
+    let aside = std::fs::read_dir(dir.base())
+        .unwrap()
+        .flatten()
+        .any(|e| e.file_name().to_string_lossy().starts_with("store.corrupt-"));
+    assert_eq!(aside, set_aside);
+}
+
+#[test]
+fn a_journal_full_of_garbage_is_set_aside() {
+    nothing_published_is_lost(
+        |store| {
+            for name in ["db", "conf"] {
+                let path = store.join(name);
+                let length = path.metadata().map(|m| m.len()).unwrap_or(4096).max(4096) as usize;
+                std::fs::write(path, vec![0xa5; length]).unwrap();
+            }
+        },
+        true,
+    );
+}
+
+#[test]
+fn an_unfinished_sled_snapshot_is_swept_away() {
+    nothing_published_is_lost(
+        |store| std::fs::write(store.join("snap.00000000000000FF.generating"), b"half").unwrap(),
+        false,
+    );
+}
+
+#[test]
+fn a_journal_that_lost_everything_without_a_word_is_filled_from_the_snapshot() {
+    nothing_published_is_lost(|store| std::fs::remove_dir_all(store).unwrap(), false);
+}
+
+#[test]
+fn entries_that_cannot_be_decoded_are_skipped() {
+    let (_tmp, dir, _) = folder();
+    let store = Store::open(&dir).unwrap();
+    let good = record(128, 1);
+    store.put_record(&good).unwrap();
+    let mut future = seal_value(&record(512, 2));
+    future[0] = 200;
+    store.records.insert([1u8; 32], future).unwrap();
+    let mut flipped = seal_value(&record(512, 2));
+    *flipped.last_mut().unwrap() ^= 1;
+    store.records.insert([2u8; 32], flipped).unwrap();
+    store.records.insert([3u8; 32], b"short").unwrap();
+    // Intact, but filed under a key that is not its own.
+    store.records.insert([4u8; 32], seal_value(&record(512, 2))).unwrap();
+    assert_eq!(store.records().unwrap(), [good]);
+}
+
+#[test]
+fn an_unwritable_folder_is_an_error_that_names_it() {
+    let tmp = tempfile::tempdir().unwrap();
+    let file = tmp.path().join("not-a-folder");
+    std::fs::write(&file, b"x").unwrap();
+    let e = Store::open(&CacheDir::at(&file)).unwrap_err().to_string();
+    assert!(e.contains("not-a-folder") && e.contains("FLASHTUNE_CACHE"), "{e}");
+}
