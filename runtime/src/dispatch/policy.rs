@@ -45,9 +45,10 @@ impl fmt::Display for Policy {
 impl FromStr for Policy {
     type Err = flashtune_codegen::Error;
     fn from_str(s: &str) -> Result<Self, Self::Err> {
-        Policy::ALL.into_iter().find(|p| p.name() == s.to_ascii_lowercase()).ok_or_else(|| {
-            flashtune_codegen::Error::parse("policy", s, "default, tune or sealed")
-        })
+        Policy::ALL
+            .into_iter()
+            .find(|p| p.name() == s.to_ascii_lowercase())
+            .ok_or_else(|| flashtune_codegen::Error::parse("policy", s, "default, tune or sealed"))
     }
 }
 

@@ -1,0 +1,17 @@
+//! From a call to a kernel: what is tuned, what is near, what the model would take, and the account of it.
+//!
+//! ```text
+//! memory -> user snapshot -> bundles -> embedded bundle -> nearest sizes -> other device of the arch -> untuned
+//!        -> the model's choice, unless the policy is sealed
+//! ```
+
+mod dispatcher;
+mod explain;
+mod flight;
+mod plan;
+mod policy;
+
+pub use dispatcher::{Dispatcher, DispatcherConfig};
+pub use explain::{Explanation, Refusal, Status};
+pub use plan::Plan;
+pub use policy::Policy;

@@ -1,0 +1,82 @@
+//! Developer commands: `cargo xtask test`, `cargo xtask ci`.
+//!
+//! The tests compile CUDA kernels, for which they need NVRTC but neither a GPU nor a CUDA toolkit. `cargo xtask test`
+//! puts the NVRTC wheel into `.toolchain/` once and points the tests at it.
+
+mod nvrtc;
+
+use anyhow::{Context, Result, bail};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+const USAGE: &str = "usage: cargo xtask COMMAND
+
+commands:
+  test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`
+  ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
+  setup         only install what the tests need, and print where it is";
+
+fn main() -> ExitCode {
+    let mut args = std::env::args().skip(1);
+    let outcome = match args.next().as_deref() {
+        Some("test") => test(&args.collect::<Vec<_>>()),
+        Some("ci") => ci(),
+        Some("setup") => nvrtc::ensure(&root()).map(|dir| println!("{}", dir.display())),
+        Some("help" | "-h" | "--help") => {
+            println!("{USAGE}");
+            Ok(())
+        }
+        Some(other) => {
+            eprintln!("error: there is no command `{other}`\n\n{USAGE}");
+            return ExitCode::from(2);
+        }
+        None => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The workspace's root folder.
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask/ lies in the workspace").to_owned()
+}
+
+/// The cargo that runs this program.
+fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root());
+    command
+}
+
+fn run(mut command: Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
+    if !status.success() {
+        bail!("{command:?} ended with {status}");
+    }
+    Ok(())
+}
+
+fn test(args: &[String]) -> Result<()> {
+    let nvrtc = nvrtc::ensure(&root())?;
+    let mut command = cargo();
+    command.args(["test", "--workspace"]).args(args).env("FLASHTUNE_NVRTC", nvrtc);
+    run(command)
+}
+
+fn ci() -> Result<()> {
+    let mut fmt = cargo();
+    fmt.args(["fmt", "--all", "--check"]);
+    run(fmt)?;
+    let mut clippy = cargo();
+    clippy.args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]);
+    run(clippy)?;
+    test(&[])
+}
