@@ -1,9 +1,25 @@
-//! Does a compiled kernel compute attention? The test that every kernel passes before it may win, and `flashtune check`.
-use crate::{Device, Distribution, Layout, Module, Result, Verdict};
+//! Does a compiled kernel compute attention? The test that every kernel passes before it may win, and what
+//! `flashtune check` runs.
+//!
+//! Tensors lie between guard zones of NaN, O and LSE start as NaN, the kernel runs twice: its result must match the
+//! oracle, be the same bytes both times, and nothing but O and LSE may have changed.
+
+use crate::reference::{Rows, all_rows, compare, oracle, sample_rows, unfused_rows};
+use crate::{
+    Buffer, Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, Stream, TensorView,
+    Verdict, forward_call,
+};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Problem, Shape};
+use flashtune_codegen::{DType, Problem, Shape};
 use std::fmt;
 use std::sync::Arc;
+
+/// Bytes of NaN before and after every tensor.
+const GUARD: usize = 4096;
+/// The byte that guards, gaps and unwritten outputs hold.
+const POISON: u8 = 0xff;
+/// Multiply-adds up to which every row is compared; above, a sample of rows.
+const FULL_CHECK: f64 = 3e8;
 
 /// Which inputs to check a kernel with.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -16,14 +32,45 @@ pub struct CheckInputs {
     pub seed: u64,
     /// Ask for the LSE as well.
     pub lse: bool,
-    /// Put NaN and Inf into rows of K and V that some or all queries do not see.
+    /// Put NaN into rows of K and V that no query sees, and into the last row, which with a right-bounded mask only
+    /// some see: what is masked must not leak.
     pub poison: bool,
     /// Softmax scale; `None` is the default.
     pub scale: Option<f32>,
 }
 
+impl Default for CheckInputs {
+    fn default() -> Self {
+        Self {
+            layout: Layout::Bhsd,
+            distribution: Distribution::Normal,
+            seed: 1,
+            lse: true,
+            poison: false,
+            scale: None,
+        }
+    }
+}
+
 /// One problem, shape and input set on a device, with the expected results: computed once, used for many kernels.
-pub struct CheckCase {}
+pub struct CheckCase {
+    device: Arc<dyn Device>,
+    problem: Problem,
+    shape: Shape,
+    args: ForwardArgs,
+    inputs: [OnDevice; 3],
+    o: OnDevice,
+    lse: Option<OnDevice>,
+    oracle: Rows,
+    unfused: Rows,
+}
+
+/// A tensor on the device between guard zones, with the bytes that it was given.
+struct OnDevice {
+    name: &'static str,
+    host: HostTensor,
+    buffer: Box<dyn Buffer>,
+}
 
 /// What a check found.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,36 +83,232 @@ pub struct CheckReport {
     pub stray: Option<String>,
 }
 
-impl CheckCase {
-    /// Makes inputs, computes the expected results and uploads.
-    pub fn new(_device: Arc<dyn Device>, _problem: &Problem, _shape: &Shape, _inputs: &CheckInputs) -> Result<Self> {
-        todo!()
-    }
-    /// Launches a kernel twice and compares.
-    pub fn check(&self, _module: &dyn Module) -> Result<CheckReport> {
-        todo!()
-    }
-    /// The arguments of the case's launch: valid as long as the case lives.
-    pub fn args(&self) -> &ForwardArgs {
-        todo!()
-    }
-    /// The sizes.
-    pub fn shape(&self) -> &Shape {
-        todo!()
-    }
-}
-
 impl CheckReport {
     /// Everything is as it must be.
     pub fn passed(&self) -> bool {
-        todo!()
+        self.verdict.passed() && self.repeatable && self.stray.is_none()
     }
 }
 
 impl fmt::Display for CheckReport {
-    fn fmt(&self, _f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        todo!()
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(stray) = &self.stray {
+            write!(f, "WRONG: {stray}; ")?;
+        }
+        if !self.repeatable {
+            f.write_str("WRONG: two launches gave different bytes; ")?;
+        }
+        self.verdict.fmt(f)
     }
+}
+
+impl OnDevice {
+    fn new(device: &dyn Device, name: &'static str, host: HostTensor) -> Result<Self> {
+        let this = Self { name, buffer: device.alloc(host.bytes().len() + 2 * GUARD)?, host };
+        this.upload(device)?;
+        Ok(this)
+    }
+
+    fn view(&self) -> TensorView {
+        self.host.view_at(self.buffer.address() + GUARD as u64)
+    }
+
+    /// Guards and the host's bytes.
+    fn upload(&self, device: &dyn Device) -> Result<()> {
+        let mut bytes = vec![POISON; self.buffer.len()];
+        bytes[GUARD..GUARD + self.host.bytes().len()].copy_from_slice(self.host.bytes());
+        device.upload(&*self.buffer, &bytes)
+    }
+
+    /// The tensor's bytes, or what is wrong with the guards around them.
+    fn download(&self, device: &dyn Device, stream: Stream) -> Result<(Vec<u8>, Option<String>)> {
+        let mut bytes = vec![0; self.buffer.len()];
+        device.download(&*self.buffer, &mut bytes, stream)?;
+        let end = GUARD + self.host.bytes().len();
+        let stray = written(&bytes[..GUARD])
+            .map(|i| format!("{} bytes before {} were written", GUARD - i, self.name))
+            .or_else(|| written(&bytes[end..]).map(|i| format!("{i} bytes after {} were written", self.name)));
+        bytes.truncate(end);
+        bytes.drain(..GUARD);
+        Ok((bytes, stray))
+    }
+}
+
+/// The first byte that is not poison any more.
+fn written(bytes: &[u8]) -> Option<usize> {
+    bytes.iter().position(|b| *b != POISON)
+}
+
+impl CheckCase {
+    /// Makes inputs, computes the expected results and uploads.
+    ///
+    /// # Errors
+    /// When the mask of the shape is not of the problem's kind, or the device has no memory.
+    pub fn new(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
+        if shape.mask.kind() != problem.mask {
+            return Err(flashtune_codegen::Error::unsupported(
+                "mask",
+                shape.mask,
+                format!("the problem is specialised to the kind `{}`", problem.mask),
+                "use a shape whose mask bounds the same sides",
+            )
+            .into());
+        }
+        let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
+        let random = |heads, rows, dim, salt| {
+            let seed = inputs.seed.wrapping_mul(4).wrapping_add(salt);
+            HostTensor::random(problem.dtype, sizes(heads, rows, dim), inputs.layout, seed, inputs.distribution)
+        };
+        let q = random(shape.heads, shape.q_len, problem.head_dim_qk, 0);
+        let mut k = random(shape.kv_heads, shape.kv_len, problem.head_dim_qk, 1);
+        let mut v = random(shape.kv_heads, shape.kv_len, problem.head_dim_v, 2);
+        if inputs.poison {
+            poison(shape, &mut k, &mut v);
+        }
+        let scale = inputs.scale.unwrap_or_else(|| problem.default_scale());
+        let rows = if multiply_adds(problem, shape) <= FULL_CHECK {
+            all_rows(shape)
+        } else {
+            let per_row = shape.kv_len as f64 * (problem.head_dim_qk + problem.head_dim_v) as f64;
+            sample_rows(shape, ((FULL_CHECK / per_row) as usize).clamp(64, 4096), inputs.seed)
+        };
+        let oracle = oracle(&q, &k, &v, shape.mask, scale, &rows);
+        let unfused = unfused_rows(&q, &k, &v, shape.mask, scale, &rows);
+
+        let o = HostTensor::poisoned(problem.dtype, sizes(shape.heads, shape.q_len, problem.head_dim_v), inputs.layout);
+        let d = &*device;
+        let lse = inputs
+            .lse
+            .then(|| {
+                OnDevice::new(
+                    d,
+                    "lse",
+                    HostTensor::poisoned(DType::F32, sizes(shape.heads, shape.q_len, 1), Layout::Bhsd),
+                )
+            })
+            .transpose()?;
+        let inputs = [OnDevice::new(d, "q", q)?, OnDevice::new(d, "k", k)?, OnDevice::new(d, "v", v)?];
+        let o = OnDevice::new(d, "o", o)?;
+        let tensors = ForwardTensors {
+            q: inputs[0].view(),
+            k: inputs[1].view(),
+            v: inputs[2].view(),
+            o: o.view(),
+            lse: lse.as_ref().map(OnDevice::view),
+        };
+        let call = forward_call(&tensors, shape.mask, Some(scale), device.arch())?;
+        let (problem, shape, args) = (*problem, *shape, call.args);
+        Ok(Self { device, problem, shape, args, inputs, o, lse, oracle, unfused })
+    }
+
+    /// The arguments of the case's launch: valid as long as the case lives. O and LSE may be overwritten at will.
+    pub fn args(&self) -> &ForwardArgs {
+        &self.args
+    }
+
+    /// The sizes.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Number of rows that are compared.
+    pub fn rows(&self) -> usize {
+        self.oracle.ids.len()
+    }
+
+    /// Launches a kernel on the device's own stream, for the shape of the case.
+    ///
+    /// # Errors
+    /// When the kernel is for another problem, or the launch fails.
+    pub fn launch(&self, module: &dyn Module) -> Result<()> {
+        let kernel = module.kernel();
+        if kernel.problem != self.problem {
+            return Err(Error::Device {
+                call: "check",
+                device: self.device.fingerprint().to_string(),
+                message: format!("the kernel computes {}, the inputs are for {}", kernel.problem, self.problem),
+                remedy: "check a kernel with inputs of its own problem",
+            });
+        }
+        // SAFETY: the arguments were made by `forward_call` from views of buffers that `self` owns.
+        unsafe { self.device.launch_shape(module, &self.shape, &self.args, self.device.stream()) }
+    }
+
+    /// Launches a kernel twice and compares.
+    ///
+    /// # Errors
+    /// When the kernel is for another problem or a device call fails; a wrong result is not an error but a report.
+    pub fn check(&self, module: &dyn Module) -> Result<CheckReport> {
+        let (first_o, first_lse, mut stray) = self.run(module)?;
+        let (second_o, second_lse, _) = self.run(module)?;
+        let repeatable = first_o == second_o && first_lse == second_lse;
+
+        for input in &self.inputs {
+            let (bytes, guards) = input.download(&*self.device, self.device.stream())?;
+            let changed = || bytes != input.host.bytes();
+            stray = stray.or(guards).or_else(|| changed().then(|| format!("{} was written", input.name)));
+        }
+        let mut o = self.o.host.clone();
+        o.bytes_mut().copy_from_slice(&first_o);
+        if let Some(gap) = o.gaps().into_iter().find(|gap| written(&first_o[gap.clone()]).is_some()) {
+            stray = stray.or_else(|| Some(format!("bytes {gap:?} of o, between its rows, were written")));
+        }
+        let lse: Option<Vec<f32>> = first_lse
+            .map(|bytes| bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect());
+        let verdict = compare(&o, lse.as_deref(), &self.oracle, &self.unfused);
+        Ok(CheckReport { verdict, repeatable, stray })
+    }
+
+    /// One launch into poisoned outputs: bytes of O and LSE, and what was written around them.
+    fn run(&self, module: &dyn Module) -> Result<(Vec<u8>, Option<Vec<u8>>, Option<String>)> {
+        let device = &*self.device;
+        let stream = device.stream();
+        device.fill(&*self.o.buffer, POISON)?;
+        if let Some(lse) = &self.lse {
+            device.fill(&*lse.buffer, POISON)?;
+        }
+        self.launch(module)?;
+        device.synchronize(stream)?;
+        let (o, mut stray) = self.o.download(device, stream)?;
+        let lse = match &self.lse {
+            None => None,
+            Some(lse) => {
+                let (bytes, guards) = lse.download(device, stream)?;
+                stray = stray.or(guards);
+                Some(bytes)
+            }
+        };
+        Ok((o, lse, stray))
+    }
+}
+
+/// NaN into every row of K and V that no query sees; and of the first KV head, into the last row of K, of the last KV
+/// head, into the last row of V, which all or some queries see.
+fn poison(shape: &Shape, k: &mut HostTensor, v: &mut HostTensor) {
+    let (q_len, kv_len) = (shape.q_len as u64, shape.kv_len as u64);
+    let seen = (0..q_len).map(|i| shape.mask.live(i, q_len, kv_len)).filter(|r| !r.is_empty());
+    let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+    let nan_row = |t: &mut HostTensor, at: [usize; 3]| t.write_row(at, &vec![f32::NAN; t.shape()[3]]);
+    for b in 0..shape.batch as usize {
+        for h in 0..shape.kv_heads as usize {
+            for j in (0..seen.start).chain(seen.end..kv_len) {
+                nan_row(k, [b, h, j as usize]);
+                nan_row(v, [b, h, j as usize]);
+            }
+        }
+        if let (Some(last), Some(head)) = (kv_len.checked_sub(1), shape.kv_heads.checked_sub(1)) {
+            nan_row(k, [b, 0, last as usize]);
+            nan_row(v, [b, head as usize, last as usize]);
+        }
+    }
+}
+
+fn multiply_adds(problem: &Problem, shape: &Shape) -> f64 {
+    shape.batch as f64
+        * shape.heads as f64
+        * shape.q_len as f64
+        * shape.kv_len as f64
+        * (problem.head_dim_qk + problem.head_dim_v) as f64
 }
 
 /// Checks one kernel on one shape.

@@ -14,6 +14,8 @@ pub struct Stream(pub u64);
 
 /// Device memory, freed on drop.
 pub trait Buffer: Send + Sync {
+    /// For the device that made it.
+    fn as_any(&self) -> &dyn Any;
     /// Address on the device.
     fn address(&self) -> u64;
     /// Size in bytes.

@@ -59,7 +59,7 @@ impl TensorView {
             return Some(0);
         }
         let mut last = 0u64;
-        for (n, stride) in self.shape.iter().zip(self.strides) {
+        for (n, stride) in self.shape.iter().zip(self.strides).filter(|(n, _)| **n > 1) {
             last = last.checked_add((n - 1).checked_mul(u64::try_from(stride).ok()?)?)?;
         }
         last.checked_add(1)?.checked_mul(self.dtype.bytes() as u64)
@@ -105,6 +105,418 @@ pub struct ForwardCall {
 /// [`Error::Tensor`] naming the tensor, the field and the remedy; [`Error::Codegen`] for head dims, head counts and
 /// lengths that no kernel supports.
 pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>, arch: Arch) -> Result<ForwardCall> {
-    let _ = (tensors, mask, scale, arch);
-    todo!()
+    let ForwardTensors { q, k, v, o, lse } = tensors;
+    let [batch, heads, q_len, head_dim_qk] = q.shape;
+    let [_, kv_heads, kv_len, _] = k.shape;
+    let head_dim_v = v.shape[3];
+
+    // Sizes of V are checked against K, those of K and O against Q: the message names the tensor that differs.
+    same_dtype("k", k, q.dtype)?;
+    same_dtype("v", v, q.dtype)?;
+    same_dtype("o", o, q.dtype)?;
+    same_shape(
+        "k",
+        k,
+        [batch, kv_heads, kv_len, head_dim_qk],
+        "[batch, kv_heads, kv_len, head_dim_qk] with Q's batch and head dim",
+    )?;
+    same_shape(
+        "v",
+        v,
+        [batch, kv_heads, kv_len, head_dim_v],
+        "[batch, kv_heads, kv_len, head_dim_v] with K's batch, heads and length",
+    )?;
+    same_shape(
+        "o",
+        o,
+        [batch, heads, q_len, head_dim_v],
+        "[batch, heads, q_len, head_dim_v] with Q's sizes and V's head dim",
+    )?;
+    let problem = Problem::forward_qk_v(
+        q.dtype,
+        small("q", "head dim", head_dim_qk)?,
+        small("v", "head dim", head_dim_v)?,
+        mask.kind(),
+    )?;
+    let shape = Shape {
+        batch: small("q", "batch", batch)?,
+        heads: small("q", "heads", heads)?,
+        kv_heads: small("k", "heads", kv_heads)?,
+        q_len: small("q", "rows", q_len)?,
+        kv_len: small("k", "rows", kv_len)?,
+        mask,
+    };
+    shape.validate()?;
+    // Without an output element nothing is launched and no memory is touched.
+    if !o.is_empty() {
+        for (name, tensor) in [("q", q), ("k", k), ("v", v), ("o", o)] {
+            check_layout(name, tensor, arch)?;
+        }
+    }
+    check_output_rows(o)?;
+    if let Some(lse) = lse {
+        same_dtype("lse", lse, DType::F32)?;
+        same_shape("lse", lse, [batch, heads, q_len, 1], "[batch, heads, q_len] with Q's sizes")?;
+        check_contiguous("lse", lse)?;
+    }
+
+    let scale = scale.unwrap_or_else(|| problem.default_scale());
+    if !scale.is_finite() {
+        return Err(flashtune_codegen::Error::unsupported(
+            "scale",
+            scale,
+            "the softmax scale is a finite number",
+            "leave it out for 1 / sqrt(head_dim)",
+        )
+        .into());
+    }
+    let (left, right) = mask.window();
+    let reach = |side: Option<u32>, len: u32| side.map_or(i32::MAX, |n| n.min(len).min((1 << 30) - 1) as i32);
+    let args = ForwardArgs {
+        q: q.address,
+        k: k.address,
+        v: v.address,
+        o: o.address,
+        lse: lse.map_or(0, |l| l.address),
+        weights: 0,
+        q_stride: outer(q),
+        k_stride: outer(k),
+        v_stride: outer(v),
+        o_stride: outer(o),
+        batch: shape.batch as i32,
+        heads: shape.heads as i32,
+        kv_heads: shape.kv_heads as i32,
+        q_len: shape.q_len as i32,
+        kv_len: shape.kv_len as i32,
+        // A row sees at most kv_len keys to its left and q_len to its right (bottom-right alignment).
+        window_left: reach(left, shape.kv_len),
+        window_right: reach(right, shape.q_len),
+        scale,
+    };
+    Ok(ForwardCall { problem, shape, args })
+}
+
+/// Batch, head and row strides; 0 for a dimension that has no second element, whatever the caller wrote there.
+fn outer(t: &TensorView) -> [i64; 3] {
+    std::array::from_fn(|i| if t.shape[i] > 1 { t.strides[i] } else { 0 })
+}
+
+fn error(
+    tensor: &'static str,
+    field: &'static str,
+    found: impl ToString,
+    expected: impl Into<String>,
+    remedy: &'static str,
+) -> Error {
+    Error::Tensor { tensor, field, found: found.to_string(), expected: expected.into(), remedy }
+}
+
+fn same_dtype(name: &'static str, t: &TensorView, want: DType) -> Result<()> {
+    if t.dtype == want {
+        return Ok(());
+    }
+    let rule = if name == "lse" { "the log-sum-exp is fp32".to_owned() } else { format!("Q is {want}") };
+    Err(error(name, "dtype", t.dtype, rule, "convert it: Q, K, V and O share one dtype, the LSE is f32"))
+}
+
+fn same_shape(name: &'static str, t: &TensorView, want: [u64; 4], rule: &str) -> Result<()> {
+    if t.shape == want {
+        return Ok(());
+    }
+    let expected = format!("{want:?} is needed: {rule}");
+    Err(error(
+        name,
+        "shape",
+        format!("{:?}", t.shape),
+        expected,
+        "shapes are [batch, heads, rows, head_dim] (rows before heads is expressed by strides)",
+    ))
+}
+
+/// Batch, head counts and lengths end up in `i32` fields.
+fn small(name: &'static str, field: &'static str, n: u64) -> Result<u32> {
+    match i32::try_from(n) {
+        Ok(n) => Ok(n as u32),
+        Err(_) => Err(error(name, field, n, "sizes are below 2^31", "split the call")),
+    }
+}
+
+/// Strides and alignment that the kernels take for granted.
+fn check_layout(name: &'static str, t: &TensorView, arch: Arch) -> Result<()> {
+    if t.is_empty() {
+        return Ok(());
+    }
+    let contiguous = "make the tensor contiguous";
+    if t.address == 0 {
+        return Err(error(name, "address", "null", "a tensor with elements has memory", "allocate it first"));
+    }
+    if t.shape[3] > 1 && t.strides[3] != 1 {
+        return Err(error(
+            name,
+            "stride of the last dim",
+            t.strides[3],
+            "elements of a row are contiguous (stride 1)",
+            contiguous,
+        ));
+    }
+    // CUDA kernels move 16-byte vectors; C kernels single elements or unaligned vectors.
+    let vector = match arch {
+        Arch::Cpu(_) => t.dtype.bytes() as u64,
+        Arch::Sm(_) => 16,
+    };
+    if t.address % vector != 0 {
+        let expected = format!("kernels for {arch} read {vector} bytes at once");
+        return Err(error(
+            name,
+            "address",
+            format!("{:#x}", t.address),
+            expected,
+            "allocate or slice it at a multiple of 16 bytes",
+        ));
+    }
+    let elements = (vector as usize / t.dtype.bytes()) as i64;
+    let names = ["batch stride", "head stride", "row stride"];
+    for (field, (&n, &stride)) in names.into_iter().zip(t.shape.iter().zip(&t.strides)) {
+        if n < 2 {
+            continue;
+        }
+        if stride < 0 {
+            return Err(error(name, field, stride, "strides are not negative", contiguous));
+        }
+        if stride % elements != 0 {
+            let expected = format!("it is a multiple of {elements} elements ({vector} bytes) for {arch}");
+            return Err(error(name, field, stride, expected, "pad the rows, or make the tensor contiguous"));
+        }
+    }
+    if t.extent_bytes().and_then(|n| t.address.checked_add(n)).is_none() {
+        return Err(error(
+            name,
+            "extent",
+            format!("{:?} by {:?}", t.shape, t.strides),
+            "the tensor ends within 64-bit addresses",
+            "check shape and strides",
+        ));
+    }
+    Ok(())
+}
+
+/// Rows of O that share memory would be written by several workers: each dimension's stride must step over all that
+/// the dimensions with smaller strides span.
+fn check_output_rows(o: &TensorView) -> Result<()> {
+    if o.is_empty() {
+        return Ok(());
+    }
+    let names = ["batch stride", "head stride", "row stride"];
+    let mut order = [0, 1, 2];
+    order.sort_by_key(|&i| o.strides[i]);
+    let mut span = o.shape[3] as i128;
+    for i in order.into_iter().filter(|&i| o.shape[i] > 1) {
+        if (o.strides[i] as i128) < span {
+            let expected = format!("it must be at least {span} elements so that no two rows of the output overlap");
+            return Err(error(
+                "o",
+                names[i],
+                o.strides[i],
+                expected,
+                "give an output with memory of its own for every row",
+            ));
+        }
+        span += (o.shape[i] as i128 - 1) * o.strides[i] as i128;
+    }
+    Ok(())
+}
+
+fn check_contiguous(name: &'static str, t: &TensorView) -> Result<()> {
+    if t.is_empty() {
+        return Ok(());
+    }
+    if t.address == 0 || t.address % 4 != 0 {
+        return Err(error(
+            name,
+            "address",
+            format!("{:#x}", t.address),
+            "a multiple of 4 bytes, not null",
+            "allocate it first",
+        ));
+    }
+    let want = TensorView::bhsd(0, t.dtype, t.shape).strides;
+    for i in 0..4 {
+        if t.shape[i] > 1 && t.strides[i] != want[i] {
+            return Err(error(
+                name,
+                "strides",
+                format!("{:?}", t.strides),
+                format!("it is contiguous ({want:?})"),
+                "give a contiguous tensor",
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sm80() -> Arch {
+        "sm_80".parse().unwrap()
+    }
+
+    fn tensors(dtype: DType) -> ForwardTensors {
+        ForwardTensors {
+            q: TensorView::bhsd(0x1000, dtype, [2, 8, 5, 64]),
+            k: TensorView::bshd(0x10000, dtype, [2, 7, 4, 64]),
+            v: TensorView::bhsd(0x20000, dtype, [2, 4, 7, 32]),
+            o: TensorView::bshd(0x30000, dtype, [2, 5, 8, 32]),
+            lse: Some(TensorView::rows(0x40000, [2, 8, 5])),
+        }
+    }
+
+    fn call(t: &ForwardTensors) -> Result<ForwardCall> {
+        forward_call(t, Mask::Causal, None, sm80())
+    }
+
+    /// The tensor and field that an error names.
+    fn blamed(t: &ForwardTensors) -> (&'static str, &'static str) {
+        match call(t).unwrap_err() {
+            Error::Tensor { tensor, field, .. } => (tensor, field),
+            e => panic!("{e}"),
+        }
+    }
+
+    #[test]
+    fn arguments_follow_the_tensors() {
+        let c = call(&tensors(DType::Bf16)).unwrap();
+        assert_eq!(c.problem.to_string(), "forward-bf16-d64v32-causal");
+        assert_eq!(c.shape.to_string(), "b2 h8/4 5x7 causal");
+        assert_eq!(c.args.q_stride, [8 * 5 * 64, 5 * 64, 64]);
+        assert_eq!(c.args.k_stride, [7 * 4 * 64, 64, 4 * 64]);
+        assert_eq!(c.args.o_stride, [5 * 8 * 32, 32, 8 * 32]);
+        assert_eq!((c.args.window_left, c.args.window_right), (i32::MAX, 0));
+        assert_eq!((c.args.scale, c.args.lse), (0.125, 0x40000));
+    }
+
+    #[test]
+    fn window_reaches_are_clamped_to_the_lengths() {
+        let mask = Mask::Window { left: Some(u32::MAX), right: Some(3) };
+        let c = forward_call(&tensors(DType::F16), mask, Some(2.0), sm80()).unwrap();
+        assert_eq!((c.args.window_left, c.args.window_right, c.args.scale), (7, 3, 2.0));
+        for i in 0..5 {
+            assert_eq!(mask.live(i, 5, 7), Mask::Window { left: Some(7), right: Some(3) }.live(i, 5, 7));
+        }
+    }
+
+    #[test]
+    fn a_mismatch_names_the_tensor_and_the_field() {
+        let good = tensors(DType::F16);
+        let mut t = good;
+        t.k.dtype = DType::Bf16;
+        assert_eq!(blamed(&t), ("k", "dtype"));
+        let mut t = good;
+        t.v.shape[2] = 8;
+        assert_eq!(blamed(&t), ("v", "shape"));
+        let mut t = good;
+        t.k.shape[3] = 56;
+        assert_eq!(blamed(&t), ("k", "shape"));
+        let mut t = good;
+        t.o.shape[1] = 4;
+        assert_eq!(blamed(&t), ("o", "shape"));
+        let mut t = good;
+        t.lse = Some(TensorView::rows(0x40000, [2, 8, 4]));
+        assert_eq!(blamed(&t), ("lse", "shape"));
+        t.lse = Some(TensorView { dtype: DType::F16, ..good.lse.unwrap() });
+        assert_eq!(blamed(&t), ("lse", "dtype"));
+        t.lse = Some(good.lse.unwrap().with_strides([80, 10, 2, 1]));
+        assert_eq!(blamed(&t), ("lse", "strides"));
+    }
+
+    #[test]
+    fn layouts_that_a_kernel_cannot_read_name_the_stride() {
+        let good = tensors(DType::F16);
+        let mut t = good;
+        t.q.address += 8;
+        assert_eq!(blamed(&t), ("q", "address"));
+        assert!(
+            forward_call(&t, Mask::Full, None, "cpu-avx2".parse().unwrap()).is_ok(),
+            "no vectors are assumed on cpu"
+        );
+        t.q.address += 1;
+        assert!(forward_call(&t, Mask::Full, None, "cpu-avx2".parse().unwrap()).is_err());
+        t.q.address = 0;
+        assert_eq!(blamed(&t), ("q", "address"));
+        let mut t = good;
+        t.k.strides[3] = 2;
+        assert_eq!(blamed(&t), ("k", "stride of the last dim"));
+        let mut t = good;
+        t.v.strides[2] = 36;
+        assert_eq!(blamed(&t), ("v", "row stride"));
+        let mut t = good;
+        t.v.strides[0] = -8;
+        assert_eq!(blamed(&t), ("v", "batch stride"));
+        let mut t = good;
+        t.q.strides[0] = i64::MAX - 7;
+        assert_eq!(blamed(&t), ("q", "extent"));
+    }
+
+    #[test]
+    fn broadcast_inputs_are_legal_and_overlapping_outputs_are_not() {
+        let good = tensors(DType::F16);
+        let mut t = good;
+        t.k.strides[0] = 0;
+        t.v.strides[1] = 0;
+        assert!(call(&t).is_ok());
+        let mut t = good;
+        t.o.strides[0] = 0;
+        assert_eq!(blamed(&t), ("o", "batch stride"));
+        let mut t = good;
+        t.o.strides[1] = 16;
+        assert_eq!(blamed(&t), ("o", "head stride"));
+        // Heads inside of rows that are too short for all of them.
+        let mut t = good;
+        t.o.strides[2] = 7 * 32;
+        assert_eq!(blamed(&t), ("o", "row stride"));
+    }
+
+    #[test]
+    fn empty_tensors_are_legal_without_memory() {
+        for (b, h, q, kv) in [(0, 8, 5, 7), (2, 0, 5, 7), (2, 8, 0, 7), (2, 8, 5, 0)] {
+            let view = |h, s| TensorView::bhsd(0, DType::F16, [b, h, s, 64]);
+            let address = if b * h * q == 0 { 0 } else { 0x1000 };
+            let at = |t: TensorView| TensorView { address, ..t };
+            let t = ForwardTensors { q: at(view(h, q)), k: view(h, kv), v: view(h, kv), o: at(view(h, q)), lse: None };
+            assert!(call(&t).is_ok(), "{b} {h} {q} {kv}");
+        }
+    }
+
+    #[test]
+    fn strides_of_dims_without_a_second_element_do_not_matter() {
+        let mut t = tensors(DType::F16);
+        t.q = TensorView { shape: [1, 8, 5, 64], strides: [-3, 320, 64, 1], ..t.q };
+        t.k.shape[0] = 1;
+        t.v.shape[0] = 1;
+        t.o.shape[0] = 1;
+        t.lse = None;
+        assert_eq!(call(&t).unwrap().args.q_stride, [0, 320, 64]);
+    }
+
+    #[test]
+    fn scales_and_sizes_that_make_no_sense_are_refused() {
+        let t = tensors(DType::F16);
+        for scale in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert!(forward_call(&t, Mask::Full, Some(scale), sm80()).is_err(), "{scale}");
+        }
+        assert!(forward_call(&t, Mask::Full, Some(-1.0), sm80()).is_ok());
+        let mut gqa = t;
+        gqa.k.shape[1] = 3;
+        gqa.v.shape[1] = 3;
+        assert!(call(&gqa).unwrap_err().to_string().contains("multiple of the 3 KV heads"));
+        let mut huge = t;
+        for view in [&mut huge.q, &mut huge.k, &mut huge.v, &mut huge.o] {
+            view.shape[0] = 1 << 31;
+            view.strides[0] = 0;
+        }
+        huge.lse = None;
+        assert_eq!(blamed(&huge), ("q", "batch"));
+        assert_eq!(TensorView::bhsd(0, DType::F16, [1 << 40, 1 << 40, 1 << 40, 64]).extent_bytes(), None);
+    }
 }

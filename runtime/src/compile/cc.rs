@@ -1,30 +1,173 @@
 //! The system C compiler.
-use crate::{Compiler, Result};
-use flashtune_cache::{CompilerId, Facts};
-use flashtune_codegen::Source;
-use std::path::Path;
-use std::sync::Arc;
 
-/// The system C compiler: `$CC`, or the first of cc, gcc, clang.
+use crate::{Compiler, Error, Result};
+use flashtune_cache::{CompilerId, Facts};
+use flashtune_codegen::{Language, Source};
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+/// The system C compiler: `$CC`, or the first of cc, gcc, clang that answers.
+#[derive(Debug)]
 pub struct Cc {
     id: CompilerId,
+    command: PathBuf,
+    /// Words of `$CC` after the command (`CC="ccache gcc"`).
+    arguments: Vec<String>,
 }
 
+const REMEDY: &str = "install one (Debian and Ubuntu: apt install gcc) or set CC to its path";
+
 impl Cc {
-    /// Finds the compiler; the answer is kept for the process as long as `CC` does not change.
+    /// Finds the compiler. The answer is kept for the process as long as `CC` does not change.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when none answers; a `CC` that does not work is not replaced by another compiler in silence.
     pub fn find() -> Result<Arc<Cc>> {
-        todo!()
+        static FOUND: Mutex<Option<HashMap<Option<OsString>, Arc<Cc>>>> = Mutex::new(None);
+        let wanted = std::env::var_os("CC").filter(|v| !v.is_empty());
+        let mut found = FOUND.lock().unwrap_or_else(|e| e.into_inner());
+        let found = found.get_or_insert_default();
+        if let Some(cc) = found.get(&wanted) {
+            return Ok(cc.clone());
+        }
+        let cc = Arc::new(Self::search(wanted.as_ref())?);
+        found.insert(wanted, cc.clone());
+        Ok(cc)
     }
+
     /// The command that is run.
     pub fn command(&self) -> &Path {
-        todo!()
+        &self.command
+    }
+
+    fn search(wanted: Option<&OsString>) -> Result<Cc> {
+        let candidates = match wanted {
+            Some(cc) => vec![cc.to_string_lossy().into_owned()],
+            None => ["cc", "gcc", "clang"].map(str::to_owned).to_vec(),
+        };
+        let mut tried = Vec::new();
+        for candidate in &candidates {
+            match Self::ask(candidate) {
+                Ok(cc) => return Ok(cc),
+                Err(why) => tried.push(format!("{candidate}: {why}")),
+            }
+        }
+        let origin = if wanted.is_some() { "from CC" } else { "on PATH" };
+        Err(Error::Missing {
+            what: "a C compiler",
+            searched: format!("{origin}; {}", tried.join("; ")),
+            remedy: REMEDY,
+        })
+    }
+
+    /// Runs `candidate --version`; on failure tells why it does not serve.
+    fn ask(candidate: &str) -> Result<Cc, String> {
+        let mut words = candidate.split_whitespace().map(str::to_owned);
+        let command = PathBuf::from(words.next().ok_or("empty")?);
+        let arguments: Vec<String> = words.collect();
+        let out = run(Command::new(&command).args(&arguments).arg("--version")).map_err(|e| e.to_string())?;
+        let text = String::from_utf8_lossy(&out.stdout);
+        let version = text.lines().next().unwrap_or_default().trim();
+        if !out.status.success() || version.is_empty() {
+            return Err(format!("`--version` failed with {}", out.status));
+        }
+        let name = command.file_name().unwrap_or(command.as_os_str()).to_string_lossy().into_owned();
+        Ok(Cc { id: CompilerId { name, version: version.to_owned() }, command, arguments })
     }
 }
+
+/// Runs a command with messages in English and nothing on its stdin.
+fn run(command: &mut Command) -> io::Result<Output> {
+    command.env("LC_ALL", "C").stdin(Stdio::null()).output()
+}
+
 impl Compiler for Cc {
     fn id(&self) -> &CompilerId {
         &self.id
     }
-    fn compile(&self, _source: &Source) -> Result<(Vec<u8>, Facts)> {
-        todo!()
+
+    fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)> {
+        let refused = |log: String| Error::Compile { compiler: self.id.to_string(), kernel: source.name.clone(), log };
+        if source.language != Language::C {
+            return Err(refused("the source is CUDA; NVRTC compiles it".to_owned()));
+        }
+        let io = |action, path: &Path| {
+            let path = path.display().to_string();
+            move |source| Error::Io { action, path, source }
+        };
+        let start = Instant::now();
+        let folder = tempfile::Builder::new()
+            .prefix("flashtune-cc-")
+            .tempdir()
+            .map_err(io("creating a folder in", &std::env::temp_dir()))?;
+        // Relative names: no random path can find its way into the binary.
+        let (input, output) = (folder.path().join("kernel.c"), folder.path().join("kernel.so"));
+        std::fs::write(&input, &source.text).map_err(io("writing", &input))?;
+        let out = run(Command::new(&self.command)
+            .args(&self.arguments)
+            .args(&source.options)
+            .args(["-o", "kernel.so", "kernel.c"])
+            .current_dir(folder.path()))
+        .map_err(io("running", &self.command))?;
+        if !out.status.success() {
+            let log = String::from_utf8_lossy(&out.stderr);
+            return Err(refused(format!("{}\n{}", out.status, log.trim_end())));
+        }
+        let bytes = std::fs::read(&output).map_err(io("reading", &output))?;
+        let facts = Facts { compile_ms: start.elapsed().as_secs_f64() * 1e3, ..Facts::default() };
+        Ok((bytes, facts))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(text: &str) -> Source {
+        Source {
+            name: "test".into(),
+            entry: "ft_tile".into(),
+            language: Language::C,
+            options: ["-O1", "-shared", "-fPIC"].map(str::to_owned).to_vec(),
+            text: text.into(),
+        }
+    }
+
+    #[test]
+    fn the_same_source_gives_the_same_bytes() {
+        let cc = Cc::find().unwrap();
+        let a = cc.compile(&source("int f(int x) { return x + 1; }")).unwrap();
+        let b = cc.compile(&source("int f(int x) { return x + 1; }")).unwrap();
+        assert!(a.0.starts_with(b"\x7fELF"));
+        assert!(a.0 == b.0, "temporary paths leak into the binary");
+        assert!(a.1.compile_ms > 0.0);
+        assert!(!cc.id().version.is_empty());
+    }
+
+    #[test]
+    fn a_broken_source_gives_the_log() {
+        let e = Cc::find().unwrap().compile(&source("int f( { return undeclared; }")).unwrap_err();
+        let Error::Compile { log, kernel, .. } = &e else { panic!("{e}") };
+        assert!(kernel == "test" && log.contains("error") && log.contains("kernel.c:1"), "{e}");
+    }
+
+    #[test]
+    fn a_cc_that_is_not_there_is_an_error_and_not_replaced() {
+        let e = Cc::search(Some(&"/nonexistent/cc".into())).unwrap_err();
+        let Error::Missing { searched, .. } = &e else { panic!("{e}") };
+        assert!(searched.contains("/nonexistent/cc") && searched.contains("CC"), "{e}");
+        assert!(Cc::search(Some(&"false".into())).is_err(), "a program that is no compiler");
+    }
+
+    #[test]
+    fn words_after_the_command_in_cc_are_arguments() {
+        let cc = Cc::search(Some(&"cc -DANSWER=42".into())).unwrap();
+        let (bytes, _) = cc.compile(&source("int f(void) { return ANSWER; }")).unwrap();
+        assert!(bytes.starts_with(b"\x7fELF"));
     }
 }

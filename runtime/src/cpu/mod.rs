@@ -1,17 +1,207 @@
-//! The host processor as a device.
-use crate::Result;
-use std::sync::Arc;
+//! The host processor as a device: C kernels, loaded with dlopen, run by a pool of threads.
+//!
+//! A kernel splits its work into tiles; workers take them from one counter, so that uneven tiles (causal rows) balance
+//! themselves. Threads and their scratch live as long as the process.
+
+mod host;
+mod isa;
+mod matmul;
+mod memory;
+mod module;
+
+pub(crate) use matmul::{Packed, matmul};
+
+use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream, compiler_for};
+use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::{Arch, CpuIsa, Launch, Schedule};
+use memory::CpuBuffer;
+use module::CpuModule;
+use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 /// The host processor.
-pub struct CpuDevice {}
+pub struct CpuDevice {
+    fingerprint: DeviceFingerprint,
+    pool: &'static ThreadPool,
+    /// Written and read to evict the last-level cache.
+    flush: Mutex<Vec<u64>>,
+}
 
 impl CpuDevice {
-    /// The host processor with all cores that this process may use. One per process: threads are shared.
-    pub fn open() -> Result<Arc<dyn crate::Device>> {
-        todo!()
+    /// The host processor with all cores that this process may use. Every device of a process shares one set of
+    /// threads.
+    ///
+    /// # Errors
+    /// When `FLASHTUNE_CPU_ISA` asks for more than the processor has, or threads cannot be started.
+    pub fn open() -> Result<Arc<CpuDevice>> {
+        let fingerprint = host::fingerprint()?;
+        let pool = pool(fingerprint.units as usize)?;
+        Ok(Arc::new(CpuDevice { fingerprint, pool, flush: Mutex::new(Vec::new()) }))
     }
+
     /// The instruction set of the host, or a lower one from `FLASHTUNE_CPU_ISA`.
-    pub fn detect_isa() -> Result<flashtune_codegen::CpuIsa> {
-        todo!()
+    pub fn detect_isa() -> Result<CpuIsa> {
+        isa::choose(std::env::var(isa::ENV).ok().as_deref(), isa::host())
+    }
+
+    /// Twice the last-level cache, but not more than 64 MiB: on a server whose cores share a larger one, the private
+    /// caches and this process's share of it are still replaced.
+    fn flush_words(&self) -> usize {
+        let bytes = (2 * self.fingerprint.cache_bytes).clamp(8 << 20, 64 << 20);
+        bytes as usize / 8
     }
 }
+
+/// The threads that run kernels, started on first use.
+fn pool(threads: usize) -> Result<&'static ThreadPool> {
+    static POOL: OnceLock<ThreadPool> = OnceLock::new();
+    static STARTING: Mutex<()> = Mutex::new(());
+    let _starting = STARTING.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some(pool) = POOL.get() {
+        return Ok(pool);
+    }
+    let pool =
+        ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("flashtune-cpu-{i}")).build().map_err(
+            |e| Error::Device {
+                call: "starting threads",
+                device: "cpu".to_owned(),
+                message: e.to_string(),
+                remedy: "raise the limit of processes (ulimit -u) or of memory",
+            },
+        )?;
+    Ok(POOL.get_or_init(|| pool))
+}
+
+fn foreign(what: &'static str) -> Error {
+    Error::Device {
+        call: what,
+        device: "cpu".to_owned(),
+        message: "it was made by another device".to_owned(),
+        remedy: "use modules and buffers with the device that made them",
+    }
+}
+
+fn buffer<'a>(buffer: &'a dyn Buffer, bytes: usize, call: &'static str) -> Result<&'a CpuBuffer> {
+    let own = buffer.as_any().downcast_ref::<CpuBuffer>().ok_or_else(|| foreign(call))?;
+    if bytes > own.len() {
+        return Err(Error::Device {
+            call,
+            device: "cpu".to_owned(),
+            message: format!("{bytes} bytes do not fit the buffer of {}", own.len()),
+            remedy: "allocate a larger buffer",
+        });
+    }
+    Ok(own)
+}
+
+impl Device for CpuDevice {
+    fn fingerprint(&self) -> &DeviceFingerprint {
+        &self.fingerprint
+    }
+
+    fn compiler(&self) -> Result<Arc<dyn Compiler>> {
+        compiler_for(self.fingerprint.arch)
+    }
+
+    fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
+        // A kernel for fewer instructions than the host has is welcome; one for more would crash.
+        match (artifact.recipe.kernel.arch, self.fingerprint.arch) {
+            (Arch::Cpu(theirs), Arch::Cpu(ours)) if theirs <= ours => Ok(Arc::new(CpuModule::load(artifact)?)),
+            (theirs, ours) => Err(Error::Device {
+                call: "load",
+                device: "cpu".to_owned(),
+                message: format!("the kernel was compiled for {theirs}, this device is {ours}"),
+                remedy: "compile it for this device",
+            }),
+        }
+    }
+
+    unsafe fn launch(&self, module: &dyn Module, _launch: &Launch, args: &ForwardArgs, _stream: Stream) -> Result<()> {
+        let module = module.as_any().downcast_ref::<CpuModule>().ok_or_else(|| foreign("launch"))?;
+        // SAFETY: the caller's promise is this function's own.
+        let (tiles, scratch) = unsafe { module.plan(args) };
+        let threads = match module.kernel().schedule {
+            Schedule::Cpu(s) if s.threads != 0 => s.threads as usize,
+            _ => usize::MAX,
+        };
+        let workers = threads.min(self.pool.current_num_threads()).min(usize::try_from(tiles).unwrap_or(usize::MAX));
+        let next = AtomicU64::new(0);
+        // SAFETY: as above.
+        let work = || unsafe { module.work(args, &next, tiles, scratch) };
+        let done = match workers {
+            0 => true,
+            // Waking another thread costs more than most single tiles.
+            1 => work(),
+            // Items of this loop that find no idle thread run after others and then find the counter used up, so the
+            // result does not depend on how many threads the pool can spare.
+            _ => self
+                .pool
+                .install(|| (0..workers).into_par_iter().with_max_len(1).map(|_| work()).reduce(|| true, |a, b| a & b)),
+        };
+        if done && next.load(Ordering::Relaxed) >= tiles {
+            return Ok(());
+        }
+        Err(Error::Device {
+            call: "launch",
+            device: "cpu".to_owned(),
+            message: format!("no memory for {scratch} bytes of scratch per thread"),
+            remedy: "use a schedule with smaller blocks",
+        })
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
+        Ok(Box::new(CpuBuffer::new(bytes)?))
+    }
+
+    fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> Result<()> {
+        buffer(to, bytes.len(), "upload")?.write(bytes);
+        Ok(())
+    }
+
+    fn download(&self, from: &dyn Buffer, bytes: &mut [u8], _stream: Stream) -> Result<()> {
+        buffer(from, bytes.len(), "download")?.read(bytes);
+        Ok(())
+    }
+
+    fn fill(&self, to: &dyn Buffer, byte: u8) -> Result<()> {
+        buffer(to, 0, "fill")?.fill(byte);
+        Ok(())
+    }
+
+    fn stream(&self) -> Stream {
+        Stream(0)
+    }
+
+    fn synchronize(&self, _stream: Stream) -> Result<()> {
+        Ok(())
+    }
+
+    fn flush_cache(&self, _stream: Stream) -> Result<()> {
+        let mut words = self.flush.lock().unwrap_or_else(|e| e.into_inner());
+        let n = self.flush_words();
+        words.resize(n, 0);
+        let chunk = n.div_ceil(self.pool.current_num_threads());
+        let words = words.as_mut_slice();
+        self.pool.install(|| {
+            words.par_chunks_mut(chunk).for_each(|chunk| {
+                for word in chunk {
+                    *word = word.wrapping_add(1);
+                }
+            });
+        });
+        Ok(())
+    }
+
+    fn time_us(&self, _stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        let start = Instant::now();
+        work()?;
+        Ok(start.elapsed().as_secs_f64() * 1e6)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,19 +1,22 @@
-//! Is a result right?
-use super::{HostTensor, Rows};
+//! Is a result right? Its error against the oracle, measured by the error of unfused attention.
+
+use super::oracle::RowScale;
+use super::{HostTensor, RowId, Rows};
 use flashtune_codegen::DType;
 use std::fmt;
 
 /// How a result compares with the oracle.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Verdict {
-    /// Largest absolute error of O over finite elements.
+    /// Largest absolute error of O, over elements that are finite in both.
     pub max_error: f64,
-    /// What `max_error` may be: twice the error of unfused attention plus a floor.
-    pub bound: f64,
+    /// Largest absolute error of unfused attention in the same dtype on the same rows.
+    pub unfused_error: f64,
+    /// Largest ratio of error to bound over O and LSE; above 1 is a failure. The bound is twice the error of unfused
+    /// attention among rows with about as many keys, plus one rounding of the dtype and some of fp32.
+    pub worst_ratio: f64,
     /// Largest absolute error of the LSE; 0 when it was not asked for.
     pub lse_error: f64,
-    /// What `lse_error` may be.
-    pub lse_bound: f64,
     /// Number of rows compared.
     pub rows: usize,
     /// What is wrong, if anything, in words.
@@ -28,12 +31,207 @@ impl Verdict {
 }
 
 impl fmt::Display for Verdict {
-    fn fmt(&self, _f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        todo!()
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.failure {
+            None => f.write_str("ok")?,
+            Some(why) => write!(f, "WRONG: {why}")?,
+        }
+        write!(
+            f,
+            "; max error {:.2e} (unfused {:.2e}), LSE {:.2e}, {:.2} of the bound, {} rows",
+            self.max_error, self.unfused_error, self.lse_error, self.worst_ratio, self.rows
+        )
     }
 }
 
-/// Compares O (and the LSE, contiguous `[batch, heads, q_len]`) with the oracle's rows.
-pub fn compare(_o: &HostTensor, _lse: Option<&[f32]>, _oracle: &Rows, _unfused: &Rows, _dtype: DType) -> Verdict {
-    todo!()
+/// What the rows with about as many keys have in common. Errors shrink as more keys are averaged, so a bound over all
+/// rows would hide a wrong row with many keys behind the error of a row with few.
+#[derive(Debug, Clone, Copy, Default)]
+struct Class {
+    unfused: f64,
+    output: f64,
+    scale: RowScale,
+}
+
+impl Class {
+    fn of(row: &RowScale) -> usize {
+        row.live.checked_ilog2().map_or(0, |n| n as usize + 1)
+    }
+
+    /// Bound of the error of O.
+    fn bound(&self, dtype: DType) -> f64 {
+        let fp32 = f32::EPSILON as f64 * self.scale.output * (4.0 + 2.0 * self.scale.score);
+        2.0 * self.unfused + dtype.epsilon() * self.output + fp32
+    }
+}
+
+/// Bound of the error of an LSE, which is fp32 for every dtype: sums of products, an exponential and a logarithm.
+fn lse_bound(scale: &RowScale, lse: f64) -> f64 {
+    f32::EPSILON as f64 * (8.0 + 4.0 * scale.score + 2.0 * lse.abs())
+}
+
+/// Compares O, and the LSE when given (contiguous `[batch, heads, q_len]`), with the oracle's rows. `unfused` are the
+/// same rows by [`super::unfused_rows`]. Where the oracle is not finite (visible NaN or Inf), the result must not be
+/// either; everywhere else it must be within the bound.
+///
+/// # Panics
+/// When the rows are not those of `o`.
+pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, unfused: &Rows) -> Verdict {
+    let [_, heads, q_len, dim] = o.shape();
+    assert!(oracle.dim == dim && unfused.ids == oracle.ids, "results of different problems");
+    let mut classes = [Class::default(); 66];
+    for (i, scale) in oracle.scales.iter().enumerate() {
+        let class = &mut classes[Class::of(scale)];
+        for (want, ours) in oracle.row(i).iter().zip(unfused.row(i)) {
+            if want.is_finite() && ours.is_finite() {
+                class.unfused = class.unfused.max((want - ours).abs());
+                class.output = class.output.max(want.abs());
+            }
+        }
+        if scale.score.is_finite() && scale.output.is_finite() {
+            class.scale.score = class.scale.score.max(scale.score);
+            class.scale.output = class.scale.output.max(scale.output);
+        }
+    }
+
+    let unfused_error = classes.iter().map(|c| c.unfused).fold(0.0, f64::max);
+    let rows = oracle.ids.len();
+    let mut verdict = Verdict { max_error: 0.0, unfused_error, worst_ratio: 0.0, lse_error: 0.0, rows, failure: None };
+    let mut got = vec![0.0f32; dim];
+    for (i, (id, scale)) in oracle.ids.iter().zip(&oracle.scales).enumerate() {
+        o.read_row([id.batch as usize, id.head as usize, id.row as usize], &mut got);
+        let bound = classes[Class::of(scale)].bound(o.dtype());
+        for (d, (got, want)) in got.iter().zip(oracle.row(i)).enumerate() {
+            let error = verdict.take(*got as f64, *want, bound, || place("O", id, Some(d)));
+            verdict.max_error = verdict.max_error.max(error);
+        }
+        if let Some(lse) = lse {
+            let at = (id.batch as usize * heads + id.head as usize) * q_len + id.row as usize;
+            let want = oracle.lse[i];
+            let error = verdict.take(lse[at] as f64, want, lse_bound(scale, want), || place("LSE", id, None));
+            verdict.lse_error = verdict.lse_error.max(error);
+        }
+    }
+    verdict
+}
+
+impl Verdict {
+    /// Takes one value into account and returns its error. The worst failure stays.
+    fn take(&mut self, got: f64, want: f64, bound: f64, place: impl Fn() -> String) -> f64 {
+        // -inf is a value of the LSE; NaN and Inf that the oracle sees too are right whatever their kind, because
+        // their order of appearance is not defined.
+        let same = got == want || !want.is_finite() && !got.is_finite() && want != f64::NEG_INFINITY;
+        if same {
+            return 0.0;
+        }
+        let error = (got - want).abs();
+        let ratio = if error.is_finite() { error / bound.max(f64::MIN_POSITIVE) } else { f64::INFINITY };
+        if ratio > 1.0 && (self.failure.is_none() || ratio > self.worst_ratio) {
+            self.failure = Some(format!("{} is {got:e}, the oracle says {want:e} (bound {bound:.2e})", place()));
+        }
+        self.worst_ratio = self.worst_ratio.max(ratio);
+        if error.is_finite() { error } else { 0.0 }
+    }
+}
+
+fn place(what: &str, id: &RowId, element: Option<usize>) -> String {
+    let RowId { batch, head, row } = id;
+    match element {
+        Some(d) => format!("{what}[batch {batch}, head {head}, row {row}, {d}]"),
+        None => format!("{what}[batch {batch}, head {head}, row {row}]"),
+    }
+}
+
+impl Rows {
+    /// Row `i` of O.
+    pub fn row(&self, i: usize) -> &[f64] {
+        &self.o[i * self.dim..][..self.dim]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{all_rows, oracle, unfused, unfused_rows};
+    use super::*;
+    use crate::{Distribution, Layout};
+    use flashtune_codegen::{Mask, Shape};
+
+    struct Fixture {
+        o: HostTensor,
+        lse: Vec<f32>,
+        oracle: Rows,
+        unfused: Rows,
+    }
+
+    fn fixture(dtype: DType, mask: Mask, poison: bool) -> Fixture {
+        let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 300, kv_len: 300, mask };
+        let make = |h, seed| HostTensor::random(dtype, [1, h, 300, 16], Layout::Bhsd, seed, Distribution::Normal);
+        let (q, k, mut v) = (make(2, 1), make(1, 2), make(1, 3));
+        if poison {
+            v.set([0, 0, 299, 3], f32::INFINITY);
+        }
+        let ids = all_rows(&shape);
+        let oracle = oracle(&q, &k, &v, mask, 0.25, &ids);
+        let lse = oracle.lse.iter().map(|x| *x as f32).collect();
+        let unfused_rows = unfused_rows(&q, &k, &v, mask, 0.25, &ids);
+        Fixture { o: unfused(&q, &k, &v, mask, 0.25), lse, oracle, unfused: unfused_rows }
+    }
+
+    impl Fixture {
+        fn verdict(&self) -> Verdict {
+            compare(&self.o, Some(&self.lse), &self.oracle, &self.unfused)
+        }
+    }
+
+    #[test]
+    fn unfused_attention_passes_its_own_criterion() {
+        for dtype in DType::ALL {
+            for mask in [Mask::Full, Mask::Causal] {
+                let v = fixture(dtype, mask, true).verdict();
+                assert!(v.passed() && v.worst_ratio <= 0.5 && v.rows == 600, "{dtype} {mask}: {v}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_key_too_many_in_a_long_row_is_seen() {
+        // The error is far below that of short rows, where few keys are averaged.
+        let mut f = fixture(DType::F16, Mask::Causal, false);
+        let bump =
+            4.0 * f.unfused.row(299).iter().zip(f.oracle.row(299)).map(|(a, b)| (a - b).abs()).fold(1e-3, f64::max);
+        let x = f.o.get([0, 0, 299, 0]);
+        f.o.set([0, 0, 299, 0], x + bump as f32);
+        let v = f.verdict();
+        assert!(!v.passed() && v.failure.as_ref().unwrap().contains("row 299"), "{v}");
+        assert!(bump < 8.0 * v.unfused_error, "{bump} {v}");
+    }
+
+    #[test]
+    fn nan_where_there_is_none_and_numbers_where_there_is_nan_are_failures() {
+        let mut f = fixture(DType::Bf16, Mask::Causal, true);
+        f.o.set([0, 1, 7, 2], f32::NAN);
+        assert!(f.verdict().to_string().contains("row 7"));
+        let mut f = fixture(DType::Bf16, Mask::Causal, true);
+        f.o.set([0, 1, 299, 3], f32::NAN);
+        assert!(f.verdict().passed(), "NaN for Inf");
+        f.o.set([0, 1, 299, 3], 1.0);
+        assert!(!f.verdict().passed());
+    }
+
+    #[test]
+    fn the_lse_is_compared_to_fp32_and_empty_rows_must_be_minus_infinity() {
+        let mut f = fixture(DType::Bf16, Mask::Causal, false);
+        f.lse[17] += 1e-3;
+        assert!(f.verdict().to_string().contains("LSE[batch 0, head 0, row 17]"));
+        let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 2, kv_len: 0, mask: Mask::Full };
+        let make = |s| HostTensor::zeros(DType::F32, [1, 1, s, 16], Layout::Bhsd);
+        let ids = all_rows(&shape);
+        let want = oracle(&make(2), &make(0), &make(0), Mask::Full, 1.0, &ids);
+        let yard = unfused_rows(&make(2), &make(0), &make(0), Mask::Full, 1.0, &ids);
+        let right = compare(&make(2), Some(&[f32::NEG_INFINITY; 2]), &want, &yard);
+        assert!(right.passed(), "{right}");
+        for wrong in [0.0, f32::NAN, f32::INFINITY, -1e38] {
+            assert!(!compare(&make(2), Some(&[f32::NEG_INFINITY, wrong]), &want, &yard).passed(), "{wrong}");
+        }
+    }
 }

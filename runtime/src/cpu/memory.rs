@@ -1,0 +1,127 @@
+//! Host memory as device memory, and the scratch of the workers.
+
+use crate::{Buffer, Error, Result};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::c_void;
+
+/// Alignment of buffers and scratch: one cache line, one AVX-512 register.
+const ALIGN: usize = 64;
+
+/// A block of host memory.
+pub(super) struct CpuBuffer {
+    address: *mut u8,
+    layout: Layout,
+    bytes: usize,
+}
+
+// SAFETY: the buffer owns its memory, and is accessed only by functions that say what may run at the same time.
+unsafe impl Send for CpuBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for CpuBuffer {}
+
+impl CpuBuffer {
+    pub(super) fn new(bytes: usize) -> Result<Self> {
+        let no_memory = || Error::Device {
+            call: "alloc",
+            device: "cpu".to_owned(),
+            message: format!("no memory for {bytes} bytes"),
+            remedy: "use smaller tensors or a machine with more memory",
+        };
+        let layout = Layout::from_size_align(bytes.max(1), ALIGN).map_err(|_| no_memory())?;
+        // SAFETY: the layout has a size above zero. Zeroed, so that reading it is defined.
+        let address = unsafe { alloc_zeroed(layout) };
+        if address.is_null() {
+            return Err(no_memory());
+        }
+        Ok(Self { address, layout, bytes })
+    }
+
+    /// Copies host bytes to the start of the buffer.
+    pub(super) fn write(&self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.bytes, "checked by the caller");
+        // SAFETY: the range is inside of the allocation, and `bytes`, a Rust slice, cannot overlap it.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.address, bytes.len()) }
+    }
+
+    /// Copies the start of the buffer to host bytes.
+    pub(super) fn read(&self, bytes: &mut [u8]) {
+        assert!(bytes.len() <= self.bytes, "checked by the caller");
+        // SAFETY: as in `write`.
+        unsafe { std::ptr::copy_nonoverlapping(self.address, bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// Sets every byte.
+    pub(super) fn fill(&self, byte: u8) {
+        // SAFETY: the range is the allocation.
+        unsafe { std::ptr::write_bytes(self.address, byte, self.bytes) }
+    }
+}
+
+impl Drop for CpuBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { dealloc(self.address, self.layout) }
+    }
+}
+
+impl Buffer for CpuBuffer {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn address(&self) -> u64 {
+        self.address as u64
+    }
+    fn len(&self) -> usize {
+        self.bytes
+    }
+}
+
+#[repr(align(64))]
+#[derive(Clone, Copy)]
+struct Line(#[allow(dead_code, reason = "raw memory for the kernel")] [u8; ALIGN]);
+
+/// Calls `work` with this thread's scratch of at least `bytes` bytes, kept from call to call and only ever grown, so
+/// that a warm launch allocates nothing. `None` when there is no memory.
+pub(super) fn with_scratch<T>(bytes: u64, work: impl FnOnce(*mut c_void) -> T) -> Option<T> {
+    thread_local! {
+        static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    }
+    let lines = usize::try_from(bytes.div_ceil(ALIGN as u64)).ok()?;
+    SCRATCH.with_borrow_mut(|scratch| {
+        if scratch.len() < lines {
+            // A fresh block rather than a grown one: nothing needs to be copied.
+            let mut fresh = Vec::new();
+            fresh.try_reserve_exact(lines).ok()?;
+            fresh.resize(lines, Line([0; ALIGN]));
+            *scratch = fresh;
+        }
+        Some(work(scratch.as_mut_ptr().cast()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scratch_is_aligned_kept_and_grown() {
+        let first = with_scratch(100, |p| p as usize).unwrap();
+        assert_eq!(first % ALIGN, 0);
+        assert_eq!(with_scratch(64, |p| p as usize).unwrap(), first);
+        with_scratch(1 << 20, |p| {
+            // SAFETY: the scratch has this size.
+            unsafe { std::ptr::write_bytes(p.cast::<u8>(), 7, 1 << 20) }
+        })
+        .unwrap();
+        assert!(with_scratch(u64::MAX, |_| ()).is_none());
+    }
+
+    #[test]
+    fn a_buffer_too_large_for_the_machine_is_an_error() {
+        let e = CpuBuffer::new(isize::MAX as usize).err().unwrap().to_string();
+        assert!(e.contains("memory"), "{e}");
+        assert_eq!(CpuBuffer::new(0).unwrap().len(), 0);
+    }
+}

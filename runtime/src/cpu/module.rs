@@ -1,0 +1,145 @@
+//! A compiled C kernel, loaded into this process.
+
+use super::memory::with_scratch;
+use crate::error::chain;
+use crate::{Error, Module, Result};
+use flashtune_cache::Artifact;
+use flashtune_codegen::Kernel;
+use flashtune_codegen::abi::ForwardArgs;
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use std::any::Any;
+use std::ffi::c_void;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+type Tiles = unsafe extern "C" fn(*const ForwardArgs) -> u64;
+type ScratchBytes = unsafe extern "C" fn(*const ForwardArgs) -> u64;
+type Tile = unsafe extern "C" fn(*const ForwardArgs, u64, *mut c_void);
+type Init = unsafe extern "C" fn() -> i32;
+
+/// A loaded C kernel. The function pointers live as long as `_library`.
+pub(super) struct CpuModule {
+    kernel: Kernel,
+    tiles: Tiles,
+    scratch_bytes: ScratchBytes,
+    tile: Tile,
+    // Fields drop in order: the library goes before the file that it was loaded from. The file stays open as long as
+    // the library is loaded, because the loader takes a second `/proc/self/fd/N` of the same N for the same library.
+    _library: Library,
+    _file: Option<File>,
+}
+
+impl Module for CpuModule {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn kernel(&self) -> &Kernel {
+        &self.kernel
+    }
+}
+
+impl CpuModule {
+    /// Loads an artifact whose arch the host can run.
+    pub(super) fn load(artifact: &Artifact) -> Result<Self> {
+        let kernel = artifact.recipe.kernel;
+        let failed = |call, message: String| Error::Device {
+            call,
+            device: "cpu".to_owned(),
+            message: format!("{}: {message}", kernel.name()),
+            remedy: "compile the kernel again on this machine (tune, or remove it from the cache)",
+        };
+        let (library, file) = open_bytes(&artifact.bytes).map_err(|m| failed("dlopen", m))?;
+        // SAFETY: the artifact's recipe holds our ABI version, which fixes the names and types of these symbols.
+        let (tiles, scratch_bytes, tile, init) = unsafe {
+            (
+                symbol::<Tiles>(&library, "ft_tiles").map_err(|m| failed("dlsym", m))?,
+                symbol::<ScratchBytes>(&library, "ft_scratch_bytes").map_err(|m| failed("dlsym", m))?,
+                symbol::<Tile>(&library, "ft_tile").map_err(|m| failed("dlsym", m))?,
+                symbol::<Init>(&library, "ft_init").ok(),
+            )
+        };
+        if let Some(init) = init {
+            // SAFETY: as above; `ft_init` takes nothing and is called once, before any other function.
+            let code = unsafe { init() };
+            if code != 0 {
+                return Err(failed("ft_init", format!("returned {code}")));
+            }
+        }
+        Ok(Self { kernel, tiles, scratch_bytes, tile, _library: library, _file: file })
+    }
+
+    /// Work items of a call, and the scratch that each worker needs.
+    ///
+    /// # Safety
+    /// As [`crate::Device::launch`].
+    pub(super) unsafe fn plan(&self, args: &ForwardArgs) -> (u64, u64) {
+        // SAFETY: the functions read sizes from `args` only; the library is loaded.
+        unsafe { ((self.tiles)(args), (self.scratch_bytes)(args)) }
+    }
+
+    /// Takes work items from the counter until there are none left. Returns whether the scratch could be had.
+    ///
+    /// # Safety
+    /// As [`crate::Device::launch`]; `tiles` and `scratch_bytes` come from [`Self::plan`].
+    pub(super) unsafe fn work(&self, args: &ForwardArgs, next: &AtomicU64, tiles: u64, scratch_bytes: u64) -> bool {
+        with_scratch(scratch_bytes, |scratch| {
+            loop {
+                let tile = next.fetch_add(1, Ordering::Relaxed);
+                if tile >= tiles {
+                    return;
+                }
+                // SAFETY: the addresses in `args` are valid by the caller's promise, `tile` is in range and is given
+                // out once, and `scratch` has the size that the kernel asked for and belongs to this thread.
+                unsafe { (self.tile)(args, tile, scratch) }
+            }
+        })
+        .is_some()
+    }
+}
+
+/// # Safety
+/// `T` is the type of the function that `name` is.
+unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
+    // SAFETY: by this function's contract.
+    unsafe { library.get::<T>(name) }.map(|s| *s).map_err(|e| chain(&e))
+}
+
+/// Loads a shared object from memory: through a memory file, or where that is not allowed through a private file that
+/// is removed at once.
+fn open_bytes(bytes: &[u8]) -> Result<(Library, Option<File>), String> {
+    let in_memory = memory_file(bytes).map_err(|e| e.to_string()).and_then(|file| {
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        Ok((open_path(&path)?, Some(file)))
+    });
+    in_memory.or_else(|memory| {
+        let mut file = tempfile::Builder::new()
+            .prefix("flashtune-")
+            .suffix(".so")
+            .tempfile()
+            .map_err(|e| format!("{memory}; in {}: {e}", std::env::temp_dir().display()))?;
+        file.write_all(bytes).and_then(|()| file.flush()).map_err(|e| format!("{memory}; {e}"))?;
+        let library = open_path(file.path()).map_err(|e| format!("{memory}; {e}"))?;
+        Ok((library, None))
+    })
+}
+
+fn open_path(path: &Path) -> Result<Library, String> {
+    // SAFETY: the library was compiled from our template (the caller verified its hash); it has no constructors beyond
+    // the C runtime's.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|e| chain(&e))
+}
+
+fn memory_file(bytes: &[u8]) -> std::io::Result<File> {
+    // SAFETY: the name is a C string; the flags are valid.
+    let fd = unsafe { libc::memfd_create(c"flashtune-kernel".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    // SAFETY: `fd` was just opened and belongs to nobody else.
+    let mut file = unsafe { File::from_raw_fd(fd) };
+    file.write_all(bytes)?;
+    Ok(file)
+}
