@@ -16,13 +16,13 @@ pub struct NaiveSchedule {
 }
 
 impl NaiveSchedule {
-    /// The only choice: 64 x 64 tiles where they fit the arch's shared memory, else 32 x 32.
+    /// The only choice: the largest of three tiles that fits the arch's shared memory.
     pub fn default_for(problem: &Problem, sm: SmArch) -> Self {
-        let large = Self { block_q: 64, block_kv: 64, threads: 256 };
-        match large.smem_bytes(problem) <= sm.limits().smem_per_block {
-            true => large,
-            false => Self { block_q: 32, block_kv: 32, threads: 256 },
-        }
+        let tile = |block_q, block_kv| Self { block_q, block_kv, threads: 256 };
+        [tile(64, 64), tile(32, 32)]
+            .into_iter()
+            .find(|s| s.smem_bytes(problem) <= sm.limits().smem_per_block)
+            .unwrap_or(tile(16, 32))
     }
 
     /// Dynamic shared memory: tiles of Q, of K or V, and of P, in fp32 with odd pitches.

@@ -1,0 +1,133 @@
+//! Every problem renders with its default schedule on every arch; names are unique; rendering is deterministic.
+
+use flashtune_codegen::*;
+use std::collections::HashSet;
+
+const ARCHS: [&str; 10] = [
+    "cpu-generic",
+    "cpu-avx2",
+    "cpu-avx512",
+    "cpu-avx512bf16",
+    "cpu-amx",
+    "sm_75",
+    "sm_80",
+    "sm_86",
+    "sm_90a",
+    "sm_120a",
+];
+
+fn bucket(q_len: u32) -> ShapeBucket {
+    ShapeBucket { parallel: 32, group: 1, q_len, kv_len: 4096, window: 0 }
+}
+
+/// All (problem, arch, family) triples that are supported, over every head dim.
+fn supported() -> impl Iterator<Item = (Problem, Arch, Family)> {
+    let dims = (HEAD_DIM_MIN..=HEAD_DIM_MAX).step_by(HEAD_DIM_STEP as usize);
+    let problems = dims.flat_map(|d| {
+        DType::ALL.into_iter().flat_map(move |t| {
+            MaskKind::ALL.into_iter().flat_map(move |m| {
+                // V as long as Q and K, and at the far end of the range.
+                [d, HEAD_DIM_MAX + HEAD_DIM_MIN - d].map(|v| Problem::forward_qk_v(t, d, v, m).unwrap())
+            })
+        })
+    });
+    problems.flat_map(|p| {
+        ARCHS.into_iter().map(|a| a.parse::<Arch>().unwrap()).flat_map(move |a| {
+            Family::ALL.into_iter().filter(move |f| f.supports(&p, a).is_ok()).map(move |f| (p, a, f))
+        })
+    })
+}
+
+#[test]
+fn the_default_schedule_of_every_problem_fits_its_arch() {
+    let mut count = 0;
+    for (problem, arch, family) in supported() {
+        for q_len in [1, 64, 4096] {
+            let schedule = Schedule::default_for(family, &problem, arch, &bucket(q_len)).unwrap();
+            let kernel = Kernel { problem, schedule, arch };
+            kernel.check().unwrap_or_else(|e| panic!("{}: {e}", kernel.name()));
+            count += 1;
+        }
+    }
+    assert!(count > 10_000, "{count}");
+}
+
+#[test]
+fn rendering_is_complete_and_deterministic() {
+    let (a, b) = (TemplateSet::embedded(), TemplateSet::embedded());
+    assert_eq!(a.hash(), b.hash());
+    for (problem, arch, family) in supported().step_by(97) {
+        let schedule = Schedule::default_for(family, &problem, arch, &bucket(1024)).unwrap();
+        let kernel = Kernel { problem, schedule, arch };
+        let source = kernel.render(&a).unwrap();
+        assert_eq!(source, kernel.render(&b).unwrap());
+        for left_over in ["@{", "}@", "<%", "%>", "<#"] {
+            assert!(!source.text.contains(left_over), "{} has {left_over}", source.name);
+        }
+        assert!(source.text.contains(&source.name) && source.text.contains(a.hash()));
+        assert!(source.text.contains(&source.entry), "{}", source.entry);
+    }
+}
+
+#[test]
+fn generated_cuda_includes_nothing() {
+    for (problem, arch, family) in supported().filter(|(_, a, _)| matches!(a, Arch::Sm(_))).step_by(331) {
+        let schedule = Schedule::default_for(family, &problem, arch, &bucket(1024)).unwrap();
+        let text = Kernel { problem, schedule, arch }.render(&TemplateSet::embedded()).unwrap().text;
+        assert!(!text.contains("#include"));
+    }
+}
+
+#[test]
+fn names_tell_all_schedules_apart() {
+    let arch = "sm_90a".parse().unwrap();
+    let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
+    let space = Schedule::space(Family::ForwardSm80, &problem, arch);
+    let names: HashSet<String> = space.iter().map(|&schedule| Kernel { problem, schedule, arch }.name()).collect();
+    assert_eq!(names.len(), space.len());
+}
+
+#[test]
+fn the_space_holds_fitting_schedules_for_every_arch() {
+    for (arch, head_dim, least) in
+        [("sm_80", 64, 100), ("sm_86", 64, 50), ("sm_86", 256, 5), ("sm_90a", 128, 100), ("sm_90a", 256, 30)]
+    {
+        let arch = arch.parse().unwrap();
+        let problem = Problem::forward(DType::F16, head_dim, MaskKind::FULL).unwrap();
+        let fit = Schedule::space(Family::ForwardSm80, &problem, arch)
+            .into_iter()
+            .filter(|&schedule| Kernel { problem, schedule, arch }.check().is_ok())
+            .count();
+        assert!(fit >= least, "{arch} d{head_dim}: {fit}");
+    }
+}
+
+#[test]
+fn an_oversized_schedule_names_the_resource() {
+    let arch: Arch = "sm_86".parse().unwrap();
+    let problem = Problem::forward(DType::F16, 256, MaskKind::FULL).unwrap();
+    let Schedule::Sm80(default) = Schedule::default_for(Family::ForwardSm80, &problem, arch, &bucket(4096)).unwrap()
+    else {
+        panic!("family")
+    };
+    let check =
+        |s: Sm80Schedule| Kernel { problem, schedule: Schedule::Sm80(s), arch }.check().unwrap_err().to_string();
+    assert!(check(Sm80Schedule { block_kv: 128, stages: 3, ..default }).contains("shared memory"));
+    assert!(check(Sm80Schedule { rows_per_warp: 64, block_kv: 16, ..default }).contains("registers"));
+    assert!(check(Sm80Schedule { block_kv: 20, ..default }).contains("block_kv"));
+    assert!(check(Sm80Schedule { warps: 0, ..default }).contains("warps"));
+    assert!(check(Sm80Schedule { stages: 9, ..default }).contains("stages"));
+}
+
+#[test]
+fn launches_count_tiles_and_refuse_what_a_grid_cannot_hold() {
+    let arch = "sm_90a".parse().unwrap();
+    let problem = Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
+    let schedule = Schedule::default_for(Family::ForwardSm80, &problem, arch, &bucket(4096)).unwrap();
+    let kernel = Kernel { problem, schedule, arch };
+    let shape = |batch, q_len| Shape { batch, heads: 8, kv_heads: 2, q_len, kv_len: 77, mask: Mask::Full };
+    let launch = kernel.launch(&shape(3, 129)).unwrap();
+    assert_eq!((launch.grid, launch.threads), (3 * 8 * 2, 128));
+    assert_eq!(kernel.launch(&shape(0, 129)).unwrap().grid, 0);
+    assert!(kernel.launch(&shape(1 << 28, 1 << 20)).unwrap_err().to_string().contains("split the batch"));
+}
