@@ -110,10 +110,12 @@ fn an_oversized_schedule_names_the_resource() {
     else {
         panic!("family")
     };
-    let check =
-        |s: Sm80Schedule| Kernel { problem, schedule: Schedule::Sm80(s), arch }.check().unwrap_err().to_string();
+    let check_on =
+        |s: Sm80Schedule, arch| Kernel { problem, schedule: Schedule::Sm80(s), arch }.check().unwrap_err().to_string();
+    let check = |s| check_on(s, arch);
     assert!(check(Sm80Schedule { block_kv: 128, stages: 3, ..default }).contains("shared memory"));
-    assert!(check(Sm80Schedule { rows_per_warp: 64, block_kv: 16, ..default }).contains("registers"));
+    let wide = Sm80Schedule { rows_per_warp: 64, block_kv: 16, ..default };
+    assert!(check_on(wide, "sm_90a".parse().unwrap()).contains("registers"));
     assert!(check(Sm80Schedule { block_kv: 20, ..default }).contains("block_kv"));
     assert!(check(Sm80Schedule { warps: 0, ..default }).contains("warps"));
     assert!(check(Sm80Schedule { stages: 9, ..default }).contains("stages"));
