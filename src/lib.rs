@@ -1,1 +1,38 @@
+//! Fused attention kernels for Rust hosts: generated for one problem, compiled at run time, tuned on the device that is
+//! there, kept, shipped and dispatched.
+//!
+//! ```no_run
+//! use flashtune::{DType, Engine, HostTensor, Layout, Mask};
+//!
+//! # fn main() -> flashtune::Result<()> {
+//! let engine = Engine::builder().build()?; // a GPU if there is one, else the CPU
+//! let tensor = |seed| HostTensor::random(DType::Bf16, [1, 8, 1024, 128], Layout::Bhsd, seed, Default::default());
+//! let out = engine.forward_host(&tensor(1), &tensor(2), &tensor(3), Mask::Causal, None)?;
+//! println!("{}", out.plan.expect("the tensors are not empty").explain());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [`Engine::forward`] takes device pointers with shape and strides and launches on the caller's stream;
+//! [`Engine::forward_host`] takes tensors in host memory. Both say which kernel ran and why ([`Plan::explain`]).
+//!
+//! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
+//! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
 
+mod engine;
+mod error;
+mod host;
+mod overrides;
+
+pub use flashtune_cache as cache;
+pub use flashtune_codegen as codegen;
+pub use flashtune_runtime as runtime;
+pub use flashtune_tuner as tuner;
+
+pub use engine::{Builder, Engine, Forward};
+pub use error::{Error, Result};
+pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};
+pub use flashtune_runtime::dispatch::{Explanation, Plan, Policy, Refusal, Status};
+pub use flashtune_runtime::{DeviceSpec, Distribution, HostTensor, Layout, Stream, TensorView};
+pub use host::HostOutput;
+pub use overrides::{TEMPLATES_VARIABLE, read_templates};

@@ -1,0 +1,139 @@
+//! Problems and sizes on the command line: lists of values, all combinations.
+
+use super::exit::usage;
+use anyhow::Result;
+use flashtune::{DType, Mask, Problem, Shape};
+
+/// One thing to compute.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Case {
+    /// What a kernel is specialised to.
+    pub problem: Problem,
+    /// The sizes.
+    pub shape: Shape,
+}
+
+/// Options that name problems and sizes. Lists give every combination.
+#[derive(clap::Args, Debug, Clone, Default)]
+pub struct CaseArgs {
+    /// Element types: f16, bf16, f32
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub dtype: Vec<DType>,
+    /// Head dims of Q and K: multiples of 8 from 16 to 256
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub head_dim: Vec<u32>,
+    /// Head dims of V and O; the same as --head-dim when absent
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub head_dim_v: Vec<u32>,
+    /// full, causal, or window:LEFT,RIGHT with - for an unbounded side; may be repeated
+    #[arg(long, value_name = "MASK")]
+    pub mask: Vec<Mask>,
+    /// Numbers of sequences
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub batch: Vec<u32>,
+    /// Numbers of query heads
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub heads: Vec<u32>,
+    /// Numbers of key/value heads; the same as --heads when absent
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub kv_heads: Vec<u32>,
+    /// Rows of Q per head
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub q_len: Vec<u32>,
+    /// Rows of K and V per head; the same as --q-len when absent
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub kv_len: Vec<u32>,
+}
+
+impl CaseArgs {
+    /// Whether no option was given.
+    pub fn is_empty(&self) -> bool {
+        let Self { dtype, head_dim, head_dim_v, mask, batch, heads, kv_heads, q_len, kv_len } = self;
+        let lists = [head_dim, head_dim_v, batch, heads, kv_heads, q_len, kv_len];
+        dtype.is_empty() && mask.is_empty() && lists.iter().all(|l| l.is_empty())
+    }
+
+    /// Every combination; what was not given is taken from `defaults`. Checked: a combination that no kernel can
+    /// compute is an error, not left out.
+    pub fn cases(&self, defaults: &Case) -> Result<Vec<Case>> {
+        fn or<T: Clone>(given: &[T], default: T) -> Vec<T> {
+            if given.is_empty() { vec![default] } else { given.to_vec() }
+        }
+        let d = defaults;
+        let mut cases = Vec::new();
+        for dtype in or(&self.dtype, d.problem.dtype) {
+            for head_dim in or(&self.head_dim, d.problem.head_dim_qk) {
+                for head_dim_v in or(&self.head_dim_v, head_dim) {
+                    for mask in or(&self.mask, d.shape.mask) {
+                        let problem = Problem::forward_qk_v(dtype, head_dim, head_dim_v, mask.kind())?;
+                        for batch in or(&self.batch, d.shape.batch) {
+                            for heads in or(&self.heads, d.shape.heads) {
+                                for kv_heads in or(&self.kv_heads, heads) {
+                                    for q_len in or(&self.q_len, d.shape.q_len) {
+                                        for kv_len in or(&self.kv_len, q_len) {
+                                            let shape = Shape { batch, heads, kv_heads, q_len, kv_len, mask };
+                                            shape.validate()?;
+                                            cases.push(Case { problem, shape });
+                                        }
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(cases)
+    }
+
+    /// The one case that the options name.
+    pub fn single(&self, defaults: &Case) -> Result<Case> {
+        match self.cases(defaults)?.as_slice() {
+            [case] => Ok(*case),
+            many => {
+                Err(usage(format!("{} combinations were named where one is needed; give one value each", many.len())))
+            }
+        }
+    }
+}
+
+/// The case that a command looks at when nothing is said: bf16, head dim 128, causal, 8 heads, 1024 rows.
+pub fn default_case() -> Case {
+    let mask = Mask::Causal;
+    let problem = Problem::forward(DType::Bf16, 128, mask.kind()).expect("a supported problem");
+    Case { problem, shape: Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1024, kv_len: 1024, mask } }
+}
+
+/// Case of a name and sizes that the program itself states.
+pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u32), len: u32) -> Case {
+    let problem = Problem::forward(dtype, head_dim, mask.kind()).expect("a supported problem");
+    Case { problem, shape: Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask } }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_multiply_and_absent_ones_follow_their_partner() {
+        let args = CaseArgs {
+            head_dim: vec![64, 128],
+            mask: vec![Mask::Full, Mask::Causal],
+            q_len: vec![7],
+            heads: vec![4],
+            ..Default::default()
+        };
+        let cases = args.cases(&default_case()).unwrap();
+        assert_eq!(cases.len(), 4);
+        assert!(cases.iter().all(|c| c.shape.kv_len == 7 && c.shape.kv_heads == 4));
+        assert!(args.single(&default_case()).is_err());
+    }
+
+    #[test]
+    fn a_combination_that_cannot_be_computed_is_an_error() {
+        let bad = CaseArgs { head_dim: vec![64, 12], ..Default::default() };
+        assert!(bad.cases(&default_case()).unwrap_err().to_string().contains("head_dim_qk"));
+        let bad = CaseArgs { kv_heads: vec![3], ..Default::default() };
+        assert!(bad.cases(&default_case()).unwrap_err().to_string().contains("heads"));
+    }
+}

@@ -1,0 +1,237 @@
+//! `flashtune check`: kernels against the fp64 reference, on the device that is here.
+
+use super::context::{Context, table};
+use super::exit::{Failed, usage};
+use super::progress;
+use super::sweep::{self, Effort};
+use anyhow::Result;
+use flashtune::cache::{Artifact, ArtifactFiles};
+use flashtune::codegen::{Kernel, TemplateSet};
+use flashtune::runtime::{self, CheckCase, CheckInputs, Compiler, Device, Module, compile};
+use flashtune::{Problem, Shape};
+use rayon::prelude::*;
+use serde::Serialize;
+use serde_json::json;
+use std::io::Write;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Failures that the table shows; all of them are in the JSON output.
+const SHOWN: usize = 40;
+/// Characters of a failure that the table shows.
+const WIDEST: usize = 240;
+
+/// Options of `check`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// All dtypes and masks, head dims from 16 to 256, more sizes and more schedules
+    #[arg(long)]
+    full: bool,
+    /// Schedules of the searched space to check beside the default one, for each problem
+    #[arg(long, value_name = "N")]
+    schedules: Option<usize>,
+    /// Only problems whose name contains this text, e.g. bf16-d128
+    #[arg(long, value_name = "TEXT")]
+    problem: Option<String>,
+    /// Only kernels whose name contains this text, e.g. .naive.
+    #[arg(long, value_name = "TEXT")]
+    kernel: Option<String>,
+    /// Seed of the inputs
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+}
+
+#[derive(Serialize)]
+struct Failure {
+    kernel: String,
+    shape: String,
+    inputs: String,
+    what: String,
+}
+
+#[derive(Default)]
+struct Tally {
+    kernels: usize,
+    checks: usize,
+    /// Largest error over its bound, and where.
+    worst: (f64, String),
+    failures: Vec<Failure>,
+}
+
+/// A kernel ready to run, or why it is not.
+type Prepared = (Kernel, Result<Arc<dyn Module>, String>);
+
+pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+    let (device, templates) = (cx.device()?, cx.templates()?);
+    let compiler = device.compiler()?;
+    let files = cx.cache_dir().ok().map(|dir| ArtifactFiles::new(&dir));
+    let effort = if args.full { Effort::Full } else { Effort::Quick };
+    let schedules = args.schedules.unwrap_or(if args.full { 4 } else { 1 });
+    let named = |text: &Option<String>, name: String| text.as_ref().is_none_or(|t| name.contains(t));
+
+    let arch = device.fingerprint().arch;
+    let mut work: Vec<(usize, Problem, Vec<Kernel>)> = Vec::new();
+    for (nth, problem) in sweep::problems(effort).into_iter().enumerate() {
+        if named(&args.problem, problem.to_string()) {
+            let mut kernels = sweep::kernels(&problem, arch, schedules);
+            kernels.retain(|k| named(&args.kernel, k.name()));
+            if !kernels.is_empty() {
+                work.push((nth, problem, kernels));
+            }
+        }
+    }
+    if work.is_empty() {
+        return Err(usage("no kernel of the sweep matches; see the names that `flashtune check --json` prints"));
+    }
+    let total = work.iter().map(|(_, _, k)| k.len()).sum::<usize>();
+    if !cx.json() {
+        let fingerprint = device.fingerprint();
+        writeln!(cx.out, "checking {total} kernels of {} problems on {fingerprint}", work.len())?;
+        cx.out.flush()?;
+    }
+
+    let start = Instant::now();
+    let bar = progress::bar(total as u64, cx.json());
+    let mut tally = Tally::default();
+    // Problems in groups: compile one group on all cores, then run it.
+    for group in work.chunks(8) {
+        let kernels: Vec<Kernel> = group.iter().flat_map(|(_, _, k)| k.iter().copied()).collect();
+        let mut prepared = kernels
+            .par_iter()
+            .map(|k| (*k, prepare(k, &*device, &*compiler, &templates, files.as_ref()).map_err(|e| e.to_string())))
+            .collect::<Vec<Prepared>>()
+            .into_iter();
+        for (nth, problem, kernels) in group {
+            let ready: Vec<Prepared> = prepared.by_ref().take(kernels.len()).collect();
+            bar.set_message(problem.to_string());
+            let cases = sweep::cases(problem, effort, *nth, args.seed);
+            check_problem(&device, problem, &cases, &ready, &mut tally)?;
+            bar.inc(kernels.len() as u64);
+        }
+    }
+    bar.finish_and_clear();
+
+    let Tally { kernels, checks, worst, failures } = &tally;
+    let seconds = start.elapsed().as_secs_f64();
+    if cx.json() {
+        cx.print_json(&json!({
+            "device": device.fingerprint().to_string(), "kernels": kernels, "checks": checks, "failures": failures,
+            "worst": { "error_over_bound": worst.0, "at": worst.1 }, "seconds": seconds,
+        }))?;
+    } else {
+        if !failures.is_empty() {
+            let mut printed = table(&["kernel", "shape", "inputs", "what"]);
+            for f in failures.iter().take(SHOWN) {
+                printed.add_row([f.kernel.as_str(), &f.shape, &f.inputs, &clip(&f.what)]);
+            }
+            writeln!(cx.out, "{printed}")?;
+            if failures.len() > SHOWN {
+                writeln!(cx.out, "... and {} more; --json prints all", failures.len() - SHOWN)?;
+            }
+        }
+        writeln!(
+            cx.out,
+            "{checks} checks of {kernels} kernels in {seconds:.1} s: {} failed; largest error {:.2} of its bound ({})",
+            failures.len(),
+            worst.0,
+            worst.1
+        )?;
+    }
+    match failures.len() {
+        0 => Ok(()),
+        n => Err(Failed(format!("{n} of {checks} checks failed on {}", device.fingerprint())).into()),
+    }
+}
+
+/// Compiles a kernel, or takes it from the artifact files, and loads it.
+fn prepare(
+    kernel: &Kernel,
+    device: &dyn Device,
+    compiler: &dyn Compiler,
+    templates: &TemplateSet,
+    files: Option<&ArtifactFiles>,
+) -> runtime::Result<Arc<dyn Module>> {
+    let key = compile::recipe(kernel, templates, compiler.id()).key();
+    let artifact: Artifact = match files.and_then(|f| f.get(&key)) {
+        Some(artifact) => artifact,
+        None => {
+            let artifact = compile::compile_with(compiler, kernel, templates)?;
+            // Keeping it only saves time later.
+            if let Some(Err(e)) = files.map(|f| f.put(&artifact)) {
+                tracing::debug!(error = %e, "a compiled kernel was not kept");
+            }
+            artifact
+        }
+    };
+    device.load(&artifact)
+}
+
+fn check_problem(
+    device: &Arc<dyn Device>,
+    problem: &Problem,
+    cases: &[(Shape, CheckInputs)],
+    kernels: &[Prepared],
+    tally: &mut Tally,
+) -> Result<()> {
+    tally.kernels += kernels.len();
+    let mut modules = Vec::new();
+    for (kernel, module) in kernels {
+        match module {
+            Ok(module) => modules.push((kernel, module)),
+            Err(e) => {
+                tally.checks += 1;
+                tally.fail(kernel, "-", "-", e.clone());
+            }
+        }
+    }
+    for (shape, inputs) in cases {
+        let case = CheckCase::new(device.clone(), problem, shape, inputs)?;
+        for (kernel, module) in &modules {
+            tally.checks += 1;
+            match case.check(&***module) {
+                Ok(report) => {
+                    let ratio = report.verdict.worst_ratio;
+                    if ratio > tally.worst.0 {
+                        tally.worst = (ratio, format!("{} {shape}", kernel.name()));
+                    }
+                    if !report.passed() {
+                        tally.fail(kernel, &shape.to_string(), &describe(inputs), report.to_string());
+                    }
+                }
+                Err(e) => tally.fail(kernel, &shape.to_string(), &describe(inputs), e.to_string()),
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Tally {
+    fn fail(&mut self, kernel: &Kernel, shape: &str, inputs: &str, what: String) {
+        let (kernel, shape, inputs) = (kernel.name(), shape.to_owned(), inputs.to_owned());
+        self.failures.push(Failure { kernel, shape, inputs, what });
+    }
+}
+
+/// One line that fits a table; --json has the whole text.
+fn clip(text: &str) -> String {
+    let line = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ");
+    match line.char_indices().nth(WIDEST) {
+        Some((end, _)) => format!("{}...", &line[..end]),
+        None => line,
+    }
+}
+
+fn describe(inputs: &CheckInputs) -> String {
+    let CheckInputs { layout, distribution, seed, lse, poison, scale } = inputs;
+    let mut text = format!("{} {distribution:?} seed {seed}", layout.name());
+    if *lse {
+        text.push_str(" lse");
+    }
+    if *poison {
+        text.push_str(" poison");
+    }
+    if let Some(scale) = scale {
+        text.push_str(&format!(" scale {scale}"));
+    }
+    text
+}

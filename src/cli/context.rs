@@ -1,0 +1,132 @@
+//! What every command has: the global options, the output, and device, templates and engine when they are asked for.
+
+use super::Global;
+use anyhow::{Context as _, Result};
+use flashtune::cache::{CacheDir, Layers, Validity, bundles_from_env};
+use flashtune::codegen::TemplateSet;
+use flashtune::runtime::Device;
+use flashtune::{Engine, Policy, read_templates};
+use serde::Serialize;
+use std::io::{BufWriter, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The state of one command.
+pub struct Context {
+    global: Global,
+    /// Where results go. Errors are passed on, so that a closed pipe ends the command quietly.
+    pub out: BufWriter<std::io::Stdout>,
+    device: Option<Arc<dyn Device>>,
+    templates: Option<Arc<TemplateSet>>,
+}
+
+impl Context {
+    pub fn new(global: Global) -> Self {
+        Self { global, out: BufWriter::new(std::io::stdout()), device: None, templates: None }
+    }
+
+    /// Writes what is still buffered.
+    pub fn finish(&mut self) -> Result<()> {
+        self.out.flush().context("cannot write to standard output")
+    }
+
+    /// Whether the output is for a script.
+    pub fn json(&self) -> bool {
+        self.global.json
+    }
+
+    /// The device that the command line names, opened once.
+    pub fn device(&mut self) -> Result<Arc<dyn Device>> {
+        if let Some(device) = &self.device {
+            return Ok(device.clone());
+        }
+        let device = flashtune::runtime::open(self.global.device)?;
+        Ok(self.device.insert(device).clone())
+    }
+
+    /// The device as it was named.
+    pub fn device_spec(&self) -> flashtune::DeviceSpec {
+        self.global.device
+    }
+
+    /// The templates in force, read once.
+    pub fn templates(&mut self) -> Result<Arc<TemplateSet>> {
+        if let Some(templates) = &self.templates {
+            return Ok(templates.clone());
+        }
+        let set = match self.templates_folder() {
+            Some(folder) => read_templates(folder)?,
+            None => TemplateSet::embedded(),
+        };
+        Ok(self.templates.insert(Arc::new(set)).clone())
+    }
+
+    /// The folder of template overrides.
+    pub fn templates_folder(&self) -> Option<&PathBuf> {
+        self.global.templates.as_ref().filter(|t| !t.as_os_str().is_empty())
+    }
+
+    /// The cache folder. It need not exist.
+    pub fn cache_dir(&self) -> Result<CacheDir> {
+        Ok(CacheDir::resolve(self.global.cache.as_deref())?)
+    }
+
+    /// The bundles of the command line and of the environment.
+    pub fn bundles(&self) -> Vec<PathBuf> {
+        self.global.bundle.iter().cloned().chain(bundles_from_env()).collect()
+    }
+
+    /// All stored results.
+    pub fn layers(&self) -> Result<Layers> {
+        Ok(Layers::open(&self.cache_dir()?, &self.bundles(), None)?)
+    }
+
+    /// What stored results must match on the device.
+    pub fn validity(&mut self) -> Result<Validity> {
+        Ok(Validity::new(self.device()?.fingerprint().arch, &*self.templates()?))
+    }
+
+    /// The policy of the command line.
+    pub fn policy(&self) -> Policy {
+        self.global.policy
+    }
+
+    /// An engine with the options of the command line.
+    pub fn engine(&mut self) -> Result<Engine> {
+        self.engine_with(self.global.policy)
+    }
+
+    /// [`Context::engine`] with another policy.
+    pub fn engine_with(&mut self, policy: Policy) -> Result<Engine> {
+        let mut builder = Engine::builder().on(self.device()?).policy(policy);
+        if let Some(cache) = &self.global.cache {
+            builder = builder.cache_dir(cache);
+        }
+        if let Some(templates) = self.templates_folder() {
+            builder = builder.templates(templates);
+        }
+        for bundle in &self.global.bundle {
+            builder = builder.bundle(bundle);
+        }
+        Ok(builder.build()?)
+    }
+
+    /// Prints a value as one JSON document.
+    pub fn print_json(&mut self, value: &impl Serialize) -> Result<()> {
+        serde_json::to_writer_pretty(&mut self.out, value)?;
+        writeln!(self.out)?;
+        Ok(())
+    }
+}
+
+/// Seconds since the Unix epoch.
+pub fn unix_time() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// A table in the style of all commands: plain text that is also Markdown.
+pub fn table(header: &[&str]) -> comfy_table::Table {
+    let mut table = comfy_table::Table::new();
+    table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(header.to_vec());
+    table
+}

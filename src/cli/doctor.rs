@@ -1,0 +1,154 @@
+//! `flashtune doctor`: what was found, and what to do about what is missing.
+
+use super::context::Context;
+use anyhow::Result;
+use flashtune::cache::CacheDir;
+use flashtune::codegen::Arch;
+use flashtune::runtime::compile::{Cc, Nvrtc};
+use flashtune::runtime::{self, Compiler, DeviceSpec};
+use serde::Serialize;
+use std::io::Write;
+use std::path::Path;
+
+/// Options of `doctor`.
+#[derive(clap::Args, Debug)]
+pub struct Args {}
+
+/// One thing that was looked at.
+#[derive(Serialize)]
+struct Finding {
+    what: &'static str,
+    ok: bool,
+    /// What was found, or what is wrong with what to do about it.
+    text: String,
+}
+
+#[derive(Default)]
+struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn add(&mut self, what: &'static str, outcome: Result<String, String>) {
+        let (ok, text) = match outcome {
+            Ok(text) => (true, text),
+            Err(text) => (false, text),
+        };
+        self.0.push(Finding { what, ok, text });
+    }
+}
+
+pub fn run(cx: &mut Context, _: Args) -> Result<()> {
+    let mut found = Findings::default();
+    let nvrtc = Nvrtc::find();
+    let cc = Cc::find();
+
+    found.add(
+        "cuda driver",
+        match runtime::cuda::device_count() {
+            Ok(0) => Err("the driver works, but sees no device; check CUDA_VISIBLE_DEVICES and nvidia-smi".to_owned()),
+            Ok(n) => Ok(format!("{n} device(s)")),
+            Err(e) => Err(e.to_string()),
+        },
+    );
+    // A kernel can be used where its device opens and either its compiler or a stored kernel is there.
+    let mut usable = false;
+    let validity_templates = cx.templates().map(|t| t.hash().to_owned());
+    let layers = cx.layers();
+    for (spec, device) in runtime::all_devices() {
+        let what = if spec == DeviceSpec::Cpu { "cpu" } else { "gpu" };
+        found.add(
+            what,
+            match device {
+                Ok(device) => {
+                    let f = device.fingerprint();
+                    let stored = layers.as_ref().is_ok_and(|layers| {
+                        layers.records().iter().any(|(_, _, v)| {
+                            v.arch == f.arch && validity_templates.as_ref().is_ok_and(|t| *t == v.templates)
+                        })
+                    });
+                    usable |= stored
+                        || match f.arch {
+                            Arch::Cpu(_) => cc.is_ok(),
+                            Arch::Sm(_) => nvrtc.is_ok(),
+                        };
+                    let mib = |bytes: u64| bytes >> 20;
+                    Ok(format!(
+                        "{spec}: {f}, {} MiB memory, {} MiB cache, driver {}",
+                        mib(f.memory_bytes),
+                        mib(f.cache_bytes),
+                        f.driver
+                    ))
+                }
+                Err(e) => Err(format!("{spec}: {e}")),
+            },
+        );
+    }
+    found.add(
+        "nvrtc",
+        nvrtc.as_ref().map(|n| format!("{} at {}", n.id(), n.path().display())).map_err(|e| e.to_string()),
+    );
+    found.add(
+        "c compiler",
+        cc.as_ref().map(|c| format!("{} at {}", c.id(), c.command().display())).map_err(|e| e.to_string()),
+    );
+    found.add(
+        "templates",
+        match (&validity_templates, cx.templates_folder()) {
+            (Ok(hash), None) => Ok(format!("{hash} (built in)")),
+            (Ok(hash), Some(folder)) => Ok(format!("{hash} (with {})", folder.display())),
+            (Err(e), _) => Err(format!("{e:#}")),
+        },
+    );
+    let dir = cx.cache_dir();
+    found.add(
+        "cache",
+        match &dir {
+            Ok(dir) => writable(dir).map(|()| format!("{} is writable", dir.root().display())),
+            Err(e) => Err(format!("{e:#}")),
+        },
+    );
+    match &layers {
+        Ok(layers) => {
+            let info = layers.info();
+            if info.is_empty() {
+                found.add("records", Err("none yet; `flashtune tune` makes some".to_owned()));
+            }
+            for layer in info {
+                let text = format!("{} in {}, {} kernels", layer.records, layer.name, layer.artifacts);
+                found.add("records", Ok(text));
+            }
+        }
+        Err(e) => found.add("records", Err(format!("{e:#}"))),
+    }
+
+    if cx.json() {
+        cx.print_json(&serde_json::json!({ "usable": usable, "findings": found.0 }))?;
+    } else {
+        for Finding { what, ok, text } in &found.0 {
+            writeln!(cx.out, "{} {what:<12} {text}", if *ok { "ok     " } else { "missing" })?;
+        }
+        writeln!(cx.out, "{}", if usable { "ready" } else { "nothing here can run a kernel" })?;
+    }
+    match usable {
+        true => Ok(()),
+        false => Err(runtime::Error::Missing {
+            what: "a device together with its compiler or a stored kernel for it",
+            searched: "see above".to_owned(),
+            remedy: "install a C compiler for the cpu device, or NVRTC and a driver for a GPU",
+        }
+        .into()),
+    }
+}
+
+/// Tries to make a file where the cache is or would be, and leaves nothing.
+fn writable(dir: &CacheDir) -> Result<(), String> {
+    let base = dir.base();
+    let existing = base.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
+    let remedy = "make it writable, or set FLASHTUNE_CACHE to a folder that is";
+    if !existing.is_dir() {
+        return Err(format!("{} is not a folder; {remedy}", existing.display()));
+    }
+    match tempfile::NamedTempFile::new_in(existing) {
+        Ok(_) => Ok(()),
+        Err(e) => Err(format!("{} cannot be written ({e}); {remedy}", existing.display())),
+    }
+}

@@ -1,0 +1,81 @@
+//! `flashtune emit`: the generated source of a kernel.
+
+use super::cases::{CaseArgs, default_case};
+use super::context::Context;
+use super::exit::usage;
+use anyhow::Result;
+use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket};
+use serde_json::json;
+use std::io::Write;
+
+/// Options of `emit`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    #[command(flatten)]
+    case: CaseArgs,
+    /// Target: cpu-avx2, cpu-avx512, ..., sm_80, sm_90a, ...; this device's when absent
+    #[arg(long, value_name = "ARCH")]
+    arch: Option<Arch>,
+    /// Kernel family, e.g. forward/sm80; the best one for the problem when absent
+    #[arg(long, value_name = "FAMILY")]
+    family: Option<String>,
+    /// Name of a schedule as `tune` and `list` print it; the default one when absent
+    #[arg(long, value_name = "SCHEDULE")]
+    schedule: Option<String>,
+    /// List the schedules of the searched space instead, those that fit the arch
+    #[arg(long)]
+    space: bool,
+}
+
+pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+    let case = args.case.single(&default_case())?;
+    let arch = match args.arch {
+        Some(arch) => arch,
+        None => cx.device()?.fingerprint().arch,
+    };
+    let family = family(args.family.as_deref(), &case.problem, arch)?;
+    let bucket = ShapeBucket::of(&case.shape);
+    let default = Schedule::default_for(family, &case.problem, arch, &bucket)?;
+    let fits = |s: &Schedule| Kernel { problem: case.problem, schedule: *s, arch }.check().is_ok();
+    let space = || std::iter::once(default).chain(Schedule::space(family, &case.problem, arch)).filter(fits);
+    if args.space {
+        for s in space() {
+            writeln!(cx.out, "{s}")?;
+        }
+        return Ok(());
+    }
+    let schedule = match &args.schedule {
+        None => default,
+        Some(name) => space().find(|s| s.to_string() == *name).ok_or_else(|| {
+            usage(format!("{family} has no schedule `{name}` for {} on {arch}; --space lists them", case.problem))
+        })?,
+    };
+    let kernel = Kernel { problem: case.problem, schedule, arch };
+    let source = kernel.render(&*cx.templates()?)?;
+    if cx.json() {
+        let resources = kernel.resources();
+        return cx.print_json(&json!({
+            "kernel": source.name, "entry": source.entry, "family": family.name(), "schedule": schedule.to_string(),
+            "arch": arch.to_string(), "options": source.options, "resources": resources, "source": source.text,
+        }));
+    }
+    write!(cx.out, "{}", source.text)?;
+    Ok(())
+}
+
+/// The family of a name, or the best one for the problem.
+pub fn family(name: Option<&str>, problem: &flashtune::Problem, arch: Arch) -> Result<Family> {
+    let Some(name) = name else {
+        return Family::candidates(problem, arch)
+            .first()
+            .copied()
+            .ok_or_else(|| usage(format!("no kernel family computes {problem} on {arch}")));
+    };
+    let family = Family::ALL.into_iter().find(|f| f.name() == name || f.name().strip_prefix("forward/") == Some(name));
+    let family = family.ok_or_else(|| {
+        let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
+        usage(format!("there is no kernel family `{name}`; the families are {}", known.join(", ")))
+    })?;
+    family.supports(problem, arch)?;
+    Ok(family)
+}

@@ -1,0 +1,157 @@
+//! The `flashtune` command line: one file per command.
+
+mod bench;
+mod build;
+mod cases;
+mod check;
+mod context;
+mod doctor;
+mod emit;
+mod exit;
+mod explain;
+mod list;
+mod progress;
+mod run;
+mod sweep;
+mod tensors;
+mod transfer;
+mod tune;
+
+use clap::{Parser, Subcommand};
+use context::Context;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  a check or a computation failed
+  2  bad input or usage
+  3  a device, compiler, library or kernel that is needed is not there
+
+Environment:
+  FLASHTUNE_CACHE      folder of records and compiled kernels (as --cache)
+  FLASHTUNE_TEMPLATES  folder with templates that replace the built-in ones (as --templates)
+  FLASHTUNE_NVRTC      folder with libnvrtc.so, or the library itself
+  CC                   the C compiler for kernels of the cpu device
+  FLASHTUNE_LOG        what to log to stderr, e.g. debug or flashtune_runtime=trace";
+
+/// Generates, tunes and ships fused attention kernels.
+#[derive(Parser)]
+#[command(name = "flashtune", version, after_help = EXIT_CODES, propagate_version = true)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Options of every command.
+#[derive(clap::Args, Debug, Clone)]
+struct Global {
+    /// Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N
+    #[arg(long, global = true, default_value = "auto", value_name = "DEVICE")]
+    device: flashtune::DeviceSpec,
+    /// Folder of records and compiled kernels
+    #[arg(long, global = true, value_name = "DIR")]
+    cache: Option<PathBuf>,
+    /// Folder whose templates replace the built-in ones of the same path
+    #[arg(long, global = true, env = "FLASHTUNE_TEMPLATES", value_name = "DIR")]
+    templates: Option<PathBuf>,
+    /// What to do when nothing tuned fits: default (the model's choice), tune, or sealed (no compiler may run)
+    #[arg(long, global = true, default_value = "default", value_name = "POLICY")]
+    policy: flashtune::Policy,
+    /// A bundle to search after the cache; may be repeated
+    #[arg(long, global = true, value_name = "FILE")]
+    bundle: Vec<PathBuf>,
+    /// Machine-readable output
+    #[arg(long, global = true)]
+    json: bool,
+    /// Log more to stderr: -v dispatch decisions, -vv everything
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Find the fastest schedules for a set of problems on this device and keep them
+    Tune(tune::Args),
+    /// Compute attention over the tensors of a safetensors file
+    Run(run::Args),
+    /// Compare kernels with the fp64 reference over many problems and odd sizes, on this device
+    Check(check::Args),
+    /// Time the dispatcher's choice against the default schedule and unfused attention
+    Bench(bench::Args),
+    /// Say which kernel would run and why
+    Explain(explain::Args),
+    /// Print the generated source of a kernel
+    Emit(emit::Args),
+    /// Compile kernels for an arch that need not be here
+    Build(build::Args),
+    /// List the records of the cache and of the named bundles
+    List(list::Args),
+    /// Write the cache's records and kernels to one bundle file
+    Export(transfer::ExportArgs),
+    /// Add a bundle's records and kernels to the cache
+    Import(transfer::ImportArgs),
+    /// Say what was found on this machine, and what to do about what is missing
+    Doctor(doctor::Args),
+}
+
+/// Parses the command line, runs the command, and turns its outcome into an exit code.
+pub fn main() -> ExitCode {
+    run(std::env::args_os())
+}
+
+fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(e) => {
+            // A closed pipe while printing the help is nobody's error.
+            let _ = e.print();
+            return ExitCode::from(e.exit_code() as u8);
+        }
+    };
+    start_log(cli.global.verbose);
+    let mut cx = Context::new(cli.global);
+    let outcome = match cli.command {
+        Command::Tune(args) => tune::run(&mut cx, args),
+        Command::Run(args) => run::run(&mut cx, args),
+        Command::Check(args) => check::run(&mut cx, args),
+        Command::Bench(args) => bench::run(&mut cx, args),
+        Command::Explain(args) => explain::run(&mut cx, args),
+        Command::Emit(args) => emit::run(&mut cx, args),
+        Command::Build(args) => build::run(&mut cx, args),
+        Command::List(args) => list::run(&mut cx, args),
+        Command::Export(args) => transfer::export(&mut cx, args),
+        Command::Import(args) => transfer::import(&mut cx, args),
+        Command::Doctor(args) => doctor::run(&mut cx, args),
+    };
+    exit::code(outcome.and_then(|()| cx.finish()))
+}
+
+/// Logs to stderr: warnings by default, `FLASHTUNE_LOG` or `-v` for more.
+fn start_log(verbose: u8) {
+    use tracing_subscriber::EnvFilter;
+    let level = match verbose {
+        0 => "warn",
+        1 => "debug,sled=warn,tera=warn",
+        _ => "trace,sled=info",
+    };
+    let filter = EnvFilter::try_from_env("FLASHTUNE_LOG").unwrap_or_else(|_| EnvFilter::new(level));
+    let colour = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colour);
+    let _ = log.with_target(verbose > 1).without_time().compact().try_init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,180 @@
+//! What `flashtune check` goes through: problems, schedules, sizes and inputs.
+
+use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket};
+use flashtune::runtime::CheckInputs;
+use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
+
+/// How much to check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effort {
+    /// Under a minute.
+    Quick,
+    /// Everything that the templates can be asked for, sampled.
+    Full,
+}
+
+/// The problems of the sweep.
+pub fn problems(effort: Effort) -> Vec<Problem> {
+    let dims: &[(u32, u32)] = match effort {
+        Effort::Quick => &[(64, 64), (128, 128), (40, 72)],
+        Effort::Full => &[
+            (16, 16),
+            (24, 24),
+            (32, 32),
+            (40, 40),
+            (64, 64),
+            (72, 72),
+            (96, 96),
+            (128, 128),
+            (136, 136),
+            (192, 192),
+            (248, 248),
+            (256, 256),
+            (192, 128),
+            (64, 128),
+            (40, 72),
+            (256, 16),
+        ],
+    };
+    let mut problems = Vec::new();
+    for (i, &(qk, v)) in dims.iter().enumerate() {
+        for (j, dtype) in DType::ALL.into_iter().enumerate() {
+            for (k, mask) in MaskKind::ALL.into_iter().enumerate() {
+                // Quick: every pair of dims, dtype and mask meets, not every triple.
+                if effort == Effort::Quick && (i + j + k) % 2 == 1 {
+                    continue;
+                }
+                problems.push(Problem::forward_qk_v(dtype, qk, v, mask).expect("the dims above are supported"));
+            }
+        }
+    }
+    problems
+}
+
+/// The kernels that are checked for a problem: the default one of every family, and some others of the searched space,
+/// evenly spread over it. The same ones every time.
+pub fn kernels(problem: &Problem, arch: Arch, schedules: usize) -> Vec<Kernel> {
+    let bucket = ShapeBucket::of(&Shape {
+        batch: 2,
+        heads: 4,
+        kv_heads: 2,
+        q_len: 256,
+        kv_len: 256,
+        mask: representative(problem.mask),
+    });
+    let mut kernels: Vec<Kernel> = Vec::new();
+    for family in Family::candidates(problem, arch) {
+        let kernel = |schedule| Kernel { problem: *problem, schedule, arch };
+        let fits = |k: &Kernel| k.check().is_ok();
+        kernels.extend(Schedule::default_for(family, problem, arch, &bucket).map(kernel).ok().filter(fits));
+        let space: Vec<_> = Schedule::space(family, problem, arch).into_iter().map(kernel).filter(fits).collect();
+        for i in 0..schedules {
+            // Not the corners of the space: the middle of each of `schedules` equal parts, shifted by the problem.
+            let shift = problem.head_dim_qk as usize / 8 + problem.head_dim_v as usize / 8 * 3;
+            let part = space.len().div_ceil(schedules.max(1)).max(1);
+            if let Some(k) = space.get(i * part + (part / 2 + shift) % part) {
+                kernels.push(*k);
+            }
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    kernels.retain(|k| seen.insert(*k));
+    kernels
+}
+
+fn representative(kind: MaskKind) -> Mask {
+    let side = |bounded: bool, reach| bounded.then_some(reach);
+    Mask::Window { left: side(kind.left, 32), right: side(kind.right, 0) }
+}
+
+/// The sizes that every kernel is checked with: batch, heads, KV heads, rows of Q, rows of K and V.
+const SIZES: [[u32; 5]; 12] = [
+    [1, 1, 1, 1, 1],
+    [2, 2, 2, 7, 7],
+    [1, 4, 2, 63, 129],
+    [2, 2, 1, 129, 63],
+    [1, 3, 1, 1, 1000],
+    // With a bounded right side, 193 rows have nothing to attend to.
+    [1, 2, 2, 200, 7],
+    [1, 6, 2, 128, 128],
+    [1, 2, 1, 257, 300],
+    // No key at all: O is 0 and the LSE is -inf.
+    [1, 2, 2, 5, 0],
+    // No output at all.
+    [0, 2, 2, 8, 8],
+    [2, 0, 0, 8, 8],
+    [1, 2, 2, 0, 9],
+];
+
+/// Longer sizes, for `--full` and for one mask and dtype in the quick sweep.
+const LONG: [[u32; 5]; 2] = [[1, 2, 1, 1000, 1000], [1, 2, 2, 999, 1531]];
+
+/// Sizes and inputs for a problem. `nth` varies the mixture from problem to problem.
+pub fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(Shape, CheckInputs)> {
+    let reaches: &[(u32, u32)] = match effort {
+        Effort::Quick => &[(17, 5), (64, 0)],
+        // None, a few, more than there are keys, and as many as can be said.
+        Effort::Full => &[(17, 5), (64, 0), (0, 0), (5000, 3), (u32::MAX, u32::MAX)],
+    };
+    let long: &[[u32; 5]] = match (effort, nth % 6) {
+        (Effort::Full, _) => &LONG,
+        (Effort::Quick, 0) => &LONG[..1],
+        (Effort::Quick, _) => &[],
+    };
+    let distributions = [Distribution::Normal, Distribution::NormalWithOutliers, Distribution::Uniform];
+    let mut cases = Vec::new();
+    for (i, &[batch, heads, kv_heads, q_len, kv_len]) in SIZES.iter().chain(long).enumerate() {
+        let (left, right) = reaches[(i + nth) % reaches.len()];
+        let mask = match (problem.mask.left, problem.mask.right) {
+            (false, false) => Mask::Full,
+            // Causal and its generalisation share a kernel: both are asked for.
+            (false, true) if (i + nth) % 2 == 0 => Mask::Causal,
+            (false, true) => Mask::Window { left: None, right: Some(right) },
+            (true, false) => Mask::Window { left: Some(left), right: None },
+            (true, true) => Mask::Window { left: Some(left), right: Some(right) },
+        };
+        let n = i + nth;
+        let inputs = CheckInputs {
+            layout: Layout::ALL[n % 3],
+            distribution: if n % 11 == 10 { Distribution::Constant(0.5) } else { distributions[n / 2 % 3] },
+            seed: seed.wrapping_add(n as u64),
+            lse: n % 4 != 3,
+            poison: n % 2 == 0,
+            scale: [None, None, Some(0.25), Some(0.0)][n % 4],
+        };
+        cases.push((Shape { batch, heads, kv_heads, q_len, kv_len, mask }, inputs));
+    }
+    cases
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtune::codegen::{CpuIsa, SmArch};
+
+    #[test]
+    fn the_quick_sweep_meets_every_dtype_mask_and_dim() {
+        let quick = problems(Effort::Quick);
+        for dtype in DType::ALL {
+            for mask in MaskKind::ALL {
+                assert!(quick.iter().any(|p| p.dtype == dtype && p.mask == mask), "{dtype} {mask}");
+            }
+        }
+        assert!(problems(Effort::Full).len() >= 150);
+    }
+
+    #[test]
+    fn every_problem_has_kernels_and_every_case_fits_its_problem() {
+        for arch in [Arch::Cpu(CpuIsa::Avx512), Arch::Sm(SmArch { number: 90, specific: true })] {
+            for (nth, problem) in problems(Effort::Full).iter().enumerate() {
+                let kernels = kernels(problem, arch, 3);
+                assert!(kernels.len() >= 2, "{problem} on {arch}: {}", kernels.len());
+                assert!(kernels.iter().all(|k| k.check().is_ok()));
+                for (shape, _) in cases(problem, Effort::Full, nth, 0) {
+                    assert_eq!(shape.mask.kind(), problem.mask, "{problem} {shape}");
+                    shape.validate().unwrap();
+                }
+            }
+        }
+    }
+}

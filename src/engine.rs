@@ -1,0 +1,282 @@
+//! What a host holds: a device, the layers of stored results, and a policy.
+
+use crate::{Error, Result, read_templates};
+use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, bundles_from_env};
+use flashtune_codegen::{Mask, Problem, Shape, TemplateSet};
+use flashtune_runtime::dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
+use flashtune_runtime::{Device, DeviceSpec, ForwardCall, ForwardTensors, Stream, TensorView, forward_call};
+use flashtune_tuner::{Job, Observer, Outcome};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long a tune waits for another process that is tuning into the same cache.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// One forward pass over device memory: O = softmax(scale * Q K^T + mask) V.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Forward {
+    /// Q, `[batch, heads, q_len, head_dim_qk]`.
+    pub q: TensorView,
+    /// K, `[batch, kv_heads, kv_len, head_dim_qk]`; `heads` is a multiple of `kv_heads`.
+    pub k: TensorView,
+    /// V, `[batch, kv_heads, kv_len, head_dim_v]`.
+    pub v: TensorView,
+    /// O, `[batch, heads, q_len, head_dim_v]`; written.
+    pub o: TensorView,
+    /// Address of the log-sum-exp (natural log), fp32, contiguous `[batch, heads, q_len]`; written when given.
+    pub lse: Option<u64>,
+    /// Address of the attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`; written when given. CUDA only,
+    /// and only by the plain kernel: for inspection, not for speed.
+    pub weights: Option<u64>,
+    /// Which keys a query attends to.
+    pub mask: Mask,
+    /// Factor of the scores; `1 / sqrt(head_dim_qk)` when absent.
+    pub scale: Option<f32>,
+}
+
+impl Forward {
+    /// A call without mask, with the default scale, and without LSE and weights.
+    pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
+        Self { q, k, v, o, lse: None, weights: None, mask: Mask::Full, scale: None }
+    }
+}
+
+/// How an [`Engine`] is made.
+#[derive(Default)]
+pub struct Builder {
+    spec: DeviceSpec,
+    device: Option<Arc<dyn Device>>,
+    policy: Policy,
+    cache_dir: Option<PathBuf>,
+    bundles: Vec<PathBuf>,
+    embedded: Option<&'static [u8]>,
+    templates: Option<PathBuf>,
+}
+
+/// Attention on one device. `Send + Sync`: one engine serves all threads of a host.
+pub struct Engine {
+    dispatcher: Dispatcher,
+    templates: Arc<TemplateSet>,
+    cache: Option<CacheDir>,
+    policy: Policy,
+    /// One tuning at a time: two at once would disturb each other's measurements.
+    tuning: Mutex<()>,
+}
+
+impl Builder {
+    /// Which device to open; a GPU if there is one, else the CPU, when not said.
+    pub fn device(mut self, spec: DeviceSpec) -> Self {
+        self.spec = spec;
+        self
+    }
+
+    /// Uses a device that is already open.
+    pub fn on(mut self, device: Arc<dyn Device>) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// What to do when nothing tuned fits; [`Policy::Default`] when not said.
+    pub fn policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// The folder of records and compiled kernels; `FLASHTUNE_CACHE` or the user's cache folder when not said.
+    pub fn cache_dir(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.cache_dir = Some(folder.into());
+        self
+    }
+
+    /// A bundle file to search after the user's own results; may be called again. Those of `FLASHTUNE_BUNDLES` follow.
+    pub fn bundle(mut self, file: impl Into<PathBuf>) -> Self {
+        self.bundles.push(file.into());
+        self
+    }
+
+    /// A bundle inside the host's binary (`include_bytes!`), searched last.
+    pub fn embedded(mut self, bundle: &'static [u8]) -> Self {
+        self.embedded = Some(bundle);
+        self
+    }
+
+    /// A folder whose templates replace the built-in ones; `FLASHTUNE_TEMPLATES` when not said.
+    pub fn templates(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.templates = Some(folder.into());
+        self
+    }
+
+    /// Opens device and layers. Compiles nothing and writes nothing.
+    ///
+    /// # Errors
+    /// A device that is not there, a bundle that cannot be read, templates that do not parse.
+    pub fn build(self) -> Result<Engine> {
+        let templates = match self.templates.or_else(templates_from_env) {
+            Some(folder) => read_templates(&folder)?,
+            None => TemplateSet::embedded(),
+        };
+        let templates = Arc::new(templates);
+        let device = match self.device {
+            Some(device) => device,
+            None => flashtune_runtime::open(self.spec)?,
+        };
+        let cache = match CacheDir::resolve(self.cache_dir.as_deref()) {
+            Ok(dir) => Some(dir),
+            // A process without a home still computes; it keeps nothing.
+            Err(flashtune_cache::Error::NoFolder) => {
+                tracing::warn!("{}; nothing will be kept", flashtune_cache::Error::NoFolder);
+                None
+            }
+            Err(e) => return Err(e.into()),
+        };
+        let mut bundles = self.bundles;
+        bundles.extend(bundles_from_env());
+        // Without a folder of one's own the user's layer is empty.
+        let own = cache.clone().unwrap_or_else(|| CacheDir::at("/nonexistent"));
+        let layers = Arc::new(Layers::open(&own, &bundles, self.embedded)?);
+        let dispatcher = Dispatcher::new(DispatcherConfig {
+            device,
+            templates: templates.clone(),
+            policy: self.policy,
+            layers,
+            artifacts: cache.as_ref().map(ArtifactFiles::new),
+        });
+        Ok(Engine { dispatcher, templates, cache, policy: self.policy, tuning: Mutex::new(()) })
+    }
+}
+
+fn templates_from_env() -> Option<PathBuf> {
+    std::env::var_os(crate::TEMPLATES_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from)
+}
+
+impl Engine {
+    /// Settings for a new engine.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        self.dispatcher.device()
+    }
+
+    /// The templates that kernels are generated from.
+    pub fn templates(&self) -> &TemplateSet {
+        &self.templates
+    }
+
+    /// Records and artifacts, in lookup order.
+    pub fn layers(&self) -> &Layers {
+        self.dispatcher.layers()
+    }
+
+    /// The policy.
+    pub fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    /// The folder of records and compiled kernels, if one can be named.
+    pub fn cache_dir(&self) -> Option<&CacheDir> {
+        self.cache.as_ref()
+    }
+
+    /// Computes on the caller's stream and returns at once (on the CPU when done). A warm call allocates nothing; the
+    /// first of its class searches the layers and may compile or tune, by policy. Does nothing when O has no element.
+    ///
+    /// # Safety
+    /// Every address in `call` must be valid on the engine's device for the extent that its shape and strides describe,
+    /// and stay so until the work is done; O, LSE and weights must not overlap anything else in the call. `stream` must
+    /// be a stream of the device's context.
+    ///
+    /// # Errors
+    /// Tensors that do not fit each other, problems that no kernel computes, [`flashtune_runtime::Error::Sealed`], and
+    /// what compilers and drivers report. Nothing has been launched then.
+    pub unsafe fn forward(&self, call: &Forward, stream: Stream) -> Result<()> {
+        let ForwardCall { problem, shape, mut args } = self.resolve(call)?;
+        if shape.is_empty() {
+            return Ok(());
+        }
+        args.weights = call.weights.unwrap_or(0);
+        let plan = self.plan_for(&problem, &shape, call.weights.is_some())?;
+        tracing::debug!(%problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
+        // SAFETY: the caller's promise about the addresses is the one that the launch asks for, and the sizes were
+        // checked against the tensors.
+        unsafe { self.device().launch_shape(plan.module(), &shape, &args, stream)? };
+        Ok(())
+    }
+
+    /// The plan that [`Engine::forward`] uses for these sizes, made now if need be.
+    ///
+    /// # Errors
+    /// As [`Engine::forward`], without those of tensors and launches.
+    pub fn plan(&self, problem: &Problem, shape: &Shape) -> Result<Arc<Plan>> {
+        self.plan_for(problem, shape, false)
+    }
+
+    /// Which kernel runs for these sizes, from which layer, and why no other does.
+    ///
+    /// # Errors
+    /// As [`Engine::plan`].
+    pub fn explain(&self, problem: &Problem, shape: &Shape) -> Result<Explanation> {
+        Ok(self.plan(problem, shape)?.explain())
+    }
+
+    /// Tunes a problem on this device, keeps the result, and uses it from now on. Answers from the cache when it is
+    /// already there.
+    ///
+    /// # Errors
+    /// [`Error::Tuner`], an unwritable cache, a missing compiler.
+    pub fn tune(&self, problem: &Problem, shape: &Shape) -> Result<Outcome> {
+        self.tune_job(&Job::new(*problem, *shape), &())
+    }
+
+    /// [`Engine::tune`] with limits and an observer.
+    ///
+    /// # Errors
+    /// As [`Engine::tune`].
+    pub fn tune_job(&self, job: &Job, observer: &dyn Observer) -> Result<Outcome> {
+        let dir = self.cache.as_ref().ok_or(flashtune_cache::Error::NoFolder)?;
+        job.problem.validate()?;
+        job.shape.validate()?;
+        let _one_at_a_time = self.tuning.lock().unwrap_or_else(PoisonError::into_inner);
+        let store = Store::open_within(dir, PATIENCE)?;
+        let artifacts = ArtifactFiles::new(dir);
+        let outcome = flashtune_tuner::tune(self.device(), &self.templates, &store, &artifacts, job, observer)?;
+        self.dispatcher.refresh();
+        Ok(outcome)
+    }
+
+    /// Checks the tensors and says what they ask for.
+    pub(crate) fn resolve(&self, call: &Forward) -> Result<ForwardCall> {
+        let [batch, heads, q_len, _] = call.q.shape;
+        let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
+        let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
+        Ok(forward_call(&tensors, call.mask, call.scale, self.device().arch())?)
+    }
+
+    pub(crate) fn plan_for(&self, problem: &Problem, shape: &Shape, weights: bool) -> Result<Arc<Plan>> {
+        let tunable = self.policy == Policy::Tune && !weights && !shape.is_empty() && shape.kv_len > 0;
+        if tunable && self.dispatcher.planned(problem, shape, weights).is_none() {
+            self.tune_missing(problem, shape)?;
+        }
+        Ok(self.dispatcher.plan(problem, shape, weights)?)
+    }
+
+    /// Tunes unless some layer already has a measured record of this device and class of sizes.
+    fn tune_missing(&self, problem: &Problem, shape: &Shape) -> Result<()> {
+        if self.dispatcher.is_tuned(problem, shape) {
+            return Ok(());
+        }
+        tracing::info!(%problem, %shape, "nothing tuned fits: tuning now");
+        // Threads that come second wait for the first inside, and are answered from the store.
+        self.tune(problem, shape).map(drop)
+    }
+}
+
+// A host shares one engine between its threads.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    shared::<Engine>();
+    shared::<Error>();
+};

@@ -1,0 +1,48 @@
+//! Errors of the library.
+
+use std::path::PathBuf;
+
+/// What can go wrong in a host's hands.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The device, a compiler, a tensor, or the policy.
+    #[error(transparent)]
+    Runtime(#[from] flashtune_runtime::Error),
+    /// Tuning had no result.
+    #[error(transparent)]
+    Tuner(flashtune_tuner::Error),
+    /// The folder of template overrides cannot be used.
+    #[error("templates {}: {message}; name a folder with files such as forward/cpu.c", path.display())]
+    Templates {
+        /// The folder or file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+}
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl From<flashtune_codegen::Error> for Error {
+    fn from(e: flashtune_codegen::Error) -> Self {
+        Error::Runtime(e.into())
+    }
+}
+
+impl From<flashtune_cache::Error> for Error {
+    fn from(e: flashtune_cache::Error) -> Self {
+        Error::Runtime(e.into())
+    }
+}
+
+impl From<flashtune_tuner::Error> for Error {
+    fn from(e: flashtune_tuner::Error) -> Self {
+        match e {
+            // One kind of failure, one variant, wherever it happened.
+            flashtune_tuner::Error::Runtime(e) => Error::Runtime(e),
+            flashtune_tuner::Error::Cache(e) => Error::Runtime(e.into()),
+            e => Error::Tuner(e),
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Attention over tensors in host memory.
+
+use crate::{Engine, Forward, Result};
+use flashtune_codegen::{Error as CodegenError, Mask};
+use flashtune_runtime::dispatch::Plan;
+use flashtune_runtime::{Buffer, HostTensor, Layout, TensorView};
+use std::sync::Arc;
+
+/// What [`Engine::forward_host`] gives back.
+pub struct HostOutput {
+    /// O, `[batch, heads, q_len, head_dim_v]`, laid out as Q was.
+    pub o: HostTensor,
+    /// Log-sum-exp, `[batch, heads, q_len]`.
+    pub lse: Vec<f32>,
+    /// Attention weights, `[batch, heads, q_len, kv_len]`, when they were asked for.
+    pub weights: Option<Vec<f32>>,
+    /// What ran; nothing did when O has no element.
+    pub plan: Option<Arc<Plan>>,
+}
+
+impl Engine {
+    /// O and LSE for tensors in host memory: copies them to the device, computes, and copies the results back.
+    ///
+    /// # Errors
+    /// As [`Engine::forward`], and when the device has no room.
+    pub fn forward_host(
+        &self,
+        q: &HostTensor,
+        k: &HostTensor,
+        v: &HostTensor,
+        mask: Mask,
+        scale: Option<f32>,
+    ) -> Result<HostOutput> {
+        self.forward_host_with(q, k, v, Layout::Bhsd, mask, scale, false)
+    }
+
+    /// [`Engine::forward_host`] with a layout for O, and with the attention weights if they are wanted (CUDA only).
+    ///
+    /// # Errors
+    /// As [`Engine::forward_host`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn forward_host_with(
+        &self,
+        q: &HostTensor,
+        k: &HostTensor,
+        v: &HostTensor,
+        layout: Layout,
+        mask: Mask,
+        scale: Option<f32>,
+        weights: bool,
+    ) -> Result<HostOutput> {
+        let [batch, heads, q_len, _] = q.shape();
+        let (kv_len, head_dim_v) = (k.shape()[2], v.shape()[3]);
+        let elements = |shape: &[usize]| {
+            shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).filter(|&n| n < 1 << 48).ok_or_else(|| {
+                CodegenError::unsupported("shape", format!("{shape:?}"), "it has too many elements", "split the batch")
+            })
+        };
+        elements(&[batch, heads, q_len, head_dim_v])?;
+        let mut o = HostTensor::poisoned(q.dtype(), [batch, heads, q_len, head_dim_v], layout);
+
+        // The tensors are checked with host addresses first, so that bad input costs no device memory.
+        let mut call = Forward { mask, scale, ..Forward::new(q.view(), k.view(), v.view(), o.view()) };
+        self.resolve(&call)?;
+
+        let device = self.device().as_ref();
+        let stream = device.stream();
+        let upload = |t: &HostTensor| -> Result<Box<dyn Buffer>> {
+            let buffer = device.alloc(t.bytes().len())?;
+            device.upload(&*buffer, t.bytes())?;
+            Ok(buffer)
+        };
+        let inputs = [upload(q)?, upload(k)?, upload(v)?];
+        let o_buffer = upload(&o)?;
+        let lse_buffer = device.alloc(elements(&[batch, heads, q_len])? * size_of::<f32>())?;
+        let weights_buffer = match weights {
+            true => Some(device.alloc(elements(&[batch, heads, q_len, kv_len])? * size_of::<f32>())?),
+            false => None,
+        };
+        let at = |t: &HostTensor, b: &dyn Buffer| -> TensorView { t.view_at(b.address()) };
+        call.q = at(q, &*inputs[0]);
+        call.k = at(k, &*inputs[1]);
+        call.v = at(v, &*inputs[2]);
+        call.o = at(&o, &*o_buffer);
+        call.lse = Some(lse_buffer.address());
+        call.weights = weights_buffer.as_ref().map(|b| b.address());
+        let resolved = self.resolve(&call)?;
+        let plan = match resolved.shape.is_empty() {
+            true => None,
+            false => Some(self.plan_for(&resolved.problem, &resolved.shape, weights)?),
+        };
+        // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads below
+        // have waited for the stream, and no two overlap.
+        unsafe { self.forward(&call, stream)? };
+
+        device.download(&*o_buffer, o.bytes_mut(), stream)?;
+        let download = |buffer: &dyn Buffer| -> Result<Vec<f32>> {
+            let mut bytes = vec![0; buffer.len()];
+            device.download(buffer, &mut bytes, stream)?;
+            Ok(bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect())
+        };
+        let lse = download(&*lse_buffer)?;
+        let weights = weights_buffer.as_deref().map(download).transpose()?;
+        Ok(HostOutput { o, lse, weights, plan })
+    }
+}
