@@ -4,7 +4,7 @@
 //! Its error is the yardstick for fused kernels (they may have at most twice of it), and on the CPU its time is what
 //! `tune` and `bench` compare with.
 
-use super::host::{decode, encode, round_to};
+use super::host::{encode, round_to};
 use super::oracle::{RowScale, runs};
 use super::{HostTensor, Layout, RowId, Rows};
 use crate::cpu::{Packed, matmul};
@@ -196,6 +196,7 @@ fn gather(t: &HostTensor, (batch, head): (usize, usize), rows: &[usize], out: &m
 #[cfg(test)]
 mod tests {
     use super::super::{all_rows, oracle};
+    use super::super::host::decode;
     use super::*;
     use crate::Distribution;
     use flashtune_codegen::Shape;
