@@ -161,6 +161,7 @@ impl Kernel {
                 ("pad_rows", (s.swizzle == Swizzle::Pad).to_string()),
                 ("blocks_per_sm", s.blocks_per_sm.to_string()),
                 ("lazy_rescale", s.lazy_rescale.to_string()),
+                ("masked_loop", s.masked_loop.to_string()),
                 ("block_major", (s.order == TileOrder::BlockMajor).to_string()),
             ]),
         }

@@ -21,6 +21,7 @@ constexpr bool kQInRegisters = @{ q_in_registers }@;
 constexpr bool kPadRows = @{ pad_rows }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
+constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kBlockMajor = @{ block_major }@;
 
 <% include "lib/cuda/copy.cuh" %>
@@ -306,26 +307,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         }
     }
 
-    const auto step = [&](int n, auto masked_constant) {
-        constexpr bool kMasked = decltype(masked_constant)::value;
+    // `masked` is a bool, or a constant where masked blocks have a loop of their own.
+    const auto step = [&](int n, auto masked) {
         Scores s;
         const u32 lane_k = at.k + stage * kBytesK, lane_v = at.v + stage * kBytesV;
         if (kStages == 1) {
             // One buffer each: V of this step arrives during Q K^T, K of the next one during the softmax and P V.
             cp_async_wait<0>();
             __syncthreads();
-            copy_v(n, 0, Bool<kMasked>{});
+            if (masked) {
+                copy_v(n, 0, Bool<true>{});
+            } else {
+                copy_v(n, 0, Bool<false>{});
+            }
             cp_async_commit();
             multiply_qk(s, q_registers, at.q, lane_k);
-            if (kMasked) mask_scores(s, args, warp_row, n * kBlockKV);
+            if (masked) mask_scores(s, args, warp_row, n * kBlockKV);
             cp_async_wait<0>();
-            if (kMasked) met_non_finite |= clear_non_finite(smem_v + stage * kBytesV);
+            if (masked) met_non_finite |= clear_non_finite(smem_v + stage * kBytesV);
             __syncthreads();
             if (n > blocks.begin) copy_k(n - 1, 0, Bool<false>{});
             cp_async_commit();
         } else {
             cp_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
-            if (kMasked) met_non_finite |= clear_non_finite(smem_v + stage * kBytesV);
+            if (masked) met_non_finite |= clear_non_finite(smem_v + stage * kBytesV);
             __syncthreads();  // this step's K and V are here, and everyone is done with the stage that is filled next
             const int ahead = n - (kStages - 1);
             const int ahead_stage = stage == 0 ? kStages - 1 : stage - 1;
@@ -335,18 +340,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             }
             cp_async_commit();
             multiply_qk(s, q_registers, at.q, lane_k);
-            if (kMasked) mask_scores(s, args, warp_row, n * kBlockKV);
+            if (masked) mask_scores(s, args, warp_row, n * kBlockKV);
         }
         softmax.step(s, o, c);
         multiply_pv(o, s, lane_v);
         stage = stage + 1 == kStages ? 0 : stage + 1;
     };
 
+    // A block needs a mask when it is cut on the right (or reaches past the last key), or cut on the left.
     int n = blocks.end - 1;
-    for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});  // cut on the right, or past the last key
-    for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
-    if (kMaskLeft) {
-        for (; n >= blocks.begin; n--) step(n, Bool<true>{});
+    if (kMaskedLoop) {
+        for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
+        for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
+        if (kMaskLeft) {
+            for (; n >= blocks.begin; n--) step(n, Bool<true>{});
+        }
+    } else {
+        for (; n >= blocks.begin; n--) step(n, n >= blocks.full_end || (kMaskLeft && n < blocks.full_begin));
     }
 
     // O goes through shared memory, so that whole 16-byte chunks are written.

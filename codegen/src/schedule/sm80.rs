@@ -43,6 +43,9 @@ pub struct Sm80Schedule {
     /// Skip rescaling O while the row maximum has grown by less than 2^8: the sums stay exact because the stale
     /// maximum is used consistently.
     pub lazy_rescale: bool,
+    /// Blocks that need a mask run in a loop of their own, so that the main loop holds no mask code: more code, compiled
+    /// twice, and a little faster where registers are short.
+    pub masked_loop: bool,
     /// Order of the tiles.
     pub order: TileOrder,
 }
@@ -58,14 +61,14 @@ impl Sm80Schedule {
         self.warps * 32
     }
 
-    /// The model's choice: the largest tile that compiles without spills, measured on an H200
+    /// The model's choice: the largest tile that compiles without spills and fast, as measured on an H200
     /// (`docs/measured/`), and a smaller one where shared memory is short.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let small_smem = sm.limits().smem_per_block < 128 * 1024;
         let (warps, rows_per_warp, block_kv, stages, q_in_registers) = match d {
             ..=64 => (4, 32, 64, 2, true),
-            ..=96 if !small_smem => (4, 32, if problem.mask.left { 48 } else { 64 }, 2, false),
+            ..=96 if !small_smem => (4, 32, 64, 2, false),
             ..=128 if !small_smem => (4, 32, if problem.mask.left { 32 } else { 48 }, 2, false),
             ..=128 => (4, 16, 64, 1, false),
             _ if !small_smem => (4, 16, 64, 1, false),
@@ -83,6 +86,7 @@ impl Sm80Schedule {
             swizzle: Swizzle::Xor,
             blocks_per_sm: 1,
             lazy_rescale: true,
+            masked_loop: false,
             order,
         }
     }
@@ -94,12 +98,13 @@ impl Sm80Schedule {
             if problem.mask.any() { &[TileOrder::BlockMajor, TileOrder::HeadMajor] } else { &[TileOrder::HeadMajor] };
         let warp_splits =
             [(2, 16, 1), (2, 32, 1), (4, 16, 1), (4, 16, 3), (4, 32, 1), (8, 16, 1), (8, 16, 2), (8, 32, 1)];
+        let placements = [(Swizzle::Xor, false), (Swizzle::Xor, true), (Swizzle::Pad, false)];
         let mut space = Vec::new();
         for (warps, rows_per_warp, blocks_per_sm) in warp_splits {
             for block_kv in [32, 48, 64, 80, 96, 128] {
                 for stages in [1, 2, 3] {
                     for q_in_registers in [false, true] {
-                        for swizzle in [Swizzle::Xor, Swizzle::Pad] {
+                        for (swizzle, masked_loop) in placements {
                             for &order in orders {
                                 space.push(Self {
                                     warps,
@@ -110,6 +115,7 @@ impl Sm80Schedule {
                                     swizzle,
                                     blocks_per_sm,
                                     lazy_rescale: true,
+                                    masked_loop,
                                     order,
                                 });
                             }
@@ -157,9 +163,10 @@ impl fmt::Display for Sm80Schedule {
             TileOrder::BlockMajor => "block",
         };
         let rescale = if self.lazy_rescale { "lazy" } else { "eager" };
+        let loops = if self.masked_loop { "two" } else { "one" };
         write!(
             f,
-            "w{}x{}-kv{}-s{}-{q}-{swizzle}-b{}-{rescale}-{order}",
+            "w{}x{}-kv{}-s{}-{q}-{swizzle}-b{}-{rescale}-{loops}-{order}",
             self.warps, self.rows_per_warp, self.block_kv, self.stages, self.blocks_per_sm
         )
     }

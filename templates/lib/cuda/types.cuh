@@ -61,4 +61,7 @@ __host__ __device__ constexpr int div_up(int a, int b) { return (a + b - 1) / b;
 __host__ __device__ constexpr int round_up(int a, int b) { return div_up(a, b) * b; }
 
 // A compile-time flag as a function argument.
-template <bool kValue> struct Bool { static constexpr bool value = kValue; };
+template <bool kValue> struct Bool {
+    static constexpr bool value = kValue;
+    __device__ __forceinline__ constexpr operator bool() const { return kValue; }
+};
