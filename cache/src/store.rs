@@ -7,7 +7,7 @@
 mod lock;
 mod value;
 
-use crate::{ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Record, RecordKey, Result, Trial, dir};
+use crate::{ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Record, RecordKey, Result, Trial, dir};
 use lock::StoreLock;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -153,13 +153,21 @@ impl Store {
     /// # Errors
     /// [`Error::Io`] when it cannot be written; the old snapshot stays as it was.
     pub fn publish(&self, files: &ArtifactFiles) -> Result<PathBuf> {
-        let mut load = |key: &crate::Key| files.get(key);
+        // What the old snapshot has must not be lost because someone tidied the artifact files away.
+        let old = self.snapshot.exists().then(|| Bundle::map(&self.snapshot).ok()).flatten();
+        let published = |key: &Key| old.as_ref().and_then(|b| b.artifact(key).ok().flatten());
+        let mut load = |key: &Key| files.get(key).or_else(|| published(key));
         let contents =
             BundleContents { records: self.records()?, artifacts: Vec::new(), load: &mut load, created: unix_time() };
         contents.write(&self.snapshot)?;
         self.removed.clear().map_err(|e| self.error(&e))?;
         self.flush()?;
         Ok(self.snapshot.clone())
+    }
+
+    /// Where [`Store::publish`] writes the snapshot; there may be none yet.
+    pub fn snapshot_path(&self) -> &Path {
+        &self.snapshot
     }
 
     /// Takes in what the snapshot has and the journal lacks: after a crash sled may come up short without a word.

@@ -1,18 +1,348 @@
 //! The job from end to end.
-use crate::{Job, Observer, Outcome, Result};
-use flashtune_cache::{ArtifactFiles, Store};
-use flashtune_codegen::TemplateSet;
-use flashtune_runtime::Device;
-use std::sync::Arc;
 
-/// Tunes one problem on one device, stores and publishes the record.
+use crate::bench::Bench;
+use crate::build::{Builder, prune};
+use crate::candidate::Candidate;
+use crate::decide::{FinalRules, decide, run_final};
+use crate::race::{RaceEvent, Rules, race};
+use crate::space::choose;
+use crate::stats::{median, percentile};
+use crate::verify::Cases;
+use crate::{Error, Event, Job, Observer, Outcome, Phase, Result};
+use flashtune_cache::{
+    ArtifactFiles, Bundle, Finalist, Key, Provenance, Record, RecordKey, Stage, Store, Trial, TrialResult,
+};
+use flashtune_codegen::{Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::Device;
+use flashtune_runtime::compile::compile_with;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// Schedules that meet in the final, besides the default.
+const FINALISTS: usize = 3;
+/// Failures that an error tells in full.
+const REASONS: usize = 3;
+
+/// Tunes one problem on one device: searches, compiles, checks, races, stores the record and publishes it.
+///
+/// A record that the store already has for the same device, problem, bucket, templates and compiler is returned as it
+/// is, unless the job is forced. Schedules that fail are part of the result ([`Outcome::trials`]).
+///
+/// # Errors
+/// [`Error::Job`] for sizes that cannot be timed; [`Error::NothingWorks`] with the first reasons when no schedule came
+/// through; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Cache`] when the store fails.
 pub fn tune(
-    _device: &Arc<dyn Device>,
-    _templates: &TemplateSet,
-    _store: &Store,
-    _artifacts: &ArtifactFiles,
-    _job: &Job,
-    _observer: &dyn Observer,
+    device: &Arc<dyn Device>,
+    templates: &TemplateSet,
+    store: &Store,
+    artifacts: &ArtifactFiles,
+    job: &Job,
+    observer: &dyn Observer,
 ) -> Result<Outcome> {
-    todo!()
+    validate(job)?;
+    Tuning { device, templates, store, artifacts, job, observer, started: Instant::now() }.run()
 }
+
+/// What the steps of a job share.
+struct Tuning<'a> {
+    device: &'a Arc<dyn Device>,
+    templates: &'a TemplateSet,
+    store: &'a Store,
+    artifacts: &'a ArtifactFiles,
+    job: &'a Job,
+    observer: &'a dyn Observer,
+    started: Instant,
+}
+
+/// What the measurement gave, by candidate index.
+struct Measured {
+    winner: usize,
+    finalists: Vec<usize>,
+    /// All samples of the race and the final.
+    samples: Vec<Vec<f64>>,
+}
+
+impl Tuning<'_> {
+    fn run(&self) -> Result<Outcome> {
+        let key = RecordKey {
+            device: self.device.fingerprint().clone(),
+            problem: self.job.problem,
+            bucket: ShapeBucket::of(&self.job.shape),
+        };
+        if let Some(outcome) = self.cached(&key)? {
+            return Ok(outcome);
+        }
+        let compiler = self.device.compiler()?;
+        self.phase(Phase::Space, None);
+        let space = choose(&self.job.problem, &self.job.shape, &key.device, self.job.max_trials, self.job.seed)?;
+        let (total, legal, chosen) = (space.total, space.legal, space.chosen.len());
+        self.observer.event(&Event::Space { total, legal, chosen });
+        let mut candidates: Vec<Candidate> =
+            space.chosen.into_iter().enumerate().map(|(i, kernel)| Candidate::new(kernel, i == 0)).collect();
+
+        self.phase(Phase::Compile, Some(candidates.len()));
+        let compiling = Instant::now();
+        let deadline = self.started + self.job.budget / 2;
+        let builder = Builder {
+            compiler: &*compiler,
+            templates: self.templates,
+            files: self.artifacts,
+            observer: self.observer,
+            deadline,
+        };
+        builder.build(&mut candidates);
+        let compile_seconds = compiling.elapsed().as_secs_f64();
+        prune(&mut candidates, self.observer);
+        self.load(&mut candidates);
+
+        let live = candidates.iter().filter(|c| c.is_live()).count();
+        self.phase(Phase::Check, Some(2 * live));
+        if live > 0 {
+            Cases::new(self.device, self.job)?.check(&mut candidates, self.observer);
+        }
+        let mut bench = None;
+        if candidates.iter().any(Candidate::is_live) {
+            let mut made = Bench::new(self.device, self.job)?;
+            made.check(&mut candidates, self.started + self.job.budget * 3 / 4, self.observer);
+            bench = Some(made);
+        }
+        let measured = bench.as_ref().and_then(|b| self.measure(b, &mut candidates));
+        let compiler = compiler.id().to_string();
+        let trials = self.journal(&key, &candidates, measured.as_ref(), &compiler)?;
+        let (Some(bench), Some(measured)) = (bench, measured) else {
+            return Err(self.nothing_works(&candidates));
+        };
+
+        let winner = &candidates[measured.winner];
+        let artifact = winner.artifact.as_ref().map(|a| a.recipe.key()).expect("a winner was compiled");
+        let winner_us = median(&measured.samples[measured.winner]).unwrap_or(f64::INFINITY);
+        let record = Record {
+            schedule: winner.kernel.schedule,
+            artifact,
+            finalists: finalists(&candidates, &measured),
+            provenance: Provenance {
+                flashtune: env!("CARGO_PKG_VERSION").to_owned(),
+                templates: self.templates.hash().to_owned(),
+                compiler,
+                unix_time: unix_time(),
+                shape: self.job.shape,
+                space: total as u32,
+                compiled: candidates.iter().filter(|c| c.artifact.is_some()).count() as u32,
+                timed: measured.samples.iter().filter(|s| !s.is_empty()).count() as u32,
+                unfused_us: bench.unfused_us(winner_us),
+                seconds: self.started.elapsed().as_secs_f64(),
+                compile_seconds,
+            },
+            key,
+        };
+        self.phase(Phase::Publish, None);
+        self.store.put_record(&record)?;
+        let snapshot = self.store.publish(self.artifacts)?;
+        self.observer.event(&Event::Winner(&record));
+        Ok(Outcome { record, cached: false, trials, snapshot })
+    }
+
+    /// The stored answer, if it is one for these templates and this compiler, with its kernel at hand.
+    fn cached(&self, key: &RecordKey) -> Result<Option<Outcome>> {
+        if self.job.force {
+            return Ok(None);
+        }
+        let Some(record) = self.store.record(key)? else { return Ok(None) };
+        if record.provenance.templates != self.templates.hash() {
+            return Ok(None);
+        }
+        // Without a compiler nothing could be tuned anyway, so what is stored is the answer.
+        let compiler = self.device.compiler();
+        if compiler.as_ref().is_ok_and(|c| c.id().to_string() != record.provenance.compiler) {
+            return Ok(None);
+        }
+        let snapshot = self.store.snapshot_path().to_path_buf();
+        let published = Bundle::map(&snapshot).ok();
+        let in_snapshot = |k: &Key| published.as_ref().is_some_and(|b| matches!(b.artifact(k), Ok(Some(_))));
+        if !in_snapshot(&record.artifact) {
+            // The kernel was lost on the way; its schedule was not.
+            if self.artifacts.get(&record.artifact).is_none() {
+                let kernel = Kernel { problem: key.problem, schedule: record.schedule, arch: key.device.arch };
+                let artifact = compile_with(&*compiler?, &kernel, self.templates)?;
+                if self.artifacts.put(&artifact)? != record.artifact {
+                    return Ok(None);
+                }
+            }
+            self.store.publish(self.artifacts)?;
+        }
+        self.observer.event(&Event::Cached(&record));
+        Ok(Some(Outcome { record, cached: true, trials: Vec::new(), snapshot }))
+    }
+
+    fn load(&self, candidates: &mut [Candidate]) {
+        for candidate in candidates.iter_mut().filter(|c| c.is_live()) {
+            let Some(artifact) = &candidate.artifact else { continue };
+            match self.device.load(artifact) {
+                Ok(module) => candidate.module = Some(module),
+                Err(e) => candidate.fail(Stage::Load, e.to_string(), self.observer),
+            }
+        }
+    }
+
+    /// Race and final. `None` when nobody could be timed. Who fails or never gets a turn is given up here.
+    fn measure(&self, bench: &Bench, candidates: &mut [Candidate]) -> Option<Measured> {
+        let contenders: Vec<usize> = (0..candidates.len()).filter(|&i| candidates[i].is_live()).collect();
+        let modules = contenders.iter().filter_map(|&i| candidates[i].module.clone()).collect();
+        let schedules: Vec<Schedule> = contenders.iter().map(|&i| candidates[i].kernel.schedule).collect();
+        let default = contenders.iter().position(|&i| candidates[i].is_default);
+        let mut track = bench.track(modules, self.started);
+        let mut failures: Vec<(usize, String)> = Vec::new();
+        let mut report = |event: RaceEvent<'_>| match event {
+            RaceEvent::Timed { contender, round, us } => {
+                self.observer.event(&Event::Timed { schedule: &schedules[contender], round, us });
+            }
+            RaceEvent::Dropped { contender, ratio } => {
+                self.observer.event(&Event::Dropped { schedule: &schedules[contender], ratio });
+            }
+            // The observer hears of it when the candidate is given up, below.
+            RaceEvent::Failed { contender, reason } => failures.push((contender, reason.to_owned())),
+        };
+
+        self.phase(Phase::Race, None);
+        let budget = self.job.budget;
+        let left = budget.saturating_sub(self.started.elapsed());
+        let rules = Rules::until(self.started.elapsed() + left * 3 / 4);
+        let mut standings = race(&mut track, contenders.len(), default, &rules, &mut report);
+        let ranking = standings.ranking();
+        let mut finalists: Vec<usize> = ranking.iter().copied().take(FINALISTS).collect();
+        finalists.extend(default.filter(|d| ranking.contains(d) && !finalists.contains(d)));
+
+        self.phase(Phase::Final, Some(finalists.len()));
+        let rules = FinalRules {
+            min_rounds: 7,
+            max_rounds: 75,
+            deadline: budget,
+            // A winner that is sure is worth some more time than was asked for, but not without end.
+            hard_deadline: budget + budget / 2,
+        };
+        let (alive, rounds) = run_final(&mut track, &finalists, default, &rules, &mut report);
+        for (position, &contender) in alive.iter().enumerate() {
+            standings.samples[contender].extend(rounds.times(position));
+        }
+        for (contender, reason) in failures {
+            standings.samples[contender].clear();
+            candidates[contenders[contender]].fail(Stage::Measure, reason, self.observer);
+        }
+        let mut samples = vec![Vec::new(); candidates.len()];
+        for (own, &i) in standings.samples.into_iter().zip(&contenders) {
+            if own.is_empty() && candidates[i].is_live() {
+                candidates[i].fail(Stage::Budget, "the time ran out before it was timed".into(), self.observer);
+            }
+            samples[i] = own;
+        }
+        if alive.is_empty() {
+            return None;
+        }
+        let default = alive.iter().position(|&c| Some(c) == default);
+        // Contenders are numbered in the model's order.
+        let winner = decide(&rounds, alive.len(), default, &alive);
+        Some(Measured {
+            winner: contenders[alive[winner]],
+            finalists: alive.iter().map(|&c| contenders[c]).collect(),
+            samples,
+        })
+    }
+
+    /// Writes what became of every candidate to the journal.
+    fn journal(
+        &self,
+        key: &RecordKey,
+        candidates: &[Candidate],
+        measured: Option<&Measured>,
+        compiler: &str,
+    ) -> Result<Vec<Trial>> {
+        let mut trials = Vec::with_capacity(candidates.len());
+        for (i, candidate) in candidates.iter().enumerate() {
+            let samples = measured.map_or(&[][..], |m| &m.samples[i]);
+            let result = match &candidate.failure {
+                Some((stage, reason)) => TrialResult::Failed { stage: *stage, reason: reason.clone() },
+                None => TrialResult::Timed {
+                    median_us: median(samples).unwrap_or(f64::NAN),
+                    p10_us: percentile(samples, 0.1).unwrap_or(f64::NAN),
+                    p90_us: percentile(samples, 0.9).unwrap_or(f64::NAN),
+                    samples: samples.len() as u32,
+                    max_error: candidate.max_error,
+                },
+            };
+            let trial = Trial {
+                schedule: candidate.kernel.schedule,
+                templates: self.templates.hash().to_owned(),
+                compiler: compiler.to_owned(),
+                artifact: candidate.artifact.as_ref().map(|a| a.recipe.key()),
+                result,
+                unix_time: unix_time(),
+            };
+            self.store.put_trial(key, &trial)?;
+            trials.push(trial);
+        }
+        Ok(trials)
+    }
+
+    fn nothing_works(&self, candidates: &[Candidate]) -> Error {
+        let failures = candidates.iter().filter_map(|c| c.failure.as_ref().map(|f| (c, f)));
+        let reasons = failures
+            .take(REASONS)
+            .map(|(c, (stage, reason))| format!("\n  {} ({stage}): {reason}", c.kernel.schedule))
+            .collect();
+        Error::NothingWorks {
+            problem: self.job.problem.to_string(),
+            device: self.device.fingerprint().to_string(),
+            tried: candidates.len(),
+            reasons,
+        }
+    }
+
+    fn phase(&self, phase: Phase, total: Option<usize>) {
+        self.observer.event(&Event::Phase { phase, total });
+    }
+}
+
+/// The final's schedules for the record, fastest first.
+fn finalists(candidates: &[Candidate], measured: &Measured) -> Vec<Finalist> {
+    let mut finalists: Vec<Finalist> = measured
+        .finalists
+        .iter()
+        .filter_map(|&i| {
+            let (candidate, samples) = (&candidates[i], &measured.samples[i]);
+            Some(Finalist {
+                schedule: candidate.kernel.schedule,
+                median_us: median(samples)?,
+                p10_us: percentile(samples, 0.1)?,
+                p90_us: percentile(samples, 0.9)?,
+                samples: samples.len() as u32,
+                max_error: candidate.max_error,
+                is_default: candidate.is_default,
+            })
+        })
+        .collect();
+    finalists.sort_by(|a, b| a.median_us.total_cmp(&b.median_us));
+    finalists
+}
+
+/// Refuses jobs that have nothing to time or contradict themselves.
+fn validate(job: &Job) -> Result<()> {
+    job.problem.validate()?;
+    job.shape.validate()?;
+    let bad = |field, value: String, limit, remedy| Err(Error::Job { field, value, limit, remedy });
+    let kind = job.shape.mask.kind();
+    if kind != job.problem.mask {
+        let value = format!("{} for a {} problem", job.shape.mask, job.problem.mask);
+        return bad("mask", value, "the shape's mask bounds other sides than the problem's", "make them agree");
+    }
+    if job.shape.is_empty() || job.shape.kv_len == 0 {
+        return bad("shape", job.shape.to_string(), "there is nothing to compute", "give sizes of at least 1");
+    }
+    Ok(())
+}
+
+fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map(|d| d.as_secs()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests;

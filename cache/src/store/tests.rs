@@ -83,6 +83,19 @@ fn a_removed_record_stays_removed_although_the_old_snapshot_has_it() {
     assert_eq!(Bundle::map(&dir.snapshot_path()).unwrap().record_count(), 0);
 }
 
+#[test]
+fn a_publication_keeps_kernels_that_only_the_old_snapshot_has() {
+    let (_tmp, dir, files) = folder();
+    let store = Store::open(&dir).unwrap();
+    files.put(&artifact(1)).unwrap();
+    store.put_record(&record(128, 1)).unwrap();
+    store.publish(&files).unwrap();
+    std::fs::remove_dir_all(dir.artifacts_path()).unwrap();
+    store.put_record(&record(512, 1)).unwrap();
+    let b = Bundle::map(&store.publish(&files).unwrap()).unwrap();
+    assert_eq!(b.artifact(&artifact(1).recipe.key()).unwrap(), Some(artifact(1)));
+}
+
 fn published(dir: &CacheDir, files: &ArtifactFiles) -> Vec<Record> {
     let store = Store::open(dir).unwrap();
     let records = vec![record(128, 1), record(512, 2), record(2048, 3)];

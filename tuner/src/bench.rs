@@ -1,0 +1,300 @@
+//! The job's own sizes on the device: tensors, one more check of every candidate, and the clock.
+
+use crate::candidate::Candidate;
+use crate::race::Track;
+use crate::space::input_seed;
+use crate::{Event, Job, Observer, Result};
+use flashtune_cache::Stage;
+use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::{Arch, DType, Shape};
+use flashtune_runtime::reference::{Rows, compare, oracle, sample_rows, unfused, unfused_rows};
+use flashtune_runtime::{
+    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostTensor, Layout, Module, Stream,
+    TensorView, forward_call,
+};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Rows of O that are compared with the oracle at the job's size; the others are compared between candidates.
+const SAMPLED_ROWS: usize = 48;
+/// Values that are drawn; a prime number, so that heads and rows of the repeated values differ.
+const PATTERN: usize = 1_000_003;
+/// The byte of unwritten outputs: NaN in every dtype.
+const POISON: u8 = 0xff;
+
+/// Device tensors of one job, and the expected result of some rows.
+pub(crate) struct Bench {
+    device: Arc<dyn Device>,
+    stream: Stream,
+    shape: Shape,
+    args: ForwardArgs,
+    host: [HostTensor; 3],
+    /// Q, K, V and O. The launches below rest on them.
+    _inputs: [Box<dyn Buffer>; 3],
+    output: Box<dyn Buffer>,
+    /// Elements of a row of O.
+    dim: usize,
+    dtype: DType,
+    expected: Rows,
+    unfused: Rows,
+    /// O of the first candidate that passed.
+    trusted: Option<Vec<u8>>,
+}
+
+impl Bench {
+    /// Makes and uploads the inputs.
+    ///
+    /// # Errors
+    /// Those of the device, for want of memory for instance.
+    pub fn new(device: &Arc<dyn Device>, job: &Job) -> Result<Self> {
+        let (p, s) = (&job.problem, &job.shape);
+        let (batch, heads, kv_heads) = (s.batch as usize, s.heads as usize, s.kv_heads as usize);
+        let (q_len, kv_len) = (s.q_len as usize, s.kv_len as usize);
+        let (dqk, dv) = (p.head_dim_qk as usize, p.head_dim_v as usize);
+        let shapes = [[batch, heads, q_len, dqk], [batch, kv_heads, kv_len, dqk], [batch, kv_heads, kv_len, dv]];
+        let mut host = Vec::new();
+        let mut inputs = Vec::new();
+        for (i, shape) in shapes.into_iter().enumerate() {
+            let tensor = normals(p.dtype, shape, input_seed(job.seed) ^ (i as u64 + 10));
+            let buffer = device.alloc(tensor.bytes().len())?;
+            device.upload(&*buffer, tensor.bytes())?;
+            host.push(tensor);
+            inputs.push(buffer);
+        }
+        let o_shape = [batch, heads, q_len, dv];
+        let output = device.alloc(o_shape.iter().product::<usize>() * p.dtype.bytes())?;
+        let view = |buffer: &dyn Buffer, shape: [usize; 4]| {
+            TensorView::bhsd(buffer.address(), p.dtype, shape.map(|n| n as u64))
+        };
+        let tensors = ForwardTensors {
+            q: view(&*inputs[0], shapes[0]),
+            k: view(&*inputs[1], shapes[1]),
+            v: view(&*inputs[2], shapes[2]),
+            o: view(&*output, o_shape),
+            lse: None,
+        };
+        let call = forward_call(&tensors, s.mask, None, device.arch())?;
+        let rows = sample_rows(s, SAMPLED_ROWS, job.seed);
+        let scale = p.default_scale();
+        let [q, k, v]: [HostTensor; 3] = host.try_into().expect("three tensors were made");
+        Ok(Self {
+            expected: oracle(&q, &k, &v, s.mask, scale, &rows),
+            unfused: unfused_rows(&q, &k, &v, s.mask, scale, &rows),
+            stream: device.stream(),
+            device: device.clone(),
+            shape: *s,
+            args: call.args,
+            host: [q, k, v],
+            _inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
+            output,
+            dim: dv,
+            dtype: p.dtype,
+            trusted: None,
+        })
+    }
+
+    /// Runs every live candidate once at the job's sizes: some rows are compared with the oracle, all of them with the
+    /// first candidate that passed. A kernel may be right on small inputs and wrong on large ones.
+    pub fn check(&mut self, candidates: &mut [Candidate], deadline: Instant, observer: &dyn Observer) {
+        let total = candidates.iter().filter(|c| c.is_live()).count();
+        for (done, candidate) in candidates.iter_mut().filter(|c| c.is_live()).enumerate() {
+            if done > 0 && self.trusted.is_some() && Instant::now() >= deadline {
+                candidate.fail(Stage::Budget, "the time ran out before its check at full size".into(), observer);
+                continue;
+            }
+            let module = candidate.module.clone();
+            let checked = match &module {
+                Some(module) => self.check_one(&**module),
+                None => Err("it is not loaded".into()),
+            };
+            match checked {
+                Ok(()) => {
+                    let schedule = &candidate.kernel.schedule;
+                    observer.event(&Event::Checked { schedule, done: done + 1, total });
+                }
+                Err(reason) => candidate.fail(Stage::Check, reason, observer),
+            }
+        }
+        // What all others were measured by is not needed any more.
+        self.trusted = None;
+    }
+
+    fn check_one(&mut self, module: &dyn Module) -> Result<(), String> {
+        let bytes = self.run(module).map_err(|e| e.to_string())?;
+        let s = &self.shape;
+        let shape = [s.batch as usize, s.heads as usize, s.q_len as usize, self.dim];
+        let o = HostTensor::from_bytes(self.dtype, shape, Layout::Bhsd, bytes).ok_or("O has another size")?;
+        let verdict = compare(&o, None, &self.expected, &self.unfused);
+        if !verdict.passed() {
+            return Err(format!("wrong answer for {s}: {verdict}"));
+        }
+        match &self.trusted {
+            Some(trusted) => same_rows(self.dtype, self.dim, trusted, o.bytes())
+                .map_err(|why| format!("wrong answer for {s}: {why}")),
+            None => {
+                same_rows(self.dtype, self.dim, o.bytes(), o.bytes())?;
+                self.trusted = Some(o.bytes().to_vec());
+                Ok(())
+            }
+        }
+    }
+
+    /// One run into a poisoned output, which is returned.
+    fn run(&self, module: &dyn Module) -> Result<Vec<u8>, RuntimeError> {
+        self.device.fill(&*self.output, POISON)?;
+        self.launch(module)?;
+        let mut bytes = vec![0; self.output.len()];
+        self.device.download(&*self.output, &mut bytes, self.stream)?;
+        Ok(bytes)
+    }
+
+    fn launch(&self, module: &dyn Module) -> Result<(), RuntimeError> {
+        // SAFETY: `args` describes the buffers that `self` owns, which outlive the launch because every caller waits
+        // for the stream (by a download or by timing) before it returns.
+        unsafe { self.device.launch_shape(module, &self.shape, &self.args, self.stream) }
+    }
+
+    /// Median time of unfused attention on the same inputs in microseconds, where it can be had: on the CPU.
+    ///
+    /// It is not run when it would take long, going by the time of the fused kernel.
+    pub fn unfused_us(&self, fused_us: f64) -> Option<f64> {
+        if !matches!(self.device.arch(), Arch::Cpu(_)) || fused_us > 1e6 {
+            return None;
+        }
+        let [q, k, v] = &self.host;
+        let scale = self.args.scale;
+        let mut times = Vec::new();
+        let start = Instant::now();
+        while times.len() < 3 && (times.is_empty() || start.elapsed() < Duration::from_secs(2)) {
+            let run = Instant::now();
+            std::hint::black_box(unfused(q, k, v, self.shape.mask, scale));
+            times.push(run.elapsed().as_secs_f64() * 1e6);
+        }
+        crate::stats::median(&times)
+    }
+
+    /// The bench as a race track for these kernels.
+    pub fn track(&self, modules: Vec<Arc<dyn Module>>, started: Instant) -> BenchTrack<'_> {
+        BenchTrack { bench: self, modules, started }
+    }
+}
+
+/// Kernels that race on the device.
+pub(crate) struct BenchTrack<'a> {
+    bench: &'a Bench,
+    modules: Vec<Arc<dyn Module>>,
+    started: Instant,
+}
+
+impl Track for BenchTrack<'_> {
+    fn sample(&mut self, contender: usize) -> Result<f64, String> {
+        let bench = self.bench;
+        let module = self.modules.get(contender).ok_or("there is no such contender")?;
+        let run = || {
+            bench.device.flush_cache(bench.stream)?;
+            let us = bench.device.time_us(bench.stream, &mut || bench.launch(&**module))?;
+            bench.device.synchronize(bench.stream)?;
+            Ok::<_, RuntimeError>(us)
+        };
+        run().map_err(|e| e.to_string())
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.started.elapsed()
+    }
+}
+
+/// A contiguous tensor of normals: some values are drawn and then repeated, because drawing hundreds of millions would
+/// take longer than tuning.
+fn normals(dtype: DType, shape: [usize; 4], seed: u64) -> HostTensor {
+    let elements: usize = shape.iter().product();
+    let drawn = HostTensor::random(dtype, [1, 1, 1, elements.min(PATTERN)], Layout::Bhsd, seed, Distribution::Normal);
+    let wanted = elements * dtype.bytes();
+    let mut bytes = Vec::with_capacity(wanted);
+    while bytes.len() < wanted {
+        let missing = wanted - bytes.len();
+        bytes.extend_from_slice(&drawn.bytes()[..missing.min(drawn.bytes().len())]);
+    }
+    HostTensor::from_bytes(dtype, shape, Layout::Bhsd, bytes).expect("the bytes were counted")
+}
+
+/// Whether two outputs agree, row by row: each element finite, and apart by at most a few roundings of the row's
+/// largest element. Both come from different orders of the same sums.
+fn same_rows(dtype: DType, dim: usize, trusted: &[u8], other: &[u8]) -> Result<(), String> {
+    if trusted.len() != other.len() {
+        return Err("the outputs differ in size".into());
+    }
+    let row_bytes = dim * dtype.bytes();
+    let worst =
+        trusted.par_chunks(row_bytes).zip(other.par_chunks(row_bytes)).enumerate().find_map_first(|(row, (a, b))| {
+            let (mut largest, mut apart) = (0.0f32, 0.0f32);
+            for (x, y) in values(dtype, a).zip(values(dtype, b)) {
+                if !y.is_finite() {
+                    return Some(format!("row {row} holds {y}, which was never written or is not finite"));
+                }
+                largest = largest.max(x.abs());
+                apart = apart.max((x - y).abs());
+            }
+            let bound = 8.0 * dtype.epsilon() as f32 * largest + 1e-5;
+            (apart > bound)
+                .then(|| format!("row {row} is {apart:e} away from the first candidate's, more than {bound:e}"))
+        });
+    worst.map_or(Ok(()), Err)
+}
+
+/// Elements of a row.
+fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+    bytes.chunks_exact(dtype.bytes()).map(move |b| match dtype {
+        DType::F16 => f16::from_ne_bytes([b[0], b[1]]).to_f32(),
+        DType::Bf16 => bf16::from_ne_bytes([b[0], b[1]]).to_f32(),
+        DType::F32 => f32::from_ne_bytes([b[0], b[1], b[2], b[3]]),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+        HostTensor::from_values(dtype, [1, 1, 1, values.len()], Layout::Bhsd, values).unwrap().bytes().to_vec()
+    }
+
+    #[test]
+    fn outputs_agree_up_to_a_few_roundings_of_their_row() {
+        for dtype in DType::ALL {
+            let base: Vec<f32> = (0..64).map(|i| (i as f32 * 0.37).sin()).collect();
+            let eps = dtype.epsilon() as f32;
+            let near: Vec<f32> = base.iter().map(|x| x + eps).collect();
+            let same = |other: &[f32]| same_rows(dtype, 16, &bytes(dtype, &base), &bytes(dtype, other));
+            assert_eq!(same(&base), Ok(()));
+            assert_eq!(same(&near), Ok(()), "{dtype}");
+            for (bad, word) in [(f32::NAN, "row 2"), (f32::INFINITY, "row 2"), (base[40] + 0.4, "away")] {
+                let mut other = base.clone();
+                other[40] = bad;
+                let why = same(&other).unwrap_err();
+                assert!(why.contains(word), "{dtype} {why}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_unwritten_row_is_found_even_in_the_first_output() {
+        let mut o = bytes(DType::Bf16, &[0.5; 32]);
+        assert_eq!(same_rows(DType::Bf16, 16, &o, &o), Ok(()));
+        o[40..].fill(POISON);
+        assert!(same_rows(DType::Bf16, 16, &o, &o).unwrap_err().contains("row 1"));
+    }
+
+    #[test]
+    fn repeated_values_differ_from_head_to_head() {
+        let t = normals(DType::F32, [1, 9, 1024, 128], 5);
+        let (mut a, mut b) = (vec![0.0; 128], vec![0.0; 128]);
+        t.read_row([0, 0, 3], &mut a);
+        t.read_row([0, 8, 3], &mut b);
+        assert_ne!(a, b);
+        assert_eq!(t, normals(DType::F32, [1, 9, 1024, 128], 5));
+        assert_ne!(t, normals(DType::F32, [1, 9, 1024, 128], 6));
+    }
+}

@@ -1,0 +1,180 @@
+//! From schedules to compiled, loadable kernels: in parallel, reusing what the cache has, dropping what is unfit.
+
+use crate::candidate::Candidate;
+use crate::{Event, Observer};
+use flashtune_cache::{Artifact, ArtifactFiles, Stage};
+use flashtune_codegen::{Arch, TemplateSet};
+use flashtune_runtime::Compiler;
+use flashtune_runtime::compile::{compile_with, recipe};
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// What compilation needs.
+pub(crate) struct Builder<'a> {
+    pub compiler: &'a dyn Compiler,
+    pub templates: &'a TemplateSet,
+    pub files: &'a ArtifactFiles,
+    pub observer: &'a dyn Observer,
+    /// No compilation starts after this, except the first candidate's.
+    pub deadline: Instant,
+}
+
+impl Builder<'_> {
+    /// Compiles all candidates, first ones first, on all cores. Failures are noted in the candidates.
+    pub fn build(&self, candidates: &mut [Candidate]) {
+        let total = candidates.len();
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(total.max(1));
+        let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let slots: Vec<Mutex<&mut Candidate>> = candidates.iter_mut().map(Mutex::new).collect();
+        // Workers take the candidates in their order, so that the best guesses are ready when the time is up; a
+        // parallel iterator would split the list in halves instead.
+        let work = || {
+            loop {
+                let i = next.fetch_add(1, Ordering::Relaxed);
+                let Some(slot) = slots.get(i) else { break };
+                let mut candidate = slot.lock().unwrap_or_else(|e| e.into_inner());
+                if i > 0 && Instant::now() >= self.deadline {
+                    candidate.fail(Stage::Budget, "the time for compiling ran out".into(), self.observer);
+                    continue;
+                }
+                self.build_one(&mut candidate);
+                let done = done.fetch_add(1, Ordering::Relaxed) + 1;
+                if candidate.is_live() {
+                    self.observer.event(&Event::Compiled { schedule: &candidate.kernel.schedule, done, total });
+                }
+            }
+        };
+        rayon::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|_| work());
+            }
+        });
+    }
+
+    fn build_one(&self, candidate: &mut Candidate) {
+        let key = recipe(&candidate.kernel, self.templates, self.compiler.id()).key();
+        if let Some(artifact) = self.files.get(&key) {
+            candidate.artifact = Some(artifact);
+            return;
+        }
+        match compile_with(self.compiler, &candidate.kernel, self.templates) {
+            Ok(artifact) => {
+                candidate.compiled = true;
+                // Losing the file costs a compilation later, not this job.
+                if let Err(e) = self.files.put(&artifact) {
+                    tracing::warn!(error = %e, "a compiled kernel could not be stored");
+                }
+                candidate.artifact = Some(artifact);
+            }
+            Err(e @ flashtune_runtime::Error::Codegen(_)) => {
+                candidate.fail(Stage::Render, e.to_string(), self.observer);
+            }
+            Err(e) => candidate.fail(Stage::Compile, e.to_string(), self.observer),
+        }
+    }
+}
+
+/// Drops kernels that spill registers or that the compiler calls unfit (unless no other is left; the default always
+/// stays), and those whose binary equals an earlier candidate's.
+pub(crate) fn prune(candidates: &mut [Candidate], observer: &dyn Observer) {
+    let unfit = |c: &Candidate| c.artifact.as_ref().and_then(|a| unfit(c.kernel.arch, a));
+    let some_are_fit = candidates.iter().any(|c| c.is_live() && unfit(c).is_none());
+    let mut seen: HashMap<[u8; 32], String> = HashMap::new();
+    for candidate in candidates.iter_mut().filter(|c| c.is_live()) {
+        if let Some(reason) = unfit(candidate).filter(|_| some_are_fit && !candidate.is_default) {
+            candidate.fail(Stage::Prune, reason, observer);
+            continue;
+        }
+        let Some(artifact) = &candidate.artifact else { continue };
+        let hash = code_hash(artifact);
+        if let Some(first) = seen.get(&hash) {
+            let reason = format!("compiles to the same code as {first}");
+            candidate.fail(Stage::Prune, reason, observer);
+        } else {
+            seen.insert(hash, candidate.kernel.schedule.to_string());
+        }
+    }
+}
+
+/// Why the compiler's facts make a kernel unfit.
+fn unfit(arch: Arch, artifact: &Artifact) -> Option<String> {
+    let facts = &artifact.facts;
+    match arch {
+        Arch::Sm(_) if facts.spill_bytes > 0 => {
+            Some(format!("spills {} bytes of registers at {} registers", facts.spill_bytes, facts.registers))
+        }
+        _ => facts.warnings.first().cloned(),
+    }
+}
+
+/// Hash of the binary without the kernel's names in it, which differ between schedules that give the same code.
+fn code_hash(artifact: &Artifact) -> [u8; 32] {
+    let names = [artifact.entry.as_bytes(), &artifact.recipe.kernel.name().into_bytes()]
+        .map(<[u8]>::to_vec)
+        .into_iter()
+        .filter(|n| n.len() > 8);
+    let mut bytes = artifact.bytes.clone();
+    for name in names {
+        bytes = without(&bytes, &name);
+    }
+    *blake3::hash(&bytes).as_bytes()
+}
+
+/// The bytes without the occurrences of `name`.
+fn without(bytes: &[u8], name: &[u8]) -> Vec<u8> {
+    let mut rest = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        if bytes[at] == name[0] && bytes[at..].starts_with(name) {
+            at += name.len();
+        } else {
+            rest.push(bytes[at]);
+            at += 1;
+        }
+    }
+    rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{artifact, candidates};
+
+    #[test]
+    fn spilling_kernels_are_dropped_while_others_are_left() {
+        let mut all = candidates(4);
+        for (i, c) in all.iter_mut().enumerate() {
+            let mut a = artifact(&c.kernel, i as u8);
+            a.facts.spill_bytes = [8, 16, 0, 24][i];
+            c.artifact = Some(a);
+        }
+        let all_spill =
+            |all: &mut [Candidate]| all.iter_mut().for_each(|c| c.artifact.as_mut().unwrap().facts.spill_bytes = 4);
+        let mut hopeless = all.clone();
+        prune(&mut all, &());
+        // The default stays although it spills; the one without spills stays.
+        assert_eq!(all.iter().map(Candidate::is_live).collect::<Vec<_>>(), [true, false, true, false]);
+        let (stage, reason) = all[1].failure.clone().unwrap();
+        assert!(stage == Stage::Prune && reason.contains("16 bytes"), "{reason}");
+        all_spill(&mut hopeless);
+        prune(&mut hopeless, &());
+        assert!(hopeless.iter().all(Candidate::is_live));
+    }
+
+    #[test]
+    fn equal_code_under_different_names_is_timed_once() {
+        let mut all = candidates(3);
+        for (c, (name, body)) in all.iter_mut().zip([("kernel_one", 1), ("kernel_number_two", 1), ("kernel_three", 2)])
+        {
+            let mut a = artifact(&c.kernel, 0);
+            a.entry = name.to_owned();
+            a.bytes = [b"elf", name.as_bytes(), &[body; 40], name.as_bytes()].concat();
+            c.artifact = Some(a);
+        }
+        prune(&mut all, &());
+        assert_eq!(all.iter().map(Candidate::is_live).collect::<Vec<_>>(), [true, false, true]);
+        assert!(all[1].failure.as_ref().unwrap().1.contains(&all[0].kernel.schedule.to_string()));
+    }
+}

@@ -1,0 +1,45 @@
+//! One schedule on its way through a job.
+
+use crate::{Event, Observer};
+use flashtune_cache::{Artifact, Stage};
+use flashtune_codegen::Kernel;
+use flashtune_runtime::Module;
+use std::sync::Arc;
+
+/// A schedule and what is known about it so far.
+#[derive(Clone)]
+pub(crate) struct Candidate {
+    /// Problem, schedule and arch.
+    pub kernel: Kernel,
+    /// Whether this is the model's default.
+    pub is_default: bool,
+    /// The compiled kernel.
+    pub artifact: Option<Artifact>,
+    /// Whether this job compiled it, rather than finding it in the cache.
+    pub compiled: bool,
+    /// The loaded kernel.
+    pub module: Option<Arc<dyn Module>>,
+    /// Largest absolute error against the oracle.
+    pub max_error: f64,
+    /// Where and why it was given up.
+    pub failure: Option<(Stage, String)>,
+}
+
+impl Candidate {
+    pub fn new(kernel: Kernel, is_default: bool) -> Self {
+        Self { kernel, is_default, artifact: None, compiled: false, module: None, max_error: 0.0, failure: None }
+    }
+
+    /// Whether nothing has failed yet.
+    pub fn is_live(&self) -> bool {
+        self.failure.is_none()
+    }
+
+    /// Gives the candidate up.
+    pub fn fail(&mut self, stage: Stage, reason: String, observer: &dyn Observer) {
+        observer.event(&Event::Failed { schedule: &self.kernel.schedule, stage, reason: &reason });
+        tracing::debug!(schedule = %self.kernel.schedule, %stage, reason, "candidate given up");
+        self.module = None;
+        self.failure = Some((stage, reason));
+    }
+}

@@ -1,0 +1,181 @@
+//! The final: paired re-measurement of the best few, and the decision.
+//!
+//! Single medians drift with clocks and neighbours; the ratio of two runs that follow each other does not. So the
+//! finalists run in rounds, A B C D, then B C D A, ..., and what counts is the median of the ratios within rounds. A
+//! challenger must beat the default by more than [`TIE`], and beyond doubt; otherwise the default wins. Challengers
+//! that tie are decided by the model's order. So the same machine gives the same winner, run after run.
+
+use crate::race::{RaceEvent, Track, timed};
+use crate::stats::{median, median_bounds};
+use std::time::Duration;
+
+/// Ratios closer to 1 than this are ties.
+pub(crate) const TIE: f64 = 0.01;
+/// An advantage is beyond doubt when even the upper bound of the median ratio is this far below 1.
+const BEYOND_DOUBT: f64 = TIE / 2.0;
+
+/// Length of a final.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct FinalRules {
+    /// Rounds that are run even past the deadline: fewer cannot beat the default beyond doubt.
+    pub min_rounds: usize,
+    /// Rounds that are enough, even if some ratio is still in doubt.
+    pub max_rounds: usize,
+    /// When the final should end.
+    pub deadline: Duration,
+    /// When it must end, whatever `min_rounds` says: then the default wins.
+    pub hard_deadline: Duration,
+}
+
+/// Times of the finalists, `rounds[r][f]` in microseconds.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(crate) struct Rounds(pub Vec<Vec<f64>>);
+
+impl Rounds {
+    /// All times of finalist `f`.
+    pub fn times(&self, f: usize) -> impl Iterator<Item = f64> + '_ {
+        self.0.iter().map(move |round| round[f])
+    }
+
+    /// Whether `a` is faster than `b` by more than a tie, beyond doubt.
+    fn beats(&self, a: usize, b: usize) -> bool {
+        let ratios = self.ratios(a, b);
+        median(&ratios).is_some_and(|m| m < 1.0 - TIE) && median_bounds(&ratios).1 < 1.0 - BEYOND_DOUBT
+    }
+
+    /// Whether more rounds would hardly change if `a` beats `b`.
+    fn is_clear(&self, a: usize, b: usize) -> bool {
+        let (low, high) = median_bounds(&self.ratios(a, b));
+        high < 1.0 - TIE || low > 1.0 - TIE
+    }
+
+    /// The finalist with the lowest median ratio to `base` among those that beat it.
+    fn fastest(&self, count: usize, base: usize) -> Option<usize> {
+        let beats = (0..count).filter(|&f| f != base && self.beats(f, base));
+        let ratio = |f: usize| median(&self.ratios(f, base)).unwrap_or(f64::INFINITY);
+        beats.min_by(|&a, &b| ratio(a).total_cmp(&ratio(b)))
+    }
+
+    /// Whether more rounds would hardly change the decision.
+    fn is_decided(&self, count: usize, base: usize) -> bool {
+        let others = |than: usize| (0..count).filter(move |&f| f != than);
+        others(base).all(|f| self.is_clear(f, base))
+            && self.fastest(count, base).is_none_or(|best| others(best).all(|f| self.is_clear(best, f)))
+    }
+
+    /// Ratios of finalist `a` to finalist `b` within rounds.
+    fn ratios(&self, a: usize, b: usize) -> Vec<f64> {
+        self.0.iter().map(|round| round[a] / round[b]).collect()
+    }
+}
+
+/// Times the finalists (contenders of the track) in paired rounds, until it is clear who beats `default` or the time is
+/// up. One that fails is reported and leaves, and so do its times; the survivors are returned.
+pub(crate) fn run_final(
+    track: &mut dyn Track,
+    finalists: &[usize],
+    default: Option<usize>,
+    rules: &FinalRules,
+    on: &mut dyn FnMut(RaceEvent<'_>),
+) -> (Vec<usize>, Rounds) {
+    let mut alive = finalists.to_vec();
+    let mut rounds = Rounds::default();
+    let mut round = 0;
+    while alive.len() > 1 && round < rules.max_rounds {
+        let now = track.elapsed();
+        if now >= rules.hard_deadline || now >= rules.deadline && round >= rules.min_rounds {
+            break;
+        }
+        let base = alive.iter().position(|&c| Some(c) == default).unwrap_or(0);
+        if round >= rules.min_rounds && rounds.is_decided(alive.len(), base) {
+            break;
+        }
+        let mut times = vec![0.0; alive.len()];
+        let mut failed = Vec::new();
+        for step in 0..alive.len() {
+            let f = (step + round) % alive.len();
+            match timed(track, alive[f]) {
+                Ok(us) => {
+                    times[f] = us;
+                    on(RaceEvent::Timed { contender: alive[f], round, us });
+                }
+                Err(reason) => {
+                    on(RaceEvent::Failed { contender: alive[f], reason: &reason });
+                    failed.push(f);
+                }
+            }
+        }
+        rounds.0.push(times);
+        // Removing by index goes from the back.
+        failed.sort_unstable();
+        for f in failed.into_iter().rev() {
+            alive.remove(f);
+            rounds.0.iter_mut().for_each(|r| {
+                r.remove(f);
+            });
+        }
+        round += 1;
+    }
+    (alive, rounds)
+}
+
+/// The winner among finalists: an index into the rounds. `default` is the default's index; without one, the first is
+/// the measure. `order` says who goes first among equals (lower is better).
+pub(crate) fn decide(rounds: &Rounds, count: usize, default: Option<usize>, order: &[usize]) -> usize {
+    let base = default.unwrap_or(0);
+    let Some(best) = rounds.fastest(count, base) else { return base };
+    // All that beat the default and are not beyond doubt slower than the best are equals.
+    let equals = (0..count).filter(|&f| f != base && rounds.beats(f, base) && !rounds.beats(best, f));
+    equals.min_by_key(|&f| order[f]).unwrap_or(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rounds(times: &[[f64; 3]]) -> Rounds {
+        Rounds(times.iter().map(|t| t.to_vec()).collect())
+    }
+
+    const ORDER: [usize; 3] = [0, 1, 2];
+
+    #[test]
+    fn a_tie_within_one_percent_goes_to_the_default() {
+        let r = rounds(&[[100.0, 99.5, 120.0]; 9]);
+        assert_eq!(decide(&r, 3, Some(0), &ORDER), 0);
+        assert_eq!(decide(&r, 3, Some(2), &ORDER), 0, "against a slow default the tie goes to the model's first");
+    }
+
+    #[test]
+    fn a_clear_advantage_wins_although_the_machine_drifts() {
+        // The clock falls by half over the rounds; within each round the second is 5 % faster.
+        let r = Rounds(
+            (0..11).map(|i| vec![100.0, 95.0, 99.0].iter().map(|t| t * (1.0 + i as f64 * 0.1)).collect()).collect(),
+        );
+        assert_eq!(decide(&r, 3, Some(0), &ORDER), 1);
+    }
+
+    #[test]
+    fn an_advantage_in_doubt_goes_to_the_default() {
+        // Faster in the median, but slower in four rounds of nine.
+        let mut times = vec![[100.0, 90.0, 100.0]; 5];
+        times.extend([[100.0, 130.0, 100.0]; 4]);
+        assert_eq!(decide(&rounds(&times), 3, Some(0), &ORDER), 0);
+        // Too few rounds to be sure of anything.
+        assert_eq!(decide(&rounds(&[[100.0, 50.0, 100.0]; 3]), 3, Some(0), &ORDER), 0);
+    }
+
+    #[test]
+    fn challengers_that_tie_are_decided_by_the_fixed_order() {
+        let r = rounds(&[[100.0, 80.0, 79.6]; 9]);
+        assert_eq!(decide(&r, 3, Some(0), &ORDER), 1);
+        assert_eq!(decide(&r, 3, Some(0), &[0, 2, 1]), 2);
+        assert_eq!(decide(&rounds(&[[100.0, 80.0, 70.0]; 9]), 3, Some(0), &ORDER), 2);
+    }
+
+    #[test]
+    fn without_rounds_the_default_stands() {
+        assert_eq!(decide(&Rounds::default(), 2, Some(1), &[0, 1]), 1);
+        assert_eq!(decide(&Rounds::default(), 2, None, &[0, 1]), 0);
+    }
+}

@@ -1,0 +1,275 @@
+//! The analytic model: a rough time of a schedule before it is compiled, good enough to decide what to try first.
+//!
+//! It counts what the busiest unit of one multiprocessor (or core) has to do, lets the other units overlap with it as
+//! far as resident warps allow, and adds what the shape wastes: rows past the end of Q, and processors that idle in the
+//! last wave. Costs of one problem and shape compare with each other; across problems they mean nothing.
+
+use flashtune_cache::DeviceFingerprint;
+use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, Kernel, Schedule, Shape, Sm80Schedule, SmArch, TileOrder};
+
+/// Estimated cost of one launch, in cycles of one unit.
+pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -> f64 {
+    match (&kernel.schedule, kernel.arch) {
+        (Schedule::Sm80(s), Arch::Sm(sm)) => sm80(kernel, s, sm, shape, device.units),
+        (Schedule::Cpu(s), Arch::Cpu(isa)) => cpu(kernel, s, isa, shape, device),
+        // Families that have nothing to choose.
+        _ => 1.0,
+    }
+}
+
+/// Key blocks that the query blocks of one head visit.
+struct Visits {
+    /// Number of query blocks.
+    blocks: f64,
+    /// Key blocks over all query blocks.
+    total: f64,
+    /// Key blocks of the longest query block.
+    longest: f64,
+}
+
+/// Counts key blocks by the mask's own definition, on at most 64 query blocks.
+fn visits(shape: &Shape, block_q: u32, block_kv: u32) -> Visits {
+    let (q_len, kv_len) = (shape.q_len as u64, shape.kv_len as u64);
+    let blocks = q_len.div_ceil(block_q as u64).max(1);
+    let step = blocks.div_ceil(64);
+    let (mut sum, mut longest, mut seen) = (0.0, 0.0f64, 0.0);
+    for block in (0..blocks).step_by(step as usize) {
+        let first = (block * block_q as u64).min(q_len.saturating_sub(1));
+        let last = ((block + 1) * block_q as u64 - 1).min(q_len.saturating_sub(1));
+        let begin = shape.mask.live(first, q_len, kv_len).start / block_kv as u64;
+        let end = shape.mask.live(last, q_len, kv_len).end.div_ceil(block_kv as u64);
+        let n = end.saturating_sub(begin) as f64;
+        sum += n;
+        longest = longest.max(n);
+        seen += 1.0;
+    }
+    Visits { blocks: blocks as f64, total: sum / seen * blocks as f64, longest }
+}
+
+/// What one multiprocessor does per cycle.
+struct SmRates {
+    /// Floating-point operations of 16-bit mma.sync with fp32 accumulation.
+    mma: f64,
+    /// Plain fp32 lanes.
+    lanes: f64,
+    /// Bytes from L2.
+    l2: f64,
+}
+
+fn rates(sm: SmArch) -> SmRates {
+    match sm.number {
+        ..=85 => SmRates { mma: 2048.0, lanes: 64.0, l2: 40.0 },
+        86..=89 => SmRates { mma: 1024.0, lanes: 128.0, l2: 32.0 },
+        // Hopper and Blackwell reach about two thirds of their peak without wgmma.
+        90..=119 => SmRates { mma: 2600.0, lanes: 128.0, l2: 36.0 },
+        _ => SmRates { mma: 1024.0, lanes: 128.0, l2: 32.0 },
+    }
+}
+
+/// Bytes of shared memory per cycle and multiprocessor.
+const SMEM_BYTES: f64 = 128.0;
+/// Exponentials per cycle and multiprocessor.
+const EXP2: f64 = 16.0;
+
+fn sm80(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch, shape: &Shape, units: u32) -> f64 {
+    let p = &kernel.problem;
+    let rate = rates(sm);
+    let dims = (p.head_dim_qk + p.head_dim_v) as f64;
+    let (block_q, block_kv, warps) = (s.block_q() as f64, s.block_kv as f64, s.warps as f64);
+
+    // One step of the main loop of one block, in cycles of each unit.
+    let mma = 2.0 * block_q * block_kv * dims / rate.mma;
+    // Every warp reads all fragments of K and V; Q too, unless it stays in registers; cp.async writes K and V.
+    let fragments = warps * block_kv * dims * 2.0;
+    let q_again = if s.q_in_registers { 0.0 } else { block_q * p.head_dim_qk as f64 * 2.0 };
+    let smem = (fragments + q_again + block_kv * dims * 2.0) / SMEM_BYTES;
+    let exp = block_q * block_kv / EXP2;
+    let scalar = block_q * block_kv * 5.0 / rate.lanes;
+    let l2 = block_kv * dims * 2.0 / rate.l2;
+    let busiest = mma.max(smem).max(exp).max(l2);
+    let rest = mma + smem + exp + scalar + l2 - busiest;
+
+    // Resident warps hide what is not the bottleneck, and the latency of loads and barriers.
+    let resident = resident_blocks(kernel, s, sm);
+    let active = resident.min(
+        (shape.batch as f64 * shape.heads as f64 * visits(shape, s.block_q(), s.block_kv).blocks / units.max(1) as f64)
+            .ceil()
+            .max(1.0),
+    );
+    let exposed = 0.7 / (1.0 + warps * active / 4.0);
+    let latency = if s.stages == 1 { 500.0 } else { 90.0 } / active;
+    let spill_risk = registers_short(kernel, s, sm) * 0.02 * busiest;
+    let step = busiest + exposed * rest + latency + spill_risk;
+
+    // Q comes in and O goes out once per block.
+    let tile = 2.0 * block_q * dims / rate.l2 + 600.0 / active;
+    let v = visits(shape, s.block_q(), s.block_kv);
+    let heads = shape.batch as f64 * shape.heads as f64;
+    let total = heads * (v.total * step + v.blocks * tile);
+    let longest = v.longest * step + tile;
+    balance(
+        total,
+        longest,
+        heads * v.blocks,
+        units as f64,
+        s.order == TileOrder::BlockMajor,
+        v.longest * v.blocks > v.total,
+    )
+}
+
+/// Time until the last of `units` is done.
+fn balance(total: f64, longest: f64, tiles: f64, units: f64, longest_first: bool, uneven: bool) -> f64 {
+    let units = units.max(1.0);
+    if uneven {
+        // With the longest first the end is even; otherwise a long one may start last.
+        let tail = if longest_first { 0.15 } else { 0.5 };
+        return (total / units + tail * longest).max(longest);
+    }
+    (tiles / units).ceil() * total / tiles.max(1.0)
+}
+
+/// Blocks that fit one multiprocessor by shared memory, threads and registers.
+fn resident_blocks(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch) -> f64 {
+    let (r, limits) = (kernel.resources(), sm.limits());
+    let by_smem = limits.smem_per_sm / (r.smem_bytes + 1024);
+    let by_threads = limits.threads_per_sm / r.threads.max(1);
+    // The compiler needs more than the lower bound, up to the cap that the launch bounds set.
+    let cap = limits.registers_per_thread.min(limits.registers_per_sm / (r.threads * s.blocks_per_sm).max(1));
+    let registers = (r.registers + 40).min(cap).max(32);
+    let by_registers = limits.registers_per_sm / (registers * r.threads).max(1);
+    by_smem.min(by_threads).min(by_registers).max(1) as f64
+}
+
+/// Registers of a thread that the compiler will probably miss.
+fn registers_short(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch) -> f64 {
+    let (r, limits) = (kernel.resources(), sm.limits());
+    let cap = limits.registers_per_thread.min(limits.registers_per_sm / (r.threads * s.blocks_per_sm).max(1));
+    (r.registers as f64 + 30.0 - cap as f64).max(0.0)
+}
+
+fn cpu(kernel: &Kernel, s: &CpuSchedule, isa: CpuIsa, shape: &Shape, device: &DeviceFingerprint) -> f64 {
+    let p = &kernel.problem;
+    let (dqk, dv) = (p.head_dim_qk as f64, p.head_dim_v as f64);
+    let (block_q, block_kv) = (s.block_q as f64, s.block_kv as f64);
+    let lanes = isa.lanes() as f64;
+    let units = if s.threads == 0 { device.units } else { s.threads.min(device.units) } as f64;
+
+    // Register tile: `r x c` multiplications against `r + c` loads per step, two of each per cycle; accumulators that
+    // do not fit the register file spill.
+    let (r, c) = (s.unroll_q as f64, s.unroll_kv as f64);
+    let registers = if isa >= CpuIsa::Avx512 { 32.0 } else { 16.0 };
+    let spilled = (r * c + c + 1.0 - registers).max(0.0);
+    let per_product = 0.5f64.max(0.5 * (r + c) / (r * c)) + spilled / (r * c);
+    let step = block_q * block_kv * (dqk + dv) / lanes * per_product + block_q * block_kv / lanes * 12.0;
+    // K and V are converted and packed once per step, whatever the number of rows.
+    let packing = block_kv * (dqk + dv) / lanes * 3.0;
+    // What a core works on together should stay in its own cache; 1 MiB is a common size of it.
+    let footprint = 4.0 * (block_kv * (dqk + dv) + block_q * (block_kv + dqk + dv));
+    let spill = 1.0 + 0.3 * (footprint / (1 << 20) as f64 - 1.0).max(0.0).min(4.0);
+
+    let v = visits(shape, s.block_q, s.block_kv);
+    let heads = shape.batch as f64 * shape.heads as f64;
+    let tile = block_q * (dqk + dv) / lanes * 4.0 + 2000.0;
+    let work = (step * spill + packing).max(1.0);
+    let total = heads * (v.total * work + v.blocks * tile);
+    let longest = v.longest * work + tile;
+    balance(total, longest, heads * v.blocks, units, false, v.longest * v.blocks > v.total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtune_codegen::{DType, Family, Mask, MaskKind, Problem, ShapeBucket};
+
+    fn device(arch: Arch, units: u32) -> DeviceFingerprint {
+        DeviceFingerprint {
+            arch,
+            name: "paper".into(),
+            units,
+            memory_bytes: 1 << 36,
+            cache_bytes: 50 << 20,
+            driver: "1".into(),
+        }
+    }
+
+    fn sm(number: u16) -> Arch {
+        Arch::Sm(SmArch { number, specific: number >= 90 })
+    }
+
+    fn shape(q_len: u32, kv_len: u32, mask: Mask) -> Shape {
+        Shape { batch: 2, heads: 16, kv_heads: 16, q_len, kv_len, mask }
+    }
+
+    fn schedule(warps: u32, rows_per_warp: u32, block_kv: u32, order: TileOrder) -> Schedule {
+        let problem = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap();
+        let bucket = ShapeBucket::of(&shape(4096, 4096, Mask::Full));
+        let default = Sm80Schedule::default_for(&problem, SmArch { number: 90, specific: true }, &bucket);
+        Schedule::Sm80(Sm80Schedule { warps, rows_per_warp, block_kv, stages: 2, blocks_per_sm: 1, order, ..default })
+    }
+
+    fn cost_of(schedule: Schedule, mask: Mask, q_len: u32, kv_len: u32) -> f64 {
+        let problem = Problem::forward(DType::Bf16, 64, mask.kind()).unwrap();
+        let kernel = Kernel { problem, schedule, arch: sm(90) };
+        cost(&kernel, &shape(q_len, kv_len, mask), &device(sm(90), 132))
+    }
+
+    #[test]
+    fn costs_are_finite_and_positive_over_every_space() {
+        let odd = [(1, 1), (1, 8192), (7, 3), (4096, 4096), (100_000, 100)];
+        for arch in [sm(80), sm(86), sm(90), sm(120), Arch::Cpu(CpuIsa::Avx2), Arch::Cpu(CpuIsa::Amx)] {
+            for mask in [Mask::Full, Mask::Causal, Mask::Window { left: Some(100), right: Some(0) }] {
+                let problem = Problem::forward_qk_v(DType::Bf16, 192, 128, mask.kind()).unwrap();
+                for family in Family::candidates(&problem, arch) {
+                    for schedule in Schedule::space(family, &problem, arch) {
+                        let kernel = Kernel { problem, schedule, arch };
+                        for (q, kv) in odd {
+                            let c = cost(&kernel, &shape(q, kv, mask), &device(arch, 3));
+                            assert!(c.is_finite() && c > 0.0, "{schedule} {q}x{kv} {mask}: {c}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_past_the_end_of_q_cost() {
+        let (small, large) = (schedule(4, 16, 64, TileOrder::HeadMajor), schedule(8, 32, 64, TileOrder::HeadMajor));
+        assert!(cost_of(small, Mask::Full, 1, 8192) < cost_of(large, Mask::Full, 1, 8192));
+        // With rows enough, larger blocks read K and V less often.
+        let tiny = schedule(2, 16, 64, TileOrder::HeadMajor);
+        assert!(cost_of(large, Mask::Full, 8192, 8192) < cost_of(tiny, Mask::Full, 8192, 8192));
+    }
+
+    #[test]
+    fn a_causal_grid_is_better_off_with_its_longest_rows_first() {
+        let cost = |order| cost_of(schedule(4, 32, 64, order), Mask::Causal, 4096, 4096);
+        assert!(cost(TileOrder::BlockMajor) < cost(TileOrder::HeadMajor));
+        let full = |order| cost_of(schedule(4, 32, 64, order), Mask::Full, 4096, 4096);
+        assert_eq!(full(TileOrder::BlockMajor), full(TileOrder::HeadMajor));
+    }
+
+    #[test]
+    fn a_causal_mask_halves_the_work_and_a_window_bounds_it() {
+        let s = schedule(4, 32, 64, TileOrder::BlockMajor);
+        let ratio = cost_of(s, Mask::Causal, 8192, 8192) / cost_of(s, Mask::Full, 8192, 8192);
+        assert!((0.4..0.65).contains(&ratio), "{ratio}");
+        let window = Mask::Window { left: Some(255), right: Some(0) };
+        assert!(cost_of(s, window, 8192, 8192) < 0.15 * cost_of(s, Mask::Full, 8192, 8192));
+    }
+
+    #[test]
+    fn idle_processors_in_the_last_wave_cost() {
+        let arch = Arch::Cpu(CpuIsa::Avx2);
+        let problem = Problem::forward(DType::F32, 64, MaskKind::FULL).unwrap();
+        let kernel = |block_q| Kernel {
+            problem,
+            schedule: Schedule::Cpu(CpuSchedule { block_q, block_kv: 128, unroll_q: 4, unroll_kv: 2, threads: 0 }),
+            arch,
+        };
+        // One head of 192 rows on four cores: one block of 192 rows keeps three of them idle.
+        let one_head = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 192, kv_len: 4096, mask: Mask::Full };
+        let d = device(arch, 4);
+        assert!(cost(&kernel(48), &one_head, &d) < 0.5 * cost(&kernel(192), &one_head, &d));
+    }
+}

@@ -1,0 +1,190 @@
+//! The race: who is the fastest, decided with few samples on a noisy machine.
+//!
+//! All live contenders are timed once per round in rotated order, so drift and neighbours hit them alike. Those who are
+//! clearly behind drop out, by a threshold that tightens with the number of samples; the default never drops out. The
+//! best few then meet in a final of paired rounds ([`crate::decide`]). Nothing here knows a device: a [`Track`] gives
+//! the times.
+
+use crate::stats::median;
+use std::time::Duration;
+
+/// Where contenders are timed.
+pub(crate) trait Track {
+    /// Time of one run of contender `i` with cold caches, in microseconds, or why it could not run.
+    fn sample(&mut self, contender: usize) -> Result<f64, String>;
+    /// Time since the job began.
+    fn elapsed(&self) -> Duration;
+}
+
+/// What happens in a race or a final.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum RaceEvent<'a> {
+    Timed { contender: usize, round: usize, us: f64 },
+    Dropped { contender: usize, ratio: f64 },
+    Failed { contender: usize, reason: &'a str },
+}
+
+/// How a contender left the race.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Fate {
+    /// It did not.
+    Live,
+    /// Others are faster: its median over the best one's.
+    Dropped(f64),
+    /// It stopped working.
+    Failed(String),
+}
+
+/// Rules of a race.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Rules {
+    /// (number of samples, ratio to the best): who is behind by more after so many samples drops out.
+    pub drops: &'static [(usize, f64)],
+    /// Contenders that stay whatever their times, besides the default.
+    pub keep: usize,
+    /// Samples per contender that are enough.
+    pub max_samples: usize,
+    /// Samples after which the race ends once only `keep` contenders and the default are left.
+    pub enough_samples: usize,
+    /// When the race must end. The default gets its first sample even after that.
+    pub deadline: Duration,
+    /// A first sample shorter than this is discarded: it pays for cold instruction caches and clocks, which matters for
+    /// short runs only.
+    pub warmup_below_us: f64,
+}
+
+/// Samples and fates by contender.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Standings {
+    pub samples: Vec<Vec<f64>>,
+    pub fates: Vec<Fate>,
+}
+
+impl Rules {
+    /// The rules of every job; only the deadline differs.
+    pub fn until(deadline: Duration) -> Self {
+        Self {
+            drops: &[(2, 1.5), (4, 1.15), (8, 1.05)],
+            keep: 2,
+            max_samples: 24,
+            enough_samples: 10,
+            deadline,
+            warmup_below_us: 100_000.0,
+        }
+    }
+}
+
+impl Standings {
+    /// The median of a contender that still works; `None` without samples.
+    pub fn median(&self, contender: usize) -> Option<f64> {
+        match self.fates[contender] {
+            Fate::Failed(_) => None,
+            _ => median(&self.samples[contender]),
+        }
+    }
+
+    /// Contenders that still work, fastest first; equals in their given order.
+    pub fn ranking(&self) -> Vec<usize> {
+        let mut ranked: Vec<(usize, f64)> =
+            (0..self.samples.len()).filter_map(|i| Some((i, self.median(i)?))).collect();
+        ranked.sort_by(|a, b| a.1.total_cmp(&b.1));
+        ranked.into_iter().map(|(i, _)| i).collect()
+    }
+
+    fn live(&self) -> Vec<usize> {
+        (0..self.fates.len()).filter(|&i| self.fates[i] == Fate::Live).collect()
+    }
+
+    fn fail(&mut self, contender: usize, reason: String) {
+        self.samples[contender].clear();
+        self.fates[contender] = Fate::Failed(reason);
+    }
+
+    /// Drops who is behind. `default` and the `keep` fastest stay.
+    fn drop_slow(&mut self, rules: &Rules, default: Option<usize>, on: &mut dyn FnMut(RaceEvent<'_>)) {
+        let mut live: Vec<(usize, f64)> =
+            self.live().into_iter().filter_map(|i| Some((i, fair_time(&self.samples[i])?))).collect();
+        live.sort_by(|a, b| a.1.total_cmp(&b.1));
+        let Some(&(_, best)) = live.first() else { return };
+        for &(i, own) in live.iter().skip(rules.keep) {
+            let limit = rules.drops.iter().rev().find(|(n, _)| self.samples[i].len() >= *n).map(|(_, r)| *r);
+            if Some(i) != default && limit.is_some_and(|limit| own > best * limit) {
+                let ratio = own / best;
+                self.fates[i] = Fate::Dropped(ratio);
+                on(RaceEvent::Dropped { contender: i, ratio });
+            }
+        }
+    }
+}
+
+/// What a contender is dropped by: the sample at the end of the lower third. Disturbances make runs longer, never
+/// shorter, and among two samples the median would be as disturbed as the worse one.
+fn fair_time(samples: &[f64]) -> Option<f64> {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len().saturating_sub(1) / 3).copied()
+}
+
+/// Runs a race of `count` contenders, best guess first.
+pub(crate) fn race(
+    track: &mut dyn Track,
+    count: usize,
+    default: Option<usize>,
+    rules: &Rules,
+    on: &mut dyn FnMut(RaceEvent<'_>),
+) -> Standings {
+    let mut standings = Standings { samples: vec![Vec::new(); count], fates: vec![Fate::Live; count] };
+    let mut warm = vec![false; count];
+    for round in 0.. {
+        let mut order = standings.live();
+        if order.is_empty() {
+            break;
+        }
+        let turn = round % order.len();
+        order.rotate_left(turn);
+        let mut late = false;
+        for i in order {
+            if track.elapsed() >= rules.deadline {
+                late = true;
+                let default_waits = Some(i) == default && standings.samples[i].is_empty();
+                let nobody_ran = standings.samples.iter().all(Vec::is_empty);
+                if !default_waits && !nobody_ran {
+                    continue;
+                }
+            }
+            let again = !std::mem::replace(&mut warm[i], true);
+            let mut result = timed(track, i);
+            // A cold first run is repeated at once, so that a race that ends early still has one good sample of all.
+            if again && result.as_ref().is_ok_and(|us| *us < rules.warmup_below_us) {
+                result = timed(track, i);
+            }
+            match result {
+                Ok(us) => {
+                    standings.samples[i].push(us);
+                    on(RaceEvent::Timed { contender: i, round, us });
+                }
+                Err(reason) => {
+                    on(RaceEvent::Failed { contender: i, reason: &reason });
+                    standings.fail(i, reason);
+                }
+            }
+        }
+        standings.drop_slow(rules, default, on);
+        let live = standings.live();
+        let fewest = live.iter().map(|&i| standings.samples[i].len()).min().unwrap_or(0);
+        let few_left = live.len() <= rules.keep + usize::from(default.is_some());
+        if late || fewest >= rules.max_samples || few_left && fewest >= rules.enough_samples {
+            break;
+        }
+    }
+    standings
+}
+
+/// One sample that makes sense.
+pub(crate) fn timed(track: &mut dyn Track, contender: usize) -> Result<f64, String> {
+    let us = track.sample(contender)?;
+    if us.is_finite() && us > 0.0 { Ok(us) } else { Err(format!("the device reported a time of {us} us")) }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,195 @@
+//! Races on a device that exists on paper: true times, noise, failures and a clock, all from a seed.
+
+use super::*;
+use crate::decide::{FinalRules, decide, run_final};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// A device whose true times are known.
+struct Paper {
+    true_us: Vec<f64>,
+    /// Relative width of the noise.
+    noise: f64,
+    /// Chance that a sample is disturbed and takes several times as long.
+    spikes: f64,
+    /// Contenders that fail from their n-th sample on.
+    breaks: Vec<(usize, usize)>,
+    counts: Vec<usize>,
+    rng: StdRng,
+    clock_us: f64,
+}
+
+impl Paper {
+    fn new(true_us: &[f64], noise: f64, spikes: f64, seed: u64) -> Self {
+        Self {
+            true_us: true_us.to_vec(),
+            noise,
+            spikes,
+            breaks: Vec::new(),
+            counts: vec![0; true_us.len()],
+            rng: StdRng::seed_from_u64(seed),
+            clock_us: 0.0,
+        }
+    }
+
+    fn total_samples(&self) -> usize {
+        self.counts.iter().sum()
+    }
+}
+
+impl Track for Paper {
+    fn sample(&mut self, i: usize) -> Result<f64, String> {
+        self.counts[i] += 1;
+        if self.breaks.iter().any(|&(who, from)| who == i && self.counts[i] >= from) {
+            return Err("launch failed".into());
+        }
+        let mut us = self.true_us[i] * (1.0 + self.noise * self.rng.random::<f64>());
+        // The first run is cold, and the machine slows down as it warms up.
+        if self.counts[i] == 1 {
+            us *= 2.5;
+        }
+        us *= 1.0 + 0.05 * (self.clock_us / 1e6).min(1.0);
+        if self.rng.random::<f64>() < self.spikes {
+            us *= self.rng.random_range(1.5..5.0);
+        }
+        self.clock_us += us;
+        Ok(us)
+    }
+
+    fn elapsed(&self) -> Duration {
+        Duration::from_micros(self.clock_us as u64)
+    }
+}
+
+fn rules() -> Rules {
+    Rules::until(Duration::from_secs(60))
+}
+
+fn quiet(_: RaceEvent<'_>) {}
+
+/// A whole job's decision: race, then final. Contender 0 is the default.
+fn winner(paper: &mut Paper) -> usize {
+    let count = paper.true_us.len();
+    let standings = race(paper, count, Some(0), &rules(), &mut quiet);
+    let mut finalists: Vec<usize> = standings.ranking().into_iter().take(3).collect();
+    if !finalists.contains(&0) {
+        finalists.push(0);
+    }
+    let deadline = Duration::from_secs(120);
+    let final_rules = FinalRules { min_rounds: 7, max_rounds: 75, deadline, hard_deadline: deadline };
+    let (alive, rounds) = run_final(paper, &finalists, Some(0), &final_rules, &mut quiet);
+    let default = alive.iter().position(|&i| i == 0);
+    alive[decide(&rounds, alive.len(), default, &alive)]
+}
+
+#[test]
+fn the_fastest_wins_under_noise_and_spikes() {
+    let times = [130.0, 300.0, 104.0, 100.0, 110.0, 180.0, 105.0, 500.0, 125.0, 140.0];
+    for seed in 0..40 {
+        let mut paper = Paper::new(&times, 0.04, 0.05, seed);
+        assert_eq!(winner(&mut paper), 3, "seed {seed}");
+    }
+}
+
+#[test]
+fn winners_repeat_although_the_noise_does_not() {
+    // Two challengers within 0.5 %: the model's first of them, always.
+    let times = [120.0, 100.0, 99.5, 140.0];
+    let winners: Vec<usize> = (0..40).map(|seed| winner(&mut Paper::new(&times, 0.01, 0.02, seed))).collect();
+    assert!(winners.iter().all(|&w| w == 1), "{winners:?}");
+}
+
+#[test]
+fn a_default_that_is_as_good_stays() {
+    let times = [100.0, 99.7, 100.4, 150.0, 220.0];
+    for seed in 0..40 {
+        assert_eq!(winner(&mut Paper::new(&times, 0.03, 0.05, seed)), 0, "seed {seed}");
+    }
+}
+
+#[test]
+fn slow_contenders_cost_few_samples_and_the_default_is_never_dropped() {
+    let mut times = vec![900.0];
+    times.extend((0..50).map(|i| 200.0 + 10.0 * i as f64));
+    times.push(100.0);
+    let mut paper = Paper::new(&times, 0.03, 0.02, 1);
+    let mut dropped = Vec::new();
+    let standings = race(&mut paper, times.len(), Some(0), &rules(), &mut |e| {
+        if let RaceEvent::Dropped { contender, .. } = e {
+            dropped.push(contender);
+        }
+    });
+    assert!(!dropped.contains(&0) && standings.fates[0] == Fate::Live);
+    // Keeping everyone for all rounds would take 52 * 24 samples.
+    assert!(paper.total_samples() < 52 * 5, "{}", paper.total_samples());
+    assert_eq!(standings.ranking()[0], 51);
+    assert!(matches!(standings.fates[50], Fate::Dropped(r) if r > 1.5));
+}
+
+#[test]
+fn one_that_breaks_in_the_middle_is_out_and_says_why() {
+    let mut paper = Paper::new(&[120.0, 50.0, 100.0], 0.02, 0.0, 3);
+    // The fastest works for a while: it must not win on the strength of its early samples.
+    paper.breaks.push((1, 5));
+    let mut reasons = Vec::new();
+    let standings = race(&mut paper, 3, Some(0), &rules(), &mut |e| {
+        if let RaceEvent::Failed { contender, reason } = e {
+            reasons.push((contender, reason.to_owned()));
+        }
+    });
+    assert_eq!(reasons, [(1, "launch failed".to_owned())]);
+    assert_eq!(standings.median(1), None);
+    assert_eq!(standings.ranking(), [2, 0]);
+}
+
+#[test]
+fn one_that_breaks_in_the_final_loses_it() {
+    let mut paper = Paper::new(&[120.0, 50.0, 100.0], 0.02, 0.0, 3);
+    paper.breaks.push((1, 4));
+    let deadline = Duration::from_secs(9);
+    let final_rules = FinalRules { min_rounds: 7, max_rounds: 75, deadline, hard_deadline: deadline };
+    let (alive, rounds) = run_final(&mut paper, &[1, 2, 0], Some(0), &final_rules, &mut quiet);
+    assert_eq!(alive, [2, 0]);
+    assert!(rounds.0.len() >= 7 && rounds.0.iter().all(|r| r.len() == 2));
+    assert_eq!(alive[decide(&rounds, 2, Some(1), &alive)], 2);
+}
+
+#[test]
+fn nonsense_times_are_failures() {
+    struct Nonsense(f64);
+    impl Track for Nonsense {
+        fn sample(&mut self, i: usize) -> Result<f64, String> {
+            Ok(if i == 0 { 10.0 } else { self.0 })
+        }
+        fn elapsed(&self) -> Duration {
+            Duration::ZERO
+        }
+    }
+    for us in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let standings = race(&mut Nonsense(us), 2, Some(0), &rules(), &mut quiet);
+        assert!(matches!(standings.fates[1], Fate::Failed(_)), "{us}");
+        assert_eq!(standings.ranking(), [0]);
+    }
+}
+
+#[test]
+fn when_the_time_is_up_the_default_has_been_timed_all_the_same() {
+    let mut paper = Paper::new(&[5e6, 4e6, 6e6], 0.0, 0.0, 0);
+    let rules = Rules::until(Duration::ZERO);
+    let standings = race(&mut paper, 3, Some(0), &rules, &mut quiet);
+    assert_eq!(standings.ranking(), [0]);
+    assert_eq!(standings.fates, [Fate::Live, Fate::Live, Fate::Live]);
+    // Long runs need no warm-up: one run, one sample.
+    assert_eq!(paper.total_samples(), 1);
+    // Without a default one contender runs, so that there is a result at all.
+    let mut paper = Paper::new(&[5.0, 4.0], 0.0, 0.0, 0);
+    assert_eq!(race(&mut paper, 2, None, &rules, &mut quiet).ranking(), [0]);
+}
+
+#[test]
+fn a_race_of_failures_ends_with_nobody() {
+    let mut paper = Paper::new(&[1.0, 2.0], 0.0, 0.0, 0);
+    paper.breaks.extend([(0, 1), (1, 1)]);
+    assert!(race(&mut paper, 2, Some(0), &rules(), &mut quiet).ranking().is_empty());
+    assert!(race(&mut paper, 0, None, &rules(), &mut quiet).ranking().is_empty());
+}

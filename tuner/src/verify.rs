@@ -1,0 +1,112 @@
+//! Every candidate proves itself on small ragged inputs before it may be timed.
+//!
+//! The inputs are derived from the job: the same problem, KV-group size and mask kind, lengths that end in the middle of
+//! every block, once with more keys than queries and once the other way round (which gives empty rows under a causal
+//! mask), once with activations that carry large outlier channels and once with normals in a padded layout, with NaN and
+//! Inf where nobody may look. Outputs are poisoned, launches repeated and compared bit by bit; the bound on the error is
+//! that of the numeric contract. All that is [`flashtune_runtime::CheckCase`]'s work; here is only the choice of cases.
+
+use crate::Result;
+use crate::candidate::Candidate;
+use crate::space::input_seed;
+use crate::{Event, Job, Observer};
+use flashtune_cache::Stage;
+use flashtune_codegen::{Mask, Shape};
+use flashtune_runtime::{CheckCase, CheckInputs, Device, Distribution, Layout};
+use std::sync::Arc;
+
+/// Query lengths and key lengths of the cases: more than a block of every schedule, and multiples of none.
+const LONG: u32 = 333;
+const SHORT: u32 = 151;
+
+/// The cases of a job, with their expected results.
+pub(crate) struct Cases(Vec<CheckCase>);
+
+impl Cases {
+    /// Makes inputs and computes what is expected.
+    pub fn new(device: &Arc<dyn Device>, job: &Job) -> Result<Self> {
+        let seed = input_seed(job.seed);
+        let inputs = |layout, distribution, seed| CheckInputs {
+            layout,
+            distribution,
+            seed,
+            lse: true,
+            poison: true,
+            scale: None,
+        };
+        let cases = [
+            (SHORT, LONG, inputs(Layout::Bhsd, Distribution::NormalWithOutliers, seed)),
+            (LONG, SHORT, inputs(Layout::Padded, Distribution::Normal, seed ^ 1)),
+        ]
+        .into_iter()
+        .map(|(q_len, kv_len, inputs)| {
+            CheckCase::new(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
+        })
+        .collect::<Result<_, _>>()?;
+        Ok(Self(cases))
+    }
+
+    /// Checks all live candidates.
+    pub fn check(&self, candidates: &mut [Candidate], observer: &dyn Observer) {
+        let total = candidates.iter().filter(|c| c.is_live()).count();
+        for (done, candidate) in candidates.iter_mut().filter(|c| c.is_live()).enumerate() {
+            match self.check_one(candidate) {
+                Ok(max_error) => {
+                    candidate.max_error = max_error;
+                    let schedule = &candidate.kernel.schedule;
+                    observer.event(&Event::Checked { schedule, done: done + 1, total });
+                }
+                Err(reason) => candidate.fail(Stage::Check, reason, observer),
+            }
+        }
+    }
+
+    fn check_one(&self, candidate: &Candidate) -> Result<f64, String> {
+        let module = candidate.module.as_ref().ok_or("it is not loaded")?;
+        let mut max_error = 0.0f64;
+        for case in &self.0 {
+            let report = case.check(&**module).map_err(|e| e.to_string())?;
+            if !report.passed() {
+                return Err(format!("wrong answer for {}: {report}", case.shape()));
+            }
+            max_error = max_error.max(report.verdict.max_error);
+        }
+        Ok(max_error)
+    }
+}
+
+/// A small shape like the job's: same group size and mask kind, one KV head or two.
+fn ragged(shape: &Shape, q_len: u32, kv_len: u32) -> Shape {
+    let group = shape.group().min(8);
+    let kv_heads = if group > 2 { 1 } else { 2 };
+    let mask = match shape.mask {
+        Mask::Window { left, right } => Mask::Window { left: left.map(|l| l.min(61)), right: right.map(|r| r.min(13)) },
+        mask => mask,
+    };
+    Shape { batch: 1, heads: group * kv_heads, kv_heads, q_len, kv_len, mask }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ragged_shapes_keep_group_and_mask_kind() {
+        let big = Shape {
+            batch: 8,
+            heads: 32,
+            kv_heads: 8,
+            q_len: 4096,
+            kv_len: 4096,
+            mask: Mask::Window { left: Some(1024), right: Some(0) },
+        };
+        let small = ragged(&big, SHORT, LONG);
+        assert_eq!((small.group(), small.mask.kind()), (4, big.mask.kind()));
+        assert!(small.validate().is_ok());
+        assert_eq!(small.mask, Mask::Window { left: Some(61), right: Some(0) });
+        // Lengths end inside of every block that a schedule may have.
+        assert!([16, 32, 48, 64, 96, 128].iter().all(|b| SHORT % b != 0 && LONG % b != 0));
+        let mha = ragged(&Shape { heads: 8, ..big }, SHORT, LONG);
+        assert_eq!((mha.heads, mha.kv_heads), (2, 2));
+    }
+}
