@@ -59,8 +59,9 @@ impl Engine {
         elements(&[batch, heads, q_len, head_dim_v])?;
         let mut o = HostTensor::poisoned(q.dtype(), [batch, heads, q_len, head_dim_v], layout);
 
-        // The tensors are checked with host addresses first, so that bad input costs no device memory.
-        let mut call = Forward { mask, scale, ..Forward::new(q.view(), k.view(), v.view(), o.view()) };
+        // The tensors are checked at an address that any device could give first, so that bad input costs no memory.
+        let unplaced = |t: &HostTensor| t.view_at(1 << 12);
+        let mut call = Forward { mask, scale, ..Forward::new(unplaced(q), unplaced(k), unplaced(v), unplaced(&o)) };
         self.resolve(&call)?;
 
         let device = self.device().as_ref();

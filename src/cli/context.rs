@@ -5,7 +5,7 @@ use anyhow::{Context as _, Result};
 use flashtune::cache::{CacheDir, Layers, Validity, bundles_from_env};
 use flashtune::codegen::TemplateSet;
 use flashtune::runtime::Device;
-use flashtune::{Engine, Policy, read_templates};
+use flashtune::{Engine, read_templates};
 use serde::Serialize;
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
@@ -42,11 +42,6 @@ impl Context {
         }
         let device = flashtune::runtime::open(self.global.device)?;
         Ok(self.device.insert(device).clone())
-    }
-
-    /// The device as it was named.
-    pub fn device_spec(&self) -> flashtune::DeviceSpec {
-        self.global.device
     }
 
     /// The templates in force, read once.
@@ -86,19 +81,9 @@ impl Context {
         Ok(Validity::new(self.device()?.fingerprint().arch, &*self.templates()?))
     }
 
-    /// The policy of the command line.
-    pub fn policy(&self) -> Policy {
-        self.global.policy
-    }
-
     /// An engine with the options of the command line.
     pub fn engine(&mut self) -> Result<Engine> {
-        self.engine_with(self.global.policy)
-    }
-
-    /// [`Context::engine`] with another policy.
-    pub fn engine_with(&mut self, policy: Policy) -> Result<Engine> {
-        let mut builder = Engine::builder().on(self.device()?).policy(policy);
+        let mut builder = Engine::builder().on(self.device()?).policy(self.global.policy);
         if let Some(cache) = &self.global.cache {
             builder = builder.cache_dir(cache);
         }

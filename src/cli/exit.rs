@@ -76,10 +76,10 @@ pub fn classify(error: &anyhow::Error) -> Exit {
         if let Some(e) = e.downcast_ref::<RuntimeError>() {
             return of_runtime(e);
         }
-        if let Some(e) = e.downcast_ref::<flashtune::Error>() {
-            if let flashtune::Error::Runtime(e) = e {
-                return of_runtime(e);
-            }
+        match e.downcast_ref::<flashtune::Error>() {
+            Some(flashtune::Error::Runtime(e)) => return of_runtime(e),
+            Some(flashtune::Error::Templates { .. }) => return Exit::Usage,
+            _ => {}
         }
     }
     Exit::Failed

@@ -168,7 +168,9 @@ mod tests {
         for arch in [Arch::Cpu(CpuIsa::Avx512), Arch::Sm(SmArch { number: 90, specific: true })] {
             for (nth, problem) in problems(Effort::Full).iter().enumerate() {
                 let kernels = kernels(problem, arch, 3);
-                assert!(kernels.len() >= 2, "{problem} on {arch}: {}", kernels.len());
+                // f32 on CUDA has one kernel, whose schedule is fixed.
+                let fixed = problem.dtype == DType::F32 && matches!(arch, Arch::Sm(_));
+                assert!(kernels.len() > usize::from(!fixed), "{problem} on {arch}: {}", kernels.len());
                 assert!(kernels.iter().all(|k| k.check().is_ok()));
                 for (shape, _) in cases(problem, Effort::Full, nth, 0) {
                     assert_eq!(shape.mask.kind(), problem.mask, "{problem} {shape}");

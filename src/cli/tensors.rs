@@ -107,11 +107,27 @@ pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<()> {
         views.push((*name, view));
     }
     let encoded = safetensors::serialize(views, None).context("cannot encode the outputs")?;
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let written = tempfile::NamedTempFile::new_in(folder).and_then(|mut temporary| {
+    let written = tempfile::NamedTempFile::new_in(folder(path)).and_then(|mut temporary| {
         temporary.write_all(&encoded)?;
         temporary.persist(path).map_err(|e| e.error)?;
         Ok(())
     });
-    written.map_err(|e| usage(format!("cannot write {}: {e}; name a file in a writable folder", path.display())))
+    written.map_err(|e| unwritable(path, &e.to_string()))
+}
+
+/// Fails early, before anything is computed, when the folder of an output is not there.
+pub fn check_folder(path: &Path) -> Result<()> {
+    match folder(path) {
+        f if f.is_dir() => Ok(()),
+        f => Err(unwritable(path, &format!("{} is not a folder", f.display()))),
+    }
+}
+
+/// The folder that a file is in; a bare name is in the current one.
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn unwritable(path: &Path, why: &str) -> anyhow::Error {
+    usage(format!("cannot write {}: {why}; name a file in a writable folder", path.display()))
 }

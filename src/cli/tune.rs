@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     trials: Option<usize>,
     /// Seconds for the whole command
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     budget_s: Option<f64>,
     /// Seed of the inputs and of the random picks
     #[arg(long, default_value_t = 0, value_name = "N")]

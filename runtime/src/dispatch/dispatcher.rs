@@ -182,10 +182,13 @@ impl Dispatcher {
                 }
             }
         }
-        let reason = match (tried, refusals.as_slice()) {
-            (_, []) => "no layer has a record of it".to_owned(),
-            (_, all) => all.iter().map(|r| format!("{}: {}", r.what, r.why)).collect::<Vec<_>>().join("; "),
+        let mut reason = match tried {
+            0 => "no layer has a record of it that may be used".to_owned(),
+            n => format!("none of its {n} usable record(s) has a kernel that loads"),
         };
+        for Refusal { what, why } in &refusals {
+            reason.push_str(&format!("; {what}: {why}"));
+        }
         Err(Error::Sealed { problem: format!("{} {}", key.problem, shape), reason, remedy: SEALED_REMEDY })
     }
 

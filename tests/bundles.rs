@@ -1,0 +1,137 @@
+//! Bundles: out of one cache, into another, and every way of being refused.
+
+mod common;
+
+use common::{NOWHERE, Place, SMALL, fails, json, other_cpu_arch};
+
+fn text(path: &std::path::Path) -> &str {
+    path.to_str().expect("test paths are text")
+}
+
+/// A place with one tuned problem, and its bundle.
+fn exported() -> (Place, std::path::PathBuf) {
+    let place = Place::new();
+    place.tune_small();
+    let bundle = place.path("mine.ftb");
+    let summary = place.json(&["export", text(&bundle)]);
+    assert_eq!(summary["records"], 1, "{summary}");
+    assert!(summary["artifacts"].as_u64().unwrap() >= 1, "{summary}");
+    (place, bundle)
+}
+
+#[test]
+fn an_exported_bundle_serves_an_empty_cache_sealed() {
+    let (_place, bundle) = exported();
+    let fresh = Place::new();
+    let explain = [&["explain"], SMALL, &["--policy", "sealed"]].concat();
+    fails(fresh.flashtune(&explain).env("CC", NOWHERE), 3, &["sealed"]);
+
+    // Named on the command line, without importing.
+    let named = json(fresh.flashtune(&explain).args(["--json", "--bundle", text(&bundle)]).env("CC", NOWHERE));
+    assert_eq!(named[0]["status"]["kind"], "tuned", "{named}");
+    assert!(named[0]["layer"].as_str().unwrap().contains("mine.ftb"), "{named}");
+
+    // Through the environment.
+    let mut env = fresh.flashtune(&explain);
+    let env = json(env.arg("--json").env("FLASHTUNE_BUNDLES", &bundle).env("CC", NOWHERE));
+    assert_eq!(env[0]["status"]["kind"], "tuned", "{env}");
+
+    // Imported.
+    let summary = fresh.json(&["import", text(&bundle)]);
+    assert_eq!(summary["records"], 1, "{summary}");
+    let imported = json(fresh.flashtune(&explain).arg("--json").env("CC", NOWHERE));
+    assert_eq!(imported[0]["layer"], "snapshot", "{imported}");
+    assert_eq!(imported[0]["schedule"], named[0]["schedule"]);
+}
+
+#[test]
+fn a_bundle_for_another_arch_is_refused_by_name_of_the_field() {
+    let place = Place::new();
+    let bundle = place.path("foreign.ftb");
+    let arch = other_cpu_arch().to_string();
+    let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&bundle)]].concat();
+    assert_eq!(place.json(&args)["records"], 1);
+    fails(&mut place.flashtune(&["import", text(&bundle)]), 2, &["arch", &arch, "foreign.ftb"]);
+    assert!(!place.path("cache/v1/snapshot.ftb").exists(), "a refused import leaves the cache alone");
+
+    // Named as a layer it is not an error, but it is not used, and the account says why.
+    let explain = [&["explain"], SMALL, &["--bundle", text(&bundle)]].concat();
+    let plan = place.json(&explain);
+    assert_eq!(plan[0]["status"]["kind"], "default", "{plan}");
+    let refusals = plan[0]["refusals"].to_string();
+    assert!(refusals.contains("foreign.ftb") && refusals.contains("arch is"), "{refusals}");
+}
+
+#[test]
+fn a_bundle_of_other_templates_is_refused_by_name_of_the_field() {
+    let place = Place::new();
+    // The real template with one comment more is another template set.
+    let folder = place.path("templates");
+    std::fs::create_dir_all(folder.join("forward")).unwrap();
+    let own = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
+    std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n/* edited */\n")).unwrap();
+    let bundle = place.path("edited.ftb");
+    let args = [&["tune"], SMALL, &["--trials", "1", "--budget-s", "5", "--templates", text(&folder)]].concat();
+    place.json(&args);
+    place.json(&["export", text(&bundle), "--templates", text(&folder)]);
+
+    let fresh = Place::new();
+    fails(&mut fresh.flashtune(&["import", text(&bundle)]), 2, &["templates", "edited.ftb"]);
+    let explain = [&["explain"], SMALL, &["--bundle", text(&bundle), "--policy", "sealed"]].concat();
+    fails(fresh.flashtune(&explain).env("CC", NOWHERE), 3, &["templates is"]);
+    // With the templates that it was made from, it serves.
+    let with = [&["explain"], SMALL, &["--bundle", text(&bundle), "--templates", text(&folder)]].concat();
+    assert_eq!(fresh.json(&with)[0]["status"]["kind"], "tuned");
+}
+
+#[test]
+fn a_bundle_that_was_built_ahead_of_time_serves_sealed_as_untuned() {
+    let place = Place::new();
+    let bundle = place.path("ahead.ftb");
+    let arch = common::host_arch().to_string();
+    let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&bundle)]].concat();
+    place.json(&args);
+    let explain = [&["explain"], SMALL, &["--bundle", text(&bundle), "--policy", "sealed"]].concat();
+    let plan = json(place.flashtune(&explain).arg("--json").env("CC", NOWHERE));
+    assert_eq!(plan[0]["status"]["kind"], "untuned", "{plan}");
+    // A folder works as well, as a cache.
+    let folder = place.path("built");
+    let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&folder)]].concat();
+    place.json(&args);
+    let explain = [&["explain"], SMALL, &["--policy", "sealed", "--cache", text(&folder)]].concat();
+    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let plan = json(command.args(["--device", "cpu", "--json"]).args(&explain).env("CC", NOWHERE));
+    assert_eq!(plan[0]["status"]["kind"], "untuned", "{plan}");
+}
+
+#[test]
+fn a_damaged_bundle_is_an_error_and_a_damaged_snapshot_a_miss() {
+    let (place, bundle) = exported();
+    let mut bytes = std::fs::read(&bundle).unwrap();
+    let cut = place.path("cut.ftb");
+    std::fs::write(&cut, &bytes[..bytes.len() / 2]).unwrap();
+    fails(&mut place.flashtune(&["import", text(&cut)]), 2, &["cut.ftb"]);
+    fails(&mut place.flashtune(&["list", "--bundle", text(&cut)]), 2, &["cut.ftb"]);
+    let foreign = place.path("foreign.ftb");
+    std::fs::write(&foreign, "not a bundle at all, but long enough to have a header of some hundred bytes ".repeat(9))
+        .unwrap();
+    fails(&mut place.flashtune(&["import", text(&foreign)]), 2, &["foreign.ftb"]);
+    fails(&mut place.flashtune(&["import", text(&place.path("absent.ftb"))]), 2, &["absent.ftb"]);
+
+    // The snapshot is nobody's wish: what is wrong with it costs a warning and the records in it.
+    let snapshot = place.path("cache/v1/snapshot.ftb");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0xff;
+    std::fs::write(&snapshot, &bytes[..middle]).unwrap();
+    let plan = place.json(&[&["explain"], SMALL].concat());
+    assert_eq!(plan[0]["status"]["kind"], "default", "{plan}");
+}
+
+#[test]
+fn exporting_nothing_is_an_error_and_keeps_the_old_file() {
+    let place = Place::new();
+    let file = place.path("old.ftb");
+    std::fs::write(&file, "something of value").unwrap();
+    fails(&mut place.flashtune(&["export", text(&file)]), 2, &["no record", "tune"]);
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "something of value");
+}

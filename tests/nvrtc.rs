@@ -1,0 +1,164 @@
+//! Every CUDA template renders and compiles to a cubin, without a GPU.
+
+mod common;
+
+use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune::runtime::compile::{Nvrtc, compile_with};
+use flashtune::{DType, Mask, MaskKind, Problem, Shape};
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::sync::Mutex;
+
+const ARCHS: [&str; 4] = ["sm_80", "sm_86", "sm_89", "sm_90a"];
+
+fn arch(name: &str) -> Arch {
+    name.parse().expect("a known arch")
+}
+
+fn bucket(problem: &Problem, len: u32) -> ShapeBucket {
+    let side = |bounded: bool| bounded.then_some(64);
+    let mask = Mask::Window { left: side(problem.mask.left), right: side(problem.mask.right) };
+    ShapeBucket::of(&Shape { batch: 1, heads: 16, kv_heads: 4, q_len: len, kv_len: len, mask })
+}
+
+/// The default kernel of a family.
+fn default_kernel(family: Family, problem: Problem, arch: Arch, len: u32) -> Kernel {
+    let schedule = Schedule::default_for(family, &problem, arch, &bucket(&problem, len)).expect("a default");
+    Kernel { problem, schedule, arch }
+}
+
+/// Compiles on all cores and collects what went wrong.
+fn compile_all(kernels: &[Kernel], spills_allowed: bool) {
+    let nvrtc = Nvrtc::find().expect("checked by the caller");
+    let templates = TemplateSet::embedded();
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let wrong = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(2, |n| n.get()) {
+            scope.spawn(|| {
+                while let Some(kernel) = kernels.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+                    if let Err(e) = compile_one(&nvrtc, kernel, &templates, spills_allowed) {
+                        wrong.lock().unwrap().push(format!("{}: {e}", kernel.name()));
+                    }
+                }
+            });
+        }
+    });
+    let wrong = wrong.into_inner().unwrap();
+    assert!(wrong.is_empty(), "{} of {} kernels:\n{}", wrong.len(), kernels.len(), wrong.join("\n"));
+}
+
+fn compile_one(nvrtc: &Nvrtc, kernel: &Kernel, templates: &TemplateSet, spills_allowed: bool) -> Result<(), String> {
+    let artifact = compile_with(nvrtc, kernel, templates).map_err(|e| e.to_string())?;
+    let facts = &artifact.facts;
+    if !artifact.bytes.starts_with(b"\x7fELF") {
+        return Err("the result is no cubin".into());
+    }
+    let entry = artifact.entry.as_bytes();
+    if !artifact.bytes.windows(entry.len()).any(|w| w == entry) {
+        return Err(format!("the cubin has no symbol {}", artifact.entry));
+    }
+    if facts.registers == 0 {
+        return Err("the log told no register count".into());
+    }
+    // Registers of the block must exist; otherwise the launch fails on the device.
+    let registers = facts.registers.next_multiple_of(8) * kernel.resources().threads;
+    if registers > 65536 {
+        return Err(format!("{registers} registers for one block"));
+    }
+    if !spills_allowed && facts.spill_bytes > 0 {
+        return Err(format!("{} bytes of spills at {} registers", facts.spill_bytes, facts.registers));
+    }
+    if !facts.warnings.is_empty() {
+        return Err(facts.warnings.join("; "));
+    }
+    Ok(())
+}
+
+#[test]
+fn default_schedules_compile_without_spills() {
+    if common::nvrtc_or_skip("default_schedules_compile_without_spills").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    // The head dims that models use, and one on each side of what the defaults switch at; every arch and mask meets.
+    for (i, dims) in
+        [(64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 72), (16, 16)].into_iter().enumerate()
+    {
+        for (j, name) in ARCHS.into_iter().enumerate() {
+            let dtype = [DType::Bf16, DType::F16][(i + j) % 2];
+            let mask = MaskKind::ALL[(i + j) % 4];
+            let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, mask).unwrap();
+            kernels.push(default_kernel(Family::ForwardSm80, problem, arch(name), [4096, 64][i % 2]));
+        }
+        let dtype = DType::ALL[i % 3];
+        let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, MaskKind::ALL[i % 4]).unwrap();
+        kernels.push(default_kernel(Family::ForwardNaive, problem, arch(ARCHS[i % 4]), 1024));
+    }
+    for mask in MaskKind::ALL {
+        let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
+        kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_90a"), 4096));
+    }
+    compile_all(&kernels, false);
+}
+
+#[test]
+fn a_sample_of_the_searched_space_compiles_on_every_arch() {
+    if common::nvrtc_or_skip("a_sample_of_the_searched_space_compiles_on_every_arch").is_none() {
+        return;
+    }
+    let mut rng = StdRng::seed_from_u64(20);
+    let mut kernels: Vec<Kernel> = Vec::new();
+    while kernels.len() < 40 {
+        let dim = |rng: &mut StdRng| rng.random_range(2..=32) * 8;
+        let dim_qk = dim(&mut rng);
+        let dim_v = if rng.random_bool(0.7) { dim_qk } else { dim(&mut rng) };
+        let dtype = [DType::F16, DType::Bf16][rng.random_range(0..2)];
+        let mask = MaskKind::ALL[rng.random_range(0..4)];
+        let problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).unwrap();
+        let arch = arch(ARCHS[kernels.len() % ARCHS.len()]);
+        let space: Vec<Kernel> = Schedule::space(Family::ForwardSm80, &problem, arch)
+            .into_iter()
+            .map(|schedule| Kernel { problem, schedule, arch })
+            .filter(|k| k.check().is_ok())
+            .collect();
+        kernels.extend(space.choose(&mut rng));
+    }
+    // A schedule of the space may spill: that is what the tuner prunes by the log.
+    compile_all(&kernels, true);
+}
+
+#[test]
+fn f32_on_every_arch_compiles_on_the_exact_path() {
+    if common::nvrtc_or_skip("f32_on_every_arch_compiles_on_the_exact_path").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    for (i, name) in ARCHS.into_iter().enumerate() {
+        for dim in [16, 128, 256] {
+            let problem = Problem::forward(DType::F32, dim, MaskKind::ALL[(i + dim as usize) % 4]).unwrap();
+            assert_eq!(Family::candidates(&problem, arch(name)), [Family::ForwardNaive]);
+            kernels.push(default_kernel(Family::ForwardNaive, problem, arch(name), 1024));
+        }
+    }
+    compile_all(&kernels, false);
+}
+
+#[test]
+fn a_bundle_for_gpus_is_built_where_none_is() {
+    if common::nvrtc_or_skip("a_bundle_for_gpus_is_built_where_none_is").is_none() {
+        return;
+    }
+    let place = common::Place::new();
+    let out = place.path("gpu.ftb");
+    let args = ["build", "--arch", "sm_80,sm_90a", "--dtype", "f16,bf16", "--head-dim", "64", "--mask", "causal"];
+    let summary = place.json(&[&args[..], &["--out", out.to_str().unwrap()]].concat());
+    assert_eq!(summary["records"], 4, "{summary}");
+    for kernel in summary["kernels"].as_array().unwrap() {
+        assert_eq!(kernel["spill_bytes"], "0", "{kernel}");
+    }
+    let listed = place.json(&["list", "--bundle", out.to_str().unwrap()]);
+    assert_eq!(listed.as_array().unwrap().len(), 4);
+    // Another device's bundle is of no use here, and says so.
+    common::fails(&mut place.flashtune(&["import", out.to_str().unwrap()]), 2, &["arch", "sm_"]);
+}

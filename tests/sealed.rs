@@ -1,0 +1,114 @@
+//! Tune, cache, and dispatch in new processes that may not compile.
+
+mod common;
+
+use common::{NOWHERE, Place, SMALL, fails, json};
+use flashtune::DType;
+use safetensors::SafeTensors;
+
+#[test]
+fn a_new_process_dispatches_what_was_tuned_without_a_compiler() {
+    let place = Place::new();
+    let tuned = place.tune_small();
+    let tuned = &tuned["tuned"][0];
+    assert_eq!(tuned["problem"], "forward-f32-d32-causal");
+    assert_eq!(tuned["cached"], false);
+    assert!(tuned["gain_over_default"].as_f64().unwrap() > 0.5, "{tuned}");
+    assert!(tuned["gain_over_unfused"].as_f64().unwrap() > 0.0, "{tuned}");
+
+    // The same sizes, under the sealed policy, where no compiler exists.
+    let (input, _) = place.inputs("in.safetensors", DType::F32, [1, 2, 128, 32], [1, 2, 128, 32]);
+    let output = place.path("out.safetensors");
+    let run = ["run", input.to_str().unwrap(), "-o", output.to_str().unwrap(), "--mask", "causal", "--json"];
+    let sealed = json(place.flashtune(&run).args(["--policy", "sealed"]).env("CC", NOWHERE));
+    let plan = &sealed["plan"];
+    assert_eq!(plan["status"]["kind"], "tuned", "{plan}");
+    assert_eq!(plan["layer"], "snapshot", "{plan}");
+    assert_eq!(plan["schedule"], tuned["schedule"]);
+    let sealed_out = std::fs::read(&output).unwrap();
+    let file = SafeTensors::deserialize(&sealed_out).unwrap();
+    assert_eq!(file.tensor("o").unwrap().shape(), [1, 2, 128, 32]);
+    assert_eq!(file.tensor("lse").unwrap().shape(), [1, 2, 128]);
+
+    // The same kernel gives the same bytes where a compiler may run.
+    json(&mut place.flashtune(&run));
+    assert_eq!(std::fs::read(&output).unwrap(), sealed_out);
+}
+
+#[test]
+fn a_second_tune_is_answered_from_the_cache() {
+    let place = Place::new();
+    place.tune_small();
+    let start = std::time::Instant::now();
+    let again = place.tune_small();
+    assert_eq!(again["tuned"][0]["cached"], true);
+    assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());
+    let listed = place.json(&["list"]);
+    assert_eq!(listed.as_array().unwrap().len(), 1, "{listed}");
+    assert_eq!(listed[0]["schedule"], again["tuned"][0]["schedule"]);
+    // --force measures again.
+    let args = [&["tune"], SMALL, &["--trials", "2", "--budget-s", "5", "--force"]].concat();
+    assert_eq!(place.json(&args)["tuned"][0]["cached"], false);
+}
+
+#[test]
+fn sealed_takes_the_nearest_shape_and_says_so() {
+    let place = Place::new();
+    place.tune_small();
+    let near = [&["explain"], SMALL, &["--kv-len", "700", "--policy", "sealed"]].concat();
+    let plan = json(place.flashtune(&near).arg("--json").env("CC", NOWHERE));
+    assert_eq!(plan[0]["status"]["kind"], "nearest_shape", "{plan}");
+    assert!(plan[0]["because"].as_str().unwrap().contains("doublings"), "{plan}");
+}
+
+#[test]
+fn sealed_without_a_record_is_an_error_that_tells_reason_and_remedy() {
+    let place = Place::new();
+    let args = ["explain", "--dtype", "bf16", "--head-dim", "64", "--policy", "sealed"];
+    fails(place.flashtune(&args).env("CC", NOWHERE), 3, &["sealed", "forward-bf16-d64-causal", "record", "import"]);
+    // A record of another problem does not help, and is not taken.
+    place.tune_small();
+    fails(place.flashtune(&args).env("CC", NOWHERE), 3, &["sealed"]);
+}
+
+#[test]
+fn sealed_skips_a_record_whose_kernel_is_gone_and_default_compiles_it_again() {
+    let place = Place::new();
+    place.tune_small();
+    let bundle = place.path("records-only.ftb");
+    strip_artifacts(&place, &bundle);
+
+    let fresh = Place::new();
+    let named = [&["explain"], SMALL, &["--bundle", bundle.to_str().unwrap()]].concat();
+    let mut sealed = fresh.flashtune(&named);
+    fails(sealed.args(["--policy", "sealed"]).env("CC", NOWHERE), 3, &["binary", "sealed"]);
+    let plan = json(fresh.flashtune(&named).arg("--json"));
+    assert_eq!(plan[0]["status"]["kind"], "tuned", "{plan}");
+    assert!(plan[0]["binary"].as_str().unwrap().contains("compiled now"), "{plan}");
+}
+
+/// Writes a bundle with the place's records and none of its kernels.
+fn strip_artifacts(place: &Place, to: &std::path::Path) {
+    use flashtune::cache::{BundleContents, CacheDir, Layers};
+    let layers = Layers::open(&CacheDir::at(place.cache()), &[], None).unwrap();
+    let records = layers.records().into_iter().map(|(_, r, _)| (*r).clone()).collect();
+    let contents = BundleContents { records, artifacts: Vec::new(), load: &mut |_| None, created: 0 };
+    contents.write(to).unwrap();
+}
+
+#[test]
+fn the_tune_policy_tunes_on_a_miss_and_then_dispatches() {
+    let place = Place::new();
+    let engine = flashtune::Engine::builder()
+        .device(flashtune::DeviceSpec::Cpu)
+        .cache_dir(place.cache())
+        .policy(flashtune::Policy::Tune)
+        .build()
+        .unwrap();
+    let mask = flashtune::Mask::Full;
+    let problem = flashtune::Problem::forward(DType::F32, 16, mask.kind()).unwrap();
+    let shape = flashtune::Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 32, kv_len: 32, mask };
+    let plan = engine.plan(&problem, &shape).unwrap();
+    assert_eq!(plan.status(), flashtune::Status::Tuned, "{}", plan.explain());
+    assert!(plan.record().is_some_and(|r| !r.finalists.is_empty()));
+}
