@@ -264,7 +264,7 @@ fn check_layout(name: &'static str, t: &TensorView, arch: Arch) -> Result<()> {
         Arch::Cpu(_) => t.dtype.bytes() as u64,
         Arch::Sm(_) => 16,
     };
-    if t.address % vector != 0 {
+    if !t.address.is_multiple_of(vector) {
         let expected = format!("kernels for {arch} read {vector} bytes at once");
         return Err(error(
             name,
@@ -330,7 +330,7 @@ fn check_contiguous(name: &'static str, t: &TensorView) -> Result<()> {
     if t.is_empty() {
         return Ok(());
     }
-    if t.address == 0 || t.address % 4 != 0 {
+    if t.address == 0 || !t.address.is_multiple_of(4) {
         return Err(error(
             name,
             "address",

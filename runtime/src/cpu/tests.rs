@@ -7,45 +7,13 @@ use flashtune_codegen::abi::ABI_VERSION;
 use flashtune_codegen::{CpuSchedule, DType, Kernel, Language, Mask, MaskKind, Problem, Shape, Source};
 
 /// Plain f32 attention with one tile per (batch, head, row), which keeps its scores in scratch.
-const NAIVE: &str = r#"
-#include <stdint.h>
-#include <math.h>
-typedef struct {
-    uint64_t q, k, v, o, lse, weights;
-    int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];
-    int32_t batch, heads, kv_heads, q_len, kv_len, window_left, window_right;
-    float scale;
-} Args;
-uint64_t ft_tiles(const Args *a) { return (uint64_t)a->batch * a->heads * a->q_len; }
-uint64_t ft_scratch_bytes(const Args *a) { return 4 * (uint64_t)a->kv_len; }
-int ft_init(void) { return INIT; }
-void ft_tile(const Args *a, uint64_t tile, void *scratch) {
-    int64_t i = tile % a->q_len, h = tile / a->q_len % a->heads, b = tile / a->q_len / a->heads;
-    int64_t g = h / (a->heads / a->kv_heads);
-    const float *q = (const float *)a->q + b * a->q_stride[0] + h * a->q_stride[1] + i * a->q_stride[2];
-    const float *k = (const float *)a->k + b * a->k_stride[0] + g * a->k_stride[1];
-    const float *v = (const float *)a->v + b * a->v_stride[0] + g * a->v_stride[1];
-    float *o = (float *)a->o + b * a->o_stride[0] + h * a->o_stride[1] + i * a->o_stride[2];
-    float *p = scratch, max = -INFINITY, sum = 0;
-    for (int64_t j = 0; j < a->kv_len; j++) {
-        p[j] = 0;
-        for (int d = 0; d < 16; d++) p[j] += q[d] * k[j * a->k_stride[2] + d];
-        p[j] *= a->scale;
-        if (p[j] > max) max = p[j];
-    }
-    for (int64_t j = 0; j < a->kv_len; j++) sum += p[j] = expf(p[j] - max);
-    for (int d = 0; d < 16; d++) o[d] = 0;
-    for (int64_t j = 0; j < a->kv_len; j++)
-        for (int d = 0; d < 16; d++) o[d] += p[j] / sum * v[j * a->v_stride[2] + d];
-    if (a->lse) ((float *)a->lse)[tile] = max + logf(sum);
-}
-"#;
+const NAIVE: &str = include_str!("../../testdata/plain.c");
 
 fn artifact(text: &str, isa: CpuIsa) -> Artifact {
     let problem = Problem::forward(DType::F32, 16, MaskKind::FULL).unwrap();
     let schedule = CpuSchedule { block_q: 8, block_kv: 64, unroll_q: 1, unroll_kv: 1, threads: 0 };
     let kernel = Kernel { problem, schedule: Schedule::Cpu(schedule), arch: Arch::Cpu(isa) };
-    let options: Vec<String> = ["-O1", "-shared", "-fPIC", "-DINIT=0"].map(str::to_owned).to_vec();
+    let options: Vec<String> = ["-O1", "-shared", "-fPIC"].map(str::to_owned).to_vec();
     let source = Source {
         name: "naive".into(),
         entry: "ft_tile".into(),
@@ -123,7 +91,7 @@ fn launches_from_many_threads_and_from_a_rayon_worker_do_not_mix() {
 fn modules_loaded_at_the_same_time_are_different_libraries() {
     // The loader compares path names: a descriptor number used again must not give the older library.
     let device = CpuDevice::open().unwrap();
-    let double = NAIVE.replace("o[d] += p[j]", "o[d] += 2 * p[j]");
+    let double = NAIVE.replace("acc[d] += p[j]", "acc[d] += 2 * p[j]");
     let plain = device.load(&artifact(NAIVE, CpuIsa::Generic)).unwrap();
     let doubled = device.load(&artifact(&double, CpuIsa::Generic)).unwrap();
     assert!(Case::new(9, 1).run(&device, &*plain).unwrap() < 1e-5);
@@ -141,7 +109,7 @@ fn what_cannot_be_loaded_is_an_error_with_a_remedy() {
     let good = artifact(NAIVE, CpuIsa::Generic);
     let garbage = Artifact { bytes: b"not an object".to_vec(), ..good.clone() };
     assert!(load(&garbage).contains("compile the kernel again"));
-    let failing = artifact(&NAIVE.replace("return INIT", "return 7"), CpuIsa::Generic);
+    let failing = artifact(&NAIVE.replace("return 0; }", "return 7; }"), CpuIsa::Generic);
     assert!(load(&failing).contains("ft_init") && load(&failing).contains('7'));
     let renamed = artifact(&NAIVE.replace("ft_tiles", "other"), CpuIsa::Generic);
     assert!(load(&renamed).contains("ft_tiles"));

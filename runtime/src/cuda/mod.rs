@@ -1,31 +1,316 @@
-//! CUDA devices.
-use crate::Result;
-use std::sync::Arc;
+//! CUDA devices, over cudarc's driver bindings.
+//!
+//! Thin on purpose: launches use the driver's own call on the caller's stream handle, so that no cudarc version appears
+//! between a host and its kernels; cudarc's safe layer is met only in `slices`, for hosts that use it, and in
+//! [`CudaDevice::of_context`]. Nothing here tracks events or keeps streams waiting for each other.
+
+mod context;
+mod driver;
+mod memory;
+mod module;
+mod slices;
+
+pub use driver::driver_present;
+pub use slices::{Element, SliceTensor, read_slice, write_slice};
+
+use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream, compiler_for};
+use context::Context;
+use cudarc::driver::CudaContext;
+use cudarc::driver::result::{self, event, stream};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
+use driver::{Driver, driver};
+use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::{Arch, Launch, SmArch};
+use memory::CudaBuffer;
+use module::CudaModule;
+use std::sync::{Arc, Mutex};
 
 /// A CUDA device.
-pub struct CudaDevice {}
+pub struct CudaDevice {
+    driver: &'static Driver,
+    fingerprint: DeviceFingerprint,
+    arch: SmArch,
+    /// A stream of our own, for tuning and copies.
+    stream: CUstream,
+    /// Pairs of events that no measurement uses at the moment.
+    timers: Mutex<Vec<Timer>>,
+    /// Written to evict the L2 cache; allocated by the first flush.
+    flush: Mutex<Option<CudaBuffer>>,
+    // Last: everything above lives in it.
+    context: Arc<Context>,
+}
+
+// SAFETY: stream handles may be used from any thread with the context current.
+unsafe impl Send for CudaDevice {}
+// SAFETY: as above; what changes is behind mutexes.
+unsafe impl Sync for CudaDevice {}
+
+/// Two events.
+struct Timer {
+    start: CUevent,
+    end: CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: event handles may be used from any thread with the context current.
+unsafe impl Send for Timer {}
+
+impl Timer {
+    fn new(context: &Arc<Context>) -> Result<Self> {
+        let create = || event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(|e| context.failed("cuEventCreate", e));
+        let start = create()?;
+        // The first event is destroyed when the second cannot be had.
+        let mut timer = Self { start, end: std::ptr::null_mut(), context: context.clone() };
+        timer.end = create()?;
+        Ok(timer)
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.context.bind() else { return };
+        for event in [self.start, self.end] {
+            if !event.is_null() {
+                // SAFETY: created in `new`, destroyed once.
+                let _ = unsafe { event::destroy(event) };
+            }
+        }
+    }
+}
+
+/// Number of CUDA devices.
+///
+/// # Errors
+/// Why there is none to count: no driver, or one that does not work.
+pub fn device_count() -> Result<usize> {
+    driver()?;
+    let n = result::device::get_count().map_err(|e| driver::failed("cuDeviceGetCount", "cuda", e))?;
+    Ok(usize::try_from(n).unwrap_or(0))
+}
+
+fn raw(stream: Stream) -> CUstream {
+    stream.0 as usize as CUstream
+}
 
 impl CudaDevice {
-    /// Opens a device on its primary context, which cudarc, candle and the CUDA runtime share.
-    pub fn open(ordinal: usize) -> Result<Arc<dyn crate::Device>> {
-        let _ = ordinal;
-        todo!()
+    /// Opens a device on its primary context: the one that cudarc, candle, PyTorch and the CUDA runtime share.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] without a driver, [`Error::Device`] when there is no such device.
+    pub fn open(ordinal: usize) -> Result<Arc<CudaDevice>> {
+        let driver = driver()?;
+        Self::of(driver, Context::primary(ordinal)?)
     }
-    /// Uses the context that is current on the calling thread. It must outlive the device.
+
+    /// The device of a host's cudarc context, in that context.
+    pub fn of_context(context: &Arc<CudaContext>) -> Result<Arc<CudaDevice>> {
+        Self::of(driver()?, Context::of_cudarc(context))
+    }
+
+    /// The device of the context that is current on the calling thread, in that context.
     ///
     /// # Safety
-    /// The context is not destroyed while the device or anything made by it lives.
-    pub unsafe fn adopt_current() -> Result<Arc<dyn crate::Device>> {
-        todo!()
+    /// The context is not destroyed before the device, its modules and its buffers are dropped.
+    pub unsafe fn adopt_current() -> Result<Arc<CudaDevice>> {
+        let driver = driver()?;
+        // SAFETY: by this function's contract.
+        Self::of(driver, unsafe { Context::current()? })
+    }
+
+    fn of(driver: &'static Driver, context: Context) -> Result<Arc<CudaDevice>> {
+        use CUdevice_attribute::*;
+        let number = |attribute| context.attribute(attribute);
+        let arch = SmArch::of_capability(
+            number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u16,
+            number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u16,
+        );
+        // SAFETY: the device came from the driver.
+        let memory = unsafe { result::device::total_mem(context.device) };
+        let fingerprint = DeviceFingerprint {
+            arch: Arch::Sm(arch),
+            name: result::device::get_name(context.device).map_err(|e| context.failed("cuDeviceGetName", e))?,
+            units: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            memory_bytes: memory.map_err(|e| context.failed("cuDeviceTotalMem", e))? as u64,
+            cache_bytes: number(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
+            driver: driver::version()?,
+        };
+        let context = Arc::new(context);
+        let _bound = context.bind()?;
+        let stream =
+            stream::create(stream::StreamKind::NonBlocking).map_err(|e| context.failed("cuStreamCreate", e))?;
+        Ok(Arc::new(Self {
+            driver,
+            fingerprint,
+            arch,
+            stream,
+            timers: Mutex::new(Vec::new()),
+            flush: Mutex::new(None),
+            context: context.clone(),
+        }))
+    }
+
+    fn error(&self, call: &'static str, message: impl Into<String>, remedy: &'static str) -> Error {
+        Error::Device { call, device: self.context.name.clone(), message: message.into(), remedy }
+    }
+
+    fn foreign(&self, call: &'static str) -> Error {
+        self.error(call, "it was made by another device", "use modules and buffers with the device that made them")
+    }
+
+    fn buffer<'a>(&self, buffer: &'a dyn Buffer, bytes: usize, call: &'static str) -> Result<&'a CudaBuffer> {
+        let own = buffer.as_any().downcast_ref::<CudaBuffer>().filter(|b| b.context.is(&self.context));
+        let own = own.ok_or_else(|| self.foreign(call))?;
+        if bytes > own.len() {
+            let message = format!("{bytes} bytes do not fit the buffer of {}", own.len());
+            return Err(self.error(call, message, "allocate a larger buffer"));
+        }
+        Ok(own)
+    }
+
+    /// Waits for a stream; the context is current.
+    fn wait(&self, stream: CUstream) -> Result<()> {
+        // SAFETY: the stream is ours or, by the caller's word, a stream of this device.
+        unsafe { stream::synchronize(stream) }.map_err(|e| self.context.failed("cuStreamSynchronize", e))
     }
 }
 
-/// Whether the CUDA driver library can be loaded.
-pub fn driver_present() -> bool {
-    todo!()
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.context.bind() else { return };
+        // SAFETY: created in `of`, destroyed once; the driver finishes pending work first.
+        let _ = unsafe { stream::destroy(self.stream) };
+    }
 }
 
-/// Number of CUDA devices; an error that tells why when the driver is missing or does not work.
-pub fn device_count() -> Result<usize> {
-    todo!()
+impl Device for CudaDevice {
+    fn fingerprint(&self) -> &DeviceFingerprint {
+        &self.fingerprint
+    }
+
+    fn compiler(&self) -> Result<Arc<dyn Compiler>> {
+        compiler_for(self.fingerprint.arch)
+    }
+
+    fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
+        Ok(Arc::new(CudaModule::load(&self.context, self.arch, artifact)?))
+    }
+
+    unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()> {
+        let module = module.as_any().downcast_ref::<CudaModule>().filter(|m| m.context.is(&self.context));
+        let module = module.ok_or_else(|| self.foreign("launch"))?;
+        if launch.grid == 0 {
+            return Ok(());
+        }
+        let _bound = self.context.bind()?;
+        // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
+        let mut parameters = [std::ptr::from_ref(args).cast_mut().cast()];
+        // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` (the recipe holds our ABI
+        // version); addresses, geometry and stream are valid by the caller's promise.
+        unsafe {
+            sys::cuLaunchKernel(
+                module.function,
+                launch.grid,
+                1,
+                1,
+                launch.threads,
+                1,
+                1,
+                launch.smem_bytes,
+                raw(stream),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+        .result()
+        .map_err(|e| self.context.failed("cuLaunchKernel", e))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
+        Ok(Box::new(CudaBuffer::new(&self.context, bytes)?))
+    }
+
+    fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> Result<()> {
+        let to = self.buffer(to, bytes.len(), "upload")?;
+        let _bound = self.context.bind()?;
+        // On our stream and waited for: the driver's synchronous copy returns before pageable memory has arrived.
+        // SAFETY: the range is inside of the buffer, and `bytes` lives until the stream has been waited for.
+        unsafe { result::memcpy_htod_async(to.address, bytes, self.stream) }
+            .map_err(|e| self.context.failed("cuMemcpyHtoDAsync", e))?;
+        self.wait(self.stream)
+    }
+
+    fn download(&self, from: &dyn Buffer, bytes: &mut [u8], stream: Stream) -> Result<()> {
+        let from = self.buffer(from, bytes.len(), "download")?;
+        let _bound = self.context.bind()?;
+        self.wait(raw(stream))?;
+        // SAFETY: as in `upload`.
+        let copy = unsafe { result::memcpy_dtoh_async(bytes, from.address, self.stream) };
+        let waited = self.wait(self.stream);
+        copy.map_err(|e| self.context.failed("cuMemcpyDtoHAsync", e))?;
+        waited
+    }
+
+    fn fill(&self, buffer: &dyn Buffer, byte: u8) -> Result<()> {
+        let buffer = self.buffer(buffer, 0, "fill")?;
+        if buffer.is_empty() {
+            return Ok(());
+        }
+        let _bound = self.context.bind()?;
+        // SAFETY: the range is the buffer.
+        unsafe { result::memset_d8_async(buffer.address, byte, buffer.len(), self.stream) }
+            .map_err(|e| self.context.failed("cuMemsetD8Async", e))?;
+        self.wait(self.stream)
+    }
+
+    fn stream(&self) -> Stream {
+        Stream(self.stream as usize as u64)
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        let _bound = self.context.bind()?;
+        self.wait(raw(stream))
+    }
+
+    fn flush_cache(&self, stream: Stream) -> Result<()> {
+        let mut flush = self.flush.lock().unwrap_or_else(|e| e.into_inner());
+        let buffer = match &mut *flush {
+            Some(buffer) => buffer,
+            empty => {
+                let bytes = (2 * self.fingerprint.cache_bytes).max(32 << 20) as usize;
+                empty.insert(CudaBuffer::new(&self.context, bytes)?)
+            }
+        };
+        let _bound = self.context.bind()?;
+        // SAFETY: the range is the buffer, which lives as long as the device.
+        unsafe { result::memset_d8_async(buffer.address, 0, buffer.len(), raw(stream)) }
+            .map_err(|e| self.context.failed("cuMemsetD8Async", e))
+    }
+
+    fn time_us(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        let _bound = self.context.bind()?;
+        let idle = self.timers.lock().unwrap_or_else(|e| e.into_inner()).pop();
+        let timer = match idle {
+            Some(timer) => timer,
+            None => Timer::new(&self.context)?,
+        };
+        // SAFETY: the events are alive; the stream is one of this device by the caller's word.
+        unsafe { event::record(timer.start, raw(stream)) }.map_err(|e| self.context.failed("cuEventRecord", e))?;
+        work()?;
+        let mut ms = 0.0;
+        // SAFETY: as above; the events were recorded on one stream, and the second one is waited for.
+        unsafe {
+            event::record(timer.end, raw(stream)).map_err(|e| self.context.failed("cuEventRecord", e))?;
+            event::synchronize(timer.end).map_err(|e| self.context.failed("cuEventSynchronize", e))?;
+            (self.driver.elapsed_time)(&mut ms, timer.start, timer.end)
+                .result()
+                .map_err(|e| self.context.failed("cuEventElapsedTime", e))?;
+        }
+        // Events of a failed measurement are dropped, not used again.
+        self.timers.lock().unwrap_or_else(|e| e.into_inner()).push(timer);
+        Ok(ms as f64 * 1e3)
+    }
 }
+
+#[cfg(test)]
+mod tests;

@@ -195,8 +195,8 @@ fn gather(t: &HostTensor, (batch, head): (usize, usize), rows: &[usize], out: &m
 
 #[cfg(test)]
 mod tests {
-    use super::super::{all_rows, oracle};
     use super::super::host::decode;
+    use super::super::{all_rows, oracle};
     use super::*;
     use crate::Distribution;
     use flashtune_codegen::Shape;

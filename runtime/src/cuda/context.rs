@@ -1,0 +1,126 @@
+//! The CUDA context that a device works in, and making it current on the calling thread.
+
+use super::driver::failed;
+use crate::{Error, Result};
+use cudarc::driver::CudaContext;
+use cudarc::driver::result::{self, ctx, primary_ctx};
+use cudarc::driver::sys::{self, CUcontext, CUdevice};
+use std::sync::Arc;
+
+/// Who keeps the context alive.
+enum Owner {
+    /// We hold one reference to the device's primary context.
+    Primary,
+    /// A host's cudarc context, kept by its own reference count.
+    Cudarc(#[allow(dead_code, reason = "held for its lifetime")] Arc<CudaContext>),
+    /// The caller, by the contract of [`super::CudaDevice::adopt_current`].
+    Caller,
+}
+
+/// A context and its device.
+pub(super) struct Context {
+    raw: CUcontext,
+    pub(super) device: CUdevice,
+    /// For messages, e.g. `cuda:0`.
+    pub(super) name: String,
+    owner: Owner,
+}
+
+// SAFETY: a CUDA context may be used from any thread; it is made current on each (`bind`).
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver serialises what needs to be.
+unsafe impl Sync for Context {}
+
+/// Puts back the context that the caller had, when it was another one.
+#[must_use]
+pub(super) struct Bound {
+    previous: Option<CUcontext>,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if let Some(previous) = self.previous {
+            // SAFETY: it was current on this thread when `bind` was called.
+            let _ = unsafe { ctx::set_current(previous) };
+        }
+    }
+}
+
+impl Context {
+    /// The primary context of a device: the one that the CUDA runtime, cudarc and PyTorch use.
+    pub(super) fn primary(ordinal: usize) -> Result<Self> {
+        let name = format!("cuda:{ordinal}");
+        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let device = result::device::get(ordinal).map_err(|e| failed("cuDeviceGet", &name, e))?;
+        // SAFETY: the device came from `device::get`.
+        let raw = unsafe { primary_ctx::retain(device) }.map_err(|e| failed("cuDevicePrimaryCtxRetain", &name, e))?;
+        Ok(Self { raw, device, name, owner: Owner::Primary })
+    }
+
+    /// A host's cudarc context.
+    pub(super) fn of_cudarc(context: &Arc<CudaContext>) -> Self {
+        Self {
+            raw: context.cu_ctx(),
+            device: context.cu_device(),
+            name: format!("cuda:{}", context.ordinal()),
+            owner: Owner::Cudarc(context.clone()),
+        }
+    }
+
+    /// The context that is current on the calling thread.
+    ///
+    /// # Safety
+    /// It outlives the value.
+    pub(super) unsafe fn current() -> Result<Self> {
+        let raw =
+            ctx::get_current().map_err(|e| failed("cuCtxGetCurrent", "cuda", e))?.ok_or_else(|| Error::Device {
+                call: "cuCtxGetCurrent",
+                device: "cuda".to_owned(),
+                message: "no context is current on this thread".to_owned(),
+                remedy: "make one current first, or open a device by its number",
+            })?;
+        let mut device = 0;
+        // SAFETY: the pointer is to a live device number, and a context is current.
+        unsafe { sys::cuCtxGetDevice(&mut device) }.result().map_err(|e| failed("cuCtxGetDevice", "cuda", e))?;
+        Ok(Self { raw, device, name: format!("cuda:{device}"), owner: Owner::Caller })
+    }
+
+    /// Makes the context current on the calling thread. A caller that had none keeps this one, so that its next call
+    /// costs one comparison; a caller that had another one gets it back when the answer is dropped.
+    pub(super) fn bind(&self) -> Result<Bound> {
+        let current = ctx::get_current().map_err(|e| self.failed("cuCtxGetCurrent", e))?;
+        if current == Some(self.raw) {
+            return Ok(Bound { previous: None });
+        }
+        // SAFETY: the context is alive by the owner's promise.
+        unsafe { ctx::set_current(self.raw) }.map_err(|e| self.failed("cuCtxSetCurrent", e))?;
+        Ok(Bound { previous: current })
+    }
+
+    /// Whether both are the same CUDA context.
+    pub(super) fn is(&self, other: &Context) -> bool {
+        self.raw == other.raw
+    }
+
+    /// The value of a device attribute.
+    pub(super) fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<u32> {
+        // SAFETY: the device is valid, it came from the driver.
+        let value = unsafe { result::device::get_attribute(self.device, attribute) }
+            .map_err(|e| self.failed("cuDeviceGetAttribute", e))?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    }
+
+    /// An error of a driver call on this device.
+    pub(super) fn failed(&self, call: &'static str, error: cudarc::driver::DriverError) -> Error {
+        failed(call, &self.name, error)
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        if let Owner::Primary = self.owner {
+            // SAFETY: retained once in `primary`, and everything that was made in it holds a reference to `self`.
+            let _ = unsafe { primary_ctx::release(self.device) };
+        }
+    }
+}

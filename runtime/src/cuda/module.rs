@@ -1,0 +1,117 @@
+//! A loaded cubin.
+
+use super::context::Context;
+use crate::{Error, Module, Result};
+use cudarc::driver::result::{function, module};
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
+use flashtune_cache::Artifact;
+use flashtune_codegen::{Arch, Kernel, SmArch};
+use std::any::Any;
+use std::ffi::CString;
+use std::sync::Arc;
+
+/// A loaded cubin and the function to launch.
+pub(super) struct CudaModule {
+    pub(super) context: Arc<Context>,
+    pub(super) function: CUfunction,
+    raw: CUmodule,
+    kernel: Kernel,
+}
+
+// SAFETY: module and function handles may be used from any thread with the context current.
+unsafe impl Send for CudaModule {}
+// SAFETY: as above; they are not changed after loading.
+unsafe impl Sync for CudaModule {}
+
+impl Module for CudaModule {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn kernel(&self) -> &Kernel {
+        &self.kernel
+    }
+}
+
+impl Drop for CudaModule {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.context.bind() else { return };
+        // SAFETY: loaded in `load`, unloaded once. After a fault the module went with its context.
+        let _ = unsafe { module::unload(self.raw) };
+    }
+}
+
+impl CudaModule {
+    /// Loads a cubin for a device of architecture `ours`.
+    pub(super) fn load(context: &Arc<Context>, ours: SmArch, artifact: &Artifact) -> Result<Self> {
+        let kernel = artifact.recipe.kernel;
+        let refused = |message: String, remedy| Error::Device {
+            call: "load",
+            device: context.name.clone(),
+            message: format!("{}: {message}", kernel.name()),
+            remedy,
+        };
+        if !runs_on(kernel.arch, ours) {
+            let message = format!("it was compiled for {}, this device is {ours}", kernel.arch);
+            return Err(refused(message, "compile it for this device"));
+        }
+        // The driver trusts the headers of an image; a damaged one would be read beyond its end.
+        if !artifact.bytes.starts_with(b"\x7fELF") || artifact.bytes.len() < 64 {
+            return Err(refused("it is no cubin".to_owned(), "remove it from the cache and compile it again"));
+        }
+        let entry = CString::new(artifact.entry.as_str())
+            .map_err(|_| refused("its entry name holds a zero byte".to_owned(), "remove it from the cache"))?;
+
+        let _bound = context.bind()?;
+        // SAFETY: the bytes are a whole ELF image (the caller verified their hash), copied by the driver before it
+        // returns; the context is current.
+        let raw = unsafe { module::load_data(artifact.bytes.as_ptr().cast()) }
+            .map_err(|e| context.failed("cuModuleLoadData", e))?;
+        // From here on the module is unloaded on every way out.
+        let mut this = Self { context: context.clone(), function: std::ptr::null_mut(), raw, kernel };
+        // SAFETY: `raw` was just loaded.
+        this.function =
+            unsafe { module::get_function(raw, entry) }.map_err(|e| context.failed("cuModuleGetFunction", e))?;
+        this.allow_shared_memory()?;
+        Ok(this)
+    }
+
+    /// Allows the kernel's dynamic shared memory. Asking for the registers makes a driver with lazy loading load the
+    /// code now, not at the first launch, which may be inside of a stream capture.
+    fn allow_shared_memory(&self) -> Result<()> {
+        const DYNAMIC: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        const REGISTERS: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+        let bytes = i32::try_from(self.kernel.resources().smem_bytes).unwrap_or(i32::MAX);
+        // SAFETY: the function belongs to a loaded module and the context is current.
+        unsafe {
+            function::set_function_attribute(self.function, DYNAMIC, bytes)
+                .map_err(|e| self.context.failed("cuFuncSetAttribute", e))?;
+            function::get_function_attribute(self.function, REGISTERS)
+                .map_err(|e| self.context.failed("cuFuncGetAttribute", e))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a cubin for `theirs` runs on a device of architecture `ours`: the very capability for `sm_90a` and the
+/// like, otherwise the same major number and no higher a minor one.
+fn runs_on(theirs: Arch, ours: SmArch) -> bool {
+    match theirs {
+        Arch::Cpu(_) => false,
+        Arch::Sm(theirs) if theirs.specific => theirs.number == ours.number,
+        Arch::Sm(theirs) => theirs.number / 10 == ours.number / 10 && theirs.number <= ours.number,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cubins_run_on_their_own_major_architecture_only() {
+        let runs = |theirs: &str, major, minor| runs_on(theirs.parse().unwrap(), SmArch::of_capability(major, minor));
+        assert!(runs("sm_80", 8, 0) && runs("sm_80", 8, 6) && runs("sm_86", 8, 9) && runs("sm_90", 9, 0));
+        assert!(runs("sm_90a", 9, 0) && runs("sm_120a", 12, 0));
+        assert!(!runs("sm_80", 9, 0) && !runs("sm_86", 8, 0) && !runs("sm_90a", 10, 0) && !runs("sm_120a", 12, 1));
+        assert!(!runs("cpu-avx2", 8, 0));
+    }
+}
