@@ -14,7 +14,7 @@
 //! Writers publish by rename, and the name is the hash of the recipe, so two writers of one key write the same thing.
 //! Readers need no lock and trust nothing: what fails a check is a miss, is set aside once, and is compiled again.
 
-use crate::dir::CacheDir;
+use crate::dir::{CacheDir, create_private};
 use crate::publish::publish_file;
 use crate::{Artifact, Error, Key, Result};
 use std::path::{Path, PathBuf};
@@ -48,6 +48,7 @@ impl ArtifactFiles {
     pub fn put(&self, artifact: &Artifact) -> Result<Key> {
         let key = artifact.recipe.key();
         let path = self.path(&key);
+        create_private(path.parent().unwrap_or(&self.folder))?;
         let bytes = seal(artifact);
         publish_file(&path, |w| {
             w.write_all(&bytes).map_err(|source| Error::Io {

@@ -1,6 +1,6 @@
 //! Writing files so that a reader sees the old one or the new one, whole, whatever happens.
 
-use crate::{Error, Result, dir};
+use crate::{Error, Result};
 use std::io::{BufWriter, Seek, Write};
 use std::path::Path;
 
@@ -8,7 +8,8 @@ use std::path::Path;
 pub(crate) trait Sink: Write + Seek {}
 impl<T: Write + Seek> Sink for T {}
 
-/// Writes a file beside its final place, syncs it, renames it over the old one and syncs the folder.
+/// Writes a file beside its final place, in a folder that exists, syncs it, renames it over the old one and syncs the
+/// folder. Its readers are whoever may enter the folder.
 ///
 /// `fill` may fail with its own error; then nothing is left behind.
 pub(crate) fn publish_file(path: &Path, fill: impl FnOnce(&mut dyn Sink) -> Result<()>) -> Result<()> {
@@ -22,9 +23,11 @@ pub(crate) fn publish_file(path: &Path, fill: impl FnOnce(&mut dyn Sink) -> Resu
     };
     // A bare file name has an empty parent, which means the current folder.
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    dir::create_private(folder)?;
-    let temporary =
-        tempfile::Builder::new().prefix(".flashtune-").tempfile_in(folder).map_err(io("create a file beside"))?;
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".flashtune-");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));
+    let temporary = builder.tempfile_in(folder).map_err(io("create a file beside"))?;
     let mut writer = BufWriter::new(temporary);
     fill(&mut writer)?;
     let temporary = writer.into_inner().map_err(|e| io("write")(e.into_error()))?;

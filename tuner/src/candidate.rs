@@ -38,7 +38,7 @@ impl Candidate {
     /// Gives the candidate up.
     pub fn fail(&mut self, stage: Stage, reason: String, observer: &dyn Observer) {
         observer.event(&Event::Failed { schedule: &self.kernel.schedule, stage, reason: &reason });
-        tracing::debug!(schedule = %self.kernel.schedule, %stage, reason, "candidate given up");
+        tracing::trace!(schedule = %self.kernel.schedule, %stage, reason, "candidate given up");
         self.module = None;
         self.failure = Some((stage, reason));
     }

@@ -149,9 +149,8 @@ mod tests {
     #[test]
     fn a_clear_advantage_wins_although_the_machine_drifts() {
         // The clock falls by half over the rounds; within each round the second is 5 % faster.
-        let r = Rounds(
-            (0..11).map(|i| vec![100.0, 95.0, 99.0].iter().map(|t| t * (1.0 + i as f64 * 0.1)).collect()).collect(),
-        );
+        let r =
+            Rounds((0..11).map(|i| [100.0, 95.0, 99.0].iter().map(|t| t * (1.0 + i as f64 * 0.1)).collect()).collect());
         assert_eq!(decide(&r, 3, Some(0), &ORDER), 1);
     }
 

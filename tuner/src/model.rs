@@ -158,14 +158,14 @@ fn cpu(kernel: &Kernel, s: &CpuSchedule, isa: CpuIsa, shape: &Shape, device: &De
     // do not fit the register file spill.
     let (r, c) = (s.unroll_q as f64, s.unroll_kv as f64);
     let registers = if isa >= CpuIsa::Avx512 { 32.0 } else { 16.0 };
-    let spilled = (r * c + c + 1.0 - registers).max(0.0);
+    let spilled = (r * c + r.min(c) + 1.0 - registers).max(0.0);
     let per_product = 0.5f64.max(0.5 * (r + c) / (r * c)) + spilled / (r * c);
     let step = block_q * block_kv * (dqk + dv) / lanes * per_product + block_q * block_kv / lanes * 12.0;
     // K and V are converted and packed once per step, whatever the number of rows.
     let packing = block_kv * (dqk + dv) / lanes * 3.0;
     // What a core works on together should stay in its own cache; 1 MiB is a common size of it.
     let footprint = 4.0 * (block_kv * (dqk + dv) + block_q * (block_kv + dqk + dv));
-    let spill = 1.0 + 0.3 * (footprint / (1 << 20) as f64 - 1.0).max(0.0).min(4.0);
+    let spill = 1.0 + 0.3 * (footprint / (1 << 20) as f64 - 1.0).clamp(0.0, 4.0);
 
     let v = visits(shape, s.block_q, s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64;

@@ -95,15 +95,16 @@ impl Tuning<'_> {
         prune(&mut candidates, self.observer);
         self.load(&mut candidates);
 
-        let live = candidates.iter().filter(|c| c.is_live()).count();
-        self.phase(Phase::Check, Some(2 * live));
-        if live > 0 {
-            Cases::new(self.device, self.job)?.check(&mut candidates, self.observer);
+        // Two checks of each: on small ragged inputs and at the job's own size.
+        let checks = 2 * candidates.iter().filter(|c| c.is_live()).count();
+        self.phase(Phase::Check, Some(checks));
+        if checks > 0 {
+            Cases::new(self.device, self.job)?.check(&mut candidates, checks, self.observer);
         }
         let mut bench = None;
         if candidates.iter().any(Candidate::is_live) {
             let mut made = Bench::new(self.device, self.job)?;
-            made.check(&mut candidates, self.started + self.job.budget * 3 / 4, self.observer);
+            made.check(&mut candidates, checks, self.started + self.job.budget * 3 / 4, self.observer);
             bench = Some(made);
         }
         let measured = bench.as_ref().and_then(|b| self.measure(b, &mut candidates));
@@ -208,11 +209,8 @@ impl Tuning<'_> {
         let left = budget.saturating_sub(self.started.elapsed());
         let rules = Rules::until(self.started.elapsed() + left * 3 / 4);
         let mut standings = race(&mut track, contenders.len(), default, &rules, &mut report);
-        let ranking = standings.ranking();
-        let mut finalists: Vec<usize> = ranking.iter().copied().take(FINALISTS).collect();
-        finalists.extend(default.filter(|d| ranking.contains(d) && !finalists.contains(d)));
+        let mut ranking = standings.ranking();
 
-        self.phase(Phase::Final, Some(finalists.len()));
         let rules = FinalRules {
             min_rounds: 7,
             max_rounds: 75,
@@ -220,7 +218,17 @@ impl Tuning<'_> {
             // A winner that is sure is worth some more time than was asked for, but not without end.
             hard_deadline: budget + budget / 2,
         };
-        let (alive, rounds) = run_final(&mut track, &finalists, default, &rules, &mut report);
+        let (alive, rounds) = loop {
+            let mut finalists: Vec<usize> = ranking.iter().copied().take(FINALISTS).collect();
+            finalists.extend(default.filter(|d| ranking.contains(d) && !finalists.contains(d)));
+            self.phase(Phase::Final, Some(finalists.len()));
+            let (alive, rounds) = run_final(&mut track, &finalists, default, &rules, &mut report);
+            // Should all of them fail, the next best have their turn.
+            if !alive.is_empty() || finalists.is_empty() {
+                break (alive, rounds);
+            }
+            ranking.retain(|c| !finalists.contains(c));
+        };
         for (position, &contender) in alive.iter().enumerate() {
             standings.samples[contender].extend(rounds.times(position));
         }

@@ -25,7 +25,7 @@ pub struct BundleContents<'a> {
 }
 
 impl BundleContents<'_> {
-    /// Writes the bundle to a file, by rename. Returns the manifest.
+    /// Writes the bundle to a file in a folder that exists, by rename. Returns the manifest.
     ///
     /// # Errors
     /// [`Error::Io`] when the file cannot be written; an old one stays as it was.
