@@ -61,7 +61,6 @@ impl Builder<'_> {
         }
         match compile_with(self.compiler, &candidate.kernel, self.templates) {
             Ok(artifact) => {
-                candidate.compiled = true;
                 // Losing the file costs a compilation later, not this job.
                 if let Err(e) = self.files.put(&artifact) {
                     tracing::warn!(error = %e, "a compiled kernel could not be stored");

@@ -15,8 +15,6 @@ pub(crate) struct Candidate {
     pub is_default: bool,
     /// The compiled kernel.
     pub artifact: Option<Artifact>,
-    /// Whether this job compiled it, rather than finding it in the cache.
-    pub compiled: bool,
     /// The loaded kernel.
     pub module: Option<Arc<dyn Module>>,
     /// Largest absolute error against the oracle.
@@ -27,7 +25,7 @@ pub(crate) struct Candidate {
 
 impl Candidate {
     pub fn new(kernel: Kernel, is_default: bool) -> Self {
-        Self { kernel, is_default, artifact: None, compiled: false, module: None, max_error: 0.0, failure: None }
+        Self { kernel, is_default, artifact: None, module: None, max_error: 0.0, failure: None }
     }
 
     /// Whether nothing has failed yet.
