@@ -6,9 +6,8 @@ fn main() -> flashtune::Result<()> {
     let engine = Engine::builder().build()?;
 
     // [batch, heads, rows, head dim]; four query heads share one head of K and V.
-    let random = |heads, seed| {
-        HostTensor::random(DType::Bf16, [2, heads, 1024, 128], Layout::Bhsd, seed, Default::default())
-    };
+    let shape = |heads| [2, heads, 1024, 128];
+    let random = |heads, seed| HostTensor::random(DType::Bf16, shape(heads), Layout::Bhsd, seed, Default::default());
     let (q, k, v) = (random(16, 1), random(4, 2), random(4, 3));
 
     let out = engine.forward_host(&q, &k, &v, Mask::Causal, None)?;

@@ -32,8 +32,10 @@ Exit codes:
 
 Environment:
   FLASHTUNE_CACHE      folder of records and compiled kernels (as --cache)
+  FLASHTUNE_BUNDLES    bundle files to search after the cache, separated as in PATH (as --bundle)
   FLASHTUNE_TEMPLATES  folder with templates that replace the built-in ones (as --templates)
   FLASHTUNE_NVRTC      folder with libnvrtc.so, or the library itself
+  FLASHTUNE_CPU_ISA    a lower instruction set than the processor has, e.g. avx2
   CC                   the C compiler for kernels of the cpu device
   FLASHTUNE_LOG        what to log to stderr, e.g. debug or flashtune_runtime=trace";
 

@@ -128,7 +128,7 @@ pub fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(S
         let mask = match (problem.mask.left, problem.mask.right) {
             (false, false) => Mask::Full,
             // Causal and its generalisation share a kernel: both are asked for.
-            (false, true) if (i + nth) % 2 == 0 => Mask::Causal,
+            (false, true) if (i + nth).is_multiple_of(2) => Mask::Causal,
             (false, true) => Mask::Window { left: None, right: Some(right) },
             (true, false) => Mask::Window { left: Some(left), right: None },
             (true, true) => Mask::Window { left: Some(left), right: Some(right) },
@@ -139,7 +139,7 @@ pub fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(S
             distribution: if n % 11 == 10 { Distribution::Constant(0.5) } else { distributions[n / 2 % 3] },
             seed: seed.wrapping_add(n as u64),
             lse: n % 4 != 3,
-            poison: n % 2 == 0,
+            poison: n.is_multiple_of(2),
             scale: [None, None, Some(0.25), Some(0.0)][n % 4],
         };
         cases.push((Shape { batch, heads, kv_heads, q_len, kv_len, mask }, inputs));
