@@ -21,8 +21,11 @@ fn run_fails(place: &Place, input: &Path, more: &[&str], words: &[&str]) {
     assert_eq!(std::fs::read_to_string(&output).unwrap(), "something of value");
 }
 
+/// Dtype and shape of q, k and v.
+type Tensors = [(DType, [usize; 4]); 3];
+
 /// Writes q, k, v of these shapes and dtypes.
-fn file(place: &Place, tensors: [(DType, [usize; 4]); 3]) -> std::path::PathBuf {
+fn file(place: &Place, tensors: Tensors) -> std::path::PathBuf {
     let [q, k, v] = tensors.map(|(dtype, shape)| HostTensor::zeros(dtype, shape, Layout::Bhsd));
     let path = place.path("in.safetensors");
     common::write_tensors(&path, &[("q", &q), ("k", &k), ("v", &v)]);
@@ -34,7 +37,7 @@ fn tensors_of_a_file_that_do_not_fit_each_other() {
     use DType::{Bf16, F16, F32};
     let place = Place::new();
     let ok = [1, 4, 8, 64];
-    let cases: &[([(DType, [usize; 4]); 3], &[&str])] = &[
+    let cases: &[(Tensors, &[&str])] = &[
         ([(F32, ok), (F16, ok), (F32, ok)], &["tensor k", "dtype", "f16"]),
         ([(F32, ok), (F32, ok), (Bf16, ok)], &["tensor v", "dtype", "bf16"]),
         ([(F32, ok), (F32, [2, 4, 8, 64]), (F32, ok)], &["tensor k", "batch"]),

@@ -222,6 +222,41 @@ fn a_record_of_another_device_serves_as_provisional() {
 }
 
 #[test]
+fn sealed_goes_on_to_the_next_record_when_a_kernel_is_missing() {
+    use flashtune::cache::{BundleContents, CacheDir, Key, Layers};
+    use flashtune::codegen::{Family, Kernel, Schedule, ShapeBucket};
+    let (place, device) = (Place::new(), counted());
+    place.tune_small();
+    let layers = Layers::open(&CacheDir::at(place.cache()), &[], None).unwrap();
+    let near = (*layers.records()[0].1).clone();
+    let (problem, shape) = small(512);
+    let mut exact = near.clone();
+    exact.key.bucket = ShapeBucket::of(&shape);
+    // Another schedule, whose kernel nobody has.
+    let arch = device.fingerprint().arch;
+    let fits = |s: &Schedule| *s != near.schedule && Kernel { problem, schedule: *s, arch }.check().is_ok();
+    exact.schedule = Schedule::space(Family::ForwardCpu, &problem, arch).into_iter().find(fits).unwrap();
+    exact.artifact = Key::of(b"a kernel that nobody has");
+    let bundle = place.path("two.ftb");
+    let mut load = |key: &_| layers.artifact(key).map(|(artifact, _)| artifact);
+    let contents = BundleContents { records: vec![exact, near], artifacts: Vec::new(), load: &mut load, created: 0 };
+    contents.write(&bundle).unwrap();
+
+    let plan = |policy| {
+        let fresh = Place::new();
+        let builder = Engine::builder().on(device.clone()).cache_dir(fresh.cache()).bundle(&bundle);
+        builder.policy(policy).build().unwrap().plan(&problem, &shape).unwrap()
+    };
+    let sealed = plan(Policy::Sealed);
+    assert_eq!(sealed.status(), Status::NearestShape);
+    assert!(sealed.refusals().iter().any(|r| r.why.contains("binary")), "{}", sealed.explain());
+    assert_eq!(device.compilers.load(Ordering::SeqCst), 0);
+    let compiled = plan(Policy::Default);
+    assert_eq!(compiled.status(), Status::Tuned, "the record's own schedule, compiled again");
+    assert_eq!(device.compiles.load(Ordering::SeqCst), 1);
+}
+
+#[test]
 fn an_embedded_bundle_is_searched_last() {
     let (place, device) = (Place::new(), counted());
     place.tune_small();

@@ -4,9 +4,10 @@ use super::context::{Context, table};
 use super::exit::{Failed, usage};
 use super::progress;
 use super::sweep::{self, Effort};
+use super::weights;
 use anyhow::Result;
 use flashtune::cache::{Artifact, ArtifactFiles};
-use flashtune::codegen::{Kernel, TemplateSet};
+use flashtune::codegen::{Arch, Kernel, TemplateSet};
 use flashtune::runtime::{self, CheckCase, CheckInputs, Compiler, Device, Module, compile};
 use flashtune::{Problem, Shape};
 use rayon::prelude::*;
@@ -41,12 +42,13 @@ pub struct Args {
     seed: u64,
 }
 
+/// One check that did not pass.
 #[derive(Serialize)]
-struct Failure {
-    kernel: String,
-    shape: String,
-    inputs: String,
-    what: String,
+pub struct Failure {
+    pub kernel: String,
+    pub shape: String,
+    pub inputs: String,
+    pub what: String,
 }
 
 #[derive(Default)]
@@ -110,6 +112,14 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
     }
     bar.finish_and_clear();
+    if let (Arch::Sm(_), None, None) = (arch, &args.problem, &args.kernel) {
+        for outcome in weights::check(&cx.engine()?)? {
+            tally.checks += 1;
+            if let Err(failure) = outcome {
+                tally.failures.push(failure);
+            }
+        }
+    }
 
     let Tally { kernels, checks, worst, failures } = &tally;
     let seconds = start.elapsed().as_secs_f64();

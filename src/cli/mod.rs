@@ -16,6 +16,7 @@ mod sweep;
 mod tensors;
 mod transfer;
 mod tune;
+mod weights;
 
 use clap::{Parser, Subcommand};
 use context::Context;

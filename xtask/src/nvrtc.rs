@@ -49,7 +49,9 @@ fn install(target: &Path) -> Result<()> {
     let mut pip = Command::new(&python);
     pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", "--target"])
         .arg(target)
-        .arg(WHEEL);
+        .arg(WHEEL)
+        // The target folder is the project's own: what pip says about the system's packages does not apply.
+        .env("PIP_ROOT_USER_ACTION", "ignore");
     let status = pip.status().with_context(|| format!("cannot start {pip:?}"))?;
     if !status.success() {
         bail!("{pip:?} ended with {status}; set FLASHTUNE_NVRTC to a folder with libnvrtc.so.13 to do without");
