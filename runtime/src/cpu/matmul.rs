@@ -67,44 +67,36 @@ fn matmul_avx2(a: &[f32], b: &Packed, out: &mut [f32]) {
 #[inline(always)]
 fn matmul_with(a: &[f32], b: &Packed, out: &mut [f32], fma: impl Fn(f32, f32, f32) -> f32 + Copy) {
     let (k, n) = (b.k, b.n);
+    // Columns of the current rows side by side, so that the loop below reads both matrices in order. Missing rows are
+    // zeros, and their sums are not stored.
+    let mut block = vec![[0.0; MR]; k];
     for (a, out) in a.chunks(MR * k).zip(out.chunks_mut(MR * n)) {
-        let m = a.len() / k;
+        for r in 0..MR {
+            let row = a.get(r * k..(r + 1) * k);
+            for (p, column) in block.iter_mut().enumerate() {
+                column[r] = row.map_or(0.0, |row| row[p]);
+            }
+        }
         for (j, panel) in b.data.chunks_exact(NR * k).enumerate() {
             let columns = NR.min(n - j * NR);
-            // Whole tiles have a constant trip count, which keeps the sums in registers.
-            let sums = if m == MR { tile::<MR>(a, k, panel, fma) } else { ragged(a, m, k, panel, fma) };
-            for (r, sums) in sums.iter().enumerate().take(m) {
-                out[r * n + j * NR..][..columns].copy_from_slice(&sums[..columns]);
+            let sums = tile(&block, panel.as_chunks::<NR>().0, fma);
+            for (sums, out) in sums.iter().zip(out.chunks_exact_mut(n)) {
+                out[j * NR..][..columns].copy_from_slice(&sums[..columns]);
             }
         }
     }
 }
 
+/// One register tile. All trip counts but the outermost are constants, which keeps the sums in registers.
 #[inline(always)]
-fn tile<const M: usize>(
-    a: &[f32],
-    k: usize,
-    panel: &[f32],
-    fma: impl Fn(f32, f32, f32) -> f32 + Copy,
-) -> [[f32; NR]; MR] {
+fn tile(a: &[[f32; MR]], b: &[[f32; NR]], fma: impl Fn(f32, f32, f32) -> f32) -> [[f32; NR]; MR] {
     let mut sums = [[0.0; NR]; MR];
-    let rows: [&[f32]; M] = std::array::from_fn(|r| &a[r * k..][..k]);
-    for (p, b) in panel.as_chunks::<NR>().0.iter().enumerate().take(k) {
-        for r in 0..M {
-            let x = rows[r][p];
+    for (a, b) in a.iter().zip(b) {
+        for r in 0..MR {
             for c in 0..NR {
-                sums[r][c] = fma(x, b[c], sums[r][c]);
+                sums[r][c] = fma(a[r], b[c], sums[r][c]);
             }
         }
-    }
-    sums
-}
-
-#[inline(always)]
-fn ragged(a: &[f32], m: usize, k: usize, panel: &[f32], fma: impl Fn(f32, f32, f32) -> f32 + Copy) -> [[f32; NR]; MR] {
-    let mut sums = [[0.0; NR]; MR];
-    for r in 0..m {
-        sums[r] = tile::<1>(&a[r * k..], k, panel, fma)[0];
     }
     sums
 }

@@ -8,8 +8,10 @@ mod isa;
 mod matmul;
 mod memory;
 mod module;
+mod softmax;
 
 pub(crate) use matmul::{Packed, matmul};
+pub(crate) use softmax::softmax;
 
 use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint};

@@ -7,7 +7,7 @@
 use super::host::{encode, round_to};
 use super::oracle::{RowScale, runs};
 use super::{HostTensor, Layout, RowId, Rows};
-use crate::cpu::{Packed, matmul};
+use crate::cpu::{Packed, matmul, softmax};
 use flashtune_codegen::{DType, Mask};
 use rayon::prelude::*;
 
@@ -35,12 +35,12 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
         let pair = KvPair::pack(k, v, at);
         out.par_chunks_exact_mut(q_len * dim_v * size).enumerate().for_each(|(g, out)| {
             let head = at.1 * group + g;
-            out.par_chunks_mut(BLOCK * dim_v * size).enumerate().for_each(|(j, out)| {
+            out.par_chunks_mut(BLOCK * dim_v * size).enumerate().for_each_init(Vec::new, |weights, (j, out)| {
                 let first = j * BLOCK;
                 let rows: Vec<usize> = (first..first + out.len() / (dim_v * size)).collect();
                 let mut block = vec![0.0; rows.len() * dim_qk];
                 gather(q, (at.0, head), &rows, &mut block);
-                let (values, _) = pair.attend(&block, &rows, q_len, mask, scale, dtype);
+                let (values, _) = pair.attend(&block, &rows, q_len, mask, scale, dtype, weights);
                 encode(dtype, &values, out);
             });
         });
@@ -70,7 +70,7 @@ pub fn unfused_rows(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, 
                     for (id, row) in ids.iter().zip(block.chunks_exact_mut(dim_qk.max(1))) {
                         q.read_row([batch, id.head as usize, id.row as usize], row);
                     }
-                    pair.attend(&block, &rows, q_len, mask, scale, q.dtype())
+                    pair.attend(&block, &rows, q_len, mask, scale, q.dtype(), &mut Vec::new())
                 })
                 .collect();
             blocks.into_iter().fold((Vec::new(), Vec::new()), |(mut o, mut lse), (block_o, block_lse)| {
@@ -124,7 +124,9 @@ impl KvPair {
         }
     }
 
-    /// Rows of O and their log-sum-exp for rows of Q (fp32, already in the dtype's precision).
+    /// Rows of O and their log-sum-exp for rows of Q (fp32, already in the dtype's precision). `weights` is memory to
+    /// work in, kept from block to block.
+    #[allow(clippy::too_many_arguments, reason = "one call of one function, split off for its length")]
     fn attend(
         &self,
         q: &[f32],
@@ -133,13 +135,15 @@ impl KvPair {
         mask: Mask,
         scale: f32,
         dtype: DType,
+        weights: &mut Vec<f32>,
     ) -> (Vec<f32>, Vec<f32>) {
         let n = self.kv_len;
         let mut q: Vec<f32> = q.iter().map(|x| x * scale).collect();
         round_to(dtype, &mut q);
-        let mut weights = vec![0.0; rows.len() * n];
-        matmul(&q, &self.keys, &mut weights);
-        round_to(dtype, &mut weights);
+        weights.clear();
+        weights.resize(rows.len() * n, 0.0);
+        matmul(&q, &self.keys, weights);
+        round_to(dtype, weights);
         let mut lse = vec![f32::NEG_INFINITY; rows.len()];
         for ((row, weights), lse) in rows.iter().zip(weights.chunks_exact_mut(n.max(1))).zip(&mut lse) {
             let live = mask.live(*row as u64, q_len as u64, n as u64);
@@ -149,23 +153,14 @@ impl KvPair {
             if start >= end {
                 continue;
             }
-            let live = &mut weights[start..end];
-            let max = live.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let mut sum = 0.0;
-            for x in live.iter_mut() {
-                *x = (*x - max).exp();
-                sum += *x;
-            }
-            let inverse = 1.0 / sum;
-            live.iter_mut().for_each(|x| *x *= inverse);
-            *lse = max + sum.ln();
+            *lse = softmax(&mut weights[start..end]);
         }
-        round_to(dtype, &mut weights);
+        round_to(dtype, weights);
         let mut o = vec![0.0; rows.len() * self.dim_v];
         if self.finite {
-            matmul(&weights, &self.values, &mut o);
+            matmul(weights, &self.values, &mut o);
         } else {
-            self.multiply_live(&weights, rows, q_len, mask, &mut o);
+            self.multiply_live(weights, rows, q_len, mask, &mut o);
         }
         round_to(dtype, &mut o);
         (o, lse)
