@@ -75,7 +75,11 @@ impl Builder<'_> {
     }
 }
 
-/// Drops kernels that spill registers or that the compiler calls unfit (unless no other is left; the default always
+/// Bytes of spill stores and loads that a kernel may have: a few values parked around the main loop cost nothing (on an
+/// H200 the fastest schedule of head dim 128 spills 16), many mean traffic inside of it.
+const SPILLS_ALLOWED: u32 = 64;
+
+/// Drops kernels that spill registers in earnest or that the compiler calls unfit (unless no other is left; the default always
 /// stays), and those whose binary equals an earlier candidate's.
 pub(crate) fn prune(candidates: &mut [Candidate], observer: &dyn Observer) {
     let unfit = |c: &Candidate| c.artifact.as_ref().and_then(|a| unfit(c.kernel.arch, a));
@@ -101,7 +105,7 @@ pub(crate) fn prune(candidates: &mut [Candidate], observer: &dyn Observer) {
 fn unfit(arch: Arch, artifact: &Artifact) -> Option<String> {
     let facts = &artifact.facts;
     match arch {
-        Arch::Sm(_) if facts.spill_bytes > 0 => {
+        Arch::Sm(_) if facts.spill_bytes > SPILLS_ALLOWED => {
             Some(format!("spills {} bytes of registers at {} registers", facts.spill_bytes, facts.registers))
         }
         _ => facts.warnings.first().cloned(),
@@ -146,17 +150,17 @@ mod tests {
         let mut all = candidates(4);
         for (i, c) in all.iter_mut().enumerate() {
             let mut a = artifact(&c.kernel, i as u8);
-            a.facts.spill_bytes = [8, 16, 0, 24][i];
+            a.facts.spill_bytes = [80, 96, SPILLS_ALLOWED, 240][i];
             c.artifact = Some(a);
         }
         let all_spill =
-            |all: &mut [Candidate]| all.iter_mut().for_each(|c| c.artifact.as_mut().unwrap().facts.spill_bytes = 4);
+            |all: &mut [Candidate]| all.iter_mut().for_each(|c| c.artifact.as_mut().unwrap().facts.spill_bytes = 400);
         let mut hopeless = all.clone();
         prune(&mut all, &());
-        // The default stays although it spills; the one without spills stays.
+        // The default stays although it spills; so does the one that spills next to nothing.
         assert_eq!(all.iter().map(Candidate::is_live).collect::<Vec<_>>(), [true, false, true, false]);
         let (stage, reason) = all[1].failure.clone().unwrap();
-        assert!(stage == Stage::Prune && reason.contains("16 bytes"), "{reason}");
+        assert!(stage == Stage::Prune && reason.contains("96 bytes"), "{reason}");
         all_spill(&mut hopeless);
         prune(&mut hopeless, &());
         assert!(hopeless.iter().all(Candidate::is_live));

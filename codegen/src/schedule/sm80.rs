@@ -65,13 +65,14 @@ impl Sm80Schedule {
     /// (`docs/measured/`), and a smaller one where shared memory is short.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
-        let small_smem = sm.limits().smem_per_block < 128 * 1024;
+        let smem = sm.limits().smem_per_block / 1024;
         let (warps, rows_per_warp, block_kv, stages, q_in_registers) = match d {
             ..=64 => (4, 32, 64, 2, true),
-            ..=96 if !small_smem => (4, 32, 64, 2, false),
-            ..=128 if !small_smem => (4, 32, if problem.mask.left { 32 } else { 48 }, 2, false),
+            ..=96 if smem >= 160 => (4, 32, 64, 2, false),
+            ..=128 if smem >= 160 => (4, 32, if problem.mask.left { 32 } else { 48 }, 2, false),
             ..=128 => (4, 16, 64, 1, false),
-            _ if !small_smem => (4, 16, 64, 1, false),
+            _ if smem >= 224 && bucket.q_len > 64 => (8, 16, 128, 1, false),
+            _ if smem >= 160 => (4, 16, 64, 1, false),
             _ => (4, 16, 32, 1, false),
         };
         // Short query sequences: rows beyond q_len are wasted work.
