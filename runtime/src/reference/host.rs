@@ -360,3 +360,69 @@ pub(crate) fn round_to(dtype: DType, values: &mut [f32]) {
         DType::F32 => {}
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: [usize; 4] = [2, 3, 5, 16];
+
+    #[test]
+    fn values_do_not_depend_on_the_layout_and_survive_it() {
+        for dtype in DType::ALL {
+            let random = |layout| HostTensor::random(dtype, SHAPE, layout, 7, Distribution::Normal);
+            let values = random(Layout::Bhsd).values();
+            for layout in Layout::ALL {
+                let t = random(layout);
+                assert_eq!(t.values(), values, "{layout:?}");
+                assert_eq!(HostTensor::from_values(dtype, SHAPE, layout, &values).unwrap(), t);
+                assert_eq!(HostTensor::from_bytes(dtype, SHAPE, layout, t.bytes().to_vec()).unwrap(), t);
+                assert_eq!(t.get([1, 2, 4, 15]), values[values.len() - 1]);
+                assert!(t.view_at(64).extent_bytes().unwrap() <= t.bytes().len() as u64);
+            }
+        }
+        assert!(HostTensor::from_values(DType::F32, SHAPE, Layout::Bhsd, &[0.0; 3]).is_none());
+        assert!(HostTensor::from_bytes(DType::F32, SHAPE, Layout::Bhsd, vec![0; 3]).is_none());
+    }
+
+    #[test]
+    fn gaps_and_elements_make_up_all_bytes() {
+        for layout in Layout::ALL {
+            let mut t = HostTensor::poisoned(DType::Bf16, SHAPE, layout);
+            let gaps: usize = t.gaps().iter().map(|g| g.len()).sum();
+            assert_eq!(gaps + 2 * SHAPE.iter().product::<usize>(), t.bytes().len(), "{layout:?}");
+            t.fill_rows(|_, row| row.fill(1.0));
+            for gap in t.gaps() {
+                assert!(t.bytes()[gap].iter().all(|b| *b == GAP), "{layout:?}");
+            }
+            let ones = t.bytes().chunks_exact(2).filter(|b| *b == bf16::ONE.to_ne_bytes()).count();
+            assert_eq!(ones, SHAPE.iter().product::<usize>());
+        }
+    }
+
+    #[test]
+    fn outliers_sit_in_few_channels_and_seeds_repeat() {
+        let make = |seed| {
+            HostTensor::random(DType::F32, [1, 2, 200, 64], Layout::Bhsd, seed, Distribution::NormalWithOutliers)
+        };
+        assert_eq!(make(3), make(3));
+        assert_ne!(make(3), make(4));
+        let t = make(3);
+        for h in 0..2 {
+            let mean = |c| (0..200).map(|s| t.get([0, h, s, c])).sum::<f32>() / 200.0;
+            let large = (0..64).filter(|c| mean(*c).abs() > 5.0).count();
+            assert!((1..=2).contains(&large), "{large} channels");
+        }
+    }
+
+    #[test]
+    fn names_are_read_and_bad_ones_refused() {
+        assert_eq!("bshd".parse::<Layout>().unwrap(), Layout::Bshd);
+        assert_eq!("outliers".parse::<Distribution>().unwrap(), Distribution::NormalWithOutliers);
+        assert_eq!("2.5".parse::<Distribution>().unwrap(), Distribution::Constant(2.5));
+        assert!("sbhd".parse::<Layout>().is_err());
+        for bad in ["nan", "inf", "gauss"] {
+            assert!(bad.parse::<Distribution>().is_err(), "{bad}");
+        }
+    }
+}
