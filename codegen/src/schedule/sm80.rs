@@ -71,7 +71,9 @@ impl Sm80Schedule {
             ..=96 if smem >= 160 => (4, 32, 64, 2, false),
             ..=128 if smem >= 160 => (4, 32, if problem.mask.left { 32 } else { 48 }, 2, false),
             ..=128 => (4, 16, 64, 1, false),
-            _ if smem >= 224 && bucket.q_len > 64 => (8, 16, 128, 1, false),
+            _ if smem >= 224 && bucket.q_len > 64 => {
+                (8, 16, if d > 208 || problem.mask.left { 96 } else { 128 }, 1, false)
+            }
             _ if smem >= 160 => (4, 16, 64, 1, false),
             _ => (4, 16, 32, 1, false),
         };
