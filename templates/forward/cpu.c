@@ -46,7 +46,7 @@
 <% include "lib/cpu/mask.h" %>
 
 #define PANEL (UNROLL_Q * LANES)  /* queries of a panel */
-#define PANELS (BLOCK_Q / PANEL)
+#define PANELS ((BLOCK_Q + PANEL - 1) / PANEL)
 #define Q_WORDS ROUND_UP(WORDS(HEAD_DIM_QK), LANES)
 #define O_ROWS ROUND_UP(HEAD_DIM_V, LANES)
 #define S_ROWS ROUND_UP(BLOCK_KV, UNROLL_KV)
@@ -61,7 +61,6 @@
 <% include "lib/cpu/softmax.h" %>
 <% include "lib/cpu/exact.h" %>
 
-_Static_assert(BLOCK_Q % PANEL == 0, "block_q must be a multiple of unroll_q vectors");
 _Static_assert(BLOCK_KV % KV_ALIGN == 0, "block_kv must be a multiple of the key alignment");
 _Static_assert(!AMX || (UNROLL_Q == 2 && UNROLL_KV == 2), "AMX keeps 2 x 2 tiles");
 
@@ -69,8 +68,8 @@ _Static_assert(!AMX || (UNROLL_Q == 2 && UNROLL_KV == 2), "AMX keeps 2 x 2 tiles
 typedef struct {
     _Alignas(64) float q[PANELS][Q_WORDS * PANEL];
     _Alignas(64) float o[PANELS][O_ROWS * PANEL];
-    _Alignas(64) float maximum[BLOCK_Q];
-    _Alignas(64) float sum[BLOCK_Q];
+    _Alignas(64) float maximum[PANELS * PANEL];
+    _Alignas(64) float sum[PANELS * PANEL];
     _Alignas(64) float alpha[PANEL];
     _Alignas(64) float s[S_ROWS * PANEL];
 #if AMX
@@ -78,7 +77,7 @@ typedef struct {
     _Alignas(64) element k[BLOCK_KV * 2 * Q_WORDS];
 #elif PAIRS
     _Alignas(64) float v[BLOCK_KV / 2 * HEAD_DIM_V];
-#elif DTYPE != DTYPE_f32
+#else
     _Alignas(64) float v[BLOCK_KV * HEAD_DIM_V];
     _Alignas(64) float k[BLOCK_KV * HEAD_DIM_QK];
 #endif
@@ -140,12 +139,17 @@ static Block load_block(const ForwardArgs *args, const Tile *tile, Scratch *scra
 #elif PAIRS
     pack_values(scratch->v, v, v_stride, n);
     return (Block){begin, end, (const word *)k, (const word *)scratch->v, k_stride * 2, HEAD_DIM_V * 4};
-#elif DTYPE != DTYPE_f32
-    pack_keys(scratch->k, k, k_stride, n);
-    pack_values(scratch->v, v, v_stride, n);
-    return (Block){begin, end, scratch->k, scratch->v, HEAD_DIM_QK * 4, HEAD_DIM_V * 4};
 #else
-    return (Block){begin, end, k, v, k_stride * 4, v_stride * 4};
+    /* Floats are used where they lie if the rows follow each other; rows far apart would share few cache sets. */
+    if (DTYPE != DTYPE_f32 || k_stride != HEAD_DIM_QK) {
+        pack_keys(scratch->k, k, k_stride, n);
+        k = (const element *)scratch->k;
+    }
+    if (DTYPE != DTYPE_f32 || v_stride != HEAD_DIM_V) {
+        pack_values(scratch->v, v, v_stride, n);
+        v = (const element *)scratch->v;
+    }
+    return (Block){begin, end, (const word *)k, (const word *)v, HEAD_DIM_QK * 4, HEAD_DIM_V * 4};
 #endif
 }
 
@@ -224,7 +228,7 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
         pack_queries(scratch->q[i / PANEL] + i % PANEL, tile.q + (tile.query + i) * args->q_stride[2],
                      args->q_stride[2], queries - i, tile.score_scale, scratch->rows);
     __builtin_memset(scratch->o, 0, sizeof scratch->o);
-    for (int i = 0; i < BLOCK_Q; i++) scratch->maximum[i] = -INF, scratch->sum[i] = 0;
+    for (int i = 0; i < PANELS * PANEL; i++) scratch->maximum[i] = -INF, scratch->sum[i] = 0;
 
     KeyRange range = key_range(args, tile.query, tile.query_end);
     for (int64_t key = range.begin; key < range.end; key += BLOCK_KV) {

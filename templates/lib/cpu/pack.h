@@ -1,5 +1,5 @@
-/* pack.h: Q and O between memory (a query per row) and scratch (a query per lane), and K and V blocks of
- * 16-bit elements into the words that the matmul broadcasts.
+/* pack.h: Q and O between memory (a query per row) and scratch (a query per lane), and blocks of K and V into
+ * compact rows of the words that the matmul broadcasts.
  *
  * A `word` is what one multiply-accumulate takes from one operand: a float, or with PAIRS two bf16 that follow
  * each other along the summed dimension. Scratch holds words in float-sized places whatever they are. */
@@ -49,7 +49,7 @@ INLINE void unpack_output(element *o, int64_t stride, int rows, const float *fro
 }
 
 #if !AMX
-/* A block of K: 16-bit rows become float rows. */
+/* A block of K as float rows. */
 INLINE void pack_keys(float *to, const element *k, int64_t stride, int n) {
     for (int j = 0; j < n; j++) widen_row(to + (int64_t)j * HEAD_DIM_QK, k + j * stride, HEAD_DIM_QK);
 }

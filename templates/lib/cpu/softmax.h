@@ -38,10 +38,18 @@ INLINE void mask_scores(float *s, int from, int to, const ForwardArgs *args, int
  * the factor for what was accumulated before. With PAIRS, `score_scale` (>= 0) is still to be applied. */
 INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *alpha, float score_scale,
                           const int vectors) {
-    vf top[UNROLL_Q], total[UNROLL_Q];
-    UNROLL for (int x = 0; x < vectors; x++) top[x] = vf_set1(-INF), total[x] = vf_set1(0);
-    for (int j = 0; j < n; j++)
-        UNROLL for (int x = 0; x < vectors; x++) top[x] = vf_max(vf_load(s + j * PANEL + x * LANES), top[x]);
+    vf top[UNROLL_Q], other[UNROLL_Q], total[UNROLL_Q];
+    UNROLL for (int x = 0; x < vectors; x++) top[x] = other[x] = vf_set1(-INF), total[x] = vf_set1(0);
+    int j = 0;
+    for (; j + 1 < n; j += 2)  /* two chains, for the latency */
+        UNROLL for (int x = 0; x < vectors; x++) {
+            top[x] = vf_max(vf_load(s + j * PANEL + x * LANES), top[x]);
+            other[x] = vf_max(vf_load(s + (j + 1) * PANEL + x * LANES), other[x]);
+        }
+    UNROLL for (int x = 0; x < vectors; x++) {
+        if (j < n) top[x] = vf_max(vf_load(s + j * PANEL + x * LANES), top[x]);
+        top[x] = vf_max(top[x], other[x]);
+    }
     UNROLL for (int x = 0; x < vectors; x++) {
         vf before = vf_load(maximum + x * LANES);
 #if PAIRS
@@ -55,20 +63,26 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
 #if PAIRS
     /* The product is rounded before the subtraction, as the maximum was: no difference can exceed 0. */
     const vf scale = vf_set1(score_scale), zero = vf_set1(0);
-    for (int j = 0; j < n; j += 2)
+    for (j = 0; j + 1 < n; j += 2)
         UNROLL for (int x = 0; x < vectors; x++) {
             float *at = s + j * PANEL + x * LANES;
-            vf even = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]), odd = zero;
-            if (j + 1 < n) odd = vf_exp2(vf_fma(vf_load(at + PANEL), scale, zero) - top[x]);
+            vf even = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]);
+            vf odd = vf_exp2(vf_fma(vf_load(at + PANEL), scale, zero) - top[x]);
             total[x] += even + odd;
             vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(even, odd));
         }
+    if (j < n)
+        UNROLL for (int x = 0; x < vectors; x++) {
+            vf even = vf_exp2(vf_fma(vf_load(s + j * PANEL + x * LANES), scale, zero) - top[x]);
+            total[x] += even;
+            vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(even, zero));
+        }
     /* AMX multiplies whole tiles of keys. */
-    for (int j = ROUND_UP(n, 2); j < ROUND_UP(n, KV_ALIGN); j += 2)
+    for (j = ROUND_UP(n, 2); j < ROUND_UP(n, KV_ALIGN); j += 2)
         UNROLL for (int x = 0; x < vectors; x++) vf_store(s + j / 2 * PANEL + x * LANES, zero);
 #else
     (void)score_scale;
-    for (int j = 0; j < n; j++)
+    for (j = 0; j < n; j++)
         UNROLL for (int x = 0; x < vectors; x++) {
             float *at = s + j * PANEL + x * LANES;
             vf weight = vf_exp2(vf_load(at) - top[x]);

@@ -15,9 +15,9 @@ typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-/* Complete unrolling of loops over a register tile: clang does it unasked, gcc wants to be told. */
+/* Complete unrolling of loops over a register tile, so that its arrays become registers. */
 #if defined(__clang__)
-#define UNROLL _Pragma("unroll")
+#define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 32")
 #endif
