@@ -1,0 +1,142 @@
+//! What the dispatcher decides for a GPU, on a device that only pretends to be one: nothing is launched here.
+
+use flashtune::cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Layers};
+use flashtune::codegen::abi::ForwardArgs;
+use flashtune::codegen::{Arch, Family, Kernel, Launch, Source, TemplateSet};
+use flashtune::runtime::{Buffer, Compiler, Device, Dispatcher, DispatcherConfig, Error, Module, Result};
+use flashtune::{DType, Mask, Policy, Problem, Shape, Status, Stream};
+use std::any::Any;
+use std::sync::Arc;
+
+struct Gpu(DeviceFingerprint);
+
+struct NoCompiler(CompilerId);
+
+struct Loaded(Kernel);
+
+impl Module for Loaded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn kernel(&self) -> &Kernel {
+        &self.0
+    }
+}
+
+impl Compiler for NoCompiler {
+    fn id(&self) -> &CompilerId {
+        &self.0
+    }
+    fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)> {
+        assert!(source.text.contains(&source.entry), "the source defines its entry point");
+        Ok((Vec::new(), Facts::default()))
+    }
+}
+
+impl Device for Gpu {
+    fn fingerprint(&self) -> &DeviceFingerprint {
+        &self.0
+    }
+    fn compiler(&self) -> Result<Arc<dyn Compiler>> {
+        Ok(Arc::new(NoCompiler(CompilerId { name: "none".into(), version: "0".into() })))
+    }
+    fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
+        Ok(Arc::new(Loaded(artifact.recipe.kernel)))
+    }
+    unsafe fn launch(&self, _: &dyn Module, _: &Launch, _: &ForwardArgs, _: Stream) -> Result<()> {
+        unreachable!("the tests of this file only plan")
+    }
+    fn alloc(&self, _: usize) -> Result<Box<dyn Buffer>> {
+        unreachable!("the tests of this file only plan")
+    }
+    fn upload(&self, _: &dyn Buffer, _: &[u8]) -> Result<()> {
+        unreachable!("the tests of this file only plan")
+    }
+    fn download(&self, _: &dyn Buffer, _: &mut [u8], _: Stream) -> Result<()> {
+        unreachable!("the tests of this file only plan")
+    }
+    fn fill(&self, _: &dyn Buffer, _: u8) -> Result<()> {
+        unreachable!("the tests of this file only plan")
+    }
+    fn stream(&self) -> Stream {
+        Stream::default()
+    }
+    fn synchronize(&self, _: Stream) -> Result<()> {
+        Ok(())
+    }
+    fn flush_cache(&self, _: Stream) -> Result<()> {
+        Ok(())
+    }
+    fn time_us(&self, _: Stream, _: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        unreachable!("the tests of this file only plan")
+    }
+}
+
+fn dispatcher(arch: &str, policy: Policy) -> Dispatcher {
+    let arch: Arch = arch.parse().unwrap();
+    let fingerprint = DeviceFingerprint {
+        arch,
+        name: "Pretended GPU".into(),
+        units: 132,
+        memory_bytes: 1 << 37,
+        cache_bytes: 50 << 20,
+        driver: "580".into(),
+    };
+    let layers = Arc::new(Layers::open(&CacheDir::at("/nonexistent"), &[], None).unwrap());
+    let (device, templates) = (Arc::new(Gpu(fingerprint)), Arc::new(TemplateSet::embedded()));
+    Dispatcher::new(DispatcherConfig { device, templates, policy, layers, artifacts: None })
+}
+
+fn call(dtype: DType) -> (Problem, Shape) {
+    let mask = Mask::Causal;
+    let problem = Problem::forward(dtype, 128, mask.kind()).unwrap();
+    (problem, Shape { batch: 1, heads: 32, kv_heads: 8, q_len: 4096, kv_len: 4096, mask })
+}
+
+#[test]
+fn f32_goes_to_the_exact_kernel_and_the_account_says_so() {
+    for arch in ["sm_80", "sm_90a"] {
+        let (problem, shape) = call(DType::F32);
+        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, false).unwrap();
+        assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
+        let account = plan.explain();
+        assert!(account.notes.iter().any(|n| n.contains("f32") && n.contains("exact")), "{account}");
+        let refused = account.refusals.iter().find(|r| r.what == "forward/sm80").expect("an account of forward/sm80");
+        assert!(refused.why.contains("f16 and bf16"), "{account}");
+    }
+}
+
+#[test]
+fn half_precision_goes_to_the_tensor_cores() {
+    for (arch, dtype) in [("sm_80", DType::F16), ("sm_86", DType::Bf16), ("sm_89", DType::F16), ("sm_90a", DType::Bf16)]
+    {
+        let (problem, shape) = call(dtype);
+        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, false).unwrap();
+        assert_eq!(plan.kernel().schedule.family(), Family::ForwardSm80, "{arch}");
+        assert_eq!(plan.status(), Status::Default);
+        assert!(plan.refusals().iter().any(|r| r.what == "forward/naive"), "{}", plan.explain());
+    }
+    // Before sm_80 there is no cp.async: the plain kernel, and the reason.
+    let (problem, shape) = call(DType::F16);
+    let plan = dispatcher("sm_75", Policy::Default).plan(&problem, &shape, false).unwrap();
+    assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
+    assert!(plan.refusals().iter().any(|r| r.why.contains("cp.async")), "{}", plan.explain());
+}
+
+#[test]
+fn the_weights_come_from_the_plain_kernel_alone() {
+    let (problem, shape) = call(DType::Bf16);
+    let gpu = dispatcher("sm_90a", Policy::Default);
+    let with = gpu.plan(&problem, &shape, true).unwrap();
+    assert_eq!(with.kernel().schedule.family(), Family::ForwardNaive);
+    assert!(
+        with.refusals().iter().any(|r| r.what == "forward/sm80" && r.why.contains("weights")),
+        "{}",
+        with.explain()
+    );
+    // Calls with and without them do not share a plan.
+    let without = gpu.plan(&problem, &shape, false).unwrap();
+    assert_eq!(without.kernel().schedule.family(), Family::ForwardSm80);
+    let error = dispatcher("sm_90a", Policy::Sealed).plan(&problem, &shape, true).unwrap_err();
+    assert!(matches!(&error, Error::Sealed { reason, .. } if reason.contains("weights")), "{error}");
+}
