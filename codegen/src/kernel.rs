@@ -137,11 +137,9 @@ impl Kernel {
             ("mask_left", u32::from(p.mask.left).to_string()),
             ("mask_right", u32::from(p.mask.right).to_string()),
         ]);
-        if let Arch::Cpu(isa) = self.arch {
-            m.insert("isa", isa.name().to_owned());
-        }
         match self.schedule {
             Schedule::Cpu(s) => m.extend([
+                ("isa", s.isa.name().to_owned()),
                 ("block_q", s.block_q.to_string()),
                 ("block_kv", s.block_kv.to_string()),
                 ("unroll_q", s.unroll_q.to_string()),

@@ -24,7 +24,7 @@ pub struct Shape {
 impl Shape {
     /// Checks head counts and lengths. Zero sizes are legal: they mean an empty or all-masked output.
     pub fn validate(&self) -> Result<()> {
-        if self.kv_heads == 0 && self.heads != 0 || self.kv_heads != 0 && self.heads % self.kv_heads != 0 {
+        if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Error::unsupported(
                 "heads",
                 self.heads,

@@ -75,7 +75,6 @@ impl TemplateSet {
             variable_end: "}@".into(),
             comment_start: "<#".into(),
             comment_end: "#>".into(),
-            ..Default::default()
         })?;
         engine
             .add_raw_templates(files.iter().map(|(k, v)| (k.as_str(), v.as_str())))

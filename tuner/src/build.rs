@@ -3,7 +3,7 @@
 use crate::candidate::Candidate;
 use crate::{Event, Observer};
 use flashtune_cache::{Artifact, ArtifactFiles, Stage};
-use flashtune_codegen::{Arch, TemplateSet};
+use flashtune_codegen::{Arch, Kernel, Schedule, TemplateSet};
 use flashtune_runtime::Compiler;
 use flashtune_runtime::compile::{compile_with, recipe};
 use std::collections::HashMap;
@@ -84,14 +84,14 @@ const SPILLS_ALLOWED: u32 = 64;
 pub(crate) fn prune(candidates: &mut [Candidate], observer: &dyn Observer) {
     let unfit = |c: &Candidate| c.artifact.as_ref().and_then(|a| unfit(c.kernel.arch, a));
     let some_are_fit = candidates.iter().any(|c| c.is_live() && unfit(c).is_none());
-    let mut seen: HashMap<[u8; 32], String> = HashMap::new();
+    let mut seen: HashMap<([u8; 32], u32), String> = HashMap::new();
     for candidate in candidates.iter_mut().filter(|c| c.is_live()) {
         if let Some(reason) = unfit(candidate).filter(|_| some_are_fit && !candidate.is_default) {
             candidate.fail(Stage::Prune, reason, observer);
             continue;
         }
         let Some(artifact) = &candidate.artifact else { continue };
-        let hash = code_hash(artifact);
+        let hash = (code_hash(artifact), threads(&candidate.kernel));
         if let Some(first) = seen.get(&hash) {
             let reason = format!("compiles to the same code as {first}");
             candidate.fail(Stage::Prune, reason, observer);
@@ -109,6 +109,14 @@ fn unfit(arch: Arch, artifact: &Artifact) -> Option<String> {
             Some(format!("spills {} bytes of registers at {} registers", facts.spill_bytes, facts.registers))
         }
         _ => facts.warnings.first().cloned(),
+    }
+}
+
+/// The part of a schedule that is not in the binary: how many workers run it.
+fn threads(kernel: &Kernel) -> u32 {
+    match kernel.schedule {
+        Schedule::Cpu(s) => s.threads,
+        _ => 0,
     }
 }
 

@@ -5,13 +5,13 @@
 //! last wave. Costs of one problem and shape compare with each other; across problems they mean nothing.
 
 use flashtune_cache::DeviceFingerprint;
-use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, Kernel, Schedule, Shape, Sm80Schedule, SmArch, TileOrder};
+use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, DType, Kernel, Schedule, Shape, Sm80Schedule, SmArch, TileOrder};
 
 /// Estimated cost of one launch, in cycles of one unit.
 pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -> f64 {
     match (&kernel.schedule, kernel.arch) {
         (Schedule::Sm80(s), Arch::Sm(sm)) => sm80(kernel, s, sm, shape, device.units),
-        (Schedule::Cpu(s), Arch::Cpu(isa)) => cpu(kernel, s, isa, shape, device),
+        (Schedule::Cpu(s), Arch::Cpu(_)) => cpu(kernel, s, shape, device),
         // Families that have nothing to choose.
         _ => 1.0,
     }
@@ -147,20 +147,26 @@ fn registers_short(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch) -> f64 {
     (r.registers as f64 + 30.0 - cap as f64).max(0.0)
 }
 
-fn cpu(kernel: &Kernel, s: &CpuSchedule, isa: CpuIsa, shape: &Shape, device: &DeviceFingerprint) -> f64 {
+fn cpu(kernel: &Kernel, s: &CpuSchedule, shape: &Shape, device: &DeviceFingerprint) -> f64 {
     let p = &kernel.problem;
     let (dqk, dv) = (p.head_dim_qk as f64, p.head_dim_v as f64);
     let (block_q, block_kv) = (s.block_q as f64, s.block_kv as f64);
-    let lanes = isa.lanes() as f64;
+    let lanes = s.isa.lanes() as f64;
     let units = if s.threads == 0 { device.units } else { s.threads.min(device.units) } as f64;
 
     // Register tile: `r x c` multiplications against `r + c` loads per step, two of each per cycle; accumulators that
     // do not fit the register file spill.
     let (r, c) = (s.unroll_q as f64, s.unroll_kv as f64);
-    let registers = if isa >= CpuIsa::Avx512 { 32.0 } else { 16.0 };
+    let registers = if s.isa >= CpuIsa::Avx512 { 32.0 } else { 16.0 };
     let spilled = (r * c + r.min(c) + 1.0 - registers).max(0.0);
     let per_product = 0.5f64.max(0.5 * (r + c) / (r * c)) + spilled / (r * c);
-    let step = block_q * block_kv * (dqk + dv) / lanes * per_product + block_q * block_kv / lanes * 12.0;
+    // Products relative to fp32 multiply-adds, as measured on Sapphire Rapids with AMX's loads and stores counted in.
+    let rate = match s.isa {
+        CpuIsa::Amx => 0.15,
+        CpuIsa::Avx512Bf16 if p.dtype == DType::Bf16 => 1.9,
+        _ => per_product,
+    };
+    let step = block_q * block_kv * (dqk + dv) / lanes * rate + block_q * block_kv / lanes * 12.0;
     // K and V are converted and packed once per step, whatever the number of rows.
     let packing = block_kv * (dqk + dv) / lanes * 3.0;
     // What a core works on together should stay in its own cache; 1 MiB is a common size of it.
@@ -179,7 +185,7 @@ fn cpu(kernel: &Kernel, s: &CpuSchedule, isa: CpuIsa, shape: &Shape, device: &De
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashtune_codegen::{DType, Family, Mask, MaskKind, Problem, ShapeBucket};
+    use flashtune_codegen::{Family, Mask, MaskKind, Problem, ShapeBucket};
 
     fn device(arch: Arch, units: u32) -> DeviceFingerprint {
         DeviceFingerprint {
@@ -264,7 +270,14 @@ mod tests {
         let problem = Problem::forward(DType::F32, 64, MaskKind::FULL).unwrap();
         let kernel = |block_q| Kernel {
             problem,
-            schedule: Schedule::Cpu(CpuSchedule { block_q, block_kv: 128, unroll_q: 4, unroll_kv: 2, threads: 0 }),
+            schedule: Schedule::Cpu(CpuSchedule {
+                isa: CpuIsa::Avx2,
+                block_q,
+                block_kv: 128,
+                unroll_q: 3,
+                unroll_kv: 4,
+                threads: 0,
+            }),
             arch,
         };
         // One head of 192 rows on four cores: one block of 192 rows keeps three of them idle.

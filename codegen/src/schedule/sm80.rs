@@ -67,10 +67,10 @@ impl Sm80Schedule {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let smem = sm.limits().smem_per_block / 1024;
         let (warps, rows_per_warp, block_kv, stages, q_in_registers) = match d {
-            ..=64 => (4, 32, 64, 2, true),
-            ..=96 if smem >= 160 => (4, 32, 64, 2, false),
-            ..=128 if smem >= 160 => (4, 32, if problem.mask.left { 32 } else { 48 }, 2, false),
-            ..=128 => (4, 16, 64, 1, false),
+            0..=64 => (4, 32, 64, 2, true),
+            65..=96 if smem >= 160 => (4, 32, 64, 2, false),
+            65..=128 if smem >= 160 => (4, 32, if problem.mask.left { 32 } else { 48 }, 2, false),
+            65..=128 => (4, 16, 64, 1, false),
             _ if smem >= 224 && bucket.q_len > 64 => {
                 (8, 16, if d > 208 || problem.mask.left { 96 } else { 128 }, 1, false)
             }
@@ -141,7 +141,7 @@ impl Sm80Schedule {
         if ![16, 32, 48, 64].contains(&self.rows_per_warp) {
             return bad("rows_per_warp", self.rows_per_warp, "16, 32, 48 or 64 rows");
         }
-        if self.block_kv == 0 || self.block_kv % 16 != 0 || self.block_kv > 256 {
+        if self.block_kv == 0 || !self.block_kv.is_multiple_of(16) || self.block_kv > 256 {
             return bad("block_kv", self.block_kv, "a multiple of 16 up to 256");
         }
         if !(1..=4).contains(&self.stages) {

@@ -11,7 +11,8 @@ const NAIVE: &str = include_str!("../../testdata/plain.c");
 
 fn artifact(text: &str, isa: CpuIsa) -> Artifact {
     let problem = Problem::forward(DType::F32, 16, MaskKind::FULL).unwrap();
-    let schedule = CpuSchedule { block_q: 8, block_kv: 64, unroll_q: 1, unroll_kv: 1, threads: 0 };
+    let schedule =
+        CpuSchedule { isa: CpuIsa::Generic, block_q: 8, block_kv: 64, unroll_q: 1, unroll_kv: 1, threads: 0 };
     let kernel = Kernel { problem, schedule: Schedule::Cpu(schedule), arch: Arch::Cpu(isa) };
     let options: Vec<String> = ["-O1", "-shared", "-fPIC"].map(str::to_owned).to_vec();
     let source = Source {
