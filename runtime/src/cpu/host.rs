@@ -30,9 +30,12 @@ fn model_name(cpuinfo: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned()).filter(|n| !n.is_empty())
 }
 
+/// Installed memory, to the next GiB: what the kernel keeps for itself varies from boot to boot, and must not make the
+/// host another device.
 fn memory_bytes(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+    let kib = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
+    Some(kib.next_multiple_of(1 << 20) * 1024)
 }
 
 /// Size of the highest cache level that the first core sees.
@@ -68,7 +71,7 @@ mod tests {
         let cpuinfo = "processor\t: 0\nmodel name\t: Some CPU @ 2.30GHz\nflags\t\t: fpu\nmodel name\t: other\n";
         assert_eq!(model_name(cpuinfo).as_deref(), Some("Some CPU @ 2.30GHz"));
         assert_eq!(model_name("processor: 0\n"), None);
-        assert_eq!(memory_bytes("MemTotal:       24672056 kB\nMemFree: 1 kB\n"), Some(24672056 * 1024));
+        assert_eq!(memory_bytes("MemTotal:       24672056 kB\nMemFree: 1 kB\n"), Some(24 << 30));
         assert_eq!(
             (size("266240K"), size("32M"), size("512"), size("x")),
             (Some(266240 << 10), Some(32 << 20), Some(512), None)
