@@ -180,7 +180,7 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
               any_special(tile->v, args->v_stride[2], right, end);
 #endif
     softmax_block(s, n, scratch->maximum + panel * PANEL + lane, scratch->sum + panel * PANEL + lane, alpha,
-                  score_scale_left(tile->score_scale), vectors);
+                  scale_magnitude(tile->score_scale), vectors);
     if (special)
         for (int x = 0; x < vectors * LANES; x += LANES)
             weighted_values_exact(o + x, s + x, tile->v + begin * args->v_stride[2], args->v_stride[2], n, alpha + x,

@@ -3,29 +3,17 @@
  * vf_exp2 is for the softmax: x is at most a rounding error above 0. It is within 2 ulp, gives exactly 0 for
  * -infinity (and for anything below 2^-126, so that no denormal slows the matmul down), and keeps NaN. */
 
-/* Minimax polynomials for 2^r. Degree 5 is 8e-8 off at worst, degree 4 is 3e-6: enough where the result is
- * then rounded to 8 bits. */
+/* Minimax polynomials for 2^r, 8e-8 off at worst: the sum of the exponentials, and so the LSE, is held to fp32 whatever
+ * the element type. */
 INLINE vf exp2_polynomial(vf r) {
 #if AVX512 /* r in [0, 1) */
-#if DTYPE == DTYPE_bf16
-    const float c1 = 0x1.62d6c6p-1f, c2 = 0x1.ee2450p-3f, c3 = 0x1.abf868p-5f, c4 = 0x1.b7f732p-7f;
-#else
     const float c1 = 0x1.62e4bap-1f, c2 = 0x1.ebdb56p-3f, c3 = 0x1.c91ce6p-5f, c4 = 0x1.277856p-7f;
     const float c5 = 0x1.e974fap-10f;
-#endif
 #else /* r in [-1/2, 1/2] */
-#if DTYPE == DTYPE_bf16
-    const float c1 = 0x1.62e12cp-1f, c2 = 0x1.ec0378p-3f, c3 = 0x1.c9fc46p-5f, c4 = 0x1.3a02ccp-7f;
-#else
     const float c1 = 0x1.62e42ap-1f, c2 = 0x1.ebf9bcp-3f, c3 = 0x1.c6b752p-5f, c4 = 0x1.3cea88p-7f;
     const float c5 = 0x1.5bba14p-10f;
 #endif
-#endif
-#if DTYPE == DTYPE_bf16
-    vf y = vf_set1(c4);
-#else
     vf y = vf_fma(vf_set1(c5), r, vf_set1(c4));
-#endif
     y = vf_fma(y, r, vf_set1(c3));
     y = vf_fma(y, r, vf_set1(c2));
     y = vf_fma(y, r, vf_set1(c1));

@@ -13,20 +13,20 @@
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* Rows of Q as the matmul wants them, transposed: to[word][lane], PANEL lanes to a row. Queries from `rows` on
- * do not exist and become 0. `temp` is LANES x Q_WORDS. */
+ * do not exist and become 0. Only the sign of the scale is folded in, because that is exact. `temp` is LANES x
+ * Q_WORDS. */
 INLINE void pack_queries(float *to, const element *q, int64_t stride, int rows, float score_scale, float *temp) {
+    const float sign = score_scale > 0 ? 1 : score_scale < 0 ? -1 : 0;
     __builtin_memset(temp, 0, sizeof(float) * LANES * Q_WORDS);
     for (int i = 0; i < (rows < LANES ? rows : LANES); i++) {
         const element *from = q + i * stride;
         float *row = temp + i * Q_WORDS;
 #if PAIRS
-        /* Only the sign of the scale can be folded in exactly. */
-        float sign = score_scale > 0 ? 1 : score_scale < 0 ? -1 : 0;
         element *pair = (element *)row;
         for (int d = 0; d < HEAD_DIM_QK; d++) pair[d] = narrow(widen(from[d]) * sign);
 #else
         widen_row(row, from, HEAD_DIM_QK);
-        for (int d = 0; d < HEAD_DIM_QK; d++) row[d] *= score_scale;
+        for (int d = 0; d < HEAD_DIM_QK; d++) row[d] *= sign;
 #endif
     }
     for (int w = 0; w < Q_WORDS; w += LANES) {

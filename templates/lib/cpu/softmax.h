@@ -1,6 +1,6 @@
 /* softmax.h: the online softmax of one panel: every lane is a query, so nothing crosses lanes.
  *
- * Scores are in units of log2: P = 2^(S - max). The running maximum never takes a NaN, which instead reaches the
+ * P = 2^(S * scale - max), in units of log2. The running maximum never takes a NaN, which instead reaches the
  * row's sum through 2^NaN. A row that has met no key yet has maximum -infinity and must not subtract it. */
 
 /* Two rows of weights as one row of bf16 pairs. */
@@ -14,14 +14,9 @@ INLINE vf pair_weights(vf even, vf odd) {
 }
 #endif
 
-/* The part of the scale that was not folded into Q: with PAIRS all but its sign (and Q is 0 if the scale is). */
-INLINE float score_scale_left(float score_scale) {
-#if PAIRS
+/* What is left of the scale when its sign is folded into Q (which is 0 if the scale is). */
+INLINE float scale_magnitude(float score_scale) {
     return score_scale > 0 ? score_scale : score_scale < 0 ? -score_scale : 1;
-#else
-    (void)score_scale;
-    return 1;
-#endif
 }
 
 /* Replaces the scores of masked pairs in the rows [from, to) of s, whose first row is `key`. */
@@ -35,7 +30,8 @@ INLINE void mask_scores(float *s, int from, int to, const ForwardArgs *args, int
 }
 
 /* Turns n rows of scores into weights in place, updates the maximum and the sum of each query, and sets alpha to
- * the factor for what was accumulated before. With PAIRS, `score_scale` (>= 0) is still to be applied. */
+ * the factor for what was accumulated before. The scale (> 0) is applied here and not to Q: sums of unscaled
+ * products are often exact, and then so is the maximum. */
 INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *alpha, float score_scale,
                           const int vectors) {
     vf top[UNROLL_Q], other[UNROLL_Q], total[UNROLL_Q];
@@ -52,17 +48,15 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
     }
     UNROLL for (int x = 0; x < vectors; x++) {
         vf before = vf_load(maximum + x * LANES);
-#if PAIRS
         top[x] *= score_scale;
-#endif
         vf now = vf_max(top[x], before);
         vf_store(maximum + x * LANES, now);
         top[x] = vf_select(now == -INF, vf_set1(0), now);
         vf_store(alpha + x * LANES, vf_exp2(before - top[x]));
     }
-#if PAIRS
     /* The product is rounded before the subtraction, as the maximum was: no difference can exceed 0. */
     const vf scale = vf_set1(score_scale), zero = vf_set1(0);
+#if PAIRS
     for (j = 0; j + 1 < n; j += 2)
         UNROLL for (int x = 0; x < vectors; x++) {
             float *at = s + j * PANEL + x * LANES;
@@ -81,11 +75,10 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
     for (j = ROUND_UP(n, 2); j < ROUND_UP(n, KV_ALIGN); j += 2)
         UNROLL for (int x = 0; x < vectors; x++) vf_store(s + j / 2 * PANEL + x * LANES, zero);
 #else
-    (void)score_scale;
     for (j = 0; j < n; j++)
         UNROLL for (int x = 0; x < vectors; x++) {
             float *at = s + j * PANEL + x * LANES;
-            vf weight = vf_exp2(vf_load(at) - top[x]);
+            vf weight = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]);
             total[x] += weight;
             vf_store(at, weight);
         }
