@@ -50,7 +50,8 @@ __device__ __forceinline__ void load_rows(float* to, int pitch, const Element* f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@(const __grid_constant__ ForwardArgs args) {
+// One block per multiprocessor is asked for because ptxas otherwise spills a few registers to fit one block more.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __grid_constant__ ForwardArgs args) {
     extern __shared__ float smem[];
     float* q_tile = smem;
     float* kv_tile = q_tile + kBlockQ * kPitchQK;
