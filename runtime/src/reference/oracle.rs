@@ -38,6 +38,8 @@ pub struct Rows {
 pub struct RowScale {
     /// Keys that the row attends to.
     pub live: u64,
+    /// Products that a score sums: the head dim of Q and K.
+    pub terms: u64,
     /// Largest `|scale| * sum |q * k|` over the live keys.
     pub score: f64,
     /// Largest `sum p * |v|` over the elements of the row.
@@ -153,6 +155,7 @@ fn attend(q: &[f64], keys: &[f64], values: &[f64], scale: f64, o: &mut [f64], sc
     }
     o.iter_mut().for_each(|o| *o /= sum);
     scales.live = scores.len() as u64;
+    scales.terms = q.len() as u64;
     scales.output = magnitude.into_iter().fold(0.0, f64::max) / sum;
     max + sum.ln()
 }
