@@ -200,7 +200,7 @@ __device__ __noinline__ void restore_non_finite(const ForwardArgs& args, u32 sme
 #pragma unroll 1
     for (int i = lane; i < kRowsPerWarp * kHeadDimV; i += 32) {
         const int row = first + i / kHeadDimV, column = i % kHeadDimV;
-        if (row >= tile.rows) return;
+        if (row >= tile.rows) break;  // and not return: every lane must reach the barrier below
         const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, tile.row + row);
         float add = 0.0f;
 #pragma unroll 1
