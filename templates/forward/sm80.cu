@@ -206,7 +206,10 @@ __device__ __noinline__ void restore_non_finite(const ForwardArgs& args, u32 sme
 #pragma unroll 1
         for (int j = live.first; j <= live.last; j++) {
             const int block = j / kBlockKV;
-            if (block >= blocks.full_begin && block < blocks.full_end) continue;
+            if (block >= blocks.full_begin && block < blocks.full_end) {
+                j = blocks.full_end * kBlockKV - 1;
+                continue;
+            }
             const float x = to_float(v[j * args.v_stride[2] + column]);
             if (!(fabsf(x) < FT_INFINITY)) add += x;
         }
