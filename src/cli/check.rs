@@ -3,7 +3,7 @@
 use super::context::{Context, table};
 use super::exit::{Failed, usage};
 use super::progress;
-use super::sweep::{self, Effort};
+use super::sweep::{self, Effort, Failure};
 use super::weights;
 use anyhow::Result;
 use flashtune::cache::{Artifact, ArtifactFiles};
@@ -11,7 +11,6 @@ use flashtune::codegen::{Arch, Kernel, TemplateSet};
 use flashtune::runtime::{self, CheckCase, CheckInputs, Compiler, Device, Module, compile};
 use flashtune::{Problem, Shape};
 use rayon::prelude::*;
-use serde::Serialize;
 use serde_json::json;
 use std::io::Write;
 use std::sync::Arc;
@@ -40,15 +39,6 @@ pub struct Args {
     /// Seed of the inputs
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
-}
-
-/// One check that did not pass.
-#[derive(Serialize)]
-pub struct Failure {
-    pub kernel: String,
-    pub shape: String,
-    pub inputs: String,
-    pub what: String,
 }
 
 #[derive(Default)]

@@ -3,6 +3,16 @@
 use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket};
 use flashtune::runtime::CheckInputs;
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
+use serde::Serialize;
+
+/// One check that did not pass.
+#[derive(Serialize)]
+pub struct Failure {
+    pub kernel: String,
+    pub shape: String,
+    pub inputs: String,
+    pub what: String,
+}
 
 /// How much to check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! The attention weights that `forward/naive` can write, against fp64. Part of `flashtune check` on CUDA devices.
 
-use super::check::Failure;
+use super::sweep::Failure;
 use anyhow::Result;
 use flashtune::{DType, Distribution, Engine, HostTensor, Layout, Mask};
 
