@@ -2,8 +2,8 @@
 
 use crate::{Error, Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, bundles_from_env};
-use flashtune_codegen::{Mask, Problem, Shape, TemplateSet};
-use flashtune_runtime::dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
+use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet};
+use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
 use flashtune_runtime::{Device, DeviceSpec, ForwardCall, ForwardTensors, Stream, TensorView, forward_call};
 use flashtune_tuner::{Job, Observer, Outcome};
 use std::path::PathBuf;
@@ -193,12 +193,12 @@ impl Engine {
     /// Tensors that do not fit each other, problems that no kernel computes, [`flashtune_runtime::Error::Sealed`], and
     /// what compilers and drivers report. Nothing has been launched then.
     pub unsafe fn forward(&self, call: &Forward, stream: Stream) -> Result<()> {
-        let ForwardCall { problem, shape, mut args } = self.resolve(call)?;
+        let ForwardCall { problem, shape, mut args, aligned } = self.resolve(call)?;
         if shape.is_empty() {
             return Ok(());
         }
         args.weights = call.weights.unwrap_or(0);
-        let plan = self.plan_for(&problem, &shape, call.weights.is_some())?;
+        let plan = self.plan_for(&problem, &shape, self.demand(call, aligned))?;
         tracing::debug!(%problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, and the sizes were
         // checked against the tensors.
@@ -211,7 +211,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::forward`], without those of tensors and launches.
     pub fn plan(&self, problem: &Problem, shape: &Shape) -> Result<Arc<Plan>> {
-        self.plan_for(problem, shape, false)
+        self.plan_for(problem, shape, Demand::Usual)
     }
 
     /// Which kernel runs for these sizes, from which layer, and why no other does.
@@ -252,15 +252,24 @@ impl Engine {
         let [batch, heads, q_len, _] = call.q.shape;
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
-        Ok(forward_call(&tensors, call.mask, call.scale, self.device().arch())?)
+        Ok(forward_call(&tensors, call.mask, call.scale)?)
     }
 
-    pub(crate) fn plan_for(&self, problem: &Problem, shape: &Shape, weights: bool) -> Result<Arc<Plan>> {
-        let tunable = self.policy == Policy::Tune && !weights && !shape.is_empty() && shape.kv_len > 0;
-        if tunable && self.dispatcher.planned(problem, shape, weights).is_none() {
+    /// What a call asks of its kernel beyond problem and sizes.
+    pub(crate) fn demand(&self, call: &Forward, aligned: bool) -> Demand {
+        match (call.weights, self.device().arch()) {
+            (Some(_), _) => Demand::Weights,
+            (None, Arch::Sm(_)) if !aligned => Demand::Unaligned,
+            _ => Demand::Usual,
+        }
+    }
+
+    pub(crate) fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
+        let tunable = self.policy == Policy::Tune && demand == Demand::Usual && !shape.is_empty() && shape.kv_len > 0;
+        if tunable && self.dispatcher.planned(problem, shape, demand).is_none() {
             self.tune_missing(problem, shape)?;
         }
-        Ok(self.dispatcher.plan(problem, shape, weights)?)
+        Ok(self.dispatcher.plan(problem, shape, demand)?)
     }
 
     /// Tunes unless some layer already has a measured record of this device and class of sizes.

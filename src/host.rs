@@ -88,7 +88,7 @@ impl Engine {
         let resolved = self.resolve(&call)?;
         let plan = match resolved.shape.is_empty() {
             true => None,
-            false => Some(self.plan_for(&resolved.problem, &resolved.shape, weights)?),
+            false => Some(self.plan_for(&resolved.problem, &resolved.shape, self.demand(&call, resolved.aligned))?),
         };
         // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads below
         // have waited for the stream, and no two overlap.

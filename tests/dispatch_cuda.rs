@@ -3,6 +3,7 @@
 use flashtune::cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Layers};
 use flashtune::codegen::abi::ForwardArgs;
 use flashtune::codegen::{Arch, Family, Kernel, Launch, Source, TemplateSet};
+use flashtune::runtime::dispatch::Demand;
 use flashtune::runtime::{Buffer, Compiler, Device, Dispatcher, DispatcherConfig, Error, Module, Result};
 use flashtune::{DType, Mask, Policy, Problem, Shape, Status, Stream};
 use std::any::Any;
@@ -97,7 +98,7 @@ fn call(dtype: DType) -> (Problem, Shape) {
 fn f32_goes_to_the_exact_kernel_and_the_account_says_so() {
     for arch in ["sm_80", "sm_90a"] {
         let (problem, shape) = call(DType::F32);
-        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, false).unwrap();
+        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, Demand::Usual).unwrap();
         assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
         let account = plan.explain();
         assert!(account.notes.iter().any(|n| n.contains("f32") && n.contains("exact")), "{account}");
@@ -111,14 +112,14 @@ fn half_precision_goes_to_the_tensor_cores() {
     for (arch, dtype) in [("sm_80", DType::F16), ("sm_86", DType::Bf16), ("sm_89", DType::F16), ("sm_90a", DType::Bf16)]
     {
         let (problem, shape) = call(dtype);
-        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, false).unwrap();
+        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, Demand::Usual).unwrap();
         assert_eq!(plan.kernel().schedule.family(), Family::ForwardSm80, "{arch}");
         assert_eq!(plan.status(), Status::Default);
         assert!(plan.refusals().iter().any(|r| r.what == "forward/naive"), "{}", plan.explain());
     }
     // Before sm_80 there is no cp.async: the plain kernel, and the reason.
     let (problem, shape) = call(DType::F16);
-    let plan = dispatcher("sm_75", Policy::Default).plan(&problem, &shape, false).unwrap();
+    let plan = dispatcher("sm_75", Policy::Default).plan(&problem, &shape, Demand::Usual).unwrap();
     assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
     assert!(plan.refusals().iter().any(|r| r.why.contains("cp.async")), "{}", plan.explain());
 }
@@ -127,7 +128,7 @@ fn half_precision_goes_to_the_tensor_cores() {
 fn the_weights_come_from_the_plain_kernel_alone() {
     let (problem, shape) = call(DType::Bf16);
     let gpu = dispatcher("sm_90a", Policy::Default);
-    let with = gpu.plan(&problem, &shape, true).unwrap();
+    let with = gpu.plan(&problem, &shape, Demand::Weights).unwrap();
     assert_eq!(with.kernel().schedule.family(), Family::ForwardNaive);
     assert!(
         with.refusals().iter().any(|r| r.what == "forward/sm80" && r.why.contains("weights")),
@@ -135,8 +136,17 @@ fn the_weights_come_from_the_plain_kernel_alone() {
         with.explain()
     );
     // Calls with and without them do not share a plan.
-    let without = gpu.plan(&problem, &shape, false).unwrap();
+    let without = gpu.plan(&problem, &shape, Demand::Usual).unwrap();
     assert_eq!(without.kernel().schedule.family(), Family::ForwardSm80);
-    let error = dispatcher("sm_90a", Policy::Sealed).plan(&problem, &shape, true).unwrap_err();
+    let error = dispatcher("sm_90a", Policy::Sealed).plan(&problem, &shape, Demand::Weights).unwrap_err();
     assert!(matches!(&error, Error::Sealed { reason, .. } if reason.contains("weights")), "{error}");
+}
+
+#[test]
+fn rows_off_the_16_byte_grid_go_to_the_plain_kernel_with_the_reason() {
+    let (problem, shape) = call(DType::Bf16);
+    let plan = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Demand::Unaligned).unwrap();
+    assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
+    let refused = plan.refusals().iter().find(|r| r.what == "forward/sm80").expect("an account of forward/sm80");
+    assert!(refused.why.contains("16 bytes"), "{}", plan.explain());
 }

@@ -204,7 +204,7 @@ impl CheckCase {
             o: o.view(),
             lse: lse.as_ref().map(OnDevice::view),
         };
-        let call = forward_call(&tensors, shape.mask, Some(scale), device.arch())?;
+        let call = forward_call(&tensors, shape.mask, Some(scale))?;
         let (problem, shape, args) = (*problem, *shape, call.args);
         Ok(Self { device, problem, shape, args, inputs, o, lse, oracle, unfused })
     }

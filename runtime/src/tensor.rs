@@ -5,7 +5,7 @@
 
 use crate::{Error, Result};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, DType, Mask, Problem, Shape};
+use flashtune_codegen::{DType, Mask, Problem, Shape};
 
 /// A tensor on a device: where it is and how it is laid out. Owns nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,9 +94,11 @@ pub struct ForwardCall {
     pub shape: Shape,
     /// The kernel's arguments (`weights` is 0).
     pub args: ForwardArgs,
+    /// Whether every row starts at a multiple of 16 bytes, as the fast CUDA kernels need.
+    pub aligned: bool,
 }
 
-/// Checks the tensors against each other and against what kernels of `arch` take, and builds the arguments.
+/// Checks the tensors against each other and against what kernels take, and builds the arguments.
 ///
 /// `scale` defaults to `1 / sqrt(head_dim_qk)`. Sizes of zero are legal. Window reaches beyond the lengths are clamped
 /// to them, which changes nothing and keeps the kernels' 32-bit sums in range.
@@ -104,7 +106,7 @@ pub struct ForwardCall {
 /// # Errors
 /// [`Error::Tensor`] naming the tensor, the field and the remedy; [`Error::Codegen`] for head dims, head counts and
 /// lengths that no kernel supports.
-pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>, arch: Arch) -> Result<ForwardCall> {
+pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) -> Result<ForwardCall> {
     let ForwardTensors { q, k, v, o, lse } = tensors;
     let [batch, heads, q_len, head_dim_qk] = q.shape;
     let [_, kv_heads, kv_len, _] = k.shape;
@@ -150,9 +152,10 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>, ar
     // Without an output element nothing is launched and no memory is touched.
     if !o.is_empty() {
         for (name, tensor) in [("q", q), ("k", k), ("v", v), ("o", o)] {
-            check_layout(name, tensor, arch)?;
+            check_layout(name, tensor)?;
         }
     }
+    let aligned = [q, k, v, o].into_iter().all(rows_are_aligned);
     check_output_rows(o)?;
     if let Some(lse) = lse {
         same_dtype("lse", lse, DType::F32)?;
@@ -193,7 +196,7 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>, ar
         window_right: reach(right, shape.q_len),
         scale,
     };
-    Ok(ForwardCall { problem, shape, args })
+    Ok(ForwardCall { problem, shape, args, aligned })
 }
 
 /// Batch, head and row strides; 0 for a dimension that has no second element, whatever the caller wrote there.
@@ -241,8 +244,15 @@ fn small(name: &'static str, field: &'static str, n: u64) -> Result<u32> {
     }
 }
 
-/// Strides and alignment that the kernels take for granted.
-fn check_layout(name: &'static str, t: &TensorView, arch: Arch) -> Result<()> {
+/// Whether every row of a tensor starts at a multiple of 16 bytes; an empty one has none that does not.
+fn rows_are_aligned(t: &TensorView) -> bool {
+    let aligned = |bytes: i64| bytes % 16 == 0;
+    let size = t.dtype.bytes() as i64;
+    t.is_empty() || (t.address.is_multiple_of(16) && outer(t).into_iter().all(|s| aligned(s.wrapping_mul(size))))
+}
+
+/// Strides and alignment that every kernel takes for granted.
+fn check_layout(name: &'static str, t: &TensorView) -> Result<()> {
     if t.is_empty() {
         return Ok(());
     }
@@ -259,33 +269,15 @@ fn check_layout(name: &'static str, t: &TensorView, arch: Arch) -> Result<()> {
             contiguous,
         ));
     }
-    // CUDA kernels move 16-byte vectors; C kernels single elements or unaligned vectors.
-    let vector = match arch {
-        Arch::Cpu(_) => t.dtype.bytes() as u64,
-        Arch::Sm(_) => 16,
-    };
-    if !t.address.is_multiple_of(vector) {
-        let expected = format!("kernels for {arch} read {vector} bytes at once");
-        return Err(error(
-            name,
-            "address",
-            format!("{:#x}", t.address),
-            expected,
-            "allocate or slice it at a multiple of 16 bytes",
-        ));
+    if !t.address.is_multiple_of(t.dtype.bytes() as u64) {
+        let expected = format!("elements of {} are read whole", t.dtype);
+        let remedy = "slice the tensor at a whole element";
+        return Err(error(name, "address", format!("{:#x}", t.address), expected, remedy));
     }
-    let elements = (vector as usize / t.dtype.bytes()) as i64;
     let names = ["batch stride", "head stride", "row stride"];
     for (field, (&n, &stride)) in names.into_iter().zip(t.shape.iter().zip(&t.strides)) {
-        if n < 2 {
-            continue;
-        }
-        if stride < 0 {
+        if n >= 2 && stride < 0 {
             return Err(error(name, field, stride, "strides are not negative", contiguous));
-        }
-        if stride % elements != 0 {
-            let expected = format!("it is a multiple of {elements} elements ({vector} bytes) for {arch}");
-            return Err(error(name, field, stride, expected, "pad the rows, or make the tensor contiguous"));
         }
     }
     if t.extent_bytes().and_then(|n| t.address.checked_add(n)).is_none() {

@@ -75,7 +75,7 @@ impl Bench {
             o: view(&*output, o_shape),
             lse: None,
         };
-        let call = forward_call(&tensors, s.mask, None, device.arch())?;
+        let call = forward_call(&tensors, s.mask, None)?;
         let rows = sample_rows(s, SAMPLED_ROWS, job.seed);
         let scale = p.default_scale();
         let [q, k, v]: [HostTensor; 3] = host.try_into().expect("three tensors were made");

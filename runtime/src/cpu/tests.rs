@@ -47,7 +47,7 @@ impl Case {
     fn run(&mut self, device: &CpuDevice, module: &dyn Module) -> Result<f64> {
         let [q, k, v, o] = &self.tensors;
         let tensors = crate::ForwardTensors { q: q.view(), k: k.view(), v: v.view(), o: o.view(), lse: None };
-        let call = crate::forward_call(&tensors, Mask::Full, None, device.fingerprint.arch)?;
+        let call = crate::forward_call(&tensors, Mask::Full, None)?;
         assert_eq!(call.shape, self.shape);
         let launch = module.kernel().launch(&call.shape)?;
         // SAFETY: the views are of tensors that outlive the call; nothing else writes to O.

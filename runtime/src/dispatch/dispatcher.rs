@@ -2,7 +2,7 @@
 
 use super::flight::Flights;
 use super::plan::{Choice, Plan};
-use super::{Policy, Refusal, Status};
+use super::{Demand, Policy, Refusal, Status};
 use crate::{Compiler, Device, Error, Module, Result, compile};
 use flashtune_cache::{Artifact, ArtifactFiles, DeviceFingerprint, Key, Layers, Match, MatchQuality, Record, Validity};
 use flashtune_codegen::{
@@ -49,7 +49,7 @@ pub struct Dispatcher {
 struct PlanKey {
     problem: Problem,
     bucket: ShapeBucket,
-    weights: bool,
+    demand: Demand,
 }
 
 /// A loaded kernel and where its binary came from.
@@ -99,12 +99,10 @@ impl Dispatcher {
     /// The plan for a problem and sizes. A call of a known class costs one lock and one lookup and allocates nothing;
     /// the first one searches, loads and maybe compiles, once however many threads ask.
     ///
-    /// `weights` asks for a kernel that writes the attention weights.
-    ///
     /// # Errors
     /// Unsupported problems, [`Error::Sealed`], and whatever compiling and loading report.
-    pub fn plan(&self, problem: &Problem, shape: &Shape, weights: bool) -> Result<Arc<Plan>> {
-        let key = PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), weights };
+    pub fn plan(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
+        let key = PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), demand };
         if let Some(plan) = self.known(&key) {
             return Ok(plan);
         }
@@ -122,8 +120,8 @@ impl Dispatcher {
     }
 
     /// The plan of a class of calls, if one was made since the last [`Dispatcher::refresh`].
-    pub fn planned(&self, problem: &Problem, shape: &Shape, weights: bool) -> Option<Arc<Plan>> {
-        self.known(&PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), weights })
+    pub fn planned(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Option<Arc<Plan>> {
+        self.known(&PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), demand })
     }
 
     /// Whether a record of this device and class of sizes exists that may be used: whether there is nothing to tune.
@@ -196,14 +194,12 @@ impl Dispatcher {
     fn search(&self, key: &PlanKey) -> Result<Search> {
         let mut search = Search::default();
         let families = self.families(key, &mut search.refusals)?;
-        // Weights come from the oracle kernel alone, whose schedule is fixed: no record is looked for.
-        if !key.weights {
-            self.search_records(key, &families, &mut search);
-        }
+        self.search_records(key, &families, &mut search);
         if self.config.policy.may_compile() {
             search.choices.push(self.default_choice(key, &families, &mut search.refusals)?);
-        } else if key.weights {
-            search.refusals.push(Refusal::new("forward/naive", "it would have to be compiled for the weights"));
+        } else if search.choices.is_empty() && key.demand != Demand::Usual {
+            let why = format!("it would have to be compiled for this call ({:?})", key.demand).to_lowercase();
+            search.refusals.push(Refusal::new("forward/naive", why));
         }
         Ok(search)
     }
@@ -211,7 +207,7 @@ impl Dispatcher {
     /// The families that can serve the call, best first; why the others cannot goes to `refusals`.
     fn families(&self, key: &PlanKey, refusals: &mut Vec<Refusal>) -> Result<Vec<Family>> {
         let arch = self.arch();
-        if key.weights && matches!(arch, Arch::Cpu(_)) {
+        if key.demand == Demand::Weights && matches!(arch, Arch::Cpu(_)) {
             return Err(CodegenError::unsupported(
                 "weights",
                 "wanted",
@@ -221,14 +217,12 @@ impl Dispatcher {
             .into());
         }
         let mut families = Family::candidates(&key.problem, arch);
-        if key.weights {
-            families.retain(|f| *f == Family::ForwardNaive);
-        }
+        families.retain(|f| key.demand.is_met_by(*f));
         for family in Family::ALL.into_iter().filter(|f| !families.contains(f)) {
             match family.supports(&key.problem, arch) {
                 Err(CodegenError::Unsupported { limit, .. }) => refusals.push(Refusal::new(family.name(), limit)),
                 Err(e) => refusals.push(Refusal::new(family.name(), e.to_string())),
-                Ok(()) => refusals.push(Refusal::new(family.name(), "it does not write the attention weights")),
+                Ok(()) => refusals.push(Refusal::new(family.name(), key.demand.why_not())),
             }
         }
         match families.is_empty() {

@@ -5,12 +5,14 @@
 //!        -> the model's choice, unless the policy is sealed
 //! ```
 
+mod demand;
 mod dispatcher;
 mod explain;
 mod flight;
 mod plan;
 mod policy;
 
+pub use demand::Demand;
 pub use dispatcher::{Dispatcher, DispatcherConfig};
 pub use explain::{Explanation, Refusal, Status};
 pub use plan::Plan;

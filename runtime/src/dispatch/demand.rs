@@ -1,0 +1,38 @@
+//! What a call asks of its kernel beyond problem and sizes.
+
+use flashtune_codegen::Family;
+
+/// What a call asks of its kernel beyond problem and sizes. Anything but [`Demand::Usual`] leaves the plain kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Demand {
+    /// O and the LSE, from tensors whose rows start at multiples of 16 bytes (on the CPU: any rows).
+    #[default]
+    Usual,
+    /// O and the LSE, from tensors with rows that start elsewhere.
+    Unaligned,
+    /// The attention weights as well.
+    Weights,
+}
+
+impl Demand {
+    /// Whether kernels of a family can meet it.
+    pub(super) fn is_met_by(self, family: Family) -> bool {
+        match self {
+            Demand::Usual => true,
+            Demand::Unaligned => family != Family::ForwardSm80,
+            Demand::Weights => family == Family::ForwardNaive,
+        }
+    }
+
+    /// Why a family that computes the problem cannot meet it.
+    pub(super) fn why_not(self) -> &'static str {
+        match self {
+            Demand::Usual => "it can",
+            Demand::Unaligned => {
+                "it reads 16 bytes at once, and a row of these tensors starts elsewhere: align addresses and strides to \
+                 16 bytes"
+            }
+            Demand::Weights => "it does not write the attention weights",
+        }
+    }
+}
