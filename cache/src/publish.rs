@@ -21,6 +21,11 @@ pub(crate) fn publish_file(path: &Path, fill: impl FnOnce(&mut dyn Sink) -> Resu
             remedy: "check permissions and free space, or set FLASHTUNE_CACHE to another folder",
         }
     };
+    // As root, a rename would put a file in the place of /dev/null.
+    if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+        let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is there and is no file");
+        return Err(Error::Io { action: "replace", path: path.to_path_buf(), source, remedy: "name a file" });
+    }
     // A bare file name has an empty parent, which means the current folder.
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
@@ -57,5 +62,16 @@ mod tests {
         assert!(matches!(failed, Err(Error::NoFolder)));
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
         assert_eq!(std::fs::read_dir(tmp.path()).unwrap().count(), 1);
+    }
+    #[test]
+    #[cfg(unix)]
+    fn what_is_no_file_is_not_replaced_by_one() {
+        use std::os::unix::fs::FileTypeExt;
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("socket");
+        let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let e = publish_file(&path, |_| Ok(())).unwrap_err().to_string();
+        assert!(e.contains("socket") && e.contains("name a file"), "{e}");
+        assert!(path.metadata().unwrap().file_type().is_socket());
     }
 }
