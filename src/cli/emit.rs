@@ -39,6 +39,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let fits = |s: &Schedule| Kernel { problem: case.problem, schedule: *s, arch }.check().is_ok();
     let space = || std::iter::once(default).chain(Schedule::space(family, &case.problem, arch)).filter(fits);
     if args.space {
+        if cx.json() {
+            let names: Vec<String> = space().map(|s| s.to_string()).collect();
+            return cx.print_json(&names);
+        }
         for s in space() {
             writeln!(cx.out, "{s}")?;
         }
