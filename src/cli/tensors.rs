@@ -4,6 +4,7 @@ use super::exit::usage;
 use anyhow::{Context as _, Result};
 use flashtune::{DType, HostTensor, Layout};
 use safetensors::tensor::{Dtype as FileDType, SafeTensors, TensorView as FileTensor};
+use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 
@@ -94,7 +95,7 @@ impl File {
 /// An output tensor: name, dtype, shape in file order, bytes.
 pub type Output<'a> = (&'a str, DType, Vec<usize>, &'a [u8]);
 
-/// Writes tensors to a file that appears whole or not at all.
+/// Writes tensors to a file that appears whole or not at all. A device or a pipe is written to and stays what it is.
 pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<()> {
     let mut views = Vec::new();
     for (name, dtype, shape, bytes) in outputs {
@@ -107,12 +108,26 @@ pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<()> {
         views.push((*name, view));
     }
     let encoded = safetensors::serialize(views, None).context("cannot encode the outputs")?;
-    let written = tempfile::NamedTempFile::new_in(folder(path)).and_then(|mut temporary| {
-        temporary.write_all(&encoded)?;
-        temporary.persist(path).map_err(|e| e.error)?;
-        Ok(())
-    });
+    let written = match std::fs::metadata(path) {
+        Ok(there) if !there.is_file() => {
+            OpenOptions::new().write(true).open(path).and_then(|mut f| f.write_all(&encoded))
+        }
+        // Behind a link, its target is what is replaced.
+        Ok(_) => path.canonicalize().and_then(|path| replace(&path, &encoded)),
+        Err(_) => replace(path, &encoded),
+    };
     written.map_err(|e| unwritable(path, &e.to_string()))
+}
+
+/// Writes a file beside its place and renames it. Who may read it is up to the umask, as for any new file.
+fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut temporary = builder.tempfile_in(folder(path))?;
+    temporary.write_all(bytes)?;
+    temporary.persist(path).map_err(|e| e.error)?;
+    Ok(())
 }
 
 /// Fails early, before anything is computed, when the folder of an output is not there.
