@@ -76,7 +76,15 @@ impl Cc {
         if !out.status.success() || version.is_empty() {
             return Err(format!("`--version` failed with {}", out.status));
         }
-        let name = command.file_name().unwrap_or(command.as_os_str()).to_string_lossy().into_owned();
+        let mut name = command.file_name().unwrap_or(command.as_os_str()).to_string_lossy().into_owned();
+        // The arguments decide the binary as much as the version does, so they are part of its key.
+        for word in &arguments {
+            name.push(' ');
+            name.push_str(word);
+        }
+        // Kernels are compiled in a folder of their own, where a relative path leads elsewhere.
+        let command =
+            if command.components().count() > 1 { std::path::absolute(&command).unwrap_or(command) } else { command };
         Ok(Cc { id: CompilerId { name, version: version.to_owned() }, command, arguments })
     }
 }
@@ -169,5 +177,23 @@ mod tests {
         let cc = Cc::search(Some(&"cc -DANSWER=42".into())).unwrap();
         let (bytes, _) = cc.compile(&source("int f(void) { return ANSWER; }")).unwrap();
         assert!(bytes.starts_with(b"\x7fELF"));
+    }
+
+    #[test]
+    fn arguments_in_cc_are_part_of_the_compilers_identity() {
+        let of = |cc: &str| Cc::search(Some(&cc.into())).unwrap().id().clone();
+        assert_eq!(of("cc -O0"), of(" cc  -O0 "));
+        assert_ne!(of("cc"), of("cc -O0"));
+    }
+
+    #[test]
+    fn a_relative_path_in_cc_is_one_from_where_the_program_was_started() {
+        let here = std::env::current_dir().unwrap();
+        let up: PathBuf = here.components().skip(1).map(|_| "..").collect();
+        let found =
+            std::env::split_paths(&std::env::var_os("PATH").unwrap()).map(|p| p.join("cc")).find(|p| p.is_file());
+        let relative = up.join(found.expect("cc is on PATH").strip_prefix("/").unwrap());
+        let cc = Cc::search(Some(&relative.into())).unwrap();
+        assert!(cc.compile(&source("int f(void) { return 1; }")).unwrap().0.starts_with(b"\x7fELF"));
     }
 }
