@@ -52,8 +52,22 @@ pub fn code(outcome: anyhow::Result<()>) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     // One line, unless a compiler's log is part of it.
-    eprintln!("error: {error:#}");
+    eprintln!("error: {}", text(&error));
     ExitCode::from(classify(&error) as u8)
+}
+
+/// An error and its causes, without those that the text has told already.
+fn text(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text.push_str(": ");
+            text.push_str(&cause);
+        }
+    }
+    text
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
@@ -98,5 +112,19 @@ fn of_cache(error: &cache::Error) -> Exit {
     match error {
         cache::Error::Locked { .. } | cache::Error::Store { .. } => Exit::Failed,
         _ => Exit::Usage,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_that_is_part_of_the_error_is_told_once() {
+        let missing = cache::Bundle::map(std::path::Path::new("/nonexistent/b.ftb")).unwrap_err();
+        let told = text(&anyhow::Error::from(missing));
+        assert_eq!(told.matches("os error 2").count(), 1, "{told}");
+        let other = anyhow::Error::from(std::io::Error::other("the cause")).context("what was done");
+        assert_eq!(text(&other), "what was done: the cause");
     }
 }
