@@ -48,7 +48,7 @@ fn a_kernel_with_a_fault_fails_the_check_with_its_name_and_exit_code_1() {
 #[test]
 fn a_check_of_nothing_is_an_error() {
     let place = Place::new();
-    fails(&mut place.flashtune(&["check", "--problem", "f64"]), 2, &["no kernel"]);
+    fails(&mut place.flashtune(&["check", "--problem", "f64"]), 2, &["no kernel", "forward-f32-d64-full"]);
 }
 
 #[test]

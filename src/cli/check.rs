@@ -73,7 +73,11 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
     }
     if work.is_empty() {
-        return Err(usage("no kernel of the sweep matches; see the names that `flashtune check --json` prints"));
+        let names: Vec<_> = sweep::problems(effort).iter().map(Problem::to_string).collect();
+        return Err(usage(format!(
+            "no kernel of the sweep matches; leave out --kernel, or give --problem a part of one of {}",
+            names.join(", ")
+        )));
     }
     let total = work.iter().map(|(_, _, k)| k.len()).sum::<usize>();
     if !cx.json() {
