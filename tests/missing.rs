@@ -104,3 +104,17 @@ fn a_closed_pipe_is_no_error() {
     assert_eq!(output.status.code(), Some(0));
     assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
 }
+
+#[test]
+fn a_build_that_takes_no_records_needs_no_cache_folder() {
+    let place = Place::new();
+    let bundle = place.path("built.ftb");
+    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    for name in ["HOME", "XDG_CACHE_HOME", "FLASHTUNE_CACHE", "FLASHTUNE_TEMPLATES", "FLASHTUNE_BUNDLES"] {
+        command.env_remove(name);
+    }
+    let out = bundle.to_str().unwrap();
+    let args = [&["build", "--arch", "cpu-generic", "--out", out], SMALL].concat();
+    command.args(args).assert().success();
+    assert!(bundle.is_file());
+}

@@ -86,9 +86,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let mut seen = std::collections::BTreeSet::new();
     records.retain(|r| seen.insert(r.key.clone()));
 
-    let layers = cx.layers()?;
     let mut stored: HashMap<Key, Artifact> = HashMap::new();
     if args.records {
+        let layers = cx.layers()?;
         for (_, record, validity) in layers.records() {
             if !args.arch.contains(&validity.arch) || validity.templates != templates.hash() {
                 continue;
