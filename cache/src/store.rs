@@ -251,7 +251,7 @@ fn open_or_replace(path: &Path) -> Result<sled::Db> {
         action,
         path: path.to_path_buf(),
         source,
-        remedy: "make it writable, or set FLASHTUNE_CACHE to a local folder that is",
+        remedy: "make it writable and some space free, or set FLASHTUNE_CACHE to another local folder",
     };
     remove_unfinished(path);
     let start = Instant::now();
@@ -279,6 +279,9 @@ fn open_or_replace(path: &Path) -> Result<sled::Db> {
 }
 
 fn try_open(path: &Path) -> std::result::Result<sled::Db, Refusal> {
+    if std::fs::symlink_metadata(path).is_ok() && !path.is_dir() {
+        return Err(Refusal::Unreadable("it is no folder".to_owned()));
+    }
     dir::create_private(path).map_err(|e| match e {
         Error::Io { source, .. } => Refusal::Io(source),
         other => Refusal::Unreadable(other.to_string()),

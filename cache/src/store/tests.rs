@@ -138,6 +138,17 @@ fn a_journal_full_of_garbage_is_set_aside() {
 }
 
 #[test]
+fn a_file_in_the_place_of_the_journal_is_set_aside() {
+    nothing_published_is_lost(
+        |store| {
+            std::fs::remove_dir_all(store).unwrap();
+            std::fs::write(store, "no folder").unwrap();
+        },
+        true,
+    );
+}
+
+#[test]
 fn an_unfinished_sled_snapshot_is_swept_away() {
     nothing_published_is_lost(
         |store| std::fs::write(store.join("snap.00000000000000FF.generating"), b"half").unwrap(),
