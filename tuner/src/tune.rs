@@ -115,7 +115,8 @@ impl Tuning<'_> {
         };
 
         let winner = &candidates[measured.winner];
-        let artifact = winner.artifact.as_ref().map(|a| a.recipe.key()).expect("a winner was compiled");
+        let kernel = winner.artifact.as_ref().expect("a winner was compiled");
+        let artifact = kernel.recipe.key();
         let winner_us = median(&measured.samples[measured.winner]).unwrap_or(f64::INFINITY);
         let record = Record {
             schedule: winner.kernel.schedule,
@@ -138,6 +139,10 @@ impl Tuning<'_> {
         };
         self.phase(Phase::Publish, None);
         self.store.put_record(&record)?;
+        // A record whose kernel was not kept is nothing to those who may not compile.
+        if self.artifacts.get(&artifact).is_none() {
+            self.artifacts.put(kernel)?;
+        }
         let snapshot = self.store.publish(self.artifacts)?;
         self.observer.event(&Event::Winner(&record));
         Ok(Outcome { record, cached: false, trials, snapshot })

@@ -447,6 +447,16 @@ fn without_any_time_the_default_is_still_tuned() {
 }
 
 #[test]
+fn a_winner_whose_kernel_cannot_be_kept_is_an_error() {
+    let f = fixture();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let nowhere = ArtifactFiles::new(&CacheDir::at(file.path()));
+    let e = tune(&device(&[]).0, templates(), &f.store, &nowhere, &job(), &()).unwrap_err();
+    assert!(matches!(e, Error::Cache(flashtune_cache::Error::Io { .. })), "{e}");
+    assert!(!f.store.snapshot_path().exists());
+}
+
+#[test]
 fn jobs_that_cannot_be_timed_are_refused() {
     let (device, _) = device(&[]);
     let f = fixture();
