@@ -107,7 +107,7 @@ impl Builder {
         self
     }
 
-    /// Opens device and layers. Compiles nothing and writes nothing.
+    /// Opens device and layers. Compiles no kernel and writes nothing.
     ///
     /// # Errors
     /// A device that is not there, a bundle that cannot be read, templates that do not parse.
@@ -117,10 +117,6 @@ impl Builder {
             None => TemplateSet::embedded(),
         };
         let templates = Arc::new(templates);
-        let device = match self.device {
-            Some(device) => device,
-            None => flashtune_runtime::open(self.spec)?,
-        };
         let cache = match CacheDir::resolve(self.cache_dir.as_deref()) {
             Ok(dir) => Some(dir),
             // A process without a home still computes; it keeps nothing.
@@ -135,6 +131,10 @@ impl Builder {
         // Without a folder of one's own the user's layer is empty.
         let own = cache.clone().unwrap_or_else(|| CacheDir::at("/nonexistent"));
         let layers = Arc::new(Layers::open(&own, &bundles, self.embedded)?);
+        let device = match self.device {
+            Some(device) => device,
+            None => open(self.spec, self.policy.may_compile() && layers.records().is_empty())?,
+        };
         let dispatcher = Dispatcher::new(DispatcherConfig {
             device,
             templates: templates.clone(),
@@ -144,6 +144,18 @@ impl Builder {
         });
         Ok(Engine { dispatcher, templates, cache, policy: self.policy, tuning: Mutex::new(()) })
     }
+}
+
+/// Opens a device; `cold` says that nothing is stored, so that a compiler will be needed at once. Opening a GPU and
+/// loading its compiler take about as long, and go side by side.
+fn open(spec: DeviceSpec, cold: bool) -> Result<Arc<dyn Device>> {
+    let cuda = spec != DeviceSpec::Cpu && flashtune_runtime::cuda::driver_present();
+    std::thread::scope(|scope| {
+        if cold && cuda {
+            scope.spawn(flashtune_runtime::compile::warm_up_nvrtc);
+        }
+        Ok(flashtune_runtime::open(spec)?)
+    })
 }
 
 fn templates_from_env() -> Option<PathBuf> {
