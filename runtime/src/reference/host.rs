@@ -51,17 +51,21 @@ impl Layout {
     /// Every layout.
     pub const ALL: [Layout; 3] = [Layout::Bhsd, Layout::Bshd, Layout::Padded];
 
-    /// Strides in elements of batch, head, row and element, and the number of elements that the tensor spans.
-    fn strides(self, [b, h, s, d]: [usize; 4]) -> ([usize; 4], usize) {
-        match self {
-            Layout::Bhsd => ([h * s * d, s * d, d, 1], b * h * s * d),
-            Layout::Bshd => ([s * h * d, d, h * d, 1], b * h * s * d),
+    /// Strides in elements of batch, head, row and element, and the bytes that the tensor spans; `None` when memory
+    /// cannot be that large. Unchecked products would wrap, and a tensor could claim more than it has.
+    fn place(self, dtype: DType, [b, h, s, d]: [usize; 4]) -> Option<([usize; 4], usize)> {
+        let product = |factors: [usize; 3]| factors.into_iter().try_fold(1usize, usize::checked_mul);
+        let (strides, batch) = match self {
+            Layout::Bhsd => ([product([h, s, d])?, product([s, d, 1])?, d, 1], product([h, s, d])?),
+            Layout::Bshd => ([product([h, s, d])?, d, product([h, d, 1])?, 1], product([h, s, d])?),
             Layout::Padded => {
-                let row = d + 8;
-                let head = (s + 3) * row;
-                ([h * head, head, row, 1], b * h * head)
+                let row = d.checked_add(8)?;
+                let head = product([s.checked_add(3)?, row, 1])?;
+                ([product([h, head, 1])?, head, row, 1], product([h, head, 1])?)
             }
-        }
+        };
+        let bytes = product([b, batch, dtype.bytes()])?;
+        isize::try_from(bytes).is_ok().then_some((strides, bytes))
     }
 
     /// The name used on the command line.
@@ -97,11 +101,19 @@ impl FromStr for Distribution {
 }
 
 impl HostTensor {
+    /// A tensor of one byte everywhere.
+    fn filled(dtype: DType, shape: [usize; 4], layout: Layout, byte: u8) -> Self {
+        // As a vector of that length would.
+        let (strides, bytes) = layout.place(dtype, shape).expect("a tensor's capacity overflows");
+        Self { dtype, shape, strides, data: vec![byte; bytes] }
+    }
+
     /// A tensor of zeros; bytes between elements are 0xFF.
+    ///
+    /// # Panics
+    /// When memory cannot be that large, as vectors do. So do the others that make a tensor of a shape.
     pub fn zeros(dtype: DType, shape: [usize; 4], layout: Layout) -> Self {
-        let (strides, span) = layout.strides(shape);
-        let filler = if layout == Layout::Padded { GAP } else { 0 };
-        let mut t = Self { dtype, shape, strides, data: vec![filler; span * dtype.bytes()] };
+        let mut t = Self::filled(dtype, shape, layout, if layout == Layout::Padded { GAP } else { 0 });
         if layout == Layout::Padded {
             t.fill_rows(|_, row| row.fill(0.0));
         }
@@ -110,8 +122,7 @@ impl HostTensor {
 
     /// A tensor whose memory is all 0xFF (NaN), to be written by a kernel.
     pub fn poisoned(dtype: DType, shape: [usize; 4], layout: Layout) -> Self {
-        let (strides, span) = layout.strides(shape);
-        Self { dtype, shape, strides, data: vec![GAP; span * dtype.bytes()] }
+        Self::filled(dtype, shape, layout, GAP)
     }
 
     /// A tensor of random values, the same for the same seed on every machine.
@@ -148,7 +159,8 @@ impl HostTensor {
     /// A tensor from values in `[batch, heads, rows, dim]` order, rounded to the dtype; `None` when their number is not
     /// that of the shape.
     pub fn from_values(dtype: DType, shape: [usize; 4], layout: Layout, values: &[f32]) -> Option<Self> {
-        if values.len() != shape.iter().product::<usize>() {
+        let (_, bytes) = Layout::Bhsd.place(dtype, shape)?;
+        if values.len() != bytes / dtype.bytes() {
             return None;
         }
         let mut t = Self::zeros(dtype, shape, layout);
@@ -163,8 +175,8 @@ impl HostTensor {
 
     /// A tensor over bytes that lie in a given layout (native endianness); `None` when their number does not fit.
     pub fn from_bytes(dtype: DType, shape: [usize; 4], layout: Layout, data: Vec<u8>) -> Option<Self> {
-        let (strides, span) = layout.strides(shape);
-        (data.len() == span * dtype.bytes()).then_some(Self { dtype, shape, strides, data })
+        let (strides, bytes) = layout.place(dtype, shape)?;
+        (data.len() == bytes).then_some(Self { dtype, shape, strides, data })
     }
 
     /// Element type.
@@ -366,6 +378,19 @@ mod tests {
     use super::*;
 
     const SHAPE: [usize; 4] = [2, 3, 5, 16];
+
+    #[test]
+    fn a_size_that_wraps_around_is_not_that_of_an_empty_tensor() {
+        for layout in Layout::ALL {
+            let wraps = [1 << 13, 1 << 13, 1 << 30, 1 << 8]; // 2^64 elements
+            assert!(HostTensor::from_bytes(DType::F32, wraps, layout, Vec::new()).is_none());
+            assert!(HostTensor::from_values(DType::F32, wraps, layout, &[]).is_none());
+            assert!(
+                HostTensor::from_bytes(DType::F32, [1, 2, 0, 64], layout, Vec::new()).is_some()
+                    || layout == Layout::Padded
+            );
+        }
+    }
 
     #[test]
     fn values_do_not_depend_on_the_layout_and_survive_it() {
