@@ -118,6 +118,7 @@ fn words_that_the_command_line_does_not_know() {
         (&["explain", "--q-len", "2000000000"], "q_len"),
         (&["emit", "--head-dim", "64,128"], "2 combinations"),
         (&["tune", "--budget-s", "-3"], "--budget-s"),
+        (&["tune", "--budget-s", "1e20"], "--budget-s"),
         (&["tune", "--q-len", "0"], "nothing to time"),
         (&["bench", "--rounds", "0"], "--rounds"),
         (&["build", "--arch", "sm_60", "--out", "/tmp/x.ftb"], "sm_60"),
@@ -127,6 +128,15 @@ fn words_that_the_command_line_does_not_know() {
     }
     let no_folder = place.path("no/such/folder/out.safetensors");
     fails(&mut place.flashtune(&["run", text(&good), "-o", text(&no_folder)]), 2, &["cannot write"]);
+}
+
+#[test]
+fn sizes_beyond_the_memory_are_an_error_before_the_host_runs_out() {
+    let place = Place::new();
+    for command in [&["tune", "--budget-s", "2"][..], &["bench", "--rounds", "1"]] {
+        let args = [command, &["--q-len", "1000000000", "--heads", "4096", "--dtype", "f32"]].concat();
+        fails(&mut place.flashtune(&args), 1, &["GiB", "smaller sizes"]);
+    }
 }
 
 /// An engine on the cpu and one well-formed call; the tensors' memory is never touched by the tests below.

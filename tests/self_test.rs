@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Place, fails};
+use common::{Place, SMALL, fails};
 use flashtune::codegen::{Arch, CpuIsa};
 
 /// A folder with the cpu templates, one text of one file replaced.
@@ -66,4 +66,11 @@ fn a_bench_times_the_choice_the_default_and_unfused_attention() {
         assert!((gflops * us * 1e3 / flops - 1.0).abs() < 1e-6, "{row}");
         assert!(row["p10_us"].as_f64().unwrap() <= us && us <= row["p90_us"].as_f64().unwrap(), "{row}");
     }
+}
+
+#[test]
+fn a_budget_beyond_the_clock_is_no_overflow() {
+    let place = Place::new();
+    let tuned = place.json(&[&["tune"], SMALL, &["--trials", "1", "--budget-s", "1e18"]].concat());
+    assert_eq!(tuned["tuned"].as_array().unwrap().len(), 1);
 }

@@ -162,6 +162,7 @@ impl CheckCase {
             )
             .into());
         }
+        device.require_room(problem, shape)?;
         let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
         let random = |heads, rows, dim, salt| {
             let seed = inputs.seed.wrapping_mul(4).wrapping_add(salt);

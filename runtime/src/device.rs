@@ -3,7 +3,7 @@
 use crate::{Error, Result};
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, Kernel, Launch, Shape, Source};
+use flashtune_codegen::{Arch, Kernel, Launch, Problem, Shape, Source};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -83,6 +83,30 @@ impl dyn Device {
     /// The code-generation target.
     pub fn arch(&self) -> Arch {
         self.fingerprint().arch
+    }
+
+    /// Refuses sizes whose tensors exceed the device's memory, before anything is allocated for them on either side:
+    /// a host that runs out of memory ends the process.
+    ///
+    /// # Errors
+    /// [`Error::Device`] with both numbers.
+    pub fn require_room(&self, problem: &Problem, shape: &Shape) -> Result<()> {
+        let DeviceFingerprint { memory_bytes, name, .. } = self.fingerprint();
+        let needed = shape.forward_bytes(problem.head_dim_qk, problem.head_dim_v, problem.dtype.bytes());
+        if *memory_bytes == 0 || needed <= *memory_bytes as f64 {
+            return Ok(());
+        }
+        let gib = |bytes: f64| bytes / (1u64 << 30) as f64;
+        Err(Error::Device {
+            call: "alloc",
+            device: name.clone(),
+            message: format!(
+                "Q, K, V and O of {shape} take {:.1} GiB, the device has {:.1} GiB",
+                gib(needed),
+                gib(*memory_bytes as f64)
+            ),
+            remedy: "name smaller sizes",
+        })
     }
 
     /// Launches for a shape with the kernel's own geometry; does nothing for an empty shape.

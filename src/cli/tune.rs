@@ -72,15 +72,19 @@ fn common_cases(arch: Arch) -> Vec<Case> {
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
-    if args.budget_s.is_some_and(|s| !(s.is_finite() && s > 0.0)) {
-        return Err(usage("--budget-s must be a positive number of seconds"));
-    }
+    let budget = match args.budget_s.map(Duration::try_from_secs_f64) {
+        None => None,
+        Some(Ok(budget)) if !budget.is_zero() => Some(budget),
+        Some(_) => {
+            return Err(usage("--budget-s must be a positive number of seconds, and no more than 64 bits of them"));
+        }
+    };
     if args.trials == Some(0) {
         return Err(usage("--trials must be at least 1: the default schedule is always tried"));
     }
     let (device, templates) = (cx.device()?, cx.templates()?);
     let arch = device.fingerprint().arch;
-    let (cases, budget) = match (args.cases.is_empty(), arch) {
+    let (cases, default_budget) = match (args.cases.is_empty(), arch) {
         (true, Arch::Cpu(_)) => (common_cases(arch), CPU_BUDGET),
         (true, Arch::Sm(_)) => (common_cases(arch), CUDA_BUDGET),
         (false, _) => {
@@ -92,7 +96,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if let Some(empty) = cases.iter().find(|c| c.shape.is_empty() || c.shape.kv_len == 0) {
         return Err(usage(format!("there is nothing to time in {}; name sizes of at least 1", empty.shape)));
     }
-    let budget = Duration::from_secs_f64(args.budget_s.unwrap_or(budget));
+    let budget = budget.unwrap_or(Duration::from_secs_f64(default_budget));
     let dir = cx.cache_dir()?;
     let store = Store::open_within(&dir, PATIENCE)?;
     let artifacts = ArtifactFiles::new(&dir);

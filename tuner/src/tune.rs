@@ -16,10 +16,12 @@ use flashtune_codegen::{Kernel, Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::Device;
 use flashtune_runtime::compile::compile_with;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Schedules that meet in the final, besides the default.
 const FINALISTS: usize = 3;
+/// The longest budget: as good as none.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Failures that an error tells in full.
 const REASONS: usize = 3;
 
@@ -40,6 +42,9 @@ pub fn tune(
     observer: &dyn Observer,
 ) -> Result<Outcome> {
     validate(job)?;
+    device.require_room(&job.problem, &job.shape)?;
+    // Deadlines are points in time, and those end.
+    let job = &Job { budget: job.budget.min(LONGEST), ..job.clone() };
     Tuning { device, templates, store, artifacts, job, observer, started: Instant::now() }.run()
 }
 
