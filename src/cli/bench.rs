@@ -116,7 +116,7 @@ fn measure(engine: &Engine, case: &Case, rounds: usize) -> Result<Vec<Row>> {
     if let Some(default) = default.as_deref().filter(|_| !same) {
         contenders.push(("default", default));
     }
-    let mut times: Vec<Vec<f64>> = vec![Vec::with_capacity(rounds); contenders.len()];
+    let mut times: Vec<Vec<f64>> = vec![Vec::new(); contenders.len()];
     let stream = device.stream();
     for round in 0..rounds + 2 {
         for (i, (_, module)) in contenders.iter().enumerate() {
@@ -155,7 +155,7 @@ fn time_unfused(case: &Case, rounds: usize) -> Vec<f64> {
     let q = tensor(s.heads, s.q_len, p.head_dim_qk, 1);
     let k = tensor(s.kv_heads, s.kv_len, p.head_dim_qk, 2);
     let v = tensor(s.kv_heads, s.kv_len, p.head_dim_v, 3);
-    let mut times = Vec::with_capacity(rounds);
+    let mut times = Vec::new();
     for round in 0..=rounds {
         let start = Instant::now();
         std::hint::black_box(unfused(&q, &k, &v, s.mask, p.default_scale()));
