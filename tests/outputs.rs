@@ -60,5 +60,6 @@ fn a_list_of_schedules_for_a_script_is_json() {
     let lines = String::from_utf8(lines).unwrap();
     let names: Vec<_> = names.as_array().unwrap().iter().map(|n| n.as_str().unwrap()).collect();
     assert!(names.len() > 1);
+    assert_eq!(names.iter().collect::<std::collections::HashSet<_>>().len(), names.len(), "a name stands twice");
     assert_eq!(names, lines.lines().collect::<Vec<_>>());
 }

@@ -37,7 +37,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let bucket = ShapeBucket::of(&case.shape);
     let default = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let fits = |s: &Schedule| Kernel { problem: case.problem, schedule: *s, arch }.check().is_ok();
-    let space = || std::iter::once(default).chain(Schedule::space(family, &case.problem, arch)).filter(fits);
+    let space = || {
+        let others = Schedule::space(family, &case.problem, arch).into_iter().filter(|s| *s != default);
+        std::iter::once(default).chain(others).filter(fits)
+    };
     if args.space {
         if cx.json() {
             let names: Vec<String> = space().map(|s| s.to_string()).collect();
