@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Architecture invariants: `unsafe` lives in the device modules (`cuda/`, `cpu/`), in the binding of NVRTC's C
-//! interface (`compile/nvrtc_lib.rs`), and where a launch passes on its caller's promise (`check.rs`); nowhere else. A
-//! missing library is an [`Error`], never a panic. A launch is asynchronous on the caller's stream, allocates nothing
-//! and syncs nothing.
+//! interface (`compile/nvrtc_lib.rs`), and where a launch passes on its caller's promise (`device.rs`, `check.rs`);
+//! nowhere else. A missing library is an [`Error`], never a panic. A launch is asynchronous on the caller's stream,
+//! allocates nothing and syncs nothing.
 
 pub mod check;
 pub mod compile;
