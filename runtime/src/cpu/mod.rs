@@ -16,7 +16,7 @@ pub(crate) use softmax::softmax;
 use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, CpuIsa, Launch, Schedule};
+use flashtune_codegen::{Arch, Launch, Schedule};
 use memory::CpuBuffer;
 use module::CpuModule;
 use rayon::prelude::*;
@@ -43,11 +43,6 @@ impl CpuDevice {
         let fingerprint = host::fingerprint()?;
         let pool = pool(fingerprint.units as usize)?;
         Ok(Arc::new(CpuDevice { fingerprint, pool, flush: Mutex::new(Vec::new()) }))
-    }
-
-    /// The instruction set of the host, or a lower one from `FLASHTUNE_CPU_ISA`.
-    pub fn detect_isa() -> Result<CpuIsa> {
-        isa::choose(std::env::var(isa::ENV).ok().as_deref(), isa::host())
     }
 
     /// Twice the last-level cache, but not more than 64 MiB: on a server whose cores share a larger one, the private
