@@ -66,7 +66,7 @@ pub enum Error {
         remedy: &'static str,
     },
     /// A file on the host could not be read or written.
-    #[error("{action} {path}: {source}")]
+    #[error("{action} {path}: {source}; {remedy}")]
     Io {
         /// What was attempted.
         action: &'static str,
@@ -74,6 +74,8 @@ pub enum Error {
         path: String,
         /// The system's answer.
         source: std::io::Error,
+        /// What to do.
+        remedy: &'static str,
     },
 }
 

@@ -106,7 +106,12 @@ impl Compiler for Cc {
         }
         let io = |action, path: &Path| {
             let path = path.display().to_string();
-            move |source| Error::Io { action, path, source }
+            move |source| Error::Io {
+                action,
+                path,
+                source,
+                remedy: "set TMPDIR to a folder with space that can be written",
+            }
         };
         let start = Instant::now();
         let folder = tempfile::Builder::new()
@@ -126,7 +131,9 @@ impl Compiler for Cc {
             let log = String::from_utf8_lossy(&out.stderr);
             return Err(refused(format!("{}\n{}", out.status, log.trim_end())));
         }
-        let bytes = std::fs::read(&output).map_err(io("reading", &output))?;
+        // A program that is no compiler may answer `--version` and succeed at everything.
+        let bytes =
+            std::fs::read(&output).map_err(|e| refused(format!("it succeeded without an output ({e}); check CC")))?;
         let facts = Facts { compile_ms: start.elapsed().as_secs_f64() * 1e3, ..Facts::default() };
         Ok((bytes, facts))
     }
@@ -170,6 +177,12 @@ mod tests {
         let Error::Missing { searched, .. } = &e else { panic!("{e}") };
         assert!(searched.contains("/nonexistent/cc") && searched.contains("CC"), "{e}");
         assert!(Cc::search(Some(&"false".into())).is_err(), "a program that is no compiler");
+    }
+
+    #[test]
+    fn a_program_that_does_nothing_and_succeeds_is_told_by_its_missing_output() {
+        let e = Cc::search(Some(&"echo".into())).unwrap().compile(&source("int f;")).unwrap_err();
+        assert!(matches!(&e, Error::Compile { log, .. } if log.contains("CC")), "{e}");
     }
 
     #[test]
