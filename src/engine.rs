@@ -4,7 +4,9 @@ use crate::{Error, Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, bundles_from_env};
 use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
-use flashtune_runtime::{Device, DeviceSpec, ForwardCall, ForwardTensors, Stream, TensorView, forward_call};
+use flashtune_runtime::{
+    Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, Stream, TensorView, forward_call,
+};
 use flashtune_tuner::{Job, Observer, Outcome};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -291,7 +293,16 @@ impl Engine {
         }
         tracing::info!(%problem, %shape, "nothing tuned fits: tuning now");
         // Threads that come second wait for the first inside, and are answered from the store.
-        self.tune(problem, shape).map(drop)
+        match self.tune(problem, shape) {
+            Ok(_) => Ok(()),
+            // Nowhere to keep a result, or no compiler: what else there is may serve, as under the other policies. That
+            // no kernel came through its checks is not of this kind.
+            Err(Error::Runtime(e @ (RuntimeError::Cache(_) | RuntimeError::Missing { .. }))) => {
+                tracing::warn!(%problem, %shape, error = %e, "it cannot be tuned here; the next best choice is taken");
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
     }
 }
 

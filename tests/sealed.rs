@@ -112,3 +112,22 @@ fn the_tune_policy_tunes_on_a_miss_and_then_dispatches() {
     assert_eq!(plan.status(), flashtune::Status::Tuned, "{}", plan.explain());
     assert!(plan.record().is_some_and(|r| !r.finalists.is_empty()));
 }
+
+#[test]
+fn the_tune_policy_without_a_place_for_results_computes_all_the_same() {
+    let place = Place::new();
+    std::fs::write(place.cache(), "a file where the cache should be").unwrap();
+    let engine = flashtune::Engine::builder()
+        .device(flashtune::DeviceSpec::Cpu)
+        .cache_dir(place.cache())
+        .policy(flashtune::Policy::Tune)
+        .build()
+        .unwrap();
+    let mask = flashtune::Mask::Full;
+    let problem = flashtune::Problem::forward(DType::F32, 16, mask.kind()).unwrap();
+    let shape = flashtune::Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 32, kv_len: 32, mask };
+    let plan = engine.plan(&problem, &shape).unwrap();
+    assert_eq!(plan.status(), flashtune::Status::Default, "{}", plan.explain());
+    // Asking for a tuning by name is another matter.
+    assert!(engine.tune(&problem, &shape).unwrap_err().to_string().contains("FLASHTUNE_CACHE"));
+}
