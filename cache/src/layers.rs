@@ -201,9 +201,14 @@ impl Layers {
             Ok(Some((seen, layer))) => (Some(seen), Some(Arc::new(layer))),
             Ok(None) => (None, None),
             Err(e) => {
-                tracing::warn!(error = %e, "the snapshot cannot be read; what was mapped before stays in use");
+                let before = self.read().layer.clone();
+                let until = match before {
+                    Some(_) => "what was mapped before stays in use",
+                    None => "it counts as empty",
+                };
+                tracing::warn!(error = %e, "the snapshot cannot be read: {until} until a tuning or an import replaces it");
                 // Remembered, so that the same file is not tried and complained about again.
-                (now, self.read().layer.clone())
+                (now, before)
             }
         };
         let mut snapshot = self.snapshot.write().unwrap_or_else(|e| e.into_inner());
