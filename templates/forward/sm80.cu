@@ -182,7 +182,7 @@ struct WarpChunks {
     static constexpr int kDown = 32 / kAcross;
     template <typename F> static __device__ __forceinline__ void each(F f) {
         const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRowsPerWarp;
-#pragma unroll
+#pragma unroll 2
         for (int r = lane / kAcross; r < kRowsPerWarp; r += kDown) {
 #pragma unroll
             for (int chunk = lane % kAcross; chunk < TileV::kChunks; chunk += kAcross) f(first + r, chunk);
@@ -366,13 +366,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     cp_async_wait<0>();
     const bool restore = __syncthreads_or(met_non_finite);
     const Tile out_tile = this_tile(args);  // again, so that the main loop need not keep it
-    const int o_row = warp * kRowsPerWarp;
+    const int o_row = warp * kRowsPerWarp + lane / 4;
+    const u32 lane_o = smem_q + TileV::offset(o_row, 0) + lane % 4 * 4;
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float inverse = softmax.finish(i, h);
-            const int row = o_row + i * 16 + h * 8 + lane / 4;
+            const int row = o_row + i * 16 + h * 8;
             if (args.lse != nullptr && lane % 4 == 0 && row < out_tile.rows) {
                 args.lse[(i64(out_tile.batch) * args.heads + out_tile.head) * args.q_len + out_tile.row + row] =
                     softmax.log_sum_exp(i, h, c);
@@ -380,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
 #pragma unroll
             for (int j = 0; j < kOTiles; j++) {
                 float x = o[i][j][2 * h] * inverse, y = o[i][j][2 * h + 1] * inverse;
-                const u32 to = smem_q + TileV::offset(row, j) + lane % 4 * 4;
+                const u32 to = TileV::at_chunk(lane_o, j) + (i * 16 + h * 8) * TileV::kPitch;
                 asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(pack<Element>(x, y)) : "memory");
             }
         }

@@ -55,6 +55,11 @@ template <int kHeadDim, bool kPadRows> struct RowTile {
         return kPadRows ? base + step * 32 : (base ^ (step % kSteps << 5)) + step / kSteps * kGroup * 16;
     }
 
+    // The same for any single chunk, from the address of chunk 0 of the row.
+    static __device__ __forceinline__ u32 at_chunk(u32 base, int chunk) {
+        return kPadRows ? base + chunk * 16 : (base ^ (chunk % kGroup << 4)) + chunk / kGroup * kGroup * 16;
+    }
+
     // How the threads of a block share the chunks of a tile: a power of two of them side by side along a row.
     template <int kThreads> struct Share {
         static constexpr int kAcross = largest_power_of_two_divisor(kChunks, kThreads < 32 ? kThreads : 32);

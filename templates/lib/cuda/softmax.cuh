@@ -9,6 +9,17 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return r;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // Reductions over the four lanes that share a row of an accumulator tile.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
@@ -86,11 +97,11 @@ template <int kMTiles, int kSTiles, int kOTiles, bool kLazyRescale> struct Onlin
     // Completes the sums over the quad. Returns 1 / l, or 0 for a row that attended to nothing.
     __device__ __forceinline__ float finish(int i, int h) {
         l[i][h] = quad_sum(l[i][h]);
-        return l[i][h] == 0.0f ? 0.0f : 1.0f / l[i][h];
+        return l[i][h] == 0.0f ? 0.0f : reciprocal_approx(l[i][h]);
     }
 
     // Natural-log log-sum-exp of the scaled scores; -inf for a row that attended to nothing. After finish().
     __device__ __forceinline__ float log_sum_exp(int i, int h, float c) const {
-        return l[i][h] == 0.0f ? -FT_INFINITY : kLn2 * (m[i][h] * c + log2f(l[i][h]));
+        return l[i][h] == 0.0f ? -FT_INFINITY : kLn2 * (m[i][h] * c + log2_approx(l[i][h]));
     }
 };
