@@ -63,3 +63,27 @@ fn a_list_of_schedules_for_a_script_is_json() {
     assert_eq!(names.iter().collect::<std::collections::HashSet<_>>().len(), names.len(), "a name stands twice");
     assert_eq!(names, lines.lines().collect::<Vec<_>>());
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_path_that_is_no_utf8_can_be_told_in_json() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    let (input, _) = place.inputs("in.safetensors", DType::F32, [1, 1, 4, 32], [1, 1, 4, 32]);
+    let odd = |stem: &str| {
+        place.path("x").with_file_name(std::ffi::OsStr::from_bytes(&[stem.as_bytes(), b"\xff.ftb"].concat()))
+    };
+    let told = |command: &mut assert_cmd::Command, field: &str| {
+        let json = common::json(command);
+        assert!(json[field].as_str().is_some_and(|path| path.ends_with("\u{fffd}.ftb")), "{json}");
+    };
+    told(place.flashtune(&["--json", "run", text(&input), "-o"]).arg(odd("o")), "output");
+    let build = [&["--json", "build", "--arch", "cpu-generic"], common::SMALL, &["--out"]].concat();
+    told(place.flashtune(&build).arg(odd("b")), "out");
+    place.tune_small();
+    told(place.flashtune(&["--json", "export"]).arg(odd("e")), "file");
+    let tune = [&["--json", "tune"], common::SMALL, &["--trials", "1", "--budget-s", "5", "--cache"]].concat();
+    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let json = common::json(command.args(["--device", "cpu"]).args(tune).arg(odd("c")));
+    assert!(json["tuned"][0]["snapshot"].as_str().is_some_and(|path| path.contains('\u{fffd}')), "{json}");
+}

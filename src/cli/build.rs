@@ -133,7 +133,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             .iter()
             .map(|r| json!({"kernel": r[0], "registers": r[1], "spill_bytes": r[2], "ms": r[3], "bytes": r[4]}))
             .collect();
-        return cx.print_json(&json!({ "out": args.out, "records": records.len(), "kernels": rows }));
+        return cx
+            .print_json(&json!({ "out": args.out.display().to_string(), "records": records.len(), "kernels": rows }));
     }
     let mut printed = table(&["kernel", "registers", "spills", "ms", "bytes"]);
     printed.add_rows(rows);

@@ -60,7 +60,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
 
     let explanation = out.plan.as_ref().map(|p| p.explain());
     if cx.json() {
-        return cx.print_json(&json!({ "output": args.output, "plan": explanation }));
+        return cx.print_json(&json!({ "output": args.output.display().to_string(), "plan": explanation }));
     }
     let written: Vec<_> = outputs.iter().map(|(name, _, shape, _)| format!("{name} {shape:?}")).collect();
     writeln!(cx.out, "wrote {} to {}", written.join(", "), args.output.display())?;

@@ -78,6 +78,7 @@ fn find_problem(layers: &cache::Layers, name: &str) -> Result<Problem> {
 fn report(cx: &mut Context, verb: &str, file: &Path, summary: &ExchangeSummary) -> Result<()> {
     let ExchangeSummary { records, artifacts, skipped } = summary;
     if cx.json() {
+        let file = file.display().to_string();
         return cx.print_json(&json!({ "file": file, "records": records, "artifacts": artifacts, "skipped": skipped }));
     }
     writeln!(cx.out, "{verb} {records} records and {artifacts} kernels ({})", file.display())?;

@@ -198,7 +198,7 @@ fn summary(outcome: &Outcome) -> serde_json::Value {
         "gain_over_unfused": gain_over_unfused(record),
         "cached": cached,
         "trials": trials.len(),
-        "snapshot": snapshot,
+        "snapshot": snapshot.display().to_string(),
         "record": record,
     })
 }
