@@ -1,11 +1,11 @@
 //! `flashtune bench`: the dispatcher's choice against the default schedule and unfused attention.
 
-use super::cases::{Case, CaseArgs, default_case};
+use super::cases::{Case, CaseArgs, default_case, family};
 use super::context::{Context, table};
 use super::exit::usage;
 use super::progress;
 use anyhow::Result;
-use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket};
+use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
 use flashtune::runtime::reference::unfused;
 use flashtune::runtime::{CheckCase, CheckInputs, Module, compile};
 use flashtune::{Distribution, Engine, HostTensor, Layout};
@@ -88,10 +88,7 @@ fn default_module(engine: &Engine, case: &Case) -> Result<Arc<dyn Module>> {
     let device = engine.device();
     let arch = device.fingerprint().arch;
     let bucket = ShapeBucket::of(&case.shape);
-    let family = Family::candidates(&case.problem, arch)
-        .first()
-        .copied()
-        .ok_or_else(|| usage(format!("no kernel family computes {} on {arch}", case.problem)))?;
+    let family = family(None, &case.problem, arch)?;
     let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let kernel = Kernel { problem: case.problem, schedule, arch };
     let compiler = device.compiler()?;

@@ -1,14 +1,13 @@
 //! `flashtune build`: kernels for archs that need not be here.
 
-use super::cases::{Case, CaseArgs, default_case, fixed};
+use super::cases::{Case, CaseArgs, default_case, family, fixed};
 use super::context::{Context, table, unix_time};
-use super::exit::usage;
 use super::progress;
 use anyhow::Result;
 use flashtune::cache::{
     Artifact, ArtifactFiles, BundleContents, CacheDir, DeviceFingerprint, Key, Provenance, Record, RecordKey, Store,
 };
-use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket, TemplateSet};
 use flashtune::runtime::{Compiler, compile};
 use flashtune::{DType, Mask};
 use rayon::prelude::*;
@@ -152,10 +151,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
 /// The default kernel of the best family for a case.
 fn default_kernel(case: &Case, arch: Arch) -> Result<Kernel> {
     let bucket = ShapeBucket::of(&case.shape);
-    let family = Family::candidates(&case.problem, arch)
-        .first()
-        .copied()
-        .ok_or_else(|| usage(format!("no kernel family computes {} on {arch}", case.problem)))?;
+    let family = family(None, &case.problem, arch)?;
     let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let kernel = Kernel { problem: case.problem, schedule, arch };
     kernel.check()?;

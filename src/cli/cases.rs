@@ -2,6 +2,7 @@
 
 use super::exit::usage;
 use anyhow::Result;
+use flashtune::codegen::{Arch, Family};
 use flashtune::{DType, Mask, Problem, Shape};
 
 /// One thing to compute.
@@ -108,6 +109,23 @@ pub fn default_case() -> Case {
 pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u32), len: u32) -> Case {
     let problem = Problem::forward(dtype, head_dim, mask.kind()).expect("a supported problem");
     Case { problem, shape: Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask } }
+}
+
+/// The family of a name, or the best one for the problem.
+pub fn family(name: Option<&str>, problem: &Problem, arch: Arch) -> Result<Family> {
+    let Some(name) = name else {
+        return Family::candidates(problem, arch)
+            .first()
+            .copied()
+            .ok_or_else(|| usage(format!("no kernel family computes {problem} on {arch}")));
+    };
+    let family = Family::ALL.into_iter().find(|f| f.name() == name || f.name().strip_prefix("forward/") == Some(name));
+    let family = family.ok_or_else(|| {
+        let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
+        usage(format!("there is no kernel family `{name}`; the families are {}", known.join(", ")))
+    })?;
+    family.supports(problem, arch)?;
+    Ok(family)
 }
 
 #[cfg(test)]

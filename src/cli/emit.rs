@@ -1,10 +1,10 @@
 //! `flashtune emit`: the generated source of a kernel.
 
-use super::cases::{CaseArgs, default_case};
+use super::cases::{CaseArgs, default_case, family};
 use super::context::Context;
 use super::exit::usage;
 use anyhow::Result;
-use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket};
+use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
 use serde_json::json;
 use std::io::Write;
 
@@ -68,21 +68,4 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     write!(cx.out, "{}", source.text)?;
     Ok(())
-}
-
-/// The family of a name, or the best one for the problem.
-pub fn family(name: Option<&str>, problem: &flashtune::Problem, arch: Arch) -> Result<Family> {
-    let Some(name) = name else {
-        return Family::candidates(problem, arch)
-            .first()
-            .copied()
-            .ok_or_else(|| usage(format!("no kernel family computes {problem} on {arch}")));
-    };
-    let family = Family::ALL.into_iter().find(|f| f.name() == name || f.name().strip_prefix("forward/") == Some(name));
-    let family = family.ok_or_else(|| {
-        let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
-        usage(format!("there is no kernel family `{name}`; the families are {}", known.join(", ")))
-    })?;
-    family.supports(problem, arch)?;
-    Ok(family)
 }
