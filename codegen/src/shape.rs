@@ -32,6 +32,11 @@ impl Shape {
                 "check the head dimension of Q against that of K and V",
             ));
         }
+        for (field, n) in [("batch", self.batch), ("heads", self.heads)] {
+            if n > i32::MAX as u32 {
+                return Err(Error::unsupported(field, n, "below 2^31", "split the batch"));
+            }
+        }
         // Kernels count rows in i32 and add a block to the last row.
         for (field, n) in [("q_len", self.q_len), ("kv_len", self.kv_len)] {
             if n > (1 << 30) {
@@ -152,5 +157,6 @@ mod tests {
         assert!(Shape { batch: 0, heads: 0, kv_heads: 0, ..shape(0, 0) }.validate().is_ok());
         assert!(Shape { heads: 10, ..shape(8, 8) }.validate().is_err());
         assert!(Shape { kv_heads: 0, ..shape(8, 8) }.validate().is_err());
+        assert!(Shape { batch: 1 << 31, ..shape(8, 8) }.validate().unwrap_err().to_string().contains("batch"));
     }
 }
