@@ -22,7 +22,6 @@ fn free_memory(cuda: bool) -> Option<usize> {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let spec: DeviceSpec = std::env::args().nth(1).as_deref().unwrap_or("auto").parse()?;
     let cache = tempfile::tempdir()?;
-    // With an empty cache the engine loads the compiler while the device opens: both are in this number.
     let start = Instant::now();
     let opened = Engine::builder().device(spec).cache_dir(cache.path()).build()?;
     let opened_ms = ms(start);

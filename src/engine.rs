@@ -135,7 +135,7 @@ impl Builder {
         let layers = Arc::new(Layers::open(&own, &bundles, self.embedded)?);
         let device = match self.device {
             Some(device) => device,
-            None => open(self.spec, self.policy.may_compile() && layers.records().is_empty())?,
+            None => flashtune_runtime::open(self.spec)?,
         };
         let dispatcher = Dispatcher::new(DispatcherConfig {
             device,
@@ -146,18 +146,6 @@ impl Builder {
         });
         Ok(Engine { dispatcher, templates, cache, policy: self.policy, tuning: Mutex::new(()) })
     }
-}
-
-/// Opens a device; `cold` says that nothing is stored, so that a compiler will be needed at once. Opening a GPU and
-/// loading its compiler take about as long, and go side by side.
-fn open(spec: DeviceSpec, cold: bool) -> Result<Arc<dyn Device>> {
-    let cuda = spec != DeviceSpec::Cpu && flashtune_runtime::cuda::driver_present();
-    std::thread::scope(|scope| {
-        if cold && cuda {
-            scope.spawn(flashtune_runtime::compile::warm_up_nvrtc);
-        }
-        Ok(flashtune_runtime::open(spec)?)
-    })
 }
 
 fn templates_from_env() -> Option<PathBuf> {
