@@ -22,6 +22,7 @@
 mod engine;
 mod error;
 mod host;
+pub mod model;
 mod overrides;
 
 pub use flashtune_cache as cache;

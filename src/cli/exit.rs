@@ -40,6 +40,18 @@ impl fmt::Display for Failed {
 
 impl std::error::Error for Failed {}
 
+/// What no kernel computes: exit code 3.
+#[derive(Debug)]
+pub struct Unavailable(pub String);
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Unavailable {}
+
 /// Shorthand for an [`anyhow::Error`] of kind [`Usage`].
 pub fn usage(message: impl Into<String>) -> anyhow::Error {
     Usage(message.into()).into()
@@ -81,8 +93,11 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 /// The exit code of an error: decided by the first error in its chain that has one.
 pub fn classify(error: &anyhow::Error) -> Exit {
     for e in error.chain() {
-        if e.is::<Usage>() || e.is::<codegen::Error>() {
+        if e.is::<Usage>() || e.is::<codegen::Error>() || e.is::<flashtune::model::Error>() {
             return Exit::Usage;
+        }
+        if e.is::<Unavailable>() {
+            return Exit::Missing;
         }
         if let Some(e) = e.downcast_ref::<cache::Error>() {
             return of_cache(e);

@@ -1,5 +1,6 @@
 //! The `flashtune` command line: one file per command.
 
+mod agenda;
 mod bench;
 mod build;
 mod cases;

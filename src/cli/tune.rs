@@ -1,33 +1,32 @@
 //! `flashtune tune`: the fastest schedules for a set of problems, on this device.
 
-use super::cases::{Case, CaseArgs, default_case, fixed};
+use super::agenda::{self, Agenda, ModelArgs};
+use super::cases::{Case, CaseArgs};
 use super::context::{Context, table};
-use super::exit::{Failed, usage};
+use super::exit::{Failed, Unavailable, usage};
 use super::progress;
 use anyhow::Result;
 use flashtune::cache::{ArtifactFiles, Record, Store};
-use flashtune::codegen::Arch;
 use flashtune::tuner::{Event, Job, Observer, Outcome, tune};
-use flashtune::{DType, Mask};
 use indicatif::ProgressBar;
 use serde_json::json;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// Seconds for the whole built-in set.
-const CPU_BUDGET: f64 = 90.0;
-const CUDA_BUDGET: f64 = 400.0;
-/// Seconds for each case that the options name.
-const CASE_BUDGET: f64 = 60.0;
 /// How long to wait for another process that tunes into the same cache.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Options of `tune`.
 #[derive(clap::Args, Debug)]
-#[command(after_help = "Without options that name a problem, a small set of common ones is tuned.")]
+#[command(after_help = "Without a model and options that name a problem, a small set of common ones is tuned.")]
 pub struct Args {
     #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
     cases: CaseArgs,
+    /// Say what would be tuned, and tune nothing
+    #[arg(long)]
+    dry_run: bool,
     /// Largest number of schedules to compile for each problem
     #[arg(long, value_name = "N")]
     trials: Option<usize>,
@@ -42,35 +41,6 @@ pub struct Args {
     force: bool,
 }
 
-/// The built-in set: what a user's first run tunes.
-fn common_cases(arch: Arch) -> Vec<Case> {
-    use DType::{Bf16, F16, F32};
-    use Mask::{Causal, Full};
-    match arch {
-        Arch::Cpu(_) => vec![
-            fixed(F32, 64, Full, 1, (8, 8), 1024),
-            fixed(F32, 64, Causal, 1, (8, 8), 1024),
-            fixed(F32, 128, Causal, 1, (8, 2), 1024),
-            fixed(Bf16, 64, Causal, 1, (8, 8), 1024),
-            fixed(Bf16, 128, Full, 1, (8, 8), 1024),
-            fixed(Bf16, 128, Causal, 1, (8, 2), 2048),
-            fixed(F32, 64, Full, 1, (8, 8), 128),
-            fixed(Bf16, 128, Causal, 1, (8, 2), 128),
-        ],
-        Arch::Sm(_) => vec![
-            fixed(Bf16, 64, Full, 4, (16, 16), 4096),
-            fixed(Bf16, 64, Causal, 4, (16, 16), 4096),
-            fixed(Bf16, 128, Full, 4, (32, 8), 4096),
-            fixed(Bf16, 128, Causal, 4, (32, 8), 4096),
-            fixed(Bf16, 128, Causal, 1, (32, 8), 16384),
-            fixed(Bf16, 256, Causal, 2, (16, 8), 4096),
-            fixed(Bf16, 128, Causal, 8, (32, 8), 512),
-            fixed(F16, 64, Causal, 4, (16, 16), 4096),
-            fixed(F16, 128, Causal, 4, (32, 8), 4096),
-        ],
-    }
-}
-
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let budget = match args.budget_s.map(Duration::try_from_secs_f64) {
         None => None,
@@ -82,21 +52,18 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.trials == Some(0) {
         return Err(usage("--trials must be at least 1: the default schedule is always tried"));
     }
-    let (device, templates) = (cx.device()?, cx.templates()?);
-    let arch = device.fingerprint().arch;
-    let (cases, default_budget) = match (args.cases.is_empty(), arch) {
-        (true, Arch::Cpu(_)) => (common_cases(arch), CPU_BUDGET),
-        (true, Arch::Sm(_)) => (common_cases(arch), CUDA_BUDGET),
-        (false, _) => {
-            let cases = args.cases.cases(&default_case())?;
-            let budget = CASE_BUDGET * cases.len() as f64;
-            (cases, budget)
-        }
-    };
-    if let Some(empty) = cases.iter().find(|c| c.shape.is_empty() || c.shape.kv_len == 0) {
-        return Err(usage(format!("there is nothing to time in {}; name sizes of at least 1", empty.shape)));
+    let device = cx.device()?;
+    let agenda = Agenda::new(&args.model, &args.cases, &device)?;
+    if args.dry_run {
+        return agenda::print(cx, &agenda);
     }
-    let budget = budget.unwrap_or(Duration::from_secs_f64(default_budget));
+    let cases = &agenda.cases;
+    if cases.is_empty() {
+        agenda::print(cx, &agenda)?;
+        return Err(Unavailable("no kernel computes what the model needs; nothing was tuned".into()).into());
+    }
+    let templates = cx.templates()?;
+    let budget = budget.unwrap_or(Duration::from_secs_f64(agenda.default_budget_s));
     let dir = cx.cache_dir()?;
     let store = Store::open_within(&dir, PATIENCE)?;
     let artifacts = ArtifactFiles::new(&dir);
@@ -135,8 +102,14 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
 
     if cx.json() {
         let tuned: Vec<_> = done.iter().map(summary).collect();
-        cx.print_json(&json!({ "tuned": tuned, "failures": failures, "seconds": start.elapsed().as_secs_f64() }))?;
+        cx.print_json(&json!({
+            "model": agenda.model.as_ref().map(|_| agenda.summary()),
+            "tuned": tuned,
+            "failures": failures,
+            "seconds": start.elapsed().as_secs_f64(),
+        }))?;
     } else {
+        agenda::print_gaps(cx, &agenda)?;
         report(cx, &done, start.elapsed())?;
     }
     match failures.as_slice() {

@@ -1,0 +1,323 @@
+//! From a model to the problems and shapes that serving it needs.
+
+use super::config::{Latent, Model};
+use super::{Error, LayerKind};
+use flashtune_codegen::{Arch, DType, Family, Mask, Problem, Shape, ShapeBucket};
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::fmt;
+
+/// Lengths of prompts that are timed: the longest, and quarters of it.
+const PREFILL_LENGTHS: usize = 4;
+/// No prompt shorter than this is timed: the nearest longer one answers for it.
+const PREFILL_MIN: u32 = 128;
+/// Contexts of decoding that are timed: the longest and this part of it.
+const CONTEXT_PART: u32 = 8;
+/// Largest batch, so that a slip of the finger is an error.
+const BATCH_MAX: u32 = 1 << 16;
+
+/// What the plan is made for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Limits {
+    /// The device's code-generation target.
+    pub arch: Arch,
+    /// Longest sequence; by default the model's, or what a device of this kind tunes in sensible time if that is less.
+    pub max_len: Option<u32>,
+    /// Numbers of sequences that are decoded together; empty means the default.
+    pub batches: Vec<u32>,
+    /// Devices that the heads are split over.
+    pub tensor_parallel: u32,
+    /// Element type in place of the file's.
+    pub dtype: Option<DType>,
+}
+
+/// What a shape is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Use {
+    /// A prompt: as many queries as keys.
+    Prefill,
+    /// One new query per sequence.
+    Decode,
+}
+
+/// One problem at one size.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Case {
+    /// What a kernel is specialised to.
+    pub problem: Problem,
+    /// The sizes.
+    pub shape: Shape,
+    /// Prompt or decoding.
+    pub used_for: Use,
+}
+
+/// Something that the model needs and the kernels do not do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Gap {
+    /// What it is, in a word or two.
+    pub feature: String,
+    /// What that means for serving.
+    pub text: String,
+    /// Whether the layers cannot be served at all; otherwise the host has something to do.
+    pub blocks: bool,
+}
+
+/// Layers that share a problem.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Need {
+    /// How many layers.
+    pub layers: u32,
+    /// What their queries attend to.
+    pub attention: String,
+    /// The problem, if the kernels can compute it.
+    pub problem: Option<Problem>,
+    /// What to tune; empty when a gap blocks it.
+    pub cases: Vec<Case>,
+    /// What the kernels do not do for these layers.
+    pub gaps: Vec<Gap>,
+}
+
+/// Everything that serving a model needs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Serving {
+    /// The layers by problem.
+    pub needs: Vec<Need>,
+    /// What no layer says.
+    pub gaps: Vec<Gap>,
+    /// What the reader should know.
+    pub notes: Vec<String>,
+    /// Longest sequence that is planned for.
+    pub max_len: u32,
+    /// Element type.
+    pub dtype: DType,
+    /// Query heads on one device.
+    pub heads: u32,
+    /// KV heads on one device.
+    pub kv_heads: u32,
+}
+
+impl Gap {
+    pub(super) fn blocking(feature: impl Into<String>, text: impl Into<String>) -> Self {
+        Self { feature: feature.into(), text: text.into(), blocks: true }
+    }
+
+    pub(super) fn partial(feature: impl Into<String>, text: impl Into<String>) -> Self {
+        Self { blocks: false, ..Self::blocking(feature, text) }
+    }
+}
+
+impl fmt::Display for Use {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Use::Prefill => "prefill",
+            Use::Decode => "decode",
+        })
+    }
+}
+
+impl Serving {
+    /// The plan for a model.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for limits that the model cannot be held to.
+    pub fn of(model: &Model, limits: &Limits) -> Result<Serving, Error> {
+        let mut notes = model.notes.clone();
+        let max_len = max_len(model, limits, &mut notes)?;
+        let (heads, kv_heads) = split(model, limits.tensor_parallel, &mut notes)?;
+        let dtype = limits.dtype.or(model.dtype).unwrap_or_else(|| {
+            notes.push("the file states no dtype: bf16 is taken; --dtype changes it".into());
+            DType::Bf16
+        });
+        let batches = batches(limits)?;
+        let planner = Planner { model, arch: limits.arch, max_len, batches, heads, kv_heads, dtype };
+        let mut needs: Vec<Need> = model.layers.iter().map(|(kind, layers)| planner.need(kind, *layers)).collect();
+        if let Some(latent) = model.latent {
+            needs.push(planner.latent(latent));
+        }
+        Ok(Serving { needs, gaps: model.gaps.clone(), notes, max_len, dtype, heads, kv_heads })
+    }
+
+    /// What to tune: one case for each problem and bucket, in the order of the layers.
+    pub fn cases(&self) -> Vec<Case> {
+        let mut seen = BTreeSet::new();
+        let all = self.needs.iter().flat_map(|n| &n.cases);
+        all.filter(|c| seen.insert((c.problem, ShapeBucket::of(&c.shape)))).copied().collect()
+    }
+
+    /// Everything that is missing, with the layers that miss it.
+    pub fn all_gaps(&self) -> impl Iterator<Item = (Option<&Need>, &Gap)> {
+        let of_layers = self.needs.iter().flat_map(|n| n.gaps.iter().map(move |g| (Some(n), g)));
+        of_layers.chain(self.gaps.iter().map(|g| (None, g)))
+    }
+}
+
+/// The longest sequence to plan for.
+fn max_len(model: &Model, limits: &Limits, notes: &mut Vec<String>) -> Result<u32, Error> {
+    match limits.max_len {
+        Some(0) => Err(Error::limit("--max-len", "is 0", "name a length of at least 1")),
+        Some(n) if n > model.max_len => Err(Error::limit(
+            "--max-len",
+            format!("is {n}, but the model's longest sequence has {}", model.max_len),
+            "name a smaller length",
+        )),
+        Some(n) => Ok(n),
+        None => {
+            let sensible = match limits.arch {
+                Arch::Cpu(_) => 2048,
+                Arch::Sm(_) => 32_768,
+            };
+            if model.max_len > sensible {
+                notes.push(format!(
+                    "lengths up to {sensible} of the model's {} are tuned; --max-len changes it",
+                    model.max_len
+                ));
+            }
+            Ok(model.max_len.min(sensible))
+        }
+    }
+}
+
+/// Query and KV heads of one of `n` devices.
+fn split(model: &Model, n: u32, notes: &mut Vec<String>) -> Result<(u32, u32), Error> {
+    let Model { heads, kv_heads, .. } = *model;
+    let whole = |a: u32, b: u32| b != 0 && a.is_multiple_of(b);
+    if !whole(heads, n) || !(whole(kv_heads, n) || whole(n, kv_heads)) {
+        let problem = format!("is {n}, which does not split {heads} query heads and {kv_heads} KV heads evenly");
+        return Err(Error::limit("--tp", problem, "name a number of devices that divides both"));
+    }
+    if n > kv_heads {
+        notes.push(format!("{kv_heads} KV heads over {n} devices: each holds a copy of one"));
+    }
+    Ok((heads / n, (kv_heads / n).max(1)))
+}
+
+fn batches(limits: &Limits) -> Result<Vec<u32>, Error> {
+    if let Some(bad) = limits.batches.iter().find(|b| !(1..=BATCH_MAX).contains(*b)) {
+        return Err(Error::limit("--batch", format!("is {bad}"), format!("name sizes from 1 to {BATCH_MAX}")));
+    }
+    Ok(match (limits.batches.as_slice(), limits.arch) {
+        ([], Arch::Cpu(_)) => vec![1],
+        ([], Arch::Sm(_)) => vec![1, 16],
+        (given, _) => given.to_vec(),
+    })
+}
+
+struct Planner<'a> {
+    model: &'a Model,
+    arch: Arch,
+    max_len: u32,
+    batches: Vec<u32>,
+    heads: u32,
+    kv_heads: u32,
+    dtype: DType,
+}
+
+impl Planner<'_> {
+    fn need(&self, kind: &LayerKind, layers: u32) -> Need {
+        let mut gaps = self.gaps(kind);
+        if let LayerKind::Other(name) = kind {
+            return Need { layers, attention: name.clone(), problem: None, cases: Vec::new(), gaps };
+        }
+        // No key outside of a chunk is ever needed, so its calls are short ones without a window.
+        let (mask, longest) = match *kind {
+            LayerKind::Causal | LayerKind::Other(_) => (Mask::Causal, self.max_len),
+            LayerKind::Sliding(window) => (Mask::Window { left: Some(window - 1), right: Some(0) }, self.max_len),
+            LayerKind::Chunked(chunk) => (Mask::Causal, self.max_len.min(chunk)),
+        };
+        let problem = self.problem(self.model.head_dim_qk, self.model.head_dim_v, mask, &mut gaps);
+        let blocked = gaps.iter().chain(&self.model.gaps).any(|g| g.blocks);
+        let cases = problem.filter(|_| !blocked).map_or(Vec::new(), |p| self.cases(p, mask, longest));
+        Need { layers, attention: kind.to_string(), problem, cases, gaps }
+    }
+
+    /// Decoding on a cache of compressed rows, which all heads share.
+    fn latent(&self, Latent { rank, rope }: Latent) -> Need {
+        let mut gaps = Vec::new();
+        let problem = self.problem(rank + rope, rank, Mask::Causal, &mut gaps);
+        if problem.is_some() {
+            gaps.push(Gap::blocking("latent cache", "K and V share their rows in it, which is not planned for yet"));
+        }
+        let layers = self.model.layer_count();
+        Need { layers, attention: "decoding on the latent cache".into(), problem, cases: Vec::new(), gaps }
+    }
+
+    /// What the kernels do not do for layers of this kind.
+    fn gaps(&self, kind: &LayerKind) -> Vec<Gap> {
+        let mut gaps = Vec::new();
+        match kind {
+            LayerKind::Causal | LayerKind::Sliding(_) => {}
+            LayerKind::Chunked(chunk) => {
+                let text = format!(
+                    "beyond {chunk} rows the host calls once for each chunk, on views of it: no kernel has the chunked \
+                     mask yet"
+                );
+                gaps.push(Gap::partial("chunked mask", text));
+            }
+            LayerKind::Other(name) => gaps.push(Gap::blocking(name.clone(), "no kernel computes layers of this type")),
+        }
+        if let Some(cap) = self.model.soft_cap {
+            let text = format!("scores pass through {cap} * tanh(score / {cap}), which no kernel does yet");
+            gaps.push(Gap::blocking("soft cap", text));
+        }
+        if self.model.sinks {
+            let text = "no kernel adds the learned score of a head yet; the host gets the same from O and the \
+                        log-sum-exp: O / (1 + exp(sink - lse))";
+            gaps.push(Gap::partial("attention sinks", text));
+        }
+        gaps
+    }
+
+    /// The problem, or a gap that says why there is none.
+    fn problem(&self, qk: u32, v: u32, mask: Mask, gaps: &mut Vec<Gap>) -> Option<Problem> {
+        match Problem::forward_qk_v(self.dtype, qk, v, mask.kind()) {
+            Ok(problem) if Family::candidates(&problem, self.arch).is_empty() => {
+                gaps.push(Gap::blocking("kernel family", format!("none computes {problem} on {}", self.arch)));
+                Some(problem)
+            }
+            Ok(problem) => Some(problem),
+            Err(e) => {
+                gaps.push(Gap::blocking("head dim", e.to_string()));
+                None
+            }
+        }
+    }
+
+    fn cases(&self, problem: Problem, mask: Mask, longest: u32) -> Vec<Case> {
+        let shape =
+            |batch, q_len, kv_len| Shape { batch, heads: self.heads, kv_heads: self.kv_heads, q_len, kv_len, mask };
+        let mut cases = Vec::new();
+        for len in prefill_lengths(longest) {
+            cases.push(Case { problem, shape: shape(1, len, len), used_for: Use::Prefill });
+        }
+        for context in contexts(longest, mask) {
+            for &batch in &self.batches {
+                cases.push(Case { problem, shape: shape(batch, 1, context), used_for: Use::Decode });
+            }
+        }
+        cases
+    }
+}
+
+/// The longest prompt, and powers of two below it, each a quarter of the one before. Buckets are powers of two and the
+/// nearest one answers for what lies between.
+fn prefill_lengths(longest: u32) -> Vec<u32> {
+    let mut lengths = vec![longest];
+    let mut next = floor_power(longest) / 4;
+    while lengths.len() < PREFILL_LENGTHS && next >= PREFILL_MIN {
+        lengths.push(next);
+        next /= 4;
+    }
+    lengths
+}
+
+/// Contexts of decoding. Within a window the work does not grow with the context.
+fn contexts(longest: u32, mask: Mask) -> Vec<u32> {
+    let short = floor_power(longest) / CONTEXT_PART;
+    let distinct = short >= PREFILL_MIN && mask.window().0.is_none_or(|left| short <= left);
+    if distinct { vec![longest, short] } else { vec![longest] }
+}
+
+fn floor_power(n: u32) -> u32 {
+    1 << n.max(1).ilog2()
+}
