@@ -130,9 +130,10 @@ impl Builder {
         };
         let mut bundles = self.bundles;
         bundles.extend(bundles_from_env());
-        // Without a folder of one's own the user's layer is empty.
-        let own = cache.clone().unwrap_or_else(|| CacheDir::at("/nonexistent"));
-        let layers = Arc::new(Layers::open(&own, &bundles, self.embedded)?);
+        let layers = Arc::new(match &cache {
+            Some(dir) => Layers::open(dir, &bundles, self.embedded)?,
+            None => Layers::without_folder(&bundles, self.embedded)?,
+        });
         let device = match self.device {
             Some(device) => device,
             None => flashtune_runtime::open(self.spec)?,

@@ -31,6 +31,22 @@ fn an_exported_bundle_serves_an_empty_cache_sealed() {
     assert_eq!(named[0]["status"]["kind"], "tuned", "{named}");
     assert!(named[0]["layer"].as_str().unwrap().contains("mine.ftb"), "{named}");
 
+    // Without any folder to name a cache in.
+    let homeless = |args: &[&str]| {
+        let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+        for name in ["HOME", "XDG_CACHE_HOME", "FLASHTUNE_CACHE", "FLASHTUNE_BUNDLES"] {
+            command.env_remove(name);
+        }
+        command.args(["--device", "cpu"]).args(args);
+        command
+    };
+    let listed = json(&mut homeless(&["list", "--json", "--bundle", text(&bundle)]));
+    assert_eq!(listed.as_array().unwrap().len(), 1, "{listed}");
+    let copy = fresh.path("copy.ftb");
+    json(&mut homeless(&["export", text(&copy), "--json", "--bundle", text(&bundle)]));
+    assert!(copy.is_file());
+    fails(&mut homeless(&["list"]), 2, &["FLASHTUNE_CACHE"]);
+
     // Through the environment.
     let mut env = fresh.flashtune(&explain);
     let env = json(env.arg("--json").env("FLASHTUNE_BUNDLES", &bundle).env("CC", NOWHERE));
@@ -87,7 +103,7 @@ fn a_bundle_of_other_templates_is_refused_by_name_of_the_field() {
 #[test]
 fn a_bundle_that_was_built_ahead_of_time_serves_sealed_as_untuned() {
     let place = Place::new();
-    let bundle = place.path("ahead.ftb");
+    let bundle = place.path("no/such/folder/ahead.ftb");
     let arch = common::host_arch().to_string();
     let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&bundle)]].concat();
     place.json(&args);

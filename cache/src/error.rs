@@ -71,3 +71,17 @@ pub enum Error {
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// What is wrong, without the remedy: for places where another remedy applies.
+    pub(crate) fn cause(&self) -> String {
+        match self {
+            Error::Io { action, path, source, .. } => format!("{action} {}: {source}", path.display()),
+            Error::Damaged { name, message } => format!("{name}: {message}"),
+            Error::Mismatch { name, field, found, expected, .. } => {
+                format!("{name}: {field} is {found}, but {expected} is needed here")
+            }
+            other => other.to_string(),
+        }
+    }
+}

@@ -71,14 +71,6 @@ pub fn export(layers: &Layers, filter: &ExportFilter, path: &Path, created: u64)
         return Err(Error::Empty { path: path.to_path_buf(), skipped: summary.skipped.len() });
     }
     summary.records = records.len();
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder).map_err(|source| Error::Io {
-            action: "create the folder",
-            path: folder.to_path_buf(),
-            source,
-            remedy: "choose another place for the bundle",
-        })?;
-    }
     let mut load = |key: &Key| layers.artifact(key).map(|(a, _)| a);
     let manifest = BundleContents { records, artifacts: Vec::new(), load: &mut load, created }.write(path)?;
     summary.artifacts = manifest.sets.iter().map(|s| s.artifacts as usize).sum();

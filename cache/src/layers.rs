@@ -32,10 +32,10 @@ pub fn bundles_from_env() -> Vec<PathBuf> {
 /// The ordered sources of records and artifacts. Share it by reference between threads.
 #[derive(Debug)]
 pub struct Layers {
-    snapshot_path: PathBuf,
+    /// The user's folder, if there is one.
+    own: Option<CacheDir>,
     snapshot: RwLock<Snapshot>,
     fixed: Vec<Arc<Layer>>,
-    files: ArtifactFiles,
 }
 
 /// How well a record fits.
@@ -170,6 +170,18 @@ impl Layers {
     /// # Errors
     /// Those of [`Bundle::map`] for a bundle that was named, because its user counts on it.
     pub fn open(dir: &CacheDir, bundles: &[PathBuf], embedded: Option<&'static [u8]>) -> Result<Self> {
+        Self::open_with(Some(dir), bundles, embedded)
+    }
+
+    /// [`Layers::open`] where no folder of the user's can be named: bundles alone.
+    ///
+    /// # Errors
+    /// As [`Layers::open`].
+    pub fn without_folder(bundles: &[PathBuf], embedded: Option<&'static [u8]>) -> Result<Self> {
+        Self::open_with(None, bundles, embedded)
+    }
+
+    fn open_with(own: Option<&CacheDir>, bundles: &[PathBuf], embedded: Option<&'static [u8]>) -> Result<Self> {
         let mut fixed = Vec::new();
         for path in bundles {
             let name = path.display().to_string();
@@ -179,12 +191,7 @@ impl Layers {
             let bundle = Bundle::from_static(EMBEDDED_LAYER, bytes)?;
             fixed.push(Arc::new(Layer::new(EMBEDDED_LAYER.into(), None, bundle)));
         }
-        let layers = Self {
-            snapshot_path: dir.snapshot_path(),
-            snapshot: RwLock::default(),
-            fixed,
-            files: ArtifactFiles::new(dir),
-        };
+        let layers = Self { own: own.cloned(), snapshot: RwLock::default(), fixed };
         layers.refresh();
         Ok(layers)
     }
@@ -192,12 +199,13 @@ impl Layers {
     /// Looks whether another snapshot was published, and maps it if so. Whether that happened. Costs one `stat`
     /// otherwise.
     pub fn refresh(&self) -> bool {
-        let now = std::fs::metadata(&self.snapshot_path).ok().map(|m| FileId::of(&m));
+        let Some(path) = self.own.as_ref().map(CacheDir::snapshot_path) else { return false };
+        let now = std::fs::metadata(&path).ok().map(|m| FileId::of(&m));
         if now == self.read().seen {
             return false;
         }
         // Someone may publish again between the look and the opening: what counts is the file that was opened.
-        let (seen, layer) = match open_snapshot(&self.snapshot_path) {
+        let (seen, layer) = match open_snapshot(&path) {
             Ok(Some((seen, layer))) => (Some(seen), Some(Arc::new(layer))),
             Ok(None) => (None, None),
             Err(e) => {
@@ -206,7 +214,12 @@ impl Layers {
                     Some(_) => "what was mapped before stays in use",
                     None => "it counts as empty",
                 };
-                tracing::warn!(error = %e, "the snapshot cannot be read: {until} until a tuning or an import replaces it");
+                let remedy = match e {
+                    crate::Error::Io { remedy, .. } => remedy,
+                    // Nobody exported it; the journal still has what it held.
+                    _ => "the next `flashtune tune` or `flashtune import` writes it anew",
+                };
+                tracing::warn!(error = e.cause(), "the snapshot cannot be read: {until}; {remedy}");
                 // Remembered, so that the same file is not tried and complained about again.
                 (now, before)
             }
@@ -253,7 +266,8 @@ impl Layers {
                 Err(e) => tracing::warn!(layer = layer.name, error = %e, "a damaged artifact was skipped"),
             }
         }
-        self.files.get(key).map(|a| (a, FILES_LAYER.to_owned()))
+        let files = ArtifactFiles::new(self.own.as_ref()?);
+        files.get(key).map(|a| (a, FILES_LAYER.to_owned()))
     }
 
     /// All records with their validity fields, by layer.
@@ -271,11 +285,6 @@ impl Layers {
     /// The layers in order.
     pub fn info(&self) -> Vec<LayerInfo> {
         self.layers().iter().map(|l| l.info()).collect()
-    }
-
-    /// The artifact files behind the layers.
-    pub fn files(&self) -> &ArtifactFiles {
-        &self.files
     }
 
     fn layers(&self) -> Vec<Arc<Layer>> {
@@ -326,11 +335,6 @@ impl MatchQuality {
         } else {
             MatchQuality::NearestShape { distance }
         }
-    }
-
-    /// Whether the result was not measured on this device.
-    pub fn is_provisional(&self) -> bool {
-        matches!(self, MatchQuality::OtherDevice { .. })
     }
 
     fn order(&self, other: &Self) -> Ordering {

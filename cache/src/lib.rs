@@ -19,6 +19,7 @@ mod key;
 mod layers;
 mod publish;
 mod record;
+mod stale;
 mod store;
 #[cfg(test)]
 mod testing;
@@ -38,6 +39,7 @@ pub use layers::{
     SNAPSHOT_LAYER, bundles_from_env,
 };
 pub use record::{Finalist, Provenance, Record, RecordKey};
+pub use stale::{reap, temporary_prefix};
 pub use store::Store;
 pub use trial::{Stage, Trial, TrialResult};
 pub use validity::{Difference, Validity};

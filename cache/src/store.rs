@@ -22,8 +22,6 @@ pub struct Store {
     db: sled::Db,
     records: sled::Tree,
     trials: sled::Tree,
-    /// Keys of records that were removed since the last publication: the snapshot still has them.
-    removed: sled::Tree,
     path: PathBuf,
     snapshot: PathBuf,
     _lock: StoreLock,
@@ -53,7 +51,6 @@ impl Store {
         let store = Self {
             records: tree("records")?,
             trials: tree("trials")?,
-            removed: tree("removed")?,
             db,
             snapshot: dir.snapshot_path(),
             path: path.clone(),
@@ -109,7 +106,6 @@ impl Store {
     pub fn put_record(&self, record: &Record) -> Result<()> {
         let key = record.key.key().0;
         self.records.insert(key, seal_value(record)).map_err(|e| self.error(&e))?;
-        self.removed.remove(key).map_err(|e| self.error(&e))?;
         self.flush()
     }
 
@@ -136,18 +132,6 @@ impl Store {
         Ok(records)
     }
 
-    /// Removes a record; whether there was one. Readers see it until the next publication.
-    ///
-    /// # Errors
-    /// [`Error::Store`] when the journal cannot be written.
-    pub fn remove_record(&self, key: &RecordKey) -> Result<bool> {
-        let key = key.key().0;
-        self.removed.insert(key, &[]).map_err(|e| self.error(&e))?;
-        let had = self.records.remove(key).map_err(|e| self.error(&e))?.is_some();
-        self.flush()?;
-        Ok(had)
-    }
-
     /// Writes the snapshot that readers map: all records and the artifacts that they name. Returns its path.
     ///
     /// # Errors
@@ -160,7 +144,6 @@ impl Store {
         let contents =
             BundleContents { records: self.records()?, artifacts: Vec::new(), load: &mut load, created: unix_time() };
         contents.write(&self.snapshot)?;
-        self.removed.clear().map_err(|e| self.error(&e))?;
         self.flush()?;
         Ok(self.snapshot.clone())
     }
@@ -178,7 +161,10 @@ impl Store {
         let bundle = match Bundle::map(&self.snapshot) {
             Ok(bundle) => bundle,
             Err(e) => {
-                tracing::warn!(error = %e, "the published snapshot cannot be read; the next publication replaces it");
+                tracing::warn!(
+                    error = e.cause(),
+                    "the published snapshot cannot be read; the next publication replaces it"
+                );
                 return Ok(());
             }
         };
@@ -192,9 +178,7 @@ impl Store {
                 }
             };
             let key = record.key.key().0;
-            let known =
-                self.removed.contains_key(key).map_err(|e| self.error(&e))? || self.record(&record.key)?.is_some();
-            if !known {
+            if self.record(&record.key)?.is_none() {
                 self.records.insert(key, seal_value(&record)).map_err(|e| self.error(&e))?;
                 taken += 1;
             }

@@ -71,9 +71,16 @@ impl Context {
         self.global.bundle.iter().cloned().chain(bundles_from_env()).collect()
     }
 
-    /// All stored results.
+    /// All stored results. Whoever names bundles needs no cache folder.
     pub fn layers(&self) -> Result<Layers> {
-        Ok(Layers::open(&self.cache_dir()?, &self.bundles(), None)?)
+        let bundles = self.bundles();
+        match CacheDir::resolve(self.global.cache.as_deref()) {
+            Ok(dir) => Ok(Layers::open(&dir, &bundles, None)?),
+            Err(flashtune::cache::Error::NoFolder) if !bundles.is_empty() => {
+                Ok(Layers::without_folder(&bundles, None)?)
+            }
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// What stored results must match on the device.

@@ -217,7 +217,8 @@ impl Bundle {
     }
 
     /// The keys of all artifacts.
-    pub fn artifact_keys(&self) -> impl Iterator<Item = Key> {
+    #[cfg(test)]
+    pub(crate) fn artifact_keys(&self) -> impl Iterator<Item = Key> {
         self.entries(&self.artifacts).map(|e| Key(e.key))
     }
 

@@ -25,11 +25,19 @@ pub struct BundleContents<'a> {
 }
 
 impl BundleContents<'_> {
-    /// Writes the bundle to a file in a folder that exists, by rename. Returns the manifest.
+    /// Writes the bundle to a file, by rename; makes the folder if need be. Returns the manifest.
     ///
     /// # Errors
     /// [`Error::Io`] when the file cannot be written; an old one stays as it was.
     pub fn write(self, path: &Path) -> Result<Manifest> {
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(|source| Error::Io {
+                action: "create the folder",
+                path: folder.to_path_buf(),
+                source,
+                remedy: "choose another place for the bundle",
+            })?;
+        }
         let mut manifest = None;
         publish_file(path, |out| {
             manifest = Some(self.write_to(out).map_err(|source| Error::Io {

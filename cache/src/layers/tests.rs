@@ -31,7 +31,7 @@ fn exact_comes_before_near_and_near_before_other_devices() {
     assert_eq!(lens, [512, 1024, 8192, 512]);
     assert_eq!(found.matches[0].quality, MatchQuality::Exact);
     assert_eq!(found.matches[1].quality, MatchQuality::NearestShape { distance: 3.0 });
-    assert!(found.matches[3].quality.is_provisional() && found.refusals.is_empty());
+    assert!(matches!(found.matches[3].quality, MatchQuality::OtherDevice { .. }) && found.refusals.is_empty());
     let other = flashtune_codegen::Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
     assert!(layers.find(&validity(), &device(), &other, &ShapeBucket::of(&shape(512))).matches.is_empty());
     // Reading made nothing.
@@ -113,6 +113,19 @@ fn a_new_snapshot_is_noticed_and_a_damaged_one_leaves_the_old_in_use() {
     std::fs::remove_file(dir.snapshot_path()).unwrap();
     assert!(layers.refresh());
     assert!(find(&layers, 512).matches.is_empty());
+}
+
+#[test]
+fn bundles_serve_without_a_folder() {
+    let tmp = tempfile::tempdir().unwrap();
+    let named = tmp.path().join("named.ftb");
+    std::fs::write(&named, bundle(vec![record(512, 2)])).unwrap();
+    let layers = Layers::without_folder(&[named], None).unwrap();
+    assert_eq!(find(&layers, 512).matches.len(), 1);
+    assert!(
+        layers.artifact(&artifact(2).recipe.key()).is_some() && layers.artifact(&artifact(3).recipe.key()).is_none()
+    );
+    assert!(!layers.refresh());
 }
 
 #[test]

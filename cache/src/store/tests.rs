@@ -35,8 +35,6 @@ fn records_and_trials_survive_a_reopening() {
     assert_eq!(store.record(&two.key).unwrap(), Some(two.clone()));
     assert_eq!(store.trials(&one.key).unwrap(), [trial(2), newer]);
     assert!(store.trials(&two.key).unwrap().is_empty());
-    assert!(store.remove_record(&one.key).unwrap() && !store.remove_record(&one.key).unwrap());
-    assert_eq!(store.records().unwrap(), [two]);
 }
 
 #[test]
@@ -67,20 +65,6 @@ fn the_snapshot_holds_records_and_their_artifacts() {
     let b = Bundle::map(&path).unwrap();
     assert_eq!((b.record_count(), b.artifact_count()), (2, 2));
     assert_eq!(b.artifact(&artifact(2).recipe.key()).unwrap(), Some(artifact(2)));
-}
-
-#[test]
-fn a_removed_record_stays_removed_although_the_old_snapshot_has_it() {
-    let (_tmp, dir, files) = folder();
-    let store = Store::open(&dir).unwrap();
-    store.put_record(&record(128, 1)).unwrap();
-    store.publish(&files).unwrap();
-    store.remove_record(&record(128, 1).key).unwrap();
-    drop(store);
-    let store = Store::open(&dir).unwrap();
-    assert!(store.records().unwrap().is_empty());
-    store.publish(&files).unwrap();
-    assert_eq!(Bundle::map(&dir.snapshot_path()).unwrap().record_count(), 0);
 }
 
 #[test]

@@ -1,14 +1,14 @@
 //! The system C compiler.
 
 use crate::{Compiler, Error, Result};
-use flashtune_cache::{CompilerId, Facts};
+use flashtune_cache::{CompilerId, Facts, reap, temporary_prefix};
 use flashtune_codegen::{Language, Source};
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 use std::time::Instant;
 
 /// The system C compiler: `$CC`, or the first of cc, gcc, clang that answers.
@@ -19,6 +19,9 @@ pub struct Cc {
     /// Words of `$CC` after the command (`CC="ccache gcc"`).
     arguments: Vec<String>,
 }
+
+/// What the names of compilation folders start with.
+const FOLDER: &str = "flashtune-cc-";
 
 const REMEDY: &str = "install one (Debian and Ubuntu: apt install gcc) or set CC to its path";
 
@@ -113,9 +116,14 @@ impl Compiler for Cc {
                 remedy: "set TMPDIR to a folder with space that can be written",
             }
         };
+        // Processes that were killed while they compiled could not clean up. Once for each process is enough.
+        static REAPED: Once = Once::new();
+        REAPED.call_once(|| {
+            reap(&std::env::temp_dir(), FOLDER);
+        });
         let start = Instant::now();
         let folder = tempfile::Builder::new()
-            .prefix("flashtune-cc-")
+            .prefix(&temporary_prefix(FOLDER))
             .tempdir()
             .map_err(io("creating a folder in", &std::env::temp_dir()))?;
         // Relative names: no random path can find its way into the binary.
