@@ -4,6 +4,7 @@
 //! puts the NVRTC wheel into `.toolchain/` once and points the tests at it.
 
 mod nvrtc;
+mod package;
 
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
 commands:
   test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`
   ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
+  package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
   setup         only install what the tests need, and print where it is";
 
 fn main() -> ExitCode {
@@ -21,6 +23,7 @@ fn main() -> ExitCode {
     let outcome = match args.next().as_deref() {
         Some("test") => test(&args.collect::<Vec<_>>()),
         Some("ci") => ci(),
+        Some("package") => return package::main(&root(), args),
         Some("setup") => nvrtc::ensure(&root()).map(|dir| println!("{}", dir.display())),
         Some("help" | "-h" | "--help") => {
             println!("{USAGE}");
@@ -35,6 +38,10 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    exit_code(outcome)
+}
+
+fn exit_code(outcome: Result<()>) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {

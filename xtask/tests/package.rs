@@ -1,0 +1,59 @@
+//! The package works where it is unpacked, and says what is in it.
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Makes a package from the debug build, which the other tests need anyway.
+fn package(out: &Path, more: &[&str]) -> PathBuf {
+    let made = Command::new(env!("CARGO_BIN_EXE_xtask"))
+        .args(["package", "--profile", "dev", "--out"])
+        .arg(out)
+        .args(more)
+        .output()
+        .expect("xtask starts");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    text(&made.stdout).lines().last().expect("it prints where the package is").into()
+}
+
+#[test]
+fn the_package_runs_where_it_is_unpacked() {
+    let tmp = tempfile::tempdir().unwrap();
+    let folder = package(tmp.path(), &[]);
+    let manifest: Value = serde_json::from_slice(&std::fs::read(folder.join("MANIFEST.json")).unwrap()).unwrap();
+    assert_eq!(manifest["version"], env!("CARGO_PKG_VERSION"));
+    let files = manifest["files"].as_array().unwrap();
+    for file in files {
+        let bytes = std::fs::read(folder.join(file["path"].as_str().unwrap())).unwrap();
+        let hash: String = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!((&file["bytes"], &file["sha256"]), (&bytes.len().into(), &hash.into()), "{file}");
+    }
+    for part in ["bin/flashtune", "README.md", "LICENSE", "templates/forward/cpu.c", "benches/fa2.py"] {
+        assert!(files.iter().any(|f| f["path"] == part), "{part} is not in {manifest}");
+    }
+
+    let doctor = Command::new(folder.join("bin/flashtune"))
+        .args(["doctor", "--json", "--device", "cpu", "--templates", "templates", "--cache"])
+        .arg(tmp.path().join("cache"))
+        .current_dir(&folder)
+        .output()
+        .unwrap();
+    let found: Value = serde_json::from_slice(&doctor.stdout).unwrap();
+    assert_eq!(found["usable"], true, "{found}");
+
+    // A package is not mixed with an older one.
+    let again = Command::new(env!("CARGO_BIN_EXE_xtask")).args(["package", "--out"]).arg(tmp.path()).output().unwrap();
+    let told = String::from_utf8_lossy(&again.stderr).into_owned();
+    assert!(!again.status.success() && told.contains("already there"), "{told}");
+}
+
+#[test]
+fn options_that_do_not_exist_are_refused() {
+    for (args, word) in [(&["--frob"][..], "--frob"), (&["--out"], "--out needs a value")] {
+        let out = Command::new(env!("CARGO_BIN_EXE_xtask")).arg("package").args(args).output().unwrap();
+        let told = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.code() == Some(2) && told.contains(word), "{told}");
+    }
+}
