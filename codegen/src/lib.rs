@@ -22,6 +22,7 @@ mod mask;
 mod problem;
 mod resources;
 mod schedule;
+pub mod score;
 mod shape;
 mod templates;
 

@@ -1,0 +1,45 @@
+//! Score programs: masks and changes of the score as one small typed language.
+//!
+//! ```text
+//! text or Expr -> Ast -> checked, normalised Graph = Program -> text, hash
+//!                                                   -> Bound: the interpreter, the oracle of all the rest
+//!                                                   -> TileProgram: which tiles are all masked, all visible, mixed
+//! ```
+//!
+//! Ints are 64 bits wide and wrap around; `//` and `%` round down, `x // 0` is 0 and `x % 0` is `x`. Floats are fp32 and
+//! follow IEEE 754, division by zero included. An index beyond an axis reads the nearest element, so that an axis of
+//! length 1 is broadcast and nothing outside of a tensor is ever read. All of this holds for masked keys too: what is
+//! computed for them is defined, and never seen.
+
+mod arith;
+mod ast;
+mod builder;
+mod builtin;
+mod check;
+mod classify;
+mod data;
+mod declare;
+mod error;
+mod graph;
+mod interp;
+mod keys;
+mod lex;
+mod linear;
+mod normal;
+mod parse;
+mod print;
+mod program;
+mod tile;
+mod words;
+
+pub use builder::Expr;
+pub use builtin::{BUILTINS, Builtin, builtin};
+pub use classify::{Classifier, Visit};
+pub use data::{Elements, Scalar, SideData, SideTensor, check_shape};
+pub use error::{Place, ProgramError};
+pub use graph::{Depends, Graph, Id, Node};
+pub use interp::{At, Bound, Evaluator, Precision};
+pub use linear::Linear;
+pub use program::{MAX_NODES, Program, ProgramBuilder};
+pub use tile::{TileKind, TileProgram};
+pub use words::{Axis, Binary, Declaration, MAX_LEN, MAX_RANK, Range, Storage, Type, Unary, Var};
