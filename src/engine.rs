@@ -2,6 +2,7 @@
 
 use crate::{Error, Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, bundles_from_env};
+use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
 use flashtune_runtime::{
@@ -41,6 +42,22 @@ impl Forward {
     /// A call without mask, with the default scale, and without LSE and weights.
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
         Self { q, k, v, o, lse: None, weights: None, mask: Mask::Full, scale: None }
+    }
+}
+
+/// The kernel that one call runs on, and the call's sizes.
+#[derive(Debug, Clone)]
+pub struct Dispatch {
+    /// The kernel, with the account of how it was chosen.
+    pub plan: Arc<Plan>,
+    /// The sizes of the call; the plan may have been made for others of its class.
+    pub shape: Shape,
+}
+
+impl Dispatch {
+    /// Which kernel runs these sizes, from which layer, and why no other does.
+    pub fn explain(&self) -> Explanation {
+        Explanation { shape: self.shape.to_string(), ..self.plan.explain() }
     }
 }
 
@@ -185,7 +202,8 @@ impl Engine {
     }
 
     /// Computes on the caller's stream and returns at once (on the CPU when done). A warm call allocates nothing; the
-    /// first of its class searches the layers and may compile or tune, by policy. Does nothing when O has no element.
+    /// first of its class searches the layers and may compile or tune, by policy. Gives back what runs; does nothing, and
+    /// gives nothing back, when O has no element.
     ///
     /// # Safety
     /// Every address in `call` must be valid on the engine's device for the extent that its shape and strides describe,
@@ -195,17 +213,40 @@ impl Engine {
     /// # Errors
     /// Tensors that do not fit each other, problems that no kernel computes, [`flashtune_runtime::Error::Sealed`], and
     /// what compilers and drivers report. Nothing has been launched then.
-    pub unsafe fn forward(&self, call: &Forward, stream: Stream) -> Result<()> {
-        let ForwardCall { problem, shape, mut args, aligned } = self.resolve(call)?;
-        if shape.is_empty() {
-            return Ok(());
-        }
-        args.weights = call.weights.unwrap_or(0);
-        let plan = self.plan_for(&problem, &shape, self.demand(call, aligned))?;
-        tracing::debug!(%problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
+    pub unsafe fn forward(&self, call: &Forward, stream: Stream) -> Result<Option<Dispatch>> {
+        let Some((dispatch, args)) = self.dispatch(call)? else { return Ok(None) };
+        let Dispatch { plan, shape } = &dispatch;
+        tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, and the sizes were
         // checked against the tensors.
-        unsafe { self.device().launch_shape(plan.module(), &shape, &args, stream)? };
+        unsafe { self.device().launch_shape(plan.module(), shape, &args, stream)? };
+        Ok(Some(dispatch))
+    }
+
+    /// All that comes before the launch of [`Engine::forward`]: afterwards such a call compiles and tunes nothing, and may
+    /// be captured. Touches no tensor.
+    ///
+    /// # Errors
+    /// As [`Engine::forward`].
+    pub fn prepare(&self, call: &Forward) -> Result<Option<Dispatch>> {
+        Ok(self.dispatch(call)?.map(|(dispatch, _)| dispatch))
+    }
+
+    /// Refuses tensors that are certainly not in the device's memory: on CUDA those of the host and of other devices;
+    /// the CPU cannot tell. For hosts that do not know where their tensors are; [`Engine::forward`] takes their word.
+    ///
+    /// # Errors
+    /// [`flashtune_runtime::Error::Tensor`] with the tensor's name.
+    pub fn check_addresses(&self, call: &Forward) -> Result<()> {
+        let tensors = [("q", &call.q), ("k", &call.k), ("v", &call.v), ("o", &call.o)];
+        let placed = tensors.into_iter().filter(|(_, t)| !t.is_empty()).map(|(name, t)| (name, t.address));
+        let extra = [("lse", call.lse), ("weights", call.weights)];
+        let extra =
+            extra.into_iter().filter(|_| !call.o.is_empty()).filter_map(|(name, address)| Some((name, address?)));
+        // An address of 0 is told with the other errors of a tensor.
+        for (name, address) in placed.chain(extra).filter(|(_, address)| *address != 0) {
+            self.device().check_address(name, address)?;
+        }
         Ok(())
     }
 
@@ -258,8 +299,19 @@ impl Engine {
         Ok(forward_call(&tensors, call.mask, call.scale)?)
     }
 
+    /// Kernel and arguments of a call; none when there is nothing to compute.
+    fn dispatch(&self, call: &Forward) -> Result<Option<(Dispatch, ForwardArgs)>> {
+        let ForwardCall { problem, shape, mut args, aligned } = self.resolve(call)?;
+        if shape.is_empty() {
+            return Ok(None);
+        }
+        args.weights = call.weights.unwrap_or(0);
+        let plan = self.plan_for(&problem, &shape, self.demand(call, aligned))?;
+        Ok(Some((Dispatch { plan, shape }, args)))
+    }
+
     /// What a call asks of its kernel beyond problem and sizes.
-    pub(crate) fn demand(&self, call: &Forward, aligned: bool) -> Demand {
+    fn demand(&self, call: &Forward, aligned: bool) -> Demand {
         match (call.weights, self.device().arch()) {
             (Some(_), _) => Demand::Weights,
             (None, Arch::Sm(_)) if !aligned => Demand::Unaligned,
@@ -267,7 +319,7 @@ impl Engine {
         }
     }
 
-    pub(crate) fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
+    fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
         let tunable = self.policy == Policy::Tune && demand == Demand::Usual && !shape.is_empty() && shape.kv_len > 0;
         if tunable && self.dispatcher.planned(problem, shape, demand).is_none() {
             self.tune_missing(problem, shape)?;

@@ -85,14 +85,9 @@ impl Engine {
         call.o = at(&o, &*o_buffer);
         call.lse = Some(lse_buffer.address());
         call.weights = weights_buffer.as_ref().map(|b| b.address());
-        let resolved = self.resolve(&call)?;
-        let plan = match resolved.shape.is_empty() {
-            true => None,
-            false => Some(self.plan_for(&resolved.problem, &resolved.shape, self.demand(&call, resolved.aligned))?),
-        };
         // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads below
         // have waited for the stream, and no two overlap.
-        unsafe { self.forward(&call, stream)? };
+        let plan = unsafe { self.forward(&call, stream)? }.map(|dispatch| dispatch.plan);
 
         device.download(&*o_buffer, o.bytes_mut(), stream)?;
         let download = |buffer: &dyn Buffer| -> Result<Vec<f32>> {

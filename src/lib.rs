@@ -30,7 +30,7 @@ pub use flashtune_codegen as codegen;
 pub use flashtune_runtime as runtime;
 pub use flashtune_tuner as tuner;
 
-pub use engine::{Builder, Engine, Forward};
+pub use engine::{Builder, Dispatch, Engine, Forward};
 pub use error::{Error, Result};
 pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};
 pub use flashtune_runtime::dispatch::{Explanation, Plan, Policy, Refusal, Status};

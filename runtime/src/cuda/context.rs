@@ -13,7 +13,7 @@ enum Owner {
     Primary,
     /// A host's cudarc context, kept by its own reference count.
     Cudarc(#[allow(dead_code, reason = "held for its lifetime")] Arc<CudaContext>),
-    /// The caller, by the contract of [`super::CudaDevice::adopt_current`].
+    /// The caller, by the contract of [`super::CudaDevice::adopt`].
     Caller,
 }
 
@@ -79,10 +79,21 @@ impl Context {
                 message: "no context is current on this thread".to_owned(),
                 remedy: "make one current first, or open a device by its number",
             })?;
-        let mut device = 0;
+        // SAFETY: a current context is alive; it stays so by this function's contract.
+        unsafe { Self::given(raw) }
+    }
+
+    /// A context that the caller made.
+    ///
+    /// # Safety
+    /// `raw` is a CUDA context that outlives the value.
+    pub(super) unsafe fn given(raw: CUcontext) -> Result<Self> {
+        let mut this = Self { raw, device: 0, name: "cuda".to_owned(), owner: Owner::Caller };
+        let _bound = this.bind()?;
         // SAFETY: the pointer is to a live device number, and a context is current.
-        unsafe { sys::cuCtxGetDevice(&mut device) }.result().map_err(|e| failed("cuCtxGetDevice", "cuda", e))?;
-        Ok(Self { raw, device, name: format!("cuda:{device}"), owner: Owner::Caller })
+        unsafe { sys::cuCtxGetDevice(&mut this.device) }.result().map_err(|e| this.failed("cuCtxGetDevice", e))?;
+        this.name = format!("cuda:{}", this.device);
+        Ok(this)
     }
 
     /// Makes the context current on the calling thread. A caller that had none keeps this one, so that its next call

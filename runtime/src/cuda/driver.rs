@@ -111,6 +111,9 @@ fn remedy(code: CUresult) -> &'static str {
             "the driver library does not match the kernel driver: reboot after an update, or remove a cuda-compat \
              package"
         }
+        CUDA_ERROR_INVALID_HANDLE | CUDA_ERROR_INVALID_CONTEXT => {
+            "the stream or context is another device's or was destroyed: give a stream of the engine's own context"
+        }
         CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES => "use a schedule with smaller blocks",
         CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         | CUDA_ERROR_STREAM_CAPTURE_INVALIDATED

@@ -8,6 +8,7 @@ mod context;
 mod driver;
 mod memory;
 mod module;
+mod pointer;
 mod slices;
 
 pub use driver::driver_present;
@@ -118,6 +119,19 @@ impl CudaDevice {
         Self::of(driver, unsafe { Context::current()? })
     }
 
+    /// The device of a context that the caller made (a `CUcontext`), in that context.
+    ///
+    /// # Safety
+    /// `context` is a CUDA context that is not destroyed before the device, its modules and its buffers are dropped.
+    ///
+    /// # Errors
+    /// As [`CudaDevice::open`], and when the driver does not know the context.
+    pub unsafe fn adopt(context: *mut std::ffi::c_void) -> Result<Arc<CudaDevice>> {
+        let driver = driver()?;
+        // SAFETY: by this function's contract.
+        Self::of(driver, unsafe { Context::given(context.cast())? })
+    }
+
     fn of(driver: &'static Driver, context: Context) -> Result<Arc<CudaDevice>> {
         use CUdevice_attribute::*;
         let number = |attribute| context.attribute(attribute);
@@ -224,6 +238,11 @@ impl Device for CudaDevice {
         }
         .result()
         .map_err(|e| self.context.failed("cuLaunchKernel", e))
+    }
+
+    fn check_address(&self, tensor: &'static str, address: u64) -> Result<()> {
+        let _bound = self.context.bind()?;
+        pointer::check(&self.context, tensor, address)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {

@@ -1,0 +1,68 @@
+//! What the driver knows about an address that a host hands over.
+
+use super::context::Context;
+use crate::{Error, Result};
+use cudarc::driver::sys::{self, CUpointer_attribute};
+
+/// The driver's answer about one address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    /// `CU_MEMORYTYPE_*`, or 0 for memory that CUDA does not know.
+    memory: u32,
+    /// Whether the memory moves between host and devices by itself.
+    managed: bool,
+    /// The device that the memory is on.
+    device: i32,
+}
+
+/// Refuses an address that is no memory of the context's device. One driver call that waits for nothing and may be made
+/// during a stream capture.
+///
+/// Memory of the host is refused also where the device could read it (pinned, or through the system's page tables): a
+/// kernel would run at the speed of the bus, without a word.
+pub(super) fn check(context: &Context, tensor: &'static str, address: u64) -> Result<()> {
+    use CUpointer_attribute::*;
+    let (mut memory, mut managed, mut device) = (0u32, 0u32, -1i32);
+    let mut attributes =
+        [CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_IS_MANAGED, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL];
+    let mut data = [(&raw mut memory).cast(), (&raw mut managed).cast(), (&raw mut device).cast()];
+    // SAFETY: as many attributes as places for them, each place as large as its attribute (the driver writes 32-bit
+    // numbers for the first and the last and one byte or 32 bits for the flag). The address is looked up, not read.
+    unsafe { sys::cuPointerGetAttributes(3, attributes.as_mut_ptr(), data.as_mut_ptr(), address) }
+        .result()
+        .map_err(|e| context.failed("cuPointerGetAttributes", e))?;
+    judge(Kind { memory, managed: managed != 0, device }, context.device, tensor, address)
+}
+
+fn judge(kind: Kind, ours: i32, tensor: &'static str, address: u64) -> Result<()> {
+    const DEVICE: u32 = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
+    let found = match kind {
+        Kind { managed: true, .. } => return Ok(()),
+        Kind { memory: DEVICE, device, .. } if device == ours => return Ok(()),
+        Kind { memory: DEVICE, device, .. } => format!("on cuda:{device}"),
+        _ => format!("{address:#x}, host memory or freed"),
+    };
+    Err(Error::Tensor {
+        tensor,
+        field: "address",
+        found,
+        expected: format!("the engine computes on cuda:{ours}"),
+        remedy: "copy the tensor to the engine's device, or open an engine on the tensor's",
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_the_host_and_of_other_devices_is_refused() {
+        let judge = |memory, managed, device| judge(Kind { memory, managed, device }, 1, "k", 0x1000);
+        assert!(judge(2, false, 1).is_ok());
+        assert!(judge(1, true, 0).is_ok(), "managed memory goes where it is needed");
+        for (memory, device, word) in [(0, -2, "host memory"), (1, 1, "host memory"), (2, 0, "on cuda:0")] {
+            let e = judge(memory, false, device).unwrap_err().to_string();
+            assert!(e.contains("tensor k") && e.contains(word) && e.contains("cuda:1") && e.contains("copy"), "{e}");
+        }
+    }
+}
