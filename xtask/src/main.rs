@@ -3,6 +3,7 @@
 //! The tests compile CUDA kernels, for which they need NVRTC but neither a GPU nor a CUDA toolkit. `cargo xtask test`
 //! puts the NVRTC wheel into `.toolchain/` once and points the tests at it.
 
+mod header;
 mod nvrtc;
 mod package;
 
@@ -16,7 +17,8 @@ commands:
   test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`
   ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
-  setup         only install what the tests need, and print where it is";
+  setup         only install what the tests need, and print where it is
+  header        write bindings/c/include/flashtune.h from the sources";
 
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
@@ -24,6 +26,7 @@ fn main() -> ExitCode {
         Some("test") => test(&args.collect::<Vec<_>>()),
         Some("ci") => ci(),
         Some("package") => return package::main(&root(), args),
+        Some("header") => header::write(&root()),
         Some("setup") => nvrtc::ensure(&root()).map(|dir| println!("{}", dir.display())),
         Some("help" | "-h" | "--help") => {
             println!("{USAGE}");

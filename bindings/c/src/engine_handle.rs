@@ -1,0 +1,107 @@
+//! Opening and closing engines.
+
+use crate::error::{Failure, Result, guard};
+use crate::handles::Table;
+use crate::types::{EngineHandle, NO_ENGINE, Options, Status};
+use crate::{fork, input, log};
+use engine::runtime::CudaDevice;
+use engine::{DeviceSpec, Dispatch, Engine, Policy};
+use std::sync::Mutex;
+
+/// An engine behind a handle.
+pub(crate) struct Opened {
+    pub engine: Engine,
+    /// What [`crate::flashtune_explain`] tells about.
+    pub last: Mutex<Option<Dispatch>>,
+}
+
+/// The engines of this process.
+pub(crate) static ENGINES: Table<Opened> = Table::new();
+
+/// More bundles than this is a length that was never set.
+const MOST_BUNDLES: u64 = 1024;
+
+/// Opens an engine. Compiles no kernel and writes nothing. One engine serves all threads of a program.
+///
+/// `options`: how; NULL is as a struct of zeros. `engine`: receives the handle, 0 on failure.
+///
+/// Fails with INVALID_ARGUMENT, MISSING (no driver), DEVICE (no such device), STORAGE (a bundle or the templates cannot
+/// be read).
+///
+/// # Safety
+/// The pointers are NULL or valid, strings end with a zero byte, `cuda_context` is NULL or a live CUcontext.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flashtune_engine_open(options: *const Options, engine: *mut EngineHandle) -> Status {
+    guard(|| {
+        // Before anything else, so that a null pointer costs nothing and a failure leaves no stale number.
+        // SAFETY: by this function's contract.
+        unsafe { input::write(engine, "the engine's handle", NO_ENGINE)? };
+        // SAFETY: as above.
+        let options = if options.is_null() { None } else { Some(unsafe { input::read(options)? }) };
+        log::start();
+        // SAFETY: as above.
+        let built = unsafe { build(options.as_ref())? };
+        fork::watch();
+        let handle = ENGINES.insert(Opened { engine: built, last: Mutex::new(None) });
+        // SAFETY: as above.
+        unsafe { input::write(engine, "the engine's handle", handle) }
+    })
+}
+
+/// Closes an engine; the handle is invalid from now on. Calls that other threads are in come to their end. On CUDA all that
+/// was launched must have completed, and captured graphs must not be launched again: the kernels are unloaded.
+#[unsafe(no_mangle)]
+pub extern "C" fn flashtune_engine_close(engine: EngineHandle) -> Status {
+    guard(|| ENGINES.remove(engine).map(drop))
+}
+
+/// # Safety
+/// The pointers in `options` are as [`flashtune_engine_open`] says.
+unsafe fn build(options: Option<&Options>) -> Result<Engine> {
+    let mut builder = Engine::builder();
+    let Some(options) = options else { return Ok(builder.build()?) };
+    // SAFETY: by this function's contract, here and below.
+    let device = unsafe { input::text(options.device, "device")? };
+    builder = match (device, options.cuda_context.is_null()) {
+        (Some(_), false) => {
+            return Err(Failure::argument("both device and cuda_context are given; the context says the device"));
+        }
+        // SAFETY: as above.
+        (None, false) => builder.on(unsafe { CudaDevice::adopt(options.cuda_context)? }),
+        (Some(name), true) => builder.device(name.parse::<DeviceSpec>()?),
+        (None, true) => builder,
+    };
+    builder = builder.policy(policy(options.policy)?);
+    // SAFETY: as above.
+    unsafe {
+        if let Some(folder) = input::path(options.cache_dir, "cache_dir")? {
+            builder = builder.cache_dir(folder);
+        }
+        if let Some(folder) = input::path(options.templates_dir, "templates_dir")? {
+            builder = builder.templates(folder);
+        }
+        if options.bundles_len > MOST_BUNDLES || (options.bundles_len > 0 && options.bundles.is_null()) {
+            return Err(Failure::argument(format!(
+                "bundles_len is {}, but bundles is null or the number is above {MOST_BUNDLES}",
+                options.bundles_len
+            )));
+        }
+        for i in 0..options.bundles_len as usize {
+            let file = input::path(options.bundles.add(i).read_unaligned(), "a bundle's path")?;
+            builder = builder.bundle(file.ok_or_else(|| Failure::argument(format!("bundles[{i}] is null")))?);
+        }
+    }
+    Ok(builder.build()?)
+}
+
+fn policy(number: i32) -> Result<Policy> {
+    const DEFAULT: i32 = crate::Policy::Default as i32;
+    const TUNE: i32 = crate::Policy::Tune as i32;
+    const SEALED: i32 = crate::Policy::Sealed as i32;
+    match number {
+        DEFAULT => Ok(Policy::Default),
+        TUNE => Ok(Policy::Tune),
+        SEALED => Ok(Policy::Sealed),
+        n => Err(Failure::argument(format!("policy is {n}, but a flashtune_policy is 0, 1 or 2"))),
+    }
+}

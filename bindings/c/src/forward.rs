@@ -1,0 +1,157 @@
+//! The forward pass.
+
+use crate::engine_handle::{ENGINES, Opened};
+use crate::error::{Failure, Result, guard};
+use crate::input;
+use crate::types::{Dtype, EngineHandle, FORWARD_SCALE, ForwardArgs, Mask, Status, Tensor};
+use engine::codegen::Arch;
+use engine::{DType, Dispatch, Forward, Stream, TensorView, runtime};
+use std::sync::PoisonError;
+
+/// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may compile
+/// or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA graph. Does
+/// nothing when O has no element.
+///
+/// Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
+/// can be told: on CUDA an address of the host or of another GPU is INVALID_TENSOR; on the CPU the address of a GPU is not
+/// noticed.
+///
+/// Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and drivers
+/// report. Nothing was launched then.
+///
+/// # Safety
+/// `args` is NULL or valid, its addresses are as said above, and its stream is a live one of the engine's context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flashtune_forward(engine: EngineHandle, args: *const ForwardArgs) -> Status {
+    guard(|| {
+        // SAFETY: by this function's contract.
+        let (opened, call, stream) = unsafe { prepare(engine, args)? };
+        // SAFETY: as above; the sizes are checked by the engine.
+        opened.remember(unsafe { opened.engine.forward(&call, stream)? });
+        Ok(())
+    })
+}
+
+/// All of `flashtune_forward` but the launch: finds, compiles or tunes the kernel and loads it, so that a call with the
+/// same arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
+///
+/// # Safety
+/// As `flashtune_forward`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flashtune_prepare(engine: EngineHandle, args: *const ForwardArgs) -> Status {
+    guard(|| {
+        // SAFETY: by this function's contract.
+        let (opened, call, _) = unsafe { prepare(engine, args)? };
+        opened.remember(opened.engine.prepare(&call)?);
+        Ok(())
+    })
+}
+
+impl Opened {
+    /// Keeps what ran for the next question.
+    fn remember(&self, dispatch: Option<Dispatch>) {
+        let Some(dispatch) = dispatch else { return };
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let previous = last.replace(dispatch);
+        drop(last);
+        // It may be the last owner of a kernel: that is unloaded after the lock is free.
+        drop(previous);
+    }
+}
+
+/// # Safety
+/// `args` is null or readable for the size that it states.
+unsafe fn prepare(handle: EngineHandle, args: *const ForwardArgs) -> Result<(std::sync::Arc<Opened>, Forward, Stream)> {
+    let opened = ENGINES.get(handle)?;
+    // SAFETY: by this function's contract.
+    let args = unsafe { input::read(args)? };
+    let call = call(&args)?;
+    let on_cpu = matches!(opened.engine.device().arch(), Arch::Cpu(_));
+    if on_cpu && !args.stream.is_null() {
+        let message = "stream is not null, but the engine computes on the cpu, which has none; pass NULL";
+        return Err(Failure::argument(message));
+    }
+    opened.engine.check_addresses(&call)?;
+    Ok((opened, call, Stream(args.stream as usize as u64)))
+}
+
+/// The call in the engine's words.
+fn call(args: &ForwardArgs) -> Result<Forward> {
+    let scale = match args.flags {
+        FORWARD_SCALE => Some(args.softmax_scale),
+        0 if args.softmax_scale == 0.0 => None,
+        0 => {
+            return Err(Failure::argument(format!(
+                "softmax_scale is {}, but flags lacks FLASHTUNE_FORWARD_SCALE; set the flag, or leave the scale 0",
+                args.softmax_scale
+            )));
+        }
+        n => return Err(Failure::argument(format!("flags is {n:#x}, but only FLASHTUNE_FORWARD_SCALE (1) is known"))),
+    };
+    Ok(Forward {
+        q: view("q", &args.q)?,
+        k: view("k", &args.k)?,
+        v: view("v", &args.v)?,
+        o: view("o", &args.o)?,
+        lse: (!args.lse.is_null()).then_some(args.lse as usize as u64),
+        weights: None,
+        mask: mask(args)?,
+        scale,
+    })
+}
+
+fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
+    const F16: i32 = Dtype::F16 as i32;
+    const BF16: i32 = Dtype::Bf16 as i32;
+    const F32: i32 = Dtype::F32 as i32;
+    let error = |field, found: String, expected: &str, remedy| {
+        Failure::from(runtime::Error::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
+    };
+    let dtype = match t.dtype {
+        F16 => DType::F16,
+        BF16 => DType::Bf16,
+        F32 => DType::F32,
+        n => {
+            let expected = "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32)";
+            return Err(error("dtype", n.to_string(), expected, "convert the tensor to one of them"));
+        }
+    };
+    if t.reserved != 0 {
+        return Err(error("reserved", t.reserved.to_string(), "it is 0", "fill the struct with zeros first"));
+    }
+    if t.shape.iter().any(|n| *n < 0) {
+        let found = format!("{:?}", t.shape);
+        return Err(error("shape", found, "sizes are not negative", "give [batch, heads, rows, head_dim]"));
+    }
+    Ok(TensorView { address: t.data as usize as u64, dtype, shape: t.shape.map(|n| n as u64), strides: t.strides })
+}
+
+fn mask(args: &ForwardArgs) -> Result<engine::Mask> {
+    const FULL: i32 = Mask::Full as i32;
+    const CAUSAL: i32 = Mask::Causal as i32;
+    const WINDOW: i32 = Mask::Window as i32;
+    let window = (args.window_left, args.window_right);
+    match args.mask {
+        FULL | CAUSAL if window != (0, 0) => Err(Failure::argument(format!(
+            "window_left and window_right are {window:?}, but mask is {}; use FLASHTUNE_MASK_WINDOW, or leave them 0",
+            args.mask
+        ))),
+        FULL => Ok(engine::Mask::Full),
+        CAUSAL => Ok(engine::Mask::Causal),
+        WINDOW => {
+            Ok(engine::Mask::Window { left: reach("window_left", window.0)?, right: reach("window_right", window.1)? })
+        }
+        n => Err(Failure::argument(format!("mask is {n}, but a flashtune_mask is 0, 1 or 2"))),
+    }
+}
+
+/// Keys on one side; what exceeds every length is as good as the largest number.
+fn reach(field: &str, n: i64) -> Result<Option<u32>> {
+    match n {
+        -1 => Ok(None),
+        0.. => Ok(Some(u32::try_from(n).unwrap_or(u32::MAX))),
+        _ => {
+            Err(Failure::argument(format!("{field} is {n}, but it is -1 (all keys of that side) or a number of keys")))
+        }
+    }
+}

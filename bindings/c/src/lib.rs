@@ -1,0 +1,49 @@
+//! The C ABI of flashtune: `libflashtune` and `include/flashtune.h`.
+//!
+//! ```text
+//! C caller -> guard (fork, panics, last error) -> input (structs by size, strings) -> handle table -> Engine
+//! ```
+//!
+//! The header is generated from the documented items of this crate (`cargo xtask header`); what is written there is for
+//! readers of C. No type of a Rust crate or of CUDA appears in it.
+//!
+//! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
+//! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
+//! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`), registers
+//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`).
+
+mod engine_handle;
+mod error;
+mod explain;
+mod fork;
+mod forward;
+mod handles;
+mod input;
+mod log;
+#[cfg(test)]
+mod tests;
+mod types;
+
+pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
+pub use error::{flashtune_last_error, flashtune_status_name};
+pub use explain::flashtune_explain;
+pub use forward::{flashtune_forward, flashtune_prepare};
+pub use types::*;
+
+use std::ffi::c_char;
+
+/// Version of this header's functions and structs. It grows when one of them changes; fields that are added at the end
+/// of a struct do not change it (see `struct_size`).
+pub const ABI_VERSION: u32 = 1;
+
+/// The `FLASHTUNE_ABI_VERSION` that the library was built with. A program works with a library of the same number.
+#[unsafe(no_mangle)]
+pub extern "C" fn flashtune_abi_version() -> u32 {
+    ABI_VERSION
+}
+
+/// Version of the library, e.g. "0.1.0".
+#[unsafe(no_mangle)]
+pub extern "C" fn flashtune_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}

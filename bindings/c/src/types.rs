@@ -1,0 +1,163 @@
+//! The structs and constants of the header. A struct that is all zeros is valid where its fields allow it, so that fields
+//! can be added: those that an older program does not know are zero, and mean what was done before.
+
+use std::ffi::{c_char, c_void};
+
+/// What a function has to say. Everything but `FLASHTUNE_STATUS_OK` is a failure whose text `flashtune_last_error`
+/// gives; nothing was launched then.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// A null pointer, a struct of an unknown size, a number or text outside of what is accepted.
+    InvalidArgument = 1,
+    /// The engine was closed, or the number never was an engine of this library.
+    InvalidHandle = 2,
+    /// A tensor does not fit the others or the device: dtype, shape, strides, address.
+    InvalidTensor = 3,
+    /// No kernel computes this problem; the text says what to do instead.
+    Unsupported = 4,
+    /// A driver, a compiler or a library is not on this machine.
+    Missing = 5,
+    /// The device or its driver failed.
+    Device = 6,
+    /// A compiler refused a kernel's source.
+    Compile = 7,
+    /// No stored kernel serves and the policy forbids compiling.
+    Sealed = 8,
+    /// A bundle, the cache or the templates cannot be used.
+    Storage = 9,
+    /// Tuning had no result.
+    Tuning = 10,
+    /// The buffer for the answer is too small.
+    BufferTooSmall = 11,
+    /// The process was forked after the library was used: its threads and its GPU context stayed with the parent.
+    Forked = 12,
+    /// A fault of the library, caught.
+    Internal = 13,
+}
+
+/// Type of a tensor's elements. 0 is none of them, so that a forgotten field is an error.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// IEEE binary16.
+    F16 = 1,
+    /// bfloat16.
+    Bf16 = 2,
+    /// IEEE binary32.
+    F32 = 3,
+}
+
+/// What to do when no tuned kernel fits.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// Take the model's choice and compile it.
+    Default = 0,
+    /// Tune now: seconds to minutes for the first call of a class of sizes.
+    Tune = 1,
+    /// Run no compiler: the nearest stored kernel or FLASHTUNE_STATUS_SEALED.
+    Sealed = 2,
+}
+
+/// Which keys a query attends to. Query row i stands at position i + kv_len - q_len among the keys.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mask {
+    /// All of them.
+    Full = 0,
+    /// Those up to its own position.
+    Causal = 1,
+    /// Those from `window_left` before its position to `window_right` after it.
+    Window = 2,
+}
+
+/// Form of an explanation.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// Lines for people.
+    Text = 0,
+    /// One JSON object.
+    Json = 1,
+}
+
+/// An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
+pub type EngineHandle = u64;
+
+/// `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
+pub const FORWARD_SCALE: u32 = 1;
+
+/// How to open an engine. Fill it with zeros, set `struct_size`, then what is wanted.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// sizeof(flashtune_options).
+    pub struct_size: u32,
+    /// A `flashtune_policy`.
+    pub policy: i32,
+    /// "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"; NULL: "auto". With "cuda:N" the engine works in the
+    /// device's primary context, as the CUDA runtime and PyTorch do.
+    pub device: *const c_char,
+    /// A CUcontext to work in; `device` is then NULL. It must outlive the engine.
+    pub cuda_context: *mut c_void,
+    /// Folder of records and compiled kernels; NULL: FLASHTUNE_CACHE or the user's cache folder.
+    pub cache_dir: *const c_char,
+    /// Folder whose templates replace the built-in ones; NULL: FLASHTUNE_TEMPLATES or none.
+    pub templates_dir: *const c_char,
+    /// Bundle files to search after the cache, before those of FLASHTUNE_BUNDLES.
+    pub bundles: *const *const c_char,
+    /// How many.
+    pub bundles_len: u64,
+}
+
+/// A tensor [batch, heads, rows, head_dim] in memory of the engine's device.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor {
+    /// Address of element [0, 0, 0, 0]. Q, K and V are only read.
+    pub data: *mut c_void,
+    /// Batch, heads, rows, elements of a row. [B, S, H, D] memory is expressed by strides.
+    pub shape: [i64; 4],
+    /// Distance between neighbours along each of these dimensions, in elements; the last is 1.
+    pub strides: [i64; 4],
+    /// A `flashtune_dtype`.
+    pub dtype: i32,
+    /// 0.
+    pub reserved: i32,
+}
+
+/// One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct ForwardArgs {
+    /// sizeof(flashtune_forward_args).
+    pub struct_size: u32,
+    /// FLASHTUNE_FORWARD_SCALE or 0.
+    pub flags: u32,
+    /// [batch, heads, q_len, head_dim_qk].
+    pub q: Tensor,
+    /// [batch, kv_heads, kv_len, head_dim_qk]; heads is a multiple of kv_heads.
+    pub k: Tensor,
+    /// [batch, kv_heads, kv_len, head_dim_v].
+    pub v: Tensor,
+    /// [batch, heads, q_len, head_dim_v]; written. It must not overlap the others.
+    pub o: Tensor,
+    /// Log-sum-exp of the scaled scores (natural log), contiguous fp32 [batch, heads, q_len]; written unless NULL.
+    pub lse: *mut f32,
+    /// The CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
+    pub stream: *mut c_void,
+    /// Keys before the query's position that FLASHTUNE_MASK_WINDOW leaves visible; -1: all. Otherwise 0.
+    pub window_left: i64,
+    /// Keys after the query's position that FLASHTUNE_MASK_WINDOW leaves visible; -1: all. Otherwise 0.
+    pub window_right: i64,
+    /// A `flashtune_mask`.
+    pub mask: i32,
+    /// Factor of the scores, with FLASHTUNE_FORWARD_SCALE in `flags`.
+    pub softmax_scale: f32,
+}
+
+/// The handle of [`EngineHandle`] that no engine has.
+pub(crate) const NO_ENGINE: EngineHandle = 0;

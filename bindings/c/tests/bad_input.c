@@ -1,0 +1,213 @@
+/*
+ * Bad input through the C ABI: every case must give its status and a text, and the engine must still compute afterwards.
+ */
+#include <flashtune.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { HEADS = 2, ROWS = 8, DIM = 16, N = HEADS * ROWS * DIM };
+
+static float q[N + 1], k[N + 1], v[N + 1], o[N + 1], lse[HEADS * ROWS];
+static flashtune_engine engine;
+static int cases, failures;
+
+static flashtune_forward_args good(void) {
+    flashtune_tensor t = {.shape = {1, HEADS, ROWS, DIM}, .strides = {N, ROWS * DIM, DIM, 1}, .dtype = FLASHTUNE_DTYPE_F32};
+    flashtune_forward_args a = {.struct_size = sizeof a, .q = t, .k = t, .v = t, .o = t, .lse = lse};
+    a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o;
+    return a;
+}
+
+static void expect(const char *what, flashtune_status found, flashtune_status wanted, const char *word) {
+    cases++;
+    const char *text = flashtune_last_error();
+    if (found == wanted && (wanted == FLASHTUNE_STATUS_OK || strstr(text, word))) return;
+    failures++;
+    fprintf(stderr, "%s: %s (%s), not %s with `%s`\n", what, flashtune_status_name(found), text,
+            flashtune_status_name(wanted), word);
+}
+
+#define BAD_ARGS(change, status, word)                                                    \
+    do {                                                                                  \
+        flashtune_forward_args a = good();                                                \
+        change;                                                                           \
+        expect("forward: " #change, flashtune_forward(engine, &a), status, word);         \
+        expect("prepare: " #change, flashtune_prepare(engine, &a), status, word);         \
+    } while (0)
+
+#define BAD_OPTIONS(change, status, word)                                                 \
+    do {                                                                                  \
+        flashtune_options p = {.struct_size = sizeof p, .device = "cpu"};                 \
+        flashtune_engine opened = 77;                                                     \
+        change;                                                                           \
+        expect("open: " #change, flashtune_engine_open(&p, &opened), status, word);       \
+        if (opened != 0) failures++, fprintf(stderr, "open: " #change ": a stale handle\n"); \
+    } while (0)
+
+static void options(void) {
+    static const char *const null_bundle[] = {NULL}, *const gone[] = {"/nonexistent/b.ftb"};
+    BAD_OPTIONS(p.struct_size = 0, FLASHTUNE_STATUS_INVALID_ARGUMENT, "struct_size");
+    BAD_OPTIONS(p.struct_size = 1 << 20, FLASHTUNE_STATUS_INVALID_ARGUMENT, "struct_size");
+    BAD_OPTIONS(p.device = "gpu", FLASHTUNE_STATUS_INVALID_ARGUMENT, "cuda:N");
+    BAD_OPTIONS(p.device = "", FLASHTUNE_STATUS_INVALID_ARGUMENT, "cuda:N");
+    BAD_OPTIONS(p.device = "\xff", FLASHTUNE_STATUS_INVALID_ARGUMENT, "UTF-8");
+    BAD_OPTIONS(p.policy = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "policy");
+    BAD_OPTIONS(p.cuda_context = &p, FLASHTUNE_STATUS_INVALID_ARGUMENT, "both");
+    BAD_OPTIONS(p.cache_dir = "", FLASHTUNE_STATUS_INVALID_ARGUMENT, "cache_dir");
+    BAD_OPTIONS(p.templates_dir = "/nonexistent", FLASHTUNE_STATUS_STORAGE, "/nonexistent");
+    BAD_OPTIONS(p.bundles_len = 1, FLASHTUNE_STATUS_INVALID_ARGUMENT, "bundles");
+    BAD_OPTIONS(p.bundles_len = UINT64_MAX, FLASHTUNE_STATUS_INVALID_ARGUMENT, "bundles_len");
+    BAD_OPTIONS((p.bundles = null_bundle, p.bundles_len = 1), FLASHTUNE_STATUS_INVALID_ARGUMENT, "bundles[0]");
+    BAD_OPTIONS((p.bundles = gone, p.bundles_len = 1), FLASHTUNE_STATUS_STORAGE, "/nonexistent/b.ftb");
+    BAD_OPTIONS(p.device = "cuda:99999", getenv("HAS_GPU") ? FLASHTUNE_STATUS_DEVICE : FLASHTUNE_STATUS_MISSING, "");
+    expect("no place for the handle", flashtune_engine_open(NULL, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
+}
+
+static void structs(void) {
+    expect("no arguments", flashtune_forward(engine, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
+    BAD_ARGS(a.struct_size = 0, FLASHTUNE_STATUS_INVALID_ARGUMENT, "sizeof(flashtune_forward_args)");
+    BAD_ARGS(a.struct_size--, FLASHTUNE_STATUS_INVALID_ARGUMENT, "struct_size");
+    BAD_ARGS(a.struct_size = UINT32_MAX, FLASHTUNE_STATUS_INVALID_ARGUMENT, "struct_size");
+    BAD_ARGS(a.flags = 6, FLASHTUNE_STATUS_INVALID_ARGUMENT, "flags");
+    BAD_ARGS(a.softmax_scale = 0.5f, FLASHTUNE_STATUS_INVALID_ARGUMENT, "FLASHTUNE_FORWARD_SCALE");
+    BAD_ARGS((a.flags = 1, a.softmax_scale = 1.0f / 0.0f), FLASHTUNE_STATUS_UNSUPPORTED, "scale");
+    BAD_ARGS(a.mask = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "mask");
+    BAD_ARGS(a.window_left = 5, FLASHTUNE_STATUS_INVALID_ARGUMENT, "FLASHTUNE_MASK_WINDOW");
+    BAD_ARGS((a.mask = FLASHTUNE_MASK_WINDOW, a.window_left = -2), FLASHTUNE_STATUS_INVALID_ARGUMENT, "window_left");
+    BAD_ARGS(a.stream = &a, FLASHTUNE_STATUS_INVALID_ARGUMENT, "stream");
+
+    /* A struct of a newer header: what this library does not know must be 0. */
+    struct { flashtune_forward_args known; uint64_t later; } newer = {.known = good()};
+    newer.known.struct_size = sizeof newer;
+    expect("newer, unused", flashtune_forward(engine, &newer.known), FLASHTUNE_STATUS_OK, "");
+    newer.later = 1;
+    expect("newer, used", flashtune_forward(engine, &newer.known), FLASHTUNE_STATUS_INVALID_ARGUMENT, "newer");
+
+    /* A struct at an odd address is copied before it is looked at. */
+    char bytes[sizeof(flashtune_forward_args) + 1];
+    flashtune_forward_args a = good();
+    memcpy(bytes + 1, &a, sizeof a);
+    expect("odd", flashtune_forward(engine, (flashtune_forward_args *)(void *)(bytes + 1)), FLASHTUNE_STATUS_OK, "");
+}
+
+static void tensors(void) {
+    const flashtune_status tensor = FLASHTUNE_STATUS_INVALID_TENSOR;
+    BAD_ARGS(a.q.data = NULL, tensor, "tensor q: address is null");
+    BAD_ARGS(a.o.data = NULL, tensor, "tensor o");
+    BAD_ARGS(a.v.data = (char *)v + 1, tensor, "tensor v: address");
+    BAD_ARGS(a.k.data = (void *)(UINTPTR_MAX - 3), tensor, "tensor k: extent");
+    BAD_ARGS(a.q.dtype = 0, tensor, "tensor q: dtype is 0");
+    BAD_ARGS(a.q.dtype = -1, tensor, "tensor q: dtype");
+    BAD_ARGS(a.k.dtype = FLASHTUNE_DTYPE_F16, tensor, "tensor k: dtype is f16");
+    BAD_ARGS(a.o.reserved = 1, tensor, "reserved");
+    BAD_ARGS(a.q.shape[2] = -1, tensor, "tensor q: shape");
+    BAD_ARGS(a.q.shape[0] = INT64_MAX, tensor, "batch");
+    BAD_ARGS(a.k.shape[0] = 2, tensor, "tensor k: shape");
+    BAD_ARGS(a.v.shape[2] = 9, tensor, "tensor v: shape");
+    BAD_ARGS(a.o.shape[3] = 24, tensor, "tensor o: shape");
+    BAD_ARGS(a.q.strides[3] = 2, tensor, "tensor q: stride of the last dim");
+    BAD_ARGS(a.k.strides[2] = -DIM, tensor, "tensor k: row stride");
+    BAD_ARGS(a.k.strides[1] = INT64_MAX, tensor, "tensor k: extent");
+    BAD_ARGS(a.o.strides[1] = 0, tensor, "tensor o: head stride");
+    BAD_ARGS(a.lse = (float *)(void *)((char *)lse + 1), tensor, "tensor lse");
+    BAD_ARGS((a.q.shape[3] = a.k.shape[3] = 17), FLASHTUNE_STATUS_UNSUPPORTED, "pad");
+    BAD_ARGS((a.k.shape[1] = a.v.shape[1] = 3), FLASHTUNE_STATUS_UNSUPPORTED, "multiple");
+    BAD_ARGS((a.k.shape[1] = a.v.shape[1] = 0), FLASHTUNE_STATUS_UNSUPPORTED, "heads");
+
+    /* Nothing to compute is no error, whatever the addresses are. */
+    flashtune_forward_args a = good();
+    a.q.shape[2] = a.o.shape[2] = 0;
+    a.q.data = a.k.data = a.v.data = a.o.data = (void *)(uintptr_t)0xdead0000;
+    expect("no rows", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
+}
+
+static void handles(void) {
+    flashtune_forward_args a = good();
+    flashtune_options p = {.struct_size = sizeof p, .device = "cpu"};
+    flashtune_engine second, strangers[] = {0, 1, UINT64_MAX, engine + 1, (flashtune_engine)(uintptr_t)&a};
+    expect("open", flashtune_engine_open(&p, &second), FLASHTUNE_STATUS_OK, "");
+    expect("close", flashtune_engine_close(second), FLASHTUNE_STATUS_OK, "");
+    expect("close again", flashtune_engine_close(second), FLASHTUNE_STATUS_INVALID_HANDLE, "closed");
+    expect("use after close", flashtune_forward(second, &a), FLASHTUNE_STATUS_INVALID_HANDLE, "closed");
+    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
+        expect("stranger", flashtune_forward(strangers[i], &a), FLASHTUNE_STATUS_INVALID_HANDLE, "engine");
+        expect("stranger", flashtune_engine_close(strangers[i]), FLASHTUNE_STATUS_INVALID_HANDLE, "engine");
+        expect("stranger", flashtune_explain(strangers[i], 0, NULL, 0, NULL), FLASHTUNE_STATUS_INVALID_HANDLE, "engine");
+    }
+}
+
+static void explanations(void) {
+    char text[8192];
+    size_t length = 0;
+    memset(text, 'x', sizeof text);
+    expect("before the first", flashtune_explain(engine, 0, text, sizeof text, &length), FLASHTUNE_STATUS_INVALID_ARGUMENT,
+           "call forward first");
+    flashtune_forward_args a = good();
+    expect("forward", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
+    expect("length", flashtune_explain(engine, 0, NULL, 0, &length), FLASHTUNE_STATUS_BUFFER_TOO_SMALL, "bytes");
+    expect("one short", flashtune_explain(engine, 0, text, length, NULL), FLASHTUNE_STATUS_BUFFER_TOO_SMALL, "bytes");
+    if (length < 100 || text[0] != 'x') failures++, fprintf(stderr, "a short buffer was written to\n");
+    expect("exact", flashtune_explain(engine, 0, text, length + 1, NULL), FLASHTUNE_STATUS_OK, "");
+    if (strlen(text) != length || !strstr(text, "forward-f32-d16-full") || text[length + 1] != 'x')
+        failures++, fprintf(stderr, "not the text: %s\n", text);
+    expect("json", flashtune_explain(engine, FLASHTUNE_FORMAT_JSON, text, sizeof text, &length), FLASHTUNE_STATUS_OK, "");
+    if (text[0] != '{' || text[length - 1] != '}' || !strstr(text, "\"shape\":\"b1 h2/2 8x8 full\""))
+        failures++, fprintf(stderr, "not the JSON: %s\n", text);
+    expect("format", flashtune_explain(engine, 2, text, sizeof text, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "format");
+    expect("no buffer", flashtune_explain(engine, 0, NULL, 9, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
+}
+
+/* An engine on a GPU knows addresses of the host. */
+static void gpu(void) {
+    flashtune_options p = {.struct_size = sizeof p, .device = "cuda:0"};
+    flashtune_engine cpu = engine;
+    if (flashtune_engine_open(&p, &engine) == FLASHTUNE_STATUS_OK) {
+        BAD_ARGS((void)a, FLASHTUNE_STATUS_INVALID_TENSOR, "tensor q: address");
+        expect("close", flashtune_engine_close(engine), FLASHTUNE_STATUS_OK, "");
+    } else {
+        printf("no GPU: %s\n", flashtune_last_error());
+    }
+    engine = cpu;
+}
+
+/* A child that was forked is told so, and does not hang on threads that it has not. */
+static void forks(void) {
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        flashtune_forward_args a = good();
+        flashtune_engine opened;
+        bool told = flashtune_forward(engine, &a) == FLASHTUNE_STATUS_FORKED && strstr(flashtune_last_error(), "fork") &&
+                    flashtune_engine_open(NULL, &opened) == FLASHTUNE_STATUS_FORKED &&
+                    flashtune_engine_close(engine) == FLASHTUNE_STATUS_FORKED;
+        _exit(told ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    expect("fork", WIFEXITED(status) && WEXITSTATUS(status) == 0 ? FLASHTUNE_STATUS_OK : FLASHTUNE_STATUS_INTERNAL,
+           FLASHTUNE_STATUS_OK, "");
+}
+
+int main(void) {
+    if (flashtune_last_error()[0] != 0) failures++;
+    if (flashtune_status_name(-1) || flashtune_status_name(FLASHTUNE_STATUS_INTERNAL + 1)) failures++;
+    options();
+    flashtune_options p = {.struct_size = sizeof p, .device = "cpu"};
+    expect("open", flashtune_engine_open(&p, &engine), FLASHTUNE_STATUS_OK, "");
+    explanations();
+    structs();
+    tensors();
+    handles();
+    gpu();
+    forks();
+    for (int i = 0; i < N; i++) v[i] = 2.0f;
+    flashtune_forward_args a = good();
+    expect("still works", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
+    if (o[0] != 2.0f || o[N - 1] != 2.0f) failures++, fprintf(stderr, "it does not compute any more: %f\n", o[0]);
+    printf("%d cases, %d failures\n", cases, failures);
+    return failures != 0 || cases < 100;
+}
