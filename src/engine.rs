@@ -1,7 +1,7 @@
 //! What a host holds: a device, the layers of stored results, and a policy.
 
 use crate::{Error, Result, read_templates};
-use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, bundles_from_env};
+use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, Trust, bundles_from_env};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
@@ -70,6 +70,7 @@ pub struct Builder {
     cache_dir: Option<PathBuf>,
     bundles: Vec<PathBuf>,
     embedded: Option<&'static [u8]>,
+    trust: Option<Trust>,
     templates: Option<PathBuf>,
 }
 
@@ -109,6 +110,7 @@ impl Builder {
     }
 
     /// A bundle file to search after the user's own results; may be called again. Those of `FLASHTUNE_BUNDLES` follow.
+    /// It must be signed by a trusted key, see [`Builder::trust`].
     pub fn bundle(mut self, file: impl Into<PathBuf>) -> Self {
         self.bundles.push(file.into());
         self
@@ -117,6 +119,12 @@ impl Builder {
     /// A bundle inside the host's binary (`include_bytes!`), searched last.
     pub fn embedded(mut self, bundle: &'static [u8]) -> Self {
         self.embedded = Some(bundle);
+        self
+    }
+
+    /// Whose bundles are used; what `FLASHTUNE_TRUSTED_KEYS` and `FLASHTUNE_ALLOW_UNSIGNED` say when not said.
+    pub fn trust(mut self, trust: Trust) -> Self {
+        self.trust = Some(trust);
         self
     }
 
@@ -129,7 +137,8 @@ impl Builder {
     /// Opens device and layers. Compiles no kernel and writes nothing.
     ///
     /// # Errors
-    /// A device that is not there, a bundle that cannot be read, templates that do not parse.
+    /// A device that is not there, a bundle that cannot be read or that nobody trusted signed, templates that do not
+    /// parse.
     pub fn build(self) -> Result<Engine> {
         let templates = match self.templates.or_else(templates_from_env) {
             Some(folder) => read_templates(&folder)?,
@@ -147,10 +156,11 @@ impl Builder {
         };
         let mut bundles = self.bundles;
         bundles.extend(bundles_from_env());
-        let layers = Arc::new(match &cache {
-            Some(dir) => Layers::open(dir, &bundles, self.embedded)?,
-            None => Layers::without_folder(&bundles, self.embedded)?,
-        });
+        let trust = match self.trust {
+            Some(trust) => trust,
+            None => Trust::from_env()?,
+        };
+        let layers = Arc::new(Layers::open_with(cache.as_ref(), &bundles, self.embedded, &trust)?);
         let device = match self.device {
             Some(device) => device,
             None => flashtune_runtime::open(self.spec)?,

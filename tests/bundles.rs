@@ -37,7 +37,7 @@ fn an_exported_bundle_serves_an_empty_cache_sealed() {
         for name in ["HOME", "XDG_CACHE_HOME", "FLASHTUNE_CACHE", "FLASHTUNE_BUNDLES"] {
             command.env_remove(name);
         }
-        command.args(["--device", "cpu"]).args(args);
+        command.args(["--device", "cpu", "--allow-unsigned"]).args(args);
         command
     };
     let listed = json(&mut homeless(&["list", "--json", "--bundle", text(&bundle)]));

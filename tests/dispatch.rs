@@ -3,7 +3,7 @@
 mod common;
 
 use common::Place;
-use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
+use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Trust};
 use flashtune::codegen::abi::ForwardArgs;
 use flashtune::codegen::{Launch, Source};
 use flashtune::runtime::{Buffer, Compiler, Device, Error as RuntimeError, Module, Result};
@@ -211,7 +211,11 @@ fn a_record_of_another_device_serves_as_provisional() {
         .unwrap();
 
     let fresh = Place::new();
-    let builder = Engine::builder().on(device.clone()).cache_dir(fresh.cache()).bundle(&bundle);
+    let builder = Engine::builder()
+        .on(device.clone())
+        .cache_dir(fresh.cache())
+        .bundle(&bundle)
+        .trust(Trust::default().allow_unsigned(true));
     let engine = builder.policy(Policy::Sealed).build().unwrap();
     let (problem, shape) = small(128);
     let plan = engine.plan(&problem, &shape).unwrap();
@@ -244,7 +248,11 @@ fn sealed_goes_on_to_the_next_record_when_a_kernel_is_missing() {
 
     let plan = |policy| {
         let fresh = Place::new();
-        let builder = Engine::builder().on(device.clone()).cache_dir(fresh.cache()).bundle(&bundle);
+        let builder = Engine::builder()
+            .on(device.clone())
+            .cache_dir(fresh.cache())
+            .bundle(&bundle)
+            .trust(Trust::default().allow_unsigned(true));
         builder.policy(policy).build().unwrap().plan(&problem, &shape).unwrap()
     };
     let sealed = plan(Policy::Sealed);

@@ -53,6 +53,23 @@ pub enum Error {
         /// Which check failed.
         message: String,
     },
+    /// A bundle is whole, but nobody who is trusted vouches for it.
+    #[error(
+        "bundle {name}: {problem}, and it holds machine code; trust its key (--trust, FLASHTUNE_TRUSTED_KEYS) or allow \
+         such bundles (--allow-unsigned, FLASHTUNE_ALLOW_UNSIGNED=1)"
+    )]
+    Untrusted {
+        /// File name or other origin.
+        name: String,
+        /// What is missing.
+        problem: String,
+    },
+    /// A text or file that is no key.
+    #[error("`{text}` is no key; a key is written as 64 hexadecimal digits, `flashtune keygen` makes one")]
+    Key {
+        /// The text, or the file's name.
+        text: String,
+    },
     /// A bundle or entry is intact but made for something else.
     #[error("bundle {name}: {field} is {found}, but {expected} is needed here; {remedy}")]
     Mismatch {

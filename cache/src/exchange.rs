@@ -2,7 +2,8 @@
 
 use crate::store::unix_time;
 use crate::{
-    ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Layers, Record, RecordKey, Result, Store, Validity,
+    ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Layers, Record, RecordKey, Result, Store, Trust,
+    Validity,
 };
 use flashtune_codegen::{Arch, Problem};
 use std::collections::BTreeMap;
@@ -82,10 +83,11 @@ pub fn export(layers: &Layers, filter: &ExportFilter, path: &Path, created: u64)
 /// wins over the imported one, unless `replace`.
 ///
 /// # Errors
-/// [`Error::Mismatch`] when no part of the bundle may be used, naming the field; [`Error::Damaged`], [`Error::Locked`]
+/// [`Error::Untrusted`] when nobody trusted signed it, [`Error::Mismatch`] when no part of the bundle may be used, naming the field; [`Error::Damaged`], [`Error::Locked`]
 /// and [`Error::Io`] as elsewhere. Nothing is taken from a bundle of which any needed entry is damaged.
-pub fn import(path: &Path, dir: &CacheDir, needed: &Validity, replace: bool) -> Result<ExchangeSummary> {
+pub fn import(path: &Path, dir: &CacheDir, needed: &Validity, replace: bool, trust: &Trust) -> Result<ExchangeSummary> {
     let bundle = Bundle::map(path)?;
+    trust.check(&bundle)?;
     bundle.check(needed)?;
     let mut summary = ExchangeSummary::default();
     let mut records = Vec::new();
@@ -159,6 +161,10 @@ mod tests {
         (tmp, dir)
     }
 
+    fn trusting() -> Trust {
+        Trust::default().allow_unsigned(true)
+    }
+
     fn layers(dir: &CacheDir) -> Layers {
         Layers::open(dir, &[], None).unwrap()
     }
@@ -170,13 +176,13 @@ mod tests {
         let summary = export(&layers(&dir), &ExportFilter::default(), &path, 9).unwrap();
         assert_eq!(summary, ExchangeSummary { records: 2, artifacts: 2, skipped: vec![] });
         let there = CacheDir::at(tmp.path().join("another"));
-        assert_eq!(import(&path, &there, &validity(), false).unwrap(), summary);
+        assert_eq!(import(&path, &there, &validity(), false, &trusting()).unwrap(), summary);
         let found = layers(&there);
         assert_eq!(found.records().len(), 2);
         assert_eq!(found.artifact(&artifact(2).recipe.key()).unwrap().0, artifact(2));
         assert!(ArtifactFiles::new(&there).contains(&artifact(1).recipe.key()));
         // Importing again changes nothing and complains about nothing.
-        assert!(import(&path, &there, &validity(), false).unwrap().skipped.is_empty());
+        assert!(import(&path, &there, &validity(), false, &trusting()).unwrap().skipped.is_empty());
     }
 
     #[test]
@@ -205,7 +211,7 @@ mod tests {
         export(&layers(&dir), &ExportFilter::default(), &path, 9).unwrap();
         let there = CacheDir::at(tmp.path().join("there"));
         let needed = Validity { arch: Arch::Cpu(CpuIsa::Amx), ..validity() };
-        let e = import(&path, &there, &needed, false).unwrap_err();
+        let e = import(&path, &there, &needed, false, &trusting()).unwrap_err();
         assert!(matches!(e, Error::Mismatch { field: "arch", .. }), "{e}");
         assert!(!there.root().exists());
     }
@@ -216,17 +222,17 @@ mod tests {
         let path = tmp.path().join("a.ftb");
         export(&layers(&dir), &ExportFilter::default(), &path, 9).unwrap();
         let (_there, there) = tuned(&[record(128, 2)]);
-        let summary = import(&path, &there, &validity(), false).unwrap();
+        let summary = import(&path, &there, &validity(), false, &trusting()).unwrap();
         assert_eq!((summary.records, summary.skipped.len()), (1, 1));
         let winner = |dir: &CacheDir| Store::open(dir).unwrap().record(&record(128, 1).key).unwrap().unwrap();
         assert_eq!(winner(&there), record(128, 2));
-        assert_eq!(import(&path, &there, &validity(), true).unwrap().records, 2);
+        assert_eq!(import(&path, &there, &validity(), true, &trusting()).unwrap().records, 2);
         assert_eq!(winner(&there), record(128, 1));
         // A local record of other templates is no use here, so the imported one takes its place.
         let mut stale = record(128, 2);
         stale.provenance.templates = "old".into();
         let (_third, third) = tuned(&[stale]);
-        assert_eq!(import(&path, &third, &validity(), false).unwrap().records, 2);
+        assert_eq!(import(&path, &third, &validity(), false, &trusting()).unwrap().records, 2);
         assert_eq!(winner(&third), record(128, 1));
     }
 
@@ -239,7 +245,7 @@ mod tests {
         bytes[300] ^= 0x10;
         std::fs::write(&path, bytes).unwrap();
         let there = CacheDir::at(tmp.path().join("there"));
-        assert!(matches!(import(&path, &there, &validity(), false), Err(Error::Damaged { .. })));
+        assert!(matches!(import(&path, &there, &validity(), false, &trusting()), Err(Error::Damaged { .. })));
         assert!(!there.root().exists());
     }
 }

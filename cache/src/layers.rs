@@ -3,7 +3,10 @@
 //! All records are decoded and filed by problem when a layer is opened, so a lookup reads no file. Records that may not
 //! be used (another arch, template set or ABI) are kept, so that the answer can say why they were not.
 
-use crate::{Artifact, ArtifactFiles, Bundle, CacheDir, DeviceFingerprint, Difference, Key, Record, Result, Validity};
+use crate::{
+    Artifact, ArtifactFiles, Bundle, CacheDir, DeviceFingerprint, Difference, Key, PublicKey, Record, Result, Trust,
+    Validity,
+};
 use flashtune_codegen::{Problem, ShapeBucket};
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -97,6 +100,8 @@ pub struct LayerInfo {
     pub records: usize,
     /// Number of artifacts.
     pub artifacts: usize,
+    /// The key that signed it.
+    pub signer: Option<PublicKey>,
 }
 
 /// One bundle with its records filed by problem.
@@ -159,33 +164,38 @@ impl Layer {
             path: self.path.clone(),
             records: self.records.values().map(Vec::len).sum(),
             artifacts: self.bundle.artifact_count(),
+            signer: self.bundle.signer(),
         }
     }
 }
 
 impl Layers {
-    /// Opens the user's snapshot, the named bundles and the embedded one, in this order. A missing snapshot is an empty
-    /// layer, and so is a damaged one, with a warning; creates nothing.
+    /// [`Layers::open_with`] a folder, and named bundles only of those who are trusted by default: nobody.
     ///
     /// # Errors
-    /// Those of [`Bundle::map`] for a bundle that was named, because its user counts on it.
+    /// As [`Layers::open_with`].
     pub fn open(dir: &CacheDir, bundles: &[PathBuf], embedded: Option<&'static [u8]>) -> Result<Self> {
-        Self::open_with(Some(dir), bundles, embedded)
+        Self::open_with(Some(dir), bundles, embedded, &Trust::default())
     }
 
-    /// [`Layers::open`] where no folder of the user's can be named: bundles alone.
+    /// Opens the user's snapshot, the named bundles and the embedded one, in this order. A missing snapshot is an empty
+    /// layer, and so is a damaged one, with a warning; creates nothing. Where no folder of the user's can be named, the
+    /// bundles are all there is.
     ///
     /// # Errors
-    /// As [`Layers::open`].
-    pub fn without_folder(bundles: &[PathBuf], embedded: Option<&'static [u8]>) -> Result<Self> {
-        Self::open_with(None, bundles, embedded)
-    }
-
-    fn open_with(own: Option<&CacheDir>, bundles: &[PathBuf], embedded: Option<&'static [u8]>) -> Result<Self> {
+    /// Those of [`Bundle::map`] and [`Trust::check`] for a bundle that was named, because its user counts on it.
+    pub fn open_with(
+        own: Option<&CacheDir>,
+        bundles: &[PathBuf],
+        embedded: Option<&'static [u8]>,
+        trust: &Trust,
+    ) -> Result<Self> {
         let mut fixed = Vec::new();
         for path in bundles {
             let name = path.display().to_string();
-            fixed.push(Arc::new(Layer::new(name, Some(path.clone()), Bundle::map(path)?)));
+            let bundle = Bundle::map(path)?;
+            trust.check(&bundle)?;
+            fixed.push(Arc::new(Layer::new(name, Some(path.clone()), bundle)));
         }
         if let Some(bytes) = embedded {
             let bundle = Bundle::from_static(EMBEDDED_LAYER, bytes)?;

@@ -24,10 +24,11 @@ mod store;
 #[cfg(test)]
 mod testing;
 mod trial;
+mod trust;
 mod validity;
 
 pub use artifact::{Artifact, Facts, Recipe};
-pub use bundle::{Bundle, BundleContents, BundleSet, Manifest};
+pub use bundle::{Bundle, BundleContents, BundleSet, Manifest, PublicKey, SecretKey, sign_bundle};
 pub use device::{CompilerId, DeviceFingerprint};
 pub use dir::{CACHE_VARIABLE, CacheDir};
 pub use error::{Error, Result};
@@ -42,4 +43,5 @@ pub use record::{Finalist, Provenance, Record, RecordKey};
 pub use stale::{reap, temporary_prefix};
 pub use store::Store;
 pub use trial::{Stage, Trial, TrialResult};
+pub use trust::{ALLOW_UNSIGNED_VARIABLE, TRUSTED_KEYS_VARIABLE, Trust};
 pub use validity::{Difference, Validity};

@@ -2,7 +2,7 @@
 
 use super::Global;
 use anyhow::{Context as _, Result};
-use flashtune::cache::{CacheDir, Layers, Validity, bundles_from_env};
+use flashtune::cache::{CacheDir, Layers, Trust, Validity, bundles_from_env};
 use flashtune::codegen::TemplateSet;
 use flashtune::runtime::Device;
 use flashtune::{Engine, read_templates};
@@ -71,13 +71,22 @@ impl Context {
         self.global.bundle.iter().cloned().chain(bundles_from_env()).collect()
     }
 
+    /// Whose bundles are used, by the command line and the environment.
+    pub fn trust(&self) -> Result<Trust> {
+        let mut trust = Trust::from_env()?.allow_unsigned(self.global.allow_unsigned);
+        for key in &self.global.trust {
+            trust.add(key)?;
+        }
+        Ok(trust)
+    }
+
     /// All stored results. Whoever names bundles needs no cache folder.
     pub fn layers(&self) -> Result<Layers> {
         let bundles = self.bundles();
         match CacheDir::resolve(self.global.cache.as_deref()) {
-            Ok(dir) => Ok(Layers::open(&dir, &bundles, None)?),
+            Ok(dir) => Ok(Layers::open_with(Some(&dir), &bundles, None, &self.trust()?)?),
             Err(flashtune::cache::Error::NoFolder) if !bundles.is_empty() => {
-                Ok(Layers::without_folder(&bundles, None)?)
+                Ok(Layers::open_with(None, &bundles, None, &self.trust()?)?)
             }
             Err(e) => Err(e.into()),
         }
@@ -90,7 +99,7 @@ impl Context {
 
     /// An engine with the options of the command line.
     pub fn engine(&mut self) -> Result<Engine> {
-        let mut builder = Engine::builder().on(self.device()?).policy(self.global.policy);
+        let mut builder = Engine::builder().on(self.device()?).policy(self.global.policy).trust(self.trust()?);
         if let Some(cache) = &self.global.cache {
             builder = builder.cache_dir(cache);
         }

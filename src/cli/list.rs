@@ -24,7 +24,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     for layer in layers.info() {
         let path = layer.path.map_or(String::new(), |p| format!(" ({})", p.display()));
-        writeln!(cx.out, "{}{path}: {} records, {} kernels", layer.name, layer.records, layer.artifacts)?;
+        let signed = layer.signer.map_or(String::new(), |key| format!(", signed by {key}"));
+        writeln!(cx.out, "{}{path}: {} records, {} kernels{signed}", layer.name, layer.records, layer.artifacts)?;
     }
     if records.is_empty() {
         writeln!(cx.out, "no records; `flashtune tune` makes some")?;

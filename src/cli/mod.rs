@@ -13,6 +13,7 @@ mod explain;
 mod list;
 mod progress;
 mod run;
+mod sign;
 mod sweep;
 mod tensors;
 mod transfer;
@@ -35,6 +36,8 @@ Exit codes:
 Environment:
   FLASHTUNE_CACHE      folder of records and compiled kernels (as --cache)
   FLASHTUNE_BUNDLES    bundle files to search after the cache, separated as in PATH (as --bundle)
+  FLASHTUNE_TRUSTED_KEYS    public keys, or files of them, whose bundles are used, separated as in PATH (as --trust)
+  FLASHTUNE_ALLOW_UNSIGNED  1: use bundles that no trusted key signed (as --allow-unsigned)
   FLASHTUNE_TEMPLATES  folder with templates that replace the built-in ones (as --templates)
   FLASHTUNE_NVRTC      folder with libnvrtc.so, or the library itself
   FLASHTUNE_CPU_ISA    a lower instruction set than the processor has, e.g. avx2
@@ -69,6 +72,12 @@ struct Global {
     /// A bundle to search after the cache; may be repeated
     #[arg(long, global = true, value_name = "FILE")]
     bundle: Vec<PathBuf>,
+    /// A public key, or a file of them, whose bundles are used; may be repeated
+    #[arg(long, global = true, value_name = "KEY")]
+    trust: Vec<String>,
+    /// Use bundles that no trusted key signed
+    #[arg(long, global = true)]
+    allow_unsigned: bool,
     /// Machine-readable output
     #[arg(long, global = true)]
     json: bool,
@@ -99,6 +108,10 @@ enum Command {
     Export(transfer::ExportArgs),
     /// Add a bundle's records and kernels to the cache
     Import(transfer::ImportArgs),
+    /// Make a key pair for signing bundles
+    Keygen(sign::KeygenArgs),
+    /// Sign a bundle, so that those who trust the key use it
+    Sign(sign::SignArgs),
     /// Say what was found on this machine, and what to do about what is missing
     Doctor(doctor::Args),
 }
@@ -130,6 +143,8 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::List(args) => list::run(&mut cx, args),
         Command::Export(args) => transfer::export(&mut cx, args),
         Command::Import(args) => transfer::import(&mut cx, args),
+        Command::Keygen(args) => sign::keygen(&mut cx, args),
+        Command::Sign(args) => sign::sign(&mut cx, args),
         Command::Doctor(args) => doctor::run(&mut cx, args),
     };
     exit::code(outcome.and_then(|()| cx.finish()))

@@ -63,7 +63,7 @@ pub fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
 pub fn import(cx: &mut Context, args: ImportArgs) -> Result<()> {
     let validity = cx.validity()?;
     let dir = cx.cache_dir()?;
-    let summary = cache::import(&args.file, &dir, &validity, args.replace)?;
+    let summary = cache::import(&args.file, &dir, &validity, args.replace, &cx.trust()?)?;
     report(cx, "read", &args.file, &summary)
 }
 

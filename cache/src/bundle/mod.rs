@@ -7,20 +7,24 @@
 //!      manifest          JSON: version, creation time, and what is inside for which arch, template set and ABI
 //!      record index      sorted, fixed width: key hash, offset, length, blob hash, set
 //!      artifact index    the same, by recipe key
+//!      signature         only of signed ones: see `signature`
 //! ```
 //!
 //! The root hash covers the header, which holds the manifest's hash, and both indexes, which hold every blob's hash: so
 //! it names the whole content. Offsets are 64-bit, integers little-endian. The same content gives the same bytes; the
 //! creation time is part of the content.
 //!
-//! A reader checks the header, the root hash and every bound when it opens the file, and each blob's hash when it takes
-//! the blob, on a private copy: nobody can change the bytes between the check and the use.
+//! A reader copies the header, the manifest and the indexes when it opens the file, checks the root hash and every bound
+//! on the copies, and works with these alone. Each blob is copied when it is taken and its copy is checked against the
+//! hash in the index: nobody can change the bytes between the check and the use, not even one who writes to the file.
 
 mod format;
 mod manifest;
 mod reader;
+mod signature;
 mod writer;
 
 pub use manifest::{BundleSet, Manifest};
-pub use reader::Bundle;
+pub use reader::{Bundle, sign_bundle};
+pub use signature::{PublicKey, SecretKey};
 pub use writer::BundleContents;

@@ -1,8 +1,10 @@
 //! Reading a bundle: nothing in the bytes is trusted.
 
-use super::Manifest;
 use super::format::{ENTRY, Entry, FORMAT, HEADER, Header, MAGIC, root_hash, stated_root};
+use super::signature::{TRAILER, verify};
+use super::{Manifest, PublicKey, SecretKey};
 use crate::files::decode_artifact;
+use crate::publish::publish_file;
 use crate::{Artifact, Error, Key, Record, RecordKey, Result, Validity};
 use serde::de::DeserializeOwned;
 use std::fs::File;
@@ -16,8 +18,11 @@ pub struct Bundle {
     manifest: Manifest,
     /// The validity fields of each set of the manifest.
     validities: Vec<Validity>,
-    records: Range<usize>,
-    artifacts: Range<usize>,
+    root: [u8; 32],
+    signer: Option<PublicKey>,
+    /// The indexes, sorted by key. Copies: what lies in the file may change after it was checked.
+    records: Vec<Entry>,
+    artifacts: Vec<Entry>,
 }
 
 /// Where the bytes live.
@@ -84,8 +89,8 @@ impl Bundle {
     fn open(name: String, data: Data) -> Result<Self> {
         let bad = |message: &str| damaged(&name, message);
         let bytes = data.bytes();
-        let header_bytes: &[u8; HEADER] =
-            bytes.first_chunk().ok_or_else(|| bad("it is shorter than a bundle's header"))?;
+        let header_bytes: [u8; HEADER] =
+            *bytes.first_chunk().ok_or_else(|| bad("it is shorter than a bundle's header"))?;
         if &header_bytes[..8] != MAGIC {
             return Err(bad("it does not start with a bundle's magic bytes"));
         }
@@ -99,47 +104,57 @@ impl Bundle {
                 remedy: "export it with this version of flashtune",
             });
         }
-        let header = Header::decode(header_bytes);
-        if header.total != bytes.len() as u64 {
+        let header = Header::decode(&header_bytes);
+        let end = usize::try_from(header.total).ok().filter(|end| *end <= bytes.len());
+        let Some((content, trailer)) = end.and_then(|end| bytes.split_at_checked(end)) else {
             return Err(bad(&format!("it has {} bytes, but its header says {}", bytes.len(), header.total)));
-        }
+        };
+        let trailer: Option<&[u8; TRAILER]> = match trailer.len() {
+            0 => None,
+            TRAILER => trailer.first_chunk(),
+            more => return Err(bad(&format!("it has {more} bytes more than its header says"))),
+        };
         let index = |(offset, count): (u64, u64)| {
             let length = count.checked_mul(ENTRY as u64)?;
-            range(bytes, offset, length)
+            range(content, offset, length)
         };
         let records = index(header.records).ok_or_else(|| bad("its record index lies outside of the file"))?;
         let artifacts = index(header.artifacts).ok_or_else(|| bad("its artifact index lies outside of the file"))?;
-        if records.end != artifacts.start || artifacts.end != bytes.len() {
+        if records.end != artifacts.start || artifacts.end != content.len() {
             return Err(bad("its indexes are not at its end"));
         }
-        if stated_root(header_bytes) != root_hash(header_bytes, &bytes[records.start..]) {
+        let indexes = content[records.start..].to_vec();
+        let root = root_hash(&header_bytes, &indexes);
+        if stated_root(&header_bytes) != root {
             return Err(bad("its root hash does not match"));
         }
-        let text = range(bytes, header.manifest.0, header.manifest.1)
+        let signer = trailer.copied().map(|t| verify(&t, &root)).transpose().map_err(bad)?;
+        let text = range(content, header.manifest.0, header.manifest.1)
             .ok_or_else(|| bad("its manifest lies outside of the file"))?;
-        if *blake3::hash(&bytes[text.clone()]).as_bytes() != header.manifest_hash {
+        let text = content[text].to_vec();
+        if *blake3::hash(&text).as_bytes() != header.manifest_hash {
             return Err(bad("its manifest does not match its hash"));
         }
         let manifest: Manifest =
-            serde_json::from_slice(&bytes[text]).map_err(|e| bad(&format!("its manifest cannot be read: {e}")))?;
+            serde_json::from_slice(&text).map_err(|e| bad(&format!("its manifest cannot be read: {e}")))?;
         // The root hash says that the indexes are as written, not that the writer was sane.
-        for part in [&records, &artifacts] {
-            let mut last: Option<[u8; 32]> = None;
-            for entry in bytes[part.clone()].chunks_exact(ENTRY).map(Entry::decode) {
-                if last.is_some_and(|l| l >= entry.key) {
-                    return Err(bad("its index is not sorted"));
-                }
-                if range(bytes, entry.offset, entry.length).is_none() {
-                    return Err(bad("an index entry points outside of the file"));
-                }
-                if entry.set as usize >= manifest.sets.len() {
-                    return Err(bad("an index entry names a set that the manifest lacks"));
-                }
-                last = Some(entry.key);
+        let (records, artifacts) = indexes.split_at(records.len());
+        let check = |part: &[u8]| {
+            let entries: Vec<Entry> = part.chunks_exact(ENTRY).map(Entry::decode).collect();
+            if !entries.is_sorted_by(|a, b| a.key < b.key) {
+                return Err(bad("its index is not sorted"));
             }
-        }
+            if entries.iter().any(|e| range(content, e.offset, e.length).is_none()) {
+                return Err(bad("an index entry points outside of the file"));
+            }
+            if entries.iter().any(|e| e.set as usize >= manifest.sets.len()) {
+                return Err(bad("an index entry names a set that the manifest lacks"));
+            }
+            Ok(entries)
+        };
+        let (records, artifacts) = (check(records)?, check(artifacts)?);
         let validities = manifest.sets.iter().map(|s| s.validity()).collect();
-        Ok(Self { name, manifest, validities, records, artifacts, data })
+        Ok(Self { name, manifest, validities, root, signer, records, artifacts, data })
     }
 
     /// Path or other origin.
@@ -154,17 +169,23 @@ impl Bundle {
 
     /// Number of records.
     pub fn record_count(&self) -> usize {
-        self.records.len() / ENTRY
+        self.records.len()
     }
 
     /// Number of artifacts.
     pub fn artifact_count(&self) -> usize {
-        self.artifacts.len() / ENTRY
+        self.artifacts.len()
     }
 
     /// The root hash: two bundles with the same root have the same content.
     pub fn root(&self) -> Key {
-        self.data.bytes().first_chunk().map(|h| Key(stated_root(h))).unwrap_or(Key([0; 32]))
+        Key(self.root)
+    }
+
+    /// The key whose signature the bundle carries; the signature is right. Whether the key is trusted is for
+    /// [`crate::Trust`] to say.
+    pub fn signer(&self) -> Option<PublicKey> {
+        self.signer
     }
 
     /// Whether anything inside may be used under these validity fields.
@@ -208,18 +229,18 @@ impl Bundle {
     /// # Errors
     /// [`Error::Damaged`] when its bytes fail a check.
     pub fn record(&self, key: &RecordKey) -> Result<Option<Record>> {
-        self.find(&self.records, &key.key()).map(|e| self.take_record(&e)).transpose()
+        find(&self.records, &key.key()).map(|e| self.take_record(e)).transpose()
     }
 
     /// All records with their validity fields, in the order of the index.
     pub fn records(&self) -> impl Iterator<Item = Result<(Record, &Validity)>> {
-        self.entries(&self.records).map(|e| Ok((self.take_record(&e)?, &self.validities[e.set as usize])))
+        self.records.iter().map(|e| Ok((self.take_record(e)?, &self.validities[e.set as usize])))
     }
 
     /// The keys of all artifacts.
     #[cfg(test)]
     pub(crate) fn artifact_keys(&self) -> impl Iterator<Item = Key> {
-        self.entries(&self.artifacts).map(|e| Key(e.key))
+        self.artifacts.iter().map(|e| Key(e.key))
     }
 
     /// The artifact of a recipe key, verified.
@@ -227,8 +248,8 @@ impl Bundle {
     /// # Errors
     /// [`Error::Damaged`] when its bytes fail a check.
     pub fn artifact(&self, key: &Key) -> Result<Option<Artifact>> {
-        let Some(entry) = self.find(&self.artifacts, key) else { return Ok(None) };
-        let bytes = self.blob(&entry)?;
+        let Some(entry) = find(&self.artifacts, key) else { return Ok(None) };
+        let bytes = self.blob(entry)?;
         let artifact = decode_artifact(&bytes, key).map_err(|m| self.bad_blob("artifact", key, m))?;
         let recipe = &artifact.recipe;
         let own = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
@@ -252,30 +273,6 @@ impl Bundle {
         Ok(record)
     }
 
-    fn entries(&self, part: &Range<usize>) -> impl Iterator<Item = Entry> {
-        // `open` checked the sets once; if a mapped file was changed since then, such entries are dropped.
-        let sets = self.validities.len();
-        let bytes = self.data.bytes().get(part.clone()).unwrap_or_default();
-        bytes.chunks_exact(ENTRY).map(Entry::decode).filter(move |e| (e.set as usize) < sets)
-    }
-
-    fn find(&self, part: &Range<usize>, key: &Key) -> Option<Entry> {
-        let bytes = self.data.bytes().get(part.clone())?;
-        let at = |i: usize| &bytes[i * ENTRY..(i + 1) * ENTRY];
-        let (mut low, mut high) = (0, bytes.len() / ENTRY);
-        while low < high {
-            let middle = low + (high - low) / 2;
-            match at(middle)[..32].cmp(&key.0[..]) {
-                std::cmp::Ordering::Less => low = middle + 1,
-                std::cmp::Ordering::Greater => high = middle,
-                std::cmp::Ordering::Equal => {
-                    return Some(Entry::decode(at(middle))).filter(|e| (e.set as usize) < self.validities.len());
-                }
-            }
-        }
-        None
-    }
-
     /// A verified copy of a blob.
     fn blob(&self, entry: &Entry) -> Result<Vec<u8>> {
         let bytes = self.data.bytes();
@@ -290,6 +287,33 @@ impl Bundle {
     fn bad_blob(&self, what: &str, key: &Key, message: &str) -> Error {
         damaged(&self.name, &format!("{what} {}: {message}", &key.hex()[..12]))
     }
+}
+
+/// Signs a bundle file; a signature that it has already is replaced. Gives the bundle's root hash.
+///
+/// # Errors
+/// As [`Bundle::map`]; [`Error::Io`] when it cannot be written, the old file stays then.
+pub fn sign_bundle(path: &Path, key: &SecretKey) -> Result<Key> {
+    let bytes = std::fs::read(path).map_err(|e| unreadable(path, e))?;
+    let bundle = Bundle::from_bytes(path.display().to_string(), bytes)?;
+    let bytes = bundle.data.bytes();
+    let content = &bytes[..bytes.len() - if bundle.signer.is_some() { TRAILER } else { 0 }];
+    let trailer = key.trailer(&bundle.root);
+    publish_file(path, |out| {
+        let written = out.write_all(content).and_then(|()| out.write_all(&trailer));
+        written.map_err(|source| Error::Io {
+            action: "write",
+            path: path.to_path_buf(),
+            source,
+            remedy: "check the free space and the permissions of its folder",
+        })
+    })?;
+    Ok(bundle.root())
+}
+
+/// The entry of a key in a sorted index.
+fn find<'a>(index: &'a [Entry], key: &Key) -> Option<&'a Entry> {
+    index.binary_search_by(|e| e.key.cmp(&key.0)).ok().map(|i| &index[i])
 }
 
 /// Decodes a value that must fill its bytes.

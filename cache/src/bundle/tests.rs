@@ -3,6 +3,7 @@
 use super::*;
 use crate::BundleContents;
 use crate::testing::{arch, artifact, record, validity};
+use crate::{SecretKey, Trust};
 use flashtune_codegen::{Arch, CpuIsa};
 use proptest::prelude::*;
 use std::sync::LazyLock;
@@ -17,6 +18,18 @@ fn sample() -> Vec<u8> {
 }
 
 static SAMPLE: LazyLock<Vec<u8>> = LazyLock::new(sample);
+static KEY: LazyLock<SecretKey> = LazyLock::new(|| SecretKey::generate().unwrap());
+static SIGNED: LazyLock<Vec<u8>> = LazyLock::new(|| signed(&SAMPLE));
+
+fn signed(bytes: &[u8]) -> Vec<u8> {
+    let root = Bundle::from_bytes("b", bytes.to_vec()).unwrap().root;
+    [bytes, &KEY.trailer(&root)].concat()
+}
+
+/// How many mutations of each kind are tried; the variable asks for more than a test run has time for.
+fn mutations() -> u32 {
+    std::env::var("FLASHTUNE_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(3000)
+}
 
 #[test]
 fn everything_put_in_comes_out() {
@@ -102,12 +115,13 @@ fn a_blob_under_a_foreign_key_is_refused_although_every_hash_matches() {
     let good = sample();
     let b = Bundle::from_bytes("b", good.clone()).unwrap();
     let mut bytes = good.clone();
-    let (one, two) = (b.artifacts.start, b.artifacts.start + ENTRY);
+    let header = Header::decode(bytes.first_chunk().unwrap());
+    let (indexes, one) = (header.records.0 as usize, header.artifacts.0 as usize);
+    let two = one + ENTRY;
     let (first, second) = (good[one + 32..one + ENTRY].to_vec(), good[two + 32..two + ENTRY].to_vec());
     bytes[one + 32..one + ENTRY].copy_from_slice(&second);
     bytes[two + 32..two + ENTRY].copy_from_slice(&first);
-    let header: [u8; HEADER] = *bytes.first_chunk().unwrap();
-    let fixed = Header::decode(&header).encode(&bytes[b.records.start..]);
+    let fixed = header.encode(&bytes[indexes..]);
     bytes[..HEADER].copy_from_slice(&fixed);
     let forged = Bundle::from_bytes("b", bytes).unwrap();
     for key in b.artifact_keys().take(2) {
@@ -115,9 +129,87 @@ fn a_blob_under_a_foreign_key_is_refused_although_every_hash_matches() {
     }
 }
 
+#[test]
+fn signing_appends_and_can_be_repeated() {
+    let tmp = tempfile::tempdir().unwrap();
+    let path = tmp.path().join("x.ftb");
+    std::fs::write(&path, sample()).unwrap();
+    let other = SecretKey::generate().unwrap();
+    let root = sign_bundle(&path, &other).unwrap();
+    assert_eq!(sign_bundle(&path, &KEY).unwrap(), root);
+    let bytes = std::fs::read(&path).unwrap();
+    assert!(bytes == *SIGNED && bytes.starts_with(&SAMPLE));
+    let b = Bundle::map(&path).unwrap();
+    assert_eq!((b.signer(), b.record_count(), b.root()), (Some(KEY.public()), 4, root));
+    assert_eq!(Bundle::from_bytes("b", sample()).unwrap().signer(), None);
+}
+
+#[test]
+fn a_signature_of_another_bundle_or_key_is_damage_and_not_a_missing_signature() {
+    let other = contents(vec![record(128, 1)], 7);
+    let moved = [&other[..], &SIGNED[SAMPLE.len()..]].concat();
+    let mut foreign = SIGNED.clone();
+    let at = SAMPLE.len() + 8;
+    foreign[at..at + 32].copy_from_slice(&SIGNED_BY_ANOTHER[at..at + 32]);
+    for bytes in [moved, foreign] {
+        let e = Bundle::from_bytes("b", bytes).unwrap_err().to_string();
+        assert!(e.contains("signature"), "{e}");
+    }
+}
+
+static SIGNED_BY_ANOTHER: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let root = Bundle::from_bytes("b", sample()).unwrap().root;
+    [&SAMPLE[..], &SecretKey::generate().unwrap().trailer(&root)].concat()
+});
+
+#[test]
+fn no_byte_of_a_signed_bundle_can_be_changed_unnoticed() {
+    let trust = Trust::default().trust(KEY.public());
+    for at in 0..SIGNED.len() {
+        let mut bytes = SIGNED.clone();
+        bytes[at] ^= 1 << (at % 8);
+        let opened = Bundle::from_bytes("b", bytes.clone());
+        // Blobs are checked when they are taken; all else, signature included, when the file is opened.
+        let blobs = HEADER..Header::decode(SAMPLE.first_chunk().unwrap()).manifest.0 as usize;
+        assert_eq!(opened.is_ok(), blobs.contains(&at), "byte {at}");
+        if let Ok(b) = opened {
+            trust.check(&b).unwrap();
+            let wrong = b.records().filter(|r| r.is_err()).count()
+                + (0..8).filter(|n| b.artifact(&artifact(*n).recipe.key()).is_err()).count();
+            assert_eq!(wrong, 1, "byte {at}");
+            answers_are_true(bytes);
+        }
+    }
+}
+
+/// One who may write to the file changes it after it was checked, with hashes that fit: none of it is used.
+#[test]
+fn what_is_written_into_a_mapped_file_is_never_loaded() {
+    let tmp = tempfile::tempdir().unwrap();
+    let path = tmp.path().join("x.ftb");
+    std::fs::write(&path, &*SIGNED).unwrap();
+    let b = Bundle::map(&path).unwrap();
+    // A whole bundle of the same layout whose artifacts were made by another compiler.
+    let mut load = |key: &Key| {
+        let mut found = (0..8).map(artifact).find(|a| a.recipe.key() == *key)?;
+        found.bytes.reverse();
+        Some(found)
+    };
+    let records = vec![record(128, 1), record(512, 2), record(2048, 3), record(4096, 1)];
+    let forged = BundleContents { records, artifacts: vec![], load: &mut load, created: 7 }.to_bytes();
+    assert_eq!(forged.len(), SAMPLE.len());
+    let key = artifact(1).recipe.key();
+    assert_eq!(Bundle::from_bytes("f", forged.clone()).unwrap().artifact(&key).unwrap().unwrap().recipe.key(), key);
+    let mut file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    std::io::Write::write_all(&mut file, &forged).unwrap();
+    assert!(matches!(b.artifact(&key), Err(Error::Damaged { .. })));
+    assert_eq!(b.record(&record(128, 1).key).unwrap(), Some(record(128, 1)), "its bytes are the same in both");
+}
+
 /// Whatever a changed bundle answers is the truth or an error.
 fn answers_are_true(bytes: Vec<u8>) {
     let Ok(b) = Bundle::from_bytes("b", bytes) else { return };
+    assert!(b.signer().is_none_or(|k| k == KEY.public()));
     let good = Bundle::from_bytes("b", SAMPLE.clone()).unwrap();
     for (r, v) in b.records().flatten() {
         assert_eq!(good.record(&r.key).unwrap(), Some(r));
@@ -132,7 +224,7 @@ fn answers_are_true(bytes: Vec<u8>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(3000))]
+    #![proptest_config(ProptestConfig::with_cases(mutations()))]
 
     #[test]
     fn mutated_bundles_never_panic_and_never_lie(
@@ -153,7 +245,7 @@ proptest! {
         edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
     ) {
         let mut bytes = SAMPLE.clone();
-        let index = Bundle::from_bytes("b", bytes.clone()).unwrap().records.start;
+        let index = Header::decode(bytes.first_chunk().unwrap()).records.0 as usize;
         let places: Vec<usize> = (16..104).chain(index..bytes.len()).collect();
         for (at, byte) in edits {
             bytes[places[at.index(places.len())]] = byte;
@@ -165,9 +257,32 @@ proptest! {
         answers_are_true(bytes);
     }
 
+    /// Whoever holds no key cannot make a signature, whatever else is made to fit.
+    #[test]
+    fn mutated_signed_bundles_are_never_taken_for_signed_ones(
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),
+        fix_root in any::<bool>(),
+    ) {
+        let mut bytes = SIGNED.clone();
+        for (at, byte) in edits {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        if fix_root {
+            let header = Header::decode(bytes.first_chunk().unwrap());
+            let start = usize::try_from(header.records.0).unwrap_or(usize::MAX).min(SAMPLE.len());
+            let fixed = header.encode(&bytes[start..SAMPLE.len()]);
+            bytes[..HEADER].copy_from_slice(&fixed);
+        }
+        if let Ok(b) = Bundle::from_bytes("b", bytes.clone()) {
+            prop_assert_eq!(b.root(), Bundle::from_bytes("b", SIGNED.clone()).unwrap().root());
+        }
+        answers_are_true(bytes);
+    }
+
     #[test]
     fn truncated_and_extended_bundles_never_panic_and_never_lie(cut in any::<prop::sample::Index>(), extra in 0usize..9) {
-        let mut bytes = SAMPLE.clone();
+        let mut bytes = SIGNED.clone();
         bytes.truncate(cut.index(bytes.len() + 1));
         bytes.extend(std::iter::repeat_n(0, extra));
         answers_are_true(bytes);

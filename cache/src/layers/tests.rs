@@ -2,12 +2,16 @@
 
 use super::*;
 use crate::testing::{TEMPLATES, arch, artifact, device, problem, record, shape, validity};
-use crate::{BundleContents, Store};
+use crate::{BundleContents, SecretKey, Store, sign_bundle};
 use flashtune_codegen::{Arch, CpuIsa, DType, MaskKind};
 
 fn bundle(records: Vec<Record>) -> Vec<u8> {
     let mut load = |key: &Key| (0..8).map(artifact).find(|a| a.recipe.key() == *key);
     BundleContents { records, artifacts: vec![], load: &mut load, created: 0 }.to_bytes()
+}
+
+fn trusting() -> Trust {
+    Trust::default().allow_unsigned(true)
 }
 
 fn leak(bytes: Vec<u8>) -> &'static [u8] {
@@ -77,7 +81,7 @@ fn the_earlier_layer_wins_among_equals_and_artifacts_come_from_any() {
         store.publish(&files).unwrap();
     }
     files.put(&artifact(5)).unwrap();
-    let layers = Layers::open(&dir, std::slice::from_ref(&named), Some(embedded)).unwrap();
+    let layers = Layers::open_with(Some(&dir), std::slice::from_ref(&named), Some(embedded), &trusting()).unwrap();
     let found = find(&layers, 512);
     let names: Vec<_> = found.matches[..3].iter().map(|m| m.layer.as_str()).collect();
     assert_eq!(names, [SNAPSHOT_LAYER, named.to_str().unwrap(), EMBEDDED_LAYER]);
@@ -116,11 +120,35 @@ fn a_new_snapshot_is_noticed_and_a_damaged_one_leaves_the_old_in_use() {
 }
 
 #[test]
+fn named_bundles_need_a_trusted_signature_and_others_do_not() {
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path().join("cache"));
+    let named = tmp.path().join("named.ftb");
+    std::fs::write(&named, bundle(vec![record(512, 2)])).unwrap();
+    let (ours, theirs) = (SecretKey::generate().unwrap(), SecretKey::generate().unwrap());
+    let open = |trust: &Trust| Layers::open_with(Some(&dir), std::slice::from_ref(&named), None, trust);
+    let trust = Trust::default().trust(ours.public());
+    let problem = |outcome: Result<Layers>| match outcome {
+        Err(crate::Error::Untrusted { problem, .. }) => problem,
+        other => panic!("{other:?}"),
+    };
+    assert!(problem(open(&trust)).contains("not signed"));
+    sign_bundle(&named, &theirs).unwrap();
+    assert!(problem(open(&trust)).contains(&theirs.public().to_string()));
+    assert!(open(&trusting()).is_ok());
+    sign_bundle(&named, &ours).unwrap();
+    assert_eq!(open(&trust).unwrap().info()[0].signer, Some(ours.public()));
+    assert!(problem(open(&Trust::default())).contains("not trusted"));
+    // What is part of the program is as trustworthy as the program.
+    assert!(Layers::open(&dir, &[], Some(leak(bundle(vec![record(512, 2)])))).is_ok());
+}
+
+#[test]
 fn bundles_serve_without_a_folder() {
     let tmp = tempfile::tempdir().unwrap();
     let named = tmp.path().join("named.ftb");
     std::fs::write(&named, bundle(vec![record(512, 2)])).unwrap();
-    let layers = Layers::without_folder(&[named], None).unwrap();
+    let layers = Layers::open_with(None, &[named], None, &trusting()).unwrap();
     assert_eq!(find(&layers, 512).matches.len(), 1);
     assert!(
         layers.artifact(&artifact(2).recipe.key()).is_some() && layers.artifact(&artifact(3).recipe.key()).is_none()
