@@ -27,6 +27,7 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/copy.cuh" %>
 <% include "lib/cuda/mma.cuh" %>
 <% include "lib/cuda/tile.cuh" %>
+<% include "lib/cuda/approx.cuh" %>
 <% include "lib/cuda/softmax.cuh" %>
 
 constexpr int kThreads = kWarps * 32;

@@ -3,33 +3,6 @@
 // Per query row the kernel keeps a reference maximum m of the unscaled scores and the sum l of exp2((s - m) * c) with
 // c = scale * log2(e). One fused multiply-add and one exp2 per score; the sum stays a per-thread partial until the end.
 
-__device__ __forceinline__ float exp2_approx(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-    float r;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-// Reductions over the four lanes that share a row of an accumulator tile.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-
 template <int kMTiles, int kSTiles, int kOTiles, bool kLazyRescale> struct OnlineSoftmax {
     float m[kMTiles][2];  // reference maximum, unscaled; -inf before the first visible score
     float l[kMTiles][2];  // this thread's part of the sum

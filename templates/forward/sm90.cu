@@ -1,0 +1,578 @@
+/* @{ header }@ */
+
+// Exact attention, tiled, in one pass, for Hopper (FlashAttention-3, section 3): a producer warpgroup brings Q, K and V
+// by the copy engine, consumer warpgroups of 64 query rows each keep scores, probabilities and outputs in registers.
+// With kOverlap the scores of one key block are computed while the product of the previous one with V still runs.
+
+<% include "lib/cuda/types.cuh" %>
+<% include "lib/cuda/abi.cuh" %>
+
+// Problem.
+using Element = @{ dtype }@;
+constexpr int kHeadDimQK = @{ head_dim_qk }@;
+constexpr int kHeadDimV = @{ head_dim_v }@;
+constexpr bool kMaskLeft = @{ mask_left }@;
+constexpr bool kMaskRight = @{ mask_right }@;
+// Schedule.
+constexpr int kConsumers = @{ consumers }@;
+constexpr int kBlockKV = @{ block_kv }@;
+constexpr int kStages = @{ stages }@;
+constexpr bool kOverlap = @{ overlap }@;
+constexpr bool kTakeTurns = @{ take_turns }@;
+constexpr bool kPInShared = @{ p_in_shared }@;
+constexpr bool kMaskedLoop = @{ masked_loop }@;
+constexpr bool kLazyRescale = @{ lazy_rescale }@;
+constexpr bool kPackGroup = @{ pack_group }@;
+constexpr bool kPersistent = @{ persistent }@;
+constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
+constexpr int kProducerRegisters = @{ producer_registers }@;
+constexpr int kConsumerRegisters = @{ consumer_registers }@;
+
+<% include "lib/cuda/tile.cuh" %>
+<% include "lib/cuda/mbarrier.cuh" %>
+<% include "lib/cuda/tma.cuh" %>
+<% include "lib/cuda/warpgroup.cuh" %>
+<% include "lib/cuda/wgmma.cuh" %>
+<% include "lib/cuda/approx.cuh" %>
+<% include "lib/cuda/row_softmax.cuh" %>
+
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kBlockQ = kConsumers * 64;
+constexpr int kChunksQK = div_up(kHeadDimQK, 64);  // 64-element columns of a row: one box of the copy engine each
+constexpr int kChunksV = div_up(kHeadDimV, 64);
+constexpr int kColumnsV = round_up(kHeadDimV, 16);
+constexpr int kStepsQK = div_up(kHeadDimQK, 16);   // matrix steps of Q K^T
+constexpr int kStepsPV = kBlockKV / 16;            // matrix steps of P V
+constexpr int kBytes64Rows = 64 * 128;             // one chunk of 64 rows
+constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
+// Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
+constexpr bool kClean = kMaskLeft || kMaskRight;
+
+using Scores = float[kBlockKV / 2];
+using Output = float[kColumnsV / 2];
+using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
+using ScoreProduct = wgmma<Element, kBlockKV>;
+using OutputProduct = wgmma<Element, kColumnsV>;
+
+// Shared memory, by byte offset. A consumer's O takes the place of its Q.
+struct Layout {
+    static constexpr int kQ = 0;
+    static constexpr int kBytesQ = max_of(kChunksQK, kChunksV) * kBytes64Rows;  // of one consumer
+    static constexpr int kK = kQ + kConsumers * kBytesQ;
+    static constexpr int kBytesK = kChunksQK * kBytesChunk;                     // of one stage
+    static constexpr int kV = kK + kStages * kBytesK;
+    static constexpr int kBytesV = kChunksV * kBytesChunk;
+    static constexpr int kP = kV + kStages * kBytesV;
+    static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
+    static constexpr int kBarriers = kP + kConsumers * kBytesP;
+    static constexpr int kFullQ = kBarriers;                 // per consumer: its Q has arrived
+    static constexpr int kEmptyQ = kFullQ + kConsumers * 8;  // per consumer: its O has been read from the space of Q
+    static constexpr int kFullK = kEmptyQ + kConsumers * 8;  // per stage, as all that follow
+    static constexpr int kEmptyK = kFullK + kStages * 8;
+    static constexpr int kFullV = kEmptyK + kStages * 8;
+    static constexpr int kEmptyV = kFullV + kStages * 8;
+    static constexpr int kCleanV = kEmptyV + kStages * 8;    // non-finite elements of a masked block have been taken out
+    static constexpr int kMetNonFinite = kCleanV + kStages * 8;
+    static constexpr int kBytes = kMetNonFinite + 8;
+};
+
+// What the host adds to the arguments: the tensor maps and what it has computed once for all thread blocks.
+struct Sm90Args {
+    TensorMap q, k, v, o;  // q and o: column, head of the group, row, unit, batch; k and v: column, row, kv head, batch
+    ForwardArgs forward;
+    int group_shift;       // packed: log2 of the query heads of a KV head, which lie beside each other in the tile; or 0
+    int unit_heads;        // heads or, packed, KV heads: the units of one batch
+    int blocks;            // tiles of one unit
+    int section;           // units that are walked together, so that their K and V stay in L2
+    int tiles;             // of the whole problem
+};
+
+// The tile with an index: sections of units one after the other; inside of one, the same block of all of its units,
+// longest first where the mask makes lengths differ.
+__device__ __forceinline__ Tile tile_at(const Sm90Args& args, u32 index) {
+    const u32 units = u32(args.forward.batch) * u32(args.unit_heads), whole = u32(args.section) * u32(args.blocks);
+    const u32 first = index / whole * u32(args.section), in_section = index % whole;
+    const u32 together = min_of(u32(args.section), units - first);
+    u32 block = in_section / together;
+    const u32 unit = first + in_section % together;
+    if (kMaskRight) block = u32(args.blocks) - 1 - block;
+    Tile t;
+    t.batch = int(unit / u32(args.unit_heads));
+    t.head = int(unit % u32(args.unit_heads));
+    t.kv_head = kPackGroup && args.group_shift > 0 ? t.head : t.head / (args.unit_heads / args.forward.kv_heads);
+    t.row = int(block) * kBlockQ;
+    t.rows = min_of(kBlockQ, (args.forward.q_len << args.group_shift) - t.row);
+    return t;
+}
+
+// The key blocks of a tile, whose rows count query heads of a group apart.
+__device__ __forceinline__ BlockRange blocks_of(const Sm90Args& args, const Tile& tile) {
+    Tile positions = tile;
+    positions.row = tile.row >> args.group_shift;
+    positions.rows = ((tile.row + tile.rows - 1) >> args.group_shift) - positions.row + 1;
+    return visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args.forward, positions);
+}
+
+__device__ __forceinline__ bool is_masked(const BlockRange& blocks, int n) {
+    return n >= blocks.full_end || (kMaskLeft && n < blocks.full_begin);
+}
+
+// ---------------------------------------------------------------------------------------------------------- producer
+
+// One thread brings Q and K.
+__device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
+    tma_prefetch_map(args.q);
+    tma_prefetch_map(args.k);
+    Ring<kStages> ring;
+    u32 round = 0;
+    for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x, round++) {
+        const Tile tile = tile_at(args, index);
+        const BlockRange blocks = blocks_of(args, tile);
+#pragma unroll 1
+        for (int c = 0; c < kConsumers; c++) {
+            const u32 full = smem + Layout::kFullQ + c * 8, to = smem + Layout::kQ + c * Layout::kBytesQ;
+            if (kPersistent && round > 0) mbarrier_wait(smem + Layout::kEmptyQ + c * 8, (round - 1) & 1);
+            mbarrier_arrive_expect(full, kChunksQK * kBytes64Rows);
+#pragma unroll
+            for (int chunk = 0; chunk < kChunksQK; chunk++) {
+                tma_load(to + chunk * kBytes64Rows, args.q, full, kEvictFirst, chunk * 64, 0,
+                         (tile.row + c * 64) >> args.group_shift, tile.head, tile.batch);
+            }
+        }
+#pragma unroll 1
+        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            const u32 full = smem + Layout::kFullK + ring.stage * 8;
+            mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
+            mbarrier_arrive_expect(full, Layout::kBytesK);
+#pragma unroll
+            for (int chunk = 0; chunk < kChunksQK; chunk++) {
+                tma_load(smem + Layout::kK + ring.stage * Layout::kBytesK + chunk * kBytesChunk, args.k, full, kEvictLast,
+                         chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
+            }
+            ring.advance();
+        }
+    }
+}
+
+// Another one brings V, so that a wait for one never holds up the other.
+__device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
+    tma_prefetch_map(args.v);
+    Ring<kStages> ring;
+    for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x) {
+        const Tile tile = tile_at(args, index);
+        const BlockRange blocks = blocks_of(args, tile);
+#pragma unroll 1
+        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            const u32 full = smem + Layout::kFullV + ring.stage * 8;
+            mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
+            mbarrier_arrive_expect(full, Layout::kBytesV);
+#pragma unroll
+            for (int chunk = 0; chunk < kChunksV; chunk++) {
+                tma_load(smem + Layout::kV + ring.stage * Layout::kBytesV + chunk * kBytesChunk, args.v, full, kEvictLast,
+                         chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
+            }
+            ring.advance();
+        }
+    }
+}
+
+// Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their
+// zero probabilities. Two warps that have nothing else to do take such elements out of masked blocks before anyone
+// multiplies with them; restore_non_finite() puts them back into the rows that do attend.
+__device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
+    constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
+    const u32 lane = threadIdx.x % 64;
+    Ring<kStages> ring;
+    for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x) {
+        const Tile tile = tile_at(args, index);
+        const BlockRange blocks = blocks_of(args, tile);
+#pragma unroll 1
+        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            if (is_masked(blocks, n)) {
+                mbarrier_wait(smem + Layout::kFullV + ring.stage * 8, ring.parity);
+                const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
+                bool met = false;
+#pragma unroll 4
+                for (u32 at = v + lane * 16; at < v + Layout::kBytesV; at += 64 * 16) {
+                    uint4 x = load_shared_16(at);
+                    u32* words = &x.x;
+                    bool bad = false;
+#pragma unroll
+                    for (int w = 0; w < 4; w++) bad |= (words[w] & kLow) == kLow || (words[w] & kHigh) == kHigh;
+                    if (bad) {
+#pragma unroll
+                        for (int w = 0; w < 4; w++) {
+                            if ((words[w] & kLow) == kLow) words[w] &= 0xffff0000;
+                            if ((words[w] & kHigh) == kHigh) words[w] &= 0x0000ffff;
+                        }
+                        store_shared_16(at, x);
+                        met = true;
+                    }
+                }
+                if (met) {
+                    store_shared_4(smem + Layout::kMetNonFinite, 1);
+                    fence_async_proxy();
+                }
+                mbarrier_arrive(smem + Layout::kCleanV + ring.stage * 8);
+            }
+            ring.advance();
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- consumer
+
+// One warpgroup of 64 query rows.
+struct Consumer {
+    const Sm90Args& args;
+    const u32 smem;
+    const int id;             // of the warpgroup, 0 to kConsumers - 1
+    Ring<kStages> k_ring, v_ring;
+    u32 clean_parity = 0;     // one bit per stage
+    Output o;
+    RowSoftmax<kBlockKV / 8, kLazyRescale> softmax;
+
+    __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + id * Layout::kBytesQ; }
+    __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
+    static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    // A barrier of this warpgroup alone.
+    __device__ __forceinline__ void sync() const { barrier_sync(1 + kConsumers + id, 128); }
+
+    // Consumers take turns in issuing matrix work, so that the softmax of one runs beside the products of another
+    // (FlashAttention-3, section 3.1). Barrier 1 + i is consumer i's turn.
+    __device__ __forceinline__ void wait_turn() const {
+        if (kTakeTurns) barrier_sync(1 + id, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (kTakeTurns) barrier_arrive(1 + (id + 1 == kConsumers ? 0 : id + 1), 256);
+    }
+
+    // s = Q K^T of the next block of keys, asynchronously.
+    __device__ __forceinline__ void issue_qk(Scores& s) {
+        const u64 q = descriptor_of_rows(q_address());
+        const u64 k = descriptor_of_rows(smem + Layout::kK + k_ring.stage * Layout::kBytesK);
+        wgmma_touch(s);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kStepsQK; step++) {
+            const int chunk = step / 4, in_chunk = step % 4 * 32;
+            ScoreProduct::rows(s, q + ((chunk * kBytes64Rows + in_chunk) >> 4), k + ((chunk * kBytesChunk + in_chunk) >> 4),
+                               step > 0);
+        }
+        wgmma_commit();
+    }
+
+    // o += P V of the block at v_ring, asynchronously.
+    __device__ __forceinline__ void issue_pv(const Probabilities& p) {
+        const u64 v = descriptor_of_depth(smem + Layout::kV + v_ring.stage * Layout::kBytesV, kBytesChunk);
+        const u64 p_rows = descriptor_of_rows(p_address());
+        wgmma_touch(o);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kStepsPV; step++) {
+            const u64 v_step = v + (step * 16 * 128 >> 4);
+            if constexpr (kPInShared) {
+                OutputProduct::depth(o, p_rows + ((step / 4 * kBytes64Rows + step % 4 * 32) >> 4), v_step);
+            } else {
+                OutputProduct::depth(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], v_step);
+            }
+        }
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void wait_k() const { mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity); }
+    __device__ __forceinline__ void release_k() {
+        if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyK + k_ring.stage * 8);
+        k_ring.advance();
+    }
+    __device__ __forceinline__ void wait_v(bool masked) {
+        mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity);
+        if (kClean && masked) {
+            mbarrier_wait(smem + Layout::kCleanV + v_ring.stage * 8, (clean_parity >> v_ring.stage) & 1);
+            clean_parity ^= 1u << v_ring.stage;
+        }
+    }
+    __device__ __forceinline__ void release_v() {
+        if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyV + v_ring.stage * 8);
+        v_ring.advance();
+    }
+
+    // Replaces the scores of masked pairs by -inf; `key` is the block's first key.
+    __device__ __forceinline__ void mask(Scores& s, const Tile& tile, int key) const {
+        const int column = key + lane() % 4 * 2;
+        const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
+            const int first = live.first - column, last = live.last - column;
+#pragma unroll
+            for (int j = 0; j < kBlockKV / 8; j++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int at = j * 8 + e;
+                    if (at > last || (kMaskLeft && at < first)) s[4 * j + 2 * h + e] = -FT_INFINITY;
+                }
+            }
+        }
+    }
+
+    // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
+    __device__ __forceinline__ void round(const Scores& s, Probabilities& p) const {
+        if constexpr (kPInShared) {
+            const int row = warp() * 16 + lane() % 16;
+            const u32 to = p_address() + row * 128;
+#pragma unroll
+            for (int step = 0; step < kStepsPV; step++) {
+                const float* x = s + 8 * step;
+                const u32 chunk = u32(step % 4 * 2 + lane() / 16) ^ (row % 8);
+                stmatrix_x4(to + step / 4 * kBytes64Rows + (chunk << 4), pack<Element>(x[0], x[1]),
+                            pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
+            }
+            fence_async_proxy();
+            sync();
+        } else {
+#pragma unroll
+            for (int i = 0; i < kBlockKV / 4; i++) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+        }
+    }
+
+    // A scale of zero or below turns maxima of the scores into minima: move its sign into Q and use its magnitude.
+    __device__ __forceinline__ void fold_sign_into_q() const {
+        for (u32 at = threadIdx.x % 128 * 16; at < kChunksQK * kBytes64Rows; at += 128 * 16) {
+            uint4 x = load_shared_16(q_address() + at);
+            u32* words = &x.x;
+#pragma unroll
+            for (int w = 0; w < 4; w++) words[w] = args.forward.scale == 0.0f ? 0 : words[w] ^ 0x80008000;
+            store_shared_16(q_address() + at, x);
+        }
+        fence_async_proxy();
+        sync();
+    }
+
+    // All key blocks of a tile.
+    __device__ __forceinline__ void attend(const Tile& tile, const BlockRange& blocks, float c) {
+        Probabilities p;
+        // `masked` is a bool, or a constant where masked blocks have a loop of their own; `after_masked` tells the same
+        // of the block before, whose product with V is issued here.
+        if constexpr (kOverlap) {
+            int n = blocks.end - 1;
+            bool v_masked = is_masked(blocks, n);
+            {
+                Scores s;
+                wait_k();
+                issue_qk(s);
+                wgmma_wait<0>();
+                wgmma_touch(s);
+                release_k();
+                mask(s, tile, n * kBlockKV);
+                softmax.advance(s, c);
+                softmax.exponentiate(s, c);
+                round(s, p);
+            }
+            const auto step = [&](int n, auto masked) {
+                Scores s;
+                wait_k();
+                wait_turn();
+                issue_qk(s);
+                wait_v(v_masked);
+                issue_pv(p);
+                pass_turn();
+                wgmma_wait<1>();
+                wgmma_touch(s);
+                release_k();
+                if (masked) mask(s, tile, n * kBlockKV);
+                const bool moved = softmax.advance(s, c);
+                softmax.exponentiate(s, c);
+                wgmma_wait<0>();
+                wgmma_touch(o);
+                release_v();
+                if (moved) softmax.rescale(o);
+                round(s, p);
+                v_masked = masked;
+            };
+            n--;
+            if (kMaskedLoop) {
+#pragma unroll 1
+                for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
+#pragma unroll 1
+                for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
+                if (kMaskLeft) {
+#pragma unroll 1
+                    for (; n >= blocks.begin; n--) step(n, Bool<true>{});
+                }
+            } else {
+#pragma unroll 1
+                for (; n >= blocks.begin; n--) step(n, is_masked(blocks, n));
+            }
+            wait_v(v_masked);
+            issue_pv(p);
+            wgmma_wait<0>();
+            wgmma_touch(o);
+            release_v();
+        } else {
+            const auto step = [&](int n, auto masked) {
+                Scores s;
+                wait_k();
+                wait_turn();
+                issue_qk(s);
+                pass_turn();
+                wgmma_wait<0>();
+                wgmma_touch(s);
+                release_k();
+                if (masked) mask(s, tile, n * kBlockKV);
+                if (softmax.advance(s, c)) softmax.rescale(o);
+                softmax.exponentiate(s, c);
+                round(s, p);
+                wait_v(masked);
+                issue_pv(p);
+                wgmma_wait<0>();
+                wgmma_touch(o);
+                release_v();
+            };
+            int n = blocks.end - 1;
+            if (kMaskedLoop) {
+#pragma unroll 1
+                for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
+#pragma unroll 1
+                for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
+                if (kMaskLeft) {
+#pragma unroll 1
+                    for (; n >= blocks.begin; n--) step(n, Bool<true>{});
+                }
+            } else {
+#pragma unroll 1
+                for (; n >= blocks.begin; n--) step(n, is_masked(blocks, n));
+            }
+        }
+    }
+
+    // Normalises O into the space of Q, in the copy engine's layout, and writes the log-sum-exp.
+    __device__ __forceinline__ void stage_output(const Tile& tile, float c) {
+        const int row = warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float inverse = softmax.finish(h);
+            const int packed = id * 64 + row + h * 8, at = tile.row + packed;
+            if (args.forward.lse != nullptr && lane() % 4 == 0 && packed < tile.rows) {
+                const int member = at & ((1 << args.group_shift) - 1);
+                const i64 head = (i64(tile.batch) * args.unit_heads + tile.head << args.group_shift) + member;
+                args.forward.lse[head * args.forward.q_len + (at >> args.group_shift)] = softmax.log_sum_exp(h, c);
+            }
+#pragma unroll
+            for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= inverse, o[4 * j + 2 * h + 1] *= inverse;
+        }
+        const int to_row = warp() * 16 + lane() % 16;
+#pragma unroll
+        for (int j = 0; j < kColumnsV / 16; j++) {
+            const float* x = o + 8 * j;
+            const u32 chunk = u32(j % 4 * 2 + lane() / 16) ^ (to_row % 8);
+            stmatrix_x4(q_address() + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
+                        pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
+        }
+    }
+
+    // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
+    // plain and slow.
+    __device__ __forceinline__ void restore_non_finite(const Tile& tile, const BlockRange& blocks) const {
+        const Element* v = (const Element*)args.forward.v + tile.batch * args.forward.v_stride[0] +
+                           tile.kv_head * args.forward.v_stride[1];
+#pragma unroll 1
+        for (int i = threadIdx.x % 128; i < 64 * kHeadDimV; i += 128) {
+            const int row = i / kHeadDimV, column = i % kHeadDimV;
+            if (id * 64 + row >= tile.rows) break;
+            const KeyRange live =
+                live_keys<kMaskLeft, kMaskRight>(args.forward, (tile.row + id * 64 + row) >> args.group_shift);
+            float add = 0.0f;
+#pragma unroll 1
+            for (int j = live.first; j <= live.last; j++) {
+                const int block = j / kBlockKV;
+                if (block >= blocks.full_begin && block < blocks.full_end) {
+                    j = blocks.full_end * kBlockKV - 1;
+                    continue;
+                }
+                const float x = to_float(v[j * args.forward.v_stride[2] + column]);
+                if (!(fabsf(x) < FT_INFINITY)) add += x;
+            }
+            if (add != 0.0f) {
+                const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
+                const u32 at = q_address() + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
+                store_shared(at, from_float<Element>(to_float(load_shared<Element>(at)) + add));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const bool fold = !(args.forward.scale > 0.0f);
+        const float magnitude = fold ? (args.forward.scale == 0.0f ? 1.0f : -args.forward.scale) : args.forward.scale;
+        const float c = magnitude * kLog2E;
+        if (kTakeTurns && id + 1 == kConsumers) pass_turn();
+        u32 round = 0;
+        for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x, round++) {
+            const Tile tile = tile_at(args, index);
+            const BlockRange blocks = blocks_of(args, tile);
+            softmax.init();
+#pragma unroll
+            for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+            mbarrier_wait(smem + Layout::kFullQ + id * 8, round & 1);
+            if (fold) fold_sign_into_q();
+            if (blocks.begin < blocks.end) attend(tile, blocks, c);
+            // The warps of a warpgroup write the rows of Q that the others have read: all must be done with it.
+            sync();
+            stage_output(tile, c);
+            if (kClean && load_shared_4(smem + Layout::kMetNonFinite)) {
+                sync();
+                restore_non_finite(tile, blocks);
+            }
+            fence_async_proxy();
+            sync();
+            if (threadIdx.x % 128 == 0) {
+                if (id * 64 < tile.rows) {
+#pragma unroll
+                    for (int chunk = 0; chunk < kChunksV; chunk++) {
+                        tma_store(args.o, q_address() + chunk * kBytes64Rows, chunk * 64, 0,
+                                  (tile.row + id * 64) >> args.group_shift, tile.head, tile.batch);
+                    }
+                }
+                tma_store_commit();
+                tma_store_wait_read();
+                if (kPersistent) mbarrier_arrive(smem + Layout::kEmptyQ + id * 8);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ Sm90Args args) {
+    extern __shared__ __align__(1024) u8 shared_memory[];
+    const u32 smem = smem_address(shared_memory);
+    const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
+    if (threadIdx.x == 0) {
+        for (int c = 0; c < kConsumers; c++) {
+            mbarrier_init(smem + Layout::kFullQ + c * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyQ + c * 8, 1);
+        }
+        for (int s = 0; s < kStages; s++) {
+            mbarrier_init(smem + Layout::kFullK + s * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyK + s * 8, kConsumers * 4);
+            mbarrier_init(smem + Layout::kFullV + s * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyV + s * 8, kConsumers * 4);
+            mbarrier_init(smem + Layout::kCleanV + s * 8, 64);
+        }
+        store_shared_4(smem + Layout::kMetNonFinite, 0);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        registers_give_back<kProducerRegisters>();
+        if (warp == 0) {
+            if (threadIdx.x % 32 == 0) produce_qk(args, smem);
+        } else if (warp == 1) {
+            if (threadIdx.x % 32 == 0) produce_v(args, smem);
+        } else if (kClean) {
+            clean_v(args, smem);
+        }
+    } else {
+        registers_take<kConsumerRegisters>();
+        Consumer{args, smem, warpgroup - 1}.run();
+    }
+}

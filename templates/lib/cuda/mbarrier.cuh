@@ -1,0 +1,35 @@
+// Barriers in shared memory that count arrivals and bytes (mbarrier), and the ring of buffers that they guard.
+
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine. Before the block's own barrier.
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and announces bytes that the copy engine will write before the phase can end.
+__device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Waits for the end of the phase of this parity: the phases of a barrier are numbered from 0.
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Position in a ring of kStages buffers: which buffer, and the parity of its barriers in this round.
+template <int kStages> struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+};
