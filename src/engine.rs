@@ -3,7 +3,7 @@
 use crate::{Error, Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, Trust, bundles_from_env};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet};
+use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet, unaddressable};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
 use flashtune_runtime::{
     Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, Stream, TensorView, forward_call,
@@ -316,15 +316,16 @@ impl Engine {
             return Ok(None);
         }
         args.weights = call.weights.unwrap_or(0);
-        let plan = self.plan_for(&problem, &shape, self.demand(call, aligned))?;
+        let plan = self.plan_for(&problem, &shape, self.demand(call, &args, aligned))?;
         Ok(Some((Dispatch { plan, shape }, args)))
     }
 
     /// What a call asks of its kernel beyond problem and sizes.
-    fn demand(&self, call: &Forward, aligned: bool) -> Demand {
+    fn demand(&self, call: &Forward, args: &ForwardArgs, aligned: bool) -> Demand {
         match (call.weights, self.device().arch()) {
             (Some(_), _) => Demand::Weights,
             (None, Arch::Sm(_)) if !aligned => Demand::Unaligned,
+            (None, Arch::Sm(sm)) if sm.number == 90 && unaddressable(args).is_some() => Demand::Strided,
             _ => Demand::Usual,
         }
     }

@@ -50,3 +50,36 @@ pub struct ForwardArgs {
     /// Softmax scale, applied to the scores.
     pub scale: f32,
 }
+
+/// A tensor as the copy engine takes it: opaque, encoded by the driver.
+#[repr(C, align(64))]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TensorMap(pub [u64; 16]);
+
+/// The argument struct of `forward/sm90`, by value: `Sm90Args` in `templates/forward/sm90.cu`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sm90Args {
+    /// Q, K, V and O.
+    pub maps: [TensorMap; 4],
+    /// What every kernel takes.
+    pub forward: ForwardArgs,
+    /// How the launch divides the rows.
+    pub tiling: Tiling,
+}
+
+/// How a launch of `forward/sm90` divides the query rows into tiles, computed once by the host.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiling {
+    /// log2 of the query heads of a KV head that share a tile; 0 when they do not.
+    pub group_shift: i32,
+    /// Heads or, sharing tiles, KV heads: units of one batch.
+    pub unit_heads: i32,
+    /// Tiles of one unit.
+    pub blocks: i32,
+    /// Units that are walked together.
+    pub section: i32,
+    /// Tiles of the whole problem.
+    pub tiles: i32,
+}

@@ -1,6 +1,6 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
-use crate::{Arch, Error, Problem, Resources, Result, Schedule, Swizzle, TemplateSet, TileOrder};
+use crate::{Arch, Error, Problem, Resources, Result, Schedule, Swizzle, TemplateSet, TileOrder, wgmma};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -47,6 +47,7 @@ impl Kernel {
         match (&self.schedule, self.arch) {
             (Schedule::Cpu(s), Arch::Cpu(isa)) => s.validate(&self.problem, isa)?,
             (Schedule::Sm80(s), _) => s.validate()?,
+            (Schedule::Sm90(s), _) => s.validate(&self.problem)?,
             _ => {}
         }
         self.resources().check(self.arch, self.schedule.blocks_per_sm())
@@ -161,6 +162,22 @@ impl Kernel {
                 ("lazy_rescale", s.lazy_rescale.to_string()),
                 ("masked_loop", s.masked_loop.to_string()),
                 ("block_major", (s.order == TileOrder::BlockMajor).to_string()),
+            ]),
+            Schedule::Sm90(s) => m.extend([
+                ("consumers", s.consumers.to_string()),
+                ("block_kv", s.block_kv.to_string()),
+                ("stages", s.stages.to_string()),
+                ("overlap", s.overlap.to_string()),
+                ("take_turns", s.take_turns.to_string()),
+                ("p_in_shared", s.p_in_shared.to_string()),
+                ("masked_loop", s.masked_loop.to_string()),
+                ("lazy_rescale", s.lazy_rescale.to_string()),
+                ("pack_group", s.pack_group.to_string()),
+                ("persistent", s.persistent.to_string()),
+                ("blocks_per_sm", s.blocks_per_sm.to_string()),
+                ("producer_registers", s.producer_registers().to_string()),
+                ("consumer_registers", s.consumer_registers().to_string()),
+                ("wgmma_instructions", wgmma::instructions(p.dtype, &[s.block_kv, p.head_dim_v.next_multiple_of(16)])),
             ]),
         }
         m

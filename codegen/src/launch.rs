@@ -1,36 +1,131 @@
 //! How a kernel is launched for a shape: pure arithmetic, shared by every caller.
 
-use crate::{Error, Kernel, Result, Schedule, Shape};
+use crate::{Error, Kernel, Problem, Result, Schedule, Shape, Sm90Schedule, Tiling};
 
 /// Geometry of one launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
     /// Thread blocks, one-dimensional; 0 means that there is nothing to do.
     pub grid: u32,
+    /// Thread blocks of one multiprocessor that stay and share the grid's work; when absent every block has its own.
+    pub resident: Option<u32>,
     /// Threads of one block.
     pub threads: u32,
     /// Dynamic shared memory in bytes.
     pub smem_bytes: u32,
+    /// What `forward/sm90` takes beside the arguments.
+    pub tiling: Option<Tiling>,
+}
+
+impl Launch {
+    /// Thread blocks to start on a device of so many multiprocessors.
+    pub fn blocks(&self, units: u32) -> u32 {
+        self.resident.map_or(self.grid, |n| self.grid.min(n.saturating_mul(units.max(1))))
+    }
 }
 
 impl Kernel {
     /// The launch geometry for a shape. CPU kernels count their own tiles; for them the grid is 0.
     pub fn launch(&self, shape: &Shape) -> Result<Launch> {
-        let block_q = match self.schedule {
-            Schedule::Cpu(_) => return Ok(Launch { grid: 0, threads: 0, smem_bytes: 0 }),
-            Schedule::Naive(s) => s.block_q,
-            Schedule::Sm80(s) => s.block_q(),
-        };
-        let tiles = shape.q_len.div_ceil(block_q) as u64 * shape.heads as u64 * shape.batch as u64;
-        let grid = i32::try_from(tiles).map_err(|_| {
-            Error::unsupported(
-                "batch * heads * q_len",
-                tiles,
-                format!("at most 2^31 - 1 blocks of {block_q} query rows in one launch"),
-                "split the batch",
-            )
-        })? as u32;
         let r = self.resources();
-        Ok(Launch { grid, threads: r.threads, smem_bytes: r.smem_bytes })
+        let launch = |grid| Launch { grid, resident: None, threads: r.threads, smem_bytes: r.smem_bytes, tiling: None };
+        match self.schedule {
+            Schedule::Cpu(_) => Ok(Launch { threads: 0, smem_bytes: 0, ..launch(0) }),
+            Schedule::Naive(s) => Ok(launch(tiles(shape.q_len, s.block_q, shape.heads, shape.batch)?)),
+            Schedule::Sm80(s) => Ok(launch(tiles(shape.q_len, s.block_q(), shape.heads, shape.batch)?)),
+            Schedule::Sm90(s) => {
+                let tiling = tiling(&self.problem, &s, shape)?;
+                let resident = s.persistent.then_some(s.blocks_per_sm);
+                Ok(Launch { resident, tiling: Some(tiling), ..launch(tiling.tiles as u32) })
+            }
+        }
+    }
+}
+
+/// Thread blocks of one launch.
+fn tiles(rows: u32, block_q: u32, heads: u32, batch: u32) -> Result<u32> {
+    let tiles = rows.div_ceil(block_q) as u64 * heads as u64 * batch as u64;
+    i32::try_from(tiles).map(|n| n as u32).map_err(|_| {
+        Error::unsupported(
+            "batch * heads * q_len",
+            tiles,
+            format!("at most 2^31 - 1 blocks of {block_q} query rows in one launch"),
+            "split the batch",
+        )
+    })
+}
+
+/// How `forward/sm90` divides the rows of a shape.
+fn tiling(problem: &Problem, s: &Sm90Schedule, shape: &Shape) -> Result<Tiling> {
+    let group = shape.group();
+    // The heads of a group can share a tile of 64 rows when they divide it, and as long as rows can be counted.
+    let packed =
+        s.pack_group && group.is_power_of_two() && group <= 64 && (shape.q_len as u64) * (group as u64) < 1 << 30;
+    let (group_shift, unit_heads) = if packed { (group.ilog2(), shape.kv_heads) } else { (0, shape.heads) };
+    let rows = shape.q_len << group_shift;
+    let tiles = tiles(rows, s.block_q(), unit_heads, shape.batch)?;
+    let units = shape.batch as u64 * unit_heads as u64;
+    let kv_head_bytes = shape.kv_len as u64 * (problem.head_dim_qk + problem.head_dim_v) as u64 * 2;
+    let section = match s.section_mib {
+        Sm90Schedule::WALK_ALL => units,
+        mib => (((mib as u64) << 20) / kv_head_bytes.max(1)).max(1) * if packed { 1 } else { group as u64 },
+    };
+    Ok(Tiling {
+        group_shift: group_shift as i32,
+        unit_heads: unit_heads as i32,
+        blocks: rows.div_ceil(s.block_q()) as i32,
+        section: section.min(units) as i32,
+        tiles: tiles as i32,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Mask, MaskKind, ShapeBucket};
+
+    fn kernel(change: impl Fn(&mut Sm90Schedule)) -> Kernel {
+        let arch: crate::Arch = "sm_90a".parse().unwrap();
+        let crate::Arch::Sm(sm) = arch else { unreachable!() };
+        let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
+        let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, window: 0 };
+        let mut s = Sm90Schedule::default_for(&problem, sm, &bucket);
+        s.consumers = 2;
+        change(&mut s);
+        Kernel { problem, schedule: Schedule::Sm90(s), arch }
+    }
+
+    fn shape(heads: u32, kv_heads: u32, q_len: u32) -> Shape {
+        Shape { batch: 3, heads, kv_heads, q_len, kv_len: 4096, mask: Mask::Causal }
+    }
+
+    #[test]
+    fn groups_share_a_tile_where_they_divide_it() {
+        let packed = kernel(|s| s.pack_group = true);
+        let t = packed.launch(&shape(32, 8, 33)).unwrap().tiling.unwrap();
+        assert_eq!((t.group_shift, t.unit_heads, t.blocks, t.tiles), (2, 8, 2, 2 * 8 * 3));
+        // Three heads of a group do not divide 64 rows: every head has its own tiles then.
+        let t = packed.launch(&shape(24, 8, 33)).unwrap().tiling.unwrap();
+        assert_eq!((t.group_shift, t.unit_heads, t.blocks, t.tiles), (0, 24, 1, 24 * 3));
+        let t = packed.launch(&shape(32, 8, 1 << 29)).unwrap().tiling.unwrap();
+        assert_eq!(t.group_shift, 0);
+    }
+
+    #[test]
+    fn a_section_holds_whole_groups_and_never_more_than_there_are() {
+        let section =
+            |mib| kernel(|s| s.section_mib = mib).launch(&shape(32, 8, 4096)).unwrap().tiling.unwrap().section;
+        // K and V of one KV head: 4096 rows of 256 elements of 2 bytes, 2 MiB.
+        assert_eq!([section(0), section(2), section(5), section(8)], [4, 4, 8, 16]);
+        assert_eq!(section(Sm90Schedule::WALK_ALL), 96);
+        assert_eq!(section(1 << 20), 96);
+    }
+
+    #[test]
+    fn blocks_that_stay_are_as_many_as_fit() {
+        let stay = kernel(|s| s.persistent = true).launch(&shape(32, 8, 4096)).unwrap();
+        assert_eq!((stay.blocks(132), stay.blocks(100_000)), (132, stay.grid));
+        let launch = kernel(|s| s.persistent = false).launch(&shape(32, 8, 4096)).unwrap();
+        assert_eq!(launch.blocks(132), launch.grid);
     }
 }

@@ -1,6 +1,6 @@
 //! The static model: what a kernel will need, known before it is compiled.
 
-use crate::{Arch, Error, Problem, Result, Schedule, Sm80Schedule, Swizzle};
+use crate::{Arch, Error, Problem, Result, Schedule, Sm80Schedule, Sm90Schedule, Swizzle};
 use serde::{Deserialize, Serialize};
 
 /// Device resources of one thread block (CUDA) or one worker (CPU).
@@ -23,6 +23,8 @@ impl Resources {
             Schedule::Sm80(s) => {
                 Self { threads: s.threads(), smem_bytes: sm80_smem(problem, s), registers: sm80_registers(problem, s) }
             }
+            // The block starts with equal shares and its warpgroups exchange registers: the schedule checks those.
+            Schedule::Sm90(s) => Self { threads: s.threads(), smem_bytes: sm90_smem(problem, s), registers: 24 },
         }
     }
 
@@ -77,6 +79,16 @@ fn sm80_smem(problem: &Problem, s: &Sm80Schedule) -> u32 {
     live.max(o)
 }
 
+/// As `Layout` in the template: Q or O of every consumer, K, V, P, and the barriers.
+pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
+    // Rows are stored in columns of 64 elements, 128 bytes.
+    let (qk, v) = (problem.head_dim_qk.div_ceil(64) * 128, problem.head_dim_v.div_ceil(64) * 128);
+    let q = s.consumers * 64 * qk.max(v);
+    let kv = s.stages * s.block_kv * (qk + v);
+    let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
+    q + kv + p + s.consumers * 16 + s.stages * 40 + 8
+}
+
 fn sm80_registers(problem: &Problem, s: &Sm80Schedule) -> u32 {
     let m_tiles = s.rows_per_warp / 16;
     let o = m_tiles * problem.head_dim_v.next_multiple_of(16) / 2;
@@ -91,6 +103,7 @@ impl Schedule {
     pub fn blocks_per_sm(&self) -> u32 {
         match self {
             Schedule::Sm80(s) => s.blocks_per_sm,
+            Schedule::Sm90(s) => s.blocks_per_sm,
             _ => 1,
         }
     }

@@ -25,6 +25,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/cpu.c",
     "forward/naive.cu",
     "forward/sm80.cu",
+    "forward/sm90.cu",
     "lib/cpu/abi.h",
     "lib/cpu/amx.h",
     "lib/cpu/convert.h",
@@ -36,11 +37,17 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/softmax.h",
     "lib/cpu/vec.h",
     "lib/cuda/abi.cuh",
+    "lib/cuda/approx.cuh",
     "lib/cuda/copy.cuh",
+    "lib/cuda/mbarrier.cuh",
     "lib/cuda/mma.cuh",
+    "lib/cuda/row_softmax.cuh",
     "lib/cuda/softmax.cuh",
     "lib/cuda/tile.cuh",
+    "lib/cuda/tma.cuh",
     "lib/cuda/types.cuh",
+    "lib/cuda/warpgroup.cuh",
+    "lib/cuda/wgmma.cuh",
 ];
 
 impl TemplateSet {

@@ -91,7 +91,7 @@ pub(crate) fn prune(candidates: &mut [Candidate], observer: &dyn Observer) {
             continue;
         }
         let Some(artifact) = &candidate.artifact else { continue };
-        let hash = (code_hash(artifact), threads(&candidate.kernel));
+        let hash = (code_hash(artifact), beside_the_code(&candidate.kernel));
         if let Some(first) = seen.get(&hash) {
             let reason = format!("compiles to the same code as {first}");
             candidate.fail(Stage::Prune, reason, observer);
@@ -112,10 +112,11 @@ fn unfit(arch: Arch, artifact: &Artifact) -> Option<String> {
     }
 }
 
-/// The part of a schedule that is not in the binary: how many workers run it.
-fn threads(kernel: &Kernel) -> u32 {
+/// The part of a schedule that is not in the binary: how many workers run it, or in which order tiles are taken.
+fn beside_the_code(kernel: &Kernel) -> u32 {
     match kernel.schedule {
         Schedule::Cpu(s) => s.threads,
+        Schedule::Sm90(s) => s.section_mib,
         _ => 0,
     }
 }

@@ -40,6 +40,7 @@ pub(crate) fn choose(
     let default = kernel(Schedule::default_for(families[0], problem, arch, &bucket)?);
 
     let mut all: Vec<Kernel> = families.iter().flat_map(|f| Schedule::space(*f, problem, arch)).map(kernel).collect();
+    all.retain(|k| k.schedule.is_worth(shape));
     all.push(default);
     all.sort_by_key(|k| k.schedule);
     all.dedup();

@@ -3,12 +3,14 @@
 mod cpu;
 mod naive;
 mod sm80;
+mod sm90;
 
 pub use cpu::CpuSchedule;
 pub use naive::NaiveSchedule;
 pub use sm80::{Sm80Schedule, Swizzle, TileOrder};
+pub use sm90::Sm90Schedule;
 
-use crate::{Arch, DType, Error, Problem, Result, ShapeBucket};
+use crate::{Arch, DType, Error, Problem, Result, Shape, ShapeBucket};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -21,11 +23,13 @@ pub enum Family {
     ForwardNaive,
     /// `forward/sm80`: mma.sync and cp.async, FA2-style.
     ForwardSm80,
+    /// `forward/sm90`: wgmma and the bulk tensor copy engine, FA3-style.
+    ForwardSm90,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 3] = [Family::ForwardCpu, Family::ForwardNaive, Family::ForwardSm80];
+    pub const ALL: [Family; 4] = [Family::ForwardCpu, Family::ForwardNaive, Family::ForwardSm80, Family::ForwardSm90];
 
     /// The name used in templates, kernel names and on the command line.
     pub const fn name(self) -> &'static str {
@@ -33,6 +37,7 @@ impl Family {
             Family::ForwardCpu => "forward/cpu",
             Family::ForwardNaive => "forward/naive",
             Family::ForwardSm80 => "forward/sm80",
+            Family::ForwardSm90 => "forward/sm90",
         }
     }
 
@@ -42,6 +47,7 @@ impl Family {
             Family::ForwardCpu => "forward/cpu.c",
             Family::ForwardNaive => "forward/naive.cu",
             Family::ForwardSm80 => "forward/sm80.cu",
+            Family::ForwardSm90 => "forward/sm90.cu",
         }
     }
 
@@ -61,14 +67,29 @@ impl Family {
                 no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
             }
             (Family::ForwardSm80, Arch::Sm(_)) => Ok(()),
+            (Family::ForwardSm90, Arch::Sm(sm)) if !(sm.number == 90 && sm.specific) => {
+                no("needs sm_90a: its instructions exist on Hopper alone", "use forward/sm80")
+            }
+            (Family::ForwardSm90, Arch::Sm(_)) if problem.dtype == DType::F32 => {
+                no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
+            }
+            (Family::ForwardSm90, Arch::Sm(_)) => Ok(()),
         }
     }
 
-    /// The families that can compute the problem on the arch, best first.
+    /// Why kernels of the family are chosen only when they are asked for by name; none for the families in service.
+    pub const fn withheld(self) -> Option<&'static str> {
+        match self {
+            Family::ForwardSm90 => Some("it has run in emulation only; no device has confirmed it yet"),
+            _ => None,
+        }
+    }
+
+    /// The families that can compute the problem on the arch and are in service, best first.
     pub fn candidates(problem: &Problem, arch: Arch) -> Vec<Family> {
-        [Family::ForwardSm80, Family::ForwardCpu, Family::ForwardNaive]
+        [Family::ForwardSm90, Family::ForwardSm80, Family::ForwardCpu, Family::ForwardNaive]
             .into_iter()
-            .filter(|f| f.supports(problem, arch).is_ok())
+            .filter(|f| f.withheld().is_none() && f.supports(problem, arch).is_ok())
             .collect()
     }
 }
@@ -88,6 +109,8 @@ pub enum Schedule {
     Naive(NaiveSchedule),
     /// For [`Family::ForwardSm80`].
     Sm80(Sm80Schedule),
+    /// For [`Family::ForwardSm90`].
+    Sm90(Sm90Schedule),
 }
 
 impl Schedule {
@@ -97,6 +120,7 @@ impl Schedule {
             Schedule::Cpu(_) => Family::ForwardCpu,
             Schedule::Naive(_) => Family::ForwardNaive,
             Schedule::Sm80(_) => Family::ForwardSm80,
+            Schedule::Sm90(_) => Family::ForwardSm90,
         }
     }
 
@@ -107,6 +131,7 @@ impl Schedule {
             (Family::ForwardCpu, Arch::Cpu(isa)) => Schedule::Cpu(CpuSchedule::default_for(problem, isa, bucket)),
             (Family::ForwardNaive, Arch::Sm(sm)) => Schedule::Naive(NaiveSchedule::default_for(problem, sm)),
             (Family::ForwardSm80, Arch::Sm(sm)) => Schedule::Sm80(Sm80Schedule::default_for(problem, sm, bucket)),
+            (Family::ForwardSm90, Arch::Sm(sm)) => Schedule::Sm90(Sm90Schedule::default_for(problem, sm, bucket)),
             _ => unreachable!("supports() admits only the pairs above"),
         })
     }
@@ -121,8 +146,21 @@ impl Schedule {
             (Family::ForwardSm80, Arch::Sm(_)) => {
                 Sm80Schedule::space(problem).into_iter().map(Schedule::Sm80).collect()
             }
+            (Family::ForwardSm90, Arch::Sm(_)) => {
+                Sm90Schedule::space(problem).into_iter().map(Schedule::Sm90).collect()
+            }
             (Family::ForwardNaive, Arch::Sm(sm)) => vec![Schedule::Naive(NaiveSchedule::default_for(problem, sm))],
             _ => Vec::new(),
+        }
+    }
+}
+
+impl Schedule {
+    /// Whether it differs for this shape from a simpler schedule of the space; others need not be tried.
+    pub fn is_worth(&self, shape: &Shape) -> bool {
+        match self {
+            Schedule::Sm90(s) => s.is_worth(shape),
+            _ => true,
         }
     }
 }
@@ -133,6 +171,7 @@ impl fmt::Display for Schedule {
             Schedule::Cpu(s) => s.fmt(f),
             Schedule::Naive(s) => s.fmt(f),
             Schedule::Sm80(s) => s.fmt(f),
+            Schedule::Sm90(s) => s.fmt(f),
         }
     }
 }

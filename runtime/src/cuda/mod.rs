@@ -10,6 +10,7 @@ mod memory;
 mod module;
 mod pointer;
 mod slices;
+mod tensor_map;
 
 pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
@@ -218,13 +219,21 @@ impl Device for CudaDevice {
         }
         let _bound = self.context.bind()?;
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
-        let mut parameters = [std::ptr::from_ref(args).cast_mut().cast()];
-        // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` (the recipe holds our ABI
-        // version); addresses, geometry and stream are valid by the caller's promise.
+        let sm90;
+        let parameter = match launch.tiling {
+            Some(tiling) => {
+                sm90 = tensor_map::sm90_args(&self.context, module.kernel(), tiling, args)?;
+                std::ptr::from_ref(&sm90).cast_mut().cast()
+            }
+            None => std::ptr::from_ref(args).cast_mut().cast(),
+        };
+        let mut parameters = [parameter];
+        // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`
+        // (the recipe holds our ABI version); addresses, geometry and stream are valid by the caller's promise.
         unsafe {
             sys::cuLaunchKernel(
                 module.function,
-                launch.grid,
+                launch.blocks(self.fingerprint.units),
                 1,
                 1,
                 launch.threads,

@@ -2,12 +2,14 @@
 
 use flashtune_codegen::Family;
 
-/// What a call asks of its kernel beyond problem and sizes. Anything but [`Demand::Usual`] leaves the plain kernel.
+/// What a call asks of its kernel beyond problem and sizes. Weights and unaligned rows leave the plain kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Demand {
     /// O and the LSE, from tensors whose rows start at multiples of 16 bytes (on the CPU: any rows).
     #[default]
     Usual,
+    /// O and the LSE, from tensors whose strides the copy engine of Hopper does not take.
+    Strided,
     /// O and the LSE, from tensors with rows that start elsewhere.
     Unaligned,
     /// The attention weights as well.
@@ -19,7 +21,8 @@ impl Demand {
     pub(super) fn is_met_by(self, family: Family) -> bool {
         match self {
             Demand::Usual => true,
-            Demand::Unaligned => family != Family::ForwardSm80,
+            Demand::Strided => family != Family::ForwardSm90,
+            Demand::Unaligned => !matches!(family, Family::ForwardSm80 | Family::ForwardSm90),
             Demand::Weights => family == Family::ForwardNaive,
         }
     }
@@ -28,6 +31,9 @@ impl Demand {
     pub(super) fn why_not(self) -> &'static str {
         match self {
             Demand::Usual => "it can",
+            Demand::Strided => {
+                "the copy engine takes strides above zero and below 2^40 bytes, and a dimension of these tensors has another"
+            }
             Demand::Unaligned => {
                 "it reads 16 bytes at once, and a row of these tensors starts elsewhere: align addresses and strides to \
                  16 bytes"

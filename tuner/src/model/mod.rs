@@ -4,6 +4,8 @@
 //! far as resident warps allow, and adds what the shape wastes: rows past the end of Q, and processors that idle in the
 //! last wave. Costs of one problem and shape compare with each other; across problems they mean nothing.
 
+mod sm90;
+
 use flashtune_cache::DeviceFingerprint;
 use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, DType, Kernel, Schedule, Shape, Sm80Schedule, SmArch, TileOrder};
 
@@ -11,6 +13,7 @@ use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, DType, Kernel, Schedule, Shap
 pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -> f64 {
     match (&kernel.schedule, kernel.arch) {
         (Schedule::Sm80(s), Arch::Sm(sm)) => sm80(kernel, s, sm, shape, device.units),
+        (Schedule::Sm90(s), Arch::Sm(_)) => sm90::cost(kernel, s, shape, device.units),
         (Schedule::Cpu(s), Arch::Cpu(_)) => cpu(kernel, s, shape, device),
         // Families that have nothing to choose.
         _ => 1.0,
@@ -202,6 +205,24 @@ mod tests {
         Arch::Sm(SmArch { number, specific: number >= 90 })
     }
 
+    #[test]
+    fn on_hopper_wide_tiles_win_at_length_and_packed_ones_for_a_few_queries() {
+        use flashtune_codegen::Sm90Schedule;
+        let (problem, arch) = (Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap(), sm(90));
+        let best = |shape: &Shape| {
+            let all = Sm90Schedule::space(&problem).into_iter().filter(|s| s.is_worth(shape));
+            let costs = all.filter_map(|s| {
+                let kernel = Kernel { problem, schedule: Schedule::Sm90(s), arch };
+                kernel.check().ok().map(|()| (cost(&kernel, shape, &device(arch, 132)), s))
+            });
+            costs.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap().1
+        };
+        let long = best(&Shape { heads: 32, kv_heads: 8, ..shape(8192, 8192, Mask::Causal) });
+        assert!(long.block_q() >= 128 && long.block_kv >= 64 && long.overlap, "{long}");
+        let short = best(&Shape { batch: 64, heads: 32, kv_heads: 8, ..shape(8, 8192, Mask::Causal) });
+        assert!(short.pack_group && short.block_q() == 64, "{short}");
+    }
+
     fn shape(q_len: u32, kv_len: u32, mask: Mask) -> Shape {
         Shape { batch: 2, heads: 16, kv_heads: 16, q_len, kv_len, mask }
     }
@@ -225,8 +246,8 @@ mod tests {
         for arch in [sm(80), sm(86), sm(90), sm(120), Arch::Cpu(CpuIsa::Avx2), Arch::Cpu(CpuIsa::Amx)] {
             for mask in [Mask::Full, Mask::Causal, Mask::Window { left: Some(100), right: Some(0) }] {
                 let problem = Problem::forward_qk_v(DType::Bf16, 192, 128, mask.kind()).unwrap();
-                for family in Family::candidates(&problem, arch) {
-                    for schedule in Schedule::space(family, &problem, arch) {
+                for family in Family::ALL.into_iter().filter(|f| f.supports(&problem, arch).is_ok()) {
+                    for schedule in Schedule::space(family, &problem, arch).into_iter().step_by(7) {
                         let kernel = Kernel { problem, schedule, arch };
                         for (q, kv) in odd {
                             let c = cost(&kernel, &shape(q, kv, mask), &device(arch, 3));

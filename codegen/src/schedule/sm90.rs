@@ -1,0 +1,218 @@
+//! Schedule of `forward/sm90`: a producer warpgroup, consumer warpgroups, and what overlaps with what.
+
+use crate::resources::sm90_smem;
+use crate::{Error, Problem, Result, Shape, ShapeBucket, SmArch};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// How a Hopper GPU computes one problem (FlashAttention-3, section 3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Sm90Schedule {
+    /// Warpgroups that compute; each owns 64 query rows. One more brings the data.
+    pub consumers: u32,
+    /// Keys of one step of the main loop.
+    pub block_kv: u32,
+    /// Buffers of K and V each.
+    pub stages: u32,
+    /// Inside a warpgroup, the scores of a block are computed and exponentiated while the product of the block before
+    /// with V still runs.
+    pub overlap: bool,
+    /// Consumers take turns in issuing matrix work (ping-pong), so that the softmax of one hides behind the products of
+    /// another.
+    pub take_turns: bool,
+    /// P goes through shared memory instead of staying in registers: fewer registers, more traffic.
+    pub p_in_shared: bool,
+    /// Blocks that need a mask run in a loop of their own.
+    pub masked_loop: bool,
+    /// O is rescaled only when a row maximum has grown by more than 2^8: faster, and less exact where one score
+    /// dominates its row.
+    pub lazy_rescale: bool,
+    /// The query heads of a KV head share a tile, side by side: short queries then fill it. Used where their number is a
+    /// power of two up to 64.
+    pub pack_group: bool,
+    /// Thread blocks stay and take one tile after the other; otherwise every tile has its own thread block.
+    pub persistent: bool,
+    /// Thread blocks on one multiprocessor.
+    pub blocks_per_sm: u32,
+    /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
+    /// the other, [`Sm90Schedule::WALK_ALL`] the same block of all heads. A decision of the launch, not of the code.
+    pub section_mib: u32,
+}
+
+impl Sm90Schedule {
+    /// A `section_mib` that holds everything.
+    pub const WALK_ALL: u32 = u32::MAX;
+
+    /// Query rows of one thread block.
+    pub const fn block_q(&self) -> u32 {
+        self.consumers * 64
+    }
+
+    /// Threads of one block.
+    pub const fn threads(&self) -> u32 {
+        (self.consumers + 1) * 128
+    }
+
+    /// Registers of a thread when the block starts: an equal share.
+    const fn launch_registers(&self) -> u32 {
+        65536 / (self.threads() * self.blocks_per_sm) / 8 * 8
+    }
+
+    /// Registers of a thread of the producer, once it has given back what it does not need. It needs more where it also
+    /// looks for non-finite elements of V in the time between, which is what the larger number allows.
+    pub const fn producer_registers(&self) -> u32 {
+        if self.consumers == 3 { 32 } else { 24 }
+    }
+
+    /// Registers of a thread of a consumer: what the producer gave back is shared out.
+    pub const fn consumer_registers(&self) -> u32 {
+        let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers();
+        let share = pool / self.consumers / 8 * 8;
+        let capped = if share > 240 { 240 } else { share };
+        // Taking registers never lowers their number.
+        if capped < self.launch_registers() { self.launch_registers() } else { capped }
+    }
+
+    /// Registers that a consumer's thread must hold at once, without addresses and loop state.
+    pub(crate) fn least_registers(&self, problem: &Problem) -> u32 {
+        let scores = self.block_kv / 2;
+        let output = problem.head_dim_v.next_multiple_of(16) / 2;
+        let p = if self.overlap && !self.p_in_shared { self.block_kv / 4 } else { 0 };
+        scores + output + p + 20
+    }
+
+    /// The model's choice: what the published Hopper kernels use for the head dims that they serve (FlashAttention-3,
+    /// table of tile sizes in its source), and the largest tile that fits for the others.
+    pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
+        let masked = problem.mask.any();
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let pack_group = bucket.group > 1 && bucket.q_len <= 256;
+        let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
+        let consumers = match rows {
+            0..=64 => 1,
+            65..=128 => 2,
+            _ if d <= 64 => 3,
+            _ => 2,
+        };
+        let base = Self {
+            consumers,
+            block_kv: 128,
+            stages: 2,
+            overlap: true,
+            take_turns: consumers > 1 && d <= 128,
+            p_in_shared: false,
+            masked_loop: true,
+            lazy_rescale: false,
+            pack_group,
+            persistent: false,
+            blocks_per_sm: 1,
+            section_mib: if problem.mask.right { 32 } else { 0 },
+        };
+        let largest = if masked || d <= 96 { 128 } else { 176 };
+        let fits = |s: &Self| {
+            sm90_smem(problem, s) <= sm.limits().smem_per_block
+                && s.least_registers(problem) + 16 <= s.consumer_registers()
+        };
+        (1..=largest / 16)
+            .rev()
+            .map(|n| Self { block_kv: n * 16, ..base })
+            .find(fits)
+            .unwrap_or(Self { block_kv: 16, ..base })
+    }
+
+    /// The schedules worth trying.
+    pub fn space(problem: &Problem) -> Vec<Self> {
+        let masks: &[bool] = if problem.mask.any() { &[true, false] } else { &[true] };
+        let sections: &[u32] = &[0, 32, Self::WALK_ALL];
+        let pipelines = [(true, true), (true, false), (false, true), (false, false)];
+        let mut space = Vec::new();
+        for (consumers, blocks_per_sm) in [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)] {
+            for block_kv in (48..=192).step_by(16) {
+                for stages in 2..=4 {
+                    for (overlap, take_turns) in pipelines.into_iter().filter(|p| consumers > 1 || !p.1) {
+                        for p_in_shared in [false, true] {
+                            for &masked_loop in masks {
+                                for &section_mib in sections {
+                                    for (pack_group, persistent) in [(false, false), (false, true), (true, false)] {
+                                        space.push(Self {
+                                            consumers,
+                                            block_kv,
+                                            stages,
+                                            overlap,
+                                            take_turns,
+                                            p_in_shared,
+                                            masked_loop,
+                                            lazy_rescale: false,
+                                            pack_group,
+                                            persistent,
+                                            blocks_per_sm,
+                                            section_mib,
+                                        });
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        space
+    }
+
+    /// Whether the schedule differs for this shape from a simpler one of the space.
+    pub fn is_worth(&self, shape: &Shape) -> bool {
+        let packs = shape.group() > 1 && shape.group().is_power_of_two() && shape.group() <= 64;
+        let several_heads = shape.batch as u64 * shape.heads as u64 > 1;
+        (packs || !self.pack_group) && (several_heads || self.section_mib == 0)
+    }
+
+    /// Checks the fields against what the template can generate.
+    pub fn validate(&self, problem: &Problem) -> Result<()> {
+        let bad = |field: &'static str, value: u32, limit: &str| {
+            Err(Error::unsupported(field, value, limit, "use a schedule from the searched space"))
+        };
+        if !(1..=3).contains(&self.consumers) {
+            return bad("consumers", self.consumers, "1 to 3 warpgroups");
+        }
+        if self.block_kv == 0 || !self.block_kv.is_multiple_of(16) || self.block_kv > 256 {
+            return bad("block_kv", self.block_kv, "a multiple of 16 up to 256");
+        }
+        if !(1..=8).contains(&self.stages) {
+            return bad("stages", self.stages, "1 to 8 stages");
+        }
+        if !(1..=2).contains(&self.blocks_per_sm) {
+            return bad("blocks_per_sm", self.blocks_per_sm, "1 or 2 blocks");
+        }
+        if self.take_turns && self.consumers < 2 {
+            return bad("consumers", self.consumers, "at least 2 warpgroups, to take turns");
+        }
+        let (least, registers) = (self.least_registers(problem), self.consumer_registers());
+        if least > registers {
+            return bad("registers", least, &format!("{registers} for a thread of a consumer"));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Sm90Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "c{}-kv{}-s{}", self.consumers, self.block_kv, self.stages)?;
+        write!(f, "-{}", if self.overlap { "overlap" } else { "serial" })?;
+        for (on, name) in [
+            (self.take_turns, "turns"),
+            (self.p_in_shared, "psmem"),
+            (self.lazy_rescale, "lazy"),
+            (self.pack_group, "pack"),
+            (self.persistent, "stay"),
+        ] {
+            if on {
+                write!(f, "-{name}")?;
+            }
+        }
+        write!(f, "-{}-b{}", if self.masked_loop { "two" } else { "one" }, self.blocks_per_sm)?;
+        match self.section_mib {
+            Self::WALK_ALL => f.write_str("-all"),
+            n => write!(f, "-l2x{n}"),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! What the copy engine must be told about Q, K, V and O: dimensions, strides and boxes, before a driver encodes them.
+//!
+//! Boxes are 64 elements wide with the 128-byte swizzle, as `templates/lib/cuda/tma.cuh` expects.
+
+use crate::abi::ForwardArgs;
+use crate::{DType, Kernel, Schedule, Tiling};
+
+/// A tensor of 16-bit elements as the copy engine sees it, innermost dimension first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorMapSpec {
+    /// Element type.
+    pub dtype: DType,
+    /// Address of the first element; a multiple of 16.
+    pub address: u64,
+    /// Number of dimensions in use: 4 or 5.
+    pub rank: usize,
+    /// Sizes; what lies beyond arrives as zeros and is not written.
+    pub dims: [u64; 5],
+    /// Bytes between neighbours of dimension `i + 1`; multiples of 16 below 2^40.
+    pub strides: [u64; 4],
+    /// Size of what one copy moves.
+    pub tile: [u32; 5],
+}
+
+/// Elements of one row of a box: 128 bytes.
+const BOX: u32 = 64;
+/// Largest stride, exclusive, that the copy engine takes, in bytes.
+const STRIDE_LIMIT: u64 = 1 << 40;
+
+/// Why the copy engine cannot address the tensors of a call, if it cannot: it needs addresses and strides in multiples of
+/// 16 bytes, and strides above zero and below 2^40 bytes.
+pub fn unaddressable(args: &ForwardArgs) -> Option<String> {
+    let (batch, q_len, kv_len) = (args.batch as u64, args.q_len as u64, args.kv_len as u64);
+    let (heads, kv_heads) = (args.heads as u64, args.kv_heads as u64);
+    let tensors = [
+        ("Q", args.q, args.q_stride, [batch, heads, q_len]),
+        ("K", args.k, args.k_stride, [batch, kv_heads, kv_len]),
+        ("V", args.v, args.v_stride, [batch, kv_heads, kv_len]),
+        ("O", args.o, args.o_stride, [batch, heads, q_len]),
+    ];
+    for (name, address, strides, dims) in tensors {
+        if dims.contains(&0) {
+            continue;
+        }
+        if !address.is_multiple_of(16) {
+            return Some(format!("{name} starts at an address that is no multiple of 16 bytes"));
+        }
+        for ((stride, dim), axis) in strides.into_iter().zip(dims).zip(["batch", "head", "row"]) {
+            if dim > 1 && (stride <= 0 || stride % 8 != 0 || stride as u64 * 2 >= STRIDE_LIMIT) {
+                return Some(format!(
+                    "the {axis} stride of {name} is {stride} elements: the copy engine takes positive multiples of 8 \
+                     below 2^39"
+                ));
+            }
+        }
+    }
+    None
+}
+
+impl Kernel {
+    /// The maps of Q, K, V and O for one launch of `forward/sm90`; none for other families.
+    pub fn tensor_maps(&self, tiling: &Tiling, args: &ForwardArgs) -> Option<[TensorMapSpec; 4]> {
+        let Schedule::Sm90(s) = self.schedule else { return None };
+        let p = &self.problem;
+        let group = 1u64 << tiling.group_shift;
+        // Rows of a tile count the heads of a group first, then the query positions.
+        let rows = |address: u64, head_dim: u32, [batch, head, row]: [i64; 3]| {
+            let dims = [head_dim as u64, group, args.q_len as u64, tiling.unit_heads as u64, args.batch as u64];
+            let strides = [head, row, head * group as i64, batch];
+            let tile = [BOX, group as u32, 64 / group as u32, 1, 1];
+            spec(p.dtype, address, 5, dims, strides, tile)
+        };
+        let keys = |address: u64, head_dim: u32, [batch, head, row]: [i64; 3]| {
+            let dims = [head_dim as u64, args.kv_len as u64, args.kv_heads as u64, args.batch as u64, 1];
+            // With no keys nothing is ever loaded; something that exists keeps the encoder content.
+            let (address, dims) = match args.kv_len {
+                0 => (args.q, [head_dim as u64, 1, 1, 1, 1]),
+                _ => (address, dims),
+            };
+            spec(p.dtype, address, 4, dims, [row, head, batch, 0], [BOX, s.block_kv, 1, 1, 1])
+        };
+        Some([
+            rows(args.q, p.head_dim_qk, args.q_stride),
+            keys(args.k, p.head_dim_qk, args.k_stride),
+            keys(args.v, p.head_dim_v, args.v_stride),
+            rows(args.o, p.head_dim_v, args.o_stride),
+        ])
+    }
+}
+
+/// Strides in elements to strides in bytes; those of dimensions with a single element mean nothing and become legal.
+fn spec(dtype: DType, address: u64, rank: usize, dims: [u64; 5], strides: [i64; 4], tile: [u32; 5]) -> TensorMapSpec {
+    let mut bytes = [0; 4];
+    for (i, stride) in strides.into_iter().enumerate() {
+        bytes[i] = if dims[i + 1] > 1 { stride as u64 * 2 } else { (dims[0] * 2).next_multiple_of(16) };
+    }
+    TensorMapSpec { dtype, address, rank, dims, strides: bytes, tile }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Arch, Mask, MaskKind, Problem, Shape, Sm90Schedule};
+    use bytemuck::Zeroable;
+
+    fn args() -> ForwardArgs {
+        // [batch 2, rows 100, heads 8, 96] and two KV heads of 300 rows.
+        let strides = |heads: i64, rows: i64| [rows * heads * 96, 96, heads * 96];
+        ForwardArgs {
+            q: 0x1000,
+            k: 0x2000,
+            v: 0x3000,
+            o: 0x4000,
+            q_stride: strides(8, 100),
+            k_stride: strides(2, 300),
+            v_stride: strides(2, 300),
+            o_stride: strides(8, 100),
+            batch: 2,
+            heads: 8,
+            kv_heads: 2,
+            q_len: 100,
+            kv_len: 300,
+            ..ForwardArgs::zeroed()
+        }
+    }
+
+    fn maps(pack_group: bool, args: &ForwardArgs) -> [TensorMapSpec; 4] {
+        let problem = Problem::forward(DType::Bf16, 96, MaskKind::CAUSAL).unwrap();
+        let arch: Arch = "sm_90a".parse().unwrap();
+        let shape = Shape { batch: 2, heads: 8, kv_heads: 2, q_len: 100, kv_len: 300, mask: Mask::Causal };
+        let bucket = crate::ShapeBucket::of(&shape);
+        let Arch::Sm(sm) = arch else { unreachable!() };
+        let schedule = Sm90Schedule { pack_group, block_kv: 112, ..Sm90Schedule::default_for(&problem, sm, &bucket) };
+        let kernel = Kernel { problem, schedule: Schedule::Sm90(schedule), arch };
+        let tiling = kernel.launch(&shape).unwrap().tiling.unwrap();
+        kernel.tensor_maps(&tiling, args).unwrap()
+    }
+
+    #[test]
+    fn rows_of_a_packed_group_lie_beside_each_other() {
+        let [q, k, _, o] = maps(true, &args());
+        assert_eq!(q.dims, [96, 4, 100, 2, 2]);
+        assert_eq!(q.strides, [192, 8 * 192, 4 * 192, 100 * 8 * 192]);
+        assert_eq!(q.tile, [64, 4, 16, 1, 1]);
+        assert_eq!((o.address, o.dims, o.strides), (0x4000, q.dims, q.strides));
+        assert_eq!((k.rank, k.dims, k.tile), (4, [96, 300, 2, 2, 1], [64, 112, 1, 1, 1]));
+        assert_eq!(k.strides[..3], [2 * 192, 192, 300 * 2 * 192]);
+        let [q, ..] = maps(false, &args());
+        assert_eq!((q.dims, q.tile), ([96, 1, 100, 8, 2], [64, 1, 64, 1, 1]));
+    }
+
+    #[test]
+    fn strides_of_single_elements_are_replaced_and_others_must_fit_the_engine() {
+        let one = ForwardArgs { batch: 1, kv_len: 0, k: 1, k_stride: [0, 3, 5], ..args() };
+        assert_eq!(unaddressable(&one), None);
+        let [_, k, _, _] = maps(false, &one);
+        assert_eq!((k.address, k.dims[1]), (one.q, 1));
+        assert!(k.strides.iter().all(|s| s % 16 == 0));
+        let says = |a: ForwardArgs| unaddressable(&a).unwrap();
+        assert!(says(ForwardArgs { v: 8, ..args() }).contains('V'));
+        assert!(says(ForwardArgs { k_stride: [0, 96, 192], ..args() }).contains("batch stride of K"));
+        assert!(says(ForwardArgs { o_stride: [1 << 39, 96, 192], ..args() }).contains("2^39"));
+        assert!(says(ForwardArgs { q_stride: [1 << 20, 96, 100], ..args() }).contains("row stride of Q"));
+    }
+}
