@@ -128,6 +128,43 @@ fn a_sample_of_the_searched_space_compiles_on_every_arch() {
     compile_all(&kernels, true);
 }
 
+/// A Hopper kernel whose matrix instructions the compiler serialises, or whose registers it does not hand over, is a
+/// different kernel from the one that was written: `compile_one` fails on any such note, and on a spill.
+#[test]
+fn hopper_kernels_compile_as_they_are_written() {
+    if common::nvrtc_or_skip("hopper_kernels_compile_as_they_are_written").is_none() {
+        return;
+    }
+    let hopper = arch("sm_90a");
+    let mut kernels = Vec::new();
+    let dims = [(64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 72), (16, 16), (192, 192), (80, 80)];
+    for (i, dims) in dims.into_iter().enumerate() {
+        for j in 0..2 {
+            let dtype = [DType::Bf16, DType::F16][(i + j) % 2];
+            let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, MaskKind::ALL[(i + 2 * j) % 4]).unwrap();
+            kernels.push(default_kernel(Family::ForwardSm90, problem, hopper, [4096, 64][i % 2]));
+        }
+    }
+    for mask in MaskKind::ALL {
+        let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
+        kernels.push(default_kernel(Family::ForwardSm90, problem, hopper, 4096));
+    }
+    // What the model lets through must hold, wherever in the space.
+    let mut rng = StdRng::seed_from_u64(90);
+    while kernels.len() < 40 {
+        let dim = rng.random_range(2..=32) * 8;
+        let problem = Problem::forward(DType::Bf16, dim, MaskKind::ALL[rng.random_range(0..4)]).unwrap();
+        let space: Vec<Kernel> = Schedule::space(Family::ForwardSm90, &problem, hopper)
+            .into_iter()
+            .map(|schedule| Kernel { problem, schedule, arch: hopper })
+            .filter(|k| k.check().is_ok())
+            .collect();
+        assert!(space.len() > 50, "{problem}: {} schedules", space.len());
+        kernels.extend(space.choose(&mut rng));
+    }
+    compile_all(&kernels, false);
+}
+
 #[test]
 fn f32_on_every_arch_compiles_on_the_exact_path() {
     if common::nvrtc_or_skip("f32_on_every_arch_compiles_on_the_exact_path").is_none() {

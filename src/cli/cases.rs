@@ -119,13 +119,18 @@ pub fn family(name: Option<&str>, problem: &Problem, arch: Arch) -> Result<Famil
             .copied()
             .ok_or_else(|| usage(format!("no kernel family computes {problem} on {arch}")));
     };
-    let family = Family::ALL.into_iter().find(|f| f.name() == name || f.name().strip_prefix("forward/") == Some(name));
-    let family = family.ok_or_else(|| {
-        let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
-        usage(format!("there is no kernel family `{name}`; the families are {}", known.join(", ")))
-    })?;
+    let family = family_named(name)?;
     family.supports(problem, arch)?;
     Ok(family)
+}
+
+/// The family of a name, with or without its `forward/`.
+pub fn family_named(name: &str) -> Result<Family> {
+    let family = Family::ALL.into_iter().find(|f| f.name() == name || f.name().strip_prefix("forward/") == Some(name));
+    family.ok_or_else(|| {
+        let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
+        usage(format!("there is no kernel family `{name}`; the families are {}", known.join(", ")))
+    })
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! `flashtune check`: kernels against the fp64 reference, on the device that is here.
 
+use super::cases::family_named;
 use super::context::{Context, table};
 use super::exit::{Failed, usage};
 use super::progress;
@@ -36,6 +37,9 @@ pub struct Args {
     /// Only kernels whose name contains this text, e.g. .naive.
     #[arg(long, value_name = "TEXT")]
     kernel: Option<String>,
+    /// Only this kernel family, e.g. forward/sm90, also when it is withheld from dispatch
+    #[arg(long, value_name = "FAMILY")]
+    family: Option<String>,
     /// Seed of the inputs
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
@@ -62,10 +66,11 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let named = |text: &Option<String>, name: String| text.as_ref().is_none_or(|t| name.contains(t));
 
     let arch = device.fingerprint().arch;
+    let family = args.family.as_deref().map(family_named).transpose()?;
     let mut work: Vec<(usize, Problem, Vec<Kernel>)> = Vec::new();
     for (nth, problem) in sweep::problems(effort).into_iter().enumerate() {
         if named(&args.problem, problem.to_string()) {
-            let mut kernels = sweep::kernels(&problem, arch, schedules);
+            let mut kernels = sweep::kernels(&problem, arch, schedules, family);
             kernels.retain(|k| named(&args.kernel, k.name()));
             if !kernels.is_empty() {
                 work.push((nth, problem, kernels));
@@ -75,7 +80,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if work.is_empty() {
         let names: Vec<_> = sweep::problems(effort).iter().map(Problem::to_string).collect();
         return Err(usage(format!(
-            "no kernel of the sweep matches; leave out --kernel, or give --problem a part of one of {}",
+            "no kernel of the sweep matches; leave out --kernel and --family, or give --problem a part of one of {}",
             names.join(", ")
         )));
     }

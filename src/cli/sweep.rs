@@ -62,8 +62,8 @@ pub fn problems(effort: Effort) -> Vec<Problem> {
 }
 
 /// The kernels that are checked for a problem: the default one of every family, and some others of the searched space,
-/// evenly spread over it. The same ones every time.
-pub fn kernels(problem: &Problem, arch: Arch, schedules: usize) -> Vec<Kernel> {
+/// evenly spread over it. The same ones every time. Of one family alone when it is named.
+pub fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<Family>) -> Vec<Kernel> {
     let bucket = ShapeBucket::of(&Shape {
         batch: 2,
         heads: 4,
@@ -73,7 +73,14 @@ pub fn kernels(problem: &Problem, arch: Arch, schedules: usize) -> Vec<Kernel> {
         mask: representative(problem.mask),
     });
     let mut kernels: Vec<Kernel> = Vec::new();
-    for family in Family::candidates(problem, arch) {
+    let families = match family {
+        Some(family) => vec![family],
+        None => Family::candidates(problem, arch),
+    };
+    for family in families {
+        if family.supports(problem, arch).is_err() {
+            continue;
+        }
         let kernel = |schedule| Kernel { problem: *problem, schedule, arch };
         let fits = |k: &Kernel| k.check().is_ok();
         kernels.extend(Schedule::default_for(family, problem, arch, &bucket).map(kernel).ok().filter(fits));
@@ -177,7 +184,7 @@ mod tests {
     fn every_problem_has_kernels_and_every_case_fits_its_problem() {
         for arch in [Arch::Cpu(CpuIsa::Avx512), Arch::Sm(SmArch { number: 90, specific: true })] {
             for (nth, problem) in problems(Effort::Full).iter().enumerate() {
-                let kernels = kernels(problem, arch, 3);
+                let kernels = kernels(problem, arch, 3, None);
                 // f32 on CUDA has one kernel, whose schedule is fixed.
                 let fixed = problem.dtype == DType::F32 && matches!(arch, Arch::Sm(_));
                 assert!(kernels.len() > usize::from(!fixed), "{problem} on {arch}: {}", kernels.len());

@@ -73,12 +73,13 @@ impl Sm90Schedule {
         if capped < self.launch_registers() { self.launch_registers() } else { capped }
     }
 
-    /// Registers that a consumer's thread must hold at once, without addresses and loop state.
+    /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none of
+    /// the schedules that were compiled to find the number spilled; with 24 nearly all did.
     pub(crate) fn least_registers(&self, problem: &Problem) -> u32 {
         let scores = self.block_kv / 2;
         let output = problem.head_dim_v.next_multiple_of(16) / 2;
         let p = if self.overlap && !self.p_in_shared { self.block_kv / 4 } else { 0 };
-        scores + output + p + 20
+        scores + output + p + 32
     }
 
     /// The model's choice: what the published Hopper kernels use for the head dims that they serve (FlashAttention-3,
@@ -109,10 +110,7 @@ impl Sm90Schedule {
             section_mib: if problem.mask.right { 32 } else { 0 },
         };
         let largest = if masked || d <= 96 { 128 } else { 176 };
-        let fits = |s: &Self| {
-            sm90_smem(problem, s) <= sm.limits().smem_per_block
-                && s.least_registers(problem) + 16 <= s.consumer_registers()
-        };
+        let fits = |s: &Self| sm90_smem(problem, s) <= sm.limits().smem_per_block && s.check_registers(problem).is_ok();
         (1..=largest / 16)
             .rev()
             .map(|n| Self { block_kv: n * 16, ..base })
@@ -186,9 +184,24 @@ impl Sm90Schedule {
         if self.take_turns && self.consumers < 2 {
             return bad("consumers", self.consumers, "at least 2 warpgroups, to take turns");
         }
-        let (least, registers) = (self.least_registers(problem), self.consumer_registers());
-        if least > registers {
-            return bad("registers", least, &format!("{registers} for a thread of a consumer"));
+        self.check_registers(problem)
+    }
+
+    /// Whether a consumer's registers suffice, and whether the compiler can write the instructions at all: it refuses
+    /// one whose operands exceed the registers that a thread starts with.
+    fn check_registers(&self, problem: &Problem) -> Result<()> {
+        let widest = self.block_kv.max(problem.head_dim_v.next_multiple_of(16)) / 2 + 30;
+        for (least, registers) in
+            [(self.least_registers(problem), self.consumer_registers()), (widest, self.launch_registers())]
+        {
+            if least > registers {
+                return Err(Error::unsupported(
+                    "registers",
+                    least,
+                    format!("{registers} for a thread of a consumer"),
+                    "use smaller blocks, or P in shared memory",
+                ));
+            }
         }
         Ok(())
     }
