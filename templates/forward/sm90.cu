@@ -71,8 +71,8 @@ struct Layout {
     static constexpr int kEmptyK = kFullK + kStages * 8;
     static constexpr int kFullV = kEmptyK + kStages * 8;
     static constexpr int kEmptyV = kFullV + kStages * 8;
-    static constexpr int kCleanV = kEmptyV + kStages * 8;    // non-finite elements of a masked block have been taken out
-    static constexpr int kMetNonFinite = kCleanV + kStages * 8;
+    static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
+    static constexpr int kMetNonFinite = kRawV + kStages * 8;
     static constexpr int kBytes = kMetNonFinite + 8;
 };
 
@@ -163,9 +163,11 @@ __device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
         const BlockRange blocks = blocks_of(args, tile);
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            const u32 full = smem + Layout::kFullV + ring.stage * 8;
+            const bool raw = kClean && is_masked(blocks, n);
+            const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
             mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
             mbarrier_arrive_expect(full, Layout::kBytesV);
+            if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
 #pragma unroll
             for (int chunk = 0; chunk < kChunksV; chunk++) {
                 tma_load(smem + Layout::kV + ring.stage * Layout::kBytesV + chunk * kBytesChunk, args.v, full, kEvictLast,
@@ -178,18 +180,21 @@ __device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
 
 // Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their
 // zero probabilities. Two warps that have nothing else to do take such elements out of masked blocks before anyone
-// multiplies with them; restore_non_finite() puts them back into the rows that do attend.
+// multiplies with them; restore_non_finite() puts them back into the rows that do attend. Masked blocks arrive on a
+// barrier of their own, so these warps see each phase of it, and nothing of the blocks that they leave alone.
 __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
     constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
     const u32 lane = threadIdx.x % 64;
     Ring<kStages> ring;
+    u32 raw_parity = 0;  // one bit per stage
     for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x) {
         const Tile tile = tile_at(args, index);
         const BlockRange blocks = blocks_of(args, tile);
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             if (is_masked(blocks, n)) {
-                mbarrier_wait(smem + Layout::kFullV + ring.stage * 8, ring.parity);
+                mbarrier_wait(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
+                raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
                 bool met = false;
 #pragma unroll 4
@@ -213,7 +218,8 @@ __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
                     store_shared_4(smem + Layout::kMetNonFinite, 1);
                     fence_async_proxy();
                 }
-                mbarrier_arrive(smem + Layout::kCleanV + ring.stage * 8);
+                __syncwarp();
+                if (lane % 32 == 0) mbarrier_arrive(smem + Layout::kFullV + ring.stage * 8);
             }
             ring.advance();
         }
@@ -228,7 +234,6 @@ struct Consumer {
     const u32 smem;
     const int id;             // of the warpgroup, 0 to kConsumers - 1
     Ring<kStages> k_ring, v_ring;
-    u32 clean_parity = 0;     // one bit per stage
     Output o;
     RowSoftmax<kBlockKV / 8, kLazyRescale> softmax;
 
@@ -286,13 +291,7 @@ struct Consumer {
         if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyK + k_ring.stage * 8);
         k_ring.advance();
     }
-    __device__ __forceinline__ void wait_v(bool masked) {
-        mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity);
-        if (kClean && masked) {
-            mbarrier_wait(smem + Layout::kCleanV + v_ring.stage * 8, (clean_parity >> v_ring.stage) & 1);
-            clean_parity ^= 1u << v_ring.stage;
-        }
-    }
+    __device__ __forceinline__ void wait_v() const { mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity); }
     __device__ __forceinline__ void release_v() {
         if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyV + v_ring.stage * 8);
         v_ring.advance();
@@ -353,11 +352,9 @@ struct Consumer {
     // All key blocks of a tile.
     __device__ __forceinline__ void attend(const Tile& tile, const BlockRange& blocks, float c) {
         Probabilities p;
-        // `masked` is a bool, or a constant where masked blocks have a loop of their own; `after_masked` tells the same
-        // of the block before, whose product with V is issued here.
+        // `masked` is a bool, or a constant where masked blocks have a loop of their own.
         if constexpr (kOverlap) {
             int n = blocks.end - 1;
-            bool v_masked = is_masked(blocks, n);
             {
                 Scores s;
                 wait_k();
@@ -375,7 +372,7 @@ struct Consumer {
                 wait_k();
                 wait_turn();
                 issue_qk(s);
-                wait_v(v_masked);
+                wait_v();
                 issue_pv(p);
                 pass_turn();
                 wgmma_wait<1>();
@@ -389,7 +386,6 @@ struct Consumer {
                 release_v();
                 if (moved) softmax.rescale(o);
                 round(s, p);
-                v_masked = masked;
             };
             n--;
             if (kMaskedLoop) {
@@ -405,7 +401,7 @@ struct Consumer {
 #pragma unroll 1
                 for (; n >= blocks.begin; n--) step(n, is_masked(blocks, n));
             }
-            wait_v(v_masked);
+            wait_v();
             issue_pv(p);
             wgmma_wait<0>();
             wgmma_touch(o);
@@ -424,7 +420,7 @@ struct Consumer {
                 if (softmax.advance(s, c)) softmax.rescale(o);
                 softmax.exponentiate(s, c);
                 round(s, p);
-                wait_v(masked);
+                wait_v();
                 issue_pv(p);
                 wgmma_wait<0>();
                 wgmma_touch(o);
@@ -554,9 +550,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
             mbarrier_init(smem + Layout::kEmptyK + s * 8, kConsumers * 4);
-            mbarrier_init(smem + Layout::kFullV + s * 8, 1);
+            mbarrier_init(smem + Layout::kFullV + s * 8, kClean ? 2 : 1);
             mbarrier_init(smem + Layout::kEmptyV + s * 8, kConsumers * 4);
-            mbarrier_init(smem + Layout::kCleanV + s * 8, 64);
+            mbarrier_init(smem + Layout::kRawV + s * 8, 1);
         }
         store_shared_4(smem + Layout::kMetNonFinite, 0);
         mbarrier_init_fence();
