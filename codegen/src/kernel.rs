@@ -174,6 +174,7 @@ impl Kernel {
                 ("lazy_rescale", s.lazy_rescale.to_string()),
                 ("pack_group", s.pack_group.to_string()),
                 ("persistent", s.persistent.to_string()),
+                ("o_apart", s.o_apart.to_string()),
                 ("blocks_per_sm", s.blocks_per_sm.to_string()),
                 ("producer_registers", s.producer_registers().to_string()),
                 ("consumer_registers", s.consumer_registers().to_string()),

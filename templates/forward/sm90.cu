@@ -24,6 +24,7 @@ constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kPackGroup = @{ pack_group }@;
 constexpr bool kPersistent = @{ persistent }@;
+constexpr bool kOApart = @{ o_apart }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
 constexpr int kConsumerRegisters = @{ consumer_registers }@;
@@ -54,11 +55,13 @@ using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
 using ScoreProduct = wgmma<Element, kBlockKV>;
 using OutputProduct = wgmma<Element, kColumnsV>;
 
-// Shared memory, by byte offset. A consumer's O takes the place of its Q.
+// Shared memory, by byte offset. A consumer's O takes the place of its Q, unless it has space of its own.
 struct Layout {
     static constexpr int kQ = 0;
-    static constexpr int kBytesQ = max_of(kChunksQK, kChunksV) * kBytes64Rows;  // of one consumer
-    static constexpr int kK = kQ + kConsumers * kBytesQ;
+    static constexpr int kBytesQ = (kOApart ? kChunksQK : max_of(kChunksQK, kChunksV)) * kBytes64Rows;  // of one consumer
+    static constexpr int kO = kOApart ? kQ + kConsumers * kBytesQ : kQ;
+    static constexpr int kBytesO = kOApart ? kChunksV * kBytes64Rows : kBytesQ;  // of one consumer
+    static constexpr int kK = kO + kConsumers * kBytesO;
     static constexpr int kBytesK = kChunksQK * kBytesChunk;                     // of one stage
     static constexpr int kV = kK + kStages * kBytesK;
     static constexpr int kBytesV = kChunksV * kBytesChunk;
@@ -66,7 +69,7 @@ struct Layout {
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
     static constexpr int kBarriers = kP + kConsumers * kBytesP;
     static constexpr int kFullQ = kBarriers;                 // per consumer: its Q has arrived
-    static constexpr int kEmptyQ = kFullQ + kConsumers * 8;  // per consumer: its O has been read from the space of Q
+    static constexpr int kEmptyQ = kFullQ + kConsumers * 8;  // per consumer: the space of its Q is free
     static constexpr int kFullK = kEmptyQ + kConsumers * 8;  // per stage, as all that follow
     static constexpr int kEmptyK = kFullK + kStages * 8;
     static constexpr int kFullV = kEmptyK + kStages * 8;
@@ -128,17 +131,21 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
     for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x, round++) {
         const Tile tile = tile_at(args, index);
         const BlockRange blocks = blocks_of(args, tile);
+        // After the first block of K, whose space is free before that of Q.
+        const auto bring_q = [&] {
 #pragma unroll 1
-        for (int c = 0; c < kConsumers; c++) {
-            const u32 full = smem + Layout::kFullQ + c * 8, to = smem + Layout::kQ + c * Layout::kBytesQ;
-            if (kPersistent && round > 0) mbarrier_wait(smem + Layout::kEmptyQ + c * 8, (round - 1) & 1);
-            mbarrier_arrive_expect(full, kChunksQK * kBytes64Rows);
+            for (int c = 0; c < kConsumers; c++) {
+                const u32 full = smem + Layout::kFullQ + c * 8, to = smem + Layout::kQ + c * Layout::kBytesQ;
+                if (kPersistent && round > 0) mbarrier_wait(smem + Layout::kEmptyQ + c * 8, (round - 1) & 1);
+                mbarrier_arrive_expect(full, kChunksQK * kBytes64Rows);
 #pragma unroll
-            for (int chunk = 0; chunk < kChunksQK; chunk++) {
-                tma_load(to + chunk * kBytes64Rows, args.q, full, kEvictFirst, chunk * 64, 0,
-                         (tile.row + c * 64) >> args.group_shift, tile.head, tile.batch);
+                for (int chunk = 0; chunk < kChunksQK; chunk++) {
+                    tma_load(to + chunk * kBytes64Rows, args.q, full, kEvictFirst, chunk * 64, 0,
+                             (tile.row + c * 64) >> args.group_shift, tile.head, tile.batch);
+                }
             }
-        }
+        };
+        if (blocks.end <= blocks.begin) bring_q();
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             const u32 full = smem + Layout::kFullK + ring.stage * 8;
@@ -150,6 +157,7 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
                          chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
             }
             ring.advance();
+            if (n == blocks.end - 1) bring_q();
         }
     }
 }
@@ -238,6 +246,7 @@ struct Consumer {
     RowSoftmax<kBlockKV / 8, kLazyRescale> softmax;
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + id * Layout::kBytesQ; }
+    __device__ __forceinline__ u32 o_address() const { return smem + Layout::kO + id * Layout::kBytesO; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -286,6 +295,10 @@ struct Consumer {
         wgmma_commit();
     }
 
+    // Where O has space of its own, the next Q comes in as soon as the last scores are computed.
+    __device__ __forceinline__ void release_q() const {
+        if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + id * 8);
+    }
     __device__ __forceinline__ void wait_k() const { mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity); }
     __device__ __forceinline__ void release_k() {
         if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyK + k_ring.stage * 8);
@@ -401,6 +414,7 @@ struct Consumer {
 #pragma unroll 1
                 for (; n >= blocks.begin; n--) step(n, is_masked(blocks, n));
             }
+            if (kOApart) release_q();
             wait_v();
             issue_pv(p);
             wgmma_wait<0>();
@@ -440,10 +454,11 @@ struct Consumer {
 #pragma unroll 1
                 for (; n >= blocks.begin; n--) step(n, is_masked(blocks, n));
             }
+            if (kOApart) release_q();
         }
     }
 
-    // Normalises O into the space of Q, in the copy engine's layout, and writes the log-sum-exp.
+    // Normalises O into shared memory, in the copy engine's layout, and writes the log-sum-exp.
     __device__ __forceinline__ void stage_output(const Tile& tile, float c) {
         const int row = warp() * 16 + lane() / 4;
 #pragma unroll
@@ -463,7 +478,7 @@ struct Consumer {
         for (int j = 0; j < kColumnsV / 16; j++) {
             const float* x = o + 8 * j;
             const u32 chunk = u32(j % 4 * 2 + lane() / 16) ^ (to_row % 8);
-            stmatrix_x4(q_address() + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
+            stmatrix_x4(o_address() + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
                         pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
         }
     }
@@ -492,7 +507,7 @@ struct Consumer {
             }
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
-                const u32 at = q_address() + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
+                const u32 at = o_address() + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
                 store_shared(at, from_float<Element>(to_float(load_shared<Element>(at)) + add));
             }
         }
@@ -512,8 +527,14 @@ struct Consumer {
             for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
             mbarrier_wait(smem + Layout::kFullQ + id * 8, round & 1);
             if (fold) fold_sign_into_q();
-            if (blocks.begin < blocks.end) attend(tile, blocks, c);
-            // The warps of a warpgroup write the rows of Q that the others have read: all must be done with it.
+            if (blocks.begin < blocks.end) {
+                attend(tile, blocks, c);
+            } else if (kOApart) {
+                release_q();
+            }
+            // O overwrites rows that other warps have read as Q or, with space of its own, that the copy engine may still
+            // be reading: all must be done.
+            if (kOApart && threadIdx.x % 128 == 0) tma_store_wait_read();
             sync();
             stage_output(tile, c);
             if (kClean && load_shared_4(smem + Layout::kMetNonFinite)) {
@@ -526,15 +547,19 @@ struct Consumer {
                 if (id * 64 < tile.rows) {
 #pragma unroll
                     for (int chunk = 0; chunk < kChunksV; chunk++) {
-                        tma_store(args.o, q_address() + chunk * kBytes64Rows, chunk * 64, 0,
+                        tma_store(args.o, o_address() + chunk * kBytes64Rows, chunk * 64, 0,
                                   (tile.row + id * 64) >> args.group_shift, tile.head, tile.batch);
                     }
                 }
                 tma_store_commit();
-                tma_store_wait_read();
-                if (kPersistent) mbarrier_arrive(smem + Layout::kEmptyQ + id * 8);
+                if (!kOApart) {
+                    tma_store_wait_read();
+                    if (kPersistent) mbarrier_arrive(smem + Layout::kEmptyQ + id * 8);
+                }
             }
         }
+        // Shared memory must outlast what reads it.
+        if (kOApart && threadIdx.x % 128 == 0) tma_store_wait_read();
     }
 };
 
@@ -545,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     if (threadIdx.x == 0) {
         for (int c = 0; c < kConsumers; c++) {
             mbarrier_init(smem + Layout::kFullQ + c * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyQ + c * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyQ + c * 8, kOApart ? 4 : 1);
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);

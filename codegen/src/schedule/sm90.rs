@@ -32,6 +32,9 @@ pub struct Sm90Schedule {
     pub pack_group: bool,
     /// Thread blocks stay and take one tile after the other; otherwise every tile has its own thread block.
     pub persistent: bool,
+    /// O leaves from shared memory of its own, and Q of the next tile comes in while this one's last products run. For
+    /// thread blocks that stay.
+    pub o_apart: bool,
     /// Thread blocks on one multiprocessor.
     pub blocks_per_sm: u32,
     /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
@@ -106,6 +109,7 @@ impl Sm90Schedule {
             lazy_rescale: false,
             pack_group,
             persistent: false,
+            o_apart: false,
             blocks_per_sm: 1,
             section_mib: if problem.mask.right { 32 } else { 0 },
         };
@@ -131,7 +135,12 @@ impl Sm90Schedule {
                         for p_in_shared in [false, true] {
                             for &masked_loop in masks {
                                 for &section_mib in sections {
-                                    for (pack_group, persistent) in [(false, false), (false, true), (true, false)] {
+                                    for (pack_group, persistent, o_apart) in [
+                                        (false, false, false),
+                                        (false, true, false),
+                                        (false, true, true),
+                                        (true, false, false),
+                                    ] {
                                         space.push(Self {
                                             consumers,
                                             block_kv,
@@ -143,6 +152,7 @@ impl Sm90Schedule {
                                             lazy_rescale: false,
                                             pack_group,
                                             persistent,
+                                            o_apart,
                                             blocks_per_sm,
                                             section_mib,
                                         });
@@ -181,6 +191,9 @@ impl Sm90Schedule {
         if !(1..=2).contains(&self.blocks_per_sm) {
             return bad("blocks_per_sm", self.blocks_per_sm, "1 or 2 blocks");
         }
+        if self.o_apart && !self.persistent {
+            return bad("o_apart", 1, "thread blocks that stay");
+        }
         if self.take_turns && self.consumers < 2 {
             return bad("consumers", self.consumers, "at least 2 warpgroups, to take turns");
         }
@@ -217,6 +230,7 @@ impl fmt::Display for Sm90Schedule {
             (self.lazy_rescale, "lazy"),
             (self.pack_group, "pack"),
             (self.persistent, "stay"),
+            (self.o_apart, "oapart"),
         ] {
             if on {
                 write!(f, "-{name}")?;

@@ -44,7 +44,11 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let step = (mma.max(softmax) + exposed * mma.min(softmax) + barriers / blocks).max(l2);
 
     // Q comes in, the first scores have nothing to hide behind, and O goes out.
-    let apart = if s.persistent { 0.7 } else { 1.0 } / blocks;
+    let apart = match (s.persistent, s.o_apart) {
+        (true, true) => 0.45,
+        (true, false) => 0.7,
+        _ => 1.0,
+    } / blocks;
     let tile = (1200.0 + qk + softmax + block_q * (dqk + dv) * 2.0 / L2_BYTES) * apart;
 
     let group = if s.pack_group && s.is_worth(shape) { shape.group() } else { 1 };
