@@ -175,6 +175,7 @@ impl Kernel {
                 ("pack_group", s.pack_group.to_string()),
                 ("persistent", s.persistent.to_string()),
                 ("o_apart", s.o_apart.to_string()),
+                ("exp2_eighths", s.exp2_eighths.to_string()),
                 ("blocks_per_sm", s.blocks_per_sm.to_string()),
                 ("producer_registers", s.producer_registers().to_string()),
                 ("consumer_registers", s.consumer_registers().to_string()),

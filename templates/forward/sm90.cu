@@ -25,6 +25,7 @@ constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kPackGroup = @{ pack_group }@;
 constexpr bool kPersistent = @{ persistent }@;
 constexpr bool kOApart = @{ o_apart }@;
+constexpr int kExp2Eighths = @{ exp2_eighths }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
 constexpr int kConsumerRegisters = @{ consumer_registers }@;
@@ -243,7 +244,7 @@ struct Consumer {
     const int id;             // of the warpgroup, 0 to kConsumers - 1
     Ring<kStages> k_ring, v_ring;
     Output o;
-    RowSoftmax<kBlockKV / 8, kLazyRescale> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kExp2Eighths> softmax;
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + id * Layout::kBytesQ; }
     __device__ __forceinline__ u32 o_address() const { return smem + Layout::kO + id * Layout::kBytesO; }
@@ -377,7 +378,7 @@ struct Consumer {
                 release_k();
                 mask(s, tile, n * kBlockKV);
                 softmax.advance(s, c);
-                softmax.exponentiate(s, c);
+                softmax.template exponentiate<false>(s, c);
                 round(s, p);
             }
             const auto step = [&](int n, auto masked) {
@@ -393,7 +394,7 @@ struct Consumer {
                 release_k();
                 if (masked) mask(s, tile, n * kBlockKV);
                 const bool moved = softmax.advance(s, c);
-                softmax.exponentiate(s, c);
+                softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
                 wgmma_wait<0>();
                 wgmma_touch(o);
                 release_v();
@@ -432,7 +433,7 @@ struct Consumer {
                 release_k();
                 if (masked) mask(s, tile, n * kBlockKV);
                 if (softmax.advance(s, c)) softmax.rescale(o);
-                softmax.exponentiate(s, c);
+                softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
                 round(s, p);
                 wait_v();
                 issue_pv(p);

@@ -35,6 +35,9 @@ pub struct Sm90Schedule {
     /// O leaves from shared memory of its own, and Q of the next tile comes in while this one's last products run. For
     /// thread blocks that stay.
     pub o_apart: bool,
+    /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
+    /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
+    pub exp2_eighths: u32,
     /// Thread blocks on one multiprocessor.
     pub blocks_per_sm: u32,
     /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
@@ -110,6 +113,7 @@ impl Sm90Schedule {
             pack_group,
             persistent: false,
             o_apart: false,
+            exp2_eighths: 0,
             blocks_per_sm: 1,
             section_mib: if problem.mask.right { 32 } else { 0 },
         };
@@ -125,6 +129,8 @@ impl Sm90Schedule {
     /// The schedules worth trying.
     pub fn space(problem: &Problem) -> Vec<Self> {
         let masks: &[bool] = if problem.mask.any() { &[true, false] } else { &[true] };
+        // Larger head dims leave the special-function unit idle half of the time and more.
+        let eighths: &[u32] = if problem.head_dim_qk + problem.head_dim_v <= 192 { &[0, 1, 2, 3] } else { &[0] };
         let sections: &[u32] = &[0, 32, Self::WALK_ALL];
         let pipelines = [(true, true), (true, false), (false, true), (false, false)];
         let mut space = Vec::new();
@@ -141,21 +147,24 @@ impl Sm90Schedule {
                                         (false, true, true),
                                         (true, false, false),
                                     ] {
-                                        space.push(Self {
-                                            consumers,
-                                            block_kv,
-                                            stages,
-                                            overlap,
-                                            take_turns,
-                                            p_in_shared,
-                                            masked_loop,
-                                            lazy_rescale: false,
-                                            pack_group,
-                                            persistent,
-                                            o_apart,
-                                            blocks_per_sm,
-                                            section_mib,
-                                        });
+                                        for &exp2_eighths in if masked_loop { eighths } else { &[0][..] } {
+                                            space.push(Self {
+                                                consumers,
+                                                block_kv,
+                                                stages,
+                                                overlap,
+                                                take_turns,
+                                                p_in_shared,
+                                                masked_loop,
+                                                lazy_rescale: false,
+                                                pack_group,
+                                                persistent,
+                                                o_apart,
+                                                exp2_eighths,
+                                                blocks_per_sm,
+                                                section_mib,
+                                            });
+                                        }
                                     }
                                 }
                             }
@@ -190,6 +199,12 @@ impl Sm90Schedule {
         }
         if !(1..=2).contains(&self.blocks_per_sm) {
             return bad("blocks_per_sm", self.blocks_per_sm, "1 or 2 blocks");
+        }
+        if self.exp2_eighths > 4 {
+            return bad("exp2_eighths", self.exp2_eighths, "at most 4: no more than half of the exponentials");
+        }
+        if self.exp2_eighths > 0 && !self.masked_loop {
+            return bad("exp2_eighths", self.exp2_eighths, "0 unless masked blocks have a loop of their own");
         }
         if self.o_apart && !self.persistent {
             return bad("o_apart", 1, "thread blocks that stay");
@@ -235,6 +250,9 @@ impl fmt::Display for Sm90Schedule {
             if on {
                 write!(f, "-{name}")?;
             }
+        }
+        if self.exp2_eighths > 0 {
+            write!(f, "-fma{}", self.exp2_eighths)?;
         }
         write!(f, "-{}-b{}", if self.masked_loop { "two" } else { "one" }, self.blocks_per_sm)?;
         match self.section_mib {

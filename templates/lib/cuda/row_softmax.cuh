@@ -4,7 +4,7 @@
 //
 // Per row a reference maximum m of the unscaled scores and the sum l of exp2((s - m) * c), c = scale * log2(e).
 
-template <int kTiles, bool kLazyRescale> struct RowSoftmax {
+template <int kTiles, bool kLazyRescale, int kMultiplyAddEighths> struct RowSoftmax {
     float m[2];       // reference maximum, unscaled; -inf before the first visible score
     float l[2];       // this thread's part of the sum
     float factor[2];  // what the last advance() asks to multiply O with
@@ -43,8 +43,9 @@ template <int kTiles, bool kLazyRescale> struct RowSoftmax {
         return moved;
     }
 
-    // Scores to probabilities relative to m, in place.
-    __device__ __forceinline__ void exponentiate(float (&s)[kTiles * 4], float c) {
+    // Scores to probabilities relative to m, in place. Where nothing is masked, some eighths of the exponentials may run
+    // on the multiply-add units, spread evenly among the others.
+    template <bool kUnmasked> __device__ __forceinline__ void exponentiate(float (&s)[kTiles * 4], float c) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
@@ -53,7 +54,9 @@ template <int kTiles, bool kLazyRescale> struct RowSoftmax {
             for (int j = 0; j < kTiles; j++) {
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], c, -reference));
+                    const float x = fmaf(s[4 * j + e], c, -reference);
+                    const bool multiply_add = kUnmasked && (4 * j + e) * kMultiplyAddEighths % 8 < kMultiplyAddEighths;
+                    s[4 * j + e] = multiply_add ? exp2_multiply_add(x) : exp2_approx(x);
                     l[h] += s[4 * j + e];
                 }
             }

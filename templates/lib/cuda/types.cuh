@@ -60,8 +60,10 @@ template <typename A> __device__ __forceinline__ constexpr A max_of(A a, A b) { 
 __host__ __device__ constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return div_up(a, b) * b; }
 
-// A compile-time flag as a function argument.
+// A compile-time flag as a function argument, and whether a type is the flag `false`.
 template <bool kValue> struct Bool {
     static constexpr bool value = kValue;
     __device__ __forceinline__ constexpr operator bool() const { return kValue; }
 };
+template <typename A> constexpr bool kIsFalse = false;
+template <> constexpr bool kIsFalse<Bool<false>> = true;

@@ -23,8 +23,9 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let qk = consumers * steps_qk * (64.0 * block_kv * 32.0 / WGMMA).max((2048.0 + 32.0 * block_kv) / SMEM_BYTES);
     let p_bytes = if s.p_in_shared { 2.0 * 2048.0 } else { 0.0 };
     let pv = consumers * block_kv / 16.0 * (64.0 * dv * 32.0 / WGMMA).max((32.0 * dv + p_bytes) / SMEM_BYTES);
-    let exp = block_q * block_kv / EXP2;
-    let scalar = block_q * (block_kv * 4.5 + dv * 0.3) / LANES;
+    let elsewhere = s.exp2_eighths as f64 / 8.0;
+    let exp = block_q * block_kv * (1.0 - elsewhere) / EXP2;
+    let scalar = block_q * (block_kv * (4.5 + 7.0 * elsewhere) + dv * 0.3) / LANES;
     let softmax = exp.max(scalar) + 0.3 * exp.min(scalar);
     let l2 = block_kv * (dqk + dv) * 2.0 / L2_BYTES;
     let mma = qk + pv;
