@@ -35,7 +35,8 @@ __device__ __forceinline__ float exp2_multiply_add(float x) {
     float p = fmaf(0.055171670f, f, 0.242611125f);
     p = fmaf(p, f, 0.693260986f);
     p = fmaf(p, f, 0.999928073f);
-    return __int_as_float(__float_as_int(p) + (__float_as_int(rounded) << 23));
+    // A product, where adding to the exponent's bits would make a number of a NaN.
+    return p * __int_as_float((__float_as_int(rounded) << 23) + 0x3f800000);
 }
 
 // Reductions over the four lanes that share a row of an accumulator tile.
