@@ -534,11 +534,17 @@ struct Consumer {
                 release_q();
             }
             // O overwrites rows that other warps have read as Q or, with space of its own, that the copy engine may still
-            // be reading: all must be done.
+            // be reading: all must be done. They must also agree about non-finite elements, which may be met for the next
+            // tile while they look.
             if (kOApart && threadIdx.x % 128 == 0) tma_store_wait_read();
-            sync();
+            bool met = false;
+            if (kClean) {
+                met = barrier_any(1 + kConsumers + id, 128, load_shared_4(smem + Layout::kMetNonFinite));
+            } else {
+                sync();
+            }
             stage_output(tile, c);
-            if (kClean && load_shared_4(smem + Layout::kMetNonFinite)) {
+            if (met) {
                 sync();
                 restore_non_finite(tile, blocks);
             }
