@@ -531,6 +531,7 @@ struct Consumer {
             if (blocks.begin < blocks.end) {
                 attend(tile, blocks, c);
             } else if (kOApart) {
+                __syncwarp();  // no lane may still wait for the Q that is given away
                 release_q();
             }
             // O overwrites rows that other warps have read as Q or, with space of its own, that the copy engine may still
