@@ -5,6 +5,8 @@
 //!   MANIFEST.json      versions, commit, and every file with its size and SHA-256
 //!   README.md LICENSE CHANGELOG.md
 //!   bin/flashtune      the command, stripped
+//!   lib/libflashtune.so, include/flashtune.h, examples/forward.c
+//!                      the C ABI
 //!   benches/           scripts that measure it beside its peers
 //!   templates/         the kernels' templates, to be changed with --templates
 //! ```
@@ -27,6 +29,12 @@ const USAGE: &str = "usage: cargo xtask package [--out DIR] [--tar] [--profile N
 const ROOT_FILES: [&str; 3] = ["README.md", "LICENSE", "CHANGELOG.md"];
 /// Folders of the workspace that go along as they are.
 const FOLDERS: [&str; 2] = ["benches", "templates"];
+/// The C ABI: from the workspace, and where in the package.
+const C: [(&str, &str); 2] = [
+    ("bindings/c/include/flashtune.h", "include/flashtune.h"),
+    ("bindings/c/examples/forward.c", "examples/forward.c"),
+];
+const LIBRARY: &str = "libflashtune.so";
 
 /// What to make.
 struct Options {
@@ -97,10 +105,10 @@ fn run(root: &Path, options: &Options) -> Result<()> {
     }
     let built = build(root, &options.profile)?;
 
-    std::fs::create_dir_all(folder.join("bin")).with_context(|| format!("cannot make {}", folder.display()))?;
     copy(&built.join("flashtune"), &folder.join("bin/flashtune"))?;
-    for file in ROOT_FILES {
-        copy(&root.join(file), &folder.join(file))?;
+    copy(&built.join(LIBRARY), &folder.join("lib").join(LIBRARY))?;
+    for (from, to) in C.into_iter().chain(ROOT_FILES.map(|file| (file, file))) {
+        copy(&root.join(from), &folder.join(to))?;
     }
     for part in FOLDERS {
         copy_folder(&root.join(part), &folder.join(part))?;
@@ -153,7 +161,7 @@ fn commit(root: &Path) -> String {
 /// Builds what is shipped and gives the folder that it is in.
 fn build(root: &Path, profile: &str) -> Result<PathBuf> {
     let mut command = super::cargo();
-    command.args(["build", "--profile", profile, "--package", "flashtune", "--bin", "flashtune"]);
+    command.args(["build", "--profile", profile, "--package", "flashtune", "--package", "flashtune-c"]);
     super::run(command)?;
     // Cargo's own names for the folders of profiles.
     let folder = match profile {
@@ -165,13 +173,15 @@ fn build(root: &Path, profile: &str) -> Result<PathBuf> {
     Ok(target.join(folder))
 }
 
+/// Copies a file, making its folder if need be.
 fn copy(from: &Path, to: &Path) -> Result<()> {
+    let folder = to.parent().context("a file in the package")?;
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     std::fs::copy(from, to).map(drop).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))
 }
 
 /// Copies a folder without what tools leave in it.
 fn copy_folder(from: &Path, to: &Path) -> Result<()> {
-    std::fs::create_dir_all(to)?;
     for entry in std::fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
         let entry = entry?;
         let name = entry.file_name();

@@ -30,7 +30,15 @@ fn the_package_runs_where_it_is_unpacked() {
         let hash: String = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!((&file["bytes"], &file["sha256"]), (&bytes.len().into(), &hash.into()), "{file}");
     }
-    for part in ["bin/flashtune", "README.md", "LICENSE", "templates/forward/cpu.c", "benches/fa2.py"] {
+    for part in [
+        "bin/flashtune",
+        "lib/libflashtune.so",
+        "include/flashtune.h",
+        "README.md",
+        "LICENSE",
+        "templates/forward/cpu.c",
+        "benches/fa2.py",
+    ] {
         assert!(files.iter().any(|f| f["path"] == part), "{part} is not in {manifest}");
     }
 
