@@ -161,6 +161,7 @@ impl Builder {
             None => Trust::from_env()?,
         };
         let layers = Arc::new(Layers::open_with(cache.as_ref(), &bundles, self.embedded, &trust)?);
+        let cache = layers.own().cloned();
         let device = match self.device {
             Some(device) => device,
             None => flashtune_runtime::open(self.spec)?,

@@ -11,6 +11,7 @@
 //! [`CacheDir::create`] writes, and only those who store something call it.
 
 use crate::{Error, Result};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// The variable that names the root folder.
@@ -88,18 +89,43 @@ impl CacheDir {
     /// Makes the folder, readable and writable by its owner alone: what lies in it is loaded and run.
     ///
     /// # Errors
-    /// [`Error::Io`] when it cannot be made.
+    /// [`Error::Io`] when it cannot be made, [`Error::Exposed`] when it is there and others may write to it.
     pub fn create(&self) -> Result<()> {
-        create_private(&self.base)
+        create_private(&self.base)?;
+        self.check_private()
     }
+
+    /// Whether only this user, or root, can have put something into the folder. One that is not there is private.
+    ///
+    /// # Errors
+    /// [`Error::Exposed`] says who else could.
+    pub fn check_private(&self) -> Result<()> {
+        // Whoever may write to a parent can put another folder here, but not one that belongs to this user.
+        match std::fs::metadata(&self.base) {
+            Ok(metadata) => {
+                check_owner(&self.base, metadata.uid(), metadata.mode(), rustix::process::geteuid().as_raw())
+            }
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+fn check_owner(path: &Path, owner: u32, mode: u32, user: u32) -> Result<()> {
+    let problem = if owner != user && owner != 0 {
+        format!("belongs to the user {owner}")
+    } else if mode & 0o022 != 0 {
+        format!("can be written by others (mode {:o})", mode & 0o777)
+    } else {
+        return Ok(());
+    };
+    Err(Error::Exposed { path: path.to_path_buf(), problem })
 }
 
 /// Makes a folder and its missing parents with mode 0700.
 pub(crate) fn create_private(path: &Path) -> Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true);
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.mode(0o700);
     builder.create(path).map_err(|source| Error::Io {
         action: "create the folder",
         path: path.to_path_buf(),
@@ -137,7 +163,21 @@ mod tests {
     }
 
     #[test]
-    #[cfg(unix)]
+    fn a_folder_of_somebody_else_or_open_to_others_is_exposed() {
+        let problem = |owner, mode| match check_owner(Path::new("/c"), owner, mode, 1000) {
+            Ok(()) => None,
+            Err(Error::Exposed { problem, .. }) => Some(problem),
+            Err(e) => panic!("{e}"),
+        };
+        // One's own, also where others may read; what root set up for all.
+        for (owner, mode) in [(1000, 0o700), (1000, 0o755), (0, 0o755)] {
+            assert_eq!(problem(owner, mode), None);
+        }
+        assert!(problem(1001, 0o700).unwrap().contains("1001"));
+        assert!(problem(1000, 0o770).unwrap().contains("770") && problem(0, 0o777).unwrap().contains("777"));
+    }
+
+    #[test]
     fn folders_are_private_and_made_on_demand_only() {
         use std::os::unix::fs::PermissionsExt;
         let tmp = tempfile::tempdir().unwrap();

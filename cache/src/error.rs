@@ -20,6 +20,18 @@ pub enum Error {
     /// No folder for results can be named.
     #[error("no folder for results: neither FLASHTUNE_CACHE, XDG_CACHE_HOME nor HOME is set; set FLASHTUNE_CACHE")]
     NoFolder,
+    /// Others could have put code into the cache folder, which would run as this user.
+    #[error(
+        "the cache folder {} {problem}, so that others could put code there that runs as you; remove it, or set \
+         FLASHTUNE_CACHE to a folder of your own",
+        path.display()
+    )]
+    Exposed {
+        /// The folder.
+        path: PathBuf,
+        /// Who has access.
+        problem: String,
+    },
     /// Another process holds the tuner's journal.
     #[error("the store {} is in use by another tuner; wait for it or set FLASHTUNE_CACHE to another folder", path.display())]
     Locked {

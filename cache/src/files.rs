@@ -18,10 +18,13 @@ use crate::dir::{CacheDir, create_private};
 use crate::publish::publish_file;
 use crate::{Artifact, Error, Key, Result};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 const MAGIC: &[u8; 8] = b"FTARTIF\n";
 const FORMAT: u32 = 1;
 const HEADER: usize = 56;
+/// How exactly the time of the last use is kept.
+const USE_STEP: Duration = Duration::from_secs(1800);
 
 /// The folder of compiled kernels.
 #[derive(Debug, Clone)]
@@ -33,6 +36,11 @@ impl ArtifactFiles {
     /// The files of a cache folder. Touches nothing.
     pub fn new(dir: &CacheDir) -> Self {
         Self { folder: dir.artifacts_path() }
+    }
+
+    /// The folder that holds them all.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// Where an artifact is or would be.
@@ -79,13 +87,26 @@ impl ArtifactFiles {
             }
         };
         match open(&bytes, key) {
-            Ok(artifact) => Some(artifact),
+            Ok(artifact) => {
+                note_use(&path);
+                Some(artifact)
+            }
             Err(reason) => {
                 tracing::warn!(path = %path.display(), reason, "a damaged artifact was set aside; it counts as missing");
                 set_aside(&path);
                 None
             }
         }
+    }
+}
+
+/// Writes down that a file was used, once in an hour: what was not used for the longest time is evicted first.
+fn note_use(path: &Path) {
+    let Ok(file) = std::fs::File::open(path) else { return };
+    let age = file.metadata().and_then(|m| m.modified()).map(|t| SystemTime::now().duration_since(t));
+    if matches!(age, Ok(Ok(age)) if age > USE_STEP) {
+        // On a read-only mount nothing is evicted either.
+        let _ = file.set_modified(SystemTime::now());
     }
 }
 

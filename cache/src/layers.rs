@@ -179,8 +179,8 @@ impl Layers {
     }
 
     /// Opens the user's snapshot, the named bundles and the embedded one, in this order. A missing snapshot is an empty
-    /// layer, and so is a damaged one, with a warning; creates nothing. Where no folder of the user's can be named, the
-    /// bundles are all there is.
+    /// layer, and so is a damaged one, with a warning; creates nothing. Where no folder of the user's can be named, or
+    /// others may write to it and unsigned bundles are not allowed, the bundles are all there is.
     ///
     /// # Errors
     /// Those of [`Bundle::map`] and [`Trust::check`] for a bundle that was named, because its user counts on it.
@@ -201,6 +201,14 @@ impl Layers {
             let bundle = Bundle::from_static(EMBEDDED_LAYER, bytes)?;
             fixed.push(Arc::new(Layer::new(EMBEDDED_LAYER.into(), None, bundle)));
         }
+        // Unsigned code from anybody, or from a folder that anybody writes to: one is as bad as the other.
+        let own = own.filter(|dir| match dir.check_private() {
+            Err(e) if !trust.allows_unsigned() => {
+                tracing::warn!(error = %e, "the user's results are not used and nothing will be kept");
+                false
+            }
+            _ => true,
+        });
         let layers = Self { own: own.cloned(), snapshot: RwLock::default(), fixed };
         layers.refresh();
         Ok(layers)
@@ -295,6 +303,11 @@ impl Layers {
     /// The layers in order.
     pub fn info(&self) -> Vec<LayerInfo> {
         self.layers().iter().map(|l| l.info()).collect()
+    }
+
+    /// The user's folder, unless there is none or it may not be used.
+    pub fn own(&self) -> Option<&CacheDir> {
+        self.own.as_ref()
     }
 
     fn layers(&self) -> Vec<Arc<Layer>> {

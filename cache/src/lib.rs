@@ -13,6 +13,7 @@ mod bundle;
 mod device;
 mod dir;
 mod error;
+mod evict;
 mod exchange;
 mod files;
 mod key;
@@ -32,6 +33,7 @@ pub use bundle::{Bundle, BundleContents, BundleSet, Manifest, PublicKey, SecretK
 pub use device::{CompilerId, DeviceFingerprint};
 pub use dir::{CACHE_VARIABLE, CacheDir};
 pub use error::{Error, Result};
+pub use evict::LIMIT_VARIABLE;
 pub use exchange::{ExchangeSummary, ExportFilter, export, import};
 pub use files::ArtifactFiles;
 pub use key::Key;

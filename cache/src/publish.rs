@@ -1,8 +1,11 @@
 //! Writing files so that a reader sees the old one or the new one, whole, whatever happens.
 
-use crate::{Error, Result};
+use crate::{Error, Result, temporary_prefix};
 use std::io::{BufWriter, Seek, Write};
 use std::path::Path;
+
+/// What the names of unfinished files start with.
+pub(crate) const TEMPORARY: &str = ".flashtune-";
 
 /// What [`publish_file`] writes to.
 pub(crate) trait Sink: Write + Seek {}
@@ -29,7 +32,8 @@ pub(crate) fn publish_file(path: &Path, fill: impl FnOnce(&mut dyn Sink) -> Resu
     // A bare file name has an empty parent, which means the current folder.
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
-    builder.prefix(".flashtune-");
+    let prefix = temporary_prefix(TEMPORARY);
+    builder.prefix(&prefix);
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));
     let temporary = builder.tempfile_in(folder).map_err(io("create a file beside"))?;

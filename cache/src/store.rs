@@ -7,8 +7,11 @@
 mod lock;
 mod value;
 
-use crate::{ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Record, RecordKey, Result, Trial, dir};
+use crate::evict::{Evicted, evict, limit_from_env};
+use crate::publish::TEMPORARY;
+use crate::{ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Record, RecordKey, Result, Trial, dir, reap};
 use lock::StoreLock;
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use value::{open_value, seal_value};
@@ -45,6 +48,7 @@ impl Store {
     pub fn open(dir: &CacheDir) -> Result<Self> {
         dir.create()?;
         let lock = StoreLock::take(&dir.lock_path(), &dir.store_path())?;
+        reap_unfinished(dir);
         let path = dir.store_path();
         let db = open_or_replace(&path)?;
         let tree = |name: &str| db.open_tree(name).map_err(|e| store_error(&path, &e));
@@ -141,11 +145,22 @@ impl Store {
         let old = self.snapshot.exists().then(|| Bundle::map(&self.snapshot).ok()).flatten();
         let published = |key: &Key| old.as_ref().and_then(|b| b.artifact(key).ok().flatten());
         let mut load = |key: &Key| files.get(key).or_else(|| published(key));
-        let contents =
-            BundleContents { records: self.records()?, artifacts: Vec::new(), load: &mut load, created: unix_time() };
+        let records = self.records()?;
+        let pinned: HashSet<Key> = records.iter().map(|r| r.artifact).collect();
+        let contents = BundleContents { records, artifacts: Vec::new(), load: &mut load, created: unix_time() };
         contents.write(&self.snapshot)?;
         self.flush()?;
+        self.keep_to_the_cap(files, &pinned);
         Ok(self.snapshot.clone())
+    }
+
+    /// Removes artifact files that nothing needs when there are too many.
+    fn keep_to_the_cap(&self, files: &ArtifactFiles, pinned: &HashSet<Key>) {
+        let evicted = evict(files, pinned, limit_from_env());
+        if evicted.files > 0 {
+            let Evicted { files, bytes } = evicted;
+            tracing::info!(files, mib = bytes >> 20, "kernels that were not used for the longest time were removed");
+        }
     }
 
     /// Where [`Store::publish`] writes the snapshot; there may be none yet.
@@ -281,6 +296,14 @@ fn try_open(path: &Path) -> std::result::Result<sled::Db, Refusal> {
         }),
         Ok(Err(e)) => Err(Refusal::Unreadable(e.to_string())),
         Err(_) => Err(Refusal::Unreadable("sled panicked while opening it".to_owned())),
+    }
+}
+
+/// Removes what writers that were killed left half-written. The caller holds the lock.
+fn reap_unfinished(dir: &CacheDir) {
+    reap(dir.base(), TEMPORARY);
+    for part in std::fs::read_dir(dir.artifacts_path()).into_iter().flatten().flatten() {
+        reap(&part.path(), TEMPORARY);
     }
 }
 

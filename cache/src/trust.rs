@@ -80,6 +80,11 @@ impl Trust {
         Ok(())
     }
 
+    /// Whether bundles without a trusted signature are allowed.
+    pub fn allows_unsigned(&self) -> bool {
+        self.unsigned
+    }
+
     /// Whether a bundle may be used.
     ///
     /// # Errors

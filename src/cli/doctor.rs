@@ -141,6 +141,7 @@ pub fn run(cx: &mut Context, _: Args) -> Result<()> {
 
 /// Tries to make a file where the cache is or would be, and leaves nothing.
 fn writable(dir: &CacheDir) -> Result<(), String> {
+    dir.check_private().map_err(|e| e.to_string())?;
     let base = dir.base();
     let existing = base.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
     let remedy = "make it writable, or set FLASHTUNE_CACHE to a folder that is";

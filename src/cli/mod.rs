@@ -35,6 +35,7 @@ Exit codes:
 
 Environment:
   FLASHTUNE_CACHE      folder of records and compiled kernels (as --cache)
+  FLASHTUNE_CACHE_LIMIT_MIB  most that compiled kernels may take there, 2048 when not set
   FLASHTUNE_BUNDLES    bundle files to search after the cache, separated as in PATH (as --bundle)
   FLASHTUNE_TRUSTED_KEYS    public keys, or files of them, whose bundles are used, separated as in PATH (as --trust)
   FLASHTUNE_ALLOW_UNSIGNED  1: use bundles that no trusted key signed (as --allow-unsigned)

@@ -144,6 +144,23 @@ fn named_bundles_need_a_trusted_signature_and_others_do_not() {
 }
 
 #[test]
+fn a_folder_that_others_may_write_to_is_not_read() {
+    use std::os::unix::fs::PermissionsExt;
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path());
+    dir.create().unwrap();
+    std::fs::write(dir.snapshot_path(), bundle(vec![record(512, 1)])).unwrap();
+    ArtifactFiles::new(&dir).put(&artifact(5)).unwrap();
+    let found = |layers: &Layers| {
+        (find(layers, 512).matches.len(), layers.artifact(&artifact(5).recipe.key()).is_some(), layers.own().is_some())
+    };
+    assert_eq!(found(&Layers::open(&dir, &[], None).unwrap()), (1, true, true));
+    std::fs::set_permissions(dir.base(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    assert_eq!(found(&Layers::open(&dir, &[], None).unwrap()), (0, false, false));
+    assert_eq!(found(&Layers::open_with(Some(&dir), &[], None, &trusting()).unwrap()), (1, true, true));
+}
+
+#[test]
 fn bundles_serve_without_a_folder() {
     let tmp = tempfile::tempdir().unwrap();
     let named = tmp.path().join("named.ftb");

@@ -68,6 +68,35 @@ fn the_snapshot_holds_records_and_their_artifacts() {
 }
 
 #[test]
+fn half_written_files_of_dead_processes_go_when_the_store_is_opened() {
+    let (_tmp, dir, files) = folder();
+    drop(Store::open(&dir).unwrap());
+    let key = files.put(&artifact(1)).unwrap();
+    let mut child = std::process::Command::new("true").spawn().unwrap();
+    child.wait().unwrap();
+    let name = format!("{TEMPORARY}{}-x", child.id());
+    let left = [dir.base().join(&name), files.path(&key).with_file_name(&name)];
+    for path in &left {
+        std::fs::write(path, b"half").unwrap();
+        let then = SystemTime::now() - Duration::from_secs(7200);
+        std::fs::File::open(path).unwrap().set_modified(then).unwrap();
+    }
+    drop(Store::open(&dir).unwrap());
+    assert!(left.iter().all(|p| !p.exists()) && files.get(&key).is_some());
+}
+
+#[test]
+fn a_folder_that_others_may_write_to_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let (_tmp, dir, _) = folder();
+    dir.create().unwrap();
+    std::fs::set_permissions(dir.base(), std::fs::Permissions::from_mode(0o770)).unwrap();
+    assert!(matches!(Store::open(&dir), Err(Error::Exposed { .. })));
+    std::fs::set_permissions(dir.base(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    Store::open(&dir).unwrap();
+}
+
+#[test]
 fn a_publication_keeps_kernels_that_only_the_old_snapshot_has() {
     let (_tmp, dir, files) = folder();
     let store = Store::open(&dir).unwrap();
