@@ -26,6 +26,7 @@ pub mod score;
 mod shape;
 mod templates;
 mod tensor_map;
+mod traffic;
 mod wgmma;
 
 pub use abi::Tiling;
@@ -41,3 +42,4 @@ pub use schedule::{CpuSchedule, Family, NaiveSchedule, Schedule, Sm80Schedule, S
 pub use shape::{Shape, ShapeBucket};
 pub use templates::TemplateSet;
 pub use tensor_map::{TensorMapSpec, unaddressable};
+pub use traffic::{Traffic, Visits};

@@ -7,7 +7,9 @@
 mod sm90;
 
 use flashtune_cache::DeviceFingerprint;
-use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, DType, Kernel, Schedule, Shape, Sm80Schedule, SmArch, TileOrder};
+use flashtune_codegen::{
+    Arch, CpuIsa, CpuSchedule, DType, Kernel, Schedule, Shape, Sm80Schedule, SmArch, TileOrder, Visits,
+};
 
 /// Estimated cost of one launch, in cycles of one unit.
 pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -> f64 {
@@ -18,35 +20,6 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         // Families that have nothing to choose.
         _ => 1.0,
     }
-}
-
-/// Key blocks that the query blocks of one head visit.
-struct Visits {
-    /// Number of query blocks.
-    blocks: f64,
-    /// Key blocks over all query blocks.
-    total: f64,
-    /// Key blocks of the longest query block.
-    longest: f64,
-}
-
-/// Counts key blocks by the mask's own definition, on at most 64 query blocks.
-fn visits(shape: &Shape, block_q: u32, block_kv: u32) -> Visits {
-    let (q_len, kv_len) = (shape.q_len as u64, shape.kv_len as u64);
-    let blocks = q_len.div_ceil(block_q as u64).max(1);
-    let step = blocks.div_ceil(64);
-    let (mut sum, mut longest, mut seen) = (0.0, 0.0f64, 0.0);
-    for block in (0..blocks).step_by(step as usize) {
-        let first = (block * block_q as u64).min(q_len.saturating_sub(1));
-        let last = ((block + 1) * block_q as u64 - 1).min(q_len.saturating_sub(1));
-        let begin = shape.mask.live(first, q_len, kv_len).start / block_kv as u64;
-        let end = shape.mask.live(last, q_len, kv_len).end.div_ceil(block_kv as u64);
-        let n = end.saturating_sub(begin) as f64;
-        sum += n;
-        longest = longest.max(n);
-        seen += 1.0;
-    }
-    Visits { blocks: blocks as f64, total: sum / seen * blocks as f64, longest }
 }
 
 /// What one multiprocessor does per cycle.
@@ -95,7 +68,8 @@ fn sm80(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch, shape: &Shape, units: u32
     // Resident warps hide what is not the bottleneck, and the latency of loads and barriers.
     let resident = resident_blocks(kernel, s, sm);
     let active = resident.min(
-        (shape.batch as f64 * shape.heads as f64 * visits(shape, s.block_q(), s.block_kv).blocks / units.max(1) as f64)
+        (shape.batch as f64 * shape.heads as f64 * Visits::of(shape, s.block_q(), s.block_kv).tiles
+            / units.max(1) as f64)
             .ceil()
             .max(1.0),
     );
@@ -106,17 +80,17 @@ fn sm80(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch, shape: &Shape, units: u32
 
     // Q comes in and O goes out once per block.
     let tile = 2.0 * block_q * dims / rate.l2 + 600.0 / active;
-    let v = visits(shape, s.block_q(), s.block_kv);
+    let v = Visits::of(shape, s.block_q(), s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64;
-    let total = heads * (v.total * step + v.blocks * tile);
+    let total = heads * (v.total * step + v.tiles * tile);
     let longest = v.longest * step + tile;
     balance(
         total,
         longest,
-        heads * v.blocks,
+        heads * v.tiles,
         units as f64,
         s.order == TileOrder::BlockMajor,
-        v.longest * v.blocks > v.total,
+        v.longest * v.tiles > v.total,
     )
 }
 
@@ -176,13 +150,13 @@ fn cpu(kernel: &Kernel, s: &CpuSchedule, shape: &Shape, device: &DeviceFingerpri
     let footprint = 4.0 * (block_kv * (dqk + dv) + block_q * (block_kv + dqk + dv));
     let spill = 1.0 + 0.3 * (footprint / (1 << 20) as f64 - 1.0).clamp(0.0, 4.0);
 
-    let v = visits(shape, s.block_q, s.block_kv);
+    let v = Visits::of(shape, s.block_q, s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64;
     let tile = block_q * (dqk + dv) / lanes * 4.0 + 2000.0;
     let work = (step * spill + packing).max(1.0);
-    let total = heads * (v.total * work + v.blocks * tile);
+    let total = heads * (v.total * work + v.tiles * tile);
     let longest = v.longest * work + tile;
-    balance(total, longest, heads * v.blocks, units, false, v.longest * v.blocks > v.total)
+    balance(total, longest, heads * v.tiles, units, false, v.longest * v.tiles > v.total)
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The model of `forward/sm90`: tensor cores, special functions, shared memory and L2, and how far the schedule lets
 //! them work at the same time.
 
-use super::{EXP2, SMEM_BYTES, balance, visits};
-use flashtune_codegen::{Kernel, Shape, Sm90Schedule};
+use super::{EXP2, SMEM_BYTES, balance};
+use flashtune_codegen::{Kernel, Shape, Sm90Schedule, Visits};
 
 /// Floating-point operations of 16-bit wgmma per cycle and multiprocessor.
 const WGMMA: f64 = 4096.0;
@@ -53,14 +53,14 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let tile = (1200.0 + qk + softmax + block_q * (dqk + dv) * 2.0 / L2_BYTES) * apart;
 
     let group = if s.pack_group && s.is_worth(shape) { shape.group() } else { 1 };
-    let v = visits(&packed(shape, group), s.block_q(), s.block_kv);
+    let v = Visits::of(&packed(shape, group), s.block_q(), s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64 / group as f64;
     // Rows of a packed tile are found by division, and their keys differ less from row to row: a wash, unless rows fill up.
     let packing = if group > 1 { 1.01 } else { 1.0 };
-    let total = packing * heads * (v.total * step + v.blocks * tile);
-    let uneven = v.longest * v.blocks > v.total;
+    let total = packing * heads * (v.total * step + v.tiles * tile);
+    let uneven = v.longest * v.tiles > v.total;
     let longest_first = !s.persistent && s.section_mib != 0;
-    balance(total, v.longest * step + tile, heads * v.blocks, units as f64, longest_first, uneven)
+    balance(total, v.longest * step + tile, heads * v.tiles, units as f64, longest_first, uneven)
 }
 
 /// The shape as tiles see it when the heads of a group share one: their rows count together. The mask then covers the

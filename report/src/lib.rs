@@ -1,0 +1,33 @@
+//! What a benchmark measured, as data, and what is made of it: Markdown, SVG, HTML.
+//!
+//! ```text
+//! flashtune bench --+                                        +-> markdown()
+//!                   +-> Report (JSON) -> Report::from_json --+-> svg()
+//! benches/peers.py -+                    checks, derives     +-> html()
+//! ```
+//!
+//! A report states what was measured (times, sizes, the device and its measured ceilings) and nothing else; every number
+//! that follows from those, such as TFLOP/s or a share of a ceiling, is computed here ([`Derived`]), so that two programs
+//! that write reports cannot compute it in two ways. Architecture invariant: no device, no clock, no file; the same
+//! report gives the same bytes.
+
+mod chart;
+mod derive;
+mod draw;
+mod figure;
+mod group;
+mod html;
+mod lengths;
+mod model;
+mod read;
+mod tables;
+mod text;
+
+pub use figure::svg;
+pub use html::html;
+pub use model::{
+    Case, Ceiling, Ceilings, Check, Conditions, Derived, DeviceFacts, FORMAT, Latency, LengthCurve, LengthReport, Made,
+    MatmulCeiling, Measured, Point, Quantile, Report,
+};
+pub use read::Error;
+pub use tables::markdown;
