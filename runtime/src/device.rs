@@ -1,6 +1,6 @@
 //! What a device can do, as the tuner and the engine see it.
 
-use crate::{Error, Result};
+use crate::{Ceiling, Error, Probe, Result};
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Kernel, Launch, Problem, Shape, Source};
@@ -87,6 +87,16 @@ pub trait Device: Send + Sync {
     fn flush_cache(&self, stream: Stream) -> Result<()>;
     /// Device time of what `work` enqueues on the stream, in microseconds.
     fn time_us(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<f64>;
+
+    /// Work that shows what this device reaches at best; an error that tells what is missing for it.
+    fn probe(&self, ceiling: Ceiling) -> Result<Box<dyn Probe>> {
+        Err(Error::Device {
+            call: "probe",
+            device: self.fingerprint().to_string(),
+            message: format!("it has nothing that shows its ceiling of {ceiling}"),
+            remedy: "measure on a CUDA device or on the CPU",
+        })
+    }
 }
 
 impl dyn Device {

@@ -12,6 +12,7 @@
 //! nowhere else. A missing library is an [`Error`], never a panic. A launch is asynchronous on the caller's stream,
 //! allocates nothing and syncs nothing.
 
+pub mod ceilings;
 pub mod check;
 pub mod compile;
 pub mod cpu;
@@ -19,10 +20,12 @@ pub mod cuda;
 mod device;
 pub mod dispatch;
 mod error;
+mod library_search;
 mod open;
 pub mod reference;
 mod tensor;
 
+pub use ceilings::{Ceiling, Probe};
 pub use check::{CheckCase, CheckInputs, CheckReport, check_kernel};
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::CpuDevice;

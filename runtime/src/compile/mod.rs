@@ -2,7 +2,6 @@
 
 mod cc;
 mod nvrtc;
-mod nvrtc_find;
 mod nvrtc_lib;
 mod ptxas_log;
 

@@ -1,8 +1,8 @@
 //! NVIDIA's run-time compiler: CUDA C++ to a cubin, in this process, with no toolkit and no GPU.
 
-use super::nvrtc_find::{ENV, Surroundings};
 use super::nvrtc_lib::NvrtcLib;
 use super::ptxas_log;
+use crate::library_search::Surroundings;
 use crate::{Compiler, Error, Result};
 use flashtune_cache::{CompilerId, Facts, Key};
 use flashtune_codegen::{Language, Source};
@@ -20,6 +20,9 @@ pub struct Nvrtc {
     library: NvrtcLib,
 }
 
+/// Environment variable that names the library or its folder.
+const ENV: &str = "FLASHTUNE_NVRTC";
+const LIBRARY: &str = "libnvrtc.so";
 const WHAT: &str = "NVRTC (libnvrtc.so, CUDA 12 or newer)";
 const REMEDY: &str = "pip install nvidia-cuda-nvrtc (no toolkit or GPU is needed), or set FLASHTUNE_NVRTC to the \
                       library or its folder";
@@ -58,9 +61,9 @@ impl Nvrtc {
     fn search(surroundings: &Surroundings<'_>) -> Result<Nvrtc> {
         let missing = |searched| Error::Missing { what: WHAT, searched, remedy: REMEDY };
         let mut tried = Vec::new();
-        let (candidates, named) = match surroundings.named() {
+        let (candidates, named) = match surroundings.named(ENV, LIBRARY) {
             Some(files) => (files, true),
-            None => (surroundings.search(), false),
+            None => (surroundings.search(LIBRARY), false),
         };
         for path in candidates {
             match Self::open(&path) {

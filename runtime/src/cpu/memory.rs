@@ -52,6 +52,18 @@ impl CpuBuffer {
         unsafe { std::ptr::copy_nonoverlapping(self.address, bytes.as_mut_ptr(), bytes.len()) }
     }
 
+    /// The buffer's bytes, for one who holds it alone.
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the range is the allocation, which was zeroed, and is borrowed with the buffer.
+        unsafe { std::slice::from_raw_parts_mut(self.address, self.bytes) }
+    }
+
+    /// The buffer's bytes. No kernel may write to it meanwhile: only for buffers whose address is not given away.
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: as above; writers through `write` and `fill` are excluded by the caller.
+        unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
+    }
+
     /// Sets every byte.
     pub(super) fn fill(&self, byte: u8) {
         // SAFETY: the range is the allocation.

@@ -8,12 +8,13 @@ mod isa;
 mod matmul;
 mod memory;
 mod module;
+mod probe;
 mod softmax;
 
 pub(crate) use matmul::{Packed, matmul};
 pub(crate) use softmax::softmax;
 
-use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream, compiler_for};
+use crate::{Buffer, Ceiling, Compiler, Device, Error, Module, Probe, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Launch, Schedule};
@@ -197,6 +198,10 @@ impl Device for CpuDevice {
         let start = Instant::now();
         work()?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
+    }
+
+    fn probe(&self, ceiling: Ceiling) -> Result<Box<dyn Probe>> {
+        probe::probe(ceiling, &self.fingerprint, self.pool)
     }
 }
 

@@ -5,17 +5,19 @@
 //! [`CudaDevice::of_context`]. Nothing here tracks events or keeps streams waiting for each other.
 
 mod context;
+mod cublas;
 mod driver;
 mod memory;
 mod module;
 mod pointer;
+mod probe;
 mod slices;
 mod tensor_map;
 
 pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
 
-use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream, compiler_for};
+use crate::{Buffer, Ceiling, Compiler, Device, Error, Module, Probe, Result, Stream, compiler_for};
 use context::Context;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
@@ -337,6 +339,10 @@ impl Device for CudaDevice {
         // Events of a failed measurement are dropped, not used again.
         self.timers.lock().unwrap_or_else(|e| e.into_inner()).push(timer);
         Ok(ms as f64 * 1e3)
+    }
+
+    fn probe(&self, ceiling: Ceiling) -> Result<Box<dyn Probe>> {
+        probe::probe(self, ceiling)
     }
 }
 

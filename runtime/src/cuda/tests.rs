@@ -220,3 +220,17 @@ fn the_naive_template_passes_the_check() {
         }
     }
 }
+
+#[test]
+fn the_ceilings_of_a_gpu_are_measured_or_say_what_is_missing() {
+    let Some(device) = device() else { return };
+    use crate::ceilings::{Ceiling, measure};
+    let copy = measure(&*device, Ceiling::Copy).unwrap();
+    assert!((5e10..1e14).contains(&copy.per_second), "{copy:?}");
+    for dtype in DType::ALL {
+        match measure(&*device, Ceiling::Matmul(dtype)) {
+            Ok(rate) => assert!((1e12..1e16).contains(&rate.per_second) && rate.how.contains("cuBLAS"), "{rate:?}"),
+            Err(e) => assert!(e.to_string().contains("libcublas"), "{e}"),
+        }
+    }
+}

@@ -1,29 +1,26 @@
-//! Where NVRTC may be: a list of folders to look into, best first.
+//! Where a library of the CUDA toolkit may be: a list of folders to look into, best first.
 //!
-//! The wheel `nvidia-cuda-nvrtc` holds no development link and is on no loader path, so the usual lookup by name does
-//! not find it; neither does it tell two installed versions apart.
+//! The wheels (`nvidia-cuda-nvrtc`, `nvidia-cublas`) hold no development link and are on no loader path, so the usual
+//! lookup by name does not find them; neither does it tell two installed versions apart.
 
 use std::cmp::Reverse;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Environment variable that names the library or its folder.
-pub(super) const ENV: &str = "FLASHTUNE_NVRTC";
-
 /// What the search reads of its surroundings.
-pub(super) struct Surroundings<'a> {
+pub(crate) struct Surroundings<'a> {
     /// Environment variables.
-    pub(super) var: &'a dyn Fn(&str) -> Option<OsString>,
+    pub(crate) var: &'a dyn Fn(&str) -> Option<OsString>,
     /// The working directory.
-    pub(super) folder: PathBuf,
+    pub(crate) folder: PathBuf,
     /// Root of the file system.
-    pub(super) root: PathBuf,
+    pub(crate) root: PathBuf,
 }
 
 impl Surroundings<'_> {
     /// Those of this process.
-    pub(super) fn of_process() -> Surroundings<'static> {
+    pub(crate) fn of_process() -> Surroundings<'static> {
         Surroundings {
             var: &|name| std::env::var_os(name).filter(|v| !v.is_empty()),
             folder: std::env::current_dir().unwrap_or_default(),
@@ -39,18 +36,18 @@ impl Surroundings<'_> {
         (self.var)(name).map(|v| std::env::split_paths(&v).filter(|p| p.is_absolute()).collect()).unwrap_or_default()
     }
 
-    /// The library that the user named, if one was: then nothing else is looked at.
-    pub(super) fn named(&self) -> Option<Vec<PathBuf>> {
-        let named = self.path(ENV)?;
-        Some(if named.is_dir() { libraries(&named) } else { vec![named] })
+    /// The library that the user named by an environment variable, if one was: then nothing else is looked at.
+    pub(crate) fn named(&self, variable: &str, library: &str) -> Option<Vec<PathBuf>> {
+        let named = self.path(variable)?;
+        Some(if named.is_dir() { libraries(&named, library) } else { vec![named] })
     }
 
-    /// Every library that is found, best first.
-    pub(super) fn search(&self) -> Vec<PathBuf> {
+    /// Every file of a library (`libnvrtc.so`) that is found, best first.
+    pub(crate) fn search(&self, library: &str) -> Vec<PathBuf> {
         let mut seen = std::collections::HashSet::new();
         self.folders()
             .iter()
-            .flat_map(|folder| libraries(folder))
+            .flat_map(|folder| libraries(folder, library))
             // The same file through several links is tried once.
             .filter(|file| seen.insert(fs::canonicalize(file).unwrap_or_else(|_| file.clone())))
             .collect()
@@ -71,7 +68,7 @@ impl Surroundings<'_> {
             let mut cu = children(&nvidia, |name| name.starts_with("cu") && name[2..].parse::<u32>().is_ok());
             cu.sort_by_key(|p| Reverse(version(&name_of(p)[2..])));
             out.extend(cu.into_iter().map(|p| p.join("lib")));
-            out.push(nvidia.join("cuda_nvrtc/lib"));
+            out.extend(["cuda_nvrtc", "cublas"].map(|wheel| nvidia.join(wheel).join("lib")));
         }
         out
     }
@@ -136,12 +133,15 @@ impl Surroundings<'_> {
     }
 }
 
-/// The NVRTC libraries of a folder, newest first; the unversioned development link last.
-fn libraries(folder: &Path) -> Vec<PathBuf> {
-    let mut found = children(folder, |name| {
-        name == "libnvrtc.so" || name.strip_prefix("libnvrtc.so.").is_some_and(|v| !version(v).is_empty())
-    });
-    found.sort_by_key(|p| Reverse(version(name_of(p).strip_prefix("libnvrtc.so.").unwrap_or_default())));
+/// The files of a library in a folder, newest first; the unversioned development link last.
+fn libraries(folder: &Path, library: &str) -> Vec<PathBuf> {
+    // The number behind the name: none for the link, nothing at all for another library.
+    let number = |name: &str| match name.strip_prefix(library)? {
+        "" => Some(Vec::new()),
+        rest => rest.strip_prefix('.').map(version).filter(|v| !v.is_empty()),
+    };
+    let mut found = children(folder, |name| number(name).is_some());
+    found.sort_by_key(|p| Reverse(number(&name_of(p))));
     found
 }
 
@@ -170,6 +170,9 @@ mod tests {
     use super::*;
     use std::collections::HashMap;
 
+    const ENV: &str = "FLASHTUNE_NVRTC";
+    const NVRTC: &str = "libnvrtc.so";
+
     /// A file system in a temporary folder.
     struct World {
         dir: tempfile::TempDir,
@@ -196,7 +199,7 @@ mod tests {
         fn found(&self, named: bool) -> Option<Vec<String>> {
             let var = |name: &str| self.vars.get(name).cloned();
             let s = Surroundings { var: &var, folder: self.dir.path().join("work/sub"), root: self.dir.path().into() };
-            let files = if named { s.named()? } else { s.search() };
+            let files = if named { s.named(ENV, NVRTC)? } else { s.search(NVRTC) };
             let relative = |p: PathBuf| p.strip_prefix(self.dir.path()).unwrap().to_string_lossy().into_owned();
             Some(files.into_iter().map(relative).collect())
         }
@@ -273,5 +276,22 @@ mod tests {
         let world = World::new(&["etc/ld.so.conf.d/cuda.conf", "toolkit/lib/libnvrtc.so.13"]);
         fs::write(world.dir.path().join("etc/ld.so.conf.d/cuda.conf"), "# comment\n/toolkit/lib\n").unwrap();
         assert_eq!(world.found(false).unwrap(), ["toolkit/lib/libnvrtc.so.13"]);
+    }
+
+    #[test]
+    fn other_libraries_are_found_beside_it_and_not_taken_for_it() {
+        let world = World::new(&[
+            "cuda/lib64/libcublas.so",
+            "cuda/lib64/libcublas.so.13",
+            "cuda/lib64/libcublasLt.so.13",
+            "cuda/lib64/libnvrtc.so.13",
+            "venv/lib/python3.12/site-packages/nvidia/cublas/lib/libcublas.so.12",
+        ])
+        .set("CUDA_HOME", "cuda")
+        .set("VIRTUAL_ENV", "venv");
+        let var = |name: &str| world.vars.get(name).cloned();
+        let s = Surroundings { var: &var, folder: world.dir.path().join("work"), root: world.dir.path().into() };
+        let names: Vec<_> = s.search("libcublas.so").iter().map(|p| name_of(p)).collect();
+        assert_eq!(names, ["libcublas.so.13", "libcublas.so", "libcublas.so.12"]);
     }
 }
