@@ -121,6 +121,13 @@ fn words_that_the_command_line_does_not_know() {
         (&["tune", "--budget-s", "1e20"], "--budget-s"),
         (&["tune", "--q-len", "0"], "nothing to time"),
         (&["bench", "--rounds", "0"], "--rounds"),
+        (&["bench", "--seq-lens", "4k..512"], "FROM..TO"),
+        (&["bench", "--masks", "full,casual"], "`casual`"),
+        (&["bench", "--width", "100"], "--width"),
+        (&["bench", "--tokens", "0"], "--tokens"),
+        (&["bench", "--lengths", "/nonexistent/lengths"], "cannot read"),
+        (&["bench", "--svg", "/nonexistent/folder/a.svg"], "cannot write"),
+        (&["report", "/nonexistent/report.json"], "cannot read"),
         (&["build", "--arch", "sm_60", "--out", "/tmp/x.ftb"], "sm_60"),
         (&["frobnicate"], "frobnicate"),
     ] {

@@ -55,17 +55,25 @@ fn a_check_of_nothing_is_an_error() {
 fn a_bench_times_the_choice_the_default_and_unfused_attention() {
     let place = Place::new();
     let args = ["bench", "--dtype", "f32", "--head-dim", "64", "--q-len", "96", "--heads", "2", "--rounds", "3"];
-    let rows = place.json(&args);
-    let rows = rows.as_array().unwrap();
-    let contenders: Vec<_> = rows.iter().map(|r| r["contender"].as_str().unwrap()).collect();
-    assert_eq!(contenders, ["chosen = default", "unfused"]);
-    for row in rows {
-        let (us, gflops) = (row["median_us"].as_f64().unwrap(), row["gflops"].as_f64().unwrap());
-        // 96 queries see 96 * 97 / 2 keys in each of two heads; two products of 64.
-        let flops = 2.0 * 2.0 * (96.0 * 97.0 / 2.0) * 128.0;
-        assert!((gflops * us * 1e3 / flops - 1.0).abs() < 1e-6, "{row}");
-        assert!(row["p10_us"].as_f64().unwrap() <= us && us <= row["p90_us"].as_f64().unwrap(), "{row}");
+    let report = place.json(&args);
+    let point = &report["points"][0];
+    let results = point["results"].as_array().unwrap();
+    let told: Vec<_> =
+        results.iter().map(|r| (r["contender"].as_str().unwrap(), r["latency_us"].is_object())).collect();
+    // With nothing tuned, the choice is the default.
+    assert_eq!(told, [("chosen", true), ("default", false), ("unfused", true)]);
+    assert!(results[1]["absent"].as_str().unwrap().contains("chose the default"));
+    // 96 queries see 96 * 97 / 2 keys in each of two heads; two products of 64.
+    let flops = 2.0 * 2.0 * (96.0 * 97.0 / 2.0) * 128.0;
+    assert_eq!(point["flops"].as_f64(), Some(flops));
+    for result in [&results[0], &results[2]] {
+        let us = |name: &str| result["latency_us"][name].as_f64().unwrap();
+        let tflops = result["derived"]["tflops"].as_f64().unwrap();
+        assert!((tflops * us("median") * 1e6 / flops - 1.0).abs() < 1e-6, "{result}");
+        assert!(us("p10") <= us("median") && us("median") <= us("p90"), "{result}");
+        assert_eq!(us("samples"), 3.0);
     }
+    assert_eq!(report["checks"][0]["passed"], true);
 }
 
 #[test]

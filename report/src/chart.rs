@@ -103,8 +103,7 @@ fn prefill(report: &Report, group: &Group, contenders: &[&str]) -> Option<Chart>
     series.push(Series { of: Of::Roofline, values: roofline.collect() });
     series.retain(|s| !s.values.is_empty());
 
-    // Kernels of a slow device are told in a smaller unit.
-    let (unit, factor) = if most < 2.0 { ("GFLOP/s", 1e3) } else { ("TFLOP/s", 1.0) };
+    let (unit, factor) = text::rate_unit(most);
     for value in series.iter_mut().flat_map(|s| &mut s.values) {
         (value.y, value.low, value.high) = (value.y * factor, value.low * factor, value.high * factor);
     }
@@ -178,7 +177,7 @@ fn most(series: &[Series]) -> Option<f64> {
 }
 
 fn most_of(series: &[Series]) -> Option<f64> {
-    series.iter().flat_map(|s| &s.values).map(|v| v.y).reduce(f64::max)
+    series.iter().flat_map(|s| &s.values).map(|v| v.high).reduce(f64::max)
 }
 
 impl Axis {

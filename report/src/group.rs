@@ -24,7 +24,7 @@ pub(crate) struct Group<'a> {
 /// All points, each in one group; groups in order of appearance.
 pub(crate) fn groups(report: &Report) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
-    for group in collect(&report.points, |p| problem(p)) {
+    for group in collect(&report.points, problem) {
         // Two points of one length need lines of their own.
         let lengths: std::collections::HashSet<_> = group.points.iter().map(|p| p.case.kv_len).collect();
         if group.kind == Kind::Prefill && lengths.len() < group.points.len() {

@@ -19,6 +19,16 @@ impl Table {
         let header = header.iter().map(|h| (*h).to_owned()).collect();
         Self { title: title.into(), note: note.into(), header, rows: Vec::new() }
     }
+
+    /// Leaves out the columns that nobody filled, from the one of this index on.
+    fn drop_empty_columns(&mut self, from: usize) {
+        for column in (from..self.header.len()).rev() {
+            if self.rows.iter().all(|r| r[column] == NONE) {
+                self.header.remove(column);
+                self.rows.iter_mut().for_each(|r| drop(r.remove(column)));
+            }
+        }
+    }
 }
 
 const NONE: &str = "-";
@@ -45,7 +55,7 @@ pub(crate) fn facts(report: &Report) -> Vec<(String, String)> {
         ("Command".to_owned(), report.made.command.clone()),
     ];
     for c in &report.ceilings.matmul {
-        let rate = rate(c.tflops);
+        let rate = text::rate(c.tflops);
         facts.push((format!("Ceiling, {} matmul", c.dtype), format!("{rate} ({})", c.how)));
     }
     if let Some(c) = &report.ceilings.copy {
@@ -53,22 +63,27 @@ pub(crate) fn facts(report: &Report) -> Vec<(String, String)> {
         facts.push(("Ceiling, copy".to_owned(), format!("{rate} GB/s, bytes read plus bytes written ({})", c.how)));
     }
     facts.extend(report.ceilings.absent.iter().map(|why| ("No ceiling".to_owned(), why.clone())));
+    facts.extend(exceeded(report).map(|told| ("Beware".to_owned(), told)));
     facts
 }
 
-/// A rate in the unit that suits it.
-pub(crate) fn rate(tflops: f64) -> String {
-    match tflops < 2.0 {
-        true => format!("{} GFLOP/s", text::number(tflops * 1e3)),
-        false => format!("{} TFLOP/s", text::number(tflops)),
-    }
+/// A ceiling that something exceeds was measured too low, and a reader must know.
+fn exceeded(report: &Report) -> Option<String> {
+    let results = report.points.iter().flat_map(|p| &p.results);
+    let share = results.filter_map(|r| r.derived.roofline_share).fold(0.0, f64::max);
+    (share > 1.02).then(|| {
+        format!(
+            "the best result is {} of what the measured ceilings allow; something held them down",
+            text::percent(share)
+        )
+    })
 }
 
 /// All tables of a report.
 pub(crate) fn tables(report: &Report) -> Vec<Table> {
     let groups = groups(report);
     let contenders = report.contenders();
-    let mut tables = side_by_side(&groups, &contenders);
+    let mut tables = side_by_side(report, &groups, &contenders);
     tables.extend(details(&groups));
     tables.extend(report.lengths.as_ref().map(lengths::table));
     tables.extend(checks(report));
@@ -80,43 +95,46 @@ fn sizes(c: &Case) -> [String; 4] {
 }
 
 /// One line per point, one column per contender; a table per suite and kind.
-fn side_by_side(groups: &[Group], contenders: &[&str]) -> Vec<Table> {
+fn side_by_side(report: &Report, groups: &[Group], contenders: &[&str]) -> Vec<Table> {
+    let rates = report.points.iter().flat_map(|p| &p.results).filter_map(|r| r.derived.tflops);
+    let (rate_unit, factor) = text::rate_unit(rates.fold(0.0, f64::max));
     let mut tables: Vec<Table> = Vec::new();
     for group in groups {
         let (unit, note) = match group.kind {
-            Kind::Prefill => ("TFLOP/s", "TFLOP/s of medians, on live (query, key) pairs."),
-            Kind::Decode => ("GB/s", "GB/s of medians, counting Q, K, V read and O written once."),
+            Kind::Prefill => (rate_unit, "By medians, on live (query, key) pairs."),
+            Kind::Decode => ("GB/s", "By medians, counting Q, K, V read and O written once."),
         };
         let title = format!("{}, {unit}", group.suite);
-        if !tables.iter().any(|t| t.title == title) {
-            let mut table = Table::new(&title, note, &["batch", "heads", "length", "problem"]);
-            table.header.extend(contenders.iter().map(|c| (*c).to_owned()));
-            table.header.extend(["best", "roofline share of best", "conditions"].map(str::to_owned));
-            if contenders.len() > 1 {
-                table.header.push(format!("{} / best other", contenders[0]));
+        let table = match tables.iter().position(|t| t.title == title) {
+            Some(at) => &mut tables[at],
+            None => {
+                let mut table = Table::new(&title, note, &["batch", "heads", "length", "problem"]);
+                table.header.extend(contenders.iter().map(|c| (*c).to_owned()));
+                let of_first = format!("{} / best other", contenders.first().unwrap_or(&NONE));
+                table.header.extend(["best".to_owned(), of_first, "roofline share of best".to_owned()]);
+                table.header.push("conditions".to_owned());
+                tables.push(table);
+                tables.last_mut().expect("just pushed")
             }
-            tables.push(table);
-        }
-        let table = tables.iter_mut().find(|t| t.title == title).expect("pushed above");
+        };
         for point in &group.points {
             let mut row = sizes(&point.case).to_vec();
             row.extend(contenders.iter().map(|c| {
                 let derived = point.result(c).map(|r| &r.derived);
                 or_none(derived.and_then(|d| match group.kind {
-                    Kind::Prefill => d.tflops.map(text::number),
+                    Kind::Prefill => d.tflops.map(|t| text::number(t * factor)),
                     Kind::Decode => d.gbytes_per_s.map(text::number),
                 }))
             }));
             let best = point.best();
             row.push(or_none(best.map(|b| b.contender.clone())));
+            row.push(or_none(contenders.first().and_then(|first| against_others(point, first))));
             row.push(or_none(best.and_then(|b| b.derived.roofline_share).map(text::percent)));
             row.push(or_none(point.conditions.as_ref().map(conditions)));
-            if contenders.len() > 1 {
-                row.push(or_none(against_others(point, contenders[0])));
-            }
             table.rows.push(row);
         }
     }
+    tables.iter_mut().for_each(|t| t.drop_empty_columns(4));
     tables
 }
 
@@ -164,28 +182,36 @@ fn details(groups: &[Group]) -> Vec<Table> {
         .map(|group| {
             let mut table = Table::new(format!("Details: {}, {}", group.suite, group.title), note, &header);
             for point in &group.points {
-                table.rows.extend(point.results.iter().map(|r| detail(point, r)));
+                table.rows.extend(point.results.iter().filter(|r| r.latency_us.is_some()).map(|r| detail(point, r)));
             }
-            // A column that nobody filled is left out.
-            for column in (4..header.len()).rev() {
-                if table.rows.iter().all(|r| r[column] == NONE) {
-                    table.header.remove(column);
-                    table.rows.iter_mut().for_each(|r| drop(r.remove(column)));
-                }
-            }
+            table.note += &absences(group);
+            table.drop_empty_columns(4);
             table
         })
         .collect()
+}
+
+/// Who did not run, why, and how often; in sentences.
+fn absences(group: &Group) -> String {
+    let mut absent: Vec<(&str, &str, usize)> = Vec::new();
+    for r in group.points.iter().flat_map(|p| &p.results).filter(|r| r.latency_us.is_none()) {
+        let why = r.absent.as_deref().unwrap_or("no reason is given");
+        match absent.iter_mut().find(|(name, known, _)| (*name, *known) == (r.contender.as_str(), why)) {
+            Some((_, _, times)) => *times += 1,
+            None => absent.push((&r.contender, why, 1)),
+        }
+    }
+    let of = group.points.len();
+    absent.iter().map(|(name, why, times)| format!(" Without {name} at {times} of {of} points: {why}.")).collect()
 }
 
 fn detail(point: &Point, r: &Measured) -> Vec<String> {
     let [batch, heads, length, _] = sizes(&point.case);
     let d = &r.derived;
     let multiple = |bytes: Option<f64>| or_none(bytes.map(|b| format!("{:.2}x", b / point.ideal_bytes)));
-    let contender = match (&r.absent, &r.note) {
-        (Some(why), _) => format!("{}: {why}", r.contender),
-        (None, Some(note)) => format!("{} ({note})", r.contender),
-        (None, None) => r.contender.clone(),
+    let contender = match &r.note {
+        Some(note) => format!("{} ({note})", r.contender),
+        None => r.contender.clone(),
     };
     let us = r.latency_us.as_ref();
     // What stores no scores is what has a schedule: unfused attention does store them.
@@ -198,7 +224,7 @@ fn detail(point: &Point, r: &Measured) -> Vec<String> {
         or_none(us.map(|l| text::number(l.median))),
         or_none(us.map(|l| format!("{}..{}", text::number(l.p10), text::number(l.p90)))),
         or_none(d.spread.map(text::percent)),
-        or_none(d.tflops.map(rate)),
+        or_none(d.tflops.map(text::rate)),
         or_none(d.matmul_share.map(text::percent)),
         or_none(d.copy_share.map(text::percent)),
         multiple(r.tile_bytes),
@@ -236,7 +262,7 @@ pub fn markdown(report: &Report) -> String {
         let _ = write!(out, "\n{}\n", report.method.join(" "));
     }
     for table in tables(report) {
-        let _ = write!(out, "\n## {}\n\n{}\n\n", table.title, table.note);
+        let _ = write!(out, "\n## {}\n\n{}\n\n", table.title, plain(&table.note));
         line(&mut out, &table.header);
         line(&mut out, &vec!["---".to_owned(); table.header.len()]);
         for row in &table.rows {
@@ -280,12 +306,13 @@ mod tests {
             "NVIDIA H200 (sm_90a, 132 units)",
             "800.0 TFLOP/s (cuBLAS)",
             "4000 GB/s",
-            "| batch | heads | length | problem | flashtune | fa3 | fa4 | best | roofline share of best |",
-            "| 4 | 16 | 1k | bf16 128 causal | 100.0 | 200.0 | - | fa3 | 40.0 % | 1755 MHz, 651 W, power cap | 0.50x |",
+            "## forward, TFLOP/s",
+            "| batch | heads | length | problem | flashtune | fa3 | best | flashtune / best other | roofline share of best |",
+            "| 4 | 16 | 1k | bf16 128 causal | 100.0 | 200.0 | fa3 | 0.50x | 40.0 % | 1755 MHz, 651 W, power cap |",
             "## decode, GB/s",
-            "| 4 | 16 | 1 x 8k | bf16 128 causal | 800.0 | 1600 | - | fa3 |",
+            "| 4 | 16 | 1 x 8k | bf16 128 causal | 800.0 | 1600 | fa3 |",
             "| 4 | 16 | 1k | flashtune | 10.0 | 9.00..11.0 | 20.0 % | 100.0 TFLOP/s | 12.5 % | 20.0 % | 4.00x | 1.00x | 61.0 MiB | w4x32-kv64 |",
-            "fa4: ImportError: no module &lt;b>cute&lt;/b> \\| here",
+            "Without fa4 at 2 of 2 points: ImportError: no module &lt;b>cute&lt;/b> \\| here.",
             "| flashtune | bf16 128 causal | 4 | 16 | 100 | 1.0e-3 | 2.0e-3 | yes | - |",
         ] {
             assert!(text.contains(words), "`{words}` is not in:\n{text}");

@@ -6,7 +6,7 @@ use crate::model::Case;
 pub(crate) fn number(x: f64) -> String {
     let digits = match x.abs() {
         0.0 => 0,
-        a if a < 1e-3 || a >= 1e7 => return format!("{x:.2e}"),
+        a if !(1e-3..1e7).contains(&a) => return format!("{x:.2e}"),
         a if a < 1.0 => 3,
         a if a < 10.0 => 2,
         a if a < 1000.0 => 1,
@@ -39,6 +39,17 @@ pub(crate) fn bytes(n: f64) -> String {
         }
     }
     format!("{n:.0} B")
+}
+
+/// The unit of rates up to so many 1e12 operations per second, and how many of it those are.
+pub(crate) fn rate_unit(most_tflops: f64) -> (&'static str, f64) {
+    if most_tflops < 2.0 { ("GFLOP/s", 1e3) } else { ("TFLOP/s", 1.0) }
+}
+
+/// A rate in the unit that suits it.
+pub(crate) fn rate(tflops: f64) -> String {
+    let (unit, factor) = rate_unit(tflops);
+    format!("{} {unit}", number(tflops * factor))
 }
 
 /// A time given in microseconds.

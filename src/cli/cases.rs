@@ -1,6 +1,7 @@
 //! Problems and sizes on the command line: lists of values, all combinations.
 
 use super::exit::usage;
+use super::lists::{Masks, Sizes, masks, sizes};
 use anyhow::Result;
 use flashtune::codegen::{Arch, Family};
 use flashtune::{DType, Mask, Problem, Shape};
@@ -21,14 +22,14 @@ pub struct CaseArgs {
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub dtype: Vec<DType>,
     /// Head dims of Q and K: multiples of 8 from 16 to 256
-    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    #[arg(long, visible_alias = "head-dims", value_delimiter = ',', value_name = "LIST")]
     pub head_dim: Vec<u32>,
     /// Head dims of V and O; the same as --head-dim when absent
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub head_dim_v: Vec<u32>,
-    /// full, causal, or window:LEFT,RIGHT with - for an unbounded side; may be repeated
-    #[arg(long, value_name = "MASK")]
-    pub mask: Vec<Mask>,
+    /// full, causal, window:LEFT,RIGHT with - for an unbounded side, or several with commas between
+    #[arg(long, visible_alias = "masks", value_name = "LIST")]
+    pub mask: Vec<Masks>,
     /// Numbers of sequences
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub batch: Vec<u32>,
@@ -38,20 +39,24 @@ pub struct CaseArgs {
     /// Numbers of key/value heads; the same as --heads when absent
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub kv_heads: Vec<u32>,
-    /// Rows of Q per head
+    /// Rows of Q per head: numbers, 16k, or 512..16k for every doubling
+    #[arg(long, visible_alias = "seq-lens", value_delimiter = ',', value_name = "LIST")]
+    pub q_len: Vec<Sizes>,
+    /// Rows of K and V per head, as --q-len; the same as --q-len when absent
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
-    pub q_len: Vec<u32>,
-    /// Rows of K and V per head; the same as --q-len when absent
-    #[arg(long, value_delimiter = ',', value_name = "LIST")]
-    pub kv_len: Vec<u32>,
+    pub kv_len: Vec<Sizes>,
 }
 
 impl CaseArgs {
     /// Whether no option was given.
     pub fn is_empty(&self) -> bool {
         let Self { dtype, head_dim, head_dim_v, mask, batch, heads, kv_heads, q_len, kv_len } = self;
-        let lists = [head_dim, head_dim_v, batch, heads, kv_heads, q_len, kv_len];
-        dtype.is_empty() && mask.is_empty() && lists.iter().all(|l| l.is_empty())
+        let lists = [head_dim, head_dim_v, batch, heads, kv_heads];
+        let lengths = [q_len, kv_len];
+        dtype.is_empty()
+            && mask.is_empty()
+            && lists.iter().all(|l| l.is_empty())
+            && lengths.iter().all(|l| l.is_empty())
     }
 
     /// Every combination; what was not given is taken from `defaults`. Checked: a combination that no kernel can
@@ -65,13 +70,13 @@ impl CaseArgs {
         for dtype in or(&self.dtype, d.problem.dtype) {
             for head_dim in or(&self.head_dim, d.problem.head_dim_qk) {
                 for head_dim_v in or(&self.head_dim_v, head_dim) {
-                    for mask in or(&self.mask, d.shape.mask) {
+                    for mask in or(&masks(&self.mask), d.shape.mask) {
                         let problem = Problem::forward_qk_v(dtype, head_dim, head_dim_v, mask.kind())?;
                         for batch in or(&self.batch, d.shape.batch) {
                             for heads in or(&self.heads, d.shape.heads) {
                                 for kv_heads in or(&self.kv_heads, heads) {
-                                    for q_len in or(&self.q_len, d.shape.q_len) {
-                                        for kv_len in or(&self.kv_len, q_len) {
+                                    for q_len in or(&sizes(&self.q_len), d.shape.q_len) {
+                                        for kv_len in or(&sizes(&self.kv_len), q_len) {
                                             let shape = Shape { batch, heads, kv_heads, q_len, kv_len, mask };
                                             shape.validate()?;
                                             cases.push(Case { problem, shape });
@@ -141,8 +146,8 @@ mod tests {
     fn lists_multiply_and_absent_ones_follow_their_partner() {
         let args = CaseArgs {
             head_dim: vec![64, 128],
-            mask: vec![Mask::Full, Mask::Causal],
-            q_len: vec![7],
+            mask: vec![Masks(vec![Mask::Full, Mask::Causal])],
+            q_len: vec![Sizes(vec![7])],
             heads: vec![4],
             ..Default::default()
         };

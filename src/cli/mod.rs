@@ -10,8 +10,11 @@ mod doctor;
 mod emit;
 mod exit;
 mod explain;
+mod files;
 mod list;
+mod lists;
 mod progress;
+mod report;
 mod run;
 mod sign;
 mod sweep;
@@ -95,8 +98,10 @@ enum Command {
     Run(run::Args),
     /// Compare kernels with the fp64 reference over many problems and odd sizes, on this device
     Check(check::Args),
-    /// Time the dispatcher's choice against the default schedule and unfused attention
+    /// Time the dispatcher's choice against the default schedule, unfused attention and the device's ceilings
     Bench(bench::Args),
+    /// Render a report that was kept as JSON: Markdown, HTML, SVG
+    Report(report::Args),
     /// Say which kernel would run and why
     Explain(explain::Args),
     /// Print the generated source of a kernel
@@ -138,6 +143,7 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Run(args) => run::run(&mut cx, args),
         Command::Check(args) => check::run(&mut cx, args),
         Command::Bench(args) => bench::run(&mut cx, args),
+        Command::Report(args) => report::run(&mut cx, args),
         Command::Explain(args) => explain::run(&mut cx, args),
         Command::Emit(args) => emit::run(&mut cx, args),
         Command::Build(args) => build::run(&mut cx, args),

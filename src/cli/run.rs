@@ -2,6 +2,7 @@
 
 use super::context::Context;
 use super::exit::usage;
+use super::files;
 use super::tensors::{self, File, FileLayout, Output};
 use anyhow::Result;
 use flashtune::{DType, Mask};
@@ -35,7 +36,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.scale.is_some_and(|s| !s.is_finite()) {
         return Err(usage("--scale must be a finite number"));
     }
-    tensors::check_folder(&args.output)?;
+    files::check_folder(&args.output)?;
     let layout = args.layout;
     let (q, k, v) = {
         let file = File::read(&args.input)?;

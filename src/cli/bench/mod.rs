@@ -1,0 +1,96 @@
+//! `flashtune bench`: the dispatcher's choice against the default schedule and unfused attention, beside what the device
+//! can do at best.
+
+mod grid;
+mod header;
+mod lengths;
+mod measure;
+mod print;
+
+use super::cases::CaseArgs;
+use super::context::Context;
+use super::exit::{Failed, usage};
+use super::progress;
+use super::report::Outputs;
+use anyhow::Result;
+use flashtune_report::Report;
+use grid::GridArgs;
+use lengths::Lengths;
+use measure::Contest;
+use std::path::PathBuf;
+
+/// Options of `bench`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    #[command(flatten)]
+    cases: CaseArgs,
+    #[command(flatten)]
+    grid: GridArgs,
+    /// File with the lengths of real sequences: latency at their percentiles is reported too. One number per line, or
+    /// JSON: an array, or one value per line, of numbers or objects with `length`, `num_tokens` or `input_length`.
+    /// They are the rows of Q, K and V; of K and V alone when --q-len is given
+    #[arg(long, value_name = "FILE", conflicts_with = "kv_len")]
+    lengths: Option<PathBuf>,
+    /// How many lengths of the file are timed; those between follow from their neighbours
+    #[arg(long, default_value_t = 20, value_name = "N", requires = "lengths")]
+    length_points: usize,
+    /// Timed rounds; in each, every contender runs once, after the caches were flushed
+    #[arg(long, default_value_t = 30, value_name = "N")]
+    rounds: usize,
+    /// Do not measure what the device reaches at best; shares of it are left out
+    #[arg(long)]
+    no_ceilings: bool,
+    #[command(flatten)]
+    outputs: Outputs,
+}
+
+pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+    if args.rounds == 0 {
+        return Err(usage("--rounds must be at least 1"));
+    }
+    args.outputs.check()?;
+    let lengths = args.lengths.as_deref().map(|file| Lengths::read(file, args.length_points)).transpose()?;
+    let cases = match &lengths {
+        Some(lengths) => args.grid.over_lengths(&args.cases, &lengths.timed)?,
+        None => args.grid.cases(&args.cases)?,
+    };
+    let engine = cx.engine()?;
+    let mut report = header::report(&engine);
+    let device = &**engine.device();
+    if !args.no_ceilings {
+        header::measure_ceilings(&mut report.ceilings, device, &cases)?;
+    }
+    let bar = progress::bar(cases.len() as u64, cx.json());
+    for case in &cases {
+        bar.set_message(format!("{} {}", case.problem, case.shape));
+        let contest = Contest::new(&engine, case)?;
+        let (mut point, checks) = contest.run(args.rounds)?;
+        if lengths.is_some() {
+            point.suite = "lengths".into();
+        }
+        report.points.push(point);
+        report.checks.extend(checks);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    if !args.no_ceilings {
+        header::measure_ceilings(&mut report.ceilings, device, &cases)?;
+    }
+    report.derive();
+    report.lengths = lengths.map(|lengths| lengths.report(&report.points));
+    args.outputs.write(&report)?;
+    if cx.json() {
+        cx.print_json(&report)?;
+    } else {
+        print::report(cx, &report)?;
+    }
+    wrong_answers(&report)
+}
+
+/// A kernel that computes something else has no speed: the command fails after it has told everything.
+fn wrong_answers(report: &Report) -> Result<()> {
+    match report.checks.iter().filter(|c| !c.passed).count() {
+        0 => Ok(()),
+        n => Err(Failed(format!("{n} of {} answers are wrong; see `flashtune check`", report.checks.len())).into()),
+    }
+}

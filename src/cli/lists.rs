@@ -1,0 +1,100 @@
+//! Values of list options: sizes with ranges, and masks.
+
+use flashtune::Mask;
+use flashtune::codegen::Error;
+use std::str::FromStr;
+
+/// Sizes that one item of a list names: `512`, `16k`, or `512..16k` for every doubling from the first to the last.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sizes(pub Vec<u32>);
+
+impl FromStr for Sizes {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Self, Error> {
+        let bad = || Error::parse("size", s, "a number such as 512 or 16k, or FROM..TO for every doubling between");
+        let Some((from, to)) = s.split_once("..") else { return Ok(Sizes(vec![size(s).ok_or_else(bad)?])) };
+        let (from, to) = (size(from).ok_or_else(bad)?, size(to).ok_or_else(bad)?);
+        if from == 0 || from > to {
+            return Err(bad());
+        }
+        let mut sizes: Vec<u32> =
+            std::iter::successors(Some(from), |n| n.checked_mul(2)).take_while(|n| *n < to).collect();
+        sizes.push(to);
+        Ok(Sizes(sizes))
+    }
+}
+
+/// `512`, `16k`, `1M`.
+fn size(text: &str) -> Option<u32> {
+    let (digits, unit) = match text.trim().as_bytes() {
+        [.., b'k' | b'K'] => (&text.trim()[..text.trim().len() - 1], 1 << 10),
+        [.., b'M'] => (&text.trim()[..text.trim().len() - 1], 1 << 20),
+        _ => (text.trim(), 1),
+    };
+    // `parse` would also take a sign.
+    digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse::<u32>().ok()?.checked_mul(unit))?
+}
+
+/// Masks that one option names: `causal`, or several as in `full,causal,window:512,0`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Masks(pub Vec<Mask>);
+
+impl FromStr for Masks {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Self, Error> {
+        let mut items = s.split(',');
+        let mut masks = Vec::new();
+        while let Some(item) = items.next() {
+            // The comma between the sides of a window is no separator.
+            let right = item.starts_with("window:").then(|| items.next()).flatten();
+            let text = right.map_or_else(|| item.to_owned(), |right| format!("{item},{right}"));
+            masks.push(text.parse()?);
+        }
+        Ok(Masks(masks))
+    }
+}
+
+/// All sizes of a list.
+pub fn sizes(list: &[Sizes]) -> Vec<u32> {
+    list.iter().flat_map(|s| s.0.iter().copied()).collect()
+}
+
+/// All masks of a list.
+pub fn masks(list: &[Masks]) -> Vec<Mask> {
+    list.iter().flat_map(|m| m.0.iter().copied()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_double_and_end_where_they_say() {
+        let parse = |s: &str| s.parse::<Sizes>().map(|s| s.0);
+        assert_eq!(parse("512").unwrap(), [512]);
+        assert_eq!(parse("16k").unwrap(), [16384]);
+        assert_eq!(parse("0").unwrap(), [0]);
+        assert_eq!(parse("512..4k").unwrap(), [512, 1024, 2048, 4096]);
+        assert_eq!(parse("1000..3000").unwrap(), [1000, 2000, 3000]);
+        assert_eq!(parse("7..7").unwrap(), [7]);
+        assert_eq!(parse("1..4294967295").unwrap().len(), 33);
+        for bad in ["", "k", "-1", "+1", "1.5k", "4k..512", "0..8", "1..", "..", "5000M", "1k k", "8é"] {
+            let e = parse(bad).unwrap_err().to_string();
+            assert!(e.contains("FROM..TO"), "{bad}: {e}");
+        }
+    }
+
+    #[test]
+    fn masks_are_listed_with_windows_among_them() {
+        let parse = |s: &str| s.parse::<Masks>().map(|m| m.0);
+        let window = |left, right| Mask::Window { left, right };
+        assert_eq!(
+            parse("full,causal,window:512,0,full").unwrap(),
+            [Mask::Full, Mask::Causal, window(Some(512), Some(0)), Mask::Full]
+        );
+        assert_eq!(parse("window:-,3").unwrap(), [window(None, Some(3))]);
+        for bad in ["", "full,", "window:5", "causal,x"] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+}
