@@ -21,13 +21,28 @@ const SLED_PATIENCE: Duration = Duration::from_secs(3);
 
 /// The tuner's journal. Safe to share between threads; exclusive between processes.
 pub struct Store {
-    // Declared, and therefore dropped, before the lock.
-    db: sled::Db,
-    records: sled::Tree,
-    trials: sled::Tree,
+    /// Held until the store is dropped, and let go before the lock.
+    journal: Option<Journal>,
     path: PathBuf,
     snapshot: PathBuf,
     _lock: StoreLock,
+}
+
+/// What sled has open.
+struct Journal {
+    db: sled::Db,
+    records: sled::Tree,
+    trials: sled::Tree,
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // sled writes once more when it is closed, and panics when it cannot. What was published is safe by then.
+        let journal = self.journal.take();
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(journal))).is_err() {
+            tracing::warn!(store = %self.path.display(), "the journal could not be closed in order; what was published is kept");
+        }
+    }
 }
 
 impl std::fmt::Debug for Store {
@@ -52,10 +67,9 @@ impl Store {
         let path = dir.store_path();
         let db = open_or_replace(&path)?;
         let tree = |name: &str| db.open_tree(name).map_err(|e| store_error(&path, &e));
+        let (records, trials) = (tree("records")?, tree("trials")?);
         let store = Self {
-            records: tree("records")?,
-            trials: tree("trials")?,
-            db,
+            journal: Some(Journal { db, records, trials }),
             snapshot: dir.snapshot_path(),
             path: path.clone(),
             _lock: lock,
@@ -85,7 +99,7 @@ impl Store {
     /// # Errors
     /// [`Error::Store`] when the journal cannot be written.
     pub fn put_trial(&self, key: &RecordKey, trial: &Trial) -> Result<()> {
-        self.trials.insert(trial.key(key), seal_value(trial)).map_err(|e| self.error(&e))?;
+        self.journal().trials.insert(trial.key(key), seal_value(trial)).map_err(|e| self.error(&e))?;
         Ok(())
     }
 
@@ -95,7 +109,7 @@ impl Store {
     /// [`Error::Store`] when the journal cannot be read.
     pub fn trials(&self, key: &RecordKey) -> Result<Vec<Trial>> {
         let mut trials: Vec<Trial> = Vec::new();
-        for item in self.trials.scan_prefix(key.key().0) {
+        for item in self.journal().trials.scan_prefix(key.key().0) {
             let (_, value) = item.map_err(|e| self.error(&e))?;
             trials.extend(self.readable("trial", &value));
         }
@@ -109,7 +123,7 @@ impl Store {
     /// [`Error::Store`] when the journal cannot be written.
     pub fn put_record(&self, record: &Record) -> Result<()> {
         let key = record.key.key().0;
-        self.records.insert(key, seal_value(record)).map_err(|e| self.error(&e))?;
+        self.journal().records.insert(key, seal_value(record)).map_err(|e| self.error(&e))?;
         self.flush()
     }
 
@@ -118,7 +132,7 @@ impl Store {
     /// # Errors
     /// [`Error::Store`] when the journal cannot be read.
     pub fn record(&self, key: &RecordKey) -> Result<Option<Record>> {
-        let value = self.records.get(key.key().0).map_err(|e| self.error(&e))?;
+        let value = self.journal().records.get(key.key().0).map_err(|e| self.error(&e))?;
         Ok(value.and_then(|v| self.readable::<Record>("record", &v)).filter(|r| r.key == *key))
     }
 
@@ -128,7 +142,7 @@ impl Store {
     /// [`Error::Store`] when the journal cannot be read.
     pub fn records(&self) -> Result<Vec<Record>> {
         let mut records = Vec::new();
-        for item in &self.records {
+        for item in &self.journal().records {
             let (key, value) = item.map_err(|e| self.error(&e))?;
             let record: Option<Record> = self.readable("record", &value);
             records.extend(record.filter(|r| r.key.key().0 == *key));
@@ -194,7 +208,7 @@ impl Store {
             };
             let key = record.key.key().0;
             if self.record(&record.key)?.is_none() {
-                self.records.insert(key, seal_value(&record)).map_err(|e| self.error(&e))?;
+                self.journal().records.insert(key, seal_value(&record)).map_err(|e| self.error(&e))?;
                 taken += 1;
             }
         }
@@ -219,8 +233,12 @@ impl Store {
         }
     }
 
+    fn journal(&self) -> &Journal {
+        self.journal.as_ref().expect("it is taken when the store is dropped")
+    }
+
     fn flush(&self) -> Result<()> {
-        self.db.flush().map_err(|e| self.error(&e))?;
+        self.journal().db.flush().map_err(|e| self.error(&e))?;
         Ok(())
     }
 
