@@ -1,11 +1,13 @@
 //! Developer commands: `cargo xtask test`, `cargo xtask ci`.
 //!
 //! The tests compile CUDA kernels, for which they need NVRTC but neither a GPU nor a CUDA toolkit. `cargo xtask test`
-//! puts the NVRTC wheel into `.toolchain/` once and points the tests at it.
+//! puts the NVRTC wheel into `.toolchain/` once and points the tests at it, and NumPy for the tests of the Python package.
 
 mod header;
 mod nvrtc;
 mod package;
+mod pip;
+mod python;
 
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
@@ -14,7 +16,8 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "usage: cargo xtask COMMAND
 
 commands:
-  test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`
+  test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`; without ARGS also `python`
+  python [ARGS] the tests of bindings/python: `python -m unittest discover ARGS`
   ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
   setup         only install what the tests need, and print where it is
@@ -24,6 +27,7 @@ fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
     let outcome = match args.next().as_deref() {
         Some("test") => test(&args.collect::<Vec<_>>()),
+        Some("python") => python::test(&root(), &args.collect::<Vec<_>>()),
         Some("ci") => ci(),
         Some("package") => return package::main(&root(), args),
         Some("header") => header::write(&root()),
@@ -78,7 +82,12 @@ fn test(args: &[String]) -> Result<()> {
     let nvrtc = nvrtc::ensure(&root())?;
     let mut command = cargo();
     command.args(["test", "--workspace"]).args(args).env("FLASHTUNE_NVRTC", nvrtc);
-    run(command)
+    run(command)?;
+    match args {
+        [] => python::test(&root(), &[]),
+        // Whoever names tests names those of cargo.
+        _ => Ok(()),
+    }
 }
 
 fn ci() -> Result<()> {

@@ -1,0 +1,41 @@
+"""Fused attention for tensors of PyTorch and arrays of NumPy: kernels are generated for the problem at hand, compiled
+and tuned on the device that is there, and kept.
+
+    import flashtune
+    out = flashtune.flash_attn_func(q, k, v, causal=True)   # [batch, rows, heads, head_dim]
+    print(flashtune.explain())                              # which kernel ran, and why
+
+Pure Python over ``libflashtune`` (``FLASHTUNE_LIBRARY``, or beside the package, or the repository's build). The
+variables that the library honours (``FLASHTUNE_CACHE``, ``FLASHTUNE_BUNDLES``, ``FLASHTUNE_TEMPLATES``,
+``FLASHTUNE_NVRTC``, ``FLASHTUNE_CPU_ISA``, ``FLASHTUNE_LOG``, ``CC``) hold here too; :class:`Engine` takes the first
+three as arguments.
+"""
+
+from . import _library
+from ._version import __version__
+from .engine import Engine, default_engine, explain, set_default_engine
+from .errors import EngineClosed, Error, InvalidArgument, InvalidTensor, Missing, Sealed, Unsupported
+from .functional import flash_attn_func, scaled_dot_product_attention
+
+__all__ = [
+    "Engine",
+    "EngineClosed",
+    "Error",
+    "InvalidArgument",
+    "InvalidTensor",
+    "Missing",
+    "Sealed",
+    "Unsupported",
+    "__version__",
+    "default_engine",
+    "explain",
+    "flash_attn_func",
+    "scaled_dot_product_attention",
+    "set_default_engine",
+    "version",
+]
+
+
+def version():
+    """Version of the library, e.g. ``"0.1.0"``."""
+    return _library.library().flashtune_version().decode()

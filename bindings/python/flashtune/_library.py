@@ -1,0 +1,128 @@
+"""Finding, loading and declaring ``libflashtune``; the counterpart of ``bindings/c/include/flashtune.h``."""
+
+import ctypes
+import os
+import struct
+import threading
+from pathlib import Path
+
+from .errors import Error, Missing, of_status
+
+ABI_VERSION = 1
+VARIABLE = "FLASHTUNE_LIBRARY"
+NAME = "libflashtune.so"
+
+# Constants of the header.
+F16, BF16, F32 = 1, 2, 3
+POLICIES = {"default": 0, "tune": 1, "sealed": 2}
+FULL, CAUSAL, WINDOW = 0, 1, 2
+SCALE_IS_GIVEN = 1
+TEXT, JSON = 0, 1
+BUFFER_TOO_SMALL = 11
+
+# flashtune_forward_args: struct_size, flags; four tensors (data, shape, strides, dtype, reserved); lse, stream,
+# window_left, window_right, mask, softmax_scale. Packed per call: no object is shared between threads, and it is faster
+# than assigning to the fields of a ctypes structure.
+FORWARD_ARGS = struct.Struct("=II" + 4 * "Q4q4qii" + "QQqqif")
+
+
+class Options(ctypes.Structure):
+    """flashtune_options."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("policy", ctypes.c_int32),
+        ("device", ctypes.c_char_p),
+        ("cuda_context", ctypes.c_void_p),
+        ("cache_dir", ctypes.c_char_p),
+        ("templates_dir", ctypes.c_char_p),
+        ("bundles", ctypes.POINTER(ctypes.c_char_p)),
+        ("bundles_len", ctypes.c_uint64),
+    ]
+
+
+def candidates():
+    """Where the library is looked for, in order: the variable alone if it is set, else beside the package, then in the
+    build folder of the repository that the package lies in."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return [Path(named)]
+    package = Path(__file__).resolve().parent
+    found = [package / "lib" / NAME]
+    if len(package.parents) > 2 and (package.parents[2] / "bindings" / "c" / "Cargo.toml").is_file():
+        target = Path(os.environ.get("CARGO_TARGET_DIR") or package.parents[2] / "target")
+        found += [target / profile / NAME for profile in ("release", "debug")]
+    return found
+
+
+def find():
+    """The path of the library; :class:`Missing` tells where it was looked for."""
+    places = candidates()
+    for path in places:
+        if path.is_file():
+            return path
+    where = ", ".join(map(str, places))
+    raise Missing(
+        f"{NAME} was not found ({where}); build it with `cargo build --release -p flashtune-c`, "
+        f"or set {VARIABLE} to its path"
+    )
+
+
+def _load(path):
+    try:
+        # Calls through CDLL let other Python threads run meanwhile.
+        lib = ctypes.CDLL(str(path))
+        lib.flashtune_abi_version.restype = ctypes.c_uint32
+        abi = lib.flashtune_abi_version()
+    except (OSError, AttributeError) as e:
+        raise Missing(f"{path} cannot be loaded as {NAME}: {e}; set {VARIABLE} to one that can") from e
+    if abi != ABI_VERSION:
+        raise Error(
+            f"{path} has ABI {abi}, this package needs {ABI_VERSION}; use the package and the library of one version"
+        )
+    status, handle, pointer = ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER
+    declared = {
+        "flashtune_version": (ctypes.c_char_p, []),
+        "flashtune_last_error": (ctypes.c_char_p, []),
+        "flashtune_status_name": (ctypes.c_char_p, [ctypes.c_int32]),
+        "flashtune_engine_open": (status, [pointer(Options), pointer(handle)]),
+        "flashtune_engine_close": (status, [handle]),
+        # The packed struct goes as bytes: the library gets the address of their content.
+        "flashtune_forward": (status, [handle, ctypes.c_char_p]),
+        "flashtune_explain": (
+            status,
+            [handle, ctypes.c_int32, ctypes.c_char_p, ctypes.c_size_t, pointer(ctypes.c_size_t)],
+        ),
+    }
+    for name, (restype, argtypes) in declared.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = restype, argtypes
+    return lib
+
+
+_lock = threading.Lock()
+_loaded = None
+
+
+def library():
+    """The library, loaded by the first call."""
+    global _loaded
+    if _loaded is None:
+        with _lock:
+            if _loaded is None:
+                _loaded = _load(find())
+    return _loaded
+
+
+def failure(status):
+    """The error of the last call on this thread, which gave ``status``."""
+    lib = library()
+    message = lib.flashtune_last_error().decode(errors="replace")
+    name = lib.flashtune_status_name(status)
+    return of_status(name.decode() if name else str(status), message)
+
+
+def require(status):
+    """Raises unless a call succeeded."""
+    if status:
+        raise failure(status)

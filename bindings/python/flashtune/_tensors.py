@@ -1,0 +1,174 @@
+"""What the package needs to know about tensors of PyTorch and arrays of NumPy. Imports neither: whoever passes one has
+imported its library.
+
+A described tensor is the part of the argument struct that stands for it: ``(address, batch, heads, rows, dim, four
+strides in elements, dtype, 0)``.
+"""
+
+import sys
+
+from ._library import BF16, F16, F32
+from .errors import InvalidTensor, Unsupported
+
+_DTYPES = "dtypes are float16, bfloat16 and float32; convert the tensor"
+
+
+class Torch:
+    """Tensors of PyTorch, on CUDA devices and on the CPU."""
+
+    def __init__(self, torch):
+        self.torch = torch
+        self.tensor = torch.Tensor
+        self.dtypes = {torch.float16: F16, torch.bfloat16: BF16, torch.float32: F32}
+        self.names = {}
+        # The stream's handle without an object around it, where this PyTorch has the function.
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+    def device(self, q, k, v):
+        """The device that all three are on; refuses what cannot be computed on."""
+        if not (isinstance(k, self.tensor) and isinstance(v, self.tensor)):
+            raise InvalidTensor(
+                f"q is a torch.Tensor, k is a {type(k).__name__} and v a {type(v).__name__}; pass three of one kind"
+            )
+        device = q.device
+        if k.device != device or v.device != device:
+            raise InvalidTensor(f"q is on {device}, k on {k.device}, v on {v.device}; move them to one device")
+        if (q.requires_grad or k.requires_grad or v.requires_grad) and self.torch.is_grad_enabled():
+            raise Unsupported(
+                "a gradient would be needed, but there is no backward pass yet; call under torch.no_grad(), or detach()"
+            )
+        return device
+
+    def name(self, device):
+        """The library's name of a device."""
+        name = self.names.get(device)
+        if name is None:
+            if device.type not in ("cpu", "cuda"):
+                raise Unsupported(f"tensors on {device} are not supported; move them to a cuda device or the cpu")
+            name = self.names[device] = "cpu" if device.type == "cpu" else str(device)
+        return name
+
+    def check_out(self, out, device):
+        if not isinstance(out, self.tensor):
+            raise InvalidTensor(f"out is a {type(out).__name__}; pass a torch.Tensor as q is")
+        if self.device(out, out, out) != device:
+            raise InvalidTensor(f"out is on {out.device}, q on {device}; allocate it there")
+
+    def describe(self, name, t, bshd):
+        dtype = self.dtypes.get(t.dtype)
+        if dtype is None:
+            raise Unsupported(f"{name} is {t.dtype}; {_DTYPES}")
+        if t.layout is not self.torch.strided:
+            raise Unsupported(f"{name} has the layout {t.layout}; convert it with to_dense()")
+        try:
+            if bshd:
+                (b, s, h, d), (sb, ss, sh, sd) = t.shape, t.stride()
+            else:
+                (b, h, s, d), (sb, sh, ss, sd) = t.shape, t.stride()
+        except ValueError:
+            raise four_dims(name, tuple(t.shape), bshd) from None
+        return t.data_ptr(), b, h, s, d, sb, sh, ss, sd, dtype, 0
+
+    def empty(self, shape, like):
+        return self.torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def empty_lse(self, shape, like):
+        return self.torch.empty(shape, dtype=self.torch.float32, device=like.device)
+
+    def address(self, t):
+        return t.data_ptr()
+
+    def stream(self, device):
+        return self.raw_stream(device.index) if device.type == "cuda" else 0
+
+
+class NumPy:
+    """Arrays of NumPy, on the CPU. bfloat16 as the package ml_dtypes defines it."""
+
+    def __init__(self, numpy):
+        self.numpy = numpy
+        # Not their subclasses: the mask of a masked array would be lost.
+        self.kinds = {numpy.ndarray, numpy.memmap}
+        self.dtypes = {numpy.dtype("float16"): F16, numpy.dtype("float32"): F32}
+
+    def device(self, _q, k, v):
+        if type(k) not in self.kinds or type(v) not in self.kinds:
+            raise InvalidTensor(
+                f"q is a numpy.ndarray, k is a {type(k).__name__} and v a {type(v).__name__}; pass three of one kind"
+            )
+        return "cpu"
+
+    def name(self, device):
+        return device
+
+    def check_out(self, out, _device):
+        if type(out) not in self.kinds or not out.flags.writeable:
+            raise InvalidTensor(
+                f"out is a {type(out).__name__} or cannot be written; pass a writeable numpy.ndarray as q is"
+            )
+
+    def dtype(self, name, dtype):
+        # ml_dtypes may be imported later than we are.
+        if dtype.name == "bfloat16" and dtype.isnative:
+            self.dtypes[dtype] = BF16
+            return BF16
+        raise Unsupported(f"{name} is {dtype}; {_DTYPES}")
+
+    def describe(self, name, t, bshd):
+        dtype = self.dtypes.get(t.dtype) or self.dtype(name, t.dtype)
+        size = t.itemsize
+        if any(n % size for n in t.strides):
+            raise InvalidTensor(f"{name} has strides of {t.strides} bytes, which are no whole elements; copy the array")
+        try:
+            if bshd:
+                (b, s, h, d), (sb, ss, sh, sd) = t.shape, t.strides
+            else:
+                (b, h, s, d), (sb, sh, ss, sd) = t.shape, t.strides
+        except ValueError:
+            raise four_dims(name, t.shape, bshd) from None
+        return self.address(t), b, h, s, d, sb // size, sh // size, ss // size, sd // size, dtype, 0
+
+    def empty(self, shape, like):
+        return self.numpy.empty(shape, like.dtype)
+
+    def empty_lse(self, shape, _like):
+        return self.numpy.empty(shape, self.numpy.float32)
+
+    def address(self, t):
+        return t.__array_interface__["data"][0]
+
+    def stream(self, _device):
+        return 0
+
+
+def four_dims(name, shape, bshd):
+    order = "[batch, rows, heads, head_dim]" if bshd else "[batch, heads, rows, head_dim]"
+    return InvalidTensor(
+        f"{name} has the shape {shape}, but it is {order}; add the missing dimensions with unsqueeze or None"
+    )
+
+
+# By the exact type of a tensor, so that finding the adapter of a known type is one look-up.
+_of_type = {}
+
+
+def adapter(q):
+    """The adapter for a tensor's library."""
+    kind = type(q)
+    found = _of_type.get(kind)
+    if found is None:
+        found = _of_type[kind] = _new(kind)
+    return found
+
+
+def _new(kind):
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        make, loaded = Torch, torch
+    elif numpy is not None and kind in (numpy.ndarray, numpy.memmap):
+        make, loaded = NumPy, numpy
+    else:
+        raise InvalidTensor(f"q is a {kind.__name__}; pass a torch.Tensor or a plain numpy.ndarray")
+    # One adapter for all kinds of one library.
+    return next((a for a in _of_type.values() if type(a) is make), None) or make(loaded)

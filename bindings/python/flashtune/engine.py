@@ -1,0 +1,238 @@
+"""Engines: a device, the layers of stored kernels, and a policy."""
+
+import ctypes
+import json as _json
+import os
+import struct
+import sys
+import threading
+
+from . import _library as abi
+from ._tensors import adapter
+from .errors import EngineClosed, InvalidArgument, InvalidTensor
+
+
+class Engine:
+    """Attention on one device. One engine serves all threads.
+
+    device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or a ``torch.device``.
+    policy: what to do when no tuned kernel fits: ``"default"`` takes the model's choice and compiles it, ``"tune"``
+        tunes now (seconds to minutes for the first call of a class of sizes), ``"sealed"`` runs no compiler and raises
+        :class:`Sealed` when no stored kernel serves.
+    cache_dir, templates_dir: instead of ``FLASHTUNE_CACHE`` and ``FLASHTUNE_TEMPLATES``.
+    bundles: bundle files to search after the cache, before those of ``FLASHTUNE_BUNDLES``.
+    """
+
+    def __init__(self, device, *, policy="default", cache_dir=None, templates_dir=None, bundles=()):
+        self.device = _device_name(device)
+        if policy not in abi.POLICIES:
+            raise InvalidArgument(f"policy is {policy!r}; it is one of {', '.join(abi.POLICIES)}")
+        if isinstance(bundles, (str, bytes, os.PathLike)):
+            raise InvalidArgument(f"bundles is {bundles!r}; pass a list of paths")
+        files = [os.fsencode(b) for b in bundles]
+        options = abi.Options(
+            struct_size=ctypes.sizeof(abi.Options),
+            policy=abi.POLICIES[policy],
+            device=self.device.encode(),
+            cache_dir=None if cache_dir is None else os.fsencode(cache_dir),
+            templates_dir=None if templates_dir is None else os.fsencode(templates_dir),
+            bundles=(ctypes.c_char_p * len(files))(*files),
+            bundles_len=len(files),
+        )
+        handle = ctypes.c_uint64()
+        lib = abi.library()
+        abi.require(lib.flashtune_engine_open(options, handle))
+        self._handle, self._closed = handle.value, False
+        # Kept here: looked up once, not in every call.
+        self._forward = lib.flashtune_forward
+
+    def forward(self, q, k, v, *, scale=None, causal=False, window=(-1, -1), layout="bshd", return_lse=False, out=None):
+        """Attention of ``q`` over ``k`` and ``v``: what :func:`flash_attn_func` computes, on this engine.
+
+        layout: ``"bshd"`` for ``[batch, rows, heads, head_dim]``, ``"bhsd"`` for ``[batch, heads, rows, head_dim]``.
+        out: memory for the result, of the dtype of ``q``; a new contiguous tensor when not given.
+        """
+        if layout != "bshd" and layout != "bhsd":
+            raise InvalidArgument(f"layout is {layout!r}; it is 'bshd' or 'bhsd'")
+        mask, left, right = mask_of(causal, window)
+        return self._attend(adapter(q), q, k, v, layout == "bshd", mask, left, right, scale, return_lse, out)
+
+    def _attend(
+        self, tensors, q, k, v, bshd, mask, left, right, scale, return_lse, out=None, top_left=False, grouped=True
+    ):
+        """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
+        PyTorch's causal mask; without ``grouped`` all tensors must have as many heads."""
+        device = tensors.device(q, k, v)
+        name = tensors.name(device)
+        if name != self.device:
+            raise InvalidTensor(
+                f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
+            )
+        qd = tensors.describe("q", q, bshd)
+        kd = tensors.describe("k", k, bshd)
+        vd = tensors.describe("v", v, bshd)
+        _, b, h, s, _, _, _, _, _, dtype, _ = qd
+        dv = vd[4]
+        if not grouped and h != kd[2]:
+            raise InvalidTensor(
+                f"query has {h} heads, key {kd[2]}; pass enable_gqa=True for query heads that share a key head"
+            )
+        if top_left:
+            mask, left, right, kd, vd = _top_left_causal(qd, kd, vd)
+        if out is None:
+            # Contiguous, so its strides are known without asking.
+            if bshd:
+                out = tensors.empty((b, s, h, dv), q)
+                strides = (s * h * dv, dv, h * dv, 1)
+            else:
+                out = tensors.empty((b, h, s, dv), q)
+                strides = (h * s * dv, s * dv, dv, 1)
+            od = (tensors.address(out), b, h, s, dv, *strides, dtype, 0)
+        else:
+            tensors.check_out(out, device)
+            od = tensors.describe("out", out, bshd)
+        lse = tensors.empty_lse((b, h, s), q) if return_lse else None
+        try:
+            args = abi.FORWARD_ARGS.pack(
+                abi.FORWARD_ARGS.size,
+                0 if scale is None else abi.SCALE_IS_GIVEN,
+                *qd,
+                *kd,
+                *vd,
+                *od,
+                0 if lse is None else tensors.address(lse),
+                tensors.stream(device),
+                left,
+                right,
+                mask,
+                0.0 if scale is None else scale,
+            )
+        except (struct.error, OverflowError) as e:
+            raise InvalidArgument(f"the softmax scale is {scale!r}, but it is a finite number: {e}") from None
+        status = self._forward(self._handle, args)
+        if status:
+            raise abi.failure(status)
+        global _last
+        _last = self
+        return out if lse is None else (out, lse)
+
+    def explain(self, *, as_dict=False):
+        """Which kernel the last call ran on, from where it comes, and why no other did: text, or a dict."""
+        explain = abi.library().flashtune_explain
+        form = abi.JSON if as_dict else abi.TEXT
+        length = ctypes.c_size_t(4096)
+        while True:
+            buffer = ctypes.create_string_buffer(length.value + 1)
+            status = explain(self._handle, form, buffer, len(buffer), length)
+            # Another thread's call may have made it longer since.
+            if status != abi.BUFFER_TOO_SMALL:
+                break
+        abi.require(status)
+        text = buffer.value.decode()
+        return _json.loads(text) if as_dict else text
+
+    def close(self):
+        """Gives back what the engine holds; calls fail with :class:`EngineClosed` from now on. On CUDA it waits for the
+        device first, because kernels are unloaded. Closing twice is no error."""
+        if self._closed:
+            return
+        self._closed = True
+        torch = sys.modules.get("torch")
+        if self.device != "cpu" and torch is not None:
+            torch.cuda.synchronize(self.device)
+        abi.require(abi.library().flashtune_engine_close(self._handle))
+
+    @property
+    def closed(self):
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self):
+        return f"<flashtune.Engine on {self.device}{', closed' if self.closed else ''}>"
+
+
+def mask_of(causal, window):
+    """Mask and reaches for the arguments ``causal`` and ``window_size`` of flash-attention: a negative reach is
+    unbounded, and causal bounds the right side to the query's own position."""
+    try:
+        # What reaches further than every length is as good as any other number of that kind.
+        left, right = (max(-1, min(int(n), 1 << 40)) for n in window)
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"window_size is {window!r}; it is (left, right), with -1 for an unbounded side"
+        ) from None
+    if causal:
+        if left < 0:
+            return abi.CAUSAL, 0, 0
+        return abi.WINDOW, left, 0
+    if left < 0 and right < 0:
+        return abi.FULL, 0, 0
+    return abi.WINDOW, left, right
+
+
+def _top_left_causal(qd, kd, vd):
+    """A causal mask that starts at the first key, as PyTorch's ``is_causal`` does, in terms of ours, which ends at the
+    last.
+
+    With more keys than queries no query sees the keys beyond q_len: they are left out. With more queries than keys,
+    query i stands q_len - kv_len keys further left than by PyTorch's count: it may look that much to the right.
+    """
+    q_len, kv_len = qd[3], kd[3]
+    if q_len <= kv_len:
+        # A value tensor of another length than the keys is the library's to refuse.
+        kd, vd = ((*t[:3], q_len, *t[4:]) if t[3] == kv_len else t for t in (kd, vd))
+        return abi.CAUSAL, 0, 0, kd, vd
+    return abi.WINDOW, -1, q_len - kv_len, kd, vd
+
+
+def _device_name(device):
+    name = str(device)
+    if name == "cuda":
+        torch = sys.modules.get("torch")
+        current = torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0
+        return f"cuda:{current}"
+    if name != "cpu" and not (name.startswith("cuda:") and name[5:].isdigit()):
+        raise InvalidArgument(f"device is {name!r}; it is cpu, cuda or cuda:N")
+    return name
+
+
+# Engines of the functions that take none, by the library's name of the device. They live as long as the process.
+_engines = {}
+_opening = threading.Lock()
+_last = None
+
+
+def default_engine(device):
+    """The engine that :func:`flash_attn_func` and :func:`scaled_dot_product_attention` use for tensors on ``device``,
+    opened by the first call with the settings of the ``FLASHTUNE_*`` variables, and again after it was closed."""
+    name = _device_name(device)
+    engine = _engines.get(name)
+    if engine is None or engine.closed:
+        with _opening:
+            engine = _engines.get(name)
+            if engine is None or engine.closed:
+                engine = _engines[name] = Engine(name)
+    return engine
+
+
+def set_default_engine(engine):
+    """Makes an engine the default of its device, e.g. one that tunes; gives the one that was."""
+    if engine.closed:
+        raise EngineClosed("the engine is closed; open another")
+    with _opening:
+        previous = _engines.get(engine.device)
+        _engines[engine.device] = engine
+    return previous
+
+
+def explain(*, as_dict=False):
+    """:meth:`Engine.explain` of the engine that was called last, in any thread."""
+    if _last is None:
+        raise InvalidArgument("nothing was computed yet; call attention first")
+    return _last.explain(as_dict=as_dict)

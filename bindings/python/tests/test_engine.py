@@ -1,0 +1,140 @@
+"""Engines, the library behind them, and processes."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import numpy as np
+
+import flashtune
+from flashtune import _library
+
+PACKAGE = Path(flashtune.__file__).resolve().parent
+ONES = np.ones((1, 4, 1, 32), np.float32)
+
+
+def python(code, **env):
+    """Runs a program in a process of its own; gives its outcome."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path]), **env}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+class Engines(unittest.TestCase):
+    def test_explains_what_ran(self):
+        with flashtune.Engine("cpu") as engine:
+            with self.assertRaisesRegex(flashtune.InvalidArgument, "forward first"):
+                engine.explain()
+            engine.forward(ONES, ONES, ONES, causal=True)
+            self.assertIn("forward-f32-d32-causal", engine.explain())
+            told = engine.explain(as_dict=True)
+            self.assertEqual((told["family"], told["shape"]), ("forward/cpu", "b1 h1/1 4x4 causal"))
+            self.assertIn("cpu", repr(engine))
+
+    def test_a_closed_engine_is_an_error(self):
+        engine = flashtune.Engine("cpu")
+        engine.forward(ONES, ONES, ONES)
+        engine.close()
+        engine.close()
+        self.assertTrue(engine.closed)
+        calls = [lambda: engine.forward(ONES, ONES, ONES), engine.explain, lambda: flashtune.set_default_engine(engine)]
+        for call in calls:
+            with self.assertRaisesRegex(flashtune.EngineClosed, "closed"):
+                call()
+
+    def test_the_default_engine_is_opened_again_and_can_be_replaced(self):
+        first = flashtune.default_engine("cpu")
+        first.close()
+        flashtune.flash_attn_func(ONES, ONES, ONES)
+        second = flashtune.default_engine("cpu")
+        self.assertIsNot(first, second)
+        own = flashtune.Engine("cpu", policy="sealed", cache_dir=tempfile.mkdtemp())
+        self.assertIs(flashtune.set_default_engine(own), second)
+        try:
+            with self.assertRaisesRegex(flashtune.Sealed, "sealed policy"):
+                flashtune.flash_attn_func(ONES, ONES, ONES)
+        finally:
+            flashtune.set_default_engine(second)
+            own.close()
+        flashtune.flash_attn_func(ONES, ONES, ONES)
+
+    def test_bad_settings(self):
+        for error, word, settings in [
+            (flashtune.InvalidArgument, "device", {"device": "gpu"}),
+            (flashtune.InvalidArgument, "device", {"device": "cuda:x"}),
+            (flashtune.InvalidArgument, "policy", {"policy": "fast"}),
+            (flashtune.InvalidArgument, "list of paths", {"bundles": "a.ftb"}),
+            (flashtune.InvalidArgument, "cache_dir", {"cache_dir": ""}),
+            (flashtune.Error, "/nonexistent", {"templates_dir": "/nonexistent"}),
+            (flashtune.Error, "/nonexistent/b", {"bundles": ["/nonexistent/b"]}),
+            (flashtune.Error, "", {"device": "cuda:9999"}),
+        ]:
+            with self.subTest(settings), self.assertRaisesRegex(error, word):
+                flashtune.Engine(**{"device": "cpu", **settings})
+
+    def test_the_variables_of_the_library_hold(self):
+        with tempfile.TemporaryDirectory() as cache:
+            code = (
+                "import numpy, flashtune\n"
+                "x = numpy.ones((1, 4, 1, 32), 'float32')\n"
+                "flashtune.flash_attn_func(x, x, x)\n"
+            )
+            done = python(code, FLASHTUNE_CACHE=cache, FLASHTUNE_LOG="info")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue(any(Path(cache).rglob("*.art")), list(Path(cache).rglob("*")))
+            self.assertIn("compiled", done.stderr)
+
+
+class Library(unittest.TestCase):
+    def test_package_and_library_are_of_one_version(self):
+        self.assertEqual(flashtune.version(), flashtune.__version__)
+
+    def test_the_packed_struct_is_that_of_the_header(self):
+        header = PACKAGE.parents[1] / "c" / "include" / "flashtune.h"
+        if not header.is_file():
+            self.skipTest("no header beside the package")
+        text = header.read_text()
+        self.assertIn(f"#define FLASHTUNE_ABI_VERSION {_library.ABI_VERSION}\n", text)
+        self.assertEqual(_library.FORWARD_ARGS.size, 368)
+        body = re.search(r"typedef struct flashtune_forward_args \{(.*?)\n\}", text, re.S).group(1)
+        fields = re.findall(r"^  (?!//).*?(\w+);", body, re.M)
+        expected = "struct_size flags q k v o lse stream window_left window_right mask softmax_scale"
+        self.assertEqual(fields, expected.split())
+        for name in ("F16", "BF16", "F32"):
+            self.assertIn(f"FLASHTUNE_DTYPE_{name} = {getattr(_library, name)},", text)
+        for name, number in _library.POLICIES.items():
+            self.assertIn(f"FLASHTUNE_POLICY_{name.upper()} = {number},", text)
+
+    def test_a_missing_library_tells_where_it_was_looked_for(self):
+        code = "import flashtune; flashtune.Engine('cpu')"
+        for path, word in [("/nonexistent/libflashtune.so", "cargo build"), (__file__, "cannot be loaded")]:
+            done = python(code, FLASHTUNE_LIBRARY=path)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn("flashtune.errors.Missing", done.stderr)
+            self.assertIn(word, done.stderr)
+            self.assertIn(path, done.stderr)
+
+    def test_neither_numpy_nor_torch_is_needed_to_import(self):
+        done = python("import sys, flashtune; print('numpy' in sys.modules, 'torch' in sys.modules)")
+        self.assertEqual((done.returncode, done.stdout), (0, "False False\n"), done.stderr)
+
+    @unittest.skipUnless(hasattr(os, "fork"), "there is no fork here")
+    def test_a_forked_process_is_told(self):
+        code = (
+            "import os, numpy, flashtune\n"
+            "x = numpy.ones((1, 4, 1, 32), 'float32')\n"
+            "flashtune.flash_attn_func(x, x, x)\n"
+            "if os.fork() == 0:\n"
+            "    try: flashtune.flash_attn_func(x, x, x)\n"
+            "    except flashtune.Error as e: os._exit(7 if e.status == 'FLASHTUNE_STATUS_FORKED' else 8)\n"
+            "    os._exit(9)\n"
+            "print(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+        )
+        self.assertEqual(python(code).stdout, "7\n")
+
+
+if __name__ == "__main__":
+    unittest.main()

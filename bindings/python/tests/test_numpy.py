@@ -1,0 +1,190 @@
+"""Arrays of NumPy on the CPU."""
+
+import threading
+import unittest
+
+import numpy as np
+from reference import attention, check, visible
+
+import flashtune
+
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+DTYPES = [np.dtype("float32"), np.dtype("float16")] + ([np.dtype(ml_dtypes.bfloat16)] if ml_dtypes else [])
+
+
+def random(shape, dtype="float32", seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def bhsd(x):
+    return x.swapaxes(1, 2)
+
+
+def inputs(b, h, kv_h, q_len, kv_len, d, dtype="float32", dv=None):
+    """q, k, v in flash-attention's layout."""
+    return (
+        random((b, q_len, h, d), dtype, 1),
+        random((b, kv_len, kv_h, d), dtype, 2),
+        random((b, kv_len, kv_h, dv or d), dtype, 3),
+    )
+
+
+class Results(unittest.TestCase):
+    def holds(self, q, k, v, causal=False, window=(-1, -1), scale=None):
+        out, lse = flashtune.flash_attn_func(q, k, v, scale, causal, window, return_lse=True)
+        self.assertEqual((out.shape, out.dtype), ((*q.shape[:3], v.shape[3]), q.dtype))
+        self.assertEqual(lse.shape, (q.shape[0], q.shape[2], q.shape[1]))
+        seen = visible(q.shape[1], k.shape[1], causal, window)
+        check(self, bhsd(out), lse, bhsd(q), bhsd(k), bhsd(v), seen, scale)
+        return out
+
+    def test_dtypes_head_dims_and_lengths(self):
+        for dtype in DTYPES:
+            for d, dv in [(32, 32), (72, 40), (256, 256)]:
+                for q_len, kv_len in [(1, 1), (33, 33), (7, 130), (65, 19)]:
+                    with self.subTest(dtype=dtype.name, d=d, dv=dv, q_len=q_len, kv_len=kv_len):
+                        self.holds(*inputs(2, 2, 2, q_len, kv_len, d, dtype, dv), causal=True)
+
+    def test_masks_groups_and_scales(self):
+        q, k, v = inputs(1, 6, 2, 50, 70, 32)
+        for causal in [False, True]:
+            for window in [(-1, -1), (5, -1), (5, 3), (0, 0), (1000, 1000), (-1, 7), [12, 0], (10**30, -5)]:
+                with self.subTest(causal=causal, window=window):
+                    self.holds(q, k, v, causal, window)
+        for scale in [0.0, 1.0, -0.3, np.float32(0.25)]:
+            with self.subTest(scale=scale):
+                self.holds(q, k, v, scale=scale)
+
+    def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity(self):
+        q, k, v = inputs(1, 1, 1, 5, 2, 32)
+        out, lse = flashtune.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        self.assertTrue((out[:, :3] == 0).all() and (lse[..., :3] == -np.inf).all() and np.isfinite(lse[..., 3:]).all())
+        out, lse = flashtune.flash_attn_func(q, k[:, :0], v[:, :0], return_lse=True)
+        self.assertTrue((out == 0).all() and (lse == -np.inf).all())
+
+    def test_nothing_to_compute(self):
+        q, k, v = inputs(2, 2, 2, 0, 9, 32)
+        out, lse = flashtune.flash_attn_func(q, k, v, return_lse=True)
+        self.assertEqual((out.shape, lse.shape), ((2, 0, 2, 32), (2, 2, 0)))
+
+    def test_strides(self):
+        packed = random((2, 20, 3, 4, 32))
+        q, k, v = (packed[:, :, i] for i in range(3))
+        out = self.holds(q, k, v, causal=True)
+        again = flashtune.flash_attn_func(*(np.ascontiguousarray(x) for x in (q, k, v)), causal=True)
+        np.testing.assert_array_equal(out, again)
+        other = flashtune.scaled_dot_product_attention(bhsd(q), bhsd(k), bhsd(v), is_causal=True)
+        np.testing.assert_array_equal(out, bhsd(other))
+        # One key head for all, and every other row.
+        self.holds(q[:, ::2], np.broadcast_to(k[:, :, :1], k.shape), v)
+
+    def test_read_only_inputs_and_an_output_of_ones_own(self):
+        q, k, v = inputs(1, 2, 2, 9, 9, 32)
+        q.flags.writeable = False
+        wide = np.full((1, 9, 4, 32), 7, np.float32)
+        engine = flashtune.default_engine("cpu")
+        out = engine.forward(q, k, v, causal=True, out=wide[:, :, ::2])
+        np.testing.assert_array_equal(out, flashtune.flash_attn_func(q, k, v, causal=True))
+        self.assertTrue((wide[:, :, 1::2] == 7).all(), "only the output was written")
+
+    def test_causal_as_pytorch_has_it(self):
+        for q_len, kv_len in [(20, 20), (20, 45), (45, 20), (1, 9), (9, 1)]:
+            with self.subTest(q_len=q_len, kv_len=kv_len):
+                q, k, v = (bhsd(x) for x in inputs(2, 4, 2, q_len, kv_len, 32))
+                for causal in [False, True]:
+                    out = flashtune.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+                    seen = visible(q_len, kv_len, causal, top_left=True)
+                    np.testing.assert_allclose(out, attention(q, k, v, seen)[0], atol=2e-6)
+
+    def test_threads_share_the_default_engine(self):
+        cases = [inputs(1, 2, 1, n, n + 3, 32) for n in (1, 17, 40, 64)]
+        alone = [flashtune.flash_attn_func(*c, causal=True) for c in cases]
+        failures = []
+
+        def work(start):
+            try:
+                for n in range(40):
+                    i = (start + n) % len(cases)
+                    np.testing.assert_array_equal(flashtune.flash_attn_func(*cases[i], causal=True), alone[i])
+                    with self.assertRaises(flashtune.InvalidTensor):
+                        flashtune.flash_attn_func(*cases[i][:2], cases[i - 1][2])
+                    self.assertIn("causal", flashtune.explain())
+            except BaseException as e:  # noqa: BLE001 - told by the main thread
+                failures.append(e)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(failures, [])
+
+
+class BadInput(unittest.TestCase):
+    def refused(self, error, word, q, k, v, function=flashtune.flash_attn_func, **more):
+        with self.assertRaisesRegex(error, word) as caught:
+            function(q, k, v, **more)
+        self.assertIsInstance(caught.exception, flashtune.Error)
+        self.assertTrue(caught.exception.status.startswith("FLASHTUNE_STATUS_"))
+
+    def test_tensors(self):
+        q, k, v = inputs(1, 2, 2, 8, 8, 32)
+        tensor, unsupported = flashtune.InvalidTensor, flashtune.Unsupported
+        swapped = q.astype(q.dtype.newbyteorder())
+        masked = np.ma.masked_array(q)
+        odd = np.zeros((1, 8, 2, 32), np.dtype([("x", "f4"), ("y", "u1")]))["x"]
+        cases = [
+            (tensor, "tensor k: dtype is f16", (q, k.astype("float16"), v)),
+            (unsupported, "q is float64", (q.astype("float64"), k, v)),
+            (unsupported, "v is int32", (q, k, v.astype("int32"))),
+            (unsupported, "q is >f4|q is <f4", (swapped, k, v)),
+            (tensor, "q has the shape", (q[0], k, v)),
+            (tensor, "v has the shape", (q, k, v[..., None])),
+            (tensor, "tensor v: shape", (q, k, v[:, :5])),
+            (tensor, "tensor k: shape", (q, np.concatenate([k, k]), v)),
+            (tensor, "stride of the last dim", (q[..., ::2], k[..., :16], v)),
+            (tensor, "row stride is -", (q[:, ::-1], k, v)),
+            (tensor, "no whole elements", (odd, k, v)),
+            (tensor, "MaskedArray", (masked, k, v)),
+            (tensor, "MaskedArray", (q, masked, v)),
+            (tensor, "list", ([[1.0]], k, v)),
+            (tensor, "NoneType", (q, k, None)),
+            (unsupported, "pad", (q[..., :17], k[..., :17], v)),
+            (unsupported, "multiple", (q[:, :, [0, 1, 1]], k, v)),
+        ]
+        for error, word, (q_, k_, v_) in cases:
+            with self.subTest(word):
+                self.refused(error, word, q_, k_, v_)
+
+    def test_arguments(self):
+        q, k, v = inputs(1, 2, 2, 8, 8, 32)
+        unsupported, argument = flashtune.Unsupported, flashtune.InvalidArgument
+        self.refused(unsupported, "softcap", q, k, v, softcap=50.0)
+        self.refused(unsupported, "alibi", q, k, v, alibi_slopes=np.ones(2))
+        for window in [3, (1,), (1, 2, 3), "ab", (None, 1), None]:
+            self.refused(argument, "window_size", q, k, v, window_size=window)
+        for scale in ["1", 1e300, (1,)]:
+            self.refused(argument, "scale", q, k, v, softmax_scale=scale)
+        self.refused(unsupported, "scale", q, k, v, softmax_scale=float("nan"))
+        sdpa = flashtune.scaled_dot_product_attention
+        self.refused(unsupported, "attn_mask", q, k, v, sdpa, attn_mask=np.ones((8, 8), bool))
+        self.refused(unsupported, "dropout", q, k, v, sdpa, dropout_p=0.1)
+        self.refused(flashtune.InvalidTensor, "enable_gqa", q, k[:, :4], v[:, :4], sdpa)
+        self.refused(flashtune.InvalidTensor, "NoneType", q, None, v, sdpa)
+        forward = flashtune.default_engine("cpu").forward
+        self.refused(argument, "layout", q, k, v, forward, layout="sbhd")
+        self.refused(flashtune.InvalidTensor, "tensor o: shape", q, k, v, forward, out=q[:, :3])
+        self.refused(flashtune.InvalidTensor, "tensor o: dtype", q, k, v, forward, out=q.astype("float16"))
+        self.refused(flashtune.InvalidTensor, "out is a list", q, k, v, forward, out=[])
+        frozen = np.broadcast_to(np.zeros((1, 1, 1, 32), np.float32), q.shape)
+        self.refused(flashtune.InvalidTensor, "written", q, k, v, forward, out=frozen)
+        overlapping = np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), q.shape, (0, 0, 128, 4))
+        self.refused(flashtune.InvalidTensor, "overlap", q, k, v, forward, out=overlapping)
+
+
+if __name__ == "__main__":
+    unittest.main()
