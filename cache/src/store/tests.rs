@@ -182,13 +182,13 @@ fn entries_that_cannot_be_decoded_are_skipped() {
     store.put_record(&good).unwrap();
     let mut future = seal_value(&record(512, 2));
     future[0] = 200;
-    store.records.insert([1u8; 32], future).unwrap();
+    store.journal().records.insert([1u8; 32], future).unwrap();
     let mut flipped = seal_value(&record(512, 2));
     *flipped.last_mut().unwrap() ^= 1;
-    store.records.insert([2u8; 32], flipped).unwrap();
-    store.records.insert([3u8; 32], b"short").unwrap();
+    store.journal().records.insert([2u8; 32], flipped).unwrap();
+    store.journal().records.insert([3u8; 32], b"short").unwrap();
     // Intact, but filed under a key that is not its own.
-    store.records.insert([4u8; 32], seal_value(&record(512, 2))).unwrap();
+    store.journal().records.insert([4u8; 32], seal_value(&record(512, 2))).unwrap();
     assert_eq!(store.records().unwrap(), [good]);
 }
 
