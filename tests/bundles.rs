@@ -121,6 +121,43 @@ fn a_bundle_that_was_built_ahead_of_time_serves_sealed_as_untuned() {
 }
 
 #[test]
+fn a_bundle_for_another_arch_or_template_set_is_rebuilt_from_its_recipes() {
+    let place = Place::new();
+    let (foreign, ours) = (place.path("foreign.ftb"), place.path("ours.ftb"));
+    let (there, here) = (other_cpu_arch().to_string(), common::host_arch().to_string());
+    // Made elsewhere, with other templates.
+    let folder = place.path("templates");
+    std::fs::create_dir_all(folder.join("forward")).unwrap();
+    let own = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
+    std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n/* edited */\n")).unwrap();
+    let build =
+        [&["build"], SMALL, &["--arch", &there, "--out", text(&foreign), "--templates", text(&folder)]].concat();
+    place.json(&build);
+    let sealed = [&["explain"], SMALL, &["--policy", "sealed", "--bundle"]].concat();
+    fails(&mut place.flashtune(&[&sealed[..], &[text(&foreign)]].concat()), 3, &["--relink"]);
+
+    let relinked = place.json(&["build", "--relink", text(&foreign), "--arch", &here, "--out", text(&ours)]);
+    let summary = &relinked["relinked"];
+    assert_eq!((relinked["records"].as_u64(), summary["left_out"].as_array().map(Vec::len)), (Some(1), Some(0)));
+    assert_eq!(summary["carried"].as_u64().unwrap() + summary["replaced"].as_u64().unwrap(), 1, "{relinked}");
+    let plan = json(place.flashtune(&[&sealed[..], &[text(&ours), "--json"]].concat()).env("CC", NOWHERE));
+    assert_eq!(plan[0]["status"]["kind"], "untuned", "{plan}");
+
+    // Measurements do not carry over, not even on the same arch; schedules do.
+    place.tune_small();
+    let (tuned, again) = (place.path("tuned.ftb"), place.path("again.ftb"));
+    place.json(&["export", text(&tuned)]);
+    let relinked = place.json(&["build", "--relink", text(&tuned), "--arch", &here, "--out", text(&again)]);
+    assert_eq!(relinked["relinked"]["carried"], 1, "{relinked}");
+    let list = place.json(&["list", "--bundle", text(&again)]);
+    let of =
+        |layer: &str| list.as_array().unwrap().iter().find(|r| r["layer"].as_str().unwrap().ends_with(layer)).cloned();
+    let (new, old) = (of("again.ftb").unwrap(), of("snapshot").unwrap());
+    assert_eq!((&new["schedule"], new["median_us"].is_null()), (&old["schedule"], true), "{list}");
+    fails(&mut place.flashtune(&["build", "--relink", NOWHERE, "--arch", &here, "--out", text(&ours)]), 2, &[NOWHERE]);
+}
+
+#[test]
 fn a_damaged_bundle_is_an_error_and_a_damaged_snapshot_a_miss() {
     let (place, bundle) = exported();
     let mut bytes = std::fs::read(&bundle).unwrap();

@@ -49,8 +49,8 @@ impl Difference {
     /// What to do about it.
     pub fn remedy(&self) -> &'static str {
         match self.field {
-            "arch" => "tune on this device, or use a bundle that was exported for its arch",
-            "templates" => "tune again with these templates, or run with the ones that it was made from",
+            "arch" => "tune on this device, or build the bundle anew for its arch (`flashtune build --relink`)",
+            "templates" => "tune again, or build the bundle anew with these templates (`flashtune build --relink`)",
             _ => "tune again with this version of flashtune",
         }
     }

@@ -1,13 +1,14 @@
 //! `flashtune build`: kernels for archs that need not be here.
 
-use super::cases::{Case, CaseArgs, default_case, family, fixed};
+use super::cases::{Case, CaseArgs, default_case, fixed};
 use super::context::{Context, table, unix_time};
 use super::progress;
+use super::relink::{self, Relinked, default_kernel};
 use anyhow::Result;
 use flashtune::cache::{
     Artifact, ArtifactFiles, BundleContents, CacheDir, DeviceFingerprint, Key, Provenance, Record, RecordKey, Store,
 };
-use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::{Arch, Kernel, ShapeBucket, TemplateSet};
 use flashtune::runtime::{Compiler, compile};
 use flashtune::{DType, Mask};
 use rayon::prelude::*;
@@ -33,6 +34,10 @@ pub struct Args {
     /// Also take the records of the cache and of the named bundles that are for these targets, tuned ones included
     #[arg(long)]
     records: bool,
+    /// Build what this bundle holds anew for the targets and the templates in force. Schedules are kept where they fit;
+    /// measurements are not
+    #[arg(long, value_name = "FILE")]
+    relink: Option<PathBuf>,
 }
 
 /// The built-in set: what most models ask for.
@@ -69,12 +74,25 @@ fn any_device(arch: Arch) -> DeviceFingerprint {
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let templates = cx.templates()?;
+    let carried = match &args.relink {
+        Some(bundle) => relink::read(bundle, &cx.trust()?)?,
+        None => Vec::new(),
+    };
+    let mut relinked = relink::Summary::default();
     let mut records: Vec<Record> = Vec::new();
     let mut kernels: BTreeMap<String, Kernel> = BTreeMap::new();
     let mut compilers: HashMap<Arch, Arc<dyn Compiler>> = HashMap::new();
     for &arch in &args.arch {
         compilers.insert(arch, flashtune::runtime::compiler_for(arch)?);
-        let cases = if args.cases.is_empty() { common_cases(arch) } else { args.cases.cases(&default_case())? };
+        for Relinked { case, kernel } in relink::relink(&carried, arch, &mut relinked) {
+            kernels.insert(kernel.name(), kernel);
+            records.push(untuned(&case, &kernel, &templates, &*compilers[&arch]));
+        }
+        let cases = match (args.cases.is_empty(), &args.relink) {
+            (true, Some(_)) => Vec::new(),
+            (true, None) => common_cases(arch),
+            (false, _) => args.cases.cases(&default_case())?,
+        };
         for case in cases {
             let kernel = default_kernel(&case, arch)?;
             kernels.insert(kernel.name(), kernel);
@@ -132,8 +150,12 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             .iter()
             .map(|r| json!({"kernel": r[0], "registers": r[1], "spill_bytes": r[2], "ms": r[3], "bytes": r[4]}))
             .collect();
-        return cx
-            .print_json(&json!({ "out": args.out.display().to_string(), "records": records.len(), "kernels": rows }));
+        return cx.print_json(&json!({
+            "out": args.out.display().to_string(),
+            "records": records.len(),
+            "kernels": rows,
+            "relinked": args.relink.as_ref().map(|_| relinked),
+        }));
     }
     let mut printed = table(&["kernel", "registers", "spills", "ms", "bytes"]);
     printed.add_rows(rows);
@@ -145,17 +167,18 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         bytes.div_ceil(1024),
         args.out.display()
     )?;
+    if let Some(from) = &args.relink {
+        let relink::Summary { carried, replaced, .. } = relinked;
+        writeln!(
+            cx.out,
+            "from {}: {carried} schedules kept, {replaced} replaced by the target's default; `flashtune tune` measures",
+            from.display()
+        )?;
+        for reason in &relinked.left_out {
+            writeln!(cx.out, "left out: {reason}")?;
+        }
+    }
     Ok(())
-}
-
-/// The default kernel of the best family for a case.
-fn default_kernel(case: &Case, arch: Arch) -> Result<Kernel> {
-    let bucket = ShapeBucket::of(&case.shape);
-    let family = family(None, &case.problem, arch)?;
-    let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
-    let kernel = Kernel { problem: case.problem, schedule, arch };
-    kernel.check()?;
-    Ok(kernel)
 }
 
 /// A record without finalists: a schedule that was never measured.

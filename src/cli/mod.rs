@@ -14,6 +14,7 @@ mod files;
 mod list;
 mod lists;
 mod progress;
+mod relink;
 mod report;
 mod run;
 mod sign;
