@@ -1,0 +1,186 @@
+//! Calls of a kernel on the emulated machine, and what they must give.
+
+use crate::machine::{Buffer, Emulated, Launch};
+use flashtune::codegen::Kernel;
+use flashtune::runtime::reference::{RowId, Rows, all_rows, compare, oracle, unfused_rows};
+use flashtune::runtime::{ForwardTensors, TensorView, forward_call};
+use flashtune::{Distribution, HostTensor, Layout, Mask, Shape};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+/// One call.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    /// Batch, heads, KV heads, rows of Q, rows of K and V.
+    pub sizes: [usize; 5],
+    pub mask: Mask,
+    pub layout: Layout,
+    pub values: Distribution,
+    pub scale: Option<f32>,
+    pub lse: bool,
+    /// NaN and infinities in this many rows of K, elements of V and rows of Q.
+    pub bad: [usize; 3],
+    pub seed: u64,
+}
+
+/// Inputs of a case and what is expected of it.
+pub struct Expected {
+    case: Case,
+    inputs: [HostTensor; 3],
+    rows: Rows,
+    unfused: Rows,
+}
+
+/// Lengths at and around what tiles and matrix instructions divide.
+const LENGTHS: [usize; 16] = [1, 2, 7, 16, 33, 63, 64, 65, 100, 127, 128, 129, 192, 200, 256, 300];
+
+impl Case {
+    /// A case for a kernel of this problem. Sizes are small, but for a few that cross several tiles.
+    pub fn random(kernel: &Kernel, rng: &mut StdRng) -> Self {
+        let lengths = |rng: &mut StdRng| match rng.random_range(0..12) {
+            0 => rng.random_range(1..=500),
+            _ => *LENGTHS.choose(rng).expect("not empty"),
+        };
+        let q_len = lengths(rng);
+        let kv_len = match rng.random_range(0..10) {
+            0..5 => q_len,
+            5 => 0,
+            6 => lengths(rng) * 3,
+            _ => lengths(rng),
+        };
+        let kv_heads = rng.random_range(1..=2);
+        let group = *[1, 1, 2, 3, 4, 8].choose(rng).expect("not empty");
+        let reach = |rng: &mut StdRng| *[0, 1, 5, 31, 64, 100, 200, 1000, u32::MAX].choose(rng).expect("not empty");
+        let kind = kernel.problem.mask;
+        let mask = match (kind.left, kind.right) {
+            (false, false) => Mask::Full,
+            (false, true) if rng.random_bool(0.6) => Mask::Causal,
+            (left, right) => Mask::Window { left: left.then(|| reach(rng)), right: right.then(|| reach(rng)) },
+        };
+        let few = |rng: &mut StdRng, most: usize| if rng.random_bool(0.7) { 0 } else { rng.random_range(1..=most) };
+        let scale = *[None, None, None, Some(-0.2), Some(0.0), Some(1.0)].choose(rng).expect("not empty");
+        Self {
+            sizes: [rng.random_range(1..=2), kv_heads * group, kv_heads, q_len, kv_len],
+            mask,
+            layout: *Layout::ALL.choose(rng).expect("not empty"),
+            values: *[Distribution::Normal, Distribution::NormalWithOutliers, Distribution::Uniform]
+                .choose(rng)
+                .expect("not empty"),
+            scale,
+            lse: rng.random_bool(0.7),
+            // A scale of zero takes Q for zeros.
+            bad: [few(rng, 2), few(rng, 6), if scale == Some(0.0) { 0 } else { few(rng, 1) }],
+            seed: rng.random(),
+        }
+    }
+
+    pub fn expected(self, kernel: &Kernel) -> Expected {
+        let p = kernel.problem;
+        let [b, h, kh, q_len, kv_len] = self.sizes;
+        let (dqk, dv) = (p.head_dim_qk as usize, p.head_dim_v as usize);
+        let tensor = |shape, n| HostTensor::random(p.dtype, shape, self.layout, self.seed + n, self.values);
+        let mut inputs =
+            [tensor([b, h, q_len, dqk], 1), tensor([b, kh, kv_len, dqk], 2), tensor([b, kh, kv_len, dv], 3)];
+        let mut rng = StdRng::seed_from_u64(self.seed);
+        for (i, count) in [(1, self.bad[0]), (2, self.bad[1]), (0, self.bad[2])] {
+            let [b, h, s, d] = inputs[i].shape();
+            for _ in 0..if s == 0 { 0 } else { count } {
+                let bad = *[f32::NAN, f32::INFINITY].choose(&mut rng).expect("not empty");
+                let at = [rng.random_range(0..b), rng.random_range(0..h), rng.random_range(0..s)];
+                match i {
+                    2 => inputs[i].set([at[0], at[1], at[2], rng.random_range(0..d)], bad),
+                    _ => inputs[i].write_row(at, &vec![bad; d]),
+                }
+            }
+        }
+        let shape = self.shape();
+        let ids: Vec<RowId> = all_rows(&shape);
+        let scale = self.scale.unwrap_or(p.default_scale());
+        let [q, k, v] = &inputs;
+        let rows = oracle(q, k, v, self.mask, scale, &ids);
+        let unfused = unfused_rows(q, k, v, self.mask, scale, &ids);
+        Expected { case: self, inputs, rows, unfused }
+    }
+
+    pub fn shape(&self) -> Shape {
+        let [batch, heads, kv_heads, q_len, kv_len] = self.sizes.map(|n| n as u32);
+        Shape { batch, heads, kv_heads, q_len, kv_len, mask: self.mask }
+    }
+}
+
+/// Where buffer `i` of `bytes` lies: it ends where readable memory ends.
+fn address(i: u64, bytes: usize) -> u64 {
+    const PAGE: u64 = 4096;
+    0x2000_0000_0000 + (i << 36) + (bytes as u64).next_multiple_of(PAGE) - bytes as u64
+}
+
+impl Expected {
+    /// Runs the case under the machine's random schedule of this seed. `units` is the number of multiprocessors.
+    pub fn run(&self, kernel: &Kernel, emulated: &mut Emulated, seed: u64, units: u32) -> Result<HostTensor, String> {
+        let case = &self.case;
+        let shape = case.shape();
+        let dtype = kernel.problem.dtype;
+        let [q, k, v] = &self.inputs;
+        let [b, h, _, q_len, _] = case.sizes;
+        let mut o = HostTensor::poisoned(dtype, [b, h, q_len, kernel.problem.head_dim_v as usize], case.layout);
+        let mut lse = vec![0xffu8; b * h * q_len * 4];
+        let view = |i: u64, t: &HostTensor| t.view_at(address(i, t.bytes().len()));
+        let lse_rows = [b as u64, h as u64, q_len as u64];
+        let tensors = ForwardTensors {
+            q: view(0, q),
+            k: view(1, k),
+            v: view(2, v),
+            o: view(3, &o),
+            lse: case.lse.then(|| TensorView::rows(address(4, lse.len()), lse_rows)),
+        };
+        let call = forward_call(&tensors, case.mask, case.scale).map_err(|e| e.to_string())?;
+        if let Some(why) = flashtune::codegen::unaddressable(&call.args) {
+            return Err(why);
+        }
+        let geometry = kernel.launch(&shape).map_err(|e| e.to_string())?;
+        let tiling = geometry.tiling.ok_or("no tiling")?;
+        let launch = Launch {
+            seed,
+            grid: geometry.blocks(units),
+            threads: geometry.threads,
+            smem_bytes: geometry.smem_bytes,
+            maps: kernel.tensor_maps(&tiling, &call.args).ok_or("no tensor maps")?,
+            forward: call.args,
+            tiling,
+        };
+        let mut inputs = self.inputs.clone();
+        let [q, k, v] = &mut inputs;
+        let mut buffers = [
+            (q.bytes_mut(), false),
+            (k.bytes_mut(), false),
+            (v.bytes_mut(), false),
+            (o.bytes_mut(), true),
+            (&mut lse[..], true),
+        ]
+        .into_iter()
+        .enumerate()
+        .map(|(i, (bytes, written))| Buffer { address: address(i as u64, bytes.len()), bytes, written })
+        .collect::<Vec<_>>();
+        emulated.run(&launch, &mut buffers)?;
+
+        let lse: Vec<f32> = lse.as_chunks::<4>().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
+        if !case.lse && lse.iter().any(|x| x.to_bits() != u32::MAX) {
+            return Err("an LSE was written that nobody asked for".into());
+        }
+        let verdict = compare(&o, case.lse.then_some(&lse), &self.rows, &self.unfused);
+        if !verdict.passed() {
+            return Err(verdict.to_string());
+        }
+        let untouched = HostTensor::zeros(dtype, o.shape(), case.layout);
+        if untouched.bytes().iter().zip(o.bytes()).any(|(gap, o)| *gap == 0xff && *o != 0xff) {
+            return Err("O was written between its rows".into());
+        }
+        Ok(o)
+    }
+
+    /// Whether O can be compared bit by bit: NaN have many.
+    pub fn is_finite(&self) -> bool {
+        self.case.bad == [0; 3] && self.rows.o.iter().all(|x| x.is_finite())
+    }
+}

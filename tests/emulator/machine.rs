@@ -1,0 +1,204 @@
+//! Kernels compiled for the host together with the emulated machine, each in a process of its own.
+
+use crate::translate::translate;
+use flashtune::codegen::{Kernel, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs};
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
+use tempfile::TempDir;
+
+const FLAGS: &[&str] = &["-std=c++17", "-march=native"];
+/// Name of a kernel's program in its folder.
+const PROGRAM: &str = "kernel";
+
+/// The machine's objects and headers, built once.
+static MACHINE: LazyLock<Result<Machine, String>> = LazyLock::new(Machine::build);
+
+struct Machine {
+    compiler: String,
+    folder: PathBuf,
+    objects: Vec<PathBuf>,
+}
+
+impl Machine {
+    fn build() -> Result<Self, String> {
+        let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulator/machine");
+        let text = |e: std::io::Error| format!("{}: {e}", sources.display());
+        let mut files = BTreeMap::new();
+        for entry in std::fs::read_dir(&sources).map_err(text)? {
+            let path = entry.map_err(text)?.path();
+            let name = path.file_name().expect("a file").to_owned();
+            files.insert(name, std::fs::read(path).map_err(text)?);
+        }
+        // Everything is compiled from a copy: who edits the machine while tests run does not disturb them.
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emulator-{}", fingerprint(&files)));
+        std::fs::create_dir_all(&folder).map_err(text)?;
+        let mut objects = Vec::new();
+        for (name, content) in &files {
+            std::fs::write(folder.join(name), content).map_err(text)?;
+        }
+        for name in files.keys().filter(|name| Path::new(name).extension().is_some_and(|e| e == "cpp")) {
+            let source = folder.join(name);
+            let object = source.with_extension("o");
+            let mut command = Command::new(&compiler);
+            command.args(FLAGS).args(["-O3", "-c"]).arg(source);
+            compile(&mut command, &object)?;
+            objects.push(object);
+        }
+        Ok(Self { compiler, folder, objects })
+    }
+}
+
+fn fingerprint(data: &impl Hash) -> String {
+    let mut hasher = DefaultHasher::new();
+    data.hash(&mut hasher);
+    format!("{:016x}", hasher.finish())
+}
+
+fn compile(command: &mut Command, output: &Path) -> Result<(), String> {
+    // Another test process may be using the last one.
+    let unfinished = output.with_extension(format!("{}.part", std::process::id()));
+    let result = command.arg("-o").arg(&unfinished).output().map_err(|e| format!("{command:?}: {e}"))?;
+    if !result.status.success() {
+        let text = String::from_utf8_lossy(&result.stderr);
+        return Err(format!("{command:?}: {}", text.lines().take(30).collect::<Vec<_>>().join("\n")));
+    }
+    std::fs::rename(unfinished, output).map_err(|e| e.to_string())
+}
+
+/// Whether this host has a C++ compiler; a failure where CI must have it.
+pub fn has_compiler() -> bool {
+    match &*MACHINE {
+        Ok(_) => true,
+        Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("the emulated machine: {e}"),
+        Err(e) => {
+            println!("skipped: {e}");
+            false
+        }
+    }
+}
+
+/// Memory of the device.
+pub struct Buffer<'a> {
+    pub address: u64,
+    pub bytes: &'a mut [u8],
+    pub written: bool,
+}
+
+/// What one launch needs beyond the buffers.
+pub struct Launch {
+    pub seed: u64,
+    pub grid: u32,
+    pub threads: u32,
+    pub smem_bytes: u32,
+    pub maps: [TensorMapSpec; 4],
+    pub forward: ForwardArgs,
+    pub tiling: Tiling,
+}
+
+/// A kernel on the emulated machine.
+pub struct Emulated {
+    folder: TempDir,
+    process: Option<Child>,
+}
+
+impl Emulated {
+    pub fn build(kernel: &Kernel, templates: &TemplateSet) -> Result<Self, String> {
+        let machine = MACHINE.as_ref().map_err(Clone::clone)?;
+        let source = kernel.render(templates).map_err(|e| e.to_string())?;
+        let text =
+            format!("#include \"cuda.h\"\n{}\nEMULATED_KERNEL({}, Sm90Args)\n", translate(&source.text)?, source.entry);
+        let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
+        let file = folder.path().join("kernel.cpp");
+        std::fs::write(&file, text).map_err(|e| e.to_string())?;
+        let mut command = Command::new(&machine.compiler);
+        command
+            .args(FLAGS)
+            .args(["-O1", "-ftrivial-auto-var-init=pattern", "-w", "-I"])
+            .arg(&machine.folder)
+            .arg(&file);
+        command.args(&machine.objects);
+        compile(&mut command, &folder.path().join(PROGRAM))?;
+        Ok(Self { folder, process: None })
+    }
+
+    /// Runs a launch. Written buffers are changed only if it ends well.
+    pub fn run(&mut self, launch: &Launch, buffers: &mut [Buffer]) -> Result<(), String> {
+        let outcome = self.talk(launch, buffers);
+        outcome.unwrap_or_else(|e| {
+            let status = self.process.take().map(|mut child| child.wait());
+            Err(format!("the emulated machine broke down: {e}; {status:?}"))
+        })
+    }
+
+    fn talk(&mut self, launch: &Launch, buffers: &mut [Buffer]) -> std::io::Result<Result<(), String>> {
+        if self.process.is_none() {
+            let child =
+                Command::new(self.folder.path().join(PROGRAM)).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+            self.process = Some(child);
+        }
+        let child = self.process.as_mut().expect("just started");
+        let mut request = Vec::new();
+        request.extend(launch.seed.to_ne_bytes());
+        for word in [launch.grid, launch.threads, launch.smem_bytes] {
+            request.extend(word.to_ne_bytes());
+        }
+        let args = arguments(launch);
+        request.extend((args.len() as u32).to_ne_bytes());
+        request.extend(args);
+        request.extend((buffers.len() as u32).to_ne_bytes());
+        for buffer in buffers.iter() {
+            request.extend(buffer.address.to_ne_bytes());
+            request.extend((buffer.bytes.len() as u64).to_ne_bytes());
+            request.extend(u32::from(buffer.written).to_ne_bytes());
+            request.extend_from_slice(buffer.bytes);
+        }
+        let input = child.stdin.as_mut().expect("piped");
+        input.write_all(&request)?;
+        input.flush()?;
+        let output = child.stdout.as_mut().expect("piped");
+        let mut length = [0; 4];
+        output.read_exact(&mut length)?;
+        let mut text = vec![0; u32::from_ne_bytes(length) as usize];
+        output.read_exact(&mut text)?;
+        if !text.is_empty() {
+            return Ok(Err(String::from_utf8_lossy(&text).into_owned()));
+        }
+        for buffer in buffers.iter_mut().filter(|b| b.written) {
+            output.read_exact(buffer.bytes)?;
+        }
+        Ok(Ok(()))
+    }
+}
+
+impl Drop for Emulated {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.process.take() {
+            drop(child.stdin.take());
+            let _ = child.wait();
+        }
+    }
+}
+
+/// `Sm90Args` of the template, with the machine's own tensor maps.
+fn arguments(launch: &Launch) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for map in &launch.maps {
+        bytes.extend(u64::from_ne_bytes(*b"tnsormap").to_ne_bytes());
+        bytes.extend(map.address.to_ne_bytes());
+        bytes.extend((map.rank as u64).to_ne_bytes());
+        bytes.extend(map.dims.iter().flat_map(|&d| (d as u32).to_ne_bytes()));
+        bytes.extend(map.tile.iter().flat_map(|d| d.to_ne_bytes()));
+        bytes.extend(map.strides.iter().flat_map(|s| s.to_ne_bytes()));
+        bytes.extend([0; 32]);
+    }
+    bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
+    let Tiling { group_shift, unit_heads, blocks, section, tiles } = launch.tiling;
+    bytes.extend([group_shift, unit_heads, blocks, section, tiles].into_iter().flat_map(i32::to_ne_bytes));
+    bytes.resize(bytes.len().next_multiple_of(64), 0);
+    bytes
+}

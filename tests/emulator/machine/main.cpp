@@ -1,0 +1,77 @@
+// Runs launches that arrive on standard input, in native byte order:
+//   u64 seed; u32 grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
+//   address, u64 bytes, u32 comes_back, and the content.
+// Buffers lie at the addresses that the arguments tell, each with nothing readable after it. The answer on standard
+// output: u32 length of a failure's text and the text; without failure the buffers that come back.
+
+#include "machine.h"
+#include <cstdio>
+#include <cstdlib>
+#include <sys/mman.h>
+#include <unistd.h>
+
+using namespace ptx;
+
+namespace {
+
+void read_exactly(void* to, std::size_t bytes) {
+    if (std::fread(to, 1, bytes, stdin) != bytes) std::exit(0);
+}
+template <typename T> T read_value() {
+    T x;
+    read_exactly(&x, sizeof x);
+    return x;
+}
+
+struct Buffer {
+    u64 address, bytes;
+    bool comes_back;
+    u64 page() const { return address / 4096 * 4096; }
+    u64 length() const { return (address + bytes - page() + 4095) / 4096 * 4096; }
+};
+
+}  // namespace
+
+int main() {
+    for (;;) {
+        const u64 seed = read_value<u64>();
+        const u32 grid = read_value<u32>();
+        for (const u32 has : {u32(kernel.threads), u32(kernel.shared_bytes), u32(kernel.argument_bytes)}) {
+            const u32 says = read_value<u32>();
+            if (says == has) continue;
+            std::fprintf(stderr, "the host's model says %u where the kernel has %u\n", says, has);
+            return 3;
+        }
+        alarm(300);  // a kernel that never ends
+        void* args = std::aligned_alloc(64, (kernel.argument_bytes + 63) / 64 * 64);
+        read_exactly(args, kernel.argument_bytes);
+        std::vector<Buffer> buffers(read_value<u32>());
+        for (Buffer& b : buffers) {
+            b.address = read_value<u64>();
+            b.bytes = read_value<u64>();
+            b.comes_back = read_value<u32>() != 0;
+            if (!b.bytes) continue;
+            void* want = reinterpret_cast<void*>(b.page());
+            const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+            void* page = mmap(want, b.length(), PROT_READ | PROT_WRITE, flags, -1, 0);
+            if (page != want) std::perror("a buffer's address"), std::exit(3);
+            read_exactly(reinterpret_cast<void*>(b.address), b.bytes);
+            if (!b.comes_back) mprotect(page, b.length(), PROT_READ);
+        }
+        std::string failure;
+        for (u32 i = 0; i < grid && failure.empty(); i++) {
+            failure = run_block(i, grid, args, seed * 0x9e3779b97f4a7c15 + i);
+            if (!failure.empty()) failure = "block " + std::to_string(i) + ": " + failure;
+        }
+        const u32 length = u32(failure.size());
+        std::fwrite(&length, sizeof length, 1, stdout);
+        std::fwrite(failure.data(), 1, length, stdout);
+        for (const Buffer& b : buffers) {
+            if (!b.bytes) continue;
+            if (b.comes_back && failure.empty()) std::fwrite(reinterpret_cast<void*>(b.address), 1, b.bytes, stdout);
+            munmap(reinterpret_cast<void*>(b.page()), b.length());
+        }
+        std::fflush(stdout);
+        std::free(args);
+    }
+}

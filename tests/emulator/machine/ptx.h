@@ -1,0 +1,129 @@
+// The PTX instructions that kernels use, as functions: a generated source calls these where it had inline assembly.
+// An instruction's name has `_` for `.` and `__` for `::`; its operands follow in the order of its text, brackets and
+// braces taken off, but for the braces around registers of a matrix, which become a `Registers`.
+
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace ptx {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = unsigned long long;
+
+struct Kernel {
+    int threads, shared_bytes, blocks_per_sm;
+    std::size_t argument_bytes;
+    void (*run)(const void* args);
+};
+extern const Kernel kernel;  // defined by the generated source
+
+struct Index {
+    u32 x;
+};
+Index thread_index();
+Index block_index();
+Index grid_dim();
+
+// Gives all lanes of the calling warp each other's word.
+const u32* exchange(const char* what, u32 lanes, u32 word);
+void synchronize_block();
+u32 shared_address(const void* p);
+
+// ------------------------------------------------------------------------------------------------------- scalars
+
+void cvt_rn_f16x2_f32(u32& d, float high, float low);
+void cvt_rn_bf16x2_f32(u32& d, float high, float low);
+void cvt_rn_f16_f32(u16& d, float x);
+void cvt_f32_f16(float& d, u16 x);
+void ex2_approx_ftz_f32(float& d, float x);
+void lg2_approx_ftz_f32(float& d, float x);
+void rcp_approx_ftz_f32(float& d, float x);
+void max_NaN_f32(float& d, float x, float y);
+inline void mov_u32(u32& d, u32 x) { d = x; }
+inline void selp_b32(u32& d, u32 a, u32 b, bool which) { d = which ? a : b; }
+inline void setp_ne_b32(bool& d, u32 a, u32 b) { d = a != b; }
+#define ptx_ctaid_x (ptx::block_index().x)
+
+// ------------------------------------------------------------------------------------------------- shared memory
+
+void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address);
+void st_shared_v4_u32(u32 address, u32 x, u32 y, u32 z, u32 w);
+void ld_shared_u32(u32& d, u32 address);
+void st_shared_u32(u32 address, u32 x);
+void ld_shared_u16(u16& d, u32 address);
+void st_shared_u16(u32 address, u16 x);
+void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d);
+void fence_proxy_async_shared__cta();
+
+// ------------------------------------------------------------------------------------------------------ barriers
+
+void bar_sync(u32 id, u32 threads);
+void bar_arrive(u32 id, u32 threads);
+void bar_red_or_pred(bool& any, u32 id, u32 threads, bool mine);
+void mbarrier_init_shared__cta_b64(u32 address, u32 arrivals);
+void fence_mbarrier_init_release_cluster();
+void mbarrier_arrive_shared__cta_b64(u32 address);
+void mbarrier_arrive_expect_tx_shared__cta_b64(u32 address, u32 bytes);
+void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity, u32 nanoseconds);
+void setmaxnreg_dec_sync_aligned_u32(u32 registers);
+void setmaxnreg_inc_sync_aligned_u32(u32 registers);
+
+// --------------------------------------------------------------------------------------------------- copy engine
+
+void prefetch_tensormap(const void* map);
+void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
+    u32 to, const void* map, int c0, int c1, int c2, int c3, u32 barrier, u64 hint);
+void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
+    u32 to, const void* map, int c0, int c1, int c2, int c3, int c4, u32 barrier, u64 hint);
+void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, int c4,
+                                                           u32 from);
+void cp_async_bulk_commit_group();
+void cp_async_bulk_wait_group_read(u32 pending);
+
+// -------------------------------------------------------------------------------------------- warpgroup matrices
+
+enum class Format { bf16, f16 };
+template <int count> struct Registers {
+    float* at[count];
+};
+
+void wgmma_fence_sync_aligned();
+void wgmma_commit_group_sync_aligned();
+void wgmma_wait_group_sync_aligned(u32 pending);
+
+// One instruction as a thread issues it.
+struct MatrixStep {
+    Format format;
+    int columns;
+    bool a_in_registers;
+    u64 a, b;         // descriptors
+    bool keep;        // D += A B, otherwise D = A B
+    bool b_by_depth;  // B lies in memory by depth ("MN-major")
+    bool operator==(const MatrixStep& o) const {
+        return format == o.format && columns == o.columns && a_in_registers == o.a_in_registers && a == o.a &&
+               b == o.b && keep == o.keep && b_by_depth == o.b_by_depth;
+    }
+};
+void issue(const MatrixStep& step, float* const* d, const u32* a);
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+template <Format format, int columns>
+void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, u64 a, u64 b, bool keep, int sign_a, int sign_b,
+                                  int depth_a, int depth_b) {
+    if (sign_a != 1 || sign_b != 1 || depth_a != 0) fail("wgmma with a sign or A by depth is not emulated");
+    issue({format, columns, false, a, b, keep, depth_b != 0}, d.at, nullptr);
+}
+struct ARegisters {
+    u32 a[4];
+};
+template <Format format, int columns>
+void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, ARegisters a, u64 b, bool keep, int sign_a, int sign_b,
+                                  int depth_b) {
+    if (sign_a != 1 || sign_b != 1) fail("wgmma with a sign is not emulated");
+    issue({format, columns, true, 0, b, keep, depth_b != 0}, d.at, a.a);
+}
+
+}  // namespace ptx

@@ -1,0 +1,62 @@
+// Conversions and the special-function unit. Its approximations are replaced by exactly rounded results, except for the
+// flush of subnormal numbers.
+
+#include "machine.h"
+#include <cmath>
+#include <cstring>
+
+namespace ptx {
+namespace {
+
+template <typename To, typename From> To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    std::memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+
+u16 to_f16(float x) {
+    const u16 sign = bits<u32>(x) >> 16 & 0x8000;
+    const float a = std::fabs(x);
+    if (x != x) return 0x7fff;
+    if (a >= 65520.0f) return sign | 0x7c00;
+    if (a < 0x1p-14f) return sign | u16(std::nearbyintf(a * 0x1p24f));  // may carry into the first normal number
+    const u32 u = bits<u32>(a);
+    return sign | u16((u - (112u << 23) + 0xfff + (u >> 13 & 1)) >> 13);
+}
+u16 to_bf16(float x) {
+    const u32 u = bits<u32>(x);
+    return x != x ? 0x7fff : u16((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+float from_f16(u16 x) {
+    const u32 sign = u32(x & 0x8000) << 16, exponent = x >> 10 & 31, fraction = x & 1023;
+    if (exponent == 31) return bits<float>(sign | 0x7f800000 | fraction << 13);
+    if (exponent == 0) return bits<float>(sign | bits<u32>(float(fraction) * 0x1p-24f));
+    return bits<float>(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+}  // namespace
+
+float widen(Format format, u16 x) {
+    if (format == Format::bf16) return bits<float>(u32(x) << 16);
+    static const std::vector<float> table = [] {
+        std::vector<float> t(65536);
+        for (u32 i = 0; i < 65536; i++) t[i] = from_f16(u16(i));
+        return t;
+    }();
+    return table[x];
+}
+
+void cvt_rn_f16x2_f32(u32& d, float high, float low) { d = u32(to_f16(high)) << 16 | to_f16(low); }
+void cvt_rn_bf16x2_f32(u32& d, float high, float low) { d = u32(to_bf16(high)) << 16 | to_bf16(low); }
+void cvt_rn_f16_f32(u16& d, float x) { d = to_f16(x); }
+void cvt_f32_f16(float& d, u16 x) { d = from_f16(x); }
+void ex2_approx_ftz_f32(float& d, float x) { d = flush(std::exp2f(flush(x))); }
+void lg2_approx_ftz_f32(float& d, float x) { d = flush(std::log2f(flush(x))); }
+void rcp_approx_ftz_f32(float& d, float x) { d = flush(1.0f / flush(x)); }
+// NaN is the canonical one, whose bits some kernels compute with.
+void max_NaN_f32(float& d, float x, float y) { d = x != x || y != y ? bits<float>(0x7fffffffu) : x > y ? x : y; }
+
+}  // namespace ptx
