@@ -7,6 +7,7 @@
 //!   bin/flashtune      the command, stripped
 //!   lib/libflashtune.so, include/flashtune.h, examples/forward.c
 //!                      the C ABI
+//!   python/            the Python package, with the library in it: put it on PYTHONPATH or `pip install` it
 //!   benches/           scripts that measure it beside its peers
 //!   templates/         the kernels' templates, to be changed with --templates
 //! ```
@@ -27,14 +28,16 @@ const USAGE: &str = "usage: cargo xtask package [--out DIR] [--tar] [--profile N
 
 /// Files of the workspace's root that go along.
 const ROOT_FILES: [&str; 3] = ["README.md", "LICENSE", "CHANGELOG.md"];
-/// Folders of the workspace that go along as they are.
-const FOLDERS: [&str; 2] = ["benches", "templates"];
+/// Folders of the workspace that go along, and where in the package.
+const FOLDERS: [(&str, &str); 3] = [("benches", "benches"), ("templates", "templates"), ("bindings/python", "python")];
 /// The C ABI: from the workspace, and where in the package.
 const C: [(&str, &str); 2] = [
     ("bindings/c/include/flashtune.h", "include/flashtune.h"),
     ("bindings/c/examples/forward.c", "examples/forward.c"),
 ];
 const LIBRARY: &str = "libflashtune.so";
+/// Where the library goes: for programs in C, and where the Python package looks first.
+const LIBRARY_PLACES: [&str; 2] = ["lib", "python/flashtune/lib"];
 
 /// What to make.
 struct Options {
@@ -106,12 +109,14 @@ fn run(root: &Path, options: &Options) -> Result<()> {
     let built = build(root, &options.profile)?;
 
     copy(&built.join("flashtune"), &folder.join("bin/flashtune"))?;
-    copy(&built.join(LIBRARY), &folder.join("lib").join(LIBRARY))?;
+    for place in LIBRARY_PLACES {
+        copy(&built.join(LIBRARY), &folder.join(place).join(LIBRARY))?;
+    }
     for (from, to) in C.into_iter().chain(ROOT_FILES.map(|file| (file, file))) {
         copy(&root.join(from), &folder.join(to))?;
     }
-    for part in FOLDERS {
-        copy_folder(&root.join(part), &folder.join(part))?;
+    for (from, to) in FOLDERS {
+        copy_folder(&root.join(from), &folder.join(to))?;
     }
     let manifest = Manifest {
         name: "flashtune",

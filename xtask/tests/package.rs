@@ -34,6 +34,8 @@ fn the_package_runs_where_it_is_unpacked() {
         "bin/flashtune",
         "lib/libflashtune.so",
         "include/flashtune.h",
+        "python/flashtune/lib/libflashtune.so",
+        "python/flashtune/__init__.py",
         "README.md",
         "LICENSE",
         "templates/forward/cpu.c",
@@ -51,10 +53,49 @@ fn the_package_runs_where_it_is_unpacked() {
     let found: Value = serde_json::from_slice(&doctor.stdout).unwrap();
     assert_eq!(found["usable"], true, "{found}");
 
+    python(&folder, tmp.path());
+
     // A package is not mixed with an older one.
     let again = Command::new(env!("CARGO_BIN_EXE_xtask")).args(["package", "--out"]).arg(tmp.path()).output().unwrap();
     let told = String::from_utf8_lossy(&again.stderr).into_owned();
     assert!(!again.status.success() && told.contains("already there"), "{told}");
+}
+
+/// The packaged Python finds the packaged library, and computes where there is NumPy.
+fn python(folder: &Path, tmp: &Path) {
+    if !Command::new("python3").arg("--version").output().is_ok_and(|o| o.status.success()) {
+        println!("skipped: no python3");
+        return;
+    }
+    const SCRIPT: &str = "
+import flashtune
+flashtune.Engine('cpu')
+assert flashtune._library.find().parts[-3:] == ('flashtune', 'lib', 'libflashtune.so'), flashtune._library.find()
+try:
+    import numpy as np
+except ImportError:
+    print('no numpy')
+else:
+    q = np.random.default_rng(0).standard_normal((1, 5, 2, 32)).astype('float32')
+    scores = np.einsum('bqhd,bkhd->bhqk', q, q) / 32 ** 0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum('bhqk,bkhd->bqhd', weights / weights.sum(-1, keepdims=True), q)
+    assert abs(flashtune.flash_attn_func(q, q, q) - expected).max() < 1e-5
+print('done')
+";
+    // Where `cargo xtask python` puts NumPy when this Python has none.
+    let toolchain = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.toolchain/python");
+    let path = std::env::join_paths([folder.join("python"), toolchain]).unwrap();
+    let ran = Command::new("python3")
+        .args(["-B", "-c", SCRIPT])
+        .env("PYTHONPATH", path)
+        .env("FLASHTUNE_CACHE", tmp.join("cache"))
+        .env_remove("FLASHTUNE_LIBRARY")
+        .current_dir(tmp)
+        .output()
+        .unwrap();
+    let told = [ran.stdout, ran.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(ran.status.success() && told.contains("done"), "{told}");
 }
 
 #[test]

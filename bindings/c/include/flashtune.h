@@ -162,7 +162,8 @@ typedef struct flashtune_options {
   const char *cache_dir;
   // Folder whose templates replace the built-in ones; NULL: FLASHTUNE_TEMPLATES or none.
   const char *templates_dir;
-  // Bundle files to search after the cache, before those of FLASHTUNE_BUNDLES.
+  // Bundle files to search after the cache, before those of FLASHTUNE_BUNDLES. They must be signed by a key of
+  // FLASHTUNE_TRUSTED_KEYS, unless FLASHTUNE_ALLOW_UNSIGNED is 1.
   const char *const *bundles;
   // How many.
   uint64_t bundles_len;

@@ -107,7 +107,8 @@ pub struct Options {
     pub cache_dir: *const c_char,
     /// Folder whose templates replace the built-in ones; NULL: FLASHTUNE_TEMPLATES or none.
     pub templates_dir: *const c_char,
-    /// Bundle files to search after the cache, before those of FLASHTUNE_BUNDLES.
+    /// Bundle files to search after the cache, before those of FLASHTUNE_BUNDLES. They must be signed by a key of
+    /// FLASHTUNE_TRUSTED_KEYS, unless FLASHTUNE_ALLOW_UNSIGNED is 1.
     pub bundles: *const *const c_char,
     /// How many.
     pub bundles_len: u64,
