@@ -2,7 +2,7 @@
 
 use super::context::Context;
 use crate::{Error, Result};
-use cudarc::driver::sys::{self, CUpointer_attribute};
+use cudarc::driver::sys::{self, CUpointer_attribute, CUresult};
 
 /// The driver's answer about one address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,10 +28,16 @@ pub(super) fn check(context: &Context, tensor: &'static str, address: u64) -> Re
     let mut data = [(&raw mut memory).cast(), (&raw mut managed).cast(), (&raw mut device).cast()];
     // SAFETY: as many attributes as places for them, each place as large as its attribute (the driver writes 32-bit
     // numbers for the first and the last and one byte or 32 bits for the flag). The address is looked up, not read.
-    unsafe { sys::cuPointerGetAttributes(3, attributes.as_mut_ptr(), data.as_mut_ptr(), address) }
-        .result()
-        .map_err(|e| context.failed("cuPointerGetAttributes", e))?;
-    judge(Kind { memory, managed: managed != 0, device }, context.device, tensor, address)
+    let answer = unsafe { sys::cuPointerGetAttributes(3, attributes.as_mut_ptr(), data.as_mut_ptr(), address) };
+    let kind = match answer.result() {
+        Ok(()) => Kind { memory, managed: managed != 0, device },
+        // Two more ways in which drivers say that they do not know an address, beside a memory type of 0.
+        Err(e) if matches!(e.0, CUresult::CUDA_ERROR_INVALID_VALUE | CUresult::CUDA_ERROR_INVALID_CONTEXT) => {
+            Kind { memory: 0, managed: false, device: -1 }
+        }
+        Err(e) => return Err(context.failed("cuPointerGetAttributes", e)),
+    };
+    judge(kind, context.device, tensor, address)
 }
 
 fn judge(kind: Kind, ours: i32, tensor: &'static str, address: u64) -> Result<()> {

@@ -200,6 +200,26 @@ fn what_does_not_fit_the_device_is_an_error_with_a_remedy() {
 }
 
 #[test]
+fn addresses_of_the_host_are_told_from_those_of_the_device() {
+    let Some(device) = device() else { return };
+    let buffer = device.alloc(64).unwrap();
+    device.check_address("q", buffer.address() + 32).unwrap();
+    let host = [0u8; 64];
+    let e = device.check_address("q", host.as_ptr() as u64).unwrap_err().to_string();
+    assert!(e.contains("tensor q") && e.contains("host memory"), "{e}");
+}
+
+#[test]
+fn a_context_of_the_caller_is_worked_in() {
+    let Some(device) = device() else { return };
+    let host = CudaContext::new(0).unwrap();
+    // SAFETY: the context outlives the device.
+    let adopted = unsafe { CudaDevice::adopt(host.cu_ctx().cast()).unwrap() };
+    assert!(adopted.context.is(&device.context) && adopted.fingerprint() == device.fingerprint());
+    assert_eq!(adopted.alloc(16).unwrap().len(), 16);
+}
+
+#[test]
 fn the_naive_template_passes_the_check() {
     let Some(cuda) = device() else { return };
     let device: Arc<dyn Device> = cuda;
