@@ -8,7 +8,7 @@ use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanat
 use flashtune_runtime::{
     Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, Stream, TensorView, forward_call,
 };
-use flashtune_tuner::{Job, Observer, Outcome};
+use flashtune_tuner::{Job, Observer, Outcome, Runner, WorkerCommand};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -72,6 +72,17 @@ pub struct Builder {
     embedded: Option<&'static [u8]>,
     trust: Option<Trust>,
     templates: Option<PathBuf>,
+    candidates: Candidates,
+}
+
+/// Where candidates run when the engine tunes.
+#[derive(Default)]
+enum Candidates {
+    /// In the worker that the environment names, else in this process with a warning.
+    #[default]
+    Unsaid,
+    InWorker(WorkerCommand),
+    InThisProcess,
 }
 
 /// Attention on one device. `Send + Sync`: one engine serves all threads of a host.
@@ -80,6 +91,7 @@ pub struct Engine {
     templates: Arc<TemplateSet>,
     cache: Option<CacheDir>,
     policy: Policy,
+    candidates: Candidates,
     /// One tuning at a time: two at once would disturb each other's measurements.
     tuning: Mutex<()>,
 }
@@ -134,6 +146,21 @@ impl Builder {
         self
     }
 
+    /// Candidates run in processes of this program when the engine tunes, so that none of them can end the host:
+    /// [`WorkerCommand::flashtune`] with the path of the `flashtune` command, or the host itself if its `main` may call
+    /// [`flashtune_tuner::serve`]. That of `FLASHTUNE_WORKER` when not said.
+    pub fn worker(mut self, command: WorkerCommand) -> Self {
+        self.candidates = Candidates::InWorker(command);
+        self
+    }
+
+    /// Candidates run in the host's process when the engine tunes: one that faults ends the host, one that never ends
+    /// hangs it. Without a worker this happens too, but not without a warning.
+    pub fn tune_in_this_process(mut self) -> Self {
+        self.candidates = Candidates::InThisProcess;
+        self
+    }
+
     /// Opens device and layers. Compiles no kernel and writes nothing.
     ///
     /// # Errors
@@ -173,7 +200,14 @@ impl Builder {
             layers,
             artifacts: cache.as_ref().map(ArtifactFiles::new),
         });
-        Ok(Engine { dispatcher, templates, cache, policy: self.policy, tuning: Mutex::new(()) })
+        Ok(Engine {
+            dispatcher,
+            templates,
+            cache,
+            policy: self.policy,
+            candidates: self.candidates,
+            tuning: Mutex::new(()),
+        })
     }
 }
 
@@ -297,9 +331,32 @@ impl Engine {
         let _one_at_a_time = self.tuning.lock().unwrap_or_else(PoisonError::into_inner);
         let store = Store::open_within(dir, PATIENCE)?;
         let artifacts = ArtifactFiles::new(dir);
-        let outcome = flashtune_tuner::tune(self.device(), &self.templates, &store, &artifacts, job, observer)?;
+        let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, &store, &artifacts, job, observer)?;
         self.dispatcher.refresh();
         Ok(outcome)
+    }
+
+    /// Where candidates run.
+    fn runner(&self) -> Result<Runner> {
+        let named = || std::env::var_os(crate::WORKER_VARIABLE).filter(|v| !v.is_empty()).map(WorkerCommand::flashtune);
+        let command = match &self.candidates {
+            Candidates::InThisProcess => return Ok(Runner::in_this_process(self.device().clone())),
+            Candidates::InWorker(command) => Some(command.clone()),
+            Candidates::Unsaid => named(),
+        };
+        let why = match (command, self.device().spec()) {
+            (Some(command), Some(device)) => {
+                let runner = Runner::worker(command, device)?;
+                if runner.fingerprint() == self.device().fingerprint() {
+                    return Ok(runner);
+                }
+                format!("the worker sees {} as {device}", runner.fingerprint())
+            }
+            (Some(_), None) => "a worker cannot open this device by name".to_owned(),
+            (None, _) => format!("no worker is named (Builder::worker, {})", crate::WORKER_VARIABLE),
+        };
+        tracing::warn!("tuning in the host's own process, which a faulty candidate would end: {why}");
+        Ok(Runner::in_this_process(self.device().clone()))
     }
 
     /// Checks the tensors and says what they ask for.

@@ -30,6 +30,9 @@ pub use flashtune_codegen as codegen;
 pub use flashtune_runtime as runtime;
 pub use flashtune_tuner as tuner;
 
+/// The variable that names the `flashtune` program whose processes run candidates.
+pub const WORKER_VARIABLE: &str = "FLASHTUNE_WORKER";
+
 pub use engine::{Builder, Dispatch, Engine, Forward};
 pub use error::{Error, Result};
 pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};

@@ -16,7 +16,7 @@ pub struct Kernel {
 }
 
 /// The language of a generated source, which decides the compiler.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Language {
     /// C11 with GNU extensions, for the system C compiler.
     C,
@@ -25,7 +25,7 @@ pub enum Language {
 }
 
 /// A rendered kernel.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {
     /// Name of the kernel: unique per problem, schedule and arch.
     pub name: String,

@@ -1,6 +1,6 @@
 //! What a device can do, as the tuner and the engine see it.
 
-use crate::{Ceiling, Error, Probe, Result};
+use crate::{Ceiling, DeviceSpec, Error, Probe, Result};
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Kernel, Launch, Problem, Shape, Source};
@@ -46,6 +46,11 @@ pub trait Compiler: Send + Sync {
 pub trait Device: Send + Sync {
     /// Identity and size.
     fn fingerprint(&self) -> &DeviceFingerprint;
+
+    /// The name under which another process of this machine opens the same device; `None` when there is no such name.
+    fn spec(&self) -> Option<DeviceSpec> {
+        None
+    }
 
     /// The compiler for this device's kernels; an error that tells the remedy when there is none.
     fn compiler(&self) -> Result<Arc<dyn Compiler>>;
@@ -105,28 +110,12 @@ impl dyn Device {
         self.fingerprint().arch
     }
 
-    /// Refuses sizes whose tensors exceed the device's memory, before anything is allocated for them on either side:
-    /// a host that runs out of memory ends the process.
+    /// [`require_room`] on this device.
     ///
     /// # Errors
     /// [`Error::Device`] with both numbers.
     pub fn require_room(&self, problem: &Problem, shape: &Shape) -> Result<()> {
-        let DeviceFingerprint { memory_bytes, name, .. } = self.fingerprint();
-        let needed = shape.forward_bytes(problem.head_dim_qk, problem.head_dim_v, problem.dtype.bytes());
-        if *memory_bytes == 0 || needed <= *memory_bytes as f64 {
-            return Ok(());
-        }
-        let gib = |bytes: f64| bytes / (1u64 << 30) as f64;
-        Err(Error::Device {
-            call: "alloc",
-            device: name.clone(),
-            message: format!(
-                "Q, K, V and O of {shape} take {:.1} GiB, the device has {:.1} GiB",
-                gib(needed),
-                gib(*memory_bytes as f64)
-            ),
-            remedy: "name smaller sizes",
-        })
+        require_room(self.fingerprint(), problem, shape)
     }
 
     /// Launches for a shape with the kernel's own geometry; does nothing for an empty shape.
@@ -147,4 +136,28 @@ impl dyn Device {
         // SAFETY: the caller's promise is this function's own.
         unsafe { self.launch(module, &launch, args, stream) }
     }
+}
+
+/// Refuses sizes whose tensors exceed a device's memory, before anything is allocated for them on either side: a host
+/// that runs out of memory ends the process.
+///
+/// # Errors
+/// [`Error::Device`] with both numbers.
+pub fn require_room(device: &DeviceFingerprint, problem: &Problem, shape: &Shape) -> Result<()> {
+    let DeviceFingerprint { memory_bytes, name, .. } = device;
+    let needed = shape.forward_bytes(problem.head_dim_qk, problem.head_dim_v, problem.dtype.bytes());
+    if *memory_bytes == 0 || needed <= *memory_bytes as f64 {
+        return Ok(());
+    }
+    let gib = |bytes: f64| bytes / (1u64 << 30) as f64;
+    Err(Error::Device {
+        call: "alloc",
+        device: name.clone(),
+        message: format!(
+            "Q, K, V and O of {shape} take {:.1} GiB, the device has {:.1} GiB",
+            gib(needed),
+            gib(*memory_bytes as f64)
+        ),
+        remedy: "name smaller sizes",
+    })
 }

@@ -4,14 +4,14 @@ use super::cases::{Case, CaseArgs, default_case, fixed};
 use super::context::{Context, table};
 use super::exit::usage;
 use anyhow::Result;
+use flashtune::cache::DeviceFingerprint;
 use flashtune::codegen::{Arch, ShapeBucket};
 use flashtune::model::{Limits, Model, Need, Serving, read_model};
-use flashtune::runtime::Device;
+use flashtune::runtime::require_room;
 use flashtune::{DType, Mask};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 /// Seconds for the whole built-in set.
 const CPU_BUDGET: f64 = 90.0;
@@ -49,8 +49,8 @@ pub struct Agenda {
 
 impl Agenda {
     /// What the options ask for on this device.
-    pub fn new(model: &ModelArgs, args: &CaseArgs, device: &Arc<dyn Device>) -> Result<Self> {
-        let arch = device.fingerprint().arch;
+    pub fn new(model: &ModelArgs, args: &CaseArgs, device: &DeviceFingerprint) -> Result<Self> {
+        let arch = device.arch;
         if let Some(path) = &model.model {
             let limits = limits(model, args, arch)?;
             let model = read_model(path)?;
@@ -72,15 +72,15 @@ impl Agenda {
         Ok(Self { cases, model: None, left_out: Vec::new(), default_budget_s })
     }
 
-    fn of_model(model: Model, serving: Serving, device: &Arc<dyn Device>) -> Self {
+    fn of_model(model: Model, serving: Serving, device: &DeviceFingerprint) -> Self {
         let (mut cases, mut left_out) = (Vec::new(), Vec::new());
         for case in serving.cases() {
-            match device.require_room(&case.problem, &case.shape) {
+            match require_room(device, &case.problem, &case.shape) {
                 Ok(()) => cases.push(Case { problem: case.problem, shape: case.shape }),
                 Err(e) => left_out.push(format!("{} {}: {e}", case.problem, case.shape)),
             }
         }
-        let each = match device.fingerprint().arch {
+        let each = match device.arch {
             Arch::Cpu(_) => CPU_MODEL_BUDGET,
             Arch::Sm(_) => CUDA_MODEL_BUDGET,
         };

@@ -5,6 +5,7 @@ use anyhow::{Context as _, Result};
 use flashtune::cache::{CacheDir, Layers, Trust, Validity, bundles_from_env};
 use flashtune::codegen::TemplateSet;
 use flashtune::runtime::Device;
+use flashtune::tuner::{Runner, WorkerCommand};
 use flashtune::{Engine, read_templates};
 use serde::Serialize;
 use std::io::{BufWriter, Write};
@@ -42,6 +43,14 @@ impl Context {
         }
         let device = flashtune::runtime::open(self.global.device)?;
         Ok(self.device.insert(device).clone())
+    }
+
+    /// Where `tune` runs candidates: in processes of this same program, unless the user wants them in this one.
+    pub fn runner(&mut self, in_process: bool) -> Result<Runner> {
+        if in_process {
+            return Ok(Runner::in_this_process(self.device()?));
+        }
+        Ok(Runner::worker(own_worker()?, self.global.device).map_err(flashtune::Error::from)?)
     }
 
     /// The templates in force, read once.
@@ -99,7 +108,8 @@ impl Context {
 
     /// An engine with the options of the command line.
     pub fn engine(&mut self) -> Result<Engine> {
-        let mut builder = Engine::builder().on(self.device()?).policy(self.global.policy).trust(self.trust()?);
+        let mut builder =
+            Engine::builder().on(self.device()?).policy(self.global.policy).trust(self.trust()?).worker(own_worker()?);
         if let Some(cache) = &self.global.cache {
             builder = builder.cache_dir(cache);
         }
@@ -118,6 +128,11 @@ impl Context {
         writeln!(self.out)?;
         Ok(())
     }
+}
+
+/// This program as its own worker.
+fn own_worker() -> Result<WorkerCommand> {
+    Ok(WorkerCommand::flashtune(std::env::current_exe().context("this program's own path cannot be read")?))
 }
 
 /// Seconds since the Unix epoch.

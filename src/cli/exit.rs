@@ -1,7 +1,7 @@
 //! Exit codes, and the one line that an error prints.
 
 use flashtune::runtime::Error as RuntimeError;
-use flashtune::{cache, codegen};
+use flashtune::{cache, codegen, tuner};
 use std::fmt;
 use std::process::ExitCode;
 
@@ -108,6 +108,13 @@ pub fn classify(error: &anyhow::Error) -> Exit {
         match e.downcast_ref::<flashtune::Error>() {
             Some(flashtune::Error::Runtime(e)) => return of_runtime(e),
             Some(flashtune::Error::Templates { .. }) => return Exit::Usage,
+            Some(flashtune::Error::Tuner(tuner::Error::InWorker { cause, .. })) => {
+                return match cause {
+                    tuner::Cause::Input => Exit::Usage,
+                    tuner::Cause::Missing => Exit::Missing,
+                    tuner::Cause::Other => Exit::Failed,
+                };
+            }
             _ => {}
         }
     }

@@ -45,6 +45,7 @@ Environment:
   FLASHTUNE_ALLOW_UNSIGNED  1: use bundles that no trusted key signed (as --allow-unsigned)
   FLASHTUNE_TEMPLATES  folder with templates that replace the built-in ones (as --templates)
   FLASHTUNE_NVRTC      folder with libnvrtc.so, or the library itself
+  FLASHTUNE_WORKER     the flashtune program whose processes run candidates for hosts that tune; the command is its own
   FLASHTUNE_CPU_ISA    a lower instruction set than the processor has, e.g. avx2
   CC                   the C compiler for kernels of the cpu device
   FLASHTUNE_LOG        what to log to stderr, e.g. debug or flashtune_runtime=trace";
@@ -119,6 +120,9 @@ enum Command {
     Keygen(sign::KeygenArgs),
     /// Sign a bundle, so that those who trust the key use it
     Sign(sign::SignArgs),
+    /// Run candidates for a tuner; started by `tune`, not by hand
+    #[command(hide = true)]
+    Worker,
     /// Say what was found on this machine, and what to do about what is missing
     Doctor(doctor::Args),
 }
@@ -138,6 +142,9 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     start_log(cli.global.verbose);
+    if matches!(cli.command, Command::Worker) {
+        return flashtune::tuner::serve();
+    }
     let mut cx = Context::new(cli.global);
     let outcome = match cli.command {
         Command::Tune(args) => tune::run(&mut cx, args),
@@ -154,6 +161,7 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Keygen(args) => sign::keygen(&mut cx, args),
         Command::Sign(args) => sign::sign(&mut cx, args),
         Command::Doctor(args) => doctor::run(&mut cx, args),
+        Command::Worker => unreachable!("served above"),
     };
     exit::code(outcome.and_then(|()| cx.finish()))
 }

@@ -39,6 +39,9 @@ pub struct Args {
     /// Tune again what is already in the cache
     #[arg(long)]
     force: bool,
+    /// Run candidates in this process instead of a worker: one that faults ends the command
+    #[arg(long)]
+    in_process: bool,
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
@@ -52,8 +55,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.trials == Some(0) {
         return Err(usage("--trials must be at least 1: the default schedule is always tried"));
     }
-    let device = cx.device()?;
-    let agenda = Agenda::new(&args.model, &args.cases, &device)?;
+    let mut runner = cx.runner(args.in_process)?;
+    let agenda = Agenda::new(&args.model, &args.cases, runner.fingerprint())?;
     if args.dry_run {
         return agenda::print(cx, &agenda);
     }
@@ -69,7 +72,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let artifacts = ArtifactFiles::new(&dir);
 
     if !cx.json() {
-        let fingerprint = device.fingerprint();
+        let fingerprint = runner.fingerprint();
         writeln!(cx.out, "device {fingerprint}, cache {}, templates {}", dir.root().display(), templates.hash())?;
         cx.out.flush()?;
     }
@@ -87,7 +90,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             force: args.force,
             ..job
         };
-        match tune(&device, &templates, &store, &artifacts, &job, &watcher) {
+        match tune(&mut runner, &templates, &store, &artifacts, &job, &watcher) {
             Ok(outcome) => done.push(outcome),
             // A missing compiler or a full disk stops every case; anything else only this one.
             Err(e) if failures.is_empty() && done.is_empty() => {

@@ -3,8 +3,6 @@
 use crate::{Event, Observer};
 use flashtune_cache::{Artifact, Stage};
 use flashtune_codegen::Kernel;
-use flashtune_runtime::Module;
-use std::sync::Arc;
 
 /// A schedule and what is known about it so far.
 #[derive(Clone)]
@@ -15,8 +13,6 @@ pub(crate) struct Candidate {
     pub is_default: bool,
     /// The compiled kernel.
     pub artifact: Option<Artifact>,
-    /// The loaded kernel.
-    pub module: Option<Arc<dyn Module>>,
     /// Largest absolute error against the oracle.
     pub max_error: f64,
     /// Where and why it was given up.
@@ -25,7 +21,7 @@ pub(crate) struct Candidate {
 
 impl Candidate {
     pub fn new(kernel: Kernel, is_default: bool) -> Self {
-        Self { kernel, is_default, artifact: None, module: None, max_error: 0.0, failure: None }
+        Self { kernel, is_default, artifact: None, max_error: 0.0, failure: None }
     }
 
     /// Whether nothing has failed yet.
@@ -37,7 +33,6 @@ impl Candidate {
     pub fn fail(&mut self, stage: Stage, reason: String, observer: &dyn Observer) {
         observer.event(&Event::Failed { schedule: &self.kernel.schedule, stage, reason: &reason });
         tracing::trace!(schedule = %self.kernel.schedule, %stage, reason, "candidate given up");
-        self.module = None;
         self.failure = Some((stage, reason));
     }
 }

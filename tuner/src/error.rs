@@ -1,5 +1,20 @@
 //! Why a job has no result. One schedule's failure is data, not an error.
 
+use crate::WorkerCommand;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// What kind of fault a worker reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Cause {
+    /// The input asks for what cannot be.
+    Input,
+    /// A library or a tool is not on this machine.
+    Missing,
+    /// Anything else.
+    Other,
+}
+
 /// What can end a job.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -21,6 +36,22 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
+    /// No worker process, or one that ends or misbehaves whatever the candidate.
+    #[error("the worker {}: {message}; name a `flashtune` program of this version", program.display())]
+    Worker {
+        /// The program that is the worker.
+        program: PathBuf,
+        /// What is wrong.
+        message: String,
+    },
+    /// The device or the compiler is at fault, in the worker's words.
+    #[error("{message}")]
+    InWorker {
+        /// What kind of fault it is.
+        cause: Cause,
+        /// What is wrong, and what to do.
+        message: String,
+    },
     /// No schedule came through.
     #[error(
         "no schedule for {problem} came through on {device} ({tried} tried):{reasons}\nrun `flashtune doctor` and `flashtune check`"
@@ -35,6 +66,22 @@ pub enum Error {
         /// The first few reasons, one on a line.
         reasons: String,
     },
+}
+
+impl Error {
+    pub(crate) fn worker(command: &WorkerCommand, message: String) -> Self {
+        Error::Worker { program: command.program.clone(), message }
+    }
+}
+
+impl From<&flashtune_runtime::Error> for Cause {
+    fn from(e: &flashtune_runtime::Error) -> Self {
+        match e {
+            flashtune_runtime::Error::Codegen(_) => Cause::Input,
+            flashtune_runtime::Error::Missing { .. } => Cause::Missing,
+            _ => Cause::Other,
+        }
+    }
 }
 
 impl From<flashtune_codegen::Error> for Error {

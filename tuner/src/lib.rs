@@ -1,16 +1,17 @@
 //! From a job to a record: which of the many schedules of a problem is the fastest correct one on this device.
 //!
 //! ```text
-//! Job -> choose (space, model) -> build (parallel, cached) -> prune (spills, duplicates) -> verify (oracle)
+//! Job -> choose (space, model) -> build (parallel, cached) -> prune (spills, duplicates) -> check (oracle)
 //!     -> race (rounds) -> final (pairs) -> Record -> Store -> snapshot
 //! ```
 //!
-//! Architecture invariants: no CUDA call is made here, everything goes through [`flashtune_runtime::Device`]; the one
-//! `unsafe` block is the launch in `bench`, whose buffers the same struct owns. A schedule's failure is data, never the
-//! end of the job. No kernel is timed before it gave the right answer. The racing logic knows no device, so it is tested
+//! Candidates compile, load and run in worker processes ([`Runner::worker`]), or by choice in this one.
+//!
+//! Architecture invariants: no CUDA call is made here, everything goes through [`flashtune_runtime::Device`], which a
+//! tuner with a worker does not even open; `unsafe` is only in front of a launch, in `runner/bench`, whose buffers the
+//! same struct owns, and in `worker/watched`, which passes it on. A schedule's failure is data, never the end of the job. No kernel is timed before it gave the right answer. The racing logic knows no device, so it is tested
 //! on paper.
 
-mod bench;
 mod build;
 mod candidate;
 mod decide;
@@ -19,14 +20,17 @@ mod job;
 mod model;
 mod observer;
 mod race;
+mod runner;
 mod space;
 mod stats;
 #[cfg(test)]
 mod testing;
 mod tune;
-mod verify;
+mod worker;
 
-pub use error::{Error, Result};
+pub use error::{Cause, Error, Result};
 pub use job::{Job, Outcome};
 pub use observer::{Event, Observer, Phase};
+pub use runner::Runner;
 pub use tune::tune;
+pub use worker::{WorkerCommand, serve};

@@ -1,21 +1,19 @@
 //! The job from end to end.
 
-use crate::bench::Bench;
 use crate::build::{Builder, prune};
 use crate::candidate::Candidate;
 use crate::decide::{FinalRules, decide, run_final};
-use crate::race::{RaceEvent, Rules, race};
+use crate::race::{RaceEvent, Rules, Track, race};
+use crate::runner::{Inputs, Runner, Size};
 use crate::space::choose;
 use crate::stats::{median, percentile};
-use crate::verify::Cases;
 use crate::{Error, Event, Job, Observer, Outcome, Phase, Result};
 use flashtune_cache::{
     ArtifactFiles, Bundle, Finalist, Key, Provenance, Record, RecordKey, Stage, Store, Trial, TrialResult,
 };
 use flashtune_codegen::{Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune_runtime::Device;
 use flashtune_runtime::compile::compile_with;
-use std::sync::Arc;
+use flashtune_runtime::require_room;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Schedules that meet in the final, besides the default.
@@ -32,9 +30,10 @@ const REASONS: usize = 3;
 ///
 /// # Errors
 /// [`Error::Job`] for sizes that cannot be timed; [`Error::NothingWorks`] with the first reasons when no schedule came
-/// through; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Cache`] when the store fails.
+/// through; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Worker`] when worker processes end
+/// before a candidate runs in them; [`Error::Cache`] when the store fails.
 pub fn tune(
-    device: &Arc<dyn Device>,
+    runner: &mut Runner,
     templates: &TemplateSet,
     store: &Store,
     artifacts: &ArtifactFiles,
@@ -42,15 +41,15 @@ pub fn tune(
     observer: &dyn Observer,
 ) -> Result<Outcome> {
     validate(job)?;
-    device.require_room(&job.problem, &job.shape)?;
+    require_room(runner.fingerprint(), &job.problem, &job.shape)?;
     // Deadlines are points in time, and those end.
     let job = &Job { budget: job.budget.min(LONGEST), ..job.clone() };
-    Tuning { device, templates, store, artifacts, job, observer, started: Instant::now() }.run()
+    Tuning { runner, templates, store, artifacts, job, observer, started: Instant::now() }.run()
 }
 
 /// What the steps of a job share.
 struct Tuning<'a> {
-    device: &'a Arc<dyn Device>,
+    runner: &'a mut Runner,
     templates: &'a TemplateSet,
     store: &'a Store,
     artifacts: &'a ArtifactFiles,
@@ -68,16 +67,16 @@ struct Measured {
 }
 
 impl Tuning<'_> {
-    fn run(&self) -> Result<Outcome> {
+    fn run(mut self) -> Result<Outcome> {
         let key = RecordKey {
-            device: self.device.fingerprint().clone(),
+            device: self.runner.fingerprint().clone(),
             problem: self.job.problem,
             bucket: ShapeBucket::of(&self.job.shape),
         };
         if let Some(outcome) = self.cached(&key)? {
             return Ok(outcome);
         }
-        let compiler = self.device.compiler()?;
+        let compiler = self.runner.compiler()?;
         self.phase(Phase::Space, None);
         let space = choose(&self.job.problem, &self.job.shape, &key.device, self.job.max_trials, self.job.seed)?;
         let (total, legal, chosen) = (space.total, space.legal, space.chosen.len());
@@ -98,24 +97,14 @@ impl Tuning<'_> {
         builder.build(&mut candidates);
         let compile_seconds = compiling.elapsed().as_secs_f64();
         prune(&mut candidates, self.observer);
-        self.load(&mut candidates);
 
-        // Two checks of each: on small ragged inputs and at the job's own size.
-        let checks = 2 * candidates.iter().filter(|c| c.is_live()).count();
-        self.phase(Phase::Check, Some(checks));
-        if checks > 0 {
-            Cases::new(self.device, self.job)?.check(&mut candidates, checks, self.observer);
-        }
-        let mut bench = None;
-        if candidates.iter().any(Candidate::is_live) {
-            let mut made = Bench::new(self.device, self.job)?;
-            made.check(&mut candidates, checks, self.started + self.job.budget * 3 / 4, self.observer);
-            bench = Some(made);
-        }
-        let measured = bench.as_ref().and_then(|b| self.measure(b, &mut candidates));
+        self.runner.start(&Inputs::of(self.job));
+        self.load(&mut candidates)?;
+        self.check(&mut candidates)?;
+        let measured = self.measure(&mut candidates)?;
         let compiler = compiler.id().to_string();
         let trials = self.journal(&key, &candidates, measured.as_ref(), &compiler)?;
-        let (Some(bench), Some(measured)) = (bench, measured) else {
+        let Some(measured) = measured else {
             return Err(self.nothing_works(&candidates));
         };
 
@@ -136,7 +125,7 @@ impl Tuning<'_> {
                 space: total as u32,
                 compiled: candidates.iter().filter(|c| c.artifact.is_some()).count() as u32,
                 timed: measured.samples.iter().filter(|s| !s.is_empty()).count() as u32,
-                unfused_us: bench.unfused_us(winner_us),
+                unfused_us: self.runner.unfused_us(winner_us),
                 seconds: self.started.elapsed().as_secs_f64(),
                 compile_seconds,
             },
@@ -154,7 +143,7 @@ impl Tuning<'_> {
     }
 
     /// The stored answer, if it is one for these templates and this compiler, with its kernel at hand.
-    fn cached(&self, key: &RecordKey) -> Result<Option<Outcome>> {
+    fn cached(&mut self, key: &RecordKey) -> Result<Option<Outcome>> {
         if self.job.force {
             return Ok(None);
         }
@@ -163,7 +152,7 @@ impl Tuning<'_> {
             return Ok(None);
         }
         // Without a compiler nothing could be tuned anyway, so what is stored is the answer.
-        let compiler = self.device.compiler();
+        let compiler = self.runner.compiler();
         if compiler.as_ref().is_ok_and(|c| c.id().to_string() != record.provenance.compiler) {
             return Ok(None);
         }
@@ -185,36 +174,74 @@ impl Tuning<'_> {
         Ok(Some(Outcome { record, cached: true, trials: Vec::new(), snapshot }))
     }
 
-    fn load(&self, candidates: &mut [Candidate]) {
-        for candidate in candidates.iter_mut().filter(|c| c.is_live()) {
+    fn load(&mut self, candidates: &mut [Candidate]) -> Result<()> {
+        for (i, candidate) in candidates.iter_mut().enumerate().filter(|(_, c)| c.is_live()) {
             let Some(artifact) = &candidate.artifact else { continue };
-            match self.device.load(artifact) {
-                Ok(module) => candidate.module = Some(module),
-                Err(e) => candidate.fail(Stage::Load, e.to_string(), self.observer),
+            if let Err(reason) = self.runner.load(i as u32, artifact)? {
+                candidate.fail(Stage::Load, reason, self.observer);
             }
         }
+        Ok(())
+    }
+
+    /// Two checks of each: on small ragged inputs, and at the job's own size.
+    fn check(&mut self, candidates: &mut [Candidate]) -> Result<()> {
+        let mut total = 2 * candidates.iter().filter(|c| c.is_live()).count();
+        self.phase(Phase::Check, Some(total));
+        let deadline = self.started + self.job.budget * 3 / 4;
+        let mut done = 0;
+        for size in [Size::Small, Size::Full] {
+            if !candidates.iter().any(Candidate::is_live) {
+                break;
+            }
+            self.runner.prepare(size)?;
+            // One must get through, whatever the time.
+            let mut passed = false;
+            for (i, candidate) in candidates.iter_mut().enumerate().filter(|(_, c)| c.is_live()) {
+                if size == Size::Full && passed && Instant::now() >= deadline {
+                    let reason = "the time ran out before its check at full size";
+                    candidate.fail(Stage::Budget, reason.into(), self.observer);
+                    continue;
+                }
+                match self.runner.check(i as u32, size)? {
+                    Ok(max_error) => {
+                        candidate.max_error = candidate.max_error.max(max_error);
+                        (passed, done) = (true, done + 1);
+                        let schedule = &candidate.kernel.schedule;
+                        self.observer.event(&Event::Checked { schedule, done, total });
+                    }
+                    Err(reason) => {
+                        // Who fails on small inputs is not asked again.
+                        total -= if size == Size::Small { 2 } else { 1 };
+                        candidate.fail(Stage::Check, reason, self.observer);
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Race and final. `None` when nobody could be timed. Who fails or never gets a turn is given up here.
-    fn measure(&self, bench: &Bench, candidates: &mut [Candidate]) -> Option<Measured> {
+    fn measure(&mut self, candidates: &mut [Candidate]) -> Result<Option<Measured>> {
         let contenders: Vec<usize> = (0..candidates.len()).filter(|&i| candidates[i].is_live()).collect();
-        let modules = contenders.iter().filter_map(|&i| candidates[i].module.clone()).collect();
         let schedules: Vec<Schedule> = contenders.iter().map(|&i| candidates[i].kernel.schedule).collect();
         let default = contenders.iter().position(|&i| candidates[i].is_default);
-        let mut track = bench.track(modules, self.started);
+        let mut track =
+            RunnerTrack { runner: &mut *self.runner, ids: &contenders, started: self.started, broken: None };
         let mut failures: Vec<(usize, String)> = Vec::new();
+        let observer = self.observer;
         let mut report = |event: RaceEvent<'_>| match event {
             RaceEvent::Timed { contender, round, us } => {
-                self.observer.event(&Event::Timed { schedule: &schedules[contender], round, us });
+                observer.event(&Event::Timed { schedule: &schedules[contender], round, us });
             }
             RaceEvent::Dropped { contender, ratio } => {
-                self.observer.event(&Event::Dropped { schedule: &schedules[contender], ratio });
+                observer.event(&Event::Dropped { schedule: &schedules[contender], ratio });
             }
             // The observer hears of it when the candidate is given up, below.
             RaceEvent::Failed { contender, reason } => failures.push((contender, reason.to_owned())),
         };
 
-        self.phase(Phase::Race, None);
+        observer.event(&Event::Phase { phase: Phase::Race, total: None });
         let budget = self.job.budget;
         let left = budget.saturating_sub(self.started.elapsed());
         let rules = Rules::until(self.started.elapsed() + left * 3 / 4);
@@ -231,7 +258,7 @@ impl Tuning<'_> {
         let (alive, rounds) = loop {
             let mut finalists: Vec<usize> = ranking.iter().copied().take(FINALISTS).collect();
             finalists.extend(default.filter(|d| ranking.contains(d) && !finalists.contains(d)));
-            self.phase(Phase::Final, Some(finalists.len()));
+            observer.event(&Event::Phase { phase: Phase::Final, total: Some(finalists.len()) });
             let (alive, rounds) = run_final(&mut track, &finalists, default, &rules, &mut report);
             // Should all of them fail, the next best have their turn.
             if !alive.is_empty() || finalists.is_empty() {
@@ -239,6 +266,9 @@ impl Tuning<'_> {
             }
             ranking.retain(|c| !finalists.contains(c));
         };
+        if let Some(e) = track.broken {
+            return Err(e);
+        }
         for (position, &contender) in alive.iter().enumerate() {
             standings.samples[contender].extend(rounds.times(position));
         }
@@ -254,16 +284,16 @@ impl Tuning<'_> {
             samples[i] = own;
         }
         if alive.is_empty() {
-            return None;
+            return Ok(None);
         }
         let default = alive.iter().position(|&c| Some(c) == default);
         // Contenders are numbered in the model's order.
         let winner = decide(&rounds, alive.len(), default, &alive);
-        Some(Measured {
+        Ok(Some(Measured {
             winner: contenders[alive[winner]],
             finalists: alive.iter().map(|&c| contenders[c]).collect(),
             samples,
-        })
+        }))
     }
 
     /// Writes what became of every candidate to the journal.
@@ -309,7 +339,7 @@ impl Tuning<'_> {
             .collect();
         Error::NothingWorks {
             problem: self.job.problem.to_string(),
-            device: self.device.fingerprint().to_string(),
+            device: self.runner.fingerprint().to_string(),
             tried: candidates.len(),
             reasons,
         }
@@ -317,6 +347,34 @@ impl Tuning<'_> {
 
     fn phase(&self, phase: Phase, total: Option<usize>) {
         self.observer.event(&Event::Phase { phase, total });
+    }
+}
+
+/// Candidates that race where they run.
+struct RunnerTrack<'a> {
+    runner: &'a mut Runner,
+    /// The candidates by contender.
+    ids: &'a [usize],
+    started: Instant,
+    /// What ended the race for everybody.
+    broken: Option<Error>,
+}
+
+impl Track for RunnerTrack<'_> {
+    fn sample(&mut self, contender: usize) -> Result<f64, String> {
+        if let Some(e) = &self.broken {
+            return Err(e.to_string());
+        }
+        let timed = self.runner.time(self.ids[contender] as u32);
+        timed.unwrap_or_else(|e| {
+            let reason = e.to_string();
+            self.broken = Some(e);
+            Err(reason)
+        })
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.started.elapsed()
     }
 }
 

@@ -14,7 +14,7 @@ mod softmax;
 pub(crate) use matmul::{Packed, matmul};
 pub(crate) use softmax::softmax;
 
-use crate::{Buffer, Ceiling, Compiler, Device, Error, Module, Probe, Result, Stream, compiler_for};
+use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Launch, Schedule};
@@ -99,6 +99,10 @@ fn buffer<'a>(buffer: &'a dyn Buffer, bytes: usize, call: &'static str) -> Resul
 impl Device for CpuDevice {
     fn fingerprint(&self) -> &DeviceFingerprint {
         &self.fingerprint
+    }
+
+    fn spec(&self) -> Option<DeviceSpec> {
+        Some(DeviceSpec::Cpu)
     }
 
     fn compiler(&self) -> Result<Arc<dyn Compiler>> {

@@ -17,7 +17,7 @@ mod tensor_map;
 pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
 
-use crate::{Buffer, Ceiling, Compiler, Device, Error, Module, Probe, Result, Stream, compiler_for};
+use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
 use context::Context;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
@@ -203,6 +203,11 @@ impl Drop for CudaDevice {
 impl Device for CudaDevice {
     fn fingerprint(&self) -> &DeviceFingerprint {
         &self.fingerprint
+    }
+
+    fn spec(&self) -> Option<DeviceSpec> {
+        // Device handles of the driver are the ordinals.
+        usize::try_from(self.context.device).ok().map(DeviceSpec::Cuda)
     }
 
     fn compiler(&self) -> Result<Arc<dyn Compiler>> {

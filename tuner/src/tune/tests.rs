@@ -4,11 +4,11 @@ use super::*;
 use flashtune_cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Layers, MatchQuality, Validity};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, CpuIsa, DType, Family, Launch, Mask, MaskKind, Problem, Shape, Source};
-use flashtune_runtime::{Buffer, Compiler, Error as RuntimeError, Module, Stream};
+use flashtune_runtime::{Buffer, Compiler, Device, Error as RuntimeError, Module, Stream};
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 type RuntimeResult<T> = std::result::Result<T, RuntimeError>;
 
@@ -324,7 +324,7 @@ fn fixture() -> Fixture {
 
 impl Fixture {
     fn tune(&self, device: &Arc<dyn Device>, job: &Job) -> Result<Outcome> {
-        tune(device, templates(), &self.store, &self.files, job, &())
+        tune(&mut Runner::in_this_process(device.clone()), templates(), &self.store, &self.files, job, &())
     }
 }
 
@@ -398,7 +398,9 @@ fn a_job_is_answered_from_the_store_until_something_that_matters_changes() {
     // Other templates.
     let text = "// @{ header }@ @{ block_q }@\n".to_owned();
     let other = TemplateSet::from_files([(Family::ForwardCpu.template().to_owned(), text)].into()).unwrap();
-    assert!(!tune(&paper, &other, &f.store, &f.files, &job(), &()).unwrap().cached);
+    assert!(
+        !tune(&mut Runner::in_this_process(paper.clone()), &other, &f.store, &f.files, &job(), &()).unwrap().cached
+    );
 }
 
 #[test]
@@ -451,7 +453,8 @@ fn a_winner_whose_kernel_cannot_be_kept_is_an_error() {
     let f = fixture();
     let file = tempfile::NamedTempFile::new().unwrap();
     let nowhere = ArtifactFiles::new(&CacheDir::at(file.path()));
-    let e = tune(&device(&[]).0, templates(), &f.store, &nowhere, &job(), &()).unwrap_err();
+    let e =
+        tune(&mut Runner::in_this_process(device(&[]).0), templates(), &f.store, &nowhere, &job(), &()).unwrap_err();
     assert!(matches!(e, Error::Cache(flashtune_cache::Error::Io { .. })), "{e}");
     assert!(!f.store.snapshot_path().exists());
 }
@@ -490,7 +493,7 @@ fn the_observer_sees_the_phases_in_order_and_every_failure() {
     let (device, _) = device(&[(1, Behaviour::DoesNotCompile), (2, Behaviour::Wrong { by: 1.0 })]);
     let f = fixture();
     let log = Log::default();
-    tune(&device, templates(), &f.store, &f.files, &job(), &log).unwrap();
+    tune(&mut Runner::in_this_process(device.clone()), templates(), &f.store, &f.files, &job(), &log).unwrap();
     let (phases, failures, winners) = log.0.into_inner().unwrap();
     let expected = [Phase::Space, Phase::Compile, Phase::Check, Phase::Race, Phase::Final, Phase::Publish];
     assert_eq!((phases.as_slice(), failures, winners), (&expected[..], 2, 1));

@@ -1,10 +1,7 @@
 //! The job's own sizes on the device: tensors, one more check of every candidate, and the clock.
 
-use crate::candidate::Candidate;
-use crate::race::Track;
+use super::Inputs;
 use crate::space::input_seed;
-use crate::{Event, Job, Observer, Result};
-use flashtune_cache::Stage;
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, DType, Shape};
 use flashtune_runtime::reference::{Rows, compare, oracle, sample_rows, unfused, unfused_rows};
@@ -15,6 +12,7 @@ use flashtune_runtime::{
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::sync::Arc;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Rows of O that are compared with the oracle at the job's size; the others are compared between candidates.
@@ -25,7 +23,7 @@ const PATTERN: usize = 1_000_003;
 const POISON: u8 = 0xff;
 
 /// Device tensors of one job, and the expected result of some rows.
-pub(crate) struct Bench {
+pub(super) struct Bench {
     device: Arc<dyn Device>,
     stream: Stream,
     shape: Shape,
@@ -37,8 +35,9 @@ pub(crate) struct Bench {
     /// Elements of a row of O.
     dim: usize,
     dtype: DType,
-    expected: Rows,
-    unfused: Rows,
+    seed: u64,
+    /// Some rows by the oracle and by unfused attention: computed when the first candidate is checked.
+    expected: OnceLock<[Rows; 2]>,
     /// O of the first candidate that passed.
     trusted: Option<Vec<u8>>,
 }
@@ -48,7 +47,7 @@ impl Bench {
     ///
     /// # Errors
     /// Those of the device, for want of memory for instance.
-    pub fn new(device: &Arc<dyn Device>, job: &Job) -> Result<Self> {
+    pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         let (p, s) = (&job.problem, &job.shape);
         let (batch, heads, kv_heads) = (s.batch as usize, s.heads as usize, s.kv_heads as usize);
         let (q_len, kv_len) = (s.q_len as usize, s.kv_len as usize);
@@ -76,17 +75,14 @@ impl Bench {
             lse: None,
         };
         let call = forward_call(&tensors, s.mask, None)?;
-        let rows = sample_rows(s, SAMPLED_ROWS, job.seed);
-        let scale = p.default_scale();
-        let [q, k, v]: [HostTensor; 3] = host.try_into().expect("three tensors were made");
         Ok(Self {
-            expected: oracle(&q, &k, &v, s.mask, scale, &rows),
-            unfused: unfused_rows(&q, &k, &v, s.mask, scale, &rows),
+            expected: OnceLock::new(),
+            seed: job.seed,
             stream: device.stream(),
             device: device.clone(),
             shape: *s,
             args: call.args,
-            host: [q, k, v],
+            host: host.try_into().unwrap_or_else(|_| unreachable!("three tensors were made")),
             _inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
             output,
             dim: dv,
@@ -95,52 +91,36 @@ impl Bench {
         })
     }
 
-    /// Runs every live candidate once at the job's sizes: some rows are compared with the oracle, all of them with the
-    /// first candidate that passed. A kernel may be right on small inputs and wrong on large ones.
-    ///
-    /// These are the last of `total` steps of checking.
-    pub fn check(&mut self, candidates: &mut [Candidate], total: usize, deadline: Instant, observer: &dyn Observer) {
-        let first = total - candidates.iter().filter(|c| c.is_live()).count();
-        for (i, candidate) in candidates.iter_mut().filter(|c| c.is_live()).enumerate() {
-            if self.trusted.is_some() && Instant::now() >= deadline {
-                candidate.fail(Stage::Budget, "the time ran out before its check at full size".into(), observer);
-                continue;
-            }
-            let module = candidate.module.clone();
-            let checked = match &module {
-                Some(module) => self.check_one(&**module),
-                None => Err("it is not loaded".into()),
-            };
-            match checked {
-                Ok(()) => {
-                    let schedule = &candidate.kernel.schedule;
-                    observer.event(&Event::Checked { schedule, done: first + i + 1, total });
-                }
-                Err(reason) => candidate.fail(Stage::Check, reason, observer),
-            }
-        }
-        // What all others were measured by is not needed any more.
-        self.trusted = None;
-    }
-
-    fn check_one(&mut self, module: &dyn Module) -> Result<(), String> {
+    /// Runs a kernel once at the job's sizes: some rows are compared with the oracle, all of them with the first kernel
+    /// that passed. It may be right on small inputs and wrong on large ones. Gives the largest absolute error.
+    pub fn check(&mut self, module: &dyn Module) -> Result<f64, String> {
         let bytes = self.run(module).map_err(|e| e.to_string())?;
         let s = &self.shape;
         let shape = [s.batch as usize, s.heads as usize, s.q_len as usize, self.dim];
         let o = HostTensor::from_bytes(self.dtype, shape, Layout::Bhsd, bytes).ok_or("O has another size")?;
-        let verdict = compare(&o, None, &self.expected, &self.unfused);
+        let [expected, unfused] = self.expected();
+        let verdict = compare(&o, None, expected, unfused);
         if !verdict.passed() {
             return Err(format!("wrong answer for {s}: {verdict}"));
         }
         match &self.trusted {
             Some(trusted) => same_rows(self.dtype, self.dim, trusted, o.bytes())
-                .map_err(|why| format!("wrong answer for {s}: {why}")),
+                .map_err(|why| format!("wrong answer for {s}: {why}"))?,
             None => {
                 same_rows(self.dtype, self.dim, o.bytes(), o.bytes())?;
                 self.trusted = Some(o.bytes().to_vec());
-                Ok(())
             }
         }
+        Ok(verdict.max_error)
+    }
+
+    /// The sampled rows of O, exact and by unfused attention.
+    fn expected(&self) -> &[Rows; 2] {
+        self.expected.get_or_init(|| {
+            let ([q, k, v], mask, scale) = (&self.host, self.shape.mask, self.args.scale);
+            let rows = sample_rows(&self.shape, SAMPLED_ROWS, self.seed);
+            [oracle(q, k, v, mask, scale, &rows), unfused_rows(q, k, v, mask, scale, &rows)]
+        })
     }
 
     /// One run into a poisoned output, which is returned.
@@ -177,34 +157,17 @@ impl Bench {
         crate::stats::median(&times)
     }
 
-    /// The bench as a race track for these kernels.
-    pub fn track(&self, modules: Vec<Arc<dyn Module>>, started: Instant) -> BenchTrack<'_> {
-        BenchTrack { bench: self, modules, started }
-    }
-}
-
-/// Kernels that race on the device.
-pub(crate) struct BenchTrack<'a> {
-    bench: &'a Bench,
-    modules: Vec<Arc<dyn Module>>,
-    started: Instant,
-}
-
-impl Track for BenchTrack<'_> {
-    fn sample(&mut self, contender: usize) -> Result<f64, String> {
-        let bench = self.bench;
-        let module = self.modules.get(contender).ok_or("there is no such contender")?;
+    /// Time of one run with cold caches in microseconds.
+    pub fn time(&mut self, module: &dyn Module) -> Result<f64, String> {
+        // Whoever is timed has been checked: what all others were measured by is not needed any more.
+        self.trusted = None;
         let run = || {
-            bench.device.flush_cache(bench.stream)?;
-            let us = bench.device.time_us(bench.stream, &mut || bench.launch(&**module))?;
-            bench.device.synchronize(bench.stream)?;
+            self.device.flush_cache(self.stream)?;
+            let us = self.device.time_us(self.stream, &mut || self.launch(module))?;
+            self.device.synchronize(self.stream)?;
             Ok::<_, RuntimeError>(us)
         };
         run().map_err(|e| e.to_string())
-    }
-
-    fn elapsed(&self) -> Duration {
-        self.started.elapsed()
     }
 }
 

@@ -4,15 +4,12 @@
 //! every block, once with more keys than queries and once the other way round (which gives empty rows under a causal
 //! mask), once with activations that carry large outlier channels and once with normals in a padded layout, with NaN and
 //! Inf where nobody may look. Outputs are poisoned, launches repeated and compared bit by bit; the bound on the error is
-//! that of the numeric contract. All that is [`flashtune_runtime::CheckCase`]'s work; here is only the choice of cases.
+//! that of the numeric contract. All that is [`CheckCase`]'s work; here is only the choice of cases.
 
-use crate::Result;
-use crate::candidate::Candidate;
+use super::Inputs;
 use crate::space::input_seed;
-use crate::{Event, Job, Observer};
-use flashtune_cache::Stage;
 use flashtune_codegen::{Mask, Shape};
-use flashtune_runtime::{CheckCase, CheckInputs, Device, Distribution, Layout};
+use flashtune_runtime::{CheckCase, CheckInputs, Device, Distribution, Error as RuntimeError, Layout, Module};
 use std::sync::Arc;
 
 /// Query lengths and key lengths of the cases: more than a block of every schedule, and multiples of none.
@@ -20,11 +17,11 @@ const LONG: u32 = 333;
 const SHORT: u32 = 151;
 
 /// The cases of a job, with their expected results.
-pub(crate) struct Cases(Vec<CheckCase>);
+pub(super) struct Cases(Vec<CheckCase>);
 
 impl Cases {
     /// Makes inputs and computes what is expected.
-    pub fn new(device: &Arc<dyn Device>, job: &Job) -> Result<Self> {
+    pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         let seed = input_seed(job.seed);
         let inputs = |layout, distribution, seed| CheckInputs {
             layout,
@@ -46,25 +43,11 @@ impl Cases {
         Ok(Self(cases))
     }
 
-    /// Checks all live candidates; the first half of `total` steps.
-    pub fn check(&self, candidates: &mut [Candidate], total: usize, observer: &dyn Observer) {
-        for (done, candidate) in candidates.iter_mut().filter(|c| c.is_live()).enumerate() {
-            match self.check_one(candidate) {
-                Ok(max_error) => {
-                    candidate.max_error = max_error;
-                    let schedule = &candidate.kernel.schedule;
-                    observer.event(&Event::Checked { schedule, done: done + 1, total });
-                }
-                Err(reason) => candidate.fail(Stage::Check, reason, observer),
-            }
-        }
-    }
-
-    fn check_one(&self, candidate: &Candidate) -> Result<f64, String> {
-        let module = candidate.module.as_ref().ok_or("it is not loaded")?;
+    /// Checks one kernel; gives its largest absolute error.
+    pub fn check(&self, module: &dyn Module) -> Result<f64, String> {
         let mut max_error = 0.0f64;
         for case in &self.0 {
-            let report = case.check(&**module).map_err(|e| e.to_string())?;
+            let report = case.check(module).map_err(|e| e.to_string())?;
             if !report.passed() {
                 return Err(format!("wrong answer for {}: {report}", case.shape()));
             }
@@ -72,6 +55,12 @@ impl Cases {
         }
         Ok(max_error)
     }
+}
+
+/// The least work among the cases of a job: multiply-adds of one column of K and V.
+pub(super) fn fewest_flops(job: &Inputs) -> f64 {
+    let flops = |q_len, kv_len| ragged(&job.shape, q_len, kv_len).forward_flops(1, 1);
+    flops(SHORT, LONG).min(flops(LONG, SHORT)).max(1.0)
 }
 
 /// A small shape like the job's: same group size and mask kind, one KV head or two.

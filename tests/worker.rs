@@ -1,0 +1,277 @@
+//! Candidates that fault, and processes that are killed: what it costs is the candidate.
+
+mod common;
+
+use common::{Place, host_arch};
+use flashtune::cache::{ArtifactFiles, CacheDir, Stage, Store, Trial, TrialResult};
+use flashtune::codegen::{CpuSchedule, Family, Schedule, ShapeBucket, TemplateSet};
+use flashtune::tuner::{Event, Job, Observer, Runner, WorkerCommand, tune};
+use flashtune::{DType, DeviceSpec, Mask, Problem, Shape};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// A correct kernel for f32 and head dim 16, whatever the schedule.
+const PLAIN: &str = include_str!("../runtime/testdata/plain.c");
+
+/// Name, stage at which it must be found, a word of the reason, and the code: with `AT_LOAD` it is a function of its own,
+/// else a statement of every tile.
+const MENU: [(&str, Stage, &str, &str); 15] = [
+    ("illegal address", Stage::Check, "SIGSEGV", "*(volatile int *)8 = 1;"),
+    ("illegal instruction", Stage::Check, "SIGILL", "__builtin_trap();"),
+    ("trap", Stage::Check, "SIGTRAP", "raise(SIGTRAP);"),
+    ("abort", Stage::Check, "SIGABRT", "abort();"),
+    ("arithmetic", Stage::Check, "SIGFPE", "raise(SIGFPE);"),
+    ("exit", Stage::Check, "code 7", "_exit(7);"),
+    ("endless loop", Stage::Check, "did not come back", "for (volatile int x = 0;; x = x + 1);"),
+    ("waits forever", Stage::Check, "did not come back", "for (;;) pause();"),
+    ("stack overflow", Stage::Check, "SIG", "deep(1 << 30);"),
+    ("out of memory", Stage::Check, "SIGSEGV", "for (;;) memset(malloc(1 << 26), 1, 4096);"),
+    ("writes past the end", Stage::Check, "", "memset((char *)a->o + 4 * a->o_stride[0] * a->batch, 1, 200000);"),
+    ("writes before the start", Stage::Check, "", "memset((char *)a->o - 70000, 1, 70000);"),
+    ("loops when large", Stage::Check, "did not come back", "while (a->q_len == FULL);"),
+    (
+        "breaks after a while",
+        Stage::Measure,
+        "SIGSEGV",
+        "if (a->q_len == FULL && ++runs > FULL + 9) *(volatile int *)8 = 1;",
+    ),
+    (
+        "constructor",
+        Stage::Load,
+        "SIGSEGV",
+        "AT_LOAD __attribute__((constructor)) void f(void) { *(volatile int *)8 = 1; }",
+    ),
+];
+
+const FULL: u32 = 700;
+
+fn job() -> Job {
+    let problem = Problem::forward(DType::F32, 16, Mask::Full.kind()).unwrap();
+    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: FULL, kv_len: 64, mask: Mask::Full };
+    Job { max_trials: 1000, ..Job::new(problem, shape) }
+}
+
+/// The default of the job, and others of its space.
+fn schedules() -> Vec<CpuSchedule> {
+    let job = job();
+    let bucket = ShapeBucket::of(&job.shape);
+    let cpu = |s: Schedule| match s {
+        Schedule::Cpu(s) => s,
+        other => panic!("{other} is no schedule of the cpu"),
+    };
+    let family = Family::ForwardCpu;
+    let default = cpu(Schedule::default_for(family, &job.problem, host_arch(), &bucket).unwrap());
+    let space = Schedule::space(family, &job.problem, host_arch()).into_iter().map(cpu);
+    let blocks = |s: &CpuSchedule| (s.block_q, s.block_kv, s.unroll_q, s.unroll_kv);
+    let others = space.filter(|s| s.threads == 0 && blocks(s) != blocks(&default));
+    std::iter::once(default).chain(others).collect()
+}
+
+/// A template whose code depends on the schedule alone: the menu in order, after the default and one more that are
+/// right; all others do not compile.
+fn template(menu: &[(&str, Stage, &str, &str)]) -> TemplateSet {
+    let mut text = "/* @{ header }@ */\n#if 0\n".to_owned();
+    for (i, s) in schedules().iter().take(menu.len() + 2).enumerate() {
+        let code = i.checked_sub(2).map_or("", |i| menu[i].3);
+        let (at_load, in_tile) = code.strip_prefix("AT_LOAD").map_or(("", code), |code| (code, ""));
+        text += &format!(
+            "#elif @{{ block_q }}@ == {} && @{{ block_kv }}@ == {} && @{{ unroll_q }}@ == {} && @{{ unroll_kv }}@ == {}\n\
+             #define NUMBER {i}\n#define AT_LOAD {at_load}\n#define FAULT {in_tile}\n",
+            s.block_q, s.block_kv, s.unroll_q, s.unroll_kv
+        );
+    }
+    text += &format!(
+        "#else\n#error not in the menu\n#endif\n#define FULL {FULL}\n#include <signal.h>\n#include <stdlib.h>\n\
+         #include <string.h>\n#include <unistd.h>\nconst int schedule_number = NUMBER;\nAT_LOAD\nstatic int runs;\n\
+         static int deep(volatile int n) {{ volatile char frame[4096]; frame[n % 4096] = 1; return n ? deep(n - 1) + frame[9] : 0; }}\n\
+         int (*const keep)(volatile int) = deep; int *const count = &runs;\n"
+    );
+    let tile = "float max = -INFINITY";
+    assert!(PLAIN.contains(tile));
+    // No maths library is linked to kernels.
+    let text = text + &PLAIN.replace(tile, &format!("FAULT;\n    {tile}")).replace("expf(", "exp_of(").replace("logf(", "log_of(").replace(
+        "#define LEFT",
+        "static double exp_of(double x) { if (x < -80) return 0; double y = x / 1024, s = 1, t = 1;\n\
+         for (int i = 1; i < 9; i++) s += t *= y / i; for (int i = 0; i < 10; i++) s *= s; return s; }\n\
+         static double log_of(double x) { double y = 0; for (int i = 0; i < 60; i++) y += x * exp_of(-y) - 1; return y; }\n\
+         #define LEFT",
+    );
+    let files = [(Family::ForwardCpu.template().to_owned(), text)].into();
+    TemplateSet::from_files(files).unwrap()
+}
+
+fn worker() -> Runner {
+    let command = WorkerCommand::flashtune(assert_cmd::cargo::cargo_bin("flashtune"));
+    Runner::worker(command, DeviceSpec::Cpu).unwrap()
+}
+
+struct Cache {
+    store: Store,
+    files: ArtifactFiles,
+}
+
+fn cache(place: &Place) -> Cache {
+    let dir = CacheDir::at(place.cache());
+    Cache { store: Store::open(&dir).unwrap(), files: ArtifactFiles::new(&dir) }
+}
+
+/// How long after the event before it each failure came.
+#[derive(Default)]
+struct Gaps(Mutex<(Option<Instant>, Vec<Duration>)>);
+
+impl Observer for Gaps {
+    fn event(&self, event: &Event<'_>) {
+        let mut gaps = self.0.lock().unwrap();
+        let now = Instant::now();
+        let before = gaps.0.replace(now);
+        if let (Event::Failed { stage: Stage::Load | Stage::Check, .. }, Some(before)) = (event, before) {
+            gaps.1.push(now - before);
+        }
+    }
+}
+
+fn failure(trials: &[Trial], schedule: CpuSchedule) -> (Stage, &str) {
+    match &trials.iter().find(|t| t.schedule == Schedule::Cpu(schedule)).expect("it was tried").result {
+        TrialResult::Failed { stage, reason } => (*stage, reason),
+        TrialResult::Timed { .. } => panic!("{schedule} was timed"),
+    }
+}
+
+/// Whether two schedules have the same code: the number of threads is not in it.
+fn is_code_of(one: Schedule, other: &CpuSchedule) -> bool {
+    matches!(one, Schedule::Cpu(one) if CpuSchedule { threads: other.threads, ..one } == *other)
+}
+
+#[test]
+fn every_fault_costs_its_candidate_and_nothing_else() {
+    let place = Place::new();
+    let cache = cache(&place);
+    let mut runner = worker();
+    let all = schedules();
+    let gaps = Gaps::default();
+    // As many as the smallest space has room for, in as many jobs as that takes.
+    for menu in MENU.chunks(all.len().min(MENU.len() + 2) - 2) {
+        let job = Job { budget: Duration::from_secs(300), force: true, ..job() };
+        let outcome = tune(&mut runner, &template(menu), &cache.store, &cache.files, &job, &gaps).unwrap();
+        // The two that are right were measured, and one of them won.
+        let right = |s: Schedule| all[..2].iter().any(|r| is_code_of(s, r));
+        assert!(right(outcome.record.schedule), "{:?}", outcome.record);
+        let timed = outcome.trials.iter().filter(|t| matches!(t.result, TrialResult::Timed { .. }));
+        let timed: Vec<Schedule> = timed.map(|t| t.schedule).collect();
+        assert!(timed.len() >= 2 && timed.iter().all(|s| right(*s)), "{timed:?}");
+        for ((name, at, word, _), schedule) in menu.iter().zip(&all[2..]) {
+            let (stage, reason) = failure(&outcome.trials, *schedule);
+            assert!(stage == *at && reason.contains(word), "{name}: {stage}: {reason}");
+            let named = ["SIG", "code", "come back", "written", "wrong answer"];
+            assert!(named.iter().any(|n| reason.contains(n)), "{name}: {reason}");
+        }
+    }
+    let gaps = gaps.0.into_inner().unwrap().1;
+    let mean = gaps.iter().sum::<Duration>() / gaps.len() as u32;
+    assert!(gaps.len() + 1 >= MENU.len() && mean < Duration::from_secs(3), "{gaps:?}");
+    println!("{} failures, {mean:?} each, at most {:?}", gaps.len(), gaps.iter().max());
+}
+
+/// Processes whose parent is `parent`.
+fn children(parent: u32) -> Vec<u32> {
+    let stat = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    let pids = std::fs::read_dir("/proc").unwrap().filter_map(|e| e.ok()?.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| {
+        // The name, in parentheses, may hold anything; the state and the parent follow it.
+        let parent_of = stat(*pid).and_then(|s| s.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok());
+        parent_of == Some(parent)
+    })
+    .collect()
+}
+
+fn kill(pid: u32) {
+    Command::new("kill").args(["-9", &pid.to_string()]).stderr(Stdio::null()).status().unwrap();
+}
+
+#[test]
+fn workers_killed_at_random_moments_do_not_end_the_job() {
+    let place = Place::new();
+    let args = ["tune", "--dtype", "f32", "--head-dim", "16", "--heads", "2", "--q-len", "300", "--mask", "causal"];
+    let mut tuning = Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+        .args(["--device", "cpu", "--json", "--cache"])
+        .arg(place.cache())
+        .args(args)
+        .args(["--trials", "8", "--budget-s", "25"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut killed = 0;
+    while tuning.try_wait().unwrap().is_none() {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        std::thread::sleep(Duration::from_millis(200 + (random >> 33) % 1000));
+        let workers = children(tuning.id());
+        if let Some(worker) = workers.get((random >> 40) as usize % workers.len().max(1)) {
+            kill(*worker);
+            killed += 1;
+        }
+    }
+    let output = tuning.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && killed > 0, "{killed} killed: {said}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(report["tuned"][0]["median_us"].as_f64().unwrap() > 0.0, "{report}");
+}
+
+#[test]
+fn a_worker_dies_with_the_tuner_even_in_an_endless_loop() {
+    let place = Place::new();
+    let folder = place.path("loops");
+    std::fs::create_dir_all(folder.join("forward")).unwrap();
+    let template = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
+    let (body, running) = ("Scratch *scratch = memory;", place.path("running"));
+    assert!(template.contains(body));
+    let text = template
+        .replace("#include <stdint.h>", "#include <fcntl.h>\n#include <stdint.h>")
+        .replace(body, &format!("creat({running:?}, 0600); for (volatile int x = 1; x;); {body}"));
+    std::fs::write(folder.join("forward/cpu.c"), text).unwrap();
+    let mut tuning = Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+        .args(["--device", "cpu", "--templates"])
+        .arg(&folder)
+        .arg("--cache")
+        .arg(place.cache())
+        .args(["tune", "--dtype", "f32", "--head-dim", "16", "--q-len", "64", "--trials", "1"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    while !running.exists() {
+        assert!(start.elapsed() < Duration::from_secs(60), "the candidate does not run");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let workers = children(tuning.id());
+    kill(tuning.id());
+    tuning.wait().unwrap();
+    let gone = |pid: &u32| match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with(['Z', 'X'])),
+        Err(_) => true,
+    };
+    assert!(!workers.is_empty());
+    let start = Instant::now();
+    while !workers.iter().all(gone) {
+        assert!(start.elapsed() < Duration::from_secs(3), "a worker outlives its tuner");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_program_that_is_no_worker_is_an_error_that_names_it() {
+    let open = |program: &str| {
+        let command = WorkerCommand { program: program.into(), arguments: vec!["worker".into()] };
+        Runner::worker(command, DeviceSpec::Cpu).err().unwrap().to_string()
+    };
+    for (program, word) in
+        [("/nonexistent/flashtune", "No such file"), ("true", "without a word"), ("ls", "cannot access")]
+    {
+        let e = open(program);
+        assert!(e.contains(program) && e.contains(word) && e.contains("of this version"), "{e}");
+    }
+}

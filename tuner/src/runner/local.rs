@@ -1,0 +1,68 @@
+//! The questions, answered by a device of this process: what a worker does, and what tuning without one does.
+
+use super::bench::Bench;
+use super::cases::Cases;
+use super::{Inputs, Size};
+use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_runtime::{Device, Error as RuntimeError, Module};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A device with the inputs and the loaded candidates of one job.
+pub(crate) struct Local {
+    device: Arc<dyn Device>,
+    inputs: Option<Inputs>,
+    modules: HashMap<u32, Arc<dyn Module>>,
+    cases: Option<Cases>,
+    bench: Option<Bench>,
+}
+
+impl Local {
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        Self { device, inputs: None, modules: HashMap::new(), cases: None, bench: None }
+    }
+
+    pub fn fingerprint(&self) -> &DeviceFingerprint {
+        self.device.fingerprint()
+    }
+
+    /// Forgets the job before.
+    pub fn start(&mut self, inputs: &Inputs) {
+        *self = Self { inputs: Some(*inputs), ..Self::new(self.device.clone()) };
+    }
+
+    pub fn prepare(&mut self, size: Size) -> Result<(), RuntimeError> {
+        let Some(inputs) = &self.inputs else { return Ok(()) };
+        match size {
+            Size::Small => self.cases = Some(Cases::new(&self.device, inputs)?),
+            Size::Full => self.bench = Some(Bench::new(&self.device, inputs)?),
+        }
+        Ok(())
+    }
+
+    pub fn load(&mut self, id: u32, artifact: &Artifact) -> Result<(), String> {
+        let module = self.device.load(artifact).map_err(|e| e.to_string())?;
+        self.modules.insert(id, module);
+        Ok(())
+    }
+
+    pub fn check(&mut self, id: u32, size: Size) -> Result<f64, String> {
+        let module = self.modules.get(&id).ok_or("it is not loaded")?;
+        match size {
+            Size::Small => self.cases.as_ref().ok_or(UNPREPARED)?.check(&**module),
+            Size::Full => self.bench.as_mut().ok_or(UNPREPARED)?.check(&**module),
+        }
+    }
+
+    pub fn time(&mut self, id: u32) -> Result<f64, String> {
+        let module = self.modules.get(&id).ok_or("it is not loaded")?;
+        self.bench.as_mut().ok_or(UNPREPARED)?.time(&**module)
+    }
+
+    pub fn unfused_us(&self, fused_us: f64) -> Option<f64> {
+        self.bench.as_ref()?.unfused_us(fused_us)
+    }
+}
+
+/// Asked out of order.
+const UNPREPARED: &str = "its inputs were not made";

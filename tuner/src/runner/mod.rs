@@ -1,0 +1,158 @@
+//! Where candidates run: in a worker process, or in this one.
+//!
+//! The boundary lies at what the tuner wants to know of a candidate (does it load, is it right, how long does it take),
+//! not at memory and launches: a question that costs a process can be asked again, with the inputs made anew.
+
+mod bench;
+mod cases;
+mod local;
+mod remote;
+
+pub(crate) use local::Local;
+
+use crate::worker::{Compilers, WorkerCommand};
+use crate::{Job, Result};
+use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_codegen::{Problem, Shape};
+use flashtune_runtime::{Compiler, Device, DeviceSpec, compiler_for};
+use remote::Remote;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// What the inputs of a job are made from.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Inputs {
+    pub problem: Problem,
+    pub shape: Shape,
+    pub seed: u64,
+}
+
+impl Inputs {
+    pub fn of(job: &Job) -> Self {
+        Self { problem: job.problem, shape: job.shape, seed: job.seed }
+    }
+
+    /// Bytes of Q, K, V and O at full size.
+    pub fn bytes(&self) -> u64 {
+        let p = &self.problem;
+        self.shape.forward_bytes(p.head_dim_qk, p.head_dim_v, p.dtype.bytes()) as u64
+    }
+}
+
+/// The sizes that a candidate meets, in this order: small ragged ones, a fraction of the job's grid, before the job's
+/// own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Size {
+    Small,
+    Full,
+}
+
+/// Where candidates run. Keep it from job to job: a worker process stays.
+pub struct Runner {
+    fingerprint: DeviceFingerprint,
+    kind: Kind,
+}
+
+enum Kind {
+    Here { device: Arc<dyn Device>, local: Box<Local> },
+    Worker { remote: Box<Remote>, compilers: Option<Arc<Compilers>> },
+}
+
+impl Runner {
+    /// Candidates compile and run in worker processes: whatever one does costs that candidate alone. No context of the
+    /// device is made in this process.
+    ///
+    /// # Errors
+    /// [`crate::Error::Worker`] when the program is no worker of this version, [`crate::Error::InWorker`] when it cannot
+    /// open the device.
+    pub fn worker(command: WorkerCommand, device: DeviceSpec) -> Result<Self> {
+        let remote = Remote::open(command, device)?;
+        let fingerprint = remote.fingerprint().clone();
+        Ok(Self { fingerprint, kind: Kind::Worker { remote: Box::new(remote), compilers: None } })
+    }
+
+    /// Candidates run in this process. One that faults ends it; one that never ends, hangs it.
+    pub fn in_this_process(device: Arc<dyn Device>) -> Self {
+        let (fingerprint, local) = (device.fingerprint().clone(), Box::new(Local::new(device.clone())));
+        Self { fingerprint, kind: Kind::Here { device, local } }
+    }
+
+    /// The device that candidates run on.
+    pub fn fingerprint(&self) -> &DeviceFingerprint {
+        &self.fingerprint
+    }
+
+    /// The process that runs candidates at the moment, if it is not this one.
+    pub fn worker_id(&self) -> Option<u32> {
+        match &self.kind {
+            Kind::Here { .. } => None,
+            Kind::Worker { remote, .. } => remote.process_id(),
+        }
+    }
+
+    /// The compiler of the device's kernels.
+    pub(crate) fn compiler(&mut self) -> Result<Arc<dyn Compiler>> {
+        match &mut self.kind {
+            Kind::Here { device, .. } => Ok(device.compiler()?),
+            Kind::Worker { remote, compilers } => {
+                // Looked for each time: the environment may have changed.
+                let compiler = compiler_for(self.fingerprint.arch)?;
+                match compilers {
+                    Some(known) if known.id() == compiler.id() => Ok(known.clone()),
+                    _ => Ok(compilers.insert(Arc::new(Compilers::new(remote.command(), compiler))).clone()),
+                }
+            }
+        }
+    }
+
+    /// A new job.
+    pub(crate) fn start(&mut self, inputs: &Inputs) {
+        match &mut self.kind {
+            Kind::Here { local, .. } => local.start(inputs),
+            Kind::Worker { remote, .. } => remote.start(inputs),
+        }
+    }
+
+    /// Makes the inputs of one size.
+    ///
+    /// # Errors
+    /// Those of the device, for want of memory for instance.
+    pub(crate) fn prepare(&mut self, size: Size) -> Result<()> {
+        match &mut self.kind {
+            Kind::Here { local, .. } => Ok(local.prepare(size)?),
+            Kind::Worker { remote, .. } => remote.prepare(size),
+        }
+    }
+
+    /// Loads candidate `id`. The inner error is the candidate's, here and below; the outer one ends the job.
+    pub(crate) fn load(&mut self, id: u32, artifact: &Artifact) -> Result<Result<(), String>> {
+        match &mut self.kind {
+            Kind::Here { local, .. } => Ok(local.load(id, artifact)),
+            Kind::Worker { remote, .. } => remote.load(id, artifact),
+        }
+    }
+
+    /// Checks a candidate on the prepared inputs of a size. Gives the largest absolute error against the oracle.
+    pub(crate) fn check(&mut self, id: u32, size: Size) -> Result<Result<f64, String>> {
+        match &mut self.kind {
+            Kind::Here { local, .. } => Ok(local.check(id, size)),
+            Kind::Worker { remote, .. } => remote.check(id, size),
+        }
+    }
+
+    /// Time of one run at full size with cold caches, in microseconds.
+    pub(crate) fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
+        match &mut self.kind {
+            Kind::Here { local, .. } => Ok(local.time(id)),
+            Kind::Worker { remote, .. } => remote.time(id),
+        }
+    }
+
+    /// Median time of unfused attention on the same inputs in microseconds, where it can be had.
+    pub(crate) fn unfused_us(&mut self, fused_us: f64) -> Option<f64> {
+        match &mut self.kind {
+            Kind::Here { local, .. } => local.unfused_us(fused_us),
+            Kind::Worker { remote, .. } => remote.unfused_us(fused_us),
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! A device that says when a candidate has it, so that the other side can tell a hang from work on the host.
+
+use super::protocol::{Reply, write_frame};
+use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_codegen::Launch;
+use flashtune_codegen::abi::ForwardArgs;
+use flashtune_runtime::{Buffer, Compiler, Device, Module, Result, Stream};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// The worker's end of the socket.
+pub(super) type Line = Arc<Mutex<UnixStream>>;
+
+/// Says something to the tuner. Without one there is nobody to work for.
+pub(super) fn say(line: &Line, reply: &Reply) {
+    let mut line = line.lock().unwrap_or_else(|e| e.into_inner());
+    if write_frame(&mut *line, reply).is_err() {
+        std::process::exit(1);
+    }
+}
+
+/// A device and the line on which its launches are announced.
+pub(super) struct Watched {
+    device: Arc<dyn Device>,
+    line: Line,
+    /// Whether an announced launch has not been waited for yet.
+    launched: AtomicBool,
+}
+
+impl Watched {
+    pub fn new(device: Arc<dyn Device>, line: Line) -> Self {
+        Self { device, line, launched: AtomicBool::new(false) }
+    }
+
+    fn launched(&self) {
+        if !self.launched.swap(true, Ordering::Relaxed) {
+            say(&self.line, &Reply::Launched);
+        }
+    }
+
+    fn returned(&self) {
+        if self.launched.swap(false, Ordering::Relaxed) {
+            say(&self.line, &Reply::Returned);
+        }
+    }
+}
+
+impl Device for Watched {
+    fn fingerprint(&self) -> &DeviceFingerprint {
+        self.device.fingerprint()
+    }
+    fn compiler(&self) -> Result<Arc<dyn Compiler>> {
+        self.device.compiler()
+    }
+    /// Loading runs code of the candidate too: constructors, `ft_init`.
+    fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
+        self.launched();
+        let loaded = self.device.load(artifact);
+        self.returned();
+        loaded
+    }
+    unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()> {
+        // Inside of `time_us` it was said before the clock started.
+        self.launched();
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.device.launch(module, launch, args, stream) }
+    }
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
+        self.device.alloc(bytes)
+    }
+    fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> Result<()> {
+        self.device.upload(to, bytes)
+    }
+    fn download(&self, from: &dyn Buffer, bytes: &mut [u8], stream: Stream) -> Result<()> {
+        // Waited for first: copying a large tensor is not the candidate's time.
+        self.synchronize(stream)?;
+        self.device.download(from, bytes, stream)
+    }
+    fn fill(&self, buffer: &dyn Buffer, byte: u8) -> Result<()> {
+        self.device.fill(buffer, byte)
+    }
+    fn stream(&self) -> Stream {
+        self.device.stream()
+    }
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        let done = self.device.synchronize(stream);
+        self.returned();
+        done
+    }
+    fn flush_cache(&self, stream: Stream) -> Result<()> {
+        self.device.flush_cache(stream)
+    }
+    fn time_us(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        self.launched();
+        let timed = self.device.time_us(stream, work);
+        self.returned();
+        timed
+    }
+}
