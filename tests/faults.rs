@@ -91,6 +91,13 @@ fn a_dispatch_is_answered_whatever_fails_in_the_cache() {
             answers(&out, &format!("{name} at {at}"));
         }
     }
+    // A file system that takes its time.
+    let mut slow = on_cpu(&faults.cache);
+    slow.args(&explain)
+        .env("LD_PRELOAD", &faults.library)
+        .env("FAULT_PATH", &faults.cache)
+        .env("FAULT_DELAY_MS", "100");
+    assert_eq!(answers(&slow.output().unwrap(), "delays")[0]["status"]["kind"], "tuned");
     // All of that changed nothing.
     assert_eq!(place.json(&[&["explain"], SMALL].concat())[0]["status"]["kind"], "tuned");
 }

@@ -16,6 +16,7 @@
 
 use crate::dir::{CacheDir, create_private};
 use crate::publish::publish_file;
+use crate::trouble::Trouble;
 use crate::{Artifact, Error, Key, Result};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -55,18 +56,24 @@ impl ArtifactFiles {
     /// [`Error::Io`] when the file cannot be written; nothing partial stays behind.
     pub fn put(&self, artifact: &Artifact) -> Result<Key> {
         let key = artifact.recipe.key();
-        let path = self.path(&key);
+        let outcome = self.write(&self.path(&key), artifact);
+        if outcome.is_err() {
+            Trouble::Unkept.count();
+        }
+        outcome.map(|()| key)
+    }
+
+    fn write(&self, path: &Path, artifact: &Artifact) -> Result<()> {
         create_private(path.parent().unwrap_or(&self.folder))?;
         let bytes = seal(artifact);
-        publish_file(&path, |w| {
+        publish_file(path, |w| {
             w.write_all(&bytes).map_err(|source| Error::Io {
                 action: "write",
-                path: path.clone(),
+                path: path.to_path_buf(),
                 source,
                 remedy: "check the free space, or set FLASHTUNE_CACHE to another folder",
             })
-        })?;
-        Ok(key)
+        })
     }
 
     /// Whether a file of this key exists. It may still fail its checks.
@@ -82,7 +89,12 @@ impl ArtifactFiles {
             Ok(bytes) => bytes,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return None,
             Err(e) => {
-                tracing::warn!(path = %path.display(), error = %e, "an artifact cannot be read; it counts as missing");
+                let path = path.display();
+                match Trouble::Unreadable.count() {
+                    true => tracing::warn!(%path, error = %e, "an artifact cannot be read; it counts as missing"),
+                    // One that cannot be read is rarely alone, and says nothing new.
+                    false => tracing::debug!(%path, error = %e, "another file cannot be read"),
+                }
                 return None;
             }
         };
@@ -92,6 +104,7 @@ impl ArtifactFiles {
                 Some(artifact)
             }
             Err(reason) => {
+                Trouble::Damaged.count();
                 tracing::warn!(path = %path.display(), reason, "a damaged artifact was set aside; it counts as missing");
                 set_aside(&path);
                 None
@@ -166,7 +179,26 @@ pub(crate) fn decode_artifact(payload: &[u8], key: &Key) -> Result<Artifact, &'s
 mod tests {
     use super::*;
     use crate::testing::artifact;
+    use crate::troubles;
     use proptest::prelude::*;
+
+    #[test]
+    fn what_is_survived_is_counted() {
+        let tmp = tempfile::tempdir().unwrap();
+        let files = ArtifactFiles::new(&CacheDir::at(tmp.path().join("cache")));
+        let key = files.put(&artifact(1)).unwrap();
+        let before = troubles();
+        std::fs::write(files.path(&key), b"damaged").unwrap();
+        assert!(files.get(&key).is_none());
+        // A folder in the place of the file cannot be read, and a file in the place of the folder not be filled.
+        std::fs::create_dir(files.path(&key)).unwrap();
+        assert!(files.get(&key).is_none());
+        std::fs::write(tmp.path().join("file"), b"").unwrap();
+        assert!(ArtifactFiles::new(&CacheDir::at(tmp.path().join("file"))).put(&artifact(1)).is_err());
+        let after = troubles();
+        assert!(after.damaged > before.damaged && after.unreadable > before.unreadable, "{before:?} {after:?}");
+        assert!(after.unkept > before.unkept, "{before:?} {after:?}");
+    }
 
     #[test]
     fn what_is_put_is_got() {

@@ -3,6 +3,7 @@
 //! All records are decoded and filed by problem when a layer is opened, so a lookup reads no file. Records that may not
 //! be used (another arch, template set or ABI) are kept, so that the answer can say why they were not.
 
+use crate::trouble::Trouble;
 use crate::{
     Artifact, ArtifactFiles, Bundle, CacheDir, DeviceFingerprint, Difference, Key, PublicKey, Record, Result, Trust,
     Validity,
@@ -152,7 +153,10 @@ impl Layer {
                 Ok((record, validity)) => {
                     records.entry(record.key.problem).or_default().push((Arc::new(record), validity.clone()));
                 }
-                Err(e) => tracing::warn!(layer = name, error = %e, "a damaged record was skipped"),
+                Err(e) => {
+                    Trouble::Damaged.count();
+                    tracing::warn!(layer = name, error = %e, "a damaged record was skipped");
+                }
             }
         }
         Self { name, path, bundle, records }
@@ -232,11 +236,12 @@ impl Layers {
                     Some(_) => "what was mapped before stays in use",
                     None => "it counts as empty",
                 };
-                let remedy = match e {
-                    crate::Error::Io { remedy, .. } => remedy,
+                let (trouble, remedy) = match e {
+                    crate::Error::Io { remedy, .. } => (Trouble::Unreadable, remedy),
                     // Nobody exported it; the journal still has what it held.
-                    _ => "the next `flashtune tune` or `flashtune import` writes it anew",
+                    _ => (Trouble::Damaged, "the next `flashtune tune` or `flashtune import` writes it anew"),
                 };
+                trouble.count();
                 tracing::warn!(error = e.cause(), "the snapshot cannot be read: {until}; {remedy}");
                 // Remembered, so that the same file is not tried and complained about again.
                 (now, before)
@@ -281,7 +286,10 @@ impl Layers {
             match layer.bundle.artifact(key) {
                 Ok(Some(artifact)) => return Some((artifact, layer.name.clone())),
                 Ok(None) => {}
-                Err(e) => tracing::warn!(layer = layer.name, error = %e, "a damaged artifact was skipped"),
+                Err(e) => {
+                    Trouble::Damaged.count();
+                    tracing::warn!(layer = layer.name, error = %e, "a damaged artifact was skipped");
+                }
             }
         }
         let files = ArtifactFiles::new(self.own.as_ref()?);

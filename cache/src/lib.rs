@@ -25,6 +25,7 @@ mod store;
 #[cfg(test)]
 mod testing;
 mod trial;
+mod trouble;
 mod trust;
 mod validity;
 
@@ -45,5 +46,6 @@ pub use record::{Finalist, Provenance, Record, RecordKey};
 pub use stale::{reap, temporary_prefix};
 pub use store::Store;
 pub use trial::{Stage, Trial, TrialResult};
+pub use trouble::{Troubles, troubles};
 pub use trust::{ALLOW_UNSIGNED_VARIABLE, TRUSTED_KEYS_VARIABLE, Trust};
 pub use validity::{Difference, Validity};

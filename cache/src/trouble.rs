@@ -1,0 +1,40 @@
+//! What went wrong with stored results and was survived, counted for this process.
+//!
+//! A host keeps answering when its cache is unreadable, damaged or full. It is told once in the log; how often it
+//! happened is counted here, for whoever watches it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How often this process met what kind of trouble. The numbers only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Troubles {
+    /// Files that are there and could not be read.
+    pub unreadable: u64,
+    /// Files, records and kernels that failed a check and were left out.
+    pub damaged: u64,
+    /// Kernels that could not be kept.
+    pub unkept: u64,
+}
+
+/// A kind of trouble.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Trouble {
+    Unreadable,
+    Damaged,
+    Unkept,
+}
+
+static COUNTS: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
+
+impl Trouble {
+    /// Counts one; whether it was the first of its kind.
+    pub fn count(self) -> bool {
+        COUNTS[self as usize].fetch_add(1, Ordering::Relaxed) == 0
+    }
+}
+
+/// The numbers so far.
+pub fn troubles() -> Troubles {
+    let of = |kind: Trouble| COUNTS[kind as usize].load(Ordering::Relaxed);
+    Troubles { unreadable: of(Trouble::Unreadable), damaged: of(Trouble::Damaged), unkept: of(Trouble::Unkept) }
+}
