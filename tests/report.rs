@@ -149,3 +149,32 @@ fn a_report_that_cannot_be_is_refused_with_the_field() {
         fails(&mut place.flashtune(&["report", text(&path)]), 2, &["bad.json", words]);
     }
 }
+
+/// The script counts operations and bytes without PyTorch, and must count as this library does.
+#[test]
+fn the_peers_script_counts_work_as_the_library_does() {
+    use flashtune::{DType, Mask, Shape};
+    let root = env!("CARGO_MANIFEST_DIR");
+    for device in ["cuda", "cpu"] {
+        let mut python = std::process::Command::new("python3");
+        python.current_dir(root).args(["-B", "benches/peers.py", "unused", "--dry-run", "--device", device]);
+        let output = match python.args(["--suites", "forward,heads,gqa,window,decode"]).output() {
+            Ok(output) => output,
+            Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("CI has python3: {e}"),
+            Err(e) => return println!("skipped: python3: {e}"),
+        };
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let cases: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(cases.len() > 15);
+        for case in cases {
+            let size = |name: &str| number(&case[name]) as u32;
+            let mask: Mask = case["mask"].as_str().unwrap().parse().unwrap();
+            let (batch, heads, kv_heads) = (size("batch"), size("heads"), size("kv_heads"));
+            let shape = Shape { batch, heads, kv_heads, q_len: size("q_len"), kv_len: size("kv_len"), mask };
+            let dtype: DType = case["dtype"].as_str().unwrap().parse().unwrap();
+            let (qk, v) = (size("head_dim_qk"), size("head_dim_v"));
+            assert_eq!(number(&case["flops"]), shape.forward_flops(qk, v), "{case}");
+            assert_eq!(number(&case["ideal_bytes"]), shape.forward_bytes(qk, v, dtype.bytes()), "{case}");
+        }
+    }
+}

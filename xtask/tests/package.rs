@@ -39,7 +39,7 @@ fn the_package_runs_where_it_is_unpacked() {
         "README.md",
         "LICENSE",
         "templates/forward/cpu.c",
-        "benches/fa2.py",
+        "benches/peers.py",
     ] {
         assert!(files.iter().any(|f| f["path"] == part), "{part} is not in {manifest}");
     }
