@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 METHOD = [
-    "All contenders run in one process, in turn: each once per round, in an order that rotates; medians over all rounds.",
+    "All contenders run in one process, in turn: each once per round, in an order that rotates; medians over rounds.",
     "The spread is that of the medians of repeats.",
     "Operations are counted on live (query, key) pairs, two products each.",
     "Caches are flushed before every launch; on a GPU the time is that between two events.",

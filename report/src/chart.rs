@@ -219,7 +219,7 @@ impl Axis {
         let between: &[f64] = if high - low <= 3 { &[1.0, 2.0, 5.0] } else { &[1.0] };
         let (from, to) = (least - 0.15, most + 0.15);
         let all = (low..=high).flat_map(|e| between.iter().map(move |m| m * 10f64.powi(e)));
-        let ticks = all.map(|us| (us.log10(), text::time(us))).filter(|(y, _)| (from..=to).contains(y));
+        let ticks = all.map(|us| (us.log10(), text::tick_time(us))).filter(|(y, _)| (from..=to).contains(y));
         Self { label: label.to_owned(), range: (from, to), ticks: ticks.collect() }
     }
 }
@@ -283,6 +283,6 @@ mod tests {
         let charts = charts(&report);
         let last = charts.last().unwrap();
         assert_eq!((last.series.len(), last.series[0].values[2]), (2, Value::exact(100.0, 3.0)));
-        assert!(last.y.ticks.iter().any(|(_, label)| label == "100.0 us"), "{:?}", last.y.ticks);
+        assert!(last.y.ticks.iter().any(|(_, label)| label == "100 us"), "{:?}", last.y.ticks);
     }
 }

@@ -61,6 +61,17 @@ pub(crate) fn time(us: f64) -> String {
     }
 }
 
+/// A round time at a tick of an axis, given in microseconds: `5 us`, `200 ms`.
+pub(crate) fn tick_time(us: f64) -> String {
+    let (unit, size) = match us {
+        us if us >= 1e6 => ("s", 1e6),
+        us if us >= 1e3 => ("ms", 1e3),
+        us if us >= 1.0 => ("us", 1.0),
+        _ => ("ns", 1e-3),
+    };
+    format!("{:.0} {unit}", us / size)
+}
+
 impl Case {
     /// `128`, or `192/128` where V's differs.
     pub(crate) fn head_dim(&self) -> String {
@@ -102,6 +113,7 @@ mod tests {
         assert_eq!(told, ["0", "1.23e-4", "0.123", "1.23", "12.3", "123.4", "1234", "1.50e9"]);
         assert_eq!([512, 1024, 1000, 16384, 1 << 20].map(length), ["512", "1k", "1000", "16k", "1M"]);
         assert_eq!([12.0, 2048.0, 1.5 * (1u64 << 30) as f64].map(bytes), ["12 B", "2.00 KiB", "1.50 GiB"]);
+        assert_eq!([0.5, 1.0, 200.0, 1e3, 5e6].map(tick_time), ["500 ns", "1 us", "200 us", "1 ms", "5 s"]);
         assert_eq!([3.21, 12_345.0, 2.5e6].map(time), ["3.21 us", "12.3 ms", "2.50 s"]);
     }
 }
