@@ -31,10 +31,10 @@ const MENU: [(&str, Stage, &str, &str); 15] = [
     ("writes before the start", Stage::Check, "", "memset((char *)a->o - 70000, 1, 70000);"),
     ("loops when large", Stage::Check, "did not come back", "while (a->q_len == FULL);"),
     (
-        "breaks after a while",
+        "breaks when it is timed",
         Stage::Measure,
         "SIGSEGV",
-        "if (a->q_len == FULL && ++runs > FULL + 9) *(volatile int *)8 = 1;",
+        "if (a->q_len == FULL && tile == 0 && *(int *)a->o != -1) *(volatile int *)8 = 1;",
     ),
     (
         "constructor",
@@ -83,9 +83,9 @@ fn template(menu: &[(&str, Stage, &str, &str)]) -> TemplateSet {
     }
     text += &format!(
         "#else\n#error not in the menu\n#endif\n#define FULL {FULL}\n#include <signal.h>\n#include <stdlib.h>\n\
-         #include <string.h>\n#include <unistd.h>\nconst int schedule_number = NUMBER;\nAT_LOAD\nstatic int runs;\n\
+         #include <string.h>\n#include <unistd.h>\nconst int schedule_number = NUMBER;\nAT_LOAD\n\
          static int deep(volatile int n) {{ volatile char frame[4096]; frame[n % 4096] = 1; return n ? deep(n - 1) + frame[9] : 0; }}\n\
-         int (*const keep)(volatile int) = deep; int *const count = &runs;\n"
+         int (*const keep)(volatile int) = deep;\n"
     );
     let tile = "float max = -INFINITY";
     assert!(PLAIN.contains(tile));

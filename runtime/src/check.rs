@@ -248,10 +248,23 @@ impl CheckCase {
     /// # Errors
     /// When the kernel is for another problem or a device call fails; a wrong result is not an error but a report.
     pub fn check(&self, module: &dyn Module) -> Result<CheckReport> {
-        let first = self.run(module)?;
-        let second = self.run(module)?;
-        let repeatable = first.o == second.o && first.lse == second.lse;
-        let mut stray = first.stray.or(second.stray);
+        self.check_launches(module, 2)
+    }
+
+    /// [`CheckCase::check`] with another number of launches (at least one): what two threads do to each other shows in
+    /// some launches only.
+    ///
+    /// # Errors
+    /// As [`CheckCase::check`].
+    pub fn check_launches(&self, module: &dyn Module, launches: usize) -> Result<CheckReport> {
+        let mut first = self.run(module)?;
+        let mut stray = first.stray.take();
+        let mut repeatable = true;
+        for _ in 1..launches {
+            let again = self.run(module)?;
+            repeatable &= first.o == again.o && first.lse == again.lse;
+            stray = stray.or(again.stray);
+        }
 
         for input in &self.inputs {
             let (bytes, guards) = input.download(&*self.device, self.device.stream())?;

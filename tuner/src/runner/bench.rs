@@ -22,6 +22,9 @@ const PATTERN: usize = 1_000_003;
 /// The byte of unwritten outputs: NaN in every dtype.
 const POISON: u8 = 0xff;
 
+/// Bytes of poison before and after O.
+const GUARD: usize = 4096;
+
 /// Device tensors of one job, and the expected result of some rows.
 pub(super) struct Bench {
     device: Arc<dyn Device>,
@@ -29,8 +32,8 @@ pub(super) struct Bench {
     shape: Shape,
     args: ForwardArgs,
     host: [HostTensor; 3],
-    /// Q, K, V and O. The launches below rest on them.
-    _inputs: [Box<dyn Buffer>; 3],
+    /// Q, K, V and, between guards, O. The launches below rest on them.
+    inputs: [Box<dyn Buffer>; 3],
     output: Box<dyn Buffer>,
     /// Elements of a row of O.
     dim: usize,
@@ -63,15 +66,14 @@ impl Bench {
             inputs.push(buffer);
         }
         let o_shape = [batch, heads, q_len, dv];
-        let output = device.alloc(o_shape.iter().product::<usize>() * p.dtype.bytes())?;
-        let view = |buffer: &dyn Buffer, shape: [usize; 4]| {
-            TensorView::bhsd(buffer.address(), p.dtype, shape.map(|n| n as u64))
-        };
+        let output = device.alloc(o_shape.iter().product::<usize>() * p.dtype.bytes() + 2 * GUARD)?;
+        let at = |address: u64, shape: [usize; 4]| TensorView::bhsd(address, p.dtype, shape.map(|n| n as u64));
+        let view = |buffer: &dyn Buffer, shape| at(buffer.address(), shape);
         let tensors = ForwardTensors {
             q: view(&*inputs[0], shapes[0]),
             k: view(&*inputs[1], shapes[1]),
             v: view(&*inputs[2], shapes[2]),
-            o: view(&*output, o_shape),
+            o: at(output.address() + GUARD as u64, o_shape),
             lse: None,
         };
         let call = forward_call(&tensors, s.mask, None)?;
@@ -83,7 +85,7 @@ impl Bench {
             shape: *s,
             args: call.args,
             host: host.try_into().unwrap_or_else(|_| unreachable!("three tensors were made")),
-            _inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
+            inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
             output,
             dim: dv,
             dtype: p.dtype,
@@ -91,10 +93,15 @@ impl Bench {
         })
     }
 
-    /// Runs a kernel once at the job's sizes: some rows are compared with the oracle, all of them with the first kernel
-    /// that passed. It may be right on small inputs and wrong on large ones. Gives the largest absolute error.
+    /// Runs a kernel at the job's sizes: some rows are compared with the oracle, all of them with the first kernel that
+    /// passed, and the whole with a second run. It may be right on small inputs and wrong on large ones. Gives the
+    /// largest absolute error.
     pub fn check(&mut self, module: &dyn Module) -> Result<f64, String> {
-        let bytes = self.run(module).map_err(|e| e.to_string())?;
+        let bytes = self.run(module)?;
+        if self.run(module)? != bytes {
+            return Err(format!("wrong answer for {}: two launches gave different bytes", self.shape));
+        }
+        self.check_inputs()?;
         let s = &self.shape;
         let shape = [s.batch as usize, s.heads as usize, s.q_len as usize, self.dim];
         let o = HostTensor::from_bytes(self.dtype, shape, Layout::Bhsd, bytes).ok_or("O has another size")?;
@@ -123,12 +130,38 @@ impl Bench {
         })
     }
 
-    /// One run into a poisoned output, which is returned.
-    fn run(&self, module: &dyn Module) -> Result<Vec<u8>, RuntimeError> {
-        self.device.fill(&*self.output, POISON)?;
-        self.launch(module)?;
-        let mut bytes = vec![0; self.output.len()];
-        self.device.download(&*self.output, &mut bytes, self.stream)?;
+    /// O of one run into poison, with nothing written around it.
+    fn run(&self, module: &dyn Module) -> Result<Vec<u8>, String> {
+        let run = || {
+            self.device.fill(&*self.output, POISON)?;
+            self.launch(module)?;
+            self.read(&*self.output)
+        };
+        let mut bytes = run().map_err(|e: RuntimeError| e.to_string())?;
+        let after = bytes.split_off(bytes.len() - GUARD);
+        let o = bytes.split_off(GUARD);
+        match bytes.iter().chain(&after).position(|b| *b != POISON) {
+            None => Ok(o),
+            Some(at) => {
+                let side = if at < GUARD { "before" } else { "after" };
+                Err(format!("wrong answer for {}: bytes {side} o were written", self.shape))
+            }
+        }
+    }
+
+    /// Whether Q, K and V are what they were: whoever comes next is measured on them too.
+    fn check_inputs(&self) -> Result<(), String> {
+        for ((buffer, host), name) in self.inputs.iter().zip(&self.host).zip(["q", "k", "v"]) {
+            if self.read(&**buffer).map_err(|e| e.to_string())? != host.bytes() {
+                return Err(format!("wrong answer for {}: {name} was written", self.shape));
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&self, buffer: &dyn Buffer) -> Result<Vec<u8>, RuntimeError> {
+        let mut bytes = vec![0; buffer.len()];
+        self.device.download(buffer, &mut bytes, self.stream)?;
         Ok(bytes)
     }
 

@@ -2,9 +2,10 @@
 //!
 //! The inputs are derived from the job: the same problem, KV-group size and mask kind, lengths that end in the middle of
 //! every block, once with more keys than queries and once the other way round (which gives empty rows under a causal
-//! mask), once with activations that carry large outlier channels and once with normals in a padded layout, with NaN and
-//! Inf where nobody may look. Outputs are poisoned, launches repeated and compared bit by bit; the bound on the error is
-//! that of the numeric contract. All that is [`CheckCase`]'s work; here is only the choice of cases.
+//! mask), one query alone, and whole blocks; with activations that carry large outlier channels and with normals, in
+//! three layouts, with NaN where nobody may look. Outputs are poisoned before every launch, launches repeated and
+//! compared bit by bit, what lies around the tensors is looked at; the bound on the error is that of the numeric contract,
+//! which grows with dtype and length. All that is [`CheckCase`]'s work; here is only the choice of cases.
 
 use super::Inputs;
 use crate::space::input_seed;
@@ -15,6 +16,11 @@ use std::sync::Arc;
 /// Query lengths and key lengths of the cases: more than a block of every schedule, and multiples of none.
 const LONG: u32 = 333;
 const SHORT: u32 = 151;
+/// A multiple of most blocks: the edge that is none.
+const EVEN: u32 = 128;
+
+/// Launches of the first case and of the others.
+const LAUNCHES: [usize; 2] = [10, 2];
 
 /// The cases of a job, with their expected results.
 pub(super) struct Cases(Vec<CheckCase>);
@@ -23,31 +29,26 @@ impl Cases {
     /// Makes inputs and computes what is expected.
     pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         let seed = input_seed(job.seed);
-        let inputs = |layout, distribution, seed| CheckInputs {
-            layout,
-            distribution,
-            seed,
-            lse: true,
-            poison: true,
-            scale: None,
-        };
+        let (bhsd, bshd, padded) = (Layout::Bhsd, Layout::Bshd, Layout::Padded);
+        let (normal, outliers) = (Distribution::Normal, Distribution::NormalWithOutliers);
         let cases = [
-            (SHORT, LONG, inputs(Layout::Bhsd, Distribution::NormalWithOutliers, seed)),
-            (LONG, SHORT, inputs(Layout::Padded, Distribution::Normal, seed ^ 1)),
-        ]
-        .into_iter()
-        .map(|(q_len, kv_len, inputs)| {
+            (SHORT, LONG, bhsd, outliers),
+            (LONG, SHORT, padded, normal),
+            (1, LONG, bshd, normal),
+            (EVEN, EVEN, bshd, outliers),
+        ];
+        let cases = cases.into_iter().zip(0..).map(|((q_len, kv_len, layout, distribution), i)| {
+            let inputs = CheckInputs { layout, distribution, seed: seed ^ i, lse: true, poison: true, scale: None };
             CheckCase::new(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
-        })
-        .collect::<Result<_, _>>()?;
-        Ok(Self(cases))
+        });
+        Ok(Self(cases.collect::<Result<_, _>>()?))
     }
 
     /// Checks one kernel; gives its largest absolute error.
     pub fn check(&self, module: &dyn Module) -> Result<f64, String> {
         let mut max_error = 0.0f64;
-        for case in &self.0 {
-            let report = case.check(module).map_err(|e| e.to_string())?;
+        for (i, case) in self.0.iter().enumerate() {
+            let report = case.check_launches(module, LAUNCHES[i.min(1)]).map_err(|e| e.to_string())?;
             if !report.passed() {
                 return Err(format!("wrong answer for {}: {report}", case.shape()));
             }
@@ -59,8 +60,7 @@ impl Cases {
 
 /// The least work among the cases of a job: multiply-adds of one column of K and V.
 pub(super) fn fewest_flops(job: &Inputs) -> f64 {
-    let flops = |q_len, kv_len| ragged(&job.shape, q_len, kv_len).forward_flops(1, 1);
-    flops(SHORT, LONG).min(flops(LONG, SHORT)).max(1.0)
+    ragged(&job.shape, 1, LONG).forward_flops(1, 1).max(1.0)
 }
 
 /// A small shape like the job's: same group size and mask kind, one KV head or two.
