@@ -287,10 +287,10 @@ impl Graph {
         uses
     }
 
-    /// The nodes that some roots need, and nothing else, in an order that depends on the roots alone; declarations that
-    /// are not used go, the others are sorted by name.
-    pub fn pruned(&self, roots: &[Id]) -> (Graph, Vec<Id>) {
-        let mut used = vec![false; self.declarations.len()];
+    /// The nodes that some roots need, and nothing else, in an order that depends on the roots alone, and the
+    /// declarations sorted by name: all of them, or only those that are used.
+    pub fn pruned(&self, roots: &[Id], all_declarations: bool) -> (Graph, Vec<Id>) {
+        let mut used = vec![all_declarations; self.declarations.len()];
         let mut order = Vec::new();
         let mut seen = vec![false; self.nodes.len()];
         let mut stack: Vec<(Id, bool)> = roots.iter().rev().map(|r| (*r, false)).collect();

@@ -4,6 +4,8 @@
 //! text or Expr -> Ast -> checked, normalised Graph = Program -> text, hash
 //!                                                   -> Bound: the interpreter, the oracle of all the rest
 //!                                                   -> TileProgram: which tiles are all masked, all visible, mixed
+//!                                                   -> Derivative: d score' / d score, and by each side tensor
+//!                                                   -> lower: statements of C and CUDA C for the kernels
 //! ```
 //!
 //! Ints are 64 bits wide and wrap around; `//` and `%` round down, `x // 0` is 0 and `x % 0` is `x`. Floats are fp32 and
@@ -19,12 +21,14 @@ mod check;
 mod classify;
 mod data;
 mod declare;
+mod derive;
 mod error;
 mod graph;
 mod interp;
 mod keys;
 mod lex;
 mod linear;
+mod lower;
 mod normal;
 mod parse;
 mod print;
@@ -36,10 +40,12 @@ pub use builder::Expr;
 pub use builtin::{BUILTINS, Builtin, builtin};
 pub use classify::{Classifier, Visit};
 pub use data::{Elements, Scalar, SideData, SideTensor, check_shape};
+pub use derive::{ByTensor, Derivative, GradientAxis};
 pub use error::{Place, ProgramError};
 pub use graph::{Depends, Graph, Id, Node};
 pub use interp::{At, Bound, Evaluator, Precision};
 pub use linear::Linear;
+pub use lower::{Code, Dialect, lower, slot};
 pub use program::{MAX_NODES, Program, ProgramBuilder};
 pub use tile::{TileKind, TileProgram};
 pub use words::{Axis, Binary, Declaration, MAX_LEN, MAX_RANK, Range, Storage, Type, Unary, Var};

@@ -239,7 +239,7 @@ impl ProgramBuilder {
             .filter_map(|(name, id)| Some((name, id?)))
             .collect();
         let ids: Vec<Id> = roots.iter().map(|(_, id)| *id).collect();
-        let (mut graph, ids) = graph.pruned(&ids);
+        let (mut graph, ids) = graph.pruned(&ids, false);
         if graph.nodes().len() > MAX_NODES {
             let message = format!("the program has {} nodes in normal form", graph.nodes().len());
             return Err(ProgramError::new(

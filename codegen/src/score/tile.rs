@@ -59,7 +59,8 @@ impl TileProgram {
             kv_begin = keys.0.map_or(zero, |begin| target.binary(Binary::Max, begin, zero));
             kv_end = keys.1.map_or(kv_len, |end| target.binary(Binary::Min, end, kv_len));
         }
-        let (graph, ids) = target.pruned(&[all_masked, all_visible, kv_begin, kv_end]);
+        // The program's declarations stay, so that both read the same side data.
+        let (graph, ids) = target.pruned(&[all_masked, all_visible, kv_begin, kv_end], true);
         Self { graph, all_masked: ids[0], all_visible: ids[1], kv_begin: ids[2], kv_end: ids[3] }
     }
 

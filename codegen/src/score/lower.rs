@@ -1,0 +1,304 @@
+//! From nodes to the statements of C or CUDA C.
+//!
+//! Every node becomes one constant, so deep expressions are no burden for a compiler. Statements come in four lists, by
+//! what they change with, so that a kernel can put each outside of the loops that it does not depend on. An int is 32
+//! bits wide where its range shows that it fits; what may wrap around is computed unsigned. Nothing branches: both sides
+//! of a `select` are computed.
+//!
+//! In scope must be `b`, `h`, `h_kv`, `q`, `kv`, `q_len`, `kv_len` as `int32_t`, `score` as `float` (or the tile's rows), a
+//! pointer `side` to the tensors and scalars, and the functions of `lib/cpu/score.h` or `lib/cuda/score.cuh`.
+
+use super::graph::{Depends, Graph, Id, Node};
+use super::words::{Axis, Binary, Range, Storage, Type, Unary};
+
+/// The language of the statements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dialect {
+    /// C11.
+    C,
+    /// CUDA C++, as NVRTC takes it.
+    Cuda,
+}
+
+/// Statements for some nodes, each ending a line.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Code {
+    /// Once for all scores of a head.
+    pub uniform: String,
+    /// For every query row.
+    pub row: String,
+    /// For every key.
+    pub column: String,
+    /// For every score.
+    pub element: String,
+    /// The name or constant of each result.
+    pub results: Vec<String>,
+}
+
+impl Code {
+    /// All statements, in an order in which each finds what it needs.
+    pub fn all(&self) -> String {
+        [&self.uniform, &self.row, &self.column, &self.element].map(String::as_str).concat()
+    }
+}
+
+/// Lowers some nodes. Names start with `prefix`, so that several pieces of code can share a scope.
+pub fn lower(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str) -> Code {
+    let mut needed = vec![false; graph.nodes().len()];
+    roots.iter().for_each(|r| needed[r.index()] = true);
+    let ids: Vec<Id> = graph.ids().collect();
+    for id in ids.iter().rev().filter(|id| !is_leaf(graph, **id)) {
+        if needed[id.index()] {
+            graph.node(*id).operands().iter().for_each(|o| needed[o.index()] = true);
+        }
+    }
+    let mut lowering = Lowering { graph, dialect, prefix, code: Code::default() };
+    lowering.tensors(&needed);
+    for id in ids {
+        if needed[id.index()] && !is_leaf(graph, id) {
+            lowering.statement(id);
+        }
+    }
+    lowering.code.results = roots.iter().map(|r| lowering.operand(*r)).collect();
+    lowering.code
+}
+
+/// What is written where it is used.
+fn is_leaf(graph: &Graph, id: Id) -> bool {
+    matches!(graph.node(id), Node::Bool(_) | Node::Int(_) | Node::Float(_) | Node::Var(_))
+}
+
+/// The place of a declaration among the tensors, or among the scalars.
+pub fn slot(graph: &Graph, declaration: usize) -> usize {
+    let tensor = graph.declarations()[declaration].axes.is_some();
+    graph.declarations()[..declaration].iter().filter(|d| d.axes.is_some() == tensor).count()
+}
+
+struct Lowering<'a> {
+    graph: &'a Graph,
+    dialect: Dialect,
+    prefix: &'a str,
+    code: Code,
+}
+
+impl Lowering<'_> {
+    /// Pointers, strides and lengths of the tensors that are read.
+    fn tensors(&mut self, needed: &[bool]) {
+        let p = self.prefix;
+        for (i, declaration) in self.graph.declarations().iter().enumerate() {
+            let loads = self.graph.ids().filter(|id| needed[id.index()]);
+            let indices: Vec<&Vec<Id>> = loads
+                .filter_map(|id| match self.graph.node(id) {
+                    Node::Load { tensor, index } if *tensor == i => Some(index),
+                    _ => None,
+                })
+                .collect();
+            let Some(axes) = declaration.axes.as_ref().filter(|_| !indices.is_empty()) else { continue };
+            let (element, t) = (element_type(declaration.storage), slot(self.graph, i));
+            let code = &mut self.code.uniform;
+            code.push_str(&format!("const {element} *const {p}t{t} = (const {element} *)side->tensors[{t}].data;\n"));
+            for (a, axis) in axes.iter().enumerate() {
+                code.push_str(&format!("const int64_t {p}t{t}s{a} = side->tensors[{t}].stride[{a}];\n"));
+                if indices.iter().any(|index| !index_fits(self.graph, *axis, index[a])) {
+                    code.push_str(&format!("const int32_t {p}t{t}n{a} = side->tensors[{t}].length[{a}];\n"));
+                }
+            }
+        }
+    }
+
+    fn statement(&mut self, id: Id) {
+        let value = self.value(id);
+        let ty = match (self.graph.ty(id), self.dialect) {
+            (Type::Float, _) => "float",
+            (Type::Int, _) => int_type(self.graph.range(id)),
+            (Type::Bool, Dialect::C) => "int32_t",
+            (Type::Bool, Dialect::Cuda) => "bool",
+        };
+        let line = format!("const {ty} {}{} = {value};\n", self.prefix, id.index());
+        let Depends { score, kv, q } = self.graph.depends(id);
+        let list = match (score, q, kv) {
+            (false, false, false) => &mut self.code.uniform,
+            (false, true, false) => &mut self.code.row,
+            (false, false, true) => &mut self.code.column,
+            _ => &mut self.code.element,
+        };
+        list.push_str(&line);
+    }
+
+    /// A node where it is used.
+    fn operand(&self, id: Id) -> String {
+        match self.graph.node(id) {
+            Node::Bool(x) => i32::from(*x).to_string(),
+            Node::Int(x) => int_literal(*x, self.graph.range(id)),
+            Node::Float(bits) => match f32::from_bits(*bits) {
+                x if x.is_nan() => "FT_NAN".to_owned(),
+                f32::INFINITY => "FT_INF".to_owned(),
+                f32::NEG_INFINITY => "(-FT_INF)".to_owned(),
+                x if x.is_sign_negative() => format!("({x:?}f)"),
+                x => format!("{x:?}f"),
+            },
+            Node::Var(v) => v.name().to_owned(),
+            _ => format!("{}{}", self.prefix, id.index()),
+        }
+    }
+
+    fn value(&self, id: Id) -> String {
+        match self.graph.node(id) {
+            Node::Scalar(i) => {
+                let s = slot(self.graph, *i);
+                match self.graph.ty(id) {
+                    Type::Float => format!("side->scalars[{s}].f"),
+                    _ => format!("({})side->scalars[{s}].i", int_type(self.graph.range(id))),
+                }
+            }
+            Node::Load { tensor, index } => self.load(id, *tensor, index),
+            Node::Unary(op, x) => self.unary(id, *op, *x),
+            Node::Binary(op, x, y) => match (op, self.graph.ty(*x)) {
+                (Binary::And, _) => format!("{} & {}", self.operand(*x), self.operand(*y)),
+                (Binary::Or, _) => format!("{} | {}", self.operand(*x), self.operand(*y)),
+                (_, Type::Int) if op.is_logical() => {
+                    let wide = wider(self.graph.range(*x), self.graph.range(*y));
+                    format!("{} {} {}", self.cast(*x, wide), op.name(), self.cast(*y, wide))
+                }
+                (_, Type::Int) => self.int_binary(id, *op, *x, *y),
+                (Binary::Min | Binary::Max, _) => {
+                    format!("ft_{}f({}, {})", op.name(), self.operand(*x), self.operand(*y))
+                }
+                _ => format!("{} {} {}", self.operand(*x), op.name(), self.operand(*y)),
+            },
+            Node::Select(c, x, y) => match self.graph.ty(id) {
+                Type::Int => {
+                    let wide = self.graph.range(id);
+                    format!("{} ? {} : {}", self.operand(*c), self.cast(*x, wide), self.cast(*y, wide))
+                }
+                _ => format!("{} ? {} : {}", self.operand(*c), self.operand(*x), self.operand(*y)),
+            },
+            _ => self.operand(id),
+        }
+    }
+
+    fn unary(&self, id: Id, op: Unary, x: Id) -> String {
+        let of = self.operand(x);
+        match (op, self.graph.ty(x)) {
+            (Unary::Not, _) => format!("!{of}"),
+            (Unary::Neg, Type::Int) if self.graph.range(id) == Range::FULL => format!("(int64_t)(0 - (uint64_t){of})"),
+            (Unary::Abs, Type::Int) if self.graph.range(id) == Range::FULL => {
+                format!("{of} < 0 ? (int64_t)(0 - (uint64_t){of}) : {of}")
+            }
+            (Unary::Neg, Type::Int) => format!("-{}", self.cast(x, wider(self.graph.range(id), self.graph.range(x)))),
+            (Unary::Abs, Type::Int) => {
+                let of = self.cast(x, wider(self.graph.range(id), self.graph.range(x)));
+                format!("{of} < 0 ? -{of} : {of}")
+            }
+            (Unary::Neg, _) => format!("-{of}"),
+            (Unary::Abs, _) => format!("ft_absf({of})"),
+            (Unary::ToFloat, _) => format!("(float){of}"),
+            (Unary::Exp2 | Unary::Log2 | Unary::Tanh, _) => format!("ft_{}f({of})", op.name()),
+        }
+    }
+
+    /// An int, widened if its own type is narrower than that of a range.
+    fn cast(&self, id: Id, wide: Range) -> String {
+        let of = self.operand(id);
+        let leaf = matches!(self.graph.node(id), Node::Int(_));
+        match (self.graph.range(id).is_i32(), wide.is_i32(), leaf) {
+            (true, false, true) => int_literal(self.graph.range(id).lo, wide),
+            (true, false, false) => format!("(int64_t){of}"),
+            _ => of,
+        }
+    }
+
+    fn int_binary(&self, id: Id, op: Binary, x: Id, y: Id) -> String {
+        let (result, a, b) = (self.graph.range(id), self.graph.range(x), self.graph.range(y));
+        let wide = wider(result, wider(a, b));
+        let (of_x, of_y) = (self.cast(x, wide), self.cast(y, wide));
+        let narrow = |text: String| match result.is_i32() && !wide.is_i32() {
+            true => format!("(int32_t)({text})"),
+            false => text,
+        };
+        match op {
+            Binary::Add | Binary::Sub | Binary::Mul if result == Range::FULL => {
+                format!("(int64_t)((uint64_t){of_x} {} (uint64_t){of_y})", op.name())
+            }
+            Binary::Add | Binary::Sub | Binary::Mul => narrow(format!("{of_x} {} {of_y}", op.name())),
+            Binary::Min => narrow(format!("{of_x} < {of_y} ? {of_x} : {of_y}")),
+            Binary::Max => narrow(format!("{of_x} > {of_y} ? {of_x} : {of_y}")),
+            Binary::FloorDiv | Binary::Mod => {
+                let divides = op == Binary::FloorDiv;
+                let by = self.graph.as_int(y).filter(|d| *d > 0);
+                let bits = if wide.is_i32() { 32 } else { 64 };
+                narrow(match by {
+                    // Shifting and masking round down for negative numbers, too.
+                    Some(d) if d & (d - 1) == 0 && divides => format!("{of_x} >> {}", d.trailing_zeros()),
+                    Some(d) if d & (d - 1) == 0 => format!("{of_x} & {}", int_literal(d - 1, wide)),
+                    _ if a.lo >= 0 && b.lo > 0 => format!("{of_x} {} {of_y}", if divides { "/" } else { "%" }),
+                    _ => format!("ft_floor_{}{bits}({of_x}, {of_y})", if divides { "div" } else { "mod" }),
+                })
+            }
+            _ => unreachable!("ints have no `{}`", op.name()),
+        }
+    }
+
+    fn load(&self, id: Id, tensor: usize, index: &[Id]) -> String {
+        let (p, t) = (self.prefix, slot(self.graph, tensor));
+        let declaration = &self.graph.declarations()[tensor];
+        let axes = declaration.axes.as_deref().unwrap_or_default();
+        let places: Vec<String> = (index.iter().zip(axes).enumerate())
+            .map(|(a, (i, axis))| {
+                let of = self.operand(*i);
+                let bits = if self.graph.range(*i).is_i32() { 32 } else { 64 };
+                match index_fits(self.graph, *axis, *i) {
+                    true => format!("{of} * {p}t{t}s{a}"),
+                    false => format!("ft_clamp{bits}({of}, {p}t{t}n{a}) * {p}t{t}s{a}"),
+                }
+            })
+            .collect();
+        let at = format!("{p}t{t}[{}]", places.join(" + "));
+        match declaration.storage {
+            Storage::F32 => at,
+            Storage::F16 => format!("ft_from_f16({at})"),
+            Storage::Bf16 => format!("ft_from_bf16({at})"),
+            // A declared range may be narrower than the storage.
+            Storage::I32 | Storage::I64 => format!("({}){at}", int_type(self.graph.range(id))),
+            Storage::Bool => format!("{at} != 0"),
+        }
+    }
+}
+
+/// Whether an axis is indexed by the coordinate that it is declared for, or by what is known to be within it: then no
+/// index is ever beyond it. (Along an axis that is broadcast the stride is 0.)
+fn index_fits(graph: &Graph, axis: Axis, index: Id) -> bool {
+    match (graph.node(index), axis) {
+        (Node::Var(v), axis) if Axis::of(*v) == Some(axis) => true,
+        (_, Axis::Fixed(n)) => Range { lo: 0, hi: n as i64 - 1 }.contains(graph.range(index)),
+        _ => false,
+    }
+}
+
+fn element_type(storage: Storage) -> &'static str {
+    match storage {
+        Storage::F32 => "float",
+        Storage::F16 | Storage::Bf16 => "uint16_t",
+        Storage::I32 => "int32_t",
+        Storage::I64 => "int64_t",
+        Storage::Bool => "uint8_t",
+    }
+}
+
+fn int_type(range: Range) -> &'static str {
+    if range.is_i32() { "int32_t" } else { "int64_t" }
+}
+
+fn wider(a: Range, b: Range) -> Range {
+    if a.is_i32() { b } else { a }
+}
+
+/// A constant of the type that holds a range.
+fn int_literal(x: i64, wide: Range) -> String {
+    let (suffix, least) = if wide.is_i32() { ("", i32::MIN as i64) } else { ("ll", i64::MIN) };
+    match x {
+        x if x == least => format!("({}{suffix} - 1)", x + 1),
+        x if x < 0 => format!("({x}{suffix})"),
+        x => format!("{x}{suffix}"),
+    }
+}
