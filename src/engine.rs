@@ -389,7 +389,11 @@ impl Engine {
     }
 
     fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
-        let tunable = self.policy == Policy::Tune && demand == Demand::Usual && !shape.is_empty() && shape.kv_len > 0;
+        let tunable = self.policy == Policy::Tune
+            && problem.program.is_none()
+            && demand == Demand::Usual
+            && !shape.is_empty()
+            && shape.kv_len > 0;
         if tunable && self.dispatcher.planned(problem, shape, demand).is_none() {
             self.tune_missing(problem, shape)?;
         }

@@ -1,10 +1,10 @@
 //! Where results are kept.
 //!
 //! ```text
-//! <root>/v1/snapshot.ftb        what readers map: an immutable bundle, replaced by rename
-//! <root>/v1/artifacts/ab/..art  compiled kernels by recipe key
-//! <root>/v1/store/              the tuner's journal (sled)
-//! <root>/v1/store.lock          held while a tuner has the journal
+//! <root>/v2/snapshot.ftb        what readers map: an immutable bundle, replaced by rename
+//! <root>/v2/artifacts/ab/..art  compiled kernels by recipe key
+//! <root>/v2/store/              the tuner's journal (sled)
+//! <root>/v2/store.lock          held while a tuner has the journal
 //! ```
 //!
 //! Resolving a folder touches nothing: reading must work on a read-only mount and without a home. Only
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 pub const CACHE_VARIABLE: &str = "FLASHTUNE_CACHE";
 
 /// The layout's version; another layout lives beside this one.
-const LAYOUT: &str = "v1";
+const LAYOUT: &str = "v2";
 
 /// The folder of one user's results.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(resolve(Some("/e"), &all).unwrap().root(), Path::new("/e"));
         assert_eq!(resolve(None, &all).unwrap().root(), Path::new("/c"));
         assert_eq!(resolve(None, &all[1..]).unwrap().root(), Path::new("/x/flashtune"));
-        assert_eq!(resolve(None, &all[2..]).unwrap().snapshot_path(), Path::new("/h/.cache/flashtune/v1/snapshot.ftb"));
+        assert_eq!(resolve(None, &all[2..]).unwrap().snapshot_path(), Path::new("/h/.cache/flashtune/v2/snapshot.ftb"));
         // Empty variables are unset ones; a relative XDG folder is ignored, as its specification says.
         let odd = [("FLASHTUNE_CACHE", ""), ("XDG_CACHE_HOME", "x"), ("HOME", "/h")];
         assert_eq!(resolve(None, &odd).unwrap().root(), Path::new("/h/.cache/flashtune"));

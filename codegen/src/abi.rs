@@ -1,13 +1,13 @@
 //! The one argument struct that every forward kernel takes, on every device.
 //!
 //! CUDA kernels receive it by value as `const __grid_constant__ ForwardArgs`, CPU kernels by pointer. Its layout is
-//! repeated in `templates/lib/cuda/abi.cuh` and `templates/lib/cpu/abi.h`; [`ABI_VERSION`] is part of every key, so a
+//! repeated in `templates/lib/cuda/abi.cuh` (without `side`, which no CUDA kernel reads) and `templates/lib/cpu/abi.h`; [`ABI_VERSION`] is part of every key, so a
 //! kernel built for another layout is refused, never called.
 
 use bytemuck::{Pod, Zeroable};
 
 /// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 /// Arguments of a forward kernel. Pointers are device addresses; strides count elements.
 #[repr(C)]
@@ -49,6 +49,31 @@ pub struct ForwardArgs {
     pub window_right: i32,
     /// Softmax scale, applied to the scores.
     pub scale: f32,
+    /// Address of the [`SideArgs`] of a kernel with a score program, or 0.
+    pub side: u64,
+}
+
+/// What a score program reads besides the scores. On the CPU both are addresses of arrays in the order of the program's
+/// declarations.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+pub struct SideArgs {
+    /// [`SideTensorArg`]s.
+    pub tensors: u64,
+    /// Scalars of 8 bytes: an int in all of them, a float in the first four.
+    pub scalars: u64,
+}
+
+/// A side tensor of up to four axes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+pub struct SideTensorArg {
+    /// Address of the first element.
+    pub data: u64,
+    /// Elements from one index to the next, 0 along an axis of length 1.
+    pub stride: [i64; 4],
+    /// Length of each axis; unused ones are 0.
+    pub length: [i32; 4],
 }
 
 /// A tensor as the copy engine takes it: opaque, encoded by the driver.

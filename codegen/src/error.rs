@@ -25,6 +25,9 @@ pub enum Error {
         /// The accepted forms.
         expected: String,
     },
+    /// A score program cannot be read, or its data does not fit it.
+    #[error("{0}")]
+    Program(#[from] crate::score::ProgramError),
     /// A template is missing, does not parse, or uses a name that the kernel does not provide.
     #[error("template `{name}`: {message}")]
     Template {

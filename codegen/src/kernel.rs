@@ -118,8 +118,13 @@ impl Kernel {
                 options.join(" ")
             ),
         };
+        let program = self.problem.program.map_or(String::new(), |p| {
+            let lines: Vec<&str> = p.text().lines().collect();
+            // Nothing in a program can end the comment.
+            format!("\n * program   {}", lines.join("\n *           ").replace("*/", "* /"))
+        });
         format!(
-            "flashtune {version}: {name}\n * problem   {problem}\n * schedule  {schedule}\n * templates {hash}\n * rebuild   {how}",
+            "flashtune {version}: {name}\n * problem   {problem}{program}\n * schedule  {schedule}\n * templates {hash}\n * rebuild   {how}",
             version = env!("CARGO_PKG_VERSION"),
             problem = self.problem,
             schedule = self.schedule,
@@ -139,13 +144,16 @@ impl Kernel {
             ("mask_right", u32::from(p.mask.right).to_string()),
         ]);
         match self.schedule {
-            Schedule::Cpu(s) => m.extend([
-                ("isa", s.isa.name().to_owned()),
-                ("block_q", s.block_q.to_string()),
-                ("block_kv", s.block_kv.to_string()),
-                ("unroll_q", s.unroll_q.to_string()),
-                ("unroll_kv", s.unroll_kv.to_string()),
-            ]),
+            Schedule::Cpu(s) => {
+                m.extend(crate::score::cpu_fields(p.program.as_deref()));
+                m.extend([
+                    ("isa", s.isa.name().to_owned()),
+                    ("block_q", s.block_q.to_string()),
+                    ("block_kv", s.block_kv.to_string()),
+                    ("unroll_q", s.unroll_q.to_string()),
+                    ("unroll_kv", s.unroll_kv.to_string()),
+                ])
+            }
             Schedule::Naive(s) => m.extend([
                 ("block_q", s.block_q.to_string()),
                 ("block_kv", s.block_kv.to_string()),

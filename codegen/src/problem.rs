@@ -1,5 +1,6 @@
 //! What is computed, independent of sizes: the thing that a kernel is specialised to.
 
+use crate::score::{Program, ProgramRef};
 use crate::{DType, Error, MaskKind, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -19,9 +20,9 @@ pub enum Pass {
     Forward,
 }
 
-/// One attention problem: pass, dtype, head dims and the sides of the mask that are bounded.
+/// One attention problem: pass, dtype, head dims, the sides of the mask that are bounded, and the score program.
 ///
-/// Numbers of heads, lengths, strides, window lengths, the softmax scale and whether the LSE is wanted are run-time
+/// Numbers of heads, lengths, strides, window lengths, the scalars and tensors of the program, the softmax scale and whether the LSE is wanted are run-time
 /// values ([`crate::Shape`], [`crate::abi::ForwardArgs`]): they do not change the generated code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Problem {
@@ -35,6 +36,8 @@ pub struct Problem {
     pub head_dim_v: u32,
     /// Bounded sides of the mask.
     pub mask: MaskKind,
+    /// What else masks and changes the scores; `None` for nothing. Its mask holds beside `mask`.
+    pub program: Option<ProgramRef>,
 }
 
 impl Problem {
@@ -45,9 +48,14 @@ impl Problem {
 
     /// A forward problem whose V rows differ in length from the Q and K rows, checked.
     pub fn forward_qk_v(dtype: DType, head_dim_qk: u32, head_dim_v: u32, mask: MaskKind) -> Result<Self> {
-        let p = Self { pass: Pass::Forward, dtype, head_dim_qk, head_dim_v, mask };
+        let p = Self { pass: Pass::Forward, dtype, head_dim_qk, head_dim_v, mask, program: None };
         p.validate()?;
         Ok(p)
+    }
+
+    /// The same problem with a score program; one that does nothing is left out.
+    pub fn with_program(self, program: Program) -> Self {
+        Self { program: (!program.is_plain()).then(|| ProgramRef::new(program)), ..self }
     }
 
     /// Checks the head dims against what every family supports.
@@ -78,7 +86,11 @@ impl fmt::Display for Problem {
         if self.head_dim_v != self.head_dim_qk {
             write!(f, "v{}", self.head_dim_v)?;
         }
-        write!(f, "-{}", self.mask)
+        write!(f, "-{}", self.mask)?;
+        match self.program {
+            Some(program) => write!(f, "-s{}", program.name()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -100,5 +112,12 @@ mod tests {
         let p = |d, v, m| Problem::forward_qk_v(DType::Bf16, d, v, m).unwrap().to_string();
         assert_eq!(p(128, 128, MaskKind::CAUSAL), "forward-bf16-d128-causal");
         assert_eq!(p(192, 128, MaskKind::FULL), "forward-bf16-d192v128-full");
+        let with = |text: &str| {
+            let problem = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
+            problem.with_program(Program::parse(text).unwrap()).to_string()
+        };
+        assert_eq!(with("score = score;"), "forward-bf16-d64-causal");
+        assert!(with("score = score * 2.0;").starts_with("forward-bf16-d64-causal-s"));
+        assert_ne!(with("score = score * 2.0;"), with("score = score * 3.0;"));
     }
 }

@@ -34,6 +34,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/mask.h",
     "lib/cpu/matmul.h",
     "lib/cpu/pack.h",
+    "lib/cpu/program.h",
     "lib/cpu/score.h",
     "lib/cpu/softmax.h",
     "lib/cpu/vec.h",

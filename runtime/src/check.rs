@@ -4,12 +4,13 @@
 //! Tensors lie between guard zones of NaN, O and LSE start as NaN, the kernel runs twice: its result must match the
 //! oracle, be the same bytes both times, and nothing but O and LSE may have changed.
 
-use crate::reference::{Rows, all_rows, compare, oracle, sample_rows, unfused_rows};
+use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_of};
 use crate::{
-    Buffer, Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, Stream, TensorView,
-    Verdict, forward_call,
+    Buffer, Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, SideBuffers, Stream,
+    TensorView, Verdict, forward_call,
 };
 use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::score::SideData;
 use flashtune_codegen::{DType, Problem, Shape};
 use std::fmt;
 use std::sync::Arc;
@@ -61,6 +62,8 @@ pub struct CheckCase {
     inputs: [OnDevice; 3],
     o: OnDevice,
     lse: Option<OnDevice>,
+    /// What the score program reads; its address is in `args`.
+    _side: Option<SideBuffers>,
     oracle: Rows,
     unfused: Rows,
 }
@@ -151,8 +154,23 @@ impl CheckCase {
     /// Makes inputs, computes the expected results and uploads.
     ///
     /// # Errors
-    /// When the mask of the shape is not of the problem's kind, or the device has no memory.
+    /// When the mask of the shape is not of the problem's kind, the problem's score program reads data, or the device has
+    /// no memory.
     pub fn new(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
+        Self::with_side(device, problem, shape, inputs, &SideData::default())
+    }
+
+    /// [`CheckCase::new`] with the scalars and tensors that the problem's score program reads.
+    ///
+    /// # Errors
+    /// As [`CheckCase::new`], and data that does not fit the program.
+    pub fn with_side(
+        device: Arc<dyn Device>,
+        problem: &Problem,
+        shape: &Shape,
+        inputs: &CheckInputs,
+        data: &SideData,
+    ) -> Result<Self> {
         if shape.mask.kind() != problem.mask {
             return Err(flashtune_codegen::Error::unsupported(
                 "mask",
@@ -163,6 +181,7 @@ impl CheckCase {
             .into());
         }
         device.require_room(problem, shape)?;
+        let side = problem.program.map(|p| SideBuffers::new(&*device, &p, shape, data)).transpose()?;
         let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
         let random = |heads, rows, dim, salt| {
             let seed = inputs.seed.wrapping_mul(4).wrapping_add(salt);
@@ -181,8 +200,9 @@ impl CheckCase {
             let per_row = shape.kv_len as f64 * (problem.head_dim_qk + problem.head_dim_v) as f64;
             sample_rows(shape, ((FULL_CHECK / per_row) as usize).clamp(64, 4096), inputs.seed)
         };
-        let oracle = oracle(&q, &k, &v, shape.mask, scale, &rows);
-        let unfused = unfused_rows(&q, &k, &v, shape.mask, scale, &rows);
+        let attention = Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)) };
+        let oracle = oracle_of(&q, &k, &v, &attention, &rows);
+        let unfused = unfused_rows_of(&q, &k, &v, &attention, &rows);
 
         let o = HostTensor::poisoned(problem.dtype, sizes(shape.heads, shape.q_len, problem.head_dim_v), inputs.layout);
         let d = &*device;
@@ -206,8 +226,9 @@ impl CheckCase {
             lse: lse.as_ref().map(OnDevice::view),
         };
         let call = forward_call(&tensors, shape.mask, Some(scale))?;
-        let (problem, shape, args) = (*problem, *shape, call.args);
-        Ok(Self { device, problem, shape, args, inputs, o, lse, oracle, unfused })
+        let (problem, shape) = (*problem, *shape);
+        let args = ForwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };
+        Ok(Self { device, problem, shape, args, inputs, o, lse, _side: side, oracle, unfused })
     }
 
     /// The arguments of the case's launch: valid as long as the case lives. O and LSE may be overwritten at will.

@@ -23,6 +23,7 @@ mod error;
 mod library_search;
 mod open;
 pub mod reference;
+mod side;
 mod tensor;
 
 pub use ceilings::{Ceiling, Probe};
@@ -35,4 +36,5 @@ pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Stat
 pub use error::{Error, Result};
 pub use open::{DeviceSpec, all_devices, open};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
+pub use side::SideBuffers;
 pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};

@@ -195,6 +195,7 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
         window_left: reach(left, shape.kv_len),
         window_right: reach(right, shape.q_len),
         scale,
+        side: 0,
     };
     Ok(ForwardCall { problem, shape, args, aligned })
 }

@@ -21,6 +21,10 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define PROGRAM @{ program }@        /* a score program, and what it has */
+#define PROGRAM_MASK @{ program_mask }@
+#define PROGRAM_SCORE @{ program_score }@
+#define PROGRAM_SINK @{ program_sink }@
 #define BLOCK_Q @{ block_q }@    /* queries of a tile */
 #define BLOCK_KV @{ block_kv }@  /* keys of a block */
 #define UNROLL_Q @{ unroll_q }@    /* register tile: vectors of queries ... */
@@ -50,6 +54,7 @@
 #define Q_WORDS ROUND_UP(WORDS(HEAD_DIM_QK), LANES)
 #define O_ROWS ROUND_UP(HEAD_DIM_V, LANES)
 #define S_ROWS ROUND_UP(BLOCK_KV, UNROLL_KV)
+#define LOG2E 1.44269504088896341f
 #define KV_ALIGN (AMX ? 32 : PAIRS ? 2 : 1)  /* a panel's keys start and end at a multiple of this within the block */
 
 <% include "lib/cpu/pack.h" %>
@@ -59,6 +64,10 @@
 <% include "lib/cpu/matmul.h" %>
 #endif
 <% include "lib/cpu/softmax.h" %>
+#if PROGRAM
+<% include "lib/cpu/score.h" %>
+<% include "lib/cpu/program.h" %>
+#endif
 <% include "lib/cpu/exact.h" %>
 
 _Static_assert(BLOCK_KV % KV_ALIGN == 0, "block_kv must be a multiple of the key alignment");
@@ -72,6 +81,9 @@ typedef struct {
     _Alignas(64) float sum[PANELS * PANEL];
     _Alignas(64) float alpha[PANEL];
     _Alignas(64) float s[S_ROWS * PANEL];
+#if PROGRAM
+    _Alignas(64) ProgramRows program[PANELS];
+#endif
 #if AMX
     _Alignas(64) float v[BLOCK_KV / 2 * O_ROWS];
     _Alignas(64) element k[BLOCK_KV * 2 * Q_WORDS];
@@ -91,6 +103,9 @@ typedef struct {
     float *lse;
     int64_t query, query_end;
     float score_scale;  /* from Q K^T to units of log2 */
+#if PROGRAM
+    ProgramHead head;
+#endif
 } Tile;
 
 static Tile find_tile(const ForwardArgs *args, uint64_t index) {
@@ -116,7 +131,10 @@ static Tile find_tile(const ForwardArgs *args, uint64_t index) {
         .lse = args->lse ? args->lse + head_index * args->q_len : 0,
         .query = query,
         .query_end = min64(query + BLOCK_Q, args->q_len),
-        .score_scale = args->scale * 1.44269504088896341f,
+        .score_scale = args->scale * LOG2E,
+#if PROGRAM
+        .head = {args->side, (int32_t)batch, (int32_t)head, (int32_t)kv_head, args->q_len, args->kv_len},
+#endif
     };
 }
 
@@ -161,6 +179,13 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
     KeyRange range = key_range(args, query, query_end);
     int64_t begin = max64(range.begin, block->begin), end = min64(range.end, block->end);
     if (begin >= end) return;
+#if PROGRAM_MASK
+    const int kind = program_tile(&tile->head, query, query_end, begin, end);
+    if (kind < 0) return;
+#else
+    const int kind = 1;
+    (void)kind;
+#endif
     begin -= (begin - block->begin) % KV_ALIGN;
     end = min64(end + (KV_ALIGN - 1) - (end - block->begin + KV_ALIGN - 1) % KV_ALIGN, block->end);
 
@@ -171,20 +196,37 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
            scratch->q[panel] + lane, vectors);
 
     int special = 0;
+    const float magnitude = scale_magnitude(tile->score_scale);
+#if PROGRAM_MASK
+    /* Keys that were taken in for the alignment are masked below, by the window. */
+    if (kind == 0) {
+        program_scores(s, n, &tile->head, scratch->program + panel, query, lane, begin, magnitude / LOG2E, 1, vectors);
+        special = any_special(tile->v, args->v_stride[2], begin, end);
+    }
+#endif
+#if PROGRAM_SCORE
+    if (kind > 0)
+        program_scores(s, n, &tile->head, scratch->program + panel, query, lane, begin, magnitude / LOG2E, 0, vectors);
+#endif
 #if MASK_LEFT || MASK_RIGHT
     /* Keys before `left` and from `right` on are masked for some of the queries. */
     int64_t left = min64(max64(range.full_begin, begin), end), right = max64(min64(range.full_end, end), left);
     mask_scores(s, 0, (int)(left - begin), args, query, begin, vectors);
     mask_scores(s, (int)(right - begin), n, args, query, begin, vectors);
-    special = any_special(tile->v, args->v_stride[2], begin, left) ||
+    special = special || any_special(tile->v, args->v_stride[2], begin, left) ||
               any_special(tile->v, args->v_stride[2], right, end);
 #endif
     softmax_block(s, n, scratch->maximum + panel * PANEL + lane, scratch->sum + panel * PANEL + lane, alpha,
-                  scale_magnitude(tile->score_scale), vectors);
+                  PROGRAM_SCORE ? LOG2E : magnitude, vectors);
+#if PROGRAM
+    const Visibility *also = &tile->head;
+#else
+    const Visibility *also = 0;
+#endif
     if (special)
         for (int x = 0; x < vectors * LANES; x += LANES)
             weighted_values_exact(o + x, s + x, tile->v + begin * args->v_stride[2], args->v_stride[2], n, alpha + x,
-                                  args, query + x, begin);
+                                  args, also, query + x, begin);
     else
         weighted_values(o, s, (const word *)((const char *)block->v + skip / KV_ALIGN * block->v_stride),
                         block->v_stride, (n + KV_ALIGN - 1) / KV_ALIGN, alpha, vectors);
@@ -199,6 +241,21 @@ static void finish(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
         /* A row with nothing to attend to gives 0; one whose scores are all -infinity gives 0/0, as it should. */
         int empty = key_begin(args, query + i) >= key_end(args, query + i);
         float sum = scratch->sum[panel * PANEL + lane + i], maximum = scratch->maximum[panel * PANEL + lane + i];
+#if PROGRAM
+        /* Only its scores tell what a program masks: one that makes all of them -infinity masks the row. */
+        empty |= sum == 0;
+#endif
+#if PROGRAM_SINK
+        /* One more key, without a value: O shrinks, the log-sum-exp grows. A sum of NaN stays what it is. */
+        const float sink = scratch->program[panel].sink[lane + i] * LOG2E;
+        if (empty) sum = 0, maximum = -INF;
+        const float top = sink > maximum ? sink : maximum;
+        const float less = top == -INF ? 0 : ft_exp2f(maximum - top);
+        sum = sum * less + (top == -INF ? 0 : ft_exp2f(sink - top));
+        inverse[i] = empty ? 0 : less / sum;
+        if (tile->lse) tile->lse[query + i] = sum == 0 ? -INF : (float)(top * 0.6931471805599453 + natural_log(sum));
+        continue;
+#endif
         inverse[i] = empty ? 0 : 1 / sum;
         if (tile->lse)
             tile->lse[query + i] = empty || sum == 0 ? -INF : (float)(maximum * 0.6931471805599453 + natural_log(sum));
@@ -230,9 +287,21 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
     __builtin_memset(scratch->o, 0, sizeof scratch->o);
     for (int i = 0; i < PANELS * PANEL; i++) scratch->maximum[i] = -INF, scratch->sum[i] = 0;
 
+#if PROGRAM
+    for (int panel = 0; panel * PANEL < queries; panel++)
+        program_rows(&tile.head, tile.query + panel * PANEL, scratch->program + panel);
+#endif
+
     KeyRange range = key_range(args, tile.query, tile.query_end);
+#if PROGRAM_MASK
+    program_keys(&tile.head, tile.query, tile.query_end, &range);
+#endif
     for (int64_t key = range.begin; key < range.end; key += BLOCK_KV) {
-        Block block = load_block(args, &tile, scratch, key, min64(key + BLOCK_KV, range.end));
+        int64_t key_end = min64(key + BLOCK_KV, range.end);
+#if PROGRAM_MASK
+        if (program_tile(&tile.head, tile.query, tile.query_end, key, key_end) < 0) continue;
+#endif
+        Block block = load_block(args, &tile, scratch, key, key_end);
         for (int panel = 0; panel * PANEL < queries; panel++) {
             int rest = queries - panel * PANEL;
             if (AMX || rest > PANEL - LANES)

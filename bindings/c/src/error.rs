@@ -48,7 +48,7 @@ fn of_runtime(e: &runtime::Error) -> Status {
     use runtime::Error::*;
     match e {
         Codegen(codegen::Error::Unsupported { .. }) => Status::Unsupported,
-        Codegen(codegen::Error::Parse { .. }) => Status::InvalidArgument,
+        Codegen(codegen::Error::Parse { .. } | codegen::Error::Program(_)) => Status::InvalidArgument,
         Codegen(codegen::Error::Template { .. }) | Cache(_) | Io { .. } => Status::Storage,
         Missing { .. } => Status::Missing,
         Compile { .. } => Status::Compile,

@@ -197,15 +197,20 @@ impl<'a> Bound<'a> {
         precision: Precision,
     ) -> Result<Self, ProgramError> {
         data.check(program, sizes)?;
+        Ok(Self::of_checked(program, sizes, data, precision))
+    }
+
+    /// [`Bound::new`] with data that was checked before.
+    pub fn of_checked(program: &'a Program, sizes: &Shape, data: &'a SideData, precision: Precision) -> Self {
         let evaluator = |id: Option<Id>, precision| {
             id.map(|id| (Evaluator::new(program.graph(), &[id], sizes, data, precision), id))
         };
-        Ok(Self {
+        Self {
             mask: evaluator(program.mask(), Precision::F32),
             score: evaluator(program.score(), precision),
             sink: evaluator(program.sink(), precision),
             precision,
-        })
+        }
     }
 
     /// Whether a query attends to a key.

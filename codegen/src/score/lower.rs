@@ -33,6 +33,8 @@ pub struct Code {
     pub element: String,
     /// The name or constant of each result.
     pub results: Vec<String>,
+    /// Type and name of what `row` computes for `element` or for a result: what a kernel keeps for each query.
+    pub row_live: Vec<(&'static str, String)>,
 }
 
 impl Code {
@@ -59,6 +61,7 @@ pub fn lower(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str) -> Cod
             lowering.statement(id);
         }
     }
+    lowering.live(roots, &needed);
     lowering.code.results = roots.iter().map(|r| lowering.operand(*r)).collect();
     lowering.code
 }
@@ -106,14 +109,34 @@ impl Lowering<'_> {
         }
     }
 
-    fn statement(&mut self, id: Id) {
-        let value = self.value(id);
-        let ty = match (self.graph.ty(id), self.dialect) {
+    /// The type of a node in the statements.
+    fn ty(&self, id: Id) -> &'static str {
+        match (self.graph.ty(id), self.dialect) {
             (Type::Float, _) => "float",
             (Type::Int, _) => int_type(self.graph.range(id)),
             (Type::Bool, Dialect::C) => "int32_t",
             (Type::Bool, Dialect::Cuda) => "bool",
+        }
+    }
+
+    /// Finds what each query keeps for its scores.
+    fn live(&mut self, roots: &[Id], needed: &[bool]) {
+        let of_row = |id: Id| {
+            let Depends { score, kv, q } = self.graph.depends(id);
+            q && !kv && !score && !is_leaf(self.graph, id)
         };
+        let mut live: Vec<Id> = roots.iter().copied().filter(|r| of_row(*r)).collect();
+        for id in self.graph.ids().filter(|id| needed[id.index()] && !of_row(*id)) {
+            live.extend(self.graph.node(id).operands().into_iter().filter(|o| of_row(*o)));
+        }
+        live.sort();
+        live.dedup();
+        self.code.row_live = live.into_iter().map(|id| (self.ty(id), self.operand(id))).collect();
+    }
+
+    fn statement(&mut self, id: Id) {
+        let value = self.value(id);
+        let ty = self.ty(id);
         let line = format!("const {ty} {}{} = {value};\n", self.prefix, id.index());
         let Depends { score, kv, q } = self.graph.depends(id);
         let list = match (score, q, kv) {

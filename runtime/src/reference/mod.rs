@@ -7,5 +7,5 @@ mod unfused;
 
 pub use compare::{Verdict, compare};
 pub use host::{Distribution, HostTensor, Layout};
-pub use oracle::{RowId, RowScale, Rows, all_rows, oracle, sample_rows};
-pub use unfused::{unfused, unfused_rows};
+pub use oracle::{Attention, RowId, RowScale, Rows, all_rows, oracle, oracle_of, sample_rows};
+pub use unfused::{unfused, unfused_rows, unfused_rows_of};

@@ -1,6 +1,7 @@
 //! Attention in fp64: the definition that every kernel is measured against.
 
 use super::HostTensor;
+use flashtune_codegen::score::{At, Bound, Precision, Program, SideData};
 use flashtune_codegen::{Mask, Shape};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -87,13 +88,42 @@ pub fn sample_rows(shape: &Shape, count: usize, seed: u64) -> Vec<RowId> {
     ids.into_iter().collect()
 }
 
+/// What is computed beside the products: the mask, the scale, and the score program with what it reads.
+#[derive(Debug, Clone, Copy)]
+pub struct Attention<'a> {
+    /// The mask.
+    pub mask: Mask,
+    /// The softmax scale.
+    pub scale: f32,
+    /// A score program with its side data, checked against the sizes ([`SideData::check`]).
+    pub program: Option<(&'a Program, &'a SideData)>,
+}
+
+/// [`oracle_of`] without a score program.
+///
+/// # Panics
+/// As [`oracle_of`].
+pub fn oracle(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
+    oracle_of(q, k, v, &Attention { mask, scale, program: None }, ids)
+}
+
+/// The sizes of a call, from its tensors.
+pub(super) fn sizes(q: &HostTensor, k: &HostTensor, mask: Mask) -> Shape {
+    let ([batch, heads, q_len, _], [_, kv_heads, kv_len, _]) = (q.shape(), k.shape());
+    let [batch, heads, kv_heads, q_len, kv_len] = [batch, heads, kv_heads, q_len, kv_len].map(|n| n as u32);
+    Shape { batch, heads, kv_heads, q_len, kv_len, mask }
+}
+
 /// Attention in fp64 for some rows (ascending). Q is `[batch, heads, q_len, dim]`, K and V have `kv_heads` heads.
 ///
-/// A row with nothing to attend to gives O = 0 and LSE = -inf. What is masked is never read.
+/// A row with nothing to attend to gives O = 0 and LSE = -inf (or that of its sink). What is masked is never read. A
+/// program that makes every score of a row -inf masks the row.
 ///
 /// # Panics
 /// When the tensors' shapes do not belong together or an id is out of range.
-pub fn oracle(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
+pub fn oracle_of(q: &HostTensor, k: &HostTensor, v: &HostTensor, attention: &Attention<'_>, ids: &[RowId]) -> Rows {
+    let Attention { mask, scale, program } = *attention;
+    let sizes = sizes(q, k, mask);
     let [_, heads, q_len, dim_qk] = q.shape();
     let [_, kv_heads, kv_len, dim_v] = v.shape();
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
@@ -117,7 +147,10 @@ pub fn oracle(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale:
             .for_each(|(((o, lse), scales), id)| {
                 let live = live(id);
                 let rows = (live.start - used.start) as usize..(live.end.max(used.start) - used.start) as usize;
+                let mut bound = program.map(|(p, data)| Bound::of_checked(p, &sizes, data, Precision::F64));
+                let sink = bound.as_mut().and_then(|b| b.sink(id.batch, id.head, id.row));
                 if live.is_empty() {
+                    *lse = sink.unwrap_or(f64::NEG_INFINITY);
                     return;
                 }
                 let mut row = vec![0.0f32; dim_qk];
@@ -125,36 +158,65 @@ pub fn oracle(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale:
                 let row: Vec<f64> = row.into_iter().map(f64::from).collect();
                 let keys = &keys[rows.start * dim_qk..rows.end * dim_qk];
                 let values = &values[rows.start * dim_v..rows.end * dim_v];
-                *lse = attend(&row, keys, values, scale as f64, o, scales);
+                let mut change = |j: usize, score: f64| match &mut bound {
+                    None => Some(score),
+                    Some(bound) => {
+                        let at = At { b: id.batch, h: id.head, q: id.row, kv: live.start as u32 + j as u32 };
+                        bound.visible(at).then(|| bound.score(at, score))
+                    }
+                };
+                *lse = attend(&row, keys, values, scale as f64, &mut change, sink, program.is_some(), o, scales);
             });
     }
     Rows { ids: ids.to_vec(), dim: dim_v, o, lse, scales }
 }
 
-/// One row: softmax of the scores times V. Returns the log-sum-exp.
-fn attend(q: &[f64], keys: &[f64], values: &[f64], scale: f64, o: &mut [f64], scales: &mut RowScale) -> f64 {
-    let mut scores = Vec::with_capacity(keys.len() / q.len().max(1));
-    for key in keys.chunks_exact(q.len()) {
+/// One row: softmax of the scores times V. `change` turns the score of a key into what the softmax takes, or masks it.
+/// Returns the log-sum-exp. `masks` says that scores of -inf all over a row mask it.
+#[allow(clippy::too_many_arguments, reason = "one call of one function, split off for its length")]
+fn attend(
+    q: &[f64],
+    keys: &[f64],
+    values: &[f64],
+    scale: f64,
+    change: &mut impl FnMut(usize, f64) -> Option<f64>,
+    sink: Option<f64>,
+    masks: bool,
+    o: &mut [f64],
+    scales: &mut RowScale,
+) -> f64 {
+    let mut scores: Vec<Option<f64>> = Vec::with_capacity(keys.len() / q.len().max(1));
+    for (j, key) in keys.chunks_exact(q.len()).enumerate() {
         let (dot, magnitude) = dot(q, key);
-        scores.push(dot * scale);
-        scales.score = scales.score.max(magnitude * scale.abs());
+        let score = change(j, dot * scale);
+        scores.push(score);
+        if let Some(score) = score {
+            // Where a program made a score larger, its roundings grew with it.
+            let changed = if score.is_finite() { score.abs() } else { 0.0 };
+            scales.score = scales.score.max((magnitude * scale.abs()).max(changed));
+        }
     }
     // `max` skips NaN; a NaN score then turns the sum and all of the row into NaN, as it must.
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let mut sum = 0.0;
-    for s in &mut scores {
+    let max = scores.iter().flatten().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
+    let visible = || scores.iter().flatten();
+    if max == f64::NEG_INFINITY && (visible().next().is_none() || masks && !visible().any(|s| s.is_nan())) {
+        return max;
+    }
+    let mut sum = sink.map_or(0.0, |s| (s - max).exp());
+    for s in scores.iter_mut().flatten() {
         *s = (*s - max).exp();
         sum += *s;
     }
     let mut magnitude = vec![0.0; o.len()];
     for (p, value) in scores.iter().zip(values.chunks_exact(o.len())) {
+        let Some(p) = p else { continue };
         for ((o, m), v) in o.iter_mut().zip(&mut magnitude).zip(value) {
             *o += p * v;
             *m += (p * v).abs();
         }
     }
     o.iter_mut().for_each(|o| *o /= sum);
-    scales.live = scores.len() as u64;
+    scales.live = scores.iter().flatten().count() as u64;
     scales.terms = q.len() as u64;
     scales.output = magnitude.into_iter().fold(0.0, f64::max) / sum;
     max + sum.ln()

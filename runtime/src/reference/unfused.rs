@@ -5,10 +5,11 @@
 //! `tune` and `bench` compare with.
 
 use super::host::{encode, round_to};
-use super::oracle::{RowScale, runs};
-use super::{HostTensor, Layout, RowId, Rows};
+use super::oracle::{RowScale, runs, sizes};
+use super::{Attention, HostTensor, Layout, RowId, Rows};
 use crate::cpu::{Packed, matmul, softmax};
-use flashtune_codegen::{DType, Mask};
+use flashtune_codegen::score::{At, Bound, Precision};
+use flashtune_codegen::{DType, Mask, Shape};
 use rayon::prelude::*;
 
 /// Rows that are multiplied together.
@@ -24,6 +25,8 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
     let [_, kv_heads, _, dim_v] = v.shape();
     let mut o = HostTensor::zeros(dtype, [batch, heads, q_len, dim_v], Layout::Bhsd);
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
+    let attention = Attention { mask, scale, program: None };
+    let sizes = sizes(q, k, mask);
     let size = dtype.bytes();
     if batch * heads * q_len * dim_v == 0 {
         return o;
@@ -40,7 +43,9 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
                 let rows: Vec<usize> = (first..first + out.len() / (dim_v * size)).collect();
                 let mut block = vec![0.0; rows.len() * dim_qk];
                 gather(q, (at.0, head), &rows, &mut block);
-                let (values, _) = pair.attend(&block, &rows, q_len, mask, scale, dtype, weights);
+                let id = |row: &usize| RowId { batch: at.0 as u32, head: head as u32, row: *row as u32 };
+                let ids: Vec<RowId> = rows.iter().map(id).collect();
+                let (values, _) = pair.attend(&block, &ids, &sizes, &attention, dtype, weights);
                 encode(dtype, &values, out);
             });
         });
@@ -48,12 +53,27 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
     o
 }
 
+/// [`unfused_rows_of`] without a score program.
+///
+/// # Panics
+/// As [`unfused_rows_of`].
+pub fn unfused_rows(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
+    unfused_rows_of(q, k, v, &Attention { mask, scale, program: None }, ids)
+}
+
 /// Unfused attention of some rows (ascending), with its log-sum-exp in fp32.
 ///
 /// # Panics
-/// When the tensors' shapes do not belong together or an id is out of range.
-pub fn unfused_rows(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
-    let [_, heads, q_len, dim_qk] = q.shape();
+/// When the tensors' shapes do not belong together.
+pub fn unfused_rows_of(
+    q: &HostTensor,
+    k: &HostTensor,
+    v: &HostTensor,
+    attention: &Attention<'_>,
+    ids: &[RowId],
+) -> Rows {
+    let sizes = sizes(q, k, attention.mask);
+    let [_, heads, _, dim_qk] = q.shape();
     let [_, kv_heads, _, dim_v] = v.shape();
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
     let parts: Vec<(Vec<f32>, Vec<f32>)> = runs(ids, |id| (id.batch, id.head as usize / group))
@@ -65,12 +85,11 @@ pub fn unfused_rows(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, 
             let blocks: Vec<_> = ids
                 .par_chunks(BLOCK)
                 .map(|ids| {
-                    let rows: Vec<usize> = ids.iter().map(|id| id.row as usize).collect();
                     let mut block = vec![0.0; ids.len() * dim_qk];
                     for (id, row) in ids.iter().zip(block.chunks_exact_mut(dim_qk.max(1))) {
                         q.read_row([batch, id.head as usize, id.row as usize], row);
                     }
-                    pair.attend(&block, &rows, q_len, mask, scale, q.dtype(), &mut Vec::new())
+                    pair.attend(&block, ids, &sizes, attention, q.dtype(), &mut Vec::new())
                 })
                 .collect();
             blocks.into_iter().fold((Vec::new(), Vec::new()), |(mut o, mut lse), (block_o, block_lse)| {
@@ -126,17 +145,18 @@ impl KvPair {
 
     /// Rows of O and their log-sum-exp for rows of Q (fp32, already in the dtype's precision). `weights` is memory to
     /// work in, kept from block to block.
-    #[allow(clippy::too_many_arguments, reason = "one call of one function, split off for its length")]
     fn attend(
         &self,
         q: &[f32],
-        rows: &[usize],
-        q_len: usize,
-        mask: Mask,
-        scale: f32,
+        rows: &[RowId],
+        sizes: &Shape,
+        attention: &Attention<'_>,
         dtype: DType,
         weights: &mut Vec<f32>,
     ) -> (Vec<f32>, Vec<f32>) {
+        let Attention { mask, scale, program } = *attention;
+        let q_len = sizes.q_len as usize;
+        let mut bound = program.map(|(p, data)| Bound::of_checked(p, sizes, data, Precision::F32));
         let n = self.kv_len;
         let mut q: Vec<f32> = q.iter().map(|x| x * scale).collect();
         round_to(dtype, &mut q);
@@ -146,32 +166,55 @@ impl KvPair {
         round_to(dtype, weights);
         let mut lse = vec![f32::NEG_INFINITY; rows.len()];
         for ((row, weights), lse) in rows.iter().zip(weights.chunks_exact_mut(n.max(1))).zip(&mut lse) {
-            let live = mask.live(*row as u64, q_len as u64, n as u64);
+            let live = mask.live(row.row as u64, q_len as u64, n as u64);
             let (start, end) = (live.start as usize, live.end as usize);
             weights[..start].fill(0.0);
             weights[end.max(start)..].fill(0.0);
-            if start >= end {
+            let sink = bound.as_mut().and_then(|b| b.sink(row.batch, row.head, row.row));
+            let scores = &mut weights[start..end.max(start)];
+            if let Some(bound) = &mut bound {
+                for (j, score) in scores.iter_mut().enumerate() {
+                    let at = At { b: row.batch, h: row.head, q: row.row, kv: (start + j) as u32 };
+                    *score = match bound.visible(at) {
+                        true => bound.score(at, *score as f64) as f32,
+                        false => f32::NEG_INFINITY,
+                    };
+                }
+                round_to(dtype, scores);
+            }
+            if scores.is_empty() || bound.is_some() && scores.iter().all(|s| *s == f32::NEG_INFINITY) {
+                scores.fill(0.0);
+                *lse = sink.map_or(f32::NEG_INFINITY, |s| s as f32);
                 continue;
             }
-            *lse = softmax(&mut weights[start..end]);
+            *lse = softmax(scores);
+            if let Some(sink) = sink {
+                let all = lse.max(sink as f32) + (-(*lse - sink as f32).abs()).exp().ln_1p();
+                let part = (*lse - all).exp();
+                scores.iter_mut().for_each(|p| *p *= part);
+                *lse = all;
+            }
         }
         round_to(dtype, weights);
         let mut o = vec![0.0; rows.len() * self.dim_v];
         if self.finite {
             matmul(weights, &self.values, &mut o);
         } else {
-            self.multiply_live(weights, rows, q_len, mask, &mut o);
+            self.multiply_live(weights, rows, q_len, mask, program.is_some(), &mut o);
         }
         round_to(dtype, &mut o);
         (o, lse)
     }
 
-    /// As the multiplication by V, but masked rows of V are not touched.
-    fn multiply_live(&self, weights: &[f32], rows: &[usize], q_len: usize, mask: Mask, o: &mut [f32]) {
+    /// As the multiplication by V, but masked rows of V are not touched; with `skip` nor are those of weight 0.
+    fn multiply_live(&self, weights: &[f32], rows: &[RowId], q_len: usize, mask: Mask, skip: bool, o: &mut [f32]) {
         let n = self.kv_len;
         for ((row, weights), o) in rows.iter().zip(weights.chunks_exact(n)).zip(o.chunks_exact_mut(self.dim_v)) {
-            for j in mask.live(*row as u64, q_len as u64, n as u64) {
+            for j in mask.live(row.row as u64, q_len as u64, n as u64) {
                 let j = j as usize;
+                if skip && weights[j] == 0.0 {
+                    continue;
+                }
                 for (o, v) in o.iter_mut().zip(&self.plain_values[j * self.dim_v..]) {
                     *o += weights[j] * v;
                 }
@@ -194,7 +237,6 @@ mod tests {
     use super::super::{all_rows, oracle};
     use super::*;
     use crate::Distribution;
-    use flashtune_codegen::Shape;
 
     fn error(dtype: DType, mask: Mask, q_len: usize, kv_len: usize) -> f64 {
         let make = |h, s, d, seed| HostTensor::random(dtype, [2, h, s, d], Layout::Bshd, seed, Distribution::Normal);

@@ -13,6 +13,7 @@ typedef struct {
     int32_t batch, heads, kv_heads, q_len, kv_len;
     int32_t window_left, window_right;  /* only read when MASK_LEFT / MASK_RIGHT */
     float scale;
+    const void *side;  /* only read when PROGRAM */
 } ForwardArgs;
 
 #define EXPORT __attribute__((visibility("default")))
