@@ -1,7 +1,7 @@
 //! The one argument struct that every forward kernel takes, on every device.
 //!
 //! CUDA kernels receive it by value as `const __grid_constant__ ForwardArgs`, CPU kernels by pointer. Its layout is
-//! repeated in `templates/lib/cuda/abi.cuh` (without `side`, which no CUDA kernel reads) and `templates/lib/cpu/abi.h`; [`ABI_VERSION`] is part of every key, so a
+//! repeated in `templates/lib/cuda/abi.cuh` and `templates/lib/cpu/abi.h`; [`ABI_VERSION`] is part of every key, so a
 //! kernel built for another layout is refused, never called.
 
 use bytemuck::{Pod, Zeroable};
