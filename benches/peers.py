@@ -103,9 +103,9 @@ def measure(a, todo, peers):
     for kind in answers.kinds(case for _, case in todo):
         checks = (answers.check(peer, kind, a.device) for peer in there)
         report["checks"] += [check for check in checks if check]
-    wrong = {(c["contender"], *kind_of(c["case"])): c for c in report["checks"] if not c["passed"]}
+    wrong = {(c["contender"], *kind_of(c["case"])): c for c in report["checks"] if answers.is_wrong(c)}
     for check in wrong.values():
-        print("WRONG:", check["contender"], check["case"], check.get("max_error"), check.get("note"), flush=True)
+        print(f"{check['contender']} {check['case']}: {answers.told(check)}", flush=True)
     for suite, case in todo:
         point = document.point(suite, case)
         point["results"] = run(a, case, peers, there, absent, wrong, ticks, state)
@@ -132,7 +132,7 @@ def uuid():
 def run(a, case, peers, there, absent, wrong, ticks, state):
     """The results of one case: latencies, and the reasons of those that did not run."""
     import torch
-    from side_by_side import clock, contenders
+    from side_by_side import answers, clock, contenders
 
     shape = lambda heads, rows: (case.batch, rows, heads, case.head_dim)
     tensor = lambda heads, rows: torch.randn(shape(heads, rows), device=a.device).to(contenders.DTYPES[case.dtype])
@@ -142,7 +142,7 @@ def run(a, case, peers, there, absent, wrong, ticks, state):
         for peer in there:
             check = wrong.get((peer.name, *kind_of(case.facts())))
             if check:
-                why[peer.name] = f"wrong answer: {check.get('note') or check.get('max_error')}"
+                why[peer.name] = answers.told(check)
                 continue
             try:
                 call = peer.prepare(case, q, k, v)

@@ -21,6 +21,20 @@ def kinds(cases):
     return list(dict.fromkeys(small(c) for c in cases))
 
 
+NAN = "NaN"
+
+
+def is_wrong(check):
+    """Whether an answer was given, and is wrong; a contender that fails at the small size may still do the large one."""
+    return not check["passed"] and ("max_error" in check or check.get("note") == NAN)
+
+
+def told(check):
+    """What is wrong with an answer."""
+    found = f"{check['max_error']:.1e}" if "max_error" in check else check["note"]
+    return f"wrong answer: its error is {found}, that of unfused attention {check['unfused_error']:.1e}"
+
+
 def check(contender, case, device):
     """A contender's answer beside fp64, as a report has it; None where it does not compute such cases."""
     generator = torch.Generator().manual_seed(1)
@@ -41,4 +55,4 @@ def check(contender, case, device):
         return found | {"note": repr(e)[:200]}
     # NaN compares false, and has no place in JSON.
     passed = own <= 2 * yardstick + 1e-5
-    return found | ({"max_error": own} if own == own else {"note": "NaN"}) | {"passed": passed}
+    return found | ({"max_error": own} if own == own else {"note": NAN}) | {"passed": passed}

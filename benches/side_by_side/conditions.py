@@ -30,7 +30,7 @@ class Conditions:
         # By its UUID where that is known: the library knows nothing of CUDA_VISIBLE_DEVICES.
         by_uuid = lambda: self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
         by_index = lambda: self.call("nvmlDeviceGetHandleByIndex_v2", 0, ctypes.byref(handle))
-        if self.call("nvmlInit_v2") and (uuid and by_uuid() or by_index()):
+        if self.call("nvmlInit_v2") and (by_uuid() if uuid else by_index()):
             self.handle = handle
 
     def call(self, name, *args):
