@@ -25,7 +25,7 @@ NAN = "NaN"
 
 
 def is_wrong(check):
-    """Whether an answer was given, and is wrong; a contender that fails at the small size may still do the large one."""
+    """Whether an answer was given and is wrong; a contender that fails at the small size may still do the large one."""
     return not check["passed"] and ("max_error" in check or check.get("note") == NAN)
 
 
