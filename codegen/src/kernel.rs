@@ -184,6 +184,11 @@ impl Kernel {
                 ("persistent", s.persistent.to_string()),
                 ("o_apart", s.o_apart.to_string()),
                 ("exp2_eighths", s.exp2_eighths.to_string()),
+                ("cluster", s.cluster.to_string()),
+                (
+                    "cluster_attribute",
+                    if s.cluster > 1 { format!("__cluster_dims__({}, 1, 1)", s.cluster) } else { String::new() },
+                ),
                 ("blocks_per_sm", s.blocks_per_sm.to_string()),
                 ("producer_registers", s.producer_registers().to_string()),
                 ("consumer_registers", s.consumer_registers().to_string()),

@@ -9,6 +9,8 @@ pub struct Launch {
     pub grid: u32,
     /// Thread blocks of one multiprocessor that stay and share the grid's work; when absent every block has its own.
     pub resident: Option<u32>,
+    /// Thread blocks of a cluster.
+    pub cluster: u32,
     /// Threads of one block.
     pub threads: u32,
     /// Dynamic shared memory in bytes.
@@ -18,9 +20,10 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Thread blocks to start on a device of so many multiprocessors.
+    /// Thread blocks to start on a device of so many multiprocessors: whole clusters.
     pub fn blocks(&self, units: u32) -> u32 {
-        self.resident.map_or(self.grid, |n| self.grid.min(n.saturating_mul(units.max(1))))
+        let room = |n: u32| (n.saturating_mul(units) / self.cluster * self.cluster).max(self.cluster);
+        self.resident.map_or(self.grid, |n| self.grid.min(room(n)))
     }
 }
 
@@ -28,7 +31,14 @@ impl Kernel {
     /// The launch geometry for a shape. CPU kernels count their own tiles; for them the grid is 0.
     pub fn launch(&self, shape: &Shape) -> Result<Launch> {
         let r = self.resources();
-        let launch = |grid| Launch { grid, resident: None, threads: r.threads, smem_bytes: r.smem_bytes, tiling: None };
+        let launch = |grid| Launch {
+            grid,
+            resident: None,
+            cluster: 1,
+            threads: r.threads,
+            smem_bytes: r.smem_bytes,
+            tiling: None,
+        };
         match self.schedule {
             Schedule::Cpu(_) => Ok(Launch { threads: 0, smem_bytes: 0, ..launch(0) }),
             Schedule::Naive(s) => Ok(launch(tiles(shape.q_len, s.block_q, shape.heads, shape.batch)?)),
@@ -36,7 +46,7 @@ impl Kernel {
             Schedule::Sm90(s) => {
                 let tiling = tiling(&self.problem, &s, shape)?;
                 let resident = s.persistent.then_some(s.blocks_per_sm);
-                Ok(Launch { resident, tiling: Some(tiling), ..launch(tiling.tiles as u32) })
+                Ok(Launch { resident, cluster: s.cluster, tiling: Some(tiling), ..launch(tiling.tiles as u32) })
             }
         }
     }
@@ -63,7 +73,9 @@ fn tiling(problem: &Problem, s: &Sm90Schedule, shape: &Shape) -> Result<Tiling> 
         s.pack_group && group.is_power_of_two() && group <= 64 && (shape.q_len as u64) * (group as u64) < 1 << 30;
     let (group_shift, unit_heads) = if packed { (group.ilog2(), shape.kv_heads) } else { (0, shape.heads) };
     let rows = shape.q_len << group_shift;
-    let tiles = tiles(rows, s.block_q(), unit_heads, shape.batch)?;
+    // Every cluster has its tiles in one unit; the last one may lie past the end.
+    let blocks = rows.div_ceil(s.block_q()).next_multiple_of(s.cluster);
+    let tiles = tiles(blocks * s.block_q(), s.block_q(), unit_heads, shape.batch)?;
     let units = shape.batch as u64 * unit_heads as u64;
     let kv_head_bytes = shape.kv_len as u64 * (problem.head_dim_qk + problem.head_dim_v) as u64 * 2;
     let section = match s.section_mib {
@@ -73,7 +85,7 @@ fn tiling(problem: &Problem, s: &Sm90Schedule, shape: &Shape) -> Result<Tiling> 
     Ok(Tiling {
         group_shift: group_shift as i32,
         unit_heads: unit_heads as i32,
-        blocks: rows.div_ceil(s.block_q()) as i32,
+        blocks: blocks as i32,
         section: section.min(units) as i32,
         tiles: tiles as i32,
     })
@@ -119,6 +131,16 @@ mod tests {
         assert_eq!([section(0), section(2), section(5), section(8)], [4, 4, 8, 16]);
         assert_eq!(section(Sm90Schedule::WALK_ALL), 96);
         assert_eq!(section(1 << 20), 96);
+    }
+
+    #[test]
+    fn clusters_are_whole() {
+        let pairs = kernel(|s| s.cluster = 2);
+        let t = pairs.launch(&shape(4, 4, 129)).unwrap().tiling.unwrap();
+        assert_eq!((t.blocks, t.tiles), (2, 2 * 4 * 3));
+        assert_eq!(pairs.launch(&shape(4, 4, 1)).unwrap().tiling.unwrap().blocks, 2);
+        let stay = kernel(|s| (s.cluster, s.persistent) = (2, true)).launch(&shape(32, 8, 4096)).unwrap();
+        assert_eq!((stay.blocks(131), stay.blocks(1)), (130, 2));
     }
 
     #[test]

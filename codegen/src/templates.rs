@@ -40,6 +40,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/vec.h",
     "lib/cuda/abi.cuh",
     "lib/cuda/approx.cuh",
+    "lib/cuda/cluster.cuh",
     "lib/cuda/copy.cuh",
     "lib/cuda/mbarrier.cuh",
     "lib/cuda/mma.cuh",
@@ -49,6 +50,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/tile.cuh",
     "lib/cuda/tma.cuh",
     "lib/cuda/types.cuh",
+    "lib/cuda/walk.cuh",
     "lib/cuda/warpgroup.cuh",
     "lib/cuda/wgmma.cuh",
 ];

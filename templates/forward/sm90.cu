@@ -26,6 +26,7 @@ constexpr bool kPackGroup = @{ pack_group }@;
 constexpr bool kPersistent = @{ persistent }@;
 constexpr bool kOApart = @{ o_apart }@;
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
+constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
 constexpr int kConsumerRegisters = @{ consumer_registers }@;
@@ -33,10 +34,12 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/tile.cuh" %>
 <% include "lib/cuda/mbarrier.cuh" %>
 <% include "lib/cuda/tma.cuh" %>
+<% include "lib/cuda/cluster.cuh" %>
 <% include "lib/cuda/warpgroup.cuh" %>
 <% include "lib/cuda/wgmma.cuh" %>
 <% include "lib/cuda/approx.cuh" %>
 <% include "lib/cuda/row_softmax.cuh" %>
+<% include "lib/cuda/walk.cuh" %>
 
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kBlockQ = kConsumers * 64;
@@ -80,48 +83,35 @@ struct Layout {
     static constexpr int kBytes = kMetNonFinite + 8;
 };
 
-// What the host adds to the arguments: the tensor maps and what it has computed once for all thread blocks.
-struct Sm90Args {
-    TensorMap q, k, v, o;  // q and o: column, head of the group, row, unit, batch; k and v: column, row, kv head, batch
-    ForwardArgs forward;
-    int group_shift;       // packed: log2 of the query heads of a KV head, which lie beside each other in the tile; or 0
-    int unit_heads;        // heads or, packed, KV heads: the units of one batch
-    int blocks;            // tiles of one unit
-    int section;           // units that are walked together, so that their K and V stay in L2
-    int tiles;             // of the whole problem
+// What a thread block does in one round.
+struct Work {
+    Tile tile;
+    BlockRange own;  // the key blocks that its rows visit
+    BlockRange all;  // those that arrive for its cluster
+    __device__ __forceinline__ Work(const Sm90Args& args, u32 index)
+        : tile(tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight>(args, index)),
+          own(blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, tile)),
+          all(blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, tile, own)) {}
 };
 
-// The tile with an index: sections of units one after the other; inside of one, the same block of all of its units,
-// longest first where the mask makes lengths differ.
-__device__ __forceinline__ Tile tile_at(const Sm90Args& args, u32 index) {
-    const u32 units = u32(args.forward.batch) * u32(args.unit_heads), whole = u32(args.section) * u32(args.blocks);
-    const u32 first = index / whole * u32(args.section), in_section = index % whole;
-    const u32 together = min_of(u32(args.section), units - first);
-    u32 block = in_section / together;
-    const u32 unit = first + in_section % together;
-    if (kMaskRight) block = u32(args.blocks) - 1 - block;
-    Tile t;
-    t.batch = int(unit / u32(args.unit_heads));
-    t.head = int(unit % u32(args.unit_heads));
-    t.kv_head = kPackGroup && args.group_shift > 0 ? t.head : t.head / (args.unit_heads / args.forward.kv_heads);
-    t.row = int(block) * kBlockQ;
-    t.rows = min_of(kBlockQ, (args.forward.q_len << args.group_shift) - t.row);
-    return t;
-}
-
-// The key blocks of a tile, whose rows count query heads of a group apart.
-__device__ __forceinline__ BlockRange blocks_of(const Sm90Args& args, const Tile& tile) {
-    Tile positions = tile;
-    positions.row = tile.row >> args.group_shift;
-    positions.rows = ((tile.row + tile.rows - 1) >> args.group_shift) - positions.row + 1;
-    return visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args.forward, positions);
-}
-
-__device__ __forceinline__ bool is_masked(const BlockRange& blocks, int n) {
-    return n >= blocks.full_end || (kMaskLeft && n < blocks.full_begin);
-}
-
 // ---------------------------------------------------------------------------------------------------------- producer
+
+// Block n of K or V. The blocks of a cluster bring an equal part of its rows each, to all of them.
+template <int kChunks>
+__device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 full, int n, const Tile& tile) {
+    constexpr int kRows = kBlockKV / kCluster;
+    const int first = kCluster > 1 ? int(cluster_rank()) * kRows : 0;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++) {
+        const u32 at = to + chunk * kBytesChunk + first * 128;
+        if constexpr (kCluster > 1) {
+            tma_load_to_all(at, map, full, (1 << kCluster) - 1, kEvictLast, chunk * 64, n * kBlockKV + first, tile.kv_head,
+                            tile.batch);
+        } else {
+            tma_load(at, map, full, kEvictLast, chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
+        }
+    }
+}
 
 // One thread brings Q and K.
 __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
@@ -130,8 +120,9 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
     Ring<kStages> ring;
     u32 round = 0;
     for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x, round++) {
-        const Tile tile = tile_at(args, index);
-        const BlockRange blocks = blocks_of(args, tile);
+        const Work work(args, index);
+        const Tile& tile = work.tile;
+        const BlockRange& blocks = work.all;
         // After the first block of K, whose space is free before that of Q.
         const auto bring_q = [&] {
 #pragma unroll 1
@@ -152,11 +143,7 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
             const u32 full = smem + Layout::kFullK + ring.stage * 8;
             mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
             mbarrier_arrive_expect(full, Layout::kBytesK);
-#pragma unroll
-            for (int chunk = 0; chunk < kChunksQK; chunk++) {
-                tma_load(smem + Layout::kK + ring.stage * Layout::kBytesK + chunk * kBytesChunk, args.k, full, kEvictLast,
-                         chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
-            }
+            bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
             ring.advance();
             if (n == blocks.end - 1) bring_q();
         }
@@ -168,20 +155,16 @@ __device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
     tma_prefetch_map(args.v);
     Ring<kStages> ring;
     for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x) {
-        const Tile tile = tile_at(args, index);
-        const BlockRange blocks = blocks_of(args, tile);
+        const Work work(args, index);
+        const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            const bool raw = kClean && is_masked(blocks, n);
+            const bool raw = kClean && is_masked<kMaskLeft>(blocks, n);
             const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
             mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
             mbarrier_arrive_expect(full, Layout::kBytesV);
             if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
-#pragma unroll
-            for (int chunk = 0; chunk < kChunksV; chunk++) {
-                tma_load(smem + Layout::kV + ring.stage * Layout::kBytesV + chunk * kBytesChunk, args.v, full, kEvictLast,
-                         chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
-            }
+            bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, n, work.tile);
             ring.advance();
         }
     }
@@ -197,11 +180,11 @@ __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
     Ring<kStages> ring;
     u32 raw_parity = 0;  // one bit per stage
     for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x) {
-        const Tile tile = tile_at(args, index);
-        const BlockRange blocks = blocks_of(args, tile);
+        const Work work(args, index);
+        const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            if (is_masked(blocks, n)) {
+            if (is_masked<kMaskLeft>(blocks, n)) {
                 mbarrier_wait(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
@@ -301,14 +284,32 @@ struct Consumer {
         if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + id * 8);
     }
     __device__ __forceinline__ void wait_k() const { mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity); }
+    // This warp is done with a buffer, which whoever brings a part of the next block into it must know.
+    static __device__ __forceinline__ void release(u32 empty) {
+        if constexpr (kCluster > 1) {
+            if (lane() < kCluster) mbarrier_arrive_at(empty, lane());
+        } else {
+            if (lane() == 0) mbarrier_arrive(empty);
+        }
+    }
     __device__ __forceinline__ void release_k() {
-        if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyK + k_ring.stage * 8);
+        release(smem + Layout::kEmptyK + k_ring.stage * 8);
         k_ring.advance();
     }
     __device__ __forceinline__ void wait_v() const { mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity); }
     __device__ __forceinline__ void release_v() {
-        if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyV + v_ring.stage * 8);
+        release(smem + Layout::kEmptyV + v_ring.stage * 8);
         v_ring.advance();
+    }
+    // Key blocks that others of the cluster asked for.
+    __device__ __forceinline__ void skip(int count) {
+#pragma unroll 1
+        for (; count > 0; count--) {
+            wait_k();
+            release_k();
+            wait_v();
+            release_v();
+        }
     }
 
     // Replaces the scores of masked pairs by -inf; `key` is the block's first key.
@@ -413,7 +414,7 @@ struct Consumer {
                 }
             } else {
 #pragma unroll 1
-                for (; n >= blocks.begin; n--) step(n, is_masked(blocks, n));
+                for (; n >= blocks.begin; n--) step(n, is_masked<kMaskLeft>(blocks, n));
             }
             if (kOApart) release_q();
             wait_v();
@@ -453,7 +454,7 @@ struct Consumer {
                 }
             } else {
 #pragma unroll 1
-                for (; n >= blocks.begin; n--) step(n, is_masked(blocks, n));
+                for (; n >= blocks.begin; n--) step(n, is_masked<kMaskLeft>(blocks, n));
             }
             if (kOApart) release_q();
         }
@@ -521,15 +522,19 @@ struct Consumer {
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
         u32 round = 0;
         for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x, round++) {
-            const Tile tile = tile_at(args, index);
-            const BlockRange blocks = blocks_of(args, tile);
+            const Work work(args, index);
+            const Tile& tile = work.tile;
+            const BlockRange& blocks = work.own;
             softmax.init();
 #pragma unroll
             for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
             mbarrier_wait(smem + Layout::kFullQ + id * 8, round & 1);
             if (fold) fold_sign_into_q();
-            if (blocks.begin < blocks.end) {
+            const bool some = blocks.begin < blocks.end;
+            if (kCluster > 1) skip(work.all.end - (some ? blocks.end : work.all.begin));
+            if (some) {
                 attend(tile, blocks, c);
+                if (kCluster > 1) skip(blocks.begin - work.all.begin);
             } else if (kOApart) {
                 __syncwarp();  // no lane may still wait for the Q that is given away
                 release_q();
@@ -547,7 +552,7 @@ struct Consumer {
             stage_output(tile, c);
             if (met) {
                 sync();
-                restore_non_finite(tile, blocks);
+                restore_non_finite(tile, work.all);
             }
             fence_async_proxy();
             sync();
@@ -571,7 +576,8 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ Sm90Args args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_attribute }@
+@{ entry }@(const __grid_constant__ Sm90Args args) {
     extern __shared__ __align__(1024) u8 shared_memory[];
     const u32 smem = smem_address(shared_memory);
     const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
@@ -582,15 +588,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyK + s * 8, kConsumers * 4);
+            mbarrier_init(smem + Layout::kEmptyK + s * 8, kCluster * kConsumers * 4);
             mbarrier_init(smem + Layout::kFullV + s * 8, kClean ? 2 : 1);
-            mbarrier_init(smem + Layout::kEmptyV + s * 8, kConsumers * 4);
+            mbarrier_init(smem + Layout::kEmptyV + s * 8, kCluster * kConsumers * 4);
             mbarrier_init(smem + Layout::kRawV + s * 8, 1);
         }
         store_shared_4(smem + Layout::kMetNonFinite, 0);
         mbarrier_init_fence();
     }
-    __syncthreads();
+    if constexpr (kCluster > 1) {
+        cluster_sync();
+    } else {
+        __syncthreads();
+    }
     if (warpgroup == 0) {
         registers_give_back<kProducerRegisters>();
         if (warp == 0) {
@@ -604,4 +614,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         registers_take<kConsumerRegisters>();
         Consumer{args, smem, warpgroup - 1}.run();
     }
+    // Others of the cluster may still arrive on barriers of this block.
+    if constexpr (kCluster > 1) cluster_sync();
 }

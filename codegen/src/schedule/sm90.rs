@@ -38,6 +38,9 @@ pub struct Sm90Schedule {
     /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
     /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
     pub exp2_eighths: u32,
+    /// Thread blocks, 1 or 2, that take neighbouring tiles and share what is read of K and V: each brings half of every
+    /// block to both.
+    pub cluster: u32,
     /// Thread blocks on one multiprocessor.
     pub blocks_per_sm: u32,
     /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
@@ -85,7 +88,8 @@ impl Sm90Schedule {
         let scores = self.block_kv / 2;
         let output = problem.head_dim_v.next_multiple_of(16) / 2;
         let p = if self.overlap && !self.p_in_shared { self.block_kv / 4 } else { 0 };
-        scores + output + p + 32
+        // Work of a cluster is one more range of blocks to remember.
+        scores + output + p + if self.cluster > 1 { 40 } else { 32 }
     }
 
     /// The model's choice: what the published Hopper kernels use for the head dims that they serve (FlashAttention-3,
@@ -114,6 +118,7 @@ impl Sm90Schedule {
             persistent: false,
             o_apart: false,
             exp2_eighths: 0,
+            cluster: 1,
             blocks_per_sm: 1,
             section_mib: if problem.mask.right { 32 } else { 0 },
         };
@@ -134,7 +139,9 @@ impl Sm90Schedule {
         let sections: &[u32] = &[0, 32, Self::WALK_ALL];
         let pipelines = [(true, true), (true, false), (false, true), (false, false)];
         let mut space = Vec::new();
-        for (consumers, blocks_per_sm) in [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)] {
+        for (consumers, blocks_per_sm, cluster) in
+            [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2)]
+        {
             for block_kv in (48..=192).step_by(16) {
                 for stages in 2..=4 {
                     for (overlap, take_turns) in pipelines.into_iter().filter(|p| consumers > 1 || !p.1) {
@@ -161,6 +168,7 @@ impl Sm90Schedule {
                                                 persistent,
                                                 o_apart,
                                                 exp2_eighths,
+                                                cluster,
                                                 blocks_per_sm,
                                                 section_mib,
                                             });
@@ -180,7 +188,9 @@ impl Sm90Schedule {
     pub fn is_worth(&self, shape: &Shape) -> bool {
         let packs = shape.group() > 1 && shape.group().is_power_of_two() && shape.group() <= 64;
         let several_heads = shape.batch as u64 * shape.heads as u64 > 1;
-        (packs || !self.pack_group) && (several_heads || self.section_mib == 0)
+        let group = if self.pack_group { shape.group() } else { 1 };
+        let several_tiles = shape.q_len as u64 * group as u64 > self.block_q() as u64;
+        (packs || !self.pack_group) && (several_heads || self.section_mib == 0) && (several_tiles || self.cluster == 1)
     }
 
     /// Checks the fields against what the template can generate.
@@ -199,6 +209,9 @@ impl Sm90Schedule {
         }
         if !(1..=2).contains(&self.blocks_per_sm) {
             return bad("blocks_per_sm", self.blocks_per_sm, "1 or 2 blocks");
+        }
+        if !(1..=2).contains(&self.cluster) {
+            return bad("cluster", self.cluster, "1 or 2 thread blocks");
         }
         if self.exp2_eighths > 4 {
             return bad("exp2_eighths", self.exp2_eighths, "at most 4: no more than half of the exponentials");
@@ -253,6 +266,9 @@ impl fmt::Display for Sm90Schedule {
         }
         if self.exp2_eighths > 0 {
             write!(f, "-fma{}", self.exp2_eighths)?;
+        }
+        if self.cluster > 1 {
+            write!(f, "-cl{}", self.cluster)?;
         }
         write!(f, "-{}-b{}", if self.masked_loop { "two" } else { "one" }, self.blocks_per_sm)?;
         match self.section_mib {
