@@ -306,8 +306,9 @@ struct Consumer {
 #pragma unroll 1
         for (; count > 0; count--) {
             wait_k();
-            release_k();
             wait_v();
+            __syncwarp();  // no lane may still wait for what is given away
+            release_k();
             release_v();
         }
     }
