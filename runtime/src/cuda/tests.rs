@@ -75,8 +75,14 @@ impl Call {
         let args =
             ForwardArgs { q: q.address(), o: o.address(), q_len: n as i32, scale: 3.0, ..bytemuck::Zeroable::zeroed() };
         // What `kernel()` asks for: more than the 48 KiB that need no permission.
-        let launch =
-            Launch { grid: n.div_ceil(64) as u32, resident: None, cluster: 1, threads: 64, smem_bytes: 64 * 195 * 4, tiling: None };
+        let launch = Launch {
+            grid: n.div_ceil(64) as u32,
+            resident: None,
+            cluster: 1,
+            threads: 64,
+            smem_bytes: 64 * 195 * 4,
+            tiling: None,
+        };
         Self { q, o, args, launch }
     }
 
