@@ -9,7 +9,7 @@ mod translate;
 
 use cases::Case;
 use flashtune::codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket, Sm90Schedule, TemplateSet};
-use flashtune::{DType, TEMPLATES_VARIABLE};
+use flashtune::{DType, Distribution, Layout, Mask, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -53,6 +53,7 @@ fn random_kernel(rng: &mut StdRng) -> Kernel {
             persistent,
             o_apart: persistent && rng.random(),
             exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
+            cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
             section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
         });
@@ -63,15 +64,18 @@ fn random_kernel(rng: &mut StdRng) -> Kernel {
     }
 }
 
-/// Runs random cases on a kernel. What goes wrong comes back with what is needed to see it again.
-fn try_kernel(kernel: &Kernel, templates: &TemplateSet, cases: u64, seed: u64) -> Result<(), String> {
+/// Runs cases on a kernel. What goes wrong comes back with what is needed to see it again.
+fn try_kernel(
+    kernel: &Kernel,
+    templates: &TemplateSet,
+    cases: u64,
+    seed: u64,
+    case: impl Fn(&mut StdRng) -> Case,
+) -> Result<(), String> {
     let mut emulated = Emulated::build(kernel, templates).map_err(|e| format!("{}: {e}", kernel.name()))?;
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..cases {
-        let mut case = Case::random(kernel, &mut rng);
-        if matches!(kernel.schedule, Schedule::Sm90(s) if s.exp2_eighths > 0) {
-            case.lse = false;
-        }
+        let case = case(&mut rng);
         let expected = case.expected(kernel);
         let mut first = None;
         // Twice, under schedules of the machine that differ: the bits must not.
@@ -103,7 +107,8 @@ fn try_all(numbers: std::ops::Range<u64>, cases: u64, limit: Duration, kernel: i
             if number >= numbers.end {
                 return;
             }
-            if let Err(e) = try_kernel(&kernel(number), &templates, cases, number) {
+            let kernel = kernel(number);
+            if let Err(e) = try_kernel(&kernel, &templates, cases, number, |rng| Case::random(&kernel, rng)) {
                 println!("number {number}: {e}");
                 failures.lock().expect("no panic").push(number);
             }
@@ -162,7 +167,7 @@ fn default_schedules() {
     });
 }
 
-/// Defects that the machine must see, each a file of the templates, a text in it and what to put in its place.
+/// Defects that the machine must see: a file of the templates, a text in it and what to put in its place.
 const DEFECTS: &[[&str; 4]] = &[
     ["no order between writes and asynchronous reads", "lib/cuda/tma.cuh", "fence.proxy.async.shared::cta;", ""],
     ["barriers not announced to the copy engine", "lib/cuda/mbarrier.cuh", "fence.mbarrier_init.release.cluster;", ""],
@@ -176,14 +181,14 @@ const DEFECTS: &[[&str; 4]] = &[
     [
         "a stage of K freed too early",
         "forward/sm90.cu",
-        "kEmptyK + s * 8, kConsumers * 4",
-        "kEmptyK + s * 8, kConsumers * 4 - 1",
+        "kEmptyK + s * 8, kCluster * kConsumers * 4",
+        "kEmptyK + s * 8, kCluster * kConsumers * 4 - 1",
     ],
     [
         "a stage of V never freed",
         "forward/sm90.cu",
-        "kEmptyV + s * 8, kConsumers * 4",
-        "kEmptyV + s * 8, kConsumers * 4 + 1",
+        "kEmptyV + s * 8, kCluster * kConsumers * 4",
+        "kEmptyV + s * 8, kCluster * kConsumers * 4 + 1",
     ],
     ["scores used while they are computed", "forward/sm90.cu", "wgmma_wait<1>();", ""],
     ["a turn that is never passed", "forward/sm90.cu", "if (kTakeTurns) barrier_arrive(", "if (false) barrier_arrive("],
@@ -203,12 +208,43 @@ const DEFECTS: &[[&str; 4]] = &[
         "registers_take<kConsumerRegisters + 8>",
     ],
     [
+        "a block that ends before its cluster",
+        "forward/sm90.cu",
+        "    if constexpr (kCluster > 1) cluster_sync();\n}",
+        "}",
+    ],
+    [
+        "barriers that the cluster does not know yet",
+        "forward/sm90.cu",
+        "        cluster_sync();\n    } else {\n",
+        "        __syncthreads();\n    } else {\n",
+    ],
+    ["keys for one block of a cluster", "forward/sm90.cu", "(1 << kCluster) - 1", "1"],
+    [
+        "a buffer that is filled again while the other block reads it",
+        "forward/sm90.cu",
+        "mbarrier_arrive_at(empty, lane())",
+        "mbarrier_arrive_at(empty, cluster_rank())",
+    ],
+    [
         "a kernel that never waits for Q",
         "forward/sm90.cu",
         "mbarrier_wait(smem + Layout::kFullQ + id * 8, round & 1);",
         "",
     ],
 ];
+
+/// Several tiles per thread block, masked blocks on both sides, non-finite values.
+const DEFECT_CASE: Case = Case {
+    sizes: [1, 4, 2, 130, 200],
+    mask: Mask::Window { left: Some(60), right: Some(20) },
+    layout: Layout::Bhsd,
+    values: Distribution::Normal,
+    scale: None,
+    lse: true,
+    bad: [0, 6, 0],
+    seed: 0,
+};
 
 /// The machine is no judge if it lets these pass.
 #[test]
@@ -219,7 +255,8 @@ fn defects_are_seen() {
     let templates = templates();
     let files: BTreeMap<&str, &str> = templates.files().collect();
     let problem = Problem::forward_qk_v(DType::Bf16, 72, 72, MaskKind { left: true, right: true }).expect("legal");
-    let schedule = Sm90Schedule {
+    // Defects in what clusters do show in clusters, those of a block that runs ahead in one alone.
+    let schedule = |what: &str| Sm90Schedule {
         consumers: 2,
         block_kv: 32,
         stages: 2,
@@ -232,17 +269,20 @@ fn defects_are_seen() {
         persistent: true,
         o_apart: false,
         exp2_eighths: 0,
+        cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
         blocks_per_sm: 1,
         section_mib: 0,
     };
-    let kernel = Kernel { problem, schedule: Schedule::Sm90(schedule), arch: "sm_90a".parse().expect("an arch") };
     for (i, [what, file, from, to]) in DEFECTS.iter().enumerate() {
+        let schedule = Schedule::Sm90(schedule(what));
+        let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
+        let case = |rng: &mut StdRng| Case { seed: rng.random(), ..DEFECT_CASE };
         let text = files[file];
         assert!(text.contains(from), "{file} has no `{from}` any more: say how to break it now");
         let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
         let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
         let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
-        let verdict = try_kernel(&kernel, &set, 60, i as u64);
+        let verdict = try_kernel(&kernel, &set, 40, i as u64, case);
         println!("{what}: {}", verdict.as_ref().err().map_or("NOT SEEN", |e| e.rsplit("}: ").next().unwrap_or(e)));
         assert!(verdict.is_err(), "{what}: not seen");
         assert!(!verdict.unwrap_err().contains("error:"), "{what}: it does not compile");

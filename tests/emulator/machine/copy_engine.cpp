@@ -25,6 +25,7 @@ struct Copy {
     Map map;
     int at[5];
     u32 shared, mbarrier;
+    u32 rank;  // whose shared memory
     Thread* thread;
 };
 std::vector<Copy> copies;
@@ -66,17 +67,23 @@ u8* row_of(const Copy& c, u32 row, u32& columns) {
 }
 
 template <typename... Coordinates>
-void issue(bool load, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
+void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
     maybe_switch(8);
     if (shared % 1024) fail("a copy at shared address %u: the swizzle repeats every 1024 bytes", shared);
-    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, running};
-    if (load) begin_async_write(shared, rows(c.map) * kRow);
-    copies.push_back(c);
+    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running};
+    if (ranks == 0 || ranks >> kernel.cluster) fail("a copy to blocks %x of the cluster", ranks);
+    // A block of the cluster may have it long before another.
+    for (; c.rank < u32(kernel.cluster); c.rank++) {
+        if (!(ranks >> c.rank & 1)) continue;
+        if (load) begin_async_write(c.rank, shared, rows(c.map) * kRow);
+        copies.push_back(c);
+    }
 }
 
 void perform(const Copy& c) {
     const u32 count = rows(c.map);
-    if (c.load) end_async_write(c.shared, count * kRow);
+    check_alive("a copy", c.rank);
+    if (c.load) end_async_write(c.rank, c.shared, count * kRow);
     for (u32 r = 0; r < count; r++) {
         u32 columns = 0;
         u8* global = row_of(c, r, columns);
@@ -86,15 +93,15 @@ void perform(const Copy& c) {
             const u32 bytes = columns <= first ? 0 : std::min((columns - first) * kElement, 16u);
             const u32 at = swizzle_128(c.shared + r * kRow + chunk * 16);
             if (c.load) {
-                u8* to = end_async_write(at, 16);
+                u8* to = end_async_write(c.rank, at, 16);
                 std::memset(to, 0, 16);
                 if (bytes) std::memcpy(to, global + chunk * 16, bytes);
             } else if (bytes) {
-                std::memcpy(global + chunk * 16, read_async("a copy", at, 16), bytes);
+                std::memcpy(global + chunk * 16, read_async("a copy", c.rank, at, 16), bytes);
             }
         }
     }
-    if (c.load) barriers::complete_bytes(c.mbarrier, count * kRow);
+    if (c.load) barriers::complete_bytes(c.rank, c.mbarrier, count * kRow);
     else if (c.thread->waits_for) wake(*c.thread);
 }
 
@@ -112,7 +119,7 @@ void act() {
 }
 void check_done() {
     for (const Copy& c : copies)
-        fail("a block ends while a %s of thread %d is unfinished", c.load ? "load" : "store", c.thread->index);
+        fail("a block ends while a %s of thread %d is unfinished", c.load ? "load" : "store", c.thread->number);
 }
 }  // namespace copy_engine
 
@@ -121,15 +128,19 @@ void prefetch_tensormap(const void* map) {
 }
 void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, u32 mbarrier, u64) {
-    issue(true, to, map, mbarrier, c0, c1, c2, c3);
+    issue(true, 1u << running->rank, to, map, mbarrier, c0, c1, c2, c3);
+}
+void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster_L2__cache_hint(
+    u32 to, const void* map, int c0, int c1, int c2, int c3, u32 mbarrier, u16 ranks, u64) {
+    issue(true, ranks, to, map, mbarrier, c0, c1, c2, c3);
 }
 void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, int c4, u32 mbarrier, u64) {
-    issue(true, to, map, mbarrier, c0, c1, c2, c3, c4);
+    issue(true, 1u << running->rank, to, map, mbarrier, c0, c1, c2, c3, c4);
 }
 void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, int c4,
                                                            u32 from) {
-    issue(false, from, map, 0, c0, c1, c2, c3, c4);
+    issue(false, 1u << running->rank, from, map, 0, c0, c1, c2, c3, c4);
 }
 void cp_async_bulk_commit_group() {}
 void cp_async_bulk_wait_group_read(u32 pending) {

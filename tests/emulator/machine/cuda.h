@@ -12,6 +12,7 @@
 #define __forceinline__ inline
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 #define threadIdx (ptx::thread_index())
 #define blockIdx (ptx::block_index())
@@ -45,10 +46,10 @@ inline void __syncwarp(unsigned lanes = 0xffffffff) { ptx::exchange("__syncwarp"
 inline void __syncthreads() { ptx::synchronize_block(); }
 inline unsigned __cvta_generic_to_shared(const void* p) { return ptx::shared_address(p); }
 
-// Dynamic shared memory: kernels declare it as an array of unknown size.
+// Dynamic shared memory: kernels declare it as an array of unknown size, and use its address alone.
 extern "C" unsigned char shared_memory[];
 
 // Tells the machine about the kernel of this source.
 #define EMULATED_KERNEL(entry, arguments)                                                                     \
-    const ptx::Kernel ptx::kernel = {kThreads, Layout::kBytes, kBlocksPerSM, sizeof(arguments),               \
+    const ptx::Kernel ptx::kernel = {kThreads, Layout::kBytes, kBlocksPerSM, kCluster, sizeof(arguments),     \
                                      [](const void* args) { entry(*static_cast<const arguments*>(args)); }};

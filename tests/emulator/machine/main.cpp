@@ -59,8 +59,10 @@ int main() {
             if (!b.comes_back) mprotect(page, b.length(), PROT_READ);
         }
         std::string failure;
-        for (u32 i = 0; i < grid && failure.empty(); i++) {
-            failure = run_block(i, grid, args, seed * 0x9e3779b97f4a7c15 + i);
+        const u32 cluster = u32(kernel.cluster);
+        if (grid % cluster) failure = "a grid that is no multiple of the cluster";
+        for (u32 i = 0; i < grid && failure.empty(); i += cluster) {
+            failure = run_cluster(i, grid, args, seed * 0x9e3779b97f4a7c15 + i);
             if (!failure.empty()) failure = "block " + std::to_string(i) + ": " + failure;
         }
         const u32 length = u32(failure.size());

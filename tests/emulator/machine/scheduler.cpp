@@ -20,9 +20,9 @@ constexpr std::size_t kStack = 256 * 1024;
 
 std::jmp_buf machine;             // where the scheduler goes on when a fiber stops
 u32 ready[kMaxThreads / 32];      // per warp, which lanes can run
-int living;
+int living[kMaxBlocks];           // threads of a block that have not ended
 const void* arguments;
-u32 this_block, blocks;
+u32 first_block, blocks;
 std::string failure;
 bool started;                     // fibers exist
 
@@ -64,7 +64,7 @@ void fiber_main() {
     for (;;) {
         kernel.run(arguments);
         running->done = true;
-        living--;
+        living[running->rank]--;
         Thread* self = running;
         if (!_setjmp(self->context)) back_to_machine();
     }
@@ -74,11 +74,11 @@ void start_fibers() {
     static u8* stacks = nullptr;
     if (!stacks) {
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        void* p = mmap(nullptr, kStack * kernel.threads, PROT_READ | PROT_WRITE, flags, -1, 0);
+        void* p = mmap(nullptr, kStack * all_threads(), PROT_READ | PROT_WRITE, flags, -1, 0);
         if (p == MAP_FAILED) std::perror("stacks"), std::exit(3);
         stacks = static_cast<u8*>(p);
     }
-    for (int i = 0; i < kernel.threads; i++) {
+    for (int i = 0; i < all_threads(); i++) {
         static ucontext_t here, there;
         getcontext(&there);
         there.uc_stack.ss_sp = stacks + kStack * i;
@@ -99,7 +99,7 @@ void start_fibers() {
 
 // The next thread, or null when none can run.
 Thread* choose() {
-    const int warps = kernel.threads / 32;
+    const int warps = all_threads() / 32;
     int candidates[kMaxThreads / 32], count = 0;
     for (int w = 0; w < warps; w++)
         if (ready[w]) candidates[count++] = w;
@@ -136,9 +136,9 @@ std::string deadlock() {
         std::snprintf(text, sizeof text, "%s %u (%u)", t.waits_for ? t.waits_for : "?", t.waits_on[0], t.waits_on[1]);
         return std::string(text);
     };
-    for (int first = 0, end; first < kernel.threads; first = end) {
+    for (int first = 0, end; first < all_threads(); first = end) {
         const std::string why = reason(first);
-        for (end = first + 1; end < kernel.threads && reason(end) == why; end++) {}
+        for (end = first + 1; end < all_threads() && reason(end) == why; end++) {}
         if (!why.empty()) by_reason[why] += " " + std::to_string(first) + ".." + std::to_string(end - 1);
     }
     std::string text = "deadlock:";
@@ -149,7 +149,8 @@ std::string deadlock() {
 }  // namespace
 
 Index thread_index() { return {u32(running->index)}; }
-Index block_index() { return {this_block}; }
+Index block_index() { return {first_block + running->rank}; }
+u32 cluster_rank() { return running->rank; }
 Index grid_dim() { return {blocks}; }
 
 void fail(const char* format, ...) {
@@ -158,8 +159,12 @@ void fail(const char* format, ...) {
     va_start(list, format);
     std::vsnprintf(text, sizeof text, format, list);
     va_end(list);
-    failure = running ? "thread " + std::to_string(running->index) + ": " + text : text;
+    failure = running ? "thread " + std::to_string(running->number) + ": " + text : text;
     back_to_machine();
+}
+
+void check_alive(const char* who, u32 rank) {
+    if (living[rank] == 0) fail("%s: block %u of the cluster has ended", who, rank);
 }
 
 void wake(Thread& t) {
@@ -196,7 +201,7 @@ const u32* exchange(const char* what, u32 lanes, u32 word) {
         x.arrived = 0;
         x.round++;
         for (int i = 0; i < 32; i++)
-            if (i != lane(self)) wake(threads[self.index / 32 * 32 + i]);
+            if (i != lane(self)) wake(threads[self.number / 32 * 32 + i]);
     } else {
         const u64 round = x.round;
         while (x.round == round) block(what);
@@ -226,9 +231,9 @@ static bool step() {
     return true;
 }
 
-std::string run_block(u32 index, u32 grid, const void* args, u64 seed) {
+std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
     rng.seed(seed);
-    arguments = args, this_block = index, blocks = grid;
+    arguments = args, first_block = first, blocks = grid;
     failure.clear();
     draw_policy();
     shared::reset();
@@ -237,20 +242,22 @@ std::string run_block(u32 index, u32 grid, const void* args, u64 seed) {
     tensor_core::reset();
     for (Exchange& x : exchanges) x.arrived = 0;
     if (!started) start_fibers();
-    living = kernel.threads;
+    for (int r = 0; r < kernel.cluster; r++) living[r] = kernel.threads;
     const u32 registers = 65536 / (kernel.threads * kernel.blocks_per_sm) / 8 * 8;
-    for (int i = 0; i < kernel.threads; i++) {
+    for (int i = 0; i < all_threads(); i++) {
         Thread& t = threads[i];
-        t.index = i, t.done = false, t.fences = 0, t.registers = registers < 256 ? registers : 256;
+        t.number = i, t.index = i % kernel.threads, t.rank = i / kernel.threads;
+        t.done = false, t.fences = 0, t.registers = registers < 256 ? registers : 256;
         wake(t);
     }
-    while (living > 0 && failure.empty() && step()) {}
+    const auto alive = [] { return living[0] > 0 || living[1] > 0; };
+    while (alive() && failure.empty() && step()) {}
     if (failure.empty() && !_setjmp(machine)) {
         copy_engine::check_done();
         tensor_core::check_done();
     }
     // Fibers that were left in the middle of something cannot be used again.
-    if (living > 0) started = false;
+    if (alive()) started = false;
     return failure;
 }
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 extern "C" {
-alignas(1024) unsigned char shared_memory[ptx::kMaxShared];
+unsigned char shared_memory[16];  // stands for that of every block
 }
 
 namespace ptx {
@@ -17,32 +17,36 @@ struct Note {
     u32 fences;  // how many fences that thread had passed then
 };
 constexpr u32 kGranule = 16;
-Note notes[kMaxShared / kGranule];
+struct Shared {
+    alignas(1024) u8 bytes[kMaxShared];
+    Note notes[kMaxShared / kGranule];
+};
+Shared blocks[kMaxBlocks];
 
-u8* place(const char* who, u32 address, u32 bytes) {
+u8* place(const char* who, u32 rank, u32 address, u32 bytes) {
     if (address < kSharedBase || address + bytes > kSharedBase + u32(kernel.shared_bytes))
         fail("%s of %u bytes at shared address %u: the block has %d bytes from %u on", who, bytes, address,
              kernel.shared_bytes, kSharedBase);
     if (address % bytes && bytes <= 16) fail("%s of %u bytes at shared address %u: not aligned", who, bytes, address);
-    return shared_memory + (address - kSharedBase);
+    return blocks[rank].bytes + (address - kSharedBase);
 }
 
-Note& note(u32 address) { return notes[(address - kSharedBase) / kGranule]; }
+Note& note(u32 rank, u32 address) { return blocks[rank].notes[(address - kSharedBase) / kGranule]; }
 
 void load(void* to, u32 address, u32 bytes) {
     maybe_switch(64);
-    const u8* from = place("a load", address, bytes);
-    const Note& n = note(address);
+    const u8* from = place("a load", running->rank, address, bytes);
+    const Note& n = note(running->rank, address);
     if (n.state == State::unwritten) fail("a load of shared address %u, which was never written", address);
     if (n.state == State::arriving) fail("a load of shared address %u while a copy to it is on its way", address);
     std::memcpy(to, from, bytes);
 }
 
 void store(u32 address, const void* from, u32 bytes, Thread& writer) {
-    u8* to = place("a store", address, bytes);
-    Note& n = note(address);
+    u8* to = place("a store", writer.rank, address, bytes);
+    Note& n = note(writer.rank, address);
     if (n.state == State::arriving) fail("a store to shared address %u while a copy to it is on its way", address);
-    n = {State::holds, u16(writer.index + 1), writer.fences};
+    n = {State::holds, u16(writer.number + 1), writer.fences};
     std::memcpy(to, from, bytes);
 }
 
@@ -55,12 +59,19 @@ template <typename T> void store(u32 address, T x) {
 
 namespace shared {
 void reset() {
-    std::memset(shared_memory, 0xff, sizeof shared_memory);  // NaN in every format
-    std::memset(notes, 0, sizeof notes);
+    for (int r = 0; r < kernel.cluster; r++) {
+        std::memset(blocks[r].bytes, 0xff, sizeof blocks[r].bytes);  // NaN in every format
+        std::memset(blocks[r].notes, 0, sizeof blocks[r].notes);
+    }
 }
 }  // namespace shared
 
 u32 shared_address(const void* p) { return u32(static_cast<const u8*>(p) - shared_memory) + kSharedBase; }
+
+void mapa_shared__cluster_u32(u32& there, u32 address, u32 rank) {
+    if (rank >= u32(kernel.cluster)) fail("mapa: the cluster has no block %u", rank);
+    there = address | (rank + 1) << kRankBit;
+}
 
 void ld_shared_u16(u16& d, u32 address) { load(&d, address, 2); }
 void ld_shared_u32(u32& d, u32 address) { load(&d, address, 4); }
@@ -96,10 +107,10 @@ void fence_proxy_async_shared__cta() {
     maybe_switch(64);
 }
 
-const u8* read_async(const char* who, u32 address, u32 bytes) {
-    const u8* from = place(who, address, bytes);
+const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes) {
+    const u8* from = place(who, rank, address, bytes);
     for (u32 at = address / kGranule * kGranule; at < address + bytes; at += kGranule) {
-        const Note& n = note(at);
+        const Note& n = note(rank, at);
         if (n.state == State::unwritten) fail("%s reads shared address %u, which was never written", who, at);
         if (n.state == State::arriving) fail("%s reads shared address %u while a copy to it is on its way", who, at);
         if (n.writer && threads[n.writer - 1].fences == n.fences)
@@ -109,10 +120,11 @@ const u8* read_async(const char* who, u32 address, u32 bytes) {
     return from;
 }
 
-void begin_async_write(u32 address, u32 bytes) {
-    std::memset(place("a copy", address, bytes), 0xff, bytes);
+void begin_async_write(u32 rank, u32 address, u32 bytes) {
+    check_alive("a copy", rank);
+    std::memset(place("a copy", rank, address, bytes), 0xff, bytes);
     for (u32 at = address; at < address + bytes; at += kGranule) {
-        Note& n = note(at);
+        Note& n = note(rank, at);
         if (n.state == State::arriving) fail("two copies to shared address %u are on their way", at);
         if (n.writer && threads[n.writer - 1].fences == n.fences)
             fail("a copy to shared address %u, where thread %d wrote with no fence.proxy.async after", at,
@@ -121,9 +133,9 @@ void begin_async_write(u32 address, u32 bytes) {
     }
 }
 
-u8* end_async_write(u32 address, u32 bytes) {
-    for (u32 at = address; at < address + bytes; at += kGranule) note(at).state = State::holds;
-    return place("a copy", address, bytes);
+u8* end_async_write(u32 rank, u32 address, u32 bytes) {
+    for (u32 at = address; at < address + bytes; at += kGranule) note(rank, at).state = State::holds;
+    return place("a copy", rank, address, bytes);
 }
 
 }  // namespace ptx

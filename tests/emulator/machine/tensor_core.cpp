@@ -81,13 +81,13 @@ struct Descriptor {
     }
 
     // to[depth][outer], for `count` outer elements from `first` on.
-    void read(const char* who, Format format, u32 first, u32 count, float (*to)[kMaxColumns]) const {
+    void read(const char* who, u32 rank, Format format, u32 first, u32 count, float (*to)[kMaxColumns]) const {
         // Both kinds keep 8 neighbours of one dimension in 16 bytes.
         for (u32 i = 0; i < (by_depth ? kDepth : count); i++) {
             for (u32 j = 0; j < (by_depth ? count : kDepth); j += 8) {
                 const u32 at = by_depth ? address(first + j, i) : address(first + i, j);
                 u16 x[8];
-                std::memcpy(x, read_async(who, at, 16), 16);
+                std::memcpy(x, read_async(who, rank, at, 16), 16);
                 for (u32 e = 0; e < 8; e++) (by_depth ? to[i][j + e] : to[j + e][i]) = widen(format, x[e]);
             }
         }
@@ -113,7 +113,7 @@ void multiply(u32 w, Issued& issued) {
                 a[l % 4 * 2 + i % 2 + 8 * (i / 4)][l / 4 + 8 * (i / 2 % 2)] = widen(s.format, x);
             }
     } else {
-        Descriptor(s.a, false).read("wgmma (A)", s.format, w % 4 * 16, 16, a);
+        Descriptor(s.a, false).read("wgmma (A)", threads[w * 32].rank, s.format, w % 4 * 16, 16, a);
     }
     Accumulator& d = *issued.d[w % 4];
     for (int r = 0; r < 16; r++) {
@@ -151,19 +151,20 @@ void reset() {
 }
 
 bool has_work() {
-    for (int w = 0; w < kernel.threads / 32; w++)
+    for (int w = 0; w < all_threads() / 32; w++)
         if (is_ready(w)) return true;
     return false;
 }
 
 void act() {
-    const u32 count = kernel.threads / 32;
+    const u32 count = all_threads() / 32;
     u32 w = rng() % count;
     while (!is_ready(w)) w = (w + 1) % count;
     Group& g = groups[w / 4];
     const u64 step = warps[w].done;
     Issued& issued = g.steps[step - g.first];
-    Descriptor(issued.step.b, issued.step.b_by_depth).read("wgmma (B)", issued.step.format, 0, issued.step.columns, b);
+    const MatrixStep& s = issued.step;
+    Descriptor(s.b, s.b_by_depth).read("wgmma (B)", threads[w * 32].rank, s.format, 0, s.columns, b);
     // The other warps often take the step together with this one, but need not.
     const bool alone = one_in(4);
     for (u32 i = w / 4 * 4; i < w / 4 * 4 + 4; i++)
@@ -174,9 +175,9 @@ void act() {
 }
 
 void check_done() {
-    for (int i = 0; i < kernel.threads; i++)
+    for (int i = 0; i < all_threads(); i++)
         if (lanes[i].issued > warps[i / 32].done) fail("thread %d ends before its matrix instructions", i);
-    for (int w = 0; w < kernel.threads / 32; w++)
+    for (int w = 0; w < all_threads() / 32; w++)
         for (const Accumulator& x : warps[w].accumulators)
             if (x.taken) fail("warp %d ends without waiting for its accumulators", w);
 }
@@ -186,7 +187,7 @@ void issue(const MatrixStep& step, float* const* d, const u32* a) {
     maybe_switch(256);
     const Thread& self = *running;
     const u32 w = warp(self), l = lane(self);
-    Lane& mine = lanes[self.index];
+    Lane& mine = lanes[self.number];
     if (!mine.fenced) fail("a batch of wgmma without wgmma.fence before it");
     Group& g = groups[w / 4];
     const u64 number = mine.issued++;
@@ -216,17 +217,17 @@ void issue(const MatrixStep& step, float* const* d, const u32* a) {
     }
 }
 
-void wgmma_fence_sync_aligned() { lanes[running->index].fenced = true; }
+void wgmma_fence_sync_aligned() { lanes[running->number].fenced = true; }
 
 void wgmma_commit_group_sync_aligned() {
-    Lane& mine = lanes[running->index];
+    Lane& mine = lanes[running->number];
     mine.committed.push_back(mine.issued);
     mine.fenced = false;
 }
 
 void wgmma_wait_group_sync_aligned(u32 pending) {
     const u32 w = warp(*running), l = lane(*running);
-    const std::vector<u64>& committed = lanes[running->index].committed;
+    const std::vector<u64>& committed = lanes[running->number].committed;
     if (committed.size() <= pending) return;
     const u64 needed = committed[committed.size() - 1 - pending];
     while (warps[w].done < needed) block("wgmma", u32(needed), 0x3ace);
