@@ -53,8 +53,8 @@ const CAUSAL: &[Mutant] = &[
     Mutant(
         "the last key of a block is left out",
         "forward/cpu.c",
-        "min64(key + BLOCK_KV, range.end));",
-        "max64(min64(key + BLOCK_KV, range.end) - 1, key + 1));",
+        "key_end = min64(key + BLOCK_KV, range.end);",
+        "key_end = max64(min64(key + BLOCK_KV, range.end) - 1, key + 1);",
         "oracle",
     ),
     Mutant(
@@ -96,8 +96,8 @@ const CAUSAL: &[Mutant] = &[
     Mutant(
         "the scale is one percent off",
         "forward/cpu.c",
-        "args->scale * 1.44",
-        "1.01f * args->scale * 1.44",
+        "args->scale * LOG2E",
+        "1.01f * args->scale * LOG2E",
         "oracle",
     ),
     Mutant("the LSE is in other units", "forward/cpu.c", "maximum * 0.6931471805599453", "maximum * 0.6931", "LSE"),
@@ -111,8 +111,8 @@ const CAUSAL: &[Mutant] = &[
     Mutant(
         "right when small, wrong when large",
         "forward/cpu.c",
-        "args->scale * 1.44",
-        "(args->q_len > 350 ? 1.01f : 1) * args->scale * 1.44",
+        "args->scale * LOG2E",
+        "(args->q_len > 350 ? 1.01f : 1) * args->scale * LOG2E",
         "500x500",
     ),
     Mutant("an endless loop", "forward/cpu.c", "key += BLOCK_KV) {", "key += 0) {", "did not come back"),

@@ -1,8 +1,9 @@
 //! Problems and sizes on the command line: lists of values, all combinations.
 
 use super::exit::usage;
-use super::lists::{Masks, Sizes, masks, sizes};
+use super::lists::{MaskChoice, Masks, ScoreChange, Sizes, joined, masks, sizes};
 use anyhow::Result;
+use flashtune::codegen::score::ProgramRef;
 use flashtune::codegen::{Arch, Family};
 use flashtune::{DType, Mask, Problem, Shape};
 
@@ -27,9 +28,14 @@ pub struct CaseArgs {
     /// Head dims of V and O; the same as --head-dim when absent
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub head_dim_v: Vec<u32>,
-    /// full, causal, window:LEFT,RIGHT with - for an unbounded side, or several with commas between
+    /// full, causal, window:LEFT,RIGHT with - for an unbounded side, or several with commas between; or a score program:
+    /// the name of a built-in one (chunked, document, ...) or its text ("kv <= q and q - kv < 1024")
     #[arg(long, visible_alias = "masks", value_name = "LIST")]
     pub mask: Vec<Masks>,
+    /// What goes into the softmax in place of the score: the name of a built-in program (alibi, soft_cap, ...) or a text
+    /// ("score + 0.1 * (kv - q)")
+    #[arg(long, value_name = "PROGRAM")]
+    pub score: Option<ScoreChange>,
     /// Numbers of sequences
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub batch: Vec<u32>,
@@ -50,11 +56,12 @@ pub struct CaseArgs {
 impl CaseArgs {
     /// Whether no option was given.
     pub fn is_empty(&self) -> bool {
-        let Self { dtype, head_dim, head_dim_v, mask, batch, heads, kv_heads, q_len, kv_len } = self;
+        let Self { dtype, head_dim, head_dim_v, mask, score, batch, heads, kv_heads, q_len, kv_len } = self;
         let lists = [head_dim, head_dim_v, batch, heads, kv_heads];
         let lengths = [q_len, kv_len];
         dtype.is_empty()
             && mask.is_empty()
+            && score.is_none()
             && lists.iter().all(|l| l.is_empty())
             && lengths.iter().all(|l| l.is_empty())
     }
@@ -70,8 +77,14 @@ impl CaseArgs {
         for dtype in or(&self.dtype, d.problem.dtype) {
             for head_dim in or(&self.head_dim, d.problem.head_dim_qk) {
                 for head_dim_v in or(&self.head_dim_v, head_dim) {
-                    for mask in or(&masks(&self.mask), d.shape.mask) {
-                        let problem = Problem::forward_qk_v(dtype, head_dim, head_dim_v, mask.kind())?;
+                    for choice in or(&masks(&self.mask), MaskChoice::Window(d.shape.mask)) {
+                        let (mask, program) = match choice {
+                            MaskChoice::Window(mask) => (mask, None),
+                            MaskChoice::Program(program) => (Mask::Full, Some(program)),
+                        };
+                        let programs: Vec<ProgramRef> = program.into_iter().chain(self.score.map(|s| s.0)).collect();
+                        let problem = Problem::forward_qk_v(dtype, head_dim, head_dim_v, mask.kind())?
+                            .with_program(joined(&programs)?);
                         for batch in or(&self.batch, d.shape.batch) {
                             for heads in or(&self.heads, d.shape.heads) {
                                 for kv_heads in or(&self.kv_heads, heads) {
@@ -119,10 +132,13 @@ pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u
 /// The family of a name, or the best one for the problem.
 pub fn family(name: Option<&str>, problem: &Problem, arch: Arch) -> Result<Family> {
     let Some(name) = name else {
-        return Family::candidates(problem, arch)
-            .first()
-            .copied()
-            .ok_or_else(|| usage(format!("no kernel family computes {problem} on {arch}")));
+        return Family::candidates(problem, arch).first().copied().ok_or_else(|| match problem.program {
+            Some(_) => usage(format!(
+                "no kernel family computes score programs on {arch} yet; use --device cpu, or a mask of full, causal \
+                     or window:LEFT,RIGHT"
+            )),
+            None => usage(format!("no kernel family computes {problem} on {arch}")),
+        });
     };
     let family = family_named(name)?;
     family.supports(problem, arch)?;
@@ -146,7 +162,7 @@ mod tests {
     fn lists_multiply_and_absent_ones_follow_their_partner() {
         let args = CaseArgs {
             head_dim: vec![64, 128],
-            mask: vec![Masks(vec![Mask::Full, Mask::Causal])],
+            mask: vec![Masks([Mask::Full, Mask::Causal].map(MaskChoice::Window).to_vec())],
             q_len: vec![Sizes(vec![7])],
             heads: vec![4],
             ..Default::default()

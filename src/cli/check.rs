@@ -3,11 +3,13 @@
 use super::cases::family_named;
 use super::context::{Context, table};
 use super::exit::{Failed, usage};
+use super::lists::{MaskChoice, Masks, ScoreChange, joined};
 use super::progress;
 use super::sweep::{self, Effort, Failure};
 use super::weights;
 use anyhow::Result;
 use flashtune::cache::{Artifact, ArtifactFiles};
+use flashtune::codegen::score::{Program, ProgramRef};
 use flashtune::codegen::{Arch, Kernel, TemplateSet};
 use flashtune::runtime::{self, CheckCase, CheckInputs, Compiler, Device, Module, compile};
 use flashtune::{Problem, Shape};
@@ -40,6 +42,12 @@ pub struct Args {
     /// Only this kernel family, e.g. forward/sm90, also when it is withheld from dispatch
     #[arg(long, value_name = "FAMILY")]
     family: Option<String>,
+    /// Give every problem of the sweep this score program's mask beside its own: a name or a text, without run-time data
+    #[arg(long, value_name = "PROGRAM")]
+    mask: Option<Masks>,
+    /// Give every problem of the sweep this change of the score: a name or a text, without run-time data
+    #[arg(long, value_name = "PROGRAM")]
+    score: Option<ScoreChange>,
     /// Seed of the inputs
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
@@ -52,6 +60,26 @@ struct Tally {
     /// Largest error over its bound, and where.
     worst: (f64, String),
     failures: Vec<Failure>,
+}
+
+/// The score program that the options name.
+fn program(args: &Args) -> Result<Program> {
+    let mut named: Vec<ProgramRef> = args.score.iter().map(|s| s.0).collect();
+    for choice in args.mask.iter().flat_map(|m| &m.0) {
+        match choice {
+            MaskChoice::Program(program) => named.push(*program),
+            MaskChoice::Window(mask) => {
+                return Err(usage(format!("--mask {mask}: the sweep has it already; name a score program")));
+            }
+        }
+    }
+    let program = joined(&named)?;
+    if let Some(d) = program.declarations().first() {
+        return Err(usage(format!(
+            "the score program reads `{d}`, which the sweep has no value for; write it as a number"
+        )));
+    }
+    Ok(program)
 }
 
 /// A kernel ready to run, or why it is not.
@@ -68,7 +96,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let arch = device.fingerprint().arch;
     let family = args.family.as_deref().map(family_named).transpose()?;
     let mut work: Vec<(usize, Problem, Vec<Kernel>)> = Vec::new();
+    let program = program(&args)?;
     for (nth, problem) in sweep::problems(effort).into_iter().enumerate() {
+        let problem = problem.with_program(program.clone());
         if named(&args.problem, problem.to_string()) {
             let mut kernels = sweep::kernels(&problem, arch, schedules, family);
             kernels.retain(|k| named(&args.kernel, k.name()));

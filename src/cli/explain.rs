@@ -2,6 +2,7 @@
 
 use super::cases::{CaseArgs, default_case};
 use super::context::Context;
+use super::tile_map::MapArgs;
 use anyhow::Result;
 use std::io::Write;
 
@@ -10,9 +11,20 @@ use std::io::Write;
 pub struct Args {
     #[command(flatten)]
     cases: CaseArgs,
+    #[command(flatten)]
+    map: MapArgs,
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+    if args.map.wanted() {
+        let case = args.cases.single(&default_case())?;
+        let map = args.map.map(&case.problem, &case.shape)?;
+        if cx.json() {
+            return cx.print_json(&map.json());
+        }
+        write!(cx.out, "{}", map.text())?;
+        return Ok(());
+    }
     let cases = args.cases.cases(&default_case())?;
     let engine = cx.engine()?;
     let mut all = Vec::new();

@@ -2,6 +2,7 @@
 
 use flashtune::Mask;
 use flashtune::codegen::Error;
+use flashtune::codegen::score::{Program, ProgramBuilder, ProgramRef, builtin};
 use std::str::FromStr;
 
 /// Sizes that one item of a list names: `512`, `16k`, or `512..16k` for every doubling from the first to the last.
@@ -35,9 +36,19 @@ fn size(text: &str) -> Option<u32> {
     digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse::<u32>().ok()?.checked_mul(unit))?
 }
 
-/// Masks that one option names: `causal`, or several as in `full,causal,window:512,0`.
+/// A mask: of the built-in window kind, or a score program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MaskChoice {
+    /// full, causal or a window.
+    Window(Mask),
+    /// Anything else.
+    Program(ProgramRef),
+}
+
+/// Masks that one option names: `causal`, several as in `full,causal,window:512,0`, the name of a built-in program, or
+/// the text of one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Masks(pub Vec<Mask>);
+pub struct Masks(pub Vec<MaskChoice>);
 
 impl FromStr for Masks {
     type Err = Error;
@@ -48,10 +59,47 @@ impl FromStr for Masks {
             // The comma between the sides of a window is no separator.
             let right = item.starts_with("window:").then(|| items.next()).flatten();
             let text = right.map_or_else(|| item.to_owned(), |right| format!("{item},{right}"));
-            masks.push(text.parse()?);
+            masks.push(text.parse().map(MaskChoice::Window));
         }
-        Ok(Masks(masks))
+        match masks.into_iter().collect::<Result<Vec<_>, Error>>() {
+            Ok(masks) => Ok(Masks(masks)),
+            Err(e) => match program_text(s, "mask") {
+                Some(program) => Ok(Masks(vec![MaskChoice::Program(ProgramRef::new(program?))])),
+                None => Err(e),
+            },
+        }
     }
+}
+
+/// A change of the score: the name of a built-in program, or the text of one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ScoreChange(pub ProgramRef);
+
+impl FromStr for ScoreChange {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Self, Error> {
+        let program = program_text(s, "score").unwrap_or_else(|| Ok(Program::score_of(s)?));
+        Ok(Self(ProgramRef::new(program?)))
+    }
+}
+
+/// The program of a built-in's name, or of a text that is no single word.
+fn program_text(s: &str, result: &str) -> Option<Result<Program, Error>> {
+    if let Some(b) = builtin(s.trim()) {
+        return Some(Ok(Program::parse(b.text).expect("the built-in programs are tested")));
+    }
+    let is_text = s.contains(['<', '>', '=', '[', '(', ';', ' ']);
+    let parse = || Ok(if result == "mask" { Program::mask_of(s)? } else { Program::score_of(s)? });
+    is_text.then(parse)
+}
+
+/// Several programs as one: their masks all hold, their changes of the score follow each other.
+pub fn joined(programs: &[ProgramRef]) -> Result<Program, Error> {
+    let mut builder = ProgramBuilder::new();
+    for program in programs {
+        builder = builder.text(program.text())?;
+    }
+    Ok(builder.build()?)
 }
 
 /// All sizes of a list.
@@ -60,7 +108,7 @@ pub fn sizes(list: &[Sizes]) -> Vec<u32> {
 }
 
 /// All masks of a list.
-pub fn masks(list: &[Masks]) -> Vec<Mask> {
+pub fn masks(list: &[Masks]) -> Vec<MaskChoice> {
     list.iter().flat_map(|m| m.0.iter().copied()).collect()
 }
 
@@ -90,9 +138,14 @@ mod tests {
         let window = |left, right| Mask::Window { left, right };
         assert_eq!(
             parse("full,causal,window:512,0,full").unwrap(),
-            [Mask::Full, Mask::Causal, window(Some(512), Some(0)), Mask::Full]
+            [Mask::Full, Mask::Causal, window(Some(512), Some(0)), Mask::Full].map(MaskChoice::Window)
         );
-        assert_eq!(parse("window:-,3").unwrap(), [window(None, Some(3))]);
+        assert_eq!(parse("window:-,3").unwrap(), [MaskChoice::Window(window(None, Some(3)))]);
+        let texts = ["kv <= min(q, 7)", "min(q, 7) >= kv"].map(|text| parse(text).unwrap());
+        assert!(texts[0] == texts[1] && matches!(texts[0][..], [MaskChoice::Program(_)]));
+        assert!(matches!(parse("chunked").unwrap()[..], [MaskChoice::Program(_)]));
+        assert!(parse("kv <= qq").unwrap_err().to_string().contains("did you mean `q`?"));
+        assert!("soft_cap".parse::<ScoreChange>().is_ok() && "score * 2".parse::<ScoreChange>().is_ok());
         for bad in ["", "full,", "window:5", "causal,x"] {
             assert!(parse(bad).is_err(), "{bad}");
         }

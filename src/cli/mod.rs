@@ -20,6 +20,7 @@ mod run;
 mod sign;
 mod sweep;
 mod tensors;
+mod tile_map;
 mod transfer;
 mod tune;
 mod weights;

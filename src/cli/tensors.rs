@@ -3,6 +3,7 @@
 use super::exit::usage;
 use super::files;
 use anyhow::{Context as _, Result};
+use flashtune::codegen::score::{Elements, SideTensor};
 use flashtune::{DType, HostTensor, Layout};
 use safetensors::tensor::{Dtype as FileDType, SafeTensors, TensorView as FileTensor};
 use std::path::Path;
@@ -88,6 +89,38 @@ impl File {
         })?;
         HostTensor::from_bytes(dtype, layout.order(shape), layout.layout(), tensor.data().to_vec())
             .ok_or_else(|| usage(format!("{}: its bytes are not those of shape {shape:?}; write it again", at())))
+    }
+}
+
+impl File {
+    /// A tensor that a score program reads, of any rank up to four.
+    pub fn side_tensor(&self, name: &str) -> Result<SideTensor> {
+        let file = self.parse()?;
+        let Ok(tensor) = file.tensor(name) else {
+            let why = "it is what the score program reads under that name";
+            return Err(usage(format!("{} has no tensor `{name}`; {why}", self.path)));
+        };
+        let data = tensor.data();
+        let ints = |size: usize, f: fn(&[u8]) -> i64| Elements::Int(data.chunks_exact(size).map(f).collect());
+        let floats = |dtype: DType| -> Option<Elements> {
+            let n = tensor.shape().iter().product();
+            let all = HostTensor::from_bytes(dtype, [1, 1, 1, n], Layout::Bhsd, data.to_vec())?;
+            Some(Elements::Float(all.values()))
+        };
+        let elements = match tensor.dtype() {
+            FileDType::BOOL => Some(Elements::Bool(data.iter().map(|b| *b != 0).collect())),
+            FileDType::I64 => Some(ints(8, |b| i64::from_le_bytes(b.try_into().unwrap_or_default()))),
+            FileDType::I32 => Some(ints(4, |b| i32::from_le_bytes(b.try_into().unwrap_or_default()).into())),
+            FileDType::F32 => floats(DType::F32),
+            FileDType::F16 => floats(DType::F16),
+            FileDType::BF16 => floats(DType::Bf16),
+            _ => None,
+        };
+        let expected = "score programs read bool, i32, i64, f16, bf16 and f32; convert it";
+        let elements = elements.ok_or_else(|| {
+            usage(format!("tensor {name} of {}: dtype is {:?}; {expected}", self.path, tensor.dtype()))
+        })?;
+        Ok(SideTensor { shape: tensor.shape().to_vec(), elements })
     }
 }
 

@@ -124,6 +124,16 @@ impl Program {
         self.hash[..6].iter().map(|b| format!("{b:02x}")).collect()
     }
 
+    /// The mask of this program alone.
+    ///
+    /// # Errors
+    /// None that reading the program has not found.
+    pub fn mask_only(&self) -> Result<Self, ProgramError> {
+        let mut graph = self.graph.clone();
+        let score = graph.var(Var::Score);
+        ProgramBuilder { graph, mask: self.mask, score, sink: None, infer_axes: false }.build()
+    }
+
     /// Nothing is masked, changed or added.
     pub fn is_plain(&self) -> bool {
         self.mask.is_none() && self.score.is_none() && self.sink.is_none()
