@@ -50,7 +50,7 @@ fn a_small_model_is_tuned_and_then_answered_from_the_cache() {
 fn a_model_that_no_kernel_serves_is_an_error_that_says_why() {
     let place = Place::new();
     let mut command = place.flashtune(&["tune", "--model", &data("gemma-2-9b.json")]);
-    fails(&mut command, 3, &["no kernel computes what the model needs"]);
+    fails(&mut command, 3, &["no kernel that can be tuned computes what the model needs"]);
     let told = String::from_utf8(command.output().unwrap().stdout).unwrap();
     assert!(told.contains("soft cap"), "{told}");
 }

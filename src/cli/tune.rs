@@ -63,7 +63,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let cases = &agenda.cases;
     if cases.is_empty() {
         agenda::print(cx, &agenda)?;
-        return Err(Unavailable("no kernel computes what the model needs; nothing was tuned".into()).into());
+        return Err(
+            Unavailable("no kernel that can be tuned computes what the model needs; nothing was tuned".into()).into()
+        );
     }
     let templates = cx.templates()?;
     let budget = budget.unwrap_or(Duration::from_secs_f64(agenda.default_budget_s));

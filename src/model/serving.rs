@@ -249,20 +249,23 @@ impl Planner<'_> {
             LayerKind::Causal | LayerKind::Sliding(_) => {}
             LayerKind::Chunked(chunk) => {
                 let text = format!(
-                    "beyond {chunk} rows the host calls once for each chunk, on views of it: no kernel has the chunked \
-                     mask yet"
+                    "beyond {chunk} rows the host calls once for each chunk, on views of it: the tuned kernels have no \
+                     chunked mask"
                 );
                 gaps.push(Gap::partial("chunked mask", text));
             }
             LayerKind::Other(name) => gaps.push(Gap::blocking(name.clone(), "no kernel computes layers of this type")),
         }
         if let Some(cap) = self.model.soft_cap {
-            let text = format!("scores pass through {cap} * tanh(score / {cap}), which no kernel does yet");
+            let text = format!(
+                "scores pass through {cap} * tanh(score / {cap}): a score program, which forward/cpu alone computes and \
+                 which is not tuned yet"
+            );
             gaps.push(Gap::blocking("soft cap", text));
         }
         if self.model.sinks {
-            let text = "no kernel adds the learned score of a head yet; the host gets the same from O and the \
-                        log-sum-exp: O / (1 + exp(sink - lse))";
+            let text = "the tuned kernels leave the learned score of a head out; the host gets the same from O and \
+                        the log-sum-exp: O / (1 + exp(sink - lse))";
             gaps.push(Gap::partial("attention sinks", text));
         }
         gaps
