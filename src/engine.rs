@@ -415,6 +415,10 @@ impl Engine {
                 tracing::warn!(%problem, %shape, error = %e, "it cannot be tuned here; the next best choice is taken");
                 Ok(())
             }
+            Err(Error::Tuner(e @ flashtune_tuner::Error::Noise { .. })) => {
+                tracing::warn!("{e}; the next best choice is taken");
+                Ok(())
+            }
             Err(e) => Err(e),
         }
     }

@@ -10,6 +10,7 @@
 
 mod artifact;
 mod bundle;
+mod conditions;
 mod device;
 mod dir;
 mod error;
@@ -31,6 +32,7 @@ mod validity;
 
 pub use artifact::{Artifact, Facts, Recipe};
 pub use bundle::{Bundle, BundleContents, BundleSet, Manifest, PublicKey, SecretKey, sign_bundle};
+pub use conditions::{Conditions, Reading};
 pub use device::{CompilerId, DeviceFingerprint};
 pub use dir::{CACHE_VARIABLE, CacheDir};
 pub use error::{Error, Result};

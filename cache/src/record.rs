@@ -1,6 +1,6 @@
 //! What tuning found for one (device, problem, shape bucket).
 
-use crate::{DeviceFingerprint, Key};
+use crate::{Conditions, DeviceFingerprint, Key};
 use flashtune_codegen::{Problem, Schedule, Shape, ShapeBucket};
 use serde::{Deserialize, Serialize};
 
@@ -74,6 +74,8 @@ pub struct Provenance {
     pub seconds: f64,
     /// Seconds of it spent compiling (wall, parallel).
     pub compile_seconds: f64,
+    /// What else went on while it was measured.
+    pub conditions: Conditions,
 }
 
 impl RecordKey {

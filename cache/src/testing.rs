@@ -84,6 +84,7 @@ pub fn record(len: u32, n: u32) -> Record {
             unfused_us: None,
             seconds: 3.5,
             compile_seconds: 1.5,
+            conditions: Conditions::default(),
         },
     }
 }

@@ -1,7 +1,7 @@
 //! What a device can do, as the tuner and the engine see it.
 
 use crate::{Ceiling, DeviceSpec, Error, Probe, Result};
-use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
+use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Reading};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Kernel, Launch, Problem, Shape, Source};
 use std::any::Any;
@@ -50,6 +50,11 @@ pub trait Device: Send + Sync {
     /// The name under which another process of this machine opens the same device; `None` when there is no such name.
     fn spec(&self) -> Option<DeviceSpec> {
         None
+    }
+
+    /// A look at what could disturb a measurement: clocks, heat, other users. Empty where nothing can be read.
+    fn reading(&self) -> Reading {
+        Reading::default()
     }
 
     /// The compiler for this device's kernels; an error that tells the remedy when there is none.

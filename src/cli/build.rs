@@ -6,7 +6,8 @@ use super::progress;
 use super::relink::{self, Relinked, default_kernel};
 use anyhow::Result;
 use flashtune::cache::{
-    Artifact, ArtifactFiles, BundleContents, CacheDir, DeviceFingerprint, Key, Provenance, Record, RecordKey, Store,
+    Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Key, Provenance, Record,
+    RecordKey, Store,
 };
 use flashtune::codegen::{Arch, Kernel, ShapeBucket, TemplateSet};
 use flashtune::runtime::{Compiler, compile};
@@ -200,6 +201,7 @@ fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn
             unfused_us: None,
             seconds: 0.0,
             compile_seconds: 0.0,
+            conditions: Conditions::default(),
         },
     }
 }

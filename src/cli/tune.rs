@@ -7,7 +7,7 @@ use super::exit::{Failed, Unavailable, usage};
 use super::progress;
 use anyhow::Result;
 use flashtune::cache::{ArtifactFiles, Record, Store};
-use flashtune::tuner::{Event, Job, Observer, Outcome, tune};
+use flashtune::tuner::{Error as TunerError, Event, Job, Observer, Outcome, tune};
 use indicatif::ProgressBar;
 use serde_json::json;
 use std::io::Write;
@@ -94,6 +94,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         };
         match tune(&mut runner, &templates, &store, &artifacts, &job, &watcher) {
             Ok(outcome) => done.push(outcome),
+            // Another case may be easier to measure.
+            Err(e @ TunerError::Noise { .. }) => failures.push(e.to_string()),
             // A missing compiler or a full disk stops every case; anything else only this one.
             Err(e) if failures.is_empty() && done.is_empty() => {
                 watcher.bar.finish_and_clear();
@@ -173,6 +175,7 @@ fn summary(outcome: &Outcome) -> serde_json::Value {
         "median_us": record.winner().map(|w| w.median_us),
         "gflops": gflops(record),
         "gain_over_default": record.gain_over_default(),
+        "conditions": record.provenance.conditions.to_string(),
         "gain_over_unfused": gain_over_unfused(record),
         "cached": cached,
         "trials": trials.len(),

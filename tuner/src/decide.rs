@@ -4,6 +4,9 @@
 //! finalists run in rounds, A B C D, then B C D A, ..., and what counts is the median of the ratios within rounds. A
 //! challenger must beat the default by more than [`TIE`], and beyond doubt; otherwise the default wins. Challengers
 //! that tie are decided by the model's order. So the same machine gives the same winner, run after run.
+//!
+//! Where the noise hides who is faster, the final goes on; where it does so to the end ([`Rounds::doubt`] above
+//! [`NOISE`]), there is no decision, and nothing is stored.
 
 use crate::race::{RaceEvent, Track, timed};
 use crate::stats::{median, median_bounds};
@@ -14,13 +17,18 @@ pub(crate) const TIE: f64 = 0.01;
 /// An advantage is beyond doubt when even the upper bound of the median ratio is this far below 1.
 const BEYOND_DOUBT: f64 = TIE / 2.0;
 
+/// Ratios that are not known to within this much are hidden by noise.
+pub(crate) const NOISE: f64 = 0.05;
+
 /// Length of a final.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct FinalRules {
     /// Rounds that are run even past the deadline: fewer cannot beat the default beyond doubt.
     pub min_rounds: usize,
-    /// Rounds that are enough, even if some ratio is still in doubt.
+    /// Rounds that are enough, even if some ratio is still in doubt, as long as noise does not hide it.
     pub max_rounds: usize,
+    /// Rounds that are enough even then.
+    pub stubborn_rounds: usize,
     /// When the final should end.
     pub deadline: Duration,
     /// When it must end, whatever `min_rounds` says: then the default wins.
@@ -63,6 +71,20 @@ impl Rounds {
             && self.fastest(count, base).is_none_or(|best| others(best).all(|f| self.is_clear(best, f)))
     }
 
+    /// Half of the interval in which the least known of the ratios lies that the decision rests on; 0 when it is clear.
+    pub fn doubt(&self, count: usize, base: usize) -> f64 {
+        let best = self.fastest(count, base);
+        let unclear = |a: usize, b: usize| a != b && !self.is_clear(a, b);
+        let width = |a: usize, b: usize| {
+            let (low, high) = median_bounds(&self.ratios(a, b));
+            (high - low) / 2.0
+        };
+        let against_base = (0..count).filter(|&f| unclear(f, base)).map(|f| width(f, base));
+        let against_best =
+            best.into_iter().flat_map(|b| (0..count).filter(move |&f| unclear(b, f)).map(move |f| width(b, f)));
+        against_base.chain(against_best).fold(0.0, f64::max)
+    }
+
     /// Ratios of finalist `a` to finalist `b` within rounds.
     fn ratios(&self, a: usize, b: usize) -> Vec<f64> {
         self.0.iter().map(|round| round[a] / round[b]).collect()
@@ -81,13 +103,15 @@ pub(crate) fn run_final(
     let mut alive = finalists.to_vec();
     let mut rounds = Rounds::default();
     let mut round = 0;
-    while alive.len() > 1 && round < rules.max_rounds {
+    while alive.len() > 1 && round < rules.stubborn_rounds {
         let now = track.elapsed();
         if now >= rules.hard_deadline || now >= rules.deadline && round >= rules.min_rounds {
             break;
         }
         let base = alive.iter().position(|&c| Some(c) == default).unwrap_or(0);
-        if round >= rules.min_rounds && rounds.is_decided(alive.len(), base) {
+        if round >= rules.min_rounds && rounds.is_decided(alive.len(), base)
+            || round >= rules.max_rounds && rounds.doubt(alive.len(), base) <= NOISE
+        {
             break;
         }
         let mut times = vec![0.0; alive.len()];
@@ -170,6 +194,21 @@ mod tests {
         assert_eq!(decide(&r, 3, Some(0), &ORDER), 1);
         assert_eq!(decide(&r, 3, Some(0), &[0, 2, 1]), 2);
         assert_eq!(decide(&rounds(&[[100.0, 80.0, 70.0]; 9]), 3, Some(0), &ORDER), 2);
+    }
+
+    #[test]
+    fn noise_that_hides_a_ratio_is_told_from_a_close_race() {
+        // 1 % of noise around a tie: not clear, and nothing is hidden.
+        let close: Vec<_> = (0..75).map(|i| [100.0, 99.0 + (i * 7 % 5) as f64 * 0.25, 150.0]).collect();
+        let close = rounds(&close);
+        assert!(close.doubt(3, 0) < 0.01);
+        // Either half or double.
+        let noisy: Vec<_> = (0..75).map(|i| [100.0, if i % 2 == 0 { 50.0 } else { 200.0 }, 150.0]).collect();
+        assert!(rounds(&noisy).doubt(3, 0) > NOISE);
+        // As noisy, but slower beyond doubt.
+        let slower: Vec<_> = (0..75).map(|i| [100.0, if i % 2 == 0 { 150.0 } else { 400.0 }, 150.0]).collect();
+        assert_eq!(rounds(&slower).doubt(3, 0), 0.0);
+        assert_eq!(rounds(&noisy).doubt(1, 0), 0.0, "one alone has nobody to be compared with");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Why a job has no result. One schedule's failure is data, not an error.
 
 use crate::WorkerCommand;
+use flashtune_codegen::Shape;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -51,6 +52,16 @@ pub enum Error {
         cause: Cause,
         /// What is wrong, and what to do.
         message: String,
+    },
+    /// Measuring did not say which schedule is the fastest. Nothing was stored.
+    #[error("{problem} {shape}: {reason}; nothing was stored: tune again when the machine is quiet, or with more time")]
+    Noise {
+        /// The problem.
+        problem: String,
+        /// The sizes.
+        shape: Shape,
+        /// What stood in the way, with figures.
+        reason: String,
     },
     /// No schedule came through.
     #[error(

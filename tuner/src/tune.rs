@@ -2,14 +2,14 @@
 
 use crate::build::{Builder, prune};
 use crate::candidate::Candidate;
-use crate::decide::{FinalRules, decide, run_final};
+use crate::decide::{FinalRules, NOISE, Rounds, decide, run_final};
 use crate::race::{RaceEvent, Rules, Track, race};
 use crate::runner::{Inputs, Runner, Size};
 use crate::space::choose;
 use crate::stats::{median, percentile};
 use crate::{Error, Event, Job, Observer, Outcome, Phase, Result};
 use flashtune_cache::{
-    ArtifactFiles, Bundle, Finalist, Key, Provenance, Record, RecordKey, Stage, Store, Trial, TrialResult,
+    ArtifactFiles, Bundle, Conditions, Finalist, Key, Provenance, Record, RecordKey, Stage, Store, Trial, TrialResult,
 };
 use flashtune_codegen::{Kernel, Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::compile::compile_with;
@@ -20,6 +20,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 const FINALISTS: usize = 3;
 /// The longest budget: as good as none.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Rounds of a final. When noise hides the result and the time allows, four times as many.
+const MAX_ROUNDS: usize = 75;
 /// Failures that an error tells in full.
 const REASONS: usize = 3;
 
@@ -30,7 +32,7 @@ const REASONS: usize = 3;
 ///
 /// # Errors
 /// [`Error::Job`] for sizes that cannot be timed; [`Error::NothingWorks`] with the first reasons when no schedule came
-/// through; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Worker`] when worker processes end
+/// through; [`Error::Noise`] when it cannot be told which is the fastest, and nothing is stored; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Worker`] when worker processes end
 /// before a candidate runs in them; [`Error::Cache`] when the store fails.
 pub fn tune(
     runner: &mut Runner,
@@ -61,6 +63,10 @@ struct Tuning<'a> {
 /// What the measurement gave, by candidate index.
 struct Measured {
     winner: usize,
+    /// What else went on.
+    conditions: Conditions,
+    /// Why the winner may owe it to noise.
+    noise: Option<String>,
     finalists: Vec<usize>,
     /// All samples of the race and the final.
     samples: Vec<Vec<f64>>,
@@ -107,6 +113,9 @@ impl Tuning<'_> {
         let Some(measured) = measured else {
             return Err(self.nothing_works(&candidates));
         };
+        if let Some(reason) = measured.noise {
+            return Err(Error::Noise { problem: self.job.problem.to_string(), shape: self.job.shape, reason });
+        }
 
         let winner = &candidates[measured.winner];
         let kernel = winner.artifact.as_ref().expect("a winner was compiled");
@@ -128,6 +137,7 @@ impl Tuning<'_> {
                 unfused_us: self.runner.unfused_us(winner_us),
                 seconds: self.started.elapsed().as_secs_f64(),
                 compile_seconds,
+                conditions: measured.conditions.clone(),
             },
             key,
         };
@@ -226,6 +236,7 @@ impl Tuning<'_> {
         let contenders: Vec<usize> = (0..candidates.len()).filter(|&i| candidates[i].is_live()).collect();
         let schedules: Vec<Schedule> = contenders.iter().map(|&i| candidates[i].kernel.schedule).collect();
         let default = contenders.iter().position(|&i| candidates[i].is_default);
+        let mut readings = vec![self.runner.reading()];
         let mut track =
             RunnerTrack { runner: &mut *self.runner, ids: &contenders, started: self.started, broken: None };
         let mut failures: Vec<(usize, String)> = Vec::new();
@@ -250,7 +261,8 @@ impl Tuning<'_> {
 
         let rules = FinalRules {
             min_rounds: 7,
-            max_rounds: 75,
+            max_rounds: MAX_ROUNDS,
+            stubborn_rounds: 4 * MAX_ROUNDS,
             deadline: budget,
             // A winner that is sure is worth some more time than was asked for, but not without end.
             hard_deadline: budget + budget / 2,
@@ -269,6 +281,7 @@ impl Tuning<'_> {
         if let Some(e) = track.broken {
             return Err(e);
         }
+        readings.push(self.runner.reading());
         for (position, &contender) in alive.iter().enumerate() {
             standings.samples[contender].extend(rounds.times(position));
         }
@@ -289,8 +302,11 @@ impl Tuning<'_> {
         let default = alive.iter().position(|&c| Some(c) == default);
         // Contenders are numbered in the model's order.
         let winner = decide(&rounds, alive.len(), default, &alive);
+        let conditions = Conditions::of(&readings);
         Ok(Some(Measured {
             winner: contenders[alive[winner]],
+            noise: noise(&rounds, alive.len(), default.unwrap_or(0), winner, &conditions),
+            conditions,
             finalists: alive.iter().map(|&c| contenders[c]).collect(),
             samples,
         }))
@@ -398,6 +414,23 @@ fn finalists(candidates: &[Candidate], measured: &Measured) -> Vec<Finalist> {
         .collect();
     finalists.sort_by(|a, b| a.median_us.total_cmp(&b.median_us));
     finalists
+}
+
+/// Why the decision of a final cannot be trusted: its ratios were hidden by noise for as long as the final may last, or
+/// something disturbed the device and shows in the winner's times. A final that was cut short is not noisy: then the
+/// default wins.
+fn noise(rounds: &Rounds, count: usize, base: usize, winner: usize, conditions: &Conditions) -> Option<String> {
+    let doubt = rounds.doubt(count, base);
+    if rounds.0.len() >= MAX_ROUNDS && doubt > NOISE {
+        let (rounds, percent) = (rounds.0.len(), 100.0 * doubt);
+        return Some(format!(
+            "after {rounds} rounds the fastest is known to within {percent:.0} % only ({conditions})"
+        ));
+    }
+    let times: Vec<f64> = rounds.times(winner).collect();
+    let spread = (percentile(&times, 0.75)? - percentile(&times, 0.25)?) / median(&times)?;
+    let disturbance = conditions.disturbance().filter(|_| spread > NOISE)?;
+    Some(format!("{disturbance}, and half of the winner's times are {:.0} % apart", 100.0 * spread))
 }
 
 /// Refuses jobs that have nothing to time or contradict themselves.

@@ -2,8 +2,8 @@
 
 /// First bytes of every bundle.
 pub const MAGIC: &[u8; 8] = b"FTBUNDLE";
-/// Version of the layout.
-pub const FORMAT: u32 = 2;
+/// Version of the layout, and of the records inside.
+pub const FORMAT: u32 = 3;
 /// Size of the header in bytes.
 pub const HEADER: usize = 136;
 /// Size of one index entry in bytes.

@@ -2,7 +2,7 @@
 
 use super::isa;
 use crate::Result;
-use flashtune_cache::DeviceFingerprint;
+use flashtune_cache::{DeviceFingerprint, Reading};
 use flashtune_codegen::Arch;
 use std::fs;
 
@@ -22,6 +22,35 @@ pub(super) fn fingerprint() -> Result<DeviceFingerprint> {
             release => format!("{} {release}", std::env::consts::OS),
         },
     })
+}
+
+/// Processor time of the machine and of this process, and the load.
+pub(super) fn reading() -> Reading {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let busy = machine_ticks(&read("/proc/stat")).zip(process_ticks(&read("/proc/self/stat")));
+    Reading {
+        busy: busy.map(|(machine, own)| (machine as f64 / TICKS, own as f64 / TICKS)),
+        at: read("/proc/uptime").split(' ').next().and_then(|s| s.parse().ok()).unwrap_or(0.0),
+        load_average: read("/proc/loadavg").split(' ').next().and_then(|s| s.parse().ok()),
+        ..Reading::default()
+    }
+}
+
+/// Ticks of processor time in a second: USER_HZ, a constant of the kernel's interface.
+const TICKS: f64 = 100.0;
+
+/// Ticks in which the machine's processors were not idle: user, nice, system, irq, softirq, steal.
+fn machine_ticks(stat: &str) -> Option<u64> {
+    let fields: Vec<u64> =
+        stat.strip_prefix("cpu ")?.lines().next()?.split_whitespace().map_while(|n| n.parse().ok()).collect();
+    let busy = [0, 1, 2, 5, 6, 7].map(|i| fields.get(i).copied());
+    busy.into_iter().sum()
+}
+
+/// Ticks of this process, in user and kernel. The name before them, in parentheses, may hold anything.
+fn process_ticks(stat: &str) -> Option<u64> {
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
 }
 
 /// The value of the first `model name` line.
@@ -65,6 +94,16 @@ fn size(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn processor_time_is_read_from_the_kernels_tables() {
+        assert_eq!(machine_ticks("cpu  10 2 30 4000 500 6 7 8 0 0\ncpu0 1 1 1 1 1\n"), Some(10 + 2 + 30 + 6 + 7 + 8));
+        assert_eq!(process_ticks("7 (a ) b) R 1 7 7 0 -1 0 1 2 3 4 55 66 0 0 20 0"), Some(121));
+        assert_eq!((machine_ticks(""), process_ticks("")), (None, None));
+        let (first, second) = (reading(), reading());
+        let ((machine, own), (later, own_later)) = (first.busy.unwrap(), second.busy.unwrap());
+        assert!(later >= machine && own_later >= own && second.at >= first.at && first.at > 0.0);
+    }
 
     #[test]
     fn reads_the_kernels_texts() {

@@ -15,7 +15,7 @@ pub(crate) use matmul::{Packed, matmul};
 pub(crate) use softmax::softmax;
 
 use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
-use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Launch, Schedule};
 use memory::CpuBuffer;
@@ -103,6 +103,10 @@ impl Device for CpuDevice {
 
     fn spec(&self) -> Option<DeviceSpec> {
         Some(DeviceSpec::Cpu)
+    }
+
+    fn reading(&self) -> Reading {
+        host::reading()
     }
 
     fn compiler(&self) -> Result<Arc<dyn Compiler>> {

@@ -9,6 +9,7 @@ mod cublas;
 mod driver;
 mod memory;
 mod module;
+mod nvml;
 mod pointer;
 mod probe;
 mod slices;
@@ -23,7 +24,7 @@ use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
-use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Launch, SmArch};
 use memory::CudaBuffer;
@@ -208,6 +209,13 @@ impl Device for CudaDevice {
     fn spec(&self) -> Option<DeviceSpec> {
         // Device handles of the driver are the ordinals.
         usize::try_from(self.context.device).ok().map(DeviceSpec::Cuda)
+    }
+
+    fn reading(&self) -> Reading {
+        use CUdevice_attribute::*;
+        let number = |attribute| self.context.attribute(attribute).unwrap_or(u32::MAX);
+        let (domain, bus) = (number(CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID), number(CU_DEVICE_ATTRIBUTE_PCI_BUS_ID));
+        nvml::read(&format!("{domain:08X}:{bus:02X}:{:02X}.0", number(CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)))
     }
 
     fn compiler(&self) -> Result<Arc<dyn Compiler>> {

@@ -76,7 +76,8 @@ fn winner(paper: &mut Paper) -> usize {
         finalists.push(0);
     }
     let deadline = Duration::from_secs(120);
-    let final_rules = FinalRules { min_rounds: 7, max_rounds: 75, deadline, hard_deadline: deadline };
+    let final_rules =
+        FinalRules { min_rounds: 7, max_rounds: 75, stubborn_rounds: 300, deadline, hard_deadline: deadline };
     let (alive, rounds) = run_final(paper, &finalists, Some(0), &final_rules, &mut quiet);
     let default = alive.iter().position(|&i| i == 0);
     alive[decide(&rounds, alive.len(), default, &alive)]
@@ -147,7 +148,8 @@ fn one_that_breaks_in_the_final_loses_it() {
     let mut paper = Paper::new(&[120.0, 50.0, 100.0], 0.02, 0.0, 3);
     paper.breaks.push((1, 4));
     let deadline = Duration::from_secs(9);
-    let final_rules = FinalRules { min_rounds: 7, max_rounds: 75, deadline, hard_deadline: deadline };
+    let final_rules =
+        FinalRules { min_rounds: 7, max_rounds: 75, stubborn_rounds: 300, deadline, hard_deadline: deadline };
     let (alive, rounds) = run_final(&mut paper, &[1, 2, 0], Some(0), &final_rules, &mut quiet);
     assert_eq!(alive, [2, 0]);
     assert!(rounds.0.len() >= 7 && rounds.0.iter().all(|r| r.len() == 2));

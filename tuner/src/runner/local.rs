@@ -3,7 +3,7 @@
 use super::bench::Bench;
 use super::cases::Cases;
 use super::{Inputs, Size};
-use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_runtime::{Device, Error as RuntimeError, Module};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -57,6 +57,10 @@ impl Local {
     pub fn time(&mut self, id: u32) -> Result<f64, String> {
         let module = self.modules.get(&id).ok_or("it is not loaded")?;
         self.bench.as_mut().ok_or(UNPREPARED)?.time(&**module)
+    }
+
+    pub fn reading(&self) -> Reading {
+        self.device.reading()
     }
 
     pub fn unfused_us(&self, fused_us: f64) -> Option<f64> {

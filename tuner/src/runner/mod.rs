@@ -12,12 +12,12 @@ pub(crate) use local::Local;
 
 use crate::worker::{Compilers, WorkerCommand};
 use crate::{Job, Result};
-use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::{Problem, Shape};
 use flashtune_runtime::{Compiler, Device, DeviceSpec, compiler_for};
 use remote::Remote;
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 /// What the inputs of a job are made from.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -146,6 +146,19 @@ impl Runner {
             Kind::Here { local, .. } => Ok(local.time(id)),
             Kind::Worker { remote, .. } => remote.time(id),
         }
+    }
+
+    /// A look at what goes on around the device. What cannot be read is said once.
+    pub(crate) fn reading(&mut self) -> Reading {
+        let reading = match &mut self.kind {
+            Kind::Here { local, .. } => local.reading(),
+            Kind::Worker { remote, .. } => remote.reading(),
+        };
+        static SAID: Once = Once::new();
+        if let Some(why) = &reading.unread {
+            SAID.call_once(|| tracing::warn!("{why}"));
+        }
+        reading
     }
 
     /// Median time of unfused attention on the same inputs in microseconds, where it can be had.

@@ -8,7 +8,7 @@
 use super::{Inputs, Size};
 use crate::worker::{Limits, Loss, Process, Reply, Request, WorkerCommand};
 use crate::{Error, Result};
-use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_runtime::DeviceSpec;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -150,6 +150,17 @@ impl Remote {
 
     pub fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
         self.fairly(id, |this| this.run(id, &Request::Time { id }, Size::Full))
+    }
+
+    pub fn reading(&mut self) -> Reading {
+        match self.process.as_mut().map(|p| p.ask(&Request::Read, host(HOST_LIMIT))) {
+            Some(Ok(Reply::Read(reading))) => reading,
+            Some(Err(_)) => {
+                self.retire();
+                Reading::default()
+            }
+            _ => Reading::default(),
+        }
     }
 
     pub fn unfused_us(&mut self, fused_us: f64) -> Option<f64> {

@@ -31,6 +31,8 @@ enum Behaviour {
     WrongWhenLarge,
     /// Another answer each time.
     Unrepeatable,
+    /// Right, and takes either half or double the time of the default.
+    Noisy,
 }
 
 struct PaperDevice {
@@ -125,6 +127,7 @@ impl Device for PaperDevice {
         let (mut us, mut by, mut rows) = (50.0, 0.0, a.q_len);
         match module.behaviour {
             Behaviour::Right { us: own } => us = own,
+            Behaviour::Noisy => us = if (n.wrapping_mul(0x9E37_79B9) >> 13).is_multiple_of(2) { 50.0 } else { 200.0 },
             Behaviour::DoesNotLaunch => return Err(self.fault("launch")),
             Behaviour::Wrong { by: own } => by = own,
             Behaviour::SkipsTheLastRow => rows -= 1,
@@ -376,6 +379,37 @@ fn an_advantage_within_the_noise_leaves_the_default() {
     let outcome = fixture().tune(&device, &job()).unwrap();
     assert_eq!(outcome.record.schedule, schedules()[0]);
     assert!(outcome.record.winner().unwrap().is_default);
+}
+
+#[test]
+fn when_noise_hides_who_is_faster_nothing_is_stored_and_the_reason_is_told() {
+    let (device, _) = device(&[(1, Behaviour::Noisy)]);
+    let f = fixture();
+    let e = f.tune(&device, &job()).unwrap_err();
+    let text = e.to_string();
+    assert!(matches!(e, Error::Noise { .. }), "{text}");
+    assert!(text.contains("300 rounds") && text.contains('%') && text.contains("nothing was stored"), "{text}");
+    assert!(f.store.records().unwrap().is_empty() && !f.store.snapshot_path().exists());
+    // What was measured is known all the same.
+    let key =
+        RecordKey { device: device.fingerprint().clone(), problem: problem(), bucket: ShapeBucket::of(&job().shape) };
+    assert_eq!(f.store.trials(&key).unwrap().len(), schedules().len());
+}
+
+#[test]
+fn a_disturbed_device_is_trusted_only_where_the_times_are_steady() {
+    let rounds = |spread: f64| Rounds((0..20).map(|i| vec![100.0, 60.0 + spread * (i % 7) as f64]).collect());
+    let foreign = Conditions { foreign_processes: Some(1), ..Conditions::default() };
+    let hot = Conditions { throttling: vec!["thermal slowdown".into()], ..Conditions::default() };
+    let why = |rounds: &Rounds, conditions: &Conditions| noise(rounds, 2, 0, 1, conditions);
+    for disturbed in [&foreign, &hot] {
+        assert_eq!(why(&rounds(0.1), disturbed), None);
+        let reason = why(&rounds(3.0), disturbed).unwrap();
+        assert!(reason.contains(&disturbed.disturbance().unwrap()), "{reason}");
+    }
+    assert_eq!(why(&rounds(3.0), &Conditions::default()), None, "a clear winner");
+    // Cut short by the budget: the default has won, and that is no noise.
+    assert_eq!(noise(&Rounds(vec![vec![100.0, 30.0]; 3]), 2, 0, 0, &Conditions::default()), None);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 
 use crate::Cause;
 use crate::runner::{Inputs, Size};
-use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
+use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Reading};
 use flashtune_codegen::Source;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{self, Read, Write};
@@ -36,6 +36,8 @@ pub(crate) enum Request {
     Time { id: u32 },
     /// Time unfused attention, if a fused run of this long makes that affordable.
     Unfused { fused_us: f64 },
+    /// Look at what goes on around the device.
+    Read,
 }
 
 /// Worker to tuner.
@@ -54,6 +56,7 @@ pub(crate) enum Reply {
     Done,
     /// Error of a check, microseconds of a run.
     Value(f64),
+    Read(Reading),
     /// There is no such value.
     Nothing,
     /// The candidate, or the source to compile, is at fault.

@@ -1,7 +1,7 @@
 //! A device that says when a candidate has it, so that the other side can tell a hang from work on the host.
 
 use super::protocol::{Reply, write_frame};
-use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::Launch;
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_runtime::{Buffer, Compiler, Device, Module, Result, Stream};
@@ -49,6 +49,9 @@ impl Watched {
 impl Device for Watched {
     fn fingerprint(&self) -> &DeviceFingerprint {
         self.device.fingerprint()
+    }
+    fn reading(&self) -> Reading {
+        self.device.reading()
     }
     fn compiler(&self) -> Result<Arc<dyn Compiler>> {
         self.device.compiler()
