@@ -1,7 +1,7 @@
 //! Latency over a distribution of lengths, as a table.
 
 use crate::model::LengthReport;
-use crate::tables::Table;
+use crate::table::Table;
 use crate::text;
 
 /// Shares of the sequences that are shown.

@@ -20,6 +20,7 @@ mod html;
 mod lengths;
 mod model;
 mod read;
+mod table;
 mod tables;
 mod text;
 

@@ -2,8 +2,8 @@
 
 use super::Error;
 use super::fields::Fields;
+use super::gap::Gap;
 use super::layers::{LENGTH_MAX, LayerKind, layer_kinds};
-use super::serving::Gap;
 use flashtune_codegen::DType;
 use serde_json::Value;
 use std::collections::BTreeMap;

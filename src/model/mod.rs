@@ -11,13 +11,15 @@
 mod config;
 mod error;
 mod fields;
+mod gap;
 mod layers;
 mod serving;
 
 pub use config::{Latent, Model, read_model};
 pub use error::Error;
+pub use gap::Gap;
 pub use layers::LayerKind;
-pub use serving::{Case, Gap, Limits, Need, Serving, Use};
+pub use serving::{Case, Limits, Need, Serving, Use};
 
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,7 @@
 //! From a model to the problems and shapes that serving it needs.
 
 use super::config::{Latent, Model};
+use super::gap::Gap;
 use super::{Error, LayerKind};
 use flashtune_codegen::{Arch, DType, Family, Mask, Problem, Shape, ShapeBucket};
 use serde::Serialize;
@@ -52,17 +53,6 @@ pub struct Case {
     pub used_for: Use,
 }
 
-/// Something that the model needs and the kernels do not do.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Gap {
-    /// What it is, in a word or two.
-    pub feature: String,
-    /// What that means for serving.
-    pub text: String,
-    /// Whether the layers cannot be served at all; otherwise the host has something to do.
-    pub blocks: bool,
-}
-
 /// Layers that share a problem.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Need {
@@ -95,16 +85,6 @@ pub struct Serving {
     pub heads: u32,
     /// KV heads on one device.
     pub kv_heads: u32,
-}
-
-impl Gap {
-    pub(super) fn blocking(feature: impl Into<String>, text: impl Into<String>) -> Self {
-        Self { feature: feature.into(), text: text.into(), blocks: true }
-    }
-
-    pub(super) fn partial(feature: impl Into<String>, text: impl Into<String>) -> Self {
-        Self { blocks: false, ..Self::blocking(feature, text) }
-    }
 }
 
 impl fmt::Display for Use {
