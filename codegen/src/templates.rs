@@ -44,6 +44,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/copy.cuh",
     "lib/cuda/mbarrier.cuh",
     "lib/cuda/mma.cuh",
+    "lib/cuda/non_finite.cuh",
     "lib/cuda/row_softmax.cuh",
     "lib/cuda/score.cuh",
     "lib/cuda/softmax.cuh",

@@ -40,6 +40,7 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/approx.cuh" %>
 <% include "lib/cuda/row_softmax.cuh" %>
 <% include "lib/cuda/walk.cuh" %>
+<% include "lib/cuda/non_finite.cuh" %>
 
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kBlockQ = kConsumers * 64;
@@ -170,12 +171,10 @@ __device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
     }
 }
 
-// Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their
-// zero probabilities. Two warps that have nothing else to do take such elements out of masked blocks before anyone
-// multiplies with them; restore_non_finite() puts them back into the rows that do attend. Masked blocks arrive on a
-// barrier of their own, so these warps see each phase of it, and nothing of the blocks that they leave alone.
+// Two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with
+// them (see non_finite.cuh). Masked blocks arrive on a barrier of their own, so these warps see each phase of it, and
+// nothing of the blocks that they leave alone.
 __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
-    constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
     const u32 lane = threadIdx.x % 64;
     Ring<kStages> ring;
     u32 raw_parity = 0;  // one bit per stage
@@ -188,25 +187,7 @@ __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
                 mbarrier_wait(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
-                bool met = false;
-#pragma unroll 4
-                for (u32 at = v + lane * 16; at < v + Layout::kBytesV; at += 64 * 16) {
-                    uint4 x = load_shared_16(at);
-                    u32* words = &x.x;
-                    bool bad = false;
-#pragma unroll
-                    for (int w = 0; w < 4; w++) bad |= (words[w] & kLow) == kLow || (words[w] & kHigh) == kHigh;
-                    if (bad) {
-#pragma unroll
-                        for (int w = 0; w < 4; w++) {
-                            if ((words[w] & kLow) == kLow) words[w] &= 0xffff0000;
-                            if ((words[w] & kHigh) == kHigh) words[w] &= 0x0000ffff;
-                        }
-                        store_shared_16(at, x);
-                        met = true;
-                    }
-                }
-                if (met) {
+                if (take_out_non_finite<Element, Layout::kBytesV, 64>(v, lane)) {
                     store_shared_4(smem + Layout::kMetNonFinite, 1);
                     fence_async_proxy();
                 }
@@ -495,19 +476,9 @@ struct Consumer {
         for (int i = threadIdx.x % 128; i < 64 * kHeadDimV; i += 128) {
             const int row = i / kHeadDimV, column = i % kHeadDimV;
             if (id * 64 + row >= tile.rows) break;
-            const KeyRange live =
-                live_keys<kMaskLeft, kMaskRight>(args.forward, (tile.row + id * 64 + row) >> args.group_shift);
-            float add = 0.0f;
-#pragma unroll 1
-            for (int j = live.first; j <= live.last; j++) {
-                const int block = j / kBlockKV;
-                if (block >= blocks.full_begin && block < blocks.full_end) {
-                    j = blocks.full_end * kBlockKV - 1;
-                    continue;
-                }
-                const float x = to_float(v[j * args.forward.v_stride[2] + column]);
-                if (!(fabsf(x) < FT_INFINITY)) add += x;
-            }
+            const int position = (tile.row + id * 64 + row) >> args.group_shift;
+            const float add =
+                sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, blocks);
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
                 const u32 at = o_address() + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
