@@ -346,12 +346,30 @@ struct Consumer {
         sync();
     }
 
+    // step(n, masked) for the key blocks from n down. `masked` is a constant where masked blocks have loops of their own:
+    // those cut on the right or past the last key, then those in sight of every row, then those cut on the left.
+    template <typename Step>
+    static __device__ __forceinline__ void walk(const BlockRange& blocks, int n, const Step& step) {
+        if (kMaskedLoop) {
+#pragma unroll 1
+            for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
+#pragma unroll 1
+            for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
+            if (kMaskLeft) {
+#pragma unroll 1
+                for (; n >= blocks.begin; n--) step(n, Bool<true>{});
+            }
+        } else {
+#pragma unroll 1
+            for (; n >= blocks.begin; n--) step(n, is_masked<kMaskLeft>(blocks, n));
+        }
+    }
+
     // All key blocks of a tile.
     __device__ __forceinline__ void attend(const Tile& tile, const BlockRange& blocks, float c) {
         Probabilities p;
-        // `masked` is a bool, or a constant where masked blocks have a loop of their own.
         if constexpr (kOverlap) {
-            int n = blocks.end - 1;
+            const int n = blocks.end - 1;
             {
                 Scores s;
                 wait_k();
@@ -384,20 +402,7 @@ struct Consumer {
                 if (moved) softmax.rescale(o);
                 round(s, p);
             };
-            n--;
-            if (kMaskedLoop) {
-#pragma unroll 1
-                for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
-#pragma unroll 1
-                for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
-                if (kMaskLeft) {
-#pragma unroll 1
-                    for (; n >= blocks.begin; n--) step(n, Bool<true>{});
-                }
-            } else {
-#pragma unroll 1
-                for (; n >= blocks.begin; n--) step(n, is_masked<kMaskLeft>(blocks, n));
-            }
+            walk(blocks, n - 1, step);
             if (kOApart) release_q();
             wait_v();
             issue_pv(p);
@@ -424,20 +429,7 @@ struct Consumer {
                 wgmma_touch(o);
                 release_v();
             };
-            int n = blocks.end - 1;
-            if (kMaskedLoop) {
-#pragma unroll 1
-                for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
-#pragma unroll 1
-                for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
-                if (kMaskLeft) {
-#pragma unroll 1
-                    for (; n >= blocks.begin; n--) step(n, Bool<true>{});
-                }
-            } else {
-#pragma unroll 1
-                for (; n >= blocks.begin; n--) step(n, is_masked<kMaskLeft>(blocks, n));
-            }
+            walk(blocks, blocks.end - 1, step);
             if (kOApart) release_q();
         }
     }
