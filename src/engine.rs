@@ -391,7 +391,7 @@ impl Engine {
     fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
         let tunable = self.policy == Policy::Tune
             && problem.program.is_none()
-            && demand == Demand::Usual
+            && demand.is_tunable()
             && !shape.is_empty()
             && shape.kv_len > 0;
         if tunable && self.dispatcher.planned(problem, shape, demand).is_none() {

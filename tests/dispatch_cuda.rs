@@ -125,6 +125,15 @@ fn half_precision_goes_to_the_tensor_cores() {
 }
 
 #[test]
+fn strides_that_the_copy_engine_cannot_take_leave_the_tensor_cores_of_sm80() {
+    let (problem, shape) = call(DType::Bf16);
+    let plan = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Demand::Strided).unwrap();
+    assert_eq!(plan.kernel().schedule.family(), Family::ForwardSm80);
+    assert!(plan.refusals().iter().any(|r| r.what == "forward/sm90"), "{}", plan.explain());
+    assert!(Demand::Strided.is_tunable() && !Demand::Unaligned.is_tunable() && !Demand::Weights.is_tunable());
+}
+
+#[test]
 fn the_weights_come_from_the_plain_kernel_alone() {
     let (problem, shape) = call(DType::Bf16);
     let gpu = dispatcher("sm_90a", Policy::Default);

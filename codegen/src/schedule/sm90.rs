@@ -67,8 +67,8 @@ impl Sm90Schedule {
         65536 / (self.threads() * self.blocks_per_sm) / 8 * 8
     }
 
-    /// Registers of a thread of the producer, once it has given back what it does not need. It needs more where it also
-    /// looks for non-finite elements of V in the time between, which is what the larger number allows.
+    /// Registers of a thread of the producer, once it has given back what it does not need: the fewest there can be or, with
+    /// three consumers, what their equal shares in multiples of 8 leave.
     pub const fn producer_registers(&self) -> u32 {
         if self.consumers == 3 { 32 } else { 24 }
     }
@@ -131,7 +131,7 @@ impl Sm90Schedule {
             .unwrap_or(Self { block_kv: 16, ..base })
     }
 
-    /// The schedules worth trying.
+    /// The schedules worth trying. Lazy rescaling is left out until its error has been held against that of the peers.
     pub fn space(problem: &Problem) -> Vec<Self> {
         let masks: &[bool] = if problem.mask.any() { &[true, false] } else { &[true] };
         // Larger head dims leave the special-function unit idle half of the time and more.

@@ -27,6 +27,16 @@ impl Demand {
         }
     }
 
+    /// Whether only the plain kernel can meet it.
+    pub(super) fn needs_the_plain_kernel(self) -> bool {
+        matches!(self, Demand::Unaligned | Demand::Weights)
+    }
+
+    /// Whether tuning helps: another family than the plain kernel, which has one schedule, can meet it.
+    pub fn is_tunable(self) -> bool {
+        !self.needs_the_plain_kernel()
+    }
+
     /// Why a family that computes the problem cannot meet it.
     pub(super) fn why_not(self) -> &'static str {
         match self {

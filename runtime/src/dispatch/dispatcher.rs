@@ -197,7 +197,7 @@ impl Dispatcher {
         self.search_records(key, &families, &mut search);
         if self.config.policy.may_compile() {
             search.choices.push(self.default_choice(key, &families, &mut search.refusals)?);
-        } else if search.choices.is_empty() && key.demand != Demand::Usual {
+        } else if search.choices.is_empty() && key.demand.needs_the_plain_kernel() {
             let why = format!("it would have to be compiled for this call ({:?})", key.demand).to_lowercase();
             search.refusals.push(Refusal::new("forward/naive", why));
         }
