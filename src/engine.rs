@@ -94,6 +94,17 @@ pub struct Engine {
     candidates: Candidates,
     /// One tuning at a time: two at once would disturb each other's measurements.
     tuning: Mutex<()>,
+    /// Where the classes that were met untuned go when the engine is dropped.
+    untuned_file: Option<PathBuf>,
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let Some(file) = &self.untuned_file else { return };
+        if let Err(e) = self.write_untuned(file) {
+            tracing::warn!("the untuned shapes are not kept: {e}");
+        }
+    }
 }
 
 impl Builder {
@@ -207,6 +218,7 @@ impl Builder {
             policy: self.policy,
             candidates: self.candidates,
             tuning: Mutex::new(()),
+            untuned_file: std::env::var_os(crate::UNTUNED_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from),
         })
     }
 }
@@ -261,6 +273,7 @@ impl Engine {
     pub unsafe fn forward(&self, call: &Forward, stream: Stream) -> Result<Option<Dispatch>> {
         let Some((dispatch, args)) = self.dispatch(call)? else { return Ok(None) };
         let Dispatch { plan, shape } = &dispatch;
+        plan.count_call();
         tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, and the sizes were
         // checked against the tensors.
@@ -325,6 +338,13 @@ impl Engine {
     /// # Errors
     /// As [`Engine::tune`].
     pub fn tune_job(&self, job: &Job, observer: &dyn Observer) -> Result<Outcome> {
+        if self.dispatcher.sealed().is_some() {
+            return Err(Error::Runtime(RuntimeError::Sealed {
+                problem: job.problem.to_string(),
+                reason: "a sealed engine does not tune".to_owned(),
+                remedy: "tune in another process, ship the result as a bundle, and open a new engine",
+            }));
+        }
         let dir = self.cache.as_ref().ok_or(flashtune_cache::Error::NoFolder)?;
         job.problem.validate()?;
         job.shape.validate()?;
@@ -334,6 +354,10 @@ impl Engine {
         let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, &store, &artifacts, job, observer)?;
         self.dispatcher.refresh();
         Ok(outcome)
+    }
+
+    pub(crate) fn dispatcher(&self) -> &Dispatcher {
+        &self.dispatcher
     }
 
     /// Where candidates run.
@@ -390,6 +414,7 @@ impl Engine {
 
     fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
         let tunable = self.policy == Policy::Tune
+            && self.dispatcher.sealed().is_none()
             && problem.program.is_none()
             && demand.is_tunable()
             && !shape.is_empty()

@@ -11,6 +11,16 @@ pub enum Error {
     /// Tuning had no result.
     #[error(transparent)]
     Tuner(flashtune_tuner::Error),
+    /// A file of problems and sizes cannot be read or written.
+    #[error("{}{}: {message}; write one JSON object with `problem` and `shape` per line, as `Engine::write_untuned` does", path.display(), at_line(*line))]
+    Manifest {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1; 0 for the file as a whole.
+        line: usize,
+        /// What is wrong with it.
+        message: String,
+    },
     /// The folder of template overrides cannot be used.
     #[error("templates {}: {message}; name a folder with files such as forward/cpu.c", path.display())]
     Templates {
@@ -19,6 +29,10 @@ pub enum Error {
         /// What is wrong with it.
         message: String,
     },
+}
+
+fn at_line(line: usize) -> String {
+    if line == 0 { String::new() } else { format!(", line {line}") }
 }
 
 /// Result of this crate.

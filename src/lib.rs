@@ -22,13 +22,18 @@
 mod engine;
 mod error;
 mod host;
+mod manifest;
 pub mod model;
 mod overrides;
+mod serving;
 
 pub use flashtune_cache as cache;
 pub use flashtune_codegen as codegen;
 pub use flashtune_runtime as runtime;
 pub use flashtune_tuner as tuner;
+
+/// The variable that names the file to which an engine appends, when it is dropped, the shapes that it met untuned.
+pub const UNTUNED_VARIABLE: &str = "FLASHTUNE_UNTUNED";
 
 /// The variable that names the `flashtune` program whose processes run candidates.
 pub const WORKER_VARIABLE: &str = "FLASHTUNE_WORKER";
@@ -36,7 +41,10 @@ pub const WORKER_VARIABLE: &str = "FLASHTUNE_WORKER";
 pub use engine::{Builder, Dispatch, Engine, Forward};
 pub use error::{Error, Result};
 pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};
-pub use flashtune_runtime::dispatch::{Explanation, Plan, Policy, Refusal, Status};
+pub use flashtune_runtime::dispatch::{
+    Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
+};
 pub use flashtune_runtime::{DeviceSpec, Distribution, HostTensor, Layout, Stream, TensorView};
 pub use host::HostOutput;
+pub use manifest::{ManifestEntry, read_manifest};
 pub use overrides::{TEMPLATES_VARIABLE, read_templates};

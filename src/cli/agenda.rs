@@ -8,7 +8,7 @@ use flashtune::cache::DeviceFingerprint;
 use flashtune::codegen::{Arch, ShapeBucket};
 use flashtune::model::{Limits, Model, Need, Serving, read_model};
 use flashtune::runtime::require_room;
-use flashtune::{DType, Mask};
+use flashtune::{DType, Mask, read_manifest};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -35,6 +35,10 @@ pub struct ModelArgs {
     /// Number of devices that the model's heads are split over (tensor parallelism)
     #[arg(long, value_name = "N", requires = "model")]
     tp: Option<u32>,
+    /// Tune what a file lists: the shapes that a host met untuned (`Engine::write_untuned`), most called first; may be
+    /// repeated
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    from: Vec<PathBuf>,
 }
 
 /// What is going to be tuned.
@@ -57,6 +61,9 @@ impl Agenda {
             let serving = Serving::of(&model, &limits)?;
             return Ok(Self::of_model(model, serving, device));
         }
+        if !model.from.is_empty() {
+            return Self::of_files(&model.from, args);
+        }
         let (cases, default_budget_s) = match (args.is_empty(), arch) {
             (true, Arch::Cpu(_)) => (common_cases(arch), CPU_BUDGET),
             (true, Arch::Sm(_)) => (common_cases(arch), CUDA_BUDGET),
@@ -70,6 +77,25 @@ impl Agenda {
             return Err(usage(format!("there is nothing to time in {}; name sizes of at least 1", empty.shape)));
         }
         Ok(Self { cases, model: None, left_out: Vec::new(), default_budget_s })
+    }
+
+    /// What files list. Score programs have one schedule, so there is nothing to tune for them.
+    fn of_files(files: &[PathBuf], args: &CaseArgs) -> Result<Self> {
+        if !args.is_empty() {
+            return Err(usage("--from says the problems and sizes; no option that names some may be given beside it"));
+        }
+        let (mut cases, mut left_out): (Vec<Case>, Vec<String>) = Default::default();
+        for entry in files.iter().map(|f| read_manifest(f)).collect::<Result<Vec<_>, _>>()?.concat() {
+            let case = Case { problem: entry.problem, shape: entry.shape };
+            let class = (case.problem, ShapeBucket::of(&case.shape));
+            if case.problem.program.is_some() || case.shape.is_empty() || case.shape.kv_len == 0 {
+                left_out.push(format!("{} {}: there is nothing to tune", case.problem, case.shape));
+            } else if !cases.iter().any(|c| (c.problem, ShapeBucket::of(&c.shape)) == class) {
+                cases.push(case);
+            }
+        }
+        let default_budget_s = CASE_BUDGET * cases.len() as f64;
+        Ok(Self { cases, model: None, left_out, default_budget_s })
     }
 
     fn of_model(model: Model, serving: Serving, device: &DeviceFingerprint) -> Self {

@@ -46,6 +46,7 @@ Environment:
   FLASHTUNE_ALLOW_UNSIGNED  1: use bundles that no trusted key signed (as --allow-unsigned)
   FLASHTUNE_TEMPLATES  folder with templates that replace the built-in ones (as --templates)
   FLASHTUNE_NVRTC      folder with libnvrtc.so, or the library itself
+  FLASHTUNE_UNTUNED    file to which shapes that were met untuned are appended; `tune --from` takes it
   FLASHTUNE_WORKER     the flashtune program whose processes run candidates for hosts that tune; the command is its own
   FLASHTUNE_CPU_ISA    a lower instruction set than the processor has, e.g. avx2
   CC                   the C compiler for kernels of the cpu device

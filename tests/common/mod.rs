@@ -1,6 +1,8 @@
 //! What the end-to-end tests share: the command with a cache of its own, and tensor files.
 #![allow(dead_code)] // every test file uses its own part
 
+pub mod counted;
+
 use assert_cmd::Command;
 use flashtune::codegen::{Arch, CpuIsa};
 use flashtune::{DType, Distribution, HostTensor, Layout};

@@ -128,6 +128,25 @@ typedef int32_t flashtune_mask;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// What a sealed engine does with sizes that no kernel was sealed in for.
+enum flashtune_on_miss
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Runs the problem's kernel of the nearest sizes.
+  FLASHTUNE_ON_MISS_NEAREST = 0,
+  // Fails with FLASHTUNE_STATUS_SEALED.
+  FLASHTUNE_ON_MISS_REFUSE = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_on_miss flashtune_on_miss;
+#else
+typedef int32_t flashtune_on_miss;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // Form of an explanation.
 enum flashtune_format
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -285,6 +304,49 @@ flashtune_status flashtune_forward(flashtune_engine engine,
 // # Safety
 // As `flashtune_forward`.
 flashtune_status flashtune_prepare(flashtune_engine engine, const struct flashtune_forward_args *args);
+
+// Loads the kernels of the problems and sizes that a file lists (as `flashtune_write_untuned` writes it), compiling or
+// tuning by the engine's policy, so that their first calls wait for nothing.
+//
+// Fails with STORAGE (the file), and as `flashtune_prepare` for the first that cannot be had; the others are loaded.
+//
+// # Safety
+// `manifest` is NULL or a string that ends with a zero byte.
+flashtune_status flashtune_preload(flashtune_engine engine, const char *manifest);
+
+// Closes the engine's set of kernels: loads those of all records that may be used here; from then on nothing is compiled
+// or tuned and no file is read. Sealing again changes nothing and gives the same digest.
+//
+// `on_miss`: a `flashtune_on_miss`, for calls of sizes that no kernel was sealed in for. `digest`: receives 64
+// hexadecimal digits and a zero byte (65 bytes) unless NULL; processes with equal digests run the same kernels.
+//
+// Fails with SEALED when there is no kernel at all.
+//
+// # Safety
+// `digest` is NULL or writable for 65 bytes.
+flashtune_status flashtune_seal(flashtune_engine engine,
+                                int32_t on_miss,
+                                char *digest);
+
+// What the engine counted: calls by what they ran on, refusals, compilations, verification failures.
+//
+// `format`: FLASHTUNE_FORMAT_TEXT for what Prometheus scrapes, FLASHTUNE_FORMAT_JSON for one object. The other arguments
+// and the failures are those of `flashtune_explain`.
+//
+// # Safety
+// As `flashtune_explain`.
+flashtune_status flashtune_counters(flashtune_engine engine,
+                                    int32_t format,
+                                    char *buffer,
+                                    size_t capacity,
+                                    size_t *length);
+
+// Appends the classes of sizes that were met and that no record of their own serves to a file that
+// `flashtune tune --from` takes. `classes`: receives their number; may be NULL.
+//
+// # Safety
+// `file` is NULL or a string that ends with a zero byte, `classes` is NULL or valid.
+flashtune_status flashtune_write_untuned(flashtune_engine engine, const char *file, uint64_t *classes);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -33,23 +33,8 @@ pub unsafe extern "C" fn flashtune_explain(
         let last =
             last.ok_or_else(|| Failure::argument("this engine has dispatched nothing yet; call forward first"))?;
         let text = written(&last.explain(), format)?;
-        if !length.is_null() {
-            // SAFETY: by this function's contract.
-            unsafe { input::write(length, "the length", text.len())? };
-        }
-        if buffer.is_null() && capacity != 0 {
-            return Err(Failure::argument("the buffer is null, but its capacity is not 0"));
-        }
-        if capacity <= text.len() {
-            let message = format!("the text has {} bytes and a zero, the buffer {capacity}", text.len());
-            return Err(Failure::new(Status::BufferTooSmall, message));
-        }
-        // SAFETY: the buffer holds more than `text.len()` bytes by the caller's word.
-        unsafe {
-            std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast::<u8>(), text.len());
-            buffer.add(text.len()).write(0);
-        }
-        Ok(())
+        // SAFETY: by this function's contract.
+        unsafe { input::write_text(&text, buffer, capacity, length) }
     })
 }
 

@@ -1,7 +1,7 @@
 //! Memory that the caller names: structs by the size that they state, strings, places for answers.
 
 use crate::error::{Failure, Result};
-use crate::types::{ForwardArgs, Options};
+use crate::types::{ForwardArgs, Options, Status};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
@@ -81,6 +81,30 @@ pub(crate) unsafe fn write<T>(to: *mut T, name: &str, value: T) -> Result<()> {
     }
     // SAFETY: writable by the caller's promise; it may lie at any address.
     unsafe { to.write_unaligned(value) };
+    Ok(())
+}
+
+/// Writes a text and a zero byte, and its length also when the buffer is too small.
+///
+/// # Safety
+/// `buffer` is null or writable for `capacity` bytes, `length` is null or writable.
+pub(crate) unsafe fn write_text(text: &str, buffer: *mut c_char, capacity: usize, length: *mut usize) -> Result<()> {
+    if !length.is_null() {
+        // SAFETY: by this function's contract.
+        unsafe { write(length, "the length", text.len())? };
+    }
+    if buffer.is_null() && capacity != 0 {
+        return Err(Failure::argument("the buffer is null, but its capacity is not 0"));
+    }
+    if capacity <= text.len() {
+        let message = format!("the text has {} bytes and a zero, the buffer {capacity}", text.len());
+        return Err(Failure::new(Status::BufferTooSmall, message));
+    }
+    // SAFETY: the buffer holds more than `text.len()` bytes by the caller's word.
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), buffer.cast::<u8>(), text.len());
+        buffer.add(text.len()).write(0);
+    }
     Ok(())
 }
 

@@ -20,6 +20,7 @@ mod forward;
 mod handles;
 mod input;
 mod log;
+mod serving;
 #[cfg(test)]
 mod tests;
 mod types;
@@ -28,6 +29,7 @@ pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};
 pub use explain::flashtune_explain;
 pub use forward::{flashtune_forward, flashtune_prepare};
+pub use serving::{flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_untuned};
 pub use types::*;
 
 use std::ffi::c_char;

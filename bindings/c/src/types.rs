@@ -74,6 +74,16 @@ pub enum Mask {
     Window = 2,
 }
 
+/// What a sealed engine does with sizes that no kernel was sealed in for.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnMiss {
+    /// Runs the problem's kernel of the nearest sizes.
+    Nearest = 0,
+    /// Fails with FLASHTUNE_STATUS_SEALED.
+    Refuse = 1,
+}
+
 /// Form of an explanation.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -161,6 +161,42 @@ static void explanations(void) {
     expect("no buffer", flashtune_explain(engine, 0, NULL, 9, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
 }
 
+/* A sealed engine serves what it has, and says what it lacks. */
+static void serving(void) {
+    flashtune_options p = {.struct_size = sizeof p, .device = "cpu"};
+    flashtune_engine open = engine;
+    char text[8192], digest[65], again[65];
+    size_t length = 0;
+    expect("open", flashtune_engine_open(&p, &engine), FLASHTUNE_STATUS_OK, "");
+    flashtune_forward_args a = good();
+    expect("forward", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
+    expect("no manifest", flashtune_preload(engine, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "manifest");
+    expect("gone manifest", flashtune_preload(engine, "/nonexistent/m"), FLASHTUNE_STATUS_STORAGE, "/nonexistent/m");
+    expect("on_miss", flashtune_seal(engine, 2, digest), FLASHTUNE_STATUS_INVALID_ARGUMENT, "on_miss");
+    expect("seal", flashtune_seal(engine, FLASHTUNE_ON_MISS_REFUSE, digest), FLASHTUNE_STATUS_OK, "");
+    expect("seal again", flashtune_seal(engine, FLASHTUNE_ON_MISS_NEAREST, again), FLASHTUNE_STATUS_OK, "");
+    expect("seal, no digest", flashtune_seal(engine, 0, NULL), FLASHTUNE_STATUS_OK, "");
+    if (strlen(digest) != 64 || strcmp(digest, again)) failures++, fprintf(stderr, "digests: %s %s\n", digest, again);
+    expect("a hit", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
+    a.mask = FLASHTUNE_MASK_CAUSAL;
+    expect("a miss", flashtune_forward(engine, &a), FLASHTUNE_STATUS_SEALED, "sealed in");
+    expect("length", flashtune_counters(engine, 0, NULL, 0, &length), FLASHTUNE_STATUS_BUFFER_TOO_SMALL, "bytes");
+    expect("format", flashtune_counters(engine, 9, text, sizeof text, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "format");
+    expect("text", flashtune_counters(engine, FLASHTUNE_FORMAT_TEXT, text, sizeof text, NULL), FLASHTUNE_STATUS_OK, "");
+    if (strlen(text) != length || !strstr(text, "# TYPE flashtune_refused_total counter"))
+        failures++, fprintf(stderr, "not what Prometheus reads: %s\n", text);
+    expect("json", flashtune_counters(engine, FLASHTUNE_FORMAT_JSON, text, sizeof text, NULL), FLASHTUNE_STATUS_OK, "");
+    if (!strstr(text, "\"refused\":1")) failures++, fprintf(stderr, "not the numbers: %s\n", text);
+    uint64_t classes = 77;
+    expect("no file", flashtune_write_untuned(engine, NULL, &classes), FLASHTUNE_STATUS_INVALID_ARGUMENT, "file");
+    expect("bad file", flashtune_write_untuned(engine, "/nonexistent/u", NULL), FLASHTUNE_STATUS_STORAGE, "/nonexistent/u");
+    expect("to nowhere", flashtune_write_untuned(engine, "/dev/null", &classes), FLASHTUNE_STATUS_OK, "");
+    if (classes != 1) failures++, fprintf(stderr, "%d classes\n", (int)classes);
+    expect("close", flashtune_engine_close(engine), FLASHTUNE_STATUS_OK, "");
+    expect("closed", flashtune_seal(engine, 0, NULL), FLASHTUNE_STATUS_INVALID_HANDLE, "closed");
+    engine = open;
+}
+
 /* An engine on a GPU knows addresses of the host. */
 static void gpu(void) {
     flashtune_options p = {.struct_size = sizeof p, .device = "cuda:0"};
@@ -199,6 +235,7 @@ int main(void) {
     flashtune_options p = {.struct_size = sizeof p, .device = "cpu"};
     expect("open", flashtune_engine_open(&p, &engine), FLASHTUNE_STATUS_OK, "");
     explanations();
+    serving();
     structs();
     tensors();
     handles();

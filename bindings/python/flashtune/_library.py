@@ -15,6 +15,7 @@ NAME = "libflashtune.so"
 # Constants of the header.
 F16, BF16, F32 = 1, 2, 3
 POLICIES = {"default": 0, "tune": 1, "sealed": 2}
+ON_MISS = {"nearest": 0, "refuse": 1}
 FULL, CAUSAL, WINDOW = 0, 1, 2
 SCALE_IS_GIVEN = 1
 TEXT, JSON = 0, 1
@@ -81,6 +82,7 @@ def _load(path):
             f"{path} has ABI {abi}, this package needs {ABI_VERSION}; use the package and the library of one version"
         )
     status, handle, pointer = ctypes.c_int32, ctypes.c_uint64, ctypes.POINTER
+    text = (status, [handle, ctypes.c_int32, ctypes.c_char_p, ctypes.c_size_t, pointer(ctypes.c_size_t)])
     declared = {
         "flashtune_version": (ctypes.c_char_p, []),
         "flashtune_last_error": (ctypes.c_char_p, []),
@@ -89,10 +91,11 @@ def _load(path):
         "flashtune_engine_close": (status, [handle]),
         # The packed struct goes as bytes: the library gets the address of their content.
         "flashtune_forward": (status, [handle, ctypes.c_char_p]),
-        "flashtune_explain": (
-            status,
-            [handle, ctypes.c_int32, ctypes.c_char_p, ctypes.c_size_t, pointer(ctypes.c_size_t)],
-        ),
+        "flashtune_explain": text,
+        "flashtune_counters": text,
+        "flashtune_preload": (status, [handle, ctypes.c_char_p]),
+        "flashtune_seal": (status, [handle, ctypes.c_int32, ctypes.c_char_p]),
+        "flashtune_write_untuned": (status, [handle, ctypes.c_char_p, pointer(ctypes.c_uint64)]),
     }
     for name, (restype, argtypes) in declared.items():
         function = getattr(lib, name)

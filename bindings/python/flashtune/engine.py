@@ -118,18 +118,51 @@ class Engine:
 
     def explain(self, *, as_dict=False):
         """Which kernel the last call ran on, from where it comes, and why no other did: text, or a dict."""
-        explain = abi.library().flashtune_explain
-        form = abi.JSON if as_dict else abi.TEXT
+        text = self._text(abi.library().flashtune_explain, abi.JSON if as_dict else abi.TEXT)
+        return _json.loads(text) if as_dict else text
+
+    def preload(self, manifest):
+        """Loads the kernels of what a file lists (as :meth:`write_untuned` writes it), compiling or tuning by policy."""
+        abi.require(abi.library().flashtune_preload(self._handle, os.fsencode(manifest)))
+
+    def seal(self, on_miss="nearest"):
+        """Loads the kernels of all records that may be used here; from then on nothing is compiled or tuned and no file
+        is read. Gives a digest: processes with equal digests run the same kernels.
+
+        on_miss: what happens to sizes that no kernel was sealed in for: ``"nearest"`` runs the nearest one of the
+            problem, ``"refuse"`` raises :class:`Sealed`.
+        """
+        if on_miss not in abi.ON_MISS:
+            raise InvalidArgument(f"on_miss is {on_miss!r}; it is one of {', '.join(abi.ON_MISS)}")
+        digest = ctypes.create_string_buffer(65)
+        abi.require(abi.library().flashtune_seal(self._handle, abi.ON_MISS[on_miss], digest))
+        return digest.value.decode()
+
+    def counters(self):
+        """What the engine counted, as a dict: calls by what they ran on, refusals, compilations, verification failures."""
+        return _json.loads(self._text(abi.library().flashtune_counters, abi.JSON))
+
+    def prometheus(self):
+        """:meth:`counters` as the text that Prometheus scrapes."""
+        return self._text(abi.library().flashtune_counters, abi.TEXT)
+
+    def write_untuned(self, file):
+        """Appends the sizes that were met untuned to a file that ``flashtune tune --from`` takes; gives their number."""
+        classes = ctypes.c_uint64()
+        abi.require(abi.library().flashtune_write_untuned(self._handle, os.fsencode(file), classes))
+        return classes.value
+
+    def _text(self, function, form):
+        """A text of the library, however long it is."""
         length = ctypes.c_size_t(4096)
         while True:
             buffer = ctypes.create_string_buffer(length.value + 1)
-            status = explain(self._handle, form, buffer, len(buffer), length)
+            status = function(self._handle, form, buffer, len(buffer), length)
             # Another thread's call may have made it longer since.
             if status != abi.BUFFER_TOO_SMALL:
                 break
         abi.require(status)
-        text = buffer.value.decode()
-        return _json.loads(text) if as_dict else text
+        return buffer.value.decode()
 
     def close(self):
         """Gives back what the engine holds; calls fail with :class:`EngineClosed` from now on. On CUDA it waits for the

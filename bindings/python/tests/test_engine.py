@@ -34,6 +34,32 @@ class Engines(unittest.TestCase):
             self.assertEqual((told["family"], told["shape"]), ("forward/cpu", "b1 h1/1 4x4 causal"))
             self.assertIn("cpu", repr(engine))
 
+    def test_a_sealed_engine_counts_and_compiles_nothing(self):
+        long = np.ones((1, 700, 1, 32), np.float32)
+        with flashtune.Engine("cpu") as engine, tempfile.TemporaryDirectory() as folder:
+            engine.forward(ONES, ONES, ONES, causal=True)
+            with self.assertRaisesRegex(flashtune.InvalidArgument, "nearest, refuse"):
+                engine.seal("default")
+            digest = engine.seal()
+            self.assertRegex(digest, "^[0-9a-f]{64}$")
+            self.assertEqual(engine.seal(), digest)
+            compiled = engine.counters()["compiled"]
+            engine.forward(long, long, long, causal=True)
+            with self.assertRaisesRegex(flashtune.Sealed, "sealed in"):
+                engine.forward(ONES, ONES, ONES)
+            counters = engine.counters()
+            self.assertEqual((counters["calls"]["default"], counters["refused"], counters["sealed"]), (2, 1, True))
+            self.assertEqual(counters["compiled"], compiled)
+            self.assertIn("flashtune_refused_total{", engine.prometheus())
+            # What one process met, another one loads before its first call.
+            manifest = Path(folder) / "untuned.jsonl"
+            self.assertEqual(engine.write_untuned(manifest), 2)
+            with flashtune.Engine("cpu") as other:
+                other.preload(manifest)
+                self.assertEqual(other.counters()["classes"], 2)
+                with self.assertRaisesRegex(flashtune.Error, "none.jsonl"):
+                    other.preload(Path(folder) / "none.jsonl")
+
     def test_a_closed_engine_is_an_error(self):
         engine = flashtune.Engine("cpu")
         engine.forward(ONES, ONES, ONES)

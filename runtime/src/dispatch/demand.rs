@@ -32,6 +32,16 @@ impl Demand {
         matches!(self, Demand::Unaligned | Demand::Weights)
     }
 
+    /// A word for it.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Demand::Usual => "usual",
+            Demand::Strided => "strided",
+            Demand::Unaligned => "unaligned",
+            Demand::Weights => "weights",
+        }
+    }
+
     /// Whether tuning helps: another family than the plain kernel, which has one schedule, can meet it.
     pub fn is_tunable(self) -> bool {
         !self.needs_the_plain_kernel()

@@ -1,22 +1,25 @@
 //! The dispatcher: lookup order, loading, and the plans already made.
 
 use super::flight::Flights;
+use super::load::Loaded;
 use super::plan::{Choice, Plan};
+use super::seal::Sealed;
+use super::tally::{Counters, Tally, Untuned, Work};
 use super::{Demand, Policy, Refusal, Status};
-use crate::{Compiler, Device, Error, Module, Result, compile};
-use flashtune_cache::{Artifact, ArtifactFiles, DeviceFingerprint, Key, Layers, Match, MatchQuality, Record, Validity};
+use crate::{Device, Error, Result};
+use flashtune_cache::{ArtifactFiles, DeviceFingerprint, Layers, Match, MatchQuality, Record, Validity};
 use flashtune_codegen::{
     Arch, Error as CodegenError, Family, Kernel, Problem, Schedule, Shape, ShapeBucket, TemplateSet,
 };
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 /// A record whose sizes are further away than this is worth less than the model's choice for the right sizes
 /// ([`ShapeBucket::distance`]; both lengths 32 times apart give 15).
 const FAR: f64 = 16.0;
 
-const SEALED_REMEDY: &str =
+pub(super) const SEALED_REMEDY: &str =
     "tune or build the problem where a compiler is allowed and import the bundle here, or use the policy `default`";
 
 /// What a dispatcher works with.
@@ -35,28 +38,27 @@ pub struct DispatcherConfig {
 
 /// Chooses, loads and remembers kernels. Shared by reference between threads.
 pub struct Dispatcher {
-    config: DispatcherConfig,
-    validity: Validity,
-    plans: RwLock<HashMap<PlanKey, Arc<Plan>>>,
-    modules: RwLock<HashMap<Kernel, Loaded>>,
+    pub(super) config: DispatcherConfig,
+    pub(super) validity: Validity,
+    pub(super) plans: RwLock<HashMap<PlanKey, Arc<Plan>>>,
+    /// What answers once it is there: without a lock.
+    pub(super) sealed: OnceLock<Sealed>,
+    /// Whether compilers may run, apart from the policy; held while one does.
+    pub(super) open: RwLock<bool>,
+    tallies: RwLock<HashMap<PlanKey, Arc<Tally>>>,
+    pub(super) work: Work,
+    pub(super) modules: RwLock<HashMap<Kernel, Loaded>>,
     planning: Flights<PlanKey>,
-    loading: Flights<Kernel>,
+    pub(super) loading: Flights<Kernel>,
     /// Whether it was already said that compiled kernels cannot be kept.
-    said_unwritable: AtomicBool,
+    pub(super) said_unwritable: AtomicBool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct PlanKey {
-    problem: Problem,
-    bucket: ShapeBucket,
-    demand: Demand,
-}
-
-/// A loaded kernel and where its binary came from.
-#[derive(Clone)]
-struct Loaded {
-    module: Arc<dyn Module>,
-    binary: String,
+pub(super) struct PlanKey {
+    pub problem: Problem,
+    pub bucket: ShapeBucket,
+    pub demand: Demand,
 }
 
 /// The best choice of every rank, with what speaks against the others.
@@ -74,6 +76,10 @@ impl Dispatcher {
             config,
             validity,
             plans: RwLock::default(),
+            sealed: OnceLock::new(),
+            open: RwLock::new(true),
+            tallies: RwLock::default(),
+            work: Work::default(),
             modules: RwLock::default(),
             planning: Flights::default(),
             loading: Flights::default(),
@@ -96,8 +102,9 @@ impl Dispatcher {
         &self.validity
     }
 
-    /// The plan for a problem and sizes. A call of a known class costs one lock and one lookup and allocates nothing;
-    /// the first one searches, loads and maybe compiles, once however many threads ask.
+    /// The plan for a problem and sizes. A call of a known class costs one lookup and allocates nothing; once sealed
+    /// ([`Dispatcher::seal`]) it takes no lock either. The first one searches, loads and maybe compiles, once however
+    /// many threads ask.
     ///
     /// # Errors
     /// Unsupported problems, [`Error::Sealed`], and whatever compiling and loading report.
@@ -108,15 +115,59 @@ impl Dispatcher {
         }
         problem.validate()?;
         shape.validate()?;
-        self.planning.run(&key, || {
-            if let Some(plan) = self.known(&key) {
-                return Ok(plan);
-            }
-            let plan = Arc::new(self.make(&key, shape)?);
-            say(&plan);
-            self.plans.write().unwrap_or_else(PoisonError::into_inner).insert(key, plan.clone());
-            Ok(plan)
-        })
+        let made = match self.sealed.get() {
+            Some(sealed) => self.sealed_miss(sealed, key, shape),
+            None => self.planning.run(&key, || {
+                if let Some(plan) = self.known(&key) {
+                    return Ok(plan);
+                }
+                let plan = Arc::new(self.ready(self.make(&key, shape)?));
+                self.plans.write().unwrap_or_else(PoisonError::into_inner).insert(key, plan.clone());
+                Ok(plan)
+            }),
+        };
+        if let Err(Error::Sealed { .. }) = &made {
+            self.work.refused.fetch_add(1, Ordering::Relaxed);
+        }
+        made
+    }
+
+    /// The numbers so far.
+    pub fn counters(&self) -> Counters {
+        let mut counters = Counters::of(&self.work, self.sealed.get().is_some());
+        for tally in self.tallies.read().unwrap_or_else(PoisonError::into_inner).values() {
+            tally.add_to(&mut counters);
+        }
+        counters
+    }
+
+    /// The classes that were met and that tuning would help, most called first.
+    pub fn untuned(&self) -> Vec<Untuned> {
+        let tallies = self.tallies.read().unwrap_or_else(PoisonError::into_inner);
+        let mut untuned: Vec<Untuned> = tallies.values().filter_map(|t| t.untuned()).collect();
+        untuned.sort_by(|a, b| {
+            b.calls.cmp(&a.calls).then_with(|| (a.problem, a.shape.q_len).cmp(&(b.problem, b.shape.q_len)))
+        });
+        untuned
+    }
+
+    /// Where the calls of a class are counted.
+    pub(super) fn tally(&self, key: &PlanKey, shape: &Shape) -> Arc<Tally> {
+        let mut tallies = self.tallies.write().unwrap_or_else(PoisonError::into_inner);
+        let tunable = key.demand.is_tunable();
+        tallies.entry(*key).or_insert_with(|| Arc::new(Tally::new(key.problem, *shape, tunable))).clone()
+    }
+
+    /// Says and notes what a class of calls runs on from now on.
+    pub(super) fn ready(&self, plan: Plan) -> Plan {
+        say(&plan);
+        plan.tally.planned(plan.choice.status, plan.choice.distance);
+        plan
+    }
+
+    /// Whether a compiler may run.
+    pub(super) fn may_compile(&self) -> bool {
+        self.config.policy.may_compile() && *self.open.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The plan of a class of calls, if one was made since the last [`Dispatcher::refresh`].
@@ -132,17 +183,23 @@ impl Dispatcher {
     }
 
     /// Forgets the plans and reads the user's snapshot again, after something new was published there. Loaded kernels
-    /// stay.
+    /// stay. Does nothing once sealed.
     pub fn refresh(&self) {
+        if self.sealed.get().is_some() {
+            return;
+        }
         self.config.layers.refresh();
         self.plans.write().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     fn known(&self, key: &PlanKey) -> Option<Arc<Plan>> {
+        if let Some(sealed) = self.sealed.get() {
+            return sealed.get(key).cloned();
+        }
         self.plans.read().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
     }
 
-    fn fingerprint(&self) -> &DeviceFingerprint {
+    pub(super) fn fingerprint(&self) -> &DeviceFingerprint {
         self.config.device.fingerprint()
     }
 
@@ -157,9 +214,10 @@ impl Dispatcher {
         for choice in choices {
             let last = choice.record.is_none();
             match self.load(&choice) {
-                Ok(Loaded { module, binary }) => {
+                Ok(Loaded { module, artifact, binary }) => {
                     return Ok(Plan {
                         module,
+                        artifact,
                         bucket: key.bucket,
                         shape: *shape,
                         device: self.fingerprint().clone(),
@@ -168,6 +226,7 @@ impl Dispatcher {
                         choice,
                         binary,
                         refusals,
+                        tally: self.tally(key, shape),
                     });
                 }
                 // After the model's choice there is nothing left to fall to.
@@ -195,7 +254,7 @@ impl Dispatcher {
         let mut search = Search::default();
         let families = self.families(key, &mut search.refusals)?;
         self.search_records(key, &families, &mut search);
-        if self.config.policy.may_compile() {
+        if self.may_compile() {
             search.choices.push(self.default_choice(key, &families, &mut search.refusals)?);
         } else if search.choices.is_empty() && key.demand.needs_the_plain_kernel() {
             let why = format!("it would have to be compiled for this call ({:?})", key.demand).to_lowercase();
@@ -238,6 +297,7 @@ impl Dispatcher {
     }
 
     fn search_records(&self, key: &PlanKey, families: &[Family], search: &mut Search) {
+        let may_compile = self.may_compile();
         let found = self.config.layers.find(&self.validity, self.fingerprint(), &key.problem, &key.bucket);
         for r in found.refusals {
             let what = format!("{} record(s) of {}", r.records, r.layer);
@@ -262,7 +322,7 @@ impl Dispatcher {
             // ones, and what was made for any others without being measured.
             let (bucket, distance) = (m.record.key.bucket, m.record.key.bucket.distance(&key.bucket));
             let limit = if is_measured(&m.record) { FAR } else { 0.0 };
-            if self.config.policy.may_compile() && distance > limit {
+            if may_compile && distance > limit {
                 let why = format!(
                     "it was made for {bucket}, too far from {} to be preferred to the model's choice",
                     key.bucket
@@ -270,7 +330,7 @@ impl Dispatcher {
                 search.refusals.push(Refusal::new(what(), why));
                 continue;
             }
-            search.choices.push(choice(kernel, &m));
+            search.choices.push(choice(kernel, &m, distance));
         }
     }
 
@@ -292,6 +352,7 @@ impl Dispatcher {
                         status: Status::Default,
                         because: "nothing tuned fits; this is the model's choice (run `flashtune tune`)".to_owned(),
                         layer: "none".to_owned(),
+                        distance: 0.0,
                         record: None,
                     });
                 }
@@ -303,85 +364,6 @@ impl Dispatcher {
         }
         Err(error.expect("families is never empty").into())
     }
-
-    /// The loaded kernel of a choice: from memory, a layer, a file, or compiled now where that is allowed.
-    fn load(&self, choice: &Choice) -> Result<Loaded> {
-        let kernel = &choice.kernel;
-        let known = || self.modules.read().unwrap_or_else(PoisonError::into_inner).get(kernel).cloned();
-        if let Some(loaded) = known() {
-            return Ok(loaded);
-        }
-        self.loading.run(kernel, || {
-            if let Some(loaded) = known() {
-                return Ok(loaded);
-            }
-            let (artifact, binary) = self.artifact(choice)?;
-            let loaded = Loaded { module: self.config.device.load(&artifact)?, binary };
-            self.modules.write().unwrap_or_else(PoisonError::into_inner).insert(*kernel, loaded.clone());
-            Ok(loaded)
-        })
-    }
-
-    fn artifact(&self, choice: &Choice) -> Result<(Artifact, String)> {
-        let missing = match &choice.record {
-            Some(record) => match self.stored(&choice.kernel, &record.artifact) {
-                Ok(found) => return Ok(found),
-                Err(why) => Some(why),
-            },
-            None => None,
-        };
-        if !self.config.policy.may_compile() {
-            return Err(Error::Sealed {
-                problem: choice.kernel.problem.to_string(),
-                reason: missing.unwrap_or_else(|| "its kernel would have to be compiled".to_owned()),
-                remedy: SEALED_REMEDY,
-            });
-        }
-        if let Some(why) = missing {
-            tracing::info!(kernel = %choice.kernel.name(), why, "the record's kernel is compiled again");
-        }
-        let compiler = self.config.device.compiler()?;
-        let key = compile::recipe(&choice.kernel, &self.config.templates, compiler.id()).key();
-        if let Ok(found) = self.stored(&choice.kernel, &key) {
-            return Ok(found);
-        }
-        self.compile(&*compiler, &choice.kernel)
-    }
-
-    /// The artifact of a recipe key, if some layer has it and it is what the kernel needs; else why not.
-    fn stored(&self, kernel: &Kernel, key: &Key) -> Result<(Artifact, String), String> {
-        let (artifact, layer) =
-            self.config.layers.artifact(key).ok_or_else(|| format!("no layer has its binary {}", &key.hex()[..12]))?;
-        let recipe = &artifact.recipe;
-        let found = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
-        if let Some(difference) = self.validity.difference(&found) {
-            return Err(format!("the binary of {layer}: {difference}"));
-        }
-        if recipe.kernel != *kernel {
-            return Err(format!("the binary of {layer}: kernel is {}, not {}", recipe.kernel.name(), kernel.name()));
-        }
-        if recipe.options != kernel.compile_options() {
-            return Err(format!("the binary of {layer}: options are {:?}", recipe.options));
-        }
-        let from = format!("{layer} ({})", recipe.compiler);
-        Ok((artifact, from))
-    }
-
-    fn compile(&self, compiler: &dyn Compiler, kernel: &Kernel) -> Result<(Artifact, String)> {
-        let artifact = compile::compile_with(compiler, kernel, &self.config.templates)?;
-        tracing::info!(kernel = %kernel.name(), ms = artifact.facts.compile_ms, "compiled");
-        if artifact.facts.spill_bytes > 0 {
-            tracing::warn!(kernel = %kernel.name(), bytes = artifact.facts.spill_bytes, "the kernel spills registers");
-        }
-        if let Some(files) = &self.config.artifacts
-            && let Err(e) = files.put(&artifact)
-            && !self.said_unwritable.swap(true, Ordering::Relaxed)
-        {
-            tracing::warn!(error = %e, "compiled kernels cannot be kept; they are compiled again in every process");
-        }
-        let from = format!("compiled now by {} in {:.0} ms", compiler.id(), artifact.facts.compile_ms);
-        Ok((artifact, from))
-    }
 }
 
 /// Whether a record rests on measurement; those of `flashtune build` do not.
@@ -389,7 +371,7 @@ fn is_measured(record: &Record) -> bool {
     !record.finalists.is_empty()
 }
 
-fn choice(kernel: Kernel, m: &Match) -> Choice {
+fn choice(kernel: Kernel, m: &Match, distance: f64) -> Choice {
     let key = &m.record.key;
     let (status, because) = if !is_measured(&m.record) {
         (Status::Untuned, format!("compiled ahead of time for {} and never measured", key.bucket))
@@ -406,7 +388,7 @@ fn choice(kernel: Kernel, m: &Match) -> Choice {
             ),
         }
     };
-    Choice { kernel, status, because, layer: m.layer.clone(), record: Some(m.record.clone()) }
+    Choice { kernel, status, because, layer: m.layer.clone(), distance, record: Some(m.record.clone()) }
 }
 
 /// Says once what a class of calls runs on; louder the less is known about it.

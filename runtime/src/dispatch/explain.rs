@@ -20,6 +20,20 @@ pub enum Status {
 }
 
 impl Status {
+    /// Every status, best first.
+    pub const ALL: [Status; 5] =
+        [Status::Tuned, Status::NearestShape, Status::Provisional, Status::Untuned, Status::Default];
+
+    /// Its place in [`Status::ALL`].
+    pub(super) const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// Whether it rests on a measurement, of whatever device and sizes.
+    pub const fn is_measured(self) -> bool {
+        matches!(self, Status::Tuned | Status::NearestShape | Status::Provisional)
+    }
+
     /// The word used in output.
     pub const fn name(self) -> &'static str {
         match self {

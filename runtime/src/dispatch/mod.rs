@@ -9,11 +9,17 @@ mod demand;
 mod dispatcher;
 mod explain;
 mod flight;
+mod load;
 mod plan;
 mod policy;
+mod seal;
+mod table;
+mod tally;
 
 pub use demand::Demand;
 pub use dispatcher::{Dispatcher, DispatcherConfig};
 pub use explain::{Explanation, Refusal, Status};
 pub use plan::Plan;
 pub use policy::Policy;
+pub use seal::{OnMiss, Seal};
+pub use tally::{Calls, Counters, Untuned};

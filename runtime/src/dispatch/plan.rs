@@ -1,8 +1,9 @@
 //! The kernel chosen for one class of calls.
 
+use super::tally::Tally;
 use super::{Explanation, Policy, Refusal, Status};
 use crate::{Module, Result};
-use flashtune_cache::{DeviceFingerprint, Record};
+use flashtune_cache::{DeviceFingerprint, Key, Record};
 use flashtune_codegen::{DType, Family, Kernel, Launch, Shape, ShapeBucket};
 use std::fmt;
 use std::sync::Arc;
@@ -10,6 +11,8 @@ use std::sync::Arc;
 /// A loaded kernel for a problem and a class of sizes, with the account of how it was chosen.
 pub struct Plan {
     pub(crate) module: Arc<dyn Module>,
+    /// Recipe key of its binary.
+    pub(super) artifact: Key,
     pub(crate) bucket: ShapeBucket,
     /// The sizes of the call that the plan was made for.
     pub(crate) shape: Shape,
@@ -20,6 +23,8 @@ pub struct Plan {
     /// Where the binary comes from.
     pub(crate) binary: String,
     pub(crate) refusals: Vec<Refusal>,
+    /// Where the calls of the class are counted.
+    pub(super) tally: Arc<Tally>,
 }
 
 /// A schedule with its origin.
@@ -30,6 +35,8 @@ pub(crate) struct Choice {
     /// What the status rests on, in words.
     pub because: String,
     pub layer: String,
+    /// Doublings from the sizes that it was made for.
+    pub distance: f64,
     /// The record, unless the schedule is the model's choice.
     pub record: Option<Arc<Record>>,
 }
@@ -60,6 +67,11 @@ impl Plan {
         self.choice.record.as_deref()
     }
 
+    /// Counts a call that runs on it.
+    pub fn count_call(&self) {
+        self.tally.call(self.choice.status);
+    }
+
     /// What was looked at and not used.
     pub fn refusals(&self) -> &[Refusal] {
         &self.refusals
@@ -75,7 +87,7 @@ impl Plan {
 
     /// Which kernel runs, from which layer, and why no other does.
     pub fn explain(&self) -> Explanation {
-        let Choice { kernel, status, because, layer, record } = &self.choice;
+        let Choice { kernel, status, because, layer, record, .. } = &self.choice;
         let family = kernel.schedule.family();
         let winner = record.as_deref().and_then(Record::winner);
         Explanation {
@@ -119,5 +131,55 @@ fn notes(kernel: &Kernel) -> Vec<String> {
             vec!["forward/naive is the plain fp32 kernel: exact, and slower than the tensor-core families".to_owned()]
         }
         _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+impl Plan {
+    /// A plan that runs nothing.
+    pub(super) fn for_tests(key: &super::dispatcher::PlanKey) -> Self {
+        use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, Mask, Problem, Schedule};
+        struct Nothing(Kernel);
+        impl Module for Nothing {
+            fn as_any(&self) -> &dyn std::any::Any {
+                self
+            }
+            fn kernel(&self) -> &Kernel {
+                &self.0
+            }
+        }
+        let schedule = Schedule::Cpu(CpuSchedule::default_for(&key.problem, CpuIsa::Avx2, &key.bucket));
+        let kernel = Kernel { problem: key.problem, schedule, arch: Arch::Cpu(CpuIsa::Avx2) };
+        let Problem { mask, .. } = key.problem;
+        let mask = if mask == Mask::Causal.kind() { Mask::Causal } else { Mask::Full };
+        let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: key.bucket.q_len, kv_len: key.bucket.kv_len, mask };
+        let device = DeviceFingerprint {
+            arch: kernel.arch,
+            name: "paper".into(),
+            units: 1,
+            memory_bytes: 0,
+            cache_bytes: 0,
+            driver: String::new(),
+        };
+        Self {
+            module: Arc::new(Nothing(kernel)),
+            artifact: Key([0; 32]),
+            bucket: key.bucket,
+            shape,
+            device,
+            policy: Policy::Sealed,
+            templates: String::new(),
+            choice: Choice {
+                kernel,
+                status: Status::Tuned,
+                because: String::new(),
+                layer: String::new(),
+                distance: 0.0,
+                record: None,
+            },
+            binary: String::new(),
+            refusals: Vec::new(),
+            tally: Arc::new(Tally::new(key.problem, shape, true)),
+        }
     }
 }

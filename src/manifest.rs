@@ -1,0 +1,114 @@
+//! Files that list problems with sizes: what a process met untuned, what it is to preload, what is to be tuned.
+//!
+//! One JSON object per line with `problem` and `shape`, and for how many calls it stood (`calls`); other fields are for
+//! readers. Files of several processes can be put after one another.
+
+use crate::{Error, Result};
+use flashtune_codegen::{Problem, Shape, ShapeBucket};
+use flashtune_runtime::dispatch::Untuned;
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::Path;
+
+/// One problem with the sizes of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ManifestEntry {
+    /// What is computed.
+    pub problem: Problem,
+    /// The sizes.
+    pub shape: Shape,
+    /// Calls that it stands for.
+    #[serde(default)]
+    pub calls: u64,
+}
+
+/// Reads a file of entries: one for each problem and class of sizes, those with the most calls first; entries of one
+/// class are added up.
+///
+/// # Errors
+/// [`Error::Manifest`] with the line.
+pub fn read_manifest(path: &Path) -> Result<Vec<ManifestEntry>> {
+    let error = |line, message: String| Error::Manifest { path: path.to_path_buf(), line, message };
+    let text = std::fs::read_to_string(path).map_err(|e| error(0, e.to_string()))?;
+    let mut entries: Vec<ManifestEntry> = Vec::new();
+    let mut classes: HashMap<(Problem, ShapeBucket), usize> = HashMap::new();
+    for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let entry: ManifestEntry = serde_json::from_str(line).map_err(|e| error(i + 1, e.to_string()))?;
+        let valid = entry.problem.validate().and_then(|()| entry.shape.validate());
+        valid.map_err(|e| error(i + 1, e.to_string()))?;
+        if entry.shape.mask.kind() != entry.problem.mask {
+            let message =
+                format!("the mask of the shape is {}, that of the problem {}", entry.shape.mask, entry.problem.mask);
+            return Err(error(i + 1, message));
+        }
+        let class = (entry.problem, ShapeBucket::of(&entry.shape));
+        match classes.get(&class) {
+            Some(&known) => entries[known].calls = entries[known].calls.saturating_add(entry.calls),
+            None => {
+                classes.insert(class, entries.len());
+                entries.push(entry);
+            }
+        }
+    }
+    // Stable: what was met first goes first among equals.
+    entries.sort_by_key(|e| std::cmp::Reverse(e.calls));
+    Ok(entries)
+}
+
+/// Appends classes to a file, in one write: processes may share it.
+///
+/// # Errors
+/// [`Error::Manifest`] with the system's reason.
+pub(crate) fn append_untuned(path: &Path, untuned: &[Untuned]) -> Result<()> {
+    let error = |message: String| Error::Manifest { path: path.to_path_buf(), line: 0, message };
+    let mut text = String::new();
+    for class in untuned {
+        let line = serde_json::to_string(class).map_err(|e| error(e.to_string()))?;
+        text.push_str(&line);
+        text.push('\n');
+    }
+    let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+    file.and_then(|mut f| f.write_all(text.as_bytes())).map_err(|e| error(e.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtune_codegen::score::Program;
+    use flashtune_codegen::{DType, Mask, MaskKind};
+
+    fn untuned(q_len: u32, calls: u64, program: Option<&str>) -> Untuned {
+        let mut problem = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
+        if let Some(text) = program {
+            problem = problem.with_program(Program::parse(text).unwrap());
+        }
+        let shape = Shape { batch: 1, heads: 8, kv_heads: 2, q_len, kv_len: 1000, mask: Mask::Causal };
+        Untuned { problem, shape, calls, status: "default" }
+    }
+
+    #[test]
+    fn what_processes_append_is_read_by_class_and_weight() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("untuned.jsonl");
+        append_untuned(&path, &[untuned(1, 3, None), untuned(1000, 5, Some("score = score * 2.0;"))]).unwrap();
+        append_untuned(&path, &[untuned(513, 4, None), untuned(1, 9, None), untuned(1000, 2, None)]).unwrap();
+        let read = read_manifest(&path).unwrap();
+        let short: Vec<_> = read.iter().map(|e| (e.shape.q_len, e.calls, e.problem.program.is_some())).collect();
+        // 513 and 1000 rows are of one class.
+        assert_eq!(short, [(1, 12, false), (513, 6, false), (1000, 5, true)]);
+    }
+
+    #[test]
+    fn a_bad_line_is_named() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("m");
+        let good = serde_json::to_string(&untuned(8, 1, None)).unwrap();
+        for bad in ["{", "[]", "{\"problem\": 3}", &good.replace("64", "63"), &good.replace("\"Causal\"", "\"Full\"")] {
+            std::fs::write(&path, format!("{good}\n\n{bad}\n")).unwrap();
+            let e = read_manifest(&path).unwrap_err().to_string();
+            assert!(e.contains("line 3") && e.contains("m"), "{bad}: {e}");
+        }
+        assert!(read_manifest(&tmp.path().join("none")).unwrap_err().to_string().contains("none"));
+    }
+}
