@@ -3,10 +3,12 @@
 use crate::{Error, Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, Trust, bundles_from_env};
 use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::score::{ProgramError, ProgramRef};
 use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet, unaddressable};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
 use flashtune_runtime::{
-    Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, Stream, TensorView, forward_call,
+    Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView,
+    forward_call,
 };
 use flashtune_tuner::{Job, Observer, Outcome, Runner, WorkerCommand};
 use std::path::PathBuf;
@@ -16,9 +18,9 @@ use std::time::Duration;
 /// How long a tune waits for another process that is tuning into the same cache.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// One forward pass over device memory: O = softmax(scale * Q K^T + mask) V.
+/// One forward pass over device memory: O = softmax(scale * Q K^T + mask) V, or what a score program makes of the scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Forward {
+pub struct Forward<'a> {
     /// Q, `[batch, heads, q_len, head_dim_qk]`.
     pub q: TensorView,
     /// K, `[batch, kv_heads, kv_len, head_dim_qk]`; `heads` is a multiple of `kv_heads`.
@@ -36,12 +38,22 @@ pub struct Forward {
     pub mask: Mask,
     /// Factor of the scores; `1 / sqrt(head_dim_qk)` when absent.
     pub scale: Option<f32>,
+    /// What else masks and changes the scores; its mask holds beside `mask`.
+    pub program: Option<ProgramRef>,
+    /// What the program reads.
+    pub side: SideInputs<'a>,
 }
 
-impl Forward {
-    /// A call without mask, with the default scale, and without LSE and weights.
+impl<'a> Forward<'a> {
+    /// A call without mask and program, with the default scale, and without LSE and weights.
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
-        Self { q, k, v, o, lse: None, weights: None, mask: Mask::Full, scale: None }
+        let (mask, side) = (Mask::Full, SideInputs::default());
+        Self { q, k, v, o, lse: None, weights: None, mask, scale: None, program: None, side }
+    }
+
+    /// The same call with a score program and what it reads.
+    pub fn with_program(self, program: ProgramRef, side: SideInputs<'a>) -> Self {
+        Self { program: Some(program), side, ..self }
     }
 }
 
@@ -268,15 +280,17 @@ impl Engine {
     /// be a stream of the device's context.
     ///
     /// # Errors
-    /// Tensors that do not fit each other, problems that no kernel computes, [`flashtune_runtime::Error::Sealed`], and
-    /// what compilers and drivers report. Nothing has been launched then.
-    pub unsafe fn forward(&self, call: &Forward, stream: Stream) -> Result<Option<Dispatch>> {
-        let Some((dispatch, args)) = self.dispatch(call)? else { return Ok(None) };
+    /// Tensors that do not fit each other, or what the score program reads and is not given, problems that no kernel
+    /// computes, [`flashtune_runtime::Error::Sealed`], and what compilers and drivers report. Nothing has been launched then.
+    pub unsafe fn forward(&self, call: &Forward<'_>, stream: Stream) -> Result<Option<Dispatch>> {
+        let Some((dispatch, mut args, side)) = self.dispatch(call)? else { return Ok(None) };
         let Dispatch { plan, shape } = &dispatch;
         plan.count_call();
+        let side = side.as_ref().map(SideTable::args);
+        args.side = side.as_ref().map_or(0, |s| std::ptr::from_ref(s) as u64);
         tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
-        // SAFETY: the caller's promise about the addresses is the one that the launch asks for, and the sizes were
-        // checked against the tensors.
+        // SAFETY: the caller's promise about the addresses is the one that the launch asks for, the sizes were checked
+        // against the tensors, and the tables of the score program live until the launch returns.
         unsafe { self.device().launch_shape(plan.module(), shape, &args, stream)? };
         Ok(Some(dispatch))
     }
@@ -286,8 +300,8 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Engine::forward`].
-    pub fn prepare(&self, call: &Forward) -> Result<Option<Dispatch>> {
-        Ok(self.dispatch(call)?.map(|(dispatch, _)| dispatch))
+    pub fn prepare(&self, call: &Forward<'_>) -> Result<Option<Dispatch>> {
+        Ok(self.dispatch(call)?.map(|(dispatch, ..)| dispatch))
     }
 
     /// Refuses tensors that are certainly not in the device's memory: on CUDA those of the host and of other devices;
@@ -295,7 +309,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`flashtune_runtime::Error::Tensor`] with the tensor's name.
-    pub fn check_addresses(&self, call: &Forward) -> Result<()> {
+    pub fn check_addresses(&self, call: &Forward<'_>) -> Result<()> {
         let tensors = [("q", &call.q), ("k", &call.k), ("v", &call.v), ("o", &call.o)];
         let placed = tensors.into_iter().filter(|(_, t)| !t.is_empty()).map(|(name, t)| (name, t.address));
         let extra = [("lse", call.lse), ("weights", call.weights)];
@@ -304,6 +318,14 @@ impl Engine {
         // An address of 0 is told with the other errors of a tensor.
         for (name, address) in placed.chain(extra).filter(|(_, address)| *address != 0) {
             self.device().check_address(name, address)?;
+        }
+        for (name, view) in call.side.tensors.iter().filter(|_| !call.o.is_empty()) {
+            // What is wrong with its address is told by its own name.
+            if let Err(e @ RuntimeError::Tensor { .. }) = self.device().check_address("side", view.address) {
+                let expected = "pass the tensors of a score program in memory of the engine's device";
+                let e = ProgramError::new(format!("the tensor `{name}`: {e}"), expected);
+                return Err(flashtune_codegen::Error::from(e).into());
+            }
         }
         Ok(())
     }
@@ -384,26 +406,30 @@ impl Engine {
     }
 
     /// Checks the tensors and says what they ask for.
-    pub(crate) fn resolve(&self, call: &Forward) -> Result<ForwardCall> {
+    pub(crate) fn resolve(&self, call: &Forward<'_>) -> Result<(ForwardCall, Option<SideTable>)> {
         let [batch, heads, q_len, _] = call.q.shape;
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
-        Ok(forward_call(&tensors, call.mask, call.scale)?)
+        let mut resolved = forward_call(&tensors, call.mask, call.scale)?;
+        let Some(program) = call.program.filter(|p| !p.is_plain()) else { return Ok((resolved, None)) };
+        resolved.problem.program = Some(program);
+        let side = SideTable::new(&program, &resolved.shape, &call.side).map_err(flashtune_codegen::Error::from)?;
+        Ok((resolved, Some(side)))
     }
 
-    /// Kernel and arguments of a call; none when there is nothing to compute.
-    fn dispatch(&self, call: &Forward) -> Result<Option<(Dispatch, ForwardArgs)>> {
-        let ForwardCall { problem, shape, mut args, aligned } = self.resolve(call)?;
+    /// Kernel and arguments of a call, and what its score program reads; none when there is nothing to compute.
+    fn dispatch(&self, call: &Forward<'_>) -> Result<Option<(Dispatch, ForwardArgs, Option<SideTable>)>> {
+        let (ForwardCall { problem, shape, mut args, aligned }, side) = self.resolve(call)?;
         if shape.is_empty() {
             return Ok(None);
         }
         args.weights = call.weights.unwrap_or(0);
         let plan = self.plan_for(&problem, &shape, self.demand(call, &args, aligned))?;
-        Ok(Some((Dispatch { plan, shape }, args)))
+        Ok(Some((Dispatch { plan, shape }, args, side)))
     }
 
     /// What a call asks of its kernel beyond problem and sizes.
-    fn demand(&self, call: &Forward, args: &ForwardArgs, aligned: bool) -> Demand {
+    fn demand(&self, call: &Forward<'_>, args: &ForwardArgs, aligned: bool) -> Demand {
         match (call.weights, self.device().arch()) {
             (Some(_), _) => Demand::Weights,
             (None, Arch::Sm(_)) if !aligned => Demand::Unaligned,

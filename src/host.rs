@@ -1,9 +1,10 @@
 //! Attention over tensors in host memory.
 
 use crate::{Engine, Forward, Result};
+use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Error as CodegenError, Mask};
 use flashtune_runtime::dispatch::Plan;
-use flashtune_runtime::{Buffer, HostTensor, Layout, TensorView};
+use flashtune_runtime::{Buffer, HostTensor, Layout, SideBuffers, SideInputs, TensorView};
 use std::sync::Arc;
 
 /// What [`Engine::forward_host`] gives back.
@@ -16,6 +17,34 @@ pub struct HostOutput {
     pub weights: Option<Vec<f32>>,
     /// What ran; nothing did when O has no element.
     pub plan: Option<Arc<Plan>>,
+}
+
+/// One forward pass over host memory.
+#[derive(Debug, Clone, Copy)]
+pub struct HostForward<'a> {
+    /// Q, `[batch, heads, q_len, head_dim_qk]`.
+    pub q: &'a HostTensor,
+    /// K, `[batch, kv_heads, kv_len, head_dim_qk]`.
+    pub k: &'a HostTensor,
+    /// V, `[batch, kv_heads, kv_len, head_dim_v]`.
+    pub v: &'a HostTensor,
+    /// Layout of O.
+    pub layout: Layout,
+    /// Which keys a query attends to.
+    pub mask: Mask,
+    /// Factor of the scores; `1 / sqrt(head_dim_qk)` when absent.
+    pub scale: Option<f32>,
+    /// Whether the attention weights are wanted; CUDA only.
+    pub weights: bool,
+    /// What else masks and changes the scores, and what it reads.
+    pub program: Option<(ProgramRef, &'a SideData)>,
+}
+
+impl<'a> HostForward<'a> {
+    /// A call without mask and program, with the default scale, and without weights.
+    pub fn new(q: &'a HostTensor, k: &'a HostTensor, v: &'a HostTensor) -> Self {
+        Self { q, k, v, layout: Layout::Bhsd, mask: Mask::Full, scale: None, weights: false, program: None }
+    }
 }
 
 impl Engine {
@@ -31,24 +60,15 @@ impl Engine {
         mask: Mask,
         scale: Option<f32>,
     ) -> Result<HostOutput> {
-        self.forward_host_with(q, k, v, Layout::Bhsd, mask, scale, false)
+        self.forward_host_call(&HostForward { mask, scale, ..HostForward::new(q, k, v) })
     }
 
-    /// [`Engine::forward_host`] with a layout for O, and with the attention weights if they are wanted (CUDA only).
+    /// [`Engine::forward_host`] with all that a call may ask for.
     ///
     /// # Errors
-    /// As [`Engine::forward_host`].
-    #[allow(clippy::too_many_arguments)]
-    pub fn forward_host_with(
-        &self,
-        q: &HostTensor,
-        k: &HostTensor,
-        v: &HostTensor,
-        layout: Layout,
-        mask: Mask,
-        scale: Option<f32>,
-        weights: bool,
-    ) -> Result<HostOutput> {
+    /// As [`Engine::forward_host`], and when the score program's data does not fit or does not keep what is declared.
+    pub fn forward_host_call(&self, host: &HostForward<'_>) -> Result<HostOutput> {
+        let HostForward { q, k, v, layout, mask, scale, weights, program } = *host;
         let [batch, heads, q_len, _] = q.shape();
         let (kv_len, head_dim_v) = (k.shape()[2], v.shape()[3]);
         let elements = |shape: &[usize]| {
@@ -61,10 +81,14 @@ impl Engine {
 
         // The tensors are checked at an address that any device could give first, so that bad input costs no memory.
         let unplaced = |t: &HostTensor| t.view_at(1 << 12);
-        let mut call = Forward { mask, scale, ..Forward::new(unplaced(q), unplaced(k), unplaced(v), unplaced(&o)) };
-        self.resolve(&call)?;
+        let call = Forward { mask, scale, ..Forward::new(unplaced(q), unplaced(k), unplaced(v), unplaced(&o)) };
+        let (resolved, _) = self.resolve(&call)?;
 
         let device = self.device().as_ref();
+        let side = match program {
+            Some((program, data)) => Some(SideBuffers::new(device, &program, &resolved.shape, data)?),
+            None => None,
+        };
         let stream = device.stream();
         let upload = |t: &HostTensor| -> Result<Box<dyn Buffer>> {
             let buffer = device.alloc(t.bytes().len())?;
@@ -79,15 +103,26 @@ impl Engine {
             false => None,
         };
         let at = |t: &HostTensor, b: &dyn Buffer| -> TensorView { t.view_at(b.address()) };
-        call.q = at(q, &*inputs[0]);
-        call.k = at(k, &*inputs[1]);
-        call.v = at(v, &*inputs[2]);
-        call.o = at(&o, &*o_buffer);
-        call.lse = Some(lse_buffer.address());
-        call.weights = weights_buffer.as_ref().map(|b| b.address());
-        // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads below
-        // have waited for the stream, and no two overlap.
-        let plan = unsafe { self.forward(&call, stream)? }.map(|dispatch| dispatch.plan);
+        let call = Forward {
+            q: at(q, &*inputs[0]),
+            k: at(k, &*inputs[1]),
+            v: at(v, &*inputs[2]),
+            o: at(&o, &*o_buffer),
+            lse: Some(lse_buffer.address()),
+            weights: weights_buffer.as_ref().map(|b| b.address()),
+            program: program.map(|(program, _)| program),
+            ..call
+        };
+        let launch = |side: &SideInputs<'_>| {
+            // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads below
+            // have waited for the stream, and no two overlap.
+            unsafe { self.forward(&Forward { side: *side, ..call }, stream) }
+        };
+        let dispatch = match &side {
+            Some(side) => side.with(launch)?,
+            None => launch(&SideInputs::default())?,
+        };
+        let plan = dispatch.map(|dispatch| dispatch.plan);
 
         device.download(&*o_buffer, o.bytes_mut(), stream)?;
         let download = |buffer: &dyn Buffer| -> Result<Vec<f32>> {

@@ -40,11 +40,12 @@ pub const WORKER_VARIABLE: &str = "FLASHTUNE_WORKER";
 
 pub use engine::{Builder, Dispatch, Engine, Forward};
 pub use error::{Error, Result};
+pub use flashtune_codegen::score::{Program, ProgramRef, Scalar, SideData};
 pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};
 pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
 };
-pub use flashtune_runtime::{DeviceSpec, Distribution, HostTensor, Layout, Stream, TensorView};
-pub use host::HostOutput;
+pub use flashtune_runtime::{DeviceSpec, Distribution, HostTensor, Layout, SideInputs, SideView, Stream, TensorView};
+pub use host::{HostForward, HostOutput};
 pub use manifest::{ManifestEntry, read_manifest};
 pub use overrides::{TEMPLATES_VARIABLE, read_templates};

@@ -151,7 +151,7 @@ fn engine(place: &Place) -> Engine {
     Engine::builder().device(flashtune::DeviceSpec::Cpu).cache_dir(place.cache()).build().unwrap()
 }
 
-fn call(memory: &[u64]) -> Forward {
+fn call(memory: &[u64]) -> Forward<'static> {
     let view = |heads| TensorView::bhsd(memory.as_ptr() as u64, DType::F32, [1, heads, 8, 32]);
     Forward::new(view(4), view(2), view(2), view(4))
 }

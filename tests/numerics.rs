@@ -4,7 +4,7 @@ mod common;
 
 use common::Place;
 use flashtune::runtime::reference::{all_rows, compare, oracle, unfused_rows};
-use flashtune::{DType, DeviceSpec, Distribution, Engine, HostOutput, HostTensor, Layout, Mask, Shape};
+use flashtune::{DType, DeviceSpec, Distribution, Engine, HostForward, HostOutput, HostTensor, Layout, Mask, Shape};
 use std::sync::LazyLock;
 
 /// One engine for all tests of this file: its compiled kernels are shared.
@@ -52,7 +52,12 @@ impl Call {
     fn run(&self, [q, k, v]: &[HostTensor; 3]) -> HostOutput {
         ENGINE
             .1
-            .forward_host_with(q, k, v, self.layout, self.mask, self.scale, false)
+            .forward_host_call(&HostForward {
+                layout: self.layout,
+                mask: self.mask,
+                scale: self.scale,
+                ..HostForward::new(q, k, v)
+            })
             .unwrap_or_else(|e| panic!("{self:?}: {e}"))
     }
 

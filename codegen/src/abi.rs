@@ -49,12 +49,12 @@ pub struct ForwardArgs {
     pub window_right: i32,
     /// Softmax scale, applied to the scores.
     pub scale: f32,
-    /// Address of the [`SideArgs`] of a kernel with a score program, or 0.
+    /// Address in host memory, on every device, of the [`SideArgs`] of a kernel with a score program, or 0. Whoever
+    /// launches on a GPU copies the tables into the launch; kernels there never see this address.
     pub side: u64,
 }
 
-/// What a score program reads besides the scores. On the CPU both are addresses of arrays in the order of the program's
-/// declarations.
+/// What a score program reads besides the scores: host addresses of arrays in the order of the program's declarations.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 pub struct SideArgs {

@@ -36,5 +36,5 @@ pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Stat
 pub use error::{Error, Result};
 pub use open::{DeviceSpec, all_devices, open};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
-pub use side::SideBuffers;
+pub use side::{SideBuffers, SideInputs, SideTable, SideView};
 pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};

@@ -88,9 +88,13 @@ fn program_text(s: &str, result: &str) -> Option<Result<Program, Error>> {
     if let Some(b) = builtin(s.trim()) {
         return Some(Ok(Program::parse(b.text).expect("the built-in programs are tested")));
     }
-    let is_text = s.contains(['<', '>', '=', '[', '(', ';', ' ']);
     let parse = || Ok(if result == "mask" { Program::mask_of(s)? } else { Program::score_of(s)? });
-    is_text.then(parse)
+    is_program(s).then(parse)
+}
+
+/// Whether this names a built-in program or is a text, which is no single word.
+pub fn is_program(s: &str) -> bool {
+    builtin(s.trim()).is_some() || s.contains(['<', '>', '=', '[', '(', ';', ' '])
 }
 
 /// Several programs as one: their masks all hold, their changes of the score follow each other.

@@ -17,6 +17,7 @@ mod progress;
 mod relink;
 mod report;
 mod run;
+mod side;
 mod sign;
 mod sweep;
 mod tensors;

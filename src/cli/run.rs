@@ -3,9 +3,13 @@
 use super::context::Context;
 use super::exit::usage;
 use super::files;
+use super::lists::is_program;
+use super::side;
 use super::tensors::{self, File, FileLayout, Output};
 use anyhow::Result;
-use flashtune::{DType, Mask};
+use flashtune::codegen::Error;
+use flashtune::codegen::score::Texts;
+use flashtune::{DType, HostForward, Mask, ProgramRef, SideData};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -18,9 +22,20 @@ pub struct Args {
     /// Where to write o (like q, with v's dim) and lse (fp32, [batch, heads, rows])
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// full, causal, or window:LEFT,RIGHT with - for an unbounded side
+    /// full, causal, window:LEFT,RIGHT with - for an unbounded side; or a score program: the name of a built-in one
+    /// (document, ...) or its text ("kv <= q and q - kv < 1024")
     #[arg(long, default_value = "full", value_name = "MASK")]
-    mask: Mask,
+    mask: String,
+    /// What goes into the softmax in place of the score: the name of a built-in program (alibi, ...) or a text. Tensors
+    /// that programs read come from the input file, by name
+    #[arg(long, value_name = "PROGRAM")]
+    score: Option<String>,
+    /// The logit of one more key without a value, as a text ("sinks[h]")
+    #[arg(long, value_name = "PROGRAM")]
+    sink: Option<String>,
+    /// A scalar of the score programs, as NAME=NUMBER; may be repeated
+    #[arg(long, value_name = "NAME=NUMBER")]
+    set: Vec<String>,
     /// Softmax scale; 1/sqrt(head dim) when absent
     #[arg(long, value_name = "NUMBER", allow_negative_numbers = true)]
     scale: Option<f32>,
@@ -32,18 +47,42 @@ pub struct Args {
     weights: bool,
 }
 
+/// The mask of the window kind, and the score program with what it reads.
+fn programs(args: &Args, file: &File) -> Result<(Mask, Option<(ProgramRef, SideData)>)> {
+    let (mask, text) = match args.mask.parse::<Mask>() {
+        Ok(mask) => (mask, None),
+        Err(_) if is_program(&args.mask) => (Mask::Full, Some(args.mask.as_str())),
+        Err(e) => return Err(e.into()),
+    };
+    let texts = Texts { mask: text, score: args.score.as_deref(), sink: args.sink.as_deref() };
+    let program = texts.program(&side::given(&args.set, file)?).map_err(Error::from)?;
+    if program.is_plain() {
+        return Ok((mask, None));
+    }
+    let data = side::data(&program, &args.set, Some(file))?;
+    Ok((mask, Some((ProgramRef::new(program), data))))
+}
+
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.scale.is_some_and(|s| !s.is_finite()) {
         return Err(usage("--scale must be a finite number"));
     }
     files::check_folder(&args.output)?;
     let layout = args.layout;
-    let (q, k, v) = {
+    let (q, k, v, mask, program) = {
         let file = File::read(&args.input)?;
-        (file.tensor("q", layout)?, file.tensor("k", layout)?, file.tensor("v", layout)?)
+        let (mask, program) = programs(&args, &file)?;
+        (file.tensor("q", layout)?, file.tensor("k", layout)?, file.tensor("v", layout)?, mask, program)
     };
     let engine = cx.engine()?;
-    let out = engine.forward_host_with(&q, &k, &v, layout.layout(), args.mask, args.scale, args.weights)?;
+    let out = engine.forward_host_call(&HostForward {
+        layout: layout.layout(),
+        mask,
+        scale: args.scale,
+        weights: args.weights,
+        program: program.as_ref().map(|(program, data)| (*program, data)),
+        ..HostForward::new(&q, &k, &v)
+    })?;
 
     let floats = |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|x| x.to_le_bytes()).collect() };
     let [batch, heads, q_len, _] = q.shape();

@@ -3,7 +3,7 @@
 use super::exit::usage;
 use super::files;
 use anyhow::{Context as _, Result};
-use flashtune::codegen::score::{Elements, SideTensor};
+use flashtune::codegen::score::{Axis, Declaration, Elements, MAX_RANK, SideTensor, Storage};
 use flashtune::{DType, HostTensor, Layout};
 use safetensors::tensor::{Dtype as FileDType, SafeTensors, TensorView as FileTensor};
 use std::path::Path;
@@ -93,6 +93,26 @@ impl File {
 }
 
 impl File {
+    /// What the file says of its tensors beside q, k and v: storage and number of axes, of those that a score program can
+    /// read.
+    pub fn side_declarations(&self) -> Result<Vec<Declaration>> {
+        let file = self.parse()?;
+        let declaration = |(name, tensor): (String, FileTensor<'_>)| {
+            let storage = match tensor.dtype() {
+                FileDType::BOOL => Storage::Bool,
+                FileDType::I64 => Storage::I64,
+                FileDType::I32 => Storage::I32,
+                FileDType::F32 => Storage::F32,
+                FileDType::F16 => Storage::F16,
+                FileDType::BF16 => Storage::Bf16,
+                _ => return None,
+            };
+            let input = ["q", "k", "v"].contains(&name.as_str()) || tensor.shape().len() > MAX_RANK;
+            (!input).then(|| Declaration::tensor(name, storage, &vec![Axis::Any; tensor.shape().len()]))
+        };
+        Ok(file.tensors().into_iter().filter_map(declaration).collect())
+    }
+
     /// A tensor that a score program reads, of any rank up to four.
     pub fn side_tensor(&self, name: &str) -> Result<SideTensor> {
         let file = self.parse()?;

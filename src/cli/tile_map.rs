@@ -2,11 +2,10 @@
 
 use super::exit::usage;
 use super::files;
+use super::side;
 use super::tensors::File;
 use anyhow::Result;
-use flashtune::codegen::score::{
-    Classifier, Program, ProgramBuilder, ProgramError, Scalar, SideData, TileKind, TileProgram, Type,
-};
+use flashtune::codegen::score::{Classifier, Program, ProgramBuilder, ProgramError, TileKind, TileProgram};
 use flashtune::codegen::{Error, Mask};
 use flashtune::{Problem, Shape};
 use serde_json::{Value, json};
@@ -43,7 +42,8 @@ impl MapArgs {
     pub fn map(&self, problem: &Problem, shape: &Shape) -> Result<TileMap> {
         let (block_q, block_kv) = self.blocks()?;
         let program = whole_mask(problem, shape.mask)?;
-        let data = self.data(&program)?;
+        let file = self.tensors.as_deref().map(File::read).transpose()?;
+        let data = side::data(&program, &self.set, file.as_ref())?;
         let tiles = TileProgram::new(&program);
         if shape.is_empty() || shape.kv_len == 0 {
             return Err(usage("a tile map needs at least one query, one key and one head; give larger sizes"));
@@ -65,29 +65,6 @@ impl MapArgs {
         let number = |s: &str| s.parse::<u32>().ok().filter(|n| (1..=1 << 20).contains(n));
         let found = self.tile.split_once('x').and_then(|(q, kv)| Some((number(q)?, number(kv)?)));
         found.ok_or_else(|| usage(format!("--tile {}: write it as QxKV, e.g. 128x64, from 1 to 1048576", self.tile)))
-    }
-
-    fn data(&self, program: &Program) -> Result<SideData> {
-        let mut data = SideData::default();
-        for item in &self.set {
-            let bad = |why: &str| usage(format!("--set {item}: {why}"));
-            let (name, number) = item.split_once('=').ok_or_else(|| bad("write it as NAME=NUMBER"))?;
-            let declared = program.declarations().iter().find(|d| d.name == name && d.axes.is_none());
-            // What only the score reads is no matter here.
-            let Some(declared) = declared else { continue };
-            let scalar = match declared.storage.ty() {
-                Type::Float => number.parse().ok().map(Scalar::Float),
-                _ => number.parse().ok().map(Scalar::Int),
-            };
-            data = data.scalar(name, scalar.ok_or_else(|| bad(&format!("it is no {}", declared.storage.ty())))?);
-        }
-        if let Some(path) = &self.tensors {
-            let file = File::read(path)?;
-            for d in program.declarations().iter().filter(|d| d.axes.is_some()) {
-                data.tensors.insert(d.name.clone(), file.side_tensor(&d.name)?);
-            }
-        }
-        Ok(data)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::sweep::Failure;
 use anyhow::Result;
-use flashtune::{DType, Distribution, Engine, HostTensor, Layout, Mask};
+use flashtune::{DType, Distribution, Engine, HostForward, HostTensor, Layout, Mask};
 
 /// Largest absolute error of a weight, which is between 0 and 1: fp32 scores of size 10, exponentiated.
 const BOUND: f64 = 1e-5;
@@ -17,7 +17,12 @@ pub fn check(engine: &Engine) -> Result<Vec<Result<(), Failure>>> {
             };
             // More queries than keys: with a bounded right side the first rows are empty.
             let (q, k, v) = (tensor(4, 77, 1), tensor(2, 65, 2), tensor(2, 65, 3));
-            let out = engine.forward_host_with(&q, &k, &v, Layout::Bshd, mask, None, true)?;
+            let out = engine.forward_host_call(&HostForward {
+                layout: Layout::Bshd,
+                mask,
+                weights: true,
+                ..HostForward::new(&q, &k, &v)
+            })?;
             let (worst, at) = worst_error(&q, &k, mask, out.weights.as_deref().unwrap_or_default());
             outcomes.push(match worst <= BOUND {
                 true => Ok(()),

@@ -77,6 +77,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         window_right: 0,
         mask: 0,
         softmax_scale: 0.0,
+        mask_program: std::ptr::null(),
+        score_program: std::ptr::null(),
+        sink_program: std::ptr::null(),
+        inputs: std::ptr::null(),
+        inputs_len: 0,
+        input_size: 0,
     };
     let mut handle = 0;
     // SAFETY: pointers to live values of the header's types.

@@ -166,6 +166,33 @@ typedef int32_t flashtune_format;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// How the elements of a score program's input lie in memory.
+enum flashtune_storage
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // IEEE binary32.
+  FLASHTUNE_STORAGE_F32 = 1,
+  // IEEE binary16.
+  FLASHTUNE_STORAGE_F16 = 2,
+  // bfloat16.
+  FLASHTUNE_STORAGE_BF16 = 3,
+  // 32-bit signed integer.
+  FLASHTUNE_STORAGE_I32 = 4,
+  // 64-bit signed integer.
+  FLASHTUNE_STORAGE_I64 = 5,
+  // One byte; anything but 0 is true.
+  FLASHTUNE_STORAGE_BOOL = 6,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_storage flashtune_storage;
+#else
+typedef int32_t flashtune_storage;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // How to open an engine. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_options {
   // sizeof(flashtune_options).
@@ -205,6 +232,26 @@ typedef struct flashtune_tensor {
   int32_t reserved;
 } flashtune_tensor;
 
+// A scalar or a tensor that a score program reads. Fill it with zeros, then set what it has.
+typedef struct flashtune_input {
+  // The name in the program, in UTF-8.
+  const char *name;
+  // Address of a tensor's first element, in memory of the engine's device.
+  const void *data;
+  // Length of each of the first `rank` axes.
+  int64_t shape[4];
+  // Distance between neighbours along each of them, in elements; not negative.
+  int64_t strides[4];
+  // A `flashtune_storage`. For a scalar I32 or I64 (a number in `int_value`) or F32 (one in `float_value`).
+  int32_t storage;
+  // Number of axes, 1 to 4; 0 for a scalar.
+  int32_t rank;
+  // A scalar.
+  int64_t int_value;
+  // A scalar.
+  double float_value;
+} flashtune_input;
+
 // One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_forward_args {
   // sizeof(flashtune_forward_args).
@@ -231,6 +278,20 @@ typedef struct flashtune_forward_args {
   int32_t mask;
   // Factor of the scores, with FLASHTUNE_FORWARD_SCALE in `flags`.
   float softmax_scale;
+  // A score program's mask, which holds beside `mask`: the text of an expression, after declarations and names if it
+  // has any, or the name of a built-in program; NULL for none. What a text reads without declaring it is declared by the
+  // input of that name.
+  const char *mask_program;
+  // What goes into the softmax in place of the score; NULL for the score.
+  const char *score_program;
+  // The logit of one more key without a value; NULL for none.
+  const char *sink_program;
+  // What the programs read. Tensors must live until the work is done; all else is copied.
+  const struct flashtune_input *inputs;
+  // How many; others than the programs read are ignored.
+  uint64_t inputs_len;
+  // sizeof(flashtune_input), unless `inputs_len` is 0.
+  uint64_t input_size;
 } flashtune_forward_args;
 
 #ifdef __cplusplus
@@ -294,7 +355,8 @@ flashtune_status flashtune_explain(flashtune_engine engine,
 // report. Nothing was launched then.
 //
 // # Safety
-// `args` is NULL or valid, its addresses are as said above, and its stream is a live one of the engine's context.
+// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live one
+// of the engine's context.
 flashtune_status flashtune_forward(flashtune_engine engine,
                                    const struct flashtune_forward_args *args);
 

@@ -2,8 +2,8 @@
 
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
-use crate::input;
 use crate::types::{Dtype, EngineHandle, FORWARD_SCALE, ForwardArgs, Mask, Status, Tensor};
+use crate::{input, program};
 use engine::codegen::Arch;
 use engine::{DType, Dispatch, Forward, Stream, TensorView, runtime};
 use std::sync::PoisonError;
@@ -20,15 +20,19 @@ use std::sync::PoisonError;
 /// report. Nothing was launched then.
 ///
 /// # Safety
-/// `args` is NULL or valid, its addresses are as said above, and its stream is a live one of the engine's context.
+/// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live one
+/// of the engine's context.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtune_forward(engine: EngineHandle, args: *const ForwardArgs) -> Status {
     guard(|| {
         // SAFETY: by this function's contract.
-        let (opened, call, stream) = unsafe { prepare(engine, args)? };
-        // SAFETY: as above; the sizes are checked by the engine.
-        opened.remember(unsafe { opened.engine.forward(&call, stream)? });
-        Ok(())
+        unsafe {
+            with_call(engine, args, |opened, call, stream| {
+                // SAFETY: as above; the sizes are checked by the engine.
+                opened.remember(opened.engine.forward(call, stream)?);
+                Ok(())
+            })
+        }
     })
 }
 
@@ -41,9 +45,12 @@ pub unsafe extern "C" fn flashtune_forward(engine: EngineHandle, args: *const Fo
 pub unsafe extern "C" fn flashtune_prepare(engine: EngineHandle, args: *const ForwardArgs) -> Status {
     guard(|| {
         // SAFETY: by this function's contract.
-        let (opened, call, _) = unsafe { prepare(engine, args)? };
-        opened.remember(opened.engine.prepare(&call)?);
-        Ok(())
+        unsafe {
+            with_call(engine, args, |opened, call, _| {
+                opened.remember(opened.engine.prepare(call)?);
+                Ok(())
+            })
+        }
     })
 }
 
@@ -59,24 +66,36 @@ impl Opened {
     }
 }
 
+/// Reads and checks the call, and passes it on.
+///
 /// # Safety
-/// `args` is null or readable for the size that it states.
-unsafe fn prepare(handle: EngineHandle, args: *const ForwardArgs) -> Result<(std::sync::Arc<Opened>, Forward, Stream)> {
+/// `args` is null or readable for the size that it states, and what it points to is as [`flashtune_forward`] says.
+unsafe fn with_call(
+    handle: EngineHandle,
+    args: *const ForwardArgs,
+    f: impl FnOnce(&Opened, &Forward<'_>, Stream) -> Result<()>,
+) -> Result<()> {
     let opened = ENGINES.get(handle)?;
     // SAFETY: by this function's contract.
     let args = unsafe { input::read(args)? };
-    let call = call(&args)?;
+    // SAFETY: as above; the strings are read before this returns.
+    let program = unsafe { program::of_call(&args)? };
+    let plain = call(&args)?;
+    let call = match &program {
+        Some((program, inputs)) => plain.with_program(*program, inputs.side()),
+        None => plain,
+    };
     let on_cpu = matches!(opened.engine.device().arch(), Arch::Cpu(_));
     if on_cpu && !args.stream.is_null() {
         let message = "stream is not null, but the engine computes on the cpu, which has none; pass NULL";
         return Err(Failure::argument(message));
     }
     opened.engine.check_addresses(&call)?;
-    Ok((opened, call, Stream(args.stream as usize as u64)))
+    f(&opened, &call, Stream(args.stream as usize as u64))
 }
 
-/// The call in the engine's words.
-fn call(args: &ForwardArgs) -> Result<Forward> {
+/// The call in the engine's words, without its score program.
+fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
     let scale = match args.flags {
         FORWARD_SCALE => Some(args.softmax_scale),
         0 if args.softmax_scale == 0.0 => None,
@@ -88,16 +107,9 @@ fn call(args: &ForwardArgs) -> Result<Forward> {
         }
         n => return Err(Failure::argument(format!("flags is {n:#x}, but only FLASHTUNE_FORWARD_SCALE (1) is known"))),
     };
-    Ok(Forward {
-        q: view("q", &args.q)?,
-        k: view("k", &args.k)?,
-        v: view("v", &args.v)?,
-        o: view("o", &args.o)?,
-        lse: (!args.lse.is_null()).then_some(args.lse as usize as u64),
-        weights: None,
-        mask: mask(args)?,
-        scale,
-    })
+    let (q, k, v, o) = (view("q", &args.q)?, view("k", &args.k)?, view("v", &args.v)?, view("o", &args.o)?);
+    let lse = (!args.lse.is_null()).then_some(args.lse as usize as u64);
+    Ok(Forward { lse, mask: mask(args)?, scale, ..Forward::new(q, k, v, o) })
 }
 
 fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {

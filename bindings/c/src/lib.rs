@@ -9,7 +9,7 @@
 //!
 //! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
 //! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
-//! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`), registers
+//! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`, `program.rs`), registers
 //! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`).
 
 mod engine_handle;
@@ -20,6 +20,7 @@ mod forward;
 mod handles;
 mod input;
 mod log;
+mod program;
 mod serving;
 #[cfg(test)]
 mod tests;

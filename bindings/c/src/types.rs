@@ -50,6 +50,24 @@ pub enum Dtype {
     F32 = 3,
 }
 
+/// How the elements of a score program's input lie in memory.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Storage {
+    /// IEEE binary32.
+    F32 = 1,
+    /// IEEE binary16.
+    F16 = 2,
+    /// bfloat16.
+    Bf16 = 3,
+    /// 32-bit signed integer.
+    I32 = 4,
+    /// 64-bit signed integer.
+    I64 = 5,
+    /// One byte; anything but 0 is true.
+    Bool = 6,
+}
+
 /// What to do when no tuned kernel fits.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,6 +158,28 @@ pub struct Tensor {
     pub reserved: i32,
 }
 
+/// A scalar or a tensor that a score program reads. Fill it with zeros, then set what it has.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Input {
+    /// The name in the program, in UTF-8.
+    pub name: *const c_char,
+    /// Address of a tensor's first element, in memory of the engine's device.
+    pub data: *const c_void,
+    /// Length of each of the first `rank` axes.
+    pub shape: [i64; 4],
+    /// Distance between neighbours along each of them, in elements; not negative.
+    pub strides: [i64; 4],
+    /// A `flashtune_storage`. For a scalar I32 or I64 (a number in `int_value`) or F32 (one in `float_value`).
+    pub storage: i32,
+    /// Number of axes, 1 to 4; 0 for a scalar.
+    pub rank: i32,
+    /// A scalar.
+    pub int_value: i64,
+    /// A scalar.
+    pub float_value: f64,
+}
+
 /// One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -168,6 +208,20 @@ pub struct ForwardArgs {
     pub mask: i32,
     /// Factor of the scores, with FLASHTUNE_FORWARD_SCALE in `flags`.
     pub softmax_scale: f32,
+    /// A score program's mask, which holds beside `mask`: the text of an expression, after declarations and names if it
+    /// has any, or the name of a built-in program; NULL for none. What a text reads without declaring it is declared by the
+    /// input of that name.
+    pub mask_program: *const c_char,
+    /// What goes into the softmax in place of the score; NULL for the score.
+    pub score_program: *const c_char,
+    /// The logit of one more key without a value; NULL for none.
+    pub sink_program: *const c_char,
+    /// What the programs read. Tensors must live until the work is done; all else is copied.
+    pub inputs: *const Input,
+    /// How many; others than the programs read are ignored.
+    pub inputs_len: u64,
+    /// sizeof(flashtune_input), unless `inputs_len` is 0.
+    pub input_size: u64,
 }
 
 /// The handle of [`EngineHandle`] that no engine has.

@@ -67,10 +67,44 @@ static void options(void) {
     expect("no place for the handle", flashtune_engine_open(NULL, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
 }
 
+static void programs(void) {
+    static const float slopes[HEADS] = {0.5f, 0.25f};
+    flashtune_input x = {.name = "slope", .data = slopes, .shape = {HEADS}, .strides = {1}, .rank = 1,
+                         .storage = FLASHTUNE_STORAGE_F32};
+    const flashtune_status argument = FLASHTUNE_STATUS_INVALID_ARGUMENT;
+#define WITH(change, status, word) \
+    BAD_ARGS((a.score_program = "score + slope[h] * (kv - q)", a.inputs = &x, a.inputs_len = 1, \
+              a.input_size = sizeof x, change), status, word)
+    WITH(a.flags = 0, FLASHTUNE_STATUS_OK, "");
+    WITH(a.mask_program = "kv <= qq", argument, "did you mean `q`?");
+    WITH(a.mask_program = "score > 0.0", argument, "reads `score`");
+    WITH(a.mask_program = "\xff", argument, "UTF-8");
+    WITH(a.sink_program = "slope[kv]", argument, "`kv`");
+    WITH(a.inputs_len = 0, argument, "slope");
+    WITH(a.inputs = NULL, argument, "inputs is null");
+    WITH(a.inputs_len = UINT64_MAX, argument, "inputs_len");
+    WITH(a.input_size = 8, argument, "sizeof(flashtune_input)");
+    WITH(x.name = NULL, argument, "inputs[0]");
+    x.name = "slope";
+    WITH(x.rank = 5, argument, "rank");
+    x.rank = 1;
+    WITH(x.storage = 9, argument, "flashtune_storage");
+    WITH(x.storage = FLASHTUNE_STORAGE_BOOL, argument, "float");
+    x.storage = FLASHTUNE_STORAGE_F32;
+    WITH(x.shape[0] = 3, argument, "axis 0 of the tensor `slope`");
+    WITH(x.shape[0] = -1, argument, "2^31");
+    x.shape[0] = HEADS;
+    WITH(x.strides[0] = -1, argument, "stride");
+    x.strides[0] = 1;
+    WITH(x.data = NULL, argument, "address");
+    x.data = slopes;
+    WITH(a.flags = 0, FLASHTUNE_STATUS_OK, "");
+}
+
 static void structs(void) {
     expect("no arguments", flashtune_forward(engine, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
     BAD_ARGS(a.struct_size = 0, FLASHTUNE_STATUS_INVALID_ARGUMENT, "sizeof(flashtune_forward_args)");
-    BAD_ARGS(a.struct_size--, FLASHTUNE_STATUS_INVALID_ARGUMENT, "struct_size");
+    BAD_ARGS(a.struct_size = 367, FLASHTUNE_STATUS_INVALID_ARGUMENT, "struct_size");
     BAD_ARGS(a.struct_size = UINT32_MAX, FLASHTUNE_STATUS_INVALID_ARGUMENT, "struct_size");
     BAD_ARGS(a.flags = 6, FLASHTUNE_STATUS_INVALID_ARGUMENT, "flags");
     BAD_ARGS(a.softmax_scale = 0.5f, FLASHTUNE_STATUS_INVALID_ARGUMENT, "FLASHTUNE_FORWARD_SCALE");
@@ -236,6 +270,7 @@ int main(void) {
     expect("open", flashtune_engine_open(&p, &engine), FLASHTUNE_STATUS_OK, "");
     explanations();
     serving();
+    programs();
     structs();
     tensors();
     handles();

@@ -73,6 +73,11 @@ fn bad_input_is_an_error_with_a_text_and_no_crash() {
 }
 
 #[test]
+fn score_programs_compute_what_plain_loops_do() {
+    run("tests/programs.c");
+}
+
+#[test]
 fn threads_share_open_and_close_engines() {
     print!("{}", run("tests/threads.c"));
 }

@@ -15,7 +15,7 @@ from . import _library
 from ._version import __version__
 from .engine import Engine, default_engine, explain, set_default_engine
 from .errors import EngineClosed, Error, InvalidArgument, InvalidTensor, Missing, Sealed, Unsupported
-from .functional import flash_attn_func, scaled_dot_product_attention
+from .functional import attention, flash_attn_func, scaled_dot_product_attention
 
 __all__ = [
     "Engine",
@@ -27,6 +27,7 @@ __all__ = [
     "Sealed",
     "Unsupported",
     "__version__",
+    "attention",
     "default_engine",
     "explain",
     "flash_attn_func",

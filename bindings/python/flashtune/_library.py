@@ -27,6 +27,13 @@ BUFFER_TOO_SMALL = 11
 FORWARD_ARGS = struct.Struct("=II" + 4 * "Q4q4qii" + "QQqqif")
 
 
+# What follows for a score program: three texts, the inputs, their number, and the size of one. Plain calls leave it out.
+PROGRAM_ARGS = struct.Struct("=QQQQQQ")
+# flashtune_input: name, data, shape, strides, storage, rank, int_value, float_value.
+INPUT = struct.Struct("=QQ4q4qiiqd")
+STORAGES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5, "bool": 6}
+
+
 class Options(ctypes.Structure):
     """flashtune_options."""
 

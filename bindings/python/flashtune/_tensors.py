@@ -70,6 +70,18 @@ class Torch:
             raise four_dims(name, tuple(t.shape), bshd) from None
         return t.data_ptr(), b, h, s, d, sb, sh, ss, sd, dtype, 0
 
+    def side(self, name, t, device):
+        """A tensor that a score program reads: address, shape, strides in elements, name of the dtype."""
+        if not isinstance(t, self.tensor):
+            raise side_kind(name, t, "torch.Tensor")
+        if t.device != device:
+            raise InvalidTensor(f"the tensor {name} is on {t.device}, q on {device}; move it there")
+        if t.requires_grad and self.torch.is_grad_enabled():
+            raise Unsupported(
+                f"a gradient of {name} would be needed, but there is no backward pass yet; call under torch.no_grad()"
+            )
+        return t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")
+
     def empty(self, shape, like):
         return self.torch.empty(shape, dtype=like.dtype, device=like.device)
 
@@ -129,6 +141,16 @@ class NumPy:
             raise four_dims(name, t.shape, bshd) from None
         return self.address(t), b, h, s, d, sb // size, sh // size, ss // size, sd // size, dtype, 0
 
+    def side(self, name, t, _device):
+        """As for PyTorch."""
+        if type(t) not in self.kinds:
+            raise side_kind(name, t, "numpy.ndarray")
+        if any(n % t.itemsize for n in t.strides):
+            raise InvalidTensor(f"{name} has strides of {t.strides} bytes, which are no whole elements; copy the array")
+        if not t.dtype.isnative:
+            raise InvalidTensor(f"{name} is {t.dtype}, of another byte order; convert it")
+        return self.address(t), t.shape, tuple(n // t.itemsize for n in t.strides), t.dtype.name
+
     def empty(self, shape, like):
         return self.numpy.empty(shape, like.dtype)
 
@@ -140,6 +162,10 @@ class NumPy:
 
     def stream(self, _device):
         return 0
+
+
+def side_kind(name, t, wanted):
+    return InvalidTensor(f"the value of {name} is a {type(t).__name__}; pass a {wanted} as q is, or a number")
 
 
 def four_dims(name, shape, bshd):

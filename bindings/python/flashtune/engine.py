@@ -8,6 +8,7 @@ import sys
 import threading
 
 from . import _library as abi
+from ._programs import Program
 from ._tensors import adapter
 from .errors import EngineClosed, InvalidArgument, InvalidTensor
 
@@ -46,19 +47,54 @@ class Engine:
         # Kept here: looked up once, not in every call.
         self._forward = lib.flashtune_forward
 
-    def forward(self, q, k, v, *, scale=None, causal=False, window=(-1, -1), layout="bshd", return_lse=False, out=None):
+    def forward(
+        self,
+        q,
+        k,
+        v,
+        *,
+        scale=None,
+        causal=False,
+        window=(-1, -1),
+        layout="bshd",
+        return_lse=False,
+        out=None,
+        mask=None,
+        score=None,
+        sink=None,
+        tensors=None,
+    ):
         """Attention of ``q`` over ``k`` and ``v``: what :func:`flash_attn_func` computes, on this engine.
 
         layout: ``"bshd"`` for ``[batch, rows, heads, head_dim]``, ``"bhsd"`` for ``[batch, heads, rows, head_dim]``.
         out: memory for the result, of the dtype of ``q``; a new contiguous tensor when not given.
+        mask, score, sink, tensors: a score program and what it reads, as :func:`attention` takes them.
         """
         if layout != "bshd" and layout != "bhsd":
             raise InvalidArgument(f"layout is {layout!r}; it is 'bshd' or 'bhsd'")
-        mask, left, right = mask_of(causal, window)
-        return self._attend(adapter(q), q, k, v, layout == "bshd", mask, left, right, scale, return_lse, out)
+        program = None
+        if mask is not None or score is not None or sink is not None:
+            program = Program(mask, score, sink, tensors)
+        kind, left, right = mask_of(causal, window)
+        bshd = layout == "bshd"
+        return self._attend(adapter(q), q, k, v, bshd, kind, left, right, scale, return_lse, out, program=program)
 
     def _attend(
-        self, tensors, q, k, v, bshd, mask, left, right, scale, return_lse, out=None, top_left=False, grouped=True
+        self,
+        tensors,
+        q,
+        k,
+        v,
+        bshd,
+        mask,
+        left,
+        right,
+        scale,
+        return_lse,
+        out=None,
+        top_left=False,
+        grouped=True,
+        program=None,
     ):
         """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
         PyTorch's causal mask; without ``grouped`` all tensors must have as many heads."""
@@ -92,9 +128,10 @@ class Engine:
             tensors.check_out(out, device)
             od = tensors.describe("out", out, bshd)
         lse = tensors.empty_lse((b, h, s), q) if return_lse else None
+        more, _kept = (b"", None) if program is None else program.pack(tensors, device)
         try:
             args = abi.FORWARD_ARGS.pack(
-                abi.FORWARD_ARGS.size,
+                abi.FORWARD_ARGS.size + len(more),
                 0 if scale is None else abi.SCALE_IS_GIVEN,
                 *qd,
                 *kd,
@@ -109,7 +146,7 @@ class Engine:
             )
         except (struct.error, OverflowError) as e:
             raise InvalidArgument(f"the softmax scale is {scale!r}, but it is a finite number: {e}") from None
-        status = self._forward(self._handle, args)
+        status = self._forward(self._handle, args + more)
         if status:
             raise abi.failure(status)
         global _last

@@ -5,9 +5,10 @@ What is not supported raises :class:`Unsupported`; nothing falls back to anythin
 
 from . import _library as abi
 from . import engine as _engine
+from ._programs import Program
 from ._tensors import adapter
 from .engine import default_engine, mask_of
-from .errors import Unsupported
+from .errors import InvalidArgument, InvalidTensor, Unsupported
 
 
 def flash_attn_func(
@@ -29,16 +30,67 @@ def flash_attn_func(
     softmax_scale: ``1 / sqrt(head_dim)`` when not given.
     causal: query ``i`` sees keys up to ``i + kv_len - q_len``.
     window_size: keys to the left and to the right of that position that a query sees; -1 is all.
+    softcap: scores are bent to stay within +-softcap; 0.0 for none.
+    alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``; the slope times the distance is taken from the scores.
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, and with ``return_lse`` the log-sum-exp of the scaled
     scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
-    if softcap:
-        raise Unsupported(f"softcap is {softcap}; scores cannot be capped yet, leave it 0.0")
-    if alibi_slopes is not None:
-        raise Unsupported("alibi_slopes is given; ALiBi is not supported yet, leave it None")
+    program = _changed(softcap, alibi_slopes)
     tensors = adapter(q)
     mask, left, right = mask_of(causal, window_size)
-    return _default(tensors, q)._attend(tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse)
+    return _default(tensors, q)._attend(
+        tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program
+    )
+
+
+def _changed(softcap, alibi_slopes):
+    """The score program of flash-attention's arguments, if there is one: the cap comes first, as there."""
+    score, values = "score", {}
+    if softcap:
+        if not softcap > 0:
+            raise InvalidArgument(f"softcap is {softcap}; it is above zero, or 0.0 for none")
+        score, values = "cap * tanh(score * (1.0 / cap))", {"cap": float(softcap)}
+    if alibi_slopes is not None:
+        at = "b, h" if len(alibi_slopes.shape) == 2 else "h"
+        score = f"{score} - slope[{at}] * abs(q + kv_len - q_len - kv)"
+        values["slope"] = alibi_slopes
+    return Program(score=score, tensors=values) if values else None
+
+
+def attention(
+    query,
+    key,
+    value,
+    mask=None,
+    score=None,
+    sink=None,
+    tensors=None,
+    scale=None,
+    enable_gqa=False,
+    return_lse=False,
+):
+    """Attention with any mask and any change of the scores, compiled into the kernel.
+
+    query: ``[batch, heads, q_len, head_dim]``; key: ``[batch, heads, kv_len, head_dim]``; value: ``[batch, heads,
+    kv_len, head_dim_v]``; with ``enable_gqa`` key and value may have fewer heads. Gives ``[batch, heads, q_len,
+    head_dim_v]``, and with ``return_lse`` the log-sum-exp, float32 ``[batch, heads, q_len]``.
+    mask: which keys a query sees, in the language of score programs (``docs/score-programs.md``), such as ``"kv <= q and
+    q - kv < 1024"``; or the name of a built-in program, such as ``"causal"`` or ``"document"``. ``b``, ``h``, ``q_idx``
+    and ``kv_idx`` mean what they mean to FlexAttention; unlike PyTorch's, ``"causal"`` ends at the last key.
+    score: what goes into the softmax in place of ``score``, such as ``"score + slope[h] * (kv - q)"``.
+    sink: the logit of one more key without a value, such as ``"sinks[h]"``.
+    tensors: what these texts read, by name: numbers, and tensors of up to four axes on the device of ``query``. A name that
+    a text does not declare is declared by its value: dtype and number of axes.
+    """
+    program = Program(mask, score, sink, tensors)
+    adapted = adapter(query)
+    engine = _default(adapted, query)
+    if all(text is None for text in program.texts):
+        program = None
+    grouped = bool(enable_gqa)
+    return engine._attend(
+        adapted, query, key, value, False, abi.FULL, 0, 0, scale, return_lse, grouped=grouped, program=program
+    )
 
 
 def scaled_dot_product_attention(
@@ -58,19 +110,45 @@ def scaled_dot_product_attention(
     head_dim_v]``.
     is_causal: as PyTorch has it, query ``i`` sees keys 0 to ``i``, also where q_len and kv_len differ
     (:func:`flash_attn_func` aligns the last query with the last key instead).
+    attn_mask: ``[..., q_len, kv_len]`` with up to four axes, any of length 1: True for the keys that a query sees, or
+    numbers to add to the scores.
     """
-    if attn_mask is not None:
-        raise Unsupported(
-            "attn_mask is given; mask tensors are not supported yet, use is_causal or flash_attn_func's window_size"
-        )
+    program = None if attn_mask is None else _masked(attn_mask, is_causal)
     if dropout_p:
         raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout, pass 0.0")
     tensors = adapter(query)
     engine = _default(tensors, query)
     top_left, grouped = bool(is_causal), bool(enable_gqa)
     return engine._attend(
-        tensors, query, key, value, False, abi.FULL, 0, 0, scale, False, top_left=top_left, grouped=grouped
+        tensors,
+        query,
+        key,
+        value,
+        False,
+        abi.FULL,
+        0,
+        0,
+        scale,
+        False,
+        top_left=top_left,
+        grouped=grouped,
+        program=program,
     )
+
+
+def _masked(attn_mask, is_causal):
+    """The score program of a mask tensor: True or a number to add for what is visible."""
+    if is_causal:
+        raise InvalidArgument("attn_mask and is_causal are both given; put one into the other")
+    shape = tuple(attn_mask.shape)
+    if not 2 <= len(shape) <= 4:
+        raise InvalidTensor(f"attn_mask has the shape {shape}; it is [q_len, kv_len], with heads and batch before it")
+    places = ["b", "h", "q", "kv"][4 - len(shape) :]
+    at = f"attn_mask[{', '.join(places)}]"
+    values = {"attn_mask": attn_mask}
+    if "bool" in str(attn_mask.dtype):
+        return Program(mask=at, tensors=values)
+    return Program(score=f"score + {at}", tensors=values)
 
 
 def _default(tensors, q):

@@ -127,8 +127,15 @@ class Library(unittest.TestCase):
         self.assertEqual(_library.FORWARD_ARGS.size, 368)
         body = re.search(r"typedef struct flashtune_forward_args \{(.*?)\n\}", text, re.S).group(1)
         fields = re.findall(r"^  (?!//).*?(\w+);", body, re.M)
-        expected = "struct_size flags q k v o lse stream window_left window_right mask softmax_scale"
-        self.assertEqual(fields, expected.split())
+        plain = "struct_size flags q k v o lse stream window_left window_right mask softmax_scale"
+        program = "mask_program score_program sink_program inputs inputs_len input_size"
+        self.assertEqual(fields, plain.split() + program.split())
+        body = re.search(r"typedef struct flashtune_input \{(.*?)\n\}", text, re.S).group(1)
+        fields = re.findall(r"^  (?!//).*?(\w+)(?:\[\d\])?;", body, re.M)
+        self.assertEqual(fields, "name data shape strides storage rank int_value float_value".split())
+        names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
+        for name, number in _library.STORAGES.items():
+            self.assertIn(f"FLASHTUNE_STORAGE_{names[name]} = {number},", text)
         for name in ("F16", "BF16", "F32"):
             self.assertIn(f"FLASHTUNE_DTYPE_{name} = {getattr(_library, name)},", text)
         for name, number in _library.POLICIES.items():

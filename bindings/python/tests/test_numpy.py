@@ -124,6 +124,93 @@ class Results(unittest.TestCase):
         self.assertEqual(failures, [])
 
 
+class Programs(unittest.TestCase):
+    """Score programs against attention in fp64 with the same mask and changed scores."""
+
+    def setUp(self):
+        shape = (2, 4, 61, 32)
+        self.q, self.k, self.v = (random(shape, seed=n) for n in (1, 2, 3))
+        self.i, self.j = np.arange(61)[:, None], np.arange(61)[None, :]
+
+    def scores(self):
+        return self.q.astype(float) @ self.k.astype(float).swapaxes(-1, -2) / np.sqrt(32)
+
+    def holds(self, scores, seen, logit=None, **program):
+        out, lse = flashtune.attention(self.q, self.k, self.v, return_lse=True, **program)
+        scores = np.where(np.broadcast_to(seen, scores.shape), scores, -np.inf)
+        if logit is not None:
+            scores = np.concatenate([scores, np.broadcast_to(logit, (*scores.shape[:3], 1))], -1)
+        top = scores.max(-1, keepdims=True)
+        top = np.where(np.isfinite(top), top, 0)
+        weights = np.exp(scores - top)
+        total = weights.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse, (np.log(total) + top)[..., 0], atol=2e-5)
+        weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+        np.testing.assert_allclose(out, weights[..., : self.k.shape[2]] @ self.v.astype(float), atol=3e-6)
+
+    def test_masks(self):
+        i, j = self.i, self.j
+        doc = np.sort(np.random.default_rng(4).integers(0, 5, (2, 61)), -1).astype(np.int32)
+        tensors = {"doc_q": doc, "doc_kv": doc}
+        self.holds(self.scores(), (j <= i) & (i - j < 20), mask="kv_idx <= q_idx and q_idx - kv_idx < 20")
+        same = doc[:, None, :, None] == doc[:, None, None, :]
+        self.holds(self.scores(), same, mask="document", tensors=tensors)
+        self.holds(self.scores(), same & (j <= i), mask="document_causal", tensors=tensors)
+        visible = np.random.default_rng(5).random((2, 1, 61, 61)) < 0.1
+        self.holds(self.scores(), visible, mask="seen[b, h, q, kv]", tensors={"seen": visible})
+        step = np.int64(3)
+        self.holds(self.scores(), (i - j) % 3 == 0, mask="(q - kv) % step == 0", tensors={"step": step})
+
+    def test_scores_and_sinks(self):
+        i, j, scores = self.i, self.j, self.scores()
+        slope = np.array([0.5, 0.25, 0.125, 0.0], np.float32)
+        sinks = np.array([0.0, 3.0, -np.inf, -2.0], np.float32)
+        bias = random((4, 61, 122), np.float16, 6)[:, :, ::2]
+        alibi = scores + slope[None, :, None, None] * (j - i)
+        self.holds(alibi, True, score="score + slope[h] * (kv - q)", tensors={"slope": slope})
+        self.holds(scores + bias.astype(float), True, score="score + bias[h, q, kv]", tensors={"bias": bias})
+        cap = {"score": "soft_cap", "tensors": {"cap": 2}}
+        self.holds(2 * np.tanh(scores / 2), True, **cap)
+        self.holds(scores, j < i, sinks[None, :, None, None], mask="kv < q", sink="s[h]", tensors={"s": sinks})
+
+    def test_peers_arguments(self):
+        i, j, scores = self.i, self.j, self.scores()
+        bshd = [bhsd(x) for x in (self.q, self.k, self.v)]
+        slopes = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
+        out = flashtune.flash_attn_func(*bshd, causal=True, softcap=1.5, alibi_slopes=slopes)
+        changed = 1.5 * np.tanh(scores / 1.5) - slopes[:, :, None, None] * abs(i - j)
+        tensors = {"x": changed.astype(np.float32)}
+        want = flashtune.attention(self.q, self.k, self.v, score="x[b, h, q, kv]", mask="kv <= q", tensors=tensors)
+        np.testing.assert_allclose(bhsd(out), want, atol=1e-5)
+        seen = np.random.default_rng(7).random((61, 61)) < 0.3
+        sdpa = flashtune.scaled_dot_product_attention
+        out = sdpa(self.q, self.k, self.v, attn_mask=seen)
+        np.testing.assert_allclose(out, attention(self.q, self.k, self.v, seen)[0], atol=3e-6)
+        added = np.where(seen, 0, -np.inf).astype(np.float32)[None]
+        np.testing.assert_allclose(sdpa(self.q, self.k, self.v, attn_mask=added), out, atol=3e-6)
+
+    def test_what_does_not_fit_is_refused_by_name(self):
+        argument, slope = flashtune.InvalidArgument, np.ones(4, np.float32)
+        score = "score + slope[h] * (kv - q)"
+        for error, word, program in [
+            (argument, "slope", {"score": score}),
+            (argument, "axis 0 of the tensor `slope`", {"score": score, "tensors": {"slope": slope[:3]}}),
+            (argument, "is of f32", {"mask": "document", "tensors": {"doc_q": slope[None], "doc_kv": slope[None]}}),
+            (argument, "did you mean", {"mask": "kv <= qq"}),
+            (argument, "mask is a bool", {"mask": "kv - q"}),
+            (argument, "pass the text", {"mask": lambda b, h, q, kv: kv <= q}),
+            (argument, "pass a dict", {"score": score, "tensors": [slope]}),
+            (argument, "`q` is given a value", {"mask": "kv < q", "tensors": {"q": 3}}),
+            (argument, "64 bits", {"mask": "kv < n", "tensors": {"n": 1 << 70}}),
+            (flashtune.Unsupported, "float64", {"score": score, "tensors": {"slope": slope.astype(float)}}),
+            (flashtune.InvalidTensor, "list", {"score": score, "tensors": {"slope": [1.0]}}),
+            (flashtune.InvalidTensor, "1 to 4 axes", {"score": score, "tensors": {"slope": np.ones((1,) * 5, "f4")}}),
+        ]:
+            with self.subTest(word), self.assertRaisesRegex(error, word):
+                flashtune.attention(self.q, self.k, self.v, **program)
+
+
 class BadInput(unittest.TestCase):
     def refused(self, error, word, q, k, v, function=flashtune.flash_attn_func, **more):
         with self.assertRaisesRegex(error, word) as caught:
@@ -163,15 +250,15 @@ class BadInput(unittest.TestCase):
     def test_arguments(self):
         q, k, v = inputs(1, 2, 2, 8, 8, 32)
         unsupported, argument = flashtune.Unsupported, flashtune.InvalidArgument
-        self.refused(unsupported, "softcap", q, k, v, softcap=50.0)
-        self.refused(unsupported, "alibi", q, k, v, alibi_slopes=np.ones(2))
+        self.refused(argument, "softcap", q, k, v, softcap=-50.0)
         for window in [3, (1,), (1, 2, 3), "ab", (None, 1), None]:
             self.refused(argument, "window_size", q, k, v, window_size=window)
         for scale in ["1", 1e300, (1,)]:
             self.refused(argument, "scale", q, k, v, softmax_scale=scale)
         self.refused(unsupported, "scale", q, k, v, softmax_scale=float("nan"))
         sdpa = flashtune.scaled_dot_product_attention
-        self.refused(unsupported, "attn_mask", q, k, v, sdpa, attn_mask=np.ones((8, 8), bool))
+        self.refused(argument, "attn_mask", q, k, v, sdpa, attn_mask=np.ones((8, 8), bool), is_causal=True)
+        self.refused(argument, "attn_mask", q, k, v, sdpa, attn_mask=np.ones((8, 9), bool))
         self.refused(unsupported, "dropout", q, k, v, sdpa, dropout_p=0.1)
         self.refused(flashtune.InvalidTensor, "enable_gqa", q, k[:, :4], v[:, :4], sdpa)
         self.refused(flashtune.InvalidTensor, "NoneType", q, None, v, sdpa)

@@ -104,7 +104,8 @@ impl SideData {
     fn check_scalar(&self, d: &Declaration) -> Result<(), ProgramError> {
         match (self.scalars.get(&d.name).ok_or_else(|| missing(d))?, d.storage.ty()) {
             (Scalar::Int(x), Type::Int) => check_range(d, *x),
-            (Scalar::Float(_), Type::Float) => Ok(()),
+            // A whole number serves where a float is declared.
+            (_, Type::Float) => Ok(()),
             (found, wanted) => Err(ProgramError::new(
                 format!("the scalar `{}` is {found:?}", d.name),
                 format!("the program declares it as {wanted}"),

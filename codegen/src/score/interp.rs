@@ -64,7 +64,7 @@ impl<'a> Evaluator<'a> {
             }
         }
         let scalars = graph.declarations().iter().map(|d| match data.scalars.get(&d.name) {
-            Some(Scalar::Int(x)) => Value { int: *x, float: 0.0 },
+            Some(Scalar::Int(x)) => Value { int: *x, float: f64::from(*x as f32) },
             Some(Scalar::Float(x)) => Value { int: 0, float: *x as f64 },
             None => Value::default(),
         });

@@ -12,6 +12,8 @@ use std::fmt;
 
 /// Nodes that a program may have.
 pub const MAX_NODES: usize = 1 << 15;
+/// Side tensors that a program may read, and run-time scalars: they are passed to kernels by value.
+pub const MAX_INPUTS: usize = 32;
 
 /// A checked program in normal form.
 ///
@@ -239,7 +241,7 @@ impl ProgramBuilder {
     /// The program.
     ///
     /// # Errors
-    /// A program of more than [`MAX_NODES`] nodes.
+    /// A program of more than [`MAX_NODES`] nodes, or more than [`MAX_INPUTS`] tensors or scalars.
     pub fn build(self) -> Result<Program, ProgramError> {
         let Self { graph, mask, score, sink, .. } = self;
         let mask = mask.filter(|m| graph.as_bool(*m) != Some(true));
@@ -256,6 +258,13 @@ impl ProgramBuilder {
                 message,
                 format!("at most {MAX_NODES} are taken; put tables into a side tensor"),
             ));
+        }
+        for (what, tensors) in [("side tensors", true), ("run-time scalars", false)] {
+            let count = graph.declarations().iter().filter(|d| d.axes.is_some() == tensors).count();
+            if count > MAX_INPUTS {
+                let expected = format!("at most {MAX_INPUTS} are passed to a kernel; join some in one tensor");
+                return Err(ProgramError::new(format!("the program reads {count} {what}"), expected));
+            }
         }
         if self.infer_axes {
             infer_axes(&mut graph);

@@ -1,0 +1,152 @@
+//! The score program of a call, and what it reads.
+
+use crate::error::{Failure, Result};
+use crate::input;
+use crate::types::{ForwardArgs, Input, Storage};
+use engine::codegen::Error;
+use engine::codegen::score::{Declaration, MAX_INPUTS, MAX_RANK, Storage as Stored, Texts};
+use engine::{ProgramRef, Scalar, SideInputs, SideView};
+use std::collections::HashMap;
+use std::fmt::Write;
+use std::sync::{LazyLock, PoisonError, RwLock};
+
+/// More than both kinds that a program may read is a length that was never set.
+const MOST: u64 = 4 * MAX_INPUTS as u64;
+
+/// Scalars and tensors of a call by name, good for as long as the caller's strings are.
+#[derive(Default)]
+pub(crate) struct Inputs<'a> {
+    scalars: Vec<(&'a str, Scalar)>,
+    tensors: Vec<(&'a str, SideView)>,
+}
+
+impl Inputs<'_> {
+    pub fn side(&self) -> SideInputs<'_> {
+        SideInputs { scalars: &self.scalars, tensors: &self.tensors }
+    }
+}
+
+/// The program of a call, if it has one.
+///
+/// # Safety
+/// Strings and inputs of `args` are null or valid, and stay as they are for `'a`.
+pub(crate) unsafe fn of_call<'a>(args: &ForwardArgs) -> Result<Option<(ProgramRef, Inputs<'a>)>> {
+    // SAFETY: by this function's contract.
+    let texts: Texts<'a> = unsafe {
+        Texts {
+            mask: input::text(args.mask_program, "mask_program")?,
+            score: input::text(args.score_program, "score_program")?,
+            sink: input::text(args.sink_program, "sink_program")?,
+        }
+    };
+    if texts == Texts::default() {
+        return Ok(None);
+    }
+    // SAFETY: as above.
+    let inputs = unsafe { inputs(args)? };
+    Ok(Some((program(&texts, &inputs)?, inputs)))
+}
+
+/// The programs of this process by their texts and the kinds of their inputs, so that a text is read once.
+static PROGRAMS: LazyLock<RwLock<HashMap<String, ProgramRef>>> = LazyLock::new(RwLock::default);
+
+fn program(texts: &Texts<'_>, inputs: &Inputs<'_>) -> Result<ProgramRef> {
+    let mut key = String::new();
+    for text in [texts.mask, texts.score, texts.sink] {
+        // A C string holds no zero byte, so texts cannot run into each other.
+        key.push_str(text.unwrap_or("\u{1}"));
+        key.push('\0');
+    }
+    for (name, scalar) in &inputs.scalars {
+        let _ = write!(key, "{name}\0{}\0", matches!(scalar, Scalar::Float(_)));
+    }
+    for (name, view) in &inputs.tensors {
+        let _ = write!(key, "{name}\0{}\0{}\0", view.storage.name(), view.rank);
+    }
+    if let Some(known) = PROGRAMS.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+        return Ok(*known);
+    }
+    let scalar = |(name, value): &(&str, Scalar)| {
+        Declaration::scalar(*name, if matches!(value, Scalar::Int(_)) { Stored::I32 } else { Stored::F32 })
+    };
+    let mut given: Vec<Declaration> = inputs.scalars.iter().map(scalar).collect();
+    given.extend(inputs.tensors.iter().map(|(name, view)| view.declaration(name)));
+    let program = texts.program(&given).map_err(|e| engine::runtime::Error::from(Error::from(e)))?;
+    let program = ProgramRef::new(program);
+    PROGRAMS.write().unwrap_or_else(PoisonError::into_inner).insert(key, program);
+    Ok(program)
+}
+
+/// # Safety
+/// As [`of_call`].
+unsafe fn inputs<'a>(args: &ForwardArgs) -> Result<Inputs<'a>> {
+    let mut found = Inputs::default();
+    if args.inputs_len == 0 {
+        return Ok(found);
+    }
+    if args.inputs.is_null() || args.inputs_len > MOST {
+        let message = format!("inputs_len is {}, but inputs is null or the number is above {MOST}", args.inputs_len);
+        return Err(Failure::argument(message));
+    }
+    if args.input_size != size_of::<Input>() as u64 {
+        return Err(Failure::argument(format!(
+            "input_size is {}, but this library knows inputs of {} bytes; set it to sizeof(flashtune_input)",
+            args.input_size,
+            size_of::<Input>()
+        )));
+    }
+    for i in 0..args.inputs_len as usize {
+        // SAFETY: inside of the array by the caller's word.
+        let item = unsafe { args.inputs.add(i).read_unaligned() };
+        // SAFETY: by this function's contract.
+        let name = unsafe { input::text(item.name, "the name of an input")? };
+        let name = name.ok_or_else(|| Failure::argument(format!("the name of inputs[{i}] is null")))?;
+        let stored = storage(name, item.storage)?;
+        match item.rank {
+            0 => found.scalars.push((name, scalar(name, &item, stored)?)),
+            rank if (1..=MAX_RANK as i32).contains(&rank) => {
+                let shape = item.shape.map(|n| u64::try_from(n).unwrap_or(u64::MAX));
+                let (address, rank) = (item.data as usize as u64, rank as usize);
+                let view = SideView { address, storage: stored, rank, shape, strides: item.strides };
+                found.tensors.push((name, view));
+            }
+            rank => {
+                let message = format!("the rank of the input `{name}` is {rank}, but it is 0 (a scalar) to {MAX_RANK}");
+                return Err(Failure::argument(message));
+            }
+        }
+    }
+    Ok(found)
+}
+
+fn scalar(name: &str, item: &Input, storage: Stored) -> Result<Scalar> {
+    match storage {
+        Stored::I32 | Stored::I64 => Ok(Scalar::Int(item.int_value)),
+        Stored::F32 => Ok(Scalar::Float(item.float_value as f32)),
+        _ => Err(Failure::argument(format!(
+            "the scalar `{name}` is of {}, but run-time scalars are I32, I64 or F32",
+            storage.name()
+        ))),
+    }
+}
+
+fn storage(name: &str, number: i32) -> Result<Stored> {
+    const F32: i32 = Storage::F32 as i32;
+    const F16: i32 = Storage::F16 as i32;
+    const BF16: i32 = Storage::Bf16 as i32;
+    const I32: i32 = Storage::I32 as i32;
+    const I64: i32 = Storage::I64 as i32;
+    const BOOL: i32 = Storage::Bool as i32;
+    Ok(match number {
+        F32 => Stored::F32,
+        F16 => Stored::F16,
+        BF16 => Stored::Bf16,
+        I32 => Stored::I32,
+        I64 => Stored::I64,
+        BOOL => Stored::Bool,
+        n => {
+            let message = format!("the storage of the input `{name}` is {n}, but a flashtune_storage is 1 to 6");
+            return Err(Failure::argument(message));
+        }
+    })
+}

@@ -1,0 +1,68 @@
+"""The score program of a call, packed as the library takes it."""
+
+import ctypes
+import numbers
+
+from . import _library as abi
+from .errors import InvalidArgument, InvalidTensor, Unsupported
+
+_LARGEST_INT = 1 << 63
+
+
+class Program:
+    """Texts of a mask, a score and a sink, and the values of the names that they read: numbers and tensors."""
+
+    def __init__(self, mask=None, score=None, sink=None, tensors=None):
+        self.texts = [_text(name, text) for name, text in (("mask", mask), ("score", score), ("sink", sink))]
+        if tensors is not None and not hasattr(tensors, "items"):
+            raise InvalidArgument(f"tensors is a {type(tensors).__name__}; pass a dict from names to tensors and numbers")
+        self.values = dict(tensors or {})
+
+    def pack(self, adapter, device):
+        """The end of the argument struct, and what must live until the call returns."""
+        packed, kept = [], []
+        for name, value in self.values.items():
+            if not isinstance(name, str):
+                raise InvalidArgument(f"the name {name!r} in tensors is no text")
+            text = _text("a name in tensors", name)
+            kept.append(text)
+            packed.append(abi.INPUT.pack(_address(text), *_value(name, value, adapter, device)))
+        inputs = b"".join(packed)
+        kept += [inputs, *self.texts]
+        addresses = [0 if t is None else _address(t) for t in self.texts]
+        where = _address(inputs) if packed else 0
+        return abi.PROGRAM_ARGS.pack(*addresses, where, len(packed), abi.INPUT.size), kept
+
+
+def _text(name, text):
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{name} is a {type(text).__name__}; pass the text of a score program")
+    if "\0" in text:
+        raise InvalidArgument(f"{name} holds a zero byte")
+    return text.encode()
+
+
+def _address(data):
+    """Of the content of a bytes object, which ends with a zero byte."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+
+
+def _value(name, value, adapter, device):
+    """The fields of an input behind its name."""
+    none = (0,) * 4
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        if not -_LARGEST_INT <= value < _LARGEST_INT:
+            raise InvalidArgument(f"{name} is {value}, which does not fit 64 bits")
+        return 0, *none, *none, abi.STORAGES["int64"], 0, int(value), 0.0
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return 0, *none, *none, abi.STORAGES["float32"], 0, 0, float(value)
+    address, shape, strides, dtype = adapter.side(name, value, device)
+    storage = abi.STORAGES.get(dtype)
+    if storage is None:
+        raise Unsupported(f"the tensor {name} is {dtype}; score programs read {', '.join(abi.STORAGES)}")
+    if not 1 <= len(shape) <= 4:
+        raise InvalidTensor(f"the tensor {name} has the shape {tuple(shape)}; it has 1 to 4 axes (a single value is a number)")
+    rest = (0,) * (4 - len(shape))
+    return address, *shape, *rest, *strides, *rest, storage, len(shape), 0, 0.0
