@@ -136,11 +136,11 @@ fn tensor(d: &Declaration, axes: &[Axis], view: &SideView, sizes: &Shape) -> Res
     }
     let mut arg = SideTensorArg { data: view.address, stride: [0; 4], length: [0; 4] };
     let mut shape = [0; MAX_RANK];
-    for i in 0..view.rank {
+    for (i, kept) in shape.iter_mut().enumerate().take(view.rank) {
         let Ok(length) = i32::try_from(view.shape[i]) else {
             return refuse(format!("axis {i} of the tensor `{name}` has length {}", view.shape[i]), "it is below 2^31");
         };
-        (arg.length[i], shape[i]) = (length, length as usize);
+        (arg.length[i], *kept) = (length, length as usize);
         if length > 1 {
             arg.stride[i] = view.strides[i];
             if view.strides[i] < 0 {
