@@ -128,6 +128,38 @@ fn a_sample_of_the_searched_space_compiles_on_every_arch() {
     compile_all(&kernels, true);
 }
 
+/// Masks and changes of the score that hosts use, by shape of what they cost: bounds, tensors, divisions, functions.
+const PROGRAMS: [&str; 9] = [
+    "mask = kv <= q and q - kv < 1024;",
+    "chunk: int in 1..1073741824; mask = kv // chunk == q // chunk and kv <= q;",
+    "prefix: i32[batch]; mask = kv < prefix[b] or kv <= q + kv_len - q_len;",
+    "d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q;",
+    "slope: f32[heads]; score = score + slope[h] * (kv - (q + kv_len - q_len));",
+    "cap: float; score = cap * tanh(score * (1.0 / cap));",
+    "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];",
+    "bias: f32[heads, *]; score = score + bias[h, clamp(kv - q, -128, 128) + 128];",
+    "s: float[heads]; mask = kv <= q + 3 and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
+];
+
+#[test]
+fn score_programs_compile_without_spills_in_default_schedules() {
+    if common::nvrtc_or_skip("score_programs_compile_without_spills_in_default_schedules").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    for (i, text) in PROGRAMS.into_iter().enumerate() {
+        let program = flashtune::Program::parse(text).unwrap();
+        let mask = MaskKind::ALL[i % 3];
+        let with = |dtype, dim| Problem::forward(dtype, dim, mask).unwrap().with_program(program.clone());
+        for dim in [64, 128, [96, 256][i % 2]] {
+            let (dtype, arch) = ([DType::Bf16, DType::F16][i % 2], arch(["sm_80", "sm_90a"][i % 2]));
+            kernels.push(default_kernel(Family::ForwardSm80, with(dtype, dim), arch, 4096));
+        }
+        kernels.push(default_kernel(Family::ForwardNaive, with(DType::F32, 64), arch(ARCHS[i % 4]), 1024));
+    }
+    compile_all(&kernels, false);
+}
+
 /// A Hopper kernel whose matrix instructions the compiler serialises, or whose registers it does not hand over, is a
 /// different kernel from the one that was written: `compile_one` fails on any such note, and on a spill.
 #[test]

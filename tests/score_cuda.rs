@@ -14,10 +14,12 @@ use std::fmt::Write;
 /// One kernel for each program, which stores every result.
 fn source(programs: &[Program]) -> String {
     let set = TemplateSet::embedded();
-    let header = set.files().find(|(name, _)| *name == "lib/cuda/score.cuh").expect("it is embedded").1;
+    let file = |wanted: &str| set.files().find(|(name, _)| *name == wanted).expect("it is embedded").1;
     let mut text = format!(
-        "{header}\nstruct Side {{ SideTensor tensors[12]; SideScalar scalars[12]; }};\n\
-         template <typename T> __device__ void keep(float *out, int &n, T x) {{ out[n++] = float(x); }}\n"
+        "{}\n{}\nstruct Side {{ SideTensor tensors[12]; SideScalar scalars[12]; }};\n\
+         template <typename T> __device__ void keep(float *out, int &n, T x) {{ out[n++] = float(x); }}\n",
+        file("lib/cuda/types.cuh"),
+        file("lib/cuda/score.cuh")
     );
     for (i, program) in programs.iter().enumerate() {
         let tiles = TileProgram::new(program);

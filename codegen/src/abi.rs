@@ -7,7 +7,7 @@
 use bytemuck::{Pod, Zeroable};
 
 /// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 /// Arguments of a forward kernel. Pointers are device addresses; strides count elements.
 #[repr(C)]

@@ -143,17 +143,18 @@ impl Kernel {
             ("mask_left", u32::from(p.mask.left).to_string()),
             ("mask_right", u32::from(p.mask.right).to_string()),
         ]);
+        m.extend(match self.language() {
+            Language::C => crate::score::cpu_fields(p.program.as_deref()),
+            Language::Cuda => crate::score::cuda_fields(p.program.as_deref()),
+        });
         match self.schedule {
-            Schedule::Cpu(s) => {
-                m.extend(crate::score::cpu_fields(p.program.as_deref()));
-                m.extend([
-                    ("isa", s.isa.name().to_owned()),
-                    ("block_q", s.block_q.to_string()),
-                    ("block_kv", s.block_kv.to_string()),
-                    ("unroll_q", s.unroll_q.to_string()),
-                    ("unroll_kv", s.unroll_kv.to_string()),
-                ])
-            }
+            Schedule::Cpu(s) => m.extend([
+                ("isa", s.isa.name().to_owned()),
+                ("block_q", s.block_q.to_string()),
+                ("block_kv", s.block_kv.to_string()),
+                ("unroll_q", s.unroll_q.to_string()),
+                ("unroll_kv", s.unroll_kv.to_string()),
+            ]),
             Schedule::Naive(s) => m.extend([
                 ("block_q", s.block_q.to_string()),
                 ("block_kv", s.block_kv.to_string()),

@@ -182,8 +182,7 @@ fn masks_join_and_scores_follow_each_other() {
 
 #[test]
 fn data_that_does_not_fit_names_the_tensor_and_the_axis() {
-    let program =
-        Program::parse("d: int[batch, kv_len] in 0..5 nondecreasing; s: float; mask = d[b, kv] < 3 and s < 1.0;");
+    let program = Program::parse("d: int[batch, kv_len] in 0..5 nondecreasing; s: int; mask = d[b, kv] < 3 and s < 1;");
     let program = program.unwrap();
     let sizes = flashtune_codegen::Shape {
         batch: 2,
@@ -194,7 +193,7 @@ fn data_that_does_not_fit_names_the_tensor_and_the_axis() {
         mask: flashtune_codegen::Mask::Full,
     };
     let with = |shape: &[usize], x: &[i64]| {
-        SideData::default().scalar("s", Scalar::Float(0.0)).tensor("d", shape, Elements::Int(x.to_vec()))
+        SideData::default().scalar("s", Scalar::Int(0)).tensor("d", shape, Elements::Int(x.to_vec()))
     };
     let error = |data: SideData| data.check(&program, &sizes).unwrap_err().to_string();
     assert!(with(&[1, 3], &[0, 1, 5]).check(&program, &sizes).is_ok());
@@ -207,7 +206,7 @@ fn data_that_does_not_fit_names_the_tensor_and_the_axis() {
         (with(&[1, 3], &[0, 2, 1]), "decreases"),
         (with(&[1, 3], &[0, 2, 6]), "holds 6"),
         (SideData::default(), "the tensor `d` is missing"),
-        (with(&[1, 3], &[0; 3]).scalar("s", Scalar::Int(1)), "declares it as float"),
+        (with(&[1, 3], &[0; 3]).scalar("s", Scalar::Float(1.0)), "declares it as int"),
         (with(&[1, 3], &[0; 3]).tensor("d", &[1, 3], Elements::Float(vec![0.0; 3])), "is of float"),
     ] {
         let e = error(data);

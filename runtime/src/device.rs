@@ -67,7 +67,8 @@ pub trait Device: Send + Sync {
     ///
     /// # Safety
     /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has
-    /// completed, and `launch` must come from [`Kernel::launch`] for these sizes.
+    /// completed, `side` must be that of the kernel's score program until this returns, and `launch` must come from
+    /// [`Kernel::launch`] for these sizes.
     unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()>;
 
     /// Refuses an address that is certainly not this device's memory. What a device cannot tell it accepts: the CPU

@@ -132,13 +132,8 @@ pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u
 /// The family of a name, or the best one for the problem.
 pub fn family(name: Option<&str>, problem: &Problem, arch: Arch) -> Result<Family> {
     let Some(name) = name else {
-        return Family::candidates(problem, arch).first().copied().ok_or_else(|| match problem.program {
-            Some(_) => usage(format!(
-                "no kernel family computes score programs on {arch} yet; use --device cpu, or a mask of full, causal \
-                     or window:LEFT,RIGHT"
-            )),
-            None => usage(format!("no kernel family computes {problem} on {arch}")),
-        });
+        let best = Family::candidates(problem, arch).first().copied();
+        return best.ok_or_else(|| usage(format!("no kernel family computes {problem} on {arch}")));
     };
     let family = family_named(name)?;
     family.supports(problem, arch)?;

@@ -19,6 +19,9 @@ constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/tile.cuh" %>
+<% include "lib/cuda/program.cuh" %>
+
+using KernelArgs = WithSide<ForwardArgs>;
 
 // Threads form a grid of kDown x 16; a thread computes the scores of rows y + kDown * i and columns x + 16 * j.
 constexpr int kAcross = 16;
@@ -51,7 +54,7 @@ __device__ __forceinline__ void load_rows(float* to, int pitch, const Element* f
 }
 
 // One block per multiprocessor is asked for because ptxas otherwise spills a few registers to fit one block more.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __grid_constant__ KernelArgs args) {
     extern __shared__ float smem[];
     float* q_tile = smem;
     float* kv_tile = q_tile + kBlockQ * kPitchQK;
@@ -59,7 +62,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
 
     const Tile tile = decode_tile<kBlockQ, false, kMaskRight>(args, blockIdx.x);
-    const BlockRange blocks = visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile);
+    const ProgramHead head = program_head(args, args, tile);
+    const ProgramKept kept = program_kept(head);
+    const int last_row = tile.row + tile.rows - 1;
+    const BlockRange blocks = program_blocks<kBlockKV>(
+        head, tile.row, last_row, visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile));
     const Element* q = (const Element*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] + tile.row * args.q_stride[2];
     const Element* k = (const Element*)args.k + tile.batch * args.k_stride[0] + tile.kv_head * args.k_stride[1];
     const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1];
@@ -107,13 +114,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
                 const int key = n * kBlockKV + x + kAcross * j;
-                s[i][j] = key < live[i].first || key > live[i].last ? -FT_INFINITY : s[i][j] * args.scale;
+                const bool masked = key < live[i].first || key > live[i].last;
+#if FT_PROGRAM
+                // Rows and keys beyond the last repeat it, so that no index leaves a tensor.
+                const int q = min_of(tile.row + y + kDown * i, args.q_len - 1), first = n * kBlockKV + x;
+                const int offset = min_of(kAcross * j, args.kv_len - 1 - first);
+                const ScoreRow score = score_row(head, kept.score, q, first);
+                const MaskRow mask = mask_row(head, kept.mask, q, first);
+                s[i][j] = score_element(head, kept.score, score, q, first, offset, s[i][j] * args.scale);
+                if (masked || !mask_element(head, kept.mask, mask, q, first, offset)) s[i][j] = -FT_INFINITY;
+#else
+                s[i][j] = masked ? -FT_INFINITY : s[i][j] * args.scale;
+#endif
             }
         }
         __syncthreads();
     };
 
     for (int n = blocks.begin; n < blocks.end; n++) {
+        const int last_key = min_of(n * kBlockKV + kBlockKV, args.kv_len) - 1;
+        if (kProgramMask && program_tile(head, tile.row, last_row, n * kBlockKV, last_key) < 0) continue;
         scores(n);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
@@ -151,6 +171,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
             for (int i = 0; i < kRows; i++) {
                 // Not multiplied by a zero probability: zero times NaN is NaN.
                 if (masked && (key < live[i].first || key > live[i].last)) continue;
+                if (kProgramMask && masked) {
+                    const int q = min_of(tile.row + y + kDown * i, args.q_len - 1);
+                    if (!program_visible(head, q, key)) continue;
+                }
                 const float p = p_tile[(y + kDown * i) * kPitchP + t];
 #pragma unroll
                 for (int j = 0; j < kOutColumns; j++) o[i][j] = fmaf(p, b[j], o[i][j]);
@@ -163,6 +187,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
     for (int i = 0; i < kRows; i++) {
         const int row = y + kDown * i;
         l[i] = row_sum(l[i]);
+        if (kProgramSink) {
+            // One more key, without a value: O shrinks, the log-sum-exp grows.
+            const float sink = program_sink(head, min_of(tile.row + row, args.q_len - 1));
+            const float seen = l[i] == 0.0f ? -FT_INFINITY : m[i], top = fmaxf(seen, sink);
+            const float less = top == -FT_INFINITY ? 0.0f : expf(seen - top);
+            l[i] = l[i] * less + (top == -FT_INFINITY ? 0.0f : expf(sink - top));
+            m[i] = top;
+#pragma unroll
+            for (int j = 0; j < kOutColumns; j++) o[i][j] *= less;
+        }
         const bool empty = l[i] == 0.0f;
         const float lse = empty ? -FT_INFINITY : m[i] + logf(l[i]);
         if (row < tile.rows) {

@@ -27,11 +27,16 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/copy.cuh" %>
 <% include "lib/cuda/mma.cuh" %>
 <% include "lib/cuda/tile.cuh" %>
+<% include "lib/cuda/program.cuh" %>
 <% include "lib/cuda/approx.cuh" %>
 <% include "lib/cuda/softmax.cuh" %>
+<% include "lib/cuda/sink.cuh" %>
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlockQ = kWarps * kRowsPerWarp;
+using KernelArgs = WithSide<ForwardArgs>;
+// Whether blocks before those in sight of every row may need a mask.
+constexpr bool kMaskedFirst = kMaskLeft || kProgramMask;
 using TileQK = RowTile<kHeadDimQK, kPadRows>;
 using TileV = RowTile<kHeadDimV, kPadRows>;
 constexpr int kMTiles = kRowsPerWarp / 16;     // 16-row tiles of a warp
@@ -52,6 +57,11 @@ using QueryFragments = u32[kQInRegisters ? kStepsQK : 1][kMTiles][4];
 
 __device__ __forceinline__ Tile this_tile(const ForwardArgs& args) {
     return decode_tile<kBlockQ, kBlockMajor, kMaskRight>(args, block_index());
+}
+
+__device__ __forceinline__ BlockRange blocks_of(const KernelArgs& args, const Tile& tile) {
+    return program_blocks<kBlockKV>(program_head(args, args, tile), tile.row, tile.row + tile.rows - 1,
+                                    visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile));
 }
 
 // The addresses at which this lane reads fragments of Q, K and V from their tiles, matrix step 0.
@@ -193,9 +203,10 @@ struct WarpChunks {
 
 // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so plain
 // and slow.
-__device__ __noinline__ void restore_non_finite(const ForwardArgs& args, u32 smem_o) {
+__device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem_o) {
     const Tile tile = this_tile(args);
-    const BlockRange blocks = visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile);
+    const BlockRange blocks = blocks_of(args, tile);
+    const ProgramHead head = program_head(args, args, tile);
     const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1];
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRowsPerWarp;
 #pragma unroll 1
@@ -212,7 +223,7 @@ __device__ __noinline__ void restore_non_finite(const ForwardArgs& args, u32 sme
                 continue;
             }
             const float x = to_float(v[j * args.v_stride[2] + column]);
-            if (!(fabsf(x) < FT_INFINITY)) add += x;
+            if (!(fabsf(x) < FT_INFINITY) && program_visible(head, tile.row + row, j)) add += x;
         }
         if (add != 0.0f) {
             const u32 at = smem_o + TileV::offset(row, column / 8) + column % 8 * 2;
@@ -236,14 +247,16 @@ __device__ __forceinline__ void fold_sign_into_q(u32 smem_q, float scale) {
     });
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ KernelArgs args) {
     extern __shared__ __align__(128) u8 smem[];
     const u32 smem_q = smem_address(smem), smem_k = smem_q + kOffsetK, smem_v = smem_q + kOffsetV;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const LaneAddress at(smem_q);
 
     const Tile tile = this_tile(args);
-    const BlockRange blocks = visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile);
+    const BlockRange blocks = blocks_of(args, tile);
+    const ProgramHead head = program_head(args, args, tile);
+    const ProgramKept kept = program_kept(head);
     const int warp_row = tile.row + warp * kRowsPerWarp;
     const u16* q = (const u16*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] +
                    tile.row * args.q_stride[2];
@@ -282,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         for (int step = 0; step < kStepsQK; step++) load_q(q_registers[kQInRegisters ? step : 0], at.q, step);
         __syncthreads();  // everyone has read Q before K and V overwrite it
     }
-    const float c = (fold ? (args.scale == 0.0f ? 1.0f : -args.scale) : args.scale) * kLog2E;
+    const float magnitude = fold ? (args.scale == 0.0f ? 1.0f : -args.scale) : args.scale;
+    const float c = kProgramScore ? kLog2E : magnitude * kLog2E;  // a program gives scores in natural units
 
     Output o;
 #pragma unroll
@@ -311,6 +325,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         }
     }
 
+    // What the program and the window make of the scores of block n.
+    const auto change = [&](Scores& s, int n, auto masked) {
+        const int key = n * kBlockKV + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kMTiles; i++) {
+            const auto at = [&](int j, int e) -> float& { return s[i][j][e]; };
+            const int row = warp_row + i * 16 + lane / 4;
+            if (masked) {
+                program_scores<true, kSTiles>(at, head, kept, row, key, magnitude);
+            } else {
+                program_scores<false, kSTiles>(at, head, kept, row, key, magnitude);
+            }
+        }
+        if (masked) mask_scores(s, args, warp_row, n * kBlockKV);
+    };
+
     // `masked` is a bool, or a constant where masked blocks have a loop of their own.
     const auto step = [&](int n, auto masked) {
         Scores s;
@@ -326,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             }
             cp_async_commit();
             multiply_qk(s, q_registers, at.q, lane_k);
-            if (masked) mask_scores(s, args, warp_row, n * kBlockKV);
+            change(s, n, masked);
             cp_async_wait<0>();
             if (masked) met_non_finite |= clear_non_finite(smem_v + stage * kBytesV);
             __syncthreads();
@@ -344,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             }
             cp_async_commit();
             multiply_qk(s, q_registers, at.q, lane_k);
-            if (masked) mask_scores(s, args, warp_row, n * kBlockKV);
+            change(s, n, masked);
         }
         softmax.step(s, o, c);
         multiply_pv(o, s, lane_v);
@@ -356,11 +386,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     if (kMaskedLoop) {
         for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
         for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
-        if (kMaskLeft) {
+        if (kMaskedFirst) {
             for (; n >= blocks.begin; n--) step(n, Bool<true>{});
         }
     } else {
-        for (; n >= blocks.begin; n--) step(n, n >= blocks.full_end || (kMaskLeft && n < blocks.full_begin));
+        for (; n >= blocks.begin; n--) step(n, n >= blocks.full_end || (kMaskedFirst && n < blocks.full_begin));
     }
 
     // O goes through shared memory, so that whole 16-byte chunks are written.
@@ -373,11 +403,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float inverse = softmax.finish(i, h);
+            float inverse = softmax.finish(i, h);
             const int row = o_row + i * 16 + h * 8;
+            WithSink sunk;
+            if (kProgramSink) {
+                const float sink = program_sink(head, min_of(out_tile.row + row, args.q_len - 1));
+                sunk = with_sink(softmax.l[i][h], softmax.m[i][h] * c, sink);
+                inverse = sunk.inverse;
+            }
             if (args.lse != nullptr && lane % 4 == 0 && row < out_tile.rows) {
                 args.lse[(i64(out_tile.batch) * args.heads + out_tile.head) * args.q_len + out_tile.row + row] =
-                    softmax.log_sum_exp(i, h, c);
+                    kProgramSink ? sunk.lse : softmax.log_sum_exp(i, h, c);
             }
 #pragma unroll
             for (int j = 0; j < kOTiles; j++) {

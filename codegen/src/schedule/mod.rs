@@ -54,12 +54,12 @@ impl Family {
     /// Whether the family can compute the problem on the arch, and if not, why.
     pub fn supports(self, problem: &Problem, arch: Arch) -> Result<()> {
         let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", self.name(), limit, remedy));
-        if let (Some(program), false) = (problem.program, self == Family::ForwardCpu) {
+        if let (Some(program), Family::ForwardSm90) = (problem.program, self) {
             return Err(Error::unsupported(
                 "program",
                 program.name(),
                 format!("{self} computes no score programs yet"),
-                "use forward/cpu (the cpu device), or a mask of causal or window:LEFT,RIGHT",
+                "use forward/sm80, or a mask of causal or window:LEFT,RIGHT",
             ));
         }
         match (self, arch) {

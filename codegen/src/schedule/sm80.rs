@@ -66,14 +66,28 @@ impl Sm80Schedule {
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let smem = sm.limits().smem_per_block / 1024;
+        // What cuts the left side, changes every score or reads data needs registers.
+        let changes = problem.program.is_some_and(|p| p.score().is_some());
+        let reads = problem.program.is_some_and(|p| !p.declarations().is_empty());
+        let busy = problem.mask.left || changes || reads;
         let (warps, rows_per_warp, block_kv, stages, q_in_registers) = match d {
-            0..=64 => (4, 32, 64, 2, true),
-            65..=96 if smem >= 160 => (4, 32, 64, 2, false),
-            65..=128 if smem >= 160 => (4, 32, if problem.mask.left { 32 } else { 48 }, 2, false),
+            0..=64 => (4, 32, if changes && reads { 48 } else { 64 }, 2, true),
+            65..=96 if smem >= 160 => (4, 32, if changes || reads { 48 } else { 64 }, 2, false),
+            65..=128 if smem >= 160 => (4, 32, if busy { 32 } else { 48 }, 2, false),
             65..=128 => (4, 16, 64, 1, false),
-            _ if smem >= 224 && bucket.q_len > 64 => {
-                (8, 16, if d > 208 || problem.mask.left { 96 } else { 128 }, 1, false)
-            }
+            _ if smem >= 224 && bucket.q_len > 64 => (
+                8,
+                16,
+                if d > 208 && reads {
+                    64
+                } else if d > 208 || busy {
+                    96
+                } else {
+                    128
+                },
+                1,
+                false,
+            ),
             _ if smem >= 160 => (4, 16, 64, 1, false),
             _ => (4, 16, 32, 1, false),
         };

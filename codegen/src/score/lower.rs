@@ -1,12 +1,17 @@
 //! From nodes to the statements of C or CUDA C.
 //!
-//! Every node becomes one constant, so deep expressions are no burden for a compiler. Statements come in four lists, by
+//! Every node becomes one constant, so deep expressions are no burden for a compiler. Statements come in lists, by
 //! what they change with, so that a kernel can put each outside of the loops that it does not depend on. An int is 32
 //! bits wide where its range shows that it fits; what may wrap around is computed unsigned. Nothing branches: both sides
 //! of a `select` are computed.
 //!
-//! In scope must be `b`, `h`, `h_kv`, `q`, `kv`, `q_len`, `kv_len` as `int32_t`, `score` as `float` (or the tile's rows), a
+//! In scope must be `b`, `h`, `h_kv`, `q`, `kv`, `q_len`, `kv_len` as 32-bit ints, `score` as `float` (or the tile's rows), a
 //! pointer `side` to the tensors and scalars, and the functions of `lib/cpu/score.h` or `lib/cuda/score.cuh`.
+//!
+//! [`lower_fragments`] serves kernels whose threads hold the scores of some rows at fixed distances from a first key:
+//! `kv` is `kv_first + offset`, and `offset` a constant once loops are unrolled. Floats that are a multiple of `kv` plus
+//! what does not depend on it then cost one multiply-add, of constants that are computed once for a block, and no
+//! conversion. (Beyond 2^24 such a float may differ from the conversion of the whole int by one rounding.)
 
 use super::graph::{Depends, Graph, Id, Node};
 use super::words::{Axis, Binary, Range, Storage, Type, Unary};
@@ -23,9 +28,11 @@ pub enum Dialect {
 /// Statements for some nodes, each ending a line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Code {
+    /// Addresses, strides and scalars, as they are passed.
+    pub inputs: String,
     /// Once for all scores of a head.
     pub uniform: String,
-    /// For every query row.
+    /// For every query row; of fragments, for every query row and first key.
     pub row: String,
     /// For every key.
     pub column: String,
@@ -35,17 +42,29 @@ pub struct Code {
     pub results: Vec<String>,
     /// Type and name of what `row` computes for `element` or for a result: what a kernel keeps for each query.
     pub row_live: Vec<(&'static str, String)>,
+    /// Type and name of what `uniform` computes at some cost (loads, divisions, floats) for the other lists or for a
+    /// result: what a kernel keeps for a head.
+    pub uniform_live: Vec<(&'static str, String)>,
 }
 
 impl Code {
     /// All statements, in an order in which each finds what it needs.
     pub fn all(&self) -> String {
-        [&self.uniform, &self.row, &self.column, &self.element].map(String::as_str).concat()
+        [&self.inputs, &self.uniform, &self.row, &self.column, &self.element].map(String::as_str).concat()
     }
 }
 
 /// Lowers some nodes. Names start with `prefix`, so that several pieces of code can share a scope.
 pub fn lower(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str) -> Code {
+    run(graph, roots, dialect, prefix, false)
+}
+
+/// [`lower`] to CUDA C for threads that hold scores at fixed distances from a first key: see the module.
+pub fn lower_fragments(graph: &Graph, roots: &[Id], prefix: &str) -> Code {
+    run(graph, roots, Dialect::Cuda, prefix, true)
+}
+
+fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: bool) -> Code {
     let mut needed = vec![false; graph.nodes().len()];
     roots.iter().for_each(|r| needed[r.index()] = true);
     let ids: Vec<Id> = graph.ids().collect();
@@ -54,7 +73,12 @@ pub fn lower(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str) -> Cod
             graph.node(*id).operands().iter().for_each(|o| needed[o.index()] = true);
         }
     }
-    let mut lowering = Lowering { graph, dialect, prefix, code: Code::default() };
+    let count = graph.nodes().len();
+    let (affine, plain) = (vec![false; count], vec![false; count]);
+    let mut lowering = Lowering { graph, dialect, prefix, code: Code::default(), affine, plain };
+    if fragments {
+        lowering.find_affine(roots, &needed);
+    }
     lowering.tensors(&needed);
     for id in ids {
         if needed[id.index()] && !is_leaf(graph, id) {
@@ -82,6 +106,36 @@ struct Lowering<'a> {
     dialect: Dialect,
     prefix: &'a str,
     code: Code,
+    /// Floats that are `base + coefficient * offset`, with both constant for a row and a first key.
+    affine: Vec<bool>,
+    /// Which of them are read as they are.
+    plain: Vec<bool>,
+}
+
+impl Dialect {
+    fn int(self, range: Range) -> &'static str {
+        if range.is_i32() { self.i32() } else { self.i64() }
+    }
+    fn i32(self) -> &'static str {
+        if self == Dialect::C { "int32_t" } else { "int" }
+    }
+    fn i64(self) -> &'static str {
+        if self == Dialect::C { "int64_t" } else { "i64" }
+    }
+    fn u64(self) -> &'static str {
+        if self == Dialect::C { "uint64_t" } else { "u64" }
+    }
+    fn element(self, storage: Storage) -> &'static str {
+        match (storage, self) {
+            (Storage::F32, _) => "float",
+            (Storage::F16 | Storage::Bf16, Dialect::C) => "uint16_t",
+            (Storage::F16 | Storage::Bf16, Dialect::Cuda) => "u16",
+            (Storage::I32, _) => self.i32(),
+            (Storage::I64, _) => self.i64(),
+            (Storage::Bool, Dialect::C) => "uint8_t",
+            (Storage::Bool, Dialect::Cuda) => "u8",
+        }
+    }
 }
 
 impl Lowering<'_> {
@@ -97,13 +151,14 @@ impl Lowering<'_> {
                 })
                 .collect();
             let Some(axes) = declaration.axes.as_ref().filter(|_| !indices.is_empty()) else { continue };
-            let (element, t) = (element_type(declaration.storage), slot(self.graph, i));
-            let code = &mut self.code.uniform;
+            let (element, t) = (self.dialect.element(declaration.storage), slot(self.graph, i));
+            let (i32, i64) = (self.dialect.i32(), self.dialect.i64());
+            let code = &mut self.code.inputs;
             code.push_str(&format!("const {element} *const {p}t{t} = (const {element} *)side->tensors[{t}].data;\n"));
             for (a, axis) in axes.iter().enumerate() {
-                code.push_str(&format!("const int64_t {p}t{t}s{a} = side->tensors[{t}].stride[{a}];\n"));
+                code.push_str(&format!("const {i64} {p}t{t}s{a} = side->tensors[{t}].stride[{a}];\n"));
                 if indices.iter().any(|index| !index_fits(self.graph, *axis, index[a])) {
-                    code.push_str(&format!("const int32_t {p}t{t}n{a} = side->tensors[{t}].length[{a}];\n"));
+                    code.push_str(&format!("const {i32} {p}t{t}n{a} = side->tensors[{t}].length[{a}];\n"));
                 }
             }
         }
@@ -113,33 +168,136 @@ impl Lowering<'_> {
     fn ty(&self, id: Id) -> &'static str {
         match (self.graph.ty(id), self.dialect) {
             (Type::Float, _) => "float",
-            (Type::Int, _) => int_type(self.graph.range(id)),
+            (Type::Int, _) => self.dialect.int(self.graph.range(id)),
             (Type::Bool, Dialect::C) => "int32_t",
             (Type::Bool, Dialect::Cuda) => "bool",
         }
     }
 
-    /// Finds what each query keeps for its scores.
+    /// Finds what each query keeps for its scores, and a head for all.
     fn live(&mut self, roots: &[Id], needed: &[bool]) {
+        let (graph, affine) = (self.graph, self.affine.clone());
         let of_row = |id: Id| {
-            let Depends { score, kv, q } = self.graph.depends(id);
-            q && !kv && !score && !is_leaf(self.graph, id)
+            let Depends { score, kv, q } = graph.depends(id);
+            q && !kv && !score && !is_leaf(graph, id)
         };
-        let mut live: Vec<Id> = roots.iter().copied().filter(|r| of_row(*r)).collect();
-        for id in self.graph.ids().filter(|id| needed[id.index()] && !of_row(*id)) {
-            live.extend(self.graph.node(id).operands().into_iter().filter(|o| of_row(*o)));
+        let of_head = |id: Id| {
+            let Depends { score, kv, q } = graph.depends(id);
+            !q && !kv && !score && self.costs(id)
+        };
+        let found = |of: &dyn Fn(Id) -> bool| {
+            let mut live: Vec<Id> = roots.iter().copied().filter(|r| of(*r)).collect();
+            for id in graph.ids().filter(|id| needed[id.index()] && !of(*id)) {
+                live.extend(graph.node(id).operands().into_iter().filter(|o| of(*o)));
+            }
+            live.sort();
+            live.dedup();
+            live.into_iter().map(|id| (self.ty(id), self.operand(id))).collect::<Vec<_>>()
+        };
+        let (mut rows, heads) = (found(&of_row), found(&of_head));
+        for id in graph.ids().filter(|id| affine[id.index()] && self.plain[id.index()]) {
+            rows.extend(["b", "c"].map(|part| ("float", format!("{}{part}", self.operand(id)))));
         }
-        live.sort();
-        live.dedup();
-        self.code.row_live = live.into_iter().map(|id| (self.ty(id), self.operand(id))).collect();
+        (self.code.row_live, self.code.uniform_live) = (rows, heads);
+    }
+
+    /// Whether a node of a head is better kept than computed again.
+    fn costs(&self, id: Id) -> bool {
+        match self.graph.node(id) {
+            Node::Scalar(_) => false,
+            _ if is_leaf(self.graph, id) => false,
+            Node::Load { .. } | Node::Binary(Binary::FloorDiv | Binary::Mod, ..) => true,
+            _ if self.graph.ty(id) == Type::Float => true,
+            node => node.operands().into_iter().any(|o| self.costs(o)),
+        }
+    }
+
+    /// Whether a float is the same for all keys.
+    fn is_fixed(&self, id: Id) -> bool {
+        let Depends { score, kv, .. } = self.graph.depends(id);
+        !score && !kv
+    }
+
+    fn find_affine(&mut self, roots: &[Id], needed: &[bool]) {
+        for id in self.graph.ids().filter(|id| needed[id.index()]) {
+            let of = |x: Id| self.affine[x.index()] || self.is_fixed(x);
+            let Depends { score, kv, .. } = self.graph.depends(id);
+            self.affine[id.index()] = kv
+                && !score
+                && self.graph.ty(id) == Type::Float
+                && match *self.graph.node(id) {
+                    Node::Unary(Unary::ToFloat, x) => self.multiple_of_key(x).is_some(),
+                    Node::Unary(Unary::Neg, x) => of(x),
+                    Node::Binary(Binary::Add | Binary::Sub, x, y) => of(x) && of(y),
+                    Node::Binary(Binary::Mul, x, y) => of(x) && of(y) && (self.is_fixed(x) || self.is_fixed(y)),
+                    _ => false,
+                };
+        }
+        for id in self.graph.ids().filter(|id| needed[id.index()] && !self.affine[id.index()]) {
+            self.graph.node(id).operands().into_iter().for_each(|o| self.plain[o.index()] = true);
+        }
+        roots.iter().for_each(|r| self.plain[r.index()] = true);
+    }
+
+    /// A sum that cannot wrap, of a multiple of the key and what does not depend on it: the factor, and the sum at the
+    /// first key.
+    fn multiple_of_key(&self, id: Id) -> Option<(i64, String)> {
+        let linear = self.graph.linear(id);
+        let (of_key, rest): (Vec<_>, Vec<_>) = linear.terms.iter().partition(|(_, t)| self.graph.depends(*t).kv);
+        let &[(factor, key)] = &of_key[..] else { return None };
+        if *self.graph.node(key) != Node::Var(super::words::Var::Kv) || !self.graph.is_safe(&linear) {
+            return None;
+        }
+        let wide = Range::FULL;
+        let mut sum = format!("{} * kv_first", int_literal(factor, wide));
+        for (c, term) in rest {
+            sum.push_str(&format!(" + {} * {}", int_literal(c, wide), self.operand(term)));
+        }
+        Some((factor, format!("{sum} + {}", int_literal(linear.constant, wide))))
+    }
+
+    /// The statements of base and coefficient.
+    fn affine_statements(&mut self, id: Id) {
+        let name = self.operand(id);
+        let part = |x: Id, part: &str| match (self.affine[x.index()], part) {
+            (true, part) => format!("{}{part}", self.operand(x)),
+            (false, "b") => self.operand(x),
+            (false, _) => "0.0f".to_owned(),
+        };
+        let (base, coefficient) = match *self.graph.node(id) {
+            Node::Unary(Unary::ToFloat, x) => {
+                let (factor, first) = self.multiple_of_key(x).expect("found to be one");
+                (format!("(float)({first})"), format!("{:?}f", factor as f32))
+            }
+            Node::Unary(_, x) => (format!("-{}", part(x, "b")), format!("-{}", part(x, "c"))),
+            Node::Binary(Binary::Mul, x, y) => {
+                let (x, y) = if self.is_fixed(y) { (x, y) } else { (y, x) };
+                let by = self.operand(y);
+                (format!("{} * {by}", part(x, "b")), format!("{} * {by}", part(x, "c")))
+            }
+            Node::Binary(op, x, y) => {
+                let sum = |p: &str| format!("{} {} {}", part(x, p), op.name(), part(y, p));
+                (sum("b"), sum("c"))
+            }
+            _ => unreachable!("find_affine() finds no other nodes"),
+        };
+        self.code.row.push_str(&format!("const float {name}b = {base};\nconst float {name}c = {coefficient};\n"));
+        if self.plain[id.index()] {
+            let line = format!("const float {name} = fmaf({name}c, (float)offset, {name}b);\n");
+            self.code.element.push_str(&line);
+        }
     }
 
     fn statement(&mut self, id: Id) {
+        if self.affine[id.index()] {
+            return self.affine_statements(id);
+        }
         let value = self.value(id);
         let ty = self.ty(id);
         let line = format!("const {ty} {}{} = {value};\n", self.prefix, id.index());
         let Depends { score, kv, q } = self.graph.depends(id);
         let list = match (score, q, kv) {
+            (false, false, false) if matches!(self.graph.node(id), Node::Scalar(_)) => &mut self.code.inputs,
             (false, false, false) => &mut self.code.uniform,
             (false, true, false) => &mut self.code.row,
             (false, false, true) => &mut self.code.column,
@@ -171,7 +329,7 @@ impl Lowering<'_> {
                 let s = slot(self.graph, *i);
                 match self.graph.ty(id) {
                     Type::Float => format!("side->scalars[{s}].f"),
-                    _ => format!("({})side->scalars[{s}].i", int_type(self.graph.range(id))),
+                    _ => format!("({})side->scalars[{s}].i", self.dialect.int(self.graph.range(id))),
                 }
             }
             Node::Load { tensor, index } => self.load(id, *tensor, index),
@@ -202,11 +360,12 @@ impl Lowering<'_> {
 
     fn unary(&self, id: Id, op: Unary, x: Id) -> String {
         let of = self.operand(x);
+        let (i64, u64) = (self.dialect.i64(), self.dialect.u64());
         match (op, self.graph.ty(x)) {
             (Unary::Not, _) => format!("!{of}"),
-            (Unary::Neg, Type::Int) if self.graph.range(id) == Range::FULL => format!("(int64_t)(0 - (uint64_t){of})"),
+            (Unary::Neg, Type::Int) if self.graph.range(id) == Range::FULL => format!("({i64})(0 - ({u64}){of})"),
             (Unary::Abs, Type::Int) if self.graph.range(id) == Range::FULL => {
-                format!("{of} < 0 ? (int64_t)(0 - (uint64_t){of}) : {of}")
+                format!("{of} < 0 ? ({i64})(0 - ({u64}){of}) : {of}")
             }
             (Unary::Neg, Type::Int) => format!("-{}", self.cast(x, wider(self.graph.range(id), self.graph.range(x)))),
             (Unary::Abs, Type::Int) => {
@@ -226,7 +385,7 @@ impl Lowering<'_> {
         let leaf = matches!(self.graph.node(id), Node::Int(_));
         match (self.graph.range(id).is_i32(), wide.is_i32(), leaf) {
             (true, false, true) => int_literal(self.graph.range(id).lo, wide),
-            (true, false, false) => format!("(int64_t){of}"),
+            (true, false, false) => format!("({}){of}", self.dialect.i64()),
             _ => of,
         }
     }
@@ -236,12 +395,13 @@ impl Lowering<'_> {
         let wide = wider(result, wider(a, b));
         let (of_x, of_y) = (self.cast(x, wide), self.cast(y, wide));
         let narrow = |text: String| match result.is_i32() && !wide.is_i32() {
-            true => format!("(int32_t)({text})"),
+            true => format!("({})({text})", self.dialect.i32()),
             false => text,
         };
         match op {
             Binary::Add | Binary::Sub | Binary::Mul if result == Range::FULL => {
-                format!("(int64_t)((uint64_t){of_x} {} (uint64_t){of_y})", op.name())
+                let (i64, u64) = (self.dialect.i64(), self.dialect.u64());
+                format!("({i64})(({u64}){of_x} {} ({u64}){of_y})", op.name())
             }
             Binary::Add | Binary::Sub | Binary::Mul => narrow(format!("{of_x} {} {of_y}", op.name())),
             Binary::Min => narrow(format!("{of_x} < {of_y} ? {of_x} : {of_y}")),
@@ -282,7 +442,7 @@ impl Lowering<'_> {
             Storage::F16 => format!("ft_from_f16({at})"),
             Storage::Bf16 => format!("ft_from_bf16({at})"),
             // A declared range may be narrower than the storage.
-            Storage::I32 | Storage::I64 => format!("({}){at}", int_type(self.graph.range(id))),
+            Storage::I32 | Storage::I64 => format!("({}){at}", self.dialect.int(self.graph.range(id))),
             Storage::Bool => format!("{at} != 0"),
         }
     }
@@ -296,20 +456,6 @@ fn index_fits(graph: &Graph, axis: Axis, index: Id) -> bool {
         (_, Axis::Fixed(n)) => Range { lo: 0, hi: n as i64 - 1 }.contains(graph.range(index)),
         _ => false,
     }
-}
-
-fn element_type(storage: Storage) -> &'static str {
-    match storage {
-        Storage::F32 => "float",
-        Storage::F16 | Storage::Bf16 => "uint16_t",
-        Storage::I32 => "int32_t",
-        Storage::I64 => "int64_t",
-        Storage::Bool => "uint8_t",
-    }
-}
-
-fn int_type(range: Range) -> &'static str {
-    if range.is_i32() { "int32_t" } else { "int64_t" }
 }
 
 fn wider(a: Range, b: Range) -> Range {

@@ -1,26 +1,19 @@
-//! A program as the words of `templates/lib/cpu/program.h`.
+//! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
 
-use super::lower::{Code, Dialect, lower};
+use super::Id;
+use super::lower::{Code, Dialect, lower, lower_fragments};
 use super::program::Program;
 use super::tile::TileProgram;
 use std::collections::BTreeMap;
 
 /// The names that the CPU template pastes; for no program, which it then leaves out, all of them stand for nothing.
 pub fn cpu_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
-    let flag = |on: bool| u32::from(on).to_string();
-    let has = |f: fn(&Program) -> bool| flag(program.is_some_and(f));
-    let mut m = BTreeMap::from([
-        ("program", flag(program.is_some())),
-        ("program_mask", has(|p| p.mask().is_some())),
-        ("program_score", has(|p| p.score().is_some())),
-        ("program_sink", has(|p| p.sink().is_some())),
-    ]);
-    let code = |root: fn(&Program) -> Option<super::Id>, prefix: &str| match program.and_then(|p| Some((p, root(p)?))) {
-        Some((p, id)) => lower(p.graph(), &[id], Dialect::C, prefix),
+    let mut m = flags(program);
+    let code = |root: fn(&Program) -> Option<Id>, prefix: &str| match program.and_then(|p| Some((p, root(p)?))) {
+        Some((p, id)) => with_inputs(lower(p.graph(), &[id], Dialect::C, prefix)),
         None => Code::default(),
     };
     let (mask, score, sink) = (code(Program::mask, "m"), code(Program::score, "s"), code(Program::sink, "n"));
-    let result = |code: &Code, none: &str| code.results.first().cloned().unwrap_or_else(|| none.to_owned());
     let rows = |code: &Code, line: fn(&str, &str) -> String| -> String {
         code.row_live.iter().map(|(ty, name)| line(ty, name)).collect()
     };
@@ -48,21 +41,108 @@ pub fn cpu_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
         ("sink_uniform", sink.uniform),
         ("sink_row", sink.row),
     ]);
+    m.extend(tile_fields(program, Dialect::C));
+    m
+}
+
+/// The names that the CUDA templates paste.
+pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
+    let mut m = flags(program);
+    let count = |tensors: bool| {
+        let all = program.map_or(&[][..], |p| p.declarations());
+        all.iter().filter(|d| d.axes.is_some() == tensors).count().max(1).to_string()
+    };
+    let code = |root: fn(&Program) -> Option<Id>, prefix: &str| match program.and_then(|p| Some((p, root(p)?))) {
+        Some((p, id)) => lower_fragments(p.graph(), &[id], prefix),
+        None => Code::default(),
+    };
+    let (mask, score, sink) = (code(Program::mask, "m"), code(Program::score, "s"), code(Program::sink, "n"));
+    let lines = |live: &[(&'static str, String)], line: fn(&str, &str) -> String| -> String {
+        live.iter().map(|(ty, name)| line(ty, name)).collect()
+    };
+    let field = |ty: &str, name: &str| format!("    {ty} {name};\n");
+    let names = |live: &[(&'static str, String)]| live.iter().map(|(_, n)| n.as_str()).collect::<Vec<_>>().join(", ");
+    let of_head = |ty: &str, name: &str| format!("const {ty} {name} = kept.{name};\n");
+    let of_row = |ty: &str, name: &str| format!("const {ty} {name} = row.{name};\n");
+    m.extend([
+        ("side_tensors", count(true)),
+        ("side_scalars", count(false)),
+        ("mask_head_fields", lines(&mask.uniform_live, field)),
+        ("mask_head_names", names(&mask.uniform_live)),
+        ("mask_head_load", lines(&mask.uniform_live, of_head)),
+        ("mask_row_fields", lines(&mask.row_live, field)),
+        ("mask_row_names", names(&mask.row_live)),
+        ("mask_row_load", lines(&mask.row_live, of_row)),
+        ("mask_result", result(&mask, "true")),
+        ("mask_cheap", cheap(&mask)),
+        ("mask_inputs", mask.inputs),
+        ("mask_uniform", mask.uniform),
+        ("mask_row", mask.row),
+        ("mask_column", mask.column),
+        ("mask_element", mask.element),
+        ("score_head_fields", lines(&score.uniform_live, field)),
+        ("score_head_names", names(&score.uniform_live)),
+        ("score_head_load", lines(&score.uniform_live, of_head)),
+        ("score_row_fields", lines(&score.row_live, field)),
+        ("score_row_names", names(&score.row_live)),
+        ("score_row_load", lines(&score.row_live, of_row)),
+        ("score_result", result(&score, "score")),
+        ("score_cheap", cheap(&score)),
+        ("score_inputs", score.inputs),
+        ("score_uniform", score.uniform),
+        ("score_row", score.row),
+        ("score_column", score.column),
+        ("score_element", score.element),
+        ("sink_result", result(&sink, "0.0f")),
+        ("sink_code", sink.all()),
+    ]);
+    m.extend(tile_fields(program, Dialect::Cuda));
+    m
+}
+
+fn flags(program: Option<&Program>) -> BTreeMap<&'static str, String> {
+    let flag = |on: bool| u32::from(on).to_string();
+    let has = |f: fn(&Program) -> bool| flag(program.is_some_and(f));
+    BTreeMap::from([
+        ("program", flag(program.is_some())),
+        ("program_mask", has(|p| p.mask().is_some())),
+        ("program_score", has(|p| p.score().is_some())),
+        ("program_sink", has(|p| p.sink().is_some())),
+    ])
+}
+
+fn result(code: &Code, none: &str) -> String {
+    code.results.first().cloned().unwrap_or_else(|| none.to_owned())
+}
+
+/// C takes inputs as part of what is computed for a head.
+fn with_inputs(code: Code) -> Code {
+    Code { uniform: code.inputs.clone() + &code.uniform, ..code }
+}
+
+/// Statements for a head that cost nothing to compute again.
+fn cheap(code: &Code) -> String {
+    let kept =
+        |line: &str| code.uniform_live.iter().any(|(ty, name)| line.starts_with(&format!("const {ty} {name} = ")));
+    code.uniform.lines().filter(|line| !kept(line)).map(|line| format!("{line}\n")).collect()
+}
+
+/// What decides which keys a tile visits.
+fn tile_fields(program: Option<&Program>, dialect: Dialect) -> [(&'static str, String); 6] {
     let (tile, keys) = match program.map(TileProgram::new) {
         Some(t) => (
-            lower(&t.graph, &[t.all_masked, t.all_visible], Dialect::C, "t"),
-            lower(&t.graph, &[t.kv_begin, t.kv_end], Dialect::C, "k"),
+            lower(&t.graph, &[t.all_masked, t.all_visible], dialect, "t"),
+            lower(&t.graph, &[t.kv_begin, t.kv_end], dialect, "k"),
         ),
         None => (Code::default(), Code::default()),
     };
     let nth = |code: &Code, i: usize| code.results.get(i).cloned().unwrap_or_else(|| "0".to_owned());
-    m.extend([
+    [
         ("tile_code", tile.all()),
         ("tile_masked", nth(&tile, 0)),
         ("tile_visible", nth(&tile, 1)),
         ("keys_code", keys.all()),
         ("keys_begin", nth(&keys, 0)),
         ("keys_end", nth(&keys, 1)),
-    ]);
-    m
+    ]
 }

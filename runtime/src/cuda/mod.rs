@@ -10,6 +10,7 @@ mod driver;
 mod memory;
 mod module;
 mod nvml;
+mod parameter;
 mod pointer;
 mod probe;
 mod slices;
@@ -25,10 +26,11 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::abi::{ForwardArgs, SideArgs};
 use flashtune_codegen::{Arch, Launch, SmArch};
 use memory::CudaBuffer;
 use module::CudaModule;
+use parameter::Parameter;
 use std::sync::{Arc, Mutex};
 
 /// A CUDA device.
@@ -234,17 +236,37 @@ impl Device for CudaDevice {
         }
         let _bound = self.context.bind()?;
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
-        let sm90;
-        let parameter = match launch.tiling {
-            Some(tiling) => {
-                sm90 = tensor_map::sm90_args(&self.context, module.kernel(), tiling, args)?;
-                std::ptr::from_ref(&sm90).cast_mut().cast()
-            }
-            None => std::ptr::from_ref(args).cast_mut().cast(),
+        let sm90 = match launch.tiling {
+            Some(tiling) => Some(tensor_map::sm90_args(&self.context, module.kernel(), tiling, args)?),
+            None => None,
         };
-        let mut parameters = [parameter];
-        // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`
-        // (the recipe holds our ABI version); addresses, geometry and stream are valid by the caller's promise.
+        let with_side;
+        let parameter: *const std::ffi::c_void = match (module.kernel().problem.program, &sm90) {
+            (None, Some(sm90)) => std::ptr::from_ref(sm90).cast(),
+            (None, None) => std::ptr::from_ref(args).cast(),
+            (Some(_), _) if args.side == 0 => {
+                let remedy = "launch through the engine, or give ForwardArgs::side";
+                return Err(self.error(
+                    "launch",
+                    "the kernel has a score program, but is given nothing to read",
+                    remedy,
+                ));
+            }
+            (Some(program), sm90) => {
+                // SAFETY: `side` is the address of the program's tables by the caller's promise.
+                with_side = unsafe {
+                    let side = &*(args.side as usize as *const SideArgs);
+                    match sm90 {
+                        Some(sm90) => Parameter::new(sm90, &program, side),
+                        None => Parameter::new(args, &program, side),
+                    }
+                };
+                std::ptr::from_ref(&with_side).cast()
+            }
+        };
+        let mut parameters = [parameter.cast_mut()];
+        // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`, with
+        // what its program reads behind it (the recipe holds our ABI version); addresses, geometry and stream are valid by the caller's promise.
         unsafe {
             sys::cuLaunchKernel(
                 module.function,

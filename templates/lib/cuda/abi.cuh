@@ -14,5 +14,5 @@ struct ForwardArgs {
     int batch, heads, kv_heads, q_len, kv_len;
     int window_left, window_right;  // read only where that side of the mask is bounded
     float scale;
-    const void* side;   // what a score program reads; no kernel here has one
+    const void* side;   // an address of the host: what a score program reads lies behind the arguments (program.cuh)
 };

@@ -1,0 +1,209 @@
+// The score program of this kernel: what it masks, what it makes of the scores, and which key blocks it leaves out. Its
+// statements are generated; they come by what they change with, so that each is computed no more often than it has to be:
+// once for a tile (Kept), for a query row and a block of keys (Rows), for a score. Without a program all of this is
+// nothing.
+
+#define FT_PROGRAM @{ program }@
+constexpr bool kProgramMask = @{ program_mask }@;
+constexpr bool kProgramScore = @{ program_score }@;
+constexpr bool kProgramSink = @{ program_sink }@;
+
+#if FT_PROGRAM
+
+<% include "lib/cuda/score.cuh" %>
+
+// What the program reads, passed by value behind what every kernel takes.
+struct Side {
+    SideTensor tensors[@{ side_tensors }@];
+    SideScalar scalars[@{ side_scalars }@];
+};
+template <typename Base> struct WithSide : Base {
+    Side side;
+};
+
+// Where the scores of a tile are.
+struct ProgramHead {
+    const Side* side;
+    int b, h, h_kv, q_len, kv_len;
+};
+
+template <typename Base>
+__device__ __forceinline__ ProgramHead program_head(const WithSide<Base>& args, const ForwardArgs& sizes, const Tile& tile) {
+    return ProgramHead{&args.side, tile.batch, tile.head, tile.kv_head, sizes.q_len, sizes.kv_len};
+}
+
+// In scope of every statement; not every program reads all of them.
+#define FT_PROGRAM_HEAD                                                                                          \
+    const Side* const side = head.side;                                                                          \
+    const int b = head.b, h = head.h, h_kv = head.h_kv, q_len = head.q_len, kv_len = head.kv_len;                \
+    (void)side, (void)b, (void)h, (void)h_kv, (void)q_len, (void)kv_len
+
+// Whether no query of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0).
+// Rows and keys are given by the first and the last.
+__device__ __forceinline__ int program_tile(const ProgramHead& head, int q_first, int q_last, int kv_first, int kv_last) {
+    FT_PROGRAM_HEAD;
+    (void)q_first, (void)q_last, (void)kv_first, (void)kv_last;
+@{ tile_code }@    return @{ tile_masked }@ ? -1 : @{ tile_visible }@ ? 1 : 0;
+}
+
+// The keys that a run of queries can attend to at most.
+__device__ __forceinline__ KeyRange program_keys(const ProgramHead& head, int q_first, int q_last) {
+    FT_PROGRAM_HEAD;
+    (void)q_first, (void)q_last;
+@{ keys_code }@    const i64 begin = @{ keys_begin }@, end = @{ keys_end }@;
+    return KeyRange{int(min_of<i64>(max_of<i64>(begin, 0), kv_len)), int(max_of<i64>(min_of<i64>(end, kv_len), 0)) - 1};
+}
+
+// What is computed once for a tile.
+struct MaskKept {
+@{ mask_head_fields }@};
+struct ScoreKept {
+@{ score_head_fields }@};
+struct ProgramKept {
+    MaskKept mask;
+    ScoreKept score;
+};
+
+__device__ __forceinline__ MaskKept mask_kept(const ProgramHead& head) {
+    FT_PROGRAM_HEAD;
+@{ mask_inputs }@@{ mask_uniform }@    return MaskKept{@{ mask_head_names }@};
+}
+__device__ __forceinline__ ScoreKept score_kept(const ProgramHead& head) {
+    FT_PROGRAM_HEAD;
+@{ score_inputs }@@{ score_uniform }@    return ScoreKept{@{ score_head_names }@};
+}
+__device__ __forceinline__ ProgramKept program_kept(const ProgramHead& head) {
+    return ProgramKept{mask_kept(head), score_kept(head)};
+}
+
+// What is computed once for a query row and keys at constant distances from a first one.
+struct MaskRow {
+@{ mask_row_fields }@};
+struct ScoreRow {
+@{ score_row_fields }@};
+
+__device__ __forceinline__ MaskRow mask_row(const ProgramHead& head, const MaskKept& kept, int q, int kv_first) {
+    FT_PROGRAM_HEAD;
+    (void)kept, (void)q, (void)kv_first;
+@{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row }@    return MaskRow{@{ mask_row_names }@};
+}
+__device__ __forceinline__ ScoreRow score_row(const ProgramHead& head, const ScoreKept& kept, int q, int kv_first) {
+    FT_PROGRAM_HEAD;
+    (void)kept, (void)q, (void)kv_first;
+@{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row }@    return ScoreRow{@{ score_row_names }@};
+}
+
+// Whether query q attends to the key kv_first + offset.
+__device__ __forceinline__ bool mask_element(const ProgramHead& head, const MaskKept& kept, const MaskRow& row, int q,
+                                             int kv_first, int offset) {
+    FT_PROGRAM_HEAD;
+    const int kv = kv_first + offset;
+    (void)kept, (void)row, (void)q, (void)kv;
+@{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row_load }@@{ mask_column }@@{ mask_element }@    return @{ mask_result }@;
+}
+// What becomes of the score, which is in natural units.
+__device__ __forceinline__ float score_element(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
+                                               int kv_first, int offset, float score) {
+    FT_PROGRAM_HEAD;
+    const int kv = kv_first + offset;
+    (void)kept, (void)row, (void)q, (void)kv, (void)score;
+@{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_result }@;
+}
+
+// The logit of the key without a value.
+__device__ __forceinline__ float program_sink(const ProgramHead& head, int q) {
+    FT_PROGRAM_HEAD;
+    (void)q;
+@{ sink_code }@    return @{ sink_result }@;
+}
+
+// One query and one key, on its own: for the slow paths.
+__device__ __forceinline__ bool program_visible(const ProgramHead& head, int q, int kv) {
+    if (!kProgramMask) return true;
+    const MaskKept kept = mask_kept(head);
+    return mask_element(head, kept, mask_row(head, kept, q, kv), q, kv, 0);
+}
+
+// The key blocks of a tile without those that the mask leaves out before the first and after the last that it does not;
+// those that need no mask are the longest run of blocks that it leaves whole. For whole warps, whose lanes look at
+// a block each.
+template <int kBlockKV>
+__device__ __forceinline__ BlockRange program_blocks(const ProgramHead& head, int q_first, int q_last, BlockRange b) {
+    const int lane = threadIdx.x % 32;
+    const KeyRange keys = program_keys(head, q_first, q_last);
+    b.begin = max_of(b.begin, keys.first / kBlockKV);
+    b.end = min_of(b.end, (keys.last + kBlockKV) / kBlockKV);
+    int begin = b.end, end = b.end, run_begin = 0, run_end = -1, full_begin = 0, full_end = 0;
+#pragma unroll 1
+    for (int base = b.begin; base < b.end; base += 32) {
+        const int n = base + lane;
+        int kind = -1;
+        if (n < b.end) {
+            kind = program_tile(head, q_first, q_last, n * kBlockKV, min_of(n * kBlockKV + kBlockKV, head.kv_len) - 1);
+        }
+        const u32 live = __ballot_sync(0xffffffff, kind >= 0);
+        u32 whole = __ballot_sync(0xffffffff, kind > 0 && n >= b.full_begin && n < b.full_end);
+        if (live != 0) {
+            begin = min_of(begin, base + __ffs(int(live)) - 1);
+            end = base + 32 - __clz(int(live));
+        }
+        while (whole != 0) {
+            const int from = __ffs(int(whole)) - 1;
+            const u32 others = ~(whole >> from);
+            const int length = others == 0 ? 32 : __ffs(int(others)) - 1;
+            if (base + from != run_end) run_begin = base + from;
+            run_end = base + from + length;
+            if (run_end - run_begin > full_end - full_begin) full_begin = run_begin, full_end = run_end;
+            whole = from + length == 32 ? 0 : whole & (0xffffffff << (from + length));
+        }
+    }
+    if (begin == b.end) return BlockRange{begin, begin, begin, begin};
+    if (full_begin == full_end) full_begin = full_end = begin;
+    return BlockRange{begin, full_begin, full_end, end};
+}
+
+// Applies the program to an accumulator of tiles of 8 columns (mma.cuh, wgmma.cuh): at(j, 2 * i + e) is the score of row
+// `q + 8 * i` with key `kv_first + 8 * j + e`. Rows and keys beyond the last repeat it: no index leaves a tensor, and
+// nobody reads what comes out. `scale` takes scores to natural units.
+template <bool kMasked, int kTiles, typename At>
+__device__ __forceinline__ void program_scores(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
+                                               int kv_first, float scale) {
+    if (!kProgramScore && !(kMasked && kProgramMask)) return;
+    const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
+    const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first), mask_row(head, kept.mask, rows[1], kv_first)};
+    const ScoreRow scores[2] = {score_row(head, kept.score, rows[0], kv_first),
+                                score_row(head, kept.score, rows[1], kv_first)};
+#pragma unroll
+    for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& s = at(j, 2 * i + e);
+                if (kProgramScore) s = score_element(head, kept.score, scores[i], rows[i], kv_first, offset, s * scale);
+                if (kMasked && kProgramMask) {
+                    s = mask_element(head, kept.mask, masks[i], rows[i], kv_first, offset) ? s : -FT_INFINITY;
+                }
+            }
+        }
+    }
+}
+
+#else
+
+template <typename Base> using WithSide = Base;
+struct ProgramHead {};
+struct ProgramKept {};
+template <typename Base>
+__device__ __forceinline__ ProgramHead program_head(const Base&, const ForwardArgs&, const Tile&) { return {}; }
+__device__ __forceinline__ ProgramKept program_kept(const ProgramHead&) { return {}; }
+__device__ __forceinline__ bool program_visible(const ProgramHead&, int, int) { return true; }
+__device__ __forceinline__ float program_sink(const ProgramHead&, int) { return 0.0f; }
+__device__ __forceinline__ int program_tile(const ProgramHead&, int, int, int, int) { return 1; }
+template <int kBlockKV>
+__device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, BlockRange b) { return b; }
+template <bool kMasked, int kTiles, typename At>
+__device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float) {}
+
+#endif
