@@ -1,7 +1,8 @@
 //! What a host holds: a device, the layers of stored results, and a policy.
 
+use crate::awaited::Awaited;
 use crate::{Error, Result, read_templates};
-use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Store, Trust, bundles_from_env};
+use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Trust, bundles_from_env};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramError, ProgramRef};
 use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet, unaddressable};
@@ -15,7 +16,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How long a tune waits for another process that is tuning into the same cache.
+/// How long a call under the policy `tune` waits for another process that is tuning the same.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// One forward pass over device memory: O = softmax(scale * Q K^T + mask) V, or what a score program makes of the scores.
@@ -85,6 +86,7 @@ pub struct Builder {
     trust: Option<Trust>,
     templates: Option<PathBuf>,
     candidates: Candidates,
+    default_meanwhile: bool,
 }
 
 /// Where candidates run when the engine tunes.
@@ -104,6 +106,10 @@ pub struct Engine {
     cache: Option<CacheDir>,
     policy: Policy,
     candidates: Candidates,
+    /// Whether a call waits for another process that tunes what it needs.
+    wait_for_tuners: bool,
+    /// What other processes are tuning, as far as a call met it.
+    awaited: Awaited,
     /// One tuning at a time: two at once would disturb each other's measurements.
     tuning: Mutex<()>,
     /// Where the classes that were met untuned go when the engine is dropped.
@@ -184,6 +190,13 @@ impl Builder {
         self
     }
 
+    /// Under the policy `tune`, a call that needs what another process is tuning takes the next best choice instead of
+    /// waiting for it (ten minutes at most). Once the other is done, within a second, its result is used.
+    pub fn default_meanwhile(mut self) -> Self {
+        self.default_meanwhile = true;
+        self
+    }
+
     /// Opens device and layers. Compiles no kernel and writes nothing.
     ///
     /// # Errors
@@ -229,6 +242,8 @@ impl Builder {
             cache,
             policy: self.policy,
             candidates: self.candidates,
+            wait_for_tuners: !self.default_meanwhile,
+            awaited: Awaited::default(),
             tuning: Mutex::new(()),
             untuned_file: std::env::var_os(crate::UNTUNED_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from),
         })
@@ -371,9 +386,7 @@ impl Engine {
         job.problem.validate()?;
         job.shape.validate()?;
         let _one_at_a_time = self.tuning.lock().unwrap_or_else(PoisonError::into_inner);
-        let store = Store::open_within(dir, PATIENCE)?;
-        let artifacts = ArtifactFiles::new(dir);
-        let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, &store, &artifacts, job, observer)?;
+        let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, dir, job, observer)?;
         self.dispatcher.refresh();
         Ok(outcome)
     }
@@ -445,6 +458,9 @@ impl Engine {
             && demand.is_tunable()
             && !shape.is_empty()
             && shape.kv_len > 0;
+        if tunable && self.awaited.is_due(problem, shape) {
+            self.dispatcher.forget(problem, shape);
+        }
         if tunable && self.dispatcher.planned(problem, shape, demand).is_none() {
             self.tune_missing(problem, shape)?;
         }
@@ -458,8 +474,15 @@ impl Engine {
         }
         tracing::info!(%problem, %shape, "nothing tuned fits: tuning now");
         // Threads that come second wait for the first inside, and are answered from the store.
-        match self.tune(problem, shape) {
+        let patience = if self.wait_for_tuners { PATIENCE } else { Duration::ZERO };
+        match self.tune_job(&Job { patience, ..Job::new(*problem, *shape) }, &()) {
             Ok(_) => Ok(()),
+            // The next best choice serves until the other process is done.
+            Err(Error::Tuner(e @ flashtune_tuner::Error::Busy { .. })) => {
+                tracing::info!("{e}; the next best choice is taken meanwhile");
+                self.awaited.add(problem, shape);
+                Ok(())
+            }
             // Nowhere to keep a result, or no compiler: what else there is may serve, as under the other policies. That
             // no kernel came through its checks is not of this kind.
             Err(Error::Runtime(e @ (RuntimeError::Cache(_) | RuntimeError::Missing { .. }))) => {

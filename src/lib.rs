@@ -19,6 +19,7 @@
 //! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
 //! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
 
+mod awaited;
 mod engine;
 mod error;
 mod host;

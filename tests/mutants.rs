@@ -3,7 +3,7 @@
 mod common;
 
 use common::Place;
-use flashtune::cache::{ArtifactFiles, CacheDir, Store};
+use flashtune::cache::{CacheDir, Store};
 use flashtune::codegen::TemplateSet;
 use flashtune::tuner::{Error, Job, Runner, WorkerCommand, tune};
 use flashtune::{DType, DeviceSpec, Mask, Problem, Shape};
@@ -153,11 +153,10 @@ fn verdict(runner: &mut Runner, mask: Mask, Mutant(name, file, from, to, _): &Mu
     let problem = Problem::forward(DType::F32, 32, mask.kind()).unwrap();
     let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len: 500, kv_len: 500, mask };
     let job = Job { max_trials: 1, budget: Duration::from_secs(60), ..Job::new(problem, shape) };
-    let store = Store::open(&dir).unwrap();
-    match tune(runner, &templates, &store, &ArtifactFiles::new(&dir), &job, &()) {
+    match tune(runner, &templates, &dir, &job, &()) {
         Ok(outcome) => format!(" it won: {:?}", outcome.record.schedule),
         Err(Error::NothingWorks { reasons, .. }) => {
-            assert!(store.records().unwrap().is_empty());
+            assert!(Store::open(&dir).unwrap().records().unwrap().is_empty());
             reasons
         }
         Err(e) => panic!("{name}: {e}"),

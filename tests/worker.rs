@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Place, host_arch};
-use flashtune::cache::{ArtifactFiles, CacheDir, Stage, Store, Trial, TrialResult};
+use flashtune::cache::{CacheDir, Stage, Trial, TrialResult};
 use flashtune::codegen::{CpuSchedule, Family, Schedule, ShapeBucket, TemplateSet};
 use flashtune::tuner::{Event, Job, Observer, Runner, WorkerCommand, tune};
 use flashtune::{DType, DeviceSpec, Mask, Problem, Shape};
@@ -106,16 +106,6 @@ fn worker() -> Runner {
     Runner::worker(command, DeviceSpec::Cpu).unwrap()
 }
 
-struct Cache {
-    store: Store,
-    files: ArtifactFiles,
-}
-
-fn cache(place: &Place) -> Cache {
-    let dir = CacheDir::at(place.cache());
-    Cache { store: Store::open(&dir).unwrap(), files: ArtifactFiles::new(&dir) }
-}
-
 /// How long after the event before it each failure came.
 #[derive(Default)]
 struct Gaps(Mutex<(Option<Instant>, Vec<Duration>)>);
@@ -146,14 +136,14 @@ fn is_code_of(one: Schedule, other: &CpuSchedule) -> bool {
 #[test]
 fn every_fault_costs_its_candidate_and_nothing_else() {
     let place = Place::new();
-    let cache = cache(&place);
+    let dir = CacheDir::at(place.cache());
     let mut runner = worker();
     let all = schedules();
     let gaps = Gaps::default();
     // As many as the smallest space has room for, in as many jobs as that takes.
     for menu in MENU.chunks(all.len().min(MENU.len() + 2) - 2) {
         let job = Job { budget: Duration::from_secs(300), force: true, ..job() };
-        let outcome = tune(&mut runner, &template(menu), &cache.store, &cache.files, &job, &gaps).unwrap();
+        let outcome = tune(&mut runner, &template(menu), &dir, &job, &gaps).unwrap();
         // The two that are right were measured, and one of them won.
         let right = |s: Schedule| all[..2].iter().any(|r| is_code_of(s, r));
         assert!(right(outcome.record.schedule), "{:?}", outcome.record);

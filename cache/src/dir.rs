@@ -3,6 +3,8 @@
 //! ```text
 //! <root>/v2/snapshot.ftb        what readers map: an immutable bundle, replaced by rename
 //! <root>/v2/artifacts/ab/..art  compiled kernels by recipe key
+//! <root>/v2/claims/            who compiles or tunes what at the moment; empty when nobody does
+//! <root>/v2/jobs/              what tunings that were cut short had done
 //! <root>/v2/store/              the tuner's journal (sled)
 //! <root>/v2/store.lock          held while a tuner has the journal
 //! ```

@@ -17,7 +17,7 @@
 use crate::dir::{CacheDir, create_private};
 use crate::publish::publish_file;
 use crate::trouble::Trouble;
-use crate::{Artifact, Error, Key, Result};
+use crate::{Artifact, Claims, Error, Key, Result, Turn};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -27,16 +27,31 @@ const HEADER: usize = 56;
 /// How exactly the time of the last use is kept.
 const USE_STEP: Duration = Duration::from_secs(1800);
 
+/// How long to wait for another process that makes the same kernel: longer than any compiler takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// The folder of compiled kernels.
 #[derive(Debug, Clone)]
 pub struct ArtifactFiles {
     folder: PathBuf,
+    claims: Claims,
+}
+
+/// Where an artifact that was asked for came from.
+#[derive(Debug)]
+pub enum Origin {
+    /// Its file, perhaps one that another process has just written.
+    File,
+    /// It was made now and kept.
+    Made,
+    /// It was made now and could not be kept.
+    Unkept(Error),
 }
 
 impl ArtifactFiles {
     /// The files of a cache folder. Touches nothing.
     pub fn new(dir: &CacheDir) -> Self {
-        Self { folder: dir.artifacts_path() }
+        Self { folder: dir.artifacts_path(), claims: Claims::new(dir) }
     }
 
     /// The folder that holds them all.
@@ -74,6 +89,33 @@ impl ArtifactFiles {
                 remedy: "check the free space, or set FLASHTUNE_CACHE to another folder",
             })
         })
+    }
+
+    /// The artifact of a recipe key: from its file, or made now. Of many processes that ask for one key at the same time,
+    /// one makes it and the others wait for it; when that one ends without a result, the next one tries.
+    ///
+    /// # Errors
+    /// That of `make`.
+    pub fn get_or_make<E>(
+        &self,
+        key: &Key,
+        make: impl FnOnce() -> Result<Artifact, E>,
+    ) -> Result<(Artifact, Origin), E> {
+        if let Some(artifact) = self.get(key) {
+            return Ok((artifact, Origin::File));
+        }
+        let _claim = match self.claims.wait(key, PATIENCE, || self.contains(key).then(|| self.get(key)).flatten()) {
+            Turn::Done(artifact) => return Ok((artifact, Origin::File)),
+            Turn::Mine(claim) => Some(claim),
+            // Whoever is at it takes too long: better twice than never.
+            Turn::Theirs => None,
+        };
+        let artifact = make()?;
+        let origin = match self.put(&artifact) {
+            Ok(_) => Origin::Made,
+            Err(e) => Origin::Unkept(e),
+        };
+        Ok((artifact, origin))
     }
 
     /// Whether a file of this key exists. It may still fail its checks.

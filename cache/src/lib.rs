@@ -10,6 +10,7 @@
 
 mod artifact;
 mod bundle;
+mod claim;
 mod conditions;
 mod device;
 mod dir;
@@ -19,6 +20,7 @@ mod exchange;
 mod files;
 mod key;
 mod layers;
+mod progress;
 mod publish;
 mod record;
 mod stale;
@@ -32,18 +34,20 @@ mod validity;
 
 pub use artifact::{Artifact, Facts, Recipe};
 pub use bundle::{Bundle, BundleContents, BundleSet, Manifest, PublicKey, SecretKey, sign_bundle};
+pub use claim::{Claim, Claims, Turn};
 pub use conditions::{Conditions, Reading};
 pub use device::{CompilerId, DeviceFingerprint};
 pub use dir::{CACHE_VARIABLE, CacheDir};
 pub use error::{Error, Result};
 pub use evict::LIMIT_VARIABLE;
 pub use exchange::{ExchangeSummary, ExportFilter, export, import};
-pub use files::ArtifactFiles;
+pub use files::{ArtifactFiles, Origin};
 pub use key::Key;
 pub use layers::{
     BUNDLES_VARIABLE, EMBEDDED_LAYER, FILES_LAYER, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
     SNAPSHOT_LAYER, bundles_from_env,
 };
+pub use progress::{Lesson, Progress};
 pub use record::{Finalist, Provenance, Record, RecordKey};
 pub use stale::{reap, temporary_prefix};
 pub use store::Store;

@@ -6,15 +6,13 @@ use super::context::{Context, table};
 use super::exit::{Failed, Unavailable, usage};
 use super::progress;
 use anyhow::Result;
-use flashtune::cache::{ArtifactFiles, Record, Store};
-use flashtune::tuner::{Error as TunerError, Event, Job, Observer, Outcome, tune};
+use flashtune::cache::{Record, Trial, TrialResult};
+use flashtune::tuner::{Error as TunerError, Event, Job, Observer, Outcome, Search, tune};
 use indicatif::ProgressBar;
 use serde_json::json;
 use std::io::Write;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
-
-/// How long to wait for another process that tunes into the same cache.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Options of `tune`.
 #[derive(clap::Args, Debug)]
@@ -39,6 +37,13 @@ pub struct Args {
     /// Tune again what is already in the cache
     #[arg(long)]
     force: bool,
+    /// Try an even sample of the whole space instead of searching it, all of it when --trials allows: to record what the
+    /// space is like (--json has every trial)
+    #[arg(long)]
+    exhaustive: bool,
+    /// Seconds to wait for another process that is tuning the same, or uses the device; without end when absent
+    #[arg(long, value_name = "SECONDS")]
+    patience_s: Option<u32>,
     /// Run candidates in this process instead of a worker: one that faults ends the command
     #[arg(long)]
     in_process: bool,
@@ -70,32 +75,33 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let templates = cx.templates()?;
     let budget = budget.unwrap_or(Duration::from_secs_f64(agenda.default_budget_s));
     let dir = cx.cache_dir()?;
-    let store = Store::open_within(&dir, PATIENCE)?;
-    let artifacts = ArtifactFiles::new(&dir);
 
     if !cx.json() {
         let fingerprint = runner.fingerprint();
         writeln!(cx.out, "device {fingerprint}, cache {}, templates {}", dir.root().display(), templates.hash())?;
         cx.out.flush()?;
     }
-    let watcher = Watcher { bar: progress::bar(cases.len() as u64, cx.json()) };
+    let watcher = Watcher { bar: progress::bar(cases.len() as u64, cx.json()), waited: Mutex::default() };
     let start = Instant::now();
     let (mut done, mut failures): (Vec<Outcome>, Vec<String>) = Default::default();
     for (i, Case { problem, shape }) in cases.iter().enumerate() {
         // What earlier cases left unused belongs to the later ones.
-        let share = budget.saturating_sub(start.elapsed()) / (cases.len() - i) as u32;
+        let working = start.elapsed().saturating_sub(watcher.waited());
+        let share = budget.saturating_sub(working) / (cases.len() - i) as u32;
         let job = Job::new(*problem, *shape);
         let job = Job {
             max_trials: args.trials.unwrap_or(job.max_trials),
             budget: share,
             seed: args.seed,
             force: args.force,
+            search: if args.exhaustive { Search::Even } else { Search::Guided },
+            patience: args.patience_s.map_or(job.patience, |s| Duration::from_secs(s.into())),
             ..job
         };
-        match tune(&mut runner, &templates, &store, &artifacts, &job, &watcher) {
+        match tune(&mut runner, &templates, &dir, &job, &watcher) {
             Ok(outcome) => done.push(outcome),
             // Another case may be easier to measure.
-            Err(e @ TunerError::Noise { .. }) => failures.push(e.to_string()),
+            Err(e @ (TunerError::Noise { .. } | TunerError::Busy { .. })) => failures.push(e.to_string()),
             // A missing compiler or a full disk stops every case; anything else only this one.
             Err(e) if failures.is_empty() && done.is_empty() => {
                 watcher.bar.finish_and_clear();
@@ -178,15 +184,45 @@ fn summary(outcome: &Outcome) -> serde_json::Value {
         "conditions": record.provenance.conditions.to_string(),
         "gain_over_unfused": gain_over_unfused(record),
         "cached": cached,
-        "trials": trials.len(),
+        "trials": trials.iter().map(trial).collect::<Vec<_>>(),
         "snapshot": snapshot.display().to_string(),
         "record": record,
     })
 }
 
+/// One schedule's fate, for scripts.
+fn trial(trial: &Trial) -> serde_json::Value {
+    let mut value = json!({ "schedule": trial.schedule.to_string(), "parameters": trial.schedule });
+    let fate = match &trial.result {
+        TrialResult::Timed { median_us, p10_us, p90_us, samples, max_error } => json!({
+            "result": "timed",
+            "median_us": median_us,
+            "p10_us": p10_us,
+            "p90_us": p90_us,
+            "samples": samples,
+            "max_error": max_error,
+        }),
+        TrialResult::Failed { stage, reason } => {
+            json!({ "result": "failed", "stage": stage.to_string(), "reason": reason })
+        }
+    };
+    if let (Some(value), serde_json::Value::Object(fate)) = (value.as_object_mut(), fate) {
+        value.extend(fate);
+    }
+    value
+}
+
 /// Shows a job's events on a progress bar.
 struct Watcher {
     bar: ProgressBar,
+    /// Time that passed while others were at work: it does not count against the budget.
+    waited: Mutex<Duration>,
+}
+
+impl Watcher {
+    fn waited(&self) -> Duration {
+        *self.waited.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Observer for Watcher {
@@ -207,6 +243,17 @@ impl Observer for Watcher {
             }
             Event::Failed { schedule, stage, reason } => {
                 tracing::debug!(%schedule, %stage, reason, "a schedule failed");
+            }
+            Event::Waiting { what } => {
+                tracing::info!("waiting: {what}");
+                self.bar.set_message(format!("waiting: {what}"));
+            }
+            Event::Waited { duration } => {
+                *self.waited.lock().unwrap_or_else(PoisonError::into_inner) += *duration;
+            }
+            Event::Resumed { lessons } => {
+                tracing::info!(lessons, "going on with a job that was cut short");
+                self.bar.set_message(format!("going on with a job that was cut short ({lessons} results are known)"));
             }
             Event::Cached(_) | Event::Dropped { .. } | Event::Winner(_) => {}
         }

@@ -2,7 +2,7 @@
 
 use crate::candidate::Candidate;
 use crate::{Event, Observer};
-use flashtune_cache::{Artifact, ArtifactFiles, Stage};
+use flashtune_cache::{Artifact, ArtifactFiles, Origin, Stage};
 use flashtune_codegen::{Arch, Kernel, Schedule, TemplateSet};
 use flashtune_runtime::Compiler;
 use flashtune_runtime::compile::{compile_with, recipe};
@@ -17,7 +17,7 @@ pub(crate) struct Builder<'a> {
     pub templates: &'a TemplateSet,
     pub files: &'a ArtifactFiles,
     pub observer: &'a dyn Observer,
-    /// No compilation starts after this, except the first candidate's.
+    /// No compilation starts after this, except the default's.
     pub deadline: Instant,
 }
 
@@ -35,7 +35,10 @@ impl Builder<'_> {
                 let i = next.fetch_add(1, Ordering::Relaxed);
                 let Some(slot) = slots.get(i) else { break };
                 let mut candidate = slot.lock().unwrap_or_else(|e| e.into_inner());
-                if i > 0 && Instant::now() >= self.deadline {
+                if !candidate.is_live() {
+                    continue;
+                }
+                if !candidate.is_default && Instant::now() >= self.deadline {
                     candidate.fail(Stage::Budget, "the time for compiling ran out".into(), self.observer);
                     continue;
                 }
@@ -55,14 +58,11 @@ impl Builder<'_> {
 
     fn build_one(&self, candidate: &mut Candidate) {
         let key = recipe(&candidate.kernel, self.templates, self.compiler.id()).key();
-        if let Some(artifact) = self.files.get(&key) {
-            candidate.artifact = Some(artifact);
-            return;
-        }
-        match compile_with(self.compiler, &candidate.kernel, self.templates) {
-            Ok(artifact) => {
+        let make = || compile_with(self.compiler, &candidate.kernel, self.templates);
+        match self.files.get_or_make(&key, make) {
+            Ok((artifact, origin)) => {
                 // Losing the file costs a compilation later, not this job.
-                if let Err(e) = self.files.put(&artifact) {
+                if let Origin::Unkept(e) = origin {
                     tracing::warn!(error = %e, "a compiled kernel could not be stored");
                 }
                 candidate.artifact = Some(artifact);
@@ -79,24 +79,37 @@ impl Builder<'_> {
 /// H200 the fastest schedule of head dim 128 spills 16), many mean traffic inside of it.
 const SPILLS_ALLOWED: u32 = 64;
 
-/// Drops kernels that spill registers in earnest or that the compiler calls unfit (unless no other is left; the default always
-/// stays), and those whose binary equals an earlier candidate's.
-pub(crate) fn prune(candidates: &mut [Candidate], observer: &dyn Observer) {
-    let unfit = |c: &Candidate| c.artifact.as_ref().and_then(|a| unfit(c.kernel.arch, a));
-    let some_are_fit = candidates.iter().any(|c| c.is_live() && unfit(c).is_none());
-    let mut seen: HashMap<([u8; 32], u32), String> = HashMap::new();
-    for candidate in candidates.iter_mut().filter(|c| c.is_live()) {
-        if let Some(reason) = unfit(candidate).filter(|_| some_are_fit && !candidate.is_default) {
-            candidate.fail(Stage::Prune, reason, observer);
-            continue;
-        }
-        let Some(artifact) = &candidate.artifact else { continue };
-        let hash = (code_hash(artifact), beside_the_code(&candidate.kernel));
-        if let Some(first) = seen.get(&hash) {
-            let reason = format!("compiles to the same code as {first}");
-            candidate.fail(Stage::Prune, reason, observer);
-        } else {
-            seen.insert(hash, candidate.kernel.schedule.to_string());
+/// What the batches of a job have compiled so far.
+#[derive(Debug, Default)]
+pub(crate) struct Compiled {
+    /// Candidates by their code.
+    codes: HashMap<([u8; 32], u32), usize>,
+    /// Whether some candidate is fit.
+    some_are_fit: bool,
+}
+
+impl Compiled {
+    /// Of the candidates from `from` on, drops kernels that spill registers in earnest or that the compiler calls unfit
+    /// (unless no other is left; the default always stays), and those whose binary equals an earlier candidate's.
+    pub fn prune(&mut self, candidates: &mut [Candidate], from: usize, observer: &dyn Observer) {
+        let unfit = |c: &Candidate| c.artifact.as_ref().and_then(|a| unfit(c.kernel.arch, a));
+        self.some_are_fit |= candidates[from..].iter().any(|c| c.is_live() && unfit(c).is_none());
+        for i in from..candidates.len() {
+            let candidate = &candidates[i];
+            if !candidate.is_live() {
+                continue;
+            }
+            let Some(artifact) = &candidate.artifact else { continue };
+            let hash = (code_hash(artifact), beside_the_code(&candidate.kernel));
+            if let Some(reason) = unfit(candidate).filter(|_| self.some_are_fit && !candidate.is_default) {
+                candidates[i].fail(Stage::Prune, reason, observer);
+            } else if let Some(&first) = self.codes.get(&hash) {
+                let reason = format!("compiles to the same code as {}", candidates[first].kernel.schedule);
+                candidates[i].twin = Some(first);
+                candidates[i].fail(Stage::Prune, reason, observer);
+            } else {
+                self.codes.insert(hash, i);
+            }
         }
     }
 }
@@ -154,6 +167,10 @@ mod tests {
     use super::*;
     use crate::testing::{artifact, candidates};
 
+    fn prune(candidates: &mut [Candidate]) {
+        Compiled::default().prune(candidates, 0, &());
+    }
+
     #[test]
     fn spilling_kernels_are_dropped_while_others_are_left() {
         let mut all = candidates(4);
@@ -165,13 +182,13 @@ mod tests {
         let all_spill =
             |all: &mut [Candidate]| all.iter_mut().for_each(|c| c.artifact.as_mut().unwrap().facts.spill_bytes = 400);
         let mut hopeless = all.clone();
-        prune(&mut all, &());
+        prune(&mut all);
         // The default stays although it spills; so does the one that spills next to nothing.
         assert_eq!(all.iter().map(Candidate::is_live).collect::<Vec<_>>(), [true, false, true, false]);
         let (stage, reason) = all[1].failure.clone().unwrap();
         assert!(stage == Stage::Prune && reason.contains("96 bytes"), "{reason}");
         all_spill(&mut hopeless);
-        prune(&mut hopeless, &());
+        prune(&mut hopeless);
         assert!(hopeless.iter().all(Candidate::is_live));
     }
 
@@ -185,8 +202,14 @@ mod tests {
             a.bytes = [b"elf", name.as_bytes(), &[body; 40], name.as_bytes()].concat();
             c.artifact = Some(a);
         }
-        prune(&mut all, &());
+        prune(&mut all);
         assert_eq!(all.iter().map(Candidate::is_live).collect::<Vec<_>>(), [true, false, true]);
         assert!(all[1].failure.as_ref().unwrap().1.contains(&all[0].kernel.schedule.to_string()));
+        assert_eq!(all.iter().map(|c| c.twin).collect::<Vec<_>>(), [None, Some(0), None]);
+        // The same when they come one after the other.
+        all.iter_mut().for_each(|c| (c.twin, c.failure) = (None, None));
+        let mut compiled = Compiled::default();
+        (1..=3).for_each(|n| compiled.prune(&mut all[..n], n - 1, &()));
+        assert_eq!(all.iter().map(|c| c.twin).collect::<Vec<_>>(), [None, Some(0), None]);
     }
 }

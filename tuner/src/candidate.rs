@@ -11,6 +11,10 @@ pub(crate) struct Candidate {
     pub kernel: Kernel,
     /// Whether this is the model's default.
     pub is_default: bool,
+    /// Its place in the model's ranking.
+    pub rank: usize,
+    /// The earlier candidate that has the same code.
+    pub twin: Option<usize>,
     /// The compiled kernel.
     pub artifact: Option<Artifact>,
     /// Largest absolute error against the oracle.
@@ -20,8 +24,8 @@ pub(crate) struct Candidate {
 }
 
 impl Candidate {
-    pub fn new(kernel: Kernel, is_default: bool) -> Self {
-        Self { kernel, is_default, artifact: None, max_error: 0.0, failure: None }
+    pub fn new(kernel: Kernel, rank: usize, is_default: bool) -> Self {
+        Self { kernel, is_default, rank, twin: None, artifact: None, max_error: 0.0, failure: None }
     }
 
     /// Whether nothing has failed yet.

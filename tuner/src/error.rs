@@ -63,6 +63,14 @@ pub enum Error {
         /// What stood in the way, with figures.
         reason: String,
     },
+    /// Another process has been tuning the same for longer than the job would wait.
+    #[error("{problem} {shape} is being tuned by another process; wait for it, or allow more patience")]
+    Busy {
+        /// The problem.
+        problem: String,
+        /// The sizes.
+        shape: Shape,
+    },
     /// No schedule came through.
     #[error(
         "no schedule for {problem} came through on {device} ({tried} tried):{reasons}\nrun `flashtune doctor` and `flashtune check`"

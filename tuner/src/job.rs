@@ -1,9 +1,12 @@
 //! What to tune, and what came of it.
 
 use flashtune_cache::{Record, Trial};
-use flashtune_codegen::{Problem, Shape};
+use flashtune_codegen::{Problem, Schedule, Shape};
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// As good as for ever.
+const LONG: Duration = Duration::from_secs(24 * 3600);
 
 /// One tuning job: a problem, the sizes to time it on, and how much may be spent.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,12 +24,38 @@ pub struct Job {
     pub seed: u64,
     /// Tune even if the store has a record for the same device, problem, bucket, templates and compiler.
     pub force: bool,
+    /// What is tried of the space.
+    pub search: Search,
+    /// How long to wait for another process that is tuning the same.
+    pub patience: Duration,
+}
+
+/// What a job tries.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Search {
+    /// What looks promising, by the model, earlier results and what was measured so far; ends early when nothing better
+    /// comes.
+    #[default]
+    Guided,
+    /// An even sample over the whole space, all of it when `max_trials` allows: to record what the space is like.
+    Even,
+    /// The default and these schedules, as far as they fit.
+    Only(Vec<Schedule>),
 }
 
 impl Job {
     /// A job with 60 trials, 60 seconds and seed 0.
     pub fn new(problem: Problem, shape: Shape) -> Self {
-        Self { problem, shape, max_trials: 60, budget: Duration::from_secs(60), seed: 0, force: false }
+        Self {
+            problem,
+            shape,
+            max_trials: 60,
+            budget: Duration::from_secs(60),
+            seed: 0,
+            force: false,
+            search: Search::Guided,
+            patience: LONG,
+        }
     }
 }
 
@@ -37,7 +66,7 @@ pub struct Outcome {
     pub record: Record,
     /// Whether the store already had it and nothing was run.
     pub cached: bool,
-    /// Every schedule that was tried, in the order of the model's ranking; empty when `cached`.
+    /// Every schedule that was tried, in the order in which it was; empty when `cached`.
     pub trials: Vec<Trial>,
     /// The published snapshot.
     pub snapshot: PathBuf,

@@ -1,7 +1,9 @@
 //! From a job to a record: which of the many schedules of a problem is the fastest correct one on this device.
 //!
 //! ```text
-//! Job -> choose (space, model) -> build (parallel, cached) -> prune (spills, duplicates) -> check (oracle)
+//! Job -> claim -> space (model) -> search -> build (parallel, cached) -> prune (spills, duplicates) -> check (oracle)
+//!                                    ^                                                         -> glance
+//!                                    `------- what was measured, what failed ------------------'
 //!     -> race (rounds) -> final (pairs) -> Record -> Store -> snapshot
 //! ```
 //!
@@ -21,6 +23,7 @@ mod model;
 mod observer;
 mod race;
 mod runner;
+mod search;
 mod space;
 mod stats;
 #[cfg(test)]
@@ -29,7 +32,7 @@ mod tune;
 mod worker;
 
 pub use error::{Cause, Error, Result};
-pub use job::{Job, Outcome};
+pub use job::{Job, Outcome, Search};
 pub use observer::{Event, Observer, Phase};
 pub use runner::Runner;
 pub use tune::tune;

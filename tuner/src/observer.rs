@@ -2,6 +2,7 @@
 
 use flashtune_cache::{Record, Stage};
 use flashtune_codegen::Schedule;
+use std::time::Duration;
 
 /// Receives the events of a job, from several threads during compilation.
 pub trait Observer: Sync {
@@ -36,6 +37,21 @@ pub enum Phase {
 pub enum Event<'a> {
     /// The store already has the record; nothing will run.
     Cached(&'a Record),
+    /// Something else has to end first: another process tunes the same, or uses the device.
+    Waiting {
+        /// For what.
+        what: &'static str,
+    },
+    /// The wait is over.
+    Waited {
+        /// How long it was.
+        duration: Duration,
+    },
+    /// An earlier process began this job; what it learnt is not repeated.
+    Resumed {
+        /// Checks, failures and times.
+        lessons: usize,
+    },
     /// A phase starts; `total` is its number of steps where that is known.
     Phase {
         /// Which.
@@ -49,7 +65,7 @@ pub enum Event<'a> {
         total: usize,
         /// Those that fit the device.
         legal: usize,
-        /// Those that will be tried.
+        /// The most that will be tried.
         chosen: usize,
     },
     /// A schedule was compiled, or its binary was found in the cache.

@@ -53,14 +53,21 @@ pub(crate) struct Rules {
     pub warmup_below_us: f64,
 }
 
-/// Samples and fates by contender.
-#[derive(Debug, Clone, PartialEq)]
+/// Samples and fates by contender, of one race or of several that follow each other.
+#[derive(Debug, Clone, PartialEq, Default)]
 pub(crate) struct Standings {
     pub samples: Vec<Vec<f64>>,
     pub fates: Vec<Fate>,
+    /// Whether the cold first run is over.
+    warm: Vec<bool>,
 }
 
 impl Rules {
+    /// A first look at new contenders, in the midst of a search.
+    pub fn glance(deadline: Duration) -> Self {
+        Self { max_samples: 2, ..Self::until(deadline) }
+    }
+
     /// The rules of every job; only the deadline differs.
     pub fn until(deadline: Duration) -> Self {
         Self {
@@ -75,6 +82,15 @@ impl Rules {
 }
 
 impl Standings {
+    /// Contenders come in, so that there are `count`; those that cannot run stay out.
+    pub fn enter(&mut self, count: usize, can_run: impl Fn(usize) -> bool) {
+        for i in self.fates.len()..count {
+            self.samples.push(Vec::new());
+            self.fates.push(if can_run(i) { Fate::Live } else { Fate::Failed("it did not get here".into()) });
+            self.warm.push(false);
+        }
+    }
+
     /// The median of a contender that still works; `None` without samples.
     pub fn median(&self, contender: usize) -> Option<f64> {
         match self.fates[contender] {
@@ -125,18 +141,18 @@ fn fair_time(samples: &[f64]) -> Option<f64> {
     sorted.get(sorted.len().saturating_sub(1) / 3).copied()
 }
 
-/// Runs a race of `count` contenders, best guess first.
+/// Runs a race of those who are live, best guess first. Who has as many samples as the rules want, from a race before,
+/// waits.
 pub(crate) fn race(
     track: &mut dyn Track,
-    count: usize,
+    standings: &mut Standings,
     default: Option<usize>,
     rules: &Rules,
     on: &mut dyn FnMut(RaceEvent<'_>),
-) -> Standings {
-    let mut standings = Standings { samples: vec![Vec::new(); count], fates: vec![Fate::Live; count] };
-    let mut warm = vec![false; count];
+) {
     for round in 0.. {
         let mut order = standings.live();
+        order.retain(|&i| standings.samples[i].len() < rules.max_samples);
         if order.is_empty() {
             break;
         }
@@ -152,7 +168,7 @@ pub(crate) fn race(
                     continue;
                 }
             }
-            let again = !std::mem::replace(&mut warm[i], true);
+            let again = !std::mem::replace(&mut standings.warm[i], true);
             let mut result = timed(track, i);
             // A cold first run is repeated at once, so that a race that ends early still has one good sample of all.
             if again && result.as_ref().is_ok_and(|us| *us < rules.warmup_below_us) {
@@ -177,7 +193,6 @@ pub(crate) fn race(
             break;
         }
     }
-    standings
 }
 
 /// One sample that makes sense.

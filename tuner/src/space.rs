@@ -1,38 +1,54 @@
-//! Which schedules to try.
+//! The schedules that a search may try, in the order of the analytic model.
 
 use crate::Result;
 use crate::model::cost;
 use flashtune_cache::DeviceFingerprint;
 use flashtune_codegen::{Arch, Family, Kernel, Problem, Schedule, Shape, ShapeBucket};
 use rand::rngs::StdRng;
-use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
-/// Share of the picks that the model does not make, against its blind spots.
-const RANDOM_SHARE: f64 = 0.2;
+/// The most schedules that a search looks at: the best by the model, and of the others an even sample. A space of Hopper
+/// has ten times as many.
+const MOST: usize = 6000;
+const SAMPLE: usize = 2000;
 
-/// The schedules to try, best guess first.
+/// The schedules that may be tried.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Space {
     /// Schedules before pruning.
     pub total: usize,
     /// Those that fit the device.
     pub legal: usize,
-    /// Those to try: the default first, then by the model, then random ones.
-    pub chosen: Vec<Kernel>,
+    /// Those that the search looks at, best guess first.
+    pub kernels: Vec<Kernel>,
+    /// The model's costs of these.
+    pub costs: Vec<f64>,
+    /// Which one is the model's default.
+    pub default: usize,
 }
 
-/// Chooses at most `max_trials` schedules (at least the default) for a problem and shape.
+impl Space {
+    /// The number of a schedule that may be tried.
+    pub fn position(&self, schedule: &Schedule) -> Option<usize> {
+        self.kernels.iter().position(|k| k.schedule == *schedule)
+    }
+
+    /// `count` schedules at even distances in the model's ranking, the default first: what a table is recorded from that
+    /// is to show the whole space.
+    pub fn sample(&self, count: usize) -> Vec<usize> {
+        let (len, count) = (self.kernels.len(), count.clamp(1, self.kernels.len()));
+        let even = (0..count).map(|i| i * len / count).filter(|i| *i != self.default);
+        let mut chosen: Vec<usize> = std::iter::once(self.default).chain(even).collect();
+        chosen.truncate(count);
+        chosen
+    }
+}
+
+/// The schedules for a problem and shape.
 ///
 /// # Errors
 /// When no family computes the problem on the device; the reason is the last family's.
-pub(crate) fn choose(
-    problem: &Problem,
-    shape: &Shape,
-    device: &DeviceFingerprint,
-    max_trials: usize,
-    seed: u64,
-) -> Result<Space> {
+pub(crate) fn space(problem: &Problem, shape: &Shape, device: &DeviceFingerprint) -> Result<Space> {
     let arch = device.arch;
     let families = families(problem, arch)?;
     let bucket = ShapeBucket::of(shape);
@@ -45,31 +61,22 @@ pub(crate) fn choose(
     all.sort_by_key(|k| k.schedule);
     all.dedup();
     let total = all.len();
-    let mut ranked: Vec<(f64, Kernel)> =
-        all.into_iter().filter(|k| k.check().is_ok()).map(|k| (cost(&k, shape, device), k)).collect();
+    let fits = |k: &Kernel| *k == default || k.check().is_ok();
+    let mut ranked: Vec<(f64, Kernel)> = all.into_iter().filter(fits).map(|k| (cost(&k, shape, device), k)).collect();
     let legal = ranked.len();
     // Equal costs stay in the order of the schedules, which is the same everywhere.
     ranked.sort_by(|a, b| a.0.total_cmp(&b.0));
-
-    let mut chosen = vec![default];
-    let mut rest: Vec<Kernel> = ranked.into_iter().map(|(_, k)| k).filter(|k| *k != default).collect();
-    let room = max_trials.max(1) - 1;
-    if rest.len() > room {
-        let by_model = room - (room as f64 * RANDOM_SHARE) as usize;
-        let mut others = rest.split_off(by_model);
-        let mut rng = StdRng::seed_from_u64(seed ^ 0x5c4e_d01e);
-        // Half of the random picks from the better half of what is left, the others from anywhere.
-        let from_better = (room - by_model).div_ceil(2);
-        let mut better: Vec<Kernel> = others.drain(..others.len().div_ceil(2)).collect();
-        better.shuffle(&mut rng);
-        others.extend(better.split_off(from_better.min(better.len())));
-        others.shuffle(&mut rng);
-        rest.extend(better);
-        rest.extend(others);
-        rest.truncate(room);
+    if legal > MOST + SAMPLE {
+        let rest = ranked.split_off(MOST);
+        let step = rest.len() as f64 / SAMPLE as f64;
+        ranked.extend((0..SAMPLE).map(|i| rest[(i as f64 * step) as usize]));
+        if !ranked.iter().any(|(_, k)| *k == default) {
+            ranked.push((cost(&default, shape, device), default));
+        }
     }
-    chosen.extend(rest);
-    Ok(Space { total, legal, chosen })
+    let (costs, kernels): (Vec<f64>, Vec<Kernel>) = ranked.into_iter().unzip();
+    let default = kernels.iter().position(|k| *k == default).expect("it was put in");
+    Ok(Space { total, legal, kernels, costs, default })
 }
 
 /// The families to search. The plain CUDA family is an oracle, not a contender: it is used only where no other is.
@@ -119,36 +126,39 @@ mod tests {
     const SM80: Arch = Arch::Sm(SmArch { number: 80, specific: false });
 
     #[test]
-    fn the_default_comes_first_and_everything_fits() {
-        let space = choose(&problem(DType::Bf16), &shape(4096), &device(SM80), 60, 0).unwrap();
+    fn everything_fits_and_the_default_is_there() {
+        let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80)).unwrap();
         let bucket = ShapeBucket::of(&shape(4096));
         let default = Schedule::default_for(Family::ForwardSm80, &problem(DType::Bf16), SM80, &bucket).unwrap();
-        assert_eq!((space.chosen.len(), space.chosen[0].schedule), (60, default));
+        assert_eq!(space.kernels[space.default].schedule, default);
         assert!(space.total > space.legal && space.legal > 100, "{} {}", space.total, space.legal);
-        assert!(space.chosen.iter().all(|k| k.check().is_ok() && k.schedule.family() == Family::ForwardSm80));
-        let distinct: std::collections::BTreeSet<_> = space.chosen.iter().map(|k| k.schedule).collect();
-        assert_eq!(distinct.len(), 60);
+        assert!(space.kernels.iter().all(|k| k.check().is_ok() && k.schedule.family() == Family::ForwardSm80));
+        assert!(space.costs.is_sorted() && space.costs.len() == space.kernels.len());
+        assert_eq!(space.position(&default), Some(space.default));
     }
 
     #[test]
-    fn the_seed_decides_the_random_picks_and_nothing_else() {
-        let choose = |seed| choose(&problem(DType::F16), &shape(1024), &device(SM80), 50, seed).unwrap().chosen;
-        assert_eq!(choose(1), choose(1));
-        let (a, b) = (choose(1), choose(2));
-        let by_model = 1 + 49 - 9;
-        assert_eq!(a[..by_model], b[..by_model]);
-        assert_ne!(a[by_model..], b[by_model..]);
+    fn a_sample_is_even_and_begins_with_the_default() {
+        let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80)).unwrap();
+        for count in [1, 2, 50, space.legal, usize::MAX] {
+            let sample = space.sample(count);
+            let distinct: std::collections::BTreeSet<_> = sample.iter().collect();
+            assert_eq!((sample[0], distinct.len()), (space.default, sample.len()));
+            assert!(
+                sample.len() <= space.legal && sample.len() + 1 >= count.min(space.legal),
+                "{count}: {}",
+                sample.len()
+            );
+        }
     }
 
     #[test]
     fn the_plain_family_serves_only_where_nothing_else_does() {
-        let f32 = choose(&problem(DType::F32), &shape(1024), &device(SM80), 60, 0).unwrap();
-        assert!(f32.chosen.iter().all(|k| k.schedule.family() == Family::ForwardNaive) && f32.chosen.len() == 1);
-        let cpu = choose(&problem(DType::F32), &shape(1024), &device(Arch::Cpu(CpuIsa::Avx2)), 60, 0).unwrap();
-        assert!(cpu.chosen.len() > 5 && cpu.chosen.iter().all(|k| k.schedule.family() == Family::ForwardCpu));
-        let one = choose(&problem(DType::F32), &shape(1024), &device(Arch::Cpu(CpuIsa::Avx2)), 0, 0).unwrap();
-        assert_eq!(one.chosen.len(), 1);
+        let f32 = space(&problem(DType::F32), &shape(1024), &device(SM80)).unwrap();
+        assert!(f32.kernels.iter().all(|k| k.schedule.family() == Family::ForwardNaive) && f32.kernels.len() == 1);
+        let cpu = space(&problem(DType::F32), &shape(1024), &device(Arch::Cpu(CpuIsa::Avx2))).unwrap();
+        assert!(cpu.kernels.len() > 5 && cpu.kernels.iter().all(|k| k.schedule.family() == Family::ForwardCpu));
         let old = Arch::Sm(SmArch { number: 70, specific: false });
-        assert!(choose(&problem(DType::F16), &shape(64), &device(old), 60, 0).is_err());
+        assert!(space(&problem(DType::F16), &shape(64), &device(old)).is_err());
     }
 }

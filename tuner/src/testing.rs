@@ -10,7 +10,7 @@ pub fn candidates(count: usize) -> Vec<Candidate> {
     let problem = Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
     let space = Schedule::space(Family::ForwardSm80, &problem, arch);
     let kernels = space.into_iter().take(count).map(|schedule| Kernel { problem, schedule, arch });
-    kernels.enumerate().map(|(i, kernel)| Candidate::new(kernel, i == 0)).collect()
+    kernels.enumerate().map(|(i, kernel)| Candidate::new(kernel, i, i == 0)).collect()
 }
 
 /// An artifact of a kernel whose code depends on `body`.

@@ -182,6 +182,14 @@ impl Dispatcher {
         found.matches.iter().any(|m| m.quality == MatchQuality::Exact && is_measured(&m.record))
     }
 
+    /// Forgets the plans of one class of calls, and reads the user's snapshot again if another one was published.
+    pub fn forget(&self, problem: &Problem, shape: &Shape) {
+        self.config.layers.refresh();
+        let bucket = ShapeBucket::of(shape);
+        let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
+        plans.retain(|key, _| key.problem != *problem || key.bucket != bucket);
+    }
+
     /// Forgets the plans and reads the user's snapshot again, after something new was published there. Loaded kernels
     /// stay. Does nothing once sealed.
     pub fn refresh(&self) {

@@ -3,7 +3,7 @@
 use super::dispatcher::{Dispatcher, SEALED_REMEDY};
 use super::plan::Choice;
 use crate::{Compiler, Error, Module, Result, compile};
-use flashtune_cache::{Artifact, Key, Validity};
+use flashtune_cache::{Artifact, FILES_LAYER, Key, Origin, Validity};
 use flashtune_codegen::Kernel;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -63,7 +63,7 @@ impl Dispatcher {
         if let Ok(found) = self.stored(&choice.kernel, &key) {
             return Ok(found);
         }
-        self.compile(&*compiler, &choice.kernel)
+        self.compile(&*compiler, &choice.kernel, &key)
     }
 
     /// The artifact of a recipe key, if some layer has it and it is what the kernel needs; else why not.
@@ -85,27 +85,36 @@ impl Dispatcher {
         Ok((artifact, from))
     }
 
-    fn compile(&self, compiler: &dyn Compiler, kernel: &Kernel) -> Result<(Artifact, String)> {
+    fn compile(&self, compiler: &dyn Compiler, kernel: &Kernel, key: &Key) -> Result<(Artifact, String)> {
         // Held to the end, so that nothing compiles once the dispatcher is sealed.
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         if !*open {
             let (problem, reason) = (kernel.problem.to_string(), "it was sealed meanwhile".to_owned());
             return Err(Error::Sealed { problem, reason, remedy: SEALED_REMEDY });
         }
-        let start = Instant::now();
-        let artifact = compile::compile_with(compiler, kernel, &self.config.templates)?;
-        count(&self.work.compiled, &self.work.compile_us, start);
-        tracing::info!(kernel = %kernel.name(), ms = artifact.facts.compile_ms, "compiled");
-        if artifact.facts.spill_bytes > 0 {
-            tracing::warn!(kernel = %kernel.name(), bytes = artifact.facts.spill_bytes, "the kernel spills registers");
-        }
-        if let Some(files) = &self.config.artifacts
-            && let Err(e) = files.put(&artifact)
+        let make = || {
+            let start = Instant::now();
+            let artifact = compile::compile_with(compiler, kernel, &self.config.templates)?;
+            count(&self.work.compiled, &self.work.compile_us, start);
+            tracing::info!(kernel = %kernel.name(), ms = artifact.facts.compile_ms, "compiled");
+            if artifact.facts.spill_bytes > 0 {
+                tracing::warn!(kernel = %kernel.name(), bytes = artifact.facts.spill_bytes, "the kernel spills registers");
+            }
+            Ok::<_, Error>(artifact)
+        };
+        let (artifact, origin) = match &self.config.artifacts {
+            Some(files) => files.get_or_make(key, make)?,
+            None => (make()?, Origin::Made),
+        };
+        if let Origin::Unkept(e) = &origin
             && !self.said_unwritable.swap(true, Ordering::Relaxed)
         {
             tracing::warn!(error = %e, "compiled kernels cannot be kept; they are compiled again in every process");
         }
-        let from = format!("compiled now by {} in {:.0} ms", compiler.id(), artifact.facts.compile_ms);
+        let from = match origin {
+            Origin::File => format!("{FILES_LAYER} ({})", artifact.recipe.compiler),
+            _ => format!("compiled now by {} in {:.0} ms", compiler.id(), artifact.facts.compile_ms),
+        };
         Ok((artifact, from))
     }
 }

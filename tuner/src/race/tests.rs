@@ -67,6 +67,20 @@ fn rules() -> Rules {
 
 fn quiet(_: RaceEvent<'_>) {}
 
+/// A race of `count` contenders from its beginning.
+fn race(
+    track: &mut dyn Track,
+    count: usize,
+    default: Option<usize>,
+    rules: &Rules,
+    on: &mut dyn FnMut(RaceEvent<'_>),
+) -> Standings {
+    let mut standings = Standings::default();
+    standings.enter(count, |_| true);
+    super::race(track, &mut standings, default, rules, on);
+    standings
+}
+
 /// A whole job's decision: race, then final. Contender 0 is the default.
 fn winner(paper: &mut Paper) -> usize {
     let count = paper.true_us.len();

@@ -13,7 +13,7 @@ pub(crate) use local::Local;
 use crate::worker::{Compilers, WorkerCommand};
 use crate::{Job, Result};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::{Problem, Shape};
+use flashtune_codegen::{Arch, Problem, Shape};
 use flashtune_runtime::{Compiler, Device, DeviceSpec, compiler_for};
 use remote::Remote;
 use serde::{Deserialize, Serialize};
@@ -80,6 +80,21 @@ impl Runner {
     /// The device that candidates run on.
     pub fn fingerprint(&self) -> &DeviceFingerprint {
         &self.fingerprint
+    }
+
+    /// Where the device is, for those who must not use it at the same time: the host's name and the device's.
+    pub(crate) fn place(&self) -> String {
+        let spec = match &self.kind {
+            Kind::Here { device, .. } => device.spec(),
+            Kind::Worker { remote, .. } => Some(remote.device()),
+        };
+        let device = match (spec, self.fingerprint.arch) {
+            (_, Arch::Cpu(_)) => "cpu".to_owned(),
+            (Some(DeviceSpec::Cuda(n)), _) => format!("cuda:{n}"),
+            _ => "cuda:0".to_owned(),
+        };
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        format!("{} {device}", host.trim())
     }
 
     /// The process that runs candidates at the moment, if it is not this one.

@@ -81,6 +81,10 @@ impl Remote {
         &self.fingerprint
     }
 
+    pub fn device(&self) -> DeviceSpec {
+        self.device
+    }
+
     pub fn command(&self) -> &WorkerCommand {
         &self.command
     }

@@ -1,9 +1,13 @@
 //! Whole jobs on a device that computes plain attention in Rust and whose times, faults and lies are prescribed.
 
+use super::measure::noise;
 use super::*;
+use crate::decide::Rounds;
 use flashtune_cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Layers, MatchQuality, Validity};
+use flashtune_cache::{Conditions, Key};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, CpuIsa, DType, Family, Launch, Mask, MaskKind, Problem, Shape, Source};
+use flashtune_codegen::{Kernel, Schedule};
 use flashtune_runtime::{Buffer, Compiler, Device, Error as RuntimeError, Module, Stream};
 use std::any::Any;
 use std::collections::HashMap;
@@ -273,6 +277,11 @@ fn schedules() -> Vec<Schedule> {
 
 /// A device whose default takes 100 us and whose other schedules take 130, but for the given ones.
 fn device(special: &[(usize, Behaviour)]) -> (Arc<dyn Device>, Arc<PaperCompiler>) {
+    let (device, compiler) = paper(special);
+    (device, compiler)
+}
+
+fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperCompiler>) {
     let schedules = schedules();
     let mut behaviours: HashMap<_, _> = schedules.iter().map(|s| (*s, Behaviour::Right { us: 130.0 })).collect();
     behaviours.insert(schedules[0], Behaviour::Right { us: 100.0 });
@@ -315,19 +324,21 @@ fn templates() -> &'static TemplateSet {
 struct Fixture {
     _tmp: tempfile::TempDir,
     dir: CacheDir,
-    files: ArtifactFiles,
-    store: Store,
 }
 
 fn fixture() -> Fixture {
     let tmp = tempfile::tempdir().unwrap();
     let dir = CacheDir::at(tmp.path());
-    Fixture { files: ArtifactFiles::new(&dir), store: Store::open(&dir).unwrap(), dir, _tmp: tmp }
+    Fixture { dir, _tmp: tmp }
 }
 
 impl Fixture {
     fn tune(&self, device: &Arc<dyn Device>, job: &Job) -> Result<Outcome> {
-        tune(&mut Runner::in_this_process(device.clone()), templates(), &self.store, &self.files, job, &())
+        tune(&mut Runner::in_this_process(device.clone()), templates(), &self.dir, job, &())
+    }
+
+    fn store(&self) -> Store {
+        Store::open_within(&self.dir, Duration::from_secs(9)).unwrap()
     }
 }
 
@@ -365,7 +376,7 @@ fn the_fastest_right_schedule_wins_over_faster_wrong_ones() {
     assert_eq!((record.provenance.space as usize, record.provenance.timed as usize), (all.len(), all.len() - 7));
     assert!(record.provenance.unfused_us.is_some());
     // What was found is in the journal, and readers see it.
-    assert_eq!(f.store.trials(&record.key).unwrap().len(), all.len());
+    assert_eq!(f.store().trials(&record.key).unwrap().len(), all.len());
     let layers = Layers::open(&f.dir, &[], None).unwrap();
     let needed = Validity::new(ARCH, templates());
     let found = layers.find(&needed, device.fingerprint(), &problem(), &record.key.bucket);
@@ -389,11 +400,11 @@ fn when_noise_hides_who_is_faster_nothing_is_stored_and_the_reason_is_told() {
     let text = e.to_string();
     assert!(matches!(e, Error::Noise { .. }), "{text}");
     assert!(text.contains("300 rounds") && text.contains('%') && text.contains("nothing was stored"), "{text}");
-    assert!(f.store.records().unwrap().is_empty() && !f.store.snapshot_path().exists());
+    assert!(f.store().records().unwrap().is_empty() && !f.store().snapshot_path().exists());
     // What was measured is known all the same.
     let key =
         RecordKey { device: device.fingerprint().clone(), problem: problem(), bucket: ShapeBucket::of(&job().shape) };
-    assert_eq!(f.store.trials(&key).unwrap().len(), schedules().len());
+    assert_eq!(f.store().trials(&key).unwrap().len(), schedules().len());
 }
 
 #[test]
@@ -432,9 +443,7 @@ fn a_job_is_answered_from_the_store_until_something_that_matters_changes() {
     // Other templates.
     let text = "// @{ header }@ @{ block_q }@\n".to_owned();
     let other = TemplateSet::from_files([(Family::ForwardCpu.template().to_owned(), text)].into()).unwrap();
-    assert!(
-        !tune(&mut Runner::in_this_process(paper.clone()), &other, &f.store, &f.files, &job(), &()).unwrap().cached
-    );
+    assert!(!tune(&mut Runner::in_this_process(paper.clone()), &other, &f.dir, &job(), &()).unwrap().cached);
 }
 
 #[test]
@@ -468,10 +477,10 @@ fn when_nothing_works_the_first_reasons_are_told_and_nothing_is_stored() {
     let text = e.to_string();
     assert!(matches!(e, Error::NothingWorks { .. }) && text.contains("prescribed"), "{text}");
     assert_eq!(text.matches("(check)").count(), REASONS);
-    assert!(f.store.records().unwrap().is_empty());
+    assert!(f.store().records().unwrap().is_empty());
     let key =
         RecordKey { device: device.fingerprint().clone(), problem: problem(), bucket: ShapeBucket::of(&job().shape) };
-    assert_eq!(f.store.trials(&key).unwrap().len(), all.len());
+    assert_eq!(f.store().trials(&key).unwrap().len(), all.len());
 }
 
 #[test]
@@ -485,12 +494,12 @@ fn without_any_time_the_default_is_still_tuned() {
 #[test]
 fn a_winner_whose_kernel_cannot_be_kept_is_an_error() {
     let f = fixture();
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let nowhere = ArtifactFiles::new(&CacheDir::at(file.path()));
-    let e =
-        tune(&mut Runner::in_this_process(device(&[]).0), templates(), &f.store, &nowhere, &job(), &()).unwrap_err();
+    f.dir.create().unwrap();
+    // A file where the folder of kernels should be.
+    std::fs::write(f.dir.artifacts_path(), b"").unwrap();
+    let e = f.tune(&device(&[]).0, &job()).unwrap_err();
     assert!(matches!(e, Error::Cache(flashtune_cache::Error::Io { .. })), "{e}");
-    assert!(!f.store.snapshot_path().exists());
+    assert!(!f.dir.snapshot_path().exists());
 }
 
 #[test]
@@ -527,8 +536,52 @@ fn the_observer_sees_the_phases_in_order_and_every_failure() {
     let (device, _) = device(&[(1, Behaviour::DoesNotCompile), (2, Behaviour::Wrong { by: 1.0 })]);
     let f = fixture();
     let log = Log::default();
-    tune(&mut Runner::in_this_process(device.clone()), templates(), &f.store, &f.files, &job(), &log).unwrap();
+    tune(&mut Runner::in_this_process(device.clone()), templates(), &f.dir, &job(), &log).unwrap();
     let (phases, failures, winners) = log.0.into_inner().unwrap();
     let expected = [Phase::Space, Phase::Compile, Phase::Check, Phase::Race, Phase::Final, Phase::Publish];
     assert_eq!((phases.as_slice(), failures, winners), (&expected[..], 2, 1));
+}
+
+/// Ends the job at an event, as abruptly as a process can end itself from within.
+struct Kill(AtomicUsize);
+
+impl Observer for Kill {
+    fn event(&self, _: &Event<'_>) {
+        if self.0.fetch_sub(1, Ordering::SeqCst) == 1 {
+            panic!("killed");
+        }
+    }
+}
+
+#[test]
+fn a_job_that_was_killed_anywhere_repeats_nothing() {
+    let special =
+        [(2, Behaviour::DoesNotCompile), (3, Behaviour::Wrong { by: 0.1 }), (4, Behaviour::Right { us: 80.0 })];
+    let launches = |device: &Arc<PaperDevice>| device.launches.load(Ordering::Relaxed);
+    let run = |device: &Arc<PaperDevice>, f: &Fixture, observer: &dyn Observer| {
+        let mut runner = Runner::in_this_process(device.clone());
+        let tuned = || tune(&mut runner, templates(), &f.dir, &job(), observer);
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(tuned))
+    };
+    let (whole, compiler) = paper(&special);
+    let outcome = run(&whole, &fixture(), &()).unwrap().unwrap();
+    let compiled = compiler.compiled.load(Ordering::Relaxed);
+    // One candidate's launches: what can be lost at most, and what is seen of the unfused.
+    let of_one = launches(&whole) / schedules().len();
+    for at in (3..400).step_by(23) {
+        let (device, compiler) = paper(&special);
+        let f = fixture();
+        if let Ok(finished) = run(&device, &f, &Kill(AtomicUsize::new(at))) {
+            finished.unwrap();
+            break;
+        }
+        let resumed = run(&device, &f, &()).unwrap().unwrap();
+        assert_eq!(resumed.record.schedule, outcome.record.schedule, "killed at {at}");
+        assert_eq!(resumed.trials.len(), outcome.trials.len());
+        let total = launches(&device);
+        assert!(total <= launches(&whole) + of_one, "killed at {at}: {total} launches, {} at once", launches(&whole));
+        // On every core one compilation may have been lost.
+        let again = compiler.compiled.load(Ordering::Relaxed) - compiled;
+        assert!(again <= std::thread::available_parallelism().unwrap().get(), "killed at {at}: {again} compiled again");
+    }
 }

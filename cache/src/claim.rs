@@ -1,0 +1,191 @@
+//! Who does a piece of work that several processes ask for: the one that holds its claim.
+//!
+//! A claim is a file below `<base>/claims/` under an exclusive lock. The kernel lets go of the lock when its process
+//! ends, however it ends, so a dead holder is noticed at once and no stale claim exists. Over NFS the lock reaches other
+//! hosts where the server offers locks. Where no lock can be had (a read-only mount, a file system without locks), work
+//! is done without: twice, perhaps, but to the same result.
+
+use crate::dir::create_private;
+use crate::{CacheDir, Key};
+use rustix::fs::{FlockOperation, flock};
+use std::fs::{File, OpenOptions};
+use std::io::{Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How often a waiter looks.
+const STEP: Duration = Duration::from_millis(20);
+
+/// The claims of a cache folder.
+#[derive(Debug, Clone)]
+pub struct Claims {
+    folder: PathBuf,
+}
+
+/// The right to do a piece of work, until it is dropped.
+#[derive(Debug)]
+pub struct Claim {
+    /// None where no lock can be had.
+    held: Option<(File, PathBuf)>,
+}
+
+/// The answer to a wait.
+#[derive(Debug)]
+pub enum Turn<T> {
+    /// The work is this process's.
+    Mine(Claim),
+    /// Another one did it.
+    Done(T),
+    /// Another one is still at it, for longer than this one would wait.
+    Theirs,
+}
+
+impl Claims {
+    /// Those of a folder. Touches nothing.
+    pub fn new(dir: &CacheDir) -> Self {
+        Self { folder: dir.base().join("claims") }
+    }
+
+    /// The claim on a piece of work, unless somebody has it.
+    pub fn take(&self, work: &Key) -> Option<Claim> {
+        let path = self.folder.join(work.hex());
+        loop {
+            match lock(&self.folder, &path) {
+                Ok(Some(file)) => {
+                    // The one before may have removed the file between our opening and our locking it.
+                    if is_at(&file, &path) {
+                        note_holder(&file);
+                        return Some(Claim { held: Some((file, path)) });
+                    }
+                }
+                Ok(None) => return None,
+                Err(e) => {
+                    tracing::debug!(path = %path.display(), error = %e, "no claim can be made; the work is done without");
+                    return Some(Claim { held: None });
+                }
+            }
+        }
+    }
+
+    /// Waits for the claim or for `done` to say that the work has been done, at most `patience`.
+    pub fn wait<T>(&self, work: &Key, patience: Duration, mut done: impl FnMut() -> Option<T>) -> Turn<T> {
+        let start = Instant::now();
+        loop {
+            let claim = self.take(work);
+            // Looked for after the claim was taken: what the holder before did is seen.
+            if let Some(result) = done() {
+                return Turn::Done(result);
+            }
+            match claim {
+                Some(claim) => return Turn::Mine(claim),
+                None if start.elapsed() >= patience => return Turn::Theirs,
+                None => std::thread::sleep(STEP.min(patience)),
+            }
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some((file, path)) = self.held.take() {
+            // Removed while it is locked: who opened it before finds that it is no longer there, and begins anew.
+            let _ = std::fs::remove_file(path);
+            drop(file);
+        }
+    }
+}
+
+fn lock(folder: &Path, path: &Path) -> std::io::Result<Option<File>> {
+    create_private(folder).map_err(std::io::Error::other)?;
+    let file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(file)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn is_at(file: &File, path: &Path) -> bool {
+    let id = |m: std::fs::Metadata| (m.dev(), m.ino());
+    matches!((file.metadata().map(id), std::fs::metadata(path).map(id)), (Ok(a), Ok(b)) if a == b)
+}
+
+/// For people who wonder whose it is; nobody else reads it.
+fn note_holder(mut file: &File) {
+    let note = format!("{}\n", std::process::id());
+    let _ = file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).and_then(|_| file.write_all(note.as_bytes()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    fn claims() -> (tempfile::TempDir, Claims) {
+        let tmp = tempfile::tempdir().unwrap();
+        let claims = Claims::new(&CacheDir::at(tmp.path()));
+        (tmp, claims)
+    }
+
+    #[test]
+    fn one_of_many_does_the_work_and_the_others_see_it_done() {
+        let (_tmp, claims) = claims();
+        let (key, done) = (Key::of(b"work"), AtomicU32::new(0));
+        let mine: Vec<bool> = std::thread::scope(|scope| {
+            let ask = || match claims
+                .wait(&key, Duration::from_secs(60), || (done.load(Ordering::SeqCst) > 0).then_some(()))
+            {
+                Turn::Mine(_claim) => {
+                    std::thread::sleep(Duration::from_millis(30));
+                    done.fetch_add(1, Ordering::SeqCst);
+                    true
+                }
+                Turn::Done(()) => false,
+                Turn::Theirs => panic!("it was done within a minute"),
+            };
+            let threads: Vec<_> = (0..16).map(|_| scope.spawn(ask)).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert_eq!(mine.iter().filter(|m| **m).count(), 1);
+        assert_eq!(std::fs::read_dir(&claims.folder).unwrap().count(), 0, "no file stays");
+    }
+
+    #[test]
+    fn a_claim_that_changes_hands_is_never_held_twice() {
+        let (_tmp, claims) = claims();
+        let (key, holders, turns) = (Key::of(b"work"), AtomicU32::new(0), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    while turns.load(Ordering::SeqCst) < 400 {
+                        let Some(_claim) = claims.take(&key) else { continue };
+                        assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0);
+                        turns.fetch_add(1, Ordering::SeqCst);
+                        holders.fetch_sub(1, Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn who_will_not_wait_is_told_and_other_work_is_free() {
+        let (_tmp, claims) = claims();
+        let held = claims.take(&Key::of(b"one")).unwrap();
+        let wait = |name: &[u8]| claims.wait::<()>(&Key::of(name), Duration::ZERO, || None);
+        assert!(matches!(wait(b"one"), Turn::Theirs));
+        assert!(matches!(wait(b"two"), Turn::Mine(_)));
+        drop(held);
+        assert!(matches!(wait(b"one"), Turn::Mine(_)));
+    }
+
+    #[test]
+    fn where_nothing_can_be_locked_the_work_is_done_all_the_same() {
+        let tmp = tempfile::tempdir().unwrap();
+        std::fs::write(tmp.path().join("file"), b"").unwrap();
+        let claims = Claims::new(&CacheDir::at(tmp.path().join("file")));
+        let (a, b) = (claims.take(&Key::of(b"x")).unwrap(), claims.take(&Key::of(b"x")).unwrap());
+        assert!(a.held.is_none() && b.held.is_none());
+    }
+}

@@ -1,0 +1,175 @@
+//! Many processes that want the same: one compiles, one tunes, all have one result, and a dead one holds nobody up.
+
+mod common;
+
+use common::{Place, SMALL};
+use flashtune::{DeviceSpec, Engine, Policy, Status};
+use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A compiler that writes down what it compiles before it does, after a rest.
+struct LoggedCompiler {
+    program: PathBuf,
+    log: PathBuf,
+}
+
+impl LoggedCompiler {
+    fn new(place: &Place, rest: f64) -> Self {
+        let (program, log) = (place.path("logged-cc"), place.path("compiled"));
+        let cc = std::env::var("CC").unwrap_or_else(|_| "cc".into());
+        let script = format!(
+            "#!/bin/sh\n[ \"$1\" = --version ] && exec {cc} --version\n\
+             for last; do case $last in *.c) grep -m 1 'schedule ' \"$last\" >> '{}' ;; esac; done\n\
+             sleep {rest}\nexec {cc} \"$@\"\n",
+            log.display()
+        );
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        Self { program, log }
+    }
+
+    /// The schedules that were compiled, in order.
+    fn compiled(&self) -> Vec<String> {
+        std::fs::read_to_string(&self.log).unwrap_or_default().lines().map(str::to_owned).collect()
+    }
+
+    fn start(&self, place: &Place, args: &[&str]) -> Child {
+        Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+            .args(["--device", "cpu", "--json", "--cache"])
+            .arg(place.cache())
+            .args(args)
+            .env("CC", &self.program)
+            .env_remove("FLASHTUNE_TEMPLATES")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+}
+
+fn json(output: &Output) -> serde_json::Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(60), "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn sixty_four_processes_compile_a_kernel_once() {
+    let place = Place::new();
+    let compiler = LoggedCompiler::new(&place, 0.3);
+    let explain = [&["explain"], SMALL].concat();
+    let all: Vec<Child> = (0..64).map(|_| compiler.start(&place, &explain)).collect();
+    let plans: BTreeSet<String> = all
+        .into_iter()
+        .map(|c| json(&c.wait_with_output().unwrap())[0]["schedule"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!((plans.len(), compiler.compiled().len()), (1, 1), "{:?}", compiler.compiled());
+}
+
+#[test]
+fn sixty_four_processes_tune_a_problem_once() {
+    let place = Place::new();
+    let compiler = LoggedCompiler::new(&place, 0.0);
+    let tune = [&["tune"], SMALL, &["--trials", "3", "--budget-s", "6"]].concat();
+    let all: Vec<Child> = (0..64).map(|_| compiler.start(&place, &tune)).collect();
+    let reports: Vec<_> = all.into_iter().map(|c| json(&c.wait_with_output().unwrap())["tuned"][0].clone()).collect();
+    assert_eq!(reports.iter().filter(|r| r["cached"] == false).count(), 1);
+    assert!(reports.iter().all(|r| r["record"] == reports[0]["record"]), "one result");
+    let compiled = compiler.compiled();
+    let distinct: BTreeSet<_> = compiled.iter().collect();
+    assert!(compiled.len() <= 3 && distinct.len() == compiled.len(), "{compiled:?}");
+    // Nobody left anything behind.
+    let left = |folder: &str| std::fs::read_dir(place.cache().join("v2").join(folder)).map_or(0, |d| d.count());
+    assert_eq!((left("claims"), left("jobs")), (0, 0));
+}
+
+#[test]
+fn the_next_one_goes_on_where_a_killed_tuner_was() {
+    let place = Place::new();
+    let compiler = LoggedCompiler::new(&place, 0.2);
+    let tune = [&["tune"], SMALL, &["--trials", "8", "--budget-s", "20"]].concat();
+    let mut first = compiler.start(&place, &tune);
+    until("the first compilations", || compiler.compiled().len() >= 3);
+    let second = compiler.start(&place, &tune);
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(first.try_wait().unwrap().is_none(), "it was to be killed in the midst of its work");
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let (killed, before) = (Instant::now(), compiler.compiled().len());
+    until("the second one's turn", || compiler.compiled().len() > before || killed.elapsed().as_secs() > 20);
+    let waited = killed.elapsed();
+    let report = json(&second.wait_with_output().unwrap());
+    assert_eq!(report["tuned"][0]["cached"], false);
+    // A process on two busy cores needs some time to start a compiler; a dead holder costs a glance.
+    assert!(waited < Duration::from_secs(3), "{waited:?}");
+    let compiled = compiler.compiled();
+    let distinct: BTreeSet<_> = compiled.iter().collect();
+    // What was being compiled on each core when it was killed.
+    let cores = std::thread::available_parallelism().unwrap().get();
+    assert!(compiled.len() <= distinct.len() + cores, "{compiled:?}");
+}
+
+#[test]
+fn a_tuner_that_is_killed_again_and_again_comes_to_an_end_and_to_one_result() {
+    let place = Place::new();
+    let compiler = LoggedCompiler::new(&place, 0.0);
+    let tune = [&["tune"], SMALL, &["--trials", "6", "--budget-s", "20"]].concat();
+    let mut kills = 0;
+    // Each gets a little further than the one before.
+    let report = loop {
+        let mut process = compiler.start(&place, &tune);
+        let start = Instant::now();
+        let life = Duration::from_millis(300 + 250 * kills);
+        while start.elapsed() < life && process.try_wait().unwrap().is_none() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if process.try_wait().unwrap().is_some() {
+            break json(&process.wait_with_output().unwrap());
+        }
+        process.kill().unwrap();
+        process.wait().unwrap();
+        kills += 1;
+        assert!(kills < 40, "it gets nowhere");
+    };
+    assert!(kills > 1 && report["tuned"][0]["median_us"].as_f64().unwrap() > 0.0, "{kills}: {report}");
+    assert_eq!(place.json(&["list"]).as_array().unwrap().len(), 1);
+    let again = json(&compiler.start(&place, &tune).wait_with_output().unwrap());
+    assert_eq!(again["tuned"][0]["cached"], true);
+}
+
+#[test]
+fn a_call_may_take_the_default_while_another_process_tunes() {
+    let place = Place::new();
+    let compiler = LoggedCompiler::new(&place, 0.5);
+    let tune = [&["tune"], SMALL, &["--trials", "2", "--budget-s", "6"]].concat();
+    let mut tuning = compiler.start(&place, &tune);
+    until("the first compilation", || !compiler.compiled().is_empty());
+    let engine = Engine::builder()
+        .device(DeviceSpec::Cpu)
+        .cache_dir(place.cache())
+        .policy(Policy::Tune)
+        .default_meanwhile()
+        .tune_in_this_process()
+        .build()
+        .unwrap();
+    let (problem, shape) = common::counted::small(128);
+    let status = || engine.plan(&problem, &shape).unwrap().status();
+    let start = Instant::now();
+    assert_eq!(status(), Status::Default);
+    assert!(tuning.try_wait().unwrap().is_none(), "the other was done before the question: {:?}", start.elapsed());
+    let others = json(&tuning.wait_with_output().unwrap());
+    until("the other's result", || status() == Status::Tuned);
+    // It is the other's, and not one of this process.
+    let record = serde_json::to_value(engine.plan(&problem, &shape).unwrap().record().unwrap()).unwrap();
+    assert_eq!(record, others["tuned"][0]["record"]);
+}

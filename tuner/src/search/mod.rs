@@ -1,0 +1,235 @@
+//! Which schedules to try next, given what the ones before have shown.
+//!
+//! A portfolio over one pool of results: the analytic model's ranking first, with what neighbouring shapes and other
+//! devices found good as seeds; then, batch by batch, steps around the best so far, the ranking corrected by what was
+//! measured near each schedule, and a share that neither of them chooses. Failures are results: they speak against their
+//! neighbourhood. Nothing here knows a device, so searches are replayed on recorded tables (`tests/replay.rs`).
+
+mod map;
+mod past;
+pub(crate) use map::Map;
+pub(crate) use past::Past;
+
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+/// Share of all trials in the first batch.
+const FIRST_SHARE: f64 = 0.35;
+/// Of the first batch, at most this share are seeds, and as much is picked at random.
+const SEED_SHARE: f64 = 0.25;
+/// Schedules of a later batch.
+const BATCH: usize = 8;
+/// Of a later batch, how many are steps around the best, and how many are picked against the model's blind spots.
+const LOCAL: usize = 4;
+const EXPLORE: usize = 2;
+/// Who is so many steps from one of the best is a neighbour.
+const NEAR: u32 = 2;
+/// Batches in a row without an improvement of [`IMPROVEMENT`] after which a search ends.
+const PATIENCE: usize = 3;
+const IMPROVEMENT: f64 = 0.01;
+/// A failure counts as if the schedule took this many times as long as the model says.
+const FAILURE: f64 = 2.0;
+/// Reach of a measurement in steps, for the correction of the model.
+const REACH: f64 = 2.5;
+
+/// What is known of a schedule.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Known {
+    Nothing,
+    /// It was proposed and not reported yet.
+    Proposed,
+    Time(f64),
+    Failed,
+}
+
+/// A search over the schedules of a space, which are numbered by the model's ranking.
+pub(crate) struct Portfolio {
+    /// Logarithm of the model's cost.
+    costs: Vec<f64>,
+    map: Map,
+    known: Vec<Known>,
+    /// What is to be tried before anything else.
+    first: Vec<usize>,
+    seeds: Vec<usize>,
+    max_trials: usize,
+    proposed: usize,
+    best: f64,
+    idle_batches: usize,
+    rng: StdRng,
+}
+
+impl Portfolio {
+    /// A search of at most `max_trials` schedules (at least the default). `costs` are the model's, by schedule.
+    pub fn new(costs: &[f64], map: Map, default: usize, seeds: &[usize], max_trials: usize, seed: u64) -> Self {
+        let known = vec![Known::Nothing; costs.len()];
+        Self {
+            costs: costs.iter().map(|c| c.max(f64::MIN_POSITIVE).ln()).collect(),
+            map,
+            known,
+            first: vec![default],
+            seeds: seeds.iter().copied().filter(|s| *s != default).collect(),
+            max_trials: max_trials.max(1),
+            proposed: 0,
+            best: f64::INFINITY,
+            idle_batches: 0,
+            rng: StdRng::seed_from_u64(seed ^ 0x5c4e_d01e),
+        }
+    }
+
+    /// A schedule that is known to fail: it is not tried, and speaks against its neighbours.
+    pub fn fails(&mut self, schedule: usize) {
+        if !self.first.contains(&schedule) {
+            self.known[schedule] = Known::Failed;
+        }
+    }
+
+    /// What came of a proposed schedule: its time, or nothing when it failed.
+    pub fn report(&mut self, schedule: usize, time: Option<f64>) {
+        self.known[schedule] = time.map_or(Known::Failed, Known::Time);
+    }
+
+    /// The next schedules to try, at most `room` unless it is the first time; none when the search is over.
+    pub fn next(&mut self, room: usize) -> Vec<usize> {
+        let left = (self.max_trials - self.proposed).min(self.open().count());
+        if self.proposed == 0 {
+            return self.first_batch(left);
+        }
+        let best = self.times().map(|(_, us)| us).fold(f64::INFINITY, f64::min);
+        self.idle_batches = if best < self.best * (1.0 - IMPROVEMENT) { 0 } else { self.idle_batches + 1 };
+        self.best = self.best.min(best);
+        // Too few results prove nothing.
+        if self.idle_batches > PATIENCE && self.proposed * 2 >= self.max_trials {
+            return Vec::new();
+        }
+        let room = room.min(left).min(BATCH);
+        let predicted = self.predictions();
+        let mut batch = Vec::new();
+        let local = self.around_the_best(&predicted, room.min(LOCAL));
+        self.take(&mut batch, local, room);
+        let explored = room.saturating_sub(batch.len()).min(EXPLORE);
+        let exploit = self.cheapest(&predicted);
+        self.take(&mut batch, exploit, room - explored);
+        for _ in 0..explored {
+            let stranger = self.stranger(&predicted);
+            self.take(&mut batch, stranger, room);
+        }
+        batch
+    }
+
+    /// Whether nothing is left to propose.
+    pub fn is_over(&self) -> bool {
+        self.proposed >= self.max_trials || self.open().next().is_none()
+    }
+
+    /// The default, seeds, the model's best, and some that it would not choose.
+    fn first_batch(&mut self, left: usize) -> Vec<usize> {
+        // What fits altogether needs no search.
+        let whole = self.open().count() <= self.max_trials;
+        let size = if whole { left } else { ((self.max_trials as f64 * FIRST_SHARE) as usize).clamp(1, left) };
+        let share = (size as f64 * SEED_SHARE) as usize;
+        let mut batch = Vec::new();
+        let first = std::mem::take(&mut self.first);
+        self.take(&mut batch, first, size);
+        let seeds: Vec<usize> = std::mem::take(&mut self.seeds).into_iter().take(share).collect();
+        self.take(&mut batch, seeds, size);
+        let ranking: Vec<usize> = (0..self.costs.len()).collect();
+        let by_model = size - share.min(size.saturating_sub(batch.len()));
+        self.take(&mut batch, ranking, by_model);
+        let costs = self.costs.clone();
+        while batch.len() < size {
+            let stranger = self.stranger(&costs);
+            self.take(&mut batch, stranger, size);
+        }
+        batch
+    }
+
+    /// Adds those of `from` that are still open, until the batch has `size`.
+    fn take(&mut self, batch: &mut Vec<usize>, from: impl IntoIterator<Item = usize>, size: usize) {
+        for schedule in from {
+            if batch.len() >= size {
+                break;
+            }
+            if self.known[schedule] == Known::Nothing {
+                self.known[schedule] = Known::Proposed;
+                self.proposed += 1;
+                batch.push(schedule);
+            }
+        }
+    }
+
+    fn open(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.known.len()).filter(|&i| self.known[i] == Known::Nothing)
+    }
+
+    fn times(&self) -> impl Iterator<Item = (usize, f64)> + '_ {
+        self.known.iter().enumerate().filter_map(|(i, k)| match k {
+            Known::Time(us) => Some((i, *us)),
+            _ => None,
+        })
+    }
+
+    /// Logarithm of the expected time of every open schedule: the model's cost, corrected by how far the model was off in
+    /// the neighbourhood.
+    fn predictions(&self) -> Vec<f64> {
+        let off = |i: usize, us: f64| us.ln() - self.costs[i];
+        let count = self.times().count().max(1) as f64;
+        let overall = self.times().map(|(i, us)| off(i, us)).sum::<f64>() / count;
+        let mut errors: Vec<(usize, f64)> = self.times().map(|(i, us)| (i, off(i, us) - overall)).collect();
+        let failed = (0..self.known.len()).filter(|&i| self.known[i] == Known::Failed);
+        errors.extend(failed.map(|i| (i, FAILURE.ln())));
+        let mut predicted = vec![f64::INFINITY; self.known.len()];
+        for i in self.open() {
+            // The model itself weighs as much as one measurement two steps away.
+            let (mut sum, mut weights) = (0.0, (-(2.0 / REACH).powi(2)).exp());
+            for &(j, error) in &errors {
+                let weight = (-(self.map.steps(i, j) as f64 / REACH).powi(2)).exp();
+                sum += weight * error;
+                weights += weight;
+            }
+            predicted[i] = self.costs[i] + overall + sum / weights;
+        }
+        predicted
+    }
+
+    /// Open schedules near the three best, the most promising first; the nearest of all when there is none so near.
+    fn around_the_best(&self, predicted: &[f64], count: usize) -> Vec<usize> {
+        let mut best: Vec<(usize, f64)> = self.times().collect();
+        best.sort_by(|a, b| a.1.total_cmp(&b.1));
+        best.truncate(3);
+        let mut near: Vec<(u32, f64, usize)> = self
+            .open()
+            .filter_map(|i| {
+                let steps = best.iter().map(|(b, _)| self.map.steps(*b, i)).min()?;
+                Some((steps.max(NEAR), predicted[i], i))
+            })
+            .collect();
+        near.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
+        near.into_iter().map(|(_, _, i)| i).take(count).collect()
+    }
+
+    /// Open schedules by expected time.
+    fn cheapest(&self, predicted: &[f64]) -> Vec<usize> {
+        let mut open: Vec<usize> = self.open().collect();
+        open.sort_by(|&a, &b| predicted[a].total_cmp(&predicted[b]));
+        open.truncate(BATCH);
+        open
+    }
+
+    /// A schedule that the model would not choose: of some random ones, as often as not from the better half, the one
+    /// that is the furthest from all that is known.
+    fn stranger(&mut self, predicted: &[f64]) -> Option<usize> {
+        let mut open: Vec<usize> = self.open().collect();
+        if self.rng.random::<bool>() {
+            open.sort_by(|&a, &b| predicted[a].total_cmp(&predicted[b]));
+            open.truncate(open.len().div_ceil(2));
+        }
+        let some: Vec<usize> = open.choose_multiple(&mut self.rng, 8).copied().collect();
+        let known: Vec<usize> = (0..self.known.len()).filter(|&i| self.known[i] != Known::Nothing).collect();
+        let distance = |i: usize| known.iter().map(|&k| self.map.steps(i, k)).min().unwrap_or(0);
+        some.into_iter().max_by_key(|&i| distance(i))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,133 @@
+//! How a job begins: with an answer that is already there, with another process's, or with the right to do it.
+
+use super::{STORE_PATIENCE, Tuning};
+use crate::search::Past;
+use crate::{Error, Event, Outcome, Result, Search};
+use flashtune_cache::{Bundle, Claim, Claims, Key, Progress, Store, Turn};
+use flashtune_codegen::Kernel;
+use flashtune_runtime::Compiler;
+use flashtune_runtime::compile::compile_with;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+type Found = Result<Arc<dyn Compiler>>;
+
+/// How it begins.
+pub(super) enum Begun {
+    Answered(Box<Outcome>),
+    /// The work is this process's, until the claims are dropped: on the record, and on the device.
+    Mine {
+        compiler: Arc<dyn Compiler>,
+        past: Past,
+        claims: [Claim; 2],
+    },
+}
+
+impl Tuning<'_> {
+    pub fn begin(&mut self, compiler: Found) -> Result<Begun> {
+        if let Some(outcome) = self.published(&compiler) {
+            return Ok(Begun::Answered(Box::new(outcome)));
+        }
+        // Other templates make other kernels, so they are other work.
+        let work = Key::of_value("flashtune tuning 1", &(&self.key, self.templates.hash()));
+        let on_record = match self.wait(&work, "another process tunes the same", || self.published(&compiler))? {
+            Turn::Done(outcome) => return Ok(Begun::Answered(Box::new(outcome))),
+            Turn::Mine(claim) => claim,
+            Turn::Theirs => return Err(self.busy()),
+        };
+        let past = {
+            let store = Store::open_within(self.dir, STORE_PATIENCE)?;
+            if let Some(outcome) = self.stored(&store, &compiler)? {
+                return Ok(Begun::Answered(Box::new(outcome)));
+            }
+            let known = compiler.as_ref().map_or(String::new(), |c| c.id().to_string());
+            Past::read(&store, &self.key, self.templates.hash(), &known)?
+        };
+        let compiler = compiler?;
+        // Two that measure at once measure each other; on the cpu even a compiler disturbs.
+        let device = Key::of_value("flashtune device 1", &self.runner.place());
+        let on_device = match self.wait::<()>(&device, "another process uses the device", || None)? {
+            Turn::Mine(claim) => claim,
+            _ => return Err(self.busy()),
+        };
+        let job = (
+            &work,
+            compiler.id().to_string(),
+            self.job.seed,
+            self.job.max_trials as u64,
+            match &self.job.search {
+                Search::Guided => (0, &[][..]),
+                Search::Even => (1, &[][..]),
+                Search::Only(schedules) => (2, schedules.as_slice()),
+            },
+        );
+        self.progress = Progress::open(self.dir, &Key::of_value("flashtune job 1", &job));
+        if self.progress.known() > 0 {
+            self.observer.event(&Event::Resumed { lessons: self.progress.known() });
+        }
+        Ok(Begun::Mine { compiler, past, claims: [on_record, on_device] })
+    }
+
+    /// Waits for a turn, and says so when it does not come at once.
+    fn wait<T>(&self, work: &Key, what: &'static str, mut done: impl FnMut() -> Option<T>) -> Result<Turn<T>> {
+        let claims = Claims::new(self.dir);
+        let turn = claims.wait(work, Duration::ZERO, &mut done);
+        if !matches!(turn, Turn::Theirs) || self.job.patience.is_zero() {
+            return Ok(turn);
+        }
+        self.observer.event(&Event::Waiting { what });
+        let start = Instant::now();
+        let turn = claims.wait(work, self.job.patience, done);
+        self.observer.event(&Event::Waited { duration: start.elapsed() });
+        Ok(turn)
+    }
+
+    fn busy(&self) -> Error {
+        Error::Busy { problem: self.job.problem.to_string(), shape: self.job.shape }
+    }
+
+    /// Whether a stored record answers the job.
+    fn answers(&self, record: &flashtune_cache::Record, compiler: &Found) -> bool {
+        record.key == self.key
+            && record.provenance.templates == self.templates.hash()
+            // One that was built and never measured is no answer.
+            && !record.finalists.is_empty()
+            // Without a compiler nothing could be tuned anyway, so what is stored is the answer.
+            && compiler.as_ref().map_or(true, |c| c.id().to_string() == record.provenance.compiler)
+    }
+
+    /// The answer that readers see, if it is one for these templates and this compiler, with its kernel at hand. Takes no
+    /// lock.
+    fn published(&self, compiler: &Found) -> Option<Outcome> {
+        let snapshot = self.dir.snapshot_path();
+        if self.job.force || !snapshot.exists() {
+            return None;
+        }
+        let bundle = Bundle::map(&snapshot).ok()?;
+        let record = bundle.records().filter_map(|r| r.ok()).map(|(r, _)| r).find(|r| self.answers(r, compiler))?;
+        bundle.artifact(&record.artifact).ok().flatten()?;
+        self.observer.event(&Event::Cached(&record));
+        Some(Outcome { record, cached: true, trials: Vec::new(), snapshot })
+    }
+
+    /// The answer of the journal. Publishes it, and makes its kernel anew if it was lost.
+    fn stored(&self, store: &Store, compiler: &Found) -> Result<Option<Outcome>> {
+        if self.job.force {
+            return Ok(None);
+        }
+        let Some(record) = store.record(&self.key)?.filter(|r| self.answers(r, compiler)) else { return Ok(None) };
+        if self.artifacts.get(&record.artifact).is_none()
+            && let Ok(compiler) = compiler
+        {
+            // The kernel was lost on the way; its schedule was not.
+            let kernel = Kernel { problem: self.key.problem, schedule: record.schedule, arch: self.key.device.arch };
+            let artifact = compile_with(&**compiler, &kernel, self.templates)?;
+            if self.artifacts.put(&artifact)? != record.artifact {
+                return Ok(None);
+            }
+        }
+        let snapshot = store.publish(&self.artifacts)?;
+        self.observer.event(&Event::Cached(&record));
+        Ok(Some(Outcome { record, cached: true, trials: Vec::new(), snapshot }))
+    }
+}

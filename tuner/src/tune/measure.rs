@@ -1,0 +1,220 @@
+//! Race and final of a field, on the device.
+
+use super::Tuning;
+use super::field::Field;
+use crate::candidate::Candidate;
+use crate::decide::{FinalRules, NOISE, Rounds, decide, run_final};
+use crate::race::{RaceEvent, Rules, Track, race};
+use crate::runner::Runner;
+use crate::stats::{median, percentile};
+use crate::{Error, Event, Observer, Phase, Result};
+use flashtune_cache::{Conditions, Finalist, Lesson, Progress, Stage};
+use flashtune_codegen::Schedule;
+use std::time::{Duration, Instant};
+
+/// Schedules that meet in the final, besides the default.
+const FINALISTS: usize = 3;
+/// Rounds of a final. When noise hides the result and the time allows, four times as many.
+const MAX_ROUNDS: usize = 75;
+
+/// What the measurement gave, by candidate index.
+pub(super) struct Measured {
+    pub winner: usize,
+    /// What else went on.
+    pub conditions: Conditions,
+    /// Why the winner may owe it to noise.
+    pub noise: Option<String>,
+    pub finalists: Vec<usize>,
+    /// All samples of the race and the final.
+    pub samples: Vec<Vec<f64>>,
+}
+
+impl Tuning<'_> {
+    /// A race of those who are live. Who fails is given up.
+    pub fn race(&mut self, field: &mut Field, rules: &Rules) -> Result<()> {
+        let default = field.candidates.iter().position(|c| c.is_default && c.is_live());
+        let Field { candidates, standings, .. } = field;
+        self.on_track(candidates, |track, on| race(track, standings, default, rules, on))
+    }
+
+    /// Race and final. `None` when nobody could be timed. Who fails or never gets a turn is given up here.
+    pub fn measure(&mut self, field: &mut Field) -> Result<Option<Measured>> {
+        let mut readings = vec![self.runner.reading()];
+        self.phase(Phase::Race, None);
+        let budget = self.job.budget;
+        let left = budget.saturating_sub(self.started.elapsed());
+        let rules = Rules::until(self.started.elapsed() + left * 3 / 4);
+        self.race(field, &rules)?;
+        let default = field.candidates.iter().position(|c| c.is_default && c.is_live());
+        let mut ranking = field.standings.ranking();
+
+        let rules = FinalRules {
+            min_rounds: 7,
+            max_rounds: MAX_ROUNDS,
+            stubborn_rounds: 4 * MAX_ROUNDS,
+            deadline: budget,
+            // A winner that is sure is worth some more time than was asked for, but not without end.
+            hard_deadline: budget + budget / 2,
+        };
+        let (alive, rounds) = loop {
+            let mut finalists: Vec<usize> = ranking.iter().copied().take(FINALISTS).collect();
+            finalists.extend(default.filter(|d| ranking.contains(d) && !finalists.contains(d)));
+            self.phase(Phase::Final, Some(finalists.len()));
+            let mut outcome = Default::default();
+            self.on_track(&mut field.candidates, |track, on| {
+                outcome = run_final(track, &finalists, default, &rules, on);
+            })?;
+            // Should all of them fail, the next best have their turn.
+            if !outcome.0.is_empty() || finalists.is_empty() {
+                break outcome;
+            }
+            ranking.retain(|c| !finalists.contains(c));
+        };
+        readings.push(self.runner.reading());
+        let mut samples = std::mem::take(&mut field.standings.samples);
+        for (position, &contender) in alive.iter().enumerate() {
+            samples[contender].extend(rounds.times(position));
+        }
+        for (own, candidate) in samples.iter_mut().zip(&mut field.candidates) {
+            if !candidate.is_live() {
+                own.clear();
+            } else if own.is_empty() {
+                candidate.fail(Stage::Budget, "the time ran out before it was timed".into(), self.observer);
+            }
+        }
+        if alive.is_empty() {
+            return Ok(None);
+        }
+        let default = alive.iter().position(|&c| Some(c) == default);
+        // Among equals the model's order decides, which is the same whatever was tried first.
+        let order: Vec<usize> = alive.iter().map(|&c| field.candidates[c].rank).collect();
+        let winner = decide(&rounds, alive.len(), default, &order);
+        let conditions = Conditions::of(&readings);
+        Ok(Some(Measured {
+            winner: alive[winner],
+            noise: noise(&rounds, alive.len(), default.unwrap_or(0), winner, &conditions),
+            conditions,
+            finalists: alive,
+            samples,
+        }))
+    }
+
+    /// Runs a race or a final of the candidates, and gives those up that failed in it.
+    fn on_track(
+        &mut self,
+        candidates: &mut [Candidate],
+        run: impl FnOnce(&mut dyn Track, &mut dyn FnMut(RaceEvent<'_>)),
+    ) -> Result<()> {
+        let schedules: Vec<Schedule> = candidates.iter().map(|c| c.kernel.schedule).collect();
+        let observer: &dyn Observer = self.observer;
+        let mut failures: Vec<(usize, String)> = Vec::new();
+        let mut report = |event: RaceEvent<'_>| match event {
+            RaceEvent::Timed { contender, round, us } => {
+                observer.event(&Event::Timed { schedule: &schedules[contender], round, us });
+            }
+            RaceEvent::Dropped { contender, ratio } => {
+                observer.event(&Event::Dropped { schedule: &schedules[contender], ratio });
+            }
+            // The observer hears of it when the candidate is given up, below.
+            RaceEvent::Failed { contender, reason } => failures.push((contender, reason.to_owned())),
+        };
+        let mut track = RunnerTrack {
+            runner: &mut *self.runner,
+            progress: &mut self.progress,
+            schedules: &schedules,
+            started: self.started,
+            broken: None,
+        };
+        run(&mut track, &mut report);
+        if let Some(e) = track.broken {
+            return Err(e);
+        }
+        for (contender, reason) in failures {
+            self.give_up(&mut candidates[contender], Stage::Measure, reason);
+        }
+        Ok(())
+    }
+}
+
+/// Candidates that race where they run. What a process before this one measured is not measured again.
+struct RunnerTrack<'a> {
+    runner: &'a mut Runner,
+    progress: &'a mut Progress,
+    schedules: &'a [Schedule],
+    started: Instant,
+    /// What ended the race for everybody.
+    broken: Option<Error>,
+}
+
+impl Track for RunnerTrack<'_> {
+    fn sample(&mut self, contender: usize) -> Result<f64, String> {
+        if let Some(e) = &self.broken {
+            return Err(e.to_string());
+        }
+        let schedule = &self.schedules[contender];
+        if let Some(us) = self.progress.timed(schedule) {
+            return Ok(us);
+        }
+        match self.runner.time(contender as u32) {
+            Ok(Ok(us)) => {
+                self.progress.add(schedule, &Lesson::Timed { us });
+                Ok(us)
+            }
+            Ok(Err(reason)) => Err(reason),
+            Err(e) => {
+                let reason = e.to_string();
+                self.broken = Some(e);
+                Err(reason)
+            }
+        }
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.started.elapsed()
+    }
+}
+
+/// The final's schedules for the record, fastest first.
+pub(super) fn finalists(candidates: &[Candidate], measured: &Measured) -> Vec<Finalist> {
+    let mut finalists: Vec<Finalist> = measured
+        .finalists
+        .iter()
+        .filter_map(|&i| {
+            let (candidate, samples) = (&candidates[i], &measured.samples[i]);
+            Some(Finalist {
+                schedule: candidate.kernel.schedule,
+                median_us: median(samples)?,
+                p10_us: percentile(samples, 0.1)?,
+                p90_us: percentile(samples, 0.9)?,
+                samples: samples.len() as u32,
+                max_error: candidate.max_error,
+                is_default: candidate.is_default,
+            })
+        })
+        .collect();
+    finalists.sort_by(|a, b| a.median_us.total_cmp(&b.median_us));
+    finalists
+}
+
+/// Why the decision of a final cannot be trusted: its ratios were hidden by noise for as long as the final may last, or
+/// something disturbed the device and shows in the winner's times. A final that was cut short is not noisy: then the
+/// default wins.
+pub(super) fn noise(
+    rounds: &Rounds,
+    count: usize,
+    base: usize,
+    winner: usize,
+    conditions: &Conditions,
+) -> Option<String> {
+    let doubt = rounds.doubt(count, base);
+    if rounds.0.len() >= MAX_ROUNDS && doubt > NOISE {
+        let (rounds, percent) = (rounds.0.len(), 100.0 * doubt);
+        return Some(format!(
+            "after {rounds} rounds the fastest is known to within {percent:.0} % only ({conditions})"
+        ));
+    }
+    let times: Vec<f64> = rounds.times(winner).collect();
+    let spread = (percentile(&times, 0.75)? - percentile(&times, 0.25)?) / median(&times)?;
+    let disturbance = conditions.disturbance().filter(|_| spread > NOISE)?;
+    Some(format!("{disturbance}, and half of the winner's times are {:.0} % apart", 100.0 * spread))
+}
