@@ -20,6 +20,7 @@ mod exchange;
 mod files;
 mod key;
 mod layers;
+mod merge;
 mod progress;
 mod publish;
 mod record;
@@ -47,8 +48,9 @@ pub use layers::{
     BUNDLES_VARIABLE, EMBEDDED_LAYER, FILES_LAYER, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
     SNAPSHOT_LAYER, bundles_from_env,
 };
+pub use merge::{MergeSummary, merge_bundles};
 pub use progress::{Lesson, Progress};
-pub use record::{Finalist, Provenance, Record, RecordKey};
+pub use record::{Finalist, Provenance, Record, RecordKey, Rival};
 pub use stale::{reap, temporary_prefix};
 pub use store::Store;
 pub use trial::{Stage, Trial, TrialResult};

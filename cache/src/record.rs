@@ -28,6 +28,30 @@ pub struct Record {
     pub finalists: Vec<Finalist>,
     /// How and when it was found.
     pub provenance: Provenance,
+    /// What other hosts found for the same key, by hash; merging brings them here.
+    pub rivals: Vec<Rival>,
+    /// Hashes of earlier findings that this one was raced against or takes the place of.
+    pub settled: Vec<Key>,
+}
+
+/// What one tuning found, without its key.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Rival {
+    /// The schedule that won.
+    pub schedule: Schedule,
+    /// Recipe key of the winner's artifact.
+    pub artifact: Key,
+    /// Every schedule that reached the final, fastest first.
+    pub finalists: Vec<Finalist>,
+    /// How and when it was found.
+    pub provenance: Provenance,
+}
+
+impl Rival {
+    /// The hash that tells findings apart.
+    pub fn hash(&self) -> Key {
+        Key::of_value("flashtune finding 1", self)
+    }
 }
 
 /// One schedule of the final.

@@ -86,6 +86,8 @@ pub fn record(len: u32, n: u32) -> Record {
             compile_seconds: 1.5,
             conditions: Conditions::default(),
         },
+        rivals: Vec::new(),
+        settled: Vec::new(),
     }
 }
 

@@ -203,6 +203,8 @@ fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn
             compile_seconds: 0.0,
             conditions: Conditions::default(),
         },
+        rivals: Vec::new(),
+        settled: Vec::new(),
     }
 }
 

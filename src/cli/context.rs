@@ -131,7 +131,7 @@ impl Context {
 }
 
 /// This program as its own worker.
-fn own_worker() -> Result<WorkerCommand> {
+pub fn own_worker() -> Result<WorkerCommand> {
     Ok(WorkerCommand::flashtune(std::env::current_exe().context("this program's own path cannot be read")?))
 }
 

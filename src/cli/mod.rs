@@ -13,6 +13,7 @@ mod explain;
 mod files;
 mod list;
 mod lists;
+mod merge;
 mod progress;
 mod relink;
 mod report;
@@ -119,6 +120,8 @@ enum Command {
     Export(transfer::ExportArgs),
     /// Add a bundle's records and kernels to the cache
     Import(transfer::ImportArgs),
+    /// Bring the bundles of several hosts together in one
+    Merge(merge::Args),
     /// Make a key pair for signing bundles
     Keygen(sign::KeygenArgs),
     /// Sign a bundle, so that those who trust the key use it
@@ -161,6 +164,7 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::List(args) => list::run(&mut cx, args),
         Command::Export(args) => transfer::export(&mut cx, args),
         Command::Import(args) => transfer::import(&mut cx, args),
+        Command::Merge(args) => merge::run(&mut cx, args),
         Command::Keygen(args) => sign::keygen(&mut cx, args),
         Command::Sign(args) => sign::sign(&mut cx, args),
         Command::Doctor(args) => doctor::run(&mut cx, args),

@@ -18,6 +18,7 @@ mod build;
 mod candidate;
 mod decide;
 mod error;
+mod family;
 mod job;
 mod model;
 mod observer;
@@ -32,6 +33,7 @@ mod tune;
 mod worker;
 
 pub use error::{Cause, Error, Result};
+pub use family::tune_family;
 pub use job::{Job, Outcome, Search};
 pub use observer::{Event, Observer, Phase};
 pub use runner::Runner;

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// The longest budget: as good as none.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How long to wait for another process that writes to the journal, which takes a moment each time.
-const STORE_PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const STORE_PATIENCE: Duration = Duration::from_secs(120);
 /// Failures that an error tells in full.
 const REASONS: usize = 3;
 
@@ -140,7 +140,10 @@ impl Tuning<'_> {
                 conditions: measured.conditions.clone(),
             },
             key: self.key.clone(),
+            rivals: Vec::new(),
+            settled: Vec::new(),
         };
+        let record = record.settling(store.record(&self.key)?.as_ref());
         self.phase(Phase::Publish, None);
         store.put_record(&record)?;
         // A record whose kernel was not kept is nothing to those who may not compile.

@@ -238,7 +238,6 @@ impl Bundle {
     }
 
     /// The keys of all artifacts.
-    #[cfg(test)]
     pub(crate) fn artifact_keys(&self) -> impl Iterator<Item = Key> {
         self.artifacts.iter().map(|e| Key(e.key))
     }

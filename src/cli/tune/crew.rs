@@ -1,0 +1,245 @@
+//! Several devices that share the work: one worker process and one thread for each, a queue for each kind.
+
+use super::watcher::Watcher;
+use crate::cli::cases::Case;
+use crate::cli::context::own_worker;
+use anyhow::Result;
+use flashtune::cache::{CacheDir, DeviceFingerprint, Layers, Validity};
+use flashtune::codegen::{Schedule, TemplateSet};
+use flashtune::tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_family};
+use flashtune::{DeviceSpec, Error};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Seconds for each contested record.
+pub const CONTESTED_BUDGET: f64 = 20.0;
+
+/// The devices that the user names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Devices {
+    /// Every GPU of this machine.
+    All,
+    /// These.
+    Named(Vec<DeviceSpec>),
+}
+
+impl FromStr for Devices {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        if s == "all" {
+            return Ok(Devices::All);
+        }
+        let names = s.split(',').map(|name| name.trim().parse::<DeviceSpec>().map_err(|e| e.to_string()));
+        names.collect::<Result<_, _>>().map(Devices::Named)
+    }
+}
+
+impl Devices {
+    /// A worker on each. Which GPUs there are is found by opening one after the other in workers, so that this process
+    /// never touches the driver.
+    pub fn runners(&self) -> Result<Vec<Runner>> {
+        let open = |spec| Ok::<_, anyhow::Error>(Runner::worker(own_worker()?, spec).map_err(Error::from)?);
+        match self {
+            Devices::Named(specs) => specs.iter().map(|spec| open(*spec)).collect(),
+            Devices::All => {
+                let mut runners = vec![open(DeviceSpec::Cuda(0))?];
+                for n in 1.. {
+                    match open(DeviceSpec::Cuda(n)) {
+                        Ok(runner) => runners.push(runner),
+                        Err(e) => {
+                            tracing::debug!("{n} GPUs: {e}");
+                            break;
+                        }
+                    }
+                }
+                Ok(runners)
+            }
+        }
+    }
+}
+
+/// Devices of one kind share results, so they share the work; each kind has all of it to do.
+pub fn by_kind(runners: Vec<Runner>) -> Vec<(DeviceFingerprint, Vec<Runner>)> {
+    let mut kinds: Vec<(DeviceFingerprint, Vec<Runner>)> = Vec::new();
+    for runner in runners {
+        match kinds.iter_mut().find(|(kind, _)| kind == runner.fingerprint()) {
+            Some((_, crew)) => crew.push(runner),
+            None => kinds.push((runner.fingerprint().clone(), vec![runner])),
+        }
+    }
+    kinds
+}
+
+/// What one device does at a time.
+#[derive(Debug, Clone)]
+pub enum Unit {
+    /// One problem with its sizes.
+    Case(Case),
+    /// Sizes of one problem, together.
+    Family(Vec<Case>),
+    /// Schedules of which hosts disagree.
+    Contested(Case, Vec<Schedule>),
+}
+
+/// The records of the cache that hosts disagree about, for one device.
+pub fn contested(dir: &CacheDir, device: &DeviceFingerprint, templates: &TemplateSet) -> Result<Vec<Unit>> {
+    let needed = Validity::new(device.arch, templates);
+    let layers = Layers::open(dir, &[], None)?;
+    let mut units = Vec::new();
+    for (_, record, validity) in layers.records() {
+        if record.key.device != *device || needed.difference(&validity).is_some() {
+            continue;
+        }
+        let mut schedules: Vec<Schedule> = record.contested().map(|r| r.schedule).collect();
+        if !schedules.is_empty() {
+            schedules.insert(0, record.schedule);
+            let case = Case { problem: record.key.problem, shape: record.provenance.shape };
+            units.push(Unit::Contested(case, schedules));
+        }
+    }
+    Ok(units)
+}
+
+/// The queue of one kind of device.
+pub struct Work {
+    pub units: Vec<Unit>,
+    next: AtomicUsize,
+    devices: usize,
+}
+
+impl Work {
+    pub fn new(units: Vec<Unit>, devices: usize) -> Self {
+        Self { units, next: AtomicUsize::new(0), devices }
+    }
+}
+
+/// What every job may take.
+pub struct Limits {
+    pub budget: Duration,
+    pub trials: Option<usize>,
+    pub seed: u64,
+    pub force: bool,
+    pub search: Search,
+    pub patience: Option<Duration>,
+}
+
+/// What came of it.
+#[derive(Default)]
+pub struct Done {
+    /// In the order of the units.
+    pub outcomes: Vec<Outcome>,
+    pub failures: Vec<String>,
+}
+
+/// What the threads share.
+struct Shared<'a> {
+    limits: &'a Limits,
+    templates: &'a TemplateSet,
+    dir: &'a CacheDir,
+    watcher: &'a Watcher,
+    start: Instant,
+    /// Outcomes with their unit, failures, and what ends the command.
+    results: Mutex<(Vec<(usize, Outcome)>, Vec<String>, Option<TunerError>)>,
+    over: AtomicBool,
+}
+
+/// Does all of it.
+///
+/// # Errors
+/// What makes the first job fail, if nothing was tuned before: a missing compiler or a full disk stops every job.
+pub fn run(
+    mut works: Vec<(Work, Vec<Runner>)>,
+    limits: &Limits,
+    templates: &TemplateSet,
+    dir: &CacheDir,
+    watcher: &Watcher,
+) -> Result<Done, TunerError> {
+    let results = Mutex::default();
+    let shared =
+        Shared { limits, templates, dir, watcher, start: Instant::now(), results, over: AtomicBool::new(false) };
+    std::thread::scope(|scope| {
+        for (work, crew) in &mut works {
+            for runner in crew {
+                let (shared, work) = (&shared, &*work);
+                scope.spawn(move || shared.serve(work, runner));
+            }
+        }
+    });
+    let (mut outcomes, failures, fatal) = shared.results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Some(e) = fatal {
+        return Err(e);
+    }
+    outcomes.sort_by_key(|(unit, _)| *unit);
+    Ok(Done { outcomes: outcomes.into_iter().map(|(_, outcome)| outcome).collect(), failures })
+}
+
+impl Shared<'_> {
+    /// One device's part: takes unit after unit.
+    fn serve(&self, work: &Work, runner: &mut Runner) {
+        loop {
+            let unit = work.next.fetch_add(1, Ordering::Relaxed);
+            if unit >= work.units.len() || self.over.load(Ordering::Relaxed) {
+                break;
+            }
+            // What earlier units left unused belongs to the later ones; so many at a time as there are devices.
+            let left = work.units.len() - unit;
+            let working = self.start.elapsed().saturating_sub(self.watcher.waited() / work.devices as u32);
+            let share = self.limits.budget.saturating_sub(working) * work.devices.min(left) as u32 / left as u32;
+            let outcome = self.unit(&work.units[unit], share, runner);
+            self.note(unit, &work.units[unit], outcome);
+            self.watcher.bar.inc(1);
+        }
+    }
+
+    fn unit(&self, unit: &Unit, share: Duration, runner: &mut Runner) -> Result<Vec<Outcome>, TunerError> {
+        let Limits { trials, seed, force, search, patience, .. } = self.limits;
+        let job = |case: &Case, parts: usize| {
+            let job = Job::new(case.problem, case.shape);
+            Job {
+                max_trials: trials.unwrap_or(job.max_trials),
+                budget: share / parts as u32,
+                seed: *seed,
+                force: *force,
+                search: search.clone(),
+                patience: patience.unwrap_or(job.patience),
+                ..job
+            }
+        };
+        let one = |runner: &mut Runner, job: &Job| {
+            tune(runner, self.templates, self.dir, job, self.watcher).map(|outcome| vec![outcome])
+        };
+        match unit {
+            Unit::Case(case) => one(runner, &job(case, 1)),
+            Unit::Contested(case, schedules) => {
+                one(runner, &Job { search: Search::Only(schedules.clone()), force: true, ..job(case, 1) })
+            }
+            Unit::Family(cases) => {
+                let jobs: Vec<Job> = cases.iter().map(|case| job(case, cases.len())).collect();
+                tune_family(runner, self.templates, self.dir, &jobs, self.watcher)
+            }
+        }
+    }
+
+    fn note(&self, number: usize, unit: &Unit, outcome: Result<Vec<Outcome>, TunerError>) {
+        let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
+        let (done, failures, fatal) = &mut *results;
+        match outcome {
+            Ok(outcomes) => done.extend(outcomes.into_iter().map(|outcome| (number, outcome))),
+            // Another case may be easier to measure.
+            Err(e @ (TunerError::Noise { .. } | TunerError::Busy { .. })) => failures.push(e.to_string()),
+            Err(e) if failures.is_empty() && done.is_empty() => {
+                fatal.get_or_insert(e);
+                self.over.store(true, Ordering::Relaxed);
+            }
+            Err(e) => {
+                let (Unit::Case(case) | Unit::Contested(case, _)) = unit else {
+                    failures.push(e.to_string());
+                    return;
+                };
+                failures.push(format!("{} {}: {e}", case.problem, case.shape));
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! What a tuning prints.
+
+use crate::cli::context::{Context, table};
+use anyhow::Result;
+use flashtune::cache::{Record, Trial, TrialResult};
+use flashtune::tuner::Outcome;
+use serde_json::json;
+use std::io::Write;
+use std::time::Duration;
+
+pub fn report(cx: &mut Context, done: &[Outcome], elapsed: Duration) -> Result<()> {
+    let mut rows = table(&["problem", "shape", "winner", "us", "GFLOP/s", "vs default", "vs unfused", "tried"]);
+    let ratio = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.2}x"));
+    for Outcome { record, cached, .. } in done {
+        let us = record.winner().map(|w| w.median_us);
+        rows.add_row([
+            record.key.problem.to_string(),
+            record.provenance.shape.to_string(),
+            record.schedule.to_string(),
+            us.map_or("-".to_owned(), |us| format!("{us:.0}")),
+            gflops(record).map_or("-".to_owned(), |g| format!("{g:.0}")),
+            ratio(record.gain_over_default()),
+            ratio(gain_over_unfused(record)),
+            if *cached { "cached".to_owned() } else { record.provenance.timed.to_string() },
+        ]);
+    }
+    writeln!(cx.out, "{rows}")?;
+    let cached = done.iter().filter(|o| o.cached).count();
+    writeln!(
+        cx.out,
+        "{} tuned, {cached} answered from the cache, in {:.1} s",
+        done.len() - cached,
+        elapsed.as_secs_f64()
+    )?;
+    if let Some(last) = done.last() {
+        writeln!(cx.out, "snapshot {}", last.snapshot.display())?;
+    }
+    Ok(())
+}
+
+fn gflops(record: &Record) -> Option<f64> {
+    let p = &record.key.problem;
+    let flops = record.provenance.shape.forward_flops(p.head_dim_qk, p.head_dim_v);
+    Some(flops / record.winner()?.median_us / 1e3)
+}
+
+fn gain_over_unfused(record: &Record) -> Option<f64> {
+    Some(record.provenance.unfused_us? / record.winner()?.median_us)
+}
+
+pub fn summary(outcome: &Outcome) -> serde_json::Value {
+    let Outcome { record, cached, trials, snapshot } = outcome;
+    json!({
+        "problem": record.key.problem.to_string(),
+        "shape": record.provenance.shape.to_string(),
+        "device": record.key.device.to_string(),
+        "schedule": record.schedule.to_string(),
+        "median_us": record.winner().map(|w| w.median_us),
+        "gflops": gflops(record),
+        "gain_over_default": record.gain_over_default(),
+        "conditions": record.provenance.conditions.to_string(),
+        "gain_over_unfused": gain_over_unfused(record),
+        "cached": cached,
+        "trials": trials.iter().map(trial).collect::<Vec<_>>(),
+        "snapshot": snapshot.display().to_string(),
+        "record": record,
+    })
+}
+
+/// One schedule's fate, for scripts.
+fn trial(trial: &Trial) -> serde_json::Value {
+    let mut value = json!({ "schedule": trial.schedule.to_string(), "parameters": trial.schedule });
+    let fate = match &trial.result {
+        TrialResult::Timed { median_us, p10_us, p90_us, samples, max_error } => json!({
+            "result": "timed",
+            "median_us": median_us,
+            "p10_us": p10_us,
+            "p90_us": p90_us,
+            "samples": samples,
+            "max_error": max_error,
+        }),
+        TrialResult::Failed { stage, reason } => {
+            json!({ "result": "failed", "stage": stage.to_string(), "reason": reason })
+        }
+    };
+    if let (Some(value), serde_json::Value::Object(fate)) = (value.as_object_mut(), fate) {
+        value.extend(fate);
+    }
+    value
+}
