@@ -133,6 +133,16 @@ pub struct Done {
     pub failures: Vec<String>,
 }
 
+/// What has come of it so far.
+#[derive(Default)]
+struct Results {
+    /// With the number of their unit.
+    outcomes: Vec<(usize, Outcome)>,
+    failures: Vec<String>,
+    /// What ends the command.
+    fatal: Option<TunerError>,
+}
+
 /// What the threads share.
 struct Shared<'a> {
     limits: &'a Limits,
@@ -140,8 +150,7 @@ struct Shared<'a> {
     dir: &'a CacheDir,
     watcher: &'a Watcher,
     start: Instant,
-    /// Outcomes with their unit, failures, and what ends the command.
-    results: Mutex<(Vec<(usize, Outcome)>, Vec<String>, Option<TunerError>)>,
+    results: Mutex<Results>,
     over: AtomicBool,
 }
 
@@ -167,7 +176,7 @@ pub fn run(
             }
         }
     });
-    let (mut outcomes, failures, fatal) = shared.results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let Results { mut outcomes, failures, fatal } = shared.results.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(e) = fatal {
         return Err(e);
     }
@@ -224,7 +233,7 @@ impl Shared<'_> {
 
     fn note(&self, number: usize, unit: &Unit, outcome: Result<Vec<Outcome>, TunerError>) {
         let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
-        let (done, failures, fatal) = &mut *results;
+        let Results { outcomes: done, failures, fatal } = &mut *results;
         match outcome {
             Ok(outcomes) => done.extend(outcomes.into_iter().map(|outcome| (number, outcome))),
             // Another case may be easier to measure.
