@@ -3,7 +3,8 @@
 mod common;
 
 use common::{NOWHERE, Place, fails, json};
-use flashtune::cache::{BundleContents, CacheDir, Layers, Record};
+use flashtune::cache::{BundleContents, CacheDir, Finalist, Layers, Record};
+use flashtune::codegen::{Family, Kernel, Schedule};
 use std::collections::BTreeSet;
 
 /// Three small problems.
@@ -61,10 +62,12 @@ fn what_hosts_disagree_about_is_raced_again() {
     place.json(&[&["tune"], &case[..], QUICK].concat());
     let layers = Layers::open(&CacheDir::at(place.cache()), &[], None).unwrap();
     let record = layers.records()[0].1.clone();
-    // Another host saw another one of the finalists win, by far.
-    let other = record.finalists.iter().find(|f| f.schedule != record.schedule).expect("more than one was tried");
-    let mut theirs = Record { schedule: other.schedule, ..Record::clone(&record) };
-    theirs.finalists = vec![flashtune::cache::Finalist { median_us: other.median_us / 10.0, ..other.clone() }];
+    // Another host saw another schedule win, and ours not at all.
+    let (problem, arch) = (record.key.problem, record.key.device.arch);
+    let fits = |s: &Schedule| *s != record.schedule && Kernel { problem, schedule: *s, arch }.check().is_ok();
+    let other = Schedule::space(Family::ForwardCpu, &problem, arch).into_iter().find(fits).unwrap();
+    let mut theirs = Record { schedule: other, ..Record::clone(&record) };
+    theirs.finalists = vec![Finalist { schedule: other, median_us: 1.0, ..record.finalists[0].clone() }];
     theirs.provenance.unix_time -= 100;
     let mut ours = Record::clone(&record);
     ours.finalists.retain(|f| f.schedule == record.schedule);
