@@ -265,3 +265,69 @@ fn a_program_that_is_no_worker_is_an_error_that_names_it() {
         assert!(e.contains(program) && e.contains(word) && e.contains("of this version"), "{e}");
     }
 }
+
+/// A script that takes the place of the C compiler.
+fn script(place: &Place, body: &str) -> std::path::PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let (program, cc) = (place.path("script-cc"), std::env::var("CC").unwrap_or_else(|_| "cc".into()));
+    let text = format!("#!/bin/sh\n[ \"$1\" = --version ] && exec {cc} --version\n{body}\nexec {cc} \"$@\"\n");
+    std::fs::write(&program, text).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    program
+}
+
+#[test]
+fn a_compiler_that_hangs_costs_one_candidate_and_some_seconds() {
+    let place = Place::new();
+    let count = place.path("count");
+    // The third compilation never ends.
+    let body = format!("echo >> {0}; [ $(wc -l < {0}) = 3 ] && sleep 600", count.display());
+    let args = ["tune", "--dtype", "f32", "--head-dim", "16", "--q-len", "64", "--trials", "5", "--budget-s", "30"];
+    let start = Instant::now();
+    let report = common::json(place.flashtune(&args).arg("--json").env("CC", script(&place, &body)));
+    let trials = report["tuned"][0]["trials"].as_array().unwrap();
+    let hung: Vec<_> =
+        trials.iter().filter(|t| t["reason"].as_str().is_some_and(|r| r.contains("took more"))).collect();
+    assert!(hung.len() == 1 && hung[0]["stage"] == "compile", "{trials:?}");
+    // Not the minute that a first compilation may take.
+    assert!(start.elapsed() < Duration::from_secs(50), "{:?}", start.elapsed());
+}
+
+#[test]
+fn the_tuner_never_touches_the_driver_of_the_gpu() {
+    let place = Place::new();
+    let (source, log) = (place.path("cuda.c"), place.path("loaded"));
+    // A driver without devices, that writes down who loads it.
+    let code = format!(
+        "#include <stdio.h>\n#include <unistd.h>\n\
+         __attribute__((constructor)) static void loaded(void) {{ FILE *f = fopen(\"{}\", \"a\"); \
+         fprintf(f, \"%d\\n\", getpid()); fclose(f); }}\n\
+         int cuInit(unsigned f) {{ return 100; }}\n\
+         int cuDriverGetVersion(int *v) {{ *v = 13000; return 0; }}\n\
+         int cuGetErrorName(int e, const char **s) {{ *s = \"CUDA_ERROR_NO_DEVICE\"; return 0; }}\n\
+         int cuGetErrorString(int e, const char **s) {{ *s = \"no device\"; return 0; }}\n",
+        log.display()
+    );
+    std::fs::write(&source, code).unwrap();
+    let folder = place.path("driver");
+    std::fs::create_dir(&folder).unwrap();
+    let library = folder.join("libcuda.so.1");
+    let cc = std::env::var("CC").unwrap_or_else(|_| "cc".into());
+    let built = Command::new(cc).args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status().unwrap();
+    assert!(built.success());
+    std::os::unix::fs::symlink(&library, folder.join("libcuda.so")).unwrap();
+    let tuning = Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+        .args(["--device", "auto", "--json", "--cache"])
+        .arg(place.cache())
+        .args(["tune", "--dtype", "f32", "--head-dim", "16", "--q-len", "64", "--trials", "2", "--budget-s", "10"])
+        .env("LD_LIBRARY_PATH", &folder)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let tuner = tuning.id().to_string();
+    let output = tuning.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let loaded = std::fs::read_to_string(&log).expect("the worker looks for a GPU");
+    assert!(!loaded.is_empty() && loaded.lines().all(|pid| pid != tuner), "{tuner} of {loaded}");
+}

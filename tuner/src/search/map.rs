@@ -46,10 +46,14 @@ impl Map {
         Self { fields: ranks.len(), points, ordered }
     }
 
+    /// The coordinates of a schedule.
+    pub fn point(&self, i: usize) -> &[u8] {
+        &self.points[i * self.fields..(i + 1) * self.fields]
+    }
+
     /// Steps between two schedules of the space.
     pub fn steps(&self, a: usize, b: usize) -> u32 {
-        let point = |i: usize| &self.points[i * self.fields..(i + 1) * self.fields];
-        let differ = point(a).iter().zip(point(b)).zip(&self.ordered);
+        let differ = self.point(a).iter().zip(self.point(b)).zip(&self.ordered);
         differ.map(|((x, y), ordered)| if *ordered { x.abs_diff(*y).into() } else { u32::from(x != y) }).sum()
     }
 }

@@ -5,24 +5,35 @@
 //! measured near each schedule, and a share that neither of them chooses. Failures are results: they speak against their
 //! neighbourhood. Nothing here knows a device, so searches are replayed on recorded tables (`tests/replay.rs`).
 
+mod correction;
 mod map;
 mod past;
+#[cfg(test)]
+mod replay;
+
 pub(crate) use map::Map;
 pub(crate) use past::Past;
 
+use correction::Correction;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use std::collections::BTreeMap;
 
 /// Share of all trials in the first batch.
-const FIRST_SHARE: f64 = 0.35;
-/// Of the first batch, at most this share are seeds, and as much is picked at random.
+const FIRST_SHARE: f64 = 0.25;
+/// Of the first batch, at most this share are seeds.
 const SEED_SHARE: f64 = 0.25;
+/// The model's best that go before the screening, and the most of the batch that it may take.
+const FAVOURITES: usize = 3;
+const SCREENING_SHARE: f64 = 0.4;
+/// After them, one in so many is picked at random.
+const EXPLORE_EVERY: usize = 5;
 /// Schedules of a later batch.
-const BATCH: usize = 8;
+const BATCH: usize = 6;
 /// Of a later batch, how many are steps around the best, and how many are picked against the model's blind spots.
-const LOCAL: usize = 4;
-const EXPLORE: usize = 2;
+const LOCAL: usize = 2;
+const EXPLORE: usize = 1;
 /// Who is so many steps from one of the best is a neighbour.
 const NEAR: u32 = 2;
 /// Batches in a row without an improvement of [`IMPROVEMENT`] after which a search ends.
@@ -30,9 +41,6 @@ const PATIENCE: usize = 3;
 const IMPROVEMENT: f64 = 0.01;
 /// A failure counts as if the schedule took this many times as long as the model says.
 const FAILURE: f64 = 2.0;
-/// Reach of a measurement in steps, for the correction of the model.
-const REACH: f64 = 2.5;
-
 /// What is known of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Known {
@@ -122,7 +130,8 @@ impl Portfolio {
         self.proposed >= self.max_trials || self.open().next().is_none()
     }
 
-    /// The default, seeds, the model's best, and some that it would not choose.
+    /// The default, seeds, the model's best, and some that it would not choose. Mixed, so that whoever has no time for all
+    /// has some of each.
     fn first_batch(&mut self, left: usize) -> Vec<usize> {
         // What fits altogether needs no search.
         let whole = self.open().count() <= self.max_trials;
@@ -133,15 +142,40 @@ impl Portfolio {
         self.take(&mut batch, first, size);
         let seeds: Vec<usize> = std::mem::take(&mut self.seeds).into_iter().take(share).collect();
         self.take(&mut batch, seeds, size);
-        let ranking: Vec<usize> = (0..self.costs.len()).collect();
-        let by_model = size - share.min(size.saturating_sub(batch.len()));
-        self.take(&mut batch, ranking, by_model);
+        // The model's favourites, and how the choices that it would not make do.
+        let favourites = self.cheapest(&self.costs);
+        self.take(&mut batch, favourites.into_iter().take(FAVOURITES), size);
+        let screened = self.screening();
+        let until = batch.len() + (size as f64 * SCREENING_SHARE).ceil() as usize;
+        self.take(&mut batch, screened, until.min(size));
         let costs = self.costs.clone();
         while batch.len() < size {
+            let ranking = self.cheapest(&costs);
+            let until = (batch.len() + EXPLORE_EVERY - 1).min(size);
+            self.take(&mut batch, ranking, until);
             let stranger = self.stranger(&costs);
             self.take(&mut batch, stranger, size);
         }
         batch
+    }
+
+    /// For every value of every field the schedule that the model likes best: what it misjudges shows soon. The fields
+    /// with the fewest values first, since they matter the most.
+    fn screening(&self) -> Vec<usize> {
+        let fields = self.map.point(0).len();
+        let mut picks: Vec<(usize, usize, usize)> = Vec::new();
+        for field in 0..fields {
+            let mut best: BTreeMap<u8, usize> = BTreeMap::new();
+            for i in (0..self.costs.len()).filter(|&i| self.known[i] != Known::Failed) {
+                let best = best.entry(self.map.point(i)[field]).or_insert(i);
+                if self.costs[i] < self.costs[*best] {
+                    *best = i;
+                }
+            }
+            picks.extend(best.values().map(|&i| (best.len(), field, i)));
+        }
+        picks.sort_by_key(|(values, field, _)| (*values, *field));
+        picks.into_iter().map(|(_, _, i)| i).collect()
     }
 
     /// Adds those of `from` that are still open, until the batch has `size`.
@@ -169,25 +203,16 @@ impl Portfolio {
         })
     }
 
-    /// Logarithm of the expected time of every open schedule: the model's cost, corrected by how far the model was off in
-    /// the neighbourhood.
+    /// Logarithm of the expected time of every open schedule: the model's cost, corrected by what was measured.
     fn predictions(&self) -> Vec<f64> {
-        let off = |i: usize, us: f64| us.ln() - self.costs[i];
-        let count = self.times().count().max(1) as f64;
-        let overall = self.times().map(|(i, us)| off(i, us)).sum::<f64>() / count;
-        let mut errors: Vec<(usize, f64)> = self.times().map(|(i, us)| (i, off(i, us) - overall)).collect();
+        let mut errors: Vec<(usize, f64)> = self.times().map(|(i, us)| (i, us.ln() - self.costs[i])).collect();
+        let overall = errors.iter().map(|e| e.1).sum::<f64>() / errors.len().max(1) as f64;
         let failed = (0..self.known.len()).filter(|&i| self.known[i] == Known::Failed);
-        errors.extend(failed.map(|i| (i, FAILURE.ln())));
+        errors.extend(failed.map(|i| (i, overall + FAILURE.ln())));
+        let correction = Correction::fit(&self.map, &errors);
         let mut predicted = vec![f64::INFINITY; self.known.len()];
         for i in self.open() {
-            // The model itself weighs as much as one measurement two steps away.
-            let (mut sum, mut weights) = (0.0, (-(2.0 / REACH).powi(2)).exp());
-            for &(j, error) in &errors {
-                let weight = (-(self.map.steps(i, j) as f64 / REACH).powi(2)).exp();
-                sum += weight * error;
-                weights += weight;
-            }
-            predicted[i] = self.costs[i] + overall + sum / weights;
+            predicted[i] = self.costs[i] + correction.at(i);
         }
         predicted
     }

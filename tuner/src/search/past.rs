@@ -1,6 +1,7 @@
 //! What earlier tunings of the same problem say about this one: where to look, never what to believe.
 
 use crate::Result;
+use crate::worker::TOOK_TOO_LONG;
 use flashtune_cache::{Record, RecordKey, Stage, Store, TrialResult};
 use flashtune_codegen::Schedule;
 use std::collections::HashMap;
@@ -49,6 +50,8 @@ impl Past {
                 if let TrialResult::Failed { stage: stage @ (Stage::Render | Stage::Compile), reason } = trial.result
                     && trial.templates == templates
                     && trial.compiler == compiler
+                    // That is said of the machine's load as much as of the schedule.
+                    && !reason.contains(TOOK_TOO_LONG)
                 {
                     past.failed.insert(trial.schedule, (stage, reason));
                 }

@@ -1,14 +1,20 @@
 //! Compilers in processes of their own: one that crashes or never ends costs the schedule that it was given.
 
-use super::{Limits, Loss, Process, Reply, Request, WorkerCommand};
+use super::{Loss, Process, Reply, Request, WorkerCommand};
 use flashtune_cache::{CompilerId, Facts};
 use flashtune_codegen::Source;
 use flashtune_runtime::{Compiler, Error, Result};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// No schedule is worth a longer compilation.
-const LIMIT: Duration = Duration::from_secs(120);
+/// What the first compilation may take: nothing is known yet of this machine and its load.
+const FIRST_LIMIT: Duration = Duration::from_secs(60);
+/// Later ones may take so many times as long as the slowest that came back, and at least the shortest limit: then they
+/// are taken for endless. Sizes of kernels differ by a few times, and so does the load.
+const TIMES_SLOWEST: u32 = 6;
+const SHORTEST_LIMIT: Duration = Duration::from_secs(5);
+/// How the reason of one that took too long begins.
+pub(crate) const TOOK_TOO_LONG: &str = "the compiler took more than";
 
 /// As many processes as threads ask at the same time, started when they are needed and kept.
 pub(crate) struct Compilers {
@@ -16,11 +22,26 @@ pub(crate) struct Compilers {
     /// The compiler, found in this process to know its identity; it compiles elsewhere.
     compiler: Arc<dyn Compiler>,
     idle: Mutex<Vec<Process>>,
+    /// The slowest compilation that came back.
+    slowest: Mutex<Option<Duration>>,
 }
 
 impl Compilers {
     pub fn new(command: &WorkerCommand, compiler: Arc<dyn Compiler>) -> Self {
-        Self { command: command.clone(), compiler, idle: Mutex::default() }
+        Self { command: command.clone(), compiler, idle: Mutex::default(), slowest: Mutex::default() }
+    }
+
+    /// How long the next compilation may take.
+    fn limit(&self) -> Duration {
+        match *self.slowest.lock().unwrap_or_else(|e| e.into_inner()) {
+            None => FIRST_LIMIT,
+            Some(slowest) => (slowest * TIMES_SLOWEST).clamp(SHORTEST_LIMIT, FIRST_LIMIT),
+        }
+    }
+
+    fn note(&self, taken: Duration) {
+        let mut slowest = self.slowest.lock().unwrap_or_else(|e| e.into_inner());
+        *slowest = Some(slowest.map_or(taken, |s| s.max(taken)));
     }
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Process>> {
@@ -41,9 +62,13 @@ impl Compiler for Compilers {
             Some(process) => process,
             None => Process::start(&self.command).map_err(|e| refused(format!("its process cannot start: {e}")))?,
         };
-        let reply = process.ask(&Request::Compile(source.clone()), Limits { launch: LIMIT, host: LIMIT });
+        let (limit, start) = (self.limit(), Instant::now());
+        let reply = process.ask_within(&Request::Compile(source.clone()), limit);
         if reply.is_ok() {
             self.idle().push(process);
+        }
+        if matches!(reply, Ok(Reply::Compiled { .. })) {
+            self.note(start.elapsed());
         }
         match reply {
             Ok(Reply::Compiled { compiler, bytes, facts }) if compiler == *self.id() => Ok((bytes, facts)),
@@ -53,7 +78,9 @@ impl Compiler for Compilers {
             Ok(Reply::Refused(log) | Reply::Unable { message: log, .. }) => Err(refused(log)),
             Ok(other) => Err(refused(format!("the worker answered {other:?}"))),
             Err(Loss::Died(how)) => Err(refused(format!("the compiler did not come back: {how}"))),
-            Err(Loss::Hung(limit)) => Err(refused(format!("the compiler took more than {limit:?}"))),
+            Err(Loss::Hung(limit)) => {
+                Err(refused(format!("{TOOK_TOO_LONG} {:.1} s and was stopped", limit.as_secs_f64())))
+            }
         }
     }
 }

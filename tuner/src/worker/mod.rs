@@ -17,7 +17,7 @@ mod protocol;
 mod serve;
 mod watched;
 
-pub(crate) use compilers::Compilers;
+pub(crate) use compilers::{Compilers, TOOK_TOO_LONG};
 pub(crate) use process::{Limits, Loss, Process};
 pub(crate) use protocol::{Reply, Request};
 pub use serve::serve;

@@ -106,6 +106,19 @@ impl Process {
         }
     }
 
+    /// One request that is done by the worker itself, whole within a limit: to be silent for longer is to hang.
+    pub fn ask_within(&mut self, request: &Request, limit: Duration) -> Result<Reply, Loss> {
+        let silent = |e: &io::Error| e.kind() == io::ErrorKind::WouldBlock;
+        let asked = frame(request).and_then(|bytes| self.send(&bytes)).and_then(|()| self.receive(limit));
+        asked.map_err(|e| match silent(&e) {
+            true => {
+                self.finish(false);
+                Loss::Hung(limit)
+            }
+            false => self.lost(&e),
+        })
+    }
+
     /// Writes without the signal that a closed socket would send to a host that did not ask for it.
     fn send(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
