@@ -82,8 +82,8 @@ mod tests {
         let seen: Vec<(usize, f64)> = (0..space.len()).step_by(29).map(|i| (i, error(i))).collect();
         assert!(seen.iter().any(|(i, _)| slow(&space[*i])) && seen.iter().any(|(i, _)| !slow(&space[*i])));
         let correction = Correction::fit(&map, &seen);
-        for i in 0..space.len() {
-            assert!((correction.at(i) - error(i)).abs() < 0.2, "{}: {} of {}", space[i], correction.at(i), error(i));
+        for (i, schedule) in space.iter().enumerate() {
+            assert!((correction.at(i) - error(i)).abs() < 0.2, "{schedule}: {} of {}", correction.at(i), error(i));
         }
         assert_eq!(Correction::fit(&map, &[]).at(0), 0.0);
     }
