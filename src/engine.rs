@@ -454,7 +454,6 @@ impl Engine {
     fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
         let tunable = self.policy == Policy::Tune
             && self.dispatcher.sealed().is_none()
-            && problem.program.is_none()
             && demand.is_tunable()
             && !shape.is_empty()
             && shape.kv_len > 0;

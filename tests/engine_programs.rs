@@ -177,3 +177,18 @@ fn the_command_reads_what_programs_read_from_the_file_and_the_command_line() {
     fails(&["--score", "reach: int; score * reach", "--set", "reach=x"], &["--set reach=x", "int"]);
     fails(&["--score", "alibi"], &["the tensor `slope` has shape"]);
 }
+
+#[test]
+fn programs_are_tuned_benched_and_then_dispatched_as_tuned() {
+    let place = common::Place::new();
+    let program = ["--mask", "chunked", "--score", "alibi", "--dtype", "f32", "--head-dim", "16", "--heads", "2"];
+    let with = |command: &[&'static str], more: &[&'static str]| -> Vec<&'static str> {
+        [command, &program, &["--device", "cpu", "--q-len", "150"], more].concat()
+    };
+    place.flashtune(&with(&["tune"], &["--trials", "2"])).assert().success();
+    let explained = place.json(&with(&["explain"], &[])).to_string();
+    assert!(explained.contains("tuned") && !explained.contains("nothing tuned fits"), "{explained}");
+    let bench = place.json(&with(&["bench"], &["--rounds", "3"]));
+    let case = &bench["points"][0]["case"];
+    assert!(case["mask"].as_str().unwrap().contains("mask ="), "{bench}");
+}

@@ -7,7 +7,7 @@
 use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_of};
 use crate::{
     Buffer, Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, SideBuffers, Stream,
-    TensorView, Verdict, forward_call,
+    TensorView, Verdict, forward_call, typical_side,
 };
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::SideData;
@@ -158,6 +158,15 @@ impl CheckCase {
     /// no memory.
     pub fn new(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
         Self::with_side(device, problem, shape, inputs, &SideData::default())
+    }
+
+    /// [`CheckCase::new`] with [`typical_side`] for what the problem's score program reads.
+    ///
+    /// # Errors
+    /// As [`CheckCase::new`].
+    pub fn typical(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
+        let data = problem.program.map_or(SideData::default(), |p| typical_side(&p, shape, inputs.seed));
+        Self::with_side(device, problem, shape, inputs, &data)
     }
 
     /// [`CheckCase::new`] with the scalars and tensors that the problem's score program reads.

@@ -25,6 +25,7 @@ mod open;
 pub mod reference;
 mod side;
 mod tensor;
+mod typical;
 
 pub use ceilings::{Ceiling, Probe};
 pub use check::{CheckCase, CheckInputs, CheckReport, check_kernel};
@@ -38,3 +39,4 @@ pub use open::{DeviceSpec, all_devices, open};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};
 pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};
+pub use typical::{typical_side, visible_part};

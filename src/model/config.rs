@@ -48,7 +48,10 @@ const KNOWN: [&str; 24] = [
 ];
 /// Fields that change the scores or the heads in ways that are not read here.
 const FOREIGN: [(&str, &str); 4] = [
-    ("alibi", "a bias by distance (ALiBi) is added to the scores, and such kernels are not tuned yet"),
+    (
+        "alibi",
+        "a bias by distance (ALiBi) is added to the scores, a score program, which is not read from a configuration yet",
+    ),
     ("multi_query", "its way of stating KV heads is not read here; name the sizes with the other options"),
     ("blocksparse_block_size", "block-sparse masks are not supported yet"),
     (

@@ -238,8 +238,8 @@ impl Planner<'_> {
         }
         if let Some(cap) = self.model.soft_cap {
             let text = format!(
-                "scores pass through {cap} * tanh(score / {cap}): a score program, whose kernels \
-                 are not tuned yet"
+                "scores pass through {cap} * tanh(score / {cap}): a score program, which is not read \
+                 from a configuration yet"
             );
             gaps.push(Gap::blocking("soft cap", text));
         }

@@ -212,10 +212,6 @@ fn validate(job: &Job) -> Result<()> {
     job.problem.validate()?;
     job.shape.validate()?;
     let bad = |field, value: String, limit, remedy| Err(Error::Job { field, value, limit, remedy });
-    if let Some(program) = job.problem.program {
-        let remedy = "run them with the policy `default`: they take the model's schedule";
-        return bad("program", program.name(), "kernels of score programs are not tuned yet", remedy);
-    }
     let kind = job.shape.mask.kind();
     if kind != job.problem.mask {
         let value = format!("{} for a {} problem", job.shape.mask, job.problem.mask);

@@ -2,9 +2,10 @@
 
 use super::super::cases::{Case, family};
 use anyhow::Result;
-use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
+use flashtune::codegen::score::{Program, SideData};
+use flashtune::codegen::{Arch, Error, Kernel, Schedule, ShapeBucket};
 use flashtune::runtime::reference::unfused;
-use flashtune::runtime::{CheckCase, CheckInputs, Module, Plan, compile};
+use flashtune::runtime::{CheckCase, CheckInputs, Module, Plan, compile, typical_side, visible_part};
 use flashtune::{Distribution, Engine, HostTensor, Layout};
 use flashtune_report::{self as report, Check, Latency, Measured, Point};
 use std::sync::Arc;
@@ -30,6 +31,8 @@ pub struct Contest<'a> {
     /// The model's choice, or why it does not run.
     default: Result<Arc<dyn Module>, String>,
     data: CheckCase,
+    /// What the score program's mask leaves of the scores.
+    part: f64,
 }
 
 /// A kernel that runs, with its samples in microseconds.
@@ -43,7 +46,13 @@ impl<'a> Contest<'a> {
     /// Chooses the kernels, makes the inputs, and computes what the answers must be.
     pub fn new(engine: &'a Engine, case: &Case) -> Result<Self> {
         let plan = engine.plan(&case.problem, &case.shape)?;
-        let data = CheckCase::new(engine.device().clone(), &case.problem, &case.shape, &CheckInputs::default())?;
+        let (problem, shape, inputs) = (&case.problem, &case.shape, CheckInputs::default());
+        let side = problem.program.map_or(SideData::default(), |p| typical_side(&p, shape, inputs.seed));
+        let part = match problem.program {
+            Some(program) => visible_part(&program, shape, &side).map_err(Error::from)?,
+            None => 1.0,
+        };
+        let data = CheckCase::with_side(engine.device().clone(), problem, shape, &inputs, &side)?;
         let default = match engine.policy().may_compile() {
             true => {
                 let default = default_module(engine, case)?;
@@ -54,7 +63,7 @@ impl<'a> Contest<'a> {
             }
             false => Err("the sealed policy runs no compiler".to_owned()),
         };
-        Ok(Self { engine, case: *case, plan, default, data })
+        Ok(Self { engine, case: *case, plan, default, data, part })
     }
 
     /// Checks every kernel's answer, then times them in turn.
@@ -125,6 +134,9 @@ impl<'a> Contest<'a> {
     /// Unfused attention of the case, or why there is none.
     fn unfused(&self) -> Result<Unfused, String> {
         match self.engine.device().arch() {
+            Arch::Cpu(_) if self.case.problem.program.is_some() => {
+                Err("unfused attention is timed without score programs".to_owned())
+            }
             Arch::Cpu(_) => Ok(Unfused::new(&self.case)),
             Arch::Sm(_) => Err("there is no unfused attention for CUDA in this build".to_owned()),
         }
@@ -152,7 +164,7 @@ impl<'a> Contest<'a> {
         Point {
             suite: "forward".to_owned(),
             case: self.facts(),
-            flops: s.forward_flops(p.head_dim_qk, p.head_dim_v),
+            flops: s.forward_flops(p.head_dim_qk, p.head_dim_v) * self.part,
             ideal_bytes: s.forward_bytes(p.head_dim_qk, p.head_dim_v, element),
             scores_bytes: pairs * element as f64,
             conditions: None,
@@ -166,13 +178,29 @@ impl<'a> Contest<'a> {
             dtype: p.dtype.to_string(),
             head_dim_qk: p.head_dim_qk,
             head_dim_v: p.head_dim_v,
-            mask: s.mask.to_string(),
+            mask: match p.program {
+                Some(program) => format!("{} {}", s.mask, one_line(&program)),
+                None => s.mask.to_string(),
+            },
             batch: s.batch,
             heads: s.heads,
             kv_heads: s.kv_heads,
             q_len: s.q_len,
             kv_len: s.kv_len,
         }
+    }
+}
+
+/// A program's text, or as much of it as fits a table.
+fn one_line(program: &Program) -> String {
+    const WIDEST: usize = 60;
+    let text = program.text();
+    // What it reads is declared first, in lines of their own.
+    let start = ["mask =", "score =", "sink ="].iter().filter_map(|word| text.find(word)).min().unwrap_or(0);
+    let text = text[start..].split_whitespace().collect::<Vec<_>>().join(" ");
+    match text.char_indices().nth(WIDEST) {
+        Some((end, _)) => format!("{}... ({})", &text[..end], program.name()),
+        None => text,
     }
 }
 

@@ -3,11 +3,12 @@
 use super::Inputs;
 use crate::space::input_seed;
 use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Arch, DType, Shape};
-use flashtune_runtime::reference::{Rows, compare, oracle, sample_rows, unfused, unfused_rows};
+use flashtune_runtime::reference::{Attention, Rows, compare, oracle_of, sample_rows, unfused, unfused_rows_of};
 use flashtune_runtime::{
-    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostTensor, Layout, Module, Stream,
-    TensorView, forward_call,
+    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostTensor, Layout, Module, SideBuffers,
+    Stream, TensorView, forward_call, typical_side,
 };
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -31,6 +32,8 @@ pub(super) struct Bench {
     stream: Stream,
     shape: Shape,
     args: ForwardArgs,
+    /// What the problem's score program reads, on the device and here; its address is in `args`.
+    side: Option<(SideBuffers, SideData)>,
     host: [HostTensor; 3],
     /// Q, K, V and, between guards, O. The launches below rest on them.
     inputs: [Box<dyn Buffer>; 3],
@@ -38,6 +41,7 @@ pub(super) struct Bench {
     /// Elements of a row of O.
     dim: usize,
     dtype: DType,
+    program: Option<ProgramRef>,
     seed: u64,
     /// Some rows by the oracle and by unfused attention: computed when the first candidate is checked.
     expected: OnceLock<[Rows; 2]>,
@@ -77,13 +81,23 @@ impl Bench {
             lse: None,
         };
         let call = forward_call(&tensors, s.mask, None)?;
+        let side = match p.program {
+            Some(program) => {
+                let data = typical_side(&program, s, job.seed);
+                Some((SideBuffers::new(&**device, &program, s, &data)?, data))
+            }
+            None => None,
+        };
+        let args = ForwardArgs { side: side.as_ref().map_or(0, |(buffers, _)| buffers.address()), ..call.args };
         Ok(Self {
             expected: OnceLock::new(),
             seed: job.seed,
             stream: device.stream(),
             device: device.clone(),
             shape: *s,
-            args: call.args,
+            args,
+            side,
+            program: p.program,
             host: host.try_into().unwrap_or_else(|_| unreachable!("three tensors were made")),
             inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
             output,
@@ -126,7 +140,9 @@ impl Bench {
         self.expected.get_or_init(|| {
             let ([q, k, v], mask, scale) = (&self.host, self.shape.mask, self.args.scale);
             let rows = sample_rows(&self.shape, SAMPLED_ROWS, self.seed);
-            [oracle(q, k, v, mask, scale, &rows), unfused_rows(q, k, v, mask, scale, &rows)]
+            let program = self.side.as_ref().zip(self.program.as_deref()).map(|((_, data), program)| (program, data));
+            let attention = Attention { mask, scale, program };
+            [oracle_of(q, k, v, &attention, &rows), unfused_rows_of(q, k, v, &attention, &rows)]
         })
     }
 
@@ -175,7 +191,8 @@ impl Bench {
     ///
     /// It is not run when it would take long, going by the time of the fused kernel.
     pub fn unfused_us(&self, fused_us: f64) -> Option<f64> {
-        if !matches!(self.device.arch(), Arch::Cpu(_)) || fused_us > 1e6 {
+        // It is timed without score programs.
+        if !matches!(self.device.arch(), Arch::Cpu(_)) || fused_us > 1e6 || self.program.is_some() {
             return None;
         }
         let [q, k, v] = &self.host;

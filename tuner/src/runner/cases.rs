@@ -39,7 +39,7 @@ impl Cases {
         ];
         let cases = cases.into_iter().zip(0..).map(|((q_len, kv_len, layout, distribution), i)| {
             let inputs = CheckInputs { layout, distribution, seed: seed ^ i, lse: true, poison: true, scale: None };
-            CheckCase::new(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
+            CheckCase::typical(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
         });
         Ok(Self(cases.collect::<Result<_, _>>()?))
     }
