@@ -31,3 +31,34 @@ fn every_command_and_variable_of_the_help_is_described() {
     }
     assert!(words > 15, "{words}");
 }
+
+/// Every Rust file below a folder.
+fn sources(folder: &std::path::Path, text: &mut String) {
+    for entry in std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()) {
+        let name = entry.file_name().unwrap().to_str().unwrap().to_owned();
+        if entry.is_dir() && name != "target" && !name.starts_with('.') {
+            sources(&entry, text);
+        } else if name.ends_with(".rs") {
+            text.push_str(&std::fs::read_to_string(&entry).unwrap());
+        }
+    }
+}
+
+#[test]
+fn the_tests_and_files_that_the_page_of_promises_names_exist() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = std::fs::read_to_string(root.join("docs/trust.md")).unwrap();
+    let mut text = String::new();
+    sources(root, &mut text);
+    // What stands between two marks is every other piece.
+    let words: Vec<&str> = page.split('`').skip(1).step_by(2).collect();
+    let is_test = |w: &&&str| {
+        w.matches('_').count() > 2 && w.chars().all(|c| c.is_ascii_lowercase() || "_0123456789".contains(c))
+    };
+    let missing: Vec<_> = words.iter().filter(is_test).filter(|w| !text.contains(&format!("fn {w}("))).collect();
+    assert!(missing.is_empty(), "no such tests: {missing:?}");
+    let is_file = |w: &&&str| w.contains('/') && !w.contains(' ') && !w.starts_with("forward/");
+    let gone: Vec<_> = words.iter().filter(is_file).filter(|w| !root.join(w).exists()).collect();
+    assert!(gone.is_empty(), "no such files: {gone:?}");
+    assert!(words.iter().filter(is_test).count() > 20);
+}

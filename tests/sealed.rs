@@ -131,3 +131,34 @@ fn the_tune_policy_without_a_place_for_results_computes_all_the_same() {
     // Asking for a tuning by name is another matter.
     assert!(engine.tune(&problem, &shape).unwrap_err().to_string().contains("FLASHTUNE_CACHE"));
 }
+
+#[test]
+fn a_record_tells_its_whole_story() {
+    let place = Place::new();
+    let tuned = &place.tune_small()["tuned"][0];
+    let explain = [&["explain"], SMALL, &["--story"]].concat();
+    let told = &place.json(&explain)[0];
+    let story = &told["story"];
+    assert_eq!(told["status"]["kind"], "tuned", "{told}");
+    assert_eq!(story["candidates"].as_array().unwrap().len(), tuned["trials"].as_array().unwrap().len());
+    for candidate in story["candidates"].as_array().unwrap() {
+        assert!(candidate["median_us"].is_f64() || !candidate["reason"].as_str().unwrap().is_empty(), "{candidate}");
+    }
+    let finalists = story["finalists"].as_array().unwrap();
+    assert!(finalists.iter().any(|f| f["is_winner"] == true && f["over_winner"] == 1.0), "{story}");
+    assert!(story["age_s"].as_u64().unwrap() < 600 && story["space"].as_u64().unwrap() > 4, "{story}");
+    let text = String::from_utf8(place.flashtune(&explain).output().unwrap().stdout).unwrap();
+    for word in ["search", "margin", "conditions", "winner", "candidate", "out at", "ago"] {
+        assert!(text.contains(word), "{word}: {text}");
+    }
+    // Elsewhere the record has its finalists, and says that the rest stayed behind.
+    let bundle = place.path("out.ftb");
+    place.json(&["export", bundle.to_str().unwrap()]);
+    let elsewhere = Place::new().json(&[&explain[..], &["--bundle", bundle.to_str().unwrap()]].concat());
+    let story = &elsewhere[0]["story"];
+    assert!(story["candidates"].is_null() && story["journal"].as_str().unwrap().contains("elsewhere"), "{story}");
+    assert_eq!(story["finalists"].as_array().unwrap(), finalists);
+    // Without a record there is none.
+    let none = Place::new().json(&explain);
+    assert!(none[0].get("story").is_none());
+}

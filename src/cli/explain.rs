@@ -2,9 +2,21 @@
 
 use super::cases::{CaseArgs, default_case};
 use super::context::Context;
+use super::story::Story;
 use super::tile_map::MapArgs;
 use anyhow::Result;
+use flashtune::Explanation;
+use serde::Serialize;
 use std::io::Write;
+
+/// What is printed of one case.
+#[derive(Serialize)]
+struct Told {
+    #[serde(flatten)]
+    explanation: Explanation,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    story: Option<Story>,
+}
 
 /// Options of `explain`.
 #[derive(clap::Args, Debug)]
@@ -13,6 +25,10 @@ pub struct Args {
     cases: CaseArgs,
     #[command(flatten)]
     map: MapArgs,
+    /// Also tell how the record was found: its age and conditions, the measured table, the margin, and what became of
+    /// every candidate
+    #[arg(long)]
+    story: bool,
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
@@ -29,16 +45,24 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let engine = cx.engine()?;
     let mut all = Vec::new();
     for case in cases {
-        all.push(engine.explain(&case.problem, &case.shape)?);
+        let plan = engine.plan(&case.problem, &case.shape)?;
+        let story = plan.record().filter(|_| args.story).map(|record| Story::of(cx, record));
+        let explanation = Explanation { shape: case.shape.to_string(), ..plan.explain() };
+        all.push(Told { explanation, story });
     }
     if cx.json() {
         return cx.print_json(&all);
     }
-    for (i, explanation) in all.iter().enumerate() {
+    for (i, Told { explanation, story }) in all.iter().enumerate() {
         if i > 0 {
             writeln!(cx.out)?;
         }
         write!(cx.out, "{explanation}")?;
+        match story {
+            Some(story) => write!(cx.out, "{story}")?,
+            None if args.story => writeln!(cx.out, "record     none: there is no story")?,
+            None => {}
+        }
     }
     Ok(())
 }

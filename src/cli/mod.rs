@@ -20,6 +20,7 @@ mod report;
 mod run;
 mod side;
 mod sign;
+mod story;
 mod sweep;
 mod tensors;
 mod tile_map;
