@@ -169,7 +169,24 @@ fn a_call_may_take_the_default_while_another_process_tunes() {
     assert!(tuning.try_wait().unwrap().is_none(), "the other was done before the question: {:?}", start.elapsed());
     let others = json(&tuning.wait_with_output().unwrap());
     until("the other's result", || status() == Status::Tuned);
-    // It is the other's, and not one of this process.
-    let record = serde_json::to_value(engine.plan(&problem, &shape).unwrap().record().unwrap()).unwrap();
+    // It is the other's, and not one of this process. As text, since reading a number as JSON may round it.
+    let record = serde_json::to_string(engine.plan(&problem, &shape).unwrap().record().unwrap()).unwrap();
+    let record: serde_json::Value = serde_json::from_str(&record).unwrap();
     assert_eq!(record, others["tuned"][0]["record"]);
+}
+
+#[test]
+fn tuners_of_different_problems_share_a_cache_and_a_device() {
+    let place = Place::new();
+    let compiler = LoggedCompiler::new(&place, 0.0);
+    let tune = |dim| {
+        let args = ["tune", "--dtype", "f32", "--head-dim", dim, "--heads", "2", "--q-len", "64"];
+        compiler.start(&place, &[&args[..], &["--trials", "2", "--budget-s", "6"]].concat())
+    };
+    let all: Vec<Child> = ["16", "24", "32", "40"].map(tune).into();
+    for process in all {
+        let report = json(&process.wait_with_output().unwrap());
+        assert_eq!(report["tuned"][0]["cached"], false, "{report}");
+    }
+    assert_eq!(place.json(&["list"]).as_array().unwrap().len(), 4);
 }

@@ -79,7 +79,7 @@ impl Agenda {
         Ok(Self { cases, model: None, left_out: Vec::new(), default_budget_s })
     }
 
-    /// What files list. Score programs have one schedule, so there is nothing to tune for them.
+    /// What files list.
     fn of_files(files: &[PathBuf], args: &CaseArgs) -> Result<Self> {
         if !args.is_empty() {
             return Err(usage("--from says the problems and sizes; no option that names some may be given beside it"));
@@ -88,7 +88,7 @@ impl Agenda {
         for entry in files.iter().map(|f| read_manifest(f)).collect::<Result<Vec<_>, _>>()?.concat() {
             let case = Case { problem: entry.problem, shape: entry.shape };
             let class = (case.problem, ShapeBucket::of(&case.shape));
-            if case.problem.program.is_some() || case.shape.is_empty() || case.shape.kv_len == 0 {
+            if case.shape.is_empty() || case.shape.kv_len == 0 {
                 left_out.push(format!("{} {}: there is nothing to tune", case.problem, case.shape));
             } else if !cases.iter().any(|c| (c.problem, ShapeBucket::of(&c.shape)) == class) {
                 cases.push(case);

@@ -113,8 +113,12 @@ impl Portfolio {
         let room = room.min(left).min(BATCH);
         let predicted = self.predictions();
         let mut batch = Vec::new();
+        // The seeds that the first batch had no room for.
+        let seed = if self.seeds.is_empty() { None } else { Some(self.seeds.remove(0)) };
+        self.take(&mut batch, seed, room);
         let local = self.around_the_best(&predicted, room.min(LOCAL));
-        self.take(&mut batch, local, room);
+        let until = (batch.len() + LOCAL).min(room);
+        self.take(&mut batch, local, until);
         let explored = room.saturating_sub(batch.len()).min(EXPLORE);
         let exploit = self.cheapest(&predicted);
         self.take(&mut batch, exploit, room - explored);
@@ -135,12 +139,13 @@ impl Portfolio {
     fn first_batch(&mut self, left: usize) -> Vec<usize> {
         // What fits altogether needs no search.
         let whole = self.open().count() <= self.max_trials;
-        let size = if whole { left } else { ((self.max_trials as f64 * FIRST_SHARE) as usize).clamp(1, left) };
-        let share = (size as f64 * SEED_SHARE) as usize;
+        let first = (self.max_trials as f64 * FIRST_SHARE) as usize;
+        let size = if whole { left } else { first.max(BATCH).min(left) };
+        let share = (size as f64 * SEED_SHARE).ceil() as usize;
         let mut batch = Vec::new();
         let first = std::mem::take(&mut self.first);
         self.take(&mut batch, first, size);
-        let seeds: Vec<usize> = std::mem::take(&mut self.seeds).into_iter().take(share).collect();
+        let seeds: Vec<usize> = self.seeds.drain(..share.min(self.seeds.len())).collect();
         self.take(&mut batch, seeds, size);
         // The model's favourites, and how the choices that it would not make do.
         let favourites = self.cheapest(&self.costs);

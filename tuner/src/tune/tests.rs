@@ -585,3 +585,23 @@ fn a_job_that_was_killed_anywhere_repeats_nothing() {
         assert!(again <= std::thread::available_parallelism().unwrap().get(), "killed at {at}: {again} compiled again");
     }
 }
+
+#[test]
+fn what_neighbours_found_is_tried_first_and_what_never_compiled_is_not_tried_again() {
+    let count = schedules().len();
+    let special = [(count - 1, Behaviour::Right { us: 60.0 }), (1, Behaviour::DoesNotCompile)];
+    let (device, _) = device(&special);
+    let f = fixture();
+    assert_eq!(f.tune(&device, &job()).unwrap().record.schedule, schedules()[count - 1]);
+    let mut near = Job { max_trials: count / 2, ..job() };
+    near.shape.kv_len = 250;
+    let outcome = f.tune(&device, &near).unwrap();
+    let tried: Vec<Schedule> = outcome.trials.iter().map(|t| t.schedule).collect();
+    // The default, then the neighbour's winner; it is measured like all others.
+    assert_eq!(tried[..2], [schedules()[0], schedules()[count - 1]]);
+    assert_eq!(outcome.record.schedule, schedules()[count - 1]);
+    assert!(!tried.contains(&schedules()[1]), "it never compiled");
+    // Whoever forces a job may have repaired it.
+    let forced = f.tune(&device, &Job { force: true, max_trials: count, ..near }).unwrap();
+    assert_eq!(failure(&forced, schedules()[1]).map(|(stage, _)| stage), Some(Stage::Compile));
+}
