@@ -48,5 +48,5 @@ pub use flashtune_runtime::dispatch::{
 };
 pub use flashtune_runtime::{DeviceSpec, Distribution, HostTensor, Layout, SideInputs, SideView, Stream, TensorView};
 pub use host::{HostForward, HostOutput};
-pub use manifest::{ManifestEntry, read_manifest};
+pub use manifest::{ManifestEntry, read_manifest, write_manifest};
 pub use overrides::{TEMPLATES_VARIABLE, read_templates};

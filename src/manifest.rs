@@ -56,6 +56,20 @@ pub fn read_manifest(path: &Path) -> Result<Vec<ManifestEntry>> {
     Ok(entries)
 }
 
+/// Writes entries to a file, in place of what it had.
+///
+/// # Errors
+/// [`Error::Manifest`] with the system's reason.
+pub fn write_manifest(path: &Path, entries: &[ManifestEntry]) -> Result<()> {
+    let error = |message: String| Error::Manifest { path: path.to_path_buf(), line: 0, message };
+    let mut text = String::new();
+    for entry in entries {
+        text.push_str(&serde_json::to_string(entry).map_err(|e| error(e.to_string()))?);
+        text.push('\n');
+    }
+    std::fs::write(path, text).map_err(|e| error(e.to_string()))
+}
+
 /// Appends classes to a file, in one write: processes may share it.
 ///
 /// # Errors

@@ -13,7 +13,7 @@ const CASES: &[&str] =
 const QUICK: &[&str] = &["--trials", "3", "--budget-s", "12"];
 
 fn tune(place: &Place, more: &[&str]) -> serde_json::Value {
-    place.json(&[&["tune"], CASES, QUICK, more].concat())
+    place.tune(&[CASES, QUICK, more].concat())
 }
 
 fn problems(report: &serde_json::Value) -> Vec<String> {
@@ -59,7 +59,7 @@ fn shards_that_are_tuned_apart_and_merged_are_the_whole() {
 fn what_hosts_disagree_about_is_raced_again() {
     let place = Place::new();
     let case = ["--dtype", "f32", "--head-dim", "32", "--mask", "causal", "--heads", "2", "--q-len", "128"];
-    place.json(&[&["tune"], &case[..], QUICK].concat());
+    place.tune(&[&case[..], QUICK].concat());
     let layers = Layers::open(&CacheDir::at(place.cache()), &[], None).unwrap();
     let record = layers.records()[0].1.clone();
     // Another host saw another schedule win, and ours not at all.
@@ -85,7 +85,7 @@ fn what_hosts_disagree_about_is_raced_again() {
 
     let judge = Place::new();
     judge.json(&["import", text(&both)]);
-    let raced = judge.json(&["tune", "--contested", "--budget-s", "12"]);
+    let raced = judge.tune(&["--contested", "--budget-s", "12"]);
     let trials = raced["tuned"][0]["trials"].as_array().unwrap();
     let tried: BTreeSet<&str> = trials.iter().map(|t| t["schedule"].as_str().unwrap()).collect();
     for one in [&ours, &theirs] {
@@ -117,7 +117,7 @@ fn several_workers_share_the_work() {
 fn a_family_is_served_by_few_kernels() {
     let place = Place::new();
     let case = ["--dtype", "f32", "--head-dim", "32", "--mask", "causal", "--heads", "2", "--q-len", "64,128,256"];
-    let report = place.json(&[&["tune", "--family"], &case[..], &["--trials", "4", "--budget-s", "24"]].concat());
+    let report = place.tune(&[&["--family"], &case[..], &["--trials", "4", "--budget-s", "24"]].concat());
     let tuned = report["tuned"].as_array().unwrap();
     let winners: BTreeSet<&str> = tuned.iter().map(|t| t["schedule"].as_str().unwrap()).collect();
     assert!(tuned.len() == 3 && winners.len() <= 3, "{winners:?}");

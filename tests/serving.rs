@@ -158,12 +158,31 @@ fn calls_are_counted_and_untuned_shapes_come_back_as_work_for_the_tuner() {
     // What the file says is what is tuned, the most called first, and what is tuned is no longer untuned.
     let lens: Vec<_> = read_manifest(&file).unwrap().iter().map(|e| (e.shape.q_len, e.calls)).collect();
     assert_eq!(lens, [(17, 5), (300, 2)]);
-    let tune = ["tune", "--from", file.to_str().unwrap(), "--trials", "2", "--budget-s", "8"];
-    let tuned = json(place.flashtune(&tune).arg("--json"));
+    let tuned = place.tune(&["--from", file.to_str().unwrap(), "--trials", "2", "--budget-s", "8"]);
     let shapes: Vec<_> = tuned["tuned"].as_array().unwrap().iter().map(|t| t["shape"].as_str().unwrap()).collect();
     assert_eq!(shapes, ["b1 h2/2 17x17 causal", "b1 h2/2 300x300 causal"]);
     let again: Engine = engine(&place, &device, Policy::Sealed);
     assert_eq!(again.seal(OnMiss::Refuse).unwrap().classes, 3);
     assert_eq!(again.plan(&small(0).0, &small(300).1).unwrap().status(), Status::Tuned);
     assert!(again.untuned().is_empty());
+}
+
+#[test]
+fn a_process_leaves_what_it_met_and_a_model_says_what_it_will_ask() {
+    let place = Place::new();
+    let (input, _) = place.inputs("in.safetensors", DType::F32, [1, 2, 40, 32], [1, 2, 40, 32]);
+    let (output, met) = (place.path("out.safetensors"), place.path("met.jsonl"));
+    let run = ["run", input.to_str().unwrap(), "-o", output.to_str().unwrap(), "--mask", "causal", "--json"];
+    for _ in 0..2 {
+        json(place.flashtune(&run).env("FLASHTUNE_UNTUNED", &met));
+    }
+    let entries = read_manifest(&met).unwrap();
+    assert_eq!(entries.iter().map(|e| (e.shape.q_len, e.calls)).collect::<Vec<_>>(), [(40, 2)]);
+    // The same kind of file says beforehand what will be asked.
+    let shapes = place.path("shapes.jsonl");
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/models/gemma-3-1b.json");
+    let list = ["tune", "--model", model, "--dry-run", "--manifest", shapes.to_str().unwrap()];
+    let listed = place.json(&list);
+    let cases = listed["cases"].as_array().unwrap().len();
+    assert!(cases > 2 && read_manifest(&shapes).unwrap().len() == cases, "{listed}");
 }

@@ -12,8 +12,10 @@ use super::progress;
 use anyhow::Result;
 use crew::{Devices, Limits, Unit, Work};
 use flashtune::tuner::{Runner, Search};
+use flashtune::{ManifestEntry, write_manifest};
 use serde_json::json;
 use std::io::Write;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -30,6 +32,9 @@ pub struct Args {
     /// Say what would be tuned, and tune nothing
     #[arg(long)]
     dry_run: bool,
+    /// Also write the problems and sizes to a file that a host can preload, and that --from takes
+    #[arg(long, value_name = "FILE")]
+    manifest: Option<PathBuf>,
     /// Largest number of schedules to compile for each problem
     #[arg(long, value_name = "N")]
     trials: Option<usize>,
@@ -101,6 +106,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         None => vec![cx.runner(args.in_process)?],
     };
     let agenda = Agenda::new(&args.model, &args.cases, runners[0].fingerprint())?;
+    if let Some(path) = &args.manifest {
+        let entry = |c: &Case| ManifestEntry { problem: c.problem, shape: c.shape, calls: 0 };
+        write_manifest(path, &agenda.cases.iter().map(entry).collect::<Vec<_>>())?;
+    }
     if args.dry_run && !args.contested {
         return agenda::print(cx, &agenda);
     }

@@ -29,11 +29,11 @@ const FAVOURITES: usize = 3;
 const SCREENING_SHARE: f64 = 0.4;
 /// After them, one in so many is picked at random.
 const EXPLORE_EVERY: usize = 5;
-/// Schedules of a later batch.
-const BATCH: usize = 6;
-/// Of a later batch, how many are steps around the best, and how many are picked against the model's blind spots.
-const LOCAL: usize = 2;
-const EXPLORE: usize = 1;
+/// The smallest batch: with as many cores a larger one compiles in the same time.
+pub(crate) const SMALLEST_BATCH: usize = 6;
+/// Shares of a later batch: steps around the best, and picks against the model's blind spots.
+const LOCAL: f64 = 1.0 / 3.0;
+const EXPLORE: f64 = 1.0 / 6.0;
 /// Who is so many steps from one of the best is a neighbour.
 const NEAR: u32 = 2;
 /// Batches in a row without an improvement of [`IMPROVEMENT`] after which a search ends.
@@ -61,6 +61,7 @@ pub(crate) struct Portfolio {
     first: Vec<usize>,
     seeds: Vec<usize>,
     max_trials: usize,
+    batch: usize,
     proposed: usize,
     best: f64,
     idle_batches: usize,
@@ -70,6 +71,7 @@ pub(crate) struct Portfolio {
 impl Portfolio {
     /// A search of at most `max_trials` schedules (at least the default). `costs` are the model's, by schedule.
     pub fn new(costs: &[f64], map: Map, default: usize, seeds: &[usize], max_trials: usize, seed: u64) -> Self {
+        let batch = SMALLEST_BATCH;
         let known = vec![Known::Nothing; costs.len()];
         Self {
             costs: costs.iter().map(|c| c.max(f64::MIN_POSITIVE).ln()).collect(),
@@ -78,11 +80,17 @@ impl Portfolio {
             first: vec![default],
             seeds: seeds.iter().copied().filter(|s| *s != default).collect(),
             max_trials: max_trials.max(1),
+            batch,
             proposed: 0,
             best: f64::INFINITY,
             idle_batches: 0,
             rng: StdRng::seed_from_u64(seed ^ 0x5c4e_d01e),
         }
+    }
+
+    /// The same search in batches of another size, no smaller than [`SMALLEST_BATCH`].
+    pub fn in_batches_of(self, batch: usize) -> Self {
+        Self { batch: batch.max(SMALLEST_BATCH), ..self }
     }
 
     /// A schedule that is known to fail: it is not tried, and speaks against its neighbours.
@@ -110,16 +118,18 @@ impl Portfolio {
         if self.idle_batches > PATIENCE && self.proposed * 2 >= self.max_trials {
             return Vec::new();
         }
-        let room = room.min(left).min(BATCH);
+        let room = room.min(left).min(self.batch);
+        let part = |share: f64| (self.batch as f64 * share) as usize;
+        let (local_part, explored_part) = (part(LOCAL), part(EXPLORE));
         let predicted = self.predictions();
         let mut batch = Vec::new();
         // The seeds that the first batch had no room for.
         let seed = if self.seeds.is_empty() { None } else { Some(self.seeds.remove(0)) };
         self.take(&mut batch, seed, room);
-        let local = self.around_the_best(&predicted, room.min(LOCAL));
-        let until = (batch.len() + LOCAL).min(room);
+        let local = self.around_the_best(&predicted, room.min(local_part));
+        let until = (batch.len() + local_part).min(room);
         self.take(&mut batch, local, until);
-        let explored = room.saturating_sub(batch.len()).min(EXPLORE);
+        let explored = room.saturating_sub(batch.len()).min(explored_part);
         let exploit = self.cheapest(&predicted);
         self.take(&mut batch, exploit, room - explored);
         for _ in 0..explored {
@@ -140,7 +150,7 @@ impl Portfolio {
         // What fits altogether needs no search.
         let whole = self.open().count() <= self.max_trials;
         let first = (self.max_trials as f64 * FIRST_SHARE) as usize;
-        let size = if whole { left } else { first.max(BATCH).min(left) };
+        let size = if whole { left } else { first.max(self.batch).min(left) };
         let share = (size as f64 * SEED_SHARE).ceil() as usize;
         let mut batch = Vec::new();
         let first = std::mem::take(&mut self.first);
@@ -242,7 +252,7 @@ impl Portfolio {
     fn cheapest(&self, predicted: &[f64]) -> Vec<usize> {
         let mut open: Vec<usize> = self.open().collect();
         open.sort_by(|&a, &b| predicted[a].total_cmp(&predicted[b]));
-        open.truncate(BATCH);
+        open.truncate(self.batch);
         open
     }
 

@@ -17,6 +17,8 @@ use std::time::Instant;
 const LAST_BATCH: f64 = 0.55;
 const LAST_COMPILATION: f64 = 0.5;
 const LAST_CHECK: f64 = 0.75;
+/// The largest batch of a search.
+const MOST_AT_ONCE: usize = 16;
 /// A batch that is smaller than this is not worth its inputs.
 const SMALLEST_BATCH: usize = 2;
 
@@ -125,7 +127,10 @@ impl Tuning<'_> {
                 let map = Map::new(space.kernels.iter().map(|k| k.schedule));
                 let seeds: Vec<usize> = past.seeds.iter().filter_map(|s| space.position(s)).collect();
                 let (max, seed) = (self.job.max_trials, self.job.seed);
-                let mut search = Portfolio::new(&space.costs, map, space.default, &seeds, max, seed);
+                // As many as compile at the same time; beyond, results are worth more than compilers that idle.
+                let cores = std::thread::available_parallelism().map_or(1, usize::from);
+                let search = Portfolio::new(&space.costs, map, space.default, &seeds, max, seed);
+                let mut search = search.in_batches_of(cores.min(MOST_AT_ONCE));
                 // Who forces a job may have repaired what failed.
                 if !self.job.force {
                     past.failed.keys().filter_map(|s| space.position(s)).for_each(|i| search.fails(i));
