@@ -14,8 +14,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How often a waiter looks.
-const STEP: Duration = Duration::from_millis(20);
+/// How soon a waiter looks again, at first and when it has waited for long: many waiters must not disturb the one that
+/// measures.
+const FIRST_STEP: Duration = Duration::from_millis(10);
+const LAST_STEP: Duration = Duration::from_millis(250);
 
 /// The claims of a cache folder.
 #[derive(Debug, Clone)]
@@ -70,7 +72,7 @@ impl Claims {
 
     /// Waits for the claim or for `done` to say that the work has been done, at most `patience`.
     pub fn wait<T>(&self, work: &Key, patience: Duration, mut done: impl FnMut() -> Option<T>) -> Turn<T> {
-        let start = Instant::now();
+        let (start, mut step) = (Instant::now(), FIRST_STEP);
         loop {
             let claim = self.take(work);
             // Looked for after the claim was taken: what the holder before did is seen.
@@ -80,7 +82,10 @@ impl Claims {
             match claim {
                 Some(claim) => return Turn::Mine(claim),
                 None if start.elapsed() >= patience => return Turn::Theirs,
-                None => std::thread::sleep(STEP.min(patience)),
+                None => {
+                    std::thread::sleep(step.min(patience));
+                    step = (step * 3 / 2).min(LAST_STEP);
+                }
             }
         }
     }

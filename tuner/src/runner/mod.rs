@@ -97,6 +97,13 @@ impl Runner {
         format!("{} {device}", host.trim())
     }
 
+    /// Gives the device back until it is needed again: one that waits must not be a user that disturbs others.
+    pub(crate) fn rest(&mut self) {
+        if let Kind::Worker { remote, .. } = &mut self.kind {
+            remote.rest();
+        }
+    }
+
     /// The process that runs candidates at the moment, if it is not this one.
     pub fn worker_id(&self) -> Option<u32> {
         match &self.kind {

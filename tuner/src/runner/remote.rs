@@ -112,6 +112,11 @@ impl Remote {
         }
     }
 
+    /// Ends the process; the next question starts another.
+    pub fn rest(&mut self) {
+        self.retire();
+    }
+
     pub fn prepare(&mut self, size: Size) -> Result<()> {
         self.ready()?;
         let mut last = None;

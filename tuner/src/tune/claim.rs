@@ -7,6 +7,7 @@ use flashtune_cache::{Bundle, Claim, Claims, Key, Progress, Store, Turn};
 use flashtune_codegen::Kernel;
 use flashtune_runtime::Compiler;
 use flashtune_runtime::compile::compile_with;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,7 +31,14 @@ impl Tuning<'_> {
         }
         // Other templates make other kernels, so they are other work.
         let work = Key::of_value("flashtune tuning 1", &(&self.key, self.templates.hash()));
-        let on_record = match self.wait(&work, "another process tunes the same", || self.published(&compiler))? {
+        let mut seen = None;
+        let found = &compiler;
+        let published = |this: &Self| {
+            // Decoded once for each publication, not at each look.
+            let now = std::fs::metadata(this.dir.snapshot_path()).ok().map(|m| (m.modified().ok(), m.len(), m.ino()));
+            (now.is_some() && std::mem::replace(&mut seen, now) != now).then(|| this.published(found)).flatten()
+        };
+        let on_record = match self.wait(&work, "another process tunes the same", published) {
             Turn::Done(outcome) => return Ok(Begun::Answered(Box::new(outcome))),
             Turn::Mine(claim) => claim,
             Turn::Theirs => return Err(self.busy()),
@@ -46,7 +54,7 @@ impl Tuning<'_> {
         let compiler = compiler?;
         // Two that measure at once measure each other; on the cpu even a compiler disturbs.
         let device = Key::of_value("flashtune device 1", &self.runner.place());
-        let on_device = match self.wait::<()>(&device, "another process uses the device", || None)? {
+        let on_device = match self.wait::<()>(&device, "another process uses the device", |_| None) {
             Turn::Mine(claim) => claim,
             _ => return Err(self.busy()),
         };
@@ -69,17 +77,18 @@ impl Tuning<'_> {
     }
 
     /// Waits for a turn, and says so when it does not come at once.
-    fn wait<T>(&self, work: &Key, what: &'static str, mut done: impl FnMut() -> Option<T>) -> Result<Turn<T>> {
+    fn wait<T>(&mut self, work: &Key, what: &'static str, mut done: impl FnMut(&Self) -> Option<T>) -> Turn<T> {
         let claims = Claims::new(self.dir);
-        let turn = claims.wait(work, Duration::ZERO, &mut done);
+        let turn = claims.wait(work, Duration::ZERO, || done(self));
         if !matches!(turn, Turn::Theirs) || self.job.patience.is_zero() {
-            return Ok(turn);
+            return turn;
         }
         self.observer.event(&Event::Waiting { what });
+        self.runner.rest();
         let start = Instant::now();
-        let turn = claims.wait(work, self.job.patience, done);
+        let turn = claims.wait(work, self.job.patience, || done(self));
         self.observer.event(&Event::Waited { duration: start.elapsed() });
-        Ok(turn)
+        turn
     }
 
     fn busy(&self) -> Error {
