@@ -5,6 +5,7 @@ use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Reading};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{Arch, Kernel, Launch, Problem, Shape, Source};
 use std::any::Any;
+use std::ops::DerefMut;
 use std::sync::Arc;
 
 /// An execution queue. On CUDA a `CUstream` handle (0 is the legacy default stream); ignored on the CPU, where work is
@@ -25,6 +26,9 @@ pub trait Buffer: Send + Sync {
         self.len() == 0
     }
 }
+
+/// Host memory that a device gave.
+pub type HostBytes = Box<dyn DerefMut<Target = [u8]> + Send + Sync>;
 
 /// A loaded kernel, ready to launch. Unloaded on drop.
 pub trait Module: Send + Sync {
@@ -83,6 +87,10 @@ pub trait Device: Send + Sync {
 
     /// Allocates uninitialised device memory.
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>>;
+    /// Host memory that the device copies to and from at full speed: more dear to make than other memory, so keep it.
+    fn alloc_host(&self, bytes: usize) -> Result<HostBytes> {
+        Ok(Box::new(vec![0u8; bytes].into_boxed_slice()))
+    }
     /// Copies host bytes to the start of a buffer; returns when done.
     fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> Result<()>;
     /// Copies the start of a buffer to the host, after all work of the stream has completed.

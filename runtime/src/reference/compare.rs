@@ -83,7 +83,23 @@ fn lse_bound(scale: &RowScale, lse: f64) -> f64 {
 /// When the rows are not those of `o`.
 pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, unfused: &Rows) -> Verdict {
     let [_, heads, q_len, dim] = o.shape();
-    assert!(oracle.dim == dim && unfused.ids == oracle.ids, "results of different problems");
+    assert!(oracle.dim == dim, "results of different problems");
+    let read = |id: &RowId, to: &mut [f32]| o.read_row([id.batch as usize, id.head as usize, id.row as usize], to);
+    compare_rows(o.dtype(), &read, lse.map(|lse| (lse, [heads, q_len])), oracle, unfused)
+}
+
+/// As [`compare`], of rows that `read` gives as fp32, wherever they are kept. The LSE comes with its heads and rows.
+///
+/// # Panics
+/// When the two results are not of the same rows.
+pub fn compare_rows(
+    dtype: DType,
+    read: &dyn Fn(&RowId, &mut [f32]),
+    lse: Option<(&[f32], [usize; 2])>,
+    oracle: &Rows,
+    unfused: &Rows,
+) -> Verdict {
+    assert!(unfused.ids == oracle.ids, "results of different problems");
     let mut classes = [Class::default(); 66];
     for (i, scale) in oracle.scales.iter().enumerate() {
         let class = &mut classes[Class::of(scale)];
@@ -102,15 +118,15 @@ pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, unfused: &Row
     let unfused_error = classes.iter().map(|c| c.unfused).fold(0.0, f64::max);
     let rows = oracle.ids.len();
     let mut verdict = Verdict { max_error: 0.0, unfused_error, worst_ratio: 0.0, lse_error: 0.0, rows, failure: None };
-    let mut got = vec![0.0f32; dim];
+    let mut got = vec![0.0f32; oracle.dim];
     for (i, (id, scale)) in oracle.ids.iter().zip(&oracle.scales).enumerate() {
-        o.read_row([id.batch as usize, id.head as usize, id.row as usize], &mut got);
-        let bound = classes[Class::of(scale)].bound(o.dtype());
+        read(id, &mut got);
+        let bound = classes[Class::of(scale)].bound(dtype);
         for (d, (got, want)) in got.iter().zip(oracle.row(i)).enumerate() {
             let error = verdict.take(*got as f64, *want, bound, || place("O", id, Some(d)));
             verdict.max_error = verdict.max_error.max(error);
         }
-        if let Some(lse) = lse {
+        if let Some((lse, [heads, q_len])) = lse {
             let at = (id.batch as usize * heads + id.head as usize) * q_len + id.row as usize;
             let want = oracle.lse[i];
             let error = verdict.take(lse[at] as f64, want, lse_bound(scale, want), || place("LSE", id, None));

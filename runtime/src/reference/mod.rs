@@ -5,7 +5,7 @@ mod host;
 mod oracle;
 mod unfused;
 
-pub use compare::{Verdict, compare};
+pub use compare::{Verdict, compare, compare_rows};
 pub use host::{Distribution, HostTensor, Layout};
 pub use oracle::{Attention, RowId, RowScale, Rows, all_rows, oracle, oracle_of, sample_rows};
 pub use unfused::{unfused, unfused_rows, unfused_rows_of};

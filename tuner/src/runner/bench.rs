@@ -5,10 +5,12 @@ use crate::space::input_seed;
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Arch, DType, Shape};
-use flashtune_runtime::reference::{Attention, Rows, compare, oracle_of, sample_rows, unfused, unfused_rows_of};
+use flashtune_runtime::reference::{
+    Attention, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused, unfused_rows_of,
+};
 use flashtune_runtime::{
-    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostTensor, Layout, Module, SideBuffers,
-    Stream, TensorView, forward_call, typical_side,
+    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostBytes, HostTensor, Layout, Module,
+    SideBuffers, Stream, TensorView, forward_call, typical_side,
 };
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -38,6 +40,8 @@ pub(super) struct Bench {
     /// Q, K, V and, between guards, O. The launches below rest on them.
     inputs: [Box<dyn Buffer>; 3],
     output: Box<dyn Buffer>,
+    /// What two launches gave, guards included, and place for what the device has of Q, K and V.
+    returned: [HostBytes; 2],
     /// Elements of a row of O.
     dim: usize,
     dtype: DType,
@@ -61,7 +65,7 @@ impl Bench {
         let (dqk, dv) = (p.head_dim_qk as usize, p.head_dim_v as usize);
         let shapes = [[batch, heads, q_len, dqk], [batch, kv_heads, kv_len, dqk], [batch, kv_heads, kv_len, dv]];
         let mut host = Vec::new();
-        let mut inputs = Vec::new();
+        let mut inputs: Vec<Box<dyn Buffer>> = Vec::new();
         for (i, shape) in shapes.into_iter().enumerate() {
             let tensor = normals(p.dtype, shape, input_seed(job.seed) ^ (i as u64 + 10));
             let buffer = device.alloc(tensor.bytes().len())?;
@@ -71,6 +75,8 @@ impl Bench {
         }
         let o_shape = [batch, heads, q_len, dv];
         let output = device.alloc(o_shape.iter().product::<usize>() * p.dtype.bytes() + 2 * GUARD)?;
+        let most = inputs.iter().map(|b| b.len()).fold(output.len(), usize::max);
+        let returned = [device.alloc_host(output.len())?, device.alloc_host(most)?];
         let at = |address: u64, shape: [usize; 4]| TensorView::bhsd(address, p.dtype, shape.map(|n| n as u64));
         let view = |buffer: &dyn Buffer, shape| at(buffer.address(), shape);
         let tensors = ForwardTensors {
@@ -101,6 +107,7 @@ impl Bench {
             host: host.try_into().unwrap_or_else(|_| unreachable!("three tensors were made")),
             inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
             output,
+            returned,
             dim: dv,
             dtype: p.dtype,
             trusted: None,
@@ -111,25 +118,33 @@ impl Bench {
     /// passed, and the whole with a second run. It may be right on small inputs and wrong on large ones. Gives the
     /// largest absolute error.
     pub fn check(&mut self, module: &dyn Module) -> Result<f64, String> {
-        let bytes = self.run(module)?;
-        if self.run(module)? != bytes {
-            return Err(format!("wrong answer for {}: two launches gave different bytes", self.shape));
+        let s = self.shape;
+        for i in 0..2 {
+            self.run(module, i)?;
+        }
+        let [first, second] = &self.returned;
+        if !same_bytes(first, &second[..first.len()]) {
+            return Err(format!("wrong answer for {s}: two launches gave different bytes"));
         }
         self.check_inputs()?;
-        let s = &self.shape;
-        let shape = [s.batch as usize, s.heads as usize, s.q_len as usize, self.dim];
-        let o = HostTensor::from_bytes(self.dtype, shape, Layout::Bhsd, bytes).ok_or("O has another size")?;
+        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
+        let (heads, q_len, row_bytes) = (s.heads as usize, s.q_len as usize, self.dim * self.dtype.bytes());
+        let read = |id: &RowId, to: &mut [f32]| {
+            let at = ((id.batch as usize * heads + id.head as usize) * q_len + id.row as usize) * row_bytes;
+            to.iter_mut().zip(values(self.dtype, &o[at..at + row_bytes])).for_each(|(to, x)| *to = x);
+        };
         let [expected, unfused] = self.expected();
-        let verdict = compare(&o, None, expected, unfused);
+        let verdict = compare_rows(self.dtype, &read, None, expected, unfused);
         if !verdict.passed() {
             return Err(format!("wrong answer for {s}: {verdict}"));
         }
         match &self.trusted {
-            Some(trusted) => same_rows(self.dtype, self.dim, trusted, o.bytes())
-                .map_err(|why| format!("wrong answer for {s}: {why}"))?,
+            Some(trusted) => {
+                same_rows(self.dtype, self.dim, trusted, o).map_err(|why| format!("wrong answer for {s}: {why}"))?
+            }
             None => {
-                same_rows(self.dtype, self.dim, o.bytes(), o.bytes())?;
-                self.trusted = Some(o.bytes().to_vec());
+                same_rows(self.dtype, self.dim, o, o)?;
+                self.trusted = Some(o.to_vec());
             }
         }
         Ok(verdict.max_error)
@@ -146,18 +161,18 @@ impl Bench {
         })
     }
 
-    /// O of one run into poison, with nothing written around it.
-    fn run(&self, module: &dyn Module) -> Result<Vec<u8>, String> {
-        let run = || {
+    /// O of one run into poison, with nothing written around it, to `returned`.
+    fn run(&mut self, module: &dyn Module, to: usize) -> Result<(), String> {
+        let mut run = || {
             self.device.fill(&*self.output, POISON)?;
             self.launch(module)?;
-            self.read(&*self.output)
+            self.device.download(&*self.output, &mut self.returned[to][..self.output.len()], self.stream)
         };
-        let mut bytes = run().map_err(|e: RuntimeError| e.to_string())?;
-        let after = bytes.split_off(bytes.len() - GUARD);
-        let o = bytes.split_off(GUARD);
-        match bytes.iter().chain(&after).position(|b| *b != POISON) {
-            None => Ok(o),
+        run().map_err(|e: RuntimeError| e.to_string())?;
+        let bytes = &self.returned[to][..self.output.len()];
+        let (before, after) = (&bytes[..GUARD], &bytes[bytes.len() - GUARD..]);
+        match before.iter().chain(after).position(|b| *b != POISON) {
+            None => Ok(()),
             Some(at) => {
                 let side = if at < GUARD { "before" } else { "after" };
                 Err(format!("wrong answer for {}: bytes {side} o were written", self.shape))
@@ -166,19 +181,15 @@ impl Bench {
     }
 
     /// Whether Q, K and V are what they were: whoever comes next is measured on them too.
-    fn check_inputs(&self) -> Result<(), String> {
+    fn check_inputs(&mut self) -> Result<(), String> {
         for ((buffer, host), name) in self.inputs.iter().zip(&self.host).zip(["q", "k", "v"]) {
-            if self.read(&**buffer).map_err(|e| e.to_string())? != host.bytes() {
+            let back = &mut self.returned[1][..buffer.len()];
+            self.device.download(&**buffer, back, self.stream).map_err(|e| e.to_string())?;
+            if !same_bytes(back, host.bytes()) {
                 return Err(format!("wrong answer for {}: {name} was written", self.shape));
             }
         }
         Ok(())
-    }
-
-    fn read(&self, buffer: &dyn Buffer) -> Result<Vec<u8>, RuntimeError> {
-        let mut bytes = vec![0; buffer.len()];
-        self.device.download(buffer, &mut bytes, self.stream)?;
-        Ok(bytes)
     }
 
     fn launch(&self, module: &dyn Module) -> Result<(), RuntimeError> {
@@ -233,6 +244,12 @@ fn normals(dtype: DType, shape: [usize; 4], seed: u64) -> HostTensor {
         bytes.extend_from_slice(&drawn.bytes()[..missing.min(drawn.bytes().len())]);
     }
     HostTensor::from_bytes(dtype, shape, Layout::Bhsd, bytes).expect("the bytes were counted")
+}
+
+/// Whether two blocks of memory are equal, looked at by all cores.
+fn same_bytes(a: &[u8], b: &[u8]) -> bool {
+    const PART: usize = 1 << 20;
+    a.len() == b.len() && a.par_chunks(PART).zip(b.par_chunks(PART)).all(|(a, b)| a == b)
 }
 
 /// Whether two outputs agree, row by row: each element finite, and apart by at most a few roundings of the row's
