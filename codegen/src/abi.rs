@@ -91,6 +91,9 @@ pub struct Sm90Args {
     pub forward: ForwardArgs,
     /// How the launch divides the rows.
     pub tiling: Tiling,
+    /// Which of the kernel's counters deals tiles to thread blocks that take them from a queue: one that no other launch
+    /// uses at the same time. -1 lets them take tiles by stride.
+    pub queue: i32,
 }
 
 /// How a launch of `forward/sm90` divides the query rows into tiles, computed once by the host.

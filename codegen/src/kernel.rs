@@ -1,6 +1,6 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
-use crate::{Arch, Error, Problem, Resources, Result, Schedule, Swizzle, TemplateSet, TileOrder, wgmma};
+use crate::{Arch, Error, Problem, Resources, Result, Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder, wgmma};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -182,8 +182,9 @@ impl Kernel {
                 ("masked_loop", s.masked_loop.to_string()),
                 ("lazy_rescale", s.lazy_rescale.to_string()),
                 ("pack_group", s.pack_group.to_string()),
-                ("persistent", s.persistent.to_string()),
-                ("o_apart", s.o_apart.to_string()),
+                ("persistent", s.scheduler.stays().to_string()),
+                ("queue", (s.scheduler == Sm90Scheduler::Queue).to_string()),
+                ("chain", s.chain.to_string()),
                 ("exp2_eighths", s.exp2_eighths.to_string()),
                 ("cluster", s.cluster.to_string()),
                 (

@@ -45,7 +45,7 @@ impl Kernel {
             Schedule::Sm80(s) => Ok(launch(tiles(shape.q_len, s.block_q(), shape.heads, shape.batch)?)),
             Schedule::Sm90(s) => {
                 let tiling = tiling(&self.problem, &s, shape)?;
-                let resident = s.persistent.then_some(s.blocks_per_sm);
+                let resident = s.scheduler.stays().then_some(s.blocks_per_sm);
                 Ok(Launch { resident, cluster: s.cluster, tiling: Some(tiling), ..launch(tiling.tiles as u32) })
             }
         }
@@ -94,7 +94,7 @@ fn tiling(problem: &Problem, s: &Sm90Schedule, shape: &Shape) -> Result<Tiling> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, Mask, MaskKind, ShapeBucket};
+    use crate::{DType, Mask, MaskKind, ShapeBucket, Sm90Scheduler};
 
     fn kernel(change: impl Fn(&mut Sm90Schedule)) -> Kernel {
         let arch: crate::Arch = "sm_90a".parse().unwrap();
@@ -139,15 +139,16 @@ mod tests {
         let t = pairs.launch(&shape(4, 4, 129)).unwrap().tiling.unwrap();
         assert_eq!((t.blocks, t.tiles), (2, 2 * 4 * 3));
         assert_eq!(pairs.launch(&shape(4, 4, 1)).unwrap().tiling.unwrap().blocks, 2);
-        let stay = kernel(|s| (s.cluster, s.persistent) = (2, true)).launch(&shape(32, 8, 4096)).unwrap();
+        let stay =
+            kernel(|s| (s.cluster, s.scheduler) = (2, Sm90Scheduler::Stride)).launch(&shape(32, 8, 4096)).unwrap();
         assert_eq!((stay.blocks(131), stay.blocks(1)), (130, 2));
     }
 
     #[test]
     fn blocks_that_stay_are_as_many_as_fit() {
-        let stay = kernel(|s| s.persistent = true).launch(&shape(32, 8, 4096)).unwrap();
+        let stay = kernel(|s| s.scheduler = Sm90Scheduler::Queue).launch(&shape(32, 8, 4096)).unwrap();
         assert_eq!((stay.blocks(132), stay.blocks(100_000)), (132, stay.grid));
-        let launch = kernel(|s| s.persistent = false).launch(&shape(32, 8, 4096)).unwrap();
+        let launch = kernel(|s| s.scheduler = Sm90Scheduler::Single).launch(&shape(32, 8, 4096)).unwrap();
         assert_eq!(launch.blocks(132), launch.grid);
     }
 }

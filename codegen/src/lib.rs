@@ -38,7 +38,9 @@ pub use launch::Launch;
 pub use mask::{Mask, MaskKind};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Pass, Problem};
 pub use resources::Resources;
-pub use schedule::{CpuSchedule, Family, NaiveSchedule, Schedule, Sm80Schedule, Sm90Schedule, Swizzle, TileOrder};
+pub use schedule::{
+    CpuSchedule, Family, NaiveSchedule, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
+};
 pub use shape::{Shape, ShapeBucket};
 pub use templates::TemplateSet;
 pub use tensor_map::{TensorMapSpec, unaddressable};

@@ -83,10 +83,12 @@ fn sm80_smem(problem: &Problem, s: &Sm80Schedule) -> u32 {
 pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     // Rows are stored in columns of 64 elements, 128 bytes.
     let (qk, v) = (problem.head_dim_qk.div_ceil(64) * 128, problem.head_dim_v.div_ceil(64) * 128);
-    let q = s.consumers * 64 * if s.o_apart { qk + v } else { qk.max(v) };
+    let q_buffers = if s.chain { 2 } else { 1 };
+    let q = q_buffers * s.consumers * 64 * qk.max(v);
     let kv = s.stages * s.block_kv * (qk + v);
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
-    q + kv + p + s.consumers * 16 + s.stages * 40 + 8
+    let work = if s.scheduler.stays() { 2 * 64 } else { 0 };
+    q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 8
 }
 
 fn sm80_registers(problem: &Problem, s: &Sm80Schedule) -> u32 {

@@ -56,6 +56,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/walk.cuh",
     "lib/cuda/warpgroup.cuh",
     "lib/cuda/wgmma.cuh",
+    "lib/cuda/work.cuh",
 ];
 
 impl TemplateSet {

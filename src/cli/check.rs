@@ -39,7 +39,7 @@ pub struct Args {
     /// Only kernels whose name contains this text, e.g. .naive.
     #[arg(long, value_name = "TEXT")]
     kernel: Option<String>,
-    /// Only this kernel family, e.g. forward/sm90, also when it is withheld from dispatch
+    /// Only this kernel family, e.g. forward/sm90
     #[arg(long, value_name = "FAMILY")]
     family: Option<String>,
     /// Give every problem of the sweep this score program's mask beside its own: a name or a text. What it reads is

@@ -24,7 +24,8 @@ constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kPackGroup = @{ pack_group }@;
 constexpr bool kPersistent = @{ persistent }@;
-constexpr bool kOApart = @{ o_apart }@;
+constexpr bool kQueue = @{ queue }@;
+constexpr bool kChain = @{ chain }@;
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
 constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
@@ -60,22 +61,24 @@ using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
 using ScoreProduct = wgmma<Element, kBlockKV>;
 using OutputProduct = wgmma<Element, kColumnsV>;
 
-// Shared memory, by byte offset. A consumer's O takes the place of its Q, unless it has space of its own.
+// Shared memory, by byte offset. A consumer's O takes the place of its Q.
 struct Layout {
+    static constexpr int kQBuffers = kChain ? 2 : 1;
     static constexpr int kQ = 0;
-    static constexpr int kBytesQ = (kOApart ? kChunksQK : max_of(kChunksQK, kChunksV)) * kBytes64Rows;  // of one consumer
-    static constexpr int kO = kOApart ? kQ + kConsumers * kBytesQ : kQ;
-    static constexpr int kBytesO = kOApart ? kChunksV * kBytes64Rows : kBytesQ;  // of one consumer
-    static constexpr int kK = kO + kConsumers * kBytesO;
+    static constexpr int kBytesQ = max_of(kChunksQK, kChunksV) * kBytes64Rows;  // of one consumer, one buffer
+    static constexpr int kK = kQ + kQBuffers * kConsumers * kBytesQ;
     static constexpr int kBytesK = kChunksQK * kBytesChunk;                     // of one stage
     static constexpr int kV = kK + kStages * kBytesK;
     static constexpr int kBytesV = kChunksV * kBytesChunk;
     static constexpr int kP = kV + kStages * kBytesV;
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
-    static constexpr int kBarriers = kP + kConsumers * kBytesP;
-    static constexpr int kFullQ = kBarriers;                 // per consumer: its Q has arrived
-    static constexpr int kEmptyQ = kFullQ + kConsumers * 8;  // per consumer: the space of its Q is free
-    static constexpr int kFullK = kEmptyQ + kConsumers * 8;  // per stage, as all that follow
+    static constexpr int kWork = kP + kConsumers * kBytesP;  // two slots: what comes next
+    static constexpr int kBarriers = kWork + (kPersistent ? 2 * 64 : 0);
+    static constexpr int kFullWork = kBarriers;              // per slot: it says what comes next
+    static constexpr int kEmptyWork = kFullWork + 2 * 8;     // per slot: everyone has read it
+    static constexpr int kFullQ = kEmptyWork + 2 * 8;        // per buffer and consumer: its Q has arrived
+    static constexpr int kEmptyQ = kFullQ + kQBuffers * kConsumers * 8;  // per buffer and consumer: the space is free
+    static constexpr int kFullK = kEmptyQ + kQBuffers * kConsumers * 8;  // per stage, as all that follow
     static constexpr int kEmptyK = kFullK + kStages * 8;
     static constexpr int kFullV = kEmptyK + kStages * 8;
     static constexpr int kEmptyV = kFullV + kStages * 8;
@@ -84,16 +87,7 @@ struct Layout {
     static constexpr int kBytes = kMetNonFinite + 8;
 };
 
-// What a thread block does in one round.
-struct Work {
-    Tile tile;
-    BlockRange own;  // the key blocks that its rows visit
-    BlockRange all;  // those that arrive for its cluster
-    __device__ __forceinline__ Work(const Sm90Args& args, u32 index)
-        : tile(tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight>(args, index)),
-          own(blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, tile)),
-          all(blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, tile, own)) {}
-};
+<% include "lib/cuda/work.cuh" %>
 
 // ---------------------------------------------------------------------------------------------------------- producer
 
@@ -114,22 +108,24 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
     }
 }
 
-// One thread brings Q and K.
+// One thread brings Q and K, and decides what comes next.
 __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
     tma_prefetch_map(args.q);
     tma_prefetch_map(args.k);
     Ring<kStages> ring;
-    u32 round = 0;
-    for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x, round++) {
-        const Work work(args, index);
+    Ring<Layout::kQBuffers> q_ring;
+    Dealer dealer(smem);
+    Work work = first_work(args);
+    do {
         const Tile& tile = work.tile;
         const BlockRange& blocks = work.all;
         // After the first block of K, whose space is free before that of Q.
         const auto bring_q = [&] {
 #pragma unroll 1
             for (int c = 0; c < kConsumers; c++) {
-                const u32 full = smem + Layout::kFullQ + c * 8, to = smem + Layout::kQ + c * Layout::kBytesQ;
-                if (kPersistent && round > 0) mbarrier_wait(smem + Layout::kEmptyQ + c * 8, (round - 1) & 1);
+                const int at = q_ring.stage * kConsumers + c;
+                const u32 full = smem + Layout::kFullQ + at * 8, to = smem + Layout::kQ + at * Layout::kBytesQ;
+                if (kPersistent) mbarrier_wait(smem + Layout::kEmptyQ + at * 8, q_ring.parity ^ 1);
                 mbarrier_arrive_expect(full, kChunksQK * kBytes64Rows);
 #pragma unroll
                 for (int chunk = 0; chunk < kChunksQK; chunk++) {
@@ -137,26 +133,33 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
                              (tile.row + c * 64) >> args.group_shift, tile.head, tile.batch);
                 }
             }
+            q_ring.advance();
         };
-        if (blocks.end <= blocks.begin) bring_q();
+        // At least once, for tiles that visit no block.
+        int n = blocks.end - 1;
 #pragma unroll 1
-        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            const u32 full = smem + Layout::kFullK + ring.stage * 8;
-            mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
-            mbarrier_arrive_expect(full, Layout::kBytesK);
-            bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
-            ring.advance();
-            if (n == blocks.end - 1) bring_q();
-        }
-    }
+        do {
+            // As late as the others can be told in time: whoever is ahead by then takes more.
+            if (n <= blocks.begin) dealer.deal(args);
+            if (n >= blocks.begin) {
+                const u32 full = smem + Layout::kFullK + ring.stage * 8;
+                mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
+                mbarrier_arrive_expect(full, Layout::kBytesK);
+                bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
+                ring.advance();
+            }
+            if (n >= blocks.end - 1) bring_q();
+        } while (--n >= blocks.begin);
+        work = dealer.dealt();
+    } while (work.live);
 }
 
 // Another one brings V, so that a wait for one never holds up the other.
 __device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
     tma_prefetch_map(args.v);
     Ring<kStages> ring;
-    for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x) {
-        const Work work(args, index);
+    Hand hand(smem);
+    for (Work work = first_work(args); work.live; work = hand.next<false>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
@@ -177,9 +180,9 @@ __device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
 __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
     const u32 lane = threadIdx.x % 64;
     Ring<kStages> ring;
+    Hand hand(smem);
     u32 raw_parity = 0;  // one bit per stage
-    for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x) {
-        const Work work(args, index);
+    for (Work work = first_work(args); work.live; work = hand.next<true>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
@@ -188,7 +191,7 @@ __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
                 if (take_out_non_finite<Element, Layout::kBytesV, 64>(v, lane)) {
-                    store_shared_4(smem + Layout::kMetNonFinite, 1);
+                    set_flag(smem + Layout::kMetNonFinite);
                     fence_async_proxy();
                 }
                 __syncwarp();
@@ -206,13 +209,19 @@ struct Consumer {
     const Sm90Args& args;
     const u32 smem;
     const int id;             // of the warpgroup, 0 to kConsumers - 1
+    Hand hand;
     Ring<kStages> k_ring, v_ring;
+    Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
+    int q_at;                        // which Q is at hand
+    int leaving = -1;                // which O is being copied out of the space of its Q
+    Scores s;
     Output o;
+    Probabilities p;
     RowSoftmax<kBlockKV / 8, kLazyRescale, kExp2Eighths> softmax;
 
-    __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + id * Layout::kBytesQ; }
-    __device__ __forceinline__ u32 o_address() const { return smem + Layout::kO + id * Layout::kBytesO; }
+    __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
+    __device__ __forceinline__ Consumer(const Sm90Args& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem) {}
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     // A barrier of this warpgroup alone.
@@ -228,7 +237,7 @@ struct Consumer {
     }
 
     // s = Q K^T of the next block of keys, asynchronously.
-    __device__ __forceinline__ void issue_qk(Scores& s) {
+    __device__ __forceinline__ void issue_qk() {
         const u64 q = descriptor_of_rows(q_address());
         const u64 k = descriptor_of_rows(smem + Layout::kK + k_ring.stage * Layout::kBytesK);
         wgmma_touch(s);
@@ -243,7 +252,7 @@ struct Consumer {
     }
 
     // o += P V of the block at v_ring, asynchronously.
-    __device__ __forceinline__ void issue_pv(const Probabilities& p) {
+    __device__ __forceinline__ void issue_pv() {
         const u64 v = descriptor_of_depth(smem + Layout::kV + v_ring.stage * Layout::kBytesV, kBytesChunk);
         const u64 p_rows = descriptor_of_rows(p_address());
         wgmma_touch(o);
@@ -260,9 +269,20 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Where O has space of its own, the next Q comes in as soon as the last scores are computed.
-    __device__ __forceinline__ void release_q() const {
-        if (lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + id * 8);
+    // The next Q, once it is there.
+    __device__ __forceinline__ void open_q() {
+        q_at = q_ring.stage * kConsumers + id;
+        mbarrier_wait(smem + Layout::kFullQ + q_at * 8, q_ring.parity);
+        q_ring.advance();
+        if (!(args.forward.scale > 0.0f)) fold_sign_into_q();
+    }
+    // The space of an O that has left is free for a Q.
+    __device__ __forceinline__ void release_q() {
+        if (leaving >= 0 && threadIdx.x % 128 == 0) {
+            tma_store_wait_read();
+            mbarrier_arrive(smem + Layout::kEmptyQ + leaving * 8);
+        }
+        leaving = -1;
     }
     __device__ __forceinline__ void wait_k() const { mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity); }
     // This warp is done with a buffer, which whoever brings a part of the next block into it must know.
@@ -295,7 +315,7 @@ struct Consumer {
     }
 
     // Replaces the scores of masked pairs by -inf; `key` is the block's first key.
-    __device__ __forceinline__ void mask(Scores& s, const Tile& tile, int key) const {
+    __device__ __forceinline__ void mask(const Tile& tile, int key) {
         const int column = key + lane() % 4 * 2;
         const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
@@ -314,7 +334,7 @@ struct Consumer {
     }
 
     // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
-    __device__ __forceinline__ void round(const Scores& s, Probabilities& p) const {
+    __device__ __forceinline__ void round() {
         if constexpr (kPInShared) {
             const int row = warp() * 16 + lane() % 16;
             const u32 to = p_address() + row * 128;
@@ -365,103 +385,149 @@ struct Consumer {
         }
     }
 
-    // All key blocks of a tile.
-    __device__ __forceinline__ void attend(const Tile& tile, const BlockRange& blocks, float c) {
-        Probabilities p;
-        if constexpr (kOverlap) {
-            const int n = blocks.end - 1;
-            {
-                Scores s;
-                wait_k();
-                issue_qk(s);
-                wgmma_wait<0>();
-                wgmma_touch(s);
-                release_k();
-                mask(s, tile, n * kBlockKV);
-                softmax.advance(s, c);
-                softmax.template exponentiate<false>(s, c);
-                round(s, p);
-            }
-            const auto step = [&](int n, auto masked) {
-                Scores s;
-                wait_k();
-                wait_turn();
-                issue_qk(s);
-                wait_v();
-                issue_pv(p);
-                pass_turn();
-                wgmma_wait<1>();
-                wgmma_touch(s);
-                release_k();
-                if (masked) mask(s, tile, n * kBlockKV);
-                const bool moved = softmax.advance(s, c);
-                softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
-                wgmma_wait<0>();
-                wgmma_touch(o);
-                release_v();
-                if (moved) softmax.rescale(o);
-                round(s, p);
-            };
-            walk(blocks, n - 1, step);
-            if (kOApart) release_q();
+    // Whether the rows of a tile attend to anything.
+    static __device__ __forceinline__ bool attends(const Work& work) { return work.own.begin < work.own.end; }
+
+    // The first probabilities of a tile from its first scores, beside nothing.
+    __device__ __forceinline__ void open(const Work& work, float c) {
+        softmax.init();
+#pragma unroll
+        for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+        open_q();
+        if (kCluster > 1) skip(work.all.end - (attends(work) ? work.own.end : work.all.begin));
+        if (!kOverlap || !attends(work)) return;
+        wait_k();
+        issue_qk();
+        wgmma_wait<0>();
+        first_probabilities(work, c);
+        round();
+    }
+    __device__ __forceinline__ void first_probabilities(const Work& work, float c) {
+        wgmma_touch(s);
+        release_k();
+        const int n = work.own.end - 1;
+        if (is_masked<kMaskLeft>(work.own, n)) mask(work.tile, n * kBlockKV);
+        softmax.advance(s, c);
+        softmax.template exponentiate<false>(s, c);
+    }
+
+    // The key blocks of an open tile. With kOverlap the scores of one are computed beside the product of the one before,
+    // so that the last product remains.
+    __device__ __forceinline__ void attend(const Work& work, float c) {
+        const auto overlapped = [&](int n, auto masked) {
+            wait_k();
+            wait_turn();
+            issue_qk();
             wait_v();
-            issue_pv(p);
+            issue_pv();
+            pass_turn();
+            if (kChain) release_q();
+            wgmma_wait<1>();
+            wgmma_touch(s);
+            release_k();
+            if (masked) mask(work.tile, n * kBlockKV);
+            softmax.advance(s, c);
+            softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
             wgmma_wait<0>();
             wgmma_touch(o);
             release_v();
+            // Always: a branch would keep the compiler from filling the gaps between exponentials with what follows.
+            softmax.rescale(o);
+            round();
+        };
+        const auto serial = [&](int n, auto masked) {
+            wait_k();
+            wait_turn();
+            issue_qk();
+            pass_turn();
+            if (kChain) release_q();
+            wgmma_wait<0>();
+            wgmma_touch(s);
+            release_k();
+            if (masked) mask(work.tile, n * kBlockKV);
+            softmax.advance(s, c);
+            softmax.rescale(o);
+            softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
+            round();
+            wait_v();
+            issue_pv();
+            wgmma_wait<0>();
+            wgmma_touch(o);
+            release_v();
+        };
+        if constexpr (kOverlap) {
+            walk(work.own, work.own.end - 2, overlapped);
         } else {
-            const auto step = [&](int n, auto masked) {
-                Scores s;
-                wait_k();
-                wait_turn();
-                issue_qk(s);
-                pass_turn();
-                wgmma_wait<0>();
-                wgmma_touch(s);
-                release_k();
-                if (masked) mask(s, tile, n * kBlockKV);
-                if (softmax.advance(s, c)) softmax.rescale(o);
-                softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
-                round(s, p);
-                wait_v();
-                issue_pv(p);
-                wgmma_wait<0>();
-                wgmma_touch(o);
-                release_v();
-            };
-            walk(blocks, blocks.end - 1, step);
-            if (kOApart) release_q();
+            walk(work.own, work.own.end - 1, serial);
         }
     }
 
+    // The last product of a tile and, at the end of its keys, what its rows are divided by.
+    __device__ __forceinline__ RowResults close(const Work& work, float c) {
+        const bool some = attends(work);
+        if constexpr (kOverlap) {
+            if (some) {
+                wait_v();
+                issue_pv();
+            }
+            // On every path, or the compiler does so where it likes.
+            wgmma_wait<0>();
+            wgmma_touch(o);
+            if (some) release_v();
+        }
+        if (kCluster > 1 && some) skip(work.own.begin - work.all.begin);
+        return softmax.finish(c);
+    }
+
+    // The last product of a tile beside the first scores of the next, whose probabilities are in `p` afterwards: the
+    // matrix units do not see where a tile ends.
+    __device__ __forceinline__ RowResults close_beside(const Work& next, float c) {
+        release_q();
+        open_q();
+        wait_k();
+        wait_turn();
+        issue_qk();
+        wait_v();
+        issue_pv();
+        pass_turn();
+        const RowResults rows = softmax.finish(c);
+        softmax.init();
+        wgmma_wait<1>();
+        first_probabilities(next, c);
+        wgmma_wait<0>();
+        wgmma_touch(o);
+        release_v();
+        round();
+        return rows;
+    }
+
     // Normalises O into shared memory, in the copy engine's layout, and writes the log-sum-exp.
-    __device__ __forceinline__ void stage_output(const Tile& tile, float c) {
+    __device__ __forceinline__ void stage_output(const Tile& tile, const RowResults& rows, u32 to) {
         const int row = warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float inverse = softmax.finish(h);
             const int packed = id * 64 + row + h * 8, at = tile.row + packed;
             if (args.forward.lse != nullptr && lane() % 4 == 0 && packed < tile.rows) {
                 const int member = at & ((1 << args.group_shift) - 1);
                 const i64 head = (i64(tile.batch) * args.unit_heads + tile.head << args.group_shift) + member;
-                args.forward.lse[head * args.forward.q_len + (at >> args.group_shift)] = softmax.log_sum_exp(h, c);
+                args.forward.lse[head * args.forward.q_len + (at >> args.group_shift)] = rows.log_sum_exp[h];
             }
 #pragma unroll
-            for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= inverse, o[4 * j + 2 * h + 1] *= inverse;
+            for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
         }
         const int to_row = warp() * 16 + lane() % 16;
 #pragma unroll
         for (int j = 0; j < kColumnsV / 16; j++) {
             const float* x = o + 8 * j;
             const u32 chunk = u32(j % 4 * 2 + lane() / 16) ^ (to_row % 8);
-            stmatrix_x4(o_address() + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
+            stmatrix_x4(to + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
                         pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
         }
     }
 
     // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
     // plain and slow.
-    __device__ __forceinline__ void restore_non_finite(const Tile& tile, const BlockRange& blocks) const {
+    __device__ __forceinline__ void restore_non_finite(const Tile& tile, const BlockRange& blocks, u32 to) const {
         const Element* v = (const Element*)args.forward.v + tile.batch * args.forward.v_stride[0] +
                            tile.kv_head * args.forward.v_stride[1];
 #pragma unroll 1
@@ -473,70 +539,73 @@ struct Consumer {
                 sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, blocks);
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
-                const u32 at = o_address() + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
+                const u32 at = to + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
                 store_shared(at, from_float<Element>(to_float(load_shared<Element>(at)) + add));
             }
         }
     }
 
-    __device__ __forceinline__ void run() {
-        const bool fold = !(args.forward.scale > 0.0f);
-        const float magnitude = fold ? (args.forward.scale == 0.0f ? 1.0f : -args.forward.scale) : args.forward.scale;
-        const float c = magnitude * kLog2E;
-        if (kTakeTurns && id + 1 == kConsumers) pass_turn();
-        u32 round = 0;
-        for (u32 index = blockIdx.x; index < u32(args.tiles); index += gridDim.x, round++) {
-            const Work work(args, index);
-            const Tile& tile = work.tile;
-            const BlockRange& blocks = work.own;
-            softmax.init();
-#pragma unroll
-            for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
-            mbarrier_wait(smem + Layout::kFullQ + id * 8, round & 1);
-            if (fold) fold_sign_into_q();
-            const bool some = blocks.begin < blocks.end;
-            if (kCluster > 1) skip(work.all.end - (some ? blocks.end : work.all.begin));
-            if (some) {
-                attend(tile, blocks, c);
-                if (kCluster > 1) skip(blocks.begin - work.all.begin);
-            } else if (kOApart) {
-                __syncwarp();  // no lane may still wait for the Q that is given away
-                release_q();
-            }
-            // O overwrites rows that other warps have read as Q or, with space of its own, that the copy engine may still
-            // be reading: all must be done. They must also agree about non-finite elements, which may be met for the next
-            // tile while they look.
-            if (kOApart && threadIdx.x % 128 == 0) tma_store_wait_read();
-            bool met = false;
-            if (kClean) {
-                met = barrier_any(1 + kConsumers + id, 128, load_shared_4(smem + Layout::kMetNonFinite));
-            } else {
-                sync();
-            }
-            stage_output(tile, c);
-            if (met) {
-                sync();
-                restore_non_finite(tile, work.all);
-            }
-            fence_async_proxy();
+    // O of a tile, whose Q was `q`, out to memory.
+    __device__ __forceinline__ void write(const Work& work, const RowResults& rows, int q) {
+        const u32 to = smem + Layout::kQ + q * Layout::kBytesQ;
+        // O overwrites rows that other warps have read as Q: all must be done. They must also agree about non-finite
+        // elements, which may be met for the next tile while they look.
+        bool met = false;
+        if (kClean) {
+            met = barrier_any(1 + kConsumers + id, 128, lane() == 0 ? read_flag(smem + Layout::kMetNonFinite) : 0);
+        } else {
             sync();
-            if (threadIdx.x % 128 == 0) {
-                if (id * 64 < tile.rows) {
+        }
+        stage_output(work.tile, rows, to);
+        if (met) {
+            sync();
+            restore_non_finite(work.tile, work.all, to);
+        }
+        fence_async_proxy();
+        sync();
+        release_q();
+        if (threadIdx.x % 128 == 0) {
+            if (id * 64 < work.tile.rows) {
 #pragma unroll
-                    for (int chunk = 0; chunk < kChunksV; chunk++) {
-                        tma_store(args.o, o_address() + chunk * kBytes64Rows, chunk * 64, 0,
-                                  (tile.row + id * 64) >> args.group_shift, tile.head, tile.batch);
-                    }
-                }
-                tma_store_commit();
-                if (!kOApart) {
-                    tma_store_wait_read();
-                    if (kPersistent) mbarrier_arrive(smem + Layout::kEmptyQ + id * 8);
+                for (int chunk = 0; chunk < kChunksV; chunk++) {
+                    tma_store(args.o, to + chunk * kBytes64Rows, chunk * 64, 0, (work.tile.row + id * 64) >> args.group_shift,
+                              work.tile.head, work.tile.batch);
                 }
             }
+            tma_store_commit();
+        }
+        leaving = q;
+        // Another Q waits for this space alone.
+        if (!kChain) release_q();
+    }
+
+    __device__ __forceinline__ void run() {
+        const float scale = args.forward.scale;
+        const float c = (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
+        if (kTakeTurns && id + 1 == kConsumers) pass_turn();
+        Work work = first_work(args);
+        open(work, c);
+        while (true) {
+            attend(work, c);
+            const int q = q_at;
+            RowResults rows;
+            // Before what comes next is known: in a cluster that may depend on the blocks that are skipped here.
+            if (!kChain) rows = close(work, c);
+            const Work next = hand.next<true>();
+            const bool chained = kChain && kOverlap && next.live && attends(work) && attends(next);
+            if (kChain) rows = chained ? close_beside(next, c) : close(work, c);
+            write(work, rows, q);
+            if (!next.live) break;
+            if (chained) {
+#pragma unroll
+                for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+            } else {
+                open(next, c);
+            }
+            work = next;
         }
         // Shared memory must outlast what reads it.
-        if (kOApart && threadIdx.x % 128 == 0) tma_store_wait_read();
+        release_q();
     }
 };
 
@@ -546,9 +615,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     const u32 smem = smem_address(shared_memory);
     const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
     if (threadIdx.x == 0) {
-        for (int c = 0; c < kConsumers; c++) {
-            mbarrier_init(smem + Layout::kFullQ + c * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyQ + c * 8, kOApart ? 4 : 1);
+        for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) {
+            mbarrier_init(smem + Layout::kFullQ + i * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyQ + i * 8, 1);
+        }
+        for (int i = 0; i < 2; i++) {
+            mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + (kClean ? 2 : 0) + kConsumers * 4);
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
@@ -576,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
     } else {
         registers_take<kConsumerRegisters>();
-        Consumer{args, smem, warpgroup - 1}.run();
+        Consumer(args, smem, warpgroup - 1).run();
     }
     // Others of the cluster may still arrive on barriers of this block.
     if constexpr (kCluster > 1) cluster_sync();

@@ -149,6 +149,7 @@ impl Expected {
             maps: kernel.tensor_maps(&tiling, &call.args).ok_or("no tensor maps")?,
             forward: call.args,
             tiling,
+            queue: (seed % 3) as i32 - 1,
         };
         let mut inputs = self.inputs.clone();
         let [q, k, v] = &mut inputs;

@@ -98,6 +98,7 @@ pub struct Launch {
     pub maps: [TensorMapSpec; 4],
     pub forward: ForwardArgs,
     pub tiling: Tiling,
+    pub queue: i32,
 }
 
 /// A kernel on the emulated machine.
@@ -198,7 +199,8 @@ fn arguments(launch: &Launch) -> Vec<u8> {
     }
     bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
     let Tiling { group_shift, unit_heads, blocks, section, tiles } = launch.tiling;
-    bytes.extend([group_shift, unit_heads, blocks, section, tiles].into_iter().flat_map(i32::to_ne_bytes));
+    let numbers = [group_shift, unit_heads, blocks, section, tiles, launch.queue];
+    bytes.extend(numbers.into_iter().flat_map(i32::to_ne_bytes));
     bytes.resize(bytes.len().next_multiple_of(64), 0);
     bytes
 }

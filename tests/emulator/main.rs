@@ -8,7 +8,9 @@ mod machine;
 mod translate;
 
 use cases::Case;
-use flashtune::codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket, Sm90Schedule, TemplateSet};
+use flashtune::codegen::{
+    Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket, Sm90Schedule, Sm90Scheduler, TemplateSet,
+};
 use flashtune::{DType, Distribution, Layout, Mask, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
@@ -39,7 +41,9 @@ fn random_kernel(rng: &mut StdRng) -> Kernel {
         let dtype = *DTYPES.choose(rng).expect("not empty");
         let problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).expect("a legal problem");
         let consumers = rng.random_range(1..=3);
-        let (masked_loop, persistent) = (rng.random(), rng.random());
+        let masked_loop = rng.random();
+        let scheduler =
+            *[Sm90Scheduler::Single, Sm90Scheduler::Stride, Sm90Scheduler::Queue].choose(rng).expect("some");
         let schedule = Schedule::Sm90(Sm90Schedule {
             consumers,
             block_kv: rng.random_range(1..=12) * 16,
@@ -50,8 +54,8 @@ fn random_kernel(rng: &mut StdRng) -> Kernel {
             masked_loop,
             lazy_rescale: rng.random_bool(0.2),
             pack_group: rng.random(),
-            persistent,
-            o_apart: persistent && rng.random(),
+            scheduler,
+            chain: rng.random(),
             exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
             cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
@@ -229,7 +233,7 @@ const DEFECTS: &[[&str; 4]] = &[
     [
         "a kernel that never waits for Q",
         "forward/sm90.cu",
-        "mbarrier_wait(smem + Layout::kFullQ + id * 8, round & 1);",
+        "mbarrier_wait(smem + Layout::kFullQ + q_at * 8, q_ring.parity);",
         "",
     ],
 ];
@@ -266,8 +270,8 @@ fn defects_are_seen() {
         masked_loop: true,
         lazy_rescale: false,
         pack_group: true,
-        persistent: true,
-        o_apart: false,
+        scheduler: Sm90Scheduler::Stride,
+        chain: false,
         exp2_eighths: 0,
         cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
         blocks_per_sm: 1,

@@ -8,7 +8,7 @@ mod sm90;
 pub use cpu::CpuSchedule;
 pub use naive::NaiveSchedule;
 pub use sm80::{Sm80Schedule, Swizzle, TileOrder};
-pub use sm90::Sm90Schedule;
+pub use sm90::{Sm90Schedule, Sm90Scheduler};
 
 use crate::{Arch, DType, Error, Problem, Result, Shape, ShapeBucket};
 use serde::{Deserialize, Serialize};
@@ -85,19 +85,11 @@ impl Family {
         }
     }
 
-    /// Why kernels of the family are chosen only when they are asked for by name; none for the families in service.
-    pub const fn withheld(self) -> Option<&'static str> {
-        match self {
-            Family::ForwardSm90 => Some("it has run in emulation only; no device has confirmed it yet"),
-            _ => None,
-        }
-    }
-
-    /// The families that can compute the problem on the arch and are in service, best first.
+    /// The families that can compute the problem on the arch, best first.
     pub fn candidates(problem: &Problem, arch: Arch) -> Vec<Family> {
         [Family::ForwardSm90, Family::ForwardSm80, Family::ForwardCpu, Family::ForwardNaive]
             .into_iter()
-            .filter(|f| f.withheld().is_none() && f.supports(problem, arch).is_ok())
+            .filter(|f| f.supports(problem, arch).is_ok())
             .collect()
     }
 }
@@ -164,6 +156,11 @@ impl Schedule {
 }
 
 impl Schedule {
+    /// Whether thread blocks take their tiles from a queue.
+    pub fn takes_from_a_queue(&self) -> bool {
+        matches!(self, Schedule::Sm90(s) if s.scheduler == Sm90Scheduler::Queue)
+    }
+
     /// Whether it differs for this shape from a simpler schedule of the space; others need not be tried.
     pub fn is_worth(&self, shape: &Shape) -> bool {
         match self {

@@ -30,11 +30,11 @@ pub struct Sm90Schedule {
     /// The query heads of a KV head share a tile, side by side: short queries then fill it. Used where their number is a
     /// power of two up to 64.
     pub pack_group: bool,
-    /// Thread blocks stay and take one tile after the other; otherwise every tile has its own thread block.
-    pub persistent: bool,
-    /// O leaves from shared memory of its own, and Q of the next tile comes in while this one's last products run. For
-    /// thread blocks that stay.
-    pub o_apart: bool,
+    /// Which thread block computes which tile.
+    pub scheduler: Sm90Scheduler,
+    /// Q of the next tile comes in while this one is computed (two buffers) and, with `overlap`, its first scores are
+    /// computed beside this one's last product: the matrix units do not see where a tile ends. For thread blocks that stay.
+    pub chain: bool,
     /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
     /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
     pub exp2_eighths: u32,
@@ -46,6 +46,24 @@ pub struct Sm90Schedule {
     /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
     /// the other, [`Sm90Schedule::WALK_ALL`] the same block of all heads. A decision of the launch, not of the code.
     pub section_mib: u32,
+}
+
+/// Which thread block computes which tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Sm90Scheduler {
+    /// Every tile has its own thread block, which the hardware starts where there is room.
+    Single,
+    /// Thread blocks stay, and each takes every so many-th tile.
+    Stride,
+    /// Thread blocks stay, and each takes the next tile that nobody has, by a counter in global memory.
+    Queue,
+}
+
+impl Sm90Scheduler {
+    /// Whether thread blocks stay.
+    pub const fn stays(self) -> bool {
+        !matches!(self, Self::Single)
+    }
 }
 
 impl Sm90Schedule {
@@ -67,10 +85,15 @@ impl Sm90Schedule {
         65536 / (self.threads() * self.blocks_per_sm) / 8 * 8
     }
 
-    /// Registers of a thread of the producer, once it has given back what it does not need: the fewest there can be or, with
-    /// three consumers, what their equal shares in multiples of 8 leave.
+    /// Registers of a thread of the producer, once it has given back what it does not need: the fewest that there can
+    /// be or, where it also decides who computes what, as many as that takes. Many threads leave it 32.
     pub const fn producer_registers(&self) -> u32 {
-        if self.consumers == 3 { 32 } else { 24 }
+        match (self.consumers, self.scheduler.stays()) {
+            (3, _) => 32,
+            (2, true) if self.blocks_per_sm > 1 => 32,
+            (_, true) => 40,
+            (_, false) => 24,
+        }
     }
 
     /// Registers of a thread of a consumer: what the producer gave back is shared out.
@@ -92,17 +115,17 @@ impl Sm90Schedule {
         scores + output + p + if self.cluster > 1 { 40 } else { 32 }
     }
 
-    /// The model's choice: what the published Hopper kernels use for the head dims that they serve (FlashAttention-3,
-    /// table of tile sizes in its source), and the largest tile that fits for the others.
+    /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
+    /// tile of that kind that fits for the others.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
-        let masked = problem.mask.any();
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let pack_group = bucket.group > 1 && bucket.q_len <= 256;
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
         let consumers = match rows {
             0..=64 => 1,
             65..=128 => 2,
-            _ if d <= 64 => 3,
+            // Three leave the producer too few registers for a window.
+            _ if d <= 64 && !problem.mask.left => 3,
             _ => 2,
         };
         let base = Self {
@@ -110,25 +133,46 @@ impl Sm90Schedule {
             block_kv: 128,
             stages: 2,
             overlap: true,
-            take_turns: consumers > 1 && d <= 128,
+            // Turns cost more than they give once the loop is long.
+            take_turns: consumers > 1 && bucket.kv_len <= 2048,
             p_in_shared: false,
             masked_loop: true,
             lazy_rescale: false,
             pack_group,
-            persistent: false,
-            o_apart: false,
+            scheduler: Sm90Scheduler::Queue,
+            chain: true,
             exp2_eighths: 0,
             cluster: 1,
             blocks_per_sm: 1,
             section_mib: if problem.mask.right { 32 } else { 0 },
         };
-        let largest = if masked || d <= 96 { 128 } else { 176 };
-        let fits = |s: &Self| sm90_smem(problem, s) <= sm.limits().smem_per_block && s.check_registers(problem).is_ok();
-        (1..=largest / 16)
-            .rev()
-            .map(|n| Self { block_kv: n * 16, ..base })
-            .find(fits)
-            .unwrap_or(Self { block_kv: 16, ..base })
+        // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
+        if d <= 64 && problem.mask.any() && rows > 128 && bucket.kv_len <= 1024 {
+            let small =
+                Self { consumers: 2, block_kv: 64, overlap: false, take_turns: false, blocks_per_sm: 2, ..base };
+            if small.fits(problem, sm) {
+                return small;
+            }
+        }
+        let (masked, short) = (problem.mask.any(), bucket.kv_len <= 2048);
+        let most = match () {
+            _ if d > 192 && masked && short => 64,
+            _ if masked || short || d <= 96 => 128,
+            _ => 160,
+        };
+        let largest = |chain, least: u32| {
+            let sizes = (least / 16..=most / 16).rev();
+            sizes.map(|n| Self { block_kv: n * 16, chain, ..base }).find(|s| s.fits(problem, sm))
+        };
+        // Where two buffers of Q leave too little for K and V, tiles are not chained.
+        largest(true, 96).or_else(|| largest(false, 16)).unwrap_or(Self { block_kv: 16, chain: false, ..base })
+    }
+
+    fn fits(&self, problem: &Problem, sm: SmArch) -> bool {
+        let bytes = sm90_smem(problem, self);
+        bytes <= sm.limits().smem_per_block
+            && self.blocks_per_sm * (bytes + 1024) <= sm.limits().smem_per_sm
+            && self.check_registers(problem).is_ok()
     }
 
     /// The schedules worth trying. Lazy rescaling is left out until its error has been held against that of the peers.
@@ -148,11 +192,14 @@ impl Sm90Schedule {
                         for p_in_shared in [false, true] {
                             for &masked_loop in masks {
                                 for &section_mib in sections {
-                                    for (pack_group, persistent, o_apart) in [
-                                        (false, false, false),
-                                        (false, true, false),
-                                        (false, true, true),
-                                        (true, false, false),
+                                    for (pack_group, scheduler, chain) in [
+                                        (false, Sm90Scheduler::Single, false),
+                                        (false, Sm90Scheduler::Stride, false),
+                                        (false, Sm90Scheduler::Stride, true),
+                                        (false, Sm90Scheduler::Queue, false),
+                                        (false, Sm90Scheduler::Queue, true),
+                                        (true, Sm90Scheduler::Single, false),
+                                        (true, Sm90Scheduler::Queue, true),
                                     ] {
                                         for &exp2_eighths in if masked_loop { eighths } else { &[0][..] } {
                                             space.push(Self {
@@ -165,8 +212,8 @@ impl Sm90Schedule {
                                                 masked_loop,
                                                 lazy_rescale: false,
                                                 pack_group,
-                                                persistent,
-                                                o_apart,
+                                                scheduler,
+                                                chain,
                                                 exp2_eighths,
                                                 cluster,
                                                 blocks_per_sm,
@@ -219,8 +266,11 @@ impl Sm90Schedule {
         if self.exp2_eighths > 0 && !self.masked_loop {
             return bad("exp2_eighths", self.exp2_eighths, "0 unless masked blocks have a loop of their own");
         }
-        if self.o_apart && !self.persistent {
-            return bad("o_apart", 1, "thread blocks that stay");
+        if self.chain && !(self.scheduler.stays() && self.cluster == 1) {
+            return bad("chain", 1, "thread blocks that stay, each alone");
+        }
+        if self.scheduler == Sm90Scheduler::Queue && self.cluster > 1 {
+            return bad("cluster", self.cluster, "1: a queue deals to single thread blocks");
         }
         if self.take_turns && self.consumers < 2 {
             return bad("consumers", self.consumers, "at least 2 warpgroups, to take turns");
@@ -257,8 +307,9 @@ impl fmt::Display for Sm90Schedule {
             (self.p_in_shared, "psmem"),
             (self.lazy_rescale, "lazy"),
             (self.pack_group, "pack"),
-            (self.persistent, "stay"),
-            (self.o_apart, "oapart"),
+            (self.scheduler == Sm90Scheduler::Stride, "stride"),
+            (self.scheduler == Sm90Scheduler::Queue, "queue"),
+            (self.chain, "chain"),
         ] {
             if on {
                 write!(f, "-{name}")?;

@@ -10,9 +10,13 @@ use std::sync::OnceLock;
 /// `cuEventElapsedTime` under the name that every driver has; cudarc's bindings of CUDA 13 ask for a newer name.
 type ElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
 
+/// `cuStreamGetId`, which drivers have since CUDA 12.
+type StreamId = unsafe extern "C" fn(sys::CUstream, *mut u64) -> CUresult;
+
 /// The driver library, initialised.
 pub(super) struct Driver {
     pub(super) elapsed_time: ElapsedTime,
+    pub(super) stream_id: Option<StreamId>,
     _library: Library,
 }
 
@@ -57,8 +61,10 @@ fn load() -> Result<Driver, Absent> {
     let elapsed_time = unsafe { library.get::<ElapsedTime>("cuEventElapsedTime") }
         .map(|s| *s)
         .map_err(|e| Absent::Missing(chain(&e)))?;
+    // SAFETY: name and type are those of cuda.h.
+    let stream_id = unsafe { library.get::<StreamId>("cuStreamGetId") }.map(|s| *s).ok();
     result::init().map_err(|e| Absent::Failed("cuInit", e))?;
-    Ok(Driver { elapsed_time, _library: library })
+    Ok(Driver { elapsed_time, stream_id, _library: library })
 }
 
 /// An error of a driver call.

@@ -13,13 +13,16 @@ mod nvml;
 mod parameter;
 mod pointer;
 mod probe;
+mod queues;
 mod slices;
 mod tensor_map;
 
 pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
 
-use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
+use crate::{
+    Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, HostBytes, Module, Probe, Result, Stream, compiler_for,
+};
 use context::Context;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
@@ -237,7 +240,10 @@ impl Device for CudaDevice {
         let _bound = self.context.bind()?;
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
         let sm90 = match launch.tiling {
-            Some(tiling) => Some(tensor_map::sm90_args(&self.context, module.kernel(), tiling, args)?),
+            Some(tiling) => {
+                let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
+                Some(tensor_map::sm90_args(&self.context, module.kernel(), tiling, args, queue)?)
+            }
             None => None,
         };
         let with_side;
@@ -293,6 +299,10 @@ impl Device for CudaDevice {
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
         Ok(Box::new(CudaBuffer::new(&self.context, bytes)?))
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<HostBytes> {
+        Ok(Box::new(memory::PinnedBytes::new(&self.context, bytes)?))
     }
 
     fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> Result<()> {

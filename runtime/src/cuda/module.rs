@@ -1,6 +1,7 @@
 //! A loaded cubin.
 
 use super::context::Context;
+use super::queues::Queues;
 use crate::{Error, Module, Result};
 use cudarc::driver::result::{function, module};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
@@ -14,6 +15,8 @@ use std::sync::Arc;
 pub(super) struct CudaModule {
     pub(super) context: Arc<Context>,
     pub(super) function: CUfunction,
+    /// For a kernel whose thread blocks take tiles from a queue.
+    pub(super) queues: Option<Queues>,
     raw: CUmodule,
     kernel: Kernel,
 }
@@ -67,7 +70,8 @@ impl CudaModule {
         let raw = unsafe { module::load_data(artifact.bytes.as_ptr().cast()) }
             .map_err(|e| context.failed("cuModuleLoadData", e))?;
         // From here on the module is unloaded on every way out.
-        let mut this = Self { context: context.clone(), function: std::ptr::null_mut(), raw, kernel };
+        let queues = kernel.schedule.takes_from_a_queue().then(Queues::new);
+        let mut this = Self { context: context.clone(), function: std::ptr::null_mut(), queues, raw, kernel };
         // SAFETY: `raw` was just loaded.
         this.function =
             unsafe { module::get_function(raw, entry) }.map_err(|e| context.failed("cuModuleGetFunction", e))?;

@@ -10,7 +10,13 @@ use flashtune_codegen::abi::{ForwardArgs, Sm90Args, TensorMap};
 use flashtune_codegen::{DType, Kernel, TensorMapSpec, Tiling, unaddressable};
 
 /// The argument struct of a launch of `forward/sm90`. Host arithmetic only: nothing of the device is touched.
-pub(super) fn sm90_args(context: &Context, kernel: &Kernel, tiling: Tiling, forward: &ForwardArgs) -> Result<Sm90Args> {
+pub(super) fn sm90_args(
+    context: &Context,
+    kernel: &Kernel,
+    tiling: Tiling,
+    forward: &ForwardArgs,
+    queue: i32,
+) -> Result<Sm90Args> {
     let refused = |message: String| Error::Device {
         call: "cuTensorMapEncodeTiled",
         device: context.name.clone(),
@@ -27,7 +33,7 @@ pub(super) fn sm90_args(context: &Context, kernel: &Kernel, tiling: Tiling, forw
     for (map, spec) in maps.iter_mut().zip(&specs) {
         *map = encode(context, spec)?;
     }
-    Ok(Sm90Args { maps, forward: *forward, tiling })
+    Ok(Sm90Args { maps, forward: *forward, tiling, queue })
 }
 
 fn encode(context: &Context, spec: &TensorMapSpec) -> Result<TensorMap> {

@@ -289,7 +289,7 @@ impl Dispatcher {
             match family.supports(&key.problem, arch) {
                 Err(CodegenError::Unsupported { limit, .. }) => refusals.push(Refusal::new(family.name(), limit)),
                 Err(e) => refusals.push(Refusal::new(family.name(), e.to_string())),
-                Ok(()) => refusals.push(Refusal::new(family.name(), family.withheld().unwrap_or(key.demand.why_not()))),
+                Ok(()) => refusals.push(Refusal::new(family.name(), key.demand.why_not())),
             }
         }
         match families.is_empty() {

@@ -4,43 +4,45 @@
 //
 // Per row a reference maximum m of the unscaled scores and the sum l of exp2((s - m) * c), c = scale * log2(e).
 
+// What is left of two rows at the end of their keys.
+struct RowResults {
+    float inverse[2];      // 1 / sum, or 0 for a row that attended to nothing
+    float log_sum_exp[2];  // natural, of the scaled scores; -inf for a row that attended to nothing
+};
+
 template <int kTiles, bool kLazyRescale, int kMultiplyAddEighths> struct RowSoftmax {
     float m[2];       // reference maximum, unscaled; -inf before the first visible score
     float l[2];       // this thread's part of the sum
     float factor[2];  // what the last advance() asks to multiply O with
 
-    // How far the maximum may grow, in units of log2, before sums are brought to the new reference. Without slack O is
-    // left alone only when no row of the warp has met a new maximum, which is exact.
-    static constexpr float kSlack = kLazyRescale ? 8.0f : 0.0f;
+    // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is lazy.
+    static constexpr float kSlack = 8.0f;
 
     __device__ __forceinline__ void init() {
 #pragma unroll
         for (int h = 0; h < 2; h++) m[h] = -FT_INFINITY, l[h] = 0.0f;
     }
 
-    // Moves the references to the maxima of these scores. Returns whether O must be rescaled: the same for all lanes.
-    __device__ __forceinline__ bool advance(const float (&s)[kTiles * 4], float c) {
-        float block_max[2];
-        bool moved = false;
+    // Moves the references to the maxima of these scores. One row after the other and without a branch: the compiler then
+    // takes the maximum of the second row between the exponentials of the first.
+    __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c) {
+        float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
             for (int j = 1; j < kTiles; j++) x = fmaxf(x, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-            block_max[h] = quad_max(x);
-            moved |= (block_max[h] - m[h]) * c > kSlack;
+            to[h] = fmaxf(m[h], quad_max(x));
         }
-        moved = __any_sync(0xffffffff, moved);
-        if (moved) {
+        // Lazily: all rows of the warp move, or none.
+        const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * c > kSlack || (to[1] - m[1]) * c > kSlack);
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float to = fmaxf(m[h], block_max[h]);
-                factor[h] = to == m[h] ? 1.0f : exp2_approx((m[h] - to) * c);
-                m[h] = to;
-                l[h] *= factor[h];
-            }
+        for (int h = 0; h < 2; h++) {
+            if (stay) to[h] = m[h];
+            factor[h] = to[h] == m[h] ? 1.0f : exp2_approx((m[h] - to[h]) * c);
+            m[h] = to[h];
+            l[h] *= factor[h];
         }
-        return moved;
     }
 
     // Scores to probabilities relative to m, in place. Where nothing is masked, some eighths of the exponentials may run
@@ -63,19 +65,22 @@ template <int kTiles, bool kLazyRescale, int kMultiplyAddEighths> struct RowSoft
         }
     }
 
+    // Brings O to the moved references. Where that is lazy it is worth to ask first whether any row of the warp has moved.
     template <int kCount> __device__ __forceinline__ void rescale(float (&o)[kCount]) const {
+        if (kLazyRescale && !__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
         for (int i = 0; i < kCount; i++) o[i] *= factor[i / 2 % 2];
     }
 
-    // Completes the sum of a row over the quad. Returns 1 / l, or 0 for a row that attended to nothing.
-    __device__ __forceinline__ float finish(int h) {
-        l[h] = quad_sum(l[h]);
-        return l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
-    }
-
-    // Natural-log log-sum-exp of the scaled scores; -inf for a row that attended to nothing. After finish().
-    __device__ __forceinline__ float log_sum_exp(int h, float c) const {
-        return l[h] == 0.0f ? -FT_INFINITY : kLn2 * (m[h] * c + log2_approx(l[h]));
+    // Completes the sums over the quad.
+    __device__ __forceinline__ RowResults finish(float c) {
+        RowResults r;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            l[h] = quad_sum(l[h]);
+            r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
+            r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (m[h] * c + log2_approx(l[h]));
+        }
+        return r;
     }
 };

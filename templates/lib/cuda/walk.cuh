@@ -9,6 +9,7 @@ struct Sm90Args {
     int blocks;            // tiles of one unit, a multiple of the cluster's blocks
     int section;           // units that are walked together, so that their K and V stay in L2
     int tiles;             // of the whole problem
+    int queue;             // which counter deals them, or -1
 };
 
 // The tile with an index: sections of units one after the other; inside of one, the same blocks of all of its units,

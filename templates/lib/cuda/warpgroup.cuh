@@ -56,6 +56,15 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
 __device__ __forceinline__ void store_shared_4(u32 address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+// A flag in shared memory that some set while others look.
+__device__ __forceinline__ void set_flag(u32 address) {
+    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(1) : "memory");
+}
+__device__ __forceinline__ u32 read_flag(u32 address) {
+    u32 r;
+    asm volatile("atom.shared.or.b32 %0, [%1], %2;" : "=r"(r) : "r"(address), "r"(0) : "memory");
+    return r;
+}
 template <typename Element> __device__ __forceinline__ Element load_shared(u32 address) {
     Element r;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r.bits) : "r"(address) : "memory");

@@ -42,6 +42,7 @@ void cvt_f32_f16(float& d, u16 x);
 void ex2_approx_ftz_f32(float& d, float x);
 void lg2_approx_ftz_f32(float& d, float x);
 void rcp_approx_ftz_f32(float& d, float x);
+void atom_global_add_u32(u32& old, u32* counter, u32 n);
 void max_NaN_f32(float& d, float x, float y);
 inline void mov_u32(u32& d, u32 x) { d = x; }
 inline void selp_b32(u32& d, u32 a, u32 b, bool which) { d = which ? a : b; }
@@ -55,6 +56,8 @@ void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address);
 void st_shared_v4_u32(u32 address, u32 x, u32 y, u32 z, u32 w);
 void ld_shared_u32(u32& d, u32 address);
 void st_shared_u32(u32 address, u32 x);
+void red_shared_or_b32(u32 address, u32 x);
+void atom_shared_or_b32(u32& old, u32 address, u32 x);
 void ld_shared_u16(u16& d, u32 address);
 void st_shared_u16(u32 address, u16 x);
 void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d);

@@ -59,4 +59,10 @@ void rcp_approx_ftz_f32(float& d, float x) { d = flush(1.0f / flush(x)); }
 // NaN is the canonical one, whose bits some kernels compute with.
 void max_NaN_f32(float& d, float x, float y) { d = x != x || y != y ? bits<float>(0x7fffffffu) : x > y ? x : y; }
 
+// Thread blocks do not run at the same time here.
+void atom_global_add_u32(u32& old, u32* counter, u32 n) {
+    old = *counter;
+    *counter += n;
+}
+
 }  // namespace ptx

@@ -82,6 +82,14 @@ void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
 }
 void st_shared_u16(u32 address, u16 x) { store(address, x); }
 void st_shared_u32(u32 address, u32 x) { store(address, x); }
+void red_shared_or_b32(u32 address, u32 x) {
+    u32 old;
+    atom_shared_or_b32(old, address, x);
+}
+void atom_shared_or_b32(u32& old, u32 address, u32 x) {
+    load(&old, address, 4);
+    if ((old | x) != old) store(address, old | x);
+}
 void st_shared_v4_u32(u32 address, u32 x, u32 y, u32 z, u32 w) {
     struct {
         u32 v[4];

@@ -1,0 +1,87 @@
+// What a thread block does, tile after tile. One thread deals: every gridDim.x-th tile or, from the queue that all thread
+// blocks share, the next one that nobody has. It tells the others through two slots of shared memory.
+
+struct alignas(16) Work {
+    Tile tile;
+    BlockRange own;  // the key blocks that its rows visit
+    BlockRange all;  // those that arrive for its cluster
+    int live;        // whether there is a tile at all
+    int unused[2];
+};
+
+// Tiles that were taken so far, beside the first one of each thread block: one counter for every stream that launches at
+// the same time as others. The host says which; a launch without one takes tiles by stride.
+constexpr int kQueues = 256;
+__device__ u32 tile_queues[kQueue ? kQueues : 1];
+
+__device__ __forceinline__ Work work_at(const Sm90Args& args, u32 index) {
+    Work w;
+    w.tile = tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight>(args, min_of(index, u32(args.tiles) - 1));
+    w.own = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, w.tile);
+    w.all = blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, w.tile, w.own);
+    w.live = index < u32(args.tiles);
+    return w;
+}
+// Every thread block has one.
+__device__ __forceinline__ Work first_work(const Sm90Args& args) { return work_at(args, blockIdx.x); }
+
+// One of the two slots.
+__device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * 64; }
+__device__ __forceinline__ Work read_slot(u32 slot) {
+    Work work;
+    uint4* words = (uint4*)&work;
+#pragma unroll
+    for (int i = 0; i < 4; i++) words[i] = load_shared_16(slot + i * 16);
+    return work;
+}
+
+// The thread that deals. It has few registers.
+struct Dealer {
+    const u32 smem;
+    u32 count = 0;  // tiles so far, beside the first
+    __device__ __forceinline__ explicit Dealer(u32 smem) : smem(smem) {}
+
+    // Decides what comes next and tells the others.
+    __device__ __forceinline__ void deal(const Sm90Args& args) {
+        if (!kPersistent) return;
+        const u32 slot = count % 2;
+        mbarrier_wait(smem + Layout::kEmptyWork + slot * 8, ~(count >> 1) & 1);
+        u32 index = blockIdx.x + (count + 1) * gridDim.x;
+        if (kQueue && args.queue >= 0) {
+            u32* queue = tile_queues + args.queue;
+            const u32 taken = atomic_add(queue, 1);
+            index = gridDim.x + taken;
+            // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
+            if (taken + 1 == u32(args.tiles)) *queue = 0;
+        }
+        const Work work = work_at(args, index);
+        const uint4* words = (const uint4*)&work;
+#pragma unroll
+        for (int i = 0; i < 4; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
+        mbarrier_arrive(smem + Layout::kFullWork + slot * 8);
+        count++;
+    }
+    // What was dealt last, which is still in its slot: the producer has no registers to keep it in.
+    __device__ __forceinline__ Work dealt() const {
+        if (!kPersistent) return Work{};
+        return read_slot(slot_of(smem, (count - 1) % 2));
+    }
+};
+
+// Those who are dealt to: warps, or single threads.
+struct Hand {
+    const u32 smem;
+    Ring<2> ring;
+    __device__ __forceinline__ explicit Hand(u32 smem) : smem(smem) {}
+
+    template <bool kWarp> __device__ __forceinline__ Work next() {
+        if (!kPersistent) return Work{};
+        mbarrier_wait(smem + Layout::kFullWork + ring.stage * 8, ring.parity);
+        const Work work = read_slot(slot_of(smem, ring.stage));
+        if (kWarp) __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kEmptyWork + ring.stage * 8);
+        ring.advance();
+        return work;
+    }
+};
+static_assert(sizeof(Work) == 64, "a slot");
