@@ -426,6 +426,12 @@ impl Engine {
         let mut resolved = forward_call(&tensors, call.mask, call.scale)?;
         let Some(program) = call.program.filter(|p| !p.is_plain()) else { return Ok((resolved, None)) };
         resolved.problem.program = Some(program);
+        let (problem, shape) = resolved.problem.with_windows(resolved.shape);
+        if shape.mask != call.mask {
+            resolved = forward_call(&tensors, shape.mask, call.scale)?;
+        }
+        resolved.problem = problem;
+        let Some(program) = problem.program else { return Ok((resolved, None)) };
         let side = SideTable::new(&program, &resolved.shape, &call.side).map_err(flashtune_codegen::Error::from)?;
         Ok((resolved, Some(side)))
     }

@@ -55,21 +55,25 @@ fn bad_programs_are_bad_input() {
     fails(&mut explain(&["--mask", "chunked", "--tile-map"]), 2, &["scalar `chunk` is missing"]);
     fails(&mut explain(&["--mask", "chunked", "--tile-map", "--set", "chunk=0"]), 2, &["holds 0", "from 1"]);
     fails(&mut explain(&["--mask", "causal", "--tile-map", "--tile", "0x8"]), 2, &["--tile 0x8"]);
-    let arch = ["emit", "--arch", "sm_90a", "--family", "forward/sm90", "--mask", "kv <= q and q - kv < 100"];
+    let arch = ["emit", "--arch", "sm_90a", "--family", "forward/sm90", "--mask", "kv // 8 == q // 8"];
     fails(&mut place.flashtune(&arch), 2, &["score programs", "forward/sm80"]);
 }
 
 #[test]
 fn the_cpu_emits_explains_and_checks_programs() {
     let place = Place::new();
-    let program = ["--mask", "kv <= q and q - kv < 9", "--score", "score * 0.5", "--head-dim", "16", "--dtype", "f32"];
+    let program = ["--mask", "kv // 8 == q // 8", "--score", "score * 0.5", "--head-dim", "16", "--dtype", "f32"];
     fn with<'a>(command: &[&'a str], program: &[&'a str]) -> Vec<&'a str> {
         [command, program, &["--device", "cpu"]].concat()
     }
     let source = place.json(&with(&["emit"], &program));
     let text = source["source"].as_str().unwrap();
-    assert!(text.contains("mask = q - 8 <= kv and kv <= q;") && text.contains("score = score * 0.5;"));
+    assert!(text.contains("kv // 8") && text.contains("score = score * 0.5;"));
     assert!(source["kernel"].as_str().unwrap().starts_with("forward-f32-d16-full-s"));
+    // A mask that is a window is taken as one.
+    let window =
+        place.json(&with(&["emit"], &["--mask", "kv <= q and q - kv < 9", "--head-dim", "16", "--dtype", "f32"]));
+    assert!(window["kernel"].as_str().unwrap().starts_with("forward-f32-d16-window."), "{window}");
     let explained = place.json(&with(&["explain", "--q-len", "64", "--heads", "2"], &program));
     assert!(explained.to_string().contains("forward/cpu"), "{explained}");
     let check = |more: &[&str]| {

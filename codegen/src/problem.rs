@@ -1,7 +1,7 @@
 //! What is computed, independent of sizes: the thing that a kernel is specialised to.
 
 use crate::score::{Program, ProgramRef};
-use crate::{DType, Error, MaskKind, Result};
+use crate::{DType, Error, MaskKind, Result, Shape};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -56,6 +56,14 @@ impl Problem {
     /// The same problem with a score program; one that does nothing is left out.
     pub fn with_program(self, program: Program) -> Self {
         Self { program: (!program.is_plain()).then(|| ProgramRef::new(program)), ..self }
+    }
+
+    /// The same computation with as much of the program's mask in `mask` as fits there at these sizes, whose own mask is
+    /// then `Shape::mask`: kernels know windows without a program.
+    pub fn with_windows(self, shape: Shape) -> (Self, Shape) {
+        let found = self.program.and_then(|p| Some((p, p.window()?.at(&shape)?)));
+        let Some((program, mask)) = found else { return (self, shape) };
+        (Self { mask: mask.kind(), program: program.unmasked(), ..self }, Shape { mask, ..shape })
     }
 
     /// Checks the head dims against what every family supports.

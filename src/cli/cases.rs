@@ -92,6 +92,7 @@ impl CaseArgs {
                                         for kv_len in or(&sizes(&self.kv_len), q_len) {
                                             let shape = Shape { batch, heads, kv_heads, q_len, kv_len, mask };
                                             shape.validate()?;
+                                            let (problem, shape) = problem.with_windows(shape);
                                             cases.push(Case { problem, shape });
                                         }
                                     }

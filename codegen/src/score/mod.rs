@@ -37,6 +37,7 @@ mod pieces;
 mod print;
 mod program;
 mod tile;
+mod window;
 mod words;
 
 pub use builder::Expr;
@@ -54,4 +55,5 @@ pub use lower::{Code, Dialect, lower, lower_fragments, slot};
 pub(crate) use pieces::{cpu_fields, cuda_fields};
 pub use program::{MAX_INPUTS, MAX_NODES, Program, ProgramBuilder};
 pub use tile::{TileKind, TileProgram};
+pub use window::WindowForm;
 pub use words::{Axis, Binary, Declaration, MAX_LEN, MAX_RANK, Range, Storage, Type, Unary, Var};

@@ -5,8 +5,10 @@ use super::builder::Expr;
 use super::check::Checker;
 use super::error::ProgramError;
 use super::graph::{Graph, Id, Node};
+use super::intern::ProgramRef;
 use super::parse::parse;
 use super::print::print;
+use super::window::WindowForm;
 use super::words::{Axis, Declaration, Type, Var};
 use std::fmt;
 
@@ -32,6 +34,9 @@ pub struct Program {
     sink: Option<Id>,
     text: String,
     hash: [u8; 32],
+    window: Option<WindowForm>,
+    /// What is left of a program whose mask is a window.
+    unmasked: Option<ProgramRef>,
 }
 
 impl PartialEq for Program {
@@ -134,6 +139,16 @@ impl Program {
         let mut graph = self.graph.clone();
         let score = graph.var(Var::Score);
         ProgramBuilder { graph, mask: self.mask, score, sink: None, infer_axes: false }.build()
+    }
+
+    /// What the mask is as a window, if it says no more than one does.
+    pub fn window(&self) -> Option<&WindowForm> {
+        self.window.as_ref()
+    }
+
+    /// The score and the sink of a program whose mask is a window; `None` when it has neither.
+    pub fn unmasked(&self) -> Option<ProgramRef> {
+        self.unmasked
     }
 
     /// Nothing is masked, changed or added.
@@ -274,7 +289,17 @@ impl ProgramBuilder {
         let hash = *blake3::hash(text.as_bytes()).as_bytes();
         let find = |name| results.iter().find(|(n, _)| *n == name).map(|(_, id)| *id);
         let (mask, score, sink) = (find("mask"), find("score"), find("sink"));
-        Ok(Program { graph, mask, score, sink, text, hash })
+        let window = mask.and_then(|mask| WindowForm::of(&graph, mask));
+        let unmasked = match (&window, score.or(sink)) {
+            (Some(_), Some(_)) => {
+                let mut graph = graph.clone();
+                let score = score.unwrap_or_else(|| graph.var(Var::Score));
+                let rest = ProgramBuilder { graph, mask: None, score, sink, infer_axes: false };
+                Some(ProgramRef::new(rest.build()?))
+            }
+            _ => None,
+        };
+        Ok(Program { graph, mask, score, sink, text, hash, window, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {
