@@ -109,11 +109,16 @@ fn f32_goes_to_the_exact_kernel_and_the_account_says_so() {
 
 #[test]
 fn half_precision_goes_to_the_tensor_cores() {
-    for (arch, dtype) in [("sm_80", DType::F16), ("sm_86", DType::Bf16), ("sm_89", DType::F16), ("sm_90a", DType::Bf16)]
-    {
+    for (arch, dtype, family) in [
+        ("sm_80", DType::F16, Family::ForwardSm80),
+        ("sm_86", DType::Bf16, Family::ForwardSm80),
+        ("sm_89", DType::F16, Family::ForwardSm80),
+        ("sm_90a", DType::Bf16, Family::ForwardSm90),
+        ("sm_100a", DType::Bf16, Family::ForwardSm80),
+    ] {
         let (problem, shape) = call(dtype);
         let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, Demand::Usual).unwrap();
-        assert_eq!(plan.kernel().schedule.family(), Family::ForwardSm80, "{arch}");
+        assert_eq!(plan.kernel().schedule.family(), family, "{arch}");
         assert_eq!(plan.status(), Status::Default);
         assert!(plan.refusals().iter().any(|r| r.what == "forward/naive"), "{}", plan.explain());
     }
@@ -146,7 +151,7 @@ fn the_weights_come_from_the_plain_kernel_alone() {
     );
     // Calls with and without them do not share a plan.
     let without = gpu.plan(&problem, &shape, Demand::Usual).unwrap();
-    assert_eq!(without.kernel().schedule.family(), Family::ForwardSm80);
+    assert_eq!(without.kernel().schedule.family(), Family::ForwardSm90);
     let error = dispatcher("sm_90a", Policy::Sealed).plan(&problem, &shape, Demand::Weights).unwrap_err();
     assert!(matches!(&error, Error::Sealed { reason, .. } if reason.contains("weights")), "{error}");
 }
