@@ -151,11 +151,16 @@ fn score_programs_compile_without_spills_in_default_schedules() {
         let program = flashtune::Program::parse(text).unwrap();
         let mask = MaskKind::ALL[i % 3];
         let with = |dtype, dim| Problem::forward(dtype, dim, mask).unwrap().with_program(program.clone());
-        for dim in [64, 128, [96, 256][i % 2]] {
+        for dim in [128, [64, 96, 256][i % 3]] {
             let (dtype, arch) = ([DType::Bf16, DType::F16][i % 2], arch(["sm_80", "sm_90a"][i % 2]));
             kernels.push(default_kernel(Family::ForwardSm80, with(dtype, dim), arch, 4096));
         }
-        kernels.push(default_kernel(Family::ForwardNaive, with(DType::F32, 64), arch(ARCHS[i % 4]), 1024));
+        if i % 3 == 0 {
+            kernels.push(default_kernel(Family::ForwardNaive, with(DType::F32, 64), arch(ARCHS[i % 4]), 1024));
+        }
+        for dim in [128, [96, 64][i / 3 % 2]] {
+            kernels.push(default_kernel(Family::ForwardSm90, with(DType::Bf16, dim), arch("sm_90a"), 4096));
+        }
     }
     compile_all(&kernels, false);
 }

@@ -140,8 +140,13 @@ fn random_programs_agree_with_the_interpreter_on_the_cpu() {
 fn what_cannot_compute_a_program_says_so() {
     let program = Program::mask_of("kv <= q and q - kv < 100").unwrap();
     let problem = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap().with_program(program);
-    let e = Family::ForwardSm90.supports(&problem, "sm_90a".parse().unwrap()).unwrap_err().to_string();
+    let hopper: Arch = "sm_90a".parse().unwrap();
+    assert!(Family::ForwardSm90.supports(&problem, hopper).is_ok());
+    let bias = Program::score_of("x: bf16[heads, q_len, kv_len]; score + x[h, q, kv]").unwrap();
+    let wide = Problem::forward(DType::Bf16, 256, MaskKind::FULL).unwrap().with_program(bias);
+    let e = Family::ForwardSm90.supports(&wide, hopper).unwrap_err().to_string();
     assert!(e.contains("forward/sm90") && e.contains("forward/sm80"), "{e}");
+    assert!(Family::ForwardSm80.supports(&wide, hopper).is_ok());
     let needs = Program::score_of("s: float[heads]; score + s[h]").unwrap();
     let shape = Shape { batch: 1, heads: 2, kv_heads: 2, q_len: 4, kv_len: 4, mask: Mask::Full };
     let problem = Problem::forward(DType::F32, 64, MaskKind::FULL).unwrap().with_program(needs);

@@ -192,8 +192,8 @@ impl Kernel {
                     if s.cluster > 1 { format!("__cluster_dims__({}, 1, 1)", s.cluster) } else { String::new() },
                 ),
                 ("blocks_per_sm", s.blocks_per_sm.to_string()),
-                ("producer_registers", s.producer_registers().to_string()),
-                ("consumer_registers", s.consumer_registers().to_string()),
+                ("producer_registers", s.producer_registers(p).to_string()),
+                ("consumer_registers", s.consumer_registers(p).to_string()),
                 ("wgmma_instructions", wgmma::instructions(p.dtype, &[s.block_kv, p.head_dim_v.next_multiple_of(16)])),
             ]),
         }

@@ -41,7 +41,11 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/approx.cuh" %>
 <% include "lib/cuda/row_softmax.cuh" %>
 <% include "lib/cuda/walk.cuh" %>
+<% include "lib/cuda/program.cuh" %>
+<% include "lib/cuda/sink.cuh" %>
 <% include "lib/cuda/non_finite.cuh" %>
+
+using KernelArgs = WithSide<Sm90Args>;
 
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kBlockQ = kConsumers * 64;
@@ -53,7 +57,12 @@ constexpr int kStepsPV = kBlockKV / 16;            // matrix steps of P V
 constexpr int kBytes64Rows = 64 * 128;             // one chunk of 64 rows
 constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 // Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
-constexpr bool kClean = kMaskLeft || kMaskRight;
+constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
+// Whether blocks before those in sight of every row may need a mask.
+constexpr bool kMaskedFirst = kMaskLeft || kProgramMask;
+// Whole warps find the blocks that a program's mask leaves; otherwise one thread of a warp is enough. All else is done by
+// one thread in any case: others could come to a barrier when the phase that they wait for is long over.
+constexpr bool kWholeWarps = kProgramMask;
 
 using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
@@ -109,7 +118,8 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
 }
 
 // One thread brings Q and K, and decides what comes next.
-__device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
+__device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
+    const bool leads = !kWholeWarps || threadIdx.x % 32 == 0;
     tma_prefetch_map(args.q);
     tma_prefetch_map(args.k);
     Ring<kStages> ring;
@@ -125,6 +135,7 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
             for (int c = 0; c < kConsumers; c++) {
                 const int at = q_ring.stage * kConsumers + c;
                 const u32 full = smem + Layout::kFullQ + at * 8, to = smem + Layout::kQ + at * Layout::kBytesQ;
+                if (!leads) continue;
                 if (kPersistent) mbarrier_wait(smem + Layout::kEmptyQ + at * 8, q_ring.parity ^ 1);
                 mbarrier_arrive_expect(full, kChunksQK * kBytes64Rows);
 #pragma unroll
@@ -142,10 +153,12 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
             // As late as the others can be told in time: whoever is ahead by then takes more.
             if (n <= blocks.begin) dealer.deal(args);
             if (n >= blocks.begin) {
-                const u32 full = smem + Layout::kFullK + ring.stage * 8;
-                mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
-                mbarrier_arrive_expect(full, Layout::kBytesK);
-                bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
+                if (leads) {
+                    const u32 full = smem + Layout::kFullK + ring.stage * 8;
+                    mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
+                    mbarrier_arrive_expect(full, Layout::kBytesK);
+                    bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
+                }
                 ring.advance();
             }
             if (n >= blocks.end - 1) bring_q();
@@ -155,20 +168,23 @@ __device__ __forceinline__ void produce_qk(const Sm90Args& args, u32 smem) {
 }
 
 // Another one brings V, so that a wait for one never holds up the other.
-__device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
+__device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem) {
+    const bool leads = !kWholeWarps || threadIdx.x % 32 == 0;
     tma_prefetch_map(args.v);
     Ring<kStages> ring;
     Hand hand(smem);
-    for (Work work = first_work(args); work.live; work = hand.next<false>()) {
+    for (Work work = first_work(args); work.live; work = hand.next<kWholeWarps>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            const bool raw = kClean && is_masked<kMaskLeft>(blocks, n);
+            const bool raw = kClean && is_masked<kMaskedFirst>(blocks, n);
             const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
-            mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
-            mbarrier_arrive_expect(full, Layout::kBytesV);
-            if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
-            bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, n, work.tile);
+            if (leads) {
+                mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
+                mbarrier_arrive_expect(full, Layout::kBytesV);
+                if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
+                bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, n, work.tile);
+            }
             ring.advance();
         }
     }
@@ -177,7 +193,7 @@ __device__ __forceinline__ void produce_v(const Sm90Args& args, u32 smem) {
 // Two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with
 // them (see non_finite.cuh). Masked blocks arrive on a barrier of their own, so these warps see each phase of it, and
 // nothing of the blocks that they leave alone.
-__device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
+__device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem) {
     const u32 lane = threadIdx.x % 64;
     Ring<kStages> ring;
     Hand hand(smem);
@@ -186,7 +202,7 @@ __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            if (is_masked<kMaskLeft>(blocks, n)) {
+            if (is_masked<kMaskedFirst>(blocks, n)) {
                 mbarrier_wait(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
@@ -206,7 +222,7 @@ __device__ __forceinline__ void clean_v(const Sm90Args& args, u32 smem) {
 
 // One warpgroup of 64 query rows.
 struct Consumer {
-    const Sm90Args& args;
+    const KernelArgs& args;
     const u32 smem;
     const int id;             // of the warpgroup, 0 to kConsumers - 1
     Hand hand;
@@ -218,10 +234,11 @@ struct Consumer {
     Output o;
     Probabilities p;
     RowSoftmax<kBlockKV / 8, kLazyRescale, kExp2Eighths> softmax;
+    ProgramKept kept;  // of the tile whose scores are computed
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
-    __device__ __forceinline__ Consumer(const Sm90Args& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem) {}
+    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem) {}
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     // A barrier of this warpgroup alone.
@@ -333,6 +350,25 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
+
+    // What the score program and the window make of the scores of block n.
+    template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
+        const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
+        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+        if (masked) {
+            program_scores<true, kBlockKV / 8>(at, head(work), kept, row, key, magnitude());
+            mask(work.tile, n * kBlockKV);
+        } else {
+            program_scores<false, kBlockKV / 8>(at, head(work), kept, row, key, magnitude());
+        }
+    }
+    // Of the softmax scale, whose sign is in Q.
+    __device__ __forceinline__ float magnitude() const {
+        const float scale = args.forward.scale;
+        return scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale;
+    }
+
     // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
     __device__ __forceinline__ void round() {
         if constexpr (kPInShared) {
@@ -375,13 +411,13 @@ struct Consumer {
             for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
 #pragma unroll 1
             for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
-            if (kMaskLeft) {
+            if (kMaskedFirst) {
 #pragma unroll 1
                 for (; n >= blocks.begin; n--) step(n, Bool<true>{});
             }
         } else {
 #pragma unroll 1
-            for (; n >= blocks.begin; n--) step(n, is_masked<kMaskLeft>(blocks, n));
+            for (; n >= blocks.begin; n--) step(n, is_masked<kMaskedFirst>(blocks, n));
         }
     }
 
@@ -395,6 +431,7 @@ struct Consumer {
         for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
         open_q();
         if (kCluster > 1) skip(work.all.end - (attends(work) ? work.own.end : work.all.begin));
+        if (!kOverlap) kept = program_kept(head(work));
         if (!kOverlap || !attends(work)) return;
         wait_k();
         issue_qk();
@@ -406,7 +443,8 @@ struct Consumer {
         wgmma_touch(s);
         release_k();
         const int n = work.own.end - 1;
-        if (is_masked<kMaskLeft>(work.own, n)) mask(work.tile, n * kBlockKV);
+        kept = program_kept(head(work));
+        change(work, n, is_masked<kMaskedFirst>(work.own, n));
         softmax.advance(s, c);
         softmax.template exponentiate<false>(s, c);
     }
@@ -425,7 +463,7 @@ struct Consumer {
             wgmma_wait<1>();
             wgmma_touch(s);
             release_k();
-            if (masked) mask(work.tile, n * kBlockKV);
+            change(work, n, masked);
             softmax.advance(s, c);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
             wgmma_wait<0>();
@@ -444,7 +482,7 @@ struct Consumer {
             wgmma_wait<0>();
             wgmma_touch(s);
             release_k();
-            if (masked) mask(work.tile, n * kBlockKV);
+            change(work, n, masked);
             softmax.advance(s, c);
             softmax.rescale(o);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
@@ -476,12 +514,25 @@ struct Consumer {
             if (some) release_v();
         }
         if (kCluster > 1 && some) skip(work.own.begin - work.all.begin);
-        return softmax.finish(c);
+        return finish(work, c);
+    }
+    __device__ __forceinline__ RowResults finish(const Work& work, float c) {
+        RowResults rows = softmax.finish(c);
+        if (kProgramSink) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int q = work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8;
+                const float sink = program_sink(head(work), min_of(q, args.forward.q_len - 1));
+                const WithSink sunk = with_sink(softmax.l[h], softmax.m[h] * c, sink);
+                rows.inverse[h] = sunk.inverse, rows.log_sum_exp[h] = sunk.lse;
+            }
+        }
+        return rows;
     }
 
     // The last product of a tile beside the first scores of the next, whose probabilities are in `p` afterwards: the
     // matrix units do not see where a tile ends.
-    __device__ __forceinline__ RowResults close_beside(const Work& next, float c) {
+    __device__ __forceinline__ RowResults close_beside(const Work& work, const Work& next, float c) {
         release_q();
         open_q();
         wait_k();
@@ -490,7 +541,7 @@ struct Consumer {
         wait_v();
         issue_pv();
         pass_turn();
-        const RowResults rows = softmax.finish(c);
+        const RowResults rows = finish(work, c);
         softmax.init();
         wgmma_wait<1>();
         first_probabilities(next, c);
@@ -527,7 +578,8 @@ struct Consumer {
 
     // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
     // plain and slow.
-    __device__ __forceinline__ void restore_non_finite(const Tile& tile, const BlockRange& blocks, u32 to) const {
+    __device__ __forceinline__ void restore_non_finite(const Work& work, u32 to) const {
+        const Tile& tile = work.tile;
         const Element* v = (const Element*)args.forward.v + tile.batch * args.forward.v_stride[0] +
                            tile.kv_head * args.forward.v_stride[1];
 #pragma unroll 1
@@ -535,8 +587,9 @@ struct Consumer {
             const int row = i / kHeadDimV, column = i % kHeadDimV;
             if (id * 64 + row >= tile.rows) break;
             const int position = (tile.row + id * 64 + row) >> args.group_shift;
-            const float add =
-                sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, blocks);
+            const auto visible = [&](int key) { return program_visible(head(work), position, key); };
+            const float add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, work.all,
+                                                                                 visible);
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
                 const u32 at = to + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
@@ -559,7 +612,7 @@ struct Consumer {
         stage_output(work.tile, rows, to);
         if (met) {
             sync();
-            restore_non_finite(work.tile, work.all, to);
+            restore_non_finite(work, to);
         }
         fence_async_proxy();
         sync();
@@ -581,7 +634,8 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         const float scale = args.forward.scale;
-        const float c = (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
+        // A score program gives scores in natural units.
+        const float c = kProgramScore ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
         Work work = first_work(args);
         open(work, c);
@@ -593,7 +647,7 @@ struct Consumer {
             if (!kChain) rows = close(work, c);
             const Work next = hand.next<true>();
             const bool chained = kChain && kOverlap && next.live && attends(work) && attends(next);
-            if (kChain) rows = chained ? close_beside(next, c) : close(work, c);
+            if (kChain) rows = chained ? close_beside(work, next, c) : close(work, c);
             write(work, rows, q);
             if (!next.live) break;
             if (chained) {
@@ -610,7 +664,7 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_attribute }@
-@{ entry }@(const __grid_constant__ Sm90Args args) {
+@{ entry }@(const __grid_constant__ KernelArgs args) {
     extern __shared__ __align__(1024) u8 shared_memory[];
     const u32 smem = smem_address(shared_memory);
     const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
@@ -641,9 +695,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     if (warpgroup == 0) {
         registers_give_back<kProducerRegisters>();
         if (warp == 0) {
-            if (threadIdx.x % 32 == 0) produce_qk(args, smem);
+            if (kWholeWarps || threadIdx.x % 32 == 0) produce_qk(args, smem);
         } else if (warp == 1) {
-            if (threadIdx.x % 32 == 0) produce_v(args, smem);
+            if (kWholeWarps || threadIdx.x % 32 == 0) produce_v(args, smem);
         } else if (kClean) {
             clean_v(args, smem);
         }

@@ -1,8 +1,10 @@
 //! Calls of a kernel on the emulated machine, and what they must give.
 
 use crate::machine::{Buffer, Emulated, Launch};
+use crate::side::{Side, side_data};
 use flashtune::codegen::Kernel;
-use flashtune::runtime::reference::{RowId, Rows, all_rows, compare, oracle, unfused_rows};
+use flashtune::codegen::score::SideData;
+use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, oracle_of, unfused_rows_of};
 use flashtune::runtime::{ForwardTensors, TensorView, forward_call};
 use flashtune::{Distribution, HostTensor, Layout, Mask, Shape};
 use rand::rngs::StdRng;
@@ -28,6 +30,7 @@ pub struct Case {
 pub struct Expected {
     case: Case,
     inputs: [HostTensor; 3],
+    data: SideData,
     rows: Rows,
     unfused: Rows,
 }
@@ -99,9 +102,12 @@ impl Case {
         let ids: Vec<RowId> = all_rows(&shape);
         let scale = self.scale.unwrap_or(p.default_scale());
         let [q, k, v] = &inputs;
-        let rows = oracle(q, k, v, self.mask, scale, &ids);
-        let unfused = unfused_rows(q, k, v, self.mask, scale, &ids);
-        Expected { case: self, inputs, rows, unfused }
+        let data = p.program.map_or(SideData::default(), |program| side_data(&program, &shape, self.seed));
+        let program = p.program.as_deref().map(|program| (program, &data));
+        let attention = Attention { mask: self.mask, scale, program };
+        let rows = oracle_of(q, k, v, &attention, &ids);
+        let unfused = unfused_rows_of(q, k, v, &attention, &ids);
+        Expected { case: self, inputs, data, rows, unfused }
     }
 
     pub fn shape(&self) -> Shape {
@@ -111,7 +117,7 @@ impl Case {
 }
 
 /// Where buffer `i` of `bytes` lies: it ends where readable memory ends.
-fn address(i: u64, bytes: usize) -> u64 {
+pub fn address(i: u64, bytes: usize) -> u64 {
     const PAGE: u64 = 4096;
     0x2000_0000_0000 + (i << 36) + (bytes as u64).next_multiple_of(PAGE) - bytes as u64
 }
@@ -139,6 +145,10 @@ impl Expected {
         if let Some(why) = flashtune::codegen::unaddressable(&call.args) {
             return Err(why);
         }
+        let mut side = Side::default();
+        if let Some(program) = kernel.problem.program {
+            side = Side::new(&program, &shape, &self.data, 5)?;
+        }
         let geometry = kernel.launch(&shape).map_err(|e| e.to_string())?;
         let tiling = geometry.tiling.ok_or("no tiling")?;
         let launch = Launch {
@@ -150,6 +160,7 @@ impl Expected {
             forward: call.args,
             tiling,
             queue: (seed % 3) as i32 - 1,
+            side: side.table,
         };
         let mut inputs = self.inputs.clone();
         let [q, k, v] = &mut inputs;
@@ -161,6 +172,7 @@ impl Expected {
             (&mut lse[..], true),
         ]
         .into_iter()
+        .chain(side.tensors.iter_mut().map(|bytes| (&mut bytes[..], false)))
         .enumerate()
         .map(|(i, (bytes, written))| Buffer { address: address(i as u64, bytes.len()), bytes, written })
         .collect::<Vec<_>>();

@@ -99,6 +99,8 @@ pub struct Launch {
     pub forward: ForwardArgs,
     pub tiling: Tiling,
     pub queue: i32,
+    /// Tables of what a score program reads, as they lie behind the arguments.
+    pub side: Vec<u8>,
 }
 
 /// A kernel on the emulated machine.
@@ -111,8 +113,11 @@ impl Emulated {
     pub fn build(kernel: &Kernel, templates: &TemplateSet) -> Result<Self, String> {
         let machine = MACHINE.as_ref().map_err(Clone::clone)?;
         let source = kernel.render(templates).map_err(|e| e.to_string())?;
-        let text =
-            format!("#include \"cuda.h\"\n{}\nEMULATED_KERNEL({}, Sm90Args)\n", translate(&source.text)?, source.entry);
+        let text = format!(
+            "#include \"cuda.h\"\n{}\nEMULATED_KERNEL({}, KernelArgs)\n",
+            translate(&source.text)?,
+            source.entry
+        );
         let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
         let file = folder.path().join("kernel.cpp");
         std::fs::write(&file, text).map_err(|e| e.to_string())?;
@@ -185,7 +190,7 @@ impl Drop for Emulated {
     }
 }
 
-/// `Sm90Args` of the template, with the machine's own tensor maps.
+/// `KernelArgs` of the template, with the machine's own tensor maps.
 fn arguments(launch: &Launch) -> Vec<u8> {
     let mut bytes = Vec::new();
     for map in &launch.maps {
@@ -201,6 +206,8 @@ fn arguments(launch: &Launch) -> Vec<u8> {
     let Tiling { group_shift, unit_heads, blocks, section, tiles } = launch.tiling;
     let numbers = [group_shift, unit_heads, blocks, section, tiles, launch.queue];
     bytes.extend(numbers.into_iter().flat_map(i32::to_ne_bytes));
+    bytes.resize(bytes.len().next_multiple_of(64), 0);
+    bytes.extend_from_slice(&launch.side);
     bytes.resize(bytes.len().next_multiple_of(64), 0);
     bytes
 }

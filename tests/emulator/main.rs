@@ -5,13 +5,14 @@
 
 mod cases;
 mod machine;
+mod side;
 mod translate;
 
 use cases::Case;
 use flashtune::codegen::{
     Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket, Sm90Schedule, Sm90Scheduler, TemplateSet,
 };
-use flashtune::{DType, Distribution, Layout, Mask, TEMPLATES_VARIABLE};
+use flashtune::{DType, Distribution, Layout, Mask, Program, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -32,14 +33,17 @@ fn templates() -> TemplateSet {
     }
 }
 
-fn random_kernel(rng: &mut StdRng) -> Kernel {
+fn random_kernel(rng: &mut StdRng, program: Option<&str>) -> Kernel {
     const DIMS: [u32; 9] = [16, 40, 64, 72, 96, 128, 136, 192, 256];
     loop {
         let dim_qk = *DIMS.choose(rng).expect("not empty");
         let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
         let mask = *MaskKind::ALL.choose(rng).expect("not empty");
         let dtype = *DTYPES.choose(rng).expect("not empty");
-        let problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).expect("a legal problem");
+        let mut problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).expect("a legal problem");
+        if let Some(text) = program {
+            problem = problem.with_program(Program::parse(text).expect("a program"));
+        }
         let consumers = rng.random_range(1..=3);
         let masked_loop = rng.random();
         let scheduler =
@@ -143,7 +147,38 @@ fn random_schedules() {
     let count = if seconds.is_some() { 1 << 40 } else { 16 };
     let limit = seconds.map_or(Duration::MAX, Duration::from_secs);
     try_all(from..from + count, setting("EMULATE_CASES").unwrap_or(6), limit, |number| {
-        random_kernel(&mut StdRng::seed_from_u64(number))
+        random_kernel(&mut StdRng::seed_from_u64(number), None)
+    });
+}
+
+/// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
+/// rows and keys at the ends of tensors, scores of -inf.
+const PROGRAMS: [&str; 14] = [
+    "mask = kv <= q and q - kv < 70;",
+    "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
+    "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
+    "chunk: int in 1..40; mask = kv // (5 * chunk) == q // (5 * chunk) and kv <= q;",
+    "slope: f32[heads]; score = score + slope[h] * (kv - (q + kv_len - q_len));",
+    "cap: float; score = cap * tanh(score * (1.0 / cap));",
+    "bias: f32[heads, q_len, kv_len]; score = score + bias[h, q, kv];",
+    "s: f32[heads]; mask = kv <= q + 3 and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
+    "mask = kv < 5 or (kv <= q and q - kv < 20) or kv == 100;",
+    "seen: bool[batch, heads, q_len, kv_len]; mask = seen[b, h, q, kv];",
+    "score = select(kv <= q, score, -inf);",
+    "step: int in 1..40; mask = (q - kv) % step == 0;",
+    "s: f32[kv_heads]; mask = kv < q and q < kv; sink = s[h_kv];",
+    "t: f32[*]; reach: int in 0..20; score = score + t[clamp(kv - q, -reach, reach) + reach];",
+];
+
+/// Score programs under random schedules; `EMULATE_SECONDS` as above.
+#[test]
+fn score_programs() {
+    let seconds = setting("EMULATE_SECONDS");
+    let from = setting("EMULATE_FROM").unwrap_or(0);
+    let count = if seconds.is_some() { 1 << 40 } else { PROGRAMS.len() as u64 };
+    let limit = seconds.map_or(Duration::MAX, Duration::from_secs);
+    try_all(from..from + count, setting("EMULATE_CASES").unwrap_or(4), limit, |number| {
+        random_kernel(&mut StdRng::seed_from_u64(900 + number), Some(PROGRAMS[number as usize % PROGRAMS.len()]))
     });
 }
 

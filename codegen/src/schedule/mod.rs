@@ -54,14 +54,6 @@ impl Family {
     /// Whether the family can compute the problem on the arch, and if not, why.
     pub fn supports(self, problem: &Problem, arch: Arch) -> Result<()> {
         let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", self.name(), limit, remedy));
-        if let (Some(program), Family::ForwardSm90) = (problem.program, self) {
-            return Err(Error::unsupported(
-                "program",
-                program.name(),
-                format!("{self} computes no score programs yet"),
-                "use forward/sm80, or a mask of causal or window:LEFT,RIGHT",
-            ));
-        }
         match (self, arch) {
             (Family::ForwardCpu, Arch::Cpu(_)) => Ok(()),
             (Family::ForwardCpu, _) => no("runs on cpu only", "use a CUDA family"),
@@ -81,7 +73,13 @@ impl Family {
             (Family::ForwardSm90, Arch::Sm(_)) if problem.dtype == DType::F32 => {
                 no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
             }
-            (Family::ForwardSm90, Arch::Sm(_)) => Ok(()),
+            (Family::ForwardSm90, Arch::Sm(_)) => match problem.program {
+                Some(p) if p.reads_along_keys() && problem.head_dim_v > 192 => no(
+                    "reads side tensors along the keys up to a head dim of V of 192: more leaves no registers",
+                    "use forward/sm80",
+                ),
+                _ => Ok(()),
+            },
         }
     }
 

@@ -87,7 +87,11 @@ impl Sm90Schedule {
 
     /// Registers of a thread of the producer, once it has given back what it does not need: the fewest that there can
     /// be or, where it also decides who computes what, as many as that takes. Many threads leave it 32.
-    pub const fn producer_registers(&self) -> u32 {
+    pub fn producer_registers(&self, problem: &Problem) -> u32 {
+        // It finds the blocks that a program's mask leaves.
+        if problem.program.is_some_and(|p| p.mask().is_some()) {
+            return if self.consumers == 3 || self.blocks_per_sm > 1 { 56 } else { 72 };
+        }
         match (self.consumers, self.scheduler.stays()) {
             (3, _) => 32,
             (2, true) if self.blocks_per_sm > 1 => 32,
@@ -97,8 +101,8 @@ impl Sm90Schedule {
     }
 
     /// Registers of a thread of a consumer: what the producer gave back is shared out.
-    pub const fn consumer_registers(&self) -> u32 {
-        let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers();
+    pub fn consumer_registers(&self, problem: &Problem) -> u32 {
+        let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers(problem);
         let share = pool / self.consumers / 8 * 8;
         let capped = if share > 240 { 240 } else { share };
         // Taking registers never lowers their number.
@@ -115,17 +119,37 @@ impl Sm90Schedule {
         scores + output + p + if self.cluster > 1 { 40 } else { 32 }
     }
 
+    /// Registers beyond [`Sm90Schedule::least_registers`] with which none of the programs that were compiled to find the
+    /// numbers spilled: elements that change with the key are loaded ahead of their use.
+    fn program_registers(problem: &Problem) -> u32 {
+        let Some(p) = problem.program else { return 0 };
+        let (mask, score) = (p.mask().is_some(), p.score().is_some());
+        let kind = match p.reads_along_keys() {
+            true if score => 100,
+            true => 76,
+            false if p.divides_at_run_time() => 52,
+            false if score && mask => 52,
+            false if score && problem.head_dim_v > 192 => 28,
+            false if score => 16,
+            false if !p.declarations().is_empty() => 36,
+            false => 0,
+        };
+        // The window beside it is one more mask.
+        kind + if mask && kind > 0 && problem.mask.any() { 20 } else { 0 }
+    }
+
     /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
     /// tile of that kind that fits for the others.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
-        let pack_group = bucket.group > 1 && bucket.q_len <= 256;
+        let masks = problem.program.is_some_and(|p| p.mask().is_some());
+        let pack_group = bucket.group > 1 && bucket.q_len <= 256 && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
         let consumers = match rows {
             0..=64 => 1,
             65..=128 => 2,
             // Three leave the producer too few registers for a window.
-            _ if d <= 64 && !problem.mask.left => 3,
+            _ if d <= 64 && !problem.mask.left && Self::program_registers(problem) == 0 => 3,
             _ => 2,
         };
         let base = Self {
@@ -144,28 +168,32 @@ impl Sm90Schedule {
             exp2_eighths: 0,
             cluster: 1,
             blocks_per_sm: 1,
-            section_mib: if problem.mask.right { 32 } else { 0 },
+            section_mib: if problem.mask.right || masks { 32 } else { 0 },
         };
         // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
-        if d <= 64 && problem.mask.any() && rows > 128 && bucket.kv_len <= 1024 {
+        if d <= 64 && problem.mask.any() && problem.program.is_none() && rows > 128 && bucket.kv_len <= 1024 {
             let small =
                 Self { consumers: 2, block_kv: 64, overlap: false, take_turns: false, blocks_per_sm: 2, ..base };
             if small.fits(problem, sm) {
                 return small;
             }
         }
-        let (masked, short) = (problem.mask.any(), bucket.kv_len <= 2048);
+        let (masked, short) = (problem.mask.any() || masks, bucket.kv_len <= 2048);
         let most = match () {
             _ if d > 192 && masked && short => 64,
             _ if masked || short || d <= 96 => 128,
             _ => 160,
         };
-        let largest = |chain, least: u32| {
-            let sizes = (least / 16..=most / 16).rev();
-            sizes.map(|n| Self { block_kv: n * 16, chain, ..base }).find(|s| s.fits(problem, sm))
+        let largest = |chain, least: u32, room: u32| {
+            let mut sizes = (least / 16..=most / 16).rev().map(|n| Self { block_kv: n * 16, chain, ..base });
+            let roomy = |s: &Self| s.least_registers(problem) + room <= s.consumer_registers(problem);
+            sizes.find(|s| s.fits(problem, sm) && roomy(s))
         };
-        // Where two buffers of Q leave too little for K and V, tiles are not chained.
-        largest(true, 96).or_else(|| largest(false, 16)).unwrap_or(Self { block_kv: 16, chain: false, ..base })
+        // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.
+        let room = Self::program_registers(problem);
+        let small = || if room > 0 { largest(true, 48, room).or_else(|| largest(false, 16, room)) } else { None };
+        let plain = || largest(true, 96, 0).or_else(|| largest(false, 16, 0));
+        small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base })
     }
 
     fn fits(&self, problem: &Problem, sm: SmArch) -> bool {
@@ -177,9 +205,12 @@ impl Sm90Schedule {
 
     /// The schedules worth trying. Lazy rescaling is left out until its error has been held against that of the peers.
     pub fn space(problem: &Problem) -> Vec<Self> {
-        let masks: &[bool] = if problem.mask.any() { &[true, false] } else { &[true] };
+        let program = problem.program;
+        let masked = problem.mask.any() || program.is_some_and(|p| p.mask().is_some());
+        let masks: &[bool] = if masked { &[true, false] } else { &[true] };
         // Larger head dims leave the special-function unit idle half of the time and more.
-        let eighths: &[u32] = if problem.head_dim_qk + problem.head_dim_v <= 192 { &[0, 1, 2, 3] } else { &[0] };
+        let all_exp2 = problem.head_dim_qk + problem.head_dim_v > 192 || program.is_some_and(|p| p.score().is_some());
+        let eighths: &[u32] = if all_exp2 { &[0] } else { &[0, 1, 2, 3] };
         let sections: &[u32] = &[0, 32, Self::WALK_ALL];
         let pipelines = [(true, true), (true, false), (false, true), (false, false)];
         let mut space = Vec::new();
@@ -272,6 +303,17 @@ impl Sm90Schedule {
         if self.scheduler == Sm90Scheduler::Queue && self.cluster > 1 {
             return bad("cluster", self.cluster, "1: a queue deals to single thread blocks");
         }
+        if let Some(program) = problem.program {
+            if self.pack_group {
+                return bad("pack_group", 1, "one head for each tile of a score program");
+            }
+            if self.cluster > 1 && program.mask().is_some() {
+                return bad("cluster", self.cluster, "1 for a score program's mask: each tile has blocks of its own");
+            }
+            if self.exp2_eighths > 0 && program.score().is_some() {
+                return bad("exp2_eighths", self.exp2_eighths, "0 where a score program may make a score -inf");
+            }
+        }
         if self.take_turns && self.consumers < 2 {
             return bad("consumers", self.consumers, "at least 2 warpgroups, to take turns");
         }
@@ -283,7 +325,7 @@ impl Sm90Schedule {
     fn check_registers(&self, problem: &Problem) -> Result<()> {
         let widest = self.block_kv.max(problem.head_dim_v.next_multiple_of(16)) / 2 + 30;
         for (least, registers) in
-            [(self.least_registers(problem), self.consumer_registers()), (widest, self.launch_registers())]
+            [(self.least_registers(problem), self.consumer_registers(problem)), (widest, self.launch_registers())]
         {
             if least > registers {
                 return Err(Error::unsupported(

@@ -9,7 +9,7 @@ use super::intern::ProgramRef;
 use super::parse::parse;
 use super::print::print;
 use super::window::WindowForm;
-use super::words::{Axis, Declaration, Type, Var};
+use super::words::{Axis, Binary, Declaration, Type, Var};
 use std::fmt;
 
 /// Nodes that a program may have.
@@ -149,6 +149,20 @@ impl Program {
     /// The score and the sink of a program whose mask is a window; `None` when it has neither.
     pub fn unmasked(&self) -> Option<ProgramRef> {
         self.unmasked
+    }
+
+    /// Whether the mask or the score reads elements of tensors that change with the key.
+    pub fn reads_along_keys(&self) -> bool {
+        let loads = |id: &Id| matches!(self.graph.node(*id), Node::Load { .. }) && self.graph.depends(*id).kv;
+        self.graph.ids().any(|id| loads(&id))
+    }
+
+    /// Whether an int is divided by what is known at run time alone.
+    pub fn divides_at_run_time(&self) -> bool {
+        self.graph.nodes().iter().any(|node| match node {
+            Node::Binary(Binary::FloorDiv | Binary::Mod, _, by) => self.graph.as_int(*by).is_none(),
+            _ => false,
+        })
     }
 
     /// Nothing is masked, changed or added.

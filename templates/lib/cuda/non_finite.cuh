@@ -28,11 +28,12 @@ __device__ __forceinline__ bool take_out_non_finite(u32 tile, u32 thread) {
     return met;
 }
 
-// The sum of the non-finite elements of a column of V over the keys that a query attends to, without those in blocks that
+// The sum of the non-finite elements of a column of V over the keys that a query attends to by the window and by
+// visible(key), without those in blocks that
 // are visible to every row: those were left in.
-template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Element>
+template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Element, typename Visible>
 __device__ __forceinline__ float sum_of_non_finite(const ForwardArgs& args, const Element* column, int row,
-                                                   const BlockRange& blocks) {
+                                                   const BlockRange& blocks, const Visible& visible) {
     const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, row);
     float sum = 0.0f;
 #pragma unroll 1
@@ -43,7 +44,7 @@ __device__ __forceinline__ float sum_of_non_finite(const ForwardArgs& args, cons
             continue;
         }
         const float x = to_float(column[j * args.v_stride[2]]);
-        if (!(fabsf(x) < FT_INFINITY)) sum += x;
+        if (!(fabsf(x) < FT_INFINITY) && visible(j)) sum += x;
     }
     return sum;
 }

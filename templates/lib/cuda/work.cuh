@@ -14,16 +14,20 @@ struct alignas(16) Work {
 constexpr int kQueues = 256;
 __device__ u32 tile_queues[kQueue ? kQueues : 1];
 
-__device__ __forceinline__ Work work_at(const Sm90Args& args, u32 index) {
+__device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     Work w;
-    w.tile = tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight>(args, min_of(index, u32(args.tiles) - 1));
+    w.tile = tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight || kProgramMask>(args, min_of(index, u32(args.tiles) - 1));
     w.own = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, w.tile);
+    if (kProgramMask && w.tile.rows > 0) {
+        const ProgramHead head = program_head(args, args.forward, w.tile);
+        w.own = program_blocks<kBlockKV>(head, w.tile.row, w.tile.row + w.tile.rows - 1, w.own);
+    }
     w.all = blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, w.tile, w.own);
     w.live = index < u32(args.tiles);
     return w;
 }
 // Every thread block has one.
-__device__ __forceinline__ Work first_work(const Sm90Args& args) { return work_at(args, blockIdx.x); }
+__device__ __forceinline__ Work first_work(const KernelArgs& args) { return work_at(args, blockIdx.x); }
 
 // One of the two slots.
 __device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * 64; }
@@ -42,23 +46,31 @@ struct Dealer {
     __device__ __forceinline__ explicit Dealer(u32 smem) : smem(smem) {}
 
     // Decides what comes next and tells the others.
-    __device__ __forceinline__ void deal(const Sm90Args& args) {
+    __device__ __forceinline__ void deal(const KernelArgs& args) {
         if (!kPersistent) return;
         const u32 slot = count % 2;
-        mbarrier_wait(smem + Layout::kEmptyWork + slot * 8, ~(count >> 1) & 1);
+        if (!kWholeWarps || threadIdx.x % 32 == 0) {
+            mbarrier_wait(smem + Layout::kEmptyWork + slot * 8, ~(count >> 1) & 1);
+        }
         u32 index = blockIdx.x + (count + 1) * gridDim.x;
         if (kQueue && args.queue >= 0) {
             u32* queue = tile_queues + args.queue;
-            const u32 taken = atomic_add(queue, 1);
-            index = gridDim.x + taken;
-            // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
-            if (taken + 1 == u32(args.tiles)) *queue = 0;
+            if (!kWholeWarps || threadIdx.x % 32 == 0) {
+                const u32 taken = atomic_add(queue, 1);
+                index = gridDim.x + taken;
+                // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
+                if (taken + 1 == u32(args.tiles)) *queue = 0;
+            }
+            if (kWholeWarps) index = __shfl_sync(0xffffffff, index, 0);
         }
         const Work work = work_at(args, index);
-        const uint4* words = (const uint4*)&work;
+        if (!kWholeWarps || threadIdx.x % 32 == 0) {
+            const uint4* words = (const uint4*)&work;
 #pragma unroll
-        for (int i = 0; i < 4; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
-        mbarrier_arrive(smem + Layout::kFullWork + slot * 8);
+            for (int i = 0; i < 4; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
+            mbarrier_arrive(smem + Layout::kFullWork + slot * 8);
+        }
+        if (kWholeWarps) __syncwarp();  // all lanes of the dealer read the slot again
         count++;
     }
     // What was dealt last, which is still in its slot: the producer has no registers to keep it in.

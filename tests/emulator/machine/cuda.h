@@ -42,6 +42,16 @@ inline int __any_sync(unsigned lanes, int x) {
         if (all[i]) return 1;
     return 0;
 }
+inline unsigned __ballot_sync(unsigned lanes, int x) {
+    const unsigned* all = ptx::exchange("__ballot_sync", lanes, x != 0);
+    unsigned ballot = 0;
+    for (int i = 0; i < 32; i++) ballot |= all[i] << i;
+    return ballot;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline int max(int x, int y) { return x > y ? x : y; }
 inline void __syncwarp(unsigned lanes = 0xffffffff) { ptx::exchange("__syncwarp", lanes, 0); }
 inline void __syncthreads() { ptx::synchronize_block(); }
 inline unsigned __cvta_generic_to_shared(const void* p) { return ptx::shared_address(p); }

@@ -42,6 +42,8 @@ void cvt_f32_f16(float& d, u16 x);
 void ex2_approx_ftz_f32(float& d, float x);
 void lg2_approx_ftz_f32(float& d, float x);
 void rcp_approx_ftz_f32(float& d, float x);
+void ex2_approx_f32(float& d, float x);
+void lg2_approx_f32(float& d, float x);
 void atom_global_add_u32(u32& old, u32* counter, u32 n);
 void max_NaN_f32(float& d, float x, float y);
 inline void mov_u32(u32& d, u32 x) { d = x; }

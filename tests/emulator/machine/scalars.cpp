@@ -56,6 +56,8 @@ void cvt_f32_f16(float& d, u16 x) { d = from_f16(x); }
 void ex2_approx_ftz_f32(float& d, float x) { d = flush(std::exp2f(flush(x))); }
 void lg2_approx_ftz_f32(float& d, float x) { d = flush(std::log2f(flush(x))); }
 void rcp_approx_ftz_f32(float& d, float x) { d = flush(1.0f / flush(x)); }
+void ex2_approx_f32(float& d, float x) { d = std::exp2f(x); }
+void lg2_approx_f32(float& d, float x) { d = std::log2f(x); }
 // NaN is the canonical one, whose bits some kernels compute with.
 void max_NaN_f32(float& d, float x, float y) { d = x != x || y != y ? bits<float>(0x7fffffffu) : x > y ? x : y; }
 

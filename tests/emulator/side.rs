@@ -1,0 +1,92 @@
+//! What score programs read on the emulated machine.
+
+use crate::cases::address;
+use flashtune::Shape;
+use flashtune::codegen::abi::SideTensorArg;
+use flashtune::codegen::score::{Axis, Elements, Program, Scalar, SideData, Storage};
+use flashtune::runtime::{SideInputs, SideTable, SideView};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// Tables and tensors in memory.
+#[derive(Default)]
+pub struct Side {
+    pub table: Vec<u8>,
+    pub tensors: Vec<Vec<u8>>,
+}
+
+impl Side {
+    /// Tensors lie in buffers from `first` on.
+    pub fn new(program: &Program, shape: &Shape, data: &SideData, first: u64) -> Result<Self, String> {
+        let mut tensors = Vec::new();
+        let mut views = Vec::new();
+        for (name, tensor) in &data.tensors {
+            let storage = program.declarations().iter().find(|d| d.name == *name).expect("declared").storage;
+            let bytes = encode(&tensor.elements);
+            let lengths: Vec<u64> = tensor.shape.iter().map(|n| *n as u64).collect();
+            let at = address(first + tensors.len() as u64, bytes.len());
+            views.push((name.as_str(), SideView::contiguous(at, storage, &lengths)));
+            tensors.push(bytes);
+        }
+        let scalars: Vec<(&str, Scalar)> = data.scalars.iter().map(|(name, x)| (name.as_str(), *x)).collect();
+        let inputs = SideInputs { scalars: &scalars, tensors: &views };
+        let table = SideTable::new(program, shape, &inputs).map_err(|e| e.to_string())?;
+        let bytes = |address: u64, count: usize, size: usize| {
+            // SAFETY: the table lives, and holds as many as any program may read.
+            unsafe { std::slice::from_raw_parts(address as usize as *const u8, count.max(1) * size) }.to_vec()
+        };
+        let mut all = bytes(table.args().tensors, views.len(), size_of::<SideTensorArg>());
+        all.extend(bytes(table.args().scalars, scalars.len(), size_of::<u64>()));
+        Ok(Self { table: all, tensors })
+    }
+}
+
+fn encode(elements: &Elements) -> Vec<u8> {
+    match elements {
+        Elements::Bool(x) => x.iter().map(|x| u8::from(*x)).collect(),
+        Elements::Int(x) => x.iter().flat_map(|x| (*x as i32).to_ne_bytes()).collect(),
+        Elements::Float(x) => x.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+    }
+}
+
+/// Values for all that a program declares, of storages that [`encode`] knows.
+pub fn side_data(program: &Program, sizes: &Shape, seed: u64) -> SideData {
+    let mut rng = StdRng::seed_from_u64(seed ^ 0x51de);
+    let mut data = SideData::default();
+    for d in program.declarations() {
+        let range = d.int_range();
+        let (lo, hi) = (range.lo.max(0), range.hi.min(30));
+        let Some(axes) = &d.axes else {
+            let float = Scalar::Float(rng.random_range(2.0..8.0));
+            data = data.scalar(
+                &d.name,
+                if d.storage == Storage::F32 { float } else { Scalar::Int(rng.random_range(lo..=hi)) },
+            );
+            continue;
+        };
+        let length = |a: &Axis| match a {
+            Axis::Batch => sizes.batch,
+            Axis::Heads => sizes.heads,
+            Axis::KvHeads => sizes.kv_heads,
+            Axis::QLen => sizes.q_len,
+            Axis::KvLen => sizes.kv_len,
+            Axis::Fixed(n) => *n,
+            Axis::Any => sizes.q_len.max(sizes.kv_len).max(41),
+        };
+        let shape: Vec<usize> = axes.iter().map(|a| length(a) as usize).collect();
+        let n = shape.iter().product();
+        let elements = match d.storage {
+            Storage::Bool => Elements::Bool((0..n).map(|_| rng.random_bool(0.4)).collect()),
+            Storage::I32 => {
+                let mut x: Vec<i64> = (0..n).map(|_| rng.random_range(lo..=hi.min(6))).collect();
+                if d.nondecreasing {
+                    x.chunks_mut(*shape.last().expect("an axis")).for_each(|row| row.sort());
+                }
+                Elements::Int(x)
+            }
+            _ => Elements::Float((0..n).map(|_| rng.random_range(-1.0..1.0)).collect()),
+        };
+        data = data.tensor(&d.name, &shape, elements);
+    }
+    data
+}
