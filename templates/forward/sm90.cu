@@ -331,23 +331,36 @@ struct Consumer {
         }
     }
 
-    // Replaces the scores of masked pairs by -inf; `key` is the block's first key.
+    // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
+    // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
+    // to predicates seven at a time.
     __device__ __forceinline__ void mask(const Tile& tile, int key) {
         const int column = key + lane() % 4 * 2;
         const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
-            const int first = live.first - column, last = live.last - column;
+            const int end = scores_before(live.last + 1 - column), begin = kMaskLeft ? scores_before(live.first - column) : 0;
 #pragma unroll
-            for (int j = 0; j < kBlockKV / 8; j++) {
+            for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
+                u32 seen = low_bits(end - word * 32);
+                if (kMaskLeft) seen &= ~low_bits(begin - word * 32);
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int at = j * 8 + e;
-                    if (at > last || (kMaskLeft && at < first)) s[4 * j + 2 * h + e] = -FT_INFINITY;
+                for (int i = 0; i < min_of(32, kBlockKV / 4 - word * 32); i++) {
+                    const int at = word * 32 + i;
+                    if (!(seen & 1u << i)) s[at / 2 * 4 + 2 * h + at % 2] = -FT_INFINITY;
                 }
             }
         }
+    }
+    // How many of a thread's scores belong to keys before `key`, counted from its own first one.
+    static __device__ __forceinline__ int scores_before(int key) {
+        const int clamped = max_of(0, min_of(key, kBlockKV));
+        return clamped / 8 * 2 + min_of(clamped % 8, 2);
+    }
+    // The lowest `count` bits of a word.
+    static __device__ __forceinline__ u32 low_bits(int count) {
+        return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
     }
 
     __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }

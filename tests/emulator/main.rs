@@ -231,7 +231,7 @@ const DEFECTS: &[[&str; 4]] = &[
     ],
     ["scores used while they are computed", "forward/sm90.cu", "wgmma_wait<1>();", ""],
     ["a turn that is never passed", "forward/sm90.cu", "if (kTakeTurns) barrier_arrive(", "if (false) barrier_arrive("],
-    ["one key too many", "forward/sm90.cu", "at > last", "at > last + 1"],
+    ["one key too many", "forward/sm90.cu", "live.last + 1 - column", "live.last + 2 - column"],
     ["O overwritten while it is copied", "lib/cuda/tma.cuh", "cp.async.bulk.wait_group.read 0;", ""],
     ["threads that disagree about non-finite elements", "lib/cuda/warpgroup.cuh", "return any != 0;", "return x != 0;"],
     [

@@ -29,10 +29,10 @@ template <int kTiles, bool kLazyRescale, int kMultiplyAddEighths> struct RowSoft
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x = fmaxf(s[2 * h], s[2 * h + 1]);
+            float x = m[h];
 #pragma unroll
-            for (int j = 1; j < kTiles; j++) x = fmaxf(x, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-            to[h] = fmaxf(m[h], quad_max(x));
+            for (int j = 0; j < kTiles; j++) x = fmaxf(fmaxf(x, s[4 * j + 2 * h]), s[4 * j + 2 * h + 1]);
+            to[h] = quad_max(x);
         }
         // Lazily: all rows of the warp move, or none.
         const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * c > kSlack || (to[1] - m[1]) * c > kSlack);
