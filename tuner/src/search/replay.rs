@@ -13,7 +13,8 @@ use std::path::Path;
 
 /// Tables, the trials of a usual job that a search has, and the most evaluations that median and 90th percentile may
 /// need.
-const LIMITS: [(&str, usize, usize, usize); 3] = [
+const LIMITS: [(&str, usize, usize, usize); 4] = [
+    ("h200-bf16-d128-causal-8k", 60, 2, 2),
     ("cpu-bf16-d64-causal-512", 60, 36, 42),
     ("cpu-bf16-d128-decode", 60, 28, 36),
     ("cpu-f32-d128-full-256", 60, 10, 12),
