@@ -81,7 +81,7 @@ pub struct SideTensorArg {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TensorMap(pub [u64; 16]);
 
-/// The argument struct of `forward/sm90`, by value: `Sm90Args` in `templates/forward/sm90.cu`.
+/// The argument struct of `forward/sm90`, by value: `Sm90Args` in `templates/lib/cuda/walk.cuh`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sm90Args {

@@ -26,6 +26,8 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/naive.cu",
     "forward/sm80.cu",
     "forward/sm90.cu",
+    "forward/sm90/consumer.cuh",
+    "forward/sm90/producer.cuh",
     "lib/cpu/abi.h",
     "lib/cpu/amx.h",
     "lib/cpu/convert.h",

@@ -1,0 +1,457 @@
+// The consumer: one warpgroup, from scores to outputs.
+
+// One warpgroup of 64 query rows.
+struct Consumer {
+    const KernelArgs& args;
+    const u32 smem;
+    const int id;             // of the warpgroup, 0 to kConsumers - 1
+    Hand hand;
+    Ring<kStages> k_ring, v_ring;
+    Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
+    int q_at;                        // which Q is at hand
+    int leaving = -1;                // which O is being copied out of the space of its Q
+    Scores s;
+    Output o;
+    Probabilities p;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kExp2Eighths> softmax;
+    ProgramKept kept;  // of the tile whose scores are computed
+
+    __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
+    __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
+    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem) {}
+    static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    // A barrier of this warpgroup alone.
+    __device__ __forceinline__ void sync() const { barrier_sync(1 + kConsumers + id, 128); }
+
+    // Consumers take turns in issuing matrix work, so that the softmax of one runs beside the products of another
+    // (FlashAttention-3, section 3.1). Barrier 1 + i is consumer i's turn.
+    __device__ __forceinline__ void wait_turn() const {
+        if (kTakeTurns) barrier_sync(1 + id, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (kTakeTurns) barrier_arrive(1 + (id + 1 == kConsumers ? 0 : id + 1), 256);
+    }
+
+    // s = Q K^T of the next block of keys, asynchronously.
+    __device__ __forceinline__ void issue_qk() {
+        const u64 q = descriptor_of_rows(q_address());
+        const u64 k = descriptor_of_rows(smem + Layout::kK + k_ring.stage * Layout::kBytesK);
+        wgmma_touch(s);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kStepsQK; step++) {
+            const int chunk = step / 4, in_chunk = step % 4 * 32;
+            ScoreProduct::rows(s, q + ((chunk * kBytes64Rows + in_chunk) >> 4), k + ((chunk * kBytesChunk + in_chunk) >> 4),
+                               step > 0);
+        }
+        wgmma_commit();
+    }
+
+    // o += P V of the block at v_ring, asynchronously.
+    __device__ __forceinline__ void issue_pv() {
+        const u64 v = descriptor_of_depth(smem + Layout::kV + v_ring.stage * Layout::kBytesV, kBytesChunk);
+        const u64 p_rows = descriptor_of_rows(p_address());
+        wgmma_touch(o);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kStepsPV; step++) {
+            const u64 v_step = v + (step * 16 * 128 >> 4);
+            if constexpr (kPInShared) {
+                OutputProduct::depth(o, p_rows + ((step / 4 * kBytes64Rows + step % 4 * 32) >> 4), v_step);
+            } else {
+                OutputProduct::depth(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], v_step);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // The next Q, once it is there.
+    __device__ __forceinline__ void open_q() {
+        q_at = q_ring.stage * kConsumers + id;
+        mbarrier_wait(smem + Layout::kFullQ + q_at * 8, q_ring.parity);
+        q_ring.advance();
+        if (!(args.forward.scale > 0.0f)) fold_sign_into_q();
+    }
+    // The space of an O that has left is free for a Q.
+    __device__ __forceinline__ void release_q() {
+        if (leaving >= 0 && threadIdx.x % 128 == 0) {
+            tma_store_wait_read();
+            mbarrier_arrive(smem + Layout::kEmptyQ + leaving * 8);
+        }
+        leaving = -1;
+    }
+    __device__ __forceinline__ void wait_k() const { mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity); }
+    // This warp is done with a buffer, which whoever brings a part of the next block into it must know.
+    static __device__ __forceinline__ void release(u32 empty) {
+        if constexpr (kCluster > 1) {
+            if (lane() < kCluster) mbarrier_arrive_at(empty, lane());
+        } else {
+            if (lane() == 0) mbarrier_arrive(empty);
+        }
+    }
+    __device__ __forceinline__ void release_k() {
+        release(smem + Layout::kEmptyK + k_ring.stage * 8);
+        k_ring.advance();
+    }
+    __device__ __forceinline__ void wait_v() const { mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity); }
+    __device__ __forceinline__ void release_v() {
+        release(smem + Layout::kEmptyV + v_ring.stage * 8);
+        v_ring.advance();
+    }
+    // Key blocks that others of the cluster asked for.
+    __device__ __forceinline__ void skip(int count) {
+#pragma unroll 1
+        for (; count > 0; count--) {
+            wait_k();
+            wait_v();
+            __syncwarp();  // no lane may still wait for what is given away
+            release_k();
+            release_v();
+        }
+    }
+
+    // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
+    // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
+    // to predicates seven at a time.
+    __device__ __forceinline__ void mask(const Tile& tile, int key) {
+        const int column = key + lane() % 4 * 2;
+        const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
+            const int end = scores_before(live.last + 1 - column), begin = kMaskLeft ? scores_before(live.first - column) : 0;
+#pragma unroll
+            for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
+                u32 seen = low_bits(end - word * 32);
+                if (kMaskLeft) seen &= ~low_bits(begin - word * 32);
+#pragma unroll
+                for (int i = 0; i < min_of(32, kBlockKV / 4 - word * 32); i++) {
+                    const int at = word * 32 + i;
+                    if (!(seen & 1u << i)) s[at / 2 * 4 + 2 * h + at % 2] = -FT_INFINITY;
+                }
+            }
+        }
+    }
+    // How many of a thread's scores belong to keys before `key`, counted from its own first one.
+    static __device__ __forceinline__ int scores_before(int key) {
+        const int clamped = max_of(0, min_of(key, kBlockKV));
+        return clamped / 8 * 2 + min_of(clamped % 8, 2);
+    }
+    // The lowest `count` bits of a word.
+    static __device__ __forceinline__ u32 low_bits(int count) {
+        return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
+    }
+
+    __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
+
+    // What the score program and the window make of the scores of block n.
+    template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
+        const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
+        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+        if (masked) {
+            program_scores<true, kBlockKV / 8>(at, head(work), kept, row, key, magnitude());
+            mask(work.tile, n * kBlockKV);
+        } else {
+            program_scores<false, kBlockKV / 8>(at, head(work), kept, row, key, magnitude());
+        }
+    }
+    // Of the softmax scale, whose sign is in Q.
+    __device__ __forceinline__ float magnitude() const {
+        const float scale = args.forward.scale;
+        return scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale;
+    }
+
+    // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
+    __device__ __forceinline__ void round() {
+        if constexpr (kPInShared) {
+            const int row = warp() * 16 + lane() % 16;
+            const u32 to = p_address() + row * 128;
+#pragma unroll
+            for (int step = 0; step < kStepsPV; step++) {
+                const float* x = s + 8 * step;
+                const u32 chunk = u32(step % 4 * 2 + lane() / 16) ^ (row % 8);
+                stmatrix_x4(to + step / 4 * kBytes64Rows + (chunk << 4), pack<Element>(x[0], x[1]),
+                            pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
+            }
+            fence_async_proxy();
+            sync();
+        } else {
+#pragma unroll
+            for (int i = 0; i < kBlockKV / 4; i++) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+        }
+    }
+
+    // A scale of zero or below turns maxima of the scores into minima: move its sign into Q and use its magnitude.
+    __device__ __forceinline__ void fold_sign_into_q() const {
+        for (u32 at = threadIdx.x % 128 * 16; at < kChunksQK * kBytes64Rows; at += 128 * 16) {
+            uint4 x = load_shared_16(q_address() + at);
+            u32* words = &x.x;
+#pragma unroll
+            for (int w = 0; w < 4; w++) words[w] = args.forward.scale == 0.0f ? 0 : words[w] ^ 0x80008000;
+            store_shared_16(q_address() + at, x);
+        }
+        fence_async_proxy();
+        sync();
+    }
+
+    // step(n, masked) for the key blocks from n down. `masked` is a constant where masked blocks have loops of their own:
+    // those cut on the right or past the last key, then those in sight of every row, then those cut on the left.
+    template <typename Step>
+    static __device__ __forceinline__ void walk(const BlockRange& blocks, int n, const Step& step) {
+        if (kMaskedLoop) {
+#pragma unroll 1
+            for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
+#pragma unroll 1
+            for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
+            if (kMaskedFirst) {
+#pragma unroll 1
+                for (; n >= blocks.begin; n--) step(n, Bool<true>{});
+            }
+        } else {
+#pragma unroll 1
+            for (; n >= blocks.begin; n--) step(n, is_masked<kMaskedFirst>(blocks, n));
+        }
+    }
+
+    // Whether the rows of a tile attend to anything.
+    static __device__ __forceinline__ bool attends(const Work& work) { return work.own.begin < work.own.end; }
+
+    // The first probabilities of a tile from its first scores, beside nothing.
+    __device__ __forceinline__ void open(const Work& work, float c) {
+        softmax.init();
+#pragma unroll
+        for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+        open_q();
+        if (kCluster > 1) skip(work.all.end - (attends(work) ? work.own.end : work.all.begin));
+        if (!kOverlap) kept = program_kept(head(work));
+        if (!kOverlap || !attends(work)) return;
+        wait_k();
+        issue_qk();
+        wgmma_wait<0>();
+        first_probabilities(work, c);
+        round();
+    }
+    __device__ __forceinline__ void first_probabilities(const Work& work, float c) {
+        wgmma_touch(s);
+        release_k();
+        const int n = work.own.end - 1;
+        kept = program_kept(head(work));
+        change(work, n, is_masked<kMaskedFirst>(work.own, n));
+        softmax.advance(s, c);
+        softmax.template exponentiate<false>(s, c);
+    }
+
+    // The key blocks of an open tile. With kOverlap the scores of one are computed beside the product of the one before,
+    // so that the last product remains.
+    __device__ __forceinline__ void attend(const Work& work, float c) {
+        const auto overlapped = [&](int n, auto masked) {
+            wait_k();
+            wait_turn();
+            issue_qk();
+            wait_v();
+            issue_pv();
+            pass_turn();
+            if (kChain) release_q();
+            wgmma_wait<1>();
+            wgmma_touch(s);
+            release_k();
+            change(work, n, masked);
+            softmax.advance(s, c);
+            softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
+            wgmma_wait<0>();
+            wgmma_touch(o);
+            release_v();
+            // Always: a branch would keep the compiler from filling the gaps between exponentials with what follows.
+            softmax.rescale(o);
+            round();
+        };
+        const auto serial = [&](int n, auto masked) {
+            wait_k();
+            wait_turn();
+            issue_qk();
+            pass_turn();
+            if (kChain) release_q();
+            wgmma_wait<0>();
+            wgmma_touch(s);
+            release_k();
+            change(work, n, masked);
+            softmax.advance(s, c);
+            softmax.rescale(o);
+            softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
+            round();
+            wait_v();
+            issue_pv();
+            wgmma_wait<0>();
+            wgmma_touch(o);
+            release_v();
+        };
+        if constexpr (kOverlap) {
+            walk(work.own, work.own.end - 2, overlapped);
+        } else {
+            walk(work.own, work.own.end - 1, serial);
+        }
+    }
+
+    // The last product of a tile and, at the end of its keys, what its rows are divided by.
+    __device__ __forceinline__ RowResults close(const Work& work, float c) {
+        const bool some = attends(work);
+        if constexpr (kOverlap) {
+            if (some) {
+                wait_v();
+                issue_pv();
+            }
+            // On every path, or the compiler does so where it likes.
+            wgmma_wait<0>();
+            wgmma_touch(o);
+            if (some) release_v();
+        }
+        if (kCluster > 1 && some) skip(work.own.begin - work.all.begin);
+        return finish(work, c);
+    }
+    __device__ __forceinline__ RowResults finish(const Work& work, float c) {
+        RowResults rows = softmax.finish(c);
+        if (kProgramSink) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int q = work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8;
+                const float sink = program_sink(head(work), min_of(q, args.forward.q_len - 1));
+                const WithSink sunk = with_sink(softmax.l[h], softmax.m[h] * c, sink);
+                rows.inverse[h] = sunk.inverse, rows.log_sum_exp[h] = sunk.lse;
+            }
+        }
+        return rows;
+    }
+
+    // The last product of a tile beside the first scores of the next, whose probabilities are in `p` afterwards: the
+    // matrix units do not see where a tile ends.
+    __device__ __forceinline__ RowResults close_beside(const Work& work, const Work& next, float c) {
+        release_q();
+        open_q();
+        wait_k();
+        wait_turn();
+        issue_qk();
+        wait_v();
+        issue_pv();
+        pass_turn();
+        const RowResults rows = finish(work, c);
+        softmax.init();
+        wgmma_wait<1>();
+        first_probabilities(next, c);
+        wgmma_wait<0>();
+        wgmma_touch(o);
+        release_v();
+        round();
+        return rows;
+    }
+
+    // Normalises O into shared memory, in the copy engine's layout, and writes the log-sum-exp.
+    __device__ __forceinline__ void stage_output(const Tile& tile, const RowResults& rows, u32 to) {
+        const int row = warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int packed = id * 64 + row + h * 8, at = tile.row + packed;
+            if (args.forward.lse != nullptr && lane() % 4 == 0 && packed < tile.rows) {
+                const int member = at & ((1 << args.group_shift) - 1);
+                const i64 head = (i64(tile.batch) * args.unit_heads + tile.head << args.group_shift) + member;
+                args.forward.lse[head * args.forward.q_len + (at >> args.group_shift)] = rows.log_sum_exp[h];
+            }
+#pragma unroll
+            for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
+        }
+        const int to_row = warp() * 16 + lane() % 16;
+#pragma unroll
+        for (int j = 0; j < kColumnsV / 16; j++) {
+            const float* x = o + 8 * j;
+            const u32 chunk = u32(j % 4 * 2 + lane() / 16) ^ (to_row % 8);
+            stmatrix_x4(to + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
+                        pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
+        }
+    }
+
+    // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
+    // plain and slow.
+    __device__ __forceinline__ void restore_non_finite(const Work& work, u32 to) const {
+        const Tile& tile = work.tile;
+        const Element* v = (const Element*)args.forward.v + tile.batch * args.forward.v_stride[0] +
+                           tile.kv_head * args.forward.v_stride[1];
+#pragma unroll 1
+        for (int i = threadIdx.x % 128; i < 64 * kHeadDimV; i += 128) {
+            const int row = i / kHeadDimV, column = i % kHeadDimV;
+            if (id * 64 + row >= tile.rows) break;
+            const int position = (tile.row + id * 64 + row) >> args.group_shift;
+            const auto visible = [&](int key) { return program_visible(head(work), position, key); };
+            const float add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, work.all,
+                                                                                 visible);
+            if (add != 0.0f) {
+                const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
+                const u32 at = to + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
+                store_shared(at, from_float<Element>(to_float(load_shared<Element>(at)) + add));
+            }
+        }
+    }
+
+    // O of a tile, whose Q was `q`, out to memory.
+    __device__ __forceinline__ void write(const Work& work, const RowResults& rows, int q) {
+        const u32 to = smem + Layout::kQ + q * Layout::kBytesQ;
+        // O overwrites rows that other warps have read as Q: all must be done. They must also agree about non-finite
+        // elements, which may be met for the next tile while they look.
+        bool met = false;
+        if (kClean) {
+            met = barrier_any(1 + kConsumers + id, 128, lane() == 0 ? read_flag(smem + Layout::kMetNonFinite) : 0);
+        } else {
+            sync();
+        }
+        stage_output(work.tile, rows, to);
+        if (met) {
+            sync();
+            restore_non_finite(work, to);
+        }
+        fence_async_proxy();
+        sync();
+        release_q();
+        if (threadIdx.x % 128 == 0) {
+            if (id * 64 < work.tile.rows) {
+#pragma unroll
+                for (int chunk = 0; chunk < kChunksV; chunk++) {
+                    tma_store(args.o, to + chunk * kBytes64Rows, chunk * 64, 0, (work.tile.row + id * 64) >> args.group_shift,
+                              work.tile.head, work.tile.batch);
+                }
+            }
+            tma_store_commit();
+        }
+        leaving = q;
+        // Another Q waits for this space alone.
+        if (!kChain) release_q();
+    }
+
+    __device__ __forceinline__ void run() {
+        const float scale = args.forward.scale;
+        // A score program gives scores in natural units.
+        const float c = kProgramScore ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
+        if (kTakeTurns && id + 1 == kConsumers) pass_turn();
+        Work work = first_work(args);
+        open(work, c);
+        while (true) {
+            attend(work, c);
+            const int q = q_at;
+            RowResults rows;
+            // Before what comes next is known: in a cluster that may depend on the blocks that are skipped here.
+            if (!kChain) rows = close(work, c);
+            const Work next = hand.next<true>();
+            const bool chained = kChain && kOverlap && next.live && attends(work) && attends(next);
+            if (kChain) rows = chained ? close_beside(work, next, c) : close(work, c);
+            write(work, rows, q);
+            if (!next.live) break;
+            if (chained) {
+#pragma unroll
+                for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+            } else {
+                open(next, c);
+            }
+            work = next;
+        }
+        // Shared memory must outlast what reads it.
+        release_q();
+    }
+};

@@ -1,0 +1,119 @@
+// The producer: who brings Q, K and V, and who keeps what must not be multiplied out of V.
+
+// Block n of K or V. The blocks of a cluster bring an equal part of its rows each, to all of them.
+template <int kChunks>
+__device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 full, int n, const Tile& tile) {
+    constexpr int kRows = kBlockKV / kCluster;
+    const int first = kCluster > 1 ? int(cluster_rank()) * kRows : 0;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++) {
+        const u32 at = to + chunk * kBytesChunk + first * 128;
+        if constexpr (kCluster > 1) {
+            tma_load_to_all(at, map, full, (1 << kCluster) - 1, kEvictLast, chunk * 64, n * kBlockKV + first, tile.kv_head,
+                            tile.batch);
+        } else {
+            tma_load(at, map, full, kEvictLast, chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
+        }
+    }
+}
+
+// One thread brings Q and K, and decides what comes next.
+__device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
+    const bool leads = !kWholeWarps || threadIdx.x % 32 == 0;
+    tma_prefetch_map(args.q);
+    tma_prefetch_map(args.k);
+    Ring<kStages> ring;
+    Ring<Layout::kQBuffers> q_ring;
+    Dealer dealer(smem);
+    Work work = first_work(args);
+    do {
+        const Tile& tile = work.tile;
+        const BlockRange& blocks = work.all;
+        // After the first block of K, whose space is free before that of Q.
+        const auto bring_q = [&] {
+#pragma unroll 1
+            for (int c = 0; c < kConsumers; c++) {
+                const int at = q_ring.stage * kConsumers + c;
+                const u32 full = smem + Layout::kFullQ + at * 8, to = smem + Layout::kQ + at * Layout::kBytesQ;
+                if (!leads) continue;
+                if (kPersistent) mbarrier_wait(smem + Layout::kEmptyQ + at * 8, q_ring.parity ^ 1);
+                mbarrier_arrive_expect(full, kChunksQK * kBytes64Rows);
+#pragma unroll
+                for (int chunk = 0; chunk < kChunksQK; chunk++) {
+                    tma_load(to + chunk * kBytes64Rows, args.q, full, kEvictFirst, chunk * 64, 0,
+                             (tile.row + c * 64) >> args.group_shift, tile.head, tile.batch);
+                }
+            }
+            q_ring.advance();
+        };
+        // At least once, for tiles that visit no block.
+        int n = blocks.end - 1;
+#pragma unroll 1
+        do {
+            // As late as the others can be told in time: whoever is ahead by then takes more.
+            if (n <= blocks.begin) dealer.deal(args);
+            if (n >= blocks.begin) {
+                if (leads) {
+                    const u32 full = smem + Layout::kFullK + ring.stage * 8;
+                    mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
+                    mbarrier_arrive_expect(full, Layout::kBytesK);
+                    bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
+                }
+                ring.advance();
+            }
+            if (n >= blocks.end - 1) bring_q();
+        } while (--n >= blocks.begin);
+        work = dealer.dealt();
+    } while (work.live);
+}
+
+// Another one brings V, so that a wait for one never holds up the other.
+__device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem) {
+    const bool leads = !kWholeWarps || threadIdx.x % 32 == 0;
+    tma_prefetch_map(args.v);
+    Ring<kStages> ring;
+    Hand hand(smem);
+    for (Work work = first_work(args); work.live; work = hand.next<kWholeWarps>()) {
+        const BlockRange& blocks = work.all;
+#pragma unroll 1
+        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            const bool raw = kClean && is_masked<kMaskedFirst>(blocks, n);
+            const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
+            if (leads) {
+                mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
+                mbarrier_arrive_expect(full, Layout::kBytesV);
+                if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
+                bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, n, work.tile);
+            }
+            ring.advance();
+        }
+    }
+}
+
+// Two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with
+// them (see non_finite.cuh). Masked blocks arrive on a barrier of their own, so these warps see each phase of it, and
+// nothing of the blocks that they leave alone.
+__device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem) {
+    const u32 lane = threadIdx.x % 64;
+    Ring<kStages> ring;
+    Hand hand(smem);
+    u32 raw_parity = 0;  // one bit per stage
+    for (Work work = first_work(args); work.live; work = hand.next<true>()) {
+        const BlockRange& blocks = work.all;
+#pragma unroll 1
+        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            if (is_masked<kMaskedFirst>(blocks, n)) {
+                mbarrier_wait(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
+                raw_parity ^= 1u << ring.stage;
+                const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
+                if (take_out_non_finite<Element, Layout::kBytesV, 64>(v, lane)) {
+                    set_flag(smem + Layout::kMetNonFinite);
+                    fence_async_proxy();
+                }
+                __syncwarp();
+                if (lane % 32 == 0) mbarrier_arrive(smem + Layout::kFullV + ring.stage * 8);
+            }
+            ring.advance();
+        }
+    }
+}
