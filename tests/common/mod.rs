@@ -45,9 +45,18 @@ impl Place {
         command
     }
 
-    /// Runs a command that must succeed and parses what it prints.
+    /// Runs a command that must succeed and parses what it prints. One that tunes is run until the machine is quiet enough
+    /// for a result: that nothing is stored when it is not is another test's matter.
     pub fn json(&self, args: &[&str]) -> serde_json::Value {
-        json(self.flashtune(args).arg("--json"))
+        for _ in 0..4 {
+            let output = self.flashtune(args).arg("--json").output().expect("the command starts");
+            let said = String::from_utf8_lossy(&output.stderr);
+            if output.status.success() {
+                return serde_json::from_slice(&output.stdout).expect("JSON");
+            }
+            assert!(said.contains("nothing was stored"), "{args:?}: {}\n{said}", output.status);
+        }
+        panic!("the machine is too busy for {args:?}");
     }
 
     /// Tunes one small problem: a few schedules, a few seconds.
@@ -55,19 +64,9 @@ impl Place {
         self.tune(&[SMALL, &["--trials", "4", "--budget-s", "10"]].concat())
     }
 
-    /// Runs `tune` until the machine is quiet enough for a result: that nothing is stored when it is not is another
-    /// test's matter.
+    /// Runs `tune`.
     pub fn tune(&self, args: &[&str]) -> serde_json::Value {
-        let args = [&["tune"], args].concat();
-        for _ in 0..4 {
-            let output = self.flashtune(&args).arg("--json").output().expect("the command starts");
-            if output.status.success() {
-                return serde_json::from_slice(&output.stdout).expect("JSON");
-            }
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(said.contains("nothing was stored"), "{args:?}: {said}");
-        }
-        panic!("the machine is too busy to tune {args:?}");
+        self.json(&[&["tune"], args].concat())
     }
 
     /// Writes q, k, v of these shapes to a file, and gives the tensors.
