@@ -58,15 +58,7 @@ fn data_for(program: &Program, sizes: &Shape, g: &mut Generator) -> SideData {
             data = data.scalar(&d.name, if d.storage == Storage::F32 { Scalar::Float(5.0) } else { int });
             continue;
         };
-        let length = |a: &Axis| match a {
-            Axis::Batch => sizes.batch,
-            Axis::Heads => sizes.heads,
-            Axis::KvHeads => sizes.kv_heads,
-            Axis::QLen => sizes.q_len,
-            Axis::KvLen => sizes.kv_len,
-            Axis::Fixed(n) => *n,
-            Axis::Any => 41,
-        };
+        let length = |a: &Axis| a.length(sizes).unwrap_or(41);
         let shape: Vec<usize> = axes.iter().map(|a| length(a) as usize).collect();
         let n = shape.iter().product();
         let rng = &mut g.rng;

@@ -96,6 +96,9 @@ pub struct Sm90Args {
     pub queue: i32,
 }
 
+/// Counters that a kernel's module holds for launches whose thread blocks take tiles from a queue.
+pub const TILE_QUEUES: usize = 256;
+
 /// How a launch of `forward/sm90` divides the query rows into tiles, computed once by the host.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,8 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
-use crate::{Arch, Error, Problem, Resources, Result, Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder, wgmma};
+use crate::{
+    Arch, Error, Problem, Resources, Result, Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder, abi, wgmma,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -184,6 +186,7 @@ impl Kernel {
                 ("pack_group", s.pack_group.to_string()),
                 ("persistent", s.scheduler.stays().to_string()),
                 ("queue", (s.scheduler == Sm90Scheduler::Queue).to_string()),
+                ("tile_queues", abi::TILE_QUEUES.to_string()),
                 ("chain", s.chain.to_string()),
                 ("exp2_eighths", s.exp2_eighths.to_string()),
                 ("cluster", s.cluster.to_string()),

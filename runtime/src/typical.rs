@@ -33,17 +33,8 @@ pub fn typical_side(program: &Program, sizes: &Shape, seed: u64) -> SideData {
 }
 
 fn length(axis: &Axis, sizes: &Shape) -> usize {
-    let n = match axis {
-        Axis::Batch => sizes.batch,
-        Axis::Heads => sizes.heads,
-        Axis::KvHeads => sizes.kv_heads,
-        Axis::QLen => sizes.q_len,
-        Axis::KvLen => sizes.kv_len,
-        Axis::Fixed(n) => *n,
-        // What is indexed by a distance has both directions.
-        Axis::Any => (sizes.kv_len / 8).saturating_mul(2) + 1,
-    };
-    n as usize
+    // What is indexed by a distance has both directions.
+    axis.length(sizes).unwrap_or_else(|| (sizes.kv_len / 8).saturating_mul(2) + 1) as usize
 }
 
 fn elements(d: &Declaration, axes: &[Axis], shape: &[usize], eighth: i64, rng: &mut StdRng) -> Elements {

@@ -64,15 +64,7 @@ pub fn side_data(program: &Program, sizes: &Shape, seed: u64) -> SideData {
             );
             continue;
         };
-        let length = |a: &Axis| match a {
-            Axis::Batch => sizes.batch,
-            Axis::Heads => sizes.heads,
-            Axis::KvHeads => sizes.kv_heads,
-            Axis::QLen => sizes.q_len,
-            Axis::KvLen => sizes.kv_len,
-            Axis::Fixed(n) => *n,
-            Axis::Any => sizes.q_len.max(sizes.kv_len).max(41),
-        };
+        let length = |a: &Axis| a.length(sizes).unwrap_or(sizes.q_len.max(sizes.kv_len).max(41));
         let shape: Vec<usize> = axes.iter().map(|a| length(a) as usize).collect();
         let n = shape.iter().product();
         let elements = match d.storage {

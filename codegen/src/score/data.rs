@@ -145,16 +145,11 @@ pub fn check_shape(d: &Declaration, axes: &[Axis], shape: &[usize], sizes: &Shap
         ));
     }
     for (i, (axis, &length)) in axes.iter().zip(shape).enumerate() {
-        let wanted = match axis {
-            Axis::Batch => sizes.batch,
-            Axis::Heads => sizes.heads,
-            Axis::KvHeads => sizes.kv_heads,
-            Axis::QLen => sizes.q_len,
-            Axis::KvLen => sizes.kv_len,
-            Axis::Fixed(n) => *n,
-            Axis::Any if (1..=1 << 30).contains(&length) => continue,
-            Axis::Any => 1,
-        } as usize;
+        let wanted = match axis.length(sizes) {
+            Some(wanted) => wanted as usize,
+            None if (1..=1 << 30).contains(&length) => continue,
+            None => 1,
+        };
         if length != wanted && length != 1 {
             return Err(ProgramError::new(
                 format!("axis {i} of the tensor `{}` has length {length}", d.name),

@@ -1,5 +1,6 @@
 //! The words of the language: types, variables, operators, and what may be said about a scalar or a side tensor.
 
+use crate::Shape;
 use std::fmt;
 
 /// Largest number of axes of a side tensor.
@@ -248,6 +249,19 @@ pub enum Axis {
 impl Axis {
     /// The lengths with a name.
     pub const NAMED: [Axis; 5] = [Axis::Batch, Axis::Heads, Axis::KvHeads, Axis::QLen, Axis::KvLen];
+
+    /// The length for a call's sizes; none for `*`.
+    pub const fn length(self, sizes: &Shape) -> Option<u32> {
+        Some(match self {
+            Axis::Batch => sizes.batch,
+            Axis::Heads => sizes.heads,
+            Axis::KvHeads => sizes.kv_heads,
+            Axis::QLen => sizes.q_len,
+            Axis::KvLen => sizes.kv_len,
+            Axis::Fixed(n) => n,
+            Axis::Any => return None,
+        })
+    }
 
     /// The name of a length that has one.
     pub const fn name(self) -> Option<&'static str> {

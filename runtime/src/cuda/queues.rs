@@ -6,12 +6,11 @@
 
 use super::driver::Driver;
 use cudarc::driver::sys::{self, CUstream, CUstreamCaptureStatus};
+use flashtune_codegen::abi::TILE_QUEUES;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Counters of a module: `kQueues` in `templates/lib/cuda/work.cuh`.
-const COUNTERS: usize = 256;
-/// Those that streams share out; the others are for captured launches.
-const OF_STREAMS: usize = 128;
+/// The counters that streams share out; the others are for captured launches.
+const OF_STREAMS: usize = TILE_QUEUES / 2;
 /// Places that a stream looks at for its own.
 const PROBES: usize = 8;
 
@@ -48,7 +47,7 @@ impl Queues {
 
     fn of_capture(&self) -> i32 {
         let taken = self.captured.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| {
-            ((n as usize) < COUNTERS - OF_STREAMS).then_some(n + 1)
+            ((n as usize) < TILE_QUEUES - OF_STREAMS).then_some(n + 1)
         });
         taken.map_or(-1, |n| (OF_STREAMS as u32 + n) as i32)
     }
@@ -103,10 +102,10 @@ mod tests {
     #[test]
     fn captured_launches_share_with_nobody_and_streams_beyond_the_room_do_without() {
         let queues = Queues::new();
-        let captured: Vec<i32> = (0..COUNTERS).map(|_| queues.of_capture()).collect();
-        let wanted = (OF_STREAMS..COUNTERS).map(|n| n as i32);
-        assert!(captured.iter().copied().take(COUNTERS - OF_STREAMS).eq(wanted));
-        assert!(captured[COUNTERS - OF_STREAMS..].iter().all(|c| *c == -1));
+        let captured: Vec<i32> = (0..TILE_QUEUES).map(|_| queues.of_capture()).collect();
+        let wanted = (OF_STREAMS..TILE_QUEUES).map(|n| n as i32);
+        assert!(captured.iter().copied().take(TILE_QUEUES - OF_STREAMS).eq(wanted));
+        assert!(captured[TILE_QUEUES - OF_STREAMS..].iter().all(|c| *c == -1));
         let streams: Vec<i32> = (0..1000).map(|id| queues.of_stream(id)).collect();
         assert_eq!(streams.iter().filter(|c| **c >= 0).count(), OF_STREAMS);
     }

@@ -11,7 +11,7 @@ struct alignas(16) Work {
 
 // Tiles that were taken so far, beside the first one of each thread block: one counter for every stream that launches at
 // the same time as others. The host says which; a launch without one takes tiles by stride.
-constexpr int kQueues = 256;
+constexpr int kQueues = @{ tile_queues }@;
 __device__ u32 tile_queues[kQueue ? kQueues : 1];
 
 __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
