@@ -5,7 +5,7 @@ use crate::{Error, Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Trust, bundles_from_env};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramError, ProgramRef};
-use flashtune_codegen::{Arch, Mask, Problem, Shape, TemplateSet, unaddressable};
+use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, TemplateSet, unaddressable};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
 use flashtune_runtime::{
     Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView,
@@ -319,24 +319,26 @@ impl Engine {
         Ok(self.dispatch(call)?.map(|(dispatch, ..)| dispatch))
     }
 
-    /// Refuses tensors that are certainly not in the device's memory: on CUDA those of the host and of other devices;
-    /// the CPU cannot tell. For hosts that do not know where their tensors are; [`Engine::forward`] takes their word.
+    /// Refuses tensors that are certainly not in the device's memory: on CUDA those that begin or end in memory of the host,
+    /// of other devices, or in none; the CPU cannot tell. For hosts that do not know where their tensors are;
+    /// [`Engine::forward`] takes their word.
     ///
     /// # Errors
     /// [`flashtune_runtime::Error::Tensor`] with the tensor's name.
     pub fn check_addresses(&self, call: &Forward<'_>) -> Result<()> {
-        let tensors = [("q", &call.q), ("k", &call.k), ("v", &call.v), ("o", &call.o)];
-        let placed = tensors.into_iter().filter(|(_, t)| !t.is_empty()).map(|(name, t)| (name, t.address));
-        let extra = [("lse", call.lse), ("weights", call.weights)];
-        let extra =
-            extra.into_iter().filter(|_| !call.o.is_empty()).filter_map(|(name, address)| Some((name, address?)));
-        // An address of 0 is told with the other errors of a tensor.
-        for (name, address) in placed.chain(extra).filter(|(_, address)| *address != 0) {
-            self.device().check_address(name, address)?;
+        let [batch, heads, q_len, _] = call.o.shape;
+        let rows = |address| TensorView::rows(address, [batch, heads, q_len]);
+        let weights = |address| TensorView::bhsd(address, DType::F32, [batch, heads, q_len, call.k.shape[2]]);
+        let tensors = [("q", Some(call.q)), ("k", Some(call.k)), ("v", Some(call.v)), ("o", Some(call.o))];
+        let extra = [("lse", call.lse.map(rows)), ("weights", call.weights.map(weights))];
+        for (name, view) in tensors.into_iter().chain(extra) {
+            // Addresses of 0 and extents that overflow are told with the other errors of a tensor.
+            let Some(view) = view.filter(|view| !view.is_empty() && view.address != 0) else { continue };
+            self.device().check_address(name, view.address, view.extent_bytes().unwrap_or(1))?;
         }
         for (name, view) in call.side.tensors.iter().filter(|_| !call.o.is_empty()) {
             // What is wrong with its address is told by its own name.
-            if let Err(e @ RuntimeError::Tensor { .. }) = self.device().check_address("side", view.address) {
+            if let Err(e @ RuntimeError::Tensor { .. }) = self.device().check_address("side", view.address, 1) {
                 let expected = "pass the tensors of a score program in memory of the engine's device";
                 let e = ProgramError::new(format!("the tensor `{name}`: {e}"), expected);
                 return Err(flashtune_codegen::Error::from(e).into());

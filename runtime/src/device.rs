@@ -75,13 +75,13 @@ pub trait Device: Send + Sync {
     /// [`Kernel::launch`] for these sizes.
     unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()>;
 
-    /// Refuses an address that is certainly not this device's memory. What a device cannot tell it accepts: the CPU
-    /// accepts every address. Reads no memory and costs well under a microsecond.
+    /// Refuses a range of `bytes` bytes whose first or last byte is certainly not this device's memory. What a device
+    /// cannot tell it accepts: the CPU accepts every address. Reads no memory and costs well under a microsecond.
     ///
     /// # Errors
     /// [`Error::Tensor`] with the tensor's name.
-    fn check_address(&self, tensor: &'static str, address: u64) -> Result<()> {
-        let _ = (tensor, address);
+    fn check_address(&self, tensor: &'static str, address: u64, bytes: u64) -> Result<()> {
+        let _ = (tensor, address, bytes);
         Ok(())
     }
 

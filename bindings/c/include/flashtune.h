@@ -348,8 +348,8 @@ flashtune_status flashtune_explain(flashtune_engine engine,
 // nothing when O has no element.
 //
 // Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
-// can be told: on CUDA an address of the host or of another GPU is INVALID_TENSOR; on the CPU the address of a GPU is not
-// noticed.
+// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the
+// CPU the address of a GPU is not noticed.
 //
 // Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and drivers
 // report. Nothing was launched then.

@@ -8,13 +8,16 @@ use engine::codegen::Arch;
 use engine::{DType, Dispatch, Forward, Stream, TensorView, runtime};
 use std::sync::PoisonError;
 
+/// No process has memory below this address, so no handle lies there.
+const LOWEST_HANDLE: u64 = 4096;
+
 /// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may compile
 /// or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA graph. Does
 /// nothing when O has no element.
 ///
 /// Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
-/// can be told: on CUDA an address of the host or of another GPU is INVALID_TENSOR; on the CPU the address of a GPU is not
-/// noticed.
+/// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the
+/// CPU the address of a GPU is not noticed.
 ///
 /// Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and drivers
 /// report. Nothing was launched then.
@@ -90,8 +93,15 @@ unsafe fn with_call(
         let message = "stream is not null, but the engine computes on the cpu, which has none; pass NULL";
         return Err(Failure::argument(message));
     }
+    let stream = args.stream as usize as u64;
+    // The driver would read from such an address. 1 and 2 stand for the two kinds of the default stream.
+    if (3..LOWEST_HANDLE).contains(&stream) {
+        let message =
+            format!("stream is {stream:#x}, which is no CUstream; pass a live one, or NULL for the default stream");
+        return Err(Failure::argument(message));
+    }
     opened.engine.check_addresses(&call)?;
-    f(&opened, &call, Stream(args.stream as usize as u64))
+    f(&opened, &call, Stream(stream))
 }
 
 /// The call in the engine's words, without its score program.

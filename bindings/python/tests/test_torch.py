@@ -4,6 +4,9 @@ The whole grid runs on ``cuda``, or where ``FLASHTUNE_TEST_DEVICE`` says (``cpu`
 compiling); without either it is skipped:
 
     FLASHTUNE_TEST_DEVICE=cpu PYTHONPATH=bindings/python python -m unittest discover -s bindings/python/tests -v
+
+Most of its time is compiling. ``FLASHTUNE_TEST_SHARD=I/N`` runs every N-th head dim and dtype of the grid from the I-th on,
+so that several processes can share the work and a cache.
 """
 
 import itertools
@@ -25,6 +28,7 @@ if torch is not None and DEVICE is None and torch.cuda.is_available():
 
 # Multiples of 8, even and odd, across the families' ways to cut them; the powers of two are where speed counts.
 HEAD_DIMS = [32, 40, 56, 64, 72, 88, 96, 104, 120, 128, 136, 160, 168, 192, 200, 216, 232, 248, 256]
+SHARD, SHARDS = map(int, os.environ.get("FLASHTUNE_TEST_SHARD", "0/1").split("/"))
 # batch, heads, kv_heads, q_len, kv_len
 SIZES = [
     (2, 4, 4, 128, 128),
@@ -83,7 +87,8 @@ class Torch(unittest.TestCase):
 
     def test_grid(self):
         worst = 0.0
-        for d, dtype in itertools.product(HEAD_DIMS, (torch.float16, torch.bfloat16)):
+        grid = itertools.product(HEAD_DIMS, (torch.float16, torch.bfloat16))
+        for d, dtype in itertools.islice(grid, SHARD, None, SHARDS):
             for sizes, (causal, window) in itertools.product(SIZES, MASKS):
                 with self.subTest(d=d, dtype=dtype, sizes=sizes, causal=causal, window=window):
                     worst = max(worst, self.holds(*tensors(sizes, d, dtype), causal, window))

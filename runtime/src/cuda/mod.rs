@@ -292,9 +292,9 @@ impl Device for CudaDevice {
         .map_err(|e| self.context.failed("cuLaunchKernel", e))
     }
 
-    fn check_address(&self, tensor: &'static str, address: u64) -> Result<()> {
+    fn check_address(&self, tensor: &'static str, address: u64, bytes: u64) -> Result<()> {
         let _bound = self.context.bind()?;
-        pointer::check(&self.context, tensor, address)
+        pointer::check(&self.context, tensor, address, bytes)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {

@@ -209,10 +209,12 @@ fn what_does_not_fit_the_device_is_an_error_with_a_remedy() {
 fn addresses_of_the_host_are_told_from_those_of_the_device() {
     let Some(device) = device() else { return };
     let buffer = device.alloc(64).unwrap();
-    device.check_address("q", buffer.address() + 32).unwrap();
+    device.check_address("q", buffer.address() + 32, 32).unwrap();
     let host = [0u8; 64];
-    let e = device.check_address("q", host.as_ptr() as u64).unwrap_err().to_string();
+    let e = device.check_address("q", host.as_ptr() as u64, 64).unwrap_err().to_string();
     assert!(e.contains("tensor q") && e.contains("host memory"), "{e}");
+    let e = device.check_address("q", buffer.address(), 1 << 46).unwrap_err().to_string();
+    assert!(e.contains("extent") && e.contains("strides"), "{e}");
 }
 
 #[test]
