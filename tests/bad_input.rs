@@ -120,6 +120,8 @@ fn words_that_the_command_line_does_not_know() {
         (&["tune", "--budget-s", "-3"], "--budget-s"),
         (&["tune", "--budget-s", "1e20"], "--budget-s"),
         (&["tune", "--q-len", "0"], "nothing to time"),
+        (&["tune", "--only", "q64-r9"], "no schedule `q64-r9`"),
+        (&["tune", "--only", "x", "--family"], "--family"),
         (&["bench", "--rounds", "0"], "--rounds"),
         (&["bench", "--seq-lens", "4k..512"], "FROM..TO"),
         (&["bench", "--masks", "full,casual"], "`casual`"),

@@ -11,8 +11,9 @@ use super::exit::{Failed, Unavailable, usage};
 use super::progress;
 use anyhow::Result;
 use crew::{Devices, Limits, Unit, Work};
+use flashtune::codegen::{Arch, Family, Schedule};
 use flashtune::tuner::{Runner, Search};
-use flashtune::{ManifestEntry, write_manifest};
+use flashtune::{ManifestEntry, Problem, write_manifest};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -51,6 +52,9 @@ pub struct Args {
     /// space is like (--json has every trial)
     #[arg(long)]
     exhaustive: bool,
+    /// Race these schedules and the default again, and no others: names as `tune` and `list` print them
+    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with_all = ["exhaustive", "family", "contested"])]
+    only: Vec<String>,
     /// Tune the sizes of a problem together: the best of each are raced in all of them, and the fewest are kept that come
     /// within 3 % of the best everywhere
     #[arg(long, conflicts_with = "exhaustive")]
@@ -106,6 +110,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         None => vec![cx.runner(args.in_process)?],
     };
     let agenda = Agenda::new(&args.model, &args.cases, runners[0].fingerprint())?;
+    let arch = runners[0].fingerprint().arch;
     if let Some(path) = &args.manifest {
         let entry = |c: &Case| ManifestEntry { problem: c.problem, shape: c.shape, calls: 0 };
         write_manifest(path, &agenda.cases.iter().map(entry).collect::<Vec<_>>())?;
@@ -142,8 +147,12 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         budget: budget.unwrap_or(Duration::from_secs_f64(default_budget_s)),
         trials: args.trials,
         seed: args.seed,
-        force: args.force,
-        search: if args.exhaustive { Search::Even } else { Search::Guided },
+        force: args.force || !args.only.is_empty(),
+        search: match args.exhaustive {
+            true => Search::Even,
+            false if args.only.is_empty() => Search::Guided,
+            false => Search::Only(schedules(&args.only, &agenda.cases, arch)?),
+        },
         patience: args.patience_s.map(|s| Duration::from_secs(s.into())),
     };
     if !cx.json() {
@@ -177,6 +186,21 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         [] => Ok(()),
         some => Err(Failed(format!("{} of {total} cases failed: {}", some.len(), some.join("; "))).into()),
     }
+}
+
+/// Schedules by name, out of the spaces of what is tuned on `arch`.
+fn schedules(names: &[String], cases: &[Case], arch: Arch) -> Result<Vec<Schedule>> {
+    let mut problems: Vec<Problem> = cases.iter().map(|case| case.problem).collect();
+    problems.dedup();
+    let families = |p: &Problem| Family::candidates(p, arch).into_iter().map(|family| (*p, family)).collect::<Vec<_>>();
+    let space: Vec<Schedule> =
+        problems.iter().flat_map(families).flat_map(|(p, family)| Schedule::space(family, &p, arch)).collect();
+    let named = |name: &String| {
+        let found = space.iter().find(|s| s.to_string() == *name).copied();
+        found
+            .ok_or_else(|| usage(format!("--only: there is no schedule `{name}` on {arch}; `emit --space` lists them")))
+    };
+    names.iter().map(named).collect()
 }
 
 /// What there is to do on one kind of device.

@@ -26,9 +26,11 @@ impl Observer for Watcher {
                 self.bar.set_message(format!("{chosen} of {legal} schedules that fit ({total} in the space)"));
             }
             Event::Compiled { schedule, done, total } => {
+                tracing::debug!(%schedule, "compiled");
                 self.bar.set_message(format!("compile {done}/{total} {schedule}"));
             }
             Event::Checked { schedule, done, total } => {
+                tracing::debug!(%schedule, "right");
                 self.bar.set_message(format!("check {done}/{total} {schedule}"))
             }
             Event::Timed { schedule, round, us } => {

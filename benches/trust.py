@@ -1,0 +1,287 @@
+"""What docs/trust.md promises of the tuner, shown on the device that is there: real faults, kills and rivals.
+
+    python3 benches/trust.py [--device cuda:0] [--shows repeat,kill,two,faults,devices] [--json FILE]
+
+repeat   one problem tuned with many seeds, each in a cache of its own that shares compiled kernels alone: which
+         schedules win, and, raced against each other in the end, by how much they differ; the seconds cold and warm
+kill     a tuner that is killed (SIGKILL) again and again, and then left alone: what each began with, and what was
+         compiled twice
+two      two tuners of one problem on one cache, at once
+faults   templates in which every second schedule has a planted fault (an illegal address, an endless loop, a trap, an
+         address beyond shared memory): what each costs, and who wins
+devices  the same problems on one device and on all
+
+Needs the command alone (`--flashtune`, else that of this repository or package).
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from planted import plant
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+PROBLEM = "--dtype bf16 --head-dim 128 --mask causal --heads 32 --kv-heads 8 --q-len 4096"
+
+
+class Bench:
+    """The command on one device, with folders that go when all is over."""
+
+    def __init__(self, a):
+        places = [ROOT / "bin/flashtune", ROOT / "target/release/flashtune"]
+        self.command = str(a.flashtune or next((p for p in places if p.is_file()), "flashtune"))
+        self.device, self.seeds = a.device, a.seeds
+        self.folder = Path(tempfile.mkdtemp(prefix="flashtune-trust-"))
+        self.problem = a.problem.split()
+        self.trials, self.budget = str(a.trials), str(a.budget_s)
+
+    def cache(self, name):
+        path = self.folder / name
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    def args(self, cache, *more, device=None, problem=None):
+        where = ["--device", device or self.device] if device != "all" else []
+        return [self.command, *where, "--cache", str(cache), "--json", "tune", *(problem or self.problem), *more]
+
+    def tune(self, cache, *more, device=None, problem=None):
+        """One tuning: its report (None when it was refused), and the seconds of the whole command."""
+        start = time.monotonic()
+        args = self.args(cache, *more, device=device, problem=problem)
+        done = subprocess.run(args, capture_output=True, text=True)
+        seconds = time.monotonic() - start
+        if done.returncode:
+            print("  refused:", done.stderr.strip()[-300:])
+            return None, seconds
+        return json.loads(done.stdout), seconds
+
+    def start(self, cache, env, *more):
+        args = self.args(cache, *more, *self.limits())
+        pipe = subprocess.PIPE
+        return subprocess.Popen(args, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True)
+
+    def limits(self):
+        return ["--trials", self.trials, "--budget-s", self.budget]
+
+
+def kernels(cache):
+    """When each compiled kernel of a cache was written."""
+    return {p.name: p.stat().st_mtime_ns for p in cache.glob("v*/artifacts/*/*.art")}
+
+
+def share_kernels(source, target):
+    for folder in source.glob("v*/artifacts"):
+        shutil.copytree(folder, target / folder.relative_to(source), dirs_exist_ok=True, copy_function=os.link)
+        for path in [target, *target.rglob("*")]:
+            if path.is_dir():
+                path.chmod(0o700)
+
+
+def times(report):
+    return {t["schedule"]: t["median_us"] for t in report["tuned"][0]["trials"] if t["result"] == "timed"}
+
+
+def repeat(bench):
+    won, rows, before = {}, [], None
+    for seed in range(bench.seeds):
+        cache = bench.cache(f"repeat-{seed}")
+        if before:
+            share_kernels(before, cache)
+        report, seconds = bench.tune(cache, "--seed", str(seed), *bench.limits())
+        before = cache
+        if not report:
+            continue
+        tuned = report["tuned"][0]
+        won.setdefault(tuned["schedule"], []).append(seed)
+        rows.append({key: tuned[key] for key in ("schedule", "median_us")} | {"seed": seed, "seconds": seconds})
+        tried = len(tuned["trials"])
+        print(f"  seed {seed}: {tuned['median_us']:9.1f} us  {seconds:5.1f} s  {tried} tried  {tuned['schedule']}")
+    if not rows:
+        return None
+    cold, warm = rows[0]["seconds"], [r["seconds"] for r in rows[1:]] or [float("nan")]
+    most = max(len(seeds) for seeds in won.values())
+    print(f"  cold {cold:.1f} s; with kernels compiled before {statistics.median(warm):.1f} s (median)")
+    raced = None
+    if len(won) > 1:
+        report, _ = bench.tune(before, "--only", ",".join(won))
+        if report:
+            found = {name: us for name, us in times(report).items() if name in won}
+            best = min(found.values())
+            raced = {name: us / best for name, us in found.items()}
+            for name, ratio in sorted(raced.items(), key=lambda item: item[1]):
+                print(f"  raced together: {ratio:.4f} of the best, won {len(won[name])} times: {name}")
+    near = sum(len(won[name]) for name, ratio in (raced or dict.fromkeys(won, 1.0)).items() if ratio <= 1.01)
+    # A neighbouring length, in the cache of the last seed: its record leads, and its kernels are there.
+    longer = list(bench.problem)
+    at = longer.index("--q-len") + 1
+    longer[at] = str(2 * int(longer[at]))
+    own, cold_longer = bench.tune(bench.cache("repeat-longer"), *bench.limits(), problem=longer)
+    led, warm_longer = bench.tune(before, *bench.limits(), problem=longer)
+    if own and led:
+        print(f"  twice the length: {cold_longer:.1f} s in an empty cache ({own['tuned'][0]['median_us']:.0f} us), "
+              f"{warm_longer:.1f} s beside this one ({led['tuned'][0]['median_us']:.0f} us)")
+    print(f"  the same winner {most} of {len(rows)} times; within 1 % of the best {near} of {len(rows)} times")
+    found = {"runs": rows, "raced": raced, "same": most, "within": near}
+    return found | {"cold_s": cold, "warm_s": warm, "longer_cold_s": cold_longer, "longer_warm_s": warm_longer}
+
+
+def kill(bench):
+    cache, rows = bench.cache("kill"), []
+    env = {"FLASHTUNE_LOG": "info"}
+    twice, before = 0, {}
+    for limit in (3, 4, 5, 7, None):
+        start = time.monotonic()
+        process = bench.start(cache, env)
+        try:
+            out, err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        seconds, now = time.monotonic() - start, kernels(cache)
+        twice += sum(before[name] != now.get(name) for name in before)
+        known = re.search(r"cut short.*lessons=(\d+)", err)
+        known, new = int(known[1]) if known else 0, len(now) - len(before)
+        rows.append({"seconds": seconds, "known": known, "new": new, "rc": process.returncode})
+        before = now
+        end = "killed after" if process.returncode else "ended after "
+        print(f"  {end} {seconds:4.1f} s: began with {known} results, compiled {new}")
+        if process.returncode == 0:
+            break
+    report = json.loads(out) if process.returncode == 0 else None
+    if report:
+        print(f"  winner {report['tuned'][0]['schedule']}; {len(before)} kernels, {twice} of them written twice")
+    # What undisturbed tuning compiles.
+    calm = bench.cache("calm")
+    undisturbed, seconds = bench.tune(calm, *bench.limits())
+    if undisturbed:
+        winner = undisturbed["tuned"][0]["schedule"]
+        print(f"  undisturbed: {seconds:.1f} s, {len(kernels(calm))} kernels, winner {winner}")
+    return {"runs": rows, "twice": twice, "ended": bool(report)}
+
+
+def two(bench):
+    cache, reports = bench.cache("two"), [None, None]
+
+    def work(i):
+        reports[i] = bench.tune(cache, *bench.limits())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    found = [(r["tuned"][0]["cached"], r["tuned"][0]["schedule"], s) if r else (None, None, s) for r, s in reports]
+    for cached, schedule, seconds in found:
+        print(f"  cached {str(cached).lower():5}  {seconds:5.1f} s  {schedule}")
+    one = sorted(str(f[0]) for f in found) == ["False", "True"] and found[0][1] == found[1][1]
+    print("  one tuned, the other took its result" if one else "  NOT one tuning and one result")
+    return {"one": one}
+
+
+# What stands in a worker's answer for each planted fault, on GPUs and on the CPU.
+KINDS = {
+    "illegal address": "ILLEGAL_ADDRESS|SIGSEGV",
+    "endless loop": "did not come back",
+    "trap": "LAUNCH_FAILED|ILLEGAL_INSTRUCTION|HARDWARE|ASSERT|SIGILL|SIGTRAP",
+}
+
+
+def faults(bench):
+    templates = plant(bench.command, bench.problem, bench.device, bench.folder / "planted")
+    start = time.monotonic()
+    env = {"FLASHTUNE_LOG": "flashtune=debug,flashtune_tuner=debug"}
+    process = bench.start(bench.cache("faults"), env, "--templates", str(templates))
+    out = []
+    reader = threading.Thread(target=lambda: out.append(process.stdout.read()))
+    reader.start()
+    last, costs, tail = start, {}, []
+    for line in process.stderr:
+        now = time.monotonic()
+        tail = [*tail[-5:], line]
+        if "a schedule failed" in line:
+            reason = line.split("reason=", 1)[-1]
+            stage = re.search(r"stage=(\w+)", line) or "??"
+            kind = next((k for k, words in KINDS.items() if re.search(words, reason)), reason.strip()[:60])
+            costs.setdefault(f"{stage[1]}: {kind}", []).append(now - last)
+        if re.search("a schedule failed|compiled|right", line):
+            last = now
+    process.wait()
+    reader.join()
+    seconds = time.monotonic() - start
+    for kind, spent in sorted(costs.items()):
+        print(f"  {len(spent):3} x {kind}: {statistics.mean(spent):.2f} s on average, {max(spent):.2f} s at most")
+    if process.returncode:
+        print("  it FAILED:", "".join(tail)[-400:])
+        return {"ended": False, "costs": costs}
+    tuned = json.loads(out[0])["tuned"][0]
+    timed = sum(t["result"] == "timed" for t in tuned["trials"])
+    print(f"  {len(tuned['trials'])} tried, {timed} timed, {seconds:.1f} s; winner {tuned['schedule']}")
+    return {"ended": True, "costs": costs, "timed": timed, "seconds": seconds, "winner": tuned["schedule"]}
+
+
+def devices(bench):
+    dims, lengths = ("64,128", "1k,4k") if bench.device != "cpu" else ("32,64", "128,256")
+    problem = f"--dtype bf16 --head-dim {dims} --mask causal --q-len {lengths} --heads 16".split()
+    rows = {}
+    every = ["--devices", "all"] if bench.device != "cpu" else ["--devices", "cpu,cpu"]
+    for name, device, more in (("one device", None, []), ("all devices", "all", every)):
+        cache = bench.cache(name.replace(" ", "-"))
+        what = {"device": device, "problem": problem}
+        report, seconds = bench.tune(cache, *more, "--trials", bench.trials, "--budget-s", "120", **what)
+        again, cached = bench.tune(cache, *more, "--trials", bench.trials, **what)
+        if not (report and again):
+            continue
+        rows[name] = seconds
+        known = sum(t["cached"] for t in again["tuned"])
+        cases = len(report["tuned"])
+        print(f"  {name:11}: {cases} cases in {seconds:.1f} s; again {cached:.1f} s, {known} from the cache")
+    if len(rows) == 2:
+        print(f"  {rows['one device'] / rows['all devices']:.2f} times as fast")
+    return rows
+
+
+SHOWS = {"repeat": repeat, "kill": kill, "two": two, "faults": faults, "devices": devices}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shows", default="repeat,kill,two,faults", help=f"of {','.join(SHOWS)}")
+    add("--device", default="cuda:0")
+    add("--flashtune", help="the command")
+    add("--problem", default=PROBLEM, help="options of `tune`")
+    add("--seeds", type=int, default=10)
+    add("--trials", type=int, default=40)
+    add("--budget-s", type=float, default=20)
+    add("--json", type=Path, help="also write what was found")
+    a = parser.parse_args()
+    unknown = [name for name in a.shows.split(",") if name not in SHOWS]
+    if unknown:
+        parser.error(f"--shows: {','.join(unknown)} is none of {','.join(SHOWS)}")
+    bench = Bench(a)
+    found = {}
+    try:
+        for name in a.shows.split(","):
+            start = time.monotonic()
+            print(f"{name}:", flush=True)
+            found[name] = SHOWS[name](bench)
+            print(f"  ({time.monotonic() - start:.0f} s)", flush=True)
+    finally:
+        shutil.rmtree(bench.folder, ignore_errors=True)
+        if a.json:
+            a.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
