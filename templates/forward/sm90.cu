@@ -82,7 +82,8 @@ struct Layout {
     static constexpr int kP = kV + kStages * kBytesV;
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
     static constexpr int kWork = kP + kConsumers * kBytesP;  // two slots: what comes next
-    static constexpr int kBarriers = kWork + (kPersistent ? 2 * 64 : 0);
+    static constexpr int kBytesWork = kProgramSearch ? 80 : 64;
+    static constexpr int kBarriers = kWork + (kPersistent ? 2 * kBytesWork : 0);
     static constexpr int kFullWork = kBarriers;              // per slot: it says what comes next
     static constexpr int kEmptyWork = kFullWork + 2 * 8;     // per slot: everyone has read it
     static constexpr int kFullQ = kEmptyWork + 2 * 8;        // per buffer and consumer: its Q has arrived

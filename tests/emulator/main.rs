@@ -153,7 +153,7 @@ fn random_schedules() {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 14] = [
+const PROGRAMS: [&str; 17] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -167,6 +167,10 @@ const PROGRAMS: [&str; 14] = [
     "score = select(kv <= q, score, -inf);",
     "step: int in 1..40; mask = (q - kv) % step == 0;",
     "s: f32[kv_heads]; mask = kv < q and q < kv; sink = s[h_kv];",
+    "d: i32[batch, q_len] nondecreasing; e: i32[batch, kv_len] nondecreasing; s: f32[heads]; mask = d[b, q] == e[b, kv]; \
+     score = score + s[h] * (kv - q);",
+    "d: i32[kv_len] nondecreasing; mask = d[kv] <= 5 - q // 20 and d[kv] >= q // 70;",
+    "mask = kv // 64 >= 3 - q // 50 and kv <= abs(q - 100) + 40;",
     "t: f32[*]; reach: int in 0..20; score = score + t[clamp(kv - q, -reach, reach) + reach];",
 ];
 

@@ -1,6 +1,7 @@
 //! Schedule of `forward/sm90`: a producer warpgroup, consumer warpgroups, and what overlaps with what.
 
 use crate::resources::sm90_smem;
+use crate::score::OfScores;
 use crate::{Error, Problem, Result, Shape, ShapeBucket, SmArch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -123,19 +124,21 @@ impl Sm90Schedule {
     /// numbers spilled: elements that change with the key are loaded ahead of their use.
     fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
-        let (mask, score) = (p.mask().is_some(), p.score().is_some());
-        let kind = match p.reads_along_keys() {
+        let OfScores { mask, score, reads, reads_along_keys, divides_at_run_time } = p.of_scores();
+        let kind = match reads_along_keys {
             true if score => 100,
             true => 76,
-            false if p.divides_at_run_time() => 52,
+            false if divides_at_run_time => 52,
             false if score && mask => 52,
             false if score && problem.head_dim_v > 192 => 28,
             false if score => 16,
-            false if !p.declarations().is_empty() => 36,
+            false if reads => 36,
             false => 0,
         };
+        // The ends of the rows' runs of keys, and how they are found.
+        let rows = p.rows().map_or(0, |r| if r.searches.is_empty() { 12 } else { 16 });
         // The window beside it is one more mask.
-        kind + if mask && kind > 0 && problem.mask.any() { 20 } else { 0 }
+        kind + rows + if mask && kind > 0 && problem.mask.any() { 20 } else { 0 }
     }
 
     /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
@@ -143,13 +146,14 @@ impl Sm90Schedule {
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let masks = problem.program.is_some_and(|p| p.mask().is_some());
+        let changes = problem.program.is_some_and(|p| p.score().is_some());
         let pack_group = bucket.group > 1 && bucket.q_len <= 256 && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
         let consumers = match rows {
             0..=64 => 1,
             65..=128 => 2,
             // Three leave the producer too few registers for a window.
-            _ if d <= 64 && !problem.mask.left && Self::program_registers(problem) == 0 => 3,
+            _ if d <= 64 && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
         };
         let base = Self {
@@ -191,7 +195,8 @@ impl Sm90Schedule {
         };
         // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.
         let room = Self::program_registers(problem);
-        let small = || if room > 0 { largest(true, 48, room).or_else(|| largest(false, 16, room)) } else { None };
+        let least = if room > 16 { 48 } else { 96 };
+        let small = || if room > 0 { largest(true, least, room).or_else(|| largest(false, 16, room)) } else { None };
         let plain = || largest(true, 96, 0).or_else(|| largest(false, 16, 0));
         small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base })
     }

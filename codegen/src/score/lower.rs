@@ -125,7 +125,7 @@ impl Dialect {
     fn u64(self) -> &'static str {
         if self == Dialect::C { "uint64_t" } else { "u64" }
     }
-    fn element(self, storage: Storage) -> &'static str {
+    pub(super) fn element(self, storage: Storage) -> &'static str {
         match (storage, self) {
             (Storage::F32, _) => "float",
             (Storage::F16 | Storage::Bf16, Dialect::C) => "uint16_t",

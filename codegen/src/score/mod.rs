@@ -3,6 +3,7 @@
 //! ```text
 //! text or Expr -> Ast -> checked, normalised Graph = Program -> text, hash
 //!                                                   -> Bound: the interpreter, the oracle of all the rest
+//!                                                   -> RowKeys: the run of keys of each query, for masks that leave one
 //!                                                   -> TileProgram: which tiles are all masked, all visible, mixed
 //!                                                   -> Derivative: d score' / d score, and by each side tensor
 //!                                                   -> lower: statements of C and CUDA C for the kernels
@@ -36,6 +37,7 @@ mod parse;
 mod pieces;
 mod print;
 mod program;
+mod rows;
 mod tile;
 mod window;
 mod words;
@@ -53,7 +55,8 @@ pub use interp::{At, Bound, Evaluator, Precision};
 pub use linear::Linear;
 pub use lower::{Code, Dialect, lower, lower_fragments, slot};
 pub(crate) use pieces::{cpu_fields, cuda_fields};
-pub use program::{MAX_INPUTS, MAX_NODES, Program, ProgramBuilder};
+pub use program::{MAX_INPUTS, MAX_NODES, OfScores, Program, ProgramBuilder};
+pub use rows::{RowKeys, Search};
 pub use tile::{TileKind, TileProgram};
 pub use window::WindowForm;
 pub use words::{Axis, Binary, Declaration, MAX_LEN, MAX_RANK, Range, Storage, Type, Unary, Var};

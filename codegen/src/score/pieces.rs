@@ -1,9 +1,10 @@
 //! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
 
-use super::Id;
-use super::lower::{Code, Dialect, lower, lower_fragments};
+use super::lower::{Code, Dialect, lower, lower_fragments, slot};
 use super::program::Program;
+use super::rows::{RowKeys, Search};
 use super::tile::TileProgram;
+use super::{Graph, Id};
 use std::collections::BTreeMap;
 
 /// The names that the CPU template pastes; for no program, which it then leaves out, all of them stand for nothing.
@@ -97,7 +98,50 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         ("sink_code", sink.all()),
     ]);
     m.extend(tile_fields(program, Dialect::Cuda));
+    m.extend(row_fields(program.and_then(Program::rows)));
     m
+}
+
+/// The ends of the run of keys that each query has, where the mask leaves it one.
+fn row_fields(rows: Option<&RowKeys>) -> [(&'static str, String); 7] {
+    let flag = |f: fn(&RowKeys) -> bool| u32::from(rows.is_some_and(f)).to_string();
+    let (mut code, mut searches) = (Code::default(), String::new());
+    if let Some(rows) = rows {
+        let of_searches = rows.searches.iter().flat_map(|s| s.leading.iter().copied().chain([s.value]));
+        let roots: Vec<Id> = [rows.begin, rows.end].into_iter().chain(of_searches).collect();
+        code = lower(&rows.graph, &roots, Dialect::Cuda, "r");
+        let mut names = code.results[2..].iter();
+        for search in &rows.searches {
+            let leading: Vec<&str> = names.by_ref().take(search.leading.len()).map(String::as_str).collect();
+            let value = names.next().expect("every search has a value");
+            searches.push_str(&search_statement(&rows.graph, search, &leading, value));
+        }
+    }
+    let nth = |i: usize| code.results.get(i).cloned().unwrap_or_else(|| "0".to_owned());
+    [
+        ("program_rows", flag(|_| true)),
+        ("program_sorted", flag(|r| r.nondecreasing)),
+        ("program_search", flag(|r| !r.searches.is_empty())),
+        ("rows_code", code.all()),
+        ("rows_begin", nth(0)),
+        ("rows_end", nth(1)),
+        ("rows_searches", searches),
+    ]
+}
+
+/// Moves an end of a run to where a tensor's elements pass a value.
+fn search_statement(graph: &Graph, search: &Search, leading: &[&str], value: &str) -> String {
+    let (t, axes) = (slot(graph, search.tensor), leading.len());
+    let element = Dialect::Cuda.element(graph.declarations()[search.tensor].storage);
+    let places = leading.iter().enumerate().map(|(a, index)| {
+        format!("ft_clamp64({index}, side->tensors[{t}].length[{a}]) * side->tensors[{t}].stride[{a}] + ")
+    });
+    let (end, after, closer) = if search.is_end { ("end", "true", "min_of") } else { ("begin", "false", "max_of") };
+    format!(
+        "{end} = {closer}<i64>({end}, ft_find<kWarp, {after}>((const {element} *)side->tensors[{t}].data + {}0, \
+         side->tensors[{t}].stride[{axes}], side->tensors[{t}].length[{axes}] - 1, {value}, within.{end}));\n",
+        places.collect::<String>()
+    )
 }
 
 fn flags(program: Option<&Program>) -> BTreeMap<&'static str, String> {

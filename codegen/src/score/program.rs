@@ -8,6 +8,7 @@ use super::graph::{Graph, Id, Node};
 use super::intern::ProgramRef;
 use super::parse::parse;
 use super::print::print;
+use super::rows::RowKeys;
 use super::window::WindowForm;
 use super::words::{Axis, Binary, Declaration, Type, Var};
 use std::fmt;
@@ -35,6 +36,7 @@ pub struct Program {
     text: String,
     hash: [u8; 32],
     window: Option<WindowForm>,
+    rows: Option<RowKeys>,
     /// What is left of a program whose mask is a window.
     unmasked: Option<ProgramRef>,
 }
@@ -151,24 +153,57 @@ impl Program {
         self.unmasked
     }
 
-    /// Whether the mask or the score reads elements of tensors that change with the key.
-    pub fn reads_along_keys(&self) -> bool {
-        let loads = |id: &Id| matches!(self.graph.node(*id), Node::Load { .. }) && self.graph.depends(*id).kv;
-        self.graph.ids().any(|id| loads(&id))
+    /// The run of keys that the mask leaves each query, if that is what it does.
+    pub fn rows(&self) -> Option<&RowKeys> {
+        self.rows.as_ref()
     }
 
-    /// Whether an int is divided by what is known at run time alone.
-    pub fn divides_at_run_time(&self) -> bool {
-        self.graph.nodes().iter().any(|node| match node {
-            Node::Binary(Binary::FloorDiv | Binary::Mod, _, by) => self.graph.as_int(*by).is_none(),
-            _ => false,
-        })
+    /// What a kernel that masks by runs of keys still computes for every score.
+    pub fn of_scores(&self) -> OfScores {
+        let mask = self.mask.filter(|_| self.rows.is_none());
+        let mut needed = vec![false; self.graph.nodes().len()];
+        [mask, self.score].into_iter().flatten().for_each(|root| needed[root.index()] = true);
+        let mut found = OfScores { mask: mask.is_some(), score: self.score.is_some(), ..OfScores::default() };
+        for id in self.graph.ids().collect::<Vec<_>>().into_iter().rev() {
+            if !needed[id.index()] {
+                continue;
+            }
+            let node = self.graph.node(id);
+            node.operands().iter().for_each(|o| needed[o.index()] = true);
+            match node {
+                Node::Scalar(_) => found.reads = true,
+                Node::Load { .. } => {
+                    found.reads = true;
+                    found.reads_along_keys |= self.graph.depends(id).kv;
+                }
+                Node::Binary(Binary::FloorDiv | Binary::Mod, _, by) => {
+                    found.divides_at_run_time |= self.graph.as_int(*by).is_none();
+                }
+                _ => {}
+            }
+        }
+        found
     }
 
     /// Nothing is masked, changed or added.
     pub fn is_plain(&self) -> bool {
         self.mask.is_none() && self.score.is_none() && self.sink.is_none()
     }
+}
+
+/// What a kernel computes for every score.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OfScores {
+    /// The mask's condition.
+    pub mask: bool,
+    /// The change of the score.
+    pub score: bool,
+    /// Elements of tensors that change with the key are read.
+    pub reads_along_keys: bool,
+    /// Ints are divided by what is known at run time alone.
+    pub divides_at_run_time: bool,
+    /// Scalars or tensors are read at all.
+    pub reads: bool,
 }
 
 /// Collects the parts of a [`Program`].
@@ -304,6 +339,7 @@ impl ProgramBuilder {
         let find = |name| results.iter().find(|(n, _)| *n == name).map(|(_, id)| *id);
         let (mask, score, sink) = (find("mask"), find("score"), find("sink"));
         let window = mask.and_then(|mask| WindowForm::of(&graph, mask));
+        let rows = mask.and_then(|mask| RowKeys::of(&graph, mask));
         let unmasked = match (&window, score.or(sink)) {
             (Some(_), Some(_)) => {
                 let mut graph = graph.clone();
@@ -313,7 +349,7 @@ impl ProgramBuilder {
             }
             _ => None,
         };
-        Ok(Program { graph, mask, score, sink, text, hash, window, unmasked })
+        Ok(Program { graph, mask, score, sink, text, hash, window, rows, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {

@@ -14,7 +14,8 @@ struct Consumer {
     Output o;
     Probabilities p;
     RowSoftmax<kBlockKV / 8, kLazyRescale, kExp2Eighths> softmax;
-    ProgramKept kept;  // of the tile whose scores are computed
+    ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
+    KeyRange runs[2];
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
@@ -115,16 +116,18 @@ struct Consumer {
     // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
     // to predicates seven at a time.
     __device__ __forceinline__ void mask(const Tile& tile, int key) {
+        constexpr bool kLeft = kMaskLeft || kProgramRows;
         const int column = key + lane() % 4 * 2;
         const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
-            const int end = scores_before(live.last + 1 - column), begin = kMaskLeft ? scores_before(live.first - column) : 0;
+            KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
+            if (kProgramRows) live = KeyRange{max_of(live.first, runs[h].first), min_of(live.last, runs[h].last)};
+            const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
 #pragma unroll
             for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
                 u32 seen = low_bits(end - word * 32);
-                if (kMaskLeft) seen &= ~low_bits(begin - word * 32);
+                if (kLeft) seen &= ~low_bits(begin - word * 32);
 #pragma unroll
                 for (int i = 0; i < min_of(32, kBlockKV / 4 - word * 32); i++) {
                     const int at = word * 32 + i;
@@ -145,12 +148,23 @@ struct Consumer {
 
     __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
 
+    // What the rows of a tile need of its score program.
+    __device__ __forceinline__ void keep(const Work& work) {
+        kept = program_kept(head(work));
+        if constexpr (kProgramRows) {
+            const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                runs[h] = program_row<false>(head(work), min_of(row + h * 8, args.forward.q_len - 1), work.kept());
+            }
+        }
+    }
     // What the score program and the window make of the scores of block n.
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
         const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
         const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
         if (masked) {
-            program_scores<true, kBlockKV / 8>(at, head(work), kept, row, key, magnitude());
+            program_scores<true, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude());
             mask(work.tile, n * kBlockKV);
         } else {
             program_scores<false, kBlockKV / 8>(at, head(work), kept, row, key, magnitude());
@@ -224,10 +238,11 @@ struct Consumer {
         for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
         open_q();
         if (kCluster > 1) skip(work.all.end - (attends(work) ? work.own.end : work.all.begin));
-        if (!kOverlap) kept = program_kept(head(work));
+        if (!kOverlap) keep(work);
         if (!kOverlap || !attends(work)) return;
         wait_k();
         issue_qk();
+        keep(work);
         wgmma_wait<0>();
         first_probabilities(work, c);
         round();
@@ -236,7 +251,6 @@ struct Consumer {
         wgmma_touch(s);
         release_k();
         const int n = work.own.end - 1;
-        kept = program_kept(head(work));
         change(work, n, is_masked<kMaskedFirst>(work.own, n));
         softmax.advance(s, c);
         softmax.template exponentiate<false>(s, c);
@@ -336,6 +350,7 @@ struct Consumer {
         pass_turn();
         const RowResults rows = finish(work, c);
         softmax.init();
+        keep(next);
         wgmma_wait<1>();
         first_probabilities(next, c);
         wgmma_wait<0>();

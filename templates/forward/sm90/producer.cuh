@@ -46,12 +46,14 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
             }
             q_ring.advance();
         };
+        // As late as the others can be told in time: whoever is ahead by then takes more. To find the blocks that a program
+        // leaves takes the time of a block or two.
+        const int dealt_at = kProgramMask ? min_of(blocks.end - 1, blocks.begin + 2) : blocks.begin;
         // At least once, for tiles that visit no block.
         int n = blocks.end - 1;
 #pragma unroll 1
         do {
-            // As late as the others can be told in time: whoever is ahead by then takes more.
-            if (n <= blocks.begin) dealer.deal(args);
+            if (kProgramMask ? n == dealt_at : n <= dealt_at) dealer.deal(args);
             if (n >= blocks.begin) {
                 if (leads) {
                     const u32 full = smem + Layout::kFullK + ring.stage * 8;

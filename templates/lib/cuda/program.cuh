@@ -3,14 +3,39 @@
 // once for a tile (Kept), for a query row and a block of keys (Rows), for a score. Without a program all of this is
 // nothing.
 
+// Between which keys the runs of a tile's rows begin, and between which they end: first and last.
+struct Between {
+    int first, last;
+};
+struct RunEnds {
+    Between begin, end;
+};
+// Kernels that search for nothing have nothing to remember.
+template <bool kKept> struct RunEndsKept {
+    RunEnds ends;
+    __device__ __forceinline__ void keep(const RunEnds& to) { ends = to; }
+    __device__ __forceinline__ RunEnds kept() const { return ends; }
+};
+template <> struct RunEndsKept<false> {
+    __device__ __forceinline__ void keep(const RunEnds&) {}
+    __device__ __forceinline__ RunEnds kept() const { return {}; }
+};
+
 #define FT_PROGRAM @{ program }@
 constexpr bool kProgramMask = @{ program_mask }@;
 constexpr bool kProgramScore = @{ program_score }@;
 constexpr bool kProgramSink = @{ program_sink }@;
+// Whether the mask leaves each query one run of keys, and whether the ends of runs are searched for.
+constexpr bool kProgramRows = @{ program_rows }@;
+constexpr bool kProgramSearch = @{ program_search }@;
 
 #if FT_PROGRAM
 
+// Whether neither end of a query's run ever comes before that of the query before.
+constexpr bool kProgramSorted = @{ program_sorted }@;
+
 <% include "lib/cuda/score.cuh" %>
+<% include "lib/cuda/search.cuh" %>
 
 // What the program reads, passed by value behind what every kernel takes.
 struct Side {
@@ -44,6 +69,16 @@ __device__ __forceinline__ int program_tile(const ProgramHead& head, int q_first
     FT_PROGRAM_HEAD;
     (void)q_first, (void)q_last, (void)kv_first, (void)kv_last;
 @{ tile_code }@    return @{ tile_masked }@ ? -1 : @{ tile_visible }@ ? 1 : 0;
+}
+
+// The keys that query q attends to, of a mask that leaves runs. Ends that are searched for lie within bounds that are known.
+// With kWarp a whole warp searches for the same ones.
+template <bool kWarp>
+__device__ __forceinline__ KeyRange program_row(const ProgramHead& head, int q, const RunEnds& within) {
+    FT_PROGRAM_HEAD;
+    (void)q, (void)within;
+@{ rows_code }@    i64 begin = @{ rows_begin }@, end = @{ rows_end }@;
+@{ rows_searches }@    return KeyRange{int(min_of<i64>(max_of<i64>(begin, 0), kv_len)), int(max_of<i64>(min_of<i64>(end, kv_len), 0)) - 1};
 }
 
 // The keys that a run of queries can attend to at most.
@@ -124,51 +159,16 @@ __device__ __forceinline__ bool program_visible(const ProgramHead& head, int q, 
     return mask_element(head, kept, mask_row(head, kept, q, kv), q, kv, 0);
 }
 
-// The key blocks of a tile without those that the mask leaves out before the first and after the last that it does not;
-// those that need no mask are the longest run of blocks that it leaves whole. For whole warps, whose lanes look at
-// a block each.
-template <int kBlockKV>
-__device__ __forceinline__ BlockRange program_blocks(const ProgramHead& head, int q_first, int q_last, BlockRange b) {
-    const int lane = threadIdx.x % 32;
-    const KeyRange keys = program_keys(head, q_first, q_last);
-    b.begin = max_of(b.begin, keys.first / kBlockKV);
-    b.end = min_of(b.end, (keys.last + kBlockKV) / kBlockKV);
-    int begin = b.end, end = b.end, run_begin = 0, run_end = -1, full_begin = 0, full_end = 0;
-#pragma unroll 1
-    for (int base = b.begin; base < b.end; base += 32) {
-        const int n = base + lane;
-        int kind = -1;
-        if (n < b.end) {
-            kind = program_tile(head, q_first, q_last, n * kBlockKV, min_of(n * kBlockKV + kBlockKV, head.kv_len) - 1);
-        }
-        const u32 live = __ballot_sync(0xffffffff, kind >= 0);
-        u32 whole = __ballot_sync(0xffffffff, kind > 0 && n >= b.full_begin && n < b.full_end);
-        if (live != 0) {
-            begin = min_of(begin, base + __ffs(int(live)) - 1);
-            end = base + 32 - __clz(int(live));
-        }
-        while (whole != 0) {
-            const int from = __ffs(int(whole)) - 1;
-            const u32 others = ~(whole >> from);
-            const int length = others == 0 ? 32 : __ffs(int(others)) - 1;
-            if (base + from != run_end) run_begin = base + from;
-            run_end = base + from + length;
-            if (run_end - run_begin > full_end - full_begin) full_begin = run_begin, full_end = run_end;
-            whole = from + length == 32 ? 0 : whole & (0xffffffff << (from + length));
-        }
-    }
-    if (begin == b.end) return BlockRange{begin, begin, begin, begin};
-    if (full_begin == full_end) full_begin = full_end = begin;
-    return BlockRange{begin, full_begin, full_end, end};
-}
+<% include "lib/cuda/program_blocks.cuh" %>
 
 // Applies the program to an accumulator of tiles of 8 columns (mma.cuh, wgmma.cuh): at(j, 2 * i + e) is the score of row
 // `q + 8 * i` with key `kv_first + 8 * j + e`. Rows and keys beyond the last repeat it: no index leaves a tensor, and
-// nobody reads what comes out. `scale` takes scores to natural units.
-template <bool kMasked, int kTiles, typename At>
+// nobody reads what comes out. `scale` takes scores to natural units. Without kMask the mask is left to the caller.
+template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
                                                int kv_first, float scale) {
-    if (!kProgramScore && !(kMasked && kProgramMask)) return;
+    constexpr bool kElementMask = kMasked && kProgramMask && kMask;
+    if (!kProgramScore && !kElementMask) return;
     const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
     const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first), mask_row(head, kept.mask, rows[1], kv_first)};
     const ScoreRow scores[2] = {score_row(head, kept.score, rows[0], kv_first),
@@ -182,7 +182,7 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
             for (int i = 0; i < 2; i++) {
                 float& s = at(j, 2 * i + e);
                 if (kProgramScore) s = score_element(head, kept.score, scores[i], rows[i], kv_first, offset, s * scale);
-                if (kMasked && kProgramMask) {
+                if (kElementMask) {
                     s = mask_element(head, kept.mask, masks[i], rows[i], kv_first, offset) ? s : -FT_INFINITY;
                 }
             }
@@ -201,9 +201,11 @@ __device__ __forceinline__ ProgramKept program_kept(const ProgramHead&) { return
 __device__ __forceinline__ bool program_visible(const ProgramHead&, int, int) { return true; }
 __device__ __forceinline__ float program_sink(const ProgramHead&, int) { return 0.0f; }
 __device__ __forceinline__ int program_tile(const ProgramHead&, int, int, int, int) { return 1; }
+template <bool kWarp>
+__device__ __forceinline__ KeyRange program_row(const ProgramHead&, int, const RunEnds&) { return {}; }
 template <int kBlockKV>
-__device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, BlockRange b) { return b; }
-template <bool kMasked, int kTiles, typename At>
+__device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, BlockRange b, RunEnds* = nullptr) { return b; }
+template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float) {}
 
 #endif

@@ -1,7 +1,7 @@
 // What a thread block does, tile after tile. One thread deals: every gridDim.x-th tile or, from the queue that all thread
 // blocks share, the next one that nobody has. It tells the others through two slots of shared memory.
 
-struct alignas(16) Work {
+struct alignas(16) Work : RunEndsKept<kProgramSearch> {
     Tile tile;
     BlockRange own;  // the key blocks that its rows visit
     BlockRange all;  // those that arrive for its cluster
@@ -20,7 +20,9 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     w.own = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, w.tile);
     if (kProgramMask && w.tile.rows > 0) {
         const ProgramHead head = program_head(args, args.forward, w.tile);
-        w.own = program_blocks<kBlockKV>(head, w.tile.row, w.tile.row + w.tile.rows - 1, w.own);
+        RunEnds ends;
+        w.own = program_blocks<kBlockKV>(head, w.tile.row, w.tile.row + w.tile.rows - 1, w.own, &ends);
+        w.keep(ends);
     }
     w.all = blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, w.tile, w.own);
     w.live = index < u32(args.tiles);
@@ -30,12 +32,12 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
 __device__ __forceinline__ Work first_work(const KernelArgs& args) { return work_at(args, blockIdx.x); }
 
 // One of the two slots.
-__device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * 64; }
+__device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * Layout::kBytesWork; }
 __device__ __forceinline__ Work read_slot(u32 slot) {
     Work work;
     uint4* words = (uint4*)&work;
 #pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = load_shared_16(slot + i * 16);
+    for (int i = 0; i < Layout::kBytesWork / 16; i++) words[i] = load_shared_16(slot + i * 16);
     return work;
 }
 
@@ -67,7 +69,7 @@ struct Dealer {
         if (!kWholeWarps || threadIdx.x % 32 == 0) {
             const uint4* words = (const uint4*)&work;
 #pragma unroll
-            for (int i = 0; i < 4; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
+            for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
             mbarrier_arrive(smem + Layout::kFullWork + slot * 8);
         }
         if (kWholeWarps) __syncwarp();  // all lanes of the dealer read the slot again
@@ -96,4 +98,4 @@ struct Hand {
         return work;
     }
 };
-static_assert(sizeof(Work) == 64, "a slot");
+static_assert(sizeof(Work) == Layout::kBytesWork, "a slot");
