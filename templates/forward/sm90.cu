@@ -64,6 +64,14 @@ constexpr bool kMaskedFirst = kMaskLeft || kProgramMask;
 // one thread in any case: others could come to a barrier when the phase that they wait for is long over.
 constexpr bool kWholeWarps = kProgramMask;
 
+// Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
+// the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
+constexpr bool kRescaleBeside = kColumnsV > 192;
+// The maximum of one row is taken before that of the other, so that its exponentials start early.
+constexpr bool kRowByRow = kColumnsV > 64;
+// Whether the next K and V have arrived is asked while there is other work.
+constexpr bool kLookAhead = kColumnsV <= 192;
+
 using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
 using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];

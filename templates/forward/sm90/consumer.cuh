@@ -7,13 +7,14 @@ struct Consumer {
     const int id;             // of the warpgroup, 0 to kConsumers - 1
     Hand hand;
     Ring<kStages> k_ring, v_ring;
+    bool k_seen = false, v_seen = false;  // whether the next K and V are known to have arrived
     Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
     int q_at;                        // which Q is at hand
     int leaving = -1;                // which O is being copied out of the space of its Q
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kExp2Eighths> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowByRow, kExp2Eighths> softmax;
     ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
     KeyRange runs[2];
 
@@ -82,7 +83,15 @@ struct Consumer {
         }
         leaving = -1;
     }
-    __device__ __forceinline__ void wait_k() const { mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity); }
+    // Looks for the next K and V while there is other work, so that the answer is at hand when they are wanted.
+    __device__ __forceinline__ void look_ahead() {
+        k_seen = mbarrier_test(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity);
+        v_seen = mbarrier_test(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity);
+    }
+    __device__ __forceinline__ void wait_k() {
+        if (!k_seen) mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity);
+        k_seen = false;
+    }
     // This warp is done with a buffer, which whoever brings a part of the next block into it must know.
     static __device__ __forceinline__ void release(u32 empty) {
         if constexpr (kCluster > 1) {
@@ -95,7 +104,10 @@ struct Consumer {
         release(smem + Layout::kEmptyK + k_ring.stage * 8);
         k_ring.advance();
     }
-    __device__ __forceinline__ void wait_v() const { mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity); }
+    __device__ __forceinline__ void wait_v() {
+        if (!v_seen) mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity);
+        v_seen = false;
+    }
     __device__ __forceinline__ void release_v() {
         release(smem + Layout::kEmptyV + v_ring.stage * 8);
         v_ring.advance();
@@ -110,6 +122,13 @@ struct Consumer {
             release_k();
             release_v();
         }
+    }
+
+    // Brings O to the references of the last scores. Always, and not only where one has moved: a branch would keep the
+    // compiler from filling gaps with it. (The touch: O, but not before what was issued last.)
+    __device__ __forceinline__ void rescale() {
+        wgmma_touch(o);
+        softmax.rescale(o);
     }
 
     // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
@@ -253,6 +272,7 @@ struct Consumer {
         const int n = work.own.end - 1;
         change(work, n, is_masked<kMaskedFirst>(work.own, n));
         softmax.advance(s, c);
+        softmax.forget();  // O is zero
         softmax.template exponentiate<false>(s, c);
     }
 
@@ -263,6 +283,7 @@ struct Consumer {
             wait_k();
             wait_turn();
             issue_qk();
+            if (kRescaleBeside) rescale();
             wait_v();
             issue_pv();
             pass_turn();
@@ -276,8 +297,8 @@ struct Consumer {
             wgmma_wait<0>();
             wgmma_touch(o);
             release_v();
-            // Always: a branch would keep the compiler from filling the gaps between exponentials with what follows.
-            softmax.rescale(o);
+            if (kLookAhead) look_ahead();
+            if (!kRescaleBeside) rescale();
             round();
         };
         const auto serial = [&](int n, auto masked) {
@@ -312,6 +333,7 @@ struct Consumer {
         const bool some = attends(work);
         if constexpr (kOverlap) {
             if (some) {
+                if (kRescaleBeside) rescale();
                 wait_v();
                 issue_pv();
             }
@@ -345,6 +367,7 @@ struct Consumer {
         wait_k();
         wait_turn();
         issue_qk();
+        if (kRescaleBeside) rescale();
         wait_v();
         issue_pv();
         pass_turn();

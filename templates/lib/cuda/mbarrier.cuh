@@ -24,6 +24,17 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         "@!done bra again;\n"
         "}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
+// Whether that phase is over, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 over;
+    asm volatile(
+        "{\n"
+        ".reg .pred over;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, over;\n"
+        "}\n" : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+    return over != 0;
+}
 
 // Adds to a counter in global memory. Returns what it was.
 __device__ __forceinline__ u32 atomic_add(u32* counter, u32 n) {

@@ -10,7 +10,7 @@ struct RowResults {
     float log_sum_exp[2];  // natural, of the scaled scores; -inf for a row that attended to nothing
 };
 
-template <int kTiles, bool kLazyRescale, int kMultiplyAddEighths> struct RowSoftmax {
+template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths> struct RowSoftmax {
     float m[2];       // reference maximum, unscaled; -inf before the first visible score
     float l[2];       // this thread's part of the sum
     float factor[2];  // what the last advance() asks to multiply O with
@@ -30,8 +30,20 @@ template <int kTiles, bool kLazyRescale, int kMultiplyAddEighths> struct RowSoft
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = m[h];
+            if (kRowByRow) {
+                float y = s[2 * h + 1];
+                // Minus infinity, which the compiler cannot know: the second row follows the first.
+                if (h == 1) x = fmaxf(x, to[0] - FT_INFINITY);
 #pragma unroll
-            for (int j = 0; j < kTiles; j++) x = fmaxf(fmaxf(x, s[4 * j + 2 * h]), s[4 * j + 2 * h + 1]);
+                for (int j = 0; j < kTiles; j++) {
+                    x = fmaxf(x, s[4 * j + 2 * h]);
+                    if (j > 0) y = fmaxf(y, s[4 * j + 2 * h + 1]);
+                }
+                x = fmaxf(x, y);
+            } else {
+#pragma unroll
+                for (int j = 0; j < kTiles; j++) x = fmaxf(fmaxf(x, s[4 * j + 2 * h]), s[4 * j + 2 * h + 1]);
+            }
             to[h] = quad_max(x);
         }
         // Lazily: all rows of the warp move, or none.
@@ -64,6 +76,9 @@ template <int kTiles, bool kLazyRescale, int kMultiplyAddEighths> struct RowSoft
             }
         }
     }
+
+    // What is asked to be rescaled is zero.
+    __device__ __forceinline__ void forget() { factor[0] = factor[1] = 1.0f; }
 
     // Brings O to the moved references. Where that is lazy it is worth to ask first whether any row of the warp has moved.
     template <int kCount> __device__ __forceinline__ void rescale(float (&o)[kCount]) const {

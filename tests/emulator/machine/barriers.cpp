@@ -178,6 +178,11 @@ void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parit
     b.waiting.push_back(running);
     block("mbarrier (parity)", address, parity);
 }
+void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity) {
+    maybe_switch(8);
+    if (parity > 1) fail("mbarrier at %u: parity %u", address, parity);
+    done = (find("mbarrier.test_wait", running->rank, address).phase & 1) != parity;
+}
 
 // Registers are counted per thread here; the hardware counts whole warps, whose threads do the same.
 void setmaxnreg_dec_sync_aligned_u32(u32 count) {

@@ -53,6 +53,19 @@ void cvt_rn_f16x2_f32(u32& d, float high, float low) { d = u32(to_f16(high)) << 
 void cvt_rn_bf16x2_f32(u32& d, float high, float low) { d = u32(to_bf16(high)) << 16 | to_bf16(low); }
 void cvt_rn_f16_f32(u16& d, float x) { d = to_f16(x); }
 void cvt_f32_f16(float& d, u16 x) { d = from_f16(x); }
+// Of packed pairs, in double: its products of 16-bit elements are exact.
+void fma_rn_f16x2(u32& d, u32 x, u32 y, u32 z) {
+    const auto half = [](u32 a, u32 b, u32 c) {
+        return to_f16(float(double(from_f16(u16(a))) * from_f16(u16(b)) + from_f16(u16(c))));
+    };
+    d = u32(half(x >> 16, y >> 16, z >> 16)) << 16 | half(x, y, z);
+}
+void fma_rn_bf16x2(u32& d, u32 x, u32 y, u32 z) {
+    const auto half = [](u32 a, u32 b, u32 c) {
+        return to_bf16(float(double(bits<float>(a << 16)) * bits<float>(b << 16) + bits<float>(c << 16)));
+    };
+    d = u32(half(x >> 16, y >> 16, z >> 16)) << 16 | half(x, y, z);
+}
 void ex2_approx_ftz_f32(float& d, float x) { d = flush(std::exp2f(flush(x))); }
 void lg2_approx_ftz_f32(float& d, float x) { d = flush(std::log2f(flush(x))); }
 void rcp_approx_ftz_f32(float& d, float x) { d = flush(1.0f / flush(x)); }
