@@ -119,9 +119,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
                 // Rows and keys beyond the last repeat it, so that no index leaves a tensor.
                 const int q = min_of(tile.row + y + kDown * i, args.q_len - 1), first = n * kBlockKV + x;
                 const int offset = min_of(kAcross * j, args.kv_len - 1 - first);
-                const ScoreRow score = score_row(head, kept.score, q, first);
+                const ScoreRow score = score_row(head, kept.score, q, first, args.scale);
                 const MaskRow mask = mask_row(head, kept.mask, q, first);
-                s[i][j] = score_element(head, kept.score, score, q, first, offset, s[i][j] * args.scale);
+                s[i][j] = score_element(head, kept.score, score, q, first, offset, s[i][j], args.scale);
                 if (masked || !mask_element(head, kept.mask, mask, q, first, offset)) s[i][j] = -FT_INFINITY;
 #else
                 s[i][j] = masked ? -FT_INFINITY : s[i][j] * args.scale;

@@ -9,12 +9,13 @@
 //! pointer `side` to the tensors and scalars, and the functions of `lib/cpu/score.h` or `lib/cuda/score.cuh`.
 //!
 //! [`lower_fragments`] serves kernels whose threads hold the scores of some rows at fixed distances from a first key:
-//! `kv` is `kv_first + offset`, and `offset` a constant once loops are unrolled. Floats that are a multiple of `kv` plus
-//! what does not depend on it then cost one multiply-add, of constants that are computed once for a block, and no
-//! conversion. (Beyond 2^24 such a float may differ from the conversion of the whole int by one rounding.)
+//! `kv` is `kv_first + offset`, and `offset` a constant once loops are unrolled; `score` is `raw * scale`. Floats that are
+//! sums of multiples of `kv`, of the score and of what depends on neither then cost one multiply-add for each of both, of
+//! constants that are computed once for a block, and no conversion. (Such a float may differ by a rounding or two from
+//! one that is computed as it is written, and beyond 2^24 from the conversion of the whole int by one.)
 
 use super::graph::{Depends, Graph, Id, Node};
-use super::words::{Axis, Binary, Range, Storage, Type, Unary};
+use super::words::{Axis, Binary, Range, Storage, Type, Unary, Var};
 
 /// The language of the statements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,6 +46,12 @@ pub struct Code {
     /// Type and name of what `uniform` computes at some cost (loads, divisions, floats) for the other lists or for a
     /// result: what a kernel keeps for a head.
     pub uniform_live: Vec<(&'static str, String)>,
+    /// Of the first result of fragments, if it is the score plus a multiple of the key plus what does not depend on it: the
+    /// factor and the rest, which `row` computes.
+    pub shift: Option<[String; 2]>,
+    /// Whether the other results of fragments are multiples of the score: of none is the magnitude larger than where the
+    /// score's is largest.
+    pub multiples: bool,
 }
 
 impl Code {
@@ -74,8 +81,8 @@ fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: b
         }
     }
     let count = graph.nodes().len();
-    let (affine, plain) = (vec![false; count], vec![false; count]);
-    let mut lowering = Lowering { graph, dialect, prefix, code: Code::default(), affine, plain };
+    let (affine, plain) = (vec![None; count], vec![false; count]);
+    let mut lowering = Lowering { graph, dialect, prefix, fragments, code: Code::default(), affine, plain };
     if fragments {
         lowering.find_affine(roots, &needed);
     }
@@ -85,6 +92,7 @@ fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: b
             lowering.statement(id);
         }
     }
+    lowering.shift(roots);
     lowering.live(roots, &needed);
     lowering.code.results = roots.iter().map(|r| lowering.operand(*r)).collect();
     lowering.code
@@ -105,11 +113,48 @@ struct Lowering<'a> {
     graph: &'a Graph,
     dialect: Dialect,
     prefix: &'a str,
+    fragments: bool,
     code: Code,
-    /// Floats that are `base + coefficient * offset`, with both constant for a row and a first key.
-    affine: Vec<bool>,
+    /// Floats that are `base + by_key * offset + by_score * raw`, with all three constant for a row and a first key.
+    affine: Vec<Option<Affine>>,
     /// Which of them are read as they are.
     plain: Vec<bool>,
+}
+
+/// The parts of a float that are there.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Affine {
+    base: Option<String>,
+    by_key: Option<String>,
+    by_score: Option<String>,
+}
+
+impl Affine {
+    fn all(&self) -> [Option<String>; 3] {
+        [self.base.clone(), self.by_key.clone(), self.by_score.clone()]
+    }
+
+    fn parts(&self) -> impl Iterator<Item = &String> {
+        [&self.base, &self.by_key, &self.by_score].into_iter().flatten()
+    }
+
+    fn has(&self) -> [bool; 3] {
+        [&self.base, &self.by_key, &self.by_score].map(Option::is_some)
+    }
+
+    /// The float itself.
+    fn value(&self) -> String {
+        let of_key = match (&self.by_key, &self.base) {
+            (Some(c), Some(b)) => Some(format!("fmaf({c}, (float)offset, {b})")),
+            (Some(c), None) => Some(format!("{c} * (float)offset")),
+            (None, b) => b.clone(),
+        };
+        match (&self.by_score, of_key) {
+            (Some(k), Some(rest)) => format!("fmaf(raw, {k}, {rest})"),
+            (Some(k), None) => format!("raw * {k}"),
+            (None, rest) => rest.unwrap_or_else(|| "0.0f".to_owned()),
+        }
+    }
 }
 
 impl Dialect {
@@ -176,7 +221,7 @@ impl Lowering<'_> {
 
     /// Finds what each query keeps for its scores, and a head for all.
     fn live(&mut self, roots: &[Id], needed: &[bool]) {
-        let (graph, affine) = (self.graph, self.affine.clone());
+        let graph = self.graph;
         let of_row = |id: Id| {
             let Depends { score, kv, q } = graph.depends(id);
             q && !kv && !score && !is_leaf(graph, id)
@@ -195,9 +240,22 @@ impl Lowering<'_> {
             live.into_iter().map(|id| (self.ty(id), self.operand(id))).collect::<Vec<_>>()
         };
         let (mut rows, heads) = (found(&of_row), found(&of_head));
-        for id in graph.ids().filter(|id| affine[id.index()] && self.plain[id.index()]) {
-            rows.extend(["b", "c"].map(|part| ("float", format!("{}{part}", self.operand(id)))));
+        for id in graph.ids().filter(|id| self.plain[id.index()]) {
+            rows.extend(self.affine[id.index()].iter().flat_map(Affine::parts).map(|part| ("float", part.clone())));
         }
+        for id in graph.ids().filter(|id| needed[id.index()]) {
+            let Some([cap, factor]) = self.capped(id) else { continue };
+            rows.push(("CapSeries", format!("{}p", self.operand(id))));
+            rows.extend([cap, factor].map(|part| ("float", part)));
+        }
+        rows.extend(self.code.shift.iter().flatten().map(|part| ("float", part.clone())));
+        // Some parts belong to several floats, are kept for the head, or are what everyone has.
+        let mut seen: std::collections::HashSet<&str> = heads.iter().map(|(_, name)| name.as_str()).collect();
+        seen.insert("scale");
+        let computed = |name: &str| self.code.row.contains(&format!(" {name} = "));
+        let kept: Vec<bool> = rows.iter().map(|(_, name)| computed(name) && seen.insert(name)).collect();
+        let mut kept = kept.into_iter();
+        rows.retain(|_| kept.next().expect("as many"));
         (self.code.row_live, self.code.uniform_live) = (rows, heads);
     }
 
@@ -220,23 +278,54 @@ impl Lowering<'_> {
 
     fn find_affine(&mut self, roots: &[Id], needed: &[bool]) {
         for id in self.graph.ids().filter(|id| needed[id.index()]) {
-            let of = |x: Id| self.affine[x.index()] || self.is_fixed(x);
-            let Depends { score, kv, .. } = self.graph.depends(id);
-            self.affine[id.index()] = kv
-                && !score
-                && self.graph.ty(id) == Type::Float
-                && match *self.graph.node(id) {
-                    Node::Unary(Unary::ToFloat, x) => self.multiple_of_key(x).is_some(),
-                    Node::Unary(Unary::Neg, x) => of(x),
-                    Node::Binary(Binary::Add | Binary::Sub, x, y) => of(x) && of(y),
-                    Node::Binary(Binary::Mul, x, y) => of(x) && of(y) && (self.is_fixed(x) || self.is_fixed(y)),
-                    _ => false,
-                };
+            self.affine[id.index()] = self.affine_parts(id);
         }
-        for id in self.graph.ids().filter(|id| needed[id.index()] && !self.affine[id.index()]) {
+        let nodes = || self.graph.ids().filter(|id| needed[id.index()]);
+        for id in nodes().filter(|id| self.affine[id.index()].is_none()) {
             self.graph.node(id).operands().into_iter().for_each(|o| self.plain[o.index()] = true);
         }
         roots.iter().for_each(|r| self.plain[r.index()] = true);
+    }
+
+    /// The parts of a float that changes with the key or the score, named after it; the statements come later.
+    fn affine_parts(&self, id: Id) -> Option<Affine> {
+        let Depends { score, kv, .. } = self.graph.depends(id);
+        if self.graph.ty(id) != Type::Float || !(score || kv) {
+            return None;
+        }
+        let of = |x: Id| match self.is_fixed(x) {
+            true => Some(Affine { base: Some(self.operand(x)), ..Affine::default() }),
+            false => self.affine[x.index()].clone(),
+        };
+        let named = |parts: [bool; 3]| {
+            let name = |part: &str| Some(format!("{}{part}", self.operand(id)));
+            let [base, by_key, by_score] = parts;
+            Affine {
+                base: name("b").filter(|_| base),
+                by_key: name("c").filter(|_| by_key),
+                by_score: name("k").filter(|_| by_score),
+            }
+        };
+        match *self.graph.node(id) {
+            Node::Var(Var::Score) => Some(Affine { by_score: Some("scale".to_owned()), ..Affine::default() }),
+            Node::Unary(Unary::ToFloat, x) => self.multiple_of_key(x).map(|_| named([true, true, false])),
+            Node::Unary(Unary::Neg, x) => of(x).map(|x| named(x.has())),
+            Node::Binary(op @ (Binary::Add | Binary::Sub), x, y) => {
+                let (x, y, adds) = (of(x)?, of(y)?, op == Binary::Add);
+                let (a, b) = (x.has(), y.has());
+                let mut sum = named([a[0] || b[0], a[1] || b[1], a[2] || b[2]]);
+                // A sum with the score itself keeps its factor: nothing is computed, and it stays recognisable.
+                match (x.by_score, y.by_score) {
+                    (Some(x), None) => sum.by_score = Some(x),
+                    (None, Some(y)) if adds => sum.by_score = Some(y),
+                    _ => {}
+                }
+                Some(sum)
+            }
+            Node::Binary(Binary::Mul, x, y) if self.is_fixed(x) => of(y).map(|y| named(y.has())),
+            Node::Binary(Binary::Mul | Binary::Div, x, y) if self.is_fixed(y) => of(x).map(|x| named(x.has())),
+            _ => None,
+        }
     }
 
     /// A sum that cannot wrap, of a multiple of the key and what does not depend on it: the factor, and the sum at the
@@ -245,7 +334,7 @@ impl Lowering<'_> {
         let linear = self.graph.linear(id);
         let (of_key, rest): (Vec<_>, Vec<_>) = linear.terms.iter().partition(|(_, t)| self.graph.depends(*t).kv);
         let &[(factor, key)] = &of_key[..] else { return None };
-        if *self.graph.node(key) != Node::Var(super::words::Var::Kv) || !self.graph.is_safe(&linear) {
+        if *self.graph.node(key) != Node::Var(Var::Kv) || !self.graph.is_safe(&linear) {
             return None;
         }
         let wide = Range::FULL;
@@ -256,41 +345,80 @@ impl Lowering<'_> {
         Some((factor, format!("{sum} + {}", int_literal(linear.constant, wide))))
     }
 
-    /// The statements of base and coefficient.
-    fn affine_statements(&mut self, id: Id) {
-        let name = self.operand(id);
-        let part = |x: Id, part: &str| match (self.affine[x.index()], part) {
-            (true, part) => format!("{}{part}", self.operand(x)),
-            (false, "b") => self.operand(x),
-            (false, _) => "0.0f".to_owned(),
+    /// The statements of a float's parts, and of the float where it is read as it is.
+    fn affine_statements(&mut self, id: Id, parts: &Affine) {
+        let of = |x: Id| match self.is_fixed(x) {
+            true => [Some(self.operand(x)), None, None],
+            false => self.affine[x.index()].as_ref().map_or([None, None, None], Affine::all),
         };
-        let (base, coefficient) = match *self.graph.node(id) {
+        let values: [Option<String>; 3] = match *self.graph.node(id) {
             Node::Unary(Unary::ToFloat, x) => {
                 let (factor, first) = self.multiple_of_key(x).expect("found to be one");
-                (format!("(float)({first})"), format!("{:?}f", factor as f32))
+                [Some(format!("(float)({first})")), Some(format!("{:?}f", factor as f32)), None]
             }
-            Node::Unary(_, x) => (format!("-{}", part(x, "b")), format!("-{}", part(x, "c"))),
-            Node::Binary(Binary::Mul, x, y) => {
+            Node::Unary(_, x) => of(x).map(|x| x.map(|x| format!("-{x}"))),
+            Node::Binary(op @ (Binary::Mul | Binary::Div), x, y) => {
                 let (x, y) = if self.is_fixed(y) { (x, y) } else { (y, x) };
                 let by = self.operand(y);
-                (format!("{} * {by}", part(x, "b")), format!("{} * {by}", part(x, "c")))
+                of(x).map(|x| x.map(|x| format!("{x} {} {by}", op.name())))
             }
             Node::Binary(op, x, y) => {
-                let sum = |p: &str| format!("{} {} {}", part(x, p), op.name(), part(y, p));
-                (sum("b"), sum("c"))
+                let minus = if op == Binary::Sub { "-" } else { "" };
+                let mut of_y = of(y).into_iter();
+                of(x).map(|x| match (x, of_y.next().expect("three")) {
+                    (Some(x), Some(y)) => Some(format!("{x} {} {y}", op.name())),
+                    (None, Some(y)) => Some(format!("{minus}{y}")),
+                    (x, None) => x,
+                })
             }
-            _ => unreachable!("find_affine() finds no other nodes"),
+            _ => unreachable!("affine_parts() finds no other nodes"),
         };
-        self.code.row.push_str(&format!("const float {name}b = {base};\nconst float {name}c = {coefficient};\n"));
+        for (name, value) in parts.all().into_iter().zip(values) {
+            let (Some(name), Some(value)) = (name, value) else { continue };
+            if name != value {
+                self.code.row.push_str(&format!("const float {name} = {value};\n"));
+            }
+        }
         if self.plain[id.index()] {
-            let line = format!("const float {name} = fmaf({name}c, (float)offset, {name}b);\n");
+            let line = format!("const float {} = {};\n", self.operand(id), parts.value());
             self.code.element.push_str(&line);
         }
     }
 
+    /// A number times the tanh of a multiple of the score: the number and the factor of the score.
+    fn capped(&self, id: Id) -> Option<[String; 2]> {
+        let Node::Binary(Binary::Mul, x, y) = *self.graph.node(id) else { return None };
+        let (cap, of) = if self.is_fixed(x) { (x, y) } else { (y, x) };
+        let Node::Unary(Unary::Tanh, x) = *self.graph.node(of) else { return None };
+        let parts = self.affine[x.index()].as_ref().filter(|a| a.has() == [false, false, true])?;
+        let factor = parts.by_score.clone()?;
+        self.is_fixed(cap).then(|| [self.operand(cap), factor])
+    }
+
+    /// Its statements: coefficients of a polynomial of the score for the small ones (`ft_capf`).
+    fn capped_statements(&mut self, id: Id, [cap, factor]: [String; 2]) {
+        let name = self.operand(id);
+        let line = format!("const CapSeries {name}p = cap_series({cap}, {factor});\n");
+        self.code.row.push_str(&line);
+        self.code.element.push_str(&format!("const float {name} = ft_capf(raw, {cap}, {factor}, {name}p);\n"));
+    }
+
+    /// The first result as the score and what is added to it.
+    fn shift(&mut self, roots: &[Id]) {
+        let is_multiple = |r: &Id| self.affine[r.index()].as_ref().is_some_and(|a| a.has() == [false, false, true]);
+        self.code.multiples = roots.iter().skip(1).all(is_multiple);
+        let Some(parts) = roots.first().and_then(|r| self.affine[r.index()].clone()) else { return };
+        if parts.by_score.as_deref() == Some("scale") && (parts.base.is_some() || parts.by_key.is_some()) {
+            self.code.shift = Some([parts.by_key, parts.base].map(|part| part.unwrap_or_else(|| "0.0f".to_owned())));
+        }
+    }
+
     fn statement(&mut self, id: Id) {
-        if self.affine[id.index()] {
-            return self.affine_statements(id);
+        if let Some(parts) = self.affine[id.index()].clone() {
+            return self.affine_statements(id, &parts);
+        }
+        if let Some(parts) = self.capped(id) {
+            return self.capped_statements(id, parts);
         }
         let value = self.value(id);
         let ty = self.ty(id);
@@ -300,7 +428,8 @@ impl Lowering<'_> {
             (false, false, false) if matches!(self.graph.node(id), Node::Scalar(_)) => &mut self.code.inputs,
             (false, false, false) => &mut self.code.uniform,
             (false, true, false) => &mut self.code.row,
-            (false, false, true) => &mut self.code.column,
+            // Of fragments it may need what affine floats come to, which is computed for each score.
+            (false, false, true) if !self.fragments => &mut self.code.column,
             _ => &mut self.code.element,
         };
         list.push_str(&line);

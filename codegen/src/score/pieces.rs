@@ -4,7 +4,8 @@ use super::lower::{Code, Dialect, lower, lower_fragments, slot};
 use super::program::Program;
 use super::rows::{RowKeys, Search};
 use super::tile::TileProgram;
-use super::{Graph, Id};
+use super::words::Unary;
+use super::{Graph, Id, Node};
 use std::collections::BTreeMap;
 
 /// The names that the CPU template pastes; for no program, which it then leaves out, all of them stand for nothing.
@@ -57,7 +58,17 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         Some((p, id)) => lower_fragments(p.graph(), &[id], prefix),
         None => Code::default(),
     };
-    let (mask, score, sink) = (code(Program::mask, "m"), code(Program::score, "s"), code(Program::sink, "n"));
+    let (mask, sink) = (code(Program::mask, "m"), code(Program::sink, "n"));
+    let tanhs = program.map_or(Vec::new(), tanh_arguments);
+    let score = match program.and_then(|p| Some((p, p.score()?))) {
+        Some((p, id)) => lower_fragments(p.graph(), &[vec![id], tanhs.clone()].concat(), "s"),
+        None => Code::default(),
+    };
+    let largest = score.results.iter().skip(1).fold(String::new(), |all, x| match all.is_empty() {
+        true => format!("fabsf({x})"),
+        false => format!("fmaxf({all}, fabsf({x}))"),
+    });
+    let shift = |i: usize| score.shift.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
     let lines = |live: &[(&'static str, String)], line: fn(&str, &str) -> String| -> String {
         live.iter().map(|(ty, name)| line(ty, name)).collect()
     };
@@ -88,6 +99,12 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         ("score_row_names", names(&score.row_live)),
         ("score_row_load", lines(&score.row_live, of_row)),
         ("score_result", result(&score, "score")),
+        ("score_tanh", u32::from(!tanhs.is_empty()).to_string()),
+        ("score_tanh_multiples", u32::from(score.multiples).to_string()),
+        ("score_tanh_largest", if largest.is_empty() { "0.0f".to_owned() } else { largest }),
+        ("score_shift", u32::from(score.shift.is_some()).to_string()),
+        ("score_shift_factor", shift(0)),
+        ("score_shift_base", shift(1)),
         ("score_cheap", cheap(&score)),
         ("score_inputs", score.inputs),
         ("score_uniform", score.uniform),
@@ -100,6 +117,35 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
     m.extend(tile_fields(program, Dialect::Cuda));
     m.extend(row_fields(program.and_then(Program::rows)));
     m
+}
+
+/// What `tanh` is taken of for every score; nothing if one is taken of another.
+fn tanh_arguments(program: &Program) -> Vec<Id> {
+    let (graph, Some(score)) = (program.graph(), program.score()) else { return Vec::new() };
+    let mut needed = vec![false; graph.nodes().len()];
+    needed[score.index()] = true;
+    let (mut arguments, mut inside) = (Vec::new(), vec![false; graph.nodes().len()]);
+    for id in graph.ids().collect::<Vec<_>>().into_iter().rev().filter(|id| id.index() <= score.index()) {
+        if !needed[id.index()] {
+            continue;
+        }
+        let mut within = inside[id.index()];
+        if let Node::Unary(Unary::Tanh, x) = *graph.node(id) {
+            let changes = graph.depends(x);
+            if changes.score || changes.kv {
+                if within {
+                    return Vec::new();
+                }
+                arguments.push(x);
+                within = true;
+            }
+        }
+        for o in graph.node(id).operands() {
+            needed[o.index()] = true;
+            inside[o.index()] |= within;
+        }
+    }
+    arguments
 }
 
 /// The ends of the run of keys that each query has, where the mask leaves it one.

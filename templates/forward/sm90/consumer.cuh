@@ -14,7 +14,7 @@ struct Consumer {
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowByRow, kExp2Eighths> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowByRow, kExp2Eighths, kProgramShift> softmax;
     ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
     KeyRange runs[2];
 
@@ -182,11 +182,19 @@ struct Consumer {
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
         const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
         const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+        const auto apply = [&](auto cut) {
+            constexpr bool kCut = decltype(cut)::value;
+            if (kProgramShift) {
+                program_shifted<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude(), softmax.shift);
+            } else {
+                program_scores<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude());
+            }
+        };
         if (masked) {
-            program_scores<true, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude());
+            apply(Bool<true>{});
             mask(work.tile, n * kBlockKV);
         } else {
-            program_scores<false, kBlockKV / 8>(at, head(work), kept, row, key, magnitude());
+            apply(Bool<false>{});
         }
     }
     // Of the softmax scale, whose sign is in Q.
@@ -465,8 +473,8 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         const float scale = args.forward.scale;
-        // A score program gives scores in natural units.
-        const float c = kProgramScore ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
+        // A score program gives scores in natural units, unless all it does is to add.
+        const float c = kProgramScore && !kProgramShift ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
         Work work = first_work(args);
         open(work, c);

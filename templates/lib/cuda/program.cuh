@@ -25,12 +25,17 @@ template <> struct RunEndsKept<false> {
 constexpr bool kProgramMask = @{ program_mask }@;
 constexpr bool kProgramScore = @{ program_score }@;
 constexpr bool kProgramSink = @{ program_sink }@;
+// Whether the score's change is to add what does not depend on it: a multiple of the key and the rest, apart.
+constexpr bool kProgramShift = @{ score_shift }@;
 // Whether the mask leaves each query one run of keys, and whether the ends of runs are searched for.
 constexpr bool kProgramRows = @{ program_rows }@;
 constexpr bool kProgramSearch = @{ program_search }@;
 
 #if FT_PROGRAM
 
+// Whether the score takes a tanh of what changes with score or key.
+constexpr bool kScoreTanh = @{ score_tanh }@;
+constexpr bool kTanhOfMultiples = @{ score_tanh_multiples }@;  // of the score
 // Whether neither end of a query's run ever comes before that of the query before.
 constexpr bool kProgramSorted = @{ program_sorted }@;
 
@@ -122,9 +127,10 @@ __device__ __forceinline__ MaskRow mask_row(const ProgramHead& head, const MaskK
     (void)kept, (void)q, (void)kv_first;
 @{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row }@    return MaskRow{@{ mask_row_names }@};
 }
-__device__ __forceinline__ ScoreRow score_row(const ProgramHead& head, const ScoreKept& kept, int q, int kv_first) {
+// `scale` takes scores to natural units.
+__device__ __forceinline__ ScoreRow score_row(const ProgramHead& head, const ScoreKept& kept, int q, int kv_first, float scale) {
     FT_PROGRAM_HEAD;
-    (void)kept, (void)q, (void)kv_first;
+    (void)kept, (void)q, (void)kv_first, (void)scale;
 @{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row }@    return ScoreRow{@{ score_row_names }@};
 }
 
@@ -136,13 +142,35 @@ __device__ __forceinline__ bool mask_element(const ProgramHead& head, const Mask
     (void)kept, (void)row, (void)q, (void)kv;
 @{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row_load }@@{ mask_column }@@{ mask_element }@    return @{ mask_result }@;
 }
-// What becomes of the score, which is in natural units.
+// What becomes of the score raw * scale. With kSmall no tanh is taken of more than kSmallTanh.
+template <bool kSmall = false>
 __device__ __forceinline__ float score_element(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
-                                               int kv_first, int offset, float score) {
+                                               int kv_first, int offset, float raw, float scale) {
     FT_PROGRAM_HEAD;
     const int kv = kv_first + offset;
-    (void)kept, (void)row, (void)q, (void)kv, (void)score;
+    const float score = raw * scale;
+    const auto ft_tanhf = [](float x) { return kSmall ? ft_small_tanhf(x) : ::ft_tanhf(x); };
+    const auto ft_capf = [](float x, float cap, float factor, const CapSeries& s) { return ft_cap<kSmall>(x, cap, factor, s); };
+    (void)kept, (void)row, (void)q, (void)kv, (void)score, (void)ft_tanhf, (void)ft_capf;
 @{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_result }@;
+}
+// The largest magnitude that it takes a tanh of.
+__device__ __forceinline__ float score_tanh_largest(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
+                                                    int kv_first, int offset, float raw, float scale) {
+    FT_PROGRAM_HEAD;
+    const int kv = kv_first + offset;
+    const float score = raw * scale;
+    const auto ft_capf = ft_cap<false>;
+    (void)kept, (void)row, (void)q, (void)kv, (void)score, (void)ft_capf;
+@{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_tanh_largest }@;
+}
+// What is added to the scores of a row: factor * offset + base.
+struct ScoreShift {
+    float factor, base;
+};
+__device__ __forceinline__ ScoreShift score_shift(const ScoreRow& row) {
+    (void)row;
+@{ score_row_load }@    return ScoreShift{@{ score_shift_factor }@, @{ score_shift_base }@};
 }
 
 // The logit of the key without a value.
@@ -171,20 +199,74 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
     if (!kProgramScore && !kElementMask) return;
     const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
     const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first), mask_row(head, kept.mask, rows[1], kv_first)};
-    const ScoreRow scores[2] = {score_row(head, kept.score, rows[0], kv_first),
-                                score_row(head, kept.score, rows[1], kv_first)};
+    const ScoreRow scores[2] = {score_row(head, kept.score, rows[0], kv_first, scale),
+                                score_row(head, kept.score, rows[1], kv_first, scale)};
+    // each(score, row, offset) for all of them.
+    const auto over_all = [&](const auto& each) {
 #pragma unroll
-    for (int j = 0; j < kTiles; j++) {
+        for (int j = 0; j < kTiles; j++) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
+            for (int e = 0; e < 2; e++) {
+                const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+                for (int i = 0; i < 2; i++) each(at(j, 2 * i + e), i, offset);
+            }
+        }
+    };
+    const auto change = [&](auto small) {
+        over_all([&](float& s, int i, int offset) {
+            if (kProgramScore) {
+                s = score_element<decltype(small)::value>(head, kept.score, scores[i], rows[i], kv_first, offset, s, scale);
+            }
+            if (kElementMask) s = mask_element(head, kept.mask, masks[i], rows[i], kv_first, offset) ? s : -FT_INFINITY;
+        });
+    };
+    if constexpr (kScoreTanh) {
+        // The whole warp takes the short way, or none of it.
+        float largest = 0.0f, of_row[2] = {0.0f, 0.0f};
+        const auto of = [&](float raw, int i, int offset) {
+            return score_tanh_largest(head, kept.score, scores[i], rows[i], kv_first, offset, raw, scale);
+        };
+        over_all([&](float& s, int i, int offset) {
+            of_row[i] = fmaxf(of_row[i], kTanhOfMultiples ? fabsf(s) : of(s, i, offset));
+        });
+#pragma unroll
+        for (int i = 0; i < 2; i++) largest = fmaxf(largest, kTanhOfMultiples ? of(of_row[i], i, 0) : of_row[i]);
+        // No power of a score is beyond a float's range in the polynomial.
+        if (kTanhOfMultiples && max_of(of_row[0], of_row[1]) > 1e12f) largest = FT_INFINITY;
+        if (__any_sync(0xffffffff, largest > kSmallTanh)) {
+            change(Bool<false>{});
+        } else {
+            change(Bool<true>{});
+        }
+    } else {
+        change(Bool<false>{});
+    }
+}
+
+// The same for a program that adds to the score what does not depend on it, in units of the raw score: what is the same for
+// all keys of the block goes to `shift`, a number for each of the two rows.
+template <bool kMasked, int kTiles, bool kMask = true, typename At>
+__device__ __forceinline__ void program_shifted(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
+                                                int kv_first, float scale, float (&shift)[2]) {
+    constexpr bool kElementMask = kMasked && kProgramMask && kMask;
+    const float inverse = reciprocal_approx(scale);
+    const int last = head.kv_len - 1 - kv_first;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = min_of(q + 8 * i, head.q_len - 1);
+        const ScoreShift add = score_shift(score_row(head, kept.score, row, kv_first, scale));
+        const MaskRow mask = mask_row(head, kept.mask, row, kv_first);
+        const float factor = add.factor * inverse;
+        shift[i] = add.base * inverse;
+#pragma unroll
+        for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
                 float& s = at(j, 2 * i + e);
-                if (kProgramScore) s = score_element(head, kept.score, scores[i], rows[i], kv_first, offset, s * scale);
-                if (kElementMask) {
-                    s = mask_element(head, kept.mask, masks[i], rows[i], kv_first, offset) ? s : -FT_INFINITY;
-                }
+                s = fmaf(factor, float(8 * j + e), s);
+                const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
+                if (kElementMask) s = mask_element(head, kept.mask, mask, row, kv_first, offset) ? s : -FT_INFINITY;
             }
         }
     }
@@ -207,5 +289,7 @@ template <int kBlockKV>
 __device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, BlockRange b, RunEnds* = nullptr) { return b; }
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float) {}
+template <bool kMasked, int kTiles, bool kMask = true, typename At>
+__device__ __forceinline__ void program_shifted(const At&, const ProgramHead&, const ProgramKept&, int, int, float, float (&)[2]) {}
 
 #endif

@@ -10,10 +10,11 @@ struct RowResults {
     float log_sum_exp[2];  // natural, of the scaled scores; -inf for a row that attended to nothing
 };
 
-template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths> struct RowSoftmax {
+template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths, bool kShift = false> struct RowSoftmax {
     float m[2];       // reference maximum, unscaled; -inf before the first visible score
     float l[2];       // this thread's part of the sum
     float factor[2];  // what the last advance() asks to multiply O with
+    float shift[2];   // with kShift, what is to be added to the scores at hand, another number for each thread
 
     // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is lazy.
     static constexpr float kSlack = 8.0f;
@@ -29,7 +30,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x = m[h];
+            float x = kShift ? m[h] - shift[h] : m[h];
             if (kRowByRow) {
                 float y = s[2 * h + 1];
                 // Minus infinity, which the compiler cannot know: the second row follows the first.
@@ -44,7 +45,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
 #pragma unroll
                 for (int j = 0; j < kTiles; j++) x = fmaxf(fmaxf(x, s[4 * j + 2 * h]), s[4 * j + 2 * h + 1]);
             }
-            to[h] = quad_max(x);
+            to[h] = quad_max(kShift ? x + shift[h] : x);
         }
         // Lazily: all rows of the warp move, or none.
         const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * c > kSlack || (to[1] - m[1]) * c > kSlack);
@@ -63,7 +64,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-            const float reference = m[h] == -FT_INFINITY ? 0.0f : m[h] * c;
+            const float reference = m[h] == -FT_INFINITY ? 0.0f : (kShift ? m[h] - shift[h] : m[h]) * c;
 #pragma unroll
             for (int j = 0; j < kTiles; j++) {
 #pragma unroll
