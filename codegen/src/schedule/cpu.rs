@@ -29,7 +29,7 @@ pub struct CpuSchedule {
 fn instructions(dtype: DType, arch: CpuIsa) -> &'static [CpuIsa] {
     match (dtype, arch) {
         (DType::Bf16, CpuIsa::Amx) => &[CpuIsa::Amx, CpuIsa::Avx512],
-        (DType::Bf16, CpuIsa::Avx512Bf16) => &[CpuIsa::Avx512, CpuIsa::Avx512Bf16],
+        (DType::Bf16, CpuIsa::Avx512Bf16) => &[CpuIsa::Avx512Bf16, CpuIsa::Avx512],
         (_, CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx) => &[CpuIsa::Avx512],
         (_, CpuIsa::Avx2) => &[CpuIsa::Avx2],
         (_, CpuIsa::Generic) => &[CpuIsa::Generic],

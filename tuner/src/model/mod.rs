@@ -130,29 +130,50 @@ fn cpu(kernel: &Kernel, s: &CpuSchedule, shape: &Shape, device: &DeviceFingerpri
     let (block_q, block_kv) = (s.block_q as f64, s.block_kv as f64);
     let lanes = s.isa.lanes() as f64;
     let units = if s.threads == 0 { device.units } else { s.threads.min(device.units) } as f64;
+    let pairs = p.dtype == DType::Bf16 && s.isa == CpuIsa::Avx512Bf16;
+
+    // Vectors of rows that a tile has, in whole panels and alone: what has no row of Q is left out.
+    let panel = s.unroll_q * s.isa.lanes();
+    let tiles = shape.q_len.div_ceil(s.block_q).max(1) as f64;
+    let rest = shape.q_len % s.block_q;
+    let in_panels = |rows: u32| ((rows + s.isa.lanes() - 1) / panel * s.unroll_q) as f64;
+    let alone =
+        |rows: u32| rows.div_ceil(s.isa.lanes()) as f64 - in_panels(rows).min(rows.div_ceil(s.isa.lanes()) as f64);
+    let whole = (shape.q_len / s.block_q) as f64;
+    let average = |f: &dyn Fn(u32) -> f64| (whole * f(s.block_q) + f(rest)) / tiles;
+    let (in_panels, alone) = (average(&in_panels), average(&alone));
+    let vectors = in_panels + alone;
 
     // Register tile: `r x c` multiplications against `r + c` loads per step, two of each per cycle; accumulators that
     // do not fit the register file spill.
-    let (r, c) = (s.unroll_q as f64, s.unroll_kv as f64);
     let registers = if s.isa >= CpuIsa::Avx512 { 32.0 } else { 16.0 };
-    let spilled = (r * c + r.min(c) + 1.0 - registers).max(0.0);
-    let per_product = 0.5f64.max(0.5 * (r + c) / (r * c)) + spilled / (r * c);
-    // Products relative to fp32 multiply-adds, as measured on Sapphire Rapids with AMX's loads and stores counted in.
-    let rate = match s.isa {
-        CpuIsa::Amx => 0.15,
-        CpuIsa::Avx512Bf16 if p.dtype == DType::Bf16 => 1.9,
-        _ => per_product,
+    let per_product = |r: f64, c: f64| {
+        let spilled = (r * c + r.min(c) + 1.0 - registers).max(0.0);
+        0.5f64.max(0.5 * (r + c) / (r * c)) + spilled / (r * c)
     };
-    let step = block_q * block_kv * (dqk + dv) / lanes * rate + block_q * block_kv / lanes * 12.0;
-    // K and V are converted and packed once per step, whatever the number of rows.
-    let packing = block_kv * (dqk + dv) / lanes * 3.0;
+    let (r, c) = (s.unroll_q as f64, s.unroll_kv as f64);
+    // Products relative to fp32 multiply-adds: with AMX's loads and stores counted in, as measured on Sapphire Rapids; two
+    // products of bf16 to an instruction on the processors that have them and no AMX (Zen 4 and newer).
+    let products = match s.isa {
+        CpuIsa::Amx => vectors * 0.15,
+        _ => (in_panels * per_product(r, c) + alone * per_product(1.0, c)) * if pairs { 0.5 } else { 1.0 },
+    };
+    // Per step the softmax goes over the scores, and O through the registers to be rescaled and added to.
+    let step = block_kv * ((dqk + dv) * products + 12.0 * vectors) + 3.0 * dv * vectors;
+    // What of K and V is converted and packed, once per step, whatever the number of rows.
+    let packed = match p.dtype {
+        DType::F32 => 0.0,
+        _ if pairs => dv,
+        _ => dqk + dv,
+    };
+    let packing = block_kv * packed / lanes * 3.0;
     // What a core works on together should stay in its own cache; 1 MiB is a common size of it.
     let footprint = 4.0 * (block_kv * (dqk + dv) + block_q * (block_kv + dqk + dv));
     let spill = 1.0 + 0.3 * (footprint / (1 << 20) as f64 - 1.0).clamp(0.0, 4.0);
 
     let v = Visits::of(shape, s.block_q, s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64;
-    let tile = block_q * (dqk + dv) / lanes * 4.0 + 2000.0;
+    let tile = vectors * (dqk + dv) * 4.0 + 2000.0;
     let work = (step * spill + packing).max(1.0);
     let total = heads * (v.total * work + v.tiles * tile);
     let longest = v.longest * work + tile;
@@ -195,6 +216,39 @@ mod tests {
         assert!(long.block_q() >= 128 && long.block_kv >= 64 && long.overlap, "{long}");
         let short = best(&Shape { batch: 64, heads: 32, kv_heads: 8, ..shape(8, 8192, Mask::Causal) });
         assert!(short.pack_group && short.block_q() == 64, "{short}");
+    }
+
+    /// Heads that share a tile share its keys: they do not do away with any.
+    #[test]
+    fn packed_heads_visit_as_many_blocks_as_others() {
+        use flashtune_codegen::Sm90Schedule;
+        for mask in [Mask::Full, Mask::Causal, Mask::Window { left: Some(1023), right: Some(0) }] {
+            let problem = Problem::forward(DType::Bf16, 128, mask.kind()).unwrap();
+            let shape = Shape { heads: 32, kv_heads: 8, ..shape(8192, 8192, mask) };
+            let cost =
+                |s| cost(&Kernel { problem, schedule: Schedule::Sm90(s), arch: sm(90) }, &shape, &device(sm(90), 132));
+            let hopper = SmArch { number: 90, specific: true };
+            let plain = Sm90Schedule::default_for(&problem, hopper, &ShapeBucket::of(&shape));
+            let ratio =
+                cost(Sm90Schedule { pack_group: true, ..plain }) / cost(Sm90Schedule { pack_group: false, ..plain });
+            assert!((0.8..1.2).contains(&ratio), "{mask}: {ratio}");
+        }
+    }
+
+    #[test]
+    fn rows_that_a_cpu_tile_has_not_cost_nothing() {
+        let problem = Problem::forward(DType::Bf16, 128, MaskKind::FULL).unwrap();
+        let cost = |isa, block_q, q_len| {
+            let schedule = CpuSchedule { isa, block_q, block_kv: 128, unroll_q: 2, unroll_kv: 8, threads: 0 };
+            let arch = Arch::Cpu(CpuIsa::Avx512Bf16);
+            let kernel = Kernel { problem, schedule: Schedule::Cpu(schedule), arch };
+            cost(&kernel, &shape(q_len, 2048, Mask::Full), &device(arch, 2))
+        };
+        use CpuIsa::{Avx512, Avx512Bf16};
+        let ratio = cost(Avx512, 256, 1) / cost(Avx512, 32, 1);
+        assert!((1.0..1.3).contains(&ratio), "{ratio}");
+        // Two products to an instruction.
+        assert!(cost(Avx512Bf16, 128, 1024) < 0.7 * cost(Avx512, 128, 1024));
     }
 
     fn shape(q_len: u32, kv_len: u32, mask: Mask) -> Shape {

@@ -72,12 +72,13 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let tile = (apart + ramp * (qk + softmax)) / if s.blocks_per_sm > 1 { 1.38 } else { 1.0 };
 
     let group = if s.pack_group && s.is_worth(shape) { shape.group() } else { 1 };
-    let packed = packed(shape, group);
-    let v = Visits::of(&packed, s.block_q(), s.block_kv);
+    // A tile of packed heads has fewer positions of Q, each with the rows of all heads of the group.
+    let positions = (s.block_q() / group).max(1);
+    let v = Visits::of(shape, positions, s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64 / group as f64;
     // Blocks that the mask cuts: on each bounded side as many as the diagonal crosses in a tile, or all of them.
     let sides = u8::from(p.mask.left) + u8::from(p.mask.right);
-    let cut = f64::from(sides) * (block_q / block_kv).ceil() * v.tiles;
+    let cut = f64::from(sides) * (positions as f64 / block_kv).ceil() * v.tiles;
     let masked = if s.masked_loop { cut.min(v.total) } else { v.total } * scores * MASK / LANES;
     // Rows of a packed tile are found by division, and their keys differ less from row to row: a wash, unless rows fill up.
     let packing = if group > 1 { 1.01 } else { 1.0 };
@@ -104,13 +105,4 @@ fn imbalance(s: &Sm90Schedule, tiles: f64, units: u32, uneven: bool) -> f64 {
     };
     // Fewer tiles than room leave some of it idle, whatever the order.
     order * (room / tiles.max(1.0)).max(1.0)
-}
-
-/// The shape as tiles see it when the heads of a group share one: their rows count together. The mask then covers the
-/// same share of a longer matrix, which is close enough for a count of blocks.
-fn packed(shape: &Shape, group: u32) -> Shape {
-    if group == 1 {
-        return *shape;
-    }
-    Shape { q_len: shape.q_len.saturating_mul(group), heads: shape.kv_heads, ..*shape }
 }

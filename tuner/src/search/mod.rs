@@ -1,9 +1,10 @@
 //! Which schedules to try next, given what the ones before have shown.
 //!
-//! A portfolio over one pool of results: the analytic model's ranking first, with what neighbouring shapes and other
-//! devices found good as seeds; then, batch by batch, steps around the best so far, the ranking corrected by what was
-//! measured near each schedule, and a share that neither of them chooses. Failures are results: they speak against their
-//! neighbourhood. Nothing here knows a device, so searches are replayed on recorded tables (`tests/replay.rs`).
+//! A portfolio over one pool of results: the analytic model's ranking first, with schedules that differ, and with what
+//! neighbouring shapes and other devices found good as seeds; then, batch by batch, steps around the best so far, the
+//! ranking corrected by what was measured near each schedule, and a share that neither of them chooses. Failures are results:
+//! they speak against their neighbourhood. Nothing here knows a device, so searches are replayed on recorded tables
+//! (`replay.rs`).
 
 mod correction;
 mod map;
@@ -18,16 +19,16 @@ use correction::Correction;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
-use std::collections::BTreeMap;
 
 /// Share of all trials in the first batch.
 const FIRST_SHARE: f64 = 0.25;
 /// Of the first batch, at most this share are seeds.
 const SEED_SHARE: f64 = 0.25;
-/// The model's best that go before the screening, and the most of the batch that it may take.
-const FAVOURITES: usize = 3;
-const SCREENING_SHARE: f64 = 0.4;
-/// After them, one in so many is picked at random.
+/// What a schedule must be better by, as the logarithm of the time, to be tried beside one just like it, and after how many
+/// steps that is a third.
+const REPETITION: f64 = 0.2;
+const LIKE: f64 = 3.0;
+/// Of the first batch, one in so many is picked at random.
 const EXPLORE_EVERY: usize = 5;
 /// The smallest batch: with as many cores a larger one compiles in the same time.
 pub(crate) const SMALLEST_BATCH: usize = 6;
@@ -41,6 +42,7 @@ const PATIENCE: usize = 3;
 const IMPROVEMENT: f64 = 0.01;
 /// A failure counts as if the schedule took this many times as long as the model says.
 const FAILURE: f64 = 2.0;
+
 /// What is known of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Known {
@@ -57,6 +59,8 @@ pub(crate) struct Portfolio {
     costs: Vec<f64>,
     map: Map,
     known: Vec<Known>,
+    /// From every schedule to the nearest of which something is known.
+    steps_to_known: Vec<u32>,
     /// What is to be tried before anything else.
     first: Vec<usize>,
     seeds: Vec<usize>,
@@ -77,6 +81,7 @@ impl Portfolio {
             costs: costs.iter().map(|c| c.max(f64::MIN_POSITIVE).ln()).collect(),
             map,
             known,
+            steps_to_known: vec![u32::MAX; costs.len()],
             first: vec![default],
             seeds: seeds.iter().copied().filter(|s| *s != default).collect(),
             max_trials: max_trials.max(1),
@@ -96,13 +101,13 @@ impl Portfolio {
     /// A schedule that is known to fail: it is not tried, and speaks against its neighbours.
     pub fn fails(&mut self, schedule: usize) {
         if !self.first.contains(&schedule) {
-            self.known[schedule] = Known::Failed;
+            self.note(schedule, Known::Failed);
         }
     }
 
     /// What came of a proposed schedule: its time, or nothing when it failed.
     pub fn report(&mut self, schedule: usize, time: Option<f64>) {
-        self.known[schedule] = time.map_or(Known::Failed, Known::Time);
+        self.note(schedule, time.map_or(Known::Failed, Known::Time));
     }
 
     /// The next schedules to try, at most `room` unless it is the first time; none when the search is over.
@@ -144,7 +149,7 @@ impl Portfolio {
         self.proposed >= self.max_trials || self.open().next().is_none()
     }
 
-    /// The default, seeds, the model's best, and some that it would not choose. Mixed, so that whoever has no time for all
+    /// The default, seeds, what the model likes best and is not alike, and some that it would not choose. Mixed, so that whoever has no time for all
     /// has some of each.
     fn first_batch(&mut self, left: usize) -> Vec<usize> {
         // What fits altogether needs no search.
@@ -157,40 +162,35 @@ impl Portfolio {
         self.take(&mut batch, first, size);
         let seeds: Vec<usize> = self.seeds.drain(..share.min(self.seeds.len())).collect();
         self.take(&mut batch, seeds, size);
-        // The model's favourites, and how the choices that it would not make do.
-        let favourites = self.cheapest(&self.costs);
-        self.take(&mut batch, favourites.into_iter().take(FAVOURITES), size);
-        let screened = self.screening();
-        let until = batch.len() + (size as f64 * SCREENING_SHARE).ceil() as usize;
-        self.take(&mut batch, screened, until.min(size));
         let costs = self.costs.clone();
         while batch.len() < size {
-            let ranking = self.cheapest(&costs);
             let until = (batch.len() + EXPLORE_EVERY - 1).min(size);
-            self.take(&mut batch, ranking, until);
+            while batch.len() < until {
+                let Some(next) = self.unlike_the_others() else { return batch };
+                self.take(&mut batch, [next], until);
+            }
             let stranger = self.stranger(&costs);
             self.take(&mut batch, stranger, size);
         }
         batch
     }
 
-    /// For every value of every field the schedule that the model likes best: what it misjudges shows soon. The fields
-    /// with the fewest values first, since they matter the most.
-    fn screening(&self) -> Vec<usize> {
-        let fields = self.map.point(0).len();
-        let mut picks: Vec<(usize, usize, usize)> = Vec::new();
-        for field in 0..fields {
-            let mut best: BTreeMap<u8, usize> = BTreeMap::new();
-            for i in (0..self.costs.len()).filter(|&i| self.known[i] != Known::Failed) {
-                let best = best.entry(self.map.point(i)[field]).or_insert(i);
-                if self.costs[i] < self.costs[*best] {
-                    *best = i;
-                }
+    /// The open schedule with the lowest cost, if likeness to one that was proposed counts as so much more: what the model
+    /// misjudges, it misjudges in all that are alike.
+    fn unlike_the_others(&self) -> Option<usize> {
+        let score = |i: usize| self.costs[i] + REPETITION * (-f64::from(self.steps_to_known[i]) / LIKE).exp();
+        let scored = self.open().map(|i| (score(i), i));
+        scored.min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, i)| i)
+    }
+
+    /// Something is known of a schedule.
+    fn note(&mut self, schedule: usize, what: Known) {
+        if self.known[schedule] == Known::Nothing {
+            for (i, steps) in self.steps_to_known.iter_mut().enumerate() {
+                *steps = self.map.steps(schedule, i).min(*steps);
             }
-            picks.extend(best.values().map(|&i| (best.len(), field, i)));
         }
-        picks.sort_by_key(|(values, field, _)| (*values, *field));
-        picks.into_iter().map(|(_, _, i)| i).collect()
+        self.known[schedule] = what;
     }
 
     /// Adds those of `from` that are still open, until the batch has `size`.
@@ -200,7 +200,7 @@ impl Portfolio {
                 break;
             }
             if self.known[schedule] == Known::Nothing {
-                self.known[schedule] = Known::Proposed;
+                self.note(schedule, Known::Proposed);
                 self.proposed += 1;
                 batch.push(schedule);
             }
@@ -265,9 +265,7 @@ impl Portfolio {
             open.truncate(open.len().div_ceil(2));
         }
         let some: Vec<usize> = open.choose_multiple(&mut self.rng, 8).copied().collect();
-        let known: Vec<usize> = (0..self.known.len()).filter(|&i| self.known[i] != Known::Nothing).collect();
-        let distance = |i: usize| known.iter().map(|&k| self.map.steps(i, k)).min().unwrap_or(0);
-        some.into_iter().max_by_key(|&i| distance(i))
+        some.into_iter().max_by_key(|&i| self.steps_to_known[i])
     }
 }
 

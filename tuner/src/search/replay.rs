@@ -1,5 +1,5 @@
 //! Searches replayed on tables that were recorded on real devices (`flashtune tune --exhaustive`): how many schedules have
-//! to be tried until one is within 1 % of the best, over 100 seeds.
+//! to be tried until one is within 1 % of the best, over 100 seeds; never more than picks by chance need.
 
 use super::{Map, Portfolio};
 use crate::model::cost;
@@ -15,9 +15,9 @@ use std::path::Path;
 /// need.
 const LIMITS: [(&str, usize, usize, usize); 4] = [
     ("h200-bf16-d128-causal-8k", 60, 2, 2),
-    ("cpu-bf16-d64-causal-512", 60, 36, 42),
-    ("cpu-bf16-d128-decode", 60, 28, 36),
-    ("cpu-f32-d128-full-256", 60, 10, 12),
+    ("cpu-bf16-d64-causal-512", 60, 6, 8),
+    ("cpu-bf16-d128-decode", 60, 16, 18),
+    ("cpu-f32-d128-full-256", 60, 4, 6),
 ];
 const SEEDS: u64 = 100;
 const ENOUGH: f64 = 0.99;
@@ -107,9 +107,10 @@ fn searches_of_recorded_tables_find_the_best_soon() {
             "{name}: {} schedules; to 99 % of the best {median} (p90 {p90}, {missed} of {SEEDS} never), by chance {} (p90 {})",
             replay.times.len(),
             quantile(chance.clone(), 50),
-            quantile(chance, 90),
+            quantile(chance.clone(), 90),
         );
-        if median > median_limit || p90 > p90_limit {
+        let by_chance = (quantile(chance.clone(), 50), quantile(chance, 90));
+        if median > median_limit || p90 > p90_limit || median > by_chance.0 || p90 >= by_chance.1 {
             failures.push(name);
         }
     }

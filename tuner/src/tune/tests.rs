@@ -394,7 +394,7 @@ fn an_advantage_within_the_noise_leaves_the_default() {
 
 #[test]
 fn when_noise_hides_who_is_faster_nothing_is_stored_and_the_reason_is_told() {
-    let (device, _) = device(&[(1, Behaviour::Noisy)]);
+    let (device, _) = device(&[(2, Behaviour::Noisy)]);
     let f = fixture();
     let e = f.tune(&device, &job()).unwrap_err();
     let text = e.to_string();
