@@ -93,7 +93,7 @@ def times(report):
 
 
 def repeat(bench):
-    won, rows, before = {}, [], None
+    won, rows, tried, before = {}, [], [], None
     for seed in range(bench.seeds):
         cache = bench.cache(f"repeat-{seed}")
         if before:
@@ -105,8 +105,8 @@ def repeat(bench):
         tuned = report["tuned"][0]
         won.setdefault(tuned["schedule"], []).append(seed)
         rows.append({key: tuned[key] for key in ("schedule", "median_us")} | {"seed": seed, "seconds": seconds})
-        tried = len(tuned["trials"])
-        print(f"  seed {seed}: {tuned['median_us']:9.1f} us  {seconds:5.1f} s  {tried} tried  {tuned['schedule']}")
+        tried.append({t["schedule"] for t in tuned["trials"]})
+        print(f"  seed {seed}: {tuned['median_us']:9.1f} us  {seconds:5.1f} s  {len(tried[-1])} tried  {tuned['schedule']}")
     if not rows:
         return None
     cold, warm = rows[0]["seconds"], [r["seconds"] for r in rows[1:]] or [float("nan")]
@@ -120,7 +120,8 @@ def repeat(bench):
             best = min(found.values())
             raced = {name: us / best for name, us in found.items()}
             for name, ratio in sorted(raced.items(), key=lambda item: item[1]):
-                print(f"  raced together: {ratio:.4f} of the best, won {len(won[name])} times: {name}")
+                met = sum(name in names for names in tried)
+                print(f"  raced together: {ratio:.4f} of the best, won {len(won[name])} of {met} times: {name}")
     near = sum(len(won[name]) for name, ratio in (raced or dict.fromkeys(won, 1.0)).items() if ratio <= 1.01)
     # A neighbouring length, in the cache of the last seed: its record leads, and its kernels are there.
     longer = list(bench.problem)

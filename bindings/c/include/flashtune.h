@@ -349,7 +349,8 @@ flashtune_status flashtune_explain(flashtune_engine engine,
 //
 // Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
 // can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the
-// CPU the address of a GPU is not noticed.
+// CPU the address of a GPU is not noticed. A stream of another context or GPU is an error of the driver (DEVICE); a stream
+// that was destroyed is not noticed, and may end the process.
 //
 // Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and drivers
 // report. Nothing was launched then.

@@ -192,7 +192,8 @@ class Refused(unittest.TestCase):
 
 @unittest.skipIf(torch is None or not torch.cuda.is_available(), "no CUDA device, or no PyTorch to reach it")
 class Streams(unittest.TestCase):
-    """Streams that are not the engine's, each in a process of its own."""
+    """Streams that are not the engine's, each in a process of its own. A stream that was destroyed is not among them: the
+    driver reads what its handle points to, and has no way to ask first."""
 
     SETUP = """
 import ctypes, torch, flashtune
@@ -234,10 +235,6 @@ assert (out == 2).all()
             "cu.cuCtxSetCurrent(own)\n"
         )
         self.assertEqual(self.outcome(make)[0], "FLASHTUNE_STATUS_DEVICE")
-
-    def test_a_stream_that_was_destroyed(self):
-        make = "s = made()\nassert cu.cuStreamDestroy_v2(s) == 0\nstream = s.value\n"
-        self.assertIn(self.outcome(make)[0], ("FLASHTUNE_STATUS_DEVICE", "FLASHTUNE_STATUS_INVALID_ARGUMENT"))
 
     @unittest.skipIf(torch is None or torch.cuda.device_count() < 2, "one CUDA device")
     def test_a_stream_of_another_device(self):
