@@ -106,7 +106,8 @@ def repeat(bench):
         won.setdefault(tuned["schedule"], []).append(seed)
         rows.append({key: tuned[key] for key in ("schedule", "median_us")} | {"seed": seed, "seconds": seconds})
         tried.append({t["schedule"] for t in tuned["trials"]})
-        print(f"  seed {seed}: {tuned['median_us']:9.1f} us  {seconds:5.1f} s  {len(tried[-1])} tried  {tuned['schedule']}")
+        times_of = f"{tuned['median_us']:9.1f} us  {seconds:5.1f} s  {len(tried[-1])} tried"
+        print(f"  seed {seed}: {times_of}  {tuned['schedule']}")
     if not rows:
         return None
     cold, warm = rows[0]["seconds"], [r["seconds"] for r in rows[1:]] or [float("nan")]

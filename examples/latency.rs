@@ -3,12 +3,14 @@
 //!     cargo run --release --example latency [-- cpu|cuda|auto]
 //!
 //! Prints milliseconds (microseconds for warm calls), and on CUDA the device memory that went beyond the tensors.
+use flashtune::tuner::Job;
 use flashtune::{DType, DeviceSpec, Engine, Forward, HostTensor, Layout, Mask, MaskKind, Problem, Shape, TensorView};
 use std::time::Instant;
 
 const BATCH: u32 = 1;
 const HEADS: u32 = 16;
 const HEAD_DIM: u32 = 128;
+const CALLS: usize = 400;
 
 fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
@@ -78,7 +80,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let problem = Problem::forward(DType::Bf16, HEAD_DIM, MaskKind::CAUSAL)?;
         let sizes =
             Shape { batch: BATCH, heads: HEADS, kv_heads: HEADS, q_len: length, kv_len: length, mask: Mask::Causal };
-        opened.tune(&problem, &sizes)?;
+        opened.tune_job(&Job { max_trials: 1, ..Job::new(problem, sizes) }, &())?;
         let start = Instant::now();
         let snapshot = engine()?;
         let snapshot_ms = ms(start);
@@ -89,17 +91,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!("  ran                {}", snapshot.plan(&problem, &sizes)?.status());
 
         // The host's part of a warm call: the queue is kept short, so that launches never wait for room in it.
-        let mut host_us = Vec::new();
-        for _ in 0..200 {
-            let start = Instant::now();
-            // SAFETY: as above.
-            unsafe { snapshot.forward(&call, stream)? };
-            host_us.push(start.elapsed().as_secs_f64() * 1e6);
-            device.synchronize(stream)?;
-        }
-        host_us.sort_by(f64::total_cmp);
+        let median_us = |work: &mut dyn FnMut() -> Result<(), Box<dyn std::error::Error>>| {
+            let mut all = Vec::new();
+            for _ in 0..CALLS {
+                let start = Instant::now();
+                work()?;
+                all.push(start.elapsed().as_secs_f64() * 1e6);
+                device.synchronize(stream)?;
+            }
+            all.sort_by(f64::total_cmp);
+            Ok::<_, Box<dyn std::error::Error>>(all[CALLS / 2])
+        };
+        // SAFETY: as above.
+        let call_us = median_us(&mut || Ok(drop(unsafe { snapshot.forward(&call, stream)? })))?;
+        let choosing_us = median_us(&mut || Ok(drop(snapshot.prepare(&call)?)))?;
         let note = if cuda { "host time" } else { "whole call: the CPU computes before it returns" };
-        println!("  warm               {:9.2} us, median ({note})", host_us[100]);
+        println!("  warm               {call_us:9.2} us, median ({note}), {choosing_us:.2} of them until the launch");
     }
     Ok(())
 }
