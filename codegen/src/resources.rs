@@ -89,7 +89,9 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
     let searches = problem.program.is_some_and(|p| p.rows().is_some_and(|r| !r.searches.is_empty()));
     let slot = if searches { 80 } else { 64 };
-    let work = if s.scheduler.stays() { 2 * slot } else { 0 };
+    // Where a program's mask decides what tiles visit, a warp of its own deals them.
+    let apart = problem.program.is_some_and(|p| p.mask().is_some());
+    let work = if s.scheduler.stays() || apart { 2 * slot } else { 0 } + if apart { 8 } else { 0 };
     q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 8
 }
 

@@ -60,9 +60,10 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = kMaskLeft || kProgramMask;
-// Whole warps find the blocks that a program's mask leaves; otherwise one thread of a warp is enough. All else is done by
-// one thread in any case: others could come to a barrier when the phase that they wait for is long over.
-constexpr bool kWholeWarps = kProgramMask;
+// It takes a warp, and some time, to find the blocks that a program's mask leaves: a warp of its own deals the tiles then, from
+// the first on, and one is left to clean V. Otherwise the thread that brings K deals, and everyone finds the first tile.
+constexpr bool kDealApart = kProgramMask;
+constexpr int kCleaners = kClean ? kDealApart ? 1 : 2 : 0;
 
 // Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
@@ -91,7 +92,7 @@ struct Layout {
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
     static constexpr int kWork = kP + kConsumers * kBytesP;  // two slots: what comes next
     static constexpr int kBytesWork = kProgramSearch ? 80 : 64;
-    static constexpr int kBarriers = kWork + (kPersistent ? 2 * kBytesWork : 0);
+    static constexpr int kBarriers = kWork + (kPersistent || kDealApart ? 2 * kBytesWork : 0);
     static constexpr int kFullWork = kBarriers;              // per slot: it says what comes next
     static constexpr int kEmptyWork = kFullWork + 2 * 8;     // per slot: everyone has read it
     static constexpr int kFullQ = kEmptyWork + 2 * 8;        // per buffer and consumer: its Q has arrived
@@ -102,7 +103,8 @@ struct Layout {
     static constexpr int kEmptyV = kFullV + kStages * 8;
     static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
     static constexpr int kMetNonFinite = kRawV + kStages * 8;
-    static constexpr int kBytes = kMetNonFinite + 8;
+    static constexpr int kDealNow = kMetNonFinite + 8;       // it is time to say what comes next
+    static constexpr int kBytes = kDealNow + (kDealApart ? 8 : 0);
 };
 
 <% include "lib/cuda/work.cuh" %>
@@ -122,16 +124,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + (kClean ? 2 : 0) + kConsumers * 4);
+            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + kDealApart + kCleaners + kConsumers * 4);
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
             mbarrier_init(smem + Layout::kEmptyK + s * 8, kCluster * kConsumers * 4);
-            mbarrier_init(smem + Layout::kFullV + s * 8, kClean ? 2 : 1);
+            mbarrier_init(smem + Layout::kFullV + s * 8, max_of(1, kCleaners));
             mbarrier_init(smem + Layout::kEmptyV + s * 8, kCluster * kConsumers * 4);
             mbarrier_init(smem + Layout::kRawV + s * 8, 1);
         }
         store_shared_4(smem + Layout::kMetNonFinite, 0);
+        if (kDealApart) mbarrier_init(smem + Layout::kDealNow, 1);
         mbarrier_init_fence();
     }
     if constexpr (kCluster > 1) {
@@ -142,9 +145,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     if (warpgroup == 0) {
         registers_give_back<kProducerRegisters>();
         if (warp == 0) {
-            if (kWholeWarps || threadIdx.x % 32 == 0) produce_qk(args, smem);
+            if (threadIdx.x % 32 == 0) produce_qk(args, smem);
         } else if (warp == 1) {
-            if (kWholeWarps || threadIdx.x % 32 == 0) produce_v(args, smem);
+            if (threadIdx.x % 32 == 0) produce_v(args, smem);
+        } else if (kDealApart && warp == 3) {
+            deal_apart(args, smem);
         } else if (kClean) {
             clean_v(args, smem);
         }

@@ -476,7 +476,7 @@ struct Consumer {
         // A score program gives scores in natural units, unless all it does is to add.
         const float c = kProgramScore && !kProgramShift ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
-        Work work = first_work(args);
+        Work work = first_work<true>(args, hand);
         open(work, c);
         while (true) {
             attend(work, c);

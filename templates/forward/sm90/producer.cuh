@@ -17,15 +17,15 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
     }
 }
 
-// One thread brings Q and K, and decides what comes next.
+// One thread brings Q and K, and decides what comes next or says when it is time to.
 __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
-    const bool leads = !kWholeWarps || threadIdx.x % 32 == 0;
     tma_prefetch_map(args.q);
     tma_prefetch_map(args.k);
     Ring<kStages> ring;
     Ring<Layout::kQBuffers> q_ring;
     Dealer dealer(smem);
-    Work work = first_work(args);
+    Hand hand(smem);
+    Work work = first_work<false>(args, hand);
     do {
         const Tile& tile = work.tile;
         const BlockRange& blocks = work.all;
@@ -35,7 +35,6 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
             for (int c = 0; c < kConsumers; c++) {
                 const int at = q_ring.stage * kConsumers + c;
                 const u32 full = smem + Layout::kFullQ + at * 8, to = smem + Layout::kQ + at * Layout::kBytesQ;
-                if (!leads) continue;
                 if (kPersistent) mbarrier_wait(smem + Layout::kEmptyQ + at * 8, q_ring.parity ^ 1);
                 mbarrier_arrive_expect(full, kChunksQK * kBytes64Rows);
 #pragma unroll
@@ -48,59 +47,59 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
         };
         // As late as the others can be told in time: whoever is ahead by then takes more. To find the blocks that a program
         // leaves takes the time of a block or two.
-        const int dealt_at = kProgramMask ? min_of(blocks.end - 1, blocks.begin + 2) : blocks.begin;
+        const int dealt_at = kDealApart ? min_of(blocks.end - 1, blocks.begin + 2) : blocks.begin;
         // At least once, for tiles that visit no block.
         int n = blocks.end - 1;
 #pragma unroll 1
         do {
-            if (kProgramMask ? n == dealt_at : n <= dealt_at) dealer.deal(args);
+            if (kDealApart) {
+                if (n == dealt_at) mbarrier_arrive(smem + Layout::kDealNow);
+            } else {
+                if (n <= dealt_at) dealer.deal(args);
+            }
             if (n >= blocks.begin) {
-                if (leads) {
-                    const u32 full = smem + Layout::kFullK + ring.stage * 8;
-                    mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
-                    mbarrier_arrive_expect(full, Layout::kBytesK);
-                    bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
-                }
+                const u32 full = smem + Layout::kFullK + ring.stage * 8;
+                mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
+                mbarrier_arrive_expect(full, Layout::kBytesK);
+                bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
                 ring.advance();
             }
             if (n >= blocks.end - 1) bring_q();
         } while (--n >= blocks.begin);
-        work = dealer.dealt();
+        work = kDealApart ? hand.next<false>() : dealer.dealt();
     } while (work.live);
 }
 
 // Another one brings V, so that a wait for one never holds up the other.
 __device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem) {
-    const bool leads = !kWholeWarps || threadIdx.x % 32 == 0;
     tma_prefetch_map(args.v);
     Ring<kStages> ring;
     Hand hand(smem);
-    for (Work work = first_work(args); work.live; work = hand.next<kWholeWarps>()) {
+    for (Work work = first_work<false>(args, hand); work.live; work = hand.next<false>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             const bool raw = kClean && is_masked<kMaskedFirst>(blocks, n);
             const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
-            if (leads) {
-                mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
-                mbarrier_arrive_expect(full, Layout::kBytesV);
-                if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
-                bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, n, work.tile);
-            }
+            mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
+            mbarrier_arrive_expect(full, Layout::kBytesV);
+            if (kCleaners == 2 && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
+            bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, n, work.tile);
             ring.advance();
         }
     }
 }
 
-// Two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with
+// One or two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with
 // them (see non_finite.cuh). Masked blocks arrive on a barrier of their own, so these warps see each phase of it, and
 // nothing of the blocks that they leave alone.
 __device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem) {
-    const u32 lane = threadIdx.x % 64;
+    constexpr int kThreadsThatClean = max_of(1, kCleaners) * 32;
+    const u32 lane = threadIdx.x % kThreadsThatClean;
     Ring<kStages> ring;
     Hand hand(smem);
     u32 raw_parity = 0;  // one bit per stage
-    for (Work work = first_work(args); work.live; work = hand.next<true>()) {
+    for (Work work = first_work<true>(args, hand); work.live; work = hand.next<true>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
@@ -108,7 +107,7 @@ __device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem) {
                 mbarrier_wait(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
-                if (take_out_non_finite<Element, Layout::kBytesV, 64>(v, lane)) {
+                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatClean>(v, lane)) {
                     set_flag(smem + Layout::kMetNonFinite);
                     fence_async_proxy();
                 }

@@ -28,8 +28,6 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     w.live = index < u32(args.tiles);
     return w;
 }
-// Every thread block has one.
-__device__ __forceinline__ Work first_work(const KernelArgs& args) { return work_at(args, blockIdx.x); }
 
 // One of the two slots.
 __device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * Layout::kBytesWork; }
@@ -41,38 +39,43 @@ __device__ __forceinline__ Work read_slot(u32 slot) {
     return work;
 }
 
-// The thread that deals. It has few registers.
+// Who deals: a thread that has few registers or, apart, a warp.
 struct Dealer {
     const u32 smem;
-    u32 count = 0;  // tiles so far, beside the first
+    u32 count = 0;  // tiles so far, beside the first one if everyone finds that
     __device__ __forceinline__ explicit Dealer(u32 smem) : smem(smem) {}
+    static __device__ __forceinline__ bool leads() { return !kDealApart || threadIdx.x % 32 == 0; }
 
     // Decides what comes next and tells the others.
-    __device__ __forceinline__ void deal(const KernelArgs& args) {
-        if (!kPersistent) return;
-        const u32 slot = count % 2;
-        if (!kWholeWarps || threadIdx.x % 32 == 0) {
-            mbarrier_wait(smem + Layout::kEmptyWork + slot * 8, ~(count >> 1) & 1);
-        }
-        u32 index = blockIdx.x + (count + 1) * gridDim.x;
+    __device__ __forceinline__ Work deal(const KernelArgs& args) {
+        if (!kPersistent && !kDealApart) return Work{};
+        if (leads()) wait_for_slot();
+        u32 index = kPersistent ? blockIdx.x + (count + !kDealApart) * gridDim.x : u32(args.tiles);
         if (kQueue && args.queue >= 0) {
             u32* queue = tile_queues + args.queue;
-            if (!kWholeWarps || threadIdx.x % 32 == 0) {
+            if (leads()) {
                 const u32 taken = atomic_add(queue, 1);
                 index = gridDim.x + taken;
                 // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
                 if (taken + 1 == u32(args.tiles)) *queue = 0;
             }
-            if (kWholeWarps) index = __shfl_sync(0xffffffff, index, 0);
+            if (kDealApart) index = __shfl_sync(0xffffffff, index, 0);
         }
         const Work work = work_at(args, index);
-        if (!kWholeWarps || threadIdx.x % 32 == 0) {
+        tell(work);
+        return work;
+    }
+    __device__ __forceinline__ void wait_for_slot() const {
+        mbarrier_wait(smem + Layout::kEmptyWork + count % 2 * 8, ~(count >> 1) & 1);
+    }
+    __device__ __forceinline__ void tell(const Work& work) {
+        const u32 slot = count % 2;
+        if (leads()) {
             const uint4* words = (const uint4*)&work;
 #pragma unroll
             for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
             mbarrier_arrive(smem + Layout::kFullWork + slot * 8);
         }
-        if (kWholeWarps) __syncwarp();  // all lanes of the dealer read the slot again
         count++;
     }
     // What was dealt last, which is still in its slot: the producer has no registers to keep it in.
@@ -89,7 +92,7 @@ struct Hand {
     __device__ __forceinline__ explicit Hand(u32 smem) : smem(smem) {}
 
     template <bool kWarp> __device__ __forceinline__ Work next() {
-        if (!kPersistent) return Work{};
+        if (!kPersistent && !kDealApart) return Work{};
         mbarrier_wait(smem + Layout::kFullWork + ring.stage * 8, ring.parity);
         const Work work = read_slot(slot_of(smem, ring.stage));
         if (kWarp) __syncwarp();
@@ -98,4 +101,23 @@ struct Hand {
         return work;
     }
 };
+// Every thread block has a first tile.
+template <bool kWarp> __device__ __forceinline__ Work first_work(const KernelArgs& args, Hand& hand) {
+    return kDealApart ? hand.next<kWarp>() : work_at(args, blockIdx.x);
+}
+
+// A warp that deals, as soon as the producer says that it is time.
+__device__ __forceinline__ void deal_apart(const KernelArgs& args, u32 smem) {
+    Dealer dealer(smem);
+    Ring<1> now;
+    Work work = work_at(args, blockIdx.x);
+    dealer.tell(work);
+    while (work.live) {
+        // One lane, or others could come to the barrier when the phase that they wait for is long over.
+        if (Dealer::leads()) mbarrier_wait(smem + Layout::kDealNow, now.parity);
+        __syncwarp();
+        now.advance();
+        work = dealer.deal(args);
+    }
+}
 static_assert(sizeof(Work) == Layout::kBytesWork, "a slot");
