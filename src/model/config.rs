@@ -47,11 +47,7 @@ const KNOWN: [&str; 24] = [
     "olmo2",
 ];
 /// Fields that change the scores or the heads in ways that are not read here.
-const FOREIGN: [(&str, &str); 4] = [
-    (
-        "alibi",
-        "a bias by distance (ALiBi) is added to the scores, a score program, which is not read from a configuration yet",
-    ),
+const FOREIGN: [(&str, &str); 3] = [
     ("multi_query", "its way of stating KV heads is not read here; name the sizes with the other options"),
     ("blocksparse_block_size", "block-sparse masks are not supported yet"),
     (
@@ -92,6 +88,8 @@ pub struct Model {
     pub soft_cap: Option<f64>,
     /// Every head has a learned score without a key.
     pub sinks: bool,
+    /// A bias that falls with the distance, by head, is added to the scores.
+    pub alibi: bool,
     /// The cache holds compressed rows.
     pub latent: Option<Latent>,
     /// What the model needs besides, and is not read or not supported.
@@ -197,6 +195,7 @@ fn read(top: &Fields<'_>, fields: &Fields<'_>) -> Result<Model, Error> {
         layers,
         soft_cap,
         sinks: model_type == "gpt_oss",
+        alibi: is_set(fields, "alibi"),
         latent,
         gaps: other_gaps(top, fields),
         notes,
@@ -236,12 +235,16 @@ fn dtype(top: &Fields<'_>, fields: &Fields<'_>) -> Result<Option<DType>, Error> 
     Ok(None)
 }
 
+/// Whether the file has a field that is not `false`.
+fn is_set(fields: &Fields<'_>, name: &str) -> bool {
+    fields.get(name).is_some_and(|v| !matches!(v, Value::Bool(false)))
+}
+
 /// What the file mentions and the plan cannot hold.
 fn other_gaps(top: &Fields<'_>, fields: &Fields<'_>) -> Vec<Gap> {
     let mut gaps = Vec::new();
-    let set = |name| fields.get(name).is_some_and(|v| !matches!(v, Value::Bool(false)));
     for (name, text) in FOREIGN {
-        if set(name) {
+        if is_set(fields, name) {
             gaps.push(Gap::blocking(name, text));
         }
     }

@@ -3,6 +3,7 @@
 use super::config::{Latent, Model};
 use super::gap::Gap;
 use super::{Error, LayerKind};
+use flashtune_codegen::score::{ProgramBuilder, ProgramError, ProgramRef, builtin};
 use flashtune_codegen::{Arch, DType, Family, Mask, Problem, Shape, ShapeBucket};
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -199,22 +200,35 @@ impl Planner<'_> {
         if let LayerKind::Other(name) = kind {
             return Need { layers, attention: name.clone(), problem: None, cases: Vec::new(), gaps };
         }
-        // No key outside of a chunk is ever needed, so its calls are short ones without a window.
-        let (mask, longest) = match *kind {
-            LayerKind::Causal | LayerKind::Other(_) => (Mask::Causal, self.max_len),
-            LayerKind::Sliding(window) => (Mask::Window { left: Some(window - 1), right: Some(0) }, self.max_len),
-            LayerKind::Chunked(chunk) => (Mask::Causal, self.max_len.min(chunk)),
+        let program = match self.program(kind) {
+            Ok(program) => program,
+            Err(e) => {
+                gaps.push(Gap::blocking("score program", e.to_string()));
+                None
+            }
         };
-        let problem = self.problem(self.model.head_dim_qk, self.model.head_dim_v, mask, &mut gaps);
+        let mask = match *kind {
+            LayerKind::Causal | LayerKind::Other(_) => Mask::Causal,
+            LayerKind::Sliding(window) => Mask::Window { left: Some(window - 1), right: Some(0) },
+            // The program's mask says it all.
+            LayerKind::Chunked(_) => Mask::Full,
+        };
+        let problem = self.problem(self.model.head_dim_qk, self.model.head_dim_v, mask, program, &mut gaps);
         let blocked = gaps.iter().chain(&self.model.gaps).any(|g| g.blocks);
-        let cases = problem.filter(|_| !blocked).map_or(Vec::new(), |p| self.cases(p, mask, longest));
-        Need { layers, attention: kind.to_string(), problem, cases, gaps }
+        let cases = problem.filter(|_| !blocked).map_or(Vec::new(), |p| self.cases(p, mask));
+        let changes = [
+            self.model.soft_cap.map(|cap| format!("scores within {cap}")),
+            self.model.alibi.then(|| "ALiBi".to_owned()),
+            self.model.sinks.then(|| "sinks".to_owned()),
+        ];
+        let attention = changes.into_iter().flatten().fold(kind.to_string(), |all, change| format!("{all}, {change}"));
+        Need { layers, attention, problem, cases, gaps }
     }
 
     /// Decoding on a cache of compressed rows, which all heads share.
     fn latent(&self, Latent { rank, rope }: Latent) -> Need {
         let mut gaps = Vec::new();
-        let problem = self.problem(rank + rope, rank, Mask::Causal, &mut gaps);
+        let problem = self.problem(rank + rope, rank, Mask::Causal, None, &mut gaps);
         if problem.is_some() {
             gaps.push(Gap::blocking("latent cache", "K and V share their rows in it, which is not planned for yet"));
         }
@@ -222,38 +236,43 @@ impl Planner<'_> {
         Need { layers, attention: "decoding on the latent cache".into(), problem, cases: Vec::new(), gaps }
     }
 
+    /// The score program of layers of this kind: the texts that hosts pass by the built-ins' names, and a chunk's length.
+    fn program(&self, kind: &LayerKind) -> Result<Option<ProgramRef>, ProgramError> {
+        let text = |name: &str| builtin(name).expect("a built-in").text.to_owned();
+        let mut texts = Vec::new();
+        if let LayerKind::Chunked(chunk) = kind {
+            let position = "q + kv_len - q_len";
+            texts.push(format!("mask = kv // {chunk} == ({position}) // {chunk} and kv <= {position};"));
+        }
+        let Model { soft_cap, alibi, sinks, .. } = *self.model;
+        for (on, name) in [(soft_cap.is_some(), "soft_cap"), (alibi, "alibi"), (sinks, "attention_sinks")] {
+            texts.extend(on.then(|| text(name)));
+        }
+        if texts.is_empty() {
+            return Ok(None);
+        }
+        let program = texts.iter().try_fold(ProgramBuilder::new(), |builder, text| builder.text(text))?;
+        Ok(Some(ProgramRef::new(program.build()?)))
+    }
+
     /// What the kernels do not do for layers of this kind.
     fn gaps(&self, kind: &LayerKind) -> Vec<Gap> {
-        let mut gaps = Vec::new();
         match kind {
-            LayerKind::Causal | LayerKind::Sliding(_) => {}
-            LayerKind::Chunked(chunk) => {
-                let text = format!(
-                    "beyond {chunk} rows the host calls once for each chunk, on views of it: the tuned kernels have no \
-                     chunked mask"
-                );
-                gaps.push(Gap::partial("chunked mask", text));
-            }
-            LayerKind::Other(name) => gaps.push(Gap::blocking(name.clone(), "no kernel computes layers of this type")),
+            LayerKind::Other(name) => vec![Gap::blocking(name.clone(), "no kernel computes layers of this type")],
+            _ => Vec::new(),
         }
-        if let Some(cap) = self.model.soft_cap {
-            let text = format!(
-                "scores pass through {cap} * tanh(score / {cap}): a score program, which is not read \
-                 from a configuration yet"
-            );
-            gaps.push(Gap::blocking("soft cap", text));
-        }
-        if self.model.sinks {
-            let text = "the tuned kernels leave the learned score of a head out; the host gets the same from O and \
-                        the log-sum-exp: O / (1 + exp(sink - lse))";
-            gaps.push(Gap::partial("attention sinks", text));
-        }
-        gaps
     }
 
     /// The problem, or a gap that says why there is none.
-    fn problem(&self, qk: u32, v: u32, mask: Mask, gaps: &mut Vec<Gap>) -> Option<Problem> {
-        match Problem::forward_qk_v(self.dtype, qk, v, mask.kind()) {
+    fn problem(
+        &self,
+        qk: u32,
+        v: u32,
+        mask: Mask,
+        program: Option<ProgramRef>,
+        gaps: &mut Vec<Gap>,
+    ) -> Option<Problem> {
+        match Problem::forward_qk_v(self.dtype, qk, v, mask.kind()).map(|p| Problem { program, ..p }) {
             Ok(problem) if Family::candidates(&problem, self.arch).is_empty() => {
                 gaps.push(Gap::blocking("kernel family", format!("none computes {problem} on {}", self.arch)));
                 Some(problem)
@@ -266,7 +285,8 @@ impl Planner<'_> {
         }
     }
 
-    fn cases(&self, problem: Problem, mask: Mask, longest: u32) -> Vec<Case> {
+    fn cases(&self, problem: Problem, mask: Mask) -> Vec<Case> {
+        let longest = self.max_len;
         let shape =
             |batch, q_len, kv_len| Shape { batch, heads: self.heads, kv_heads: self.kv_heads, q_len, kv_len, mask };
         let mut cases = Vec::new();

@@ -62,13 +62,13 @@ fn the_layers_of_known_models_are_what_their_makers_say() {
 fn what_the_kernels_lack_is_said_and_blocks_only_what_it_must() {
     let rows: &[(&str, &[&str], bool)] = &[
         ("llama-3.1-8b", &[], true),
-        ("gemma-2-9b", &["soft cap"], false),
+        ("gemma-2-9b", &[], true),
         ("gemma-3-4b", &["vision_config", "image tokens"], true),
-        ("gpt-oss-20b", &["attention sinks"], true),
-        ("llama-4-scout", &["chunked mask", "vision_config"], true),
+        ("gpt-oss-20b", &[], true),
+        ("llama-4-scout", &["vision_config"], true),
         ("deepseek-v3", &["head dim"], true),
         ("linear-mix", &["linear_attention"], true),
-        ("alibi", &["alibi"], false),
+        ("alibi", &[], true),
     ];
     for (name, gaps, tuned) in rows {
         let serving = serving(name);
@@ -81,6 +81,31 @@ fn what_the_kernels_lack_is_said_and_blocks_only_what_it_must() {
     }
     // A compressed cache has rows of 512 + 64, which no kernel takes.
     assert!(serving("deepseek-v3").all_gaps().any(|(_, g)| g.blocks && g.text.contains("576")));
+}
+
+#[test]
+fn caps_chunks_sinks_and_alibi_are_score_programs() {
+    let texts = |name: &str| -> Vec<String> {
+        let serving = serving(name);
+        serving
+            .needs
+            .iter()
+            .map(|n| n.problem.and_then(|p| p.program).map_or(String::new(), |p| p.text().to_owned()))
+            .collect()
+    };
+    assert_eq!(texts("llama-3.1-8b"), [""]);
+    let part = |name: &str, layer: usize, text: &str| assert!(texts(name)[layer].contains(text), "{:?}", texts(name));
+    part("gemma-2-9b", 0, "tanh");
+    part("gemma-2-9b", 1, "tanh");
+    part("gpt-oss-20b", 0, "sink = sinks[h]");
+    part("alibi", 0, "slope[h]");
+    assert_eq!(texts("llama-4-scout")[0], "");
+    part("llama-4-scout", 1, "kv // 8192");
+    // What the built-in's name gives a host is what was tuned.
+    let cap =
+        flashtune_codegen::score::Program::parse(flashtune_codegen::score::builtin("soft_cap").unwrap().text).unwrap();
+    assert_eq!(texts("gemma-2-9b")[0], cap.text());
+    assert_eq!(serving("gemma-2-9b").needs[1].attention, "causal, window of 4096 keys, scores within 50");
 }
 
 #[test]
