@@ -1,9 +1,10 @@
 //! The dispatcher: lookup order, loading, and the plans already made.
 
 use super::flight::Flights;
-use super::load::Loaded;
-use super::plan::{Choice, Plan};
-use super::seal::Sealed;
+use super::key::PlanKey;
+use super::plan::{Choice, Loaded, Plan};
+use super::policy::SEALED_REMEDY;
+use super::sealed::Sealed;
 use super::tally::{Counters, Tally, Untuned, Work};
 use super::{Demand, Policy, Refusal, Status};
 use crate::{Device, Error, Result};
@@ -18,9 +19,6 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 /// A record whose sizes are further away than this is worth less than the model's choice for the right sizes
 /// ([`ShapeBucket::distance`]; both lengths 32 times apart give 15).
 const FAR: f64 = 16.0;
-
-pub(super) const SEALED_REMEDY: &str =
-    "tune or build the problem where a compiler is allowed and import the bundle here, or use the policy `default`";
 
 /// What a dispatcher works with.
 pub struct DispatcherConfig {
@@ -52,13 +50,6 @@ pub struct Dispatcher {
     pub(super) loading: Flights<Kernel>,
     /// Whether it was already said that compiled kernels cannot be kept.
     pub(super) said_unwritable: AtomicBool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct PlanKey {
-    pub problem: Problem,
-    pub bucket: ShapeBucket,
-    pub demand: Demand,
 }
 
 /// The best choice of every rank, with what speaks against the others.

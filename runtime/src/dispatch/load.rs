@@ -1,22 +1,14 @@
 //! From a choice to a loaded kernel: out of memory, a layer, a file, or a compiler where one may run.
 
-use super::dispatcher::{Dispatcher, SEALED_REMEDY};
-use super::plan::Choice;
-use crate::{Compiler, Error, Module, Result, compile};
+use super::dispatcher::Dispatcher;
+use super::plan::{Choice, Loaded};
+use super::policy::SEALED_REMEDY;
+use crate::{Compiler, Error, Result, compile};
 use flashtune_cache::{Artifact, FILES_LAYER, Key, Origin, Validity};
 use flashtune_codegen::Kernel;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Instant;
-
-/// A loaded kernel and where its binary came from.
-#[derive(Clone)]
-pub(super) struct Loaded {
-    pub module: Arc<dyn Module>,
-    /// Recipe key.
-    pub artifact: Key,
-    pub binary: String,
-}
 
 impl Dispatcher {
     /// The loaded kernel of a choice: from memory, a layer, a file, or compiled now where that is allowed.

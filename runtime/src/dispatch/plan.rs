@@ -41,6 +41,15 @@ pub(crate) struct Choice {
     pub record: Option<Arc<Record>>,
 }
 
+/// A loaded kernel and where its binary came from.
+#[derive(Clone)]
+pub(super) struct Loaded {
+    pub module: Arc<dyn Module>,
+    /// Recipe key.
+    pub artifact: Key,
+    pub binary: String,
+}
+
 impl Plan {
     /// Problem, schedule and arch.
     pub fn kernel(&self) -> &Kernel {
@@ -137,7 +146,7 @@ fn notes(kernel: &Kernel) -> Vec<String> {
 #[cfg(test)]
 impl Plan {
     /// A plan that runs nothing.
-    pub(super) fn for_tests(key: &super::dispatcher::PlanKey) -> Self {
+    pub(super) fn for_tests(key: &super::key::PlanKey) -> Self {
         use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, Mask, Problem, Schedule};
         struct Nothing(Kernel);
         impl Module for Nothing {

@@ -4,6 +4,10 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
+/// What helps a call that would need a compiler where none may run.
+pub(super) const SEALED_REMEDY: &str =
+    "tune or build the problem where a compiler is allowed and import the bundle here, or use the policy `default`";
+
 /// What to do on a miss: when no record serves the problem and its sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -1,127 +1,14 @@
 //! Serving without a compiler: everything that may be needed is loaded once, then the set of kernels is closed.
 
-use super::dispatcher::{Dispatcher, PlanKey};
+use super::dispatcher::Dispatcher;
+use super::key::PlanKey;
 use super::plan::{Choice, Plan};
-use super::table::Table;
+use super::sealed::{OnMiss, Seal, Sealed};
 use super::{Demand, Status};
 use crate::{Error, Result};
-use flashtune_cache::Key;
-use flashtune_codegen::{Arch, Problem, Schedule, Shape, ShapeBucket};
-use serde::{Deserialize, Serialize};
-use std::collections::{HashMap, HashSet};
+use flashtune_codegen::Shape;
+use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
-
-/// What a sealed dispatcher does with a class of sizes that it has no plan for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OnMiss {
-    /// Runs the problem's kernel of the nearest sizes; one that was measured goes before one that was not.
-    #[default]
-    Nearest,
-    /// Refuses the call ([`Error::Sealed`]).
-    Refuse,
-}
-
-/// What was sealed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Seal {
-    /// Hash of what decides which kernel a call runs on: arch, templates, classes with their schedules and binaries, and
-    /// what happens on a miss. Processes whose digests are equal run the same kernel for every call.
-    pub digest: Key,
-    /// Classes of sizes with a plan.
-    pub classes: usize,
-    /// Kernels that are loaded for them.
-    pub kernels: usize,
-    /// Classes with a record whose kernel cannot be used here, each with the reason.
-    pub left_out: Vec<String>,
-}
-
-/// The closed set of kernels.
-pub(super) struct Sealed {
-    table: Table,
-    /// The plans that misses are answered from.
-    by_problem: HashMap<Problem, Vec<Arc<Plan>>>,
-    on_miss: OnMiss,
-    seal: Seal,
-}
-
-/// One line of what a digest is made of.
-#[derive(Serialize, PartialEq, Eq, PartialOrd, Ord)]
-struct Line {
-    problem: Problem,
-    bucket: ShapeBucket,
-    demand: &'static str,
-    schedule: Schedule,
-    binary: Key,
-}
-
-impl Sealed {
-    fn new(
-        plans: Vec<(PlanKey, Arc<Plan>)>,
-        on_miss: OnMiss,
-        arch: Arch,
-        templates: &str,
-        left_out: Vec<String>,
-    ) -> Self {
-        let table = Table::new();
-        let mut by_problem: HashMap<Problem, Vec<Arc<Plan>>> = HashMap::new();
-        let mut kernels = HashSet::new();
-        let mut lines = Vec::new();
-        for (key, plan) in plans {
-            kernels.insert(*plan.kernel());
-            lines.push(Line {
-                problem: key.problem,
-                bucket: key.bucket,
-                demand: key.demand.name(),
-                schedule: plan.kernel().schedule,
-                binary: plan.artifact,
-            });
-            by_problem.entry(key.problem).or_default().push(plan.clone());
-            table.insert(key, plan);
-        }
-        lines.sort();
-        // Misses must have the same answer in every process.
-        for plans in by_problem.values_mut() {
-            plans.sort_by_key(|p| (p.bucket, p.kernel().schedule));
-        }
-        let digest = Key::of_value("flashtune seal 1", &(arch, templates, on_miss, &lines));
-        let seal = Seal { digest, classes: lines.len(), kernels: kernels.len(), left_out };
-        Self { table, by_problem, on_miss, seal }
-    }
-
-    pub fn get(&self, key: &PlanKey) -> Option<&Arc<Plan>> {
-        self.table.get(key)
-    }
-
-    pub fn seal(&self) -> &Seal {
-        &self.seal
-    }
-
-    /// The kernel for a class that was not foreseen.
-    fn nearest(&self, key: &PlanKey, shape: &Shape) -> Result<&Arc<Plan>> {
-        let refused = |reason: String| Error::Sealed {
-            problem: format!("{} {shape}", key.problem),
-            reason,
-            remedy: "tune or build it where a compiler is allowed, or preload it before sealing",
-        };
-        if self.on_miss == OnMiss::Refuse {
-            return Err(refused(format!("the class {} was not sealed in", key.bucket)));
-        }
-        let all = self.by_problem.get(&key.problem).map_or(&[][..], Vec::as_slice);
-        let fit = all.iter().filter(|p| key.demand.is_met_by(p.kernel().schedule.family()));
-        let rank = |p: &Plan| (!p.status().is_measured(), p.bucket.distance(&key.bucket));
-        let nearest = fit.min_by(|a, b| {
-            let ((a, x), (b, y)) = (rank(a), rank(b));
-            a.cmp(&b).then(x.total_cmp(&y))
-        });
-        nearest.ok_or_else(|| {
-            refused(match all.is_empty() {
-                true => "no kernel of the problem was sealed in".to_owned(),
-                false => format!("of its {} sealed classes no kernel serves it: {}", all.len(), key.demand.why_not()),
-            })
-        })
-    }
-}
 
 impl Dispatcher {
     /// Loads the kernels of all records that may be used here, beside those of the classes that were met or prepared so
@@ -207,6 +94,6 @@ impl Dispatcher {
             tally: self.tally(&key, shape),
         };
         let plan = self.ready(plan);
-        Ok(sealed.table.insert(key, Arc::new(plan)).clone())
+        Ok(sealed.remember(key, Arc::new(plan)).clone())
     }
 }

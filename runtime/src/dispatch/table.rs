@@ -3,7 +3,7 @@
 //! Every slot is the head of a chain whose links are set once and never changed, so a lookup is a few loads: no lock, no
 //! allocation, and nothing that a thread which adds a plan could hold up.
 
-use super::dispatcher::PlanKey;
+use super::key::PlanKey;
 use super::plan::Plan;
 use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
 use std::sync::{Arc, OnceLock};
