@@ -6,7 +6,7 @@ use common::{Place, host_arch};
 use flashtune::cache::{CacheDir, Stage, Trial, TrialResult};
 use flashtune::codegen::{CpuSchedule, Family, Schedule, ShapeBucket, TemplateSet};
 use flashtune::tuner::{Event, Job, Observer, Runner, WorkerCommand, tune};
-use flashtune::{DType, DeviceSpec, Mask, Problem, Shape};
+use flashtune::{DType, DeviceSpec, Engine, Mask, Problem, Shape};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -330,4 +330,26 @@ fn the_tuner_never_touches_the_driver_of_the_gpu() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let loaded = std::fs::read_to_string(&log).expect("the worker looks for a GPU");
     assert!(!loaded.is_empty() && loaded.lines().all(|pid| pid != tuner), "{tuner} of {loaded}");
+}
+
+#[test]
+fn tuning_in_the_hosts_own_process_is_chosen_or_warned_of() {
+    let said = |chosen: bool| {
+        let place = Place::new();
+        let log = place.path("log");
+        let file = std::fs::File::create(&log).unwrap();
+        let subscriber = tracing_subscriber::fmt().with_writer(Mutex::new(file)).with_ansi(false).finish();
+        let builder = Engine::builder().device(DeviceSpec::Cpu).cache_dir(place.cache());
+        let engine = if chosen { builder.tune_in_this_process() } else { builder }.build().unwrap();
+        let problem = Problem::forward(DType::F32, 16, Mask::Causal.kind()).unwrap();
+        let shape = Shape { batch: 1, heads: 2, kv_heads: 2, q_len: 64, kv_len: 64, mask: Mask::Causal };
+        let job = Job { max_trials: 1, ..Job::new(problem, shape) };
+        // One schedule is its own best, however busy the machine is.
+        tracing::subscriber::with_default(subscriber, || engine.tune_job(&job, &())).unwrap();
+        std::fs::read_to_string(log).unwrap()
+    };
+    let warning = "in the host's own process, which a faulty candidate would end";
+    let log = said(false);
+    assert!(log.contains(warning) && log.contains("FLASHTUNE_WORKER"), "{log}");
+    assert!(!said(true).contains(warning));
 }
