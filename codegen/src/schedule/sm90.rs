@@ -195,7 +195,7 @@ impl Sm90Schedule {
         };
         // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.
         let room = Self::program_registers(problem);
-        let least = if room > 16 { 48 } else { 96 };
+        let least = if room > 36 { 48 } else { 96 };
         let small = || if room > 0 { largest(true, least, room).or_else(|| largest(false, 16, room)) } else { None };
         let plain = || largest(true, 96, 0).or_else(|| largest(false, 16, 0));
         small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base })
