@@ -68,6 +68,11 @@ fn row_chunks(head_dim: u32, swizzle: Swizzle) -> u32 {
     }
 }
 
+/// Whether a program may make all scores of a row -inf; the kernels then remember which rows attend to nothing.
+fn marks_empty_rows(problem: &Problem) -> bool {
+    problem.program.is_some_and(|p| p.score().is_some() && p.sink().is_none())
+}
+
 fn sm80_smem(problem: &Problem, s: &Sm80Schedule) -> u32 {
     let row_qk = row_chunks(problem.head_dim_qk, s.swizzle) * 16;
     let row_v = row_chunks(problem.head_dim_v, s.swizzle) * 16;
@@ -76,7 +81,8 @@ fn sm80_smem(problem: &Problem, s: &Sm80Schedule) -> u32 {
     let o = s.block_q() * row_v;
     // Q shares the space of K and V when it moves on to registers; O reuses whatever is there at the end.
     let live = if s.q_in_registers { q.max(kv) } else { q + kv };
-    live.max(o)
+    let empty = if marks_empty_rows(problem) { s.block_q() / 2 } else { 0 };
+    live.max(o + empty)
 }
 
 /// As `Layout` in the template: Q or O of every consumer, K, V, P, and the barriers.
@@ -92,6 +98,7 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     // Where a program's mask decides what tiles visit, a warp of its own deals them.
     let apart = problem.program.is_some_and(|p| p.mask().is_some());
     let work = if s.scheduler.stays() || apart { 2 * slot } else { 0 } + if apart { 8 } else { 0 };
+    let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
     q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 8
 }
 

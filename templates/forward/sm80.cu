@@ -201,6 +201,16 @@ struct WarpChunks {
     }
 };
 
+// Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the staged
+// O. Not beside a sink, whose sum is not empty.
+constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;
+__device__ __forceinline__ u32 empty_rows(u32 smem_o, int row) { return smem_o + kBlockQ * TileV::kPitch + row / 8 * 4; }
+__device__ __forceinline__ bool is_empty(u32 smem_o, int row) {
+    u32 bits;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(empty_rows(smem_o, row)));
+    return bits >> row % 8 * 4 & 1;
+}
+
 // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so plain
 // and slow.
 __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem_o) {
@@ -213,6 +223,7 @@ __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem
     for (int i = lane; i < kRowsPerWarp * kHeadDimV; i += 32) {
         const int row = first + i / kHeadDimV, column = i % kHeadDimV;
         if (row >= tile.rows) break;  // and not return: every lane must reach the barrier below
+        if (kMarkEmpty && is_empty(smem_o, row)) continue;
         const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, tile.row + row);
         float add = 0.0f;
 #pragma unroll 1
@@ -405,6 +416,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         for (int h = 0; h < 2; h++) {
             float inverse = softmax.finish(i, h);
             const int row = o_row + i * 16 + h * 8;
+            const bool empty = kMarkEmpty && softmax.l[i][h] == 0.0f;
+            if (kMarkEmpty) {
+                const u32 bits = __ballot_sync(0xffffffff, empty);
+                if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(empty_rows(smem_q, row)), "r"(bits) : "memory");
+            }
             WithSink sunk;
             if (kProgramSink) {
                 const float sink = program_sink(head, min_of(out_tile.row + row, args.q_len - 1));
@@ -418,6 +434,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
 #pragma unroll
             for (int j = 0; j < kOTiles; j++) {
                 float x = o[i][j][2 * h] * inverse, y = o[i][j][2 * h + 1] * inverse;
+                if (empty) x = y = 0.0f;  // a NaN of V has no part in it
                 const u32 to = TileV::at_chunk(lane_o, j) + (i * 16 + h * 8) * TileV::kPitch;
                 asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(pack<Element>(x, y)) : "memory");
             }

@@ -73,6 +73,10 @@ constexpr bool kRowByRow = kColumnsV > 64;
 // Whether the next K and V have arrived is asked while there is other work.
 constexpr bool kLookAhead = kColumnsV <= 192;
 
+// A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds; but not
+// beside a sink, whose sum is not empty.
+constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;
+
 using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
 using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
@@ -104,7 +108,9 @@ struct Layout {
     static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
     static constexpr int kMetNonFinite = kRawV + kStages * 8;
     static constexpr int kDealNow = kMetNonFinite + 8;       // it is time to say what comes next
-    static constexpr int kBytes = kDealNow + (kDealApart ? 8 : 0);
+    static constexpr int kEmptyRows = kDealNow + (kDealApart ? 8 : 0);  // per consumer: rows that attend to nothing
+    static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
+    static constexpr int kBytes = kEmptyRows + kConsumers * kBytesEmptyRows;
 };
 
 <% include "lib/cuda/work.cuh" %>

@@ -153,7 +153,7 @@ fn random_schedules() {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 20] = [
+const PROGRAMS: [&str; 22] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -174,6 +174,8 @@ const PROGRAMS: [&str; 20] = [
     "s: f32[heads]; cap: float; score = cap * tanh(score / cap) + s[h] * (kv - q);",
     "s: f32[heads]; score = 0.5 - score * s[h] + 3.0 * tanh(0.01 * kv);",
     "s: f32[heads]; mask = kv <= q and q - kv < 90; score = 0.125 * kv + score - s[h] * 0.1;",
+    "score = select(kv > q + 9, score, -inf);",
+    "s: f32[heads]; mask = kv >= q // 50; score = select(kv > q, score * 2.0, -inf); sink = s[h];",
     "t: f32[*]; reach: int in 0..20; score = score + t[clamp(kv - q, -reach, reach) + reach];",
 ];
 

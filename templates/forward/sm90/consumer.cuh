@@ -404,6 +404,11 @@ struct Consumer {
             }
 #pragma unroll
             for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
+            // Scores that a program makes -inf have no part in O, and a NaN of V would have.
+            if (kMarkEmpty && rows.empty[h]) {
+#pragma unroll
+                for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] = o[4 * j + 2 * h + 1] = 0.0f;
+            }
         }
         const int to_row = warp() * 16 + lane() % 16;
 #pragma unroll
@@ -413,6 +418,19 @@ struct Consumer {
             stmatrix_x4(to + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
                         pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
         }
+    }
+
+    // Which rows attend to nothing, one of four bits for each.
+    __device__ __forceinline__ u32 empty_rows() const { return smem + Layout::kEmptyRows + id * Layout::kBytesEmptyRows; }
+    __device__ __forceinline__ void mark_empty(const RowResults& rows) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 empty = __ballot_sync(0xffffffff, rows.empty[h]);
+            if (lane() == 0) store_shared_4(empty_rows() + (warp() * 2 + h) * 4, empty);
+        }
+    }
+    __device__ __forceinline__ bool is_empty(int row) const {
+        return load_shared_4(empty_rows() + row / 8 * 4) >> row % 8 * 4 & 1;
     }
 
     // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
@@ -425,6 +443,7 @@ struct Consumer {
         for (int i = threadIdx.x % 128; i < 64 * kHeadDimV; i += 128) {
             const int row = i / kHeadDimV, column = i % kHeadDimV;
             if (id * 64 + row >= tile.rows) break;
+            if (kMarkEmpty && is_empty(row)) continue;
             const int position = (tile.row + id * 64 + row) >> args.group_shift;
             const auto visible = [&](int key) { return program_visible(head(work), position, key); };
             const float add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, work.all,
@@ -450,6 +469,7 @@ struct Consumer {
         }
         stage_output(work.tile, rows, to);
         if (met) {
+            if (kMarkEmpty) mark_empty(rows);
             sync();
             restore_non_finite(work, to);
         }

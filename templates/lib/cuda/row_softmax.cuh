@@ -8,6 +8,7 @@
 struct RowResults {
     float inverse[2];      // 1 / sum, or 0 for a row that attended to nothing
     float log_sum_exp[2];  // natural, of the scaled scores; -inf for a row that attended to nothing
+    bool empty[2];         // a row that attended to nothing, sinks aside
 };
 
 template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths, bool kShift = false> struct RowSoftmax {
@@ -94,6 +95,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             l[h] = quad_sum(l[h]);
+            r.empty[h] = l[h] == 0.0f;
             r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
             r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (m[h] * c + log2_approx(l[h]));
         }
