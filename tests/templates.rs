@@ -3,6 +3,8 @@
 mod common;
 
 use common::{Place, SMALL, fails};
+use std::path::Path;
+use std::process::Command;
 
 /// A folder with the real cpu template and a line more.
 fn edited(place: &Place, line: &str) -> String {
@@ -90,4 +92,35 @@ fn rendering_gives_the_same_bytes_in_every_process() {
         let set = flashtune::codegen::TemplateSet::embedded();
         assert_eq!(kernel.render(&set).unwrap().text.as_bytes(), one.stdout);
     }
+}
+
+/// `benches/trust.py` relies on it.
+#[test]
+fn faults_are_planted_into_every_family_and_not_into_the_default() {
+    let Ok(python) = Command::new("python3").arg("--version").output() else {
+        println!("skipped: there is no python3");
+        return;
+    };
+    assert!(python.status.success());
+    let place = Place::new();
+    let (root, folder) = (env!("CARGO_MANIFEST_DIR"), place.path("planted"));
+    let command = assert_cmd::cargo::cargo_bin("flashtune");
+    let code = format!(
+        "from pathlib import Path; from planted import plant; plant({:?}, {:?}.split(), 'cpu', Path({:?}))",
+        command.display().to_string(),
+        SMALL.join(" "),
+        folder.display().to_string()
+    );
+    let planted =
+        Command::new("python3").args(["-B", "-c", &code]).current_dir(format!("{root}/benches")).output().unwrap();
+    assert!(planted.status.success(), "{}", String::from_utf8_lossy(&planted.stderr));
+    for name in ["cpu.c", "naive.cu", "sm80.cu", "sm90.cu"] {
+        let read = |from: &Path| std::fs::read_to_string(from.join("forward").join(name)).unwrap();
+        let (text, own) = (read(&folder), read(&Path::new(root).join("templates")));
+        assert!(text.len() > own.len() && !text.contains("FORMULA") && !text.contains("SHIFT"), "{name}");
+    }
+    // The default computes, with the faults around it.
+    let tune = [&["tune", "--trials", "1"], SMALL].concat();
+    let done = common::json(place.flashtune(&tune).arg("--json").arg("--templates").arg(&folder));
+    assert_eq!(done["tuned"][0]["trials"][0]["result"], "timed", "{done}");
 }
