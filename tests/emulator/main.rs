@@ -153,7 +153,7 @@ fn random_schedules() {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 22] = [
+const PROGRAMS: [&str; 24] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -176,6 +176,8 @@ const PROGRAMS: [&str; 22] = [
     "s: f32[heads]; mask = kv <= q and q - kv < 90; score = 0.125 * kv + score - s[h] * 0.1;",
     "score = select(kv > q + 9, score, -inf);",
     "s: f32[heads]; mask = kv >= q // 50; score = select(kv > q, score * 2.0, -inf); sink = s[h];",
+    "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];",
+    "bias: bf16[kv_len]; other: f32[kv_len]; mask = kv <= q; score = score * bias[kv] + other[kv];",
     "t: f32[*]; reach: int in 0..20; score = score + t[clamp(kv - q, -reach, reach) + reach];",
 ];
 

@@ -22,7 +22,7 @@ impl Side {
         let mut views = Vec::new();
         for (name, tensor) in &data.tensors {
             let storage = program.declarations().iter().find(|d| d.name == *name).expect("declared").storage;
-            let bytes = encode(&tensor.elements);
+            let bytes = encode(&tensor.elements, storage);
             let lengths: Vec<u64> = tensor.shape.iter().map(|n| *n as u64).collect();
             let at = address(first + tensors.len() as u64, bytes.len());
             views.push((name.as_str(), SideView::contiguous(at, storage, &lengths)));
@@ -41,10 +41,14 @@ impl Side {
     }
 }
 
-fn encode(elements: &Elements) -> Vec<u8> {
+fn encode(elements: &Elements, storage: Storage) -> Vec<u8> {
     match elements {
         Elements::Bool(x) => x.iter().map(|x| u8::from(*x)).collect(),
         Elements::Int(x) => x.iter().flat_map(|x| (*x as i32).to_ne_bytes()).collect(),
+        // Values that bf16 holds exactly.
+        Elements::Float(x) if storage == Storage::Bf16 => {
+            x.iter().flat_map(|x| ((x.to_bits() >> 16) as u16).to_ne_bytes()).collect()
+        }
         Elements::Float(x) => x.iter().flat_map(|x| x.to_ne_bytes()).collect(),
     }
 }
@@ -76,6 +80,7 @@ pub fn side_data(program: &Program, sizes: &Shape, seed: u64) -> SideData {
                 }
                 Elements::Int(x)
             }
+            Storage::Bf16 => Elements::Float((0..n).map(|_| rng.random_range(-64..=64) as f32 / 64.0).collect()),
             _ => Elements::Float((0..n).map(|_| rng.random_range(-1.0..1.0)).collect()),
         };
         data = data.tensor(&d.name, &shape, elements);

@@ -124,9 +124,10 @@ impl Sm90Schedule {
     /// numbers spilled: elements that change with the key are loaded ahead of their use.
     fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
-        let OfScores { mask, score, reads, reads_along_keys, divides_at_run_time } = p.of_scores();
+        let OfScores { mask, score, reads, reads_along_keys, gathers, divides_at_run_time } = p.of_scores();
         let kind = match reads_along_keys {
-            true if score => 100,
+            true if score && (mask || gathers) => 100,
+            true if score => 72,
             true => 76,
             false if divides_at_run_time => 52,
             false if score && mask => 52,

@@ -52,6 +52,9 @@ pub struct Code {
     /// Whether the other results of fragments are multiples of the score: of none is the magnitude larger than where the
     /// score's is largest.
     pub multiples: bool,
+    /// Addresses from which elements of fragments along the keys may be read in pairs, with the strides and the bytes of
+    /// an element; `row` computes them.
+    pub along_keys: Vec<(String, String, u32)>,
 }
 
 impl Code {
@@ -63,15 +66,20 @@ impl Code {
 
 /// Lowers some nodes. Names start with `prefix`, so that several pieces of code can share a scope.
 pub fn lower(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str) -> Code {
-    run(graph, roots, dialect, prefix, false)
+    run(graph, roots, dialect, prefix, false, false)
+}
+
+/// [`lower_fragments`] that reads floats along the keys by `ft_along`: two in one load where they lie side by side.
+pub fn lower_scores(graph: &Graph, roots: &[Id], prefix: &str) -> Code {
+    run(graph, roots, Dialect::Cuda, prefix, true, true)
 }
 
 /// [`lower`] to CUDA C for threads that hold scores at fixed distances from a first key: see the module.
 pub fn lower_fragments(graph: &Graph, roots: &[Id], prefix: &str) -> Code {
-    run(graph, roots, Dialect::Cuda, prefix, true)
+    run(graph, roots, Dialect::Cuda, prefix, true, false)
 }
 
-fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: bool) -> Code {
+fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: bool, along: bool) -> Code {
     let mut needed = vec![false; graph.nodes().len()];
     roots.iter().for_each(|r| needed[r.index()] = true);
     let ids: Vec<Id> = graph.ids().collect();
@@ -82,7 +90,7 @@ fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: b
     }
     let count = graph.nodes().len();
     let (affine, plain) = (vec![None; count], vec![false; count]);
-    let mut lowering = Lowering { graph, dialect, prefix, fragments, code: Code::default(), affine, plain };
+    let mut lowering = Lowering { graph, dialect, prefix, fragments, along, code: Code::default(), affine, plain };
     if fragments {
         lowering.find_affine(roots, &needed);
     }
@@ -114,6 +122,7 @@ struct Lowering<'a> {
     dialect: Dialect,
     prefix: &'a str,
     fragments: bool,
+    along: bool,
     code: Code,
     /// Floats that are `base + by_key * offset + by_score * raw`, with all three constant for a row and a first key.
     affine: Vec<Option<Affine>>,
@@ -248,6 +257,10 @@ impl Lowering<'_> {
             rows.push(("CapSeries", format!("{}p", self.operand(id))));
             rows.extend([cap, factor].map(|part| ("float", part)));
         }
+        rows.extend(self.code.along_keys.iter().map(|(name, _, bytes)| match bytes {
+            2 => ("Halves", name.clone()),
+            _ => ("Floats", name.clone()),
+        }));
         rows.extend(self.code.shift.iter().flatten().map(|part| ("float", part.clone())));
         // Some parts belong to several floats, are kept for the head, or are what everyone has.
         let mut seen: std::collections::HashSet<&str> = heads.iter().map(|(_, name)| name.as_str()).collect();
@@ -403,6 +416,30 @@ impl Lowering<'_> {
         self.code.element.push_str(&format!("const float {name} = ft_capf(raw, {cap}, {factor}, {name}p);\n"));
     }
 
+    /// A float that is read along the keys, from a tensor in which only the last index changes with them.
+    fn along_keys(&self, id: Id) -> bool {
+        let Node::Load { tensor, index } = self.graph.node(id) else { return false };
+        let axes = self.graph.declarations()[*tensor].axes.as_deref().unwrap_or_default();
+        let (Some((last, leading)), Some(axis)) = (index.split_last(), axes.last()) else { return false };
+        *self.graph.node(*last) == Node::Var(Var::Kv)
+            && index_fits(self.graph, *axis, *last)
+            && leading.iter().all(|i| !self.graph.depends(*i).kv)
+            && self.graph.ty(id) == Type::Float
+    }
+
+    fn along_statements(&mut self, id: Id) {
+        let Node::Load { tensor, index } = self.graph.node(id).clone() else { return };
+        let (t, storage) = (slot(self.graph, tensor), self.graph.declarations()[tensor].storage);
+        let (p, name, last) = (self.prefix, self.operand(id), index.len() - 1);
+        let mut places = self.places(tensor, &index);
+        places[last] = format!("kv_first * {p}t{t}s{last}");
+        let (element, at) = (self.dialect.element(storage), places.join(" + "));
+        self.code.row.push_str(&format!("const {element} *const {name}p = {p}t{t} + ({at});\n"));
+        let read = format!("ft_along_{}({name}p, offset, {p}t{t}s{last})", storage.name());
+        self.code.element.push_str(&format!("const float {name} = {read};\n"));
+        self.code.along_keys.push((format!("{name}p"), format!("{p}t{t}s{last}"), storage.bytes() as u32));
+    }
+
     /// The first result as the score and what is added to it.
     fn shift(&mut self, roots: &[Id]) {
         let is_multiple = |r: &Id| self.affine[r.index()].as_ref().is_some_and(|a| a.has() == [false, false, true]);
@@ -419,6 +456,9 @@ impl Lowering<'_> {
         }
         if let Some(parts) = self.capped(id) {
             return self.capped_statements(id, parts);
+        }
+        if self.along && self.along_keys(id) {
+            return self.along_statements(id);
         }
         let value = self.value(id);
         let ty = self.ty(id);
@@ -551,11 +591,11 @@ impl Lowering<'_> {
         }
     }
 
-    fn load(&self, id: Id, tensor: usize, index: &[Id]) -> String {
+    /// What each index adds to the place of an element.
+    fn places(&self, tensor: usize, index: &[Id]) -> Vec<String> {
         let (p, t) = (self.prefix, slot(self.graph, tensor));
-        let declaration = &self.graph.declarations()[tensor];
-        let axes = declaration.axes.as_deref().unwrap_or_default();
-        let places: Vec<String> = (index.iter().zip(axes).enumerate())
+        let axes = self.graph.declarations()[tensor].axes.as_deref().unwrap_or_default();
+        (index.iter().zip(axes).enumerate())
             .map(|(a, (i, axis))| {
                 let of = self.operand(*i);
                 let bits = if self.graph.range(*i).is_i32() { 32 } else { 64 };
@@ -564,8 +604,13 @@ impl Lowering<'_> {
                     false => format!("ft_clamp{bits}({of}, {p}t{t}n{a}) * {p}t{t}s{a}"),
                 }
             })
-            .collect();
-        let at = format!("{p}t{t}[{}]", places.join(" + "));
+            .collect()
+    }
+
+    fn load(&self, id: Id, tensor: usize, index: &[Id]) -> String {
+        let (p, t) = (self.prefix, slot(self.graph, tensor));
+        let declaration = &self.graph.declarations()[tensor];
+        let at = format!("{p}t{t}[{}]", self.places(tensor, index).join(" + "));
         match declaration.storage {
             Storage::F32 => at,
             Storage::F16 => format!("ft_from_f16({at})"),

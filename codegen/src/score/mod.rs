@@ -53,7 +53,7 @@ pub use graph::{Depends, Graph, Id, Node};
 pub use intern::ProgramRef;
 pub use interp::{At, Bound, Evaluator, Precision};
 pub use linear::Linear;
-pub use lower::{Code, Dialect, lower, lower_fragments, slot};
+pub use lower::{Code, Dialect, lower, lower_fragments, lower_scores, slot};
 pub(crate) use pieces::{cpu_fields, cuda_fields};
 pub use program::{MAX_INPUTS, MAX_NODES, OfScores, Program, ProgramBuilder};
 pub use rows::{RowKeys, Search};

@@ -1,6 +1,6 @@
 //! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
 
-use super::lower::{Code, Dialect, lower, lower_fragments, slot};
+use super::lower::{Code, Dialect, lower, lower_fragments, lower_scores, slot};
 use super::program::Program;
 use super::rows::{RowKeys, Search};
 use super::tile::TileProgram;
@@ -61,13 +61,16 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
     let (mask, sink) = (code(Program::mask, "m"), code(Program::sink, "n"));
     let tanhs = program.map_or(Vec::new(), tanh_arguments);
     let score = match program.and_then(|p| Some((p, p.score()?))) {
-        Some((p, id)) => lower_fragments(p.graph(), &[vec![id], tanhs.clone()].concat(), "s"),
+        Some((p, id)) => lower_scores(p.graph(), &[vec![id], tanhs.clone()].concat(), "s"),
         None => Code::default(),
     };
     let largest = score.results.iter().skip(1).fold(String::new(), |all, x| match all.is_empty() {
         true => format!("fabsf({x})"),
         false => format!("fmaxf({all}, fabsf({x}))"),
     });
+    let paired: Vec<String> = (score.along_keys.iter())
+        .map(|(p, stride, bytes)| format!("{stride} == 1 && (u64){p} % {} == 0", 2 * bytes))
+        .collect();
     let shift = |i: usize| score.shift.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
     let lines = |live: &[(&'static str, String)], line: fn(&str, &str) -> String| -> String {
         live.iter().map(|(ty, name)| line(ty, name)).collect()
@@ -100,6 +103,8 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         ("score_row_load", lines(&score.row_live, of_row)),
         ("score_result", result(&score, "score")),
         ("score_tanh", u32::from(!tanhs.is_empty()).to_string()),
+        ("score_along", u32::from(!score.along_keys.is_empty()).to_string()),
+        ("score_paired", if paired.is_empty() { "false".to_owned() } else { paired.join(" && ") }),
         ("score_tanh_multiples", u32::from(score.multiples).to_string()),
         ("score_tanh_largest", if largest.is_empty() { "0.0f".to_owned() } else { largest }),
         ("score_shift", u32::from(score.shift.is_some()).to_string()),

@@ -172,9 +172,14 @@ impl Program {
             node.operands().iter().for_each(|o| needed[o.index()] = true);
             match node {
                 Node::Scalar(_) => found.reads = true,
-                Node::Load { .. } => {
+                Node::Load { index, .. } => {
                     found.reads = true;
+                    let Some((last, leading)) = index.split_last() else { continue };
+                    let by_key = *self.graph.node(*last) == Node::Var(Var::Kv)
+                        && self.graph.ty(id) == Type::Float
+                        && leading.iter().all(|i| !self.graph.depends(*i).kv);
                     found.reads_along_keys |= self.graph.depends(id).kv;
+                    found.gathers |= self.graph.depends(id).kv && !by_key;
                 }
                 Node::Binary(Binary::FloorDiv | Binary::Mod, _, by) => {
                     found.divides_at_run_time |= self.graph.as_int(*by).is_none();
@@ -200,6 +205,8 @@ pub struct OfScores {
     pub score: bool,
     /// Elements of tensors that change with the key are read.
     pub reads_along_keys: bool,
+    /// ... by an index that is not the key itself, or that are no floats.
+    pub gathers: bool,
     /// Ints are divided by what is known at run time alone.
     pub divides_at_run_time: bool,
     /// Scalars or tensors are read at all.

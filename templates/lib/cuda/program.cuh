@@ -35,6 +35,7 @@ constexpr bool kProgramSearch = @{ program_search }@;
 
 // Whether the score takes a tanh of what changes with score or key.
 constexpr bool kScoreTanh = @{ score_tanh }@;
+constexpr bool kScoreAlong = @{ score_along }@;  // floats are read along the keys
 constexpr bool kTanhOfMultiples = @{ score_tanh_multiples }@;  // of the score
 // Whether neither end of a query's run ever comes before that of the query before.
 constexpr bool kProgramSorted = @{ program_sorted }@;
@@ -142,8 +143,20 @@ __device__ __forceinline__ bool mask_element(const ProgramHead& head, const Mask
     (void)kept, (void)row, (void)q, (void)kv;
 @{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row_load }@@{ mask_column }@@{ mask_element }@    return @{ mask_result }@;
 }
+// Whether what is read along the keys lies side by side, so that kPaired holds.
+__device__ __forceinline__ bool score_paired(const ProgramHead& head, const ScoreRow& row) {
+    FT_PROGRAM_HEAD;
+    (void)row;
+@{ score_inputs }@@{ score_row_load }@    return @{ score_paired }@;
+}
+#define FT_ALONG_KEYS                                                                                              \
+    const auto ft_along_bf16 = AlongKeys<kPaired>::bf16;                                                          \
+    const auto ft_along_f16 = AlongKeys<kPaired>::f16;                                                            \
+    const auto ft_along_f32 = AlongKeys<kPaired>::f32;                                                            \
+    (void)ft_along_bf16, (void)ft_along_f16, (void)ft_along_f32
+
 // What becomes of the score raw * scale. With kSmall no tanh is taken of more than kSmallTanh.
-template <bool kSmall = false>
+template <bool kSmall = false, bool kPaired = false>
 __device__ __forceinline__ float score_element(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
                                                int kv_first, int offset, float raw, float scale) {
     FT_PROGRAM_HEAD;
@@ -151,6 +164,7 @@ __device__ __forceinline__ float score_element(const ProgramHead& head, const Sc
     const float score = raw * scale;
     const auto ft_tanhf = [](float x) { return kSmall ? ft_small_tanhf(x) : ::ft_tanhf(x); };
     const auto ft_capf = [](float x, float cap, float factor, const CapSeries& s) { return ft_cap<kSmall>(x, cap, factor, s); };
+    FT_ALONG_KEYS;
     (void)kept, (void)row, (void)q, (void)kv, (void)score, (void)ft_tanhf, (void)ft_capf;
 @{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_result }@;
 }
@@ -161,6 +175,8 @@ __device__ __forceinline__ float score_tanh_largest(const ProgramHead& head, con
     const int kv = kv_first + offset;
     const float score = raw * scale;
     const auto ft_capf = ft_cap<false>;
+    constexpr bool kPaired = false;
+    FT_ALONG_KEYS;
     (void)kept, (void)row, (void)q, (void)kv, (void)score, (void)ft_capf;
 @{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_tanh_largest }@;
 }
@@ -213,10 +229,11 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
             }
         }
     };
-    const auto change = [&](auto small) {
+    const auto change = [&](auto small, auto paired) {
+        constexpr bool kSmall = decltype(small)::value, kPaired = decltype(paired)::value;
         over_all([&](float& s, int i, int offset) {
             if (kProgramScore) {
-                s = score_element<decltype(small)::value>(head, kept.score, scores[i], rows[i], kv_first, offset, s, scale);
+                s = score_element<kSmall, kPaired>(head, kept.score, scores[i], rows[i], kv_first, offset, s, scale);
             }
             if (kElementMask) s = mask_element(head, kept.mask, masks[i], rows[i], kv_first, offset) ? s : -FT_INFINITY;
         });
@@ -235,12 +252,19 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
         // No power of a score is beyond a float's range in the polynomial.
         if (kTanhOfMultiples && max_of(of_row[0], of_row[1]) > 1e12f) largest = FT_INFINITY;
         if (__any_sync(0xffffffff, largest > kSmallTanh)) {
-            change(Bool<false>{});
+            change(Bool<false>{}, Bool<false>{});
         } else {
-            change(Bool<true>{});
+            change(Bool<true>{}, Bool<false>{});
+        }
+    } else if constexpr (kScoreAlong && !kMasked) {
+        const bool paired = score_paired(head, scores[0]) && score_paired(head, scores[1]);
+        if (__any_sync(0xffffffff, !paired)) {
+            change(Bool<false>{}, Bool<false>{});
+        } else {
+            change(Bool<false>{}, Bool<true>{});
         }
     } else {
-        change(Bool<false>{});
+        change(Bool<false>{}, Bool<false>{});
     }
 }
 

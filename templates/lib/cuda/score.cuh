@@ -54,6 +54,29 @@ __device__ __forceinline__ float ft_from_f16(u16 x) {
     return r;
 }
 
+// Elements along the keys: element `offset` from a thread's first one, one by one or, where they lie side by side, in pairs,
+// whose second read the compiler finds to be the first.
+typedef const u16* Halves;
+typedef const float* Floats;
+template <bool kPaired> struct AlongKeys {
+    static __device__ __forceinline__ u16 half(const u16* data, int offset, i64 stride) {
+        if (!kPaired) return data[offset * stride];
+        const u32 pair = *(const u32*)(data + (offset & ~1));
+        return u16(offset & 1 ? pair >> 16 : pair);
+    }
+    static __device__ __forceinline__ float bf16(const u16* data, int offset, i64 stride) {
+        if (!kPaired) return ft_from_bf16(data[offset * stride]);
+        const u32 pair = *(const u32*)(data + (offset & ~1));
+        return __uint_as_float(offset & 1 ? pair & 0xffff0000 : pair << 16);
+    }
+    static __device__ __forceinline__ float f16(const u16* data, int offset, i64 stride) {
+        return ft_from_f16(half(data, offset, stride));
+    }
+    static __device__ __forceinline__ float f32(const float* data, int offset, i64 stride) {
+        return kPaired ? data[offset] : data[offset * stride];
+    }
+};
+
 __device__ __forceinline__ float ft_exp2f(float x) {
     float r;
     asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
