@@ -99,7 +99,7 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let apart = problem.program.is_some_and(|p| p.mask().is_some());
     let work = if s.scheduler.stays() || apart { 2 * slot } else { 0 } + if apart { 8 } else { 0 };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
-    q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 8
+    q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16
 }
 
 fn sm80_registers(problem: &Problem, s: &Sm80Schedule) -> u32 {

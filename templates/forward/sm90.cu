@@ -83,7 +83,12 @@ using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
 using ScoreProduct = wgmma<Element, kBlockKV>;
 using OutputProduct = wgmma<Element, kColumnsV>;
 
-// Shared memory, by byte offset. A consumer's O takes the place of its Q.
+// Where a tile's O leaves from: the place of its Q or, of thread blocks that stay and have one buffer of Q, that of V, so
+// that the next Q need not wait for it.
+constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 &&
+                            kConsumers * kChunksV * kBytes64Rows <= kStages * kChunksV * kBytesChunk;
+
+// Shared memory, by byte offset.
 struct Layout {
     static constexpr int kQBuffers = kChain ? 2 : 1;
     static constexpr int kQ = 0;
@@ -107,7 +112,8 @@ struct Layout {
     static constexpr int kEmptyV = kFullV + kStages * 8;
     static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
     static constexpr int kMetNonFinite = kRawV + kStages * 8;
-    static constexpr int kDealNow = kMetNonFinite + 8;       // it is time to say what comes next
+    static constexpr int kAdmitV = kMetNonFinite + 8;        // no O is in the place of V any more
+    static constexpr int kDealNow = kAdmitV + 8;             // it is time to say what comes next
     static constexpr int kEmptyRows = kDealNow + (kDealApart ? 8 : 0);  // per consumer: rows that attend to nothing
     static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
     static constexpr int kBytes = kEmptyRows + kConsumers * kBytesEmptyRows;
@@ -126,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) {
             mbarrier_init(smem + Layout::kFullQ + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyQ + i * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyQ + i * 8, kOutputInV ? 4 : 1);
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
@@ -139,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             mbarrier_init(smem + Layout::kEmptyV + s * 8, kCluster * kConsumers * 4);
             mbarrier_init(smem + Layout::kRawV + s * 8, 1);
         }
+        mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         store_shared_4(smem + Layout::kMetNonFinite, 0);
         if (kDealApart) mbarrier_init(smem + Layout::kDealNow, 1);
         mbarrier_init_fence();

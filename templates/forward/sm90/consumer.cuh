@@ -10,7 +10,7 @@ struct Consumer {
     bool k_seen = false, v_seen = false;  // whether the next K and V are known to have arrived
     Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
     int q_at;                        // which Q is at hand
-    int leaving = -1;                // which O is being copied out of the space of its Q
+    int leaving = -1;                // the Q whose O is being copied out of shared memory
     Scores s;
     Output o;
     Probabilities p;
@@ -75,13 +75,22 @@ struct Consumer {
         q_ring.advance();
         if (!(args.forward.scale > 0.0f)) fold_sign_into_q();
     }
-    // The space of an O that has left is free for a Q.
-    __device__ __forceinline__ void release_q() {
+    // The space of an O that has left is free, for a Q where it took the place of one.
+    __device__ __forceinline__ void release_o() {
         if (leaving >= 0 && threadIdx.x % 128 == 0) {
             tma_store_wait_read();
-            mbarrier_arrive(smem + Layout::kEmptyQ + leaving * 8);
+            if (!kOutputInV) mbarrier_arrive(smem + Layout::kEmptyQ + leaving * 8);
         }
         leaving = -1;
+    }
+    // V of an open tile may come: no O is in its place any more.
+    __device__ __forceinline__ void admit_v() {
+        release_o();
+        if (threadIdx.x % 128 == 0) mbarrier_arrive(smem + Layout::kAdmitV);
+    }
+    // The last scores of this Q are there.
+    __device__ __forceinline__ void release_q() {
+        if (kOutputInV && lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + q_at * 8);
     }
     // Looks for the next K and V while there is other work, so that the answer is at hand when they are wanted.
     __device__ __forceinline__ void look_ahead() {
@@ -263,12 +272,16 @@ struct Consumer {
         softmax.init();
 #pragma unroll
         for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+        // As soon as O has left, but Q must not wait for that.
+        const bool admitted = !kOverlap || leaving < 0;
+        if (kOutputInV && attends(work) && admitted) admit_v();
         open_q();
         if (kCluster > 1) skip(work.all.end - (attends(work) ? work.own.end : work.all.begin));
         if (!kOverlap) keep(work);
         if (!kOverlap || !attends(work)) return;
         wait_k();
         issue_qk();
+        if (kOutputInV && !admitted) admit_v();
         keep(work);
         wgmma_wait<0>();
         first_probabilities(work, c);
@@ -278,6 +291,7 @@ struct Consumer {
         wgmma_touch(s);
         release_k();
         const int n = work.own.end - 1;
+        if (n == work.own.begin) release_q();
         change(work, n, is_masked<kMaskedFirst>(work.own, n));
         softmax.advance(s, c);
         softmax.forget();  // O is zero
@@ -295,10 +309,11 @@ struct Consumer {
             wait_v();
             issue_pv();
             pass_turn();
-            if (kChain) release_q();
+            if (kChain) release_o();
             wgmma_wait<1>();
             wgmma_touch(s);
             release_k();
+            if (n == work.own.begin) release_q();
             change(work, n, masked);
             softmax.advance(s, c);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
@@ -314,10 +329,11 @@ struct Consumer {
             wait_turn();
             issue_qk();
             pass_turn();
-            if (kChain) release_q();
+            if (kChain) release_o();
             wgmma_wait<0>();
             wgmma_touch(s);
             release_k();
+            if (n == work.own.begin) release_q();
             change(work, n, masked);
             softmax.advance(s, c);
             softmax.rescale(o);
@@ -350,6 +366,10 @@ struct Consumer {
             wgmma_touch(o);
             if (some) release_v();
         }
+        if (!some) {
+            __syncwarp();  // no lane may still wait for a Q that is given away
+            release_q();
+        }
         if (kCluster > 1 && some) skip(work.own.begin - work.all.begin);
         return finish(work, c);
     }
@@ -370,7 +390,7 @@ struct Consumer {
     // The last product of a tile beside the first scores of the next, whose probabilities are in `p` afterwards: the
     // matrix units do not see where a tile ends.
     __device__ __forceinline__ RowResults close_beside(const Work& work, const Work& next, float c) {
-        release_q();
+        release_o();
         open_q();
         wait_k();
         wait_turn();
@@ -458,7 +478,12 @@ struct Consumer {
 
     // O of a tile, whose Q was `q`, out to memory.
     __device__ __forceinline__ void write(const Work& work, const RowResults& rows, int q) {
-        const u32 to = smem + Layout::kQ + q * Layout::kBytesQ;
+        const u32 to = kOutputInV ? smem + Layout::kV + id * kChunksV * kBytes64Rows
+                                  : smem + Layout::kQ + q * Layout::kBytesQ;
+        if (kOutputInV) {
+            release_o();  // if this tile attended to nothing
+            barrier_sync(1 + 2 * kConsumers, kConsumers * 128);  // others may still multiply with V
+        }
         // O overwrites rows that other warps have read as Q: all must be done. They must also agree about non-finite
         // elements, which may be met for the next tile while they look.
         bool met = false;
@@ -475,7 +500,7 @@ struct Consumer {
         }
         fence_async_proxy();
         sync();
-        release_q();
+        release_o();
         if (threadIdx.x % 128 == 0) {
             if (id * 64 < work.tile.rows) {
 #pragma unroll
@@ -488,7 +513,7 @@ struct Consumer {
         }
         leaving = q;
         // Another Q waits for this space alone.
-        if (!kChain) release_q();
+        if (!kChain && !kOutputInV) release_o();
     }
 
     __device__ __forceinline__ void run() {
@@ -518,6 +543,6 @@ struct Consumer {
             work = next;
         }
         // Shared memory must outlast what reads it.
-        release_q();
+        release_o();
     }
 };

@@ -75,8 +75,13 @@ __device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem) {
     tma_prefetch_map(args.v);
     Ring<kStages> ring;
     Hand hand(smem);
+    u32 admit_parity = 0;
     for (Work work = first_work<false>(args, hand); work.live; work = hand.next<false>()) {
         const BlockRange& blocks = work.all;
+        if (kOutputInV && blocks.begin < blocks.end) {
+            mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
+            admit_parity ^= 1;
+        }
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             const bool raw = kClean && is_masked<kMaskedFirst>(blocks, n);
@@ -99,12 +104,12 @@ __device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem) {
     Ring<kStages> ring;
     Hand hand(smem);
     u32 raw_parity = 0;  // one bit per stage
-    for (Work work = first_work<true>(args, hand); work.live; work = hand.next<true>()) {
+    for (Work work = first_work<true>(args, hand); work.live; work = hand.next<true, true>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             if (is_masked<kMaskedFirst>(blocks, n)) {
-                mbarrier_wait(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
+                mbarrier_wait_idly(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
                 if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatClean>(v, lane)) {

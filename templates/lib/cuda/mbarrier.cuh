@@ -36,6 +36,21 @@ __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
     return over != 0;
 }
 
+// mbarrier_wait() for those who can be late by a fraction of a microsecond, and leave others the issue slots.
+__device__ __forceinline__ void mbarrier_wait_idly(u32 barrier, u32 parity) {
+    while (true) {
+        u32 over;
+        asm volatile(
+            "{\n"
+            ".reg .pred over;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2, 0x989680;\n"
+            "selp.b32 %0, 1, 0, over;\n"
+            "}\n" : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+        if (over) break;
+        asm volatile("nanosleep.u32 200;");
+    }
+}
+
 // Adds to a counter in global memory. Returns what it was.
 __device__ __forceinline__ u32 atomic_add(u32* counter, u32 n) {
     u32 r;

@@ -91,9 +91,14 @@ struct Hand {
     Ring<2> ring;
     __device__ __forceinline__ explicit Hand(u32 smem) : smem(smem) {}
 
-    template <bool kWarp> __device__ __forceinline__ Work next() {
+    template <bool kWarp, bool kIdle = false> __device__ __forceinline__ Work next() {
         if (!kPersistent && !kDealApart) return Work{};
-        mbarrier_wait(smem + Layout::kFullWork + ring.stage * 8, ring.parity);
+        const u32 full = smem + Layout::kFullWork + ring.stage * 8;
+        if constexpr (kIdle) {
+            mbarrier_wait_idly(full, ring.parity);
+        } else {
+            mbarrier_wait(full, ring.parity);
+        }
         const Work work = read_slot(slot_of(smem, ring.stage));
         if (kWarp) __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kEmptyWork + ring.stage * 8);

@@ -78,6 +78,7 @@ void mbarrier_arrive_shared__cta_b64(u32 address);
 void mbarrier_arrive_expect_tx_shared__cta_b64(u32 address, u32 bytes);
 void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity, u32 nanoseconds);
 void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity);
+void nanosleep_u32(u32 nanoseconds);
 void mapa_shared__cluster_u32(u32& there, u32 address, u32 rank);
 void mbarrier_arrive_release_cluster_shared__cluster_b64(u32 address);
 void barrier_cluster_arrive_release();
