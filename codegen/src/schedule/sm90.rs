@@ -2,7 +2,7 @@
 
 use crate::resources::sm90_smem;
 use crate::score::OfScores;
-use crate::{Error, Problem, Result, Shape, ShapeBucket, SmArch};
+use crate::{Error, MaskKind, Problem, Result, Shape, ShapeBucket, SmArch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -154,7 +154,7 @@ impl Sm90Schedule {
             0..=64 => 1,
             65..=128 => 2,
             // Three leave the producer too few registers for a window.
-            _ if d <= 64 && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
+            _ if d <= 96 && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
         };
         let base = Self {
@@ -162,8 +162,7 @@ impl Sm90Schedule {
             block_kv: 128,
             stages: 2,
             overlap: true,
-            // Turns cost more than they give once the loop is long.
-            take_turns: consumers > 1 && bucket.kv_len <= 2048,
+            take_turns: consumers > 1 && Self::turns_pay(problem, bucket.kv_len),
             p_in_shared: false,
             masked_loop: true,
             lazy_rescale: false,
@@ -186,6 +185,8 @@ impl Sm90Schedule {
         let (masked, short) = (problem.mask.any() || masks, bucket.kv_len <= 2048);
         let most = match () {
             _ if d > 192 && masked && short => 64,
+            // A longer step is worth more than what the diagonal wastes of it.
+            _ if problem.mask == MaskKind::CAUSAL && !masks && d > 96 && bucket.kv_len > 8192 => 160,
             _ if masked || short || d <= 96 => 128,
             _ => 160,
         };
@@ -200,6 +201,14 @@ impl Sm90Schedule {
         let small = || if room > 0 { largest(true, least, room).or_else(|| largest(false, 16, room)) } else { None };
         let plain = || largest(true, 96, 0).or_else(|| largest(false, 16, 0));
         small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base })
+    }
+
+    /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
+    /// the products and the softmax of a step take about the same time.
+    pub fn turns_pay(problem: &Problem, kv_len: u32) -> bool {
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let masks = problem.program.is_some_and(|p| p.mask().is_some());
+        problem.mask.any() || masks || kv_len <= 2048 || d <= 96 || d > 128
     }
 
     fn fits(&self, problem: &Problem, sm: SmArch) -> bool {

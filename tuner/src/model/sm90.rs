@@ -54,7 +54,8 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let together = if s.blocks_per_sm > 1 { 0.92 } else { 1.0 };
     let exposed = together
         * match (s.overlap, s.take_turns) {
-            (true, _) => 0.14,
+            (true, turns) if turns == Sm90Schedule::turns_pay(p, shape.kv_len) => 0.14,
+            (true, _) => 0.15,
             (false, true) => 0.35,
             (false, false) if consumers * blocks > 1.0 => 0.3,
             (false, false) => 1.0,
