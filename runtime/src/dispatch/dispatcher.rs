@@ -1,7 +1,7 @@
 //! The dispatcher: lookup order, loading, and the plans already made.
 
 use super::flight::Flights;
-use super::key::PlanKey;
+use super::key::{ByClass, PlanKey};
 use super::plan::{Choice, Loaded, Plan};
 use super::policy::SEALED_REMEDY;
 use super::sealed::Sealed;
@@ -38,7 +38,7 @@ pub struct DispatcherConfig {
 pub struct Dispatcher {
     pub(super) config: DispatcherConfig,
     pub(super) validity: Validity,
-    pub(super) plans: RwLock<HashMap<PlanKey, Arc<Plan>>>,
+    pub(super) plans: RwLock<ByClass<Arc<Plan>>>,
     /// What answers once it is there: without a lock.
     pub(super) sealed: OnceLock<Sealed>,
     /// Whether compilers may run, apart from the policy; held while one does.

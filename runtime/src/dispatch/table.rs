@@ -3,9 +3,9 @@
 //! Every slot is the head of a chain whose links are set once and never changed, so a lookup is a few loads: no lock, no
 //! allocation, and nothing that a thread which adds a plan could hold up.
 
-use super::key::PlanKey;
+use super::key::{Mix, PlanKey};
 use super::plan::Plan;
-use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+use std::hash::{BuildHasher, BuildHasherDefault};
 use std::sync::{Arc, OnceLock};
 
 /// Slots; some hundred classes of sizes are many for one process.
@@ -63,44 +63,6 @@ impl Table {
         let hash = BuildHasherDefault::<Mix>::default().hash_one(key);
         // The upper bits of a product depend on all of its factors' bits.
         &self.slots[(hash >> 32) as usize % SLOTS]
-    }
-}
-
-/// A hash for keys of a few words that nobody chooses to collide: sizes of one process's own calls.
-#[derive(Default)]
-struct Mix(u64);
-
-impl Hasher for Mix {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for chunk in bytes.chunks(8) {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            self.write_u64(u64::from_le_bytes(word));
-        }
-    }
-
-    fn write_u8(&mut self, n: u8) {
-        self.write_u64(n.into());
-    }
-
-    fn write_u32(&mut self, n: u32) {
-        self.write_u64(n.into());
-    }
-
-    fn write_u64(&mut self, n: u64) {
-        self.0 = (self.0.rotate_left(23) ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    }
-
-    fn write_usize(&mut self, n: usize) {
-        self.write_u64(n as u64);
-    }
-
-    fn write_isize(&mut self, n: isize) {
-        self.write_u64(n as u64);
     }
 }
 
