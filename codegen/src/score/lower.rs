@@ -265,8 +265,9 @@ impl Lowering<'_> {
         // Some parts belong to several floats, are kept for the head, or are what everyone has.
         let mut seen: std::collections::HashSet<&str> = heads.iter().map(|(_, name)| name.as_str()).collect();
         seen.insert("scale");
-        let computed = |name: &str| self.code.row.contains(&format!(" {name} = "));
-        let kept: Vec<bool> = rows.iter().map(|(_, name)| computed(name) && seen.insert(name)).collect();
+        let assigned = |line: &str| Some(line.split_once(" = ")?.0.rsplit([' ', '*']).next()?.to_owned());
+        let computed: std::collections::HashSet<String> = self.code.row.lines().filter_map(assigned).collect();
+        let kept: Vec<bool> = rows.iter().map(|(_, name)| computed.contains(name) && seen.insert(name)).collect();
         let mut kept = kept.into_iter();
         rows.retain(|_| kept.next().expect("as many"));
         (self.code.row_live, self.code.uniform_live) = (rows, heads);

@@ -31,7 +31,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x = kShift ? m[h] - shift[h] : m[h];
+            float x = kShift ? -FT_INFINITY : m[h];
             if (kRowByRow) {
                 float y = s[2 * h + 1];
                 // Minus infinity, which the compiler cannot know: the second row follows the first.
@@ -46,7 +46,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
 #pragma unroll
                 for (int j = 0; j < kTiles; j++) x = fmaxf(fmaxf(x, s[4 * j + 2 * h]), s[4 * j + 2 * h + 1]);
             }
-            to[h] = quad_max(kShift ? x + shift[h] : x);
+            to[h] = kShift ? fmaxf(m[h], quad_max(x + shift[h])) : quad_max(x);
         }
         // Lazily: all rows of the warp move, or none.
         const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * c > kSlack || (to[1] - m[1]) * c > kSlack);
@@ -65,7 +65,8 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-            const float reference = m[h] == -FT_INFINITY ? 0.0f : (kShift ? m[h] - shift[h] : m[h]) * c;
+            float reference = m[h] == -FT_INFINITY ? 0.0f : (kShift ? m[h] - shift[h] : m[h]) * c;
+            if (kShift && shift[h] == -FT_INFINITY) reference = FT_INFINITY;
 #pragma unroll
             for (int j = 0; j < kTiles; j++) {
 #pragma unroll
