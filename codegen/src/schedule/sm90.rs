@@ -124,7 +124,7 @@ impl Sm90Schedule {
     /// numbers spilled: elements that change with the key are loaded ahead of their use.
     fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
-        let OfScores { mask, score, reads, reads_along_keys, gathers, divides_at_run_time } = p.of_scores();
+        let OfScores { mask, score, reads, reads_along_keys, gathers, divides_at_run_time, .. } = p.of_scores();
         let kind = match reads_along_keys {
             true if score && (mask || gathers) => 100,
             true if score => 72,
@@ -150,11 +150,12 @@ impl Sm90Schedule {
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let pack_group = bucket.group > 1 && bucket.q_len <= 256 && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
+        let three = if problem.program.is_some() { 64 } else { 96 };
         let consumers = match rows {
             0..=64 => 1,
             65..=128 => 2,
             // Three leave the producer too few registers for a window.
-            _ if d <= 96 && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
+            _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
         };
         let base = Self {
@@ -183,7 +184,10 @@ impl Sm90Schedule {
             }
         }
         let (masked, short) = (problem.mask.any() || masks, bucket.kv_len <= 2048);
+        let tanh = problem.program.is_some_and(|p| p.of_scores().tanh);
         let most = match () {
+            // Two ways to take it hold more registers than the larger blocks leave.
+            _ if tanh => 128,
             _ if d > 192 && masked && short => 64,
             // A longer step is worth more than what the diagonal wastes of it.
             _ if problem.mask == MaskKind::CAUSAL && !masks && d > 96 && bucket.kv_len > 8192 => 160,

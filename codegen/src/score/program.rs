@@ -10,7 +10,7 @@ use super::parse::parse;
 use super::print::print;
 use super::rows::RowKeys;
 use super::window::WindowForm;
-use super::words::{Axis, Binary, Declaration, Type, Var};
+use super::words::{Axis, Binary, Declaration, Type, Unary, Var};
 use std::fmt;
 
 /// Nodes that a program may have.
@@ -172,6 +172,7 @@ impl Program {
             node.operands().iter().for_each(|o| needed[o.index()] = true);
             match node {
                 Node::Scalar(_) => found.reads = true,
+                Node::Unary(Unary::Tanh, _) => found.tanh = true,
                 Node::Load { index, .. } => {
                     found.reads = true;
                     let Some((last, leading)) = index.split_last() else { continue };
@@ -211,6 +212,8 @@ pub struct OfScores {
     pub divides_at_run_time: bool,
     /// Scalars or tensors are read at all.
     pub reads: bool,
+    /// A tanh is taken: of small numbers in one way, of others in another.
+    pub tanh: bool,
 }
 
 /// Collects the parts of a [`Program`].
@@ -417,7 +420,7 @@ impl ProgramBuilder {
         let found = self.graph.ty(id);
         let wanted = if name == "mask" { Type::Bool } else { Type::Float };
         if (wanted, found) == (Type::Float, Type::Int) {
-            id = self.graph.unary(super::words::Unary::ToFloat, id);
+            id = self.graph.unary(Unary::ToFloat, id);
         } else if wanted != found {
             let expected = match name {
                 "mask" => "a mask is a bool: write a comparison, such as `kv <= q`".to_owned(),
