@@ -2,7 +2,7 @@
 
 use crate::resources::sm90_smem;
 use crate::score::OfScores;
-use crate::{Error, MaskKind, Problem, Result, Shape, ShapeBucket, SmArch};
+use crate::{Error, Problem, Result, Shape, ShapeBucket, SmArch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -150,7 +150,7 @@ impl Sm90Schedule {
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let pack_group = bucket.group > 1 && bucket.q_len <= 256 && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
-        let three = if problem.program.is_some() { 64 } else { 96 };
+        let three = if problem.program.is_some() || problem.mask.any() { 64 } else { 96 };
         let consumers = match rows {
             0..=64 => 1,
             65..=128 => 2,
@@ -188,9 +188,7 @@ impl Sm90Schedule {
         let most = match () {
             // Two ways to take it hold more registers than the larger blocks leave.
             _ if tanh => 128,
-            _ if d > 192 && masked && short => 64,
-            // A longer step is worth more than what the diagonal wastes of it.
-            _ if problem.mask == MaskKind::CAUSAL && !masks && d > 96 && bucket.kv_len > 8192 => 160,
+            _ if d > 192 && masked && bucket.kv_len <= 1024 => 64,
             _ if masked || short || d <= 96 => 128,
             _ => 160,
         };
