@@ -26,10 +26,13 @@ __device__ __forceinline__ int ft_find(const T* data, i64 stride, int last, i64 
             if (count > 0) from += (count - 1) * step + 1;
         }
     } else {
+        // Bounds are the same for all lanes, so rounds are: no lane leaves the loop before others, which matrix instructions
+        // under way would not stand.
 #pragma unroll 1
-        while (from < to) {
-            const int middle = from + (to - from) / 2;
-            if (passed(middle)) from = middle + 1; else to = middle;
+        for (int n = to - from; n > 0;) {
+            const int half = (n + 1) / 2;
+            if (passed(from + half - 1)) from += half;
+            n -= half;
         }
     }
     return from;
