@@ -380,7 +380,7 @@ struct Consumer {
             for (int h = 0; h < 2; h++) {
                 const int q = work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8;
                 const float sink = program_sink(head(work), min_of(q, args.forward.q_len - 1));
-                const WithSink sunk = with_sink(softmax.l[h], softmax.m[h] * c, sink);
+                const WithSink sunk = with_sink(softmax.l[h], softmax.m[h] * softmax.unit(c), sink);
                 rows.inverse[h] = sunk.inverse, rows.log_sum_exp[h] = sunk.lse;
             }
         }

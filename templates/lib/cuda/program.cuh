@@ -269,20 +269,23 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
 }
 
 // The same for a program that adds to the score what does not depend on it, in units of the raw score: what is the same for
-// all keys of the block goes to `shift`, a number for each of the two rows.
+// all keys of the block goes to `shift`, a number for each of the two rows, in units of log2.
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_shifted(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
                                                 int kv_first, float scale, float (&shift)[2]) {
     constexpr bool kElementMask = kMasked && kProgramMask && kMask;
-    const float inverse = reciprocal_approx(scale);
+    const float c = scale * kLog2E, inverse = reciprocal_approx(c);  // as the softmax takes scores to units of log2
     const int last = head.kv_len - 1 - kv_first;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min_of(q + 8 * i, head.q_len - 1);
         const ScoreShift add = score_shift(score_row(head, kept.score, row, kv_first, scale));
         const MaskRow mask = mask_row(head, kept.mask, row, kv_first);
-        const float factor = add.factor * inverse;
-        shift[i] = add.base * inverse;
+        // The quotient to its last bit: errors of it add up over the keys of a block.
+        const float wanted = add.factor * kLog2E;
+        float factor = wanted * inverse;
+        factor = fmaf(fmaf(-factor, c, wanted), inverse, factor);
+        shift[i] = add.base * kLog2E;
 #pragma unroll
         for (int j = 0; j < kTiles; j++) {
 #pragma unroll

@@ -12,13 +12,16 @@ struct RowResults {
 };
 
 template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths, bool kShift = false> struct RowSoftmax {
-    float m[2];       // reference maximum, unscaled; -inf before the first visible score
+    float m[2];       // reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score
     float l[2];       // this thread's part of the sum
     float factor[2];  // what the last advance() asks to multiply O with
-    float shift[2];   // with kShift, what is to be added to the scores at hand, another number for each thread
+    float shift[2];   // with kShift, what is to be added to the scores at hand in units of log2, another for each thread
 
     // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is lazy.
     static constexpr float kSlack = 8.0f;
+
+    // What takes m to units of log2.
+    static __device__ __forceinline__ float unit(float c) { return kShift ? 1.0f : c; }
 
     __device__ __forceinline__ void init() {
 #pragma unroll
@@ -46,14 +49,14 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
 #pragma unroll
                 for (int j = 0; j < kTiles; j++) x = fmaxf(fmaxf(x, s[4 * j + 2 * h]), s[4 * j + 2 * h + 1]);
             }
-            to[h] = kShift ? fmaxf(m[h], quad_max(x + shift[h])) : quad_max(x);
+            to[h] = kShift ? fmaxf(m[h], quad_max(fmaf(x, c, shift[h]))) : quad_max(x);
         }
         // Lazily: all rows of the warp move, or none.
-        const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * c > kSlack || (to[1] - m[1]) * c > kSlack);
+        const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * unit(c) > kSlack || (to[1] - m[1]) * unit(c) > kSlack);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (stay) to[h] = m[h];
-            factor[h] = to[h] == m[h] ? 1.0f : exp2_approx((m[h] - to[h]) * c);
+            factor[h] = to[h] == m[h] ? 1.0f : exp2_approx((m[h] - to[h]) * unit(c));
             m[h] = to[h];
             l[h] *= factor[h];
         }
@@ -65,7 +68,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-            float reference = m[h] == -FT_INFINITY ? 0.0f : (kShift ? m[h] - shift[h] : m[h]) * c;
+            float reference = m[h] == -FT_INFINITY ? 0.0f : kShift ? m[h] - shift[h] : m[h] * c;
             if (kShift && shift[h] == -FT_INFINITY) reference = FT_INFINITY;
 #pragma unroll
             for (int j = 0; j < kTiles; j++) {
@@ -98,7 +101,7 @@ template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths
             l[h] = quad_sum(l[h]);
             r.empty[h] = l[h] == 0.0f;
             r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
-            r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (m[h] * c + log2_approx(l[h]));
+            r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (m[h] * unit(c) + log2_approx(l[h]));
         }
         return r;
     }
