@@ -92,6 +92,12 @@ struct Consumer {
     __device__ __forceinline__ void release_q() {
         if (kOutputInV && lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + q_at * 8);
     }
+    // The scores of block n are there: what they came from is free.
+    __device__ __forceinline__ void take_scores(const Work& work, int n) {
+        wgmma_touch(s);
+        release_k();
+        if (n == work.own.begin) release_q();
+    }
     // Looks for the next K and V while there is other work, so that the answer is at hand when they are wanted.
     __device__ __forceinline__ void look_ahead() {
         k_seen = mbarrier_test(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity);
@@ -134,7 +140,7 @@ struct Consumer {
     }
 
     // Brings O to the references of the last scores. Always, and not only where one has moved: a branch would keep the
-    // compiler from filling gaps with it. (The touch: O, but not before what was issued last.)
+    // compiler from filling gaps with it. The touch keeps it behind the products that were issued before.
     __device__ __forceinline__ void rescale() {
         wgmma_touch(o);
         softmax.rescale(o);
@@ -288,10 +294,8 @@ struct Consumer {
         round();
     }
     __device__ __forceinline__ void first_probabilities(const Work& work, float c) {
-        wgmma_touch(s);
-        release_k();
         const int n = work.own.end - 1;
-        if (n == work.own.begin) release_q();
+        take_scores(work, n);
         change(work, n, is_masked<kMaskedFirst>(work.own, n));
         softmax.advance(s, c);
         softmax.forget();  // O is zero
@@ -311,9 +315,7 @@ struct Consumer {
             pass_turn();
             if (kChain) release_o();
             wgmma_wait<1>();
-            wgmma_touch(s);
-            release_k();
-            if (n == work.own.begin) release_q();
+            take_scores(work, n);
             change(work, n, masked);
             softmax.advance(s, c);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
@@ -331,9 +333,7 @@ struct Consumer {
             pass_turn();
             if (kChain) release_o();
             wgmma_wait<0>();
-            wgmma_touch(s);
-            release_k();
-            if (n == work.own.begin) release_q();
+            take_scores(work, n);
             change(work, n, masked);
             softmax.advance(s, c);
             softmax.rescale(o);

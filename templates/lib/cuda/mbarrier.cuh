@@ -51,13 +51,6 @@ __device__ __forceinline__ void mbarrier_wait_idly(u32 barrier, u32 parity) {
     }
 }
 
-// Adds to a counter in global memory. Returns what it was.
-__device__ __forceinline__ u32 atomic_add(u32* counter, u32 n) {
-    u32 r;
-    asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(counter), "r"(n) : "memory");
-    return r;
-}
-
 // Position in a ring of kStages buffers: which buffer, and the parity of its barriers in this round.
 template <int kStages> struct Ring {
     int stage = 0;

@@ -9,6 +9,13 @@ struct alignas(16) Work : RunEndsKept<kProgramSearch> {
     int unused[2];
 };
 
+// Adds to a counter in global memory. Returns what it was.
+__device__ __forceinline__ u32 atomic_add(u32* counter, u32 n) {
+    u32 r;
+    asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(counter), "r"(n) : "memory");
+    return r;
+}
+
 // Tiles that were taken so far, beside the first one of each thread block: one counter for every stream that launches at
 // the same time as others. The host says which; a launch without one takes tiles by stride.
 constexpr int kQueues = @{ tile_queues }@;
