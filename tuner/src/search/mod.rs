@@ -149,8 +149,8 @@ impl Portfolio {
         self.proposed >= self.max_trials || self.open().next().is_none()
     }
 
-    /// The default, seeds, what the model likes best and is not alike, and some that it would not choose. Mixed, so that whoever has no time for all
-    /// has some of each.
+    /// The default, seeds, what the model likes best and is not alike, and some that it would not choose. Mixed, so
+    /// that whoever has no time for all has some of each.
     fn first_batch(&mut self, left: usize) -> Vec<usize> {
         // What fits altogether needs no search.
         let whole = self.open().count() <= self.max_trials;
