@@ -2,14 +2,14 @@
 
 use crate::awaited::Awaited;
 use crate::{Error, Result, read_templates};
-use flashtune_cache::{ArtifactFiles, CacheDir, Layers, Trust, bundles_from_env};
+use flashtune_cache::{ArtifactFiles, CacheDir, Launches, Layers, Trust, bundles_from_env};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramError, ProgramRef};
 use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, TemplateSet, unaddressable};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
 use flashtune_runtime::{
     Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView,
-    forward_call,
+    forward_call, no_graphs,
 };
 use flashtune_tuner::{Job, Observer, Outcome, Runner, WorkerCommand};
 use std::path::PathBuf;
@@ -80,6 +80,7 @@ pub struct Builder {
     spec: DeviceSpec,
     device: Option<Arc<dyn Device>>,
     policy: Policy,
+    launches: Option<Launches>,
     cache_dir: Option<PathBuf>,
     bundles: Vec<PathBuf>,
     embedded: Option<&'static [u8]>,
@@ -105,6 +106,7 @@ pub struct Engine {
     templates: Arc<TemplateSet>,
     cache: Option<CacheDir>,
     policy: Policy,
+    launches: Launches,
     candidates: Candidates,
     /// Whether a call waits for another process that tunes what it needs.
     wait_for_tuners: bool,
@@ -141,6 +143,13 @@ impl Builder {
     /// What to do when nothing tuned fits; [`Policy::Default`] when not said.
     pub fn policy(mut self, policy: Policy) -> Self {
         self.policy = policy;
+        self
+    }
+
+    /// How the host launches; what `FLASHTUNE_LAUNCHES` says when not said, else eagerly. What was measured so goes before
+    /// what was measured otherwise, and is what the engine tunes for.
+    pub fn launches(mut self, launches: Launches) -> Self {
+        self.launches = Some(launches);
         self
     }
 
@@ -201,7 +210,7 @@ impl Builder {
     ///
     /// # Errors
     /// A device that is not there, a bundle that cannot be read or that nobody trusted signed, templates that do not
-    /// parse.
+    /// parse, graphs on a device that has none.
     pub fn build(self) -> Result<Engine> {
         let templates = match self.templates.or_else(templates_from_env) {
             Some(folder) => read_templates(&folder)?,
@@ -229,8 +238,16 @@ impl Builder {
             Some(device) => device,
             None => flashtune_runtime::open(self.spec)?,
         };
+        let launches = match self.launches {
+            Some(launches) => launches,
+            None => launches_from_env()?,
+        };
+        if launches == Launches::Graph && !device.has_graphs() {
+            return Err(no_graphs().into());
+        }
         let dispatcher = Dispatcher::new(DispatcherConfig {
             device,
+            launches,
             templates: templates.clone(),
             policy: self.policy,
             layers,
@@ -241,12 +258,20 @@ impl Builder {
             templates,
             cache,
             policy: self.policy,
+            launches,
             candidates: self.candidates,
             wait_for_tuners: !self.default_meanwhile,
             awaited: Awaited::default(),
             tuning: Mutex::new(()),
             untuned_file: std::env::var_os(crate::UNTUNED_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from),
         })
+    }
+}
+
+fn launches_from_env() -> Result<Launches> {
+    match std::env::var(crate::LAUNCHES_VARIABLE) {
+        Ok(text) if !text.is_empty() => Ok(text.parse()?),
+        _ => Ok(Launches::Eager),
     }
 }
 
@@ -278,6 +303,11 @@ impl Engine {
     /// The policy.
     pub fn policy(&self) -> Policy {
         self.policy
+    }
+
+    /// How the host launches.
+    pub fn launches(&self) -> Launches {
+        self.launches
     }
 
     /// The folder of records and compiled kernels, if one can be named.
@@ -369,7 +399,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Tuner`], an unwritable cache, a missing compiler.
     pub fn tune(&self, problem: &Problem, shape: &Shape) -> Result<Outcome> {
-        self.tune_job(&Job::new(*problem, *shape), &())
+        self.tune_job(&Job { launches: self.launches, ..Job::new(*problem, *shape) }, &())
     }
 
     /// [`Engine::tune`] with limits and an observer.
@@ -482,7 +512,7 @@ impl Engine {
         tracing::info!(%problem, %shape, "nothing tuned fits: tuning now");
         // Threads that come second wait for the first inside, and are answered from the store.
         let patience = if self.wait_for_tuners { PATIENCE } else { Duration::ZERO };
-        match self.tune_job(&Job { patience, ..Job::new(*problem, *shape) }, &()) {
+        match self.tune_job(&Job { patience, launches: self.launches, ..Job::new(*problem, *shape) }, &()) {
             Ok(_) => Ok(()),
             // The next best choice serves until the other process is done.
             Err(Error::Tuner(e @ flashtune_tuner::Error::Busy { .. })) => {

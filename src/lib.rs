@@ -39,8 +39,12 @@ pub const UNTUNED_VARIABLE: &str = "FLASHTUNE_UNTUNED";
 /// The variable that names the `flashtune` program whose processes run candidates.
 pub const WORKER_VARIABLE: &str = "FLASHTUNE_WORKER";
 
+/// The variable that says how a host launches: `eager` or `graph`.
+pub const LAUNCHES_VARIABLE: &str = "FLASHTUNE_LAUNCHES";
+
 pub use engine::{Builder, Dispatch, Engine, Forward};
 pub use error::{Error, Result};
+pub use flashtune_cache::Launches;
 pub use flashtune_codegen::score::{Program, ProgramRef, Scalar, SideData};
 pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};
 pub use flashtune_runtime::dispatch::{

@@ -1,6 +1,6 @@
 //! What the dispatcher decides for a GPU, on a device that only pretends to be one: nothing is launched here.
 
-use flashtune::cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Layers};
+use flashtune::cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Launches, Layers};
 use flashtune::codegen::abi::ForwardArgs;
 use flashtune::codegen::{Arch, Family, Kernel, Launch, Source, TemplateSet};
 use flashtune::runtime::dispatch::Demand;
@@ -85,7 +85,7 @@ fn dispatcher(arch: &str, policy: Policy) -> Dispatcher {
     };
     let layers = Arc::new(Layers::open(&CacheDir::at("/nonexistent"), &[], None).unwrap());
     let (device, templates) = (Arc::new(Gpu(fingerprint)), Arc::new(TemplateSet::embedded()));
-    Dispatcher::new(DispatcherConfig { device, templates, policy, layers, artifacts: None })
+    Dispatcher::new(DispatcherConfig { device, templates, policy, launches: Launches::Eager, layers, artifacts: None })
 }
 
 fn call(dtype: DType) -> (Problem, Shape) {

@@ -5,10 +5,9 @@
 
 use crate::trouble::Trouble;
 use crate::{
-    Artifact, ArtifactFiles, Bundle, CacheDir, DeviceFingerprint, Difference, Key, PublicKey, Record, Result, Trust,
-    Validity,
+    Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Key, PublicKey, Record, RecordKey, Result, Trust, Validity,
 };
-use flashtune_codegen::{Problem, ShapeBucket};
+use flashtune_codegen::Problem;
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::fs::File;
@@ -45,8 +44,10 @@ pub struct Layers {
 /// How well a record fits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum MatchQuality {
-    /// Same device, same bucket.
+    /// Same device, same bucket, launched the same way.
     Exact,
+    /// Same device, same bucket, timed for the other way of launching: provisional.
+    OtherLaunches,
     /// Same device, another bucket.
     NearestShape {
         /// [`ShapeBucket::distance`].
@@ -254,28 +255,24 @@ impl Layers {
 
     /// The usable records of a problem, best first, and why the others are not.
     ///
-    /// Exact ones come first, then other shapes on this device, then other devices of the arch; within each the
-    /// nearest, and among equals the earlier layer.
-    pub fn find(
-        &self,
-        needed: &Validity,
-        device: &DeviceFingerprint,
-        problem: &Problem,
-        bucket: &ShapeBucket,
-    ) -> Found {
+    /// Exact ones come first, then those for the other way of launching, then other shapes on this device, then other
+    /// devices of the arch; within each the nearest, among equals those for this way of launching, and among those the
+    /// earlier layer.
+    pub fn find(&self, needed: &Validity, wanted: &RecordKey) -> Found {
         let mut found = Found::default();
         for layer in self.layers() {
-            for (record, validity) in layer.records.get(problem).into_iter().flatten() {
+            for (record, validity) in layer.records.get(&wanted.problem).into_iter().flatten() {
                 if let Some(difference) = needed.difference(validity) {
                     found.refuse(&layer.name, difference);
                     continue;
                 }
-                let quality = MatchQuality::of(&record.key.device, &record.key.bucket, device, bucket);
+                let quality = MatchQuality::of(&record.key, wanted);
                 found.matches.push(Match { record: record.clone(), layer: layer.name.clone(), quality });
             }
         }
         // The sort is stable, so equals stay in the order of the layers.
-        found.matches.sort_by(|a, b| a.quality.order(&b.quality));
+        let differs = |m: &Match| m.record.key.launches != wanted.launches;
+        found.matches.sort_by(|a, b| a.quality.order(&b.quality).then(differs(a).cmp(&differs(b))));
         found
     }
 
@@ -352,27 +349,25 @@ impl Found {
 }
 
 impl MatchQuality {
-    fn of(
-        device: &DeviceFingerprint,
-        bucket: &ShapeBucket,
-        here: &DeviceFingerprint,
-        wanted: &ShapeBucket,
-    ) -> MatchQuality {
-        let distance = bucket.distance(wanted);
-        if device != here {
-            MatchQuality::OtherDevice { distance: distance + device.distance(here) }
-        } else if bucket == wanted {
-            MatchQuality::Exact
-        } else {
+    fn of(found: &RecordKey, wanted: &RecordKey) -> MatchQuality {
+        let distance = found.bucket.distance(&wanted.bucket);
+        if found.device != wanted.device {
+            MatchQuality::OtherDevice { distance: distance + found.device.distance(&wanted.device) }
+        } else if found.bucket != wanted.bucket {
             MatchQuality::NearestShape { distance }
+        } else if found.launches != wanted.launches {
+            MatchQuality::OtherLaunches
+        } else {
+            MatchQuality::Exact
         }
     }
 
     fn order(&self, other: &Self) -> Ordering {
         let rank = |q: &Self| match *q {
             MatchQuality::Exact => (0, 0.0),
-            MatchQuality::NearestShape { distance } => (1, distance),
-            MatchQuality::OtherDevice { distance } => (2, distance),
+            MatchQuality::OtherLaunches => (1, 0.0),
+            MatchQuality::NearestShape { distance } => (2, distance),
+            MatchQuality::OtherDevice { distance } => (3, distance),
         };
         let ((a, x), (b, y)) = (rank(self), rank(other));
         a.cmp(&b).then(x.total_cmp(&y))

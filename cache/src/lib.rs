@@ -19,6 +19,7 @@ mod evict;
 mod exchange;
 mod files;
 mod key;
+mod launches;
 mod layers;
 mod merge;
 mod progress;
@@ -44,6 +45,7 @@ pub use evict::LIMIT_VARIABLE;
 pub use exchange::{ExchangeSummary, ExportFilter, export, import};
 pub use files::{ArtifactFiles, Origin};
 pub use key::Key;
+pub use launches::Launches;
 pub use layers::{
     BUNDLES_VARIABLE, EMBEDDED_LAYER, FILES_LAYER, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
     SNAPSHOT_LAYER, bundles_from_env,

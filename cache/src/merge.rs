@@ -143,8 +143,8 @@ fn describe(record: &Record) -> Option<String> {
         return None;
     }
     answers.insert(0, record.schedule.to_string());
-    let RecordKey { device, problem, bucket } = &record.key;
-    Some(format!("{problem} {bucket} on {device}: {}", answers.join(" or ")))
+    let RecordKey { device, problem, bucket, launches } = &record.key;
+    Some(format!("{problem} {bucket} on {device} ({launches}): {}", answers.join(" or ")))
 }
 
 fn same_sets(bundles: &[Bundle]) -> Result<()> {

@@ -1,6 +1,6 @@
-//! What tuning found for one (device, problem, shape bucket).
+//! What tuning found for one (device, problem, shape bucket, way of launching).
 
-use crate::{Conditions, DeviceFingerprint, Key};
+use crate::{Conditions, DeviceFingerprint, Key, Launches};
 use flashtune_codegen::{Problem, Schedule, Shape, ShapeBucket};
 use serde::{Deserialize, Serialize};
 
@@ -13,12 +13,14 @@ pub struct RecordKey {
     pub problem: Problem,
     /// The class of sizes.
     pub bucket: ShapeBucket,
+    /// How it was launched when it was timed.
+    pub launches: Launches,
 }
 
 /// The outcome of tuning.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// Device, problem and bucket.
+    /// Device, problem, bucket and the way of launching.
     pub key: RecordKey,
     /// The schedule that won.
     pub schedule: Schedule,
@@ -105,7 +107,7 @@ pub struct Provenance {
 impl RecordKey {
     /// The hash that stores and bundles file the record under.
     pub fn key(&self) -> Key {
-        Key::of_value("flashtune record key 1", self)
+        Key::of_value("flashtune record key 2", self)
     }
 }
 

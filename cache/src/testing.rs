@@ -68,7 +68,7 @@ pub fn record(len: u32, n: u32) -> Record {
         is_default: false,
     };
     Record {
-        key: RecordKey { device: device(), problem: problem(), bucket },
+        key: RecordKey { device: device(), problem: problem(), bucket, launches: Launches::Eager },
         schedule: schedule(n),
         artifact: artifact(n).recipe.key(),
         finalists: vec![finalist],

@@ -3,7 +3,7 @@
 use crate::{Ceiling, DeviceSpec, Error, Probe, Result};
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Reading};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, Kernel, Launch, Problem, Shape, Source};
+use flashtune_codegen::{Arch, Error as CodegenError, Kernel, Launch, Problem, Shape, Source};
 use std::any::Any;
 use std::ops::DerefMut;
 use std::sync::Arc;
@@ -36,6 +36,16 @@ pub trait Module: Send + Sync {
     fn as_any(&self) -> &dyn Any;
     /// Problem, schedule and arch.
     fn kernel(&self) -> &Kernel;
+}
+
+/// Captured launches, ready to be replayed. Freed on drop.
+pub trait Graph: Send {
+    /// Enqueues all of them on a stream.
+    ///
+    /// # Safety
+    /// What they were captured with must still be as [`Device::launch`] asks: modules loaded, addresses valid. Replays of one
+    /// graph must not run beside each other.
+    unsafe fn replay(&self, stream: Stream) -> Result<()>;
 }
 
 /// Turns sources into binaries. Safe to call from many threads.
@@ -107,6 +117,20 @@ pub trait Device: Send + Sync {
     /// Device time of what `work` enqueues on the stream, in microseconds.
     fn time_us(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<f64>;
 
+    /// Whether launches can be captured into graphs.
+    fn has_graphs(&self) -> bool {
+        false
+    }
+
+    /// Captures what `work` enqueues on a stream; nothing runs.
+    ///
+    /// # Errors
+    /// [`Error::Codegen`] where there are no graphs; `work`'s own, and those of the driver.
+    fn capture(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Graph>> {
+        let _ = (stream, work);
+        Err(no_graphs().into())
+    }
+
     /// Work that shows what this device reaches at best; an error that tells what is missing for it.
     fn probe(&self, ceiling: Ceiling) -> Result<Box<dyn Probe>> {
         Err(Error::Device {
@@ -150,6 +174,16 @@ impl dyn Device {
         // SAFETY: the caller's promise is this function's own.
         unsafe { self.launch(module, &launch, args, stream) }
     }
+}
+
+/// Why graphs are refused where there are none.
+pub fn no_graphs() -> CodegenError {
+    CodegenError::unsupported(
+        "launches",
+        "graph",
+        "a launch on the CPU is a call, and calls are not captured into graphs",
+        "leave graphs out, or name a CUDA device",
+    )
 }
 
 /// Refuses sizes whose tensors exceed a device's memory, before anything is allocated for them on either side: a host

@@ -32,7 +32,7 @@ pub use check::{CheckCase, CheckInputs, CheckReport, check_kernel};
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
-pub use device::{Buffer, Compiler, Device, HostBytes, Module, Stream, require_room};
+pub use device::{Buffer, Compiler, Device, Graph, HostBytes, Module, Stream, no_graphs, require_room};
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};
 pub use error::{Error, Result};
 pub use open::{DeviceSpec, all_devices, open};

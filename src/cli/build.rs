@@ -6,8 +6,8 @@ use super::progress;
 use super::relink::{self, Relinked, default_kernel};
 use anyhow::Result;
 use flashtune::cache::{
-    Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Key, Provenance, Record,
-    RecordKey, Store,
+    Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Key, Launches, Provenance,
+    Record, RecordKey, Store,
 };
 use flashtune::codegen::{Arch, Kernel, ShapeBucket, TemplateSet};
 use flashtune::runtime::{Compiler, compile};
@@ -185,7 +185,12 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
 /// A record without finalists: a schedule that was never measured.
 fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn Compiler) -> Record {
     Record {
-        key: RecordKey { device: any_device(kernel.arch), problem: case.problem, bucket: ShapeBucket::of(&case.shape) },
+        key: RecordKey {
+            device: any_device(kernel.arch),
+            problem: case.problem,
+            bucket: ShapeBucket::of(&case.shape),
+            launches: Launches::Eager,
+        },
         schedule: kernel.schedule,
         artifact: compile::recipe(kernel, templates, compiler.id()).key(),
         finalists: Vec::new(),

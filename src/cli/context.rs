@@ -2,7 +2,7 @@
 
 use super::Global;
 use anyhow::{Context as _, Result};
-use flashtune::cache::{CacheDir, Layers, Trust, Validity, bundles_from_env};
+use flashtune::cache::{CacheDir, Launches, Layers, Trust, Validity, bundles_from_env};
 use flashtune::codegen::TemplateSet;
 use flashtune::runtime::Device;
 use flashtune::tuner::{Runner, WorkerCommand};
@@ -108,8 +108,16 @@ impl Context {
 
     /// An engine with the options of the command line.
     pub fn engine(&mut self) -> Result<Engine> {
+        self.engine_for(None)
+    }
+
+    /// The same, for calls that are launched so; as the environment says when not said.
+    pub fn engine_for(&mut self, launches: Option<Launches>) -> Result<Engine> {
         let mut builder =
             Engine::builder().on(self.device()?).policy(self.global.policy).trust(self.trust()?).worker(own_worker()?);
+        if let Some(launches) = launches {
+            builder = builder.launches(launches);
+        }
         if let Some(cache) = &self.global.cache {
             builder = builder.cache_dir(cache);
         }

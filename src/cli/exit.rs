@@ -107,7 +107,9 @@ pub fn classify(error: &anyhow::Error) -> Exit {
         }
         match e.downcast_ref::<flashtune::Error>() {
             Some(flashtune::Error::Runtime(e)) => return of_runtime(e),
-            Some(flashtune::Error::Templates { .. }) => return Exit::Usage,
+            Some(flashtune::Error::Templates { .. } | flashtune::Error::Tuner(tuner::Error::Job { .. })) => {
+                return Exit::Usage;
+            }
             Some(flashtune::Error::Tuner(tuner::Error::InWorker { cause, .. })) => {
                 return match cause {
                     tuner::Cause::Input => Exit::Usage,

@@ -5,7 +5,7 @@ use super::context::Context;
 use super::story::Story;
 use super::tile_map::MapArgs;
 use anyhow::Result;
-use flashtune::Explanation;
+use flashtune::{Explanation, Launches};
 use serde::Serialize;
 use std::io::Write;
 
@@ -29,6 +29,9 @@ pub struct Args {
     /// every candidate
     #[arg(long)]
     story: bool,
+    /// For calls that are captured in CUDA graphs and replayed: what was tuned so goes first
+    #[arg(long)]
+    graph: bool,
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
@@ -42,7 +45,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         return Ok(());
     }
     let cases = args.cases.cases(&default_case())?;
-    let engine = cx.engine()?;
+    let engine = cx.engine_for(args.graph.then_some(Launches::Graph))?;
     let mut all = Vec::new();
     for case in cases {
         let plan = engine.plan(&case.problem, &case.shape)?;

@@ -31,15 +31,17 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         writeln!(cx.out, "no records; `flashtune tune` makes some")?;
         return Ok(());
     }
-    let mut table = table(&["problem", "shape", "schedule", "us", "vs default", "device", "layer"]);
+    let mut table = table(&["problem", "shape", "schedule", "us", "launches", "vs default", "device", "layer"]);
     for (layer, r, _) in &records {
         let us = r.winner().map_or("untuned".to_owned(), |w| format!("{:.1}", w.median_us));
+        let launches = r.winner().map_or("-".to_owned(), |_| r.key.launches.to_string());
         let gain = r.gain_over_default().map_or("-".to_owned(), |g| format!("{g:.2}x"));
         table.add_row([
             r.key.problem.to_string(),
             r.provenance.shape.to_string(),
             r.schedule.to_string(),
             us,
+            launches,
             gain,
             r.key.device.to_string(),
             layer.clone(),
@@ -57,6 +59,7 @@ fn summary(layer: &str, record: &Record, validity: &Validity) -> serde_json::Val
         "bucket": record.key.bucket.to_string(),
         "shape": record.provenance.shape.to_string(),
         "device": record.key.device.to_string(),
+        "launches": record.key.launches,
         "schedule": record.schedule.to_string(),
         "median_us": record.winner().map(|w| w.median_us),
         "gain_over_default": record.gain_over_default(),

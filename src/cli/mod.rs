@@ -51,6 +51,7 @@ Environment:
   FLASHTUNE_NVRTC      folder with libnvrtc.so, or the library itself
   FLASHTUNE_UNTUNED    file to which shapes that were met untuned are appended; `tune --from` takes it
   FLASHTUNE_WORKER     the flashtune program whose processes run candidates for hosts that tune; the command is its own
+  FLASHTUNE_LAUNCHES   how hosts launch: eager, or graph, for which `tune --graph` measures
   FLASHTUNE_CPU_ISA    a lower instruction set than the processor has, e.g. avx2
   CC                   the C compiler for kernels of the cpu device
   FLASHTUNE_LOG        what to log to stderr, e.g. debug or flashtune_runtime=trace";

@@ -2,7 +2,7 @@
 
 use super::context::{Context, table, unix_time};
 use anyhow::Result;
-use flashtune::cache::{Conditions, Finalist, Record, Store, Trial, TrialResult};
+use flashtune::cache::{Conditions, Finalist, Launches, Record, Store, Trial, TrialResult};
 use flashtune::codegen::Schedule;
 use serde::Serialize;
 use std::fmt;
@@ -20,6 +20,8 @@ pub struct Story {
     pub compiler: String,
     /// The sizes that were timed.
     pub timed_on: String,
+    /// How candidates were launched when they were timed.
+    pub launches: Launches,
     /// Schedules in the space, compiled and timed.
     pub space: u32,
     pub compiled: u32,
@@ -124,6 +126,7 @@ impl Story {
             flashtune: p.flashtune.clone(),
             compiler: p.compiler.clone(),
             timed_on: p.shape.to_string(),
+            launches: record.key.launches,
             space: p.space,
             compiled: p.compiled,
             timed: p.timed,
@@ -177,10 +180,11 @@ impl fmt::Display for Story {
             "record     tuned {age} ago on {} by flashtune {} with {}",
             self.timed_on, self.flashtune, self.compiler
         )?;
-        let Self { space, compiled, timed, seconds, compile_seconds, .. } = self;
+        let Self { space, compiled, timed, launches, seconds, compile_seconds, .. } = self;
         writeln!(
             f,
-            "search     {compiled} of {space} schedules compiled, {timed} timed, {seconds:.1} s ({compile_seconds:.1} s compiling)"
+            "search     {compiled} of {space} schedules compiled, {timed} timed ({launches} launches), {seconds:.1} s \
+             ({compile_seconds:.1} s compiling)"
         )?;
         writeln!(f, "conditions {}", self.conditions)?;
         let ratio = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.3}x"));

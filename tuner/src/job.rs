@@ -1,6 +1,6 @@
 //! What to tune, and what came of it.
 
-use flashtune_cache::{Record, Trial};
+use flashtune_cache::{Launches, Record, Trial};
 use flashtune_codegen::{Problem, Schedule, Shape};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,10 +22,12 @@ pub struct Job {
     pub budget: Duration,
     /// Seeds the inputs and the random picks: the same seed tries the same schedules.
     pub seed: u64,
-    /// Tune even if the store has a record for the same device, problem, bucket, templates and compiler.
+    /// Tune even if the store has a record for the same device, problem, bucket, way of launching, templates and compiler.
     pub force: bool,
     /// What is tried of the space.
     pub search: Search,
+    /// How candidates are launched when they are timed, and so whom the result is for.
+    pub launches: Launches,
     /// How long to wait for another process that is tuning the same.
     pub patience: Duration,
 }
@@ -44,7 +46,7 @@ pub enum Search {
 }
 
 impl Job {
-    /// A job with 60 trials, 60 seconds and seed 0.
+    /// A job with 60 trials, 60 seconds and seed 0, for eager launches.
     pub fn new(problem: Problem, shape: Shape) -> Self {
         Self {
             problem,
@@ -54,6 +56,7 @@ impl Job {
             seed: 0,
             force: false,
             search: Search::Guided,
+            launches: Launches::Eager,
             patience: LONG,
         }
     }

@@ -12,10 +12,11 @@ use crate::stats::{median, percentile};
 use crate::{Error, Event, Job, Observer, Outcome, Phase, Result};
 use claim::Begun;
 use flashtune_cache::{
-    ArtifactFiles, CacheDir, Lesson, Progress, Provenance, Record, RecordKey, Stage, Store, Trial, TrialResult,
+    ArtifactFiles, CacheDir, Launches, Lesson, Progress, Provenance, Record, RecordKey, Stage, Store, Trial,
+    TrialResult,
 };
 use flashtune_codegen::{ShapeBucket, TemplateSet};
-use flashtune_runtime::{Compiler, require_room};
+use flashtune_runtime::{Compiler, no_graphs, require_room};
 use measure::{Measured, finalists};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -29,13 +30,13 @@ const REASONS: usize = 3;
 
 /// Tunes one problem on one device: searches, compiles, checks, races, stores the record and publishes it.
 ///
-/// A record that the cache already has for the same device, problem, bucket, templates and compiler is returned as it
-/// is, unless the job is forced. Of several processes that tune the same into one cache, one does and the others wait for
+/// A record that the cache already has for the same device, problem, bucket, way of launching, templates and compiler is
+/// returned as it is, unless the job is forced. Of several processes that tune the same into one cache, one does and the others wait for
 /// its record ([`Job::patience`]); of those that tune something else on the same device one measures at a time. A job
 /// that was killed goes on where it was. Schedules that fail are part of the result ([`Outcome::trials`]).
 ///
 /// # Errors
-/// [`Error::Job`] for sizes that cannot be timed; [`Error::NothingWorks`] with the first reasons when no schedule came
+/// [`Error::Job`] for sizes that cannot be timed; [`Error::Runtime`] for graphs on a device that has none; [`Error::NothingWorks`] with the first reasons when no schedule came
 /// through; [`Error::Noise`] when it cannot be told which is the fastest, and nothing is stored; [`Error::Busy`] when
 /// another process is at it for too long; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Worker`]
 /// when worker processes end before a candidate runs in them; [`Error::Cache`] when the cache folder fails.
@@ -46,12 +47,12 @@ pub fn tune(
     job: &Job,
     observer: &dyn Observer,
 ) -> Result<Outcome> {
-    validate(job)?;
+    validate(job, runner)?;
     require_room(runner.fingerprint(), &job.problem, &job.shape)?;
     // Deadlines are points in time, and those end.
     let job = &Job { budget: job.budget.min(LONGEST), ..job.clone() };
-    let key =
-        RecordKey { device: runner.fingerprint().clone(), problem: job.problem, bucket: ShapeBucket::of(&job.shape) };
+    let (device, bucket) = (runner.fingerprint().clone(), ShapeBucket::of(&job.shape));
+    let key = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
     dir.create()?;
     // Looked for once: each look may start a process.
     let compiler = runner.compiler();
@@ -207,8 +208,8 @@ impl Tuning<'_> {
     }
 }
 
-/// Refuses jobs that have nothing to time or contradict themselves.
-fn validate(job: &Job) -> Result<()> {
+/// Refuses jobs that have nothing to time, contradict themselves, or ask for what the device has not.
+fn validate(job: &Job, runner: &Runner) -> Result<()> {
     job.problem.validate()?;
     job.shape.validate()?;
     let bad = |field, value: String, limit, remedy| Err(Error::Job { field, value, limit, remedy });
@@ -219,6 +220,9 @@ fn validate(job: &Job) -> Result<()> {
     }
     if job.shape.is_empty() || job.shape.kv_len == 0 {
         return bad("shape", job.shape.to_string(), "there is nothing to compute", "give sizes of at least 1");
+    }
+    if job.launches == Launches::Graph && !runner.has_graphs() {
+        return Err(no_graphs().into());
     }
     Ok(())
 }

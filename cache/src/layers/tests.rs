@@ -1,9 +1,9 @@
 //! Order, refusals and refreshing.
 
 use super::*;
-use crate::testing::{TEMPLATES, arch, artifact, device, problem, record, shape, validity};
-use crate::{BundleContents, SecretKey, Store, sign_bundle};
-use flashtune_codegen::{Arch, CpuIsa, DType, MaskKind};
+use crate::testing::{TEMPLATES, arch, artifact, device, problem, record, schedule, shape, validity};
+use crate::{BundleContents, Launches, SecretKey, Store, sign_bundle};
+use flashtune_codegen::{Arch, CpuIsa, DType, MaskKind, ShapeBucket};
 
 fn bundle(records: Vec<Record>) -> Vec<u8> {
     let mut load = |key: &Key| (0..8).map(artifact).find(|a| a.recipe.key() == *key);
@@ -18,8 +18,13 @@ fn leak(bytes: Vec<u8>) -> &'static [u8] {
     Box::leak(bytes.into_boxed_slice())
 }
 
+fn wanted(len: u32) -> RecordKey {
+    let bucket = ShapeBucket::of(&shape(len));
+    RecordKey { device: device(), problem: problem(), bucket, launches: Launches::Eager }
+}
+
 fn find(layers: &Layers, len: u32) -> Found {
-    layers.find(&validity(), &device(), &problem(), &ShapeBucket::of(&shape(len)))
+    layers.find(&validity(), &wanted(len))
 }
 
 #[test]
@@ -37,9 +42,31 @@ fn exact_comes_before_near_and_near_before_other_devices() {
     assert_eq!(found.matches[1].quality, MatchQuality::NearestShape { distance: 3.0 });
     assert!(matches!(found.matches[3].quality, MatchQuality::OtherDevice { .. }) && found.refusals.is_empty());
     let other = flashtune_codegen::Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
-    assert!(layers.find(&validity(), &device(), &other, &ShapeBucket::of(&shape(512))).matches.is_empty());
+    assert!(layers.find(&validity(), &RecordKey { problem: other, ..wanted(512) }).matches.is_empty());
     // Reading made nothing.
     assert!(!dir.base().exists());
+}
+
+#[test]
+fn what_was_measured_for_the_other_way_of_launching_serves_and_is_told_from_an_answer() {
+    let graph = |len, n| {
+        let mut record = record(len, n);
+        record.key.launches = Launches::Graph;
+        record
+    };
+    let tmp = tempfile::tempdir().unwrap();
+    let embedded = leak(bundle(vec![graph(512, 1), record(512, 2), graph(1024, 3), record(1024, 4), graph(2048, 5)]));
+    let layers = Layers::open(&CacheDir::at(tmp.path()), &[], Some(embedded)).unwrap();
+    let order = |len, launches| {
+        let found = layers.find(&validity(), &RecordKey { launches, ..wanted(len) });
+        found.matches.iter().map(|m| (m.record.schedule, m.quality)).collect::<Vec<_>>()
+    };
+    let (eager, for_graphs) = (order(512, Launches::Eager), order(512, Launches::Graph));
+    assert_eq!(eager[..2], [(schedule(2), MatchQuality::Exact), (schedule(1), MatchQuality::OtherLaunches)]);
+    assert_eq!(for_graphs[..2], [(schedule(1), MatchQuality::Exact), (schedule(2), MatchQuality::OtherLaunches)]);
+    // Among neighbours that are as near, those for this way go first.
+    assert_eq!((eager[2].0, for_graphs[2].0), (schedule(4), schedule(3)));
+    assert_eq!(order(2048, Launches::Eager)[0], (schedule(5), MatchQuality::OtherLaunches));
 }
 
 #[test]
@@ -61,7 +88,7 @@ fn records_of_another_template_set_arch_or_abi_are_refused_with_the_field() {
     assert_eq!(refusals, [("arch", "cpu-amx", 1), ("templates", "old", 2)]);
     assert!(found.refusals.iter().all(|r| r.layer == EMBEDDED_LAYER && r.difference.expected.len() > 3));
     let strict = Validity { abi: validity().abi + 1, ..validity() };
-    let found = layers.find(&strict, &device(), &problem(), &ShapeBucket::of(&shape(512)));
+    let found = layers.find(&strict, &wanted(512));
     assert!(found.matches.is_empty() && found.refusals.iter().any(|r| r.difference.field == "abi"));
     assert_eq!(strict.templates, TEMPLATES);
     assert_eq!(strict.arch, arch());

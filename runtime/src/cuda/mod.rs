@@ -7,6 +7,7 @@
 mod context;
 mod cublas;
 mod driver;
+mod graph;
 mod memory;
 mod module;
 mod nvml;
@@ -21,7 +22,7 @@ pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
 
 use crate::{
-    Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, HostBytes, Module, Probe, Result, Stream, compiler_for,
+    Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Graph, HostBytes, Module, Probe, Result, Stream, compiler_for,
 };
 use context::Context;
 use cudarc::driver::CudaContext;
@@ -384,6 +385,15 @@ impl Device for CudaDevice {
         // Events of a failed measurement are dropped, not used again.
         self.timers.lock().unwrap_or_else(|e| e.into_inner()).push(timer);
         Ok(ms as f64 * 1e3)
+    }
+
+    fn has_graphs(&self) -> bool {
+        true
+    }
+
+    fn capture(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Graph>> {
+        let _bound = self.context.bind()?;
+        Ok(Box::new(graph::CudaGraph::capture(&self.context, raw(stream), work)?))
     }
 
     fn probe(&self, ceiling: Ceiling) -> Result<Box<dyn Probe>> {

@@ -143,6 +143,25 @@ fn launches_can_be_captured_in_a_graph() {
 }
 
 #[test]
+fn captured_launches_are_replayed_and_a_failed_capture_leaves_the_stream_usable() {
+    let Some(device) = device() else { return };
+    let module = device.load(&artifact(&device)).unwrap();
+    let call = Call::new(&device, 1000);
+    let stream = device.stream();
+    // SAFETY: the buffers outlive the graph's launches.
+    let mut launch = || unsafe { device.launch(&*module, &call.launch, &call.args, stream) };
+    let graph = device.capture(stream, &mut launch).unwrap();
+    assert!(!call.is_done(&device, stream), "nothing ran while it was captured");
+    // SAFETY: as above.
+    unsafe { graph.replay(stream).unwrap() };
+    assert!(call.is_done(&device, stream));
+    let failing = device.capture(stream, &mut || Err(device.foreign("launch")));
+    assert!(failing.is_err());
+    launch().unwrap();
+    device.synchronize(stream).unwrap();
+}
+
+#[test]
 fn a_warm_launch_costs_the_host_little() {
     let Some(device) = device() else { return };
     let module = device.load(&artifact(&device)).unwrap();

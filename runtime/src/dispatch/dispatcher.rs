@@ -8,7 +8,9 @@ use super::sealed::Sealed;
 use super::tally::{Counters, Tally, Untuned, Work};
 use super::{Demand, Policy, Refusal, Status};
 use crate::{Device, Error, Result};
-use flashtune_cache::{ArtifactFiles, DeviceFingerprint, Layers, Match, MatchQuality, Record, Validity};
+use flashtune_cache::{
+    ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Record, RecordKey, Validity,
+};
 use flashtune_codegen::{
     Arch, Error as CodegenError, Family, Kernel, Problem, Schedule, Shape, ShapeBucket, TemplateSet,
 };
@@ -28,6 +30,8 @@ pub struct DispatcherConfig {
     pub templates: Arc<TemplateSet>,
     /// What to do on a miss. [`Policy::Tune`] behaves as [`Policy::Default`] here: tuning is the caller's part.
     pub policy: Policy,
+    /// How the host launches: what was measured for this goes first.
+    pub launches: Launches,
     /// Records and artifacts, in lookup order.
     pub layers: Arc<Layers>,
     /// Where kernels that were compiled on a miss are kept; nowhere when absent.
@@ -168,8 +172,7 @@ impl Dispatcher {
 
     /// Whether a record of this device and class of sizes exists that may be used: whether there is nothing to tune.
     pub fn is_tuned(&self, problem: &Problem, shape: &Shape) -> bool {
-        let bucket = ShapeBucket::of(shape);
-        let found = self.config.layers.find(&self.validity, self.fingerprint(), problem, &bucket);
+        let found = self.find(problem, ShapeBucket::of(shape));
         found.matches.iter().any(|m| m.quality == MatchQuality::Exact && is_measured(&m.record))
     }
 
@@ -200,6 +203,12 @@ impl Dispatcher {
 
     pub(super) fn fingerprint(&self) -> &DeviceFingerprint {
         self.config.device.fingerprint()
+    }
+
+    /// What the layers have of a problem.
+    fn find(&self, problem: &Problem, bucket: ShapeBucket) -> Found {
+        let (device, launches) = (self.fingerprint().clone(), self.config.launches);
+        self.config.layers.find(&self.validity, &RecordKey { device, problem: *problem, bucket, launches })
     }
 
     fn arch(&self) -> Arch {
@@ -297,7 +306,7 @@ impl Dispatcher {
 
     fn search_records(&self, key: &PlanKey, families: &[Family], search: &mut Search) {
         let may_compile = self.may_compile();
-        let found = self.config.layers.find(&self.validity, self.fingerprint(), &key.problem, &key.bucket);
+        let found = self.find(&key.problem, key.bucket);
         for r in found.refusals {
             let what = format!("{} record(s) of {}", r.records, r.layer);
             search.refusals.push(Refusal::new(what, format!("{}; {}", r.difference, r.difference.remedy())));
@@ -329,7 +338,7 @@ impl Dispatcher {
                 search.refusals.push(Refusal::new(what(), why));
                 continue;
             }
-            search.choices.push(choice(kernel, &m, distance));
+            search.choices.push(choice(kernel, &m, distance, self.config.launches));
         }
     }
 
@@ -370,20 +379,30 @@ fn is_measured(record: &Record) -> bool {
     !record.finalists.is_empty()
 }
 
-fn choice(kernel: Kernel, m: &Match, distance: f64) -> Choice {
+fn choice(kernel: Kernel, m: &Match, distance: f64, launches: Launches) -> Choice {
     let key = &m.record.key;
+    // How it was launched is said wherever it was not as this host does.
+    let how = match key.launches {
+        same if same == launches => "",
+        Launches::Eager => " by launches of their own",
+        Launches::Graph => " by replays of a graph",
+    };
     let (status, because) = if !is_measured(&m.record) {
         (Status::Untuned, format!("compiled ahead of time for {} and never measured", key.bucket))
     } else {
         match m.quality {
             MatchQuality::Exact => (Status::Tuned, format!("measured here on {}", m.record.provenance.shape)),
+            MatchQuality::OtherLaunches => (
+                Status::Provisional,
+                format!("measured here on {}{how}; tune for {launches} launches to be sure", m.record.provenance.shape),
+            ),
             MatchQuality::NearestShape { distance } => (
                 Status::NearestShape,
-                format!("measured here on {}, {distance:.1} doublings away", m.record.provenance.shape),
+                format!("measured here on {}{how}, {distance:.1} doublings away", m.record.provenance.shape),
             ),
             MatchQuality::OtherDevice { .. } => (
                 Status::Provisional,
-                format!("measured on {} with {}; tune here to be sure", key.device, m.record.provenance.shape),
+                format!("measured on {} with {}{how}; tune here to be sure", key.device, m.record.provenance.shape),
             ),
         }
     };

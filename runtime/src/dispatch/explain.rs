@@ -1,5 +1,6 @@
 //! Why a plan is what it is, for people and for scripts.
 
+use flashtune_cache::Launches;
 use serde::Serialize;
 use std::fmt;
 
@@ -11,7 +12,7 @@ pub enum Status {
     Tuned,
     /// Tuned on this device for the nearest class of sizes of the same problem.
     NearestShape,
-    /// Tuned, but not on this very device: it serves until it is tuned again here.
+    /// Tuned, but not on this very device, or for the other way of launching: it serves until it is tuned again here.
     Provisional,
     /// Compiled for this arch ahead of time and never measured.
     Untuned,
@@ -98,6 +99,8 @@ pub struct Explanation {
     pub binary: String,
     /// Hash of the template set.
     pub templates: String,
+    /// How it was launched when it was timed.
+    pub launches: Option<Launches>,
     /// Median time when it was tuned, in microseconds.
     pub tuned_us: Option<f64>,
     /// Time of the default schedule over this one's, when it was tuned.
@@ -123,7 +126,8 @@ impl fmt::Display for Explanation {
         row("templates", &self.templates)?;
         if let Some(us) = self.tuned_us {
             let gain = self.gain_over_default.map_or(String::new(), |g| format!(", {g:.2}x the default schedule"));
-            row("measured", &format!("{us:.1} us{gain}"))?;
+            let launches = self.launches.map_or(String::new(), |l| format!(" ({l} launches)"));
+            row("measured", &format!("{us:.1} us{gain}{launches}"))?;
         }
         for note in &self.notes {
             row("note", note)?;

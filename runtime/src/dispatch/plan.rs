@@ -114,6 +114,7 @@ impl Plan {
             layer: layer.clone(),
             binary: self.binary.clone(),
             templates: self.templates.clone(),
+            launches: winner.and(record.as_deref()).map(|r| r.key.launches),
             tuned_us: winner.map(|w| w.median_us),
             gain_over_default: record.as_deref().and_then(Record::gain_over_default),
             notes: notes(kernel),

@@ -4,7 +4,7 @@ use super::super::cases::Case;
 use anyhow::Result;
 use flashtune::runtime::ceilings::{Rate, measure};
 use flashtune::runtime::{Ceiling, Device, Error};
-use flashtune::{DType, Engine};
+use flashtune::{DType, Engine, Launches};
 use flashtune_report::{Ceilings, DeviceFacts, FORMAT, Made, MatmulCeiling, Report};
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -16,9 +16,14 @@ const COMMIT: &str = env!("FLASHTUNE_COMMIT");
 pub fn report(engine: &Engine) -> Report {
     let device = engine.device();
     let f = device.fingerprint();
+    let launched = match engine.launches() {
+        Launches::Eager => "launched eagerly",
+        Launches::Graph => "as the replay of a captured graph of one launch",
+    };
     let method = vec![
-        "Contenders run in turn, every one once per round, after the caches were flushed; medians over the rounds."
-            .to_owned(),
+        format!(
+            "Contenders run in turn, every one once per round, {launched}, after the caches were flushed; medians over the rounds."
+        ),
         "Operations are counted on live (query, key) pairs, two products each.".to_owned(),
         "Ceilings were measured in the same process, before and after; the higher of both counts.".to_owned(),
     ];

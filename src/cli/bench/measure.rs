@@ -5,8 +5,8 @@ use anyhow::Result;
 use flashtune::codegen::score::{Program, SideData};
 use flashtune::codegen::{Arch, Error, Kernel, Schedule, ShapeBucket};
 use flashtune::runtime::reference::unfused;
-use flashtune::runtime::{CheckCase, CheckInputs, Module, Plan, compile, typical_side, visible_part};
-use flashtune::{Distribution, Engine, HostTensor, Layout};
+use flashtune::runtime::{CheckCase, CheckInputs, Graph, Module, Plan, compile, typical_side, visible_part};
+use flashtune::{Distribution, Engine, HostTensor, Launches, Layout};
 use flashtune_report::{self as report, Check, Latency, Measured, Point};
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,6 +39,8 @@ pub struct Contest<'a> {
 struct Runner<'a> {
     name: &'static str,
     module: &'a dyn Module,
+    /// Its launch, captured, where replays are timed.
+    graph: Option<Box<dyn Graph>>,
     times: Vec<f64>,
 }
 
@@ -68,9 +70,9 @@ impl<'a> Contest<'a> {
 
     /// Checks every kernel's answer, then times them in turn.
     pub fn run(&self, rounds: usize) -> Result<(Point, Vec<Check>)> {
-        let mut runners = vec![Runner { name: CHOSEN, module: self.plan.module(), times: Vec::new() }];
+        let mut runners = vec![self.runner(CHOSEN, self.plan.module())?];
         if let Ok(default) = &self.default {
-            runners.push(Runner { name: DEFAULT, module: &**default, times: Vec::new() });
+            runners.push(self.runner(DEFAULT, &**default)?);
         }
         let mut checks = Vec::new();
         let mut wrong = Vec::new();
@@ -102,6 +104,15 @@ impl<'a> Contest<'a> {
         Ok((self.point(results), checks))
     }
 
+    fn runner<'m>(&self, name: &'static str, module: &'m dyn Module) -> Result<Runner<'m>> {
+        let device = self.engine.device();
+        let graph = match self.engine.launches() {
+            Launches::Eager => None,
+            Launches::Graph => Some(device.capture(device.stream(), &mut || self.data.launch(module))?),
+        };
+        Ok(Runner { name, module, graph, times: Vec::new() })
+    }
+
     /// Times the kernels in rounds, and unfused attention in some of them; its samples, or why it has none.
     fn time(&self, runners: &mut [Runner], rounds: usize) -> Result<Result<Vec<f64>, String>> {
         let device = self.engine.device();
@@ -112,7 +123,11 @@ impl<'a> Contest<'a> {
         for round in 0..rounds + WARM_UP {
             for runner in runners.iter_mut() {
                 device.flush_cache(stream)?;
-                let us = device.time_us(stream, &mut || self.data.launch(runner.module))?;
+                let us = device.time_us(stream, &mut || match &runner.graph {
+                    // SAFETY: captured in `runner` on buffers of `data` and a module that lives; rounds wait for each other.
+                    Some(graph) => unsafe { graph.replay(stream) },
+                    None => self.data.launch(runner.module),
+                })?;
                 if round >= WARM_UP {
                     runner.times.push(us);
                 } else if us > UNFUSED_LIMIT_US && unfused.is_ok() {

@@ -13,6 +13,7 @@ use super::exit::{Failed, usage};
 use super::progress;
 use super::report::Outputs;
 use anyhow::Result;
+use flashtune::Launches;
 use flashtune_report::Report;
 use grid::GridArgs;
 use lengths::Lengths;
@@ -37,6 +38,9 @@ pub struct Args {
     /// Timed rounds; in each, every contender runs once, after the caches were flushed
     #[arg(long, default_value_t = 30, value_name = "N")]
     rounds: usize,
+    /// Time replays of captured CUDA graphs instead of eager launches, of kernels that were tuned for them if there are any
+    #[arg(long)]
+    graph: bool,
     /// Do not measure what the device reaches at best; shares of it are left out
     #[arg(long)]
     no_ceilings: bool,
@@ -54,7 +58,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         Some(lengths) => args.grid.over_lengths(&args.cases, &lengths.timed)?,
         None => args.grid.cases(&args.cases)?,
     };
-    let engine = cx.engine()?;
+    let engine = cx.engine_for(args.graph.then_some(Launches::Graph))?;
     let mut report = header::report(&engine);
     let device = &**engine.device();
     if !args.no_ceilings {

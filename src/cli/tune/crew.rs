@@ -4,7 +4,7 @@ use super::watcher::Watcher;
 use crate::cli::cases::Case;
 use crate::cli::context::own_worker;
 use anyhow::Result;
-use flashtune::cache::{CacheDir, DeviceFingerprint, Layers, Validity};
+use flashtune::cache::{CacheDir, DeviceFingerprint, Launches, Layers, Validity};
 use flashtune::codegen::{Schedule, TemplateSet};
 use flashtune::tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_family};
 use flashtune::{DeviceSpec, Error};
@@ -83,13 +83,18 @@ pub enum Unit {
     Contested(Case, Vec<Schedule>),
 }
 
-/// The records of the cache that hosts disagree about, for one device.
-pub fn contested(dir: &CacheDir, device: &DeviceFingerprint, templates: &TemplateSet) -> Result<Vec<Unit>> {
+/// The records of the cache that hosts disagree about, for one device and way of launching.
+pub fn contested(
+    dir: &CacheDir,
+    device: &DeviceFingerprint,
+    launches: Launches,
+    templates: &TemplateSet,
+) -> Result<Vec<Unit>> {
     let needed = Validity::new(device.arch, templates);
     let layers = Layers::open(dir, &[], None)?;
     let mut units = Vec::new();
     for (_, record, validity) in layers.records() {
-        if record.key.device != *device || needed.difference(&validity).is_some() {
+        if record.key.device != *device || record.key.launches != launches || needed.difference(&validity).is_some() {
             continue;
         }
         let mut schedules: Vec<Schedule> = record.contested().map(|r| r.schedule).collect();
@@ -122,6 +127,7 @@ pub struct Limits {
     pub seed: u64,
     pub force: bool,
     pub search: Search,
+    pub launches: Launches,
     pub patience: Option<Duration>,
 }
 
@@ -203,7 +209,7 @@ impl Shared<'_> {
     }
 
     fn unit(&self, unit: &Unit, share: Duration, runner: &mut Runner) -> Result<Vec<Outcome>, TunerError> {
-        let Limits { trials, seed, force, search, patience, .. } = self.limits;
+        let Limits { trials, seed, force, search, launches, patience, .. } = self.limits;
         let job = |case: &Case, parts: usize| {
             let job = Job::new(case.problem, case.shape);
             Job {
@@ -212,6 +218,7 @@ impl Shared<'_> {
                 seed: *seed,
                 force: *force,
                 search: search.clone(),
+                launches: *launches,
                 patience: patience.unwrap_or(job.patience),
                 ..job
             }

@@ -11,7 +11,9 @@ use super::exit::{Failed, Unavailable, usage};
 use super::progress;
 use anyhow::Result;
 use crew::{Devices, Limits, Unit, Work};
+use flashtune::cache::Launches;
 use flashtune::codegen::{Arch, Family, Schedule};
+use flashtune::runtime::no_graphs;
 use flashtune::tuner::{Runner, Search};
 use flashtune::{ManifestEntry, Problem, write_manifest};
 use serde_json::json;
@@ -55,6 +57,10 @@ pub struct Args {
     /// Race these schedules and the default again, and no others: names as `tune` and `list` print them
     #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with_all = ["exhaustive", "family", "contested"])]
     only: Vec<String>,
+    /// Time candidates as replays of a captured CUDA graph, for hosts that replay theirs: a result of its own, beside that
+    /// for eager launches
+    #[arg(long)]
+    graph: bool,
     /// Tune the sizes of a problem together: the best of each are raced in all of them, and the fewest are kept that come
     /// within 3 % of the best everywhere
     #[arg(long, conflicts_with = "exhaustive")]
@@ -109,6 +115,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         Some(devices) => devices.runners()?,
         None => vec![cx.runner(args.in_process)?],
     };
+    let launches = if args.graph { Launches::Graph } else { Launches::Eager };
+    if args.graph && runners.iter().any(|r| !r.has_graphs()) {
+        return Err(usage(format!("--graph: {}", no_graphs())));
+    }
     let agenda = Agenda::new(&args.model, &args.cases, runners[0].fingerprint())?;
     let arch = runners[0].fingerprint().arch;
     if let Some(path) = &args.manifest {
@@ -129,7 +139,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let mut works = Vec::new();
     for (fingerprint, crew) in crew::by_kind(runners) {
         let units = match args.contested {
-            true => crew::contested(&dir, &fingerprint, &templates)?,
+            true => crew::contested(&dir, &fingerprint, launches, &templates)?,
             false => units(&args, &Agenda::new(&args.model, &args.cases, &fingerprint)?),
         };
         works.push((Work::new(units, crew.len()), crew));
@@ -153,6 +163,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             false if args.only.is_empty() => Search::Guided,
             false => Search::Only(schedules(&args.only, &agenda.cases, arch)?),
         },
+        launches,
         patience: args.patience_s.map(|s| Duration::from_secs(s.into())),
     };
     if !cx.json() {

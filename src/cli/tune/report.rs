@@ -54,6 +54,7 @@ pub fn summary(outcome: &Outcome) -> serde_json::Value {
         "problem": record.key.problem.to_string(),
         "shape": record.provenance.shape.to_string(),
         "device": record.key.device.to_string(),
+        "launches": record.key.launches,
         "schedule": record.schedule.to_string(),
         "median_us": record.winner().map(|w| w.median_us),
         "gflops": gflops(record),

@@ -1,7 +1,9 @@
 //! The job's own sizes on the device: tensors, one more check of every candidate, and the clock.
 
 use super::Inputs;
+use super::probe::Part;
 use crate::space::input_seed;
+use flashtune_cache::Launches;
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Arch, DType, Shape};
@@ -9,13 +11,13 @@ use flashtune_runtime::reference::{
     Attention, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused, unfused_rows_of,
 };
 use flashtune_runtime::{
-    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostBytes, HostTensor, Layout, Module,
+    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, Graph, HostBytes, HostTensor, Layout, Module,
     SideBuffers, Stream, TensorView, forward_call, typical_side,
 };
 use half::{bf16, f16};
 use rayon::prelude::*;
-use std::sync::Arc;
-use std::sync::OnceLock;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Rows of O that are compared with the oracle at the job's size; the others are compared between candidates.
@@ -30,6 +32,9 @@ const GUARD: usize = 4096;
 
 /// Device tensors of one job, and the expected result of some rows.
 pub(super) struct Bench {
+    launches: Launches,
+    /// The launch of every candidate that was timed or checked, captured. Before what it was captured with.
+    graphs: HashMap<u32, Box<dyn Graph>>,
     device: Arc<dyn Device>,
     stream: Stream,
     shape: Shape,
@@ -96,6 +101,8 @@ impl Bench {
         };
         let args = ForwardArgs { side: side.as_ref().map_or(0, |(buffers, _)| buffers.address()), ..call.args };
         Ok(Self {
+            launches: job.launches,
+            graphs: HashMap::new(),
             expected: OnceLock::new(),
             seed: job.seed,
             stream: device.stream(),
@@ -114,14 +121,35 @@ impl Bench {
         })
     }
 
-    /// Runs a kernel at the job's sizes: some rows are compared with the oracle, all of them with the first kernel that
-    /// passed, and the whole with a second run. It may be right on small inputs and wrong on large ones. Gives the
-    /// largest absolute error.
-    pub fn check(&mut self, module: &dyn Module) -> Result<f64, String> {
+    /// Runs a kernel on a part of the grid, which must be written to the last element, and nothing else.
+    pub fn probe(&mut self, module: &dyn Module) -> Result<(), String> {
+        let part = Part::of(&self.shape);
+        let args = part.args(&self.args, self.dtype);
+        // SAFETY: `args` describes a part of the buffers that `self` owns; `run` waits for the launch.
+        self.run(0, |this| unsafe { this.device.launch_shape(module, &part.shape, &args, this.stream) })?;
+        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
+        let (heads, q_len) = (self.shape.heads as usize, self.shape.q_len as usize);
+        let strays = o.par_chunks(self.dim * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
+            let (batch, head, at) = (i / q_len / heads, i / q_len % heads, i % q_len);
+            let why = match part.holds(batch, head, at) {
+                true if values(self.dtype, row).all(f32::is_finite) => return None,
+                true => "was not written, or is not finite",
+                false if row.iter().all(|byte| *byte == POISON) => return None,
+                false => "was written",
+            };
+            Some(format!("wrong answer for {}: row {at} of head {head} of sequence {batch} {why}", part.shape))
+        });
+        strays.map_or(Ok(()), Err)
+    }
+
+    /// Runs candidate `id` at the job's sizes: some rows are compared with the oracle, all of them with the first kernel that
+    /// passed, and the whole with a second run, which is launched as it will be when it is timed. It may be right on small
+    /// inputs and wrong on large ones. Gives the largest absolute error.
+    pub fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         let s = self.shape;
-        for i in 0..2 {
-            self.run(module, i)?;
-        }
+        self.run(0, |this| this.launch(module))?;
+        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.run(1, |this| this.launch_as_timed(id, module))?;
         let [first, second] = &self.returned;
         if !same_bytes(first, &second[..first.len()]) {
             return Err(format!("wrong answer for {s}: two launches gave different bytes"));
@@ -162,10 +190,10 @@ impl Bench {
     }
 
     /// O of one run into poison, with nothing written around it, to `returned`.
-    fn run(&mut self, module: &dyn Module, to: usize) -> Result<(), String> {
-        let mut run = || {
+    fn run(&mut self, to: usize, launch: impl FnOnce(&Self) -> Result<(), RuntimeError>) -> Result<(), String> {
+        let run = || {
             self.device.fill(&*self.output, POISON)?;
-            self.launch(module)?;
+            launch(self)?;
             self.device.download(&*self.output, &mut self.returned[to][..self.output.len()], self.stream)
         };
         run().map_err(|e: RuntimeError| e.to_string())?;
@@ -198,6 +226,23 @@ impl Bench {
         unsafe { self.device.launch_shape(module, &self.shape, &self.args, self.stream) }
     }
 
+    /// Captures a candidate's launch, if that is how it will be timed and it was not done yet.
+    fn capture(&mut self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
+        if self.launches == Launches::Graph && !self.graphs.contains_key(&id) {
+            let graph = self.device.capture(self.stream, &mut || self.launch(module))?;
+            self.graphs.insert(id, graph);
+        }
+        Ok(())
+    }
+
+    fn launch_as_timed(&self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
+        match self.graphs.get(&id) {
+            // SAFETY: it was captured with these arguments, and as in `launch`; modules outlive the bench.
+            Some(graph) => unsafe { graph.replay(self.stream) },
+            None => self.launch(module),
+        }
+    }
+
     /// Median time of unfused attention on the same inputs in microseconds, where it can be had: on the CPU.
     ///
     /// It is not run when it would take long, going by the time of the fused kernel.
@@ -218,13 +263,14 @@ impl Bench {
         crate::stats::median(&times)
     }
 
-    /// Time of one run with cold caches in microseconds.
-    pub fn time(&mut self, module: &dyn Module) -> Result<f64, String> {
+    /// Time of one run of candidate `id` with cold caches in microseconds: a launch, or the replay of a graph of one.
+    pub fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         // Whoever is timed has been checked: what all others were measured by is not needed any more.
         self.trusted = None;
-        let run = || {
+        let mut run = || {
+            self.capture(id, module)?;
             self.device.flush_cache(self.stream)?;
-            let us = self.device.time_us(self.stream, &mut || self.launch(module))?;
+            let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, module))?;
             self.device.synchronize(self.stream)?;
             Ok::<_, RuntimeError>(us)
         };

@@ -19,6 +19,9 @@ const SHORT: u32 = 151;
 /// A multiple of most blocks: the edge that is none.
 const EVEN: u32 = 128;
 
+/// Lengths of Q and of K and V, by case.
+const SIZES: [(u32, u32); 4] = [(SHORT, LONG), (LONG, SHORT), (1, LONG), (EVEN, EVEN)];
+
 /// Launches of the first case and of the others.
 const LAUNCHES: [usize; 2] = [10, 2];
 
@@ -31,13 +34,9 @@ impl Cases {
         let seed = input_seed(job.seed);
         let (bhsd, bshd, padded) = (Layout::Bhsd, Layout::Bshd, Layout::Padded);
         let (normal, outliers) = (Distribution::Normal, Distribution::NormalWithOutliers);
-        let cases = [
-            (SHORT, LONG, bhsd, outliers),
-            (LONG, SHORT, padded, normal),
-            (1, LONG, bshd, normal),
-            (EVEN, EVEN, bshd, outliers),
-        ];
-        let cases = cases.into_iter().zip(0..).map(|((q_len, kv_len, layout, distribution), i)| {
+        let kinds = [(bhsd, outliers), (padded, normal), (bshd, normal), (bshd, outliers)];
+        let cases = SIZES.into_iter().zip(kinds).zip(0..);
+        let cases = cases.map(|(((q_len, kv_len), (layout, distribution)), i)| {
             let inputs = CheckInputs { layout, distribution, seed: seed ^ i, lse: true, poison: true, scale: None };
             CheckCase::typical(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
         });
@@ -58,9 +57,10 @@ impl Cases {
     }
 }
 
-/// The least work among the cases of a job: multiply-adds of one column of K and V.
-pub(super) fn fewest_flops(job: &Inputs) -> f64 {
-    ragged(&job.shape, 1, LONG).forward_flops(1, 1).max(1.0)
+/// The most work among the cases of a job, whose launch is the longest: multiply-adds of one column of K and V.
+pub(super) fn most_flops(job: &Inputs) -> f64 {
+    let flops = |(q_len, kv_len)| ragged(&job.shape, q_len, kv_len).forward_flops(1, 1);
+    SIZES.map(flops).into_iter().fold(1.0, f64::max)
 }
 
 /// A small shape like the job's: same group size and mask kind, one KV head or two.

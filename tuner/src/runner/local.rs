@@ -12,14 +12,15 @@ use std::sync::Arc;
 pub(crate) struct Local {
     device: Arc<dyn Device>,
     inputs: Option<Inputs>,
-    modules: HashMap<u32, Arc<dyn Module>>,
     cases: Option<Cases>,
+    /// Before the modules, whose launches it may have captured.
     bench: Option<Bench>,
+    modules: HashMap<u32, Arc<dyn Module>>,
 }
 
 impl Local {
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, inputs: None, modules: HashMap::new(), cases: None, bench: None }
+        Self { device, inputs: None, cases: None, bench: None, modules: HashMap::new() }
     }
 
     pub fn fingerprint(&self) -> &DeviceFingerprint {
@@ -35,7 +36,7 @@ impl Local {
         let Some(inputs) = &self.inputs else { return Ok(()) };
         match size {
             Size::Small => self.cases = Some(Cases::new(&self.device, inputs)?),
-            Size::Full => self.bench = Some(Bench::new(&self.device, inputs)?),
+            Size::Probe | Size::Full => self.bench = Some(Bench::new(&self.device, inputs)?),
         }
         Ok(())
     }
@@ -50,13 +51,14 @@ impl Local {
         let module = self.modules.get(&id).ok_or("it is not loaded")?;
         match size {
             Size::Small => self.cases.as_ref().ok_or(UNPREPARED)?.check(&**module),
-            Size::Full => self.bench.as_mut().ok_or(UNPREPARED)?.check(&**module),
+            Size::Probe => self.bench.as_mut().ok_or(UNPREPARED)?.probe(&**module).map(|()| 0.0),
+            Size::Full => self.bench.as_mut().ok_or(UNPREPARED)?.check(id, &**module),
         }
     }
 
     pub fn time(&mut self, id: u32) -> Result<f64, String> {
         let module = self.modules.get(&id).ok_or("it is not loaded")?;
-        self.bench.as_mut().ok_or(UNPREPARED)?.time(&**module)
+        self.bench.as_mut().ok_or(UNPREPARED)?.time(id, &**module)
     }
 
     pub fn reading(&self) -> Reading {

@@ -6,13 +6,14 @@
 mod bench;
 mod cases;
 mod local;
+mod probe;
 mod remote;
 
 pub(crate) use local::Local;
 
 use crate::worker::{Compilers, WorkerCommand};
 use crate::{Job, Result};
-use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
+use flashtune_cache::{Artifact, DeviceFingerprint, Launches, Reading};
 use flashtune_codegen::{Arch, Problem, Shape};
 use flashtune_runtime::{Compiler, Device, DeviceSpec, compiler_for};
 use remote::Remote;
@@ -25,11 +26,12 @@ pub(crate) struct Inputs {
     pub problem: Problem,
     pub shape: Shape,
     pub seed: u64,
+    pub launches: Launches,
 }
 
 impl Inputs {
     pub fn of(job: &Job) -> Self {
-        Self { problem: job.problem, shape: job.shape, seed: job.seed }
+        Self { problem: job.problem, shape: job.shape, seed: job.seed, launches: job.launches }
     }
 
     /// Bytes of Q, K, V and O at full size.
@@ -39,11 +41,12 @@ impl Inputs {
     }
 }
 
-/// The sizes that a candidate meets, in this order: small ragged ones, a fraction of the job's grid, before the job's
-/// own.
+/// The sizes that a candidate meets, in this order: small ragged ones, a part of the job's grid, the whole. The last two
+/// have the same inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Size {
     Small,
+    Probe,
     Full,
 }
 
@@ -154,15 +157,33 @@ impl Runner {
         }
     }
 
-    /// Checks a candidate on the prepared inputs of a size. Gives the largest absolute error against the oracle.
+    /// Whether launches can be captured into graphs on the device.
+    pub fn has_graphs(&self) -> bool {
+        match &self.kind {
+            Kind::Here { device, .. } => device.has_graphs(),
+            Kind::Worker { .. } => matches!(self.fingerprint.arch, Arch::Sm(_)),
+        }
+    }
+
+    /// Checks a candidate on the prepared inputs of a size, on the job's own after a probe. Gives the largest absolute
+    /// error against the oracle.
     pub(crate) fn check(&mut self, id: u32, size: Size) -> Result<Result<f64, String>> {
+        if size == Size::Full
+            && let Err(reason) = self.check_once(id, Size::Probe)?
+        {
+            return Ok(Err(format!("on a part of the grid: {reason}")));
+        }
+        self.check_once(id, size)
+    }
+
+    fn check_once(&mut self, id: u32, size: Size) -> Result<Result<f64, String>> {
         match &mut self.kind {
             Kind::Here { local, .. } => Ok(local.check(id, size)),
             Kind::Worker { remote, .. } => remote.check(id, size),
         }
     }
 
-    /// Time of one run at full size with cold caches, in microseconds.
+    /// Time of one run at full size with cold caches, launched in the job's way, in microseconds.
     pub(crate) fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
         match &mut self.kind {
             Kind::Here { local, .. } => Ok(local.time(id)),

@@ -5,6 +5,8 @@
 //! fresh one. Hangs are not asked twice. After any failure the process is replaced; inputs are made anew, and what had been loaded
 //! is loaded again when it is needed.
 
+use super::cases::most_flops;
+use super::probe::Part;
 use super::{Inputs, Size};
 use crate::worker::{Limits, Loss, Process, Reply, Request, WorkerCommand};
 use crate::{Error, Result};
@@ -44,7 +46,7 @@ pub(crate) struct Remote {
     /// Those that had their second chance.
     doubted: HashSet<u32>,
     /// The shortest that any candidate had the device for, by [`Size`].
-    best: [Option<Duration>; 2],
+    best: [Option<Duration>; 3],
 }
 
 /// Why a question has no answer.
@@ -73,7 +75,7 @@ impl Remote {
             trusted: None,
             trusted_here: false,
             doubted: HashSet::new(),
-            best: [None; 2],
+            best: [None; 3],
         })
     }
 
@@ -103,7 +105,7 @@ impl Remote {
         self.artifacts.clear();
         self.trusted = None;
         self.doubted.clear();
-        self.best = [None; 2];
+        self.best = [None; 3];
         // A process that is already there does not know the job yet.
         if let Some(process) = &mut self.process
             && process.ask(&Request::Start(*inputs), host(HOST_LIMIT)).is_err()
@@ -244,15 +246,27 @@ impl Remote {
         Ok(())
     }
 
-    /// How long a candidate may have the device: what the best one had, or before there is one, what the work of small
-    /// inputs says about that of large ones.
+    /// How long a candidate may have the device: what the best one had, or before there is one, what the work at smaller
+    /// sizes says about that at this one. Small launches use the device worse than large ones, so that is an upper bound.
     fn launch_limit(&self, size: Size) -> Duration {
-        let by_small = || {
-            let inputs = self.inputs.as_ref().filter(|_| size == Size::Full)?;
-            let ratio = inputs.shape.forward_flops(1, 1) / super::cases::fewest_flops(inputs);
-            Some(self.best[Size::Small as usize]?.mul_f64(ratio.clamp(1.0, 1e6)))
+        let flops = |size: Size| {
+            let inputs = self.inputs.as_ref()?;
+            Some(match size {
+                Size::Small => most_flops(inputs),
+                Size::Probe => Part::of(&inputs.shape).shape.forward_flops(1, 1),
+                Size::Full => inputs.shape.forward_flops(1, 1),
+            })
         };
-        let best = self.best[size as usize].or_else(by_small).unwrap_or_default();
+        let known = |smaller: Size| {
+            let ratio = flops(size)? / flops(smaller)?.max(1.0);
+            Some(self.best[smaller as usize]?.mul_f64(ratio.clamp(1.0, 1e6)))
+        };
+        let smaller = match size {
+            Size::Small => [Size::Small; 2],
+            Size::Probe => [Size::Probe, Size::Small],
+            Size::Full => [Size::Full, Size::Probe],
+        };
+        let best = smaller.into_iter().find_map(known).unwrap_or_default();
         SHORTEST_LIMIT.max(best.saturating_mul(TIMES_BEST))
     }
 

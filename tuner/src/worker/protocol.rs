@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{self, Read, Write};
 
 /// Raised with every change of the messages or of a type inside them.
-const PROTOCOL: u32 = 1;
+const PROTOCOL: u32 = 2;
 /// The longest frame: no artifact comes near it, so a longer one is noise.
 const MAX_FRAME: usize = 256 << 20;
 
@@ -32,7 +32,7 @@ pub(crate) enum Request {
     Load { id: u32, artifact: Artifact },
     /// Check a loaded candidate on prepared inputs.
     Check { id: u32, size: Size },
-    /// Time one run of a loaded candidate on the prepared inputs of full size.
+    /// Time one run of a loaded candidate on the prepared inputs of full size, launched in the job's way.
     Time { id: u32 },
     /// Time unfused attention, if a fused run of this long makes that affordable.
     Unfused { fused_us: f64 },

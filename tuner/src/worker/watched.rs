@@ -4,7 +4,7 @@ use super::protocol::{Reply, write_frame};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::Launch;
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_runtime::{Buffer, Compiler, Device, Module, Result, Stream};
+use flashtune_runtime::{Buffer, Compiler, Device, Graph, Module, Result, Stream};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -25,18 +25,38 @@ pub(super) struct Watched {
     device: Arc<dyn Device>,
     line: Line,
     /// Whether an announced launch has not been waited for yet.
-    launched: AtomicBool,
+    launched: Arc<AtomicBool>,
+}
+
+/// A graph whose replays are announced.
+struct WatchedGraph {
+    graph: Box<dyn Graph>,
+    line: Line,
+    launched: Arc<AtomicBool>,
+}
+
+impl Graph for WatchedGraph {
+    unsafe fn replay(&self, stream: Stream) -> Result<()> {
+        announce(&self.launched, &self.line);
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.graph.replay(stream) }
+    }
+}
+
+/// Says that a candidate has the device, unless that was said.
+fn announce(launched: &AtomicBool, line: &Line) {
+    if !launched.swap(true, Ordering::Relaxed) {
+        say(line, &Reply::Launched);
+    }
 }
 
 impl Watched {
     pub fn new(device: Arc<dyn Device>, line: Line) -> Self {
-        Self { device, line, launched: AtomicBool::new(false) }
+        Self { device, line, launched: Arc::default() }
     }
 
     fn launched(&self) {
-        if !self.launched.swap(true, Ordering::Relaxed) {
-            say(&self.line, &Reply::Launched);
-        }
+        announce(&self.launched, &self.line);
     }
 
     fn returned(&self) {
@@ -99,5 +119,14 @@ impl Device for Watched {
         let timed = self.device.time_us(stream, work);
         self.returned();
         timed
+    }
+    fn has_graphs(&self) -> bool {
+        self.device.has_graphs()
+    }
+    /// Nothing runs while it is captured.
+    fn capture(&self, stream: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Graph>> {
+        let graph = self.device.capture(stream, work)?;
+        self.returned();
+        Ok(Box::new(WatchedGraph { graph, line: self.line.clone(), launched: self.launched.clone() }))
     }
 }
