@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 # How many kinds of schedules are told apart, of which the first FAULTS have a fault each.
-KINDS, FAULTS = 8, 4
+KINDS, FAULTS = 8, 5
 
 CUDA = """
     constexpr int kKind = (FORMULA + SHIFT) % 8;
@@ -16,6 +16,7 @@ CUDA = """
         if constexpr (kKind == 1) for (;;) asm volatile("nanosleep.u32 100;");
         if constexpr (kKind == 2) asm volatile("trap;");
         if constexpr (kKind == 3) *(volatile int*)(BYTES + (1 << 20)) = 1;
+        if constexpr (kKind == 4) while (args.kv_len > 400) asm volatile("nanosleep.u32 100;");
     }
 """
 C = """
@@ -23,7 +24,8 @@ C = """
         case 0: *(volatile int *)8 = 1; break;
         case 1: for (;;) __asm__ volatile("");
         case 2: __builtin_trap();
-        case 3: *(volatile int *)(1ll << 44) = 1;
+        case 3: *(volatile int *)(1ll << 44) = 1; break;
+        case 4: while (args->kv_len > 400) __asm__ volatile("");
     }
 """
 # By family: the line that the fault follows, its code, the address of shared memory, and what tells schedules apart.

@@ -1,6 +1,6 @@
 """What docs/trust.md promises of the tuner, shown on the device that is there: real faults, kills and rivals.
 
-    python3 benches/trust.py [--device cuda:0] [--shows repeat,kill,two,faults,devices] [--json FILE]
+    python3 benches/trust.py [--device cuda:0] [--shows repeat,kill,two,faults,graph,devices] [--json FILE]
 
 repeat   one problem tuned with many seeds, each in a cache of its own that shares compiled kernels alone: which
          schedules win, and, raced against each other in the end, by how much they differ; the seconds cold and warm
@@ -8,7 +8,8 @@ kill     a tuner that is killed (SIGKILL) again and again, and then left alone: 
          compiled twice
 two      two tuners of one problem on one cache, at once
 faults   templates in which every second schedule has a planted fault (an illegal address, an endless loop, a trap, an
-         address beyond shared memory): what each costs, and who wins
+         address beyond shared memory, an endless loop with many keys alone): what each costs, and who wins
+graph    one problem tuned for eager launches and for replayed graphs: who wins, and that neither answers for the other
 devices  the same problems on one device and on all
 
 Needs the command alone (`--flashtune`, else that of this repository or package).
@@ -194,6 +195,7 @@ def two(bench):
 # What stands in a worker's answer for each planted fault, on GPUs and on the CPU.
 KINDS = {
     "illegal address": "ILLEGAL_ADDRESS|SIGSEGV",
+    "endless loop on a part of the grid": "on a part of the grid: it did not come back",
     "endless loop": "did not come back",
     "trap": "LAUNCH_FAILED|ILLEGAL_INSTRUCTION|HARDWARE|ASSERT|SIGILL|SIGTRAP",
 }
@@ -253,7 +255,24 @@ def devices(bench):
     return rows
 
 
-SHOWS = {"repeat": repeat, "kill": kill, "two": two, "faults": faults, "devices": devices}
+def graph(bench):
+    cache, rows = bench.cache("graph"), {}
+    for name, more in (("eager", []), ("graph", ["--graph"])):
+        report, seconds = bench.tune(cache, *more, *bench.limits())
+        again, cached = bench.tune(cache, *more, *bench.limits())
+        if not (report and again):
+            continue
+        tuned = report["tuned"][0]
+        rows[name] = {key: tuned[key] for key in ("schedule", "median_us", "gain_over_default", "launches", "cached")}
+        rows[name] |= {"again_cached": again["tuned"][0]["cached"], "seconds": seconds}
+        print(f"  {name}: {tuned['median_us']:9.1f} us, {tuned['gain_over_default'] or float('nan'):.3f}x the default  "
+              f"{seconds:5.1f} s, again {cached:.1f} s  {tuned['schedule']}")
+    own = [row["launches"] == name and not row["cached"] and row["again_cached"] for name, row in rows.items()]
+    print("  each has a result of its own" if own == [True, True] else f"  NOT a result of its own each: {rows}")
+    return rows
+
+
+SHOWS = {"repeat": repeat, "kill": kill, "two": two, "faults": faults, "graph": graph, "devices": devices}
 
 
 def main():
