@@ -16,7 +16,7 @@ CUDA = """
         if constexpr (kKind == 1) for (;;) asm volatile("nanosleep.u32 100;");
         if constexpr (kKind == 2) asm volatile("trap;");
         if constexpr (kKind == 3) *(volatile int*)(BYTES + (1 << 20)) = 1;
-        if constexpr (kKind == 4) while (args.kv_len > 400) asm volatile("nanosleep.u32 100;");
+        if constexpr (kKind == 4) while (KEYS > 400) asm volatile("nanosleep.u32 100;");
     }
 """
 C = """
@@ -28,19 +28,20 @@ C = """
         case 4: while (args->kv_len > 400) __asm__ volatile("");
     }
 """
-# By family: the line that the fault follows, its code, the address of shared memory, and what tells schedules apart.
+# By family: the line that the fault follows, its code, the address of shared memory, the arguments, and what tells
+# schedules apart.
 FAMILIES = {
     "sm90.cu": (
-        "    const u32 smem = smem_address(shared_memory);\n", CUDA, "shared_memory",
+        "    const u32 smem = smem_address(shared_memory);\n", CUDA, "shared_memory", "args.forward",
         "kBlockKV / 16 + 3 * kStages + 5 * kConsumers + 2 * kOverlap + kTakeTurns + kQueue + 4 * kChain + kLazyRescale",
     ),
     "sm80.cu": (
-        "    const LaneAddress at(smem_q);\n", CUDA, "smem",
+        "    const LaneAddress at(smem_q);\n", CUDA, "smem", "args",
         "kWarps + kRowsPerWarp / 16 + kBlockKV / 16 + 3 * kStages + kQInRegisters + 2 * kPadRows + kLazyRescale",
     ),
-    "naive.cu": ("    extern __shared__ float smem[];\n", CUDA, "smem", "kBlockQ / 16 + kBlockKV / 16 + kThreads / 64"),
+    "naive.cu": ("    extern __shared__ float smem[];\n", CUDA, "smem", "args", "kBlockQ / 16 + kBlockKV / 16 + kThreads / 64"),
     "cpu.c": (
-        "    const int queries = (int)(tile.query_end - tile.query);\n", C, "",
+        "    const int queries = (int)(tile.query_end - tile.query);\n", C, "", "",
         "BLOCK_Q / 16 + BLOCK_KV / 2 + UNROLL_Q + UNROLL_KV",
     ),
 }
@@ -50,13 +51,14 @@ def plant(command, problem, device, folder):
     """A copy of the templates with the faults, none of them in the default schedule of the problem on the device."""
     root = Path(__file__).resolve().parents[1]
     shutil.copytree(root / "templates", folder)
-    for name, (line, code, bytes_, formula) in FAMILIES.items():
+    for name, (line, code, bytes_, args, formula) in FAMILIES.items():
         path = folder / "forward" / name
         text = path.read_text()
         if text.count(line) != 1:
             raise SystemExit(f"{path} has not one line `{line.strip()}`: plant the fault elsewhere")
         shift = KINDS - 1 - default_kind(command, problem, device, name, formula)
         code = code.replace("FORMULA", formula).replace("SHIFT", str(shift % KINDS)).replace("BYTES", bytes_)
+        code = code.replace("KEYS", f"{args}.kv_len")
         path.write_text(text.replace(line, line + code))
     return folder
 
