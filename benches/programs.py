@@ -2,8 +2,9 @@
 
     python3 benches/programs.py [--cases window,document] [--peers flex,fa4] [--variant NAME=TEMPLATES]
 
-Prints a table of TFLOP/s on the scores that are visible, what they are of dense causal attention's and FlexAttention's, and
-the largest error of a few rows beside fp64. Needs PyTorch and `libflashtune` (`cargo build --release -p flashtune-c`).
+Prints a table of TFLOP/s on the scores that are visible, what they are of dense causal attention's, which runs in every
+round beside them (a GPU's clock falls while it works), and of FlexAttention's, and the largest error of a few rows beside
+fp64. Needs PyTorch and `libflashtune` (`cargo build --release -p flashtune-c`).
 """
 
 import argparse
@@ -39,8 +40,9 @@ def arguments():
     for variant in a.variant:
         if "=" not in variant:
             parser.error(f"--variant: {variant} is no NAME=DIR")
-    # The first is what the others are compared with.
-    cases = [c for i, c in enumerate(CASES) if i == 0 or any(part in c.name for part in a.cases)]
+    cases = [c for c in CASES if any(part in c.name for part in a.cases)]
+    if not cases:
+        parser.error(f"--cases: of {', '.join(c.name for c in CASES)} none is meant")
     return a, cases
 
 
@@ -78,16 +80,11 @@ def main():
     print(f"copies: {copy:.0f} GB/s; TFLOP/s on visible scores, (of dense causal, of flex), errors of some rows in units of 1e-4")
     print(" " * width, *(f"{n:>20}" for n in names), flush=True)
     compile_ahead(torch, a, cases, engines)
-    results, base = [], {}
+    dense = Dense(torch, a, engines["flashtune"])
+    results = []
     for case in cases:
-        point = measure(torch, a, case, engines, ticks)
+        point = measure(torch, a, case, engines, dense, ticks)
         results.append(point)
-        base = base or {n: r["tflops"] for n, r in point["results"].items() if "tflops" in r}
-        flex = point["results"].get("flex", {}).get("tflops")
-        for r in point["results"].values():
-            if "tflops" in r:
-                r["of_causal"] = r["tflops"] / base["flashtune"] if "flashtune" in base else None
-                r["of_flex"] = r["tflops"] / flex if flex else None
         print(f"{case.name:{width}}", *(f"{cell(point['results'][n]):>20}" for n in names), told(point), flush=True)
         if a.device == "cuda":
             torch.cuda.empty_cache()
@@ -122,7 +119,7 @@ def random_qkv(torch, a, length):
 def cell(result):
     if "tflops" not in result:
         return "-"
-    of = "/".join(f"{x:.2f}" for x in (result["of_causal"], result["of_flex"]) if x)
+    of = "/".join(f"{x:.2f}" for x in (result["of_causal"], result.get("of_flex")) if x)
     return f"{result['tflops']:.0f} ({of}) {result['error'] * 1e4:.1f}"
 
 
@@ -143,7 +140,17 @@ def copy_rate(torch, device, ticks):
     return 2 * source.numel() / ticks.best(lambda: to.copy_(source)) / 1e6
 
 
-def measure(torch, a, case, engines, ticks):
+class Dense:
+    """Dense causal attention at the usual length."""
+
+    def __init__(self, torch, a, engine):
+        length = a.length or CASES[0].length
+        q, k, v = random_qkv(torch, a, length)
+        self.run = lambda: engine.forward(q, k, v, causal=True)
+        self.flops = 4 * (length * (length + 1) // 2) * a.head_dim * a.heads
+
+
+def measure(torch, a, case, engines, dense, ticks):
     """Rates and errors of everyone at one case."""
     length = a.length or case.length
     tensors = case.tensors(Size(torch, a.device, a.heads, length))
@@ -169,14 +176,19 @@ def measure(torch, a, case, engines, ticks):
             if name in engines and name in runs:
                 found = engines[name].explain(as_dict=True)
                 results[name]["schedule"] = f"{found['family']} {found['schedule']}"
-        times = race(runs, a.rounds, ticks)
+        times = race(runs | {"dense": dense.run}, a.rounds, ticks)
+    base = dense.flops / times.pop("dense") / 1e9
     pairs = live(torch, visible, length, a.device)
     for name, ms in times.items():
         r = results[name]
         r |= {"us": ms * 1e3, "tflops": 4 * pairs * a.head_dim * a.heads / ms / 1e9}
+        r["of_causal"] = r["tflops"] / base
         if case.bias_bytes:
             r["bias_gb_s"] = case.bias_bytes * pairs * a.heads / ms / 1e6
-    return {"case": case.name, "length": length, "pairs": pairs, "aim": case.aim, "results": results}
+    for r in results.values():
+        if "tflops" in r and "tflops" in results.get("flex", {}):
+            r["of_flex"] = r["tflops"] / results["flex"]["tflops"]
+    return {"case": case.name, "dense_tflops": base, "length": length, "pairs": pairs, "aim": case.aim, "results": results}
 
 
 def race(runs, rounds, ticks):

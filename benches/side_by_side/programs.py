@@ -74,7 +74,7 @@ causal = lambda **_: lambda b, h, q, kv: q >= kv
 same_document = lambda doc_q, doc_kv: lambda b, h, q, kv: doc_q[b, q] == doc_kv[b, kv]
 causal_document = lambda doc_q, doc_kv: lambda b, h, q, kv: (doc_q[b, q] == doc_kv[b, kv]) & (q >= kv)
 
-# Score programs are held against the first of these.
+# All are held against the first of these.
 CASES = (
     Case("causal", {"causal": True}, visible=causal, fa4={"causal": True}),
     Case("causal as a program", {"mask": "kv <= q + shift", "tensors": {"shift": 0}}, visible=causal, aim=0.99),
