@@ -153,7 +153,7 @@ fn random_schedules() {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 25] = [
+const PROGRAMS: [&str; 27] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -180,6 +180,8 @@ const PROGRAMS: [&str; 25] = [
     "bias: bf16[kv_len]; other: f32[kv_len]; mask = kv <= q; score = score * bias[kv] + other[kv];",
     "mask = kv <= q + 30; score = score + select(q % 3 == 0, -inf, 0.5) + 0.125 * kv;",
     "t: f32[*]; reach: int in 0..20; score = score + t[clamp(kv - q, -reach, reach) + reach];",
+    "s: f32[heads]; score = 50.0 * tanh(score * s[h]);",
+    "s: f32[heads]; mask = kv <= q and q - kv < 90; score = tanh(-1.5 * score) * -2.0; sink = s[h];",
 ];
 
 /// Score programs under random schedules; `EMULATE_SECONDS` as above.

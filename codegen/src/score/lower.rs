@@ -49,6 +49,9 @@ pub struct Code {
     /// Of the first result of fragments, if it is the score plus a multiple of the key plus what does not depend on it: the
     /// factor and the rest, which `row` computes.
     pub shift: Option<[String; 2]>,
+    /// Of the first result of fragments, if it is a number times the tanh of a multiple of the score that is the same for all
+    /// rows: the number, and what the score is multiplied by.
+    pub capped: Option<[String; 2]>,
     /// Whether the other results of fragments are multiples of the score: of none is the magnitude larger than where the
     /// score's is largest.
     pub multiples: bool,
@@ -101,6 +104,7 @@ fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: b
         }
     }
     lowering.shift(roots);
+    lowering.code.capped = roots.first().and_then(|root| lowering.literal_cap(*root));
     lowering.live(roots, &needed);
     lowering.code.results = roots.iter().map(|r| lowering.operand(*r)).collect();
     lowering.code
@@ -407,6 +411,18 @@ impl Lowering<'_> {
         let parts = self.affine[x.index()].as_ref().filter(|a| a.has() == [false, false, true])?;
         let factor = parts.by_score.clone()?;
         self.is_fixed(cap).then(|| [self.operand(cap), factor])
+    }
+
+    /// ... of which the number is written out, and the factor is the same for all rows.
+    fn literal_cap(&self, root: Id) -> Option<[String; 2]> {
+        let parts = self.capped(root)?;
+        let Node::Binary(_, x, y) = *self.graph.node(root) else { return None };
+        let (cap, tanh) = match (self.graph.node(x), self.graph.node(y)) {
+            (Node::Float(cap), tanh) | (tanh, Node::Float(cap)) => (f32::from_bits(*cap), tanh),
+            _ => return None,
+        };
+        let same = tanh.operands().iter().all(|id| !self.graph.depends(*id).q);
+        (same && cap.is_finite()).then_some(parts)
     }
 
     /// Its statements: coefficients of a polynomial of the score for the small ones (`ft_capf`).

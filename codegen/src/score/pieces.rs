@@ -71,6 +71,7 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
     let paired: Vec<String> = (score.along_keys.iter())
         .map(|(p, stride, bytes)| format!("{stride} == 1 && (u64){p} % {} == 0", 2 * bytes))
         .collect();
+    let capped = |i: usize| score.capped.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
     let shift = |i: usize| score.shift.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
     let lines = |live: &[(&'static str, String)], line: fn(&str, &str) -> String| -> String {
         live.iter().map(|(ty, name)| line(ty, name)).collect()
@@ -110,6 +111,9 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         ("score_shift", u32::from(score.shift.is_some()).to_string()),
         ("score_shift_factor", shift(0)),
         ("score_shift_base", shift(1)),
+        ("score_capped", u32::from(score.capped.is_some()).to_string()),
+        ("score_cap", capped(0)),
+        ("score_cap_factor", capped(1)),
         ("score_cheap", cheap(&score)),
         ("score_inputs", score.inputs),
         ("score_uniform", score.uniform),

@@ -14,8 +14,9 @@ struct Consumer {
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowByRow, kExp2Eighths, kProgramShift> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowByRow, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
     ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
+    float cap_factor;  // where a program caps the scores
     KeyRange runs[2];
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
@@ -185,6 +186,7 @@ struct Consumer {
     // What the rows of a tile need of its score program.
     __device__ __forceinline__ void keep(const Work& work) {
         kept = program_kept(head(work));
+        if (kBounded) cap_factor = program_cap_factor(head(work), kept, magnitude());
         if constexpr (kProgramRows) {
             const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
@@ -199,7 +201,10 @@ struct Consumer {
         const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
         const auto apply = [&](auto cut) {
             constexpr bool kCut = decltype(cut)::value;
-            if (kProgramShift) {
+            if (kBounded) {
+                program_capped<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, cap_factor, row, key, float(kReference),
+                                                                  [&](float& x, int h) { if (!kCut) softmax.take(x, h); });
+            } else if (kProgramShift) {
                 program_shifted<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude(), softmax.shift);
             } else {
                 program_scores<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude());
@@ -208,6 +213,8 @@ struct Consumer {
         if (masked) {
             apply(Bool<true>{});
             mask(work.tile, n * kBlockKV);
+#pragma unroll
+            for (int i = 0; kBounded && i < kBlockKV / 2; i++) softmax.take(s[i], i / 2 % 2);
         } else {
             apply(Bool<false>{});
         }

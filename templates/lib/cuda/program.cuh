@@ -27,6 +27,9 @@ constexpr bool kProgramScore = @{ program_score }@;
 constexpr bool kProgramSink = @{ program_sink }@;
 // Whether the score's change is to add what does not depend on it: a multiple of the key and the rest, apart.
 constexpr bool kProgramShift = @{ score_shift }@;
+// Whether the score becomes kScoreCap * tanh(factor * score), and so is bounded by a number that is known here.
+constexpr bool kProgramCapped = @{ score_capped }@;
+constexpr float kScoreCap = @{ score_cap }@;
 // Whether the mask leaves each query one run of keys, and whether the ends of runs are searched for.
 constexpr bool kProgramRows = @{ program_rows }@;
 constexpr bool kProgramSearch = @{ program_search }@;
@@ -189,6 +192,12 @@ __device__ __forceinline__ ScoreShift score_shift(const ScoreRow& row) {
 @{ score_row_load }@    return ScoreShift{@{ score_shift_factor }@, @{ score_shift_base }@};
 }
 
+// What the score is multiplied by before the tanh of a program that caps it.
+__device__ __forceinline__ float score_cap_factor(const ScoreRow& row, float scale) {
+    (void)row, (void)scale;
+@{ score_row_load }@    return @{ score_cap_factor }@;
+}
+
 // The logit of the key without a value.
 __device__ __forceinline__ float program_sink(const ProgramHead& head, int q) {
     FT_PROGRAM_HEAD;
@@ -299,6 +308,50 @@ __device__ __forceinline__ void program_shifted(const At& at, const ProgramHead&
     }
 }
 
+// What a program that caps the scores multiplies them by before; the same for a whole tile.
+__device__ __forceinline__ float program_cap_factor(const ProgramHead& head, const ProgramKept& kept, float scale) {
+    return score_cap_factor(score_row(head, kept.score, 0, 0, scale), scale);
+}
+// Caps scores, in units of log2, less a reference. `take(score, i)` is called for each with its row, within the branches, so
+// that what it does runs beside the polynomial.
+template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
+__device__ __forceinline__ void program_capped(const At& at, const ProgramHead& head, const ProgramKept& kept,
+                                               float factor, int q, int kv_first, float reference, const Take& take) {
+    constexpr bool kElementMask = kMasked && kProgramMask && kMask;
+    constexpr float kCap = kScoreCap * kLog2E;
+    const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
+    const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first), mask_row(head, kept.mask, rows[1], kv_first)};
+    const auto change = [&](auto capped) {
+#pragma unroll
+        for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float& s = at(j, e);
+                s = capped(s);
+                const int offset = kMasked ? min_of(8 * j + e % 2, last) : 8 * j + e % 2;
+                if (kElementMask) s = mask_element(head, kept.mask, masks[e / 2], rows[e / 2], kv_first, offset) ? s : -FT_INFINITY;
+                take(s, e / 2);
+            }
+        }
+    };
+    float largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; i++) largest[i % 4] = fmaxf(largest[i % 4], fabsf(at(i / 4, i % 4)));
+    const float magnitude = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    const CapSeries by = cap_series(kCap, factor);
+    // The whole warp takes the short way, or none of it. No power of a score is beyond a float's range in the polynomial.
+    if (__any_sync(0xffffffff, magnitude * fabsf(factor) > kSmallTanh || magnitude > 1e12f)) {
+        // ft_tanhf() with its factors joined.
+        const float twice = factor * kTanhOfTwice, top = kCap - reference;
+        change([&](float s) { return fmaf(-2.0f * kCap, reciprocal_approx(exp2_approx(s * twice) + 1.0f), top); });
+    } else {
+        change([&](float s) {
+            const float square = s * s;
+            return fmaf(s, fmaf(fmaf(fmaf(by.d, square, by.c), square, by.b), square, by.a), -reference);
+        });
+    }
+}
+
 #else
 
 template <typename Base> using WithSide = Base;
@@ -318,5 +371,9 @@ template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float) {}
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_shifted(const At&, const ProgramHead&, const ProgramKept&, int, int, float, float (&)[2]) {}
+__device__ __forceinline__ float program_cap_factor(const ProgramHead&, const ProgramKept&, float) { return 0.0f; }
+template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
+__device__ __forceinline__ void program_capped(const At&, const ProgramHead&, const ProgramKept&, float, int, int, float,
+                                               const Take&) {}
 
 #endif
