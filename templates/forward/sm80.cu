@@ -27,8 +27,8 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/copy.cuh" %>
 <% include "lib/cuda/mma.cuh" %>
 <% include "lib/cuda/tile.cuh" %>
-<% include "lib/cuda/program.cuh" %>
 <% include "lib/cuda/approx.cuh" %>
+<% include "lib/cuda/program.cuh" %>
 <% include "lib/cuda/softmax.cuh" %>
 <% include "lib/cuda/sink.cuh" %>
 

@@ -1,6 +1,6 @@
 //! Calls of a kernel on the emulated machine, and what they must give.
 
-use crate::machine::{Buffer, Emulated, Launch};
+use crate::machine::{Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
 use flashtune::codegen::Kernel;
 use flashtune::codegen::score::SideData;
@@ -150,16 +150,17 @@ impl Expected {
             side = Side::new(&program, &shape, &self.data, 5)?;
         }
         let geometry = kernel.launch(&shape).map_err(|e| e.to_string())?;
-        let tiling = geometry.tiling.ok_or("no tiling")?;
+        let hopper = geometry.tiling.map(|tiling| {
+            let maps = kernel.tensor_maps(&tiling, &call.args).ok_or("no tensor maps")?;
+            Ok::<_, &str>(Hopper { maps, tiling, queue: (seed % 3) as i32 - 1 })
+        });
         let launch = Launch {
             seed,
             grid: geometry.blocks(units),
             threads: geometry.threads,
             smem_bytes: geometry.smem_bytes,
-            maps: kernel.tensor_maps(&tiling, &call.args).ok_or("no tensor maps")?,
             forward: call.args,
-            tiling,
-            queue: (seed % 3) as i32 - 1,
+            hopper: hopper.transpose()?,
             side: side.table,
         };
         let mut inputs = self.inputs.clone();

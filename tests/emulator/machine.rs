@@ -1,7 +1,7 @@
 //! Kernels compiled for the host together with the emulated machine, each in a process of its own.
 
 use crate::translate::translate;
-use flashtune::codegen::{Kernel, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs};
+use flashtune::codegen::{Kernel, Schedule, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Read, Write};
@@ -95,12 +95,18 @@ pub struct Launch {
     pub grid: u32,
     pub threads: u32,
     pub smem_bytes: u32,
-    pub maps: [TensorMapSpec; 4],
     pub forward: ForwardArgs,
-    pub tiling: Tiling,
-    pub queue: i32,
+    /// What kernels of `forward/sm90` take besides.
+    pub hopper: Option<Hopper>,
     /// Tables of what a score program reads, as they lie behind the arguments.
     pub side: Vec<u8>,
+}
+
+/// Tensor maps, how tiles are numbered, and the counter of the queue or -1.
+pub struct Hopper {
+    pub maps: [TensorMapSpec; 4],
+    pub tiling: Tiling,
+    pub queue: i32,
 }
 
 /// A kernel on the emulated machine.
@@ -113,8 +119,13 @@ impl Emulated {
     pub fn build(kernel: &Kernel, templates: &TemplateSet) -> Result<Self, String> {
         let machine = MACHINE.as_ref().map_err(Clone::clone)?;
         let source = kernel.render(templates).map_err(|e| e.to_string())?;
+        // What the source says of itself, and what only the host's model knows.
+        let (rename, shared_bytes, cluster) = match kernel.schedule {
+            Schedule::Sm80(_) => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
+            _ => ("", "Layout::kBytes".to_owned(), "kCluster"),
+        };
         let text = format!(
-            "#include \"cuda.h\"\n{}\nEMULATED_KERNEL({}, KernelArgs)\n",
+            "#include \"cuda.h\"\n{rename}{}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster})\n",
             translate(&source.text)?,
             source.entry
         );
@@ -193,7 +204,12 @@ impl Drop for Emulated {
 /// `KernelArgs` of the template, with the machine's own tensor maps.
 fn arguments(launch: &Launch) -> Vec<u8> {
     let mut bytes = Vec::new();
-    for map in &launch.maps {
+    let Some(Hopper { maps, tiling, queue }) = &launch.hopper else {
+        bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
+        bytes.extend_from_slice(&launch.side);
+        return bytes;
+    };
+    for map in maps {
         bytes.extend(u64::from_ne_bytes(*b"tnsormap").to_ne_bytes());
         bytes.extend(map.address.to_ne_bytes());
         bytes.extend((map.rank as u64).to_ne_bytes());
@@ -203,8 +219,8 @@ fn arguments(launch: &Launch) -> Vec<u8> {
         bytes.extend([0; 32]);
     }
     bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
-    let Tiling { group_shift, unit_heads, blocks, section, tiles } = launch.tiling;
-    let numbers = [group_shift, unit_heads, blocks, section, tiles, launch.queue];
+    let Tiling { group_shift, unit_heads, blocks, section, tiles } = *tiling;
+    let numbers = [group_shift, unit_heads, blocks, section, tiles, *queue];
     bytes.extend(numbers.into_iter().flat_map(i32::to_ne_bytes));
     bytes.resize(bytes.len().next_multiple_of(64), 0);
     bytes.extend_from_slice(&launch.side);

@@ -1,28 +1,28 @@
-//! `forward/sm90` without a GPU: its sources, inline assembly replaced by calls, run on an emulated multiprocessor that
-//! schedules threads, copies and matrix instructions at random and tells of deadlocks and races (`machine/`).
+//! `forward/sm90` and `forward/sm80` without a GPU: their sources, inline assembly replaced by calls, run on an emulated
+//! multiprocessor that schedules threads, copies and matrix instructions at random and tells of deadlocks and races (`machine/`).
+//! `faults.rs` plants faults in them, each of which must be seen.
 //!
 //! What this cannot show: the hardware's own rounding inside of matrix instructions, and speed.
 
 mod cases;
+mod faults;
 mod machine;
+mod schedules;
 mod side;
 mod translate;
 
 use cases::Case;
-use flashtune::codegen::{
-    Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket, Sm90Schedule, Sm90Scheduler, TemplateSet,
-};
-use flashtune::{DType, Distribution, Layout, Mask, Program, TEMPLATES_VARIABLE};
+use flashtune::codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket, TemplateSet};
+use flashtune::{DType, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
-use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
-use std::collections::BTreeMap;
+use schedules::{random_sm80, random_sm90};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The element types of the family.
+/// The element types of the families.
 const DTYPES: [DType; 2] = [DType::F16, DType::Bf16];
 
 /// The templates of the build, or those of a folder.
@@ -30,45 +30,6 @@ fn templates() -> TemplateSet {
     match std::env::var(TEMPLATES_VARIABLE) {
         Ok(folder) => flashtune::read_templates(folder.as_ref()).expect("a folder of templates"),
         Err(_) => TemplateSet::embedded(),
-    }
-}
-
-fn random_kernel(rng: &mut StdRng, program: Option<&str>) -> Kernel {
-    const DIMS: [u32; 9] = [16, 40, 64, 72, 96, 128, 136, 192, 256];
-    loop {
-        let dim_qk = *DIMS.choose(rng).expect("not empty");
-        let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
-        let mask = *MaskKind::ALL.choose(rng).expect("not empty");
-        let dtype = *DTYPES.choose(rng).expect("not empty");
-        let mut problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).expect("a legal problem");
-        if let Some(text) = program {
-            problem = problem.with_program(Program::parse(text).expect("a program"));
-        }
-        let consumers = rng.random_range(1..=3);
-        let masked_loop = rng.random();
-        let scheduler =
-            *[Sm90Scheduler::Single, Sm90Scheduler::Stride, Sm90Scheduler::Queue].choose(rng).expect("some");
-        let schedule = Schedule::Sm90(Sm90Schedule {
-            consumers,
-            block_kv: rng.random_range(1..=12) * 16,
-            stages: rng.random_range(1..=4),
-            overlap: rng.random(),
-            take_turns: consumers > 1 && rng.random(),
-            p_in_shared: rng.random(),
-            masked_loop,
-            lazy_rescale: rng.random_bool(0.2),
-            pack_group: rng.random(),
-            scheduler,
-            chain: rng.random(),
-            exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
-            cluster: rng.random_range(1..=2),
-            blocks_per_sm: rng.random_range(1..=2),
-            section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
-        });
-        let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
-        if kernel.check().is_ok() {
-            return kernel;
-        }
     }
 }
 
@@ -142,13 +103,24 @@ fn setting(name: &str) -> Option<u64> {
 /// `EMULATE_CASES` the calls of each kernel.
 #[test]
 fn random_schedules() {
+    search(16, |number| random_sm90(&mut StdRng::seed_from_u64(number), None));
+}
+
+/// The same for `forward/sm80`, every third with a score program: how those are lowered is shown below.
+#[test]
+fn random_sm80_schedules() {
+    search(8, |number| {
+        let program = number.is_multiple_of(3).then(|| PROGRAMS[number as usize * 7 % PROGRAMS.len()]);
+        random_sm80(&mut StdRng::seed_from_u64(number), program)
+    });
+}
+
+fn search(on_ci: u64, kernel: impl Fn(u64) -> Kernel + Sync) {
     let seconds = setting("EMULATE_SECONDS");
     let from = setting("EMULATE_FROM").unwrap_or(1);
-    let count = if seconds.is_some() { 1 << 40 } else { 16 };
+    let count = if seconds.is_some() { 1 << 40 } else { on_ci };
     let limit = seconds.map_or(Duration::MAX, Duration::from_secs);
-    try_all(from..from + count, setting("EMULATE_CASES").unwrap_or(6), limit, |number| {
-        random_kernel(&mut StdRng::seed_from_u64(number), None)
-    });
+    try_all(from..from + count, setting("EMULATE_CASES").unwrap_or(6), limit, kernel);
 }
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
@@ -192,7 +164,7 @@ fn score_programs() {
     let count = if seconds.is_some() { 1 << 40 } else { PROGRAMS.len() as u64 };
     let limit = seconds.map_or(Duration::MAX, Duration::from_secs);
     try_all(from..from + count, setting("EMULATE_CASES").unwrap_or(4), limit, |number| {
-        random_kernel(&mut StdRng::seed_from_u64(900 + number), Some(PROGRAMS[number as usize % PROGRAMS.len()]))
+        random_sm90(&mut StdRng::seed_from_u64(900 + number), Some(PROGRAMS[number as usize % PROGRAMS.len()]))
     });
 }
 
@@ -218,145 +190,4 @@ fn default_schedules() {
         let schedule = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket).expect("supported");
         Kernel { problem, schedule, arch }
     });
-}
-
-/// Defects that the machine must see: a file of the templates, a text in it and what to put in its place.
-const DEFECTS: &[[&str; 4]] = &[
-    ["no order between writes and asynchronous reads", "lib/cuda/tma.cuh", "fence.proxy.async.shared::cta;", ""],
-    ["barriers not announced to the copy engine", "lib/cuda/mbarrier.cuh", "fence.mbarrier_init.release.cluster;", ""],
-    ["columns of V a wrong distance apart", "lib/cuda/wgmma.cuh", "u64(column_bytes >> 4) << 16", "u64(64) << 16"],
-    [
-        "an A operand with rows swapped",
-        "forward/sm90/consumer.cuh",
-        "x[2], x[3]), pack<Element>(x[4], x[5])",
-        "x[4], x[5]), pack<Element>(x[2], x[3])",
-    ],
-    [
-        "a stage of K freed too early",
-        "forward/sm90.cu",
-        "kEmptyK + s * 8, kCluster * kConsumers * 4",
-        "kEmptyK + s * 8, kCluster * kConsumers * 4 - 1",
-    ],
-    [
-        "a stage of V never freed",
-        "forward/sm90.cu",
-        "kEmptyV + s * 8, kCluster * kConsumers * 4",
-        "kEmptyV + s * 8, kCluster * kConsumers * 4 + 1",
-    ],
-    ["scores used while they are computed", "forward/sm90/consumer.cuh", "wgmma_wait<1>();", ""],
-    [
-        "a turn that is never passed",
-        "forward/sm90/consumer.cuh",
-        "if (kTakeTurns) barrier_arrive(",
-        "if (false) barrier_arrive(",
-    ],
-    ["one key too many", "forward/sm90/consumer.cuh", "live.last + 1 - column", "live.last + 2 - column"],
-    ["O overwritten while it is copied", "lib/cuda/tma.cuh", "cp.async.bulk.wait_group.read 0;", ""],
-    ["threads that disagree about non-finite elements", "lib/cuda/warpgroup.cuh", "return any != 0;", "return x != 0;"],
-    [
-        "V used before it is clean",
-        "forward/sm90/producer.cuh",
-        "? Layout::kRawV : Layout::kFullV",
-        "? Layout::kFullV : Layout::kFullV",
-    ],
-    [
-        "more registers than there are",
-        "forward/sm90.cu",
-        "registers_take<kConsumerRegisters>",
-        "registers_take<kConsumerRegisters + 8>",
-    ],
-    [
-        "a block that ends before its cluster",
-        "forward/sm90.cu",
-        "    if constexpr (kCluster > 1) cluster_sync();\n}",
-        "}",
-    ],
-    [
-        "barriers that the cluster does not know yet",
-        "forward/sm90.cu",
-        "        cluster_sync();\n    } else {\n",
-        "        __syncthreads();\n    } else {\n",
-    ],
-    ["keys for one block of a cluster", "forward/sm90/producer.cuh", "(1 << kCluster) - 1", "1"],
-    [
-        "a buffer that is filled again while the other block reads it",
-        "forward/sm90/consumer.cuh",
-        "mbarrier_arrive_at(empty, lane())",
-        "mbarrier_arrive_at(empty, cluster_rank())",
-    ],
-    [
-        "O in the place of V while another consumer multiplies",
-        "forward/sm90/consumer.cuh",
-        "barrier_sync(1 + 2 * kConsumers, kConsumers * 128);",
-        "",
-    ],
-    [
-        "the place of V given away under O",
-        "forward/sm90/producer.cuh",
-        "mbarrier_wait(smem + Layout::kAdmitV, admit_parity);",
-        "",
-    ],
-    ["a scan for non-finite elements that skips some", "lib/cuda/non_finite.cuh", "sums[0] | sums[1] | ", ""],
-    [
-        "a kernel that never waits for Q",
-        "forward/sm90/consumer.cuh",
-        "mbarrier_wait(smem + Layout::kFullQ + q_at * 8, q_ring.parity);",
-        "",
-    ],
-];
-
-/// Several tiles per thread block, masked blocks on both sides, non-finite values.
-const DEFECT_CASE: Case = Case {
-    sizes: [1, 4, 2, 130, 200],
-    mask: Mask::Window { left: Some(60), right: Some(20) },
-    layout: Layout::Bhsd,
-    values: Distribution::Normal,
-    scale: None,
-    lse: true,
-    bad: [0, 6, 0],
-    seed: 0,
-};
-
-/// The machine is no judge if it lets these pass.
-#[test]
-fn defects_are_seen() {
-    if !machine::has_compiler() {
-        return;
-    }
-    let templates = templates();
-    let files: BTreeMap<&str, &str> = templates.files().collect();
-    let problem = Problem::forward_qk_v(DType::Bf16, 72, 72, MaskKind { left: true, right: true }).expect("legal");
-    // Defects in what clusters do show in clusters, those of a block that runs ahead in one alone; O takes the place of V
-    // where it fits.
-    let schedule = |what: &str| Sm90Schedule {
-        consumers: 2,
-        block_kv: if what.contains("place of V") { 64 } else { 32 },
-        stages: 2,
-        overlap: true,
-        take_turns: true,
-        p_in_shared: true,
-        masked_loop: true,
-        lazy_rescale: false,
-        pack_group: true,
-        scheduler: Sm90Scheduler::Stride,
-        chain: false,
-        exp2_eighths: 0,
-        cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
-        blocks_per_sm: 1,
-        section_mib: 0,
-    };
-    for (i, [what, file, from, to]) in DEFECTS.iter().enumerate() {
-        let schedule = Schedule::Sm90(schedule(what));
-        let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
-        let case = |rng: &mut StdRng| Case { seed: rng.random(), ..DEFECT_CASE };
-        let text = files[file];
-        assert!(text.contains(from), "{file} has no `{from}` any more: say how to break it now");
-        let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
-        let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
-        let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
-        let verdict = try_kernel(&kernel, &set, 40, i as u64, case);
-        println!("{what}: {}", verdict.as_ref().err().map_or("NOT SEEN", |e| e.rsplit("}: ").next().unwrap_or(e)));
-        assert!(verdict.is_err(), "{what}: not seen");
-        assert!(!verdict.unwrap_err().contains("error:"), "{what}: it does not compile");
-    }
 }

@@ -10,6 +10,7 @@
 #define __shared__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
@@ -55,12 +56,17 @@ inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
 inline void __syncwarp(unsigned lanes = 0xffffffff) { ptx::exchange("__syncwarp", lanes, 0); }
 inline void __syncthreads() { ptx::synchronize_block(); }
+inline int __syncthreads_or(int x) {
+    bool any;
+    ptx::bar_red_or_pred(any, 0, unsigned(ptx::kernel.threads), x != 0);
+    return any;
+}
 inline unsigned __cvta_generic_to_shared(const void* p) { return ptx::shared_address(p); }
 
 // Dynamic shared memory: kernels declare it as an array of unknown size, and use its address alone.
 extern "C" unsigned char shared_memory[];
 
 // Tells the machine about the kernel of this source.
-#define EMULATED_KERNEL(entry, arguments)                                                                     \
-    const ptx::Kernel ptx::kernel = {kThreads, Layout::kBytes, kBlocksPerSM, kCluster, sizeof(arguments),     \
+#define EMULATED_KERNEL(entry, arguments, shared_bytes, cluster)                                              \
+    const ptx::Kernel ptx::kernel = {kThreads, shared_bytes, kBlocksPerSM, cluster, sizeof(arguments),        \
                                      [](const void* args) { entry(*static_cast<const arguments*>(args)); }};

@@ -15,6 +15,8 @@ constexpr int kMaxThreads = 1024 * kMaxBlocks;
 constexpr int kMaxShared = 227 * 1024;
 // Where dynamic shared memory begins: the first KiB belongs to the system.
 constexpr u32 kSharedBase = 1024;
+// What a thread waits on that waits for copies of its own.
+constexpr u32 kWaitsForCopies = 0xc0b1;
 
 // ------------------------------------------------------------------------------------------------------ scheduler
 
@@ -44,6 +46,8 @@ inline bool one_in(u32 n) { return n != 0 && rng() % n == 0; }
 // The calling thread stops until wake() is called for it. It must then look whether it can go on.
 void block(const char* why, u32 a = 0, u32 b = 0);
 void wake(Thread& t);
+// Whether all other lanes of the warp wait for the calling thread in an exchange.
+bool completes_exchange();
 // A point where another thread may come first: taken in one of n cases.
 void maybe_switch(u32 n);
 
@@ -71,6 +75,12 @@ bool has_work();
 void act();
 void check_done();
 }
+namespace thread_copies {
+void reset();
+bool has_work();
+void act();
+void check_done();
+}
 namespace tensor_core {
 void reset();
 bool has_work();
@@ -86,8 +96,8 @@ constexpr int kRankBit = 24;
 // Bytes of the shared memory of a block as the tensor cores and the copy engine see them. Fails unless they hold data
 // that has arrived, and that was ordered before such reads by the thread that wrote it.
 const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes);
-// From the start of a copy to its end nobody may touch its target.
-void begin_async_write(u32 rank, u32 address, u32 bytes);
+// From the start of a copy to its end nobody may touch its target. `ordinary` copies need no order after ordinary writes.
+void begin_async_write(u32 rank, u32 address, u32 bytes, bool ordinary = false);
 u8* end_async_write(u32 rank, u32 address, u32 bytes);
 
 // The 128-byte swizzle: address bits 4 to 6 are xored with bits 7 to 9.

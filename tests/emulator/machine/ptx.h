@@ -100,6 +100,23 @@ void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int 
 void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group_read(u32 pending);
 
+// -------------------------------------------------------------------------------------------- copies by threads
+
+void cp_async_cg_shared_global_L2__128B(u32 to, const void* from, u32 size, u32 bytes);
+void cp_async_commit_group();
+void cp_async_wait_group(u32 pending);
+
+// ------------------------------------------------------------------------------------------------- warp matrices
+
+void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address);
+void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address);
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
+                                                       u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+                                                       const float& c2, const float& c3);
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
+                                                         u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+                                                         const float& c2, const float& c3);
+
 // -------------------------------------------------------------------------------------------- warpgroup matrices
 
 enum class Format { bf16, f16 };

@@ -209,17 +209,25 @@ const u32* exchange(const char* what, u32 lanes, u32 word) {
     return x.result;
 }
 
+bool completes_exchange() {
+    return (exchanges[warp(*running)].arrived | 1u << lane(*running)) == 0xffffffff;
+}
+
 // Lets a thread or an asynchronous part do something. False when nothing can.
 static bool step() {
-    const bool copy = copy_engine::has_work(), matrix = tensor_core::has_work();
+    const bool copy = copy_engine::has_work(), matrix = tensor_core::has_work(), own = thread_copies::has_work();
     void (*act)() = nullptr;
     if (copy && one_in(policy.copy)) {
         act = copy_engine::act;
+    } else if (own && one_in(policy.copy)) {
+        act = thread_copies::act;
     } else if (matrix && one_in(policy.matrix)) {
         act = tensor_core::act;
     } else if (Thread* next = choose()) {
         resume(*next);
         return true;
+    } else if (own) {
+        act = thread_copies::act;
     } else if (copy || matrix) {
         act = copy && (!matrix || rng() % 2) ? copy_engine::act : tensor_core::act;
     } else {
@@ -239,6 +247,7 @@ std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
     shared::reset();
     barriers::reset();
     copy_engine::reset();
+    thread_copies::reset();
     tensor_core::reset();
     for (Exchange& x : exchanges) x.arrived = 0;
     if (!started) start_fibers();
@@ -254,6 +263,7 @@ std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
     while (alive() && failure.empty() && step()) {}
     if (failure.empty() && !_setjmp(machine)) {
         copy_engine::check_done();
+        thread_copies::check_done();
         tensor_core::check_done();
     }
     // Fibers that were left in the middle of something cannot be used again.

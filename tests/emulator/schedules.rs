@@ -1,0 +1,79 @@
+//! Kernels at random, of legal schedules.
+
+use crate::DTYPES;
+use flashtune::Program;
+use flashtune::codegen::{
+    Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
+};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+
+/// A problem of these families, with a score program if one is given.
+fn random_problem(rng: &mut StdRng, program: Option<&str>) -> Problem {
+    const DIMS: [u32; 9] = [16, 40, 64, 72, 96, 128, 136, 192, 256];
+    let dim_qk = *DIMS.choose(rng).expect("not empty");
+    let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
+    let mask = *MaskKind::ALL.choose(rng).expect("not empty");
+    let dtype = *DTYPES.choose(rng).expect("not empty");
+    let mut problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).expect("a legal problem");
+    if let Some(text) = program {
+        problem = problem.with_program(Program::parse(text).expect("a program"));
+    }
+    problem
+}
+
+/// A kernel of `forward/sm90`.
+pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
+    loop {
+        let problem = random_problem(rng, program);
+        let consumers = rng.random_range(1..=3);
+        let masked_loop = rng.random();
+        let scheduler =
+            *[Sm90Scheduler::Single, Sm90Scheduler::Stride, Sm90Scheduler::Queue].choose(rng).expect("some");
+        let schedule = Schedule::Sm90(Sm90Schedule {
+            consumers,
+            block_kv: rng.random_range(1..=12) * 16,
+            stages: rng.random_range(1..=4),
+            overlap: rng.random(),
+            take_turns: consumers > 1 && rng.random(),
+            p_in_shared: rng.random(),
+            masked_loop,
+            lazy_rescale: rng.random_bool(0.2),
+            pack_group: rng.random(),
+            scheduler,
+            chain: rng.random(),
+            exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
+            cluster: rng.random_range(1..=2),
+            blocks_per_sm: rng.random_range(1..=2),
+            section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
+        });
+        let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
+        if kernel.check().is_ok() {
+            return kernel;
+        }
+    }
+}
+
+/// A kernel of `forward/sm80`.
+pub fn random_sm80(rng: &mut StdRng, program: Option<&str>) -> Kernel {
+    loop {
+        let problem = random_problem(rng, program);
+        let schedule = Schedule::Sm80(Sm80Schedule {
+            warps: 1 << rng.random_range(0..=3),
+            rows_per_warp: *[16, 32].choose(rng).expect("not empty"),
+            block_kv: rng.random_range(1..=8) * 16,
+            stages: rng.random_range(1..=4),
+            q_in_registers: rng.random(),
+            swizzle: *[Swizzle::Xor, Swizzle::Pad].choose(rng).expect("not empty"),
+            blocks_per_sm: rng.random_range(1..=2),
+            lazy_rescale: rng.random(),
+            masked_loop: rng.random(),
+            order: *[TileOrder::HeadMajor, TileOrder::BlockMajor].choose(rng).expect("not empty"),
+        });
+        let kernel = Kernel { problem, schedule, arch: "sm_80".parse().expect("an arch") };
+        if kernel.check().is_ok() {
+            return kernel;
+        }
+    }
+}
