@@ -1,6 +1,6 @@
 """What docs/trust.md promises of the tuner, shown on the device that is there: real faults, kills and rivals.
 
-    python3 benches/trust.py [--device cuda:0] [--shows repeat,kill,two,faults,graph,devices] [--json FILE]
+    python3 benches/trust.py [--device cuda:0] [--shows repeat,kill,two,faults,warm,family,graph,devices] [--json FILE]
 
 repeat   one problem tuned with many seeds, each in a cache of its own that shares compiled kernels alone: which
          schedules win, and, raced against each other in the end, by how much they differ; the seconds cold and warm
@@ -9,6 +9,9 @@ kill     a tuner that is killed (SIGKILL) again and again, and then left alone: 
 two      two tuners of one problem on one cache, at once
 faults   templates in which every second schedule has a planted fault (an illegal address, an endless loop, a trap, an
          address beyond shared memory, an endless loop with many keys alone): what each costs, and who wins
+warm     a length tuned in an empty cache and beside half that length, whose results lead and whose kernels are there: seconds,
+         schedules tried and compiled, and by how much the winners differ when raced together
+family   four lengths of one problem tuned together in an empty cache: seconds, and how many kernels serve them
 graph    one problem tuned for eager launches and for replayed graphs: who wins, and that neither answers for the other
 devices  the same problems on one device and on all
 
@@ -125,18 +128,9 @@ def repeat(bench):
                 met = sum(name in names for names in tried)
                 print(f"  raced together: {ratio:.4f} of the best, won {len(won[name])} of {met} times: {name}")
     near = sum(len(won[name]) for name, ratio in (raced or dict.fromkeys(won, 1.0)).items() if ratio <= 1.01)
-    # A neighbouring length, in the cache of the last seed: its record leads, and its kernels are there.
-    longer = list(bench.problem)
-    at = longer.index("--q-len") + 1
-    longer[at] = str(2 * int(longer[at]))
-    own, cold_longer = bench.tune(bench.cache("repeat-longer"), *bench.limits(), problem=longer)
-    led, warm_longer = bench.tune(before, *bench.limits(), problem=longer)
-    if own and led:
-        print(f"  twice the length: {cold_longer:.1f} s in an empty cache ({own['tuned'][0]['median_us']:.0f} us), "
-              f"{warm_longer:.1f} s beside this one ({led['tuned'][0]['median_us']:.0f} us)")
     print(f"  the same winner {most} of {len(rows)} times; within 1 % of the best {near} of {len(rows)} times")
     found = {"runs": rows, "raced": raced, "same": most, "within": near}
-    return found | {"cold_s": cold, "warm_s": warm, "longer_cold_s": cold_longer, "longer_warm_s": warm_longer}
+    return found | {"cold_s": cold, "warm_s": warm}
 
 
 def kill(bench):
@@ -255,6 +249,53 @@ def devices(bench):
     return rows
 
 
+def length(problem, factor):
+    longer = list(problem)
+    at = longer.index("--q-len") + 1
+    longer[at] = str(factor * int(longer[at]))
+    return longer
+
+
+def warm(bench):
+    beside, alone, longer = bench.cache("warm-beside"), bench.cache("warm-alone"), length(bench.problem, 2)
+    first, seconds = bench.tune(beside, *bench.limits())
+    if not first:
+        return None
+    print(f"  at first: {seconds:.1f} s, {len(first['tuned'][0]['trials'])} tried")
+    rows = {}
+    for name, cache in (("in an empty cache", alone), ("beside the half", beside)):
+        before = set(kernels(cache))
+        report, seconds = bench.tune(cache, *bench.limits(), problem=longer)
+        if not report:
+            return None
+        tuned, new = report["tuned"][0], len(set(kernels(cache)) - before)
+        rows[name] = {key: tuned[key] for key in ("schedule", "median_us")}
+        rows[name] |= {"seconds": seconds, "tried": len(tuned["trials"]), "compiled": new}
+        print(f"  {name}: {seconds:.1f} s, {len(tuned['trials'])} tried, {new} compiled, {tuned['median_us']:.1f} us  "
+              f"{tuned['schedule']}")
+    won = {row["schedule"] for row in rows.values()}
+    if len(won) > 1:
+        raced, _ = bench.tune(beside, "--only", ",".join(won), problem=longer)
+        if raced:
+            found = times(raced)
+            best = min(found[name] for name in won)
+            rows["raced"] = {name: found[name] / best for name in won}
+            print("  raced together:", ", ".join(f"{found[name] / best:.4f} {name}" for name in sorted(won)))
+    return rows
+
+
+def family(bench):
+    lengths = ",".join(length(bench.problem, n)[bench.problem.index("--q-len") + 1] for n in (1, 2, 4, 8))
+    several = list(bench.problem)
+    several[several.index("--q-len") + 1] = lengths
+    report, seconds = bench.tune(bench.cache("family"), "--family", *bench.limits(), problem=several)
+    if not report:
+        return None
+    serving = {t["schedule"] for t in report["tuned"]}
+    print(f"  {len(report['tuned'])} lengths in {seconds:.1f} s, served by {len(serving)} kernels")
+    return {"seconds": seconds, "kernels": sorted(serving)}
+
+
 def graph(bench):
     cache, rows = bench.cache("graph"), {}
     for name, more in (("eager", []), ("graph", ["--graph"])):
@@ -272,7 +313,10 @@ def graph(bench):
     return rows
 
 
-SHOWS = {"repeat": repeat, "kill": kill, "two": two, "faults": faults, "graph": graph, "devices": devices}
+SHOWS = {
+    "repeat": repeat, "kill": kill, "two": two, "faults": faults, "warm": warm, "family": family, "graph": graph,
+    "devices": devices,
+}
 
 
 def main():

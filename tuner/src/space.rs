@@ -6,6 +6,7 @@ use flashtune_cache::DeviceFingerprint;
 use flashtune_codegen::{Arch, Family, Kernel, Problem, Schedule, Shape, ShapeBucket};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use std::collections::HashSet;
 
 /// The most schedules that a search looks at: the best by the model, and of the others an even sample. A space of Hopper
 /// has ten times as many.
@@ -44,11 +45,11 @@ impl Space {
     }
 }
 
-/// The schedules for a problem and shape.
+/// The schedules for a problem and shape, `also` among them as far as they fit.
 ///
 /// # Errors
 /// When no family computes the problem on the device; the reason is the last family's.
-pub(crate) fn space(problem: &Problem, shape: &Shape, device: &DeviceFingerprint) -> Result<Space> {
+pub(crate) fn space(problem: &Problem, shape: &Shape, device: &DeviceFingerprint, also: &[Schedule]) -> Result<Space> {
     let arch = device.arch;
     let families = families(problem, arch)?;
     let bucket = ShapeBucket::of(shape);
@@ -69,10 +70,9 @@ pub(crate) fn space(problem: &Problem, shape: &Shape, device: &DeviceFingerprint
     if legal > MOST + SAMPLE {
         let rest = ranked.split_off(MOST);
         let step = rest.len() as f64 / SAMPLE as f64;
-        ranked.extend((0..SAMPLE).map(|i| rest[(i as f64 * step) as usize]));
-        if !ranked.iter().any(|(_, k)| *k == default) {
-            ranked.push((cost(&default, shape, device), default));
-        }
+        let sample: HashSet<usize> = (0..SAMPLE).map(|i| (i as f64 * step) as usize).collect();
+        let asked = |k: &Kernel| *k == default || also.contains(&k.schedule);
+        ranked.extend(rest.into_iter().enumerate().filter(|(i, r)| sample.contains(i) || asked(&r.1)).map(|(_, r)| r));
     }
     let (costs, kernels): (Vec<f64>, Vec<Kernel>) = ranked.into_iter().unzip();
     let default = kernels.iter().position(|k| *k == default).expect("it was put in");
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn everything_fits_and_the_default_is_there() {
-        let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80)).unwrap();
+        let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80), &[]).unwrap();
         let bucket = ShapeBucket::of(&shape(4096));
         let default = Schedule::default_for(Family::ForwardSm80, &problem(DType::Bf16), SM80, &bucket).unwrap();
         assert_eq!(space.kernels[space.default].schedule, default);
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_sample_is_even_and_begins_with_the_default() {
-        let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80)).unwrap();
+        let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80), &[]).unwrap();
         for count in [1, 2, 50, space.legal, usize::MAX] {
             let sample = space.sample(count);
             let distinct: std::collections::BTreeSet<_> = sample.iter().collect();
@@ -154,11 +154,11 @@ mod tests {
 
     #[test]
     fn the_plain_family_serves_only_where_nothing_else_does() {
-        let f32 = space(&problem(DType::F32), &shape(1024), &device(SM80)).unwrap();
+        let f32 = space(&problem(DType::F32), &shape(1024), &device(SM80), &[]).unwrap();
         assert!(f32.kernels.iter().all(|k| k.schedule.family() == Family::ForwardNaive) && f32.kernels.len() == 1);
-        let cpu = space(&problem(DType::F32), &shape(1024), &device(Arch::Cpu(CpuIsa::Avx2))).unwrap();
+        let cpu = space(&problem(DType::F32), &shape(1024), &device(Arch::Cpu(CpuIsa::Avx2)), &[]).unwrap();
         assert!(cpu.kernels.len() > 5 && cpu.kernels.iter().all(|k| k.schedule.family() == Family::ForwardCpu));
         let old = Arch::Sm(SmArch { number: 70, specific: false });
-        assert!(space(&problem(DType::F16), &shape(64), &device(old)).is_err());
+        assert!(space(&problem(DType::F16), &shape(64), &device(old), &[]).is_err());
     }
 }

@@ -100,7 +100,7 @@ impl Tuning<'_> {
     fn run(&mut self, compiler: &Arc<dyn Compiler>, past: &Past) -> Result<Outcome> {
         self.started = Instant::now();
         self.phase(Phase::Space, None);
-        let space = space(&self.job.problem, &self.job.shape, &self.key.device)?;
+        let space = space(&self.job.problem, &self.job.shape, &self.key.device, &past.schedules())?;
         self.runner.start(&Inputs::of(self.job));
         let mut field = self.search(&space, past, &**compiler)?;
         let measured = self.measure(&mut field)?;

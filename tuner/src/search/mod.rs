@@ -15,6 +15,7 @@ mod replay;
 pub(crate) use map::Map;
 pub(crate) use past::Past;
 
+use crate::stats::median;
 use correction::Correction;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -40,6 +41,15 @@ const NEAR: u32 = 2;
 /// Batches in a row without an improvement of [`IMPROVEMENT`] after which a search ends.
 const PATIENCE: usize = 3;
 const IMPROVEMENT: f64 = 0.01;
+/// The share of all trials before which a search does not end for want of improvement, and the same with a neighbour's
+/// measurements to lead it, which ends at the first batch without one.
+const LEAST: f64 = 0.5;
+const LEAST_LED: f64 = 0.25;
+/// How far the logarithms of times may be from those of a neighbour, in the median and apart from what they have in common,
+/// before it leads no more.
+const DISAGREEMENT: f64 = 0.08;
+/// Of a neighbour's schedules, those within this of its best are tried before anything has to be compiled.
+const PROMISING: f64 = 1.25;
 /// A failure counts as if the schedule took this many times as long as the model says.
 const FAILURE: f64 = 2.0;
 
@@ -53,6 +63,14 @@ enum Known {
     Failed,
 }
 
+/// What a neighbouring size says of a schedule: the time there, and the model's cost there.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Hint {
+    pub schedule: usize,
+    pub us: f64,
+    pub cost: f64,
+}
+
 /// A search over the schedules of a space, which are numbered by the model's ranking.
 pub(crate) struct Portfolio {
     /// Logarithm of the model's cost.
@@ -64,6 +82,8 @@ pub(crate) struct Portfolio {
     /// What is to be tried before anything else.
     first: Vec<usize>,
     seeds: Vec<usize>,
+    /// A neighbour's measurements, the fastest first.
+    hints: Vec<Hint>,
     max_trials: usize,
     batch: usize,
     proposed: usize,
@@ -84,6 +104,7 @@ impl Portfolio {
             steps_to_known: vec![u32::MAX; costs.len()],
             first: vec![default],
             seeds: seeds.iter().copied().filter(|s| *s != default).collect(),
+            hints: Vec::new(),
             max_trials: max_trials.max(1),
             batch,
             proposed: 0,
@@ -96,6 +117,13 @@ impl Portfolio {
     /// The same search in batches of another size, no smaller than [`SMALLEST_BATCH`].
     pub fn in_batches_of(self, batch: usize) -> Self {
         Self { batch: batch.max(SMALLEST_BATCH), ..self }
+    }
+
+    /// The same search, led by a neighbour's measurements, of which the fastest comes first. Where the model misjudges
+    /// schedules there it is taken to misjudge them here, and what was good there is tried first: its kernels are compiled
+    /// already. Then new ones, until a batch of them brings no improvement.
+    pub fn led_by(self, hints: Vec<Hint>) -> Self {
+        Self { hints, ..self }
     }
 
     /// A schedule that is known to fail: it is not tried, and speaks against its neighbours.
@@ -116,11 +144,15 @@ impl Portfolio {
         if self.proposed == 0 {
             return self.first_batch(left);
         }
+        if self.disagreement().is_some_and(|apart| apart > DISAGREEMENT) {
+            self.hints.clear();
+        }
         let best = self.times().map(|(_, us)| us).fold(f64::INFINITY, f64::min);
         self.idle_batches = if best < self.best * (1.0 - IMPROVEMENT) { 0 } else { self.idle_batches + 1 };
         self.best = self.best.min(best);
         // Too few results prove nothing.
-        if self.idle_batches > PATIENCE && self.proposed * 2 >= self.max_trials {
+        let (patience, least) = if self.hints.is_empty() { (PATIENCE, LEAST) } else { (0, LEAST_LED) };
+        if self.idle_batches > patience && self.proposed as f64 >= least * self.max_trials as f64 {
             return Vec::new();
         }
         let room = room.min(left).min(self.batch);
@@ -150,8 +182,17 @@ impl Portfolio {
     }
 
     /// The default, seeds, what the model likes best and is not alike, and some that it would not choose. Mixed, so
-    /// that whoever has no time for all has some of each.
+    /// that whoever has no time for all has some of each. With a neighbour to lead, what was good there instead.
     fn first_batch(&mut self, left: usize) -> Vec<usize> {
+        if let Some(best) = self.hints.first().map(|h| h.us) {
+            let mut batch = Vec::new();
+            let size = self.batch.min(left);
+            let good = self.hints.iter().take_while(|h| h.us <= PROMISING * best).map(|h| h.schedule);
+            let first = std::mem::take(&mut self.first).into_iter().chain(self.seeds.clone()).chain(good);
+            let first: Vec<usize> = first.collect();
+            self.take(&mut batch, first, size);
+            return batch;
+        }
         // What fits altogether needs no search.
         let whole = self.open().count() <= self.max_trials;
         let first = (self.max_trials as f64 * FIRST_SHARE) as usize;
@@ -218,10 +259,26 @@ impl Portfolio {
         })
     }
 
+    /// How far apart measurements and hints are: the median of what is left of their ratios without the median ratio.
+    fn disagreement(&self) -> Option<f64> {
+        let ratio = |h: &Hint| match self.known[h.schedule] {
+            Known::Time(us) => Some(us.ln() - h.us.ln()),
+            _ => None,
+        };
+        let ratios: Vec<f64> = self.hints.iter().filter_map(ratio).collect();
+        let usual = median(&ratios)?;
+        median(&ratios.iter().map(|r| (r - usual).abs()).collect::<Vec<_>>())
+    }
+
     /// Logarithm of the expected time of every open schedule: the model's cost, corrected by what was measured.
     fn predictions(&self) -> Vec<f64> {
         let mut errors: Vec<(usize, f64)> = self.times().map(|(i, us)| (i, us.ln() - self.costs[i])).collect();
         let overall = errors.iter().map(|e| e.1).sum::<f64>() / errors.len().max(1) as f64;
+        // By how much more than on average the model was off at the neighbour.
+        let off = |h: &Hint| h.us.ln() - h.cost.max(f64::MIN_POSITIVE).ln();
+        let usual = self.hints.iter().map(off).sum::<f64>() / self.hints.len().max(1) as f64;
+        let unknown = self.hints.iter().filter(|h| !matches!(self.known[h.schedule], Known::Time(_) | Known::Failed));
+        errors.extend(unknown.map(|h| (h.schedule, overall + off(h) - usual)));
         let failed = (0..self.known.len()).filter(|&i| self.known[i] == Known::Failed);
         errors.extend(failed.map(|i| (i, overall + FAILURE.ln())));
         let correction = Correction::fit(&self.map, &errors);

@@ -3,11 +3,16 @@
 use crate::Result;
 use crate::worker::TOOK_TOO_LONG;
 use flashtune_cache::{Record, RecordKey, Stage, Store, TrialResult};
-use flashtune_codegen::Schedule;
+use flashtune_codegen::{Schedule, Shape};
 use std::collections::HashMap;
 
 /// Earlier winners to try again.
 const SEEDS: usize = 6;
+/// Sizes further away than this tell little of how schedules compare ([`flashtune_codegen::ShapeBucket::distance`]: both
+/// lengths four times apart).
+const REACH: f64 = 6.0;
+/// Fewer measurements than this lead nobody.
+const FEW: usize = 6;
 
 /// Results of neighbours: other sizes of the problem, other devices, other templates.
 #[derive(Debug, Clone, Default)]
@@ -17,9 +22,27 @@ pub(crate) struct Past {
     /// Schedules that these very templates and this compiler gave no kernel for, with the reason; sizes do not matter to
     /// that.
     pub failed: HashMap<Schedule, (Stage, String)>,
+    /// What was measured at the nearest sizes.
+    pub neighbour: Option<Neighbour>,
+}
+
+/// Measurements of one tuning on this device, with these templates and this compiler: its kernels are the ones that would be
+/// compiled here.
+#[derive(Debug, Clone)]
+pub(crate) struct Neighbour {
+    /// The sizes that were timed.
+    pub shape: Shape,
+    /// Median microseconds of each, the fastest first.
+    pub times: Vec<(Schedule, f64)>,
 }
 
 impl Past {
+    /// All schedules that are of interest here.
+    pub fn schedules(&self) -> Vec<Schedule> {
+        let measured = self.neighbour.iter().flat_map(|n| n.times.iter().map(|(s, _)| *s));
+        self.seeds.iter().copied().chain(measured).collect()
+    }
+
     /// Reads the journal.
     ///
     /// # Errors
@@ -46,7 +69,16 @@ impl Past {
             }
         }
         for neighbour in neighbours.iter().filter(|r| r.key.device == key.device) {
+            let near = past.neighbour.is_none() && neighbour.key.bucket.distance(&key.bucket) <= REACH;
+            let mut times = HashMap::new();
             for trial in store.trials(&neighbour.key)? {
+                if let TrialResult::Timed { median_us, .. } = trial.result
+                    && trial.templates == templates
+                    && trial.compiler == compiler
+                    && median_us > 0.0
+                {
+                    times.insert(trial.schedule, median_us);
+                }
                 if let TrialResult::Failed { stage: stage @ (Stage::Render | Stage::Compile), reason } = trial.result
                     && trial.templates == templates
                     && trial.compiler == compiler
@@ -55,6 +87,11 @@ impl Past {
                 {
                     past.failed.insert(trial.schedule, (stage, reason));
                 }
+            }
+            if near && times.len() >= FEW {
+                let mut times: Vec<_> = times.into_iter().collect();
+                times.sort_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
+                past.neighbour = Some(Neighbour { shape: neighbour.provenance.shape, times });
             }
         }
         Ok(past)

@@ -1,13 +1,13 @@
 //! Searches replayed on tables that were recorded on real devices (`flashtune tune --exhaustive`): how many schedules have
 //! to be tried until one is within 1 % of the best, over 100 seeds; never more than picks by chance need.
 
-use super::{Map, Portfolio};
+use super::{Hint, Map, Portfolio};
 use crate::model::cost;
 use flashtune_cache::DeviceFingerprint;
 use flashtune_codegen::{Kernel, Problem, Schedule, Shape, ShapeBucket};
-use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
 use serde::Deserialize;
 use std::path::Path;
 
@@ -32,7 +32,12 @@ struct Table {
 }
 
 /// A table in the model's order.
+#[derive(Clone)]
 struct Replay {
+    device: DeviceFingerprint,
+    problem: Problem,
+    shape: Shape,
+    schedules: Vec<Schedule>,
     costs: Vec<f64>,
     map: Map,
     default: usize,
@@ -51,19 +56,31 @@ fn load(name: &str) -> Replay {
     let bucket = ShapeBucket::of(&table.shape);
     let default = Schedule::default_for(family, &table.problem, table.device.arch, &bucket).unwrap();
     Replay {
+        schedules: rows.iter().map(|r| r.1).collect(),
         costs: rows.iter().map(|r| r.0).collect(),
         map: Map::new(rows.iter().map(|r| r.1)),
         // A table that was recorded before the default changed begins with the model's best.
         default: rows.iter().position(|r| r.1 == default).unwrap_or(0),
         times: rows.iter().map(|r| r.2).collect(),
         best: rows.iter().filter_map(|r| r.2).fold(f64::INFINITY, f64::min),
+        device: table.device,
+        problem: table.problem,
+        shape: table.shape,
     }
+}
+
+/// What a search came to.
+struct Ended {
+    /// What was tried, in order.
+    tried: Vec<usize>,
+    /// Time of the best of it over the best of all.
+    behind: f64,
 }
 
 impl Replay {
     /// Evaluations until one is good enough; none when the search ends before.
     fn evaluations(&self, max_trials: usize, seed: u64) -> Option<usize> {
-        let mut search = Portfolio::new(&self.costs, self.map.clone(), self.default, &[], max_trials, seed);
+        let mut search = self.search(&[], max_trials, seed);
         let mut count = 0;
         loop {
             let batch = search.next(usize::MAX);
@@ -80,12 +97,98 @@ impl Replay {
         }
     }
 
+    fn search(&self, seeds: &[usize], max_trials: usize, seed: u64) -> Portfolio {
+        Portfolio::new(&self.costs, self.map.clone(), self.default, seeds, max_trials, seed)
+    }
+
+    /// A search to its end.
+    fn run(&self, mut search: Portfolio) -> Ended {
+        let mut tried = Vec::new();
+        loop {
+            let batch = search.next(usize::MAX);
+            if batch.is_empty() {
+                let best = tried.iter().filter_map(|i| self.times[*i]).fold(f64::INFINITY, f64::min);
+                return Ended { behind: best / self.best, tried };
+            }
+            batch.iter().for_each(|i| search.report(*i, self.times[*i]));
+            tried.extend(batch);
+        }
+    }
+
+    /// A search here that is led by what a search of another size has tried: its best are seeds, its times hints. Gives
+    /// also how many of the tried were not tried there.
+    fn led(&self, other: &Replay, seed: u64) -> (Ended, usize) {
+        let cold = other.run(other.search(&[], TRIALS, seed));
+        let hint = |i: &usize| {
+            let kernel = Kernel { problem: self.problem, schedule: other.schedules[*i], arch: self.device.arch };
+            let schedule = self.schedules.iter().position(|s| *s == kernel.schedule)?;
+            Some(Hint { schedule, us: other.times[*i]?, cost: cost(&kernel, &other.shape, &other.device) })
+        };
+        let mut hints: Vec<Hint> = cold.tried.iter().filter_map(hint).collect();
+        hints.sort_by(|a, b| a.us.total_cmp(&b.us));
+        let seeds: Vec<usize> = hints.iter().take(4).map(|h| h.schedule).collect();
+        let ended = self.run(self.search(&seeds, TRIALS, seed).led_by(hints.clone()));
+        let new = ended.tried.iter().filter(|i| !hints.iter().any(|h| h.schedule == **i)).count();
+        (ended, new)
+    }
+
+    /// As if it had been recorded at other sizes: each time is another by a factor of its own, whose logarithm spreads by so
+    /// much.
+    fn elsewhere(&self, spread: f64, seed: u64) -> Replay {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut other = |us: f64| {
+            let normal = (0..12).map(|_| rng.random::<f64>()).sum::<f64>() - 6.0;
+            2.5 * us * (spread * normal).exp()
+        };
+        let times: Vec<Option<f64>> = self.times.iter().map(|us| us.map(&mut other)).collect();
+        let best = times.iter().copied().flatten().fold(f64::INFINITY, f64::min);
+        Replay { times, best, ..self.clone() }
+    }
+
     /// The same for picks by chance.
     fn by_chance(&self, seed: u64) -> usize {
         let mut order: Vec<usize> = (0..self.times.len()).collect();
         order.shuffle(&mut StdRng::seed_from_u64(seed));
         let good = |i: &usize| self.times[*i].is_some_and(|us| us * ENOUGH <= self.best);
         order.iter().position(good).expect("the best is good enough") + 1
+    }
+}
+
+/// The trials of a usual job.
+const TRIALS: usize = 60;
+
+/// Median and 90th percentile.
+fn quantiles(all: impl Iterator<Item = f64>) -> (f64, f64) {
+    let mut all: Vec<f64> = all.collect();
+    all.sort_by(f64::total_cmp);
+    (all[all.len() / 2], all[all.len() * 9 / 10])
+}
+
+/// Spread of the neighbour's times around those here, and the most that may be tried in the median: all that a search without
+/// one tries, where it misleads.
+const NEIGHBOURS: [(f64, f64); 3] = [(0.02, 18.0), (0.05, 24.0), (0.3, 52.0)];
+
+#[test]
+fn a_neighbour_makes_a_search_short_and_one_that_misleads_is_not_followed() {
+    const SEEDS: u64 = 20;
+    for (name, ..) in LIMITS {
+        let here = load(name);
+        let cold: Vec<Ended> = (0..SEEDS).map(|seed| here.run(here.search(&[], TRIALS, seed))).collect();
+        let cold_tried = quantiles(cold.iter().map(|e| e.tried.len() as f64)).0;
+        for (spread, most) in NEIGHBOURS {
+            let led: Vec<(Ended, usize)> =
+                (0..SEEDS).map(|seed| here.led(&here.elsewhere(spread, seed), seed)).collect();
+            let tried = quantiles(led.iter().map(|(e, _)| e.tried.len() as f64));
+            let new = quantiles(led.iter().map(|(_, new)| *new as f64));
+            let behind = quantiles(led.iter().map(|(e, _)| e.behind));
+            println!(
+                "{name}, {spread} apart: {tried:?} tried, {new:?} new, {behind:.4?} of the best; {cold_tried} without"
+            );
+            assert!(tried.0 <= most.min(cold_tried), "{name}, {spread} apart: {tried:?} were tried");
+            assert!(behind.1 <= 1.01, "{name}, {spread} apart: {behind:?} of the best");
+            // What was tried there is compiled: a few new ones are left.
+            assert!(spread > 0.1 || new.0 <= 8.0, "{name}, {spread} apart: {new:?} were new");
+        }
     }
 }
 

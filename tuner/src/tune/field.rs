@@ -3,12 +3,14 @@
 use super::Tuning;
 use crate::build::{Builder, Compiled};
 use crate::candidate::Candidate;
+use crate::model::cost;
 use crate::race::{Rules, Standings};
 use crate::runner::Size;
-use crate::search::{Map, Past, Portfolio};
+use crate::search::{Hint, Map, Past, Portfolio};
 use crate::space::Space;
 use crate::{Event, Phase, Result, Search};
 use flashtune_cache::{Lesson, Stage};
+use flashtune_codegen::Schedule;
 use flashtune_runtime::Compiler;
 use std::time::Instant;
 
@@ -130,7 +132,7 @@ impl Tuning<'_> {
                 // As many as compile at the same time; beyond, results are worth more than compilers that idle.
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
                 let search = Portfolio::new(&space.costs, map, space.default, &seeds, max, seed);
-                let mut search = search.in_batches_of(cores.min(MOST_AT_ONCE));
+                let mut search = search.in_batches_of(cores.min(MOST_AT_ONCE)).led_by(self.hints(space, past));
                 // Who forces a job may have repaired what failed.
                 if !self.job.force {
                     past.failed.keys().filter_map(|s| space.position(s)).for_each(|i| search.fails(i));
@@ -138,6 +140,16 @@ impl Tuning<'_> {
                 Guide::Portfolio(Box::new(search))
             }
         }
+    }
+
+    /// What a neighbour measured, of the schedules that may be tried here. Who forces a job wants it searched anew.
+    fn hints(&self, space: &Space, past: &Past) -> Vec<Hint> {
+        let Some(neighbour) = past.neighbour.as_ref().filter(|_| !self.job.force) else { return Vec::new() };
+        let hint = |(s, us): &(Schedule, f64)| {
+            let schedule = space.position(s)?;
+            Some(Hint { schedule, us: *us, cost: cost(&space.kernels[schedule], &neighbour.shape, &self.key.device) })
+        };
+        neighbour.times.iter().filter_map(hint).collect()
     }
 
     /// What a process before this one gave up stays so.

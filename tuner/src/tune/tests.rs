@@ -300,3 +300,21 @@ fn what_neighbours_found_is_tried_first_and_what_never_compiled_is_not_tried_aga
     let forced = f.tune(&device, &Job { force: true, max_trials: count, ..near }).unwrap();
     assert_eq!(failure(&forced, schedules()[1]).map(|(stage, _)| stage), Some(Stage::Compile));
 }
+
+#[test]
+fn a_neighbouring_size_is_tuned_with_fewer_trials_and_kernels_that_are_there() {
+    let best = schedules().len() - 1;
+    let (device, compiler) = device(&[(best, Behaviour::Right { us: 60.0 })]);
+    let f = fixture();
+    let first = f.tune(&device, &job()).unwrap();
+    let compiled = compiler.compiled.load(Ordering::Relaxed);
+    let mut near = job();
+    near.shape.kv_len = 250;
+    let led = f.tune(&device, &near).unwrap();
+    assert_eq!(led.record.schedule, schedules()[best]);
+    assert!(led.trials.len() * 2 <= first.trials.len() + 1, "{} after {}", led.trials.len(), first.trials.len());
+    assert_eq!(compiler.compiled.load(Ordering::Relaxed), compiled, "kernels serve all sizes");
+    // Whoever forces a job wants it searched anew.
+    let forced = f.tune(&device, &Job { force: true, ..near }).unwrap();
+    assert_eq!(forced.trials.len(), first.trials.len());
+}
