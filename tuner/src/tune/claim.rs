@@ -19,7 +19,7 @@ pub(super) enum Begun {
     /// The work is this process's, until the claims are dropped: on the record, and on the device.
     Mine {
         compiler: Arc<dyn Compiler>,
-        past: Past,
+        past: Box<Past>,
         claims: [Claim; 2],
     },
 }
@@ -73,7 +73,7 @@ impl Tuning<'_> {
         if self.progress.known() > 0 {
             self.observer.event(&Event::Resumed { lessons: self.progress.known() });
         }
-        Ok(Begun::Mine { compiler, past, claims: [on_record, on_device] })
+        Ok(Begun::Mine { compiler, past: Box::new(past), claims: [on_record, on_device] })
     }
 
     /// Waits for a turn, and says so when it does not come at once.
