@@ -80,6 +80,9 @@ constexpr float kCapLog2 = (kScoreCap < 0.0f ? -kScoreCap : kScoreCap) * kLog2E;
 constexpr int kReference = kCapLog2 > 40.0f ? int(kCapLog2) - 39 : 0;
 constexpr bool kBounded = kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> && kCapLog2 + kReference <= 106.0f;
 
+// What a program reads along the keys is asked for before the scores are waited for.
+constexpr bool kReadAhead = kScoreReads > 0;
+
 // A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds; but not
 // beside a sink, whose sum is not empty.
 constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;

@@ -125,7 +125,7 @@ fn search(on_ci: u64, kernel: impl Fn(u64) -> Kernel + Sync) {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 27] = [
+const PROGRAMS: [&str; 29] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -154,6 +154,8 @@ const PROGRAMS: [&str; 27] = [
     "t: f32[*]; reach: int in 0..20; score = score + t[clamp(kv - q, -reach, reach) + reach];",
     "s: f32[heads]; score = 50.0 * tanh(score * s[h]);",
     "s: f32[heads]; mask = kv <= q and q - kv < 90; score = tanh(-1.5 * score) * -2.0; sink = s[h];",
+    "bias: bf16[heads, 1, kv_len]; other: bf16[q_len, kv_len]; mask = kv <= q + 9; score = score * bias[h, q, kv] + other[q, kv];",
+    "bias: bf16[heads, q_len, kv_len]; mask = kv % 3 != 1; score = score + 0.5 * tanh(score) + bias[h, q, kv];",
 ];
 
 /// Score programs under random schedules; `EMULATE_SECONDS` as above.

@@ -124,9 +124,12 @@ impl Sm90Schedule {
     /// numbers spilled: elements that change with the key are loaded ahead of their use.
     fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
-        let OfScores { mask, score, reads, reads_along_keys, gathers, divides_at_run_time, .. } = p.of_scores();
+        let OfScores { mask, score, reads, reads_along_keys, gathers, reads_of_halves, divides_at_run_time, .. } =
+            p.of_scores();
         let kind = match reads_along_keys {
             true if score && (mask || gathers) => 100,
+            // What is read ahead comes on top (`registers_ahead`).
+            true if score && reads_of_halves > 0 => 12,
             true if score => 72,
             true => 76,
             false if divides_at_run_time => 52,
@@ -140,6 +143,11 @@ impl Sm90Schedule {
         let rows = p.rows().map_or(0, |r| if r.searches.is_empty() { 12 } else { 16 });
         // The window beside it is one more mask.
         kind + rows + if mask && kind > 0 && problem.mask.any() { 20 } else { 0 }
+    }
+
+    /// Registers of what a program reads along the keys ahead of its use: two rows, two elements in one.
+    fn registers_ahead(&self, problem: &Problem) -> u32 {
+        problem.program.map_or(0, |p| p.of_scores().reads_of_halves) * self.block_kv / 4
     }
 
     /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
@@ -194,7 +202,8 @@ impl Sm90Schedule {
         };
         let largest = |chain, least: u32, room: u32| {
             let mut sizes = (least / 16..=most / 16).rev().map(|n| Self { block_kv: n * 16, chain, ..base });
-            let roomy = |s: &Self| s.least_registers(problem) + room <= s.consumer_registers(problem);
+            let needed = |s: &Self| s.least_registers(problem) + s.registers_ahead(problem) + room;
+            let roomy = |s: &Self| needed(s) <= s.consumer_registers(problem);
             sizes.find(|s| s.fits(problem, sm) && roomy(s))
         };
         // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.

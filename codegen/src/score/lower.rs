@@ -72,7 +72,8 @@ pub fn lower(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str) -> Cod
     run(graph, roots, dialect, prefix, false, false)
 }
 
-/// [`lower_fragments`] that reads floats along the keys by `ft_along`: two in one load where they lie side by side.
+/// [`lower_fragments`] that reads floats along the keys by `ft_along`: two in one load where they lie side by side, and maybe
+/// ahead of their use.
 pub fn lower_scores(graph: &Graph, roots: &[Id], prefix: &str) -> Code {
     run(graph, roots, Dialect::Cuda, prefix, true, true)
 }
@@ -452,7 +453,8 @@ impl Lowering<'_> {
         places[last] = format!("kv_first * {p}t{t}s{last}");
         let (element, at) = (self.dialect.element(storage), places.join(" + "));
         self.code.row.push_str(&format!("const {element} *const {name}p = {p}t{t} + ({at});\n"));
-        let read = format!("ft_along_{}({name}p, offset, {p}t{t}s{last})", storage.name());
+        let nth = self.code.along_keys.len();
+        let read = format!("ft_along_{}({name}p, offset, {p}t{t}s{last}, {nth})", storage.name());
         self.code.element.push_str(&format!("const float {name} = {read};\n"));
         self.code.along_keys.push((format!("{name}p"), format!("{p}t{t}s{last}"), storage.bytes() as u32));
     }

@@ -71,6 +71,12 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
     let paired: Vec<String> = (score.along_keys.iter())
         .map(|(p, stride, bytes)| format!("{stride} == 1 && (u64){p} % {} == 0", 2 * bytes))
         .collect();
+    // Reads that are kept in registers from ahead of their use: of two bytes for an element.
+    let halves = || score.along_keys.iter().enumerate().filter(|(_, read)| read.2 == 2);
+    let take_ahead: String = halves()
+        .map(|(i, (p, stride, _))| format!("ahead.template take<kPaired>({i}, {p}, {stride}, last);\n"))
+        .collect();
+    let reads_ahead = if take_ahead.is_empty() || !tanhs.is_empty() { 0 } else { score.along_keys.len() };
     let capped = |i: usize| score.capped.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
     let shift = |i: usize| score.shift.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
     let lines = |live: &[(&'static str, String)], line: fn(&str, &str) -> String| -> String {
@@ -106,6 +112,8 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         ("score_tanh", u32::from(!tanhs.is_empty()).to_string()),
         ("score_along", u32::from(!score.along_keys.is_empty()).to_string()),
         ("score_paired", if paired.is_empty() { "false".to_owned() } else { paired.join(" && ") }),
+        ("score_reads_ahead", reads_ahead.to_string()),
+        ("score_take_ahead", take_ahead),
         ("score_tanh_multiples", u32::from(score.multiples).to_string()),
         ("score_tanh_largest", if largest.is_empty() { "0.0f".to_owned() } else { largest }),
         ("score_shift", u32::from(score.shift.is_some()).to_string()),

@@ -173,7 +173,7 @@ impl Program {
             match node {
                 Node::Scalar(_) => found.reads = true,
                 Node::Unary(Unary::Tanh, _) => found.tanh = true,
-                Node::Load { index, .. } => {
+                Node::Load { tensor, index } => {
                     found.reads = true;
                     let Some((last, leading)) = index.split_last() else { continue };
                     let by_key = *self.graph.node(*last) == Node::Var(Var::Kv)
@@ -181,6 +181,8 @@ impl Program {
                         && leading.iter().all(|i| !self.graph.depends(*i).kv);
                     found.reads_along_keys |= self.graph.depends(id).kv;
                     found.gathers |= self.graph.depends(id).kv && !by_key;
+                    let halves = self.graph.declarations()[*tensor].storage.bytes() == 2;
+                    found.reads_of_halves += u32::from(by_key && halves);
                 }
                 Node::Binary(Binary::FloorDiv | Binary::Mod, _, by) => {
                     found.divides_at_run_time |= self.graph.as_int(*by).is_none();
@@ -208,6 +210,8 @@ pub struct OfScores {
     pub reads_along_keys: bool,
     /// ... by an index that is not the key itself, or that are no floats.
     pub gathers: bool,
+    /// How many reads along the keys are of floats of two bytes.
+    pub reads_of_halves: u32,
     /// Ints are divided by what is known at run time alone.
     pub divides_at_run_time: bool,
     /// Scalars or tensors are read at all.

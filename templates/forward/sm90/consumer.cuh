@@ -18,6 +18,7 @@ struct Consumer {
     ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
     float cap_factor;  // where a program caps the scores
     KeyRange runs[2];
+    ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
@@ -194,6 +195,13 @@ struct Consumer {
                 runs[h] = program_row<false>(head(work), min_of(row + h * 8, args.forward.q_len - 1), work.kept());
             }
         }
+        if (kOverlap && attends(work)) read_ahead(work, work.own.end - 1);
+    }
+    // What the program reads along the keys of block n: asked for before the scores are, so that memory answers meanwhile.
+    __device__ __forceinline__ void read_ahead(const Work& work, int n) {
+        if (!kReadAhead) return;
+        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+        program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
     }
     // What the score program and the window make of the scores of block n.
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
@@ -207,7 +215,7 @@ struct Consumer {
             } else if (kProgramShift) {
                 program_shifted<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude(), softmax.shift);
             } else {
-                program_scores<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude());
+                program_scores<kCut, kBlockKV / 8, !kProgramRows, kReadAhead>(at, head(work), kept, row, key, magnitude(), &ahead);
             }
         };
         if (masked) {
@@ -313,6 +321,7 @@ struct Consumer {
     // so that the last product remains.
     __device__ __forceinline__ void attend(const Work& work, float c) {
         const auto overlapped = [&](int n, auto masked) {
+            read_ahead(work, n);
             wait_k();
             wait_turn();
             issue_qk();
@@ -334,6 +343,7 @@ struct Consumer {
             round();
         };
         const auto serial = [&](int n, auto masked) {
+            read_ahead(work, n);
             wait_k();
             wait_turn();
             issue_qk();

@@ -30,6 +30,8 @@ constexpr bool kProgramShift = @{ score_shift }@;
 // Whether the score becomes kScoreCap * tanh(factor * score), and so is bounded by a number that is known here.
 constexpr bool kProgramCapped = @{ score_capped }@;
 constexpr float kScoreCap = @{ score_cap }@;
+// How many reads along the keys may come ahead of their use; 0 if none is of two bytes.
+constexpr int kScoreReads = @{ score_reads_ahead }@;
 // Whether the mask leaves each query one run of keys, and whether the ends of runs are searched for.
 constexpr bool kProgramRows = @{ program_rows }@;
 constexpr bool kProgramSearch = @{ program_search }@;
@@ -152,16 +154,22 @@ __device__ __forceinline__ bool score_paired(const ProgramHead& head, const Scor
     (void)row;
 @{ score_inputs }@@{ score_row_load }@    return @{ score_paired }@;
 }
-#define FT_ALONG_KEYS                                                                                              \
-    const auto ft_along_bf16 = AlongKeys<kPaired>::bf16;                                                          \
-    const auto ft_along_f16 = AlongKeys<kPaired>::f16;                                                            \
-    const auto ft_along_f32 = AlongKeys<kPaired>::f32;                                                            \
+// Reads ahead what the scores of a row take along the keys; `last` is the distance of the last key.
+template <bool kPaired, typename Ahead>
+__device__ __forceinline__ void score_take_ahead(const ProgramHead& head, const ScoreRow& row, int last, Ahead& ahead) {
+    FT_PROGRAM_HEAD;
+    (void)row, (void)last, (void)ahead;
+@{ score_inputs }@@{ score_row_load }@@{ score_take_ahead }@}
+#define FT_ALONG_KEYS                                                                                                    \
+    const auto ft_along_bf16 = [&](const u16* p, int at, i64 stride, int nth) { return along.bf16(p, at, stride, nth); }; \
+    const auto ft_along_f16 = [&](const u16* p, int at, i64 stride, int nth) { return along.f16(p, at, stride, nth); };   \
+    const auto ft_along_f32 = [&](const float* p, int at, i64 stride, int nth) { return along.f32(p, at, stride, nth); }; \
     (void)ft_along_bf16, (void)ft_along_f16, (void)ft_along_f32
 
-// What becomes of the score raw * scale. With kSmall no tanh is taken of more than kSmallTanh.
-template <bool kSmall = false, bool kPaired = false>
+// What becomes of the score raw * scale. With kSmall no tanh is taken of more than kSmallTanh. `along` reads along the keys.
+template <bool kSmall = false, typename Along = AlongKeys<false>>
 __device__ __forceinline__ float score_element(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
-                                               int kv_first, int offset, float raw, float scale) {
+                                               int kv_first, int offset, float raw, float scale, const Along& along = {}) {
     FT_PROGRAM_HEAD;
     const int kv = kv_first + offset;
     const float score = raw * scale;
@@ -178,7 +186,7 @@ __device__ __forceinline__ float score_tanh_largest(const ProgramHead& head, con
     const int kv = kv_first + offset;
     const float score = raw * scale;
     const auto ft_capf = ft_cap<false>;
-    constexpr bool kPaired = false;
+    const AlongKeys<false> along;
     FT_ALONG_KEYS;
     (void)kept, (void)row, (void)q, (void)kv, (void)score, (void)ft_capf;
 @{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_tanh_largest }@;
@@ -214,12 +222,31 @@ __device__ __forceinline__ bool program_visible(const ProgramHead& head, int q, 
 
 <% include "lib/cuda/program_blocks.cuh" %>
 
+// What the scores of a thread's two rows read along the keys, ahead of its use.
+template <int kTiles> using ScoresAhead = ReadAhead<kScoreReads, kTiles>[2];
+template <int kTiles>
+__device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>& ahead, const ProgramHead& head, const ProgramKept& kept,
+                                                   int q, int kv_first, float scale) {
+    const int last = head.kv_len - 1 - kv_first;
+    const ScoreRow rows[2] = {score_row(head, kept.score, min_of(q, head.q_len - 1), kv_first, scale),
+                              score_row(head, kept.score, min_of(q + 8, head.q_len - 1), kv_first, scale)};
+    const bool paired = last >= 8 * kTiles - 7 && score_paired(head, rows[0]) && score_paired(head, rows[1]);
+    if (__any_sync(0xffffffff, !paired)) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) score_take_ahead<false>(head, rows[i], last, ahead[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; i++) score_take_ahead<true>(head, rows[i], last, ahead[i]);
+    }
+}
+
 // Applies the program to an accumulator of tiles of 8 columns (mma.cuh, wgmma.cuh): at(j, 2 * i + e) is the score of row
 // `q + 8 * i` with key `kv_first + 8 * j + e`. Rows and keys beyond the last repeat it: no index leaves a tensor, and
-// nobody reads what comes out. `scale` takes scores to natural units. Without kMask the mask is left to the caller.
-template <bool kMasked, int kTiles, bool kMask = true, typename At>
+// nobody reads what comes out. `scale` takes scores to natural units. Without kMask the mask is left to the caller. With kAhead
+// `ahead` holds what program_read_ahead() has found for these rows and keys.
+template <bool kMasked, int kTiles, bool kMask = true, bool kAhead = false, typename At>
 __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
-                                               int kv_first, float scale) {
+                                               int kv_first, float scale, const ScoresAhead<kTiles>* ahead = nullptr) {
     constexpr bool kElementMask = kMasked && kProgramMask && kMask;
     if (!kProgramScore && !kElementMask) return;
     const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
@@ -234,26 +261,27 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
             for (int e = 0; e < 2; e++) {
                 const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
 #pragma unroll
-                for (int i = 0; i < 2; i++) each(at(j, 2 * i + e), i, offset);
+                for (int i = 0; i < 2; i++) each(at(j, 2 * i + e), i, offset, 8 * j + e);
             }
         }
     };
-    const auto change = [&](auto small, auto paired) {
-        constexpr bool kSmall = decltype(small)::value, kPaired = decltype(paired)::value;
-        over_all([&](float& s, int i, int offset) {
+    const auto change = [&](auto small, const auto& along) {
+        constexpr bool kSmall = decltype(small)::value;
+        over_all([&](float& s, int i, int offset, int place) {
             if (kProgramScore) {
-                s = score_element<kSmall, kPaired>(head, kept.score, scores[i], rows[i], kv_first, offset, s, scale);
+                s = score_element<kSmall>(head, kept.score, scores[i], rows[i], kv_first, offset, s, scale, along[i].at(place));
             }
             if (kElementMask) s = mask_element(head, kept.mask, masks[i], rows[i], kv_first, offset) ? s : -FT_INFINITY;
         });
     };
+    const AlongKeys<false> one_by_one[2];
     if constexpr (kScoreTanh) {
         // The whole warp takes the short way, or none of it.
         float largest = 0.0f, of_row[2] = {0.0f, 0.0f};
         const auto of = [&](float raw, int i, int offset) {
             return score_tanh_largest(head, kept.score, scores[i], rows[i], kv_first, offset, raw, scale);
         };
-        over_all([&](float& s, int i, int offset) {
+        over_all([&](float& s, int i, int offset, int) {
             of_row[i] = fmaxf(of_row[i], kTanhOfMultiples ? fabsf(s) : of(s, i, offset));
         });
 #pragma unroll
@@ -261,19 +289,22 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
         // No power of a score is beyond a float's range in the polynomial.
         if (kTanhOfMultiples && max_of(of_row[0], of_row[1]) > 1e12f) largest = FT_INFINITY;
         if (__any_sync(0xffffffff, largest > kSmallTanh)) {
-            change(Bool<false>{}, Bool<false>{});
+            change(Bool<false>{}, one_by_one);
         } else {
-            change(Bool<true>{}, Bool<false>{});
+            change(Bool<true>{}, one_by_one);
         }
+    } else if constexpr (kAhead && kScoreReads > 0) {
+        change(Bool<false>{}, *ahead);
     } else if constexpr (kScoreAlong && !kMasked) {
         const bool paired = score_paired(head, scores[0]) && score_paired(head, scores[1]);
         if (__any_sync(0xffffffff, !paired)) {
-            change(Bool<false>{}, Bool<false>{});
+            change(Bool<false>{}, one_by_one);
         } else {
-            change(Bool<false>{}, Bool<true>{});
+            const AlongKeys<true> in_pairs[2];
+            change(Bool<false>{}, in_pairs);
         }
     } else {
-        change(Bool<false>{}, Bool<false>{});
+        change(Bool<false>{}, one_by_one);
     }
 }
 
@@ -367,8 +398,13 @@ template <bool kWarp>
 __device__ __forceinline__ KeyRange program_row(const ProgramHead&, int, const RunEnds&) { return {}; }
 template <int kBlockKV>
 __device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, BlockRange b, RunEnds* = nullptr) { return b; }
-template <bool kMasked, int kTiles, bool kMask = true, typename At>
-__device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float) {}
+struct NothingAhead {};
+template <int kTiles> using ScoresAhead = NothingAhead[2];
+template <int kTiles>
+__device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>&, const ProgramHead&, const ProgramKept&, int, int, float) {}
+template <bool kMasked, int kTiles, bool kMask = true, bool kAhead = false, typename At>
+__device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float,
+                                               const ScoresAhead<kTiles>* = nullptr) {}
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_shifted(const At&, const ProgramHead&, const ProgramKept&, int, int, float, float (&)[2]) {}
 __device__ __forceinline__ float program_cap_factor(const ProgramHead&, const ProgramKept&, float) { return 0.0f; }

@@ -55,26 +55,58 @@ __device__ __forceinline__ float ft_from_f16(u16 x) {
 }
 
 // Elements along the keys: element `offset` from a thread's first one, one by one or, where they lie side by side, in pairs,
-// whose second read the compiler finds to be the first.
+// whose second read the compiler finds to be the first. `nth` counts the reads of a program.
 typedef const u16* Halves;
 typedef const float* Floats;
 template <bool kPaired> struct AlongKeys {
-    static __device__ __forceinline__ u16 half(const u16* data, int offset, i64 stride) {
+    __device__ __forceinline__ AlongKeys at(int) const { return *this; }
+    __device__ __forceinline__ u16 half(const u16* data, int offset, i64 stride) const {
         if (!kPaired) return data[offset * stride];
         const u32 pair = *(const u32*)(data + (offset & ~1));
         return u16(offset & 1 ? pair >> 16 : pair);
     }
-    static __device__ __forceinline__ float bf16(const u16* data, int offset, i64 stride) {
+    __device__ __forceinline__ float bf16(const u16* data, int offset, i64 stride, int) const {
         if (!kPaired) return ft_from_bf16(data[offset * stride]);
         const u32 pair = *(const u32*)(data + (offset & ~1));
         return __uint_as_float(offset & 1 ? pair & 0xffff0000 : pair << 16);
     }
-    static __device__ __forceinline__ float f16(const u16* data, int offset, i64 stride) {
+    __device__ __forceinline__ float f16(const u16* data, int offset, i64 stride, int) const {
         return ft_from_f16(half(data, offset, stride));
     }
-    static __device__ __forceinline__ float f32(const float* data, int offset, i64 stride) {
+    __device__ __forceinline__ float f32(const float* data, int offset, i64 stride, int) const {
         return kPaired ? data[offset] : data[offset * stride];
     }
+};
+// Elements of two bytes that are read ahead of their use, for tiles of 8 columns: memory answers while products run. A thread
+// has two columns of each tile.
+template <int kReads, int kTiles> struct ReadAhead {
+    u32 pairs[kReads > 0 ? kReads : 1][kTiles];
+    // All elements from `first` on, as pairs or, with care not to pass the last, one by one.
+    template <bool kPaired> __device__ __forceinline__ void take(int nth, const u16* first, i64 stride, int last) {
+#pragma unroll
+        for (int j = 0; j < kTiles; j++) {
+            if (kPaired) {
+                pairs[nth][j] = *(const u32*)(first + 8 * j);
+            } else {
+                pairs[nth][j] = first[min_of(8 * j, last) * stride] | u32(first[min_of(8 * j + 1, last) * stride]) << 16;
+            }
+        }
+    }
+    // One of them, at a place that is a constant wherever the last key is.
+    struct At {
+        const ReadAhead& from;
+        int place;
+        __device__ __forceinline__ float bf16(const u16*, int, i64, int nth) const {
+            const u32 pair = from.pairs[nth][place / 8];
+            return __uint_as_float(place & 1 ? pair & 0xffff0000 : pair << 16);
+        }
+        __device__ __forceinline__ float f16(const u16*, int, i64, int nth) const {
+            const u32 pair = from.pairs[nth][place / 8];
+            return ft_from_f16(u16(place & 1 ? pair >> 16 : pair));
+        }
+        __device__ __forceinline__ float f32(const float* data, int offset, i64 stride, int) const { return data[offset * stride]; }
+    };
+    __device__ __forceinline__ At at(int place) const { return At{*this, place}; }
 };
 
 __device__ __forceinline__ float ft_exp2f(float x) {
