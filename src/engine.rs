@@ -1,15 +1,15 @@
 //! What a host holds: a device, the layers of stored results, and a policy.
 
 use crate::awaited::Awaited;
-use crate::{Error, Result, read_templates};
-use flashtune_cache::{ArtifactFiles, CacheDir, Launches, Layers, Trust, bundles_from_env};
+use crate::builder::{Builder, Candidates};
+use crate::{Error, Result};
+use flashtune_cache::{CacheDir, Launches, Layers};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramError, ProgramRef};
 use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, TemplateSet, unaddressable};
-use flashtune_runtime::dispatch::{Demand, Dispatcher, DispatcherConfig, Explanation, Plan, Policy};
+use flashtune_runtime::dispatch::{Demand, Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
-    Device, DeviceSpec, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView,
-    forward_call, no_graphs,
+    Device, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView, forward_call,
 };
 use flashtune_tuner::{Job, Observer, Outcome, Runner, WorkerCommand};
 use std::path::PathBuf;
@@ -74,48 +74,24 @@ impl Dispatch {
     }
 }
 
-/// How an [`Engine`] is made.
-#[derive(Default)]
-pub struct Builder {
-    spec: DeviceSpec,
-    device: Option<Arc<dyn Device>>,
-    policy: Policy,
-    launches: Option<Launches>,
-    cache_dir: Option<PathBuf>,
-    bundles: Vec<PathBuf>,
-    embedded: Option<&'static [u8]>,
-    trust: Option<Trust>,
-    templates: Option<PathBuf>,
-    candidates: Candidates,
-    default_meanwhile: bool,
-}
-
-/// Where candidates run when the engine tunes.
-#[derive(Default)]
-enum Candidates {
-    /// In the worker that the environment names, else in this process with a warning.
-    #[default]
-    Unsaid,
-    InWorker(WorkerCommand),
-    InThisProcess,
-}
-
 /// Attention on one device. `Send + Sync`: one engine serves all threads of a host.
 pub struct Engine {
-    dispatcher: Dispatcher,
-    templates: Arc<TemplateSet>,
-    cache: Option<CacheDir>,
-    policy: Policy,
-    launches: Launches,
-    candidates: Candidates,
+    pub(crate) dispatcher: Dispatcher,
+    pub(crate) templates: Arc<TemplateSet>,
+    pub(crate) cache: Option<CacheDir>,
+    pub(crate) policy: Policy,
+    pub(crate) launches: Launches,
+    pub(crate) candidates: Candidates,
     /// Whether a call waits for another process that tunes what it needs.
-    wait_for_tuners: bool,
+    pub(crate) wait_for_tuners: bool,
+    /// Whether a quick schedule answers calls while their own is being compiled.
+    pub(crate) quick_first: bool,
     /// What other processes are tuning, as far as a call met it.
-    awaited: Awaited,
+    pub(crate) awaited: Awaited,
     /// One tuning at a time: two at once would disturb each other's measurements.
-    tuning: Mutex<()>,
+    pub(crate) tuning: Mutex<()>,
     /// Where the classes that were met untuned go when the engine is dropped.
-    untuned_file: Option<PathBuf>,
+    pub(crate) untuned_file: Option<PathBuf>,
 }
 
 impl Drop for Engine {
@@ -125,158 +101,6 @@ impl Drop for Engine {
             tracing::warn!("the untuned shapes are not kept: {e}");
         }
     }
-}
-
-impl Builder {
-    /// Which device to open; a GPU if there is one, else the CPU, when not said.
-    pub fn device(mut self, spec: DeviceSpec) -> Self {
-        self.spec = spec;
-        self
-    }
-
-    /// Uses a device that is already open.
-    pub fn on(mut self, device: Arc<dyn Device>) -> Self {
-        self.device = Some(device);
-        self
-    }
-
-    /// What to do when nothing tuned fits; [`Policy::Default`] when not said.
-    pub fn policy(mut self, policy: Policy) -> Self {
-        self.policy = policy;
-        self
-    }
-
-    /// How the host launches; what `FLASHTUNE_LAUNCHES` says when not said, else eagerly. What was measured so goes before
-    /// what was measured otherwise, and is what the engine tunes for.
-    pub fn launches(mut self, launches: Launches) -> Self {
-        self.launches = Some(launches);
-        self
-    }
-
-    /// The folder of records and compiled kernels; `FLASHTUNE_CACHE` or the user's cache folder when not said.
-    pub fn cache_dir(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.cache_dir = Some(folder.into());
-        self
-    }
-
-    /// A bundle file to search after the user's own results; may be called again. Those of `FLASHTUNE_BUNDLES` follow.
-    /// It must be signed by a trusted key, see [`Builder::trust`].
-    pub fn bundle(mut self, file: impl Into<PathBuf>) -> Self {
-        self.bundles.push(file.into());
-        self
-    }
-
-    /// A bundle inside the host's binary (`include_bytes!`), searched last.
-    pub fn embedded(mut self, bundle: &'static [u8]) -> Self {
-        self.embedded = Some(bundle);
-        self
-    }
-
-    /// Whose bundles are used; what `FLASHTUNE_TRUSTED_KEYS` and `FLASHTUNE_ALLOW_UNSIGNED` say when not said.
-    pub fn trust(mut self, trust: Trust) -> Self {
-        self.trust = Some(trust);
-        self
-    }
-
-    /// A folder whose templates replace the built-in ones; `FLASHTUNE_TEMPLATES` when not said.
-    pub fn templates(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.templates = Some(folder.into());
-        self
-    }
-
-    /// Candidates run in processes of this program when the engine tunes, so that none of them can end the host:
-    /// [`WorkerCommand::flashtune`] with the path of the `flashtune` command, or the host itself if its `main` may call
-    /// [`flashtune_tuner::serve`]. That of `FLASHTUNE_WORKER` when not said.
-    pub fn worker(mut self, command: WorkerCommand) -> Self {
-        self.candidates = Candidates::InWorker(command);
-        self
-    }
-
-    /// Candidates run in the host's process when the engine tunes: one that faults ends the host, one that never ends
-    /// hangs it. Without a worker this happens too, but not without a warning.
-    pub fn tune_in_this_process(mut self) -> Self {
-        self.candidates = Candidates::InThisProcess;
-        self
-    }
-
-    /// Under the policy `tune`, a call that needs what another process is tuning takes the next best choice instead of
-    /// waiting for it (ten minutes at most). Once the other is done, within a second, its result is used.
-    pub fn default_meanwhile(mut self) -> Self {
-        self.default_meanwhile = true;
-        self
-    }
-
-    /// Opens device and layers. Compiles no kernel and writes nothing.
-    ///
-    /// # Errors
-    /// A device that is not there, a bundle that cannot be read or that nobody trusted signed, templates that do not
-    /// parse, graphs on a device that has none.
-    pub fn build(self) -> Result<Engine> {
-        let templates = match self.templates.or_else(templates_from_env) {
-            Some(folder) => read_templates(&folder)?,
-            None => TemplateSet::embedded(),
-        };
-        let templates = Arc::new(templates);
-        let cache = match CacheDir::resolve(self.cache_dir.as_deref()) {
-            Ok(dir) => Some(dir),
-            // A process without a home still computes; it keeps nothing.
-            Err(flashtune_cache::Error::NoFolder) => {
-                tracing::warn!("{}; nothing will be kept", flashtune_cache::Error::NoFolder);
-                None
-            }
-            Err(e) => return Err(e.into()),
-        };
-        let mut bundles = self.bundles;
-        bundles.extend(bundles_from_env());
-        let trust = match self.trust {
-            Some(trust) => trust,
-            None => Trust::from_env()?,
-        };
-        let layers = Arc::new(Layers::open_with(cache.as_ref(), &bundles, self.embedded, &trust)?);
-        let cache = layers.own().cloned();
-        let device = match self.device {
-            Some(device) => device,
-            None => flashtune_runtime::open(self.spec)?,
-        };
-        let launches = match self.launches {
-            Some(launches) => launches,
-            None => launches_from_env()?,
-        };
-        if launches == Launches::Graph && !device.has_graphs() {
-            return Err(no_graphs().into());
-        }
-        let dispatcher = Dispatcher::new(DispatcherConfig {
-            device,
-            launches,
-            templates: templates.clone(),
-            policy: self.policy,
-            layers,
-            artifacts: cache.as_ref().map(ArtifactFiles::new),
-        });
-        Ok(Engine {
-            dispatcher,
-            templates,
-            cache,
-            policy: self.policy,
-            launches,
-            candidates: self.candidates,
-            wait_for_tuners: !self.default_meanwhile,
-            awaited: Awaited::default(),
-            tuning: Mutex::new(()),
-            untuned_file: std::env::var_os(crate::UNTUNED_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from),
-        })
-    }
-}
-
-fn launches_from_env() -> Result<Launches> {
-    match std::env::var(crate::LAUNCHES_VARIABLE) {
-        Ok(text) if !text.is_empty() => Ok(text.parse()?),
-        _ => Ok(Launches::Eager),
-    }
-}
-
-fn templates_from_env() -> Option<PathBuf> {
-    std::env::var_os(crate::TEMPLATES_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from)
 }
 
 impl Engine {
@@ -328,7 +152,8 @@ impl Engine {
     /// Tensors that do not fit each other, or what the score program reads and is not given, problems that no kernel
     /// computes, [`flashtune_runtime::Error::Sealed`], and what compilers and drivers report. Nothing has been launched then.
     pub unsafe fn forward(&self, call: &Forward<'_>, stream: Stream) -> Result<Option<Dispatch>> {
-        let Some((dispatch, mut args, side)) = self.dispatch(call)? else { return Ok(None) };
+        let haste = || self.quick_first && !self.device().is_capturing(stream);
+        let Some((dispatch, mut args, side)) = self.dispatch(call, haste)? else { return Ok(None) };
         let Dispatch { plan, shape } = &dispatch;
         plan.count_call();
         let side = side.as_ref().map(SideTable::args);
@@ -340,13 +165,13 @@ impl Engine {
         Ok(Some(dispatch))
     }
 
-    /// All that comes before the launch of [`Engine::forward`]: afterwards such a call compiles and tunes nothing, and may
-    /// be captured. Touches no tensor.
+    /// All that comes before the launch of [`Engine::forward`], with the kernel itself and no quick one in its place:
+    /// afterwards such a call compiles and tunes nothing, and may be captured. Touches no tensor.
     ///
     /// # Errors
     /// As [`Engine::forward`].
     pub fn prepare(&self, call: &Forward<'_>) -> Result<Option<Dispatch>> {
-        Ok(self.dispatch(call)?.map(|(dispatch, ..)| dispatch))
+        Ok(self.dispatch(call, || false)?.map(|(dispatch, ..)| dispatch))
     }
 
     /// Refuses tensors that are certainly not in the device's memory: on CUDA those that begin or end in memory of the host,
@@ -382,7 +207,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::forward`], without those of tensors and launches.
     pub fn plan(&self, problem: &Problem, shape: &Shape) -> Result<Arc<Plan>> {
-        self.plan_for(problem, shape, Demand::Usual)
+        self.plan_for(problem, shape, Demand::Usual, || false)
     }
 
     /// Which kernel runs for these sizes, from which layer, and why no other does.
@@ -468,14 +293,19 @@ impl Engine {
         Ok((resolved, Some(side)))
     }
 
-    /// Kernel and arguments of a call, and what its score program reads; none when there is nothing to compute.
-    fn dispatch(&self, call: &Forward<'_>) -> Result<Option<(Dispatch, ForwardArgs, Option<SideTable>)>> {
+    /// Kernel and arguments of a call, and what its score program reads; none when there is nothing to compute. `haste` is
+    /// whether a quick schedule may stand in for one that must be compiled.
+    fn dispatch(
+        &self,
+        call: &Forward<'_>,
+        haste: impl Fn() -> bool,
+    ) -> Result<Option<(Dispatch, ForwardArgs, Option<SideTable>)>> {
         let (ForwardCall { problem, shape, mut args, aligned }, side) = self.resolve(call)?;
         if shape.is_empty() {
             return Ok(None);
         }
         args.weights = call.weights.unwrap_or(0);
-        let plan = self.plan_for(&problem, &shape, self.demand(call, &args, aligned))?;
+        let plan = self.plan_for(&problem, &shape, self.demand(call, &args, aligned), haste)?;
         Ok(Some((Dispatch { plan, shape }, args, side)))
     }
 
@@ -489,7 +319,13 @@ impl Engine {
         }
     }
 
-    fn plan_for(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
+    fn plan_for(
+        &self,
+        problem: &Problem,
+        shape: &Shape,
+        demand: Demand,
+        haste: impl Fn() -> bool,
+    ) -> Result<Arc<Plan>> {
         let tunable = self.policy == Policy::Tune
             && self.dispatcher.sealed().is_none()
             && demand.is_tunable()
@@ -501,7 +337,7 @@ impl Engine {
         if tunable && self.dispatcher.planned(problem, shape, demand).is_none() {
             self.tune_missing(problem, shape)?;
         }
-        Ok(self.dispatcher.plan(problem, shape, demand)?)
+        Ok(self.dispatcher.plan_in_haste(problem, shape, demand, haste)?)
     }
 
     /// Tunes unless some layer already has a measured record of this device and class of sizes.

@@ -20,6 +20,7 @@
 //! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
 
 mod awaited;
+mod builder;
 mod engine;
 mod error;
 mod host;
@@ -42,7 +43,11 @@ pub const WORKER_VARIABLE: &str = "FLASHTUNE_WORKER";
 /// The variable that says how a host launches: `eager` or `graph`.
 pub const LAUNCHES_VARIABLE: &str = "FLASHTUNE_LAUNCHES";
 
-pub use engine::{Builder, Dispatch, Engine, Forward};
+/// The variable that says whether a quick schedule answers calls while their own is being compiled: `1` or `0`.
+pub const QUICK_FIRST_VARIABLE: &str = "FLASHTUNE_QUICK_FIRST";
+
+pub use builder::Builder;
+pub use engine::{Dispatch, Engine, Forward};
 pub use error::{Error, Result};
 pub use flashtune_cache::Launches;
 pub use flashtune_codegen::score::{Program, ProgramRef, Scalar, SideData};

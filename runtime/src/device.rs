@@ -54,6 +54,9 @@ pub trait Compiler: Send + Sync {
     fn id(&self) -> &CompilerId;
     /// Compiles a source for the arch that its options name. No device is needed.
     fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)>;
+    /// Does what the first compilation of a process does beside compiling; the second call does nothing. Afterwards a
+    /// compiler that is a library registers nothing more for the end of the process.
+    fn warm_up(&self) {}
 }
 
 /// A processor that runs kernels.
@@ -110,6 +113,11 @@ pub trait Device: Send + Sync {
 
     /// A stream of its own for tuning and tests (0 on the CPU).
     fn stream(&self) -> Stream;
+    /// Whether what is launched on a stream now is recorded for later, as into a CUDA graph. Also said where it cannot be told.
+    fn is_capturing(&self, stream: Stream) -> bool {
+        let _ = stream;
+        false
+    }
     /// Waits for all work of a stream and reports its errors.
     fn synchronize(&self, stream: Stream) -> Result<()>;
     /// Evicts the device's last-level cache, so that the next launch reads from memory.

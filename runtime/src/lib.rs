@@ -35,7 +35,7 @@ pub use cuda::CudaDevice;
 pub use device::{Buffer, Compiler, Device, Graph, HostBytes, Module, Stream, no_graphs, require_room};
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};
 pub use error::{Error, Result};
-pub use open::{DeviceSpec, all_devices, open};
+pub use open::{DeviceSpec, all_devices, open, open_to_compile};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};
 pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};

@@ -1,6 +1,7 @@
 //! Which device to use, as a user names it.
 
-use crate::{CpuDevice, CudaDevice, Device, Error, Result, cuda};
+use crate::compile::Nvrtc;
+use crate::{Compiler, CpuDevice, CudaDevice, Device, Error, Result, cuda};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -45,6 +46,22 @@ impl FromStr for DeviceSpec {
             }
         }
     }
+}
+
+/// As [`open`], for a process that will compile: where the device is a GPU, its compiler is found and warmed up at the same
+/// time, which takes about as long.
+///
+/// # Errors
+/// As [`open`]; what the compiler has to complain about is told when it is asked for.
+pub fn open_to_compile(spec: DeviceSpec) -> Result<Arc<dyn Device>> {
+    std::thread::scope(|scope| {
+        if spec != DeviceSpec::Cpu && cuda::driver_present() {
+            let warm_up = || Nvrtc::find().map(|nvrtc| nvrtc.warm_up());
+            // Without a thread the first compilation does it.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, warm_up);
+        }
+        open(spec)
+    })
 }
 
 /// Opens a device. With [`DeviceSpec::Auto`] a GPU that cannot be opened is reported as a warning and the CPU is used.

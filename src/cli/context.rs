@@ -113,8 +113,13 @@ impl Context {
 
     /// The same, for calls that are launched so; as the environment says when not said.
     pub fn engine_for(&mut self, launches: Option<Launches>) -> Result<Engine> {
-        let mut builder =
-            Engine::builder().on(self.device()?).policy(self.global.policy).trust(self.trust()?).worker(own_worker()?);
+        let mut builder = Engine::builder()
+            .on(self.device()?)
+            .policy(self.global.policy)
+            .trust(self.trust()?)
+            .worker(own_worker()?)
+            // What a command prints and measures is the kernel itself.
+            .quick_first(false);
         if let Some(launches) = launches {
             builder = builder.launches(launches);
         }

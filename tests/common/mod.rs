@@ -2,6 +2,7 @@
 #![allow(dead_code)] // every test file uses its own part
 
 pub mod counted;
+pub mod paper;
 
 use assert_cmd::Command;
 use flashtune::codegen::{Arch, CpuIsa};

@@ -7,6 +7,7 @@
 mod cases;
 mod faults;
 mod machine;
+mod quick;
 mod schedules;
 mod side;
 mod translate;

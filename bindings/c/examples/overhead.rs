@@ -63,6 +63,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         templates_dir: std::ptr::null(),
         bundles: std::ptr::null(),
         bundles_len: 0,
+        quick_first: 0,
+        reserved: 0,
     };
     let args = ForwardArgs {
         struct_size: size_of::<ForwardArgs>() as u32,

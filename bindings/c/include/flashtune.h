@@ -147,6 +147,27 @@ typedef int32_t flashtune_on_miss;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// Whether a schedule that compiles quickly answers calls while their own kernel is being compiled.
+enum flashtune_quick_first
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // What FLASHTUNE_QUICK_FIRST says; yes when it says nothing.
+  FLASHTUNE_QUICK_FIRST_UNSAID = 0,
+  // It does.
+  FLASHTUNE_QUICK_FIRST_YES = 1,
+  // The first call waits for the kernel itself.
+  FLASHTUNE_QUICK_FIRST_NO = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_quick_first flashtune_quick_first;
+#else
+typedef int32_t flashtune_quick_first;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // Form of an explanation.
 enum flashtune_format
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -213,6 +234,12 @@ typedef struct flashtune_options {
   const char *const *bundles;
   // How many.
   uint64_t bundles_len;
+  // A `flashtune_quick_first`. The quick schedule has the same bits and is slower; calls in a capture,
+  // `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for the
+  // compiler.
+  int32_t quick_first;
+  // 0.
+  int32_t reserved;
 } flashtune_options;
 
 // An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.

@@ -2,7 +2,7 @@
 
 use crate::error::{Failure, Result, guard};
 use crate::handles::Table;
-use crate::types::{EngineHandle, NO_ENGINE, Options, Status};
+use crate::types::{EngineHandle, NO_ENGINE, Options, QuickFirst, Status};
 use crate::{fork, input, log};
 use engine::runtime::CudaDevice;
 use engine::{DeviceSpec, Dispatch, Engine, Policy};
@@ -72,6 +72,12 @@ unsafe fn build(options: Option<&Options>) -> Result<Engine> {
         (None, true) => builder,
     };
     builder = builder.policy(policy(options.policy)?);
+    if options.reserved != 0 {
+        return Err(Failure::argument("reserved in flashtune_options is not 0; fill the struct with zeros first"));
+    }
+    if let Some(yes) = quick_first(options.quick_first)? {
+        builder = builder.quick_first(yes);
+    }
     // SAFETY: as above.
     unsafe {
         if let Some(folder) = input::path(options.cache_dir, "cache_dir")? {
@@ -103,5 +109,17 @@ fn policy(number: i32) -> Result<Policy> {
         TUNE => Ok(Policy::Tune),
         SEALED => Ok(Policy::Sealed),
         n => Err(Failure::argument(format!("policy is {n}, but a flashtune_policy is 0, 1 or 2"))),
+    }
+}
+
+fn quick_first(number: i32) -> Result<Option<bool>> {
+    const UNSAID: i32 = QuickFirst::Unsaid as i32;
+    const YES: i32 = QuickFirst::Yes as i32;
+    const NO: i32 = QuickFirst::No as i32;
+    match number {
+        UNSAID => Ok(None),
+        YES => Ok(Some(true)),
+        NO => Ok(Some(false)),
+        n => Err(Failure::argument(format!("quick_first is {n}, but a flashtune_quick_first is 0, 1 or 2"))),
     }
 }

@@ -30,7 +30,7 @@ unsafe impl Sized32 for ForwardArgs {
 }
 
 #[cfg(target_pointer_width = "64")]
-const _: () = assert!(size_of::<Options>() == 56 && size_of::<ForwardArgs>() == 416);
+const _: () = assert!(size_of::<Options>() == 64 && size_of::<ForwardArgs>() == 416);
 
 /// No struct of ours grows beyond this; a larger size is a pointer to something else.
 const LARGEST: usize = 4096;

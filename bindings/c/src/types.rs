@@ -92,6 +92,18 @@ pub enum Mask {
     Window = 2,
 }
 
+/// Whether a schedule that compiles quickly answers calls while their own kernel is being compiled.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QuickFirst {
+    /// What FLASHTUNE_QUICK_FIRST says; yes when it says nothing.
+    Unsaid = 0,
+    /// It does.
+    Yes = 1,
+    /// The first call waits for the kernel itself.
+    No = 2,
+}
+
 /// What a sealed engine does with sizes that no kernel was sealed in for.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,6 +152,12 @@ pub struct Options {
     pub bundles: *const *const c_char,
     /// How many.
     pub bundles_len: u64,
+    /// A `flashtune_quick_first`. The quick schedule has the same bits and is slower; calls in a capture,
+    /// `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for the
+    /// compiler.
+    pub quick_first: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 /// A tensor [batch, heads, rows, head_dim] in memory of the engine's device.

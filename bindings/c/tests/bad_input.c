@@ -56,6 +56,10 @@ static void options(void) {
     BAD_OPTIONS(p.device = "", FLASHTUNE_STATUS_INVALID_ARGUMENT, "cuda:N");
     BAD_OPTIONS(p.device = "\xff", FLASHTUNE_STATUS_INVALID_ARGUMENT, "UTF-8");
     BAD_OPTIONS(p.policy = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "policy");
+    BAD_OPTIONS(p.quick_first = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "quick_first");
+    BAD_OPTIONS(p.reserved = 1, FLASHTUNE_STATUS_INVALID_ARGUMENT, "reserved");
+    BAD_OPTIONS(setenv("FLASHTUNE_QUICK_FIRST", "perhaps", 1), FLASHTUNE_STATUS_INVALID_ARGUMENT, "1 or 0");
+    unsetenv("FLASHTUNE_QUICK_FIRST");
     BAD_OPTIONS(p.cuda_context = &p, FLASHTUNE_STATUS_INVALID_ARGUMENT, "both");
     BAD_OPTIONS(p.cache_dir = "", FLASHTUNE_STATUS_INVALID_ARGUMENT, "cache_dir");
     BAD_OPTIONS(p.templates_dir = "/nonexistent", FLASHTUNE_STATUS_STORAGE, "/nonexistent");

@@ -15,6 +15,7 @@ NAME = "libflashtune.so"
 # Constants of the header.
 F16, BF16, F32 = 1, 2, 3
 POLICIES = {"default": 0, "tune": 1, "sealed": 2}
+QUICK_FIRST = {None: 0, True: 1, False: 2}
 ON_MISS = {"nearest": 0, "refuse": 1}
 FULL, CAUSAL, WINDOW = 0, 1, 2
 SCALE_IS_GIVEN = 1
@@ -46,6 +47,8 @@ class Options(ctypes.Structure):
         ("templates_dir", ctypes.c_char_p),
         ("bundles", ctypes.POINTER(ctypes.c_char_p)),
         ("bundles_len", ctypes.c_uint64),
+        ("quick_first", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 

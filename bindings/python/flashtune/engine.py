@@ -22,14 +22,20 @@ class Engine:
         :class:`Sealed` when no stored kernel serves.
     cache_dir, templates_dir: instead of ``FLASHTUNE_CACHE`` and ``FLASHTUNE_TEMPLATES``.
     bundles: bundle files to search after the cache, before those of ``FLASHTUNE_BUNDLES``.
+    quick_first: whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a third
+        of the time, with the same bits, until their own is there; ``None``: what ``FLASHTUNE_QUICK_FIRST`` says, else yes.
     """
 
-    def __init__(self, device, *, policy="default", cache_dir=None, templates_dir=None, bundles=()):
+    def __init__(
+        self, device, *, policy="default", cache_dir=None, templates_dir=None, bundles=(), quick_first=None
+    ):
         self.device = _device_name(device)
         if policy not in abi.POLICIES:
             raise InvalidArgument(f"policy is {policy!r}; it is one of {', '.join(abi.POLICIES)}")
         if isinstance(bundles, (str, bytes, os.PathLike)):
             raise InvalidArgument(f"bundles is {bundles!r}; pass a list of paths")
+        if quick_first is not None and not isinstance(quick_first, bool):
+            raise InvalidArgument(f"quick_first is {quick_first!r}; it is True, False or None")
         files = [os.fsencode(b) for b in bundles]
         options = abi.Options(
             struct_size=ctypes.sizeof(abi.Options),
@@ -39,6 +45,7 @@ class Engine:
             templates_dir=None if templates_dir is None else os.fsencode(templates_dir),
             bundles=(ctypes.c_char_p * len(files))(*files),
             bundles_len=len(files),
+            quick_first=abi.QUICK_FIRST[quick_first],
         )
         handle = ctypes.c_uint64()
         lib = abi.library()

@@ -54,7 +54,7 @@ class Engines(unittest.TestCase):
             # What one process met, another one loads before its first call.
             manifest = Path(folder) / "untuned.jsonl"
             self.assertEqual(engine.write_untuned(manifest), 2)
-            with flashtune.Engine("cpu") as other:
+            with flashtune.Engine("cpu", quick_first=False) as other:
                 other.preload(manifest)
                 self.assertEqual(other.counters()["classes"], 2)
                 with self.assertRaisesRegex(flashtune.Error, "none.jsonl"):
@@ -92,6 +92,7 @@ class Engines(unittest.TestCase):
             (flashtune.InvalidArgument, "device", {"device": "gpu"}),
             (flashtune.InvalidArgument, "device", {"device": "cuda:x"}),
             (flashtune.InvalidArgument, "policy", {"policy": "fast"}),
+            (flashtune.InvalidArgument, "quick_first", {"quick_first": 2}),
             (flashtune.InvalidArgument, "list of paths", {"bundles": "a.ftb"}),
             (flashtune.InvalidArgument, "cache_dir", {"cache_dir": ""}),
             (flashtune.Error, "/nonexistent", {"templates_dir": "/nonexistent"}),

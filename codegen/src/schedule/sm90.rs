@@ -214,6 +214,24 @@ impl Sm90Schedule {
         small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base })
     }
 
+    /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
+    /// bits, but one copy of a step where this one has several. It compiles in a third of the time, and is slower. None
+    /// where that would save little.
+    pub fn quick(&self) -> Option<Self> {
+        if !self.overlap && !self.chain {
+            return None;
+        }
+        Some(Self {
+            overlap: false,
+            chain: false,
+            // Exponentials on the multiply-add units are for blocks without a mask alone, and have other bits.
+            masked_loop: self.exp2_eighths > 0,
+            scheduler: Sm90Scheduler::Single,
+            cluster: 1,
+            ..*self
+        })
+    }
+
     /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
     /// the products and the softmax of a step take about the same time.
     pub fn turns_pay(problem: &Problem, kv_len: u32) -> bool {

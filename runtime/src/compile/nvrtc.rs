@@ -6,11 +6,11 @@ use crate::library_search::Surroundings;
 use crate::{Compiler, Error, Result};
 use flashtune_cache::{CompilerId, Facts, Key};
 use flashtune_codegen::{Language, Source};
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 use std::time::Instant;
 
 /// NVRTC, loaded from a file that was found by itself.
@@ -18,6 +18,7 @@ pub struct Nvrtc {
     id: CompilerId,
     path: PathBuf,
     library: NvrtcLib,
+    warm: Once,
 }
 
 /// Environment variable that names the library or its folder.
@@ -89,7 +90,7 @@ impl Nvrtc {
         // nvrtcVersion does not tell patch releases apart, and their outputs differ.
         let build = build_id(path).map_err(|e| e.to_string())?;
         let id = CompilerId { name: "nvrtc".to_owned(), version: format!("{major}.{minor}+{build}") };
-        Ok(Nvrtc { id, path: path.to_owned(), library })
+        Ok(Nvrtc { id, path: path.to_owned(), library, warm: Once::new() })
     }
 }
 
@@ -121,7 +122,20 @@ impl Compiler for Nvrtc {
         }
         Ok((cubin, facts))
     }
+
+    fn warm_up(&self) {
+        self.warm.call_once(|| {
+            let Some(arch) = self.library.archs().last() else { return };
+            let options = CString::new(format!("--gpu-architecture=sm_{arch}")).into_iter().collect::<Vec<_>>();
+            if let Err(message) = self.library.compile(c"least.cu", LEAST, &options).cubin {
+                tracing::debug!(message, "NVRTC refuses the least source");
+            }
+        });
+    }
 }
+
+/// What the least compilation needs.
+const LEAST: &CStr = c"extern \"C\" __global__ void k(float *x) { *x += 1; }";
 
 /// A short name of the very build: the linker's build id, or when there is none, a hash over the size and samples of
 /// the file (all of it would be 140 MB).

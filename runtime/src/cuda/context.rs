@@ -4,7 +4,7 @@ use super::driver::failed;
 use crate::{Error, Result};
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, ctx, primary_ctx};
-use cudarc::driver::sys::{self, CUcontext, CUdevice};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
 use std::sync::Arc;
 
 /// Who keeps the context alive.
@@ -124,6 +124,34 @@ impl Context {
     /// An error of a driver call on this device.
     pub(super) fn failed(&self, call: &'static str, error: cudarc::driver::DriverError) -> Error {
         failed(call, &self.name, error)
+    }
+}
+
+/// Whether launches on a stream of the current context are captured, as far as the driver tells.
+pub(super) fn is_capturing(stream: CUstream) -> bool {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is one of this context by the launch's contract; the driver writes one word.
+    let answer = unsafe { sys::cuStreamIsCapturing(stream, &mut status) }.result();
+    answer.is_err() || status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+}
+
+/// While it lives, this thread may load and allocate although another one captures a stream: what it does is no part of
+/// the capture, which would otherwise be lost.
+pub(super) struct BesideCaptures(CUstreamCaptureMode);
+
+impl BesideCaptures {
+    pub(super) fn begin() -> Self {
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the driver exchanges one word. It fails without a context only, and so does what follows then.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        Self(mode)
+    }
+}
+
+impl Drop for BesideCaptures {
+    fn drop(&mut self) {
+        // SAFETY: as above; the mode is the one that the thread had.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
     }
 }
 

@@ -343,6 +343,11 @@ impl Device for CudaDevice {
         Stream(self.stream as usize as u64)
     }
 
+    fn is_capturing(&self, stream: Stream) -> bool {
+        let Ok(_bound) = self.context.bind() else { return true };
+        context::is_capturing(raw(stream))
+    }
+
     fn synchronize(&self, stream: Stream) -> Result<()> {
         let _bound = self.context.bind()?;
         self.wait(raw(stream))

@@ -1,6 +1,6 @@
 //! A loaded cubin.
 
-use super::context::Context;
+use super::context::{BesideCaptures, Context};
 use super::queues::Queues;
 use crate::{Error, Module, Result};
 use cudarc::driver::result::{function, module};
@@ -65,6 +65,7 @@ impl CudaModule {
             .map_err(|_| refused("its entry name holds a zero byte".to_owned(), "remove it from the cache"))?;
 
         let _bound = context.bind()?;
+        let _beside = BesideCaptures::begin();
         // SAFETY: the bytes are a whole ELF image (the caller verified their hash), copied by the driver before it
         // returns; the context is current.
         let raw = unsafe { module::load_data(artifact.bytes.as_ptr().cast()) }

@@ -1,11 +1,14 @@
 //! The dispatcher: lookup order, loading, and the plans already made.
 
+use super::background::Job;
+use super::binaries::Binaries;
 use super::flight::Flights;
 use super::key::{ByClass, PlanKey};
+use super::load::Served;
 use super::plan::{Choice, Loaded, Plan};
 use super::policy::SEALED_REMEDY;
 use super::sealed::Sealed;
-use super::tally::{Counters, Tally, Untuned, Work};
+use super::tally::{Counters, Tally, Untuned};
 use super::{Demand, Policy, Refusal, Status};
 use crate::{Device, Error, Result};
 use flashtune_cache::{
@@ -15,8 +18,8 @@ use flashtune_codegen::{
     Arch, Error as CodegenError, Family, Kernel, Problem, Schedule, Shape, ShapeBucket, TemplateSet,
 };
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 /// A record whose sizes are further away than this is worth less than the model's choice for the right sizes
 /// ([`ShapeBucket::distance`]; both lengths 32 times apart give 15).
@@ -40,20 +43,24 @@ pub struct DispatcherConfig {
 
 /// Chooses, loads and remembers kernels. Shared by reference between threads.
 pub struct Dispatcher {
-    pub(super) config: DispatcherConfig,
-    pub(super) validity: Validity,
+    pub(super) config: Config,
+    pub(super) binaries: Arc<Binaries>,
     pub(super) plans: RwLock<ByClass<Arc<Plan>>>,
     /// What answers once it is there: without a lock.
     pub(super) sealed: OnceLock<Sealed>,
-    /// Whether compilers may run, apart from the policy; held while one does.
-    pub(super) open: RwLock<bool>,
     tallies: RwLock<HashMap<PlanKey, Arc<Tally>>>,
-    pub(super) work: Work,
     pub(super) modules: RwLock<HashMap<Kernel, Loaded>>,
     planning: Flights<PlanKey>,
     pub(super) loading: Flights<Kernel>,
-    /// Whether it was already said that compiled kernels cannot be kept.
-    pub(super) said_unwritable: AtomicBool,
+    /// Compilations in the background whose result nobody has taken.
+    pub(super) jobs: Mutex<HashMap<Kernel, Arc<Job>>>,
+}
+
+/// What stays of a [`DispatcherConfig`].
+pub(super) struct Config {
+    pub device: Arc<dyn Device>,
+    launches: Launches,
+    policy: Policy,
 }
 
 /// The best choice of every rank, with what speaks against the others.
@@ -66,19 +73,18 @@ struct Search {
 impl Dispatcher {
     /// A dispatcher with nothing in memory.
     pub fn new(config: DispatcherConfig) -> Self {
-        let validity = Validity::new(config.device.fingerprint().arch, &config.templates);
+        let DispatcherConfig { device, launches, templates, policy, layers, artifacts } = config;
+        let validity = Validity::new(device.fingerprint().arch, &templates);
         Self {
-            config,
-            validity,
+            config: Config { device, launches, policy },
+            binaries: Arc::new(Binaries::new(templates, layers, validity, policy, artifacts)),
             plans: RwLock::default(),
             sealed: OnceLock::new(),
-            open: RwLock::new(true),
             tallies: RwLock::default(),
-            work: Work::default(),
             modules: RwLock::default(),
             planning: Flights::default(),
             loading: Flights::default(),
-            said_unwritable: AtomicBool::new(false),
+            jobs: Mutex::default(),
         }
     }
 
@@ -89,12 +95,12 @@ impl Dispatcher {
 
     /// Records and artifacts.
     pub fn layers(&self) -> &Layers {
-        &self.config.layers
+        &self.binaries.layers
     }
 
     /// What stored results must match.
     pub fn validity(&self) -> &Validity {
-        &self.validity
+        &self.binaries.validity
     }
 
     /// The plan for a problem and sizes. A call of a known class costs one lookup and allocates nothing; once sealed
@@ -104,8 +110,25 @@ impl Dispatcher {
     /// # Errors
     /// Unsupported problems, [`Error::Sealed`], and whatever compiling and loading report.
     pub fn plan(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
+        self.plan_in_haste(problem, shape, demand, || false)
+    }
+
+    /// As [`Dispatcher::plan`], but where the kernel would have to be compiled, and while it is, a quick schedule may stand
+    /// in for it ([`Status::Quick`]). `may` is asked before that.
+    ///
+    /// # Errors
+    /// As [`Dispatcher::plan`].
+    pub fn plan_in_haste(
+        &self,
+        problem: &Problem,
+        shape: &Shape,
+        demand: Demand,
+        may: impl Fn() -> bool,
+    ) -> Result<Arc<Plan>> {
         let key = PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), demand };
-        if let Some(plan) = self.known(&key) {
+        let known =
+            |may: &dyn Fn() -> bool| self.known(&key).filter(|plan| plan.is_settled() || plan.is_awaiting() && may());
+        if let Some(plan) = known(&may) {
             return Ok(plan);
         }
         problem.validate()?;
@@ -113,23 +136,24 @@ impl Dispatcher {
         let made = match self.sealed.get() {
             Some(sealed) => self.sealed_miss(sealed, key, shape),
             None => self.planning.run(&key, || {
-                if let Some(plan) = self.known(&key) {
+                let haste = may();
+                if let Some(plan) = known(&|| haste) {
                     return Ok(plan);
                 }
-                let plan = Arc::new(self.ready(self.make(&key, shape)?));
+                let plan = Arc::new(self.ready(self.make(&key, shape, haste)?));
                 self.plans.write().unwrap_or_else(PoisonError::into_inner).insert(key, plan.clone());
                 Ok(plan)
             }),
         };
         if let Err(Error::Sealed { .. }) = &made {
-            self.work.refused.fetch_add(1, Ordering::Relaxed);
+            self.binaries.work.refused.fetch_add(1, Ordering::Relaxed);
         }
         made
     }
 
     /// The numbers so far.
     pub fn counters(&self) -> Counters {
-        let mut counters = Counters::of(&self.work, self.sealed.get().is_some());
+        let mut counters = Counters::of(&self.binaries.work, self.sealed.get().is_some());
         for tally in self.tallies.read().unwrap_or_else(PoisonError::into_inner).values() {
             tally.add_to(&mut counters);
         }
@@ -162,7 +186,7 @@ impl Dispatcher {
 
     /// Whether a compiler may run.
     pub(super) fn may_compile(&self) -> bool {
-        self.config.policy.may_compile() && *self.open.read().unwrap_or_else(PoisonError::into_inner)
+        self.binaries.may_compile()
     }
 
     /// The plan of a class of calls, if one was made since the last [`Dispatcher::refresh`].
@@ -178,7 +202,7 @@ impl Dispatcher {
 
     /// Forgets the plans of one class of calls, and reads the user's snapshot again if another one was published.
     pub fn forget(&self, problem: &Problem, shape: &Shape) {
-        self.config.layers.refresh();
+        self.binaries.layers.refresh();
         let bucket = ShapeBucket::of(shape);
         let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
         plans.retain(|key, _| key.problem != *problem || key.bucket != bucket);
@@ -190,7 +214,7 @@ impl Dispatcher {
         if self.sealed.get().is_some() {
             return;
         }
-        self.config.layers.refresh();
+        self.binaries.layers.refresh();
         self.plans.write().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
@@ -208,7 +232,7 @@ impl Dispatcher {
     /// What the layers have of a problem.
     fn find(&self, problem: &Problem, bucket: ShapeBucket) -> Found {
         let (device, launches) = (self.fingerprint().clone(), self.config.launches);
-        self.config.layers.find(&self.validity, &RecordKey { device, problem: *problem, bucket, launches })
+        self.binaries.layers.find(&self.binaries.validity, &RecordKey { device, problem: *problem, bucket, launches })
     }
 
     fn arch(&self) -> Arch {
@@ -216,13 +240,13 @@ impl Dispatcher {
     }
 
     /// Searches, loads, and falls from choice to choice until one serves.
-    fn make(&self, key: &PlanKey, shape: &Shape) -> Result<Plan> {
+    fn make(&self, key: &PlanKey, shape: &Shape, haste: bool) -> Result<Plan> {
         let Search { choices, mut refusals } = self.search(key)?;
         let mut tried = 0;
         for choice in choices {
             let last = choice.record.is_none();
-            match self.load(&choice) {
-                Ok(Loaded { module, artifact, binary }) => {
+            match self.load(&choice, haste) {
+                Ok(Served { choice, loaded: Loaded { module, artifact, binary }, awaited }) => {
                     return Ok(Plan {
                         module,
                         artifact,
@@ -230,11 +254,12 @@ impl Dispatcher {
                         shape: *shape,
                         device: self.fingerprint().clone(),
                         policy: self.config.policy,
-                        templates: self.config.templates.hash().to_owned(),
+                        templates: self.binaries.templates.hash().to_owned(),
                         choice,
                         binary,
                         refusals,
                         tally: self.tally(key, shape),
+                        awaited,
                     });
                 }
                 // After the model's choice there is nothing left to fall to.
@@ -426,7 +451,7 @@ fn say(plan: &Plan) {
     }
     match choice.status {
         Status::Tuned => event!(debug),
-        Status::NearestShape => event!(info),
+        Status::NearestShape | Status::Quick => event!(info),
         Status::Provisional | Status::Untuned | Status::Default => event!(warn),
     }
 }

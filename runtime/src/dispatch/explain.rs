@@ -18,12 +18,14 @@ pub enum Status {
     Untuned,
     /// The analytic model's choice.
     Default,
+    /// A schedule that compiles quickly, while another is being compiled.
+    Quick,
 }
 
 impl Status {
     /// Every status, best first.
-    pub const ALL: [Status; 5] =
-        [Status::Tuned, Status::NearestShape, Status::Provisional, Status::Untuned, Status::Default];
+    pub const ALL: [Status; 6] =
+        [Status::Tuned, Status::NearestShape, Status::Provisional, Status::Untuned, Status::Default, Status::Quick];
 
     /// Its place in [`Status::ALL`].
     pub(super) const fn index(self) -> usize {
@@ -43,6 +45,7 @@ impl Status {
             Status::Provisional => "provisional",
             Status::Untuned => "untuned",
             Status::Default => "default",
+            Status::Quick => "quick",
         }
     }
 }

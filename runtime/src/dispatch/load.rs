@@ -1,46 +1,86 @@
-//! From a choice to a loaded kernel: out of memory, a layer, a file, or a compiler where one may run.
+//! From a choice to a loaded kernel, and what answers while the kernel of a choice is being compiled.
 
+use super::Status;
+use super::background::Job;
+use super::binaries::{Binary, count};
 use super::dispatcher::Dispatcher;
 use super::plan::{Choice, Loaded};
 use super::policy::SEALED_REMEDY;
-use crate::{Compiler, Error, Result, compile};
-use flashtune_cache::{Artifact, FILES_LAYER, Key, Origin, Validity};
+use crate::{Compiler, Error, Result};
+use flashtune_cache::Key;
 use flashtune_codegen::Kernel;
-use std::sync::PoisonError;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a compilation in the background lets a quick one go ahead: compilers read sources one after the other, and the
+/// reading of a long one would be waited for.
+const HEAD_START: Duration = Duration::from_millis(10);
+
+/// What a choice gives to run.
+pub(super) struct Served {
+    /// The choice, or what stands in for it.
+    pub choice: Choice,
+    pub loaded: Loaded,
+    /// The compilation of the choice's own kernel, where another stands in for it.
+    pub awaited: Option<Arc<Job>>,
+}
 
 impl Dispatcher {
-    /// The loaded kernel of a choice: from memory, a layer, a file, or compiled now where that is allowed.
-    pub(super) fn load(&self, choice: &Choice) -> Result<Loaded> {
+    /// The loaded kernel of a choice: from memory, a layer, a file, or compiled now where that is allowed. In haste, a quick
+    /// schedule stands in for one that would have to be compiled.
+    pub(super) fn load(&self, choice: &Choice, haste: bool) -> Result<Served> {
         let kernel = &choice.kernel;
-        let known = || self.modules.read().unwrap_or_else(PoisonError::into_inner).get(kernel).cloned();
-        if let Some(loaded) = known() {
-            return Ok(loaded);
+        let served = |loaded| Served { choice: choice.clone(), loaded, awaited: None };
+        if let Some(loaded) = self.loaded(kernel) {
+            return Ok(served(loaded));
         }
         self.loading.run(kernel, || {
-            if let Some(loaded) = known() {
-                return Ok(loaded);
+            if let Some(loaded) = self.loaded(kernel) {
+                return Ok(served(loaded));
             }
-            let (artifact, binary) = self.artifact(choice)?;
-            let start = Instant::now();
-            let module = self.config.device.load(&artifact)?;
-            count(&self.work.loaded, &self.work.load_us, start);
-            let loaded = Loaded { module, artifact: artifact.recipe.key(), binary };
-            self.modules.write().unwrap_or_else(PoisonError::into_inner).insert(*kernel, loaded.clone());
-            Ok(loaded)
+            if let Some(result) = self.awaited(kernel, haste) {
+                return Ok(served(self.put_in_memory(kernel, result?)?));
+            }
+            let binary = match self.source_of(choice)? {
+                Source::Binary(binary) => *binary,
+                Source::Compiler(compiler, key) => {
+                    if haste && let Some(stand_in) = self.stand_in(choice, &compiler, key) {
+                        return Ok(stand_in);
+                    }
+                    // Begun a moment ago, or now on this thread.
+                    match self.awaited(kernel, false) {
+                        Some(result) => result?,
+                        None => self.binaries.compile(&*compiler, kernel, &key, false)?,
+                    }
+                }
+            };
+            Ok(served(self.put_in_memory(kernel, binary)?))
         })
     }
 
-    fn artifact(&self, choice: &Choice) -> Result<(Artifact, String)> {
+    fn loaded(&self, kernel: &Kernel) -> Option<Loaded> {
+        self.modules.read().unwrap_or_else(PoisonError::into_inner).get(kernel).cloned()
+    }
+
+    fn put_in_memory(&self, kernel: &Kernel, (artifact, binary): Binary) -> Result<Loaded> {
+        let start = Instant::now();
+        let module = self.config.device.load(&artifact)?;
+        count(&self.binaries.work.loaded, &self.binaries.work.load_us, start);
+        let loaded = Loaded { module, artifact: artifact.recipe.key(), binary };
+        self.modules.write().unwrap_or_else(PoisonError::into_inner).insert(*kernel, loaded.clone());
+        Ok(loaded)
+    }
+
+    /// The stored binary of a choice, or else the compiler that may make it.
+    fn source_of(&self, choice: &Choice) -> Result<Source> {
         let missing = match &choice.record {
-            Some(record) => match self.stored(&choice.kernel, &record.artifact) {
-                Ok(found) => return Ok(found),
+            Some(record) => match self.binaries.stored(&choice.kernel, &record.artifact) {
+                Ok(found) => return Ok(Source::Binary(Box::new(found))),
                 Err(why) => Some(why),
             },
             None => None,
         };
-        if !self.may_compile() {
+        if !self.binaries.may_compile() {
             return Err(Error::Sealed {
                 problem: choice.kernel.problem.to_string(),
                 reason: missing.unwrap_or_else(|| "its kernel would have to be compiled".to_owned()),
@@ -51,68 +91,89 @@ impl Dispatcher {
             tracing::info!(kernel = %choice.kernel.name(), why, "the record's kernel is compiled again");
         }
         let compiler = self.config.device.compiler()?;
-        let key = compile::recipe(&choice.kernel, &self.config.templates, compiler.id()).key();
-        if let Ok(found) = self.stored(&choice.kernel, &key) {
-            return Ok(found);
-        }
-        self.compile(&*compiler, &choice.kernel, &key)
+        let key = self.binaries.key(&choice.kernel, &*compiler);
+        Ok(match self.binaries.stored(&choice.kernel, &key) {
+            Ok(found) => Source::Binary(Box::new(found)),
+            Err(_) => Source::Compiler(compiler, key),
+        })
     }
 
-    /// The artifact of a recipe key, if some layer has it and it is what the kernel needs; else why not.
-    fn stored(&self, kernel: &Kernel, key: &Key) -> Result<(Artifact, String), String> {
-        let (artifact, layer) =
-            self.config.layers.artifact(key).ok_or_else(|| format!("no layer has its binary {}", &key.hex()[..12]))?;
-        let recipe = &artifact.recipe;
-        let found = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
-        if let Some(difference) = self.validity.difference(&found) {
-            return Err(format!("the binary of {layer}: {difference}"));
-        }
-        if recipe.kernel != *kernel {
-            return Err(format!("the binary of {layer}: kernel is {}, not {}", recipe.kernel.name(), kernel.name()));
-        }
-        if recipe.options != kernel.compile_options() {
-            return Err(format!("the binary of {layer}: options are {:?}", recipe.options));
-        }
-        let from = format!("{layer} ({})", recipe.compiler);
-        Ok((artifact, from))
+    /// What the background made of a kernel. In haste only what is there.
+    fn awaited(&self, kernel: &Kernel, haste: bool) -> Option<Result<Binary>> {
+        let jobs = || self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let job = jobs().get(kernel).filter(|job| !haste || job.is_ready()).cloned()?;
+        let result = job.take();
+        jobs().remove(kernel);
+        result
     }
 
-    fn compile(&self, compiler: &dyn Compiler, kernel: &Kernel, key: &Key) -> Result<(Artifact, String)> {
-        // Held to the end, so that nothing compiles once the dispatcher is sealed.
-        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
-        if !*open {
-            let (problem, reason) = (kernel.problem.to_string(), "it was sealed meanwhile".to_owned());
-            return Err(Error::Sealed { problem, reason, remedy: SEALED_REMEDY });
+    /// A kernel with the same result that is there sooner, with the compilation of the choice's own kernel in the
+    /// background. None where there is no such schedule, or it does not help.
+    fn stand_in(&self, choice: &Choice, compiler: &Arc<dyn Compiler>, key: Key) -> Option<Served> {
+        let kernel = Kernel { schedule: choice.kernel.schedule.quick()?, ..choice.kernel };
+        kernel.check().ok()?;
+        // On a single core the quick kernel must not share it.
+        let alone = std::thread::available_parallelism().is_ok_and(|n| n.get() == 1);
+        let early = if alone { None } else { Some(self.job(&choice.kernel, compiler, key)?) };
+        if early.as_ref().is_some_and(|job| job.is_ready()) {
+            return None;
         }
-        let make = || {
-            let start = Instant::now();
-            let artifact = compile::compile_with(compiler, kernel, &self.config.templates)?;
-            count(&self.work.compiled, &self.work.compile_us, start);
-            tracing::info!(kernel = %kernel.name(), ms = artifact.facts.compile_ms, "compiled");
-            if artifact.facts.spill_bytes > 0 {
-                tracing::warn!(kernel = %kernel.name(), bytes = artifact.facts.spill_bytes, "the kernel spills registers");
+        let key_of_quick = self.binaries.key(&kernel, &**compiler);
+        let quick = || match self.loaded(&kernel) {
+            Some(loaded) => Ok(loaded),
+            None => {
+                let binary = match self.binaries.stored(&kernel, &key_of_quick) {
+                    Ok(found) => found,
+                    Err(_) => self.binaries.compile(&**compiler, &kernel, &key_of_quick, false)?,
+                };
+                self.put_in_memory(&kernel, binary)
             }
-            Ok::<_, Error>(artifact)
         };
-        let (artifact, origin) = match &self.config.artifacts {
-            Some(files) => files.get_or_make(key, make)?,
-            None => (make()?, Origin::Made),
+        let loaded = match self.loading.run(&kernel, quick) {
+            Ok(loaded) => loaded,
+            Err(e) => {
+                tracing::warn!(kernel = %kernel.name(), error = %e, "the quick schedule cannot be had; the other is waited for");
+                return None;
+            }
         };
-        if let Origin::Unkept(e) = &origin
-            && !self.said_unwritable.swap(true, Ordering::Relaxed)
-        {
-            tracing::warn!(error = %e, "compiled kernels cannot be kept; they are compiled again in every process");
+        let awaited = match early {
+            Some(job) => job,
+            None => self.job(&choice.kernel, compiler, key)?,
+        };
+        if awaited.is_ready() {
+            return None;
         }
-        let from = match origin {
-            Origin::File => format!("{FILES_LAYER} ({})", artifact.recipe.compiler),
-            _ => format!("compiled now by {} in {:.0} ms", compiler.id(), artifact.facts.compile_ms),
-        };
-        Ok((artifact, from))
+        let because = format!(
+            "it compiles quickly, and answers with the same bits until {} is compiled ({}: {})",
+            choice.kernel.schedule, choice.status, choice.because
+        );
+        let choice = Choice { kernel, status: Status::Quick, because, ..choice.clone() };
+        Some(Served { choice, loaded, awaited: Some(awaited) })
+    }
+
+    /// The compilation of a kernel in the background, begun now unless it was before.
+    fn job(&self, kernel: &Kernel, compiler: &Arc<dyn Compiler>, key: Key) -> Option<Arc<Job>> {
+        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(job) = jobs.get(kernel) {
+            return Some(job.clone());
+        }
+        let (binaries, compiler, of) = (self.binaries.clone(), compiler.clone(), *kernel);
+        let job = Job::start(move || {
+            std::thread::sleep(HEAD_START);
+            // Before the end of the process is prepared for.
+            compiler.warm_up();
+            binaries.compile(&*compiler, &of, &key, true).inspect_err(|e| {
+                tracing::warn!(kernel = %of.name(), error = %e, "the quick schedule stays, since this one cannot be had");
+            })
+        })?;
+        jobs.insert(*kernel, job.clone());
+        Some(job)
     }
 }
 
-/// Counts one piece of work and the time since its start.
-fn count(number: &AtomicU64, us: &AtomicU64, start: Instant) {
-    number.fetch_add(1, Ordering::Relaxed);
-    us.fetch_add(start.elapsed().as_micros() as u64, Ordering::Relaxed);
+/// Where a binary comes from.
+enum Source {
+    Binary(Box<Binary>),
+    /// From nowhere yet; its key.
+    Compiler(Arc<dyn Compiler>, Key),
 }

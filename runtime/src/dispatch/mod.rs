@@ -4,7 +4,11 @@
 //! memory -> user snapshot -> bundles -> embedded bundle -> nearest sizes -> other device of the arch -> untuned
 //!        -> the model's choice, unless the policy is sealed
 //! ```
+//!
+//! A caller in haste takes a quick schedule while the kernel of the choice is being compiled.
 
+mod background;
+mod binaries;
 mod demand;
 mod dispatcher;
 mod explain;

@@ -1,5 +1,6 @@
 //! The kernel chosen for one class of calls.
 
+use super::background::Job;
 use super::tally::Tally;
 use super::{Explanation, Policy, Refusal, Status};
 use crate::{Module, Result};
@@ -25,6 +26,8 @@ pub struct Plan {
     pub(crate) refusals: Vec<Refusal>,
     /// Where the calls of the class are counted.
     pub(super) tally: Arc<Tally>,
+    /// What it stands in for, while that is compiled.
+    pub(super) awaited: Option<Arc<Job>>,
 }
 
 /// A schedule with its origin.
@@ -81,6 +84,16 @@ impl Plan {
         self.tally.call(self.choice.status);
     }
 
+    /// Whether it does not stand in for another.
+    pub(super) fn is_settled(&self) -> bool {
+        self.awaited.is_none()
+    }
+
+    /// Whether what it stands in for is not there: not yet, or not at all.
+    pub(super) fn is_awaiting(&self) -> bool {
+        self.awaited.as_ref().is_some_and(|job| !job.is_ready())
+    }
+
     /// What was looked at and not used.
     pub fn refusals(&self) -> &[Refusal] {
         &self.refusals
@@ -117,9 +130,22 @@ impl Plan {
             launches: winner.and(record.as_deref()).map(|r| r.key.launches),
             tuned_us: winner.map(|w| w.median_us),
             gain_over_default: record.as_deref().and_then(Record::gain_over_default),
-            notes: notes(kernel),
+            notes: self.notes(),
             refusals: self.refusals.clone(),
         }
+    }
+}
+
+impl Plan {
+    /// What a caller should know about the path that was taken.
+    fn notes(&self) -> Vec<String> {
+        let mut notes = notes(self.kernel());
+        if self.awaited.as_ref().is_some_and(|job| job.has_failed()) {
+            notes.push(
+                "the schedule that this one stands in for could not be compiled; the log has the reason".to_owned(),
+            );
+        }
+        notes
     }
 }
 
@@ -129,7 +155,7 @@ impl fmt::Debug for Plan {
     }
 }
 
-/// What a caller should know about the path that was taken.
+/// What a caller should know about a family.
 fn notes(kernel: &Kernel) -> Vec<String> {
     match (kernel.schedule.family(), kernel.problem.dtype) {
         (Family::ForwardNaive, DType::F32) => vec![
@@ -190,6 +216,7 @@ impl Plan {
             binary: String::new(),
             refusals: Vec::new(),
             tally: Arc::new(Tally::new(key.problem, shape, true)),
+            awaited: None,
         }
     }
 }

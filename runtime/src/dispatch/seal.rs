@@ -18,18 +18,29 @@ impl Dispatcher {
     /// # Errors
     /// [`Error::Sealed`] when there is no kernel at all; then nothing is closed.
     pub fn seal(&self, on_miss: OnMiss) -> Result<Seal> {
-        // Compilations that have begun come to their end; others do not begin.
-        let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(sealed) = self.sealed.get() {
-            return Ok(sealed.seal().clone());
+        let mut left_out = Vec::new();
+        loop {
+            // Compilations that have begun come to their end; others do not begin.
+            let mut open = self.binaries.open.write().unwrap_or_else(PoisonError::into_inner);
+            if let Some(sealed) = self.sealed.get() {
+                return Ok(sealed.seal().clone());
+            }
+            let Some((key, plan)) = self.unsettled() else {
+                *open = false;
+                break;
+            };
+            drop(open);
+            // Which of two schedules a class runs on must not depend on the moment.
+            if let Err(e) = self.plan(&key.problem, &plan.shape, key.demand) {
+                left_out.push(format!("{} {}: {e}", key.problem, key.bucket));
+                self.plans.write().unwrap_or_else(PoisonError::into_inner).remove(&key);
+            }
         }
-        *open = false;
-        drop(open);
-        let left_out = self.load_records();
+        left_out.extend(self.load_records());
         let plans: Vec<_> =
             self.plans.read().unwrap_or_else(PoisonError::into_inner).iter().map(|(k, p)| (*k, p.clone())).collect();
         if plans.is_empty() {
-            *self.open.write().unwrap_or_else(PoisonError::into_inner) = true;
+            *self.binaries.open.write().unwrap_or_else(PoisonError::into_inner) = true;
             return Err(Error::Sealed {
                 problem: "any call".to_owned(),
                 reason: match left_out.first() {
@@ -39,7 +50,7 @@ impl Dispatcher {
                 remedy: "tune, build or import first, or preload what will be asked for",
             });
         }
-        let templates = self.config.templates.hash();
+        let templates = self.binaries.templates.hash();
         let sealed = Sealed::new(plans, on_miss, self.fingerprint().arch, templates, left_out);
         let seal = self.sealed.get_or_init(|| sealed).seal().clone();
         tracing::info!(digest = %seal.digest, classes = seal.classes, kernels = seal.kernels, "sealed");
@@ -51,11 +62,17 @@ impl Dispatcher {
         self.sealed.get().map(Sealed::seal)
     }
 
+    /// A class whose plan stands in for another.
+    fn unsettled(&self) -> Option<(PlanKey, Arc<Plan>)> {
+        let plans = self.plans.read().unwrap_or_else(PoisonError::into_inner);
+        plans.iter().find(|(_, plan)| !plan.is_settled()).map(|(key, plan)| (*key, plan.clone()))
+    }
+
     /// A plan for every class that the layers have a usable record of. Gives those that could not be had.
     fn load_records(&self) -> Vec<String> {
         let mut left_out = Vec::new();
         let mut seen = HashSet::new();
-        for (layer, record, validity) in self.config.layers.records() {
+        for (layer, record, validity) in self.binaries.layers.records() {
             let (problem, shape) = (record.key.problem, record.provenance.shape);
             let usable = self.validity().difference(&validity).is_none();
             if !usable || !seen.insert((problem, record.key.bucket)) {
@@ -92,6 +109,7 @@ impl Dispatcher {
             binary: from.binary.clone(),
             refusals: Vec::new(),
             tally: self.tally(&key, shape),
+            awaited: None,
         };
         let plan = self.ready(plan);
         Ok(sealed.remember(key, Arc::new(plan)).clone())

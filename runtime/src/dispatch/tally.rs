@@ -76,7 +76,7 @@ pub struct Untuned {
     pub shape: Shape,
     /// Calls so far.
     pub calls: u64,
-    /// What they run on: nearest shape, provisional, untuned, default.
+    /// What they run on: nearest shape, provisional, untuned, default, quick.
     pub status: &'static str,
 }
 
@@ -135,12 +135,15 @@ pub struct Calls {
     pub untuned: u64,
     /// The model's choice.
     pub default: u64,
+    /// A schedule that compiles quickly, while another was being compiled.
+    pub quick: u64,
 }
 
 impl Calls {
     /// In the order of [`Status::ALL`].
     fn by_status(&mut self) -> [&mut u64; Status::ALL.len()] {
-        [&mut self.tuned, &mut self.nearest_shape, &mut self.provisional, &mut self.untuned, &mut self.default]
+        let Self { tuned, nearest_shape, provisional, untuned, default, quick } = self;
+        [tuned, nearest_shape, provisional, untuned, default, quick]
     }
 }
 
@@ -179,6 +182,7 @@ impl Counters {
             (",status=\"provisional\"", c.provisional as f64),
             (",status=\"untuned\"", c.untuned as f64),
             (",status=\"default\"", c.default as f64),
+            (",status=\"quick\"", c.quick as f64),
         ];
         family("calls_total", "counter", "Calls by what they ran on.", &calls);
         let counters = [

@@ -1,0 +1,173 @@
+//! Compilations on threads of their own, whose result is asked for later.
+//!
+//! A compiler is a library with data of its own, which a process that ends takes apart, in the order opposite to that in which
+//! it was made. So the end of the process waits for
+//! compilers that run in the background at that time, and lets no other begin; what they made is kept.
+
+use super::binaries::Binary;
+use crate::Result;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::thread::{Builder, JoinHandle, ThreadId};
+use std::time::Duration;
+
+/// The longest that the end of a process waits: much longer than any compiler takes.
+const LONGEST_END: Duration = Duration::from_secs(60);
+
+/// A compilation that was begun.
+pub(super) struct Job {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+enum State {
+    Running,
+    Ready(Box<Binary>),
+    /// With the error, until somebody takes it; none after a panic.
+    Failed(Option<crate::Error>),
+    Taken,
+}
+
+impl Job {
+    /// Begins `work` on a thread of its own; none when there is no thread to be had.
+    pub fn start(work: impl FnOnce() -> Result<Binary> + Send + 'static) -> Option<Arc<Job>> {
+        let job = Arc::new(Job { state: Mutex::new(State::Running), ended: Condvar::new() });
+        let mine = job.clone();
+        let run = move || {
+            // Whoever waits must wake: after a panic it finds nothing, compiles on its own and meets the fault there.
+            let state = match catch_unwind(AssertUnwindSafe(work)) {
+                Ok(Ok(binary)) => State::Ready(Box::new(binary)),
+                Ok(Err(e)) => State::Failed(Some(e)),
+                Err(_) => State::Failed(None),
+            };
+            *mine.lock() = state;
+            mine.ended.notify_all();
+        };
+        match Builder::new().name("flashtune-compile".to_owned()).spawn(run) {
+            Ok(thread) => {
+                process().remember(thread);
+                Some(job)
+            }
+            Err(e) => {
+                tracing::warn!(error = %e, "no thread to compile on in the background");
+                None
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether there is a binary to take, or was: then it is in memory, or will be in a moment.
+    pub fn is_ready(&self) -> bool {
+        matches!(*self.lock(), State::Ready(_) | State::Taken)
+    }
+
+    /// Whether it ended without a binary.
+    pub fn has_failed(&self) -> bool {
+        matches!(*self.lock(), State::Failed(_))
+    }
+
+    /// The result, waited for. Only the first who asks gets it.
+    pub fn take(&self) -> Option<Result<Binary>> {
+        let state = self.lock();
+        let mut state =
+            self.ended.wait_while(state, |s| matches!(s, State::Running)).unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(&mut *state, State::Taken) {
+            State::Ready(binary) => Some(Ok(*binary)),
+            State::Failed(e) => {
+                *state = State::Failed(None);
+                e.map(Err)
+            }
+            State::Running | State::Taken => None,
+        }
+    }
+}
+
+/// What the end of the process has to know.
+struct Process {
+    /// Compilers that run in the background.
+    running: usize,
+    /// The threads of jobs that have not ended, and of some that have.
+    threads: Vec<JoinHandle<()>>,
+    /// Those of them that a compiler has run on.
+    used: Vec<ThreadId>,
+    ending: bool,
+    /// Whose process it is: a child of a fork has none of these threads.
+    id: u32,
+}
+
+static PROCESS: Mutex<Process> =
+    Mutex::new(Process { running: 0, threads: Vec::new(), used: Vec::new(), ending: false, id: 0 });
+static IDLE: Condvar = Condvar::new();
+
+fn process() -> MutexGuard<'static, Process> {
+    PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Process {
+    fn remember(&mut self, thread: JoinHandle<()>) {
+        self.threads.retain(|t| !t.is_finished());
+        let Self { threads, used, .. } = self;
+        used.retain(|id| threads.iter().any(|t| t.thread().id() == *id));
+        self.threads.push(thread);
+    }
+}
+
+/// Held while a compiler runs on a job's thread: the process does not end before it is dropped.
+pub(super) struct Compiling(());
+
+impl Compiling {
+    /// None when the process is ending. The compiler is warm: so what it registered for the end of the process comes after
+    /// what is registered here.
+    pub fn begin() -> Option<Self> {
+        static AT_EXIT: Once = Once::new();
+        AT_EXIT.call_once(|| {
+            // SAFETY: the handler is a plain function of this library. When it cannot be registered (no memory), an end
+            // of the process in the middle of a compilation is not waited for.
+            let _ = unsafe { libc::atexit(at_exit) };
+        });
+        let mut process = process();
+        if process.ending {
+            return None;
+        }
+        process.id = std::process::id();
+        process.running += 1;
+        process.used.push(std::thread::current().id());
+        Some(Self(()))
+    }
+}
+
+impl Drop for Compiling {
+    fn drop(&mut self) {
+        process().running -= 1;
+        IDLE.notify_all();
+    }
+}
+
+extern "C" fn at_exit() {
+    // Nothing may unwind from here.
+    let _ = catch_unwind(wait_for_compilers);
+}
+
+/// Waits for compilers, and then for their threads: those take a library's thread data apart as they end.
+fn wait_for_compilers() {
+    let mut this = process();
+    let me = std::thread::current().id();
+    if this.id != std::process::id() || this.threads.iter().any(|t| t.thread().id() == me) {
+        return;
+    }
+    this.ending = true;
+    let (mut this, wait) =
+        IDLE.wait_timeout_while(this, LONGEST_END, |p| p.running > 0).unwrap_or_else(PoisonError::into_inner);
+    if wait.timed_out() {
+        return;
+    }
+    let (threads, used) = (std::mem::take(&mut this.threads), std::mem::take(&mut this.used));
+    drop(this);
+    // Others wait for files that other processes write, and nobody waits for them.
+    for thread in threads.into_iter().filter(|t| used.contains(&t.thread().id())) {
+        let _ = thread.join();
+    }
+}

@@ -1,0 +1,59 @@
+//! What `Schedule::quick` promises: the bits of the schedule that it stands in for.
+
+use crate::cases::Case;
+use crate::machine::{self, Emulated};
+use crate::{PROGRAMS, templates};
+use flashtune::codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket};
+use flashtune::{DType, Program};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+
+/// The schedule that answers while another is being compiled must not be told from it.
+#[test]
+fn quick_schedules_give_the_same_bits() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let templates = templates();
+    let causal = |d| Problem::forward(DType::Bf16, d, MaskKind::CAUSAL).expect("legal");
+    let window = MaskKind { left: true, right: true };
+    let program = |text| Program::parse(text).expect("a program");
+    let problems = [
+        causal(64),
+        causal(128),
+        Problem::forward_qk_v(DType::F16, 192, 128, window).expect("legal"),
+        Problem::forward(DType::F16, 256, MaskKind::FULL).expect("legal"),
+        causal(96).with_program(program(PROGRAMS[0])),
+        causal(128).with_program(program(PROGRAMS[5])),
+        Problem::forward(DType::Bf16, 64, MaskKind::FULL).expect("legal").with_program(program(PROGRAMS[4])),
+    ];
+    let compare = &|seed: u64, problem: Problem| {
+        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 300, kv_len: 4096, window: 0 };
+        let arch = "sm_90a".parse().expect("an arch");
+        let schedule = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket).expect("supported");
+        let kernels = [schedule, schedule.quick().expect("one")].map(|schedule| Kernel { problem, schedule, arch });
+        let mut machines = kernels.map(|kernel| Emulated::build(&kernel, &templates).expect("it compiles"));
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut compared = 0;
+        for _ in 0..6 {
+            let case = Case::random(&kernels[0], &mut rng);
+            let expected = case.expected(&kernels[0]);
+            let [a, b] = [0, 1].map(|i| {
+                expected
+                    .run(&kernels[i], &mut machines[i], seed, 3)
+                    .unwrap_or_else(|e| panic!("{} {case:?}: {e}", kernels[i].name()))
+            });
+            if expected.is_finite() {
+                assert!(a == b, "{} {case:?}: other bits", kernels[1].name());
+                compared += 1;
+            }
+        }
+        compared
+    };
+    let compared: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            (1u64..).zip(problems).map(|(seed, problem)| scope.spawn(move || compare(seed, problem))).collect();
+        threads.into_iter().map(|t| t.join().expect("the same bits")).sum()
+    });
+    assert!(compared >= 12, "{compared}");
+}
