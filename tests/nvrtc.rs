@@ -103,6 +103,31 @@ fn default_schedules_compile_without_spills() {
 }
 
 #[test]
+fn quick_schedules_compile_to_little_and_without_spills() {
+    if common::nvrtc_or_skip("quick_schedules_compile_to_little_and_without_spills").is_none() {
+        return;
+    }
+    let program = |text| flashtune::Program::parse(text).unwrap();
+    let problem = |i: usize, d| Problem::forward([DType::Bf16, DType::F16][i % 2], d, MaskKind::ALL[i % 4]).unwrap();
+    let mut problems: Vec<_> = [64, 128, 256, 96].into_iter().enumerate().map(|(i, d)| problem(i, d)).collect();
+    problems.push(problem(0, 128).with_program(program("s: f32[heads]; score = score + s[h] * (kv - q);")));
+    let kernels: Vec<Kernel> = problems
+        .into_iter()
+        .map(|problem| {
+            let default = default_kernel(Family::ForwardSm90, problem, arch("sm_90a"), 4096);
+            Kernel { schedule: default.schedule.quick().expect("one"), ..default }
+        })
+        .collect();
+    compile_all(&kernels, false);
+    // What a compiler's time goes by, and no other process disturbs.
+    let size = |kernel| compile_with(&*Nvrtc::find().unwrap(), kernel, &TemplateSet::embedded()).unwrap().bytes.len();
+    let default = default_kernel(Family::ForwardSm90, problem(1, 128), arch("sm_90a"), 4096);
+    let quick = Kernel { schedule: default.schedule.quick().expect("one"), ..default };
+    let (quick, default) = (size(&quick), size(&default));
+    assert!(quick * 5 < default * 3, "{quick} and {default} bytes");
+}
+
+#[test]
 fn a_sample_of_the_searched_space_compiles_on_every_arch() {
     if common::nvrtc_or_skip("a_sample_of_the_searched_space_compiles_on_every_arch").is_none() {
         return;

@@ -19,13 +19,10 @@ fn quick_schedules_give_the_same_bits() {
     let window = MaskKind { left: true, right: true };
     let program = |text| Program::parse(text).expect("a program");
     let problems = [
-        causal(64),
         causal(128),
         Problem::forward_qk_v(DType::F16, 192, 128, window).expect("legal"),
         Problem::forward(DType::F16, 256, MaskKind::FULL).expect("legal"),
-        causal(96).with_program(program(PROGRAMS[0])),
         causal(128).with_program(program(PROGRAMS[5])),
-        Problem::forward(DType::Bf16, 64, MaskKind::FULL).expect("legal").with_program(program(PROGRAMS[4])),
     ];
     let compare = &|seed: u64, problem: Problem| {
         let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 300, kv_len: 4096, window: 0 };
@@ -55,5 +52,5 @@ fn quick_schedules_give_the_same_bits() {
             (1u64..).zip(problems).map(|(seed, problem)| scope.spawn(move || compare(seed, problem))).collect();
         threads.into_iter().map(|t| t.join().expect("the same bits")).sum()
     });
-    assert!(compared >= 12, "{compared}");
+    assert!(compared >= 8, "{compared}");
 }
