@@ -150,3 +150,39 @@ fn an_import_that_fails_midway_loses_nothing_and_can_be_repeated() {
         assert!(again.status.success() && records() == 2, "{what}: {}", stderr(&again));
     }
 }
+
+#[test]
+fn a_clock_that_is_years_off_changes_no_answer() {
+    const YEARS: i64 = 20 * 365 * 24 * 3600;
+    let place = Place::new();
+    let library = faults(&place);
+    let at = |seconds: i64, args: &[&str]| {
+        let mut command = on_cpu(&place.cache());
+        command.args(args).env("LD_PRELOAD", &library).env("FAULT_CLOCK_S", seconds.to_string());
+        answers(&command.output().expect("the command starts"), &format!("{seconds} s, {args:?}"))
+    };
+    let tune = [&["tune", "--json", "--trials", "3", "--budget-s", "10"], SMALL].concat();
+    let explain = [&["explain", "--story", "--json"], SMALL].concat();
+    let made = place.tune_small()["tuned"][0]["schedule"].clone();
+    let bundle = place.path("all.ftb");
+    let bundle = bundle.to_str().unwrap();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs() as i64;
+    // Behind the files' times and before the record was made; ahead of all of them; a machine that has just begun to count.
+    for clock in [-YEARS, YEARS, 1000 - now] {
+        let told = &at(clock, &explain)[0];
+        assert_eq!((&told["status"]["kind"], &told["schedule"]), (&"tuned".into(), &made), "{clock}");
+        assert!(told["story"]["age_s"].as_u64().unwrap() <= YEARS as u64 + 3600, "{told}");
+        // Nothing is measured again, nothing in use is evicted or taken for a dead process's.
+        let again = &at(clock, &tune)["tuned"][0];
+        assert_eq!((&again["cached"], &again["schedule"]), (&true.into(), &made), "{clock}");
+        at(clock, &["export", bundle, "--json"]);
+        at(clock, &["import", bundle, "--json"]);
+    }
+    // Before the epoch the journal cannot be opened; what is published serves.
+    let before = -now - 1000;
+    assert_eq!(at(before, &[&["explain", "--json"], SMALL].concat())[0]["status"]["kind"], "tuned");
+    let mut forced = on_cpu(&place.cache());
+    forced.args(["tune", "--force"]).args(SMALL).env("LD_PRELOAD", &library).env("FAULT_CLOCK_S", before.to_string());
+    let told = stderr(&forced.output().expect("the command starts"));
+    assert!(told.contains("before 1970") && !told.contains("panicked"), "{told}");
+}

@@ -62,6 +62,11 @@ impl Store {
     /// cannot be written.
     pub fn open(dir: &CacheDir) -> Result<Self> {
         dir.create()?;
+        // sled ends the process where the clock is before the epoch.
+        if SystemTime::now() < UNIX_EPOCH {
+            let message = "the clock of this machine is before 1970; set it".to_owned();
+            return Err(Error::Store { path: dir.store_path(), message });
+        }
         let lock = StoreLock::take(&dir.lock_path(), &dir.store_path())?;
         reap_unfinished(dir);
         let path = dir.store_path();

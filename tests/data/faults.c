@@ -5,6 +5,7 @@
  * FAULT_COUNT  how many fail from there on
  * FAULT_ERRNO  what they fail with
  * FAULT_DELAY_MS  how long every operation takes more
+ * FAULT_CLOCK_S  how many seconds the clock of the day is ahead; files keep their times
  * FAULT_LOG    a file; the number of operations so far is written to it
  */
 #define _GNU_SOURCE
@@ -18,6 +19,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 static atomic_long operations;
@@ -51,6 +53,14 @@ static int fails(void) {
     if (at == 0 || n < at || n - at >= count) return 0;
     errno = (int)number("FAULT_ERRNO", EIO);
     return 1;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *t) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int done = real(clock, t);
+    if (done == 0 && clock == CLOCK_REALTIME) t->tv_sec += number("FAULT_CLOCK_S", 0);
+    return done;
 }
 
 static int fd_watched(int fd) { return fd >= 0 && fd < 4096 && watched[fd]; }

@@ -14,6 +14,8 @@ mod replay;
 
 pub(crate) use map::Map;
 pub(crate) use past::Past;
+#[cfg(test)]
+pub(crate) use replay::recorded_times;
 
 use crate::stats::median;
 use correction::Correction;

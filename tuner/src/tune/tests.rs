@@ -7,7 +7,7 @@ use super::measure::noise;
 use super::*;
 use crate::decide::Rounds;
 use flashtune_cache::{CacheDir, Conditions, Layers, MatchQuality, Validity};
-use flashtune_codegen::{Family, Mask, Schedule};
+use flashtune_codegen::{Family, Mask, Schedule, Shape};
 use flashtune_runtime::Device;
 use paper::{ARCH, Behaviour, PaperDevice, device, job, paper, schedules, templates};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -322,4 +322,16 @@ fn a_neighbouring_size_is_tuned_with_fewer_trials_and_kernels_that_are_there() {
     // Whoever forces a job wants it searched anew.
     let forced = f.tune(&device, &Job { force: true, ..near }).unwrap();
     assert_eq!(forced.trials.len(), first.trials.len());
+}
+
+#[test]
+fn a_job_takes_little_more_of_the_devices_memory_than_its_tensors() {
+    let (device, _) = paper(&[]);
+    let any: Arc<dyn Device> = device.clone();
+    let mut large = job();
+    large.shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 4, kv_len: 60_000, mask: Mask::Causal };
+    fixture().tune(&any, &Job { max_trials: 4, ..large.clone() }).unwrap();
+    let (most, tensors) = (device.most_in_use.load(Ordering::Relaxed) as u64, Inputs::of(&large).bytes());
+    println!("{most} bytes for tensors of {tensors}");
+    assert!(most >= tensors && most * 2 <= tensors * 3, "{most} bytes for tensors of {tensors}");
 }

@@ -54,6 +54,9 @@ pub struct PaperDevice {
     pub launches: AtomicUsize,
     /// Whose they were, and the rows of O that they wrote at this number of keys.
     pub rows: Mutex<Vec<(Schedule, i32, i32)>>,
+    /// Bytes of its memory in use, and the most that were.
+    in_use: Arc<AtomicUsize>,
+    pub most_in_use: AtomicUsize,
     /// Whether there are graphs.
     pub graphs: AtomicBool,
     /// What is being captured.
@@ -82,7 +85,18 @@ struct PaperModule {
     behaviour: Behaviour,
 }
 
-struct PaperBuffer(Vec<u64>, usize);
+/// Memory of the device, which counts what is in use.
+struct PaperBuffer {
+    words: Vec<u64>,
+    bytes: usize,
+    in_use: Arc<AtomicUsize>,
+}
+
+impl Drop for PaperBuffer {
+    fn drop(&mut self) {
+        self.in_use.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
 
 pub const ARCH: Arch = Arch::Cpu(CpuIsa::Generic);
 
@@ -91,10 +105,10 @@ impl Buffer for PaperBuffer {
         self
     }
     fn address(&self) -> u64 {
-        self.0.as_ptr() as u64
+        self.words.as_ptr() as u64
     }
     fn len(&self) -> usize {
-        self.1
+        self.bytes
     }
 }
 
@@ -133,7 +147,9 @@ impl Device for PaperDevice {
     }
     fn load(&self, artifact: &Artifact) -> RuntimeResult<Arc<dyn Module>> {
         let kernel = artifact.recipe.kernel;
-        let behaviour = self.behaviours[&kernel.schedule];
+        // Other sizes have schedules that nothing is prescribed for.
+        let usual = Behaviour::Right { us: 130.0 };
+        let behaviour = self.behaviours.get(&kernel.schedule).copied().unwrap_or(usual);
         if behaviour == Behaviour::DoesNotLoad {
             return Err(self.fault("load"));
         }
@@ -159,7 +175,9 @@ impl Device for PaperDevice {
         Ok(Box::new(PaperGraph { device: self.me.upgrade().expect("alive"), captured }))
     }
     fn alloc(&self, bytes: usize) -> RuntimeResult<Box<dyn Buffer>> {
-        Ok(Box::new(PaperBuffer(vec![0; bytes.div_ceil(8) + 2], bytes)))
+        let in_use = self.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.most_in_use.fetch_max(in_use, Ordering::Relaxed);
+        Ok(Box::new(PaperBuffer { words: vec![0; bytes.div_ceil(8) + 2], bytes, in_use: self.in_use.clone() }))
     }
     fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> RuntimeResult<()> {
         assert!(bytes.len() <= to.len());
@@ -356,6 +374,8 @@ pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperComp
         last_us: Mutex::new(0.0),
         launches: AtomicUsize::new(0),
         rows: Mutex::default(),
+        in_use: Arc::default(),
+        most_in_use: AtomicUsize::new(0),
         graphs: AtomicBool::new(true),
         capturing: Mutex::default(),
         me: me.clone(),
