@@ -43,18 +43,26 @@ def flash_attn_func(
     )
 
 
+# Up to this number a cap is part of the text, as `tune --model` has it: kernels use a bound that they know.
+_CAP_WRITTEN_OUT = 50.0
+
+
 def _changed(softcap, alibi_slopes):
     """The score program of flash-attention's arguments, if there is one: the cap comes first, as there."""
     score, values = "score", {}
     if softcap:
         if not softcap > 0:
             raise InvalidArgument(f"softcap is {softcap}; it is above zero, or 0.0 for none")
-        score, values = "cap * tanh(score * (1.0 / cap))", {"cap": float(softcap)}
+        cap = float(softcap)
+        if cap <= _CAP_WRITTEN_OUT:
+            score = f"{cap!r} * tanh(score * (1.0 / {cap!r}))"
+        else:
+            score, values = "cap * tanh(score * (1.0 / cap))", {"cap": cap}
     if alibi_slopes is not None:
         at = "b, h" if len(alibi_slopes.shape) == 2 else "h"
         score = f"{score} - slope[{at}] * abs(q + kv_len - q_len - kv)"
         values["slope"] = alibi_slopes
-    return Program(score=score, tensors=values) if values else None
+    return None if score == "score" else Program(score=score, tensors=values)
 
 
 def attention(
