@@ -71,7 +71,7 @@ impl Rules {
     /// The rules of every job; only the deadline differs.
     pub fn until(deadline: Duration) -> Self {
         Self {
-            drops: &[(2, 1.5), (4, 1.15), (8, 1.05)],
+            drops: &[(2, 1.5), (4, 1.15), (8, 1.05), (12, 1.03)],
             keep: 2,
             max_samples: 24,
             enough_samples: 10,
