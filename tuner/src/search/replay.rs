@@ -169,6 +169,29 @@ fn quantiles(all: impl Iterator<Item = f64>) -> (f64, f64) {
     (all[all.len() / 2], all[all.len() * 9 / 10])
 }
 
+/// Tables of the same schedules at three lengths, each twice the one before.
+const LENGTHS: [&str; 3] =
+    ["h200-bf16-d128-causal-three-2k", "h200-bf16-d128-causal-three-4k", "h200-bf16-d128-causal-three-8k"];
+
+#[test]
+fn a_recorded_neighbour_makes_a_search_short_and_hardly_worse() {
+    const SEEDS: u64 = 20;
+    let tables = LENGTHS.map(load);
+    for (from, to) in [(0, 1), (1, 2), (2, 1), (1, 0), (0, 2), (2, 0)] {
+        let (other, here) = (&tables[from], &tables[to]);
+        let cold: Vec<Ended> = (0..SEEDS).map(|seed| here.run(here.search(&[], TRIALS, seed))).collect();
+        let led: Vec<(Ended, usize)> = (0..SEEDS).map(|seed| here.led(other, seed)).collect();
+        let cold_tried = quantiles(cold.iter().map(|e| e.tried.len() as f64)).0;
+        let tried = quantiles(led.iter().map(|(e, _)| e.tried.len() as f64));
+        let new = quantiles(led.iter().map(|(_, new)| *new as f64));
+        let behind = quantiles(led.iter().map(|(e, _)| e.behind));
+        let (from, to) = (LENGTHS[from], LENGTHS[to]);
+        println!("{from} leads {to}: {tried:?} tried, {new:?} new, {behind:.4?} of the best; {cold_tried} without");
+        assert!(tried.0 * 2.0 <= cold_tried && new.0 <= 8.0, "{from} leads {to}: {tried:?} tried, {new:?} new");
+        assert!(behind.1 <= 1.01, "{from} leads {to}: {behind:?} of the best");
+    }
+}
+
 /// Spread of the neighbour's times around those here, and the most that may be tried in the median: all that a search without
 /// one tries, where it misleads.
 const NEIGHBOURS: [(f64, f64); 3] = [(0.02, 18.0), (0.05, 24.0), (0.3, 52.0)];
