@@ -3,10 +3,10 @@
 use crate::awaited::Awaited;
 use crate::builder::{Builder, Candidates};
 use crate::{Error, Result};
-use flashtune_cache::{CacheDir, Launches, Layers};
+use flashtune_cache::{CacheDir, Launches, Layers, RecordKey};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramError, ProgramRef};
-use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, TemplateSet, unaddressable};
+use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, ShapeBucket, TemplateSet, unaddressable};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
     Device, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView, forward_call,
@@ -227,7 +227,7 @@ impl Engine {
         self.tune_job(&Job { launches: self.launches, ..Job::new(*problem, *shape) }, &())
     }
 
-    /// [`Engine::tune`] with limits and an observer.
+    /// [`Engine::tune`] with limits and an observer. What bundles below the user's own results serve is tried too.
     ///
     /// # Errors
     /// As [`Engine::tune`].
@@ -242,8 +242,12 @@ impl Engine {
         let dir = self.cache.as_ref().ok_or(flashtune_cache::Error::NoFolder)?;
         job.problem.validate()?;
         job.shape.validate()?;
+        let (device, bucket) = (self.device().fingerprint().clone(), ShapeBucket::of(&job.shape));
+        let wanted = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
+        let mut job = job.clone();
+        job.rivals.extend(self.layers().rivals(self.dispatcher.validity(), &wanted));
         let _one_at_a_time = self.tuning.lock().unwrap_or_else(PoisonError::into_inner);
-        let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, dir, job, observer)?;
+        let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, dir, &job, observer)?;
         self.dispatcher.refresh();
         Ok(outcome)
     }

@@ -3,6 +3,8 @@
 mod common;
 
 use common::{NOWHERE, Place, SMALL, fails, json, other_cpu_arch};
+use flashtune::cache::{Bundle, BundleContents};
+use flashtune::codegen::{Family, Schedule};
 
 fn text(path: &std::path::Path) -> &str {
     path.to_str().expect("test paths are text")
@@ -155,6 +157,36 @@ fn a_bundle_for_another_arch_or_template_set_is_rebuilt_from_its_recipes() {
     let (new, old) = (of("again.ftb").unwrap(), of("snapshot").unwrap());
     assert_eq!((&new["schedule"], new["median_us"].is_null()), (&old["schedule"], true), "{list}");
     fails(&mut place.flashtune(&["build", "--relink", NOWHERE, "--arch", &here, "--out", text(&ours)]), 2, &[NOWHERE]);
+}
+
+#[test]
+fn what_a_named_bundle_serves_is_tried_before_a_result_of_ones_own_goes_first() {
+    // Their winner is one that two trials of ours would not come to: the last of the schedules that were timed.
+    let (place, bundle) = exported();
+    let timed = place.json(&[&["explain", "--story"], SMALL].concat());
+    let candidates = timed[0]["story"]["candidates"].as_array().unwrap();
+    let slowest = candidates.iter().rfind(|c| c["median_us"].is_number()).unwrap()["schedule"].clone();
+    let theirs = place.path("theirs.ftb");
+    crown(&bundle, &theirs, slowest.as_str().unwrap());
+    let fresh = Place::new();
+    let tune = [&["--bundle", text(&theirs), "tune", "--trials", "2", "--budget-s", "10"], SMALL].concat();
+    let tuned = &fresh.json(&tune)["tuned"][0];
+    let tried: Vec<_> = tuned["trials"].as_array().unwrap().iter().map(|t| &t["schedule"]).collect();
+    assert!(tried.len() <= 2 && tried.contains(&&slowest), "{slowest} is not among {tried:?}");
+}
+
+/// A bundle with the same record but another winner, one of those that were compiled.
+fn crown(from: &std::path::Path, to: &std::path::Path, schedule: &str) {
+    let bundle = Bundle::map(from).unwrap();
+    let (mut record, _) = bundle.records().next().unwrap().unwrap();
+    let arch = record.key.device.arch;
+    let space = Schedule::space(Family::ForwardCpu, &record.key.problem, arch);
+    let named =
+        space.into_iter().chain(record.finalists.iter().map(|f| f.schedule)).find(|s| s.to_string() == schedule);
+    record.schedule = named.expect("it is of the space");
+    record.finalists[0].schedule = record.schedule;
+    let mut load = |key: &_| bundle.artifact(key).unwrap();
+    BundleContents { records: vec![record], artifacts: Vec::new(), load: &mut load, created: 1 }.write(to).unwrap();
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::trouble::Trouble;
 use crate::{
     Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Key, PublicKey, Record, RecordKey, Result, Trust, Validity,
 };
-use flashtune_codegen::Problem;
+use flashtune_codegen::{Problem, Schedule};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::fs::File;
@@ -274,6 +274,23 @@ impl Layers {
         let differs = |m: &Match| m.record.key.launches != wanted.launches;
         found.matches.sort_by(|a, b| a.quality.order(&b.quality).then(differs(a).cmp(&differs(b))));
         found
+    }
+
+    /// The schedules that layers below the user's own would serve these calls with: what a tuning has to beat before its
+    /// result goes before theirs. Those of the same device and sizes, the first layer's first.
+    pub fn rivals(&self, needed: &Validity, wanted: &RecordKey) -> Vec<Schedule> {
+        let mut rivals = Vec::new();
+        for m in self.find(needed, wanted).matches {
+            let same = matches!(m.quality, MatchQuality::Exact | MatchQuality::OtherLaunches);
+            if same
+                && m.layer != SNAPSHOT_LAYER
+                && !m.record.finalists.is_empty()
+                && !rivals.contains(&m.record.schedule)
+            {
+                rivals.push(m.record.schedule);
+            }
+        }
+        rivals
     }
 
     /// An artifact, verified, and the name of the layer that had it: the layers in order, then the artifact files.

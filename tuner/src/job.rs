@@ -28,6 +28,9 @@ pub struct Job {
     pub search: Search,
     /// How candidates are launched when they are timed, and so whom the result is for.
     pub launches: Launches,
+    /// Schedules that are tried whatever the search thinks of them, as far as they fit: what other layers serve such calls
+    /// with ([`flashtune_cache::Layers::rivals`]), so that a result that goes before theirs has beaten them.
+    pub rivals: Vec<Schedule>,
     /// How long to wait for another process that is tuning the same.
     pub patience: Duration,
 }
@@ -57,6 +60,7 @@ impl Job {
             force: false,
             search: Search::Guided,
             launches: Launches::Eager,
+            rivals: Vec::new(),
             patience: LONG,
         }
     }

@@ -15,7 +15,7 @@ use flashtune_cache::{
     ArtifactFiles, CacheDir, Launches, Lesson, Progress, Provenance, Record, RecordKey, Stage, Store, Trial,
     TrialResult,
 };
-use flashtune_codegen::{ShapeBucket, TemplateSet};
+use flashtune_codegen::{Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::{Compiler, no_graphs, require_room};
 use measure::{Measured, finalists};
 use std::sync::Arc;
@@ -100,7 +100,7 @@ impl Tuning<'_> {
     fn run(&mut self, compiler: &Arc<dyn Compiler>, past: &Past) -> Result<Outcome> {
         self.started = Instant::now();
         self.phase(Phase::Space, None);
-        let space = space(&self.job.problem, &self.job.shape, &self.key.device, &past.schedules())?;
+        let space = space(&self.job.problem, &self.job.shape, &self.key.device, &self.of_interest(past))?;
         self.runner.start(&Inputs::of(self.job));
         let mut field = self.search(&space, past, &**compiler)?;
         let measured = self.measure(&mut field)?;
@@ -154,6 +154,11 @@ impl Tuning<'_> {
         let snapshot = store.publish(&self.artifacts)?;
         self.observer.event(&Event::Winner(&record));
         Ok(Outcome { record, cached: false, trials, snapshot })
+    }
+
+    /// Schedules that belong to the space whatever the model thinks of them.
+    fn of_interest(&self, past: &Past) -> Vec<Schedule> {
+        past.schedules().chain(&self.job.rivals).copied().collect()
     }
 
     /// What became of every candidate.

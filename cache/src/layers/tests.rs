@@ -70,6 +70,25 @@ fn what_was_measured_for_the_other_way_of_launching_serves_and_is_told_from_an_a
 }
 
 #[test]
+fn what_a_result_of_the_users_own_has_to_beat_is_what_the_layers_below_serve() {
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = CacheDir::at(tmp.path());
+    let (store, files) = (Store::open(&dir).unwrap(), ArtifactFiles::new(&dir));
+    store.put_record(&record(512, 1)).unwrap();
+    files.put(&artifact(1)).unwrap();
+    store.publish(&files).unwrap();
+    let mut built = record(512, 5);
+    built.finalists.clear();
+    let named = tmp.path().join("built.ftb");
+    std::fs::write(&named, bundle(vec![built])).unwrap();
+    let embedded = leak(bundle(vec![record(512, 2), record(1024, 3)]));
+    let layers = Layers::open_with(Some(&dir), &[named], Some(embedded), &trusting()).unwrap();
+    assert_eq!(find(&layers, 512).matches[0].record.schedule, schedule(1), "the user's own goes first");
+    // Not the user's own, not another size's, not what was never measured.
+    assert_eq!(layers.rivals(&validity(), &wanted(512)), [schedule(2)]);
+}
+
+#[test]
 fn records_of_another_template_set_arch_or_abi_are_refused_with_the_field() {
     let tmp = tempfile::tempdir().unwrap();
     let mut old = record(256, 1);

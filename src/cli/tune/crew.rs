@@ -4,8 +4,8 @@ use super::watcher::Watcher;
 use crate::cli::cases::Case;
 use crate::cli::context::own_worker;
 use anyhow::Result;
-use flashtune::cache::{CacheDir, DeviceFingerprint, Launches, Layers, Validity};
-use flashtune::codegen::{Schedule, TemplateSet};
+use flashtune::cache::{CacheDir, DeviceFingerprint, Launches, Layers, RecordKey, Validity};
+use flashtune::codegen::{Schedule, ShapeBucket, TemplateSet};
 use flashtune::tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_family};
 use flashtune::{DeviceSpec, Error};
 use std::str::FromStr;
@@ -154,6 +154,7 @@ struct Shared<'a> {
     limits: &'a Limits,
     templates: &'a TemplateSet,
     dir: &'a CacheDir,
+    layers: &'a Layers,
     watcher: &'a Watcher,
     start: Instant,
     results: Mutex<Results>,
@@ -169,11 +170,20 @@ pub fn run(
     limits: &Limits,
     templates: &TemplateSet,
     dir: &CacheDir,
+    layers: &Layers,
     watcher: &Watcher,
 ) -> Result<Done, TunerError> {
     let results = Mutex::default();
-    let shared =
-        Shared { limits, templates, dir, watcher, start: Instant::now(), results, over: AtomicBool::new(false) };
+    let shared = Shared {
+        limits,
+        templates,
+        dir,
+        layers,
+        watcher,
+        start: Instant::now(),
+        results,
+        over: AtomicBool::new(false),
+    };
     std::thread::scope(|scope| {
         for (work, crew) in &mut works {
             for runner in crew {
@@ -210,8 +220,12 @@ impl Shared<'_> {
 
     fn unit(&self, unit: &Unit, share: Duration, runner: &mut Runner) -> Result<Vec<Outcome>, TunerError> {
         let Limits { trials, seed, force, search, launches, patience, .. } = self.limits;
+        let device = runner.fingerprint().clone();
         let job = |case: &Case, parts: usize| {
             let job = Job::new(case.problem, case.shape);
+            let (device, bucket) = (device.clone(), ShapeBucket::of(&case.shape));
+            let needed = Validity::new(device.arch, self.templates);
+            let wanted = RecordKey { device, problem: case.problem, bucket, launches: *launches };
             Job {
                 max_trials: trials.unwrap_or(job.max_trials),
                 budget: share / parts as u32,
@@ -219,6 +233,7 @@ impl Shared<'_> {
                 force: *force,
                 search: search.clone(),
                 launches: *launches,
+                rivals: self.layers.rivals(&needed, &wanted),
                 patience: patience.unwrap_or(job.patience),
                 ..job
             }

@@ -175,9 +175,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
         cx.out.flush()?;
     }
+    let layers = cx.layers()?;
     let watcher = Watcher { bar: progress::bar(total as u64, cx.json()), waited: Mutex::default() };
     let start = Instant::now();
-    let done = crew::run(works, &limits, &templates, &dir, &watcher);
+    let done = crew::run(works, &limits, &templates, &dir, &layers, &watcher);
     watcher.bar.finish_and_clear();
     let crew::Done { outcomes, failures } = done.map_err(flashtune::Error::from)?;
 

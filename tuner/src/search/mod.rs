@@ -121,6 +121,12 @@ impl Portfolio {
         Self { batch: batch.max(SMALLEST_BATCH), ..self }
     }
 
+    /// The same search, which tries these right after the default.
+    pub fn after_trying(mut self, schedules: impl IntoIterator<Item = usize>) -> Self {
+        self.first.extend(schedules);
+        self
+    }
+
     /// The same search, led by a neighbour's measurements, of which the fastest comes first. Where the model misjudges
     /// schedules there it is taken to misjudge them here, and what was good there is tried first: its kernels are compiled
     /// already. Then new ones, until a batch of them brings no improvement.

@@ -38,9 +38,9 @@ pub(crate) struct Neighbour {
 
 impl Past {
     /// All schedules that are of interest here.
-    pub fn schedules(&self) -> Vec<Schedule> {
-        let measured = self.neighbour.iter().flat_map(|n| n.times.iter().map(|(s, _)| *s));
-        self.seeds.iter().copied().chain(measured).collect()
+    pub fn schedules(&self) -> impl Iterator<Item = &Schedule> {
+        let measured = self.neighbour.iter().flat_map(|n| n.times.iter().map(|(s, _)| s));
+        self.seeds.iter().chain(measured)
     }
 
     /// Reads the journal.

@@ -133,6 +133,7 @@ impl Tuning<'_> {
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
                 let search = Portfolio::new(&space.costs, map, space.default, &seeds, max, seed);
                 let mut search = search.in_batches_of(cores.min(MOST_AT_ONCE)).led_by(self.hints(space, past));
+                search = search.after_trying(self.job.rivals.iter().filter_map(|s| space.position(s)));
                 // Who forces a job may have repaired what failed.
                 if !self.job.force {
                     past.failed.keys().filter_map(|s| space.position(s)).for_each(|i| search.fails(i));
