@@ -152,17 +152,45 @@ impl Engine {
     /// Tensors that do not fit each other, or what the score program reads and is not given, problems that no kernel
     /// computes, [`flashtune_runtime::Error::Sealed`], and what compilers and drivers report. Nothing has been launched then.
     pub unsafe fn forward(&self, call: &Forward<'_>, stream: Stream) -> Result<Option<Dispatch>> {
+        let resolved = self.resolve(call)?;
+        match resolved.problem.program {
+            // SAFETY: the caller's promise is this function's own.
+            None => unsafe { self.launch(call, resolved, stream) },
+            // SAFETY: as above.
+            Some(_) => unsafe { self.launch_program(call, resolved, stream) },
+        }
+    }
+
+    /// # Safety
+    /// As [`Engine::forward`], and `side` in the arguments is 0 or the address of what the score program reads.
+    unsafe fn launch(&self, call: &Forward<'_>, mut resolved: ForwardCall, stream: Stream) -> Result<Option<Dispatch>> {
         let haste = || self.quick_first && !self.device().is_capturing(stream);
-        let Some((dispatch, mut args, side)) = self.dispatch(call, haste)? else { return Ok(None) };
+        let Some(dispatch) = self.dispatch(call, &mut resolved, haste)? else { return Ok(None) };
         let Dispatch { plan, shape } = &dispatch;
         plan.count_call();
-        let side = side.as_ref().map(SideTable::args);
-        args.side = side.as_ref().map_or(0, |s| std::ptr::from_ref(s) as u64);
         tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, the sizes were checked
-        // against the tensors, and the tables of the score program live until the launch returns.
-        unsafe { self.device().launch_shape(plan.module(), shape, &args, stream)? };
+        // against the tensors, and what a score program reads lives until the launch returns.
+        unsafe { self.device().launch_shape(plan.module(), shape, &resolved.args, stream)? };
         Ok(Some(dispatch))
+    }
+
+    /// The same with the tables of a score program. They are large: other calls do not carry them along.
+    ///
+    /// # Safety
+    /// As [`Engine::forward`].
+    #[inline(never)]
+    unsafe fn launch_program(
+        &self,
+        call: &Forward<'_>,
+        mut resolved: ForwardCall,
+        stream: Stream,
+    ) -> Result<Option<Dispatch>> {
+        let table = side_table(call, &resolved)?;
+        let args = table.as_ref().map(SideTable::args);
+        resolved.args.side = args.as_ref().map_or(0, |args| std::ptr::from_ref(args) as u64);
+        // SAFETY: the caller's promise is this function's own; the tables live until the launch returns.
+        unsafe { self.launch(call, resolved, stream) }
     }
 
     /// All that comes before the launch of [`Engine::forward`], with the kernel itself and no quick one in its place:
@@ -171,7 +199,9 @@ impl Engine {
     /// # Errors
     /// As [`Engine::forward`].
     pub fn prepare(&self, call: &Forward<'_>) -> Result<Option<Dispatch>> {
-        Ok(self.dispatch(call, || false)?.map(|(dispatch, ..)| dispatch))
+        let mut resolved = self.resolve(call)?;
+        side_table(call, &resolved)?;
+        self.dispatch(call, &mut resolved, || false)
     }
 
     /// Refuses tensors that are certainly not in the device's memory: on CUDA those that begin or end in memory of the host,
@@ -280,37 +310,36 @@ impl Engine {
     }
 
     /// Checks the tensors and says what they ask for.
-    pub(crate) fn resolve(&self, call: &Forward<'_>) -> Result<(ForwardCall, Option<SideTable>)> {
+    pub(crate) fn resolve(&self, call: &Forward<'_>) -> Result<ForwardCall> {
         let [batch, heads, q_len, _] = call.q.shape;
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
         let mut resolved = forward_call(&tensors, call.mask, call.scale)?;
-        let Some(program) = call.program.filter(|p| !p.is_plain()) else { return Ok((resolved, None)) };
+        let Some(program) = call.program.filter(|p| !p.is_plain()) else { return Ok(resolved) };
         resolved.problem.program = Some(program);
         let (problem, shape) = resolved.problem.with_windows(resolved.shape);
         if shape.mask != call.mask {
             resolved = forward_call(&tensors, shape.mask, call.scale)?;
         }
         resolved.problem = problem;
-        let Some(program) = problem.program else { return Ok((resolved, None)) };
-        let side = SideTable::new(&program, &resolved.shape, &call.side).map_err(flashtune_codegen::Error::from)?;
-        Ok((resolved, Some(side)))
+        Ok(resolved)
     }
 
-    /// Kernel and arguments of a call, and what its score program reads; none when there is nothing to compute. `haste` is
-    /// whether a quick schedule may stand in for one that must be compiled.
+    /// Kernel and sizes of a call; none when there is nothing to compute. `haste` is whether a quick schedule may stand in
+    /// for one that must be compiled.
     fn dispatch(
         &self,
         call: &Forward<'_>,
+        resolved: &mut ForwardCall,
         haste: impl Fn() -> bool,
-    ) -> Result<Option<(Dispatch, ForwardArgs, Option<SideTable>)>> {
-        let (ForwardCall { problem, shape, mut args, aligned }, side) = self.resolve(call)?;
+    ) -> Result<Option<Dispatch>> {
+        let ForwardCall { problem, shape, args, aligned } = resolved;
         if shape.is_empty() {
             return Ok(None);
         }
         args.weights = call.weights.unwrap_or(0);
-        let plan = self.plan_for(&problem, &shape, self.demand(call, &args, aligned), haste)?;
-        Ok(Some((Dispatch { plan, shape }, args, side)))
+        let plan = self.plan_for(problem, shape, self.demand(call, args, *aligned), haste)?;
+        Ok(Some(Dispatch { plan, shape: *shape }))
     }
 
     /// What a call asks of its kernel beyond problem and sizes.
@@ -373,6 +402,13 @@ impl Engine {
             Err(e) => Err(e),
         }
     }
+}
+
+/// What the score program of a call reads, checked.
+fn side_table(call: &Forward<'_>, resolved: &ForwardCall) -> Result<Option<SideTable>> {
+    let Some(program) = resolved.problem.program else { return Ok(None) };
+    let table = SideTable::new(&program, &resolved.shape, &call.side).map_err(flashtune_codegen::Error::from)?;
+    Ok(Some(table))
 }
 
 // A host shares one engine between its threads.

@@ -82,7 +82,7 @@ impl Engine {
         // The tensors are checked at an address that any device could give first, so that bad input costs no memory.
         let unplaced = |t: &HostTensor| t.view_at(1 << 12);
         let call = Forward { mask, scale, ..Forward::new(unplaced(q), unplaced(k), unplaced(v), unplaced(&o)) };
-        let (resolved, _) = self.resolve(&call)?;
+        let resolved = self.resolve(&call)?;
 
         let device = self.device().as_ref();
         let side = match program {

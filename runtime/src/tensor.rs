@@ -205,6 +205,7 @@ fn outer(t: &TensorView) -> [i64; 3] {
     std::array::from_fn(|i| if t.shape[i] > 1 { t.strides[i] } else { 0 })
 }
 
+#[cold]
 fn error(
     tensor: &'static str,
     field: &'static str,
@@ -223,18 +224,24 @@ fn same_dtype(name: &'static str, t: &TensorView, want: DType) -> Result<()> {
     Err(error(name, "dtype", t.dtype, rule, "convert it: Q, K, V and O share one dtype, the LSE is f32"))
 }
 
+#[inline]
 fn same_shape(name: &'static str, t: &TensorView, want: [u64; 4], rule: &str) -> Result<()> {
     if t.shape == want {
         return Ok(());
     }
+    Err(other_shape(name, t, want, rule))
+}
+
+#[cold]
+fn other_shape(name: &'static str, t: &TensorView, want: [u64; 4], rule: &str) -> Error {
     let expected = format!("{want:?} is needed: {rule}");
-    Err(error(
+    error(
         name,
         "shape",
         format!("{:?}", t.shape),
         expected,
         "shapes are [batch, heads, rows, head_dim] (rows before heads is expressed by strides)",
-    ))
+    )
 }
 
 /// Batch, head counts and lengths end up in `i32` fields.

@@ -111,6 +111,7 @@ impl Compiler for Nvrtc {
         let options = source.options.iter().map(|o| c_string(o)).collect::<Result<Vec<_>>>()?;
         let start = Instant::now();
         let compiled = self.library.compile(&name, &text, &options);
+        self.warm.call_once(|| ());
         let log = compiled.log;
         let cubin = compiled.cubin.map_err(|message| refused(format!("{message}\n{log}")))?;
         if cubin.is_empty() {

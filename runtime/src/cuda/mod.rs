@@ -30,7 +30,7 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::{ForwardArgs, SideArgs};
+use flashtune_codegen::abi::{ForwardArgs, SideArgs, Sm90Args};
 use flashtune_codegen::{Arch, Launch, SmArch};
 use memory::CudaBuffer;
 use module::CudaModule;
@@ -240,13 +240,12 @@ impl Device for CudaDevice {
         }
         let _bound = self.context.bind()?;
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
-        let sm90 = match launch.tiling {
-            Some(tiling) => {
-                let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
-                Some(tensor_map::sm90_args(&self.context, module.kernel(), tiling, args, queue)?)
-            }
-            None => None,
-        };
+        let mut sm90 = None;
+        if let Some(tiling) = launch.tiling {
+            let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
+            let sm90 = sm90.insert(Sm90Args { maps: Default::default(), forward: *args, tiling, queue });
+            tensor_map::encode_all(&self.context, module.kernel(), sm90)?;
+        }
         let with_side;
         let parameter: *const std::ffi::c_void = match (module.kernel().problem.program, &sm90) {
             (None, Some(sm90)) => std::ptr::from_ref(sm90).cast(),

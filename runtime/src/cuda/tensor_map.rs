@@ -6,34 +6,56 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
     CUtensorMapSwizzle,
 };
-use flashtune_codegen::abi::{ForwardArgs, Sm90Args, TensorMap};
-use flashtune_codegen::{DType, Kernel, TensorMapSpec, Tiling, unaddressable};
+use flashtune_codegen::abi::{Sm90Args, TensorMap};
+use flashtune_codegen::{DType, Kernel, TensorMapSpec, unaddressable};
+use std::cell::RefCell;
 
-/// The argument struct of a launch of `forward/sm90`. Host arithmetic only: nothing of the device is touched.
-pub(super) fn sm90_args(
-    context: &Context,
-    kernel: &Kernel,
-    tiling: Tiling,
-    forward: &ForwardArgs,
-    queue: i32,
-) -> Result<Sm90Args> {
+/// Maps that a thread keeps: those of the last calls, since calls come again with the same tensors.
+const KEPT: usize = 64;
+
+thread_local! {
+    static LATELY: RefCell<[Option<(TensorMapSpec, TensorMap)>; KEPT]> = const { RefCell::new([None; KEPT]) };
+}
+
+/// Puts the maps of Q, K, V and O into the arguments of a launch of `forward/sm90`. Host arithmetic only: nothing of the
+/// device is touched.
+pub(super) fn encode_all(context: &Context, kernel: &Kernel, args: &mut Sm90Args) -> Result<()> {
     let refused = |message: String| Error::Device {
         call: "cuTensorMapEncodeTiled",
         device: context.name.clone(),
         message,
         remedy: "launch through a plan, which leaves such tensors to another kernel",
     };
-    if let Some(why) = unaddressable(forward) {
+    if let Some(why) = unaddressable(&args.forward) {
         return Err(refused(why));
     }
     let specs = kernel
-        .tensor_maps(&tiling, forward)
+        .tensor_maps(&args.tiling, &args.forward)
         .ok_or_else(|| refused(format!("{} takes no tensor maps", kernel.schedule.family())))?;
-    let mut maps = [TensorMap::default(); 4];
-    for (map, spec) in maps.iter_mut().zip(&specs) {
-        *map = encode(context, spec)?;
+    LATELY.with_borrow_mut(|lately| {
+        for (map, spec) in args.maps.iter_mut().zip(&specs) {
+            *map = kept(lately, spec, || encode(context, spec))?;
+        }
+        Ok(())
+    })
+}
+
+/// A map out of those that are kept, or made and kept in the place of another.
+fn kept(
+    lately: &mut [Option<(TensorMapSpec, TensorMap)>; KEPT],
+    spec: &TensorMapSpec,
+    make: impl FnOnce() -> Result<TensorMap>,
+) -> Result<TensorMap> {
+    let words = spec.dims.iter().chain(&spec.strides).fold(spec.address >> 4, |sum, word| sum.rotate_left(7) ^ word);
+    let place = &mut lately[(words.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize];
+    match place {
+        Some((of, map)) if of == spec => Ok(*map),
+        _ => {
+            let map = make()?;
+            *place = Some((*spec, map));
+            Ok(map)
+        }
     }
-    Ok(Sm90Args { maps, forward: *forward, tiling, queue })
 }
 
 fn encode(context: &Context, spec: &TensorMapSpec) -> Result<TensorMap> {
@@ -68,3 +90,39 @@ fn encode(context: &Context, spec: &TensorMapSpec) -> Result<TensorMap> {
 }
 
 const _: () = assert!(size_of::<TensorMap>() == size_of::<CUtensorMap>() && align_of::<TensorMap>() == 64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_map_is_made_once_until_another_takes_its_place() {
+        let spec = |address: u64, rows: u64| TensorMapSpec {
+            dtype: DType::Bf16,
+            address,
+            rank: 4,
+            dims: [64, rows, 2, 1, 1],
+            strides: [128, 128 * rows, 256 * rows, 0],
+            tile: [64, 64, 1, 1, 1],
+        };
+        let mut lately = [None; KEPT];
+        let mut made = 0;
+        let mut get = |spec: &TensorMapSpec| {
+            let make = || {
+                made += 1;
+                Ok(TensorMap([spec.address ^ spec.dims[1]; 16]))
+            };
+            let map = kept(&mut lately, spec, make).unwrap();
+            assert_eq!(map.0[15], spec.address ^ spec.dims[1]);
+            made
+        };
+        assert_eq!([get(&spec(4096, 8)), get(&spec(4096, 8)), get(&spec(4096, 9)), get(&spec(8192, 8))], [1, 1, 2, 3]);
+        // Tensors of 16 layers, one after the other: few share a place.
+        let layers: Vec<_> = (0..16).flat_map(|n| [spec(n << 21, 512), spec((n << 21) + (1 << 20), 512)]).collect();
+        let first = layers.iter().map(&mut get).last().unwrap();
+        let second = layers.iter().map(&mut get).last().unwrap();
+        assert!(second - first <= 20, "{} of {}", second - first, layers.len());
+        let fails = || Err(Error::Device { call: "", device: String::new(), message: String::new(), remedy: "" });
+        assert!(kept(&mut lately, &spec(1 << 40, 1), fails).is_err());
+    }
+}

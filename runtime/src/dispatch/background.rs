@@ -119,15 +119,8 @@ impl Process {
 pub(super) struct Compiling(());
 
 impl Compiling {
-    /// None when the process is ending. The compiler is warm: so what it registered for the end of the process comes after
-    /// what is registered here.
+    /// None when the process is ending.
     pub fn begin() -> Option<Self> {
-        static AT_EXIT: Once = Once::new();
-        AT_EXIT.call_once(|| {
-            // SAFETY: the handler is a plain function of this library. When it cannot be registered (no memory), an end
-            // of the process in the middle of a compilation is not waited for.
-            let _ = unsafe { libc::atexit(at_exit) };
-        });
         let mut process = process();
         if process.ending {
             return None;
@@ -137,6 +130,17 @@ impl Compiling {
         process.used.push(std::thread::current().id());
         Some(Self(()))
     }
+}
+
+/// From now on the end of the process waits. The compiler is warm by now ([`crate::Compiler::warm_up`]): what it registered for
+/// the end comes after what is registered here.
+pub(super) fn wait_at_the_end() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the handler is a plain function of this library. When it cannot be registered (no memory), an end of the
+        // process in the middle of a compilation is not waited for.
+        let _ = unsafe { libc::atexit(at_exit) };
+    });
 }
 
 impl Drop for Compiling {

@@ -1,7 +1,7 @@
 //! From a choice to a loaded kernel, and what answers while the kernel of a choice is being compiled.
 
 use super::Status;
-use super::background::Job;
+use super::background::{self, Job};
 use super::binaries::{Binary, count};
 use super::dispatcher::Dispatcher;
 use super::plan::{Choice, Loaded};
@@ -143,6 +143,9 @@ impl Dispatcher {
         if awaited.is_ready() {
             return None;
         }
+        // Before the caller can end the process.
+        compiler.warm_up();
+        background::wait_at_the_end();
         let because = format!(
             "it compiles quickly, and answers with the same bits until {} is compiled ({}: {})",
             choice.kernel.schedule, choice.status, choice.because
@@ -160,8 +163,6 @@ impl Dispatcher {
         let (binaries, compiler, of) = (self.binaries.clone(), compiler.clone(), *kernel);
         let job = Job::start(move || {
             std::thread::sleep(HEAD_START);
-            // Before the end of the process is prepared for.
-            compiler.warm_up();
             binaries.compile(&*compiler, &of, &key, true).inspect_err(|e| {
                 tracing::warn!(kernel = %of.name(), error = %e, "the quick schedule stays, since this one cannot be had");
             })
