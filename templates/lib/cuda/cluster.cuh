@@ -14,7 +14,7 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void mbarrier_arrive_at(u32 barrier, u32 rank) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 // Global to the shared memory of every block of the cluster in `ranks`, at the same address in each, completing on the
 // barrier at the same address in each.
