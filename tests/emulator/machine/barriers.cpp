@@ -151,7 +151,7 @@ void mbarrier_arrive_expect_tx_shared__cta_b64(u32 address, u32 bytes) {
     if (b.bytes >= 1 << 20) fail("mbarrier at %u: %lld bytes are more than it can count", address, b.bytes);
     arrive(b);
 }
-void mbarrier_arrive_release_cluster_shared__cluster_b64(u32 address) {
+void mbarrier_arrive_shared__cluster_b64(u32 address) {
     maybe_switch(16);
     if (address >> kRankBit == 0) fail("an arrival at cluster address %u, which mapa has not made", address);
     arrive(find("a remote mbarrier.arrive", (address >> kRankBit) - 1, address & ((1 << kRankBit) - 1)));

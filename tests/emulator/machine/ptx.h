@@ -80,7 +80,7 @@ void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parit
 void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity);
 void nanosleep_u32(u32 nanoseconds);
 void mapa_shared__cluster_u32(u32& there, u32 address, u32 rank);
-void mbarrier_arrive_release_cluster_shared__cluster_b64(u32 address);
+void mbarrier_arrive_shared__cluster_b64(u32 address);
 void barrier_cluster_arrive_release();
 void barrier_cluster_wait_acquire();
 void setmaxnreg_dec_sync_aligned_u32(u32 registers);
