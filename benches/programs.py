@@ -67,7 +67,9 @@ def main():
     flashtune = load()
     folders = dict([("flashtune", None)] + [v.split("=", 1) for v in a.variant])
     engines = {
-        name: flashtune.Engine(a.device, templates_dir=folder or None, cache_dir=a.cache and str(a.cache / name))
+        name: flashtune.Engine(
+            a.device, templates_dir=folder or None, cache_dir=a.cache and str(a.cache / name), quick_first=False
+        )
         for name, folder in folders.items()
     }
     torch.manual_seed(0)

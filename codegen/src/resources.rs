@@ -1,5 +1,6 @@
 //! The static model: what a kernel will need, known before it is compiled.
 
+use crate::score::RowKeys;
 use crate::{Arch, Error, Problem, Result, Schedule, Sm80Schedule, Sm90Schedule, Swizzle};
 use serde::{Deserialize, Serialize};
 
@@ -93,10 +94,11 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let q = q_buffers * s.consumers * 64 * qk.max(v);
     let kv = s.stages * s.block_kv * (qk + v);
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
-    let searches = problem.program.is_some_and(|p| p.rows().is_some_and(|r| !r.searches.is_empty()));
-    let slot = if searches { 80 } else { 64 };
-    // Where a program's mask decides what tiles visit, a warp of its own deals them.
-    let apart = problem.program.is_some_and(|p| p.mask().is_some());
+    let rows = |is: fn(&RowKeys) -> bool| problem.program.is_some_and(|p| p.rows().is_some_and(is));
+    let slot = if rows(|r| !r.searches.is_empty()) { 80 } else { 64 };
+    // Where it takes time to find what a program's mask leaves a tile, a warp of its own deals the tiles.
+    let found_at_once = rows(|r| r.searches.is_empty() && r.nondecreasing);
+    let apart = problem.program.is_some_and(|p| p.mask().is_some()) && !found_at_once;
     let work = if s.scheduler.stays() || apart { 2 * slot } else { 0 } + if apart { 8 } else { 0 };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
     q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16

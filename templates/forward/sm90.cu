@@ -60,9 +60,10 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = kMaskLeft || kProgramMask;
-// It takes a warp, and some time, to find the blocks that a program's mask leaves: a warp of its own deals the tiles then, from
-// the first on, and one is left to clean V. Otherwise the thread that brings K deals, and everyone finds the first tile.
-constexpr bool kDealApart = kProgramMask;
+// Where ends of runs are searched for, or blocks are looked at one by one, it takes a warp and some time to find those that a
+// program's mask leaves: a warp of its own deals the tiles then, from the first on, and one is left to clean V. Otherwise the
+// thread that brings K deals, and everyone finds the first tile.
+constexpr bool kDealApart = kProgramMask && !(kProgramRows && kProgramSorted && !kProgramSearch);
 constexpr int kCleaners = kClean ? kDealApart ? 1 : 2 : 0;
 
 // Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among

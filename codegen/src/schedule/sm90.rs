@@ -129,7 +129,7 @@ impl Sm90Schedule {
         let kind = match reads_along_keys {
             true if score && (mask || gathers) => 100,
             // What is read ahead comes on top (`registers_ahead`).
-            true if score && reads_of_halves > 0 => 12,
+            true if score && reads_of_halves > 0 => 8,
             true if score => 72,
             true => 76,
             false if divides_at_run_time => 52,
@@ -166,18 +166,22 @@ impl Sm90Schedule {
             _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
         };
+        // Biases want what shared memory leaves of the L1 cache, and documents gain nothing by a chain: 20 and 2 % on an H200.
+        let loads = problem.program.is_some_and(|p| p.of_scores().reads_of_halves > 0);
+        let searches = problem.program.is_some_and(|p| p.rows().is_some_and(|r| !r.searches.is_empty()));
+        let chain = !loads && !searches;
         let base = Self {
             consumers,
             block_kv: 128,
             stages: 2,
             overlap: true,
-            take_turns: consumers > 1 && Self::turns_pay(problem, bucket.kv_len),
+            take_turns: consumers > 1 && (loads || Self::turns_pay(problem, bucket.kv_len)),
             p_in_shared: false,
             masked_loop: true,
             lazy_rescale: false,
             pack_group,
             scheduler: Sm90Scheduler::Queue,
-            chain: true,
+            chain,
             exp2_eighths: 0,
             cluster: 1,
             blocks_per_sm: 1,
@@ -209,8 +213,9 @@ impl Sm90Schedule {
         // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.
         let room = Self::program_registers(problem);
         let least = if room > 36 { 48 } else { 96 };
-        let small = || if room > 0 { largest(true, least, room).or_else(|| largest(false, 16, room)) } else { None };
-        let plain = || largest(true, 96, 0).or_else(|| largest(false, 16, 0));
+        let chained = |least, room| if chain { largest(true, least, room) } else { None };
+        let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room)) } else { None };
+        let plain = || chained(96, 0).or_else(|| largest(false, 16, 0));
         small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base })
     }
 

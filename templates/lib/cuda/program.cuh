@@ -35,6 +35,8 @@ constexpr int kScoreReads = @{ score_reads_ahead }@;
 // Whether the mask leaves each query one run of keys, and whether the ends of runs are searched for.
 constexpr bool kProgramRows = @{ program_rows }@;
 constexpr bool kProgramSearch = @{ program_search }@;
+// Whether neither end of a query's run ever comes before that of the query before.
+constexpr bool kProgramSorted = @{ program_sorted }@;
 
 #if FT_PROGRAM
 
@@ -42,8 +44,6 @@ constexpr bool kProgramSearch = @{ program_search }@;
 constexpr bool kScoreTanh = @{ score_tanh }@;
 constexpr bool kScoreAlong = @{ score_along }@;  // floats are read along the keys
 constexpr bool kTanhOfMultiples = @{ score_tanh_multiples }@;  // of the score
-// Whether neither end of a query's run ever comes before that of the query before.
-constexpr bool kProgramSorted = @{ program_sorted }@;
 
 <% include "lib/cuda/score.cuh" %>
 <% include "lib/cuda/search.cuh" %>

@@ -126,7 +126,7 @@ __device__ __forceinline__ void deal_apart(const KernelArgs& args, u32 smem) {
     dealer.tell(work);
     while (work.live) {
         // One lane, or others could come to the barrier when the phase that they wait for is long over.
-        if (Dealer::leads()) mbarrier_wait(smem + Layout::kDealNow, now.parity);
+        if (Dealer::leads()) mbarrier_wait_idly(smem + Layout::kDealNow, now.parity);
         __syncwarp();
         now.advance();
         work = dealer.deal(args);
