@@ -123,6 +123,23 @@ fn a_bundle_that_was_built_ahead_of_time_serves_sealed_as_untuned() {
 }
 
 #[test]
+fn the_same_build_gives_the_same_bytes() {
+    let place = Place::new();
+    let arch = common::host_arch().to_string();
+    let build = |name: &str, when: &str| {
+        let path = place.path(name);
+        let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&path)]].concat();
+        json(place.flashtune(&args).arg("--json").env("SOURCE_DATE_EPOCH", when));
+        std::fs::read(path).unwrap()
+    };
+    let first = build("first.ftb", "1700000000");
+    assert!(first == build("second.ftb", "1700000000"), "how long a compilation took is no part of it");
+    assert!(first != build("later.ftb", "1700000001"));
+    let args = [&["build"], SMALL, &["--arch", &arch, "--out", "never.ftb"]].concat();
+    fails(place.flashtune(&args).env("SOURCE_DATE_EPOCH", "today"), 2, &["SOURCE_DATE_EPOCH", "`today`"]);
+}
+
+#[test]
 fn a_bundle_for_another_arch_or_template_set_is_rebuilt_from_its_recipes() {
     let place = Place::new();
     let (foreign, ours) = (place.path("foreign.ftb"), place.path("ours.ftb"));

@@ -50,7 +50,9 @@ pub struct Facts {
     pub stack_bytes: u32,
     /// Static shared memory in bytes.
     pub static_smem_bytes: u32,
-    /// Wall time of the compilation in milliseconds.
+    /// Wall time of the compilation in milliseconds, known to the process that compiled: it is not kept, so that equal recipes
+    /// give equal bytes.
+    #[serde(skip)]
     pub compile_ms: f64,
     /// Performance notes of the compiler that make a kernel unfit (C7508, C7512, ...), verbatim.
     pub warnings: Vec<String>,

@@ -1,7 +1,7 @@
 //! `flashtune build`: kernels for archs that need not be here.
 
 use super::cases::{Case, CaseArgs, default_case, fixed};
-use super::context::{Context, table, unix_time};
+use super::context::{Context, made_at, table};
 use super::progress;
 use super::relink::{self, Relinked, default_kernel};
 use anyhow::Result;
@@ -74,6 +74,7 @@ fn any_device(arch: Arch) -> DeviceFingerprint {
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+    let made = made_at()?;
     let templates = cx.templates()?;
     let carried = match &args.relink {
         Some(bundle) => relink::read(bundle, &cx.trust()?)?,
@@ -87,7 +88,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         compilers.insert(arch, flashtune::runtime::compiler_for(arch)?);
         for Relinked { case, kernel } in relink::relink(&carried, arch, &mut relinked) {
             kernels.insert(kernel.name(), kernel);
-            records.push(untuned(&case, &kernel, &templates, &*compilers[&arch]));
+            records.push(untuned(&case, &kernel, &templates, &*compilers[&arch], made));
         }
         let cases = match (args.cases.is_empty(), &args.relink) {
             (true, Some(_)) => Vec::new(),
@@ -97,7 +98,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         for case in cases {
             let kernel = default_kernel(&case, arch)?;
             kernels.insert(kernel.name(), kernel);
-            records.push(untuned(&case, &kernel, &templates, &*compilers[&arch]));
+            records.push(untuned(&case, &kernel, &templates, &*compilers[&arch], made));
         }
     }
     // Two lengths of one bucket give the same record.
@@ -144,7 +145,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         stored.insert(artifact.recipe.key(), artifact);
     }
     let (count, bytes) = (stored.len(), stored.values().map(|a| a.bytes.len()).sum::<usize>());
-    write(&args.out, records.clone(), stored)?;
+    write(&args.out, records.clone(), stored, made)?;
 
     if cx.json() {
         let rows: Vec<_> = rows
@@ -183,7 +184,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
 }
 
 /// A record without finalists: a schedule that was never measured.
-fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn Compiler) -> Record {
+fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn Compiler, made: u64) -> Record {
     Record {
         key: RecordKey {
             device: any_device(kernel.arch),
@@ -198,7 +199,7 @@ fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn
             flashtune: env!("CARGO_PKG_VERSION").to_owned(),
             templates: templates.hash().to_owned(),
             compiler: compiler.id().to_string(),
-            unix_time: unix_time(),
+            unix_time: made,
             shape: case.shape,
             space: 0,
             compiled: 1,
@@ -214,10 +215,10 @@ fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn
 }
 
 /// Writes a bundle, or adds to a cache folder.
-fn write(out: &PathBuf, records: Vec<Record>, artifacts: HashMap<Key, Artifact>) -> Result<()> {
+fn write(out: &PathBuf, records: Vec<Record>, artifacts: HashMap<Key, Artifact>, made: u64) -> Result<()> {
     if out.extension().is_some_and(|e| e == "ftb") {
         let mut load = |key: &Key| artifacts.get(key).cloned();
-        let contents = BundleContents { records, artifacts: Vec::new(), load: &mut load, created: unix_time() };
+        let contents = BundleContents { records, artifacts: Vec::new(), load: &mut load, created: made };
         contents.write(out)?;
         return Ok(());
     }

@@ -1,6 +1,7 @@
 //! What every command has: the global options, the output, and device, templates and engine when they are asked for.
 
 use super::Global;
+use super::exit::usage;
 use anyhow::{Context as _, Result};
 use flashtune::cache::{CacheDir, Launches, Layers, Trust, Validity, bundles_from_env};
 use flashtune::codegen::TemplateSet;
@@ -151,6 +152,17 @@ pub fn own_worker() -> Result<WorkerCommand> {
 /// Seconds since the Unix epoch.
 pub fn unix_time() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// When what is being built says that it was made: `SOURCE_DATE_EPOCH` where it is set, so that the same build gives the same
+/// bytes.
+pub fn made_at() -> Result<u64> {
+    match std::env::var("SOURCE_DATE_EPOCH") {
+        Ok(text) if !text.is_empty() => text
+            .parse()
+            .map_err(|_| usage(format!("SOURCE_DATE_EPOCH = `{text}` is not a number of seconds since 1970"))),
+        _ => Ok(unix_time()),
+    }
 }
 
 /// A table in the style of all commands: plain text that is also Markdown.

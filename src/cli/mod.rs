@@ -53,6 +53,7 @@ Environment:
   FLASHTUNE_WORKER     the flashtune program whose processes run candidates for hosts that tune; the command is its own
   FLASHTUNE_LAUNCHES   how hosts launch: eager, or graph, for which `tune --graph` measures
   FLASHTUNE_CPU_ISA    a lower instruction set than the processor has, e.g. avx2
+  SOURCE_DATE_EPOCH    when bundles say that they were made, in seconds: the same build then gives the same bytes
   CC                   the C compiler for kernels of the cpu device
   FLASHTUNE_LOG        what to log to stderr, e.g. debug or flashtune_runtime=trace";
 

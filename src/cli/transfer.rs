@@ -1,6 +1,6 @@
 //! `flashtune export` and `flashtune import`: bundles out of the cache and into it.
 
-use super::context::{Context, unix_time};
+use super::context::{Context, made_at};
 use super::exit::usage;
 use anyhow::Result;
 use flashtune::Problem;
@@ -56,7 +56,7 @@ pub fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
     if !layers.records().iter().any(|(_, r, _)| wanted(r)) {
         return Err(usage("there is no record to export; run `flashtune tune` first, or widen the filter"));
     }
-    let summary = cache::export(&layers, &filter, &args.file, unix_time())?;
+    let summary = cache::export(&layers, &filter, &args.file, made_at()?)?;
     report(cx, "wrote", &args.file, &summary)
 }
 
