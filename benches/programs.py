@@ -66,6 +66,7 @@ def main():
         raise SystemExit("error: PyTorch sees no GPU; use --device cpu, or install a PyTorch with CUDA")
     flashtune = load()
     folders = dict([("flashtune", None)] + [v.split("=", 1) for v in a.variant])
+    # What is measured is the kernel itself, not what answers while it is compiled.
     engines = {
         name: flashtune.Engine(
             a.device, templates_dir=folder or None, cache_dir=a.cache and str(a.cache / name), quick_first=False

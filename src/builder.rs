@@ -126,7 +126,8 @@ impl Builder {
         self
     }
 
-    /// Opens device and layers. Compiles no kernel and writes nothing.
+    /// Opens device and layers. Compiles no kernel and writes nothing; where nothing is stored, a GPU's compiler is loaded
+    /// beside.
     ///
     /// # Errors
     /// A device that is not there, a bundle that cannot be read or that nobody trusted signed, templates that do not

@@ -7,6 +7,7 @@
 use super::binaries::Binary;
 use crate::Result;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread::{Builder, JoinHandle, ThreadId};
 use std::time::Duration;
@@ -94,13 +95,13 @@ struct Process {
     /// Those of them that a compiler has run on.
     used: Vec<ThreadId>,
     ending: bool,
-    /// Whose process it is: a child of a fork has none of these threads.
-    id: u32,
 }
 
 static PROCESS: Mutex<Process> =
-    Mutex::new(Process { running: 0, threads: Vec::new(), used: Vec::new(), ending: false, id: 0 });
+    Mutex::new(Process { running: 0, threads: Vec::new(), used: Vec::new(), ending: false });
 static IDLE: Condvar = Condvar::new();
+/// Whose process it is: a child of a fork has none of these threads, and perhaps a lock that one of them held.
+static OWNER: AtomicU32 = AtomicU32::new(0);
 
 fn process() -> MutexGuard<'static, Process> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -125,7 +126,6 @@ impl Compiling {
         if process.ending {
             return None;
         }
-        process.id = std::process::id();
         process.running += 1;
         process.used.push(std::thread::current().id());
         Some(Self(()))
@@ -137,6 +137,7 @@ impl Compiling {
 pub(super) fn wait_at_the_end() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
+        OWNER.store(std::process::id(), Ordering::Relaxed);
         // SAFETY: the handler is a plain function of this library. When it cannot be registered (no memory), an end of the
         // process in the middle of a compilation is not waited for.
         let _ = unsafe { libc::atexit(at_exit) };
@@ -157,9 +158,12 @@ extern "C" fn at_exit() {
 
 /// Waits for compilers, and then for their threads: those take a library's thread data apart as they end.
 fn wait_for_compilers() {
+    if OWNER.load(Ordering::Relaxed) != std::process::id() {
+        return;
+    }
     let mut this = process();
     let me = std::thread::current().id();
-    if this.id != std::process::id() || this.threads.iter().any(|t| t.thread().id() == me) {
+    if this.threads.iter().any(|t| t.thread().id() == me) {
         return;
     }
     this.ending = true;
