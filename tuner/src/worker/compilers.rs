@@ -13,6 +13,8 @@ const FIRST_LIMIT: Duration = Duration::from_secs(60);
 /// are taken for endless. Sizes of kernels differ by a few times, and so does the load.
 const TIMES_SLOWEST: u32 = 6;
 const SHORTEST_LIMIT: Duration = Duration::from_secs(5);
+/// How often a compilation is begun whose process dies.
+const ATTEMPTS: usize = 3;
 /// How the reason of one that took too long begins.
 pub(crate) const TOOK_TOO_LONG: &str = "the compiler took more than";
 
@@ -44,6 +46,24 @@ impl Compilers {
         *slowest = Some(slowest.map_or(taken, |s| s.max(taken)));
     }
 
+    /// One compilation, in a process that waits for work or in a new one.
+    fn ask(&self, source: &Source) -> std::io::Result<Result<Reply, Loss>> {
+        let waiting = self.idle().pop();
+        let mut process = match waiting {
+            Some(process) => process,
+            None => Process::start(&self.command)?,
+        };
+        let (limit, start) = (self.limit(), Instant::now());
+        let reply = process.ask_within(&Request::Compile(source.clone()), limit);
+        if reply.is_ok() {
+            self.idle().push(process);
+        }
+        if matches!(reply, Ok(Reply::Compiled { .. })) {
+            self.note(start.elapsed());
+        }
+        Ok(reply)
+    }
+
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Process>> {
         self.idle.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -57,20 +77,15 @@ impl Compiler for Compilers {
     fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)> {
         let refused =
             |log: String| Error::Compile { compiler: self.id().to_string(), kernel: source.name.clone(), log };
-        let waiting = self.idle().pop();
-        let mut process = match waiting {
-            Some(process) => process,
-            None => Process::start(&self.command).map_err(|e| refused(format!("its process cannot start: {e}")))?,
-        };
-        let (limit, start) = (self.limit(), Instant::now());
-        let reply = process.ask_within(&Request::Compile(source.clone()), limit);
-        if reply.is_ok() {
-            self.idle().push(process);
+        let mut reply = self.ask(source);
+        // Somebody may have killed the process for reasons that are not the source's, as a system that is short of memory
+        // does. To hang again would cost too much.
+        for _ in 1..ATTEMPTS {
+            if matches!(reply, Ok(Err(Loss::Died(_)))) {
+                reply = self.ask(source);
+            }
         }
-        if matches!(reply, Ok(Reply::Compiled { .. })) {
-            self.note(start.elapsed());
-        }
-        match reply {
+        match reply.map_err(|e| refused(format!("its process cannot start: {e}")))? {
             Ok(Reply::Compiled { compiler, bytes, facts }) if compiler == *self.id() => Ok((bytes, facts)),
             Ok(Reply::Compiled { compiler, .. }) => {
                 Err(refused(format!("the worker has {compiler}; give both processes the same environment")))
