@@ -133,6 +133,7 @@ struct Layout {
 <% include "lib/cuda/work.cuh" %>
 
 <% include "forward/sm90/producer.cuh" %>
+<% include "forward/sm90/warpgroup.cuh" %>
 <% include "forward/sm90/consumer.cuh" %>
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_attribute }@
