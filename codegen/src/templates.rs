@@ -28,7 +28,6 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/sm90.cu",
     "forward/sm90/consumer.cuh",
     "forward/sm90/producer.cuh",
-    "forward/sm90/warpgroup.cuh",
     "lib/cpu/abi.h",
     "lib/cpu/amx.h",
     "lib/cpu/convert.h",

@@ -133,7 +133,6 @@ struct Layout {
 <% include "lib/cuda/work.cuh" %>
 
 <% include "forward/sm90/producer.cuh" %>
-<% include "forward/sm90/warpgroup.cuh" %>
 <% include "forward/sm90/consumer.cuh" %>
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_attribute }@

@@ -20,14 +20,14 @@ const SM90: &[Fault] = &[
     // Masks, one key off or aligned elsewhere.
     [
         "one key too many",
-        "forward/sm90/warpgroup.cuh",
+        "forward/sm90/consumer.cuh",
         "live.last + 1 - column",
         "live.last + 2 - column",
         "the oracle says",
     ],
     [
         "one key before the window",
-        "forward/sm90/warpgroup.cuh",
+        "forward/sm90/consumer.cuh",
         "scores_before(live.first - column)",
         "scores_before(live.first - 1 - column)",
         "the oracle says",
