@@ -115,14 +115,14 @@ fn quick_schedules_compile_to_little_and_without_spills() {
         .into_iter()
         .map(|problem| {
             let default = default_kernel(Family::ForwardSm90, problem, arch("sm_90a"), 4096);
-            Kernel { schedule: default.schedule.quick(&default.problem, default.arch).expect("one"), ..default }
+            Kernel { schedule: default.schedule.quick().expect("one"), ..default }
         })
         .collect();
     compile_all(&kernels, false);
     // What a compiler's time goes by, and no other process disturbs.
     let size = |kernel| compile_with(&*Nvrtc::find().unwrap(), kernel, &TemplateSet::embedded()).unwrap().bytes.len();
     let default = default_kernel(Family::ForwardSm90, problem(1, 128), arch("sm_90a"), 4096);
-    let quick = Kernel { schedule: default.schedule.quick(&default.problem, default.arch).expect("one"), ..default };
+    let quick = Kernel { schedule: default.schedule.quick().expect("one"), ..default };
     let (quick, default) = (size(&quick), size(&default));
     assert!(quick * 5 < default * 3, "{quick} and {default} bytes");
 }

@@ -47,13 +47,13 @@ fn the_default_schedule_of_every_problem_fits_its_arch() {
             let kernel = Kernel { problem, schedule, arch };
             kernel.check().unwrap_or_else(|e| panic!("{}: {e}", kernel.name()));
             count += 1;
-            let Some(schedule) = schedule.quick(&problem, arch) else {
+            let Some(schedule) = schedule.quick() else {
                 assert_ne!(family, Family::ForwardSm90, "{}", kernel.name());
                 continue;
             };
             let quick = Kernel { schedule, ..kernel };
             quick.check().unwrap_or_else(|e| panic!("{}: {e}", quick.name()));
-            assert!(schedule.family() == family && schedule.quick(&problem, arch).is_none(), "{}", quick.name());
+            assert!(schedule.family() == family && schedule.quick().is_none(), "{}", quick.name());
         }
     }
     assert!(count > 10_000, "{count}");

@@ -28,8 +28,7 @@ fn quick_schedules_give_the_same_bits() {
         let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 300, kv_len: 4096, window: 0 };
         let arch = "sm_90a".parse().expect("an arch");
         let schedule = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket).expect("supported");
-        let kernels =
-            [schedule, schedule.quick(&problem, arch).expect("one")].map(|schedule| Kernel { problem, schedule, arch });
+        let kernels = [schedule, schedule.quick().expect("one")].map(|schedule| Kernel { problem, schedule, arch });
         let mut machines = kernels.map(|kernel| Emulated::build(&kernel, &templates).expect("it compiles"));
         let mut rng = StdRng::seed_from_u64(seed);
         let mut compared = 0;

@@ -136,10 +136,10 @@ impl Schedule {
 
     /// A schedule with the same result, to the bit, that compiles in a fraction of the time and serves meanwhile. None
     /// where the compiler is quick enough.
-    pub fn quick(&self, problem: &Problem, arch: Arch) -> Option<Schedule> {
-        match (self, arch) {
-            (Schedule::Sm90(s), Arch::Sm(sm)) => s.quick(problem, sm).map(Schedule::Sm90),
-            _ => None,
+    pub fn quick(&self) -> Option<Schedule> {
+        match self {
+            Schedule::Sm90(s) => s.quick().map(Schedule::Sm90),
+            Schedule::Cpu(_) | Schedule::Naive(_) | Schedule::Sm80(_) => None,
         }
     }
 

@@ -222,11 +222,11 @@ impl Sm90Schedule {
     /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
     /// bits, but one copy of a step where this one has several. It compiles in a third of the time, and is slower. None
     /// where that would save little.
-    pub fn quick(&self, problem: &Problem, sm: SmArch) -> Option<Self> {
+    pub fn quick(&self) -> Option<Self> {
         if !self.overlap && !self.chain {
             return None;
         }
-        let quick = Self {
+        Some(Self {
             overlap: false,
             chain: false,
             // Exponentials on the multiply-add units are for blocks without a mask alone, and have other bits.
@@ -234,10 +234,7 @@ impl Sm90Schedule {
             scheduler: Sm90Scheduler::Single,
             cluster: 1,
             ..*self
-        };
-        // Instructions that take P from registers have many more operands: a fifth of the compiler's time.
-        let through_memory = Self { p_in_shared: true, ..quick };
-        Some(if through_memory.fits(problem, sm) { through_memory } else { quick })
+        })
     }
 
     /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and

@@ -110,10 +110,7 @@ impl Dispatcher {
     /// A kernel with the same result that is there sooner, with the compilation of the choice's own kernel in the
     /// background. None where there is no such schedule, or it does not help.
     fn stand_in(&self, choice: &Choice, compiler: &Arc<dyn Compiler>, key: Key) -> Option<Served> {
-        let kernel = Kernel {
-            schedule: choice.kernel.schedule.quick(&choice.kernel.problem, choice.kernel.arch)?,
-            ..choice.kernel
-        };
+        let kernel = Kernel { schedule: choice.kernel.schedule.quick()?, ..choice.kernel };
         kernel.check().ok()?;
         // On a single core the quick kernel must not share it.
         let alone = std::thread::available_parallelism().is_ok_and(|n| n.get() == 1);
