@@ -121,8 +121,9 @@ fn a_family_is_served_by_few_kernels() {
     let winners: BTreeSet<&str> = tuned.iter().map(|t| t["schedule"].as_str().unwrap()).collect();
     assert!(tuned.len() == 3 && winners.len() <= 3, "{winners:?}");
     for class in tuned {
-        let times = class["trials"].as_array().unwrap().iter().filter_map(|t| t["median_us"].as_f64());
-        let best = times.fold(f64::INFINITY, f64::min);
+        // Of those that reached the final: medians of who left the race before are of few rounds.
+        let finalists = class["record"]["finalists"].as_array().unwrap().iter();
+        let best = finalists.filter_map(|f| f["median_us"].as_f64()).fold(f64::INFINITY, f64::min);
         let won = class["median_us"].as_f64().unwrap();
         // 3 % is the promise; the record's own figure comes of more samples.
         assert!(won <= best * 1.06, "{won} of {best}: {class}");
