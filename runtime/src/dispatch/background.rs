@@ -1,8 +1,8 @@
 //! Compilations on threads of their own, whose result is asked for later.
 //!
 //! A compiler is a library with data of its own, which a process that ends takes apart, in the order opposite to that in which
-//! it was made. So the end of the process waits for
-//! compilers that run in the background at that time, and lets no other begin; what they made is kept.
+//! it was made. So the end of the process waits for compilers that run in the background at that time, and lets no other begin;
+//! what they made is kept.
 
 use super::binaries::Binary;
 use crate::Result;
