@@ -141,6 +141,16 @@ fn a_record_tells_its_whole_story() {
     let story = &told["story"];
     assert_eq!(told["status"]["kind"], "tuned", "{told}");
     assert_eq!(story["candidates"].as_array().unwrap().len(), tuned["trials"].as_array().unwrap().len());
+    // The evidence itself: every finalist's times, round by round.
+    let finalists = |i: usize| &story["finalists"][i];
+    for finalist in story["finalists"].as_array().unwrap() {
+        let rounds = finalist["rounds_ns"].as_array().unwrap();
+        // How many there are is a matter of the time that was left.
+        assert_eq!(rounds.len(), finalists(0)["rounds_ns"].as_array().unwrap().len(), "{finalist}");
+        assert!(rounds.iter().all(|ns| ns.as_u64().unwrap() > 0), "{finalist}");
+    }
+    let seconds = |name: &str| story[name].as_f64().unwrap();
+    assert!(seconds("device_seconds") + seconds("waited_seconds") <= seconds("seconds"), "{story}");
     for candidate in story["candidates"].as_array().unwrap() {
         assert!(candidate["median_us"].is_f64() || !candidate["reason"].as_str().unwrap().is_empty(), "{candidate}");
     }

@@ -69,6 +69,8 @@ pub struct Finalist {
     pub p90_us: f64,
     /// Number of samples.
     pub samples: u32,
+    /// Its times in the final, in nanoseconds and in order: those at the same place of all finalists are one round.
+    pub rounds_ns: Vec<u64>,
     /// Largest absolute error against the oracle, on the check inputs.
     pub max_error: f64,
     /// Whether this is the model's default schedule.
@@ -98,8 +100,12 @@ pub struct Provenance {
     pub unfused_us: Option<f64>,
     /// Wall time of tuning in seconds.
     pub seconds: f64,
-    /// Seconds of it spent compiling (wall, parallel).
+    /// Seconds of it in which something was compiled.
     pub compile_seconds: f64,
+    /// Seconds since the first kernel was there in which the device had work: loading, checking, timing.
+    pub device_seconds: f64,
+    /// Seconds since then in which it waited for a compiler.
+    pub waited_seconds: f64,
     /// What else went on while it was measured.
     pub conditions: Conditions,
 }

@@ -64,6 +64,7 @@ pub fn record(len: u32, n: u32) -> Record {
         p10_us: 9.0,
         p90_us: 12.0,
         samples: 9,
+        rounds_ns: vec![9_000, 10_000 + 1_000 * u64::from(n), 12_000],
         max_error: 1e-6,
         is_default: false,
     };
@@ -84,6 +85,8 @@ pub fn record(len: u32, n: u32) -> Record {
             unfused_us: None,
             seconds: 3.5,
             compile_seconds: 1.5,
+            device_seconds: 1.0,
+            waited_seconds: 0.25,
             conditions: Conditions::default(),
         },
         rivals: Vec::new(),

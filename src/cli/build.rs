@@ -207,6 +207,8 @@ fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn
             unfused_us: None,
             seconds: 0.0,
             compile_seconds: 0.0,
+            device_seconds: 0.0,
+            waited_seconds: 0.0,
             conditions: Conditions::default(),
         },
         rivals: Vec::new(),

@@ -29,6 +29,9 @@ pub struct Story {
     /// Wall time, and the part of it that went into compiling.
     pub seconds: f64,
     pub compile_seconds: f64,
+    /// Since the first kernel was there: seconds in which the device had work, and in which it waited for a compiler.
+    pub device_seconds: f64,
+    pub waited_seconds: f64,
     pub conditions: Conditions,
     /// All that reached the final, fastest first.
     pub finalists: Vec<Line>,
@@ -54,6 +57,8 @@ pub struct Line {
     pub p10_us: f64,
     pub p90_us: f64,
     pub samples: u32,
+    /// Its times in the rounds of the final, in nanoseconds.
+    pub rounds_ns: Vec<u64>,
     pub over_winner: f64,
     pub max_error: f64,
     pub is_default: bool,
@@ -91,6 +96,7 @@ impl Story {
             p10_us: f.p10_us,
             p90_us: f.p90_us,
             samples: f.samples,
+            rounds_ns: f.rounds_ns.clone(),
             over_winner: over(f.median_us),
             max_error: f.max_error,
             is_default: f.is_default,
@@ -132,6 +138,8 @@ impl Story {
             timed: p.timed,
             seconds: p.seconds,
             compile_seconds: p.compile_seconds,
+            device_seconds: p.device_seconds,
+            waited_seconds: p.waited_seconds,
             conditions: p.conditions.clone(),
             finalists: record.finalists.iter().map(line).collect(),
             over_default: record.gain_over_default(),
@@ -180,11 +188,16 @@ impl fmt::Display for Story {
             "record     tuned {age} ago on {} by flashtune {} with {}",
             self.timed_on, self.flashtune, self.compiler
         )?;
-        let Self { space, compiled, timed, launches, seconds, compile_seconds, .. } = self;
+        let Self { space, compiled, timed, launches, seconds, .. } = self;
         writeln!(
             f,
-            "search     {compiled} of {space} schedules compiled, {timed} timed ({launches} launches), {seconds:.1} s \
-             ({compile_seconds:.1} s compiling)"
+            "search     {compiled} of {space} schedules compiled, {timed} timed ({launches} launches), {seconds:.1} s"
+        )?;
+        let (compiling, device, waited) = (self.compile_seconds, self.device_seconds, self.waited_seconds);
+        writeln!(
+            f,
+            "time       {compiling:.1} s something was compiled; since the first kernel was there the device had work for \
+             {device:.1} s and waited {waited:.1} s"
         )?;
         writeln!(f, "conditions {}", self.conditions)?;
         let ratio = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.3}x"));

@@ -85,6 +85,8 @@ fn crown(outcome: &mut Outcome, schedule: &Schedule) {
             p10_us: *p10_us,
             p90_us: *p90_us,
             samples: *samples,
+            // It was in no final.
+            rounds_ns: Vec::new(),
             max_error: *max_error,
             is_default: false,
         });
@@ -140,6 +142,7 @@ mod tests {
             p10_us: median_us,
             p90_us: median_us,
             samples: 17,
+            rounds_ns: Vec::new(),
             max_error: 0.0,
             is_default: false,
         };

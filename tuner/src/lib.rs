@@ -22,6 +22,7 @@ mod family;
 mod job;
 mod model;
 mod observer;
+mod prune;
 mod race;
 mod runner;
 mod search;

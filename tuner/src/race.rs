@@ -63,11 +63,6 @@ pub(crate) struct Standings {
 }
 
 impl Rules {
-    /// A first look at new contenders, in the midst of a search.
-    pub fn glance(deadline: Duration) -> Self {
-        Self { max_samples: 2, ..Self::until(deadline) }
-    }
-
     /// The rules of every job; only the deadline differs.
     pub fn until(deadline: Duration) -> Self {
         Self {
@@ -82,21 +77,32 @@ impl Rules {
 }
 
 impl Standings {
-    /// Contenders come in, so that there are `count`; those that cannot run stay out.
-    pub fn enter(&mut self, count: usize, can_run: impl Fn(usize) -> bool) {
-        for i in self.fates.len()..count {
+    /// Room for so many contenders; those that do not enter stay out.
+    pub fn grow(&mut self, count: usize) {
+        for _ in self.fates.len()..count {
             self.samples.push(Vec::new());
-            self.fates.push(if can_run(i) { Fate::Live } else { Fate::Failed("it did not get here".into()) });
+            self.fates.push(Fate::Failed("it did not get here".into()));
             self.warm.push(false);
         }
     }
 
+    /// A contender comes in, in whatever order.
+    pub fn enter(&mut self, contender: usize) {
+        self.grow(contender + 1);
+        self.fates[contender] = Fate::Live;
+    }
+
     /// The median of a contender that still works; `None` without samples.
     pub fn median(&self, contender: usize) -> Option<f64> {
-        match self.fates[contender] {
+        match self.fates.get(contender)? {
             Fate::Failed(_) => None,
             _ => median(&self.samples[contender]),
         }
+    }
+
+    /// The fewest samples that one who is live has; `None` when nobody is.
+    pub fn fewest_samples(&self) -> Option<usize> {
+        self.live().into_iter().map(|i| self.samples[i].len()).min()
     }
 
     /// Contenders that still work, fastest first; equals in their given order.
@@ -186,9 +192,8 @@ pub(crate) fn race(
             }
         }
         standings.drop_slow(rules, default, on);
-        let live = standings.live();
-        let fewest = live.iter().map(|&i| standings.samples[i].len()).min().unwrap_or(0);
-        let few_left = live.len() <= rules.keep + usize::from(default.is_some());
+        let fewest = standings.fewest_samples().unwrap_or(0);
+        let few_left = standings.live().len() <= rules.keep + usize::from(default.is_some());
         if late || fewest >= rules.max_samples || few_left && fewest >= rules.enough_samples {
             break;
         }

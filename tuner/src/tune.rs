@@ -11,6 +11,8 @@ use crate::space::space;
 use crate::stats::{median, percentile};
 use crate::{Error, Event, Job, Observer, Outcome, Phase, Result};
 use claim::Begun;
+#[cfg(test)]
+pub(crate) use field::Pace;
 use flashtune_cache::{
     ArtifactFiles, CacheDir, Launches, Lesson, Progress, Provenance, Record, RecordKey, Stage, Store, Trial,
     TrialResult,
@@ -104,6 +106,7 @@ impl Tuning<'_> {
         self.runner.start(&Inputs::of(self.job));
         let mut field = self.search(&space, past, &**compiler)?;
         let measured = self.measure(&mut field)?;
+        let (device_seconds, waited_seconds) = field.device_seconds();
         let compiler = compiler.id().to_string();
         let candidates = &field.candidates;
         let trials = self.trials(candidates, measured.as_ref(), &compiler);
@@ -137,7 +140,9 @@ impl Tuning<'_> {
                 timed: measured.samples.iter().filter(|s| !s.is_empty()).count() as u32,
                 unfused_us: self.runner.unfused_us(winner_us),
                 seconds: self.started.elapsed().as_secs_f64(),
-                compile_seconds: field.compile_seconds,
+                compile_seconds: field.compile_seconds(),
+                device_seconds,
+                waited_seconds,
                 conditions: measured.conditions.clone(),
             },
             key: self.key.clone(),

@@ -77,7 +77,7 @@ fn race(
     on: &mut dyn FnMut(RaceEvent<'_>),
 ) -> Standings {
     let mut standings = Standings::default();
-    standings.enter(count, |_| true);
+    (0..count).for_each(|i| standings.enter(i));
     super::race(track, &mut standings, default, rules, on);
     standings
 }

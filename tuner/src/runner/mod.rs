@@ -53,6 +53,10 @@ pub(crate) enum Size {
 /// Where candidates run. Keep it from job to job: a worker process stays.
 pub struct Runner {
     fingerprint: DeviceFingerprint,
+    /// Whether measuring is disturbed by compilers no more than they by it.
+    beside: bool,
+    /// Cores of the host that this process may use.
+    cores: usize,
     kind: Kind,
 }
 
@@ -71,13 +75,34 @@ impl Runner {
     pub fn worker(command: WorkerCommand, device: DeviceSpec) -> Result<Self> {
         let remote = Remote::open(command, device)?;
         let fingerprint = remote.fingerprint().clone();
-        Ok(Self { fingerprint, kind: Kind::Worker { remote: Box::new(remote), compilers: None } })
+        Ok(Self::with(fingerprint, Kind::Worker { remote: Box::new(remote), compilers: None }))
     }
 
     /// Candidates run in this process. One that faults ends it; one that never ends, hangs it.
     pub fn in_this_process(device: Arc<dyn Device>) -> Self {
         let (fingerprint, local) = (device.fingerprint().clone(), Box::new(Local::new(device.clone())));
-        Self { fingerprint, kind: Kind::Here { device, local } }
+        Self::with(fingerprint, Kind::Here { device, local })
+    }
+
+    fn with(fingerprint: DeviceFingerprint, kind: Kind) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self { beside: matches!(fingerprint.arch, Arch::Sm(_)), cores, fingerprint, kind }
+    }
+
+    /// The same, as if the device left the host's cores alone, and there were so many of them.
+    #[cfg(test)]
+    pub fn beside_compilers(self, cores: usize) -> Self {
+        Self { beside: true, cores, ..self }
+    }
+
+    /// Cores of the host that this process may use.
+    pub(crate) fn cores(&self) -> usize {
+        self.cores
+    }
+
+    /// Whether candidates are measured while others compile: not on the cpu, where the two share the cores.
+    pub(crate) fn is_measured_beside_compilers(&self) -> bool {
+        self.beside
     }
 
     /// The device that candidates run on.

@@ -91,6 +91,8 @@ pub(crate) struct Portfolio {
     proposed: usize,
     best: f64,
     idle_batches: usize,
+    /// Whether something was reported since the last batch.
+    is_news: bool,
     rng: StdRng,
 }
 
@@ -112,6 +114,7 @@ impl Portfolio {
             proposed: 0,
             best: f64::INFINITY,
             idle_batches: 0,
+            is_news: false,
             rng: StdRng::seed_from_u64(seed ^ 0x5c4e_d01e),
         }
     }
@@ -134,6 +137,11 @@ impl Portfolio {
         Self { hints, ..self }
     }
 
+    /// Whether a neighbour's measurements lead it, as they do until they prove wrong.
+    pub fn is_led(&self) -> bool {
+        !self.hints.is_empty()
+    }
+
     /// A schedule that is known to fail: it is not tried, and speaks against its neighbours.
     pub fn fails(&mut self, schedule: usize) {
         if !self.first.contains(&schedule) {
@@ -143,10 +151,12 @@ impl Portfolio {
 
     /// What came of a proposed schedule: its time, or nothing when it failed.
     pub fn report(&mut self, schedule: usize, time: Option<f64>) {
+        self.is_news = true;
         self.note(schedule, time.map_or(Known::Failed, Known::Time));
     }
 
-    /// The next schedules to try, at most `room` unless it is the first time; none when the search is over.
+    /// The next schedules to try, at most `room` unless it is the first time; none when the search is over. Not all that was
+    /// proposed before need be reported by then.
     pub fn next(&mut self, room: usize) -> Vec<usize> {
         let left = (self.max_trials - self.proposed).min(self.open().count());
         if self.proposed == 0 {
@@ -156,8 +166,10 @@ impl Portfolio {
             self.hints.clear();
         }
         let best = self.times().map(|(_, us)| us).fold(f64::INFINITY, f64::min);
-        self.idle_batches = if best < self.best * (1.0 - IMPROVEMENT) { 0 } else { self.idle_batches + 1 };
-        self.best = self.best.min(best);
+        if std::mem::take(&mut self.is_news) {
+            self.idle_batches = if best < self.best * (1.0 - IMPROVEMENT) { 0 } else { self.idle_batches + 1 };
+            self.best = self.best.min(best);
+        }
         // Too few results prove nothing.
         let (patience, least) = if self.hints.is_empty() { (PATIENCE, LEAST) } else { (0, LEAST_LED) };
         if self.idle_batches > patience && self.proposed as f64 >= least * self.max_trials as f64 {

@@ -1,28 +1,72 @@
-//! The search: batches of candidates on their way to the race.
+//! The search: candidates on their way to the race.
+//!
+//! ```text
+//! guide -- batch --> compilers (threads) -- as they come --> load, check, glance -- batch by batch, in order --> guide
+//! ```
+//!
+//! On the cpu a compiler and a measurement disturb each other, so they take turns, batch by batch. Elsewhere the device
+//! measures while the host compiles: batches are proposed ahead of the results, so that compilers do not idle. How far ahead
+//! is fixed, and results are reported batch by batch in the order of the proposals, so that what is tried depends on what
+//! was measured and not on who was ready first.
 
 use super::Tuning;
-use crate::build::{Builder, Compiled};
+use crate::build::{Builder, Built, Compilation, Order};
 use crate::candidate::Candidate;
 use crate::model::cost;
+use crate::prune::Compiled;
 use crate::race::{Rules, Standings};
 use crate::runner::Size;
-use crate::search::{Hint, Map, Past, Portfolio};
+use crate::search::{self, Hint, Map, Past, Portfolio};
 use crate::space::Space;
 use crate::{Event, Phase, Result, Search};
 use flashtune_cache::{Lesson, Stage};
 use flashtune_codegen::Schedule;
 use flashtune_runtime::Compiler;
-use std::time::Instant;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::{Duration, Instant};
 
 /// Shares of the budget after which no other batch begins, no compilation starts, and no candidate is checked at full
 /// size any more.
 const LAST_BATCH: f64 = 0.55;
 const LAST_COMPILATION: f64 = 0.5;
 const LAST_CHECK: f64 = 0.75;
-/// The largest batch of a search.
+/// The largest batch of a search, and of one that goes ahead of the results.
 const MOST_AT_ONCE: usize = 16;
+const MOST_AHEAD_AT_ONCE: usize = 8;
+/// Batches that are proposed ahead of the results at most: what is proposed so goes by the model alone.
+const MOST_AHEAD: usize = 2;
 /// A batch that is smaller than this is not worth its inputs.
 const SMALLEST_BATCH: usize = 2;
+/// Samples that a candidate has in its first race, and at most while the device would wait for compilers otherwise.
+const GLANCE: usize = 2;
+const PASTIME: usize = 8;
+
+/// How compiling and measuring share the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Pace {
+    /// Cores that all compilations of the process share.
+    pub cores: usize,
+    /// Compilations at the same time.
+    pub compilers: usize,
+    /// Schedules proposed at a time.
+    pub batch: usize,
+    /// Batches that may be under way while one is still unreported; with none, compiling and measuring take turns.
+    pub ahead: usize,
+}
+
+impl Pace {
+    /// For a host with so many cores, whose device is measured beside compilers or not.
+    pub fn of(cores: usize, beside: bool) -> Self {
+        if !beside {
+            return Self { cores, compilers: cores, batch: cores.min(MOST_AT_ONCE), ahead: 0 };
+        }
+        // One is left to those who launch and compare.
+        let compilers = cores.saturating_sub((cores / 16).clamp(1, 2)).max(1);
+        let batch = compilers.div_ceil(2).clamp(search::SMALLEST_BATCH, MOST_AHEAD_AT_ONCE);
+        Self { cores, compilers, batch, ahead: compilers.div_ceil(batch).min(MOST_AHEAD) }
+    }
+}
 
 /// All that has been tried, and how it stands.
 #[derive(Default)]
@@ -32,8 +76,37 @@ pub(super) struct Field {
     compiled: Compiled,
     /// Sizes whose inputs are made.
     prepared: Vec<Size>,
-    /// Wall time spent compiling.
-    pub compile_seconds: f64,
+    /// Whether somebody passed the check at full size.
+    some_passed: bool,
+    /// Candidates that nothing is awaited for any more, until they are reported.
+    settled: Vec<bool>,
+    /// From when to when each compilation went on.
+    compilations: Vec<(Instant, Instant)>,
+    /// When the first kernel was there, and how long the device has waited for others since.
+    first_kernel: Option<Instant>,
+    waited: Duration,
+}
+
+impl Field {
+    /// Wall time in which something was compiled.
+    pub fn compile_seconds(&self) -> f64 {
+        let mut spans = self.compilations.clone();
+        spans.sort();
+        let mut total = Duration::ZERO;
+        let mut until: Option<Instant> = None;
+        for (began, ended) in spans {
+            let from = until.map_or(began, |until| until.max(began));
+            total += ended.saturating_duration_since(from);
+            until = Some(until.map_or(ended, |until| until.max(ended)));
+        }
+        total.as_secs_f64()
+    }
+
+    /// Since the first kernel was there: how long the device was at work, and how long it waited for compilers.
+    pub fn device_seconds(&self) -> (f64, f64) {
+        let since = self.first_kernel.map_or(Duration::ZERO, |first| first.elapsed());
+        (since.saturating_sub(self.waited).as_secs_f64(), self.waited.as_secs_f64())
+    }
 }
 
 /// What comes next.
@@ -62,58 +135,201 @@ impl Guide {
             Guide::List(all) => all.is_empty(),
         }
     }
+
+    /// Whether a neighbour leads: its kernels are there, and the first new ones that bring nothing end the search, so there
+    /// is nothing to be had by going ahead.
+    fn is_led(&self) -> bool {
+        matches!(self, Guide::Portfolio(search) if search.is_led())
+    }
 }
 
 impl Tuning<'_> {
-    /// Tries schedules batch by batch, until the guide has no more or the time is up.
+    /// Tries schedules until the guide has no more or the time is up.
     pub fn search(&mut self, space: &Space, past: &Past, compiler: &dyn Compiler) -> Result<Field> {
-        let mut guide = self.guide(space, past);
+        let pace = Pace::of(self.runner.cores(), self.runner.is_measured_beside_compilers());
+        let mut guide = self.guide(space, past, &pace);
         let most = match &guide {
             Guide::Portfolio(_) => self.job.max_trials.clamp(1, space.kernels.len()),
             Guide::List(all) => all.len(),
         };
         self.observer.event(&Event::Space { total: space.total, legal: space.legal, chosen: most });
+        let builder = Builder::new(compiler, self.templates, self.artifacts.clone(), self.observer, pace.cores);
+        std::thread::scope(|scope| {
+            let mut compilation = builder.start(scope, pace.compilers.min(most));
+            self.try_all(space, &mut guide, &pace, &mut compilation)
+        })
+    }
+
+    fn try_all(
+        &mut self,
+        space: &Space,
+        guide: &mut Guide,
+        pace: &Pace,
+        compilation: &mut Compilation<'_>,
+    ) -> Result<Field> {
         let mut field = Field::default();
-        let mut room = usize::MAX;
+        // Those that are not reported yet.
+        let mut batches: VecDeque<Range<usize>> = VecDeque::new();
+        let mut more = true;
         loop {
-            let batch = guide.next(room);
-            if batch.is_empty() {
-                break;
-            }
-            let from = field.candidates.len();
-            let new = batch.iter().map(|&i| Candidate::new(space.kernels[i], i, i == space.default));
-            field.candidates.extend(new);
-            self.resume(&mut field.candidates[from..]);
-            self.compile(&mut field, from, compiler);
-            self.load(&mut field.candidates, from)?;
-            self.check(&mut field, from)?;
-            field.standings.enter(field.candidates.len(), |i| field.candidates[i].is_live());
-            if guide.is_over() {
-                break;
-            }
-            let glance = Rules::glance(self.job.budget.mul_f64(LAST_CHECK));
-            self.race(&mut field, &glance)?;
-            for (i, candidate) in field.candidates.iter().enumerate().skip(from) {
-                match (&candidate.failure, candidate.twin) {
-                    (_, Some(twin)) => guide.report(candidate.rank, field.standings.median(twin)),
-                    // That is said of the time, not of the schedule.
-                    (Some((Stage::Budget, _)), _) => {}
-                    (Some(_), _) => guide.report(candidate.rank, None),
-                    (None, _) => guide.report(candidate.rank, field.standings.median(i)),
+            let ahead = if guide.is_led() { 0 } else { pace.ahead };
+            while more && batches.len() <= ahead {
+                let room = self.room(&field, compilation.outstanding());
+                let batch = if room < SMALLEST_BATCH { Vec::new() } else { guide.next(room) };
+                more = !batch.is_empty();
+                if more {
+                    batches.push_back(self.propose(&mut field, space, &batch, compilation));
                 }
             }
-            // As many as the time allows, going by those before.
-            let elapsed = self.started.elapsed();
-            let left = self.job.budget.mul_f64(LAST_BATCH).saturating_sub(elapsed);
-            room = (left.as_secs_f64() / (elapsed.as_secs_f64() / field.candidates.len() as f64)) as usize;
-            if room < SMALLEST_BATCH {
+            let Some(oldest) = batches.front().cloned() else { break };
+            if pace.ahead > 0 {
+                // The first compilations take their time; the inputs are wanted anyhow.
+                self.prepare(&mut field, Size::Small)?;
+                self.prepare(&mut field, Size::Full)?;
+            }
+            let new = self.next_compiled(&mut field, pace, oldest, compilation)?;
+            field.compiled.prune(&mut field.candidates, &new, self.observer);
+            self.load(&mut field.candidates, &new)?;
+            self.check(&mut field, &new)?;
+            for &i in new.iter().filter(|i| field.candidates[**i].is_live()) {
+                field.standings.enter(i);
+            }
+            // What is left then is the race.
+            if guide.is_over() && compilation.outstanding() == 0 {
                 break;
             }
+            self.glance(&mut field, GLANCE)?;
+            while let Some(batch) = batches.front().filter(|b| field.settled[(*b).clone()].iter().all(|s| *s)) {
+                for i in batch.clone() {
+                    let candidate = &field.candidates[i];
+                    match (&candidate.failure, candidate.twin) {
+                        (_, Some(twin)) => guide.report(candidate.rank, field.standings.median(twin)),
+                        // That is said of the time, not of the schedule.
+                        (Some((Stage::Budget, _)), _) => {}
+                        (Some(_), _) => guide.report(candidate.rank, None),
+                        (None, _) => guide.report(candidate.rank, field.standings.median(i)),
+                    }
+                }
+                batches.pop_front();
+            }
         }
+        field.standings.grow(field.candidates.len());
         Ok(field)
     }
 
-    fn guide(&self, space: &Space, past: &Past) -> Guide {
+    /// As many more as the time allows, going by those before.
+    fn room(&self, field: &Field, outstanding: usize) -> usize {
+        let settled = field.settled.iter().filter(|s| **s).count();
+        if settled == 0 {
+            return usize::MAX;
+        }
+        let elapsed = self.started.elapsed();
+        let left = self.job.budget.mul_f64(LAST_BATCH).saturating_sub(elapsed);
+        let room = left.as_secs_f64() / (elapsed.as_secs_f64() / settled as f64);
+        (room as usize).saturating_sub(outstanding)
+    }
+
+    /// New candidates: those that no process before this one gave up are ordered from the compilers.
+    fn propose(
+        &self,
+        field: &mut Field,
+        space: &Space,
+        batch: &[usize],
+        compilation: &mut Compilation<'_>,
+    ) -> Range<usize> {
+        let from = field.candidates.len();
+        if from == 0 {
+            self.phase(Phase::Compile, Some(batch.len()));
+        }
+        let share = if from == 0 { LAST_COMPILATION } else { LAST_BATCH };
+        let deadline = self.started + self.job.budget.mul_f64(share);
+        for &i in batch {
+            let mut candidate = Candidate::new(space.kernels[i], i, i == space.default);
+            if let Some((stage, reason)) = self.progress.failed(&candidate.kernel.schedule) {
+                candidate.fail(*stage, reason.clone(), self.observer);
+            }
+            field.settled.push(!candidate.is_live());
+            if candidate.is_live() {
+                compilation.order(Order {
+                    candidate: field.candidates.len(),
+                    kernel: candidate.kernel,
+                    deadline: (!candidate.is_default).then_some(deadline),
+                });
+            }
+            field.candidates.push(candidate);
+        }
+        from..field.candidates.len()
+    }
+
+    /// Candidates that came from the compilers: the rest of the oldest batch where these take turns with the device, what is
+    /// there otherwise, but nobody before the first of all, which is the default.
+    fn next_compiled(
+        &mut self,
+        field: &mut Field,
+        pace: &Pace,
+        oldest: Range<usize>,
+        compilation: &mut Compilation<'_>,
+    ) -> Result<Vec<usize>> {
+        let mut new = Vec::new();
+        let enough = |field: &Field, new: &[usize]| {
+            let whole = oldest.clone().all(|i| field.settled[i]);
+            whole || pace.ahead > 0 && !new.is_empty() && field.settled[0]
+        };
+        while !enough(field, &new) {
+            let ready = compilation.poll();
+            if ready.is_none() && pace.ahead > 0 && self.pastime(field)? {
+                continue;
+            }
+            let waiting = Instant::now();
+            let Some(built) = ready.or_else(|| compilation.wait()) else { break };
+            if field.first_kernel.is_some() {
+                field.waited += waiting.elapsed();
+            }
+            new.push(self.take_in(field, built));
+        }
+        // Whoever is ready too.
+        while pace.ahead > 0
+            && let Some(built) = compilation.poll()
+        {
+            new.push(self.take_in(field, built));
+        }
+        if field.candidates.iter().any(|c| c.artifact.is_some()) {
+            field.first_kernel.get_or_insert_with(Instant::now);
+        }
+        new.sort_unstable();
+        Ok(new)
+    }
+
+    /// What became of an order.
+    fn take_in(&mut self, field: &mut Field, built: Built) -> usize {
+        field.compilations.push((built.began, built.ended));
+        field.settled[built.candidate] = true;
+        let candidate = &mut field.candidates[built.candidate];
+        match built.outcome {
+            Ok(artifact) => candidate.artifact = Some(artifact),
+            Err((stage @ (Stage::Render | Stage::Compile), reason)) => self.give_up(candidate, stage, reason),
+            Err((stage, reason)) => candidate.fail(stage, reason, self.observer),
+        }
+        built.candidate
+    }
+
+    /// A first look at those who have fewer samples than that.
+    fn glance(&mut self, field: &mut Field, samples: usize) -> Result<()> {
+        let rules = Rules { max_samples: samples, ..Rules::until(self.job.budget.mul_f64(LAST_CHECK)) };
+        self.race(field, &rules)
+    }
+
+    /// A round that the race would have later, while the device would wait otherwise. Gives whether there was one.
+    fn pastime(&mut self, field: &mut Field) -> Result<bool> {
+        let Some(fewest) = field.standings.fewest_samples().filter(|n| *n < PASTIME) else { return Ok(false) };
+        if self.started.elapsed() >= self.job.budget.mul_f64(LAST_CHECK) {
+            return Ok(false);
+        }
+        self.glance(field, fewest + 1)?;
+        Ok(true)
+    }
+
+    fn guide(&self, space: &Space, past: &Past, pace: &Pace) -> Guide {
         match &self.job.search {
             Search::Even => Guide::List(space.sample(self.job.max_trials)),
             Search::Only(schedules) => {
@@ -129,10 +345,8 @@ impl Tuning<'_> {
                 let map = Map::new(space.kernels.iter().map(|k| k.schedule));
                 let seeds: Vec<usize> = past.seeds.iter().filter_map(|s| space.position(s)).collect();
                 let (max, seed) = (self.job.max_trials, self.job.seed);
-                // As many as compile at the same time; beyond, results are worth more than compilers that idle.
-                let cores = std::thread::available_parallelism().map_or(1, usize::from);
                 let search = Portfolio::new(&space.costs, map, space.default, &seeds, max, seed);
-                let mut search = search.in_batches_of(cores.min(MOST_AT_ONCE)).led_by(self.hints(space, past));
+                let mut search = search.in_batches_of(pace.batch).led_by(self.hints(space, past));
                 search = search.after_trying(self.job.rivals.iter().filter_map(|s| space.position(s)));
                 // Who forces a job may have repaired what failed.
                 if !self.job.force {
@@ -153,43 +367,10 @@ impl Tuning<'_> {
         neighbour.times.iter().filter_map(hint).collect()
     }
 
-    /// What a process before this one gave up stays so.
-    fn resume(&self, candidates: &mut [Candidate]) {
-        for candidate in candidates {
-            if let Some((stage, reason)) = self.progress.failed(&candidate.kernel.schedule) {
-                candidate.fail(*stage, reason.clone(), self.observer);
-            }
-        }
-    }
-
-    fn compile(&mut self, field: &mut Field, from: usize, compiler: &dyn Compiler) {
-        let candidates = &mut field.candidates[from..];
-        if from == 0 {
-            self.phase(Phase::Compile, Some(candidates.len()));
-        }
-        let start = Instant::now();
-        let share = if from == 0 { LAST_COMPILATION } else { LAST_BATCH };
-        let builder = Builder {
-            compiler,
-            templates: self.templates,
-            files: &self.artifacts,
-            observer: self.observer,
-            deadline: self.started + self.job.budget.mul_f64(share),
-        };
-        builder.build(candidates);
-        field.compile_seconds += start.elapsed().as_secs_f64();
-        for candidate in candidates.iter() {
-            if let Some((stage @ (Stage::Render | Stage::Compile), reason)) = &candidate.failure {
-                let lesson = Lesson::Failed { stage: *stage, reason: reason.clone() };
-                self.progress.add(&candidate.kernel.schedule, &lesson);
-            }
-        }
-        field.compiled.prune(&mut field.candidates, from, self.observer);
-    }
-
-    fn load(&mut self, candidates: &mut [Candidate], from: usize) -> Result<()> {
-        for (i, candidate) in candidates.iter_mut().enumerate().skip(from).filter(|(_, c)| c.is_live()) {
-            let Some(artifact) = &candidate.artifact else { continue };
+    fn load(&mut self, candidates: &mut [Candidate], new: &[usize]) -> Result<()> {
+        for &i in new {
+            let candidate = &mut candidates[i];
+            let Some(artifact) = candidate.artifact.as_ref().filter(|_| candidate.failure.is_none()) else { continue };
             if let Err(reason) = self.runner.load(i as u32, artifact)? {
                 self.give_up(candidate, Stage::Load, reason);
             }
@@ -197,27 +378,35 @@ impl Tuning<'_> {
         Ok(())
     }
 
+    /// Makes the inputs of a size, once.
+    fn prepare(&mut self, field: &mut Field, size: Size) -> Result<()> {
+        if !field.prepared.contains(&size) {
+            self.runner.prepare(size)?;
+            field.prepared.push(size);
+        }
+        Ok(())
+    }
+
     /// Two checks of each: on small ragged inputs, and at the job's own size.
-    fn check(&mut self, field: &mut Field, from: usize) -> Result<()> {
-        let mut total = 2 * field.candidates[from..].iter().filter(|c| c.is_live()).count();
-        if from == 0 {
+    fn check(&mut self, field: &mut Field, new: &[usize]) -> Result<()> {
+        let mut total = 2 * new.iter().filter(|i| field.candidates[**i].is_live()).count();
+        if new.contains(&0) {
             self.phase(Phase::Check, Some(total));
         }
         let deadline = self.started + self.job.budget.mul_f64(LAST_CHECK);
         let mut done = 0;
         for (code, size) in [(0, Size::Small), (1, Size::Full)] {
-            if !field.candidates[from..].iter().any(Candidate::is_live) {
+            if !new.iter().any(|i| field.candidates[*i].is_live()) {
                 break;
             }
-            if !field.prepared.contains(&size) {
-                self.runner.prepare(size)?;
-                field.prepared.push(size);
-            }
-            // One must get through, whatever the time.
-            let mut passed = from > 0;
-            let new = field.candidates.iter_mut().enumerate().skip(from);
-            for (i, candidate) in new.filter(|(_, c)| c.is_live()) {
-                if size == Size::Full && passed && Instant::now() >= deadline {
+            self.prepare(field, size)?;
+            for &i in new {
+                let candidate = &mut field.candidates[i];
+                if !candidate.is_live() {
+                    continue;
+                }
+                // One must get through, whatever the time.
+                if size == Size::Full && field.some_passed && Instant::now() >= deadline {
                     let reason = "the time ran out before its check at full size";
                     candidate.fail(Stage::Budget, reason.into(), self.observer);
                     continue;
@@ -236,7 +425,8 @@ impl Tuning<'_> {
                 match checked {
                     Ok(max_error) => {
                         candidate.max_error = candidate.max_error.max(max_error);
-                        (passed, done) = (true, done + 1);
+                        field.some_passed |= size == Size::Full;
+                        done += 1;
                         self.observer.event(&Event::Checked { schedule: &schedule, done, total });
                     }
                     Err(reason) => {

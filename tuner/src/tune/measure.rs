@@ -25,6 +25,8 @@ pub(super) struct Measured {
     /// Why the winner may owe it to noise.
     pub noise: Option<String>,
     pub finalists: Vec<usize>,
+    /// Their times in the final.
+    rounds: Rounds,
     /// All samples of the race and the final.
     pub samples: Vec<Vec<f64>>,
 }
@@ -95,6 +97,7 @@ impl Tuning<'_> {
             noise: noise(&rounds, alive.len(), default.unwrap_or(0), winner, &conditions),
             conditions,
             finalists: alive,
+            rounds,
             samples,
         }))
     }
@@ -179,7 +182,8 @@ pub(super) fn finalists(candidates: &[Candidate], measured: &Measured) -> Vec<Fi
     let mut finalists: Vec<Finalist> = measured
         .finalists
         .iter()
-        .filter_map(|&i| {
+        .enumerate()
+        .filter_map(|(position, &i)| {
             let (candidate, samples) = (&candidates[i], &measured.samples[i]);
             Some(Finalist {
                 schedule: candidate.kernel.schedule,
@@ -187,6 +191,7 @@ pub(super) fn finalists(candidates: &[Candidate], measured: &Measured) -> Vec<Fi
                 p10_us: percentile(samples, 0.1)?,
                 p90_us: percentile(samples, 0.9)?,
                 samples: samples.len() as u32,
+                rounds_ns: measured.rounds.times(position).map(|us| (1e3 * us).round() as u64).collect(),
                 max_error: candidate.max_error,
                 is_default: candidate.is_default,
             })

@@ -1,6 +1,7 @@
 //! Whole jobs on a device of paper.
 
 mod launches;
+mod overlap;
 mod paper;
 
 use super::measure::noise;
@@ -70,6 +71,15 @@ fn the_fastest_right_schedule_wins_over_faster_wrong_ones() {
     let record = &outcome.record;
     assert!((1.2..1.3).contains(&record.gain_over_default().unwrap()), "{record:?}");
     assert!(record.finalists.len() == 3 && record.winner().unwrap().samples > 10);
+    // The times of the final are kept, round by round.
+    for finalist in &record.finalists {
+        assert!(finalist.rounds_ns.len() >= 7 && finalist.rounds_ns.len() == record.finalists[0].rounds_ns.len());
+        let middle = finalist.median_us * 1e3;
+        assert!(
+            finalist.rounds_ns.iter().all(|ns| (0.9 * middle..1.1 * middle).contains(&(*ns as f64))),
+            "{finalist:?}"
+        );
+    }
     assert_eq!((record.provenance.space as usize, record.provenance.timed as usize), (all.len(), all.len() - 7));
     assert!(record.provenance.unfused_us.is_some());
     // What was found is in the journal, and readers see it.
@@ -250,20 +260,26 @@ impl Observer for Kill {
 
 #[test]
 fn a_job_that_was_killed_anywhere_repeats_nothing() {
+    killed_anywhere(23, |device| Runner::in_this_process(device));
+}
+
+/// Kills jobs at every so many events, and has others go on with them.
+fn killed_anywhere(every: usize, runner: impl Fn(Arc<PaperDevice>) -> Runner) {
     let special =
         [(2, Behaviour::DoesNotCompile), (3, Behaviour::Wrong { by: 0.1 }), (4, Behaviour::Right { us: 80.0 })];
     let launches = |device: &Arc<PaperDevice>| device.launches.load(Ordering::Relaxed);
     let run = |device: &Arc<PaperDevice>, f: &Fixture, observer: &dyn Observer| {
-        let mut runner = Runner::in_this_process(device.clone());
+        let mut runner = runner(device.clone());
         let tuned = || tune(&mut runner, templates(), &f.dir, &job(), observer);
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(tuned))
     };
     let (whole, compiler) = paper(&special);
+    let cores = runner(whole.clone()).cores();
     let outcome = run(&whole, &fixture(), &()).unwrap().unwrap();
     let compiled = compiler.compiled.load(Ordering::Relaxed);
     // One candidate's launches: what can be lost at most, and what is seen of the unfused.
     let of_one = launches(&whole) / schedules().len();
-    for at in (3..400).step_by(23) {
+    for at in (3..400).step_by(every) {
         let (device, compiler) = paper(&special);
         let f = fixture();
         if let Ok(finished) = run(&device, &f, &Kill(AtomicUsize::new(at))) {
@@ -277,7 +293,7 @@ fn a_job_that_was_killed_anywhere_repeats_nothing() {
         assert!(total <= launches(&whole) + of_one, "killed at {at}: {total} launches, {} at once", launches(&whole));
         // On every core one compilation may have been lost.
         let again = compiler.compiled.load(Ordering::Relaxed) - compiled;
-        assert!(again <= std::thread::available_parallelism().unwrap().get(), "killed at {at}: {again} compiled again");
+        assert!(again <= cores, "killed at {at}: {again} compiled again");
     }
 }
 

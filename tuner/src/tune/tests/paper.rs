@@ -59,6 +59,8 @@ pub struct PaperDevice {
     pub most_in_use: AtomicUsize,
     /// Whether there are graphs.
     pub graphs: AtomicBool,
+    /// Whether its times are the prescribed ones, without noise.
+    pub exact: AtomicBool,
     /// What is being captured.
     capturing: Mutex<Option<Vec<(PaperModule, ForwardArgs)>>>,
     me: Weak<PaperDevice>,
@@ -77,6 +79,9 @@ pub struct PaperCompiler {
     /// Kernel names that are refused.
     refused: Vec<String>,
     pub compiled: AtomicUsize,
+    /// What a compilation takes, in milliseconds, and how many are going on.
+    pub takes_ms: AtomicUsize,
+    pub going_on: AtomicUsize,
 }
 
 #[derive(Clone, Copy)]
@@ -126,7 +131,12 @@ impl Compiler for PaperCompiler {
         &self.id
     }
     fn compile(&self, source: &Source) -> RuntimeResult<(Vec<u8>, Facts)> {
-        self.compiled.fetch_add(1, Ordering::Relaxed);
+        let number = self.compiled.fetch_add(1, Ordering::Relaxed);
+        self.going_on.fetch_add(1, Ordering::Relaxed);
+        // Some take half as long again as others.
+        let ms = self.takes_ms.load(Ordering::Relaxed) * (4 + number * 7 % 3) / 4;
+        std::thread::sleep(std::time::Duration::from_millis(ms as u64));
+        self.going_on.fetch_sub(1, Ordering::Relaxed);
         if self.refused.contains(&source.name) {
             return Err(RuntimeError::Compile {
                 compiler: self.id.to_string(),
@@ -241,7 +251,8 @@ impl PaperDevice {
             _ => {}
         }
         // A little noise, the same in every run of the test.
-        *self.last_us.lock().unwrap() = us * (1.0 + 0.002 * (n * 7919 % 10) as f64);
+        let noise = if self.exact.load(Ordering::Relaxed) { 0.0 } else { 0.002 * (n * 7919 % 10) as f64 };
+        *self.last_us.lock().unwrap() = us * (1.0 + noise);
         let question = Key::of(&question(a));
         let known = self.answers.lock().unwrap().get(&question).cloned();
         let answer = known.unwrap_or_else(|| Arc::new(attention(a)));
@@ -358,6 +369,8 @@ pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperComp
         id: CompilerId { name: "papercc".into(), version: "1".into() },
         refused: refused.map(|(s, _)| name(s)).collect(),
         compiled: AtomicUsize::new(0),
+        takes_ms: AtomicUsize::new(0),
+        going_on: AtomicUsize::new(0),
     });
     let fingerprint = DeviceFingerprint {
         arch: ARCH,
@@ -377,6 +390,7 @@ pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperComp
         in_use: Arc::default(),
         most_in_use: AtomicUsize::new(0),
         graphs: AtomicBool::new(true),
+        exact: AtomicBool::new(false),
         capturing: Mutex::default(),
         me: me.clone(),
         answers: Mutex::default(),
