@@ -38,8 +38,12 @@ pub(crate) enum Fate {
 /// Rules of a race.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Rules {
-    /// (number of samples, ratio to the best): who is behind by more after so many samples drops out.
+    /// (number of samples, ratio to the best): who is behind by more after so many samples drops out. After one, only who was
+    /// so far behind in the cold first run too.
     pub drops: &'static [(usize, f64)],
+    /// (number of samples, contenders): after so many samples no more than so many go on, the default aside. Where that drops
+    /// equals, it does not matter which of them.
+    pub places: &'static [(usize, usize)],
     /// Contenders that stay whatever their times, besides the default.
     pub keep: usize,
     /// Samples per contender that are enough.
@@ -58,16 +62,17 @@ pub(crate) struct Rules {
 pub(crate) struct Standings {
     pub samples: Vec<Vec<f64>>,
     pub fates: Vec<Fate>,
-    /// Whether the cold first run is over.
-    warm: Vec<bool>,
+    /// The cold first run, once it is over: microseconds, or nothing where it is a sample like others.
+    cold: Vec<Option<Option<f64>>>,
 }
 
 impl Rules {
     /// The rules of every job; only the deadline differs.
     pub fn until(deadline: Duration) -> Self {
         Self {
-            drops: &[(2, 1.5), (4, 1.15), (8, 1.05), (12, 1.03)],
-            keep: 2,
+            drops: &[(1, 1.5), (2, 1.5), (4, 1.15), (8, 1.05), (12, 1.03)],
+            places: &[(4, 30), (6, 20), (9, 10), (12, 4), (16, 3)],
+            keep: 3,
             max_samples: 24,
             enough_samples: 10,
             deadline,
@@ -82,7 +87,7 @@ impl Standings {
         for _ in self.fates.len()..count {
             self.samples.push(Vec::new());
             self.fates.push(Fate::Failed("it did not get here".into()));
-            self.warm.push(false);
+            self.cold.push(None);
         }
     }
 
@@ -127,14 +132,29 @@ impl Standings {
         let mut live: Vec<(usize, f64)> =
             self.live().into_iter().filter_map(|i| Some((i, fair_time(&self.samples[i])?))).collect();
         live.sort_by(|a, b| a.1.total_cmp(&b.1));
-        let Some(&(_, best)) = live.first() else { return };
-        for &(i, own) in live.iter().skip(rules.keep) {
-            let limit = rules.drops.iter().rev().find(|(n, _)| self.samples[i].len() >= *n).map(|(_, r)| *r);
-            if Some(i) != default && limit.is_some_and(|limit| own > best * limit) {
-                let ratio = own / best;
-                self.fates[i] = Fate::Dropped(ratio);
-                on(RaceEvent::Dropped { contender: i, ratio });
+        let Some(&(first, best)) = live.first() else { return };
+        let cold = |i: usize| self.cold[i].flatten();
+        // Two runs say so, each against its like.
+        let also_when_cold =
+            |i: usize, limit: f64| cold(i).zip(cold(first)).is_some_and(|(own, best)| own > best * limit);
+        let mut place = 0;
+        let mut dropped = Vec::new();
+        for (rank, &(i, own)) in live.iter().enumerate() {
+            if Some(i) == default {
+                continue;
             }
+            place += 1;
+            let samples = self.samples[i].len();
+            let limit = rules.drops.iter().rev().find(|(n, _)| samples >= *n).map(|(_, r)| *r);
+            let places = rules.places.iter().rev().find(|(n, _)| samples >= *n).map(|(_, p)| *p);
+            let is_behind = limit.is_some_and(|l| own > best * l && (samples > 1 || also_when_cold(i, l)));
+            if rank >= rules.keep && (is_behind || places.is_some_and(|places| place > places)) {
+                dropped.push((i, own / best));
+            }
+        }
+        for (i, ratio) in dropped {
+            self.fates[i] = Fate::Dropped(ratio);
+            on(RaceEvent::Dropped { contender: i, ratio });
         }
     }
 }
@@ -174,11 +194,14 @@ pub(crate) fn race(
                     continue;
                 }
             }
-            let again = !std::mem::replace(&mut standings.warm[i], true);
             let mut result = timed(track, i);
-            // A cold first run is repeated at once, so that a race that ends early still has one good sample of all.
-            if again && result.as_ref().is_ok_and(|us| *us < rules.warmup_below_us) {
-                result = timed(track, i);
+            if standings.cold[i].is_none() {
+                let cold = result.as_ref().ok().copied().filter(|us| *us < rules.warmup_below_us);
+                standings.cold[i] = Some(cold);
+                // It is repeated at once, so that a race that ends early still has one good sample of all.
+                if cold.is_some() {
+                    result = timed(track, i);
+                }
             }
             match result {
                 Ok(us) => {

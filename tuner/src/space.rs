@@ -137,6 +137,36 @@ mod tests {
         assert_eq!(space.position(&default), Some(space.default));
     }
 
+    /// What of a space is dropped before anything is compiled: what does not fit, what is not worth it for the sizes, and of
+    /// the rest what the model puts behind the first [`MOST`]. A sample of that is looked at all the same, and so it is in
+    /// the tables.
+    #[test]
+    fn what_is_dropped_before_it_is_compiled_is_never_as_good_as_the_best() {
+        for (name, table) in crate::search::tables() {
+            let space = space(&table.problem, &table.shape, &table.device, &[]).unwrap();
+            let kept: HashSet<Schedule> = space.kernels.iter().take(MOST).map(|k| k.schedule).collect();
+            let timed: Vec<(Schedule, f64)> = table.trials.iter().filter_map(|(s, us)| Some((*s, (*us)?))).collect();
+            let best = timed.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
+            let (in_it, dropped): (Vec<_>, Vec<_>) = timed.into_iter().partition(|(s, _)| kept.contains(s));
+            let ahead = dropped.iter().map(|t| t.1 / best).fold(f64::INFINITY, f64::min);
+            let of_all: usize = families(&table.problem, table.device.arch)
+                .unwrap()
+                .iter()
+                .map(|f| Schedule::space(*f, &table.problem, table.device.arch).len())
+                .sum();
+            println!(
+                "{name}: {} of {of_all} kept ({} fit); of the table {} kept, {} dropped, the best of these {ahead:.3}x",
+                kept.len(),
+                space.legal,
+                in_it.len(),
+                dropped.len()
+            );
+            assert!(ahead > 1.02, "{name}: {ahead} of the best was dropped");
+            assert!(table.device.arch.to_string() != "sm_90a" || kept.len() * 5 <= of_all, "{name}: {}", kept.len());
+            assert!(in_it.iter().any(|t| t.1 == best), "{name}");
+        }
+    }
+
     #[test]
     fn a_sample_is_even_and_begins_with_the_default() {
         let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80), &[]).unwrap();

@@ -15,7 +15,7 @@ mod replay;
 pub(crate) use map::Map;
 pub(crate) use past::Past;
 #[cfg(test)]
-pub(crate) use replay::recorded_times;
+pub(crate) use replay::{recorded_times, tables};
 
 use crate::stats::median;
 use correction::Correction;
@@ -40,8 +40,8 @@ const LOCAL: f64 = 1.0 / 3.0;
 const EXPLORE: f64 = 1.0 / 6.0;
 /// Who is so many steps from one of the best is a neighbour.
 const NEAR: u32 = 2;
-/// Batches in a row without an improvement of [`IMPROVEMENT`] after which a search ends.
-const PATIENCE: usize = 3;
+/// Results in a row without an improvement of [`IMPROVEMENT`] after which a search ends.
+const PATIENCE: usize = 4 * SMALLEST_BATCH;
 const IMPROVEMENT: f64 = 0.01;
 /// The share of all trials before which a search does not end for want of improvement, and the same with a neighbour's
 /// measurements to lead it, which ends at the first batch without one.
@@ -90,9 +90,9 @@ pub(crate) struct Portfolio {
     batch: usize,
     proposed: usize,
     best: f64,
-    idle_batches: usize,
-    /// Whether something was reported since the last batch.
-    is_news: bool,
+    /// Results since the last improvement, and those that the last batch did not know.
+    idle: usize,
+    news: usize,
     rng: StdRng,
 }
 
@@ -113,8 +113,8 @@ impl Portfolio {
             batch,
             proposed: 0,
             best: f64::INFINITY,
-            idle_batches: 0,
-            is_news: false,
+            idle: 0,
+            news: 0,
             rng: StdRng::seed_from_u64(seed ^ 0x5c4e_d01e),
         }
     }
@@ -151,12 +151,12 @@ impl Portfolio {
 
     /// What came of a proposed schedule: its time, or nothing when it failed.
     pub fn report(&mut self, schedule: usize, time: Option<f64>) {
-        self.is_news = true;
+        self.news += 1;
         self.note(schedule, time.map_or(Known::Failed, Known::Time));
     }
 
-    /// The next schedules to try, at most `room` unless it is the first time; none when the search is over. Not all that was
-    /// proposed before need be reported by then.
+    /// The next schedules to try, at most `room` unless it is the first time. None when the search is over, or may be once
+    /// what is under way is reported: not all that was proposed need be, by then.
     pub fn next(&mut self, room: usize) -> Vec<usize> {
         let left = (self.max_trials - self.proposed).min(self.open().count());
         if self.proposed == 0 {
@@ -166,13 +166,13 @@ impl Portfolio {
             self.hints.clear();
         }
         let best = self.times().map(|(_, us)| us).fold(f64::INFINITY, f64::min);
-        if std::mem::take(&mut self.is_news) {
-            self.idle_batches = if best < self.best * (1.0 - IMPROVEMENT) { 0 } else { self.idle_batches + 1 };
-            self.best = self.best.min(best);
-        }
+        let news = std::mem::take(&mut self.news);
+        self.idle = if best < self.best * (1.0 - IMPROVEMENT) { 0 } else { self.idle + news };
+        self.best = self.best.min(best);
+        let under_way = self.known.iter().filter(|k| **k == Known::Proposed).count();
         // Too few results prove nothing.
-        let (patience, least) = if self.hints.is_empty() { (PATIENCE, LEAST) } else { (0, LEAST_LED) };
-        if self.idle_batches > patience && self.proposed as f64 >= least * self.max_trials as f64 {
+        let (patience, least) = if self.hints.is_empty() { (PATIENCE, LEAST) } else { (1, LEAST_LED) };
+        if self.idle + under_way >= patience && self.proposed as f64 >= least * self.max_trials as f64 {
             return Vec::new();
         }
         let room = room.min(left).min(self.batch);

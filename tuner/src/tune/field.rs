@@ -170,16 +170,17 @@ impl Tuning<'_> {
         let mut field = Field::default();
         // Those that are not reported yet.
         let mut batches: VecDeque<Range<usize>> = VecDeque::new();
-        let mut more = true;
+        let mut is_late = false;
         loop {
             let ahead = if guide.is_led() { 0 } else { pace.ahead };
-            while more && batches.len() <= ahead {
+            while batches.len() <= ahead {
                 let room = self.room(&field, compilation.outstanding());
-                let batch = if room < SMALLEST_BATCH { Vec::new() } else { guide.next(room) };
-                more = !batch.is_empty();
-                if more {
-                    batches.push_back(self.propose(&mut field, space, &batch, compilation));
+                is_late |= room < SMALLEST_BATCH;
+                let batch = if is_late { Vec::new() } else { guide.next(room) };
+                if batch.is_empty() {
+                    break;
                 }
+                batches.push_back(self.propose(&mut field, space, &batch, compilation));
             }
             let Some(oldest) = batches.front().cloned() else { break };
             if pace.ahead > 0 {

@@ -1,4 +1,6 @@
-"""Makes a table for the replays from what `flashtune --json tune --exhaustive` printed: python3 shrink.py FILE > NAME.json"""
+"""Makes a table for the replays from what `flashtune --json tune --exhaustive` printed: python3 shrink.py FILE > NAME.json
+
+Schedules that the time was not enough for say nothing and are left out; those that failed are kept without a time."""
 
 import json
 import sys
@@ -6,7 +8,8 @@ import sys
 report = json.load(open(sys.argv[1]))
 (tuned,) = report["tuned"]
 key = tuned["record"]["key"]
-rows = [[t["parameters"], round(t["median_us"], 2) if t["result"] == "timed" else None] for t in tuned["trials"]]
+known = [t for t in tuned["trials"] if t.get("stage") != "budget"]
+rows = [[t["parameters"], round(t["median_us"], 2) if t["result"] == "timed" else None] for t in known]
 table = {"device": key["device"], "problem": key["problem"], "shape": tuned["record"]["provenance"]["shape"]}
 head = json.dumps(table)[:-1]
 print(head + ', "trials": [\n' + ",\n".join(json.dumps(r, separators=(",", ":")) for r in rows) + "\n]}")

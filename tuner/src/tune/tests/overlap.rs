@@ -21,13 +21,16 @@ impl Observer for Overlap {
     }
 }
 
-/// Tunes on a device that is measured beside compilers or not, of which each takes so many milliseconds.
-fn tuned(beside: bool, takes_ms: usize, special: &[(usize, Behaviour)], job: &Job) -> (Outcome, bool) {
+/// Tunes on a device that is measured beside compilers, on a host with so many cores, or not; each takes so many milliseconds.
+fn tuned(cores: Option<usize>, takes_ms: usize, special: &[(usize, Behaviour)], job: &Job) -> (Outcome, bool) {
     let (device, compiler) = paper(special);
     compiler.takes_ms.store(takes_ms, Ordering::Relaxed);
     device.exact.store(true, Ordering::Relaxed);
     let runner = Runner::in_this_process(device);
-    let mut runner = if beside { runner.beside_compilers(CORES) } else { runner };
+    let mut runner = match cores {
+        Some(cores) => runner.beside_compilers(cores),
+        None => runner,
+    };
     let overlap = Overlap { compiler, seen: AtomicBool::new(false) };
     let outcome = tune(&mut runner, templates(), &fixture().dir, job, &overlap).unwrap();
     (outcome, overlap.seen.into_inner())
@@ -38,8 +41,9 @@ fn a_device_of_its_own_measures_while_the_host_compiles_and_the_cpu_does_not() {
     let best = schedules().len() - 1;
     let special =
         [(best, Behaviour::Right { us: 60.0 }), (1, Behaviour::DoesNotCompile), (2, Behaviour::Wrong { by: 1.0 })];
-    for beside in [true, false] {
-        let (outcome, seen) = tuned(beside, 60, &special, &job());
+    // One compiler: whatever the checks take, it has not done by then.
+    for (cores, beside) in [(Some(2), true), (None, false)] {
+        let (outcome, seen) = tuned(cores, 60, &special, &job());
         assert_eq!(seen, beside);
         assert_eq!((outcome.record.schedule, outcome.trials.len()), (schedules()[best], schedules().len()));
         assert_eq!(failure(&outcome, schedules()[1]).map(|(stage, _)| stage), Some(Stage::Compile));
@@ -59,7 +63,7 @@ fn what_is_tried_depends_on_times_and_not_on_who_was_compiled_first() {
     let special =
         [(5, Behaviour::Right { us: 80.0 }), (9, Behaviour::DoesNotCompile), (11, Behaviour::Wrong { by: 1.0 })];
     let tried = |takes_ms: usize| -> Vec<Schedule> {
-        let (outcome, _) = tuned(true, takes_ms, &special, &job);
+        let (outcome, _) = tuned(Some(CORES), takes_ms, &special, &job);
         outcome.trials.iter().map(|t| t.schedule).collect()
     };
     let at_once = tried(0);
