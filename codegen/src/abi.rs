@@ -7,7 +7,7 @@
 use bytemuck::{Pod, Zeroable};
 
 /// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number.
-pub const ABI_VERSION: u32 = 3;
+pub const ABI_VERSION: u32 = 4;
 
 /// Arguments of a forward kernel. Pointers are device addresses; strides count elements.
 #[repr(C)]
@@ -94,6 +94,10 @@ pub struct Sm90Args {
     /// Which of the kernel's counters deals tiles to thread blocks that take them from a queue: one that no other launch
     /// uses at the same time. -1 lets them take tiles by stride.
     pub queue: i32,
+    /// Memory for the lists of a kernel that goes by lists of key blocks ([`crate::ListLaunch`]), or 0.
+    pub lists: u64,
+    /// Memory for the masks of cut blocks, or 0: the kernel then evaluates them itself.
+    pub masks: u64,
 }
 
 /// Counters that a kernel's module holds for launches whose thread blocks take tiles from a queue.

@@ -34,7 +34,7 @@ pub use arch::{Arch, CpuIsa, SmArch, SmLimits};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use kernel::{Kernel, Language, Source};
-pub use launch::Launch;
+pub use launch::{LIST_KERNELS, Launch, ListLaunch, MOST_MASK_BYTES};
 pub use mask::{Mask, MaskKind};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Pass, Problem};
 pub use resources::Resources;

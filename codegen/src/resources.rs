@@ -96,9 +96,7 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
     let rows = |is: fn(&RowKeys) -> bool| problem.program.is_some_and(|p| p.rows().is_some_and(is));
     let slot = if rows(|r| !r.searches.is_empty()) { 80 } else { 64 };
-    // Where it takes time to find what a program's mask leaves a tile, a warp of its own deals the tiles.
-    let found_at_once = rows(|r| r.searches.is_empty() && r.nondecreasing);
-    let apart = problem.program.is_some_and(|p| p.mask().is_some()) && !found_at_once;
+    let apart = Sm90Schedule::deals_apart(problem);
     let work = if s.scheduler.stays() || apart { 2 * slot } else { 0 } + if apart { 8 } else { 0 };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
     q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16

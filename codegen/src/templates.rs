@@ -44,6 +44,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/approx.cuh",
     "lib/cuda/cluster.cuh",
     "lib/cuda/copy.cuh",
+    "lib/cuda/live_blocks.cuh",
     "lib/cuda/mbarrier.cuh",
     "lib/cuda/mma.cuh",
     "lib/cuda/non_finite.cuh",

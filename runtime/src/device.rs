@@ -80,7 +80,8 @@ pub trait Device: Send + Sync {
     /// Loads a compiled kernel. The bytes are used as given: the caller has verified them.
     fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>>;
 
-    /// Launches on the caller's stream. Allocates nothing, waits for nothing (on the CPU it returns when done).
+    /// Launches on the caller's stream. Waits for nothing (on the CPU it returns when done), and allocates nothing but, for a
+    /// kernel that goes by lists of key blocks, memory for them between two points of the stream.
     ///
     /// # Safety
     /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has

@@ -23,6 +23,7 @@
 #define MASK_RIGHT @{ mask_right }@
 #define PROGRAM @{ program }@        /* a score program, and what it has */
 #define PROGRAM_MASK @{ program_mask }@
+#define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */
 #define PROGRAM_SCORE @{ program_score }@
 #define PROGRAM_SINK @{ program_sink }@
 #define BLOCK_Q @{ block_q }@    /* queries of a tile */
@@ -171,6 +172,16 @@ static Block load_block(const ForwardArgs *args, const Tile *tile, Scratch *scra
 #endif
 }
 
+#if PROGRAM_MASK
+/* Whether any query of a tile attends to the keys [begin, end): before they are read. */
+static int any_attends(const Tile *tile, const Scratch *scratch, int64_t begin, int64_t end) {
+    int64_t query = tile->query;
+    for (const ProgramRows *rows = scratch->program; query < tile->query_end; rows++, query += PANEL)
+        if (attends(&tile->head, rows, query, 0, begin, end, UNROLL_Q)) return 1;
+    return 0;
+}
+#endif
+
 /* One panel (or one vector of it, from lane `lane` on) against one block of keys. */
 INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, const Block *block, int panel,
                    int lane, const int vectors) {
@@ -181,7 +192,7 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
     if (begin >= end) return;
 #if PROGRAM_MASK
     const int kind = program_tile(&tile->head, query, query_end, begin, end);
-    if (kind < 0) return;
+    if (kind < 0 || (kind == 0 && !attends(&tile->head, scratch->program + panel, query, lane, begin, end, vectors))) return;
 #else
     const int kind = 1;
     (void)kind;
@@ -299,7 +310,8 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
     for (int64_t key = range.begin; key < range.end; key += BLOCK_KV) {
         int64_t key_end = min64(key + BLOCK_KV, range.end);
 #if PROGRAM_MASK
-        if (program_tile(&tile.head, tile.query, tile.query_end, key, key_end) < 0) continue;
+        const int kind = program_tile(&tile.head, tile.query, tile.query_end, key, key_end);
+        if (kind < 0 || (kind == 0 && !any_attends(&tile, scratch, key, key_end))) continue;
 #endif
         Block block = load_block(args, &tile, scratch, key, key_end);
         for (int panel = 0; panel * PANEL < queries; panel++) {

@@ -13,6 +13,8 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_LISTS @{ program_lists }@
+constexpr bool kLists = FT_LISTS;  // tiles visit key blocks by lists, as a score program's mask may leave any of them
 // Schedule.
 constexpr int kConsumers = @{ consumers }@;
 constexpr int kBlockKV = @{ block_kv }@;
@@ -59,11 +61,11 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 // Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
-constexpr bool kMaskedFirst = kMaskLeft || kProgramMask;
-// Where ends of runs are searched for, or blocks are looked at one by one, it takes a warp and some time to find those that a
-// program's mask leaves: a warp of its own deals the tiles then, from the first on, and one is left to clean V. Otherwise the
-// thread that brings K deals, and everyone finds the first tile.
-constexpr bool kDealApart = kProgramMask && !(kProgramRows && kProgramSorted && !kProgramSearch);
+constexpr bool kMaskedFirst = (kMaskLeft || kProgramMask) && !kLists;
+// Where ends of runs are searched for it takes a warp and some time to find the blocks that a program's mask leaves: a warp of
+// its own deals the tiles then, from the first on, and one is left to clean V. Otherwise the thread that brings K deals, and
+// everyone finds the first tile.
+constexpr bool kDealApart = @{ deal_apart }@;
 constexpr int kCleaners = kClean ? kDealApart ? 1 : 2 : 0;
 
 // Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
@@ -80,6 +82,9 @@ constexpr bool kLookAhead = kColumnsV <= 192;
 constexpr float kCapLog2 = (kScoreCap < 0.0f ? -kScoreCap : kScoreCap) * kLog2E;
 constexpr int kReference = kCapLog2 > 40.0f ? int(kCapLog2) - 39 : 0;
 constexpr bool kBounded = kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> && kCapLog2 + kReference <= 106.0f;
+
+// Whether the mask is evaluated with the scores; else it comes as bits, or by the ends of runs.
+constexpr bool kMaskScores = !kProgramRows && !kLists;
 
 // What a program reads along the keys is asked for before the scores are waited for.
 constexpr bool kReadAhead = kScoreReads > 0;
@@ -130,6 +135,7 @@ struct Layout {
     static constexpr int kBytes = kEmptyRows + kConsumers * kBytesEmptyRows;
 };
 
+<% include "lib/cuda/live_blocks.cuh" %>
 <% include "lib/cuda/work.cuh" %>
 
 <% include "forward/sm90/producer.cuh" %>

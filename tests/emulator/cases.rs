@@ -154,8 +154,14 @@ impl Expected {
             let maps = kernel.tensor_maps(&tiling, &call.args).ok_or("no tensor maps")?;
             Ok::<_, &str>(Hopper { maps, tiling, queue: (seed % 3) as i32 - 1 })
         });
+        // Behind all tensors; what is in it before is nothing to rely on.
+        let mut lists = vec![0xffu8; geometry.lists.map_or(0, |l| l.bytes as usize)];
+        let at = address(5 + side.tensors.len() as u64, lists.len());
+        // Where masks take too much memory, the kernel evaluates them.
+        let masks = geometry.lists.and_then(|l| l.masks).filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
         let launch = Launch {
             seed,
+            lists: (geometry.lists.map_or([0; 2], |l| [l.classify, l.gather]), [at, masks.unwrap_or(0)]),
             grid: geometry.blocks(units),
             threads: geometry.threads,
             smem_bytes: geometry.smem_bytes,
@@ -174,6 +180,7 @@ impl Expected {
         ]
         .into_iter()
         .chain(side.tensors.iter_mut().map(|bytes| (&mut bytes[..], false)))
+        .chain([(&mut lists[..], true)])
         .enumerate()
         .map(|(i, (bytes, written))| Buffer { address: address(i as u64, bytes.len()), bytes, written })
         .collect::<Vec<_>>();

@@ -3,6 +3,7 @@
 
 use crate::cases::Case;
 use crate::{machine, templates, try_kernel};
+use flashtune::codegen::score::{Program, ProgramRef};
 use flashtune::codegen::{
     Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder,
 };
@@ -195,6 +196,63 @@ const SM90: &[Fault] = &[
     ],
 ];
 
+/// Of kernels that go by lists of key blocks, with [`ANYWHERE`].
+const LISTS: &[Fault] = &[
+    [
+        "a cut block taken for a whole one",
+        "lib/cuda/live_blocks.cuh",
+        "if (any && none) return kMixed;",
+        "if (any && none) return kWhole;",
+        "the oracle says",
+    ],
+    [
+        "a block left out",
+        "lib/cuda/live_blocks.cuh",
+        "__popc(wholes & below)]",
+        "__popc(wholes & below) / 2]",
+        "the oracle says",
+    ],
+    [
+        "whole blocks behind the last key",
+        "lib/cuda/live_blocks.cuh",
+        "n >= window.full_end)) kind = kMixed",
+        "n > window.full_end)) kind = kMixed",
+        "the oracle says",
+    ],
+    [
+        "the mask of another row",
+        "lib/cuda/live_blocks.cuh",
+        "if (lane == i * 4 + c)",
+        "if (lane == (i ^ 1) * 4 + c)",
+        "the oracle says",
+    ],
+    ["keys of a share one off", "lib/cuda/live_blocks.cuh", "c * 2 + i % 2", "c * 2 + (i + 1) % 2", "the oracle says"],
+    [
+        "the lists of another head",
+        "lib/cuda/live_blocks.cuh",
+        "kListsByHead ? tile.head",
+        "kListsByHead ? 0",
+        "the oracle says",
+    ],
+    [
+        "block numbers taken for places",
+        "forward/sm90/producer.cuh",
+        "args.v, full, block, work.tile",
+        "args.v, full, n, work.tile",
+        "the oracle says",
+    ],
+    [
+        "non-finite elements of V stay out",
+        "forward/sm90/consumer.cuh",
+        "place < work.all.end; place++",
+        "place < work.all.full_end; place++",
+        "the oracle says",
+    ],
+];
+
+/// A mask that leaves out blocks of 32 keys and 128 queries, cuts some, and shows others whole, each head its own.
+const ANYWHERE: &str = "mask = (q // 64 + 2 * (kv // 32) + h) % 3 == 0 or (kv + q + h) % 97 == 0;";
+
 const SM80: &[Fault] = &[
     ["one key too many", "forward/sm80.cu", "if (at > last ||", "if (at > last + 1 ||", "the oracle says"],
     ["one key before the window", "forward/sm80.cu", "at < first)", "at < first - 1)", "the oracle says"],
@@ -317,7 +375,7 @@ const EMPTY_ROWS: Case = Case { sizes: [1, 4, 2, 200, 90], ..CASE };
 
 /// Faults in what clusters do show in clusters, those of a block that runs ahead in one alone; O takes the place of V
 /// where it fits.
-fn sm90(what: &str) -> Schedule {
+fn sm90(family: &str, what: &str) -> Schedule {
     Schedule::Sm90(Sm90Schedule {
         consumers: 2,
         block_kv: if what.contains("place of V") { 64 } else { 32 },
@@ -327,7 +385,7 @@ fn sm90(what: &str) -> Schedule {
         p_in_shared: true,
         masked_loop: true,
         lazy_rescale: false,
-        pack_group: true,
+        pack_group: family == "sm90",
         scheduler: Sm90Scheduler::Stride,
         chain: false,
         exp2_eighths: 0,
@@ -360,10 +418,19 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
     let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
     let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
-    let problem = Problem::forward_qk_v(DType::Bf16, 72, 72, MaskKind { left: true, right: true }).expect("legal");
-    let (schedule, arch) = if family == "sm90" { (sm90(what), "sm_90a") } else { (sm80(what), "sm_80") };
+    let kind = if family == "lists" { MaskKind::FULL } else { MaskKind { left: true, right: true } };
+    let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
+    problem.program = (family == "lists").then(|| ProgramRef::new(Program::parse(ANYWHERE).expect("a program")));
+    let (schedule, arch) = match family {
+        "sm80" => (sm80(what), "sm_80"),
+        _ => (sm90(family, what), "sm_90a"),
+    };
     let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
-    let base = if what.contains("empty row") { EMPTY_ROWS } else { CASE };
+    let base = match family {
+        _ if what.contains("empty row") => EMPTY_ROWS,
+        "lists" => Case { mask: Mask::Full, ..CASE },
+        _ => CASE,
+    };
     let case = |rng: &mut rand::rngs::StdRng| Case { seed: rng.random(), ..base };
     let seen = try_kernel(&kernel, &set, 40, number as u64, case).err().unwrap_or_default();
     seen.rsplit("}: ").next().unwrap_or_default().to_owned()
@@ -376,7 +443,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         return;
     }
     let templates = templates();
-    let all: Vec<(&str, usize, &Fault)> = [("sm90", SM90), ("sm80", SM80)]
+    let all: Vec<(&str, usize, &Fault)> = [("sm90", SM90), ("lists", LISTS), ("sm80", SM80)]
         .into_iter()
         .flat_map(|(family, faults)| faults.iter().enumerate().map(move |(i, fault)| (family, i, fault)))
         .collect();

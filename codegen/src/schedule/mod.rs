@@ -75,7 +75,7 @@ impl Family {
             }
             (Family::ForwardSm90, Arch::Sm(_)) => match problem.program {
                 Some(p) if p.of_scores().reads_along_keys && problem.head_dim_v > 192 => no(
-                    "reads side tensors along the keys up to a head dim of V of 192: more leaves no registers",
+                    "reads side tensors along the keys for scores up to a head dim of V of 192: more leaves no registers",
                     "use forward/sm80",
                 ),
                 _ => Ok(()),

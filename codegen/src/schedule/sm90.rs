@@ -110,6 +110,13 @@ impl Sm90Schedule {
         if capped < self.launch_registers() { self.launch_registers() } else { capped }
     }
 
+    /// Whether a warp of its own deals the tiles: where it takes a warp and some time to find the run of keys that a program's
+    /// mask leaves a tile.
+    pub fn deals_apart(problem: &Problem) -> bool {
+        let rows = problem.program.and_then(|p| p.rows().map(|r| !r.searches.is_empty() || !r.nondecreasing));
+        rows.unwrap_or(false)
+    }
+
     /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none of
     /// the schedules that were compiled to find the number spilled; with 24 nearly all did.
     pub(crate) fn least_registers(&self, problem: &Problem) -> u32 {
@@ -124,25 +131,20 @@ impl Sm90Schedule {
     /// numbers spilled: elements that change with the key are loaded ahead of their use.
     fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
-        let OfScores { mask, score, reads, reads_along_keys, gathers, reads_of_halves, divides_at_run_time, .. } =
-            p.of_scores();
+        let OfScores { score, reads_along_keys, gathers, reads_of_halves, divides_at_run_time, .. } = p.of_scores();
         let kind = match reads_along_keys {
-            true if score && (mask || gathers) => 100,
+            true if gathers => 100,
             // What is read ahead comes on top (`registers_ahead`).
-            true if score && reads_of_halves > 0 => 8,
-            true if score => 72,
-            true => 76,
+            true if reads_of_halves > 0 => 8,
+            true => 72,
             false if divides_at_run_time => 52,
-            false if score && mask => 52,
             false if score && problem.head_dim_v > 192 => 28,
             false if score => 16,
-            false if reads => 36,
             false => 0,
         };
-        // The ends of the rows' runs of keys, and how they are found.
+        // The ends of the rows' runs of keys, and how they are found; or where the list is, and the bits.
         let rows = p.rows().map_or(0, |r| if r.searches.is_empty() { 12 } else { 16 });
-        // The window beside it is one more mask.
-        kind + rows + if mask && kind > 0 && problem.mask.any() { 20 } else { 0 }
+        kind + rows + if p.lists().is_some() { 12 } else { 0 }
     }
 
     /// Registers of what a program reads along the keys ahead of its use: two rows, two elements in one.

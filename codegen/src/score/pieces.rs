@@ -215,6 +215,7 @@ fn flags(program: Option<&Program>) -> BTreeMap<&'static str, String> {
         ("program_mask", has(|p| p.mask().is_some())),
         ("program_score", has(|p| p.score().is_some())),
         ("program_sink", has(|p| p.sink().is_some())),
+        ("program_lists", has(|p| p.lists().is_some())),
     ])
 }
 

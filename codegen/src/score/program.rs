@@ -6,6 +6,7 @@ use super::check::Checker;
 use super::error::ProgramError;
 use super::graph::{Graph, Id, Node};
 use super::intern::ProgramRef;
+use super::lists::ListAxes;
 use super::parse::parse;
 use super::print::print;
 use super::rows::RowKeys;
@@ -37,6 +38,7 @@ pub struct Program {
     hash: [u8; 32],
     window: Option<WindowForm>,
     rows: Option<RowKeys>,
+    lists: Option<ListAxes>,
     /// What is left of a program whose mask is a window.
     unmasked: Option<ProgramRef>,
 }
@@ -158,12 +160,16 @@ impl Program {
         self.rows.as_ref()
     }
 
-    /// What a kernel that masks by runs of keys still computes for every score.
+    /// What lists of key blocks change with, for a mask that does not leave each query one run of keys.
+    pub fn lists(&self) -> Option<ListAxes> {
+        self.lists
+    }
+
+    /// What a kernel that masks by runs of keys, or by bits, still computes for every score.
     pub fn of_scores(&self) -> OfScores {
-        let mask = self.mask.filter(|_| self.rows.is_none());
         let mut needed = vec![false; self.graph.nodes().len()];
-        [mask, self.score].into_iter().flatten().for_each(|root| needed[root.index()] = true);
-        let mut found = OfScores { mask: mask.is_some(), score: self.score.is_some(), ..OfScores::default() };
+        self.score.iter().for_each(|root| needed[root.index()] = true);
+        let mut found = OfScores { score: self.score.is_some(), ..OfScores::default() };
         for id in self.graph.ids().collect::<Vec<_>>().into_iter().rev() {
             if !needed[id.index()] {
                 continue;
@@ -171,10 +177,8 @@ impl Program {
             let node = self.graph.node(id);
             node.operands().iter().for_each(|o| needed[o.index()] = true);
             match node {
-                Node::Scalar(_) => found.reads = true,
                 Node::Unary(Unary::Tanh, _) => found.tanh = true,
                 Node::Load { tensor, index } => {
-                    found.reads = true;
                     let Some((last, leading)) = index.split_last() else { continue };
                     let by_key = *self.graph.node(*last) == Node::Var(Var::Kv)
                         && self.graph.ty(id) == Type::Float
@@ -202,8 +206,6 @@ impl Program {
 /// What a kernel computes for every score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OfScores {
-    /// The mask's condition.
-    pub mask: bool,
     /// The change of the score.
     pub score: bool,
     /// Elements of tensors that change with the key are read.
@@ -214,8 +216,6 @@ pub struct OfScores {
     pub reads_of_halves: u32,
     /// Ints are divided by what is known at run time alone.
     pub divides_at_run_time: bool,
-    /// Scalars or tensors are read at all.
-    pub reads: bool,
     /// A tanh is taken: of small numbers in one way, of others in another.
     pub tanh: bool,
 }
@@ -354,6 +354,7 @@ impl ProgramBuilder {
         let (mask, score, sink) = (find("mask"), find("score"), find("sink"));
         let window = mask.and_then(|mask| WindowForm::of(&graph, mask));
         let rows = mask.and_then(|mask| RowKeys::of(&graph, mask));
+        let lists = mask.filter(|_| rows.is_none()).map(|mask| ListAxes::of(&graph, mask));
         let unmasked = match (&window, score.or(sink)) {
             (Some(_), Some(_)) => {
                 let mut graph = graph.clone();
@@ -363,7 +364,7 @@ impl ProgramBuilder {
             }
             _ => None,
         };
-        Ok(Program { graph, mask, score, sink, text, hash, window, rows, unmasked })
+        Ok(Program { graph, mask, score, sink, text, hash, window, rows, lists, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {

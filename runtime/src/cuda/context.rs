@@ -1,11 +1,12 @@
 //! The CUDA context that a device works in, and making it current on the calling thread.
 
 use super::driver::failed;
+use super::scratch::Pool;
 use crate::{Error, Result};
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, ctx, primary_ctx};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Who keeps the context alive.
 enum Owner {
@@ -24,6 +25,8 @@ pub(super) struct Context {
     /// For messages, e.g. `cuda:0`.
     pub(super) name: String,
     owner: Owner,
+    /// Where scratch memory comes from, once a kernel has asked for some.
+    pool: OnceLock<Pool>,
 }
 
 // SAFETY: a CUDA context may be used from any thread; it is made current on each (`bind`).
@@ -54,7 +57,7 @@ impl Context {
         let device = result::device::get(ordinal).map_err(|e| failed("cuDeviceGet", &name, e))?;
         // SAFETY: the device came from `device::get`.
         let raw = unsafe { primary_ctx::retain(device) }.map_err(|e| failed("cuDevicePrimaryCtxRetain", &name, e))?;
-        Ok(Self { raw, device, name, owner: Owner::Primary })
+        Ok(Self { raw, device, name, owner: Owner::Primary, pool: OnceLock::new() })
     }
 
     /// A host's cudarc context.
@@ -64,6 +67,7 @@ impl Context {
             device: context.cu_device(),
             name: format!("cuda:{}", context.ordinal()),
             owner: Owner::Cudarc(context.clone()),
+            pool: OnceLock::new(),
         }
     }
 
@@ -88,7 +92,8 @@ impl Context {
     /// # Safety
     /// `raw` is a CUDA context that outlives the value.
     pub(super) unsafe fn given(raw: CUcontext) -> Result<Self> {
-        let mut this = Self { raw, device: 0, name: "cuda".to_owned(), owner: Owner::Caller };
+        let pool = OnceLock::new();
+        let mut this = Self { raw, device: 0, name: "cuda".to_owned(), owner: Owner::Caller, pool };
         let _bound = this.bind()?;
         // SAFETY: the pointer is to a live device number, and a context is current.
         unsafe { sys::cuCtxGetDevice(&mut this.device) }.result().map_err(|e| this.failed("cuCtxGetDevice", e))?;
@@ -106,6 +111,15 @@ impl Context {
         // SAFETY: the context is alive by the owner's promise.
         unsafe { ctx::set_current(self.raw) }.map_err(|e| self.failed("cuCtxSetCurrent", e))?;
         Ok(Bound { previous: current })
+    }
+
+    /// Where scratch memory comes from. The context is current.
+    pub(super) fn pool(&self) -> Result<&Pool> {
+        if let Some(pool) = self.pool.get() {
+            return Ok(pool);
+        }
+        let pool = Pool::new(self)?;
+        Ok(self.pool.get_or_init(|| pool))
     }
 
     /// Whether both are the same CUDA context.
@@ -157,6 +171,10 @@ impl Drop for BesideCaptures {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if self.pool.get().is_some() {
+            let _bound = self.bind();
+            self.pool.take();
+        }
         if let Owner::Primary = self.owner {
             // SAFETY: retained once in `primary`, and everything that was made in it holds a reference to `self`.
             let _ = unsafe { primary_ctx::release(self.device) };

@@ -15,6 +15,7 @@ mod parameter;
 mod pointer;
 mod probe;
 mod queues;
+mod scratch;
 mod slices;
 mod tensor_map;
 
@@ -27,7 +28,7 @@ use crate::{
 use context::Context;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
-use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUfunction, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::{ForwardArgs, SideArgs, Sm90Args};
@@ -35,6 +36,7 @@ use flashtune_codegen::{Arch, Launch, SmArch};
 use memory::CudaBuffer;
 use module::CudaModule;
 use parameter::Parameter;
+use scratch::Scratch;
 use std::sync::{Arc, Mutex};
 
 /// A CUDA device.
@@ -239,11 +241,19 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let _bound = self.context.bind()?;
+        // Given back, in the stream's order, when the last launch has been enqueued.
+        let lists = match launch.lists {
+            Some(lists) => Some(Scratch::new(&self.context, self.context.pool()?, lists.bytes, raw(stream))?),
+            None => None,
+        };
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
         let mut sm90 = None;
         if let Some(tiling) = launch.tiling {
             let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
-            let sm90 = sm90.insert(Sm90Args { maps: Default::default(), forward: *args, tiling, queue });
+            let at = lists.as_ref().map_or(0, |l| l.address);
+            let masks = launch.lists.and_then(|l| l.masks).map_or(0, |offset| at + offset);
+            let maps = Default::default();
+            let sm90 = sm90.insert(Sm90Args { maps, forward: *args, tiling, queue, lists: at, masks });
             tensor_map::encode_all(&self.context, module.kernel(), sm90)?;
         }
         let with_side;
@@ -271,25 +281,33 @@ impl Device for CudaDevice {
             }
         };
         let mut parameters = [parameter.cast_mut()];
-        // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`, with
-        // what its program reads behind it (the recipe holds our ABI version); addresses, geometry and stream are valid by the caller's promise.
-        unsafe {
-            sys::cuLaunchKernel(
-                module.function,
-                launch.blocks(self.fingerprint.units),
-                1,
-                1,
-                launch.threads,
-                1,
-                1,
-                launch.smem_bytes,
-                raw(stream),
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+        let mut enqueue = |function: CUfunction, blocks: u32, smem_bytes: u32| {
+            // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`, with
+            // what its program reads behind it (the recipe holds our ABI version); addresses, geometry and stream are valid by the caller's promise.
+            let launched = unsafe {
+                sys::cuLaunchKernel(
+                    function,
+                    blocks,
+                    1,
+                    1,
+                    launch.threads,
+                    1,
+                    1,
+                    smem_bytes,
+                    raw(stream),
+                    parameters.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
+        };
+        if let (Some(lists), Some([classify, gather])) = (launch.lists, module.lists) {
+            if lists.classify > 0 {
+                enqueue(classify, lists.classify, 0)?;
+            }
+            enqueue(gather, lists.gather, 0)?;
         }
-        .result()
-        .map_err(|e| self.context.failed("cuLaunchKernel", e))
+        enqueue(module.function, launch.blocks(self.fingerprint.units), launch.smem_bytes)
     }
 
     fn check_address(&self, tensor: &'static str, address: u64, bytes: u64) -> Result<()> {

@@ -6,7 +6,7 @@ use crate::{Error, Module, Result};
 use cudarc::driver::result::{function, module};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use flashtune_cache::Artifact;
-use flashtune_codegen::{Arch, Kernel, SmArch};
+use flashtune_codegen::{Arch, Kernel, LIST_KERNELS, SmArch};
 use std::any::Any;
 use std::ffi::CString;
 use std::sync::Arc;
@@ -17,6 +17,8 @@ pub(super) struct CudaModule {
     pub(super) function: CUfunction,
     /// For a kernel whose thread blocks take tiles from a queue.
     pub(super) queues: Option<Queues>,
+    /// What writes the lists of a kernel that goes by lists of key blocks, in the order of [`LIST_KERNELS`].
+    pub(super) lists: Option<[CUfunction; 2]>,
     raw: CUmodule,
     kernel: Kernel,
 }
@@ -72,27 +74,44 @@ impl CudaModule {
             .map_err(|e| context.failed("cuModuleLoadData", e))?;
         // From here on the module is unloaded on every way out.
         let queues = kernel.schedule.takes_from_a_queue().then(Queues::new);
-        let mut this = Self { context: context.clone(), function: std::ptr::null_mut(), queues, raw, kernel };
-        // SAFETY: `raw` was just loaded.
-        this.function =
-            unsafe { module::get_function(raw, entry) }.map_err(|e| context.failed("cuModuleGetFunction", e))?;
+        let mut this =
+            Self { context: context.clone(), function: std::ptr::null_mut(), queues, lists: None, raw, kernel };
+        let function = |name: CString| {
+            // SAFETY: `raw` was just loaded.
+            unsafe { module::get_function(raw, name) }.map_err(|e| context.failed("cuModuleGetFunction", e))
+        };
+        this.function = function(entry)?;
         this.allow_shared_memory()?;
+        if kernel.goes_by_lists() {
+            context.pool()?;
+            let [classify, gather] = LIST_KERNELS.map(|end| {
+                let name = CString::new(format!("{}{end}", artifact.entry)).expect("the entry has no zero byte");
+                let found = function(name)?;
+                this.load_code(found)?;
+                Ok::<_, Error>(found)
+            });
+            this.lists = Some([classify?, gather?]);
+        }
         Ok(this)
     }
 
-    /// Allows the kernel's dynamic shared memory. Asking for the registers makes a driver with lazy loading load the
-    /// code now, not at the first launch, which may be inside of a stream capture.
+    /// Allows the kernel's dynamic shared memory.
     fn allow_shared_memory(&self) -> Result<()> {
         const DYNAMIC: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        const REGISTERS: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         let bytes = i32::try_from(self.kernel.resources().smem_bytes).unwrap_or(i32::MAX);
         // SAFETY: the function belongs to a loaded module and the context is current.
-        unsafe {
-            function::set_function_attribute(self.function, DYNAMIC, bytes)
-                .map_err(|e| self.context.failed("cuFuncSetAttribute", e))?;
-            function::get_function_attribute(self.function, REGISTERS)
-                .map_err(|e| self.context.failed("cuFuncGetAttribute", e))?;
-        }
+        unsafe { function::set_function_attribute(self.function, DYNAMIC, bytes) }
+            .map_err(|e| self.context.failed("cuFuncSetAttribute", e))?;
+        self.load_code(self.function)
+    }
+
+    /// Asking for the registers makes a driver with lazy loading load the code now, not at the first launch, which may be inside
+    /// of a stream capture.
+    fn load_code(&self, function: CUfunction) -> Result<()> {
+        const REGISTERS: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+        // SAFETY: the function belongs to a loaded module and the context is current.
+        unsafe { function::get_function_attribute(function, REGISTERS) }
+            .map_err(|e| self.context.failed("cuFuncGetAttribute", e))?;
         Ok(())
     }
 }

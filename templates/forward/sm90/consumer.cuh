@@ -18,7 +18,8 @@ struct Consumer {
     ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
     float cap_factor;  // where a program caps the scores
     KeyRange runs[2];
-    ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
+    ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next, as is its mask
+    u32 visible[2][kShareWords];
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
@@ -148,6 +149,11 @@ struct Consumer {
         softmax.rescale(o);
     }
 
+    // The first key of block n of a tile's.
+    __device__ __forceinline__ int first_key(const Work& work, int n) const {
+        return block_at(args, work.tile, work.own, n) * kBlockKV;
+    }
+
     // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
     // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
     // to predicates seven at a time.
@@ -164,6 +170,7 @@ struct Consumer {
             for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
                 u32 seen = low_bits(end - word * 32);
                 if (kLeft) seen &= ~low_bits(begin - word * 32);
+                if (kLists) seen &= visible[h][word];
 #pragma unroll
                 for (int i = 0; i < min_of(32, kBlockKV / 4 - word * 32); i++) {
                     const int at = word * 32 + i;
@@ -195,32 +202,48 @@ struct Consumer {
                 runs[h] = program_row<false>(head(work), min_of(row + h * 8, args.forward.q_len - 1), work.kept());
             }
         }
-        if (kOverlap && attends(work)) read_ahead(work, work.own.end - 1);
+        if (kOverlap && attends(work)) read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
     }
-    // What the program reads along the keys of block n: asked for before the scores are, so that memory answers meanwhile.
-    __device__ __forceinline__ void read_ahead(const Work& work, int n) {
+    // The mask of block n, and what the program reads along its keys: asked for before the scores are, so that memory answers
+    // meanwhile.
+    template <typename Masked> __device__ __forceinline__ void read_ahead(const Work& work, int n, Masked masked) {
+        if (kLists && masked) read_mask(work, n);
         if (!kReadAhead) return;
-        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
         program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
+    }
+    __device__ __forceinline__ void read_mask(const Work& work, int n) {
+        const int row = id * 64 + warp() * 16 + lane() / 4, block = block_at(args, work.tile, work.own, n);
+        const u32* const mask = mask_of(args, work.tile, block);
+#pragma unroll
+        for (int i = 0; i < 2 * kShareWords; i++) {
+            const int h = i / kShareWords, word = i % kShareWords;
+            if (args.masks != nullptr) {
+                visible[h][word] = mask[((row + h * 8) * 4 + lane() % 4) * kShareWords + word];
+            } else {
+                visible[h][word] = share_of_mask(head(work), work.tile.row + row + h * 8, block * kBlockKV, lane() % 4, word);
+            }
+        }
     }
     // What the score program and the window make of the scores of block n.
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
         const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
-        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, first = first_key(work, n);
+        const int key = first + lane() % 4 * 2;
         const auto apply = [&](auto cut) {
             constexpr bool kCut = decltype(cut)::value;
             if (kBounded) {
-                program_capped<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, cap_factor, row, key, float(kReference),
+                program_capped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, cap_factor, row, key, float(kReference),
                                                                   [&](float& x, int h) { if (!kCut) softmax.take(x, h); });
             } else if (kProgramShift) {
-                program_shifted<kCut, kBlockKV / 8, !kProgramRows>(at, head(work), kept, row, key, magnitude(), softmax.shift);
+                program_shifted<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, row, key, magnitude(), softmax.shift);
             } else {
-                program_scores<kCut, kBlockKV / 8, !kProgramRows, kReadAhead>(at, head(work), kept, row, key, magnitude(), &ahead);
+                program_scores<kCut, kBlockKV / 8, kMaskScores, kReadAhead>(at, head(work), kept, row, key, magnitude(), &ahead);
             }
         };
         if (masked) {
             apply(Bool<true>{});
-            mask(work.tile, n * kBlockKV);
+            mask(work.tile, first);
 #pragma unroll
             for (int i = 0; kBounded && i < kBlockKV / 2; i++) softmax.take(s[i], i / 2 % 2);
         } else {
@@ -321,7 +344,7 @@ struct Consumer {
     // so that the last product remains.
     __device__ __forceinline__ void attend(const Work& work, float c) {
         const auto overlapped = [&](int n, auto masked) {
-            read_ahead(work, n);
+            read_ahead(work, n, masked);
             wait_k();
             wait_turn();
             issue_qk();
@@ -343,7 +366,7 @@ struct Consumer {
             round();
         };
         const auto serial = [&](int n, auto masked) {
-            read_ahead(work, n);
+            read_ahead(work, n, masked);
             wait_k();
             wait_turn();
             issue_qk();
@@ -483,8 +506,16 @@ struct Consumer {
             if (kMarkEmpty && is_empty(row)) continue;
             const int position = (tile.row + id * 64 + row) >> args.group_shift;
             const auto visible = [&](int key) { return program_visible(head(work), position, key); };
-            const float add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, work.all,
-                                                                                 visible);
+            float add = 0.0f;
+            if constexpr (kLists) {
+#pragma unroll 1
+                for (int place = work.all.full_end; place < work.all.end; place++) {
+                    add += sum_of_block<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position,
+                                                                         block_at(args, tile, work.all, place), visible);
+                }
+            } else {
+                add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, work.all, visible);
+            }
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
                 const u32 at = to + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;

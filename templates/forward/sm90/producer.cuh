@@ -1,6 +1,6 @@
 // The producer: who brings Q, K and V, and who keeps what must not be multiplied out of V.
 
-// Block n of K or V. The blocks of a cluster bring an equal part of its rows each, to all of them.
+// Block n of K or V, counted among all key blocks. The blocks of a cluster bring an equal part of its rows each, to all of them.
 template <int kChunks>
 __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 full, int n, const Tile& tile) {
     constexpr int kRows = kBlockKV / kCluster;
@@ -58,10 +58,11 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
                 if (n <= dealt_at) dealer.deal(args);
             }
             if (n >= blocks.begin) {
+                const int block = block_at(args, tile, blocks, n);
                 const u32 full = smem + Layout::kFullK + ring.stage * 8;
                 mbarrier_wait(smem + Layout::kEmptyK + ring.stage * 8, ring.parity ^ 1);
                 mbarrier_arrive_expect(full, Layout::kBytesK);
-                bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, n, tile);
+                bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, block, tile);
                 ring.advance();
             }
             if (n >= blocks.end - 1) bring_q();
@@ -84,12 +85,13 @@ __device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem) {
         }
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            const int block = block_at(args, work.tile, blocks, n);
             const bool raw = kClean && is_masked<kMaskedFirst>(blocks, n);
             const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
             mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
             mbarrier_arrive_expect(full, Layout::kBytesV);
             if (kCleaners == 2 && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
-            bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, n, work.tile);
+            bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, block, work.tile);
             ring.advance();
         }
     }

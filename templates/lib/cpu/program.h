@@ -51,6 +51,26 @@ static void program_rows(const ProgramHead *head, int64_t query, ProgramRows *ro
     }
 }
 
+/* Whether any query of a panel (`vectors` vectors from `lane` on) attends to any of the keys [begin, end), looked at score by
+ * score until one does. Only for masks that may leave out any block: of others a tile of neither kind has such a query. */
+static int attends(const ProgramHead *head, const ProgramRows *restrict rows, int64_t query, int lane, int64_t begin,
+                   int64_t end, const int vectors) {
+    PROGRAM_HEAD;
+    (void)rows, (void)lane;
+    if (!PROGRAM_ANYWHERE) return 1;
+@{ mask_uniform }@    for (int64_t key = begin; key < end; key++) {
+        const int32_t kv = (int32_t)key;
+        int32_t any = 0;
+        (void)kv;
+@{ mask_column }@        for (int x = 0; x < vectors * LANES; x++) {
+            PROGRAM_QUERY(x);
+@{ mask_row_load }@@{ mask_element }@            any |= @{ mask_result }@;
+        }
+        if (any) return 1;
+    }
+    return 0;
+}
+
 /* Replaces n rows of scores (of keys from `key` on, `vectors` vectors of queries from `lane` of the panel on) by what
  * the program makes of them, and those that it masks by -infinity. `scale` takes them to natural units. */
 INLINE void program_scores(float *restrict s, int n, const ProgramHead *head, const ProgramRows *restrict rows,

@@ -69,3 +69,17 @@ __device__ __forceinline__ float sum_of_non_finite(const ForwardArgs& args, cons
     }
     return sum;
 }
+
+// The same of one block.
+template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Element, typename Visible>
+__device__ __forceinline__ float sum_of_block(const ForwardArgs& args, const Element* column, int row, int block,
+                                              const Visible& visible) {
+    const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, row);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int j = max_of(live.first, block * kBlockKV); j <= min_of(live.last, block * kBlockKV + kBlockKV - 1); j++) {
+        const float x = to_float(column[j * args.v_stride[2]]);
+        if (!(fabsf(x) < FT_INFINITY) && visible(j)) sum += x;
+    }
+    return sum;
+}

@@ -11,9 +11,9 @@ struct RowResults {
     bool empty[2];         // a row that attended to nothing, sinks aside
 };
 
-// With kKnown the scores have a bound, so that one reference serves all of them: they are taken one by one, in units
+// With kBounded the scores have a bound, so that one reference serves all of them: they are taken one by one, in units
 // of log2 less kReference, and the two halves have nothing left to do.
-template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths, bool kShift = false, bool kKnown = false,
+template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths, bool kShift = false, bool kBounded = false,
           int kReference = 0>
 struct RowSoftmax {
     float m[2];       // reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score
@@ -25,17 +25,17 @@ struct RowSoftmax {
     static constexpr float kSlack = 8.0f;
 
     // What takes m to units of log2.
-    static __device__ __forceinline__ float unit(float c) { return kShift || kKnown ? 1.0f : c; }
+    static __device__ __forceinline__ float unit(float c) { return kShift || kBounded ? 1.0f : c; }
 
     __device__ __forceinline__ void init() {
 #pragma unroll
-        for (int h = 0; h < 2; h++) m[h] = kKnown ? float(kReference) : -FT_INFINITY, l[h] = 0.0f;
+        for (int h = 0; h < 2; h++) m[h] = kBounded ? float(kReference) : -FT_INFINITY, l[h] = 0.0f;
     }
 
     // Moves the references to the maxima of these scores. One row after the other and without a branch: the compiler then
     // takes the maximum of the second row between the exponentials of the first.
     __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c) {
-        if (kKnown) return;
+        if (kBounded) return;
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -70,7 +70,7 @@ struct RowSoftmax {
     // Scores to probabilities relative to m, in place. Where nothing is masked, some eighths of the exponentials may run
     // on the multiply-add units, spread evenly among the others.
     template <bool kUnmasked> __device__ __forceinline__ void exponentiate(float (&s)[kTiles * 4], float c) {
-        if (kKnown) return;
+        if (kBounded) return;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
@@ -89,7 +89,7 @@ struct RowSoftmax {
         }
     }
 
-    // With kKnown, a score of row h to its probability.
+    // With kBounded, a score of row h to its probability.
     __device__ __forceinline__ void take(float& s, int h) {
         s = exp2_approx(s);
         l[h] += s;
@@ -100,7 +100,7 @@ struct RowSoftmax {
 
     // Brings O to the moved references. Where that is lazy it is worth to ask first whether any row of the warp has moved.
     template <int kCount> __device__ __forceinline__ void rescale(float (&o)[kCount]) const {
-        if (kKnown) return;
+        if (kBounded) return;
         if (kLazyRescale && !__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
         for (int i = 0; i < kCount; i++) o[i] *= factor[i / 2 % 2];

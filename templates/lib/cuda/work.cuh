@@ -25,7 +25,9 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     Work w;
     w.tile = tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight || kProgramMask>(args, min_of(index, u32(args.tiles) - 1));
     w.own = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, w.tile);
-    if (kProgramMask && w.tile.rows > 0) {
+    if (kLists) {
+        w.own = w.tile.rows > 0 ? List::of(args, w.tile).blocks() : BlockRange{};
+    } else if (kProgramMask && w.tile.rows > 0) {
         const ProgramHead head = program_head(args, args.forward, w.tile);
         RunEnds ends;
         w.own = program_blocks<kBlockKV>(head, w.tile.row, w.tile.row + w.tile.rows - 1, w.own, &ends);

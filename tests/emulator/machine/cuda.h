@@ -67,6 +67,7 @@ inline unsigned __cvta_generic_to_shared(const void* p) { return ptx::shared_add
 extern "C" unsigned char shared_memory[];
 
 // Tells the machine about the kernel of this source.
+#define EMULATED_CALL(entry, arguments) [](const void* args) { entry(*static_cast<const arguments*>(args)); }
 #define EMULATED_KERNEL(entry, arguments, shared_bytes, cluster)                                              \
-    const ptx::Kernel ptx::kernel = {kThreads, shared_bytes, kBlocksPerSM, cluster, sizeof(arguments),        \
-                                     [](const void* args) { entry(*static_cast<const arguments*>(args)); }};
+    ptx::Kernel ptx::kernel = {kThreads, shared_bytes, kBlocksPerSM, cluster, sizeof(arguments),              \
+                               EMULATED_CALL(entry, arguments), {EMULATED_BEFORE(arguments)}};

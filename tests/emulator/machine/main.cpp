@@ -1,5 +1,5 @@
 // Runs launches that arrive on standard input, in native byte order:
-//   u64 seed; u32 grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
+//   u64 seed; u32 grids of what is launched first (two), grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
 //   address, u64 bytes, u32 comes_back, and the content.
 // Buffers lie at the addresses that the arguments tell, each with nothing readable after it. The answer on standard
 // output: u32 length of a failure's text and the text; without failure the buffers that come back.
@@ -35,6 +35,8 @@ struct Buffer {
 int main() {
     for (;;) {
         const u64 seed = read_value<u64>();
+        u32 before[2];
+        for (u32& blocks : before) blocks = read_value<u32>();
         const u32 grid = read_value<u32>();
         for (const u32 has : {u32(kernel.threads), u32(kernel.shared_bytes), u32(kernel.argument_bytes)}) {
             const u32 says = read_value<u32>();
@@ -60,6 +62,15 @@ int main() {
         }
         std::string failure;
         const u32 cluster = u32(kernel.cluster);
+        void (*const run)(const void*) = kernel.run;
+        for (int k = 0; k < 2; k++) {
+            kernel.run = kernel.before[k];
+            for (u32 i = 0; i < before[k] && failure.empty(); i++) {
+                failure = run_cluster(i, before[k], args, seed * 0x9e3779b97f4a7c15 - i - k);
+                if (!failure.empty()) failure = "before, " + std::to_string(k) + ": block " + std::to_string(i) + ": " + failure;
+            }
+        }
+        kernel.run = run;
         if (grid % cluster) failure = "a grid that is no multiple of the cluster";
         for (u32 i = 0; i < grid && failure.empty(); i += cluster) {
             failure = run_cluster(i, grid, args, seed * 0x9e3779b97f4a7c15 + i);

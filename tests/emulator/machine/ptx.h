@@ -17,8 +17,9 @@ struct Kernel {
     int threads, shared_bytes, blocks_per_sm, cluster;
     std::size_t argument_bytes;
     void (*run)(const void* args);
+    void (*before[2])(const void* args);  // what is launched first, with as many threads
 };
-extern const Kernel kernel;  // defined by the generated source
+extern Kernel kernel;  // defined by the generated source
 
 struct Index {
     u32 x;

@@ -1,0 +1,79 @@
+//! Lists of the key blocks that a mask leaves each tile: which masks want them, and what they change with.
+
+use super::graph::{Graph, Id, Node};
+use super::words::Var;
+use crate::Shape;
+
+/// What the lists of a mask change with besides the query rows: tiles that agree in it share a list.
+///
+/// A mask that leaves each query one run of keys needs no lists; any other may leave blocks out anywhere, and by what it reads
+/// only memory tells which. `forward/sm90` then writes lists before it is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ListAxes {
+    /// The sequence.
+    pub batch: bool,
+    /// The query head.
+    pub head: bool,
+    /// The KV head, and not the query head.
+    pub kv_head: bool,
+}
+
+impl ListAxes {
+    pub(super) fn of(graph: &Graph, mask: Id) -> Self {
+        let mut needed = vec![false; mask.index() + 1];
+        needed[mask.index()] = true;
+        let (mut batch, mut head, mut kv_head) = (false, false, false);
+        for id in graph.ids().take(mask.index() + 1).collect::<Vec<_>>().into_iter().rev() {
+            if needed[id.index()] {
+                let node = graph.node(id);
+                node.operands().iter().for_each(|o| needed[o.index()] = true);
+                batch |= *node == Node::Var(Var::B);
+                head |= *node == Node::Var(Var::H);
+                kv_head |= *node == Node::Var(Var::HKv);
+            }
+        }
+        Self { batch, head, kv_head: kv_head && !head }
+    }
+
+    /// Sequences and heads that have lists of their own.
+    pub fn units(&self, shape: &Shape) -> u64 {
+        let heads = match (self.head, self.kv_head) {
+            (true, _) => shape.heads,
+            (false, true) => shape.kv_heads,
+            (false, false) => 1,
+        };
+        if self.batch { shape.batch as u64 * heads as u64 } else { heads.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Program;
+    use super::*;
+    use crate::Mask;
+
+    fn axes(text: &str) -> Option<(bool, bool, bool)> {
+        Program::parse(text).unwrap().lists().map(|l| (l.batch, l.head, l.kv_head))
+    }
+
+    #[test]
+    fn lists_are_shared_by_all_that_a_mask_does_not_tell_apart() {
+        assert_eq!(axes("mask = kv <= q;"), None);
+        assert_eq!(axes("score = score * 2.0;"), None);
+        assert_eq!(axes("mask = (q - kv) % 7 == 0;"), Some((false, false, false)));
+        assert_eq!(axes("s: bool[batch, q_len, kv_len]; mask = s[b, q, kv];"), Some((true, false, false)));
+        assert_eq!(axes("s: bool[heads, q_len, kv_len]; mask = s[h, q, kv];"), Some((false, true, false)));
+        assert_eq!(axes("mask = (q + h_kv) % (kv + 2) == b;"), Some((true, false, true)));
+        assert_eq!(axes("mask = (q + h_kv) % (kv + 2) == h;"), Some((false, true, false)));
+        // What the score reads has no part in it.
+        assert_eq!(axes("mask = (q - kv) % 7 == 0; score = score * h;"), Some((false, false, false)));
+    }
+
+    #[test]
+    fn units_count_what_has_lists_of_its_own() {
+        let shape = Shape { batch: 3, heads: 8, kv_heads: 2, q_len: 1, kv_len: 1, mask: Mask::Full };
+        let units = |batch, head, kv_head| ListAxes { batch, head, kv_head }.units(&shape);
+        assert_eq!([units(false, false, false), units(true, false, false)], [1, 3]);
+        assert_eq!([units(true, true, false), units(true, false, true), units(false, false, true)], [24, 6, 2]);
+    }
+}
