@@ -70,6 +70,32 @@ def prefix(size):
     return {"prefix": size.torch.tensor([size.length // 8], dtype=size.torch.int32, device=size.device)}
 
 
+def live_blocks(size):
+    """Which blocks of 128 queries and 128 keys are attended: a tenth of them, and those on the diagonal."""
+    blocks, torch = -(-size.length // 128), size.torch
+    draw = torch.Generator().manual_seed(1)
+    live = (torch.rand(blocks, blocks, generator=draw) < 0.1) | torch.eye(blocks, dtype=torch.bool)
+    return {"live": live.to(size.device)}
+
+
+def of_blocks(size):
+    """The same as a mask of every score."""
+    seen = live_blocks(size)["live"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return {"seen": seen[: size.length, : size.length].contiguous()}
+
+
+def half(size):
+    """Every second score, at random."""
+    draw = size.torch.Generator(size.device).manual_seed(1)
+    scores = size.torch.rand(size.length, size.length, generator=draw, device=size.device)
+    return {"seen": scores < 0.5}
+
+
+def plain_documents(mean):
+    """Documents of which nothing is promised."""
+    return lambda size: {"of_q": documents(mean)(size)["doc_q"], "of_kv": documents(mean)(size)["doc_kv"]}
+
+
 causal = lambda **_: lambda b, h, q, kv: q >= kv
 same_document = lambda doc_q, doc_kv: lambda b, h, q, kv: doc_q[b, q] == doc_kv[b, kv]
 causal_document = lambda doc_q, doc_kv: lambda b, h, q, kv: (doc_q[b, q] == doc_kv[b, kv]) & (q >= kv)
@@ -138,5 +164,37 @@ CASES = (
         changed=lambda bias: lambda s, b, h, q, kv: s + bias[h, q, kv],
         length=4096,
         bias_bytes=2,
+    ),
+    Case(
+        "a tenth of the blocks, by a table",
+        {"mask": "live[q // 128, kv // 128]"},
+        live_blocks,
+        visible=lambda live: lambda b, h, q, kv: live[q // 128, kv // 128],
+        aim=0.8,
+    ),
+    Case(
+        "a tenth of the blocks, by a mask",
+        {"mask": "seen[q, kv]"},
+        of_blocks,
+        visible=lambda seen: lambda b, h, q, kv: seen[q, kv],
+        aim=0.7,
+    ),
+    Case(
+        "half of the scores, by a mask",
+        {"mask": "seen[q, kv]"},
+        half,
+        visible=lambda seen: lambda b, h, q, kv: seen[q, kv],
+    ),
+    Case(
+        "dilated 4",
+        {"mask": "kv <= q and (q - kv) % 4 == 0"},
+        visible=lambda: lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0),
+    ),
+    Case(
+        "document 2k without promises",
+        {"mask": "of_q[b, q] == of_kv[b, kv]"},
+        plain_documents(2048),
+        lambda of_q, of_kv: lambda b, h, q, kv: of_q[b, q] == of_kv[b, kv],
+        aim=0.7,
     ),
 )
