@@ -161,6 +161,19 @@ fn a_record_tells_its_whole_story() {
     for word in ["search", "margin", "conditions", "winner", "candidate", "out at", "ago"] {
         assert!(text.contains(word), "{word}: {text}");
     }
+    // What ran when: as a chart, as data, as a trace.
+    let trace = place.path("trace.json");
+    let timeline = [&explain[..], &["--timeline", "--trace", trace.to_str().unwrap()]].concat();
+    let spans = place.json(&timeline)[0]["timeline"]["spans"].as_array().unwrap().clone();
+    let of = |activity: &str| spans.iter().filter(|s| s["activity"] == activity).count();
+    assert_eq!(of("compile"), story["compiled"].as_u64().unwrap() as usize);
+    assert!(of("check_small") >= of("check_full") && of("check_full") > 0 && of("race") > 0, "{spans:?}");
+    assert!(spans.iter().all(|s| s["lane"] == "device" || s["activity"] == "compile"), "{spans:?}");
+    let events: serde_json::Value = serde_json::from_slice(&std::fs::read(&trace).unwrap()).unwrap();
+    let events = events["traceEvents"].as_array().unwrap();
+    assert_eq!(events.iter().filter(|e| e["ph"] == "X").count(), spans.len());
+    let text = String::from_utf8(place.flashtune(&timeline).output().unwrap().stdout).unwrap();
+    assert!(text.contains("device |") && text.contains("compiler 1 |") && text.contains("probe and check"), "{text}");
     // Elsewhere the record has its finalists, and says that the rest stayed behind.
     let bundle = place.path("out.ftb");
     place.json(&["export", bundle.to_str().unwrap()]);

@@ -180,6 +180,57 @@ fn every_fault_costs_its_candidate_and_nothing_else() {
     println!("{} failures, {mean:?} each, at most {:?}", gaps.len(), gaps.iter().max());
 }
 
+/// Loses the device after so many checks: from then on a file is there.
+struct Loses {
+    file: std::path::PathBuf,
+    seen: Mutex<(usize, usize)>,
+}
+
+impl Observer for Loses {
+    fn event(&self, event: &Event<'_>) {
+        let mut seen = self.seen.lock().unwrap();
+        match event {
+            Event::Checked { .. } => seen.0 += 1,
+            Event::Failed { stage: Stage::Load | Stage::Check | Stage::Measure, .. } => seen.1 += 1,
+            _ => {}
+        }
+        if seen.0 == 6 {
+            std::fs::write(&self.file, "").unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_device_that_is_lost_ends_the_job_and_blames_nobody() {
+    let place = Place::new();
+    let dir = CacheDir::at(place.cache());
+    let file = place.path("lost");
+    // Every kernel ends its process once the device is lost.
+    let fault = format!("if (access(\"{}\", F_OK) == 0) abort();", file.display());
+    let text = format!("#include <stdlib.h>\n#include <unistd.h>\n{}", include_str!("../templates/forward/cpu.c"));
+    let body = "Scratch *scratch = memory;";
+    assert!(text.contains(body));
+    let text = text.replace(body, &format!("{fault} {body}"));
+    let templates = TemplateSet::overlaid([(Family::ForwardCpu.template().to_owned(), text)].into()).unwrap();
+    let mut runner = worker();
+    let job = Job { budget: Duration::from_secs(300), max_trials: 12, ..job() };
+    let loses = Loses { file: file.clone(), seen: Mutex::default() };
+    let e = tune(&mut runner, &templates, &dir, &job, &loses).unwrap_err();
+    let said = e.to_string();
+    assert!(matches!(e, flashtune::tuner::Error::Lost { .. }), "{said}");
+    assert!(said.contains("SIGABRT") && said.contains("no longer runs what it ran before"), "{said}");
+    let seen = *loses.seen.lock().unwrap();
+    assert!(seen.1 <= 4, "{seen:?}: not all candidates are burnt");
+    // Once it is back, everybody is tried again.
+    std::fs::remove_file(&file).unwrap();
+    let outcome = tune(&mut runner, &templates, &dir, &job, &()).unwrap();
+    let failed = outcome
+        .trials
+        .iter()
+        .filter(|t| matches!(&t.result, TrialResult::Failed { stage, .. } if *stage != Stage::Prune));
+    assert_eq!(failed.count(), 0, "{:?}", outcome.trials);
+}
+
 /// Processes whose parent is `parent`.
 fn children(parent: u32) -> Vec<u32> {
     let stat = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();

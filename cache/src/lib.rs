@@ -29,6 +29,7 @@ mod stale;
 mod store;
 #[cfg(test)]
 mod testing;
+mod timeline;
 mod trial;
 mod trouble;
 mod trust;
@@ -55,6 +56,7 @@ pub use progress::{Lesson, Progress};
 pub use record::{Finalist, Provenance, Record, RecordKey, Rival};
 pub use stale::{reap, temporary_prefix};
 pub use store::Store;
+pub use timeline::{Activity, Span, Timeline};
 pub use trial::{Stage, Trial, TrialResult};
 pub use trouble::{Troubles, troubles};
 pub use trust::{ALLOW_UNSIGNED_VARIABLE, TRUSTED_KEYS_VARIABLE, Trust};

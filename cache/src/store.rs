@@ -9,11 +9,16 @@ mod value;
 
 use crate::evict::{Evicted, evict, limit_from_env};
 use crate::publish::TEMPORARY;
-use crate::{ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Record, RecordKey, Result, Trial, dir, reap};
+use crate::{
+    ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Record, RecordKey, Result, Timeline, Trial, dir, reap,
+};
 use lock::StoreLock;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+#[cfg(test)]
+pub(crate) use value::SCHEMA;
 use value::{open_value, seal_value};
 
 /// How long sled may take to let go of its own lock after a store of this process was dropped.
@@ -25,6 +30,8 @@ pub struct Store {
     journal: Option<Journal>,
     path: PathBuf,
     snapshot: PathBuf,
+    /// Kinds of entries that were skipped, with the reason: one warning each.
+    skipped: Mutex<HashSet<(&'static str, &'static str)>>,
     _lock: StoreLock,
 }
 
@@ -33,6 +40,7 @@ struct Journal {
     db: sled::Db,
     records: sled::Tree,
     trials: sled::Tree,
+    timelines: sled::Tree,
 }
 
 impl Drop for Store {
@@ -72,11 +80,12 @@ impl Store {
         let path = dir.store_path();
         let db = open_or_replace(&path)?;
         let tree = |name: &str| db.open_tree(name).map_err(|e| store_error(&path, &e));
-        let (records, trials) = (tree("records")?, tree("trials")?);
+        let (records, trials, timelines) = (tree("records")?, tree("trials")?, tree("timelines")?);
         let store = Self {
-            journal: Some(Journal { db, records, trials }),
+            journal: Some(Journal { db, records, trials, timelines }),
             snapshot: dir.snapshot_path(),
             path: path.clone(),
+            skipped: Mutex::default(),
             _lock: lock,
         };
         store.take_in_snapshot()?;
@@ -120,6 +129,24 @@ impl Store {
         }
         trials.sort_by_key(|t| t.unix_time);
         Ok(trials)
+    }
+
+    /// Journals what ran when in the last tuning of a record.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be written.
+    pub fn put_timeline(&self, key: &RecordKey, timeline: &Timeline) -> Result<()> {
+        self.journal().timelines.insert(key.key().0, seal_value(timeline)).map_err(|e| self.error(&e))?;
+        Ok(())
+    }
+
+    /// What ran when in the last tuning of a record.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the journal cannot be read.
+    pub fn timeline(&self, key: &RecordKey) -> Result<Option<Timeline>> {
+        let value = self.journal().timelines.get(key.key().0).map_err(|e| self.error(&e))?;
+        Ok(value.and_then(|v| self.readable("timeline", &v)))
     }
 
     /// Stores a record; it is on disk when this returns. One of the same key is replaced.
@@ -227,12 +254,16 @@ impl Store {
         Ok(())
     }
 
-    /// Decodes a value; what cannot be decoded is skipped with a warning.
-    fn readable<T: serde::de::DeserializeOwned>(&self, what: &str, value: &[u8]) -> Option<T> {
+    /// Decodes a value; what cannot be decoded is skipped, with one warning for all that are alike.
+    fn readable<T: serde::de::DeserializeOwned>(&self, what: &'static str, value: &[u8]) -> Option<T> {
         match open_value(value) {
             Ok(value) => Some(value),
             Err(reason) => {
-                tracing::warn!(store = %self.path.display(), what, reason, "an entry of the journal was skipped");
+                if self.skipped.lock().unwrap_or_else(PoisonError::into_inner).insert((what, reason)) {
+                    tracing::warn!(
+                        store = %self.path.display(), what, reason, "entries of the journal like this one are skipped"
+                    );
+                }
                 None
             }
         }

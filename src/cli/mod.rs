@@ -24,6 +24,7 @@ mod story;
 mod sweep;
 mod tensors;
 mod tile_map;
+mod timeline;
 mod transfer;
 mod tune;
 mod weights;

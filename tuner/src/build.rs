@@ -41,6 +41,8 @@ pub(crate) struct Built {
     pub candidate: usize,
     /// The kernel, or where and why there is none.
     pub outcome: Result<Artifact, (Stage, String)>,
+    /// Which of the threads it was.
+    pub lane: usize,
     pub began: Instant,
     pub ended: Instant,
 }
@@ -77,11 +79,11 @@ impl<'a> Builder<'a> {
         let (report, built) = channel();
         let (waiting, over) = (Arc::new(Mutex::new(waiting)), Arc::new(AtomicBool::new(false)));
         let mut started = 0;
-        for _ in 0..threads {
+        for lane in 0..threads {
             let (waiting, over, report) = (waiting.clone(), over.clone(), report.clone());
             let work = move || {
                 while let Some(order) = take(&waiting) {
-                    if !over.load(Ordering::Relaxed) && report.send(self.attempt(order)).is_err() {
+                    if !over.load(Ordering::Relaxed) && report.send(self.attempt(order, lane)).is_err() {
                         break;
                     }
                 }
@@ -95,12 +97,12 @@ impl<'a> Builder<'a> {
         Compilation { builder: self, orders: Some(orders), waiting, built, over, outstanding: 0, threads: started }
     }
 
-    fn attempt(&self, order: Order) -> Report {
+    fn attempt(&self, order: Order, lane: usize) -> Report {
         catch_unwind(AssertUnwindSafe(|| {
             if order.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 let now = Instant::now();
                 let outcome = Err((Stage::Budget, "the time for compiling ran out".into()));
-                return Built { candidate: order.candidate, outcome, began: now, ended: now };
+                return Built { candidate: order.candidate, outcome, lane, began: now, ended: now };
             }
             let _core = Core::take(self.cores);
             let began = Instant::now();
@@ -111,7 +113,7 @@ impl<'a> Builder<'a> {
                 let total = self.ordered.load(Ordering::Relaxed);
                 self.observer.event(&Event::Compiled { schedule: &order.kernel.schedule, done, total });
             }
-            Built { candidate: order.candidate, outcome, began, ended }
+            Built { candidate: order.candidate, outcome, lane, began, ended }
         }))
     }
 
@@ -170,7 +172,7 @@ impl Compilation<'_> {
     /// In this thread, for want of others.
     fn by_hand(&mut self) -> Option<Built> {
         let order = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).try_recv().ok()?;
-        let report = self.builder.attempt(order);
+        let report = self.builder.attempt(order, 0);
         Some(self.taken(report))
     }
 

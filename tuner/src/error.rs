@@ -53,6 +53,17 @@ pub enum Error {
         /// What is wrong, and what to do.
         message: String,
     },
+    /// The device no longer runs a kernel that it ran before. Nothing was stored.
+    #[error(
+        "{device} no longer runs what it ran before ({reason}); nothing was stored: see what the system says of the device \
+         (`nvidia-smi`, `dmesg`), then tune again"
+    )]
+    Lost {
+        /// The device.
+        device: String,
+        /// What the kernel that had passed its check fails with.
+        reason: String,
+    },
     /// Measuring did not say which schedule is the fastest. Nothing was stored.
     #[error("{problem} {shape}: {reason}; nothing was stored: tune again when the machine is quiet, or with more time")]
     Noise {

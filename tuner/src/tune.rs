@@ -2,6 +2,7 @@
 
 mod claim;
 mod field;
+mod log;
 mod measure;
 
 use crate::candidate::Candidate;
@@ -19,6 +20,7 @@ use flashtune_cache::{
 };
 use flashtune_codegen::{Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::{Compiler, no_graphs, require_room};
+use log::Log;
 use measure::{Measured, finalists};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -39,7 +41,7 @@ const REASONS: usize = 3;
 ///
 /// # Errors
 /// [`Error::Job`] for sizes that cannot be timed; [`Error::Runtime`] for graphs on a device that has none; [`Error::NothingWorks`] with the first reasons when no schedule came
-/// through; [`Error::Noise`] when it cannot be told which is the fastest, and nothing is stored; [`Error::Busy`] when
+/// through; [`Error::Lost`] when the device no longer runs what it ran before; [`Error::Noise`] when it cannot be told which is the fastest, and nothing is stored; [`Error::Busy`] when
 /// another process is at it for too long; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Worker`]
 /// when worker processes end before a candidate runs in them; [`Error::Cache`] when the cache folder fails.
 pub fn tune(
@@ -68,13 +70,15 @@ pub fn tune(
         key,
         observer,
         started: Instant::now(),
+        log: Log::new(),
     };
     match tuning.begin(compiler)? {
         Begun::Answered(outcome) => Ok(*outcome),
         Begun::Mine { compiler, past, claims } => {
             let outcome = tuning.run(&compiler, &past);
-            // An error of the surroundings leaves what was learnt to the next process.
-            if matches!(outcome, Ok(_) | Err(Error::Noise { .. } | Error::NothingWorks { .. })) {
+            // An error of the surroundings leaves what was learnt to the next process, but what a lost device said of candidates is
+            // not to be believed.
+            if matches!(outcome, Ok(_) | Err(Error::Noise { .. } | Error::NothingWorks { .. } | Error::Lost { .. })) {
                 std::mem::take(&mut tuning.progress).finish();
             }
             drop(claims);
@@ -96,17 +100,21 @@ struct Tuning<'a> {
     progress: Progress,
     /// When the work began: waiting for others does not count.
     started: Instant,
+    /// What ran when.
+    log: Log,
 }
 
 impl Tuning<'_> {
     fn run(&mut self, compiler: &Arc<dyn Compiler>, past: &Past) -> Result<Outcome> {
-        self.started = Instant::now();
+        (self.started, self.log) = (Instant::now(), Log::new());
         self.phase(Phase::Space, None);
         let space = space(&self.job.problem, &self.job.shape, &self.key.device, &self.of_interest(past))?;
         self.runner.start(&Inputs::of(self.job));
         let mut field = self.search(&space, past, &**compiler)?;
         let measured = self.measure(&mut field)?;
-        let (device_seconds, waited_seconds) = field.device_seconds();
+        let waited_seconds = self.log.waited_seconds();
+        let since_first_kernel = field.first_kernel.map_or(Duration::ZERO, |first| first.elapsed());
+        let found = unix_time();
         let compiler = compiler.id().to_string();
         let candidates = &field.candidates;
         let trials = self.trials(candidates, measured.as_ref(), &compiler);
@@ -114,6 +122,8 @@ impl Tuning<'_> {
         for trial in &trials {
             store.put_trial(&self.key, trial)?;
         }
+        let schedules = candidates.iter().map(|c| c.kernel.schedule).collect();
+        store.put_timeline(&self.key, &self.log.timeline(found, schedules))?;
         let Some(measured) = measured else {
             return Err(self.nothing_works(candidates));
         };
@@ -133,15 +143,15 @@ impl Tuning<'_> {
                 flashtune: env!("CARGO_PKG_VERSION").to_owned(),
                 templates: self.templates.hash().to_owned(),
                 compiler,
-                unix_time: unix_time(),
+                unix_time: found,
                 shape: self.job.shape,
                 space: space.total as u32,
                 compiled: candidates.iter().filter(|c| c.artifact.is_some()).count() as u32,
                 timed: measured.samples.iter().filter(|s| !s.is_empty()).count() as u32,
                 unfused_us: self.runner.unfused_us(winner_us),
                 seconds: self.started.elapsed().as_secs_f64(),
-                compile_seconds: field.compile_seconds(),
-                device_seconds,
+                compile_seconds: self.log.compile_seconds(),
+                device_seconds: (since_first_kernel.as_secs_f64() - waited_seconds).max(0.0),
                 waited_seconds,
                 conditions: measured.conditions.clone(),
             },

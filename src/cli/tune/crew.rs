@@ -192,9 +192,15 @@ pub fn run(
             }
         }
     });
-    let Results { mut outcomes, failures, fatal } = shared.results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let Results { mut outcomes, mut failures, fatal } =
+        shared.results.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(e) = fatal {
         return Err(e);
+    }
+    // A device that was lost begins nothing any more.
+    let left: usize = works.iter().map(|(w, _)| w.units.len().saturating_sub(w.next.load(Ordering::Relaxed))).sum();
+    if left > 0 {
+        failures.push(format!("{left} more were not begun"));
     }
     outcomes.sort_by_key(|(unit, _)| *unit);
     Ok(Done { outcomes: outcomes.into_iter().map(|(_, outcome)| outcome).collect(), failures })
@@ -213,8 +219,12 @@ impl Shared<'_> {
             let working = self.start.elapsed().saturating_sub(self.watcher.waited() / work.devices as u32);
             let share = self.limits.budget.saturating_sub(working) * work.devices.min(left) as u32 / left as u32;
             let outcome = self.unit(&work.units[unit], share, runner);
+            let is_lost = matches!(outcome, Err(TunerError::Lost { .. }));
             self.note(unit, &work.units[unit], outcome);
             self.watcher.bar.inc(1);
+            if is_lost {
+                break;
+            }
         }
     }
 

@@ -12,7 +12,7 @@ mod remote;
 pub(crate) use local::Local;
 
 use crate::worker::{Compilers, WorkerCommand};
-use crate::{Job, Result};
+use crate::{Error, Job, Result};
 use flashtune_cache::{Artifact, DeviceFingerprint, Launches, Reading};
 use flashtune_codegen::{Arch, Problem, Shape};
 use flashtune_runtime::{Compiler, Device, DeviceSpec, compiler_for};
@@ -50,6 +50,9 @@ pub(crate) enum Size {
     Full,
 }
 
+/// After so many failures in a row it is asked whether they are the candidates' or the device's.
+const STREAK: usize = 4;
+
 /// Where candidates run. Keep it from job to job: a worker process stays.
 pub struct Runner {
     fingerprint: DeviceFingerprint,
@@ -57,6 +60,10 @@ pub struct Runner {
     beside: bool,
     /// Cores of the host that this process may use.
     cores: usize,
+    /// The first candidate of the job that passed a check, and at which size; how many have failed in a row since one passed
+    /// anything.
+    proven: Option<(u32, Size)>,
+    failed_in_a_row: usize,
     kind: Kind,
 }
 
@@ -86,7 +93,14 @@ impl Runner {
 
     fn with(fingerprint: DeviceFingerprint, kind: Kind) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { beside: matches!(fingerprint.arch, Arch::Sm(_)), cores, fingerprint, kind }
+        Self {
+            beside: matches!(fingerprint.arch, Arch::Sm(_)),
+            cores,
+            proven: None,
+            failed_in_a_row: 0,
+            fingerprint,
+            kind,
+        }
     }
 
     /// The same, as if the device left the host's cores alone, and there were so many of them.
@@ -157,6 +171,7 @@ impl Runner {
 
     /// A new job.
     pub(crate) fn start(&mut self, inputs: &Inputs) {
+        (self.proven, self.failed_in_a_row) = (None, 0);
         match &mut self.kind {
             Kind::Here { local, .. } => local.start(inputs),
             Kind::Worker { remote, .. } => remote.start(inputs),
@@ -176,10 +191,11 @@ impl Runner {
 
     /// Loads candidate `id`. The inner error is the candidate's, here and below; the outer one ends the job.
     pub(crate) fn load(&mut self, id: u32, artifact: &Artifact) -> Result<Result<(), String>> {
-        match &mut self.kind {
-            Kind::Here { local, .. } => Ok(local.load(id, artifact)),
-            Kind::Worker { remote, .. } => remote.load(id, artifact),
-        }
+        let loaded = match &mut self.kind {
+            Kind::Here { local, .. } => local.load(id, artifact),
+            Kind::Worker { remote, .. } => remote.load(id, artifact)?,
+        };
+        self.or_lost(id, loaded)
     }
 
     /// Whether launches can be captured into graphs on the device.
@@ -196,9 +212,37 @@ impl Runner {
         if size == Size::Full
             && let Err(reason) = self.check_once(id, Size::Probe)?
         {
-            return Ok(Err(format!("on a part of the grid: {reason}")));
+            return self.or_lost(id, Err(format!("on a part of the grid: {reason}")));
         }
-        self.check_once(id, size)
+        let checked = self.check_once(id, size)?;
+        if checked.is_ok() {
+            self.proven.get_or_insert((id, size));
+        }
+        self.or_lost(id, checked)
+    }
+
+    /// The verdict on a candidate. When several fail in a row, the one that had passed is run again, with nobody else's code
+    /// around it: where that fails too, twice, the device is at fault, and nobody else need be tried.
+    fn or_lost<T>(&mut self, id: u32, verdict: Result<T, String>) -> Result<Result<T, String>> {
+        if verdict.is_ok() {
+            self.failed_in_a_row = 0;
+            return Ok(verdict);
+        }
+        self.failed_in_a_row += 1;
+        let Some((proven, size)) = self.proven.filter(|(proven, _)| *proven != id && self.failed_in_a_row >= STREAK)
+        else {
+            return Ok(verdict);
+        };
+        self.failed_in_a_row = 0;
+        let mut last = String::new();
+        for _ in 0..2 {
+            self.rest();
+            match self.check_once(proven, size)? {
+                Ok(_) => return Ok(verdict),
+                Err(reason) => last = reason,
+            }
+        }
+        Err(Error::Lost { device: self.fingerprint.to_string(), reason: last })
     }
 
     fn check_once(&mut self, id: u32, size: Size) -> Result<Result<f64, String>> {
@@ -210,10 +254,11 @@ impl Runner {
 
     /// Time of one run at full size with cold caches, launched in the job's way, in microseconds.
     pub(crate) fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
-        match &mut self.kind {
-            Kind::Here { local, .. } => Ok(local.time(id)),
-            Kind::Worker { remote, .. } => remote.time(id),
-        }
+        let timed = match &mut self.kind {
+            Kind::Here { local, .. } => local.time(id),
+            Kind::Worker { remote, .. } => remote.time(id)?,
+        };
+        self.or_lost(id, timed)
     }
 
     /// A look at what goes on around the device. What cannot be read is said once.

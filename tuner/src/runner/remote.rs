@@ -319,7 +319,8 @@ impl Remote {
         };
         let limits = Limits { launch, host: host + Duration::from_secs(seconds) };
         match process.ask(request, limits) {
-            Ok(Reply::Value(value)) => Ok(value),
+            Ok(Reply::Value(value)) if value.is_finite() && value >= 0.0 => Ok(value),
+            Ok(Reply::Value(value)) => Err(Failure::Of(format!("its worker reported {value}"))),
             Ok(Reply::Done) => Ok(0.0),
             Ok(Reply::Refused(reason)) => Err(Failure::Of(reason)),
             Ok(Reply::Unable { cause, message }) => Err(Failure::Job(Error::InWorker { cause, message })),

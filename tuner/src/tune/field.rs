@@ -19,12 +19,12 @@ use crate::runner::Size;
 use crate::search::{self, Hint, Map, Past, Portfolio};
 use crate::space::Space;
 use crate::{Event, Phase, Result, Search};
-use flashtune_cache::{Lesson, Stage};
+use flashtune_cache::{Activity, Lesson, Stage};
 use flashtune_codegen::Schedule;
 use flashtune_runtime::Compiler;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Shares of the budget after which no other batch begins, no compilation starts, and no candidate is checked at full
 /// size any more.
@@ -80,33 +80,8 @@ pub(super) struct Field {
     some_passed: bool,
     /// Candidates that nothing is awaited for any more, until they are reported.
     settled: Vec<bool>,
-    /// From when to when each compilation went on.
-    compilations: Vec<(Instant, Instant)>,
-    /// When the first kernel was there, and how long the device has waited for others since.
-    first_kernel: Option<Instant>,
-    waited: Duration,
-}
-
-impl Field {
-    /// Wall time in which something was compiled.
-    pub fn compile_seconds(&self) -> f64 {
-        let mut spans = self.compilations.clone();
-        spans.sort();
-        let mut total = Duration::ZERO;
-        let mut until: Option<Instant> = None;
-        for (began, ended) in spans {
-            let from = until.map_or(began, |until| until.max(began));
-            total += ended.saturating_duration_since(from);
-            until = Some(until.map_or(ended, |until| until.max(ended)));
-        }
-        total.as_secs_f64()
-    }
-
-    /// Since the first kernel was there: how long the device was at work, and how long it waited for compilers.
-    pub fn device_seconds(&self) -> (f64, f64) {
-        let since = self.first_kernel.map_or(Duration::ZERO, |first| first.elapsed());
-        (since.saturating_sub(self.waited).as_secs_f64(), self.waited.as_secs_f64())
-    }
+    /// When the first kernel was there.
+    pub first_kernel: Option<Instant>,
 }
 
 /// What comes next.
@@ -284,7 +259,7 @@ impl Tuning<'_> {
             let waiting = Instant::now();
             let Some(built) = ready.or_else(|| compilation.wait()) else { break };
             if field.first_kernel.is_some() {
-                field.waited += waiting.elapsed();
+                self.log.until_now(Activity::Wait, None, waiting, 0);
             }
             new.push(self.take_in(field, built));
         }
@@ -303,7 +278,7 @@ impl Tuning<'_> {
 
     /// What became of an order.
     fn take_in(&mut self, field: &mut Field, built: Built) -> usize {
-        field.compilations.push((built.began, built.ended));
+        self.log.add(Activity::Compile, Some(built.candidate), built.lane + 1, (built.began, built.ended), 0);
         field.settled[built.candidate] = true;
         let candidate = &mut field.candidates[built.candidate];
         match built.outcome {
@@ -372,7 +347,10 @@ impl Tuning<'_> {
         for &i in new {
             let candidate = &mut candidates[i];
             let Some(artifact) = candidate.artifact.as_ref().filter(|_| candidate.failure.is_none()) else { continue };
-            if let Err(reason) = self.runner.load(i as u32, artifact)? {
+            let began = Instant::now();
+            let loaded = self.runner.load(i as u32, artifact)?;
+            self.log.until_now(Activity::Load, Some(i), began, 0);
+            if let Err(reason) = loaded {
                 self.give_up(candidate, Stage::Load, reason);
             }
         }
@@ -382,7 +360,9 @@ impl Tuning<'_> {
     /// Makes the inputs of a size, once.
     fn prepare(&mut self, field: &mut Field, size: Size) -> Result<()> {
         if !field.prepared.contains(&size) {
+            let began = Instant::now();
             self.runner.prepare(size)?;
+            self.log.until_now(Activity::Prepare, None, began, 0);
             field.prepared.push(size);
         }
         Ok(())
@@ -396,7 +376,7 @@ impl Tuning<'_> {
         }
         let deadline = self.started + self.job.budget.mul_f64(LAST_CHECK);
         let mut done = 0;
-        for (code, size) in [(0, Size::Small), (1, Size::Full)] {
+        for (code, size, activity) in [(0, Size::Small, Activity::CheckSmall), (1, Size::Full, Activity::CheckFull)] {
             if !new.iter().any(|i| field.candidates[*i].is_live()) {
                 break;
             }
@@ -416,7 +396,9 @@ impl Tuning<'_> {
                 let checked = match self.progress.checked(&schedule, code) {
                     Some(max_error) => Ok(max_error),
                     None => {
+                        let began = Instant::now();
                         let checked = self.runner.check(i as u32, size)?;
+                        self.log.until_now(activity, Some(i), began, 0);
                         if let Ok(max_error) = checked {
                             self.progress.add(&schedule, &Lesson::Checked { size: code, max_error });
                         }

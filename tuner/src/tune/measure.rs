@@ -8,7 +8,7 @@ use crate::race::{RaceEvent, Rules, Track, race};
 use crate::runner::Runner;
 use crate::stats::{median, percentile};
 use crate::{Error, Event, Observer, Phase, Result};
-use flashtune_cache::{Conditions, Finalist, Lesson, Progress, Stage};
+use flashtune_cache::{Activity, Conditions, Finalist, Lesson, Progress, Stage};
 use flashtune_codegen::Schedule;
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ impl Tuning<'_> {
     pub fn race(&mut self, field: &mut Field, rules: &Rules) -> Result<()> {
         let default = field.candidates.iter().position(|c| c.is_default && c.is_live());
         let Field { candidates, standings, .. } = field;
-        self.on_track(candidates, |track, on| race(track, standings, default, rules, on))
+        self.on_track(Activity::Race, candidates, |track, on| race(track, standings, default, rules, on))
     }
 
     /// Race and final. `None` when nobody could be timed. Who fails or never gets a turn is given up here.
@@ -63,7 +63,7 @@ impl Tuning<'_> {
             finalists.extend(default.filter(|d| ranking.contains(d) && !finalists.contains(d)));
             self.phase(Phase::Final, Some(finalists.len()));
             let mut outcome = Default::default();
-            self.on_track(&mut field.candidates, |track, on| {
+            self.on_track(Activity::Final, &mut field.candidates, |track, on| {
                 outcome = run_final(track, &finalists, default, &rules, on);
             })?;
             // Should all of them fail, the next best have their turn.
@@ -105,14 +105,17 @@ impl Tuning<'_> {
     /// Runs a race or a final of the candidates, and gives those up that failed in it.
     fn on_track(
         &mut self,
+        activity: Activity,
         candidates: &mut [Candidate],
         run: impl FnOnce(&mut dyn Track, &mut dyn FnMut(RaceEvent<'_>)),
     ) -> Result<()> {
         let schedules: Vec<Schedule> = candidates.iter().map(|c| c.kernel.schedule).collect();
         let observer: &dyn Observer = self.observer;
         let mut failures: Vec<(usize, String)> = Vec::new();
+        let (began, mut samples) = (Instant::now(), 0);
         let mut report = |event: RaceEvent<'_>| match event {
             RaceEvent::Timed { contender, round, us } => {
+                samples += 1;
                 observer.event(&Event::Timed { schedule: &schedules[contender], round, us });
             }
             RaceEvent::Dropped { contender, ratio } => {
@@ -131,6 +134,9 @@ impl Tuning<'_> {
         run(&mut track, &mut report);
         if let Some(e) = track.broken {
             return Err(e);
+        }
+        if samples > 0 {
+            self.log.until_now(activity, None, began, samples);
         }
         for (contender, reason) in failures {
             self.give_up(&mut candidates[contender], Stage::Measure, reason);

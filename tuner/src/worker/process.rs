@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 const GREETING: Duration = Duration::from_secs(20);
 /// How long a process that closed its socket may take to end by itself, which tells more than being killed does.
 const GRACE: Duration = Duration::from_millis(300);
+/// Launches of one question: a check has some tens. Whoever announces more never comes to an answer.
+const MOST_LAUNCHES: usize = 10_000;
 /// The end of what it printed, for the reason.
 const LAST_WORDS: usize = 600;
 
@@ -89,7 +91,7 @@ impl Process {
             return Err(self.lost(&e));
         }
         let mut launched: Option<Instant> = None;
-        loop {
+        for _ in 0..2 * MOST_LAUNCHES {
             match self.receive(if launched.is_some() { limits.launch } else { limits.host }) {
                 Ok(Reply::Launched) => launched = Some(Instant::now()),
                 Ok(Reply::Returned) => {
@@ -104,6 +106,8 @@ impl Process {
                 Err(e) => return Err(self.lost(&e)),
             }
         }
+        self.finish(false);
+        Err(Loss::Died(format!("it announced {MOST_LAUNCHES} launches for one question and was stopped")))
     }
 
     /// One request that is done by the worker itself, whole within a limit: to be silent for longer is to hang.
