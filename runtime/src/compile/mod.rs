@@ -1,5 +1,6 @@
 //! From a kernel to a compiled artifact.
 
+mod build_id;
 mod cc;
 mod nvrtc;
 mod nvrtc_lib;

@@ -1,15 +1,15 @@
 //! NVIDIA's run-time compiler: CUDA C++ to a cubin, in this process, with no toolkit and no GPU.
 
-use super::nvrtc_lib::NvrtcLib;
+use super::build_id::build_id;
+use super::nvrtc_lib::{Compiled, NvrtcLib};
 use super::ptxas_log;
 use crate::library_search::Surroundings;
 use crate::{Compiler, Error, Result};
-use flashtune_cache::{CompilerId, Facts, Key};
+use flashtune_cache::{CompilerId, Facts};
 use flashtune_codegen::{Language, Source};
 use std::ffi::{CStr, CString};
-use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Instant;
 
@@ -18,8 +18,15 @@ pub struct Nvrtc {
     id: CompilerId,
     path: PathBuf,
     library: NvrtcLib,
+    /// Whether it takes [`NO_CACHE`], as far as is known.
+    takes_no_cache: AtomicBool,
     warm: Once,
 }
+
+/// From CUDA 13 on NVRTC keeps what it compiled in the user's `~/.nv/ComputeCache`, beside a driver, and answers a source that it
+/// meets again from there: the same cubin, but without ptxas's log, which alone tells of spills. Older ones have neither the
+/// cache nor the option.
+const NO_CACHE: &CStr = c"--no-cache";
 
 /// Environment variable that names the library or its folder.
 const ENV: &str = "FLASHTUNE_NVRTC";
@@ -90,7 +97,27 @@ impl Nvrtc {
         // nvrtcVersion does not tell patch releases apart, and their outputs differ.
         let build = build_id(path).map_err(|e| e.to_string())?;
         let id = CompilerId { name: "nvrtc".to_owned(), version: format!("{major}.{minor}+{build}") };
-        Ok(Nvrtc { id, path: path.to_owned(), library, warm: Once::new() })
+        Ok(Nvrtc { id, path: path.to_owned(), library, takes_no_cache: AtomicBool::new(true), warm: Once::new() })
+    }
+}
+
+impl Nvrtc {
+    /// Compiles past NVRTC's own cache, where it has one.
+    fn compile_anew(&self, name: &CStr, text: &CStr, mut options: Vec<CString>) -> Compiled {
+        if self.takes_no_cache.load(Ordering::Relaxed) {
+            options.push(NO_CACHE.to_owned());
+            let compiled = self.library.compile(name, text, &options);
+            if !compiled.invalid_option {
+                return compiled;
+            }
+            options.pop();
+        }
+        let compiled = self.library.compile(name, text, &options);
+        // Or another option was the one that it does not know.
+        if !compiled.invalid_option {
+            self.takes_no_cache.store(false, Ordering::Relaxed);
+        }
+        compiled
     }
 }
 
@@ -110,14 +137,19 @@ impl Compiler for Nvrtc {
         let text = c_string(&source.text)?;
         let options = source.options.iter().map(|o| c_string(o)).collect::<Result<Vec<_>>>()?;
         let start = Instant::now();
-        let compiled = self.library.compile(&name, &text, &options);
+        let compiled = self.compile_anew(&name, &text, options);
         self.warm.call_once(|| ());
         let log = compiled.log;
         let cubin = compiled.cubin.map_err(|message| refused(format!("{message}\n{log}")))?;
         if cubin.is_empty() {
             return Err(refused(format!("no cubin: the target must be a real architecture (sm_XX)\n{log}")));
         }
-        let facts = Facts { compile_ms: start.elapsed().as_secs_f64() * 1e3, ..ptxas_log::parse(&log) };
+        let compile_ms = start.elapsed().as_secs_f64() * 1e3;
+        let facts = ptxas_log::parse(&log).ok_or_else(|| {
+            let remedy = "set CUDA_CACHE_DISABLE=1, so that it compiles instead of answering from its own cache";
+            refused(format!("its log does not say what registers the kernel has and spills; {remedy}\n{log}"))
+        })?;
+        let facts = Facts { compile_ms, ..facts };
         if !facts.warnings.is_empty() {
             tracing::debug!(kernel = source.name, warnings = ?facts.warnings, "performance notes of ptxas");
         }
@@ -128,7 +160,7 @@ impl Compiler for Nvrtc {
         self.warm.call_once(|| {
             let Some(arch) = self.library.archs().last() else { return };
             let options = CString::new(format!("--gpu-architecture=sm_{arch}")).into_iter().collect::<Vec<_>>();
-            if let Err(message) = self.library.compile(c"least.cu", LEAST, &options).cubin {
+            if let Err(message) = self.compile_anew(c"least.cu", LEAST, options).cubin {
                 tracing::debug!(message, "NVRTC refuses the least source");
             }
         });
@@ -137,56 +169,6 @@ impl Compiler for Nvrtc {
 
 /// What the least compilation needs.
 const LEAST: &CStr = c"extern \"C\" __global__ void k(float *x) { *x += 1; }";
-
-/// A short name of the very build: the linker's build id, or when there is none, a hash over the size and samples of
-/// the file (all of it would be 140 MB).
-fn build_id(path: &Path) -> io::Result<String> {
-    const SAMPLES: u64 = 64;
-    let mut file = File::open(path)?;
-    let size = file.metadata()?.len();
-    let mut head = vec![0; size.min(1 << 16) as usize];
-    file.read_exact(&mut head)?;
-    if let Some(id) = elf_build_id(&head) {
-        return Ok(id.iter().take(4).map(|b| format!("{b:02x}")).collect());
-    }
-    let mut sampled = size.to_le_bytes().to_vec();
-    sampled.extend(&head);
-    for i in 1..SAMPLES {
-        file.seek(SeekFrom::Start(size / SAMPLES * i))?;
-        (&mut file).take(4096).read_to_end(&mut sampled)?;
-    }
-    Ok(Key::of(&sampled).hex()[..8].to_owned())
-}
-
-/// The descriptor of the note NT_GNU_BUILD_ID in the notes at the start of a little-endian 64-bit ELF file.
-fn elf_build_id(head: &[u8]) -> Option<&[u8]> {
-    const PT_NOTE: u32 = 4;
-    const NT_GNU_BUILD_ID: u32 = 3;
-    let u16_at = |i: usize| Some(u16::from_le_bytes(head.get(i..i + 2)?.try_into().ok()?) as usize);
-    let u32_at = |i: usize| Some(u32::from_le_bytes(head.get(i..i + 4)?.try_into().ok()?));
-    let u64_at = |i: usize| usize::try_from(u64::from_le_bytes(head.get(i..i + 8)?.try_into().ok()?)).ok();
-    if head.get(..6)? != b"\x7fELF\x02\x01" {
-        return None;
-    }
-    let (table, entry, count) = (u64_at(32)?, u16_at(54)?, u16_at(56)?);
-    for i in 0..count {
-        let header = table.checked_add(i * entry)?;
-        if u32_at(header)? != PT_NOTE {
-            continue;
-        }
-        let (mut at, size) = (u64_at(header + 8)?, u64_at(header + 32)?);
-        let end = at.checked_add(size)?;
-        while at + 12 <= end {
-            let (name, data) = (u32_at(at)? as usize, u32_at(at + 4)? as usize);
-            let start = at + 12 + name.next_multiple_of(4);
-            if u32_at(at + 8)? == NT_GNU_BUILD_ID && head.get(at + 12..at + 16)? == b"GNU\0" {
-                return head.get(start..start.checked_add(data)?);
-            }
-            at = start.checked_add(data.next_multiple_of(4))?;
-        }
-    }
-    None
-}
 
 #[cfg(test)]
 mod tests {
@@ -277,28 +259,43 @@ mod tests {
         let e = Nvrtc::search(&nothing).err().unwrap().to_string();
         assert!(e.contains("CUDA_HOME") && e.contains("pip install"), "{e}");
     }
+    /// A stand-in for the library, whose source is `testdata/nvrtc.c`.
+    fn stand_in(dir: &Path, defines: &[&str]) -> Nvrtc {
+        let (source, library) = (dir.join("nvrtc.c"), dir.join("libnvrtc.so.13"));
+        std::fs::write(&source, include_str!("../../testdata/nvrtc.c")).unwrap();
+        let cc = std::env::var_os("CC").filter(|v| !v.is_empty()).unwrap_or_else(|| "cc".into());
+        let built = std::process::Command::new(cc)
+            .args(["-shared", "-fPIC", "-o"])
+            .args([&library, &source])
+            .args(defines.iter().map(|d| format!("-D{d}")))
+            .status();
+        assert!(built.unwrap().success());
+        Nvrtc::open(&library).unwrap()
+    }
 
     #[test]
-    fn build_ids_are_read_from_elf_files_and_hashed_without_one() {
-        // Compilers put a build id into this very program or not; both ways give a stable name.
-        let me = std::env::current_exe().unwrap();
-        assert_eq!(build_id(&me).unwrap(), build_id(&me).unwrap());
+    fn what_nvrtc_has_cached_is_compiled_again_for_its_log() {
+        for version in ["VERSION=12", "VERSION=13"] {
+            let dir = tempfile::tempdir().unwrap();
+            let nvrtc = stand_in(dir.path(), &[version]);
+            nvrtc.warm_up();
+            for _ in 0..3 {
+                let (_, facts) = nvrtc.compile(&source("sm_90a", DOUBLE)).unwrap();
+                assert_eq!((facts.registers, facts.spill_bytes), (40, 12), "{version}");
+            }
+            // An option that is wrong in any case says nothing about the other.
+            let e = nvrtc.compile(&source("sm_12", DOUBLE)).unwrap_err().to_string();
+            assert!(e.contains("INVALID_OPTION"), "{e}");
+            assert!(nvrtc.compile(&source("sm_90a", DOUBLE)).is_ok());
+        }
+    }
+
+    #[test]
+    fn an_empty_log_is_an_error_and_not_a_kernel_without_spills() {
         let dir = tempfile::tempdir().unwrap();
-        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
-        std::fs::write(&a, vec![1; 300_000]).unwrap();
-        std::fs::write(&b, vec![1; 300_001]).unwrap();
-        assert_ne!(build_id(&a).unwrap(), build_id(&b).unwrap());
-        let mut elf = vec![0u8; 200];
-        elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
-        elf[32] = 64; // program headers
-        elf[54] = 56;
-        elf[56] = 1;
-        elf[64] = 4; // PT_NOTE at 128, 20 bytes
-        elf[64 + 8] = 128;
-        elf[64 + 32] = 20;
-        elf[128..148].copy_from_slice(b"\x04\0\0\0\x04\0\0\0\x03\0\0\0GNU\0\xde\xad\xbe\xef");
-        assert_eq!(elf_build_id(&elf), Some(&b"\xde\xad\xbe\xef"[..]));
-        elf[136] = 1; // another type of note
-        assert_eq!(elf_build_id(&elf), None);
+        let nvrtc = stand_in(dir.path(), &["VERSION=13", "NO_OPTION"]);
+        assert_eq!(nvrtc.compile(&source("sm_90a", DOUBLE)).unwrap().1.spill_bytes, 12);
+        let e = nvrtc.compile(&source("sm_90a", DOUBLE)).unwrap_err().to_string();
+        assert!(e.contains("spills") && e.contains("CUDA_CACHE_DISABLE"), "{e}");
     }
 }

@@ -37,7 +37,12 @@ pub(super) struct NvrtcLib {
 pub(super) struct Compiled {
     pub(super) cubin: Result<Vec<u8>, String>,
     pub(super) log: String,
+    /// Whether it was refused for an option that this version does not know.
+    pub(super) invalid_option: bool,
 }
+
+/// `NVRTC_ERROR_INVALID_OPTION`.
+const INVALID_OPTION: Code = 5;
 
 /// # Safety
 /// `T` is the type of the function that `name` is.
@@ -120,7 +125,7 @@ impl NvrtcLib {
 
     /// Compiles to a cubin. May be called from many threads: every call has a program of its own.
     pub(super) fn compile(&self, name: &CStr, source: &CStr, options: &[CString]) -> Compiled {
-        let failed = |message: String| Compiled { cubin: Err(message), log: String::new() };
+        let failed = |message: String| Compiled { cubin: Err(message), log: String::new(), invalid_option: false };
         let mut program: Program = std::ptr::null_mut();
         // SAFETY: the strings are C strings that outlive the call; there are no headers.
         let code = unsafe {
@@ -132,15 +137,15 @@ impl NvrtcLib {
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let Ok(count) = c_int::try_from(pointers.len()) else { return failed("too many options".to_owned()) };
         // SAFETY: `program` was created above; the array holds `count` C strings that outlive the call.
-        let compiled =
-            self.ok("nvrtcCompileProgram", unsafe { (self.compile_program)(program, count, pointers.as_ptr()) });
+        let code = unsafe { (self.compile_program)(program, count, pointers.as_ptr()) };
+        let compiled = self.ok("nvrtcCompileProgram", code);
         let log = self.bytes(program, "nvrtcGetProgramLog", self.get_log_size, self.get_log);
         let cubin = compiled.and_then(|()| self.bytes(program, "nvrtcGetCUBIN", self.get_cubin_size, self.get_cubin));
         // SAFETY: `program` was created above and is not used again.
         unsafe { (self.destroy_program)(&mut program) };
         let log = log.unwrap_or_else(|message| message.into_bytes());
         let log = String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned();
-        Compiled { cubin, log }
+        Compiled { cubin, log, invalid_option: code == INVALID_OPTION }
     }
 
     fn bytes(

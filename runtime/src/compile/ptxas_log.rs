@@ -3,16 +3,20 @@
 use flashtune_cache::Facts;
 
 /// Registers, spills, stack and shared memory, and the performance notes. A log of several functions gives the largest
-/// need of any of them, and the sum of all spills.
-pub(super) fn parse(log: &str) -> Facts {
+/// need of any of them, and the sum of all spills. None when the log tells of no function: nothing is known of the spills then.
+pub(super) fn parse(log: &str) -> Option<Facts> {
     let mut facts = Facts::default();
+    let mut told = false;
     for line in log.lines() {
         let line = line.trim();
         // The part after the tool's prefix, which has changed between versions ("ptxas info    :", "ptxas         .").
         for part in line.split([',', ':', '.']) {
             let words: Vec<&str> = part.split_whitespace().collect();
             match words[..] {
-                ["Used", n, "registers"] => facts.registers = facts.registers.max(number(n)),
+                ["Used", n, "registers"] => {
+                    told = true;
+                    facts.registers = facts.registers.max(number(n));
+                }
                 [n, "bytes", "stack", "frame"] | [n, "bytes", "cumulative", "stack", "size"] => {
                     facts.stack_bytes = facts.stack_bytes.max(number(n));
                 }
@@ -25,7 +29,7 @@ pub(super) fn parse(log: &str) -> Facts {
             facts.warnings.push(line.to_owned());
         }
     }
-    facts
+    told.then_some(facts)
 }
 
 fn number(text: &str) -> u32 {
@@ -52,7 +56,8 @@ mod tests {
              ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
              ptxas info    : Used 8 registers, used 0 barriers, 360 bytes cmem[0]\n\
              ptxas info    : Compile time = 1.371 ms\n",
-        );
+        )
+        .unwrap();
         assert_eq!(f, Facts { registers: 8, ..Facts::default() });
     }
 
@@ -65,7 +70,8 @@ mod tests {
              ptxas         .     1856 bytes stack frame, 2752 bytes spill stores, 2728 bytes spill loads\n\
              ptxas info    : Used 32 registers, used 1 barriers, 1856 bytes cumulative stack size, 400 bytes smem\n\
              ptxas info    : Compile time = 191.682 ms\n",
-        );
+        )
+        .unwrap();
         assert_eq!((f.registers, f.spill_bytes, f.stack_bytes, f.static_smem_bytes), (32, 2752 + 2728, 1856, 400));
         assert!(f.warnings.is_empty());
     }
@@ -79,7 +85,8 @@ mod tests {
              ptxas info    : Function properties for k\n\
              \x20   0 bytes stack frame, 12 bytes spill stores, 0 bytes spill loads\n\
              ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 384 bytes cmem[0]\n",
-        );
+        )
+        .unwrap();
         assert_eq!((f.registers, f.spill_bytes, f.stack_bytes, f.static_smem_bytes), (168, 24, 16, 1024));
     }
 
@@ -89,8 +96,18 @@ mod tests {
         let serial = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources for the wgmma pipeline in the function 'k'";
         let wait = "ptxas info    : (C7517) wgmma.wait_group is injected in around line 201 by compiler to allow use of registers";
         let log = format!(
-            "{lost}\nk.cu(1): warning #177-D: variable was declared but never referenced\n{serial}\n{wait}\nptxas info    : (C1234) something else\n"
+            "ptxas info    : Used 168 registers\n{lost}\nk.cu(1): warning #177-D: variable was declared but never referenced\n{serial}\n{wait}\nptxas info    : (C1234) something else\n"
         );
-        assert_eq!(parse(&log).warnings, [lost, serial, wait]);
+        assert_eq!(parse(&log).unwrap().warnings, [lost, serial, wait]);
+    }
+    #[test]
+    fn a_log_without_a_function_is_unknown_and_not_free_of_spills() {
+        for log in [
+            "",
+            "k.cu(1): warning #177-D: variable was declared but never referenced\n",
+            "ptxas info    : 0 bytes gmem\n",
+        ] {
+            assert_eq!(parse(log), None, "{log}");
+        }
     }
 }
