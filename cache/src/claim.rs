@@ -6,7 +6,7 @@
 //! is done without: twice, perhaps, but to the same result.
 
 use crate::dir::create_private;
-use crate::{CacheDir, Key};
+use crate::{CacheDir, Key, regular};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom, Write};
@@ -103,7 +103,7 @@ impl Drop for Claim {
 
 fn lock(folder: &Path, path: &Path) -> std::io::Result<Option<File>> {
     create_private(folder).map_err(std::io::Error::other)?;
-    let file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
+    let file = regular::open_with(OpenOptions::new().create(true).truncate(false).write(true), path)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(Some(file)),
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),

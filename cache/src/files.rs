@@ -16,6 +16,7 @@
 
 use crate::dir::{CacheDir, create_private};
 use crate::publish::publish_file;
+use crate::regular;
 use crate::trouble::Trouble;
 use crate::{Artifact, Claims, Error, Key, Result, Turn};
 use std::path::{Path, PathBuf};
@@ -127,7 +128,7 @@ impl ArtifactFiles {
     /// damaged one is renamed to `*.damaged` where the folder is writable.
     pub fn get(&self, key: &Key) -> Option<Artifact> {
         let path = self.path(key);
-        let bytes = match std::fs::read(&path) {
+        let bytes = match regular::read(&path) {
             Ok(bytes) => bytes,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return None,
             Err(e) => {
@@ -157,7 +158,7 @@ impl ArtifactFiles {
 
 /// Writes down that a file was used, once in an hour: what was not used for the longest time is evicted first.
 fn note_use(path: &Path) {
-    let Ok(file) = std::fs::File::open(path) else { return };
+    let Ok(file) = regular::open(path) else { return };
     let age = file.metadata().and_then(|m| m.modified()).map(|t| SystemTime::now().duration_since(t));
     if matches!(age, Ok(Ok(age)) if age > USE_STEP) {
         // On a read-only mount nothing is evicted either.

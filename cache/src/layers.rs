@@ -3,6 +3,7 @@
 //! All records are decoded and filed by problem when a layer is opened, so a lookup reads no file. Records that may not
 //! be used (another arch, template set or ABI) are kept, so that the answer can say why they were not.
 
+use crate::regular;
 use crate::trouble::Trouble;
 use crate::{
     Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Key, PublicKey, Record, RecordKey, Result, Trust, Validity,
@@ -10,7 +11,6 @@ use crate::{
 use flashtune_codegen::{Problem, Schedule};
 use std::cmp::Ordering;
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
 use std::time::SystemTime;
@@ -346,7 +346,7 @@ impl Layers {
 fn open_snapshot(path: &Path) -> Result<Option<(FileId, Layer)>> {
     let io =
         |source| crate::Error::Io { action: "open", path: path.to_path_buf(), source, remedy: "check its permissions" };
-    let file = match File::open(path) {
+    let file = match regular::open(path) {
         Ok(file) => file,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(io(e)),

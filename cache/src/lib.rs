@@ -25,6 +25,7 @@ mod merge;
 mod progress;
 mod publish;
 mod record;
+mod regular;
 mod stale;
 mod store;
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! the file is opened again. The file goes when the job is done.
 
 use crate::dir::create_private;
-use crate::{CacheDir, Key, Stage};
+use crate::{CacheDir, Key, Stage, regular};
 use flashtune_codegen::Schedule;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, VecDeque};
@@ -61,11 +61,12 @@ impl Progress {
         let folder = dir.base().join("jobs");
         remove_old(&folder);
         let path = folder.join(format!("{}.log", job.hex()));
-        let bytes = std::fs::read(&path).unwrap_or_default();
+        let bytes = regular::read(&path).unwrap_or_default();
         let mut progress = Self { path, ..Self::default() };
         let whole = progress.take_in(&bytes);
         let opened = create_private(&folder).map_err(std::io::Error::other).and_then(|()| {
-            let mut file = OpenOptions::new().create(true).truncate(false).write(true).open(&progress.path)?;
+            let mut file =
+                regular::open_with(OpenOptions::new().create(true).truncate(false).write(true), &progress.path)?;
             file.set_len(whole as u64)?;
             file.seek(SeekFrom::End(0))?;
             Ok(file)

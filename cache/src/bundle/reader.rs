@@ -5,6 +5,7 @@ use super::signature::{TRAILER, verify};
 use super::{Manifest, PublicKey, SecretKey};
 use crate::files::decode_artifact;
 use crate::publish::publish_file;
+use crate::regular;
 use crate::{Artifact, Error, Key, Record, RecordKey, Result, Validity};
 use serde::de::DeserializeOwned;
 use std::fs::File;
@@ -55,7 +56,7 @@ impl Bundle {
     /// [`Error::Io`] when it cannot be opened, [`Error::Damaged`] when it is not a whole bundle, [`Error::Mismatch`]
     /// when its format is of another version.
     pub fn map(path: &Path) -> Result<Self> {
-        Self::map_file(&File::open(path).map_err(|e| unreadable(path, e))?, path)
+        Self::map_file(&regular::open(path).map_err(|e| unreadable(path, e))?, path)
     }
 
     /// Maps an open file that was found at `path`.
@@ -293,7 +294,7 @@ impl Bundle {
 /// # Errors
 /// As [`Bundle::map`]; [`Error::Io`] when it cannot be written, the old file stays then.
 pub fn sign_bundle(path: &Path, key: &SecretKey) -> Result<Key> {
-    let bytes = std::fs::read(path).map_err(|e| unreadable(path, e))?;
+    let bytes = regular::read(path).map_err(|e| unreadable(path, e))?;
     let bundle = Bundle::from_bytes(path.display().to_string(), bytes)?;
     let bytes = bundle.data.bytes();
     let content = &bytes[..bytes.len() - if bundle.signer.is_some() { TRAILER } else { 0 }];

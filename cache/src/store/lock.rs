@@ -3,7 +3,7 @@
 //! sled locks one of its own files, which is not enough: while a damaged journal is renamed aside and another one
 //! started, a second process must not come in between. So a file beside the journal is locked first.
 
-use crate::{Error, Result};
+use crate::{Error, Result, regular};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{File, OpenOptions};
 use std::path::Path;
@@ -22,11 +22,7 @@ impl StoreLock {
             source,
             remedy: "make it writable, or set FLASHTUNE_CACHE to a local folder that is",
         };
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(lock)
+        let file = regular::open_with(OpenOptions::new().create(true).truncate(false).write(true), lock)
             .map_err(|e| io("open the lock file", e))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Self { _file: file }),
