@@ -158,6 +158,14 @@ CASES = (
         aim=0.8,
     ),
     Case(
+        "soft cap by a scalar up to 50",
+        {"causal": True, "score": "cap: float in 0..50; cap * tanh(score / cap)", "tensors": {"cap": 50.0}},
+        visible=causal,
+        changed=soft_cap(50.0),
+        fa4={"causal": True, "softcap": 50.0},
+        aim=0.8,
+    ),
+    Case(
         "bias 4k",
         {"score": "score + bias[h, q, kv]"},
         bias,

@@ -4,6 +4,7 @@
 mod random;
 
 use flashtune_codegen::score::*;
+use flashtune_codegen::{Mask, Shape};
 use random::{DECLARATIONS, Generator, Value};
 
 #[test]
@@ -184,14 +185,7 @@ fn masks_join_and_scores_follow_each_other() {
 fn data_that_does_not_fit_names_the_tensor_and_the_axis() {
     let program = Program::parse("d: int[batch, kv_len] in 0..5 nondecreasing; s: int; mask = d[b, kv] < 3 and s < 1;");
     let program = program.unwrap();
-    let sizes = flashtune_codegen::Shape {
-        batch: 2,
-        heads: 1,
-        kv_heads: 1,
-        q_len: 1,
-        kv_len: 3,
-        mask: flashtune_codegen::Mask::Full,
-    };
+    let sizes = Shape { batch: 2, heads: 1, kv_heads: 1, q_len: 1, kv_len: 3, mask: Mask::Full };
     let with = |shape: &[usize], x: &[i64]| {
         SideData::default().scalar("s", Scalar::Int(0)).tensor("d", shape, Elements::Int(x.to_vec()))
     };
@@ -211,5 +205,20 @@ fn data_that_does_not_fit_names_the_tensor_and_the_axis() {
     ] {
         let e = error(data);
         assert!(e.contains(want), "{e}");
+    }
+}
+
+#[test]
+fn float_scalars_keep_their_range() {
+    let program = Program::parse("cap: float in 1..50; score = cap * tanh(score / cap);").unwrap();
+    assert_eq!(program.declarations()[0].to_string(), "cap: f32 in 1..50");
+    let sizes = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1, mask: Mask::Full };
+    let check = |x| SideData::default().scalar("cap", x).check(&program, &sizes);
+    for good in [Scalar::Float(1.0), Scalar::Float(49.5), Scalar::Int(50)] {
+        check(good).unwrap();
+    }
+    for bad in [Scalar::Float(0.99), Scalar::Int(51), Scalar::Float(f32::NAN), Scalar::Float(f32::INFINITY)] {
+        let e = check(bad).unwrap_err().to_string();
+        assert!(e.contains("`cap` is") && e.contains("from 1 to 50"), "{e}");
     }
 }

@@ -201,3 +201,19 @@ fn statements_are_where_they_depend_on_the_least() {
         assert!(code.uniform.contains("slope") || code.uniform.contains("[h * "), "{}", code.uniform);
     }
 }
+
+#[test]
+fn caps_are_bounded_by_what_is_written_or_promised() {
+    let bound = |text: &str| {
+        let program = Program::parse(text).unwrap();
+        lower_scores(program.graph(), &[program.score().unwrap()], "s").capped.map(|c| c.bound)
+    };
+    assert_eq!(bound("score = 30.0 * tanh(score / 30.0);"), Some(30.0));
+    assert_eq!(bound("score = tanh(score) * -4.0;"), Some(4.0));
+    assert_eq!(bound("cap: float in -50..20; score = cap * tanh(score / cap);"), Some(50.0));
+    assert_eq!(bound("cap: float; score = cap * tanh(score / cap);"), None);
+    // The range of another scalar is no bound, nor is one of a cap that a row changes.
+    assert_eq!(bound("cap: float; by: float in 0..1; score = cap * tanh(score * by);"), None);
+    assert_eq!(bound("s: float[q_len]; score = 30.0 * tanh(score * s[q]);"), None);
+    assert_eq!(bound("score = 30.0 * tanh(score / 30.0) + 1.0;"), None);
+}

@@ -6,7 +6,7 @@ use flashtune_codegen::Shape;
 use flashtune_codegen::abi::{SideArgs, SideTensorArg};
 use flashtune_codegen::score::{
     Axis, Declaration, Elements, MAX_INPUTS, MAX_RANK, Program, ProgramError, Scalar, SideData, Storage, Type,
-    check_shape,
+    check_float, check_shape,
 };
 use half::{bf16, f16};
 
@@ -114,8 +114,8 @@ fn scalar(d: &Declaration, value: Scalar) -> Result<u64, ProgramError> {
             let expected = format!("the program relies on values from {} to {} (`{d}`)", range.lo, range.hi);
             Err(ProgramError::new(format!("the scalar `{}` is {x}", d.name), expected))
         }
-        (Scalar::Float(x), Type::Float) => Ok(x.to_bits().into()),
-        (Scalar::Int(x), Type::Float) => Ok((x as f32).to_bits().into()),
+        (Scalar::Float(x), Type::Float) => check_float(d, x).map(|()| x.to_bits().into()),
+        (Scalar::Int(x), Type::Float) => check_float(d, x as f32).map(|()| (x as f32).to_bits().into()),
         (found, wanted) => Err(ProgramError::new(
             format!("the scalar `{}` is {found:?}", d.name),
             format!("the program declares it as {wanted}"),

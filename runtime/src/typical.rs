@@ -20,7 +20,10 @@ pub fn typical_side(program: &Program, sizes: &Shape, seed: u64) -> SideData {
         let range = d.int_range();
         let eighth = (sizes.kv_len as i64 / 8).clamp(1, 1 << 30).clamp(range.lo, range.hi);
         match &d.axes {
-            None if d.storage == Storage::F32 => data = data.scalar(&d.name, Scalar::Float(20.0)),
+            None if d.storage == Storage::F32 => {
+                let usual = d.range.map_or(20.0, |r| 20f32.clamp(r.lo as f32, r.hi as f32));
+                data = data.scalar(&d.name, Scalar::Float(usual));
+            }
             None => data = data.scalar(&d.name, Scalar::Int(eighth)),
             Some(axes) => {
                 let shape: Vec<usize> = axes.iter().map(|a| length(a, sizes)).collect();

@@ -76,10 +76,10 @@ constexpr bool kRowByRow = kColumnsV > 64;
 // Whether the next K and V have arrived is asked while there is other work.
 constexpr bool kLookAhead = kColumnsV <= 192;
 
-// Where a program caps the scores at a number that it says, no maximum is needed and nothing is ever rescaled: probabilities
+// Where a program caps the scores at a number of which it says how large it may be, no maximum is needed and nothing is ever rescaled: probabilities
 // are relative to a reference from which both the largest and the least that a row can have stay within the exponents of
 // fp32 and bf16, with room for sums of many keys and for V on one side, and for V on the other. (f16 has too few exponents.)
-constexpr float kCapLog2 = (kScoreCap < 0.0f ? -kScoreCap : kScoreCap) * kLog2E;
+constexpr float kCapLog2 = kCapBound * kLog2E;
 constexpr int kReference = kCapLog2 > 40.0f ? int(kCapLog2) - 39 : 0;
 constexpr bool kBounded = kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> && kCapLog2 + kReference <= 106.0f;
 

@@ -104,8 +104,9 @@ impl SideData {
     fn check_scalar(&self, d: &Declaration) -> Result<(), ProgramError> {
         match (self.scalars.get(&d.name).ok_or_else(|| missing(d))?, d.storage.ty()) {
             (Scalar::Int(x), Type::Int) => check_range(d, *x),
+            (Scalar::Float(x), Type::Float) => check_float(d, *x),
             // A whole number serves where a float is declared.
-            (_, Type::Float) => Ok(()),
+            (Scalar::Int(x), Type::Float) => check_float(d, *x as f32),
             (found, wanted) => Err(ProgramError::new(
                 format!("the scalar `{}` is {found:?}", d.name),
                 format!("the program declares it as {wanted}"),
@@ -131,6 +132,20 @@ fn check_range(d: &Declaration, x: i64) -> Result<(), ProgramError> {
         format!("`{}` holds {x}", d.name),
         format!("the program relies on values from {lo} to {hi} (`{d}`)"),
     ))
+}
+
+/// Refuses a float scalar outside of its declared range.
+///
+/// # Errors
+/// The scalar, with the range.
+pub fn check_float(d: &Declaration, x: f32) -> Result<(), ProgramError> {
+    match d.range {
+        Some(Range { lo, hi }) if !d.allows(x) => Err(ProgramError::new(
+            format!("the scalar `{}` is {x}", d.name),
+            format!("the program relies on values from {lo} to {hi} (`{d}`)"),
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Checks the lengths of a tensor's axes: those that are declared, or 1 for an axis along which it is broadcast.

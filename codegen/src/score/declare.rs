@@ -5,6 +5,11 @@ use super::lex::Token;
 use super::parse::Parser;
 use super::words::{Axis, Declaration, MAX_RANK, Range, Storage, Type};
 
+/// Floats have a range as scalars alone: nobody looks at a tensor's for one.
+fn is_float_scalar(d: &Declaration) -> bool {
+    d.storage == Storage::F32 && d.axes.is_none()
+}
+
 impl Parser<'_> {
     pub(super) fn declaration(&mut self, name: String) -> Result<(), ProgramError> {
         let span = self.span();
@@ -24,7 +29,7 @@ impl Parser<'_> {
         }
         loop {
             match self.peek().clone() {
-                Token::Name(n) if n == "in" && storage.ty() == Type::Int => {
+                Token::Name(n) if n == "in" && (storage.ty() == Type::Int || is_float_scalar(&declaration)) => {
                     self.at += 1;
                     declaration.range = Some(self.range()?);
                 }
@@ -38,7 +43,7 @@ impl Parser<'_> {
                         (Type::Int, Some(_)) => "expected `in LOW..HIGH`, `nondecreasing` or `;`",
                         (Type::Int, None) => "expected `[`, `in LOW..HIGH` or `;`",
                         (_, Some(_)) => "expected `;`",
-                        (_, None) => "expected `[` or `;`",
+                        (_, None) => "expected `[`, `in LOW..HIGH` or `;`",
                     };
                     return Err(self.unexpected(expected));
                 }

@@ -27,7 +27,7 @@ pub enum Dialect {
 }
 
 /// Statements for some nodes, each ending a line.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Code {
     /// Addresses, strides and scalars, as they are passed.
     pub inputs: String,
@@ -49,15 +49,25 @@ pub struct Code {
     /// Of the first result of fragments, if it is the score plus a multiple of the key plus what does not depend on it: the
     /// factor and the rest, which `row` computes.
     pub shift: Option<[String; 2]>,
-    /// Of the first result of fragments, if it is a number times the tanh of a multiple of the score that is the same for all
-    /// rows: the number, and what the score is multiplied by.
-    pub capped: Option<[String; 2]>,
+    /// Of the first result of fragments, if it is bounded as a number times the tanh of a multiple of the score.
+    pub capped: Option<Capped>,
     /// Whether the other results of fragments are multiples of the score: of none is the magnitude larger than where the
     /// score's is largest.
     pub multiples: bool,
     /// Addresses from which elements of fragments along the keys may be read in pairs, with the strides and the bytes of
     /// an element; `row` computes them.
     pub along_keys: Vec<(String, String, u32)>,
+}
+
+/// `cap * tanh(factor * score)`, with a cap of which a bound is known, both the same for all rows.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Capped {
+    /// The cap.
+    pub cap: String,
+    /// What the score is multiplied by.
+    pub factor: String,
+    /// The cap's largest magnitude.
+    pub bound: f32,
 }
 
 impl Code {
@@ -105,7 +115,7 @@ fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: b
         }
     }
     lowering.shift(roots);
-    lowering.code.capped = roots.first().and_then(|root| lowering.literal_cap(*root));
+    lowering.code.capped = roots.first().and_then(|root| lowering.bounded_cap(*root));
     lowering.live(roots, &needed);
     lowering.code.results = roots.iter().map(|r| lowering.operand(*r)).collect();
     lowering.code
@@ -414,16 +424,18 @@ impl Lowering<'_> {
         self.is_fixed(cap).then(|| [self.operand(cap), factor])
     }
 
-    /// ... of which the number is written out, and the factor is the same for all rows.
-    fn literal_cap(&self, root: Id) -> Option<[String; 2]> {
-        let parts = self.capped(root)?;
+    /// ... of which the number is written out or a scalar with a range, and the factor is the same for all rows.
+    fn bounded_cap(&self, root: Id) -> Option<Capped> {
+        let [cap, factor] = self.capped(root)?;
         let Node::Binary(_, x, y) = *self.graph.node(root) else { return None };
-        let (cap, tanh) = match (self.graph.node(x), self.graph.node(y)) {
-            (Node::Float(cap), tanh) | (tanh, Node::Float(cap)) => (f32::from_bits(*cap), tanh),
+        let (of, tanh) = if self.is_fixed(x) { (x, y) } else { (y, x) };
+        let bound = match self.graph.node(of) {
+            Node::Float(bits) => f32::from_bits(*bits).abs(),
+            Node::Scalar(i) => self.graph.declarations()[*i].float_bound()?,
             _ => return None,
         };
-        let same = tanh.operands().iter().all(|id| !self.graph.depends(*id).q);
-        (same && cap.is_finite()).then_some(parts)
+        let same = self.graph.node(tanh).operands().iter().all(|id| !self.graph.depends(*id).q);
+        (same && bound.is_finite()).then_some(Capped { cap, factor, bound })
     }
 
     /// Its statements: coefficients of a polynomial of the score for the small ones (`ft_capf`).

@@ -1,6 +1,6 @@
 //! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
 
-use super::lower::{Code, Dialect, lower, lower_fragments, lower_scores, slot};
+use super::lower::{Capped, Code, Dialect, lower, lower_fragments, lower_scores, slot};
 use super::program::Program;
 use super::rows::{RowKeys, Search};
 use super::tile::TileProgram;
@@ -77,7 +77,8 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         .map(|(i, (p, stride, _))| format!("ahead.template take<kPaired>({i}, {p}, {stride}, last);\n"))
         .collect();
     let reads_ahead = if take_ahead.is_empty() || !tanhs.is_empty() { 0 } else { score.along_keys.len() };
-    let capped = |i: usize| score.capped.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
+    let no_cap = Capped { cap: "0.0f".to_owned(), factor: "0.0f".to_owned(), bound: 0.0 };
+    let capped = score.capped.clone().unwrap_or(no_cap);
     let shift = |i: usize| score.shift.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
     let lines = |live: &[(&'static str, String)], line: fn(&str, &str) -> String| -> String {
         live.iter().map(|(ty, name)| line(ty, name)).collect()
@@ -120,8 +121,9 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         ("score_shift_factor", shift(0)),
         ("score_shift_base", shift(1)),
         ("score_capped", u32::from(score.capped.is_some()).to_string()),
-        ("score_cap", capped(0)),
-        ("score_cap_factor", capped(1)),
+        ("score_cap_bound", format!("{:?}f", capped.bound)),
+        ("score_cap", capped.cap),
+        ("score_cap_factor", capped.factor),
         ("score_cheap", cheap(&score)),
         ("score_inputs", score.inputs),
         ("score_uniform", score.uniform),

@@ -307,7 +307,7 @@ pub struct Declaration {
     pub storage: Storage,
     /// Its axes; `None` for a scalar.
     pub axes: Option<Vec<Axis>>,
-    /// The caller's promise on the values of an integer.
+    /// The caller's promise on the values of an integer, or on that of a float scalar.
     pub range: Option<Range>,
     /// The caller's promise that values do not decrease along the last axis.
     pub nondecreasing: bool,
@@ -334,10 +334,21 @@ impl Declaration {
         Self { nondecreasing: true, ..self }
     }
 
+    /// The largest magnitude that is promised of a float scalar.
+    pub fn float_bound(&self) -> Option<f32> {
+        let Range { lo, hi } = self.range.filter(|_| self.storage == Storage::F32 && self.axes.is_none())?;
+        Some(lo.unsigned_abs().max(hi.unsigned_abs()) as f32)
+    }
+
+    /// Whether a float scalar may have a value.
+    pub fn allows(&self, x: f32) -> bool {
+        self.range.is_none_or(|Range { lo, hi }| lo as f32 <= x && x <= hi as f32)
+    }
+
     /// The integers that it can hold.
     pub fn int_range(&self) -> Range {
         match (self.range, self.storage) {
-            (Some(range), _) => range,
+            (Some(range), storage) if storage.ty() == Type::Int => range,
             (None, Storage::I64) => Range::FULL,
             _ => Range::I32,
         }

@@ -16,7 +16,7 @@ struct Consumer {
     Probabilities p;
     RowSoftmax<kBlockKV / 8, kLazyRescale, kRowByRow, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
     ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
-    float cap_factor;  // where a program caps the scores
+    ScoreCap cap;      // where a program caps the scores
     KeyRange runs[2];
     ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next, as is its mask
     u32 visible[2][kShareWords];
@@ -194,7 +194,7 @@ struct Consumer {
     // What the rows of a tile need of its score program.
     __device__ __forceinline__ void keep(const Work& work) {
         kept = program_kept(head(work));
-        if (kBounded) cap_factor = program_cap_factor(head(work), kept, magnitude());
+        if (kBounded) cap = program_cap(head(work), kept, magnitude());
         if constexpr (kProgramRows) {
             const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
@@ -233,7 +233,7 @@ struct Consumer {
         const auto apply = [&](auto cut) {
             constexpr bool kCut = decltype(cut)::value;
             if (kBounded) {
-                program_capped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, cap_factor, row, key, float(kReference),
+                program_capped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, cap, row, key, float(kReference),
                                                                   [&](float& x, int h) { if (!kCut) softmax.take(x, h); });
             } else if (kProgramShift) {
                 program_shifted<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, row, key, magnitude(), softmax.shift);

@@ -27,9 +27,12 @@ constexpr bool kProgramScore = @{ program_score }@;
 constexpr bool kProgramSink = @{ program_sink }@;
 // Whether the score's change is to add what does not depend on it: a multiple of the key and the rest, apart.
 constexpr bool kProgramShift = @{ score_shift }@;
-// Whether the score becomes kScoreCap * tanh(factor * score), and so is bounded by a number that is known here.
+// Whether the score becomes cap * tanh(factor * score), with a cap of a magnitude up to kCapBound.
 constexpr bool kProgramCapped = @{ score_capped }@;
-constexpr float kScoreCap = @{ score_cap }@;
+constexpr float kCapBound = @{ score_cap_bound }@;
+struct ScoreCap {
+    float cap, factor;
+};
 // How many reads along the keys may come ahead of their use; 0 if none is of two bytes.
 constexpr int kScoreReads = @{ score_reads_ahead }@;
 // Whether the mask leaves each query one run of keys, and whether the ends of runs are searched for.
@@ -200,10 +203,11 @@ __device__ __forceinline__ ScoreShift score_shift(const ScoreRow& row) {
 @{ score_row_load }@    return ScoreShift{@{ score_shift_factor }@, @{ score_shift_base }@};
 }
 
-// What the score is multiplied by before the tanh of a program that caps it.
-__device__ __forceinline__ float score_cap_factor(const ScoreRow& row, float scale) {
-    (void)row, (void)scale;
-@{ score_row_load }@    return @{ score_cap_factor }@;
+// The cap of a program that caps the score, and what the score is multiplied by before the tanh.
+__device__ __forceinline__ ScoreCap score_cap(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, float scale) {
+    FT_PROGRAM_HEAD;
+    (void)kept, (void)row, (void)scale;
+@{ score_inputs }@@{ score_head_load }@@{ score_row_load }@    return ScoreCap{@{ score_cap }@, @{ score_cap_factor }@};
 }
 
 // The logit of the key without a value.
@@ -339,17 +343,17 @@ __device__ __forceinline__ void program_shifted(const At& at, const ProgramHead&
     }
 }
 
-// What a program that caps the scores multiplies them by before; the same for a whole tile.
-__device__ __forceinline__ float program_cap_factor(const ProgramHead& head, const ProgramKept& kept, float scale) {
-    return score_cap_factor(score_row(head, kept.score, 0, 0, scale), scale);
+// How a program caps the scores; the same for a whole tile.
+__device__ __forceinline__ ScoreCap program_cap(const ProgramHead& head, const ProgramKept& kept, float scale) {
+    return score_cap(head, kept.score, score_row(head, kept.score, 0, 0, scale), scale);
 }
 // Caps scores, in units of log2, less a reference. `take(score, i)` is called for each with its row, within the branches, so
 // that what it does runs beside the polynomial.
 template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
 __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& head, const ProgramKept& kept,
-                                               float factor, int q, int kv_first, float reference, const Take& take) {
+                                               const ScoreCap& by, int q, int kv_first, float reference, const Take& take) {
     constexpr bool kElementMask = kMasked && kProgramMask && kMask;
-    constexpr float kCap = kScoreCap * kLog2E;
+    const float cap = by.cap * kLog2E, factor = by.factor;
     const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
     const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first), mask_row(head, kept.mask, rows[1], kv_first)};
     const auto change = [&](auto capped) {
@@ -369,16 +373,16 @@ __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& 
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; i++) largest[i % 4] = fmaxf(largest[i % 4], fabsf(at(i / 4, i % 4)));
     const float magnitude = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    const CapSeries by = cap_series(kCap, factor);
+    const CapSeries series = cap_series(cap, factor);
     // The whole warp takes the short way, or none of it. No power of a score is beyond a float's range in the polynomial.
     if (__any_sync(0xffffffff, magnitude * fabsf(factor) > kSmallTanh || magnitude > 1e12f)) {
         // ft_tanhf() with its factors joined.
-        const float twice = factor * kTanhOfTwice, top = kCap - reference;
-        change([&](float s) { return fmaf(-2.0f * kCap, reciprocal_approx(exp2_approx(s * twice) + 1.0f), top); });
+        const float twice = factor * kTanhOfTwice, top = cap - reference;
+        change([&](float s) { return fmaf(-2.0f * cap, reciprocal_approx(exp2_approx(s * twice) + 1.0f), top); });
     } else {
         change([&](float s) {
             const float square = s * s;
-            return fmaf(s, fmaf(fmaf(fmaf(by.d, square, by.c), square, by.b), square, by.a), -reference);
+            return fmaf(s, fmaf(fmaf(fmaf(series.d, square, series.c), square, series.b), square, series.a), -reference);
         });
     }
 }
@@ -407,9 +411,9 @@ __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, co
                                                const ScoresAhead<kTiles>* = nullptr) {}
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_shifted(const At&, const ProgramHead&, const ProgramKept&, int, int, float, float (&)[2]) {}
-__device__ __forceinline__ float program_cap_factor(const ProgramHead&, const ProgramKept&, float) { return 0.0f; }
+__device__ __forceinline__ ScoreCap program_cap(const ProgramHead&, const ProgramKept&, float) { return {}; }
 template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
-__device__ __forceinline__ void program_capped(const At&, const ProgramHead&, const ProgramKept&, float, int, int, float,
+__device__ __forceinline__ void program_capped(const At&, const ProgramHead&, const ProgramKept&, const ScoreCap&, int, int, float,
                                                const Take&) {}
 
 #endif
