@@ -213,7 +213,7 @@ fn a_device_that_is_lost_ends_the_job_and_blames_nobody() {
     let text = text.replace(body, &format!("{fault} {body}"));
     let templates = TemplateSet::overlaid([(Family::ForwardCpu.template().to_owned(), text)].into()).unwrap();
     let mut runner = worker();
-    let job = Job { budget: Duration::from_secs(300), max_trials: 12, ..job() };
+    let job = Job { budget: Duration::from_secs(300), max_trials: 8, ..job() };
     let loses = Loses { file: file.clone(), seen: Mutex::default() };
     let e = tune(&mut runner, &templates, &dir, &job, &loses).unwrap_err();
     let said = e.to_string();

@@ -300,6 +300,13 @@ enum Refusal {
 
 /// Opens the journal, or sets it aside and starts another. The caller holds the lock.
 fn open_or_replace(path: &Path) -> Result<sled::Db> {
+    open_or_replace_by(path, try_open)
+}
+
+fn open_or_replace_by(
+    path: &Path,
+    try_open: impl Fn(&Path) -> std::result::Result<sled::Db, Refusal>,
+) -> Result<sled::Db> {
     let io = |action, source| Error::Io {
         action,
         path: path.to_path_buf(),
@@ -317,14 +324,28 @@ fn open_or_replace(path: &Path) -> Result<sled::Db> {
             Err(Refusal::Io(source)) => return Err(io("open the store", source)),
             Err(Refusal::Unreadable(reason)) => {
                 let aside = set_aside(path).map_err(|e| io("rename the damaged store", e))?;
-                tracing::warn!(
-                    store = %path.display(), aside = %aside.display(), reason,
-                    "the journal cannot be read; it was set aside and a new one is started"
-                );
-                return try_open(path).map_err(|r| match r {
+                let refusal = match try_open(path) {
+                    Ok(db) => {
+                        tracing::warn!(
+                            store = %path.display(), aside = %aside.display(), reason,
+                            "the journal cannot be read; it was set aside and a new one is started"
+                        );
+                        return Ok(db);
+                    }
+                    Err(refusal) => refusal,
+                };
+                // An empty one cannot be opened either, for want of threads or memory perhaps: the content was not at fault.
+                let _ = std::fs::remove_dir_all(path);
+                let _ = std::fs::rename(&aside, path);
+                return Err(match refusal {
                     Refusal::Busy => Error::Locked { path: path.to_path_buf() },
                     Refusal::Io(source) => io("open the store", source),
-                    Refusal::Unreadable(message) => Error::Store { path: path.to_path_buf(), message },
+                    Refusal::Unreadable(message) => Error::Store {
+                        path: path.to_path_buf(),
+                        message: format!(
+                            "{message}, and so would an empty one; see this process's limits of memory and threads"
+                        ),
+                    },
                 });
             }
         }

@@ -7,6 +7,9 @@
 //!     -> race (rounds) -> final (pairs) -> Record -> Store -> snapshot
 //! ```
 //!
+//! On a GPU, what is right of `build` goes on while others compile, and batches are proposed ahead of the results; on the cpu the
+//! two take turns (`tune/field.rs`).
+//!
 //! Candidates compile, load and run in worker processes ([`Runner::worker`]), or by choice in this one.
 //!
 //! Architecture invariants: no CUDA call is made here, everything goes through [`flashtune_runtime::Device`], which a

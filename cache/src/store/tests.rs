@@ -151,6 +151,24 @@ fn a_journal_full_of_garbage_is_set_aside() {
 }
 
 #[test]
+fn a_journal_that_is_not_at_fault_stays_where_it_is() {
+    let (_tmp, dir, _) = folder();
+    let store = Store::open(&dir).unwrap();
+    store.put_record(&record(128, 1)).unwrap();
+    drop(store);
+    // What sled makes of a process that may start no more threads, whatever it opens.
+    let refuse = |path: &Path| {
+        std::fs::create_dir_all(path).unwrap();
+        Err(Refusal::Unreadable("sled panicked while opening it".into()))
+    };
+    let e = open_or_replace_by(&dir.store_path(), refuse).unwrap_err().to_string();
+    assert!(e.contains("limits of memory and threads"), "{e}");
+    let aside = std::fs::read_dir(dir.base()).unwrap().flatten().filter(|e| e.file_name() != "store");
+    assert!(aside.into_iter().all(|e| !e.file_name().to_string_lossy().contains("corrupt")));
+    assert_eq!(Store::open(&dir).unwrap().records().unwrap(), [record(128, 1)]);
+}
+
+#[test]
 fn a_file_in_the_place_of_the_journal_is_set_aside() {
     nothing_published_is_lost(
         |store| {

@@ -250,3 +250,42 @@ fn fate(status: ExitStatus) -> String {
         (None, None) => format!("its process ended: {status}"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::protocol::greeting;
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// A shell script as a worker. Its standard input is the socket, as every worker's.
+    fn script(folder: &std::path::Path, body: &str) -> Process {
+        let program = folder.join("liar");
+        std::fs::write(&program, format!("#!/bin/sh\necho '{}' >&0\n{body}\n", greeting().trim_end())).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        Process::start(&WorkerCommand { program, arguments: Vec::new() }).unwrap()
+    }
+
+    #[test]
+    fn a_worker_that_lies_costs_its_process() {
+        let tmp = tempfile::tempdir().unwrap();
+        let limits = Limits { launch: Duration::from_secs(1), host: Duration::from_secs(2) };
+        // Frames: a length, and a reply's number. 0 is a launch.
+        let menu = [
+            ("while printf '\\1\\0\\0\\0\\0' >&0; do :; done", "announced 10000 launches"),
+            ("printf '\\1\\0\\0\\0\\377' >&0; sleep 9", "ended"),
+            ("printf '\\377\\377\\377\\377' >&0; sleep 9", "ended"),
+            ("printf '\\100\\0\\0\\0too short' >&0; exit 3", "code 3"),
+        ];
+        for (body, word) in menu {
+            let mut process = script(tmp.path(), body);
+            match process.ask(&Request::Read, limits) {
+                Err(Loss::Died(how)) => assert!(how.contains(word), "{body}: {how}"),
+                other => panic!("{body}: {other:?}"),
+            }
+            assert!(matches!(process.ask(&Request::Read, limits), Err(Loss::Died(_))), "{body}: it is gone");
+        }
+        // Silence while it is said to launch is a hang.
+        let mut process = script(tmp.path(), "printf '\\1\\0\\0\\0\\0' >&0; sleep 9");
+        assert!(matches!(process.ask(&Request::Read, limits), Err(Loss::Hung(_))));
+    }
+}
