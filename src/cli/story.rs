@@ -70,6 +70,8 @@ pub struct Line {
 pub struct Candidate {
     pub schedule: String,
     pub median_us: Option<f64>,
+    /// How many times it was timed.
+    pub samples: Option<u32>,
     pub over_winner: Option<f64>,
     pub stage: Option<String>,
     pub reason: Option<String>,
@@ -105,9 +107,10 @@ impl Story {
         let others = record.finalists.iter().filter(|f| f.schedule != record.schedule);
         let runner_up = others.map(|f| f.median_us).min_by(f64::total_cmp);
         let candidate = |t: &Trial| match &t.result {
-            TrialResult::Timed { median_us, .. } => Candidate {
+            TrialResult::Timed { median_us, samples, .. } => Candidate {
                 schedule: t.schedule.to_string(),
                 median_us: Some(*median_us),
+                samples: Some(*samples),
                 over_winner: Some(over(*median_us)),
                 stage: None,
                 reason: None,
@@ -115,6 +118,7 @@ impl Story {
             TrialResult::Failed { stage, reason } => Candidate {
                 schedule: t.schedule.to_string(),
                 median_us: None,
+                samples: None,
                 over_winner: None,
                 stage: Some(stage.to_string()),
                 reason: Some(reason.clone()),
@@ -224,11 +228,12 @@ impl fmt::Display for Story {
         writeln!(f, "{finalists}")?;
         match (&self.candidates, &self.journal) {
             (Some(candidates), _) => {
-                let mut all = table(&["candidate", "us", "vs winner", "out at", "because"]);
+                let mut all = table(&["candidate", "us", "samples", "vs winner", "out at", "because"]);
                 for c in candidates {
                     all.add_row([
                         c.schedule.clone(),
                         c.median_us.map_or(String::new(), |us| format!("{us:.1}")),
+                        c.samples.map_or(String::new(), |n| n.to_string()),
                         c.over_winner.map_or(String::new(), |r| format!("{r:.2}x")),
                         c.stage.clone().unwrap_or_default(),
                         c.reason.as_deref().and_then(|r| r.lines().next()).unwrap_or_default().to_owned(),

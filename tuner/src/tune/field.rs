@@ -278,7 +278,10 @@ impl Tuning<'_> {
 
     /// What became of an order.
     fn take_in(&mut self, field: &mut Field, built: Built) -> usize {
-        self.log.add(Activity::Compile, Some(built.candidate), built.lane + 1, (built.began, built.ended), 0);
+        // What came too late was not begun.
+        if !matches!(built.outcome, Err((Stage::Budget, _))) {
+            self.log.add(Activity::Compile, Some(built.candidate), built.lane + 1, (built.began, built.ended), 0);
+        }
         field.settled[built.candidate] = true;
         let candidate = &mut field.candidates[built.candidate];
         match built.outcome {

@@ -7,7 +7,7 @@ use crate::decide::{FinalRules, NOISE, Rounds, decide, run_final};
 use crate::race::{RaceEvent, Rules, Track, race};
 use crate::runner::Runner;
 use crate::stats::{median, percentile};
-use crate::{Error, Event, Observer, Phase, Result};
+use crate::{Error, Event, Observer, Phase, Result, Search};
 use flashtune_cache::{Activity, Conditions, Finalist, Lesson, Progress, Stage};
 use flashtune_codegen::Schedule;
 use std::time::{Duration, Instant};
@@ -36,6 +36,9 @@ impl Tuning<'_> {
     pub fn race(&mut self, field: &mut Field, rules: &Rules) -> Result<()> {
         let default = field.candidates.iter().position(|c| c.is_default && c.is_live());
         let Field { candidates, standings, .. } = field;
+        // A table of the space has at least two runs of each, and no equals are left out.
+        let recorded = rules.clone().for_a_record();
+        let rules = if self.job.search == Search::Even { &recorded } else { rules };
         self.on_track(Activity::Race, candidates, |track, on| race(track, standings, default, rules, on))
     }
 

@@ -59,3 +59,20 @@ fn graphs_are_refused_where_there_are_none_before_anything_runs() {
     assert_eq!((device.launches.load(Ordering::Relaxed), compiler.compiled.load(Ordering::Relaxed)), (0, 0));
     assert!(!f.dir.base().exists());
 }
+
+#[test]
+fn a_table_of_a_space_has_two_runs_of_each_and_leaves_out_no_equals() {
+    // Half of them far behind, the others all alike.
+    let special: Vec<_> = (1..schedules().len()).map(|i| (i, Behaviour::Right { us: [99.9, 400.0][i % 2] })).collect();
+    let (device, _) = device(&special);
+    let samples = |search: Search| -> Vec<u32> {
+        let outcome = fixture().tune(&device, &Job { search, ..job() }).unwrap();
+        let of = |t: &Trial| match t.result {
+            TrialResult::Timed { samples, .. } => samples,
+            TrialResult::Failed { .. } => 99,
+        };
+        outcome.trials.iter().map(of).collect()
+    };
+    assert!(samples(Search::Even).into_iter().all(|n| n >= 2));
+    assert!(samples(Search::Guided).contains(&1));
+}
