@@ -45,6 +45,10 @@ pub enum MaskChoice {
     Program(ProgramRef),
 }
 
+/// What a mask may be.
+const MASKS: &str = "full, causal, window:LEFT,RIGHT with a number or - for an unbounded side, the name of a built-in program \
+                     (chunked, document, ...), or the text of one";
+
 /// Masks that one option names: `causal`, several as in `full,causal,window:512,0`, the name of a built-in program, or
 /// the text of one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,19 +58,23 @@ impl FromStr for Masks {
     type Err = Error;
     fn from_str(s: &str) -> Result<Self, Error> {
         let mut items = s.split(',');
-        let mut masks = Vec::new();
+        let mut texts = Vec::new();
         while let Some(item) = items.next() {
             // The comma between the sides of a window is no separator.
             let right = item.starts_with("window:").then(|| items.next()).flatten();
-            let text = right.map_or_else(|| item.to_owned(), |right| format!("{item},{right}"));
-            masks.push(text.parse().map(MaskChoice::Window));
+            texts.push(right.map_or_else(|| item.to_owned(), |right| format!("{item},{right}")));
         }
-        match masks.into_iter().collect::<Result<Vec<_>, Error>>() {
-            Ok(masks) => Ok(Masks(masks)),
-            Err(e) => match program_text(s, "mask") {
-                Some(program) => Ok(Masks(vec![MaskChoice::Program(ProgramRef::new(program?))])),
-                None => Err(e),
-            },
+        let masks: Result<Vec<Mask>, Error> = texts.iter().map(|text| text.parse()).collect();
+        match masks {
+            Ok(masks) => Ok(Masks(masks.into_iter().map(MaskChoice::Window).collect())),
+            Err(e) if s.starts_with("window") => Err(e),
+            Err(_) => {
+                // A single word is a text only if it is a good one, such as `false`: else it is a name that nobody knows.
+                let word = texts.iter().find(|text| text.parse::<Mask>().is_err()).map_or(s, |text| text);
+                let unknown = |_| Error::parse("mask", word, MASKS);
+                let program = program_text(s, "mask").unwrap_or_else(|| Program::mask_of(s).map_err(unknown))?;
+                Ok(Masks(vec![MaskChoice::Program(ProgramRef::new(program))]))
+            }
         }
     }
 }

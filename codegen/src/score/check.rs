@@ -2,8 +2,8 @@
 
 use super::ast::{Ast, AstId, AstNode};
 use super::error::ProgramError;
-use super::graph::{Graph, Id};
-use super::words::{Axis, Binary, Type, Unary, Var};
+use super::graph::Graph;
+use super::words::{Axis, Binary, Id, Type, Unary, Var};
 use std::ops::Range;
 
 /// Nodes that checking a text may make, those that normalising leaves behind among them.

@@ -1,8 +1,8 @@
 //! Derivatives of what a program makes of the score: by the score itself, and by the elements of side tensors.
 
-use super::graph::{Graph, Id, Node};
+use super::graph::{Graph, Node};
 use super::program::Program;
-use super::words::{Binary, Type, Unary, Var};
+use super::words::{Binary, Id, Type, Unary, Var};
 
 /// The derivatives of one result of a program, for the backward pass.
 ///

@@ -5,19 +5,8 @@
 //! every pass is a loop over ids, and no depth of nesting overflows the stack.
 
 use super::linear::Linear;
-use super::words::{Binary, Declaration, Range, Type, Unary, Var};
+use super::words::{Binary, Declaration, Id, Range, Type, Unary, Var};
 use std::collections::HashMap;
-
-/// A node of a [`Graph`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Id(pub(super) u32);
-
-impl Id {
-    /// The place in [`Graph::nodes`].
-    pub fn index(self) -> usize {
-        self.0 as usize
-    }
-}
 
 /// What a node computes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -208,6 +197,31 @@ impl Graph {
             (Some(chain), Node::Binary(o, ..)) if *o == op => chain.clone(),
             _ => vec![id],
         }
+    }
+
+    /// The sum of two sums of nodes.
+    pub fn sum_of(&self, a: &Linear, b: &Linear) -> Linear {
+        let mut terms = Vec::with_capacity(a.terms.len() + b.terms.len());
+        let constant = a.constant.wrapping_add(b.constant);
+        let (mut a, mut b) = (a.terms.iter().copied().peekable(), b.terms.iter().copied().peekable());
+        loop {
+            let term = match (a.peek(), b.peek()) {
+                (None, None) => break,
+                (Some((c, x)), Some((d, y))) if x == y => {
+                    let both = (c.wrapping_add(*d), *x);
+                    b.next();
+                    a.next();
+                    both
+                }
+                (Some((_, x)), Some((_, y))) if self.key(*x) > self.key(*y) => b.next().expect("peeked"),
+                (Some(_), _) => a.next().expect("peeked"),
+                (None, Some(_)) => b.next().expect("peeked"),
+            };
+            if term.0 != 0 {
+                terms.push(term);
+            }
+        }
+        Linear { terms, constant }
     }
 
     /// Interns a node that is in normal form already. `range`, `linear` and `chain` say what is known beyond it.

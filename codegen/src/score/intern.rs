@@ -16,27 +16,43 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 /// The memory of a program is never given back: a few kilobytes for each different one, beside the kernel that is
 /// compiled for it. Run-time scalars and tensors are no part of it, so a host needs as many as it has kinds of masks.
 #[derive(Clone, Copy)]
-pub struct ProgramRef(&'static Program);
+pub struct ProgramRef(&'static Kept);
 
-static PROGRAMS: LazyLock<Mutex<HashMap<[u8; 32], &'static Program>>> = LazyLock::new(Mutex::default);
+/// A program, and what is left of it without a mask that is a window.
+struct Kept {
+    program: Program,
+    unmasked: Option<ProgramRef>,
+}
+
+static PROGRAMS: LazyLock<Mutex<HashMap<[u8; 32], &'static Kept>>> = LazyLock::new(Mutex::default);
 
 impl ProgramRef {
     /// The kept program that is equal to this one.
     pub fn new(program: Program) -> Self {
-        let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
-        Self(programs.entry(*program.hash()).or_insert_with(|| Box::leak(Box::new(program))))
+        let programs = || PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kept) = programs().get(program.hash()) {
+            return Self(kept);
+        }
+        let unmasked = program.unmasked().cloned().map(Self::new);
+        let hash = *program.hash();
+        Self(programs().entry(hash).or_insert_with(|| Box::leak(Box::new(Kept { program, unmasked }))))
+    }
+
+    /// [`Program::unmasked`] of it, kept as well.
+    pub fn unmasked(self) -> Option<ProgramRef> {
+        self.0.unmasked
     }
 
     /// The program, for as long as the process runs.
     pub fn kept(self) -> &'static Program {
-        self.0
+        &self.0.program
     }
 }
 
 impl Deref for ProgramRef {
     type Target = Program;
     fn deref(&self) -> &Program {
-        self.0
+        &self.0.program
     }
 }
 
@@ -50,7 +66,7 @@ impl Eq for ProgramRef {}
 
 impl Hash for ProgramRef {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.hash().hash(state);
+        self.0.program.hash().hash(state);
     }
 }
 
@@ -62,7 +78,7 @@ impl PartialOrd for ProgramRef {
 
 impl Ord for ProgramRef {
     fn cmp(&self, other: &Self) -> Ordering {
-        self.0.hash().cmp(other.0.hash())
+        self.0.program.hash().cmp(other.0.program.hash())
     }
 }
 

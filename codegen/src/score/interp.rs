@@ -3,9 +3,9 @@
 use super::arith;
 use super::data::{Elements, Scalar, SideData, SideTensor};
 use super::error::ProgramError;
-use super::graph::{Depends, Graph, Id, Node};
+use super::graph::{Depends, Graph, Node};
 use super::program::Program;
-use super::words::{Binary, Type, Unary, Var};
+use super::words::{Binary, Id, Type, Unary, Var};
 use crate::Shape;
 
 /// How floats are rounded. Masks always take fp32, since a mask is what the kernel sees.

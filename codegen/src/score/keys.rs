@@ -1,9 +1,9 @@
 //! Which keys a block of queries can see at all: the bounds of a kernel's loop, as expressions over the block's rows.
 
-use super::graph::{Id, Node};
+use super::graph::Node;
 use super::linear::Linear;
 use super::tile::{Analysis, Image};
-use super::words::{Binary, Range, Type, Var};
+use super::words::{Binary, Id, Range, Type, Var};
 
 impl Analysis<'_> {
     /// The first key that any query of the tile can see, and the one after the last, from the conditions that bound

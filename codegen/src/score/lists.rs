@@ -1,7 +1,7 @@
 //! Lists of the key blocks that a mask leaves each tile: which masks want them, and what they change with.
 
-use super::graph::{Graph, Id, Node};
-use super::words::Var;
+use super::graph::{Graph, Node};
+use super::words::{Id, Var};
 use crate::Shape;
 
 /// What the lists of a mask change with besides the query rows: tiles that agree in it share a list.

@@ -5,6 +5,7 @@
 //!                                                   -> Bound: the interpreter, the oracle of all the rest
 //!                                                   -> RowKeys: the run of keys of each query, for masks that leave one
 //!                                                   -> TileProgram: which tiles are all masked, all visible, mixed
+//!                                                   -> ListAxes: what lists of live blocks change with, for all other masks
 //!                                                   -> Derivative: d score' / d score, and by each side tensor
 //!                                                   -> lower: statements of C and CUDA C for the kernels
 //! ```
@@ -50,7 +51,7 @@ pub use data::{Elements, Scalar, SideData, SideTensor, check_float, check_shape}
 pub use derive::{ByTensor, Derivative, GradientAxis};
 pub use error::{Place, ProgramError};
 pub use given::Texts;
-pub use graph::{Depends, Graph, Id, Node};
+pub use graph::{Depends, Graph, Node};
 pub use intern::ProgramRef;
 pub use interp::{At, Bound, Evaluator, Precision};
 pub use linear::Linear;
@@ -61,4 +62,4 @@ pub use program::{MAX_INPUTS, MAX_NODES, OfScores, Program, ProgramBuilder};
 pub use rows::{RowKeys, Search};
 pub use tile::{TileKind, TileProgram};
 pub use window::WindowForm;
-pub use words::{Axis, Binary, Declaration, MAX_LEN, MAX_RANK, Range, Storage, Type, Unary, Var};
+pub use words::{Axis, Binary, Declaration, Id, MAX_LEN, MAX_RANK, Range, Storage, Type, Unary, Var};

@@ -6,9 +6,9 @@
 //! or product change places.
 
 use super::arith;
-use super::graph::{Graph, Id, Node};
+use super::graph::{Graph, Node};
 use super::linear::{Linear, gcd};
-use super::words::{Binary, Range, Type, Unary, Var};
+use super::words::{Binary, Id, Range, Type, Unary, Var};
 
 /// Terms of a sum, and operands of an `and` or an `or`, that are kept in one list; longer ones are nested. This bounds
 /// what normalising costs for each node.
@@ -147,7 +147,7 @@ impl Graph {
         let mut so_far = Linear::default();
         let mut node: Option<Id> = None;
         for (c, term) in positive {
-            so_far = so_far.plus(self, &Linear { terms: vec![(c, term)], constant: 0 });
+            so_far = self.sum_of(&so_far, &Linear { terms: vec![(c, term)], constant: 0 });
             let scaled = self.scaled(c, term);
             node = Some(match node {
                 None => scaled,
@@ -160,7 +160,7 @@ impl Graph {
             node = Some(self.int(std::mem::take(&mut constant)));
         }
         for (c, term) in negative {
-            so_far = so_far.plus(self, &Linear { terms: vec![(c, term)], constant: 0 });
+            so_far = self.sum_of(&so_far, &Linear { terms: vec![(c, term)], constant: 0 });
             let scaled = self.scaled(c.wrapping_neg(), term);
             let next = match node {
                 None => Node::Unary(Unary::Neg, scaled),
@@ -187,7 +187,7 @@ impl Graph {
         let mut so_far = Linear { terms: Vec::new(), constant };
         for (c, node) in parts {
             let part = self.linear(node).scaled(c);
-            let next = so_far.plus(self, &part);
+            let next = self.sum_of(&so_far, &part);
             if next.terms.len() <= MAX_TERMS {
                 so_far = next;
                 continue;
@@ -237,7 +237,7 @@ impl Graph {
         match op {
             Binary::Add | Binary::Sub => {
                 let right = self.linear(b).scaled(if op == Binary::Add { 1 } else { -1 });
-                let sum = self.linear(a).plus(self, &right);
+                let sum = self.sum_of(&self.linear(a), &right);
                 if sum.terms.len() <= MAX_TERMS {
                     return self.sum(sum);
                 }
@@ -438,7 +438,7 @@ impl Graph {
         if a == b {
             return self.boolean(op != Binary::Lt);
         }
-        let difference = left.plus(self, &right.scaled(-1));
+        let difference = self.sum_of(&left, &right.scaled(-1));
         if !self.is_safe(&left) || !self.is_safe(&right) || difference.terms.len() > MAX_TERMS {
             let (a, b) = if op == Binary::Eq { self.sorted(a, b) } else { (a, b) };
             return self.intern(Node::Binary(op, a, b), Range::FULL, None, None);

@@ -4,14 +4,13 @@ use super::ast::Ast;
 use super::builder::Expr;
 use super::check::Checker;
 use super::error::ProgramError;
-use super::graph::{Graph, Id, Node};
-use super::intern::ProgramRef;
+use super::graph::{Graph, Node};
 use super::lists::ListAxes;
 use super::parse::parse;
 use super::print::print;
 use super::rows::RowKeys;
 use super::window::WindowForm;
-use super::words::{Axis, Binary, Declaration, Type, Unary, Var};
+use super::words::{Axis, Binary, Declaration, Id, Type, Unary, Var};
 use std::fmt;
 
 /// Nodes that a program may have.
@@ -40,7 +39,7 @@ pub struct Program {
     rows: Option<RowKeys>,
     lists: Option<ListAxes>,
     /// What is left of a program whose mask is a window.
-    unmasked: Option<ProgramRef>,
+    unmasked: Option<Box<Program>>,
 }
 
 impl PartialEq for Program {
@@ -151,8 +150,8 @@ impl Program {
     }
 
     /// The score and the sink of a program whose mask is a window; `None` when it has neither.
-    pub fn unmasked(&self) -> Option<ProgramRef> {
-        self.unmasked
+    pub fn unmasked(&self) -> Option<&Program> {
+        self.unmasked.as_deref()
     }
 
     /// The run of keys that the mask leaves each query, if that is what it does.
@@ -360,7 +359,7 @@ impl ProgramBuilder {
                 let mut graph = graph.clone();
                 let score = score.unwrap_or_else(|| graph.var(Var::Score));
                 let rest = ProgramBuilder { graph, mask: None, score, sink, infer_axes: false };
-                Some(ProgramRef::new(rest.build()?))
+                Some(Box::new(rest.build()?))
             }
             _ => None,
         };

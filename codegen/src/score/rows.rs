@@ -5,9 +5,9 @@
 //! comparison with constants. Where a condition bounds an element of a tensor that is declared not to decrease along the
 //! keys, the end of the run is the place where the elements pass a value, which is searched for at run time.
 
-use super::graph::{Graph, Id, Node};
+use super::graph::{Graph, Node};
 use super::linear::Linear;
-use super::words::{Axis, Binary, Range, Type, Unary, Var};
+use super::words::{Axis, Binary, Id, Range, Type, Unary, Var};
 
 /// More searches than this for a row are left to conditions per score.
 const MAX_SEARCHES: usize = 4;
@@ -145,7 +145,7 @@ impl Finder {
                 _ => None,
             };
         }
-        let difference = left.plus(&self.graph, &right.scaled(-1));
+        let difference = self.graph.sum_of(&left, &right.scaled(-1));
         self.sum_against_zero(op, &difference)
     }
 
@@ -221,7 +221,7 @@ impl Finder {
                     return None;
                 }
                 let most = most.scaled(-1);
-                let (up, down) = (inner.plus(&self.graph, &most), inner.scaled(-1).plus(&self.graph, &most));
+                let (up, down) = (self.graph.sum_of(&inner, &most), self.graph.sum_of(&inner.scaled(-1), &most));
                 let (up, down) = (self.sum_against_zero(Binary::Le, &up)?, self.sum_against_zero(Binary::Le, &down)?);
                 self.both(up, down)
             }
@@ -257,7 +257,7 @@ impl Finder {
         let g = &mut self.graph;
         let product = g.binary(Binary::Mul, y, d);
         let product = (g.range(product) != Range::FULL).then(|| g.linear(product))?;
-        let limit = product.plus(g, &rest.scaled(-1));
+        let limit = g.sum_of(&product, &rest.scaled(-1));
         if !g.is_safe(&product) || !g.is_safe(&limit) {
             return None;
         }

@@ -11,10 +11,10 @@
 //! fixed over the tile, or if it is declared not to decrease; else the declared range of the elements is all that is known.
 //! Floats that change within the tile are not followed. All of these leave a tile mixed, never wrong.
 
-use super::graph::{Graph, Id, Node};
+use super::graph::{Graph, Node};
 use super::linear::{Linear, gcd};
 use super::program::Program;
-use super::words::{Binary, Range, Type, Unary, Var};
+use super::words::{Binary, Id, Range, Type, Unary, Var};
 use std::collections::HashMap;
 
 /// What the mask does to a tile.
@@ -352,7 +352,7 @@ impl<'a> Analysis<'a> {
                 continue;
             }
             // factor * form + rest <= 0, or == 0.
-            let mut difference = a.plus(self.source, &b.scaled(-1));
+            let mut difference = self.source.sum_of(&a, &b.scaled(-1));
             difference.constant += more;
             let (form, factor, rest) = self.split(&difference);
             if form.is_empty() {

@@ -1,8 +1,8 @@
 //! Masks that say no more than causal or a window does: kernels have those built in, so such a program needs none of its
 //! own, and shares their tuned records.
 
-use super::graph::{Graph, Id, Node};
-use super::words::{Binary, Type, Var};
+use super::graph::{Graph, Node};
+use super::words::{Binary, Id, Type, Var};
 use crate::{Mask, Shape};
 
 /// One side of a window, as a program states it: `reach = kv * kv_len + q * q_len + constant`, counted from the query's
@@ -38,7 +38,7 @@ impl WindowForm {
                 return None;
             }
             // What holds is `difference <= 0`.
-            let difference = a.plus(graph, &b.scaled(-1));
+            let difference = graph.sum_of(&a, &b.scaled(-1));
             let (mut kv, mut q, mut kv_len, mut q_len) = (0, 0, 0, 0);
             for (factor, term) in &difference.terms {
                 match graph.node(*term) {

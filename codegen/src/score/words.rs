@@ -372,6 +372,17 @@ impl fmt::Display for Declaration {
     }
 }
 
+/// A node of a [`super::Graph`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Id(pub(super) u32);
+
+impl Id {
+    /// The place in [`super::Graph::nodes`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// An operation on one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Unary {
