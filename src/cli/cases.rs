@@ -1,7 +1,7 @@
 //! Problems and sizes on the command line: lists of values, all combinations.
 
 use super::exit::usage;
-use super::lists::{MaskChoice, Masks, ScoreChange, Sizes, joined, masks, sizes};
+use super::lists::{MaskChoice, Masks, ScoreChange, Sizes, joined, masks, sizes, whole};
 use anyhow::Result;
 use flashtune::codegen::score::ProgramRef;
 use flashtune::codegen::{Arch, Family};
@@ -23,10 +23,10 @@ pub struct CaseArgs {
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub dtype: Vec<DType>,
     /// Head dims of Q and K: multiples of 8 from 16 to 256
-    #[arg(long, visible_alias = "head-dims", value_delimiter = ',', value_name = "LIST")]
+    #[arg(long, visible_alias = "head-dims", value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub head_dim: Vec<u32>,
     /// Head dims of V and O; the same as --head-dim when absent
-    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    #[arg(long, value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub head_dim_v: Vec<u32>,
     /// full, causal, window:LEFT,RIGHT with - for an unbounded side, or several with commas between; or a score program:
     /// the name of a built-in one (chunked, document, ...) or its text ("kv <= q and q - kv < 1024")
@@ -37,13 +37,13 @@ pub struct CaseArgs {
     #[arg(long, value_name = "PROGRAM")]
     pub score: Option<ScoreChange>,
     /// Numbers of sequences
-    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    #[arg(long, value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub batch: Vec<u32>,
     /// Numbers of query heads
-    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    #[arg(long, value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub heads: Vec<u32>,
     /// Numbers of key/value heads; the same as --heads when absent
-    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    #[arg(long, value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub kv_heads: Vec<u32>,
     /// Rows of Q per head: numbers, 16k, or 512..16k for every doubling
     #[arg(long, visible_alias = "seq-lens", value_delimiter = ',', value_name = "LIST")]

@@ -107,7 +107,11 @@ pub fn classify(error: &anyhow::Error) -> Exit {
         }
         match e.downcast_ref::<flashtune::Error>() {
             Some(flashtune::Error::Runtime(e)) => return of_runtime(e),
-            Some(flashtune::Error::Templates { .. } | flashtune::Error::Tuner(tuner::Error::Job { .. })) => {
+            Some(
+                flashtune::Error::Templates { .. }
+                | flashtune::Error::Manifest { .. }
+                | flashtune::Error::Tuner(tuner::Error::Job { .. }),
+            ) => {
                 return Exit::Usage;
             }
             Some(flashtune::Error::Tuner(tuner::Error::InWorker { cause, .. })) => {

@@ -25,6 +25,13 @@ impl FromStr for Sizes {
     }
 }
 
+/// A whole number of a list, without a sign.
+pub fn whole(s: &str) -> Result<u32, Error> {
+    let digits = |s: &str| s.bytes().all(|b| b.is_ascii_digit()).then(|| s.parse().ok())?;
+    digits(s.trim())
+        .ok_or_else(|| Error::parse("number", s, "a whole number such as 64, or several with commas between"))
+}
+
 /// `512`, `16k`, `1M`.
 fn size(text: &str) -> Option<u32> {
     let (digits, unit) = match text.trim().as_bytes() {
