@@ -55,7 +55,8 @@ fn bad_programs_are_bad_input() {
     fails(&mut explain(&["--mask", "chunked", "--tile-map"]), 2, &["scalar `chunk` is missing"]);
     fails(&mut explain(&["--mask", "chunked", "--tile-map", "--set", "chunk=0"]), 2, &["holds 0", "from 1"]);
     fails(&mut explain(&["--mask", "causal", "--tile-map", "--tile", "0x8"]), 2, &["--tile 0x8"]);
-    let arch = ["emit", "--arch", "sm_90a", "--family", "forward/sm90", "--head-dim", "256", "--score", "additive_bias"];
+    let arch =
+        ["emit", "--arch", "sm_90a", "--family", "forward/sm90", "--head-dim", "256", "--score", "additive_bias"];
     fails(&mut place.flashtune(&arch), 2, &["side tensors", "forward/sm80"]);
 }
 
