@@ -139,7 +139,8 @@ impl Engine {
         self.cache.as_ref()
     }
 
-    /// Computes on the caller's stream and returns at once (on the CPU when done). A warm call allocates nothing; the
+    /// Computes on the caller's stream and returns at once (on the CPU when done). A warm call allocates nothing
+    /// (but for masks that go by lists of key blocks: their memory, in the stream's order); the
     /// first of its class searches the layers and may compile or tune, by policy. Gives back what runs; does nothing, and
     /// gives nothing back, when O has no element.
     ///
