@@ -101,6 +101,9 @@ impl Nvrtc {
     }
 }
 
+/// Asks ptxas for the log that [`ptxas_log`] reads.
+const VERBOSE: &str = "--ptxas-options=-v";
+
 impl Nvrtc {
     /// Compiles past NVRTC's own cache, where it has one.
     fn compile_anew(&self, name: &CStr, text: &CStr, mut options: Vec<CString>) -> Compiled {
@@ -135,7 +138,11 @@ impl Compiler for Nvrtc {
             |text: &str| CString::new(text).map_err(|e| refused(format!("the source holds a zero byte: {e}")));
         let name = c_string(&format!("{}.cu", source.name))?;
         let text = c_string(&source.text)?;
-        let options = source.options.iter().map(|o| c_string(o)).collect::<Result<Vec<_>>>()?;
+        let mut options = source.options.iter().map(|o| c_string(o)).collect::<Result<Vec<_>>>()?;
+        // Whoever wrote the source: what it needs is told.
+        if !source.options.iter().any(|o| o == VERBOSE) {
+            options.push(c_string(VERBOSE)?);
+        }
         let start = Instant::now();
         let compiled = self.compile_anew(&name, &text, options);
         self.warm.call_once(|| ());
@@ -207,6 +214,15 @@ mod tests {
         }
         assert!(nvrtc.supported_archs().contains(&90));
         assert!(nvrtc.id().version.contains('+'), "{}", nvrtc.id());
+    }
+
+    #[test]
+    fn a_source_that_asks_for_no_log_has_facts_too() {
+        let Some(nvrtc) = nvrtc() else { return };
+        let mut plain = source("sm_90a", DOUBLE);
+        plain.options.retain(|o| o != VERBOSE);
+        assert_eq!(plain.options.len(), 2);
+        assert!(nvrtc.compile(&plain).unwrap().1.registers > 0);
     }
 
     #[test]
