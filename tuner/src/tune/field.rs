@@ -41,6 +41,8 @@ const SMALLEST_BATCH: usize = 2;
 /// Samples that a candidate has in its first race, and at most while the device would wait for compilers otherwise.
 const GLANCE: usize = 2;
 const PASTIME: usize = 8;
+/// Candidates that are checked before those who came meanwhile are looked at.
+const FEW: usize = 4;
 
 /// How compiling and measuring share the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,6 +82,8 @@ pub(super) struct Field {
     some_passed: bool,
     /// Candidates that nothing is awaited for any more, until they are reported.
     settled: Vec<bool>,
+    /// What the compilers are done with and nobody has looked at yet.
+    ready: Vec<Built>,
     /// When the first kernel was there.
     pub first_kernel: Option<Instant>,
 }
@@ -149,7 +153,7 @@ impl Tuning<'_> {
         loop {
             let ahead = if guide.is_led() { 0 } else { pace.ahead };
             while batches.len() <= ahead {
-                let room = self.room(&field, compilation.outstanding());
+                let room = self.room(&field, compilation.outstanding() + field.ready.len());
                 is_late |= room < SMALLEST_BATCH;
                 let batch = if is_late { Vec::new() } else { guide.next(room) };
                 if batch.is_empty() {
@@ -171,7 +175,7 @@ impl Tuning<'_> {
                 field.standings.enter(i);
             }
             // What is left then is the race.
-            if guide.is_over() && compilation.outstanding() == 0 {
+            if guide.is_over() && compilation.outstanding() == 0 && field.ready.is_empty() {
                 break;
             }
             self.glance(&mut field, GLANCE)?;
@@ -237,8 +241,9 @@ impl Tuning<'_> {
         from..field.candidates.len()
     }
 
-    /// Candidates that came from the compilers: the rest of the oldest batch where these take turns with the device, what is
-    /// there otherwise, but nobody before the first of all, which is the default.
+    /// Candidates that came from the compilers. Where these take turns with the device, the rest of the oldest batch; otherwise
+    /// a few of those that are there, the oldest first, so that its batch is soon reported, and nobody before the first of
+    /// all, which is the default.
     fn next_compiled(
         &mut self,
         field: &mut Field,
@@ -246,34 +251,37 @@ impl Tuning<'_> {
         oldest: Range<usize>,
         compilation: &mut Compilation<'_>,
     ) -> Result<Vec<usize>> {
-        let mut new = Vec::new();
-        let enough = |field: &Field, new: &[usize]| {
-            let whole = oldest.clone().all(|i| field.settled[i]);
-            whole || pace.ahead > 0 && !new.is_empty() && field.settled[0]
-        };
-        while !enough(field, &new) {
-            let ready = compilation.poll();
-            if ready.is_none() && pace.ahead > 0 && self.pastime(field)? {
+        loop {
+            field.ready.extend(std::iter::from_fn(|| compilation.poll()));
+            field.ready.sort_by_key(|built| built.candidate);
+            let is_first_there = field.settled[0] || field.ready.first().is_some_and(|built| built.candidate == 0);
+            let count = match pace.ahead {
+                0 if compilation.outstanding() > 0 => 0,
+                0 => field.ready.len(),
+                _ if is_first_there => field.ready.len().min(FEW),
+                _ => 0,
+            };
+            if count > 0 {
+                let new: Vec<Built> = field.ready.drain(..count).collect();
+                let new = new.into_iter().map(|built| self.take_in(field, built)).collect();
+                if field.candidates.iter().any(|c| c.artifact.is_some()) {
+                    field.first_kernel.get_or_insert_with(Instant::now);
+                }
+                return Ok(new);
+            }
+            if field.settled[oldest.clone()].iter().all(|s| *s) {
+                return Ok(Vec::new());
+            }
+            if pace.ahead > 0 && self.pastime(field)? {
                 continue;
             }
             let waiting = Instant::now();
-            let Some(built) = ready.or_else(|| compilation.wait()) else { break };
+            let Some(built) = compilation.wait() else { return Ok(Vec::new()) };
             if field.first_kernel.is_some() {
                 self.log.until_now(Activity::Wait, None, waiting, 0);
             }
-            new.push(self.take_in(field, built));
+            field.ready.push(built);
         }
-        // Whoever is ready too.
-        while pace.ahead > 0
-            && let Some(built) = compilation.poll()
-        {
-            new.push(self.take_in(field, built));
-        }
-        if field.candidates.iter().any(|c| c.artifact.is_some()) {
-            field.first_kernel.get_or_insert_with(Instant::now);
-        }
-        new.sort_unstable();
-        Ok(new)
     }
 
     /// What became of an order.
