@@ -116,7 +116,7 @@ impl Builder {
         self
     }
 
-    /// Whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a third of the time
+    /// Whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a quarter of the time
     /// ([`Status::Quick`](flashtune_runtime::Status)), with the same bits, while their own is compiled on a thread of the
     /// engine; then that one takes over. What `FLASHTUNE_QUICK_FIRST` says (`1` or `0`) when not said, else yes. Never in a
     /// capture, nor for [`Engine::prepare`], [`Engine::plan`] and [`Engine::preload`], which wait for the kernel itself. A

@@ -88,7 +88,11 @@ impl Kernel {
                 "--std=c++17".to_owned(),
                 "--device-as-default-execution-space".to_owned(),
                 "--ptxas-options=-v".to_owned(),
-            ],
+            ]
+            .into_iter()
+            // By count of its output: the same arithmetic, and no spill.
+            .chain(self.schedule.is_quick().then(|| "--ptxas-options=-O1".to_owned()))
+            .collect(),
         }
     }
 
@@ -116,8 +120,9 @@ impl Kernel {
         let how = match self.language() {
             Language::C => format!("cc {} -o kernel.so kernel.c", options.join(" ")),
             Language::Cuda => format!(
-                "nvcc -cubin -arch={} -std=c++17 -Xptxas -v kernel.cu   (NVRTC options: {})",
+                "nvcc -cubin -arch={} -std=c++17 -Xptxas -v{} kernel.cu   (NVRTC options: {})",
                 self.arch,
+                if self.schedule.is_quick() { ",-O1" } else { "" },
                 options.join(" ")
             ),
         };
@@ -186,6 +191,7 @@ impl Kernel {
                 ("masked_loop", s.masked_loop.to_string()),
                 ("lazy_rescale", s.lazy_rescale.to_string()),
                 ("pack_group", s.pack_group.to_string()),
+                ("quick", s.quick.to_string()),
                 ("persistent", s.scheduler.stays().to_string()),
                 ("queue", (s.scheduler == Sm90Scheduler::Queue).to_string()),
                 ("tile_queues", abi::TILE_QUEUES.to_string()),
@@ -203,7 +209,7 @@ impl Kernel {
                 ("blocks_per_sm", s.blocks_per_sm.to_string()),
                 ("producer_registers", s.producer_registers(p).to_string()),
                 ("consumer_registers", s.consumer_registers(p).to_string()),
-                ("wgmma_instructions", wgmma::instructions(p.dtype, &[s.block_kv, p.head_dim_v.next_multiple_of(16)])),
+                ("wgmma_instructions", wgmma::instructions(p, &s)),
             ]),
         }
         m

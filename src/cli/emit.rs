@@ -53,9 +53,12 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     let schedule = match &args.schedule {
         None => default,
-        Some(name) => space().find(|s| s.to_string() == *name).ok_or_else(|| {
-            usage(format!("{family} has no schedule `{name}` for {} on {arch}; --space lists them", case.problem))
-        })?,
+        // Also one that stands in while another is compiled.
+        Some(name) => {
+            space().chain(space().filter_map(|s| s.quick())).find(|s| s.to_string() == *name).ok_or_else(|| {
+                usage(format!("{family} has no schedule `{name}` for {} on {arch}; --space lists them", case.problem))
+            })?
+        }
     };
     let kernel = Kernel { problem: case.problem, schedule, arch };
     let source = kernel.render(&*cx.templates()?)?;

@@ -24,6 +24,7 @@ constexpr bool kTakeTurns = @{ take_turns }@;
 constexpr bool kPInShared = @{ p_in_shared }@;
 constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
+constexpr bool kQuick = @{ quick }@;  // to compile
 constexpr bool kPackGroup = @{ pack_group }@;
 constexpr bool kPersistent = @{ persistent }@;
 constexpr bool kQueue = @{ queue }@;
@@ -51,6 +52,7 @@ using KernelArgs = WithSide<Sm90Args>;
 
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kBlockQ = kConsumers * 64;
+constexpr bool kRegistersMove = kProducerRegisters != kConsumerRegisters;
 constexpr int kChunksQK = div_up(kHeadDimQK, 64);  // 64-element columns of a row: one box of the copy engine each
 constexpr int kChunksV = div_up(kHeadDimV, 64);
 constexpr int kColumnsV = round_up(kHeadDimV, 16);
@@ -92,6 +94,9 @@ constexpr bool kReadAhead = kScoreReads > 0;
 // A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds; but not
 // beside a sink, whose sum is not empty.
 constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;
+
+// Of a quick kernel a product is one statement, waited for at its end.
+constexpr bool kWholeOutput = kQuick && !kPInShared;
 
 using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
@@ -172,20 +177,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     } else {
         __syncthreads();
     }
+    // Of a quick kernel everyone has the same tile: it is found in one place.
+    Work only = {};
+    if constexpr (kQuick && !kDealApart) only = work_at(args, blockIdx.x);
     if (warpgroup == 0) {
-        registers_give_back<kProducerRegisters>();
+        if constexpr (kRegistersMove) registers_give_back<kProducerRegisters>();
         if (warp == 0) {
-            if (threadIdx.x % 32 == 0) produce_qk(args, smem);
+            if (threadIdx.x % 32 == 0) produce_qk(args, smem, only);
         } else if (warp == 1) {
-            if (threadIdx.x % 32 == 0) produce_v(args, smem);
+            if (threadIdx.x % 32 == 0) produce_v(args, smem, only);
         } else if (kDealApart && warp == 3) {
             deal_apart(args, smem);
         } else if (kClean) {
-            clean_v(args, smem);
+            clean_v(args, smem, only);
         }
     } else {
-        registers_take<kConsumerRegisters>();
-        Consumer(args, smem, warpgroup - 1).run();
+        if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();
+        Consumer(args, smem, warpgroup - 1).run(only);
     }
     // Others of the cluster may still arrive on barriers of this block.
     if constexpr (kCluster > 1) cluster_sync();

@@ -47,6 +47,7 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
             section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
+            quick: rng.random_bool(0.2),
         });
         let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
         if kernel.check().is_ok() {

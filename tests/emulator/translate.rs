@@ -124,6 +124,10 @@ impl Statement {
             let names: Vec<_> = predicates.split(',').map(|p| format!("ptx_{}", p.trim())).collect();
             return Ok(format!("bool {}", names.join(", ")));
         }
+        if let Some(registers) = text.strip_prefix(".reg .b64 ") {
+            let names: Vec<_> = registers.split(',').map(|r| format!("ptx_{}", r.trim())).collect();
+            return Ok(format!("unsigned long long {}", names.join(", ")));
+        }
         if let Some(guard) = name.strip_prefix('@') {
             let (not, predicate) = guard.strip_prefix('!').map_or(("", guard), |p| ("!", p));
             let label = operands.trim().strip_prefix("bra ").ok_or_else(|| format!("guarded `{operands}`"))?;

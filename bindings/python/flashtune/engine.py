@@ -22,7 +22,7 @@ class Engine:
         :class:`Sealed` when no stored kernel serves.
     cache_dir, templates_dir: instead of ``FLASHTUNE_CACHE`` and ``FLASHTUNE_TEMPLATES``.
     bundles: bundle files to search after the cache, before those of ``FLASHTUNE_BUNDLES``.
-    quick_first: whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a third
+    quick_first: whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a quarter
         of the time, with the same bits, until their own is there; ``None``: what ``FLASHTUNE_QUICK_FIRST`` says, else yes.
     """
 

@@ -168,6 +168,11 @@ impl Schedule {
         matches!(self, Schedule::Sm90(s) if s.scheduler == Sm90Scheduler::Queue)
     }
 
+    /// Whether it is what [`Schedule::quick`] gives.
+    pub fn is_quick(&self) -> bool {
+        matches!(self, Schedule::Sm90(s) if s.quick)
+    }
+
     /// Whether it differs for this shape from a simpler schedule of the space; others need not be tried.
     pub fn is_worth(&self, shape: &Shape) -> bool {
         match self {

@@ -47,6 +47,10 @@ pub struct Sm90Schedule {
     /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
     /// the other, [`Sm90Schedule::WALK_ALL`] the same block of all heads. A decision of the launch, not of the code.
     pub section_mib: u32,
+    /// What is quick for the compiler goes before what is quick on the device, and the bits stay the same
+    /// ([`Sm90Schedule::quick`]). Not in the searched space.
+    #[serde(default)]
+    pub quick: bool,
 }
 
 /// Which thread block computes which tile.
@@ -86,9 +90,18 @@ impl Sm90Schedule {
         65536 / (self.threads() * self.blocks_per_sm) / 8 * 8
     }
 
+    /// Whether the producer gives registers to the consumers. A compiler that must keep to two limits takes longer, so a quick
+    /// schedule moves none where an equal share suffices.
+    fn registers_move(&self, problem: &Problem) -> bool {
+        !self.quick || problem.program.is_some() || self.least_registers(problem) > self.launch_registers()
+    }
+
     /// Registers of a thread of the producer, once it has given back what it does not need: the fewest that there can
     /// be or, where it also decides who computes what, as many as that takes. Many threads leave it 32.
     pub fn producer_registers(&self, problem: &Problem) -> u32 {
+        if !self.registers_move(problem) {
+            return self.launch_registers();
+        }
         // It finds the blocks that a program's mask leaves.
         if problem.program.is_some_and(|p| p.mask().is_some()) {
             return if self.consumers == 3 || self.blocks_per_sm > 1 { 56 } else { 72 };
@@ -188,6 +201,7 @@ impl Sm90Schedule {
             cluster: 1,
             blocks_per_sm: 1,
             section_mib: if problem.mask.right || masks { 32 } else { 0 },
+            quick: false,
         };
         // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
         if d <= 64 && problem.mask.any() && problem.program.is_none() && rows > 128 && bucket.kv_len <= 1024 {
@@ -222,15 +236,17 @@ impl Sm90Schedule {
     }
 
     /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
-    /// bits, but one copy of a step where this one has several. It compiles in a third of the time, and is slower. None
-    /// where that would save little.
+    /// bits, but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of the time, and
+    /// is slower. None for a quick one.
     pub fn quick(&self) -> Option<Self> {
-        if !self.overlap && !self.chain {
+        if self.quick {
             return None;
         }
         Some(Self {
+            quick: true,
             overlap: false,
             chain: false,
+            take_turns: false,
             // Exponentials on the multiply-add units are for blocks without a mask alone, and have other bits.
             masked_loop: self.exp2_eighths > 0,
             scheduler: Sm90Scheduler::Single,
@@ -309,6 +325,7 @@ impl Sm90Schedule {
                                                 cluster,
                                                 blocks_per_sm,
                                                 section_mib,
+                                                quick: false,
                                             });
                                         }
                                     }
@@ -374,6 +391,9 @@ impl Sm90Schedule {
                 return bad("exp2_eighths", self.exp2_eighths, "0 where a score program may make a score -inf");
             }
         }
+        if self.quick && (self.overlap || self.scheduler.stays() || self.cluster > 1) {
+            return bad("quick", 1, "one tile for each thread block, and no overlap");
+        }
         if self.take_turns && self.consumers < 2 {
             return bad("consumers", self.consumers, "at least 2 warpgroups, to take turns");
         }
@@ -412,6 +432,7 @@ impl fmt::Display for Sm90Schedule {
             (self.scheduler == Sm90Scheduler::Stride, "stride"),
             (self.scheduler == Sm90Scheduler::Queue, "queue"),
             (self.chain, "chain"),
+            (self.quick, "quick"),
         ] {
             if on {
                 write!(f, "-{name}")?;

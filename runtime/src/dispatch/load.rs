@@ -12,9 +12,9 @@ use flashtune_codegen::Kernel;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a compilation in the background lets a quick one go ahead: compilers read sources one after the other, and the
-/// reading of a long one would be waited for.
-const HEAD_START: Duration = Duration::from_millis(10);
+/// How long a compilation in the background lets a quick one go ahead: compilers read sources one after the other, which takes
+/// 40 to 100 ms, and the reading of the other source would be waited for.
+const HEAD_START: Duration = Duration::from_millis(100);
 
 /// What a choice gives to run.
 pub(super) struct Served {

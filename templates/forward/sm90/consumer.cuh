@@ -39,9 +39,13 @@ struct Consumer {
     }
 
     // s = Q K^T of the next block of keys, asynchronously.
-    __device__ __forceinline__ void issue_qk() {
+    template <typename Product = ScoreProduct> __device__ __forceinline__ void issue_qk() {
         const u64 q = descriptor_of_rows(q_address());
         const u64 k = descriptor_of_rows(smem + Layout::kK + k_ring.stage * Layout::kBytesK);
+        if constexpr (kQuick) {
+            Product::whole_rows(s, q, k);
+            return;
+        }
         wgmma_touch(s);
         wgmma_fence();
 #pragma unroll
@@ -54,9 +58,13 @@ struct Consumer {
     }
 
     // o += P V of the block at v_ring, asynchronously.
-    __device__ __forceinline__ void issue_pv() {
+    template <typename Product = OutputProduct> __device__ __forceinline__ void issue_pv() {
         const u64 v = descriptor_of_depth(smem + Layout::kV + v_ring.stage * Layout::kBytesV, kBytesChunk);
         const u64 p_rows = descriptor_of_rows(p_address());
+        if constexpr (kWholeOutput) {
+            Product::whole_depth(o, p, v);
+            return;
+        }
         wgmma_touch(o);
         wgmma_fence();
 #pragma unroll
@@ -97,7 +105,7 @@ struct Consumer {
     }
     // The scores of block n are there: what they came from is free.
     __device__ __forceinline__ void take_scores(const Work& work, int n) {
-        wgmma_touch(s);
+        if (!kQuick) wgmma_touch(s);
         release_k();
         if (n == work.own.begin) release_q();
     }
@@ -382,7 +390,7 @@ struct Consumer {
             wait_v();
             issue_pv();
             wgmma_wait<0>();
-            wgmma_touch(o);
+            if (!kWholeOutput) wgmma_touch(o);
             release_v();
         };
         if constexpr (kOverlap) {
@@ -564,12 +572,12 @@ struct Consumer {
         if (!kChain && !kOutputInV) release_o();
     }
 
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run(const Work& only) {
         const float scale = args.forward.scale;
         // A score program gives scores in natural units, unless all it does is to add.
         const float c = kProgramScore && !kProgramShift ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
-        Work work = first_work<true>(args, hand);
+        Work work = first_work<true>(args, hand, only);
         open(work, c);
         while (true) {
             attend(work, c);

@@ -18,14 +18,14 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
 }
 
 // One thread brings Q and K, and decides what comes next or says when it is time to.
-__device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
+__device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, const Work& only) {
     tma_prefetch_map(args.q);
     tma_prefetch_map(args.k);
     Ring<kStages> ring;
     Ring<Layout::kQBuffers> q_ring;
     Dealer dealer(smem);
     Hand hand(smem);
-    Work work = first_work<false>(args, hand);
+    Work work = first_work<false>(args, hand, only);
     do {
         const Tile& tile = work.tile;
         const BlockRange& blocks = work.all;
@@ -72,12 +72,12 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem) {
 }
 
 // Another one brings V, so that a wait for one never holds up the other.
-__device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem) {
+__device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem, const Work& only) {
     tma_prefetch_map(args.v);
     Ring<kStages> ring;
     Hand hand(smem);
     u32 admit_parity = 0;
-    for (Work work = first_work<false>(args, hand); work.live; work = hand.next<false>()) {
+    for (Work work = first_work<false>(args, hand, only); work.live; work = hand.next<false>()) {
         const BlockRange& blocks = work.all;
         if (kOutputInV && blocks.begin < blocks.end) {
             mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
@@ -100,13 +100,13 @@ __device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem) {
 // One or two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with
 // them (see non_finite.cuh). Masked blocks arrive on a barrier of their own, so these warps see each phase of it, and
 // nothing of the blocks that they leave alone.
-__device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem) {
+__device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem, const Work& only) {
     constexpr int kThreadsThatClean = max_of(1, kCleaners) * 32;
     const u32 lane = threadIdx.x % kThreadsThatClean;
     Ring<kStages> ring;
     Hand hand(smem);
     u32 raw_parity = 0;  // one bit per stage
-    for (Work work = first_work<true>(args, hand); work.live; work = hand.next<true, true>()) {
+    for (Work work = first_work<true>(args, hand, only); work.live; work = hand.next<true, true>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem) {
                 mbarrier_wait_idly(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
-                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatClean>(v, lane)) {
+                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatClean, kQuick ? 1 : 8>(v, lane)) {
                     set_flag(smem + Layout::kMetNonFinite);
                     fence_async_proxy();
                 }

@@ -17,10 +17,10 @@ template <> __device__ __forceinline__ u32 add_zero_times<bf16>(u32 sum, u32 x) 
 
 // Whether a part of a tile in shared memory, every kThreads-th 16 bytes from `from` on, holds a non-finite element. The
 // product with a masked block waits for this: one instruction for two elements.
-template <typename Element, int kBytes, int kThreads> __device__ __forceinline__ bool any_non_finite(u32 from) {
+template <typename Element, int kBytes, int kThreads, int kUnroll> __device__ __forceinline__ bool any_non_finite(u32 from) {
     static_assert(kBytes % (kThreads * 16) == 0, "whole rounds");
     u32 sums[4] = {};
-#pragma unroll 8
+#pragma unroll kUnroll
     for (int i = 0; i < kBytes / (kThreads * 16); i++) {
         const uint4 x = load_shared_16(from + i * kThreads * 16);
         sums[0] = add_zero_times<Element>(sums[0], x.x), sums[1] = add_zero_times<Element>(sums[1], x.y);
@@ -31,9 +31,9 @@ template <typename Element, int kBytes, int kThreads> __device__ __forceinline__
 
 // Replaces the non-finite elements of a tile in shared memory by zeros, kThreads threads together. Returns whether this
 // one met any.
-template <typename Element, int kBytes, int kThreads>
+template <typename Element, int kBytes, int kThreads, int kUnroll>
 __device__ __forceinline__ bool take_out_non_finite(u32 tile, u32 thread) {
-    if (!any_non_finite<Element, kBytes, kThreads>(tile + thread * 16)) return false;
+    if (!any_non_finite<Element, kBytes, kThreads, kUnroll>(tile + thread * 16)) return false;
     constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
 #pragma unroll 1
     for (u32 at = tile + thread * 16; at < tile + kBytes; at += kThreads * 16) {

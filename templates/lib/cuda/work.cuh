@@ -115,9 +115,15 @@ struct Hand {
         return work;
     }
 };
-// Every thread block has a first tile.
-template <bool kWarp> __device__ __forceinline__ Work first_work(const KernelArgs& args, Hand& hand) {
-    return kDealApart ? hand.next<kWarp>() : work_at(args, blockIdx.x);
+// Every thread block has a first tile; that of a quick kernel is its only one, and known.
+template <bool kWarp> __device__ __forceinline__ Work first_work(const KernelArgs& args, Hand& hand, const Work& only) {
+    if constexpr (kDealApart) {
+        return hand.next<kWarp>();
+    } else if constexpr (kQuick) {
+        return only;
+    } else {
+        return work_at(args, blockIdx.x);
+    }
 }
 
 // A warp that deals, as soon as the producer says that it is time.

@@ -52,6 +52,8 @@ void max_NaN_f32(float& d, float x, float y);
 inline void mov_u32(u32& d, u32 x) { d = x; }
 inline void selp_b32(u32& d, u32 a, u32 b, bool which) { d = which ? a : b; }
 inline void setp_ne_b32(bool& d, u32 a, u32 b) { d = a != b; }
+inline void setp_eq_b32(bool& d, u32 a, u32 b) { d = a == b; }
+inline void add_s64(u64& d, u64 a, u64 b) { d = a + b; }
 #define ptx_ctaid_x (ptx::block_index().x)
 #define ptx_cluster_ctarank (ptx::cluster_rank())
 
