@@ -191,6 +191,7 @@ impl Kernel {
                 ("masked_loop", s.masked_loop.to_string()),
                 ("lazy_rescale", s.lazy_rescale.to_string()),
                 ("pack_group", s.pack_group.to_string()),
+                ("trim", s.trim.to_string()),
                 ("quick", s.quick.to_string()),
                 ("persistent", s.scheduler.stays().to_string()),
                 ("queue", (s.scheduler == Sm90Scheduler::Queue).to_string()),
@@ -200,6 +201,7 @@ impl Kernel {
                 ("lists_by_head", lists.is_some_and(|l| l.head).to_string()),
                 ("lists_by_kv_head", lists.is_some_and(|l| l.kv_head).to_string()),
                 ("chain", s.chain.to_string()),
+                ("output_apart", s.output_apart.to_string()),
                 ("exp2_eighths", s.exp2_eighths.to_string()),
                 ("cluster", s.cluster.to_string()),
                 (

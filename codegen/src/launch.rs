@@ -160,7 +160,7 @@ mod tests {
         let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
         let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, window: 0 };
         let mut s = Sm90Schedule::default_for(&problem, sm, &bucket);
-        s.consumers = 2;
+        (s.consumers, s.block_kv, s.pack_group) = (2, 128, false);
         change(&mut s);
         Kernel { problem, schedule: Schedule::Sm90(s), arch }
     }

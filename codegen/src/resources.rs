@@ -95,11 +95,12 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let kv = s.stages * s.block_kv * (qk + v);
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
     let rows = |is: fn(&RowKeys) -> bool| problem.program.is_some_and(|p| p.rows().is_some_and(is));
-    let slot = if rows(|r| !r.searches.is_empty()) { 80 } else { 64 };
+    let slot = if rows(|r| !r.searches.is_empty()) { 80 } else { 64 } + if s.trim { s.consumers * 16 } else { 0 };
     let apart = Sm90Schedule::deals_apart(problem);
     let work = if s.scheduler.stays() || apart { 2 * slot } else { 0 } + if apart { 8 } else { 0 };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
-    q + kv + p + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16
+    let o = if s.output_apart { s.consumers * 64 * v } else { 0 };
+    q + kv + p + o + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16
 }
 
 fn sm80_registers(problem: &Problem, s: &Sm80Schedule) -> u32 {

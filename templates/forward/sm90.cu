@@ -26,9 +26,11 @@ constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kQuick = @{ quick }@;  // to compile
 constexpr bool kPackGroup = @{ pack_group }@;
+constexpr bool kTrim = @{ trim }@;
 constexpr bool kPersistent = @{ persistent }@;
 constexpr bool kQueue = @{ queue }@;
 constexpr bool kChain = @{ chain }@;
+constexpr bool kOutputApart = @{ output_apart }@;
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
 constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
@@ -73,8 +75,8 @@ constexpr int kCleaners = kClean ? kDealApart ? 1 : 2 : 0;
 // Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
 constexpr bool kRescaleBeside = kColumnsV > 192;
-// The maximum of one row is taken before that of the other, so that its exponentials start early.
-constexpr bool kRowByRow = kColumnsV > 64;
+// The exponentials of one row start before the maximum of the other is known or, for small head dims, after both.
+constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
 // Whether the next K and V have arrived is asked while there is other work.
 constexpr bool kLookAhead = kColumnsV <= 192;
 
@@ -87,6 +89,9 @@ constexpr bool kBounded = kProgramCapped && kExponentMask<Element> == kExponentM
 
 // Whether the mask is evaluated with the scores; else it comes as bits, or by the ends of runs.
 constexpr bool kMaskScores = !kProgramRows && !kLists;
+
+// Whether key blocks arrive that a consumer does not visit.
+constexpr bool kSkips = kTrim || kCluster > 1;
 
 // What a program reads along the keys is asked for before the scores are waited for.
 constexpr bool kReadAhead = kScoreReads > 0;
@@ -104,10 +109,12 @@ using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
 using ScoreProduct = wgmma<Element, kBlockKV>;
 using OutputProduct = wgmma<Element, kColumnsV>;
 
-// Where a tile's O leaves from: the place of its Q or, of thread blocks that stay and have one buffer of Q, that of V, so
-// that the next Q need not wait for it.
-constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 &&
+// Where a tile's O leaves from: a place of its own, that of its Q or, of thread blocks that stay and have one buffer of Q, that
+// of V, so that the next Q need not wait for it.
+constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 && !kOutputApart &&
                             kConsumers * kChunksV * kBytes64Rows <= kStages * kChunksV * kBytesChunk;
+// The place of Q is free as soon as its last scores are there.
+constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;
 
 // Shared memory, by byte offset.
 struct Layout {
@@ -120,9 +127,12 @@ struct Layout {
     static constexpr int kBytesV = kChunksV * kBytesChunk;
     static constexpr int kP = kV + kStages * kBytesV;
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
-    static constexpr int kWork = kP + kConsumers * kBytesP;  // two slots: what comes next
+    static constexpr int kO = kP + kConsumers * kBytesP;
+    static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
+    static constexpr int kWork = kO + (kOutputApart ? kConsumers * kBytesO : 0);  // two slots: what comes next
     static constexpr int kBytesWork = kProgramSearch ? 80 : 64;
-    static constexpr int kBarriers = kWork + (kPersistent || kDealApart ? 2 * kBytesWork : 0);
+    static constexpr int kBytesSlot = kBytesWork + (kTrim ? kConsumers * 16 : 0);
+    static constexpr int kBarriers = kWork + (kPersistent || kDealApart ? 2 * kBytesSlot : 0);
     static constexpr int kFullWork = kBarriers;              // per slot: it says what comes next
     static constexpr int kEmptyWork = kFullWork + 2 * 8;     // per slot: everyone has read it
     static constexpr int kFullQ = kEmptyWork + 2 * 8;        // per buffer and consumer: its Q has arrived
@@ -154,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) {
             mbarrier_init(smem + Layout::kFullQ + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyQ + i * 8, kOutputInV ? 4 : 1);
+            mbarrier_init(smem + Layout::kEmptyQ + i * 8, kQLeavesEarly ? 4 : 1);
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);

@@ -31,11 +31,18 @@ pub struct Sm90Schedule {
     /// The query heads of a KV head share a tile, side by side: short queries then fill it. Used where their number is a
     /// power of two up to 64.
     pub pack_group: bool,
+    /// Each consumer leaves out the key blocks that only the rows of others visit, at the ends of what a mask leaves.
+    #[serde(default)]
+    pub trim: bool,
     /// Which thread block computes which tile.
     pub scheduler: Sm90Scheduler,
     /// Q of the next tile comes in while this one is computed (two buffers) and, with `overlap`, its first scores are
     /// computed beside this one's last product: the matrix units do not see where a tile ends. For thread blocks that stay.
     pub chain: bool,
+    /// O leaves from shared memory of its own: the next Q comes as soon as the last scores are there, and neither V nor the
+    /// other consumers wait for O. For thread blocks that stay and do not chain.
+    #[serde(default)]
+    pub output_apart: bool,
     /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
     /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
     pub exp2_eighths: u32,
@@ -157,7 +164,9 @@ impl Sm90Schedule {
         };
         // The ends of the rows' runs of keys, and how they are found; or where the list is, and the bits.
         let rows = p.rows().map_or(0, |r| if r.searches.is_empty() { 12 } else { 16 });
-        kind + rows + if p.lists().is_some() { 12 } else { 0 }
+        // A window beside a list, and a score that changes, are one more mask and its bounds.
+        let lists = p.lists().map_or(0, |_| if score && problem.mask.any() { 24 } else { 12 });
+        kind + rows + lists
     }
 
     /// Registers of what a program reads along the keys ahead of its use: two rows, two elements in one.
@@ -171,7 +180,10 @@ impl Sm90Schedule {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let masks = problem.program.is_some_and(|p| p.mask().is_some());
         let changes = problem.program.is_some_and(|p| p.score().is_some());
-        let pack_group = bucket.group > 1 && bucket.q_len <= 256 && problem.program.is_none();
+        let long_causal = Self::is_long_causal(problem, bucket.kv_len);
+        // Short queries fill a tile so; and the heads of a group find K and V in L2, which larger blocks ask for less often.
+        let packs = bucket.q_len <= 256 || long_causal && bucket.kv_len <= 8192;
+        let pack_group = bucket.group > 1 && packs && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
         let three = if problem.program.is_some() || problem.mask.any() { 64 } else { 96 };
         let consumers = match rows {
@@ -195,29 +207,37 @@ impl Sm90Schedule {
             masked_loop: true,
             lazy_rescale: false,
             pack_group,
+            trim: false,
             scheduler: Sm90Scheduler::Queue,
             chain,
+            output_apart: false,
             exp2_eighths: 0,
             cluster: 1,
             blocks_per_sm: 1,
-            section_mib: if problem.mask.right || masks { 32 } else { 0 },
+            // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an H200.
+            section_mib: match problem.mask.right || masks {
+                _ if searches => Self::WALK_ALL,
+                true => 32,
+                false => 0,
+            },
             quick: false,
         };
         // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
         if d <= 64 && problem.mask.any() && problem.program.is_none() && rows > 128 && bucket.kv_len <= 1024 {
             let small =
                 Self { consumers: 2, block_kv: 64, overlap: false, take_turns: false, blocks_per_sm: 2, ..base };
+            let small = Self { trim: small.trims(problem), ..small };
             if small.fits(problem, sm) {
                 return small;
             }
         }
-        let (masked, short) = (problem.mask.any() || masks, bucket.kv_len <= 2048);
+        let (masked, short) = (problem.mask.any() || masks, bucket.kv_len <= 1024);
         let tanh = problem.program.is_some_and(|p| p.of_scores().tanh);
         let most = match () {
             // Two ways to take it hold more registers than the larger blocks leave.
             _ if tanh => 128,
             _ if d > 192 && masked && bucket.kv_len <= 1024 => 64,
-            _ if (masked && !Self::is_long_causal(problem, bucket.kv_len)) || short || d <= 96 => 128,
+            _ if (masked && !long_causal) || short || d <= 96 => 128,
             _ => 160,
         };
         let largest = |chain, least: u32, room: u32| {
@@ -232,7 +252,10 @@ impl Sm90Schedule {
         let chained = |least, room| if chain { largest(true, least, room) } else { None };
         let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room)) } else { None };
         let plain = || chained(96, 0).or_else(|| largest(false, 16, 0));
-        small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base })
+        let found = small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
+        let found = Self { trim: d > 128 && found.trims(problem), ..found };
+        let apart = Self { output_apart: !found.chain && !loads, ..found };
+        if apart.fits(problem, sm) { apart } else { found }
     }
 
     /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
@@ -246,13 +269,23 @@ impl Sm90Schedule {
             quick: true,
             overlap: false,
             chain: false,
+            output_apart: false,
             take_turns: false,
             // Exponentials on the multiply-add units are for blocks without a mask alone, and have other bits.
             masked_loop: self.exp2_eighths > 0,
             scheduler: Sm90Scheduler::Single,
+            trim: false,
             cluster: 1,
             ..*self
         })
+    }
+
+    /// Whether consumers can have blocks of their own: a tile's last product, which waits for the next one's first scores where
+    /// both overlap, would hold up the others.
+    fn trims(&self, problem: &Problem) -> bool {
+        let program_masks = problem.program.is_some_and(|p| p.mask().is_some());
+        let chains = self.chain && self.overlap;
+        self.consumers > 1 && self.cluster == 1 && !chains && problem.mask.any() && !program_masks
     }
 
     /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
@@ -261,15 +294,15 @@ impl Sm90Schedule {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let masks = problem.program.is_some_and(|p| p.mask().is_some());
         let masked = (problem.mask.any() || masks) && !Self::is_long_causal(problem, kv_len);
-        masked || kv_len <= 2048 || d <= 96 || d > 128
+        masked || kv_len <= 1024 || d <= 96 || d > 128
     }
 
-    /// A causal mask so long that what it cuts no longer counts: by timings from 16k keys on, where large blocks without
-    /// turns are 2 % faster, at head dims of two chunks.
+    /// A causal mask so long that what it cuts counts less than what large blocks without turns gain: by timings from 4k keys
+    /// on (1 %, 2 % from 16k on), at head dims of two chunks.
     fn is_long_causal(problem: &Problem, kv_len: u32) -> bool {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let causal = problem.mask.right && !problem.mask.left && problem.program.is_none();
-        causal && kv_len > 8192 && d > 96 && d <= 128
+        causal && kv_len > 2048 && d > 96 && d <= 128
     }
 
     fn fits(&self, problem: &Problem, sm: SmArch) -> bool {
@@ -299,14 +332,15 @@ impl Sm90Schedule {
                         for p_in_shared in [false, true] {
                             for &masked_loop in masks {
                                 for &section_mib in sections {
-                                    for (pack_group, scheduler, chain) in [
-                                        (false, Sm90Scheduler::Single, false),
-                                        (false, Sm90Scheduler::Stride, false),
-                                        (false, Sm90Scheduler::Stride, true),
-                                        (false, Sm90Scheduler::Queue, false),
-                                        (false, Sm90Scheduler::Queue, true),
-                                        (true, Sm90Scheduler::Single, false),
-                                        (true, Sm90Scheduler::Queue, true),
+                                    for (pack_group, scheduler, chain, output_apart) in [
+                                        (false, Sm90Scheduler::Single, false, false),
+                                        (false, Sm90Scheduler::Stride, false, false),
+                                        (false, Sm90Scheduler::Stride, true, false),
+                                        (false, Sm90Scheduler::Queue, false, false),
+                                        (false, Sm90Scheduler::Queue, false, true),
+                                        (false, Sm90Scheduler::Queue, true, false),
+                                        (true, Sm90Scheduler::Single, false, false),
+                                        (true, Sm90Scheduler::Queue, true, false),
                                     ] {
                                         for &exp2_eighths in if masked_loop { eighths } else { &[0][..] } {
                                             space.push(Self {
@@ -319,8 +353,10 @@ impl Sm90Schedule {
                                                 masked_loop,
                                                 lazy_rescale: false,
                                                 pack_group,
+                                                trim: false,
                                                 scheduler,
                                                 chain,
+                                                output_apart,
                                                 exp2_eighths,
                                                 cluster,
                                                 blocks_per_sm,
@@ -336,6 +372,10 @@ impl Sm90Schedule {
                 }
             }
         }
+        // Larger blocks are rarely left out whole, and where steps of narrow heads overlap it cost 1 to 2 %.
+        let trims = |s: &&Self| s.block_kv < 128 && (problem.head_dim_v > 128 || !s.overlap) && s.trims(problem);
+        let trimmed: Vec<Self> = space.iter().filter(trims).map(|s| Self { trim: true, ..*s }).collect();
+        space.extend(trimmed);
         space
     }
 
@@ -368,6 +408,13 @@ impl Sm90Schedule {
         if !(1..=2).contains(&self.cluster) {
             return bad("cluster", self.cluster, "1 or 2 thread blocks");
         }
+        if self.trim && !self.trims(problem) {
+            return bad(
+                "trim",
+                1,
+                "several consumers of one thread block whose tiles do not chain, under a mask that is no program",
+            );
+        }
         if self.exp2_eighths > 4 {
             return bad("exp2_eighths", self.exp2_eighths, "at most 4: no more than half of the exponentials");
         }
@@ -376,6 +423,9 @@ impl Sm90Schedule {
         }
         if self.chain && !(self.scheduler.stays() && self.cluster == 1) {
             return bad("chain", 1, "thread blocks that stay, each alone");
+        }
+        if self.output_apart && (!self.scheduler.stays() || self.chain || self.cluster > 1) {
+            return bad("output_apart", 1, "thread blocks that stay, each alone, and do not chain tiles");
         }
         if self.scheduler == Sm90Scheduler::Queue && self.cluster > 1 {
             return bad("cluster", self.cluster, "1: a queue deals to single thread blocks");
@@ -429,9 +479,11 @@ impl fmt::Display for Sm90Schedule {
             (self.p_in_shared, "psmem"),
             (self.lazy_rescale, "lazy"),
             (self.pack_group, "pack"),
+            (self.trim, "trim"),
             (self.scheduler == Sm90Scheduler::Stride, "stride"),
             (self.scheduler == Sm90Scheduler::Queue, "queue"),
             (self.chain, "chain"),
+            (self.output_apart, "apart"),
             (self.quick, "quick"),
         ] {
             if on {

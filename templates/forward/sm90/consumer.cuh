@@ -14,7 +14,7 @@ struct Consumer {
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowByRow, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
     ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
     ScoreCap cap;      // where a program caps the scores
     KeyRange runs[2];
@@ -90,7 +90,7 @@ struct Consumer {
     __device__ __forceinline__ void release_o() {
         if (leaving >= 0 && threadIdx.x % 128 == 0) {
             tma_store_wait_read();
-            if (!kOutputInV) mbarrier_arrive(smem + Layout::kEmptyQ + leaving * 8);
+            if (!kQLeavesEarly) mbarrier_arrive(smem + Layout::kEmptyQ + leaving * 8);
         }
         leaving = -1;
     }
@@ -101,7 +101,7 @@ struct Consumer {
     }
     // The last scores of this Q are there.
     __device__ __forceinline__ void release_q() {
-        if (kOutputInV && lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + q_at * 8);
+        if (kQLeavesEarly && lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + q_at * 8);
     }
     // The scores of block n are there: what they came from is free.
     __device__ __forceinline__ void take_scores(const Work& work, int n) {
@@ -138,17 +138,29 @@ struct Consumer {
         release(smem + Layout::kEmptyV + v_ring.stage * 8);
         v_ring.advance();
     }
-    // Key blocks that others of the cluster asked for.
-    __device__ __forceinline__ void skip(int count) {
+    // Key blocks that others asked for: of the cluster, or consumers of other rows. Each takes a turn as if it were computed:
+    // all consumers of a thread block must take as many. V of the last `later` of them may be left to skip_v(): not of more, since
+    // the others may wait for V's space before they give back that of K.
+    __device__ __forceinline__ void skip(int count, int later = 0) {
 #pragma unroll 1
-        for (; count > 0; count--) {
+        for (; kSkips && count > 0; count--) {
             wait_k();
-            wait_v();
             __syncwarp();  // no lane may still wait for what is given away
             release_k();
-            release_v();
+            if (kTrim) wait_turn(), pass_turn();
+            if (count > later) skip_v();
         }
     }
+    __device__ __forceinline__ void skip_v() {
+        wait_v();
+        __syncwarp();
+        release_v();
+    }
+    // How many of a tile's blocks arrive before its own, and after them.
+    static __device__ __forceinline__ int before(const Work& work) {
+        return work.all.end - (attends(work) ? work.own.end : work.all.begin);
+    }
+    static __device__ __forceinline__ int after(const Work& work) { return attends(work) ? work.own.begin - work.all.begin : 0; }
 
     // Brings O to the references of the last scores. Always, and not only where one has moved: a branch would keep the
     // compiler from filling gaps with it. The touch keeps it behind the products that were issued before.
@@ -205,9 +217,13 @@ struct Consumer {
         if (kBounded) cap = program_cap(head(work), kept, magnitude());
         if constexpr (kProgramRows) {
             const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4;
+            const RunEnds ends = work.kept();
+            // All rows have one run, as most tiles of documents do: nothing is left to look for.
+            const bool one = kProgramSearch && ends.begin.first == ends.begin.last && ends.end.first == ends.end.last;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                runs[h] = program_row<false>(head(work), min_of(row + h * 8, args.forward.q_len - 1), work.kept());
+                runs[h] = one ? KeyRange{ends.begin.first, ends.end.first - 1}
+                              : program_row<false>(head(work), min_of(row + h * 8, args.forward.q_len - 1), ends);
             }
         }
         if (kOverlap && attends(work)) read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
@@ -328,7 +344,9 @@ struct Consumer {
         const bool admitted = !kOverlap || leaving < 0;
         if (kOutputInV && attends(work) && admitted) admit_v();
         open_q();
-        if (kCluster > 1) skip(work.all.end - (attends(work) ? work.own.end : work.all.begin));
+        // V comes later than K, and its first block is wanted later.
+        const bool later = kSkips && kOverlap && attends(work) && before(work) > 0;
+        skip(before(work), later);
         if (!kOverlap) keep(work);
         if (!kOverlap || !attends(work)) return;
         wait_k();
@@ -338,6 +356,7 @@ struct Consumer {
         wgmma_wait<0>();
         first_probabilities(work, c);
         round();
+        if (later) skip_v();
     }
     __device__ __forceinline__ void first_probabilities(const Work& work, float c) {
         const int n = work.own.end - 1;
@@ -418,7 +437,7 @@ struct Consumer {
             __syncwarp();  // no lane may still wait for a Q that is given away
             release_q();
         }
-        if (kCluster > 1 && some) skip(work.own.begin - work.all.begin);
+        skip(after(work));
         return finish(work, c);
     }
     __device__ __forceinline__ RowResults finish(const Work& work, float c) {
@@ -534,8 +553,10 @@ struct Consumer {
 
     // O of a tile, whose Q was `q`, out to memory.
     __device__ __forceinline__ void write(const Work& work, const RowResults& rows, int q) {
-        const u32 to = kOutputInV ? smem + Layout::kV + id * kChunksV * kBytes64Rows
-                                  : smem + Layout::kQ + q * Layout::kBytesQ;
+        const u32 to = kOutputApart ? smem + Layout::kO + id * Layout::kBytesO
+                       : kOutputInV ? smem + Layout::kV + id * Layout::kBytesO
+                                    : smem + Layout::kQ + q * Layout::kBytesQ;
+        if (kOutputApart) release_o();
         if (kOutputInV) {
             release_o();  // if this tile attended to nothing
             barrier_sync(1 + 2 * kConsumers, kConsumers * 128);  // others may still multiply with V
@@ -569,7 +590,7 @@ struct Consumer {
         }
         leaving = q;
         // Another Q waits for this space alone.
-        if (!kChain && !kOutputInV) release_o();
+        if (!kChain && !kQLeavesEarly) release_o();
     }
 
     __device__ __forceinline__ void run(const Work& only) {
@@ -577,7 +598,7 @@ struct Consumer {
         // A score program gives scores in natural units, unless all it does is to add.
         const float c = kProgramScore && !kProgramShift ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
-        Work work = first_work<true>(args, hand, only);
+        Work work = first_work<true>(args, hand, only, id);
         open(work, c);
         while (true) {
             attend(work, c);
@@ -585,7 +606,7 @@ struct Consumer {
             RowResults rows;
             // Before what comes next is known: in a cluster that may depend on the blocks that are skipped here.
             if (!kChain) rows = close(work, c);
-            const Work next = hand.next<true>();
+            const Work next = hand.next<true>(id);
             const bool chained = kChain && kOverlap && next.live && attends(work) && attends(next);
             if (kChain) rows = chained ? close_beside(work, next, c) : close(work, c);
             write(work, rows, q);

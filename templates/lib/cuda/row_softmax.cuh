@@ -11,9 +11,17 @@ struct RowResults {
     bool empty[2];         // a row that attended to nothing, sinks aside
 };
 
+// Which of a thread's two rows waits for what: the scheduler of the compiler moves the second row's maximum ahead of the
+// exponentials, where it costs twice its instructions' time, unless it depends on something that comes later.
+enum RowOrder {
+    kTogether,            // both maxima, then the exponentials of both
+    kAfterMaximum,        // the second maximum after the first
+    kAfterProbability,    // the second maximum after the first probability: between the exponentials of the first row
+};
+
 // With kBounded the scores have a bound, so that one reference serves all of them: they are taken one by one, in units
 // of log2 less kReference, and the two halves have nothing left to do.
-template <int kTiles, bool kLazyRescale, bool kRowByRow, int kMultiplyAddEighths, bool kShift = false, bool kBounded = false,
+template <int kTiles, bool kLazyRescale, RowOrder kRowOrder, int kMultiplyAddEighths, bool kShift = false, bool kBounded = false,
           int kReference = 0>
 struct RowSoftmax {
     float m[2];       // reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score
@@ -32,18 +40,27 @@ struct RowSoftmax {
         for (int h = 0; h < 2; h++) m[h] = kBounded ? float(kReference) : -FT_INFINITY, l[h] = 0.0f;
     }
 
-    // Moves the references to the maxima of these scores. One row after the other and without a branch: the compiler then
-    // takes the maximum of the second row between the exponentials of the first.
+    // What is taken from the scores of a row in units of log2. A row that has seen nothing yet: any finite reference gives
+    // exp2(-inf) = 0 instead of NaN.
+    __device__ __forceinline__ float reference(float maximum, int h, float c) const {
+        if (kShift && shift[h] == -FT_INFINITY) return FT_INFINITY;
+        return maximum == -FT_INFINITY ? 0.0f : kShift ? maximum - shift[h] : maximum * c;
+    }
+
+    // Moves the references to the maxima of these scores, without a branch.
     __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c) {
         if (kBounded) return;
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = kShift ? -FT_INFINITY : m[h];
-            if (kRowByRow) {
+            if (kRowOrder != kTogether) {
                 float y = s[2 * h + 1];
-                // Minus infinity, which the compiler cannot know: the second row follows the first.
-                if (h == 1) x = fmaxf(x, to[0] - FT_INFINITY);
+                // Minus infinity (or NaN, which a maximum ignores), which the compiler cannot know.
+                if (h == 1 && kRowOrder == kAfterMaximum) x = fmaxf(x, to[0] - FT_INFINITY);
+                if (h == 1 && kRowOrder == kAfterProbability) {
+                    x = fmaxf(x, fmaf(exp2_approx(fmaf(s[0], c, -reference(to[0], 0, c))), 0.0f, -FT_INFINITY));
+                }
 #pragma unroll
                 for (int j = 0; j < kTiles; j++) {
                     x = fmaxf(x, s[4 * j + 2 * h]);
@@ -73,14 +90,12 @@ struct RowSoftmax {
         if (kBounded) return;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-            float reference = m[h] == -FT_INFINITY ? 0.0f : kShift ? m[h] - shift[h] : m[h] * c;
-            if (kShift && shift[h] == -FT_INFINITY) reference = FT_INFINITY;
+            const float less = reference(m[h], h, c);
 #pragma unroll
             for (int j = 0; j < kTiles; j++) {
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    const float x = fmaf(s[4 * j + e], c, -reference);
+                    const float x = fmaf(s[4 * j + e], c, -less);
                     const bool multiply_add = kUnmasked && (4 * j + e) * kMultiplyAddEighths % 8 < kMultiplyAddEighths;
                     s[4 * j + e] = multiply_add ? exp2_multiply_add(x) : exp2_approx(x);
                     l[h] += s[4 * j + e];

@@ -26,8 +26,11 @@ __device__ __forceinline__ int ft_find(const T* data, i64 stride, int last, i64 
             if (count > 0) from += (count - 1) * step + 1;
         }
     } else {
-        // Bounds are the same for all lanes, so rounds are: no lane leaves the loop before others, which matrix instructions
-        // under way would not stand.
+        // Rows of few runs find them at the bounds, which takes one look instead of a round for every bit. Then all rows of the
+        // warp do, or all search: bounds are the same for all lanes, so rounds are, and no lane leaves the loop before others, which
+        // matrix instructions under way would not stand.
+        const bool at_first = from == to || !passed(from), at_last = from < to && passed(to - 1);
+        if (!__any_sync(0xffffffff, !at_first && !at_last)) return at_first ? from : to;
 #pragma unroll 1
         for (int n = to - from; n > 0;) {
             const int half = (n + 1) / 2;

@@ -3,7 +3,7 @@
 
 struct alignas(16) Work : RunEndsKept<kProgramSearch> {
     Tile tile;
-    BlockRange own;  // the key blocks that its rows visit
+    BlockRange own;  // the key blocks that its rows visit; as a consumer reads it with kTrim, those of that one's rows
     BlockRange all;  // those that arrive for its cluster
     int live;        // whether there is a tile at all
     int unused[2];
@@ -38,8 +38,23 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     return w;
 }
 
-// One of the two slots.
-__device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * Layout::kBytesWork; }
+// Of the blocks of a tile, those that the rows of one consumer visit; one at least, so that each has a part in every tile.
+__device__ __forceinline__ BlockRange part_of(const KernelArgs& args, const Work& work, int consumer) {
+    BlockRange own = work.own;
+    if (own.begin == own.end) return own;
+    Tile part = work.tile;
+    part.row += consumer * 64;
+    part.rows = max_of(1, min_of(64, work.tile.rows - consumer * 64));
+    const BlockRange b = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, part);
+    own.begin = min_of(max_of(own.begin, b.begin), own.end - 1);
+    own.end = max_of(min_of(own.end, b.end), own.begin + 1);
+    own.full_begin = b.full_begin, own.full_end = b.full_end;
+    return own;
+}
+
+// One of the two slots: the tile and, with kTrim, the blocks of each consumer.
+__device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * Layout::kBytesSlot; }
+__device__ __forceinline__ u32 part_in(u32 slot, int consumer) { return slot + Layout::kBytesWork + consumer * 16; }
 __device__ __forceinline__ Work read_slot(u32 slot) {
     Work work;
     uint4* words = (uint4*)&work;
@@ -71,18 +86,24 @@ struct Dealer {
             if (kDealApart) index = __shfl_sync(0xffffffff, index, 0);
         }
         const Work work = work_at(args, index);
-        tell(work);
+        tell(args, work);
         return work;
     }
     __device__ __forceinline__ void wait_for_slot() const {
         mbarrier_wait(smem + Layout::kEmptyWork + count % 2 * 8, ~(count >> 1) & 1);
     }
-    __device__ __forceinline__ void tell(const Work& work) {
+    __device__ __forceinline__ void tell(const KernelArgs& args, const Work& work) {
         const u32 slot = count % 2;
         if (leads()) {
             const uint4* words = (const uint4*)&work;
 #pragma unroll
             for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
+#pragma unroll 1
+            for (int c = 0; kTrim && c < kConsumers; c++) {
+                // Read again, for want of registers.
+                const BlockRange part = part_of(args, read_slot(slot_of(smem, slot)), c);
+                store_shared_16(part_in(slot_of(smem, slot), c), *(const uint4*)&part);
+            }
             mbarrier_arrive(smem + Layout::kFullWork + slot * 8);
         }
         count++;
@@ -100,7 +121,8 @@ struct Hand {
     Ring<2> ring;
     __device__ __forceinline__ explicit Hand(u32 smem) : smem(smem) {}
 
-    template <bool kWarp, bool kIdle = false> __device__ __forceinline__ Work next() {
+    // For a consumer, or for others.
+    template <bool kWarp, bool kIdle = false> __device__ __forceinline__ Work next(int consumer = -1) {
         if (!kPersistent && !kDealApart) return Work{};
         const u32 full = smem + Layout::kFullWork + ring.stage * 8;
         if constexpr (kIdle) {
@@ -108,21 +130,25 @@ struct Hand {
         } else {
             mbarrier_wait(full, ring.parity);
         }
-        const Work work = read_slot(slot_of(smem, ring.stage));
+        Work work = read_slot(slot_of(smem, ring.stage));
+        if (kTrim && consumer >= 0) *(uint4*)&work.own = load_shared_16(part_in(slot_of(smem, ring.stage), consumer));
         if (kWarp) __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kEmptyWork + ring.stage * 8);
         ring.advance();
         return work;
     }
 };
-// Every thread block has a first tile; that of a quick kernel is its only one, and known.
-template <bool kWarp> __device__ __forceinline__ Work first_work(const KernelArgs& args, Hand& hand, const Work& only) {
+// Every thread block has a first tile; that of a quick kernel is its only one, and known. As `next`.
+template <bool kWarp>
+__device__ __forceinline__ Work first_work(const KernelArgs& args, Hand& hand, const Work& only, int consumer = -1) {
     if constexpr (kDealApart) {
-        return hand.next<kWarp>();
+        return hand.next<kWarp>(consumer);
     } else if constexpr (kQuick) {
         return only;
     } else {
-        return work_at(args, blockIdx.x);
+        Work work = work_at(args, blockIdx.x);
+        if (kTrim && consumer >= 0) work.own = part_of(args, work, consumer);
+        return work;
     }
 }
 
@@ -131,7 +157,7 @@ __device__ __forceinline__ void deal_apart(const KernelArgs& args, u32 smem) {
     Dealer dealer(smem);
     Ring<1> now;
     Work work = work_at(args, blockIdx.x);
-    dealer.tell(work);
+    dealer.tell(args, work);
     while (work.live) {
         // One lane, or others could come to the barrier when the phase that they wait for is long over.
         if (Dealer::leads()) mbarrier_wait_idly(smem + Layout::kDealNow, now.parity);

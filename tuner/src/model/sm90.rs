@@ -80,10 +80,14 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     // Blocks that the mask cuts: on each bounded side as many as the diagonal crosses in a tile, or all of them.
     let sides = u8::from(p.mask.left) + u8::from(p.mask.right);
     let cut = f64::from(sides) * (positions as f64 / block_kv).ceil() * v.tiles;
+    // A consumer that has no part in a block leaves the others the units, which they use half as well alone. What it takes
+    // to know costs wide heads nothing, and others a hundredth where steps overlap.
+    let left_out = if s.trim { f64::from(sides) * 16.0 * (consumers - 1.0) / block_kv * v.tiles } else { 0.0 };
+    let knowing = if s.trim && s.overlap && p.head_dim_v <= 128 { 1.012 } else { 1.0 };
     let masked = if s.masked_loop { cut.min(v.total) } else { v.total } * scores * MASK / LANES;
     // Rows of a packed tile are found by division, and their keys differ less from row to row: a wash, unless rows fill up.
     let packing = if group > 1 { 1.01 } else { 1.0 };
-    let total = packing * heads * (v.total * step + v.tiles * tile + masked);
+    let total = packing * knowing * heads * ((v.total - left_out).max(0.0) * step + v.tiles * tile + masked);
     let uneven = v.longest * v.tiles > v.total;
     // Pairs were a third slower throughout; why is not known.
     let pairs = if s.cluster > 1 { 1.34 } else { 1.0 };
