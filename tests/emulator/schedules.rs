@@ -41,10 +41,10 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             masked_loop,
             lazy_rescale: rng.random_bool(0.2),
             pack_group: rng.random(),
-            trim: rng.random(),
+            trim: false,
             scheduler,
             chain: rng.random(),
-            output_apart: rng.random(),
+            output_apart: false,
             exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
             cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
@@ -53,9 +53,23 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
         });
         let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
         if kernel.check().is_ok() {
-            return kernel;
+            return with_later_fields(kernel, &mut rng.clone());
         }
     }
+}
+
+/// What schedules were given later, where they can have it: from a stream of its own, so that numbers go on to name the kernels
+/// that they named.
+fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
+    let Schedule::Sm90(schedule) = kernel.schedule else { unreachable!("of forward/sm90") };
+    let (trim, output_apart) = (rng.random(), rng.random());
+    let changed = [
+        Sm90Schedule { trim, output_apart, ..schedule },
+        Sm90Schedule { trim, ..schedule },
+        Sm90Schedule { output_apart, ..schedule },
+    ];
+    let mut legal = changed.into_iter().map(|s| Kernel { schedule: Schedule::Sm90(s), ..kernel });
+    legal.find(|k| k.check().is_ok()).unwrap_or(kernel)
 }
 
 /// A kernel of `forward/sm80`.
