@@ -167,6 +167,19 @@ mod tests {
         }
     }
 
+    /// `tune --only` of a pair of blocks did nothing, and said nothing: the model ranked it too far behind.
+    #[test]
+    fn what_is_asked_for_is_there_wherever_the_model_puts_it() {
+        let hopper = Arch::Sm(SmArch { number: 90, specific: true });
+        let all = Schedule::space(Family::ForwardSm90, &problem(DType::Bf16), hopper);
+        let legal = |s: &Schedule| Kernel { problem: problem(DType::Bf16), schedule: *s, arch: hopper }.check().is_ok();
+        let without = space(&problem(DType::Bf16), &shape(4096), &device(hopper), &[]).unwrap();
+        let far = |s: &Schedule| s.is_worth(&shape(4096)) && legal(s) && without.position(s).is_none();
+        let asked = all.into_iter().find(far).unwrap();
+        let with = space(&problem(DType::Bf16), &shape(4096), &device(hopper), &[asked]).unwrap();
+        assert!(with.position(&asked).is_some(), "{asked}");
+    }
+
     #[test]
     fn a_sample_is_even_and_begins_with_the_default() {
         let space = space(&problem(DType::Bf16), &shape(4096), &device(SM80), &[]).unwrap();

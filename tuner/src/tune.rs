@@ -10,7 +10,7 @@ use crate::runner::{Inputs, Runner};
 use crate::search::Past;
 use crate::space::space;
 use crate::stats::{median, percentile};
-use crate::{Error, Event, Job, Observer, Outcome, Phase, Result};
+use crate::{Error, Event, Job, Observer, Outcome, Phase, Result, Search};
 use claim::Begun;
 #[cfg(test)]
 pub(crate) use field::Pace;
@@ -173,7 +173,8 @@ impl Tuning<'_> {
 
     /// Schedules that belong to the space whatever the model thinks of them.
     fn of_interest(&self, past: &Past) -> Vec<Schedule> {
-        past.schedules().chain(&self.job.rivals).copied().collect()
+        let named: &[Schedule] = if let Search::Only(named) = &self.job.search { named } else { &[] };
+        past.schedules().chain(&self.job.rivals).chain(named).copied().collect()
     }
 
     /// What became of every candidate.
