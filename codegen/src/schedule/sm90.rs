@@ -182,7 +182,9 @@ impl Sm90Schedule {
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let long_causal = Self::is_long_causal(problem, bucket.kv_len);
         // Short queries fill a tile so; and the heads of a group find K and V in L2, which larger blocks ask for less often.
-        let packs = bucket.q_len <= 256 || long_causal && bucket.kv_len <= 8192;
+        let causal = problem.mask.right && !problem.mask.left;
+        let gains = d <= 64 || long_causal;
+        let packs = bucket.q_len <= 256 || causal && gains && (2049..=8192).contains(&bucket.kv_len);
         let pack_group = bucket.group > 1 && packs && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
         let three = if problem.program.is_some() || problem.mask.any() { 64 } else { 96 };
