@@ -165,7 +165,7 @@ impl Sm90Schedule {
         // The ends of the rows' runs of keys, and how they are found; or where the list is, and the bits.
         let rows = p.rows().map_or(0, |r| if r.searches.is_empty() { 12 } else { 16 });
         // A window beside a list, and a score that changes, are one more mask and its bounds.
-        let lists = p.lists().map_or(0, |_| if score && problem.mask.any() { 24 } else { 12 });
+        let lists = p.lists().map_or(0, |_| if score && problem.mask.any() { 32 } else { 12 });
         kind + rows + lists
     }
 
