@@ -153,7 +153,7 @@ const PROGRAMS: [&str; 31] = [
     "bias: bf16[kv_len]; other: f32[kv_len]; mask = kv <= q; score = score * bias[kv] + other[kv];",
     "mask = kv <= q + 30; score = score + select(q % 3 == 0, -inf, 0.5) + 0.125 * kv;",
     "t: f32[*]; reach: int in 0..20; score = score + t[clamp(kv - q, -reach, reach) + reach];",
-    "s: f32[heads]; score = 50.0 * tanh(score * (0.02 * s[h]));",
+    "s: f32[heads]; score = 50.0 * tanh(score * s[h]);",
     "s: f32[heads]; mask = kv <= q and q - kv < 90; score = tanh(-1.5 * score) * -2.0; sink = s[h];",
     "bias: bf16[heads, 1, kv_len]; other: bf16[q_len, kv_len]; mask = kv <= q + 9; score = score * bias[h, q, kv] + other[q, kv];",
     "cap: float in 1..40; s: f32[heads]; mask = kv <= q + 5; score = cap * tanh(score * 0.125); sink = s[h];",

@@ -16,7 +16,7 @@ use std::path::Path;
 /// Tables, the trials of a usual job that a search has, and the most evaluations that median and 90th percentile may
 /// need.
 const LIMITS: [(&str, usize, usize, usize); 7] = [
-    ("h200-bf16-d128-causal-8k", 60, 3, 4),
+    ("h200-bf16-d128-causal-8k", 60, 2, 2),
     ("h200-bf16-d128-full-2k", 60, 2, 2),
     ("h200-bf16-d64-causal-2k", 60, 2, 2),
     ("h200-bf16-d256-causal-2k", 60, 2, 2),
