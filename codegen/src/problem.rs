@@ -66,6 +66,16 @@ impl Problem {
         (Self { mask: mask.kind(), program: program.unmasked(), ..self }, Shape { mask, ..shape })
     }
 
+    /// Whether the score program has a mask, beside the sides of `mask`.
+    pub fn masks_by_program(&self) -> bool {
+        self.program.is_some_and(|p| p.mask().is_some())
+    }
+
+    /// Whether any key may be masked, by either.
+    pub fn masks(&self) -> bool {
+        self.mask.any() || self.masks_by_program()
+    }
+
     /// Checks the head dims against what every family supports.
     pub fn validate(&self) -> Result<()> {
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {

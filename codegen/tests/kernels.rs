@@ -60,6 +60,29 @@ fn the_default_schedule_of_every_problem_fits_its_arch() {
 }
 
 #[test]
+fn masks_like_a_causal_one_have_its_schedule() {
+    let arch: Arch = "sm_90a".parse().unwrap();
+    let default = |mask, text: &str, kv_len| {
+        let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
+        let problem = problem.with_program(score::Program::parse(text).unwrap());
+        Schedule::default_for(Family::ForwardSm90, &problem, arch, &ShapeBucket { kv_len, ..bucket(kv_len) }).unwrap()
+    };
+    for kv_len in [1024, 4096, 16384] {
+        let by_name = default(MaskKind::CAUSAL, "score = score;", kv_len);
+        for text in [
+            "shift: int; mask = kv <= q + shift;",
+            "mask = kv <= q + kv_len - q_len;",
+            "prefix: i32[batch]; mask = kv < prefix[b] or kv <= q;",
+            "mask = kv // 64 <= q // 64;",
+        ] {
+            assert_eq!(default(MaskKind::FULL, text, kv_len), by_name, "{text} {kv_len}");
+        }
+        let window = default(MaskKind::FULL, "mask = kv <= q and q - kv < 1024;", kv_len);
+        assert!(kv_len < 4096 || window != by_name, "{window}");
+    }
+}
+
+#[test]
 fn rendering_is_complete_and_deterministic() {
     let (a, b) = (TemplateSet::embedded(), TemplateSet::embedded());
     assert_eq!(a.hash(), b.hash());

@@ -52,6 +52,10 @@ fn check(program: &Program, g: &mut Generator, sizes: &Shape, data: &SideData) {
         let sorted = runs.is_sorted_by(|a, b| a.start <= b.start && (a.end <= b.end || b.is_empty() || a.is_empty()));
         assert!(sorted, "{runs:?} {sizes:?} {data:?}\n{program}");
     }
+    let from_first = runs.iter().all(|run| run.start == 0 || run.is_empty());
+    assert!(from_first || !rows.from_first, "{runs:?} {sizes:?} {data:?}\n{program}");
+    let widens = from_first && runs.is_sorted_by_key(|run| run.end);
+    assert!(widens || !rows.widens, "{runs:?} {sizes:?} {data:?}\n{program}");
 }
 
 /// Conditions that bound the key, among others.
@@ -117,6 +121,30 @@ fn runs_of_random_masks_are_those_of_the_mask() {
         }
     }
     assert!(found > 1500 && searched > 300 && sorted > 100, "{found} found, {searched} searched, {sorted} sorted");
+}
+
+#[test]
+fn masks_like_a_causal_one_are_known_by_their_runs() {
+    let kind = |text: &str| {
+        let program = Program::mask_of(text).unwrap();
+        program.rows().map(|r| (r.from_first, r.widens, r.is_cheap))
+    };
+    for (text, want) in [
+        ("kv <= q", (true, true, true)),
+        ("shift: int; kv <= q + shift", (true, true, true)),
+        ("kv < q + kv_len - q_len and kv <= q", (true, true, true)),
+        ("prefix: i32[batch]; kv < prefix[b] or kv <= q", (true, true, true)),
+        ("kv // 64 <= q // 64", (true, true, true)),
+        // As many keys for every row; ends that come out of memory for each row, or by a division; runs that begin somewhere.
+        ("n: i32[batch]; kv < n[b]", (true, false, true)),
+        ("d: i32[q_len] nondecreasing; kv <= d[q]", (true, true, false)),
+        ("n: int in 1..9; kv // n <= q // n", (true, true, false)),
+        ("kv <= q and q - kv < 9", (false, false, true)),
+        ("kv <= 9 - q", (true, false, true)),
+        ("d: i32[kv_len] nondecreasing; d[kv] <= q", (true, false, false)),
+    ] {
+        assert_eq!(kind(text), Some(want), "{text}");
+    }
 }
 
 #[test]

@@ -65,7 +65,7 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 // Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
-constexpr bool kMaskedFirst = (kMaskLeft || kProgramMask) && !kLists;
+constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
 // Where ends of runs are searched for it takes a warp and some time to find the blocks that a program's mask leaves: a warp of
 // its own deals the tiles then, from the first on, and one is left to clean V. Otherwise the thread that brings K deals, and
 // everyone finds the first tile.

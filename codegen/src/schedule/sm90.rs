@@ -109,9 +109,14 @@ impl Sm90Schedule {
         if !self.registers_move(problem) {
             return self.launch_registers();
         }
-        // It finds the blocks that a program's mask leaves.
-        if problem.program.is_some_and(|p| p.mask().is_some()) {
-            return if self.consumers == 3 || self.blocks_per_sm > 1 { 56 } else { 72 };
+        // It finds the blocks that a program's mask leaves, which takes little where that is much like a causal one.
+        let like_causal = problem.program.is_some_and(|p| p.rows().is_some_and(|r| r.widens && r.is_cheap));
+        if problem.masks_by_program() {
+            return match () {
+                _ if self.consumers == 3 || self.blocks_per_sm > 1 => 56,
+                _ if like_causal => 40,
+                _ => 72,
+            };
         }
         match (self.consumers, self.scheduler.stays()) {
             (3, _) => 32,
@@ -178,7 +183,6 @@ impl Sm90Schedule {
     /// tile of that kind that fits for the others.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
-        let masks = problem.program.is_some_and(|p| p.mask().is_some());
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let long_causal = Self::is_long_causal(problem, bucket.kv_len);
         // Short queries fill a tile so; and the heads of a group find K and V in L2, which larger blocks ask for less often.
@@ -217,7 +221,7 @@ impl Sm90Schedule {
             cluster: 1,
             blocks_per_sm: 1,
             // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an H200.
-            section_mib: match problem.mask.right || masks {
+            section_mib: match problem.mask.right || problem.masks_by_program() {
                 _ if searches => Self::WALK_ALL,
                 true => 32,
                 false => 0,
@@ -233,7 +237,7 @@ impl Sm90Schedule {
                 return small;
             }
         }
-        let (masked, short) = (problem.mask.any() || masks, bucket.kv_len <= 1024);
+        let (masked, short) = (problem.masks(), bucket.kv_len <= 1024);
         let tanh = problem.program.is_some_and(|p| p.of_scores().tanh);
         let most = match () {
             // Two ways to take it hold more registers than the larger blocks leave.
@@ -285,17 +289,15 @@ impl Sm90Schedule {
     /// Whether consumers can have blocks of their own: a tile's last product, which waits for the next one's first scores where
     /// both overlap, would hold up the others.
     fn trims(&self, problem: &Problem) -> bool {
-        let program_masks = problem.program.is_some_and(|p| p.mask().is_some());
         let chains = self.chain && self.overlap;
-        self.consumers > 1 && self.cluster == 1 && !chains && problem.mask.any() && !program_masks
+        self.consumers > 1 && self.cluster == 1 && !chains && problem.mask.any() && !problem.masks_by_program()
     }
 
     /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
     /// the products and the softmax of a step take about the same time.
     pub fn turns_pay(problem: &Problem, kv_len: u32) -> bool {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
-        let masks = problem.program.is_some_and(|p| p.mask().is_some());
-        let masked = (problem.mask.any() || masks) && !Self::is_long_causal(problem, kv_len);
+        let masked = problem.masks() && !Self::is_long_causal(problem, kv_len);
         masked || kv_len <= 1024 || d <= 96 || d > 128
     }
 
@@ -303,7 +305,10 @@ impl Sm90Schedule {
     /// on (1 %, 2 % from 16k on), at head dims of two chunks.
     fn is_long_causal(problem: &Problem, kv_len: u32) -> bool {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
-        let causal = problem.mask.right && !problem.mask.left && problem.program.is_none();
+        let causal = match problem.program {
+            None => problem.mask.right && !problem.mask.left,
+            Some(p) => !problem.mask.any() && p.score().is_none() && p.rows().is_some_and(|r| r.widens),
+        };
         causal && kv_len > 2048 && d > 96 && d <= 128
     }
 
@@ -317,8 +322,7 @@ impl Sm90Schedule {
     /// The schedules worth trying. Lazy rescaling is left out until its error has been held against that of the peers.
     pub fn space(problem: &Problem) -> Vec<Self> {
         let program = problem.program;
-        let masked = problem.mask.any() || program.is_some_and(|p| p.mask().is_some());
-        let masks: &[bool] = if masked { &[true, false] } else { &[true] };
+        let masks: &[bool] = if problem.masks() { &[true, false] } else { &[true] };
         // Larger head dims leave the special-function unit idle half of the time and more.
         let all_exp2 = problem.head_dim_qk + problem.head_dim_v > 192 || program.is_some_and(|p| p.score().is_some());
         let eighths: &[u32] = if all_exp2 { &[0] } else { &[0, 1, 2, 3] };
@@ -436,7 +440,7 @@ impl Sm90Schedule {
             if self.pack_group {
                 return bad("pack_group", 1, "one head for each tile of a score program");
             }
-            if self.cluster > 1 && program.mask().is_some() {
+            if self.cluster > 1 && problem.masks_by_program() {
                 return bad("cluster", self.cluster, "1 for a score program's mask: each tile has blocks of its own");
             }
             if self.exp2_eighths > 0 && program.score().is_some() {

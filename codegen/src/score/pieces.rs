@@ -168,7 +168,7 @@ fn tanh_arguments(program: &Program) -> Vec<Id> {
 }
 
 /// The ends of the run of keys that each query has, where the mask leaves it one.
-fn row_fields(rows: Option<&RowKeys>) -> [(&'static str, String); 7] {
+fn row_fields(rows: Option<&RowKeys>) -> [(&'static str, String); 9] {
     let flag = |f: fn(&RowKeys) -> bool| u32::from(rows.is_some_and(f)).to_string();
     let (mut code, mut searches) = (Code::default(), String::new());
     if let Some(rows) = rows {
@@ -187,6 +187,8 @@ fn row_fields(rows: Option<&RowKeys>) -> [(&'static str, String); 7] {
         ("program_rows", flag(|_| true)),
         ("program_sorted", flag(|r| r.nondecreasing)),
         ("program_search", flag(|r| !r.searches.is_empty())),
+        ("program_from_first", flag(|r| r.from_first)),
+        ("program_rows_cheap", flag(|r| r.is_cheap)),
         ("rows_code", code.all()),
         ("rows_begin", nth(0)),
         ("rows_end", nth(1)),

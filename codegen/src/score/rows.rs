@@ -26,6 +26,13 @@ pub struct RowKeys {
     pub searches: Vec<Search>,
     /// Neither end ever comes before that of the row before: first and last row bound those between.
     pub nondecreasing: bool,
+    /// Every run begins with the first key.
+    pub from_first: bool,
+    /// As a causal mask: runs begin with the first key, and end later from row to row.
+    pub widens: bool,
+    /// A handful of instructions finds both ends, without a search, a division or a load that changes with the row: to compute them
+    /// again costs less than to keep them.
+    pub is_cheap: bool,
 }
 
 /// The first key whose element is at least a value or, for an end, greater; `kv_len` if there is none.
@@ -81,7 +88,10 @@ impl RowKeys {
         let fixed = |id: &Id| trends[id.index()] == Trend::Same;
         let nondecreasing = [begin, end].iter().all(grows)
             && run.searches.iter().all(|s| grows(&s.value) && s.leading.iter().all(fixed));
-        Some(Self { graph, begin, end, searches: run.searches, nondecreasing })
+        let from_first = graph.as_int(begin).is_some_and(|first| first <= 0) && run.searches.iter().all(|s| s.is_end);
+        let widens = from_first && run.searches.is_empty() && trends[end.index()] == Trend::Up;
+        let is_cheap = run.searches.is_empty() && is_cheap(&graph, [begin, end]);
+        Some(Self { graph, begin, end, searches: run.searches, nondecreasing, from_first, widens, is_cheap })
     }
 }
 
@@ -263,6 +273,29 @@ impl Finder {
         }
         Some(g.sum(limit))
     }
+}
+
+/// Whether nodes are few, and neither load with the row nor divide but by a power of two.
+fn is_cheap(graph: &Graph, roots: [Id; 2]) -> bool {
+    let mut left = roots.to_vec();
+    let mut seen = vec![false; graph.nodes().len()];
+    while let Some(id) = left.pop() {
+        if std::mem::replace(&mut seen[id.index()], true) {
+            continue;
+        }
+        match *graph.node(id) {
+            Node::Load { .. } if graph.depends(id).q => return false,
+            Node::Binary(Binary::FloorDiv | Binary::Mod, _, by)
+                if !graph.as_int(by).is_some_and(|by| by > 0 && by & (by - 1) == 0) =>
+            {
+                return false;
+            }
+            _ => {}
+        }
+        left.extend(graph.node(id).operands());
+    }
+    // What a handful of instructions compute.
+    seen.iter().filter(|seen| **seen).count() <= 24
 }
 
 /// How an int changes from one query row to the next.

@@ -178,13 +178,16 @@ struct Consumer {
     // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
     // to predicates seven at a time.
     __device__ __forceinline__ void mask(const Tile& tile, int key) {
-        constexpr bool kLeft = kMaskLeft || kProgramRows;
+        constexpr bool kLeft = kMaskLeft || (kProgramRows && !kProgramFromFirst);
         const int column = key + lane() % 4 * 2;
         const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
-            if (kProgramRows) live = KeyRange{max_of(live.first, runs[h].first), min_of(live.last, runs[h].last)};
+            if (kProgramRows) {
+                const KeyRange run = kProgramRowsCheap ? run_of(tile, row + h * 8, RunEnds{}) : runs[h];
+                live = KeyRange{max_of(live.first, run.first), min_of(live.last, run.last)};
+            }
             const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
 #pragma unroll
             for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
@@ -211,11 +214,15 @@ struct Consumer {
 
     __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
 
+    // The keys that a program leaves a row.
+    __device__ __forceinline__ KeyRange run_of(const Tile& tile, int row, const RunEnds& ends) const {
+        return program_row<false>(program_head(args, args.forward, tile), min_of(row, args.forward.q_len - 1), ends);
+    }
     // What the rows of a tile need of its score program.
     __device__ __forceinline__ void keep(const Work& work) {
         kept = program_kept(head(work));
         if (kBounded) cap = program_cap(head(work), kept, magnitude());
-        if constexpr (kProgramRows) {
+        if constexpr (kProgramRows && !kProgramRowsCheap) {
             const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4;
             const RunEnds ends = work.kept();
             // All rows have one run, as most tiles of documents do: nothing is left to look for.
@@ -223,7 +230,7 @@ struct Consumer {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 runs[h] = one ? KeyRange{ends.begin.first, ends.end.first - 1}
-                              : program_row<false>(head(work), min_of(row + h * 8, args.forward.q_len - 1), ends);
+                              : run_of(work.tile, row + h * 8, ends);
             }
         }
         if (kOverlap && attends(work)) read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));

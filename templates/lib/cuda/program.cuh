@@ -40,6 +40,9 @@ constexpr bool kProgramRows = @{ program_rows }@;
 constexpr bool kProgramSearch = @{ program_search }@;
 // Whether neither end of a query's run ever comes before that of the query before.
 constexpr bool kProgramSorted = @{ program_sorted }@;
+// Whether all runs begin with the first key, and whether their ends are better computed again than kept.
+constexpr bool kProgramFromFirst = @{ program_from_first }@;
+constexpr bool kProgramRowsCheap = @{ program_rows_cheap }@;
 
 #if FT_PROGRAM
 
