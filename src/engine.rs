@@ -140,7 +140,7 @@ impl Engine {
     }
 
     /// Computes on the caller's stream and returns at once (on the CPU when done). A warm call allocates nothing
-    /// (but for masks that go by lists of key blocks: their memory, in the stream's order); the
+    /// (but for masks of which something is found first: memory for that, in the stream's order); the
     /// first of its class searches the layers and may compile or tune, by policy. Gives back what runs; does nothing, and
     /// gives nothing back, when O has no element.
     ///

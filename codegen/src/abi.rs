@@ -7,7 +7,7 @@
 use bytemuck::{Pod, Zeroable};
 
 /// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number.
-pub const ABI_VERSION: u32 = 4;
+pub const ABI_VERSION: u32 = 5;
 
 /// Arguments of a forward kernel. Pointers are device addresses; strides count elements.
 #[repr(C)]
@@ -94,8 +94,8 @@ pub struct Sm90Args {
     /// Which of the kernel's counters deals tiles to thread blocks that take them from a queue: one that no other launch
     /// uses at the same time. -1 lets them take tiles by stride.
     pub queue: i32,
-    /// Memory for the lists of a kernel that goes by lists of key blocks ([`crate::ListLaunch`]), or 0.
-    pub lists: u64,
+    /// Memory for what the kernels before this one find for it ([`crate::Prelude`]), or 0.
+    pub found: u64,
     /// Memory for the masks of cut blocks, or 0: the kernel then evaluates them itself.
     pub masks: u64,
 }

@@ -1,8 +1,7 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
 use crate::{
-    Arch, Error, Problem, Resources, Result, Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder,
-    abi, wgmma,
+    Arch, Error, Problem, Resources, Result, Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder, abi, wgmma,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -155,7 +154,7 @@ impl Kernel {
             Language::C => crate::score::cpu_fields(p.program.as_deref()),
             Language::Cuda => crate::score::cuda_fields(p.program.as_deref()),
         });
-        let lists = p.program.and_then(|p| p.lists());
+        let axes = p.program.and_then(|p| p.lists().or(p.runs()));
         match self.schedule {
             Schedule::Cpu(s) => m.extend([
                 ("isa", s.isa.name().to_owned()),
@@ -196,10 +195,9 @@ impl Kernel {
                 ("persistent", s.scheduler.stays().to_string()),
                 ("queue", (s.scheduler == Sm90Scheduler::Queue).to_string()),
                 ("tile_queues", abi::TILE_QUEUES.to_string()),
-                ("deal_apart", Sm90Schedule::deals_apart(p).to_string()),
-                ("lists_by_batch", lists.is_some_and(|l| l.batch).to_string()),
-                ("lists_by_head", lists.is_some_and(|l| l.head).to_string()),
-                ("lists_by_kv_head", lists.is_some_and(|l| l.kv_head).to_string()),
+                ("mask_by_batch", axes.is_some_and(|a| a.batch).to_string()),
+                ("mask_by_head", axes.is_some_and(|a| a.head).to_string()),
+                ("mask_by_kv_head", axes.is_some_and(|a| a.kv_head).to_string()),
                 ("chain", s.chain.to_string()),
                 ("output_apart", s.output_apart.to_string()),
                 ("exp2_eighths", s.exp2_eighths.to_string()),

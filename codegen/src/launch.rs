@@ -1,6 +1,6 @@
 //! How a kernel is launched for a shape: pure arithmetic, shared by every caller.
 
-use crate::{Error, Kernel, Problem, Result, Schedule, Shape, Sm90Schedule, Tiling};
+use crate::{Error, Kernel, Prelude, Problem, Result, Schedule, Shape, Sm90Schedule, Tiling};
 
 /// Geometry of one launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,26 +17,9 @@ pub struct Launch {
     pub smem_bytes: u32,
     /// What `forward/sm90` takes beside the arguments.
     pub tiling: Option<Tiling>,
-    /// What comes before, on the same stream, for a kernel that goes by lists of key blocks.
-    pub lists: Option<ListLaunch>,
+    /// What comes before, on the same stream, for a kernel that has something found of its mask ([`Kernel::preludes`]).
+    pub prelude: Option<Prelude>,
 }
-
-/// The two kernels that write the lists of key blocks (`templates/lib/cuda/live_blocks.cuh`): they take the same arguments as
-/// the kernel itself and have as many threads, and no shared memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ListLaunch {
-    /// Device memory that all three share, aligned to 4 bytes; it need not outlive them.
-    pub bytes: u64,
-    /// From which byte of it on the masks of cut blocks lie, unless they would take more than [`MOST_MASK_BYTES`].
-    pub masks: Option<u64>,
-    /// Thread blocks of the first, [`LIST_KERNELS`]\[0\]; 0 without any key, when it is not launched.
-    pub classify: u32,
-    /// Thread blocks of the second.
-    pub gather: u32,
-}
-
-/// What the names of the kernels that write lists end in, after that of the kernel itself, in their order.
-pub const LIST_KERNELS: [&str; 2] = ["_classify", "_gather"];
 
 impl Launch {
     /// Thread blocks to start on a device of so many multiprocessors: whole clusters.
@@ -47,11 +30,6 @@ impl Launch {
 }
 
 impl Kernel {
-    /// Whether the kernel goes by lists of key blocks, which others write before it ([`Launch::lists`]).
-    pub fn goes_by_lists(&self) -> bool {
-        matches!(self.schedule, Schedule::Sm90(_)) && self.problem.program.is_some_and(|p| p.lists().is_some())
-    }
-
     /// The launch geometry for a shape. CPU kernels count their own tiles; for them the grid is 0.
     pub fn launch(&self, shape: &Shape) -> Result<Launch> {
         let r = self.resources();
@@ -62,7 +40,7 @@ impl Kernel {
             threads: r.threads,
             smem_bytes: r.smem_bytes,
             tiling: None,
-            lists: None,
+            prelude: None,
         };
         match self.schedule {
             Schedule::Cpu(_) => Ok(Launch { threads: 0, smem_bytes: 0, ..launch(0) }),
@@ -71,9 +49,9 @@ impl Kernel {
             Schedule::Sm90(s) => {
                 let tiling = tiling(&self.problem, &s, shape)?;
                 let resident = s.scheduler.stays().then_some(s.blocks_per_sm);
-                let lists = list_launch(&self.problem, &s, &tiling, shape)?;
+                let prelude = Prelude::of(&self.problem, &s, &tiling, shape)?;
                 let grid = tiling.tiles as u32;
-                Ok(Launch { resident, cluster: s.cluster, tiling: Some(tiling), lists, ..launch(grid) })
+                Ok(Launch { resident, cluster: s.cluster, tiling: Some(tiling), prelude, ..launch(grid) })
             }
         }
     }
@@ -118,40 +96,9 @@ fn tiling(problem: &Problem, s: &Sm90Schedule, shape: &Shape) -> Result<Tiling> 
     })
 }
 
-/// The lists of a shape: of every unit that the mask tells apart, for every tile its counts and a place for each key block, and
-/// behind all of them a byte for each place.
-fn list_launch(problem: &Problem, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape) -> Result<Option<ListLaunch>> {
-    let Some(axes) = problem.program.and_then(|p| p.lists()) else { return Ok(None) };
-    let lists = axes.units(shape) * tiling.blocks as u64;
-    let places = shape.kv_len.div_ceil(s.block_kv) as u64;
-    let warps = (s.threads() / 32) as u64;
-    let grid = |n: u64| {
-        let refused = || {
-            let limit = "at most 2^31 - 1 thread blocks that classify them";
-            Error::unsupported("blocks of queries by blocks of keys", n, limit, "split the batch")
-        };
-        i32::try_from(n.div_ceil(warps)).map(|n| n as u32).map_err(|_| refused())
-    };
-    let before = (lists * (LIST_COUNTS + places) * 4 + lists * places).next_multiple_of(16);
-    let masks = lists * places * (s.block_q() * 4 * (s.block_kv / 4).div_ceil(32) * 4) as u64;
-    let (bytes, masks) = match masks {
-        ..=MOST_MASK_BYTES => (before + masks, Some(before)),
-        _ => (before, None),
-    };
-    Ok(Some(ListLaunch { bytes, masks, classify: grid(lists * places)?, gather: grid(lists)? }))
-}
-
-/// Bytes that the masks of cut blocks may take, of which nobody knows before how many there are: enough for 90,000 queries by as
-/// many keys, if all heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
-pub const MOST_MASK_BYTES: u64 = 1 << 30;
-
-/// Words of a list before its places.
-const LIST_COUNTS: u64 = 2;
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::score::ProgramRef;
     use crate::{DType, Mask, MaskKind, ShapeBucket, Sm90Scheduler};
 
     fn kernel(change: impl Fn(&mut Sm90Schedule)) -> Kernel {
@@ -167,27 +114,6 @@ mod tests {
 
     fn shape(heads: u32, kv_heads: u32, q_len: u32) -> Shape {
         Shape { batch: 3, heads, kv_heads, q_len, kv_len: 4096, mask: Mask::Causal }
-    }
-
-    #[test]
-    fn lists_have_a_place_for_every_block_and_masks_while_they_fit() {
-        let lists = |text: &str, heads, q_len| {
-            let mut kernel = kernel(|s| s.pack_group = false);
-            kernel.problem.program = Some(ProgramRef::new(crate::score::Program::parse(text).unwrap()));
-            (kernel.goes_by_lists(), kernel.launch(&shape(heads, 8, q_len)).unwrap().lists)
-        };
-        assert_eq!(lists("mask = kv <= q;", 8, 4096), (false, None));
-        // 33 blocks of 128 queries, 32 of 128 keys, for all heads and sequences: 2 counts and 32 places each, 32 kinds; masks of 2 KiB.
-        let before = (33u64 * (2 + 32) * 4 + 33 * 32).next_multiple_of(16);
-        let shared = ListLaunch {
-            bytes: before + 33 * 32 * 2048,
-            masks: Some(before),
-            classify: (33 * 32u32).div_ceil(12),
-            gather: 33u32.div_ceil(12),
-        };
-        assert_eq!(lists("mask = (q - kv) % 7 == 0;", 8, 4100), (true, Some(shared)));
-        let many = lists("mask = (q - kv) % (h + b + 1) == 0;", 64, 65536).1.unwrap();
-        assert_eq!((many.masks, many.bytes), (None, 3 * 64 * 512 * (34 * 4 + 32)));
     }
 
     #[test]

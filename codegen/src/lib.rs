@@ -19,6 +19,7 @@ mod error;
 mod kernel;
 mod launch;
 mod mask;
+mod prelude;
 mod problem;
 mod resources;
 mod schedule;
@@ -34,8 +35,9 @@ pub use arch::{Arch, CpuIsa, SmArch, SmLimits};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use kernel::{Kernel, Language, Source};
-pub use launch::{LIST_KERNELS, Launch, ListLaunch, MOST_MASK_BYTES};
+pub use launch::Launch;
 pub use mask::{Mask, MaskKind};
+pub use prelude::{MOST_MASK_BYTES, Prelude};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Pass, Problem};
 pub use resources::Resources;
 pub use schedule::{

@@ -1,6 +1,5 @@
 //! The static model: what a kernel will need, known before it is compiled.
 
-use crate::score::RowKeys;
 use crate::{Arch, Error, Problem, Result, Schedule, Sm80Schedule, Sm90Schedule, Swizzle};
 use serde::{Deserialize, Serialize};
 
@@ -94,10 +93,8 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let q = q_buffers * s.consumers * 64 * qk.max(v);
     let kv = s.stages * s.block_kv * (qk + v);
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
-    let rows = |is: fn(&RowKeys) -> bool| problem.program.is_some_and(|p| p.rows().is_some_and(is));
-    let slot = if rows(|r| !r.searches.is_empty()) { 80 } else { 64 } + if s.trim { s.consumers * 16 } else { 0 };
-    let apart = Sm90Schedule::deals_apart(problem);
-    let work = if s.scheduler.stays() || apart { 2 * slot } else { 0 } + if apart { 8 } else { 0 };
+    let slot = 64 + if s.trim { s.consumers * 16 } else { 0 };
+    let work = if s.scheduler.stays() { 2 * slot } else { 0 };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
     let o = if s.output_apart { s.consumers * 64 * v } else { 0 };
     q + kv + p + o + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16

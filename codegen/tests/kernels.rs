@@ -83,6 +83,31 @@ fn masks_like_a_causal_one_have_its_schedule() {
 }
 
 #[test]
+fn blocks_of_other_rows_are_left_out_where_the_ends_of_runs_are_known() {
+    let arch: Arch = "sm_90a".parse().unwrap();
+    let documents = "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv];";
+    let sm90 = |text: &str| {
+        let problem = Problem::forward(DType::Bf16, 128, MaskKind::FULL).unwrap();
+        let problem = problem.with_program(score::Program::parse(text).unwrap());
+        let default = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket(16384)).unwrap();
+        let Schedule::Sm90(schedule) = default else { panic!("{default}") };
+        let trims =
+            |trim| Kernel { problem, schedule: Schedule::Sm90(Sm90Schedule { trim, ..schedule }), arch }.check();
+        let space = Schedule::space(Family::ForwardSm90, &problem, arch);
+        let both = |s: &Schedule| matches!(s, Schedule::Sm90(s) if s.trim && s.chain && s.overlap);
+        (schedule, trims(true).map_err(|e| e.to_string()), space.iter().filter(|s| both(s)).count() > 0)
+    };
+    // Where they lie in memory, the search has it with and without a chain.
+    let (schedule, legal, searched) = sm90(documents);
+    assert!(!schedule.trim && schedule.chain && legal.is_ok() && searched, "{}", Schedule::Sm90(schedule));
+    let (schedule, legal, searched) = sm90("mask = kv <= q and q - kv < 1000;");
+    assert!(!schedule.trim && legal.is_ok() && !searched, "{}", Schedule::Sm90(schedule));
+    // Blocks of a list are no range.
+    let (schedule, legal, searched) = sm90("mask = (q - kv) % 7 == 0;");
+    assert!(!schedule.trim && !searched && legal.unwrap_err().contains("one run of keys"));
+}
+
+#[test]
 fn rendering_is_complete_and_deterministic() {
     let (a, b) = (TemplateSet::embedded(), TemplateSet::embedded());
     assert_eq!(a.hash(), b.hash());

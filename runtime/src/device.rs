@@ -81,7 +81,7 @@ pub trait Device: Send + Sync {
     fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>>;
 
     /// Launches on the caller's stream. Waits for nothing (on the CPU it returns when done), and allocates nothing but, for a
-    /// kernel that goes by lists of key blocks, memory for them between two points of the stream.
+    /// kernel that has something found of its mask first ([`Kernel::preludes`]), memory for that between two points of the stream.
     ///
     /// # Safety
     /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has

@@ -15,6 +15,8 @@ constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_LISTS @{ program_lists }@
 constexpr bool kLists = FT_LISTS;  // tiles visit key blocks by lists, as a score program's mask may leave any of them
+#define FT_RUNS @{ program_runs }@
+constexpr bool kRuns = FT_RUNS;    // the runs of keys that it leaves the rows lie in memory
 // Schedule.
 constexpr int kConsumers = @{ consumers }@;
 constexpr int kBlockKV = @{ block_kv }@;
@@ -66,11 +68,7 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
-// Where ends of runs are searched for it takes a warp and some time to find the blocks that a program's mask leaves: a warp of
-// its own deals the tiles then, from the first on, and one is left to clean V. Otherwise the thread that brings K deals, and
-// everyone finds the first tile.
-constexpr bool kDealApart = @{ deal_apart }@;
-constexpr int kCleaners = kClean ? kDealApart ? 1 : 2 : 0;
+constexpr int kCleaners = kClean ? 2 : 0;  // warps
 
 // Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
@@ -130,9 +128,9 @@ struct Layout {
     static constexpr int kO = kP + kConsumers * kBytesP;
     static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
     static constexpr int kWork = kO + (kOutputApart ? kConsumers * kBytesO : 0);  // two slots: what comes next
-    static constexpr int kBytesWork = kProgramSearch ? 80 : 64;
+    static constexpr int kBytesWork = 64;
     static constexpr int kBytesSlot = kBytesWork + (kTrim ? kConsumers * 16 : 0);
-    static constexpr int kBarriers = kWork + (kPersistent || kDealApart ? 2 * kBytesSlot : 0);
+    static constexpr int kBarriers = kWork + (kPersistent ? 2 * kBytesSlot : 0);
     static constexpr int kFullWork = kBarriers;              // per slot: it says what comes next
     static constexpr int kEmptyWork = kFullWork + 2 * 8;     // per slot: everyone has read it
     static constexpr int kFullQ = kEmptyWork + 2 * 8;        // per buffer and consumer: its Q has arrived
@@ -144,13 +142,14 @@ struct Layout {
     static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
     static constexpr int kMetNonFinite = kRawV + kStages * 8;
     static constexpr int kAdmitV = kMetNonFinite + 8;        // no O is in the place of V any more
-    static constexpr int kDealNow = kAdmitV + 8;             // it is time to say what comes next
-    static constexpr int kEmptyRows = kDealNow + (kDealApart ? 8 : 0);  // per consumer: rows that attend to nothing
+    static constexpr int kEmptyRows = kAdmitV + 8;           // per consumer: rows that attend to nothing
     static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
     static constexpr int kBytes = kEmptyRows + kConsumers * kBytesEmptyRows;
 };
 
+<% include "lib/cuda/mask_units.cuh" %>
 <% include "lib/cuda/live_blocks.cuh" %>
+<% include "lib/cuda/runs.cuh" %>
 <% include "lib/cuda/work.cuh" %>
 
 <% include "forward/sm90/producer.cuh" %>
@@ -168,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + kDealApart + kCleaners + kConsumers * 4);
+            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + kCleaners + kConsumers * 4);
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
@@ -179,7 +178,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         store_shared_4(smem + Layout::kMetNonFinite, 0);
-        if (kDealApart) mbarrier_init(smem + Layout::kDealNow, 1);
         mbarrier_init_fence();
     }
     if constexpr (kCluster > 1) {
@@ -189,15 +187,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     }
     // Of a quick kernel everyone has the same tile: it is found in one place.
     Work only = {};
-    if constexpr (kQuick && !kDealApart) only = work_at(args, blockIdx.x);
+    if constexpr (kQuick) only = work_at(args, blockIdx.x);
     if (warpgroup == 0) {
         if constexpr (kRegistersMove) registers_give_back<kProducerRegisters>();
         if (warp == 0) {
             if (threadIdx.x % 32 == 0) produce_qk(args, smem, only);
         } else if (warp == 1) {
             if (threadIdx.x % 32 == 0) produce_v(args, smem, only);
-        } else if (kDealApart && warp == 3) {
-            deal_apart(args, smem);
         } else if (kClean) {
             clean_v(args, smem, only);
         }

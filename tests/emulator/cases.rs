@@ -155,13 +155,14 @@ impl Expected {
             Ok::<_, &str>(Hopper { maps, tiling, queue: (seed % 3) as i32 - 1 })
         });
         // Behind all tensors; what is in it before is nothing to rely on.
-        let mut lists = vec![0xffu8; geometry.lists.map_or(0, |l| l.bytes as usize)];
-        let at = address(5 + side.tensors.len() as u64, lists.len());
+        let mut found = vec![0xffu8; geometry.prelude.map_or(0, |p| p.bytes as usize)];
+        let at = address(5 + side.tensors.len() as u64, found.len());
         // Where masks take too much memory, the kernel evaluates them.
-        let masks = geometry.lists.and_then(|l| l.masks).filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
+        let masks =
+            geometry.prelude.and_then(|p| p.masks).filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
         let launch = Launch {
             seed,
-            lists: (geometry.lists.map_or([0; 2], |l| [l.classify, l.gather]), [at, masks.unwrap_or(0)]),
+            prelude: (geometry.prelude.map_or([0; 2], |p| p.grids), [at, masks.unwrap_or(0)]),
             grid: geometry.blocks(units),
             threads: geometry.threads,
             smem_bytes: geometry.smem_bytes,
@@ -180,7 +181,7 @@ impl Expected {
         ]
         .into_iter()
         .chain(side.tensors.iter_mut().map(|bytes| (&mut bytes[..], false)))
-        .chain([(&mut lists[..], true)])
+        .chain([(&mut found[..], true)])
         .enumerate()
         .map(|(i, (bytes, written))| Buffer { address: address(i as u64, bytes.len()), bytes, written })
         .collect::<Vec<_>>();

@@ -274,9 +274,9 @@ const LISTS: &[Fault] = &[
     ["keys of a share one off", "lib/cuda/live_blocks.cuh", "c * 2 + i % 2", "c * 2 + (i + 1) % 2", "the oracle says"],
     [
         "the lists of another head",
-        "lib/cuda/live_blocks.cuh",
-        "kListsByHead ? tile.head",
-        "kListsByHead ? 0",
+        "lib/cuda/mask_units.cuh",
+        "kMaskByHead ? tile.head",
+        "kMaskByHead ? 0",
         "the oracle says",
     ],
     [
@@ -294,6 +294,72 @@ const LISTS: &[Fault] = &[
         "the oracle says",
     ],
 ];
+
+/// Of kernels whose runs of keys lie in memory, with [`DOCUMENTS`].
+const RUNS: &[Fault] = &[
+    [
+        "the run of the row before",
+        "lib/cuda/runs.cuh",
+        "* q_len + q];",
+        "* q_len + max_of(q - 1, 0)];",
+        "the oracle says",
+    ],
+    [
+        "one key too many",
+        "lib/cuda/runs.cuh",
+        "min_of(run.last, window.last) + 1",
+        "min_of(run.last + 1, window.last) + 1",
+        "the oracle says",
+    ],
+    [
+        "blocks of a tile's first rows alone",
+        "lib/cuda/runs.cuh",
+        "found[0].join(found[i]);",
+        ";",
+        "the oracle says|deadlock",
+    ],
+    ["blocks of one lane's rows alone", "lib/cuda/runs.cuh", "ends.over_lanes();", "", "the oracle says"],
+    [
+        "runs of another head",
+        "lib/cuda/mask_units.cuh",
+        "kMaskByHead ? tile.head",
+        "kMaskByHead ? 0",
+        "the oracle says",
+    ],
+    ["a search that looks at half of the places", "lib/cuda/search.cuh", "& 0xffff", "& 0xff", "the oracle says"],
+    [
+        "ends looked for where they are not",
+        "lib/cuda/program_blocks.cuh",
+        "__shfl_sync(0xffffffff, x, 16)",
+        "__shfl_sync(0xffffffff, x, 0)",
+        "the oracle says",
+    ],
+    // Consumers that leave out blocks, and chain those tiles where nothing arrives between.
+    [
+        "a tile chained over keys that others ask for, trimmed",
+        "forward/sm90/consumer.cuh",
+        "(kTrim && after(work) > 0)",
+        "false",
+        "the oracle says|deadlock|on its way",
+    ],
+    [
+        "a chained tile that begins with keys of others, trimmed",
+        "forward/sm90/consumer.cuh",
+        "(!kTrim || before(next) == 0)",
+        "true",
+        "the oracle says|deadlock|on its way",
+    ],
+    [
+        "a tile that opens without the turn that others take, trimmed and chained",
+        "forward/sm90/consumer.cuh",
+        "if (kTrim && kChain) wait_turn();",
+        "",
+        "deadlock|more arrivals|has ended",
+    ],
+];
+
+/// Documents of each head's own, shorter than a consumer's rows.
+const DOCUMENTS: &str = "d: i32[batch, heads, *] nondecreasing; mask = d[b, h, q] == d[b, h, kv];";
 
 /// A mask that leaves out blocks of 32 keys and 128 queries, cuts some, and shows others whole, each head its own.
 const ANYWHERE: &str = "mask = (q // 64 + 2 * (kv // 32) + h) % 3 == 0 or (kv + q + h) % 97 == 0;";
@@ -433,7 +499,7 @@ fn sm90(family: &str, what: &str) -> Schedule {
         pack_group: family == "sm90",
         trim: what.contains("trimmed"),
         scheduler: Sm90Scheduler::Stride,
-        chain: false,
+        chain: what.contains("chained"),
         output_apart: what.contains(", apart"),
         exp2_eighths: 0,
         cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
@@ -466,9 +532,14 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
     let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
     let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
-    let kind = if family == "lists" { MaskKind::FULL } else { MaskKind { left: true, right: true } };
+    let program = match family {
+        "lists" => Some(ANYWHERE),
+        "runs" => Some(DOCUMENTS),
+        _ => None,
+    };
+    let kind = if program.is_some() { MaskKind::FULL } else { MaskKind { left: true, right: true } };
     let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
-    problem.program = (family == "lists").then(|| ProgramRef::new(Program::parse(ANYWHERE).expect("a program")));
+    problem.program = program.map(|text| ProgramRef::new(Program::parse(text).expect("a program")));
     let (schedule, arch) = match family {
         "sm80" => (sm80(what), "sm_80"),
         _ => (sm90(family, what), "sm_90a"),
@@ -476,7 +547,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
     let base = match family {
         _ if what.contains("empty row") => EMPTY_ROWS,
-        "lists" => Case { mask: Mask::Full, ..CASE },
+        _ if program.is_some() => Case { mask: Mask::Full, ..CASE },
         _ => CASE,
     };
     let case = |rng: &mut rand::rngs::StdRng| Case { seed: rng.random(), ..base };
@@ -491,7 +562,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         return;
     }
     let templates = templates();
-    let all: Vec<(&str, usize, &Fault)> = [("sm90", SM90), ("lists", LISTS), ("sm80", SM80)]
+    let all: Vec<(&str, usize, &Fault)> = [("sm90", SM90), ("lists", LISTS), ("runs", RUNS), ("sm80", SM80)]
         .into_iter()
         .flat_map(|(family, faults)| faults.iter().enumerate().map(move |(i, fault)| (family, i, fault)))
         .collect();

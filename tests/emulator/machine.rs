@@ -1,7 +1,7 @@
 //! Kernels compiled for the host together with the emulated machine, each in a process of its own.
 
 use crate::translate::translate;
-use flashtune::codegen::{Kernel, LIST_KERNELS, Schedule, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs};
+use flashtune::codegen::{Kernel, Schedule, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Read, Write};
@@ -92,8 +92,8 @@ pub struct Buffer<'a> {
 /// What one launch needs beyond the buffers.
 pub struct Launch {
     pub seed: u64,
-    /// Thread blocks of the kernels that write lists, and where those go.
-    pub lists: ([u32; 2], [u64; 2]),
+    /// Thread blocks of the kernels that come before it, and where what they find goes.
+    pub prelude: ([u32; 2], [u64; 2]),
     pub grid: u32,
     pub threads: u32,
     pub smem_bytes: u32,
@@ -126,10 +126,8 @@ impl Emulated {
             Schedule::Sm80(_) => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
             _ => ("", "Layout::kBytes".to_owned(), "kCluster"),
         };
-        let before = match kernel.goes_by_lists() {
-            true => LIST_KERNELS.map(|end| format!("EMULATED_CALL({}{end}, arguments)", source.entry)).join(", "),
-            false => String::new(),
-        };
+        let call = |end: &&str| format!("EMULATED_CALL({}{end}, arguments)", source.entry);
+        let before = kernel.preludes().iter().map(call).collect::<Vec<_>>().join(", ");
         let text = format!(
             "#include \"cuda.h\"\n{rename}{}\n#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster})\n",
             translate(&source.text)?,
@@ -167,7 +165,7 @@ impl Emulated {
         let child = self.process.as_mut().expect("just started");
         let mut request = Vec::new();
         request.extend(launch.seed.to_ne_bytes());
-        let [first, second] = launch.lists.0;
+        let [first, second] = launch.prelude.0;
         for word in [first, second, launch.grid, launch.threads, launch.smem_bytes] {
             request.extend(word.to_ne_bytes());
         }
@@ -229,7 +227,7 @@ fn arguments(launch: &Launch) -> Vec<u8> {
     let Tiling { group_shift, unit_heads, blocks, section, tiles } = *tiling;
     let numbers = [group_shift, unit_heads, blocks, section, tiles, *queue];
     bytes.extend(numbers.into_iter().flat_map(i32::to_ne_bytes));
-    bytes.extend(launch.lists.1.into_iter().flat_map(u64::to_ne_bytes));
+    bytes.extend(launch.prelude.1.into_iter().flat_map(u64::to_ne_bytes));
     bytes.resize(bytes.len().next_multiple_of(64), 0);
     bytes.extend_from_slice(&launch.side);
     bytes.resize(bytes.len().next_multiple_of(64), 0);

@@ -13,7 +13,7 @@ const LOWEST_HANDLE: u64 = 4096;
 
 /// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may compile
 /// or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA graph (a mask
-/// that may leave out key blocks anywhere takes memory for lists of them, in the stream's order). Does nothing when O has no element.
+/// of which something is found first, as of documents, takes memory for that, in the stream's order). Does nothing when O has no element.
 ///
 /// Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
 /// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the

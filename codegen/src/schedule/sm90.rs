@@ -109,10 +109,12 @@ impl Sm90Schedule {
         if !self.registers_move(problem) {
             return self.launch_registers();
         }
-        // It finds the blocks that a program's mask leaves, which takes little where that is much like a causal one.
+        // It finds the blocks that a program's mask leaves, which takes little where they lie in memory, or where that is much like a
+        // causal one.
         let like_causal = problem.program.is_some_and(|p| p.rows().is_some_and(|r| r.widens && r.is_cheap));
         if problem.masks_by_program() {
             return match () {
+                _ if problem.program.is_some_and(|p| p.runs().is_some()) => 40,
                 _ if self.consumers == 3 || self.blocks_per_sm > 1 => 56,
                 _ if like_causal => 40,
                 _ => 72,
@@ -133,13 +135,6 @@ impl Sm90Schedule {
         let capped = if share > 240 { 240 } else { share };
         // Taking registers never lowers their number.
         if capped < self.launch_registers() { self.launch_registers() } else { capped }
-    }
-
-    /// Whether a warp of its own deals the tiles: where it takes a warp and some time to find the run of keys that a program's
-    /// mask leaves a tile.
-    pub fn deals_apart(problem: &Problem) -> bool {
-        let rows = problem.program.and_then(|p| p.rows().map(|r| !r.searches.is_empty() || !r.nondecreasing));
-        rows.unwrap_or(false)
     }
 
     /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none of
@@ -167,8 +162,8 @@ impl Sm90Schedule {
             false if score => 16,
             false => 0,
         };
-        // The ends of the rows' runs of keys, and how they are found; or where the list is, and the bits.
-        let rows = p.rows().map_or(0, |r| if r.searches.is_empty() { 12 } else { 16 });
+        // The ends of the rows' runs of keys; or where the list is, and the bits.
+        let rows = p.rows().map_or(0, |_| 12);
         // A window beside a list, and a score that changes, are one more mask and its bounds.
         let lists = p.lists().map_or(0, |_| if score && problem.mask.any() { 32 } else { 12 });
         kind + rows + lists
@@ -199,10 +194,10 @@ impl Sm90Schedule {
             _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
         };
-        // Biases want what shared memory leaves of the L1 cache, and documents gain nothing by a chain: 20 and 2 % on an H200.
+        // Biases want what shared memory leaves of the L1 cache: 20 % on an H200.
         let loads = problem.program.is_some_and(|p| p.of_scores().reads_of_halves > 0);
-        let searches = problem.program.is_some_and(|p| p.rows().is_some_and(|r| !r.searches.is_empty()));
-        let chain = !loads && !searches;
+        let runs = problem.program.is_some_and(|p| p.runs().is_some());
+        let chain = !loads;
         let base = Self {
             consumers,
             block_kv: 128,
@@ -222,7 +217,7 @@ impl Sm90Schedule {
             blocks_per_sm: 1,
             // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an H200.
             section_mib: match problem.mask.right || problem.masks_by_program() {
-                _ if searches => Self::WALK_ALL,
+                _ if runs => Self::WALK_ALL,
                 true => 32,
                 false => 0,
             },
@@ -259,7 +254,7 @@ impl Sm90Schedule {
         let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room)) } else { None };
         let plain = || chained(96, 0).or_else(|| largest(false, 16, 0));
         let found = small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
-        let found = Self { trim: d > 128 && found.trims(problem), ..found };
+        let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
         let apart = Self { output_apart: !found.chain && !loads, ..found };
         if apart.fits(problem, sm) { apart } else { found }
     }
@@ -286,11 +281,13 @@ impl Sm90Schedule {
         })
     }
 
-    /// Whether consumers can have blocks of their own: a tile's last product, which waits for the next one's first scores where
-    /// both overlap, would hold up the others.
+    /// Whether consumers can have blocks of their own: of a mask whose ends are known for every row.
     fn trims(&self, problem: &Problem) -> bool {
-        let chains = self.chain && self.overlap;
-        self.consumers > 1 && self.cluster == 1 && !chains && problem.mask.any() && !problem.masks_by_program()
+        let masks = match problem.program {
+            Some(p) if p.mask().is_some() => p.rows().is_some(),
+            _ => problem.mask.any(),
+        };
+        self.consumers > 1 && self.cluster == 1 && masks
     }
 
     /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
@@ -378,8 +375,11 @@ impl Sm90Schedule {
                 }
             }
         }
-        // Larger blocks are rarely left out whole, and where steps of narrow heads overlap it cost 1 to 2 %.
-        let trims = |s: &&Self| s.block_kv < 128 && (problem.head_dim_v > 128 || !s.overlap) && s.trims(problem);
+        // Where ends follow the diagonal, larger blocks are rarely left out whole, it cost 1 to 2 % where steps of narrow heads
+        // overlap, and no tile would chain. Runs in memory end anywhere: there it is a wash (docs/measured).
+        let runs = program.is_some_and(|p| p.runs().is_some());
+        let gains = |s: &Self| s.block_kv < 128 && (!s.overlap || problem.head_dim_v > 128 && !s.chain);
+        let trims = |s: &&Self| s.trims(problem) && (runs || gains(s));
         let trimmed: Vec<Self> = space.iter().filter(trims).map(|s| Self { trim: true, ..*s }).collect();
         space.extend(trimmed);
         space
@@ -418,7 +418,7 @@ impl Sm90Schedule {
             return bad(
                 "trim",
                 1,
-                "several consumers of one thread block whose tiles do not chain, under a mask that is no program",
+                "several consumers of one thread block, under a mask that leaves each row one run of keys",
             );
         }
         if self.exp2_eighths > 4 {

@@ -5,7 +5,7 @@
 //!                                                   -> Bound: the interpreter, the oracle of all the rest
 //!                                                   -> RowKeys: the run of keys of each query, for masks that leave one
 //!                                                   -> TileProgram: which tiles are all masked, all visible, mixed
-//!                                                   -> ListAxes: what lists of live blocks change with, for all other masks
+//!                                                   -> MaskAxes: what a mask changes with, for all that is found of it ahead
 //!                                                   -> Derivative: d score' / d score, and by each side tensor
 //!                                                   -> lower: statements of C and CUDA C for the kernels
 //! ```
@@ -17,6 +17,7 @@
 
 mod arith;
 mod ast;
+mod axes;
 mod builder;
 mod builtin;
 mod check;
@@ -32,7 +33,6 @@ mod interp;
 mod keys;
 mod lex;
 mod linear;
-mod lists;
 mod lower;
 mod normal;
 mod parse;
@@ -44,6 +44,7 @@ mod tile;
 mod window;
 mod words;
 
+pub use axes::MaskAxes;
 pub use builder::Expr;
 pub use builtin::{BUILTINS, Builtin, builtin};
 pub use classify::{Classifier, Visit};
@@ -55,7 +56,6 @@ pub use graph::{Depends, Graph, Node};
 pub use intern::ProgramRef;
 pub use interp::{At, Bound, Evaluator, Precision};
 pub use linear::Linear;
-pub use lists::ListAxes;
 pub use lower::{Capped, Code, Dialect, lower, lower_fragments, lower_scores, slot};
 pub(crate) use pieces::{cpu_fields, cuda_fields};
 pub use program::{MAX_INPUTS, MAX_NODES, OfScores, Program, ProgramBuilder};

@@ -205,7 +205,7 @@ fn search_statement(graph: &Graph, search: &Search, leading: &[&str], value: &st
     });
     let (end, after, closer) = if search.is_end { ("end", "true", "min_of") } else { ("begin", "false", "max_of") };
     format!(
-        "{end} = {closer}<i64>({end}, ft_find<kWarp, {after}>((const {element} *)side->tensors[{t}].data + {}0, \
+        "{end} = {closer}<i64>({end}, ft_find<kHalves, {after}>((const {element} *)side->tensors[{t}].data + {}0, \
          side->tensors[{t}].stride[{axes}], side->tensors[{t}].length[{axes}] - 1, {value}, within.{end}));\n",
         places.collect::<String>()
     )
@@ -220,6 +220,7 @@ fn flags(program: Option<&Program>) -> BTreeMap<&'static str, String> {
         ("program_score", has(|p| p.score().is_some())),
         ("program_sink", has(|p| p.sink().is_some())),
         ("program_lists", has(|p| p.lists().is_some())),
+        ("program_runs", has(|p| p.runs().is_some())),
     ])
 }
 

@@ -1,11 +1,11 @@
 //! A score program: a mask, a change of the score and a sink, over declared scalars and tensors.
 
 use super::ast::Ast;
+use super::axes::MaskAxes;
 use super::builder::Expr;
 use super::check::Checker;
 use super::error::ProgramError;
 use super::graph::{Graph, Node};
-use super::lists::ListAxes;
 use super::parse::parse;
 use super::print::print;
 use super::rows::RowKeys;
@@ -37,7 +37,7 @@ pub struct Program {
     hash: [u8; 32],
     window: Option<WindowForm>,
     rows: Option<RowKeys>,
-    lists: Option<ListAxes>,
+    axes: Option<MaskAxes>,
     /// What is left of a program whose mask is a window.
     unmasked: Option<Box<Program>>,
 }
@@ -159,9 +159,15 @@ impl Program {
         self.rows.as_ref()
     }
 
+    /// What the runs change with, for a mask whose rows had better find theirs in memory: those that are searched for, or
+    /// come in no order.
+    pub fn runs(&self) -> Option<MaskAxes> {
+        self.axes.filter(|_| self.rows.as_ref().is_some_and(|r| !r.searches.is_empty() || !r.nondecreasing))
+    }
+
     /// What lists of key blocks change with, for a mask that does not leave each query one run of keys.
-    pub fn lists(&self) -> Option<ListAxes> {
-        self.lists
+    pub fn lists(&self) -> Option<MaskAxes> {
+        self.axes.filter(|_| self.rows.is_none())
     }
 
     /// What a kernel that masks by runs of keys, or by bits, still computes for every score.
@@ -353,7 +359,7 @@ impl ProgramBuilder {
         let (mask, score, sink) = (find("mask"), find("score"), find("sink"));
         let window = mask.and_then(|mask| WindowForm::of(&graph, mask));
         let rows = mask.and_then(|mask| RowKeys::of(&graph, mask));
-        let lists = mask.filter(|_| rows.is_none()).map(|mask| ListAxes::of(&graph, mask));
+        let axes = mask.map(|mask| MaskAxes::of(&graph, mask));
         let unmasked = match (&window, score.or(sink)) {
             (Some(_), Some(_)) => {
                 let mut graph = graph.clone();
@@ -363,7 +369,7 @@ impl ProgramBuilder {
             }
             _ => None,
         };
-        Ok(Program { graph, mask, score, sink, text, hash, window, rows, lists, unmasked })
+        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {

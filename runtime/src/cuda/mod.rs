@@ -242,18 +242,18 @@ impl Device for CudaDevice {
         }
         let _bound = self.context.bind()?;
         // Given back, in the stream's order, when the last launch has been enqueued.
-        let lists = match launch.lists {
-            Some(lists) => Some(Scratch::new(&self.context, self.context.pool()?, lists.bytes, raw(stream))?),
+        let found = match launch.prelude {
+            Some(prelude) => Some(Scratch::new(&self.context, self.context.pool()?, prelude.bytes, raw(stream))?),
             None => None,
         };
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
         let mut sm90 = None;
         if let Some(tiling) = launch.tiling {
             let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
-            let at = lists.as_ref().map_or(0, |l| l.address);
-            let masks = launch.lists.and_then(|l| l.masks).map_or(0, |offset| at + offset);
+            let at = found.as_ref().map_or(0, |f| f.address);
+            let masks = launch.prelude.and_then(|p| p.masks).map_or(0, |offset| at + offset);
             let maps = Default::default();
-            let sm90 = sm90.insert(Sm90Args { maps, forward: *args, tiling, queue, lists: at, masks });
+            let sm90 = sm90.insert(Sm90Args { maps, forward: *args, tiling, queue, found: at, masks });
             tensor_map::encode_all(&self.context, module.kernel(), sm90)?;
         }
         let with_side;
@@ -301,11 +301,9 @@ impl Device for CudaDevice {
             };
             launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
         };
-        if let (Some(lists), Some([classify, gather])) = (launch.lists, module.lists) {
-            if lists.classify > 0 {
-                enqueue(classify, lists.classify, 0)?;
-            }
-            enqueue(gather, lists.gather, 0)?;
+        let grids = launch.prelude.map_or([0; 2], |p| p.grids);
+        for (function, grid) in module.preludes.iter().zip(grids).filter(|(_, grid)| *grid > 0) {
+            enqueue(*function, grid, 0)?;
         }
         enqueue(module.function, launch.blocks(self.fingerprint.units), launch.smem_bytes)
     }

@@ -6,7 +6,7 @@ use crate::{Error, Module, Result};
 use cudarc::driver::result::{function, module};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use flashtune_cache::Artifact;
-use flashtune_codegen::{Arch, Kernel, LIST_KERNELS, SmArch};
+use flashtune_codegen::{Arch, Kernel, SmArch};
 use std::any::Any;
 use std::ffi::CString;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ pub(super) struct CudaModule {
     pub(super) function: CUfunction,
     /// For a kernel whose thread blocks take tiles from a queue.
     pub(super) queues: Option<Queues>,
-    /// What writes the lists of a kernel that goes by lists of key blocks, in the order of [`LIST_KERNELS`].
-    pub(super) lists: Option<[CUfunction; 2]>,
+    /// What is launched before it, in the order of [`Kernel::preludes`].
+    pub(super) preludes: Vec<CUfunction>,
     raw: CUmodule,
     kernel: Kernel,
 }
@@ -74,23 +74,26 @@ impl CudaModule {
             .map_err(|e| context.failed("cuModuleLoadData", e))?;
         // From here on the module is unloaded on every way out.
         let queues = kernel.schedule.takes_from_a_queue().then(Queues::new);
-        let mut this =
-            Self { context: context.clone(), function: std::ptr::null_mut(), queues, lists: None, raw, kernel };
+        let mut this = Self {
+            context: context.clone(),
+            function: std::ptr::null_mut(),
+            queues,
+            preludes: Vec::new(),
+            raw,
+            kernel,
+        };
         let function = |name: CString| {
             // SAFETY: `raw` was just loaded.
             unsafe { module::get_function(raw, name) }.map_err(|e| context.failed("cuModuleGetFunction", e))
         };
         this.function = function(entry)?;
         this.allow_shared_memory()?;
-        if kernel.goes_by_lists() {
+        for end in kernel.preludes() {
             context.pool()?;
-            let [classify, gather] = LIST_KERNELS.map(|end| {
-                let name = CString::new(format!("{}{end}", artifact.entry)).expect("the entry has no zero byte");
-                let found = function(name)?;
-                this.load_code(found)?;
-                Ok::<_, Error>(found)
-            });
-            this.lists = Some([classify?, gather?]);
+            let name = CString::new(format!("{}{end}", artifact.entry)).expect("the entry has no zero byte");
+            let found = function(name)?;
+            this.load_code(found)?;
+            this.preludes.push(found);
         }
         Ok(this)
     }

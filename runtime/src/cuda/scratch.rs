@@ -27,7 +27,7 @@ impl Pool {
             return Err(Error::Device {
                 call: "cuMemPoolCreate",
                 device: context.name.clone(),
-                message: "the device has no memory pools, from which lists of key blocks are taken".to_owned(),
+                message: "the device has no memory pools, from which comes what is found of this mask".to_owned(),
                 remedy: "use a kernel of forward/sm80 for this mask",
             });
         }

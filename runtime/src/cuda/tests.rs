@@ -82,7 +82,7 @@ impl Call {
             threads: 64,
             smem_bytes: 64 * 195 * 4,
             tiling: None,
-            lists: None,
+            prelude: None,
         };
         Self { q, o, args, launch }
     }

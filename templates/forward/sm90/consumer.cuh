@@ -174,6 +174,9 @@ struct Consumer {
         return block_at(args, work.tile, work.own, n) * kBlockKV;
     }
 
+    // Whether runs are computed where they are wanted.
+    static constexpr bool kComputedAgain = kProgramRowsCheap && !kRuns;
+
     // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
     // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
     // to predicates seven at a time.
@@ -183,9 +186,11 @@ struct Consumer {
         const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
-            if (kProgramRows) {
-                const KeyRange run = kProgramRowsCheap ? run_of(tile, row + h * 8, RunEnds{}) : runs[h];
+            // What lies in memory has the window taken in.
+            KeyRange live = runs[h];
+            if (!kRuns) live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
+            if (kProgramRows && !kRuns) {
+                const KeyRange run = kComputedAgain ? run_of(tile, row + h * 8) : runs[h];
                 live = KeyRange{max_of(live.first, run.first), min_of(live.last, run.last)};
             }
             const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
@@ -215,22 +220,20 @@ struct Consumer {
     __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
 
     // The keys that a program leaves a row.
-    __device__ __forceinline__ KeyRange run_of(const Tile& tile, int row, const RunEnds& ends) const {
-        return program_row<false>(program_head(args, args.forward, tile), min_of(row, args.forward.q_len - 1), ends);
+    __device__ __forceinline__ KeyRange run_of(const Tile& tile, int row) const {
+        const int q = min_of(row, args.forward.q_len - 1);
+        if constexpr (kRuns) return Runs(args).row(tile, q);
+        return program_row<false>(program_head(args, args.forward, tile), q, RunEnds{});
     }
     // What the rows of a tile need of its score program.
     __device__ __forceinline__ void keep(const Work& work) {
         kept = program_kept(head(work));
         if (kBounded) cap = program_cap(head(work), kept, magnitude());
-        if constexpr (kProgramRows && !kProgramRowsCheap) {
+        if constexpr (kProgramRows && !kComputedAgain) {
             const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4;
-            const RunEnds ends = work.kept();
-            // All rows have one run, as most tiles of documents do: nothing is left to look for.
-            const bool one = kProgramSearch && ends.begin.first == ends.begin.last && ends.end.first == ends.end.last;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                runs[h] = one ? KeyRange{ends.begin.first, ends.end.first - 1}
-                              : run_of(work.tile, row + h * 8, ends);
+                runs[h] = run_of(work.tile, row + h * 8);
             }
         }
         if (kOverlap && attends(work)) read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
@@ -347,8 +350,8 @@ struct Consumer {
         softmax.init();
 #pragma unroll
         for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
-        // As soon as O has left, but Q must not wait for that.
-        const bool admitted = !kOverlap || leaving < 0;
+        // As soon as O has left, but Q must not wait for that. Keys that are skipped take turns, for which others may need V.
+        const bool admitted = !kOverlap || leaving < 0 || (kTrim && before(work) > 0);
         if (kOutputInV && attends(work) && admitted) admit_v();
         open_q();
         // V comes later than K, and its first block is wanted later.
@@ -357,7 +360,10 @@ struct Consumer {
         if (!kOverlap) keep(work);
         if (!kOverlap || !attends(work)) return;
         wait_k();
+        // Another consumer may have a turn for it, beside the last product of its tile before.
+        if (kTrim && kChain) wait_turn();
         issue_qk();
+        if (kTrim && kChain) pass_turn();
         if (kOutputInV && !admitted) admit_v();
         keep(work);
         wgmma_wait<0>();
@@ -605,17 +611,20 @@ struct Consumer {
         // A score program gives scores in natural units, unless all it does is to add.
         const float c = kProgramScore && !kProgramShift ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
-        Work work = first_work<true>(args, hand, only, id);
+        Work work = first_work(args, only, id);
         open(work, c);
         while (true) {
             attend(work, c);
             const int q = q_at;
             RowResults rows;
-            // Before what comes next is known: in a cluster that may depend on the blocks that are skipped here.
-            if (!kChain) rows = close(work, c);
+            // Before what comes next is known where that may depend on the blocks that are skipped here: in a cluster, and where
+            // others wait for their space.
+            const bool early = !kChain || (kTrim && after(work) > 0);
+            if (early) rows = close(work, c);
             const Work next = hand.next<true>(id);
-            const bool chained = kChain && kOverlap && next.live && attends(work) && attends(next);
-            if (kChain) rows = chained ? close_beside(work, next, c) : close(work, c);
+            const bool chained = kChain && kOverlap && !early && next.live && attends(work) && attends(next) &&
+                                 (!kTrim || before(next) == 0);
+            if (!early) rows = chained ? close_beside(work, next, c) : close(work, c);
             write(work, rows, q);
             if (!next.live) break;
             if (chained) {

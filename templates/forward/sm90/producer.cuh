@@ -17,15 +17,14 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
     }
 }
 
-// One thread brings Q and K, and decides what comes next or says when it is time to.
+// One thread brings Q and K, and decides what comes next.
 __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, const Work& only) {
     tma_prefetch_map(args.q);
     tma_prefetch_map(args.k);
     Ring<kStages> ring;
     Ring<Layout::kQBuffers> q_ring;
     Dealer dealer(smem);
-    Hand hand(smem);
-    Work work = first_work<false>(args, hand, only);
+    Work work = first_work(args, only);
     do {
         const Tile& tile = work.tile;
         const BlockRange& blocks = work.all;
@@ -45,18 +44,12 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, con
             }
             q_ring.advance();
         };
-        // As late as the others can be told in time: whoever is ahead by then takes more. To find the blocks that a program
-        // leaves takes the time of a block or two.
-        const int dealt_at = kDealApart ? min_of(blocks.end - 1, blocks.begin + 2) : blocks.begin;
         // At least once, for tiles that visit no block.
         int n = blocks.end - 1;
 #pragma unroll 1
         do {
-            if (kDealApart) {
-                if (n == dealt_at) mbarrier_arrive(smem + Layout::kDealNow);
-            } else {
-                if (n <= dealt_at) dealer.deal(args);
-            }
+            // As late as the others can be told in time: whoever is ahead by then takes more.
+            if (n <= blocks.begin) dealer.deal(args);
             if (n >= blocks.begin) {
                 const int block = block_at(args, tile, blocks, n);
                 const u32 full = smem + Layout::kFullK + ring.stage * 8;
@@ -67,7 +60,7 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, con
             }
             if (n >= blocks.end - 1) bring_q();
         } while (--n >= blocks.begin);
-        work = kDealApart ? hand.next<false>() : dealer.dealt();
+        work = dealer.dealt();
     } while (work.live);
 }
 
@@ -77,7 +70,7 @@ __device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem, cons
     Ring<kStages> ring;
     Hand hand(smem);
     u32 admit_parity = 0;
-    for (Work work = first_work<false>(args, hand, only); work.live; work = hand.next<false>()) {
+    for (Work work = first_work(args, only); work.live; work = hand.next<false>()) {
         const BlockRange& blocks = work.all;
         if (kOutputInV && blocks.begin < blocks.end) {
             mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
@@ -106,7 +99,7 @@ __device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem, const 
     Ring<kStages> ring;
     Hand hand(smem);
     u32 raw_parity = 0;  // one bit per stage
-    for (Work work = first_work<true>(args, hand, only); work.live; work = hand.next<true, true>()) {
+    for (Work work = first_work(args, only); work.live; work = hand.next<true, true>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {

@@ -5,11 +5,6 @@
 // Of blocks that are cut, the mask itself is kept as well, a bit for each score: heads and sequences that share a list
 // need not evaluate it again, nor does the attention kernel have registers for that.
 
-// What lists change with.
-constexpr bool kListsByBatch = @{ lists_by_batch }@;
-constexpr bool kListsByHead = @{ lists_by_head }@;      // of Q
-constexpr bool kListsByKVHead = @{ lists_by_kv_head }@;
-
 // A list: how many blocks are whole, how many are mixed, and a place for every block. Whole ones are written from the front,
 // mixed ones from the back.
 struct List {
@@ -20,11 +15,9 @@ struct List {
 
     // The list of a tile: `tile_of_unit` of `tiles_of_unit`.
     static __device__ __forceinline__ List of(const Sm90Args& args, const Tile& tile) {
-        const int heads = kListsByHead ? args.forward.heads : kListsByKVHead ? args.forward.kv_heads : 1;
-        const int head = kListsByHead ? tile.head : kListsByKVHead ? tile.kv_head : 0;
-        const int unit = (kListsByBatch ? tile.batch * heads : 0) + head, places = div_up(args.forward.kv_len, kBlockKV);
-        const i64 index = i64(unit) * args.blocks + tile.row / kBlockQ;
-        return List{index, args.lists + index * (kCounts + places), places};
+        const int places = div_up(args.forward.kv_len, kBlockKV);
+        const i64 index = i64(MaskUnits(args.forward).of(tile)) * args.blocks + tile.row / kBlockQ;
+        return List{index, (u32*)args.found + index * (kCounts + places), places};
     }
     // The blocks by their places in the list: whole ones come first.
     __device__ __forceinline__ BlockRange blocks() const {
@@ -69,26 +62,18 @@ enum : u8 { kHidden = 0, kMixed = 1, kWhole = 2 };
 
 // The lists of a launch.
 struct Lists {
-    int units, heads, places;
+    MaskUnits units;
+    int places;
     i64 count;
     u8* kinds;
-    __device__ __forceinline__ explicit Lists(const Sm90Args& args) {
-        heads = kListsByHead ? args.forward.heads : kListsByKVHead ? args.forward.kv_heads : 1;
-        units = (kListsByBatch ? args.forward.batch : 1) * heads;
+    __device__ __forceinline__ explicit Lists(const Sm90Args& args) : units(args.forward) {
         places = div_up(args.forward.kv_len, kBlockKV);
-        count = i64(units) * args.blocks;
-        kinds = (u8*)(args.lists + count * (List::kCounts + places));
+        count = i64(units.count) * args.blocks;
+        kinds = (u8*)((u32*)args.found + count * (List::kCounts + places));
     }
     // The first of the tiles that share a list.
     __device__ __forceinline__ Tile tile(const Sm90Args& args, i64 list) const {
-        const int unit = int(list / args.blocks), group = args.forward.heads / args.forward.kv_heads;
-        Tile t;
-        t.batch = unit / heads;
-        t.head = kListsByHead ? unit % heads : kListsByKVHead ? unit % heads * group : 0;
-        t.kv_head = t.head / group;
-        t.row = int(list % args.blocks) * kBlockQ;
-        t.rows = min_of(kBlockQ, args.forward.q_len - t.row);
-        return t;
+        return units.tile(args.forward, int(list / args.blocks), int(list % args.blocks) * kBlockQ, kBlockQ);
     }
 };
 
@@ -168,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_gather(const 
     const i64 index = i64(blockIdx.x) * (kThreads / 32) + warp_uniform(threadIdx.x / 32);
     if (index >= lists.count) return;
     const int lane = threadIdx.x % 32;
-    u32* const list = args.lists + index * (List::kCounts + lists.places);
+    u32* const list = (u32*)args.found + index * (List::kCounts + lists.places);
     const u8* const kinds = lists.kinds + index * lists.places;
     int whole = 0, mixed = 0;
 #pragma unroll 1

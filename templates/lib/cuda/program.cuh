@@ -6,19 +6,24 @@
 // Between which keys the runs of a tile's rows begin, and between which they end: first and last.
 struct Between {
     int first, last;
+    __device__ __forceinline__ void join(const Between& other) {
+        first = min_of(first, other.first), last = max_of(last, other.last);
+    }
 };
 struct RunEnds {
     Between begin, end;
-};
-// Kernels that search for nothing have nothing to remember.
-template <bool kKept> struct RunEndsKept {
-    RunEnds ends;
-    __device__ __forceinline__ void keep(const RunEnds& to) { ends = to; }
-    __device__ __forceinline__ RunEnds kept() const { return ends; }
-};
-template <> struct RunEndsKept<false> {
-    __device__ __forceinline__ void keep(const RunEnds&) {}
-    __device__ __forceinline__ RunEnds kept() const { return {}; }
+    static __device__ __forceinline__ RunEnds anywhere(int kv_len) { return {{0, kv_len}, {0, kv_len}}; }
+    __device__ __forceinline__ void join(const RunEnds& other) { begin.join(other.begin), end.join(other.end); }
+    // Those of all lanes of a warp.
+    __device__ __forceinline__ void over_lanes() {
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) {
+            const auto of = [&](const Between& x) {
+                return Between{__shfl_xor_sync(0xffffffff, x.first, apart), __shfl_xor_sync(0xffffffff, x.last, apart)};
+            };
+            join({of(begin), of(end)});
+        }
+    }
 };
 
 #define FT_PROGRAM @{ program }@
@@ -35,7 +40,7 @@ struct ScoreCap {
 };
 // How many reads along the keys may come ahead of their use; 0 if none is of two bytes.
 constexpr int kScoreReads = @{ score_reads_ahead }@;
-// Whether the mask leaves each query one run of keys, and whether the ends of runs are searched for.
+// Whether the mask leaves each query one run of keys, and whether ends of runs are searched for.
 constexpr bool kProgramRows = @{ program_rows }@;
 constexpr bool kProgramSearch = @{ program_search }@;
 // Whether neither end of a query's run ever comes before that of the query before.
@@ -89,8 +94,8 @@ __device__ __forceinline__ int program_tile(const ProgramHead& head, int q_first
 }
 
 // The keys that query q attends to, of a mask that leaves runs. Ends that are searched for lie within bounds that are known.
-// With kWarp a whole warp searches for the same ones.
-template <bool kWarp>
+// With kHalves each half of a warp searches for the same ones.
+template <bool kHalves>
 __device__ __forceinline__ KeyRange program_row(const ProgramHead& head, int q, const RunEnds& within) {
     FT_PROGRAM_HEAD;
     (void)q, (void)within;
@@ -401,10 +406,12 @@ __device__ __forceinline__ ProgramKept program_kept(const ProgramHead&) { return
 __device__ __forceinline__ bool program_visible(const ProgramHead&, int, int) { return true; }
 __device__ __forceinline__ float program_sink(const ProgramHead&, int) { return 0.0f; }
 __device__ __forceinline__ int program_tile(const ProgramHead&, int, int, int, int) { return 1; }
-template <bool kWarp>
+template <bool kHalves>
 __device__ __forceinline__ KeyRange program_row(const ProgramHead&, int, const RunEnds&) { return {}; }
 template <int kBlockKV>
-__device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, BlockRange b, RunEnds* = nullptr) { return b; }
+__device__ __forceinline__ BlockRange run_blocks(const RunEnds&, const BlockRange& b) { return b; }
+template <int kBlockKV>
+__device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, const BlockRange& b) { return b; }
 struct NothingAhead {};
 template <int kTiles> using ScoresAhead = NothingAhead[2];
 template <int kTiles>

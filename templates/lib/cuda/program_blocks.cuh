@@ -1,31 +1,26 @@
 // The key blocks of a tile, as a program's mask leaves them: those before the first and after the last that any query
-// attends to are left out, and those in which every one attends to every key need no mask. For whole warps.
+// attends to are left out, and those in which every one attends to every key need no mask. For whole warps, or for single threads where ends of runs come in order and nothing is searched for.
 
 // Between which keys the rows' runs begin and end.
 __device__ __forceinline__ RunEnds run_ends(const ProgramHead& head, int q_first, int q_last) {
-    const RunEnds anywhere = {{0, head.kv_len}, {0, head.kv_len}};
+    const RunEnds anywhere = RunEnds::anywhere(head.kv_len);
+    if (kProgramSorted && kProgramSearch) {
+        // One half of the warp looks for the first row's, the other for the last's.
+        const KeyRange row = program_row<true>(head, threadIdx.x % 32 < 16 ? q_first : q_last, anywhere);
+        const auto of = [](int x) { return Between{__shfl_sync(0xffffffff, x, 0), __shfl_sync(0xffffffff, x, 16)}; };
+        return {of(row.first), of(row.last + 1)};
+    }
     if (kProgramSorted) {
-        const KeyRange top = program_row<true>(head, q_first, anywhere);
-        // Neither end of the last row comes before that of the first.
-        const KeyRange bottom = program_row<true>(head, q_last, {{top.first, head.kv_len}, {top.last + 1, head.kv_len}});
+        const KeyRange top = program_row<false>(head, q_first, anywhere), bottom = program_row<false>(head, q_last, anywhere);
         return {{top.first, bottom.first}, {top.last + 1, bottom.last + 1}};
     }
     RunEnds ends = {{head.kv_len, 0}, {head.kv_len, 0}};
 #pragma unroll 1
     for (int base = q_first; base <= q_last; base += 32) {
         const KeyRange row = program_row<false>(head, min_of(base + int(threadIdx.x) % 32, q_last), anywhere);
-        ends.begin = {min_of(ends.begin.first, row.first), max_of(ends.begin.last, row.first)};
-        ends.end = {min_of(ends.end.first, row.last + 1), max_of(ends.end.last, row.last + 1)};
+        ends.join({{row.first, row.first}, {row.last + 1, row.last + 1}});
     }
-    const auto over_lanes = [](Between& x) {
-#pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) {
-            x.first = min_of(x.first, __shfl_xor_sync(0xffffffff, x.first, apart));
-            x.last = max_of(x.last, __shfl_xor_sync(0xffffffff, x.last, apart));
-        }
-    };
-    over_lanes(ends.begin);
-    over_lanes(ends.end);
+    ends.over_lanes();
     return ends;
 }
 
@@ -35,7 +30,7 @@ template <int kBlockKV> __device__ __forceinline__ BlockRange run_blocks(const R
     b.end = min_of(b.end, div_up(ends.end.last, kBlockKV));
     b.full_begin = max_of(b.full_begin, div_up(ends.begin.last, kBlockKV));
     b.full_end = min_of(b.full_end, ends.end.first / kBlockKV);
-    if (b.begin >= b.end) return BlockRange{b.begin, b.begin, b.begin, b.begin};
+    if (b.begin >= b.end) return BlockRange{};
     if (b.full_begin >= b.full_end) b.full_begin = b.full_end = b.begin;
     return b;
 }
@@ -76,12 +71,8 @@ __device__ __forceinline__ BlockRange mixed_blocks(const ProgramHead& head, int 
     return BlockRange{begin, full_begin, full_end, end};
 }
 
-// `ends` is for those who ask for single rows later.
 template <int kBlockKV>
-__device__ __forceinline__ BlockRange program_blocks(const ProgramHead& head, int q_first, int q_last, const BlockRange& b,
-                                                     RunEnds* ends = nullptr) {
+__device__ __forceinline__ BlockRange program_blocks(const ProgramHead& head, int q_first, int q_last, const BlockRange& b) {
     if (!kProgramRows) return mixed_blocks<kBlockKV>(head, q_first, q_last, b);
-    const RunEnds found = run_ends(head, q_first, q_last);
-    if (ends != nullptr) *ends = found;
-    return run_blocks<kBlockKV>(found, b);
+    return run_blocks<kBlockKV>(run_ends(head, q_first, q_last), b);
 }

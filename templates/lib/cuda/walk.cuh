@@ -10,8 +10,8 @@ struct Sm90Args {
     int section;           // units that are walked together, so that their K and V stay in L2
     int tiles;             // of the whole problem
     int queue;             // which counter deals them, or -1
-    u32* lists;            // memory for lists of key blocks, where the kernel goes by them (live_blocks.cuh), and for masks
-    u32* masks;            // of cut blocks, unless those are too many
+    void* found;           // what kernels before this one have found for it: lists of key blocks (live_blocks.cuh), or runs (runs.cuh)
+    u32* masks;            // of cut blocks, beside lists, unless those are too many
 };
 
 // The tile with an index: sections of units one after the other; inside of one, the same blocks of all of its units,

@@ -1,7 +1,7 @@
 // What a thread block does, tile after tile. One thread deals: every gridDim.x-th tile or, from the queue that all thread
 // blocks share, the next one that nobody has. It tells the others through two slots of shared memory.
 
-struct alignas(16) Work : RunEndsKept<kProgramSearch> {
+struct alignas(16) Work {
     Tile tile;
     BlockRange own;  // the key blocks that its rows visit; as a consumer reads it with kTrim, those of that one's rows
     BlockRange all;  // those that arrive for its cluster
@@ -21,17 +21,21 @@ __device__ __forceinline__ u32 atomic_add(u32* counter, u32 n) {
 constexpr int kQueues = @{ tile_queues }@;
 __device__ u32 tile_queues[kQueue ? kQueues : 1];
 
+// The key blocks that a tile's rows visit, or those of a part of it.
+__device__ __forceinline__ BlockRange visited_blocks(const KernelArgs& args, const Tile& tile) {
+    const BlockRange window = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, tile);
+    if (!kProgramMask || kLists || tile.rows == 0) return window;
+    if constexpr (kRuns) return run_blocks<kBlockKV>(Runs(args).of_tile<kConsumers>(tile), window);
+    return program_blocks<kBlockKV>(program_head(args, args.forward, tile), tile.row, tile.row + tile.rows - 1, window);
+}
+
 __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     Work w;
     w.tile = tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight || kProgramMask>(args, min_of(index, u32(args.tiles) - 1));
-    w.own = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, w.tile);
     if (kLists) {
         w.own = w.tile.rows > 0 ? List::of(args, w.tile).blocks() : BlockRange{};
-    } else if (kProgramMask && w.tile.rows > 0) {
-        const ProgramHead head = program_head(args, args.forward, w.tile);
-        RunEnds ends;
-        w.own = program_blocks<kBlockKV>(head, w.tile.row, w.tile.row + w.tile.rows - 1, w.own, &ends);
-        w.keep(ends);
+    } else {
+        w.own = visited_blocks(args, w.tile);
     }
     w.all = blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, w.tile, w.own);
     w.live = index < u32(args.tiles);
@@ -42,10 +46,11 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
 __device__ __forceinline__ BlockRange part_of(const KernelArgs& args, const Work& work, int consumer) {
     BlockRange own = work.own;
     if (own.begin == own.end) return own;
+    if (consumer * 64 >= work.tile.rows) return BlockRange{own.begin, own.begin, own.begin, own.begin + 1};
     Tile part = work.tile;
     part.row += consumer * 64;
-    part.rows = max_of(1, min_of(64, work.tile.rows - consumer * 64));
-    const BlockRange b = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, part);
+    part.rows = min_of(64, work.tile.rows - consumer * 64);
+    const BlockRange b = visited_blocks(args, part);
     own.begin = min_of(max_of(own.begin, b.begin), own.end - 1);
     own.end = max_of(min_of(own.end, b.end), own.begin + 1);
     own.full_begin = b.full_begin, own.full_end = b.full_end;
@@ -63,49 +68,36 @@ __device__ __forceinline__ Work read_slot(u32 slot) {
     return work;
 }
 
-// Who deals: a thread that has few registers or, apart, a warp.
+// Who deals: a thread that has few registers.
 struct Dealer {
     const u32 smem;
-    u32 count = 0;  // tiles so far, beside the first one if everyone finds that
+    u32 count = 0;  // tiles so far, beside the first one, which everyone finds
     __device__ __forceinline__ explicit Dealer(u32 smem) : smem(smem) {}
-    static __device__ __forceinline__ bool leads() { return !kDealApart || threadIdx.x % 32 == 0; }
 
     // Decides what comes next and tells the others.
-    __device__ __forceinline__ Work deal(const KernelArgs& args) {
-        if (!kPersistent && !kDealApart) return Work{};
-        if (leads()) wait_for_slot();
-        u32 index = kPersistent ? blockIdx.x + (count + !kDealApart) * gridDim.x : u32(args.tiles);
+    __device__ __forceinline__ void deal(const KernelArgs& args) {
+        if (!kPersistent) return;
+        mbarrier_wait(smem + Layout::kEmptyWork + count % 2 * 8, ~(count >> 1) & 1);
+        u32 index = blockIdx.x + (count + 1) * gridDim.x;
         if (kQueue && args.queue >= 0) {
             u32* queue = tile_queues + args.queue;
-            if (leads()) {
-                const u32 taken = atomic_add(queue, 1);
-                index = gridDim.x + taken;
-                // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
-                if (taken + 1 == u32(args.tiles)) *queue = 0;
-            }
-            if (kDealApart) index = __shfl_sync(0xffffffff, index, 0);
+            const u32 taken = atomic_add(queue, 1);
+            index = gridDim.x + taken;
+            // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
+            if (taken + 1 == u32(args.tiles)) *queue = 0;
         }
         const Work work = work_at(args, index);
-        tell(args, work);
-        return work;
-    }
-    __device__ __forceinline__ void wait_for_slot() const {
-        mbarrier_wait(smem + Layout::kEmptyWork + count % 2 * 8, ~(count >> 1) & 1);
-    }
-    __device__ __forceinline__ void tell(const KernelArgs& args, const Work& work) {
-        const u32 slot = count % 2;
-        if (leads()) {
-            const uint4* words = (const uint4*)&work;
+        const u32 stage = count % 2, slot = slot_of(smem, stage);
+        const uint4* words = (const uint4*)&work;
 #pragma unroll
-            for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot_of(smem, slot) + i * 16, words[i]);
+        for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot + i * 16, words[i]);
 #pragma unroll 1
-            for (int c = 0; kTrim && c < kConsumers; c++) {
-                // Read again, for want of registers.
-                const BlockRange part = part_of(args, read_slot(slot_of(smem, slot)), c);
-                store_shared_16(part_in(slot_of(smem, slot), c), *(const uint4*)&part);
-            }
-            mbarrier_arrive(smem + Layout::kFullWork + slot * 8);
+        for (int c = 0; kTrim && c < kConsumers; c++) {
+            // Read again, for want of registers.
+            const BlockRange part = part_of(args, read_slot(slot), c);
+            store_shared_16(part_in(slot, c), *(const uint4*)&part);
         }
+        mbarrier_arrive(smem + Layout::kFullWork + stage * 8);
         count++;
     }
     // What was dealt last, which is still in its slot: the producer has no registers to keep it in.
@@ -123,7 +115,7 @@ struct Hand {
 
     // For a consumer, or for others.
     template <bool kWarp, bool kIdle = false> __device__ __forceinline__ Work next(int consumer = -1) {
-        if (!kPersistent && !kDealApart) return Work{};
+        if (!kPersistent) return Work{};
         const u32 full = smem + Layout::kFullWork + ring.stage * 8;
         if constexpr (kIdle) {
             mbarrier_wait_idly(full, ring.parity);
@@ -139,31 +131,13 @@ struct Hand {
     }
 };
 // Every thread block has a first tile; that of a quick kernel is its only one, and known. As `next`.
-template <bool kWarp>
-__device__ __forceinline__ Work first_work(const KernelArgs& args, Hand& hand, const Work& only, int consumer = -1) {
-    if constexpr (kDealApart) {
-        return hand.next<kWarp>(consumer);
-    } else if constexpr (kQuick) {
+__device__ __forceinline__ Work first_work(const KernelArgs& args, const Work& only, int consumer = -1) {
+    if constexpr (kQuick) {
         return only;
     } else {
         Work work = work_at(args, blockIdx.x);
         if (kTrim && consumer >= 0) work.own = part_of(args, work, consumer);
         return work;
-    }
-}
-
-// A warp that deals, as soon as the producer says that it is time.
-__device__ __forceinline__ void deal_apart(const KernelArgs& args, u32 smem) {
-    Dealer dealer(smem);
-    Ring<1> now;
-    Work work = work_at(args, blockIdx.x);
-    dealer.tell(args, work);
-    while (work.live) {
-        // One lane, or others could come to the barrier when the phase that they wait for is long over.
-        if (Dealer::leads()) mbarrier_wait_idly(smem + Layout::kDealNow, now.parity);
-        __syncwarp();
-        now.advance();
-        work = dealer.deal(args);
     }
 }
 static_assert(sizeof(Work) == Layout::kBytesWork, "a slot");

@@ -77,8 +77,10 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let positions = (s.block_q() / group).max(1);
     let v = Visits::of(shape, positions, s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64 / group as f64;
-    // Blocks that the mask cuts: on each bounded side as many as the diagonal crosses in a tile, or all of them.
-    let sides = u8::from(p.mask.left) + u8::from(p.mask.right);
+    // Blocks that the mask cuts: on each bounded side as many as the diagonal crosses in a tile, or all of them. Runs in memory, as
+    // of documents, are cut on both.
+    let runs = p.program.is_some_and(|p| p.runs().is_some());
+    let sides = if runs { 2 } else { u8::from(p.mask.left) + u8::from(p.mask.right) };
     let cut = f64::from(sides) * (positions as f64 / block_kv).ceil() * v.tiles;
     // A consumer that has no part in a block leaves the others the units, which they use half as well alone. What it takes
     // to know costs wide heads nothing, and others a hundredth where steps overlap.

@@ -1,15 +1,16 @@
-//! Lists of the key blocks that a mask leaves each tile: which masks want them, and what they change with.
+//! What is found of a mask before an attention kernel starts, and what it changes with.
 
 use super::graph::{Graph, Node};
 use super::words::{Id, Var};
 use crate::Shape;
 
-/// What the lists of a mask change with besides the query rows: tiles that agree in it share a list.
+/// What a mask changes with besides query rows and keys: tiles that agree in it share what was found for one of them.
 ///
-/// A mask that leaves each query one run of keys needs no lists; any other may leave blocks out anywhere, and by what it reads
-/// only memory tells which. `forward/sm90` then writes lists before it is launched.
+/// A mask that leaves each query one run of keys, whose ends follow from the row by arithmetic, needs nothing found. Where ends are
+/// searched for in a tensor, or come in no order, `forward/sm90` has all of them found before it is launched. Any other mask
+/// may leave blocks out anywhere, and by what it reads only memory tells which: it then has lists of blocks written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ListAxes {
+pub struct MaskAxes {
     /// The sequence.
     pub batch: bool,
     /// The query head.
@@ -18,7 +19,7 @@ pub struct ListAxes {
     pub kv_head: bool,
 }
 
-impl ListAxes {
+impl MaskAxes {
     pub(super) fn of(graph: &Graph, mask: Id) -> Self {
         let mut needed = vec![false; mask.index() + 1];
         needed[mask.index()] = true;
@@ -35,7 +36,7 @@ impl ListAxes {
         Self { batch, head, kv_head: kv_head && !head }
     }
 
-    /// Sequences and heads that have lists of their own.
+    /// Sequences and heads that the mask tells apart.
     pub fn units(&self, shape: &Shape) -> u64 {
         let heads = match (self.head, self.kv_head) {
             (true, _) => shape.heads,
@@ -52,8 +53,12 @@ mod tests {
     use super::*;
     use crate::Mask;
 
+    fn flags(axes: Option<MaskAxes>) -> Option<(bool, bool, bool)> {
+        axes.map(|l| (l.batch, l.head, l.kv_head))
+    }
+
     fn axes(text: &str) -> Option<(bool, bool, bool)> {
-        Program::parse(text).unwrap().lists().map(|l| (l.batch, l.head, l.kv_head))
+        flags(Program::parse(text).unwrap().lists())
     }
 
     #[test]
@@ -70,9 +75,24 @@ mod tests {
     }
 
     #[test]
-    fn units_count_what_has_lists_of_its_own() {
+    fn runs_are_found_ahead_where_arithmetic_does_not_tell_them_in_order() {
+        let runs = |text: &str| {
+            let program = Program::parse(text).unwrap();
+            (flags(program.runs()), program.lists().is_some())
+        };
+        assert_eq!(runs("mask = kv <= q and q - kv < 70;"), (None, false));
+        assert_eq!(runs("mask = (q - kv) % 7 == 0;"), (None, true));
+        // Ends in no order.
+        assert_eq!(runs("mask = kv <= abs(q - 100) + 40;"), (Some((false, false, false)), false));
+        let documents = "d: i32[batch, q_len]; e: i32[batch, kv_len] nondecreasing; mask = d[b, q] == e[b, kv]";
+        assert_eq!(runs(&format!("{documents};")), (Some((true, false, false)), false));
+        assert_eq!(runs(&format!("{documents} and kv <= q + h;")), (Some((true, true, false)), false));
+    }
+
+    #[test]
+    fn units_count_what_a_mask_tells_apart() {
         let shape = Shape { batch: 3, heads: 8, kv_heads: 2, q_len: 1, kv_len: 1, mask: Mask::Full };
-        let units = |batch, head, kv_head| ListAxes { batch, head, kv_head }.units(&shape);
+        let units = |batch, head, kv_head| MaskAxes { batch, head, kv_head }.units(&shape);
         assert_eq!([units(false, false, false), units(true, false, false)], [1, 3]);
         assert_eq!([units(true, true, false), units(true, false, true), units(false, false, true)], [24, 6, 2]);
     }
