@@ -151,7 +151,19 @@ fn a_record_tells_its_whole_story() {
     }
     let seconds = |name: &str| story[name].as_f64().unwrap();
     assert!(seconds("device_seconds") + seconds("waited_seconds") <= seconds("seconds"), "{story}");
-    for candidate in story["candidates"].as_array().unwrap() {
+    // Those who left the race before it have the times by which they left.
+    let candidates = story["candidates"].as_array().unwrap();
+    let timed: Vec<_> = candidates.iter().filter(|c| c["median_us"].is_f64()).collect();
+    let times = |c: &serde_json::Value| -> Vec<u64> {
+        c["race_ns"].as_array().unwrap().iter().map(|ns| ns.as_u64().unwrap()).collect()
+    };
+    assert!(timed.len() > 1 && timed.iter().all(|c| !times(c).is_empty() && times(c).len() <= 24), "{story}");
+    for candidate in &timed {
+        let rounds = story["finalists"].as_array().unwrap().iter().find(|f| f["schedule"] == candidate["schedule"]);
+        let rounds = rounds.map_or(0, |f| f["rounds_ns"].as_array().unwrap().len());
+        assert_eq!(times(candidate).len() + rounds, candidate["samples"].as_u64().unwrap() as usize, "{candidate}");
+    }
+    for candidate in candidates {
         assert!(candidate["median_us"].is_f64() || !candidate["reason"].as_str().unwrap().is_empty(), "{candidate}");
     }
     let finalists = story["finalists"].as_array().unwrap();

@@ -2,54 +2,13 @@
 
 mod common;
 
+use common::compiler::LoggedCompiler;
 use common::{Place, SMALL};
 use flashtune::{DeviceSpec, Engine, Policy, Status};
 use std::collections::BTreeSet;
-use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Output};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
-
-/// A compiler that writes down what it compiles before it does, after a rest.
-struct LoggedCompiler {
-    program: PathBuf,
-    log: PathBuf,
-}
-
-impl LoggedCompiler {
-    fn new(place: &Place, rest: f64) -> Self {
-        let (program, log) = (place.path("logged-cc"), place.path("compiled"));
-        let cc = std::env::var("CC").unwrap_or_else(|_| "cc".into());
-        let script = format!(
-            "#!/bin/sh\n[ \"$1\" = --version ] && exec {cc} --version\n\
-             for last; do case $last in *.c) grep -m 1 'schedule ' \"$last\" >> '{}' ;; esac; done\n\
-             sleep {rest}\nexec {cc} \"$@\"\n",
-            log.display()
-        );
-        std::fs::write(&program, script).unwrap();
-        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
-        Self { program, log }
-    }
-
-    /// The schedules that were compiled, in order.
-    fn compiled(&self) -> Vec<String> {
-        std::fs::read_to_string(&self.log).unwrap_or_default().lines().map(str::to_owned).collect()
-    }
-
-    fn start(&self, place: &Place, args: &[&str]) -> Child {
-        Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
-            .args(["--device", "cpu", "--json", "--cache"])
-            .arg(place.cache())
-            .args(args)
-            .env("CC", &self.program)
-            .env_remove("FLASHTUNE_TEMPLATES")
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
-    }
-}
 
 fn json(output: &Output) -> serde_json::Value {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -109,7 +68,7 @@ fn sixty_four_processes_tune_a_problem_once() {
         let distinct: BTreeSet<_> = compiled.iter().collect();
         assert!(compiled.len() <= 3 && distinct.len() == compiled.len(), "{compiled:?}");
         // Nobody left anything behind.
-        let left = |folder: &str| std::fs::read_dir(place.cache().join("v4").join(folder)).map_or(0, |d| d.count());
+        let left = |folder: &str| std::fs::read_dir(place.cache().join("v5").join(folder)).map_or(0, |d| d.count());
         assert_eq!((left("claims"), left("jobs")), (0, 0));
         Some(())
     });

@@ -33,8 +33,10 @@ pub enum TrialResult {
         p10_us: f64,
         /// 90th percentile in microseconds.
         p90_us: f64,
-        /// Number of samples.
+        /// Number of samples, in the race and in the final.
         samples: u32,
+        /// Its times in the race, in nanoseconds and in order. Those of the final are in the record.
+        race_ns: Vec<u64>,
         /// Largest absolute error against the oracle, on the check inputs.
         max_error: f64,
     },

@@ -72,6 +72,8 @@ pub struct Candidate {
     pub median_us: Option<f64>,
     /// How many times it was timed.
     pub samples: Option<u32>,
+    /// Its times in the race, in nanoseconds and in order.
+    pub race_ns: Option<Vec<u64>>,
     pub over_winner: Option<f64>,
     pub stage: Option<String>,
     pub reason: Option<String>,
@@ -107,10 +109,11 @@ impl Story {
         let others = record.finalists.iter().filter(|f| f.schedule != record.schedule);
         let runner_up = others.map(|f| f.median_us).min_by(f64::total_cmp);
         let candidate = |t: &Trial| match &t.result {
-            TrialResult::Timed { median_us, samples, .. } => Candidate {
+            TrialResult::Timed { median_us, samples, race_ns, .. } => Candidate {
                 schedule: t.schedule.to_string(),
                 median_us: Some(*median_us),
                 samples: Some(*samples),
+                race_ns: Some(race_ns.clone()),
                 over_winner: Some(over(*median_us)),
                 stage: None,
                 reason: None,
@@ -119,6 +122,7 @@ impl Story {
                 schedule: t.schedule.to_string(),
                 median_us: None,
                 samples: None,
+                race_ns: None,
                 over_winner: None,
                 stage: Some(stage.to_string()),
                 reason: Some(reason.clone()),

@@ -73,7 +73,7 @@ fn time(finalists: &[Finalist], trials: &[Trial], s: &Schedule) -> Option<f64> {
 fn crown(outcome: &mut Outcome, schedule: &Schedule) {
     let Outcome { record, trials, .. } = outcome;
     let Some(trial) = trials.iter().find(|t| t.schedule == *schedule) else { return };
-    let (Some(artifact), TrialResult::Timed { median_us, p10_us, p90_us, samples, max_error }) =
+    let (Some(artifact), TrialResult::Timed { median_us, p10_us, p90_us, samples, max_error, .. }) =
         (trial.artifact, &trial.result)
     else {
         return;
@@ -152,7 +152,14 @@ mod tests {
             compiler: String::new(),
             artifact: None,
             unix_time: 0,
-            result: TrialResult::Timed { median_us, p10_us: median_us, p90_us: median_us, samples: 8, max_error: 0.0 },
+            result: TrialResult::Timed {
+                median_us,
+                p10_us: median_us,
+                p90_us: median_us,
+                samples: 8,
+                race_ns: Vec::new(),
+                max_error: 0.0,
+            },
         };
         let finalists = [finalist(schedule(1), 100.0), finalist(schedule(2), 104.0)];
         let trials = [timed(schedule(1), 97.0), timed(schedule(3), 96.0), timed(schedule(4), 110.0)];

@@ -21,7 +21,7 @@ use flashtune_cache::{
 use flashtune_codegen::{Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::{Compiler, no_graphs, require_room};
 use log::Log;
-use measure::{Measured, finalists};
+use measure::{Measured, finalists, nanoseconds};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -188,6 +188,7 @@ impl Tuning<'_> {
                     p10_us: percentile(samples, 0.1).unwrap_or(f64::NAN),
                     p90_us: percentile(samples, 0.9).unwrap_or(f64::NAN),
                     samples: samples.len() as u32,
+                    race_ns: measured.map_or_else(Vec::new, |m| nanoseconds(m.race(i))),
                     max_error: candidate.max_error,
                 },
             };

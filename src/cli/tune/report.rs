@@ -72,7 +72,7 @@ pub fn summary(outcome: &Outcome) -> serde_json::Value {
 fn trial(trial: &Trial) -> serde_json::Value {
     let mut value = json!({ "schedule": trial.schedule.to_string(), "parameters": trial.schedule });
     let fate = match &trial.result {
-        TrialResult::Timed { median_us, p10_us, p90_us, samples, max_error } => json!({
+        TrialResult::Timed { median_us, p10_us, p90_us, samples, max_error, .. } => json!({
             "result": "timed",
             "median_us": median_us,
             "p10_us": p10_us,

@@ -29,6 +29,21 @@ pub(super) struct Measured {
     rounds: Rounds,
     /// All samples of the race and the final.
     pub samples: Vec<Vec<f64>>,
+    /// How many of them are the race's.
+    raced: Vec<usize>,
+}
+
+impl Measured {
+    /// A candidate's times in the race.
+    pub fn race(&self, candidate: usize) -> &[f64] {
+        let samples = &self.samples[candidate];
+        &samples[..self.raced[candidate].min(samples.len())]
+    }
+}
+
+/// Times as they are kept.
+pub(super) fn nanoseconds<'a>(us: impl IntoIterator<Item = &'a f64>) -> Vec<u64> {
+    us.into_iter().map(|us| (1e3 * us).round() as u64).collect()
 }
 
 impl Tuning<'_> {
@@ -77,6 +92,7 @@ impl Tuning<'_> {
         };
         readings.push(self.runner.reading());
         let mut samples = std::mem::take(&mut field.standings.samples);
+        let raced = samples.iter().map(Vec::len).collect();
         for (position, &contender) in alive.iter().enumerate() {
             samples[contender].extend(rounds.times(position));
         }
@@ -102,6 +118,7 @@ impl Tuning<'_> {
             finalists: alive,
             rounds,
             samples,
+            raced,
         }))
     }
 
@@ -200,7 +217,7 @@ pub(super) fn finalists(candidates: &[Candidate], measured: &Measured) -> Vec<Fi
                 p10_us: percentile(samples, 0.1)?,
                 p90_us: percentile(samples, 0.9)?,
                 samples: samples.len() as u32,
-                rounds_ns: measured.rounds.times(position).map(|us| (1e3 * us).round() as u64).collect(),
+                rounds_ns: nanoseconds(&measured.rounds.times(position).collect::<Vec<_>>()),
                 max_error: candidate.max_error,
                 is_default: candidate.is_default,
             })

@@ -83,7 +83,16 @@ fn the_fastest_right_schedule_wins_over_faster_wrong_ones() {
     assert_eq!((record.provenance.space as usize, record.provenance.timed as usize), (all.len(), all.len() - 7));
     assert!(record.provenance.unfused_us.is_some());
     // What was found is in the journal, and readers see it.
-    assert_eq!(f.store().trials(&record.key).unwrap().len(), all.len());
+    let trials = f.store().trials(&record.key).unwrap();
+    assert_eq!(trials.len(), all.len());
+    // Those who left the race have the times by which they left, and no others.
+    for trial in &trials {
+        let TrialResult::Timed { median_us, samples, race_ns, .. } = &trial.result else { continue };
+        let finalist = record.finalists.iter().find(|f| f.schedule == trial.schedule);
+        assert_eq!(race_ns.len() + finalist.map_or(0, |f| f.rounds_ns.len()), *samples as usize);
+        assert!(finalist.is_some() || (race_ns.contains(&((median_us * 1e3).round() as u64)) || samples % 2 == 0));
+        assert!((1..=24).contains(&race_ns.len()), "{trial:?}");
+    }
     let layers = Layers::open(&f.dir, &[], None).unwrap();
     let needed = Validity::new(ARCH, templates());
     let found = layers.find(&needed, &record.key);
