@@ -11,11 +11,11 @@ mod remote;
 
 pub(crate) use local::Local;
 
-use crate::worker::{Compilers, WorkerCommand};
+use crate::worker::WorkerCommand;
 use crate::{Error, Job, Result};
 use flashtune_cache::{Artifact, DeviceFingerprint, Launches, Reading};
 use flashtune_codegen::{Arch, Problem, Shape};
-use flashtune_runtime::{Compiler, Device, DeviceSpec, compiler_for};
+use flashtune_runtime::{Compiler, Device, DeviceSpec};
 use remote::Remote;
 use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Once};
@@ -69,7 +69,7 @@ pub struct Runner {
 
 enum Kind {
     Here { device: Arc<dyn Device>, local: Box<Local> },
-    Worker { remote: Box<Remote>, compilers: Option<Arc<Compilers>> },
+    Worker { remote: Box<Remote> },
 }
 
 impl Runner {
@@ -82,7 +82,7 @@ impl Runner {
     pub fn worker(command: WorkerCommand, device: DeviceSpec) -> Result<Self> {
         let remote = Remote::open(command, device)?;
         let fingerprint = remote.fingerprint().clone();
-        Ok(Self::with(fingerprint, Kind::Worker { remote: Box::new(remote), compilers: None }))
+        Ok(Self::with(fingerprint, Kind::Worker { remote: Box::new(remote) }))
     }
 
     /// Candidates run in this process. One that faults ends it; one that never ends, hangs it.
@@ -128,7 +128,7 @@ impl Runner {
     pub(crate) fn place(&self) -> String {
         let spec = match &self.kind {
             Kind::Here { device, .. } => device.spec(),
-            Kind::Worker { remote, .. } => Some(remote.device()),
+            Kind::Worker { remote } => Some(remote.device()),
         };
         let device = match (spec, self.fingerprint.arch) {
             (_, Arch::Cpu(_)) => "cpu".to_owned(),
@@ -141,7 +141,7 @@ impl Runner {
 
     /// Gives the device back until it is needed again: one that waits must not be a user that disturbs others.
     pub(crate) fn rest(&mut self) {
-        if let Kind::Worker { remote, .. } = &mut self.kind {
+        if let Kind::Worker { remote } = &mut self.kind {
             remote.rest();
         }
     }
@@ -150,7 +150,7 @@ impl Runner {
     pub fn worker_id(&self) -> Option<u32> {
         match &self.kind {
             Kind::Here { .. } => None,
-            Kind::Worker { remote, .. } => remote.process_id(),
+            Kind::Worker { remote } => remote.process_id(),
         }
     }
 
@@ -158,14 +158,7 @@ impl Runner {
     pub(crate) fn compiler(&mut self) -> Result<Arc<dyn Compiler>> {
         match &mut self.kind {
             Kind::Here { device, .. } => Ok(device.compiler()?),
-            Kind::Worker { remote, compilers } => {
-                // Looked for each time: the environment may have changed.
-                let compiler = compiler_for(self.fingerprint.arch)?;
-                match compilers {
-                    Some(known) if known.id() == compiler.id() => Ok(known.clone()),
-                    _ => Ok(compilers.insert(Arc::new(Compilers::new(remote.command(), compiler))).clone()),
-                }
-            }
+            Kind::Worker { remote } => remote.compiler(),
         }
     }
 
@@ -174,7 +167,7 @@ impl Runner {
         (self.proven, self.failed_in_a_row) = (None, 0);
         match &mut self.kind {
             Kind::Here { local, .. } => local.start(inputs),
-            Kind::Worker { remote, .. } => remote.start(inputs),
+            Kind::Worker { remote } => remote.start(inputs),
         }
     }
 
@@ -185,7 +178,7 @@ impl Runner {
     pub(crate) fn prepare(&mut self, size: Size) -> Result<()> {
         match &mut self.kind {
             Kind::Here { local, .. } => Ok(local.prepare(size)?),
-            Kind::Worker { remote, .. } => remote.prepare(size),
+            Kind::Worker { remote } => remote.prepare(size),
         }
     }
 
@@ -193,7 +186,7 @@ impl Runner {
     pub(crate) fn load(&mut self, id: u32, artifact: &Artifact) -> Result<Result<(), String>> {
         let loaded = match &mut self.kind {
             Kind::Here { local, .. } => local.load(id, artifact),
-            Kind::Worker { remote, .. } => remote.load(id, artifact)?,
+            Kind::Worker { remote } => remote.load(id, artifact)?,
         };
         self.or_lost(id, loaded)
     }
@@ -248,7 +241,7 @@ impl Runner {
     fn check_once(&mut self, id: u32, size: Size) -> Result<Result<f64, String>> {
         match &mut self.kind {
             Kind::Here { local, .. } => Ok(local.check(id, size)),
-            Kind::Worker { remote, .. } => remote.check(id, size),
+            Kind::Worker { remote } => remote.check(id, size),
         }
     }
 
@@ -256,7 +249,7 @@ impl Runner {
     pub(crate) fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
         let timed = match &mut self.kind {
             Kind::Here { local, .. } => local.time(id),
-            Kind::Worker { remote, .. } => remote.time(id)?,
+            Kind::Worker { remote } => remote.time(id)?,
         };
         self.or_lost(id, timed)
     }
@@ -265,7 +258,7 @@ impl Runner {
     pub(crate) fn reading(&mut self) -> Reading {
         let reading = match &mut self.kind {
             Kind::Here { local, .. } => local.reading(),
-            Kind::Worker { remote, .. } => remote.reading(),
+            Kind::Worker { remote } => remote.reading(),
         };
         static SAID: Once = Once::new();
         if let Some(why) = &reading.unread {
@@ -278,7 +271,7 @@ impl Runner {
     pub(crate) fn unfused_us(&mut self, fused_us: f64) -> Option<f64> {
         match &mut self.kind {
             Kind::Here { local, .. } => local.unfused_us(fused_us),
-            Kind::Worker { remote, .. } => remote.unfused_us(fused_us),
+            Kind::Worker { remote } => remote.unfused_us(fused_us),
         }
     }
 }

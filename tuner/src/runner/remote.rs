@@ -2,23 +2,27 @@
 //!
 //! A verdict against a candidate is passed only by a process that has run no unproven candidate before it, so that
 //! nobody is blamed for memory that another one spoilt: the first failure in a used process is asked once more in a
-//! fresh one. Hangs are not asked twice. After any failure the process is replaced; inputs are made anew, and what had been loaded
+//! fresh one. A short hang is always asked once more, in a fresh process and while no compiler runs, since a host that is busy
+//! elsewhere looks the same; a long one would cost too much. After any failure the process is replaced; inputs are made anew, and what had been loaded
 //! is loaded again when it is needed.
 
 use super::cases::most_flops;
 use super::probe::Part;
 use super::{Inputs, Size};
-use crate::worker::{Limits, Loss, Process, Reply, Request, WorkerCommand};
+use crate::worker::{Compilers, Limits, Loss, Process, Reply, Request, WorkerCommand};
 use crate::{Error, Result};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_runtime::DeviceSpec;
+use flashtune_runtime::{Compiler, DeviceSpec, compiler_for};
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The least time that a candidate may have the device.
 const SHORTEST_LIMIT: Duration = Duration::from_secs(1);
 /// Beyond that, it may take so many times as long as the best one.
 const TIMES_BEST: u32 = 20;
+/// A hang that took no longer than this is asked again: two of them, and two processes, are within 3 s.
+const ASKED_AGAIN: Duration = Duration::from_millis(1250);
 /// Processes that may die in a row without a candidate to blame.
 const STARTS: usize = 3;
 /// Steps that no candidate has a part in.
@@ -43,18 +47,18 @@ pub(crate) struct Remote {
     trusted: Option<u32>,
     /// Whether the present process has its output.
     trusted_here: bool,
-    /// Those that had their second chance.
-    doubted: HashSet<u32>,
     /// The shortest that any candidate had the device for, by [`Size`].
     best: [Option<Duration>; 3],
+    /// What compiles beside it.
+    compilers: Option<Arc<Compilers>>,
 }
 
 /// Why a question has no answer.
 enum Failure {
     /// The candidate's.
     Of(String),
-    /// The candidate's, and asking again would cost too much.
-    Hang(String),
+    /// The candidate's, which had the device for so long.
+    Hang(String, Duration),
     /// Not the candidate's: ends the job.
     Job(Error),
 }
@@ -74,8 +78,8 @@ impl Remote {
             loaded: HashSet::new(),
             trusted: None,
             trusted_here: false,
-            doubted: HashSet::new(),
             best: [None; 3],
+            compilers: None,
         })
     }
 
@@ -87,8 +91,14 @@ impl Remote {
         self.device
     }
 
-    pub fn command(&self) -> &WorkerCommand {
-        &self.command
+    /// The compiler of the device's kernels, in processes of its own.
+    pub fn compiler(&mut self) -> Result<Arc<dyn Compiler>> {
+        // Looked for each time: the environment may have changed.
+        let compiler = compiler_for(self.fingerprint.arch)?;
+        match &self.compilers {
+            Some(known) if known.id() == compiler.id() => Ok(known.clone()),
+            _ => Ok(self.compilers.insert(Arc::new(Compilers::new(&self.command, compiler))).clone()),
+        }
     }
 
     pub fn process_id(&self) -> Option<u32> {
@@ -104,7 +114,6 @@ impl Remote {
         self.prepared.clear();
         self.artifacts.clear();
         self.trusted = None;
-        self.doubted.clear();
         self.best = [None; 3];
         // A process that is already there does not know the job yet.
         if let Some(process) = &mut self.process
@@ -129,7 +138,7 @@ impl Remote {
                     return Ok(());
                 }
                 Err(Failure::Job(e)) => return Err(e),
-                Err(Failure::Of(how) | Failure::Hang(how)) => last = Some(how),
+                Err(Failure::Of(how) | Failure::Hang(how, _)) => last = Some(how),
             }
             self.ready()?;
         }
@@ -193,8 +202,11 @@ impl Remote {
         id: u32,
         mut question: impl FnMut(&mut Self) -> Result<f64, Failure>,
     ) -> Result<Result<f64, String>> {
+        let compilers = self.compilers.clone();
+        let mut again = false;
         loop {
             self.ready()?;
+            let _still = compilers.as_ref().filter(|_| again).map(|compilers| compilers.still());
             let others = self.loaded.iter().any(|other| *other != id && Some(*other) != self.trusted);
             let answer = question(self);
             if answer.is_err() {
@@ -203,8 +215,13 @@ impl Remote {
             match answer {
                 Ok(value) => return Ok(Ok(value)),
                 Err(Failure::Job(e)) => return Err(e),
-                Err(Failure::Hang(reason)) => return Ok(Err(reason)),
-                Err(Failure::Of(reason)) if others && self.doubted.insert(id) => {
+                Err(Failure::Hang(reason, limit)) if limit <= ASKED_AGAIN && !again => {
+                    tracing::debug!(reason, "asking again in a new process, alone");
+                    again = true;
+                }
+                Err(Failure::Hang(reason, _)) => return Ok(Err(reason)),
+                Err(Failure::Of(reason)) if others && !again => {
+                    again = true;
                     tracing::debug!(reason, "asking again in a new process");
                 }
                 Err(Failure::Of(reason)) => return Ok(Err(reason)),
@@ -287,7 +304,7 @@ impl Remote {
             match made {
                 Ok(()) => return Ok(()),
                 Err(Failure::Job(e)) => return Err(e),
-                Err(Failure::Of(how) | Failure::Hang(how)) => {
+                Err(Failure::Of(how) | Failure::Hang(how, _)) => {
                     last = Some(how);
                     self.retire();
                 }
@@ -329,10 +346,10 @@ impl Remote {
                 self.retire();
                 Err(match loss {
                     Loss::Died(how) => Failure::Of(how),
-                    Loss::Hung(limit) => Failure::Hang(format!(
-                        "it did not come back within {:.1} s and was stopped",
-                        limit.as_secs_f64()
-                    )),
+                    Loss::Hung(limit) => {
+                        let seconds = limit.as_secs_f64();
+                        Failure::Hang(format!("it did not come back within {seconds:.1} s and was stopped"), limit)
+                    }
                 })
             }
         }

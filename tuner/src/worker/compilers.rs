@@ -4,7 +4,10 @@ use super::{Loss, Process, Reply, Request, WorkerCommand};
 use flashtune_cache::{CompilerId, Facts};
 use flashtune_codegen::Source;
 use flashtune_runtime::{Compiler, Error, Result};
-use std::sync::{Arc, Mutex};
+use rustix::process::{Signal, pidfd_send_signal};
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// What the first compilation may take: nothing is known yet of this machine and its load.
@@ -26,11 +29,57 @@ pub(crate) struct Compilers {
     idle: Mutex<Vec<Process>>,
     /// The slowest compilation that came back.
     slowest: Mutex<Option<Duration>>,
+    /// Those that compile at the moment, by the numbers of their processes.
+    busy: Mutex<HashMap<u32, OwnedFd>>,
+    /// For how long all of them were made to stand still, and since when they are now.
+    stood_still: Mutex<(Duration, Option<Instant>)>,
+}
+
+/// No compiler runs while this is there, and none begins.
+pub(crate) struct Stillness<'a> {
+    compilers: &'a Compilers,
+    busy: MutexGuard<'a, HashMap<u32, OwnedFd>>,
+}
+
+/// Those that have ended meanwhile hear of it no more.
+fn signal(processes: &HashMap<u32, OwnedFd>, signal: Signal) {
+    for process in processes.values() {
+        let _ = pidfd_send_signal(process, signal);
+    }
+}
+
+impl Drop for Stillness<'_> {
+    fn drop(&mut self) {
+        signal(&self.busy, Signal::CONT);
+        let mut stood = self.compilers.stood_still.lock().unwrap_or_else(|e| e.into_inner());
+        *stood = (stood.0 + stood.1.map_or(Duration::ZERO, |since| since.elapsed()), None);
+    }
 }
 
 impl Compilers {
     pub fn new(command: &WorkerCommand, compiler: Arc<dyn Compiler>) -> Self {
-        Self { command: command.clone(), compiler, idle: Mutex::default(), slowest: Mutex::default() }
+        Self {
+            command: command.clone(),
+            compiler,
+            idle: Mutex::default(),
+            slowest: Mutex::default(),
+            busy: Mutex::default(),
+            stood_still: Mutex::default(),
+        }
+    }
+
+    /// Makes compilers stand still, for a candidate that must have the host for itself. One that dies with the tuner dies
+    /// standing, too.
+    pub fn still(&self) -> Stillness<'_> {
+        let busy = self.busy.lock().unwrap_or_else(|e| e.into_inner());
+        self.stood_still.lock().unwrap_or_else(|e| e.into_inner()).1 = Some(Instant::now());
+        signal(&busy, Signal::STOP);
+        Stillness { compilers: self, busy }
+    }
+
+    fn stood_still(&self) -> Duration {
+        let (before, since) = *self.stood_still.lock().unwrap_or_else(|e| e.into_inner());
+        before + since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// How long the next compilation may take.
@@ -53,13 +102,20 @@ impl Compilers {
             Some(process) => process,
             None => Process::start(&self.command)?,
         };
-        let (limit, start) = (self.limit(), Instant::now());
-        let reply = process.ask_within(&Request::Compile(source.clone()), limit);
+        let (limit, id) = (self.limit(), process.id());
+        if let Some(handle) = process.handle() {
+            self.busy.lock().unwrap_or_else(|e| e.into_inner()).insert(id, handle);
+        }
+        let (start, before) = (Instant::now(), self.stood_still());
+        let stood_still = || self.stood_still().saturating_sub(before);
+        let reply = process.ask_within(&Request::Compile(source.clone()), limit, stood_still);
+        let taken = start.elapsed().saturating_sub(stood_still());
+        self.busy.lock().unwrap_or_else(|e| e.into_inner()).remove(&id);
         if reply.is_ok() {
             self.idle().push(process);
         }
         if matches!(reply, Ok(Reply::Compiled { .. })) {
-            self.note(start.elapsed());
+            self.note(taken);
         }
         Ok(reply)
     }
@@ -97,5 +153,69 @@ impl Compiler for Compilers {
                 Err(refused(format!("{TOOK_TOO_LONG} {:.1} s and was stopped", limit.as_secs_f64())))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtune_codegen::Language;
+    use std::os::unix::fs::PermissionsExt;
+
+    struct Nobody(CompilerId);
+
+    impl Compiler for Nobody {
+        fn id(&self) -> &CompilerId {
+            &self.0
+        }
+        fn compile(&self, _: &Source) -> Result<(Vec<u8>, Facts)> {
+            unreachable!("it compiles in other processes")
+        }
+    }
+
+    #[test]
+    fn while_compilers_stand_still_none_runs_and_none_begins() {
+        let tmp = tempfile::tempdir().unwrap();
+        let (program, ticks) = (tmp.path().join("ticks"), tmp.path().join("count"));
+        // It begins when it is asked, counts 40 steps, and ends without an answer.
+        let (greeting, count) = (super::super::protocol::greeting(), ticks.display());
+        let text = format!(
+            "#!/bin/sh\necho '{}' >&0\nhead -c 1 <&0 > /dev/null\n\
+             for i in 1 2 3 4 5 6 7 8; do for j in 1 2 3 4 5; do printf . >> {count}; sleep 0.02; done; done\n",
+            greeting.trim_end()
+        );
+        std::fs::write(&program, text).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let command = WorkerCommand { program, arguments: Vec::new() };
+        let id = CompilerId { name: "nobody".into(), version: "1".into() };
+        let compilers = Compilers::new(&command, Arc::new(Nobody(id)));
+        let source = Source {
+            name: "k".into(),
+            entry: "k".into(),
+            language: Language::C,
+            options: Vec::new(),
+            text: String::new(),
+        };
+        let steps = || std::fs::metadata(&ticks).map_or(0, |m| m.len());
+        let rest = |ms| std::thread::sleep(Duration::from_millis(ms));
+        std::thread::scope(|scope| {
+            let one = scope.spawn(|| compilers.ask(&source));
+            while steps() < 3 {
+                rest(5);
+            }
+            let still = compilers.still();
+            rest(100);
+            let (seen, late) = (steps(), scope.spawn(|| compilers.ask(&source)));
+            rest(400);
+            assert_eq!(steps(), seen);
+            drop(still);
+            let stood = compilers.stood_still();
+            assert!(stood >= Duration::from_millis(500) && stood < Duration::from_secs(5), "{stood:?}");
+            for compiler in [one, late] {
+                assert!(matches!(compiler.join().unwrap().unwrap(), Err(Loss::Died(_))));
+            }
+            assert_eq!(steps(), 80);
+            assert!(compilers.busy.lock().unwrap().is_empty());
+        });
     }
 }

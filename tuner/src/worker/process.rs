@@ -2,8 +2,8 @@
 
 use super::WorkerCommand;
 use super::protocol::{Reply, Request, frame, read_frame, read_greeting};
-use rustix::net::{SendFlags, send};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -110,17 +110,52 @@ impl Process {
         Err(Loss::Died(format!("it announced {MOST_LAUNCHES} launches for one question and was stopped")))
     }
 
-    /// One request that is done by the worker itself, whole within a limit: to be silent for longer is to hang.
-    pub fn ask_within(&mut self, request: &Request, limit: Duration) -> Result<Reply, Loss> {
+    /// A handle that means this process even when its number is another's by then; none where the system has none.
+    pub fn handle(&self) -> Option<OwnedFd> {
+        let id = i32::try_from(self.id).ok().and_then(Pid::from_raw)?;
+        pidfd_open(id, PidfdFlags::empty()).ok()
+    }
+
+    /// One request that is done by the worker itself, whole within a limit: to be silent for longer is to hang. Time in which
+    /// it was made to stand still does not count.
+    pub fn ask_within(
+        &mut self,
+        request: &Request,
+        limit: Duration,
+        stood_still: impl Fn() -> Duration,
+    ) -> Result<Reply, Loss> {
+        let start = Instant::now();
+        let mut asked = frame(request).and_then(|bytes| self.send(&bytes));
+        while asked.is_ok() {
+            let left = (limit + stood_still()).saturating_sub(start.elapsed());
+            if left.is_zero() {
+                self.finish(false);
+                return Err(Loss::Hung(limit));
+            }
+            match self.speaks_within(left) {
+                Ok(true) => break,
+                Ok(false) => {}
+                Err(e) => asked = Err(e),
+            }
+        }
         let silent = |e: &io::Error| e.kind() == io::ErrorKind::WouldBlock;
-        let asked = frame(request).and_then(|bytes| self.send(&bytes)).and_then(|()| self.receive(limit));
-        asked.map_err(|e| match silent(&e) {
+        asked.and_then(|()| self.receive(limit)).map_err(|e| match silent(&e) {
             true => {
                 self.finish(false);
                 Loss::Hung(limit)
             }
             false => self.lost(&e),
         })
+    }
+
+    /// Whether there is something to read, or its end, before the limit; nothing is taken.
+    fn speaks_within(&self, limit: Duration) -> io::Result<bool> {
+        self.socket.set_read_timeout(Some(limit.max(Duration::from_millis(1))))?;
+        match recv(self.socket.as_fd(), &mut [0u8; 1], RecvFlags::PEEK) {
+            Ok(_) => Ok(true),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// Writes without the signal that a closed socket would send to a host that did not ask for it.
@@ -263,6 +298,20 @@ mod tests {
         std::fs::write(&program, format!("#!/bin/sh\necho '{}' >&0\n{body}\n", greeting().trim_end())).unwrap();
         std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
         Process::start(&WorkerCommand { program, arguments: Vec::new() }).unwrap()
+    }
+
+    /// Its standing still is not held against it, and its silence is.
+    #[test]
+    fn a_worker_that_is_made_to_stand_still_has_its_time_afterwards() {
+        let tmp = tempfile::tempdir().unwrap();
+        let ms = Duration::from_millis;
+        // The reply's number: it is done.
+        let mut process = script(tmp.path(), "sleep 0.5; printf '\\1\\0\\0\\0\\4' >&0; sleep 9");
+        let start = Instant::now();
+        let stood_still = || ms(600).min(start.elapsed());
+        let reply = process.ask_within(&Request::Read, ms(200), stood_still);
+        assert!(matches!(reply, Ok(Reply::Done)), "{reply:?}");
+        assert_eq!(process.ask_within(&Request::Read, ms(200), Duration::default).err(), Some(Loss::Hung(ms(200))));
     }
 
     #[test]
