@@ -118,9 +118,28 @@ struct Layer {
 /// The snapshot as it was last seen.
 #[derive(Debug, Default)]
 struct Snapshot {
-    /// What the file looked like; `None` when there was none.
-    seen: Option<FileId>,
+    seen: Look,
     layer: Option<Arc<Layer>>,
+}
+
+/// What there was at the last look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Look {
+    #[default]
+    Nothing,
+    File(FileId),
+    /// The file system would not say.
+    Unknown,
+}
+
+impl Look {
+    fn at(path: &Path) -> Self {
+        match std::fs::metadata(path) {
+            Ok(metadata) => Look::File(FileId::of(&metadata)),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Look::Nothing,
+            Err(_) => Look::Unknown,
+        }
+    }
 }
 
 /// Enough of a file's metadata to notice that another one took its name.
@@ -223,14 +242,14 @@ impl Layers {
     /// otherwise.
     pub fn refresh(&self) -> bool {
         let Some(path) = self.own.as_ref().map(CacheDir::snapshot_path) else { return false };
-        let now = std::fs::metadata(&path).ok().map(|m| FileId::of(&m));
+        let now = Look::at(&path);
         if now == self.read().seen {
             return false;
         }
         // Someone may publish again between the look and the opening: what counts is the file that was opened.
         let (seen, layer) = match open_snapshot(&path) {
-            Ok(Some((seen, layer))) => (Some(seen), Some(Arc::new(layer))),
-            Ok(None) => (None, None),
+            Ok(Some((seen, layer))) => (Look::File(seen), Some(Arc::new(layer))),
+            Ok(None) => (Look::Nothing, None),
             Err(e) => {
                 let before = self.read().layer.clone();
                 let until = match before {

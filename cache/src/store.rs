@@ -15,6 +15,7 @@ use crate::{
 use lock::StoreLock;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 #[cfg(test)]
@@ -32,6 +33,8 @@ pub struct Store {
     snapshot: PathBuf,
     /// Kinds of entries that were skipped, with the reason: one warning each.
     skipped: Mutex<HashSet<(&'static str, &'static str)>>,
+    /// Whether the journal has what the snapshot has.
+    took_in: AtomicBool,
     _lock: StoreLock,
 }
 
@@ -86,6 +89,7 @@ impl Store {
             snapshot: dir.snapshot_path(),
             path: path.clone(),
             skipped: Mutex::default(),
+            took_in: AtomicBool::new(false),
             _lock: lock,
         };
         store.take_in_snapshot()?;
@@ -187,8 +191,12 @@ impl Store {
     /// # Errors
     /// [`Error::Io`] when it cannot be written; the old snapshot stays as it was.
     pub fn publish(&self, files: &ArtifactFiles) -> Result<PathBuf> {
-        // What the old snapshot has must not be lost because someone tidied the artifact files away.
-        let old = self.snapshot.exists().then(|| Bundle::map(&self.snapshot).ok()).flatten();
+        // What the old snapshot has must not be lost because someone tidied the artifact files away, or because the file
+        // system would not show it when the journal was opened.
+        let old = self.published()?;
+        if let Some(old) = old.as_ref().filter(|_| !self.took_in.load(Ordering::Relaxed)) {
+            self.take_in(old)?;
+        }
         let published = |key: &Key| old.as_ref().and_then(|b| b.artifact(key).ok().flatten());
         let mut load = |key: &Key| files.get(key).or_else(|| published(key));
         let records = self.records()?;
@@ -214,21 +222,42 @@ impl Store {
         &self.snapshot
     }
 
-    /// Takes in what the snapshot has and the journal lacks: after a crash sled may come up short without a word.
-    fn take_in_snapshot(&self) -> Result<()> {
-        if !self.snapshot.exists() {
-            return Ok(());
-        }
-        let bundle = match Bundle::map(&self.snapshot) {
-            Ok(bundle) => bundle,
+    /// The published snapshot; none when there is none or it is damaged, which the next publication mends.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when there may be one that cannot be read at the moment: nobody must replace it.
+    fn published(&self) -> Result<Option<Bundle>> {
+        match Bundle::map(&self.snapshot) {
+            Ok(bundle) => Ok(Some(bundle)),
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e @ Error::Io { .. }) if !is_no_file(&e) => Err(e),
             Err(e) => {
                 tracing::warn!(
                     error = e.cause(),
                     "the published snapshot cannot be read; the next publication replaces it"
                 );
-                return Ok(());
+                Ok(None)
             }
-        };
+        }
+    }
+
+    /// Takes in what the snapshot has and the journal lacks: after a crash sled may come up short without a word. What cannot
+    /// be read now is taken in before the next publication.
+    fn take_in_snapshot(&self) -> Result<()> {
+        match self.published() {
+            Ok(Some(bundle)) => self.take_in(&bundle),
+            Ok(None) => {
+                self.took_in.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            Err(e) => {
+                tracing::warn!(error = e.cause(), "the published snapshot cannot be read at the moment");
+                Ok(())
+            }
+        }
+    }
+
+    fn take_in(&self, bundle: &Bundle) -> Result<()> {
         let mut taken = 0;
         for item in bundle.records() {
             let record = match item {
@@ -251,6 +280,7 @@ impl Store {
             );
             self.flush()?;
         }
+        self.took_in.store(true, Ordering::Relaxed);
         Ok(())
     }
 
@@ -286,6 +316,11 @@ impl Store {
 /// Seconds since the Unix epoch; 0 when the clock stands before it.
 pub(crate) fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map(|d| d.as_secs()).unwrap_or(0)
+}
+
+/// Whether something else than a file is in the place of one.
+fn is_no_file(e: &Error) -> bool {
+    matches!(e, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::InvalidData)
 }
 
 /// Why sled did not open.

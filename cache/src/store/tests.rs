@@ -218,3 +218,27 @@ fn an_unwritable_folder_is_an_error_that_names_it() {
     let e = Store::open(&CacheDir::at(&file)).unwrap_err().to_string();
     assert!(e.contains("not-a-folder") && e.contains("FLASHTUNE_CACHE"), "{e}");
 }
+
+#[test]
+fn a_snapshot_that_cannot_be_read_for_a_while_is_not_replaced_and_loses_nothing() {
+    let (_tmp, dir, files) = folder();
+    let store = Store::open(&dir).unwrap();
+    files.put(&artifact(1)).unwrap();
+    store.put_record(&record(128, 1)).unwrap();
+    let snapshot = store.publish(&files).unwrap();
+    drop(store);
+    // The journal is gone and the kernel too, and the file system fails.
+    std::fs::remove_dir_all(dir.store_path()).unwrap();
+    std::fs::remove_dir_all(files.folder()).unwrap();
+    let aside = dir.base().join("aside");
+    std::fs::rename(&snapshot, &aside).unwrap();
+    std::os::unix::fs::symlink(&snapshot, &snapshot).unwrap();
+    let store = Store::open(&dir).unwrap();
+    store.put_record(&record(512, 2)).unwrap();
+    assert!(matches!(store.publish(&files), Err(Error::Io { .. })));
+    // It is back.
+    std::fs::rename(&aside, &snapshot).unwrap();
+    store.publish(&files).unwrap();
+    let published = Bundle::map(&snapshot).unwrap();
+    assert_eq!((published.record_count(), published.artifact_count()), (2, 1));
+}
