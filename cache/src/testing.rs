@@ -104,3 +104,8 @@ pub fn trial(n: u32) -> Trial {
         unix_time: 1,
     }
 }
+
+/// How many mutations of a kind are tried: `FLASHTUNE_FUZZ_CASES`, for more than a test run has time for.
+pub fn mutations(usually: u32) -> u32 {
+    std::env::var("FLASHTUNE_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(usually)
+}

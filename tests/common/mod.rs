@@ -1,8 +1,11 @@
 //! What the end-to-end tests share: the command with a cache of its own, and tensor files.
 #![allow(dead_code)] // every test file uses its own part
 
+pub mod compiler;
 pub mod counted;
+pub mod faults;
 pub mod paper;
+pub mod planted;
 
 use assert_cmd::Command;
 use flashtune::codegen::{Arch, CpuIsa};

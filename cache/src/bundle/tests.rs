@@ -26,11 +26,6 @@ fn signed(bytes: &[u8]) -> Vec<u8> {
     [bytes, &KEY.trailer(&root)].concat()
 }
 
-/// How many mutations of each kind are tried; the variable asks for more than a test run has time for.
-fn mutations() -> u32 {
-    std::env::var("FLASHTUNE_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(3000)
-}
-
 #[test]
 fn everything_put_in_comes_out() {
     let b = Bundle::from_bytes("b", sample()).unwrap();
@@ -224,7 +219,7 @@ fn answers_are_true(bytes: Vec<u8>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(mutations()))]
+    #![proptest_config(ProptestConfig::with_cases(crate::testing::mutations(3000)))]
 
     #[test]
     fn mutated_bundles_never_panic_and_never_lie(
@@ -276,6 +271,34 @@ proptest! {
         }
         if let Ok(b) = Bundle::from_bytes("b", bytes.clone()) {
             prop_assert_eq!(b.root(), Bundle::from_bytes("b", SIGNED.clone()).unwrap().root());
+        }
+        answers_are_true(bytes);
+    }
+
+    /// Blocks, or index entries, in each other's places.
+    #[test]
+    fn bundles_whose_parts_are_swapped_never_panic_and_never_lie(
+        one in any::<prop::sample::Index>(),
+        other in any::<prop::sample::Index>(),
+        length in 1usize..400,
+        entries in any::<bool>(),
+        fix_root in any::<bool>(),
+    ) {
+        let mut bytes = SIGNED.clone();
+        let header = Header::decode(SAMPLE.first_chunk().unwrap());
+        let index = header.records.0 as usize;
+        let (from, step, length) = if entries { (index, ENTRY, ENTRY) } else { (0, 1, length) };
+        let places = (bytes.len() - from) / step;
+        let mut at = [one, other].map(|i| from + step * i.index(places));
+        at.sort_unstable();
+        let length = length.min(at[1] - at[0]).min(bytes.len() - at[1]);
+        let (low, high) = bytes.split_at_mut(at[1]);
+        low[at[0]..at[0] + length].swap_with_slice(&mut high[..length]);
+        if fix_root {
+            // Without the signature, which would not fit.
+            bytes.truncate(SAMPLE.len());
+            let fixed = header.encode(&bytes[index..]);
+            bytes[..HEADER].copy_from_slice(&fixed);
         }
         answers_are_true(bytes);
     }
