@@ -101,6 +101,10 @@ fn a_tuner_that_is_killed_in_any_operation_is_followed_by_one_that_repeats_nothi
         let compiled = compiler.compiled();
         let distinct: BTreeSet<_> = compiled.iter().collect();
         assert!(compiled.len() <= distinct.len() + cores && distinct.len() <= 2, "{what}: {compiled:?}");
+        // Who comes after the publication is answered by it, and has no work to clear away.
+        if report["tuned"][0]["cached"] == true {
+            continue;
+        }
         let left = |folder: &str| std::fs::read_dir(place.cache().join("v5").join(folder)).map_or(0, |d| d.count());
         assert_eq!((left("claims"), left("jobs")), (0, 0), "{what}");
     }
