@@ -1,11 +1,13 @@
 """What docs/trust.md promises of the tuner, shown on the device that is there: real faults, kills and rivals.
 
-    python3 benches/trust.py [--device cuda:0] [--shows repeat,kill,two,faults,warm,family,graph,devices] [--json FILE]
+    python3 benches/trust.py [--device cuda:0] [--shows repeat,kill,two,faults,...] [--json FILE]
 
 repeat   one problem tuned with many seeds, each in a cache of its own that shares compiled kernels alone: which
          schedules win, and, raced against each other in the end, by how much they differ; the seconds cold and warm
-kill     a tuner that is killed (SIGKILL) again and again, and then left alone: what each began with, and what was
-         compiled twice
+kill     a tuner that is killed (SIGKILL) again and again, each a little later than the one before, until one ends: what each
+         began with, and what was compiled twice
+workers  a tuning whose workers and compilers are killed at random moments, on all devices where there are several
+memory   the most that a tuning takes of a GPU's memory, by nvidia-smi, beside what its tensors take
 two      two tuners of one problem on one cache, at once
 faults   templates in which every second schedule has a planted fault (an illegal address, an endless loop, a trap, an
          address beyond shared memory, an endless loop with many keys alone): what each costs, and who wins
@@ -21,8 +23,10 @@ Needs the command alone (`--flashtune`, else that of this repository or package)
 import argparse
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -49,6 +53,12 @@ class Bench:
         self.folder = Path(tempfile.mkdtemp(prefix="flashtune-trust-"))
         self.problem = a.problem.split()
         self.trials, self.budget = str(a.trials), str(a.budget_s)
+
+    def gpus(self):
+        """How many GPUs there are to be used."""
+        if self.device == "cpu":
+            return 0
+        return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
 
     def cache(self, name):
         path = self.folder / name
@@ -137,7 +147,7 @@ def kill(bench):
     cache, rows = bench.cache("kill"), []
     env = {"FLASHTUNE_LOG": "info"}
     twice, before = 0, {}
-    for limit in (3, 4, 5, 7, None):
+    for limit in (*(1 + 0.5 * n for n in range(20)), None):
         start = time.monotonic()
         process = bench.start(cache, env)
         try:
@@ -165,6 +175,77 @@ def kill(bench):
         winner = undisturbed["tuned"][0]["schedule"]
         print(f"  undisturbed: {seconds:.1f} s, {len(kernels(calm))} kernels, winner {winner}")
     return {"runs": rows, "twice": twice, "ended": bool(report)}
+
+
+def children(parent):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in parentheses, may hold anything.
+            if int(stat.read_text().rsplit(")", 1)[1].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+        except (OSError, IndexError):
+            pass
+    return found
+
+
+def workers(bench):
+    chance, killed = random.Random(1), 0
+    several = "all" if bench.gpus() > 1 else None
+    more = ["--devices", "all"] if several else []
+    problem = list(bench.problem)
+    problem[problem.index("--q-len") + 1] += ",2k" if several else ""
+    args = bench.args(bench.cache("workers"), *more, *bench.limits(), device=several, problem=problem)
+    start = time.monotonic()
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out = []
+    reader = threading.Thread(target=lambda: out.extend(process.communicate()))
+    reader.start()
+    # For ever would be for ever: each kill costs some of the work.
+    while reader.is_alive() and killed < 12:
+        time.sleep(chance.uniform(0.2, 1.0))
+        those = children(process.pid)
+        if those and reader.is_alive():
+            os.kill(chance.choice(those), signal.SIGKILL)
+            killed += 1
+    reader.join()
+    seconds = time.monotonic() - start
+    if process.returncode:
+        print(f"  {killed} killed; it FAILED: {out[1].strip()[-300:]}")
+        return {"killed": killed, "ended": False}
+    tuned = json.loads(out[0])["tuned"]
+    failed = [t["reason"] for case in tuned for t in case["trials"] if t["result"] != "timed" and t["stage"] != "prune"]
+    won = ", ".join(case["schedule"] for case in tuned)
+    print(f"  {killed} killed, {seconds:.1f} s, {len(failed)} candidates blamed; winners {won}")
+    for reason in failed[:3]:
+        print("   ", reason[:150])
+    return {"killed": killed, "ended": True, "blamed": failed, "seconds": seconds}
+
+
+def memory(bench):
+    def used():
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+        return int(subprocess.run(query, capture_output=True, text=True).stdout.split()[0])
+
+    try:
+        before = used()
+    except (OSError, IndexError):
+        print("  there is no nvidia-smi here")
+        return None
+    most, over = [before], threading.Event()
+
+    def watch():
+        while not over.wait(0.1):
+            most.append(used())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    report, _ = bench.tune(bench.cache("memory"), *bench.limits())
+    over.set()
+    watcher.join()
+    taken = max(most) - before
+    print(f"  {taken} MiB more than before at most, in {len(most)} looks" + ("" if report else "; it was refused"))
+    return {"mib": taken, "looks": len(most)}
 
 
 def two(bench):
@@ -314,8 +395,8 @@ def graph(bench):
 
 
 SHOWS = {
-    "repeat": repeat, "kill": kill, "two": two, "faults": faults, "warm": warm, "family": family, "graph": graph,
-    "devices": devices,
+    "repeat": repeat, "kill": kill, "workers": workers, "memory": memory, "two": two, "faults": faults, "warm": warm,
+    "family": family, "graph": graph, "devices": devices,
 }
 
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::testing::{TEMPLATES, arch, artifact, device, problem, record, schedule, shape, validity};
-use crate::{BundleContents, Launches, SecretKey, Store, sign_bundle};
+use crate::{BundleContents, DeviceFingerprint, Launches, SecretKey, Store, sign_bundle};
 use flashtune_codegen::{Arch, CpuIsa, DType, MaskKind, ShapeBucket};
 
 fn bundle(records: Vec<Record>) -> Vec<u8> {
@@ -229,4 +229,49 @@ fn a_damaged_snapshot_is_an_empty_layer_but_a_damaged_named_bundle_is_an_error()
     assert!(layers.info().is_empty());
     assert!(Layers::open(&dir, &[dir.snapshot_path()], None).is_err());
     assert!(Layers::open(&dir, &[tmp.path().join("absent.ftb")], None).is_err());
+}
+
+#[test]
+fn of_twelve_kinds_of_devices_each_is_served_by_its_own_and_refused_the_others_by_name() {
+    let sm = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100a"].map(|s| s.parse::<Arch>().unwrap());
+    let all: Vec<Arch> = CpuIsa::ALL.map(Arch::Cpu).into_iter().chain(sm).collect();
+    assert_eq!(all.len(), 12);
+    let of = |arch: Arch| {
+        let mut record = record(512, 1);
+        record.key.device = DeviceFingerprint { arch, name: format!("a device of {arch}"), ..device() };
+        record
+    };
+    let tmp = tempfile::tempdir().unwrap();
+    let embedded = leak(bundle(all.iter().map(|arch| of(*arch)).collect()));
+    let together = Layers::open(&CacheDir::at(tmp.path()), &[], Some(embedded)).unwrap();
+    for here in &all {
+        let needed = Validity { arch: *here, ..validity() };
+        let found = together.find(&needed, &of(*here).key);
+        assert!(matches!(&found.matches[..], [one] if one.record.key.device.arch == *here), "{here}");
+        // The others are named, each once, with what was found and what is needed.
+        let mut refused: Vec<_> = found.refusals.iter().map(|r| r.difference.found.clone()).collect();
+        let mut others: Vec<_> = all.iter().filter(|a| *a != here).map(Arch::to_string).collect();
+        refused.sort();
+        others.sort();
+        assert_eq!(refused, others, "{here}");
+        let (wanted, records) = (here.to_string(), |r: &Refusal| (r.difference.field, r.records));
+        assert!(found.refusals.iter().all(|r| r.difference.expected == wanted && records(r) == ("arch", 1)), "{here}");
+        // The same arch with another name, size or driver is no refusal and no exact answer.
+        let other = DeviceFingerprint { units: 99, driver: "7.0".into(), ..of(*here).key.device };
+        let found = together.find(&needed, &RecordKey { device: other, ..of(*here).key });
+        assert!(matches!(found.matches[0].quality, MatchQuality::OtherDevice { .. }) && found.matches.len() == 1);
+        // A file of one device, on each of the others.
+        let contents = BundleContents { records: vec![of(*here)], artifacts: vec![], load: &mut |_| None, created: 0 };
+        let alone = Bundle::from_bytes("one", contents.to_bytes()).unwrap();
+        for there in &all {
+            let checked = alone.check(&Validity { arch: *there, ..validity() });
+            match checked {
+                Ok(()) => assert_eq!(here, there),
+                Err(crate::Error::Mismatch { field, found, expected, .. }) => {
+                    assert_eq!((field, found, expected), ("arch", here.to_string(), there.to_string()));
+                }
+                Err(e) => panic!("{here} on {there}: {e}"),
+            }
+        }
+    }
 }

@@ -185,6 +185,26 @@ fn over_many_fields_little_is_sampled_and_less_is_lost() {
     assert!(p95 < 0.01, "{p95} lost");
 }
 
+/// The same candidates, noise of its own in each tuning.
+#[test]
+fn sixty_tunings_of_a_recorded_space_agree() {
+    const TUNINGS: u64 = 60;
+    for (n, space) in crate::search::recorded_times().into_iter().enumerate() {
+        let mut rng = StdRng::seed_from_u64(n as u64);
+        let times: Vec<f64> = space.choose_multiple(&mut rng, 60).copied().collect();
+        // A card by itself, and one that is disturbed as much as may be.
+        for (noise, apart) in [(0.01, 0.01), (0.05, 0.02)] {
+            let won: Vec<usize> = (0..TUNINGS).map(|seed| winner(&mut Paper::new(&times, noise, 0.02, seed))).collect();
+            let often = |w: &usize| won.iter().filter(|o| o == &w).count();
+            let favourite = *won.iter().max_by_key(|w| often(w)).expect("sixty winners");
+            let near = won.iter().filter(|w| (times[**w] / times[favourite] - 1.0).abs() <= apart).count();
+            let same = often(&favourite);
+            println!("space {n}, noise {noise}: {same} of {TUNINGS} the same, {near} within {apart}");
+            assert!(near >= 58, "space {n}, noise {noise}: {near} within {apart}");
+        }
+    }
+}
+
 #[test]
 fn who_is_far_behind_cold_and_warm_is_out_after_two_runs() {
     let mut times = vec![100.0];
