@@ -129,6 +129,30 @@ fn random_programs_agree_with_the_interpreter_on_the_cpu() {
 }
 
 #[test]
+fn programs_of_thousands_of_nodes_compile_in_seconds_and_are_right() {
+    let list = |n: i32, item: &dyn Fn(i32) -> String, between: &str| {
+        let items: Vec<String> = (0..n).map(item).collect();
+        items.join(between)
+    };
+    // gcc's optimiser took minutes for each of them.
+    for text in [
+        format!("mask = {};", list(2000, &|i| format!("kv == q + {}", 3 * i), " or ")),
+        format!("score = {}score{};", "tanh(".repeat(2000), ")".repeat(2000)),
+        format!("score = min({});", list(10_000, &|i| format!("score + {i}.0"), ", ")),
+        format!("score = score{};", list(2000, &|i| format!(" + {i}.5 * (kv % {})", i + 2), "")),
+    ] {
+        let program = Program::parse(&text).unwrap();
+        let started = std::time::Instant::now();
+        let compiled = Compiled::new(&program, DType::F32, MaskKind::FULL);
+        let took = started.elapsed();
+        assert!(took.as_secs() < 60, "{took:?}: {}", &text[..40]);
+        let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 19, kv_len: 23, mask: Mask::Full };
+        let inputs = CheckInputs { distribution: Distribution::Normal, ..CheckInputs::default() };
+        compiled.check(&shape, &SideData::default(), &inputs).unwrap_or_else(|e| panic!("{}: {e}", &text[..40]));
+    }
+}
+
+#[test]
 fn what_cannot_compute_a_program_says_so() {
     let program = Program::mask_of("kv <= q and q - kv < 100").unwrap();
     let problem = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap().with_program(program);

@@ -26,6 +26,7 @@
 #define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */
 #define PROGRAM_SCORE @{ program_score }@
 #define PROGRAM_SINK @{ program_sink }@
+#define PROGRAM_LONG @{ program_long }@  /* too long for the optimiser */
 #define BLOCK_Q @{ block_q }@    /* queries of a tile */
 #define BLOCK_KV @{ block_kv }@  /* keys of a block */
 #define UNROLL_Q @{ unroll_q }@    /* register tile: vectors of queries ... */

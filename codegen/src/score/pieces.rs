@@ -8,6 +8,10 @@ use super::words::Unary;
 use super::{Graph, Id, Node};
 use std::collections::BTreeMap;
 
+/// A program whose statements cost more than this is not optimised: gcc takes 10 s for 150 calls of `tanh`, 6 s for 1600 other
+/// statements, and minutes for a few times as many.
+const LONG: usize = 1000;
+
 /// The names that the CPU template pastes; for no program, which it then leaves out, all of them stand for nothing.
 pub fn cpu_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
     let mut m = flags(program);
@@ -44,7 +48,15 @@ pub fn cpu_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
         ("sink_row", sink.row),
     ]);
     m.extend(tile_fields(program, Dialect::C));
+    let long = m.values().map(|statements| compiling_cost(statements)).sum::<usize>() > LONG;
+    m.insert("program_long", u32::from(long).to_string());
     m
+}
+
+/// What optimising statements costs, in units of one that calls nothing.
+fn compiling_cost(statements: &str) -> usize {
+    let calls: usize = ["ft_tanhf(", "ft_exp2f(", "ft_log2f("].iter().map(|f| statements.matches(f).count()).sum();
+    statements.lines().count() + 8 * calls
 }
 
 /// The names that the CUDA templates paste.

@@ -24,8 +24,22 @@ typedef struct {
     const int32_t q = (int32_t)query + (lane) < q_len ? (int32_t)query + (lane) : q_len - 1; \
     (void)q
 
+/* The functions that a program's statements make. C compilers take minutes to optimise some thousand statements: those of a
+ * long program stay as they are. */
+#if !PROGRAM_LONG
+#define PROGRAM_FUNCTION static
+#define PROGRAM_INLINE INLINE
+#else
+#if defined(__clang__)
+#define PROGRAM_FUNCTION static __attribute__((noinline, optnone))
+#else
+#define PROGRAM_FUNCTION static __attribute__((noinline, optimize("O0")))
+#endif
+#define PROGRAM_INLINE PROGRAM_FUNCTION
+#endif
+
 /* What blocks a run of queries meets at most. */
-static void program_keys(const ProgramHead *head, int64_t query, int64_t query_end, KeyRange *range) {
+PROGRAM_FUNCTION void program_keys(const ProgramHead *head, int64_t query, int64_t query_end, KeyRange *range) {
     PROGRAM_HEAD;
     const int32_t q_first = (int32_t)query, q_last = (int32_t)query_end - 1;
     (void)q_first, (void)q_last;
@@ -34,7 +48,7 @@ static void program_keys(const ProgramHead *head, int64_t query, int64_t query_e
 }
 
 /* Whether no query of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0). */
-static int program_tile(const ProgramHead *head, int64_t query, int64_t query_end, int64_t begin, int64_t end) {
+PROGRAM_FUNCTION int program_tile(const ProgramHead *head, int64_t query, int64_t query_end, int64_t begin, int64_t end) {
     PROGRAM_HEAD;
     const int32_t q_first = (int32_t)query, q_last = (int32_t)query_end - 1;
     const int32_t kv_first = (int32_t)begin, kv_last = (int32_t)end - 1;
@@ -43,7 +57,7 @@ static int program_tile(const ProgramHead *head, int64_t query, int64_t query_en
 }
 
 /* What depends on the query alone, for every query of a panel. */
-static void program_rows(const ProgramHead *head, int64_t query, ProgramRows *rows) {
+PROGRAM_FUNCTION void program_rows(const ProgramHead *head, int64_t query, ProgramRows *rows) {
     PROGRAM_HEAD;
 @{ mask_uniform }@@{ score_uniform }@@{ sink_uniform }@    for (int lane = 0; lane < PANEL; lane++) {
         PROGRAM_QUERY(lane);
@@ -53,7 +67,7 @@ static void program_rows(const ProgramHead *head, int64_t query, ProgramRows *ro
 
 /* Whether any query of a panel (`vectors` vectors from `lane` on) attends to any of the keys [begin, end), looked at score by
  * score until one does. Only for masks that may leave out any block: of others a tile of neither kind has such a query. */
-static int attends(const ProgramHead *head, const ProgramRows *restrict rows, int64_t query, int lane, int64_t begin,
+PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restrict rows, int64_t query, int lane, int64_t begin,
                    int64_t end, const int vectors) {
     PROGRAM_HEAD;
     (void)rows, (void)lane;
@@ -73,7 +87,7 @@ static int attends(const ProgramHead *head, const ProgramRows *restrict rows, in
 
 /* Replaces n rows of scores (of keys from `key` on, `vectors` vectors of queries from `lane` of the panel on) by what
  * the program makes of them, and those that it masks by -infinity. `scale` takes them to natural units. */
-INLINE void program_scores(float *restrict s, int n, const ProgramHead *head, const ProgramRows *restrict rows,
+PROGRAM_INLINE void program_scores(float *restrict s, int n, const ProgramHead *head, const ProgramRows *restrict rows,
                            int64_t query, int lane, int64_t key, const float scale, const int masked,
                            const int vectors) {
     PROGRAM_HEAD;
@@ -96,7 +110,7 @@ INLINE void program_scores(float *restrict s, int n, const ProgramHead *head, co
 }
 
 /* Lanes of the vector that starts at `query` which the program lets attend to `key`, as all ones: for the slow path. */
-static vi program_visible(const ProgramHead *head, int64_t query, int64_t key) {
+PROGRAM_FUNCTION vi program_visible(const ProgramHead *head, int64_t query, int64_t key) {
     PROGRAM_HEAD;
     const int32_t kv = (int32_t)key;
     (void)kv;

@@ -4,7 +4,11 @@
  * Ints round down when divided, and what has no value has one all the same: x / 0 is 0, x % 0 is x. An index beyond an
  * axis reads the nearest element. */
 
+#if PROGRAM_LONG
+#define FT_INLINE static __attribute__((unused))
+#else
 #define FT_INLINE static inline __attribute__((always_inline, unused))
+#endif
 #define FT_INF __builtin_inff()
 #define FT_NAN __builtin_nanf("")
 
