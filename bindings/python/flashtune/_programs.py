@@ -41,7 +41,10 @@ def _text(name, text):
         raise InvalidArgument(f"{name} is a {type(text).__name__}; pass the text of a score program")
     if "\0" in text:
         raise InvalidArgument(f"{name} holds a zero byte")
-    return text.encode()
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        raise InvalidArgument(f"{name} is no text: {e}") from None
 
 
 def _address(data):

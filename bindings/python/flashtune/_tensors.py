@@ -21,6 +21,7 @@ class Torch:
         self.tensor = torch.Tensor
         self.dtypes = {torch.float16: F16, torch.bfloat16: BF16, torch.float32: F32}
         self.names = {}
+        self.forward_ad = torch.autograd.forward_ad
         # The stream's handle without an object around it, where this PyTorch has the function.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -38,6 +39,10 @@ class Torch:
             raise Unsupported(
                 "a gradient would be needed, but there is no backward pass yet; call under torch.no_grad(), or detach()"
             )
+        # Within torch.autograd.forward_ad.dual_level() only.
+        if self.forward_ad._current_level >= 0:
+            if any(self.forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
+                raise Unsupported("a tangent would be needed, but there is no forward-mode gradient; pass the primals")
         return device
 
     def name(self, device):
@@ -61,14 +66,18 @@ class Torch:
             raise Unsupported(f"{name} is {t.dtype}; {_DTYPES}")
         if t.layout is not self.torch.strided:
             raise Unsupported(f"{name} has the layout {t.layout}; convert it with to_dense()")
+        if t.is_neg():
+            raise Unsupported(f"{name} is the negative of what its memory holds; resolve it with resolve_neg()")
         try:
             if bshd:
                 (b, s, h, d), (sb, ss, sh, sd) = t.shape, t.stride()
             else:
                 (b, h, s, d), (sb, sh, ss, sd) = t.shape, t.stride()
+            return t.data_ptr(), b, h, s, d, sb, sh, ss, sd, dtype, 0
         except ValueError:
             raise four_dims(name, tuple(t.shape), bshd) from None
-        return t.data_ptr(), b, h, s, d, sb, sh, ss, sd, dtype, 0
+        except RuntimeError as e:
+            raise no_memory(name, e) from None
 
     def side(self, name, t, device):
         """A tensor that a score program reads: address, shape, strides in elements, name of the dtype."""
@@ -80,7 +89,14 @@ class Torch:
             raise Unsupported(
                 f"a gradient of {name} would be needed, but there is no backward pass yet; call under torch.no_grad()"
             )
-        return t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")
+        if t.is_neg():
+            raise Unsupported(f"the tensor {name} is the negative of what its memory holds; resolve it with resolve_neg()")
+        if t.layout is not self.torch.strided:
+            raise Unsupported(f"the tensor {name} has the layout {t.layout}; convert it with to_dense()")
+        try:
+            return t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")
+        except RuntimeError as e:
+            raise no_memory(name, e) from None
 
     def empty(self, shape, like):
         return self.torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -166,6 +182,10 @@ class NumPy:
 
 def side_kind(name, t, wanted):
     return InvalidTensor(f"the value of {name} is a {type(t).__name__}; pass a {wanted} as q is, or a number")
+
+
+def no_memory(name, e):
+    return Unsupported(f"{name} is no tensor with memory of its own (nested, or inside of vmap, jvp or a trace): {e}")
 
 
 def four_dims(name, shape, bshd):

@@ -2,6 +2,8 @@
 
 import ctypes
 import json as _json
+import math
+import operator
 import os
 import struct
 import sys
@@ -30,19 +32,19 @@ class Engine:
         self, device, *, policy="default", cache_dir=None, templates_dir=None, bundles=(), quick_first=None
     ):
         self.device = _device_name(device)
-        if policy not in abi.POLICIES:
+        if not isinstance(policy, str) or policy not in abi.POLICIES:
             raise InvalidArgument(f"policy is {policy!r}; it is one of {', '.join(abi.POLICIES)}")
         if isinstance(bundles, (str, bytes, os.PathLike)):
             raise InvalidArgument(f"bundles is {bundles!r}; pass a list of paths")
         if quick_first is not None and not isinstance(quick_first, bool):
             raise InvalidArgument(f"quick_first is {quick_first!r}; it is True, False or None")
-        files = [os.fsencode(b) for b in bundles]
+        files = [_path("a bundle", b) for b in bundles]
         options = abi.Options(
             struct_size=ctypes.sizeof(abi.Options),
             policy=abi.POLICIES[policy],
             device=self.device.encode(),
-            cache_dir=None if cache_dir is None else os.fsencode(cache_dir),
-            templates_dir=None if templates_dir is None else os.fsencode(templates_dir),
+            cache_dir=None if cache_dir is None else _path("cache_dir", cache_dir),
+            templates_dir=None if templates_dir is None else _path("templates_dir", templates_dir),
             bundles=(ctypes.c_char_p * len(files))(*files),
             bundles_len=len(files),
             quick_first=abi.QUICK_FIRST[quick_first],
@@ -134,6 +136,9 @@ class Engine:
         else:
             tensors.check_out(out, device)
             od = tensors.describe("out", out, bshd)
+            for other, described in (("q", qd), ("k", kd), ("v", vd)):
+                if _overlap(od, described):
+                    raise InvalidTensor(f"out shares memory with {other}, which is read while out is written; pass other memory")
         lse = tensors.empty_lse((b, h, s), q) if return_lse else None
         more, _kept = (b"", None) if program is None else program.pack(tensors, device)
         try:
@@ -167,7 +172,7 @@ class Engine:
 
     def preload(self, manifest):
         """Loads the kernels of what a file lists (as :meth:`write_untuned` writes it), compiling or tuning by policy."""
-        abi.require(abi.library().flashtune_preload(self._handle, os.fsencode(manifest)))
+        abi.require(abi.library().flashtune_preload(self._handle, _path("manifest", manifest)))
 
     def seal(self, on_miss="nearest"):
         """Loads the kernels of all records that may be used here; from then on nothing is compiled or tuned and no file
@@ -176,7 +181,7 @@ class Engine:
         on_miss: what happens to sizes that no kernel was sealed in for: ``"nearest"`` runs the nearest one of the
             problem, ``"refuse"`` raises :class:`Sealed`.
         """
-        if on_miss not in abi.ON_MISS:
+        if not isinstance(on_miss, str) or on_miss not in abi.ON_MISS:
             raise InvalidArgument(f"on_miss is {on_miss!r}; it is one of {', '.join(abi.ON_MISS)}")
         digest = ctypes.create_string_buffer(65)
         abi.require(abi.library().flashtune_seal(self._handle, abi.ON_MISS[on_miss], digest))
@@ -193,7 +198,7 @@ class Engine:
     def write_untuned(self, file):
         """Appends the sizes that were met untuned to a file that ``flashtune tune --from`` takes; gives their number."""
         classes = ctypes.c_uint64()
-        abi.require(abi.library().flashtune_write_untuned(self._handle, os.fsencode(file), classes))
+        abi.require(abi.library().flashtune_write_untuned(self._handle, _path("file", file), classes))
         return classes.value
 
     def _text(self, function, form):
@@ -239,10 +244,10 @@ def mask_of(causal, window):
     unbounded, and causal bounds the right side to the query's own position."""
     try:
         # What reaches further than every length is as good as any other number of that kind.
-        left, right = (max(-1, min(int(n), 1 << 40)) for n in window)
+        left, right = (max(-1, min(operator.index(n), 1 << 40)) for n in window)
     except (TypeError, ValueError):
         raise InvalidArgument(
-            f"window_size is {window!r}; it is (left, right), with -1 for an unbounded side"
+            f"window_size is {window!r}; it is (left, right), whole numbers of keys, with -1 for an unbounded side"
         ) from None
     if causal:
         if left < 0:
@@ -266,6 +271,34 @@ def _top_left_causal(qd, kd, vd):
         kd, vd = ((*t[:3], q_len, *t[4:]) if t[3] == kv_len else t for t in (kd, vd))
         return abi.CAUSAL, 0, 0, kd, vd
     return abi.WINDOW, -1, q_len - kv_len, kd, vd
+
+
+def _overlap(a, b):
+    """Whether two described tensors share an element, as far as addresses tell: those of interleaved rows share a range
+    and no element."""
+    (start_a, end_a, dense_a), (start_b, end_b, dense_b) = _span(a), _span(b)
+    if start_a >= end_a or start_b >= end_b:
+        return False
+    return start_a == start_b or (dense_a and dense_b and start_a < end_b and start_b < end_a)
+
+
+def _span(described):
+    """First address, the one behind the last, and whether all between them is the tensor's."""
+    address, shape, strides, size = described[0], described[1:5], described[5:9], 4 if described[9] == abi.F32 else 2
+    # Described are batch, heads, rows and dim, and the strides in that order.
+    last, elements = sum((n - 1) * stride for n, stride in zip(shape, strides)), math.prod(shape)
+    return address, address + (last + 1) * size if elements else address, last + 1 == elements
+
+
+def _path(name, path):
+    """A path as the library takes it."""
+    try:
+        data = os.fsencode(path)
+    except TypeError:
+        raise InvalidArgument(f"{name} is a {type(path).__name__}; pass a path") from None
+    if b"\0" in data:
+        raise InvalidArgument(f"{name} is {path!r}, which holds a zero byte")
+    return data
 
 
 def _device_name(device):
@@ -300,6 +333,8 @@ def default_engine(device):
 
 def set_default_engine(engine):
     """Makes an engine the default of its device, e.g. one that tunes; gives the one that was."""
+    if not isinstance(engine, Engine):
+        raise InvalidArgument(f"engine is a {type(engine).__name__}; pass a flashtune.Engine")
     if engine.closed:
         raise EngineClosed("the engine is closed; open another")
     with _opening:

@@ -47,19 +47,43 @@ def flash_attn_func(
 _CAP_WRITTEN_OUT = 50.0
 
 
+# The largest float32: a greater cap would be infinity to a kernel.
+_LARGEST_CAP = 3.4028234663852886e38
+
+
+def _cap(softcap):
+    """The cap as a number; 0.0 for none."""
+    try:
+        cap = 0.0 if softcap is None else float(softcap)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise InvalidArgument(f"softcap is {softcap!r}, but it is a number: {e}") from None
+    if not 0 <= cap <= _LARGEST_CAP:
+        raise InvalidArgument(f"softcap is {softcap}; it is above zero and finite in float32, or 0.0 for none")
+    return cap
+
+
+def _shape(name, tensor):
+    """The shape of what has to be a tensor."""
+    try:
+        return tuple(tensor.shape)
+    except AttributeError:
+        raise InvalidTensor(f"{name} is a {type(tensor).__name__}; pass a tensor or an array as q is") from None
+
+
 def _changed(softcap, alibi_slopes):
     """The score program of flash-attention's arguments, if there is one: the cap comes first, as there."""
     score, values = "score", {}
-    if softcap:
-        if not softcap > 0:
-            raise InvalidArgument(f"softcap is {softcap}; it is above zero, or 0.0 for none")
-        cap = float(softcap)
+    cap = _cap(softcap)
+    if cap:
         if cap <= _CAP_WRITTEN_OUT:
             score = f"{cap!r} * tanh(score * (1.0 / {cap!r}))"
         else:
             score, values = "cap * tanh(score * (1.0 / cap))", {"cap": cap}
     if alibi_slopes is not None:
-        at = "b, h" if len(alibi_slopes.shape) == 2 else "h"
+        shape = _shape("alibi_slopes", alibi_slopes)
+        if len(shape) not in (1, 2):
+            raise InvalidTensor(f"alibi_slopes has the shape {shape}; it is [heads] or [batch, heads]")
+        at = "b, h" if len(shape) == 2 else "h"
         score = f"{score} - slope[{at}] * abs(q + kv_len - q_len - kv)"
         values["slope"] = alibi_slopes
     return None if score == "score" else Program(score=score, tensors=values)
@@ -148,7 +172,7 @@ def _masked(attn_mask, is_causal):
     """The score program of a mask tensor: True or a number to add for what is visible."""
     if is_causal:
         raise InvalidArgument("attn_mask and is_causal are both given; put one into the other")
-    shape = tuple(attn_mask.shape)
+    shape = _shape("attn_mask", attn_mask)
     if not 2 <= len(shape) <= 4:
         raise InvalidTensor(f"attn_mask has the shape {shape}; it is [q_len, kv_len], with heads and batch before it")
     places = ["b", "h", "q", "kv"][4 - len(shape) :]
@@ -156,6 +180,9 @@ def _masked(attn_mask, is_causal):
     values = {"attn_mask": attn_mask}
     if "bool" in str(attn_mask.dtype):
         return Program(mask=at, tensors=values)
+    if "float" not in str(attn_mask.dtype):
+        # Zeros and ones are mostly meant to be a mask, which adding them is not.
+        raise Unsupported(f"attn_mask is {attn_mask.dtype}; it is bool (True for what is seen) or of floats, which are added")
     return Program(score=f"score + {at}", tensors=values)
 
 

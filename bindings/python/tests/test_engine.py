@@ -92,6 +92,10 @@ class Engines(unittest.TestCase):
             (flashtune.InvalidArgument, "device", {"device": "gpu"}),
             (flashtune.InvalidArgument, "device", {"device": "cuda:x"}),
             (flashtune.InvalidArgument, "policy", {"policy": "fast"}),
+            (flashtune.InvalidArgument, "policy", {"policy": []}),
+            (flashtune.InvalidArgument, "cache_dir is a int", {"cache_dir": 3}),
+            # Not the folder `a`.
+            (flashtune.InvalidArgument, "zero byte", {"cache_dir": "a\0b"}),
             (flashtune.InvalidArgument, "quick_first", {"quick_first": 2}),
             (flashtune.InvalidArgument, "list of paths", {"bundles": "a.ftb"}),
             (flashtune.InvalidArgument, "cache_dir", {"cache_dir": ""}),

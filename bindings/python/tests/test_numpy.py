@@ -250,8 +250,11 @@ class BadInput(unittest.TestCase):
     def test_arguments(self):
         q, k, v = inputs(1, 2, 2, 8, 8, 32)
         unsupported, argument = flashtune.Unsupported, flashtune.InvalidArgument
-        self.refused(argument, "softcap", q, k, v, softcap=-50.0)
-        for window in [3, (1,), (1, 2, 3), "ab", (None, 1), None]:
+        for cap in [-50.0, float("nan"), float("inf"), 1e300, "a", np.ones(2)]:
+            self.refused(argument, "softcap", q, k, v, softcap=cap)
+        for slopes in [[1.0, 2.0], 0.5, np.ones((1, 1, 2), np.float32)]:
+            self.refused(flashtune.InvalidTensor, "alibi_slopes", q, k, v, alibi_slopes=slopes)
+        for window in [3, (1,), (1, 2, 3), "ab", (None, 1), None, (2.7, 0), (float("inf"), 0)]:
             self.refused(argument, "window_size", q, k, v, window_size=window)
         for scale in ["1", 1e300, (1,)]:
             self.refused(argument, "scale", q, k, v, softmax_scale=scale)
@@ -259,14 +262,24 @@ class BadInput(unittest.TestCase):
         sdpa = flashtune.scaled_dot_product_attention
         self.refused(argument, "attn_mask", q, k, v, sdpa, attn_mask=np.ones((8, 8), bool), is_causal=True)
         self.refused(argument, "attn_mask", q, k, v, sdpa, attn_mask=np.ones((8, 9), bool))
+        # Added to the scores, as floats are, zeros and ones would be no mask.
+        self.refused(unsupported, "attn_mask is int32", q, k, v, sdpa, attn_mask=np.ones((8, 8), np.int32))
+        self.refused(flashtune.InvalidTensor, "attn_mask is a list", q, k, v, sdpa, attn_mask=[[True]])
         self.refused(unsupported, "dropout", q, k, v, sdpa, dropout_p=0.1)
         self.refused(flashtune.InvalidTensor, "enable_gqa", q, k[:, :4], v[:, :4], sdpa)
         self.refused(flashtune.InvalidTensor, "NoneType", q, None, v, sdpa)
         forward = flashtune.default_engine("cpu").forward
         self.refused(argument, "layout", q, k, v, forward, layout="sbhd")
-        self.refused(flashtune.InvalidTensor, "tensor o: shape", q, k, v, forward, out=q[:, :3])
+        self.refused(flashtune.InvalidTensor, "tensor o: shape", q, k, v, forward, out=q[:, :3].copy())
         self.refused(flashtune.InvalidTensor, "tensor o: dtype", q, k, v, forward, out=q.astype("float16"))
         self.refused(flashtune.InvalidTensor, "out is a list", q, k, v, forward, out=[])
+        for out in (q, k, v):
+            self.refused(flashtune.InvalidTensor, "out shares memory", q, k, v, forward, out=out)
+        rows = random((1, 9, 2, 32))
+        self.refused(flashtune.InvalidTensor, "out shares memory", rows[:, :8], k, v, forward, out=rows[:, 1:])
+        # Interleaved heads share nothing.
+        packed = random((1, 8, 4, 32))
+        forward(packed[:, :, ::2], k, v, out=packed[:, :, 1::2])
         frozen = np.broadcast_to(np.zeros((1, 1, 1, 32), np.float32), q.shape)
         self.refused(flashtune.InvalidTensor, "written", q, k, v, forward, out=frozen)
         overlapping = np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), q.shape, (0, 0, 128, 4))

@@ -144,6 +144,21 @@ class Torch(unittest.TestCase):
         with refused(flashtune.InvalidTensor, "heads"):
             flashtune.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
 
+    def test_tensors_that_are_not_what_their_memory_holds(self):
+        q, k, v = tensors(SIZES[0], 32, torch.float32)
+        attention = flashtune.flash_attn_func
+        with self.assertRaisesRegex(flashtune.Unsupported, "resolve_neg"):
+            attention(torch._neg_view(q), k, v)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            with self.assertRaisesRegex(flashtune.Unsupported, "tangent"):
+                attention(dual, k, v)
+            attention(q, k, v)
+        with self.assertRaisesRegex(flashtune.Unsupported, "vmap"):
+            torch.vmap(attention)(q[None], k[None], v[None])
+        with self.assertRaisesRegex(flashtune.Unsupported, "nested"):
+            attention(torch.nested.nested_tensor([q[0]]), k, v)
+
     def test_threads_and_streams(self):
         cases = [tensors((1, 4, 2, n, n), 64, torch.bfloat16) for n in (64, 129, 200)]
         alone = [flashtune.flash_attn_func(*c, causal=True) for c in cases]
