@@ -138,6 +138,9 @@ fn words_that_the_command_line_does_not_know() {
     ] {
         fails(&mut place.flashtune(args), 2, &[word]);
     }
+    let before = std::fs::read(&good).unwrap();
+    fails(&mut place.flashtune(&["run", text(&good), "-o", text(&good)]), 2, &["is the input", "another file"]);
+    assert!(std::fs::read(&good).unwrap() == before, "the input stays");
     let no_folder = place.path("no/such/folder/out.safetensors");
     fails(&mut place.flashtune(&["run", text(&good), "-o", text(&no_folder)]), 2, &["cannot write"]);
 }

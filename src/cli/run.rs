@@ -68,6 +68,11 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         return Err(usage("--scale must be a finite number"));
     }
     files::check_folder(&args.output)?;
+    if let (Ok(input), Ok(output)) = (args.input.canonicalize(), args.output.canonicalize())
+        && input == output
+    {
+        return Err(usage(format!("--output {} is the input, which would be lost; name another file", output.display())));
+    }
     let layout = args.layout;
     let (q, k, v, mask, program) = {
         let file = File::read(&args.input)?;

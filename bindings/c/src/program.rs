@@ -53,8 +53,9 @@ static PROGRAMS: LazyLock<RwLock<HashMap<String, ProgramRef>>> = LazyLock::new(R
 fn program(texts: &Texts<'_>, inputs: &Inputs<'_>) -> Result<ProgramRef> {
     let mut key = String::new();
     for text in [texts.mask, texts.score, texts.sink] {
-        // A C string holds no zero byte, so texts cannot run into each other.
-        key.push_str(text.unwrap_or("\u{1}"));
+        // A C string holds no zero byte, so texts cannot run into each other; no text is other than any text.
+        key.push(if text.is_some() { '+' } else { '-' });
+        key.push_str(text.unwrap_or_default());
         key.push('\0');
     }
     for (name, scalar) in &inputs.scalars {

@@ -3,6 +3,7 @@
 use super::ast::{Ast, AstId, AstNode};
 use super::error::ProgramError;
 use super::graph::Graph;
+use super::parse::is_word;
 use super::words::{Axis, Binary, Id, Type, Unary, Var};
 use std::ops::Range;
 
@@ -125,6 +126,10 @@ impl<'a> Checker<'a> {
         }
         let found = self.graph.declarations().iter().position(|d| d.name == name);
         let Some(i) = found else {
+            if is_word(name) {
+                let expected = "expected a value: a number, a name, or a function with its arguments in brackets";
+                return Err(self.error(span, format!("`{name}` is a word of the language"), expected));
+            }
             let expected = self.suggestion(name, false).unwrap_or_else(|| format!("declare it first: `{name}: int;`"));
             return Err(self.error(span, format!("unknown name `{name}`"), expected));
         };
@@ -141,7 +146,12 @@ impl<'a> Checker<'a> {
         let declared = self.graph.declarations().iter().filter(|d| d.axes.is_some() == tensor);
         let known: Vec<&str> = variables.chain(declared.map(|d| d.name.as_str())).collect();
         let near = known.into_iter().map(|known| (distance(name, known), known)).min()?;
-        let limit = if name.len() > 3 { 2 } else { 1 };
+        // Any letter is near to any other.
+        let limit = match name.len() {
+            0 | 1 => 0,
+            2 | 3 => 1,
+            _ => 2,
+        };
         (near.0 <= limit).then(|| format!("did you mean `{}`?", near.1))
     }
 

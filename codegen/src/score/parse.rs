@@ -101,6 +101,13 @@ fn infix(token: &Token) -> Option<(Binary, u8, bool)> {
     })
 }
 
+/// Whether a name has a meaning in every program, so that nothing can be declared by it.
+pub(super) fn is_word(name: &str) -> bool {
+    let is_function = FUNCTIONS.iter().any(|(f, _)| *f == name);
+    let is_other = KEYWORDS.contains(&name) || RESULTS.contains(&name) || Storage::from_name(name).is_some();
+    is_function || is_other || Var::from_name(name).is_some()
+}
+
 pub(super) struct Parser<'a> {
     text: &'a str,
     tokens: Vec<(Token, Range<usize>)>,
@@ -163,9 +170,7 @@ impl Parser<'_> {
 
     /// A name that may be given to something new.
     pub(super) fn check_new_name(&self, name: &str, span: Range<usize>) -> Result<(), ProgramError> {
-        let is_function = FUNCTIONS.iter().any(|(f, _)| *f == name);
-        let taken = KEYWORDS.contains(&name) || RESULTS.contains(&name) || Storage::from_name(name).is_some();
-        if taken || is_function || Var::from_name(name).is_some() {
+        if is_word(name) {
             return Err(self.error(span, format!("`{name}` is a word of the language"), "choose another name"));
         }
         if self.names.contains_key(name) || self.out.declarations.iter().any(|(d, _)| d.name == name) {
