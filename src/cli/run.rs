@@ -71,7 +71,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if let (Ok(input), Ok(output)) = (args.input.canonicalize(), args.output.canonicalize())
         && input == output
     {
-        return Err(usage(format!("--output {} is the input, which would be lost; name another file", output.display())));
+        return Err(usage(format!(
+            "--output {} is the input, which would be lost; name another file",
+            output.display()
+        )));
     }
     let layout = args.layout;
     let (q, k, v, mask, program) = {
