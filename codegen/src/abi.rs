@@ -113,6 +113,8 @@ pub struct Tiling {
     pub unit_heads: i32,
     /// Tiles of one unit.
     pub blocks: i32,
+    /// Units that are walked one KV head after the other, before the sections.
+    pub leading: i32,
     /// Units that are walked together.
     pub section: i32,
     /// Tiles of the whole problem.

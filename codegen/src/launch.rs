@@ -87,11 +87,17 @@ fn tiling(problem: &Problem, s: &Sm90Schedule, shape: &Shape) -> Result<Tiling> 
         Sm90Schedule::WALK_ALL => units,
         mib => (((mib as u64) << 20) / kv_head_bytes.max(1)).max(1) * if packed { 1 } else { group as u64 },
     };
+    let section = section.min(units);
+    // Sections of the same size: a small one at the end would leave multiprocessors without work.
+    let share = if packed { 1 } else { group as u64 };
+    let section =
+        if s.ending { section } else { units.div_ceil(units.div_ceil(section)).next_multiple_of(share).min(units) };
     Ok(Tiling {
         group_shift: group_shift as i32,
         unit_heads: unit_heads as i32,
         blocks: blocks as i32,
-        section: section.min(units) as i32,
+        leading: if s.ending { (units - section) as i32 } else { 0 },
+        section: section as i32,
         tiles: tiles as i32,
     })
 }
@@ -107,7 +113,7 @@ mod tests {
         let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
         let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, window: 0 };
         let mut s = Sm90Schedule::default_for(&problem, sm, &bucket);
-        (s.consumers, s.block_kv, s.pack_group) = (2, 128, false);
+        (s.consumers, s.block_kv, s.pack_group, s.ending) = (2, 128, false, false);
         change(&mut s);
         Kernel { problem, schedule: Schedule::Sm90(s), arch }
     }
@@ -136,6 +142,18 @@ mod tests {
         assert_eq!([section(0), section(2), section(5), section(8)], [4, 4, 8, 16]);
         assert_eq!(section(Sm90Schedule::WALK_ALL), 96);
         assert_eq!(section(1 << 20), 96);
+        // Three of 32 units, not two of 44 and one of 8.
+        assert_eq!([section(22), section(40)], [32, 48]);
+    }
+
+    #[test]
+    fn single_heads_come_before_a_section_at_the_end() {
+        let parts = |mib| {
+            let kernel = kernel(|s| (s.section_mib, s.ending) = (mib, true));
+            let t = kernel.launch(&shape(32, 8, 4096)).unwrap().tiling.unwrap();
+            (t.leading, t.section)
+        };
+        assert_eq!([parts(0), parts(22), parts(1 << 20)], [(92, 4), (52, 44), (0, 96)]);
     }
 
     #[test]

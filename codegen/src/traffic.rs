@@ -93,7 +93,9 @@ impl Kernel {
                 };
                 // Heads that share a tile load K and V together; the tile has as many fewer queries.
                 let sharing = 1u32 << t.group_shift;
-                let together = t.section as f64 * sharing as f64 / shape.group() as f64;
+                // Most of the walk is one KV head after the other, or all of it is sections.
+                let together =
+                    if t.leading > 0 { 1.0 } else { t.section as f64 * sharing as f64 / shape.group() as f64 };
                 Walk { heads: heads / sharing as f64, together, ..plain((s.block_q() / sharing).max(1), s.block_kv) }
             }
         }

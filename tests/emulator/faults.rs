@@ -505,6 +505,7 @@ fn sm90(family: &str, what: &str) -> Schedule {
         cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
         blocks_per_sm: 1,
         section_mib: 0,
+        ending: false,
         quick: false,
     })
 }

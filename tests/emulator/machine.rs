@@ -224,8 +224,8 @@ fn arguments(launch: &Launch) -> Vec<u8> {
         bytes.extend([0; 32]);
     }
     bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
-    let Tiling { group_shift, unit_heads, blocks, section, tiles } = *tiling;
-    let numbers = [group_shift, unit_heads, blocks, section, tiles, *queue];
+    let Tiling { group_shift, unit_heads, blocks, leading, section, tiles } = *tiling;
+    let numbers = [group_shift, unit_heads, blocks, leading, section, tiles, *queue];
     bytes.extend(numbers.into_iter().flat_map(i32::to_ne_bytes));
     bytes.extend(launch.prelude.1.into_iter().flat_map(u64::to_ne_bytes));
     bytes.resize(bytes.len().next_multiple_of(64), 0);

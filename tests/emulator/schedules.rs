@@ -49,6 +49,7 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
             section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
+            ending: false,
             quick: rng.random_bool(0.2),
         });
         let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
@@ -63,6 +64,7 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
 fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
     let Schedule::Sm90(schedule) = kernel.schedule else { unreachable!("of forward/sm90") };
     let (trim, output_apart) = (rng.random(), rng.random());
+    let schedule = Sm90Schedule { ending: schedule.section_mib != Sm90Schedule::WALK_ALL && rng.random(), ..schedule };
     let changed = [
         Sm90Schedule { trim, output_apart, ..schedule },
         Sm90Schedule { trim, ..schedule },

@@ -14,7 +14,7 @@ const SPILLS_ALLOWED: u32 = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Compiled {
     /// Candidates by their code.
-    codes: HashMap<([u8; 32], u32), usize>,
+    codes: HashMap<([u8; 32], (u32, bool)), usize>,
     /// Whether some candidate is fit.
     some_are_fit: bool,
 }
@@ -57,11 +57,11 @@ fn unfit(arch: Arch, artifact: &Artifact) -> Option<String> {
 }
 
 /// The part of a schedule that is not in the binary: how many workers run it, or in which order tiles are taken.
-fn beside_the_code(kernel: &Kernel) -> u32 {
+fn beside_the_code(kernel: &Kernel) -> (u32, bool) {
     match kernel.schedule {
-        Schedule::Cpu(s) => s.threads,
-        Schedule::Sm90(s) => s.section_mib,
-        _ => 0,
+        Schedule::Cpu(s) => (s.threads, false),
+        Schedule::Sm90(s) => (s.section_mib, s.ending),
+        _ => (0, false),
     }
 }
 

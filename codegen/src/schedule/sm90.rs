@@ -40,7 +40,7 @@ pub struct Sm90Schedule {
     /// computed beside this one's last product: the matrix units do not see where a tile ends. For thread blocks that stay.
     pub chain: bool,
     /// O leaves from shared memory of its own: the next Q comes as soon as the last scores are there, and neither V nor the
-    /// other consumers wait for O. For thread blocks that stay and do not chain.
+    /// other consumers wait for O. For thread blocks that stay.
     #[serde(default)]
     pub output_apart: bool,
     /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
@@ -54,6 +54,10 @@ pub struct Sm90Schedule {
     /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
     /// the other, [`Sm90Schedule::WALK_ALL`] the same block of all heads. A decision of the launch, not of the code.
     pub section_mib: u32,
+    /// Only the end of the walk is such a section, and before it come single KV heads: tiles of all lengths run beside each other
+    /// then, and the longest of the end first. For masks that make lengths differ.
+    #[serde(default)]
+    pub ending: bool,
     /// What is quick for the compiler goes before what is quick on the device, and the bits stay the same
     /// ([`Sm90Schedule::quick`]). Not in the searched space.
     #[serde(default)]
@@ -221,6 +225,8 @@ impl Sm90Schedule {
                 true => 32,
                 false => 0,
             },
+            // Wide heads fill few tiles with what L2 holds, so that the end of the walk is not even.
+            ending: Self::rows_see_more_and_more(problem) && !runs && (d <= 192 || bucket.kv_len <= 2048),
             quick: false,
         };
         // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
@@ -255,7 +261,10 @@ impl Sm90Schedule {
         let plain = || chained(96, 0).or_else(|| largest(false, 16, 0));
         let found = small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
         let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
-        let apart = Self { output_apart: !found.chain && !loads, ..found };
+        // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k. Longer ones gain
+        // nothing, and other head dims lose a hundredth.
+        let waits = !found.chain || Self::rows_see_more_and_more(problem) && short && (65..=128).contains(&d);
+        let apart = Self { output_apart: waits && !loads, ..found };
         if apart.fits(problem, sm) { apart } else { found }
     }
 
@@ -302,11 +311,16 @@ impl Sm90Schedule {
     /// on (1 %, 2 % from 16k on), at head dims of two chunks.
     fn is_long_causal(problem: &Problem, kv_len: u32) -> bool {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
-        let causal = match problem.program {
-            None => problem.mask.right && !problem.mask.left,
-            Some(p) => !problem.mask.any() && p.score().is_none() && p.rows().is_some_and(|r| r.widens),
-        };
-        causal && kv_len > 2048 && d > 96 && d <= 128
+        let alone = problem.program.is_none_or(|p| p.score().is_none() && !problem.mask.any());
+        alone && Self::rows_see_more_and_more(problem) && kv_len > 2048 && d > 96 && d <= 128
+    }
+
+    /// Whether each row sees what the one before sees, and more: under a causal mask, by name or as a program.
+    fn rows_see_more_and_more(problem: &Problem) -> bool {
+        match problem.program {
+            Some(p) if p.mask().is_some() => !problem.mask.left && p.rows().is_some_and(|r| r.widens),
+            _ => problem.mask.right && !problem.mask.left,
+        }
     }
 
     fn fits(&self, problem: &Problem, sm: SmArch) -> bool {
@@ -323,7 +337,10 @@ impl Sm90Schedule {
         // Larger head dims leave the special-function unit idle half of the time and more.
         let all_exp2 = problem.head_dim_qk + problem.head_dim_v > 192 || program.is_some_and(|p| p.score().is_some());
         let eighths: &[u32] = if all_exp2 { &[0] } else { &[0, 1, 2, 3] };
-        let sections: &[u32] = &[0, 32, Self::WALK_ALL];
+        let sections: &[(u32, bool)] = match problem.mask.right || problem.masks_by_program() {
+            true => &[(0, false), (32, false), (Self::WALK_ALL, false), (32, true)],
+            false => &[(0, false), (32, false), (Self::WALK_ALL, false)],
+        };
         let pipelines = [(true, true), (true, false), (false, true), (false, false)];
         let mut space = Vec::new();
         for (consumers, blocks_per_sm, cluster) in
@@ -334,7 +351,7 @@ impl Sm90Schedule {
                     for (overlap, take_turns) in pipelines.into_iter().filter(|p| consumers > 1 || !p.1) {
                         for p_in_shared in [false, true] {
                             for &masked_loop in masks {
-                                for &section_mib in sections {
+                                for &(section_mib, ending) in sections {
                                     for (pack_group, scheduler, chain, output_apart) in [
                                         (false, Sm90Scheduler::Single, false, false),
                                         (false, Sm90Scheduler::Stride, false, false),
@@ -342,6 +359,7 @@ impl Sm90Schedule {
                                         (false, Sm90Scheduler::Queue, false, false),
                                         (false, Sm90Scheduler::Queue, false, true),
                                         (false, Sm90Scheduler::Queue, true, false),
+                                        (false, Sm90Scheduler::Queue, true, true),
                                         (true, Sm90Scheduler::Single, false, false),
                                         (true, Sm90Scheduler::Queue, true, false),
                                     ] {
@@ -364,6 +382,7 @@ impl Sm90Schedule {
                                                 cluster,
                                                 blocks_per_sm,
                                                 section_mib,
+                                                ending,
                                                 quick: false,
                                             });
                                         }
@@ -430,8 +449,11 @@ impl Sm90Schedule {
         if self.chain && !(self.scheduler.stays() && self.cluster == 1) {
             return bad("chain", 1, "thread blocks that stay, each alone");
         }
-        if self.output_apart && (!self.scheduler.stays() || self.chain || self.cluster > 1) {
-            return bad("output_apart", 1, "thread blocks that stay, each alone, and do not chain tiles");
+        if self.output_apart && (!self.scheduler.stays() || self.cluster > 1) {
+            return bad("output_apart", 1, "thread blocks that stay, each alone");
+        }
+        if self.ending && self.section_mib == Self::WALK_ALL {
+            return bad("ending", 1, "a section of a size, behind single heads");
         }
         if self.scheduler == Sm90Scheduler::Queue && self.cluster > 1 {
             return bad("cluster", self.cluster, "1: a queue deals to single thread blocks");
@@ -505,6 +527,7 @@ impl fmt::Display for Sm90Schedule {
         write!(f, "-{}-b{}", if self.masked_loop { "two" } else { "one" }, self.blocks_per_sm)?;
         match self.section_mib {
             Self::WALK_ALL => f.write_str("-all"),
+            n if self.ending => write!(f, "-end{n}"),
             n => write!(f, "-l2x{n}"),
         }
     }

@@ -7,6 +7,7 @@ struct Sm90Args {
     int group_shift;       // packed: log2 of the query heads of a KV head, which lie beside each other in the tile; or 0
     int unit_heads;        // heads or, packed, KV heads: the units of one batch
     int blocks;            // tiles of one unit, a multiple of the cluster's blocks
+    int leading;           // units that are walked one KV head after the other, before the sections
     int section;           // units that are walked together, so that their K and V stay in L2
     int tiles;             // of the whole problem
     int queue;             // which counter deals them, or -1
@@ -14,15 +15,18 @@ struct Sm90Args {
     u32* masks;            // of cut blocks, beside lists, unless those are too many
 };
 
-// The tile with an index: sections of units one after the other; inside of one, the same blocks of all of its units,
-// longest first where the mask makes lengths differ. The blocks of a cluster take neighbouring tiles of a unit. The last
+// The tile with an index: sections of units one after the other, behind those of single KV heads; inside of one, the same blocks
+// of all of its units, longest first where the mask makes lengths differ. The blocks of a cluster take neighbouring tiles of a unit. The last
 // tile may have no row.
 template <int kBlockQ, int kCluster, bool kPackGroup, bool kLongestLast>
 __device__ __forceinline__ Tile tile_at(const Sm90Args& args, u32 index) {
     const u32 rank = index % kCluster, teams = u32(args.blocks) / kCluster;
-    const u32 units = u32(args.forward.batch) * u32(args.unit_heads), whole = u32(args.section) * teams;
-    const u32 first = index / kCluster / whole * u32(args.section), in_section = index / kCluster % whole;
-    const u32 together = min_of(u32(args.section), units - first);
+    const u32 units = u32(args.forward.batch) * u32(args.unit_heads), leading = u32(args.leading) * teams;
+    const bool leads = index / kCluster < leading;
+    const u32 section = leads ? u32(args.unit_heads) / u32(args.forward.kv_heads) : u32(args.section), whole = section * teams;
+    const u32 at = index / kCluster - (leads ? 0 : leading);
+    const u32 first = at / whole * section + (leads ? 0 : u32(args.leading)), in_section = at % whole;
+    const u32 together = min_of(section, units - first);
     u32 team = in_section / together;
     const u32 unit = first + in_section % together;
     if (kLongestLast) team = teams - 1 - team;

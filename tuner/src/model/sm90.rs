@@ -106,6 +106,7 @@ fn imbalance(s: &Sm90Schedule, tiles: f64, units: u32, uneven: bool) -> f64 {
     let order = match (s.scheduler, s.section_mib) {
         (Sm90Scheduler::Stride, 0) => 1.16,
         (Sm90Scheduler::Stride, _) => 1.09,
+        _ if s.ending => 1.0,
         (_, 0) => 1.04,
         (_, Sm90Schedule::WALK_ALL) => 1.08,
         _ => 1.0,
