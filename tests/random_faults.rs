@@ -93,8 +93,8 @@ fn whatever_fails_at_random_calls_are_answered_and_nothing_published_is_lost() {
             45..60 => ("host", true, host(&faults)),
             60..75 => ("import", false, faults.unharmed(&["import", "--replace", bundle])),
             75..80 => ("export", false, faults.unharmed(&["export", out])),
-            80..94 => ("evict", false, faults.unharmed(&["import", "--replace", bundle])),
-            94..97 => ("tune again", false, faults.unharmed(&again)),
+            80..98 => ("evict", false, faults.unharmed(&["import", "--replace", bundle])),
+            98 => ("tune again", false, faults.unharmed(&again)),
             _ => ("tune another", false, faults.unharmed(&new)),
         };
         // From a fault in most runs to hardly an operation that works.

@@ -3,10 +3,15 @@
 mod common;
 
 use common::compiler::LoggedCompiler;
+use common::faults::count_of;
 use common::{Place, SMALL};
+use flashtune::cache::{Artifact, ArtifactFiles, Bundle, CacheDir, Origin};
 use flashtune::{DeviceSpec, Engine, Policy, Status};
 use std::collections::BTreeSet;
-use std::process::{Child, Output};
+use std::convert::Infallible;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -48,6 +53,68 @@ fn sixty_four_processes_compile_a_kernel_once() {
             .map(|c| json(&c.wait_with_output().unwrap())[0]["schedule"].as_str().unwrap().to_owned())
             .collect();
         assert_eq!((plans.len(), compiler.compiled().len()), (1, 1), "{:?}", compiler.compiled());
+        Some(())
+    });
+}
+
+/// Where one of many processes finds what they share.
+const SHARED: &str = "TOGETHER_SHARED";
+
+/// Another kernel for each number, as far as keys and contents go.
+fn kernel(artifact: &Artifact, number: u64) -> Artifact {
+    let mut kernel = artifact.clone();
+    kernel.recipe.options.push(format!("-DNUMBER={number}"));
+    kernel.bytes.extend(number.to_le_bytes());
+    kernel
+}
+
+/// One of the processes of the next test: needs all kernels, in the same order as the others.
+#[test]
+#[ignore = "the next test starts it"]
+fn a_process_that_needs_many_kernels() {
+    let shared = PathBuf::from(std::env::var_os(SHARED).expect("it is started by the test below"));
+    let bundle = Bundle::map(&shared.join("one.ftb")).unwrap();
+    let record = bundle.records().next().unwrap().unwrap().0;
+    let artifact = bundle.artifact(&record.artifact).unwrap().unwrap();
+    let files = ArtifactFiles::new(&CacheDir::at(shared.join("cache")));
+    let made = std::fs::OpenOptions::new().append(true).create(true).open(shared.join("made")).unwrap();
+    for number in 0..count_of("FLASHTUNE_STRESS_KERNELS", MANY_KERNELS) {
+        let wanted = kernel(&artifact, number);
+        let make = || {
+            writeln!(&made, "{number}").unwrap();
+            Ok::<_, Infallible>(wanted.clone())
+        };
+        let (got, origin) = files.get_or_make(&wanted.recipe.key(), make).unwrap();
+        assert!(got == wanted && !matches!(origin, Origin::Unkept(_)), "{number}: {origin:?}");
+    }
+}
+
+const MANY_KERNELS: u64 = 20;
+
+/// `FLASHTUNE_STRESS_KERNELS` says how many.
+#[test]
+fn sixty_four_processes_make_each_of_many_kernels_once() {
+    in_quiet(|| {
+        let place = Place::new();
+        let arch = common::host_arch().to_string();
+        let one = place.path("one.ftb");
+        place.json(&[&["build"], SMALL, &["--arch", &arch, "--out", one.to_str().unwrap()]].concat());
+        let shared = one.parent().unwrap();
+        let processes: Vec<Child> = (0..64)
+            .map(|_| {
+                let mut command = Command::new(std::env::current_exe().unwrap());
+                command.args(["a_process_that_needs_many_kernels", "--exact", "--ignored"]);
+                command.env(SHARED, shared).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+            })
+            .collect();
+        for process in processes {
+            let output = process.wait_with_output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        }
+        let made = std::fs::read_to_string(shared.join("made")).unwrap();
+        let mut made: Vec<u64> = made.lines().map(|l| l.parse().unwrap()).collect();
+        made.sort_unstable();
+        assert!(made.into_iter().eq(0..count_of("FLASHTUNE_STRESS_KERNELS", MANY_KERNELS)), "each once");
         Some(())
     });
 }
