@@ -163,6 +163,21 @@ fn what_cannot_compute_a_program_says_so() {
     let e = Family::ForwardSm90.supports(&wide, hopper).unwrap_err().to_string();
     assert!(e.contains("forward/sm90") && e.contains("forward/sm80"), "{e}");
     assert!(Family::ForwardSm80.supports(&wide, hopper).is_ok());
+    // Too long for the compiler, where a thread holds many scores.
+    let long = |n: usize| {
+        let terms: String = (0..n).map(|i| format!(" + {i}.5 * (kv % {})", i + 2)).collect();
+        let program = Program::score_of(&format!("score{terms}")).unwrap();
+        Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap().with_program(program)
+    };
+    let best = |problem: &Problem| Family::candidates(problem, hopper)[0];
+    let families = [10, 100, 1000].map(|n| best(&long(n)));
+    assert_eq!(families, [Family::ForwardSm90, Family::ForwardSm80, Family::ForwardNaive]);
+    assert!(Family::candidates(&long(2000), hopper).is_empty());
+    let text = format!("score{}", " + 1.0".repeat(10_000));
+    let sum = problem.with_program(Program::score_of(&text).unwrap());
+    assert_eq!(best(&sum), Family::ForwardSm90, "a sum with the score costs nothing");
+    let e = Family::ForwardSm90.supports(&long(100), hopper).unwrap_err().to_string();
+    assert!(e.contains("256 operations") && e.contains("forward/sm80"), "{e}");
     let needs = Program::score_of("s: float[heads]; score + s[h]").unwrap();
     let shape = Shape { batch: 1, heads: 2, kv_heads: 2, q_len: 4, kv_len: 4, mask: Mask::Full };
     let problem = Problem::forward(DType::F32, 64, MaskKind::FULL).unwrap().with_program(needs);

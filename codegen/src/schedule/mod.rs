@@ -27,6 +27,13 @@ pub enum Family {
     ForwardSm90,
 }
 
+/// Operations of a score program, as [`Program::cost_of_a_score`](crate::score::Program::cost_of_a_score) counts them, above which
+/// a family leaves it to the next: the compiler sees them once for each score that a thread holds, and takes half a minute
+/// by then, or a whole one for the last family.
+const LONGEST_ON_SM90: usize = 256;
+const LONGEST_ON_SM80: usize = 1500;
+const LONGEST_ON_NAIVE: usize = 5000;
+
 impl Family {
     /// Every family.
     pub const ALL: [Family; 4] = [Family::ForwardCpu, Family::ForwardNaive, Family::ForwardSm80, Family::ForwardSm90];
@@ -59,14 +66,26 @@ impl Family {
             (Family::ForwardCpu, _) => no("runs on cpu only", "use a CUDA family"),
             (_, Arch::Cpu(_)) => no("runs on CUDA devices only", "use forward/cpu"),
             (Family::ForwardNaive, Arch::Sm(sm)) if sm.number < 75 => no("needs sm_75 or newer", "use a newer GPU"),
-            (Family::ForwardNaive, Arch::Sm(_)) => Ok(()),
+            (Family::ForwardNaive, Arch::Sm(_)) => match problem.program {
+                Some(p) if p.cost_of_a_score().iter().sum::<usize>() > LONGEST_ON_NAIVE => no(
+                    "computes programs of up to 5000 operations a score: more compile for minutes",
+                    "put tables into side tensors, or compute on the cpu",
+                ),
+                _ => Ok(()),
+            },
             (Family::ForwardSm80, Arch::Sm(sm)) if sm.number < 80 => {
                 no("needs sm_80 or newer (cp.async, bf16 mma.sync)", "use forward/naive")
             }
             (Family::ForwardSm80, Arch::Sm(_)) if problem.dtype == DType::F32 => {
                 no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
             }
-            (Family::ForwardSm80, Arch::Sm(_)) => Ok(()),
+            (Family::ForwardSm80, Arch::Sm(_)) => match problem.program {
+                Some(p) if p.cost_of_a_score().iter().sum::<usize>() > LONGEST_ON_SM80 => no(
+                    "computes programs of up to 1500 operations a score: more compile for minutes",
+                    "use forward/naive",
+                ),
+                _ => Ok(()),
+            },
             (Family::ForwardSm90, Arch::Sm(sm)) if !(sm.number == 90 && sm.specific) => {
                 no("needs sm_90a: its instructions exist on Hopper alone", "use forward/sm80")
             }
@@ -74,6 +93,11 @@ impl Family {
                 no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
             }
             (Family::ForwardSm90, Arch::Sm(_)) => match problem.program {
+                // The mask's are computed for one score at a time, the change's for each that a thread holds.
+                Some(p) if p.cost_of_a_score()[0] > LONGEST_ON_SM80 || p.cost_of_a_score()[1] > LONGEST_ON_SM90 => no(
+                    "computes changes of the score of up to 256 operations, and masks of up to 1500: more compile for minutes",
+                    "use forward/sm80 or forward/naive",
+                ),
                 Some(p) if p.of_scores().reads_along_keys && problem.head_dim_v > 192 => no(
                     "reads side tensors along the keys for scores up to a head dim of V of 192: more leaves no registers",
                     "use forward/sm80",

@@ -132,6 +132,12 @@ fn is_leaf(graph: &Graph, id: Id) -> bool {
     matches!(graph.node(id), Node::Bool(_) | Node::Int(_) | Node::Float(_) | Node::Var(_))
 }
 
+/// What optimising statements costs a compiler, in units of one that calls nothing.
+pub fn compiling_cost(statements: &str) -> usize {
+    let calls: usize = ["tanh", "exp2", "log2"].iter().map(|f| statements.matches(f).count()).sum();
+    statements.lines().count() + 8 * calls
+}
+
 /// The place of a declaration among the tensors, or among the scalars.
 pub fn slot(graph: &Graph, declaration: usize) -> usize {
     let tensor = graph.declarations()[declaration].axes.is_some();

@@ -1,6 +1,6 @@
 //! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
 
-use super::lower::{Capped, Code, Dialect, lower, lower_fragments, lower_scores, slot};
+use super::lower::{Capped, Code, Dialect, compiling_cost, lower, lower_fragments, lower_scores, slot};
 use super::program::Program;
 use super::rows::{RowKeys, Search};
 use super::tile::TileProgram;
@@ -51,12 +51,6 @@ pub fn cpu_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
     let long = m.values().map(|statements| compiling_cost(statements)).sum::<usize>() > LONG;
     m.insert("program_long", u32::from(long).to_string());
     m
-}
-
-/// What optimising statements costs, in units of one that calls nothing.
-fn compiling_cost(statements: &str) -> usize {
-    let calls: usize = ["ft_tanhf(", "ft_exp2f(", "ft_log2f("].iter().map(|f| statements.matches(f).count()).sum();
-    statements.lines().count() + 8 * calls
 }
 
 /// The names that the CUDA templates paste.

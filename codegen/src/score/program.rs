@@ -6,6 +6,7 @@ use super::builder::Expr;
 use super::check::Checker;
 use super::error::ProgramError;
 use super::graph::{Graph, Node};
+use super::lower::{compiling_cost, lower_fragments};
 use super::parse::parse;
 use super::print::print;
 use super::rows::RowKeys;
@@ -15,6 +16,8 @@ use std::fmt;
 
 /// Nodes that a program may have.
 pub const MAX_NODES: usize = 1 << 15;
+/// Programs of fewer nodes cost compilers little.
+const SHORT: usize = 100;
 /// Side tensors that a program may read, and run-time scalars: they are passed to kernels by value.
 pub const MAX_INPUTS: usize = 32;
 
@@ -38,6 +41,7 @@ pub struct Program {
     window: Option<WindowForm>,
     rows: Option<RowKeys>,
     axes: Option<MaskAxes>,
+    cost_of_a_score: [usize; 2],
     /// What is left of a program whose mask is a window.
     unmasked: Option<Box<Program>>,
 }
@@ -200,6 +204,12 @@ impl Program {
             }
         }
         found
+    }
+
+    /// What compiling the mask and the change of the score costs a CUDA kernel for each score that a thread holds, in
+    /// statements: see [`compiling_cost`]. 0 for short programs.
+    pub fn cost_of_a_score(&self) -> [usize; 2] {
+        self.cost_of_a_score
     }
 
     /// Nothing is masked, changed or added.
@@ -369,7 +379,12 @@ impl ProgramBuilder {
             }
             _ => None,
         };
-        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, unmasked })
+        let cost_of_a_score = match graph.nodes().len() {
+            ..SHORT => [0; 2],
+            _ => [mask, score]
+                .map(|root| root.map_or(0, |root| compiling_cost(&lower_fragments(&graph, &[root], "x").element))),
+        };
+        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, cost_of_a_score, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {
