@@ -108,6 +108,9 @@ fn words_that_the_command_line_does_not_know() {
     run_fails(&place, &good, &["--scale", "nan"], &["--scale"]);
     run_fails(&place, &good, &["--layout", "sbhd"], &["bshd"]);
     run_fails(&place, &good, &["--weights"], &["weights", "CUDA"]);
+    // Each remainder is one of its own; 10,000 operations are too many for every CUDA compiler.
+    let endless: String = (2..5002).map(|i| format!(" + kv % {i}")).collect();
+    let endless = format!("score{endless}");
     for (args, word) in [
         (&["explain", "--dtype", "f64"][..], "`f64`"),
         (&["emit", "--arch", "sm90"], "`sm90`"),
@@ -134,6 +137,7 @@ fn words_that_the_command_line_does_not_know() {
         (&["bench", "--svg", "/nonexistent/folder/a.svg"], "cannot write"),
         (&["report", "/nonexistent/report.json"], "cannot read"),
         (&["build", "--arch", "sm_60", "--out", "/tmp/x.ftb"], "sm_60"),
+        (&["emit", "--arch", "sm_90a", "--score", &endless], "forward/naive"),
         (&["frobnicate"], "frobnicate"),
     ] {
         fails(&mut place.flashtune(args), 2, &[word]);

@@ -134,7 +134,10 @@ pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u
 pub fn family(name: Option<&str>, problem: &Problem, arch: Arch) -> Result<Family> {
     let Some(name) = name else {
         let best = Family::candidates(problem, arch).first().copied();
-        return best.ok_or_else(|| usage(format!("no kernel family computes {problem} on {arch}")));
+        let why = || Family::ALL.into_iter().filter_map(|f| f.supports(problem, arch).err()).map(|e| e.to_string());
+        return best.ok_or_else(|| {
+            usage(format!("no kernel family computes {problem} on {arch}: {}", why().collect::<Vec<_>>().join("; ")))
+        });
     };
     let family = family_named(name)?;
     family.supports(problem, arch)?;

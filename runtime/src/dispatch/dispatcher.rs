@@ -318,13 +318,12 @@ impl Dispatcher {
             }
         }
         match families.is_empty() {
-            true => Err(CodegenError::unsupported(
-                "problem",
-                key.problem,
-                format!("no kernel family computes it on {arch}"),
-                "use another device or dtype",
-            )
-            .into()),
+            true => {
+                let why: Vec<_> = refusals.iter().map(|r| format!("{} {}", r.what, r.why)).collect();
+                let limit = format!("no kernel family computes it on {arch}: {}", why.join("; "));
+                Err(CodegenError::unsupported("problem", key.problem, limit, "use another device, dtype or program")
+                    .into())
+            }
             false => Ok(families),
         }
     }
