@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use flashtune_cache::{CacheDir, Launches, Layers, RecordKey};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramError, ProgramRef};
-use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, ShapeBucket, TemplateSet, unaddressable};
+use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, ShapeBucket, TemplateSet, has_loose_biases, unaddressable};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
     Device, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView, forward_call,
@@ -156,7 +156,7 @@ impl Engine {
         let resolved = self.resolve(call)?;
         match resolved.problem.program {
             // SAFETY: the caller's promise is this function's own.
-            None => unsafe { self.launch(call, resolved, stream) },
+            None => unsafe { self.launch(call, resolved, None, stream) },
             // SAFETY: as above.
             Some(_) => unsafe { self.launch_program(call, resolved, stream) },
         }
@@ -164,9 +164,15 @@ impl Engine {
 
     /// # Safety
     /// As [`Engine::forward`], and `side` in the arguments is 0 or the address of what the score program reads.
-    unsafe fn launch(&self, call: &Forward<'_>, mut resolved: ForwardCall, stream: Stream) -> Result<Option<Dispatch>> {
+    unsafe fn launch(
+        &self,
+        call: &Forward<'_>,
+        mut resolved: ForwardCall,
+        side: Option<&SideTable>,
+        stream: Stream,
+    ) -> Result<Option<Dispatch>> {
         let haste = || self.quick_first && !self.device().is_capturing(stream);
-        let Some(dispatch) = self.dispatch(call, &mut resolved, haste)? else { return Ok(None) };
+        let Some(dispatch) = self.dispatch(call, &mut resolved, side, haste)? else { return Ok(None) };
         let Dispatch { plan, shape } = &dispatch;
         plan.count_call();
         tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
@@ -191,7 +197,7 @@ impl Engine {
         let args = table.as_ref().map(SideTable::args);
         resolved.args.side = args.as_ref().map_or(0, |args| std::ptr::from_ref(args) as u64);
         // SAFETY: the caller's promise is this function's own; the tables live until the launch returns.
-        unsafe { self.launch(call, resolved, stream) }
+        unsafe { self.launch(call, resolved, table.as_ref(), stream) }
     }
 
     /// All that comes before the launch of [`Engine::forward`], with the kernel itself and no quick one in its place:
@@ -201,8 +207,8 @@ impl Engine {
     /// As [`Engine::forward`].
     pub fn prepare(&self, call: &Forward<'_>) -> Result<Option<Dispatch>> {
         let mut resolved = self.resolve(call)?;
-        side_table(call, &resolved)?;
-        self.dispatch(call, &mut resolved, || false)
+        let side = side_table(call, &resolved)?;
+        self.dispatch(call, &mut resolved, side.as_ref(), || false)
     }
 
     /// Refuses tensors that are certainly not in the device's memory: on CUDA those that begin or end in memory of the host,
@@ -332,6 +338,7 @@ impl Engine {
         &self,
         call: &Forward<'_>,
         resolved: &mut ForwardCall,
+        side: Option<&SideTable>,
         haste: impl Fn() -> bool,
     ) -> Result<Option<Dispatch>> {
         let ForwardCall { problem, shape, args, aligned } = resolved;
@@ -339,16 +346,18 @@ impl Engine {
             return Ok(None);
         }
         args.weights = call.weights.unwrap_or(0);
-        let plan = self.plan_for(problem, shape, self.demand(call, args, *aligned), haste)?;
+        let loose = side.is_some_and(|side| has_loose_biases(problem, args, side.tensors()));
+        let plan = self.plan_for(problem, shape, self.demand(call, args, *aligned, loose), haste)?;
         Ok(Some(Dispatch { plan, shape: *shape }))
     }
 
     /// What a call asks of its kernel beyond problem and sizes.
-    fn demand(&self, call: &Forward<'_>, args: &ForwardArgs, aligned: bool) -> Demand {
+    fn demand(&self, call: &Forward<'_>, args: &ForwardArgs, aligned: bool, loose_biases: bool) -> Demand {
         match (call.weights, self.device().arch()) {
             (Some(_), _) => Demand::Weights,
             (None, Arch::Sm(_)) if !aligned => Demand::Unaligned,
             (None, Arch::Sm(sm)) if sm.number == 90 && unaddressable(args).is_some() => Demand::Strided,
+            (None, Arch::Sm(sm)) if sm.number == 90 && loose_biases => Demand::LooseBiases,
             _ => Demand::Usual,
         }
     }

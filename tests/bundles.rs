@@ -70,7 +70,7 @@ fn a_bundle_for_another_arch_is_refused_by_name_of_the_field() {
     let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&bundle)]].concat();
     assert_eq!(place.json(&args)["records"], 1);
     fails(&mut place.flashtune(&["import", text(&bundle)]), 2, &["arch", &arch, "foreign.ftb"]);
-    assert!(!place.path("cache/v5/snapshot.ftb").exists(), "a refused import leaves the cache alone");
+    assert!(!place.path("cache/v6/snapshot.ftb").exists(), "a refused import leaves the cache alone");
 
     // Named as a layer it is not an error, but it is not used, and the account says why.
     let explain = [&["explain"], SMALL, &["--bundle", text(&bundle)]].concat();
@@ -221,7 +221,7 @@ fn a_damaged_bundle_is_an_error_and_a_damaged_snapshot_a_miss() {
     fails(&mut place.flashtune(&["import", text(&place.path("absent.ftb"))]), 2, &["absent.ftb"]);
 
     // The snapshot is nobody's wish: what is wrong with it costs a warning and the records in it.
-    let snapshot = place.path("cache/v5/snapshot.ftb");
+    let snapshot = place.path("cache/v6/snapshot.ftb");
     let middle = bytes.len() / 2;
     bytes[middle] ^= 0xff;
     std::fs::write(&snapshot, &bytes[..middle]).unwrap();

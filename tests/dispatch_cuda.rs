@@ -139,6 +139,25 @@ fn strides_that_the_copy_engine_cannot_take_leave_the_tensor_cores_of_sm80() {
 }
 
 #[test]
+fn biases_that_the_copy_engine_cannot_bring_are_loaded_by_threads() {
+    let (problem, shape) = call(DType::Bf16);
+    let text = "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];";
+    let problem = problem.with_program(flashtune::Program::parse(text).unwrap());
+    let gpu = dispatcher("sm_90a", Policy::Default);
+    let brought = gpu.plan(&problem, &shape, Demand::Usual).unwrap();
+    let loaded = gpu.plan(&problem, &shape, Demand::LooseBiases).unwrap();
+    assert!(brought.kernel().schedule.brings_biases(), "{}", brought.explain());
+    assert!(!loaded.kernel().schedule.brings_biases(), "{}", loaded.explain());
+    assert_eq!(loaded.kernel().schedule.family(), Family::ForwardSm90);
+    assert!(
+        loaded.explain().to_string().contains("the copy engine cannot bring this call's biases"),
+        "{}",
+        loaded.explain()
+    );
+    assert!(!Demand::LooseBiases.is_tunable());
+}
+
+#[test]
 fn the_weights_come_from_the_plain_kernel_alone() {
     let (problem, shape) = call(DType::Bf16);
     let gpu = dispatcher("sm_90a", Policy::Default);

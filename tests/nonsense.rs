@@ -54,7 +54,7 @@ fn write(path: &Path, record: Record, artifact: &Artifact) {
 fn nonsense_with_valid_hashes_is_a_miss_or_a_refusal() {
     let place = Place::new();
     place.tune_small();
-    let bundle = Bundle::map(&place.path("cache/v5/snapshot.ftb")).unwrap();
+    let bundle = Bundle::map(&place.path("cache/v6/snapshot.ftb")).unwrap();
     let record = bundle.records().next().unwrap().unwrap().0;
     let artifact = bundle.artifact(&record.artifact).unwrap().unwrap();
     let problem = Problem::forward(DType::F32, 32, Mask::Causal.kind()).unwrap();

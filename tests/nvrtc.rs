@@ -154,7 +154,7 @@ fn a_sample_of_the_searched_space_compiles_on_every_arch() {
 }
 
 /// Masks and changes of the score that hosts use, by shape of what they cost: bounds, tensors, divisions, functions.
-const PROGRAMS: [&str; 10] = [
+const PROGRAMS: [&str; 11] = [
     "mask = kv <= q and q - kv < 1024;",
     "chunk: int in 1..1073741824; mask = kv // chunk == q // chunk and kv <= q;",
     "prefix: i32[batch]; mask = kv < prefix[b] or kv <= q + kv_len - q_len;",
@@ -165,6 +165,7 @@ const PROGRAMS: [&str; 10] = [
     "bias: f32[heads, *]; score = score + bias[h, clamp(kv - q, -128, 128) + 128];",
     "s: float[heads]; mask = kv <= q + 3 and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
     "score = 30.0 * tanh(score / 30.0);",
+    "bias: bf16[heads, q_len, kv_len]; d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h, q, kv];",
 ];
 
 #[test]

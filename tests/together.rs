@@ -135,7 +135,7 @@ fn sixty_four_processes_tune_a_problem_once() {
         let distinct: BTreeSet<_> = compiled.iter().collect();
         assert!(compiled.len() <= 3 && distinct.len() == compiled.len(), "{compiled:?}");
         // Nobody left anything behind.
-        let left = |folder: &str| std::fs::read_dir(place.cache().join("v5").join(folder)).map_or(0, |d| d.count());
+        let left = |folder: &str| std::fs::read_dir(place.cache().join("v6").join(folder)).map_or(0, |d| d.count());
         assert_eq!((left("claims"), left("jobs")), (0, 0));
         Some(())
     });

@@ -4,10 +4,11 @@
 //! repeated in `templates/lib/cuda/abi.cuh` and `templates/lib/cpu/abi.h`; [`ABI_VERSION`] is part of every key, so a
 //! kernel built for another layout is refused, never called.
 
+use crate::score::MAX_BIASES;
 use bytemuck::{Pod, Zeroable};
 
 /// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number.
-pub const ABI_VERSION: u32 = 5;
+pub const ABI_VERSION: u32 = 6;
 
 /// Arguments of a forward kernel. Pointers are device addresses; strides count elements.
 #[repr(C)]
@@ -87,6 +88,8 @@ pub struct TensorMap(pub [u64; 16]);
 pub struct Sm90Args {
     /// Q, K, V and O.
     pub maps: [TensorMap; 4],
+    /// Biases of a score program, those that `biases_mapped` says.
+    pub biases: [TensorMap; MAX_BIASES],
     /// What every kernel takes.
     pub forward: ForwardArgs,
     /// How the launch divides the rows.
@@ -94,6 +97,8 @@ pub struct Sm90Args {
     /// Which of the kernel's counters deals tiles to thread blocks that take them from a queue: one that no other launch
     /// uses at the same time. -1 lets them take tiles by stride.
     pub queue: i32,
+    /// One bit for each bias that the copy engine brings; the kernel's threads copy others.
+    pub biases_mapped: u32,
     /// Memory for what the kernels before this one find for it ([`crate::Prelude`]), or 0.
     pub found: u64,
     /// Memory for the masks of cut blocks, or 0: the kernel then evaluates them itself.

@@ -152,7 +152,13 @@ impl Kernel {
         ]);
         m.extend(match self.language() {
             Language::C => crate::score::cpu_fields(p.program.as_deref()),
-            Language::Cuda => crate::score::cuda_fields(p.program.as_deref()),
+            Language::Cuda => {
+                let biases = match &self.schedule {
+                    Schedule::Sm90(s) => s.biases(p),
+                    _ => &[],
+                };
+                crate::score::cuda_fields(p.program.as_deref(), biases)
+            }
         });
         let axes = p.program.and_then(|p| p.lists().or(p.runs()));
         match self.schedule {
@@ -200,6 +206,7 @@ impl Kernel {
                 ("mask_by_kv_head", axes.is_some_and(|a| a.kv_head).to_string()),
                 ("chain", s.chain.to_string()),
                 ("output_apart", s.output_apart.to_string()),
+                ("bias_stages", s.bias_stages.to_string()),
                 ("exp2_eighths", s.exp2_eighths.to_string()),
                 ("cluster", s.cluster.to_string()),
                 (

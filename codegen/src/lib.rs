@@ -45,5 +45,5 @@ pub use schedule::{
 };
 pub use shape::{Shape, ShapeBucket};
 pub use templates::TemplateSet;
-pub use tensor_map::{TensorMapSpec, unaddressable};
+pub use tensor_map::{TensorMapSpec, has_loose_biases, unaddressable};
 pub use traffic::{Traffic, Visits};

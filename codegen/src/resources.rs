@@ -85,7 +85,7 @@ fn sm80_smem(problem: &Problem, s: &Sm80Schedule) -> u32 {
     live.max(o + empty)
 }
 
-/// As `Layout` in the template: Q or O of every consumer, K, V, P, and the barriers.
+/// As `Layout` in the template: Q or O of every consumer, K, V, biases, P, and the barriers.
 pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     // Rows are stored in columns of 64 elements, 128 bytes.
     let (qk, v) = (problem.head_dim_qk.div_ceil(64) * 128, problem.head_dim_v.div_ceil(64) * 128);
@@ -97,7 +97,9 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let work = if s.scheduler.stays() { 2 * slot } else { 0 };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
     let o = if s.output_apart { s.consumers * 64 * v } else { 0 };
-    q + kv + p + o + work + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16
+    let biases = s.biases(problem).len() as u32 * s.block_kv * 128;
+    let biases = if biases > 0 { s.bias_stages * s.consumers * (biases + 16) } else { 0 };
+    q + kv + p + o + work + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16
 }
 
 fn sm80_registers(problem: &Problem, s: &Sm80Schedule) -> u32 {

@@ -2,8 +2,9 @@
 //!
 //! Boxes are 64 elements wide with the 128-byte swizzle, as `templates/lib/cuda/tma.cuh` expects.
 
-use crate::abi::ForwardArgs;
-use crate::{DType, Kernel, Schedule, Tiling};
+use crate::abi::{ForwardArgs, SideTensorArg};
+use crate::score::{MAX_BIASES, Storage, slot};
+use crate::{DType, Kernel, Problem, Schedule, Tiling};
 
 /// A tensor of 16-bit elements as the copy engine sees it, innermost dimension first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +88,53 @@ impl Kernel {
             rows(args.o, p.head_dim_v, args.o_stride),
         ])
     }
+
+    /// The maps of the biases that a kernel of `forward/sm90` has brought, `tensors` being those of its program; none for those that the
+    /// copy engine cannot address, or that have one row for all queries or one column for all keys.
+    pub fn bias_maps(&self, args: &ForwardArgs, tensors: &[SideTensorArg]) -> [Option<TensorMapSpec>; MAX_BIASES] {
+        match self.schedule.brings_biases() {
+            true => bias_maps(&self.problem, args, tensors),
+            false => [None; MAX_BIASES],
+        }
+    }
+}
+
+/// Whether a score program has biases that the copy engine cannot bring, `tensors` being those of a call.
+pub fn has_loose_biases(problem: &Problem, args: &ForwardArgs, tensors: &[SideTensorArg]) -> bool {
+    let biases = problem.program.map_or(0, |p| p.biases().len());
+    biases > 0 && bias_maps(problem, args, tensors)[..biases].contains(&None)
+}
+
+fn bias_maps(problem: &Problem, args: &ForwardArgs, tensors: &[SideTensorArg]) -> [Option<TensorMapSpec>; MAX_BIASES] {
+    let mut maps = [None; MAX_BIASES];
+    let Some(program) = problem.program else { return maps };
+    for (map, bias) in maps.iter_mut().zip(program.biases()) {
+        let dtype = match program.declarations()[bias.tensor].storage {
+            Storage::F16 => DType::F16,
+            _ => DType::Bf16,
+        };
+        let tensor = tensors.get(slot(program.graph(), bias.tensor));
+        *map = tensor.and_then(|t| bias_map(dtype, args, t, bias.leading.len()));
+    }
+    maps
+}
+
+/// Keys, queries, and up to two more axes, the last one first.
+fn bias_map(dtype: DType, args: &ForwardArgs, t: &SideTensorArg, leading: usize) -> Option<TensorMapSpec> {
+    let (mut dims, mut strides) = ([1; 5], [0; 4]);
+    for (d, axis) in (0..leading + 2).rev().enumerate() {
+        dims[d] = u64::try_from(t.length[axis]).ok()?;
+        if d > 0 {
+            strides[d - 1] = t.stride[axis];
+        }
+    }
+    let whole = dims[0] == args.kv_len as u64 && dims[1] == args.q_len as u64 && !dims.contains(&0);
+    let dense = dims[0] == 1 || t.stride[leading + 1] == 1;
+    let legal = |(dim, stride): (&u64, &i64)| {
+        *dim == 1 || (*stride > 0 && stride % 8 == 0 && (*stride as u64) < STRIDE_LIMIT / 2)
+    };
+    let addressable = t.data.is_multiple_of(16) && dims[1..].iter().zip(&strides).all(legal);
+    (whole && dense && addressable).then(|| spec(dtype, t.data, 4, dims, strides, [BOX, 64, 1, 1, 1]))
 }
 
 /// Strides in elements to strides in bytes; those of dimensions with a single element mean nothing and become legal.
@@ -101,7 +149,7 @@ fn spec(dtype: DType, address: u64, rank: usize, dims: [u64; 5], strides: [i64; 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Arch, Mask, MaskKind, Problem, Shape, Sm90Schedule};
+    use crate::{Arch, Mask, MaskKind, Shape, Sm90Schedule};
     use bytemuck::Zeroable;
 
     fn args() -> ForwardArgs {
@@ -148,6 +196,44 @@ mod tests {
         assert_eq!(k.strides[..3], [2 * 192, 192, 300 * 2 * 192]);
         let [q, ..] = maps(false, &args());
         assert_eq!((q.dims, q.tile), ([96, 1, 100, 8, 2], [64, 1, 64, 1, 1]));
+    }
+
+    #[test]
+    fn biases_are_mapped_where_rows_are_whole_and_aligned() {
+        let text =
+            "t: f16[*, heads, q_len, kv_len]; u: bf16[q_len, kv_len]; score = score + t[b, h, q, kv] * u[q, kv];";
+        let problem = Problem::forward(DType::Bf16, 96, MaskKind::FULL).unwrap();
+        let problem = problem.with_program(crate::score::Program::parse(text).unwrap());
+        let arch: Arch = "sm_90a".parse().unwrap();
+        let Arch::Sm(sm) = arch else { unreachable!() };
+        let bucket = crate::ShapeBucket { parallel: 16, group: 1, q_len: 4096, kv_len: 4096, window: 0 };
+        let default = Sm90Schedule::default_for(&problem, sm, &bucket);
+        assert!(default.bias_stages > 0, "{default}");
+        let kernel = |s| Kernel { problem, schedule: Schedule::Sm90(s), arch };
+        let args = ForwardArgs { kv_len: 304, ..args() };
+        let t = SideTensorArg { data: 0x100, stride: [8 * 30400, 30400, 304, 1], length: [3, 8, 100, 304] };
+        let u = SideTensorArg { data: 0x200, stride: [304, 1, 0, 0], length: [100, 304, 0, 0] };
+        let maps = |tensors: [SideTensorArg; 2]| kernel(default).bias_maps(&args, &tensors);
+        let [Some(of_t), Some(of_u)] = maps([t, u]) else { panic!() };
+        assert_eq!((of_t.dtype, of_t.address, of_t.dims, of_t.rank), (DType::F16, 0x100, [304, 100, 8, 3, 1], 4));
+        assert_eq!((of_t.strides[..3].to_vec(), of_t.tile), (vec![608, 60800, 8 * 60800], [64, 64, 1, 1, 1]));
+        assert_eq!((of_u.dtype, of_u.dims), (DType::Bf16, [304, 100, 1, 1, 1]));
+        // The same for all heads: an axis of length 1, whose stride means nothing.
+        let shared = SideTensorArg { stride: [30400, 0, 304, 1], length: [3, 1, 100, 304], ..t };
+        assert_eq!(maps([shared, u])[0].unwrap().dims, [304, 100, 1, 3, 1]);
+        for odd in [
+            SideTensorArg { data: 0x108, ..t },
+            SideTensorArg { stride: [8 * 30400, 30400, 300, 1], ..t },
+            SideTensorArg { stride: [8 * 30400, 30402, 304, 1], ..t },
+            SideTensorArg { stride: [8 * 30400, 30400, 304, 2], ..t },
+            SideTensorArg { stride: [304, 304, 0, 1], length: [3, 8, 1, 304], ..t },
+            SideTensorArg { stride: [8, 1, 8, 0], length: [3, 8, 100, 1], ..t },
+        ] {
+            let [None, Some(_)] = maps([odd, u]) else { panic!("{odd:?}") };
+            assert!(has_loose_biases(&problem, &args, &[odd, u]) && !has_loose_biases(&problem, &args, &[t, u]));
+        }
+        let none = kernel(Sm90Schedule { bias_stages: 0, ..default });
+        assert_eq!(none.bias_maps(&args, &[t, u]), [None; 2]);
     }
 
     #[test]

@@ -85,6 +85,11 @@ impl SideTable {
         Ok(table)
     }
 
+    /// The tensors, in the order of the program's declarations; what follows them means nothing.
+    pub fn tensors(&self) -> &[SideTensorArg] {
+        &self.tensors
+    }
+
     /// Where a launch finds the tables; good for as long as this lives and does not move.
     pub fn args(&self) -> SideArgs {
         SideArgs { tensors: self.tensors.as_ptr() as u64, scalars: self.scalars.as_ptr() as u64 }

@@ -25,6 +25,7 @@ constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kBlockMajor = @{ block_major }@;
 
 <% include "lib/cuda/copy.cuh" %>
+<% include "lib/cuda/ldmatrix.cuh" %>
 <% include "lib/cuda/mma.cuh" %>
 <% include "lib/cuda/tile.cuh" %>
 <% include "lib/cuda/approx.cuh" %>

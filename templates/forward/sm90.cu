@@ -33,6 +33,7 @@ constexpr bool kPersistent = @{ persistent }@;
 constexpr bool kQueue = @{ queue }@;
 constexpr bool kChain = @{ chain }@;
 constexpr bool kOutputApart = @{ output_apart }@;
+constexpr int kBiasStages = @{ bias_stages }@;
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
 constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
@@ -44,6 +45,7 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/tma.cuh" %>
 <% include "lib/cuda/cluster.cuh" %>
 <% include "lib/cuda/warpgroup.cuh" %>
+<% include "lib/cuda/ldmatrix.cuh" %>
 <% include "lib/cuda/wgmma.cuh" %>
 <% include "lib/cuda/approx.cuh" %>
 <% include "lib/cuda/row_softmax.cuh" %>
@@ -94,6 +96,11 @@ constexpr bool kSkips = kTrim || kCluster > 1;
 // What a program reads along the keys is asked for before the scores are waited for.
 constexpr bool kReadAhead = kScoreReads > 0;
 
+// Biases that the copy engine brings, a tile of each for the rows of a consumer and a block of keys.
+constexpr int kBiases = kBiasStages > 0 ? kScoreBiases : 0;
+constexpr int kChunksBias = kBlockKV / 64;
+constexpr int kBytesBias = kChunksBias * kBytes64Rows;
+
 // A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds; but not
 // beside a sink, whose sum is not empty.
 constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;
@@ -123,7 +130,9 @@ struct Layout {
     static constexpr int kBytesK = kChunksQK * kBytesChunk;                     // of one stage
     static constexpr int kV = kK + kStages * kBytesK;
     static constexpr int kBytesV = kChunksV * kBytesChunk;
-    static constexpr int kP = kV + kStages * kBytesV;
+    static constexpr int kBias = kV + kStages * kBytesV;
+    static constexpr int kBytesBiases = kBiases * kBytesBias;                   // of one stage, one consumer
+    static constexpr int kP = kBias + (kBiases > 0 ? kBiasStages * kConsumers : 0) * kBytesBiases;
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
     static constexpr int kO = kP + kConsumers * kBytesP;
     static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
@@ -142,7 +151,9 @@ struct Layout {
     static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
     static constexpr int kMetNonFinite = kRawV + kStages * 8;
     static constexpr int kAdmitV = kMetNonFinite + 8;        // no O is in the place of V any more
-    static constexpr int kEmptyRows = kAdmitV + 8;           // per consumer: rows that attend to nothing
+    static constexpr int kFullBias = kAdmitV + 8;            // per stage and consumer, as is the next
+    static constexpr int kEmptyBias = kFullBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);
+    static constexpr int kEmptyRows = kEmptyBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);  // per consumer: rows that attend to nothing
     static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
     static constexpr int kBytes = kEmptyRows + kConsumers * kBytesEmptyRows;
 };
@@ -152,6 +163,7 @@ struct Layout {
 <% include "lib/cuda/runs.cuh" %>
 <% include "lib/cuda/work.cuh" %>
 
+<% include "forward/sm90/biases.cuh" %>
 <% include "forward/sm90/producer.cuh" %>
 <% include "forward/sm90/consumer.cuh" %>
 
@@ -178,6 +190,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         store_shared_4(smem + Layout::kMetNonFinite, 0);
+        for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
+            mbarrier_init(smem + Layout::kFullBias + i * 8, 1);
+            mbarrier_init(smem + Layout::kEmptyBias + i * 8, 4);
+        }
         mbarrier_init_fence();
     }
     if constexpr (kCluster > 1) {

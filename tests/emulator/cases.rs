@@ -152,7 +152,8 @@ impl Expected {
         let geometry = kernel.launch(&shape).map_err(|e| e.to_string())?;
         let hopper = geometry.tiling.map(|tiling| {
             let maps = kernel.tensor_maps(&tiling, &call.args).ok_or("no tensor maps")?;
-            Ok::<_, &str>(Hopper { maps, tiling, queue: (seed % 3) as i32 - 1 })
+            let biases = kernel.bias_maps(&call.args, &side.arguments);
+            Ok::<_, &str>(Hopper { maps, biases, tiling, queue: (seed % 3) as i32 - 1 })
         });
         // Behind all tensors; what is in it before is nothing to rely on.
         let mut found = vec![0xffu8; geometry.prelude.map_or(0, |p| p.bytes as usize)];

@@ -364,6 +364,97 @@ const DOCUMENTS: &str = "d: i32[batch, heads, *] nondecreasing; mask = d[b, h, q
 /// A mask that leaves out blocks of 32 keys and 128 queries, cuts some, and shows others whole, each head its own.
 const ANYWHERE: &str = "mask = (q // 64 + 2 * (kv // 32) + h) % 3 == 0 or (kv + q + h) % 97 == 0;";
 
+/// Of kernels that have biases brought, or copy those that the copy engine cannot bring.
+const BIASES: &[Fault] = &[
+    [
+        "the biases of another row",
+        "forward/sm90/biases.cuh",
+        "row = lane % 16, at",
+        "row = (lane ^ 1) % 16, at",
+        "the oracle says",
+    ],
+    [
+        "the biases of another head",
+        "lib/cuda/program.cuh",
+        "bias.index[kLeading - 1 - a] = index;",
+        "bias.index[kLeading - 1 - a] = 0;",
+        "the oracle says",
+    ],
+    [
+        "the biases of another consumer",
+        "forward/sm90/biases.cuh",
+        "tile.row + c * 64, bias.index[0]",
+        "tile.row, bias.index[0]",
+        "the oracle says",
+    ],
+    [
+        "the biases of the block before",
+        "forward/sm90/biases.cuh",
+        "block * kBlockKV + chunk * 64, tile.row",
+        "(block ^ 1) * kBlockKV + chunk * 64, tile.row",
+        "the oracle says",
+    ],
+    [
+        "biases taken before they are there",
+        "forward/sm90/biases.cuh",
+        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);",
+        "",
+        "on its way|never written|the oracle says",
+    ],
+    [
+        "a place of biases freed too early",
+        "forward/sm90.cu",
+        "mbarrier_init(smem + Layout::kEmptyBias + i * 8, 4);",
+        "mbarrier_init(smem + Layout::kEmptyBias + i * 8, 3);",
+        "on its way|more arrivals|deadlock|the oracle says",
+    ],
+    [
+        "biases given back before they are taken",
+        "forward/sm90/biases.cuh",
+        "copy_biases(args, smem, ring, consumer, tile, first_key);",
+        "if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kEmptyBias + bias_place(ring, consumer) * 8);",
+        "on its way|more arrivals|deadlock|the oracle says",
+    ],
+    [
+        "bytes announced that nobody brings, copied by threads",
+        "forward/sm90/biases.cuh",
+        "__popc(args.biases_mapped) * kBytesBias",
+        "kBiases * kBytesBias",
+        "deadlock",
+    ],
+    [
+        "keys behind the last, copied by threads",
+        "forward/sm90/biases.cuh",
+        "min_of(first_key + piece_of(round) * 8 + e, last_key)",
+        "(first_key + piece_of(round) * 8 + e)",
+        "broke down",
+    ],
+    [
+        "rows one off, copied by threads",
+        "forward/sm90/biases.cuh",
+        "min_of(first_row + row_of(round), last_row)",
+        "min_of(first_row + (row_of(round) ^ 1), last_row)",
+        "the oracle says",
+    ],
+    [
+        "what lies behind the tensor, copied by threads",
+        "forward/sm90/biases.cuh",
+        "at >= inside && (at & ~u64(15)) + 32 <= end",
+        "at >= inside",
+        "broke down",
+    ],
+    [
+        "elements of a place before, copied by threads",
+        "forward/sm90/biases.cuh",
+        "at & 4 ? w[i + 1] : w[i]",
+        "at & 4 ? w[i] : w[i + 1]",
+        "the oracle says",
+    ],
+];
+
+/// A bias for every score of every head.
+const BIAS: &str = "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];";
+
 const SM80: &[Fault] = &[
     ["one key too many", "forward/sm80.cu", "if (at > last ||", "if (at > last + 1 ||", "the oracle says"],
     ["one key before the window", "forward/sm80.cu", "at < first)", "at < first - 1)", "the oracle says"],
@@ -489,7 +580,7 @@ const EMPTY_ROWS: Case = Case { sizes: [1, 4, 2, 200, 90], ..CASE };
 fn sm90(family: &str, what: &str) -> Schedule {
     Schedule::Sm90(Sm90Schedule {
         consumers: 2,
-        block_kv: if what.contains("place of V") { 64 } else { 32 },
+        block_kv: if what.contains("place of V") || family == "bias" { 64 } else { 32 },
         stages: 2,
         overlap: true,
         take_turns: true,
@@ -501,6 +592,7 @@ fn sm90(family: &str, what: &str) -> Schedule {
         scheduler: Sm90Scheduler::Stride,
         chain: what.contains("chained"),
         output_apart: what.contains(", apart"),
+        bias_stages: if family == "bias" { 2 } else { 0 },
         exp2_eighths: 0,
         cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
         blocks_per_sm: 1,
@@ -536,9 +628,13 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let program = match family {
         "lists" => Some(ANYWHERE),
         "runs" => Some(DOCUMENTS),
+        "bias" => Some(BIAS),
         _ => None,
     };
-    let kind = if program.is_some() { MaskKind::FULL } else { MaskKind { left: true, right: true } };
+    let kind = match family {
+        "lists" | "runs" => MaskKind::FULL,
+        _ => MaskKind { left: true, right: true },
+    };
     let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
     problem.program = program.map(|text| ProgramRef::new(Program::parse(text).expect("a program")));
     let (schedule, arch) = match family {
@@ -548,7 +644,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
     let base = match family {
         _ if what.contains("empty row") => EMPTY_ROWS,
-        _ if program.is_some() => Case { mask: Mask::Full, ..CASE },
+        // A row of biases is no multiple of 16 bytes.
+        "bias" if what.contains("copied by threads") => Case { sizes: [1, 4, 2, 130, 199], ..CASE },
+        "lists" | "runs" => Case { mask: Mask::Full, ..CASE },
         _ => CASE,
     };
     let case = |rng: &mut rand::rngs::StdRng| Case { seed: rng.random(), ..base };
@@ -563,7 +661,8 @@ fn planted_faults_are_seen_as_what_they_are() {
         return;
     }
     let templates = templates();
-    let all: Vec<(&str, usize, &Fault)> = [("sm90", SM90), ("lists", LISTS), ("runs", RUNS), ("sm80", SM80)]
+    let families = [("sm90", SM90), ("lists", LISTS), ("runs", RUNS), ("bias", BIASES), ("sm80", SM80)];
+    let all: Vec<(&str, usize, &Fault)> = families
         .into_iter()
         .flat_map(|(family, faults)| faults.iter().enumerate().map(move |(i, fault)| (family, i, fault)))
         .collect();

@@ -1,6 +1,7 @@
 //! Kernels compiled for the host together with the emulated machine, each in a process of its own.
 
 use crate::translate::translate;
+use flashtune::codegen::score::MAX_BIASES;
 use flashtune::codegen::{Kernel, Schedule, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -107,6 +108,7 @@ pub struct Launch {
 /// Tensor maps, how tiles are numbered, and the counter of the queue or -1.
 pub struct Hopper {
     pub maps: [TensorMapSpec; 4],
+    pub biases: [Option<TensorMapSpec>; MAX_BIASES],
     pub tiling: Tiling,
     pub queue: i32,
 }
@@ -209,12 +211,16 @@ impl Drop for Emulated {
 /// `KernelArgs` of the template, with the machine's own tensor maps.
 fn arguments(launch: &Launch) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let Some(Hopper { maps, tiling, queue }) = &launch.hopper else {
+    let Some(Hopper { maps, biases, tiling, queue }) = &launch.hopper else {
         bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
         bytes.extend_from_slice(&launch.side);
         return bytes;
     };
-    for map in maps {
+    for map in maps.iter().map(Some).chain(biases.iter().map(Option::as_ref)) {
+        let Some(map) = map else {
+            bytes.extend([0; 128]);
+            continue;
+        };
         bytes.extend(u64::from_ne_bytes(*b"tnsormap").to_ne_bytes());
         bytes.extend(map.address.to_ne_bytes());
         bytes.extend((map.rank as u64).to_ne_bytes());
@@ -225,7 +231,8 @@ fn arguments(launch: &Launch) -> Vec<u8> {
     }
     bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
     let Tiling { group_shift, unit_heads, blocks, leading, section, tiles } = *tiling;
-    let numbers = [group_shift, unit_heads, blocks, leading, section, tiles, *queue];
+    let mapped = (biases.iter().enumerate()).fold(0, |mapped, (nth, bias)| mapped | i32::from(bias.is_some()) << nth);
+    let numbers = [group_shift, unit_heads, blocks, leading, section, tiles, *queue, mapped];
     bytes.extend(numbers.into_iter().flat_map(i32::to_ne_bytes));
     bytes.extend(launch.prelude.1.into_iter().flat_map(u64::to_ne_bytes));
     bytes.resize(bytes.len().next_multiple_of(64), 0);

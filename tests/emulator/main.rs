@@ -126,7 +126,7 @@ fn search(on_ci: u64, kernel: impl Fn(u64) -> Kernel + Sync) {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 31] = [
+const PROGRAMS: [&str; 34] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -159,6 +159,11 @@ const PROGRAMS: [&str; 31] = [
     "cap: float in 1..40; s: f32[heads]; mask = kv <= q + 5; score = cap * tanh(score * 0.125); sink = s[h];",
     "t: bool[batch, kv_heads, 1, *]; mask = t[b, h_kv, q // 64, kv // 40] and kv <= q + 70;",
     "bias: bf16[heads, q_len, kv_len]; mask = kv % 3 != 1; score = score + 0.5 * tanh(score) + bias[h, q, kv];",
+    "bias: f16[batch, kv_heads, q_len, kv_len]; other: bf16[q_len, kv_len]; mask = kv <= q + 9 and q - kv < 90; \
+     score = score * 0.5 + bias[b, h_kv, q, kv] + other[q, kv];",
+    "bias: bf16[*, q_len, kv_len]; d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h % 3, q, kv];",
+    "bias: f16[heads, q_len, kv_len]; t: bool[batch, kv_heads, 1, *]; mask = t[b, h_kv, q // 64, kv // 40]; \
+     score = score + bias[h, q, kv];",
 ];
 
 /// Score programs under random schedules; `EMULATE_SECONDS` as above.

@@ -45,6 +45,7 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             scheduler,
             chain: rng.random(),
             output_apart: false,
+            bias_stages: 0,
             exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
             cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
@@ -69,6 +70,17 @@ fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
         Sm90Schedule { trim, output_apart, ..schedule },
         Sm90Schedule { trim, ..schedule },
         Sm90Schedule { output_apart, ..schedule },
+    ];
+    let mut legal = changed.into_iter().map(|s| Kernel { schedule: Schedule::Sm90(s), ..kernel });
+    let kernel = legal.find(|k| k.check().is_ok()).unwrap_or(kernel);
+    let Schedule::Sm90(schedule) = kernel.schedule else { unreachable!("of forward/sm90") };
+    // Blocks of whole 64 keys, and what fits beside the biases.
+    let (bias_stages, block_kv) = (rng.random_range(0..=2), schedule.block_kv.next_multiple_of(64));
+    let brought = Sm90Schedule { bias_stages, ..schedule };
+    let changed = [
+        brought,
+        Sm90Schedule { block_kv, cluster: 1, trim: false, ..brought },
+        Sm90Schedule { block_kv: 64, stages: 1, cluster: 1, trim: false, blocks_per_sm: 1, ..brought },
     ];
     let mut legal = changed.into_iter().map(|s| Kernel { schedule: Schedule::Sm90(s), ..kernel });
     legal.find(|k| k.check().is_ok()).unwrap_or(kernel)

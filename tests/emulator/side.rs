@@ -12,6 +12,7 @@ use rand::{Rng, SeedableRng};
 #[derive(Default)]
 pub struct Side {
     pub table: Vec<u8>,
+    pub arguments: Vec<SideTensorArg>,
     pub tensors: Vec<Vec<u8>>,
 }
 
@@ -35,9 +36,12 @@ impl Side {
             // SAFETY: the table lives, and holds as many as any program may read.
             unsafe { std::slice::from_raw_parts(address as usize as *const u8, count.max(1) * size) }.to_vec()
         };
+        let count = views.len();
         let mut all = bytes(table.args().tensors, views.len(), size_of::<SideTensorArg>());
         all.extend(bytes(table.args().scalars, scalars.len(), size_of::<u64>()));
-        Ok(Self { table: all, tensors })
+        let arguments = all.chunks_exact(size_of::<SideTensorArg>()).take(count).map(bytemuck::pod_read_unaligned);
+        let arguments = arguments.collect();
+        Ok(Self { table: all, arguments, tensors })
     }
 }
 
@@ -45,9 +49,12 @@ fn encode(elements: &Elements, storage: Storage) -> Vec<u8> {
     match elements {
         Elements::Bool(x) => x.iter().map(|x| u8::from(*x)).collect(),
         Elements::Int(x) => x.iter().flat_map(|x| (*x as i32).to_ne_bytes()).collect(),
-        // Values that bf16 holds exactly.
+        // Values that both hold exactly.
         Elements::Float(x) if storage == Storage::Bf16 => {
             x.iter().flat_map(|x| ((x.to_bits() >> 16) as u16).to_ne_bytes()).collect()
+        }
+        Elements::Float(x) if storage == Storage::F16 => {
+            x.iter().flat_map(|x| half::f16::from_f32(*x).to_ne_bytes()).collect()
         }
         Elements::Float(x) => x.iter().flat_map(|x| x.to_ne_bytes()).collect(),
     }
@@ -69,7 +76,12 @@ pub fn side_data(program: &Program, sizes: &Shape, seed: u64) -> SideData {
             continue;
         };
         let length = |a: &Axis| a.length(sizes).unwrap_or(sizes.q_len.max(sizes.kv_len).max(41));
-        let shape: Vec<usize> = axes.iter().map(|a| length(a) as usize).collect();
+        let mut shape: Vec<usize> = axes.iter().map(|a| length(a) as usize).collect();
+        // Biases are the same for all heads, or for all queries or keys, now and then.
+        if matches!(d.storage, Storage::Bf16 | Storage::F16) {
+            let mut rng = StdRng::seed_from_u64(seed ^ 0xb1a5);
+            shape.iter_mut().filter(|n| **n > 1).for_each(|n| *n = if rng.random_bool(0.15) { 1 } else { *n });
+        }
         let n = shape.iter().product();
         let elements = match d.storage {
             Storage::Bool => Elements::Bool((0..n).map(|_| rng.random_bool(0.4)).collect()),
@@ -80,7 +92,9 @@ pub fn side_data(program: &Program, sizes: &Shape, seed: u64) -> SideData {
                 }
                 Elements::Int(x)
             }
-            Storage::Bf16 => Elements::Float((0..n).map(|_| rng.random_range(-64..=64) as f32 / 64.0).collect()),
+            Storage::Bf16 | Storage::F16 => {
+                Elements::Float((0..n).map(|_| rng.random_range(-64..=64) as f32 / 64.0).collect())
+            }
             _ => Elements::Float((0..n).map(|_| rng.random_range(-1.0..1.0)).collect()),
         };
         data = data.tensor(&d.name, &shape, elements);

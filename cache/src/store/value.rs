@@ -2,7 +2,7 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-pub const SCHEMA: u8 = 8;
+pub const SCHEMA: u8 = 9;
 const HEADER: usize = 33;
 
 /// The bytes of a value.

@@ -158,6 +158,27 @@ impl Schedule {
         })
     }
 
+    /// The same among schedules that have no biases brought ([`Sm90Schedule::bias_stages`]): for calls whose biases the copy engine
+    /// cannot bring, which threads load faster than they copy them.
+    pub fn default_loading_biases(
+        family: Family,
+        problem: &Problem,
+        arch: Arch,
+        bucket: &ShapeBucket,
+    ) -> Result<Schedule> {
+        match (Self::default_for(family, problem, arch, bucket)?, arch) {
+            (s, Arch::Sm(sm)) if s.brings_biases() => {
+                Ok(Schedule::Sm90(Sm90Schedule::default_loading_biases(problem, sm, bucket)))
+            }
+            (s, _) => Ok(s),
+        }
+    }
+
+    /// Whether biases of a score program come by the copy engine.
+    pub fn brings_biases(&self) -> bool {
+        matches!(self, Schedule::Sm90(s) if s.bias_stages > 0)
+    }
+
     /// A schedule with the same result, to the bit, that compiles in a fraction of the time and serves meanwhile. None
     /// where the compiler is quick enough.
     pub fn quick(&self) -> Option<Schedule> {

@@ -1,7 +1,7 @@
 //! Schedule of `forward/sm90`: a producer warpgroup, consumer warpgroups, and what overlaps with what.
 
 use crate::resources::sm90_smem;
-use crate::score::OfScores;
+use crate::score::{Bias, OfScores};
 use crate::{Error, Problem, Result, Shape, ShapeBucket, SmArch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -43,6 +43,10 @@ pub struct Sm90Schedule {
     /// other consumers wait for O. For thread blocks that stay.
     #[serde(default)]
     pub output_apart: bool,
+    /// Buffers of the biases that a score program reads by query and key, a tile for each consumer, which the copy engine fills. 0: each
+    /// thread reads its own elements from memory, ahead of their use.
+    #[serde(default)]
+    pub bias_stages: u32,
     /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
     /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
     pub exp2_eighths: u32,
@@ -115,12 +119,14 @@ impl Sm90Schedule {
         }
         // It finds the blocks that a program's mask leaves, which takes little where they lie in memory, or where that is much like a
         // causal one.
-        let like_causal = problem.program.is_some_and(|p| p.rows().is_some_and(|r| r.widens && r.is_cheap));
         if problem.masks_by_program() {
+            // Beside biases the producer needs more than for runs in memory alone, and the consumers can spare less than elsewhere.
+            let biases = !self.biases(problem).is_empty();
             return match () {
-                _ if problem.program.is_some_and(|p| p.runs().is_some()) => 40,
+                _ if problem.program.is_some_and(|p| p.runs().is_some()) && !biases => 40,
                 _ if self.consumers == 3 || self.blocks_per_sm > 1 => 56,
-                _ if like_causal => 40,
+                _ if Self::is_like_causal(problem) => 40,
+                _ if biases => 56,
                 _ => 72,
             };
         }
@@ -139,6 +145,19 @@ impl Sm90Schedule {
         let capped = if share > 240 { 240 } else { share };
         // Taking registers never lowers their number.
         if capped < self.launch_registers() { self.launch_registers() } else { capped }
+    }
+
+    /// Whether a program's mask is like a causal one, and the ends of rows cost no register.
+    fn is_like_causal(problem: &Problem) -> bool {
+        problem.program.is_some_and(|p| p.rows().is_some_and(|r| r.widens && r.is_cheap))
+    }
+
+    /// The biases that come by the copy engine.
+    pub(crate) fn biases<'a>(&self, problem: &'a Problem) -> &'a [Bias] {
+        match &problem.program {
+            Some(program) if self.bias_stages > 0 => program.biases(),
+            _ => &[],
+        }
     }
 
     /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none of
@@ -167,10 +186,21 @@ impl Sm90Schedule {
             false => 0,
         };
         // The ends of the rows' runs of keys; or where the list is, and the bits.
-        let rows = p.rows().map_or(0, |_| 12);
+        let rows = p.rows().map_or(0, |_| if Self::is_like_causal(problem) { 0 } else { 12 });
         // A window beside a list, and a score that changes, are one more mask and its bounds.
         let lists = p.lists().map_or(0, |_| if score && problem.mask.any() { 32 } else { 12 });
         kind + rows + lists
+    }
+
+    /// ... of this schedule: of biases that are brought no address is kept.
+    fn registers_beside(&self, problem: &Problem) -> u32 {
+        match problem.program.filter(|_| self.bias_stages > 0) {
+            None => Self::program_registers(problem),
+            Some(p) if !p.of_scores().biases_alone => Self::program_registers(problem).max(32),
+            // Two masks, each with its bounds.
+            Some(_) if problem.mask.any() && problem.masks_by_program() => 36,
+            Some(_) => 0,
+        }
     }
 
     /// Registers of what a program reads along the keys ahead of its use: two rows, two elements in one.
@@ -181,6 +211,15 @@ impl Sm90Schedule {
     /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
     /// tile of that kind that fits for the others.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
+        Self::default_of(problem, sm, bucket, true)
+    }
+
+    /// ... where threads load biases for themselves.
+    pub(crate) fn default_loading_biases(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
+        Self::default_of(problem, sm, bucket, false)
+    }
+
+    fn default_of(problem: &Problem, sm: SmArch, bucket: &ShapeBucket, brings: bool) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let long_causal = Self::is_long_causal(problem, bucket.kv_len);
@@ -198,7 +237,8 @@ impl Sm90Schedule {
             _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
         };
-        // Biases want what shared memory leaves of the L1 cache: 20 % on an H200.
+        // What threads load along the keys wants what shared memory leaves of the L1 cache: 20 % on an H200.
+        let has_biases = brings && problem.program.is_some_and(|p| !p.biases().is_empty());
         let loads = problem.program.is_some_and(|p| p.of_scores().reads_of_halves > 0);
         let runs = problem.program.is_some_and(|p| p.runs().is_some());
         let chain = !loads;
@@ -216,6 +256,7 @@ impl Sm90Schedule {
             scheduler: Sm90Scheduler::Queue,
             chain,
             output_apart: false,
+            bias_stages: 0,
             exp2_eighths: 0,
             cluster: 1,
             blocks_per_sm: 1,
@@ -247,19 +288,24 @@ impl Sm90Schedule {
             _ if (masked && !long_causal) || short || d <= 96 => 128,
             _ => 160,
         };
-        let largest = |chain, least: u32, room: u32| {
-            let mut sizes = (least / 16..=most / 16).rev().map(|n| Self { block_kv: n * 16, chain, ..base });
+        let largest = |chain, least: u32, room: u32, bias_stages| {
+            let step = if bias_stages > 0 { 64 } else { 16 };
+            let sized = |n| Self { block_kv: n * step, chain, bias_stages, ..base };
             let needed = |s: &Self| s.least_registers(problem) + s.registers_ahead(problem) + room;
             let roomy = |s: &Self| needed(s) <= s.consumer_registers(problem);
-            sizes.find(|s| s.fits(problem, sm) && roomy(s))
+            (least / step..=most / step).rev().map(sized).find(|s| s.fits(problem, sm) && roomy(s))
         };
         // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.
         let room = Self::program_registers(problem);
         let least = if room > 36 { 48 } else { 96 };
-        let chained = |least, room| if chain { largest(true, least, room) } else { None };
-        let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room)) } else { None };
-        let plain = || chained(96, 0).or_else(|| largest(false, 16, 0));
-        let found = small().or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
+        let chained = |least, room| if chain { largest(true, least, room, 0) } else { None };
+        let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room, 0)) } else { None };
+        let plain = || chained(96, 0).or_else(|| largest(false, 16, 0, 0));
+        // A chain where its second Q leaves room for large blocks.
+        let beside = Self { bias_stages: 1, ..base }.registers_beside(problem);
+        let of_stages = |n| largest(true, 128, beside, n).or_else(|| largest(false, 64, beside, n));
+        let brought = || if has_biases { [2, 1].into_iter().find_map(of_stages) } else { None };
+        let found = brought().or_else(small).or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
         let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
         // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k. Longer ones gain
         // nothing, and other head dims lose a hundredth.
@@ -296,7 +342,7 @@ impl Sm90Schedule {
             Some(p) if p.mask().is_some() => p.rows().is_some(),
             _ => problem.mask.any(),
         };
-        self.consumers > 1 && self.cluster == 1 && masks
+        self.consumers > 1 && self.cluster == 1 && self.bias_stages == 0 && masks
     }
 
     /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
@@ -378,6 +424,7 @@ impl Sm90Schedule {
                                                 scheduler,
                                                 chain,
                                                 output_apart,
+                                                bias_stages: 0,
                                                 exp2_eighths,
                                                 cluster,
                                                 blocks_per_sm,
@@ -401,6 +448,12 @@ impl Sm90Schedule {
         let trims = |s: &&Self| s.trims(problem) && (runs || gains(s));
         let trimmed: Vec<Self> = space.iter().filter(trims).map(|s| Self { trim: true, ..*s }).collect();
         space.extend(trimmed);
+        if program.is_some_and(|p| !p.biases().is_empty()) {
+            let single = |s: &&Self| s.block_kv.is_multiple_of(64) && s.cluster == 1 && !s.trim && !s.pack_group;
+            let brought =
+                space.iter().filter(single).flat_map(|s| [1, 2].map(|bias_stages| Self { bias_stages, ..*s }));
+            space.extend(brought.collect::<Vec<_>>());
+        }
         space
     }
 
@@ -454,6 +507,23 @@ impl Sm90Schedule {
         }
         if self.ending && self.section_mib == Self::WALK_ALL {
             return bad("ending", 1, "a section of a size, behind single heads");
+        }
+        if self.bias_stages > 0 {
+            // Boxes of the copy engine are 64 keys wide.
+            if !self.block_kv.is_multiple_of(64) || self.cluster > 1 || self.trim {
+                return bad(
+                    "bias_stages",
+                    self.bias_stages,
+                    "0 but for single thread blocks with blocks of whole 64 keys",
+                );
+            }
+            if self.bias_stages > 4 || self.biases(problem).is_empty() {
+                return bad(
+                    "bias_stages",
+                    self.bias_stages,
+                    "at most 4, for score programs that read tensors by query and key",
+                );
+            }
         }
         if self.scheduler == Sm90Scheduler::Queue && self.cluster > 1 {
             return bad("cluster", self.cluster, "1: a queue deals to single thread blocks");
@@ -517,6 +587,9 @@ impl fmt::Display for Sm90Schedule {
             if on {
                 write!(f, "-{name}")?;
             }
+        }
+        if self.bias_stages > 0 {
+            write!(f, "-bias{}", self.bias_stages)?;
         }
         if self.exp2_eighths > 0 {
             write!(f, "-fma{}", self.exp2_eighths)?;

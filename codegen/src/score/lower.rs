@@ -60,9 +60,21 @@ pub struct Code {
     /// Whether the other results of fragments are multiples of the score: of none is the magnitude larger than where the
     /// score's is largest.
     pub multiples: bool,
-    /// Addresses from which elements of fragments along the keys may be read in pairs, with the strides and the bytes of
-    /// an element; `row` computes them.
-    pub along_keys: Vec<(String, String, u32)>,
+    /// Elements of fragments that are read along the keys.
+    pub along_keys: Vec<AlongKeys>,
+}
+
+/// A float that is read along the keys: `row` computes from where on, so that two may be read at once.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AlongKeys {
+    /// The node.
+    pub load: Id,
+    /// The address of the first one.
+    pub first: String,
+    /// The distance to the next.
+    pub stride: String,
+    /// Bytes of one.
+    pub bytes: u32,
 }
 
 /// `cap * tanh(factor * score)`, with a cap of which a bound is known, both the same for all rows.
@@ -222,9 +234,9 @@ impl Lowering<'_> {
             rows.push(("CapSeries", format!("{}p", self.operand(id))));
             rows.extend([cap, factor].map(|part| ("float", part)));
         }
-        rows.extend(self.code.along_keys.iter().map(|(name, _, bytes)| match bytes {
-            2 => ("Halves", name.clone()),
-            _ => ("Floats", name.clone()),
+        rows.extend(self.code.along_keys.iter().map(|read| match read.bytes {
+            2 => ("Halves", read.first.clone()),
+            _ => ("Floats", read.first.clone()),
         }));
         rows.extend(self.code.shift.iter().flatten().map(|part| ("float", part.clone())));
         // Some parts belong to several floats, are kept for the head, or are what everyone has.

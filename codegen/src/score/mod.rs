@@ -6,6 +6,7 @@
 //!                                                   -> RowKeys: the run of keys of each query, for masks that leave one
 //!                                                   -> TileProgram: which tiles are all masked, all visible, mixed
 //!                                                   -> MaskAxes: what a mask changes with, for all that is found of it ahead
+//!                                                   -> Bias: tensors of which a tile of scores reads a tile
 //!                                                   -> Derivative: d score' / d score, and by each side tensor
 //!                                                   -> lower: statements of C and CUDA C for the kernels
 //! ```
@@ -18,6 +19,7 @@
 mod arith;
 mod ast;
 mod axes;
+mod bias;
 mod builder;
 mod builtin;
 mod check;
@@ -45,6 +47,7 @@ mod window;
 mod words;
 
 pub use axes::MaskAxes;
+pub use bias::{Bias, MAX_BIASES};
 pub use builder::Expr;
 pub use builtin::{BUILTINS, Builtin, builtin};
 pub use classify::{Classifier, Visit};
@@ -56,7 +59,7 @@ pub use graph::{Depends, Graph, Node};
 pub use intern::ProgramRef;
 pub use interp::{At, Bound, Evaluator, Precision};
 pub use linear::Linear;
-pub use lower::{Capped, Code, Dialect, lower, lower_fragments, lower_scores, slot};
+pub use lower::{AlongKeys, Capped, Code, Dialect, lower, lower_fragments, lower_scores, slot};
 pub(crate) use pieces::{cpu_fields, cuda_fields};
 pub use program::{MAX_INPUTS, MAX_NODES, OfScores, Program, ProgramBuilder};
 pub use rows::{RowKeys, Search};

@@ -1,6 +1,7 @@
 //! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
 
-use super::lower::{Capped, Code, Dialect, compiling_cost, lower, lower_fragments, lower_scores, slot};
+use super::bias::Bias;
+use super::lower::{AlongKeys, Capped, Code, Dialect, compiling_cost, lower, lower_fragments, lower_scores, slot};
 use super::program::Program;
 use super::rows::{RowKeys, Search};
 use super::tile::TileProgram;
@@ -53,8 +54,8 @@ pub fn cpu_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
     m
 }
 
-/// The names that the CUDA templates paste.
-pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> {
+/// The names that the CUDA templates paste. `biases` are those that a kernel has brought tile by tile.
+pub fn cuda_fields(program: Option<&Program>, biases: &[Bias]) -> BTreeMap<&'static str, String> {
     let mut m = flags(program);
     let count = |tensors: bool| {
         let all = program.map_or(&[][..], |p| p.declarations());
@@ -75,14 +76,18 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         false => format!("fmaxf({all}, fabsf({x}))"),
     });
     let paired: Vec<String> = (score.along_keys.iter())
-        .map(|(p, stride, bytes)| format!("{stride} == 1 && (u64){p} % {} == 0", 2 * bytes))
+        .map(|r| format!("{} == 1 && (u64){} % {} == 0", r.stride, r.first, 2 * r.bytes))
         .collect();
     // Reads that are kept in registers from ahead of their use: of two bytes for an element.
-    let halves = || score.along_keys.iter().enumerate().filter(|(_, read)| read.2 == 2);
-    let take_ahead: String = halves()
-        .map(|(i, (p, stride, _))| format!("ahead.template take<kPaired>({i}, {p}, {stride}, last);\n"))
+    let is_bias = |r: &AlongKeys| biases.iter().any(|b| b.load == r.load);
+    let take_ahead: String = (score.along_keys.iter().enumerate().filter(|(_, r)| r.bytes == 2 && !is_bias(r)))
+        .map(|(i, r)| format!("ahead.template take<kPaired>({i}, {}, {}, last);\n", r.first, r.stride))
         .collect();
-    let reads_ahead = if take_ahead.is_empty() || !tanhs.is_empty() { 0 } else { score.along_keys.len() };
+    let takes_ahead = !take_ahead.is_empty() && tanhs.is_empty();
+    let reads_ahead = if takes_ahead || !biases.is_empty() { score.along_keys.len() } else { 0 };
+    let place =
+        |b: &Bias| score.along_keys.iter().position(|r| r.load == b.load).expect("a bias is read along the keys");
+    let places: Vec<String> = biases.iter().map(|b| place(b).to_string()).collect();
     let no_cap = Capped { cap: "0.0f".to_owned(), factor: "0.0f".to_owned(), bound: 0.0 };
     let capped = score.capped.clone().unwrap_or(no_cap);
     let shift = |i: usize| score.shift.as_ref().map_or("0.0f".to_owned(), |parts| parts[i].clone());
@@ -120,7 +125,11 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
         ("score_along", u32::from(!score.along_keys.is_empty()).to_string()),
         ("score_paired", if paired.is_empty() { "false".to_owned() } else { paired.join(" && ") }),
         ("score_reads_ahead", reads_ahead.to_string()),
+        ("score_takes_ahead", u32::from(takes_ahead).to_string()),
         ("score_take_ahead", take_ahead),
+        ("score_biases", biases.len().to_string()),
+        ("score_bias_places", if places.is_empty() { "0".to_owned() } else { places.join(", ") }),
+        ("bias_code", program.map_or(String::new(), |p| bias_code(p.graph(), biases))),
         ("score_tanh_multiples", u32::from(score.multiples).to_string()),
         ("score_tanh_largest", if largest.is_empty() { "0.0f".to_owned() } else { largest }),
         ("score_shift", u32::from(score.shift.is_some()).to_string()),
@@ -142,6 +151,24 @@ pub fn cuda_fields(program: Option<&Program>) -> BTreeMap<&'static str, String> 
     m.extend(tile_fields(program, Dialect::Cuda));
     m.extend(row_fields(program.and_then(Program::rows)));
     m
+}
+
+/// Where each bias lies for a head: `return` for the one that is asked for.
+fn bias_code(graph: &Graph, biases: &[Bias]) -> String {
+    let leading: Vec<Id> = biases.iter().flat_map(|b| b.leading.iter().copied()).collect();
+    let code = lower(graph, &leading, Dialect::Cuda, "x");
+    let mut names = code.results.iter();
+    let each = biases.iter().enumerate().map(|(nth, bias)| {
+        let (t, axes) = (slot(graph, bias.tensor), bias.leading.len());
+        let at: Vec<String> =
+            names.by_ref().take(axes).enumerate().map(|(a, name)| format!("at[{a}] = {name}; ")).collect();
+        format!(
+            "if (nth == {nth}) {{ i64 at[2] = {{}}; {}return bias_at<{axes}>(side->tensors[{t}], at); }}\n",
+            at.concat()
+        )
+    });
+    let each: String = each.collect();
+    code.all() + &each
 }
 
 /// What `tanh` is taken of for every score; nothing if one is taken of another.

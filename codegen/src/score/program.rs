@@ -2,6 +2,7 @@
 
 use super::ast::Ast;
 use super::axes::MaskAxes;
+use super::bias::Bias;
 use super::builder::Expr;
 use super::check::Checker;
 use super::error::ProgramError;
@@ -42,6 +43,7 @@ pub struct Program {
     rows: Option<RowKeys>,
     axes: Option<MaskAxes>,
     cost_of_a_score: [usize; 2],
+    biases: Vec<Bias>,
     /// What is left of a program whose mask is a window.
     unmasked: Option<Box<Program>>,
 }
@@ -174,11 +176,17 @@ impl Program {
         self.axes.filter(|_| self.rows.is_none())
     }
 
+    /// The tensors of which a tile of scores reads a tile; at most [`super::MAX_BIASES`].
+    pub fn biases(&self) -> &[Bias] {
+        &self.biases
+    }
+
     /// What a kernel that masks by runs of keys, or by bits, still computes for every score.
     pub fn of_scores(&self) -> OfScores {
         let mut needed = vec![false; self.graph.nodes().len()];
         self.score.iter().for_each(|root| needed[root.index()] = true);
-        let mut found = OfScores { score: self.score.is_some(), ..OfScores::default() };
+        let biases_alone = self.score.is_some_and(|score| Bias::are_alone(&self.graph, score, &self.biases));
+        let mut found = OfScores { score: self.score.is_some(), biases_alone, ..OfScores::default() };
         for id in self.graph.ids().collect::<Vec<_>>().into_iter().rev() {
             if !needed[id.index()] {
                 continue;
@@ -229,6 +237,8 @@ pub struct OfScores {
     pub gathers: bool,
     /// How many reads along the keys are of floats of two bytes.
     pub reads_of_halves: u32,
+    /// With query and key nothing changes but biases ([`Program::biases`]), of which there are some.
+    pub biases_alone: bool,
     /// Ints are divided by what is known at run time alone.
     pub divides_at_run_time: bool,
     /// A tanh is taken: of small numbers in one way, of others in another.
@@ -370,6 +380,7 @@ impl ProgramBuilder {
         let window = mask.and_then(|mask| WindowForm::of(&graph, mask));
         let rows = mask.and_then(|mask| RowKeys::of(&graph, mask));
         let axes = mask.map(|mask| MaskAxes::of(&graph, mask));
+        let biases = score.map_or(Vec::new(), |score| Bias::all(&graph, score));
         let unmasked = match (&window, score.or(sink)) {
             (Some(_), Some(_)) => {
                 let mut graph = graph.clone();
@@ -384,7 +395,7 @@ impl ProgramBuilder {
             _ => [mask, score]
                 .map(|root| root.map_or(0, |root| compiling_cost(&lower_fragments(&graph, &[root], "x").element))),
         };
-        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, cost_of_a_score, unmasked })
+        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, biases, cost_of_a_score, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {

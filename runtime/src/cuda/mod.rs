@@ -252,9 +252,20 @@ impl Device for CudaDevice {
             let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
             let at = found.as_ref().map_or(0, |f| f.address);
             let masks = launch.prelude.and_then(|p| p.masks).map_or(0, |offset| at + offset);
-            let maps = Default::default();
-            let sm90 = sm90.insert(Sm90Args { maps, forward: *args, tiling, queue, found: at, masks });
-            tensor_map::encode_all(&self.context, module.kernel(), sm90)?;
+            let sm90 = sm90.insert(Sm90Args {
+                maps: Default::default(),
+                biases: Default::default(),
+                forward: *args,
+                tiling,
+                queue,
+                biases_mapped: 0,
+                found: at,
+                masks,
+            });
+            let program = module.kernel().problem.program.filter(|_| args.side != 0);
+            // SAFETY: `side` is the address of the program's tables by the caller's promise.
+            let tensors = program.map_or(&[][..], |program| unsafe { parameter::tensors(args, &program) });
+            tensor_map::encode_all(&self.context, module.kernel(), sm90, tensors)?;
         }
         let with_side;
         let parameter: *const std::ffi::c_void = match (module.kernel().problem.program, &sm90) {

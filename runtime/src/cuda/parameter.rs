@@ -8,6 +8,22 @@ const LARGEST: usize = size_of::<Sm90Args>() + MAX_INPUTS * (size_of::<SideTenso
 const _: () =
     assert!(LARGEST <= 4096 && size_of::<ForwardArgs>().is_multiple_of(8) && size_of::<Sm90Args>().is_multiple_of(8));
 
+/// The tensors that a launch with a score program is given.
+///
+/// # Safety
+/// `args.side` is the address of a [`SideArgs`] with as many tensors as the program declares, all of which live as long as `args`.
+pub(super) unsafe fn tensors<'a>(args: &'a ForwardArgs, program: &Program) -> &'a [SideTensorArg] {
+    let count = program.declarations().iter().filter(|d| d.axes.is_some()).count();
+    if count == 0 {
+        return &[];
+    }
+    // SAFETY: by this function's contract.
+    unsafe {
+        let side = &*(args.side as usize as *const SideArgs);
+        std::slice::from_raw_parts(side.tensors as usize as *const SideTensorArg, count)
+    }
+}
+
 /// `WithSide` of `templates/lib/cuda/program.cuh`.
 #[repr(C, align(64))]
 pub(super) struct Parameter([u8; LARGEST]);

@@ -1,4 +1,4 @@
-//! Tensor maps: what the copy engine of Hopper is told about Q, K, V and O, encoded by the driver.
+//! Tensor maps: what the copy engine of Hopper is told about Q, K, V, O and biases, encoded by the driver.
 
 use super::context::Context;
 use crate::{Error, Result};
@@ -6,7 +6,7 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
     CUtensorMapSwizzle,
 };
-use flashtune_codegen::abi::{Sm90Args, TensorMap};
+use flashtune_codegen::abi::{SideTensorArg, Sm90Args, TensorMap};
 use flashtune_codegen::{DType, Kernel, TensorMapSpec, unaddressable};
 use std::cell::RefCell;
 
@@ -17,9 +17,14 @@ thread_local! {
     static LATELY: RefCell<[Option<(TensorMapSpec, TensorMap)>; KEPT]> = const { RefCell::new([None; KEPT]) };
 }
 
-/// Puts the maps of Q, K, V and O into the arguments of a launch of `forward/sm90`. Host arithmetic only: nothing of the
-/// device is touched.
-pub(super) fn encode_all(context: &Context, kernel: &Kernel, args: &mut Sm90Args) -> Result<()> {
+/// Puts the maps of Q, K, V and O, and of biases among the tensors of a score program, into the arguments of a launch of
+/// `forward/sm90`. Host arithmetic only: nothing of the device is touched.
+pub(super) fn encode_all(
+    context: &Context,
+    kernel: &Kernel,
+    args: &mut Sm90Args,
+    tensors: &[SideTensorArg],
+) -> Result<()> {
     let refused = |message: String| Error::Device {
         call: "cuTensorMapEncodeTiled",
         device: context.name.clone(),
@@ -35,6 +40,11 @@ pub(super) fn encode_all(context: &Context, kernel: &Kernel, args: &mut Sm90Args
     LATELY.with_borrow_mut(|lately| {
         for (map, spec) in args.maps.iter_mut().zip(&specs) {
             *map = kept(lately, spec, || encode(context, spec))?;
+        }
+        for (nth, spec) in kernel.bias_maps(&args.forward, tensors).iter().enumerate() {
+            let Some(spec) = spec else { continue };
+            args.biases[nth] = kept(lately, spec, || encode(context, spec))?;
+            args.biases_mapped |= 1 << nth;
         }
         Ok(())
     })

@@ -2,6 +2,7 @@
 
 use super::background::Job;
 use super::binaries::Binaries;
+use super::demand::LOOSE_BIASES;
 use super::flight::Flights;
 use super::key::{ByClass, PlanKey};
 use super::load::Served;
@@ -350,6 +351,11 @@ impl Dispatcher {
                 search.refusals.push(Refusal::new(what(), e.to_string()));
                 continue;
             }
+            // Its threads copy what is not brought, and take longer for it: where nothing may be compiled it serves.
+            if may_compile && key.demand == Demand::LooseBiases && kernel.schedule.brings_biases() {
+                search.refusals.push(Refusal::new(what(), LOOSE_BIASES));
+                continue;
+            }
             // Where a compiler may run, the model's choice for the right sizes beats what was made for very different
             // ones, and what was made for any others without being measured.
             let (bucket, distance) = (m.record.key.bucket, m.record.key.bucket.distance(&key.bucket));
@@ -371,7 +377,11 @@ impl Dispatcher {
         let arch = self.arch();
         let mut error = None;
         for (i, family) in families.iter().enumerate() {
-            let kernel = Schedule::default_for(*family, &key.problem, arch, &key.bucket)
+            let schedule = match key.demand {
+                Demand::LooseBiases => Schedule::default_loading_biases(*family, &key.problem, arch, &key.bucket),
+                _ => Schedule::default_for(*family, &key.problem, arch, &key.bucket),
+            };
+            let kernel = schedule
                 .map(|schedule| Kernel { problem: key.problem, schedule, arch })
                 .and_then(|kernel| kernel.check().map(|()| kernel));
             match kernel {
@@ -382,7 +392,14 @@ impl Dispatcher {
                     return Ok(Choice {
                         kernel,
                         status: Status::Default,
-                        because: "nothing tuned fits; this is the model's choice (run `flashtune tune`)".to_owned(),
+                        because: match key.demand {
+                            Demand::LooseBiases => {
+                                "the copy engine cannot bring this call's biases, so its threads load them; this is \
+                                                    the model's choice for that"
+                            }
+                            _ => "nothing tuned fits; this is the model's choice (run `flashtune tune`)",
+                        }
+                        .to_owned(),
                         layer: "none".to_owned(),
                         distance: 0.0,
                         record: None,

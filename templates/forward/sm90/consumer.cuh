@@ -8,6 +8,7 @@ struct Consumer {
     Hand hand;
     Ring<kStages> k_ring, v_ring;
     bool k_seen = false, v_seen = false;  // whether the next K and V are known to have arrived
+    BiasRing bias_ring;
     Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
     int q_at;                        // which Q is at hand
     int leaving = -1;                // the Q whose O is being copied out of shared memory
@@ -236,15 +237,22 @@ struct Consumer {
                 runs[h] = run_of(work.tile, row + h * 8);
             }
         }
-        if (kOverlap && attends(work)) read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
+        if (kOverlap && attends(work)) {
+            read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
+            read_biases(work, work.own.end - 1);
+        }
     }
     // The mask of block n, and what the program reads along its keys: asked for before the scores are, so that memory answers
     // meanwhile.
     template <typename Masked> __device__ __forceinline__ void read_ahead(const Work& work, int n, Masked masked) {
         if (kLists && masked) read_mask(work, n);
-        if (!kReadAhead) return;
+        if (!kScoreTakes) return;
         const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
         program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
+    }
+    // The biases of block n: as late as can be hidden beside the products that give its scores.
+    __device__ __forceinline__ void read_biases(const Work& work, int n) {
+        take_biases(args, smem, bias_ring, id, work.tile, first_key(work, n), ahead);
     }
     __device__ __forceinline__ void read_mask(const Work& work, int n) {
         const int row = id * 64 + warp() * 16 + lane() / 4, block = block_at(args, work.tile, work.own, n);
@@ -393,6 +401,7 @@ struct Consumer {
             issue_pv();
             pass_turn();
             if (kChain) release_o();
+            read_biases(work, n);
             wgmma_wait<1>();
             take_scores(work, n);
             change(work, n, masked);
@@ -412,6 +421,7 @@ struct Consumer {
             issue_qk();
             pass_turn();
             if (kChain) release_o();
+            read_biases(work, n);
             wgmma_wait<0>();
             take_scores(work, n);
             change(work, n, masked);

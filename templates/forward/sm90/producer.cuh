@@ -21,7 +21,12 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
 __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, const Work& only) {
     tma_prefetch_map(args.q);
     tma_prefetch_map(args.k);
+#pragma unroll
+    for (int nth = 0; nth < kBiases; nth++) {
+        if (args.biases_mapped >> nth & 1) tma_prefetch_map(args.biases[nth]);
+    }
     Ring<kStages> ring;
+    BiasRing bias_ring;
     Ring<Layout::kQBuffers> q_ring;
     Dealer dealer(smem);
     Work work = first_work(args, only);
@@ -57,6 +62,7 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, con
                 mbarrier_arrive_expect(full, Layout::kBytesK);
                 bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, block, tile);
                 ring.advance();
+                bring_biases(args, smem, bias_ring, tile, block);
             }
             if (n >= blocks.end - 1) bring_q();
         } while (--n >= blocks.begin);

@@ -1,4 +1,4 @@
-// Warp-level matrix instructions of sm_80: ldmatrix and mma.sync.m16n8k16.
+// The matrix instruction of a warp of sm_80: mma.sync.m16n8k16.
 //
 // Fragment layout (lane = 4 * g + t): an accumulator tile holds rows g and g + 8, columns 2t and 2t + 1, as
 // {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}. Two neighbouring accumulator tiles, packed to 16 bits, are exactly one
@@ -6,19 +6,6 @@
 
 struct FragmentA { u32 r[4]; };
 struct FragmentB { u32 r[2]; };
-
-__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
 
 // d += a * b, 16 x 8 x 16, fp32 accumulation.
 template <typename Element> __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);

@@ -38,8 +38,12 @@ constexpr float kCapBound = @{ score_cap_bound }@;
 struct ScoreCap {
     float cap, factor;
 };
-// How many reads along the keys may come ahead of their use; 0 if none is of two bytes.
+// How many reads along the keys may come ahead of their use, 0 if none is of two bytes; and whether threads take any of them so. The
+// others are biases, of which each tile of scores reads a tile: how many, and which of the reads they are.
 constexpr int kScoreReads = @{ score_reads_ahead }@;
+constexpr bool kScoreTakes = @{ score_takes_ahead }@;
+constexpr int kScoreBiases = @{ score_biases }@;
+constexpr int kBiasPlaces[] = {@{ score_bias_places }@};
 // Whether the mask leaves each query one run of keys, and whether ends of runs are searched for.
 constexpr bool kProgramRows = @{ program_rows }@;
 constexpr bool kProgramSearch = @{ program_search }@;
@@ -171,6 +175,28 @@ __device__ __forceinline__ void score_take_ahead(const ProgramHead& head, const 
     FT_PROGRAM_HEAD;
     (void)row, (void)last, (void)ahead;
 @{ score_inputs }@@{ score_row_load }@@{ score_take_ahead }@}
+// Where a bias of a head lies: its first element, the distances of rows and keys, and the indices besides those of row and key, the
+// last one first.
+struct BiasAt {
+    const u16* data;
+    i64 row, key;
+    int index[2];
+};
+template <int kLeading> __device__ __forceinline__ BiasAt bias_at(const SideTensor& tensor, const i64 (&at)[2]) {
+    BiasAt bias = {(const u16*)tensor.data, tensor.stride[kLeading], tensor.stride[kLeading + 1], {0, 0}};
+#pragma unroll
+    for (int a = 0; a < kLeading; a++) {
+        const int index = int(ft_clamp64(at[a], tensor.length[a]));
+        bias.index[kLeading - 1 - a] = index;
+        bias.data += index * tensor.stride[a];
+    }
+    return bias;
+}
+__device__ __forceinline__ BiasAt program_bias(const ProgramHead& head, int nth) {
+    FT_PROGRAM_HEAD;
+    (void)nth;
+@{ bias_code }@    return {};
+}
 #define FT_ALONG_KEYS                                                                                                    \
     const auto ft_along_bf16 = [&](const u16* p, int at, i64 stride, int nth) { return along.bf16(p, at, stride, nth); }; \
     const auto ft_along_f16 = [&](const u16* p, int at, i64 stride, int nth) { return along.f16(p, at, stride, nth); };   \
@@ -412,7 +438,15 @@ template <int kBlockKV>
 __device__ __forceinline__ BlockRange run_blocks(const RunEnds&, const BlockRange& b) { return b; }
 template <int kBlockKV>
 __device__ __forceinline__ BlockRange program_blocks(const ProgramHead&, int, int, const BlockRange& b) { return b; }
-struct NothingAhead {};
+struct BiasAt {
+    const u16* data;
+    i64 row, key;
+    int index[2];
+};
+__device__ __forceinline__ BiasAt program_bias(const ProgramHead&, int) { return {}; }
+struct NothingAhead {
+    u32 pairs[1][1];
+};
 template <int kTiles> using ScoresAhead = NothingAhead[2];
 template <int kTiles>
 __device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>&, const ProgramHead&, const ProgramKept&, int, int, float) {}

@@ -40,5 +40,6 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 // Orders this thread's ordinary writes to shared memory before what the copy engine and the tensor cores read of it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+constexpr u64 kEvictNormal = 0x1000000000000000;
 constexpr u64 kEvictFirst = 0x12f0000000000000;
 constexpr u64 kEvictLast = 0x14f0000000000000;

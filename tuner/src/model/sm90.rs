@@ -22,6 +22,9 @@ const SOFTMAX: f64 = 8.4;
 const MULTIPLY_ADD_EXP2: f64 = 6.6;
 const MASK: f64 = 7.8;
 const P_TO_SHARED: f64 = 2.25;
+/// Those of a bias that the copy engine brings, and of one that each thread loads: as much as times at head dims 64 and 128 show.
+const BIAS_BROUGHT: f64 = 12.0;
+const BIAS_LOADED: f64 = 21.0;
 /// What of the special-function unit's and the other lanes' work shows beside the longer of both.
 const MIX: f64 = 0.35;
 /// Cycles of waiting in a step, and around a tile: for a thread block to start and end, or to take the next tile.
@@ -44,7 +47,9 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let pv = consumers * block_kv / 16.0 * (64.0 * dv * 32.0 / WGMMA).max((32.0 * dv + p_bytes) / SMEM_BYTES);
     let elsewhere = s.exp2_eighths as f64 / 8.0;
     let exp = scores * (1.0 - elsewhere) / EXP2;
-    let scalar = scores * (SOFTMAX + MULTIPLY_ADD_EXP2 * elsewhere) / LANES;
+    let biases = p.program.map_or(0, |p| p.biases().len()) as f64;
+    let of_biases = biases * if s.bias_stages > 0 { BIAS_BROUGHT } else { BIAS_LOADED };
+    let scalar = scores * (SOFTMAX + MULTIPLY_ADD_EXP2 * elsewhere + of_biases) / LANES;
     let p_out = if s.p_in_shared { scores * P_TO_SHARED / LANES } else { 0.0 };
     let softmax = exp.max(scalar) + MIX * exp.min(scalar) + p_out;
     let mma = qk + pv;

@@ -4,7 +4,7 @@
 use super::super::graph::{Depends, Node};
 use super::super::words::{Binary, Id, Range, Type, Unary, Var};
 use super::values::{index_fits, int_literal};
-use super::{Capped, Lowering, slot};
+use super::{AlongKeys, Capped, Lowering, slot};
 
 /// The parts of a float that are there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -206,7 +206,8 @@ impl Lowering<'_> {
         let nth = self.code.along_keys.len();
         let read = format!("ft_along_{}({name}p, offset, {p}t{t}s{last}, {nth})", storage.name());
         self.code.element.push_str(&format!("const float {name} = {read};\n"));
-        self.code.along_keys.push((format!("{name}p"), format!("{p}t{t}s{last}"), storage.bytes() as u32));
+        let (first, stride) = (format!("{name}p"), format!("{p}t{t}s{last}"));
+        self.code.along_keys.push(AlongKeys { load: id, first, stride, bytes: storage.bytes() as u32 });
     }
 
     /// The first result as the score and what is added to it.

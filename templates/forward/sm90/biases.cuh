@@ -1,0 +1,126 @@
+// Biases: what a score program reads by query and key (program.cuh), a tile for the rows of each consumer and a block of keys. They lie in
+// shared memory as the copy engine leaves them, which brings them beside K.
+
+using BiasRing = Ring<max_of(1, kBiasStages)>;
+
+// The place of a consumer's biases, among the barriers and, times their size, among the tiles.
+__device__ __forceinline__ int bias_place(const BiasRing& ring, int consumer) { return ring.stage * kConsumers + consumer; }
+
+// Of the producer: the biases of block `block`, counted among all key blocks. Of those that the copy engine cannot bring nothing is
+// announced.
+__device__ __forceinline__ void bring_biases(const KernelArgs& args, u32 smem, BiasRing& ring, const Tile& tile, int block) {
+    if constexpr (kBiases > 0) {
+        const ProgramHead head = program_head(args, args.forward, tile);
+        const u32 bytes = __popc(args.biases_mapped) * kBytesBias;
+#pragma unroll 1
+        for (int c = 0; c < kConsumers; c++) {
+            const int at = bias_place(ring, c);
+            const u32 full = smem + Layout::kFullBias + at * 8, to = smem + Layout::kBias + at * Layout::kBytesBiases;
+            mbarrier_wait(smem + Layout::kEmptyBias + at * 8, ring.parity ^ 1);
+            mbarrier_arrive_expect(full, bytes);
+#pragma unroll
+            for (int nth = 0; nth < kBiases; nth++) {
+                if (!(args.biases_mapped >> nth & 1)) continue;
+                const BiasAt bias = program_bias(head, nth);
+#pragma unroll
+                for (int chunk = 0; chunk < kChunksBias; chunk++) {
+                    tma_load(to + nth * kBytesBias + chunk * kBytes64Rows, args.biases[nth], full, kEvictNormal,
+                             block * kBlockKV + chunk * 64, tile.row + c * 64, bias.index[0], bias.index[1]);
+                }
+            }
+        }
+        ring.advance();
+    }
+}
+
+// Of a consumer's warp: the first of its 16 rows of a bias.
+__device__ __forceinline__ u32 bias_rows(u32 smem, const BiasRing& ring, int consumer, int nth) {
+    const int warp = threadIdx.x % 128 / 32;
+    return smem + Layout::kBias + bias_place(ring, consumer) * Layout::kBytesBiases + nth * kBytesBias + warp * 16 * 128;
+}
+
+// Eight elements from anywhere on, `at` bytes behind a multiple of 16: of the 32 bytes that hold them.
+__device__ __forceinline__ uint4 from_both(uint4 low, uint4 high, u32 at) {
+    u32 w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 6; i++) w[i] = at & 8 ? w[i + 2] : w[i];
+#pragma unroll
+    for (int i = 0; i < 5; i++) w[i] = at & 4 ? w[i + 1] : w[i];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = at & 2 ? w[i] >> 16 | w[i + 1] << 16 : w[i];
+    return uint4{w[0], w[1], w[2], w[3]};
+}
+
+// Copies the rows of biases that the copy engine cannot bring. Where keys lie side by side, sixteen bytes at once, some of them under way
+// together; but for the tensor's ends, since nothing outside of it is read. What comes for keys behind the last nobody sees.
+__device__ __forceinline__ void copy_biases(const KernelArgs& args, u32 smem, const BiasRing& ring, int consumer, const Tile& tile,
+                                            int first_key) {
+    constexpr int kPieces = kBlockKV / 8, kRounds = kPieces / 2, kTogether = 4;  // pieces of a row; of 16 rows, for a lane
+    const int lane = threadIdx.x % 32, first_row = tile.row + consumer * 64 + threadIdx.x % 128 / 32 * 16;
+    const int last_row = args.forward.q_len - 1, last_key = args.forward.kv_len - 1;
+#pragma unroll
+    for (int nth = 0; nth < kBiases; nth++) {
+        if (args.biases_mapped >> nth & 1) continue;
+        const BiasAt bias = program_bias(program_head(args, args.forward, tile), nth);
+        const u64 begin = (u64)bias.data, end = (u64)(bias.data + last_row * bias.row + last_key + 1), inside = begin + 15 & ~u64(15);
+        const bool dense = bias.key == 1 && inside + 32 <= end;
+        const auto row_of = [&](int round) { return (round * 32 + lane) / kPieces; };
+        const auto piece_of = [&](int round) { return (round * 32 + lane) % kPieces; };
+        const auto from = [&](int round) { return bias.data + min_of(first_row + row_of(round), last_row) * bias.row; };
+        const auto address = [&](int round) { return (u64)(from(round) + first_key + piece_of(round) * 8); };
+        const auto is_inside = [&](u64 at) { return at >= inside && (at & ~u64(15)) + 32 <= end; };
+        const auto put = [&](int round, uint4 words) {
+            const int row = row_of(round), piece = piece_of(round);
+            store_shared_16(bias_rows(smem, ring, consumer, nth) + piece / 8 * kBytes64Rows + row * 128 + ((piece ^ row) % 8 << 4), words);
+        };
+#pragma unroll 1
+        for (int first = 0; dense && first < kRounds; first += kTogether) {
+            uint4 low[kTogether], high[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; i++) {
+                const u64 at = address(first + i);
+                const uint4* const words = (const uint4*)(is_inside(at) ? at & ~u64(15) : inside);
+                low[i] = words[0], high[i] = words[1];
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; i++) put(first + i, from_both(low[i], high[i], u32(address(first + i)) & 15));
+        }
+#pragma unroll 1
+        for (int round = 0; round < kRounds; round++) {
+            if (dense && is_inside(address(round))) continue;
+            uint4 words;
+            u32* const w = &words.x;
+            const auto element = [&](int e) {
+                return u32(from(round)[min_of(first_key + piece_of(round) * 8 + e, last_key) * bias.key]);
+            };
+#pragma unroll
+            for (int e = 0; e < 4; e++) w[e] = element(2 * e) | element(2 * e + 1) << 16;
+            put(round, words);
+        }
+    }
+    __syncwarp();
+}
+
+// The biases of a block, laid out as its scores; their place is free then.
+__device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer, const Tile& tile, int first_key,
+                                            ScoresAhead<kBlockKV / 8>& ahead) {
+    if constexpr (kBiases > 0) {
+        copy_biases(args, smem, ring, consumer, tile, first_key);
+        const int lane = threadIdx.x % 32, row = lane % 16, at = bias_place(ring, consumer);
+        mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);
+#pragma unroll
+        for (int nth = 0; nth < kBiases; nth++) {
+#pragma unroll
+            for (int j = 0; j < kBlockKV / 16; j++) {
+                const u32 chunk = u32(j % 4 * 2 + lane / 16) ^ (row % 8);
+                u32 r[4];
+                ldmatrix_x4(r, bias_rows(smem, ring, consumer, nth) + j / 4 * kBytes64Rows + row * 128 + (chunk << 4));
+#pragma unroll
+                for (int i = 0; i < 4; i++) ahead[i % 2].pairs[kBiasPlaces[nth]][2 * j + i / 2] = r[i];
+            }
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem + Layout::kEmptyBias + at * 8);
+        ring.advance();
+    }
+}
