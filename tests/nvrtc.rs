@@ -154,7 +154,7 @@ fn a_sample_of_the_searched_space_compiles_on_every_arch() {
 }
 
 /// Masks and changes of the score that hosts use, by shape of what they cost: bounds, tensors, divisions, functions.
-const PROGRAMS: [&str; 11] = [
+const PROGRAMS: [&str; 10] = [
     "mask = kv <= q and q - kv < 1024;",
     "chunk: int in 1..1073741824; mask = kv // chunk == q // chunk and kv <= q;",
     "prefix: i32[batch]; mask = kv < prefix[b] or kv <= q + kv_len - q_len;",
@@ -165,8 +165,9 @@ const PROGRAMS: [&str; 11] = [
     "bias: f32[heads, *]; score = score + bias[h, clamp(kv - q, -128, 128) + 128];",
     "s: float[heads]; mask = kv <= q + 3 and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
     "score = 30.0 * tanh(score / 30.0);",
-    "bias: bf16[heads, q_len, kv_len]; d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h, q, kv];",
 ];
+
+const DOCUMENTS_WITH_BIASES: &str = "bias: bf16[heads, q_len, kv_len]; d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h, q, kv];";
 
 #[test]
 fn score_programs_compile_without_spills_in_default_schedules() {
@@ -188,6 +189,12 @@ fn score_programs_compile_without_spills_in_default_schedules() {
         for dim in [128, [96, 64][i / 3 % 2]] {
             kernels.push(default_kernel(Family::ForwardSm90, with(DType::Bf16, dim), arch("sm_90a"), 4096));
         }
+    }
+    // Biases that are brought, beside a mask whose runs are found first.
+    let program = flashtune::Program::parse(DOCUMENTS_WITH_BIASES).unwrap();
+    for (dim, mask) in [(128, MaskKind::FULL), (64, MaskKind::CAUSAL)] {
+        let problem = Problem::forward(DType::Bf16, dim, mask).unwrap().with_program(program.clone());
+        kernels.push(default_kernel(Family::ForwardSm90, problem, arch("sm_90a"), 4096));
     }
     compile_all(&kernels, false);
 }

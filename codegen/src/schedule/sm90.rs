@@ -123,8 +123,8 @@ impl Sm90Schedule {
             // Beside biases the producer needs more than for runs in memory alone, and the consumers can spare less than elsewhere.
             let biases = !self.biases(problem).is_empty();
             return match () {
-                _ if problem.program.is_some_and(|p| p.runs().is_some()) && !biases => 40,
                 _ if self.consumers == 3 || self.blocks_per_sm > 1 => 56,
+                _ if problem.program.is_some_and(|p| p.runs().is_some()) && !biases => 40,
                 _ if Self::is_like_causal(problem) => 40,
                 _ if biases => 56,
                 _ => 72,
