@@ -274,6 +274,8 @@ impl Sm90Schedule {
         if d <= 64 && problem.mask.any() && problem.program.is_none() && rows > 128 && bucket.kv_len <= 1024 {
             let small =
                 Self { consumers: 2, block_kv: 64, overlap: false, take_turns: false, blocks_per_sm: 2, ..base };
+            // Two blocks per multiprocessor mix lengths by themselves.
+            let small = Self { ending: false, ..small };
             let small = Self { trim: small.trims(problem), ..small };
             if small.fits(problem, sm) {
                 return small;
