@@ -23,6 +23,8 @@ const SHORTEST_LIMIT: Duration = Duration::from_secs(1);
 const TIMES_BEST: u32 = 20;
 /// A hang that took no longer than this is asked again: two of them, and two processes, are within 3 s.
 const ASKED_AGAIN: Duration = Duration::from_millis(1250);
+/// A candidate whose processes somebody killed so many times in a row is at fault after all: it may take all memory.
+const KILLS: usize = 3;
 /// Processes that may die in a row without a candidate to blame.
 const STARTS: usize = 3;
 /// Steps that no candidate has a part in.
@@ -59,6 +61,8 @@ enum Failure {
     Of(String),
     /// The candidate's, which had the device for so long.
     Hang(String, Duration),
+    /// Nobody's, it seems: somebody killed the process.
+    Killed(String),
     /// Not the candidate's: ends the job.
     Job(Error),
 }
@@ -138,7 +142,7 @@ impl Remote {
                     return Ok(());
                 }
                 Err(Failure::Job(e)) => return Err(e),
-                Err(Failure::Of(how) | Failure::Hang(how, _)) => last = Some(how),
+                Err(Failure::Of(how) | Failure::Hang(how, _) | Failure::Killed(how)) => last = Some(how),
             }
             self.ready()?;
         }
@@ -203,7 +207,7 @@ impl Remote {
         mut question: impl FnMut(&mut Self) -> Result<f64, Failure>,
     ) -> Result<Result<f64, String>> {
         let compilers = self.compilers.clone();
-        let mut again = false;
+        let (mut again, mut killed) = (false, 0);
         loop {
             self.ready()?;
             let _still = compilers.as_ref().filter(|_| again).map(|compilers| compilers.still());
@@ -220,6 +224,11 @@ impl Remote {
                     again = true;
                 }
                 Err(Failure::Hang(reason, _)) => return Ok(Err(reason)),
+                Err(Failure::Killed(reason)) if killed + 1 < KILLS => {
+                    killed += 1;
+                    tracing::debug!(reason, "asking again in a new process");
+                }
+                Err(Failure::Killed(reason)) => return Ok(Err(reason)),
                 Err(Failure::Of(reason)) if others && !again => {
                     again = true;
                     tracing::debug!(reason, "asking again in a new process");
@@ -304,7 +313,7 @@ impl Remote {
             match made {
                 Ok(()) => return Ok(()),
                 Err(Failure::Job(e)) => return Err(e),
-                Err(Failure::Of(how) | Failure::Hang(how, _)) => {
+                Err(Failure::Of(how) | Failure::Hang(how, _) | Failure::Killed(how)) => {
                     last = Some(how);
                     self.retire();
                 }
@@ -346,6 +355,7 @@ impl Remote {
                 self.retire();
                 Err(match loss {
                     Loss::Died(how) => Failure::Of(how),
+                    Loss::Killed(how) => Failure::Killed(how),
                     Loss::Hung(limit) => {
                         let seconds = limit.as_secs_f64();
                         Failure::Hang(format!("it did not come back within {seconds:.1} s and was stopped"), limit)
@@ -382,7 +392,7 @@ fn start(command: &WorkerCommand, device: DeviceSpec) -> Result<(Process, Device
             Ok(Reply::Opened(fingerprint)) => return Ok((process, fingerprint)),
             Ok(Reply::Unable { cause, message }) => return Err(Error::InWorker { cause, message }),
             Ok(other) => last = format!("it answered {other:?}"),
-            Err(Loss::Died(how)) => last = format!("{device} cannot be opened: {how}"),
+            Err(Loss::Died(how) | Loss::Killed(how)) => last = format!("{device} cannot be opened: {how}"),
             Err(Loss::Hung(limit)) => last = format!("opening {device} took more than {limit:?}"),
         }
     }

@@ -137,7 +137,7 @@ impl Compiler for Compilers {
         // Somebody may have killed the process for reasons that are not the source's, as a system that is short of memory
         // does. To hang again would cost too much.
         for _ in 1..ATTEMPTS {
-            if matches!(reply, Ok(Err(Loss::Died(_)))) {
+            if matches!(reply, Ok(Err(Loss::Died(_) | Loss::Killed(_)))) {
                 reply = self.ask(source);
             }
         }
@@ -148,7 +148,7 @@ impl Compiler for Compilers {
             }
             Ok(Reply::Refused(log) | Reply::Unable { message: log, .. }) => Err(refused(log)),
             Ok(other) => Err(refused(format!("the worker answered {other:?}"))),
-            Err(Loss::Died(how)) => Err(refused(format!("the compiler did not come back: {how}"))),
+            Err(Loss::Died(how) | Loss::Killed(how)) => Err(refused(format!("the compiler did not come back: {how}"))),
             Err(Loss::Hung(limit)) => {
                 Err(refused(format!("{TOOK_TOO_LONG} {:.1} s and was stopped", limit.as_secs_f64())))
             }

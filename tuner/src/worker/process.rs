@@ -37,16 +37,27 @@ pub(crate) struct Limits {
 pub(crate) enum Loss {
     /// It ended by itself, or by a signal: in words.
     Died(String),
+    /// Somebody killed it (SIGKILL) who was not this one: in words.
+    Killed(String),
     /// A candidate had the device for too long.
     Hung(Duration),
 }
+
+/// How a process ended, and whether before it was killed from here.
+#[derive(Debug, Clone, Copy)]
+struct End {
+    status: ExitStatus,
+    unasked: bool,
+}
+
+const SIGKILL: i32 = 9;
 
 /// A running worker. Dropped, it is killed.
 pub(crate) struct Process {
     socket: UnixStream,
     /// Tells the keeper to end the process: with grace, or when dropped, at once.
     end: Option<Sender<()>>,
-    keeper: Option<JoinHandle<Option<ExitStatus>>>,
+    keeper: Option<JoinHandle<Option<End>>>,
     printed: Arc<Mutex<Vec<u8>>>,
     /// The longest time that a candidate had the device during the last request.
     pub longest_launch: Duration,
@@ -179,24 +190,28 @@ impl Process {
     /// What became of a process whose socket failed.
     fn lost(&mut self, error: &io::Error) -> Loss {
         let silent = error.kind() == io::ErrorKind::WouldBlock;
-        let (status, words) = self.finish(!silent);
-        let fate = match status {
+        let (end, words) = self.finish(!silent);
+        let fate = match end {
             _ if silent => "it stopped answering".to_owned(),
-            Some(status) => fate(status),
+            Some(end) => fate(end.status),
             None => error.to_string(),
         };
-        Loss::Died(if words.is_empty() { fate } else { format!("{fate}: {words}") })
+        let how = if words.is_empty() { fate } else { format!("{fate}: {words}") };
+        match end {
+            Some(End { status, unasked: true }) if status.signal() == Some(SIGKILL) => Loss::Killed(how),
+            _ => Loss::Died(how),
+        }
     }
 
     /// Ends the process, after a moment in which it may end by itself, and says how it ended and what it printed last.
-    fn finish(&mut self, grace: bool) -> (Option<ExitStatus>, String) {
+    fn finish(&mut self, grace: bool) -> (Option<End>, String) {
         if let Some(end) = self.end.take().filter(|_| grace) {
             let _ = end.send(());
         }
-        let status = self.keeper.take().and_then(|keeper| keeper.join().ok().flatten());
+        let end = self.keeper.take().and_then(|keeper| keeper.join().ok().flatten());
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         let printed = self.printed.lock().unwrap_or_else(|e| e.into_inner());
-        (status, String::from_utf8_lossy(&printed).split_whitespace().collect::<Vec<_>>().join(" "))
+        (end, String::from_utf8_lossy(&printed).split_whitespace().collect::<Vec<_>>().join(" "))
     }
 }
 
@@ -214,7 +229,7 @@ fn keep(
     printed: &Arc<Mutex<Vec<u8>>>,
     started: &Sender<io::Result<u32>>,
     ended: &Receiver<()>,
-) -> Option<ExitStatus> {
+) -> Option<End> {
     let spawned = Command::new(&command.program)
         .args(&command.arguments)
         .stdin(stdin)
@@ -237,10 +252,11 @@ fn keep(
     while grace && Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {
         std::thread::sleep(Duration::from_millis(1));
     }
+    let unasked = matches!(child.try_wait(), Ok(Some(_)));
     let status = end(&mut child);
     // Whoever inherited its stderr is dead by now.
     listener.map(JoinHandle::join);
-    status
+    Some(End { status: status?, unasked })
 }
 
 /// Kills what is left of the process and of its group.
@@ -275,7 +291,7 @@ fn fate(status: ExitStatus) -> String {
         6 => "abort (SIGABRT)",
         7 => "a bus error (SIGBUS)",
         8 => "an arithmetic fault (SIGFPE)",
-        9 => "being killed (SIGKILL)",
+        SIGKILL => "being killed (SIGKILL)",
         11 => "an illegal address (SIGSEGV)",
         _ => "a signal",
     };
@@ -332,6 +348,12 @@ mod tests {
                 other => panic!("{body}: {other:?}"),
             }
             assert!(matches!(process.ask(&Request::Read, limits), Err(Loss::Died(_))), "{body}: it is gone");
+        }
+        // What ended by somebody else's hand, and what this one ended.
+        for (body, killed) in [("kill -9 $$", true), ("exec 0<&-; sleep 9", false), ("kill -11 $$", false)] {
+            let loss = script(tmp.path(), body).ask(&Request::Read, limits);
+            let expected = if killed { matches!(loss, Err(Loss::Killed(_))) } else { matches!(loss, Err(Loss::Died(_))) };
+            assert!(expected, "{body}: {loss:?}");
         }
         // Silence while it is said to launch is a hang.
         let mut process = script(tmp.path(), "printf '\\1\\0\\0\\0\\0' >&0; sleep 9");
