@@ -352,7 +352,8 @@ mod tests {
         // What ended by somebody else's hand, and what this one ended.
         for (body, killed) in [("kill -9 $$", true), ("exec 0<&-; sleep 9", false), ("kill -11 $$", false)] {
             let loss = script(tmp.path(), body).ask(&Request::Read, limits);
-            let expected = if killed { matches!(loss, Err(Loss::Killed(_))) } else { matches!(loss, Err(Loss::Died(_))) };
+            let expected =
+                if killed { matches!(loss, Err(Loss::Killed(_))) } else { matches!(loss, Err(Loss::Died(_))) };
             assert!(expected, "{body}: {loss:?}");
         }
         // Silence while it is said to launch is a hang.

@@ -1,0 +1,169 @@
+//! The schedule that serves while nothing is tuned, and the quick one that answers while it compiles: by timings on an H200
+//! (docs/hopper-forward.md).
+
+use super::{Sm90Schedule, Sm90Scheduler};
+use crate::resources::sm90_smem;
+use crate::{Problem, ShapeBucket, SmArch};
+
+impl Sm90Schedule {
+    /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
+    /// tile of that kind that fits for the others.
+    pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
+        Self::default_of(problem, sm, bucket, true)
+    }
+
+    /// ... where threads load biases for themselves.
+    pub(crate) fn default_loading_biases(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
+        Self::default_of(problem, sm, bucket, false)
+    }
+
+    fn default_of(problem: &Problem, sm: SmArch, bucket: &ShapeBucket, brings: bool) -> Self {
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let changes = problem.program.is_some_and(|p| p.score().is_some());
+        let long_causal = Self::is_long_causal(problem, bucket.kv_len);
+        // Short queries fill a tile so; and the heads of a group find K and V in L2, which larger blocks ask for less often.
+        let causal = problem.mask.right && !problem.mask.left;
+        let gains = d <= 64 || long_causal;
+        let packs = bucket.q_len <= 256 || causal && gains && (2049..=8192).contains(&bucket.kv_len);
+        let pack_group = bucket.group > 1 && packs && problem.program.is_none();
+        let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
+        let three = if problem.program.is_some() || problem.mask.any() { 64 } else { 96 };
+        let consumers = match rows {
+            0..=64 => 1,
+            65..=128 => 2,
+            // Three leave the producer too few registers for a window.
+            _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
+            _ => 2,
+        };
+        // What threads load along the keys wants what shared memory leaves of the L1 cache: 20 % on an H200.
+        let has_biases = brings && problem.program.is_some_and(|p| !p.biases().is_empty());
+        let loads = problem.program.is_some_and(|p| p.of_scores().reads_of_halves > 0);
+        let runs = problem.program.is_some_and(|p| p.runs().is_some());
+        let chain = !loads;
+        let base = Self {
+            consumers,
+            block_kv: 128,
+            stages: 2,
+            overlap: true,
+            take_turns: consumers > 1 && (loads || Self::turns_pay(problem, bucket.kv_len)),
+            p_in_shared: false,
+            masked_loop: true,
+            lazy_rescale: false,
+            pack_group,
+            trim: false,
+            scheduler: Sm90Scheduler::Queue,
+            chain,
+            output_apart: false,
+            bias_stages: 0,
+            exp2_eighths: 0,
+            cluster: 1,
+            blocks_per_sm: 1,
+            // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an H200.
+            section_mib: match problem.mask.right || problem.masks_by_program() {
+                _ if runs => Self::WALK_ALL,
+                true => 32,
+                false => 0,
+            },
+            // Wide heads fill few tiles with what L2 holds, so that the end of the walk is not even.
+            ending: Self::rows_see_more_and_more(problem) && !runs && (d <= 192 || bucket.kv_len <= 2048),
+            quick: false,
+        };
+        // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
+        if d <= 64 && problem.mask.any() && problem.program.is_none() && rows > 128 && bucket.kv_len <= 1024 {
+            let small =
+                Self { consumers: 2, block_kv: 64, overlap: false, take_turns: false, blocks_per_sm: 2, ..base };
+            // Two blocks per multiprocessor mix lengths by themselves.
+            let small = Self { ending: false, ..small };
+            let small = Self { trim: small.trims(problem), ..small };
+            if small.fits(problem, sm) {
+                return small;
+            }
+        }
+        let (masked, short) = (problem.masks(), bucket.kv_len <= 1024);
+        let tanh = problem.program.is_some_and(|p| p.of_scores().tanh);
+        let most = match () {
+            // Two ways to take it hold more registers than the larger blocks leave.
+            _ if tanh => 128,
+            _ if d > 192 && masked && bucket.kv_len <= 1024 => 64,
+            _ if (masked && !long_causal) || short || d <= 96 => 128,
+            _ => 160,
+        };
+        let largest = |chain, least: u32, room: u32, bias_stages| {
+            let step = if bias_stages > 0 { 64 } else { 16 };
+            let sized = |n| Self { block_kv: n * step, chain, bias_stages, ..base };
+            let needed = |s: &Self| s.least_registers(problem) + s.registers_ahead(problem) + room;
+            let roomy = |s: &Self| needed(s) <= s.consumer_registers(problem);
+            (least / step..=most / step).rev().map(sized).find(|s| s.fits(problem, sm) && roomy(s))
+        };
+        // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.
+        let room = Self::program_registers(problem);
+        let least = if room > 36 { 48 } else { 96 };
+        let chained = |least, room| if chain { largest(true, least, room, 0) } else { None };
+        let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room, 0)) } else { None };
+        let plain = || chained(96, 0).or_else(|| largest(false, 16, 0, 0));
+        // A chain where its second Q leaves room for large blocks.
+        let beside = Self { bias_stages: 1, ..base }.registers_beside(problem);
+        let of_stages = |n| largest(true, 128, beside, n).or_else(|| largest(false, 64, beside, n));
+        let brought = || if has_biases { [2, 1].into_iter().find_map(of_stages) } else { None };
+        let found = brought().or_else(small).or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
+        let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
+        // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k. Longer ones gain
+        // nothing, and other head dims lose a hundredth.
+        let waits = !found.chain || Self::rows_see_more_and_more(problem) && short && (65..=128).contains(&d);
+        let apart = Self { output_apart: waits && !loads, ..found };
+        if apart.fits(problem, sm) { apart } else { found }
+    }
+
+    /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
+    /// bits, but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of the time, and
+    /// is slower. None for a quick one.
+    pub fn quick(&self) -> Option<Self> {
+        if self.quick {
+            return None;
+        }
+        Some(Self {
+            quick: true,
+            overlap: false,
+            chain: false,
+            output_apart: false,
+            take_turns: false,
+            // Exponentials on the multiply-add units are for blocks without a mask alone, and have other bits.
+            masked_loop: self.exp2_eighths > 0,
+            scheduler: Sm90Scheduler::Single,
+            trim: false,
+            cluster: 1,
+            ..*self
+        })
+    }
+
+    /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
+    /// the products and the softmax of a step take about the same time.
+    pub fn turns_pay(problem: &Problem, kv_len: u32) -> bool {
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let masked = problem.masks() && !Self::is_long_causal(problem, kv_len);
+        masked || kv_len <= 1024 || d <= 96 || d > 128
+    }
+
+    /// A causal mask so long that what it cuts counts less than what large blocks without turns gain: by timings from 4k keys
+    /// on (1 %, 2 % from 16k on), at head dims of two chunks.
+    fn is_long_causal(problem: &Problem, kv_len: u32) -> bool {
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let alone = problem.program.is_none_or(|p| p.score().is_none() && !problem.mask.any());
+        alone && Self::rows_see_more_and_more(problem) && kv_len > 2048 && d > 96 && d <= 128
+    }
+
+    /// Whether each row sees what the one before sees, and more: under a causal mask, by name or as a program.
+    fn rows_see_more_and_more(problem: &Problem) -> bool {
+        match problem.program {
+            Some(p) if p.mask().is_some() => !problem.mask.left && p.rows().is_some_and(|r| r.widens),
+            _ => problem.mask.right && !problem.mask.left,
+        }
+    }
+
+    fn fits(&self, problem: &Problem, sm: SmArch) -> bool {
+        let bytes = sm90_smem(problem, self);
+        bytes <= sm.limits().smem_per_block
+            && self.blocks_per_sm * (bytes + 1024) <= sm.limits().smem_per_sm
+            && self.check_registers(problem).is_ok()
+    }
+}
