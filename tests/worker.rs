@@ -192,6 +192,27 @@ fn one_that_is_slow_only_once_is_not_blamed_and_one_that_hangs_again_is() {
     println!("a hang that was asked about twice: {:?}", gaps[0]);
 }
 
+#[test]
+fn whose_process_somebody_killed_twice_is_asked_again_and_not_blamed() {
+    let place = Place::new();
+    let all = schedules();
+    let (first, second) = (place.path("first"), place.path("second"));
+    let killed = format!(
+        "if (mkdir(\"{}\", 0700) == 0 || mkdir(\"{}\", 0700) == 0) raise(SIGKILL);",
+        first.display(),
+        second.display()
+    );
+    let menu = [("killed twice", Stage::Check, "", killed.as_str())];
+    let job = Job { budget: Duration::from_secs(300), force: true, search: Search::Only(only(&all[..3])), ..job() };
+    let outcome = in_quiet(|| {
+        let _ = (std::fs::remove_dir(&first), std::fs::remove_dir(&second));
+        tune(&mut worker(), &template(&menu), &CacheDir::at(place.cache()), &job, &Gaps::default())
+    });
+    assert!(first.exists() && second.exists(), "it was not killed twice");
+    let timed = outcome.trials.iter().filter(|t| matches!(t.result, TrialResult::Timed { .. }));
+    assert!(timed.map(|t| t.schedule).any(|s| is_code_of(s, &all[2])), "{:?}", outcome.trials);
+}
+
 fn only(schedules: &[CpuSchedule]) -> Vec<Schedule> {
     schedules.iter().map(|s| Schedule::Cpu(*s)).collect()
 }

@@ -68,7 +68,9 @@ impl Family {
             (Family::ForwardNaive, Arch::Sm(sm)) if sm.number < 75 => no("needs sm_75 or newer", "use a newer GPU"),
             (Family::ForwardNaive, Arch::Sm(_)) => match problem.program {
                 Some(p) if p.cost_of_a_score().iter().sum::<usize>() > LONGEST_ON_NAIVE => no(
-                    "computes programs of up to 5000 operations a score: more compile for minutes",
+                    &format!(
+                        "computes programs of up to {LONGEST_ON_NAIVE} operations a score: more compile for minutes"
+                    ),
                     "put tables into side tensors, or compute on the cpu",
                 ),
                 _ => Ok(()),
@@ -81,7 +83,9 @@ impl Family {
             }
             (Family::ForwardSm80, Arch::Sm(_)) => match problem.program {
                 Some(p) if p.cost_of_a_score().iter().sum::<usize>() > LONGEST_ON_SM80 => no(
-                    "computes programs of up to 1500 operations a score: more compile for minutes",
+                    &format!(
+                        "computes programs of up to {LONGEST_ON_SM80} operations a score: more compile for minutes"
+                    ),
                     "use forward/naive",
                 ),
                 _ => Ok(()),
@@ -95,7 +99,10 @@ impl Family {
             (Family::ForwardSm90, Arch::Sm(_)) => match problem.program {
                 // The mask's are computed for one score at a time, the change's for each that a thread holds.
                 Some(p) if p.cost_of_a_score()[0] > LONGEST_ON_SM80 || p.cost_of_a_score()[1] > LONGEST_ON_SM90 => no(
-                    "computes changes of the score of up to 256 operations, and masks of up to 1500: more compile for minutes",
+                    &format!(
+                        "computes changes of the score of up to {LONGEST_ON_SM90} operations, and masks of up to {LONGEST_ON_SM80}: \
+                         more compile for minutes"
+                    ),
                     "use forward/sm80 or forward/naive",
                 ),
                 Some(p) if p.of_scores().reads_along_keys && problem.head_dim_v > 192 => no(

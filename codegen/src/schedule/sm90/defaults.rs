@@ -22,9 +22,9 @@ impl Sm90Schedule {
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let long_causal = Self::is_long_causal(problem, bucket.kv_len);
         // Short queries fill a tile so; and the heads of a group find K and V in L2, which larger blocks ask for less often.
-        let causal = problem.mask.right && !problem.mask.left;
+        let widens = Self::rows_see_more_and_more(problem);
         let gains = d <= 64 || long_causal;
-        let packs = bucket.q_len <= 256 || causal && gains && (2049..=8192).contains(&bucket.kv_len);
+        let packs = bucket.q_len <= 256 || widens && gains && (2049..=8192).contains(&bucket.kv_len);
         let pack_group = bucket.group > 1 && packs && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
         let three = if problem.program.is_some() || problem.mask.any() { 64 } else { 96 };
@@ -65,7 +65,7 @@ impl Sm90Schedule {
                 false => 0,
             },
             // Wide heads fill few tiles with what L2 holds, so that the end of the walk is not even.
-            ending: Self::rows_see_more_and_more(problem) && !runs && (d <= 192 || bucket.kv_len <= 2048),
+            ending: widens && !runs && (d <= 192 || bucket.kv_len <= 2048),
             quick: false,
         };
         // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
@@ -109,7 +109,7 @@ impl Sm90Schedule {
         let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
         // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k. Longer ones gain
         // nothing, and other head dims lose a hundredth.
-        let waits = !found.chain || Self::rows_see_more_and_more(problem) && short && (65..=128).contains(&d);
+        let waits = !found.chain || widens && short && (65..=128).contains(&d);
         let apart = Self { output_apart: waits && !loads, ..found };
         if apart.fits(problem, sm) { apart } else { found }
     }
