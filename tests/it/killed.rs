@@ -1,0 +1,53 @@
+//! Processes that are killed: what they leave behind does not stay.
+
+use crate::common::{Place, SMALL};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+/// Folders of compilations in a folder for temporary files.
+fn left(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path());
+    entries.filter(|p| p.file_name().unwrap().to_str().unwrap().starts_with("flashtune-cc-")).collect()
+}
+
+#[test]
+fn a_compilation_that_was_killed_is_cleared_away_by_a_later_process() {
+    let place = Place::new();
+    let temporary = place.path("tmp");
+    std::fs::create_dir(&temporary).unwrap();
+    // A compiler that answers to --version and then takes its time.
+    let slow = "#!/bin/sh\n[ \"$1\" = --version ] && exec echo slow 1\nexec sleep 20\n";
+    let slow = place.program("slow-cc", slow);
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+        .args(["--device", "cpu", "--cache"])
+        .arg(place.cache())
+        .arg("explain")
+        .args(SMALL)
+        .env("TMPDIR", &temporary)
+        .env("CC", &slow)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    while left(&temporary).is_empty() {
+        assert!(start.elapsed() < Duration::from_secs(30), "the compilation did not start");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let [orphan] = left(&temporary).try_into().expect("one compilation");
+
+    // Another process may be about to use what is young, whoever made it.
+    let explain = [&["explain"], SMALL].concat();
+    let explain_with_cache = |cache: &str| {
+        let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+        command.args(["--device", "cpu", "--cache"]).arg(place.path(cache)).args(&explain).env("TMPDIR", &temporary);
+        assert!(command.output().unwrap().status.success());
+    };
+    explain_with_cache("one");
+    assert!(orphan.exists());
+    let then = std::fs::FileTimes::new().set_modified(SystemTime::now() - Duration::from_secs(2 * 3600));
+    std::fs::File::open(&orphan).unwrap().set_times(then).unwrap();
+    explain_with_cache("two");
+    assert!(left(&temporary).is_empty());
+}

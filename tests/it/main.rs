@@ -1,0 +1,48 @@
+//! The end-to-end tests: one module for each subject, in one program, because each more program costs a link and leaves cores
+//! idle at its end. `cargo test --test it worker::` runs one of them.
+//!
+//! Tests of one program run at the same time and share its process: a test that changes what belongs to the process (its
+//! environment, its folder) does so in a process of its own.
+
+mod common;
+#[path = "../../codegen/tests/it/random.rs"]
+mod random;
+
+mod bad_input;
+mod bundles;
+mod crash_points;
+mod dispatch;
+mod dispatch_cuda;
+mod engine_programs;
+mod faults;
+mod fleet;
+mod killed;
+mod launches;
+mod missing;
+mod model;
+mod mutants;
+mod nonsense;
+mod numerics;
+mod nvrtc;
+mod outputs;
+mod programs;
+mod quick;
+mod random_faults;
+mod random_workers;
+mod readme;
+mod report;
+mod score_cuda;
+mod sealed;
+mod self_test;
+mod serving;
+mod templates;
+mod threads;
+mod tile_map;
+mod together;
+mod trust;
+mod unaligned;
+mod worker;
+
+/// What is promised not to allocate is looked at in `dispatch` and `serving`.
+#[global_allocator]
+static ALLOCATOR: common::counted::Counting = common::counted::Counting;

@@ -1,0 +1,118 @@
+//! What is not on this machine: typed errors with remedies, exit code 3, no panic.
+
+use crate::common::{NOWHERE, Place, SMALL, fails, json};
+use flashtune::DType;
+
+#[test]
+fn without_a_c_compiler_the_cpu_device_says_how_to_get_one() {
+    let place = Place::new();
+    let explain = [&["explain"], SMALL].concat();
+    fails(place.flashtune(&explain).env("CC", NOWHERE), 3, &[NOWHERE, "CC"]);
+    fails(place.flashtune(&[&["tune"], SMALL].concat()).env("CC", NOWHERE), 3, &[NOWHERE]);
+    fails(place.flashtune(&["check"]).env("CC", NOWHERE), 3, &[NOWHERE]);
+}
+
+#[test]
+fn a_c_compiler_that_is_none_is_an_error_not_a_crash() {
+    let place = Place::new();
+    let explain = [&["explain"], SMALL].concat();
+    let output = place.flashtune(&explain).env("CC", "/bin/false").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(matches!(output.status.code(), Some(1 | 3)), "{stderr}");
+    assert!(stderr.contains("error: ") && stderr.contains("false") && !stderr.contains("panicked"), "{stderr}");
+}
+
+#[test]
+fn without_nvrtc_a_build_for_a_gpu_says_where_it_was_looked_for() {
+    let place = Place::new();
+    let out = place.path("x.ftb");
+    let args = ["build", "--arch", "sm_80", "--out", out.to_str().unwrap()];
+    fails(place.flashtune(&args).env("FLASHTUNE_NVRTC", NOWHERE), 3, &["NVRTC", NOWHERE]);
+    assert!(!out.exists());
+}
+
+#[test]
+fn without_a_driver_the_cuda_device_says_so() {
+    if flashtune::runtime::cuda::driver_present() {
+        println!("skipped: this machine has a CUDA driver");
+        return;
+    }
+    let place = Place::new();
+    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let command = command.arg("--cache").arg(place.cache());
+    fails(command.args(["explain", "--device", "cuda"]), 3, &["libcuda"]);
+    // `auto` takes the CPU without a word about it being missing.
+    let mut auto = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let auto = auto.arg("--cache").arg(place.cache()).args(["--device", "auto", "--json", "explain"]).args(SMALL);
+    assert!(json(auto)[0]["arch"].as_str().unwrap().starts_with("cpu-"));
+}
+
+#[test]
+fn an_unwritable_cache_stops_tuning_but_not_computing() {
+    let place = Place::new();
+    // A file where the folder should be stops root as well.
+    std::fs::write(place.cache(), "a file").unwrap();
+    fails(&mut place.flashtune(&[&["tune"], SMALL].concat()), 2, &["cache", "FLASHTUNE_CACHE"]);
+    let (input, _) = place.inputs("in.safetensors", DType::F32, [1, 2, 16, 32], [1, 2, 16, 32]);
+    let output = place.path("out.safetensors");
+    let mut run = place.flashtune(&["run", input.to_str().unwrap(), "-o", output.to_str().unwrap()]);
+    let done = run.output().unwrap();
+    let stderr = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{stderr}");
+    assert_eq!(stderr.matches("cannot be kept").count(), 1, "one warning: {stderr}");
+    assert!(output.exists());
+}
+
+#[test]
+fn the_doctor_finds_what_is_there_and_says_what_to_do_about_the_rest() {
+    let place = Place::new();
+    let report = place.json(&["doctor"]);
+    assert_eq!(report["usable"], true);
+    let findings = report["findings"].as_array().unwrap();
+    for what in ["cpu", "c compiler", "nvrtc", "cuda driver", "templates", "cache"] {
+        assert!(findings.iter().any(|f| f["what"] == what), "{what}: {report}");
+    }
+    assert!(!place.cache().exists(), "looking leaves no traces");
+
+    let mut bare = place.flashtune(&["doctor", "--json"]);
+    let bare = bare.env("CC", NOWHERE).env("FLASHTUNE_NVRTC", NOWHERE).output().unwrap();
+    assert_eq!(bare.status.code(), Some(3));
+    let report: serde_json::Value = serde_json::from_slice(&bare.stdout).unwrap();
+    for what in ["c compiler", "nvrtc"] {
+        let finding = report["findings"].as_array().unwrap().iter().find(|f| f["what"] == what).unwrap();
+        assert_eq!(finding["ok"], false, "{report}");
+        assert!(finding["text"].as_str().unwrap().contains(NOWHERE), "{report}");
+    }
+}
+
+#[test]
+fn a_closed_pipe_is_no_error() {
+    use std::process::{Command, Stdio};
+    let place = Place::new();
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+        .arg("--cache")
+        .arg(place.cache())
+        .args(["emit", "--arch", "sm_80"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_build_that_takes_no_records_needs_no_cache_folder() {
+    let place = Place::new();
+    let bundle = place.path("built.ftb");
+    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    for name in ["HOME", "XDG_CACHE_HOME", "FLASHTUNE_CACHE", "FLASHTUNE_TEMPLATES", "FLASHTUNE_BUNDLES"] {
+        command.env_remove(name);
+    }
+    let out = bundle.to_str().unwrap();
+    let args = [&["build", "--arch", "cpu-generic", "--out", out], SMALL].concat();
+    command.args(args).assert().success();
+    assert!(bundle.is_file());
+}

@@ -1,0 +1,274 @@
+//! Every CUDA template renders and compiles to a cubin, without a GPU.
+
+use crate::common;
+use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune::runtime::compile::{Nvrtc, compile_with};
+use flashtune::{DType, Mask, MaskKind, Problem, Shape};
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::sync::Mutex;
+
+const ARCHS: [&str; 4] = ["sm_80", "sm_86", "sm_89", "sm_90a"];
+
+fn arch(name: &str) -> Arch {
+    name.parse().expect("a known arch")
+}
+
+fn bucket(problem: &Problem, len: u32) -> ShapeBucket {
+    let side = |bounded: bool| bounded.then_some(64);
+    let mask = Mask::Window { left: side(problem.mask.left), right: side(problem.mask.right) };
+    ShapeBucket::of(&Shape { batch: 1, heads: 16, kv_heads: 4, q_len: len, kv_len: len, mask })
+}
+
+/// The default kernel of a family.
+fn default_kernel(family: Family, problem: Problem, arch: Arch, len: u32) -> Kernel {
+    let schedule = Schedule::default_for(family, &problem, arch, &bucket(&problem, len)).expect("a default");
+    Kernel { problem, schedule, arch }
+}
+
+/// Compiles on all cores and collects what went wrong.
+fn compile_all(kernels: &[Kernel], spills_allowed: bool) {
+    let nvrtc = Nvrtc::find().expect("checked by the caller");
+    let templates = TemplateSet::embedded();
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let wrong = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(2, |n| n.get()) {
+            scope.spawn(|| {
+                while let Some(kernel) = kernels.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+                    if let Err(e) = compile_one(&nvrtc, kernel, &templates, spills_allowed) {
+                        wrong.lock().unwrap().push(format!("{}: {e}", kernel.name()));
+                    }
+                }
+            });
+        }
+    });
+    let wrong = wrong.into_inner().unwrap();
+    assert!(wrong.is_empty(), "{} of {} kernels:\n{}", wrong.len(), kernels.len(), wrong.join("\n"));
+}
+
+fn compile_one(nvrtc: &Nvrtc, kernel: &Kernel, templates: &TemplateSet, spills_allowed: bool) -> Result<(), String> {
+    let artifact = compile_with(nvrtc, kernel, templates).map_err(|e| e.to_string())?;
+    let facts = &artifact.facts;
+    if !artifact.bytes.starts_with(b"\x7fELF") {
+        return Err("the result is no cubin".into());
+    }
+    let entry = artifact.entry.as_bytes();
+    if !artifact.bytes.windows(entry.len()).any(|w| w == entry) {
+        return Err(format!("the cubin has no symbol {}", artifact.entry));
+    }
+    if facts.registers == 0 {
+        return Err("the log told no register count".into());
+    }
+    // Registers of the block must exist; otherwise the launch fails on the device.
+    let registers = facts.registers.next_multiple_of(8) * kernel.resources().threads;
+    if registers > 65536 {
+        return Err(format!("{registers} registers for one block"));
+    }
+    if !spills_allowed && facts.spill_bytes > 0 {
+        return Err(format!("{} bytes of spills at {} registers", facts.spill_bytes, facts.registers));
+    }
+    if !facts.warnings.is_empty() {
+        return Err(facts.warnings.join("; "));
+    }
+    Ok(())
+}
+
+#[test]
+fn default_schedules_compile_without_spills() {
+    if common::nvrtc_or_skip("default_schedules_compile_without_spills").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    // The head dims that models use, and one on each side of what the defaults switch at; every arch and mask meets.
+    for (i, dims) in
+        [(64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 72), (16, 16)].into_iter().enumerate()
+    {
+        for (j, name) in ARCHS.into_iter().enumerate() {
+            let dtype = [DType::Bf16, DType::F16][(i + j) % 2];
+            let mask = MaskKind::ALL[(i + j) % 4];
+            let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, mask).unwrap();
+            kernels.push(default_kernel(Family::ForwardSm80, problem, arch(name), [4096, 64][i % 2]));
+        }
+        let dtype = DType::ALL[i % 3];
+        let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, MaskKind::ALL[i % 4]).unwrap();
+        kernels.push(default_kernel(Family::ForwardNaive, problem, arch(ARCHS[i % 4]), 1024));
+    }
+    for mask in MaskKind::ALL {
+        let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
+        kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_90a"), 4096));
+    }
+    compile_all(&kernels, false);
+}
+
+#[test]
+fn quick_schedules_compile_to_little_and_without_spills() {
+    if common::nvrtc_or_skip("quick_schedules_compile_to_little_and_without_spills").is_none() {
+        return;
+    }
+    let program = |text| flashtune::Program::parse(text).unwrap();
+    let problem = |i: usize, d| Problem::forward([DType::Bf16, DType::F16][i % 2], d, MaskKind::ALL[i % 4]).unwrap();
+    let mut problems: Vec<_> = [64, 128, 256, 96].into_iter().enumerate().map(|(i, d)| problem(i, d)).collect();
+    problems.push(problem(0, 128).with_program(program("s: f32[heads]; score = score + s[h] * (kv - q);")));
+    let kernels: Vec<Kernel> = problems
+        .into_iter()
+        .map(|problem| {
+            let default = default_kernel(Family::ForwardSm90, problem, arch("sm_90a"), 4096);
+            Kernel { schedule: default.schedule.quick().expect("one"), ..default }
+        })
+        .collect();
+    compile_all(&kernels, false);
+    // What a compiler's time goes by, and no other process disturbs.
+    let size = |kernel| compile_with(&*Nvrtc::find().unwrap(), kernel, &TemplateSet::embedded()).unwrap().bytes.len();
+    let default = default_kernel(Family::ForwardSm90, problem(1, 128), arch("sm_90a"), 4096);
+    let quick = Kernel { schedule: default.schedule.quick().expect("one"), ..default };
+    let (quick, default) = (size(&quick), size(&default));
+    assert!(quick * 5 < default * 3, "{quick} and {default} bytes");
+}
+
+#[test]
+fn a_sample_of_the_searched_space_compiles_on_every_arch() {
+    if common::nvrtc_or_skip("a_sample_of_the_searched_space_compiles_on_every_arch").is_none() {
+        return;
+    }
+    let mut rng = StdRng::seed_from_u64(20);
+    let mut kernels: Vec<Kernel> = Vec::new();
+    while kernels.len() < 18 {
+        let dim = |rng: &mut StdRng| rng.random_range(2..=32) * 8;
+        let dim_qk = dim(&mut rng);
+        let dim_v = if rng.random_bool(0.7) { dim_qk } else { dim(&mut rng) };
+        let dtype = [DType::F16, DType::Bf16][rng.random_range(0..2)];
+        let mask = MaskKind::ALL[rng.random_range(0..4)];
+        let problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).unwrap();
+        let arch = arch(ARCHS[kernels.len() % ARCHS.len()]);
+        let space: Vec<Kernel> = Schedule::space(Family::ForwardSm80, &problem, arch)
+            .into_iter()
+            .map(|schedule| Kernel { problem, schedule, arch })
+            .filter(|k| k.check().is_ok())
+            .collect();
+        kernels.extend(space.choose(&mut rng));
+    }
+    // A schedule of the space may spill: that is what the tuner prunes by the log.
+    compile_all(&kernels, true);
+}
+
+/// Masks and changes of the score that hosts use, by shape of what they cost: bounds, tensors, divisions, functions.
+const PROGRAMS: [&str; 10] = [
+    "mask = kv <= q and q - kv < 1024;",
+    "chunk: int in 1..1073741824; mask = kv // chunk == q // chunk and kv <= q;",
+    "prefix: i32[batch]; mask = kv < prefix[b] or kv <= q + kv_len - q_len;",
+    "d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q;",
+    "slope: f32[heads]; score = score + slope[h] * (kv - (q + kv_len - q_len));",
+    "cap: float; score = cap * tanh(score * (1.0 / cap));",
+    "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];",
+    "bias: f32[heads, *]; score = score + bias[h, clamp(kv - q, -128, 128) + 128];",
+    "s: float[heads]; mask = kv <= q + 3 and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
+    "score = 30.0 * tanh(score / 30.0);",
+];
+
+const DOCUMENTS_WITH_BIASES: &str = "bias: bf16[heads, q_len, kv_len]; d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h, q, kv];";
+
+#[test]
+fn score_programs_compile_without_spills_in_default_schedules() {
+    if common::nvrtc_or_skip("score_programs_compile_without_spills_in_default_schedules").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    for (i, text) in PROGRAMS.into_iter().enumerate() {
+        let program = flashtune::Program::parse(text).unwrap();
+        let mask = MaskKind::ALL[i % 3];
+        let with = |dtype, dim| Problem::forward(dtype, dim, mask).unwrap().with_program(program.clone());
+        for dim in [128, [64, 96, 256][i % 3]] {
+            let (dtype, arch) = ([DType::Bf16, DType::F16][i % 2], arch(["sm_80", "sm_90a"][i % 2]));
+            kernels.push(default_kernel(Family::ForwardSm80, with(dtype, dim), arch, 4096));
+        }
+        if i % 3 == 0 {
+            kernels.push(default_kernel(Family::ForwardNaive, with(DType::F32, 64), arch(ARCHS[i % 4]), 1024));
+        }
+        for dim in [128, [96, 64][i / 3 % 2]] {
+            kernels.push(default_kernel(Family::ForwardSm90, with(DType::Bf16, dim), arch("sm_90a"), 4096));
+        }
+    }
+    // Biases that are brought, beside a mask whose runs are found first.
+    let program = flashtune::Program::parse(DOCUMENTS_WITH_BIASES).unwrap();
+    for (dim, mask) in [(128, MaskKind::FULL), (64, MaskKind::CAUSAL)] {
+        let problem = Problem::forward(DType::Bf16, dim, mask).unwrap().with_program(program.clone());
+        kernels.push(default_kernel(Family::ForwardSm90, problem, arch("sm_90a"), 4096));
+    }
+    compile_all(&kernels, false);
+}
+
+/// A Hopper kernel whose matrix instructions the compiler serialises, or whose registers it does not hand over, is a
+/// different kernel from the one that was written: `compile_one` fails on any such note, and on a spill.
+#[test]
+fn hopper_kernels_compile_as_they_are_written() {
+    if common::nvrtc_or_skip("hopper_kernels_compile_as_they_are_written").is_none() {
+        return;
+    }
+    let hopper = arch("sm_90a");
+    let mut kernels = Vec::new();
+    let dims = [(64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 72), (16, 16), (192, 192), (80, 80)];
+    for (i, dims) in dims.into_iter().enumerate() {
+        for j in 0..2 {
+            let dtype = [DType::Bf16, DType::F16][(i + j) % 2];
+            let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, MaskKind::ALL[(i + 2 * j) % 4]).unwrap();
+            kernels.push(default_kernel(Family::ForwardSm90, problem, hopper, [4096, 64][i % 2]));
+        }
+    }
+    for mask in MaskKind::ALL {
+        let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
+        kernels.push(default_kernel(Family::ForwardSm90, problem, hopper, 4096));
+    }
+    compile_all(&kernels, false);
+    // What the model lets through must hold, wherever in the space. A few values that the producer parks once per tile are no
+    // matter there: the tuner measures such kernels.
+    kernels.clear();
+    let mut rng = StdRng::seed_from_u64(90);
+    while kernels.len() < 18 {
+        let dim = rng.random_range(2..=32) * 8;
+        let problem = Problem::forward(DType::Bf16, dim, MaskKind::ALL[rng.random_range(0..4)]).unwrap();
+        let space: Vec<Kernel> = Schedule::space(Family::ForwardSm90, &problem, hopper)
+            .into_iter()
+            .map(|schedule| Kernel { problem, schedule, arch: hopper })
+            .filter(|k| k.check().is_ok())
+            .collect();
+        assert!(space.len() > 50, "{problem}: {} schedules", space.len());
+        kernels.extend(space.choose(&mut rng));
+    }
+    compile_all(&kernels, true);
+}
+
+#[test]
+fn f32_on_every_arch_compiles_on_the_exact_path() {
+    if common::nvrtc_or_skip("f32_on_every_arch_compiles_on_the_exact_path").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    for (i, name) in ARCHS.into_iter().enumerate() {
+        for dim in [16, 128, 256] {
+            let problem = Problem::forward(DType::F32, dim, MaskKind::ALL[(i + dim as usize) % 4]).unwrap();
+            assert_eq!(Family::candidates(&problem, arch(name)), [Family::ForwardNaive]);
+            kernels.push(default_kernel(Family::ForwardNaive, problem, arch(name), 1024));
+        }
+    }
+    compile_all(&kernels, false);
+}
+
+#[test]
+fn a_bundle_for_gpus_is_built_where_none_is() {
+    if common::nvrtc_or_skip("a_bundle_for_gpus_is_built_where_none_is").is_none() {
+        return;
+    }
+    let place = common::Place::new();
+    let out = place.path("gpu.ftb");
+    let args = ["build", "--arch", "sm_80,sm_90a", "--dtype", "f16,bf16", "--head-dim", "64", "--mask", "causal"];
+    let summary = place.json(&[&args[..], &["--out", out.to_str().unwrap()]].concat());
+    assert_eq!(summary["records"], 4, "{summary}");
+    for kernel in summary["kernels"].as_array().unwrap() {
+        assert_eq!(kernel["spill_bytes"], "0", "{kernel}");
+    }
+    let listed = place.json(&["list", "--bundle", out.to_str().unwrap()]);
+    assert_eq!(listed.as_array().unwrap().len(), 4);
+    // Another device's bundle is of no use here, and says so.
+    common::fails(&mut place.flashtune(&["import", out.to_str().unwrap()]), 2, &["arch", "sm_"]);
+}

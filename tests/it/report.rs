@@ -1,0 +1,178 @@
+//! `flashtune bench` with its report files, and `flashtune report` on what others wrote.
+
+use crate::common::{Place, fails, json};
+use serde_json::Value;
+use std::path::Path;
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("test paths are text")
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// Runs `bench` with all report files; gives the report and the texts of the Markdown, HTML and SVG files.
+fn bench(place: &Place, args: &[&str]) -> (Value, [String; 3]) {
+    let paths = ["r.json", "r.md", "r.html", "r.svg"].map(|name| place.path(name));
+    let [report, markdown, html, svg] = paths.each_ref().map(|p| text(p));
+    let files = ["--report", report, "--markdown", markdown, "--html", html, "--svg", svg];
+    let printed = place.json(&[&["bench", "--rounds", "3", "--dtype", "f32", "--heads", "2"], args, &files].concat());
+    assert_eq!(serde_json::from_str::<Value>(&read(&paths[0])).unwrap(), printed);
+    (printed, [1, 2, 3].map(|i| read(&paths[i])))
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+#[test]
+fn a_grid_in_all_formats_says_the_same_everywhere() {
+    let place = Place::new();
+    let (report, [markdown, html, svg]) =
+        bench(&place, &["--head-dims", "32,64", "--masks", "full,causal", "--seq-lens", "65..128"]);
+    let points = report["points"].as_array().unwrap();
+    assert_eq!(points.len(), 2 * 2 * 2);
+
+    let matmul = number(&report["ceilings"]["matmul"][0]["tflops"]);
+    let copy = number(&report["ceilings"]["copy"]["gbytes_per_s"]);
+    for point in points {
+        let case = &point["case"];
+        let [len, dim] = ["kv_len", "head_dim_qk"].map(|name| number(&case[name]));
+        let pairs = if case["mask"] == "causal" { len * (len + 1.0) / 2.0 } else { len * len };
+        assert_eq!(number(&point["flops"]), 2.0 * 4.0 * pairs * dim);
+        assert_eq!(number(&point["ideal_bytes"]), 2.0 * 4.0 * len * dim * 4.0);
+        assert_eq!(number(&point["scores_bytes"]), 2.0 * len * len * 4.0);
+        let chosen = &point["results"][0];
+        let (us, derived) = (number(&chosen["latency_us"]["median"]), &chosen["derived"]);
+        let near = |name: &str, expected: f64| {
+            assert!((number(&derived[name]) / expected - 1.0).abs() < 1e-9, "{name} of {point}");
+        };
+        near("tflops", number(&point["flops"]) / us / 1e6);
+        near("gbytes_per_s", number(&point["ideal_bytes"]) / us / 1e3);
+        near("matmul_share", number(&derived["tflops"]) / matmul);
+        near("copy_share", number(&derived["gbytes_per_s"]) / copy);
+        // K and V are loaded once per query tile, and tiles have 16 rows at least.
+        let loaded = number(&chosen["tile_bytes"]) / number(&point["ideal_bytes"]);
+        assert!((1.0..=0.5 + 0.5 * len / 16.0).contains(&loaded) || case["mask"] == "causal", "{loaded} at {point}");
+        // In a page or a table, the same time stands again.
+        let shown = if us < 1000.0 { format!("{us:.1}") } else { format!("{us:.0}") };
+        assert!(us < 10.0 || markdown.contains(&format!("| {shown} |")), "{shown} is not in {markdown}");
+        assert!(us < 10.0 || html.contains(&format!("<td>{shown}</td>")));
+    }
+    for (title, times) in [("f32, head dim 32, full", 1), ("f32, head dim 64, causal", 1)] {
+        assert_eq!(svg.matches(title).count(), times, "{title}");
+    }
+    for words in ["GFLOP/s", "sequence length", "roofline of the measured ceilings", "chosen", "unfused"] {
+        assert!(svg.contains(words), "{words}");
+    }
+    assert!(html.contains("<svg") && markdown.contains("## forward, GFLOP/s"));
+    assert_eq!(report["checks"].as_array().unwrap().iter().filter(|c| c["passed"] == true).count(), points.len());
+}
+
+#[test]
+fn a_tuned_choice_is_raced_against_the_default_and_lengths_give_percentiles() {
+    let place = Place::new();
+    let file = place.path("lengths.jsonl");
+    let lines: String = (101..=128).map(|i| format!("{{\"num_tokens\": {i}}}\n")).collect();
+    std::fs::write(&file, lines).unwrap();
+    let args = ["--head-dim", "32", "--lengths", text(&file), "--length-points", "4", "--no-ceilings"];
+    let (report, [markdown, _, svg]) = bench(&place, &args);
+    let lengths = &report["lengths"];
+    assert_eq!((&lengths["count"], &lengths["mean"]), (&Value::from(28), &Value::from(114.5)));
+    let at = |of: &Value, p: f64| {
+        let found = of.as_array().unwrap().iter().find(|q| q["p"] == p);
+        number(&found.unwrap_or_else(|| panic!("no share {p} in {of}"))["value"])
+    };
+    assert_eq!((at(&lengths["quantiles"], 0.0), at(&lengths["quantiles"], 1.0)), (101.0, 128.0));
+    assert!((126.0..=127.0).contains(&at(&lengths["quantiles"], 0.95)));
+    let chosen = &lengths["curves"][0];
+    assert_eq!(chosen["contender"], "chosen");
+    let values: Vec<f64> = chosen["quantiles_us"].as_array().unwrap().iter().map(|q| number(&q["value"])).collect();
+    assert!(values.is_sorted() && values[0] > 0.0, "{values:?}");
+    // Every latency lies between the ones that were timed.
+    let medians = report["points"].as_array().unwrap().iter().map(|p| number(&p["results"][0]["latency_us"]["median"]));
+    let medians: Vec<f64> = medians.collect();
+    assert!((6..=8).contains(&medians.len()), "{medians:?}");
+    let (least, most) = (medians.iter().copied().fold(f64::MAX, f64::min), medians.iter().copied().fold(0.0, f64::max));
+    assert!(values[0] >= least && values[values.len() - 1] <= most, "{values:?} {medians:?}");
+    assert!((least..=most).contains(&number(&chosen["mean_us"])));
+    assert!(markdown.contains("28 sequences of lengths.jsonl") && markdown.contains("| P95 |"), "{markdown}");
+    assert!(svg.contains("share of sequences (%)"));
+    // Without ceilings, no share is claimed.
+    assert!(report["points"][0]["results"][0]["derived"]["matmul_share"].is_null() && !svg.contains("roofline"));
+
+    std::fs::write(&file, "12\n13\ntwelve\n").unwrap();
+    fails(&mut place.flashtune(&["bench", "--lengths", text(&file)]), 2, &["lengths.jsonl", "line 3", "twelve"]);
+}
+
+#[test]
+fn a_report_of_another_program_is_rendered() {
+    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/reports/peers.json");
+    let place = Place::new();
+    let paths = ["p.md", "p.html", "p.svg"].map(|name| place.path(name));
+    let [markdown, html, svg] = paths.each_ref().map(|p| text(p));
+    let args = ["report", text(&sample), "--markdown", markdown, "--html", html, "--svg", svg];
+    let report = json(place.flashtune(&args).arg("--json"));
+    // Half of the ceiling of 800, at three quarters of the best peer's speed.
+    let ours = &report["points"][1]["results"][0]["derived"];
+    assert_eq!((number(&ours["tflops"]), number(&ours["matmul_share"])), (400.0, 0.5));
+    assert!((number(&ours["of_best"]) - 0.75).abs() < 1e-9);
+    let [markdown, html, svg] = paths.each_ref().map(|p| read(p));
+    for words in
+        ["flashtune / best other", "| 0.75x |", "1700 MHz, 690 W, 61 C, power cap", "Without fa4", "## decode, GB/s"]
+    {
+        assert!(markdown.contains(words), "{words} is not in {markdown}");
+    }
+    assert!(html.contains("power cap") && svg.contains("share of the measured copy bandwidth (%)"));
+    // Without a file to write, the tables are what is printed.
+    let printed = place.flashtune(&["report", text(&sample)]).output().unwrap();
+    assert_eq!(String::from_utf8(printed.stdout).unwrap(), markdown);
+}
+
+#[test]
+fn a_report_that_cannot_be_is_refused_with_the_field() {
+    let sample = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/reports/peers.json"));
+    let place = Place::new();
+    let path = place.path("bad.json");
+    for (from, to, words) in [
+        ("\"format\": 1", "\"format\": 9", "its format is 9"),
+        ("\"flops\": 4e9", "\"flops\": -4e9", "points[0].flops"),
+        ("\"mask\": \"full\"", "\"masc\": \"full\"", "mask"),
+        ("{", "", "is no report"),
+    ] {
+        let bad = sample.replacen(from, to, 1);
+        assert_ne!(bad, sample);
+        std::fs::write(&path, bad).unwrap();
+        fails(&mut place.flashtune(&["report", text(&path)]), 2, &["bad.json", words]);
+    }
+}
+
+/// The script counts operations and bytes without PyTorch, and must count as this library does.
+#[test]
+fn the_peers_script_counts_work_as_the_library_does() {
+    use flashtune::{DType, Mask, Shape};
+    let root = env!("CARGO_MANIFEST_DIR");
+    for device in ["cuda", "cpu"] {
+        let mut python = std::process::Command::new("python3");
+        python.current_dir(root).args(["-B", "benches/peers.py", "unused", "--dry-run", "--device", device]);
+        let output = match python.args(["--suites", "forward,heads,gqa,window,decode"]).output() {
+            Ok(output) => output,
+            Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("CI has python3: {e}"),
+            Err(e) => return println!("skipped: python3: {e}"),
+        };
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let cases: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(cases.len() > 15);
+        for case in cases {
+            let size = |name: &str| number(&case[name]) as u32;
+            let mask: Mask = case["mask"].as_str().unwrap().parse().unwrap();
+            let (batch, heads, kv_heads) = (size("batch"), size("heads"), size("kv_heads"));
+            let shape = Shape { batch, heads, kv_heads, q_len: size("q_len"), kv_len: size("kv_len"), mask };
+            let dtype: DType = case["dtype"].as_str().unwrap().parse().unwrap();
+            let (qk, v) = (size("head_dim_qk"), size("head_dim_v"));
+            assert_eq!(number(&case["flops"]), shape.forward_flops(qk, v), "{case}");
+            assert_eq!(number(&case["ideal_bytes"]), shape.forward_bytes(qk, v, dtype.bytes()), "{case}");
+        }
+    }
+}
