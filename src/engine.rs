@@ -9,7 +9,8 @@ use flashtune_codegen::score::{ProgramError, ProgramRef};
 use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, ShapeBucket, TemplateSet, has_loose_biases, unaddressable};
 use flashtune_runtime::dispatch::{Demand, Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
-    Device, Error as RuntimeError, ForwardCall, ForwardTensors, SideInputs, SideTable, Stream, TensorView, forward_call,
+    BlockMask, Device, Error as RuntimeError, ForwardCall, ForwardTensors, MaskSizes, SideInputs, SideTable, Stream,
+    TensorView, forward_call,
 };
 use flashtune_tuner::{Job, Observer, Outcome, Runner, WorkerCommand};
 use std::path::PathBuf;
@@ -43,18 +44,34 @@ pub struct Forward<'a> {
     pub program: Option<ProgramRef>,
     /// What the program reads.
     pub side: SideInputs<'a>,
+    /// The program's mask, prepared: what kernels have found of it before. The program then has the same mask or none, or is absent,
+    /// and what the mask reads need not be brought again.
+    pub block_mask: Option<&'a BlockMask>,
 }
 
 impl<'a> Forward<'a> {
     /// A call without mask and program, with the default scale, and without LSE and weights.
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
         let (mask, side) = (Mask::Full, SideInputs::default());
-        Self { q, k, v, o, lse: None, weights: None, mask, scale: None, program: None, side }
+        Self { q, k, v, o, lse: None, weights: None, mask, scale: None, program: None, side, block_mask: None }
     }
 
     /// The same call with a score program and what it reads.
     pub fn with_program(self, program: ProgramRef, side: SideInputs<'a>) -> Self {
         Self { program: Some(program), side, ..self }
+    }
+
+    /// The same call with a mask that was prepared before.
+    pub fn with_block_mask(self, block_mask: &'a BlockMask) -> Self {
+        Self { block_mask: Some(block_mask), ..self }
+    }
+
+    /// The score program, with the mask of the block mask.
+    fn whole_program(&self) -> Result<Option<ProgramRef>> {
+        match self.block_mask {
+            None => Ok(self.program),
+            Some(block_mask) => Ok(Some(block_mask.program_of(self.program)?)),
+        }
     }
 }
 
@@ -147,10 +164,11 @@ impl Engine {
     /// # Safety
     /// Every address in `call` must be valid on the engine's device for the extent that its shape and strides describe,
     /// and stay so until the work is done; O, LSE and weights must not overlap anything else in the call. `stream` must
-    /// be a stream of the device's context.
+    /// be a stream of the device's context. The elements of what a block mask reads must be those that they were when it was first
+    /// used, and graphs that were captured with it are not replayed once it is dropped.
     ///
     /// # Errors
-    /// Tensors that do not fit each other, or what the score program reads and is not given, problems that no kernel
+    /// Tensors that do not fit each other, or what the score program reads and is not given, a block mask of something else, problems that no kernel
     /// computes, [`flashtune_runtime::Error::Sealed`], and what compilers and drivers report. Nothing has been launched then.
     pub unsafe fn forward(&self, call: &Forward<'_>, stream: Stream) -> Result<Option<Dispatch>> {
         let resolved = self.resolve(call)?;
@@ -178,7 +196,10 @@ impl Engine {
         tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, the sizes were checked
         // against the tensors, and what a score program reads lives until the launch returns.
-        unsafe { self.device().launch_shape(plan.module(), shape, &resolved.args, stream)? };
+        unsafe {
+            let findings = call.block_mask.and_then(BlockMask::findings);
+            self.device().launch_shape_with(plan.module(), shape, &resolved.args, findings, stream)?
+        };
         Ok(Some(dispatch))
     }
 
@@ -198,6 +219,16 @@ impl Engine {
         resolved.args.side = args.as_ref().map_or(0, |args| std::ptr::from_ref(args) as u64);
         // SAFETY: the caller's promise is this function's own; the tables live until the launch returns.
         unsafe { self.launch(call, resolved, table.as_ref(), stream) }
+    }
+
+    /// A mask for many calls on this device: what its kernels find of it is found by the first call of each geometry of kernels, and
+    /// later calls go by that ([`Forward::with_block_mask`]). `program` is a mask alone; what it reads must stay as it is for as
+    /// long as the block mask is used. Touches no tensor.
+    ///
+    /// # Errors
+    /// As [`BlockMask::new`].
+    pub fn create_block_mask(&self, program: ProgramRef, side: &SideInputs<'_>, sizes: MaskSizes) -> Result<BlockMask> {
+        Ok(BlockMask::new(self.device().as_ref(), program, side, sizes)?)
     }
 
     /// All that comes before the launch of [`Engine::forward`], with the kernel itself and no quick one in its place:
@@ -228,7 +259,15 @@ impl Engine {
             let Some(view) = view.filter(|view| !view.is_empty() && view.address != 0) else { continue };
             self.device().check_address(name, view.address, view.extent_bytes().unwrap_or(1))?;
         }
-        for (name, view) in call.side.tensors.iter().filter(|_| !call.o.is_empty()) {
+        if call.o.is_empty() { Ok(()) } else { self.check_side_addresses(&call.side) }
+    }
+
+    /// The same for what a score program reads.
+    ///
+    /// # Errors
+    /// The tensor, by name.
+    pub fn check_side_addresses(&self, side: &SideInputs<'_>) -> Result<()> {
+        for (name, view) in side.tensors {
             // What is wrong with its address is told by its own name.
             if let Err(e @ RuntimeError::Tensor { .. }) = self.device().check_address("side", view.address, 1) {
                 let expected = "pass the tensors of a score program in memory of the engine's device";
@@ -322,7 +361,10 @@ impl Engine {
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
         let mut resolved = forward_call(&tensors, call.mask, call.scale)?;
-        let Some(program) = call.program.filter(|p| !p.is_plain()) else { return Ok(resolved) };
+        if let Some(block_mask) = call.block_mask {
+            block_mask.admit(self.device().fingerprint(), &resolved.shape, &call.side)?;
+        }
+        let Some(program) = call.whole_program()?.filter(|p| !p.is_plain()) else { return Ok(resolved) };
         resolved.problem.program = Some(program);
         let (problem, shape) = resolved.problem.with_windows(resolved.shape);
         if shape.mask != call.mask {
@@ -417,8 +459,9 @@ impl Engine {
 /// What the score program of a call reads, checked.
 fn side_table(call: &Forward<'_>, resolved: &ForwardCall) -> Result<Option<SideTable>> {
     let Some(program) = resolved.problem.program else { return Ok(None) };
-    let table = SideTable::new(&program, &resolved.shape, &call.side).map_err(flashtune_codegen::Error::from)?;
-    Ok(Some(table))
+    let of_mask = call.block_mask.map(BlockMask::side).unwrap_or_default();
+    let table = SideTable::of_all(&program, &resolved.shape, &[of_mask, call.side]);
+    Ok(Some(table.map_err(flashtune_codegen::Error::from)?))
 }
 
 // A host shares one engine between its threads.

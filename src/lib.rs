@@ -55,7 +55,9 @@ pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};
 pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
 };
-pub use flashtune_runtime::{DeviceSpec, Distribution, HostTensor, Layout, SideInputs, SideView, Stream, TensorView};
+pub use flashtune_runtime::{
+    BlockMask, DeviceSpec, Distribution, HostTensor, Layout, MaskSizes, SideInputs, SideView, Stream, TensorView,
+};
 pub use host::{HostForward, HostOutput};
 pub use manifest::{ManifestEntry, read_manifest, write_manifest};
 pub use overrides::{TEMPLATES_VARIABLE, read_templates};

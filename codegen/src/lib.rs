@@ -37,13 +37,13 @@ pub use error::{Error, Result};
 pub use kernel::{Kernel, Language, Source};
 pub use launch::Launch;
 pub use mask::{Mask, MaskKind};
-pub use prelude::{MOST_MASK_BYTES, Prelude};
+pub use prelude::{FoundLayout, MOST_MASK_BYTES, Prelude};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Pass, Problem};
 pub use resources::Resources;
 pub use schedule::{
     CpuSchedule, Family, NaiveSchedule, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
 };
-pub use shape::{BucketPlace, Shape, ShapeBucket};
+pub use shape::{Shape, ShapeBucket};
 pub use templates::TemplateSet;
 pub use tensor_map::{TensorMapSpec, has_loose_biases, unaddressable};
 pub use traffic::{Traffic, Visits};

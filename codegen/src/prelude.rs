@@ -14,6 +14,25 @@ pub struct Prelude {
     pub masks: Option<u64>,
     /// Thread blocks of each, in the order of [`Kernel::preludes`]; one without any is not launched.
     pub grids: [u32; 2],
+    /// How what is found lies in the memory.
+    pub layout: FoundLayout,
+}
+
+/// How what is found of a mask lies in memory. Kernels that agree in it, and in the bounded sides of the mask beside the program's,
+/// can go by what was found once for the same mask, sizes and tensors, whatever else differs between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FoundLayout {
+    /// Lists of key blocks, and masks of cut ones.
+    Lists {
+        /// Query rows of a tile.
+        block_q: u32,
+        /// Keys of a block.
+        block_kv: u32,
+        /// Tiles of a unit.
+        tiles: u32,
+    },
+    /// Runs of keys, row by row.
+    Runs,
 }
 
 /// Bytes that the masks of cut blocks may take, of which nobody knows before how many there are: enough for 90,000 queries by as
@@ -63,7 +82,8 @@ impl Prelude {
             _ => (before, None),
         };
         let field = "blocks of queries by blocks of keys";
-        Ok(Self { bytes, masks, grids: [grid(field, lists * places, warps)?, grid(field, lists, warps)?] })
+        let layout = FoundLayout::Lists { block_q: s.block_q(), block_kv: s.block_kv, tiles: tiling.blocks as u32 };
+        Ok(Self { bytes, masks, grids: [grid(field, lists * places, warps)?, grid(field, lists, warps)?], layout })
     }
 
     /// The runs of a shape: of every unit the ends of those of 64 rows at a time, and behind all of these the run of each row.
@@ -71,7 +91,7 @@ impl Prelude {
         let (units, rows) = (axes.units(shape), shape.q_len as u64);
         let parts = units * rows.div_ceil(ROWS_OF_ENDS);
         let bytes = (parts * ENDS_BYTES + units * rows * RUN_BYTES).next_multiple_of(16);
-        Ok(Self { bytes, masks: None, grids: [grid("blocks of queries", parts, warps)?, 0] })
+        Ok(Self { bytes, masks: None, grids: [grid("blocks of queries", parts, warps)?, 0], layout: FoundLayout::Runs })
     }
 }
 
@@ -113,6 +133,7 @@ mod tests {
             bytes: before + 33 * 32 * 2048,
             masks: Some(before),
             grids: [(33 * 32u32).div_ceil(12), 33u32.div_ceil(12)],
+            layout: FoundLayout::Lists { block_q: 128, block_kv: 128, tiles: 33 },
         };
         let lists = vec!["_classify", "_gather"];
         assert_eq!(prelude("mask = (q - kv) % 7 == 0;", 8, 4100), (lists, Some(shared)));
@@ -129,6 +150,7 @@ mod tests {
             bytes: (3u64 * 65 * 16 + 3 * 4100 * 8).next_multiple_of(16),
             masks: None,
             grids: [(3 * 65u32).div_ceil(12), 0],
+            layout: FoundLayout::Runs,
         };
         assert_eq!(found, (vec!["_runs"], Some(runs)));
         let empty = prelude(of_batch, 8, 0).1.unwrap();

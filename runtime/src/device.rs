@@ -30,6 +30,17 @@ pub trait Buffer: Send + Sync {
 /// Host memory that a device gave.
 pub type HostBytes = Box<dyn DerefMut<Target = [u8]> + Send + Sync>;
 
+/// What the kernels that come before attention kernels ([`Kernel::preludes`]) have found of one mask, in memory of a device, kept
+/// for later launches. Dropped while launches are under way, it gives its memory back behind them.
+pub trait Findings: Send + Sync {
+    /// For the device that made it.
+    fn as_any(&self) -> &dyn Any;
+    /// Bytes of device memory that it holds now.
+    fn bytes(&self) -> u64;
+    /// How many times it was found: once for each geometry of kernels that was launched with it.
+    fn count(&self) -> usize;
+}
+
 /// A loaded kernel, ready to launch. Unloaded on drop.
 pub trait Module: Send + Sync {
     /// For the device that made it.
@@ -88,6 +99,32 @@ pub trait Device: Send + Sync {
     /// completed, `side` must be that of the kernel's score program until this returns, and `launch` must come from
     /// [`Kernel::launch`] for these sizes.
     unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()>;
+
+    /// Room for what is found of a mask; `None` on devices whose kernels have nothing found before they start.
+    fn findings(&self) -> Option<Box<dyn Findings>> {
+        None
+    }
+
+    /// [`Device::launch`] by what was found of the mask before: it is found by the first launch of each geometry alone, and another stream
+    /// waits for that one. A launch that is captured uses what is there; what is not there is found within the graph, in
+    /// the graph's own memory, in every replay.
+    ///
+    /// # Safety
+    /// As [`Device::launch`], and all launches with these findings are of one mask and the same sizes, with the same scalars and
+    /// tensors that the mask reads, whose elements do not change. Graphs that were captured with them are not replayed once they
+    /// are dropped.
+    unsafe fn launch_with(
+        &self,
+        module: &dyn Module,
+        launch: &Launch,
+        args: &ForwardArgs,
+        findings: Option<&dyn Findings>,
+        stream: Stream,
+    ) -> Result<()> {
+        let _ = findings;
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.launch(module, launch, args, stream) }
+    }
 
     /// Refuses a range of `bytes` bytes whose first or last byte is certainly not this device's memory. What a device
     /// cannot tell it accepts: the CPU accepts every address. Reads no memory and costs well under a microsecond.
@@ -176,12 +213,28 @@ impl dyn Device {
         args: &ForwardArgs,
         stream: Stream,
     ) -> Result<()> {
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.launch_shape_with(module, shape, args, None, stream) }
+    }
+
+    /// The same by what was found of the mask before.
+    ///
+    /// # Safety
+    /// As [`Device::launch_with`].
+    pub unsafe fn launch_shape_with(
+        &self,
+        module: &dyn Module,
+        shape: &Shape,
+        args: &ForwardArgs,
+        findings: Option<&dyn Findings>,
+        stream: Stream,
+    ) -> Result<()> {
         if shape.is_empty() {
             return Ok(());
         }
         let launch = module.kernel().launch(shape).map_err(Error::from)?;
         // SAFETY: the caller's promise is this function's own.
-        unsafe { self.launch(module, &launch, args, stream) }
+        unsafe { self.launch_with(module, &launch, args, findings, stream) }
     }
 }
 

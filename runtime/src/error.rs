@@ -55,6 +55,18 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
+    /// A block mask cannot be made, or does not fit the call.
+    #[error("block mask: {field} is {found}, but {expected}; {remedy}")]
+    BlockMask {
+        /// What is wrong, or does not fit.
+        field: String,
+        /// The value given.
+        found: String,
+        /// The rule.
+        expected: String,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// Nothing tuned and no compiler allowed.
     #[error("no kernel for {problem} under the sealed policy: {reason}; {remedy}")]
     Sealed {

@@ -12,6 +12,7 @@
 //! nowhere else. A missing library is an [`Error`], never a panic. A launch is asynchronous on the caller's stream,
 //! allocates nothing and syncs nothing.
 
+mod block_mask;
 pub mod ceilings;
 pub mod check;
 pub mod compile;
@@ -27,12 +28,13 @@ mod side;
 mod tensor;
 mod typical;
 
+pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
 pub use check::{CheckCase, CheckInputs, CheckReport, check_kernel};
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
-pub use device::{Buffer, Compiler, Device, Graph, HostBytes, Module, Stream, no_graphs, require_room};
+pub use device::{Buffer, Compiler, Device, Findings, Graph, HostBytes, Module, Stream, no_graphs, require_room};
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};
 pub use error::{Error, Result};
 pub use open::{DeviceSpec, all_devices, open, open_to_compile};

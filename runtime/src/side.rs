@@ -67,16 +67,25 @@ impl SideTable {
     /// # Errors
     /// The first scalar or tensor that is missing or does not fit, by name.
     pub fn new(program: &Program, sizes: &Shape, inputs: &SideInputs<'_>) -> Result<Self, ProgramError> {
+        Self::of_all(program, sizes, &[*inputs])
+    }
+
+    /// The same of several sources, the first that has a name being the one that counts.
+    ///
+    /// # Errors
+    /// As [`SideTable::new`].
+    pub fn of_all(program: &Program, sizes: &Shape, inputs: &[SideInputs<'_>]) -> Result<Self, ProgramError> {
         let mut table = Self { tensors: [SideTensorArg::zeroed(); MAX_INPUTS], scalars: [0; MAX_INPUTS] };
         let (mut tensors, mut scalars) = (0, 0);
         for d in program.declarations() {
             match &d.axes {
                 None => {
-                    table.scalars[scalars] = scalar(d, find(inputs.scalars, &d.name).ok_or_else(|| missing(d))?)?;
+                    table.scalars[scalars] =
+                        scalar(d, find(inputs, |i| i.scalars, &d.name).ok_or_else(|| missing(d))?)?;
                     scalars += 1;
                 }
                 Some(axes) => {
-                    let view = find(inputs.tensors, &d.name).ok_or_else(|| missing(d))?;
+                    let view = find(inputs, |i| i.tensors, &d.name).ok_or_else(|| missing(d))?;
                     table.tensors[tensors] = tensor(d, axes, &view, sizes)?;
                     tensors += 1;
                 }
@@ -96,8 +105,12 @@ impl SideTable {
     }
 }
 
-fn find<T: Copy>(given: &[(&str, T)], name: &str) -> Option<T> {
-    given.iter().find(|(n, _)| *n == name).map(|(_, x)| *x)
+fn find<'a, T: Copy + 'a>(
+    sources: &[SideInputs<'a>],
+    of: impl Fn(&SideInputs<'a>) -> &'a [(&'a str, T)],
+    name: &str,
+) -> Option<T> {
+    sources.iter().flat_map(of).find(|(n, _)| *n == name).map(|(_, x)| *x)
 }
 
 fn missing(d: &Declaration) -> ProgramError {

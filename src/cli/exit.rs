@@ -129,7 +129,10 @@ pub fn classify(error: &anyhow::Error) -> Exit {
 
 fn of_runtime(error: &RuntimeError) -> Exit {
     match error {
-        RuntimeError::Codegen(_) | RuntimeError::Tensor { .. } | RuntimeError::Io { .. } => Exit::Usage,
+        RuntimeError::Codegen(_)
+        | RuntimeError::Tensor { .. }
+        | RuntimeError::BlockMask { .. }
+        | RuntimeError::Io { .. } => Exit::Usage,
         RuntimeError::Cache(e) => of_cache(e),
         RuntimeError::Missing { .. } | RuntimeError::Sealed { .. } => Exit::Missing,
         _ => Exit::Failed,

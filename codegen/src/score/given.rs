@@ -89,6 +89,25 @@ mod tests {
     }
 
     #[test]
+    fn a_mask_that_is_brought_apart_makes_the_same_program() {
+        let slope = [Declaration::tensor("slope", Storage::F32, &[Axis::Any])];
+        let score = Some("near = q - kv; select(near * near > 9, score + slope[h] * near, score)");
+        for mask in ["document", "kv <= q and q - kv < 9", "(q - kv) % 7 == 0 or (q - kv) % 7 == 3"] {
+            let apart = Texts { mask: Some(mask), ..Texts::default() }.program(&[]).unwrap();
+            let rest = Texts { score, sink: Some("slope[h]"), ..Texts::default() }.program(&slope).unwrap();
+            let together = Texts { mask: Some(mask), score, sink: Some("slope[h]") }.program(&slope).unwrap();
+            assert_eq!(rest.with_mask_of(&apart).unwrap(), together);
+            // Of one that changes scores as well, the mask alone is taken.
+            assert_eq!(rest.with_mask_of(&together).unwrap(), together);
+            assert_eq!(together.mask_only().unwrap(), apart);
+        }
+        let other = Program::mask_of("slope: i32[heads]; kv < slope[h]").unwrap();
+        let rest = Texts { score, ..Texts::default() }.program(&slope).unwrap();
+        let e = rest.with_mask_of(&other).unwrap_err().to_string();
+        assert!(e.contains("`slope` is declared twice"), "{e}");
+    }
+
+    #[test]
     fn a_program_of_too_many_tensors_says_so() {
         let names: Vec<String> = (0..33).map(|i| format!("t{i}")).collect();
         let given: Vec<Declaration> =

@@ -150,6 +150,14 @@ impl Program {
         ProgramBuilder { graph, mask: self.mask, score, sink: None, infer_axes: false }.build()
     }
 
+    /// This program, and the mask of another beside its own.
+    ///
+    /// # Errors
+    /// A name that both declare, and not in the same way.
+    pub fn with_mask_of(&self, other: &Program) -> Result<Self, ProgramError> {
+        ProgramBuilder::new().text(other.mask_only()?.text())?.text(self.text())?.build()
+    }
+
     /// What the mask is as a window, if it says no more than one does.
     pub fn window(&self) -> Option<&WindowForm> {
         self.window.as_ref()

@@ -20,6 +20,16 @@ pub(super) struct Driver {
     _library: Library,
 }
 
+impl Driver {
+    /// The identifier of a stream of the current context, unique in the life of the process: handles come again, and two of them
+    /// mean another stream in every thread. `None` where the driver has none.
+    pub(super) fn id_of(&self, stream: sys::CUstream) -> Option<u64> {
+        let mut id = 0;
+        // SAFETY: the stream is alive by the caller's word; the driver writes one word.
+        unsafe { self.stream_id?(stream, &mut id) }.result().ok().map(|()| id)
+    }
+}
+
 /// Why there is no driver to work with.
 #[derive(Clone)]
 enum Absent {

@@ -7,6 +7,7 @@
 mod context;
 mod cublas;
 mod driver;
+mod findings;
 mod graph;
 mod memory;
 mod module;
@@ -23,16 +24,18 @@ pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
 
 use crate::{
-    Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Graph, HostBytes, Module, Probe, Result, Stream, compiler_for,
+    Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Findings, Graph, HostBytes, Module, Probe, Result, Stream,
+    compiler_for,
 };
 use context::Context;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUfunction, CUstream};
 use driver::{Driver, driver};
+use findings::{CudaFindings, Finding, Geometry, Look, On};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::{ForwardArgs, SideArgs, Sm90Args};
-use flashtune_codegen::{Arch, Launch, SmArch};
+use flashtune_codegen::{Arch, Launch, Prelude, SmArch};
 use memory::CudaBuffer;
 use module::CudaModule;
 use parameter::Parameter;
@@ -100,6 +103,29 @@ pub fn device_count() -> Result<usize> {
     driver()?;
     let n = result::device::get_count().map_err(|e| driver::failed("cuDeviceGetCount", "cuda", e))?;
     Ok(usize::try_from(n).unwrap_or(0))
+}
+
+/// What is found of a launch's mask before it starts.
+enum Found<'a> {
+    /// Nothing: the mask is known by arithmetic.
+    Nothing,
+    /// Found for this launch. The memory is given back, in the stream's order, when this is dropped: behind the last launch.
+    Once(Scratch),
+    /// Found before.
+    Kept { address: u64, findings: &'a CudaFindings, on: On },
+    /// To be found for this launch and those that follow.
+    Wanted { finding: Finding<'a>, findings: &'a CudaFindings, on: On },
+}
+
+impl Found<'_> {
+    fn address(&self) -> u64 {
+        match self {
+            Found::Nothing => 0,
+            Found::Once(scratch) => scratch.address,
+            Found::Kept { address, .. } => *address,
+            Found::Wanted { finding, .. } => finding.address,
+        }
+    }
 }
 
 fn raw(stream: Stream) -> CUstream {
@@ -194,6 +220,32 @@ impl CudaDevice {
         Ok(own)
     }
 
+    /// Where what a launch goes by lies, or is to be found by the kernels before it. The context is current.
+    fn found<'a>(
+        &self,
+        module: &CudaModule,
+        prelude: &Prelude,
+        args: &ForwardArgs,
+        findings: Option<&'a dyn Findings>,
+        stream: CUstream,
+    ) -> Result<Found<'a>> {
+        // Without identifiers of streams nobody could tell who has to wait.
+        if let (Some(findings), Some(id)) = (findings, self.driver.id_of(stream)) {
+            let own = findings.as_any().downcast_ref::<CudaFindings>().filter(|f| f.context.is(&self.context));
+            let own = own.ok_or_else(|| self.foreign("launch"))?;
+            let on = On { stream, id, captured: context::is_capturing(stream) };
+            let geometry = Geometry::new(prelude, module.kernel().problem.mask, args, &module.templates);
+            match own.look(geometry, on)? {
+                Look::There(address) => return Ok(Found::Kept { address, findings: own, on }),
+                Look::Wanted(finding) => return Ok(Found::Wanted { finding, findings: own, on }),
+                Look::Captured => {
+                    tracing::debug!("a captured launch finds its mask in every replay: none came before it")
+                }
+            }
+        }
+        Ok(Found::Once(Scratch::new(&self.context, self.context.pool()?, prelude.bytes, stream)?))
+    }
+
     /// Waits for a stream; the context is current.
     fn wait(&self, stream: CUstream) -> Result<()> {
         // SAFETY: the stream is ours or, by the caller's word, a stream of this device.
@@ -235,22 +287,37 @@ impl Device for CudaDevice {
     }
 
     unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.launch_with(module, launch, args, None, stream) }
+    }
+
+    fn findings(&self) -> Option<Box<dyn Findings>> {
+        Some(Box::new(CudaFindings::new(&self.context)))
+    }
+
+    unsafe fn launch_with(
+        &self,
+        module: &dyn Module,
+        launch: &Launch,
+        args: &ForwardArgs,
+        findings: Option<&dyn Findings>,
+        stream: Stream,
+    ) -> Result<()> {
         let module = module.as_any().downcast_ref::<CudaModule>().filter(|m| m.context.is(&self.context));
         let module = module.ok_or_else(|| self.foreign("launch"))?;
         if launch.grid == 0 {
             return Ok(());
         }
         let _bound = self.context.bind()?;
-        // Given back, in the stream's order, when the last launch has been enqueued.
-        let found = match launch.prelude {
-            Some(prelude) => Some(Scratch::new(&self.context, self.context.pool()?, prelude.bytes, raw(stream))?),
-            None => None,
+        let found = match &launch.prelude {
+            Some(prelude) => self.found(module, prelude, args, findings, raw(stream))?,
+            None => Found::Nothing,
         };
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
         let mut sm90 = None;
         if let Some(tiling) = launch.tiling {
             let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
-            let at = found.as_ref().map_or(0, |f| f.address);
+            let at = found.address();
             let masks = launch.prelude.and_then(|p| p.masks).map_or(0, |offset| at + offset);
             let sm90 = sm90.insert(Sm90Args {
                 maps: Default::default(),
@@ -312,11 +379,21 @@ impl Device for CudaDevice {
             };
             launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
         };
-        let grids = launch.prelude.map_or([0; 2], |p| p.grids);
+        let grids = launch.prelude.filter(|_| !matches!(found, Found::Kept { .. })).map_or([0; 2], |p| p.grids);
         for (function, grid) in module.preludes.iter().zip(grids).filter(|(_, grid)| *grid > 0) {
             enqueue(*function, grid, 0)?;
         }
-        enqueue(module.function, launch.blocks(self.fingerprint.units), launch.smem_bytes)
+        let (_once, used) = match found {
+            Found::Nothing => (None, None),
+            Found::Once(scratch) => (Some(scratch), None),
+            Found::Kept { findings, on, .. } => (None, Some((findings, on))),
+            Found::Wanted { finding, findings, on } => {
+                finding.done()?;
+                (None, Some((findings, on)))
+            }
+        };
+        enqueue(module.function, launch.blocks(self.fingerprint.units), launch.smem_bytes)?;
+        used.map_or(Ok(()), |(findings, on)| findings.used(on))
     }
 
     fn check_address(&self, tensor: &'static str, address: u64, bytes: u64) -> Result<()> {

@@ -19,6 +19,8 @@ pub(super) struct CudaModule {
     pub(super) queues: Option<Queues>,
     /// What is launched before it, in the order of [`Kernel::preludes`].
     pub(super) preludes: Vec<CUfunction>,
+    /// The hash of the templates that it comes from.
+    pub(super) templates: Arc<str>,
     raw: CUmodule,
     kernel: Kernel,
 }
@@ -79,6 +81,7 @@ impl CudaModule {
             function: std::ptr::null_mut(),
             queues,
             preludes: Vec::new(),
+            templates: artifact.recipe.templates.as_str().into(),
             raw,
             kernel,
         };

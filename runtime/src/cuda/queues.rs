@@ -28,7 +28,9 @@ impl Queues {
 
     /// The counter of the next launch on a stream, or -1. The context is current.
     pub(super) fn counter(&self, driver: &Driver, stream: CUstream) -> i32 {
-        let Some(stream_id) = driver.stream_id else { return -1 };
+        if driver.stream_id.is_none() {
+            return -1;
+        }
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream is one of this context by the launch's contract; the driver writes one word.
         if unsafe { sys::cuStreamIsCapturing(stream, &mut status) }.result().is_err() {
@@ -37,12 +39,7 @@ impl Queues {
         if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return self.of_capture();
         }
-        let mut id = 0;
-        // SAFETY: as above.
-        match unsafe { stream_id(stream, &mut id) }.result() {
-            Ok(()) => self.of_stream(id),
-            Err(_) => -1,
-        }
+        driver.id_of(stream).map_or(-1, |id| self.of_stream(id))
     }
 
     fn of_capture(&self) -> i32 {

@@ -1,19 +1,25 @@
 //! Memory for a few launches that follow each other on a stream: taken and given back in the stream's order, so that nothing
-//! waits, and a launch that is captured has it as part of its graph.
+//! waits, and a launch that is captured has it as part of its graph. What is kept longer ([`super::findings`]) is given back
+//! on a stream of the pool's own.
 //!
 //! It comes from a pool of our own, which keeps what it once had: no more than what the calls that were under way at the same
 //! time have needed.
 
 use super::context::{BesideCaptures, Context};
 use crate::{Error, Result};
-use cudarc::driver::result::{free_async, mem_pool};
+use cudarc::driver::result::{free_async, mem_pool, stream};
 use cudarc::driver::sys::{
-    CUdevice_attribute, CUdeviceptr, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUstream,
+    CUdevice_attribute, CUdeviceptr, CUevent, CUevent_wait_flags, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool,
+    CUstream,
 };
 use std::mem::MaybeUninit;
 
 /// A pool of device memory.
-pub(super) struct Pool(CUmemoryPool);
+pub(super) struct Pool {
+    raw: CUmemoryPool,
+    /// On which memory is given back that launches on several streams have used.
+    stream: CUstream,
+}
 
 // SAFETY: the driver serialises what is done with a pool.
 unsafe impl Send for Pool {}
@@ -39,7 +45,9 @@ impl Pool {
         let _beside = BesideCaptures::begin();
         // SAFETY: the properties live; the context is current.
         let pool = unsafe { mem_pool::create(props.as_ptr()) }.map_err(|e| context.failed("cuMemPoolCreate", e))?;
-        let this = Self(pool);
+        let mut this = Self { raw: pool, stream: std::ptr::null_mut() };
+        let kind = stream::StreamKind::NonBlocking;
+        this.stream = stream::create(kind).map_err(|e| context.failed("cuStreamCreate", e))?;
         let mut keep = u64::MAX;
         // SAFETY: the pool is alive, and the attribute is a word of 64 bits.
         let set = unsafe {
@@ -51,10 +59,45 @@ impl Pool {
     }
 }
 
+impl Pool {
+    /// Memory in the order of a stream. The context is current, and the stream is one of it.
+    pub(super) fn take(&self, context: &Context, bytes: u64, stream: CUstream) -> Result<CUdeviceptr> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
+        // SAFETY: pool and stream are alive. Nobody reads the memory before it is written.
+        unsafe { mem_pool::alloc_async(self.raw, bytes, stream) }
+            .map_err(|e| context.failed("cuMemAllocFromPoolAsync", e))
+    }
+
+    /// Gives memory back once events have come to pass. The context is current.
+    ///
+    /// # Safety
+    /// The addresses came from [`Pool::take`], and nobody uses them behind the events, which are alive.
+    pub(super) unsafe fn give_back(
+        &self,
+        addresses: impl Iterator<Item = CUdeviceptr>,
+        behind: impl Iterator<Item = CUevent>,
+    ) {
+        for event in behind {
+            // SAFETY: event and stream are alive. It fails when the context is lost, and the memory with it.
+            let _ = unsafe { stream::wait_event(self.stream, event, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) };
+        }
+        for address in addresses {
+            // SAFETY: given back once, by this function's contract behind every use.
+            let _ = unsafe { free_async(address, self.stream) };
+        }
+    }
+}
+
 impl Drop for Pool {
     fn drop(&mut self) {
-        // SAFETY: made in `new`, destroyed once; the driver waits for what was taken from it to be given back.
-        let _ = unsafe { mem_pool::destroy(self.0) };
+        // SAFETY: both were made in `new` and are destroyed once; the driver finishes what the stream has under way, and waits for what
+        // was taken from the pool to be given back.
+        unsafe {
+            if !self.stream.is_null() {
+                let _ = stream::destroy(self.stream);
+            }
+            let _ = mem_pool::destroy(self.raw);
+        }
     }
 }
 
@@ -67,11 +110,7 @@ pub(super) struct Scratch {
 impl Scratch {
     /// The context is current, and the stream is one of it.
     pub(super) fn new(context: &Context, pool: &Pool, bytes: u64, stream: CUstream) -> Result<Self> {
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
-        // SAFETY: pool and stream are alive. Nobody reads the memory before it is written.
-        let address = unsafe { mem_pool::alloc_async(pool.0, bytes, stream) }
-            .map_err(|e| context.failed("cuMemAllocFromPoolAsync", e))?;
-        Ok(Self { address, stream })
+        Ok(Self { address: pool.take(context, bytes, stream)?, stream })
     }
 }
 

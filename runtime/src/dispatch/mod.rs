@@ -11,7 +11,6 @@ mod background;
 mod binaries;
 mod demand;
 mod dispatcher;
-mod donors;
 mod explain;
 mod flight;
 mod key;
