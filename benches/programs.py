@@ -1,6 +1,6 @@
 """Score programs: flashtune, FlexAttention and FlashAttention-4 in one process, in turn.
 
-    python3 benches/programs.py [--cases window,document] [--peers flex,fa4] [--variant NAME=TEMPLATES]
+    python3 benches/programs.py [--cases window,document] [--peers flex,fa4] [--variant NAME=TEMPLATES] [--prepared]
 
 Prints a table of TFLOP/s on the scores that are visible, what they are of dense causal attention's, which runs in every
 round beside them (a GPU's clock falls while it works), and of FlexAttention's, and the largest error of a few rows beside
@@ -24,6 +24,7 @@ def arguments():
     add("--cases", type=lambda t: t.split(","), default=[""], help="parts of the names of those that are measured")
     add("--peers", type=lambda t: [p for p in t.split(",") if p], default=["flex", "fa4"], help="of flex,fa4")
     add("--variant", action="append", default=[], metavar="NAME=DIR", help="flashtune with other templates, as one more")
+    add("--prepared", action="store_true", help="beside flashtune itself with block masks made before, as FlexAttention has its own")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rounds", type=int, default=15)
     add("--heads", type=int, default=16)
@@ -58,6 +59,10 @@ def load():
     return flashtune
 
 
+# flashtune with a block mask.
+PREPARED = "prepared"
+
+
 def main():
     a, cases = arguments()
     import torch
@@ -78,7 +83,7 @@ def main():
 
     ticks = clock.CudaClock() if a.device == "cuda" else clock.CpuClock()
     copy = copy_rate(torch, a.device, ticks)
-    names = [*engines, *a.peers]
+    names = [*engines, *([PREPARED] if a.prepared else []), *a.peers]
     width = max(len(c.name) for c in cases)
     print(f"copies: {copy:.0f} GB/s; TFLOP/s on visible scores, (of dense causal, of flex), errors in units of 1e-4 of a row's largest")
     print(" " * width, *(f"{n:>20}" for n in names), flush=True)
@@ -88,7 +93,7 @@ def main():
     for case in cases:
         point = measure(torch, a, case, engines, dense, ticks)
         results.append(point)
-        print(f"{case.name:{width}}", *(f"{cell(point['results'][n]):>20}" for n in names), told(point), flush=True)
+        print(f"{case.name:{width}}", *(f"{cell(point['results'].get(n, {})):>20}" for n in names), told(point), flush=True)
         if a.device == "cuda":
             torch.cuda.empty_cache()
     if a.json:
@@ -130,6 +135,9 @@ def told(point):
     """The kernel, what the bias takes, and why someone is absent."""
     ours = point["results"]["flashtune"]
     parts = [ours.get("schedule", "")]
+    us, without = point["results"].get(PREPARED, {}).get("us"), ours.get("us")
+    if us and without:
+        parts.append(f"{without:.0f} us, prepared {us:.0f} ({100 * (without - us) / without:.1f} % less)")
     if "bias_gb_s" in ours:
         parts.append(f"{ours['us']:.0f} us, {ours['bias_gb_s']:.0f} GB/s")
     parts += [f"{n}: {r['absent']}" for n, r in point["results"].items() if r.get("absent")]
@@ -163,6 +171,8 @@ def measure(torch, a, case, engines, dense, ticks):
     runs, results = {}, {}
     with torch.no_grad():
         makers = {name: lambda e=engine: ours(e, case, tensors, q, k, v) for name, engine in engines.items()}
+        if a.prepared and "mask" in case.ours:
+            makers[PREPARED] = lambda: prepared(engines["flashtune"], case, tensors, q, k, v)
         if "flex" in a.peers:
             makers["flex"] = lambda: flex(torch, visible, changed, q, k, v)
         if "fa4" in a.peers:
@@ -210,6 +220,15 @@ def ours(engine, case, tensors, q, k, v):
     if set(options) != {"causal"}:
         options["tensors"] = options.get("tensors", {}) | tensors
     return lambda: engine.forward(q, k, v, **options)
+
+
+def prepared(engine, case, tensors, q, k, v):
+    """The same with the mask's part made before the calls that are timed."""
+    options = dict(case.ours)
+    tensors = options.pop("tensors", {}) | tensors
+    batch, length, heads, _ = q.shape
+    mask = engine.create_block_mask(options.pop("mask"), batch, heads, length, k.shape[1], tensors=tensors)
+    return lambda: engine.forward(q, k, v, block_mask=mask, tensors=tensors if "score" in options else None, **options)
 
 
 def flex(torch, visible, changed, q, k, v):

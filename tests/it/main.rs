@@ -16,7 +16,6 @@ mod dispatch_cuda;
 mod engine_programs;
 mod faults;
 mod fleet;
-mod golden;
 mod killed;
 mod launches;
 mod missing;

@@ -85,6 +85,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         inputs: std::ptr::null(),
         inputs_len: 0,
         input_size: 0,
+        block_mask: 0,
     };
     let mut handle = 0;
     // SAFETY: pointers to live values of the header's types.

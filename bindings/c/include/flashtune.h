@@ -214,6 +214,58 @@ typedef int32_t flashtune_storage;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
+typedef uint64_t flashtune_engine;
+
+// A scalar or a tensor that a score program reads. Fill it with zeros, then set what it has.
+typedef struct flashtune_input {
+  // The name in the program, in UTF-8.
+  const char *name;
+  // Address of a tensor's first element, in memory of the engine's device.
+  const void *data;
+  // Length of each of the first `rank` axes.
+  int64_t shape[4];
+  // Distance between neighbours along each of them, in elements; not negative.
+  int64_t strides[4];
+  // A `flashtune_storage`. For a scalar I32 or I64 (a number in `int_value`) or F32 (one in `float_value`).
+  int32_t storage;
+  // Number of axes, 1 to 4; 0 for a scalar.
+  int32_t rank;
+  // A scalar.
+  int64_t int_value;
+  // A scalar.
+  double float_value;
+} flashtune_input;
+
+// A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
+typedef struct flashtune_block_mask_args {
+  // sizeof(flashtune_block_mask_args).
+  uint32_t struct_size;
+  // 0.
+  int32_t reserved;
+  // The mask, as in `flashtune_forward_args`.
+  const char *mask_program;
+  // What it reads. Tensors must live, and stay as they are, for as long as the block mask is used; all else is copied.
+  const struct flashtune_input *inputs;
+  // How many; others than the mask reads are ignored.
+  uint64_t inputs_len;
+  // sizeof(flashtune_input), unless `inputs_len` is 0.
+  uint64_t input_size;
+  // Sequences of the calls; 0 for any number, unless the mask reads `b`.
+  int64_t batch;
+  // Heads of Q; 0 for any number, unless the mask reads `h`.
+  int64_t heads;
+  // Heads of K and V; 0 for any number, unless the mask reads `h_kv`.
+  int64_t kv_heads;
+  // Rows of Q.
+  int64_t q_len;
+  // Rows of K and V.
+  int64_t kv_len;
+} flashtune_block_mask_args;
+
+// A mask that was prepared for many calls. 0 is none. Not an address, as an engine's is not.
+typedef uint64_t flashtune_block_mask;
+
 // How to open an engine. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_options {
   // sizeof(flashtune_options).
@@ -242,9 +294,6 @@ typedef struct flashtune_options {
   int32_t reserved;
 } flashtune_options;
 
-// An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
-typedef uint64_t flashtune_engine;
-
 // A tensor [batch, heads, rows, head_dim] in memory of the engine's device.
 typedef struct flashtune_tensor {
   // Address of element [0, 0, 0, 0]. Q, K and V are only read.
@@ -258,26 +307,6 @@ typedef struct flashtune_tensor {
   // 0.
   int32_t reserved;
 } flashtune_tensor;
-
-// A scalar or a tensor that a score program reads. Fill it with zeros, then set what it has.
-typedef struct flashtune_input {
-  // The name in the program, in UTF-8.
-  const char *name;
-  // Address of a tensor's first element, in memory of the engine's device.
-  const void *data;
-  // Length of each of the first `rank` axes.
-  int64_t shape[4];
-  // Distance between neighbours along each of them, in elements; not negative.
-  int64_t strides[4];
-  // A `flashtune_storage`. For a scalar I32 or I64 (a number in `int_value`) or F32 (one in `float_value`).
-  int32_t storage;
-  // Number of axes, 1 to 4; 0 for a scalar.
-  int32_t rank;
-  // A scalar.
-  int64_t int_value;
-  // A scalar.
-  double float_value;
-} flashtune_input;
 
 // One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_forward_args {
@@ -319,6 +348,9 @@ typedef struct flashtune_forward_args {
   uint64_t inputs_len;
   // sizeof(flashtune_input), unless `inputs_len` is 0.
   uint64_t input_size;
+  // A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask reads need
+  // not be among the inputs. 0 for none.
+  flashtune_block_mask block_mask;
 } flashtune_forward_args;
 
 #ifdef __cplusplus
@@ -330,6 +362,33 @@ uint32_t flashtune_abi_version(void);
 
 // Version of the library, e.g. "0.1.0".
 const char *flashtune_version(void);
+
+// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
+// have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,
+// and later calls, on any stream and thread, go by that. A call that is captured in a CUDA graph uses what is there, so let one call
+// come before; otherwise every replay finds it anew. Computes nothing itself.
+//
+// What the mask reads must stay as it is for as long as the block mask is used. `block_mask`: receives the handle, 0 on failure.
+//
+// Fails with INVALID_ARGUMENT (a text or an input that does not fit, a size that the mask needs), INVALID_HANDLE.
+//
+// # Safety
+// The pointers are NULL or valid, strings end with a zero byte, and tensors are what their shapes and strides say for as long as
+// the block mask is used.
+flashtune_status flashtune_block_mask_create(flashtune_engine engine,
+                                             const struct flashtune_block_mask_args *args,
+                                             flashtune_block_mask *block_mask);
+
+// Gives a block mask up; the handle is invalid from now on. Its memory is given back behind all calls that were made with it; graphs
+// that were captured with it must not be launched again.
+flashtune_status flashtune_block_mask_destroy(flashtune_block_mask block_mask);
+
+// Bytes of device memory that a block mask holds now: 0 before its first call, and for masks that kernels know by arithmetic.
+//
+// # Safety
+// `bytes` is NULL or valid.
+flashtune_status flashtune_block_mask_bytes(flashtune_block_mask block_mask,
+                                            uint64_t *bytes);
 
 // Opens an engine. Compiles no kernel and writes nothing. One engine serves all threads of a program.
 //
@@ -372,7 +431,8 @@ flashtune_status flashtune_explain(flashtune_engine engine,
 
 // Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may compile
 // or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA graph (a mask
-// of which something is found first, as of documents, takes memory for that, in the stream's order). Does nothing when O has no element.
+// of which something is found first, as of documents, takes memory for that, in the stream's order; a block mask keeps it). Does
+// nothing when O has no element.
 //
 // Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
 // can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the

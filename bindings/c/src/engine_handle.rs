@@ -16,7 +16,7 @@ pub(crate) struct Opened {
 }
 
 /// The engines of this process.
-pub(crate) static ENGINES: Table<Opened> = Table::new();
+pub(crate) static ENGINES: Table<Opened> = Table::new("open engine", "flashtune_engine_open");
 
 /// More bundles than this is a length that was never set.
 const MOST_BUNDLES: u64 = 1024;

@@ -54,6 +54,7 @@ fn of_runtime(e: &runtime::Error) -> Status {
         Compile { .. } => Status::Compile,
         Device { .. } => Status::Device,
         Tensor { .. } => Status::InvalidTensor,
+        BlockMask { .. } => Status::InvalidArgument,
         Sealed { .. } => Status::Sealed,
     }
 }

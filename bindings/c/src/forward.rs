@@ -1,8 +1,9 @@
 //! The forward pass.
 
+use crate::block_mask::BLOCK_MASKS;
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
-use crate::types::{Dtype, EngineHandle, FORWARD_SCALE, ForwardArgs, Mask, Status, Tensor};
+use crate::types::{Dtype, EngineHandle, FORWARD_SCALE, ForwardArgs, Mask, NO_BLOCK_MASK, Status, Tensor};
 use crate::{input, program};
 use engine::codegen::Arch;
 use engine::{DType, Dispatch, Forward, Stream, TensorView, runtime};
@@ -13,7 +14,8 @@ const LOWEST_HANDLE: u64 = 4096;
 
 /// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may compile
 /// or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA graph (a mask
-/// of which something is found first, as of documents, takes memory for that, in the stream's order). Does nothing when O has no element.
+/// of which something is found first, as of documents, takes memory for that, in the stream's order; a block mask keeps it). Does
+/// nothing when O has no element.
 ///
 /// Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
 /// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the
@@ -82,13 +84,16 @@ unsafe fn with_call(
     let opened = ENGINES.get(handle)?;
     // SAFETY: by this function's contract.
     let args = unsafe { input::read(args)? };
+    let prepared = (args.block_mask != NO_BLOCK_MASK).then(|| BLOCK_MASKS.get(args.block_mask)).transpose()?;
     // SAFETY: as above; the strings are read before this returns.
-    let program = unsafe { program::of_call(&args)? };
-    let plain = call(&args)?;
-    let call = match &program {
-        Some((program, inputs)) => plain.with_program(*program, inputs.side()),
-        None => plain,
-    };
+    let program = unsafe { program::of_call(&args, prepared.as_deref())? };
+    let mut call = call(&args)?;
+    if let Some((program, inputs)) = &program {
+        call = call.with_program(*program, inputs.side());
+    }
+    if let Some(prepared) = &prepared {
+        call = call.with_block_mask(&prepared.block_mask);
+    }
     let on_cpu = matches!(opened.engine.device().arch(), Arch::Cpu(_));
     if on_cpu && !args.stream.is_null() {
         let message = "stream is not null, but the engine computes on the cpu, which has none; pass NULL";

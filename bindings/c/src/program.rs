@@ -1,5 +1,6 @@
 //! The score program of a call, and what it reads.
 
+use crate::block_mask::Prepared;
 use crate::error::{Failure, Result};
 use crate::input;
 use crate::types::{ForwardArgs, Input, Storage};
@@ -26,13 +27,16 @@ impl Inputs<'_> {
     }
 }
 
-/// The program of a call, if it has one.
+/// The program of a call, if it has one: that of a prepared mask has it, too.
 ///
 /// # Safety
 /// Strings and inputs of `args` are null or valid, and stay as they are for `'a`.
-pub(crate) unsafe fn of_call<'a>(args: &ForwardArgs) -> Result<Option<(ProgramRef, Inputs<'a>)>> {
+pub(crate) unsafe fn of_call<'a>(
+    args: &ForwardArgs,
+    prepared: Option<&'a Prepared>,
+) -> Result<Option<(ProgramRef, Inputs<'a>)>> {
     // SAFETY: by this function's contract.
-    let texts: Texts<'a> = unsafe {
+    let mut texts: Texts<'a> = unsafe {
         Texts {
             mask: input::text(args.mask_program, "mask_program")?,
             score: input::text(args.score_program, "score_program")?,
@@ -42,16 +46,20 @@ pub(crate) unsafe fn of_call<'a>(args: &ForwardArgs) -> Result<Option<(ProgramRe
     if texts == Texts::default() {
         return Ok(None);
     }
+    if let (None, Some(prepared)) = (texts.mask, prepared) {
+        texts.mask = Some(&prepared.text);
+    }
     // SAFETY: as above.
-    let inputs = unsafe { inputs(args)? };
-    Ok(Some((program(&texts, &inputs)?, inputs)))
+    let inputs = unsafe { inputs(args.inputs, args.inputs_len, args.input_size)? };
+    Ok(Some((program(&texts, &inputs, prepared.map(|p| p.block_mask.program()))?, inputs)))
 }
 
 /// The programs of this process by their texts and the kinds of their inputs, so that a text is read once.
 static PROGRAMS: LazyLock<RwLock<HashMap<String, ProgramRef>>> = LazyLock::new(RwLock::default);
 
-fn program(texts: &Texts<'_>, inputs: &Inputs<'_>) -> Result<ProgramRef> {
-    let mut key = String::new();
+/// What texts say. What a prepared mask reads is declared as there.
+pub(crate) fn program(texts: &Texts<'_>, inputs: &Inputs<'_>, mask: Option<ProgramRef>) -> Result<ProgramRef> {
+    let mut key = mask.map_or_else(String::new, |mask| mask.name());
     for text in [texts.mask, texts.score, texts.sink] {
         // A C string holds no zero byte, so texts cannot run into each other; no text is other than any text.
         key.push(if text.is_some() { '+' } else { '-' });
@@ -70,35 +78,38 @@ fn program(texts: &Texts<'_>, inputs: &Inputs<'_>) -> Result<ProgramRef> {
     let scalar = |(name, value): &(&str, Scalar)| {
         Declaration::scalar(*name, if matches!(value, Scalar::Int(_)) { Stored::I32 } else { Stored::F32 })
     };
-    let mut given: Vec<Declaration> = inputs.scalars.iter().map(scalar).collect();
-    given.extend(inputs.tensors.iter().map(|(name, view)| view.declaration(name)));
+    let known = mask.map_or(&[][..], |mask| mask.kept().declarations());
+    let brought = inputs.scalars.iter().map(scalar).chain(inputs.tensors.iter().map(|(n, view)| view.declaration(n)));
+    let brought = brought.filter(|d| known.iter().all(|k| k.name != d.name));
+    let given: Vec<Declaration> = known.iter().cloned().chain(brought).collect();
     let program = texts.program(&given).map_err(|e| engine::runtime::Error::from(Error::from(e)))?;
     let program = ProgramRef::new(program);
     PROGRAMS.write().unwrap_or_else(PoisonError::into_inner).insert(key, program);
     Ok(program)
 }
 
+/// An array of inputs, whose elements have `size` bytes.
+///
 /// # Safety
-/// As [`of_call`].
-unsafe fn inputs<'a>(args: &ForwardArgs) -> Result<Inputs<'a>> {
+/// The array is null or valid, and it and its strings stay as they are for `'a`.
+pub(crate) unsafe fn inputs<'a>(array: *const Input, len: u64, size: u64) -> Result<Inputs<'a>> {
     let mut found = Inputs::default();
-    if args.inputs_len == 0 {
+    if len == 0 {
         return Ok(found);
     }
-    if args.inputs.is_null() || args.inputs_len > MOST {
-        let message = format!("inputs_len is {}, but inputs is null or the number is above {MOST}", args.inputs_len);
+    if array.is_null() || len > MOST {
+        let message = format!("inputs_len is {len}, but inputs is null or the number is above {MOST}");
         return Err(Failure::argument(message));
     }
-    if args.input_size != size_of::<Input>() as u64 {
+    if size != size_of::<Input>() as u64 {
         return Err(Failure::argument(format!(
-            "input_size is {}, but this library knows inputs of {} bytes; set it to sizeof(flashtune_input)",
-            args.input_size,
+            "input_size is {size}, but this library knows inputs of {} bytes; set it to sizeof(flashtune_input)",
             size_of::<Input>()
         )));
     }
-    for i in 0..args.inputs_len as usize {
+    for i in 0..len as usize {
         // SAFETY: inside of the array by the caller's word.
-        let item = unsafe { args.inputs.add(i).read_unaligned() };
+        let item = unsafe { array.add(i).read_unaligned() };
         // SAFETY: by this function's contract.
         let name = unsafe { input::text(item.name, "the name of an input")? };
         let name = name.ok_or_else(|| Failure::argument(format!("the name of inputs[{i}] is null")))?;

@@ -1,7 +1,7 @@
 //! What cannot be seen from C: panics at the boundary, and the layout that other languages rely on.
 
 use crate::error::{Failure, guard};
-use crate::types::{ForwardArgs, Options, Status, Tensor};
+use crate::types::{BlockMaskArgs, ForwardArgs, Options, Status, Tensor};
 use std::ffi::CStr;
 use std::mem::offset_of;
 
@@ -62,4 +62,6 @@ fn the_layout_of_abi_1_does_not_move() {
         offset_of!(ForwardArgs, softmax_scale),
     ];
     assert_eq!(args, [8, 248, 328, 336, 344, 360, 364]);
+    assert_eq!((offset_of!(ForwardArgs, mask_program), offset_of!(ForwardArgs, block_mask)), (368, 416));
+    assert_eq!((offset_of!(BlockMaskArgs, mask_program), offset_of!(BlockMaskArgs, batch)), (8, 40));
 }

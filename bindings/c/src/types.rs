@@ -127,6 +127,9 @@ pub enum Format {
 /// An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
 pub type EngineHandle = u64;
 
+/// A mask that was prepared for many calls. 0 is none. Not an address, as an engine's is not.
+pub type BlockMaskHandle = u64;
+
 /// `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 pub const FORWARD_SCALE: u32 = 1;
 
@@ -240,7 +243,41 @@ pub struct ForwardArgs {
     pub inputs_len: u64,
     /// sizeof(flashtune_input), unless `inputs_len` is 0.
     pub input_size: u64,
+    /// A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask reads need
+    /// not be among the inputs. 0 for none.
+    pub block_mask: BlockMaskHandle,
+}
+
+/// A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BlockMaskArgs {
+    /// sizeof(flashtune_block_mask_args).
+    pub struct_size: u32,
+    /// 0.
+    pub reserved: i32,
+    /// The mask, as in `flashtune_forward_args`.
+    pub mask_program: *const c_char,
+    /// What it reads. Tensors must live, and stay as they are, for as long as the block mask is used; all else is copied.
+    pub inputs: *const Input,
+    /// How many; others than the mask reads are ignored.
+    pub inputs_len: u64,
+    /// sizeof(flashtune_input), unless `inputs_len` is 0.
+    pub input_size: u64,
+    /// Sequences of the calls; 0 for any number, unless the mask reads `b`.
+    pub batch: i64,
+    /// Heads of Q; 0 for any number, unless the mask reads `h`.
+    pub heads: i64,
+    /// Heads of K and V; 0 for any number, unless the mask reads `h_kv`.
+    pub kv_heads: i64,
+    /// Rows of Q.
+    pub q_len: i64,
+    /// Rows of K and V.
+    pub kv_len: i64,
 }
 
 /// The handle of [`EngineHandle`] that no engine has.
 pub(crate) const NO_ENGINE: EngineHandle = 0;
+
+/// The handle of [`BlockMaskHandle`] that no block mask has.
+pub(crate) const NO_BLOCK_MASK: BlockMaskHandle = 0;

@@ -71,6 +71,47 @@ static void options(void) {
     expect("no place for the handle", flashtune_engine_open(NULL, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
 }
 
+#define BAD_BLOCK_MASK(change, status, word)                                              \
+    do {                                                                                  \
+        flashtune_block_mask_args m = {.struct_size = sizeof m, .mask_program = "kv <= q + n", .inputs = &n, \
+                                       .inputs_len = 1, .input_size = sizeof n, .q_len = ROWS, .kv_len = ROWS}; \
+        flashtune_block_mask made = 77;                                                   \
+        change;                                                                           \
+        expect("block mask: " #change, flashtune_block_mask_create(engine, &m, &made), status, word); \
+        if (made != 0) failures++, fprintf(stderr, "block mask: " #change ": a stale handle\n"); \
+    } while (0)
+
+static void block_masks(void) {
+    const flashtune_status argument = FLASHTUNE_STATUS_INVALID_ARGUMENT, handle = FLASHTUNE_STATUS_INVALID_HANDLE;
+    flashtune_input n = {.name = "n", .storage = FLASHTUNE_STORAGE_I64, .int_value = 3}, other = n;
+    other.int_value = 4;
+    BAD_BLOCK_MASK(m.struct_size = 8, argument, "struct_size");
+    BAD_BLOCK_MASK(m.reserved = 1, argument, "reserved");
+    BAD_BLOCK_MASK(m.mask_program = NULL, argument, "mask_program is null");
+    BAD_BLOCK_MASK(m.mask_program = "kv <= x", argument, "`x`");
+    BAD_BLOCK_MASK(m.mask_program = "alibi", argument, "a block mask is of a mask alone");
+    BAD_BLOCK_MASK(m.mask_program = "kv <= b", argument, "name their number");
+    BAD_BLOCK_MASK(m.inputs_len = 0, argument, "`n`");
+    BAD_BLOCK_MASK(m.q_len = -1, argument, "q_len is -1");
+    BAD_BLOCK_MASK(m.batch = (int64_t)1 << 40, argument, "batch is 1099511627776");
+    BAD_BLOCK_MASK(m.kv_len = INT32_MAX, FLASHTUNE_STATUS_UNSUPPORTED, "kv_len");
+    flashtune_block_mask_args m = {.struct_size = sizeof m, .mask_program = "kv <= q + n", .inputs = &n, .inputs_len = 1,
+                                   .input_size = sizeof n, .heads = HEADS, .q_len = ROWS, .kv_len = ROWS};
+    flashtune_block_mask made;
+    expect("no place for the block mask", flashtune_block_mask_create(engine, &m, NULL), argument, "null");
+    expect("no engine", flashtune_block_mask_create(5, &m, &made), handle, "engine");
+    expect("a block mask", flashtune_block_mask_create(engine, &m, &made), FLASHTUNE_STATUS_OK, "");
+    BAD_ARGS((a.block_mask = made, a.k.shape[2] = a.v.shape[2] = 5), argument, "kv_len is 5, but it was made for 8");
+    BAD_ARGS((a.block_mask = made, a.mask_program = "kv < 3"), argument, "the call's mask is another");
+    BAD_ARGS((a.block_mask = made, a.score_program = "score * n", a.inputs = &other, a.inputs_len = 1,
+              a.input_size = sizeof other), argument, "the scalar `n` is Int(4)");
+    BAD_ARGS(a.block_mask = made + 1, handle, "no block mask");
+    expect("no place for bytes", flashtune_block_mask_bytes(made, NULL), argument, "null");
+    expect("destroy", flashtune_block_mask_destroy(made), FLASHTUNE_STATUS_OK, "");
+    expect("destroy again", flashtune_block_mask_destroy(made), handle, "no block mask");
+    BAD_ARGS(a.block_mask = made, handle, "no block mask");
+}
+
 static void programs(void) {
     static const float slopes[HEADS] = {0.5f, 0.25f};
     flashtune_input x = {.name = "slope", .data = slopes, .shape = {HEADS}, .strides = {1}, .rank = 1,
@@ -275,6 +316,7 @@ int main(void) {
     explanations();
     serving();
     programs();
+    block_masks();
     structs();
     tensors();
     handles();

@@ -1,6 +1,6 @@
 /*
  * Score programs through the C ABI, against plain loops: a window whose length is a run-time scalar, ALiBi with a tensor
- * of slopes, a bias of bf16 that is broadcast, and a sink.
+ * of slopes, a bias of bf16 that is broadcast, and a sink; the same by a mask that was prepared before.
  */
 #include <flashtune.h>
 #include <math.h>
@@ -76,6 +76,21 @@ int main(void) {
         require(flashtune_forward(engine, &a));
         if (!(error(left) < 1e-5)) failures++, fprintf(stderr, "left %d: %g\n", left, error(left));
     }
+    flashtune_input left = inputs[3];
+    flashtune_block_mask_args m = {
+        .struct_size = sizeof m, .mask_program = a.mask_program, .inputs = &left, .inputs_len = 1, .input_size = sizeof left,
+        .q_len = ROWS, .kv_len = ROWS,
+    };
+    flashtune_block_mask block_mask;
+    uint64_t bytes = 1;
+    left.int_value = 20;
+    require(flashtune_block_mask_create(engine, &m, &block_mask));
+    a.mask_program = NULL, a.block_mask = block_mask, a.inputs_len = 3;
+    memset(o, 0, sizeof o);
+    require(flashtune_forward(engine, &a));
+    require(flashtune_block_mask_bytes(block_mask, &bytes));
+    if (!(error(20) < 1e-5) || bytes != 0) failures++, fprintf(stderr, "block mask: %g, %d bytes\n", error(20), (int)bytes);
+    require(flashtune_block_mask_destroy(block_mask));
     require(flashtune_engine_close(engine));
     return failures;
 }

@@ -13,11 +13,13 @@ three as arguments. Bundles must be signed by a key of ``FLASHTUNE_TRUSTED_KEYS`
 
 from . import _library
 from ._version import __version__
+from .block_mask import BlockMask
 from .engine import Engine, default_engine, explain, set_default_engine
 from .errors import EngineClosed, Error, InvalidArgument, InvalidTensor, Missing, Sealed, Unsupported
-from .functional import attention, flash_attn_func, scaled_dot_product_attention
+from .functional import attention, create_block_mask, flash_attn_func, scaled_dot_product_attention
 
 __all__ = [
+    "BlockMask",
     "Engine",
     "EngineClosed",
     "Error",
@@ -28,6 +30,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "attention",
+    "create_block_mask",
     "default_engine",
     "explain",
     "flash_attn_func",

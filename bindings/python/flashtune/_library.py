@@ -30,6 +30,11 @@ FORWARD_ARGS = struct.Struct("=II" + 4 * "Q4q4qii" + "QQqqif")
 
 # What follows for a score program: three texts, the inputs, their number, and the size of one. Plain calls leave it out.
 PROGRAM_ARGS = struct.Struct("=QQQQQQ")
+# And behind it a block mask.
+BLOCK_MASK = struct.Struct("=Q")
+# flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads, kv_heads,
+# q_len, kv_len.
+BLOCK_MASK_ARGS = struct.Struct("=IiQQQQ5q")
 # flashtune_input: name, data, shape, strides, storage, rank, int_value, float_value.
 INPUT = struct.Struct("=QQ4q4qiiqd")
 STORAGES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5, "bool": 6}
@@ -101,6 +106,9 @@ def _load(path):
         "flashtune_engine_close": (status, [handle]),
         # The packed struct goes as bytes: the library gets the address of their content.
         "flashtune_forward": (status, [handle, ctypes.c_char_p]),
+        "flashtune_block_mask_create": (status, [handle, ctypes.c_char_p, pointer(handle)]),
+        "flashtune_block_mask_destroy": (status, [handle]),
+        "flashtune_block_mask_bytes": (status, [handle, pointer(ctypes.c_uint64)]),
         "flashtune_explain": text,
         "flashtune_counters": text,
         "flashtune_preload": (status, [handle, ctypes.c_char_p]),

@@ -20,18 +20,22 @@ class Program:
 
     def pack(self, adapter, device):
         """The end of the argument struct, and what must live until the call returns."""
+        inputs, kept = self.inputs(adapter, device)
+        addresses = [0 if t is None else address(t) for t in self.texts]
+        return abi.PROGRAM_ARGS.pack(*addresses, *inputs), [*kept, *self.texts]
+
+    def inputs(self, adapter, device):
+        """Where the inputs are, their number, and the size of one; and what must live until the call returns."""
         packed, kept = [], []
         for name, value in self.values.items():
             if not isinstance(name, str):
                 raise InvalidArgument(f"the name {name!r} in tensors is no text")
             text = _text("a name in tensors", name)
             kept.append(text)
-            packed.append(abi.INPUT.pack(_address(text), *_value(name, value, adapter, device)))
+            packed.append(abi.INPUT.pack(address(text), *_value(name, value, adapter, device)))
         inputs = b"".join(packed)
-        kept += [inputs, *self.texts]
-        addresses = [0 if t is None else _address(t) for t in self.texts]
-        where = _address(inputs) if packed else 0
-        return abi.PROGRAM_ARGS.pack(*addresses, where, len(packed), abi.INPUT.size), kept
+        where = address(inputs) if packed else 0
+        return (where, len(packed), abi.INPUT.size), [*kept, inputs]
 
 
 def _text(name, text):
@@ -47,7 +51,7 @@ def _text(name, text):
         raise InvalidArgument(f"{name} is no text: {e}") from None
 
 
-def _address(data):
+def address(data):
     """Of the content of a bytes object, which ends with a zero byte."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
 

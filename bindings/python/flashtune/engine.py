@@ -12,6 +12,7 @@ import threading
 from . import _library as abi
 from ._programs import Program
 from ._tensors import adapter
+from .block_mask import BlockMask, handle_of
 from .errors import EngineClosed, InvalidArgument, InvalidTensor
 
 
@@ -72,12 +73,13 @@ class Engine:
         score=None,
         sink=None,
         tensors=None,
+        block_mask=None,
     ):
         """Attention of ``q`` over ``k`` and ``v``: what :func:`flash_attn_func` computes, on this engine.
 
         layout: ``"bshd"`` for ``[batch, rows, heads, head_dim]``, ``"bhsd"`` for ``[batch, heads, rows, head_dim]``.
         out: memory for the result, of the dtype of ``q``; a new contiguous tensor when not given.
-        mask, score, sink, tensors: a score program and what it reads, as :func:`attention` takes them.
+        mask, score, sink, tensors, block_mask: a score program and what it reads, as :func:`attention` takes them.
         """
         if layout != "bshd" and layout != "bhsd":
             raise InvalidArgument(f"layout is {layout!r}; it is 'bshd' or 'bhsd'")
@@ -86,7 +88,13 @@ class Engine:
             program = Program(mask, score, sink, tensors)
         kind, left, right = mask_of(causal, window)
         bshd = layout == "bshd"
-        return self._attend(adapter(q), q, k, v, bshd, kind, left, right, scale, return_lse, out, program=program)
+        return self._attend(
+            adapter(q), q, k, v, bshd, kind, left, right, scale, return_lse, out, program=program, block_mask=block_mask
+        )
+
+    def create_block_mask(self, mask, B, H, Q_LEN, KV_LEN, *, tensors=None, H_KV=None):
+        """:func:`create_block_mask` for calls of this engine."""
+        return BlockMask(self, mask, B, H, Q_LEN, KV_LEN, tensors, H_KV)
 
     def _attend(
         self,
@@ -104,6 +112,7 @@ class Engine:
         top_left=False,
         grouped=True,
         program=None,
+        block_mask=None,
     ):
         """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
         PyTorch's causal mask; without ``grouped`` all tensors must have as many heads."""
@@ -141,6 +150,8 @@ class Engine:
                     raise InvalidTensor(f"out shares memory with {other}, which is read while out is written; pass other memory")
         lse = tensors.empty_lse((b, h, s), q) if return_lse else None
         more, _kept = (b"", None) if program is None else program.pack(tensors, device)
+        if block_mask is not None:
+            more = (more or bytes(abi.PROGRAM_ARGS.size)) + abi.BLOCK_MASK.pack(handle_of(block_mask, name))
         try:
             args = abi.FORWARD_ARGS.pack(
                 abi.FORWARD_ARGS.size + len(more),

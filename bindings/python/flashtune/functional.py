@@ -3,6 +3,8 @@
 What is not supported raises :class:`Unsupported`; nothing falls back to anything in silence.
 """
 
+import sys
+
 from . import _library as abi
 from . import engine as _engine
 from ._programs import Program
@@ -100,6 +102,7 @@ def attention(
     scale=None,
     enable_gqa=False,
     return_lse=False,
+    block_mask=None,
 ):
     """Attention with any mask and any change of the scores, compiled into the kernel.
 
@@ -113,6 +116,7 @@ def attention(
     sink: the logit of one more key without a value, such as ``"sinks[h]"``.
     tensors: what these texts read, by name: numbers, and tensors of up to four axes on the device of ``query``. A name that
     a text does not declare is declared by its value: dtype and number of axes.
+    block_mask: in place of ``mask``, one that :func:`create_block_mask` has prepared; its tensors need not be passed again.
     """
     program = Program(mask, score, sink, tensors)
     adapted = adapter(query)
@@ -121,8 +125,46 @@ def attention(
         program = None
     grouped = bool(enable_gqa)
     return engine._attend(
-        adapted, query, key, value, False, abi.FULL, 0, 0, scale, return_lse, grouped=grouped, program=program
+        adapted,
+        query,
+        key,
+        value,
+        False,
+        abi.FULL,
+        0,
+        0,
+        scale,
+        return_lse,
+        grouped=grouped,
+        program=program,
+        block_mask=block_mask,
     )
+
+
+def create_block_mask(mask, B, H, Q_LEN, KV_LEN, device=None, *, tensors=None, H_KV=None):
+    """A mask prepared once for many calls of :func:`attention`, such as those of all layers of a model.
+
+    mask: its text or name, as :func:`attention` takes it.
+    B, H: sequences and query heads of the calls; None for any number, which a mask that reads ``b`` or ``h`` does not take.
+    Q_LEN, KV_LEN: rows of query and of key.
+    device: where the calls compute; that of the tensors when not given, else the current GPU, if there is one.
+    tensors: what the mask reads, by name. They must stay as they are for as long as the block mask is used.
+    H_KV: KV heads, for masks that read ``h_kv``.
+
+    Nothing is computed here. Where kernels have something found of a mask first (documents, bool tensors, block-sparse and
+    dilated masks on a GPU of compute capability 9.0), the first call of each kernel does it, and later calls go by that. Make
+    one call before you capture a CUDA graph: what is there then is used, otherwise every replay finds it anew.
+    """
+    if device is None:
+        first = next((t for t in (tensors or {}).values() if hasattr(t, "shape")), None) if hasattr(tensors, "values") else None
+        device = _anywhere() if first is None else getattr(first, "device", "cpu")
+    return default_engine(device).create_block_mask(mask, B, H, Q_LEN, KV_LEN, tensors=tensors, H_KV=H_KV)
+
+
+def _anywhere():
+    """The current GPU, if PyTorch is there and sees one."""
+    torch = sys.modules.get("torch")
+    return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
 
 
 def scaled_dot_product_attention(
