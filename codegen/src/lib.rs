@@ -43,7 +43,7 @@ pub use resources::Resources;
 pub use schedule::{
     CpuSchedule, Family, NaiveSchedule, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
 };
-pub use shape::{Shape, ShapeBucket};
+pub use shape::{BucketPlace, Shape, ShapeBucket};
 pub use templates::TemplateSet;
 pub use tensor_map::{TensorMapSpec, has_loose_biases, unaddressable};
 pub use traffic::{Traffic, Visits};

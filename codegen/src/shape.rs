@@ -117,12 +117,48 @@ impl ShapeBucket {
     /// How far two buckets are apart, in doublings; 0 means the same bucket. Lengths weigh more than parallelism,
     /// because the block sizes follow them.
     pub fn distance(&self, other: &Self) -> f64 {
-        let log = |a: u32, b: u32| ((a.max(1) as f64).log2() - (b.max(1) as f64).log2()).abs();
-        2.0 * log(self.q_len, other.q_len)
-            + log(self.kv_len, other.kv_len)
-            + 0.5 * log(self.parallel, other.parallel)
-            + 0.25 * log(self.group, other.group)
-            + if (self.window == 0) == (other.window == 0) { log(self.window, other.window) } else { 2.0 }
+        self.place().distance(&other.place())
+    }
+
+    /// Where the bucket lies, for whoever compares it with many.
+    pub fn place(&self) -> BucketPlace {
+        let log = |n: u32| f64::from(n.max(1)).log2();
+        BucketPlace {
+            q_len: log(self.q_len),
+            kv_len: log(self.kv_len),
+            parallel: log(self.parallel),
+            group: log(self.group),
+            window: (self.window != 0).then(|| log(self.window)),
+        }
+    }
+}
+
+/// The logarithms of a bucket's sizes: its distance from another is then a few additions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BucketPlace {
+    q_len: f64,
+    kv_len: f64,
+    parallel: f64,
+    group: f64,
+    window: Option<f64>,
+}
+
+impl BucketPlace {
+    /// As [`ShapeBucket::distance`].
+    pub fn distance(&self, other: &Self) -> f64 {
+        self.lengths_apart(other)
+            + 0.5 * (self.parallel - other.parallel).abs()
+            + 0.25 * (self.group - other.group).abs()
+            + match (self.window, other.window) {
+                (Some(own), Some(others)) => (own - others).abs(),
+                (None, None) => 0.0,
+                _ => 2.0,
+            }
+    }
+
+    /// The part of the distance that the lengths make: it is never less.
+    pub fn lengths_apart(&self, other: &Self) -> f64 {
+        2.0 * (self.q_len - other.q_len).abs() + (self.kv_len - other.kv_len).abs()
     }
 }
 

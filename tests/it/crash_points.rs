@@ -1,7 +1,8 @@
 //! Processes that are killed in any file operation on the cache, writes after their first half: what was published is there, and
 //! whoever comes next finishes the work without doing it again.
 //!
-//! A test run has time for some of the operations; `FLASHTUNE_CRASH_POINTS` says for how many, up to all of them.
+//! A test run has time for some of the operations; `FLASHTUNE_CRASH_POINTS` says for how many, up to all of them, and
+//! `FLASHTUNE_CRASH_FROM` from which one on.
 
 use crate::common::compiler::LoggedCompiler;
 use crate::common::faults::{Faults, answers, copy, points};
@@ -83,6 +84,7 @@ fn a_tuner_that_is_killed_in_any_operation_is_followed_by_one_that_repeats_nothi
         let status = first.output.status;
         assert!(status.signal() == Some(9) || status.code().is_some_and(|code| code < 4), "{what}: {}", first.stderr());
         killed += usize::from(status.signal().is_some());
+        println!("{what}: {status}");
         assert!(records(&faults) >= 1, "{what}: what was published before is lost");
         // The machine may be too busy for a result, which is another test's matter.
         let report = (0..4).find_map(|_| {

@@ -16,6 +16,7 @@ mod dispatch_cuda;
 mod engine_programs;
 mod faults;
 mod fleet;
+mod golden;
 mod killed;
 mod launches;
 mod missing;

@@ -92,6 +92,38 @@ fn equal_caches_have_equal_digests_and_others_differ() {
     assert_ne!(one, digest(&[a, b], OnMiss::Refuse));
 }
 
+/// The promise is 1 us at release; the figure is in docs/trust.md, as that of hits.
+#[test]
+fn a_sealed_miss_allocates_little_and_is_quick() {
+    let (place, device) = (Place::new(), counted());
+    let engine = engine(&place, &device, Policy::Default);
+    let (problem, _) = small(64);
+    let grouped = |group, n: u32| Shape { heads: group, kv_heads: 1, ..small(1 << n).1 };
+    // Lengths that one kernel serves.
+    let classes = |groups: std::ops::Range<u32>| groups.flat_map(|g| (7..11).map(move |n| (g, n))).collect::<Vec<_>>();
+    for (group, n) in classes(1..25) {
+        engine.plan(&problem, &grouped(group, n)).unwrap();
+    }
+    engine.seal(OnMiss::Nearest).unwrap();
+    let (mut times, before) = (Vec::new(), ALLOCATIONS.with(Cell::get));
+    let unknown = classes(25..61);
+    for (group, n) in &unknown {
+        let start = Instant::now();
+        let plan = engine.plan(&problem, &grouped(*group, *n)).unwrap();
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+        assert_eq!((plan.bucket().group, plan.bucket().q_len), (*group, 1 << n));
+    }
+    // The plan, its place in the table, its count; what the list of times and the map of counts take is shared by many.
+    let each = (ALLOCATIONS.with(Cell::get) - before) as f64 / unknown.len() as f64;
+    assert!(each < 3.5, "{each} allocations for each unknown class");
+    times.sort_by(f64::total_cmp);
+    let median = times[times.len() / 2];
+    assert!(median < 20.0, "{median} us for a class that is met for the first time");
+    // What it is served from has its lengths, and says so.
+    let account = engine.explain(&problem, &grouped(60, 7)).unwrap();
+    assert!(account.because.contains("g24q128k128, ") && account.because.contains("doublings away"), "{account}");
+}
+
 /// The promise is 200 ns at release; what is checked here is an unoptimised build on a busy machine. The figure is in
 /// docs/trust.md, by `cargo run --release --example hit`.
 #[test]

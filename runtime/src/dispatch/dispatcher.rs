@@ -49,7 +49,7 @@ pub struct Dispatcher {
     pub(super) plans: RwLock<ByClass<Arc<Plan>>>,
     /// What answers once it is there: without a lock.
     pub(super) sealed: OnceLock<Sealed>,
-    tallies: RwLock<HashMap<PlanKey, Arc<Tally>>>,
+    tallies: RwLock<ByClass<Arc<Tally>>>,
     pub(super) modules: RwLock<HashMap<Kernel, Loaded>>,
     planning: Flights<PlanKey>,
     pub(super) loading: Flights<Kernel>,
@@ -69,6 +69,8 @@ pub(super) struct Config {
 struct Search {
     choices: Vec<Choice>,
     refusals: Vec<Refusal>,
+    /// What speaks against the families that the model did not choose: of interest where its choice serves.
+    against_others: Vec<Refusal>,
 }
 
 impl Dispatcher {
@@ -242,20 +244,29 @@ impl Dispatcher {
 
     /// Searches, loads, and falls from choice to choice until one serves.
     fn make(&self, key: &PlanKey, shape: &Shape, haste: bool) -> Result<Plan> {
-        let Search { choices, mut refusals } = self.search(key)?;
+        let Search { choices, mut refusals, against_others } = self.search(key)?;
+        let of_model = choices.last().filter(|c| c.record.is_none()).map(|c| c.kernel.schedule);
         let mut tried = 0;
         for choice in choices {
             let last = choice.record.is_none();
             match self.load(&choice, haste) {
                 Ok(Served { choice, loaded: Loaded { module, artifact, binary }, awaited }) => {
+                    match of_model.filter(|s| choice.record.is_some() && *s != choice.kernel.schedule) {
+                        Some(schedule) => {
+                            let what = format!("{schedule} of {}", schedule.family());
+                            refusals.push(Refusal::new(what, "it is the model's choice, and a record goes before it"));
+                        }
+                        None if choice.record.is_none() => refusals.extend(against_others),
+                        None => {}
+                    }
                     return Ok(Plan {
                         module,
                         artifact,
                         bucket: key.bucket,
                         shape: *shape,
-                        device: self.fingerprint().clone(),
+                        device: Arc::new(self.fingerprint().clone()),
                         policy: self.config.policy,
-                        templates: self.binaries.templates.hash().to_owned(),
+                        templates: self.binaries.templates.hash().into(),
                         choice,
                         binary,
                         refusals,
@@ -289,7 +300,7 @@ impl Dispatcher {
         let families = self.families(key, &mut search.refusals)?;
         self.search_records(key, &families, &mut search);
         if self.may_compile() {
-            search.choices.push(self.default_choice(key, &families, &mut search.refusals)?);
+            search.choices.push(self.default_choice(key, &families, &mut search.against_others)?);
         } else if search.choices.is_empty() && key.demand.needs_the_plain_kernel() {
             let why = format!("it would have to be compiled for this call ({:?})", key.demand).to_lowercase();
             search.refusals.push(Refusal::new("forward/naive", why));
@@ -399,8 +410,9 @@ impl Dispatcher {
                             }
                             _ => "nothing tuned fits; this is the model's choice (run `flashtune tune`)",
                         }
-                        .to_owned(),
-                        layer: "none".to_owned(),
+                        .to_owned()
+                        .into(),
+                        layer: "none".into(),
                         distance: 0.0,
                         record: None,
                     });
@@ -447,7 +459,14 @@ fn choice(kernel: Kernel, m: &Match, distance: f64, launches: Launches) -> Choic
             ),
         }
     };
-    Choice { kernel, status, because, layer: m.layer.clone(), distance, record: Some(m.record.clone()) }
+    Choice {
+        kernel,
+        status,
+        because: because.into(),
+        layer: m.layer.as_str().into(),
+        distance,
+        record: Some(m.record.clone()),
+    }
 }
 
 /// Says once what a class of calls runs on; louder the less is known about it.

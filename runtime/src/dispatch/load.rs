@@ -66,7 +66,7 @@ impl Dispatcher {
         let start = Instant::now();
         let module = self.config.device.load(&artifact)?;
         count(&self.binaries.work.loaded, &self.binaries.work.load_us, start);
-        let loaded = Loaded { module, artifact: artifact.recipe.key(), binary };
+        let loaded = Loaded { module, artifact: artifact.recipe.key(), binary: binary.into() };
         self.modules.write().unwrap_or_else(PoisonError::into_inner).insert(*kernel, loaded.clone());
         Ok(loaded)
     }
@@ -150,7 +150,7 @@ impl Dispatcher {
             "it compiles quickly, and answers with the same bits until {} is compiled ({}: {})",
             choice.kernel.schedule, choice.status, choice.because
         );
-        let choice = Choice { kernel, status: Status::Quick, because, ..choice.clone() };
+        let choice = Choice { kernel, status: Status::Quick, because: because.into(), ..choice.clone() };
         Some(Served { choice, loaded, awaited: Some(awaited) })
     }
 

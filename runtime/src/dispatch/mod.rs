@@ -11,6 +11,7 @@ mod background;
 mod binaries;
 mod demand;
 mod dispatcher;
+mod donors;
 mod explain;
 mod flight;
 mod key;

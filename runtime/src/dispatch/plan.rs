@@ -17,12 +17,12 @@ pub struct Plan {
     pub(crate) bucket: ShapeBucket,
     /// The sizes of the call that the plan was made for.
     pub(crate) shape: Shape,
-    pub(crate) device: DeviceFingerprint,
+    pub(crate) device: Arc<DeviceFingerprint>,
     pub(crate) policy: Policy,
-    pub(crate) templates: String,
+    pub(crate) templates: Arc<str>,
     pub(crate) choice: Choice,
     /// Where the binary comes from.
-    pub(crate) binary: String,
+    pub(crate) binary: Arc<str>,
     pub(crate) refusals: Vec<Refusal>,
     /// Where the calls of the class are counted.
     pub(super) tally: Arc<Tally>,
@@ -36,12 +36,42 @@ pub(crate) struct Choice {
     pub kernel: Kernel,
     pub status: Status,
     /// What the status rests on, in words.
-    pub because: String,
-    pub layer: String,
+    pub because: Because,
+    pub layer: Arc<str>,
     /// Doublings from the sizes that it was made for.
     pub distance: f64,
     /// The record, unless the schedule is the model's choice.
     pub record: Option<Arc<Record>>,
+}
+
+/// What a status rests on. The words are put together when somebody reads them: a sealed call does not wait for them.
+#[derive(Debug, Clone)]
+pub(crate) struct Because {
+    said: Arc<str>,
+    /// The class whose plan serves another one, and how many doublings away that is.
+    serves_from: Option<(ShapeBucket, f64)>,
+}
+
+impl Because {
+    /// The same, said of a class that is served from another's plan.
+    pub fn served_from(&self, bucket: ShapeBucket, distance: f64) -> Self {
+        Self { said: self.said.clone(), serves_from: Some((bucket, distance)) }
+    }
+}
+
+impl From<String> for Because {
+    fn from(said: String) -> Self {
+        Self { said: said.into(), serves_from: None }
+    }
+}
+
+impl fmt::Display for Because {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((bucket, distance)) = &self.serves_from {
+            write!(f, "sealed; of {bucket}, {distance:.1} doublings away: ")?;
+        }
+        f.write_str(&self.said)
+    }
 }
 
 /// A loaded kernel and where its binary came from.
@@ -50,7 +80,7 @@ pub(super) struct Loaded {
     pub module: Arc<dyn Module>,
     /// Recipe key.
     pub artifact: Key,
-    pub binary: String,
+    pub binary: Arc<str>,
 }
 
 impl Plan {
@@ -123,10 +153,10 @@ impl Plan {
             schedule: kernel.schedule.to_string(),
             kernel: kernel.name(),
             status: *status,
-            because: because.clone(),
-            layer: layer.clone(),
-            binary: self.binary.clone(),
-            templates: self.templates.clone(),
+            because: because.to_string(),
+            layer: layer.to_string(),
+            binary: self.binary.to_string(),
+            templates: self.templates.to_string(),
             launches: winner.and(record.as_deref()).map(|r| r.key.launches),
             tuned_us: winner.map(|w| w.median_us),
             gain_over_default: record.as_deref().and_then(Record::gain_over_default),
@@ -202,18 +232,18 @@ impl Plan {
             artifact: Key([0; 32]),
             bucket: key.bucket,
             shape,
-            device,
+            device: Arc::new(device),
             policy: Policy::Sealed,
-            templates: String::new(),
+            templates: "".into(),
             choice: Choice {
                 kernel,
                 status: Status::Tuned,
-                because: String::new(),
-                layer: String::new(),
+                because: String::new().into(),
+                layer: "".into(),
                 distance: 0.0,
                 record: None,
             },
-            binary: String::new(),
+            binary: "".into(),
             refusals: Vec::new(),
             tally: Arc::new(Tally::new(key.problem, shape, true)),
             awaited: None,

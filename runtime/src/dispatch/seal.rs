@@ -87,9 +87,8 @@ impl Dispatcher {
 
     /// Answers a call that no sealed plan was made for, and remembers the answer.
     pub(super) fn sealed_miss(&self, sealed: &Sealed, key: PlanKey, shape: &Shape) -> Result<Arc<Plan>> {
-        let from = sealed.nearest(&key, shape)?;
+        let (from, distance) = sealed.nearest(&key, shape)?;
         let Choice { kernel, status, because, layer, record, .. } = &from.choice;
-        let distance = from.bucket.distance(&key.bucket);
         let plan = Plan {
             module: from.module.clone(),
             artifact: from.artifact,
@@ -101,7 +100,7 @@ impl Dispatcher {
             choice: Choice {
                 kernel: *kernel,
                 status: if *status == Status::Tuned { Status::NearestShape } else { *status },
-                because: format!("sealed; of {}, {distance:.1} doublings away: {because}", from.bucket),
+                because: because.served_from(from.bucket, distance),
                 layer: layer.clone(),
                 distance,
                 record: record.clone(),

@@ -1,6 +1,7 @@
 //! A closed set of plans: what it answers, and the digest that tells it from others.
 
-use super::key::PlanKey;
+use super::donors::Donors;
+use super::key::{Mix, PlanKey};
 use super::plan::Plan;
 use super::table::Table;
 use crate::{Error, Result};
@@ -8,6 +9,7 @@ use flashtune_cache::Key;
 use flashtune_codegen::{Arch, Problem, Schedule, Shape, ShapeBucket};
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
+use std::hash::BuildHasherDefault;
 use std::sync::Arc;
 
 /// What a sealed dispatcher does with a class of sizes that it has no plan for.
@@ -39,7 +41,7 @@ pub struct Seal {
 pub(super) struct Sealed {
     table: Table,
     /// The plans that misses are answered from.
-    by_problem: HashMap<Problem, Vec<Arc<Plan>>>,
+    by_problem: HashMap<Problem, Donors, BuildHasherDefault<Mix>>,
     on_miss: OnMiss,
     seal: Seal,
 }
@@ -80,12 +82,9 @@ impl Sealed {
             table.insert(key, plan);
         }
         lines.sort();
-        // Misses must have the same answer in every process.
-        for plans in by_problem.values_mut() {
-            plans.sort_by_key(|p| (p.bucket, p.kernel().schedule));
-        }
-        let digest = Key::of_value("flashtune seal 1", &(arch, templates, on_miss, &lines));
+        let digest = Key::of_value("flashtune seal 2", &(arch, templates, on_miss, &lines));
         let seal = Seal { digest, classes: lines.len(), kernels: kernels.len(), left_out };
+        let by_problem = by_problem.into_iter().map(|(problem, plans)| (problem, Donors::new(plans))).collect();
         Self { table, by_problem, on_miss, seal }
     }
 
@@ -104,8 +103,8 @@ impl Sealed {
         &self.seal
     }
 
-    /// The kernel for a class that was not foreseen.
-    pub fn nearest(&self, key: &PlanKey, shape: &Shape) -> Result<&Arc<Plan>> {
+    /// The plan that serves a class which was not foreseen, and how many doublings it is away.
+    pub fn nearest(&self, key: &PlanKey, shape: &Shape) -> Result<(&Arc<Plan>, f64)> {
         let refused = |reason: String| Error::Sealed {
             problem: format!("{} {shape}", key.problem),
             reason,
@@ -114,17 +113,11 @@ impl Sealed {
         if self.on_miss == OnMiss::Refuse {
             return Err(refused(format!("the class {} was not sealed in", key.bucket)));
         }
-        let all = self.by_problem.get(&key.problem).map_or(&[][..], Vec::as_slice);
-        let fit = all.iter().filter(|p| key.demand.is_met_by(p.kernel().schedule.family()));
-        let rank = |p: &Plan| (!p.status().is_measured(), p.bucket.distance(&key.bucket));
-        let nearest = fit.min_by(|a, b| {
-            let ((a, x), (b, y)) = (rank(a), rank(b));
-            a.cmp(&b).then(x.total_cmp(&y))
-        });
-        nearest.ok_or_else(|| {
-            refused(match all.is_empty() {
-                true => "no kernel of the problem was sealed in".to_owned(),
-                false => format!("of its {} sealed classes no kernel serves it: {}", all.len(), key.demand.why_not()),
+        let donors = self.by_problem.get(&key.problem);
+        donors.and_then(|d| d.nearest(key.bucket, key.demand)).ok_or_else(|| {
+            refused(match donors {
+                None => "no kernel of the problem was sealed in".to_owned(),
+                Some(d) => format!("of its {} sealed classes no kernel serves it: {}", d.len(), key.demand.why_not()),
             })
         })
     }
