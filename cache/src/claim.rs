@@ -70,6 +70,19 @@ impl Claims {
         }
     }
 
+    /// Removes the files of claims that nobody holds: of processes that were killed after their work was done, which nobody
+    /// asks for again.
+    pub(crate) fn clear(&self) {
+        let Ok(entries) = std::fs::read_dir(&self.folder) else { return };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            if let Ok(Some(file)) = lock(&self.folder, &path)
+                && is_at(&file, &path)
+            {
+                drop(Claim { held: Some((file, path)) });
+            }
+        }
+    }
+
     /// Waits for the claim or for `done` to say that the work has been done, at most `patience`.
     pub fn wait<T>(&self, work: &Key, patience: Duration, mut done: impl FnMut() -> Option<T>) -> Turn<T> {
         let (start, mut step) = (Instant::now(), FIRST_STEP);
@@ -183,6 +196,19 @@ mod tests {
         assert!(matches!(wait(b"two"), Turn::Mine(_)));
         drop(held);
         assert!(matches!(wait(b"one"), Turn::Mine(_)));
+    }
+
+    #[test]
+    fn what_killed_processes_leave_is_cleared_and_what_is_held_stays() {
+        let (_tmp, claims) = claims();
+        let held = claims.take(&Key::of(b"held")).unwrap();
+        std::fs::write(claims.folder.join(Key::of(b"left").hex()), "12345\n").unwrap();
+        std::fs::create_dir(claims.folder.join("a folder")).unwrap();
+        claims.clear();
+        let left = |name: &str| claims.folder.join(name).exists();
+        assert!(left(&Key::of(b"held").hex()) && left("a folder") && !left(&Key::of(b"left").hex()));
+        assert!(claims.take(&Key::of(b"held")).is_none() && claims.take(&Key::of(b"left")).is_some());
+        drop(held);
     }
 
     #[test]

@@ -10,7 +10,8 @@ mod value;
 use crate::evict::{Evicted, evict, limit_from_env};
 use crate::publish::TEMPORARY;
 use crate::{
-    ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Record, RecordKey, Result, Timeline, Trial, dir, reap,
+    ArtifactFiles, Bundle, BundleContents, CacheDir, Claims, Error, Key, Record, RecordKey, Result, Timeline, Trial,
+    dir, reap,
 };
 use lock::StoreLock;
 use std::collections::HashSet;
@@ -80,6 +81,7 @@ impl Store {
         }
         let lock = StoreLock::take(&dir.lock_path(), &dir.store_path())?;
         reap_unfinished(dir);
+        Claims::new(dir).clear();
         let path = dir.store_path();
         let db = open_or_replace(&path)?;
         let tree = |name: &str| db.open_tree(name).map_err(|e| store_error(&path, &e));
