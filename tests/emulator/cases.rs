@@ -125,6 +125,18 @@ pub fn address(i: u64, bytes: usize) -> u64 {
 impl Expected {
     /// Runs the case under the machine's random schedule of this seed. `units` is the number of multiprocessors.
     pub fn run(&self, kernel: &Kernel, emulated: &mut Emulated, seed: u64, units: u32) -> Result<HostTensor, String> {
+        self.run_by(kernel, emulated, seed, units, &mut None)
+    }
+
+    /// The same by what another run has found of the mask; what this one finds is left there if nothing is.
+    pub fn run_by(
+        &self,
+        kernel: &Kernel,
+        emulated: &mut Emulated,
+        seed: u64,
+        units: u32,
+        findings: &mut Option<Vec<u8>>,
+    ) -> Result<HostTensor, String> {
         let case = &self.case;
         let shape = case.shape();
         let dtype = kernel.problem.dtype;
@@ -156,14 +168,19 @@ impl Expected {
             Ok::<_, &str>(Hopper { maps, biases, tiling, queue: (seed % 3) as i32 - 1 })
         });
         // Behind all tensors; what is in it before is nothing to rely on.
-        let mut found = vec![0xffu8; geometry.prelude.map_or(0, |p| p.bytes as usize)];
+        let (given, bytes) = (findings.take(), geometry.prelude.map_or(0, |p| p.bytes as usize));
+        let grids = geometry.prelude.filter(|_| given.is_none()).map_or([0; 2], |p| p.grids);
+        let mut found = given.unwrap_or_else(|| vec![0xffu8; bytes]);
+        if found.len() != bytes {
+            return Err(format!("{} bytes were found, the kernel takes {bytes}", found.len()));
+        }
         let at = address(5 + side.tensors.len() as u64, found.len());
         // Where masks take too much memory, the kernel evaluates them.
         let masks =
             geometry.prelude.and_then(|p| p.masks).filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
         let launch = Launch {
             seed,
-            prelude: (geometry.prelude.map_or([0; 2], |p| p.grids), [at, masks.unwrap_or(0)]),
+            prelude: (grids, [at, masks.unwrap_or(0)]),
             grid: geometry.blocks(units),
             threads: geometry.threads,
             smem_bytes: geometry.smem_bytes,
@@ -187,6 +204,7 @@ impl Expected {
         .map(|(i, (bytes, written))| Buffer { address: address(i as u64, bytes.len()), bytes, written })
         .collect::<Vec<_>>();
         emulated.run(&launch, &mut buffers)?;
+        *findings = Some(found);
 
         let lse: Vec<f32> = lse.as_chunks::<4>().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
         if !case.lse && lse.iter().any(|x| x.to_bits() != u32::MAX) {

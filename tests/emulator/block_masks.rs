@@ -1,0 +1,60 @@
+//! What `FoundLayout` promises: what one kernel has found of a mask serves every other one of the same layout.
+
+use crate::cases::Case;
+use crate::machine::{self, Emulated};
+use crate::schedules::random_sm90;
+use crate::{PROGRAMS, templates};
+use flashtune::codegen::{FoundLayout, Kernel};
+use flashtune::{Mask, Shape};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// A mask by runs, and one by lists and bits.
+const MASKS: [&str; 2] = [PROGRAMS[2], PROGRAMS[29]];
+
+/// The layouts of what is found for some sizes.
+fn layouts(kernel: &Kernel) -> Vec<Option<FoundLayout>> {
+    let shape = |q_len| Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len: 300, mask: Mask::Full };
+    [1, 65, 129, 193, 300].map(|n| kernel.launch(&shape(n)).expect("it fits").prelude.map(|p| p.layout)).to_vec()
+}
+
+#[test]
+fn what_one_kernel_finds_serves_others() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let templates = templates();
+    let check = &|number: u64, mask: &str| {
+        let finder = random_sm90(&mut StdRng::seed_from_u64(70 + number), Some(mask));
+        let with_score = format!("{mask} score = score * 0.5 + 0.125 * kv;");
+        let serves = |other: &Kernel| {
+            other.problem.mask == finder.problem.mask
+                && other.schedule != finder.schedule
+                && layouts(other) == layouts(&finder)
+        };
+        let others = (0..).map(|seed| random_sm90(&mut StdRng::seed_from_u64(seed), Some(&with_score)));
+        let other = others.into_iter().find(serves).expect("one of many");
+        println!("{} for {}", finder.name(), other.name());
+        let [mut first, mut second] = [&finder, &other].map(|k| Emulated::build(k, &templates).expect("it compiles"));
+        let mut rng = StdRng::seed_from_u64(number);
+        for _ in 0..3 {
+            let case = Case::random(&finder, &mut rng);
+            // Those of multiples of four have no memory for bits.
+            let seeds: [u64; 2] = rng.random::<[u64; 2]>().map(|seed| seed | 1);
+            let mut found = None;
+            let run = |kernel: &Kernel, on: &mut Emulated, seed, found: &mut Option<Vec<u8>>| {
+                case.expected(kernel)
+                    .run_by(kernel, on, seed, 3, found)
+                    .unwrap_or_else(|e| panic!("{} {case:?}: {e}", kernel.name()))
+            };
+            run(&finder, &mut first, seeds[0], &mut found);
+            let before = found.clone().expect("it is left there");
+            run(&other, &mut second, seeds[1], &mut found);
+            assert!(found.as_ref() == Some(&before), "it is read, not written");
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0u64..).zip(MASKS).map(|(n, mask)| scope.spawn(move || check(n, mask))).collect();
+        threads.into_iter().for_each(|t| t.join().expect("right answers"));
+    });
+}
