@@ -133,11 +133,15 @@ class Library(unittest.TestCase):
         body = re.search(r"typedef struct flashtune_forward_args \{(.*?)\n\}", text, re.S).group(1)
         fields = re.findall(r"^  (?!//).*?(\w+);", body, re.M)
         plain = "struct_size flags q k v o lse stream window_left window_right mask softmax_scale"
-        program = "mask_program score_program sink_program inputs inputs_len input_size"
+        program = "mask_program score_program sink_program inputs inputs_len input_size block_mask"
         self.assertEqual(fields, plain.split() + program.split())
         body = re.search(r"typedef struct flashtune_input \{(.*?)\n\}", text, re.S).group(1)
         fields = re.findall(r"^  (?!//).*?(\w+)(?:\[\d\])?;", body, re.M)
         self.assertEqual(fields, "name data shape strides storage rank int_value float_value".split())
+        body = re.search(r"typedef struct flashtune_block_mask_args \{(.*?)\n\}", text, re.S).group(1)
+        fields = re.findall(r"^  (?!//).*?(\w+);", body, re.M)
+        sizes = "batch heads kv_heads q_len kv_len"
+        self.assertEqual(fields, f"struct_size reserved mask_program inputs inputs_len input_size {sizes}".split())
         names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
         for name, number in _library.STORAGES.items():
             self.assertIn(f"FLASHTUNE_STORAGE_{names[name]} = {number},", text)
