@@ -16,6 +16,14 @@ static char names[64][512];
 static int capturing, passed, with_ids = 1;
 static char failing[64];
 static _Thread_local void *current;
+static _Thread_local int mode;
+static int ended;
+
+/* A call that no capture survives, unless the thread has said that it is beside captures; and what follows. */
+static int no_capture(int beside) {
+    if (capturing && !(beside && mode == 2)) ended = 1;
+    return ended ? 901 : 0;
+}
 
 static void say(const char *format, ...) {
     va_list arguments;
@@ -38,7 +46,7 @@ static uintptr_t next(uintptr_t *counter, uintptr_t step) {
 /* What tests say and ask: where `found` lies among a kernel's arguments; whether streams are captured, events have come to pass,
  * and streams have identifiers; which kernel cannot be launched. */
 void fake_found_at(size_t at) { found_at = at; }
-void fake_state(int captured, int past, int ids) { capturing = captured, passed = past, with_ids = ids; }
+void fake_state(int captured, int past, int ids) { capturing = captured, passed = past, with_ids = ids, ended = 0; }
 void fake_failing(const char *name) { snprintf(failing, sizeof failing, "%s", name); }
 size_t fake_log(char *to, size_t room) {
     pthread_mutex_lock(&lock);
@@ -67,7 +75,11 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (vo
 int cuDevicePrimaryCtxRelease_v2(int device) { return (void)device, 0; }
 int cuCtxGetCurrent(void **context) { return *context = current, 0; }
 int cuCtxSetCurrent(void *context) { return current = context, 0; }
-int cuThreadExchangeStreamCaptureMode(int *mode) { return (void)mode, 0; }
+int cuThreadExchangeStreamCaptureMode(int *given) {
+    int before = mode;
+    mode = *given, *given = before;
+    return 0;
+}
 
 int cuModuleLoadData(void **module, const void *image) { return (void)image, *module = (void *)7, 0; }
 int cuModuleUnload(void *module) { return (void)module, 0; }
@@ -84,15 +96,20 @@ int cuTensorMapEncodeTiled(void *map, ...) { return memset(map, 1, 128), 0; }
 
 int cuStreamCreate(void **stream, unsigned flags) { return (void)flags, *stream = (void *)next(&streams, 1), 0; }
 int cuStreamDestroy_v2(void *stream) { return (void)stream, 0; }
-int cuStreamGetId(void *stream, uint64_t *id) { return *id = 1000 + n(stream), with_ids ? 0 : 1; }
+int cuStreamGetId(void *stream, uint64_t *id) { return *id = 1000 + n(stream), no_capture(0) || !with_ids; }
 int cuStreamIsCapturing(void *stream, int *status) { return (void)stream, *status = capturing, 0; }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
-    return say("wait %lu on %lu flags %u\n", n(event), n(stream), flags), 0;
+    /* What lies outside of a capture is waited for by the flag alone that says so. */
+    if (capturing && flags != 1) ended = 1;
+    return say("wait %lu on %lu flags %u\n", n(event), n(stream), flags), ended ? 901 : 0;
 }
 int cuEventCreate(void **event, unsigned flags) { return (void)flags, *event = (void *)next(&events, 1), 0; }
 int cuEventDestroy_v2(void *event) { return say("destroy %lu\n", n(event)), 0; }
 int cuEventRecord(void *event, void *stream) { return say("record %lu on %lu\n", n(event), n(stream)), 0; }
-int cuEventQuery(void *event) { return say("query %lu\n", n(event)), passed ? 0 : 600; }
+int cuEventQuery(void *event) {
+    say("query %lu\n", n(event));
+    return no_capture(1) ? 901 : passed ? 0 : 600;
+}
 
 int cuEventElapsedTime(float *ms, void *start, void *end) { return (void)start, (void)end, *ms = 0.0f, 0; }
 
@@ -102,6 +119,7 @@ int cuMemPoolDestroy(void *pool) { return (void)pool, 0; }
 int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, void *pool, void *stream) {
     (void)pool;
     *address = next(&memory, 0x1000);
+    if (ended) return 901;
     return say("take %lx of %zu on %lu\n", (unsigned long)*address, bytes, n(stream)), 0;
 }
 int cuMemFreeAsync(uint64_t address, void *stream) { return say("free %lx on %lu\n", (unsigned long)address, n(stream)), 0; }
@@ -109,6 +127,7 @@ int cuMemFreeAsync(uint64_t address, void *stream) { return say("free %lx on %lu
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned tx, unsigned ty, unsigned tz, unsigned smem, void *stream,
                    void **parameters, void **extra) {
     (void)x, (void)y, (void)z, (void)tx, (void)ty, (void)tz, (void)smem, (void)extra;
+    if (ended) return 901;
     uint64_t found;
     memcpy(&found, (char *)parameters[0] + found_at, sizeof found);
     const char *name = names[n(f) % 64];

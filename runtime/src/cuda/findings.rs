@@ -36,7 +36,7 @@ impl Geometry {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct On {
     pub(super) stream: CUstream,
-    /// Its identifier.
+    /// Its identifier; nothing while it is captured.
     pub(super) id: u64,
     pub(super) captured: bool,
 }

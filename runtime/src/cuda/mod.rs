@@ -229,11 +229,13 @@ impl CudaDevice {
         findings: Option<&'a dyn Findings>,
         stream: CUstream,
     ) -> Result<Found<'a>> {
-        // Without identifiers of streams nobody could tell who has to wait.
-        if let (Some(findings), Some(id)) = (findings, self.driver.id_of(stream)) {
+        let captured = findings.is_some() && context::is_capturing(stream);
+        // To ask a stream that is captured for its identifier ends the capture. Without identifiers nobody could tell who has to wait.
+        let id = if captured { Some(0) } else { findings.and_then(|_| self.driver.id_of(stream)) };
+        if let (Some(findings), Some(id)) = (findings, id) {
             let own = findings.as_any().downcast_ref::<CudaFindings>().filter(|f| f.context.is(&self.context));
             let own = own.ok_or_else(|| self.foreign("launch"))?;
-            let on = On { stream, id, captured: context::is_capturing(stream) };
+            let on = On { stream, id, captured };
             let geometry = Geometry::new(prelude, module.kernel().problem.mask, args, &module.templates);
             match own.look(geometry, on)? {
                 Look::There(address) => return Ok(Found::Kept { address, findings: own, on }),
