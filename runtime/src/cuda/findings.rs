@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Geometry {
     layout: FoundLayout,
-    bytes: u64,
+    pub(super) bytes: u64,
     /// The mask beside the program's.
     sides: MaskKind,
     window: [i32; 2],

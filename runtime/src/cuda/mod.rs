@@ -8,6 +8,7 @@ mod context;
 mod cublas;
 mod driver;
 mod findings;
+mod found;
 mod graph;
 mod memory;
 mod module;
@@ -32,14 +33,14 @@ use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUfunction, CUstream};
 use driver::{Driver, driver};
-use findings::{CudaFindings, Finding, Geometry, Look, On};
+use findings::{CudaFindings, Geometry};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::{ForwardArgs, SideArgs, Sm90Args};
-use flashtune_codegen::{Arch, Launch, Prelude, SmArch};
+use flashtune_codegen::{Arch, Launch, SmArch};
+use found::Found;
 use memory::CudaBuffer;
 use module::CudaModule;
 use parameter::Parameter;
-use scratch::Scratch;
 use std::sync::{Arc, Mutex};
 
 /// A CUDA device.
@@ -103,29 +104,6 @@ pub fn device_count() -> Result<usize> {
     driver()?;
     let n = result::device::get_count().map_err(|e| driver::failed("cuDeviceGetCount", "cuda", e))?;
     Ok(usize::try_from(n).unwrap_or(0))
-}
-
-/// What is found of a launch's mask before it starts.
-enum Found<'a> {
-    /// Nothing: the mask is known by arithmetic.
-    Nothing,
-    /// Found for this launch. The memory is given back, in the stream's order, when this is dropped: behind the last launch.
-    Once(Scratch),
-    /// Found before.
-    Kept { address: u64, findings: &'a CudaFindings, on: On },
-    /// To be found for this launch and those that follow.
-    Wanted { finding: Finding<'a>, findings: &'a CudaFindings, on: On },
-}
-
-impl Found<'_> {
-    fn address(&self) -> u64 {
-        match self {
-            Found::Nothing => 0,
-            Found::Once(scratch) => scratch.address,
-            Found::Kept { address, .. } => *address,
-            Found::Wanted { finding, .. } => finding.address,
-        }
-    }
 }
 
 fn raw(stream: Stream) -> CUstream {
@@ -220,34 +198,6 @@ impl CudaDevice {
         Ok(own)
     }
 
-    /// Where what a launch goes by lies, or is to be found by the kernels before it. The context is current.
-    fn found<'a>(
-        &self,
-        module: &CudaModule,
-        prelude: &Prelude,
-        args: &ForwardArgs,
-        findings: Option<&'a dyn Findings>,
-        stream: CUstream,
-    ) -> Result<Found<'a>> {
-        let captured = findings.is_some() && context::is_capturing(stream);
-        // To ask a stream that is captured for its identifier ends the capture. Without identifiers nobody could tell who has to wait.
-        let id = if captured { Some(0) } else { findings.and_then(|_| self.driver.id_of(stream)) };
-        if let (Some(findings), Some(id)) = (findings, id) {
-            let own = findings.as_any().downcast_ref::<CudaFindings>().filter(|f| f.context.is(&self.context));
-            let own = own.ok_or_else(|| self.foreign("launch"))?;
-            let on = On { stream, id, captured };
-            let geometry = Geometry::new(prelude, module.kernel().problem.mask, args, &module.templates);
-            match own.look(geometry, on)? {
-                Look::There(address) => return Ok(Found::Kept { address, findings: own, on }),
-                Look::Wanted(finding) => return Ok(Found::Wanted { finding, findings: own, on }),
-                Look::Captured => {
-                    tracing::debug!("a captured launch finds its mask in every replay: none came before it")
-                }
-            }
-        }
-        Ok(Found::Once(Scratch::new(&self.context, self.context.pool()?, prelude.bytes, stream)?))
-    }
-
     /// Waits for a stream; the context is current.
     fn wait(&self, stream: CUstream) -> Result<()> {
         // SAFETY: the stream is ours or, by the caller's word, a stream of this device.
@@ -312,7 +262,10 @@ impl Device for CudaDevice {
         }
         let _bound = self.context.bind()?;
         let found = match &launch.prelude {
-            Some(prelude) => self.found(module, prelude, args, findings, raw(stream))?,
+            Some(prelude) => {
+                let geometry = Geometry::new(prelude, module.kernel().problem.mask, args, &module.templates);
+                Found::of(self.driver, &self.context, geometry, findings, raw(stream))?
+            }
             None => Found::Nothing,
         };
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
@@ -381,21 +334,13 @@ impl Device for CudaDevice {
             };
             launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
         };
-        let grids = launch.prelude.filter(|_| !matches!(found, Found::Kept { .. })).map_or([0; 2], |p| p.grids);
+        let grids = launch.prelude.filter(|_| found.is_wanted()).map_or([0; 2], |p| p.grids);
         for (function, grid) in module.preludes.iter().zip(grids).filter(|(_, grid)| *grid > 0) {
             enqueue(*function, grid, 0)?;
         }
-        let (_once, used) = match found {
-            Found::Nothing => (None, None),
-            Found::Once(scratch) => (Some(scratch), None),
-            Found::Kept { findings, on, .. } => (None, Some((findings, on))),
-            Found::Wanted { finding, findings, on } => {
-                finding.done()?;
-                (None, Some((findings, on)))
-            }
-        };
+        let behind = found.done()?;
         enqueue(module.function, launch.blocks(self.fingerprint.units), launch.smem_bytes)?;
-        used.map_or(Ok(()), |(findings, on)| findings.used(on))
+        behind.launched()
     }
 
     fn check_address(&self, tensor: &'static str, address: u64, bytes: u64) -> Result<()> {

@@ -1,0 +1,98 @@
+//! What is found of a launch's mask before it starts: nothing, or for this launch alone, or kept in a block mask.
+
+use super::context::{self, Context};
+use super::driver::Driver;
+use super::findings::{CudaFindings, Finding, Geometry, Look, On};
+use super::scratch::Scratch;
+use crate::{Error, Findings, Result};
+use cudarc::driver::sys::{CUdeviceptr, CUstream};
+use std::sync::Arc;
+
+pub(super) enum Found<'a> {
+    /// The mask is known by arithmetic.
+    Nothing,
+    /// To be found for this launch alone, in memory that is given back behind it, in the stream's order.
+    Once(Scratch),
+    /// Found before.
+    Kept { address: CUdeviceptr, findings: &'a CudaFindings, on: On },
+    /// To be found for this launch and those that follow.
+    Wanted { finding: Finding<'a>, findings: &'a CudaFindings, on: On },
+}
+
+/// What there is to do behind the launch itself.
+pub(super) struct Behind<'a> {
+    _once: Option<Scratch>,
+    kept: Option<(&'a CudaFindings, On)>,
+}
+
+impl<'a> Found<'a> {
+    /// Where a launch on a stream finds a geometry, or has it found. The context is current.
+    pub(super) fn of(
+        driver: &Driver,
+        context: &Arc<Context>,
+        geometry: Geometry,
+        findings: Option<&'a dyn Findings>,
+        stream: CUstream,
+    ) -> Result<Self> {
+        let bytes = geometry.bytes;
+        let captured = findings.is_some() && context::is_capturing(stream);
+        // To ask a stream that is captured for its identifier ends the capture. Without identifiers nobody could tell who has to wait.
+        let id = if captured { Some(0) } else { findings.and_then(|_| driver.id_of(stream)) };
+        if let (Some(findings), Some(id)) = (findings, id) {
+            let own = findings.as_any().downcast_ref::<CudaFindings>().filter(|f| f.context.is(context));
+            let findings = own.ok_or_else(|| Error::Device {
+                call: "launch",
+                device: context.name.clone(),
+                message: "the block mask was made by another device".to_owned(),
+                remedy: "make a block mask for each device",
+            })?;
+            let on = On { stream, id, captured };
+            match findings.look(geometry, on)? {
+                Look::There(address) => return Ok(Found::Kept { address, findings, on }),
+                Look::Wanted(finding) => return Ok(Found::Wanted { finding, findings, on }),
+                Look::Captured => {
+                    tracing::debug!(
+                        "a captured launch finds its mask in every replay: no call came before the capture"
+                    );
+                }
+            }
+        }
+        Ok(Found::Once(Scratch::new(context, context.pool()?, bytes, stream)?))
+    }
+
+    /// Where it lies.
+    pub(super) fn address(&self) -> CUdeviceptr {
+        match self {
+            Found::Nothing => 0,
+            Found::Once(scratch) => scratch.address,
+            Found::Kept { address, .. } => *address,
+            Found::Wanted { finding, .. } => finding.address,
+        }
+    }
+
+    /// Whether kernels before the launch are to find it.
+    pub(super) fn is_wanted(&self) -> bool {
+        matches!(self, Found::Once(_) | Found::Wanted { .. })
+    }
+
+    /// To be called when those have been enqueued.
+    pub(super) fn done(self) -> Result<Behind<'a>> {
+        let (_once, kept) = match self {
+            Found::Nothing => (None, None),
+            Found::Once(scratch) => (Some(scratch), None),
+            Found::Kept { findings, on, .. } => (None, Some((findings, on))),
+            Found::Wanted { finding, findings, on } => {
+                finding.done()?;
+                (None, Some((findings, on)))
+            }
+        };
+        Ok(Behind { _once, kept })
+    }
+}
+
+impl Behind<'_> {
+    /// To be called when the launch has been enqueued.
+    pub(super) fn launched(self) -> Result<()> {
+        self.kept.map_or(Ok(()), |(findings, on)| findings.used(on))
+    }
+}
