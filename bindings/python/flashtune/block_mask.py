@@ -21,7 +21,7 @@ class BlockMask:
         if mask is None:
             raise InvalidArgument("mask is None; pass the text of a mask, such as 'kv <= q'")
         program = Program(mask, tensors=tensors)
-        first = next((t for t in program.values.values() if not isinstance(t, numbers.Number)), None)
+        first = first_tensor(program.values)
         adapted = None if first is None else adapter(first)
         inputs, _kept = program.inputs(adapted, getattr(first, "device", "cpu"))
         sizes = [_size(name, n, True) for name, n in (("B", B), ("H", H), ("H_KV", H_KV))]
@@ -32,10 +32,10 @@ class BlockMask:
             raise InvalidArgument(f"the sizes are {sizes}, which do not fit 64 bits: {e}") from None
         handle = ctypes.c_uint64()
         lib = abi.library()
-        self._destroy, self.handle = lib.flashtune_block_mask_destroy, 0
+        self._destroy, self.handle, self.device = lib.flashtune_block_mask_destroy, 0, engine.device
+        self.mask, self.shape, self._tensors = mask, (B, H, Q_LEN, KV_LEN), program.values
         abi.require(lib.flashtune_block_mask_create(engine._handle, args, handle))
-        self.handle, self.device, self._tensors = handle.value, engine.device, program.values
-        self.mask, self.shape = mask, (B, H, Q_LEN, KV_LEN)
+        self.handle = handle.value
 
     @property
     def nbytes(self):
@@ -63,7 +63,13 @@ class BlockMask:
             self._destroy(handle)
 
     def __repr__(self):
-        return f"<flashtune.BlockMask {self.mask!r} {self.shape} on {getattr(self, 'device', '?')}{', closed' * self.closed}>"
+        return f"<flashtune.BlockMask {self.mask!r} {self.shape} on {self.device}{', closed' * self.closed}>"
+
+
+def first_tensor(values):
+    """The first tensor among what a program reads, if there is one."""
+    every = values.values() if hasattr(values, "values") else ()
+    return next((t for t in every if not isinstance(t, numbers.Number)), None)
 
 
 def _size(name, n, open_):

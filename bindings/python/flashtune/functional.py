@@ -9,6 +9,7 @@ from . import _library as abi
 from . import engine as _engine
 from ._programs import Program
 from ._tensors import adapter
+from .block_mask import first_tensor
 from .engine import default_engine, mask_of
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 
@@ -156,7 +157,7 @@ def create_block_mask(mask, B, H, Q_LEN, KV_LEN, device=None, *, tensors=None, H
     one call before you capture a CUDA graph: what is there then is used, otherwise every replay finds it anew.
     """
     if device is None:
-        first = next((t for t in (tensors or {}).values() if hasattr(t, "shape")), None) if hasattr(tensors, "values") else None
+        first = first_tensor(tensors)
         device = _anywhere() if first is None else getattr(first, "device", "cpu")
     return default_engine(device).create_block_mask(mask, B, H, Q_LEN, KV_LEN, tensors=tensors, H_KV=H_KV)
 

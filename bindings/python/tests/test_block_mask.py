@@ -15,6 +15,7 @@ except ImportError:
     torch = None
 
 B, H, Q_LEN, KV_LEN = 2, 4, 40, 56
+SAME = "of_q[b, q] == of_kv[b, kv]"
 
 
 def random(shape, seed):
@@ -23,14 +24,15 @@ def random(shape, seed):
 
 class OnTheCpu(unittest.TestCase):
     def setUp(self):
-        self.q, self.k, self.v = random((B, H, Q_LEN, 32), 1), random((B, H, KV_LEN, 32), 2), random((B, H, KV_LEN, 32), 3)
+        lengths = enumerate((Q_LEN, KV_LEN, KV_LEN))
+        self.q, self.k, self.v = (random((B, H, n, 32), seed) for seed, n in lengths)
         self.of_q = (np.arange(B * Q_LEN, dtype=np.int32).reshape(B, Q_LEN) * 7 % 5).astype(np.int32)
         self.of_kv = (np.arange(B * KV_LEN, dtype=np.int32).reshape(B, KV_LEN) * 3 % 5).astype(np.int32)
         self.seen = self.of_q[:, None, :, None] == self.of_kv[:, None, None, :]
 
     def documents(self, *sizes, **more):
-        tensors = {"of_q": self.of_q, "of_kv": self.of_kv}
-        return flashtune.create_block_mask("of_q[b, q] == of_kv[b, kv]", *(sizes or (B, None, Q_LEN, KV_LEN)), tensors=tensors, **more)
+        tensors, sizes = {"of_q": self.of_q, "of_kv": self.of_kv}, sizes or (B, None, Q_LEN, KV_LEN)
+        return flashtune.create_block_mask(SAME, *sizes, tensors=tensors, **more)
 
     def test_calls_of_all_kinds_go_by_it(self):
         block_mask = self.documents()
@@ -42,52 +44,57 @@ class OnTheCpu(unittest.TestCase):
         for scale in (0.5, -0.25):
             slope = np.linspace(0, scale, H, dtype=np.float32)
             score = {"score": "score + slope[h] * (kv - q)", "sink": "slope[h]"}
-            with_it = flashtune.attention(self.q, self.k, self.v, block_mask=block_mask, tensors={"slope": slope}, **score)
-            tensors = {"slope": slope, "of_q": self.of_q, "of_kv": self.of_kv}
-            without = flashtune.attention(self.q, self.k, self.v, "of_q[b, q] == of_kv[b, kv]", tensors=tensors, **score)
+            own = {"tensors": {"slope": slope}, **score}
+            with_it = flashtune.attention(self.q, self.k, self.v, block_mask=block_mask, **own)
+            own["tensors"] |= {"of_q": self.of_q, "of_kv": self.of_kv}
+            without = flashtune.attention(self.q, self.k, self.v, SAME, **own)
             np.testing.assert_array_equal(with_it, without)
         # A score may read what the mask reads, the call may say the mask again, and an engine takes it in its layout.
-        more = {"score": "score + of_q[b, q] * kv * 0.01", "mask": "of_q[b, q] == of_kv[b, kv]"}
+        more = {"score": "score + of_q[b, q] * kv * 0.01", "mask": SAME}
         again = flashtune.attention(self.q, self.k, self.v, block_mask=block_mask, **more)
         tensors = {"of_q": self.of_q, "of_kv": self.of_kv}
         np.testing.assert_array_equal(again, flashtune.attention(self.q, self.k, self.v, tensors=tensors, **more))
         q, k, v = (x.swapaxes(1, 2) for x in (self.q, self.k, self.v))
         by_engine = flashtune.default_engine("cpu").forward(q, k, v, causal=True, block_mask=block_mask)
-        plain = flashtune.default_engine("cpu").forward(q, k, v, causal=True, mask="of_q[b, q] == of_kv[b, kv]", tensors=tensors)
+        plain = flashtune.default_engine("cpu").forward(q, k, v, causal=True, mask=SAME, tensors=tensors)
         np.testing.assert_array_equal(by_engine, plain)
 
     def test_any_number_of_heads_and_sequences_where_the_mask_is_the_same_for_all(self):
-        block_mask = flashtune.create_block_mask("(q - kv) % n == 0", None, None, Q_LEN, KV_LEN, device="cpu", tensors={"n": 3})
+        sizes = None, None, Q_LEN, KV_LEN
+        block_mask = flashtune.create_block_mask("(q - kv) % n == 0", *sizes, device="cpu", tensors={"n": np.int64(3)})
         for b, h in [(1, 1), (2, 3)]:
-            out = flashtune.attention(self.q[:b, :h], self.k[:b, :h], self.v[:b, :h], block_mask=block_mask)
-            mask = flashtune.attention(self.q[:b, :h], self.k[:b, :h], self.v[:b, :h], "(q - kv) % 3 == 0")
-            np.testing.assert_array_equal(out, mask)
+            parts = [t[:b, :h] for t in (self.q, self.k, self.v)]
+            out = flashtune.attention(*parts, block_mask=block_mask)
+            np.testing.assert_array_equal(out, flashtune.attention(*parts, "(q - kv) % n == 0", tensors={"n": 3}))
 
     def test_what_it_was_not_made_for_is_refused(self):
         block_mask, causal = self.documents(), flashtune.create_block_mask("causal", B, H, Q_LEN, KV_LEN, "cpu")
-        argument = flashtune.InvalidArgument
-        call = lambda *t, **more: lambda: flashtune.attention(*(t or (self.q, self.k, self.v)), **more)
-        for error, words, f in [
-            (argument, "q_len is 30, but it was made for 40", call(self.q[:, :, :30], self.k, self.v, block_mask=block_mask)),
-            (argument, "kv_len is 41, but", call(self.q, self.k[:, :, :41], self.v[:, :, :41], block_mask=block_mask)),
-            (argument, "batch is 1, but", call(self.q[:1], self.k[:1], self.v[:1], block_mask=block_mask)),
-            (argument, "heads is 2, but", call(self.q[:, :2], self.k[:, :2], self.v[:, :2], block_mask=causal)),
-            (argument, "the call's mask is another", call(mask="kv < 3", block_mask=block_mask)),
-            (argument, "the address of the tensor `of_q`", call(tensors={"of_q": self.of_q.copy()}, score="score * of_q[b, q]", block_mask=block_mask)),
-            (argument, "mask reads `b`.*number", lambda: self.documents(None, None, Q_LEN, KV_LEN)),
-            (argument, "reads `h`", lambda: flashtune.create_block_mask("kv % (h + 1) == 0", B, None, Q_LEN, KV_LEN)),
-            (argument, "reads `h_kv`", lambda: flashtune.create_block_mask("kv % (h_kv + 1) == 0", B, H, Q_LEN, KV_LEN)),
-            (argument, "axis 1 of the tensor `of_q`", lambda: self.documents(B, None, Q_LEN + 1, KV_LEN)),
-            (argument, "`of_kv`", lambda: flashtune.create_block_mask("of_q[b, q] == of_kv[b, kv]", B, H, Q_LEN, KV_LEN, tensors={"of_q": self.of_q})),
-            (argument, "Q_LEN is 'a'", lambda: self.documents(B, None, "a", KV_LEN)),
-            (argument, "H is 0", lambda: self.documents(B, 0, Q_LEN, KV_LEN)),
-            (argument, "mask is None", lambda: flashtune.create_block_mask(None, B, H, Q_LEN, KV_LEN)),
-            (argument, "pass the text", lambda: flashtune.create_block_mask(lambda b, h, q, kv: kv <= q, B, H, Q_LEN, KV_LEN)),
-            (argument, "a list", lambda: flashtune.create_block_mask("kv <= q", B, H, Q_LEN, KV_LEN, tensors=[1])),
-            (argument, "block_mask is a str", call(block_mask="causal")),
+        q, k, v = self.q, self.k, self.v
+        sizes = B, H, Q_LEN, KV_LEN
+        made = flashtune.create_block_mask
+        call = lambda *t, by=block_mask, **more: lambda: flashtune.attention(*(t or (q, k, v)), block_mask=by, **more)
+        other = {"score": "score * of_q[b, q]", "tensors": {"of_q": self.of_q.copy()}}
+        for words, refused in [
+            ("q_len is 30, but it was made for 40", call(q[:, :, :30], k, v)),
+            ("kv_len is 41, but", call(q, k[:, :, :41], v[:, :, :41])),
+            ("batch is 1, but", call(q[:1], k[:1], v[:1])),
+            ("heads is 2, but", call(q[:, :2], k[:, :2], v[:, :2], by=causal)),
+            ("the call's mask is another", call(mask="kv < 3")),
+            ("the address of the tensor `of_q`", call(**other)),
+            ("mask reads `b`.*number", lambda: self.documents(None, None, Q_LEN, KV_LEN)),
+            ("reads `h`", lambda: made("kv % (h + 1) == 0", B, None, Q_LEN, KV_LEN)),
+            ("reads `h_kv`", lambda: made("kv % (h_kv + 1) == 0", *sizes)),
+            ("axis 1 of the tensor `of_q`", lambda: self.documents(B, None, Q_LEN + 1, KV_LEN)),
+            ("`of_kv`", lambda: made(SAME, *sizes, tensors={"of_q": self.of_q})),
+            ("Q_LEN is 'a'", lambda: self.documents(B, None, "a", KV_LEN)),
+            ("H is 0", lambda: self.documents(B, 0, Q_LEN, KV_LEN)),
+            ("mask is None", lambda: made(None, *sizes)),
+            ("pass the text", lambda: made(lambda b, h, q, kv: kv <= q, *sizes)),
+            ("a list", lambda: made("kv <= q", *sizes, tensors=[1])),
+            ("block_mask is a str", call(by="causal")),
         ]:
-            with self.subTest(words), self.assertRaisesRegex(error, words):
-                f()
+            with self.subTest(words), self.assertRaisesRegex(flashtune.InvalidArgument, words):
+                refused()
 
     def test_closing_threads_and_the_tensors_that_it_keeps(self):
         block_mask = self.documents()
