@@ -5,8 +5,8 @@ use crate::common;
 use flashtune::codegen::score::{BUILTINS, Elements, Storage, Texts};
 use flashtune::runtime::reference::{Attention, all_rows, compare, oracle_of, unfused_rows_of};
 use flashtune::{
-    DType, DeviceSpec, Distribution, Engine, Forward, HostForward, HostTensor, Layout, Mask, Program, ProgramRef,
-    Scalar, Shape, SideData, SideInputs, SideView, Stream,
+    DType, DeviceSpec, Distribution, Engine, Forward, HostForward, HostTensor, Layout, Mask, MaskSizes, Program,
+    ProgramRef, Scalar, Shape, SideData, SideInputs, SideView, Stream,
 };
 
 fn engine(folder: &tempfile::TempDir) -> Engine {
@@ -112,6 +112,27 @@ fn device_calls_take_views_with_strides_and_refuse_what_does_not_fit() {
         .tensor("slope", &[1], Elements::Float(slope.to_vec()))
         .tensor("bias", &[33, 33], Elements::Float(rows));
     check("views", &s, &t, &program, &data, &o, &lse);
+
+    // By a block mask: with the whole program, and with a score alone.
+    let sizes = MaskSizes { batch: None, heads: None, kv_heads: None, q_len: 33, kv_len: 33 };
+    let mask = ProgramRef::new(program.mask_only().unwrap());
+    let block_mask = engine.create_block_mask(mask, &SideInputs { scalars: &[reach], tensors: &[] }, sizes).unwrap();
+    let score = ProgramRef::new(Texts { mask: None, ..texts }.program(&given).unwrap());
+    let scores_own = SideInputs { scalars: &[], tensors: &[("slope", slopes), ("bias", bias)] };
+    for program in [program, score] {
+        o.bytes_mut().fill(0);
+        let call = plain.with_program(program, scores_own).with_block_mask(&block_mask);
+        // SAFETY: as above.
+        unsafe { engine.forward(&call, Stream(0)) }.unwrap();
+        check("a block mask", &s, &t, &program.with_mask_of(&mask).unwrap(), &data, &o, &lse);
+    }
+    let other = SideInputs { scalars: &[("reach", Scalar::Int(8))], ..scores_own };
+    let e = engine.prepare(&plain.with_program(program, other).with_block_mask(&block_mask)).unwrap_err().to_string();
+    assert!(e.contains("the scalar `reach` is Int(8)"), "{e}");
+    let short = HostTensor::zeros(DType::F32, [1, 2, 32, 16], Layout::Bhsd);
+    let fewer = Forward { q: place(&short), ..plain.with_block_mask(&block_mask) };
+    let e = engine.prepare(&Forward { o: fewer.q, lse: None, ..fewer }).unwrap_err().to_string();
+    assert!(e.contains("q_len is 32, but it was made for 33"), "{e}");
 
     let refused = |scalars: &[(&str, Scalar)], tensors: &[(&str, SideView)], words: &[&str]| {
         let call = plain.with_program(program, SideInputs { scalars, tensors });
