@@ -193,22 +193,31 @@ class OnAGpu(unittest.TestCase):
                 del graph
 
 
+    def captured(self, block_mask):
+        """A graph of one call, and its output."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        out = self.run_with(block_mask)
+        graph.capture_end()
+        return graph, out
+
     def test_a_graph_waits_for_what_another_stream_is_still_finding(self):
         for case in ("runs", "bits"):
-            self.run_with(self.made(case))
-            torch.cuda.synchronize()
-            block_mask, graph = self.made(case), torch.cuda.CUDAGraph()
             finding, replaying = torch.cuda.Stream(), torch.cuda.Stream()
+            with torch.cuda.stream(replaying):
+                # A capture waits for the kernel's own compilation: the next one is there at once.
+                self.captured(self.made(case))
+            torch.cuda.synchronize()
+            block_mask = self.made(case)
             with torch.cuda.stream(finding):
-                torch.cuda._sleep(200_000_000)
+                torch.cuda._sleep(500_000_000)
                 self.run_with(block_mask)
             with torch.cuda.stream(replaying):
-                graph.capture_begin(capture_error_mode="thread_local")
-                out = self.run_with(block_mask)
-                graph.capture_end()
+                graph, out = self.captured(block_mask)
                 self.assertFalse(finding.query(), "the capture came too late to show anything")
                 graph.replay()
                 replaying.synchronize()
+            self.assertTrue(finding.query(), "it was waited for")
             self.holds(case, out)
             del graph
 
