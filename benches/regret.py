@@ -3,8 +3,8 @@ this script, which shares nothing with the tuner's own measurement.
 
     PYTHONPATH=bindings/python python3 benches/regret.py [--device cuda:0] [--shapes 200] [--seconds 230] [--json FILE]
 
-Of every problem a few sizes are tuned by a search; the best schedules of these, which are compiled then, are raced against the
-default in all other sizes (`tune --only`), a second or less for each. Then two engines, one on the results and one that has
+Of every problem a few sizes are tuned by a search, and the defaults of all are compiled beside each other; the best schedules of
+the few are then raced against the default in each other size (`tune --only`), half a second or less. Then two engines, one on the results and one that has
 kernels but no results, compute in turns, with caches flushed before, an odd number of rounds. What counts is the median of the
 ratios within rounds, with bounds of one-sided 95 % by order statistics: *slower* is a winner whose ratio to the default is
 above 1 even at its lower bound, and stays so in a second race of four times as many rounds.
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,38 +80,56 @@ class Tuner:
         command = str(a.flashtune or next((p for p in places if p.is_file()), "flashtune"))
         self.folder, self.cache = folder, folder / "cache"
         self.cache.mkdir(mode=0o700)
-        self.command = [command, "--device", a.device, "--cache", str(self.cache), "--json", "tune"]
+        self.base = [command, "--device", a.device, "--cache", str(self.cache), "--json"]
+        self.arch = json.loads(self.run("emit", *"--head-dim 64 --q-len 128 --mask full".split()))["arch"]
+
+    def run(self, *args):
+        done = subprocess.run([*self.base, *args], capture_output=True, text=True)
+        if not done.stdout:
+            sys.exit(f"{' '.join([*self.base, *args])}: {done.stderr[-1000:]}")
+        return done.stdout
+
+    def default(self, dtype, problem, shape):
+        """The name of the schedule that a call runs on without a record."""
+        (dim, mask), (batch, heads, kv_heads, q_len, kv_len) = problem, shape
+        sizes = {"head-dim": dim, "batch": batch, "heads": heads, "kv-heads": kv_heads, "q-len": q_len, "kv-len": kv_len}
+        case = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
+        kernel = json.loads(self.run("emit", "--arch", self.arch, "--dtype", dtype, "--mask", mask, *case))["kernel"]
+        return kernel.split(".")[2]
 
     def tune(self, entries, seconds, *more):
         """The report; cases that noise hides are missing in it."""
         path = self.folder / "sizes.json"
         path.write_text("\n".join(map(json.dumps, entries)))
-        args = [*self.command, "--from", str(path), "--budget-s", f"{max(seconds, 1):.1f}", *more]
-        done = subprocess.run(args, capture_output=True, text=True)
-        if not done.stdout:
-            sys.exit(f"{' '.join(args)}: {done.stderr[-1000:]}")
-        return json.loads(done.stdout)["tuned"]
+        return json.loads(self.run("tune", "--from", str(path), "--budget-s", f"{max(seconds, 1):.1f}", *more))["tuned"]
 
 
 def tune(a, sizes, tuner):
     """Tunes all sizes; gives how many are left without a result, since noise hid it."""
-    anchors, missing = {}, 0
+    missing, timed_all = 0, 0
     share = a.seconds / len(sizes.problems)
     for problem, shapes in sizes.of.items():
         # The least and the most work, and a size between.
         ordered = sorted(shapes, key=lambda s: (s[3] > 1, s[0] * s[1] * s[3] * s[4]))
         few = list(dict.fromkeys([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
         entries = [sizes.entry(problem, s) for s in few]
-        tuned = tuner.tune(entries, share * 0.25, "--trials", str(a.trials))
+        tuned = tuner.tune(entries, share * 0.3, "--trials", str(a.trials))
         missing += len(few) - len(tuned)
         best = {}
         for case in tuned:
             timed = sorted((t["median_us"], t["schedule"]) for t in case["trials"] if t["result"] == "timed")
             best |= dict.fromkeys(name for _, name in timed[:BEST])
-        anchors[problem] = set(few)
-        others = [sizes.entry(problem, s) for s in shapes if s not in anchors[problem]]
-        if others and best:
-            missing += len(others) - len(tuner.tune(others, share * 0.5, "--only", ",".join(best)))
+        others = [s for s in shapes if s not in few]
+        if not (others and best):
+            continue
+        with ThreadPoolExecutor(8) as pool:
+            defaults = pool.map(lambda s: tuner.default(sizes.dtype, problem, s), others)
+        # All at once, on all cores; who is asked for one default after the other waits for each.
+        tuner.tune(entries[:1], share * 0.2, "--only", ",".join(dict.fromkeys([*best, *defaults])))
+        found = tuner.tune([sizes.entry(problem, s) for s in others], share * 0.6, "--only", ",".join(best))
+        missing += len(others) - len(found)
+        timed_all += sum(sum(t["result"] == "timed" for t in case["trials"]) > 1 for case in found)
+    print(f"in {timed_all} sizes others than the default were timed too")
     return missing
 
 
@@ -156,10 +175,11 @@ class Device:
 def race(a, device, tuned, plain, problem, shape):
     """What both engines run a call on, and the ratio of their times; None where it is one kernel."""
     (dim, mask), (batch, heads, kv_heads, q_len, kv_len) = problem, shape
-    q = device.tensor((batch, q_len, heads, dim))
-    k, v = (device.tensor((batch, kv_len, kv_heads, dim)) for _ in range(2))
+    # As it was tuned.
+    q = device.tensor((batch, heads, q_len, dim))
+    k, v = (device.tensor((batch, kv_heads, kv_len, dim)) for _ in range(2))
     out = device.tensor(q.shape)
-    runs = [lambda e=e: e.forward(q, k, v, causal=mask == "causal", out=out) for e in (tuned, plain)]
+    runs = [lambda e=e: e.forward(q, k, v, causal=mask == "causal", layout="bhsd", out=out) for e in (tuned, plain)]
     told = []
     for engine, run in zip((tuned, plain), runs):
         run()
@@ -191,7 +211,7 @@ def main():
     add("--device", default="cuda:0")
     add("--flashtune", help="the command")
     add("--shapes", type=int, default=200)
-    add("--seconds", type=float, default=230, help="for all; three quarters of it at most are tuning")
+    add("--seconds", type=float, default=230, help="for all; what is left after tuning is for the race")
     add("--trials", type=int, default=12, help="schedules of each search")
     add("--rounds", type=int, default=21)
     add("--json", type=Path, help="also write what was found")

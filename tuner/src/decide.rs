@@ -25,6 +25,9 @@ pub(crate) const NOISE: f64 = 0.05;
 pub(crate) struct FinalRules {
     /// Rounds that are run even past the deadline: fewer cannot beat the default beyond doubt.
     pub min_rounds: usize,
+    /// Rounds before which no decision counts as clear, while there is time: they cost little beside the race, and who sampled
+    /// all of its contenders as often as a final needs would pay for them with each.
+    pub sure_rounds: usize,
     /// Rounds that are enough, even if some ratio is still in doubt, as long as noise does not hide it.
     pub max_rounds: usize,
     /// Rounds that are enough even then.
@@ -109,7 +112,7 @@ pub(crate) fn run_final(
             break;
         }
         let base = alive.iter().position(|&c| Some(c) == default).unwrap_or(0);
-        if round >= rules.min_rounds && rounds.is_decided(alive.len(), base)
+        if round >= rules.sure_rounds && rounds.is_decided(alive.len(), base)
             || round >= rules.max_rounds && rounds.doubt(alive.len(), base) <= NOISE
         {
             break;

@@ -67,7 +67,7 @@ pub(crate) struct Standings {
 }
 
 /// See [`Rules::drops`].
-const DROPS: [(usize, f64); 5] = [(1, 1.5), (2, 1.5), (4, 1.15), (8, 1.05), (12, 1.03)];
+const DROPS: [(usize, f64); 6] = [(1, 1.2), (2, 1.1), (4, 1.08), (6, 1.06), (8, 1.05), (12, 1.03)];
 
 impl Rules {
     /// The same, but nobody leaves after one run, or for want of a place.
@@ -79,10 +79,10 @@ impl Rules {
     pub fn until(deadline: Duration) -> Self {
         Self {
             drops: &DROPS,
-            places: &[(4, 30), (6, 20), (9, 10), (12, 4), (16, 3)],
+            places: &[(3, 20), (4, 14), (6, 8), (8, 5), (10, 3)],
             keep: 3,
             max_samples: 24,
-            enough_samples: 10,
+            enough_samples: 8,
             deadline,
             warmup_below_us: 100_000.0,
         }

@@ -72,6 +72,19 @@ fn rules() -> Rules {
     Rules::until(Duration::from_secs(60))
 }
 
+/// Those of a job with so many seconds.
+fn final_rules(seconds: u64) -> FinalRules {
+    let deadline = Duration::from_secs(seconds);
+    FinalRules {
+        min_rounds: 7,
+        sure_rounds: 20,
+        max_rounds: 75,
+        stubborn_rounds: 300,
+        deadline,
+        hard_deadline: deadline,
+    }
+}
+
 fn quiet(_: RaceEvent<'_>) {}
 
 /// A race of `count` contenders from its beginning.
@@ -96,10 +109,7 @@ fn winner(paper: &mut Paper) -> usize {
     if !finalists.contains(&0) {
         finalists.push(0);
     }
-    let deadline = Duration::from_secs(120);
-    let final_rules =
-        FinalRules { min_rounds: 7, max_rounds: 75, stubborn_rounds: 300, deadline, hard_deadline: deadline };
-    let (alive, rounds) = run_final(paper, &finalists, Some(0), &final_rules, &mut quiet);
+    let (alive, rounds) = run_final(paper, &finalists, Some(0), &final_rules(120), &mut quiet);
     let default = alive.iter().position(|&i| i == 0);
     alive[decide(&rounds, alive.len(), default, &alive)]
 }
@@ -171,8 +181,7 @@ fn over_many_fields_little_is_sampled_and_less_is_lost() {
             space.len(),
             100.0 * each / most
         );
-        // Where hardly anything comes near the best a few samples settle it, and of few the first two are much.
-        assert!(each < if 10 * as_good < space.len() { 9.5 } else { most * 0.17 }, "{each} of {most}");
+        assert!(each < most * 0.15, "{each} of {most}");
         costs.push((each, most));
     }
     // Who samples all alike does not know beforehand what kind of space it is.
@@ -181,7 +190,7 @@ fn over_many_fields_little_is_sampled_and_less_is_lost() {
     losses.sort_by(f64::total_cmp);
     let p95 = losses[losses.len() * 95 / 100];
     println!("{:.1} % of the samples, {:.2} % lost at p95", 100.0 * each / most, 100.0 * p95);
-    assert!(each < most * 0.13, "{each} of {most} samples");
+    assert!(each < most * 0.1, "{each} of {most} samples");
     assert!(p95 < 0.01, "{p95} lost");
 }
 
@@ -268,10 +277,7 @@ fn one_that_breaks_in_the_middle_is_out_and_says_why() {
 fn one_that_breaks_in_the_final_loses_it() {
     let mut paper = Paper::new(&[120.0, 50.0, 100.0], 0.02, 0.0, 3);
     paper.breaks.push((1, 4));
-    let deadline = Duration::from_secs(9);
-    let final_rules =
-        FinalRules { min_rounds: 7, max_rounds: 75, stubborn_rounds: 300, deadline, hard_deadline: deadline };
-    let (alive, rounds) = run_final(&mut paper, &[1, 2, 0], Some(0), &final_rules, &mut quiet);
+    let (alive, rounds) = run_final(&mut paper, &[1, 2, 0], Some(0), &final_rules(9), &mut quiet);
     assert_eq!(alive, [2, 0]);
     assert!(rounds.0.len() >= 7 && rounds.0.iter().all(|r| r.len() == 2));
     assert_eq!(alive[decide(&rounds, 2, Some(1), &alive)], 2);

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 
 /// Schedules that meet in the final, besides the default.
 const FINALISTS: usize = 3;
-/// Rounds of a final. When noise hides the result and the time allows, four times as many.
+/// Rounds of a final: the fewest where there is time, and the most. When noise hides the result and the time allows, four times as many.
+const SURE_ROUNDS: usize = 20;
 const MAX_ROUNDS: usize = 75;
 
 /// What the measurement gave, by candidate index.
@@ -70,6 +71,7 @@ impl Tuning<'_> {
 
         let rules = FinalRules {
             min_rounds: 7,
+            sure_rounds: SURE_ROUNDS,
             max_rounds: MAX_ROUNDS,
             stubborn_rounds: 4 * MAX_ROUNDS,
             deadline: budget,
