@@ -97,6 +97,14 @@ class Tuner:
         kernel = json.loads(self.run("emit", "--arch", self.arch, "--dtype", dtype, "--mask", mask, *case))["kernel"]
         return kernel.split(".")[2]
 
+    def space(self, dtype, problem):
+        """Names of all schedules that a search may propose."""
+        (dim, mask) = problem
+        case = ["--dtype", dtype, "--head-dim", str(dim), "--mask", mask, "--q-len", "128"]
+        plain = [word for word in self.base if word != "--json"]
+        done = subprocess.run([*plain, "emit", "--space", "--arch", self.arch, *case], capture_output=True, text=True)
+        return set(done.stdout.split())
+
     def tune(self, entries, seconds, *more):
         """The report; cases that noise hides are missing in it."""
         path = self.folder / "sizes.json"
@@ -124,8 +132,11 @@ def tune(a, sizes, tuner):
             continue
         with ThreadPoolExecutor(8) as pool:
             defaults = pool.map(lambda s: tuner.default(sizes.dtype, problem, s), others)
-        # All at once, on all cores; who is asked for one default after the other waits for each.
-        tuner.tune(entries[:1], share * 0.2, "--only", ",".join(dict.fromkeys([*best, *defaults])))
+        # All at once, on all cores; who is asked for one default after the other waits for each. A default that is not of the
+        # searched space is its own sizes' alone.
+        space = tuner.space(sizes.dtype, problem)
+        together = [name for name in dict.fromkeys([*best, *defaults]) if name in space]
+        tuner.tune(entries[:1], share * 0.2, "--only", ",".join(together))
         found = tuner.tune([sizes.entry(problem, s) for s in others], share * 0.6, "--only", ",".join(best))
         missing += len(others) - len(found)
         timed_all += sum(sum(t["result"] == "timed" for t in case["trials"]) > 1 for case in found)

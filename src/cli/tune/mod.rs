@@ -12,7 +12,7 @@ use super::progress;
 use anyhow::Result;
 use crew::{Devices, Limits, Unit, Work};
 use flashtune::cache::Launches;
-use flashtune::codegen::{Arch, Family, Schedule};
+use flashtune::codegen::{Arch, Family, Schedule, ShapeBucket};
 use flashtune::runtime::no_graphs;
 use flashtune::tuner::{Runner, Search};
 use flashtune::{ManifestEntry, Problem, write_manifest};
@@ -200,13 +200,19 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
 }
 
-/// Schedules by name, out of the spaces of what is tuned on `arch`.
+/// Schedules by name, out of the spaces of what is tuned on `arch` and its defaults.
 fn schedules(names: &[String], cases: &[Case], arch: Arch) -> Result<Vec<Schedule>> {
     let mut problems: Vec<Problem> = cases.iter().map(|case| case.problem).collect();
     problems.dedup();
     let families = |p: &Problem| Family::candidates(p, arch).into_iter().map(|family| (*p, family)).collect::<Vec<_>>();
-    let space: Vec<Schedule> =
+    let mut space: Vec<Schedule> =
         problems.iter().flat_map(families).flat_map(|(p, family)| Schedule::space(family, &p, arch)).collect();
+    // A default may be one that no search would propose.
+    for Case { problem, shape } in cases {
+        let bucket = ShapeBucket::of(shape);
+        let defaults = Family::candidates(problem, arch).into_iter();
+        space.extend(defaults.filter_map(|family| Schedule::default_for(family, problem, arch, &bucket).ok()));
+    }
     let named = |name: &String| {
         let found = space.iter().find(|s| s.to_string() == *name).copied();
         found
@@ -237,6 +243,21 @@ fn units(args: &Args, agenda: &Agenda) -> Vec<Unit> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_default_can_be_raced_by_its_name() {
+        let arch: Arch = "sm_90a".parse().unwrap();
+        let mask = flashtune::Mask::Causal;
+        let problem = Problem::forward(flashtune::DType::Bf16, 128, mask.kind()).unwrap();
+        let shape = |q_len| flashtune::Shape { batch: 4, heads: 32, kv_heads: 8, q_len, kv_len: 128, mask };
+        let cases = [1, 128].map(|q_len| Case { problem, shape: shape(q_len) });
+        for Case { problem, shape } in &cases {
+            for family in Family::candidates(problem, arch) {
+                let schedule = Schedule::default_for(family, problem, arch, &ShapeBucket::of(shape)).unwrap();
+                assert_eq!(schedules(&[schedule.to_string()], &cases, arch).unwrap(), [schedule]);
+            }
+        }
+    }
 
     #[test]
     fn a_shard_is_one_of_several() {
