@@ -43,6 +43,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/vec.h",
     "lib/cuda/abi.cuh",
     "lib/cuda/approx.cuh",
+    "lib/cuda/box.cuh",
     "lib/cuda/cluster.cuh",
     "lib/cuda/copy.cuh",
     "lib/cuda/ldmatrix.cuh",

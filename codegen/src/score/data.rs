@@ -204,6 +204,27 @@ impl SideTensor {
         Ok(())
     }
 
+    /// The least or the greatest of the ints or bools in a box of indices, each from one to the other; every index is taken to the
+    /// nearest that there is. `None` for an empty box or tensor, and for floats.
+    pub fn extreme(&self, ends: impl Iterator<Item = (i64, i64)>, greatest: bool) -> Option<i64> {
+        let ends: Vec<(i64, i64)> = ends.collect();
+        if ends.iter().any(|(first, last)| first > last) {
+            return None;
+        }
+        let clamp = |i: i64, n: usize| i.clamp(0, n as i64 - 1) as usize;
+        let mut places = vec![0];
+        for (&n, (first, last)) in self.shape.iter().zip(ends) {
+            let of_axis = if n == 0 { return None } else { clamp(first, n)..=clamp(last, n) };
+            places = places.into_iter().flat_map(|at| of_axis.clone().map(move |i| at * n + i)).collect();
+        }
+        let pick = |values: &mut dyn Iterator<Item = i64>| if greatest { values.max() } else { values.min() };
+        match &self.elements {
+            Elements::Bool(x) => pick(&mut places.into_iter().map(|at| i64::from(x[at]))),
+            Elements::Int(x) => pick(&mut places.into_iter().map(|at| x[at])),
+            Elements::Float(_) => None,
+        }
+    }
+
     /// The place of an element; every index is taken to the nearest that there is. `None` for an empty tensor.
     pub fn place(&self, index: impl Iterator<Item = i64>) -> Option<usize> {
         let mut at = 0;

@@ -28,6 +28,19 @@ pub enum Node {
         /// One int per axis.
         index: Vec<Id>,
     },
+    /// The least or the greatest of a side tensor's elements in a box of indices; only in programs derived by
+    /// [`crate::score::TileProgram`]. Of an empty box, and of one that is too large to look at, what the declaration allows. For
+    /// bools: whether all are true, or any is.
+    Extreme {
+        /// The tensor, by its place among the declarations.
+        tensor: usize,
+        /// The least index of each axis.
+        first: Vec<Id>,
+        /// The greatest index of each axis.
+        last: Vec<Id>,
+        /// Which of the two.
+        greatest: bool,
+    },
     /// An operation on one node.
     Unary(Unary, Id),
     /// An operation on two nodes of one type.
@@ -41,6 +54,7 @@ impl Node {
     pub fn operands(&self) -> Vec<Id> {
         match self {
             Node::Load { index, .. } => index.clone(),
+            Node::Extreme { first, last, .. } => [&first[..], last].concat(),
             Node::Unary(_, a) => vec![*a],
             Node::Binary(_, a, b) => vec![*a, *b],
             Node::Select(c, a, b) => vec![*c, *a, *b],
@@ -53,6 +67,11 @@ impl Node {
         match self {
             Node::Load { tensor, index } => {
                 Node::Load { tensor: *tensor, index: index.iter().map(|i| map(*i)).collect() }
+            }
+            Node::Extreme { tensor, first, last, greatest } => {
+                let ends = [first, last].map(|ids| ids.iter().map(|i| map(*i)).collect());
+                let [first, last] = ends;
+                Node::Extreme { tensor: *tensor, first, last, greatest: *greatest }
             }
             Node::Unary(op, a) => Node::Unary(*op, map(*a)),
             Node::Binary(op, a, b) => Node::Binary(*op, map(*a), map(*b)),
@@ -251,7 +270,7 @@ impl Graph {
             Node::Float(_) => Type::Float,
             Node::Var(v) => v.ty(),
             Node::Scalar(i) => self.declarations[*i].storage.ty(),
-            Node::Load { tensor, .. } => self.declarations[*tensor].storage.ty(),
+            Node::Load { tensor, .. } | Node::Extreme { tensor, .. } => self.declarations[*tensor].storage.ty(),
             Node::Unary(Unary::Not, _) => Type::Bool,
             Node::Unary(Unary::ToFloat | Unary::Exp2 | Unary::Log2 | Unary::Tanh, _) => Type::Float,
             Node::Unary(Unary::Neg | Unary::Abs, a) => self.ty(*a),
@@ -266,12 +285,16 @@ impl Graph {
             Node::Var(v) => return (*v as u8, 0),
             Node::Scalar(_) => 20,
             Node::Load { .. } => 21,
-            Node::Unary(..) | Node::Binary(..) | Node::Select(..) => 22,
+            Node::Extreme { .. } | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => 22,
             Node::Bool(_) | Node::Int(_) | Node::Float(_) => 23,
         };
         let mut digest = Digest(0);
         match node {
             Node::Scalar(i) | Node::Load { tensor: i, .. } => digest.text(&self.declarations[*i].name),
+            Node::Extreme { tensor, greatest, .. } => {
+                digest.text(if *greatest { "greatest" } else { "least" });
+                digest.text(&self.declarations[*tensor].name);
+            }
             Node::Unary(op, _) => digest.text(op.name()),
             // The same sign stands for one operation of ints and one of floats, told apart by the operands.
             Node::Binary(op, ..) => digest.text(op.name()),
@@ -316,7 +339,7 @@ impl Graph {
             if std::mem::replace(&mut seen[id.index()], true) {
                 continue;
             }
-            if let Node::Scalar(i) | Node::Load { tensor: i, .. } = self.node(id) {
+            if let Node::Scalar(i) | Node::Load { tensor: i, .. } | Node::Extreme { tensor: i, .. } = self.node(id) {
                 used[*i] = true;
             }
             stack.push((id, true));
@@ -332,6 +355,9 @@ impl Graph {
             let node = match self.node(id).with_operands(|o| map[&o]) {
                 Node::Scalar(i) => Node::Scalar(place(i)),
                 Node::Load { tensor, index } => Node::Load { tensor: place(tensor), index },
+                Node::Extreme { tensor, first, last, greatest } => {
+                    Node::Extreme { tensor: place(tensor), first, last, greatest }
+                }
                 node => node,
             };
             let Info { range, linear, chain, .. } = &self.infos[id.index()];

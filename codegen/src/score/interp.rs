@@ -145,6 +145,12 @@ impl<'a> Evaluator<'a> {
                     Elements::Float(x) => float(x[place] as f64),
                 }
             }
+            Node::Extreme { tensor, first, last, greatest } => {
+                let unknown = self.graph.declarations()[*tensor].extreme(*greatest);
+                let Some(data) = self.tensors[*tensor] else { return int(unknown) };
+                let ends = first.iter().zip(last).map(|(a, b)| (of(a).int, of(b).int));
+                int(data.extreme(ends, *greatest).unwrap_or(unknown))
+            }
             Node::Unary(op, a) => match (op, self.graph.ty(*a)) {
                 (Unary::Not, _) => int(1 - of(a).int),
                 (Unary::ToFloat, _) => match self.precision {

@@ -122,7 +122,9 @@ fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: b
     }
     let count = graph.nodes().len();
     let (affine, plain) = (vec![None; count], vec![false; count]);
-    let mut lowering = Lowering { graph, dialect, prefix, fragments, along, code: Code::default(), affine, plain };
+    let code = Code::default();
+    let mut lowering =
+        Lowering { graph, dialect, prefix, fragments, along, code, affine, plain, needed: needed.clone() };
     if fragments {
         lowering.find_affine(roots, &needed);
     }
@@ -167,6 +169,8 @@ struct Lowering<'a> {
     affine: Vec<Option<Affine>>,
     /// Which of them are read as they are.
     plain: Vec<bool>,
+    /// Which nodes are lowered.
+    needed: Vec<bool>,
 }
 
 impl Lowering<'_> {
@@ -174,21 +178,22 @@ impl Lowering<'_> {
     fn tensors(&mut self, needed: &[bool]) {
         let p = self.prefix;
         for (i, declaration) in self.graph.declarations().iter().enumerate() {
-            let loads = self.graph.ids().filter(|id| needed[id.index()]);
-            let indices: Vec<&Vec<Id>> = loads
-                .filter_map(|id| match self.graph.node(id) {
-                    Node::Load { tensor, index } if *tensor == i => Some(index),
-                    _ => None,
-                })
-                .collect();
-            let Some(axes) = declaration.axes.as_ref().filter(|_| !indices.is_empty()) else { continue };
+            let (mut indices, mut boxes) = (Vec::new(), false);
+            for id in self.graph.ids().filter(|id| needed[id.index()]) {
+                match self.graph.node(id) {
+                    Node::Load { tensor, index } if *tensor == i => indices.push(index),
+                    Node::Extreme { tensor, .. } if *tensor == i => boxes = true,
+                    _ => {}
+                }
+            }
+            let Some(axes) = declaration.axes.as_ref().filter(|_| boxes || !indices.is_empty()) else { continue };
             let (element, t) = (self.dialect.element(declaration.storage), slot(self.graph, i));
             let (i32, i64) = (self.dialect.i32(), self.dialect.i64());
             let code = &mut self.code.inputs;
             code.push_str(&format!("const {element} *const {p}t{t} = (const {element} *)side->tensors[{t}].data;\n"));
             for (a, axis) in axes.iter().enumerate() {
                 code.push_str(&format!("const {i64} {p}t{t}s{a} = side->tensors[{t}].stride[{a}];\n"));
-                if indices.iter().any(|index| !index_fits(self.graph, *axis, index[a])) {
+                if boxes || indices.iter().any(|index| !index_fits(self.graph, *axis, index[a])) {
                     code.push_str(&format!("const {i32} {p}t{t}n{a} = side->tensors[{t}].length[{a}];\n"));
                 }
             }
@@ -277,9 +282,10 @@ impl Lowering<'_> {
         if self.along && self.along_keys(id) {
             return self.along_statements(id);
         }
+        let looked_at = self.look_at_box(id);
         let value = self.value(id);
         let ty = self.ty(id);
-        let line = format!("const {ty} {}{} = {value};\n", self.prefix, id.index());
+        let line = format!("{looked_at}const {ty} {}{} = {value};\n", self.prefix, id.index());
         let Depends { score, kv, q } = self.graph.depends(id);
         let list = match (score, q, kv) {
             (false, false, false) if matches!(self.graph.node(id), Node::Scalar(_)) => &mut self.code.inputs,

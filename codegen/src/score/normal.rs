@@ -51,6 +51,15 @@ impl Graph {
         self.intern(Node::Load { tensor, index }, range, None, None)
     }
 
+    /// The least or the greatest of a side tensor's elements in a box of indices.
+    pub(super) fn extreme(&mut self, tensor: usize, first: Vec<Id>, last: Vec<Id>, greatest: bool) -> Id {
+        if first == last {
+            return self.load(tensor, first);
+        }
+        let range = self.declarations()[tensor].int_range();
+        self.intern(Node::Extreme { tensor, first, last, greatest }, range, None, None)
+    }
+
     /// An operation on one node.
     pub fn unary(&mut self, op: Unary, a: Id) -> Id {
         match (op, self.ty(a)) {

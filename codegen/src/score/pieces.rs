@@ -274,7 +274,7 @@ fn cheap(code: &Code) -> String {
 }
 
 /// What decides which keys a tile visits.
-fn tile_fields(program: Option<&Program>, dialect: Dialect) -> [(&'static str, String); 6] {
+fn tile_fields(program: Option<&Program>, dialect: Dialect) -> [(&'static str, String); 9] {
     let (tile, keys) = match program.map(TileProgram::new) {
         Some(t) => (
             lower(&t.graph, &[t.all_masked, t.all_visible], dialect, "t"),
@@ -282,8 +282,17 @@ fn tile_fields(program: Option<&Program>, dialect: Dialect) -> [(&'static str, S
         ),
         None => (Code::default(), Code::default()),
     };
+    // Who makes lists of blocks has a warp for each, which looks at what it reads of tensors.
+    let looked = match program.filter(|p| dialect == Dialect::Cuda && p.lists().is_some()).map(TileProgram::by_elements)
+    {
+        Some(t) => lower(&t.graph, &[t.all_masked, t.all_visible], dialect, "t"),
+        None => Code::default(),
+    };
     let nth = |code: &Code, i: usize| code.results.get(i).cloned().unwrap_or_else(|| "0".to_owned());
     [
+        ("looked_code", looked.all()),
+        ("looked_masked", nth(&looked, 0)),
+        ("looked_visible", nth(&looked, 1)),
         ("tile_code", tile.all()),
         ("tile_masked", nth(&tile, 0)),
         ("tile_visible", nth(&tile, 1)),

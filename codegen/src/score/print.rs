@@ -72,6 +72,14 @@ fn expression(graph: &Graph, root: Id, names: &[Option<u32>], out: &mut String) 
                 parts.push(Part::Text("]"));
                 list(&mut parts, index);
             }
+            Node::Extreme { tensor, first, last, greatest } => {
+                let which = if *greatest { "greatest" } else { "least" };
+                let _ = write!(out, "{which}({}[", graph.declarations()[*tensor].name);
+                parts.push(Part::Text("])"));
+                list(&mut parts, last);
+                parts.push(Part::Text(" to "));
+                list(&mut parts, first);
+            }
             Node::Unary(op @ (Unary::Neg | Unary::Not), a) => {
                 let (text, binds) = if *op == Unary::Neg { ("-", 7) } else { ("not ", 3) };
                 if binds < around {

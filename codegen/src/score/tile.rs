@@ -8,7 +8,8 @@
 //! A comparison of sums is exact, since every coordinate occurs in it once. Where a mask joins several conditions with
 //! `and`, bounds that they put on the same sum of coordinates are joined before the rest is looked at, which makes
 //! windows, chunks and dilated masks exact too. What depends on the elements of a tensor is exact if its indices are
-//! fixed over the tile, or if it is declared not to decrease; else the declared range of the elements is all that is known.
+//! fixed over the tile, or if it is declared not to decrease; else the declared range of the elements is all that is known, or
+//! the least and the greatest of those that the tile reads, for who looks at them ([`TileProgram::by_elements`]).
 //! Floats that change within the tile are not followed. All of these leave a tile mixed, never wrong.
 
 use super::graph::{Graph, Node};
@@ -46,13 +47,23 @@ pub struct TileProgram {
 impl TileProgram {
     /// The classification of a program's mask.
     pub fn new(program: &Program) -> Self {
+        Self::of(program, false)
+    }
+
+    /// ... by one who looks at the elements of tensors in each tile: what depends on them is between their least and greatest, and
+    /// exact where rows or keys of the tile have one value each.
+    pub fn by_elements(program: &Program) -> Self {
+        Self::of(program, true)
+    }
+
+    fn of(program: &Program, looks: bool) -> Self {
         let mut target = Graph::new(program.graph().declarations().to_vec());
         let zero = target.int(0);
         let kv_len = target.var(Var::KvLen);
         let (yes, no) = (target.boolean(true), target.boolean(false));
         let (mut all_masked, mut all_visible, mut kv_begin, mut kv_end) = (no, yes, zero, kv_len);
         if let Some(mask) = program.mask() {
-            let mut analysis = Analysis::new(program.graph(), target, mask);
+            let mut analysis = Analysis::new(program.graph(), target, mask, looks);
             (all_masked, all_visible) = analysis.verdict(mask);
             let keys = analysis.keys(mask);
             target = analysis.target;
@@ -102,10 +113,12 @@ pub(super) struct Analysis<'a> {
     pub(super) images: Vec<Image>,
     /// What the conditions joined with `and` say of a form; empty where that may not be used.
     bounds: Bounds,
+    /// Whether elements of tensors are looked at.
+    looks: bool,
 }
 
 impl<'a> Analysis<'a> {
-    fn new(source: &'a Graph, target: Graph, mask: Id) -> Self {
+    fn new(source: &'a Graph, target: Graph, mask: Id, looks: bool) -> Self {
         let mut needed = vec![false; source.nodes().len()];
         needed[mask.index()] = true;
         for i in (0..=mask.index()).rev() {
@@ -117,7 +130,7 @@ impl<'a> Analysis<'a> {
             }
         }
         let images = vec![Image::Unknown; source.nodes().len()];
-        let mut analysis = Self { source, target, needed, images, bounds: Bounds::new() };
+        let mut analysis = Self { source, target, needed, images, bounds: Bounds::new(), looks };
         analysis.run();
         analysis
     }
@@ -190,6 +203,7 @@ impl<'a> Analysis<'a> {
             Node::Var(v) => g.var(v),
             Node::Scalar(i) => g.scalar(i),
             Node::Load { tensor, .. } => g.load(tensor, o),
+            Node::Extreme { .. } => return None,
             Node::Unary(op, _) => g.unary(op, o[0]),
             Node::Binary(op, ..) => g.binary(op, o[0], o[1]),
             Node::Select(..) => g.select(o[0], o[1], o[2]),
@@ -401,10 +415,19 @@ impl<'a> Analysis<'a> {
             })
             .collect();
         let leading: Option<Vec<Id>> = fixed[..rank.saturating_sub(1)].iter().copied().collect();
-        let (Some(leading), true) = (leading, nondecreasing) else { return self.declared(id) };
+        let (Some(leading), true) = (leading, nondecreasing) else {
+            return if self.looks { self.extremes(tensor, index) } else { self.declared(id) };
+        };
         let (lo, hi) = self.int(index[rank - 1]);
         let mut at = |last: Id| self.target.load(tensor, leading.iter().copied().chain([last]).collect());
         (at(lo), at(hi))
+    }
+
+    /// The least and the greatest element that a tile reads of a tensor.
+    fn extremes(&mut self, tensor: usize, index: &[Id]) -> (Id, Id) {
+        let (first, last): (Vec<Id>, Vec<Id>) = index.iter().map(|i| self.int(*i)).unzip();
+        let least = self.target.extreme(tensor, first.clone(), last.clone(), false);
+        (least, self.target.extreme(tensor, first, last, true))
     }
 
     fn product_range(&mut self, a: Id, b: Id) -> (Id, Id) {
@@ -444,6 +467,10 @@ impl<'a> Analysis<'a> {
 
     fn bool_image(&mut self, id: Id) -> Image {
         match *self.source.node(id) {
+            Node::Load { tensor, ref index } if self.looks => {
+                let (all, any) = self.extremes(tensor, &index.clone());
+                Image::Bool(self.target.not(all), any)
+            }
             Node::Unary(Unary::Not, a) => {
                 let (f, t) = self.bool(a);
                 Image::Bool(t, f)

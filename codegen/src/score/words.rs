@@ -345,6 +345,15 @@ impl Declaration {
         self.range.is_none_or(|Range { lo, hi }| lo as f32 <= x && x <= hi as f32)
     }
 
+    /// The least or greatest value that an element can have: of bools 0 and 1.
+    pub(super) fn extreme(&self, greatest: bool) -> i64 {
+        let Range { lo, hi } = match self.storage.ty() {
+            Type::Bool => Range { lo: 0, hi: 1 },
+            _ => self.int_range(),
+        };
+        if greatest { hi } else { lo }
+    }
+
     /// The integers that it can hold.
     pub fn int_range(&self) -> Range {
         match (self.range, self.storage) {

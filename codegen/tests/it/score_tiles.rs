@@ -30,7 +30,9 @@ fn no_tile_of_a_random_program_is_classified_wrongly() {
     for round in 0..3000 {
         let text = format!("{DECLARATIONS} mask = {};", g.mask(1 + round % 6).text());
         let program = Program::parse(&text).unwrap();
-        let classes = TileProgram::new(&program);
+        // One who looks at elements, too, is never wrong.
+        let looks = round % 2 == 1;
+        let classes = if looks { TileProgram::by_elements(&program) } else { TileProgram::new(&program) };
         let sizes = g.sizes();
         let data = g.data(&sizes);
         let mut bound = Bound::new(&program, &sizes, &data, Precision::F32).unwrap();
@@ -153,4 +155,52 @@ fn live_tiles_of_a_window_grow_with_the_length_and_not_with_its_square() {
     };
     assert_eq!(live(8192), 9 * 64 - 36);
     assert_eq!(live(16384), 9 * 128 - 36);
+}
+
+#[test]
+fn who_looks_at_elements_knows_documents_and_blocks_in_memory() {
+    let mut g = Generator::new(21);
+    let masks = [
+        ("d: i32[q_len]; mask = d[q] == d[kv];", "d", 1),
+        ("d: i64[*]; mask = d[q] == d[kv] and kv <= q;", "d", 1),
+        ("d: bool[*, *]; mask = d[q // 16, kv // 16];", "d", 2),
+        ("d: bool[q_len, kv_len]; mask = not d[q, kv];", "d", 2),
+    ];
+    let (mut open, mut before, mut tiles_seen) = (0, 0, 0);
+    for (text, name, axes) in masks {
+        let program = Program::parse(text).unwrap();
+        let (blind, looking) = (TileProgram::new(&program), TileProgram::by_elements(&program));
+        for _ in 0..50 {
+            let n = g.rng.random_range(1..150);
+            let sizes = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: n, kv_len: n, mask: Mask::Full };
+            let (n, block) = (n as usize, 16);
+            // Documents that come in any order; blocks that are seen or not.
+            let elements = match axes {
+                1 => Elements::Int((0..n).map(|i| (i / 23 * 7 % 5) as i64).collect()),
+                _ if text.contains("//") => Elements::Bool((0..100).map(|_| g.rng.random_bool(0.5)).collect()),
+                _ => Elements::Bool((0..n * n).map(|i| (i / n / 16 + i % n / 16) % 3 == 0).collect()),
+            };
+            let shape = if axes == 1 {
+                vec![n]
+            } else if text.contains("//") {
+                vec![10, 10]
+            } else {
+                vec![n, n]
+            };
+            let data = SideData::default().tensor(name, &shape, elements);
+            let mut bound = Bound::new(&program, &sizes, &data, Precision::F32).unwrap();
+            let mask = bound.mask_matrix(&sizes, 0, 0);
+            for (q, kv) in tiles(&sizes, block, block) {
+                let want = truth(&mask, &sizes, &q, &kv);
+                let kind = |classes| Classifier::new(&program, classes, &sizes, &data).unwrap().kind(0, 0, &q, &kv);
+                let got = kind(&looking);
+                assert!(got == want || got == TileKind::Mixed, "{text} {q:?} {kv:?}\n{}", looking.text());
+                assert!(axes == 1 || got == want, "{text} {q:?} {kv:?}\n{}", looking.text());
+                open += u32::from(got != want);
+                before += u32::from(kind(&blind) != want);
+                tiles_seen += 1;
+            }
+        }
+    }
+    assert!(open * 10 < before && before * 2 > tiles_seen, "{open}, before {before} of {tiles_seen}");
 }

@@ -1,6 +1,7 @@
 // Key blocks as lists, for masks that may leave any of them: which blocks a tile visits, those that every row sees whole first,
 // those that need the mask behind them. Two small kernels write the lists before the attention kernel is launched: the
-// first says of each block what the mask does to it, the second gathers. A block whose kind follows from no bound is looked at
+// first says of each block what the mask does to it, the second gathers. What a mask reads of tensors is bounded by the least and
+// the greatest element that a block reads, if these are few. A block whose kind follows from no bound is looked at
 // score by score until both a visible and a masked one have been met, so that none is visited in vain or masked without need.
 // Of blocks that are cut, the mask itself is kept as well, a bit for each score: heads and sequences that share a list
 // need not evaluate it again, nor does the attention kernel have registers for that.
@@ -57,6 +58,8 @@ __device__ __noinline__ u32 share_of_mask(const ProgramHead& head, int q, int fi
     return bits;
 }
 
+<% include "lib/cuda/box.cuh" %>
+
 // What becomes of a block, as bytes behind the lists.
 enum : u8 { kHidden = 0, kMixed = 1, kWhole = 2 };
 
@@ -76,6 +79,13 @@ struct Lists {
         return units.tile(args.forward, int(list / args.blocks), int(list % args.blocks) * kBlockQ, kBlockQ);
     }
 };
+
+// As program_tile(), by the elements of tensors that the block reads. For whole warps.
+__device__ __forceinline__ int looked_tile(const ProgramHead& head, int q_first, int q_last, int kv_first, int kv_last) {
+    FT_PROGRAM_HEAD;
+    (void)q_first, (void)q_last, (void)kv_first, (void)kv_last;
+@{ looked_code }@    return @{ looked_masked }@ ? -1 : @{ looked_visible }@ ? 1 : 0;
+}
 
 // What the mask makes of a block, score by score. For whole warps.
 __device__ __forceinline__ u8 look_at(const ProgramHead& head, const Tile& tile, int n) {
@@ -138,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) @{ entry }@_classify(c
     int kind = -1;
     if (n >= window.begin && n < window.end) {
         const int last = min_of(n * kBlockKV + kBlockKV, head.kv_len) - 1;
-        kind = program_tile(head, tile.row, tile.row + tile.rows - 1, n * kBlockKV, last);
+        kind = looked_tile(head, tile.row, tile.row + tile.rows - 1, n * kBlockKV, last);
         kind = kind < 0 ? kHidden : kind > 0 ? kWhole : look_at(head, tile, n);
         // Beyond the last key, or cut by the window.
         if (kind == kWhole && (n < window.full_begin || n >= window.full_end)) kind = kMixed;

@@ -58,6 +58,9 @@ impl Lowering<'_> {
                 }
             }
             Node::Load { tensor, index } => self.load(id, *tensor, index),
+            Node::Extreme { greatest, .. } => {
+                format!("{}x.{}", self.box_name(id), if *greatest { "greatest" } else { "least" })
+            }
             Node::Unary(op, x) => self.unary(id, *op, *x),
             Node::Binary(op, x, y) => match (op, self.graph.ty(*x)) {
                 (Binary::And, _) => format!("{} & {}", self.operand(*x), self.operand(*y)),
@@ -175,6 +178,44 @@ impl Lowering<'_> {
             Storage::I32 | Storage::I64 => format!("({}){at}", self.dialect.int(self.graph.range(id))),
             Storage::Bool => format!("{at} != 0"),
         }
+    }
+}
+
+/// Boxes of indices, whose least and greatest elements are found together by the lanes of a warp (`lib/cuda/box.cuh`).
+impl Lowering<'_> {
+    /// The first node that is about the same box: what is found there goes by its name.
+    fn box_of(&self, id: Id) -> Id {
+        let ends = |id: Id| match self.graph.node(id) {
+            Node::Extreme { tensor, first, last, .. } => Some((tensor, first, last)),
+            _ => None,
+        };
+        self.graph.ids().find(|other| self.needed[other.index()] && ends(*other) == ends(id)).unwrap_or(id)
+    }
+
+    pub(super) fn box_name(&self, id: Id) -> String {
+        format!("{}{}", self.prefix, self.box_of(id).index())
+    }
+
+    /// The statement that looks at a box, before the first node that is about it.
+    pub(super) fn look_at_box(&self, id: Id) -> String {
+        let Node::Extreme { tensor, first, last, .. } = self.graph.node(id) else { return String::new() };
+        if self.box_of(id) != id {
+            return String::new();
+        }
+        let (p, t, declaration) = (self.prefix, slot(self.graph, *tensor), &self.graph.declarations()[*tensor]);
+        let axes = first.iter().zip(last).enumerate().map(|(a, (first, last))| {
+            format!("{{{}, {}, {p}t{t}n{a}, {p}t{t}s{a}}}", self.operand(*first), self.operand(*last))
+        });
+        let (ty, range) = match declaration.storage.ty() {
+            Type::Bool => ("bool", Range { lo: 0, hi: 1 }),
+            _ => (self.dialect.int(self.graph.range(id)), self.graph.range(id)),
+        };
+        let [lo, hi] = [range.lo, range.hi].map(|x| int_literal(x, range));
+        let axes = axes.collect::<Vec<_>>().join(", ");
+        format!(
+            "const BoxAxis {p}{0}b[] = {{{axes}}};\nconst auto {p}{0}x = look_at_box({p}t{t}, {p}{0}b, Extremes<{ty}>{{{lo}, {hi}}});\n",
+            id.index()
+        )
     }
 }
 
