@@ -70,7 +70,7 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
-constexpr int kCleaners = kClean ? 2 : 0;  // warps
+constexpr int kHelpers = 2;  // warps of the producer that do what the copy engine does not, where there is any
 
 // Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
@@ -165,6 +165,8 @@ struct Layout {
 
 <% include "forward/sm90/biases.cuh" %>
 <% include "forward/sm90/producer.cuh" %>
+<% include "forward/sm90/row_masks.cuh" %>
+<% include "forward/sm90/output.cuh" %>
 <% include "forward/sm90/consumer.cuh" %>
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_attribute }@
@@ -172,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     extern __shared__ __align__(1024) u8 shared_memory[];
     const u32 smem = smem_address(shared_memory);
     const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
+    const bool helped = kClean || copies_biases(args);
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) {
             mbarrier_init(smem + Layout::kFullQ + i * 8, 1);
@@ -179,19 +182,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + kCleaners + kConsumers * 4);
+            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + (helped ? kHelpers : 0) + kConsumers * 4);
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
             mbarrier_init(smem + Layout::kEmptyK + s * 8, kCluster * kConsumers * 4);
-            mbarrier_init(smem + Layout::kFullV + s * 8, max_of(1, kCleaners));
+            mbarrier_init(smem + Layout::kFullV + s * 8, kClean ? kHelpers : 1);
             mbarrier_init(smem + Layout::kEmptyV + s * 8, kCluster * kConsumers * 4);
             mbarrier_init(smem + Layout::kRawV + s * 8, 1);
         }
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         store_shared_4(smem + Layout::kMetNonFinite, 0);
         for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
-            mbarrier_init(smem + Layout::kFullBias + i * 8, 1);
+            mbarrier_init(smem + Layout::kFullBias + i * 8, copies_biases(args) ? 1 + kHelpers : 1);
             mbarrier_init(smem + Layout::kEmptyBias + i * 8, 4);
         }
         mbarrier_init_fence();
@@ -210,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             if (threadIdx.x % 32 == 0) produce_qk(args, smem, only);
         } else if (warp == 1) {
             if (threadIdx.x % 32 == 0) produce_v(args, smem, only);
-        } else if (kClean) {
-            clean_v(args, smem, only);
+        } else if (helped) {
+            help(args, smem, only);
         }
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();

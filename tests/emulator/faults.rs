@@ -21,14 +21,14 @@ const SM90: &[Fault] = &[
     // Masks, one key off or aligned elsewhere.
     [
         "one key too many",
-        "forward/sm90/consumer.cuh",
+        "forward/sm90/row_masks.cuh",
         "live.last + 1 - column",
         "live.last + 2 - column",
         "the oracle says",
     ],
     [
         "one key before the window",
-        "forward/sm90/consumer.cuh",
+        "forward/sm90/row_masks.cuh",
         "scores_before(live.first - column)",
         "scores_before(live.first - 1 - column)",
         "the oracle says",
@@ -210,13 +210,7 @@ const SM90: &[Fault] = &[
         "part.row += (consumer ^ 1) * 64;",
         "the oracle says",
     ],
-    [
-        "what is left out takes no turn, trimmed",
-        "forward/sm90/consumer.cuh",
-        "if (kTrim) wait_turn(), pass_turn();",
-        "",
-        "deadlock",
-    ],
+    ["what is left out takes no turn, trimmed", "forward/sm90/consumer.cuh", "if (kTrim) skip_turn();", "", "deadlock"],
     [
         "K that is left out is not given back, trimmed",
         "forward/sm90/consumer.cuh",
@@ -288,7 +282,7 @@ const LISTS: &[Fault] = &[
     ],
     [
         "non-finite elements of V stay out",
-        "forward/sm90/consumer.cuh",
+        "forward/sm90/output.cuh",
         "place < work.all.end; place++",
         "place < work.all.full_end; place++",
         "the oracle says",
@@ -411,8 +405,8 @@ const BIASES: &[Fault] = &[
     [
         "biases given back before they are taken",
         "forward/sm90/biases.cuh",
-        "copy_biases(args, smem, ring, consumer, tile, first_key);",
-        "if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kEmptyBias + bias_place(ring, consumer) * 8);",
+        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);",
+        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);\n        if (lane == 0) mbarrier_arrive(smem + Layout::kEmptyBias + at * 8);",
         "on its way|more arrivals|deadlock|the oracle says",
     ],
     [
@@ -421,6 +415,13 @@ const BIASES: &[Fault] = &[
         "__popc(args.biases_mapped) * kBytesBias",
         "kBiases * kBytesBias",
         "deadlock",
+    ],
+    [
+        "a copy by threads told before it is made",
+        "forward/sm90.cu",
+        "copies_biases(args) ? 1 + kHelpers : 1",
+        "copies_biases(args) ? kHelpers : 1",
+        "on its way|more arrivals|never written|the oracle says|deadlock",
     ],
     [
         "keys behind the last, copied by threads",
@@ -432,8 +433,8 @@ const BIASES: &[Fault] = &[
     [
         "rows one off, copied by threads",
         "forward/sm90/biases.cuh",
-        "min_of(first_row + row_of(round), last_row)",
-        "min_of(first_row + (row_of(round) ^ 1), last_row)",
+        "min_of(tile_row + row_of(round), last_row)",
+        "min_of(tile_row + (row_of(round) ^ 1), last_row)",
         "the oracle says",
     ],
     [

@@ -119,16 +119,17 @@ impl Sm90Schedule {
         if !self.registers_move(problem) {
             return self.launch_registers();
         }
+        // It copies the biases that the copy engine cannot address, and the consumers can spare no more.
+        if !self.biases(problem).is_empty() {
+            return 56;
+        }
         // It finds the blocks that a program's mask leaves, which takes little where they lie in memory, or where that is much like a
         // causal one.
         if problem.masks_by_program() {
-            // Beside biases the producer needs more than for runs in memory alone, and the consumers can spare less than elsewhere.
-            let biases = !self.biases(problem).is_empty();
             return match () {
                 _ if self.consumers == 3 || self.blocks_per_sm > 1 => 56,
-                _ if problem.program.is_some_and(|p| p.runs().is_some()) && !biases => 40,
+                _ if problem.program.is_some_and(|p| p.runs().is_some()) => 40,
                 _ if Self::is_like_causal(problem) => 40,
-                _ if biases => 56,
                 _ => 72,
             };
         }

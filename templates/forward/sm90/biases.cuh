@@ -51,61 +51,68 @@ __device__ __forceinline__ uint4 from_both(uint4 low, uint4 high, u32 at) {
     return uint4{w[0], w[1], w[2], w[3]};
 }
 
-// Copies the rows of biases that the copy engine cannot bring. Where keys lie side by side, sixteen bytes at once, some of them under way
-// together; but for the tensor's ends, since nothing outside of it is read. What comes for keys behind the last nobody sees.
-__device__ __forceinline__ void copy_biases(const KernelArgs& args, u32 smem, const BiasRing& ring, int consumer, const Tile& tile,
-                                            int first_key) {
-    constexpr int kPieces = kBlockKV / 8, kRounds = kPieces / 2, kTogether = 4;  // pieces of a row; of 16 rows, for a lane
-    const int lane = threadIdx.x % 32, first_row = tile.row + consumer * 64 + threadIdx.x % 128 / 32 * 16;
-    const int last_row = args.forward.q_len - 1, last_key = args.forward.kv_len - 1;
-#pragma unroll
-    for (int nth = 0; nth < kBiases; nth++) {
-        if (args.biases_mapped >> nth & 1) continue;
-        const BiasAt bias = program_bias(program_head(args, args.forward, tile), nth);
-        const u64 begin = (u64)bias.data, end = (u64)(bias.data + last_row * bias.row + last_key + 1), inside = begin + 15 & ~u64(15);
-        const bool dense = bias.key == 1 && inside + 32 <= end;
-        const auto row_of = [&](int round) { return (round * 32 + lane) / kPieces; };
-        const auto piece_of = [&](int round) { return (round * 32 + lane) % kPieces; };
-        const auto from = [&](int round) { return bias.data + min_of(first_row + row_of(round), last_row) * bias.row; };
-        const auto address = [&](int round) { return (u64)(from(round) + first_key + piece_of(round) * 8); };
-        const auto is_inside = [&](u64 at) { return at >= inside && (at & ~u64(15)) + 32 <= end; };
-        const auto put = [&](int round, uint4 words) {
-            const int row = row_of(round), piece = piece_of(round);
-            store_shared_16(bias_rows(smem, ring, consumer, nth) + piece / 8 * kBytes64Rows + row * 128 + ((piece ^ row) % 8 << 4), words);
+// Whether threads copy biases of this call: those that the copy engine cannot address.
+__device__ __forceinline__ bool copies_biases(const KernelArgs& args) {
+    return kBiases > 0 && args.biases_mapped != (1u << kBiases) - 1;
+}
+
+// Of a warp that helps, `warp` of kHelpers: its part of the rows of a bias for one consumer, to `to`. Where keys lie side by side, sixteen
+// bytes at once, but for the tensor's ends, since nothing outside of it is read. What comes for
+// keys behind the last nobody sees.
+__device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const BiasAt& bias, int warp, int tile_row, int first_key) {
+    constexpr int kPieces = kBlockKV / 8, kRows = 64 / kHelpers, kRounds = kPieces * kRows / 32;  // pieces of a row; for a lane
+    const int lane = threadIdx.x % 32, last_row = args.forward.q_len - 1, last_key = args.forward.kv_len - 1;
+    const u64 begin = (u64)bias.data, end = (u64)(bias.data + last_row * bias.row + last_key + 1), inside = begin + 15 & ~u64(15);
+    const bool dense = bias.key == 1 && inside + 32 <= end;
+    const auto row_of = [&](int round) { return warp * kRows + (round * 32 + lane) / kPieces; };
+    const auto piece_of = [&](int round) { return (round * 32 + lane) % kPieces; };
+    const auto from = [&](int round) { return bias.data + min_of(tile_row + row_of(round), last_row) * bias.row; };
+    const auto address = [&](int round) { return (u64)(from(round) + first_key + piece_of(round) * 8); };
+    const auto is_inside = [&](u64 at) { return at >= inside && (at & ~u64(15)) + 32 <= end; };
+    const auto put = [&](int round, uint4 words) {
+        const int row = row_of(round), piece = piece_of(round);
+        store_shared_16(to + piece / 8 * kBytes64Rows + row * 128 + ((piece ^ row) % 8 << 4), words);
+    };
+#pragma unroll 1
+    for (int round = 0; round < kRounds; round++) {
+        const u64 at = address(round);
+        if (dense && is_inside(at)) {
+            const uint4* const words = (const uint4*)(at & ~u64(15));
+            put(round, from_both(words[0], words[1], u32(at) & 15));
+            continue;
+        }
+        uint4 words;
+        u32* const w = &words.x;
+        const auto element = [&](int e) {
+            return u32(from(round)[min_of(first_key + piece_of(round) * 8 + e, last_key) * bias.key]);
         };
-#pragma unroll 1
-        for (int first = 0; dense && first < kRounds; first += kTogether) {
-            uint4 low[kTogether], high[kTogether];
 #pragma unroll
-            for (int i = 0; i < kTogether; i++) {
-                const u64 at = address(first + i);
-                const uint4* const words = (const uint4*)(is_inside(at) ? at & ~u64(15) : inside);
-                low[i] = words[0], high[i] = words[1];
-            }
-#pragma unroll
-            for (int i = 0; i < kTogether; i++) put(first + i, from_both(low[i], high[i], u32(address(first + i)) & 15));
-        }
-#pragma unroll 1
-        for (int round = 0; round < kRounds; round++) {
-            if (dense && is_inside(address(round))) continue;
-            uint4 words;
-            u32* const w = &words.x;
-            const auto element = [&](int e) {
-                return u32(from(round)[min_of(first_key + piece_of(round) * 8 + e, last_key) * bias.key]);
-            };
-#pragma unroll
-            for (int e = 0; e < 4; e++) w[e] = element(2 * e) | element(2 * e + 1) << 16;
-            put(round, words);
-        }
+        for (int e = 0; e < 4; e++) w[e] = element(2 * e) | element(2 * e + 1) << 16;
+        put(round, words);
     }
-    __syncwarp();
+}
+
+// ... and of all biases of a block, for all consumers.
+__device__ __forceinline__ void copy_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int warp, const Tile& tile, int first_key) {
+#pragma unroll 1
+    for (int c = 0; c < kConsumers; c++) {
+        const int at = bias_place(ring, c);
+        mbarrier_wait_idly(smem + Layout::kEmptyBias + at * 8, ring.parity ^ 1);
+#pragma unroll
+        for (int nth = 0; nth < kBiases; nth++) {
+            if (args.biases_mapped >> nth & 1) continue;
+            const BiasAt bias = program_bias(program_head(args, args.forward, tile), nth);
+            copy_bias(args, smem + Layout::kBias + at * Layout::kBytesBiases + nth * kBytesBias, bias, warp, tile.row + c * 64, first_key);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kFullBias + at * 8);
+    }
+    ring.advance();
 }
 
 // The biases of a block, laid out as its scores; their place is free then.
-__device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer, const Tile& tile, int first_key,
-                                            ScoresAhead<kBlockKV / 8>& ahead) {
+__device__ __forceinline__ void take_biases(u32 smem, BiasRing& ring, int consumer, ScoresAhead<kBlockKV / 8>& ahead) {
     if constexpr (kBiases > 0) {
-        copy_biases(args, smem, ring, consumer, tile, first_key);
         const int lane = threadIdx.x % 32, row = lane % 16, at = bias_place(ring, consumer);
         mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);
 #pragma unroll

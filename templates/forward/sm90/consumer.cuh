@@ -16,15 +16,14 @@ struct Consumer {
     Output o;
     Probabilities p;
     RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
-    ProgramKept kept;  // of the tile whose scores are computed, as are the runs of keys that a program leaves its rows
+    ProgramKept kept;  // of the tile whose scores are computed
     ScoreCap cap;      // where a program caps the scores
-    KeyRange runs[2];
-    ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next, as is its mask
-    u32 visible[2][kShareWords];
+    RowMasks masks;
+    ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
-    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem) {}
+    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem), masks(args, id) {}
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     // A barrier of this warpgroup alone.
@@ -37,6 +36,11 @@ struct Consumer {
     }
     __device__ __forceinline__ void pass_turn() const {
         if (kTakeTurns) barrier_arrive(1 + (id + 1 == kConsumers ? 0 : id + 1), 256);
+    }
+
+    __device__ __forceinline__ void skip_turn() const {
+        wait_turn();
+        pass_turn();
     }
 
     // s = Q K^T of the next block of keys, asynchronously.
@@ -148,7 +152,7 @@ struct Consumer {
             wait_k();
             __syncwarp();  // no lane may still wait for what is given away
             release_k();
-            if (kTrim) wait_turn(), pass_turn();
+            if (kTrim) skip_turn();
             if (count > later) skip_v();
         }
     }
@@ -175,98 +179,28 @@ struct Consumer {
         return block_at(args, work.tile, work.own, n) * kBlockKV;
     }
 
-    // Whether runs are computed where they are wanted.
-    static constexpr bool kComputedAgain = kProgramRowsCheap && !kRuns;
-
-    // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
-    // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
-    // to predicates seven at a time.
-    __device__ __forceinline__ void mask(const Tile& tile, int key) {
-        constexpr bool kLeft = kMaskLeft || (kProgramRows && !kProgramFromFirst);
-        const int column = key + lane() % 4 * 2;
-        const int row = tile.row + id * 64 + warp() * 16 + lane() / 4;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            // What lies in memory has the window taken in.
-            KeyRange live = runs[h];
-            if (!kRuns) live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
-            if (kProgramRows && !kRuns) {
-                const KeyRange run = kComputedAgain ? run_of(tile, row + h * 8) : runs[h];
-                live = KeyRange{max_of(live.first, run.first), min_of(live.last, run.last)};
-            }
-            const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
-#pragma unroll
-            for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
-                u32 seen = low_bits(end - word * 32);
-                if (kLeft) seen &= ~low_bits(begin - word * 32);
-                if (kLists) seen &= visible[h][word];
-#pragma unroll
-                for (int i = 0; i < min_of(32, kBlockKV / 4 - word * 32); i++) {
-                    const int at = word * 32 + i;
-                    if (!(seen & 1u << i)) s[at / 2 * 4 + 2 * h + at % 2] = -FT_INFINITY;
-                }
-            }
-        }
-    }
-    // How many of a thread's scores belong to keys before `key`, counted from its own first one.
-    static __device__ __forceinline__ int scores_before(int key) {
-        const int clamped = max_of(0, min_of(key, kBlockKV));
-        return clamped / 8 * 2 + min_of(clamped % 8, 2);
-    }
-    // The lowest `count` bits of a word.
-    static __device__ __forceinline__ u32 low_bits(int count) {
-        return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
-    }
-
     __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
 
-    // The keys that a program leaves a row.
-    __device__ __forceinline__ KeyRange run_of(const Tile& tile, int row) const {
-        const int q = min_of(row, args.forward.q_len - 1);
-        if constexpr (kRuns) return Runs(args).row(tile, q);
-        return program_row<false>(program_head(args, args.forward, tile), q, RunEnds{});
-    }
     // What the rows of a tile need of its score program.
     __device__ __forceinline__ void keep(const Work& work) {
         kept = program_kept(head(work));
         if (kBounded) cap = program_cap(head(work), kept, magnitude());
-        if constexpr (kProgramRows && !kComputedAgain) {
-            const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4;
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                runs[h] = run_of(work.tile, row + h * 8);
-            }
-        }
+        masks.keep(work.tile);
         if (kOverlap && attends(work)) {
             read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
-            read_biases(work, work.own.end - 1);
+            read_biases();
         }
     }
     // The mask of block n, and what the program reads along its keys: asked for before the scores are, so that memory answers
     // meanwhile.
     template <typename Masked> __device__ __forceinline__ void read_ahead(const Work& work, int n, Masked masked) {
-        if (kLists && masked) read_mask(work, n);
+        if (kLists && masked) masks.read(work, n);
         if (!kScoreTakes) return;
         const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
         program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
     }
-    // The biases of block n: as late as can be hidden beside the products that give its scores.
-    __device__ __forceinline__ void read_biases(const Work& work, int n) {
-        take_biases(args, smem, bias_ring, id, work.tile, first_key(work, n), ahead);
-    }
-    __device__ __forceinline__ void read_mask(const Work& work, int n) {
-        const int row = id * 64 + warp() * 16 + lane() / 4, block = block_at(args, work.tile, work.own, n);
-        const u32* const mask = mask_of(args, work.tile, block);
-#pragma unroll
-        for (int i = 0; i < 2 * kShareWords; i++) {
-            const int h = i / kShareWords, word = i % kShareWords;
-            if (args.masks != nullptr) {
-                visible[h][word] = mask[((row + h * 8) * 4 + lane() % 4) * kShareWords + word];
-            } else {
-                visible[h][word] = share_of_mask(head(work), work.tile.row + row + h * 8, block * kBlockKV, lane() % 4, word);
-            }
-        }
-    }
+    // The biases of the next block: as late as can be hidden beside the products that give its scores.
+    __device__ __forceinline__ void read_biases() { take_biases(smem, bias_ring, id, ahead); }
     // What the score program and the window make of the scores of block n.
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
         const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
@@ -285,7 +219,7 @@ struct Consumer {
         };
         if (masked) {
             apply(Bool<true>{});
-            mask(work.tile, first);
+            masks.apply(s, work.tile, first);
 #pragma unroll
             for (int i = 0; kBounded && i < kBlockKV / 2; i++) softmax.take(s[i], i / 2 % 2);
         } else {
@@ -401,7 +335,7 @@ struct Consumer {
             issue_pv();
             pass_turn();
             if (kChain) release_o();
-            read_biases(work, n);
+            read_biases();
             wgmma_wait<1>();
             take_scores(work, n);
             change(work, n, masked);
@@ -421,7 +355,7 @@ struct Consumer {
             issue_qk();
             pass_turn();
             if (kChain) release_o();
-            read_biases(work, n);
+            read_biases();
             wgmma_wait<0>();
             take_scores(work, n);
             change(work, n, masked);
@@ -501,79 +435,6 @@ struct Consumer {
         return rows;
     }
 
-    // Normalises O into shared memory, in the copy engine's layout, and writes the log-sum-exp.
-    __device__ __forceinline__ void stage_output(const Tile& tile, const RowResults& rows, u32 to) {
-        const int row = warp() * 16 + lane() / 4;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int packed = id * 64 + row + h * 8, at = tile.row + packed;
-            if (args.forward.lse != nullptr && lane() % 4 == 0 && packed < tile.rows) {
-                const int member = at & ((1 << args.group_shift) - 1);
-                const i64 head = (i64(tile.batch) * args.unit_heads + tile.head << args.group_shift) + member;
-                args.forward.lse[head * args.forward.q_len + (at >> args.group_shift)] = rows.log_sum_exp[h];
-            }
-#pragma unroll
-            for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
-            // Scores that a program makes -inf have no part in O, and a NaN of V would have.
-            if (kMarkEmpty && rows.empty[h]) {
-#pragma unroll
-                for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] = o[4 * j + 2 * h + 1] = 0.0f;
-            }
-        }
-        const int to_row = warp() * 16 + lane() % 16;
-#pragma unroll
-        for (int j = 0; j < kColumnsV / 16; j++) {
-            const float* x = o + 8 * j;
-            const u32 chunk = u32(j % 4 * 2 + lane() / 16) ^ (to_row % 8);
-            stmatrix_x4(to + j / 4 * kBytes64Rows + to_row * 128 + (chunk << 4), pack<Element>(x[0], x[1]),
-                        pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
-        }
-    }
-
-    // Which rows attend to nothing, one of four bits for each.
-    __device__ __forceinline__ u32 empty_rows() const { return smem + Layout::kEmptyRows + id * Layout::kBytesEmptyRows; }
-    __device__ __forceinline__ void mark_empty(const RowResults& rows) const {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u32 empty = __ballot_sync(0xffffffff, rows.empty[h]);
-            if (lane() == 0) store_shared_4(empty_rows() + (warp() * 2 + h) * 4, empty);
-        }
-    }
-    __device__ __forceinline__ bool is_empty(int row) const {
-        return load_shared_4(empty_rows() + row / 8 * 4) >> row % 8 * 4 & 1;
-    }
-
-    // Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
-    // plain and slow.
-    __device__ __forceinline__ void restore_non_finite(const Work& work, u32 to) const {
-        const Tile& tile = work.tile;
-        const Element* v = (const Element*)args.forward.v + tile.batch * args.forward.v_stride[0] +
-                           tile.kv_head * args.forward.v_stride[1];
-#pragma unroll 1
-        for (int i = threadIdx.x % 128; i < 64 * kHeadDimV; i += 128) {
-            const int row = i / kHeadDimV, column = i % kHeadDimV;
-            if (id * 64 + row >= tile.rows) break;
-            if (kMarkEmpty && is_empty(row)) continue;
-            const int position = (tile.row + id * 64 + row) >> args.group_shift;
-            const auto visible = [&](int key) { return program_visible(head(work), position, key); };
-            float add = 0.0f;
-            if constexpr (kLists) {
-#pragma unroll 1
-                for (int place = work.all.full_end; place < work.all.end; place++) {
-                    add += sum_of_block<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position,
-                                                                         block_at(args, tile, work.all, place), visible);
-                }
-            } else {
-                add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, work.all, visible);
-            }
-            if (add != 0.0f) {
-                const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
-                const u32 at = to + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;
-                store_shared(at, from_float<Element>(to_float(load_shared<Element>(at)) + add));
-            }
-        }
-    }
-
     // O of a tile, whose Q was `q`, out to memory.
     __device__ __forceinline__ void write(const Work& work, const RowResults& rows, int q) {
         const u32 to = kOutputApart ? smem + Layout::kO + id * Layout::kBytesO
@@ -592,25 +453,17 @@ struct Consumer {
         } else {
             sync();
         }
-        stage_output(work.tile, rows, to);
+        const OutputRows output{args, smem, id};
+        output.stage(o, work.tile, rows, to);
         if (met) {
-            if (kMarkEmpty) mark_empty(rows);
+            if (kMarkEmpty) output.mark_empty(rows);
             sync();
-            restore_non_finite(work, to);
+            output.restore_non_finite(work, to);
         }
         fence_async_proxy();
         sync();
         release_o();
-        if (threadIdx.x % 128 == 0) {
-            if (id * 64 < work.tile.rows) {
-#pragma unroll
-                for (int chunk = 0; chunk < kChunksV; chunk++) {
-                    tma_store(args.o, to + chunk * kBytes64Rows, chunk * 64, 0, (work.tile.row + id * 64) >> args.group_shift,
-                              work.tile.head, work.tile.batch);
-                }
-            }
-            tma_store_commit();
-        }
+        if (threadIdx.x % 128 == 0) output.send(work.tile, to);
         leaving = q;
         // Another Q waits for this space alone.
         if (!kChain && !kQLeavesEarly) release_o();

@@ -1,4 +1,4 @@
-// The producer: who brings Q, K and V, and who keeps what must not be multiplied out of V.
+// The producer: who brings Q, K and V, and who helps with what the copy engine does not do.
 
 // Block n of K or V, counted among all key blocks. The blocks of a cluster bring an equal part of its rows each, to all of them.
 template <int kChunks>
@@ -89,31 +89,36 @@ __device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem, cons
             const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
             mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
             mbarrier_arrive_expect(full, Layout::kBytesV);
-            if (kCleaners == 2 && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
+            if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
             bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, block, work.tile);
             ring.advance();
         }
     }
 }
 
-// One or two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with
-// them (see non_finite.cuh). Masked blocks arrive on a barrier of their own, so these warps see each phase of it, and
-// nothing of the blocks that they leave alone.
-__device__ __forceinline__ void clean_v(const KernelArgs& args, u32 smem, const Work& only) {
-    constexpr int kThreadsThatClean = max_of(1, kCleaners) * 32;
-    const u32 lane = threadIdx.x % kThreadsThatClean;
+// Two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with them (see
+// non_finite.cuh), and copy biases that the copy engine cannot address. Masked blocks arrive on a barrier of their own, so these warps
+// see each phase of it, and nothing of the blocks that they leave alone.
+__device__ __forceinline__ void help(const KernelArgs& args, u32 smem, const Work& only) {
+    constexpr int kThreadsThatHelp = kHelpers * 32;
+    const u32 lane = threadIdx.x % kThreadsThatHelp;
     Ring<kStages> ring;
+    BiasRing bias_ring;
     Hand hand(smem);
     u32 raw_parity = 0;  // one bit per stage
     for (Work work = first_work(args, only); work.live; work = hand.next<true, true>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            if (is_masked<kMaskedFirst>(blocks, n)) {
+            if (copies_biases(args)) {
+                const int first_key = block_at(args, work.tile, blocks, n) * kBlockKV;
+                copy_biases(args, smem, bias_ring, warp_uniform(lane / 32), work.tile, first_key);
+            }
+            if (kClean && is_masked<kMaskedFirst>(blocks, n)) {
                 mbarrier_wait_idly(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
-                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatClean, kQuick ? 1 : 8>(v, lane)) {
+                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kQuick ? 1 : 8>(v, lane)) {
                     set_flag(smem + Layout::kMetNonFinite);
                     fence_async_proxy();
                 }

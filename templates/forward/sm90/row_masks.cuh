@@ -1,0 +1,89 @@
+// What a consumer knows of the mask of its rows: of the two that a thread has scores of, the keys that each attends to, as runs or,
+// where a mask may leave any keys, as bits.
+
+struct RowMasks {
+    const KernelArgs& args;
+    const int consumer;
+    KeyRange runs[2];             // of the tile whose scores are computed
+    u32 visible[2][kShareWords];  // of the block whose scores are next
+
+    __device__ __forceinline__ RowMasks(const KernelArgs& args, int consumer) : args(args), consumer(consumer) {}
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    // The first of this thread's two rows, in a tile; the other one is 8 rows further.
+    __device__ __forceinline__ int first_row() const { return consumer * 64 + threadIdx.x % 128 / 32 * 16 + lane() / 4; }
+
+    // Whether runs are computed where they are wanted.
+    static constexpr bool kComputedAgain = kProgramRowsCheap && !kRuns;
+
+    // The keys that a program leaves a row.
+    __device__ __forceinline__ KeyRange run_of(const Tile& tile, int row) const {
+        const int q = min_of(row, args.forward.q_len - 1);
+        if constexpr (kRuns) return Runs(args).row(tile, q);
+        return program_row<false>(program_head(args, args.forward, tile), q, RunEnds{});
+    }
+
+    // What the rows of a tile are asked for in each of its blocks.
+    __device__ __forceinline__ void keep(const Tile& tile) {
+        if constexpr (kProgramRows && !kComputedAgain) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) runs[h] = run_of(tile, tile.row + first_row() + h * 8);
+        }
+    }
+
+    // The mask of block n, by its place among a tile's: as it was found before or, for want of memory, evaluated.
+    __device__ __forceinline__ void read(const Work& work, int n) {
+        const int block = block_at(args, work.tile, work.own, n);
+        const u32* const mask = mask_of(args, work.tile, block);
+#pragma unroll
+        for (int i = 0; i < 2 * kShareWords; i++) {
+            const int h = i / kShareWords, word = i % kShareWords, row = first_row() + h * 8;
+            if (args.masks != nullptr) {
+                visible[h][word] = mask[(row * 4 + lane() % 4) * kShareWords + word];
+            } else {
+                const ProgramHead head = program_head(args, args.forward, work.tile);
+                visible[h][word] = share_of_mask(head, work.tile.row + row, block * kBlockKV, lane() % 4, word);
+            }
+        }
+    }
+
+    // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
+    // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
+    // to predicates seven at a time.
+    __device__ __forceinline__ void apply(Scores& s, const Tile& tile, int key) const {
+        constexpr bool kLeft = kMaskLeft || (kProgramRows && !kProgramFromFirst);
+        const int column = key + lane() % 4 * 2, row = tile.row + first_row();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            // What lies in memory has the window taken in.
+            KeyRange live = runs[h];
+            if (!kRuns) live = live_keys<kMaskLeft, kMaskRight>(args.forward, (row + h * 8) >> args.group_shift);
+            if (kProgramRows && !kRuns) {
+                const KeyRange run = kComputedAgain ? run_of(tile, row + h * 8) : runs[h];
+                live = KeyRange{max_of(live.first, run.first), min_of(live.last, run.last)};
+            }
+            const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
+#pragma unroll
+            for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
+                u32 seen = low_bits(end - word * 32);
+                if (kLeft) seen &= ~low_bits(begin - word * 32);
+                if (kLists) seen &= visible[h][word];
+#pragma unroll
+                for (int i = 0; i < min_of(32, kBlockKV / 4 - word * 32); i++) {
+                    const int at = word * 32 + i;
+                    if (!(seen & 1u << i)) s[at / 2 * 4 + 2 * h + at % 2] = -FT_INFINITY;
+                }
+            }
+        }
+    }
+
+    // How many of a thread's scores belong to keys before `key`, counted from its own first one.
+    static __device__ __forceinline__ int scores_before(int key) {
+        const int clamped = max_of(0, min_of(key, kBlockKV));
+        return clamped / 8 * 2 + min_of(clamped % 8, 2);
+    }
+    // The lowest `count` bits of a word.
+    static __device__ __forceinline__ u32 low_bits(int count) {
+        return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
+    }
+};
