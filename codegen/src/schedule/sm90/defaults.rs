@@ -107,9 +107,9 @@ impl Sm90Schedule {
         let brought = || if has_biases { [2, 1].into_iter().find_map(of_stages) } else { None };
         let found = brought().or_else(small).or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
         let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
-        // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k. Longer ones gain
-        // nothing, and other head dims lose a hundredth.
-        let waits = !found.chain || widens && short && (65..=128).contains(&d);
+        // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k, 1 % for documents.
+        // Longer ones gain nothing, and other head dims lose a hundredth.
+        let waits = !found.chain || (widens && short || runs) && (65..=128).contains(&d);
         let apart = Self { output_apart: waits && !loads, ..found };
         if apart.fits(problem, sm) { apart } else { found }
     }
