@@ -12,6 +12,8 @@ use std::sync::LazyLock;
 use tempfile::TempDir;
 
 const FLAGS: &[&str] = &["-std=c++17", "-march=native"];
+/// Of kernels, and of the header that each of them starts with.
+const KERNEL_FLAGS: &[&str] = &["-O1", "-ftrivial-auto-var-init=pattern", "-w"];
 /// Name of a kernel's program in its folder.
 const PROGRAM: &str = "kernel";
 
@@ -50,6 +52,11 @@ impl Machine {
             compile(&mut command, &object)?;
             objects.push(object);
         }
+        // The compiler takes the parsed header in place of the text, which is a sixth of its time.
+        let (header, parsed) = (folder.join("cuda.h"), folder.join("cuda.h.gch"));
+        let mut command = Command::new(&compiler);
+        command.args(FLAGS).args(KERNEL_FLAGS).args(["-x", "c++-header"]).arg(header);
+        compile(&mut command, &parsed)?;
         Ok(Self { compiler, folder, objects })
     }
 }
@@ -139,11 +146,7 @@ impl Emulated {
         let file = folder.path().join("kernel.cpp");
         std::fs::write(&file, text).map_err(|e| e.to_string())?;
         let mut command = Command::new(&machine.compiler);
-        command
-            .args(FLAGS)
-            .args(["-O1", "-ftrivial-auto-var-init=pattern", "-w", "-I"])
-            .arg(&machine.folder)
-            .arg(&file);
+        command.args(FLAGS).args(KERNEL_FLAGS).arg("-I").arg(&machine.folder).arg(&file);
         command.args(&machine.objects);
         compile(&mut command, &folder.path().join(PROGRAM))?;
         Ok(Self { folder, process: None })

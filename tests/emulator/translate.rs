@@ -8,39 +8,37 @@ use std::fmt::Write;
 pub fn translate(source: &str) -> Result<String, String> {
     let mut out = String::with_capacity(source.len() * 2);
     let mut rest = source;
-    loop {
-        let comment =
-            rest.find("//").map(|at| (at, "\n")).into_iter().chain(rest.find("/*").map(|at| (at, "*/"))).min();
-        let statement = find_word(rest, "asm");
-        match (comment, statement) {
-            (Some((at, end)), s) if s.is_none_or(|s| at < s) => {
-                let length = rest[at..].find(end).map_or(rest.len() - at, |n| n + end.len());
-                out.push_str(&rest[..at]);
-                rest = &rest[at + length..];
-                out.push('\n');
-            }
-            (_, Some(at)) => {
-                out.push_str(&rest[..at]);
-                let after = rest[at + 3..].trim_start();
-                let after = after.strip_prefix("volatile").unwrap_or(after).trim_start();
-                let after = after.strip_prefix('(').ok_or("asm without a parenthesis")?;
-                let end = closing(after)?;
-                out.push_str(&Statement::parse(&after[..end])?.to_cpp()?);
-                rest = &after[end + 1..];
-            }
-            (_, None) => {
-                out.push_str(rest);
-                return Ok(out);
-            }
-        }
+    while let Some(at) = next_of_interest(rest) {
+        out.push_str(&rest[..at]);
+        let found = &rest[at..];
+        rest = if let Some(end) = found.strip_prefix("//").map(|_| "\n").or(found.strip_prefix("/*").map(|_| "*/")) {
+            out.push('\n');
+            &found[found.find(end).map_or(found.len(), |n| n + end.len())..]
+        } else {
+            let after = found["asm".len()..].trim_start();
+            let after = after.strip_prefix("volatile").unwrap_or(after).trim_start();
+            let after = after.strip_prefix('(').ok_or("asm without a parenthesis")?;
+            let end = closing(after)?;
+            out.push_str(&Statement::parse(&after[..end])?.to_cpp()?);
+            &after[end + 1..]
+        };
     }
+    out.push_str(rest);
+    Ok(out)
 }
 
-fn find_word(text: &str, word: &str) -> Option<usize> {
-    let is_part = |c: char| c.is_alphanumeric() || c == '_';
-    text.match_indices(word)
-        .map(|(at, _)| at)
-        .find(|&at| !text[..at].ends_with(is_part) && !text[at + word.len()..].starts_with(is_part))
+/// Where the first comment or the word `asm` begins.
+fn next_of_interest(text: &str) -> Option<usize> {
+    let is_part = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
+    let bytes = text.as_bytes();
+    (0..bytes.len()).find(|&at| match bytes[at] {
+        b'/' => matches!(bytes.get(at + 1), Some(b'/' | b'*')),
+        b'a' => {
+            let alone = (at == 0 || !is_part(bytes[at - 1])) && !bytes.get(at + 3).copied().is_some_and(is_part);
+            alone && bytes[at..].starts_with(b"asm")
+        }
+        _ => false,
+    })
 }
 
 /// Positions and characters outside of string literals, with the depth of parentheses and braces around each.

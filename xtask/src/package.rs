@@ -166,7 +166,12 @@ fn commit(root: &Path) -> String {
 /// Builds what is shipped and gives the folder that it is in.
 fn build(root: &Path, profile: &str) -> Result<PathBuf> {
     let mut command = super::cargo();
-    command.args(["build", "--profile", profile, "--package", "flashtune", "--package", "flashtune-c"]);
+    command.args(["build", "--profile", profile]);
+    match profile {
+        // What the tests of the whole workspace have built is built with the features that all of it asks for.
+        "dev" => command.args(["--workspace", "--lib", "--bins"]),
+        _ => command.args(["--package", "flashtune", "--package", "flashtune-c"]),
+    };
     super::run(command)?;
     // Cargo's own names for the folders of profiles.
     let folder = match profile {

@@ -2,6 +2,7 @@
 //! (`tests/data/faults.c`).
 
 use super::Place;
+use super::compiler::remembering;
 use flashtune::cache::{CacheDir, Layers, Record, RecordKey, Validity};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -56,6 +57,7 @@ impl Faults {
     pub fn unharmed(&self, args: &[&str]) -> Command {
         let mut command = Command::new(assert_cmd::cargo::cargo_bin("flashtune"));
         command.args(["--device", "cpu", "--allow-unsigned", "--cache"]).arg(&self.cache).args(args);
+        command.env("CC", remembering());
         command
     }
 

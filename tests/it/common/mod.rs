@@ -35,13 +35,10 @@ impl Place {
         self.path("cache")
     }
 
-    /// A program of this text. Another process writes it: a child that some other test starts meanwhile would inherit this
-    /// one's open file, and a program that is open for writing cannot be started.
+    /// A program of this text.
     pub fn program(&self, name: &str, text: &str) -> PathBuf {
-        let (program, source) = (self.path(name), self.path(&format!("{name}.txt")));
-        std::fs::write(&source, text).expect("a writable folder");
-        let copied = std::process::Command::new("install").args(["-m", "755"]).args([&source, &program]).status();
-        assert!(copied.expect("install(1)").success());
+        let program = self.path(name);
+        write_program(&program, text);
         program
     }
 
@@ -55,6 +52,7 @@ impl Place {
         }
         // What signatures are good for is a test of its own.
         command.env("FLASHTUNE_ALLOW_UNSIGNED", "1");
+        command.env("CC", compiler::remembering());
         command.arg("--cache").arg(self.cache()).args(["--device", "cpu"]).args(args);
         command
     }
@@ -92,6 +90,17 @@ impl Place {
         write_tensors(&path, &named);
         (path, tensors)
     }
+}
+
+/// Writes a program, for those who start it meanwhile in one step. Another process does: a child that some other test starts
+/// would inherit this one's open file, and a program that is open for writing cannot be started.
+pub fn write_program(path: &Path, text: &str) {
+    let [source, unfinished] = ["text", "new"].map(|end| path.with_extension(format!("{}.{end}", std::process::id())));
+    std::fs::write(&source, text).expect("a writable folder");
+    let copied = std::process::Command::new("install").args(["-m", "755"]).args([&source, &unfinished]).status();
+    assert!(copied.expect("install(1)").success());
+    std::fs::rename(unfinished, path).expect("a writable folder");
+    std::fs::remove_file(source).expect("a writable folder");
 }
 
 /// Held by tests that keep every core busy and by those that look at times: each would be noise to the others.
