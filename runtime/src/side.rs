@@ -174,6 +174,14 @@ fn tensor(d: &Declaration, axes: &[Axis], view: &SideView, sizes: &Shape) -> Res
         let expected = format!("it is the device address of its first element, a multiple of {size}");
         return refuse(format!("the address of the tensor `{name}` is {:#x}", view.address), &expected);
     }
+    let axes = arg.length.iter().zip(&arg.stride).take(view.rank);
+    let last = axes.map(|(&n, &stride)| i128::from(n - 1) * i128::from(stride)).sum::<i128>();
+    // Kernels compute addresses in 64 bits.
+    if !empty && (last + 1) * i128::from(size) > i128::from(u64::MAX - view.address).min(i64::MAX.into()) {
+        let layout = format!("{:?} by {:?}", &view.shape[..view.rank], &view.strides[..view.rank]);
+        let expected = "it ends within 64-bit addresses; check shape and strides";
+        return refuse(format!("the extent of the tensor `{name}` is {layout}"), expected);
+    }
     Ok(arg)
 }
 

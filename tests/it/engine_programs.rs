@@ -153,6 +153,10 @@ fn device_calls_take_views_with_strides_and_refuse_what_does_not_fit() {
     refused(&[reach], &with(|b| b.rank = 3), &["`bias` has 3 axes"]);
     refused(&[reach], &with(|b| b.shape[1] = 32), &["axis 1 of the tensor `bias`", "kv_len, which is 33"]);
     refused(&[reach], &with(|b| b.strides[0] = -66), &["stride of axis 0", "contiguous"]);
+    // Each product fits 64 bits, and their sum does not; nor do the bytes of the second, nor the end of the third.
+    refused(&[reach], &with(|b| b.strides = [i64::MAX / 33; 4]), &["extent of the tensor `bias`", "64-bit"]);
+    refused(&[reach], &with(|b| b.strides[0] = i64::MAX / 64), &["extent of the tensor `bias`", "[33, 33] by"]);
+    refused(&[reach], &with(|b| b.address = u64::MAX - 1023), &["extent of the tensor `bias`"]);
     refused(&[reach], &with(|b| b.address = 0), &["address of the tensor `bias`"]);
     refused(&[reach], &with(|b| b.address += 2), &["multiple of 4"]);
 }

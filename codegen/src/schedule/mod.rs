@@ -66,30 +66,14 @@ impl Family {
             (Family::ForwardCpu, _) => no("runs on cpu only", "use a CUDA family"),
             (_, Arch::Cpu(_)) => no("runs on CUDA devices only", "use forward/cpu"),
             (Family::ForwardNaive, Arch::Sm(sm)) if sm.number < 75 => no("needs sm_75 or newer", "use a newer GPU"),
-            (Family::ForwardNaive, Arch::Sm(_)) => match problem.program {
-                Some(p) if p.cost_of_a_score().iter().sum::<usize>() > LONGEST_ON_NAIVE => no(
-                    &format!(
-                        "computes programs of up to {LONGEST_ON_NAIVE} operations a score: more compile for minutes"
-                    ),
-                    "put tables into side tensors, or compute on the cpu",
-                ),
-                _ => Ok(()),
-            },
+            (Family::ForwardNaive, Arch::Sm(_)) => self.takes_length(problem),
             (Family::ForwardSm80, Arch::Sm(sm)) if sm.number < 80 => {
                 no("needs sm_80 or newer (cp.async, bf16 mma.sync)", "use forward/naive")
             }
             (Family::ForwardSm80, Arch::Sm(_)) if problem.dtype == DType::F32 => {
                 no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
             }
-            (Family::ForwardSm80, Arch::Sm(_)) => match problem.program {
-                Some(p) if p.cost_of_a_score().iter().sum::<usize>() > LONGEST_ON_SM80 => no(
-                    &format!(
-                        "computes programs of up to {LONGEST_ON_SM80} operations a score: more compile for minutes"
-                    ),
-                    "use forward/naive",
-                ),
-                _ => Ok(()),
-            },
+            (Family::ForwardSm80, Arch::Sm(_)) => self.takes_length(problem),
             (Family::ForwardSm90, Arch::Sm(sm)) if !(sm.number == 90 && sm.specific) => {
                 no("needs sm_90a: its instructions exist on Hopper alone", "use forward/sm80")
             }
@@ -97,21 +81,37 @@ impl Family {
                 no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
             }
             (Family::ForwardSm90, Arch::Sm(_)) => match problem.program {
-                // The mask's are computed for one score at a time, the change's for each that a thread holds.
-                Some(p) if p.cost_of_a_score()[0] > LONGEST_ON_SM80 || p.cost_of_a_score()[1] > LONGEST_ON_SM90 => no(
-                    &format!(
-                        "computes changes of the score of up to {LONGEST_ON_SM90} operations, and masks of up to {LONGEST_ON_SM80}: \
-                         more compile for minutes"
-                    ),
-                    "use forward/sm80 or forward/naive",
-                ),
                 Some(p) if p.of_scores().reads_along_keys && problem.head_dim_v > 192 => no(
                     "reads side tensors along the keys for scores up to a head dim of V of 192: more leaves no registers",
                     "use forward/sm80",
                 ),
-                _ => Ok(()),
+                _ => self.takes_length(problem),
             },
         }
+    }
+
+    /// Whether a program keeps the family's limits on the operations of a score.
+    fn takes_length(self, problem: &Problem) -> Result<()> {
+        let Some(program) = problem.program else { return Ok(()) };
+        let [mask, change] = program.cost_of_a_score();
+        let limit = |most: usize| (mask + change > most, format!("programs of up to {most} operations a score"));
+        let ((exceeded, limit), remedy) = match self {
+            Family::ForwardCpu => return Ok(()),
+            Family::ForwardNaive => (limit(LONGEST_ON_NAIVE), "put tables into side tensors, or compute on the cpu"),
+            Family::ForwardSm80 => (limit(LONGEST_ON_SM80), "use forward/naive"),
+            Family::ForwardSm90 => {
+                // The mask's are computed for one score at a time, the change's for each that a thread holds.
+                let exceeded = mask > LONGEST_ON_SM80 || change > LONGEST_ON_SM90;
+                let limits = format!(
+                    "changes of the score of up to {LONGEST_ON_SM90} operations, and masks of up to {LONGEST_ON_SM80}"
+                );
+                ((exceeded, limits), "use forward/sm80 or forward/naive")
+            }
+        };
+        if !exceeded {
+            return Ok(());
+        }
+        Err(Error::unsupported("family", self.name(), format!("computes {limit}: more compile for minutes"), remedy))
     }
 
     /// The families that can compute the problem on the arch, best first.
