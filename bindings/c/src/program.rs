@@ -25,6 +25,10 @@ impl Inputs<'_> {
     pub fn side(&self) -> SideInputs<'_> {
         SideInputs { scalars: &self.scalars, tensors: &self.tensors }
     }
+
+    fn has(&self, name: &str) -> bool {
+        self.scalars.iter().any(|(n, _)| *n == name) || self.tensors.iter().any(|(n, _)| *n == name)
+    }
 }
 
 /// The program of a call, if it has one: that of a prepared mask has it, too.
@@ -113,6 +117,10 @@ pub(crate) unsafe fn inputs<'a>(array: *const Input, len: u64, size: u64) -> Res
         // SAFETY: by this function's contract.
         let name = unsafe { input::text(item.name, "the name of an input")? };
         let name = name.ok_or_else(|| Failure::argument(format!("the name of inputs[{i}] is null")))?;
+        if found.has(name) {
+            let message = format!("inputs[{i}] is named `{name}`, as one before it is; give each name once");
+            return Err(Failure::argument(message));
+        }
         let stored = storage(name, item.storage)?;
         match item.rank {
             0 => found.scalars.push((name, scalar(name, &item, stored)?)),

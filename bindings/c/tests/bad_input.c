@@ -131,6 +131,8 @@ static void programs(void) {
     WITH(a.input_size = 8, argument, "sizeof(flashtune_input)");
     WITH(x.name = NULL, argument, "inputs[0]");
     x.name = "slope";
+    const flashtune_input twice[] = {x, x};
+    WITH((a.inputs = twice, a.inputs_len = 2), argument, "inputs[1] is named `slope`");
     WITH(x.rank = 5, argument, "rank");
     x.rank = 1;
     WITH(x.storage = 9, argument, "flashtune_storage");
