@@ -1,6 +1,6 @@
 //! `forward/sm90` and `forward/sm80` without a GPU: their sources, inline assembly replaced by calls, run on an emulated
 //! multiprocessor that schedules threads, copies and matrix instructions at random and tells of deadlocks and races (`machine/`).
-//! `faults.rs` plants faults in them, each of which must be seen.
+//! `faults/` plants faults in them, each of which must be seen.
 //!
 //! What this cannot show: the hardware's own rounding inside of matrix instructions, and speed.
 

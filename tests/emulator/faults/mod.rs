@@ -1,0 +1,147 @@
+//! Faults that are planted in the templates, each of which the machine or the comparison with the oracle must see, and see as
+//! what it is. A fault whose text is not in the templates any more fails the test: it has to be planted anew.
+
+mod programs;
+mod sm80;
+mod sm90;
+
+use crate::cases::Case;
+use crate::{machine, templates, try_kernel};
+use flashtune::codegen::score::{Program, ProgramRef};
+use flashtune::codegen::{
+    Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder,
+};
+use flashtune::{DType, Distribution, Layout, Mask};
+use programs::{ANYWHERE, BIAS, BIASES, DOCUMENTS, LISTS, RUNS};
+use rand::Rng;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What is wrong, the file of the templates, the text in it, what is put in its place, and
+/// words of which the verdict has one.
+type Fault = [&'static str; 5];
+
+/// Several tiles per thread block, masked blocks on both sides, rows without any key, non-finite values.
+const CASE: Case = Case {
+    sizes: [1, 4, 2, 130, 200],
+    mask: Mask::Window { left: Some(60), right: Some(20) },
+    layout: Layout::Bhsd,
+    values: Distribution::Normal,
+    scale: None,
+    lse: true,
+    bad: [0, 6, 0],
+    seed: 0,
+};
+/// More queries than keys: the first ones see none.
+const EMPTY_ROWS: Case = Case { sizes: [1, 4, 2, 200, 90], ..CASE };
+
+/// Faults in what clusters do show in clusters, those of a block that runs ahead in one alone; O takes the place of V
+/// where it fits.
+fn sm90_schedule(family: &str, what: &str) -> Schedule {
+    Schedule::Sm90(Sm90Schedule {
+        consumers: 2,
+        block_kv: if what.contains("place of V") || family == "bias" { 64 } else { 32 },
+        stages: 2,
+        overlap: true,
+        take_turns: true,
+        p_in_shared: true,
+        masked_loop: true,
+        lazy_rescale: false,
+        pack_group: family == "sm90",
+        trim: what.contains("trimmed"),
+        scheduler: Sm90Scheduler::Stride,
+        chain: what.contains("chained"),
+        output_apart: what.contains(", apart"),
+        bias_stages: if family == "bias" { 2 } else { 0 },
+        exp2_eighths: 0,
+        cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
+        blocks_per_sm: 1,
+        section_mib: 0,
+        ending: false,
+        quick: false,
+    })
+}
+
+fn sm80_schedule(what: &str) -> Schedule {
+    Schedule::Sm80(Sm80Schedule {
+        warps: 2,
+        rows_per_warp: 16,
+        block_kv: 32,
+        stages: if what.contains("one buffer") { 1 } else { 2 },
+        q_in_registers: what.contains("Q in registers"),
+        swizzle: Swizzle::Xor,
+        blocks_per_sm: 1,
+        lazy_rescale: false,
+        masked_loop: true,
+        order: TileOrder::HeadMajor,
+    })
+}
+
+/// What is said of a kernel with the fault; an empty text when nothing is.
+fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, from, to, _]: &Fault) -> String {
+    let files: BTreeMap<&str, &str> = templates.files().collect();
+    let text = files[file];
+    assert!(text.contains(from), "{what}: {file} has no `{from}` any more: say how to break it now");
+    let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
+    let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
+    let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
+    let program = match family {
+        "lists" => Some(ANYWHERE),
+        "runs" => Some(DOCUMENTS),
+        "bias" => Some(BIAS),
+        _ => None,
+    };
+    let kind = match family {
+        "lists" | "runs" => MaskKind::FULL,
+        _ => MaskKind { left: true, right: true },
+    };
+    let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
+    problem.program = program.map(|text| ProgramRef::new(Program::parse(text).expect("a program")));
+    let (schedule, arch) = match family {
+        "sm80" => (sm80_schedule(what), "sm_80"),
+        _ => (sm90_schedule(family, what), "sm_90a"),
+    };
+    let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
+    let base = match family {
+        _ if what.contains("empty row") => EMPTY_ROWS,
+        // A row of biases is no multiple of 16 bytes.
+        "bias" if what.contains("copied by threads") => Case { sizes: [1, 4, 2, 130, 199], ..CASE },
+        "lists" | "runs" => Case { mask: Mask::Full, ..CASE },
+        _ => CASE,
+    };
+    let case = |rng: &mut rand::rngs::StdRng| Case { seed: rng.random(), ..base };
+    let seen = try_kernel(&kernel, &set, 40, number as u64, case).err().unwrap_or_default();
+    seen.rsplit("}: ").next().unwrap_or_default().to_owned()
+}
+
+/// The machine is no judge if it lets these pass, nor if it sees them for something else.
+#[test]
+fn planted_faults_are_seen_as_what_they_are() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let templates = templates();
+    let families = [("sm90", sm90::SM90), ("lists", LISTS), ("runs", RUNS), ("bias", BIASES), ("sm80", sm80::SM80)];
+    let all: Vec<(&str, usize, &Fault)> = families
+        .into_iter()
+        .flat_map(|(family, faults)| faults.iter().enumerate().map(move |(i, fault)| (family, i, fault)))
+        .collect();
+    let (next, missed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some((family, number, fault)) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let seen = verdict(&templates, family, *number, fault);
+                    println!("{family}, {}: {}", fault[0], seen.lines().next().unwrap_or("NOT SEEN"));
+                    // The machine's own breakdown is an answer only where it is the expected one.
+                    if !fault[4].split('|').any(|words| seen.contains(words)) || seen.contains("error:") {
+                        missed.lock().expect("no panic").push(format!("{family}, {}: `{seen}`", fault[0]));
+                    }
+                }
+            });
+        }
+    });
+    let missed = missed.into_inner().expect("no panic");
+    assert!(missed.is_empty(), "not seen as what they are:\n{}", missed.join("\n"));
+}

@@ -1,0 +1,224 @@
+//! Faults of what `forward/sm90` does for score programs: lists of live blocks, runs of keys in memory, biases.
+
+use super::Fault;
+
+/// Of kernels that go by lists of key blocks, with [`ANYWHERE`].
+pub const LISTS: &[Fault] = &[
+    [
+        "a cut block taken for a whole one",
+        "lib/cuda/live_blocks.cuh",
+        "if (any && none) return kMixed;",
+        "if (any && none) return kWhole;",
+        "the oracle says",
+    ],
+    [
+        "a block left out",
+        "lib/cuda/live_blocks.cuh",
+        "__popc(wholes & below)]",
+        "__popc(wholes & below) / 2]",
+        "the oracle says",
+    ],
+    [
+        "whole blocks behind the last key",
+        "lib/cuda/live_blocks.cuh",
+        "n >= window.full_end)) kind = kMixed",
+        "n > window.full_end)) kind = kMixed",
+        "the oracle says",
+    ],
+    [
+        "the mask of another row",
+        "lib/cuda/live_blocks.cuh",
+        "if (lane == i * 4 + c)",
+        "if (lane == (i ^ 1) * 4 + c)",
+        "the oracle says",
+    ],
+    ["keys of a share one off", "lib/cuda/live_blocks.cuh", "c * 2 + i % 2", "c * 2 + (i + 1) % 2", "the oracle says"],
+    [
+        "the lists of another head",
+        "lib/cuda/mask_units.cuh",
+        "kMaskByHead ? tile.head",
+        "kMaskByHead ? 0",
+        "the oracle says",
+    ],
+    [
+        "block numbers taken for places",
+        "forward/sm90/producer.cuh",
+        "args.v, full, block, work.tile",
+        "args.v, full, n, work.tile",
+        "the oracle says",
+    ],
+    [
+        "non-finite elements of V stay out",
+        "forward/sm90/output.cuh",
+        "place < work.all.end; place++",
+        "place < work.all.full_end; place++",
+        "the oracle says",
+    ],
+];
+
+/// A mask that leaves out blocks of 32 keys and 128 queries, cuts some, and shows others whole, each head its own.
+pub const ANYWHERE: &str = "mask = (q // 64 + 2 * (kv // 32) + h) % 3 == 0 or (kv + q + h) % 97 == 0;";
+
+/// Of kernels whose runs of keys lie in memory, with [`DOCUMENTS`].
+pub const RUNS: &[Fault] = &[
+    [
+        "the run of the row before",
+        "lib/cuda/runs.cuh",
+        "* q_len + q];",
+        "* q_len + max_of(q - 1, 0)];",
+        "the oracle says",
+    ],
+    [
+        "one key too many",
+        "lib/cuda/runs.cuh",
+        "min_of(run.last, window.last) + 1",
+        "min_of(run.last + 1, window.last) + 1",
+        "the oracle says",
+    ],
+    [
+        "blocks of a tile's first rows alone",
+        "lib/cuda/runs.cuh",
+        "found[0].join(found[i]);",
+        ";",
+        "the oracle says|deadlock",
+    ],
+    ["blocks of one lane's rows alone", "lib/cuda/runs.cuh", "ends.over_lanes();", "", "the oracle says"],
+    [
+        "runs of another head",
+        "lib/cuda/mask_units.cuh",
+        "kMaskByHead ? tile.head",
+        "kMaskByHead ? 0",
+        "the oracle says",
+    ],
+    ["a search that looks at half of the places", "lib/cuda/search.cuh", "& 0xffff", "& 0xff", "the oracle says"],
+    [
+        "ends looked for where they are not",
+        "lib/cuda/program_blocks.cuh",
+        "__shfl_sync(0xffffffff, x, 16)",
+        "__shfl_sync(0xffffffff, x, 0)",
+        "the oracle says",
+    ],
+    // Consumers that leave out blocks, and chain those tiles where nothing arrives between.
+    [
+        "a tile chained over keys that others ask for, trimmed",
+        "forward/sm90/consumer.cuh",
+        "(kTrim && after(work) > 0)",
+        "false",
+        "the oracle says|deadlock|on its way",
+    ],
+    [
+        "a chained tile that begins with keys of others, trimmed",
+        "forward/sm90/consumer.cuh",
+        "(!kTrim || before(next) == 0)",
+        "true",
+        "the oracle says|deadlock|on its way",
+    ],
+    [
+        "a tile that opens without the turn that others take, trimmed and chained",
+        "forward/sm90/consumer.cuh",
+        "if (kTrim && kChain) wait_turn();",
+        "",
+        "deadlock|more arrivals|has ended",
+    ],
+];
+
+/// Documents of each head's own, shorter than a consumer's rows.
+pub const DOCUMENTS: &str = "d: i32[batch, heads, *] nondecreasing; mask = d[b, h, q] == d[b, h, kv];";
+
+/// Of kernels that have biases brought, or copy those that the copy engine cannot bring.
+pub const BIASES: &[Fault] = &[
+    [
+        "the biases of another row",
+        "forward/sm90/biases.cuh",
+        "row = lane % 16, at",
+        "row = (lane ^ 1) % 16, at",
+        "the oracle says",
+    ],
+    [
+        "the biases of another head",
+        "lib/cuda/program.cuh",
+        "bias.index[kLeading - 1 - a] = index;",
+        "bias.index[kLeading - 1 - a] = 0;",
+        "the oracle says",
+    ],
+    [
+        "the biases of another consumer",
+        "forward/sm90/biases.cuh",
+        "tile.row + c * 64, bias.index[0]",
+        "tile.row, bias.index[0]",
+        "the oracle says",
+    ],
+    [
+        "the biases of the block before",
+        "forward/sm90/biases.cuh",
+        "block * kBlockKV + chunk * 64, tile.row",
+        "(block ^ 1) * kBlockKV + chunk * 64, tile.row",
+        "the oracle says",
+    ],
+    [
+        "biases taken before they are there",
+        "forward/sm90/biases.cuh",
+        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);",
+        "",
+        "on its way|never written|the oracle says",
+    ],
+    [
+        "a place of biases freed too early",
+        "forward/sm90.cu",
+        "mbarrier_init(smem + Layout::kEmptyBias + i * 8, 4);",
+        "mbarrier_init(smem + Layout::kEmptyBias + i * 8, 3);",
+        "on its way|more arrivals|deadlock|the oracle says",
+    ],
+    [
+        "biases given back before they are taken",
+        "forward/sm90/biases.cuh",
+        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);",
+        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);\n        if (lane == 0) mbarrier_arrive(smem + Layout::kEmptyBias + at * 8);",
+        "on its way|more arrivals|deadlock|the oracle says",
+    ],
+    [
+        "bytes announced that nobody brings, copied by threads",
+        "forward/sm90/biases.cuh",
+        "__popc(args.biases_mapped) * kBytesBias",
+        "kBiases * kBytesBias",
+        "deadlock",
+    ],
+    [
+        "a copy by threads told before it is made",
+        "forward/sm90.cu",
+        "copies_biases(args) ? 1 + kHelpers : 1",
+        "copies_biases(args) ? kHelpers : 1",
+        "on its way|more arrivals|never written|the oracle says|deadlock",
+    ],
+    [
+        "keys behind the last, copied by threads",
+        "forward/sm90/biases.cuh",
+        "min_of(first_key + piece_of(round) * 8 + e, last_key)",
+        "(first_key + piece_of(round) * 8 + e)",
+        "broke down",
+    ],
+    [
+        "rows one off, copied by threads",
+        "forward/sm90/biases.cuh",
+        "min_of(tile_row + row_of(round), last_row)",
+        "min_of(tile_row + (row_of(round) ^ 1), last_row)",
+        "the oracle says",
+    ],
+    [
+        "what lies behind the tensor, copied by threads",
+        "forward/sm90/biases.cuh",
+        "at >= inside && (at & ~u64(15)) + 32 <= end",
+        "at >= inside",
+        "broke down",
+    ],
+    [
+        "elements of a place before, copied by threads",
+        "forward/sm90/biases.cuh",
+        "at & 4 ? w[i + 1] : w[i]",
+        "at & 4 ? w[i] : w[i + 1]",
+        "the oracle says",
+    ],
+];
+
+/// A bias for every score of every head.
+pub const BIAS: &str = "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];";
