@@ -6,8 +6,9 @@ this script, which shares nothing with the tuner's own measurement.
 Of every problem a few sizes are tuned by a search, and the defaults of all are compiled beside each other; the best schedules of
 the few are then raced against the default in each other size (`tune --only`), half a second or less. Then two engines, one on the results and one that has
 kernels but no results, compute in turns, with caches flushed before, an odd number of rounds. What counts is the median of the
-ratios within rounds, with bounds of one-sided 95 % by order statistics: *slower* is a winner whose ratio to the default is
-above 1 even at its lower bound, and stays so in a second race of four times as many rounds.
+ratios within rounds, with bounds of one-sided 95 % by order statistics: *faster* is a winner whose ratio to the default is below 1
+even at its upper bound. Where it is not, a second race of four times as many rounds decides, and *slower* is who is above 1
+there even at its lower bound.
 
 Needs the command (`--flashtune`, else that of this repository or package), and PyTorch, or NumPy for the cpu.
 """
@@ -98,12 +99,15 @@ class Tuner:
         return kernel.split(".")[2]
 
     def space(self, dtype, problem):
-        """Names of all schedules that a search may propose."""
-        (dim, mask) = problem
-        case = ["--dtype", dtype, "--head-dim", str(dim), "--mask", mask, "--q-len", "128"]
+        """Names of the schedules of the usual family that a search may propose."""
+        (dim, mask), names = problem, set()
         plain = [word for word in self.base if word != "--json"]
-        done = subprocess.run([*plain, "emit", "--space", "--arch", self.arch, *case], capture_output=True, text=True)
-        return set(done.stdout.split())
+        for q_len in ("1", "4096"):
+            case = ["--dtype", dtype, "--head-dim", str(dim), "--mask", mask, "--q-len", q_len]
+            done = subprocess.run([*plain, "emit", "--space", "--arch", self.arch, *case], capture_output=True, text=True)
+            # The first is the default of these sizes, in the space or not.
+            names |= set(done.stdout.split()[1:])
+        return names
 
     def tune(self, entries, seconds, *more):
         """The report; cases that noise hides are missing in it."""
@@ -127,14 +131,16 @@ def tune(a, sizes, tuner):
         for case in tuned:
             timed = sorted((t["median_us"], t["schedule"]) for t in case["trials"] if t["result"] == "timed")
             best |= dict.fromkeys(name for _, name in timed[:BEST])
+        # A default that is not of the searched space is its own sizes' alone.
+        space = tuner.space(sizes.dtype, problem)
+        alone = {tuner.default(sizes.dtype, problem, s) for s in few} - space
+        best = [name for name in best if name not in alone]
         others = [s for s in shapes if s not in few]
         if not (others and best):
             continue
         with ThreadPoolExecutor(8) as pool:
             defaults = pool.map(lambda s: tuner.default(sizes.dtype, problem, s), others)
-        # All at once, on all cores; who is asked for one default after the other waits for each. A default that is not of the
-        # searched space is its own sizes' alone.
-        space = tuner.space(sizes.dtype, problem)
+        # All at once, on all cores; who is asked for one default after the other waits for each.
         together = [name for name in dict.fromkeys([*best, *defaults]) if name in space]
         tuner.tune(entries[:1], share * 0.2, "--only", ",".join(together))
         found = tuner.tune([sizes.entry(problem, s) for s in others], share * 0.6, "--only", ",".join(best))
@@ -211,8 +217,9 @@ def race(a, device, tuned, plain, problem, shape):
 
     ratios(2)
     row["ratio"], row["least"], row["most"] = bounds(ratios(a.rounds))
-    if row["least"] > 1:
-        row["again"], row["least_again"], _ = bounds(ratios(4 * a.rounds + 1))
+    if row["most"] >= 1:
+        row["first"] = [row[name] for name in ("ratio", "least", "most")]
+        row["ratio"], row["least"], row["most"] = bounds(ratios(4 * a.rounds + 1))
     return row
 
 
@@ -265,18 +272,18 @@ def main():
 def report(a, rows, count, seconds):
     raced = sorted((r for r in rows if "ratio" in r), key=lambda r: r["ratio"])
     faster = sum(r["most"] < 1 for r in raced)
-    once = [r for r in raced if r["least"] > 1]
-    slower = [r for r in once if r["least_again"] > 1]
+    again = [r for r in raced if "first" in r]
+    slower = [r for r in raced if r["least"] > 1]
     print(f"{len(rows)} of {count} sizes looked at, {seconds:.0f} s: the default won in {len(rows) - len(raced)}; of "
-          f"{len(raced)} others the winner is faster in {faster}, not told apart in {len(raced) - faster - len(once)}, slower "
-          f"in {len(once)}, and again in {len(slower)}")
+          f"{len(raced)} others the winner is faster in {faster}, not told apart in {len(raced) - faster - len(slower)}, slower "
+          f"in {len(slower)}; {len(again)} were raced twice")
     if raced:
         at = lambda share: raced[min(len(raced) - 1, int(share * len(raced)))]["ratio"]  # noqa: E731
         print(f"time of the winner over the default's: best {at(0):.3f}, median {at(0.5):.3f}, p95 {at(0.95):.3f}, worst "
               f"{at(1):.3f}")
-    for r in once:
-        print(f"  slower: {r['problem']} {r['shape']} ({r['status']}): {r['ratio']:.3f} (at least {r['least']:.3f}), again "
-              f"{r['again']:.3f} (at least {r['least_again']:.3f}): {r['winner']} for {r['default']}")
+    for r in again:
+        words = [f"{ratio:.3f} ({least:.3f} to {most:.3f})" for ratio, least, most in [r["first"], (r["ratio"], r["least"], r["most"])]]
+        print(f"  twice: {r['problem']} {r['shape']} ({r['status']}): {words[0]}, then {words[1]}: {r['winner']} for {r['default']}")
     if a.json:
         a.json.write_text(json.dumps({"rows": rows, "sizes": count, "seconds": seconds}, indent=1))
     return int(bool(slower))
