@@ -201,7 +201,8 @@ fn a_tuner_that_is_killed_again_and_again_comes_to_an_end_and_to_one_result() {
 fn a_call_may_take_the_default_while_another_process_tunes() {
     in_quiet(|| {
         let place = Place::new();
-        let compiler = LoggedCompiler::new(&place, 0.5);
+        // Longer than this process takes to compile a kernel on a busy machine.
+        let compiler = LoggedCompiler::new(&place, 3.0);
         let tune = [&["tune"], SMALL, &["--trials", "2", "--budget-s", "6"]].concat();
         let mut tuning = compiler.start(&place, &tune);
         until("the first compilation", || !compiler.compiled().is_empty());
