@@ -72,11 +72,14 @@ constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
 constexpr int kHelpers = 2;  // warps of the producer that do what the copy engine does not, where there is any
 
-// Three choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
+// Choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
 constexpr bool kRescaleBeside = kColumnsV > 192;
 // The exponentials of one row start before the maximum of the other is known or, for small head dims, after both.
 constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
+// Of a masked V, how many reads of a thread are asked for before the first is looked at. Of a wide one the scan is waited for; other
+// masks leave the producer no registers for more.
+constexpr int kScanTogether = kQuick ? 1 : kColumnsV > 192 && !kMaskLeft && !kProgramMask ? 20 : 8;
 // Whether the next K and V have arrived is asked while there is other work.
 constexpr bool kLookAhead = kColumnsV <= 192;
 

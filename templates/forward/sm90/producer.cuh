@@ -118,7 +118,7 @@ __device__ __forceinline__ void help(const KernelArgs& args, u32 smem, const Wor
                 mbarrier_wait_idly(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
-                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kQuick ? 1 : 8>(v, lane)) {
+                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v, lane)) {
                     set_flag(smem + Layout::kMetNonFinite);
                     fence_async_proxy();
                 }
