@@ -85,6 +85,9 @@ impl Sm90Schedule {
             // Two ways to take it hold more registers than the larger blocks leave.
             _ if tanh => 128,
             _ if d > 192 && masked && bucket.kv_len <= 1024 => 64,
+            // Larger ones spill what consumers keep of runs, and are no faster.
+            _ if runs && d > 192 => 64,
+            _ if runs && d > 128 => 96,
             _ if (masked && !long_causal) || short || d <= 96 => 128,
             _ => 160,
         };
