@@ -197,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         store_shared_4(smem + Layout::kMetNonFinite, 0);
         for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
-            mbarrier_init(smem + Layout::kFullBias + i * 8, copies_biases(args) ? 1 + kHelpers : 1);
-            mbarrier_init(smem + Layout::kEmptyBias + i * 8, 4);
+            mbarrier_init(smem + Layout::kFullBias + i * 8, copies_biases(args) ? 1 + kHelpers * 32 : 1);
+            mbarrier_init(smem + Layout::kEmptyBias + i * 8, copies_biases(args) ? 128 : 4);
         }
         mbarrier_init_fence();
     }

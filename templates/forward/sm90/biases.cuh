@@ -92,7 +92,8 @@ __device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const 
     }
 }
 
-// ... and of all biases of a block, for all consumers.
+// ... and of all biases of a block, for all consumers. Where threads copy, every lane arrives for itself, here and where biases are taken:
+// a tool that looks for races sees who waits for whom then, which it does not behind __syncwarp().
 __device__ __forceinline__ void copy_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int warp, const Tile& tile, int first_key) {
 #pragma unroll 1
     for (int c = 0; c < kConsumers; c++) {
@@ -104,14 +105,14 @@ __device__ __forceinline__ void copy_biases(const KernelArgs& args, u32 smem, Bi
             const BiasAt bias = program_bias(program_head(args, args.forward, tile), nth);
             copy_bias(args, smem + Layout::kBias + at * Layout::kBytesBiases + nth * kBytesBias, bias, warp, tile.row + c * 64, first_key);
         }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kFullBias + at * 8);
+        mbarrier_arrive(smem + Layout::kFullBias + at * 8);
     }
     ring.advance();
 }
 
 // The biases of a block, laid out as its scores; their place is free then.
-__device__ __forceinline__ void take_biases(u32 smem, BiasRing& ring, int consumer, ScoresAhead<kBlockKV / 8>& ahead) {
+__device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer,
+                                            ScoresAhead<kBlockKV / 8>& ahead) {
     if constexpr (kBiases > 0) {
         const int lane = threadIdx.x % 32, row = lane % 16, at = bias_place(ring, consumer);
         mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);
@@ -127,7 +128,7 @@ __device__ __forceinline__ void take_biases(u32 smem, BiasRing& ring, int consum
             }
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem + Layout::kEmptyBias + at * 8);
+        if (lane == 0 || copies_biases(args)) mbarrier_arrive(smem + Layout::kEmptyBias + at * 8);
         ring.advance();
     }
 }

@@ -200,7 +200,7 @@ struct Consumer {
         program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
     }
     // The biases of the next block: as late as can be hidden beside the products that give its scores.
-    __device__ __forceinline__ void read_biases() { take_biases(smem, bias_ring, id, ahead); }
+    __device__ __forceinline__ void read_biases() { take_biases(args, smem, bias_ring, id, ahead); }
     // What the score program and the window make of the scores of block n.
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
         const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };

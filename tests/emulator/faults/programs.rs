@@ -165,8 +165,8 @@ pub const BIASES: &[Fault] = &[
     [
         "a place of biases freed too early",
         "forward/sm90.cu",
-        "mbarrier_init(smem + Layout::kEmptyBias + i * 8, 4);",
-        "mbarrier_init(smem + Layout::kEmptyBias + i * 8, 3);",
+        "copies_biases(args) ? 128 : 4",
+        "copies_biases(args) ? 127 : 3",
         "on its way|more arrivals|deadlock|the oracle says",
     ],
     [
@@ -186,8 +186,8 @@ pub const BIASES: &[Fault] = &[
     [
         "a copy by threads told before it is made",
         "forward/sm90.cu",
-        "copies_biases(args) ? 1 + kHelpers : 1",
-        "copies_biases(args) ? kHelpers : 1",
+        "copies_biases(args) ? 1 + kHelpers * 32 : 1",
+        "copies_biases(args) ? kHelpers * 32 : 1",
         "on its way|more arrivals|never written|the oracle says|deadlock",
     ],
     [
