@@ -29,6 +29,7 @@ NAMES = [
     "h200-bf16-d128-full-2k",
     "h200-bf16-d64-causal-2k",
     "h200-bf16-d256-causal-2k",
+    "h200-bf16-d256-causal-keys-2k",
     "cpu-bf16-d64-causal-512",
     "cpu-bf16-d128-decode",
     "cpu-f32-d128-full-256",
