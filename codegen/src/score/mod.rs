@@ -32,6 +32,7 @@ mod given;
 mod graph;
 mod intern;
 mod interp;
+mod joint;
 mod keys;
 mod lex;
 mod linear;

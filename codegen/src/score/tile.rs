@@ -101,10 +101,10 @@ pub(super) enum Image {
 }
 
 /// A sum of what changes within the tile, without common factor and with a positive first coefficient.
-type Form = Vec<(i64, Id)>;
+pub(super) type Form = Vec<(i64, Id)>;
 
 /// Bounds in the target graph, for some forms.
-type Bounds = HashMap<Form, (Option<Id>, Option<Id>)>;
+pub(super) type Bounds = HashMap<Form, (Option<Id>, Option<Id>)>;
 
 pub(super) struct Analysis<'a> {
     pub(super) source: &'a Graph,
@@ -112,7 +112,7 @@ pub(super) struct Analysis<'a> {
     pub(super) needed: Vec<bool>,
     pub(super) images: Vec<Image>,
     /// What the conditions joined with `and` say of a form; empty where that may not be used.
-    bounds: Bounds,
+    pub(super) bounds: Bounds,
     /// Whether elements of tensors are looked at.
     looks: bool,
 }
@@ -149,35 +149,7 @@ impl<'a> Analysis<'a> {
         (all_masked, all_visible)
     }
 
-    /// Whether the conditions that `and` joins cannot all hold anywhere in the tile, or those that `or` joins cannot all
-    /// fail, by what they say together of the sums that they have in common.
-    fn impossible(&mut self, mask: Id, joined_by: Binary) -> Option<Id> {
-        let conditions = self.source.chain(joined_by, mask);
-        if conditions.len() < 2 {
-            return None;
-        }
-        let hold = joined_by == Binary::And;
-        let bounds = self.joint_bounds(&conditions, hold);
-        let mut never = self.target.boolean(false);
-        let mut forms: Vec<&Form> = bounds.keys().collect();
-        forms.sort();
-        for form in forms {
-            let range = self.form_range(form);
-            let (lo, hi) = self.tighten(range, bounds[form]);
-            let empty = self.target.binary(Binary::Lt, hi, lo);
-            never = self.target.or(never, empty);
-        }
-        // Everything once more, with these bounds.
-        self.bounds = bounds;
-        self.run();
-        let (can_be_false, can_be_true) = self.bool(mask);
-        let cannot = self.target.not(if hold { can_be_true } else { can_be_false });
-        self.bounds.clear();
-        self.run();
-        Some(self.target.or(never, cannot))
-    }
-
-    fn run(&mut self) {
+    pub(super) fn run(&mut self) {
         for id in self.source.ids() {
             if self.needed[id.index()] {
                 self.images[id.index()] = self.image(id);
@@ -245,7 +217,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// Whether a bool can be false, and can be true.
-    fn bool(&mut self, id: Id) -> (Id, Id) {
+    pub(super) fn bool(&mut self, id: Id) -> (Id, Id) {
         match self.images[id.index()] {
             Image::Bool(f, t) => (f, t),
             Image::Point(p) => (self.target.not(p), p),
@@ -312,7 +284,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// `linear = factor * form + rest`, the rest in the target graph.
-    fn split(&mut self, linear: &Linear) -> (Form, i64, Id) {
+    pub(super) fn split(&mut self, linear: &Linear) -> (Form, i64, Id) {
         let (mut form, mut points) = (Form::new(), Vec::new());
         for &(c, term) in &linear.terms {
             match self.images[term.index()] {
@@ -329,7 +301,7 @@ impl<'a> Analysis<'a> {
         (form, factor, rest)
     }
 
-    fn form_range(&mut self, form: &Form) -> (Id, Id) {
+    pub(super) fn form_range(&mut self, form: &Form) -> (Id, Id) {
         let (mut least, mut greatest) = (Vec::new(), Vec::new());
         for &(c, term) in form {
             let (lo, hi) = self.int(term);
@@ -340,67 +312,10 @@ impl<'a> Analysis<'a> {
         (self.target.weighted_sum(0, least), self.target.weighted_sum(0, greatest))
     }
 
-    fn tighten(&mut self, (lo, hi): (Id, Id), (least, greatest): (Option<Id>, Option<Id>)) -> (Id, Id) {
+    pub(super) fn tighten(&mut self, (lo, hi): (Id, Id), (least, greatest): (Option<Id>, Option<Id>)) -> (Id, Id) {
         let lo = least.map_or(lo, |x| self.target.binary(Binary::Max, lo, x));
         let hi = greatest.map_or(hi, |x| self.target.binary(Binary::Min, hi, x));
         (lo, hi)
-    }
-
-    /// The bounds that conditions put on forms if all of them hold, or if all of them fail.
-    fn joint_bounds(&mut self, conditions: &[Id], hold: bool) -> Bounds {
-        let mut bounds = Bounds::new();
-        for &condition in conditions {
-            let Node::Binary(op, a, b) = *self.source.node(condition) else { continue };
-            // What holds if the condition does, or if it does not: `a <= b` or `a == b`, where `not a <= b` is `b + 1 <= a`.
-            let (op, a, b, more) = match (op, hold) {
-                (Binary::Le, true) | (Binary::Eq, true) => (op, a, b, 0),
-                (Binary::Ne, false) => (Binary::Eq, a, b, 0),
-                (Binary::Le, false) => (Binary::Le, b, a, 1),
-                _ => continue,
-            };
-            if self.source.ty(a) != Type::Int {
-                continue;
-            }
-            let (a, b) = (self.source.linear(a), self.source.linear(b));
-            if !self.source.is_safe(&a) || !self.source.is_safe(&b) {
-                continue;
-            }
-            // factor * form + rest <= 0, or == 0.
-            let mut difference = self.source.sum_of(&a, &b.scaled(-1));
-            difference.constant += more;
-            let (form, factor, rest) = self.split(&difference);
-            if form.is_empty() {
-                continue;
-            }
-            let g = &mut self.target;
-            let magnitude = g.int(factor.abs());
-            let minus = g.unary(Unary::Neg, rest);
-            let down = g.binary(Binary::FloorDiv, minus, magnitude);
-            let up = g.binary(Binary::FloorDiv, rest, magnitude);
-            let up = g.unary(Unary::Neg, up);
-            // form <= -rest / |factor| rounded down, or form >= rest / |factor| rounded up, by the factor's sign.
-            let (least, greatest) = match (op, factor > 0) {
-                (Binary::Le, true) => (None, Some(down)),
-                (Binary::Le, false) => {
-                    let up = g.binary(Binary::FloorDiv, minus, magnitude);
-                    (Some(g.unary(Unary::Neg, up)), None)
-                }
-                (_, true) => (Some(up), Some(down)),
-                (_, false) => {
-                    let down = g.binary(Binary::FloorDiv, rest, magnitude);
-                    let up = g.binary(Binary::FloorDiv, minus, magnitude);
-                    (Some(g.unary(Unary::Neg, up)), Some(down))
-                }
-            };
-            let joined = bounds.entry(form).or_insert((None, None));
-            let both = |g: &mut Graph, op, old: Option<Id>, new: Option<Id>| match (old, new) {
-                (Some(x), Some(y)) => Some(g.binary(op, x, y)),
-                (x, y) => x.or(y),
-            };
-            joined.0 = both(g, Binary::Max, joined.0, least);
-            joined.1 = both(g, Binary::Min, joined.1, greatest);
-        }
-        bounds
     }
 
     fn load_range(&mut self, id: Id, tensor: usize, index: &[Id]) -> (Id, Id) {
