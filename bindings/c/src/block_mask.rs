@@ -2,21 +2,11 @@
 
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
-use crate::handles::Table;
+use crate::prepared::{BLOCK_MASKS, Prepared};
 use crate::types::{BlockMaskArgs, BlockMaskHandle, EngineHandle, NO_BLOCK_MASK, Status};
 use crate::{input, program};
+use engine::MaskSizes;
 use engine::codegen::score::Texts;
-use engine::{BlockMask, MaskSizes};
-
-/// A block mask behind a handle.
-pub(crate) struct Prepared {
-    pub block_mask: BlockMask,
-    /// The mask as it was given.
-    pub text: String,
-}
-
-/// The block masks of this process.
-pub(crate) static BLOCK_MASKS: Table<Prepared> = Table::new("block mask", "flashtune_block_mask_create");
 
 /// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
 /// have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,

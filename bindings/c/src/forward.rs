@@ -1,8 +1,8 @@
 //! The forward pass.
 
-use crate::block_mask::BLOCK_MASKS;
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
+use crate::prepared::BLOCK_MASKS;
 use crate::types::{Dtype, EngineHandle, FORWARD_SCALE, ForwardArgs, Mask, NO_BLOCK_MASK, Status, Tensor};
 use crate::{input, program};
 use engine::codegen::Arch;

@@ -21,6 +21,7 @@ mod forward;
 mod handles;
 mod input;
 mod log;
+mod prepared;
 mod program;
 mod serving;
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The score program of a call, and what it reads.
 
-use crate::block_mask::Prepared;
 use crate::error::{Failure, Result};
 use crate::input;
+use crate::prepared::Prepared;
 use crate::types::{ForwardArgs, Input, Storage};
 use engine::codegen::Error;
 use engine::codegen::score::{Declaration, MAX_INPUTS, MAX_RANK, Storage as Stored, Texts};
