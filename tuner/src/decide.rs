@@ -5,17 +5,24 @@
 //! challenger must beat the default by more than [`TIE`], and beyond doubt; otherwise the default wins. Challengers
 //! that tie are decided by the model's order. So the same machine gives the same winner, run after run.
 //!
-//! Where the noise hides who is faster, the final goes on; where it does so to the end ([`Rounds::doubt`] above
-//! [`NOISE`]), there is no decision, and nothing is stored.
+//! Where the noise hides who is faster, the final goes on, until the ratios are known well enough ([`KNOWN`]) or the patience
+//! is at its end; where they are hardly known then ([`Rounds::doubt`] above [`NOISE`]), there is no decision, and nothing
+//! is stored.
 
 use crate::race::{RaceEvent, Track, timed};
-use crate::stats::{median, median_bounds};
+use crate::stats::{CERTAIN, LIKELY, median, median_bounds};
 use std::time::Duration;
 
 /// Ratios closer to 1 than this are ties: half of what repeated tunings may differ by.
 pub(crate) const TIE: f64 = 0.005;
 /// An advantage is beyond doubt when even the upper bound of the median ratio is this far below 1.
 const BEYOND_DOUBT: f64 = TIE / 2.0;
+
+/// A ratio that is known to within this much is known well enough: with what a tie may cost, 1 % is lost at most.
+const KNOWN: f64 = TIE;
+/// Who is ahead in a ratio that is not known to within this much must be so with more certainty: a final looks many times, and
+/// such noise deceives one look in twenty by more than may be lost.
+const CLOSE: f64 = 2.0 * TIE;
 
 /// Ratios that are not known to within this much are hidden by noise.
 pub(crate) const NOISE: f64 = 0.05;
@@ -28,14 +35,29 @@ pub(crate) struct FinalRules {
     /// Rounds before which no decision counts as clear, while there is time: they cost little beside the race, and who sampled
     /// all of its contenders as often as a final needs would pay for them with each.
     pub sure_rounds: usize,
-    /// Rounds that are enough, even if some ratio is still in doubt, as long as noise does not hide it.
+    /// Rounds that are enough where it is calm, even if some ratio is so close to a tie that it is still in doubt.
     pub max_rounds: usize,
-    /// Rounds that are enough even then.
+    /// Rounds that are enough to tell that noise hides who is faster.
     pub stubborn_rounds: usize,
+    /// Rounds that are enough, whatever the noise.
+    pub most_rounds: usize,
+    /// Until when there is time for more than `max_rounds` so that the last percent is known.
+    pub patience: Duration,
     /// When the final should end.
     pub deadline: Duration,
     /// When it must end, whatever `min_rounds` says: then the default wins.
     pub hard_deadline: Duration,
+}
+
+impl FinalRules {
+    /// Whether so many rounds that leave so much in doubt are enough, at that time.
+    fn is_enough(&self, rounds: usize, doubt: f64, now: Duration) -> bool {
+        match doubt {
+            ..=KNOWN => true,
+            ..=NOISE => now >= self.patience,
+            _ => rounds >= self.stubborn_rounds,
+        }
+    }
 }
 
 /// Times of the finalists, `rounds[r][f]` in microseconds.
@@ -51,12 +73,14 @@ impl Rounds {
     /// Whether `a` is faster than `b` by more than a tie, beyond doubt.
     fn beats(&self, a: usize, b: usize) -> bool {
         let ratios = self.ratios(a, b);
-        median(&ratios).is_some_and(|m| m < 1.0 - TIE) && median_bounds(&ratios).1 < 1.0 - BEYOND_DOUBT
+        median(&ratios).is_some_and(|m| m < 1.0 - TIE) && median_bounds(&ratios, LIKELY).1 < 1.0 - BEYOND_DOUBT
     }
 
     /// Whether more rounds would hardly change if `a` beats `b`.
     fn is_clear(&self, a: usize, b: usize) -> bool {
-        let (low, high) = median_bounds(&self.ratios(a, b));
+        let ratios = self.ratios(a, b);
+        let (low, high) = median_bounds(&ratios, LIKELY);
+        let (low, high) = if (high - low) / 2.0 <= CLOSE { (low, high) } else { median_bounds(&ratios, CERTAIN) };
         high < 1.0 - TIE || low > 1.0 - TIE
     }
 
@@ -79,7 +103,7 @@ impl Rounds {
         let best = self.fastest(count, base);
         let unclear = |a: usize, b: usize| a != b && !self.is_clear(a, b);
         let width = |a: usize, b: usize| {
-            let (low, high) = median_bounds(&self.ratios(a, b));
+            let (low, high) = median_bounds(&self.ratios(a, b), LIKELY);
             (high - low) / 2.0
         };
         let against_base = (0..count).filter(|&f| unclear(f, base)).map(|f| width(f, base));
@@ -105,17 +129,23 @@ pub(crate) fn run_final(
 ) -> (Vec<usize>, Rounds) {
     let mut alive = finalists.to_vec();
     let mut rounds = Rounds::default();
-    let mut round = 0;
-    while alive.len() > 1 && round < rules.stubborn_rounds {
+    let (mut round, mut next_look) = (0, 0);
+    while alive.len() > 1 && round < rules.most_rounds {
         let now = track.elapsed();
         if now >= rules.hard_deadline || now >= rules.deadline && round >= rules.min_rounds {
             break;
         }
         let base = alive.iter().position(|&c| Some(c) == default).unwrap_or(0);
-        if round >= rules.sure_rounds && rounds.is_decided(alive.len(), base)
-            || round >= rules.max_rounds && rounds.doubt(alive.len(), base) <= NOISE
-        {
-            break;
+        if round >= next_look {
+            let is_decided = round >= rules.sure_rounds && rounds.is_decided(alive.len(), base);
+            if is_decided || round >= rules.max_rounds && rules.is_enough(round, rounds.doubt(alive.len(), base), now) {
+                break;
+            }
+            // The more there are, the less one more changes.
+            next_look = round + if round < rules.max_rounds { 1 } else { round / 8 };
+            if round < rules.stubborn_rounds {
+                next_look = next_look.min(rules.stubborn_rounds);
+            }
         }
         let mut times = vec![0.0; alive.len()];
         let mut failed = Vec::new();
@@ -151,8 +181,10 @@ pub(crate) fn run_final(
 pub(crate) fn decide(rounds: &Rounds, count: usize, default: Option<usize>, order: &[usize]) -> usize {
     let base = default.unwrap_or(0);
     let Some(best) = rounds.fastest(count, base) else { return base };
-    // All that beat the default and are not beyond doubt slower than the best are equals.
-    let equals = (0..count).filter(|&f| f != base && rounds.beats(f, base) && !rounds.beats(best, f));
+    // All that beat the default and tie with the best are equals. What is in doubt counts as measured: who calls all equals that
+    // noise does not tell apart loses as much as it hides.
+    let ties = |f: usize| median(&rounds.ratios(best, f)).is_some_and(|ratio| ratio >= 1.0 - TIE);
+    let equals = (0..count).filter(|&f| f != base && rounds.beats(f, base) && ties(f));
     equals.min_by_key(|&f| order[f]).unwrap_or(best)
 }
 

@@ -5,12 +5,27 @@ use crate::decide::{FinalRules, decide, run_final};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use rand_distr::{Distribution, StandardNormal};
+
+/// How samples spread.
+#[derive(Debug, Clone, Copy)]
+enum Noise {
+    /// Up to so much above the true time.
+    Above(f64),
+    /// Normal, with that deviation, relative to the true time.
+    Normal(f64),
+    /// The logarithm is normal.
+    LogNormal(f64),
+    /// A factor for all samples of a round, and a tenth of it for each.
+    Common(f64),
+}
 
 /// A device whose true times are known.
 struct Paper {
     true_us: Vec<f64>,
-    /// Relative width of the noise.
-    noise: f64,
+    noise: Noise,
+    /// That of the round: its factor, and who had a sample in it.
+    round: (f64, Vec<usize>),
     /// Chance that a sample is disturbed and takes several times as long.
     spikes: f64,
     /// Contenders that fail from their n-th sample on.
@@ -24,15 +39,41 @@ struct Paper {
 
 impl Paper {
     fn new(true_us: &[f64], noise: f64, spikes: f64, seed: u64) -> Self {
+        Self::with(true_us, Noise::Above(noise), spikes, seed)
+    }
+
+    fn with(true_us: &[f64], noise: Noise, spikes: f64, seed: u64) -> Self {
         Self {
             true_us: true_us.to_vec(),
             noise,
+            round: (1.0, Vec::new()),
             spikes,
             breaks: Vec::new(),
             slow_runs: Vec::new(),
             counts: vec![0; true_us.len()],
             rng: StdRng::seed_from_u64(seed),
             clock_us: 0.0,
+        }
+    }
+
+    /// What noise makes of a sample.
+    fn factor(&mut self, contender: usize) -> f64 {
+        let mut normal = || -> f64 { StandardNormal.sample(&mut self.rng) };
+        match self.noise {
+            Noise::Above(most) => 1.0 + most * self.rng.random::<f64>(),
+            Noise::Normal(deviation) => (1.0 + deviation * normal()).max(0.05),
+            Noise::LogNormal(deviation) => (deviation * normal()).exp(),
+            Noise::Common(deviation) => {
+                let (of_all, own) = ((deviation * normal()).exp(), (0.1 * deviation * normal()).exp());
+                // Who has a second one is in the next round; the cold first run is nobody's.
+                if self.counts[contender] > 1 {
+                    if self.round.1.is_empty() || self.round.1.contains(&contender) {
+                        self.round = (of_all, Vec::new());
+                    }
+                    self.round.1.push(contender);
+                }
+                self.round.0 * own
+            }
         }
     }
 
@@ -47,7 +88,7 @@ impl Track for Paper {
         if self.breaks.iter().any(|&(who, from)| who == i && self.counts[i] >= from) {
             return Err("launch failed".into());
         }
-        let mut us = self.true_us[i] * (1.0 + self.noise * self.rng.random::<f64>());
+        let mut us = self.true_us[i] * self.factor(i);
         // The first run is cold, and the machine slows down as it warms up.
         if self.counts[i] == 1 {
             us *= 2.5;
@@ -80,6 +121,8 @@ fn final_rules(seconds: u64) -> FinalRules {
         sure_rounds: 20,
         max_rounds: 75,
         stubborn_rounds: 300,
+        most_rounds: 1500,
+        patience: deadline,
         deadline,
         hard_deadline: deadline,
     }
@@ -105,13 +148,18 @@ fn race(
 fn winner(paper: &mut Paper) -> usize {
     let count = paper.true_us.len();
     let standings = race(paper, count, Some(0), &rules(), &mut quiet);
+    finish(paper, &standings).0
+}
+
+/// The final after a race: who wins, and after how many rounds.
+fn finish(paper: &mut Paper, standings: &Standings) -> (usize, usize) {
     let mut finalists: Vec<usize> = standings.ranking().into_iter().take(3).collect();
     if !finalists.contains(&0) {
         finalists.push(0);
     }
     let (alive, rounds) = run_final(paper, &finalists, Some(0), &final_rules(120), &mut quiet);
     let default = alive.iter().position(|&i| i == 0);
-    alive[decide(&rounds, alive.len(), default, &alive)]
+    (alive[decide(&rounds, alive.len(), default, &alive)], rounds.0.len())
 }
 
 #[test]
@@ -192,6 +240,113 @@ fn over_many_fields_little_is_sampled_and_less_is_lost() {
     println!("{:.1} % of the samples, {:.2} % lost at p95", 100.0 * each / most, 100.0 * p95);
     assert!(each < most * 0.1, "{each} of {most} samples");
     assert!(p95 < 0.01, "{p95} lost");
+}
+
+/// What races of fields out of one space came to.
+struct Races {
+    /// What is lost beside the best of each field, by true times.
+    losses: Vec<f64>,
+    /// The samples of a race for each contender, and the rounds of a final, on average.
+    each: f64,
+    rounds: f64,
+}
+
+impl Races {
+    fn run(space: &[f64], noise: Noise, spikes: f64, races: u64) -> Self {
+        let mut all = Self { losses: Vec::new(), each: 0.0, rounds: 0.0 };
+        for seed in 0..races {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let times: Vec<f64> = space.choose_multiple(&mut rng, 60).copied().collect();
+            let mut paper = Paper::with(&times, noise, spikes, 77 + seed);
+            let standings = race(&mut paper, times.len(), Some(0), &rules(), &mut quiet);
+            all.each += paper.total_samples() as f64 / (times.len() as u64 * races) as f64;
+            let (won, rounds) = finish(&mut paper, &standings);
+            all.rounds += rounds as f64 / races as f64;
+            all.losses.push(times[won] / times.iter().copied().fold(f64::INFINITY, f64::min) - 1.0);
+        }
+        all
+    }
+}
+
+/// What is lost in the worst of twenty.
+fn p95(losses: &[f64]) -> f64 {
+    crate::stats::percentile(losses, 0.95).expect("races")
+}
+
+#[test]
+fn noise_makes_races_longer_and_one_percent_is_lost_at_most() {
+    /// Races of one space that say something of that space alone.
+    const MANY: u64 = 400;
+    // CI has time for a share.
+    let races = std::env::var("FLASHTUNE_RACES").map_or(12, |n| n.parse().expect("a number"));
+    let mut kinds = vec![
+        (Noise::Normal(0.05), 0.0, 0.01),
+        (Noise::Normal(0.05), 0.02, 0.01),
+        (Noise::LogNormal(0.05), 0.0, 0.01),
+        (Noise::Common(0.05), 0.0, 0.01),
+        (Noise::Above(0.05), 0.02, 0.01),
+    ];
+    if races >= MANY {
+        // The last is more than anything is promised for.
+        kinds.extend([0.01, 0.02, 0.1].map(|d| (Noise::Normal(d), 0.0, if d > 0.05 { 0.02 } else { 0.01 })));
+    }
+    for (noise, spikes, limit) in kinds {
+        let mut losses = Vec::new();
+        for (n, space) in crate::search::recorded_times().iter().enumerate() {
+            let all = Races::run(space, noise, spikes, races);
+            let (lost, each, rounds) = (p95(&all.losses), all.each, all.rounds);
+            println!(
+                "space {n}, {noise:?}, spikes {spikes}: {:.2} % lost, {each:.1} samples each, {rounds:.0} rounds",
+                100.0 * lost
+            );
+            assert!(lost < limit || races < MANY, "space {n}, {noise:?}, spikes {spikes}: {lost} lost");
+            // What 10 % of noise leads to at most.
+            assert!(each < 120.0 && rounds < 1500.0, "space {n}, {noise:?}: {each} samples each, {rounds} rounds");
+            losses.extend(all.losses);
+        }
+        assert!(p95(&losses) < limit, "{noise:?}, spikes {spikes}: {} lost", p95(&losses));
+    }
+}
+
+#[test]
+fn where_it_is_calm_races_and_finals_are_short() {
+    for space in crate::search::recorded_times() {
+        for deviation in [0.001, 0.01] {
+            let Races { each, rounds, .. } = Races::run(&space, Noise::Normal(deviation), 0.0, 20);
+            assert!(each < 6.0 && rounds < 65.0, "{deviation}: {each} samples each, {rounds} rounds");
+        }
+    }
+}
+
+#[test]
+fn noise_is_seen_and_neither_drift_nor_disturbances_are_noise() {
+    let mut paper = Paper::with(&[100.0; 30], Noise::Normal(0.05), 0.1, 1);
+    let standings = race(&mut paper, 30, Some(0), &rules().for_a_glance(4), &mut quiet);
+    assert!((0.04..0.07).contains(&standings.noise()), "{}", standings.noise());
+    let mut standings = Standings::default();
+    standings.enter(0);
+    assert_eq!(standings.noise(), 0.0);
+    standings.samples[0] = (0..20).map(|i| if i == 7 { 900.0 } else { 100.0 * (1.0 + 0.001 * i as f64) }).collect();
+    assert!(standings.noise() < 0.002, "{}", standings.noise());
+}
+
+#[test]
+fn when_patience_ends_noise_makes_nothing_longer() {
+    let times = [100.0, 101.0, 100.5, 100.2, 101.5, 100.8];
+    let seconds = |ends: u64| {
+        let mut paper = Paper::with(&times, Noise::Normal(0.05), 0.0, 3);
+        let patience = Duration::from_millis(ends);
+        let rules = Rules { patience, ..rules() };
+        let standings = race(&mut paper, times.len(), Some(0), &rules, &mut quiet);
+        let raced = paper.total_samples();
+        let finalists: Vec<usize> = standings.ranking().into_iter().take(3).collect();
+        let rules = FinalRules { patience, ..final_rules(60) };
+        let (_, rounds) = run_final(&mut paper, &finalists, None, &rules, &mut quiet);
+        (raced / times.len(), rounds.0.len())
+    };
+    let (short, long) = (seconds(0), seconds(60_000));
+    assert!(short.0 <= 24 && short.1 <= 75, "{short:?}");
+    assert!(long.0 > 2 * short.0 && long.1 > 2 * short.1, "{long:?} after {short:?}");
 }
 
 /// The same candidates, noise of its own in each tuning.

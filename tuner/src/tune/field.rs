@@ -302,7 +302,7 @@ impl Tuning<'_> {
 
     /// A first look at those who have fewer samples than that.
     fn glance(&mut self, field: &mut Field, samples: usize) -> Result<()> {
-        let rules = Rules { max_samples: samples, ..Rules::until(self.job.budget.mul_f64(LAST_CHECK)) };
+        let rules = Rules::until(self.job.budget.mul_f64(LAST_CHECK)).for_a_glance(samples);
         self.race(field, &rules)
     }
 

@@ -14,9 +14,14 @@ use std::time::{Duration, Instant};
 
 /// Schedules that meet in the final, besides the default.
 const FINALISTS: usize = 3;
-/// Rounds of a final: the fewest where there is time, and the most. When noise hides the result and the time allows, four times as many.
+/// Rounds of a final: the fewest where there is time, and the most where it is calm; four times as many tell that noise hides
+/// the result, and twenty times as many are run at most so that it does not.
 const SURE_ROUNDS: usize = 20;
 const MAX_ROUNDS: usize = 75;
+const STUBBORN_ROUNDS: usize = 4 * MAX_ROUNDS;
+const MOST_ROUNDS: usize = 20 * MAX_ROUNDS;
+/// How much longer noise may make a job, by its race and again by its final, as a share of the time before.
+const FOR_NOISE: f64 = 0.25;
 
 /// What the measurement gave, by candidate index.
 pub(super) struct Measured {
@@ -63,8 +68,9 @@ impl Tuning<'_> {
         let mut readings = vec![self.runner.reading()];
         self.phase(Phase::Race, None);
         let budget = self.job.budget;
-        let left = budget.saturating_sub(self.started.elapsed());
-        let rules = Rules::until(self.started.elapsed() + left * 3 / 4);
+        let began = self.started.elapsed();
+        let left = budget.saturating_sub(began);
+        let rules = Rules::until(began + left * 3 / 4).patient_until(began.mul_f64(1.0 + FOR_NOISE));
         self.race(field, &rules)?;
         let default = field.candidates.iter().position(|c| c.is_default && c.is_live());
         let mut ranking = field.standings.ranking();
@@ -73,7 +79,9 @@ impl Tuning<'_> {
             min_rounds: 7,
             sure_rounds: SURE_ROUNDS,
             max_rounds: MAX_ROUNDS,
-            stubborn_rounds: 4 * MAX_ROUNDS,
+            stubborn_rounds: STUBBORN_ROUNDS,
+            most_rounds: MOST_ROUNDS,
+            patience: self.started.elapsed().mul_f64(1.0 + FOR_NOISE),
             deadline: budget,
             // A winner that is sure is worth some more time than was asked for, but not without end.
             hard_deadline: budget + budget / 2,
