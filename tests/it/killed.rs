@@ -51,3 +51,44 @@ fn a_compilation_that_was_killed_is_cleared_away_by_a_later_process() {
     explain_with_cache("two");
     assert!(left(&temporary).is_empty());
 }
+
+#[test]
+fn a_compiler_and_what_it_started_end_with_a_killed_host() {
+    let place = Place::new();
+    let pids = place.path("pids");
+    // A driver that starts the compiler proper and waits for it, as compilers do.
+    let driver = format!(
+        "#!/bin/sh\n[ \"$1\" = --version ] && exec echo slow 1\nsleep 60 &\necho $$ $! > {0}.new; mv {0}.new {0}\nwait\n",
+        pids.display()
+    );
+    let driver = place.program("driver-cc", &driver);
+    let mut host = Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+        .args(["--device", "cpu", "--cache"])
+        .arg(place.cache())
+        .arg("explain")
+        .args(SMALL)
+        .env("CC", &driver)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    let pids: Vec<u32> = loop {
+        if let Ok(pids) = std::fs::read_to_string(&pids) {
+            break pids.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+        }
+        assert!(start.elapsed() < Duration::from_secs(30), "the compilation did not start");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    // A zombie that nobody has waited for yet does nothing any more.
+    let runs =
+        |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "));
+    assert!(pids.len() == 2 && pids.iter().all(runs), "{pids:?}");
+    host.kill().unwrap();
+    host.wait().unwrap();
+    let killed = Instant::now();
+    while pids.iter().any(runs) {
+        assert!(killed.elapsed() < Duration::from_secs(10), "{pids:?} go on");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    println!("gone after {:?}", killed.elapsed());
+}

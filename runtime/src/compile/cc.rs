@@ -1,5 +1,6 @@
 //! The system C compiler.
 
+use super::leash;
 use crate::{Compiler, Error, Result};
 use flashtune_cache::{CompilerId, Facts, reap, temporary_prefix};
 use flashtune_codegen::{Language, Source};
@@ -7,7 +8,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Instant;
 
@@ -92,9 +93,9 @@ impl Cc {
     }
 }
 
-/// Runs a command with messages in English and nothing on its stdin.
+/// Runs a command with messages in English and nothing on its stdin; it ends with this process.
 fn run(command: &mut Command) -> io::Result<Output> {
-    command.env("LC_ALL", "C").stdin(Stdio::null()).output()
+    leash::run(command.env("LC_ALL", "C"))
 }
 
 impl Compiler for Cc {

@@ -2,6 +2,7 @@
 
 mod build_id;
 mod cc;
+mod leash;
 mod nvrtc;
 mod nvrtc_lib;
 mod ptxas_log;
