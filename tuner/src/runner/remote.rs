@@ -33,6 +33,21 @@ const HOST_LIMIT: Duration = Duration::from_secs(60);
 const COMPARE_LIMIT: Duration = Duration::from_secs(10);
 const BYTES_A_SECOND: u64 = 20 << 20;
 
+/// How long a launch may take at a size, by the best at every size so far and the work at each (nothing while there is no job).
+fn limit_of(best: &[Option<Duration>; 3], size: Size, flops: impl Fn(Size) -> Option<f64>) -> Duration {
+    let known = |smaller: Size| {
+        let ratio = flops(size)? / flops(smaller)?.max(1.0);
+        Some(best[smaller as usize]?.mul_f64(ratio.clamp(1.0, 1e6)))
+    };
+    let smaller = match size {
+        Size::Small => [Size::Small; 2],
+        Size::Probe => [Size::Probe, Size::Small],
+        Size::Full => [Size::Full, Size::Probe],
+    };
+    let best = smaller.into_iter().find_map(known).unwrap_or_default();
+    SHORTEST_LIMIT.max(best.saturating_mul(TIMES_BEST))
+}
+
 /// A device in a worker process, and what is needed to get a new process where the old one was.
 pub(crate) struct Remote {
     command: WorkerCommand,
@@ -283,17 +298,7 @@ impl Remote {
                 Size::Full => inputs.shape.forward_flops(1, 1),
             })
         };
-        let known = |smaller: Size| {
-            let ratio = flops(size)? / flops(smaller)?.max(1.0);
-            Some(self.best[smaller as usize]?.mul_f64(ratio.clamp(1.0, 1e6)))
-        };
-        let smaller = match size {
-            Size::Small => [Size::Small; 2],
-            Size::Probe => [Size::Probe, Size::Small],
-            Size::Full => [Size::Full, Size::Probe],
-        };
-        let best = smaller.into_iter().find_map(known).unwrap_or_default();
-        SHORTEST_LIMIT.max(best.saturating_mul(TIMES_BEST))
+        limit_of(&self.best, size, flops)
     }
 
     /// A process with the device open, the job started and the inputs made.
@@ -401,4 +406,29 @@ fn start(command: &WorkerCommand, device: DeviceSpec) -> Result<(Process, Device
 
 fn host(limit: Duration) -> Limits {
     Limits { launch: limit, host: limit }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_launch_may_take_a_second_or_twenty_times_the_best() {
+        let ms = Duration::from_millis;
+        // The part of a job is 10 times its small inputs, the whole 16 times the part.
+        let flops = |size: Size| Some([1e6, 1e7, 1.6e8][size as usize]);
+        let limit = |best: [Option<Duration>; 3], size| limit_of(&best, size, flops);
+        for size in [Size::Small, Size::Probe, Size::Full] {
+            assert_eq!(limit([None; 3], size), ms(1000), "nobody came through yet");
+        }
+        // What is quick may take a second; what is slow is measured by its like.
+        assert_eq!(limit([Some(ms(1)), Some(ms(2)), Some(ms(30))], Size::Full), ms(1000));
+        assert_eq!(limit([Some(ms(1)), Some(ms(2)), Some(ms(90))], Size::Full), ms(1800));
+        // Nobody has done the whole yet: the part says how long it takes at most.
+        assert_eq!(limit([Some(ms(1)), Some(ms(10)), None], Size::Full), ms(16 * 10 * 20));
+        assert_eq!(limit([Some(ms(20)), None, None], Size::Probe), ms(10 * 20 * 20));
+        // A job without work, and times beyond all bounds.
+        assert_eq!(limit_of(&[Some(ms(100)); 3], Size::Full, |_| Some(0.0)), ms(2000));
+        assert!(limit([Some(Duration::MAX / 20); 3], Size::Small) > ms(1000));
+    }
 }
