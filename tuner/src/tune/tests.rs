@@ -7,7 +7,7 @@ mod paper;
 use super::measure::noise;
 use super::*;
 use crate::decide::Rounds;
-use flashtune_cache::{CacheDir, Conditions, Layers, MatchQuality, Validity};
+use flashtune_cache::{CacheDir, Conditions, Layers, MatchQuality, Reading, Validity};
 use flashtune_codegen::{Family, Mask, Schedule, Shape};
 use flashtune_runtime::Device;
 use paper::{ARCH, Behaviour, PaperDevice, device, job, paper, schedules, templates};
@@ -122,6 +122,37 @@ fn when_noise_hides_who_is_faster_nothing_is_stored_and_the_reason_is_told() {
     // What was measured is known all the same.
     let key = key_of(&*device, &job());
     assert_eq!(f.store().trials(&key).unwrap().len(), schedules().len());
+}
+
+#[test]
+fn what_else_goes_on_is_kept_and_ends_a_job_only_where_the_times_show_it() {
+    let hot = Reading {
+        sm_mhz: Some(1200),
+        temperature_c: Some(91),
+        throttling: vec!["thermal slowdown".into()],
+        foreign_processes: Some(1),
+        ..Reading::default()
+    };
+    let run = |winner: Behaviour, reading: Reading| {
+        let (paper, _) = paper(&[(3, winner)]);
+        *paper.reading.lock().unwrap() = reading;
+        let (f, device): (_, Arc<dyn Device>) = (fixture(), paper);
+        (f.tune(&device, &job()), f)
+    };
+    let (unsteady, steady) = (Behaviour::Unsteady { us: 50.0 }, Behaviour::Right { us: 50.0 });
+    // Faster beyond doubt, and by times that differ: that is trusted as long as nothing disturbs the device.
+    let (calm, _) = run(unsteady, Reading::default());
+    assert_eq!(calm.unwrap().record.schedule, schedules()[3]);
+    let (disturbed, f) = run(unsteady, hot.clone());
+    let text = disturbed.unwrap_err().to_string();
+    assert!(text.contains("thermal slowdown") && text.contains("1 other process on the device"), "{text}");
+    assert!(f.store().records().unwrap().is_empty() && !f.store().snapshot_path().exists());
+    // Steady times are believed, and the record says what went on.
+    let (kept, _) = run(steady, hot);
+    let record = kept.unwrap().record;
+    let seen = &record.provenance.conditions;
+    assert_eq!((record.schedule, seen.sm_mhz, seen.temperature_c), (schedules()[3], Some((1200, 1200)), Some(91)));
+    assert_eq!((&seen.throttling[..], seen.foreign_processes), (&["thermal slowdown".to_owned()][..], Some(1)));
 }
 
 #[test]

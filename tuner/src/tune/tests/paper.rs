@@ -1,6 +1,6 @@
 //! A device that computes plain attention in Rust and whose times, faults and lies are prescribed.
 
-use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Key};
+use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Key, Reading};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{
     Arch, CpuIsa, DType, Family, Kernel, Launch, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, Source,
@@ -37,6 +37,10 @@ pub enum Behaviour {
     Unrepeatable,
     /// Right, and takes either half or double the time of the default.
     Noisy,
+    /// Right, with times up to a third longer than that.
+    Unsteady {
+        us: f64,
+    },
     /// Right, and another time in a graph.
     Replayed {
         us: f64,
@@ -59,6 +63,8 @@ pub struct PaperDevice {
     pub most_in_use: AtomicUsize,
     /// Whether there are graphs.
     pub graphs: AtomicBool,
+    /// What a look at it shows.
+    pub reading: Mutex<Reading>,
     /// Whether its times are the prescribed ones, without noise.
     pub exact: AtomicBool,
     /// What is being captured.
@@ -152,6 +158,9 @@ impl Device for PaperDevice {
     fn fingerprint(&self) -> &DeviceFingerprint {
         &self.fingerprint
     }
+    fn reading(&self) -> Reading {
+        self.reading.lock().unwrap().clone()
+    }
     fn compiler(&self) -> RuntimeResult<Arc<dyn Compiler>> {
         Ok(self.compiler.clone())
     }
@@ -241,6 +250,7 @@ impl PaperDevice {
         match module.behaviour {
             Behaviour::Right { us: own } => us = own,
             Behaviour::Noisy => us = if (n.wrapping_mul(0x9E37_79B9) >> 13).is_multiple_of(2) { 50.0 } else { 200.0 },
+            Behaviour::Unsteady { us: least } => us = least * (1.0 + (n * 7919 % 11) as f64 / 30.0),
             Behaviour::DoesNotLaunch => return Err(self.fault("launch")),
             Behaviour::Wrong { by: own } => by = own,
             Behaviour::SkipsTheLastRow => rows -= 1,
@@ -390,6 +400,7 @@ pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperComp
         in_use: Arc::default(),
         most_in_use: AtomicUsize::new(0),
         graphs: AtomicBool::new(true),
+        reading: Mutex::default(),
         exact: AtomicBool::new(false),
         capturing: Mutex::default(),
         me: me.clone(),
