@@ -20,7 +20,8 @@ const SURE_ROUNDS: usize = 20;
 const MAX_ROUNDS: usize = 75;
 const STUBBORN_ROUNDS: usize = 4 * MAX_ROUNDS;
 const MOST_ROUNDS: usize = 20 * MAX_ROUNDS;
-/// How much longer noise may make a job, by its race and again by its final, as a share of the time before.
+/// How much longer noise may make a job, by its race and again by its final, as a share of the time before; of the time that is
+/// left the race takes no more, so that the final has some.
 const FOR_NOISE: f64 = 0.25;
 
 /// What the measurement gave, by candidate index.
@@ -70,7 +71,7 @@ impl Tuning<'_> {
         let budget = self.job.budget;
         let began = self.started.elapsed();
         let left = budget.saturating_sub(began);
-        let rules = Rules::until(began + left * 3 / 4).patient_until(began.mul_f64(1.0 + FOR_NOISE));
+        let rules = Rules::until(began + left * 3 / 4).patient_until(began + began.min(left).mul_f64(FOR_NOISE));
         self.race(field, &rules)?;
         let default = field.candidates.iter().position(|c| c.is_default && c.is_live());
         let mut ranking = field.standings.ranking();
