@@ -99,7 +99,14 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let o = if s.output_apart { s.consumers * 64 * v } else { 0 };
     let biases = s.biases(problem).len() as u32 * s.block_kv * 128;
     let biases = if biases > 0 { s.bias_stages * s.consumers * (biases + 16) } else { 0 };
-    q + kv + p + o + work + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 16
+    // Tiles that may be computed again, of schedules whose O leaves from the place of V.
+    let in_v = s.scheduler.stays()
+        && !s.chain
+        && s.cluster == 1
+        && !s.output_apart
+        && s.consumers * 64 <= s.stages * s.block_kv;
+    let again = if in_v && problem.masks() { 24 } else { 0 };
+    q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24
 }
 
 fn sm80_registers(problem: &Problem, s: &Sm80Schedule) -> u32 {

@@ -71,15 +71,15 @@ constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
 constexpr int kHelpers = 2;  // warps of the producer that do what the copy engine does not, where there is any
+constexpr bool kHelped = kClean || kBiasStages > 0;
 
 // Choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
-constexpr bool kRescaleBeside = kColumnsV > 192;
+constexpr bool kRescaleBeside = kColumnsV > 128;
 // The exponentials of one row start before the maximum of the other is known or, for small head dims, after both.
 constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
-// Of a masked V, how many reads of a thread are asked for before the first is looked at. Of a wide one the scan is waited for; other
-// masks leave the producer no registers for more.
-constexpr int kScanTogether = kQuick ? 1 : kColumnsV > 192 && !kMaskLeft && !kProgramMask ? 20 : 8;
+// Of a masked V, how many reads of a thread are asked for before the first is looked at.
+constexpr int kScanTogether = kQuick ? 1 : 8;
 // Whether the next K and V have arrived is asked while there is other work.
 constexpr bool kLookAhead = kColumnsV <= 192;
 
@@ -124,6 +124,10 @@ constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 && !kOutputA
 // The place of Q is free as soon as its last scores are there.
 constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;
 
+// Whether masked blocks of V are multiplied as they come, until it shows in a tile's O, which is then computed again (again.cuh): where V
+// comes last of all, behind O, and would be waited for while it is looked through.
+constexpr bool kOptimistic = kClean && kOutputInV;
+
 // Shared memory, by byte offset.
 struct Layout {
     static constexpr int kQBuffers = kChain ? 2 : 1;
@@ -153,17 +157,22 @@ struct Layout {
     static constexpr int kEmptyV = kFullV + kStages * 8;
     static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
     static constexpr int kMetNonFinite = kRawV + kStages * 8;
+    static constexpr int kFound = kMetNonFinite + 4;         // which tiles must be computed again
     static constexpr int kAdmitV = kMetNonFinite + 8;        // no O is in the place of V any more
-    static constexpr int kFullBias = kAdmitV + 8;            // per stage and consumer, as is the next
+    static constexpr int kAskWork = kAdmitV + 8;             // what comes next is wanted
+    static constexpr int kFullBias = kAskWork + 8;           // per stage and consumer, as is the next
     static constexpr int kEmptyBias = kFullBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);
     static constexpr int kEmptyRows = kEmptyBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);  // per consumer: rows that attend to nothing
     static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
-    static constexpr int kBytes = kEmptyRows + kConsumers * kBytesEmptyRows;
+    static constexpr int kTilesDone = kEmptyRows + kConsumers * kBytesEmptyRows;  // all tiles that were dealt
+    static constexpr int kPlaced = kTilesDone + 8;           // per place: the tile that was dealt with it
+    static constexpr int kBytes = kTilesDone + (kOptimistic ? 8 + 4 * 4 : 0);
 };
 
 <% include "lib/cuda/mask_units.cuh" %>
 <% include "lib/cuda/live_blocks.cuh" %>
 <% include "lib/cuda/runs.cuh" %>
+<% include "forward/sm90/again.cuh" %>
 <% include "lib/cuda/work.cuh" %>
 
 <% include "forward/sm90/biases.cuh" %>
@@ -185,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + (helped ? kHelpers : 0) + kConsumers * 4);
+            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + (helped ? kHelpers : 1) + kConsumers * 4);
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
@@ -195,7 +204,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             mbarrier_init(smem + Layout::kRawV + s * 8, 1);
         }
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
+        mbarrier_init(smem + Layout::kAskWork, 1);
         store_shared_4(smem + Layout::kMetNonFinite, 0);
+        if (kOptimistic) {
+            store_shared_4(smem + Layout::kFound, 0);
+            mbarrier_init(smem + Layout::kTilesDone, kConsumers * 4);
+            for (int place = 0; place < kPlaces; place++) store_shared_4(smem + Layout::kPlaced + place * 4, blockIdx.x);
+        }
         for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
             mbarrier_init(smem + Layout::kFullBias + i * 8, copies_biases(args) ? 1 + kHelpers * 32 : 1);
             mbarrier_init(smem + Layout::kEmptyBias + i * 8, copies_biases(args) ? 128 : 4);
@@ -213,11 +228,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     if (warpgroup == 0) {
         if constexpr (kRegistersMove) registers_give_back<kProducerRegisters>();
         if (warp == 0) {
-            if (threadIdx.x % 32 == 0) produce_qk(args, smem, only);
+            if (threadIdx.x % 32 == 0) bring_qk(args, smem, only);
         } else if (warp == 1) {
-            if (threadIdx.x % 32 == 0) produce_v(args, smem, only);
-        } else if (helped) {
-            help(args, smem, only);
+            if (threadIdx.x % 32 == 0) deal_tiles(args, smem);
+        } else if (helped || (warp == 2 && (kHelped || threadIdx.x % 32 == 0))) {
+            bring_v(args, smem, only, warp - 2);
         }
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();

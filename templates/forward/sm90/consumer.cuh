@@ -91,6 +91,12 @@ struct Consumer {
         q_ring.advance();
         if (!(args.forward.scale > 0.0f)) fold_sign_into_q();
     }
+    // Where O of a tile leaves from, whose Q was `q`.
+    __device__ __forceinline__ u32 o_address(int q) const {
+        return kOutputApart ? smem + Layout::kO + id * Layout::kBytesO
+               : kOutputInV ? smem + Layout::kV + id * Layout::kBytesO
+                            : smem + Layout::kQ + q * Layout::kBytesQ;
+    }
     // The space of an O that has left is free, for a Q where it took the place of one.
     __device__ __forceinline__ void release_o() {
         if (leaving >= 0 && threadIdx.x % 128 == 0) {
@@ -436,10 +442,8 @@ struct Consumer {
     }
 
     // O of a tile, whose Q was `q`, out to memory.
-    __device__ __forceinline__ void write(const Work& work, const RowResults& rows, int q) {
-        const u32 to = kOutputApart ? smem + Layout::kO + id * Layout::kBytesO
-                       : kOutputInV ? smem + Layout::kV + id * Layout::kBytesO
-                                    : smem + Layout::kQ + q * Layout::kBytesQ;
+    __device__ __forceinline__ OutputRow write(const Work& work, const RowResults& rows, int q) {
+        const u32 to = o_address(q);
         if (kOutputApart) release_o();
         if (kOutputInV) {
             release_o();  // if this tile attended to nothing
@@ -453,7 +457,7 @@ struct Consumer {
         } else {
             sync();
         }
-        const OutputRows output{args, smem, id};
+        const OutputRows output{args, smem, id, hand.place_before()};
         output.stage(o, work.tile, rows, to);
         if (met) {
             if (kMarkEmpty) output.mark_empty(rows);
@@ -463,10 +467,25 @@ struct Consumer {
         fence_async_proxy();
         sync();
         release_o();
+        const OutputRow first(to);
         if (threadIdx.x % 128 == 0) output.send(work.tile, to);
         leaving = q;
         // Another Q waits for this space alone.
         if (!kChain && !kQLeavesEarly) release_o();
+        return first;
+    }
+
+    // Whether tiles must be computed again, and the first of them: when all consumers are done, and what left has arrived.
+    __device__ __forceinline__ bool begin_again(Work& next) {
+        // The second pass begins when all consumers have arrived here. By vote, or the compiler takes all that happens in tiles for different
+        // in the threads of a warp.
+        if (!kOptimistic || __any_sync(0xffffffff, found_again(smem) & kSecondPass)) return false;
+        __syncwarp();
+        if (lane() == 0) mbarrier_arrive(smem + Layout::kTilesDone);
+        if (!__any_sync(0xffffffff, any_again(smem))) return false;
+        if (threadIdx.x % 128 == 0) tma_store_wait();
+        next = hand.next<true>(id);
+        return true;
     }
 
     __device__ __forceinline__ void run(const Work& only) {
@@ -484,21 +503,25 @@ struct Consumer {
             // others wait for their space.
             const bool early = !kChain || (kTrim && after(work) > 0);
             if (early) rows = close(work, c);
-            const Work next = hand.next<true>(id);
+            Work next = hand.next<true>(id);
             const bool chained = kChain && kOverlap && !early && next.live && attends(work) && attends(next) &&
                                  (!kTrim || before(next) == 0);
             if (!early) rows = chained ? close_beside(work, next, c) : close(work, c);
-            write(work, rows, q);
-            if (!next.live) break;
+            const OutputRow first = write(work, rows, q);
+            if (!chained) first.look(smem, hand.place_before());
+            if (!next.live) {
+                // Shared memory must outlast what reads it.
+                release_o();
+                if (!begin_again(next)) break;
+            }
             if (chained) {
 #pragma unroll
                 for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+                first.look(smem, hand.place_before());
             } else {
                 open(next, c);
             }
             work = next;
         }
-        // Shared memory must outlast what reads it.
-        release_o();
     }
 };

@@ -3,7 +3,8 @@
 struct OutputRows {
     const KernelArgs& args;
     const u32 smem;
-    const int id;  // of the consumer
+    const int id;     // of the consumer
+    const int place;  // of the tile (again.cuh)
 
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -23,8 +24,13 @@ struct OutputRows {
             for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
             // Scores that a program makes -inf have no part in O, and a NaN of V would have.
             if (kMarkEmpty && rows.empty[h]) {
+                float sum = 0.0f;
 #pragma unroll
-                for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] = o[4 * j + 2 * h + 1] = 0.0f;
+                for (int j = 0; j < kColumnsV / 8; j++) {
+                    sum += o[4 * j + 2 * h] * 0.0f + o[4 * j + 2 * h + 1] * 0.0f;
+                    o[4 * j + 2 * h] = o[4 * j + 2 * h + 1] = 0.0f;
+                }
+                if (kOptimistic && sum != 0.0f) mark_again(smem, place);
             }
         }
         const int to_row = warp() * 16 + lane() % 16;

@@ -17,20 +17,17 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
     }
 }
 
-// One thread brings Q and K, and decides what comes next.
-__device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, const Work& only) {
-    tma_prefetch_map(args.q);
-    tma_prefetch_map(args.k);
-#pragma unroll
-    for (int nth = 0; nth < kBiases; nth++) {
-        if (args.biases_mapped >> nth & 1) tma_prefetch_map(args.biases[nth]);
-    }
+// One thread brings Q and K.
+__device__ __forceinline__ void bring_qk(const KernelArgs& args, u32 smem, const Work& only) {
     Ring<kStages> ring;
     BiasRing bias_ring;
     Ring<Layout::kQBuffers> q_ring;
-    Dealer dealer(smem);
+    Hand hand(smem);
     Work work = first_work(args, only);
-    do {
+    const auto ask = [&] {
+        if (kPersistent) mbarrier_arrive(smem + Layout::kAskWork);
+    };
+    for (; is_dealt<false>(hand, work, ask); work = hand.next<false>()) {
         const Tile& tile = work.tile;
         const BlockRange& blocks = work.all;
         // After the first block of K, whose space is free before that of Q.
@@ -54,7 +51,7 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, con
 #pragma unroll 1
         do {
             // As late as the others can be told in time: whoever is ahead by then takes more.
-            if (n <= blocks.begin) dealer.deal(args);
+            if (n <= blocks.begin) ask();
             if (n >= blocks.begin) {
                 const int block = block_at(args, tile, blocks, n);
                 const u32 full = smem + Layout::kFullK + ring.stage * 8;
@@ -66,64 +63,67 @@ __device__ __forceinline__ void produce_qk(const KernelArgs& args, u32 smem, con
             }
             if (n >= blocks.end - 1) bring_q();
         } while (--n >= blocks.begin);
-        work = dealer.dealt();
-    } while (work.live);
-}
-
-// Another one brings V, so that a wait for one never holds up the other.
-__device__ __forceinline__ void produce_v(const KernelArgs& args, u32 smem, const Work& only) {
-    tma_prefetch_map(args.v);
-    Ring<kStages> ring;
-    Hand hand(smem);
-    u32 admit_parity = 0;
-    for (Work work = first_work(args, only); work.live; work = hand.next<false>()) {
-        const BlockRange& blocks = work.all;
-        if (kOutputInV && blocks.begin < blocks.end) {
-            mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
-            admit_parity ^= 1;
-        }
-#pragma unroll 1
-        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            const int block = block_at(args, work.tile, blocks, n);
-            const bool raw = kClean && is_masked<kMaskedFirst>(blocks, n);
-            const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
-            mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
-            mbarrier_arrive_expect(full, Layout::kBytesV);
-            if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
-            bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, block, work.tile);
-            ring.advance();
-        }
     }
 }
 
-// Two warps that have nothing else to do take non-finite elements out of masked blocks of V before anyone multiplies with them (see
-// non_finite.cuh), and copy biases that the copy engine cannot address. Masked blocks arrive on a barrier of their own, so these warps
-// see each phase of it, and nothing of the blocks that they leave alone.
-__device__ __forceinline__ void help(const KernelArgs& args, u32 smem, const Work& only) {
+// Another one decides what comes next: that takes as long as a block of keys, by which who brings those would be late. It also has the
+// descriptors of the tensors fetched, for which a thread that copies would wait at the start.
+__device__ __forceinline__ void deal_tiles(const KernelArgs& args, u32 smem) {
+    tma_prefetch_map(args.k);
+    tma_prefetch_map(args.q);
+    tma_prefetch_map(args.v);
+#pragma unroll
+    for (int nth = 0; nth < kBiases; nth++) {
+        if (args.biases_mapped >> nth & 1) tma_prefetch_map(args.biases[nth]);
+    }
+    if (!kPersistent) return;
+    Dealer dealer(smem);
+    do {
+        while (dealer.deal(args)) {
+        }
+    } while (dealer.begins_again());
+}
+
+// Two warps, of which one thread brings V, so that a wait for V never holds up K. They take non-finite elements out of masked blocks of it
+// before anyone multiplies with them (see non_finite.cuh), and copy biases that the copy engine cannot address. Masked blocks arrive on a
+// barrier of their own, so that these warps see each phase of it, and nothing of the blocks that they leave alone.
+__device__ __forceinline__ void bring_v(const KernelArgs& args, u32 smem, const Work& only, int helper) {
     constexpr int kThreadsThatHelp = kHelpers * 32;
-    const u32 lane = threadIdx.x % kThreadsThatHelp;
+    const u32 lane = threadIdx.x % 32, thread = helper * 32 + lane;
     Ring<kStages> ring;
     BiasRing bias_ring;
     Hand hand(smem);
-    u32 raw_parity = 0;  // one bit per stage
-    for (Work work = first_work(args, only); work.live; work = hand.next<true, true>()) {
+    u32 admit_parity = 0, raw_parity = 0;  // of the latter one bit per stage
+    Work work = first_work(args, only);
+    for (; is_dealt<kHelped>(hand, work, [] {}); work = hand.next<kHelped>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
-            if (copies_biases(args)) {
-                const int first_key = block_at(args, work.tile, blocks, n) * kBlockKV;
-                copy_biases(args, smem, bias_ring, warp_uniform(lane / 32), work.tile, first_key);
+            const int block = block_at(args, work.tile, blocks, n);
+            const bool raw = kClean && work.careful && is_masked<kMaskedFirst>(blocks, n);
+            if (thread == 0) {
+                if (kOutputInV && n == blocks.end - 1) {
+                    mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
+                    admit_parity ^= 1;
+                }
+                const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
+                mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
+                mbarrier_arrive_expect(full, Layout::kBytesV);
+                if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
+                bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, block, work.tile);
             }
-            if (kClean && is_masked<kMaskedFirst>(blocks, n)) {
+            if (kHelped) __syncwarp();
+            if (copies_biases(args)) copy_biases(args, smem, bias_ring, helper, work.tile, block * kBlockKV);
+            if (raw) {
                 mbarrier_wait_idly(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;
-                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v, lane)) {
+                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v, thread)) {
                     set_flag(smem + Layout::kMetNonFinite);
                     fence_async_proxy();
                 }
                 __syncwarp();
-                if (lane % 32 == 0) mbarrier_arrive(smem + Layout::kFullV + ring.stage * 8);
+                if (lane == 0) mbarrier_arrive(smem + Layout::kFullV + ring.stage * 8);
             }
             ring.advance();
         }

@@ -56,9 +56,9 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
 __device__ __forceinline__ void store_shared_4(u32 address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
-// A flag in shared memory that some set while others look.
-__device__ __forceinline__ void set_flag(u32 address) {
-    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(1) : "memory");
+// A flag, or several, in shared memory that some set while others look.
+__device__ __forceinline__ void set_flag(u32 address, u32 bits = 1) {
+    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
 }
 __device__ __forceinline__ u32 read_flag(u32 address) {
     u32 r;

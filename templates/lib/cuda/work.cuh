@@ -6,7 +6,8 @@ struct alignas(16) Work {
     BlockRange own;  // the key blocks that its rows visit; as a consumer reads it with kTrim, those of that one's rows
     BlockRange all;  // those that arrive for its cluster
     int live;        // whether there is a tile at all
-    int unused[2];
+    int careful;     // whether masked blocks of V are cleaned before anyone multiplies with them
+    int last;        // whether nothing is dealt after this, where there is no tile
 };
 
 // Adds to a counter in global memory. Returns what it was.
@@ -39,6 +40,7 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     }
     w.all = blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, w.tile, w.own);
     w.live = index < u32(args.tiles);
+    w.careful = w.last = !kOptimistic;
     return w;
 }
 
@@ -71,22 +73,31 @@ __device__ __forceinline__ Work read_slot(u32 slot) {
 // Who deals: a thread that has few registers.
 struct Dealer {
     const u32 smem;
-    u32 count = 0;  // tiles so far, beside the first one, which everyone finds
+    u32 count = 0;       // tiles so far, beside the first one, which everyone finds
+    bool ended = false;  // nothing is dealt any more
     __device__ __forceinline__ explicit Dealer(u32 smem) : smem(smem) {}
 
-    // Decides what comes next and tells the others.
-    __device__ __forceinline__ void deal(const KernelArgs& args) {
-        if (!kPersistent) return;
+    // Decides what comes next, once that is asked for, and tells the others. Returns whether there is a tile.
+    __device__ __forceinline__ bool deal(const KernelArgs& args) {
+        mbarrier_wait(smem + Layout::kAskWork, count & 1);
         mbarrier_wait(smem + Layout::kEmptyWork + count % 2 * 8, ~(count >> 1) & 1);
         u32 index = blockIdx.x + (count + 1) * gridDim.x;
-        if (kQueue && args.queue >= 0) {
+        if (found_again(smem) & kSecondPass) {
+            index = take_again(smem);
+        } else if (kQueue && args.queue >= 0) {
             u32* queue = tile_queues + args.queue;
             const u32 taken = atomic_add(queue, 1);
             index = gridDim.x + taken;
             // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
             if (taken + 1 == u32(args.tiles)) *queue = 0;
         }
-        const Work work = work_at(args, index);
+        Work work = work_at(args, index);
+        const u32 found = found_again(smem);
+        work.careful |= found;
+        work.last |= found & kSecondPass;
+        if (kOptimistic && found == 0 && work.live) {
+            store_shared_4(smem + Layout::kPlaced + (count + 1) % kPlaces * 4, index);
+        }
         const u32 stage = count % 2, slot = slot_of(smem, stage);
         const uint4* words = (const uint4*)&work;
 #pragma unroll
@@ -99,11 +110,14 @@ struct Dealer {
         }
         mbarrier_arrive(smem + Layout::kFullWork + stage * 8);
         count++;
+        ended = !work.live && work.last;
+        return work.live;
     }
-    // What was dealt last, which is still in its slot: the producer has no registers to keep it in.
-    __device__ __forceinline__ Work dealt() const {
-        if (!kPersistent) return Work{};
-        return read_slot(slot_of(smem, (count - 1) % 2));
+    // At the end of the tiles: whether there is a second pass.
+    __device__ __forceinline__ bool begins_again() const {
+        if (ended || !any_again(smem)) return false;
+        set_flag(smem + Layout::kFound, kSecondPass);
+        return true;
     }
 };
 
@@ -113,15 +127,14 @@ struct Hand {
     Ring<2> ring;
     __device__ __forceinline__ explicit Hand(u32 smem) : smem(smem) {}
 
+    // The place of the tile before the one that was taken last.
+    __device__ __forceinline__ int place_before() const { return (ring.stage + 2 * ring.parity + 3) % kPlaces; }
+
     // For a consumer, or for others.
-    template <bool kWarp, bool kIdle = false> __device__ __forceinline__ Work next(int consumer = -1) {
+    template <bool kWarp> __device__ __forceinline__ Work next(int consumer = -1) {
         if (!kPersistent) return Work{};
         const u32 full = smem + Layout::kFullWork + ring.stage * 8;
-        if constexpr (kIdle) {
-            mbarrier_wait_idly(full, ring.parity);
-        } else {
-            mbarrier_wait(full, ring.parity);
-        }
+        mbarrier_wait(full, ring.parity);
         Work work = read_slot(slot_of(smem, ring.stage));
         if (kTrim && consumer >= 0) *(uint4*)&work.own = load_shared_16(part_in(slot_of(smem, ring.stage), consumer));
         if (kWarp) __syncwarp();
@@ -130,6 +143,15 @@ struct Hand {
         return work;
     }
 };
+// Whether there is a tile. Where there is none, that may be the end of the first pass: the first tile of the second then takes its place.
+// Who asks for work does so again.
+template <bool kWarp, typename Ask> __device__ __forceinline__ bool is_dealt(Hand& hand, Work& work, const Ask& ask) {
+    if (work.live) return true;
+    if (work.last || !any_again(hand.smem)) return false;
+    ask();
+    work = hand.next<kWarp>();
+    return work.live;
+}
 // Every thread block has a first tile; that of a quick kernel is its only one, and known. As `next`.
 __device__ __forceinline__ Work first_work(const KernelArgs& args, const Work& only, int consumer = -1) {
     if constexpr (kQuick) {

@@ -152,5 +152,7 @@ void cp_async_bulk_wait_group_read(u32 pending) {
         block("its stores", 0, 0);
     }
 }
+// A store here reads and writes in one step.
+void cp_async_bulk_wait_group(u32 pending) { cp_async_bulk_wait_group_read(pending); }
 
 }  // namespace ptx

@@ -102,6 +102,7 @@ void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int 
                                                            u32 from);
 void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group_read(u32 pending);
+void cp_async_bulk_wait_group(u32 pending);
 
 // -------------------------------------------------------------------------------------------- copies by threads
 

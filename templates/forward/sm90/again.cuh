@@ -1,0 +1,52 @@
+// Tiles that are computed twice. Zero times NaN is NaN, so a non-finite element of V in a masked block reaches rows that must not see
+// it. Taking such elements out before anyone multiplies with them (non_finite.cuh) costs what hardly any input needs: thread blocks
+// that stay compute their tiles as V comes, look at O on its way out, and compute those again, carefully, in which it is not finite.
+// From the first one on they are careful in all that are dealt.
+//
+// A tile is known by its place among any four that follow each other, under which its index is kept. More cannot be found: nobody is
+// given tile t + 3 before all have tile t + 1, and so have looked at tile t - 1; if that is one to be computed again, t + 3 is dealt
+// carefully and takes nobody's place. A careful tile whose O is rightly not finite may name a tile that was right: it is computed twice.
+
+constexpr int kPlaces = 4;
+constexpr u32 kSecondPass = 1u << 31;  // beside a bit for each place that was found and, above those, one for each that was dealt again
+
+__device__ __forceinline__ u32 found_again(u32 smem) { return kOptimistic ? read_flag(smem + Layout::kFound) : 0; }
+
+__device__ __forceinline__ void mark_again(u32 smem, int place) { set_flag(smem + Layout::kFound, 1u << place); }
+
+// The first row of a consumer's O, as it leaves from shared memory. An element of V that is not finite is in no row that was multiplied
+// with it, so that this one tells. It is read before other work and looked at after that.
+struct OutputRow {
+    uint4 words = {};
+
+    __device__ __forceinline__ explicit OutputRow(u32 from) {
+        const u32 piece = threadIdx.x % 128;  // of one warp, which also gives the place away
+        if (kOptimistic && piece * 8 < kHeadDimV) words = load_shared_16(from + piece / 8 * kBytes64Rows + piece % 8 * 16);
+    }
+    __device__ __forceinline__ void look(u32 smem, int place) const {
+        if (!kOptimistic) return;
+        const u32 sums[2] = {add_zero_times<Element>(add_zero_times<Element>(0, words.x), words.y),
+                             add_zero_times<Element>(add_zero_times<Element>(0, words.z), words.w)};
+        if ((sums[0] | sums[1]) != 0) mark_again(smem, place);
+        __syncwarp();
+    }
+};
+
+// For everyone, at the end of the thread block's tiles: whether some are to be computed again. Consumers have arrived.
+__device__ __forceinline__ bool any_again(u32 smem) {
+    if (!kOptimistic) return false;
+    mbarrier_wait(smem + Layout::kTilesDone, 0);
+    return load_shared_4(smem + Layout::kFound) != 0;
+}
+
+// For who deals, in the second pass: the index of the next of them, or one that no tile has.
+__device__ __forceinline__ u32 take_again(u32 smem) {
+    const u32 found = found_again(smem);
+#pragma unroll 1
+    for (int place = 0; place < kPlaces; place++) {
+        if ((found >> place & ~(found >> (place + kPlaces)) & 1) == 0) continue;
+        set_flag(smem + Layout::kFound, 1u << (place + kPlaces));
+        return load_shared_4(smem + Layout::kPlaced + place * 4);
+    }
+    return ~0u;
+}
