@@ -194,7 +194,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + (helped ? kHelpers : 1) + kConsumers * 4);
+            const int warps = (helped ? kHelpers : 1) + kConsumers * 4;
+            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(smem + Layout::kFullK + s * 8, 1);
