@@ -70,8 +70,11 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
-constexpr int kHelpers = 2;  // warps of the producer that do what the copy engine does not, where there is any
+// Warps of the producer that do what the copy engine does not, where there is any. One of two also brings V, but not where biases may be
+// copied, for which it has no registers, or where quick compilation counts.
 constexpr bool kHelped = kClean || kBiasStages > 0;
+constexpr bool kHelpsApart = kBiasStages > 0 || kQuick;
+constexpr int kHelpers = kHelpsApart ? 1 : 2;
 
 // Choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
@@ -126,7 +129,11 @@ constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;
 
 // Whether masked blocks of V are multiplied as they come, until it shows in a tile's O, which is then computed again (again.cuh): where V
 // comes last of all, behind O, and would be waited for while it is looked through.
-constexpr bool kOptimistic = kClean && kOutputInV;
+constexpr bool kOptimistic = kClean && kOutputInV && !kHelpsApart;
+
+// Whether O of a tile is written before the next one is known: without a chain nothing of it is wanted, and beside the bounds of windows two
+// tiles take more registers than wide heads leave.
+constexpr bool kWriteFirst = kOptimistic && kMaskLeft;
 
 // Shared memory, by byte offset.
 struct Layout {
@@ -194,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
-            const int warps = (helped ? kHelpers : 1) + kConsumers * 4;
+            const int warps = (helped ? 2 : 1) + kConsumers * 4;
             mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
@@ -232,8 +239,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             if (threadIdx.x % 32 == 0) bring_qk(args, smem, only);
         } else if (warp == 1) {
             if (threadIdx.x % 32 == 0) deal_tiles(args, smem);
-        } else if (helped || (warp == 2 && (kHelped || threadIdx.x % 32 == 0))) {
-            bring_v(args, smem, only, warp - 2);
+        } else if (kHelpsApart && warp == 2) {
+            if (threadIdx.x % 32 == 0) serve_v<true, false>(args, smem, only, 0);
+        } else if (kHelpsApart) {
+            if (helped) serve_v<false, true>(args, smem, only, 0);
+        } else if (helped || threadIdx.x % 128 == 64) {
+            serve_v<true, kHelped>(args, smem, only, warp - 2);
         }
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();

@@ -14,23 +14,17 @@ __device__ __forceinline__ u32 found_again(u32 smem) { return kOptimistic ? read
 
 __device__ __forceinline__ void mark_again(u32 smem, int place) { set_flag(smem + Layout::kFound, 1u << place); }
 
-// The first row of a consumer's O, as it leaves from shared memory. An element of V that is not finite is in no row that was multiplied
-// with it, so that this one tells. It is read before other work and looked at after that.
-struct OutputRow {
+// Of a consumer: whether its O is finite, as it leaves from shared memory. An element of V that is not finite is in no row that was multiplied
+// with it, so that the first row tells, which one warp reads: that which also gives the place away.
+__device__ __forceinline__ void look_at_output(u32 smem, u32 from, int place) {
+    const u32 piece = threadIdx.x % 128;
     uint4 words = {};
-
-    __device__ __forceinline__ explicit OutputRow(u32 from) {
-        const u32 piece = threadIdx.x % 128;  // of one warp, which also gives the place away
-        if (kOptimistic && piece * 8 < kHeadDimV) words = load_shared_16(from + piece / 8 * kBytes64Rows + piece % 8 * 16);
-    }
-    __device__ __forceinline__ void look(u32 smem, int place) const {
-        if (!kOptimistic) return;
-        const u32 sums[2] = {add_zero_times<Element>(add_zero_times<Element>(0, words.x), words.y),
-                             add_zero_times<Element>(add_zero_times<Element>(0, words.z), words.w)};
-        if ((sums[0] | sums[1]) != 0) mark_again(smem, place);
-        __syncwarp();
-    }
-};
+    if (piece * 8 < kHeadDimV) words = load_shared_16(from + piece / 8 * kBytes64Rows + piece % 8 * 16);
+    const u32 sums[2] = {add_zero_times<Element>(add_zero_times<Element>(0, words.x), words.y),
+                         add_zero_times<Element>(add_zero_times<Element>(0, words.z), words.w)};
+    if ((sums[0] | sums[1]) != 0) mark_again(smem, place);
+    __syncwarp();
+}
 
 // For everyone, at the end of the thread block's tiles: whether some are to be computed again. Consumers have arrived.
 __device__ __forceinline__ bool any_again(u32 smem) {

@@ -442,7 +442,7 @@ struct Consumer {
     }
 
     // O of a tile, whose Q was `q`, out to memory.
-    __device__ __forceinline__ OutputRow write(const Work& work, const RowResults& rows, int q) {
+    __device__ __forceinline__ void write(const Work& work, const RowResults& rows, int q) {
         const u32 to = o_address(q);
         if (kOutputApart) release_o();
         if (kOutputInV) {
@@ -457,7 +457,7 @@ struct Consumer {
         } else {
             sync();
         }
-        const OutputRows output{args, smem, id, hand.place_before()};
+        const OutputRows output{args, smem, id, hand.place(kWriteFirst ? 0 : 1)};
         output.stage(o, work.tile, rows, to);
         if (met) {
             if (kMarkEmpty) output.mark_empty(rows);
@@ -467,12 +467,11 @@ struct Consumer {
         fence_async_proxy();
         sync();
         release_o();
-        const OutputRow first(to);
         if (threadIdx.x % 128 == 0) output.send(work.tile, to);
         leaving = q;
+        if (kOptimistic) look_at_output(smem, to, hand.place(kWriteFirst ? 0 : 1));
         // Another Q waits for this space alone.
         if (!kChain && !kQLeavesEarly) release_o();
-        return first;
     }
 
     // Whether tiles must be computed again, and the first of them: when all consumers are done, and what left has arrived.
@@ -480,6 +479,7 @@ struct Consumer {
         // The second pass begins when all consumers have arrived here. By vote, or the compiler takes all that happens in tiles for different
         // in the threads of a warp.
         if (!kOptimistic || __any_sync(0xffffffff, found_again(smem) & kSecondPass)) return false;
+        release_o();
         __syncwarp();
         if (lane() == 0) mbarrier_arrive(smem + Layout::kTilesDone);
         if (!__any_sync(0xffffffff, any_again(smem))) return false;
@@ -503,25 +503,22 @@ struct Consumer {
             // others wait for their space.
             const bool early = !kChain || (kTrim && after(work) > 0);
             if (early) rows = close(work, c);
+            if (kWriteFirst) write(work, rows, q);
             Work next = hand.next<true>(id);
             const bool chained = kChain && kOverlap && !early && next.live && attends(work) && attends(next) &&
                                  (!kTrim || before(next) == 0);
             if (!early) rows = chained ? close_beside(work, next, c) : close(work, c);
-            const OutputRow first = write(work, rows, q);
-            if (!chained) first.look(smem, hand.place_before());
-            if (!next.live) {
-                // Shared memory must outlast what reads it.
-                release_o();
-                if (!begin_again(next)) break;
-            }
+            if (!kWriteFirst) write(work, rows, q);
+            if (!next.live && !begin_again(next)) break;
             if (chained) {
 #pragma unroll
                 for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
-                first.look(smem, hand.place_before());
             } else {
                 open(next, c);
             }
             work = next;
         }
+        // Shared memory must outlast what reads it.
+        release_o();
     }
 };

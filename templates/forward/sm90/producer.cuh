@@ -84,24 +84,25 @@ __device__ __forceinline__ void deal_tiles(const KernelArgs& args, u32 smem) {
     } while (dealer.begins_again());
 }
 
-// Two warps, of which one thread brings V, so that a wait for V never holds up K. They take non-finite elements out of masked blocks of it
-// before anyone multiplies with them (see non_finite.cuh), and copy biases that the copy engine cannot address. Masked blocks arrive on a
+// One or two warps, of which one thread brings V, so that a wait for V never holds up K. They take non-finite elements out of masked blocks of
+// it before anyone multiplies with them (see non_finite.cuh), and copy biases that the copy engine cannot address. Masked blocks arrive on a
 // barrier of their own, so that these warps see each phase of it, and nothing of the blocks that they leave alone.
-__device__ __forceinline__ void bring_v(const KernelArgs& args, u32 smem, const Work& only, int helper) {
+template <bool kBrings, bool kHelps>
+__device__ __forceinline__ void serve_v(const KernelArgs& args, u32 smem, const Work& only, int helper) {
     constexpr int kThreadsThatHelp = kHelpers * 32;
-    const u32 lane = threadIdx.x % 32, thread = helper * 32 + lane;
+    const u32 lane = threadIdx.x % 32, thread = kHelps ? helper * 32 + lane : 0;
     Ring<kStages> ring;
     BiasRing bias_ring;
     Hand hand(smem);
     u32 admit_parity = 0, raw_parity = 0;  // of the latter one bit per stage
     Work work = first_work(args, only);
-    for (; is_dealt<kHelped>(hand, work, [] {}); work = hand.next<kHelped>()) {
+    for (; is_dealt<kHelps>(hand, work, [] {}); work = hand.next<kHelps>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             const int block = block_at(args, work.tile, blocks, n);
             const bool raw = kClean && work.careful && is_masked<kMaskedFirst>(blocks, n);
-            if (thread == 0) {
+            if (kBrings && thread == 0) {
                 if (kOutputInV && n == blocks.end - 1) {
                     mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
                     admit_parity ^= 1;
@@ -109,12 +110,12 @@ __device__ __forceinline__ void bring_v(const KernelArgs& args, u32 smem, const 
                 const u32 full = smem + (raw ? Layout::kRawV : Layout::kFullV) + ring.stage * 8;
                 mbarrier_wait(smem + Layout::kEmptyV + ring.stage * 8, ring.parity ^ 1);
                 mbarrier_arrive_expect(full, Layout::kBytesV);
-                if (kClean && !raw) mbarrier_arrive(full);  // for the second of the warps that clean
+                if (kClean && !raw && kHelpers == 2) mbarrier_arrive(full);  // for the second of the warps that clean
                 bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, block, work.tile);
             }
-            if (kHelped) __syncwarp();
-            if (copies_biases(args)) copy_biases(args, smem, bias_ring, helper, work.tile, block * kBlockKV);
-            if (raw) {
+            if (kBrings && kHelps) __syncwarp();
+            if (kHelps && copies_biases(args)) copy_biases(args, smem, bias_ring, helper, work.tile, block * kBlockKV);
+            if (kHelps && raw) {
                 mbarrier_wait_idly(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;
                 const u32 v = smem + Layout::kV + ring.stage * Layout::kBytesV;

@@ -128,8 +128,8 @@ struct Hand {
     Ring<2> ring;
     __device__ __forceinline__ explicit Hand(u32 smem) : smem(smem) {}
 
-    // The place of the tile before the one that was taken last.
-    __device__ __forceinline__ int place_before() const { return (ring.stage + 2 * ring.parity + 3) % kPlaces; }
+    // The place of the tile that was taken last, or of that before.
+    __device__ __forceinline__ int place(int before) const { return (ring.stage + 2 * ring.parity + kPlaces - before) % kPlaces; }
 
     // For a consumer, or for others.
     template <bool kWarp> __device__ __forceinline__ Work next(int consumer = -1) {

@@ -222,8 +222,8 @@ pub const SM90: &[Fault] = &[
     [
         "another tile is computed again, with O in the place of V",
         "lib/cuda/work.cuh",
-        "(ring.stage + 2 * ring.parity + 3)",
-        "(ring.stage + 2 * ring.parity)",
+        "(ring.stage + 2 * ring.parity + kPlaces - before)",
+        "(ring.stage + 2 * ring.parity + before)",
         "the oracle says",
     ],
     [
