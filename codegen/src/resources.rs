@@ -105,7 +105,7 @@ pub(crate) fn sm90_smem(problem: &Problem, s: &Sm90Schedule) -> u32 {
         && s.cluster == 1
         && !s.output_apart
         && s.consumers * 64 <= s.stages * s.block_kv;
-    let again = if in_v && problem.masks() { 24 } else { 0 };
+    let again = if in_v && problem.masks() && s.bias_stages == 0 { 24 } else { 0 };
     q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24
 }
 

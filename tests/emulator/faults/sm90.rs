@@ -223,7 +223,7 @@ pub const SM90: &[Fault] = &[
         "another tile is computed again, with O in the place of V",
         "lib/cuda/work.cuh",
         "(ring.stage + 2 * ring.parity + kPlaces - before)",
-        "(ring.stage + 2 * ring.parity + before)",
+        "(ring.stage + 2 * ring.parity + kPlaces + 1 - before)",
         "the oracle says",
     ],
     [
