@@ -23,6 +23,9 @@ pub struct Case {
     pub lse: bool,
     /// NaN and infinities in this many rows of K, elements of V and rows of Q.
     pub bad: [usize; 3],
+    /// What the first column of Q is, less noise, and that of K is the negative of: without a scale, all scores are below zero by the
+    /// square of it over the root of the head dim.
+    pub below: f32,
     pub seed: u64,
 }
 
@@ -75,6 +78,7 @@ impl Case {
             // A scale of zero takes Q for zeros; under a negative one, infinite rows of Q and K give scores of -inf, which
             // count as nothing to attend to.
             bad: [few(rng, 2), few(rng, 6), if scale.is_some_and(|s| s <= 0.0) { 0 } else { few(rng, 1) }],
+            below: *[0.0, 0.0, 0.0, 0.0, 5.0, 12.0, 40.0].choose(rng).expect("not empty"),
             seed: rng.random(),
         }
     }
@@ -86,6 +90,14 @@ impl Case {
         let tensor = |shape, n| HostTensor::random(p.dtype, shape, self.layout, self.seed + n, self.values);
         let mut inputs =
             [tensor([b, h, q_len, dqk], 1), tensor([b, kh, kv_len, dqk], 2), tensor([b, kh, kv_len, dv], 3)];
+        for (i, sign) in [(0, 1.0), (1, -1.0)] {
+            let [b, h, s, d] = inputs[i].shape();
+            let mut row = vec![0.0; d];
+            for at in (0..if self.below > 0.0 { b * h * s } else { 0 }).map(|n| [n / s / h, n / s % h, n % s]) {
+                inputs[i].read_row(at, &mut row);
+                inputs[i].set([at[0], at[1], at[2], 0], sign * self.below + row[0] / 16.0);
+            }
+        }
         let mut rng = StdRng::seed_from_u64(self.seed);
         for (i, count) in [(1, self.bad[0]), (2, self.bad[1]), (0, self.bad[2])] {
             let [b, h, s, d] = inputs[i].shape();

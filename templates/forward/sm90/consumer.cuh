@@ -271,22 +271,39 @@ struct Consumer {
         sync();
     }
 
-    // step(n, masked) for the key blocks from n down. `masked` is a constant where masked blocks have loops of their own:
-    // those cut on the right or past the last key, then those in sight of every row, then those cut on the left.
-    template <typename Step>
-    static __device__ __forceinline__ void walk(const BlockRange& blocks, int n, const Step& step) {
+    // Whether no row of this warpgroup is far below zero, where that counts.
+    __device__ __forceinline__ bool is_near_zero(float c) const {
+        // By vote, or the compiler takes it for different in the threads of a warp.
+        return !softmax.kFromZero || !__any_sync(0xffffffff, barrier_any(1 + kConsumers + id, 128, softmax.is_far_below_zero(c)));
+    }
+
+    // step(n, masked, from_zero) for the key blocks from n down. Both are constants where masked blocks have loops of their own:
+    // those cut on the right or past the last key, then those in sight of every row, then those cut on the left. References of the
+    // second kind start from zero, once all rows are near it.
+    template <typename Step> __device__ __forceinline__ void walk(const BlockRange& blocks, int n, float c, const Step& step) {
         if (kMaskedLoop) {
+            const int full = max_of(blocks.begin, blocks.full_begin);
+            const int cut = max_of(blocks.begin, blocks.full_end);
+            bool near_zero = is_near_zero(c);
 #pragma unroll 1
-            for (; n >= max_of(blocks.begin, blocks.full_end); n--) step(n, Bool<true>{});
+            for (; n >= (near_zero ? cut : min_of(cut, full)); n--) {
+                step(n, Bool<true>{}, Bool<false>{});
+                near_zero = is_near_zero(c);
+            }
 #pragma unroll 1
-            for (; n >= max_of(blocks.begin, blocks.full_begin); n--) step(n, Bool<false>{});
+            for (; n >= full; n--) step(n, Bool<false>{}, Bool<true>{});
             if (kMaskedFirst) {
 #pragma unroll 1
-                for (; n >= blocks.begin; n--) step(n, Bool<true>{});
+                for (; n >= blocks.begin; n--) step(n, Bool<true>{}, Bool<false>{});
             }
         } else {
+            bool near_zero = false;
 #pragma unroll 1
-            for (; n >= blocks.begin; n--) step(n, is_masked<kMaskedFirst>(blocks, n));
+            for (; n >= blocks.begin; n--) {
+                const bool masked = is_masked<kMaskedFirst>(blocks, n);
+                if (!masked && !near_zero) near_zero = is_near_zero(c);
+                step(n, masked, !masked && near_zero);
+            }
         }
     }
 
@@ -323,7 +340,7 @@ struct Consumer {
         const int n = work.own.end - 1;
         take_scores(work, n);
         change(work, n, is_masked<kMaskedFirst>(work.own, n));
-        softmax.advance(s, c);
+        softmax.advance(s, c, Bool<false>{});
         softmax.forget();  // O is zero
         softmax.template exponentiate<false>(s, c);
     }
@@ -331,7 +348,7 @@ struct Consumer {
     // The key blocks of an open tile. With kOverlap the scores of one are computed beside the product of the one before,
     // so that the last product remains.
     __device__ __forceinline__ void attend(const Work& work, float c) {
-        const auto overlapped = [&](int n, auto masked) {
+        const auto overlapped = [&](int n, auto masked, auto from_zero) {
             read_ahead(work, n, masked);
             wait_k();
             wait_turn();
@@ -345,7 +362,7 @@ struct Consumer {
             wgmma_wait<1>();
             take_scores(work, n);
             change(work, n, masked);
-            softmax.advance(s, c);
+            softmax.advance(s, c, from_zero);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
             wgmma_wait<0>();
             wgmma_touch(o);
@@ -354,7 +371,7 @@ struct Consumer {
             if (!kRescaleBeside) rescale();
             round();
         };
-        const auto serial = [&](int n, auto masked) {
+        const auto serial = [&](int n, auto masked, auto from_zero) {
             read_ahead(work, n, masked);
             wait_k();
             wait_turn();
@@ -365,7 +382,7 @@ struct Consumer {
             wgmma_wait<0>();
             take_scores(work, n);
             change(work, n, masked);
-            softmax.advance(s, c);
+            softmax.advance(s, c, from_zero);
             softmax.rescale(o);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
             round();
@@ -376,9 +393,9 @@ struct Consumer {
             release_v();
         };
         if constexpr (kOverlap) {
-            walk(work.own, work.own.end - 2, overlapped);
+            walk(work.own, work.own.end - 2, c, overlapped);
         } else {
-            walk(work.own, work.own.end - 1, serial);
+            walk(work.own, work.own.end - 1, c, serial);
         }
     }
 

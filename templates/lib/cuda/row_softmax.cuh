@@ -32,6 +32,13 @@ struct RowSoftmax {
     // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is lazy.
     static constexpr float kSlack = 8.0f;
 
+    // Whether references are zero at least, from where all rows have met a score of kLeast or more: Hopper has a maximum of three integers
+    // and of two floats, and integers are in the order of the floats that they are the bits of where the largest is not negative.
+    static constexpr bool kFromZero = !kShift && !kBounded;
+    static constexpr float kLeast = -8.0f;  // in units of log2: probabilities of such a row are small by as much
+
+    __device__ __forceinline__ bool is_far_below_zero(float c) const { return m[0] * c < kLeast || m[1] * c < kLeast; }
+
     // What takes m to units of log2.
     static __device__ __forceinline__ float unit(float c) { return kShift || kBounded ? 1.0f : c; }
 
@@ -47,30 +54,39 @@ struct RowSoftmax {
         return maximum == -FT_INFINITY ? 0.0f : kShift ? maximum - shift[h] : maximum * c;
     }
 
-    // Moves the references to the maxima of these scores, without a branch.
-    __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c) {
+    // The largest of x and this thread's scores of row h and, with kByBits, zero.
+    template <bool kByBits> static __device__ __forceinline__ float largest(float x, const float (&s)[kTiles * 4], int h) {
+        if (kByBits) {
+            int bits = max_of(__float_as_int(x), 0);
+#pragma unroll
+            for (int j = 0; j < kTiles; j++) {
+                bits = max_of(max_of(bits, __float_as_int(s[4 * j + 2 * h])), __float_as_int(s[4 * j + 2 * h + 1]));
+            }
+            return __int_as_float(bits);
+        }
+        float y = s[2 * h + 1];
+#pragma unroll
+        for (int j = 0; j < kTiles; j++) {
+            x = fmaxf(x, s[4 * j + 2 * h]);
+            if (j > 0) y = fmaxf(y, s[4 * j + 2 * h + 1]);
+        }
+        return fmaxf(x, y);
+    }
+
+    // Moves the references to the maxima of these scores or, `from_zero`, to zero where those are less; without a branch.
+    template <typename FromZero> __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c, FromZero from_zero) {
         if (kBounded) return;
+        constexpr bool kByBits = kFromZero && kIsTrue<FromZero>;
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x = kShift ? -FT_INFINITY : m[h];
-            if (kRowOrder != kTogether) {
-                float y = s[2 * h + 1];
-                // Minus infinity (or NaN, which a maximum ignores), which the compiler cannot know.
-                if (h == 1 && kRowOrder == kAfterMaximum) x = fmaxf(x, to[0] - FT_INFINITY);
-                if (h == 1 && kRowOrder == kAfterProbability) {
-                    x = fmaxf(x, fmaf(exp2_approx(fmaf(s[0], c, -reference(to[0], 0, c))), 0.0f, -FT_INFINITY));
-                }
-#pragma unroll
-                for (int j = 0; j < kTiles; j++) {
-                    x = fmaxf(x, s[4 * j + 2 * h]);
-                    if (j > 0) y = fmaxf(y, s[4 * j + 2 * h + 1]);
-                }
-                x = fmaxf(x, y);
-            } else {
-#pragma unroll
-                for (int j = 0; j < kTiles; j++) x = fmaxf(fmaxf(x, s[4 * j + 2 * h]), s[4 * j + 2 * h + 1]);
+            float x = kShift ? -FT_INFINITY : kFromZero && !kByBits && from_zero ? fmaxf(m[h], 0.0f) : m[h];
+            // Minus infinity (or NaN, which a maximum ignores), which the compiler cannot know.
+            if (h == 1 && kRowOrder == kAfterMaximum) x = fmaxf(x, to[0] - FT_INFINITY);
+            if (h == 1 && kRowOrder == kAfterProbability) {
+                x = fmaxf(x, fmaf(exp2_approx(fmaf(s[0], c, -reference(to[0], 0, c))), 0.0f, -FT_INFINITY));
             }
+            x = largest<kByBits>(x, s, h);
             to[h] = kShift ? fmaxf(m[h], quad_max(fmaf(x, c, shift[h]))) : quad_max(x);
         }
         // Lazily: all rows of the warp move, or none.

@@ -67,3 +67,5 @@ template <bool kValue> struct Bool {
 };
 template <typename A> constexpr bool kIsFalse = false;
 template <> constexpr bool kIsFalse<Bool<false>> = true;
+template <typename A> constexpr bool kIsTrue = false;
+template <> constexpr bool kIsTrue<Bool<true>> = true;

@@ -31,10 +31,15 @@ const CASE: Case = Case {
     scale: None,
     lse: true,
     bad: [0, 6, 0],
+    below: 0.0,
     seed: 0,
 };
 /// More queries than keys: the first ones see none.
 const EMPTY_ROWS: Case = Case { sizes: [1, 4, 2, 200, 90], ..CASE };
+
+/// Blocks that all rows see, with scores of which the exponential is nothing.
+const FAR_BELOW_ZERO: Case =
+    Case { sizes: [1, 4, 2, 130, 300], mask: Mask::Window { left: Some(1000), right: Some(20) }, below: 40.0, ..CASE };
 
 /// Faults in what clusters do show in clusters, those of a block that runs ahead in one alone; O takes the place of V
 /// where it fits.
@@ -105,6 +110,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
     let base = match family {
         _ if what.contains("empty row") => EMPTY_ROWS,
+        _ if what.contains("below zero") => FAR_BELOW_ZERO,
         // A row of biases is no multiple of 16 bytes.
         "bias" if what.contains("copied by threads") => Case { sizes: [1, 4, 2, 130, 199], ..CASE },
         "lists" | "runs" => Case { mask: Mask::Full, ..CASE },

@@ -92,7 +92,7 @@ pub const SM90: &[Fault] = &[
         "forward/sm90/consumer.cuh",
         "wgmma_wait<1>();",
         "",
-        "on its way|the oracle says",
+        "on its way|while wgmma ran|the oracle says",
     ],
     [
         "a turn that is never passed",
@@ -260,5 +260,20 @@ pub const SM90: &[Fault] = &[
         "if (kOutputApart) release_o();",
         "",
         "on its way|the oracle says|read by",
+    ],
+    // Maxima.
+    [
+        "zero is the maximum of scores far below zero",
+        "forward/sm90/consumer.cuh",
+        "return !softmax.kFromZero || !__any_sync(",
+        "return true || !__any_sync(",
+        "the oracle says",
+    ],
+    [
+        "maxima by the bits of scores below zero",
+        "forward/sm90/consumer.cuh",
+        "step(n, Bool<true>{}, Bool<false>{});\n                near_zero",
+        "step(n, Bool<true>{}, Bool<true>{});\n                near_zero",
+        "the oracle says",
     ],
 ];
