@@ -20,6 +20,7 @@ pub mod cpu;
 pub mod cuda;
 mod device;
 pub mod dispatch;
+pub mod elf;
 mod error;
 mod library_search;
 mod open;

@@ -18,6 +18,7 @@ mod faults;
 mod fleet;
 mod golden;
 mod killed;
+mod latency;
 mod launches;
 mod missing;
 mod model;

@@ -2,7 +2,7 @@
 
 use super::memory::with_scratch;
 use crate::error::chain;
-use crate::{Error, Module, Result};
+use crate::{Error, Module, Result, elf};
 use flashtune_cache::Artifact;
 use flashtune_codegen::Kernel;
 use flashtune_codegen::abi::ForwardArgs;
@@ -51,6 +51,8 @@ impl CpuModule {
             message: format!("{}: {message}", kernel.name()),
             remedy: "compile the kernel again on this machine (tune, or remove it from the cache)",
         };
+        // The loader trusts the headers of a library.
+        elf::check(&artifact.bytes).map_err(|why| failed("load", format!("it is no library: {why}")))?;
         let (library, file) = open_bytes(&artifact.bytes).map_err(|m| failed("dlopen", m))?;
         // SAFETY: the artifact's recipe holds our ABI version, which fixes the names and types of these symbols.
         let (tiles, scratch_bytes, tile, init) = unsafe {

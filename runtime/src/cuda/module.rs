@@ -2,7 +2,7 @@
 
 use super::context::{BesideCaptures, Context};
 use super::queues::Queues;
-use crate::{Error, Module, Result};
+use crate::{Error, Module, Result, elf};
 use cudarc::driver::result::{function, module};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use flashtune_cache::Artifact;
@@ -61,17 +61,17 @@ impl CudaModule {
             let message = format!("it was compiled for {}, this device is {ours}", kernel.arch);
             return Err(refused(message, "compile it for this device"));
         }
-        // The driver trusts the headers of an image; a damaged one would be read beyond its end.
-        if !artifact.bytes.starts_with(b"\x7fELF") || artifact.bytes.len() < 64 {
-            return Err(refused("it is no cubin".to_owned(), "remove it from the cache and compile it again"));
-        }
+        // The driver trusts the headers of an image.
+        elf::check(&artifact.bytes).map_err(|why| {
+            refused(format!("it is no cubin: {why}"), "remove it from the cache and compile it again")
+        })?;
         let entry = CString::new(artifact.entry.as_str())
             .map_err(|_| refused("its entry name holds a zero byte".to_owned(), "remove it from the cache"))?;
 
         let _bound = context.bind()?;
         let _beside = BesideCaptures::begin();
-        // SAFETY: the bytes are a whole ELF image (the caller verified their hash), copied by the driver before it
-        // returns; the context is current.
+        // SAFETY: the bytes are a whole ELF image (checked above; the caller verified their hash), copied by the driver before
+        // it returns; the context is current.
         let raw = unsafe { module::load_data(artifact.bytes.as_ptr().cast()) }
             .map_err(|e| context.failed("cuModuleLoadData", e))?;
         // From here on the module is unloaded on every way out.

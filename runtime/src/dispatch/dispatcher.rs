@@ -49,9 +49,9 @@ pub struct Dispatcher {
     pub(super) plans: RwLock<ByClass<Arc<Plan>>>,
     /// What answers once it is there: without a lock.
     pub(super) sealed: OnceLock<Sealed>,
-    tallies: RwLock<ByClass<Arc<Tally>>>,
+    pub(super) tallies: RwLock<ByClass<Arc<Tally>>>,
     pub(super) modules: RwLock<HashMap<Kernel, Loaded>>,
-    planning: Flights<PlanKey>,
+    pub(super) planning: Flights<PlanKey>,
     pub(super) loading: Flights<Kernel>,
     /// Compilations in the background whose result nobody has taken.
     pub(super) jobs: Mutex<HashMap<Kernel, Arc<Job>>>,

@@ -114,3 +114,64 @@ impl Dispatcher {
         Ok(sealed.remember(key, Arc::new(plan)).clone())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dispatch::{DispatcherConfig, Policy};
+    use crate::{DeviceSpec, open};
+    use flashtune_cache::{CacheDir, Launches, Layers};
+    use flashtune_codegen::{DType, Mask, Problem, TemplateSet};
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    fn class(len: u32) -> (Problem, Shape) {
+        let mask = Mask::Full;
+        let problem = Problem::forward(DType::F32, 16, mask.kind()).unwrap();
+        (problem, Shape { batch: 1, heads: 1, kv_heads: 1, q_len: len, kv_len: len, mask })
+    }
+
+    /// Every lock of the dispatcher is held meanwhile, and each work of a key is somebody's.
+    #[test]
+    fn a_sealed_hit_waits_for_no_lock() {
+        let layers = Arc::new(Layers::open(&CacheDir::at("/nonexistent"), &[], None).unwrap());
+        let dispatcher = Arc::new(Dispatcher::new(DispatcherConfig {
+            device: open(DeviceSpec::Cpu).unwrap(),
+            templates: Arc::new(TemplateSet::embedded()),
+            policy: Policy::Default,
+            launches: Launches::Eager,
+            layers,
+            artifacts: None,
+        }));
+        let (problem, shape) = class(64);
+        let before = dispatcher.plan(&problem, &shape, Demand::Usual).unwrap();
+        dispatcher.seal(OnMiss::Nearest).unwrap();
+        // Met after the seal, and then as good as sealed in.
+        let (_, other) = class(4096);
+        dispatcher.plan(&problem, &other, Demand::Usual).unwrap();
+        let held = (
+            (dispatcher.plans.write(), dispatcher.tallies.write(), dispatcher.modules.write()),
+            (dispatcher.jobs.lock(), dispatcher.binaries.open.write()),
+        );
+        let [key, _] = [shape, other].map(|shape| PlanKey {
+            problem,
+            bucket: flashtune_codegen::ShapeBucket::of(&shape),
+            demand: Demand::Usual,
+        });
+        let hits = || {
+            let (answer, answered) = channel();
+            let dispatcher = dispatcher.clone();
+            std::thread::spawn(move || {
+                for shape in [shape, other] {
+                    let plan = dispatcher.plan(&problem, &shape, Demand::Usual).unwrap();
+                    plan.count_call();
+                    let _ = answer.send(plan);
+                }
+            });
+            [(); 2].map(|()| answered.recv_timeout(Duration::from_secs(20)).expect("a hit waits for a lock"))
+        };
+        let hits = dispatcher.planning.run(&key, || dispatcher.loading.run(before.kernel(), hits));
+        assert!(Arc::ptr_eq(&hits[0], &before) && hits[1].status() == Status::Default);
+        drop(held);
+    }
+}
