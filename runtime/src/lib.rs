@@ -26,6 +26,7 @@ mod library_search;
 mod open;
 pub mod reference;
 mod side;
+mod sync;
 mod tensor;
 mod typical;
 

@@ -3,7 +3,7 @@
 use crate::common::compiler::LoggedCompiler;
 use crate::common::faults::count_of;
 use crate::common::{self, Place, SMALL};
-use flashtune::cache::{Artifact, ArtifactFiles, Bundle, CacheDir, Origin};
+use flashtune::cache::{Artifact, ArtifactFiles, Bundle, CacheDir, Claims, Key, Origin, Turn};
 use flashtune::{DeviceSpec, Engine, Policy, Status};
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -85,7 +85,7 @@ fn a_process_that_needs_many_kernels() {
     }
 }
 
-const MANY_KERNELS: u64 = 20;
+const MANY_KERNELS: u64 = 1000;
 
 /// `FLASHTUNE_STRESS_KERNELS` says how many.
 #[test]
@@ -137,6 +137,71 @@ fn sixty_four_processes_tune_a_problem_once() {
     });
 }
 
+/// Within this time somebody else has what a dead process held.
+const NOTICED: Duration = Duration::from_secs(1);
+
+/// Which claim one of the processes of the next test holds.
+const NUMBER: &str = "TOGETHER_NUMBER";
+
+fn numbered(number: u64) -> Key {
+    Key::of(&number.to_le_bytes())
+}
+
+/// One of the processes of the next test: holds a claim until it is killed.
+#[test]
+#[ignore = "the next test starts it"]
+fn a_process_that_holds_a_claim() {
+    let shared = PathBuf::from(std::env::var_os(SHARED).expect("it is started by the test below"));
+    let number = count_of(NUMBER, 0);
+    let claims = Claims::new(&CacheDir::at(shared.join("cache")));
+    let _claim = claims.take(&numbered(number)).expect("nobody else has it yet");
+    std::fs::write(shared.join(format!("held-{number}")), "").unwrap();
+    std::thread::sleep(Duration::from_secs(120));
+}
+
+#[test]
+fn a_dead_holder_of_a_claim_is_noticed_within_a_second() {
+    const HOLDERS: u64 = 12;
+    let _alone = common::alone();
+    let place = Place::new();
+    let shared = place.path("shared");
+    std::fs::create_dir(&shared).unwrap();
+    let claims = Claims::new(&CacheDir::at(shared.join("cache")));
+    let hold = |number: u64| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["together::a_process_that_holds_a_claim", "--exact", "--ignored"]);
+        command.env(SHARED, &shared).env(NUMBER, number.to_string()).stdout(Stdio::null()).spawn().unwrap()
+    };
+    let mut holders: Vec<Child> = (0..HOLDERS).map(hold).collect();
+    until("the claims", || (0..HOLDERS).all(|n| shared.join(format!("held-{n}")).exists()));
+    let waited = std::thread::scope(|scope| {
+        let wait = |number| {
+            let claims = &claims;
+            scope.spawn(move || match claims.wait::<()>(&numbered(number), Duration::from_secs(60), || None) {
+                Turn::Mine(_claim) => Instant::now(),
+                other => panic!("{number}: {other:?}"),
+            })
+        };
+        let waiters: Vec<_> = (0..HOLDERS).map(wait).collect();
+        // Until they look as rarely as they ever do. Then each holder dies at another moment between two looks.
+        std::thread::sleep(Duration::from_millis(1500));
+        let killed: Vec<Instant> = holders
+            .iter_mut()
+            .map(|holder| {
+                std::thread::sleep(Duration::from_millis(23));
+                let now = Instant::now();
+                holder.kill().unwrap();
+                now
+            })
+            .collect();
+        let mine = waiters.into_iter().map(|w| w.join().unwrap());
+        killed.into_iter().zip(mine).map(|(killed, mine)| mine - killed).max().expect("some")
+    });
+    holders.iter_mut().for_each(|h| drop(h.wait()));
+    println!("a dead holder was noticed within {waited:?}");
+    assert!(waited < NOTICED, "{waited:?}");
+}
+
 #[test]
 fn the_next_one_goes_on_where_a_killed_tuner_was() {
     in_quiet(|| {
@@ -148,9 +213,19 @@ fn the_next_one_goes_on_where_a_killed_tuner_was() {
         let second = compiler.start(&place, &tune);
         std::thread::sleep(Duration::from_millis(500));
         assert!(first.try_wait().unwrap().is_none(), "it was to be killed in the midst of its work");
+        let killed = Instant::now();
         first.kill().unwrap();
         first.wait().unwrap();
-        let (killed, before) = (Instant::now(), compiler.compiled().len());
+        let before = compiler.compiled().len();
+        // Whoever holds a claim writes its number into it.
+        let next = format!("{}\n", second.id());
+        let claims = place.cache().join("v6/claims");
+        let has_it = |path: PathBuf| std::fs::read_to_string(path).is_ok_and(|holder| holder == next);
+        until("the second one's claim", || {
+            std::fs::read_dir(&claims).is_ok_and(|dir| dir.flatten().any(|entry| has_it(entry.path())))
+        });
+        let noticed = killed.elapsed();
+        assert!(noticed < NOTICED, "{noticed:?}");
         until("the second one's turn", || compiler.compiled().len() > before || killed.elapsed().as_secs() > 20);
         let waited = killed.elapsed();
         let report = tuned(&second.wait_with_output().unwrap())?;

@@ -1,12 +1,13 @@
-//! Compilations on threads of their own, whose result is asked for later.
+//! Compilations on threads of their own.
 //!
 //! A compiler is a library with data of its own, which a process that ends takes apart, in the order opposite to that in which
 //! it was made. So the end of the process waits for compilers that run in the background at that time, and lets no other begin;
 //! what they made is kept.
 
 use super::binaries::Binary;
+use super::job::Job;
 use crate::Result;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread::{Builder, JoinHandle, ThreadId};
@@ -15,73 +16,18 @@ use std::time::Duration;
 /// The longest that the end of a process waits: much longer than any compiler takes.
 const LONGEST_END: Duration = Duration::from_secs(60);
 
-/// A compilation that was begun.
-pub(super) struct Job {
-    state: Mutex<State>,
-    ended: Condvar,
-}
-
-enum State {
-    Running,
-    Ready(Box<Binary>),
-    /// With the error, until somebody takes it; none after a panic.
-    Failed(Option<crate::Error>),
-    Taken,
-}
-
-impl Job {
-    /// Begins `work` on a thread of its own; none when there is no thread to be had.
-    pub fn start(work: impl FnOnce() -> Result<Binary> + Send + 'static) -> Option<Arc<Job>> {
-        let job = Arc::new(Job { state: Mutex::new(State::Running), ended: Condvar::new() });
-        let mine = job.clone();
-        let run = move || {
-            // Whoever waits must wake: after a panic it finds nothing, compiles on its own and meets the fault there.
-            let state = match catch_unwind(AssertUnwindSafe(work)) {
-                Ok(Ok(binary)) => State::Ready(Box::new(binary)),
-                Ok(Err(e)) => State::Failed(Some(e)),
-                Err(_) => State::Failed(None),
-            };
-            *mine.lock() = state;
-            mine.ended.notify_all();
-        };
-        match Builder::new().name("flashtune-compile".to_owned()).spawn(run) {
-            Ok(thread) => {
-                process().remember(thread);
-                Some(job)
-            }
-            Err(e) => {
-                tracing::warn!(error = %e, "no thread to compile on in the background");
-                None
-            }
+/// Begins `work` on a thread of its own; none when there is no thread to be had.
+pub(super) fn start(work: impl FnOnce() -> Result<Binary> + Send + 'static) -> Option<Arc<Job>> {
+    let job = Arc::new(Job::new());
+    let mine = job.clone();
+    match Builder::new().name("flashtune-compile".to_owned()).spawn(move || mine.run(work)) {
+        Ok(thread) => {
+            process().remember(thread);
+            Some(job)
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether there is a binary to take, or was: then it is in memory, or will be in a moment.
-    pub fn is_ready(&self) -> bool {
-        matches!(*self.lock(), State::Ready(_) | State::Taken)
-    }
-
-    /// Whether it ended without a binary.
-    pub fn has_failed(&self) -> bool {
-        matches!(*self.lock(), State::Failed(_))
-    }
-
-    /// The result, waited for. Only the first who asks gets it.
-    pub fn take(&self) -> Option<Result<Binary>> {
-        let state = self.lock();
-        let mut state =
-            self.ended.wait_while(state, |s| matches!(s, State::Running)).unwrap_or_else(PoisonError::into_inner);
-        match std::mem::replace(&mut *state, State::Taken) {
-            State::Ready(binary) => Some(Ok(*binary)),
-            State::Failed(e) => {
-                *state = State::Failed(None);
-                e.map(Err)
-            }
-            State::Running | State::Taken => None,
+        Err(e) => {
+            tracing::warn!(error = %e, "no thread to compile on in the background");
+            None
         }
     }
 }

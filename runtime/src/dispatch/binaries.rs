@@ -5,11 +5,12 @@ use super::Policy;
 use super::background::Compiling;
 use super::policy::SEALED_REMEDY;
 use super::tally::Work;
+use crate::sync::RwLock;
 use crate::{Compiler, Error, Result, compile};
 use flashtune_cache::{Artifact, ArtifactFiles, FILES_LAYER, Key, Layers, Origin, Validity};
 use flashtune_codegen::{Kernel, TemplateSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 /// A binary, and where it came from in words.

@@ -1,9 +1,9 @@
 //! The dispatcher: lookup order, loading, and the plans already made.
 
-use super::background::Job;
 use super::binaries::Binaries;
 use super::demand::LOOSE_BIASES;
 use super::flight::Flights;
+use super::job::Job;
 use super::key::{ByClass, PlanKey};
 use super::load::Served;
 use super::plan::{Choice, Loaded, Plan};
@@ -11,6 +11,7 @@ use super::policy::SEALED_REMEDY;
 use super::sealed::Sealed;
 use super::tally::{Counters, Tally, Untuned};
 use super::{Demand, Policy, Refusal, Status};
+use crate::sync::{Mutex, OnceLock, RwLock};
 use crate::{Device, Error, Result};
 use flashtune_cache::{
     ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Record, RecordKey, Validity,
@@ -20,7 +21,7 @@ use flashtune_codegen::{
 };
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 /// A record whose sizes are further away than this is worth less than the model's choice for the right sizes
 /// ([`ShapeBucket::distance`]; both lengths 32 times apart give 15).
@@ -49,6 +50,8 @@ pub struct Dispatcher {
     pub(super) plans: RwLock<ByClass<Arc<Plan>>>,
     /// What answers once it is there: without a lock.
     pub(super) sealed: OnceLock<Sealed>,
+    /// Held by who seals: one that finds nothing to seal opens again what it closed.
+    pub(super) sealing: Mutex<()>,
     pub(super) tallies: RwLock<ByClass<Arc<Tally>>>,
     pub(super) modules: RwLock<HashMap<Kernel, Loaded>>,
     pub(super) planning: Flights<PlanKey>,
@@ -83,6 +86,7 @@ impl Dispatcher {
             binaries: Arc::new(Binaries::new(templates, layers, validity, policy, artifacts)),
             plans: RwLock::default(),
             sealed: OnceLock::new(),
+            sealing: Mutex::default(),
             tallies: RwLock::default(),
             modules: RwLock::default(),
             planning: Flights::default(),

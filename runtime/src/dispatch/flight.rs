@@ -1,8 +1,9 @@
 //! One thread does the work of a key, the others wait for it.
 
+use crate::sync::Mutex;
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// A lock per key, kept only while somebody holds or awaits it.
 pub(crate) struct Flights<K> {
@@ -38,6 +39,14 @@ impl<K: Hash + Eq + Clone> Flights<K> {
 }
 
 #[cfg(test)]
+impl<K> Flights<K> {
+    /// Whether nobody holds or awaits anything.
+    pub(super) fn is_empty(&self) -> bool {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::sync::OnceLock;
@@ -61,7 +70,7 @@ mod tests {
             }
         });
         assert_eq!(count.load(Ordering::SeqCst), 1);
-        assert!(flights.keys.lock().unwrap().is_empty(), "keys are dropped when their work is done");
+        assert!(flights.is_empty(), "keys are dropped when their work is done");
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! From a choice to a loaded kernel, and what answers while the kernel of a choice is being compiled.
 
 use super::Status;
-use super::background::{self, Job};
+use super::background;
 use super::binaries::{Binary, count};
 use super::dispatcher::Dispatcher;
+use super::job::Job;
 use super::plan::{Choice, Loaded};
 use super::policy::SEALED_REMEDY;
 use crate::{Compiler, Error, Result};
@@ -161,7 +162,7 @@ impl Dispatcher {
             return Some(job.clone());
         }
         let (binaries, compiler, of) = (self.binaries.clone(), compiler.clone(), *kernel);
-        let job = Job::start(move || {
+        let job = background::start(move || {
             std::thread::sleep(HEAD_START);
             binaries.compile(&*compiler, &of, &key, true).inspect_err(|e| {
                 tracing::warn!(kernel = %of.name(), error = %e, "the quick schedule stays, since this one cannot be had");

@@ -14,6 +14,9 @@ mod dispatcher;
 mod donors;
 mod explain;
 mod flight;
+#[cfg(test)]
+mod interleavings;
+mod job;
 mod key;
 mod load;
 mod plan;

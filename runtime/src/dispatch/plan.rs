@@ -1,6 +1,6 @@
 //! The kernel chosen for one class of calls.
 
-use super::background::Job;
+use super::job::Job;
 use super::tally::Tally;
 use super::{Explanation, Policy, Refusal, Status};
 use crate::{Module, Result};

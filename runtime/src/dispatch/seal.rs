@@ -18,6 +18,7 @@ impl Dispatcher {
     /// # Errors
     /// [`Error::Sealed`] when there is no kernel at all; then nothing is closed.
     pub fn seal(&self, on_miss: OnMiss) -> Result<Seal> {
+        let _one_at_a_time = self.sealing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut left_out = Vec::new();
         loop {
             // Compilations that have begun come to their end; others do not begin.
@@ -151,7 +152,7 @@ mod tests {
         dispatcher.plan(&problem, &other, Demand::Usual).unwrap();
         let held = (
             (dispatcher.plans.write(), dispatcher.tallies.write(), dispatcher.modules.write()),
-            (dispatcher.jobs.lock(), dispatcher.binaries.open.write()),
+            (dispatcher.jobs.lock(), dispatcher.binaries.open.write(), dispatcher.sealing.lock()),
         );
         let [key, _] = [shape, other].map(|shape| PlanKey {
             problem,

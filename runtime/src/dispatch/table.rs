@@ -5,8 +5,9 @@
 
 use super::key::{Mix, PlanKey};
 use super::plan::Plan;
+use crate::sync::OnceLock;
 use std::hash::{BuildHasher, BuildHasherDefault};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// Slots; some hundred classes of sizes are many for one process.
 const SLOTS: usize = 1024;
@@ -63,6 +64,14 @@ impl Table {
         let hash = BuildHasherDefault::<Mix>::default().hash_one(key);
         // The upper bits of a product depend on all of its factors' bits.
         &self.slots[(hash >> 32) as usize % SLOTS]
+    }
+}
+
+#[cfg(test)]
+impl Table {
+    /// Whether two classes are in one chain.
+    pub(super) fn share_a_slot(&self, one: &PlanKey, other: &PlanKey) -> bool {
+        std::ptr::eq(self.slot(one), self.slot(other))
     }
 }
 
