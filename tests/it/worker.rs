@@ -99,17 +99,19 @@ fn in_quiet(mut tuning: impl FnMut() -> flashtune::tuner::Result<Outcome>) -> Ou
     panic!("the machine is too busy to tune");
 }
 
-/// How long after the event before it each failure came.
+/// How long after the event before it each failure came, and whose it was.
 #[derive(Default)]
-struct Gaps(Mutex<(Option<Instant>, Vec<Duration>)>);
+struct Gaps(Mutex<(Option<Instant>, Vec<(Schedule, Duration)>)>);
 
 impl Observer for Gaps {
     fn event(&self, event: &Event<'_>) {
         let mut gaps = self.0.lock().unwrap();
         let now = Instant::now();
         let before = gaps.0.replace(now);
-        if let (Event::Failed { stage: Stage::Load | Stage::Check, .. }, Some(before)) = (event, before) {
-            gaps.1.push(now - before);
+        if let (Event::Failed { schedule, stage: Stage::Load | Stage::Check | Stage::Measure, .. }, Some(before)) =
+            (event, before)
+        {
+            gaps.1.push((**schedule, now - before));
         }
     }
 }
@@ -119,6 +121,25 @@ fn failure(trials: &[Trial], schedule: CpuSchedule) -> (Stage, &str) {
         TrialResult::Failed { stage, reason } => (*stage, reason),
         TrialResult::Timed { .. } => panic!("{schedule} was timed"),
     }
+}
+
+/// The most that a fault may cost.
+const MOST: Duration = Duration::from_secs(3);
+
+/// What a fault costs that cost too much among the others, tried once more as the only one: a moment in which other programs have
+/// all the cores is not the tuner's fault, and is not there each time.
+fn cost_alone(runner: &mut Runner, dir: &CacheDir, menu: &[(&str, Stage, &str, &str)], number: usize) -> Duration {
+    let all = schedules();
+    let search = Search::Only(only(&[all[0], all[1], all[number]]));
+    let job = Job { budget: Duration::from_secs(300), force: true, search, ..job() };
+    let met = Gaps::default();
+    in_quiet(|| {
+        *met.0.lock().unwrap() = Default::default();
+        tune(runner, &template(menu), dir, &job, &met)
+    });
+    let costs = met.0.into_inner().unwrap().1;
+    println!("{} again, alone: {costs:?}", menu[number - 2].0);
+    costs.iter().map(|(_, cost)| *cost).max().expect("it fails each time")
 }
 
 /// Whether two schedules have the same code: the number of threads is not in it.
@@ -132,11 +153,12 @@ fn every_fault_costs_its_candidate_and_nothing_else() {
     let dir = CacheDir::at(place.cache());
     let mut runner = worker();
     let all = schedules();
-    let gaps = Gaps::default();
+    let mut gaps = Vec::new();
     // As many as the smallest space has room for, in as many jobs as that takes.
     for menu in MENU.chunks(all.len().min(MENU.len() + 2) - 2) {
         let job = Job { budget: Duration::from_secs(300), force: true, ..job() };
-        let outcome = in_quiet(|| tune(&mut runner, &template(menu), &dir, &job, &gaps));
+        let met = Gaps::default();
+        let outcome = in_quiet(|| tune(&mut runner, &template(menu), &dir, &job, &met));
         // The two that are right were measured, and one of them won.
         let right = |s: Schedule| all[..2].iter().any(|r| is_code_of(s, r));
         assert!(right(outcome.record.schedule), "{:?}", outcome.record);
@@ -149,14 +171,19 @@ fn every_fault_costs_its_candidate_and_nothing_else() {
             let named = ["SIG", "code", "come back", "written", "wrong answer"];
             assert!(named.iter().any(|n| reason.contains(n)), "{name}: {reason}");
         }
+        for (schedule, cost) in met.0.into_inner().unwrap().1 {
+            let number = all.iter().position(|s| is_code_of(schedule, s)).expect("one of the menu");
+            gaps.push((
+                menu[number - 2].0,
+                if cost <= MOST { cost } else { cost_alone(&mut runner, &dir, menu, number) },
+            ));
+        }
     }
-    let gaps = gaps.0.into_inner().unwrap().1;
-    let mean = gaps.iter().sum::<Duration>() / gaps.len() as u32;
+    let costs: Vec<Duration> = gaps.iter().map(|(_, cost)| *cost).collect();
+    let mean = costs.iter().sum::<Duration>() / costs.len() as u32;
     // A hang costs its limit of a second and a new process, twice, at whatever size it shows.
-    let most = gaps.iter().max().expect("there are failures");
-    let limit = Duration::from_secs(3);
-    assert!(gaps.len() + 1 >= MENU.len() && mean < limit && *most < 2 * limit, "{gaps:?}");
-    println!("{} failures, {mean:?} each, at most {:?}", gaps.len(), gaps.iter().max());
+    println!("{} failures, {mean:?} each, at most {:?}", costs.len(), costs.iter().max());
+    assert!(costs.len() >= MENU.len() && costs.iter().all(|cost| *cost <= MOST), "{gaps:?}");
 }
 
 /// A host that is busy elsewhere for a second looks like a candidate that hangs.
@@ -187,8 +214,9 @@ fn one_that_is_slow_only_once_is_not_blamed_and_one_that_hangs_again_is() {
     assert!(stage == Stage::Check && reason.contains("did not come back"), "{stage}: {reason}");
     // Asked twice, it costs two limits of a second and two processes.
     let gaps = gaps.0.into_inner().unwrap().1;
-    assert!(gaps.len() == 1 && gaps[0] > Duration::from_secs(2) && gaps[0] < Duration::from_secs(6), "{gaps:?}");
-    println!("a hang that was asked about twice: {:?}", gaps[0]);
+    let hung = gaps.first().map_or(Duration::ZERO, |(_, cost)| *cost);
+    assert!(gaps.len() == 1 && hung > Duration::from_secs(2) && hung < Duration::from_secs(6), "{gaps:?}");
+    println!("a hang that was asked about twice: {hung:?}");
 }
 
 #[test]
