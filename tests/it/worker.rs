@@ -108,9 +108,7 @@ impl Observer for Gaps {
         let mut gaps = self.0.lock().unwrap();
         let now = Instant::now();
         let before = gaps.0.replace(now);
-        if let (Event::Failed { schedule, stage: Stage::Load | Stage::Check | Stage::Measure, .. }, Some(before)) =
-            (event, before)
-        {
+        if let (Event::Failed { schedule, stage: Stage::Load | Stage::Check, .. }, Some(before)) = (event, before) {
             gaps.1.push((**schedule, now - before));
         }
     }
@@ -183,7 +181,8 @@ fn every_fault_costs_its_candidate_and_nothing_else() {
     let mean = costs.iter().sum::<Duration>() / costs.len() as u32;
     // A hang costs its limit of a second and a new process, twice, at whatever size it shows.
     println!("{} failures, {mean:?} each, at most {:?}", costs.len(), costs.iter().max());
-    assert!(costs.len() >= MENU.len() && costs.iter().all(|cost| *cost <= MOST), "{gaps:?}");
+    // One shows only in the race, whose failures are told together.
+    assert!(costs.len() + 1 >= MENU.len() && costs.iter().all(|cost| *cost <= MOST), "{gaps:?}");
 }
 
 /// A host that is busy elsewhere for a second looks like a candidate that hangs.
@@ -255,7 +254,7 @@ impl Observer for Loses {
         let mut seen = self.seen.lock().unwrap();
         match event {
             Event::Checked { .. } => seen.0 += 1,
-            Event::Failed { stage: Stage::Load | Stage::Check | Stage::Measure, .. } => seen.1 += 1,
+            Event::Failed { stage: Stage::Load | Stage::Check, .. } => seen.1 += 1,
             _ => {}
         }
         if seen.0 == 6 {
