@@ -3,6 +3,8 @@
 mod launches;
 mod overlap;
 mod paper;
+mod syscalls;
+mod traced;
 
 use super::measure::noise;
 use super::*;

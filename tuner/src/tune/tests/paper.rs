@@ -9,6 +9,8 @@ use flashtune_codegen::{
 use flashtune_runtime::{Buffer, Compiler, Device, Error as RuntimeError, Graph, Module, Stream};
 use std::any::Any;
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
@@ -88,6 +90,8 @@ pub struct PaperCompiler {
     /// What a compilation takes, in milliseconds, and how many are going on.
     pub takes_ms: AtomicUsize,
     pub going_on: AtomicUsize,
+    /// A file that outlives the process, with a `c` for each compilation and an `l` for each launch, from before it begins.
+    pub notes: Mutex<Option<File>>,
 }
 
 #[derive(Clone, Copy)]
@@ -132,11 +136,20 @@ impl Module for PaperModule {
     }
 }
 
+impl PaperCompiler {
+    fn note(&self, what: &[u8]) {
+        if let Some(notes) = &mut *self.notes.lock().unwrap() {
+            notes.write_all(what).expect("a writable folder");
+        }
+    }
+}
+
 impl Compiler for PaperCompiler {
     fn id(&self) -> &CompilerId {
         &self.id
     }
     fn compile(&self, source: &Source) -> RuntimeResult<(Vec<u8>, Facts)> {
+        self.note(b"c");
         let number = self.compiled.fetch_add(1, Ordering::Relaxed);
         self.going_on.fetch_add(1, Ordering::Relaxed);
         // Some take half as long again as others.
@@ -244,6 +257,7 @@ impl Graph for PaperGraph {
 
 impl PaperDevice {
     fn run(&self, module: PaperModule, a: &ForwardArgs, replayed: bool) -> RuntimeResult<()> {
+        self.compiler.note(b"l");
         let n = self.launches.fetch_add(1, Ordering::Relaxed);
         self.rows.lock().unwrap().push((module.kernel.schedule, a.batch * a.heads * a.q_len, a.kv_len));
         let (mut us, mut by, mut rows) = (50.0, 0.0, a.q_len);
@@ -381,6 +395,7 @@ pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperComp
         compiled: AtomicUsize::new(0),
         takes_ms: AtomicUsize::new(0),
         going_on: AtomicUsize::new(0),
+        notes: Mutex::default(),
     });
     let fingerprint = DeviceFingerprint {
         arch: ARCH,
