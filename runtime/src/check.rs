@@ -33,11 +33,35 @@ pub struct CheckInputs {
     pub seed: u64,
     /// Ask for the LSE as well.
     pub lse: bool,
-    /// Put NaN into rows of K and V that no query sees, and into the last row, which with a right-bounded mask only
-    /// some see: what is masked must not leak.
-    pub poison: bool,
+    /// What is put where no query, or only some, may look: what is masked must not leak.
+    pub poison: Poison,
     /// Softmax scale; `None` is the default.
     pub scale: Option<f32>,
+}
+
+/// What lies in K and V beside numbers: in every element of the rows that no query sees, and in some that are seen. Rows that see it are
+/// compared, too: they have no number where the oracle has none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Poison {
+    /// Nothing.
+    #[default]
+    None,
+    /// NaN. The last row of K in the first head and of V in the last, where only some queries see them; else an element of V.
+    Nan,
+    /// Infinities. One element of the last row of K in the first head, so that some queries have a score of inf and others one of -inf,
+    /// which takes no part; one of each sign in the row of V before, in the last head.
+    Infinite,
+}
+
+impl Poison {
+    /// The word for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Poison::None => "none",
+            Poison::Nan => "nan",
+            Poison::Infinite => "infinite",
+        }
+    }
 }
 
 impl Default for CheckInputs {
@@ -47,7 +71,7 @@ impl Default for CheckInputs {
             distribution: Distribution::Normal,
             seed: 1,
             lse: true,
-            poison: false,
+            poison: Poison::None,
             scale: None,
         }
     }
@@ -199,9 +223,7 @@ impl CheckCase {
         let q = random(shape.heads, shape.q_len, problem.head_dim_qk, 0);
         let mut k = random(shape.kv_heads, shape.kv_len, problem.head_dim_qk, 1);
         let mut v = random(shape.kv_heads, shape.kv_len, problem.head_dim_v, 2);
-        if inputs.poison {
-            poison(shape, &mut k, &mut v);
-        }
+        poison(inputs.poison, problem, shape, &q, [&mut k, &mut v]);
         let scale = inputs.scale.unwrap_or_else(|| problem.default_scale());
         let rows = if multiply_adds(problem, shape) <= FULL_CHECK {
             all_rows(shape)
@@ -334,25 +356,52 @@ impl CheckCase {
     }
 }
 
-/// NaN into every row of K and V that no query sees; and of the first KV head, into the last row of K, of the last KV
-/// head, into the last row of V, which all or some queries see.
-fn poison(shape: &Shape, k: &mut HostTensor, v: &mut HostTensor) {
+/// Puts a kind of poison where [`Poison`] says.
+fn poison(kind: Poison, problem: &Problem, shape: &Shape, q: &HostTensor, [k, v]: [&mut HostTensor; 2]) {
+    let bad = match kind {
+        Poison::None => return,
+        Poison::Nan => f32::NAN,
+        Poison::Infinite => f32::INFINITY,
+    };
     let (q_len, kv_len) = (shape.q_len as u64, shape.kv_len as u64);
-    let seen = (0..q_len).map(|i| shape.mask.live(i, q_len, kv_len)).filter(|r| !r.is_empty());
-    let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-    let nan_row = |t: &mut HostTensor, at: [usize; 3]| t.write_row(at, &vec![f32::NAN; t.shape()[3]]);
+    let live = || (0..q_len).map(|i| shape.mask.live(i, q_len, kv_len)).filter(|r| !r.is_empty());
+    let seen = live().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+    let whole = |t: &mut HostTensor, at: [usize; 3]| t.write_row(at, &vec![bad; t.shape()[3]]);
+    let (Some(last), Some(head)) = (kv_len.checked_sub(1), shape.kv_heads.checked_sub(1)) else { return };
+    let (last_row, head) = (last as usize, head as usize);
+    let only_some = problem.mask.right || problem.masks_by_program();
     for b in 0..shape.batch as usize {
-        for h in 0..shape.kv_heads as usize {
-            for j in (0..seen.start).chain(seen.end..kv_len) {
-                nan_row(k, [b, h, j as usize]);
-                nan_row(v, [b, h, j as usize]);
+        for (h, j) in (0..=head).flat_map(|h| (0..seen.start).chain(seen.end..kv_len).map(move |j| (h, j as usize))) {
+            whole(k, [b, h, j]);
+            whole(v, [b, h, j]);
+        }
+        match kind {
+            Poison::Nan if only_some => {
+                whole(k, [b, 0, last_row]);
+                whole(v, [b, head, last_row]);
+            }
+            Poison::Nan => v.set([b, head, last_row, 0], bad),
+            // Whoever sees nothing but a score of -inf has no weights, by the oracle; kernels take it for a row without keys.
+            Poison::Infinite if live().any(|live| live == (last..kv_len)) => {}
+            _ => {
+                k.set([b, 0, last_row, both_signs(q, b, shape.group() as usize)], bad);
+                let row = last_row.saturating_sub(1);
+                v.set([b, head, row, 0], bad);
+                v.set([b, head, row, 1], -bad);
             }
         }
-        if let (Some(last), Some(head)) = (kv_len.checked_sub(1), shape.kv_heads.checked_sub(1)) {
-            nan_row(k, [b, 0, last as usize]);
-            nan_row(v, [b, head as usize, last as usize]);
-        }
     }
+}
+
+/// An element that is positive in some rows of Q's first heads and negative in others, if there is one.
+fn both_signs(q: &HostTensor, batch: usize, heads: usize) -> usize {
+    let [_, _, rows, dim] = q.shape();
+    let mut values = vec![vec![0.0; dim]; heads * rows];
+    for (i, row) in values.iter_mut().enumerate() {
+        q.read_row([batch, i / rows, i % rows], row);
+    }
+    let some = |d: usize, sign: f32| values.iter().filter(|row| row[d] * sign > 0.0).count() * 4 >= values.len();
+    (0..dim).find(|d| some(*d, 1.0) && some(*d, -1.0)).unwrap_or(0)
 }
 
 fn multiply_adds(problem: &Problem, shape: &Shape) -> f64 {

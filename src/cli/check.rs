@@ -11,7 +11,7 @@ use anyhow::Result;
 use flashtune::cache::{Artifact, ArtifactFiles};
 use flashtune::codegen::score::{Program, ProgramRef};
 use flashtune::codegen::{Arch, Kernel, TemplateSet};
-use flashtune::runtime::{self, CheckCase, CheckInputs, Compiler, Device, Module, compile};
+use flashtune::runtime::{self, CheckCase, CheckInputs, Compiler, Device, Module, Poison, compile};
 use flashtune::{Problem, Shape};
 use rayon::prelude::*;
 use serde_json::json;
@@ -261,8 +261,8 @@ fn describe(inputs: &CheckInputs) -> String {
     if *lse {
         text.push_str(" lse");
     }
-    if *poison {
-        text.push_str(" poison");
+    if *poison != Poison::None {
+        text.push_str(&format!(" poison {}", poison.name()));
     }
     if let Some(scale) = scale {
         text.push_str(&format!(" scale {scale}"));

@@ -1,7 +1,7 @@
 //! What `flashtune check` goes through: problems, schedules, sizes and inputs.
 
 use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket};
-use flashtune::runtime::CheckInputs;
+use flashtune::runtime::{CheckInputs, Poison};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
 use serde::Serialize;
 
@@ -156,7 +156,7 @@ pub fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(S
             distribution: if n % 11 == 10 { Distribution::Constant(0.5) } else { distributions[n / 2 % 3] },
             seed: seed.wrapping_add(n as u64),
             lse: n % 4 != 3,
-            poison: n.is_multiple_of(2),
+            poison: [Poison::Nan, Poison::None, Poison::Infinite, Poison::None][n % 4],
             scale: [None, None, Some(0.25), Some(0.0)][n % 4],
         };
         cases.push((Shape { batch, heads, kv_heads, q_len, kv_len, mask }, inputs));

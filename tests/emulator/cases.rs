@@ -21,7 +21,7 @@ pub struct Case {
     pub values: Distribution,
     pub scale: Option<f32>,
     pub lse: bool,
-    /// NaN and infinities in this many rows of K, elements of V and rows of Q.
+    /// NaN and infinities in this many rows or elements of K, elements of V and rows of Q.
     pub bad: [usize; 3],
     /// What the first column of Q is, less noise, and that of K is the negative of: without a scale, all scores are below zero by the
     /// square of it over the root of the head dim.
@@ -99,18 +99,25 @@ impl Case {
             }
         }
         let mut rng = StdRng::seed_from_u64(self.seed);
+        // An infinite element of K gives scores of inf and -inf. A row that saw nothing but scores of -inf would have no weights by
+        // the oracle; kernels take it for a row without keys.
+        let (shape, most) = (self.shape(), self.bad[0] as u64);
+        let live = |i: u64| self.mask.live(i, q_len as u64, kv_len as u64);
+        let elements = (0..q_len as u64).map(live).all(|l| l.is_empty() || l.end - l.start > most);
         for (i, count) in [(1, self.bad[0]), (2, self.bad[1]), (0, self.bad[2])] {
             let [b, h, s, d] = inputs[i].shape();
             for _ in 0..if s == 0 { 0 } else { count } {
-                let bad = *[f32::NAN, f32::INFINITY].choose(&mut rng).expect("not empty");
+                let bad = *[f32::NAN, f32::INFINITY, f32::NEG_INFINITY].choose(&mut rng).expect("not empty");
                 let at = [rng.random_range(0..b), rng.random_range(0..h), rng.random_range(0..s)];
                 match i {
                     2 => inputs[i].set([at[0], at[1], at[2], rng.random_range(0..d)], bad),
+                    1 if elements && rng.random_bool(0.5) => {
+                        inputs[i].set([at[0], at[1], at[2], rng.random_range(0..d)], bad)
+                    }
                     _ => inputs[i].write_row(at, &vec![bad; d]),
                 }
             }
         }
-        let shape = self.shape();
         let ids: Vec<RowId> = all_rows(&shape);
         let scale = self.scale.unwrap_or(p.default_scale());
         let [q, k, v] = &inputs;

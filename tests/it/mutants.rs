@@ -83,6 +83,24 @@ const CAUSAL: &[Mutant] = &[
         "static int calls; inverse[i] = empty ? 0 : (1 + 1e-7f * (calls++ % 7)) / sum;",
         "launches",
     ),
+    Mutant(
+        "masked infinities leak",
+        "lib/cpu/convert.h",
+        "return (u & 0x7f800000) == 0x7f800000;",
+        "return (u & 0x7fffffff) > 0x7f800000;",
+        "333x151",
+    ),
+    Mutant(
+        "scores of -infinity take part",
+        "forward/cpu.c",
+        "int special = 0;",
+        "for (int i = 0; i < n * vectors * LANES; i++) {\n\
+         float *at = s + i / (vectors * LANES) * PANEL + i % (vectors * LANES);\n\
+         if (*at < -1e30f) *at = -1;\n\
+         }\n\
+         int special = 0;",
+        "oracle",
+    ),
     Mutant("masked NaN leaks", "forward/cpu.c", "if (special)", "if (0 && special)", "oracle"),
     Mutant(
         "empty rows are not zero",

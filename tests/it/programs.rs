@@ -3,7 +3,7 @@
 use crate::random::{DECLARATIONS, Generator};
 use flashtune::codegen::score::{BUILTINS, Elements, Program, Scalar, SideData, Storage};
 use flashtune::codegen::{Arch, CpuIsa, CpuSchedule, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::{CheckCase, CheckInputs, CpuDevice, Device, Module, compile};
+use flashtune::runtime::{CheckCase, CheckInputs, CpuDevice, Device, Module, Poison, compile};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
 use rand::Rng;
 use std::sync::Arc;
@@ -98,7 +98,7 @@ fn every_built_in_is_right_on_the_cpu_in_every_dtype() {
         for (q_len, kv_len) in [(77, 77), (1, 90), (50, 3)] {
             let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len, mask };
             let data = data_for(program, &shape, &mut g);
-            for poison in [false, true] {
+            for poison in [Poison::None, Poison::Nan, Poison::Infinite] {
                 let inputs = CheckInputs { layout: Layout::Bshd, seed: i as u64, poison, ..CheckInputs::default() };
                 compiled.check(&shape, &data, &inputs).unwrap_or_else(|e| panic!("{name} {dtype} {shape}: {e}"));
             }

@@ -52,7 +52,7 @@ fn a_correct_kernel_passes_in_every_layout_distribution_and_mask() {
         let module = module(&*device, KERNEL, mask.kind());
         for layout in Layout::ALL {
             for distribution in [Distribution::Normal, Distribution::NormalWithOutliers, Distribution::Constant(3.0)] {
-                for poison in [false, true] {
+                for poison in [Poison::None, Poison::Nan, Poison::Infinite] {
                     let inputs = CheckInputs { layout, distribution, poison, ..CheckInputs::default() };
                     let report = check_kernel(&device, &*module, &shape(mask), &inputs).unwrap();
                     assert!(report.passed(), "{mask} {inputs:?}: {report}");
@@ -90,7 +90,40 @@ fn every_kind_of_fault_is_found() {
     // Reading a masked row and giving it the weight 0 leaks its NaN.
     let leak = with_fault("continue; /* masked rows of V */", "p[j] = 0;");
     assert!(check(&leak, Mask::Causal, &plain).passed());
-    assert!(!check(&leak, Mask::Causal, &CheckInputs { poison: true, ..plain }).passed());
+    assert!(!check(&leak, Mask::Causal, &CheckInputs { poison: Poison::Nan, ..plain }).passed());
+    assert!(!check(&leak, Mask::Causal, &CheckInputs { poison: Poison::Infinite, ..plain }).passed());
+    // Large scores in the place of infinite ones: of inf, which leaves no number, and of -inf, which takes no part.
+    for (clamped, kind) in [("p[j] > 0 ? 99 : p[j]", Poison::Infinite), ("p[j] < 0 ? -2 : p[j]", Poison::Infinite)] {
+        let text =
+            with_fault("p[j] = dot * a->scale;", &format!("p[j] = dot * a->scale; if (isinf(p[j])) p[j] = {clamped};"));
+        for poison in [Poison::None, Poison::Nan, Poison::Infinite] {
+            let passed = check(&text, Mask::Full, &CheckInputs { poison, ..plain }).passed();
+            assert_eq!(passed, poison != kind, "{clamped}: {poison:?}");
+        }
+    }
+}
+
+/// Poison that left no number anywhere would hide every error.
+#[test]
+fn what_is_poisoned_leaves_numbers_to_compare() {
+    let device: Arc<dyn Device> = CpuDevice::open().unwrap();
+    let window = Mask::Window { left: Some(9), right: None };
+    for (mask, poison) in
+        [Mask::Full, Mask::Causal, window].into_iter().flat_map(|m| [(m, Poison::Nan), (m, Poison::Infinite)])
+    {
+        for (heads, kv_heads) in [(4, 2), (8, 1), (1, 1)] {
+            let shape = Shape { heads, kv_heads, ..shape(mask) };
+            let inputs = CheckInputs { poison, ..CheckInputs::default() };
+            let case = CheckCase::new(device.clone(), &problem(mask.kind()), &shape, &inputs).unwrap();
+            let rows = case.oracle.ids.len();
+            let numbers = case.oracle.o.iter().filter(|x| x.is_finite()).count();
+            assert!(
+                numbers * 3 >= rows * 16 && numbers < rows * 16,
+                "{mask} {poison:?} {heads}: {numbers} of {}",
+                rows * 16
+            );
+        }
+    }
 }
 
 #[test]
@@ -136,7 +169,7 @@ fn the_cpu_template_passes() {
         let kernel = Kernel { problem, schedule, arch: device.arch() };
         let artifact = compile_with(&*device.compiler().unwrap(), &kernel, &templates).unwrap();
         let module = device.load(&artifact).unwrap();
-        let inputs = CheckInputs { layout: Layout::Bshd, poison: true, ..CheckInputs::default() };
+        let inputs = CheckInputs { layout: Layout::Bshd, poison: Poison::Nan, ..CheckInputs::default() };
         let report = check_kernel(&device, &*module, &shape, &inputs).unwrap();
         assert!(report.passed(), "{dtype} {mask}: {report}");
     }

@@ -2,7 +2,7 @@
 //! makes that a failure.
 
 use super::*;
-use crate::{CheckInputs, Layout, check_kernel, compile_with};
+use crate::{CheckInputs, Layout, Poison, check_kernel, compile_with};
 use flashtune_cache::{CompilerId, Facts, Recipe};
 use flashtune_codegen::abi::ABI_VERSION;
 use flashtune_codegen::{
@@ -262,7 +262,7 @@ fn the_naive_template_passes_the_check() {
         assert_eq!(artifact.facts, Facts { spill_bytes: 0, ..artifact.facts.clone() });
         let module = device.load(&artifact).unwrap();
         for layout in Layout::ALL {
-            let inputs = CheckInputs { layout, poison: true, ..CheckInputs::default() };
+            let inputs = CheckInputs { layout, poison: Poison::Nan, ..CheckInputs::default() };
             let report = check_kernel(&device, &*module, &shape, &inputs).unwrap();
             assert!(report.passed(), "{mask} {layout:?}: {report}");
         }

@@ -192,9 +192,9 @@ fn attend(
         let score = change(j, dot * scale);
         scores.push(score);
         if let Some(score) = score {
-            // Where a program made a score larger, its roundings grew with it.
-            let changed = if score.is_finite() { score.abs() } else { 0.0 };
-            scales.score = scales.score.max((magnitude * scale.abs()).max(changed));
+            // Where a program made a score larger, its roundings grew with it. Infinities are not rounded.
+            let numbers = [magnitude * scale.abs(), score.abs()].into_iter().filter(|x| x.is_finite());
+            scales.score = numbers.fold(scales.score, f64::max);
         }
     }
     // `max` skips NaN; a NaN score then turns the sum and all of the row into NaN, as it must.

@@ -3,14 +3,14 @@
 //! The inputs are derived from the job: the same problem, KV-group size and mask kind, lengths that end in the middle of
 //! every block, once with more keys than queries and once the other way round (which gives empty rows under a causal
 //! mask), one query alone, and whole blocks; with activations that carry large outlier channels and with normals, in
-//! three layouts, with NaN where nobody may look. Outputs are poisoned before every launch, launches repeated and
+//! three layouts, with NaN or infinities where nobody may look, and in a few places where some do. Outputs are poisoned before every launch, launches repeated and
 //! compared bit by bit, what lies around the tensors is looked at; the bound on the error is that of the numeric contract,
 //! which grows with dtype and length. All that is [`CheckCase`]'s work; here is only the choice of cases.
 
 use super::Inputs;
 use crate::space::input_seed;
 use flashtune_codegen::{Mask, Shape};
-use flashtune_runtime::{CheckCase, CheckInputs, Device, Distribution, Error as RuntimeError, Layout, Module};
+use flashtune_runtime::{CheckCase, CheckInputs, Device, Distribution, Error as RuntimeError, Layout, Module, Poison};
 use std::sync::Arc;
 
 /// Query lengths and key lengths of the cases: more than a block of every schedule, and multiples of none.
@@ -34,10 +34,12 @@ impl Cases {
         let seed = input_seed(job.seed);
         let (bhsd, bshd, padded) = (Layout::Bhsd, Layout::Bshd, Layout::Padded);
         let (normal, outliers) = (Distribution::Normal, Distribution::NormalWithOutliers);
-        let kinds = [(bhsd, outliers), (padded, normal), (bshd, normal), (bshd, outliers)];
+        let (nan, infinite) = (Poison::Nan, Poison::Infinite);
+        let kinds =
+            [(bhsd, outliers, nan), (padded, normal, infinite), (bshd, normal, infinite), (bshd, outliers, nan)];
         let cases = SIZES.into_iter().zip(kinds).zip(0..);
-        let cases = cases.map(|(((q_len, kv_len), (layout, distribution)), i)| {
-            let inputs = CheckInputs { layout, distribution, seed: seed ^ i, lse: true, poison: true, scale: None };
+        let cases = cases.map(|(((q_len, kv_len), (layout, distribution, poison)), i)| {
+            let inputs = CheckInputs { layout, distribution, seed: seed ^ i, lse: true, poison, scale: None };
             CheckCase::typical(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
         });
         Ok(Self(cases.collect::<Result<_, _>>()?))
