@@ -19,6 +19,7 @@ use crate::publish::publish_file;
 use crate::regular;
 use crate::trouble::Trouble;
 use crate::{Artifact, Claims, Error, Key, Result, Turn};
+use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -128,8 +129,12 @@ impl ArtifactFiles {
     /// damaged one is renamed to `*.damaged` where the folder is writable.
     pub fn get(&self, key: &Key) -> Option<Artifact> {
         let path = self.path(key);
-        let bytes = match regular::read(&path) {
-            Ok(bytes) => bytes,
+        let read = || {
+            let file = regular::open(&path)?;
+            regular::read_all(&file).map(|bytes| (file, bytes))
+        };
+        let (file, bytes) = match read() {
+            Ok(read) => read,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return None,
             Err(e) => {
                 let path = path.display();
@@ -143,7 +148,7 @@ impl ArtifactFiles {
         };
         match open(&bytes, key) {
             Ok(artifact) => {
-                note_use(&path);
+                note_use(&file);
                 Some(artifact)
             }
             Err(reason) => {
@@ -157,9 +162,8 @@ impl ArtifactFiles {
 }
 
 /// Writes down that a file was used, once in an hour: what was not used for the longest time is evicted first.
-fn note_use(path: &Path) {
-    let Ok(file) = regular::open(path) else { return };
-    let age = file.metadata().and_then(|m| m.modified()).map(|t| SystemTime::now().duration_since(t));
+fn note_use((file, metadata): &(File, Metadata)) {
+    let age = metadata.modified().map(|t| SystemTime::now().duration_since(t));
     if matches!(age, Ok(Ok(age)) if age > USE_STEP) {
         // On a read-only mount nothing is evicted either.
         let _ = file.set_modified(SystemTime::now());

@@ -370,8 +370,8 @@ fn open_snapshot(path: &Path) -> Result<Option<(FileId, Layer)>> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(io(e)),
     };
-    let seen = FileId::of(&file.metadata().map_err(io)?);
     let bundle = Bundle::map_file(&file, path)?;
+    let seen = FileId::of(&file.1);
     Ok(Some((seen, Layer::new(SNAPSHOT_LAYER.into(), Some(path.to_path_buf()), bundle))))
 }
 

@@ -1,7 +1,7 @@
 //! Opening what should be a file and may have become anything: a pipe in its place would hold up whoever opens it for ever.
 
 use rustix::fs::OFlags;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -11,19 +11,39 @@ use std::path::Path;
 /// # Errors
 /// Those of the system, and that it is no file.
 pub(crate) fn open_with(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    looked_at(options, path).map(|(file, _)| file)
+}
+
+/// With what was seen of it: a slow file system is not asked twice.
+fn looked_at(options: &mut OpenOptions, path: &Path) -> io::Result<(File, Metadata)> {
     let file = options.custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
+    let metadata = file.metadata()?;
+    match metadata.is_file() {
+        true => Ok((file, metadata)),
         false => Err(io::Error::new(io::ErrorKind::InvalidData, "it is no file")),
     }
 }
 
-/// Opens a file to read.
+/// Opens a file to read, and looks at it.
 ///
 /// # Errors
 /// As [`open_with`].
-pub(crate) fn open(path: &Path) -> io::Result<File> {
-    open_with(OpenOptions::new().read(true), path)
+pub(crate) fn open(path: &Path) -> io::Result<(File, Metadata)> {
+    looked_at(OpenOptions::new().read(true), path)
+}
+
+/// All of an open file, in as few reads as there can be: the last one finds the end.
+///
+/// # Errors
+/// Those of the system.
+pub(crate) fn read_all((file, metadata): &(File, Metadata)) -> io::Result<Vec<u8>> {
+    let expected = usize::try_from(metadata.len()).map_or(0, |n| n.saturating_add(1));
+    let mut bytes = Vec::new();
+    // What the length says need not be true.
+    bytes.try_reserve_exact(expected).map_err(|_| io::ErrorKind::OutOfMemory)?;
+    // A limit, or else the file is looked at once more.
+    file.take(u64::MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// All of a file.
@@ -31,9 +51,7 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
 /// # Errors
 /// As [`open_with`].
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    open(path)?.read_to_end(&mut bytes)?;
-    Ok(bytes)
+    read_all(&open(path)?)
 }
 
 #[cfg(test)]

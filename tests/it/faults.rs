@@ -25,11 +25,40 @@ fn a_dispatch_is_answered_whatever_fails_in_the_cache() {
             faults.fail(&explain, at, 1, errno).answers(&format!("{name} at {at}"));
         }
     }
-    // A file system that takes its time.
-    let slow = faults.run(&mut faults.unharmed(&explain), &[("FAULT_DELAY_MS", "100".to_owned())]);
-    assert_eq!(slow.answers("delays")[0]["status"]["kind"], "tuned");
     // All of that changed nothing.
     assert_eq!(place.json(&[&["explain"], SMALL].concat())[0]["status"]["kind"], "tuned");
+}
+
+/// What takes a minute each time is waited for as often as it is asked for: nobody asks again because it took long, and the rest of an
+/// answer takes as long as ever.
+#[test]
+fn a_slow_file_system_is_asked_a_few_times_and_no_more_for_being_slow() {
+    /// The most that a dispatch asks for: of what is tuned; of what is not, and is compiled and kept; of what was kept.
+    const MOST: [u64; 3] = [5, 24, 11];
+    let place = Place::new();
+    place.tune_small();
+    let faults = Faults::new(&place, place.cache());
+    let tuned = [&["explain", "--json"], SMALL].concat();
+    let other = ["explain", "--json", "--dtype", "f32", "--head-dim", "16", "--heads", "1", "--q-len", "64"];
+    let before = place.path("before");
+    copy(&place.cache(), &before);
+    let asked = |delay_ms: u64, seconds: &mut f64| {
+        std::fs::remove_dir_all(place.cache()).unwrap();
+        copy(&before, &place.cache());
+        [(&tuned[..], "tuned"), (&other, "default"), (&other, "default")].map(|(command, status)| {
+            let start = std::time::Instant::now();
+            let told = faults.run(&mut faults.unharmed(command), &[("FAULT_DELAY_MS", delay_ms.to_string())]);
+            *seconds += start.elapsed().as_secs_f64();
+            assert_eq!(told.answers("slow")[0]["status"]["kind"], status);
+            assert!(delay_ms == 0 || *seconds > told.operations as f64 * delay_ms as f64 / 1e3, "it was not slow");
+            told.operations
+        })
+    };
+    let (mut calm, mut slow) = (0.0, 0.0);
+    let (at_once, slowly) = (asked(0, &mut calm), asked(100, &mut slow));
+    println!("{at_once:?} operations; {calm:.1} s become {slow:.1} s at 0.1 s each");
+    assert_eq!(at_once, slowly);
+    assert!(at_once.iter().zip(MOST).all(|(asked, most)| *asked <= most), "{at_once:?}");
 }
 
 #[test]

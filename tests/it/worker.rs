@@ -101,7 +101,9 @@ fn in_quiet(mut tuning: impl FnMut() -> flashtune::tuner::Result<Outcome>) -> Ou
 
 /// How long after the event before it each failure came, and whose it was.
 #[derive(Default)]
-struct Gaps(Mutex<(Option<Instant>, Vec<(Schedule, Duration)>)>);
+struct Gaps(Mutex<(Option<Instant>, Vec<Gap>)>);
+
+type Gap = (Schedule, Duration);
 
 impl Observer for Gaps {
     fn event(&self, event: &Event<'_>) {

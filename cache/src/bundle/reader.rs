@@ -8,7 +8,7 @@ use crate::publish::publish_file;
 use crate::regular;
 use crate::{Artifact, Error, Key, Record, RecordKey, Result, Validity};
 use serde::de::DeserializeOwned;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::ops::Range;
 use std::path::Path;
 
@@ -60,14 +60,15 @@ impl Bundle {
     }
 
     /// Maps an open file that was found at `path`.
-    pub(crate) fn map_file(file: &File, path: &Path) -> Result<Self> {
+    pub(crate) fn map_file((file, metadata): &(File, Metadata), path: &Path) -> Result<Self> {
         let name = path.display().to_string();
-        if file.metadata().map_err(|e| unreadable(path, e))?.len() == 0 {
+        let length = usize::try_from(metadata.len()).unwrap_or(usize::MAX);
+        if length == 0 {
             return Err(damaged(&name, "it is empty"));
         }
         // SAFETY: the map is read-only. Writers replace bundles by rename and never write in place; should someone
         // else do so, every access is bounds-checked, and blobs are copied before they are verified and used.
-        let map = unsafe { memmap2::Mmap::map(file) }.map_err(|e| unreadable(path, e))?;
+        let map = unsafe { memmap2::MmapOptions::new().len(length).map(file) }.map_err(|e| unreadable(path, e))?;
         Self::open(name, Data::Mapped(map))
     }
 
