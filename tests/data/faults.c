@@ -9,6 +9,7 @@
  * FAULT_ERRNO  what they fail with
  * FAULT_DELAY_MS  how long every operation takes more
  * FAULT_CLOCK_S  how many seconds the clock of the day is ahead; files keep their times
+ * FAULT_POWER  what was not synced when its file got another name is lost, as when the power fails then: the file is empty
  * FAULT_KILL_AT  the operation in which the process is killed; if it writes, half of that is written
  *
  * Random ones:
@@ -38,6 +39,8 @@
 
 static atomic_long operations, failures;
 static atomic_char watched[4096];
+/* Written to and not synced since. */
+static atomic_char unsynced[4096];
 
 /* Read-only, full, no permission, too many files, defective, gone stale, busy. */
 static const int ERRORS[] = {EROFS, ENOSPC, EACCES, EMFILE, EIO, ESTALE, EBUSY};
@@ -118,7 +121,7 @@ int clock_gettime(clockid_t clock, struct timespec *t) {
 static int fd_watched(int fd) { return fd >= 0 && fd < 4096 && watched[fd]; }
 
 static int opened(const char *path, int fd) {
-    if (fd >= 0 && fd < 4096) watched[fd] = (char)below(path);
+    if (fd >= 0 && fd < 4096) watched[fd] = (char)below(path), unsynced[fd] = 0;
     return fd;
 }
 
@@ -153,9 +156,32 @@ OPEN(open64)
     }
 ON_PATH(int, -1, mkdir, (const char *path, mode_t mode), (path, mode))
 ON_PATH(int, -1, unlink, (const char *path), (path))
-ON_PATH(int, -1, rename, (const char *from, const char *path), (from, path))
 ON_PATH(int, -1, linkat, (int from_fd, const char *from, int fd, const char *path, int flags),
         (from_fd, from, fd, path, flags))
+
+/* Empties a file if it is open here with something in it that was not synced. */
+static void lose_unsynced(const char *path) {
+    for (int fd = 0; fd < 4096; fd++) {
+        char name[32], target[4096];
+        if (!fd_watched(fd) || !unsynced[fd]) continue;
+        snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+        ssize_t n = readlink(name, target, sizeof target - 1);
+        if (n < 0) continue;
+        target[n] = 0;
+        if (strcmp(target, path) == 0 && truncate(path, 0) < 0) abort();
+    }
+}
+
+#define RENAME(name, parameters, arguments)                                 \
+    int name parameters {                                                   \
+        static int(*real) parameters;                                       \
+        if (!real) real = dlsym(RTLD_NEXT, #name);                          \
+        if (below(path) && fails()) return -1;                              \
+        if (below(path) && getenv("FAULT_POWER")) lose_unsynced(from);      \
+        return real arguments;                                              \
+    }
+RENAME(rename, (const char *from, const char *path), (from, path))
+RENAME(renameat, (int from_fd, const char *from, int fd, const char *path), (from_fd, from, fd, path))
 
 /* An empty path means the file itself. A null one, which the header rules out, asks whether the call exists at all. */
 int statx(int fd, const char *restrict path, int flags, unsigned mask, struct statx *restrict to) {
@@ -193,8 +219,16 @@ int closedir(DIR *folder) {
     }
 ON_FD(ssize_t, -1, read, (int fd, void *to, size_t n), (fd, to, n))
 ON_FD(ssize_t, -1, pread64, (int fd, void *to, size_t n, off64_t at), (fd, to, n, at))
-ON_FD(int, -1, fsync, (int fd), (fd))
-ON_FD(int, -1, fdatasync, (int fd), (fd))
+#define SYNC(name)                                                          \
+    int name(int fd) {                                                      \
+        static int (*real)(int);                                            \
+        if (!real) real = dlsym(RTLD_NEXT, #name);                          \
+        if (fd_watched(fd) && fails()) return -1;                           \
+        if (fd_watched(fd)) unsynced[fd] = 0;                               \
+        return real(fd);                                                    \
+    }
+SYNC(fsync)
+SYNC(fdatasync)
 ON_FD(int, -1, sync_file_range, (int fd, off64_t from, off64_t n, unsigned flags), (fd, from, n, flags))
 ON_FD(int, -1, ftruncate64, (int fd, off64_t length), (fd, length))
 ON_FD(int, -1, flock, (int fd, int operation), (fd, operation))
@@ -208,6 +242,7 @@ ON_FD(void *, MAP_FAILED, mmap64, (void *to, size_t n, int prot, int flags, int 
         static ssize_t(*real) parameters;                                   \
         if (!real) real = dlsym(RTLD_NEXT, #name);                          \
         int what = fd_watched(fd) ? fate() : WORKS;                         \
+        if (fd_watched(fd)) unsynced[fd] = 1;                               \
         if (what == WORKS) return real arguments;                           \
         int error = errno;                                                  \
         uint64_t r = mixed((uint64_t)atomic_load(&operations));             \

@@ -272,3 +272,26 @@ fn a_bundle_for_gpus_is_built_where_none_is() {
     // Another device's bundle is of no use here, and says so.
     common::fails(&mut place.flashtune(&["import", out.to_str().unwrap()]), 2, &["arch", "sm_"]);
 }
+
+/// What is built without a GPU is what would have been built beside one: nothing of the process, the user or the folder is in it.
+#[test]
+fn whoever_compiles_a_kernel_for_a_gpu_has_the_same_bytes() {
+    if common::nvrtc_or_skip("whoever_compiles_a_kernel_for_a_gpu_has_the_same_bytes").is_none() {
+        return;
+    }
+    let build = |problem: &'static [&str]| {
+        let place = common::Place::new();
+        let (out, home) = (place.path("gpu.ftb"), place.path("home"));
+        std::fs::create_dir(&home).unwrap();
+        let args = [&["build", "--arch", "sm_80,sm_90a", "--out", out.to_str().unwrap()], problem].concat();
+        let mut command = place.flashtune(&args);
+        command.env("HOME", &home).env("TMPDIR", &home).env("SOURCE_DATE_EPOCH", "1700000000").current_dir(&home);
+        common::json(command.arg("--json"));
+        std::fs::read(out).unwrap()
+    };
+    let problem: &[&str] = &["--dtype", "f16", "--head-dim", "64", "--mask", "full"];
+    let bundles =
+        std::thread::scope(|scope| [(); 2].map(|()| scope.spawn(|| build(problem))).map(|t| t.join().unwrap()));
+    assert!(bundles[0] == bundles[1]);
+    assert!(bundles[0] != build(&["--dtype", "bf16", "--head-dim", "64", "--mask", "full"]));
+}
