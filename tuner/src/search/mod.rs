@@ -11,6 +11,8 @@ mod map;
 mod past;
 #[cfg(test)]
 mod replay;
+#[cfg(test)]
+mod simulated;
 
 pub(crate) use map::Map;
 pub(crate) use past::Past;

@@ -53,7 +53,7 @@ fn read(name: &str) -> Table {
 
 /// A table in the model's order.
 #[derive(Clone)]
-struct Replay {
+pub(super) struct Replay {
     device: DeviceFingerprint,
     problem: Problem,
     shape: Shape,
@@ -61,11 +61,11 @@ struct Replay {
     costs: Vec<f64>,
     map: Map,
     default: usize,
-    times: Vec<Option<f64>>,
+    pub times: Vec<Option<f64>>,
     best: f64,
 }
 
-fn load(name: &str) -> Replay {
+pub(super) fn load(name: &str) -> Replay {
     let table = read(name);
     let kernel = |schedule| Kernel { problem: table.problem, schedule, arch: table.device.arch };
     let mut rows: Vec<(f64, Schedule, Option<f64>)> =
@@ -138,7 +138,7 @@ impl Replay {
         }
     }
 
-    fn search(&self, seeds: &[usize], max_trials: usize, seed: u64) -> Portfolio {
+    pub fn search(&self, seeds: &[usize], max_trials: usize, seed: u64) -> Portfolio {
         Portfolio::new(&self.costs, self.map.clone(), self.default, seeds, max_trials, seed)
     }
 
@@ -159,18 +159,25 @@ impl Replay {
     /// A search here that is led by what a search of another size has tried: its best are seeds, its times hints. Gives
     /// also how many of the tried were not tried there.
     fn led(&self, other: &Replay, seed: u64) -> (Ended, usize) {
-        let cold = other.run(other.search(&[], TRIALS, seed));
+        let cold = other.run(other.search(&[], TRIALS, seed)).tried;
+        let (search, hints) = self.led_by(other, &cold, seed);
+        let ended = self.run(search);
+        let new = ended.tried.iter().filter(|i| !hints.contains(i)).count();
+        (ended, new)
+    }
+
+    /// A search here that is led by those that were tried at another size, and which schedules they are here.
+    pub fn led_by(&self, other: &Replay, tried: &[usize], seed: u64) -> (Portfolio, Vec<usize>) {
         let hint = |i: &usize| {
             let kernel = Kernel { problem: self.problem, schedule: other.schedules[*i], arch: self.device.arch };
             let schedule = self.schedules.iter().position(|s| *s == kernel.schedule)?;
             Some(Hint { schedule, us: other.times[*i]?, cost: cost(&kernel, &other.shape, &other.device) })
         };
-        let mut hints: Vec<Hint> = cold.tried.iter().filter_map(hint).collect();
+        let mut hints: Vec<Hint> = tried.iter().filter_map(hint).collect();
         hints.sort_by(|a, b| a.us.total_cmp(&b.us));
         let seeds: Vec<usize> = hints.iter().take(4).map(|h| h.schedule).collect();
-        let ended = self.run(self.search(&seeds, TRIALS, seed).led_by(hints.clone()));
-        let new = ended.tried.iter().filter(|i| !hints.iter().any(|h| h.schedule == **i)).count();
-        (ended, new)
+        let there = hints.iter().map(|h| h.schedule).collect();
+        (self.search(&seeds, TRIALS, seed).led_by(hints), there)
     }
 
     /// As if it had been recorded at other sizes: each time is another by a factor of its own, whose logarithm spreads by so
@@ -201,17 +208,17 @@ impl Replay {
 }
 
 /// The trials of a usual job.
-const TRIALS: usize = 60;
+pub(super) const TRIALS: usize = 60;
 
 /// Median and 90th percentile.
-fn quantiles(all: impl Iterator<Item = f64>) -> (f64, f64) {
+pub(super) fn quantiles(all: impl Iterator<Item = f64>) -> (f64, f64) {
     let mut all: Vec<f64> = all.collect();
     all.sort_by(f64::total_cmp);
     (all[all.len() / 2], all[all.len() * 9 / 10])
 }
 
 /// Tables of the same schedules at three lengths, each twice the one before.
-const LENGTHS: [&str; 3] =
+pub(super) const LENGTHS: [&str; 3] =
     ["h200-bf16-d128-causal-three-2k", "h200-bf16-d128-causal-three-4k", "h200-bf16-d128-causal-three-8k"];
 
 #[test]
