@@ -31,7 +31,7 @@ fn time<T>(work: impl FnOnce() -> T) -> Duration {
     time
 }
 
-/// Single calls, among hundreds of classes, the clock's own time included.
+/// Single calls, among hundreds of classes, without the clock's own time.
 #[test]
 fn a_sealed_hit_takes_a_microsecond_at_its_99th_percentile() {
     let (place, device) = (Place::new(), counted());
@@ -48,7 +48,9 @@ fn a_sealed_hit_takes_a_microsecond_at_its_99th_percentile() {
         // Each after another one than the last time.
         time(|| engine.plan(&problem, &classes[i * 7 % classes.len()]).unwrap())
     });
-    println!("a sealed hit: {median:?}, {p99:?} (p99)");
+    let (clock, _) = calmest(20, 10_000, |_| time(|| ()));
+    let (median, p99) = (median.saturating_sub(clock), p99.saturating_sub(clock));
+    println!("a sealed hit: {median:?}, {p99:?} (p99), beside {clock:?} of the clock");
     let nanoseconds = Duration::from_nanos;
     assert!(median <= nanoseconds(200) && p99 <= nanoseconds(1000), "{median:?}, {p99:?} (p99)");
 }
