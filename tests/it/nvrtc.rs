@@ -3,6 +3,7 @@
 use crate::common;
 use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
 use flashtune::runtime::compile::{Nvrtc, compile_with};
+use flashtune::runtime::elf;
 use flashtune::{DType, Mask, MaskKind, Problem, Shape};
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -50,9 +51,7 @@ fn compile_all(kernels: &[Kernel], spills_allowed: bool) {
 fn compile_one(nvrtc: &Nvrtc, kernel: &Kernel, templates: &TemplateSet, spills_allowed: bool) -> Result<(), String> {
     let artifact = compile_with(nvrtc, kernel, templates).map_err(|e| e.to_string())?;
     let facts = &artifact.facts;
-    if !artifact.bytes.starts_with(b"\x7fELF") {
-        return Err("the result is no cubin".into());
-    }
+    elf::check(&artifact.bytes).map_err(|why| format!("the result is no cubin: {why}"))?;
     let entry = artifact.entry.as_bytes();
     if !artifact.bytes.windows(entry.len()).any(|w| w == entry) {
         return Err(format!("the cubin has no symbol {}", artifact.entry));
