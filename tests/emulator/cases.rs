@@ -114,7 +114,8 @@ impl Case {
                     1 if elements && rng.random_bool(0.5) => {
                         inputs[i].set([at[0], at[1], at[2], rng.random_range(0..d)], bad)
                     }
-                    _ => inputs[i].write_row(at, &vec![bad; d]),
+                    // Rows of Q and K that are -inf and inf from end to end would give such scores, too.
+                    _ => inputs[i].write_row(at, &vec![if bad.is_nan() { bad } else { f32::INFINITY }; d]),
                 }
             }
         }
