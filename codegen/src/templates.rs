@@ -30,6 +30,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/sm90/biases.cuh",
     "forward/sm90/consumer.cuh",
     "forward/sm90/output.cuh",
+    "forward/sm90/steps.cuh",
     "forward/sm90/producer.cuh",
     "forward/sm90/row_masks.cuh",
     "lib/cpu/abi.h",

@@ -277,36 +277,6 @@ struct Consumer {
         return !softmax.kFromZero || !__any_sync(0xffffffff, barrier_any(1 + kConsumers + id, 128, softmax.is_far_below_zero(c)));
     }
 
-    // step(n, masked, from_zero) for the key blocks from n down. Both are constants where masked blocks have loops of their own:
-    // those cut on the right or past the last key, then those in sight of every row, then those cut on the left. References of the
-    // second kind start from zero, once all rows are near it.
-    template <typename Step> __device__ __forceinline__ void walk(const BlockRange& blocks, int n, float c, const Step& step) {
-        if (kMaskedLoop) {
-            const int full = max_of(blocks.begin, blocks.full_begin);
-            const int cut = max_of(blocks.begin, blocks.full_end);
-            bool near_zero = is_near_zero(c);
-#pragma unroll 1
-            for (; n >= (near_zero ? cut : min_of(cut, full)); n--) {
-                step(n, Bool<true>{}, Bool<false>{});
-                near_zero = is_near_zero(c);
-            }
-#pragma unroll 1
-            for (; n >= full; n--) step(n, Bool<false>{}, Bool<true>{});
-            if (kMaskedFirst) {
-#pragma unroll 1
-                for (; n >= blocks.begin; n--) step(n, Bool<true>{}, Bool<false>{});
-            }
-        } else {
-            bool near_zero = false;
-#pragma unroll 1
-            for (; n >= blocks.begin; n--) {
-                const bool masked = is_masked<kMaskedFirst>(blocks, n);
-                if (!masked && !near_zero) near_zero = is_near_zero(c);
-                step(n, masked, !masked && near_zero);
-            }
-        }
-    }
-
     // Whether the rows of a tile attend to anything.
     static __device__ __forceinline__ bool attends(const Work& work) { return work.own.begin < work.own.end; }
 
@@ -392,10 +362,11 @@ struct Consumer {
             if (!kWholeOutput) wgmma_touch(o);
             release_v();
         };
+        const auto near_zero = [&] { return is_near_zero(c); };
         if constexpr (kOverlap) {
-            walk(work.own, work.own.end - 2, c, overlapped);
+            walk_steps(work.own, work.own.end - 2, near_zero, overlapped);
         } else {
-            walk(work.own, work.own.end - 1, c, serial);
+            walk_steps(work.own, work.own.end - 1, near_zero, serial);
         }
     }
 

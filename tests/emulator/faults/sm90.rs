@@ -271,9 +271,9 @@ pub const SM90: &[Fault] = &[
     ],
     [
         "maxima by the bits of scores below zero",
-        "forward/sm90/consumer.cuh",
-        "step(n, Bool<true>{}, Bool<false>{});\n                near_zero",
-        "step(n, Bool<true>{}, Bool<true>{});\n                near_zero",
+        "forward/sm90/steps.cuh",
+        "step(n, Bool<true>{}, Bool<false>{});\n            near_zero",
+        "step(n, Bool<true>{}, Bool<true>{});\n            near_zero",
         "the oracle says",
     ],
 ];
