@@ -2,7 +2,8 @@
 //!
 //! A record holds one finding, and beside it those of other hosts that answer the same question otherwise
 //! ([`Record::rivals`]). To merge is to take the union of the findings, less those that a later tuning raced against
-//! ([`Record::settled`]): so the order, the grouping and the repetition of merges do not matter. Nothing is averaged: two
+//! ([`Record::settled`]): so the order, the grouping and the repetition of merges do not matter. (A finding is known by the hash of
+//! its samples and its time, so that none is settled by what came before it.) Nothing is averaged: two
 //! findings that disagree stay beside each other until `flashtune tune --contested` races them again on one device.
 
 use crate::{Artifact, Bundle, BundleContents, Error, Key, Record, RecordKey, Result, Rival, Trust};
@@ -173,7 +174,9 @@ mod tests {
     use super::*;
     use crate::testing::{artifact, record, schedule};
     use crate::{Finalist, Provenance};
+    use proptest::collection::vec;
     use proptest::prelude::*;
+    use proptest::sample::Index;
 
     /// A finding of host `n`: `winner` beats `other` by this ratio.
     fn finding(n: u32, winner: u32, other: u32, ratio: f64) -> Record {
@@ -186,21 +189,28 @@ mod tests {
         Record { finalists, provenance, ..base }
     }
 
-    /// What a host that saw some of the others, and perhaps tuned anew, has.
-    fn states() -> impl Strategy<Value = Record> {
-        let host = (0u32..6, 1u32..4, 1u32..4, 1.0f64..1.1).prop_map(|(n, a, b, ratio)| finding(n, a, b, ratio));
-        host.prop_recursive(4, 12, 2, |inner| {
-            prop_oneof![
-                (inner.clone(), inner.clone()).prop_map(|(a, b)| a.merge(b)),
-                (inner, 6u32..12, 1u32..4).prop_map(|(before, n, a)| finding(n, a, a + 1, 1.2).settling(Some(&before))),
-            ]
+    /// What three hosts have, of many that have merged what others had, and tuned anew. No two tunings give the same finding, which holds
+    /// its samples and its time, so that none is settled by what came before it; clocks may say what they like.
+    fn hosts() -> impl Strategy<Value = [Record; 3]> {
+        let first = (0u32..6, 1u32..4, 1u32..4, 1.0f64..1.1).prop_map(|(n, a, b, ratio)| finding(n, a, b, ratio));
+        let step = (any::<bool>(), any::<Index>(), any::<Index>(), 1u32..4);
+        let picks = [any::<Index>(), any::<Index>(), any::<Index>()];
+        (vec(first, 1..6), vec(step, 0..10), picks).prop_map(|(mut states, steps, picks)| {
+            for (k, (tunes, i, j, winner)) in (0u32..).zip(steps) {
+                let known = i.get(&states).clone();
+                states.push(match tunes {
+                    true => finding(6 + (k * 7 + 3) % 10, winner, winner + 1, 1.2).settling(Some(&known)),
+                    false => known.merge(j.get(&states).clone()),
+                });
+            }
+            picks.map(|pick| pick.get(&states).clone())
         })
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
         #[test]
-        fn the_order_the_grouping_and_the_repetition_of_merges_do_not_matter(a in states(), b in states(), c in states()) {
+        fn the_order_the_grouping_and_the_repetition_of_merges_do_not_matter([a, b, c] in hosts()) {
             let merge = |x: &Record, y: &Record| x.clone().merge(y.clone());
             prop_assert_eq!(merge(&a, &b), merge(&b, &a));
             prop_assert_eq!(merge(&merge(&a, &b), &c), merge(&a, &merge(&b, &c)));
