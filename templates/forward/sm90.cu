@@ -81,6 +81,8 @@ constexpr int kHelpers = kHelpsApart ? 1 : 2;
 constexpr bool kRescaleBeside = kColumnsV > 128;
 // The exponentials of one row start before the maximum of the other is known or, for small head dims, after both.
 constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
+// In steps of masked blocks, which wait longer for maxima.
+constexpr RowOrder kMaskedRowOrder = kClean && kColumnsV <= 192 ? kAfterProbability : kRowOrder;
 // Of a masked V, how many reads of a thread are asked for before the first is looked at.
 constexpr int kScanTogether = kQuick ? 1 : 8;
 // Whether the next K and V have arrived is asked while there is other work.

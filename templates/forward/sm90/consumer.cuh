@@ -15,7 +15,7 @@ struct Consumer {
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
     ProgramKept kept;  // of the tile whose scores are computed
     ScoreCap cap;      // where a program caps the scores
     RowMasks masks;
@@ -195,6 +195,7 @@ struct Consumer {
         if (kOverlap && attends(work)) {
             read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
             read_biases();
+            see(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
         }
     }
     // The mask of block n, and what the program reads along its keys: asked for before the scores are, so that memory answers
@@ -204,6 +205,10 @@ struct Consumer {
         if (!kScoreTakes) return;
         const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
         program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
+    }
+    // Which of the next scores the mask leaves, beside the products that give them: a hundred instructions that wait for each other.
+    template <typename Masked> __device__ __forceinline__ void see(const Work& work, int n, Masked masked) {
+        if (kClean && masked) masks.see(work.tile, first_key(work, n));
     }
     // The biases of the next block: as late as can be hidden beside the products that give its scores.
     __device__ __forceinline__ void read_biases() { take_biases(args, smem, bias_ring, id, ahead); }
@@ -225,7 +230,8 @@ struct Consumer {
         };
         if (masked) {
             apply(Bool<true>{});
-            masks.apply(s, work.tile, first);
+            if (!kClean) masks.see(work.tile, first);  // past the last key alone, once in a tile
+            masks.apply(s);
 #pragma unroll
             for (int i = 0; kBounded && i < kBlockKV / 2; i++) softmax.take(s[i], i / 2 % 2);
         } else {
@@ -324,6 +330,7 @@ struct Consumer {
             wait_turn();
             issue_qk();
             if (kRescaleBeside) rescale();
+            see(work, n, masked);
             wait_v();
             issue_pv();
             pass_turn();
@@ -346,6 +353,7 @@ struct Consumer {
             wait_k();
             wait_turn();
             issue_qk();
+            see(work, n, masked);
             pass_turn();
             if (kChain) release_o();
             read_biases();

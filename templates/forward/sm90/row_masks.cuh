@@ -6,6 +6,7 @@ struct RowMasks {
     const int consumer;
     KeyRange runs[2];             // of the tile whose scores are computed
     u32 visible[2][kShareWords];  // of the block whose scores are next
+    u32 seen[2][kShareWords];     // what is left of it
 
     __device__ __forceinline__ RowMasks(const KernelArgs& args, int consumer) : args(args), consumer(consumer) {}
 
@@ -47,10 +48,9 @@ struct RowMasks {
         }
     }
 
-    // Replaces the scores of masked pairs by -inf; `key` is the block's first key. A thread's scores of a row are keys 0, 1, 8,
-    // 9, 16, ... from its own first one on: bit i of a word says whether the i-th of them is seen, and the compiler moves bits
-    // to predicates seven at a time.
-    __device__ __forceinline__ void apply(Scores& s, const Tile& tile, int key) const {
+    // What a mask leaves of this thread's scores of a block, `key` being its first key: asked for while the products that give them are under
+    // way. A thread's scores of a row are keys 0, 1, 8, 9, 16, ... from its own first one on: bit i of a word is the i-th of them.
+    __device__ __forceinline__ void see(const Tile& tile, int key) {
         constexpr bool kLeft = kMaskLeft || (kProgramRows && !kProgramFromFirst);
         const int column = key + lane() % 4 * 2, row = tile.row + first_row();
 #pragma unroll
@@ -64,15 +64,23 @@ struct RowMasks {
             }
             const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
 #pragma unroll
-            for (int word = 0; word < div_up(kBlockKV / 4, 32); word++) {
-                u32 seen = low_bits(end - word * 32);
-                if (kLeft) seen &= ~low_bits(begin - word * 32);
-                if (kLists) seen &= visible[h][word];
+            for (int word = 0; word < kShareWords; word++) {
+                seen[h][word] = low_bits(end - word * 32);
+                if (kLeft) seen[h][word] &= ~low_bits(begin - word * 32);
+                if (kLists) seen[h][word] &= visible[h][word];
+                // Here, and not where the scores are.
+                asm volatile("" : "+r"(seen[h][word]));
+            }
+        }
+    }
+
+    // Replaces the scores of masked pairs by -inf. The compiler moves bits to predicates seven at a time.
+    __device__ __forceinline__ void apply(Scores& s) const {
 #pragma unroll
-                for (int i = 0; i < min_of(32, kBlockKV / 4 - word * 32); i++) {
-                    const int at = word * 32 + i;
-                    if (!(seen & 1u << i)) s[at / 2 * 4 + 2 * h + at % 2] = -FT_INFINITY;
-                }
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int i = 0; i < kBlockKV / 4; i++) {
+                if (!(seen[h][i / 32] & 1u << i % 32)) s[i / 2 * 4 + 2 * h + i % 2] = -FT_INFINITY;
             }
         }
     }
@@ -82,8 +90,6 @@ struct RowMasks {
         const int clamped = max_of(0, min_of(key, kBlockKV));
         return clamped / 8 * 2 + min_of(clamped % 8, 2);
     }
-    // The lowest `count` bits of a word.
-    static __device__ __forceinline__ u32 low_bits(int count) {
-        return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
-    }
+    // The lowest `count` bits of a word: all of them from 32 on, which a shift in C++ does not say.
+    static __device__ __forceinline__ u32 low_bits(int count) { return ~shift_left(~0u, max_of(count, 0)); }
 };

@@ -1,8 +1,8 @@
 // In which order a consumer visits the key blocks of a tile, and by which copy of a step.
 
 // step(n, masked, from_zero) for the key blocks from n down. Both are constants where masked blocks have loops of their own: those cut
-// on the right or past the last key, then those in sight of every row, then those cut on the left. References of the second kind start
-// from zero (row_softmax.cuh), once `is_near_zero` says so, which the threads of a warpgroup agree about.
+// on the right or past the last key, then those in sight of every row, then those cut on the left. References of the latter two start
+// from zero (row_softmax.cuh): the first loop goes on until `is_near_zero` says so, which the threads of a warpgroup agree about.
 template <typename NearZero, typename Step>
 __device__ __forceinline__ void walk_steps(const BlockRange& blocks, int n, const NearZero& is_near_zero, const Step& step) {
     if (kMaskedLoop) {
@@ -11,7 +11,7 @@ __device__ __forceinline__ void walk_steps(const BlockRange& blocks, int n, cons
         // Asked after every step, and not in the condition of the loop, which would keep products from running beside each other.
         bool near_zero = is_near_zero();
 #pragma unroll 1
-        for (; n >= (near_zero ? cut : min_of(cut, full)); n--) {
+        for (; n >= (near_zero ? cut : blocks.begin); n--) {
             step(n, Bool<true>{}, Bool<false>{});
             near_zero = is_near_zero();
         }
@@ -19,7 +19,7 @@ __device__ __forceinline__ void walk_steps(const BlockRange& blocks, int n, cons
         for (; n >= full; n--) step(n, Bool<false>{}, Bool<true>{});
         if (kMaskedFirst) {
 #pragma unroll 1
-            for (; n >= blocks.begin; n--) step(n, Bool<true>{}, Bool<false>{});
+            for (; n >= blocks.begin; n--) step(n, Bool<true>{}, Bool<true>{});
         }
     } else {
         bool near_zero = false;

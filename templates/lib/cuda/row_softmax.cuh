@@ -21,8 +21,8 @@ enum RowOrder {
 
 // With kBounded the scores have a bound, so that one reference serves all of them: they are taken one by one, in units
 // of log2 less kReference, and the two halves have nothing left to do.
-template <int kTiles, bool kLazyRescale, RowOrder kRowOrder, int kMultiplyAddEighths, bool kShift = false, bool kBounded = false,
-          int kReference = 0>
+template <int kTiles, bool kLazyRescale, RowOrder kRowOrder, RowOrder kMaskedRowOrder, int kMultiplyAddEighths, bool kShift = false,
+          bool kBounded = false, int kReference = 0>
 struct RowSoftmax {
     float m[2];       // reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score
     float l[2];       // this thread's part of the sum
@@ -77,13 +77,14 @@ struct RowSoftmax {
     template <typename FromZero> __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c, FromZero from_zero) {
         if (kBounded) return;
         constexpr bool kByBits = kFromZero && kIsTrue<FromZero>;
+        constexpr RowOrder kOrder = kIsFalse<FromZero> ? kMaskedRowOrder : kRowOrder;
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = kShift ? -FT_INFINITY : kFromZero && !kByBits && from_zero ? fmaxf(m[h], 0.0f) : m[h];
             // Minus infinity (or NaN, which a maximum ignores), which the compiler cannot know.
-            if (h == 1 && kRowOrder == kAfterMaximum) x = fmaxf(x, to[0] - FT_INFINITY);
-            if (h == 1 && kRowOrder == kAfterProbability) {
+            if (h == 1 && kOrder == kAfterMaximum) x = fmaxf(x, to[0] - FT_INFINITY);
+            if (h == 1 && kOrder == kAfterProbability) {
                 x = fmaxf(x, fmaf(exp2_approx(fmaf(s[0], c, -reference(to[0], 0, c))), 0.0f, -FT_INFINITY));
             }
             x = largest<kByBits>(x, s, h);

@@ -33,17 +33,17 @@ __device__ __forceinline__ Tile decode_tile(const ForwardArgs& args, u32 index) 
 }
 
 // Keys [first, last] that a query row attends to; first > last when there are none. Queries and keys are aligned at
-// their ends (bottom right). 64-bit, because a window may reach as far as an int can say.
+// their ends (bottom right). Lengths are 2^30 at most and windows less, so that 32 bits hold what is below; rows may lie past the last.
 struct KeyRange {
     int first, last;
 };
 
 template <bool kMaskLeft, bool kMaskRight>
 __device__ __forceinline__ KeyRange live_keys(const ForwardArgs& args, int row) {
-    const i64 position = i64(row) + args.kv_len - args.q_len;
-    KeyRange r = {0, args.kv_len - 1};
-    if (kMaskLeft) r.first = int(min_of<i64>(max_of<i64>(position - args.window_left, 0), args.kv_len));
-    if (kMaskRight) r.last = int(min_of<i64>(max_of<i64>(position + args.window_right, -1), args.kv_len - 1));
+    const int last = args.kv_len - 1, position = min_of(row + (args.kv_len - args.q_len), last);
+    KeyRange r = {0, last};
+    if (kMaskLeft) r.first = max_of(position - args.window_left, 0);
+    if (kMaskRight) r.last = min_of(max_of(position + args.window_right, -1), last);
     return r;
 }
 

@@ -57,6 +57,14 @@ template <> constexpr u32 kExponentMask<bf16> = 0x7f80;
 
 template <typename A> __device__ __forceinline__ constexpr A min_of(A a, A b) { return a < b ? a : b; }
 template <typename A> __device__ __forceinline__ constexpr A max_of(A a, A b) { return a > b ? a : b; }
+
+// x << count, which is 0 from a count of 32 on, as the hardware has it.
+__device__ __forceinline__ u32 shift_left(u32 x, u32 count) {
+    u32 r;
+    asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(count));
+    return r;
+}
+
 __host__ __device__ constexpr int div_up(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return div_up(a, b) * b; }
 

@@ -5,13 +5,7 @@ use super::Fault;
 pub const SM80: &[Fault] = &[
     ["one key too many", "forward/sm80.cu", "if (at > last ||", "if (at > last + 1 ||", "the oracle says"],
     ["one key before the window", "forward/sm80.cu", "at < first)", "at < first - 1)", "the oracle says"],
-    [
-        "aligned to the top left",
-        "lib/cuda/tile.cuh",
-        "i64(row) + args.kv_len - args.q_len",
-        "i64(row)",
-        "the oracle says",
-    ],
+    ["aligned to the top left", "lib/cuda/tile.cuh", "row + (args.kv_len - args.q_len)", "row", "the oracle says"],
     [
         "heads take turns at KV heads",
         "lib/cuda/tile.cuh",
@@ -38,8 +32,8 @@ pub const SM80: &[Fault] = &[
     [
         "keys behind the last",
         "lib/cuda/tile.cuh",
-        "args.window_right, -1), args.kv_len - 1)",
-        "args.window_right, -1), args.kv_len)",
+        "const int last = args.kv_len - 1, position",
+        "const int last = args.kv_len, position",
         "broke down|the oracle says",
     ],
     [

@@ -18,13 +18,7 @@ pub const SM90: &[Fault] = &[
         "scores_before(live.first - 1 - column)",
         "the oracle says",
     ],
-    [
-        "aligned to the top left",
-        "lib/cuda/tile.cuh",
-        "i64(row) + args.kv_len - args.q_len",
-        "i64(row)",
-        "the oracle says",
-    ],
+    ["aligned to the top left", "lib/cuda/tile.cuh", "row + (args.kv_len - args.q_len)", "row", "the oracle says"],
     // Rescaling.
     ["O is not rescaled", "lib/cuda/row_softmax.cuh", "o[i] *= factor[i / 2 % 2];", ";", "the oracle says"],
     ["the sum is not rescaled", "lib/cuda/row_softmax.cuh", "l[h] *= factor[h];", "", "the oracle says"],
@@ -33,8 +27,8 @@ pub const SM90: &[Fault] = &[
     [
         "keys behind the last",
         "lib/cuda/tile.cuh",
-        "args.window_right, -1), args.kv_len - 1)",
-        "args.window_right, -1), args.kv_len)",
+        "const int last = args.kv_len - 1, position",
+        "const int last = args.kv_len, position",
         "broke down|the oracle says",
     ],
     [

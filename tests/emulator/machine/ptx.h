@@ -49,6 +49,7 @@ void ex2_approx_f32(float& d, float x);
 void lg2_approx_f32(float& d, float x);
 void atom_global_add_u32(u32& old, u32* counter, u32 n);
 void max_NaN_f32(float& d, float x, float y);
+inline void shl_b32(u32& d, u32 x, u32 count) { d = count > 31 ? 0 : x << count; }
 inline void mov_u32(u32& d, u32 x) { d = x; }
 inline void selp_b32(u32& d, u32 a, u32 b, bool which) { d = which ? a : b; }
 inline void setp_ne_b32(bool& d, u32 a, u32 b) { d = a != b; }
