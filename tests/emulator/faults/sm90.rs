@@ -270,4 +270,11 @@ pub const SM90: &[Fault] = &[
         "step(n, Bool<true>{}, Bool<true>{});\n            near_zero",
         "the oracle says",
     ],
+    [
+        "the mask of the block beside",
+        "forward/sm90/consumer.cuh",
+        "masks.see(work.tile, first_key(work, n));",
+        "masks.see(work.tile, first_key(work, n) + kBlockKV);",
+        "the oracle says",
+    ],
 ];
