@@ -66,11 +66,13 @@ impl<'a> Forward<'a> {
         Self { block_mask: Some(block_mask), ..self }
     }
 
-    /// The score program, with the mask of the block mask.
+    /// The score program that these scalars run on, with the mask of the block mask.
     fn whole_program(&self) -> Result<Option<ProgramRef>> {
+        let of_mask = self.block_mask.map_or(SideInputs::default(), BlockMask::side);
+        let program = self.program.map(|p| p.admitting(|name| of_mask.scalar(name).or_else(|| self.side.scalar(name))));
         match self.block_mask {
-            None => Ok(self.program),
-            Some(block_mask) => Ok(Some(block_mask.program_of(self.program)?)),
+            None => Ok(program),
+            Some(block_mask) => Ok(Some(block_mask.program_of(program)?)),
         }
     }
 }

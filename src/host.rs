@@ -69,6 +69,7 @@ impl Engine {
     /// As [`Engine::forward_host`], and when the score program's data does not fit or does not keep what is declared.
     pub fn forward_host_call(&self, host: &HostForward<'_>) -> Result<HostOutput> {
         let HostForward { q, k, v, layout, mask, scale, weights, program } = *host;
+        let program = program.map(|(p, data)| (p.admitting(|name| data.scalars.get(name).copied()), data));
         let [batch, heads, q_len, _] = q.shape();
         let (kv_len, head_dim_v) = (k.shape()[2], v.shape()[3]);
         let elements = |shape: &[usize]| {

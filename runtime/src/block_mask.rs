@@ -60,6 +60,7 @@ impl BlockMask {
             let remedy = "leave score and sink out, and bring them with the calls";
             return Err(wrong("the program", found, "a block mask is of a mask alone", remedy));
         }
+        let program = program.admitting(|name| side.scalar(name));
         let reads = |var: Var| program.graph().nodes().contains(&Node::Var(var));
         // The number of KV heads decides which of them a query head reads.
         let open = [

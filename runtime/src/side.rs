@@ -52,6 +52,13 @@ pub struct SideInputs<'a> {
     pub tensors: &'a [(&'a str, SideView)],
 }
 
+impl SideInputs<'_> {
+    /// The scalar of a name.
+    pub fn scalar(&self, name: &str) -> Option<Scalar> {
+        self.scalars.iter().find(|(n, _)| *n == name).map(|(_, x)| *x)
+    }
+}
+
 /// The tables of one launch: the program's tensors and scalars in the order of its declarations. They are copied into the
 /// launch, so the table need not outlive it; the tensors must.
 #[derive(Debug, Clone)]

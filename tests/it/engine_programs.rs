@@ -70,6 +70,32 @@ fn host_calls_bring_scalars_and_tensors() {
 }
 
 #[test]
+fn scalars_outside_of_their_usual_range_are_served_without_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let engine = engine(&folder);
+    let s = Shape { batch: 1, heads: 2, kv_heads: 2, q_len: 40, kv_len: 40, mask: Mask::Causal };
+    let t = tensors(DType::Bf16, &s, 16);
+    let program = Program::parse(BUILTINS.iter().find(|b| b.name == "soft_cap").unwrap().text).unwrap();
+    let wide = program.widened().unwrap();
+    assert!(wide.text().contains("cap: f32;") && wide.widened().is_none(), "{}", wide.text());
+    for (cap, runs) in [(30.0, &program), (50.0, &program), (120.0, &wide), (-4.0, &wide)] {
+        let data = SideData::default().scalar("cap", Scalar::Float(cap));
+        let kept = ProgramRef::new(program.clone());
+        let call = HostForward { mask: s.mask, program: Some((kept, &data)), ..HostForward::new(&t[0], &t[1], &t[2]) };
+        let out = engine.forward_host_call(&call).unwrap();
+        check(&format!("cap {cap}"), &s, &t, &wide, &data, &out.o, &out.lse);
+        assert!(out.plan.unwrap().explain().to_string().contains(&runs.name()), "cap {cap}");
+    }
+    // A range that is promised is one.
+    let promised = Program::parse("cap: float in 0..50; score = cap * tanh(score / cap);").unwrap();
+    let data = SideData::default().scalar("cap", Scalar::Float(120.0));
+    let kept = ProgramRef::new(promised);
+    let call = HostForward { mask: s.mask, program: Some((kept, &data)), ..HostForward::new(&t[0], &t[1], &t[2]) };
+    let e = engine.forward_host_call(&call).err().unwrap().to_string();
+    assert!(e.contains("`cap` is 120") && e.contains("from 0 to 50"), "{e}");
+}
+
+#[test]
 fn device_calls_take_views_with_strides_and_refuse_what_does_not_fit() {
     let folder = tempfile::tempdir().unwrap();
     let engine = engine(&folder);

@@ -172,6 +172,8 @@ class Programs(unittest.TestCase):
         self.holds(scores + bias.astype(float), True, score="score + bias[h, q, kv]", tensors={"bias": bias})
         cap = {"score": "soft_cap", "tensors": {"cap": 2}}
         self.holds(2 * np.tanh(scores / 2), True, **cap)
+        # Outside of the range that caps usually have.
+        self.holds(75 * np.tanh(scores / 75), True, score="soft_cap", tensors={"cap": 75.0})
         self.holds(scores, j < i, sinks[None, :, None, None], mask="kv < q", sink="s[h]", tensors={"s": sinks})
 
     def test_peers_arguments(self):

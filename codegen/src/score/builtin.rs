@@ -71,8 +71,8 @@ pub const BUILTINS: [Builtin; 14] = [
     },
     Builtin {
         name: "soft_cap",
-        text: "cap: float; score = cap * tanh(score * (1.0 / cap));",
-        about: "scores bent to stay within +-`cap`",
+        text: "cap: float usually in 0..50; score = cap * tanh(score * (1.0 / cap));",
+        about: "scores bent to stay within +-`cap`; up to 50 kernels use that bound",
     },
     Builtin {
         name: "additive_bias",

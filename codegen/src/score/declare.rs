@@ -1,4 +1,4 @@
-//! Reading declarations: `name: storage[axis, ...] in LOW..HIGH nondecreasing`.
+//! Reading declarations: `name: storage[axis, ...] usually in LOW..HIGH nondecreasing`.
 
 use super::error::ProgramError;
 use super::lex::Token;
@@ -33,6 +33,14 @@ impl Parser<'_> {
                     self.at += 1;
                     declaration.range = Some(self.range()?);
                 }
+                // Of floats alone: what ints may be decides which keys are visited.
+                Token::Name(n) if n == "usually" && is_float_scalar(&declaration) => {
+                    self.at += 1;
+                    if *self.peek() != Token::Name("in".to_owned()) {
+                        return Err(self.unexpected("expected `in LOW..HIGH`"));
+                    }
+                    declaration.usually = true;
+                }
                 Token::Name(n) if n == "nondecreasing" && declaration.axes.is_some() && storage != Storage::Bool => {
                     self.at += 1;
                     declaration.nondecreasing = true;
@@ -43,7 +51,7 @@ impl Parser<'_> {
                         (Type::Int, Some(_)) => "expected `in LOW..HIGH`, `nondecreasing` or `;`",
                         (Type::Int, None) => "expected `[`, `in LOW..HIGH` or `;`",
                         (_, Some(_)) => "expected `;`",
-                        (_, None) => "expected `[`, `in LOW..HIGH` or `;`",
+                        (_, None) => "expected `[`, `in LOW..HIGH`, `usually in LOW..HIGH` or `;`",
                     };
                     return Err(self.unexpected(expected));
                 }

@@ -80,7 +80,7 @@ mod tests {
         let open = Texts { mask: Some("doc[b, q] == doc[b, kv]"), ..Texts::default() }.program(&given).unwrap();
         assert_eq!(open.declarations()[0].to_string(), "doc: i32[batch, *]");
         let cap = Texts { score: Some("soft_cap"), ..Texts::default() }.program(&[]).unwrap();
-        assert_eq!(cap.declarations()[0].to_string(), "cap: f32");
+        assert_eq!(cap.declarations()[0].to_string(), "cap: f32 usually in 0..50");
         let e = Texts { mask: Some("docs[b, q] == 1"), ..Texts::default() }.program(&given).unwrap_err();
         assert!(e.to_string().contains("docs"), "{e}");
         assert!(Texts::default().program(&given).unwrap().is_plain());

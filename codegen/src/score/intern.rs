@@ -1,6 +1,8 @@
 //! Programs as values that are as cheap to pass as a number.
 
+use super::data::Scalar;
 use super::program::Program;
+use super::words::Declaration;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::cmp::Ordering;
@@ -18,10 +20,11 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 #[derive(Clone, Copy)]
 pub struct ProgramRef(&'static Kept);
 
-/// A program, and what is left of it without a mask that is a window.
+/// A program, what is left of it without a mask that is a window, and what it is without ranges that are no promises.
 struct Kept {
     program: Program,
     unmasked: Option<ProgramRef>,
+    widened: Option<ProgramRef>,
 }
 
 static PROGRAMS: LazyLock<Mutex<HashMap<[u8; 32], &'static Kept>>> = LazyLock::new(Mutex::default);
@@ -34,13 +37,25 @@ impl ProgramRef {
             return Self(kept);
         }
         let unmasked = program.unmasked().cloned().map(Self::new);
+        let widened = program.widened().map(Self::new);
         let hash = *program.hash();
-        Self(programs().entry(hash).or_insert_with(|| Box::leak(Box::new(Kept { program, unmasked }))))
+        Self(programs().entry(hash).or_insert_with(|| Box::leak(Box::new(Kept { program, unmasked, widened }))))
     }
 
     /// [`Program::unmasked`] of it, kept as well.
     pub fn unmasked(self) -> Option<ProgramRef> {
         self.0.unmasked
+    }
+
+    /// The program of a call with these scalars: without the ranges that values usually lie in ([`Program::widened`]), if one does not.
+    pub fn admitting(self, scalar: impl Fn(&str) -> Option<Scalar>) -> ProgramRef {
+        let Some(widened) = self.0.widened else { return self };
+        let lies = |d: &Declaration| match scalar(&d.name) {
+            Some(Scalar::Float(x)) => d.allows(x),
+            Some(Scalar::Int(x)) => d.allows(x as f32),
+            None => true,
+        };
+        if self.declarations().iter().filter(|d| d.usually).all(lies) { self } else { widened }
     }
 
     /// The program, for as long as the process runs.
@@ -104,6 +119,23 @@ impl<'de> Deserialize<'de> for ProgramRef {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn calls_outside_of_a_usual_range_get_a_program_without_it() {
+        let text =
+            |range: &str| format!("cap: float{range}; score = cap * tanh(score / cap) + near; near: float in -1..1;");
+        let [usual, wide] = [" usually in 0..50", ""].map(|r| ProgramRef::new(Program::parse(&text(r)).unwrap()));
+        assert_ne!(usual, wide);
+        assert_eq!(Program::parse(usual.text()).unwrap(), *usual);
+        for (cap, widened) in [(0.0, false), (50.0, false), (50.1, true), (-1.0, true), (f32::NAN, true)] {
+            // What is promised stays so.
+            let found = usual.admitting(|name| Some(Scalar::Float(if name == "cap" { cap } else { 9.0 })));
+            assert_eq!(found, if widened { wide } else { usual }, "{cap}");
+        }
+        assert_eq!(usual.admitting(|_| Some(Scalar::Int(51))), wide);
+        assert_eq!(usual.admitting(|_| None), usual);
+        assert_eq!(wide.admitting(|_| Some(Scalar::Float(1e9))), wide);
+    }
 
     #[test]
     fn equal_programs_are_one_and_survive_being_stored() {

@@ -309,6 +309,8 @@ pub struct Declaration {
     pub axes: Option<Vec<Axis>>,
     /// The caller's promise on the values of an integer, or on that of a float scalar.
     pub range: Option<Range>,
+    /// The range is no promise: calls with another value run on kernels that know none ([`super::Program::widened`]).
+    pub usually: bool,
     /// The caller's promise that values do not decrease along the last axis.
     pub nondecreasing: bool,
 }
@@ -316,7 +318,7 @@ pub struct Declaration {
 impl Declaration {
     /// A run-time scalar.
     pub fn scalar(name: impl Into<String>, storage: Storage) -> Self {
-        Self { name: name.into(), storage, axes: None, range: None, nondecreasing: false }
+        Self { name: name.into(), storage, axes: None, range: None, usually: false, nondecreasing: false }
     }
 
     /// A side tensor.
@@ -327,6 +329,16 @@ impl Declaration {
     /// With the promise that the values lie in a range.
     pub fn within(self, lo: i64, hi: i64) -> Self {
         Self { range: Some(Range { lo, hi }), ..self }
+    }
+
+    /// Of a float scalar, with the range that its value usually lies in.
+    pub fn usually_within(self, lo: i64, hi: i64) -> Self {
+        Self { usually: true, ..self.within(lo, hi) }
+    }
+
+    /// Without a range that is no promise.
+    pub fn widened(self) -> Self {
+        if self.usually { Self { range: None, usually: false, ..self } } else { self }
     }
 
     /// With the promise that the values do not decrease along the last axis.
@@ -372,7 +384,8 @@ impl fmt::Display for Declaration {
             write!(f, "[{}]", axes.join(", "))?;
         }
         if let Some(Range { lo, hi }) = self.range {
-            write!(f, " in {lo}..{hi}")?;
+            let usually = if self.usually { " usually" } else { "" };
+            write!(f, "{usually} in {lo}..{hi}")?;
         }
         if self.nondecreasing {
             f.write_str(" nondecreasing")?;
