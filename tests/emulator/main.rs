@@ -127,7 +127,7 @@ fn search(on_ci: u64, kernel: impl Fn(u64) -> Kernel + Sync) {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 34] = [
+const PROGRAMS: [&str; 35] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -165,6 +165,7 @@ const PROGRAMS: [&str; 34] = [
     "bias: bf16[*, q_len, kv_len]; d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h % 3, q, kv];",
     "bias: f16[heads, q_len, kv_len]; t: bool[batch, kv_heads, 1, *]; mask = t[b, h_kv, q // 64, kv // 40]; \
      score = score + bias[h, q, kv];",
+    "s: f32[heads]; score = score - s[h] * (kv - q);",
 ];
 
 /// Score programs under random schedules; `EMULATE_SECONDS` as above.

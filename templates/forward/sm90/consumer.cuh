@@ -18,6 +18,7 @@ struct Consumer {
     RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
     ProgramKept kept;  // of the tile whose scores are computed
     ScoreCap cap;      // where a program caps the scores
+    ScoreRamps ramps;  // where it adds to them
     RowMasks masks;
     ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
 
@@ -195,7 +196,7 @@ struct Consumer {
         if (kOverlap && attends(work)) {
             read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
             read_biases();
-            see(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
+            foresee(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
         }
     }
     // The mask of block n, and what the program reads along its keys: asked for before the scores are, so that memory answers
@@ -206,8 +207,14 @@ struct Consumer {
         const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
         program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
     }
-    // Which of the next scores the mask leaves, beside the products that give them: a hundred instructions that wait for each other.
-    template <typename Masked> __device__ __forceinline__ void see(const Work& work, int n, Masked masked) {
+    // What is known of the next scores before they are there, beside the products that give them: which of them the mask leaves and what is
+    // added along the keys, instructions that wait for each other.
+    template <typename Masked> __device__ __forceinline__ void foresee(const Work& work, int n, Masked masked) {
+        if (kProgramShift) {
+            const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
+            ramps = program_ramps(head(work), kept, row, key, magnitude(), softmax.shift);
+            softmax.shift_may_rise = !ramps.falls;
+        }
         if (kClean && masked) masks.see(work.tile, first_key(work, n));
     }
     // The biases of the next block: as late as can be hidden beside the products that give its scores.
@@ -223,7 +230,7 @@ struct Consumer {
                 program_capped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, cap, row, key, float(kReference),
                                                                   [&](float& x, int h) { if (!kCut) softmax.take(x, h); });
             } else if (kProgramShift) {
-                program_shifted<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, row, key, magnitude(), softmax.shift);
+                program_ramped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, ramps, row, key);
             } else {
                 program_scores<kCut, kBlockKV / 8, kMaskScores, kReadAhead>(at, head(work), kept, row, key, magnitude(), &ahead);
             }
@@ -330,7 +337,7 @@ struct Consumer {
             wait_turn();
             issue_qk();
             if (kRescaleBeside) rescale();
-            see(work, n, masked);
+            foresee(work, n, masked);
             wait_v();
             issue_pv();
             pass_turn();
@@ -353,7 +360,7 @@ struct Consumer {
             wait_k();
             wait_turn();
             issue_qk();
-            see(work, n, masked);
+            foresee(work, n, masked);
             pass_turn();
             if (kChain) release_o();
             read_biases();

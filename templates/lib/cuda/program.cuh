@@ -38,6 +38,12 @@ constexpr float kCapBound = @{ score_cap_bound }@;
 struct ScoreCap {
     float cap, factor;
 };
+// What is added to the scores of two rows for every key after the first of a block, in units of the raw score, and whether it is the less the
+// earlier a key is, or the same.
+struct ScoreRamps {
+    float factor[2];
+    bool falls;
+};
 // How many reads along the keys may come ahead of their use, 0 if none is of two bytes; and whether threads take any of them so. The
 // others are biases, of which each tile of scores reads a tile: how many, and which of the reads they are.
 constexpr int kScoreReads = @{ score_reads_ahead }@;
@@ -346,30 +352,43 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
     }
 }
 
-// The same for a program that adds to the score what does not depend on it, in units of the raw score: what is the same for
-// all keys of the block goes to `shift`, a number for each of the two rows, in units of log2.
-template <bool kMasked, int kTiles, bool kMask = true, typename At>
-__device__ __forceinline__ void program_shifted(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
-                                                int kv_first, float scale, float (&shift)[2]) {
-    constexpr bool kElementMask = kMasked && kProgramMask && kMask;
+// The same for a program that adds to the score what does not depend on it and is linear along the keys, in two parts. First, before there are
+// scores: what is the same for all keys of the block goes to `shift`, a number for each of the two rows, in units of log2.
+__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead& head, const ProgramKept& kept, int q, int kv_first, float scale,
+                                                    float (&shift)[2]) {
     const float c = scale * kLog2E, inverse = reciprocal_approx(c);  // as the softmax takes scores to units of log2
-    const int last = head.kv_len - 1 - kv_first;
+    ScoreRamps ramps;
+    ramps.falls = true;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min_of(q + 8 * i, head.q_len - 1);
         const ScoreShift add = score_shift(score_row(head, kept.score, row, kv_first, scale));
-        const MaskRow mask = mask_row(head, kept.mask, row, kv_first);
         // The quotient to its last bit: errors of it add up over the keys of a block.
-        const float wanted = add.factor * kLog2E;
-        float factor = wanted * inverse;
-        factor = fmaf(fmaf(-factor, c, wanted), inverse, factor);
+        const float wanted = add.factor * kLog2E, factor = wanted * inverse;
+        ramps.factor[i] = fmaf(fmaf(-factor, c, wanted), inverse, factor);
+        ramps.falls = ramps.falls && add.factor >= 0.0f;
         shift[i] = add.base * kLog2E;
+        // Here, and not where the scores are.
+        asm volatile("" : "+f"(shift[i]), "+f"(ramps.factor[i]));
+    }
+    return ramps;
+}
+// Then, in units of the raw score, the rest.
+template <bool kMasked, int kTiles, bool kMask = true, typename At>
+__device__ __forceinline__ void program_ramped(const At& at, const ProgramHead& head, const ProgramKept& kept, const ScoreRamps& ramps,
+                                               int q, int kv_first) {
+    constexpr bool kElementMask = kMasked && kProgramMask && kMask;
+    const int last = head.kv_len - 1 - kv_first;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = min_of(q + 8 * i, head.q_len - 1);
+        const MaskRow mask = mask_row(head, kept.mask, row, kv_first);
 #pragma unroll
         for (int j = 0; j < kTiles; j++) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float& s = at(j, 2 * i + e);
-                s = fmaf(factor, float(8 * j + e), s);
+                s = fmaf(ramps.factor[i], float(8 * j + e), s);
                 const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
                 if (kElementMask) s = mask_element(head, kept.mask, mask, row, kv_first, offset) ? s : -FT_INFINITY;
             }
@@ -453,8 +472,9 @@ __device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>&, const P
 template <bool kMasked, int kTiles, bool kMask = true, bool kAhead = false, typename At>
 __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float,
                                                const ScoresAhead<kTiles>* = nullptr) {}
+__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead&, const ProgramKept&, int, int, float, float (&)[2]) { return {}; }
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
-__device__ __forceinline__ void program_shifted(const At&, const ProgramHead&, const ProgramKept&, int, int, float, float (&)[2]) {}
+__device__ __forceinline__ void program_ramped(const At&, const ProgramHead&, const ProgramKept&, const ScoreRamps&, int, int) {}
 __device__ __forceinline__ ScoreCap program_cap(const ProgramHead&, const ProgramKept&, float) { return {}; }
 template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
 __device__ __forceinline__ void program_capped(const At&, const ProgramHead&, const ProgramKept&, const ScoreCap&, int, int, float,

@@ -28,16 +28,21 @@ struct RowSoftmax {
     float l[2];       // this thread's part of the sum
     float factor[2];  // what the last advance() asks to multiply O with
     float shift[2];   // with kShift, what is to be added to the scores at hand in units of log2, another for each thread
+    bool shift_may_rise = false;  // in the blocks that follow, which are of earlier keys
 
     // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is lazy.
     static constexpr float kSlack = 8.0f;
 
     // Whether references are zero at least, from where all rows have met a score of kLeast or more: Hopper has a maximum of three integers
     // and of two floats, and integers are in the order of the floats that they are the bits of where the largest is not negative.
-    static constexpr bool kFromZero = !kShift && !kBounded;
+    // With kShift it is from the shift on, which must not rise from here to a tile's last block.
+    static constexpr bool kFromZero = !kBounded;
     static constexpr float kLeast = -8.0f;  // in units of log2: probabilities of such a row are small by as much
 
-    __device__ __forceinline__ bool is_far_below_zero(float c) const { return m[0] * c < kLeast || m[1] * c < kLeast; }
+    __device__ __forceinline__ bool is_far_below_zero(float c) const {
+        if (kShift) return shift_may_rise || m[0] - shift[0] < kLeast || m[1] - shift[1] < kLeast;
+        return m[0] * c < kLeast || m[1] * c < kLeast;
+    }
 
     // What takes m to units of log2.
     static __device__ __forceinline__ float unit(float c) { return kShift || kBounded ? 1.0f : c; }
@@ -50,8 +55,9 @@ struct RowSoftmax {
     // What is taken from the scores of a row in units of log2. A row that has seen nothing yet: any finite reference gives
     // exp2(-inf) = 0 instead of NaN.
     __device__ __forceinline__ float reference(float maximum, int h, float c) const {
-        if (kShift && shift[h] == -FT_INFINITY) return FT_INFINITY;
-        return maximum == -FT_INFINITY ? 0.0f : kShift ? maximum - shift[h] : maximum * c;
+        // A shift of -inf takes scores with it that are finite: 0, too.
+        if (kShift) return maximum == -FT_INFINITY ? FT_INFINITY : maximum - shift[h];
+        return maximum == -FT_INFINITY ? 0.0f : maximum * c;
     }
 
     // The largest of x and this thread's scores of row h and, with kByBits, zero.

@@ -12,7 +12,7 @@ use flashtune::codegen::{
     Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder,
 };
 use flashtune::{DType, Distribution, Layout, Mask};
-use programs::{ANYWHERE, BIAS, BIASES, DOCUMENTS, LISTS, RUNS};
+use programs::{ANYWHERE, BIAS, BIASES, DOCUMENTS, LISTS, RAMP, RAMPS, RUNS};
 use rand::Rng;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -95,6 +95,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
         "lists" => Some(ANYWHERE),
         "runs" => Some(DOCUMENTS),
         "bias" => Some(BIAS),
+        "ramp" => Some(RAMP),
         _ => None,
     };
     let kind = match family {
@@ -128,7 +129,14 @@ fn planted_faults_are_seen_as_what_they_are() {
         return;
     }
     let templates = templates();
-    let families = [("sm90", sm90::SM90), ("lists", LISTS), ("runs", RUNS), ("bias", BIASES), ("sm80", sm80::SM80)];
+    let families = [
+        ("sm90", sm90::SM90),
+        ("lists", LISTS),
+        ("runs", RUNS),
+        ("bias", BIASES),
+        ("ramp", RAMPS),
+        ("sm80", sm80::SM80),
+    ];
     let all: Vec<(&str, usize, &Fault)> = families
         .into_iter()
         .flat_map(|(family, faults)| faults.iter().enumerate().map(move |(i, fault)| (family, i, fault)))

@@ -222,3 +222,24 @@ pub const BIASES: &[Fault] = &[
 
 /// A bias for every score of every head.
 pub const BIAS: &str = "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];";
+
+/// Faults in how what is linear along the keys is added.
+pub const RAMPS: &[Fault] = &[
+    [
+        "zero is the maximum of scores far below zero",
+        "lib/cuda/row_softmax.cuh",
+        "if (kShift) return shift_may_rise ||",
+        "if (kShift) return false &&",
+        "the oracle says",
+    ],
+    [
+        "the ramp of the block beside",
+        "forward/sm90/consumer.cuh",
+        "ramps = program_ramps(head(work), kept, row, key,",
+        "ramps = program_ramps(head(work), kept, row, key + kBlockKV,",
+        "the oracle says",
+    ],
+];
+
+/// A penalty that grows with the distance.
+pub const RAMP: &str = "slope: f32[heads]; score = score + slope[h] * (kv - q);";
