@@ -212,7 +212,7 @@ struct Consumer {
     template <typename Masked> __device__ __forceinline__ void foresee(const Work& work, int n, Masked masked) {
         if (kProgramShift) {
             const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
-            ramps = program_ramps(head(work), kept, row, key, magnitude(), softmax.shift);
+            ramps = program_ramps<kBlockKV / 8>(head(work), kept, row, key, magnitude(), masked, softmax.shift);
             softmax.shift_may_rise = !ramps.falls;
         }
         if (kClean && masked) masks.see(work.tile, first_key(work, n));

@@ -11,6 +11,12 @@ __device__ __forceinline__ float log2_approx(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+// x + log2(y) where they nearly cancel: y's exponent and a whole x meet without rounding.
+__device__ __forceinline__ float add_log2(float x, float y) {
+    if (!(y < FT_INFINITY)) return x + y;  // infinity, or NaN
+    const int bits = __float_as_int(y);
+    return x + float((bits >> 23) - 127) + log2_approx(__int_as_float((bits & 0x7fffff) | 0x3f800000));
+}
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

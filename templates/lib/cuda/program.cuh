@@ -38,10 +38,10 @@ constexpr float kCapBound = @{ score_cap_bound }@;
 struct ScoreCap {
     float cap, factor;
 };
-// What is added to the scores of two rows for every key after the first of a block, in units of the raw score, and whether it is the less the
-// earlier a key is, or the same.
+// What is added to the scores of two rows from one key of a block to the next, in units of the raw score, counted from which of its keys, and whether
+// it is the less the earlier a key is, or the same.
 struct ScoreRamps {
-    float factor[2];
+    float factor[2], at[2];
     bool falls;
 };
 // How many reads along the keys may come ahead of their use, 0 if none is of two bytes; and whether threads take any of them so. The
@@ -353,16 +353,26 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
 }
 
 // The same for a program that adds to the score what does not depend on it and is linear along the keys, in two parts. First, before there are
-// scores: what is the same for all keys of the block goes to `shift`, a number for each of the two rows, in units of log2.
+// scores: what is added at one key of the block goes to `shift`, a number for each of the two rows, in units of log2. What is added on both sides of
+// that key cancels out with it where their sum nearly vanishes, as ALiBi's does at the diagonal, and is rounded as large as it is: so it is the key in
+// the middle, or in blocks that rows see a part of the one where the sum vanishes.
+template <int kTiles, typename Masked>
 __device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead& head, const ProgramKept& kept, int q, int kv_first, float scale,
-                                                    float (&shift)[2]) {
+                                                    Masked masked, float (&shift)[2]) {
     const float c = scale * kLog2E, inverse = reciprocal_approx(c);  // as the softmax takes scores to units of log2
     ScoreRamps ramps;
     ramps.falls = true;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min_of(q + 8 * i, head.q_len - 1);
-        const ScoreShift add = score_shift(score_row(head, kept.score, row, kv_first, scale));
+        int at = kTiles * 4;
+        if (masked) {
+            const ScoreShift first = score_shift(score_row(head, kept.score, row, kv_first, scale));
+            const float last = float(max_of(0, min_of(8 * kTiles, head.kv_len - kv_first) - 1));
+            at = int(fminf(fmaxf(first.base * -reciprocal_approx(first.factor), 0.0f), last));
+        }
+        ramps.at[i] = float(at);
+        const ScoreShift add = score_shift(score_row(head, kept.score, row, kv_first + at, scale));
         // The quotient to its last bit: errors of it add up over the keys of a block.
         const float wanted = add.factor * kLog2E, factor = wanted * inverse;
         ramps.factor[i] = fmaf(fmaf(-factor, c, wanted), inverse, factor);
@@ -388,7 +398,7 @@ __device__ __forceinline__ void program_ramped(const At& at, const ProgramHead& 
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float& s = at(j, 2 * i + e);
-                s = fmaf(ramps.factor[i], float(8 * j + e), s);
+                s = fmaf(ramps.factor[i], float(8 * j + e) - (kMasked ? ramps.at[i] : float(kTiles * 4)), s);
                 const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
                 if (kElementMask) s = mask_element(head, kept.mask, mask, row, kv_first, offset) ? s : -FT_INFINITY;
             }
@@ -472,7 +482,8 @@ __device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>&, const P
 template <bool kMasked, int kTiles, bool kMask = true, bool kAhead = false, typename At>
 __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float,
                                                const ScoresAhead<kTiles>* = nullptr) {}
-__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead&, const ProgramKept&, int, int, float, float (&)[2]) { return {}; }
+template <int kTiles, typename Masked>
+__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead&, const ProgramKept&, int, int, float, Masked, float (&)[2]) { return {}; }
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
 __device__ __forceinline__ void program_ramped(const At&, const ProgramHead&, const ProgramKept&, const ScoreRamps&, int, int) {}
 __device__ __forceinline__ ScoreCap program_cap(const ProgramHead&, const ProgramKept&, float) { return {}; }

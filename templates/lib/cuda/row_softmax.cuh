@@ -152,7 +152,7 @@ struct RowSoftmax {
             l[h] = quad_sum(l[h]);
             r.empty[h] = l[h] == 0.0f;
             r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
-            r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (m[h] * unit(c) + log2_approx(l[h]));
+            r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (kBounded ? add_log2(m[h], l[h]) : m[h] * unit(c) + log2_approx(l[h]));
         }
         return r;
     }

@@ -12,5 +12,5 @@ __device__ __forceinline__ WithSink with_sink(float l, float m, float sink) {
     const float top = fmaxf(m, sink);
     if (top == -FT_INFINITY) return WithSink{0.0f, -FT_INFINITY};
     const float less = exp2_approx(m - top), sum = fmaf(l, less, exp2_approx(sink - top));
-    return WithSink{less * reciprocal_approx(sum), kLn2 * (top + log2_approx(sum))};
+    return WithSink{less * reciprocal_approx(sum), kLn2 * add_log2(top, sum)};
 }

@@ -235,8 +235,8 @@ pub const RAMPS: &[Fault] = &[
     [
         "the ramp of the block beside",
         "forward/sm90/consumer.cuh",
-        "ramps = program_ramps(head(work), kept, row, key,",
-        "ramps = program_ramps(head(work), kept, row, key + kBlockKV,",
+        "program_ramps<kBlockKV / 8>(head(work), kept, row, key,",
+        "program_ramps<kBlockKV / 8>(head(work), kept, row, key + kBlockKV,",
         "the oracle says",
     ],
 ];
