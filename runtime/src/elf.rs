@@ -2,105 +2,38 @@
 //! points beyond the end would have them read what is not theirs. The hash of an image says that nobody changed it, not that
 //! whoever made it made sense.
 
-/// Bytes of a header, a segment's entry and a section's.
-const HEADER: usize = 64;
-const SEGMENT: usize = 56;
-const SECTION: usize = 64;
-
-/// Kinds of sections.
-const UNUSED: u32 = 0;
-const SYMBOLS: u32 = 2;
-const STRINGS: u32 = 3;
-/// Takes memory and no bytes of the file.
-const NO_BITS: u32 = 8;
-
-struct Image<'a>(&'a [u8]);
-
-impl Image<'_> {
-    fn array<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
-        self.0.get(at..at.checked_add(N)?)?.try_into().ok()
-    }
-
-    fn u16(&self, at: usize) -> Option<usize> {
-        self.array(at).map(|b| u16::from_le_bytes(b) as usize)
-    }
-
-    fn u32(&self, at: usize) -> Option<u32> {
-        self.array(at).map(u32::from_le_bytes)
-    }
-
-    fn u64(&self, at: usize) -> Option<usize> {
-        self.array(at).and_then(|b| usize::try_from(u64::from_le_bytes(b)).ok())
-    }
-
-    /// Whether so many bytes lie there.
-    fn holds(&self, offset: usize, bytes: usize) -> bool {
-        offset.checked_add(bytes).is_some_and(|end| end <= self.0.len())
-    }
-}
+use object::LittleEndian;
+use object::elf::{FileHeader64, PN_XNUM, SHT_DYNSYM, SHT_NULL, SHT_SYMTAB};
+use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable, Sym, SymbolTable};
 
 /// Refuses what is no little-endian 64-bit ELF file whose tables, segments, sections and names lie within its bytes.
 ///
 /// # Errors
 /// What points beyond the end, in words.
 pub fn check(bytes: &[u8]) -> Result<(), &'static str> {
-    let image = Image(bytes);
-    if bytes.len() < HEADER || !bytes.starts_with(b"\x7fELF\x02\x01") {
-        return Err("it is no 64-bit ELF image");
-    }
-    segments(&image)?;
-    sections(&image)
-}
-
-fn segments(image: &Image) -> Result<(), &'static str> {
-    const CUT: &str = "its table of segments lies beyond its end";
-    let (table, entry, count) = (image.u64(32).ok_or(CUT)?, image.u16(54).ok_or(CUT)?, image.u16(56).ok_or(CUT)?);
-    if count > 0 && entry != SEGMENT || !image.holds(table, count * SEGMENT) {
-        return Err(CUT);
-    }
-    for at in (0..count).map(|i| table + i * SEGMENT) {
-        let (offset, bytes) = (image.u64(at + 8).ok_or(CUT)?, image.u64(at + 32).ok_or(CUT)?);
-        if !image.holds(offset, bytes) {
-            return Err("a segment lies beyond its end");
-        }
-    }
-    Ok(())
-}
-
-fn sections(image: &Image) -> Result<(), &'static str> {
-    const CUT: &str = "its table of sections lies beyond its end";
     const NAMES: &str = "a name lies beyond its table of names";
-    let (table, entry, count) = (image.u64(40).ok_or(CUT)?, image.u16(58).ok_or(CUT)?, image.u16(60).ok_or(CUT)?);
-    if count > 0 && entry != SECTION || !image.holds(table, count * SECTION) {
-        return Err(CUT);
+    let header = FileHeader64::<LittleEndian>::parse(bytes).map_err(|_| "it is no 64-bit ELF image")?;
+    let endian = LittleEndian;
+    const SEGMENTS: &str = "its table of segments lies beyond its end";
+    // Loaders take this number for what it says, not for a sign that the number is elsewhere.
+    if header.e_phnum(endian) == PN_XNUM {
+        return Err(SEGMENTS);
     }
-    let section = |i: usize| table + i * SECTION;
-    let kind = |i: usize| image.u32(section(i) + 4);
-    let place = |i: usize| Some((image.u64(section(i) + 24)?, image.u64(section(i) + 32)?));
-    for i in 0..count {
-        let (kind, (offset, bytes)) = kind(i).zip(place(i)).ok_or(CUT)?;
-        if ![UNUSED, NO_BITS].contains(&kind) && !image.holds(offset, bytes) {
-            return Err("a section lies beyond its end");
-        }
+    for segment in header.program_headers(endian, bytes).map_err(|_| SEGMENTS)? {
+        segment.data(endian, bytes).map_err(|()| "a segment lies beyond its end")?;
     }
-    // From here on every place of a section that has bytes is within them. The length of a table of names, which ends its last one.
-    let strings = |i: usize| -> Option<usize> {
-        let (offset, bytes) = place(i).filter(|_| i < count && kind(i) == Some(STRINGS))?;
-        (bytes == 0 || image.0[offset + bytes - 1] == 0).then_some(bytes)
-    };
-    let names = if count > 0 { strings(image.u16(62).ok_or(CUT)?).ok_or(NAMES)? } else { 0 };
-    for i in 0..count {
-        if image.u32(section(i)).ok_or(CUT)? as usize >= names.max(1) {
-            return Err(NAMES);
-        }
-        if kind(i) != Some(SYMBOLS) {
-            continue;
-        }
-        let ((offset, bytes), link) = place(i).zip(image.u32(section(i) + 40)).ok_or(CUT)?;
-        let names = strings(link as usize).ok_or(NAMES)?;
-        for at in (offset..offset + bytes / 24 * 24).step_by(24) {
-            if image.u32(at).ok_or(CUT)? as usize >= names.max(1) {
-                return Err(NAMES);
+    let sections = header.section_headers(endian, bytes).map_err(|_| "its table of sections lies beyond its end")?;
+    for section in sections.iter().filter(|s| s.sh_type(endian) != SHT_NULL) {
+        section.data(endian, bytes).map_err(|_| "a section lies beyond its end")?;
+    }
+    let names = header.section_strings(endian, bytes, sections).map_err(|_| NAMES)?;
+    let sections = SectionTable::<FileHeader64<LittleEndian>>::new(sections, names);
+    for (index, section) in sections.enumerate() {
+        sections.section_name(endian, section).map_err(|_| NAMES)?;
+        if [SHT_SYMTAB, SHT_DYNSYM].contains(&section.sh_type(endian)) {
+            let symbols = SymbolTable::parse(endian, bytes, &sections, index, section).map_err(|_| NAMES)?;
+            for symbol in symbols.iter() {
+                symbol.name(endian, symbols.strings()).map_err(|_| NAMES)?;
             }
         }
     }
@@ -110,6 +43,12 @@ fn sections(image: &Image) -> Result<(), &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use object::elf::{SHT_NOBITS, SHT_STRTAB};
+
+    /// Bytes of a header, a segment's entry and a section's.
+    const HEADER: usize = 64;
+    const SEGMENT: usize = 56;
+    const SECTION: usize = 64;
 
     /// An image that a compiler of the host made.
     fn image() -> Vec<u8> {
@@ -158,8 +97,8 @@ mod tests {
             (40, "sections"),
             (segments + 8, "a segment"),
             (segments + 32, "a segment"),
-            (of_kind(STRINGS) + 24, "a section"),
-            (of_kind(SYMBOLS) + 32, "a section"),
+            (of_kind(SHT_STRTAB) + 24, "a section"),
+            (of_kind(SHT_SYMTAB) + 32, "a section"),
         ];
         for (at, word) in places {
             for to in [huge, &[0xff; 8]] {
@@ -171,10 +110,10 @@ mod tests {
             let said = set(at, &[0xff; 2]);
             assert!(said.is_some_and(|s| s.contains(word)), "{at}: {said:?}");
         }
-        assert_eq!(set(of_kind(STRINGS), &[0xff; 4]), Some("a name lies beyond its table of names"));
-        assert_eq!(set(of_kind(SYMBOLS) + 40, &[0xff; 4]), Some("a name lies beyond its table of names"));
+        assert_eq!(set(of_kind(SHT_STRTAB), &[0xff; 4]), Some("a name lies beyond its table of names"));
+        assert_eq!(set(of_kind(SHT_SYMTAB) + 40, &[0xff; 4]), Some("a name lies beyond its table of names"));
         // What takes no bytes may be as large as it likes.
-        assert_eq!(set(of_kind(NO_BITS) + 32, &[0x7f; 8]), None);
+        assert_eq!(set(of_kind(SHT_NOBITS) + 32, &[0x7f; 8]), None);
         // Whatever the bytes of headers and tables are.
         let tables = (0..HEADER).chain(segments..segments + 4 * SEGMENT).chain(sections..whole.len());
         for at in tables {

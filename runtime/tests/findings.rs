@@ -114,7 +114,7 @@ impl Call {
         let compiler = CompilerId { name: "none".into(), version: "0".into() };
         let recipe = Recipe { kernel, templates: "paper".into(), options: vec![], compiler, abi: ABI_VERSION };
         // A header without segments and sections: this driver looks at nothing.
-        let bytes = [&b"\x7fELF\x02\x01"[..], &[0; 58]].concat();
+        let bytes = [&b"\x7fELF\x02\x01\x01"[..], &[0; 57]].concat();
         let artifact = Artifact { recipe, entry: "kernel".into(), facts: Facts::default(), bytes };
         let module = device.load(&artifact).unwrap();
         let mask = if sides == MaskKind::CAUSAL { Mask::Causal } else { Mask::Full };
