@@ -27,6 +27,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/sm80.cu",
     "forward/sm90.cu",
     "forward/sm90/again.cuh",
+    "forward/sm90/arrivals.cuh",
     "forward/sm90/biases.cuh",
     "forward/sm90/consumer.cuh",
     "forward/sm90/output.cuh",

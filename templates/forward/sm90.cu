@@ -189,6 +189,7 @@ struct Layout {
 <% include "forward/sm90/row_masks.cuh" %>
 <% include "forward/sm90/output.cuh" %>
 <% include "forward/sm90/steps.cuh" %>
+<% include "forward/sm90/arrivals.cuh" %>
 <% include "forward/sm90/consumer.cuh" %>
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_attribute }@

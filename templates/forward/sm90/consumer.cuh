@@ -1,13 +1,7 @@
 // The consumer: one warpgroup, from scores to outputs.
 
 // One warpgroup of 64 query rows.
-struct Consumer {
-    const KernelArgs& args;
-    const u32 smem;
-    const int id;             // of the warpgroup, 0 to kConsumers - 1
-    Hand hand;
-    Ring<kStages> k_ring, v_ring;
-    bool k_seen = false, v_seen = false;  // whether the next K and V are known to have arrived
+struct Consumer : Arrivals {
     BiasRing bias_ring;
     Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
     int q_at;                        // which Q is at hand
@@ -24,25 +18,7 @@ struct Consumer {
 
     __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
-    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem), masks(args, id) {}
-    static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
-    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-    // A barrier of this warpgroup alone.
-    __device__ __forceinline__ void sync() const { barrier_sync(1 + kConsumers + id, 128); }
-
-    // Consumers take turns in issuing matrix work, so that the softmax of one runs beside the products of another
-    // (FlashAttention-3, section 3.1). Barrier 1 + i is consumer i's turn.
-    __device__ __forceinline__ void wait_turn() const {
-        if (kTakeTurns) barrier_sync(1 + id, 256);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if (kTakeTurns) barrier_arrive(1 + (id + 1 == kConsumers ? 0 : id + 1), 256);
-    }
-
-    __device__ __forceinline__ void skip_turn() const {
-        wait_turn();
-        pass_turn();
-    }
+    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : Arrivals(args, smem, id), masks(args, id) {}
 
     // s = Q K^T of the next block of keys, asynchronously.
     template <typename Product = ScoreProduct> __device__ __forceinline__ void issue_qk() {
@@ -120,53 +96,6 @@ struct Consumer {
         if (!kQuick) wgmma_touch(s);
         release_k();
         if (n == work.own.begin) release_q();
-    }
-    // Looks for the next K and V while there is other work, so that the answer is at hand when they are wanted.
-    __device__ __forceinline__ void look_ahead() {
-        k_seen = mbarrier_test(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity);
-        v_seen = mbarrier_test(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity);
-    }
-    __device__ __forceinline__ void wait_k() {
-        if (!k_seen) mbarrier_wait(smem + Layout::kFullK + k_ring.stage * 8, k_ring.parity);
-        k_seen = false;
-    }
-    // This warp is done with a buffer, which whoever brings a part of the next block into it must know.
-    static __device__ __forceinline__ void release(u32 empty) {
-        if constexpr (kCluster > 1) {
-            if (lane() < kCluster) mbarrier_arrive_at(empty, lane());
-        } else {
-            if (lane() == 0) mbarrier_arrive(empty);
-        }
-    }
-    __device__ __forceinline__ void release_k() {
-        release(smem + Layout::kEmptyK + k_ring.stage * 8);
-        k_ring.advance();
-    }
-    __device__ __forceinline__ void wait_v() {
-        if (!v_seen) mbarrier_wait(smem + Layout::kFullV + v_ring.stage * 8, v_ring.parity);
-        v_seen = false;
-    }
-    __device__ __forceinline__ void release_v() {
-        release(smem + Layout::kEmptyV + v_ring.stage * 8);
-        v_ring.advance();
-    }
-    // Key blocks that others asked for: of the cluster, or consumers of other rows. Each takes a turn as if it were computed:
-    // all consumers of a thread block must take as many. V of the last `later` of them may be left to skip_v(): not of more, since
-    // the others may wait for V's space before they give back that of K.
-    __device__ __forceinline__ void skip(int count, int later = 0) {
-#pragma unroll 1
-        for (; kSkips && count > 0; count--) {
-            wait_k();
-            __syncwarp();  // no lane may still wait for what is given away
-            release_k();
-            if (kTrim) skip_turn();
-            if (count > later) skip_v();
-        }
-    }
-    __device__ __forceinline__ void skip_v() {
-        wait_v();
-        __syncwarp();
-        release_v();
     }
     // How many of a tile's blocks arrive before its own, and after them.
     static __device__ __forceinline__ int before(const Work& work) {

@@ -90,7 +90,7 @@ pub const SM90: &[Fault] = &[
     ],
     [
         "a turn that is never passed",
-        "forward/sm90/consumer.cuh",
+        "forward/sm90/arrivals.cuh",
         "if (kTakeTurns) barrier_arrive(",
         "if (false) barrier_arrive(",
         "deadlock",
@@ -140,7 +140,7 @@ pub const SM90: &[Fault] = &[
     ["keys for one block of a cluster", "forward/sm90/producer.cuh", "(1 << kCluster) - 1", "1", "deadlock"],
     [
         "a buffer that is filled again while the other block reads it",
-        "forward/sm90/consumer.cuh",
+        "forward/sm90/arrivals.cuh",
         "mbarrier_arrive_at(empty, lane())",
         "mbarrier_arrive_at(empty, cluster_rank())",
         "on its way|deadlock|the oracle says",
@@ -189,10 +189,10 @@ pub const SM90: &[Fault] = &[
         "part.row += (consumer ^ 1) * 64;",
         "the oracle says",
     ],
-    ["what is left out takes no turn, trimmed", "forward/sm90/consumer.cuh", "if (kTrim) skip_turn();", "", "deadlock"],
+    ["what is left out takes no turn, trimmed", "forward/sm90/arrivals.cuh", "if (kTrim) skip_turn();", "", "deadlock"],
     [
         "K that is left out is not given back, trimmed",
-        "forward/sm90/consumer.cuh",
+        "forward/sm90/arrivals.cuh",
         "            release_k();\n            if (kTrim)",
         "            if (kTrim)",
         "deadlock|the oracle says",
