@@ -5,11 +5,6 @@ use super::lex::Token;
 use super::parse::Parser;
 use super::words::{Axis, Declaration, MAX_RANK, Range, Storage, Type};
 
-/// Floats have a range as scalars alone: nobody looks at a tensor's for one.
-fn is_float_scalar(d: &Declaration) -> bool {
-    d.storage == Storage::F32 && d.axes.is_none()
-}
-
 impl Parser<'_> {
     pub(super) fn declaration(&mut self, name: String) -> Result<(), ProgramError> {
         let span = self.span();
@@ -29,12 +24,12 @@ impl Parser<'_> {
         }
         loop {
             match self.peek().clone() {
-                Token::Name(n) if n == "in" && (storage.ty() == Type::Int || is_float_scalar(&declaration)) => {
+                Token::Name(n) if n == "in" && (storage.ty() == Type::Int || declaration.is_float_scalar()) => {
                     self.at += 1;
                     declaration.range = Some(self.range()?);
                 }
                 // Of floats alone: what ints may be decides which keys are visited.
-                Token::Name(n) if n == "usually" && is_float_scalar(&declaration) => {
+                Token::Name(n) if n == "usually" && declaration.is_float_scalar() => {
                     self.at += 1;
                     if *self.peek() != Token::Name("in".to_owned()) {
                         return Err(self.unexpected("expected `in LOW..HIGH`"));

@@ -119,6 +119,7 @@ impl<'de> Deserialize<'de> for ProgramRef {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::score::{ProgramBuilder, Storage};
 
     #[test]
     fn calls_outside_of_a_usual_range_get_a_program_without_it() {
@@ -135,6 +136,9 @@ mod tests {
         assert_eq!(usual.admitting(|_| Some(Scalar::Int(51))), wide);
         assert_eq!(usual.admitting(|_| None), usual);
         assert_eq!(wide.admitting(|_| Some(Scalar::Float(1e9))), wide);
+        let int = Declaration::scalar("n", Storage::I32).usually_within(0, 5);
+        let e = ProgramBuilder::new().declare(int).unwrap_err().to_string();
+        assert!(e.contains("`n: i32 usually in 0..5` has a usual range"), "{e}");
     }
 
     #[test]

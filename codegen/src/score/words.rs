@@ -346,9 +346,14 @@ impl Declaration {
         Self { nondecreasing: true, ..self }
     }
 
+    /// Floats have a range as scalars alone: nobody looks at a tensor's for one.
+    pub(super) fn is_float_scalar(&self) -> bool {
+        self.storage == Storage::F32 && self.axes.is_none()
+    }
+
     /// The largest magnitude that is promised of a float scalar.
     pub fn float_bound(&self) -> Option<f32> {
-        let Range { lo, hi } = self.range.filter(|_| self.storage == Storage::F32 && self.axes.is_none())?;
+        let Range { lo, hi } = self.range.filter(|_| self.is_float_scalar())?;
         Some(lo.unsigned_abs().max(hi.unsigned_abs()) as f32)
     }
 

@@ -177,6 +177,11 @@ impl ProgramBuilder {
                 format!("first `{old}`, then `{new}`; declare it once"),
             ));
         }
+        if new.usually && !new.is_float_scalar() {
+            let expected =
+                "float scalars alone have a usual range: what ints and tensors hold decides which keys are visited";
+            return Err(ProgramError::new(format!("`{new}` has a usual range"), expected));
+        }
         if let Some(range) = new.range {
             let storage = Declaration { range: None, ..new.clone() }.int_range();
             // Scalars are passed in 64 bits.
