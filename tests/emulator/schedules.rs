@@ -46,6 +46,7 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             chain: rng.random(),
             output_apart: false,
             bias_stages: 0,
+            producer_spare: 0,
             exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
             cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
@@ -83,7 +84,10 @@ fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
         Sm90Schedule { block_kv: 64, stages: 1, cluster: 1, trim: false, blocks_per_sm: 1, ..brought },
     ];
     let mut legal = changed.into_iter().map(|s| Kernel { schedule: Schedule::Sm90(s), ..kernel });
-    legal.find(|k| k.check().is_ok()).unwrap_or(kernel)
+    let kernel = legal.find(|k| k.check().is_ok()).unwrap_or(kernel);
+    let Schedule::Sm90(schedule) = kernel.schedule else { unreachable!("of forward/sm90") };
+    let spared = Sm90Schedule { producer_spare: 8 * rng.random_range(0..=3), ..schedule };
+    Some(Kernel { schedule: Schedule::Sm90(spared), ..kernel }).filter(|k| k.check().is_ok()).unwrap_or(kernel)
 }
 
 /// A kernel of `forward/sm80`.

@@ -49,6 +49,10 @@ pub struct Sm90Schedule {
     /// thread reads its own elements from memory, ahead of their use.
     #[serde(default)]
     pub bias_stages: u32,
+    /// Registers that a thread of the producer keeps beyond those that it needs by rule, and that consumers then lack: for masks whose
+    /// blocks take more to find than the rule says.
+    #[serde(default)]
+    pub producer_spare: u32,
     /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
     /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
     pub exp2_eighths: u32,
@@ -114,11 +118,16 @@ impl Sm90Schedule {
     }
 
     /// Registers of a thread of the producer, once it has given back what it does not need: the fewest that there can
-    /// be or, where it also decides who computes what, as many as that takes. Many threads leave it 32.
+    /// be or, where it also decides who computes what, as many as that takes, and those to spare.
     pub fn producer_registers(&self, problem: &Problem) -> u32 {
-        if !self.registers_move(problem) {
-            return self.launch_registers();
+        match self.registers_move(problem) {
+            true => self.producer_needs(problem) + self.producer_spare,
+            false => self.launch_registers(),
         }
+    }
+
+    /// The rule. Many threads leave the producer 32.
+    fn producer_needs(&self, problem: &Problem) -> u32 {
         // It copies the biases that the copy engine cannot address, and the consumers can spare no more.
         if !self.biases(problem).is_empty() {
             return 56;
@@ -253,6 +262,12 @@ impl Sm90Schedule {
         if self.exp2_eighths > 0 && !self.masked_loop {
             return bad("exp2_eighths", self.exp2_eighths, "0 unless masked blocks have a loop of their own");
         }
+        if self.producer_spare > 0 {
+            let most = self.launch_registers().saturating_sub(self.producer_needs(problem)) / 8 * 8;
+            if !self.producer_spare.is_multiple_of(8) || self.producer_spare > most || !self.registers_move(problem) {
+                return bad("producer_spare", self.producer_spare, "a multiple of 8, of what the producer gives back");
+            }
+        }
         if self.chain && !(self.scheduler.stays() && self.cluster == 1) {
             return bad("chain", 1, "thread blocks that stay, each alone");
         }
@@ -344,6 +359,9 @@ impl fmt::Display for Sm90Schedule {
         }
         if self.bias_stages > 0 {
             write!(f, "-bias{}", self.bias_stages)?;
+        }
+        if self.producer_spare > 0 {
+            write!(f, "-spare{}", self.producer_spare)?;
         }
         if self.exp2_eighths > 0 {
             write!(f, "-fma{}", self.exp2_eighths)?;

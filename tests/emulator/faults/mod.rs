@@ -59,6 +59,7 @@ fn sm90_schedule(family: &str, what: &str) -> Schedule {
         chain: what.contains("chained"),
         output_apart: what.contains(", apart"),
         bias_stages: if family == "bias" { 2 } else { 0 },
+        producer_spare: 0,
         exp2_eighths: 0,
         cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
         blocks_per_sm: 1,

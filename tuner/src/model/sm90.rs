@@ -94,7 +94,9 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let masked = if s.masked_loop { cut.min(v.total) } else { v.total } * scores * MASK / LANES;
     // Rows of a packed tile are found by division, and their keys differ less from row to row: a wash, unless rows fill up.
     let packing = if group > 1 { 1.01 } else { 1.0 };
-    let total = packing * knowing * heads * ((v.total - left_out).max(0.0) * step + v.tiles * tile + masked);
+    // Registers that the producer keeps gain nothing by arithmetic: what has them comes after what does not.
+    let spare = if s.producer_spare > 0 { 1.01 } else { 1.0 };
+    let total = spare * packing * knowing * heads * ((v.total - left_out).max(0.0) * step + v.tiles * tile + masked);
     let uneven = v.longest * v.tiles > v.total;
     // Pairs were a third slower throughout; why is not known.
     let pairs = if s.cluster > 1 { 1.34 } else { 1.0 };

@@ -55,6 +55,7 @@ impl Sm90Schedule {
             chain,
             output_apart: false,
             bias_stages: 0,
+            producer_spare: 0,
             exp2_eighths: 0,
             cluster: 1,
             blocks_per_sm: 1,
@@ -129,6 +130,7 @@ impl Sm90Schedule {
             overlap: false,
             chain: false,
             output_apart: false,
+            producer_spare: 0,
             take_turns: false,
             // Exponentials on the multiply-add units are for blocks without a mask alone, and have other bits.
             masked_loop: self.exp2_eighths > 0,

@@ -53,6 +53,7 @@ impl Sm90Schedule {
                                                 chain,
                                                 output_apart,
                                                 bias_stages: 0,
+                                                producer_spare: 0,
                                                 exp2_eighths,
                                                 cluster,
                                                 blocks_per_sm,
@@ -82,6 +83,20 @@ impl Sm90Schedule {
                 space.iter().filter(single).flat_map(|s| [1, 2].map(|bias_stages| Self { bias_stages, ..*s }));
             space.extend(brought.collect::<Vec<_>>());
         }
+        // Another split of the registers, of schedules of the usual kind: more to the producer where its rule may be too tight.
+        let usual = |s: &&Self| {
+            let alone =
+                s.scheduler == Sm90Scheduler::Queue && s.cluster == 1 && s.blocks_per_sm == 1 && s.bias_stages == 0;
+            alone
+                && s.overlap
+                && s.masked_loop
+                && !s.p_in_shared
+                && s.stages == 2
+                && s.exp2_eighths == 0
+                && s.section_mib == 32
+        };
+        let spared: Vec<Self> = space.iter().filter(usual).map(|s| Self { producer_spare: 16, ..*s }).collect();
+        space.extend(spared);
         space
     }
 
