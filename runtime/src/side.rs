@@ -55,7 +55,7 @@ pub struct SideInputs<'a> {
 impl SideInputs<'_> {
     /// The scalar of a name.
     pub fn scalar(&self, name: &str) -> Option<Scalar> {
-        self.scalars.iter().find(|(n, _)| *n == name).map(|(_, x)| *x)
+        find(&[*self], |i| i.scalars, name)
     }
 }
 

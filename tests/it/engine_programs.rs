@@ -42,6 +42,22 @@ fn ints(n: usize, f: impl Fn(usize) -> i64) -> Elements {
     Elements::Int((0..n).map(f).collect())
 }
 
+/// Calls with a program, and checks the answer and that it is a kernel of the program that is to run.
+fn check_host_call(
+    engine: &Engine,
+    what: &str,
+    s: &Shape,
+    t: &[HostTensor; 3],
+    (called, runs): (&Program, &Program),
+    data: &SideData,
+) {
+    let program = Some((ProgramRef::new(called.clone()), data));
+    let call = HostForward { mask: s.mask, program, ..HostForward::new(&t[0], &t[1], &t[2]) };
+    let out = engine.forward_host_call(&call).unwrap();
+    check(what, s, t, runs, data, &out.o, &out.lse);
+    assert!(out.plan.unwrap().explain().to_string().contains(&runs.name()), "{what}");
+}
+
 #[test]
 fn host_calls_bring_scalars_and_tensors() {
     let folder = tempfile::tempdir().unwrap();
@@ -61,11 +77,7 @@ fn host_calls_bring_scalars_and_tensors() {
         let program = Program::parse(b.text).unwrap();
         let s = Shape { mask: if name == "alibi" { Mask::Causal } else { Mask::Full }, ..s };
         let t = tensors(DType::Bf16, &s, 16);
-        let kept = ProgramRef::new(program.clone());
-        let call = HostForward { mask: s.mask, program: Some((kept, &data)), ..HostForward::new(&t[0], &t[1], &t[2]) };
-        let out = engine.forward_host_call(&call).unwrap();
-        check(name, &s, &t, &program, &data, &out.o, &out.lse);
-        assert!(out.plan.unwrap().explain().to_string().contains(&program.name()));
+        check_host_call(&engine, name, &s, &t, (&program, &program), &data);
     }
 }
 
@@ -80,11 +92,7 @@ fn scalars_outside_of_their_usual_range_are_served_without_it() {
     assert!(wide.text().contains("cap: f32;") && wide.widened().is_none(), "{}", wide.text());
     for (cap, runs) in [(30.0, &program), (50.0, &program), (120.0, &wide), (-4.0, &wide)] {
         let data = SideData::default().scalar("cap", Scalar::Float(cap));
-        let kept = ProgramRef::new(program.clone());
-        let call = HostForward { mask: s.mask, program: Some((kept, &data)), ..HostForward::new(&t[0], &t[1], &t[2]) };
-        let out = engine.forward_host_call(&call).unwrap();
-        check(&format!("cap {cap}"), &s, &t, &wide, &data, &out.o, &out.lse);
-        assert!(out.plan.unwrap().explain().to_string().contains(&runs.name()), "cap {cap}");
+        check_host_call(&engine, &format!("cap {cap}"), &s, &t, (&program, runs), &data);
     }
     // A range that is promised is one.
     let promised = Program::parse("cap: float in 0..50; score = cap * tanh(score / cap);").unwrap();

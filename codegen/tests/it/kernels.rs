@@ -108,6 +108,25 @@ fn blocks_of_other_rows_are_left_out_where_the_ends_of_runs_are_known() {
 }
 
 #[test]
+fn registers_that_the_producer_keeps_are_those_that_consumers_lack() {
+    let arch: Arch = "sm_90a".parse().unwrap();
+    let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
+    let default = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket(1024)).unwrap();
+    let Schedule::Sm90(schedule) = default else { panic!("{default}") };
+    let with = |producer_spare| Sm90Schedule { producer_spare, ..schedule };
+    let registers = |s: Sm90Schedule| (s.producer_registers(&problem), s.consumer_registers(&problem));
+    assert_eq!((registers(with(0)), registers(with(16))), ((40, 232), (56, 224)));
+    let legal = |spare| Kernel { problem, schedule: Schedule::Sm90(with(spare)), arch }.check();
+    assert!(legal(16).is_ok());
+    for spare in [7, 136] {
+        let e = legal(spare).unwrap_err().to_string();
+        assert!(e.contains("producer_spare") && e.contains("a multiple of 8"), "{spare}: {e}");
+    }
+    let space = Schedule::space(Family::ForwardSm90, &problem, arch);
+    assert!(space.iter().any(|s| matches!(s, Schedule::Sm90(s) if s.producer_spare == 16)));
+}
+
+#[test]
 fn rendering_is_complete_and_deterministic() {
     let (a, b) = (TemplateSet::embedded(), TemplateSet::embedded());
     assert_eq!(a.hash(), b.hash());

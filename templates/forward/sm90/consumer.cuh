@@ -114,6 +114,9 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ int first_key(const Work& work, int n) const {
         return block_at(args, work.tile, work.own, n) * kBlockKV;
     }
+    // Of this thread's scores: the first of its two rows, the other one being 8 rows further, and the first key of block n.
+    __device__ __forceinline__ int first_row(const Work& work) const { return work.tile.row + masks.first_row(); }
+    __device__ __forceinline__ int own_key(const Work& work, int n) const { return first_key(work, n) + lane() % 4 * 2; }
 
     __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
 
@@ -133,14 +136,13 @@ struct Consumer : Arrivals {
     template <typename Masked> __device__ __forceinline__ void read_ahead(const Work& work, int n, Masked masked) {
         if (kLists && masked) masks.read(work, n);
         if (!kScoreTakes) return;
-        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
-        program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, row, key, magnitude());
+        program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, first_row(work), own_key(work, n), magnitude());
     }
     // What is known of the next scores before they are there, beside the products that give them: which of them the mask leaves and what is
     // added along the keys, instructions that wait for each other.
     template <typename Masked> __device__ __forceinline__ void foresee(const Work& work, int n, Masked masked) {
         if (kProgramShift) {
-            const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = first_key(work, n) + lane() % 4 * 2;
+            const int row = first_row(work), key = own_key(work, n);
             ramps = program_ramps<kBlockKV / 8>(head(work), kept, row, key, magnitude(), masked, softmax.shift);
             softmax.shift_may_rise = !ramps.falls;
         }
@@ -151,8 +153,7 @@ struct Consumer : Arrivals {
     // What the score program and the window make of the scores of block n.
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
         const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
-        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, first = first_key(work, n);
-        const int key = first + lane() % 4 * 2;
+        const int row = first_row(work), key = own_key(work, n);
         const auto apply = [&](auto cut) {
             constexpr bool kCut = decltype(cut)::value;
             if (kBounded) {
@@ -166,7 +167,7 @@ struct Consumer : Arrivals {
         };
         if (masked) {
             apply(Bool<true>{});
-            if (!kClean) masks.see(work.tile, first);  // past the last key alone, once in a tile
+            if (!kClean) masks.see(work.tile, first_key(work, n));  // past the last key alone, once in a tile
             masks.apply(s);
 #pragma unroll
             for (int i = 0; kBounded && i < kBlockKV / 2; i++) softmax.take(s[i], i / 2 % 2);
@@ -340,7 +341,7 @@ struct Consumer : Arrivals {
         if (kProgramSink) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int q = work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8;
+                const int q = first_row(work) + h * 8;
                 const float sink = program_sink(head(work), min_of(q, args.forward.q_len - 1));
                 const WithSink sunk = with_sink(softmax.l[h], softmax.m[h] * softmax.unit(c), sink);
                 rows.inverse[h] = sunk.inverse, rows.log_sum_exp[h] = sunk.lse;
