@@ -115,7 +115,7 @@ struct Consumer : Arrivals {
         return block_at(args, work.tile, work.own, n) * kBlockKV;
     }
     // Of this thread's scores: the first of its two rows, the other one being 8 rows further, and the first key of block n.
-    __device__ __forceinline__ int first_row(const Work& work) const { return work.tile.row + masks.first_row(); }
+    __device__ __forceinline__ int first_row(const Work& work) const { return work.tile.row + id * 64 + warp() * 16 + lane() / 4; }
     __device__ __forceinline__ int own_key(const Work& work, int n) const { return first_key(work, n) + lane() % 4 * 2; }
 
     __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
