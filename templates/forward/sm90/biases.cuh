@@ -110,8 +110,8 @@ __device__ __forceinline__ void copy_biases(const KernelArgs& args, u32 smem, Bi
     ring.advance();
 }
 
-// The biases of a block, laid out as its scores; their place is free then.
-__device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer,
+// The biases of a block, laid out as its scores.
+__device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, const BiasRing& ring, int consumer,
                                             ScoresAhead<kBlockKV / 8>& ahead) {
     if constexpr (kBiases > 0) {
         const int lane = threadIdx.x % 32, row = lane % 16, at = bias_place(ring, consumer);
@@ -127,8 +127,16 @@ __device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, Bi
                 for (int i = 0; i < 4; i++) ahead[i % 2].pairs[kBiasPlaces[nth]][2 * j + i / 2] = r[i];
             }
         }
+    }
+}
+
+// Their place is free. An arrival may take effect before what ldmatrix was asked for has been read, and the copy engine then overwrites it:
+// hence the fence, which costs a hundredth of the step where products have not been waited for in between.
+__device__ __forceinline__ void give_back_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer) {
+    if constexpr (kBiases > 0) {
+        fence_async_proxy();
         __syncwarp();
-        if (lane == 0 || copies_biases(args)) mbarrier_arrive(smem + Layout::kEmptyBias + at * 8);
+        if (threadIdx.x % 32 == 0 || copies_biases(args)) mbarrier_arrive(smem + Layout::kEmptyBias + bias_place(ring, consumer) * 8);
         ring.advance();
     }
 }

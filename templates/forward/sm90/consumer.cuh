@@ -95,6 +95,7 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ void take_scores(const Work& work, int n) {
         if (!kQuick) wgmma_touch(s);
         release_k();
+        give_back_biases(args, smem, bias_ring, id);
         if (n == work.own.begin) release_q();
     }
     // How many of a tile's blocks arrive before its own, and after them.

@@ -218,6 +218,13 @@ pub const BIASES: &[Fault] = &[
         "at & 4 ? w[i] : w[i + 1]",
         "the oracle says",
     ],
+    [
+        "biases given back while they are read",
+        "forward/sm90/biases.cuh",
+        "        fence_async_proxy();\n        __syncwarp();",
+        "        __syncwarp();",
+        "read by ldmatrix with no fence.proxy.async",
+    ],
 ];
 
 /// A bias for every score of every head.

@@ -15,6 +15,8 @@ struct Note {
     State state;
     u16 writer;  // thread + 1 of the last ordinary write, or 0
     u32 fences;  // how many fences that thread had passed then
+    u16 reader;  // the same of the last ldmatrix, whose answer nobody need have waited for
+    u32 reader_fences;
 };
 constexpr u32 kGranule = 16;
 struct Shared {
@@ -46,7 +48,7 @@ void store(u32 address, const void* from, u32 bytes, Thread& writer) {
     u8* to = place("a store", writer.rank, address, bytes);
     Note& n = note(writer.rank, address);
     if (n.state == State::arriving) fail("a store to shared address %u while a copy to it is on its way", address);
-    n = {State::holds, u16(writer.number + 1), writer.fences};
+    n = {State::holds, u16(writer.number + 1), writer.fences, n.reader, n.reader_fences};
     std::memcpy(to, from, bytes);
 }
 
@@ -79,6 +81,10 @@ void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     u32 v[4];
     load(v, address, 16);
     x = v[0], y = v[1], z = v[2], w = v[3];
+}
+void note_ldmatrix(u32 address) {
+    Note& n = note(running->rank, address);
+    n.reader = u16(running->number + 1), n.reader_fences = running->fences;
 }
 void st_shared_u16(u32 address, u16 x) { store(address, x); }
 void st_shared_u32(u32 address, u32 x) { store(address, x); }
@@ -137,7 +143,10 @@ void begin_async_write(u32 rank, u32 address, u32 bytes, bool ordinary) {
         if (!ordinary && n.writer && threads[n.writer - 1].fences == n.fences)
             fail("a copy to shared address %u, where thread %d wrote with no fence.proxy.async after", at,
                  n.writer - 1);
-        n = {State::arriving, 0, 0};
+        if (!ordinary && n.reader && threads[n.reader - 1].fences == n.reader_fences)
+            fail("a copy to shared address %u, where thread %d read by ldmatrix with no fence.proxy.async after", at,
+                 n.reader - 1);
+        n = {State::arriving, 0, 0, 0, 0};
     }
 }
 

@@ -85,6 +85,7 @@ void ldmatrix(u32 (&to)[4], u32 address, bool transposed) {
             ld_shared_u32(to[i], rows[8 * i + l / 4] + l % 4 * 4);
         }
     }
+    note_ldmatrix(address);
 }
 
 }  // namespace
