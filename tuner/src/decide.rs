@@ -70,6 +70,13 @@ impl Rounds {
         self.0.iter().map(move |round| round[f])
     }
 
+    /// Without the times of finalist `f`.
+    pub fn leave_out(&mut self, f: usize) {
+        self.0.iter_mut().for_each(|round| {
+            round.remove(f);
+        });
+    }
+
     /// Whether `a` is faster than `b` by more than a tie, beyond doubt.
     fn beats(&self, a: usize, b: usize) -> bool {
         let ratios = self.ratios(a, b);
@@ -167,9 +174,7 @@ pub(crate) fn run_final(
         failed.sort_unstable();
         for f in failed.into_iter().rev() {
             alive.remove(f);
-            rounds.0.iter_mut().for_each(|r| {
-                r.remove(f);
-            });
+            rounds.leave_out(f);
         }
         round += 1;
     }

@@ -27,6 +27,10 @@ const PATTERN: usize = 1_000_003;
 /// The byte of unwritten outputs: NaN in every dtype.
 const POISON: u8 = 0xff;
 
+/// Launches that a winner has to repeat its answer in, and the time after which fewer are enough.
+const CONFIRMATIONS: usize = 12;
+const CONFIRMING: Duration = Duration::from_millis(300);
+
 /// Bytes of poison before and after O.
 const GUARD: usize = 4096;
 
@@ -176,6 +180,25 @@ impl Bench {
             }
         }
         Ok(verdict.max_error)
+    }
+
+    /// Launches a candidate that was checked several times more, as it is timed, and compares all bytes. A race between its threads may
+    /// pass a check or two.
+    pub fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
+        let began = Instant::now();
+        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.run(0, |this| this.launch_as_timed(id, module))?;
+        for launch in 1..=CONFIRMATIONS {
+            self.run(1, |this| this.launch_as_timed(id, module))?;
+            let [first, another] = &self.returned;
+            if !same_bytes(first, &another[..first.len()]) {
+                return Err(format!("wrong answer for {}: launch {} gave different bytes", self.shape, launch + 1));
+            }
+            if began.elapsed() > CONFIRMING {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// The sampled rows of O, exact and by unfused attention.

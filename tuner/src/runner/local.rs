@@ -56,6 +56,11 @@ impl Local {
         }
     }
 
+    pub fn confirm(&mut self, id: u32) -> Result<(), String> {
+        let module = self.modules.get(&id).ok_or("it is not loaded")?;
+        self.bench.as_mut().ok_or(UNPREPARED)?.confirm(id, &**module)
+    }
+
     pub fn time(&mut self, id: u32) -> Result<f64, String> {
         let module = self.modules.get(&id).ok_or("it is not loaded")?;
         self.bench.as_mut().ok_or(UNPREPARED)?.time(id, &**module)

@@ -245,6 +245,15 @@ impl Runner {
         }
     }
 
+    /// Whether a candidate that was checked gives the same bytes in several launches at full size.
+    pub(crate) fn confirm(&mut self, id: u32) -> Result<Result<(), String>> {
+        let confirmed = match &mut self.kind {
+            Kind::Here { local, .. } => local.confirm(id),
+            Kind::Worker { remote } => remote.confirm(id)?,
+        };
+        self.or_lost(id, confirmed)
+    }
+
     /// Time of one run at full size with cold caches, launched in the job's way, in microseconds.
     pub(crate) fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
         let timed = match &mut self.kind {

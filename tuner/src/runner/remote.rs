@@ -187,6 +187,10 @@ impl Remote {
         Ok(checked)
     }
 
+    pub fn confirm(&mut self, id: u32) -> Result<Result<(), String>> {
+        Ok(self.fairly(id, |this| this.run(id, &Request::Confirm { id }, Size::Full))?.map(|_| ()))
+    }
+
     pub fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
         self.fairly(id, |this| this.run(id, &Request::Time { id }, Size::Full))
     }
@@ -345,7 +349,9 @@ impl Remote {
         let Some(process) = &mut self.process else { return Err(Failure::Of("there is no worker".into())) };
         let seconds = self.inputs.as_ref().map_or(0, |i| i.bytes() / BYTES_A_SECOND);
         let host = match request {
-            Request::Check { .. } | Request::Time { .. } | Request::Load { .. } => COMPARE_LIMIT,
+            Request::Check { .. } | Request::Confirm { .. } | Request::Time { .. } | Request::Load { .. } => {
+                COMPARE_LIMIT
+            }
             _ => HOST_LIMIT,
         };
         let limits = Limits { launch, host: host + Duration::from_secs(seconds) };

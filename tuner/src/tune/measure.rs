@@ -95,6 +95,7 @@ impl Tuning<'_> {
             self.on_track(Activity::Final, &mut field.candidates, |track, on| {
                 outcome = run_final(track, &finalists, default, &rules, on);
             })?;
+            self.confirm_winner(field, &mut outcome, default)?;
             // Should all of them fail, the next best have their turn.
             if !outcome.0.is_empty() || finalists.is_empty() {
                 break outcome;
@@ -117,10 +118,8 @@ impl Tuning<'_> {
         if alive.is_empty() {
             return Ok(None);
         }
+        let winner = winner_of(field, &alive, &rounds, default);
         let default = alive.iter().position(|&c| Some(c) == default);
-        // Among equals the model's order decides, which is the same whatever was tried first.
-        let order: Vec<usize> = alive.iter().map(|&c| field.candidates[c].rank).collect();
-        let winner = decide(&rounds, alive.len(), default, &order);
         let conditions = Conditions::of(&readings);
         Ok(Some(Measured {
             winner: alive[winner],
@@ -131,6 +130,27 @@ impl Tuning<'_> {
             samples,
             raced,
         }))
+    }
+
+    /// Takes the winner of a final out of it whose answer is not the same in every launch, and so on, until one can be trusted. A check
+    /// looks at two launches of each candidate, which a race between threads may pass; who wins is served for years.
+    fn confirm_winner(
+        &mut self,
+        field: &mut Field,
+        (alive, rounds): &mut (Vec<usize>, Rounds),
+        default: Option<usize>,
+    ) -> Result<()> {
+        while !alive.is_empty() {
+            let position = winner_of(field, alive, rounds, default);
+            let (winner, began) = (alive[position], Instant::now());
+            let confirmed = self.runner.confirm(winner as u32)?;
+            self.log.until_now(Activity::CheckFull, Some(winner), began, 0);
+            let Err(reason) = confirmed else { return Ok(()) };
+            self.give_up(&mut field.candidates[winner], Stage::Check, reason);
+            alive.remove(position);
+            rounds.leave_out(position);
+        }
+        Ok(())
     }
 
     /// Runs a race or a final of the candidates, and gives those up that failed in it.
@@ -174,6 +194,13 @@ impl Tuning<'_> {
         }
         Ok(())
     }
+}
+
+/// Who won the final, of those who are alive. Among equals the model's order decides, which is the same whatever was tried first.
+fn winner_of(field: &Field, alive: &[usize], rounds: &Rounds, default: Option<usize>) -> usize {
+    let default = alive.iter().position(|&c| Some(c) == default);
+    let order: Vec<usize> = alive.iter().map(|&c| field.candidates[c].rank).collect();
+    decide(rounds, alive.len(), default, &order)
 }
 
 /// Candidates that race where they run. What a process before this one measured is not measured again.

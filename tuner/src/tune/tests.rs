@@ -102,6 +102,31 @@ fn the_fastest_right_schedule_wins_over_faster_wrong_ones() {
     assert_eq!(layers.artifact(&record.artifact).unwrap().0.recipe.kernel.schedule, all[8]);
 }
 
+/// A race between the threads of two kernels that a check of two launches passed every other time.
+#[test]
+fn a_winner_whose_answer_moves_is_none() {
+    let moving = Behaviour::UnrepeatableAfter { launches: 40, us: 50.0 };
+    let (device, _) = device(&[(3, moving), (5, Behaviour::Right { us: 80.0 })]);
+    let f = fixture();
+    let outcome = f.tune(&device, &job()).unwrap();
+    assert_eq!(outcome.record.schedule, schedules()[5]);
+    assert!(outcome.record.finalists.iter().all(|finalist| finalist.schedule != schedules()[3]));
+    let (stage, reason) = failure(&outcome, schedules()[3]).unwrap();
+    assert!(
+        stage == Stage::Check && reason.contains(": launch ") && reason.ends_with("gave different bytes"),
+        "{stage:?} {reason}"
+    );
+    assert!(outcome.record.winner().unwrap().rounds_ns.len() >= 7);
+}
+
+#[test]
+fn when_no_answer_of_the_final_stays_the_next_best_are_tried() {
+    let moving = Behaviour::UnrepeatableAfter { launches: 40, us: 50.0 };
+    let (device, _) = device(&[(0, moving), (1, moving), (2, moving), (3, moving), (6, Behaviour::Right { us: 90.0 })]);
+    let outcome = fixture().tune(&device, &job()).unwrap();
+    assert_eq!(outcome.record.schedule, schedules()[6]);
+}
+
 #[test]
 fn an_advantage_within_the_noise_leaves_the_default() {
     let (device, _) = device(&[(3, Behaviour::Right { us: 99.6 })]);

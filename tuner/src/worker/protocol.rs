@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{self, Read, Write};
 
 /// Raised with every change of the messages or of a type inside them.
-const PROTOCOL: u32 = 3;
+const PROTOCOL: u32 = 4;
 /// The longest frame: no artifact comes near it, so a longer one is noise.
 const MAX_FRAME: usize = 256 << 20;
 
@@ -32,6 +32,8 @@ pub(crate) enum Request {
     Load { id: u32, artifact: Artifact },
     /// Check a loaded candidate on prepared inputs.
     Check { id: u32, size: Size },
+    /// Launch a checked candidate several times at full size and compare all bytes.
+    Confirm { id: u32 },
     /// Time one run of a loaded candidate on the prepared inputs of full size, launched in the job's way.
     Time { id: u32 },
     /// Time unfused attention, if a fused run of this long makes that affordable.

@@ -94,6 +94,7 @@ impl Worker {
             }
             Request::Load { id, artifact } => verdict(local.load(id, &artifact).map(|()| 0.0)),
             Request::Check { id, size } => verdict(local.check(id, size)),
+            Request::Confirm { id } => verdict(local.confirm(id).map(|()| 0.0)),
             Request::Time { id } => verdict(local.time(id)),
             Request::Read => Reply::Read(local.reading()),
             Request::Unfused { fused_us } => local.unfused_us(fused_us).map_or(Reply::Nothing, Reply::Value),

@@ -37,6 +37,11 @@ pub enum Behaviour {
     WrongWhenLarge,
     /// Another answer each time.
     Unrepeatable,
+    /// The same answer in its first so many launches, then another one.
+    UnrepeatableAfter {
+        launches: usize,
+        us: f64,
+    },
     /// Right, and takes either half or double the time of the default.
     Noisy,
     /// Right, with times up to a third longer than that.
@@ -269,6 +274,11 @@ impl PaperDevice {
             Behaviour::Wrong { by: own } => by = own,
             Behaviour::SkipsTheLastRow => rows -= 1,
             Behaviour::WrongWhenLarge if a.kv_len > 400 => by = 0.5,
+            Behaviour::UnrepeatableAfter { launches, us: own } => {
+                us = own;
+                let own = self.rows.lock().unwrap().iter().filter(|r| r.0 == module.kernel.schedule).count();
+                by = if own > launches { (n % 7) as f32 * 1e-7 } else { 0.0 };
+            }
             Behaviour::Unrepeatable => by = (n % 7) as f32 * 1e-7,
             Behaviour::Replayed { us: own } => us = if replayed { own } else { 130.0 },
             Behaviour::WrongWhenReplayed if replayed => by = 0.5,
