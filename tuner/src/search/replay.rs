@@ -24,8 +24,9 @@ const LIMITS: [(&str, usize, usize, usize); 7] = [
     ("cpu-bf16-d128-decode", 60, 16, 18),
     ("cpu-f32-d128-full-256", 60, 4, 6),
 ];
-/// A space of `forward/sm80` that an H200 timed to its last schedule: three of 438 are within 1 % of the best.
-const TIMED_WHOLE: &str = "h200-bf16-d256-causal-keys-2k";
+/// A space of `forward/sm80` that an H200 timed to its last schedule, three of 438 within 1 % of the best, and one of `forward/sm90` with
+/// all that are legal but eleven, the last by the model: five of 2913.
+const TIMED_WHOLE: [&str; 2] = ["h200-bf16-d256-causal-keys-2k", "h200-bf16-d256-causal-whole-2k"];
 const SEEDS: u64 = 100;
 /// Searches that are followed to their ends.
 const WHOLE: u64 = 5;
@@ -88,12 +89,12 @@ pub(super) fn load(name: &str) -> Replay {
     }
 }
 
-/// The times of every recorded space.
+/// The times of every recorded space that is not larger than what a search would race.
 pub(crate) fn recorded_times() -> Vec<Vec<f64>> {
     LIMITS
         .iter()
         .map(|l| l.0)
-        .chain([TIMED_WHOLE])
+        .chain(TIMED_WHOLE.into_iter().take(1))
         .map(|name| load(name).times.into_iter().flatten().collect())
         .collect()
 }
@@ -309,18 +310,21 @@ fn searches_of_recorded_tables_find_the_best_soon() {
     assert!(failures.is_empty(), "{failures:?} took longer than their limits");
 }
 
-/// Where the model knows little of who is best, batches as beside 16 cores still meet one of the three, and small ones end close.
+/// Where the model knows little of who is best, batches as beside 16 cores still meet one of the best, and small ones end close.
 #[test]
 fn a_search_of_a_space_that_was_timed_whole_ends_close_to_its_best() {
-    let replay = load(TIMED_WHOLE);
     let pace = Pace::of(16, true);
-    let search = |seed| replay.search(&[], TRIALS, seed);
-    let ahead: Vec<Option<usize>> =
-        (0..SEEDS).map(|seed| replay.evaluations(search(seed).in_batches_of(pace.batch), pace.ahead)).collect();
-    assert!(ahead.iter().all(|n| n.is_some_and(|n| n <= 20)), "{ahead:?}");
-    let ends: Vec<Ended> = (0..SEEDS).map(|seed| replay.run(search(seed))).collect();
-    let behind = quantiles(ends.iter().map(|e| e.behind));
-    let tried = quantiles(ends.iter().map(|e| e.tried.len() as f64));
-    println!("{TIMED_WHOLE}: ends {behind:.4?} of the best after {tried:?}");
-    assert!(behind.1 <= 1.015 && tried.0 <= 45.0, "{behind:?} of the best after {tried:?}");
+    for name in TIMED_WHOLE {
+        let replay = load(name);
+        let search = |seed| replay.search(&[], TRIALS, seed);
+        let ahead: Vec<Option<usize>> =
+            (0..SEEDS).map(|seed| replay.evaluations(search(seed).in_batches_of(pace.batch), pace.ahead)).collect();
+        let chance = quantiles((0..SEEDS).map(|seed| replay.by_chance(seed) as f64));
+        let ends: Vec<Ended> = (0..SEEDS).map(|seed| replay.run(search(seed))).collect();
+        let behind = quantiles(ends.iter().map(|e| e.behind));
+        let tried = quantiles(ends.iter().map(|e| e.tried.len() as f64));
+        println!("{name}: {ahead:?}; by chance {chance:?}; ends {behind:.4?} of the best after {tried:?}");
+        assert!(ahead.iter().all(|n| n.is_some_and(|n| n <= 20)), "{name}: {ahead:?}");
+        assert!(behind.1 <= 1.015 && tried.0 <= 45.0, "{name}: {behind:?} of the best after {tried:?}");
+    }
 }
