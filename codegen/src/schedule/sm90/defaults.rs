@@ -5,6 +5,9 @@ use super::{Sm90Schedule, Sm90Scheduler};
 use crate::resources::sm90_smem;
 use crate::{Problem, ShapeBucket, SmArch};
 
+/// Multiprocessors of the usual device: which one it will be is not known here.
+const UNITS: u64 = 132;
+
 impl Sm90Schedule {
     /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
     /// tile of that kind that fits for the others.
@@ -28,9 +31,13 @@ impl Sm90Schedule {
         let pack_group = bucket.group > 1 && packs && problem.program.is_none();
         let rows = bucket.q_len as u64 * if pack_group { bucket.group as u64 } else { 1 };
         let three = if problem.program.is_some() || problem.mask.any() { 64 } else { 96 };
+        let walks = bucket.parallel as u64 / if pack_group { bucket.group as u64 } else { 1 };
+        let tiles = walks * rows.div_ceil(64); // tiles of one consumer
         let consumers = match rows {
             0..=64 => 1,
             65..=128 => 2,
+            // Larger tiles would leave multiprocessors idle: 12 to 18 % on an H200.
+            _ if tiles <= 4 * UNITS && !problem.masks() => 2,
             // Three leave the producer too few registers for a window.
             _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
@@ -69,6 +76,9 @@ impl Sm90Schedule {
             ending: widens && !runs && (d <= 192 || bucket.kv_len <= 2048),
             quick: false,
         };
+        if let Some(few) = base.for_few_tiles(problem, sm, bucket, rows, tiles) {
+            return few;
+        }
         // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
         if d <= 64 && problem.mask.any() && problem.program.is_none() && rows > 128 && bucket.kv_len <= 1024 {
             let small =
@@ -116,6 +126,26 @@ impl Sm90Schedule {
         let waits = !found.chain || (widens && short || runs) && (65..=128).contains(&d);
         let apart = Self { output_apart: waits && !loads, ..found };
         if apart.fits(problem, sm) { apart } else { found }
+    }
+
+    /// Where there is hardly a tile of one consumer, of which there are `tiles`, for each multiprocessor, nothing fills the others, and
+    /// what counts is how long one takes: 7 to 33 % on an H200. Under a causal mask the longest tile counts for twice as many.
+    fn for_few_tiles(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, rows: u64, tiles: u64) -> Option<Self> {
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let (causal, long) = (problem.mask.right, bucket.kv_len > 512);
+        let most = if causal && long { 2 * UNITS } else { UNITS };
+        if problem.program.is_some() || problem.mask.left || d > 128 || rows <= 64 || tiles > most {
+            return None;
+        }
+        let alone = Self { consumers: 1, take_turns: false, ..self };
+        let found = match (causal, d) {
+            (false, _) => Self { chain: false, ..alone },
+            (true, ..=64) => Self { block_kv: 64, stages: 3, exp2_eighths: 2, ending: false, ..alone },
+            (true, _) => {
+                Self { block_kv: if long { 80 } else { 64 }, stages: 4, section_mib: 0, ending: false, ..alone }
+            }
+        };
+        found.fits(problem, sm).then_some(found)
     }
 
     /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
@@ -170,5 +200,41 @@ impl Sm90Schedule {
         bytes <= sm.limits().smem_per_block
             && self.blocks_per_sm * (bytes + 1024) <= sm.limits().smem_per_sm
             && self.check_registers(problem).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Mask, MaskKind, Shape};
+
+    fn default(d: u32, mask: Mask, heads: u32, len: u32) -> Sm90Schedule {
+        let kind = if mask == Mask::Causal { MaskKind::CAUSAL } else { MaskKind::FULL };
+        let problem = Problem::forward(DType::Bf16, d, kind).unwrap();
+        let shape = Shape { batch: 1, heads, kv_heads: heads, q_len: len, kv_len: len, mask };
+        let sm = SmArch { number: 90, specific: true };
+        let schedule = Sm90Schedule::default_for(&problem, sm, &ShapeBucket::of(&shape));
+        schedule.validate(&problem).unwrap();
+        schedule
+    }
+
+    /// By timings of 80 sizes (docs/measured/2026-11-22-h200-whole-spaces.md).
+    #[test]
+    fn small_grids_get_small_tiles() {
+        let cases = [
+            (64, Mask::Full, [(8, 512, 1), (16, 1024, 2), (16, 2048, 2), (32, 2048, 3), (64, 2048, 3)]),
+            (64, Mask::Causal, [(8, 512, 1), (8, 2048, 1), (16, 1024, 1), (16, 2048, 3), (64, 1024, 2)]),
+            (128, Mask::Full, [(8, 1024, 1), (16, 512, 1), (8, 2048, 2), (32, 512, 2), (64, 2048, 2)]),
+            (128, Mask::Causal, [(64, 128, 1), (8, 2048, 1), (16, 1024, 1), (32, 512, 2), (16, 2048, 2)]),
+        ];
+        for (d, mask, sizes) in cases {
+            for (heads, len, consumers) in sizes {
+                let found = default(d, mask, heads, len);
+                assert_eq!(found.consumers, consumers, "head dim {d}, {mask}, {heads} heads, {len}: {found}");
+            }
+        }
+        assert_eq!(default(128, Mask::Full, 8, 1024).to_string(), "c1-kv128-s2-overlap-queue-two-b1-l2x0");
+        assert_eq!(default(128, Mask::Causal, 8, 512).to_string(), "c1-kv64-s4-overlap-queue-chain-two-b1-l2x0");
+        assert_eq!(default(64, Mask::Causal, 8, 2048).to_string(), "c1-kv64-s3-overlap-queue-chain-fma2-two-b1-l2x32");
     }
 }
