@@ -167,7 +167,7 @@ pub const BIASES: &[Fault] = &[
         "forward/sm90.cu",
         "copies_biases(args) ? 128 : 4",
         "copies_biases(args) ? 127 : 3",
-        "on its way|more arrivals|deadlock|the oracle says",
+        "read by ldmatrix|on its way|more arrivals|deadlock|the oracle says",
     ],
     [
         "biases given back before they are taken",
