@@ -1,90 +1,17 @@
 //! What the dispatcher decides for a GPU, on a device that only pretends to be one: nothing is launched here.
 
-use flashtune::cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Launches, Layers};
-use flashtune::codegen::abi::ForwardArgs;
-use flashtune::codegen::{Arch, Family, Kernel, Launch, Source, TemplateSet};
+use crate::common::paper::{Instant, Paper};
+use flashtune::cache::{CacheDir, Launches, Layers};
+use flashtune::codegen::{Family, TemplateSet};
 use flashtune::runtime::dispatch::Demand;
-use flashtune::runtime::{Buffer, Compiler, Device, Dispatcher, DispatcherConfig, Error, Module, Result};
-use flashtune::{DType, Mask, Policy, Problem, Shape, Status, Stream};
-use std::any::Any;
+use flashtune::runtime::{Dispatcher, DispatcherConfig, Error};
+use flashtune::{DType, Mask, Policy, Problem, Shape, Status};
 use std::sync::Arc;
 
-struct Gpu(DeviceFingerprint);
-
-struct NoCompiler(CompilerId);
-
-struct Loaded(Kernel);
-
-impl Module for Loaded {
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-    fn kernel(&self) -> &Kernel {
-        &self.0
-    }
-}
-
-impl Compiler for NoCompiler {
-    fn id(&self) -> &CompilerId {
-        &self.0
-    }
-    fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)> {
-        assert!(source.text.contains(&source.entry), "the source defines its entry point");
-        Ok((Vec::new(), Facts::default()))
-    }
-}
-
-impl Device for Gpu {
-    fn fingerprint(&self) -> &DeviceFingerprint {
-        &self.0
-    }
-    fn compiler(&self) -> Result<Arc<dyn Compiler>> {
-        Ok(Arc::new(NoCompiler(CompilerId { name: "none".into(), version: "0".into() })))
-    }
-    fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
-        Ok(Arc::new(Loaded(artifact.recipe.kernel)))
-    }
-    unsafe fn launch(&self, _: &dyn Module, _: &Launch, _: &ForwardArgs, _: Stream) -> Result<()> {
-        unreachable!("the tests of this file only plan")
-    }
-    fn alloc(&self, _: usize) -> Result<Box<dyn Buffer>> {
-        unreachable!("the tests of this file only plan")
-    }
-    fn upload(&self, _: &dyn Buffer, _: &[u8]) -> Result<()> {
-        unreachable!("the tests of this file only plan")
-    }
-    fn download(&self, _: &dyn Buffer, _: &mut [u8], _: Stream) -> Result<()> {
-        unreachable!("the tests of this file only plan")
-    }
-    fn fill(&self, _: &dyn Buffer, _: u8) -> Result<()> {
-        unreachable!("the tests of this file only plan")
-    }
-    fn stream(&self) -> Stream {
-        Stream::default()
-    }
-    fn synchronize(&self, _: Stream) -> Result<()> {
-        Ok(())
-    }
-    fn flush_cache(&self, _: Stream) -> Result<()> {
-        Ok(())
-    }
-    fn time_us(&self, _: Stream, _: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
-        unreachable!("the tests of this file only plan")
-    }
-}
-
 fn dispatcher(arch: &str, policy: Policy) -> Dispatcher {
-    let arch: Arch = arch.parse().unwrap();
-    let fingerprint = DeviceFingerprint {
-        arch,
-        name: "Pretended GPU".into(),
-        units: 132,
-        memory_bytes: 1 << 37,
-        cache_bytes: 50 << 20,
-        driver: "580".into(),
-    };
     let layers = Arc::new(Layers::open(&CacheDir::at("/nonexistent"), &[], None).unwrap());
-    let (device, templates) = (Arc::new(Gpu(fingerprint)), Arc::new(TemplateSet::embedded()));
+    let device = Paper::of(arch, Instant::holding("nothing"));
+    let templates = Arc::new(TemplateSet::embedded());
     Dispatcher::new(DispatcherConfig { device, templates, policy, launches: Launches::Eager, layers, artifacts: None })
 }
 

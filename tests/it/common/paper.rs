@@ -1,4 +1,4 @@
-//! A Hopper GPU that exists on paper: kernels are compiled for it, and a launch is only written down. Its own compiler takes
+//! A GPU, of Hopper unless said otherwise, that exists on paper: kernels are compiled for it, and a launch is only written down. Its own compiler takes
 //! no time, except that a test can hold back the kernels that it names.
 
 use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
@@ -49,6 +49,7 @@ impl Compiler for Instant {
     }
 
     fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)> {
+        assert!(source.text.contains(&source.entry), "the source defines its entry point");
         let names = |word: &Option<&str>| word.is_some_and(|word| source.name.contains(word));
         let _freed = self.freed.wait_while(self.held.lock().unwrap(), |word| names(word)).unwrap();
         self.compiled.fetch_add(1, Ordering::SeqCst);
@@ -73,8 +74,12 @@ impl Module for Sheet {
 
 impl Paper {
     pub fn new(compiler: Arc<dyn Compiler>) -> Arc<Self> {
+        Self::of("sm_90a", compiler)
+    }
+
+    pub fn of(arch: &str, compiler: Arc<dyn Compiler>) -> Arc<Self> {
         let fingerprint = DeviceFingerprint {
-            arch: "sm_90a".parse().unwrap(),
+            arch: arch.parse().unwrap(),
             name: "Paper".into(),
             units: 132,
             memory_bytes: 0,
