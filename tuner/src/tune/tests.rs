@@ -102,7 +102,7 @@ fn the_fastest_right_schedule_wins_over_faster_wrong_ones() {
     assert_eq!(layers.artifact(&record.artifact).unwrap().0.recipe.kernel.schedule, all[8]);
 }
 
-/// A race between the threads of two kernels that a check of two launches passed every other time.
+/// Kernels whose threads race passed a check of two launches every other time.
 #[test]
 fn a_winner_whose_answer_moves_is_none() {
     let moving = Behaviour::UnrepeatableAfter { launches: 40, us: 50.0 };
