@@ -1,4 +1,4 @@
-// Shared memory with a note per 16 bytes: has it been written, by whom, and is a copy on its way to it?
+// Shared memory with a note per 16 bytes: has it been written, by whom, is a copy on its way to it, and who may still be reading?
 
 #include "machine.h"
 #include <cstring>

@@ -153,11 +153,7 @@ impl Bench {
         let s = self.shape;
         self.run(0, |this| this.launch(module))?;
         self.capture(id, module).map_err(|e| e.to_string())?;
-        self.run(1, |this| this.launch_as_timed(id, module))?;
-        let [first, second] = &self.returned;
-        if !same_bytes(first, &second[..first.len()]) {
-            return Err(format!("wrong answer for {s}: two launches gave different bytes"));
-        }
+        self.launch_again(id, module)?;
         self.check_inputs()?;
         let o = &self.returned[0][GUARD..self.output.len() - GUARD];
         let (heads, q_len, row_bytes) = (s.heads as usize, s.q_len as usize, self.dim * self.dtype.bytes());
@@ -188,17 +184,23 @@ impl Bench {
         let began = Instant::now();
         self.capture(id, module).map_err(|e| e.to_string())?;
         self.run(0, |this| this.launch_as_timed(id, module))?;
-        for launch in 1..=CONFIRMATIONS {
-            self.run(1, |this| this.launch_as_timed(id, module))?;
-            let [first, another] = &self.returned;
-            if !same_bytes(first, &another[..first.len()]) {
-                return Err(format!("wrong answer for {}: launch {} gave different bytes", self.shape, launch + 1));
-            }
+        for _ in 0..CONFIRMATIONS {
+            self.launch_again(id, module)?;
             if began.elapsed() > CONFIRMING {
                 break;
             }
         }
         Ok(())
+    }
+
+    /// A launch, as it is timed, that must give the bytes of the first that was returned.
+    fn launch_again(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
+        self.run(1, |this| this.launch_as_timed(id, module))?;
+        let [first, another] = &self.returned;
+        match same_bytes(first, &another[..first.len()]) {
+            true => Ok(()),
+            false => Err(format!("wrong answer for {}: two launches gave different bytes", self.shape)),
+        }
     }
 
     /// The sampled rows of O, exact and by unfused attention.

@@ -25,8 +25,10 @@ const LIMITS: [(&str, usize, usize, usize); 7] = [
     ("cpu-f32-d128-full-256", 60, 4, 6),
 ];
 /// A space of `forward/sm80` that an H200 timed to its last schedule, three of 438 within 1 % of the best, and one of `forward/sm90` with
-/// all that are legal but eleven, the last by the model: five of 2913.
-const TIMED_WHOLE: [&str; 2] = ["h200-bf16-d256-causal-keys-2k", "h200-bf16-d256-causal-whole-2k"];
+/// all that are legal but eleven, the last by the model: five of 2913. The most evaluations that any search may need to meet one of those, and
+/// how far behind the best it may end.
+const TIMED_WHOLE: [(&str, usize, f64); 2] =
+    [("h200-bf16-d256-causal-keys-2k", 20, 1.015), ("h200-bf16-d256-causal-whole-2k", 10, 1.005)];
 const SEEDS: u64 = 100;
 /// Searches that are followed to their ends.
 const WHOLE: u64 = 5;
@@ -94,7 +96,7 @@ pub(crate) fn recorded_times() -> Vec<Vec<f64>> {
     LIMITS
         .iter()
         .map(|l| l.0)
-        .chain(TIMED_WHOLE.into_iter().take(1))
+        .chain([TIMED_WHOLE[0].0])
         .map(|name| load(name).times.into_iter().flatten().collect())
         .collect()
 }
@@ -314,7 +316,7 @@ fn searches_of_recorded_tables_find_the_best_soon() {
 #[test]
 fn a_search_of_a_space_that_was_timed_whole_ends_close_to_its_best() {
     let pace = Pace::of(16, true);
-    for name in TIMED_WHOLE {
+    for (name, most, furthest) in TIMED_WHOLE {
         let replay = load(name);
         let search = |seed| replay.search(&[], TRIALS, seed);
         let ahead: Vec<Option<usize>> =
@@ -324,7 +326,7 @@ fn a_search_of_a_space_that_was_timed_whole_ends_close_to_its_best() {
         let behind = quantiles(ends.iter().map(|e| e.behind));
         let tried = quantiles(ends.iter().map(|e| e.tried.len() as f64));
         println!("{name}: {ahead:?}; by chance {chance:?}; ends {behind:.4?} of the best after {tried:?}");
-        assert!(ahead.iter().all(|n| n.is_some_and(|n| n <= 20)), "{name}: {ahead:?}");
-        assert!(behind.1 <= 1.015 && tried.0 <= 45.0, "{name}: {behind:?} of the best after {tried:?}");
+        assert!(ahead.iter().all(|n| n.is_some_and(|n| n <= most)), "{name}: {ahead:?}");
+        assert!(behind.1 <= furthest && tried.0 <= 45.0, "{name}: {behind:?} of the best after {tried:?}");
     }
 }

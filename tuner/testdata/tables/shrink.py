@@ -7,10 +7,6 @@ that came later are left out where they say nothing.
 import json
 import sys
 
-report = json.load(open(sys.argv[1]))
-(tuned,) = report["tuned"]
-key = tuned["record"]["key"]
-known = [t for t in tuned["trials"] if t.get("stage") != "budget"]
 LATER = ("trim", "output_apart", "bias_stages", "producer_spare", "ending", "quick")
 
 
@@ -18,6 +14,10 @@ def short(parameters):
     return {f: {k: v for k, v in fields.items() if v or k not in LATER} for f, fields in parameters.items()}
 
 
+report = json.load(open(sys.argv[1]))
+(tuned,) = report["tuned"]
+key = tuned["record"]["key"]
+known = [t for t in tuned["trials"] if t.get("stage") != "budget"]
 rows = [[short(t["parameters"]), round(t["median_us"], 2) if t["result"] == "timed" else None] for t in known]
 table = {"device": key["device"], "problem": key["problem"], "shape": tuned["record"]["provenance"]["shape"]}
 head = json.dumps(table)[:-1]

@@ -36,7 +36,7 @@ impl Sm90Schedule {
         let consumers = match rows {
             0..=64 => 1,
             65..=128 => 2,
-            // Larger tiles would leave multiprocessors idle: 12 to 18 % on an H200.
+            // Larger tiles would leave multiprocessors idle: 12 to 18 % on an H200 at head dim 64.
             _ if tiles <= 4 * UNITS && !problem.masks() => 2,
             // Three leave the producer too few registers for a window.
             _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
@@ -149,7 +149,7 @@ impl Sm90Schedule {
     }
 
     /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
-    /// bits, but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of the time, and
+    /// bits (docs/trust.md says where the last ones may differ), but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of the time, and
     /// is slower. None for a quick one.
     pub fn quick(&self) -> Option<Self> {
         if self.quick {
