@@ -207,6 +207,7 @@ impl Kernel {
                 ("chain", s.chain.to_string()),
                 ("output_apart", s.output_apart.to_string()),
                 ("bias_stages", s.bias_stages.to_string()),
+                ("seeded", s.seeds(p).to_string()),
                 ("exp2_eighths", s.exp2_eighths.to_string()),
                 ("cluster", s.cluster.to_string()),
                 (

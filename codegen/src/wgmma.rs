@@ -17,7 +17,7 @@ pub(crate) fn instructions(problem: &Problem, schedule: &Sm90Schedule) -> String
     for columns in widths {
         let mut products = String::new();
         if schedule.quick && columns == scores {
-            products += &whole_scores(problem, columns);
+            products += &whole_scores(problem, columns, schedule.seeds(problem));
         }
         if schedule.quick && columns == output && !schedule.p_in_shared {
             products += &whole_output(problem.dtype, columns, schedule.block_kv / 16);
@@ -39,15 +39,15 @@ fn name(dtype: DType, columns: u32) -> String {
 }
 
 /// `whole_rows(d, a, b)`: d = A B^T over the head dim. In chunks of 64 columns, which are 64 rows of 128 bytes of A apart and
-/// `columns` such rows of B.
-fn whole_scores(problem: &Problem, columns: u32) -> String {
+/// `columns` such rows of B. Seeded, d += A B^T.
+fn whole_scores(problem: &Problem, columns: u32, seeded: bool) -> String {
     let (n, name) = (columns / 2, name(problem.dtype, columns));
-    let (registers, constraints) = accumulators(columns, "=f");
+    let (registers, constraints) = accumulators(columns, if seeded { "+f" } else { "=f" });
     let steps: String = (0..problem.head_dim_qk.div_ceil(16))
         .map(|step| {
             let (chunk, within) = (step / 4 * 128, step % 4 * 32);
             let (a, b) = ((chunk * 64 + within) >> 4, (chunk * columns + within) >> 4);
-            let keep = if step == 0 { "none" } else { "all" };
+            let keep = if step == 0 && !seeded { "none" } else { "all" };
             format!(
                 r#"
                      "add.s64 a, %{n}, {a}; add.s64 b, %{}, {b};\n"

@@ -70,11 +70,10 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
-// Warps of the producer that do what the copy engine does not, where there is any. One of two also brings V, but not where biases may be
-// copied, for which it has no registers, or where quick compilation counts.
-constexpr bool kHelped = kClean || kBiasStages > 0;
-constexpr bool kHelpsApart = kBiasStages > 0 || kQuick;
-constexpr int kHelpers = kHelpsApart ? 1 : 2;
+// Warps of the producer that look through masked blocks of V, where there are any. One of two also brings V, but not where quick compilation
+// counts; where another brings biases, one does all.
+constexpr bool kHelpsApart = kQuick && kBiasStages == 0;
+constexpr int kHelpers = kQuick || kBiasStages > 0 ? 1 : 2;
 
 // Choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
 // the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
@@ -106,6 +105,8 @@ constexpr bool kReadAhead = kScoreReads > 0;
 
 // Biases that the copy engine brings, a tile of each for the rows of a consumer and a block of keys.
 constexpr int kBiases = kBiasStages > 0 ? kScoreBiases : 0;
+// The scores' product starts from what the program adds to them, instead of from zero.
+constexpr bool kSeeded = @{ seeded }@;
 constexpr int kChunksBias = kBlockKV / 64;
 constexpr int kBytesBias = kChunksBias * kBytes64Rows;
 
@@ -131,7 +132,7 @@ constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;
 
 // Whether masked blocks of V are multiplied as they come, until it shows in a tile's O, which is then computed again (again.cuh): where V
 // comes last of all, behind O, and would be waited for while it is looked through.
-constexpr bool kOptimistic = kClean && kOutputInV && !kHelpsApart;
+constexpr bool kOptimistic = kClean && kOutputInV && kHelpers == 2;
 
 // Whether O of a tile is written before the next one is known: without a chain nothing of it is wanted, and beside the bounds of windows two
 // tiles take more registers than wide heads leave.
@@ -197,7 +198,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     extern __shared__ __align__(1024) u8 shared_memory[];
     const u32 smem = smem_address(shared_memory);
     const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
-    const bool helped = kClean || copies_biases(args);
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) {
             mbarrier_init(smem + Layout::kFullQ + i * 8, 1);
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
-            const int warps = (helped ? 2 : 1) + kConsumers * 4;
+            const int warps = (kClean || kBiases > 0 ? 2 : 1) + kConsumers * 4;
             mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             for (int place = 0; place < kPlaces; place++) store_shared_4(smem + Layout::kPlaced + place * 4, blockIdx.x);
         }
         for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
-            mbarrier_init(smem + Layout::kFullBias + i * 8, copies_biases(args) ? 1 + kHelpers * 32 : 1);
+            mbarrier_init(smem + Layout::kFullBias + i * 8, copies_biases(args) ? 1 + 32 : 1);
             mbarrier_init(smem + Layout::kEmptyBias + i * 8, copies_biases(args) ? 128 : 4);
         }
         mbarrier_init_fence();
@@ -243,12 +243,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             if (threadIdx.x % 32 == 0) bring_qk(args, smem, only);
         } else if (warp == 1) {
             if (threadIdx.x % 32 == 0) deal_tiles(args, smem);
+        } else if (kBiases > 0 && warp == 2) {
+            if (copies_biases(args)) {
+                serve_biases<true>(args, smem, only);
+            } else if (threadIdx.x % 32 == 0) {
+                serve_biases<false>(args, smem, only);
+            }
         } else if (kHelpsApart && warp == 2) {
             if (threadIdx.x % 32 == 0) serve_v<true, false>(args, smem, only, 0);
         } else if (kHelpsApart) {
-            if (helped) serve_v<false, true>(args, smem, only, 0);
-        } else if (helped || threadIdx.x % 128 == 64) {
-            serve_v<true, kHelped>(args, smem, only, warp - 2);
+            if (kClean) serve_v<false, true>(args, smem, only, 0);
+        } else if (kClean || threadIdx.x % 128 == 128 - kHelpers * 32) {
+            serve_v<true, kClean>(args, smem, only, warp - 4 + kHelpers);
         }
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();

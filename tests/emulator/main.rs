@@ -127,7 +127,7 @@ fn search(on_ci: u64, kernel: impl Fn(u64) -> Kernel + Sync) {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
 /// rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 36] = [
+const PROGRAMS: [&str; 37] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -167,6 +167,8 @@ const PROGRAMS: [&str; 36] = [
      score = score + bias[h, q, kv];",
     "s: f32[heads]; score = score - s[h] * (kv - q);",
     "cap: float usually in 0..50; score = cap * tanh(score * (1.0 / cap));",
+    "bias: bf16[kv_heads, q_len, kv_len]; t: f32[kv_len]; s: f32[heads]; mask = kv <= q + 30; \
+     score = t[kv] - s[h] * (kv - q) + score - 2.0 * bias[h_kv, q, kv];",
 ];
 
 /// Score programs under random schedules; `EMULATE_SECONDS` as above, `EMULATE_PROGRAM` is the number of one that is tried alone.

@@ -172,6 +172,11 @@ impl Sm90Schedule {
         }
     }
 
+    /// Whether the scores' product starts from what a program adds to them: biases that are there before.
+    pub(crate) fn seeds(&self, problem: &Problem) -> bool {
+        !self.biases(problem).is_empty() && problem.program.is_some_and(|p| p.of_scores().adds)
+    }
+
     /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none of
     /// the schedules that were compiled to find the number spilled; with 24 nearly all did.
     pub(crate) fn least_registers(&self, problem: &Problem) -> u32 {
@@ -279,11 +284,11 @@ impl Sm90Schedule {
         }
         if self.bias_stages > 0 {
             // Boxes of the copy engine are 64 keys wide.
-            if !self.block_kv.is_multiple_of(64) || self.cluster > 1 || self.trim {
+            if !self.block_kv.is_multiple_of(64) || self.trim {
                 return bad(
                     "bias_stages",
                     self.bias_stages,
-                    "0 but for single thread blocks with blocks of whole 64 keys",
+                    "0 but for blocks of whole 64 keys that all consumers visit",
                 );
             }
             if self.bias_stages > 4 || self.biases(problem).is_empty() {

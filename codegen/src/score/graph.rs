@@ -172,6 +172,19 @@ impl Graph {
         self.infos[id.index()].depends
     }
 
+    /// Whether a node is the score and what does not depend on it, added up.
+    pub fn adds_to_score(&self, mut id: Id) -> bool {
+        let fixed = |id: Id| !self.depends(id).score;
+        loop {
+            id = match *self.node(id) {
+                Node::Binary(Binary::Add | Binary::Sub, x, y) if fixed(y) => x,
+                Node::Binary(Binary::Add, x, y) if fixed(x) => y,
+                Node::Var(Var::Score) => return true,
+                _ => return false,
+            };
+        }
+    }
+
     /// What operands are sorted by: variables in a fixed order, then scalars, tensors, and the rest by their content.
     pub fn key(&self, id: Id) -> (u8, u128) {
         self.infos[id.index()].key

@@ -200,7 +200,8 @@ impl Program {
         let mut needed = vec![false; self.graph.nodes().len()];
         self.score.iter().for_each(|root| needed[root.index()] = true);
         let biases_alone = self.score.is_some_and(|score| Bias::are_alone(&self.graph, score, &self.biases));
-        let mut found = OfScores { score: self.score.is_some(), biases_alone, ..OfScores::default() };
+        let adds = self.score.is_some_and(|score| self.graph.adds_to_score(score));
+        let mut found = OfScores { score: self.score.is_some(), biases_alone, adds, ..OfScores::default() };
         for id in self.graph.ids().collect::<Vec<_>>().into_iter().rev() {
             if !needed[id.index()] {
                 continue;
@@ -253,6 +254,8 @@ pub struct OfScores {
     pub reads_of_halves: u32,
     /// With query and key nothing changes but biases ([`Program::biases`]), of which there are some.
     pub biases_alone: bool,
+    /// The change is to add what does not depend on the score.
+    pub adds: bool,
     /// Ints are divided by what is known at run time alone.
     pub divides_at_run_time: bool,
     /// A tanh is taken: of small numbers in one way, of others in another.

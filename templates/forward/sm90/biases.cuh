@@ -6,33 +6,6 @@ using BiasRing = Ring<max_of(1, kBiasStages)>;
 // The place of a consumer's biases, among the barriers and, times their size, among the tiles.
 __device__ __forceinline__ int bias_place(const BiasRing& ring, int consumer) { return ring.stage * kConsumers + consumer; }
 
-// Of the producer: the biases of block `block`, counted among all key blocks. Of those that the copy engine cannot bring nothing is
-// announced.
-__device__ __forceinline__ void bring_biases(const KernelArgs& args, u32 smem, BiasRing& ring, const Tile& tile, int block) {
-    if constexpr (kBiases > 0) {
-        const ProgramHead head = program_head(args, args.forward, tile);
-        const u32 bytes = __popc(args.biases_mapped) * kBytesBias;
-#pragma unroll 1
-        for (int c = 0; c < kConsumers; c++) {
-            const int at = bias_place(ring, c);
-            const u32 full = smem + Layout::kFullBias + at * 8, to = smem + Layout::kBias + at * Layout::kBytesBiases;
-            mbarrier_wait(smem + Layout::kEmptyBias + at * 8, ring.parity ^ 1);
-            mbarrier_arrive_expect(full, bytes);
-#pragma unroll
-            for (int nth = 0; nth < kBiases; nth++) {
-                if (!(args.biases_mapped >> nth & 1)) continue;
-                const BiasAt bias = program_bias(head, nth);
-#pragma unroll
-                for (int chunk = 0; chunk < kChunksBias; chunk++) {
-                    tma_load(to + nth * kBytesBias + chunk * kBytes64Rows, args.biases[nth], full, kEvictNormal,
-                             block * kBlockKV + chunk * 64, tile.row + c * 64, bias.index[0], bias.index[1]);
-                }
-            }
-        }
-        ring.advance();
-    }
-}
-
 // Of a consumer's warp: the first of its 16 rows of a bias.
 __device__ __forceinline__ u32 bias_rows(u32 smem, const BiasRing& ring, int consumer, int nth) {
     const int warp = threadIdx.x % 128 / 32;
@@ -56,15 +29,14 @@ __device__ __forceinline__ bool copies_biases(const KernelArgs& args) {
     return kBiases > 0 && args.biases_mapped != (1u << kBiases) - 1;
 }
 
-// Of a warp that helps, `warp` of kHelpers: its part of the rows of a bias for one consumer, to `to`. Where keys lie side by side, sixteen
-// bytes at once, but for the tensor's ends, since nothing outside of it is read. What comes for
-// keys behind the last nobody sees.
-__device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const BiasAt& bias, int warp, int tile_row, int first_key) {
-    constexpr int kPieces = kBlockKV / 8, kRows = 64 / kHelpers, kRounds = kPieces * kRows / 32;  // pieces of a row; for a lane
+// The rows of a bias for one consumer, to `to`, by a warp. Where keys lie side by side, sixteen bytes at once, but for the tensor's ends,
+// since nothing outside of it is read. What comes for keys behind the last nobody sees.
+__device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const BiasAt& bias, int tile_row, int first_key) {
+    constexpr int kPieces = kBlockKV / 8, kRounds = kPieces * 64 / 32;  // pieces of a row; for a lane
     const int lane = threadIdx.x % 32, last_row = args.forward.q_len - 1, last_key = args.forward.kv_len - 1;
     const u64 begin = (u64)bias.data, end = (u64)(bias.data + last_row * bias.row + last_key + 1), inside = begin + 15 & ~u64(15);
     const bool dense = bias.key == 1 && inside + 32 <= end;
-    const auto row_of = [&](int round) { return warp * kRows + (round * 32 + lane) / kPieces; };
+    const auto row_of = [&](int round) { return (round * 32 + lane) / kPieces; };
     const auto piece_of = [&](int round) { return (round * 32 + lane) % kPieces; };
     const auto from = [&](int round) { return bias.data + min_of(tile_row + row_of(round), last_row) * bias.row; };
     const auto address = [&](int round) { return (u64)(from(round) + first_key + piece_of(round) * 8); };
@@ -92,22 +64,46 @@ __device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const 
     }
 }
 
-// ... and of all biases of a block, for all consumers. Where threads copy, every lane arrives for itself, here and where biases are taken:
-// a tool that looks for races sees who waits for whom then, which it does not behind __syncwarp().
-__device__ __forceinline__ void copy_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int warp, const Tile& tile, int first_key) {
+// One thread asks the copy engine for the biases of each block, before anyone asks for its K: they come from memory and not from L2. With kCopies
+// its warp copies those that the engine cannot bring. Every lane arrives for itself then, here and where biases are taken: a tool that looks for
+// races sees who waits for whom, which it does not behind __syncwarp().
+template <bool kCopies> __device__ __forceinline__ void serve_biases(const KernelArgs& args, u32 smem, const Work& only) {
+    BiasRing ring;
+    Hand hand(smem);
+    Work work = first_work(args, only);
+    for (; is_dealt<kCopies>(hand, work, [] {}); work = hand.next<kCopies>()) {
+        const Tile& tile = work.tile;
+        const BlockRange& blocks = work.all;
 #pragma unroll 1
-    for (int c = 0; c < kConsumers; c++) {
-        const int at = bias_place(ring, c);
-        mbarrier_wait_idly(smem + Layout::kEmptyBias + at * 8, ring.parity ^ 1);
+        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            const int first_key = block_at(args, tile, blocks, n) * kBlockKV;
+#pragma unroll 1
+            for (int c = 0; c < kConsumers; c++) {
+                const int at = bias_place(ring, c), row = tile.row + c * 64;
+                const u32 full = smem + Layout::kFullBias + at * 8, to = smem + Layout::kBias + at * Layout::kBytesBiases;
+                mbarrier_wait(smem + Layout::kEmptyBias + at * 8, ring.parity ^ 1);
+                // Of those that the engine cannot bring nothing is announced.
+                if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(full, __popc(args.biases_mapped) * kBytesBias);
 #pragma unroll
-        for (int nth = 0; nth < kBiases; nth++) {
-            if (args.biases_mapped >> nth & 1) continue;
-            const BiasAt bias = program_bias(program_head(args, args.forward, tile), nth);
-            copy_bias(args, smem + Layout::kBias + at * Layout::kBytesBiases + nth * kBytesBias, bias, warp, tile.row + c * 64, first_key);
+                for (int nth = 0; nth < kBiases; nth++) {
+                    const BiasAt bias = program_bias(program_head(args, args.forward, tile), nth);
+                    const u32 there = to + nth * kBytesBias;
+                    if (args.biases_mapped >> nth & 1) {
+#pragma unroll
+                        for (int chunk = 0; chunk < kChunksBias; chunk++) {
+                            if (threadIdx.x % 32 != 0) continue;
+                            tma_load(there + chunk * kBytes64Rows, args.biases[nth], full, kEvictNormal, first_key + chunk * 64, row,
+                                     bias.index[0], bias.index[1]);
+                        }
+                    } else if (kCopies) {
+                        copy_bias(args, there, bias, row, first_key);
+                    }
+                }
+                if (kCopies) mbarrier_arrive(full);
+            }
+            ring.advance();
         }
-        mbarrier_arrive(smem + Layout::kFullBias + at * 8);
     }
-    ring.advance();
 }
 
 // The biases of a block, laid out as its scores.
@@ -120,9 +116,10 @@ __device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, co
         for (int nth = 0; nth < kBiases; nth++) {
 #pragma unroll
             for (int j = 0; j < kBlockKV / 16; j++) {
-                const u32 chunk = u32(j % 4 * 2 + lane / 16) ^ (row % 8);
+                // Its chunk of 16 bytes is j % 4 * 2 + lane / 16, swizzled: of the first one's address two bits change.
+                const u32 first = bias_rows(smem, ring, consumer, nth) + row * 128 + ((lane / 16 ^ row % 8) << 4);
                 u32 r[4];
-                ldmatrix_x4(r, bias_rows(smem, ring, consumer, nth) + j / 4 * kBytes64Rows + row * 128 + (chunk << 4));
+                ldmatrix_x4(r, (first ^ j % 4 << 5) + j / 4 * kBytes64Rows);
 #pragma unroll
                 for (int i = 0; i < 4; i++) ahead[i % 2].pairs[kBiasPlaces[nth]][2 * j + i / 2] = r[i];
             }
@@ -138,5 +135,13 @@ __device__ __forceinline__ void give_back_biases(const KernelArgs& args, u32 sme
         __syncwarp();
         if (threadIdx.x % 32 == 0 || copies_biases(args)) mbarrier_arrive(smem + Layout::kEmptyBias + bias_place(ring, consumer) * 8);
         ring.advance();
+    }
+}
+
+// Those of a block that the consumer does not visit.
+__device__ __forceinline__ void skip_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer) {
+    if constexpr (kBiases > 0) {
+        mbarrier_wait(smem + Layout::kFullBias + bias_place(ring, consumer) * 8, ring.parity);
+        give_back_biases(args, smem, ring, consumer);
     }
 }

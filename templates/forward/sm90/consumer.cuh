@@ -2,7 +2,6 @@
 
 // One warpgroup of 64 query rows.
 struct Consumer : Arrivals {
-    BiasRing bias_ring;
     Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
     int q_at;                        // which Q is at hand
     int leaving = -1;                // the Q whose O is being copied out of shared memory
@@ -13,6 +12,7 @@ struct Consumer : Arrivals {
     ProgramKept kept;  // of the tile whose scores are computed
     ScoreCap cap;      // where a program caps the scores
     ScoreRamps ramps;  // where it adds to them
+    float seed_unit;   // where they are seeded, what takes natural units to those of the raw score
     RowMasks masks;
     ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
 
@@ -20,7 +20,7 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
     __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : Arrivals(args, smem, id), masks(args, id) {}
 
-    // s = Q K^T of the next block of keys, asynchronously.
+    // s = Q K^T of the next block of keys or, where they are seeded, s += Q K^T, asynchronously.
     template <typename Product = ScoreProduct> __device__ __forceinline__ void issue_qk() {
         const u64 q = descriptor_of_rows(q_address());
         const u64 k = descriptor_of_rows(smem + Layout::kK + k_ring.stage * Layout::kBytesK);
@@ -34,7 +34,7 @@ struct Consumer : Arrivals {
         for (int step = 0; step < kStepsQK; step++) {
             const int chunk = step / 4, in_chunk = step % 4 * 32;
             ScoreProduct::rows(s, q + ((chunk * kBytes64Rows + in_chunk) >> 4), k + ((chunk * kBytesChunk + in_chunk) >> 4),
-                               step > 0);
+                               kSeeded || step > 0);
         }
         wgmma_commit();
     }
@@ -95,7 +95,7 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ void take_scores(const Work& work, int n) {
         if (!kQuick) wgmma_touch(s);
         release_k();
-        give_back_biases(args, smem, bias_ring, id);
+        if (!kSeeded) give_back_biases(args, smem, bias_ring, id);
         if (n == work.own.begin) release_q();
     }
     // How many of a tile's blocks arrive before its own, and after them.
@@ -150,13 +150,37 @@ struct Consumer : Arrivals {
         if (kClean && masked) masks.see(work.tile, first_key(work, n));
     }
     // The biases of the next block: as late as can be hidden beside the products that give its scores.
-    __device__ __forceinline__ void read_biases() { take_biases(args, smem, bias_ring, id, ahead); }
+    __device__ __forceinline__ void read_biases() {
+        if (!kSeeded) take_biases(args, smem, bias_ring, id, ahead);
+    }
+    // What the program adds to the scores of block n, from which their product then starts: before the turn, and not behind the product.
+    template <typename Masked> __device__ __forceinline__ void seed(const Work& work, int n, Masked masked) {
+        if constexpr (kSeeded) {
+            take_biases(args, smem, bias_ring, id, ahead);
+            const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
+            const int row = first_row(work), key = own_key(work, n);
+            if (masked) {
+                program_sums<true, kBlockKV / 8>(at, head(work), kept, row, key, seed_unit, ahead);
+            } else {
+                program_sums<false, kBlockKV / 8>(at, head(work), kept, row, key, seed_unit, ahead);
+            }
+            wgmma_touch(s);
+            give_back_biases(args, smem, bias_ring, id);
+        }
+    }
+    // ... of the first block of a tile.
+    __device__ __forceinline__ void seed_first(const Work& work) {
+        if (!kSeeded) return;
+        kept = program_kept(head(work));
+        seed(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
+    }
     // What the score program and the window make of the scores of block n.
     template <typename Masked> __device__ __forceinline__ void change(const Work& work, int n, Masked masked) {
         const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
         const int row = first_row(work), key = own_key(work, n);
         const auto apply = [&](auto cut) {
             constexpr bool kCut = decltype(cut)::value;
+            if (kSeeded) return;
             if (kBounded) {
                 program_capped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, cap, row, key, float(kReference),
                                                                   [&](float& x, int h) { if (!kCut) softmax.take(x, h); });
@@ -238,6 +262,7 @@ struct Consumer : Arrivals {
         skip(before(work), later);
         if (!kOverlap) keep(work);
         if (!kOverlap || !attends(work)) return;
+        seed_first(work);
         wait_k();
         // Another consumer may have a turn for it, beside the last product of its tile before.
         if (kTrim && kChain) wait_turn();
@@ -264,6 +289,7 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ void attend(const Work& work, float c) {
         const auto overlapped = [&](int n, auto masked, auto from_zero) {
             read_ahead(work, n, masked);
+            seed(work, n, masked);
             wait_k();
             wait_turn();
             issue_qk();
@@ -288,6 +314,7 @@ struct Consumer : Arrivals {
         };
         const auto serial = [&](int n, auto masked, auto from_zero) {
             read_ahead(work, n, masked);
+            seed(work, n, masked);
             wait_k();
             wait_turn();
             issue_qk();
@@ -356,6 +383,7 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ RowResults close_beside(const Work& work, const Work& next, float c) {
         release_o();
         open_q();
+        seed_first(next);
         wait_k();
         wait_turn();
         issue_qk();
@@ -423,9 +451,9 @@ struct Consumer : Arrivals {
     }
 
     __device__ __forceinline__ void run(const Work& only) {
-        const float scale = args.forward.scale;
         // A score program gives scores in natural units, unless all it does is to add.
-        const float c = kProgramScore && !kProgramShift ? kLog2E : (scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale) * kLog2E;
+        const float c = kProgramScore && !kProgramShift && !kSeeded ? kLog2E : magnitude() * kLog2E;
+        if (kSeeded) seed_unit = 1.0f / magnitude();
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
         Work work = first_work(args, only, id);
         open(work, c);

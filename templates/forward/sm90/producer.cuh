@@ -20,7 +20,6 @@ __device__ __forceinline__ void bring_keys(u32 to, const TensorMap& map, u32 ful
 // One thread brings Q and K.
 __device__ __forceinline__ void bring_qk(const KernelArgs& args, u32 smem, const Work& only) {
     Ring<kStages> ring;
-    BiasRing bias_ring;
     Ring<Layout::kQBuffers> q_ring;
     Hand hand(smem);
     Work work = first_work(args, only);
@@ -59,7 +58,6 @@ __device__ __forceinline__ void bring_qk(const KernelArgs& args, u32 smem, const
                 mbarrier_arrive_expect(full, Layout::kBytesK);
                 bring_keys<kChunksQK>(smem + Layout::kK + ring.stage * Layout::kBytesK, args.k, full, block, tile);
                 ring.advance();
-                bring_biases(args, smem, bias_ring, tile, block);
             }
             if (n >= blocks.end - 1) bring_q();
         } while (--n >= blocks.begin);
@@ -92,7 +90,6 @@ __device__ __forceinline__ void serve_v(const KernelArgs& args, u32 smem, const 
     constexpr int kThreadsThatHelp = kHelpers * 32;
     const u32 lane = threadIdx.x % 32, thread = kHelps ? helper * 32 + lane : 0;
     Ring<kStages> ring;
-    BiasRing bias_ring;
     Hand hand(smem);
     u32 admit_parity = 0, raw_parity = 0;  // of the latter one bit per stage
     Work work = first_work(args, only);
@@ -114,7 +111,6 @@ __device__ __forceinline__ void serve_v(const KernelArgs& args, u32 smem, const 
                 bring_keys<kChunksV>(smem + Layout::kV + ring.stage * Layout::kBytesV, args.v, full, block, work.tile);
             }
             if (kBrings && kHelps) __syncwarp();
-            if (kHelps && copies_biases(args)) copy_biases(args, smem, bias_ring, helper, work.tile, block * kBlockKV);
             if (kHelps && raw) {
                 mbarrier_wait_idly(smem + Layout::kRawV + ring.stage * 8, (raw_parity >> ring.stage) & 1);
                 raw_parity ^= 1u << ring.stage;

@@ -19,7 +19,7 @@ __device__ __forceinline__ void walk_steps(const BlockRange& blocks, int n, cons
         for (; n >= full; n--) step(n, Bool<false>{}, Bool<true>{});
         if (kMaskedFirst) {
 #pragma unroll 1
-            for (; n >= blocks.begin; n--) step(n, Bool<true>{}, Bool<true>{});
+            for (; n >= blocks.begin; n--) step(n, Bool<true>{}, Bool<false>{});
         }
     } else {
         bool near_zero = false;

@@ -352,6 +352,27 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
     }
 }
 
+// What a program adds to the scores, before there are any: to the same places, times `unit`, which takes it to units of the raw score.
+template <bool kMasked, int kTiles, typename At>
+__device__ __forceinline__ void program_sums(const At& at, const ProgramHead& head, const ProgramKept& kept, int q, int kv_first,
+                                             float unit, const ScoresAhead<kTiles>& ahead) {
+    const int last = head.kv_len - 1 - kv_first;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = min_of(q + 8 * i, head.q_len - 1);
+        const ScoreRow score = score_row(head, kept.score, row, kv_first, 1.0f);
+#pragma unroll
+        for (int j = 0; j < kTiles; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
+                // The neutral element of sums: what is left is what is added.
+                at(j, 2 * i + e) = score_element(head, kept.score, score, row, kv_first, offset, -0.0f, 1.0f, ahead[i].at(8 * j + e)) * unit;
+            }
+        }
+    }
+}
+
 // The same for a program that adds to the score what does not depend on it and is linear along the keys, in two parts. First, before there are
 // scores: what is added at one key of the block goes to `shift`, a number for each of the two rows, in units of log2. What is added on both sides of
 // that key cancels out with it where their sum nearly vanishes, as ALiBi's does at the diagonal, and is rounded as large as it is: so it is the key in
@@ -482,6 +503,8 @@ __device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>&, const P
 template <bool kMasked, int kTiles, bool kMask = true, bool kAhead = false, typename At>
 __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float,
                                                const ScoresAhead<kTiles>* = nullptr) {}
+template <bool kMasked, int kTiles, typename At>
+__device__ __forceinline__ void program_sums(const At&, const ProgramHead&, const ProgramKept&, int, int, float, const ScoresAhead<kTiles>&) {}
 template <int kTiles, typename Masked>
 __device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead&, const ProgramKept&, int, int, float, Masked, float (&)[2]) { return {}; }
 template <bool kMasked, int kTiles, bool kMask = true, typename At>

@@ -144,15 +144,15 @@ pub const BIASES: &[Fault] = &[
     [
         "the biases of another consumer",
         "forward/sm90/biases.cuh",
-        "tile.row + c * 64, bias.index[0]",
-        "tile.row, bias.index[0]",
+        "row = tile.row + c * 64;",
+        "row = tile.row;",
         "the oracle says",
     ],
     [
         "the biases of the block before",
         "forward/sm90/biases.cuh",
-        "block * kBlockKV + chunk * 64, tile.row",
-        "(block ^ 1) * kBlockKV + chunk * 64, tile.row",
+        "first_key + chunk * 64, row,",
+        "(first_key ^ kBlockKV) + chunk * 64, row,",
         "the oracle says",
     ],
     [
@@ -186,8 +186,8 @@ pub const BIASES: &[Fault] = &[
     [
         "a copy by threads told before it is made",
         "forward/sm90.cu",
-        "copies_biases(args) ? 1 + kHelpers * 32 : 1",
-        "copies_biases(args) ? kHelpers * 32 : 1",
+        "copies_biases(args) ? 1 + 32 : 1",
+        "copies_biases(args) ? 32 : 1",
         "on its way|more arrivals|never written|the oracle says|deadlock",
     ],
     [
@@ -224,6 +224,27 @@ pub const BIASES: &[Fault] = &[
         "        fence_async_proxy();\n        __syncwarp();",
         "        __syncwarp();",
         "read by ldmatrix with no fence.proxy.async",
+    ],
+    [
+        "a product that starts from zero",
+        "forward/sm90/consumer.cuh",
+        "kSeeded || step > 0",
+        "step > 0",
+        "the oracle says",
+    ],
+    [
+        "what is added in units of other scores",
+        "forward/sm90/consumer.cuh",
+        "seed_unit = 1.0f / magnitude()",
+        "seed_unit = 1.0f",
+        "the oracle says",
+    ],
+    [
+        "the first scores of a tile without what is added",
+        "forward/sm90/consumer.cuh",
+        "seed_first(work);",
+        "",
+        "deadlock|the oracle says|more arrivals|on its way",
     ],
 ];
 

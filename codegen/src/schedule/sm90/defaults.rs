@@ -115,9 +115,9 @@ impl Sm90Schedule {
         let chained = |least, room| if chain { largest(true, least, room, 0) } else { None };
         let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room, 0)) } else { None };
         let plain = || chained(96, 0).or_else(|| largest(false, 16, 0, 0));
-        // A chain where its second Q leaves room for large blocks.
+        // A chain gains nothing where the product starts from biases.
         let beside = Self { bias_stages: 1, ..base }.registers_beside(problem);
-        let of_stages = |n| largest(true, 128, beside, n).or_else(|| largest(false, 64, beside, n));
+        let of_stages = |n| largest(false, 64, beside, n);
         let brought = || if has_biases { [2, 1].into_iter().find_map(of_stages) } else { None };
         let found = brought().or_else(small).or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
         let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
@@ -133,12 +133,16 @@ impl Sm90Schedule {
     fn for_few_tiles(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, rows: u64, tiles: u64) -> Option<Self> {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let (causal, long) = (problem.mask.right, bucket.kv_len > 512);
-        let most = if causal && long { 2 * UNITS } else { UNITS };
-        if problem.program.is_some() || problem.mask.left || d > 128 || rows <= 64 || tiles > most {
+        let most = if causal && (long || d > 128) { 2 * UNITS } else { UNITS };
+        if problem.program.is_some() || problem.mask.left || rows <= 64 || tiles > most {
             return None;
         }
         let alone = Self { consumers: 1, take_turns: false, ..self };
         let found = match (causal, d) {
+            (false, 129..) => {
+                Self { block_kv: 64, stages: if d <= 192 { 4 } else { 3 }, section_mib: 0, chain: false, ..alone }
+            }
+            (true, 129..) => Self { block_kv: 64, chain: false, output_apart: true, ending: false, ..alone },
             (false, _) => Self { chain: false, ..alone },
             (true, ..=64) => Self { block_kv: 64, stages: 3, exp2_eighths: 2, ending: false, ..alone },
             (true, _) => {
@@ -226,6 +230,8 @@ mod tests {
             (64, Mask::Causal, [(8, 512, 1), (8, 2048, 1), (16, 1024, 1), (16, 2048, 3), (64, 1024, 2)]),
             (128, Mask::Full, [(8, 1024, 1), (16, 512, 1), (8, 2048, 2), (32, 512, 2), (64, 2048, 2)]),
             (128, Mask::Causal, [(64, 128, 1), (8, 2048, 1), (16, 1024, 1), (32, 512, 2), (16, 2048, 2)]),
+            (192, Mask::Full, [(8, 128, 1), (8, 1024, 1), (16, 512, 1), (16, 1024, 2), (32, 512, 2)]),
+            (256, Mask::Causal, [(8, 128, 1), (8, 1024, 1), (16, 1024, 1), (32, 512, 1), (32, 1024, 2)]),
         ];
         for (d, mask, sizes) in cases {
             for (heads, len, consumers) in sizes {
@@ -235,6 +241,10 @@ mod tests {
         }
         assert_eq!(default(128, Mask::Full, 8, 1024).to_string(), "c1-kv128-s2-overlap-queue-two-b1-l2x0");
         assert_eq!(default(128, Mask::Causal, 8, 512).to_string(), "c1-kv64-s4-overlap-queue-chain-two-b1-l2x0");
+        assert_eq!(default(192, Mask::Full, 8, 512).to_string(), "c1-kv64-s4-overlap-queue-two-b1-l2x0");
+        assert_eq!(default(256, Mask::Full, 8, 512).to_string(), "c1-kv64-s3-overlap-queue-two-b1-l2x0");
+        assert_eq!(default(192, Mask::Causal, 8, 512).to_string(), "c1-kv64-s2-overlap-queue-apart-two-b1-l2x32");
+        assert_eq!(default(256, Mask::Causal, 8, 512).to_string(), "c1-kv64-s2-overlap-queue-apart-two-b1-l2x32");
         assert_eq!(default(64, Mask::Causal, 8, 2048).to_string(), "c1-kv64-s3-overlap-queue-chain-fma2-two-b1-l2x32");
     }
 }
