@@ -9,8 +9,6 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Up to this number a cap of the scores is part of the program, which kernels know then.
-const CAP_WRITTEN_OUT: f64 = 50.0;
 /// Lengths of prompts that are timed: the longest, and quarters of it.
 const PREFILL_LENGTHS: usize = 4;
 /// No prompt shorter than this is timed: the nearest longer one answers for it.
@@ -247,12 +245,7 @@ impl Planner<'_> {
             texts.push(format!("mask = kv // {chunk} == ({position}) // {chunk} and kv <= {position};"));
         }
         let Model { soft_cap, alibi, sinks, .. } = *self.model;
-        // Kernels use a bound of the scores that they know (`_CAP_WRITTEN_OUT` in the Python package).
-        texts.extend(soft_cap.map(|cap| match cap <= CAP_WRITTEN_OUT {
-            true => format!("score = {cap:?} * tanh(score * (1.0 / {cap:?}));"),
-            false => text("soft_cap"),
-        }));
-        for (on, name) in [(alibi, "alibi"), (sinks, "attention_sinks")] {
+        for (on, name) in [(soft_cap.is_some(), "soft_cap"), (alibi, "alibi"), (sinks, "attention_sinks")] {
             texts.extend(on.then(|| text(name)));
         }
         if texts.is_empty() {

@@ -101,9 +101,9 @@ fn caps_chunks_sinks_and_alibi_are_score_programs() {
     part("alibi", 0, "slope[h]");
     assert_eq!(texts("llama-4-scout")[0], "");
     part("llama-4-scout", 1, "kv // 8192");
-    // What a host writes, with the model's number, is what was tuned.
-    let cap = flashtune_codegen::score::Program::parse("score = 50.0 * tanh(score * (1.0 / 50.0));").unwrap();
-    assert_eq!(texts("gemma-2-9b")[0], cap.text());
+    // What a host asks for by name, with the model's number as a scalar, is what was tuned.
+    let cap = flashtune_codegen::score::builtin("soft_cap").unwrap().text;
+    assert_eq!(texts("gemma-2-9b")[0], flashtune_codegen::score::Program::parse(cap).unwrap().text());
     assert_eq!(serving("gemma-2-9b").needs[1].attention, "causal, window of 4096 keys, scores within 50");
 }
 

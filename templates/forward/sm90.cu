@@ -80,12 +80,14 @@ constexpr int kHelpers = kQuick || kBiasStages > 0 ? 1 : 2;
 constexpr bool kRescaleBeside = kColumnsV > 128;
 // The exponentials of one row start before the maximum of the other is known or, for small head dims, after both.
 constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
+// The scores' product starts from what a program adds to them, instead of from zero.
+constexpr bool kSeeded = @{ seeded }@;
 // In steps of masked blocks, which wait longer for maxima.
 constexpr RowOrder kMaskedRowOrder = kClean && kColumnsV <= 192 ? kAfterProbability : kRowOrder;
+// Whether the next K and V have arrived is asked while there is other work, unless there is some before they are wanted.
+constexpr bool kLookAhead = kColumnsV <= 192 && !kSeeded;
 // Of a masked V, how many reads of a thread are asked for before the first is looked at.
 constexpr int kScanTogether = kQuick ? 1 : 8;
-// Whether the next K and V have arrived is asked while there is other work.
-constexpr bool kLookAhead = kColumnsV <= 192;
 
 // Where a program caps the scores at a number of which it says how large it may be, no maximum is needed and nothing is ever rescaled: probabilities
 // are relative to a reference from which both the largest and the least that a row can have stay within the exponents of
@@ -105,8 +107,6 @@ constexpr bool kReadAhead = kScoreReads > 0;
 
 // Biases that the copy engine brings, a tile of each for the rows of a consumer and a block of keys.
 constexpr int kBiases = kBiasStages > 0 ? kScoreBiases : 0;
-// The scores' product starts from what the program adds to them, instead of from zero.
-constexpr bool kSeeded = @{ seeded }@;
 constexpr int kChunksBias = kBlockKV / 64;
 constexpr int kBytesBias = kChunksBias * kBytes64Rows;
 

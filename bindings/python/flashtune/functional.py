@@ -46,10 +46,6 @@ def flash_attn_func(
     )
 
 
-# Up to this number a cap is part of the text, as `tune --model` has it: kernels use a bound that they know.
-_CAP_WRITTEN_OUT = 50.0
-
-
 # The largest float32: a greater cap would be infinity to a kernel.
 _LARGEST_CAP = 3.4028234663852886e38
 
@@ -75,13 +71,11 @@ def _shape(name, tensor):
 
 def _changed(softcap, alibi_slopes):
     """The score program of flash-attention's arguments, if there is one: the cap comes first, as there."""
-    score, values = "score", {}
+    declared, score, values = "", "score", {}
     cap = _cap(softcap)
     if cap:
-        if cap <= _CAP_WRITTEN_OUT:
-            score = f"{cap!r} * tanh(score * (1.0 / {cap!r}))"
-        else:
-            score, values = "cap * tanh(score * (1.0 / cap))", {"cap": cap}
+        # As the built-in `soft_cap`, which `tune --model` tunes: one kernel for all caps up to 50, with a bound that it knows.
+        declared, score, values = "cap: float usually in 0..50; ", "cap * tanh(score * (1.0 / cap))", {"cap": cap}
     if alibi_slopes is not None:
         shape = _shape("alibi_slopes", alibi_slopes)
         if len(shape) not in (1, 2):
@@ -89,7 +83,7 @@ def _changed(softcap, alibi_slopes):
         at = "b, h" if len(shape) == 2 else "h"
         score = f"{score} - slope[{at}] * abs(q + kv_len - q_len - kv)"
         values["slope"] = alibi_slopes
-    return None if score == "score" else Program(score=score, tensors=values)
+    return None if score == "score" else Program(score=declared + score, tensors=values)
 
 
 def attention(

@@ -1,5 +1,5 @@
 // Biases: what a score program reads by query and key (program.cuh), a tile for the rows of each consumer and a block of keys. They lie in
-// shared memory as the copy engine leaves them, which brings them beside K.
+// shared memory as the copy engine leaves them, which brings them ahead of K.
 
 using BiasRing = Ring<max_of(1, kBiasStages)>;
 

@@ -134,7 +134,7 @@ impl Sm90Schedule {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let (causal, long) = (problem.mask.right, bucket.kv_len > 512);
         let most = if causal && (long || d > 128) { 2 * UNITS } else { UNITS };
-        if problem.program.is_some() || problem.mask.left || rows <= 64 || tiles > most {
+        if problem.program.is_some() || problem.mask.left || rows <= 64 && bucket.kv_len > 256 || tiles > most {
             return None;
         }
         let alone = Self { consumers: 1, take_turns: false, ..self };
@@ -153,8 +153,8 @@ impl Sm90Schedule {
     }
 
     /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
-    /// bits (docs/trust.md says where the last ones may differ), but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of the time, and
-    /// is slower. None for a quick one.
+    /// bits, but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of the
+    /// time, and is slower. None for a quick one.
     pub fn quick(&self) -> Option<Self> {
         if self.quick {
             return None;
