@@ -129,6 +129,7 @@ template <> struct wgmma<{element}, {columns}> {{
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::score::Program;
 
     /// Scores of 128 keys, outputs of 16 columns.
     fn kernel() -> (Problem, Sm90Schedule) {
@@ -156,6 +157,22 @@ mod tests {
             depth.contains("add.s64 b, %40, 896;") && depth.contains("{%36, %37, %38, %39}, b, 1, 1, 1, 1;"),
             "{depth}"
         );
+    }
+
+    #[test]
+    fn a_quick_product_starts_from_what_is_added() {
+        let (problem, schedule) = kernel();
+        let program = Program::parse("t: f16[q_len, kv_len]; score = score + t[q, kv];").unwrap();
+        let problem = problem.with_program(program);
+        let quick = Sm90Schedule { bias_stages: 1, ..schedule.quick().unwrap() };
+        let body = |schedule| {
+            let text = instructions(&problem, &schedule);
+            let at = text.find("void whole_rows(").unwrap();
+            text[at..].split_once("\n    }").unwrap().0.to_owned()
+        };
+        let (seeded, plain) = (body(quick), body(Sm90Schedule { bias_stages: 0, ..quick }));
+        assert_eq!((seeded.matches("none, 1, 1").count(), plain.matches("none, 1, 1").count()), (0, 1));
+        assert!(seeded.contains("\"+f\"(d[63])") && plain.contains("\"=f\"(d[63])"), "{seeded}");
     }
 
     #[test]

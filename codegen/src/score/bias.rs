@@ -105,4 +105,25 @@ mod tests {
         let three = "t: bf16[4, q_len, kv_len]; score = score + t[0, q, kv] + t[1, q, kv] + t[2, q, kv];";
         assert_eq!(of(three), (vec![], false));
     }
+
+    #[test]
+    fn what_is_added_to_a_score_is_told_from_what_else_becomes_of_it() {
+        let adds = |text: &str| Program::parse(text).unwrap().of_scores().adds;
+        for (text, is_sum) in [
+            ("t: bf16[q_len, kv_len]; score = score + t[q, kv];", true),
+            ("t: bf16[q_len, kv_len]; score = 2.0 * t[q, kv] - 0.5 * kv + score - 1.0;", true),
+            ("t: bf16[q_len, kv_len]; score = (score + select(kv > q, t[q, kv], -inf)) - exp2(t[q, kv]);", true),
+            ("t: bf16[q_len, kv_len]; score = t[q, kv] - score;", false),
+            ("t: bf16[q_len, kv_len]; score = 2.0 * score + t[q, kv];", false),
+            ("t: bf16[q_len, kv_len]; score = score + score + t[q, kv];", false),
+            ("t: bf16[q_len, kv_len]; score = max(score, t[q, kv]);", false),
+            ("t: bf16[q_len, kv_len]; score = t[q, kv];", false),
+            ("mask = kv <= q;", false),
+        ] {
+            assert_eq!(adds(text), is_sum, "{text}");
+        }
+        // As deep as a program may be.
+        let deep = format!("t: bf16[q_len, kv_len]; score = score{};", " + t[q, kv] * kv".repeat(1500));
+        assert!(adds(&deep));
+    }
 }
