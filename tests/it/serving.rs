@@ -150,9 +150,15 @@ fn a_sealed_hit_allocates_nothing_and_is_quick() {
         for _ in 0..CALLS {
             std::hint::black_box(engine.prepare(call).unwrap());
         }
-        // SAFETY: the tensors are live memory of these sizes.
-        unsafe { engine.forward(call, Stream(0)).unwrap() };
         assert_eq!(ALLOCATIONS.with(Cell::get), before, "a sealed hit allocates");
+        // The threads of the cpu share a queue, which takes memory for every 63rd job, whoever's it is: not for each of three.
+        let launch = |_| {
+            let before = ALLOCATIONS.with(Cell::get);
+            // SAFETY: the tensors are live memory of these sizes.
+            unsafe { engine.forward(call, Stream(0)).unwrap() };
+            ALLOCATIONS.with(Cell::get) - before
+        };
+        assert_eq!((0..3).map(launch).min(), Some(0), "a sealed launch allocates");
     });
 }
 
