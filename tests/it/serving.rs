@@ -151,7 +151,7 @@ fn a_sealed_hit_allocates_nothing_and_is_quick() {
             std::hint::black_box(engine.prepare(call).unwrap());
         }
         assert_eq!(ALLOCATIONS.with(Cell::get), before, "a sealed hit allocates");
-        // The threads of the cpu share a queue, which takes memory for every 63rd job, whoever's it is: not for each of three.
+        // The threads of the cpu share a queue, which takes memory for every 63rd job, whosever it is: not for each of three.
         let launch = |_| {
             let before = ALLOCATIONS.with(Cell::get);
             // SAFETY: the tensors are live memory of these sizes.
