@@ -2,7 +2,8 @@
 
 use super::error::ProgramError;
 use super::program::Program;
-use super::words::{Axis, Declaration, Range, Type};
+use super::range::Range;
+use super::words::{Axis, Declaration, Type};
 use crate::Shape;
 use std::collections::BTreeMap;
 

@@ -3,7 +3,8 @@
 use super::error::ProgramError;
 use super::lex::Token;
 use super::parse::Parser;
-use super::words::{Axis, Declaration, MAX_RANK, Range, Storage, Type};
+use super::range::Range;
+use super::words::{Axis, Declaration, MAX_RANK, Storage, Type};
 
 impl Parser<'_> {
     pub(super) fn declaration(&mut self, name: String) -> Result<(), ProgramError> {

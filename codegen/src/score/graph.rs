@@ -5,7 +5,8 @@
 //! every pass is a loop over ids, and no depth of nesting overflows the stack.
 
 use super::linear::Linear;
-use super::words::{Binary, Declaration, Id, Range, Type, Unary, Var};
+use super::range::Range;
+use super::words::{Binary, Declaration, Id, Type, Unary, Var};
 use std::collections::HashMap;
 
 /// What a node computes.

@@ -2,8 +2,9 @@
 
 use super::graph::Node;
 use super::linear::Linear;
+use super::range::Range;
 use super::tile::{Analysis, Image};
-use super::words::{Binary, Id, Range, Type, Var};
+use super::words::{Binary, Id, Type, Var};
 
 impl Analysis<'_> {
     /// The first key that any query of the tile can see, and the one after the last, from the conditions that bound

@@ -7,7 +7,8 @@
 
 use super::graph::{Graph, Node};
 use super::linear::Linear;
-use super::words::{Axis, Binary, Id, Range, Type, Unary, Var};
+use super::range::Range;
+use super::words::{Axis, Binary, Id, Type, Unary, Var};
 
 /// More searches than this for a row are left to conditions per score.
 const MAX_SEARCHES: usize = 4;

@@ -15,7 +15,8 @@
 use super::graph::{Graph, Node};
 use super::linear::{Linear, gcd};
 use super::program::Program;
-use super::words::{Binary, Id, Range, Type, Unary, Var};
+use super::range::Range;
+use super::words::{Binary, Id, Type, Unary, Var};
 use std::collections::HashMap;
 
 /// What the mask does to a tile.

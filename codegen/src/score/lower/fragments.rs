@@ -2,7 +2,8 @@
 //! the score, reads along the keys.
 
 use super::super::graph::{Depends, Node};
-use super::super::words::{Binary, Id, Range, Type, Unary, Var};
+use super::super::range::Range;
+use super::super::words::{Binary, Id, Type, Unary, Var};
 use super::values::{index_fits, int_literal};
 use super::{AlongKeys, Capped, Lowering, slot};
 

@@ -1,7 +1,8 @@
 //! The expression of each node, in either language: types, widths of ints, places in tensors.
 
 use super::super::graph::{Graph, Node};
-use super::super::words::{Axis, Binary, Id, Range, Storage, Type, Unary};
+use super::super::range::Range;
+use super::super::words::{Axis, Binary, Id, Storage, Type, Unary};
 use super::{Dialect, Lowering, slot};
 
 impl Dialect {
