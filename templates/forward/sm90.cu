@@ -34,6 +34,7 @@ constexpr bool kQueue = @{ queue }@;
 constexpr bool kChain = @{ chain }@;
 constexpr bool kOutputApart = @{ output_apart }@;
 constexpr int kBiasStages = @{ bias_stages }@;
+constexpr bool kSeeded = @{ seeded }@;  // the scores' product starts from what a program adds to them, instead of from zero
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
 constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
@@ -80,8 +81,6 @@ constexpr int kHelpers = kQuick || kBiasStages > 0 ? 1 : 2;
 constexpr bool kRescaleBeside = kColumnsV > 128;
 // The exponentials of one row start before the maximum of the other is known or, for small head dims, after both.
 constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
-// The scores' product starts from what a program adds to them, instead of from zero.
-constexpr bool kSeeded = @{ seeded }@;
 // In steps of masked blocks, which wait longer for maxima.
 constexpr RowOrder kMaskedRowOrder = kClean && kColumnsV <= 192 ? kAfterProbability : kRowOrder;
 // Whether the next K and V have arrived is asked while there is other work, unless there is some before they are wanted.

@@ -80,7 +80,6 @@ fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
     let brought = Sm90Schedule { bias_stages, ..schedule };
     let changed = [
         brought,
-        Sm90Schedule { block_kv, trim: false, ..brought },
         Sm90Schedule { block_kv, cluster: 1, trim: false, ..brought },
         Sm90Schedule { block_kv: 64, stages: 1, cluster: 1, trim: false, blocks_per_sm: 1, ..brought },
     ];

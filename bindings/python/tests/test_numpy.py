@@ -185,6 +185,14 @@ class Programs(unittest.TestCase):
         tensors = {"x": changed.astype(np.float32)}
         want = flashtune.attention(self.q, self.k, self.v, score="x[b, h, q, kv]", mask="kv <= q", tensors=tensors)
         np.testing.assert_allclose(bhsd(out), want, atol=1e-5)
+        # A cap alone is the built-in, so that the kernel is the one which `tune --model` tunes, whatever the number is.
+        kernels = set()
+        for cap in (1.5, 30.0):
+            flashtune.flash_attn_func(*bshd, softcap=cap)
+            kernels.add(flashtune.explain(as_dict=True)["kernel"])
+            flashtune.attention(self.q, self.k, self.v, score="soft_cap", tensors={"cap": cap})
+            kernels.add(flashtune.explain(as_dict=True)["kernel"])
+        self.assertEqual(len(kernels), 1, kernels)
         seen = np.random.default_rng(7).random((61, 61)) < 0.3
         sdpa = flashtune.scaled_dot_product_attention
         out = sdpa(self.q, self.k, self.v, attn_mask=seen)

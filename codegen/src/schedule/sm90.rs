@@ -284,11 +284,11 @@ impl Sm90Schedule {
         }
         if self.bias_stages > 0 {
             // Boxes of the copy engine are 64 keys wide.
-            if !self.block_kv.is_multiple_of(64) || self.trim {
+            if !self.block_kv.is_multiple_of(64) || self.cluster > 1 || self.trim {
                 return bad(
                     "bias_stages",
                     self.bias_stages,
-                    "0 but for blocks of whole 64 keys that all consumers visit",
+                    "0 but for single thread blocks with blocks of whole 64 keys",
                 );
             }
             if self.bias_stages > 4 || self.biases(problem).is_empty() {

@@ -6,7 +6,6 @@ struct Arrivals {
     const int id;  // of the warpgroup, 0 to kConsumers - 1
     Hand hand;
     Ring<kStages> k_ring, v_ring;
-    BiasRing bias_ring;
     bool k_seen = false, v_seen = false;  // whether the next K and V are known to have arrived
 
     __device__ __forceinline__ Arrivals(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), hand(smem) {}
@@ -67,7 +66,6 @@ struct Arrivals {
             wait_k();
             __syncwarp();  // no lane may still wait for what is given away
             release_k();
-            skip_biases(args, smem, bias_ring, id);
             if (kTrim) skip_turn();
             if (count > later) skip_v();
         }

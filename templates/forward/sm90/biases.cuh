@@ -64,8 +64,8 @@ __device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const 
     }
 }
 
-// One thread asks the copy engine for the biases of each block, before anyone asks for its K: they come from memory and not from L2. With kCopies
-// its warp copies those that the engine cannot bring. Every lane arrives for itself then, here and where biases are taken: a tool that looks for
+// One thread asks the copy engine for the biases of each block as soon as there is room, and waits for nobody's K: they come from memory and not
+// from L2. With kCopies its warp copies those that the engine cannot bring. Every lane arrives for itself then, here and where biases are taken: a tool that looks for
 // races sees who waits for whom, which it does not behind __syncwarp().
 template <bool kCopies> __device__ __forceinline__ void serve_biases(const KernelArgs& args, u32 smem, const Work& only) {
     BiasRing ring;
@@ -135,13 +135,5 @@ __device__ __forceinline__ void give_back_biases(const KernelArgs& args, u32 sme
         __syncwarp();
         if (threadIdx.x % 32 == 0 || copies_biases(args)) mbarrier_arrive(smem + Layout::kEmptyBias + bias_place(ring, consumer) * 8);
         ring.advance();
-    }
-}
-
-// Those of a block that the consumer does not visit.
-__device__ __forceinline__ void skip_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer) {
-    if constexpr (kBiases > 0) {
-        mbarrier_wait(smem + Layout::kFullBias + bias_place(ring, consumer) * 8, ring.parity);
-        give_back_biases(args, smem, ring, consumer);
     }
 }

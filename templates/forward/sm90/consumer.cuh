@@ -2,6 +2,7 @@
 
 // One warpgroup of 64 query rows.
 struct Consumer : Arrivals {
+    BiasRing bias_ring;
     Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
     int q_at;                        // which Q is at hand
     int leaving = -1;                // the Q whose O is being copied out of shared memory

@@ -193,8 +193,8 @@ pub const SM90: &[Fault] = &[
     [
         "K that is left out is not given back, trimmed",
         "forward/sm90/arrivals.cuh",
-        "            release_k();\n            skip_biases",
-        "            skip_biases",
+        "            release_k();\n            if (kTrim)",
+        "            if (kTrim)",
         "deadlock|the oracle says",
     ],
     // O in a place of its own.

@@ -78,8 +78,9 @@ impl Sm90Schedule {
         let trimmed: Vec<Self> = space.iter().filter(trims).map(|s| Self { trim: true, ..*s }).collect();
         space.extend(trimmed);
         if program.is_some_and(|p| !p.biases().is_empty()) {
-            let boxes = |s: &&Self| s.block_kv.is_multiple_of(64) && !s.trim && !s.pack_group;
-            let brought = space.iter().filter(boxes).flat_map(|s| [1, 2].map(|bias_stages| Self { bias_stages, ..*s }));
+            let single = |s: &&Self| s.block_kv.is_multiple_of(64) && s.cluster == 1 && !s.trim && !s.pack_group;
+            let brought =
+                space.iter().filter(single).flat_map(|s| [1, 2].map(|bias_stages| Self { bias_stages, ..*s }));
             space.extend(brought.collect::<Vec<_>>());
         }
         // Another split of the registers, of schedules of the usual kind: more to the producer where its rule may be too tight.
