@@ -68,7 +68,7 @@ class Sizes:
         """A line of what `tune --from` takes."""
         (dim, mask), (batch, heads, kv_heads, q_len, kv_len) = problem, shape
         kind = {"left": False, "right": mask == "causal"}
-        what = {"pass": "Forward", "dtype": self.dtype.capitalize(), "head_dim_qk": dim, "head_dim_v": dim, "mask": kind}
+        what = {"op": "Forward", "dtype": self.dtype.capitalize(), "head_dim_qk": dim, "head_dim_v": dim, "mask": kind}
         sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
         return {"problem": what | {"program": None}, "shape": sizes | {"mask": mask.capitalize()}, "calls": 0}
 

@@ -4,10 +4,12 @@ use crate::awaited::Awaited;
 use crate::builder::{Builder, Candidates};
 use crate::{Error, Result};
 use flashtune_cache::{CacheDir, Launches, Layers, RecordKey};
-use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramError, ProgramRef};
-use flashtune_codegen::{Arch, DType, Mask, Problem, Shape, ShapeBucket, TemplateSet, has_loose_biases, unaddressable};
-use flashtune_runtime::dispatch::{Demand, Dispatcher, Explanation, Plan, Policy};
+use flashtune_codegen::{
+    Constraint, Constraints, DType, Family, Mask, Problem, Shape, ShapeBucket, TemplateSet, has_loose_biases,
+    is_addressable,
+};
+use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
     BlockMask, Device, Error as RuntimeError, ForwardCall, ForwardTensors, MaskSizes, SideInputs, SideTable, Stream,
     TensorView, forward_call,
@@ -285,7 +287,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::forward`], without those of tensors and launches.
     pub fn plan(&self, problem: &Problem, shape: &Shape) -> Result<Arc<Plan>> {
-        self.plan_for(problem, shape, Demand::Usual, || false)
+        self.plan_for(problem, shape, Constraints::NONE, || false)
     }
 
     /// Which kernel runs for these sizes, from which layer, and why no other does.
@@ -391,40 +393,34 @@ impl Engine {
         }
         args.weights = call.weights.unwrap_or(0);
         let loose = side.is_some_and(|side| has_loose_biases(problem, args, side.tensors()));
-        let plan = self.plan_for(problem, shape, self.demand(call, args, *aligned, loose), haste)?;
+        let demands = Constraints::NONE
+            .with_if(Constraint::Weights, call.weights.is_some())
+            .with_if(Constraint::Unaligned, !*aligned)
+            .with_if(Constraint::Strided, *aligned && !is_addressable(args))
+            .with_if(Constraint::LooseBiases, loose);
+        let plan = self.plan_for(problem, shape, demands, haste)?;
         Ok(Some(Dispatch { plan, shape: *shape }))
-    }
-
-    /// What a call asks of its kernel beyond problem and sizes.
-    fn demand(&self, call: &Forward<'_>, args: &ForwardArgs, aligned: bool, loose_biases: bool) -> Demand {
-        match (call.weights, self.device().arch()) {
-            (Some(_), _) => Demand::Weights,
-            (None, Arch::Sm(_)) if !aligned => Demand::Unaligned,
-            (None, Arch::Sm(sm)) if sm.number == 90 && unaddressable(args).is_some() => Demand::Strided,
-            (None, Arch::Sm(sm)) if sm.number == 90 && loose_biases => Demand::LooseBiases,
-            _ => Demand::Usual,
-        }
     }
 
     fn plan_for(
         &self,
         problem: &Problem,
         shape: &Shape,
-        demand: Demand,
+        demands: Constraints,
         haste: impl Fn() -> bool,
     ) -> Result<Arc<Plan>> {
         let tunable = self.policy == Policy::Tune
             && self.dispatcher.sealed().is_none()
-            && demand.is_tunable()
+            && Family::is_tunable(demands, self.device().arch())
             && !shape.is_empty()
             && shape.kv_len > 0;
         if tunable && self.awaited.is_due(problem, shape) {
             self.dispatcher.forget(problem, shape);
         }
-        if tunable && self.dispatcher.planned(problem, shape, demand).is_none() {
+        if tunable && self.dispatcher.planned(problem, shape, demands).is_none() {
             self.tune_missing(problem, shape)?;
         }
-        Ok(self.dispatcher.plan_in_haste(problem, shape, demand, haste)?)
+        Ok(self.dispatcher.plan_in_haste(problem, shape, demands, haste)?)
     }
 
     /// Tunes unless some layer already has a measured record of this device and class of sizes.

@@ -105,8 +105,9 @@ pub struct Sm90Args {
     pub masks: u64,
 }
 
-/// Counters that a kernel's module holds for launches whose thread blocks take tiles from a queue.
-pub const TILE_QUEUES: usize = 256;
+/// Counters, of 4 bytes each, that a kernel's module holds for launches whose persistent thread blocks take tiles from one: more than ten
+/// thousand captured launches of one kernel may live at once.
+pub const TILE_QUEUES: usize = 1 << 14;
 
 /// How a launch of `forward/sm90` divides the query rows into tiles, computed once by the host.
 #[repr(C)]

@@ -14,10 +14,24 @@ pub enum Arch {
     Sm(SmArch),
 }
 
+impl Arch {
+    /// The GPU of an arch that a family for GPUs supports.
+    ///
+    /// # Panics
+    /// On the CPU: callers ask `supports` first.
+    pub(crate) fn gpu(self) -> SmArch {
+        match self {
+            Arch::Sm(sm) => sm,
+            Arch::Cpu(_) => unreachable!("a family for GPUs supports no CPU"),
+        }
+    }
+}
+
 /// Vector instruction sets that `cpu` kernels are written for, in rising order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub enum CpuIsa {
     /// Portable C with vector extensions; any processor.
+    #[default]
     Generic,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,

@@ -1,8 +1,6 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
-use crate::{
-    Arch, Error, Problem, Resources, Result, Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder, abi, wgmma,
-};
+use crate::{Arch, Error, Problem, Resources, Result, Schedule, TemplateSet};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -46,18 +44,13 @@ impl Kernel {
     pub fn check(&self) -> Result<()> {
         self.problem.validate()?;
         self.schedule.family().supports(&self.problem, self.arch)?;
-        match (&self.schedule, self.arch) {
-            (Schedule::Cpu(s), Arch::Cpu(isa)) => s.validate(&self.problem, isa)?,
-            (Schedule::Sm80(s), _) => s.validate()?,
-            (Schedule::Sm90(s), _) => s.validate(&self.problem)?,
-            _ => {}
-        }
+        self.schedule.validate(&self.problem, self.arch)?;
         self.resources().check(self.arch, self.schedule.blocks_per_sm())
     }
 
     /// What the kernel needs on the device, by the static model.
     pub fn resources(&self) -> Resources {
-        Resources::of(&self.problem, &self.schedule)
+        self.schedule.resources(&self.problem)
     }
 
     /// The name: problem, family, schedule and arch in one word.
@@ -152,74 +145,9 @@ impl Kernel {
         ]);
         m.extend(match self.language() {
             Language::C => crate::score::cpu_fields(p.program.as_deref()),
-            Language::Cuda => {
-                let biases = match &self.schedule {
-                    Schedule::Sm90(s) => s.biases(p),
-                    _ => &[],
-                };
-                crate::score::cuda_fields(p.program.as_deref(), biases)
-            }
+            Language::Cuda => crate::score::cuda_fields(p.program.as_deref(), self.schedule.biases(p)),
         });
-        let axes = p.program.and_then(|p| p.lists().or(p.runs()));
-        match self.schedule {
-            Schedule::Cpu(s) => m.extend([
-                ("isa", s.isa.name().to_owned()),
-                ("block_q", s.block_q.to_string()),
-                ("block_kv", s.block_kv.to_string()),
-                ("unroll_q", s.unroll_q.to_string()),
-                ("unroll_kv", s.unroll_kv.to_string()),
-            ]),
-            Schedule::Naive(s) => m.extend([
-                ("block_q", s.block_q.to_string()),
-                ("block_kv", s.block_kv.to_string()),
-                ("threads", s.threads.to_string()),
-            ]),
-            Schedule::Sm80(s) => m.extend([
-                ("warps", s.warps.to_string()),
-                ("rows_per_warp", s.rows_per_warp.to_string()),
-                ("block_kv", s.block_kv.to_string()),
-                ("stages", s.stages.to_string()),
-                ("q_in_registers", s.q_in_registers.to_string()),
-                ("pad_rows", (s.swizzle == Swizzle::Pad).to_string()),
-                ("blocks_per_sm", s.blocks_per_sm.to_string()),
-                ("lazy_rescale", s.lazy_rescale.to_string()),
-                ("masked_loop", s.masked_loop.to_string()),
-                ("block_major", (s.order == TileOrder::BlockMajor).to_string()),
-            ]),
-            Schedule::Sm90(s) => m.extend([
-                ("consumers", s.consumers.to_string()),
-                ("block_kv", s.block_kv.to_string()),
-                ("stages", s.stages.to_string()),
-                ("overlap", s.overlap.to_string()),
-                ("take_turns", s.take_turns.to_string()),
-                ("p_in_shared", s.p_in_shared.to_string()),
-                ("masked_loop", s.masked_loop.to_string()),
-                ("lazy_rescale", s.lazy_rescale.to_string()),
-                ("pack_group", s.pack_group.to_string()),
-                ("trim", s.trim.to_string()),
-                ("quick", s.quick.to_string()),
-                ("persistent", s.scheduler.stays().to_string()),
-                ("queue", (s.scheduler == Sm90Scheduler::Queue).to_string()),
-                ("tile_queues", abi::TILE_QUEUES.to_string()),
-                ("mask_by_batch", axes.is_some_and(|a| a.batch).to_string()),
-                ("mask_by_head", axes.is_some_and(|a| a.head).to_string()),
-                ("mask_by_kv_head", axes.is_some_and(|a| a.kv_head).to_string()),
-                ("chain", s.chain.to_string()),
-                ("output_apart", s.output_apart.to_string()),
-                ("bias_stages", s.bias_stages.to_string()),
-                ("seeded", s.seeds(p).to_string()),
-                ("exp2_eighths", s.exp2_eighths.to_string()),
-                ("cluster", s.cluster.to_string()),
-                (
-                    "cluster_attribute",
-                    if s.cluster > 1 { format!("__cluster_dims__({}, 1, 1)", s.cluster) } else { String::new() },
-                ),
-                ("blocks_per_sm", s.blocks_per_sm.to_string()),
-                ("producer_registers", s.producer_registers(p).to_string()),
-                ("consumer_registers", s.consumer_registers(p).to_string()),
-                ("wgmma_instructions", wgmma::instructions(p, &s)),
-            ]),
-        }
+        self.schedule.constants(p, &mut m);
         m
     }
 }

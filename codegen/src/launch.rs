@@ -1,27 +1,64 @@
-//! How a kernel is launched for a shape: pure arithmetic, shared by every caller.
+//! What one call launches: stages, and the scratch memory that they share. Pure arithmetic, the same for every caller.
+//!
+//! ```text
+//! Kernel::plan(Shape) -> LaunchPlan { stages: [mask metadata.., main], regions: [mask metadata, tile counter] }
+//! ```
+//!
+//! A device loads a kernel's entry points once ([`Kernel::entries`]) and launches the stages of a plan in their order on one stream.
 
-use crate::{Error, Kernel, Prelude, Problem, Result, Schedule, Shape, Sm90Schedule, Tiling};
+use crate::{Error, Kernel, Result, Shape, Tiling};
 
-/// Geometry of one launch.
+/// Stages that a launch has at most.
+pub const MOST_STAGES: usize = 4;
+/// Scratch regions that the stages of a launch share at most.
+const MOST_REGIONS: usize = 2;
+
+/// What a stage is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StageRole {
+    /// Computes the mask metadata that the main stage reads ([`Holds::MaskMetadata`]). Left out where a launch is given it.
+    MaskMetadata,
+    /// The operation itself.
+    Main,
+}
+
+/// An entry point of a kernel's module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StageEntry {
+    /// What its name ends in, behind the kernel's own.
+    pub suffix: &'static str,
+    /// What it is for.
+    pub role: StageRole,
+}
+
+impl StageEntry {
+    /// The kernel's own entry point.
+    pub const MAIN: StageEntry = StageEntry { suffix: "", role: StageRole::Main };
+}
+
+/// One kernel of a launch. All stages take the same arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Launch {
-    /// Thread blocks, one-dimensional; 0 means that there is nothing to do.
+pub struct Stage {
+    /// Which of the kernel's entry points.
+    pub entry: StageEntry,
+    /// Thread blocks, one-dimensional; a stage of 0 is not launched.
     pub grid: u32,
-    /// Thread blocks of one multiprocessor that stay and share the grid's work; when absent every block has its own.
+    /// Thread blocks of one multiprocessor where they are persistent and share the grid's work; when absent every block has its own.
     pub resident: Option<u32>,
     /// Thread blocks of a cluster.
     pub cluster: u32,
     /// Threads of one block.
     pub threads: u32,
-    /// Dynamic shared memory in bytes.
+    /// Dynamic shared memory of one block, in bytes.
     pub smem_bytes: u32,
-    /// What `forward/sm90` takes beside the arguments.
-    pub tiling: Option<Tiling>,
-    /// What comes before, on the same stream, for a kernel that has something found of its mask ([`Kernel::preludes`]).
-    pub prelude: Option<Prelude>,
 }
 
-impl Launch {
+impl Stage {
+    /// A stage of single thread blocks, each with its own work.
+    pub const fn of(entry: StageEntry, grid: u32, threads: u32, smem_bytes: u32) -> Self {
+        Self { entry, grid, resident: None, cluster: 1, threads, smem_bytes }
+    }
+
     /// Thread blocks to start on a device of so many multiprocessors: whole clusters.
     pub fn blocks(&self, units: u32) -> u32 {
         let room = |n: u32| (n.saturating_mul(units) / self.cluster * self.cluster).max(self.cluster);
@@ -29,36 +66,130 @@ impl Launch {
     }
 }
 
-impl Kernel {
-    /// The launch geometry for a shape. CPU kernels count their own tiles; for them the grid is 0.
-    pub fn launch(&self, shape: &Shape) -> Result<Launch> {
-        let r = self.resources();
-        let launch = |grid| Launch {
-            grid,
-            resident: None,
-            cluster: 1,
-            threads: r.threads,
-            smem_bytes: r.smem_bytes,
-            tiling: None,
-            prelude: None,
-        };
-        match self.schedule {
-            Schedule::Cpu(_) => Ok(Launch { threads: 0, smem_bytes: 0, ..launch(0) }),
-            Schedule::Naive(s) => Ok(launch(tiles(shape.q_len, s.block_q, shape.heads, shape.batch)?)),
-            Schedule::Sm80(s) => Ok(launch(tiles(shape.q_len, s.block_q(), shape.heads, shape.batch)?)),
-            Schedule::Sm90(s) => {
-                let tiling = tiling(&self.problem, &s, shape)?;
-                let resident = s.scheduler.stays().then_some(s.blocks_per_sm);
-                let prelude = Prelude::of(&self.problem, &s, &tiling, shape)?;
-                let grid = tiling.tiles as u32;
-                Ok(Launch { resident, cluster: s.cluster, tiling: Some(tiling), prelude, ..launch(grid) })
-            }
-        }
+/// Device memory that the stages of a launch share, beside the operands.
+///
+/// Outside of a capture it belongs to the stream, in whose order it is taken and given back; in a capture to that graph, so that
+/// two graphs that were captured on one stream may be replayed at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Region {
+    /// What lies in it, which says who initialises it and for how long it can be of use.
+    pub holds: Holds,
+    /// Its size, aligned to 16 bytes: a pure function of the sizes.
+    pub bytes: u64,
+}
+
+/// What a region holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Holds {
+    /// What the mask metadata stages write, which a `BlockMask` may keep for many launches. Uninitialised before.
+    MaskMetadata {
+        /// How it lies there.
+        layout: MetadataLayout,
+        /// From which byte on the bits of cut blocks lie, for block lists, unless they take more than [`MOST_MASK_BYTES`].
+        masks: Option<u64>,
+    },
+    /// The counter from which persistent thread blocks take their tiles: zero before the first launch, and left at zero by every
+    /// launch. One that no other launch uses at the same time; without one, tiles are taken by stride.
+    TileCounter,
+}
+
+/// How mask metadata lies in memory. Kernels that agree in it, and in the bounded sides of the mask beside the program's, can
+/// use what was computed once for the same mask, sizes and tensors, whatever else differs between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum MetadataLayout {
+    /// Lists of key blocks, and bit masks of cut ones.
+    BlockLists {
+        /// Query rows of a tile.
+        block_q: u32,
+        /// Keys of a block.
+        block_kv: u32,
+        /// Tiles of a unit.
+        tiles: u32,
+    },
+    /// Key ranges, row by row.
+    KeyRanges,
+}
+
+/// Bytes that the bit masks of cut blocks may take, whose number is not known before: enough for 90,000 queries by as many keys if all
+/// heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
+pub const MOST_MASK_BYTES: u64 = 1 << 30;
+
+/// What one call launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaunchPlan {
+    stages: [Option<Stage>; MOST_STAGES],
+    regions: [Option<Region>; MOST_REGIONS],
+    /// How the query rows are divided, for families that take it beside the operation's arguments.
+    pub tiling: Option<Tiling>,
+}
+
+impl LaunchPlan {
+    /// A plan of stages in their order, and their regions.
+    ///
+    /// # Panics
+    /// With more than [`MOST_STAGES`] stages or two regions: a fault of a family.
+    pub fn new(
+        stages: impl IntoIterator<Item = Stage>,
+        regions: impl IntoIterator<Item = Region>,
+        tiling: Option<Tiling>,
+    ) -> Self {
+        let mut plan = Self { stages: [None; MOST_STAGES], regions: [None; MOST_REGIONS], tiling };
+        stages.into_iter().enumerate().for_each(|(i, stage)| plan.stages[i] = Some(stage));
+        regions.into_iter().enumerate().for_each(|(i, region)| plan.regions[i] = Some(region));
+        plan
+    }
+
+    /// The stages in the order in which they are launched.
+    pub fn stages(&self) -> impl Iterator<Item = &Stage> {
+        self.stages.iter().flatten()
+    }
+
+    /// The stage of the operation itself; none on the CPU, whose kernels count their own tiles.
+    pub fn main(&self) -> Option<&Stage> {
+        self.stages().find(|s| s.entry.role == StageRole::Main)
+    }
+
+    /// Whether there is nothing to launch.
+    pub fn is_empty(&self) -> bool {
+        self.main().is_none_or(|s| s.grid == 0)
+    }
+
+    /// The regions of scratch memory.
+    pub fn regions(&self) -> impl Iterator<Item = &Region> {
+        self.regions.iter().flatten()
+    }
+
+    /// The region of mask metadata: its size, its layout, and where the bits of cut blocks begin.
+    pub fn mask_metadata(&self) -> Option<(u64, MetadataLayout, Option<u64>)> {
+        self.regions().find_map(|r| match r.holds {
+            Holds::MaskMetadata { layout, masks } => Some((r.bytes, layout, masks)),
+            Holds::TileCounter => None,
+        })
+    }
+
+    /// Whether the main stage takes its tiles from a counter.
+    pub fn counts_tiles(&self) -> bool {
+        self.regions().any(|r| r.holds == Holds::TileCounter)
     }
 }
 
-/// Thread blocks of one launch.
-fn tiles(rows: u32, block_q: u32, heads: u32, batch: u32) -> Result<u32> {
+impl Kernel {
+    /// The stages of a launch for a shape, with the scratch memory that they share.
+    ///
+    /// # Errors
+    /// Sizes that exceed what one launch can hold.
+    pub fn plan(&self, shape: &Shape) -> Result<LaunchPlan> {
+        self.schedule.plan(&self.problem, shape)
+    }
+
+    /// The entry points of the kernel's module: a device loads them all, plans name them.
+    pub fn entries(&self) -> &'static [StageEntry] {
+        self.schedule.entries(&self.problem)
+    }
+}
+
+/// Thread blocks of a launch that gives each `block_q` rows of one head.
+pub(crate) fn tiles(rows: u32, block_q: u32, heads: u32, batch: u32) -> Result<u32> {
     let tiles = rows.div_ceil(block_q) as u64 * heads as u64 * batch as u64;
     i32::try_from(tiles).map(|n| n as u32).map_err(|_| {
         Error::unsupported(
@@ -68,110 +199,4 @@ fn tiles(rows: u32, block_q: u32, heads: u32, batch: u32) -> Result<u32> {
             "split the batch",
         )
     })
-}
-
-/// How `forward/sm90` divides the rows of a shape.
-fn tiling(problem: &Problem, s: &Sm90Schedule, shape: &Shape) -> Result<Tiling> {
-    let group = shape.group();
-    // The heads of a group can share a tile of 64 rows when they divide it, and as long as rows can be counted.
-    let packed =
-        s.pack_group && group.is_power_of_two() && group <= 64 && (shape.q_len as u64) * (group as u64) < 1 << 30;
-    let (group_shift, unit_heads) = if packed { (group.ilog2(), shape.kv_heads) } else { (0, shape.heads) };
-    let rows = shape.q_len << group_shift;
-    // Every cluster has its tiles in one unit; the last one may lie past the end.
-    let blocks = rows.div_ceil(s.block_q()).next_multiple_of(s.cluster);
-    let tiles = tiles(blocks * s.block_q(), s.block_q(), unit_heads, shape.batch)?;
-    let units = shape.batch as u64 * unit_heads as u64;
-    let kv_head_bytes = shape.kv_len as u64 * (problem.head_dim_qk + problem.head_dim_v) as u64 * 2;
-    let section = match s.section_mib {
-        Sm90Schedule::WALK_ALL => units,
-        mib => (((mib as u64) << 20) / kv_head_bytes.max(1)).max(1) * if packed { 1 } else { group as u64 },
-    };
-    let section = section.min(units);
-    // Sections of the same size: a small one at the end would leave multiprocessors without work.
-    let share = if packed { 1 } else { group as u64 };
-    let section =
-        if s.ending { section } else { units.div_ceil(units.div_ceil(section)).next_multiple_of(share).min(units) };
-    Ok(Tiling {
-        group_shift: group_shift as i32,
-        unit_heads: unit_heads as i32,
-        blocks: blocks as i32,
-        leading: if s.ending { (units - section) as i32 } else { 0 },
-        section: section as i32,
-        tiles: tiles as i32,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{DType, Mask, MaskKind, ShapeBucket, Sm90Scheduler};
-
-    fn kernel(change: impl Fn(&mut Sm90Schedule)) -> Kernel {
-        let arch: crate::Arch = "sm_90a".parse().unwrap();
-        let crate::Arch::Sm(sm) = arch else { unreachable!() };
-        let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
-        let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, window: 0 };
-        let mut s = Sm90Schedule::default_for(&problem, sm, &bucket);
-        (s.consumers, s.block_kv, s.pack_group, s.ending) = (2, 128, false, false);
-        change(&mut s);
-        Kernel { problem, schedule: Schedule::Sm90(s), arch }
-    }
-
-    fn shape(heads: u32, kv_heads: u32, q_len: u32) -> Shape {
-        Shape { batch: 3, heads, kv_heads, q_len, kv_len: 4096, mask: Mask::Causal }
-    }
-
-    #[test]
-    fn groups_share_a_tile_where_they_divide_it() {
-        let packed = kernel(|s| s.pack_group = true);
-        let t = packed.launch(&shape(32, 8, 33)).unwrap().tiling.unwrap();
-        assert_eq!((t.group_shift, t.unit_heads, t.blocks, t.tiles), (2, 8, 2, 2 * 8 * 3));
-        // Three heads of a group do not divide 64 rows: every head has its own tiles then.
-        let t = packed.launch(&shape(24, 8, 33)).unwrap().tiling.unwrap();
-        assert_eq!((t.group_shift, t.unit_heads, t.blocks, t.tiles), (0, 24, 1, 24 * 3));
-        let t = packed.launch(&shape(32, 8, 1 << 29)).unwrap().tiling.unwrap();
-        assert_eq!(t.group_shift, 0);
-    }
-
-    #[test]
-    fn a_section_holds_whole_groups_and_never_more_than_there_are() {
-        let section =
-            |mib| kernel(|s| s.section_mib = mib).launch(&shape(32, 8, 4096)).unwrap().tiling.unwrap().section;
-        // K and V of one KV head: 4096 rows of 256 elements of 2 bytes, 2 MiB.
-        assert_eq!([section(0), section(2), section(5), section(8)], [4, 4, 8, 16]);
-        assert_eq!(section(Sm90Schedule::WALK_ALL), 96);
-        assert_eq!(section(1 << 20), 96);
-        // Three of 32 units, not two of 44 and one of 8.
-        assert_eq!([section(22), section(40)], [32, 48]);
-    }
-
-    #[test]
-    fn single_heads_come_before_a_section_at_the_end() {
-        let parts = |mib| {
-            let kernel = kernel(|s| (s.section_mib, s.ending) = (mib, true));
-            let t = kernel.launch(&shape(32, 8, 4096)).unwrap().tiling.unwrap();
-            (t.leading, t.section)
-        };
-        assert_eq!([parts(0), parts(22), parts(1 << 20)], [(92, 4), (52, 44), (0, 96)]);
-    }
-
-    #[test]
-    fn clusters_are_whole() {
-        let pairs = kernel(|s| s.cluster = 2);
-        let t = pairs.launch(&shape(4, 4, 129)).unwrap().tiling.unwrap();
-        assert_eq!((t.blocks, t.tiles), (2, 2 * 4 * 3));
-        assert_eq!(pairs.launch(&shape(4, 4, 1)).unwrap().tiling.unwrap().blocks, 2);
-        let stay =
-            kernel(|s| (s.cluster, s.scheduler) = (2, Sm90Scheduler::Stride)).launch(&shape(32, 8, 4096)).unwrap();
-        assert_eq!((stay.blocks(131), stay.blocks(1)), (130, 2));
-    }
-
-    #[test]
-    fn blocks_that_stay_are_as_many_as_fit() {
-        let stay = kernel(|s| s.scheduler = Sm90Scheduler::Queue).launch(&shape(32, 8, 4096)).unwrap();
-        assert_eq!((stay.blocks(132), stay.blocks(100_000)), (132, stay.grid));
-        let launch = kernel(|s| s.scheduler = Sm90Scheduler::Single).launch(&shape(32, 8, 4096)).unwrap();
-        assert_eq!(launch.blocks(132), launch.grid);
-    }
 }

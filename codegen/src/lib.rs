@@ -5,7 +5,7 @@
 //! ```text
 //! Problem + Arch + Schedule -> Kernel -> render(TemplateSet) -> Source
 //!                                     -> resources()         -> what it will need on the device
-//!                                     -> launch(Shape)       -> grid, block, shared memory
+//!                                     -> plan(Shape)         -> stages of a launch and their scratch memory
 //! ```
 //!
 //! Architecture invariants: nothing here does I/O, knows a device, or depends on the machine it runs on. The same
@@ -14,36 +14,34 @@
 
 pub mod abi;
 mod arch;
+mod constraints;
 mod dtype;
 mod error;
+mod family;
 mod kernel;
 mod launch;
 mod mask;
-mod prelude;
 mod problem;
 mod resources;
-mod schedule;
 pub mod score;
 mod shape;
 mod templates;
-mod tensor_map;
 mod traffic;
-mod wgmma;
 
 pub use abi::Tiling;
 pub use arch::{Arch, CpuIsa, SmArch, SmLimits};
+pub use constraints::{Constraint, Constraints};
 pub use dtype::DType;
 pub use error::{Error, Result};
-pub use kernel::{Kernel, Language, Source};
-pub use launch::Launch;
-pub use mask::{Mask, MaskKind};
-pub use prelude::{FoundLayout, MOST_MASK_BYTES, Prelude};
-pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Pass, Problem};
-pub use resources::Resources;
-pub use schedule::{
-    CpuSchedule, Family, NaiveSchedule, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
+pub use family::{
+    CpuSchedule, Family, NaiveSchedule, Place, Purpose, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle,
+    TensorMapSpec, TileOrder, has_loose_biases, is_addressable, unaddressable,
 };
+pub use kernel::{Kernel, Language, Source};
+pub use launch::{Holds, LaunchPlan, MOST_MASK_BYTES, MetadataLayout, Region, Stage, StageEntry, StageRole};
+pub use mask::{Mask, MaskKind};
+pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem};
+pub use resources::Resources;
 pub use shape::{BucketPlace, Shape, ShapeBucket};
 pub use templates::TemplateSet;
-pub use tensor_map::{TensorMapSpec, has_loose_biases, unaddressable};
 pub use traffic::{Traffic, Visits};

@@ -12,22 +12,46 @@ pub const HEAD_DIM_MAX: u32 = 256;
 /// Head dims are multiples of this, so that every row is made of whole 16-byte vectors of a 16-bit dtype.
 pub const HEAD_DIM_STEP: u32 = 8;
 
-/// Which direction is computed.
+/// What is computed of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
-pub enum Pass {
-    /// O and optionally the log-sum-exp from Q, K, V.
+pub enum Op {
+    /// O and optionally the log-sum-exp from Q, K, V. Decode is this, with a schedule that splits the keys.
     #[default]
     Forward,
+    /// dQ, dK and dV from Q, K, V, O, dO and the log-sum-exp.
+    Backward,
+    /// New rows of K and V into a cache, rotated and quantised where asked for.
+    Append,
+    /// Low-precision operands with their scales, from 16-bit ones.
+    Quantise,
 }
 
-/// One attention problem: pass, dtype, head dims, the sides of the mask that are bounded, and the score program.
+impl Op {
+    /// The word in names of problems and families.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Op::Forward => "forward",
+            Op::Backward => "backward",
+            Op::Append => "append",
+            Op::Quantise => "quantise",
+        }
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One attention problem: operation, dtype, head dims, the sides of the mask that are bounded, and the score program.
 ///
 /// Numbers of heads, lengths, strides, window lengths, the scalars and tensors of the program, the softmax scale and whether the LSE is wanted are run-time
 /// values ([`crate::Shape`], [`crate::abi::ForwardArgs`]): they do not change the generated code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Problem {
-    /// Direction.
-    pub pass: Pass,
+    /// What is computed.
+    pub op: Op,
     /// Element type of Q, K, V and O.
     pub dtype: DType,
     /// Length of a row of Q and K.
@@ -48,7 +72,7 @@ impl Problem {
 
     /// A forward problem whose V rows differ in length from the Q and K rows, checked.
     pub fn forward_qk_v(dtype: DType, head_dim_qk: u32, head_dim_v: u32, mask: MaskKind) -> Result<Self> {
-        let p = Self { pass: Pass::Forward, dtype, head_dim_qk, head_dim_v, mask, program: None };
+        let p = Self { op: Op::Forward, dtype, head_dim_qk, head_dim_v, mask, program: None };
         p.validate()?;
         Ok(p)
     }
@@ -99,8 +123,7 @@ impl Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Pass::Forward = self.pass;
-        write!(f, "forward-{}-d{}", self.dtype, self.head_dim_qk)?;
+        write!(f, "{}-{}-d{}", self.op, self.dtype, self.head_dim_qk)?;
         if self.head_dim_v != self.head_dim_qk {
             write!(f, "v{}", self.head_dim_v)?;
         }

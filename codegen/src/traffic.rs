@@ -1,6 +1,6 @@
 //! What a schedule moves, by counting: the key blocks that query tiles visit, and the bytes that follow from them.
 
-use crate::{Kernel, Schedule, Shape, TileOrder};
+use crate::{Kernel, Shape};
 
 /// Key blocks that the query tiles of one head visit.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -49,7 +49,7 @@ impl Kernel {
     /// cache of `cache_bytes`. The log-sum-exp is not counted.
     pub fn traffic(&self, shape: &Shape, units: u32, cache_bytes: u64) -> Traffic {
         let p = &self.problem;
-        let walk = self.walk(shape);
+        let walk = self.schedule.walk(p, shape);
         let row = (p.head_dim_qk + p.head_dim_v) as f64 * p.dtype.bytes() as f64;
         let kv_heads = shape.batch as f64 * shape.kv_heads as f64;
         let visits = Visits::of(shape, walk.queries, walk.block_kv);
@@ -75,49 +75,33 @@ impl Kernel {
         let kv = if once { (kv_heads * pair).min(loads) } else { loads };
         Traffic { tile_bytes, memory_bytes: ends + kv }
     }
-
-    /// In which tiles the kernel walks over a shape.
-    fn walk(&self, shape: &Shape) -> Walk {
-        let (heads, kv_heads) = (shape.batch as f64 * shape.heads as f64, shape.batch as f64 * shape.kv_heads as f64);
-        let plain = |queries, block_kv| Walk { queries, block_kv, heads, together: 1.0 };
-        match self.schedule {
-            Schedule::Cpu(s) => plain(s.block_q, s.block_kv),
-            Schedule::Naive(s) => plain(s.block_q, s.block_kv),
-            Schedule::Sm80(s) => {
-                let together = if s.order == TileOrder::BlockMajor { kv_heads } else { 1.0 };
-                Walk { together, ..plain(s.block_q(), s.block_kv) }
-            }
-            Schedule::Sm90(s) => {
-                let Some(t) = self.launch(shape).ok().and_then(|l| l.tiling) else {
-                    return plain(s.block_q(), s.block_kv);
-                };
-                // Heads that share a tile load K and V together; the tile has as many fewer queries.
-                let sharing = 1u32 << t.group_shift;
-                // Most of the walk is one KV head after the other, or all of it is sections.
-                let together =
-                    if t.leading > 0 { 1.0 } else { t.section as f64 * sharing as f64 / shape.group() as f64 };
-                Walk { heads: heads / sharing as f64, together, ..plain((s.block_q() / sharing).max(1), s.block_kv) }
-            }
-        }
-    }
 }
 
 /// The tiles of a launch, as far as they decide what is loaded.
-struct Walk {
+pub(crate) struct Walk {
     /// Queries of one head in a tile.
-    queries: u32,
+    pub queries: u32,
     /// Keys of one step.
-    block_kv: u32,
+    pub block_kv: u32,
     /// Heads, or groups of heads, that load K and V each for themselves, over all sequences.
-    heads: f64,
+    pub heads: f64,
     /// KV heads whose tiles are walked side by side, by the order of the tiles.
-    together: f64,
+    pub together: f64,
+}
+
+impl Walk {
+    /// Tiles of one head, one KV head after the other.
+    pub fn plain(queries: u32, block_kv: u32, shape: &Shape) -> Self {
+        Self { queries, block_kv, heads: shape.batch as f64 * shape.heads as f64, together: 1.0 }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Arch, DType, Mask, MaskKind, Problem, ShapeBucket, Sm80Schedule, Sm90Schedule, SmArch};
+    use crate::{
+        Arch, DType, Mask, MaskKind, Problem, Schedule, ShapeBucket, Sm80Schedule, Sm90Schedule, SmArch, TileOrder,
+    };
 
     fn shape(q_len: u32, kv_len: u32, mask: Mask) -> Shape {
         Shape { batch: 2, heads: 8, kv_heads: 2, q_len, kv_len, mask }

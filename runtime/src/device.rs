@@ -3,7 +3,7 @@
 use crate::{Ceiling, DeviceSpec, Error, Probe, Result};
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Reading};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, Error as CodegenError, Kernel, Launch, Problem, Shape, Source};
+use flashtune_codegen::{Arch, Error as CodegenError, Kernel, LaunchPlan, Problem, Shape, Source};
 use std::any::Any;
 use std::ops::DerefMut;
 use std::sync::Arc;
@@ -30,8 +30,7 @@ pub trait Buffer: Send + Sync {
 /// Host memory that a device gave.
 pub type HostBytes = Box<dyn DerefMut<Target = [u8]> + Send + Sync>;
 
-/// What the kernels that come before attention kernels ([`Kernel::preludes`]) have found of one mask, in memory of a device, kept
-/// for later launches. Dropped while launches are under way, it gives its memory back behind them.
+/// Mask metadata of one mask, in memory of a device, kept for later launches. Dropped while launches are under way, it gives its memory back behind them.
 pub trait Findings: Send + Sync {
     /// For the device that made it.
     fn as_any(&self) -> &dyn Any;
@@ -91,14 +90,14 @@ pub trait Device: Send + Sync {
     /// Loads a compiled kernel. The bytes are used as given: the caller has verified them.
     fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>>;
 
-    /// Launches on the caller's stream. Waits for nothing (on the CPU it returns when done), and allocates nothing but, for a
-    /// kernel that has something found of its mask first ([`Kernel::preludes`]), memory for that between two points of the stream.
+    /// Launches the stages of a plan on the caller's stream. Waits for nothing (on the CPU it returns when done), and allocates
+    /// nothing but, for a plan with mask metadata, memory for that between two points of the stream.
     ///
     /// # Safety
     /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has
-    /// completed, `side` must be that of the kernel's score program until this returns, and `launch` must come from
-    /// [`Kernel::launch`] for these sizes.
-    unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()>;
+    /// completed, `side` must be that of the kernel's score program until this returns, and `plan` must come from
+    /// [`Kernel::plan`] for these sizes.
+    unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: &ForwardArgs, stream: Stream) -> Result<()>;
 
     /// Room for what is found of a mask; `None` on devices whose kernels have nothing found before they start.
     fn findings(&self) -> Option<Box<dyn Findings>> {
@@ -116,14 +115,14 @@ pub trait Device: Send + Sync {
     unsafe fn launch_with(
         &self,
         module: &dyn Module,
-        launch: &Launch,
+        plan: &LaunchPlan,
         args: &ForwardArgs,
         findings: Option<&dyn Findings>,
         stream: Stream,
     ) -> Result<()> {
         let _ = findings;
         // SAFETY: the caller's promise is this function's own.
-        unsafe { self.launch(module, launch, args, stream) }
+        unsafe { self.launch(module, plan, args, stream) }
     }
 
     /// Refuses a range of `bytes` bytes whose first or last byte is certainly not this device's memory. What a device
@@ -232,9 +231,9 @@ impl dyn Device {
         if shape.is_empty() {
             return Ok(());
         }
-        let launch = module.kernel().launch(shape).map_err(Error::from)?;
+        let plan = module.kernel().plan(shape).map_err(Error::from)?;
         // SAFETY: the caller's promise is this function's own.
-        unsafe { self.launch_with(module, &launch, args, findings, stream) }
+        unsafe { self.launch_with(module, &plan, args, findings, stream) }
     }
 }
 

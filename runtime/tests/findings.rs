@@ -232,7 +232,7 @@ fn every_geometry_is_found_once_beside_the_others() {
     let log = fake.log();
     let count = |start: &str| log.iter().filter(|l| l.starts_with(start)).count();
     assert_eq!((count("take"), count("launch kernel_gather"), count("launch kernel by"), count("free")), (3, 3, 6, 0));
-    let bytes = |c: &Call| c.module.kernel().launch(&c.shape).unwrap().prelude.unwrap().bytes;
+    let bytes = |c: &Call| c.module.kernel().plan(&c.shape).unwrap().mask_metadata().unwrap().0;
     assert_eq!((findings.count(), findings.bytes()), (3, bytes(&wide) + bytes(&narrow) + bytes(&causal)));
     // Runs of rows are the same for blocks of all sizes.
     let (wide, narrow) = (Call::new(RUNS, 128), Call::new(RUNS, 96));

@@ -144,10 +144,9 @@ pub fn family(name: Option<&str>, problem: &Problem, arch: Arch) -> Result<Famil
     Ok(family)
 }
 
-/// The family of a name, with or without its `forward/`.
+/// The family of a name, or of its last part where that is one family's alone.
 pub fn family_named(name: &str) -> Result<Family> {
-    let family = Family::ALL.into_iter().find(|f| f.name() == name || f.name().strip_prefix("forward/") == Some(name));
-    family.ok_or_else(|| {
+    Family::by_name(name).ok_or_else(|| {
         let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
         usage(format!("there is no kernel family `{name}`; the families are {}", known.join(", ")))
     })

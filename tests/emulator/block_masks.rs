@@ -1,10 +1,10 @@
-//! What `FoundLayout` promises: what one kernel has found of a mask serves every other one of the same layout.
+//! What `MetadataLayout` promises: what one kernel has found of a mask serves every other one of the same layout.
 
 use crate::cases::Case;
 use crate::machine::{self, Emulated};
 use crate::schedules::random_sm90;
 use crate::{PROGRAMS, templates};
-use flashtune::codegen::{FoundLayout, Kernel};
+use flashtune::codegen::{Kernel, MetadataLayout};
 use flashtune::{Mask, Shape};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -13,9 +13,11 @@ use rand::{Rng, SeedableRng};
 const MASKS: [&str; 2] = [PROGRAMS[2], PROGRAMS[29]];
 
 /// The layouts of what is found for some sizes.
-fn layouts(kernel: &Kernel) -> Vec<Option<FoundLayout>> {
+fn layouts(kernel: &Kernel) -> Vec<Option<MetadataLayout>> {
     let shape = |q_len| Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len: 300, mask: Mask::Full };
-    [1, 65, 129, 193, 300].map(|n| kernel.launch(&shape(n)).expect("it fits").prelude.map(|p| p.layout)).to_vec()
+    [1, 65, 129, 193, 300]
+        .map(|n| kernel.plan(&shape(n)).expect("it fits").mask_metadata().map(|(_, layout, _)| layout))
+        .to_vec()
 }
 
 #[test]

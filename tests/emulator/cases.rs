@@ -2,8 +2,8 @@
 
 use crate::machine::{Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
-use flashtune::codegen::Kernel;
 use flashtune::codegen::score::SideData;
+use flashtune::codegen::{Kernel, StageRole};
 use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, oracle_of, unfused_rows_of};
 use flashtune::runtime::{ForwardTensors, TensorView, forward_call};
 use flashtune::{Distribution, HostTensor, Layout, Mask, Shape};
@@ -181,29 +181,33 @@ impl Expected {
         if let Some(program) = kernel.problem.program {
             side = Side::new(&program, &shape, &self.data, 5)?;
         }
-        let geometry = kernel.launch(&shape).map_err(|e| e.to_string())?;
-        let hopper = geometry.tiling.map(|tiling| {
+        let plan = kernel.plan(&shape).map_err(|e| e.to_string())?;
+        let main = *plan.main().ok_or("nothing to launch")?;
+        let hopper = plan.tiling.map(|tiling| {
             let maps = kernel.tensor_maps(&tiling, &call.args).ok_or("no tensor maps")?;
             let biases = kernel.bias_maps(&call.args, &side.arguments);
             Ok::<_, &str>(Hopper { maps, biases, tiling, queue: (seed % 3) as i32 - 1 })
         });
         // Behind all tensors; what is in it before is nothing to rely on.
-        let (given, bytes) = (findings.take(), geometry.prelude.map_or(0, |p| p.bytes as usize));
-        let grids = geometry.prelude.filter(|_| given.is_none()).map_or([0; 2], |p| p.grids);
+        let metadata = plan.mask_metadata();
+        let (given, bytes) = (findings.take(), metadata.map_or(0, |(bytes, ..)| bytes as usize));
+        let before = plan.stages().filter(|s| s.entry.role == StageRole::MaskMetadata);
+        let mut grids = [0; 2];
+        before.zip(&mut grids).for_each(|(stage, grid)| *grid = if given.is_none() { stage.grid } else { 0 });
         let mut found = given.unwrap_or_else(|| vec![0xffu8; bytes]);
         if found.len() != bytes {
             return Err(format!("{} bytes were found, the kernel takes {bytes}", found.len()));
         }
         let at = address(5 + side.tensors.len() as u64, found.len());
         // Where masks take too much memory, the kernel evaluates them.
-        let masks =
-            geometry.prelude.and_then(|p| p.masks).filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
+        let masks = metadata.and_then(|(_, _, masks)| masks);
+        let masks = masks.filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
         let launch = Launch {
             seed,
             prelude: (grids, [at, masks.unwrap_or(0)]),
-            grid: geometry.blocks(units),
-            threads: geometry.threads,
-            smem_bytes: geometry.smem_bytes,
+            grid: main.blocks(units),
+            threads: main.threads,
+            smem_bytes: main.smem_bytes,
             forward: call.args,
             hopper: hopper.transpose()?,
             side: side.table,

@@ -2,7 +2,9 @@
 
 use crate::translate::translate;
 use flashtune::codegen::score::MAX_BIASES;
-use flashtune::codegen::{Kernel, Schedule, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs};
+use flashtune::codegen::{
+    Kernel, Schedule, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs,
+};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Read, Write};
@@ -135,8 +137,9 @@ impl Emulated {
             Schedule::Sm80(_) => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
             _ => ("", "Layout::kBytes".to_owned(), "kCluster"),
         };
-        let call = |end: &&str| format!("EMULATED_CALL({}{end}, arguments)", source.entry);
-        let before = kernel.preludes().iter().map(call).collect::<Vec<_>>().join(", ");
+        let call = |entry: &StageEntry| format!("EMULATED_CALL({}{}, arguments)", source.entry, entry.suffix);
+        let before = kernel.entries().iter().filter(|e| e.role == StageRole::MaskMetadata);
+        let before = before.map(call).collect::<Vec<_>>().join(", ");
         let text = format!(
             "#include \"cuda.h\"\n{rename}{}\n#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster})\n",
             translate(&source.text)?,

@@ -2,8 +2,7 @@
 
 use crate::common::paper::{Instant, Paper};
 use flashtune::cache::{CacheDir, Launches, Layers};
-use flashtune::codegen::{Family, TemplateSet};
-use flashtune::runtime::dispatch::Demand;
+use flashtune::codegen::{Constraint, Constraints, Family, TemplateSet};
 use flashtune::runtime::{Dispatcher, DispatcherConfig, Error};
 use flashtune::{DType, Mask, Policy, Problem, Shape, Status};
 use std::sync::Arc;
@@ -25,7 +24,7 @@ fn call(dtype: DType) -> (Problem, Shape) {
 fn f32_goes_to_the_exact_kernel_and_the_account_says_so() {
     for arch in ["sm_80", "sm_90a"] {
         let (problem, shape) = call(DType::F32);
-        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, Demand::Usual).unwrap();
+        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, Constraints::NONE).unwrap();
         assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
         let account = plan.explain();
         assert!(account.notes.iter().any(|n| n.contains("f32") && n.contains("exact")), "{account}");
@@ -44,14 +43,14 @@ fn half_precision_goes_to_the_tensor_cores() {
         ("sm_100a", DType::Bf16, Family::ForwardSm80),
     ] {
         let (problem, shape) = call(dtype);
-        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, Demand::Usual).unwrap();
+        let plan = dispatcher(arch, Policy::Default).plan(&problem, &shape, Constraints::NONE).unwrap();
         assert_eq!(plan.kernel().schedule.family(), family, "{arch}");
         assert_eq!(plan.status(), Status::Default);
         assert!(plan.refusals().iter().any(|r| r.what == "forward/naive"), "{}", plan.explain());
     }
     // Before sm_80 there is no cp.async: the plain kernel, and the reason.
     let (problem, shape) = call(DType::F16);
-    let plan = dispatcher("sm_75", Policy::Default).plan(&problem, &shape, Demand::Usual).unwrap();
+    let plan = dispatcher("sm_75", Policy::Default).plan(&problem, &shape, Constraints::NONE).unwrap();
     assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
     assert!(plan.refusals().iter().any(|r| r.why.contains("cp.async")), "{}", plan.explain());
 }
@@ -59,10 +58,11 @@ fn half_precision_goes_to_the_tensor_cores() {
 #[test]
 fn strides_that_the_copy_engine_cannot_take_leave_the_tensor_cores_of_sm80() {
     let (problem, shape) = call(DType::Bf16);
-    let plan = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Demand::Strided).unwrap();
+    let plan = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Constraint::Strided.into()).unwrap();
     assert_eq!(plan.kernel().schedule.family(), Family::ForwardSm80);
     assert!(plan.refusals().iter().any(|r| r.what == "forward/sm90"), "{}", plan.explain());
-    assert!(Demand::Strided.is_tunable() && !Demand::Unaligned.is_tunable() && !Demand::Weights.is_tunable());
+    let tunable = |demand: Constraint| Family::is_tunable(demand.into(), "sm_90a".parse().unwrap());
+    assert!(tunable(Constraint::Strided) && !tunable(Constraint::Unaligned) && !tunable(Constraint::Weights));
 }
 
 #[test]
@@ -71,24 +71,21 @@ fn biases_that_the_copy_engine_cannot_bring_are_loaded_by_threads() {
     let text = "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];";
     let problem = problem.with_program(flashtune::Program::parse(text).unwrap());
     let gpu = dispatcher("sm_90a", Policy::Default);
-    let brought = gpu.plan(&problem, &shape, Demand::Usual).unwrap();
-    let loaded = gpu.plan(&problem, &shape, Demand::LooseBiases).unwrap();
-    assert!(brought.kernel().schedule.brings_biases(), "{}", brought.explain());
-    assert!(!loaded.kernel().schedule.brings_biases(), "{}", loaded.explain());
+    let brought = gpu.plan(&problem, &shape, Constraints::NONE).unwrap();
+    let loaded = gpu.plan(&problem, &shape, Constraint::LooseBiases.into()).unwrap();
+    let loose = Constraints::from(Constraint::LooseBiases);
+    assert!(brought.kernel().schedule.unfit(loose).is_some(), "{}", brought.explain());
+    assert!(loaded.kernel().schedule.unfit(loose).is_none(), "{}", loaded.explain());
     assert_eq!(loaded.kernel().schedule.family(), Family::ForwardSm90);
-    assert!(
-        loaded.explain().to_string().contains("the copy engine cannot bring this call's biases"),
-        "{}",
-        loaded.explain()
-    );
-    assert!(!Demand::LooseBiases.is_tunable());
+    assert!(loaded.explain().to_string().contains("not for calls with loose biases"), "{}", loaded.explain());
+    assert!(!Family::is_tunable(loose, "sm_90a".parse().unwrap()));
 }
 
 #[test]
 fn the_weights_come_from_the_plain_kernel_alone() {
     let (problem, shape) = call(DType::Bf16);
     let gpu = dispatcher("sm_90a", Policy::Default);
-    let with = gpu.plan(&problem, &shape, Demand::Weights).unwrap();
+    let with = gpu.plan(&problem, &shape, Constraint::Weights.into()).unwrap();
     assert_eq!(with.kernel().schedule.family(), Family::ForwardNaive);
     assert!(
         with.refusals().iter().any(|r| r.what == "forward/sm80" && r.why.contains("weights")),
@@ -96,16 +93,16 @@ fn the_weights_come_from_the_plain_kernel_alone() {
         with.explain()
     );
     // Calls with and without them do not share a plan.
-    let without = gpu.plan(&problem, &shape, Demand::Usual).unwrap();
+    let without = gpu.plan(&problem, &shape, Constraints::NONE).unwrap();
     assert_eq!(without.kernel().schedule.family(), Family::ForwardSm90);
-    let error = dispatcher("sm_90a", Policy::Sealed).plan(&problem, &shape, Demand::Weights).unwrap_err();
+    let error = dispatcher("sm_90a", Policy::Sealed).plan(&problem, &shape, Constraint::Weights.into()).unwrap_err();
     assert!(matches!(&error, Error::Sealed { reason, .. } if reason.contains("weights")), "{error}");
 }
 
 #[test]
 fn rows_off_the_16_byte_grid_go_to_the_plain_kernel_with_the_reason() {
     let (problem, shape) = call(DType::Bf16);
-    let plan = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Demand::Unaligned).unwrap();
+    let plan = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Constraint::Unaligned.into()).unwrap();
     assert_eq!(plan.kernel().schedule.family(), Family::ForwardNaive);
     let refused = plan.refusals().iter().find(|r| r.what == "forward/sm80").expect("an account of forward/sm80");
     assert!(refused.why.contains("16 bytes"), "{}", plan.explain());

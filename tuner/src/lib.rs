@@ -19,11 +19,11 @@
 
 mod build;
 mod candidate;
+mod cost;
 mod decide;
 mod error;
 mod family;
 mod job;
-mod model;
 mod observer;
 mod prune;
 mod race;

@@ -3,7 +3,7 @@
 use crate::Observer;
 use crate::candidate::Candidate;
 use flashtune_cache::{Artifact, Stage};
-use flashtune_codegen::{Arch, Kernel, Schedule};
+use flashtune_codegen::{Arch, Place};
 use std::collections::HashMap;
 
 /// Bytes of spill stores and loads that a kernel may have: a few values parked around the main loop cost nothing (on an
@@ -13,8 +13,8 @@ const SPILLS_ALLOWED: u32 = 64;
 /// What a job has compiled so far.
 #[derive(Debug, Default)]
 pub(crate) struct Compiled {
-    /// Candidates by their code.
-    codes: HashMap<([u8; 32], (u32, bool)), usize>,
+    /// Candidates by their code, and by the part of the schedule that is not in it.
+    codes: HashMap<([u8; 32], Vec<Place>), usize>,
     /// Whether some candidate is fit.
     some_are_fit: bool,
 }
@@ -31,7 +31,7 @@ impl Compiled {
                 continue;
             }
             let Some(artifact) = &candidate.artifact else { continue };
-            let hash = (code_hash(artifact), beside_the_code(&candidate.kernel));
+            let hash = (code_hash(artifact), candidate.kernel.schedule.launch_places());
             if let Some(reason) = unfit(candidate).filter(|_| self.some_are_fit && !candidate.is_default) {
                 candidates[i].fail(Stage::Prune, reason, observer);
             } else if let Some(&first) = self.codes.get(&hash) {
@@ -53,15 +53,6 @@ fn unfit(arch: Arch, artifact: &Artifact) -> Option<String> {
             Some(format!("spills {} bytes of registers at {} registers", facts.spill_bytes, facts.registers))
         }
         _ => facts.warnings.first().cloned(),
-    }
-}
-
-/// The part of a schedule that is not in the binary: how many workers run it, or in which order tiles are taken.
-fn beside_the_code(kernel: &Kernel) -> (u32, bool) {
-    match kernel.schedule {
-        Schedule::Cpu(s) => (s.threads, false),
-        Schedule::Sm90(s) => (s.section_mib, s.ending),
-        _ => (0, false),
     }
 }
 

@@ -1,9 +1,9 @@
 //! The schedules that a search may try, in the order of the analytic model.
 
 use crate::Result;
-use crate::model::cost;
+use crate::cost::cost;
 use flashtune_cache::DeviceFingerprint;
-use flashtune_codegen::{Arch, Family, Kernel, Problem, Schedule, Shape, ShapeBucket};
+use flashtune_codegen::{Arch, Family, Kernel, Problem, Purpose, Schedule, Shape, ShapeBucket};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
@@ -79,10 +79,10 @@ pub(crate) fn space(problem: &Problem, shape: &Shape, device: &DeviceFingerprint
     Ok(Space { total, legal, kernels, costs, default })
 }
 
-/// The families to search. The plain CUDA family is an oracle, not a contender: it is used only where no other is.
+/// The families to search. A plain one is an oracle, not a contender: it is used only where no fast one is.
 fn families(problem: &Problem, arch: Arch) -> Result<Vec<Family>> {
     let candidates = Family::candidates(problem, arch);
-    let fast: Vec<Family> = candidates.iter().copied().filter(|f| *f != Family::ForwardNaive).collect();
+    let fast: Vec<Family> = candidates.iter().copied().filter(|f| f.purpose() == Purpose::Fast).collect();
     if !fast.is_empty() {
         return Ok(fast);
     }

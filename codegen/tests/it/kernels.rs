@@ -202,8 +202,10 @@ fn launches_count_tiles_and_refuse_what_a_grid_cannot_hold() {
     let schedule = Schedule::default_for(Family::ForwardSm80, &problem, arch, &bucket(4096)).unwrap();
     let kernel = Kernel { problem, schedule, arch };
     let shape = |batch, q_len| Shape { batch, heads: 8, kv_heads: 2, q_len, kv_len: 77, mask: Mask::Full };
-    let launch = kernel.launch(&shape(3, 129)).unwrap();
-    assert_eq!((launch.grid, launch.threads), (3 * 8 * 2, 128));
-    assert_eq!(kernel.launch(&shape(0, 129)).unwrap().grid, 0);
-    assert!(kernel.launch(&shape(1 << 28, 1 << 20)).unwrap_err().to_string().contains("split the batch"));
+    let plan = kernel.plan(&shape(3, 129)).unwrap();
+    let main = plan.main().unwrap();
+    assert_eq!((plan.stages().count(), plan.regions().count()), (1, 0));
+    assert_eq!((main.grid, main.threads), (3 * 8 * 2, 128));
+    assert!(kernel.plan(&shape(0, 129)).unwrap().is_empty());
+    assert!(kernel.plan(&shape(1 << 28, 1 << 20)).unwrap_err().to_string().contains("split the batch"));
 }

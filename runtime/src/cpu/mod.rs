@@ -17,7 +17,7 @@ pub(crate) use softmax::softmax;
 use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, Launch, Schedule};
+use flashtune_codegen::{Arch, LaunchPlan, Schedule};
 use memory::CpuBuffer;
 use module::CpuModule;
 use rayon::prelude::*;
@@ -126,7 +126,13 @@ impl Device for CpuDevice {
         }
     }
 
-    unsafe fn launch(&self, module: &dyn Module, _launch: &Launch, args: &ForwardArgs, _stream: Stream) -> Result<()> {
+    unsafe fn launch(
+        &self,
+        module: &dyn Module,
+        _launch: &LaunchPlan,
+        args: &ForwardArgs,
+        _stream: Stream,
+    ) -> Result<()> {
         let module = module.as_any().downcast_ref::<CpuModule>().ok_or_else(|| foreign("launch"))?;
         // SAFETY: the caller's promise is this function's own.
         let (tiles, scratch) = unsafe { module.plan(args) };

@@ -1,5 +1,6 @@
 //! The driver library: whether it is there, and what its error codes mean.
 
+use super::tile_counters::{CaptureInfo, CreateUserObject, RetainUserObject, UserObjects};
 use crate::error::chain;
 use crate::{Error, Result};
 use cudarc::driver::result::{self, DriverError};
@@ -17,6 +18,7 @@ type StreamId = unsafe extern "C" fn(sys::CUstream, *mut u64) -> CUresult;
 pub(super) struct Driver {
     pub(super) elapsed_time: ElapsedTime,
     pub(super) stream_id: Option<StreamId>,
+    pub(super) user_objects: Option<UserObjects>,
     _library: Library,
 }
 
@@ -74,8 +76,17 @@ fn load() -> Result<Driver, Absent> {
         .map_err(|e| Absent::Missing(chain(&e)))?;
     // SAFETY: name and type are those of cuda.h.
     let stream_id = unsafe { library.get::<StreamId>("cuStreamGetId") }.map(|s| *s).ok();
+    // SAFETY: names and types are those of cuda.h since CUDA 11.3.
+    let user_objects = unsafe {
+        let capture_info = library.get::<CaptureInfo>("cuStreamGetCaptureInfo_v2").map(|s| *s).ok();
+        let create = library.get::<CreateUserObject>("cuUserObjectCreate").map(|s| *s).ok();
+        let retain = library.get::<RetainUserObject>("cuGraphRetainUserObject").map(|s| *s).ok();
+        capture_info.zip(create).zip(retain)
+    };
+    let user_objects =
+        user_objects.map(|((capture_info, create), retain)| UserObjects { capture_info, create, retain });
     result::init().map_err(|e| Absent::Failed("cuInit", e))?;
-    Ok(Driver { elapsed_time, stream_id, _library: library })
+    Ok(Driver { elapsed_time, stream_id, user_objects, _library: library })
 }
 
 /// An error of a driver call.

@@ -7,19 +7,19 @@
 mod context;
 mod cublas;
 mod driver;
-mod findings;
-mod found;
 mod graph;
+mod kept_metadata;
+mod mask_metadata;
 mod memory;
 mod module;
 mod nvml;
 mod parameter;
 mod pointer;
 mod probe;
-mod queues;
 mod scratch;
 mod slices;
 mod tensor_map;
+mod tile_counters;
 
 pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
@@ -31,13 +31,13 @@ use crate::{
 use context::Context;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, event, stream};
-use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUfunction, CUstream};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
-use findings::{CudaFindings, Geometry};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::{ForwardArgs, SideArgs, Sm90Args};
-use flashtune_codegen::{Arch, Launch, SmArch};
-use found::Found;
+use flashtune_codegen::{Arch, LaunchPlan, SmArch, Stage, StageRole};
+use kept_metadata::{CudaFindings, Geometry};
+use mask_metadata::MaskMetadata;
 use memory::CudaBuffer;
 use module::CudaModule;
 use parameter::Parameter;
@@ -238,9 +238,9 @@ impl Device for CudaDevice {
         Ok(Arc::new(CudaModule::load(&self.context, self.arch, artifact)?))
     }
 
-    unsafe fn launch(&self, module: &dyn Module, launch: &Launch, args: &ForwardArgs, stream: Stream) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: &ForwardArgs, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise is this function's own.
-        unsafe { self.launch_with(module, launch, args, None, stream) }
+        unsafe { self.launch_with(module, plan, args, None, stream) }
     }
 
     fn findings(&self) -> Option<Box<dyn Findings>> {
@@ -250,30 +250,30 @@ impl Device for CudaDevice {
     unsafe fn launch_with(
         &self,
         module: &dyn Module,
-        launch: &Launch,
+        plan: &LaunchPlan,
         args: &ForwardArgs,
         findings: Option<&dyn Findings>,
         stream: Stream,
     ) -> Result<()> {
         let module = module.as_any().downcast_ref::<CudaModule>().filter(|m| m.context.is(&self.context));
         let module = module.ok_or_else(|| self.foreign("launch"))?;
-        if launch.grid == 0 {
+        if plan.is_empty() {
             return Ok(());
         }
         let _bound = self.context.bind()?;
-        let found = match &launch.prelude {
-            Some(prelude) => {
-                let geometry = Geometry::new(prelude, module.kernel().problem.mask, args, &module.templates);
-                Found::of(self.driver, &self.context, geometry, findings, raw(stream))?
-            }
-            None => Found::Nothing,
-        };
+        let (mut metadata, mut masks) = (MaskMetadata::Nothing, None);
+        if let Some((bytes, layout, masks_at)) = plan.mask_metadata() {
+            let geometry = Geometry::new((bytes, layout), module.kernel().problem.mask, args, &module.templates);
+            metadata = MaskMetadata::of(self.driver, &self.context, geometry, findings, raw(stream))?;
+            masks = masks_at;
+        }
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
         let mut sm90 = None;
-        if let Some(tiling) = launch.tiling {
-            let queue = module.queues.as_ref().map_or(-1, |q| q.counter(self.driver, raw(stream)));
-            let at = found.address();
-            let masks = launch.prelude.and_then(|p| p.masks).map_or(0, |offset| at + offset);
+        if let Some(tiling) = plan.tiling {
+            let counts = plan.counts_tiles();
+            let queue = if counts { module.counters.counter(self.driver, raw(stream)) } else { -1 };
+            let at = metadata.address();
+            let masks = masks.map_or(0, |offset| at + offset);
             let sm90 = sm90.insert(Sm90Args {
                 maps: Default::default(),
                 biases: Default::default(),
@@ -314,19 +314,26 @@ impl Device for CudaDevice {
             }
         };
         let mut parameters = [parameter.cast_mut()];
-        let mut enqueue = |function: CUfunction, blocks: u32, smem_bytes: u32| {
+        let mut enqueue = |stage: &Stage| {
+            if stage.grid == 0 {
+                return Ok(());
+            }
+            let function = module.stage(stage.entry).ok_or_else(|| {
+                let message = format!("the module has no entry point `{}`", stage.entry.suffix);
+                self.error("launch", message, "launch with a plan of the module's own kernel")
+            })?;
             // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`, with
             // what its program reads behind it (the recipe holds our ABI version); addresses, geometry and stream are valid by the caller's promise.
             let launched = unsafe {
                 sys::cuLaunchKernel(
                     function,
-                    blocks,
+                    stage.blocks(self.fingerprint.units),
                     1,
                     1,
-                    launch.threads,
+                    stage.threads,
                     1,
                     1,
-                    smem_bytes,
+                    stage.smem_bytes,
                     raw(stream),
                     parameters.as_mut_ptr(),
                     std::ptr::null_mut(),
@@ -334,12 +341,12 @@ impl Device for CudaDevice {
             };
             launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
         };
-        let grids = launch.prelude.filter(|_| found.is_wanted()).map_or([0; 2], |p| p.grids);
-        for (function, grid) in module.preludes.iter().zip(grids).filter(|(_, grid)| *grid > 0) {
-            enqueue(*function, grid, 0)?;
+        let of_role = |role| plan.stages().filter(move |s| s.entry.role == role);
+        if metadata.is_wanted() {
+            of_role(StageRole::MaskMetadata).try_for_each(&mut enqueue)?;
         }
-        let behind = found.done()?;
-        enqueue(module.function, launch.blocks(self.fingerprint.units), launch.smem_bytes)?;
+        let behind = metadata.done()?;
+        of_role(StageRole::Main).try_for_each(&mut enqueue)?;
         behind.launched()
     }
 

@@ -1,12 +1,12 @@
 //! A loaded cubin.
 
 use super::context::{BesideCaptures, Context};
-use super::queues::Queues;
+use super::tile_counters::TileCounters;
 use crate::{Error, Module, Result, elf};
 use cudarc::driver::result::{function, module};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use flashtune_cache::Artifact;
-use flashtune_codegen::{Arch, Kernel, SmArch};
+use flashtune_codegen::{Arch, Kernel, SmArch, StageEntry, StageRole};
 use std::any::Any;
 use std::ffi::CString;
 use std::sync::Arc;
@@ -14,11 +14,10 @@ use std::sync::Arc;
 /// A loaded cubin and the function to launch.
 pub(super) struct CudaModule {
     pub(super) context: Arc<Context>,
-    pub(super) function: CUfunction,
-    /// For a kernel whose thread blocks take tiles from a queue.
-    pub(super) queues: Option<Queues>,
-    /// What is launched before it, in the order of [`Kernel::preludes`].
-    pub(super) preludes: Vec<CUfunction>,
+    /// The functions of its entry points, in the order in which a launch runs them.
+    pub(super) stages: Vec<(StageEntry, CUfunction)>,
+    /// The counters from which persistent thread blocks take their tiles.
+    pub(super) counters: TileCounters,
     /// The hash of the templates that it comes from.
     pub(super) templates: Arc<str>,
     raw: CUmodule,
@@ -65,8 +64,6 @@ impl CudaModule {
         elf::check(&artifact.bytes).map_err(|why| {
             refused(format!("it is no cubin: {why}"), "remove it from the cache and compile it again")
         })?;
-        let entry = CString::new(artifact.entry.as_str())
-            .map_err(|_| refused("its entry name holds a zero byte".to_owned(), "remove it from the cache"))?;
 
         let _bound = context.bind()?;
         let _beside = BesideCaptures::begin();
@@ -75,12 +72,10 @@ impl CudaModule {
         let raw = unsafe { module::load_data(artifact.bytes.as_ptr().cast()) }
             .map_err(|e| context.failed("cuModuleLoadData", e))?;
         // From here on the module is unloaded on every way out.
-        let queues = kernel.schedule.takes_from_a_queue().then(Queues::new);
         let mut this = Self {
             context: context.clone(),
-            function: std::ptr::null_mut(),
-            queues,
-            preludes: Vec::new(),
+            stages: Vec::new(),
+            counters: TileCounters::new(),
             templates: artifact.recipe.templates.as_str().into(),
             raw,
             kernel,
@@ -89,26 +84,34 @@ impl CudaModule {
             // SAFETY: `raw` was just loaded.
             unsafe { module::get_function(raw, name) }.map_err(|e| context.failed("cuModuleGetFunction", e))
         };
-        this.function = function(entry)?;
-        this.allow_shared_memory()?;
-        for end in kernel.preludes() {
-            context.pool()?;
-            let name = CString::new(format!("{}{end}", artifact.entry)).expect("the entry has no zero byte");
-            let found = function(name)?;
-            this.load_code(found)?;
-            this.preludes.push(found);
+        for entry in kernel.entries() {
+            let name = format!("{}{}", artifact.entry, entry.suffix);
+            let name = CString::new(name)
+                .map_err(|_| refused("its entry name holds a zero byte".to_owned(), "remove it from the cache"))?;
+            let stage = function(name)?;
+            match entry.role {
+                StageRole::Main => this.allow_shared_memory(stage)?,
+                // What it writes lies in memory of the pool, which is made outside of captures.
+                StageRole::MaskMetadata => drop(context.pool()?),
+            }
+            this.load_code(stage)?;
+            this.stages.push((*entry, stage));
         }
         Ok(this)
     }
 
-    /// Allows the kernel's dynamic shared memory.
-    fn allow_shared_memory(&self) -> Result<()> {
+    /// The function of an entry point.
+    pub(super) fn stage(&self, entry: StageEntry) -> Option<CUfunction> {
+        self.stages.iter().find(|(of, _)| *of == entry).map(|(_, function)| *function)
+    }
+
+    /// Allows the dynamic shared memory of the main stage.
+    fn allow_shared_memory(&self, function: CUfunction) -> Result<()> {
         const DYNAMIC: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let bytes = i32::try_from(self.kernel.resources().smem_bytes).unwrap_or(i32::MAX);
         // SAFETY: the function belongs to a loaded module and the context is current.
-        unsafe { function::set_function_attribute(self.function, DYNAMIC, bytes) }
-            .map_err(|e| self.context.failed("cuFuncSetAttribute", e))?;
-        self.load_code(self.function)
+        unsafe { function::set_function_attribute(function, DYNAMIC, bytes) }
+            .map_err(|e| self.context.failed("cuFuncSetAttribute", e))
     }
 
     /// Asking for the registers makes a driver with lazy loading load the code now, not at the first launch, which may be inside

@@ -7,6 +7,7 @@ use flashtune_cache::{CompilerId, Facts, Recipe};
 use flashtune_codegen::abi::ABI_VERSION;
 use flashtune_codegen::{
     DType, Family, Kernel, Language, Mask, MaskKind, NaiveSchedule, Problem, Schedule, Shape, ShapeBucket, Source,
+    StageEntry,
 };
 
 /// Writes `q[i] * scale` to `o[i]` for `q_len` floats, one thread each, and what it has in shared memory.
@@ -63,7 +64,7 @@ struct Call {
     q: Box<dyn Buffer>,
     o: Box<dyn Buffer>,
     args: ForwardArgs,
-    launch: Launch,
+    plan: LaunchPlan,
 }
 
 impl Call {
@@ -75,16 +76,8 @@ impl Call {
         let args =
             ForwardArgs { q: q.address(), o: o.address(), q_len: n as i32, scale: 3.0, ..bytemuck::Zeroable::zeroed() };
         // What `kernel()` asks for: more than the 48 KiB that need no permission.
-        let launch = Launch {
-            grid: n.div_ceil(64) as u32,
-            resident: None,
-            cluster: 1,
-            threads: 64,
-            smem_bytes: 64 * 195 * 4,
-            tiling: None,
-            prelude: None,
-        };
-        Self { q, o, args, launch }
+        let stage = Stage::of(StageEntry::MAIN, n.div_ceil(64) as u32, 64, 64 * 195 * 4);
+        Self { q, o, args, plan: LaunchPlan::new([stage], [], None) }
     }
 
     fn is_done(&self, device: &CudaDevice, stream: Stream) -> bool {
@@ -108,7 +101,7 @@ fn launches_copies_and_times_on_streams_and_threads() {
                 let call = Call::new(device, 100_003);
                 // SAFETY: the buffers outlive the launch; the kernel writes `q_len` floats.
                 let us = device
-                    .time_us(stream, &mut || unsafe { device.launch(&**module, &call.launch, &call.args, stream) })
+                    .time_us(stream, &mut || unsafe { device.launch(&**module, &call.plan, &call.args, stream) })
                     .unwrap();
                 assert!(us > 0.0 && us < 1e5, "{us}");
                 assert!(call.is_done(device, stream));
@@ -133,7 +126,7 @@ fn launches_can_be_captured_in_a_graph() {
     let ours = Stream(stream.cu_stream() as usize as u64);
     stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     // SAFETY: the buffers outlive the graph's launches.
-    unsafe { device.launch(&*module, &call.launch, &call.args, ours).unwrap() };
+    unsafe { device.launch(&*module, &call.plan, &call.args, ours).unwrap() };
     let graph = stream
         .end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)
         .unwrap()
@@ -150,7 +143,7 @@ fn captured_launches_are_replayed_and_a_failed_capture_leaves_the_stream_usable(
     let call = Call::new(&device, 1000);
     let stream = device.stream();
     // SAFETY: the buffers outlive the graph's launches.
-    let mut launch = || unsafe { device.launch(&*module, &call.launch, &call.args, stream) };
+    let mut launch = || unsafe { device.launch(&*module, &call.plan, &call.args, stream) };
     let graph = device.capture(stream, &mut launch).unwrap();
     assert!(!call.is_done(&device, stream), "nothing ran while it was captured");
     // SAFETY: as above.
@@ -174,7 +167,7 @@ fn a_warm_launch_costs_the_host_little() {
         let start = std::time::Instant::now();
         for _ in 0..50 {
             // SAFETY: the buffers outlive the launch.
-            unsafe { device.launch(&*module, &call.launch, &call.args, stream).unwrap() };
+            unsafe { device.launch(&*module, &call.plan, &call.args, stream).unwrap() };
         }
         best = best.min(start.elapsed().as_secs_f64() * 1e6 / 50.0);
     }
@@ -197,9 +190,7 @@ fn cudarc_slices_become_tensors() {
         call.args.q = q.view().address;
         call.args.o = o.view().address;
         // SAFETY: the slices outlive the launch.
-        unsafe {
-            device.launch(&*module, &call.launch, &call.args, Stream(stream.cu_stream() as usize as u64)).unwrap()
-        };
+        unsafe { device.launch(&*module, &call.plan, &call.args, Stream(stream.cu_stream() as usize as u64)).unwrap() };
         device.synchronize(Stream(stream.cu_stream() as usize as u64)).unwrap();
     }
     assert_eq!(stream.clone_dtoh(&o).unwrap(), [0.0, 3.0, 6.0, 9.0]);

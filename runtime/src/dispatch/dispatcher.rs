@@ -1,7 +1,6 @@
 //! The dispatcher: lookup order, loading, and the plans already made.
 
 use super::binaries::Binaries;
-use super::demand::LOOSE_BIASES;
 use super::flight::Flights;
 use super::job::Job;
 use super::key::{ByClass, PlanKey};
@@ -10,14 +9,15 @@ use super::plan::{Choice, Loaded, Plan};
 use super::policy::SEALED_REMEDY;
 use super::sealed::Sealed;
 use super::tally::{Counters, Tally, Untuned};
-use super::{Demand, Policy, Refusal, Status};
+use super::{Policy, Refusal, Status};
 use crate::sync::{Mutex, OnceLock, RwLock};
 use crate::{Device, Error, Result};
 use flashtune_cache::{
     ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Record, RecordKey, Validity,
 };
 use flashtune_codegen::{
-    Arch, Error as CodegenError, Family, Kernel, Problem, Schedule, Shape, ShapeBucket, TemplateSet,
+    Arch, Constraint, Constraints, Error as CodegenError, Family, Kernel, Problem, Purpose, Schedule, Shape,
+    ShapeBucket, TemplateSet,
 };
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -65,6 +65,8 @@ pub(super) struct Config {
     pub device: Arc<dyn Device>,
     launches: Launches,
     policy: Policy,
+    /// The demands that make a difference on the device.
+    demands: Constraints,
 }
 
 /// The best choice of every rank, with what speaks against the others.
@@ -80,9 +82,10 @@ impl Dispatcher {
     /// A dispatcher with nothing in memory.
     pub fn new(config: DispatcherConfig) -> Self {
         let DispatcherConfig { device, launches, templates, policy, layers, artifacts } = config;
+        let demands = Family::demands_of(device.fingerprint().arch);
         let validity = Validity::new(device.fingerprint().arch, &templates);
         Self {
-            config: Config { device, launches, policy },
+            config: Config { device, launches, policy, demands },
             binaries: Arc::new(Binaries::new(templates, layers, validity, policy, artifacts)),
             plans: RwLock::default(),
             sealed: OnceLock::new(),
@@ -116,8 +119,8 @@ impl Dispatcher {
     ///
     /// # Errors
     /// Unsupported problems, [`Error::Sealed`], and whatever compiling and loading report.
-    pub fn plan(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Result<Arc<Plan>> {
-        self.plan_in_haste(problem, shape, demand, || false)
+    pub fn plan(&self, problem: &Problem, shape: &Shape, demands: Constraints) -> Result<Arc<Plan>> {
+        self.plan_in_haste(problem, shape, demands, || false)
     }
 
     /// As [`Dispatcher::plan`], but where the kernel would have to be compiled, and while it is, a quick schedule may stand
@@ -129,10 +132,10 @@ impl Dispatcher {
         &self,
         problem: &Problem,
         shape: &Shape,
-        demand: Demand,
+        demands: Constraints,
         may: impl Fn() -> bool,
     ) -> Result<Arc<Plan>> {
-        let key = PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), demand };
+        let key = self.key(problem, shape, demands);
         let known =
             |may: &dyn Fn() -> bool| self.known(&key).filter(|plan| plan.is_settled() || plan.is_awaiting() && may());
         if let Some(plan) = known(&may) {
@@ -180,7 +183,7 @@ impl Dispatcher {
     /// Where the calls of a class are counted.
     pub(super) fn tally(&self, key: &PlanKey, shape: &Shape) -> Arc<Tally> {
         let mut tallies = self.tallies.write().unwrap_or_else(PoisonError::into_inner);
-        let tunable = key.demand.is_tunable();
+        let tunable = Family::is_tunable(key.demands, self.arch());
         tallies.entry(*key).or_insert_with(|| Arc::new(Tally::new(key.problem, *shape, tunable))).clone()
     }
 
@@ -197,8 +200,8 @@ impl Dispatcher {
     }
 
     /// The plan of a class of calls, if one was made since the last [`Dispatcher::refresh`].
-    pub fn planned(&self, problem: &Problem, shape: &Shape, demand: Demand) -> Option<Arc<Plan>> {
-        self.known(&PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), demand })
+    pub fn planned(&self, problem: &Problem, shape: &Shape, demands: Constraints) -> Option<Arc<Plan>> {
+        self.known(&self.key(problem, shape, demands))
     }
 
     /// Whether a record of this device and class of sizes exists that may be used: whether there is nothing to tune.
@@ -234,6 +237,12 @@ impl Dispatcher {
 
     pub(super) fn fingerprint(&self) -> &DeviceFingerprint {
         self.config.device.fingerprint()
+    }
+
+    /// The class of a call.
+    fn key(&self, problem: &Problem, shape: &Shape, demands: Constraints) -> PlanKey {
+        let demands = demands.among(self.config.demands);
+        PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), demands }
     }
 
     /// What the layers have of a problem.
@@ -305,9 +314,12 @@ impl Dispatcher {
         self.search_records(key, &families, &mut search);
         if self.may_compile() {
             search.choices.push(self.default_choice(key, &families, &mut search.against_others)?);
-        } else if search.choices.is_empty() && key.demand.needs_the_plain_kernel() {
-            let why = format!("it would have to be compiled for this call ({:?})", key.demand).to_lowercase();
-            search.refusals.push(Refusal::new("forward/naive", why));
+        } else if let (true, [only]) = (search.choices.is_empty(), &families[..])
+            && only.purpose() == Purpose::Plain
+            && !key.demands.is_empty()
+        {
+            let why = format!("it would have to be compiled for this call ({})", key.demands);
+            search.refusals.push(Refusal::new(only.name(), why));
         }
         Ok(search)
     }
@@ -315,7 +327,7 @@ impl Dispatcher {
     /// The families that can serve the call, best first; why the others cannot goes to `refusals`.
     fn families(&self, key: &PlanKey, refusals: &mut Vec<Refusal>) -> Result<Vec<Family>> {
         let arch = self.arch();
-        if key.demand == Demand::Weights && matches!(arch, Arch::Cpu(_)) {
+        if key.demands.has(Constraint::Weights) && matches!(arch, Arch::Cpu(_)) {
             return Err(CodegenError::unsupported(
                 "weights",
                 "wanted",
@@ -325,12 +337,15 @@ impl Dispatcher {
             .into());
         }
         let mut families = Family::candidates(&key.problem, arch);
-        families.retain(|f| key.demand.is_met_by(*f));
+        families.retain(|f| f.unmet(key.demands).is_none());
         for family in Family::ALL.into_iter().filter(|f| !families.contains(f)) {
             match family.supports(&key.problem, arch) {
                 Err(CodegenError::Unsupported { limit, .. }) => refusals.push(Refusal::new(family.name(), limit)),
                 Err(e) => refusals.push(Refusal::new(family.name(), e.to_string())),
-                Ok(()) => refusals.push(Refusal::new(family.name(), key.demand.why_not())),
+                Ok(()) => {
+                    let why = family.unmet(key.demands).map_or("it can", |(_, why)| why);
+                    refusals.push(Refusal::new(family.name(), why));
+                }
             }
         }
         match families.is_empty() {
@@ -366,9 +381,9 @@ impl Dispatcher {
                 search.refusals.push(Refusal::new(what(), e.to_string()));
                 continue;
             }
-            // Its threads copy what is not brought, and take longer for it: where nothing may be compiled it serves.
-            if may_compile && key.demand == Demand::LooseBiases && kernel.schedule.brings_biases() {
-                search.refusals.push(Refusal::new(what(), LOOSE_BIASES));
+            // Another schedule of its family is better for this call; where nothing may be compiled it serves.
+            if let Some((_, why)) = kernel.schedule.unfit(key.demands).filter(|_| may_compile) {
+                search.refusals.push(Refusal::new(what(), why));
                 continue;
             }
             // Where a compiler may run, the model's choice for the right sizes beats what was made for very different
@@ -392,10 +407,9 @@ impl Dispatcher {
         let arch = self.arch();
         let mut error = None;
         for (i, family) in families.iter().enumerate() {
-            let schedule = match key.demand {
-                Demand::LooseBiases => Schedule::default_loading_biases(*family, &key.problem, arch, &key.bucket),
-                _ => Schedule::default_for(*family, &key.problem, arch, &key.bucket),
-            };
+            let schedule = Schedule::default_within(*family, &key.problem, arch, &key.bucket, key.demands);
+            let usual = Schedule::default_for(*family, &key.problem, arch, &key.bucket).ok();
+            let unfit = usual.and_then(|usual| usual.unfit(key.demands));
             let kernel = schedule
                 .map(|schedule| Kernel { problem: key.problem, schedule, arch })
                 .and_then(|kernel| kernel.check().map(|()| kernel));
@@ -407,14 +421,13 @@ impl Dispatcher {
                     return Ok(Choice {
                         kernel,
                         status: Status::Default,
-                        because: match key.demand {
-                            Demand::LooseBiases => {
-                                "the copy engine cannot bring this call's biases, so its threads load them; this is \
-                                                    the model's choice for that"
-                            }
-                            _ => "nothing tuned fits; this is the model's choice (run `flashtune tune`)",
+                        because: match unfit {
+                            Some((demand, _)) => format!(
+                                "the default of the family is not for calls with {}; this is its choice for them",
+                                demand.name()
+                            ),
+                            None => "nothing tuned fits; this is the model's choice (run `flashtune tune`)".to_owned(),
                         }
-                        .to_owned()
                         .into(),
                         layer: "none".into(),
                         distance: 0.0,

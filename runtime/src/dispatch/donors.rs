@@ -1,9 +1,8 @@
 //! The plans of one problem that classes without a plan of their own are served from: the nearest one is found in less than a
 //! microsecond, however many there are.
 
-use super::Demand;
 use super::plan::Plan;
-use flashtune_codegen::{BucketPlace, Family, ShapeBucket};
+use flashtune_codegen::{BucketPlace, Constraints, Family, ShapeBucket};
 use std::sync::Arc;
 
 /// A plan, with what is asked of it in every search.
@@ -39,10 +38,17 @@ impl Donors {
         [&self.measured, &self.others].into_iter().flatten().map(|cell| cell.donors.len()).sum()
     }
 
-    /// The plan of the nearest sizes that meets the demand, and how many doublings it is away.
-    pub fn nearest(&self, bucket: ShapeBucket, demand: Demand) -> Option<(&Arc<Plan>, f64)> {
+    /// Why none of them meets the demands.
+    pub fn unmet(&self, demands: Constraints) -> &'static str {
+        let families =
+            [&self.measured, &self.others].into_iter().flatten().flat_map(|cell| &cell.donors).map(|d| d.family);
+        families.filter_map(|f| f.unmet(demands)).map(|(_, why)| why).next().unwrap_or("they are all too far away")
+    }
+
+    /// The plan of the nearest sizes that meets the demands, and how many doublings it is away.
+    pub fn nearest(&self, bucket: ShapeBucket, demands: Constraints) -> Option<(&Arc<Plan>, f64)> {
         let place = bucket.place();
-        nearest(&self.measured, &place, demand).or_else(|| nearest(&self.others, &place, demand))
+        nearest(&self.measured, &place, demands).or_else(|| nearest(&self.others, &place, demands))
     }
 }
 
@@ -61,7 +67,7 @@ fn cells(plans: Vec<Arc<Plan>>) -> Vec<Cell> {
 }
 
 /// The cell with the nearest lengths first: nearly all others are too far by their lengths alone then.
-fn nearest<'a>(cells: &'a [Cell], place: &BucketPlace, demand: Demand) -> Option<(&'a Arc<Plan>, f64)> {
+fn nearest<'a>(cells: &'a [Cell], place: &BucketPlace, demands: Constraints) -> Option<(&'a Arc<Plan>, f64)> {
     let apart = |cell: &Cell| cell.place.lengths_apart(place);
     let first = cells.iter().min_by(|a, b| apart(a).total_cmp(&apart(b)))?;
     let mut found: Option<(&Arc<Plan>, f64)> = None;
@@ -69,7 +75,7 @@ fn nearest<'a>(cells: &'a [Cell], place: &BucketPlace, demand: Demand) -> Option
         if found.is_some_and(|(_, least)| apart(cell) >= least) {
             continue;
         }
-        for donor in cell.donors.iter().filter(|d| demand.is_met_by(d.family)) {
+        for donor in cell.donors.iter().filter(|d| d.family.unmet(demands).is_none()) {
             let distance = donor.place.distance(place);
             if found.is_none_or(|(_, least)| distance < least) {
                 found = Some((&donor.plan, distance));
@@ -84,11 +90,11 @@ mod tests {
     use super::*;
     use crate::dispatch::Status;
     use crate::dispatch::key::PlanKey;
-    use flashtune_codegen::{DType, MaskKind, Problem};
+    use flashtune_codegen::{Constraint, DType, MaskKind, Problem};
 
     fn plan(bucket: ShapeBucket, status: Status) -> Arc<Plan> {
         let problem = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
-        let mut plan = Plan::for_tests(&PlanKey { problem, bucket, demand: Demand::Usual });
+        let mut plan = Plan::for_tests(&PlanKey { problem, bucket, demands: Constraints::NONE });
         plan.choice.status = status;
         Arc::new(plan)
     }
@@ -121,10 +127,10 @@ mod tests {
             assert_eq!(set.len(), 60);
             for bucket in wanted {
                 let least = donors.iter().map(|d| d.bucket.distance(&bucket)).fold(f64::INFINITY, f64::min);
-                let (found, distance) = set.nearest(bucket, Demand::Usual).unwrap();
+                let (found, distance) = set.nearest(bucket, Constraints::NONE).unwrap();
                 assert_eq!((distance, found.bucket.distance(&bucket)), (least, least), "{bucket}");
                 // Among equals too the order in which they came does not matter.
-                assert_eq!(reversed.nearest(bucket, Demand::Usual).unwrap().0.bucket, found.bucket, "{bucket}");
+                assert_eq!(reversed.nearest(bucket, Constraints::NONE).unwrap().0.bucket, found.bucket, "{bucket}");
             }
         }
     }
@@ -133,10 +139,10 @@ mod tests {
     fn what_was_measured_goes_first_however_far() {
         let [far, near] = [1, 4096].map(|q_len| ShapeBucket { parallel: 8, group: 1, q_len, kv_len: 4096, window: 0 });
         let both = Donors::new(vec![plan(near, Status::Default), plan(far, Status::NearestShape)]);
-        assert_eq!(both.nearest(near, Demand::Usual).map(|(p, _)| p.bucket), Some(far));
+        assert_eq!(both.nearest(near, Constraints::NONE).map(|(p, _)| p.bucket), Some(far));
         // The plan of these tests is one for the cpu, which writes no weights.
-        assert!(both.nearest(near, Demand::Weights).is_none());
+        assert!(both.nearest(near, Constraint::Weights.into()).is_none());
         let one = Donors::new(vec![plan(near, Status::Default)]);
-        assert_eq!(one.nearest(far, Demand::Usual).map(|(p, d)| (p.bucket, d)), Some((near, 24.0)));
+        assert_eq!(one.nearest(far, Constraints::NONE).map(|(p, d)| (p.bucket, d)), Some((near, 24.0)));
     }
 }

@@ -7,12 +7,14 @@ use super::job::Job;
 use super::key::PlanKey;
 use super::plan::Plan;
 use super::table::Table;
-use super::{Demand, Dispatcher, DispatcherConfig, OnMiss, Policy};
+use super::{Dispatcher, DispatcherConfig, OnMiss, Policy};
 use crate::sync::explored::{explore, point};
 use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream};
 use flashtune_cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Launches, Layers, Recipe};
 use flashtune_codegen::abi::{ABI_VERSION, ForwardArgs};
-use flashtune_codegen::{DType, Kernel, Launch, Mask, Problem, Shape, ShapeBucket, Source, TemplateSet};
+use flashtune_codegen::{
+    Constraints, DType, Kernel, LaunchPlan, Mask, Problem, Shape, ShapeBucket, Source, TemplateSet,
+};
 use shuttle::thread::spawn;
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
@@ -77,7 +79,7 @@ impl Device for Paper {
         self.loads.fetch_add(1, SeqCst);
         Ok(Arc::new(Sheet(artifact.recipe.kernel)))
     }
-    unsafe fn launch(&self, _: &dyn Module, _: &Launch, _: &ForwardArgs, _: Stream) -> Result<()> {
+    unsafe fn launch(&self, _: &dyn Module, _: &LaunchPlan, _: &ForwardArgs, _: Stream) -> Result<()> {
         unreachable!("nothing is launched on paper")
     }
     fn alloc(&self, _: usize) -> Result<Box<dyn Buffer>> {
@@ -138,7 +140,7 @@ fn class(head_dim: u32, len: u32) -> (Problem, Shape) {
 }
 
 fn plan(dispatcher: &Dispatcher, (problem, shape): (Problem, Shape)) -> Result<Arc<Plan>> {
-    dispatcher.plan(&problem, &shape, Demand::Usual)
+    dispatcher.plan(&problem, &shape, Constraints::NONE)
 }
 
 #[test]
@@ -234,7 +236,7 @@ fn in_one_chain() -> [PlanKey; 2] {
         let key = |q: u32, kv: u32| {
             let (problem, shape) = class(16, 1u32 << q);
             let bucket = ShapeBucket::of(&Shape { kv_len: 1u32 << kv, ..shape });
-            PlanKey { problem, bucket, demand: Demand::Usual }
+            PlanKey { problem, bucket, demands: Constraints::NONE }
         };
         let keys: Vec<_> = (0..20).flat_map(|q| (0..20).map(move |kv| key(q, kv))).collect();
         let table = Table::new();

@@ -1,7 +1,6 @@
 //! What calls have in common that run on one plan.
 
-use super::Demand;
-use flashtune_codegen::{Problem, ShapeBucket};
+use flashtune_codegen::{Constraints, Problem, ShapeBucket};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -10,7 +9,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 pub(super) struct PlanKey {
     pub problem: Problem,
     pub bucket: ShapeBucket,
-    pub demand: Demand,
+    /// Those that make a difference on the arch.
+    pub demands: Constraints,
 }
 
 /// Something for every class.

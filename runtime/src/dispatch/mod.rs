@@ -9,7 +9,6 @@
 
 mod background;
 mod binaries;
-mod demand;
 mod dispatcher;
 mod donors;
 mod explain;
@@ -26,7 +25,6 @@ mod sealed;
 mod table;
 mod tally;
 
-pub use demand::Demand;
 pub use dispatcher::{Dispatcher, DispatcherConfig};
 pub use explain::{Explanation, Refusal, Status};
 pub use plan::Plan;

@@ -5,7 +5,7 @@ use super::tally::Tally;
 use super::{Explanation, Policy, Refusal, Status};
 use crate::{Module, Result};
 use flashtune_cache::{DeviceFingerprint, Key, Record};
-use flashtune_codegen::{DType, Family, Kernel, Launch, Shape, ShapeBucket};
+use flashtune_codegen::{Kernel, LaunchPlan, Shape, ShapeBucket};
 use std::fmt;
 use std::sync::Arc;
 
@@ -129,12 +129,12 @@ impl Plan {
         &self.refusals
     }
 
-    /// The launch geometry for sizes of the plan's bucket.
+    /// The stages of a launch for sizes of the plan's bucket.
     ///
     /// # Errors
-    /// When the grid exceeds what one launch can hold.
-    pub fn launch(&self, shape: &Shape) -> Result<Launch> {
-        Ok(self.choice.kernel.launch(shape)?)
+    /// When a grid exceeds what one launch can hold.
+    pub fn launch(&self, shape: &Shape) -> Result<LaunchPlan> {
+        Ok(self.choice.kernel.plan(shape)?)
     }
 
     /// Which kernel runs, from which layer, and why no other does.
@@ -169,7 +169,9 @@ impl Plan {
 impl Plan {
     /// What a caller should know about the path that was taken.
     fn notes(&self) -> Vec<String> {
-        let mut notes = notes(self.kernel());
+        let kernel = self.kernel();
+        let of_family = kernel.schedule.family().notes(&kernel.problem);
+        let mut notes: Vec<String> = of_family.map(str::to_owned).into_iter().collect();
         if self.awaited.as_ref().is_some_and(|job| job.has_failed()) {
             notes.push(
                 "the schedule that this one stands in for could not be compiled; the log has the reason".to_owned(),
@@ -182,21 +184,6 @@ impl Plan {
 impl fmt::Debug for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plan").field("choice", &self.choice).field("bucket", &self.bucket).finish_non_exhaustive()
-    }
-}
-
-/// What a caller should know about a family.
-fn notes(kernel: &Kernel) -> Vec<String> {
-    match (kernel.schedule.family(), kernel.problem.dtype) {
-        (Family::ForwardNaive, DType::F32) => vec![
-            "f32 on CUDA runs on forward/naive: plain fp32 arithmetic, exact to f32, slower than the tensor-core \
-             families; f16 or bf16 inputs use those"
-                .to_owned(),
-        ],
-        (Family::ForwardNaive, _) => {
-            vec!["forward/naive is the plain fp32 kernel: exact, and slower than the tensor-core families".to_owned()]
-        }
-        _ => Vec::new(),
     }
 }
 

@@ -1,12 +1,12 @@
 //! Serving without a compiler: everything that may be needed is loaded once, then the set of kernels is closed.
 
+use super::Status;
 use super::dispatcher::Dispatcher;
 use super::key::PlanKey;
 use super::plan::{Choice, Plan};
 use super::sealed::{OnMiss, Seal, Sealed};
-use super::{Demand, Status};
 use crate::{Error, Result};
-use flashtune_codegen::Shape;
+use flashtune_codegen::{Constraints, Shape};
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
@@ -32,7 +32,7 @@ impl Dispatcher {
             };
             drop(open);
             // Which of two schedules a class runs on must not depend on the moment.
-            if let Err(e) = self.plan(&key.problem, &plan.shape, key.demand) {
+            if let Err(e) = self.plan(&key.problem, &plan.shape, key.demands) {
                 left_out.push(format!("{} {}: {e}", key.problem, key.bucket));
                 self.plans.write().unwrap_or_else(PoisonError::into_inner).remove(&key);
             }
@@ -79,7 +79,7 @@ impl Dispatcher {
             if !usable || !seen.insert((problem, record.key.bucket)) {
                 continue;
             }
-            if let Err(e) = self.plan(&problem, &shape, Demand::Usual) {
+            if let Err(e) = self.plan(&problem, &shape, Constraints::NONE) {
                 left_out.push(format!("{problem} {} of {layer}: {e}", record.key.bucket));
             }
         }
@@ -145,11 +145,11 @@ mod tests {
             artifacts: None,
         }));
         let (problem, shape) = class(64);
-        let before = dispatcher.plan(&problem, &shape, Demand::Usual).unwrap();
+        let before = dispatcher.plan(&problem, &shape, Constraints::NONE).unwrap();
         dispatcher.seal(OnMiss::Nearest).unwrap();
         // Met after the seal, and then as good as sealed in.
         let (_, other) = class(4096);
-        dispatcher.plan(&problem, &other, Demand::Usual).unwrap();
+        dispatcher.plan(&problem, &other, Constraints::NONE).unwrap();
         let held = (
             (dispatcher.plans.write(), dispatcher.tallies.write(), dispatcher.modules.write()),
             (dispatcher.jobs.lock(), dispatcher.binaries.open.write(), dispatcher.sealing.lock()),
@@ -157,14 +157,14 @@ mod tests {
         let [key, _] = [shape, other].map(|shape| PlanKey {
             problem,
             bucket: flashtune_codegen::ShapeBucket::of(&shape),
-            demand: Demand::Usual,
+            demands: Constraints::NONE,
         });
         let hits = || {
             let (answer, answered) = channel();
             let dispatcher = dispatcher.clone();
             std::thread::spawn(move || {
                 for shape in [shape, other] {
-                    let plan = dispatcher.plan(&problem, &shape, Demand::Usual).unwrap();
+                    let plan = dispatcher.plan(&problem, &shape, Constraints::NONE).unwrap();
                     plan.count_call();
                     let _ = answer.send(plan);
                 }

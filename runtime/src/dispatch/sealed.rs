@@ -51,7 +51,7 @@ pub(super) struct Sealed {
 struct Line {
     problem: Problem,
     bucket: ShapeBucket,
-    demand: &'static str,
+    demand: String,
     schedule: Schedule,
     binary: Key,
 }
@@ -74,7 +74,7 @@ impl Sealed {
             lines.push(Line {
                 problem: key.problem,
                 bucket: key.bucket,
-                demand: key.demand.name(),
+                demand: key.demands.to_string(),
                 schedule: plan.kernel().schedule,
                 binary: plan.artifact,
             });
@@ -114,10 +114,10 @@ impl Sealed {
             return Err(refused(format!("the class {} was not sealed in", key.bucket)));
         }
         let donors = self.by_problem.get(&key.problem);
-        donors.and_then(|d| d.nearest(key.bucket, key.demand)).ok_or_else(|| {
+        donors.and_then(|d| d.nearest(key.bucket, key.demands)).ok_or_else(|| {
             refused(match donors {
                 None => "no kernel of the problem was sealed in".to_owned(),
-                Some(d) => format!("of its {} sealed classes no kernel serves it: {}", d.len(), key.demand.why_not()),
+                Some(d) => format!("of its {} sealed classes no kernel serves it: {}", d.len(), d.unmet(key.demands)),
             })
         })
     }

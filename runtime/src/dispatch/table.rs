@@ -78,8 +78,7 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dispatch::Demand;
-    use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape, ShapeBucket};
+    use flashtune_codegen::{Constraint, Constraints, DType, Mask, MaskKind, Problem, Shape, ShapeBucket};
     use std::collections::HashSet;
 
     fn keys() -> Vec<PlanKey> {
@@ -90,7 +89,7 @@ mod tests {
                     let shape =
                         Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1 << q, kv_len: 1 << kv, mask: Mask::Causal };
                     let problem = Problem::forward(DType::Bf16, head_dim, MaskKind::CAUSAL).unwrap();
-                    keys.push(PlanKey { problem, bucket: ShapeBucket::of(&shape), demand: Demand::Usual });
+                    keys.push(PlanKey { problem, bucket: ShapeBucket::of(&shape), demands: Constraints::NONE });
                 }
             }
         }
@@ -133,7 +132,7 @@ mod tests {
             let found = table.get(key).unwrap();
             assert!(Arc::as_ptr(found) as usize == *plan && found.bucket == key.bucket);
         }
-        let unknown = PlanKey { demand: Demand::Strided, ..keys[0] };
+        let unknown = PlanKey { demands: Constraint::Strided.into(), ..keys[0] };
         assert!(table.get(&unknown).is_none());
     }
 }

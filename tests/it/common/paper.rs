@@ -3,7 +3,7 @@
 
 use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
 use flashtune::codegen::abi::ForwardArgs;
-use flashtune::codegen::{Kernel, Launch, Source};
+use flashtune::codegen::{Kernel, LaunchPlan, Source};
 use flashtune::runtime::{Buffer, Compiler, Device, Error, Module, Result};
 use flashtune::{DType, Forward, Mask, Problem, Shape, Stream, TensorView};
 use std::any::Any;
@@ -106,7 +106,7 @@ impl Device for Paper {
     fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
         Ok(Arc::new(Sheet(artifact.recipe.kernel)))
     }
-    unsafe fn launch(&self, module: &dyn Module, _: &Launch, _: &ForwardArgs, _: Stream) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, _: &LaunchPlan, _: &ForwardArgs, _: Stream) -> Result<()> {
         self.launched.lock().unwrap().push(module.kernel().name());
         Ok(())
     }

@@ -1,7 +1,6 @@
 //! Where schedules lie to each other: every field of a schedule is a coordinate.
 
-use flashtune_codegen::Schedule;
-use serde_json::Value;
+use flashtune_codegen::{Family, Place, Schedule};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The schedules of a space as points. A coordinate is the rank of a field's value among those that occur, so that a step
@@ -15,32 +14,30 @@ pub(crate) struct Map {
     ordered: Vec<bool>,
 }
 
-/// A value that can be compared with others of its field.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Place {
-    Number(i64),
-    Word(String),
-}
+/// A field of a family's schedule.
+type Field = (Family, &'static str);
 
 impl Map {
     pub fn new(schedules: impl IntoIterator<Item = Schedule>) -> Self {
-        let all: Vec<BTreeMap<String, Place>> = schedules.into_iter().map(|s| places(&s)).collect();
-        let mut values: BTreeMap<&str, BTreeSet<&Place>> = BTreeMap::new();
+        // Fields of two families that share a name are two fields.
+        let named = |s: &Schedule| s.places().into_iter().map(|(name, place)| ((s.family(), name), place)).collect();
+        let all: Vec<BTreeMap<Field, Place>> = schedules.into_iter().map(|s| named(&s)).collect();
+        let mut values: BTreeMap<Field, BTreeSet<&Place>> = BTreeMap::new();
         for (name, place) in all.iter().flatten() {
-            values.entry(name).or_default().insert(place);
+            values.entry(*name).or_default().insert(place);
         }
         // A field that is the same everywhere tells nothing.
         values.retain(|_, places| places.len() > 1);
         let ordered = values.values().map(|places| places.iter().all(|p| matches!(p, Place::Number(_)))).collect();
-        let ranks: Vec<(&str, BTreeMap<&Place, u8>)> = values
+        let ranks: Vec<(Field, BTreeMap<&Place, u8>)> = values
             .into_iter()
             .map(|(name, places)| {
                 (name, places.into_iter().enumerate().map(|(i, p)| (p, i.min(254) as u8 + 1)).collect())
             })
             .collect();
         // A schedule of another family lacks the field: rank 0.
-        let rank = |point: &BTreeMap<String, Place>, (name, ranks): &(&str, BTreeMap<&Place, u8>)| {
-            point.get(*name).map_or(0, |place| ranks[place])
+        let rank = |point: &BTreeMap<Field, Place>, (name, ranks): &(Field, BTreeMap<&Place, u8>)| {
+            point.get(name).map_or(0, |place| ranks[place])
         };
         let points = all.iter().flat_map(|point| ranks.iter().map(move |r| rank(point, r))).collect();
         Self { fields: ranks.len(), points, ordered }
@@ -58,32 +55,10 @@ impl Map {
     }
 }
 
-/// The fields of a schedule by name.
-fn places(schedule: &Schedule) -> BTreeMap<String, Place> {
-    let value = serde_json::to_value(schedule).expect("schedules are plain structs");
-    let mut places = BTreeMap::new();
-    collect("", &value, &mut places);
-    places
-}
-
-fn collect(name: &str, value: &Value, places: &mut BTreeMap<String, Place>) {
-    let place = match value {
-        Value::Object(fields) => {
-            fields.iter().for_each(|(field, value)| collect(&format!("{name}.{field}"), value, places));
-            return;
-        }
-        Value::Number(n) => Place::Number(n.as_i64().unwrap_or(i64::MAX)),
-        Value::Bool(b) => Place::Number((*b).into()),
-        Value::String(word) => Place::Word(word.clone()),
-        other => Place::Word(other.to_string()),
-    };
-    places.insert(name.to_owned(), place);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashtune_codegen::{Arch, CpuIsa, DType, Family, MaskKind, Problem, SmArch};
+    use flashtune_codegen::{Arch, CpuIsa, DType, MaskKind, Problem, SmArch};
 
     fn space(family: Family, arch: Arch) -> Vec<Schedule> {
         let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();

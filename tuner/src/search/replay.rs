@@ -2,7 +2,7 @@
 //! to be tried until one is within 1 % of the best, over 100 seeds; never more than picks by chance need.
 
 use super::{Hint, Map, Portfolio, SMALLEST_BATCH};
-use crate::model::cost;
+use crate::cost::cost;
 use crate::tune::Pace;
 use flashtune_cache::DeviceFingerprint;
 use flashtune_codegen::{Kernel, Problem, Schedule, Shape, ShapeBucket};

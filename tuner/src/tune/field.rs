@@ -12,7 +12,7 @@
 use super::Tuning;
 use crate::build::{Builder, Built, Compilation, Order};
 use crate::candidate::Candidate;
-use crate::model::cost;
+use crate::cost::cost;
 use crate::prune::Compiled;
 use crate::race::{Rules, Standings};
 use crate::runner::Size;

@@ -3,7 +3,7 @@
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Key, Reading};
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{
-    Arch, CpuIsa, DType, Family, Kernel, Launch, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, Source,
+    Arch, CpuIsa, DType, Family, Kernel, LaunchPlan, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, Source,
     TemplateSet,
 };
 use flashtune_runtime::{Buffer, Compiler, Device, Error as RuntimeError, Graph, Module, Stream};
@@ -192,7 +192,7 @@ impl Device for PaperDevice {
         }
         Ok(Arc::new(PaperModule { kernel, behaviour }))
     }
-    unsafe fn launch(&self, module: &dyn Module, _: &Launch, a: &ForwardArgs, _: Stream) -> RuntimeResult<()> {
+    unsafe fn launch(&self, module: &dyn Module, _: &LaunchPlan, a: &ForwardArgs, _: Stream) -> RuntimeResult<()> {
         let module = *module.as_any().downcast_ref::<PaperModule>().expect("a paper module");
         if let Some(captured) = &mut *self.capturing.lock().unwrap() {
             captured.push((module, *a));

@@ -1,28 +1,42 @@
-//! Schedule of `forward/cpu`: cache blocks, register tile, instructions, threads.
+//! `forward/cpu`: C for the host processor.
+//!
+//! Queries lie along the vector lanes, K and V are broadcast from compact rows; the micro-kernels are register-tiled.
 
-use crate::{CpuIsa, DType, Error, Problem, Result, ShapeBucket};
-use serde::{Deserialize, Serialize};
-use std::fmt;
+use super::KernelFamily;
+use super::fields::{Constants, FieldValue, Place, schedule};
+use crate::launch::LaunchPlan;
+use crate::traffic::Walk;
+use crate::{Arch, Constraint, CpuIsa, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
 
-/// How the host processor computes one problem.
-///
-/// Queries lie along the vector lanes in both products, so a register tile is `unroll_q` vectors of queries by
-/// `unroll_kv` keys (or columns of V), and a panel of `unroll_q * lanes` queries goes through the keys together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct CpuSchedule {
-    /// The instructions that the kernel is written for; at most what the arch has. Newer ones are not always faster:
-    /// some processors run the bf16 dot product at half the rate of fp32 multiply-adds.
-    pub isa: CpuIsa,
-    /// Query rows of one work item.
-    pub block_q: u32,
-    /// Keys that are multiplied together.
-    pub block_kv: u32,
-    /// Vectors of queries in the register tile.
-    pub unroll_q: u32,
-    /// Keys (or columns of V) in the register tile.
-    pub unroll_kv: u32,
-    /// Worker threads; 0 means one per core.
-    pub threads: u32,
+schedule! {
+    /// How the host processor computes one problem.
+    ///
+    /// Queries lie along the vector lanes in both products, so a register tile is `unroll_q` vectors of queries by
+    /// `unroll_kv` keys (or columns of V), and a panel of `unroll_q * lanes` queries goes through the keys together.
+    pub struct CpuSchedule {
+        /// The instructions that the kernel is written for; at most what the arch has. Newer ones are not always faster:
+        /// some processors run the bf16 dot product at half the rate of fp32 multiply-adds.
+        pub isa: CpuIsa => code, with(|s: &Self| s.isa.name().to_owned());
+        /// Query rows of one work item.
+        pub block_q: u32 => code, number("q");
+        /// Keys that are multiplied together.
+        pub block_kv: u32 => code, number("kv");
+        /// Vectors of queries in the register tile.
+        pub unroll_q: u32 => code, with(|s: &Self| format!("r{}x{}", s.unroll_q, s.unroll_kv));
+        /// Keys (or columns of V) in the register tile.
+        pub unroll_kv: u32 => code, silent;
+        /// Worker threads; 0 means one per core.
+        pub threads: u32 => launch, number_unless(0, "t");
+    }
+}
+
+impl FieldValue for CpuIsa {
+    fn place(&self) -> Place {
+        Place::Word(self.name())
+    }
+    fn render(&self, name: &'static str, constants: &mut Constants) {
+        constants.insert(name, self.name().to_owned());
+    }
 }
 
 /// The instructions that may pay for a dtype on an arch, best guess first.
@@ -37,7 +51,7 @@ fn instructions(dtype: DType, arch: CpuIsa) -> &'static [CpuIsa] {
 }
 
 impl CpuSchedule {
-    /// The model's choice.
+    /// The schedule that serves while nothing is tuned.
     pub fn default_for(problem: &Problem, arch: CpuIsa, bucket: &ShapeBucket) -> Self {
         let isa = instructions(problem.dtype, arch)[0];
         let large = problem.head_dim_qk.max(problem.head_dim_v) > 128;
@@ -128,13 +142,59 @@ impl CpuSchedule {
     }
 }
 
-impl fmt::Display for CpuSchedule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { isa, block_q, block_kv, unroll_q, unroll_kv, threads } = self;
-        write!(f, "{}-q{block_q}-kv{block_kv}-r{unroll_q}x{unroll_kv}", isa.name())?;
-        match threads {
-            0 => Ok(()),
-            n => write!(f, "-t{n}"),
+/// The instructions of an arch that the family supports.
+fn isa_of(arch: Arch) -> CpuIsa {
+    match arch {
+        Arch::Cpu(isa) => isa,
+        Arch::Sm(_) => CpuIsa::Generic,
+    }
+}
+
+impl KernelFamily for CpuSchedule {
+    const NAME: &'static str = "forward/cpu";
+    const TEMPLATE: &'static str = "forward/cpu.c";
+    const OP: Op = Op::Forward;
+
+    fn runs_on(arch: Arch) -> Result<()> {
+        match arch {
+            Arch::Cpu(_) => Ok(()),
+            Arch::Sm(_) => Err(Error::unsupported("family", Self::NAME, "runs on cpu only", "use a CUDA family")),
         }
+    }
+
+    fn supports(_: &Problem, _: Arch) -> Result<()> {
+        Ok(())
+    }
+
+    fn unmet(constraint: Constraint) -> Option<&'static str> {
+        match constraint {
+            Constraint::Weights => Some("it does not write the attention weights"),
+            Constraint::Unaligned | Constraint::Strided | Constraint::LooseBiases => None,
+        }
+    }
+
+    fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
+        Self::default_for(problem, isa_of(arch), bucket)
+    }
+
+    fn space(problem: &Problem, arch: Arch) -> Vec<Self> {
+        Self::space(problem, isa_of(arch))
+    }
+
+    fn validate(&self, problem: &Problem, arch: Arch) -> Result<()> {
+        self.validate(problem, isa_of(arch))
+    }
+
+    fn resources(&self, _: &Problem) -> Resources {
+        Resources::default()
+    }
+
+    /// No stage: the kernel counts its own tiles, and the device's threads share them.
+    fn plan(&self, _: &Problem, _: &Shape) -> Result<LaunchPlan> {
+        Ok(LaunchPlan::new([], [], None))
+    }
+
+    fn walk(&self, _: &Problem, shape: &Shape) -> Walk {
+        Walk::plain(self.block_q, self.block_kv, shape)
     }
 }

@@ -1,8 +1,8 @@
 //! The schedule that serves while nothing is tuned, and the quick one that answers while it compiles: by timings on an H200
 //! (docs/hopper-forward.md).
 
+use super::resources::smem_bytes;
 use super::{Sm90Schedule, Sm90Scheduler};
-use crate::resources::sm90_smem;
 use crate::{Problem, ShapeBucket, SmArch};
 
 /// Multiprocessors of the usual device: which one it will be is not known here.
@@ -204,7 +204,7 @@ impl Sm90Schedule {
     }
 
     fn fits(&self, problem: &Problem, sm: SmArch) -> bool {
-        let bytes = sm90_smem(problem, self);
+        let bytes = smem_bytes(problem, self);
         bytes <= sm.limits().smem_per_block
             && self.blocks_per_sm * (bytes + 1024) <= sm.limits().smem_per_sm
             && self.check_registers(problem).is_ok()

@@ -1,7 +1,7 @@
-//! What was found of one mask, kept for later launches: memory out of the pool that launches on any streams share.
+//! Mask metadata of one mask, kept for later launches in memory of the pool that launches on any streams share.
 //!
-//! Whoever needs a geometry first finds it, on its own stream, and records an event behind that. Launches on other streams wait for
-//! the event until it has come to pass; nobody waits on the host. Behind every launch an event of its stream is recorded, so that
+//! The first launch that needs a geometry computes it on its own stream and records an event behind that. Launches on other streams wait
+//! for the event until it has come to pass; the host never waits. Behind every launch an event of its stream is recorded, so that
 //! the memory can be given back behind the last of them, whichever streams are still there by then.
 
 use super::context::{BesideCaptures, Context};
@@ -9,14 +9,14 @@ use crate::{Findings, Result};
 use cudarc::driver::result::{event, free_async, stream};
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{FoundLayout, MaskKind, Prelude};
+use flashtune_codegen::{MaskKind, MetadataLayout};
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What launches must agree in to go by the same lists or runs of one mask.
+/// Cache key: launches with equal geometry share the metadata of a mask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Geometry {
-    layout: FoundLayout,
+    layout: MetadataLayout,
     pub(super) bytes: u64,
     /// The mask beside the program's.
     sides: MaskKind,
@@ -26,9 +26,14 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    pub(super) fn new(prelude: &Prelude, sides: MaskKind, args: &ForwardArgs, templates: &Arc<str>) -> Self {
+    pub(super) fn new(
+        (bytes, layout): (u64, MetadataLayout),
+        sides: MaskKind,
+        args: &ForwardArgs,
+        templates: &Arc<str>,
+    ) -> Self {
         let window = [args.window_left, args.window_right];
-        Self { layout: prelude.layout, bytes: prelude.bytes, sides, window, templates: templates.clone() }
+        Self { layout, bytes, sides, window, templates: templates.clone() }
     }
 }
 

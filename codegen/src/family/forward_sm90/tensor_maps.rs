@@ -1,4 +1,4 @@
-//! What the copy engine must be told about Q, K, V and O: dimensions, strides and boxes, before a driver encodes them.
+//! The tensor maps of Q, K, V, O and biases: dimensions, strides and boxes, before a driver encodes them for TMA.
 //!
 //! Boxes are 64 elements wide with the 128-byte swizzle, as `templates/lib/cuda/tma.cuh` expects.
 
@@ -28,9 +28,29 @@ const BOX: u32 = 64;
 /// Largest stride, exclusive, that the copy engine takes, in bytes.
 const STRIDE_LIMIT: u64 = 1 << 40;
 
-/// Why the copy engine cannot address the tensors of a call, if it cannot: it needs addresses and strides in multiples of
+/// Why TMA cannot address the tensors of a call, if it cannot: it needs addresses and strides in multiples of
 /// 16 bytes, and strides above zero and below 2^40 bytes.
 pub fn unaddressable(args: &ForwardArgs) -> Option<String> {
+    first_unaddressable(args).map(|(tensor, what)| match what {
+        Unaddressable::Start => format!("{tensor} starts at an address that is no multiple of 16 bytes"),
+        Unaddressable::Stride { axis, stride } => {
+            format!("the {axis} stride of {tensor} is {stride} elements: TMA takes positive multiples of 8 below 2^39")
+        }
+    })
+}
+
+/// Whether TMA can address the tensors of a call ([`unaddressable`] says why not).
+pub fn is_addressable(args: &ForwardArgs) -> bool {
+    first_unaddressable(args).is_none()
+}
+
+/// What TMA cannot address of a tensor.
+enum Unaddressable {
+    Start,
+    Stride { axis: &'static str, stride: i64 },
+}
+
+fn first_unaddressable(args: &ForwardArgs) -> Option<(&'static str, Unaddressable)> {
     let (batch, q_len, kv_len) = (args.batch as u64, args.q_len as u64, args.kv_len as u64);
     let (heads, kv_heads) = (args.heads as u64, args.kv_heads as u64);
     let tensors = [
@@ -44,14 +64,11 @@ pub fn unaddressable(args: &ForwardArgs) -> Option<String> {
             continue;
         }
         if !address.is_multiple_of(16) {
-            return Some(format!("{name} starts at an address that is no multiple of 16 bytes"));
+            return Some((name, Unaddressable::Start));
         }
         for ((stride, dim), axis) in strides.into_iter().zip(dims).zip(["batch", "head", "row"]) {
             if dim > 1 && (stride <= 0 || stride % 8 != 0 || stride as u64 * 2 >= STRIDE_LIMIT) {
-                return Some(format!(
-                    "the {axis} stride of {name} is {stride} elements: the copy engine takes positive multiples of 8 \
-                     below 2^39"
-                ));
+                return Some((name, Unaddressable::Stride { axis, stride }));
             }
         }
     }
@@ -92,9 +109,9 @@ impl Kernel {
     /// The maps of the biases that a kernel of `forward/sm90` has brought, `tensors` being those of its program; none for those that the
     /// copy engine cannot address, or that have one row for all queries or one column for all keys.
     pub fn bias_maps(&self, args: &ForwardArgs, tensors: &[SideTensorArg]) -> [Option<TensorMapSpec>; MAX_BIASES] {
-        match self.schedule.brings_biases() {
-            true => bias_maps(&self.problem, args, tensors),
-            false => [None; MAX_BIASES],
+        match self.schedule.biases(&self.problem) {
+            [] => [None; MAX_BIASES],
+            _ => bias_maps(&self.problem, args, tensors),
         }
     }
 }
@@ -181,7 +198,7 @@ mod tests {
         let Arch::Sm(sm) = arch else { unreachable!() };
         let schedule = Sm90Schedule { pack_group, block_kv: 112, ..Sm90Schedule::default_for(&problem, sm, &bucket) };
         let kernel = Kernel { problem, schedule: Schedule::Sm90(schedule), arch };
-        let tiling = kernel.launch(&shape).unwrap().tiling.unwrap();
+        let tiling = kernel.plan(&shape).unwrap().tiling.unwrap();
         kernel.tensor_maps(&tiling, args).unwrap()
     }
 

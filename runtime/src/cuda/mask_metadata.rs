@@ -1,14 +1,15 @@
-//! What is found of a launch's mask before it starts: nothing, or for this launch alone, or kept in a block mask.
+//! Where a launch has its mask metadata from: none needed, scratch memory of this launch, or a `BlockMask` that keeps it.
 
 use super::context::{self, Context};
 use super::driver::Driver;
-use super::findings::{CudaFindings, Finding, Geometry, Look, On};
+use super::kept_metadata::{CudaFindings, Finding, Geometry, Look, On};
 use super::scratch::Scratch;
 use crate::{Error, Findings, Result};
 use cudarc::driver::sys::{CUdeviceptr, CUstream};
 use std::sync::Arc;
 
-pub(super) enum Found<'a> {
+/// Mask metadata of one launch.
+pub(super) enum MaskMetadata<'a> {
     /// The mask is known by arithmetic.
     Nothing,
     /// To be found for this launch alone, in memory that is given back behind it, in the stream's order.
@@ -25,7 +26,7 @@ pub(super) struct Behind<'a> {
     kept: Option<(&'a CudaFindings, On)>,
 }
 
-impl<'a> Found<'a> {
+impl<'a> MaskMetadata<'a> {
     /// Where a launch on a stream finds a geometry, or has it found. The context is current.
     pub(super) fn of(
         driver: &Driver,
@@ -48,8 +49,8 @@ impl<'a> Found<'a> {
             })?;
             let on = On { stream, id, captured };
             match findings.look(geometry, on)? {
-                Look::There(address) => return Ok(Found::Kept { address, findings, on }),
-                Look::Wanted(finding) => return Ok(Found::Wanted { finding, findings, on }),
+                Look::There(address) => return Ok(MaskMetadata::Kept { address, findings, on }),
+                Look::Wanted(finding) => return Ok(MaskMetadata::Wanted { finding, findings, on }),
                 Look::Captured => {
                     tracing::debug!(
                         "a captured launch finds its mask in every replay: no call came before the capture"
@@ -57,31 +58,31 @@ impl<'a> Found<'a> {
                 }
             }
         }
-        Ok(Found::Once(Scratch::new(context, context.pool()?, bytes, stream)?))
+        Ok(MaskMetadata::Once(Scratch::new(context, context.pool()?, bytes, stream)?))
     }
 
     /// Where it lies.
     pub(super) fn address(&self) -> CUdeviceptr {
         match self {
-            Found::Nothing => 0,
-            Found::Once(scratch) => scratch.address,
-            Found::Kept { address, .. } => *address,
-            Found::Wanted { finding, .. } => finding.address,
+            MaskMetadata::Nothing => 0,
+            MaskMetadata::Once(scratch) => scratch.address,
+            MaskMetadata::Kept { address, .. } => *address,
+            MaskMetadata::Wanted { finding, .. } => finding.address,
         }
     }
 
     /// Whether kernels before the launch are to find it.
     pub(super) fn is_wanted(&self) -> bool {
-        matches!(self, Found::Once(_) | Found::Wanted { .. })
+        matches!(self, MaskMetadata::Once(_) | MaskMetadata::Wanted { .. })
     }
 
     /// To be called when those have been enqueued.
     pub(super) fn done(self) -> Result<Behind<'a>> {
         let (_once, kept) = match self {
-            Found::Nothing => (None, None),
-            Found::Once(scratch) => (Some(scratch), None),
-            Found::Kept { findings, on, .. } => (None, Some((findings, on))),
-            Found::Wanted { finding, findings, on } => {
+            MaskMetadata::Nothing => (None, None),
+            MaskMetadata::Once(scratch) => (Some(scratch), None),
+            MaskMetadata::Kept { findings, on, .. } => (None, Some((findings, on))),
+            MaskMetadata::Wanted { finding, findings, on } => {
                 finding.done()?;
                 (None, Some((findings, on)))
             }

@@ -1,4 +1,4 @@
-//! The model of `forward/sm90`: tensor cores, special functions, shared memory and L2, and how far the schedule lets
+//! The cost model of `forward/sm90`: tensor cores, special functions, shared memory and L2, and how far the schedule lets
 //! them work at the same time.
 
 use super::{EXP2, SMEM_BYTES};
@@ -74,7 +74,7 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
         (true, false) => 0.56,
         (false, _) => 1.0,
     };
-    let apart = if s.scheduler.stays() { TILE_OF_MANY } else { TILE_OF_ITS_OWN };
+    let apart = if s.scheduler.is_persistent() { TILE_OF_MANY } else { TILE_OF_ITS_OWN };
     let tile = (apart + ramp * (qk + softmax)) / if s.blocks_per_sm > 1 { 1.38 } else { 1.0 };
 
     let group = if s.pack_group && s.is_worth(shape) { shape.group() } else { 1 };

@@ -1,0 +1,29 @@
+//! Shared memory of a kernel of `forward/sm90`.
+
+use super::Sm90Schedule;
+use crate::Problem;
+use crate::resources::marks_empty_rows;
+
+/// Bytes of dynamic shared memory, as `Layout` in the template: Q or O of every consumer, K, V, biases, P, and the barriers.
+pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
+    // Rows are stored in columns of 64 elements, 128 bytes.
+    let (qk, v) = (problem.head_dim_qk.div_ceil(64) * 128, problem.head_dim_v.div_ceil(64) * 128);
+    let q_buffers = if s.chain { 2 } else { 1 };
+    let q = q_buffers * s.consumers * 64 * qk.max(v);
+    let kv = s.stages * s.block_kv * (qk + v);
+    let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
+    let slot = 64 + if s.trim { s.consumers * 16 } else { 0 };
+    let work = if s.scheduler.is_persistent() { 2 * slot } else { 0 };
+    let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
+    let o = if s.output_apart { s.consumers * 64 * v } else { 0 };
+    let biases = s.biases(problem).len() as u32 * s.block_kv * 128;
+    let biases = if biases > 0 { s.bias_stages * s.consumers * (biases + 16) } else { 0 };
+    // Tiles that may be computed again, of schedules whose O leaves from the place of V.
+    let in_v = s.scheduler.is_persistent()
+        && !s.chain
+        && s.cluster == 1
+        && !s.output_apart
+        && s.consumers * 64 <= s.stages * s.block_kv;
+    let again = if in_v && problem.masks() && s.bias_stages == 0 { 24 } else { 0 };
+    q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24
+}

@@ -1,0 +1,476 @@
+//! Kernel families: a folder each, one trait, one list.
+//!
+//! A family is a skeleton template with what decides how it is used: its schedule (the point that the tuner searches), the space of
+//! schedules, the default one, the resources that it needs, the constants of its template, and the stages of a launch. Several
+//! families may serve one problem on one arch: each says by [`KernelFamily::supports`] and [`KernelFamily::unmet`] what it serves, and
+//! the tuner races across them.
+//!
+//! [`families!`] below is the only list; everything else asks [`Family`] or [`Schedule`]. `docs/adding-a-kernel.md` has the steps for
+//! another one.
+
+pub(crate) mod fields;
+pub(crate) mod forward_cpu;
+pub(crate) mod forward_naive;
+pub(crate) mod forward_sm80;
+pub(crate) mod forward_sm90;
+mod program_length;
+
+pub use fields::Place;
+pub use forward_cpu::CpuSchedule;
+pub use forward_naive::NaiveSchedule;
+pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
+pub use forward_sm90::{Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases, is_addressable, unaddressable};
+
+use crate::launch::{LaunchPlan, StageEntry};
+use crate::traffic::Walk;
+use crate::{Arch, Constraint, Constraints, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use fields::{Constants, Fields};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What a family is for, beside others that compute the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// To be fast: the tuner races its schedules with those of the other fast families.
+    Fast,
+    /// To be right: one fixed schedule, the oracle on its devices; it serves where no fast family can.
+    Plain,
+}
+
+/// What every family says of itself. Implemented by its schedule.
+pub(crate) trait KernelFamily: Fields {
+    /// `<op>/<arch>`, with `_<variant>` where there are several: in templates, kernel names and on the command line.
+    const NAME: &'static str;
+    /// The skeleton template.
+    const TEMPLATE: &'static str;
+    /// The operation that it computes.
+    const OP: Op;
+    /// What it is for.
+    const PURPOSE: Purpose = Purpose::Fast;
+    /// What callers should know who get a kernel of this family.
+    fn notes(_problem: &Problem) -> Option<&'static str> {
+        None
+    }
+
+    /// Whether the arch has the family's instructions.
+    ///
+    /// # Errors
+    /// What is missing, and which family to use instead.
+    fn runs_on(arch: Arch) -> Result<()>;
+
+    /// Whether the family can compute a problem of its operation on an arch that it runs on.
+    ///
+    /// # Errors
+    /// The limit, and which family to use instead.
+    fn supports(problem: &Problem, arch: Arch) -> Result<()>;
+
+    /// Why kernels of the family cannot meet what a call demands; `None` where they can.
+    fn unmet(constraint: Constraint) -> Option<&'static str>;
+
+    /// Demands that kernels of the family meet, but some schedules better than others ([`KernelFamily::unfit`]).
+    const SWAYED_BY: Constraints = Constraints::NONE;
+
+    /// The schedule that serves while nothing is tuned, and always a contender when something is. Called for problems and archs that
+    /// the family supports.
+    fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self;
+
+    /// The default for calls with constraints that the family meets, where it differs.
+    fn default_within(problem: &Problem, arch: Arch, bucket: &ShapeBucket, _: Constraints) -> Self {
+        Self::default_for(problem, arch, bucket)
+    }
+
+    /// Why this schedule should be left to calls without the constraint, though its kernels can meet it.
+    fn unfit(&self, _: Constraint) -> Option<&'static str> {
+        None
+    }
+
+    /// A schedule with the same result, to the bit, that compiles in a fraction of the time.
+    fn quick(&self) -> Option<Self> {
+        None
+    }
+
+    /// Whether it is what [`KernelFamily::quick`] gives.
+    fn is_quick(&self) -> bool {
+        false
+    }
+
+    /// The schedules worth trying. Some may not fit the device: [`crate::Kernel::check`] says so.
+    fn space(problem: &Problem, arch: Arch) -> Vec<Self>;
+
+    /// Whether it differs for this shape from a simpler schedule of the space; others need not be tried.
+    fn is_worth(&self, _: &Shape) -> bool {
+        true
+    }
+
+    /// Checks the fields against what the template can generate.
+    ///
+    /// # Errors
+    /// The field, its limit, and the remedy.
+    fn validate(&self, problem: &Problem, arch: Arch) -> Result<()>;
+
+    /// What a kernel needs on the device, by the static model.
+    fn resources(&self, problem: &Problem) -> Resources;
+
+    /// Thread blocks that the schedule wants on one multiprocessor.
+    fn blocks_per_sm(&self) -> u32 {
+        1
+    }
+
+    /// The template's constants that follow from the schedule, beyond those of its fields.
+    fn constants(&self, _problem: &Problem, _: &mut Constants) {}
+
+    /// Biases of a score program that come into shared memory by TMA.
+    fn biases<'a>(&self, _problem: &'a Problem) -> &'a [crate::score::Bias] {
+        &[]
+    }
+
+    /// The entry points of a kernel's module, in the order in which a launch runs them.
+    fn entries(_problem: &Problem) -> &'static [StageEntry] {
+        &[StageEntry::MAIN]
+    }
+
+    /// The stages of a launch for a shape, and the scratch memory that they share.
+    ///
+    /// # Errors
+    /// Sizes that exceed what one launch can hold.
+    fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan>;
+
+    /// In which tiles a kernel walks over a shape.
+    fn walk(&self, problem: &Problem, shape: &Shape) -> Walk;
+}
+
+/// Writes down the families: their ids, their schedules as one type, and what is asked of either.
+macro_rules! families {
+    ($( $(#[$doc:meta])* $Family:ident = $Variant:ident($Type:ty); )*) => {
+        /// A kernel family, by its id.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        pub enum Family {
+            $( $(#[$doc])* $Family, )*
+        }
+
+        /// A schedule of one of the families.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        pub enum Schedule {
+            $( #[doc = concat!("For [`Family::", stringify!($Family), "`].")] $Variant($Type), )*
+        }
+
+        /// Evaluates an expression for the schedule, whichever family's it is.
+        macro_rules! of_schedule {
+            ($schedule:expr, $s:ident => $value:expr) => {
+                match $schedule { $( Schedule::$Variant($s) => $value, )* }
+            };
+            ($schedule:expr, $s:ident, $wrap:ident => $value:expr) => {
+                match $schedule { $( Schedule::$Variant($s) => {
+                    let $wrap = Schedule::$Variant;
+                    $value
+                } )* }
+            };
+        }
+
+        /// Evaluates an expression with the family's schedule as the type `S` and its variant as the function `wrap`.
+        macro_rules! of_family {
+            ($family:expr, $S:ident, $wrap:ident => $value:expr) => {
+                match $family {
+                    $( Family::$Family => {
+                        type $S = $Type;
+                        let $wrap = Schedule::$Variant;
+                        let _ = $wrap;
+                        $value
+                    } )*
+                }
+            };
+        }
+
+        impl Family {
+            /// Every family.
+            pub const ALL: [Family; [$(Family::$Family),*].len()] = [$(Family::$Family),*];
+        }
+
+        impl Schedule {
+            /// The family that the schedule belongs to.
+            pub fn family(&self) -> Family {
+                match self { $( Schedule::$Variant(_) => Family::$Family, )* }
+            }
+        }
+    };
+}
+
+// The fast ones of an arch before the slower ones: the first that supports a problem serves it while nothing is tuned.
+families! {
+    /// wgmma and TMA, FlashAttention-3.
+    ForwardSm90 = Sm90(Sm90Schedule);
+    /// mma.sync and cp.async, FlashAttention-2.
+    ForwardSm80 = Sm80(Sm80Schedule);
+    /// C for the host processor.
+    ForwardCpu = Cpu(CpuSchedule);
+    /// Plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
+    ForwardNaive = Naive(NaiveSchedule);
+}
+
+impl Family {
+    /// `<op>/<arch>`: in templates, kernel names and on the command line.
+    pub const fn name(self) -> &'static str {
+        of_family!(self, S, wrap => <S as KernelFamily>::NAME)
+    }
+
+    /// The family with a name, or with its last part (`sm90`) where that is one family's alone.
+    pub fn by_name(name: &str) -> Option<Family> {
+        let short = |f: &Family| f.name().rsplit_once('/').map(|(_, last)| last) == Some(name);
+        let mut shorts = Self::ALL.into_iter().filter(short);
+        let only = shorts.next().filter(|_| shorts.next().is_none());
+        Self::ALL.into_iter().find(|f| f.name() == name).or(only)
+    }
+
+    /// The skeleton template.
+    pub const fn template(self) -> &'static str {
+        of_family!(self, S, wrap => <S as KernelFamily>::TEMPLATE)
+    }
+
+    /// The operation that it computes.
+    pub const fn op(self) -> Op {
+        of_family!(self, S, wrap => <S as KernelFamily>::OP)
+    }
+
+    /// What it is for.
+    pub const fn purpose(self) -> Purpose {
+        of_family!(self, S, wrap => <S as KernelFamily>::PURPOSE)
+    }
+
+    /// What callers should know who get a kernel of this family for the problem.
+    pub fn notes(self, problem: &Problem) -> Option<&'static str> {
+        of_family!(self, S, wrap => <S as KernelFamily>::notes(problem))
+    }
+
+    /// Whether the family can compute the problem on the arch.
+    ///
+    /// # Errors
+    /// The limit, and which family to use instead.
+    pub fn supports(self, problem: &Problem, arch: Arch) -> Result<()> {
+        if problem.op != self.op() {
+            let limit = format!("computes {} problems", self.op());
+            return Err(Error::unsupported("op", problem.op, format!("{self} {limit}"), "no family computes it yet"));
+        }
+        of_family!(self, S, wrap => {
+            <S as KernelFamily>::runs_on(arch)?;
+            <S as KernelFamily>::supports(problem, arch)
+        })
+    }
+
+    /// Whether the arch has the family's instructions.
+    pub fn runs_on(self, arch: Arch) -> bool {
+        of_family!(self, S, wrap => <S as KernelFamily>::runs_on(arch).is_ok())
+    }
+
+    /// The families that can compute the problem on the arch, best first.
+    pub fn candidates(problem: &Problem, arch: Arch) -> Vec<Family> {
+        Self::ALL.into_iter().filter(|f| f.supports(problem, arch).is_ok()).collect()
+    }
+
+    /// The first of a call's demands that kernels of the family cannot meet, and why not.
+    pub fn unmet(self, demanded: Constraints) -> Option<(Constraint, &'static str)> {
+        demanded.iter().find_map(|c| Some((c, of_family!(self, S, wrap => <S as KernelFamily>::unmet(c))?)))
+    }
+}
+
+/// Which of a call's demands make a difference on an arch, and for which of them tuning helps.
+impl Family {
+    fn swayed_by(self) -> Constraints {
+        of_family!(self, S, wrap => <S as KernelFamily>::SWAYED_BY)
+    }
+
+    /// The demands that some family of the arch cannot meet, or meets by another schedule. The others make no difference there.
+    pub fn demands_of(arch: Arch) -> Constraints {
+        let families: Vec<Family> = Self::ALL.into_iter().filter(|f| f.runs_on(arch)).collect();
+        let matters = |c: &Constraint| families.iter().any(|f| f.unmet((*c).into()).is_some() || f.swayed_by().has(*c));
+        Constraint::ALL.into_iter().filter(matters).fold(Constraints::NONE, Constraints::with)
+    }
+
+    /// Whether tuning helps calls with these demands: a fast family meets them, by the schedules that are tuned without them.
+    pub fn is_tunable(demanded: Constraints, arch: Arch) -> bool {
+        let meets = |f: &Family| f.runs_on(arch) && f.unmet(demanded).is_none();
+        let families: Vec<Family> = Self::ALL.into_iter().filter(meets).collect();
+        let swayed = |f: &Family| demanded.iter().any(|c| f.swayed_by().has(c));
+        demanded.is_empty() || families.iter().any(|f| f.purpose() == Purpose::Fast) && !families.iter().any(swayed)
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Schedule {
+    /// The schedule that serves while nothing is tuned, and always a contender when something is.
+    ///
+    /// # Errors
+    /// As [`Family::supports`].
+    pub fn default_for(family: Family, problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Result<Schedule> {
+        family.supports(problem, arch)?;
+        Ok(of_family!(family, S, wrap => wrap(<S as KernelFamily>::default_for(problem, arch, bucket))))
+    }
+
+    /// The same for calls with constraints, which the family meets.
+    ///
+    /// # Errors
+    /// As [`Family::supports`].
+    pub fn default_within(
+        family: Family,
+        problem: &Problem,
+        arch: Arch,
+        bucket: &ShapeBucket,
+        demanded: Constraints,
+    ) -> Result<Schedule> {
+        family.supports(problem, arch)?;
+        Ok(of_family!(family, S, wrap => wrap(<S as KernelFamily>::default_within(problem, arch, bucket, demanded))))
+    }
+
+    /// The schedules worth trying, without the default's guarantee of being among them. Some may not fit the device:
+    /// [`crate::Kernel::check`] says so.
+    pub fn space(family: Family, problem: &Problem, arch: Arch) -> Vec<Schedule> {
+        match family.supports(problem, arch) {
+            Ok(()) => {
+                of_family!(family, S, wrap => <S as KernelFamily>::space(problem, arch).into_iter().map(wrap).collect())
+            }
+            Err(_) => Vec::new(),
+        }
+    }
+
+    /// A schedule with the same result, to the bit, that compiles in a fraction of the time and serves meanwhile. None
+    /// where the compiler is quick enough.
+    pub fn quick(&self) -> Option<Schedule> {
+        of_schedule!(self, s, wrap => KernelFamily::quick(s).map(wrap))
+    }
+
+    /// Whether it is what [`Schedule::quick`] gives.
+    pub fn is_quick(&self) -> bool {
+        of_schedule!(self, s => KernelFamily::is_quick(s))
+    }
+
+    /// The first of a call's demands for which another schedule of the family is better, and why.
+    pub fn unfit(&self, demanded: Constraints) -> Option<(Constraint, &'static str)> {
+        demanded.iter().find_map(|c| Some((c, of_schedule!(self, s => KernelFamily::unfit(s, c))?)))
+    }
+
+    /// Whether it differs for this shape from a simpler schedule of the space; others need not be tried.
+    pub fn is_worth(&self, shape: &Shape) -> bool {
+        of_schedule!(self, s => KernelFamily::is_worth(s, shape))
+    }
+
+    /// Thread blocks that the schedule wants on one multiprocessor.
+    pub fn blocks_per_sm(&self) -> u32 {
+        of_schedule!(self, s => KernelFamily::blocks_per_sm(s))
+    }
+
+    /// Every field by name, as a coordinate for the search.
+    pub fn places(&self) -> Vec<(&'static str, Place)> {
+        of_schedule!(self, s => Fields::places(s))
+    }
+
+    /// The fields that the machine code does not depend on, such as the order in which tiles are taken: schedules that differ in them
+    /// alone compile to the same code and still run in different times.
+    pub fn launch_places(&self) -> Vec<Place> {
+        of_schedule!(self, s => Fields::launch_places(s))
+    }
+
+    pub(crate) fn validate(&self, problem: &Problem, arch: Arch) -> Result<()> {
+        of_schedule!(self, s => KernelFamily::validate(s, problem, arch))
+    }
+
+    pub(crate) fn resources(&self, problem: &Problem) -> Resources {
+        of_schedule!(self, s => KernelFamily::resources(s, problem))
+    }
+
+    pub(crate) fn constants(&self, problem: &Problem, constants: &mut Constants) {
+        of_schedule!(self, s => {
+            Fields::render(s, constants);
+            KernelFamily::constants(s, problem, constants);
+        });
+    }
+
+    pub(crate) fn biases<'a>(&self, problem: &'a Problem) -> &'a [crate::score::Bias] {
+        of_schedule!(self, s => KernelFamily::biases(s, problem))
+    }
+
+    pub(crate) fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
+        of_schedule!(self, s => KernelFamily::plan(s, problem, shape))
+    }
+
+    pub(crate) fn walk(&self, problem: &Problem, shape: &Shape) -> Walk {
+        of_schedule!(self, s => KernelFamily::walk(s, problem, shape))
+    }
+
+    pub(crate) fn entries(&self, problem: &Problem) -> &'static [StageEntry] {
+        of_family!(self.family(), S, wrap => <S as KernelFamily>::entries(problem))
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        of_schedule!(self, s => s.fmt(f))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, MaskKind};
+
+    fn arch(name: &str) -> Arch {
+        name.parse().unwrap()
+    }
+
+    #[test]
+    fn families_are_known_by_their_names_and_by_their_last_parts() {
+        for family in Family::ALL {
+            assert_eq!(Family::by_name(family.name()), Some(family));
+            let (op, short) = family.name().split_once('/').unwrap();
+            assert_eq!((op, Family::by_name(short)), (family.op().name(), Some(family)));
+            assert!(family.template().starts_with(family.name()), "{family}");
+        }
+        assert_eq!(Family::by_name("sm70"), None);
+    }
+
+    #[test]
+    fn demands_count_where_they_make_a_difference() {
+        let [weights, unaligned, strided, loose] = Constraint::ALL;
+        let of = |name| Family::demands_of(arch(name));
+        assert_eq!(of("cpu-avx2"), weights.into());
+        assert_eq!(of("sm_80"), Constraints::from(weights).with(unaligned));
+        assert_eq!(of("sm_75"), Constraints::NONE, "the plain kernel meets all of them");
+        assert_eq!(of("sm_90a"), Constraint::ALL.into_iter().fold(Constraints::NONE, Constraints::with));
+        let tunable = |c: Constraint| Family::is_tunable(c.into(), arch("sm_90a"));
+        assert_eq!([weights, unaligned, strided, loose].map(tunable), [false, false, true, false]);
+        assert!(Family::is_tunable(Constraints::NONE, arch("sm_75")));
+    }
+
+    #[test]
+    fn an_operation_without_a_family_is_refused_by_name() {
+        let forward = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap();
+        for op in [Op::Backward, Op::Append, Op::Quantise] {
+            let problem = Problem { op, ..forward };
+            for family in Family::ALL {
+                let e = family.supports(&problem, arch("sm_90a")).unwrap_err().to_string();
+                assert!(e.contains("op") && e.contains(op.name()), "{e}");
+            }
+            assert!(Family::candidates(&problem, arch("sm_90a")).is_empty());
+        }
+    }
+
+    #[test]
+    fn fields_are_named_once() {
+        let bucket = ShapeBucket { parallel: 16, group: 1, q_len: 1024, kv_len: 1024, window: 0 };
+        let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
+        for (family, name) in
+            [(Family::ForwardSm90, "sm_90a"), (Family::ForwardSm80, "sm_80"), (Family::ForwardCpu, "cpu-avx2")]
+        {
+            let schedule = Schedule::default_for(family, &problem, arch(name), &bucket).unwrap();
+            let mut names: Vec<&str> = schedule.places().into_iter().map(|(name, _)| name).collect();
+            let count = names.len();
+            names.sort_unstable();
+            names.dedup();
+            assert_eq!(names.len(), count);
+            assert!(schedule.launch_places().len() < count);
+        }
+    }
+}
