@@ -175,7 +175,20 @@ impl Engine {
     /// Tensors that do not fit each other, or what the score program reads and is not given, a block mask of something else, problems that no kernel
     /// computes, [`flashtune_runtime::Error::Sealed`], and what compilers and drivers report. Nothing has been launched then.
     pub unsafe fn forward(&self, call: &Forward<'_>, stream: Stream) -> Result<Option<Dispatch>> {
-        let resolved = self.resolve(call)?;
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.forward_resolved(call, self.resolve(call)?, stream) }
+    }
+
+    /// [`Engine::forward`] for a call that was resolved.
+    ///
+    /// # Safety
+    /// As [`Engine::forward`], at the addresses of `resolved`.
+    pub(crate) unsafe fn forward_resolved(
+        &self,
+        call: &Forward<'_>,
+        resolved: ForwardCall,
+        stream: Stream,
+    ) -> Result<Option<Dispatch>> {
         match resolved.problem.program {
             // SAFETY: the caller's promise is this function's own.
             None => unsafe { self.launch(call, resolved, None, stream) },
@@ -364,18 +377,12 @@ impl Engine {
         let [batch, heads, q_len, _] = call.q.shape;
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
-        let mut resolved = forward_call(&tensors, call.mask, call.scale)?;
+        let resolved = forward_call(&tensors, call.mask, call.scale)?;
         if let Some(block_mask) = call.block_mask {
             block_mask.admit(self.device().fingerprint(), &resolved.shape, &call.side)?;
         }
-        let Some(program) = call.whole_program()?.filter(|p| !p.is_plain()) else { return Ok(resolved) };
-        resolved.problem.program = Some(program);
-        let (problem, shape) = resolved.problem.with_windows(resolved.shape);
-        if shape.mask != call.mask {
-            resolved = forward_call(&tensors, shape.mask, call.scale)?;
-        }
-        resolved.problem = problem;
-        Ok(resolved)
+        let program = call.whole_program()?.filter(|p| !p.is_plain());
+        Ok(program.map_or(resolved, |program| resolved.with_program(program)))
     }
 
     /// Kernel and sizes of a call; none when there is nothing to compute. `haste` is whether a quick schedule may stand in

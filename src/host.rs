@@ -4,7 +4,7 @@ use crate::{Engine, Forward, Result};
 use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Error as CodegenError, Mask};
 use flashtune_runtime::dispatch::Plan;
-use flashtune_runtime::{Buffer, HostTensor, Layout, SideBuffers, SideInputs, TensorView};
+use flashtune_runtime::{Buffer, HostTensor, Layout, SideBuffers, SideInputs};
 use std::sync::Arc;
 
 /// What [`Engine::forward_host`] gives back.
@@ -83,6 +83,7 @@ impl Engine {
         // The tensors are checked at an address that any device could give first, so that bad input costs no memory.
         let unplaced = |t: &HostTensor| t.view_at(1 << 12);
         let call = Forward { mask, scale, ..Forward::new(unplaced(q), unplaced(k), unplaced(v), unplaced(&o)) };
+        let call = Forward { program: program.map(|(program, _)| program), ..call };
         let resolved = self.resolve(&call)?;
 
         let device = self.device().as_ref();
@@ -103,21 +104,15 @@ impl Engine {
             true => Some(device.alloc(elements(&[batch, heads, q_len, kv_len])? * size_of::<f32>())?),
             false => None,
         };
-        let at = |t: &HostTensor, b: &dyn Buffer| -> TensorView { t.view_at(b.address()) };
-        let call = Forward {
-            q: at(q, &*inputs[0]),
-            k: at(k, &*inputs[1]),
-            v: at(v, &*inputs[2]),
-            o: at(&o, &*o_buffer),
-            lse: Some(lse_buffer.address()),
-            weights: weights_buffer.as_ref().map(|b| b.address()),
-            program: program.map(|(program, _)| program),
-            ..call
-        };
+        let at = |t: &HostTensor, b: &dyn Buffer| t.view_at(b.address()).address;
+        let [q_buffer, k_buffer, v_buffer] = &inputs;
+        let addresses = [at(q, &**q_buffer), at(k, &**k_buffer), at(v, &**v_buffer), at(&o, &*o_buffer)];
+        let resolved = resolved.at(addresses, Some(lse_buffer.address()));
+        let call = Forward { weights: weights_buffer.as_ref().map(|b| b.address()), ..call };
         let launch = |side: &SideInputs<'_>| {
             // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads below
             // have waited for the stream, and no two overlap.
-            unsafe { self.forward(&Forward { side: *side, ..call }, stream) }
+            unsafe { self.forward_resolved(&Forward { side: *side, ..call }, resolved, stream) }
         };
         let dispatch = match &side {
             Some(side) => side.with(launch)?,

@@ -5,6 +5,7 @@
 
 use crate::{Error, Result};
 use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{DType, Mask, Problem, Shape};
 
 /// A tensor on a device: where it is and how it is laid out. Owns nothing.
@@ -98,6 +99,31 @@ pub struct ForwardCall {
     pub aligned: bool,
 }
 
+impl ForwardCall {
+    /// The same call with a score program beside its mask. As much of the program's mask as is a window at these sizes becomes the
+    /// call's own mask, since kernels have windows built in.
+    #[must_use]
+    pub fn with_program(self, program: ProgramRef) -> Self {
+        let (problem, shape) = Problem { program: Some(program), ..self.problem }.with_windows(self.shape);
+        let [window_left, window_right] = windows(&shape);
+        Self { problem, shape, args: ForwardArgs { window_left, window_right, ..self.args }, ..self }
+    }
+
+    /// The same call on tensors at other addresses, aligned alike: Q, K, V and O.
+    #[must_use]
+    pub fn at(self, [q, k, v, o]: [u64; 4], lse: Option<u64>) -> Self {
+        Self { args: ForwardArgs { q, k, v, o, lse: lse.unwrap_or(0), ..self.args }, ..self }
+    }
+}
+
+/// How far the mask reaches to the left and to the right, as kernels take it: a row sees at most `kv_len` keys to its left and `q_len`
+/// to its right (bottom-right alignment).
+fn windows(shape: &Shape) -> [i32; 2] {
+    let (left, right) = shape.mask.window();
+    let reach = |side: Option<u32>, len: u32| side.map_or(i32::MAX, |n| n.min(len).min((1 << 30) - 1) as i32);
+    [reach(left, shape.kv_len), reach(right, shape.q_len)]
+}
+
 /// Checks the tensors against each other and against what kernels take, and builds the arguments.
 ///
 /// `scale` defaults to `1 / sqrt(head_dim_qk)`. Sizes of zero are legal. Window reaches beyond the lengths are clamped
@@ -173,8 +199,7 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
         )
         .into());
     }
-    let (left, right) = mask.window();
-    let reach = |side: Option<u32>, len: u32| side.map_or(i32::MAX, |n| n.min(len).min((1 << 30) - 1) as i32);
+    let [window_left, window_right] = windows(&shape);
     let args = ForwardArgs {
         q: q.address,
         k: k.address,
@@ -191,9 +216,8 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
         kv_heads: shape.kv_heads as i32,
         q_len: shape.q_len as i32,
         kv_len: shape.kv_len as i32,
-        // A row sees at most kv_len keys to its left and q_len to its right (bottom-right alignment).
-        window_left: reach(left, shape.kv_len),
-        window_right: reach(right, shape.q_len),
+        window_left,
+        window_right,
         scale,
         side: 0,
     };
