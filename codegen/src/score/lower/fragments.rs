@@ -1,11 +1,11 @@
 //! What threads that hold scores at fixed distances from a first key get: floats as sums of multiples of key and score, caps of
 //! the score, reads along the keys.
 
-use super::super::graph::{Depends, Node};
-use super::super::range::Range;
-use super::super::words::{Binary, Id, Type, Unary, Var};
 use super::values::{index_fits, int_literal};
 use super::{AlongKeys, Capped, Lowering, slot};
+use crate::score::graph::{Depends, Node};
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 
 /// The parts of a float that are there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

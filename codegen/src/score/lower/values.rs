@@ -1,9 +1,9 @@
 //! The expression of each node, in either language: types, widths of ints, places in tensors.
 
-use super::super::graph::{Graph, Node};
-use super::super::range::Range;
-use super::super::words::{Axis, Binary, Id, Storage, Type, Unary};
 use super::{Dialect, Lowering, slot};
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Axis, Binary, Id, Storage, Type, Unary};
 
 impl Dialect {
     pub(super) fn int(self, range: Range) -> &'static str {

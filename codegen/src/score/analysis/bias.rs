@@ -1,7 +1,7 @@
 //! Biases: tensors of which a tile of scores reads a tile, so that a kernel may have it brought as it has K.
 
-use super::graph::{Depends, Graph, Node};
-use super::words::{Axis, Id, Storage, Unary, Var};
+use crate::score::graph::{Depends, Graph, Node};
+use crate::score::syntax::words::{Axis, Id, Storage, Unary, Var};
 
 /// More biases than this in one program are read element by element.
 pub const MAX_BIASES: usize = 2;
@@ -21,7 +21,7 @@ pub struct Bias {
 impl Bias {
     /// The biases of a score; none where there are too many, or where a tanh is taken: kernels go over the scores more than once
     /// then.
-    pub(super) fn all(graph: &Graph, score: Id) -> Vec<Self> {
+    pub(in crate::score) fn all(graph: &Graph, score: Id) -> Vec<Self> {
         let mut needed = vec![false; graph.nodes().len()];
         needed[score.index()] = true;
         let mut found = Vec::new();
@@ -43,7 +43,7 @@ impl Bias {
     }
 
     /// Whether there are some, and a score changes with query and key by them alone.
-    pub(super) fn are_alone(graph: &Graph, score: Id, biases: &[Self]) -> bool {
+    pub(in crate::score) fn are_alone(graph: &Graph, score: Id, biases: &[Self]) -> bool {
         let mut seen = vec![false; graph.nodes().len()];
         let mut left = vec![score];
         while let Some(id) = left.pop() {
@@ -72,7 +72,7 @@ impl Bias {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Program;
+    use crate::score::Program;
 
     #[test]
     fn biases_are_read_by_query_and_key_and_by_what_a_head_knows() {

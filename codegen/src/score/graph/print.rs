@@ -1,7 +1,7 @@
 //! The text of a graph: what is shown, hashed and stored. Reading it gives the same graph.
 
-use super::graph::{Graph, Node};
-use super::words::{Binary, Id, Unary};
+use super::{Graph, Node};
+use crate::score::syntax::words::{Binary, Id, Unary};
 use std::fmt::Write;
 
 /// Declarations and named results as statements. A node that is used more than once gets a name of its own, so the text

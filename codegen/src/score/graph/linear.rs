@@ -1,6 +1,6 @@
 //! Sums of ints, the normal form of everything that `+`, `-` and products with constants are made of.
 
-use super::words::Id;
+use crate::score::syntax::words::Id;
 
 /// `sum of coefficient * node + constant`, in 64 bits that wrap around; nodes in the order of [`super::Graph::key`], none twice,
 /// no coefficient 0.
@@ -21,6 +21,6 @@ impl Linear {
 }
 
 /// The greatest common divisor; of 0 and x, x.
-pub(super) fn gcd(a: u64, b: u64) -> u64 {
+pub(in crate::score) fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }

@@ -1,10 +1,10 @@
 //! From [`Ast`] to typed nodes: names are resolved, types checked, ints turned into floats where the two meet.
 
-use super::ast::{Ast, AstId, AstNode};
-use super::error::ProgramError;
-use super::graph::Graph;
-use super::parse::is_word;
-use super::words::{Axis, Binary, Id, Type, Unary, Var};
+use super::Graph;
+use crate::score::syntax::ast::{Ast, AstId, AstNode};
+use crate::score::syntax::error::ProgramError;
+use crate::score::syntax::parse::is_word;
+use crate::score::syntax::words::{Axis, Binary, Id, Type, Unary, Var};
 use std::ops::Range;
 
 /// Nodes that checking a text may make, those that normalising leaves behind among them.
@@ -160,7 +160,7 @@ impl<'a> Checker<'a> {
         let Some(tensor) = found else {
             // The axes that the indices suggest; the type cannot be guessed.
             let axis = |i: &AstId| match self.graph.node(self.ids[*i]) {
-                super::graph::Node::Var(v) => Axis::of(*v).unwrap_or(Axis::Any),
+                super::Node::Var(v) => Axis::of(*v).unwrap_or(Axis::Any),
                 _ => Axis::Any,
             };
             let axes: Vec<String> = index.iter().map(|i| axis(i).to_string()).collect();

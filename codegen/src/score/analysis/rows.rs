@@ -5,10 +5,10 @@
 //! comparison with constants. Where a condition bounds an element of a tensor that is declared not to decrease along the
 //! keys, the end of the run is the place where the elements pass a value, which is searched for at run time.
 
-use super::graph::{Graph, Node};
-use super::linear::Linear;
-use super::range::Range;
-use super::words::{Axis, Binary, Id, Type, Unary, Var};
+use crate::score::graph::linear::Linear;
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Axis, Binary, Id, Type, Unary, Var};
 
 /// More searches than this for a row are left to conditions per score.
 const MAX_SEARCHES: usize = 4;
@@ -59,7 +59,7 @@ struct Run {
 
 impl RowKeys {
     /// The runs of a mask, if it is of this kind.
-    pub(super) fn of(graph: &Graph, mask: Id) -> Option<Self> {
+    pub(in crate::score) fn of(graph: &Graph, mask: Id) -> Option<Self> {
         let mut finder = Finder { graph: graph.clone() };
         let mut runs: Vec<Option<Run>> = Vec::with_capacity(mask.index() + 1);
         for id in graph.ids().take(mask.index() + 1) {

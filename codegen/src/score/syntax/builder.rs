@@ -128,7 +128,7 @@ impl Expr {
     }
 
     /// Appends the operations to an [`Ast`], each shared one once.
-    pub(super) fn lower(&self, ast: &mut Ast) -> AstId {
+    pub(in crate::score) fn lower(&self, ast: &mut Ast) -> AstId {
         let mut done: HashMap<*const Part, AstId> = HashMap::new();
         let mut stack = vec![(self, false)];
         while let Some((expr, ready)) = stack.pop() {

@@ -1,21 +1,23 @@
 //! A score program: a mask, a change of the score and a sink, over declared scalars and tensors.
 
+mod derived;
+pub(in crate::score) mod given;
+pub(in crate::score) mod intern;
 mod parts;
 
-use super::axes::MaskAxes;
-use super::bias::Bias;
-use super::error::ProgramError;
-use super::graph::{Graph, Node};
-use super::rows::RowKeys;
-use super::window::WindowForm;
-use super::words::{Binary, Declaration, Id, Type, Unary, Var};
+use crate::score::analysis::axes::MaskAxes;
+use crate::score::analysis::bias::Bias;
+use crate::score::analysis::rows::RowKeys;
+use crate::score::analysis::window::WindowForm;
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::error::ProgramError;
+use crate::score::syntax::words::{Binary, Declaration, Id, Type, Unary, Var};
 pub use parts::ProgramBuilder;
 use std::fmt;
+use std::sync::OnceLock;
 
 /// Nodes that a program may have.
 pub const MAX_NODES: usize = 1 << 15;
-/// Programs of fewer nodes cost compilers little.
-const SHORT: usize = 100;
 /// Side tensors that a program may read, and run-time scalars: they are passed to kernels by value.
 pub const MAX_INPUTS: usize = 32;
 
@@ -27,7 +29,7 @@ pub const MAX_INPUTS: usize = 32;
 ///   softmax and adds nothing to O. The LSE takes it in. A row with a sink and no key has O = 0.
 ///
 /// Two programs are equal if their texts are, and programs of the same meaning mostly have the same text
-/// ([`super::normal`]).
+/// ([`crate::score::graph::normal`]).
 #[derive(Debug, Clone)]
 pub struct Program {
     graph: Graph,
@@ -39,7 +41,8 @@ pub struct Program {
     window: Option<WindowForm>,
     rows: Option<RowKeys>,
     axes: Option<MaskAxes>,
-    cost_of_a_score: [usize; 2],
+    /// [`Program::cost_of_a_score`], once somebody has asked.
+    pub(in crate::score) cost_of_a_score: OnceLock<[usize; 2]>,
     biases: Vec<Bias>,
     /// What is left of a program whose mask is a window.
     unmasked: Option<Box<Program>>,
@@ -190,7 +193,7 @@ impl Program {
         self.axes.filter(|_| self.rows.is_none())
     }
 
-    /// The tensors of which a tile of scores reads a tile; at most [`super::MAX_BIASES`].
+    /// The tensors of which a tile of scores reads a tile; at most [`MAX_BIASES`](crate::score::MAX_BIASES).
     pub fn biases(&self) -> &[Bias] {
         &self.biases
     }
@@ -227,12 +230,6 @@ impl Program {
             }
         }
         found
-    }
-
-    /// What compiling the mask and the change of the score costs a CUDA kernel for each score that a thread holds, in
-    /// statements: see [`compiling_cost`]. 0 for short programs.
-    pub fn cost_of_a_score(&self) -> [usize; 2] {
-        self.cost_of_a_score
     }
 
     /// Nothing is masked, changed or added.

@@ -1,10 +1,10 @@
 //! Side tensors and scalars on the host, checked against what a program declares.
 
-use super::error::ProgramError;
-use super::program::Program;
-use super::range::Range;
-use super::words::{Axis, Declaration, Type};
 use crate::Shape;
+use crate::score::program::Program;
+use crate::score::syntax::error::ProgramError;
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Axis, Declaration, Scalar, Type};
 use std::collections::BTreeMap;
 
 /// Elements of a side tensor, in the type that they have once loaded.
@@ -50,15 +50,6 @@ pub struct SideTensor {
     pub shape: Vec<usize>,
     /// The elements.
     pub elements: Elements,
-}
-
-/// A run-time scalar.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Scalar {
-    /// For `int`.
-    Int(i64),
-    /// For `float`.
-    Float(f32),
 }
 
 /// What a call brings for a program, by name.
@@ -207,7 +198,7 @@ impl SideTensor {
 
     /// The least or the greatest of the ints or bools in a box of indices, each from one to the other; every index is taken to the
     /// nearest that there is. `None` for an empty box or tensor, and for floats.
-    pub(super) fn extreme(&self, ends: impl Iterator<Item = (i64, i64)>, greatest: bool) -> Option<i64> {
+    pub(in crate::score) fn extreme(&self, ends: impl Iterator<Item = (i64, i64)>, greatest: bool) -> Option<i64> {
         let ends: Vec<(i64, i64)> = ends.collect();
         if ends.iter().any(|(first, last)| first > last) {
             return None;

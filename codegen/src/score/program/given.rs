@@ -1,14 +1,14 @@
 //! Programs as hosts state them: a text for each part, and what the call brings for them. What a text reads without
 //! declaring it is declared by what is given under that name.
 
-use super::builtin::builtin;
-use super::error::ProgramError;
-use super::parse::parse;
-use super::program::{Program, ProgramBuilder};
-use super::words::{Declaration, Var};
+use super::{Program, ProgramBuilder};
+use crate::score::syntax::builtin::builtin;
+use crate::score::syntax::error::ProgramError;
+use crate::score::syntax::parse::parse;
+use crate::score::syntax::words::{Declaration, Var};
 
 /// The parts of a program: each the text of an expression, which may come after declarations and names, or the name of
-/// a built-in program ([`super::BUILTINS`]).
+/// a built-in program ([`crate::score::BUILTINS`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Texts<'a> {
     /// Which keys a query attends to.

@@ -102,18 +102,18 @@ fn infix(token: &Token) -> Option<(Binary, u8, bool)> {
 }
 
 /// Whether a name has a meaning in every program, so that nothing can be declared by it.
-pub(super) fn is_word(name: &str) -> bool {
+pub(in crate::score) fn is_word(name: &str) -> bool {
     let is_function = FUNCTIONS.iter().any(|(f, _)| *f == name);
     let is_other = KEYWORDS.contains(&name) || RESULTS.contains(&name) || Storage::from_name(name).is_some();
     is_function || is_other || Var::from_name(name).is_some()
 }
 
-pub(super) struct Parser<'a> {
+pub(in crate::score) struct Parser<'a> {
     text: &'a str,
     tokens: Vec<(Token, Range<usize>)>,
-    pub(super) at: usize,
+    pub(in crate::score) at: usize,
     names: HashMap<String, AstId>,
-    pub(super) out: Parsed,
+    pub(in crate::score) out: Parsed,
 }
 
 impl Parser<'_> {
@@ -169,7 +169,7 @@ impl Parser<'_> {
     }
 
     /// A name that may be given to something new.
-    pub(super) fn check_new_name(&self, name: &str, span: Range<usize>) -> Result<(), ProgramError> {
+    pub(in crate::score) fn check_new_name(&self, name: &str, span: Range<usize>) -> Result<(), ProgramError> {
         if is_word(name) {
             return Err(self.error(span, format!("`{name}` is a word of the language"), "choose another name"));
         }
@@ -414,30 +414,30 @@ impl Parser<'_> {
         }
     }
 
-    pub(super) fn peek(&self) -> &Token {
+    pub(in crate::score) fn peek(&self) -> &Token {
         self.peek_after(0)
     }
 
-    pub(super) fn peek_after(&self, n: usize) -> &Token {
+    pub(in crate::score) fn peek_after(&self, n: usize) -> &Token {
         &self.tokens[(self.at + n).min(self.tokens.len() - 1)].0
     }
 
-    pub(super) fn span(&self) -> Range<usize> {
+    pub(in crate::score) fn span(&self) -> Range<usize> {
         self.tokens[self.at].1.clone()
     }
 
     /// Where the last token that was read ends.
-    pub(super) fn end(&self) -> usize {
+    pub(in crate::score) fn end(&self) -> usize {
         self.tokens[self.at.saturating_sub(1)].1.end
     }
 
-    pub(super) fn take(&mut self, sign: &str) -> bool {
+    pub(in crate::score) fn take(&mut self, sign: &str) -> bool {
         let found = matches!(self.peek(), Token::Sign(s) if *s == sign);
         self.at += usize::from(found);
         found
     }
 
-    pub(super) fn error(
+    pub(in crate::score) fn error(
         &self,
         span: Range<usize>,
         message: impl Into<String>,
@@ -446,7 +446,7 @@ impl Parser<'_> {
         ProgramError::at(self.text, &span, message, expected)
     }
 
-    pub(super) fn unexpected(&self, expected: impl Into<String>) -> ProgramError {
+    pub(in crate::score) fn unexpected(&self, expected: impl Into<String>) -> ProgramError {
         let message = match self.peek() {
             Token::End => "the text ends here".to_owned(),
             token => format!("{} is unexpected", token.describe()),

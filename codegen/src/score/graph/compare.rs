@@ -1,16 +1,16 @@
 //! The one form that every comparison of ints is brought to.
 
 use super::arith;
-use super::graph::{Graph, Node};
 use super::linear::{Linear, gcd};
 use super::normal::MAX_TERMS;
-use super::range::Range;
-use super::words::{Binary, Id};
+use super::{Graph, Node};
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Binary, Id};
 
 impl Graph {
     /// `a < b`, `a <= b` or `a == b`. What changes with the key goes to one side (failing that, what changes with the
     /// query), with a positive first coefficient and without a common factor; a strict comparison becomes a loose one.
-    pub(super) fn compare_ints(&mut self, op: Binary, a: Id, b: Id) -> Id {
+    pub(in crate::score) fn compare_ints(&mut self, op: Binary, a: Id, b: Id) -> Id {
         if let (Some(x), Some(y)) = (self.as_int(a), self.as_int(b)) {
             return self.boolean(arith::compare(op, x, y));
         }

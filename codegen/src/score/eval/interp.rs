@@ -1,12 +1,12 @@
 //! The interpreter: what a program means, one score at a time. Every kernel is held against it.
 
-use super::arith;
-use super::data::{Elements, Scalar, SideData, SideTensor};
-use super::error::ProgramError;
-use super::graph::{Depends, Graph, Node};
-use super::program::Program;
-use super::words::{Binary, Id, Type, Unary, Var};
+use super::data::{Elements, SideData, SideTensor};
 use crate::Shape;
+use crate::score::graph::arith;
+use crate::score::graph::{Depends, Graph, Node};
+use crate::score::program::Program;
+use crate::score::syntax::error::ProgramError;
+use crate::score::syntax::words::{Binary, Id, Scalar, Type, Unary, Var};
 
 /// How floats are rounded. Masks always take fp32, since a mask is what the kernel sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -189,7 +189,7 @@ pub struct Bound<'a> {
 }
 
 /// The place outside of any tile.
-pub(super) const NO_TILE: [i64; 4] = [0; 4];
+pub(in crate::score) const NO_TILE: [i64; 4] = [0; 4];
 
 impl<'a> Bound<'a> {
     /// Checks the data and gets ready to evaluate.

@@ -1,8 +1,7 @@
 //! Programs as values that are as cheap to pass as a number.
 
-use super::data::Scalar;
-use super::program::Program;
-use super::words::Declaration;
+use super::Program;
+use crate::score::syntax::words::{Declaration, Scalar};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::cmp::Ordering;

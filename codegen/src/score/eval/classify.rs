@@ -1,11 +1,11 @@
 //! The tiles of one head on the host: for tile maps, for tests, and for what visits live tiles only.
 
 use super::data::SideData;
-use super::error::ProgramError;
 use super::interp::{At, Evaluator, Precision};
-use super::program::Program;
-use super::tile::{TileKind, TileProgram};
 use crate::Shape;
+use crate::score::analysis::tile::{TileKind, TileProgram};
+use crate::score::program::Program;
+use crate::score::syntax::error::ProgramError;
 use std::ops::Range;
 
 /// A tile program with sizes and side data.

@@ -1,15 +1,15 @@
 //! Which keys a block of queries can see at all: the bounds of a kernel's loop, as expressions over the block's rows.
 
-use super::graph::Node;
-use super::linear::Linear;
-use super::range::Range;
 use super::tile::{Analysis, Image};
-use super::words::{Binary, Id, Type, Var};
+use crate::score::graph::Node;
+use crate::score::graph::linear::Linear;
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Binary, Id, Type, Var};
 
 impl Analysis<'_> {
     /// The first key that any query of the tile can see, and the one after the last, from the conditions that bound
     /// the key; `None` where none does.
-    pub(super) fn keys(&mut self, mask: Id) -> (Option<Id>, Option<Id>) {
+    pub(in crate::score) fn keys(&mut self, mask: Id) -> (Option<Id>, Option<Id>) {
         let mut keys: Vec<(Option<Id>, Option<Id>)> = vec![(None, None); self.source.nodes().len()];
         for id in self.source.ids() {
             if !self.needed[id.index()] || self.source.ty(id) != Type::Bool {

@@ -1,8 +1,7 @@
 //! Derivatives of what a program makes of the score: by the score itself, and by the elements of side tensors.
 
-use super::graph::{Graph, Node};
-use super::program::Program;
-use super::words::{Binary, Id, Type, Unary, Var};
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 
 /// The derivatives of one result of a program, for the backward pass.
 ///
@@ -44,19 +43,8 @@ pub enum GradientAxis {
 }
 
 impl Derivative {
-    /// The derivatives of a program's score.
-    pub fn of_score(program: &Program) -> Self {
-        let mut graph = program.graph().clone();
-        let root = program.score().unwrap_or_else(|| graph.var(Var::Score));
-        Self::new(graph, root)
-    }
-
-    /// The derivatives of a program's sink, if it has one.
-    pub fn of_sink(program: &Program) -> Option<Self> {
-        Some(Self::new(program.graph().clone(), program.sink()?))
-    }
-
-    fn new(graph: Graph, root: Id) -> Self {
+    /// The derivatives of a float node.
+    pub(in crate::score) fn of(graph: Graph, root: Id) -> Self {
         let loads = graph.ids().filter(|id| matches!(graph.node(*id), Node::Load { .. }));
         let loads: Vec<Id> = loads.filter(|id| graph.ty(*id) == Type::Float).collect();
         let mut graph = graph;

@@ -6,14 +6,14 @@
 //! or product change places.
 
 use super::arith;
-use super::graph::{Graph, Node};
 use super::linear::Linear;
-use super::range::Range;
-use super::words::{Binary, Id, Type, Unary, Var};
+use super::{Graph, Node};
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 
 /// Terms of a sum, and operands of an `and` or an `or`, that are kept in one list; longer ones are nested. This bounds
 /// what normalising costs for each node.
-pub(super) const MAX_TERMS: usize = 16;
+pub(in crate::score) const MAX_TERMS: usize = 16;
 /// Sums of magnitudes below this cannot wrap, nor can the difference of two.
 const SAFE: u128 = 1 << 62;
 
@@ -53,7 +53,7 @@ impl Graph {
     }
 
     /// The least or the greatest of a side tensor's elements in a box of indices.
-    pub(super) fn extreme(&mut self, tensor: usize, first: Vec<Id>, last: Vec<Id>, greatest: bool) -> Id {
+    pub(in crate::score) fn extreme(&mut self, tensor: usize, first: Vec<Id>, last: Vec<Id>, greatest: bool) -> Id {
         if first == last {
             return self.load(tensor, first);
         }
@@ -223,7 +223,7 @@ impl Graph {
     }
 
     /// The least and greatest value of a sum, if nothing wrapped.
-    pub(super) fn bounds(&self, linear: &Linear) -> (i128, i128) {
+    pub(in crate::score) fn bounds(&self, linear: &Linear) -> (i128, i128) {
         linear.terms.iter().fold((linear.constant as i128, linear.constant as i128), |(lo, hi), (c, t)| {
             let Range { lo: a, hi: b } = self.range(*t);
             let (x, y) = ((a as i128).saturating_mul(*c as i128), (b as i128).saturating_mul(*c as i128));
@@ -438,7 +438,7 @@ impl Graph {
         node
     }
 
-    pub(super) fn sorted(&self, a: Id, b: Id) -> (Id, Id) {
+    pub(in crate::score) fn sorted(&self, a: Id, b: Id) -> (Id, Id) {
         if self.key(a) <= self.key(b) { (a, b) } else { (b, a) }
     }
 }

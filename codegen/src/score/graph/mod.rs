@@ -1,12 +1,19 @@
 //! Expressions as a graph of shared, normalised nodes.
 //!
 //! Every node is made by a constructor that folds constants, orders operands and interns the result
-//! ([`super::normal`]), so two expressions of the same normal form are one node. A node's operands come before it:
+//! ([`normal`]), so two expressions of the same normal form are one node. A node's operands come before it:
 //! every pass is a loop over ids, and no depth of nesting overflows the stack.
 
-use super::linear::Linear;
-use super::range::Range;
-use super::words::{Binary, Declaration, Id, Type, Unary, Var};
+pub(in crate::score) mod arith;
+pub(in crate::score) mod check;
+mod compare;
+pub(in crate::score) mod linear;
+mod normal;
+pub(in crate::score) mod print;
+
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Binary, Declaration, Id, Type, Unary, Var};
+use linear::Linear;
 use std::collections::HashMap;
 
 /// What a node computes.

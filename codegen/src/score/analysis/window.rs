@@ -1,8 +1,8 @@
 //! Masks that say no more than causal or a window does: kernels have those built in, so such a program needs none of its
 //! own, and shares their tuned records.
 
-use super::graph::{Graph, Node};
-use super::words::{Binary, Id, Type, Var};
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::words::{Binary, Id, Type, Var};
 use crate::{Mask, Shape};
 
 /// One side of a window, as a program states it: `reach = kv * kv_len + q * q_len + constant`, counted from the query's
@@ -26,7 +26,7 @@ const LARGEST: i64 = 1 << 31;
 
 impl WindowForm {
     /// The form of a mask, if it has one.
-    pub(super) fn of(graph: &Graph, mask: Id) -> Option<Self> {
+    pub(in crate::score) fn of(graph: &Graph, mask: Id) -> Option<Self> {
         let mut form = Self { left: Vec::new(), right: Vec::new() };
         for condition in graph.chain(Binary::And, mask) {
             let Node::Binary(Binary::Le, a, b) = *graph.node(condition) else { return None };
@@ -85,8 +85,8 @@ impl WindowForm {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{At, Bound, Precision, Program, SideData};
     use super::*;
+    use crate::score::{At, Bound, Precision, Program, SideData};
 
     #[test]
     fn what_is_a_window_is_found_and_nothing_else() {

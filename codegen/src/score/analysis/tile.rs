@@ -12,11 +12,10 @@
 //! the least and the greatest of those that the tile reads, for who looks at them ([`TileProgram::by_elements`]).
 //! Floats that change within the tile are not followed. All of these leave a tile mixed, never wrong.
 
-use super::graph::{Graph, Node};
-use super::linear::{Linear, gcd};
-use super::program::Program;
-use super::range::Range;
-use super::words::{Binary, Id, Type, Unary, Var};
+use crate::score::graph::linear::{Linear, gcd};
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 use std::collections::HashMap;
 
 /// What the mask does to a tile.
@@ -46,25 +45,16 @@ pub struct TileProgram {
 }
 
 impl TileProgram {
-    /// The classification of a program's mask.
-    pub fn new(program: &Program) -> Self {
-        Self::of(program, false)
-    }
-
-    /// ... by one who looks at the elements of tensors in each tile: what depends on them is between their least and greatest, and
-    /// exact where rows or keys of the tile have one value each.
-    pub fn by_elements(program: &Program) -> Self {
-        Self::of(program, true)
-    }
-
-    fn of(program: &Program, looks: bool) -> Self {
-        let mut target = Graph::new(program.graph().declarations().to_vec());
+    /// The classification of a mask. `by_elements`: the kernel looks at the elements of tensors that a tile reads, so what
+    /// depends on them lies between their least and greatest.
+    pub(in crate::score) fn of(graph: &Graph, mask: Option<Id>, by_elements: bool) -> Self {
+        let mut target = Graph::new(graph.declarations().to_vec());
         let zero = target.int(0);
         let kv_len = target.var(Var::KvLen);
         let (yes, no) = (target.boolean(true), target.boolean(false));
         let (mut all_masked, mut all_visible, mut kv_begin, mut kv_end) = (no, yes, zero, kv_len);
-        if let Some(mask) = program.mask() {
-            let mut analysis = Analysis::new(program.graph(), target, mask, looks);
+        if let Some(mask) = mask {
+            let mut analysis = Analysis::new(graph, target, mask, by_elements);
             (all_masked, all_visible) = analysis.verdict(mask);
             let keys = analysis.keys(mask);
             target = analysis.target;
@@ -84,13 +74,13 @@ impl TileProgram {
             ("kv_begin", self.kv_begin),
             ("kv_end", self.kv_end),
         ];
-        super::print::print(&self.graph, &results)
+        crate::score::graph::print::print(&self.graph, &results)
     }
 }
 
 /// What a tile makes of a node.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Image {
+pub(in crate::score) enum Image {
     /// An int between two expressions, both included.
     Int(Id, Id),
     /// A bool: whether it can be false, and can be true.
@@ -102,18 +92,18 @@ pub(super) enum Image {
 }
 
 /// A sum of what changes within the tile, without common factor and with a positive first coefficient.
-pub(super) type Form = Vec<(i64, Id)>;
+pub(in crate::score) type Form = Vec<(i64, Id)>;
 
 /// Bounds in the target graph, for some forms.
-pub(super) type Bounds = HashMap<Form, (Option<Id>, Option<Id>)>;
+pub(in crate::score) type Bounds = HashMap<Form, (Option<Id>, Option<Id>)>;
 
-pub(super) struct Analysis<'a> {
-    pub(super) source: &'a Graph,
-    pub(super) target: Graph,
-    pub(super) needed: Vec<bool>,
-    pub(super) images: Vec<Image>,
+pub(in crate::score) struct Analysis<'a> {
+    pub(in crate::score) source: &'a Graph,
+    pub(in crate::score) target: Graph,
+    pub(in crate::score) needed: Vec<bool>,
+    pub(in crate::score) images: Vec<Image>,
     /// What the conditions joined with `and` say of a form; empty where that may not be used.
-    pub(super) bounds: Bounds,
+    pub(in crate::score) bounds: Bounds,
     /// Whether elements of tensors are looked at.
     looks: bool,
 }
@@ -150,7 +140,7 @@ impl<'a> Analysis<'a> {
         (all_masked, all_visible)
     }
 
-    pub(super) fn run(&mut self) {
+    pub(in crate::score) fn run(&mut self) {
         for id in self.source.ids() {
             if self.needed[id.index()] {
                 self.images[id.index()] = self.image(id);
@@ -209,7 +199,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// Least and greatest value of an int.
-    pub(super) fn int(&mut self, id: Id) -> (Id, Id) {
+    pub(in crate::score) fn int(&mut self, id: Id) -> (Id, Id) {
         match self.images[id.index()] {
             Image::Int(lo, hi) => (lo, hi),
             Image::Point(p) => (p, p),
@@ -218,7 +208,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// Whether a bool can be false, and can be true.
-    pub(super) fn bool(&mut self, id: Id) -> (Id, Id) {
+    pub(in crate::score) fn bool(&mut self, id: Id) -> (Id, Id) {
         match self.images[id.index()] {
             Image::Bool(f, t) => (f, t),
             Image::Point(p) => (self.target.not(p), p),
@@ -285,7 +275,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// `linear = factor * form + rest`, the rest in the target graph.
-    pub(super) fn split(&mut self, linear: &Linear) -> (Form, i64, Id) {
+    pub(in crate::score) fn split(&mut self, linear: &Linear) -> (Form, i64, Id) {
         let (mut form, mut points) = (Form::new(), Vec::new());
         for &(c, term) in &linear.terms {
             match self.images[term.index()] {
@@ -302,7 +292,7 @@ impl<'a> Analysis<'a> {
         (form, factor, rest)
     }
 
-    pub(super) fn form_range(&mut self, form: &Form) -> (Id, Id) {
+    pub(in crate::score) fn form_range(&mut self, form: &Form) -> (Id, Id) {
         let (mut least, mut greatest) = (Vec::new(), Vec::new());
         for &(c, term) in form {
             let (lo, hi) = self.int(term);
@@ -313,7 +303,11 @@ impl<'a> Analysis<'a> {
         (self.target.weighted_sum(0, least), self.target.weighted_sum(0, greatest))
     }
 
-    pub(super) fn tighten(&mut self, (lo, hi): (Id, Id), (least, greatest): (Option<Id>, Option<Id>)) -> (Id, Id) {
+    pub(in crate::score) fn tighten(
+        &mut self,
+        (lo, hi): (Id, Id),
+        (least, greatest): (Option<Id>, Option<Id>),
+    ) -> (Id, Id) {
         let lo = least.map_or(lo, |x| self.target.binary(Binary::Max, lo, x));
         let hi = greatest.map_or(hi, |x| self.target.binary(Binary::Min, hi, x));
         (lo, hi)

@@ -1,6 +1,6 @@
 //! What each operation means on plain numbers: the one definition that constant folding and the interpreter share.
 
-use super::words::{Binary, Unary};
+use crate::score::syntax::words::{Binary, Unary};
 
 /// `a op b` of integers: 64 bits, wrapping around.
 ///

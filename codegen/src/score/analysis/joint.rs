@@ -1,14 +1,14 @@
 //! What conditions that `and` or `or` joins say together of the sums of coordinates that they have in common: what makes windows,
 //! chunks and dilated masks exact, whose conditions each alone leave a tile mixed.
 
-use super::graph::{Graph, Node};
 use super::tile::{Analysis, Bounds, Form};
-use super::words::{Binary, Id, Type, Unary};
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::words::{Binary, Id, Type, Unary};
 
 impl Analysis<'_> {
     /// Whether the conditions that `and` joins cannot all hold anywhere in the tile, or those that `or` joins cannot all
     /// fail, by what they say together of the sums that they have in common.
-    pub(super) fn impossible(&mut self, mask: Id, joined_by: Binary) -> Option<Id> {
+    pub(in crate::score) fn impossible(&mut self, mask: Id, joined_by: Binary) -> Option<Id> {
         let conditions = self.source.chain(joined_by, mask);
         if conditions.len() < 2 {
             return None;

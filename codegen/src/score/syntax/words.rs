@@ -261,7 +261,7 @@ pub struct Declaration {
     pub axes: Option<Vec<Axis>>,
     /// The caller's promise on the values of an integer, or on that of a float scalar.
     pub range: Option<Range>,
-    /// The range is no promise: calls with another value run on kernels that know none ([`super::Program::widened`]).
+    /// The range is no promise: calls with another value run on kernels that know none ([`crate::score::Program::widened`]).
     pub usually: bool,
     /// The caller's promise that values do not decrease along the last axis.
     pub nondecreasing: bool,
@@ -299,7 +299,7 @@ impl Declaration {
     }
 
     /// Floats have a range as scalars alone: nobody looks at a tensor's for one.
-    pub(super) fn is_float_scalar(&self) -> bool {
+    pub(in crate::score) fn is_float_scalar(&self) -> bool {
         self.storage == Storage::F32 && self.axes.is_none()
     }
 
@@ -315,7 +315,7 @@ impl Declaration {
     }
 
     /// The least or greatest value that an element can have: of bools 0 and 1.
-    pub(super) fn extreme(&self, greatest: bool) -> i64 {
+    pub(in crate::score) fn extreme(&self, greatest: bool) -> i64 {
         let Range { lo, hi } = match self.storage.ty() {
             Type::Bool => Range { lo: 0, hi: 1 },
             _ => self.int_range(),
@@ -351,12 +351,21 @@ impl fmt::Display for Declaration {
     }
 }
 
-/// A node of a [`super::Graph`].
+/// The value of a run-time scalar.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Scalar {
+    /// For `int`.
+    Int(i64),
+    /// For `float`.
+    Float(f32),
+}
+
+/// A node of a [`crate::score::Graph`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Id(pub(super) u32);
+pub struct Id(pub(in crate::score) u32);
 
 impl Id {
-    /// The place in [`super::Graph::nodes`].
+    /// The place in [`crate::score::Graph::nodes`].
     pub fn index(self) -> usize {
         self.0 as usize
     }

@@ -1,12 +1,12 @@
 //! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
 
-use super::bias::Bias;
-use super::lower::{AlongKeys, Capped, Code, Dialect, compiling_cost, lower, lower_fragments, lower_scores, slot};
-use super::program::Program;
-use super::rows::{RowKeys, Search};
-use super::tile::TileProgram;
-use super::words::Unary;
+use super::{AlongKeys, Capped, Code, Dialect, compiling_cost, lower, lower_fragments, lower_scores, slot};
 use super::{Graph, Id, Node};
+use crate::score::analysis::bias::Bias;
+use crate::score::analysis::rows::{RowKeys, Search};
+use crate::score::analysis::tile::TileProgram;
+use crate::score::program::Program;
+use crate::score::syntax::words::Unary;
 use std::collections::BTreeMap;
 
 /// A program whose statements cost more than this is not optimised: gcc takes 10 s for 150 calls of `tanh`, 6 s for 1600 other

@@ -1,8 +1,8 @@
 //! What is found of a mask before an attention kernel starts, and what it changes with.
 
-use super::graph::{Graph, Node};
-use super::words::{Id, Var};
 use crate::Shape;
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::words::{Id, Var};
 
 /// What a mask changes with besides query rows and keys: tiles that agree in it share what was found for one of them.
 ///
@@ -20,7 +20,7 @@ pub struct MaskAxes {
 }
 
 impl MaskAxes {
-    pub(super) fn of(graph: &Graph, mask: Id) -> Self {
+    pub(in crate::score) fn of(graph: &Graph, mask: Id) -> Self {
         let mut needed = vec![false; mask.index() + 1];
         needed[mask.index()] = true;
         let (mut batch, mut head, mut kv_head) = (false, false, false);
@@ -49,9 +49,9 @@ impl MaskAxes {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Program;
     use super::*;
     use crate::Mask;
+    use crate::score::Program;
 
     fn flags(axes: Option<MaskAxes>) -> Option<(bool, bool, bool)> {
         axes.map(|l| (l.batch, l.head, l.kv_head))

@@ -14,13 +14,16 @@
 //! constants that are computed once for a block, and no conversion. (Such a float may differ by a rounding or two from
 //! one that is computed as it is written, and beyond 2^24 from the conversion of the whole int by one.)
 
+mod cost;
 mod fragments;
+mod pieces;
 mod values;
 
-use super::graph::{Depends, Graph, Node};
-use super::words::{Binary, Id, Type};
+use crate::score::graph::{Depends, Graph, Node};
+use crate::score::syntax::words::{Binary, Id, Type};
 use fragments::Affine;
 
+pub(crate) use pieces::{cpu_fields, cuda_fields};
 use values::index_fits;
 
 /// The language of the statements.

@@ -7,7 +7,7 @@ use super::range::Range;
 use super::words::{Axis, Declaration, MAX_RANK, Storage, Type};
 
 impl Parser<'_> {
-    pub(super) fn declaration(&mut self, name: String) -> Result<(), ProgramError> {
+    pub(in crate::score) fn declaration(&mut self, name: String) -> Result<(), ProgramError> {
         let span = self.span();
         self.check_new_name(&name, span.clone())?;
         if name.starts_with('_') || !name.is_ascii() {

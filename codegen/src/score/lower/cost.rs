@@ -1,0 +1,19 @@
+//! What statements cost a compiler.
+
+use super::{compiling_cost, lower_fragments};
+use crate::score::program::Program;
+
+/// Programs of fewer nodes cost compilers little: nothing is lowered to count.
+const SHORT: usize = 100;
+
+impl Program {
+    /// What compiling the mask and the change of the score costs a CUDA kernel for each score that a thread holds, in
+    /// statements that call nothing: a call of `tanh`, `exp2` or `log2` counts as 8. 0 for programs of under 100 nodes.
+    pub fn cost_of_a_score(&self) -> [usize; 2] {
+        let cost = |root| compiling_cost(&lower_fragments(self.graph(), &[root], "x").element);
+        *self.cost_of_a_score.get_or_init(|| match self.graph().nodes().len() {
+            ..SHORT => [0; 2],
+            _ => [self.mask(), self.score()].map(|root| root.map_or(0, cost)),
+        })
+    }
+}
