@@ -22,8 +22,8 @@ fn source(programs: &[Program]) -> String {
         let tiles = TileProgram::new(program);
         let roots: Vec<Id> = [program.mask(), program.score(), program.sink()].into_iter().flatten().collect();
         let ends = [tiles.all_masked, tiles.all_visible, tiles.kv_begin, tiles.kv_end];
-        let (code, tile) =
-            (lower(program.graph(), &roots, Dialect::Cuda, "v"), lower(&tiles.graph, &ends, Dialect::Cuda, "t"));
+        let (code, tile) = (lower(program.graph(), &roots), lower(&tiles.graph, &ends));
+        let (code, tile) = (code.print(Dialect::Cuda, "v"), tile.print(Dialect::Cuda, "t"));
         let _ = writeln!(
             text,
             "extern \"C\" __global__ void program{i}(const __grid_constant__ Side arg, float *out, float score, int b, int h, \
@@ -32,7 +32,7 @@ fn source(programs: &[Program]) -> String {
             code.all(),
             tile.all()
         );
-        for result in code.results.iter().chain(&tile.results) {
+        for result in code.results().into_iter().chain(tile.results()) {
             let _ = writeln!(text, "keep(out, n, {result});");
         }
         text.push_str("}\n");

@@ -1,6 +1,13 @@
-//! From nodes to the statements of C or CUDA C.
+//! From nodes to statements, and from those to the text of C or CUDA C.
 //!
-//! Every node becomes one constant, so deep expressions are no burden for a compiler. Statements come in lists, by
+//! ```text
+//! Graph, roots -> lower (values, fragments) -> Code { Stmt { scope, ty, name, expr, cost } } -> Printer -> text
+//!                                                -> keep: what later scopes read of earlier ones
+//!                                                -> cost: what compiling it takes
+//! Program -> pieces -> the words of templates/lib/{cpu/program.h, cuda/program.cuh}
+//! ```
+//!
+//! Every node becomes one constant, so deep expressions are no burden for a compiler. Statements have a scope, by
 //! what they change with, so that a kernel can put each outside of the loops that it does not depend on. An int is 32
 //! bits wide where its range shows that it fits; what may wrap around is computed unsigned. Nothing branches: both sides
 //! of a `select` are computed.
@@ -16,106 +23,108 @@
 
 mod cost;
 mod fragments;
+mod keep;
 mod pieces;
+mod print;
+mod stmt;
 mod values;
 
 use crate::score::graph::{Depends, Graph, Node};
-use crate::score::syntax::words::{Binary, Id, Type};
+use crate::score::syntax::words::Id;
 use fragments::Affine;
-
 pub(crate) use pieces::{cpu_fields, cuda_fields};
+pub use print::{Dialect, Printer};
+pub use stmt::Scope;
+use stmt::{Expr, Name, Stmt, Ty};
 use values::index_fits;
 
-/// The language of the statements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Dialect {
-    /// C11.
-    C,
-    /// CUDA C++, as NVRTC takes it.
-    Cuda,
-}
-
-/// Statements for some nodes, each ending a line.
+/// The statements of some nodes.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Code {
-    /// Addresses, strides and scalars, as they are passed.
-    pub inputs: String,
-    /// Once for all scores of a head.
-    pub uniform: String,
-    /// For every query row; of fragments, for every query row and first key.
-    pub row: String,
-    /// For every key.
-    pub column: String,
-    /// For every score.
-    pub element: String,
+    /// In each scope, operands before those that read them.
+    statements: Vec<Stmt>,
     /// The name or constant of each result.
-    pub results: Vec<String>,
-    /// Type and name of what `row` computes for `element` or for a result: what a kernel keeps for each query.
-    pub row_live: Vec<(&'static str, String)>,
-    /// Type and name of what `uniform` computes at some cost (loads, divisions, floats) for the other lists or for a
-    /// result: what a kernel keeps for a head.
-    pub uniform_live: Vec<(&'static str, String)>,
-    /// Of the first result of fragments, if it is the score plus a multiple of the key plus what does not depend on it: the
-    /// factor and the rest, which `row` computes.
-    pub shift: Option<[String; 2]>,
-    /// Of the first result of fragments, if it is bounded as a number times the tanh of a multiple of the score.
-    pub capped: Option<Capped>,
-    /// Whether the other results of fragments are multiples of the score: of none is the magnitude larger than where the
-    /// score's is largest.
-    pub multiples: bool,
-    /// Elements of fragments that are read along the keys.
-    pub along_keys: Vec<AlongKeys>,
+    results: Vec<Expr>,
+    /// What statements of rows compute for later scopes or for a result: what a kernel keeps for each query.
+    kept_of_row: Vec<(Ty, Name)>,
+    /// What statements of a head compute at some cost (loads, divisions, floats) for later scopes or for a result: what a
+    /// kernel keeps for a head.
+    kept_of_head: Vec<(Ty, Name)>,
+    /// For fragments whose first result is the score plus a multiple of the key plus what does not depend on it: the
+    /// factor and the rest, which statements of rows compute.
+    shift: Option<[Expr; 2]>,
+    /// For fragments whose first result is bounded as a number times the tanh of a multiple of the score.
+    capped: Option<Capped>,
+    /// Whether the other results of fragments are multiples of the score: the magnitude of each is largest where the
+    /// score's is.
+    multiples: bool,
+    /// Elements that fragments read along the keys.
+    along_keys: Vec<AlongKeys>,
 }
 
-/// A float that is read along the keys: `row` computes from where on, so that two may be read at once.
+/// A float that is read along the keys: `first` is computed for a row, so that two may be read at once.
 #[derive(Debug, Clone, PartialEq)]
-pub struct AlongKeys {
+struct AlongKeys {
     /// The node.
-    pub load: Id,
-    /// The address of the first one.
-    pub first: String,
-    /// The distance to the next.
-    pub stride: String,
-    /// Bytes of one.
-    pub bytes: u32,
+    load: Id,
+    /// The address of the first element, and the distance to the next one.
+    first: Name,
+    stride: Name,
+    /// Bytes of an element.
+    bytes: u32,
 }
 
 /// `cap * tanh(factor * score)`, with a cap of which a bound is known, both the same for all rows.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Capped {
-    /// The cap.
-    pub cap: String,
-    /// What the score is multiplied by.
-    pub factor: String,
+struct Capped {
+    cap: Expr,
+    factor: Expr,
     /// The cap's largest magnitude.
-    pub bound: f32,
+    bound: f32,
 }
 
 impl Code {
-    /// All statements, in an order in which each finds what it needs.
-    pub fn all(&self) -> String {
-        [&self.inputs, &self.uniform, &self.row, &self.column, &self.element].map(String::as_str).concat()
+    /// The statements in a language. Names start with `prefix`, so that several pieces of code can share a scope.
+    pub fn print<'a>(&'a self, dialect: Dialect, prefix: &'a str) -> Printer<'a> {
+        Printer { code: self, dialect, prefix }
+    }
+
+    /// The statements of one scope.
+    fn of(&self, scope: Scope) -> impl Iterator<Item = &Stmt> {
+        self.statements.iter().filter(move |s| s.scope == scope)
     }
 }
 
-/// Lowers some nodes. Names start with `prefix`, so that several pieces of code can share a scope.
-pub fn lower(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str) -> Code {
-    run(graph, roots, dialect, prefix, false, false)
+/// For which kernels nodes are lowered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// Every score on its own.
+    Single,
+    /// Scores at fixed distances from a first key: see the module.
+    Fragments,
+    /// The same, with floats along the keys read by `ft_along`: two in one load where they are adjacent, and maybe ahead
+    /// of their use.
+    AlongKeys,
 }
 
-/// [`lower_fragments`] that reads floats along the keys by `ft_along`: two in one load where they lie side by side, and maybe
-/// ahead of their use.
-pub fn lower_scores(graph: &Graph, roots: &[Id], prefix: &str) -> Code {
-    run(graph, roots, Dialect::Cuda, prefix, true, true)
+/// Lowers some nodes.
+pub fn lower(graph: &Graph, roots: &[Id]) -> Code {
+    run(graph, roots, Form::Single)
 }
 
-/// [`lower`] to CUDA C for threads that hold scores at fixed distances from a first key: see the module.
-pub fn lower_fragments(graph: &Graph, roots: &[Id], prefix: &str) -> Code {
-    run(graph, roots, Dialect::Cuda, prefix, true, false)
+/// [`lower`] for CUDA threads that hold scores at fixed distances from a first key: see the module.
+fn lower_fragments(graph: &Graph, roots: &[Id]) -> Code {
+    run(graph, roots, Form::Fragments)
 }
 
-fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: bool, along: bool) -> Code {
-    let mut needed = vec![false; graph.nodes().len()];
+/// [`lower_fragments`] that reads floats along the keys by `ft_along`.
+fn lower_scores(graph: &Graph, roots: &[Id]) -> Code {
+    run(graph, roots, Form::AlongKeys)
+}
+
+fn run(graph: &Graph, roots: &[Id], form: Form) -> Code {
+    let count = graph.nodes().len();
+    let mut needed = vec![false; count];
     roots.iter().for_each(|r| needed[r.index()] = true);
     let ids: Vec<Id> = graph.ids().collect();
     for id in ids.iter().rev().filter(|id| !is_leaf(graph, **id)) {
@@ -123,25 +132,23 @@ fn run(graph: &Graph, roots: &[Id], dialect: Dialect, prefix: &str, fragments: b
             graph.node(*id).operands().iter().for_each(|o| needed[o.index()] = true);
         }
     }
-    let count = graph.nodes().len();
     let (affine, plain) = (vec![None; count], vec![false; count]);
-    let code = Code::default();
-    let mut lowering =
-        Lowering { graph, dialect, prefix, fragments, along, code, affine, plain, needed: needed.clone() };
-    if fragments {
-        lowering.find_affine(roots, &needed);
+    let mut lowering = Lowering { graph, form, code: Code::default(), affine, plain, needed };
+    if form != Form::Single {
+        lowering.find_affine(roots);
     }
-    lowering.tensors(&needed);
+    lowering.tensors();
     for id in ids {
-        if needed[id.index()] && !is_leaf(graph, id) {
+        if lowering.needed[id.index()] && !is_leaf(graph, id) {
             lowering.statement(id);
         }
     }
     lowering.shift(roots);
     lowering.code.capped = roots.first().and_then(|root| lowering.bounded_cap(*root));
-    lowering.live(roots, &needed);
     lowering.code.results = roots.iter().map(|r| lowering.operand(*r)).collect();
-    lowering.code
+    let mut code = lowering.code;
+    code.keep();
+    code
 }
 
 /// What is written where it is used.
@@ -149,24 +156,15 @@ fn is_leaf(graph: &Graph, id: Id) -> bool {
     matches!(graph.node(id), Node::Bool(_) | Node::Int(_) | Node::Float(_) | Node::Var(_))
 }
 
-/// What optimising statements costs a compiler, in units of one that calls nothing.
-pub fn compiling_cost(statements: &str) -> usize {
-    let calls: usize = ["tanh", "exp2", "log2"].iter().map(|f| statements.matches(f).count()).sum();
-    statements.lines().count() + 8 * calls
-}
-
 /// The place of a declaration among the tensors, or among the scalars.
-pub fn slot(graph: &Graph, declaration: usize) -> usize {
+pub(crate) fn slot(graph: &Graph, declaration: usize) -> usize {
     let tensor = graph.declarations()[declaration].axes.is_some();
     graph.declarations()[..declaration].iter().filter(|d| d.axes.is_some() == tensor).count()
 }
 
 struct Lowering<'a> {
     graph: &'a Graph,
-    dialect: Dialect,
-    prefix: &'a str,
-    fragments: bool,
-    along: bool,
+    form: Form,
     code: Code,
     /// Floats that are `base + by_key * offset + by_score * raw`, with all three constant for a row and a first key.
     affine: Vec<Option<Affine>>,
@@ -177,99 +175,35 @@ struct Lowering<'a> {
 }
 
 impl Lowering<'_> {
+    fn push(&mut self, scope: Scope, ty: Ty, name: Name, expr: Expr) {
+        self.code.statements.push(Stmt::new(scope, ty, name, expr));
+    }
+
     /// Pointers, strides and lengths of the tensors that are read.
-    fn tensors(&mut self, needed: &[bool]) {
-        let p = self.prefix;
-        for (i, declaration) in self.graph.declarations().iter().enumerate() {
+    fn tensors(&mut self) {
+        let graph = self.graph;
+        for (i, declaration) in graph.declarations().iter().enumerate() {
             let (mut indices, mut boxes) = (Vec::new(), false);
-            for id in self.graph.ids().filter(|id| needed[id.index()]) {
-                match self.graph.node(id) {
+            for id in graph.ids().filter(|id| self.needed[id.index()]) {
+                match graph.node(id) {
                     Node::Load { tensor, index } if *tensor == i => indices.push(index),
                     Node::Extreme { tensor, .. } if *tensor == i => boxes = true,
                     _ => {}
                 }
             }
             let Some(axes) = declaration.axes.as_ref().filter(|_| boxes || !indices.is_empty()) else { continue };
-            let (element, t) = (self.dialect.element(declaration.storage), slot(self.graph, i));
-            let (i32, i64) = (self.dialect.i32(), self.dialect.i64());
-            let code = &mut self.code.inputs;
-            code.push_str(&format!("const {element} *const {p}t{t} = (const {element} *)side->tensors[{t}].data;\n"));
+            let (storage, t) = (declaration.storage, slot(graph, i));
+            self.push(Scope::Input, Ty::Pointer(storage), Name::Data(t), Expr::Data(t, storage));
             for (a, axis) in axes.iter().enumerate() {
-                code.push_str(&format!("const {i64} {p}t{t}s{a} = side->tensors[{t}].stride[{a}];\n"));
-                if boxes || indices.iter().any(|index| !index_fits(self.graph, *axis, index[a])) {
-                    code.push_str(&format!("const {i32} {p}t{t}n{a} = side->tensors[{t}].length[{a}];\n"));
+                self.push(Scope::Input, Ty::I64, Name::Stride(t, a), Expr::Stride(t, a));
+                if boxes || indices.iter().any(|index| !index_fits(graph, *axis, index[a])) {
+                    self.push(Scope::Input, Ty::I32, Name::Length(t, a), Expr::Length(t, a));
                 }
             }
         }
     }
 
-    /// The type of a node in the statements.
-    fn ty(&self, id: Id) -> &'static str {
-        match (self.graph.ty(id), self.dialect) {
-            (Type::Float, _) => "float",
-            (Type::Int, _) => self.dialect.int(self.graph.range(id)),
-            (Type::Bool, Dialect::C) => "int32_t",
-            (Type::Bool, Dialect::Cuda) => "bool",
-        }
-    }
-
-    /// Finds what each query keeps for its scores, and a head for all.
-    fn live(&mut self, roots: &[Id], needed: &[bool]) {
-        let graph = self.graph;
-        let of_row = |id: Id| {
-            let Depends { score, kv, q } = graph.depends(id);
-            q && !kv && !score && !is_leaf(graph, id)
-        };
-        let of_head = |id: Id| {
-            let Depends { score, kv, q } = graph.depends(id);
-            !q && !kv && !score && self.costs(id)
-        };
-        let found = |of: &dyn Fn(Id) -> bool| {
-            let mut live: Vec<Id> = roots.iter().copied().filter(|r| of(*r)).collect();
-            for id in graph.ids().filter(|id| needed[id.index()] && !of(*id)) {
-                live.extend(graph.node(id).operands().into_iter().filter(|o| of(*o)));
-            }
-            live.sort();
-            live.dedup();
-            live.into_iter().map(|id| (self.ty(id), self.operand(id))).collect::<Vec<_>>()
-        };
-        let (mut rows, heads) = (found(&of_row), found(&of_head));
-        for id in graph.ids().filter(|id| self.plain[id.index()]) {
-            rows.extend(self.affine[id.index()].iter().flat_map(Affine::parts).map(|part| ("float", part.clone())));
-        }
-        for id in graph.ids().filter(|id| needed[id.index()]) {
-            let Some([cap, factor]) = self.capped(id) else { continue };
-            rows.push(("CapSeries", format!("{}p", self.operand(id))));
-            rows.extend([cap, factor].map(|part| ("float", part)));
-        }
-        rows.extend(self.code.along_keys.iter().map(|read| match read.bytes {
-            2 => ("Halves", read.first.clone()),
-            _ => ("Floats", read.first.clone()),
-        }));
-        rows.extend(self.code.shift.iter().flatten().map(|part| ("float", part.clone())));
-        // Some parts belong to several floats, are kept for the head, or are what everyone has.
-        let mut seen: std::collections::HashSet<&str> = heads.iter().map(|(_, name)| name.as_str()).collect();
-        seen.insert("scale");
-        let assigned = |line: &str| Some(line.split_once(" = ")?.0.rsplit([' ', '*']).next()?.to_owned());
-        let computed: std::collections::HashSet<String> = self.code.row.lines().filter_map(assigned).collect();
-        let kept: Vec<bool> = rows.iter().map(|(_, name)| computed.contains(name) && seen.insert(name)).collect();
-        let mut kept = kept.into_iter();
-        rows.retain(|_| kept.next().expect("as many"));
-        (self.code.row_live, self.code.uniform_live) = (rows, heads);
-    }
-
-    /// Whether a node of a head is better kept than computed again.
-    fn costs(&self, id: Id) -> bool {
-        match self.graph.node(id) {
-            Node::Scalar(_) => false,
-            _ if is_leaf(self.graph, id) => false,
-            Node::Load { .. } | Node::Binary(Binary::FloorDiv | Binary::Mod, ..) => true,
-            _ if self.graph.ty(id) == Type::Float => true,
-            node => node.operands().into_iter().any(|o| self.costs(o)),
-        }
-    }
-
-    /// Whether a float is the same for all keys.
+    /// Whether a node is the same for all keys.
     fn is_fixed(&self, id: Id) -> bool {
         let Depends { score, kv, .. } = self.graph.depends(id);
         !score && !kv
@@ -277,27 +211,25 @@ impl Lowering<'_> {
 
     fn statement(&mut self, id: Id) {
         if let Some(parts) = self.affine[id.index()].clone() {
-            return self.affine_statements(id, &parts);
+            return self.affine_statements(id, parts);
         }
         if let Some(parts) = self.capped(id) {
             return self.capped_statements(id, parts);
         }
-        if self.along && self.along_keys(id) {
+        if self.form == Form::AlongKeys && self.is_along_keys(id) {
             return self.along_statements(id);
         }
-        let looked_at = self.look_at_box(id);
-        let value = self.value(id);
-        let ty = self.ty(id);
-        let line = format!("{looked_at}const {ty} {}{} = {value};\n", self.prefix, id.index());
         let Depends { score, kv, q } = self.graph.depends(id);
-        let list = match (score, q, kv) {
-            (false, false, false) if matches!(self.graph.node(id), Node::Scalar(_)) => &mut self.code.inputs,
-            (false, false, false) => &mut self.code.uniform,
-            (false, true, false) => &mut self.code.row,
-            // Of fragments it may need what affine floats come to, which is computed for each score.
-            (false, false, true) if !self.fragments => &mut self.code.column,
-            _ => &mut self.code.element,
+        let scope = match (score, q, kv) {
+            (false, false, false) if matches!(self.graph.node(id), Node::Scalar(_)) => Scope::Input,
+            (false, false, false) => Scope::Head,
+            (false, true, false) => Scope::Row,
+            // For fragments it may need what affine floats come to, which is computed for each score.
+            (false, false, true) if self.form == Form::Single => Scope::Key,
+            _ => Scope::Score,
         };
-        list.push_str(&line);
+        self.look_at_box(id, scope);
+        let ty = Ty::of(self.graph.ty(id), self.graph.range(id));
+        self.push(scope, ty, Name::Node(id), self.value(id));
     }
 }
