@@ -81,7 +81,7 @@ impl Family {
                 no("computes f16 and bf16 only", "forward/naive is the exact f32 path")
             }
             (Family::ForwardSm90, Arch::Sm(_)) => match problem.program {
-                Some(p) if p.of_scores().reads_along_keys && problem.head_dim_v > 192 => no(
+                Some(p) if p.score_facts().loads_by_key > 0 && problem.head_dim_v > 192 => no(
                     "reads side tensors along the keys for scores up to a head dim of V of 192: more leaves no registers",
                     "use forward/sm80",
                 ),

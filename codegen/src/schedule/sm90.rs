@@ -1,6 +1,6 @@
 //! Schedule of `forward/sm90`: a producer warpgroup, consumer warpgroups, and what overlaps with what.
 
-use crate::score::{Bias, OfScores};
+use crate::score::{Bias, ScoreFacts};
 use crate::{Error, Problem, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -174,7 +174,7 @@ impl Sm90Schedule {
 
     /// Whether the scores' product starts from what a program adds to them: biases that are there before.
     pub(crate) fn seeds(&self, problem: &Problem) -> bool {
-        !self.biases(problem).is_empty() && problem.program.is_some_and(|p| p.of_scores().adds)
+        !self.biases(problem).is_empty() && problem.program.is_some_and(|p| p.score_facts().adds)
     }
 
     /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none of
@@ -191,13 +191,13 @@ impl Sm90Schedule {
     /// numbers spilled: elements that change with the key are loaded ahead of their use.
     fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
-        let OfScores { score, reads_along_keys, gathers, reads_of_halves, divides_at_run_time, .. } = p.of_scores();
-        let kind = match reads_along_keys {
-            true if gathers => 100,
+        let ScoreFacts { changes: score, loads_by_key, gathers, halves_along_keys, divisions, .. } = p.score_facts();
+        let kind = match loads_by_key > 0 {
+            true if gathers > 0 => 100,
             // What is read ahead comes on top (`registers_ahead`).
-            true if reads_of_halves > 0 => 8,
+            true if halves_along_keys > 0 => 8,
             true => 72,
-            false if divides_at_run_time => 52,
+            false if divisions > 0 => 52,
             false if score && problem.head_dim_v > 192 => 28,
             false if score => 16,
             false => 0,
@@ -213,7 +213,7 @@ impl Sm90Schedule {
     fn registers_beside(&self, problem: &Problem) -> u32 {
         match problem.program.filter(|_| self.bias_stages > 0) {
             None => Self::program_registers(problem),
-            Some(p) if !p.of_scores().biases_alone => Self::program_registers(problem).max(32),
+            Some(p) if !p.score_facts().biases_alone => Self::program_registers(problem).max(32),
             // Two masks, each with its bounds.
             Some(_) if problem.mask.any() && problem.masks_by_program() => 36,
             Some(_) => 0,
@@ -222,7 +222,7 @@ impl Sm90Schedule {
 
     /// Registers of what a program reads along the keys ahead of its use: two rows, two elements in one.
     fn registers_ahead(&self, problem: &Problem) -> u32 {
-        problem.program.map_or(0, |p| p.of_scores().reads_of_halves) * self.block_kv / 4
+        problem.program.map_or(0, |p| p.score_facts().halves_along_keys) * self.block_kv / 4
     }
 
     /// Whether consumers can have blocks of their own: of a mask whose ends are known for every row.

@@ -1,4 +1,4 @@
-//! Biases: tensors of which a tile of scores reads a tile, so that a kernel may have it brought as it has K.
+//! Biases: tensors indexed by (q, kv). A tile of scores reads one tile of each, so a kernel may load it by TMA, as it loads K.
 
 use crate::score::graph::{Depends, Graph, Node};
 use crate::score::syntax::words::{Axis, Id, Storage, Unary, Var};
@@ -78,7 +78,7 @@ mod tests {
     fn biases_are_read_by_query_and_key_and_by_what_a_head_knows() {
         let of = |text: &str| {
             let program = Program::parse(text).unwrap();
-            (program.biases().iter().map(|b| b.leading.len()).collect::<Vec<_>>(), program.of_scores().biases_alone)
+            (program.biases().iter().map(|b| b.leading.len()).collect::<Vec<_>>(), program.score_facts().biases_alone)
         };
         for (text, leading, alone) in [
             ("t: bf16[heads, q_len, kv_len]; score = score + t[h, q, kv];", &[1][..], true),
@@ -104,26 +104,5 @@ mod tests {
         }
         let three = "t: bf16[4, q_len, kv_len]; score = score + t[0, q, kv] + t[1, q, kv] + t[2, q, kv];";
         assert_eq!(of(three), (vec![], false));
-    }
-
-    #[test]
-    fn what_is_added_to_a_score_is_told_from_what_else_becomes_of_it() {
-        let adds = |text: &str| Program::parse(text).unwrap().of_scores().adds;
-        for (text, is_sum) in [
-            ("t: bf16[q_len, kv_len]; score = score + t[q, kv];", true),
-            ("t: bf16[q_len, kv_len]; score = 2.0 * t[q, kv] - 0.5 * kv + score - 1.0;", true),
-            ("t: bf16[q_len, kv_len]; score = (score + select(kv > q, t[q, kv], -inf)) - exp2(t[q, kv]);", true),
-            ("t: bf16[q_len, kv_len]; score = t[q, kv] - score;", false),
-            ("t: bf16[q_len, kv_len]; score = 2.0 * score + t[q, kv];", false),
-            ("t: bf16[q_len, kv_len]; score = score + score + t[q, kv];", false),
-            ("t: bf16[q_len, kv_len]; score = max(score, t[q, kv]);", false),
-            ("t: bf16[q_len, kv_len]; score = t[q, kv];", false),
-            ("mask = kv <= q;", false),
-        ] {
-            assert_eq!(adds(text), is_sum, "{text}");
-        }
-        // As deep as a program may be.
-        let deep = format!("t: bf16[q_len, kv_len]; score = score{};", " + t[q, kv] * kv".repeat(1500));
-        assert!(adds(&deep));
     }
 }

@@ -14,6 +14,7 @@
 pub(in crate::score) mod axes;
 pub(in crate::score) mod bias;
 pub(in crate::score) mod derive;
+pub(in crate::score) mod facts;
 mod joint;
 mod keys;
 pub(in crate::score) mod rows;

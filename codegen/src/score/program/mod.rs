@@ -7,11 +7,12 @@ mod parts;
 
 use crate::score::analysis::axes::MaskAxes;
 use crate::score::analysis::bias::Bias;
+use crate::score::analysis::facts::ScoreFacts;
 use crate::score::analysis::rows::RowKeys;
 use crate::score::analysis::window::WindowForm;
-use crate::score::graph::{Graph, Node};
+use crate::score::graph::Graph;
 use crate::score::syntax::error::ProgramError;
-use crate::score::syntax::words::{Binary, Declaration, Id, Type, Unary, Var};
+use crate::score::syntax::words::{Declaration, Id};
 pub use parts::ProgramBuilder;
 use std::fmt;
 use std::sync::OnceLock;
@@ -198,63 +199,13 @@ impl Program {
         &self.biases
     }
 
-    /// What a kernel that masks by runs of keys, or by bits, still computes for every score.
-    pub fn of_scores(&self) -> OfScores {
-        let mut needed = vec![false; self.graph.nodes().len()];
-        self.score.iter().for_each(|root| needed[root.index()] = true);
-        let biases_alone = self.score.is_some_and(|score| Bias::are_alone(&self.graph, score, &self.biases));
-        let adds = self.score.is_some_and(|score| self.graph.adds_to_score(score));
-        let mut found = OfScores { score: self.score.is_some(), biases_alone, adds, ..OfScores::default() };
-        for id in self.graph.ids().collect::<Vec<_>>().into_iter().rev() {
-            if !needed[id.index()] {
-                continue;
-            }
-            let node = self.graph.node(id);
-            node.operands().iter().for_each(|o| needed[o.index()] = true);
-            match node {
-                Node::Unary(Unary::Tanh, _) => found.tanh = true,
-                Node::Load { tensor, index } => {
-                    let Some((last, leading)) = index.split_last() else { continue };
-                    let by_key = *self.graph.node(*last) == Node::Var(Var::Kv)
-                        && self.graph.ty(id) == Type::Float
-                        && leading.iter().all(|i| !self.graph.depends(*i).kv);
-                    found.reads_along_keys |= self.graph.depends(id).kv;
-                    found.gathers |= self.graph.depends(id).kv && !by_key;
-                    let halves = self.graph.declarations()[*tensor].storage.bytes() == 2;
-                    found.reads_of_halves += u32::from(by_key && halves);
-                }
-                Node::Binary(Binary::FloorDiv | Binary::Mod, _, by) => {
-                    found.divides_at_run_time |= self.graph.as_int(*by).is_none();
-                }
-                _ => {}
-            }
-        }
-        found
+    /// What the change of the score costs a kernel for each score.
+    pub(crate) fn score_facts(&self) -> ScoreFacts {
+        self.score.map_or_else(ScoreFacts::default, |score| ScoreFacts::of(&self.graph, score, &self.biases))
     }
 
     /// Nothing is masked, changed or added.
     pub fn is_plain(&self) -> bool {
         self.mask.is_none() && self.score.is_none() && self.sink.is_none()
     }
-}
-
-/// What a kernel computes for every score.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct OfScores {
-    /// The change of the score.
-    pub score: bool,
-    /// Elements of tensors that change with the key are read.
-    pub reads_along_keys: bool,
-    /// ... by an index that is not the key itself, or that are no floats.
-    pub gathers: bool,
-    /// How many reads along the keys are of floats of two bytes.
-    pub reads_of_halves: u32,
-    /// With query and key nothing changes but biases ([`Program::biases`]), of which there are some.
-    pub biases_alone: bool,
-    /// The change is to add what does not depend on the score.
-    pub adds: bool,
-    /// Ints are divided by what is known at run time alone.
-    pub divides_at_run_time: bool,
-    /// A tanh is taken: of small numbers in one way, of others in another.
-    pub tanh: bool,
 }
