@@ -37,7 +37,7 @@ pub use eval::classify::{Classifier, Visit};
 pub use eval::data::{Elements, SideData, SideTensor, check_float, check_shape};
 pub use eval::interp::{At, Bound, Evaluator, Precision};
 pub use graph::{Graph, Node};
-pub use lower::{Code, Dialect, Printer, Scope, lower};
+pub use lower::{Code, Dialect, Form, Printer, Scope, lower, lower_derivative};
 pub(crate) use lower::{cpu_fields, cuda_fields, slot};
 pub use program::given::Texts;
 pub use program::intern::ProgramRef;

@@ -61,7 +61,7 @@ fn source(cases: &[Case]) -> String {
 }
 
 /// The tensors and scalars of a case.
-fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
+pub fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
     let (mut tensors, mut scalars) = (Vec::new(), Vec::new());
     for d in declarations {
         let Some(tensor) = data.tensors.get(&d.name) else {
@@ -94,7 +94,7 @@ fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
     writeln!(c, "const Side side = {{tensors, scalars}};").unwrap();
 }
 
-fn compile_and_run(name: &str, text: &str) -> Vec<String> {
+pub fn compile_and_run(name: &str, text: &str) -> Vec<String> {
     let dir = tempfile::tempdir().unwrap();
     let (file, binary) = (dir.path().join("a.c"), dir.path().join("a"));
     std::fs::write(&file, text).unwrap();
@@ -102,7 +102,7 @@ fn compile_and_run(name: &str, text: &str) -> Vec<String> {
     // Undefined behaviour ends the program; contraction would round once where the interpreter rounds twice.
     let options =
         ["-std=gnu11", "-O0", "-ffp-contract=off", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-w", "-o"];
-    let out = Command::new(&cc).args(options).arg(&binary).arg(&file).output().unwrap();
+    let out = Command::new(&cc).args(options).arg(&binary).arg(&file).arg("-lm").output().unwrap();
     assert!(out.status.success(), "{name}: {}", String::from_utf8_lossy(&out.stderr));
     let run = Command::new(&binary).output().unwrap();
     assert!(run.status.success(), "{name}: {}", String::from_utf8_lossy(&run.stderr));

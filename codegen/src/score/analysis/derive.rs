@@ -12,6 +12,8 @@ use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 pub struct Derivative {
     /// The program's nodes and those of the derivatives.
     pub graph: Graph,
+    /// The result itself.
+    pub value: Id,
     /// By the score; `None` when it is 0.
     pub score: Option<Id>,
     /// By elements of tensors: one entry for every place where one is read.
@@ -63,7 +65,7 @@ impl Derivative {
             let summed = [Var::B, Var::H, Var::Q, Var::Kv].into_iter().filter(|v| !kept(v)).collect();
             tensors.push(ByTensor { tensor, index, value, axes, summed });
         }
-        Self { graph, score, tensors }
+        Self { graph, value: root, score, tensors }
     }
 }
 

@@ -29,6 +29,7 @@ mod print;
 mod stmt;
 mod values;
 
+use crate::score::analysis::derive::Derivative;
 use crate::score::graph::{Depends, Graph, Node};
 use crate::score::syntax::words::Id;
 use fragments::Affine;
@@ -97,7 +98,7 @@ impl Code {
 
 /// For which kernels nodes are lowered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Form {
+pub enum Form {
     /// Every score on its own.
     Single,
     /// Scores at fixed distances from a first key: see the module.
@@ -107,19 +108,32 @@ enum Form {
     AlongKeys,
 }
 
-/// Lowers some nodes.
+/// Lowers some nodes, for every score on its own.
 pub fn lower(graph: &Graph, roots: &[Id]) -> Code {
     run(graph, roots, Form::Single)
 }
 
-/// [`lower`] for CUDA threads that hold scores at fixed distances from a first key: see the module.
+/// [`lower`] in [`Form::Fragments`].
 fn lower_fragments(graph: &Graph, roots: &[Id]) -> Code {
     run(graph, roots, Form::Fragments)
 }
 
-/// [`lower_fragments`] that reads floats along the keys by `ft_along`.
+/// [`lower`] in [`Form::AlongKeys`].
 fn lower_scores(graph: &Graph, roots: &[Id]) -> Code {
     run(graph, roots, Form::AlongKeys)
+}
+
+/// Lowers a result and its derivatives together: they share what they have in common, such as the tanh of a cap.
+///
+/// The results of the code are the value, its derivative by the score (0 where there is none), and those of
+/// [`Derivative::tensors`], in their order. With P the softmax of the value and dP its gradient, the gradient by the score
+/// is `P * (dP - D) * d value / d score`, per score.
+pub fn lower_derivative(derivative: &Derivative, form: Form) -> Code {
+    let mut graph = derivative.graph.clone();
+    let by_score = derivative.score.unwrap_or_else(|| graph.float(0.0));
+    let by_tensors = derivative.tensors.iter().map(|t| t.value);
+    let roots: Vec<Id> = [derivative.value, by_score].into_iter().chain(by_tensors).collect();
+    run(&graph, &roots, form)
 }
 
 fn run(graph: &Graph, roots: &[Id], form: Form) -> Code {
