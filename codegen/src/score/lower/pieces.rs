@@ -11,8 +11,8 @@ use crate::score::program::Program;
 use crate::score::syntax::words::{Id, Unary};
 use std::collections::BTreeMap;
 
-/// A program whose statements cost more than this is not optimised: gcc takes 10 s for 150 calls of `tanh`, 6 s for 1600 other
-/// statements, and minutes for a few times as many.
+/// C of a program whose statements cost more than this is not optimised: gcc takes 10 s for 150 calls of `tanh`, 6 s for
+/// 1600 other statements, and minutes for a few times as many.
 const LONG: usize = 985;
 
 macro_rules! pieces {
@@ -181,6 +181,8 @@ pub(crate) fn cuda_fields(program: Option<&Program>, biases: &[Bias]) -> BTreeMa
         None => Code::default(),
     };
     let (mask, sink) = (code(Program::mask), code(Program::sink));
+    let runs = program.is_some_and(|p| p.runs().is_some());
+    m.insert(Piece::ProgramRuns, u32::from(runs).to_string());
     m.extend([(Piece::SideTensors, count(true)), (Piece::SideScalars, count(false))]);
     m.extend(mask_pieces(&mask.print(Dialect::Cuda, "m")));
     m.extend(score_pieces(program, biases));
@@ -397,7 +399,6 @@ fn flags(program: Option<&Program>) -> Pieces {
         (Piece::ProgramScore, has(|p| p.score().is_some())),
         (Piece::ProgramSink, has(|p| p.sink().is_some())),
         (Piece::ProgramLists, has(|p| p.lists().is_some())),
-        (Piece::ProgramRuns, has(|p| p.runs().is_some())),
     ])
 }
 
@@ -428,16 +429,60 @@ impl TileCode {
 
     fn pieces(&self, dialect: Dialect) -> Vec<(Piece, String)> {
         let of = [
-            (&self.looked, "t", [Piece::LookedCode, Piece::LookedMasked, Piece::LookedVisible]),
             (&self.tile, "t", [Piece::TileCode, Piece::TileMasked, Piece::TileVisible]),
             (&self.keys, "k", [Piece::KeysCode, Piece::KeysBegin, Piece::KeysEnd]),
+            (&self.looked, "t", [Piece::LookedCode, Piece::LookedMasked, Piece::LookedVisible]),
         ];
+        // No processor writes lists.
+        let of = of.into_iter().take(if dialect == Dialect::C { 2 } else { 3 });
         let pieces = of.map(|(code, prefix, [text, first, second])| {
             let code = code.print(dialect, prefix);
             let mut results = code.results().into_iter();
             let mut next = || results.next().unwrap_or_else(|| "0".to_owned());
             [(text, code.all()), (first, next()), (second, next())]
         });
-        pieces.into_iter().flatten().collect()
+        pieces.flatten().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TemplateSet;
+    use std::collections::BTreeSet;
+
+    /// The placeholders of the template files with one of these endings.
+    fn placeholders(endings: &[&str]) -> BTreeSet<String> {
+        let set = TemplateSet::embedded();
+        let of = set.files().filter(|(name, _)| endings.iter().any(|ending| name.ends_with(ending)));
+        let texts: Vec<&str> = of.map(|(_, text)| text).collect();
+        assert!(!texts.is_empty(), "{endings:?}");
+        let names = texts.into_iter().flat_map(|text| text.split("@{").skip(1));
+        names.map(|rest| rest.split("}@").next().unwrap_or_default().trim().to_owned()).collect()
+    }
+
+    #[test]
+    fn every_placeholder_has_a_piece_and_every_piece_a_placeholder() {
+        let program = Program::parse("t: bf16[q_len, kv_len]; mask = kv <= q; score = score + t[q, kv];").unwrap();
+        for (fields, of_program, of_language) in [
+            (cpu_fields(Some(&program)), "/program.h", [".c", ".h"]),
+            (cuda_fields(Some(&program), program.biases()), "/program.cuh", [".cu", ".cuh"]),
+        ] {
+            let pieces: BTreeSet<String> = fields.keys().map(|name| (*name).to_owned()).collect();
+            let wanted = placeholders(&[of_program]);
+            let (missing, unused): (Vec<_>, Vec<_>) =
+                (wanted.difference(&pieces).collect(), pieces.difference(&wanted).collect());
+            assert!(missing.is_empty(), "{of_program} pastes {missing:?}, which are no pieces");
+            let anywhere = placeholders(&of_language);
+            let unused: Vec<_> = unused.into_iter().filter(|name| !anywhere.contains(*name)).collect();
+            assert!(unused.is_empty(), "no template in {of_language:?} pastes {unused:?}");
+        }
+    }
+
+    #[test]
+    fn without_a_program_the_same_pieces_are_there() {
+        let program = Program::parse("mask = kv % 7 == 0; sink = 1.0;").unwrap();
+        assert!(cpu_fields(None).keys().eq(cpu_fields(Some(&program)).keys()));
+        assert!(cuda_fields(None, &[]).keys().eq(cuda_fields(Some(&program), &[]).keys()));
     }
 }
