@@ -15,10 +15,10 @@
 //!
 //! Data flows down: a room uses those above it, never one below (`rooms_use_only_those_above` holds them to it).
 //!
-//! Ints are 64 bits wide and wrap around; `//` and `%` round down, `x // 0` is 0 and `x % 0` is `x`. Floats are fp32 and
-//! follow IEEE 754, division by zero included. An index beyond an axis reads the nearest element, so that an axis of
-//! length 1 is broadcast and nothing outside of a tensor is ever read. All of this holds for masked keys too: what is
-//! computed for them is defined, and never seen.
+//! Ints are 64 bits wide and wrap around; `//` and `%` round down, `x // 0` is 0 and `x % 0` is `x`. Floats are fp32
+//! and follow IEEE 754, division by zero included. An index beyond an axis reads the nearest element, so that an axis
+//! of length 1 is broadcast and nothing outside of a tensor is ever read. All of this holds for masked keys too: what
+//! is computed for them is defined, and never seen.
 
 mod analysis;
 mod eval;
@@ -41,12 +41,12 @@ pub use lower::{Code, Dialect, Form, Printer, Scope, lower, lower_derivative};
 pub(crate) use lower::{cpu_fields, cuda_fields, slot};
 pub use program::given::Texts;
 pub use program::intern::ProgramRef;
-pub use program::{MAX_INPUTS, MAX_NODES, Program, ProgramBuilder};
+pub use program::{MAX_INPUTS, Program, ProgramBuilder};
 pub use syntax::builder::Expr;
 pub use syntax::builtin::{BUILTINS, Builtin, builtin};
 pub use syntax::error::{Place, ProgramError};
 pub use syntax::range::Range;
-pub use syntax::words::{Axis, Binary, Declaration, Id, MAX_LEN, MAX_RANK, Scalar, Storage, Type, Unary, Var};
+pub use syntax::words::{Axis, Binary, Declaration, Id, MAX_RANK, Scalar, Storage, Type, Unary, Var};
 
 #[cfg(test)]
 mod tests {

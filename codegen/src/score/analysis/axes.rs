@@ -1,14 +1,15 @@
-//! What is found of a mask before an attention kernel starts, and what it changes with.
+//! Which of batch, head and KV head the precomputed metadata of a mask (block lists, key ranges) depends on.
 
 use crate::Shape;
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Id, Var};
 
-/// What a mask changes with besides query rows and keys: tiles that agree in it share what was found for one of them.
+/// What a mask changes with besides query rows and keys: tiles that agree in these share metadata.
 ///
-/// A mask that leaves each query one run of keys, whose ends follow from the row by arithmetic, needs nothing found. Where ends are
-/// searched for in a tensor, or come in no order, `forward/sm90` has all of them found before it is launched. Any other mask
-/// may leave blocks out anywhere, and by what it reads only memory tells which: it then has lists of blocks written.
+/// A mask that leaves each query one run of keys, whose ends follow from the row by arithmetic, needs no metadata.
+/// Where ends are searched for in a tensor, or come in no order, a kernel launched before `forward/sm90` writes all of
+/// them. Any other mask may leave blocks out anywhere, and by what it reads only memory tells which: it then has lists
+/// of blocks written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MaskAxes {
     /// The sequence.

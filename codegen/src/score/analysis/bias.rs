@@ -1,4 +1,5 @@
-//! Biases: tensors indexed by (q, kv). A tile of scores reads one tile of each, so a kernel may load it by TMA, as it loads K.
+//! Biases: tensors indexed by (q, kv). A tile of scores reads one tile of each, so a kernel may load it by TMA, as it
+//! loads K.
 
 use crate::score::graph::{Depends, Graph, Node};
 use crate::score::syntax::words::{Axis, Id, Storage, Unary, Var};
@@ -19,8 +20,8 @@ pub struct Bias {
 }
 
 impl Bias {
-    /// The biases of a score; none where there are too many, or where a tanh is taken: kernels go over the scores more than once
-    /// then.
+    /// The biases of a score; none where there are too many, or where a tanh is taken: kernels go over the scores more
+    /// than once then.
     pub(in crate::score) fn all(graph: &Graph, score: Id) -> Vec<Self> {
         let mut needed = vec![false; graph.nodes().len()];
         needed[score.index()] = true;
@@ -91,7 +92,8 @@ mod tests {
             ),
             ("t: bf16[q_len, kv_len]; score = score + t[q, kv] * (kv - q);", &[0], false),
             ("t: bf16[q_len, kv_len]; u: f32[kv_len]; score = score + t[q, kv] * u[kv];", &[0], false),
-            // Of four bytes, turned round, moved, another for each query, of any length; in a mask alone; beside a tanh.
+            // Of four bytes, turned round, moved, another for each query, of any length; in a mask alone; beside a
+            // tanh.
             ("t: f32[q_len, kv_len]; score = score + t[q, kv];", &[], false),
             ("t: bf16[kv_len, q_len]; score = score + t[kv, q];", &[], false),
             ("t: bf16[q_len, kv_len]; score = score + t[q, kv - 1];", &[], false),

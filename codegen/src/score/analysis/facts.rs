@@ -1,11 +1,12 @@
-//! What the change of a score takes for each score: counts of nodes of the graph. What they are worth in registers or time
-//! is for each kernel family to judge.
+//! What the change of a score takes for each score: counts of nodes of the graph. What they are worth in registers or
+//! time is for each kernel family to judge.
 
 use super::bias::Bias;
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 
-/// What a program computes for every score beside the mask. Counts are of nodes, each computed once for a score at most.
+/// What a program computes for every score beside the mask. Counts are of nodes, each computed once for a score at
+/// most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ScoreFacts {
     /// The score changes; else all of this is 0.

@@ -1,13 +1,13 @@
-//! What conditions that `and` or `or` joins say together of the sums of coordinates that they have in common: what makes windows,
-//! chunks and dilated masks exact, whose conditions each alone leave a tile mixed.
+//! Bounds that the conditions of one `and` or `or` put together on the same sum of coordinates: they make windows,
+//! chunks and dilated masks exact, whose conditions each leave a tile mixed.
 
 use super::tile::{Analysis, Bounds, Form};
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Binary, Id, Type, Unary};
 
 impl Analysis<'_> {
-    /// Whether the conditions that `and` joins cannot all hold anywhere in the tile, or those that `or` joins cannot all
-    /// fail, by what they say together of the sums that they have in common.
+    /// Whether the conditions that `and` joins cannot all hold anywhere in the tile, or those that `or` joins cannot
+    /// all fail, by what they say together of the sums that they have in common.
     pub(in crate::score) fn impossible(&mut self, mask: Id, joined_by: Binary) -> Option<Id> {
         let conditions = self.source.chain(joined_by, mask);
         if conditions.len() < 2 {
@@ -39,7 +39,8 @@ impl Analysis<'_> {
         let mut bounds = Bounds::new();
         for &condition in conditions {
             let Node::Binary(op, a, b) = *self.source.node(condition) else { continue };
-            // What holds if the condition does, or if it does not: `a <= b` or `a == b`, where `not a <= b` is `b + 1 <= a`.
+            // What holds if the condition does, or if it does not: `a <= b` or `a == b`, where `not a <= b` is `b + 1
+            // <= a`.
             let (op, a, b, more) = match (op, hold) {
                 (Binary::Le, true) | (Binary::Eq, true) => (op, a, b, 0),
                 (Binary::Ne, false) => (Binary::Eq, a, b, 0),

@@ -1,5 +1,6 @@
-//! What follows from the nodes of a program without running it. Each analysis takes a graph and a root; where its outcome
-//! depends on sizes or tensors, it is a graph of the same language, which the interpreter evaluates and kernels compile.
+//! What follows from the nodes of a program without running it. Each analysis takes a graph and a root; where its
+//! outcome depends on sizes or tensors, it is a graph of the same language, which the interpreter evaluates and kernels
+//! compile.
 //!
 //! ```text
 //! mask  -> tile (joint, keys)  TileProgram: tiles that are masked, visible or mixed; bounds of the loop over keys

@@ -1,9 +1,10 @@
 //! Masks that leave each query one run of keys: its ends, as expressions over the query's row.
 //!
-//! Causal masks, windows, chunks, prefixes and documents are of this kind. A kernel then finds two numbers per row once for a
-//! tile, in place of a condition per score: tiles are classified by them, exactly, and a block that is cut is masked by a
-//! comparison with constants. Where a condition bounds an element of a tensor that is declared not to decrease along the
-//! keys, the end of the run is the place where the elements pass a value, which is searched for at run time.
+//! Causal masks, windows, chunks, prefixes and documents are of this kind. A kernel then finds two numbers per row once
+//! for a tile, in place of a condition per score: tiles are classified by them, exactly, and a block that is cut is
+//! masked by a comparison with constants. Where a condition bounds an element of a tensor that is declared not to
+//! decrease along the keys, the end of the run is the place where the elements pass a value, which is searched for at
+//! run time.
 
 use crate::score::graph::linear::Linear;
 use crate::score::graph::{Graph, Node};
@@ -13,8 +14,8 @@ use crate::score::syntax::words::{Axis, Binary, Id, Type, Unary, Var};
 /// More searches than this for a row are left to conditions per score.
 const MAX_SEARCHES: usize = 4;
 
-/// The run of keys of each query: from the greatest of `begin` and what is searched for, to the least of `end` and what is
-/// searched for. Ends may lie outside of the keys, and the last before the first.
+/// The run of keys of each query: from the greatest of `begin` and what is searched for, to the least of `end` and what
+/// is searched for. Ends may lie outside of the keys, and the last before the first.
 #[derive(Debug, Clone)]
 pub struct RowKeys {
     /// The nodes of the program, and those of the ends.
@@ -31,15 +32,16 @@ pub struct RowKeys {
     pub from_first: bool,
     /// As a causal mask: runs begin with the first key, and end later from row to row.
     pub widens: bool,
-    /// A handful of instructions finds both ends, without a search, a division or a load that changes with the row: to compute them
-    /// again costs less than to keep them.
+    /// A handful of instructions finds both ends, without a search, a division or a load that changes with the row: to
+    /// compute them again costs less than to keep them.
     pub is_cheap: bool,
 }
 
 /// The first key whose element is at least a value or, for an end, greater; `kv_len` if there is none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Search {
-    /// The tensor, by its place among the declarations; it does not decrease along its last axis, which the key indexes.
+    /// The tensor, by its place among the declarations; it does not decrease along its last axis, which the key
+    /// indexes.
     pub tensor: usize,
     /// The other indices.
     pub leading: Vec<Id>,

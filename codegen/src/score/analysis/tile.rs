@@ -1,16 +1,17 @@
 //! Which tiles a mask leaves out, which it leaves whole, and which keys a block of queries can see at all.
 //!
-//! Interval arithmetic, done on expressions and not on numbers: every int of the mask gets two expressions for its least
-//! and greatest value over a tile, every bool gets two for whether it can be true and can be false. The outcome is a
-//! program of the same language over `q_first`, `q_last`, `kv_first` and `kv_last`: the interpreter evaluates it to draw a
-//! map, and kernels compile it to bound their loops.
+//! Interval arithmetic, done on expressions and not on numbers: every int of the mask gets two expressions for its
+//! least and greatest value over a tile, every bool gets two for whether it can be true and can be false. The outcome
+//! is a program of the same language over `q_first`, `q_last`, `kv_first` and `kv_last`: the interpreter evaluates it
+//! to draw a map, and kernels compile it to bound their loops.
 //!
 //! A comparison of sums is exact, since every coordinate occurs in it once. Where a mask joins several conditions with
 //! `and`, bounds that they put on the same sum of coordinates are joined before the rest is looked at, which makes
 //! windows, chunks and dilated masks exact too. What depends on the elements of a tensor is exact if its indices are
-//! fixed over the tile, or if it is declared not to decrease; else the declared range of the elements is all that is known, or
-//! the least and the greatest of those that the tile reads, for who looks at them ([`TileProgram::by_elements`]).
-//! Floats that change within the tile are not followed. All of these leave a tile mixed, never wrong.
+//! fixed over the tile, or if it is declared not to decrease; else the declared range of the elements is all that is
+//! known, or the least and the greatest of those that the tile reads, for kernels that look at them
+//! ([`TileProgram::by_elements`]). Floats that change within the tile are not followed. All of these leave a tile
+//! mixed, never wrong.
 
 use crate::score::graph::linear::{Linear, gcd};
 use crate::score::graph::{Graph, Node};
@@ -45,8 +46,8 @@ pub struct TileProgram {
 }
 
 impl TileProgram {
-    /// The classification of a mask. `by_elements`: the kernel looks at the elements of tensors that a tile reads, so what
-    /// depends on them lies between their least and greatest.
+    /// The classification of a mask. `by_elements`: the kernel looks at the elements of tensors that a tile reads, so
+    /// what depends on them lies between their least and greatest.
     pub(in crate::score) fn of(graph: &Graph, mask: Option<Id>, by_elements: bool) -> Self {
         let mut target = Graph::new(graph.declarations().to_vec());
         let zero = target.int(0);

@@ -1,5 +1,5 @@
-//! Masks that say no more than causal or a window does: kernels have those built in, so such a program needs none of its
-//! own, and shares their tuned records.
+//! Masks that say no more than causal or a window does: kernels have those built in, so such a program needs none of
+//! its own, and shares their tuned records.
 
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Binary, Id, Type, Var};
@@ -16,7 +16,7 @@ struct Reach {
 
 /// A mask whose conditions all bound the distance of a key from its query, by what the lengths say.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WindowForm {
+pub(crate) struct WindowForm {
     left: Vec<Reach>,
     right: Vec<Reach>,
 }
@@ -64,8 +64,8 @@ impl WindowForm {
         Some(form)
     }
 
-    /// The mask that this is at these sizes, joined with that of the shape; `None` where a side reaches less than to the
-    /// query's own position, which no window does.
+    /// The mask that this is at these sizes, joined with that of the shape; `None` where a side reaches less than to
+    /// the query's own position, which no window does.
     pub fn at(&self, sizes: &Shape) -> Option<Mask> {
         let (mut left, mut right) = sizes.mask.window();
         for (side, reaches) in [(&mut left, &self.left), (&mut right, &self.right)] {

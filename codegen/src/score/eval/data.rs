@@ -196,8 +196,8 @@ impl SideTensor {
         Ok(())
     }
 
-    /// The least or the greatest of the ints or bools in a box of indices, each from one to the other; every index is taken to the
-    /// nearest that there is. `None` for an empty box or tensor, and for floats.
+    /// The least or the greatest of the ints or bools in a box of indices, each from one to the other; every index is
+    /// taken to the nearest that there is. `None` for an empty box or tensor, and for floats.
     pub(in crate::score) fn extreme(&self, ends: impl Iterator<Item = (i64, i64)>, greatest: bool) -> Option<i64> {
         let ends: Vec<(i64, i64)> = ends.collect();
         if ends.iter().any(|(first, last)| first > last) {

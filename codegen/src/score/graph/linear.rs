@@ -2,10 +2,10 @@
 
 use crate::score::syntax::words::Id;
 
-/// `sum of coefficient * node + constant`, in 64 bits that wrap around; nodes in the order of [`super::Graph::key`], none twice,
-/// no coefficient 0.
+/// `sum of coefficient * node + constant`, in 64 bits that wrap around; nodes in the order of [`super::Graph::key`],
+/// none twice, no coefficient 0.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Linear {
+pub(crate) struct Linear {
     /// Coefficients and nodes.
     pub terms: Vec<(i64, Id)>,
     /// What is added.

@@ -37,8 +37,8 @@ pub enum Node {
         index: Vec<Id>,
     },
     /// The least or the greatest of a side tensor's elements in a box of indices; only in programs derived by
-    /// [`crate::score::TileProgram`]. Of an empty box, and of one that is too large to look at, what the declaration allows. For
-    /// bools: whether all are true, or any is.
+    /// [`crate::score::TileProgram`]. Of an empty box, and of one that is too large to look at, what the declaration
+    /// allows. For bools: whether all are true, or any is.
     Extreme {
         /// The tensor, by its place among the declarations.
         tensor: usize,
@@ -91,7 +91,7 @@ impl Node {
 
 /// Which coordinates a value changes with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Depends {
+pub(crate) struct Depends {
     /// The score.
     pub score: bool,
     /// The key's row.
@@ -103,11 +103,6 @@ pub struct Depends {
 impl Depends {
     fn and(self, other: Self) -> Self {
         Self { score: self.score || other.score, kv: self.kv || other.kv, q: self.q || other.q }
-    }
-
-    /// It is the same over all of a head's scores.
-    pub fn is_uniform(self) -> bool {
-        self == Self::default()
     }
 }
 
@@ -176,12 +171,12 @@ impl Graph {
     }
 
     /// Which coordinates it changes with.
-    pub fn depends(&self, id: Id) -> Depends {
+    pub(crate) fn depends(&self, id: Id) -> Depends {
         self.infos[id.index()].depends
     }
 
     /// Whether a node is the score and what does not depend on it, added up.
-    pub fn adds_to_score(&self, mut id: Id) -> bool {
+    pub(crate) fn adds_to_score(&self, mut id: Id) -> bool {
         let fixed = |id: Id| !self.depends(id).score;
         loop {
             id = match *self.node(id) {
@@ -194,7 +189,7 @@ impl Graph {
     }
 
     /// What operands are sorted by: variables in a fixed order, then scalars, tensors, and the rest by their content.
-    pub fn key(&self, id: Id) -> (u8, u128) {
+    pub(crate) fn key(&self, id: Id) -> (u8, u128) {
         self.infos[id.index()].key
     }
 
@@ -223,7 +218,7 @@ impl Graph {
     }
 
     /// An int as a sum; of itself alone if it is none.
-    pub fn linear(&self, id: Id) -> Linear {
+    pub(crate) fn linear(&self, id: Id) -> Linear {
         match (&self.infos[id.index()].linear, self.node(id)) {
             (Some(linear), _) => linear.clone(),
             (None, Node::Int(x)) => Linear { terms: Vec::new(), constant: *x },
@@ -232,7 +227,7 @@ impl Graph {
     }
 
     /// The operands of a chain of `and` or of `or`, sorted; the node itself if it is none.
-    pub fn chain(&self, op: Binary, id: Id) -> Vec<Id> {
+    pub(crate) fn chain(&self, op: Binary, id: Id) -> Vec<Id> {
         match (&self.infos[id.index()].chain, self.node(id)) {
             (Some(chain), Node::Binary(o, ..)) if *o == op => chain.clone(),
             _ => vec![id],
@@ -240,7 +235,7 @@ impl Graph {
     }
 
     /// The sum of two sums of nodes.
-    pub fn sum_of(&self, a: &Linear, b: &Linear) -> Linear {
+    pub(crate) fn sum_of(&self, a: &Linear, b: &Linear) -> Linear {
         let mut terms = Vec::with_capacity(a.terms.len() + b.terms.len());
         let constant = a.constant.wrapping_add(b.constant);
         let (mut a, mut b) = (a.terms.iter().copied().peekable(), b.terms.iter().copied().peekable());
@@ -335,7 +330,7 @@ impl Graph {
     }
 
     /// How often each node is an operand.
-    pub fn uses(&self) -> Vec<u32> {
+    pub(crate) fn uses(&self) -> Vec<u32> {
         let mut uses = vec![0; self.nodes.len()];
         for node in &self.nodes {
             for operand in node.operands() {
@@ -347,7 +342,7 @@ impl Graph {
 
     /// The nodes that some roots need, and nothing else, in an order that depends on the roots alone, and the
     /// declarations sorted by name: all of them, or only those that are used.
-    pub fn pruned(&self, roots: &[Id], all_declarations: bool) -> (Graph, Vec<Id>) {
+    pub(crate) fn pruned(&self, roots: &[Id], all_declarations: bool) -> (Graph, Vec<Id>) {
         let mut used = vec![all_declarations; self.declarations.len()];
         let mut order = Vec::new();
         let mut seen = vec![false; self.nodes.len()];

@@ -1,9 +1,9 @@
 //! The constructors of nodes: they fold constants, flatten and sort sums, `and` and `or`, and bring every comparison of
 //! integers to one form, so that `q >= kv`, `kv < q + 1` and `kv - q <= 0` are all `kv <= q`.
 //!
-//! Integers form a ring (64 bits, wrapping around), so sums may be rearranged at will. Comparisons may only where no side
-//! can wrap, which the ranges of the operands show. Floats keep their order of evaluation: only the operands of one sum
-//! or product change places.
+//! Integers form a ring (64 bits, wrapping around), so sums may be rearranged at will. Comparisons may only where no
+//! side can wrap, which the ranges of the operands show. Floats keep their order of evaluation: only the operands of
+//! one sum or product change places.
 
 use super::arith;
 use super::linear::Linear;
@@ -20,34 +20,34 @@ const SAFE: u128 = 1 << 62;
 /// Constructors; operands have the types that the operation needs, which [`super::check`] ensures.
 impl Graph {
     /// A bool constant.
-    pub fn boolean(&mut self, x: bool) -> Id {
+    pub(crate) fn boolean(&mut self, x: bool) -> Id {
         self.intern(Node::Bool(x), Range::FULL, None, None)
     }
 
     /// An int constant.
-    pub fn int(&mut self, x: i64) -> Id {
+    pub(crate) fn int(&mut self, x: i64) -> Id {
         self.intern(Node::Int(x), Range::point(x), None, None)
     }
 
     /// A float constant.
-    pub fn float(&mut self, x: f32) -> Id {
+    pub(crate) fn float(&mut self, x: f32) -> Id {
         let bits = if x.is_nan() { f32::NAN.to_bits() & 0x7fff_ffff } else { x.to_bits() };
         self.intern(Node::Float(bits), Range::FULL, None, None)
     }
 
     /// A variable.
-    pub fn var(&mut self, var: Var) -> Id {
+    pub(crate) fn var(&mut self, var: Var) -> Id {
         self.intern(Node::Var(var), var.range(), None, None)
     }
 
     /// A run-time scalar, by its place among the declarations.
-    pub fn scalar(&mut self, i: usize) -> Id {
+    pub(crate) fn scalar(&mut self, i: usize) -> Id {
         let range = self.declarations()[i].int_range();
         self.intern(Node::Scalar(i), range, None, None)
     }
 
     /// An element of a side tensor, by its place among the declarations.
-    pub fn load(&mut self, tensor: usize, index: Vec<Id>) -> Id {
+    pub(crate) fn load(&mut self, tensor: usize, index: Vec<Id>) -> Id {
         let range = self.declarations()[tensor].int_range();
         self.intern(Node::Load { tensor, index }, range, None, None)
     }
@@ -62,7 +62,7 @@ impl Graph {
     }
 
     /// An operation on one node.
-    pub fn unary(&mut self, op: Unary, a: Id) -> Id {
+    pub(crate) fn unary(&mut self, op: Unary, a: Id) -> Id {
         match (op, self.ty(a)) {
             (Unary::Not, _) => self.not(a),
             (Unary::Neg, Type::Int) => {
@@ -91,7 +91,7 @@ impl Graph {
     }
 
     /// An operation on two nodes of one type.
-    pub fn binary(&mut self, op: Binary, a: Id, b: Id) -> Id {
+    pub(crate) fn binary(&mut self, op: Binary, a: Id, b: Id) -> Id {
         match (op, self.ty(a)) {
             (Binary::And | Binary::Or, _) => self.and_or(op, a, b),
             (Binary::Ne, _) => {
@@ -106,7 +106,7 @@ impl Graph {
     }
 
     /// `a` where the condition holds, else `b`.
-    pub fn select(&mut self, condition: Id, a: Id, b: Id) -> Id {
+    pub(crate) fn select(&mut self, condition: Id, a: Id, b: Id) -> Id {
         match (self.as_bool(condition), self.node(condition)) {
             (Some(c), _) => return if c { a } else { b },
             (_, Node::Unary(Unary::Not, c)) => return self.select(*c, b, a),
@@ -125,17 +125,17 @@ impl Graph {
     }
 
     /// `a and b`.
-    pub fn and(&mut self, a: Id, b: Id) -> Id {
+    pub(crate) fn and(&mut self, a: Id, b: Id) -> Id {
         self.and_or(Binary::And, a, b)
     }
 
     /// `a or b`.
-    pub fn or(&mut self, a: Id, b: Id) -> Id {
+    pub(crate) fn or(&mut self, a: Id, b: Id) -> Id {
         self.and_or(Binary::Or, a, b)
     }
 
     /// `not a`.
-    pub fn not(&mut self, a: Id) -> Id {
+    pub(crate) fn not(&mut self, a: Id) -> Id {
         match *self.node(a) {
             Node::Bool(x) => self.boolean(!x),
             Node::Unary(Unary::Not, x) => x,
@@ -149,7 +149,7 @@ impl Graph {
     }
 
     /// The node of a sum: positive terms, then negative ones, then the constant.
-    pub fn sum(&mut self, linear: Linear) -> Id {
+    pub(crate) fn sum(&mut self, linear: Linear) -> Id {
         if linear.terms.is_empty() {
             return self.int(linear.constant);
         }
@@ -193,7 +193,7 @@ impl Graph {
     }
 
     /// `constant + sum of coefficient * node`, for nodes in any order.
-    pub fn weighted_sum(&mut self, constant: i64, parts: impl IntoIterator<Item = (i64, Id)>) -> Id {
+    pub(crate) fn weighted_sum(&mut self, constant: i64, parts: impl IntoIterator<Item = (i64, Id)>) -> Id {
         let mut so_far = Linear { terms: Vec::new(), constant };
         for (c, node) in parts {
             let part = self.linear(node).scaled(c);
@@ -232,7 +232,7 @@ impl Graph {
     }
 
     /// Whether neither the sum nor any part of it can wrap, nor the difference of two such sums.
-    pub fn is_safe(&self, linear: &Linear) -> bool {
+    pub(crate) fn is_safe(&self, linear: &Linear) -> bool {
         let terms = linear
             .terms
             .iter()

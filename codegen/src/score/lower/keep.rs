@@ -41,7 +41,8 @@ impl Code {
         self.kept_of_row = of_row.into_iter().map(|s| (s.ty, s.name)).collect();
     }
 
-    /// The statements of a head that are better kept than computed again, for themselves or for what they are computed from.
+    /// The statements of a head that are better kept than computed again, for themselves or for what they are computed
+    /// from.
     fn dear(&self) -> HashSet<Name> {
         let mut dear = HashSet::new();
         for s in self.of(Scope::Head) {
@@ -55,9 +56,9 @@ impl Code {
 
 /// Whether a statement takes a value of its row along to a later scope.
 ///
-/// Parts that are computed ahead for a sum, a cap or an address count as the node that they belong to, although that one
-/// reads no other node's value: compilers drop it, but without it they order the instructions of 4 of 84 kernels of random
-/// programs otherwise. Converted ints are statements of their own.
+/// Parts that are computed ahead for a sum, a cap or an address count as the node that they belong to, although that
+/// one reads no other node's value: compilers drop it, but without it they order the instructions of 4 of 84 kernels of
+/// random programs otherwise. Converted ints are statements of their own.
 fn takes_along(s: &Stmt, name: Name) -> bool {
     let is_ahead = matches!((s.name, name), (Name::Part(..), Name::Node(_))) && !matches!(s.expr, Expr::Cast(..));
     s.scope != Scope::Row || is_ahead

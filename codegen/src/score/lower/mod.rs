@@ -7,19 +7,19 @@
 //! Program -> pieces -> the words of templates/lib/{cpu/program.h, cuda/program.cuh}
 //! ```
 //!
-//! Every node becomes one constant, so deep expressions are no burden for a compiler. Statements have a scope, by
-//! what they change with, so that a kernel can put each outside of the loops that it does not depend on. An int is 32
-//! bits wide where its range shows that it fits; what may wrap around is computed unsigned. Nothing branches: both sides
-//! of a `select` are computed.
+//! Every node becomes one constant, so deep expressions are no burden for a compiler. Statements have a scope, by what
+//! they change with, so that a kernel can put each outside of the loops that it does not depend on. An int is 32 bits
+//! wide where its range shows that it fits; what may wrap around is computed unsigned. Nothing branches: both sides of
+//! a `select` are computed.
 //!
-//! In scope must be `b`, `h`, `h_kv`, `q`, `kv`, `q_len`, `kv_len` as 32-bit ints, `score` as `float` (or the tile's rows), a
-//! pointer `side` to the tensors and scalars, and the functions of `lib/cpu/score.h` or `lib/cuda/score.cuh`.
+//! In scope must be `b`, `h`, `h_kv`, `q`, `kv`, `q_len`, `kv_len` as 32-bit ints, `score` as `float` (or the tile's
+//! rows), a pointer `side` to the tensors and scalars, and the functions of `lib/cpu/score.h` or `lib/cuda/score.cuh`.
 //!
-//! [`lower_fragments`] serves kernels whose threads hold the scores of some rows at fixed distances from a first key:
-//! `kv` is `kv_first + offset`, and `offset` a constant once loops are unrolled; `score` is `raw * scale`. Floats that are
-//! sums of multiples of `kv`, of the score and of what depends on neither then cost one multiply-add for each of both, of
-//! constants that are computed once for a block, and no conversion. (Such a float may differ by a rounding or two from
-//! one that is computed as it is written, and beyond 2^24 from the conversion of the whole int by one.)
+//! [`Form::Fragments`] serves kernels whose threads hold the scores of some rows at fixed distances from a first key:
+//! `kv` is `kv_first + offset`, and `offset` a constant once loops are unrolled; `score` is `raw * scale`. Floats that
+//! are sums of multiples of `kv`, of the score and of what depends on neither then cost one multiply-add for each of
+//! both, of constants that are computed once for a block, and no conversion. (Such a float may differ by a rounding or
+//! two from one that is computed as it is written, and beyond 2^24 from the conversion of the whole int by one.)
 
 mod cost;
 mod fragments;
@@ -48,8 +48,8 @@ pub struct Code {
     results: Vec<Expr>,
     /// What statements of rows compute for later scopes or for a result: what a kernel keeps for each query.
     kept_of_row: Vec<(Ty, Name)>,
-    /// What statements of a head compute at some cost (loads, divisions, floats) for later scopes or for a result: what a
-    /// kernel keeps for a head.
+    /// What statements of a head compute at some cost (loads, divisions, floats) for later scopes or for a result: what
+    /// a kernel keeps for a head.
     kept_of_head: Vec<(Ty, Name)>,
     /// For fragments whose first result is the score plus a multiple of the key plus what does not depend on it: the
     /// factor and the rest, which statements of rows compute.
@@ -103,8 +103,8 @@ pub enum Form {
     Single,
     /// Scores at fixed distances from a first key: see the module.
     Fragments,
-    /// The same, with floats along the keys read by `ft_along`: two in one load where they are adjacent, and maybe ahead
-    /// of their use.
+    /// The same, with floats along the keys read by `ft_along`: two in one load where they are adjacent, and maybe
+    /// ahead of their use.
     AlongKeys,
 }
 
@@ -126,8 +126,8 @@ fn lower_scores(graph: &Graph, roots: &[Id]) -> Code {
 /// Lowers a result and its derivatives together: they share what they have in common, such as the tanh of a cap.
 ///
 /// The results of the code are the value, its derivative by the score (0 where there is none), and those of
-/// [`Derivative::tensors`], in their order. With P the softmax of the value and dP its gradient, the gradient by the score
-/// is `P * (dP - D) * d value / d score`, per score.
+/// [`Derivative::tensors`], in their order. With P the softmax of the value and dP its gradient, the gradient by the
+/// score is `P * (dP - D) * d value / d score`, per score.
 pub fn lower_derivative(derivative: &Derivative, form: Form) -> Code {
     let mut graph = derivative.graph.clone();
     let by_score = derivative.score.unwrap_or_else(|| graph.float(0.0));

@@ -11,8 +11,8 @@ impl TileProgram {
         Self::of(&program.graph, program.mask, false)
     }
 
-    /// The same for a kernel that looks at the elements of tensors in each tile: what depends on them lies between their
-    /// least and greatest, and is exact where the rows or keys of a tile have one value each.
+    /// The same for a kernel that looks at the elements of tensors in each tile: what depends on them lies between
+    /// their least and greatest, and is exact where the rows or keys of a tile have one value each.
     pub fn by_elements(program: &Program) -> Self {
         Self::of(&program.graph, program.mask, true)
     }

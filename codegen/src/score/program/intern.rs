@@ -46,7 +46,7 @@ impl ProgramRef {
         self.0.unmasked
     }
 
-    /// The program of a call with these scalars: without the ranges that values usually lie in ([`Program::widened`]), if one does not.
+    /// The program for a call with these scalars: [`Program::widened`] if one lies outside of its usual range.
     pub fn admitting(self, scalar: impl Fn(&str) -> Option<Scalar>) -> ProgramRef {
         let Some(widened) = self.0.widened else { return self };
         let lies = |d: &Declaration| match scalar(&d.name) {

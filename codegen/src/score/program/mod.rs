@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::OnceLock;
 
 /// Nodes that a program may have.
-pub const MAX_NODES: usize = 1 << 15;
+pub(crate) const MAX_NODES: usize = 1 << 15;
 /// Side tensors that a program may read, and run-time scalars: they are passed to kernels by value.
 pub const MAX_INPUTS: usize = 32;
 
@@ -144,7 +144,7 @@ impl Program {
     /// The mask of this program alone.
     ///
     /// # Errors
-    /// None that reading the program has not found.
+    /// Cannot fail for a valid program.
     pub fn mask_only(&self) -> Result<Self, ProgramError> {
         ProgramBuilder::of(self.graph.clone(), self.mask, None, None).build()
     }
@@ -169,7 +169,7 @@ impl Program {
     }
 
     /// What the mask is as a window, if it says no more than one does.
-    pub fn window(&self) -> Option<&WindowForm> {
+    pub(crate) fn window(&self) -> Option<&WindowForm> {
         self.window.as_ref()
     }
 
@@ -183,8 +183,8 @@ impl Program {
         self.rows.as_ref()
     }
 
-    /// What the runs change with, for a mask whose rows had better find theirs in memory: those that are searched for, or
-    /// come in no order.
+    /// What the runs change with, for a mask whose rows had better find theirs in memory: those that are searched for,
+    /// or come in no order.
     pub fn runs(&self) -> Option<MaskAxes> {
         self.axes.filter(|_| self.rows.as_ref().is_some_and(|r| !r.searches.is_empty() || !r.nondecreasing))
     }

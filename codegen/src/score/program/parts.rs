@@ -118,7 +118,7 @@ impl ProgramBuilder {
     /// The program.
     ///
     /// # Errors
-    /// A program of more than [`MAX_NODES`] nodes, or more than [`MAX_INPUTS`] tensors or scalars.
+    /// A program of more than 32,768 nodes in normal form, or more than [`MAX_INPUTS`] tensors or scalars.
     pub fn build(self) -> Result<Program, ProgramError> {
         let Self { graph, mask, score, sink, .. } = self;
         let mask = mask.filter(|m| graph.as_bool(*m) != Some(true));

@@ -47,7 +47,8 @@ const FOREIGN: [(&str, &str); 6] = [
     ("~", "write `not`"),
 ];
 
-/// The tokens of a text with their bytes, the last one the end. White space and what follows a `#` on a line is left out.
+/// The tokens of a text with their bytes, the last one the end. White space and what follows a `#` on a line is left
+/// out.
 ///
 /// # Errors
 /// A character that starts no token, or a number that does not fit.

@@ -7,7 +7,7 @@ use std::fmt;
 /// Largest number of axes of a side tensor.
 pub const MAX_RANK: usize = 4;
 /// Rows per head that a program is generated for: positions and lengths are known to be at most this.
-pub const MAX_LEN: i64 = 1 << 30;
+pub(crate) const MAX_LEN: i64 = 1 << 30;
 
 /// The type of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -261,7 +261,8 @@ pub struct Declaration {
     pub axes: Option<Vec<Axis>>,
     /// The caller's promise on the values of an integer, or on that of a float scalar.
     pub range: Option<Range>,
-    /// The range is no promise: calls with another value run on kernels that know none ([`crate::score::Program::widened`]).
+    /// The range is no promise: calls with another value run on kernels that know none
+    /// ([`crate::score::Program::widened`]).
     pub usually: bool,
     /// The caller's promise that values do not decrease along the last axis.
     pub nondecreasing: bool,
