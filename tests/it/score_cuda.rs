@@ -2,7 +2,9 @@
 
 use crate::common;
 use crate::random::{DECLARATIONS, Generator};
-use flashtune::codegen::score::{BUILTINS, Dialect, Id, Program, TileProgram, lower};
+use flashtune::codegen::score::{
+    BUILTINS, Derivative, Dialect, Form, Id, Program, TileProgram, lower, lower_derivative,
+};
 use flashtune::codegen::{Language, Source, TemplateSet};
 use flashtune::runtime::Compiler;
 use flashtune::runtime::compile::Nvrtc;
@@ -22,8 +24,8 @@ fn source(programs: &[Program]) -> String {
         let tiles = TileProgram::new(program);
         let roots: Vec<Id> = [program.mask(), program.score(), program.sink()].into_iter().flatten().collect();
         let ends = [tiles.all_masked, tiles.all_visible, tiles.kv_begin, tiles.kv_end];
-        let (code, tile) =
-            (lower(program.graph(), &roots, Dialect::Cuda, "v"), lower(&tiles.graph, &ends, Dialect::Cuda, "t"));
+        let (code, tile) = (lower(program.graph(), &roots), lower(&tiles.graph, &ends));
+        let (code, tile) = (code.print(Dialect::Cuda, "v"), tile.print(Dialect::Cuda, "t"));
         let _ = writeln!(
             text,
             "extern \"C\" __global__ void program{i}(const __grid_constant__ Side arg, float *out, float score, int b, int h, \
@@ -32,12 +34,35 @@ fn source(programs: &[Program]) -> String {
             code.all(),
             tile.all()
         );
-        for result in code.results.iter().chain(&tile.results) {
+        for result in code.results().into_iter().chain(tile.results()) {
             let _ = writeln!(text, "keep(out, n, {result});");
         }
         text.push_str("}\n");
+        derivative(&mut text, i, program);
     }
     text
+}
+
+/// A kernel that stores a program's derivatives, lowered for threads that hold scores of neighbouring keys.
+fn derivative(text: &mut String, i: usize, program: &Program) {
+    let code = lower_derivative(&Derivative::of_score(program), Form::AlongKeys);
+    let code = code.print(Dialect::Cuda, "d");
+    let _ = writeln!(
+        text,
+        "extern \"C\" __global__ void derivative{i}(const __grid_constant__ Side arg, float *out, float raw, float scale, int b, \
+         int h, int h_kv, int q, int kv_first, int q_len, int kv_len) {{\n\
+         const Side *side = &arg; const AlongKeys<false> along; const auto ft_capf = ft_cap<false>;\n\
+         const auto ft_along_bf16 = [&](const u16* p, int at, i64 stride, int nth) {{ return along.bf16(p, at, stride, nth); }};\n\
+         const auto ft_along_f16 = [&](const u16* p, int at, i64 stride, int nth) {{ return along.f16(p, at, stride, nth); }};\n\
+         const auto ft_along_f32 = [&](const float* p, int at, i64 stride, int nth) {{ return along.f32(p, at, stride, nth); }};\n\
+         for (int offset = 0, n = 0; offset < 4; offset++) {{\n\
+         const int kv = kv_first + offset; const float score = raw * scale;\n{}",
+        code.all()
+    );
+    for result in code.results() {
+        let _ = writeln!(text, "keep(out, n, {result});");
+    }
+    text.push_str("}\n}\n");
 }
 
 #[test]

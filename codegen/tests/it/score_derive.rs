@@ -1,7 +1,10 @@
 //! Derivatives agree with finite differences, and say how a bias' gradient is reduced.
 
 use crate::random::{DECLARATIONS, Generator};
+use crate::score_lower::{compile_and_run, side};
 use flashtune_codegen::score::*;
+use flashtune_codegen::{Shape, TemplateSet};
+use std::fmt::Write;
 
 /// The slope of a function at a place, if it has one there: differences to both sides agree.
 fn slope(mut f: impl FnMut(f64) -> f64, x: f64) -> Option<f64> {
@@ -111,4 +114,118 @@ fn the_built_ins_have_the_derivatives_of_the_book() {
     // A bias of KV heads is summed over the query heads of each.
     let kv_bias = Program::score_of("t: float[kv_heads, kv_len]; score + t[h_kv, kv]").unwrap();
     assert_eq!(Derivative::of_score(&kv_bias).tensors[0].summed, [Var::B, Var::H, Var::Q]);
+}
+
+/// A program with its derivatives, and where they are evaluated.
+struct Case {
+    program: Program,
+    derivative: Derivative,
+    sizes: Shape,
+    data: SideData,
+    places: Vec<(At, f32)>,
+}
+
+/// What fragments find in scope in CUDA C, in C: a cap is its tanh, whichever polynomial a kernel takes.
+const FRAGMENTS: &str = "
+typedef struct { float factor; } CapSeries;
+static CapSeries cap_series(float cap, float factor) { return (CapSeries){factor}; }
+static float ft_capf(float x, float cap, float factor, CapSeries s) { return cap * ft_tanhf(x * s.factor); }
+static float ft_along_f32(const float *p, int offset, int64_t stride, int nth) { return p[offset * stride]; }
+";
+
+/// C that prints the bits of all results of every case at every place, once for each form.
+fn source(cases: &[Case]) -> String {
+    let set = TemplateSet::embedded();
+    let header = set.files().find(|(name, _)| *name == "lib/cpu/score.h").unwrap().1;
+    let mut c = format!("#include <math.h>\n#include <stdint.h>\n#include <stdio.h>\n{header}\n{FRAGMENTS}\n");
+    let arguments = "const Side *side, int32_t b, int32_t h, int32_t h_kv, int32_t q, int32_t kv, int32_t q_len, \
+                     int32_t kv_len, float score, int32_t kv_first, int32_t offset, float raw, float scale";
+    for (n, case) in cases.iter().enumerate() {
+        for (f, form) in [Form::Single, Form::Fragments, Form::AlongKeys].into_iter().enumerate() {
+            let code = lower_derivative(&case.derivative, form);
+            let code = code.print(Dialect::C, "v");
+            writeln!(c, "static void f{n}_{f}({arguments}) {{\n{}", code.all()).unwrap();
+            for result in code.results() {
+                writeln!(c, "printf(\"%08x \", (ft_bits){{.f = {result}}}.u);").unwrap();
+            }
+            writeln!(c, "puts(\"\");\n}}").unwrap();
+        }
+    }
+    c.push_str("int main(void) {\n");
+    for (n, case) in cases.iter().enumerate() {
+        c.push_str("{\n");
+        side(&mut c, case.program.declarations(), &case.data);
+        for (At { b, h, q, kv }, score) in &case.places {
+            let (h_kv, Shape { q_len, kv_len, .. }) = (h / case.sizes.group(), case.sizes);
+            let (kv_first, raw) = (kv / 4 * 4, score * 4.0);
+            let at = format!("&side, {b}, {h}, {h_kv}, {q}, {kv}, {q_len}, {kv_len}, {score:?}f");
+            for f in 0..3 {
+                writeln!(c, "f{n}_{f}({at}, {kv_first}, {}, {raw:?}f, 0.25f);", kv - kv_first).unwrap();
+            }
+        }
+        c.push_str("}\n");
+    }
+    c.push_str("return 0;\n}\n");
+    c
+}
+
+#[test]
+fn lowered_derivatives_are_those_of_interpreter_and_differences() {
+    let mut g = Generator::new(31);
+    let mut cases = Vec::new();
+    let random = (0..90).map(|round| {
+        let mut g = Generator::new(900 + round as u64);
+        g.functions = round % 3 == 0;
+        format!("{DECLARATIONS} score = {};", g.score(1 + round % 5).text())
+    });
+    let capped = "score = cap * tanh(score / cap) + slope[h] * (kv - q) + bias[h, q, kv];";
+    let texts = random.chain([format!("{DECLARATIONS} {capped}")]);
+    for text in texts {
+        let program = Program::parse(&text).unwrap();
+        let (sizes, derivative) = (g.sizes(), Derivative::of_score(&program));
+        let data = g.data(&sizes);
+        let places = (0..8).map(|i| (g.place(&sizes), [0.75f32, -3.5, 40.0][i % 3])).collect();
+        cases.push(Case { program, derivative, sizes, data, places });
+    }
+    let mut lines = compile_and_run("derivatives", &source(&cases)).into_iter();
+    let (mut exact, mut fragments, mut differences) = (0, 0, 0);
+    for case in &cases {
+        let text = case.program.text();
+        let functions = ["tanh", "exp2", "log2"].iter().any(|f| text.contains(f));
+        // Beside numbers of this size sums of fragments, and steps, are lost in rounding.
+        let large = ["1073741", "92233720", "e9", "e18", "wide", "any"].iter().any(|large| text.contains(large));
+        let d = &case.derivative;
+        let by_tensors = d.tensors.iter().map(|t| Some(t.value));
+        let roots: Vec<Option<Id>> = [Some(d.value), d.score].into_iter().chain(by_tensors).collect();
+        let ids: Vec<Id> = roots.iter().copied().flatten().collect();
+        let mut e = Evaluator::new(&d.graph, &ids, &case.sizes, &case.data, Precision::F32);
+        let mut bound = Bound::new(&case.program, &case.sizes, &case.data, Precision::F64).unwrap();
+        for &(at, score) in &case.places {
+            e.go(at, [0; 4], score.into());
+            let want: Vec<f64> = roots.iter().map(|id| id.map_or(0.0, |id| e.float(id))).collect();
+            let tame = want.iter().all(|x| x.is_finite() && x.abs() < 1e4);
+            for form in [Form::Single, Form::Fragments, Form::AlongKeys] {
+                let line = lines.next().unwrap();
+                let got = line.split_whitespace().map(|w| f32::from_bits(u32::from_str_radix(w, 16).unwrap()));
+                let got: Vec<f64> = got.map(f64::from).collect();
+                let context = || format!("{form:?} {at:?} {score}: {got:?} is not {want:?}\n{text}");
+                assert_eq!(got.len(), want.len());
+                let same = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan();
+                let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 2e-3 * (1.0 + b.abs());
+                if form == Form::Single && !functions {
+                    assert!(got.iter().zip(&want).all(same), "{}", context());
+                    exact += 1;
+                } else if tame && !large {
+                    assert!(got.iter().zip(&want).all(near), "{}", context());
+                    fragments += u32::from(form != Form::Single);
+                }
+                if let Some(slope) = slope(|x| bound.score(at, x), score.into()).filter(|_| tame && !large) {
+                    assert!((got[1] - slope).abs() <= 5e-3 * (1.0 + slope.abs()), "{slope} {}", context());
+                    differences += u32::from(slope != 0.0);
+                }
+            }
+        }
+    }
+    assert!(lines.next().is_none());
+    assert!(exact > 300 && fragments > 300 && differences > 200, "{exact} {fragments} {differences}");
 }

@@ -21,19 +21,21 @@ fn source(cases: &[Case]) -> String {
     let mut c = format!("#include <stdint.h>\n#include <stdio.h>\n{header}\n");
     for (n, case) in cases.iter().enumerate() {
         let roots: Vec<Id> = case.program.mask().into_iter().chain(case.program.score()).collect();
-        let code = lower(case.program.graph(), &roots, Dialect::C, "v");
-        let mut results = code.results.iter();
-        let mask = case.program.mask().map_or("1", |_| results.next().unwrap());
-        let score = case.program.score().map_or("score", |_| results.next().unwrap());
+        let code = lower(case.program.graph(), &roots);
+        let code = code.print(Dialect::C, "v");
+        let mut results = code.results().into_iter();
+        let mask = case.program.mask().map_or("1".to_owned(), |_| results.next().unwrap());
+        let score = case.program.score().map_or("score".to_owned(), |_| results.next().unwrap());
         let tiles = TileProgram::new(&case.program);
-        let tile_code = lower(&tiles.graph, &[tiles.all_masked, tiles.all_visible], Dialect::C, "t");
+        let tile_code = lower(&tiles.graph, &[tiles.all_masked, tiles.all_visible]);
+        let tile_code = tile_code.print(Dialect::C, "t");
         let arguments = "const Side *side, int32_t b, int32_t h, int32_t h_kv, int32_t q, int32_t kv, int32_t q_len, \
                          int32_t kv_len, float score, int32_t q_first, int32_t q_last, int32_t kv_first, int32_t kv_last";
         writeln!(c, "static void f{n}({arguments}) {{\n{}", code.all()).unwrap();
         writeln!(c, "printf(\"%d %08x \", (int)({mask}), (ft_bits){{.f = {score}}}.u);\n}}").unwrap();
         writeln!(c, "static void g{n}({arguments}) {{\n{}", tile_code.all()).unwrap();
-        writeln!(c, "printf(\"%d %d\\n\", (int)({}), (int)({}));\n}}", tile_code.results[0], tile_code.results[1])
-            .unwrap();
+        let [masked, visible] = &tile_code.results()[..] else { panic!("two results") };
+        writeln!(c, "printf(\"%d %d\\n\", (int)({masked}), (int)({visible}));\n}}").unwrap();
     }
     c.push_str("int main(void) {\n");
     for (n, case) in cases.iter().enumerate() {
@@ -59,7 +61,7 @@ fn source(cases: &[Case]) -> String {
 }
 
 /// The tensors and scalars of a case.
-fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
+pub fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
     let (mut tensors, mut scalars) = (Vec::new(), Vec::new());
     for d in declarations {
         let Some(tensor) = data.tensors.get(&d.name) else {
@@ -92,7 +94,7 @@ fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
     writeln!(c, "const Side side = {{tensors, scalars}};").unwrap();
 }
 
-fn compile_and_run(name: &str, text: &str) -> Vec<String> {
+pub fn compile_and_run(name: &str, text: &str) -> Vec<String> {
     let dir = tempfile::tempdir().unwrap();
     let (file, binary) = (dir.path().join("a.c"), dir.path().join("a"));
     std::fs::write(&file, text).unwrap();
@@ -100,7 +102,7 @@ fn compile_and_run(name: &str, text: &str) -> Vec<String> {
     // Undefined behaviour ends the program; contraction would round once where the interpreter rounds twice.
     let options =
         ["-std=gnu11", "-O0", "-ffp-contract=off", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-w", "-o"];
-    let out = Command::new(&cc).args(options).arg(&binary).arg(&file).output().unwrap();
+    let out = Command::new(&cc).args(options).arg(&binary).arg(&file).arg("-lm").output().unwrap();
     assert!(out.status.success(), "{name}: {}", String::from_utf8_lossy(&out.stderr));
     let run = Command::new(&binary).output().unwrap();
     assert!(run.status.success(), "{name}: {}", String::from_utf8_lossy(&run.stderr));
@@ -190,27 +192,13 @@ fn statements_are_where_they_depend_on_the_least() {
                 mask = kv // chunk == (q + kv_len - q_len) // chunk and doc[kv] == doc[q];
                 score = score * 0.5 + slope[h] * (kv - q);";
     let program = Program::parse(text).unwrap();
+    let code = lower(program.graph(), &[program.mask().unwrap(), program.score().unwrap()]);
     for dialect in [Dialect::C, Dialect::Cuda] {
-        let code = lower(program.graph(), &[program.mask().unwrap(), program.score().unwrap()], dialect, "v");
-        assert!(!code.element.contains('[') && !code.element.contains(" / "), "{}", code.element);
-        assert!(!code.element.contains("int64_t") && !code.element.contains('?'), "{}", code.element);
-        assert!(code.column.contains("kv / ") && code.row.contains("ft_floor_div32"), "{code:?}");
-        assert!(code.uniform.contains("slope") || code.uniform.contains("[h * "), "{}", code.uniform);
+        let [head, row, key, score] =
+            [Scope::Head, Scope::Row, Scope::Key, Scope::Score].map(|scope| code.print(dialect, "v").scope(scope));
+        assert!(!score.contains('[') && !score.contains(" / "), "{score}");
+        assert!(!score.contains("int64_t") && !score.contains('?'), "{score}");
+        assert!(key.contains("kv / ") && row.contains("ft_floor_div32"), "{key}{row}");
+        assert!(head.contains("slope") || head.contains("[h * "), "{head}");
     }
-}
-
-#[test]
-fn caps_are_bounded_by_what_is_written_or_promised() {
-    let bound = |text: &str| {
-        let program = Program::parse(text).unwrap();
-        lower_scores(program.graph(), &[program.score().unwrap()], "s").capped.map(|c| c.bound)
-    };
-    assert_eq!(bound("score = 30.0 * tanh(score / 30.0);"), Some(30.0));
-    assert_eq!(bound("score = tanh(score) * -4.0;"), Some(4.0));
-    assert_eq!(bound("cap: float in -50..20; score = cap * tanh(score / cap);"), Some(50.0));
-    assert_eq!(bound("cap: float; score = cap * tanh(score / cap);"), None);
-    // The range of another scalar is no bound, nor is one of a cap that a row changes.
-    assert_eq!(bound("cap: float; by: float in 0..1; score = cap * tanh(score * by);"), None);
-    assert_eq!(bound("s: float[q_len]; score = 30.0 * tanh(score * s[q]);"), None);
-    assert_eq!(bound("score = 30.0 * tanh(score / 30.0) + 1.0;"), None);
 }

@@ -44,7 +44,7 @@ impl Sm90Schedule {
         };
         // What threads load along the keys wants what shared memory leaves of the L1 cache: 20 % on an H200.
         let has_biases = brings && problem.program.is_some_and(|p| !p.biases().is_empty());
-        let loads = problem.program.is_some_and(|p| p.of_scores().reads_of_halves > 0);
+        let loads = problem.program.is_some_and(|p| p.score_facts().halves_along_keys > 0);
         let runs = problem.program.is_some_and(|p| p.runs().is_some());
         let chain = !loads;
         let base = Self {
@@ -91,7 +91,7 @@ impl Sm90Schedule {
             }
         }
         let (masked, short) = (problem.masks(), bucket.kv_len <= 1024);
-        let tanh = problem.program.is_some_and(|p| p.of_scores().tanh);
+        let tanh = problem.program.is_some_and(|p| p.score_facts().tanhs > 0);
         let most = match () {
             // Two ways to take it hold more registers than the larger blocks leave.
             _ if tanh => 128,

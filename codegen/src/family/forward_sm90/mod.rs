@@ -166,7 +166,7 @@ impl Sm90Schedule {
 
     /// Whether the scores' product starts from what a program adds to them: biases that are there before.
     pub(crate) fn seeds(&self, problem: &Problem) -> bool {
-        !self.biases(problem).is_empty() && problem.program.is_some_and(|p| p.of_scores().adds)
+        !self.biases(problem).is_empty() && problem.program.is_some_and(|p| p.score_facts().adds)
     }
 }
 
@@ -191,7 +191,7 @@ impl KernelFamily for Sm90Schedule {
         if problem.dtype == DType::F32 {
             return no("computes f16 and bf16 only", "forward/naive is the exact f32 path");
         }
-        if problem.program.is_some_and(|p| p.of_scores().reads_along_keys && problem.head_dim_v > 192) {
+        if problem.program.is_some_and(|p| p.score_facts().loads_by_key > 0 && problem.head_dim_v > 192) {
             return no(
                 "reads side tensors along the keys for scores up to a head dim of V of 192: more leaves no registers",
                 "use forward/sm80",

@@ -1,7 +1,7 @@
 //! How the registers of a multiprocessor are shared between the producer and the consumers.
 
 use super::Sm90Schedule;
-use crate::score::OfScores;
+use crate::score::ScoreFacts;
 use crate::{Error, Problem, Result};
 
 impl Sm90Schedule {
@@ -77,13 +77,13 @@ impl Sm90Schedule {
     /// numbers spilled: elements that change with the key are loaded ahead of their use.
     pub(super) fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
-        let OfScores { score, reads_along_keys, gathers, reads_of_halves, divides_at_run_time, .. } = p.of_scores();
-        let kind = match reads_along_keys {
-            true if gathers => 100,
+        let ScoreFacts { changes: score, loads_by_key, gathers, halves_along_keys, divisions, .. } = p.score_facts();
+        let kind = match loads_by_key > 0 {
+            true if gathers > 0 => 100,
             // What is read ahead comes on top (`registers_ahead`).
-            true if reads_of_halves > 0 => 8,
+            true if halves_along_keys > 0 => 8,
             true => 72,
-            false if divides_at_run_time => 52,
+            false if divisions > 0 => 52,
             false if score && problem.head_dim_v > 192 => 28,
             false if score => 16,
             false => 0,
@@ -99,7 +99,7 @@ impl Sm90Schedule {
     pub(super) fn registers_beside(&self, problem: &Problem) -> u32 {
         match problem.program.filter(|_| self.bias_stages > 0) {
             None => Self::program_registers(problem),
-            Some(p) if !p.of_scores().biases_alone => Self::program_registers(problem).max(32),
+            Some(p) if !p.score_facts().biases_alone => Self::program_registers(problem).max(32),
             // Two masks, each with its bounds.
             Some(_) if problem.mask.any() && problem.masks_by_program() => 36,
             Some(_) => 0,
@@ -108,7 +108,7 @@ impl Sm90Schedule {
 
     /// Registers of what a program reads along the keys ahead of its use: two rows, two elements in one.
     pub(super) fn registers_ahead(&self, problem: &Problem) -> u32 {
-        problem.program.map_or(0, |p| p.of_scores().reads_of_halves) * self.block_kv / 4
+        problem.program.map_or(0, |p| p.score_facts().halves_along_keys) * self.block_kv / 4
     }
 
     /// Whether a consumer's registers suffice, and whether the compiler can write the instructions at all: it refuses

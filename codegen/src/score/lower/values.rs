@@ -1,150 +1,125 @@
-//! The expression of each node, in either language: types, widths of ints, places in tensors.
+//! The value of each node as an expression: widths of ints, places in tensors.
 
-use super::super::graph::{Graph, Node};
-use super::super::range::Range;
-use super::super::words::{Axis, Binary, Id, Storage, Type, Unary};
-use super::{Dialect, Lowering, slot};
-
-impl Dialect {
-    pub(super) fn int(self, range: Range) -> &'static str {
-        if range.is_i32() { self.i32() } else { self.i64() }
-    }
-    pub(super) fn i32(self) -> &'static str {
-        if self == Dialect::C { "int32_t" } else { "int" }
-    }
-    pub(super) fn i64(self) -> &'static str {
-        if self == Dialect::C { "int64_t" } else { "i64" }
-    }
-    pub(super) fn u64(self) -> &'static str {
-        if self == Dialect::C { "uint64_t" } else { "u64" }
-    }
-    pub(crate) fn element(self, storage: Storage) -> &'static str {
-        match (storage, self) {
-            (Storage::F32, _) => "float",
-            (Storage::F16 | Storage::Bf16, Dialect::C) => "uint16_t",
-            (Storage::F16 | Storage::Bf16, Dialect::Cuda) => "u16",
-            (Storage::I32, _) => self.i32(),
-            (Storage::I64, _) => self.i64(),
-            (Storage::Bool, Dialect::C) => "uint8_t",
-            (Storage::Bool, Dialect::Cuda) => "u8",
-        }
-    }
-}
+use super::stmt::{Expr, Function, Name, Op, Part, Scope, Stmt, Ty};
+use super::{Lowering, slot};
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::range::Range;
+use crate::score::syntax::words::{Axis, Binary, Id, Storage, Type, Unary};
 
 impl Lowering<'_> {
     /// A node where it is used.
-    pub(super) fn operand(&self, id: Id) -> String {
+    pub(super) fn operand(&self, id: Id) -> Expr {
         match self.graph.node(id) {
-            Node::Bool(x) => i32::from(*x).to_string(),
-            Node::Int(x) => int_literal(*x, self.graph.range(id)),
-            Node::Float(bits) => match f32::from_bits(*bits) {
-                x if x.is_nan() => "FT_NAN".to_owned(),
-                f32::INFINITY => "FT_INF".to_owned(),
-                f32::NEG_INFINITY => "(-FT_INF)".to_owned(),
-                x if x.is_sign_negative() => format!("({x:?}f)"),
-                x => format!("{x:?}f"),
-            },
-            Node::Var(v) => v.name().to_owned(),
-            _ => format!("{}{}", self.prefix, id.index()),
+            Node::Bool(x) => Expr::Bool(*x),
+            Node::Int(x) => Expr::Int(*x, Ty::int(self.graph.range(id))),
+            Node::Float(bits) => Expr::Float(*bits),
+            Node::Var(v) => Expr::Var(*v),
+            _ => Expr::Name(Name::Node(id)),
         }
     }
 
-    pub(super) fn value(&self, id: Id) -> String {
+    pub(super) fn value(&self, id: Id) -> Expr {
         match self.graph.node(id) {
             Node::Scalar(i) => {
-                let s = slot(self.graph, *i);
-                match self.graph.ty(id) {
-                    Type::Float => format!("side->scalars[{s}].f"),
-                    _ => format!("({})side->scalars[{s}].i", self.dialect.int(self.graph.range(id))),
-                }
+                let (s, ty) = (slot(self.graph, *i), self.graph.ty(id));
+                let scalar = Expr::Scalar(s, ty);
+                if ty == Type::Float { scalar } else { scalar.cast(Ty::int(self.graph.range(id))) }
             }
             Node::Load { tensor, index } => self.load(id, *tensor, index),
             Node::Extreme { greatest, .. } => {
-                format!("{}x.{}", self.box_name(id), if *greatest { "greatest" } else { "least" })
+                Expr::Extreme { of: Name::Part(Part::Extremes, self.box_of(id)), greatest: *greatest }
             }
             Node::Unary(op, x) => self.unary(id, *op, *x),
-            Node::Binary(op, x, y) => match (op, self.graph.ty(*x)) {
-                (Binary::And, _) => format!("{} & {}", self.operand(*x), self.operand(*y)),
-                (Binary::Or, _) => format!("{} | {}", self.operand(*x), self.operand(*y)),
-                (_, Type::Int) if op.is_logical() => {
-                    let wide = wider(self.graph.range(*x), self.graph.range(*y));
-                    format!("{} {} {}", self.cast(*x, wide), op.name(), self.cast(*y, wide))
-                }
-                (_, Type::Int) => self.int_binary(id, *op, *x, *y),
-                (Binary::Min | Binary::Max, _) => {
-                    format!("ft_{}f({}, {})", op.name(), self.operand(*x), self.operand(*y))
-                }
-                _ => format!("{} {} {}", self.operand(*x), op.name(), self.operand(*y)),
-            },
+            Node::Binary(op, x, y) => self.binary(id, *op, *x, *y),
             Node::Select(c, x, y) => match self.graph.ty(id) {
                 Type::Int => {
                     let wide = self.graph.range(id);
-                    format!("{} ? {} : {}", self.operand(*c), self.cast(*x, wide), self.cast(*y, wide))
+                    Expr::choose(self.operand(*c), self.widened(*x, wide), self.widened(*y, wide))
                 }
-                _ => format!("{} ? {} : {}", self.operand(*c), self.operand(*x), self.operand(*y)),
+                _ => Expr::choose(self.operand(*c), self.operand(*x), self.operand(*y)),
             },
             _ => self.operand(id),
         }
     }
 
-    pub(super) fn unary(&self, id: Id, op: Unary, x: Id) -> String {
+    fn unary(&self, id: Id, op: Unary, x: Id) -> Expr {
         let of = self.operand(x);
-        let (i64, u64) = (self.dialect.i64(), self.dialect.u64());
+        let call = |f, of| Expr::Call(f, vec![of]);
+        let zero = || Expr::Int(0, Ty::I32);
+        let is_negative = |of: &Expr| Expr::infix(Op::Lt, of.clone(), zero());
+        // Of the least int there is, which has no negative: unsigned, it wraps around.
+        let wrapped = |of: &Expr| Expr::infix(Op::Sub, zero(), of.clone().cast(Ty::U64)).cast(Ty::I64);
+        let (result, operand) = (self.graph.range(id), self.graph.range(x));
         match (op, self.graph.ty(x)) {
-            (Unary::Not, _) => format!("!{of}"),
-            (Unary::Neg, Type::Int) if self.graph.range(id) == Range::FULL => format!("({i64})(0 - ({u64}){of})"),
-            (Unary::Abs, Type::Int) if self.graph.range(id) == Range::FULL => {
-                format!("{of} < 0 ? ({i64})(0 - ({u64}){of}) : {of}")
-            }
-            (Unary::Neg, Type::Int) => format!("-{}", self.cast(x, wider(self.graph.range(id), self.graph.range(x)))),
+            (Unary::Not, _) => Expr::Not(Box::new(of)),
+            (Unary::Neg, Type::Int) if result == Range::FULL => wrapped(&of),
+            (Unary::Abs, Type::Int) if result == Range::FULL => Expr::choose(is_negative(&of), wrapped(&of), of),
+            (Unary::Neg, Type::Int) => self.widened(x, wider(result, operand)).neg(),
             (Unary::Abs, Type::Int) => {
-                let of = self.cast(x, wider(self.graph.range(id), self.graph.range(x)));
-                format!("{of} < 0 ? -{of} : {of}")
+                let of = self.widened(x, wider(result, operand));
+                Expr::choose(is_negative(&of), of.clone().neg(), of)
             }
-            (Unary::Neg, _) => format!("-{of}"),
-            (Unary::Abs, _) => format!("ft_absf({of})"),
-            (Unary::ToFloat, _) => format!("(float){of}"),
-            (Unary::Exp2 | Unary::Log2 | Unary::Tanh, _) => format!("ft_{}f({of})", op.name()),
+            (Unary::Neg, _) => of.neg(),
+            (Unary::Abs, _) => call(Function::Abs, of),
+            (Unary::ToFloat, _) => of.cast(Ty::F32),
+            (Unary::Exp2, _) => call(Function::Exp2, of),
+            (Unary::Log2, _) => call(Function::Log2, of),
+            (Unary::Tanh, _) => call(Function::Tanh, of),
+        }
+    }
+
+    fn binary(&self, id: Id, op: Binary, x: Id, y: Id) -> Expr {
+        let (of_x, of_y) = (self.operand(x), self.operand(y));
+        match (operator(op), self.graph.ty(x)) {
+            (Some(op @ (Op::And | Op::Or)), _) => Expr::infix(op, of_x, of_y),
+            (Some(op), Type::Int) if is_comparison(op) => {
+                let wide = wider(self.graph.range(x), self.graph.range(y));
+                Expr::infix(op, self.widened(x, wide), self.widened(y, wide))
+            }
+            (_, Type::Int) => self.int_binary(id, op, x, y),
+            (Some(op), _) => Expr::infix(op, of_x, of_y),
+            (None, _) if op == Binary::Min => Expr::Call(Function::Min, vec![of_x, of_y]),
+            (None, _) if op == Binary::Max => Expr::Call(Function::Max, vec![of_x, of_y]),
+            (None, _) => unreachable!("floats have no `{}`", op.name()),
         }
     }
 
     /// An int, widened if its own type is narrower than that of a range.
-    pub(super) fn cast(&self, id: Id, wide: Range) -> String {
-        let of = self.operand(id);
-        let leaf = matches!(self.graph.node(id), Node::Int(_));
-        match (self.graph.range(id).is_i32(), wide.is_i32(), leaf) {
-            (true, false, true) => int_literal(self.graph.range(id).lo, wide),
-            (true, false, false) => format!("({}){of}", self.dialect.i64()),
+    fn widened(&self, id: Id, wide: Range) -> Expr {
+        let (of, own) = (self.operand(id), self.graph.range(id));
+        match (&of, own.is_i32(), wide.is_i32()) {
+            (Expr::Int(x, _), true, false) => Expr::Int(*x, Ty::I64),
+            (_, true, false) => of.cast(Ty::I64),
             _ => of,
         }
     }
 
-    pub(super) fn int_binary(&self, id: Id, op: Binary, x: Id, y: Id) -> String {
+    fn int_binary(&self, id: Id, op: Binary, x: Id, y: Id) -> Expr {
         let (result, a, b) = (self.graph.range(id), self.graph.range(x), self.graph.range(y));
         let wide = wider(result, wider(a, b));
-        let (of_x, of_y) = (self.cast(x, wide), self.cast(y, wide));
-        let narrow = |text: String| match result.is_i32() && !wide.is_i32() {
-            true => format!("({})({text})", self.dialect.i32()),
-            false => text,
-        };
-        match op {
-            Binary::Add | Binary::Sub | Binary::Mul if result == Range::FULL => {
-                let (i64, u64) = (self.dialect.i64(), self.dialect.u64());
-                format!("({i64})(({u64}){of_x} {} ({u64}){of_y})", op.name())
+        let (of_x, of_y) = (self.widened(x, wide), self.widened(y, wide));
+        let narrow = |e: Expr| if result.is_i32() && !wide.is_i32() { e.cast(Ty::I32) } else { e };
+        let extreme = |op| Expr::choose(Expr::infix(op, of_x.clone(), of_y.clone()), of_x.clone(), of_y.clone());
+        match (op, operator(op)) {
+            (Binary::Add | Binary::Sub | Binary::Mul, Some(op)) if result == Range::FULL => {
+                Expr::infix(op, of_x.cast(Ty::U64), of_y.cast(Ty::U64)).cast(Ty::I64)
             }
-            Binary::Add | Binary::Sub | Binary::Mul => narrow(format!("{of_x} {} {of_y}", op.name())),
-            Binary::Min => narrow(format!("{of_x} < {of_y} ? {of_x} : {of_y}")),
-            Binary::Max => narrow(format!("{of_x} > {of_y} ? {of_x} : {of_y}")),
-            Binary::FloorDiv | Binary::Mod => {
+            (Binary::Add | Binary::Sub | Binary::Mul, Some(op)) => narrow(Expr::infix(op, of_x, of_y)),
+            (Binary::Min, _) => narrow(extreme(Op::Lt)),
+            (Binary::Max, _) => narrow(extreme(Op::Gt)),
+            (Binary::FloorDiv | Binary::Mod, _) => {
                 let divides = op == Binary::FloorDiv;
                 let by = self.graph.as_int(y).filter(|d| *d > 0);
                 let bits = if wide.is_i32() { 32 } else { 64 };
                 narrow(match by {
                     // Shifting and masking round down for negative numbers, too.
-                    Some(d) if d & (d - 1) == 0 && divides => format!("{of_x} >> {}", d.trailing_zeros()),
-                    Some(d) if d & (d - 1) == 0 => format!("{of_x} & {}", int_literal(d - 1, wide)),
-                    _ if a.lo >= 0 && b.lo > 0 => format!("{of_x} {} {of_y}", if divides { "/" } else { "%" }),
-                    _ => format!("ft_floor_{}{bits}({of_x}, {of_y})", if divides { "div" } else { "mod" }),
+                    Some(d) if d & (d - 1) == 0 && divides => {
+                        Expr::infix(Op::Shift, of_x, Expr::Int(d.trailing_zeros().into(), Ty::I32))
+                    }
+                    Some(d) if d & (d - 1) == 0 => Expr::infix(Op::LowBits, of_x, Expr::Int(d - 1, Ty::int(wide))),
+                    _ if a.lo >= 0 && b.lo > 0 => Expr::infix(if divides { Op::Div } else { Op::Rem }, of_x, of_y),
+                    _ if divides => Expr::Call(Function::FloorDiv(bits), vec![of_x, of_y]),
+                    _ => Expr::Call(Function::FloorMod(bits), vec![of_x, of_y]),
                 })
             }
             _ => unreachable!("ints have no `{}`", op.name()),
@@ -152,39 +127,38 @@ impl Lowering<'_> {
     }
 
     /// What each index adds to the place of an element.
-    pub(super) fn places(&self, tensor: usize, index: &[Id]) -> Vec<String> {
-        let (p, t) = (self.prefix, slot(self.graph, tensor));
+    pub(super) fn places(&self, tensor: usize, index: &[Id]) -> Vec<Expr> {
+        let t = slot(self.graph, tensor);
         let axes = self.graph.declarations()[tensor].axes.as_deref().unwrap_or_default();
-        (index.iter().zip(axes).enumerate())
-            .map(|(a, (i, axis))| {
-                let of = self.operand(*i);
-                let bits = if self.graph.range(*i).is_i32() { 32 } else { 64 };
-                match index_fits(self.graph, *axis, *i) {
-                    true => format!("{of} * {p}t{t}s{a}"),
-                    false => format!("ft_clamp{bits}({of}, {p}t{t}n{a}) * {p}t{t}s{a}"),
-                }
-            })
-            .collect()
+        let place = |(a, (i, axis)): (usize, (&Id, &Axis))| {
+            let of = self.operand(*i);
+            let bits = if self.graph.range(*i).is_i32() { 32 } else { 64 };
+            let of = match index_fits(self.graph, *axis, *i) {
+                true => of,
+                false => Expr::Call(Function::Clamp(bits), vec![of, Expr::Name(Name::Length(t, a))]),
+            };
+            Expr::infix(Op::Mul, of, Expr::Name(Name::Stride(t, a)))
+        };
+        index.iter().zip(axes).enumerate().map(place).collect()
     }
 
-    pub(super) fn load(&self, id: Id, tensor: usize, index: &[Id]) -> String {
-        let (p, t) = (self.prefix, slot(self.graph, tensor));
-        let declaration = &self.graph.declarations()[tensor];
-        let at = format!("{p}t{t}[{}]", self.places(tensor, index).join(" + "));
-        match declaration.storage {
-            Storage::F32 => at,
-            Storage::F16 => format!("ft_from_f16({at})"),
-            Storage::Bf16 => format!("ft_from_bf16({at})"),
+    fn load(&self, id: Id, tensor: usize, index: &[Id]) -> Expr {
+        let data = Name::Data(slot(self.graph, tensor));
+        let element = Expr::Element(data, Box::new(Expr::sum(self.places(tensor, index))));
+        match self.graph.declarations()[tensor].storage {
+            Storage::F32 => element,
+            Storage::F16 => Expr::Call(Function::FromF16, vec![element]),
+            Storage::Bf16 => Expr::Call(Function::FromBf16, vec![element]),
             // A declared range may be narrower than the storage.
-            Storage::I32 | Storage::I64 => format!("({}){at}", self.dialect.int(self.graph.range(id))),
-            Storage::Bool => format!("{at} != 0"),
+            Storage::I32 | Storage::I64 => element.cast(Ty::int(self.graph.range(id))),
+            Storage::Bool => Expr::infix(Op::Ne, element, Expr::Int(0, Ty::I32)),
         }
     }
 }
 
-/// Boxes of indices, whose least and greatest elements are found together by the lanes of a warp (`lib/cuda/box.cuh`).
+/// Boxes of indices, whose least and greatest elements the lanes of a warp find together (`lib/cuda/box.cuh`).
 impl Lowering<'_> {
-    /// The first node that is about the same box: what is found there goes by its name.
+    /// The first node over the same box: it names what is found there.
     fn box_of(&self, id: Id) -> Id {
         let ends = |id: Id| match self.graph.node(id) {
             Node::Extreme { tensor, first, last, .. } => Some((tensor, first, last)),
@@ -193,30 +167,26 @@ impl Lowering<'_> {
         self.graph.ids().find(|other| self.needed[other.index()] && ends(*other) == ends(id)).unwrap_or(id)
     }
 
-    pub(super) fn box_name(&self, id: Id) -> String {
-        format!("{}{}", self.prefix, self.box_of(id).index())
-    }
-
-    /// The statement that looks at a box, before the first node that is about it.
-    pub(super) fn look_at_box(&self, id: Id) -> String {
-        let Node::Extreme { tensor, first, last, .. } = self.graph.node(id) else { return String::new() };
+    /// The statements that look at a box, before the first node over it.
+    pub(super) fn look_at_box(&mut self, id: Id, scope: Scope) {
+        let Node::Extreme { tensor, first, last, .. } = self.graph.node(id) else { return };
         if self.box_of(id) != id {
-            return String::new();
+            return;
         }
-        let (p, t, declaration) = (self.prefix, slot(self.graph, *tensor), &self.graph.declarations()[*tensor]);
-        let axes = first.iter().zip(last).enumerate().map(|(a, (first, last))| {
-            format!("{{{}, {}, {p}t{t}n{a}, {p}t{t}s{a}}}", self.operand(*first), self.operand(*last))
-        });
-        let (ty, range) = match declaration.storage.ty() {
-            Type::Bool => ("bool", Range { lo: 0, hi: 1 }),
-            _ => (self.dialect.int(self.graph.range(id)), self.graph.range(id)),
+        let (t, declaration) = (slot(self.graph, *tensor), &self.graph.declarations()[*tensor]);
+        let axis = |(a, (first, last)): (usize, (&Id, &Id))| {
+            [self.operand(*first), self.operand(*last), Expr::Name(Name::Length(t, a)), Expr::Name(Name::Stride(t, a))]
         };
-        let [lo, hi] = [range.lo, range.hi].map(|x| int_literal(x, range));
-        let axes = axes.collect::<Vec<_>>().join(", ");
-        format!(
-            "const BoxAxis {p}{0}b[] = {{{axes}}};\nconst auto {p}{0}x = look_at_box({p}t{t}, {p}{0}b, Extremes<{ty}>{{{lo}, {hi}}});\n",
-            id.index()
-        )
+        let axes = Expr::BoxAxes(first.iter().zip(last).enumerate().map(axis).collect());
+        let (ty, range) = match declaration.storage.ty() {
+            Type::Bool => (Ty::Bool, Range { lo: 0, hi: 1 }),
+            _ => (Ty::int(self.graph.range(id)), self.graph.range(id)),
+        };
+        let unknown = [range.lo, range.hi].map(|x| Box::new(Expr::Int(x, Ty::int(range))));
+        let [named_axes, extremes] = [Part::Axes, Part::Extremes].map(|part| Name::Part(part, id));
+        let look = Expr::LookAtBox { data: Name::Data(t), axes: named_axes, ty, unknown };
+        self.code.statements.push(Stmt::new(scope, Ty::BoxAxes, named_axes, axes));
+        self.code.statements.push(Stmt::new(scope, Ty::Extremes, extremes, look));
     }
 }
 
@@ -230,16 +200,27 @@ pub(super) fn index_fits(graph: &Graph, axis: Axis, index: Id) -> bool {
     }
 }
 
-pub(super) fn wider(a: Range, b: Range) -> Range {
+fn wider(a: Range, b: Range) -> Range {
     if a.is_i32() { b } else { a }
 }
 
-/// A constant of the type that holds a range.
-pub(super) fn int_literal(x: i64, wide: Range) -> String {
-    let (suffix, least) = if wide.is_i32() { ("", i32::MIN as i64) } else { ("ll", i64::MIN) };
-    match x {
-        x if x == least => format!("({}{suffix} - 1)", x + 1),
-        x if x < 0 => format!("({x}{suffix})"),
-        x => format!("{x}{suffix}"),
+/// The operator of an operation, where it is one for ints and floats alike.
+pub(super) fn operator(op: Binary) -> Option<Op> {
+    match op {
+        Binary::Add => Some(Op::Add),
+        Binary::Sub => Some(Op::Sub),
+        Binary::Mul => Some(Op::Mul),
+        Binary::Div => Some(Op::Div),
+        Binary::Lt => Some(Op::Lt),
+        Binary::Le => Some(Op::Le),
+        Binary::Eq => Some(Op::Eq),
+        Binary::Ne => Some(Op::Ne),
+        Binary::And => Some(Op::And),
+        Binary::Or => Some(Op::Or),
+        Binary::FloorDiv | Binary::Mod | Binary::Min | Binary::Max => None,
     }
+}
+
+fn is_comparison(op: Op) -> bool {
+    matches!(op, Op::Lt | Op::Le | Op::Eq | Op::Ne)
 }

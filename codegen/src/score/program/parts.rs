@@ -1,19 +1,19 @@
 //! A program from its parts: declarations, masks, scores and a sink, as texts or as expressions.
 
-use super::super::ast::Ast;
-use super::super::axes::MaskAxes;
-use super::super::bias::Bias;
-use super::super::builder::Expr;
-use super::super::check::Checker;
-use super::super::error::ProgramError;
-use super::super::graph::{Graph, Node};
-use super::super::lower::{compiling_cost, lower_fragments};
-use super::super::parse::parse;
-use super::super::print::print;
-use super::super::rows::RowKeys;
-use super::super::window::WindowForm;
-use super::super::words::{Axis, Declaration, Id, Type, Unary, Var};
-use super::{MAX_INPUTS, MAX_NODES, Program, SHORT};
+use super::{MAX_INPUTS, MAX_NODES, Program};
+use crate::score::analysis::axes::MaskAxes;
+use crate::score::analysis::bias::Bias;
+use crate::score::analysis::rows::RowKeys;
+use crate::score::analysis::window::WindowForm;
+use crate::score::graph::check::Checker;
+use crate::score::graph::print::print;
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::ast::Ast;
+use crate::score::syntax::builder::Expr;
+use crate::score::syntax::error::ProgramError;
+use crate::score::syntax::parse::parse;
+use crate::score::syntax::words::{Axis, Declaration, Id, Type, Unary, Var};
+use std::sync::OnceLock;
 
 /// Collects the parts of a [`Program`].
 #[derive(Debug, Clone)]
@@ -118,7 +118,7 @@ impl ProgramBuilder {
     /// The program.
     ///
     /// # Errors
-    /// A program of more than [`MAX_NODES`] nodes, or more than [`MAX_INPUTS`] tensors or scalars.
+    /// A program of more than 32,768 nodes in normal form, or more than [`MAX_INPUTS`] tensors or scalars.
     pub fn build(self) -> Result<Program, ProgramError> {
         let Self { graph, mask, score, sink, .. } = self;
         let mask = mask.filter(|m| graph.as_bool(*m) != Some(true));
@@ -159,12 +159,20 @@ impl ProgramBuilder {
             (Some(_), Some(_)) => Some(Box::new(Self::of(graph.clone(), None, score, sink).build()?)),
             _ => None,
         };
-        let cost_of_a_score = match graph.nodes().len() {
-            ..SHORT => [0; 2],
-            _ => [mask, score]
-                .map(|root| root.map_or(0, |root| compiling_cost(&lower_fragments(&graph, &[root], "x").element))),
-        };
-        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, biases, cost_of_a_score, unmasked })
+        Ok(Program {
+            graph,
+            mask,
+            score,
+            sink,
+            text,
+            hash,
+            window,
+            rows,
+            axes,
+            biases,
+            cost_of_a_score: OnceLock::new(),
+            unmasked,
+        })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {

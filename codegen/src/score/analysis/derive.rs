@@ -1,0 +1,172 @@
+//! Derivatives of what a program makes of the score: by the score itself, and by the elements of side tensors.
+
+use crate::score::graph::{Graph, Node};
+use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
+
+/// The derivatives of one result of a program, for the backward pass.
+///
+/// With `g` the gradient of the loss by the result, the gradient by the score is `g * score`, and each tensor in
+/// `tensors` gains `g * value` at its `index`, summed over all scores. At a kink (`abs`, `min`, `max`, a `select` whose
+/// condition changes) it is the derivative of one side.
+#[derive(Debug, Clone)]
+pub struct Derivative {
+    /// The program's nodes and those of the derivatives.
+    pub graph: Graph,
+    /// The result itself.
+    pub value: Id,
+    /// By the score; `None` when it is 0.
+    pub score: Option<Id>,
+    /// By elements of tensors: one entry for every place where one is read.
+    pub tensors: Vec<ByTensor>,
+}
+
+/// The derivative by the element of a tensor that one load reads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ByTensor {
+    /// The tensor, by its place among the declarations.
+    pub tensor: usize,
+    /// Which element, one int per axis.
+    pub index: Vec<Id>,
+    /// The derivative.
+    pub value: Id,
+    /// How each axis of the tensor's gradient is reached.
+    pub axes: Vec<GradientAxis>,
+    /// The coordinates that are summed over: the gradient's shape is that of all scores, `[b, h, q, kv]`, without them.
+    pub summed: Vec<Var>,
+}
+
+/// How an axis of a tensor's gradient is reached from the coordinates of a score.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GradientAxis {
+    /// It is a coordinate: every element of a tile has its own place.
+    Coordinate(Var),
+    /// It is computed: elements of a tile may meet, and have to be added one by one.
+    Scattered,
+}
+
+impl Derivative {
+    /// The derivatives of a float node.
+    pub(in crate::score) fn of(graph: Graph, root: Id) -> Self {
+        let loads = graph.ids().filter(|id| matches!(graph.node(*id), Node::Load { .. }));
+        let loads: Vec<Id> = loads.filter(|id| graph.ty(*id) == Type::Float).collect();
+        let mut graph = graph;
+        let score_node = graph.var(Var::Score);
+        let score = derive(&mut graph, root, score_node);
+        let mut tensors = Vec::new();
+        for load in loads {
+            let Some(value) = derive(&mut graph, root, load) else { continue };
+            let Node::Load { tensor, index } = graph.node(load).clone() else { continue };
+            let axis = |i: &Id| match graph.node(*i) {
+                Node::Var(v @ (Var::B | Var::H | Var::HKv | Var::Q | Var::Kv)) => GradientAxis::Coordinate(*v),
+                _ => GradientAxis::Scattered,
+            };
+            let axes: Vec<GradientAxis> = index.iter().map(axis).collect();
+            let kept = |v: &Var| axes.contains(&GradientAxis::Coordinate(*v));
+            let summed = [Var::B, Var::H, Var::Q, Var::Kv].into_iter().filter(|v| !kept(v)).collect();
+            tensors.push(ByTensor { tensor, index, value, axes, summed });
+        }
+        Self { graph, value: root, score, tensors }
+    }
+}
+
+/// The derivative of a node by a float node; `None` when it is 0 everywhere.
+fn derive(graph: &mut Graph, root: Id, by: Id) -> Option<Id> {
+    let nodes = root.index() + 1;
+    let mut derivatives: Vec<Option<Id>> = vec![None; nodes.max(by.index() + 1)];
+    let ids: Vec<Id> = graph.ids().take(nodes).collect();
+    for id in ids {
+        derivatives[id.index()] = match id == by {
+            true => Some(graph.float(1.0)),
+            false => step(graph, id, &derivatives),
+        };
+    }
+    derivatives[root.index()]
+}
+
+/// The derivative of one operation from those of its operands.
+fn step(g: &mut Graph, id: Id, known: &[Option<Id>]) -> Option<Id> {
+    if g.ty(id) != Type::Float {
+        return None;
+    }
+    let of = |x: Id| known[x.index()];
+    match *g.node(id) {
+        Node::Unary(op, x) => {
+            let dx = of(x)?;
+            let factor = match op {
+                Unary::Neg => return Some(g.unary(Unary::Neg, dx)),
+                Unary::Abs => {
+                    let (zero, one, minus) = (g.float(0.0), g.float(1.0), g.float(-1.0));
+                    let (below, above) = (g.binary(Binary::Lt, x, zero), g.binary(Binary::Lt, zero, x));
+                    let positive = g.select(above, one, zero);
+                    g.select(below, minus, positive)
+                }
+                Unary::Exp2 => {
+                    let ln2 = g.float(std::f32::consts::LN_2);
+                    g.binary(Binary::Mul, id, ln2)
+                }
+                Unary::Log2 => {
+                    let log2e = g.float(std::f32::consts::LOG2_E);
+                    g.binary(Binary::Div, log2e, x)
+                }
+                Unary::Tanh => {
+                    let (one, square) = (g.float(1.0), g.binary(Binary::Mul, id, id));
+                    g.binary(Binary::Sub, one, square)
+                }
+                Unary::Not | Unary::ToFloat => return None,
+            };
+            Some(g.binary(Binary::Mul, factor, dx))
+        }
+        Node::Binary(Binary::Add, a, b) => match (of(a), of(b)) {
+            (Some(x), Some(y)) => Some(g.binary(Binary::Add, x, y)),
+            (x, y) => x.or(y),
+        },
+        Node::Binary(Binary::Sub, a, b) => match (of(a), of(b)) {
+            (Some(x), Some(y)) => Some(g.binary(Binary::Sub, x, y)),
+            (x, None) => x,
+            (None, Some(y)) => Some(g.unary(Unary::Neg, y)),
+        },
+        Node::Binary(Binary::Mul, a, b) => {
+            let x = of(a).map(|da| g.binary(Binary::Mul, da, b));
+            let y = of(b).map(|db| g.binary(Binary::Mul, a, db));
+            match (x, y) {
+                (Some(x), Some(y)) => Some(g.binary(Binary::Add, x, y)),
+                (x, y) => x.or(y),
+            }
+        }
+        Node::Binary(Binary::Div, a, b) => {
+            // (da - (a / b) * db) / b
+            let above = match (of(a), of(b)) {
+                (None, None) => return None,
+                (Some(da), None) => da,
+                (da, Some(db)) => {
+                    let less = g.binary(Binary::Mul, id, db);
+                    match da {
+                        Some(da) => g.binary(Binary::Sub, da, less),
+                        None => g.unary(Unary::Neg, less),
+                    }
+                }
+            };
+            Some(g.binary(Binary::Div, above, b))
+        }
+        Node::Binary(op @ (Binary::Min | Binary::Max), a, b) => {
+            let second = match op {
+                Binary::Min => g.binary(Binary::Lt, b, a),
+                _ => g.binary(Binary::Lt, a, b),
+            };
+            // Of NaN and a number, the number.
+            let nan = g.binary(Binary::Ne, a, a);
+            let second = g.or(second, nan);
+            choose(g, second, of(b), of(a))
+        }
+        Node::Select(c, a, b) => choose(g, c, of(a), of(b)),
+        _ => None,
+    }
+}
+
+fn choose(g: &mut Graph, condition: Id, a: Option<Id>, b: Option<Id>) -> Option<Id> {
+    if a.is_none() && b.is_none() {
+        return None;
+    }
+    let zero = g.float(0.0);
+    Some(g.select(condition, a.unwrap_or(zero), b.unwrap_or(zero)))
+}

@@ -1,0 +1,33 @@
+//! The analyses that take a whole program.
+
+use super::Program;
+use crate::score::analysis::derive::Derivative;
+use crate::score::analysis::tile::TileProgram;
+use crate::score::syntax::words::Var;
+
+impl TileProgram {
+    /// The classification of a program's mask.
+    pub fn new(program: &Program) -> Self {
+        Self::of(&program.graph, program.mask, false)
+    }
+
+    /// The same for a kernel that looks at the elements of tensors in each tile: what depends on them lies between
+    /// their least and greatest, and is exact where the rows or keys of a tile have one value each.
+    pub fn by_elements(program: &Program) -> Self {
+        Self::of(&program.graph, program.mask, true)
+    }
+}
+
+impl Derivative {
+    /// The derivatives of a program's score.
+    pub fn of_score(program: &Program) -> Self {
+        let mut graph = program.graph.clone();
+        let root = program.score.unwrap_or_else(|| graph.var(Var::Score));
+        Self::of(graph, root)
+    }
+
+    /// The derivatives of a program's sink, if it has one.
+    pub fn of_sink(program: &Program) -> Option<Self> {
+        Some(Self::of(program.graph.clone(), program.sink?))
+    }
+}
