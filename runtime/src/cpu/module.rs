@@ -12,6 +12,7 @@ use std::ffi::c_void;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -109,23 +110,44 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     unsafe { library.get::<T>(name) }.map(|s| *s).map_err(|e| chain(&e))
 }
 
-/// Loads a shared object from memory: through a memory file, or where that is not allowed through a private file that
-/// is removed at once.
+/// Loads a shared object from memory: through a memory file; where that is not allowed through a file without a name,
+/// which nobody can put another one in the place of; and without /proc through a private file that is removed at
+/// once.
 fn open_bytes(bytes: &[u8]) -> Result<(Library, Option<File>), String> {
-    let in_memory = memory_file(bytes).map_err(|e| e.to_string()).and_then(|file| {
-        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        Ok((open_path(&path)?, Some(file)))
-    });
-    in_memory.or_else(|memory| {
-        let mut file = tempfile::Builder::new()
-            .prefix("flashtune-")
-            .suffix(".so")
-            .tempfile()
-            .map_err(|e| format!("{memory}; in {}: {e}", std::env::temp_dir().display()))?;
-        file.write_all(bytes).and_then(|()| file.flush()).map_err(|e| format!("{memory}; {e}"))?;
-        let library = open_path(file.path()).map_err(|e| format!("{memory}; {e}"))?;
-        Ok((library, None))
+    let unnamed = || {
+        let mut file = tempfile::tempfile()?;
+        file.write_all(bytes).map(|()| file)
+    };
+    let in_folder = |e: std::io::Error| format!("in {}: {e}", std::env::temp_dir().display());
+    open_handle(memory_file(bytes)).or_else(|memory| {
+        open_handle(unnamed()).or_else(|_| {
+            let mut file = private_folder()
+                .and_then(|folder| tempfile::Builder::new().prefix("flashtune-").suffix(".so").tempfile_in(folder))
+                .map_err(|e| format!("{memory}; {}", in_folder(e)))?;
+            file.write_all(bytes).and_then(|()| file.flush()).map_err(|e| format!("{memory}; {}", in_folder(e)))?;
+            let library = open_path(file.path()).map_err(|e| format!("{memory}; {e}"))?;
+            Ok((library, None))
+        })
     })
+}
+
+/// Loads an open file.
+fn open_handle(file: std::io::Result<File>) -> Result<(Library, Option<File>), String> {
+    let file = file.map_err(|e| e.to_string())?;
+    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    Ok((open_path(&path)?, Some(file)))
+}
+
+/// The folder for temporary files, if nobody else can rename what is in it: between the writing and the loading of a
+/// library another one would take its name.
+fn private_folder() -> std::io::Result<PathBuf> {
+    const STICKY: u32 = 0o1000;
+    let folder = std::env::temp_dir();
+    let mode = folder.metadata()?.mode();
+    match mode & 0o022 == 0 || mode & STICKY != 0 {
+        true => Ok(folder),
+        false => Err(std::io::Error::other("others may rename files there; set TMPDIR to a folder of your own")),
+    }
 }
 
 fn open_path(path: &Path) -> Result<Library, String> {
