@@ -114,13 +114,9 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
 /// which nobody can put another one in the place of; and without /proc through a private file that is removed at
 /// once.
 fn open_bytes(bytes: &[u8]) -> Result<(Library, Option<File>), String> {
-    let unnamed = || {
-        let mut file = tempfile::tempfile()?;
-        file.write_all(bytes).map(|()| file)
-    };
     let in_folder = |e: std::io::Error| format!("in {}: {e}", std::env::temp_dir().display());
     open_handle(memory_file(bytes)).or_else(|memory| {
-        open_handle(unnamed()).or_else(|_| {
+        open_handle(unnamed_file(bytes)).or_else(|_| {
             let mut file = private_folder()
                 .and_then(|folder| tempfile::Builder::new().prefix("flashtune-").suffix(".so").tempfile_in(folder))
                 .map_err(|e| format!("{memory}; {}", in_folder(e)))?;
@@ -136,6 +132,11 @@ fn open_handle(file: std::io::Result<File>) -> Result<(Library, Option<File>), S
     let file = file.map_err(|e| e.to_string())?;
     let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     Ok((open_path(&path)?, Some(file)))
+}
+
+fn unnamed_file(bytes: &[u8]) -> std::io::Result<File> {
+    let mut file = tempfile::tempfile()?;
+    file.write_all(bytes).map(|()| file)
 }
 
 /// The folder for temporary files, if nobody else can rename what is in it: between the writing and the loading of a
@@ -166,4 +167,30 @@ fn memory_file(bytes: &[u8]) -> std::io::Result<File> {
     let mut file = unsafe { File::from_raw_fd(fd) };
     file.write_all(bytes)?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Compiler;
+    use crate::compile::Cc;
+    use flashtune_codegen::{Language, Source};
+
+    #[test]
+    fn a_library_is_loaded_from_a_file_without_a_name_too() {
+        let source = Source {
+            name: "answer".into(),
+            entry: "answer".into(),
+            language: Language::C,
+            options: ["-shared", "-fPIC"].map(str::to_owned).to_vec(),
+            text: "int answer(void) { return 42; }".into(),
+        };
+        let bytes = Cc::find().unwrap().compile(&source).unwrap().0;
+        for file in [memory_file(&bytes), unnamed_file(&bytes)] {
+            let (library, _file) = open_handle(file).unwrap();
+            // SAFETY: the type is that of the function above, which does nothing but return.
+            let answer = unsafe { symbol::<unsafe extern "C" fn() -> i32>(&library, "answer").unwrap()() };
+            assert_eq!(answer, 42);
+        }
+    }
 }
