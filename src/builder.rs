@@ -197,7 +197,7 @@ impl Builder {
 }
 
 fn is_empty(layers: &Layers) -> bool {
-    layers.records().is_empty() && !layers.own().is_some_and(|dir| dir.artifacts_path().exists())
+    layers.records().is_empty() && !layers.own().is_some_and(|dir| dir.has_kernels())
 }
 
 fn launches_from_env() -> Result<Launches> {

@@ -1,17 +1,17 @@
 //! Who does a piece of work that several processes ask for: the one that holds its claim.
 //!
-//! A claim is a file below `<base>/claims/` under an exclusive lock. The kernel lets go of the lock when its process
+//! A claim is a file in `<base>/claims/` under an exclusive lock. The kernel lets go of the lock when its process
 //! ends, however it ends, so a dead holder is noticed at once and no stale claim exists. Over NFS the lock reaches other
 //! hosts where the server offers locks. Where no lock can be had (a read-only mount, a file system without locks), work
 //! is done without: twice, perhaps, but to the same result.
 
-use crate::dir::create_private;
-use crate::{CacheDir, Key, regular};
+use crate::folder::{Folder, id_of};
+use crate::layout::{CLAIMS, is_claim};
+use crate::{CacheDir, Error, Key, Result, trouble};
 use rustix::fs::{FlockOperation, flock};
-use std::fs::{File, OpenOptions};
-use std::io::{Seek, SeekFrom, Write};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::io::Write;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How soon a waiter looks again, at first and when it has waited for long: many waiters must not disturb the one that
@@ -22,14 +22,24 @@ const LAST_STEP: Duration = Duration::from_millis(250);
 /// The claims of a cache folder.
 #[derive(Debug, Clone)]
 pub struct Claims {
-    folder: PathBuf,
+    dir: CacheDir,
 }
 
 /// The right to do a piece of work, until it is dropped.
 #[derive(Debug)]
 pub struct Claim {
     /// None where no lock can be had.
-    held: Option<(File, PathBuf)>,
+    held: Option<Held>,
+}
+
+/// A locked file, and where it is.
+#[derive(Debug)]
+struct Held {
+    folder: Arc<Folder>,
+    name: String,
+    file: File,
+    id: (u64, u64),
+    was_empty: bool,
 }
 
 /// The answer to a wait.
@@ -46,26 +56,24 @@ pub enum Turn<T> {
 impl Claims {
     /// Those of a folder. Touches nothing.
     pub fn new(dir: &CacheDir) -> Self {
-        Self { folder: dir.base().join("claims") }
+        Self { dir: dir.clone() }
     }
 
     /// The claim on a piece of work, unless somebody has it.
     pub fn take(&self, work: &Key) -> Option<Claim> {
-        let path = self.folder.join(work.hex());
-        loop {
-            match lock(&self.folder, &path) {
-                Ok(Some(file)) => {
-                    // The one before may have removed the file between our opening and our locking it.
-                    if is_at(&file, &path) {
-                        note_holder(&file);
-                        return Some(Claim { held: Some((file, path)) });
-                    }
+        let open = |base: &Folder| base.open_or_create(CLAIMS);
+        let taken = self.dir.within_created(open).and_then(|folder| lock(&Arc::new(folder), &work.hex()));
+        match taken {
+            Ok(Some(held)) => {
+                note_holder(&held);
+                Some(Claim { held: Some(held) })
+            }
+            Ok(None) => None,
+            Err(e) => {
+                if !trouble::told_of_link(&e) {
+                    tracing::debug!(error = %e, "no claim can be made; the work is done without");
                 }
-                Ok(None) => return None,
-                Err(e) => {
-                    tracing::debug!(path = %path.display(), error = %e, "no claim can be made; the work is done without");
-                    return Some(Claim { held: None });
-                }
+                Some(Claim { held: None })
             }
         }
     }
@@ -73,12 +81,14 @@ impl Claims {
     /// Removes the files of claims that nobody holds: of processes that were killed after their work was done, which nobody
     /// asks for again.
     pub(crate) fn clear(&self) {
-        let Ok(entries) = std::fs::read_dir(&self.folder) else { return };
-        for path in entries.flatten().map(|entry| entry.path()) {
-            if let Ok(Some(file)) = lock(&self.folder, &path)
-                && is_at(&file, &path)
+        let Ok(folder) = self.dir.folder().and_then(|base| base.open(CLAIMS)) else { return };
+        let (names, folder) = (folder.names().unwrap_or_default(), Arc::new(folder));
+        for (name, is_link) in names {
+            if is_claim(&name)
+                && !is_link
+                && let Ok(Some(held)) = lock(&folder, &name)
             {
-                drop(Claim { held: Some((file, path)) });
+                drop(Claim { held: Some(held) });
             }
         }
     }
@@ -106,39 +116,55 @@ impl Claims {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if let Some((file, path)) = self.held.take() {
+        if let Some(Held { folder, name, file, id, .. }) = self.held.take() {
             // Removed while it is locked: who opened it before finds that it is no longer there, and begins anew.
-            let _ = std::fs::remove_file(path);
+            if let Ok(Some(seen)) = folder.look(&name)
+                && seen.id == id
+            {
+                folder.remove_seen(&name, &seen);
+            }
             drop(file);
         }
     }
 }
 
-fn lock(folder: &Path, path: &Path) -> std::io::Result<Option<File>> {
-    create_private(folder).map_err(std::io::Error::other)?;
-    let file = regular::open_with(OpenOptions::new().create(true).truncate(false).write(true), path)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(Some(file)),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-        Err(e) => Err(e.into()),
+/// The locked file of a claim; `None` while somebody else has it.
+fn lock(folder: &Arc<Folder>, name: &str) -> Result<Option<Held>> {
+    loop {
+        let (file, metadata) = folder.write(name)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+            Err(e) => {
+                let path = folder.path().join(name);
+                return Err(Error::Io { action: "lock", path, source: e.into(), remedy: "use a local folder" });
+            }
+        }
+        // The one before may have removed the file between our opening and our locking it.
+        let id = id_of(&metadata);
+        if folder.look(name)?.is_some_and(|seen| seen.id == id) {
+            let (folder, name, was_empty) = (folder.clone(), name.to_owned(), metadata.len() == 0);
+            return Ok(Some(Held { folder, name, file, id, was_empty }));
+        }
     }
 }
 
-fn is_at(file: &File, path: &Path) -> bool {
-    let id = |m: std::fs::Metadata| (m.dev(), m.ino());
-    matches!((file.metadata().map(id), std::fs::metadata(path).map(id)), (Ok(a), Ok(b)) if a == b)
-}
-
 /// For people who wonder whose it is; nobody else reads it.
-fn note_holder(mut file: &File) {
+fn note_holder(Held { file, was_empty, .. }: &Held) {
     let note = format!("{}\n", std::process::id());
-    let _ = file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).and_then(|_| file.write_all(note.as_bytes()));
+    let emptied = if *was_empty { Ok(()) } else { file.set_len(0) };
+    let _ = emptied.and_then(|()| (&*file).write_all(note.as_bytes()));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::PathBuf;
     use std::sync::atomic::{AtomicU32, Ordering};
+
+    fn folder(claims: &Claims) -> PathBuf {
+        claims.dir.base().join(CLAIMS)
+    }
 
     fn claims() -> (tempfile::TempDir, Claims) {
         let tmp = tempfile::tempdir().unwrap();
@@ -166,7 +192,7 @@ mod tests {
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
         assert_eq!(mine.iter().filter(|m| **m).count(), 1);
-        assert_eq!(std::fs::read_dir(&claims.folder).unwrap().count(), 0, "no file stays");
+        assert_eq!(std::fs::read_dir(folder(&claims)).unwrap().count(), 0, "no file stays");
     }
 
     #[test]
@@ -202,10 +228,10 @@ mod tests {
     fn what_killed_processes_leave_is_cleared_and_what_is_held_stays() {
         let (_tmp, claims) = claims();
         let held = claims.take(&Key::of(b"held")).unwrap();
-        std::fs::write(claims.folder.join(Key::of(b"left").hex()), "12345\n").unwrap();
-        std::fs::create_dir(claims.folder.join("a folder")).unwrap();
+        std::fs::write(folder(&claims).join(Key::of(b"left").hex()), "12345\n").unwrap();
+        std::fs::create_dir(folder(&claims).join("a folder")).unwrap();
         claims.clear();
-        let left = |name: &str| claims.folder.join(name).exists();
+        let left = |name: &str| folder(&claims).join(name).exists();
         assert!(left(&Key::of(b"held").hex()) && left("a folder") && !left(&Key::of(b"left").hex()));
         assert!(claims.take(&Key::of(b"held")).is_none() && claims.take(&Key::of(b"left")).is_some());
         drop(held);

@@ -11,10 +11,17 @@
 //!
 //! Resolving a folder touches nothing: reading must work on a read-only mount and without a home. Only
 //! [`CacheDir::create`] writes, and only those who store something call it.
+//!
+//! The root is the user's and may be a link. It is resolved when the folder below it is first needed; from then on
+//! everything goes through the open handle, which clones share, and no link below it is followed.
 
-use crate::{Error, Result};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use crate::folder::{Folder, Seen};
+use crate::layout::{ARTIFACTS, CLAIMS, FILES, FOLDERS, JOBS, SNAPSHOT, STORE, is_claim, is_job};
+use crate::publish::Unfinished;
+use crate::{Bundle, Error, Result};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The variable that names the root folder.
 pub const CACHE_VARIABLE: &str = "FLASHTUNE_CACHE";
@@ -24,11 +31,33 @@ pub const CACHE_VARIABLE: &str = "FLASHTUNE_CACHE";
 const LAYOUT: &str = "v6";
 
 /// The folder of one user's results.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct CacheDir {
     root: PathBuf,
     base: PathBuf,
+    /// Whether a folder that others may write to is used all the same.
+    exposed_too: bool,
+    /// The base folder, once it was needed.
+    held: Arc<Mutex<Option<Arc<Folder>>>>,
 }
+
+/// What tells one published snapshot from another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SnapshotId(Seen);
+
+impl std::fmt::Debug for CacheDir {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CacheDir").field("root", &self.root).finish()
+    }
+}
+
+impl PartialEq for CacheDir {
+    fn eq(&self, other: &Self) -> bool {
+        self.root == other.root
+    }
+}
+
+impl Eq for CacheDir {}
 
 impl CacheDir {
     /// The folder to use: the explicit one, else `FLASHTUNE_CACHE`, else `XDG_CACHE_HOME/flashtune`, else
@@ -56,7 +85,13 @@ impl CacheDir {
     /// The folder with this root. Creates nothing.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
-        Self { base: root.join(LAYOUT), root }
+        Self { base: root.join(LAYOUT), root, exposed_too: false, held: Arc::default() }
+    }
+
+    /// The same folder, used even where others may write to it: their code is as good as unsigned bundles. It
+    /// resolves its root anew.
+    pub(crate) fn exposed_too(&self) -> Self {
+        Self { exposed_too: true, ..Self::at(self.root.clone()) }
     }
 
     /// The root, without the layout's version.
@@ -69,72 +104,191 @@ impl CacheDir {
         &self.base
     }
 
-    /// The bundle that readers map.
+    /// Where the bundle that readers map is.
     pub fn snapshot_path(&self) -> PathBuf {
-        self.base.join("snapshot.ftb")
+        self.base.join(SNAPSHOT)
     }
 
-    /// The folder of compiled kernels.
+    /// Where the folder of compiled kernels is.
     pub fn artifacts_path(&self) -> PathBuf {
-        self.base.join("artifacts")
+        self.base.join(ARTIFACTS)
     }
 
-    /// The folder of the tuner's journal.
+    /// Where the folder of the tuner's journal is.
     pub fn store_path(&self) -> PathBuf {
-        self.base.join("store")
-    }
-
-    /// The file whose lock says that a tuner has the journal.
-    pub(crate) fn lock_path(&self) -> PathBuf {
-        self.base.join("store.lock")
+        self.base.join(STORE)
     }
 
     /// Makes the folder, readable and writable by its owner alone: what lies in it is loaded and run.
     ///
     /// # Errors
-    /// [`Error::Io`] when it cannot be made, [`Error::Exposed`] when it is there and others may write to it.
+    /// [`Error::Io`] when it cannot be made, [`Error::Exposed`] when it, or a folder in it, is there and others may
+    /// write to it, [`Error::Link`] when a link lies where a folder or file of the layout belongs.
     pub fn create(&self) -> Result<()> {
-        create_private(&self.base)?;
-        self.check_private()
+        self.created().map(drop)
+    }
+
+    /// [`CacheDir::create`], and the open folder.
+    pub(crate) fn created(&self) -> Result<Arc<Folder>> {
+        let base = match self.folder() {
+            Ok(base) if !base.is_gone() => base,
+            Err(e) if !e.is_missing() => return Err(unusable(e)),
+            _ => {
+                create_private(&self.base)?;
+                self.anew().map_err(unusable)?
+            }
+        };
+        check_owner(base.path(), &base.seen()?)?;
+        for (name, is_folder) in FOLDERS.map(|f| (f, true)).into_iter().chain(FILES.map(|f| (f, false))) {
+            let path = || base.path().join(name);
+            match base.look(name)? {
+                Some(seen) if seen.is_link() => return Err(Error::Link { path: path() }),
+                Some(seen) if is_folder && seen.is_folder() => check_owner(&path(), &seen)?,
+                _ => {}
+            }
+        }
+        for (folder, is_own) in [(CLAIMS, is_claim as fn(&str) -> bool), (JOBS, is_job)] {
+            // Work is done without claims and progress where there can be none, but not over a link.
+            let names = base.open(folder).and_then(|folder| folder.own_names(is_own));
+            if let Err(e @ Error::Link { .. }) = names {
+                return Err(e);
+            }
+        }
+        Ok(base)
     }
 
     /// Whether only this user, or root, can have put something into the folder. One that is not there is private.
     ///
     /// # Errors
-    /// [`Error::Exposed`] says who else could.
+    /// [`Error::Exposed`] says who else could; [`Error::Link`] that another folder may be in its place.
     pub fn check_private(&self) -> Result<()> {
+        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let looked_at = match held {
+            Some(base) => base.seen().and_then(|seen| check_owner(&self.base, &seen)),
+            None => match self.folder() {
+                Ok(base) if self.exposed_too => base.seen().and_then(|seen| check_owner(&self.base, &seen)),
+                opened => opened.map(drop),
+            },
+        };
+        match looked_at {
+            Err(e @ (Error::Exposed { .. } | Error::Link { .. })) => Err(e),
+            // What cannot be looked at is not read either.
+            _ => Ok(()),
+        }
+    }
+
+    /// The open base folder, private unless that does not matter.
+    pub(crate) fn folder(&self) -> Result<Arc<Folder>> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(folder) = &*held {
+            return Ok(folder.clone());
+        }
+        let folder = Folder::open_at(&self.base)?;
         // Whoever may write to a parent can put another folder here, but not one that belongs to this user.
-        match std::fs::metadata(&self.base) {
-            Ok(metadata) => {
-                check_owner(&self.base, metadata.uid(), metadata.mode(), rustix::process::geteuid().as_raw())
+        if !self.exposed_too {
+            check_owner(&self.base, &folder.seen()?)?;
+        }
+        Ok(held.insert(Arc::new(folder)).clone())
+    }
+
+    /// The folder that has the name now, where the one before was removed.
+    fn anew(&self) -> Result<Arc<Folder>> {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.folder()
+    }
+
+    /// Does something in the base folder, and once more where that turns out to have been removed and made anew.
+    pub(crate) fn within<T>(&self, mut what: impl FnMut(&Folder) -> Result<T>) -> Result<T> {
+        let folder = self.folder()?;
+        match what(&folder) {
+            Err(e) if e.is_missing() && folder.is_gone() => what(&*self.anew()?),
+            other => other,
+        }
+    }
+
+    /// [`CacheDir::within`], making the base folder if need be.
+    pub(crate) fn within_created<T>(&self, mut what: impl FnMut(&Folder) -> Result<T>) -> Result<T> {
+        match self.within(&mut what) {
+            Err(e) if e.is_missing() => {
+                create_private(&self.base)?;
+                what(&*self.anew()?)
             }
-            Err(_) => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Whether a file can be made in the folder, which must be there; nothing stays of it.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::Exposed`], [`Error::Link`].
+    pub fn check_writable(&self) -> Result<()> {
+        self.within(|base| Unfinished::new(base).map(drop))
+    }
+
+    /// Whether kernels may have been kept in the folder.
+    pub fn has_kernels(&self) -> bool {
+        self.within(|base| base.look(ARTIFACTS)).is_ok_and(|there| there.is_some())
+    }
+
+    /// Which snapshot is published now; `None` where there is none that can be read.
+    pub fn snapshot_id(&self) -> Option<SnapshotId> {
+        let seen = self.within(|base| base.look(SNAPSHOT)).ok().flatten()?;
+        seen.is_file().then_some(SnapshotId(seen))
+    }
+
+    /// The published snapshot, mapped; `None` when there is none.
+    ///
+    /// # Errors
+    /// Those of [`Bundle::map`], and [`Error::Link`].
+    pub fn snapshot(&self) -> Result<Option<Bundle>> {
+        match self.within(|base| base.read(SNAPSHOT)) {
+            Ok(file) => Bundle::map_file(&file, &self.snapshot_path()).map(Some),
+            Err(e) if e.is_missing() => Ok(None),
+            Err(e) => Err(e),
         }
     }
 }
 
-fn check_owner(path: &Path, owner: u32, mode: u32, user: u32) -> Result<()> {
-    let problem = if owner != user && owner != 0 {
-        format!("belongs to the user {owner}")
+/// What is said where the folder itself cannot be opened for those who want to write in it.
+fn unusable(e: Error) -> Error {
+    match e {
+        Error::Io { path, source, .. } => Error::Io { action: "open the folder", path, source, remedy: UNWRITABLE },
+        other => other,
+    }
+}
+
+/// Whether only this user, or root, can put something into a folder.
+pub(crate) fn check_owner(path: &Path, seen: &Seen) -> Result<()> {
+    check_owner_is(path, seen.owner, seen.mode, rustix::process::geteuid().as_raw())
+}
+
+fn check_owner_is(path: &Path, owner: u32, mode: u32, user: u32) -> Result<()> {
+    let (problem, remedy) = if owner != user && owner != 0 {
+        (format!("belongs to the user {owner}"), "remove it".to_owned())
     } else if mode & 0o022 != 0 {
-        format!("can be written by others (mode {:o})", mode & 0o777)
+        let problem = format!("can be written by others (mode {:o})", mode & 0o777);
+        (problem, format!("run `chmod go-w {}` if nobody else put anything there", path.display()))
     } else {
         return Ok(());
     };
-    Err(Error::Exposed { path: path.to_path_buf(), problem })
+    Err(Error::Exposed { path: path.to_path_buf(), problem, remedy })
 }
 
-/// Makes a folder and its missing parents with mode 0700.
-pub(crate) fn create_private(path: &Path) -> Result<()> {
+const UNWRITABLE: &str = "make it writable or set FLASHTUNE_CACHE to a folder that is";
+
+/// Makes the base folder and its missing parents with mode 0700.
+fn create_private(path: &Path) -> Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true);
     builder.mode(0o700);
-    builder.create(path).map_err(|source| Error::Io {
-        action: "create the folder",
-        path: path.to_path_buf(),
-        source,
-        remedy: "make it writable or set FLASHTUNE_CACHE to a folder that is",
-    })
+    match builder.create(path) {
+        Ok(()) => Ok(()),
+        // Something else has the name, a link for instance: whoever opens it says what.
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        Err(source) => {
+            Err(Error::Io { action: "create the folder", path: path.to_path_buf(), source, remedy: UNWRITABLE })
+        }
+    }
 }
 
 #[cfg(test)]
@@ -173,9 +327,9 @@ mod tests {
 
     #[test]
     fn a_folder_of_somebody_else_or_open_to_others_is_exposed() {
-        let problem = |owner, mode| match check_owner(Path::new("/c"), owner, mode, 1000) {
+        let problem = |owner, mode| match check_owner_is(Path::new("/c"), owner, mode, 1000) {
             Ok(()) => None,
-            Err(Error::Exposed { problem, .. }) => Some(problem),
+            Err(e @ Error::Exposed { .. }) => Some(e.to_string()),
             Err(e) => panic!("{e}"),
         };
         // One's own, also where others may read; what root set up for all.
@@ -183,7 +337,10 @@ mod tests {
             assert_eq!(problem(owner, mode), None);
         }
         assert!(problem(1001, 0o700).unwrap().contains("1001"));
-        assert!(problem(1000, 0o770).unwrap().contains("770") && problem(0, 0o777).unwrap().contains("777"));
+        for (owner, mode) in [(1000, 0o770), (1000, 0o775), (0, 0o777)] {
+            let told = problem(owner, mode).unwrap();
+            assert!(told.contains(&format!("{mode:o}")) && told.contains("`chmod go-w /c`"), "{told}");
+        }
     }
 
     #[test]

@@ -22,7 +22,7 @@ pub enum Error {
     NoFolder,
     /// Others could have put code into the cache folder, which would run as this user.
     #[error(
-        "the cache folder {} {problem}, so that others could put code there that runs as you; remove it, or set \
+        "the cache folder {} {problem}, so that others could put code there that runs as you; {remedy}, or set \
          FLASHTUNE_CACHE to a folder of your own",
         path.display()
     )]
@@ -31,6 +31,18 @@ pub enum Error {
         path: PathBuf,
         /// Who has access.
         problem: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// A link lies where this program keeps a folder or a file of its own. It is not followed.
+    #[error(
+        "{} is a link, and the cache is kept in real folders and files alone; remove the link (what it leads to was \
+         not touched), or set FLASHTUNE_CACHE to another folder",
+        path.display()
+    )]
+    Link {
+        /// The link.
+        path: PathBuf,
     },
     /// Another process holds the tuner's journal.
     #[error("the store {} is in use by another tuner; wait for it or set FLASHTUNE_CACHE to another folder", path.display())]
@@ -102,6 +114,16 @@ pub enum Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
+    /// Whether there is nothing of that name.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound)
+    }
+
+    /// Whether something else than a file of this user's alone is in the place of one.
+    pub(crate) fn is_no_file(&self) -> bool {
+        matches!(self, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::InvalidData)
+    }
+
     /// What is wrong, without the remedy: for places where another remedy applies.
     pub(crate) fn cause(&self) -> String {
         match self {

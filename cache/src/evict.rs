@@ -4,9 +4,10 @@
 //! than the cap, those go first that were used the longest ago. What a record names stays, whatever it takes, and so does
 //! what was used within the hour, by a tuning that is at work for instance.
 
-use crate::{ArtifactFiles, Key};
+use crate::folder::{Folder, Seen};
+use crate::layout::{is_kernel, is_part};
+use crate::{ArtifactFiles, Key, trouble};
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 /// The variable that sets the cap, in MiB.
@@ -28,8 +29,9 @@ pub struct Evicted {
 
 /// One file below the artifact folder.
 struct Candidate {
-    path: PathBuf,
-    bytes: u64,
+    part: String,
+    name: String,
+    seen: Seen,
     used: SystemTime,
     /// A damaged file serves nobody.
     damaged: bool,
@@ -51,27 +53,34 @@ pub(crate) fn limit_from_env() -> u64 {
 /// Removes files until at most `limit` bytes are left, or only such that are pinned or in use. Call it under the
 /// store's lock, so that two do not count the same files. What cannot be removed stays.
 pub(crate) fn evict(files: &ArtifactFiles, pinned: &HashSet<Key>, limit: u64) -> Evicted {
-    let mut candidates = candidates(files.folder());
-    let mut total: u64 = candidates.iter().map(|c| c.bytes).sum();
     let mut evicted = Evicted::default();
+    let folder = match files.folder() {
+        Ok(folder) => folder,
+        Err(e) => {
+            trouble::told_of_link(&e);
+            return evicted;
+        }
+    };
+    let mut candidates = candidates(&folder);
+    let mut total: u64 = candidates.iter().map(|c| c.seen.length).sum();
     if total <= limit {
         return evicted;
     }
-    let pinned: HashSet<PathBuf> = pinned.iter().map(|key| files.path(key)).collect();
+    let pinned: HashSet<String> = pinned.iter().map(|key| format!("{}.art", key.hex())).collect();
     let now = SystemTime::now();
     // A time in the future says that the clocks differ, not that the file is old.
     candidates.retain(|c| {
-        c.damaged || (!pinned.contains(&c.path) && now.duration_since(c.used).is_ok_and(|age| age > IN_USE))
+        c.damaged || (!pinned.contains(&c.name) && now.duration_since(c.used).is_ok_and(|age| age > IN_USE))
     });
-    candidates.sort_by(|a, b| b.damaged.cmp(&a.damaged).then(a.used.cmp(&b.used)).then(a.path.cmp(&b.path)));
+    candidates.sort_by(|a, b| b.damaged.cmp(&a.damaged).then(a.used.cmp(&b.used)).then(a.name.cmp(&b.name)));
     for c in candidates {
         if total <= limit {
             break;
         }
-        if std::fs::remove_file(&c.path).is_ok() {
-            total -= c.bytes;
+        if folder.open(&c.part).is_ok_and(|part| part.remove_seen(&c.name, &c.seen)) {
+            total -= c.seen.length;
             evicted.files += 1;
-            evicted.bytes += c.bytes;
+            evicted.bytes += c.seen.length;
         }
     }
     if total > limit {
@@ -80,18 +89,19 @@ pub(crate) fn evict(files: &ArtifactFiles, pinned: &HashSet<Key>, limit: u64) ->
     evicted
 }
 
-fn candidates(folder: &Path) -> Vec<Candidate> {
-    let read = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten();
+/// The kernels of this user below the folder, and no other file.
+fn candidates(folder: &Folder) -> Vec<Candidate> {
     let mut found = Vec::new();
-    for entry in read(folder).flat_map(|part| std::fs::read_dir(part.path()).into_iter().flatten().flatten()) {
-        let path = entry.path();
-        let Ok(metadata) = entry.metadata() else { continue };
-        let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
-        if !metadata.is_file() || !matches!(extension, "art" | "damaged") {
-            continue;
+    for (part, _) in folder.names().unwrap_or_default().into_iter().filter(|(name, _)| is_part(name)) {
+        let Ok(inner) = folder.open(&part) else { continue };
+        for (name, _) in inner.names().unwrap_or_default() {
+            let Ok(Some(seen)) = inner.look(&name) else { continue };
+            if seen.is_file() && seen.is_ours() && is_kernel(&name, &part) {
+                let used = seen.changed().unwrap_or(SystemTime::UNIX_EPOCH);
+                let damaged = name.ends_with(".damaged");
+                found.push(Candidate { part: part.clone(), name, seen, used, damaged });
+            }
         }
-        let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-        found.push(Candidate { damaged: extension == "damaged", bytes: metadata.len(), used, path });
     }
     found
 }
@@ -101,6 +111,7 @@ mod tests {
     use super::*;
     use crate::CacheDir;
     use crate::testing::artifact;
+    use std::path::Path;
 
     /// Files `1..=n`, each used so many hours ago.
     fn files(hours: &[u64]) -> (tempfile::TempDir, ArtifactFiles, Vec<Key>) {

@@ -14,13 +14,14 @@
 //! Writers publish by rename, and the name is the hash of the recipe, so two writers of one key write the same thing.
 //! Readers need no lock and trust nothing: what fails a check is a miss, is set aside once, and is compiled again.
 
-use crate::dir::{CacheDir, create_private};
-use crate::publish::publish_file;
+use crate::dir::CacheDir;
+use crate::folder::{Folder, Seen, id_of};
+use crate::layout::ARTIFACTS;
 use crate::regular;
-use crate::trouble::Trouble;
+use crate::trouble::{self, Trouble};
 use crate::{Artifact, Claims, Error, Key, Result, Turn};
 use std::fs::{File, Metadata};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 const MAGIC: &[u8; 8] = b"FTARTIF\n";
@@ -35,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// The folder of compiled kernels.
 #[derive(Debug, Clone)]
 pub struct ArtifactFiles {
-    folder: PathBuf,
+    dir: CacheDir,
     claims: Claims,
 }
 
@@ -53,40 +54,42 @@ pub enum Origin {
 impl ArtifactFiles {
     /// The files of a cache folder. Touches nothing.
     pub fn new(dir: &CacheDir) -> Self {
-        Self { folder: dir.artifacts_path(), claims: Claims::new(dir) }
+        Self { dir: dir.clone(), claims: Claims::new(dir) }
     }
 
     /// The folder that holds them all.
-    pub(crate) fn folder(&self) -> &Path {
-        &self.folder
+    pub(crate) fn folder(&self) -> Result<Folder> {
+        self.dir.within(|base| base.open(ARTIFACTS))
     }
 
     /// Where an artifact is or would be.
     pub fn path(&self, key: &Key) -> PathBuf {
         let hex = key.hex();
-        self.folder.join(&hex[..2]).join(format!("{hex}.art"))
+        self.dir.artifacts_path().join(&hex[..2]).join(format!("{hex}.art"))
     }
 
     /// Stores an artifact under its recipe's key, which is returned.
     ///
     /// # Errors
-    /// [`Error::Io`] when the file cannot be written; nothing partial stays behind.
+    /// [`Error::Io`] when the file cannot be written, [`Error::Link`] when a link is in the place of the file or of a
+    /// folder before it; nothing partial stays behind.
     pub fn put(&self, artifact: &Artifact) -> Result<Key> {
         let key = artifact.recipe.key();
-        let outcome = self.write(&self.path(&key), artifact);
+        let outcome = self.write(&key, artifact);
         if outcome.is_err() {
             Trouble::Unkept.count();
         }
         outcome.map(|()| key)
     }
 
-    fn write(&self, path: &Path, artifact: &Artifact) -> Result<()> {
-        create_private(path.parent().unwrap_or(&self.folder))?;
+    fn write(&self, key: &Key, artifact: &Artifact) -> Result<()> {
         let bytes = seal(artifact);
-        publish_file(path, |w| {
+        let (part, name) = names(key);
+        let part = self.dir.within_created(|base| base.open_or_create(ARTIFACTS)?.created(&part))?;
+        part.publish(&name, |w| {
             w.write_all(&bytes).map_err(|source| Error::Io {
                 action: "write",
-                path: path.to_path_buf(),
+                path: self.path(key),
                 source,
                 remedy: "check the free space, or set FLASHTUNE_CACHE to another folder",
             })
@@ -106,7 +109,7 @@ impl ArtifactFiles {
         if let Some(artifact) = self.get(key) {
             return Ok((artifact, Origin::File));
         }
-        let _claim = match self.claims.wait(key, PATIENCE, || self.contains(key).then(|| self.get(key)).flatten()) {
+        let _claim = match self.claims.wait(key, PATIENCE, || self.get(key)) {
             Turn::Done(artifact) => return Ok((artifact, Origin::File)),
             Turn::Mine(claim) => Some(claim),
             // Whoever is at it takes too long: better twice than never.
@@ -122,26 +125,36 @@ impl ArtifactFiles {
 
     /// Whether a file of this key exists. It may still fail its checks.
     pub fn contains(&self, key: &Key) -> bool {
-        self.path(key).is_file()
+        self.open(key).is_ok()
+    }
+
+    fn open(&self, key: &Key) -> Result<(File, Metadata)> {
+        let (part, name) = names(key);
+        self.dir.folder()?.read_below(&[ARTIFACTS, &part], &name)
     }
 
     /// The verified artifact of a recipe key. Whatever is wrong with the file makes it a miss, with a warning; a
     /// damaged one is renamed to `*.damaged` where the folder is writable.
     pub fn get(&self, key: &Key) -> Option<Artifact> {
-        let path = self.path(key);
-        let read = || {
-            let file = regular::open(&path)?;
-            regular::read_all(&file).map(|bytes| (file, bytes))
+        let read = || -> Result<_> {
+            let file = self.open(key)?;
+            let bytes = regular::read_all(&file).map_err(|source| Error::Io {
+                action: "read",
+                path: self.path(key),
+                source,
+                remedy: "check its permissions",
+            })?;
+            Ok((file, bytes))
         };
         let (file, bytes) = match read() {
             Ok(read) => read,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return None,
+            Err(e) if e.is_missing() => return None,
             Err(e) => {
-                let path = path.display();
-                match Trouble::Unreadable.count() {
-                    true => tracing::warn!(%path, error = %e, "an artifact cannot be read; it counts as missing"),
+                match (Trouble::Unreadable.count(), trouble::told_of_link(&e)) {
+                    (_, true) => {}
+                    (true, _) => tracing::warn!(error = e.cause(), "an artifact cannot be read; it counts as missing"),
                     // One that cannot be read is rarely alone, and says nothing new.
-                    false => tracing::debug!(%path, error = %e, "another file cannot be read"),
+                    (false, _) => tracing::debug!(error = e.cause(), "another file cannot be read"),
                 }
                 return None;
             }
@@ -153,26 +166,42 @@ impl ArtifactFiles {
             }
             Err(reason) => {
                 Trouble::Damaged.count();
+                let path = self.path(key);
                 tracing::warn!(path = %path.display(), reason, "a damaged artifact was set aside; it counts as missing");
-                set_aside(&path);
+                self.set_aside(key, &file.1);
                 None
             }
         }
     }
+
+    /// Renames a damaged file out of the way; on a read-only mount it stays, and stays a miss.
+    fn set_aside(&self, key: &Key, damaged: &Metadata) {
+        let (part, name) = names(key);
+        let aside = format!("{}.damaged", key.hex());
+        let Ok(part) = self.folder().and_then(|folder| folder.open(&part)) else { return };
+        // Somebody may have put a good one in its place by now, and what has the other name may be none of ours.
+        let is_it = matches!(part.look(&name), Ok(Some(seen)) if seen.id == id_of(damaged));
+        let is_free = part.look(&aside).is_ok_and(|there| there.is_none_or(|there| there.is_file() && there.is_ours()));
+        if is_it && is_free {
+            let _ = part.rename(&name, &aside);
+        }
+    }
+}
+
+/// The folder of a key's file below that of all of them, and its name there.
+fn names(key: &Key) -> (String, String) {
+    let hex = key.hex();
+    (hex[..2].to_owned(), format!("{hex}.art"))
 }
 
 /// Writes down that a file was used, once in an hour: what was not used for the longest time is evicted first.
 fn note_use((file, metadata): &(File, Metadata)) {
     let age = metadata.modified().map(|t| SystemTime::now().duration_since(t));
-    if matches!(age, Ok(Ok(age)) if age > USE_STEP) {
+    // The times of a file that has another name elsewhere are not this cache's.
+    if matches!(age, Ok(Ok(age)) if age > USE_STEP) && Seen::of_file(metadata).is_own_file() {
         // On a read-only mount nothing is evicted either.
         let _ = file.set_modified(SystemTime::now());
     }
-}
-
-/// Renames a damaged file out of the way; on a read-only mount it stays, and stays a miss.
-fn set_aside(path: &Path) {
-    let _ = std::fs::rename(path, path.with_extension("damaged"));
 }
 
 /// The file's bytes.

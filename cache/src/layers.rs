@@ -3,17 +3,18 @@
 //! All records are decoded and filed by problem when a layer is opened, so a lookup reads no file. Records that may not
 //! be used (another arch, template set or ABI) are kept, so that the answer can say why they were not.
 
-use crate::regular;
+use crate::folder::Seen;
+use crate::layout::SNAPSHOT;
 use crate::trouble::Trouble;
 use crate::{
-    Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Key, PublicKey, Record, RecordKey, Result, Trust, Validity,
+    Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Error, Key, PublicKey, Record, RecordKey, Result, Trust,
+    Validity,
 };
 use flashtune_codegen::{Problem, Schedule};
 use std::cmp::Ordering;
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, RwLock};
-use std::time::SystemTime;
 
 /// The variable that lists bundle files, separated as in `PATH`.
 pub const BUNDLES_VARIABLE: &str = "FLASHTUNE_BUNDLES";
@@ -127,40 +128,18 @@ struct Snapshot {
 enum Look {
     #[default]
     Nothing,
-    File(FileId),
+    File(Seen),
     /// The file system would not say.
     Unknown,
 }
 
 impl Look {
-    fn at(path: &Path) -> Self {
-        match std::fs::metadata(path) {
-            Ok(metadata) => Look::File(FileId::of(&metadata)),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Look::Nothing,
+    fn at(dir: &CacheDir) -> Self {
+        match dir.within(|base| base.look(SNAPSHOT)) {
+            Ok(Some(seen)) => Look::File(seen),
+            Ok(None) => Look::Nothing,
+            Err(e) if e.is_missing() => Look::Nothing,
             Err(_) => Look::Unknown,
-        }
-    }
-}
-
-/// Enough of a file's metadata to notice that another one took its name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct FileId {
-    length: u64,
-    modified: Option<SystemTime>,
-    #[cfg(unix)]
-    inode: (u64, u64),
-}
-
-impl FileId {
-    fn of(metadata: &std::fs::Metadata) -> Self {
-        Self {
-            length: metadata.len(),
-            modified: metadata.modified().ok(),
-            #[cfg(unix)]
-            inode: {
-                use std::os::unix::fs::MetadataExt;
-                (metadata.dev(), metadata.ino())
-            },
         }
     }
 }
@@ -226,14 +205,15 @@ impl Layers {
             fixed.push(Arc::new(Layer::new(EMBEDDED_LAYER.into(), None, bundle)));
         }
         // Unsigned code from anybody, or from a folder that anybody writes to: one is as bad as the other.
-        let own = own.filter(|dir| match dir.check_private() {
-            Err(e) if !trust.allows_unsigned() => {
+        let own = own.and_then(|dir| match dir.check_private() {
+            Ok(()) => Some(dir.clone()),
+            Err(Error::Exposed { .. }) if trust.allows_unsigned() => Some(dir.exposed_too()),
+            Err(e) => {
                 tracing::warn!(error = %e, "the user's results are not used and nothing will be kept");
-                false
+                None
             }
-            _ => true,
         });
-        let layers = Self { own: own.cloned(), snapshot: RwLock::default(), fixed };
+        let layers = Self { own, snapshot: RwLock::default(), fixed };
         layers.refresh();
         Ok(layers)
     }
@@ -241,14 +221,17 @@ impl Layers {
     /// Looks whether another snapshot was published, and maps it if so. Whether that happened. Costs one `stat`
     /// otherwise.
     pub fn refresh(&self) -> bool {
-        let Some(path) = self.own.as_ref().map(CacheDir::snapshot_path) else { return false };
-        let now = Look::at(&path);
-        if now == self.read().seen {
+        let Some(own) = &self.own else { return false };
+        let before = self.read().seen;
+        // Where there was nothing, opening it says as much as a look.
+        let now = (before != Look::Nothing).then(|| Look::at(own));
+        if now == Some(before) {
             return false;
         }
         // Someone may publish again between the look and the opening: what counts is the file that was opened.
-        let (seen, layer) = match open_snapshot(&path) {
+        let (seen, layer) = match open_snapshot(own) {
             Ok(Some((seen, layer))) => (Look::File(seen), Some(Arc::new(layer))),
+            Ok(None) if before == Look::Nothing => return false,
             Ok(None) => (Look::Nothing, None),
             Err(e) => {
                 let before = self.read().layer.clone();
@@ -257,14 +240,15 @@ impl Layers {
                     None => "it counts as empty",
                 };
                 let (trouble, remedy) = match e {
-                    crate::Error::Io { remedy, .. } => (Trouble::Unreadable, remedy),
+                    Error::Io { remedy, .. } => (Trouble::Unreadable, remedy),
+                    Error::Link { .. } => (Trouble::Unreadable, "it is not followed"),
                     // Nobody exported it; the journal still has what it held.
                     _ => (Trouble::Damaged, "the next `flashtune tune` or `flashtune import` writes it anew"),
                 };
                 trouble.count();
                 tracing::warn!(error = e.cause(), "the snapshot cannot be read: {until}; {remedy}");
                 // Remembered, so that the same file is not tried and complained about again.
-                (now, before)
+                (now.unwrap_or_else(|| Look::at(own)), before)
             }
         };
         let mut snapshot = self.snapshot.write().unwrap_or_else(|e| e.into_inner());
@@ -362,17 +346,15 @@ impl Layers {
 }
 
 /// Maps the snapshot; `None` when there is none.
-fn open_snapshot(path: &Path) -> Result<Option<(FileId, Layer)>> {
-    let io =
-        |source| crate::Error::Io { action: "open", path: path.to_path_buf(), source, remedy: "check its permissions" };
-    let file = match regular::open(path) {
+fn open_snapshot(dir: &CacheDir) -> Result<Option<(Seen, Layer)>> {
+    let file = match dir.within(|base| base.read(SNAPSHOT)) {
         Ok(file) => file,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(io(e)),
+        Err(e) if e.is_missing() => return Ok(None),
+        Err(e) => return Err(e),
     };
-    let bundle = Bundle::map_file(&file, path)?;
-    let seen = FileId::of(&file.1);
-    Ok(Some((seen, Layer::new(SNAPSHOT_LAYER.into(), Some(path.to_path_buf()), bundle))))
+    let path = dir.snapshot_path();
+    let bundle = Bundle::map_file(&file, &path)?;
+    Ok(Some((Seen::of_file(&file.1), Layer::new(SNAPSHOT_LAYER.into(), Some(path), bundle))))
 }
 
 impl Found {

@@ -4,14 +4,14 @@
 //! process that has the job's claim. What was killed while it wrote leaves half a frame at the end, which is cut off when
 //! the file is opened again. The file goes when the job is done.
 
-use crate::dir::create_private;
-use crate::{CacheDir, Key, Stage, regular};
+use crate::folder::{Folder, id_of};
+use crate::layout::{JOBS, is_job};
+use crate::{CacheDir, Error, Key, Result, Stage, regular, trouble};
 use flashtune_codegen::Schedule;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, VecDeque};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
-use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 /// What is older was measured in another world.
@@ -46,8 +46,8 @@ pub enum Lesson {
 /// The lessons of one job: those of processes before this one, and those that are being added.
 #[derive(Debug, Default)]
 pub struct Progress {
-    file: Option<File>,
-    path: PathBuf,
+    /// The folder of jobs, the file's name in it, and the file; none where nothing can be written.
+    kept: Option<(Folder, String, File)>,
     failed: HashMap<Schedule, (Stage, String)>,
     checked: HashMap<(Schedule, u8), f64>,
     timed: HashMap<Schedule, VecDeque<f64>>,
@@ -58,26 +58,34 @@ impl Progress {
     /// The lessons of a job, by a key that says all that decides what it does. Where nothing can be written the job runs
     /// without, and a killed one begins anew.
     pub fn open(dir: &CacheDir, job: &Key) -> Self {
-        let folder = dir.base().join("jobs");
-        remove_old(&folder);
-        let path = folder.join(format!("{}.log", job.hex()));
-        let bytes = regular::read(&path).unwrap_or_default();
-        let mut progress = Self { path, ..Self::default() };
-        let whole = progress.take_in(&bytes);
-        let opened = create_private(&folder).map_err(std::io::Error::other).and_then(|()| {
-            let mut file =
-                regular::open_with(OpenOptions::new().create(true).truncate(false).write(true), &progress.path)?;
-            file.set_len(whole as u64)?;
-            file.seek(SeekFrom::End(0))?;
-            Ok(file)
-        });
-        match opened {
-            Ok(file) => progress.file = Some(file),
-            Err(e) => {
-                tracing::debug!(path = %progress.path.display(), error = %e, "the progress of the job is not kept");
-            }
+        let name = format!("{}.log", job.hex());
+        let mut progress = Self::default();
+        match dir.within_created(|base| base.open_or_create(JOBS)).and_then(|folder| progress.go_on(folder, name)) {
+            Ok(()) => {}
+            Err(e) if trouble::told_of_link(&e) => {}
+            Err(e) => tracing::debug!(error = %e, "the progress of the job is not kept"),
         }
         progress
+    }
+
+    /// Takes in what was learnt before, and opens the file for more.
+    fn go_on(&mut self, folder: Folder, name: String) -> Result<()> {
+        remove_old(&folder);
+        let before = match folder.read(&name) {
+            Ok(file) => regular::read_all(&file).unwrap_or_default(),
+            Err(e @ Error::Link { .. }) => return Err(e),
+            Err(_) => Vec::new(),
+        };
+        let whole = self.take_in(&before);
+        let (mut file, _) = folder.write(&name)?;
+        file.set_len(whole as u64).and_then(|()| file.seek(SeekFrom::End(0))).map_err(|source| Error::Io {
+            action: "write",
+            path: folder.path().join(&name),
+            source,
+            remedy: "check the free space",
+        })?;
+        self.kept = Some((folder, name, file));
+        Ok(())
     }
 
     /// How many lessons processes before this one left.
@@ -87,7 +95,7 @@ impl Progress {
 
     /// Adds a lesson. It survives this process as soon as this returns.
     pub fn add(&mut self, schedule: &Schedule, lesson: &Lesson) {
-        let Some(file) = &mut self.file else { return };
+        let Some((folder, name, file)) = &mut self.kept else { return };
         let payload = postcard::to_stdvec(&(schedule, lesson)).expect("plain structs always encode");
         let mut frame = Vec::with_capacity(FRAME + payload.len());
         frame.extend_from_slice(&(payload.len() as u32).to_le_bytes());
@@ -95,8 +103,9 @@ impl Progress {
         frame.extend_from_slice(&payload);
         // Half a frame in the middle would hide all that follow.
         if let Err(e) = file.write_all(&frame) {
-            tracing::debug!(path = %self.path.display(), error = %e, "the progress of the job is no longer kept");
-            self.file = None;
+            let path = folder.path().join(name);
+            tracing::debug!(path = %path.display(), error = %e, "the progress of the job is no longer kept");
+            self.kept = None;
         }
     }
 
@@ -117,8 +126,13 @@ impl Progress {
 
     /// The job is done: nobody will go on with it.
     pub fn finish(self) {
-        if self.file.is_some() {
-            let _ = std::fs::remove_file(&self.path);
+        if let Some((folder, name, file)) = self.kept {
+            let own = file.metadata().map(|m| id_of(&m));
+            if let (Ok(own), Ok(Some(seen))) = (own, folder.look(&name))
+                && seen.id == own
+            {
+                folder.remove_seen(&name, &seen);
+            }
         }
     }
 
@@ -150,11 +164,12 @@ fn frame_at(bytes: &[u8]) -> Option<(usize, Schedule, Lesson)> {
 }
 
 /// Removes what nobody went on with.
-fn remove_old(folder: &std::path::Path) {
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let age = entry.metadata().and_then(|m| m.modified()).map(|t| SystemTime::now().duration_since(t));
-        if matches!(age, Ok(Ok(age)) if age > OLD) {
-            let _ = std::fs::remove_file(entry.path());
+fn remove_old(folder: &Folder) {
+    for (name, _) in folder.names().unwrap_or_default() {
+        let Ok(Some(seen)) = folder.look(&name) else { continue };
+        let age = seen.changed().and_then(|t| SystemTime::now().duration_since(t).ok());
+        if is_job(&name) && age.is_some_and(|age| age > OLD) {
+            folder.remove_seen(&name, &seen);
         }
     }
 }
@@ -163,6 +178,7 @@ fn remove_old(folder: &std::path::Path) {
 mod tests {
     use super::*;
     use crate::testing::schedule;
+    use std::path::PathBuf;
 
     fn lessons() -> Vec<(Schedule, Lesson)> {
         let failed = Lesson::Failed { stage: Stage::Compile, reason: "no".into() };
@@ -174,6 +190,11 @@ mod tests {
             (schedule(3), timed(9.0)),
             (schedule(2), timed(4.0)),
         ]
+    }
+
+    fn path_of(progress: &Progress) -> PathBuf {
+        let (folder, name, _) = progress.kept.as_ref().unwrap();
+        folder.path().join(name)
     }
 
     fn check(progress: &mut Progress, known: usize) {
@@ -194,9 +215,9 @@ mod tests {
         let mut first = Progress::open(&dir, &job);
         for (s, lesson) in lessons() {
             first.add(&s, &lesson);
-            ends.push(first.file.as_mut().unwrap().stream_position().unwrap() as usize);
+            ends.push(first.kept.as_mut().unwrap().2.stream_position().unwrap() as usize);
         }
-        let path = first.path.clone();
+        let path = path_of(&first);
         drop(first);
         let bytes = std::fs::read(&path).unwrap();
         for cut in 0..=bytes.len() {
@@ -226,7 +247,7 @@ mod tests {
         one.add(&schedule(1), &Lesson::Timed { us: 1.0 });
         assert_eq!(Progress::open(&dir, &Key::of(b"two")).known(), 0);
         assert_eq!(Progress::open(&dir, &Key::of(b"one")).known(), 1);
-        let path = one.path.clone();
+        let path = path_of(&one);
         one.finish();
         assert!(!path.exists());
         // Without a folder to write in, there is no progress and no error.

@@ -1,53 +1,103 @@
 //! Writing files so that a reader sees the old one or the new one, whole, whatever happens.
 
-use crate::{Error, Result, temporary_prefix};
+use crate::folder::Folder;
+use crate::layout::TEMPORARY;
+use crate::{Error, Result};
+use std::fs::File;
 use std::io::{BufWriter, Seek, Write};
 use std::path::Path;
-
-/// What the names of unfinished files start with.
-pub(crate) const TEMPORARY: &str = ".flashtune-";
 
 /// What [`publish_file`] writes to.
 pub(crate) trait Sink: Write + Seek {}
 impl<T: Write + Seek> Sink for T {}
 
-/// Writes a file beside its final place, in a folder that exists, syncs it, renames it over the old one and syncs the
-/// folder. Its readers are whoever may enter the folder.
+/// Writes a file of the user's beside its final place, in a folder that exists, syncs it, renames it over the old one
+/// and syncs the folder. Its readers are whoever may enter the folder.
 ///
 /// `fill` may fail with its own error; then nothing is left behind.
 pub(crate) fn publish_file(path: &Path, fill: impl FnOnce(&mut dyn Sink) -> Result<()>) -> Result<()> {
-    let io = |action| {
-        move |source| Error::Io {
-            action,
-            path: path.to_path_buf(),
-            source,
-            remedy: "check permissions and free space, or set FLASHTUNE_CACHE to another folder",
-        }
-    };
     // As root, a rename would put a file in the place of /dev/null.
     if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
-        let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is there and is no file");
-        return Err(Error::Io { action: "replace", path: path.to_path_buf(), source, remedy: "name a file" });
+        return Err(no_file(path));
     }
     // A bare file name has an empty parent, which means the current folder.
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut builder = tempfile::Builder::new();
-    let prefix = temporary_prefix(TEMPORARY);
-    builder.prefix(&prefix);
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));
-    let temporary = builder.tempfile_in(folder).map_err(io("create a file beside"))?;
-    let mut writer = BufWriter::new(temporary);
-    fill(&mut writer)?;
-    let temporary = writer.into_inner().map_err(|e| io("write")(e.into_error()))?;
-    temporary.as_file().sync_all().map_err(io("sync"))?;
-    temporary.persist(path).map_err(|e| io("rename a file to")(e.error))?;
-    // The rename itself lasts once the folder is on disk. Some file systems cannot sync folders; the file is whole
-    // in any case, so that is no failure.
-    if let Ok(folder) = std::fs::File::open(folder) {
-        let _ = folder.sync_all();
+    let name = path.file_name().ok_or_else(|| no_file(path))?;
+    Folder::follow(folder)?.replace(Path::new(name), fill)
+}
+
+fn no_file(path: &Path) -> Error {
+    let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is there and is no file");
+    Error::Io { action: "replace", path: path.to_path_buf(), source, remedy: "name a file" }
+}
+
+impl Folder {
+    /// Writes a file of this program's: as [`publish_file`], but never over a link.
+    ///
+    /// # Errors
+    /// [`Error::Link`]; [`Error::Io`], also when what has the name is no file.
+    pub fn publish(&self, name: &str, fill: impl FnOnce(&mut dyn Sink) -> Result<()>) -> Result<()> {
+        match self.look(name)? {
+            Some(seen) if seen.is_link() => Err(Error::Link { path: self.path().join(name) }),
+            Some(seen) if !seen.is_file() => Err(no_file(&self.path().join(name))),
+            _ => self.replace(Path::new(name), fill),
+        }
     }
-    Ok(())
+
+    fn replace(&self, name: &Path, fill: impl FnOnce(&mut dyn Sink) -> Result<()>) -> Result<()> {
+        let io = |action| {
+            move |source| Error::Io {
+                action,
+                path: self.path().join(name),
+                source,
+                remedy: "check permissions and free space, or set FLASHTUNE_CACHE to another folder",
+            }
+        };
+        let (file, unfinished) = Unfinished::new(self)?;
+        let mut writer = BufWriter::new(file);
+        fill(&mut writer)?;
+        let file = writer.into_inner().map_err(|e| io("write")(e.into_error()))?;
+        file.sync_all().map_err(io("sync"))?;
+        unfinished.finish(name)?;
+        // The rename itself lasts once the folder is on disk.
+        self.sync();
+        Ok(())
+    }
+}
+
+/// A file that has no final name yet; it goes unless it gets one.
+pub(crate) struct Unfinished<'a> {
+    folder: &'a Folder,
+    name: Option<String>,
+}
+
+impl<'a> Unfinished<'a> {
+    pub fn new(folder: &'a Folder) -> Result<(File, Self)> {
+        let mut tries = 0;
+        loop {
+            let name = crate::temporary::name(TEMPORARY);
+            tries += 1;
+            match folder.create_new(&name, 0o644) {
+                Ok(file) => return Ok((file, Self { folder, name: Some(name) })),
+                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::AlreadyExists && tries < 99 => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    fn finish(mut self, name: &Path) -> Result<()> {
+        self.folder.rename(self.name.as_deref().unwrap_or_default(), name)?;
+        self.name = None;
+        Ok(())
+    }
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        if let Some(name) = &self.name {
+            self.folder.remove(name);
+        }
+    }
 }
 
 #[cfg(test)]

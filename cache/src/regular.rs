@@ -1,4 +1,5 @@
-//! Opening what should be a file and may have become anything: a pipe in its place would hold up whoever opens it for ever.
+//! Opening a file that the user names: it may be anything, and a pipe in its place would hold up whoever opens it for
+//! ever. What is below a cache folder is opened through [`crate::folder::Folder`].
 
 use rustix::fs::OFlags;
 use std::fs::{File, Metadata, OpenOptions};
@@ -6,30 +7,17 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Opens a file, waiting for nobody.
+/// Opens a file to read, waiting for nobody, and looks at it: a slow file system is not asked twice.
 ///
 /// # Errors
 /// Those of the system, and that it is no file.
-pub(crate) fn open_with(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
-    looked_at(options, path).map(|(file, _)| file)
-}
-
-/// With what was seen of it: a slow file system is not asked twice.
-fn looked_at(options: &mut OpenOptions, path: &Path) -> io::Result<(File, Metadata)> {
-    let file = options.custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
+pub(crate) fn open(path: &Path) -> io::Result<(File, Metadata)> {
+    let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
     let metadata = file.metadata()?;
     match metadata.is_file() {
         true => Ok((file, metadata)),
         false => Err(io::Error::new(io::ErrorKind::InvalidData, "it is no file")),
     }
-}
-
-/// Opens a file to read, and looks at it.
-///
-/// # Errors
-/// As [`open_with`].
-pub(crate) fn open(path: &Path) -> io::Result<(File, Metadata)> {
-    looked_at(OpenOptions::new().read(true), path)
 }
 
 /// All of an open file, in as few reads as there can be: the last one finds the end.
@@ -49,7 +37,7 @@ pub(crate) fn read_all((file, metadata): &(File, Metadata)) -> io::Result<Vec<u8
 /// All of a file.
 ///
 /// # Errors
-/// As [`open_with`].
+/// As [`open`].
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     read_all(&open(path)?)
 }
@@ -58,6 +46,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::{ArtifactFiles, Bundle, CacheDir, Claims, Key, Layers, Progress, Store};
+    use std::os::unix::fs::DirBuilderExt;
     use std::time::Duration;
 
     #[test]
@@ -70,8 +59,10 @@ mod tests {
             let files = ArtifactFiles::new(&dir);
             let job = dir.base().join("jobs").join(format!("{}.log", Key::of(b"job").hex()));
             let claim = dir.base().join("claims").join(key.hex());
-            for path in [&dir.snapshot_path(), &files.path(&key), &job, &claim, &dir.lock_path()] {
-                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            let lock = dir.base().join("store.lock");
+            for path in [&dir.snapshot_path(), &files.path(&key), &job, &claim, &lock] {
+                let parent = path.parent().unwrap();
+                std::fs::DirBuilder::new().mode(0o700).recursive(true).create(parent).unwrap();
                 match is_pipe {
                     true => {
                         rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap()
@@ -87,7 +78,13 @@ mod tests {
             // Work is done without a claim where none can be had.
             let turn = Claims::new(&dir).wait::<()>(&key, Duration::ZERO, || None);
             assert!(matches!(turn, crate::Turn::Mine(_)), "pipe: {is_pipe}");
-            assert!(matches!(Store::open(&dir), Err(crate::Error::Io { .. })));
+            // The tuner sets aside what is in its way.
+            let store = Store::open(&dir).unwrap();
+            store.publish(&files).unwrap();
+            assert!(dir.snapshot_path().is_file() && lock.is_file());
+            let names: Vec<_> = std::fs::read_dir(dir.base()).unwrap().flatten().map(|e| e.file_name()).collect();
+            let aside = |name: &str| names.iter().any(|n| n.to_string_lossy().starts_with(&format!("{name}.corrupt-")));
+            assert!(aside("snapshot.ftb") && aside("store.lock"), "{names:?}");
         }
     }
 }

@@ -4,32 +4,33 @@
 //! journal is a cache of work, so no damage to it may stop a tuner: a journal that cannot be opened is set aside, values
 //! that cannot be decoded are skipped, and whatever was published comes back from the snapshot.
 
+mod journal;
 mod lock;
 mod value;
 
 use crate::evict::{Evicted, evict, limit_from_env};
-use crate::publish::TEMPORARY;
+use crate::folder::Folder;
+use crate::layout::{ARTIFACTS, SNAPSHOT, TEMPORARY, is_kernel, is_part};
+use crate::stale::reap_in;
 use crate::{
     ArtifactFiles, Bundle, BundleContents, CacheDir, Claims, Error, Key, Record, RecordKey, Result, Timeline, Trial,
-    dir, reap,
 };
+use journal::open_or_replace;
 use lock::StoreLock;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 #[cfg(test)]
 pub(crate) use value::SCHEMA;
 use value::{open_value, seal_value};
 
-/// How long sled may take to let go of its own lock after a store of this process was dropped.
-const SLED_PATIENCE: Duration = Duration::from_secs(3);
-
 /// The tuner's journal. Safe to share between threads; exclusive between processes.
 pub struct Store {
     /// Held until the store is dropped, and let go before the lock.
     journal: Option<Journal>,
+    base: Arc<Folder>,
     path: PathBuf,
     snapshot: PathBuf,
     /// Kinds of entries that were skipped, with the reason: one warning each.
@@ -71,24 +72,25 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Locked`] while another process (or another store of this one) has it, [`Error::Io`] when the folder
-    /// cannot be written.
+    /// cannot be written, [`Error::Link`] when a link lies where a folder or file of the cache belongs.
     pub fn open(dir: &CacheDir) -> Result<Self> {
-        dir.create()?;
+        let base = dir.created()?;
         // sled ends the process where the clock is before the epoch.
         if SystemTime::now() < UNIX_EPOCH {
             let message = "the clock of this machine is before 1970; set it".to_owned();
             return Err(Error::Store { path: dir.store_path(), message });
         }
-        let lock = StoreLock::take(&dir.lock_path(), &dir.store_path())?;
-        reap_unfinished(dir);
+        let lock = StoreLock::take(&base)?;
+        reap_unfinished(&base)?;
         Claims::new(dir).clear();
         let path = dir.store_path();
-        let db = open_or_replace(&path)?;
+        let db = open_or_replace(&base)?;
         let tree = |name: &str| db.open_tree(name).map_err(|e| store_error(&path, &e));
         let (records, trials, timelines) = (tree("records")?, tree("trials")?, tree("timelines")?);
         let store = Self {
             journal: Some(Journal { db, records, trials, timelines }),
             snapshot: dir.snapshot_path(),
+            base,
             path: path.clone(),
             skipped: Mutex::default(),
             took_in: AtomicBool::new(false),
@@ -204,7 +206,7 @@ impl Store {
         let records = self.records()?;
         let pinned: HashSet<Key> = records.iter().map(|r| r.artifact).collect();
         let contents = BundleContents { records, artifacts: Vec::new(), load: &mut load, created: unix_time() };
-        contents.write(&self.snapshot)?;
+        contents.write_in(&self.base, SNAPSHOT)?;
         self.flush()?;
         self.keep_to_the_cap(files, &pinned);
         Ok(self.snapshot.clone())
@@ -224,15 +226,24 @@ impl Store {
         &self.snapshot
     }
 
-    /// The published snapshot; none when there is none or it is damaged, which the next publication mends.
+    /// The published snapshot; none when there is none or it is damaged, which the next publication mends. What is in
+    /// its place and is no file is set aside.
     ///
     /// # Errors
-    /// [`Error::Io`] when there may be one that cannot be read at the moment: nobody must replace it.
+    /// [`Error::Io`] when there may be one that cannot be read at the moment: nobody must replace it. [`Error::Link`].
     fn published(&self) -> Result<Option<Bundle>> {
-        match Bundle::map(&self.snapshot) {
+        let file = self.base.read(SNAPSHOT);
+        match file.and_then(|file| Bundle::map_file(&file, &self.snapshot)) {
             Ok(bundle) => Ok(Some(bundle)),
-            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(e @ Error::Io { .. }) if !is_no_file(&e) => Err(e),
+            Err(e) if e.is_missing() => Ok(None),
+            Err(e) if e.is_no_file() => {
+                if let Some(aside) = self.base.set_aside(SNAPSHOT, |seen| !seen.is_link() && !seen.is_file())? {
+                    let aside = self.base.path().join(aside);
+                    tracing::warn!(error = e.cause(), aside = %aside.display(), "it was set aside");
+                }
+                Ok(None)
+            }
+            Err(e @ (Error::Io { .. } | Error::Link { .. })) => Err(e),
             Err(e) => {
                 tracing::warn!(
                     error = e.cause(),
@@ -252,6 +263,7 @@ impl Store {
                 self.took_in.store(true, Ordering::Relaxed);
                 Ok(())
             }
+            Err(e @ Error::Link { .. }) => Err(e),
             Err(e) => {
                 tracing::warn!(error = e.cause(), "the published snapshot cannot be read at the moment");
                 Ok(())
@@ -320,129 +332,23 @@ pub(crate) fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map(|d| d.as_secs()).unwrap_or(0)
 }
 
-/// Whether something else than a file is in the place of one.
-fn is_no_file(e: &Error) -> bool {
-    matches!(e, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::InvalidData)
-}
-
-/// Why sled did not open.
-enum Refusal {
-    /// sled's own lock is held.
-    Busy,
-    /// The folder can be neither read nor written; the content is not at fault.
-    Io(std::io::Error),
-    /// The content is at fault.
-    Unreadable(String),
-}
-
-/// Opens the journal, or sets it aside and starts another. The caller holds the lock.
-fn open_or_replace(path: &Path) -> Result<sled::Db> {
-    open_or_replace_by(path, try_open)
-}
-
-fn open_or_replace_by(
-    path: &Path,
-    try_open: impl Fn(&Path) -> std::result::Result<sled::Db, Refusal>,
-) -> Result<sled::Db> {
-    let io = |action, source| Error::Io {
-        action,
-        path: path.to_path_buf(),
-        source,
-        remedy: "make it writable and some space free, or set FLASHTUNE_CACHE to another local folder",
+/// Removes what writers that were killed left half-written. The caller holds the lock. A link among what this program
+/// keeps there is refused.
+fn reap_unfinished(base: &Folder) -> Result<()> {
+    reap_in(base, TEMPORARY, None);
+    let artifacts = match base.open(ARTIFACTS) {
+        Ok(artifacts) => artifacts,
+        Err(e @ Error::Link { .. }) => return Err(e),
+        // There is none, or it is no folder: who puts a kernel there hears of it.
+        Err(_) => return Ok(()),
     };
-    remove_unfinished(path);
-    let start = Instant::now();
-    loop {
-        match try_open(path) {
-            Ok(db) => return Ok(db),
-            // Our own lock is held, so this is a store of this process whose threads are still ending.
-            Err(Refusal::Busy) if start.elapsed() < SLED_PATIENCE => std::thread::sleep(Duration::from_millis(20)),
-            Err(Refusal::Busy) => return Err(Error::Locked { path: path.to_path_buf() }),
-            Err(Refusal::Io(source)) => return Err(io("open the store", source)),
-            Err(Refusal::Unreadable(reason)) => {
-                let aside = set_aside(path).map_err(|e| io("rename the damaged store", e))?;
-                let refusal = match try_open(path) {
-                    Ok(db) => {
-                        tracing::warn!(
-                            store = %path.display(), aside = %aside.display(), reason,
-                            "the journal cannot be read; it was set aside and a new one is started"
-                        );
-                        return Ok(db);
-                    }
-                    Err(refusal) => refusal,
-                };
-                // An empty one cannot be opened either, for want of threads or memory perhaps: the content was not at fault.
-                let _ = std::fs::remove_dir_all(path);
-                let _ = std::fs::rename(&aside, path);
-                return Err(match refusal {
-                    Refusal::Busy => Error::Locked { path: path.to_path_buf() },
-                    Refusal::Io(source) => io("open the store", source),
-                    Refusal::Unreadable(message) => Error::Store {
-                        path: path.to_path_buf(),
-                        message: format!(
-                            "{message}, and so would an empty one; see this process's limits of memory and threads"
-                        ),
-                    },
-                });
-            }
+    for part in artifacts.own_names(is_part)? {
+        if let Ok(folder) = artifacts.open(&part) {
+            folder.own_names(|name| is_kernel(name, &part))?;
+            reap_in(&folder, TEMPORARY, None);
         }
     }
-}
-
-fn try_open(path: &Path) -> std::result::Result<sled::Db, Refusal> {
-    if std::fs::symlink_metadata(path).is_ok() && !path.is_dir() {
-        return Err(Refusal::Unreadable("it is no folder".to_owned()));
-    }
-    dir::create_private(path).map_err(|e| match e {
-        Error::Io { source, .. } => Refusal::Io(source),
-        other => Refusal::Unreadable(other.to_string()),
-    })?;
-    let config = sled::Config::new().path(path).cache_capacity(16 << 20).flush_every_ms(Some(500));
-    // sled panics on some damaged files instead of returning an error.
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| config.open())) {
-        Ok(Ok(db)) => Ok(db),
-        Ok(Err(sled::Error::Io(e))) => Err(match e.kind() {
-            _ if e.to_string().contains("could not acquire lock") => Refusal::Busy,
-            std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::InvalidData => Refusal::Unreadable(e.to_string()),
-            _ => Refusal::Io(e),
-        }),
-        Ok(Err(e)) => Err(Refusal::Unreadable(e.to_string())),
-        Err(_) => Err(Refusal::Unreadable("sled panicked while opening it".to_owned())),
-    }
-}
-
-/// Removes what writers that were killed left half-written. The caller holds the lock.
-fn reap_unfinished(dir: &CacheDir) {
-    reap(dir.base(), TEMPORARY);
-    for part in std::fs::read_dir(dir.artifacts_path()).into_iter().flatten().flatten() {
-        reap(&part.path(), TEMPORARY);
-    }
-}
-
-/// Removes snapshots that sled was writing when its process ended: it refuses to open while they lie there.
-fn remove_unfinished(path: &Path) {
-    let Ok(entries) = std::fs::read_dir(path) else { return };
-    for entry in entries.flatten() {
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if name.starts_with("snap.") && name.ends_with(".generating") {
-            let _ = std::fs::remove_file(entry.path());
-        }
-    }
-}
-
-/// Renames the journal's folder to a free name beside it.
-fn set_aside(path: &Path) -> std::io::Result<PathBuf> {
-    let time = unix_time();
-    let aside = (0..)
-        .map(|n| match n {
-            0 => path.with_extension(format!("corrupt-{time}")),
-            n => path.with_extension(format!("corrupt-{time}-{n}")),
-        })
-        .find(|p| !p.exists())
-        .expect("the numbers do not end");
-    std::fs::rename(path, &aside)?;
-    Ok(aside)
+    Ok(())
 }
 
 fn store_error(path: &Path, e: &sled::Error) -> Error {

@@ -109,3 +109,17 @@ pub fn trial(n: u32) -> Trial {
 pub fn mutations(usually: u32) -> u32 {
     std::env::var("FLASHTUNE_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(usually)
 }
+
+thread_local! {
+    static UNREADABLE: std::cell::RefCell<Option<std::path::PathBuf>> = const { std::cell::RefCell::new(None) };
+}
+
+/// Makes the file system fail for one file, as long as this thread says no other.
+pub fn make_unreadable(path: Option<&std::path::Path>) {
+    UNREADABLE.set(path.map(std::path::Path::to_path_buf));
+}
+
+/// Whether the file system fails for this file.
+pub fn is_unreadable(path: &std::path::Path) -> bool {
+    UNREADABLE.with_borrow(|unreadable| unreadable.as_deref() == Some(path))
+}

@@ -143,6 +143,9 @@ pub fn run(cx: &mut Context, _: Args) -> Result<()> {
 fn writable(dir: &CacheDir) -> Result<(), String> {
     dir.check_private().map_err(|e| e.to_string())?;
     let base = dir.base();
+    if base.is_dir() {
+        return dir.check_writable().map_err(|e| e.to_string());
+    }
     let existing = base.ancestors().find(|p| p.exists()).unwrap_or(Path::new("."));
     let remedy = "make it writable, or set FLASHTUNE_CACHE to a folder that is";
     if !existing.is_dir() {

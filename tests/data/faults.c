@@ -33,6 +33,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -50,9 +51,36 @@ static long number(const char *name, long otherwise) {
     return text ? atol(text) : otherwise;
 }
 
+static int fd_watched(int fd) { return fd >= 0 && fd < 4096 && watched[fd]; }
+
+/* By its name, or through an open folder. */
 static int below(const char *path) {
+    static const char OPEN[] = "/proc/self/fd/";
     const char *folder = getenv("FAULT_PATH");
+    if (path && strncmp(path, OPEN, sizeof OPEN - 1) == 0) return fd_watched(atoi(path + sizeof OPEN - 1));
     return folder && path && strncmp(path, folder, strlen(folder)) == 0;
+}
+
+static int below_at(int fd, const char *path) { return path && (*path == '/' ? below(path) : fd_watched(fd)); }
+
+/* The whole name of what a name means in an open folder; empty when nobody can tell. */
+static void whole_name(int fd, const char *path, char *to, size_t size) {
+    char link[64], folder[2048];
+    *to = 0;
+    if (*path == '/' && strncmp(path, "/proc/self/fd/", 14) != 0) {
+        snprintf(to, size, "%s", path);
+        return;
+    }
+    const char *rest = path;
+    if (*path == '/') {
+        fd = atoi(path + 14);
+        rest = strchr(path + 14, '/') ? strchr(path + 14, '/') + 1 : "";
+    }
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, folder, sizeof folder - 1);
+    if (n < 0) return;
+    folder[n] = 0;
+    snprintf(to, size, "%s/%s", folder, rest);
 }
 
 static uint64_t mixed(uint64_t x) {
@@ -118,12 +146,15 @@ int clock_gettime(clockid_t clock, struct timespec *t) {
     return done;
 }
 
-static int fd_watched(int fd) { return fd >= 0 && fd < 4096 && watched[fd]; }
-
-static int opened(const char *path, int fd) {
-    if (fd >= 0 && fd < 4096) watched[fd] = (char)below(path), unsynced[fd] = 0;
+static int opened_if(int ours, int fd) {
+    if (fd >= 0 && fd < 4096) {
+        watched[fd] = (char)ours;
+        unsynced[fd] = 0;
+    }
     return fd;
 }
+
+static int opened(const char *path, int fd) { return opened_if(below(path), fd); }
 
 int close(int fd) {
     int (*real)(int) = dlsym(RTLD_NEXT, "close");
@@ -148,6 +179,39 @@ int close(int fd) {
 OPEN(open)
 OPEN(open64)
 
+#define OPENAT(name)                                                        \
+    int name(int at, const char *path, int flags, ...) {                    \
+        static int (*real)(int, const char *, int, ...);                    \
+        if (!real) real = dlsym(RTLD_NEXT, #name);                          \
+        mode_t mode = 0;                                                    \
+        if (flags & (O_CREAT | O_TMPFILE)) {                                \
+            va_list list;                                                   \
+            va_start(list, flags);                                          \
+            mode = va_arg(list, mode_t);                                    \
+            va_end(list);                                                   \
+        }                                                                   \
+        int ours = below_at(at, path);                                      \
+        if (ours && fails()) return -1;                                     \
+        return opened_if(ours, real(at, path, flags, mode));                \
+    }
+OPENAT(openat)
+OPENAT(openat64)
+
+/* Calls that the C library has no function for. */
+long syscall(long number, ...) {
+    static long (*real)(long, ...);
+    if (!real) real = dlsym(RTLD_NEXT, "syscall");
+    long a[6];
+    va_list list;
+    va_start(list, number);
+    for (int i = 0; i < 6; i++) a[i] = va_arg(list, long);
+    va_end(list);
+    if (number != SYS_openat2) return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    int ours = below_at((int)a[0], (const char *)a[1]);
+    if (ours && fails()) return -1;
+    return opened_if(ours, (int)real(number, a[0], a[1], a[2], a[3], a[4], a[5]));
+}
+
 #define ON_PATH(type, failed, name, parameters, arguments)                  \
     type name parameters {                                                  \
         static type(*real) parameters;                                      \
@@ -156,32 +220,45 @@ OPEN(open64)
     }
 ON_PATH(int, -1, mkdir, (const char *path, mode_t mode), (path, mode))
 ON_PATH(int, -1, unlink, (const char *path), (path))
+
+#define ON_NAME(name, parameters, arguments)                                \
+    int name parameters {                                                   \
+        static int(*real) parameters;                                       \
+        if (!real) real = dlsym(RTLD_NEXT, #name);                          \
+        return below_at(at, path) && fails() ? -1 : real arguments;         \
+    }
+ON_NAME(mkdirat, (int at, const char *path, mode_t mode), (at, path, mode))
+ON_NAME(unlinkat, (int at, const char *path, int flags), (at, path, flags))
+ON_NAME(fstatat64, (int at, const char *path, struct stat64 *to, int flags), (at, path, to, flags))
 ON_PATH(int, -1, linkat, (int from_fd, const char *from, int fd, const char *path, int flags),
         (from_fd, from, fd, path, flags))
 
 /* Empties a file if it is open here with something in it that was not synced. */
-static void lose_unsynced(const char *path) {
+static void lose_unsynced(int at, const char *name) {
+    char path[4096];
+    whole_name(at, name, path, sizeof path);
     for (int fd = 0; fd < 4096; fd++) {
-        char name[32], target[4096];
+        char link[32], target[4096];
         if (!fd_watched(fd) || !unsynced[fd]) continue;
-        snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
-        ssize_t n = readlink(name, target, sizeof target - 1);
+        snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+        ssize_t n = readlink(link, target, sizeof target - 1);
         if (n < 0) continue;
         target[n] = 0;
         if (strcmp(target, path) == 0 && truncate(path, 0) < 0) abort();
     }
 }
 
-#define RENAME(name, parameters, arguments)                                 \
+#define RENAME(name, at, parameters, arguments)                             \
     int name parameters {                                                   \
         static int(*real) parameters;                                       \
         if (!real) real = dlsym(RTLD_NEXT, #name);                          \
-        if (below(path) && fails()) return -1;                              \
-        if (below(path) && getenv("FAULT_POWER")) lose_unsynced(from);      \
+        int ours = below_at(at, path);                                      \
+        if (ours && fails()) return -1;                                     \
+        if (ours && getenv("FAULT_POWER")) lose_unsynced(at, from);         \
         return real arguments;                                              \
     }
-RENAME(rename, (const char *from, const char *path), (from, path))
-RENAME(renameat, (int from_fd, const char *from, int fd, const char *path), (from_fd, from, fd, path))
+RENAME(rename, AT_FDCWD, (const char *from, const char *path), (from, path))
+RENAME(renameat, fd, (int from_fd, const char *from, int fd, const char *path), (from_fd, from, fd, path))
 
 /* An empty path means the file itself. A null one, which the header rules out, asks whether the call exists at all. */
 int statx(int fd, const char *restrict path, int flags, unsigned mask, struct statx *restrict to) {
@@ -230,6 +307,7 @@ ON_FD(ssize_t, -1, pread64, (int fd, void *to, size_t n, off64_t at), (fd, to, n
 SYNC(fsync)
 SYNC(fdatasync)
 ON_FD(int, -1, sync_file_range, (int fd, off64_t from, off64_t n, unsigned flags), (fd, from, n, flags))
+ON_FD(int, -1, fstat64, (int fd, struct stat64 *to), (fd, to))
 ON_FD(int, -1, ftruncate64, (int fd, off64_t length), (fd, length))
 ON_FD(int, -1, flock, (int fd, int operation), (fd, operation))
 ON_FD(int, -1, futimens, (int fd, const struct timespec times[2]), (fd, times))

@@ -11,6 +11,7 @@ mod random;
 mod bad_input;
 mod bundles;
 mod crash_points;
+mod decoys;
 mod dispatch;
 mod dispatch_cuda;
 mod engine_programs;

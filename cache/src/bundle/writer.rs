@@ -2,6 +2,7 @@
 
 use super::format::{Entry, HEADER, Header};
 use super::{BundleSet, Manifest};
+use crate::folder::Folder;
 use crate::publish::{Sink, publish_file};
 use crate::{Artifact, Error, Key, Record, Result, Validity};
 use flashtune_codegen::abi::ABI_VERSION;
@@ -9,6 +10,8 @@ use std::collections::BTreeMap;
 use std::io::SeekFrom;
 use std::path::Path;
 
+/// Writes the content of a file.
+type Fill<'a> = dyn FnMut(&mut dyn Sink) -> Result<()> + 'a;
 /// Gives the artifact of a key, if there is one.
 type Load<'a> = dyn FnMut(&Key) -> Option<Artifact> + 'a;
 
@@ -38,9 +41,20 @@ impl BundleContents<'_> {
                 remedy: "choose another place for the bundle",
             })?;
         }
-        let mut manifest = None;
-        publish_file(path, |out| {
-            manifest = Some(self.write_to(out).map_err(|source| Error::Io {
+        self.publish(path, |fill| publish_file(path, fill))
+    }
+
+    /// Writes the bundle to a file of an open folder, by rename. Returns the manifest.
+    pub(crate) fn write_in(self, folder: &Folder, name: &str) -> Result<Manifest> {
+        let path = folder.path().join(name);
+        self.publish(&path, |fill| folder.publish(name, fill))
+    }
+
+    fn publish(self, path: &Path, publish: impl FnOnce(&mut Fill) -> Result<()>) -> Result<Manifest> {
+        let (mut contents, mut manifest) = (Some(self), None);
+        publish(&mut |out| {
+            let Some(contents) = contents.take() else { return Ok(()) };
+            manifest = Some(contents.write_to(out).map_err(|source| Error::Io {
                 action: "write",
                 path: path.to_path_buf(),
                 source,

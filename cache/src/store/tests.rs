@@ -1,5 +1,6 @@
 //! The journal under orderly and disorderly conditions.
 
+use super::journal::{Refusal, open_or_replace_by};
 use super::*;
 use crate::testing::{artifact, record, trial};
 use crate::{Stage, TrialResult};
@@ -157,11 +158,11 @@ fn a_journal_that_is_not_at_fault_stays_where_it_is() {
     store.put_record(&record(128, 1)).unwrap();
     drop(store);
     // What sled makes of a process that may start no more threads, whatever it opens.
-    let refuse = |path: &Path| {
-        std::fs::create_dir_all(path).unwrap();
+    let refuse = |base: &Folder| {
+        std::fs::create_dir_all(base.path().join("store")).unwrap();
         Err(Refusal::Unreadable("sled panicked while opening it".into()))
     };
-    let e = open_or_replace_by(&dir.store_path(), refuse).unwrap_err().to_string();
+    let e = open_or_replace_by(&dir.folder().unwrap(), refuse).unwrap_err().to_string();
     assert!(e.contains("limits of memory and threads"), "{e}");
     let aside = std::fs::read_dir(dir.base()).unwrap().flatten().filter(|e| e.file_name() != "store");
     assert!(aside.into_iter().all(|e| !e.file_name().to_string_lossy().contains("corrupt")));
@@ -174,6 +175,35 @@ fn a_file_in_the_place_of_the_journal_is_set_aside() {
         |store| {
             std::fs::remove_dir_all(store).unwrap();
             std::fs::write(store, "no folder").unwrap();
+        },
+        true,
+    );
+}
+
+#[test]
+fn what_is_no_file_in_the_journal_is_set_aside_with_it() {
+    type Plant = fn(&Path);
+    let pipe: Plant =
+        |path| rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let folder: Plant = |path| std::fs::create_dir(path).unwrap();
+    let hard_link: Plant = |path| {
+        let other = path.parent().unwrap().with_file_name("another");
+        std::fs::write(&other, "of somebody's").unwrap();
+        std::fs::hard_link(&other, path).unwrap();
+    };
+    for plant in [pipe, folder, hard_link] {
+        for name in ["db", "conf", "snap.0000000000000001"] {
+            let planted = |store: &Path| {
+                let _ = std::fs::remove_file(store.join(name));
+                plant(&store.join(name));
+            };
+            nothing_published_is_lost(planted, true);
+        }
+    }
+    nothing_published_is_lost(
+        |store| {
+            std::fs::remove_dir_all(store.join("blobs")).unwrap();
+            std::fs::write(store.join("blobs"), "no folder").unwrap();
         },
         true,
     );
@@ -229,15 +259,13 @@ fn a_snapshot_that_cannot_be_read_for_a_while_is_not_replaced_and_loses_nothing(
     drop(store);
     // The journal is gone and the kernel too, and the file system fails.
     std::fs::remove_dir_all(dir.store_path()).unwrap();
-    std::fs::remove_dir_all(files.folder()).unwrap();
-    let aside = dir.base().join("aside");
-    std::fs::rename(&snapshot, &aside).unwrap();
-    std::os::unix::fs::symlink(&snapshot, &snapshot).unwrap();
+    std::fs::remove_dir_all(dir.artifacts_path()).unwrap();
+    crate::testing::make_unreadable(Some(&snapshot));
     let store = Store::open(&dir).unwrap();
     store.put_record(&record(512, 2)).unwrap();
     assert!(matches!(store.publish(&files), Err(Error::Io { .. })));
     // It is back.
-    std::fs::rename(&aside, &snapshot).unwrap();
+    crate::testing::make_unreadable(None);
     store.publish(&files).unwrap();
     let published = Bundle::map(&snapshot).unwrap();
     assert_eq!((published.record_count(), published.artifact_count()), (2, 1));

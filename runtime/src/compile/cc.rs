@@ -2,7 +2,7 @@
 
 use super::leash;
 use crate::{Compiler, Error, Result};
-use flashtune_cache::{CompilerId, Facts, reap, temporary_prefix};
+use flashtune_cache::{CompilerId, Facts, TemporaryFolder, reap};
 use flashtune_codegen::{Language, Source};
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -23,7 +23,11 @@ pub struct Cc {
 
 /// What the names of compilation folders start with.
 const FOLDER: &str = "flashtune-cc-";
+/// What the names in them start with: the source, the library, and what compilers write beside these until they are
+/// done.
+const FILE: &str = "kernel";
 
+const TEMPORARY_REMEDY: &str = "set TMPDIR to a folder with space that can be written";
 const REMEDY: &str = "install one (Debian and Ubuntu: apt install gcc) or set CC to its path";
 
 impl Cc {
@@ -93,6 +97,16 @@ impl Cc {
     }
 }
 
+/// What went wrong in the folder for temporary files.
+fn temporary(e: flashtune_cache::Error) -> Error {
+    match e {
+        flashtune_cache::Error::Io { action, path, source, .. } => {
+            Error::Io { action, path: path.display().to_string(), source, remedy: TEMPORARY_REMEDY }
+        }
+        e => e.into(),
+    }
+}
+
 /// Runs a command with messages in English and nothing on its stdin; it ends with this process.
 fn run(command: &mut Command) -> io::Result<Output> {
     leash::run(command.env("LC_ALL", "C"))
@@ -108,41 +122,33 @@ impl Compiler for Cc {
         if source.language != Language::C {
             return Err(refused("the source is CUDA; NVRTC compiles it".to_owned()));
         }
-        let io = |action, path: &Path| {
-            let path = path.display().to_string();
-            move |source| Error::Io {
-                action,
-                path,
-                source,
-                remedy: "set TMPDIR to a folder with space that can be written",
-            }
-        };
         // Processes that were killed while they compiled could not clean up. Once for each process is enough.
         static REAPED: Once = Once::new();
         REAPED.call_once(|| {
-            reap(&std::env::temp_dir(), FOLDER);
+            reap(&std::env::temp_dir(), FOLDER, FILE);
         });
         let start = Instant::now();
-        let folder = tempfile::Builder::new()
-            .prefix(&temporary_prefix(FOLDER))
-            .tempdir()
-            .map_err(io("creating a folder in", &std::env::temp_dir()))?;
+        let folder = TemporaryFolder::new(&std::env::temp_dir(), FOLDER, FILE).map_err(temporary)?;
         // Relative names: no random path can find its way into the binary.
-        let (input, output) = (folder.path().join("kernel.c"), folder.path().join("kernel.so"));
-        std::fs::write(&input, &source.text).map_err(io("writing", &input))?;
+        folder.write("kernel.c", source.text.as_bytes()).map_err(temporary)?;
         let out = run(Command::new(&self.command)
             .args(&self.arguments)
             .args(&source.options)
             .args(["-o", "kernel.so", "kernel.c"])
             .current_dir(folder.path()))
-        .map_err(io("running", &self.command))?;
+        .map_err(|source| Error::Io {
+            action: "running",
+            path: self.command.display().to_string(),
+            source,
+            remedy: TEMPORARY_REMEDY,
+        })?;
         if !out.status.success() {
             let log = String::from_utf8_lossy(&out.stderr);
             return Err(refused(format!("{}\n{}", out.status, log.trim_end())));
         }
         // A program that is no compiler may answer `--version` and succeed at everything.
         let bytes =
-            std::fs::read(&output).map_err(|e| refused(format!("it succeeded without an output ({e}); check CC")))?;
+            folder.read("kernel.so").map_err(|e| refused(format!("it succeeded without an output ({e}); check CC")))?;
         let facts = Facts { compile_ms: start.elapsed().as_secs_f64() * 1e3, ..Facts::default() };
         Ok((bytes, facts))
     }

@@ -12,6 +12,7 @@ use std::ffi::c_void;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -109,23 +110,45 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     unsafe { library.get::<T>(name) }.map(|s| *s).map_err(|e| chain(&e))
 }
 
-/// Loads a shared object from memory: through a memory file, or where that is not allowed through a private file that
-/// is removed at once.
+/// Loads a shared object from memory: through a memory file; where that is not allowed through a file without a name,
+/// which nobody can put another one in the place of; and without /proc through a private file that is removed at
+/// once.
 fn open_bytes(bytes: &[u8]) -> Result<(Library, Option<File>), String> {
-    let in_memory = memory_file(bytes).map_err(|e| e.to_string()).and_then(|file| {
-        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        Ok((open_path(&path)?, Some(file)))
-    });
-    in_memory.or_else(|memory| {
-        let mut file = tempfile::Builder::new()
-            .prefix("flashtune-")
-            .suffix(".so")
-            .tempfile()
-            .map_err(|e| format!("{memory}; in {}: {e}", std::env::temp_dir().display()))?;
-        file.write_all(bytes).and_then(|()| file.flush()).map_err(|e| format!("{memory}; {e}"))?;
-        let library = open_path(file.path()).map_err(|e| format!("{memory}; {e}"))?;
-        Ok((library, None))
+    let in_folder = |e: std::io::Error| format!("in {}: {e}", std::env::temp_dir().display());
+    open_handle(memory_file(bytes)).or_else(|memory| {
+        open_handle(unnamed_file(bytes)).or_else(|_| {
+            let mut file = private_folder()
+                .and_then(|folder| tempfile::Builder::new().prefix("flashtune-").suffix(".so").tempfile_in(folder))
+                .map_err(|e| format!("{memory}; {}", in_folder(e)))?;
+            file.write_all(bytes).and_then(|()| file.flush()).map_err(|e| format!("{memory}; {}", in_folder(e)))?;
+            let library = open_path(file.path()).map_err(|e| format!("{memory}; {e}"))?;
+            Ok((library, None))
+        })
     })
+}
+
+/// Loads an open file.
+fn open_handle(file: std::io::Result<File>) -> Result<(Library, Option<File>), String> {
+    let file = file.map_err(|e| e.to_string())?;
+    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    Ok((open_path(&path)?, Some(file)))
+}
+
+fn unnamed_file(bytes: &[u8]) -> std::io::Result<File> {
+    let mut file = tempfile::tempfile()?;
+    file.write_all(bytes).map(|()| file)
+}
+
+/// The folder for temporary files, if nobody else can rename what is in it: between the writing and the loading of a
+/// library another one would take its name.
+fn private_folder() -> std::io::Result<PathBuf> {
+    const STICKY: u32 = 0o1000;
+    let folder = std::env::temp_dir();
+    let mode = folder.metadata()?.mode();
+    match mode & 0o022 == 0 || mode & STICKY != 0 {
+        true => Ok(folder),
+        false => Err(std::io::Error::other("others may rename files there; set TMPDIR to a folder of your own")),
+    }
 }
 
 fn open_path(path: &Path) -> Result<Library, String> {
@@ -144,4 +167,30 @@ fn memory_file(bytes: &[u8]) -> std::io::Result<File> {
     let mut file = unsafe { File::from_raw_fd(fd) };
     file.write_all(bytes)?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Compiler;
+    use crate::compile::Cc;
+    use flashtune_codegen::{Language, Source};
+
+    #[test]
+    fn a_library_is_loaded_from_a_file_without_a_name_too() {
+        let source = Source {
+            name: "answer".into(),
+            entry: "answer".into(),
+            language: Language::C,
+            options: ["-shared", "-fPIC"].map(str::to_owned).to_vec(),
+            text: "int answer(void) { return 42; }".into(),
+        };
+        let bytes = Cc::find().unwrap().compile(&source).unwrap().0;
+        for file in [memory_file(&bytes), unnamed_file(&bytes)] {
+            let (library, _file) = open_handle(file).unwrap();
+            // SAFETY: the type is that of the function above, which does nothing but return.
+            let answer = unsafe { symbol::<unsafe extern "C" fn() -> i32>(&library, "answer").unwrap()() };
+            assert_eq!(answer, 42);
+        }
+    }
 }

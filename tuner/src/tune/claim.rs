@@ -3,11 +3,10 @@
 use super::{STORE_PATIENCE, Tuning};
 use crate::search::Past;
 use crate::{Error, Event, Outcome, Result, Search};
-use flashtune_cache::{Bundle, Claim, Claims, Key, Progress, Store, Turn};
+use flashtune_cache::{Claim, Claims, Key, Progress, Store, Turn};
 use flashtune_codegen::Kernel;
 use flashtune_runtime::Compiler;
 use flashtune_runtime::compile::compile_with;
-use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,7 +34,7 @@ impl Tuning<'_> {
         let found = &compiler;
         let published = |this: &Self| {
             // Decoded once for each publication, not at each look.
-            let now = std::fs::metadata(this.dir.snapshot_path()).ok().map(|m| (m.modified().ok(), m.len(), m.ino()));
+            let now = this.dir.snapshot_id();
             (now.is_some() && std::mem::replace(&mut seen, now) != now).then(|| this.published(found)).flatten()
         };
         let on_record = match self.wait(&work, "another process tunes the same", published) {
@@ -108,15 +107,14 @@ impl Tuning<'_> {
     /// The answer that readers see, if it is one for these templates and this compiler, with its kernel at hand. Takes no
     /// lock.
     fn published(&self, compiler: &Found) -> Option<Outcome> {
-        let snapshot = self.dir.snapshot_path();
-        if self.job.force || !snapshot.exists() {
+        if self.job.force {
             return None;
         }
-        let bundle = Bundle::map(&snapshot).ok()?;
+        let bundle = self.dir.snapshot().ok()??;
         let record = bundle.records().filter_map(|r| r.ok()).map(|(r, _)| r).find(|r| self.answers(r, compiler))?;
         bundle.artifact(&record.artifact).ok().flatten()?;
         self.observer.event(&Event::Cached(&record));
-        Some(Outcome { record, cached: true, trials: Vec::new(), snapshot })
+        Some(Outcome { record, cached: true, trials: Vec::new(), snapshot: self.dir.snapshot_path() })
     }
 
     /// The answer of the journal. Publishes it, and makes its kernel anew if it was lost.
