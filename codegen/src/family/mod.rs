@@ -27,6 +27,7 @@ use crate::{Arch, Constraint, Constraints, Error, Op, Problem, Resources, Result
 use fields::{Constants, Fields};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::num::NonZeroU32;
 
 /// What a family is for, beside others that compute the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,6 +115,11 @@ pub(crate) trait KernelFamily: Fields {
     /// Thread blocks that the schedule wants on one multiprocessor.
     fn blocks_per_sm(&self) -> u32 {
         1
+    }
+
+    /// Threads of the host that a launch runs on, where the schedule says.
+    fn host_threads(&self) -> Option<NonZeroU32> {
+        None
     }
 
     /// The template's constants that follow from the schedule, beyond those of its fields.
@@ -360,6 +366,11 @@ impl Schedule {
     /// Thread blocks that the schedule wants on one multiprocessor.
     pub fn blocks_per_sm(&self) -> u32 {
         of_schedule!(self, s => KernelFamily::blocks_per_sm(s))
+    }
+
+    /// Threads of the host that a launch runs on, where the schedule says; all of them otherwise.
+    pub fn host_threads(&self) -> Option<NonZeroU32> {
+        of_schedule!(self, s => KernelFamily::host_threads(s))
     }
 
     /// Every field by name, as a coordinate for the search.

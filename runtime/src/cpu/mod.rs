@@ -17,7 +17,7 @@ pub(crate) use softmax::softmax;
 use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::abi::ForwardArgs;
-use flashtune_codegen::{Arch, LaunchPlan, Schedule};
+use flashtune_codegen::{Arch, LaunchPlan};
 use memory::CpuBuffer;
 use module::CpuModule;
 use rayon::prelude::*;
@@ -136,10 +136,7 @@ impl Device for CpuDevice {
         let module = module.as_any().downcast_ref::<CpuModule>().ok_or_else(|| foreign("launch"))?;
         // SAFETY: the caller's promise is this function's own.
         let (tiles, scratch) = unsafe { module.plan(args) };
-        let threads = match module.kernel().schedule {
-            Schedule::Cpu(s) if s.threads != 0 => s.threads as usize,
-            _ => usize::MAX,
-        };
+        let threads = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);
         let workers = threads.min(self.pool.current_num_threads()).min(usize::try_from(tiles).unwrap_or(usize::MAX));
         let next = AtomicU64::new(0);
         // SAFETY: as above.

@@ -4,7 +4,9 @@ use super::*;
 use crate::{HostTensor, Layout};
 use flashtune_cache::{CompilerId, Facts, Recipe};
 use flashtune_codegen::abi::ABI_VERSION;
-use flashtune_codegen::{CpuIsa, CpuSchedule, DType, Kernel, Language, Mask, MaskKind, Problem, Shape, Source};
+use flashtune_codegen::{
+    CpuIsa, CpuSchedule, DType, Kernel, Language, Mask, MaskKind, Problem, Schedule, Shape, Source,
+};
 
 /// Plain f32 attention with one tile per (batch, head, row), which keeps its scores in scratch.
 const NAIVE: &str = include_str!("../../testdata/plain.c");

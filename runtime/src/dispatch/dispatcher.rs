@@ -327,14 +327,12 @@ impl Dispatcher {
     /// The families that can serve the call, best first; why the others cannot goes to `refusals`.
     fn families(&self, key: &PlanKey, refusals: &mut Vec<Refusal>) -> Result<Vec<Family>> {
         let arch = self.arch();
-        if key.demands.has(Constraint::Weights) && matches!(arch, Arch::Cpu(_)) {
-            return Err(CodegenError::unsupported(
-                "weights",
-                "wanted",
-                "only forward/naive writes the attention weights, and it runs on CUDA devices",
-                "leave the weights out, or use a CUDA device",
-            )
-            .into());
+        let writes = |f: &Family| f.unmet(Constraint::Weights.into()).is_none();
+        if key.demands.has(Constraint::Weights) && !Family::ALL.iter().any(|f| writes(f) && f.runs_on(arch)) {
+            let families: Vec<_> = Family::ALL.into_iter().filter(writes).map(Family::name).collect();
+            let limit = format!("only {} writes the attention weights, and not on {arch}", families.join(", "));
+            let remedy = "leave the weights out, or use a CUDA device";
+            return Err(CodegenError::unsupported("weights", "wanted", limit, remedy).into());
         }
         let mut families = Family::candidates(&key.problem, arch);
         families.retain(|f| f.unmet(key.demands).is_none());

@@ -7,6 +7,7 @@ use super::fields::{Constants, FieldValue, Place, schedule};
 use crate::launch::LaunchPlan;
 use crate::traffic::Walk;
 use crate::{Arch, Constraint, CpuIsa, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use std::num::NonZeroU32;
 
 schedule! {
     /// How the host processor computes one problem.
@@ -187,6 +188,10 @@ impl KernelFamily for CpuSchedule {
 
     fn resources(&self, _: &Problem) -> Resources {
         Resources::default()
+    }
+
+    fn host_threads(&self) -> Option<NonZeroU32> {
+        NonZeroU32::new(self.threads)
     }
 
     /// No stage: the kernel counts its own tiles, and the device's threads share them.
