@@ -1,12 +1,12 @@
 //! Fingerprints of the machine code of the default kernels: what tells a change of words in a template from a change of the kernel.
 //!
-//!     cargo xtask cubins write FILE [--sample N]
+//!     cargo xtask cubins write FILE [--sample N] [--keep FOLDER]
 //!     cargo xtask cubins compare OLD NEW
 //!
 //! Compiles the default kernels of every family, and the quick ones where a family has them, without a GPU: CUDA kernels with NVRTC, kernels
 //! of the host processor with the system C compiler. Prints a line for each: a hash of what is loaded (code and constants, without names,
 //! symbols and notes), registers, bytes of spills, bytes of code, and the schedule. `--sample N` takes the first N kernels of a fixed random
-//! order. `FLASHTUNE_TEMPLATES` names a folder of templates to use in place of the embedded ones. `compare` ends with 1 where a kernel of both
+//! order, `--keep` writes the images for a disassembler. `FLASHTUNE_TEMPLATES` names a folder of templates to use in place of the embedded ones. `compare` ends with 1 where a kernel of both
 //! lists differs, or they have none in common.
 
 use flashtune::codegen::{Arch, Family, Kernel, Language, Schedule, ShapeBucket, TemplateSet};
@@ -16,12 +16,13 @@ use object::{Object, ObjectSection, SectionFlags, elf::SHF_ALLOC};
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hasher};
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-const USAGE: &str = "usage: cubins write FILE [--sample N] | cubins compare OLD NEW";
+const USAGE: &str = "usage: cubins write FILE [--sample N] [--keep FOLDER] | cubins compare OLD NEW";
 
 /// One of each kind that the kernels have code of their own for.
 const PROGRAMS: [(&str, &str); 7] = [
@@ -110,10 +111,13 @@ fn fingerprint(image: &[u8]) -> Result<(u64, u64), Failure> {
     Ok((hasher.finish(), code))
 }
 
-fn line(case: &Case, templates: &TemplateSet) -> Result<String, Failure> {
+fn line(case: &Case, templates: &TemplateSet, keep: Option<&Path>) -> Result<String, Failure> {
     let compiler = compiler_for(case.kernel.arch)?;
     let artifact = compile_with(&*compiler, &case.kernel, templates)?;
     let (hash, code) = fingerprint(&artifact.bytes)?;
+    if let Some(folder) = keep {
+        std::fs::write(folder.join(case.name.replace('/', ".")), &artifact.bytes)?;
+    }
     let facts = match case.kernel.language() {
         Language::Cuda => format!("{} registers, {} spilled", artifact.facts.registers, artifact.facts.spill_bytes),
         Language::C => "host".to_owned(),
@@ -121,7 +125,14 @@ fn line(case: &Case, templates: &TemplateSet) -> Result<String, Failure> {
     Ok(format!("{}\t{hash:016x}\t{facts}\t{code} bytes\t{}", case.name, case.kernel.schedule))
 }
 
-fn write(path: &str, sample: Option<usize>) -> Result<(), Failure> {
+/// What a compiler says of errors, without its warnings.
+fn brief(e: &dyn std::error::Error) -> String {
+    let text = e.to_string();
+    let errors: Vec<&str> = text.lines().filter(|line| line.contains("error:")).take(5).collect();
+    if errors.is_empty() { text } else { errors.join("; ") }
+}
+
+fn write(path: &str, sample: Option<usize>, keep: Option<&Path>) -> Result<(), Failure> {
     let mut cases = cases()?;
     cases.shuffle(&mut StdRng::seed_from_u64(1));
     cases.truncate(sample.unwrap_or(usize::MAX));
@@ -135,7 +146,8 @@ fn write(path: &str, sample: Option<usize>) -> Result<(), Failure> {
         for _ in 0..std::thread::available_parallelism().map_or(1, |n| n.get()) {
             scope.spawn(|| {
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let line = line(case, &templates).unwrap_or_else(|e| format!("{}\tfailed: {e}", case.name));
+                    let line = line(case, &templates, keep)
+                        .unwrap_or_else(|e| format!("{}\tfailed: {}", case.name, brief(&*e)));
                     lines.lock().expect("no thread panics with it").push(line);
                 }
             });
@@ -177,8 +189,17 @@ fn main() -> Result<std::process::ExitCode, Failure> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let same = match words[..] {
-        ["write", path] => write(path, None).map(|()| true)?,
-        ["write", path, "--sample", count] => write(path, Some(count.parse()?)).map(|()| true)?,
+        ["write", path, ref options @ ..] => {
+            let (mut sample, mut keep) = (None, None);
+            for option in options.chunks(2) {
+                match *option {
+                    ["--sample", count] => sample = Some(count.parse()?),
+                    ["--keep", folder] => keep = Some(Path::new(folder)),
+                    _ => return Err(USAGE.into()),
+                }
+            }
+            write(path, sample, keep).map(|()| true)?
+        }
         ["compare", old, new] => compare(old, new)?,
         _ => {
             eprintln!("{USAGE}");
