@@ -1,7 +1,8 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
 use crate::{
-    Arch, Error, Problem, Resources, Result, Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder, abi, wgmma,
+    Arch, Error, Problem, Resources, Result, Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder, abi, prelude,
+    wgmma,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -150,6 +151,13 @@ impl Kernel {
             ("mask_left", u32::from(p.mask.left).to_string()),
             ("mask_right", u32::from(p.mask.right).to_string()),
         ]);
+        m.extend(abi::fields(self.language()));
+        let resources = self.resources();
+        m.extend([
+            ("threads", resources.threads.to_string()),
+            ("smem_bytes", resources.smem_bytes.to_string()),
+            ("mark_empty", crate::resources::marks_empty_rows(p).to_string()),
+        ]);
         m.extend(match self.language() {
             Language::C => crate::score::cpu_fields(p.program.as_deref()),
             Language::Cuda => {
@@ -169,11 +177,7 @@ impl Kernel {
                 ("unroll_q", s.unroll_q.to_string()),
                 ("unroll_kv", s.unroll_kv.to_string()),
             ]),
-            Schedule::Naive(s) => m.extend([
-                ("block_q", s.block_q.to_string()),
-                ("block_kv", s.block_kv.to_string()),
-                ("threads", s.threads.to_string()),
-            ]),
+            Schedule::Naive(s) => m.extend([("block_q", s.block_q.to_string()), ("block_kv", s.block_kv.to_string())]),
             Schedule::Sm80(s) => m.extend([
                 ("warps", s.warps.to_string()),
                 ("rows_per_warp", s.rows_per_warp.to_string()),
@@ -201,6 +205,11 @@ impl Kernel {
                 ("persistent", s.scheduler.stays().to_string()),
                 ("queue", (s.scheduler == Sm90Scheduler::Queue).to_string()),
                 ("tile_queues", abi::TILE_QUEUES.to_string()),
+                ("list_counts", prelude::LIST_COUNTS.to_string()),
+                ("mask_words", prelude::mask_words(&s).to_string()),
+                ("rows_of_ends", prelude::ROWS_OF_ENDS.to_string()),
+                ("ends_bytes", prelude::ENDS_BYTES.to_string()),
+                ("run_bytes", prelude::RUN_BYTES.to_string()),
                 ("mask_by_batch", axes.is_some_and(|a| a.batch).to_string()),
                 ("mask_by_head", axes.is_some_and(|a| a.head).to_string()),
                 ("mask_by_kv_head", axes.is_some_and(|a| a.kv_head).to_string()),

@@ -39,13 +39,21 @@ pub enum FoundLayout {
 /// many keys, if all heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
 pub const MOST_MASK_BYTES: u64 = 1 << 30;
 
+// How lists of key blocks and runs of keys lie in memory. Kernels have these numbers as constants (`Kernel::render`), and assert that
+// what they read and write is laid out so.
+
 /// Words of a list of key blocks before its places.
-const LIST_COUNTS: u64 = 2;
+pub(crate) const LIST_COUNTS: u64 = 2;
 /// Rows between whose ends of runs are summed up: those of a consumer.
-const ROWS_OF_ENDS: u64 = 64;
+pub(crate) const ROWS_OF_ENDS: u64 = 64;
 /// Bytes of the ends of the runs of as many rows, and of the run of a row.
-const ENDS_BYTES: u64 = 16;
-const RUN_BYTES: u64 = 8;
+pub(crate) const ENDS_BYTES: u64 = 16;
+pub(crate) const RUN_BYTES: u64 = 8;
+
+/// Words of the mask of one key block: of every row of a tile, a bit for each score of the four threads that share it.
+pub(crate) fn mask_words(s: &Sm90Schedule) -> u64 {
+    (s.block_q() * 4 * (s.block_kv / 4).div_ceil(32)) as u64
+}
 
 impl Kernel {
     /// What the names of the kernels that come before this one end in, after its own name: those that write lists of live key
@@ -76,7 +84,7 @@ impl Prelude {
         let lists = axes.units(shape) * tiling.blocks as u64;
         let places = shape.kv_len.div_ceil(s.block_kv) as u64;
         let before = (lists * (LIST_COUNTS + places) * 4 + lists * places).next_multiple_of(16);
-        let masks = lists * places * (s.block_q() * 4 * (s.block_kv / 4).div_ceil(32) * 4) as u64;
+        let masks = lists * places * mask_words(s) * 4;
         let (bytes, masks) = match masks {
             ..=MOST_MASK_BYTES => (before + masks, Some(before)),
             _ => (before, None),

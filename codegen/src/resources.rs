@@ -69,7 +69,7 @@ fn row_chunks(head_dim: u32, swizzle: Swizzle) -> u32 {
 }
 
 /// Whether a program may make all scores of a row -inf; the kernels then remember which rows attend to nothing.
-fn marks_empty_rows(problem: &Problem) -> bool {
+pub(crate) fn marks_empty_rows(problem: &Problem) -> bool {
     problem.program.is_some_and(|p| p.score().is_some() && p.sink().is_none())
 }
 

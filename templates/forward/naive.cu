@@ -33,6 +33,8 @@ constexpr int kOutColumns = div_up(kHeadDimV, kAcross);
 constexpr int kPitchQK = kHeadDimQK | 1;
 constexpr int kPitchKV = (kHeadDimQK > kHeadDimV ? kHeadDimQK : kHeadDimV) | 1;
 constexpr int kPitchP = kBlockKV | 1;
+static_assert(4 * (kBlockQ * kPitchQK + kBlockKV * kPitchKV + kBlockQ * kPitchP) == @{ smem_bytes }@,
+              "the shared memory that the host asks for");
 
 // Reductions over the 16 threads that share a row.
 __device__ __forceinline__ float row_max(float x) {

@@ -34,6 +34,7 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/sink.cuh" %>
 
 constexpr int kThreads = kWarps * 32;
+static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 constexpr int kBlockQ = kWarps * kRowsPerWarp;
 using KernelArgs = WithSide<ForwardArgs>;
 // Whether blocks before those in sight of every row may need a mask.
@@ -202,10 +203,13 @@ struct WarpChunks {
     }
 };
 
-// Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the staged
-// O. Not beside a sink, whose sum is not empty.
-constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;
-__device__ __forceinline__ u32 empty_rows(u32 smem_o, int row) { return smem_o + kBlockQ * TileV::kPitch + row / 8 * 4; }
+// Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the staged O. Not beside a sink,
+// whose sum is not empty.
+constexpr bool kMarkEmpty = @{ mark_empty }@;
+enum : int { kBytesO = kBlockQ * TileV::kPitch, kBytesEmptyRows = kMarkEmpty ? kBlockQ / 2 : 0 };  // a word for every eight rows
+static_assert(max_of<int>(max_of(kBytesQ, kOffsetV + kStages * kBytesV), kBytesO + kBytesEmptyRows) == @{ smem_bytes }@,
+              "the shared memory that the host asks for");
+__device__ __forceinline__ u32 empty_rows(u32 smem_o, int row) { return smem_o + kBytesO + row / 8 * 4; }
 __device__ __forceinline__ bool is_empty(u32 smem_o, int row) {
     u32 bits;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(empty_rows(smem_o, row)));

@@ -58,6 +58,7 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 using KernelArgs = WithSide<Sm90Args>;
 
 constexpr int kThreads = (kConsumers + 1) * 128;
+static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 constexpr int kBlockQ = kConsumers * 64;
 constexpr bool kRegistersMove = kProducerRegisters != kConsumerRegisters;
 constexpr int kChunksQK = div_up(kHeadDimQK, 64);  // 64-element columns of a row: one box of the copy engine each
@@ -111,7 +112,7 @@ constexpr int kBytesBias = kChunksBias * kBytes64Rows;
 
 // A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds; but not
 // beside a sink, whose sum is not empty.
-constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;
+constexpr bool kMarkEmpty = @{ mark_empty }@;
 
 // Of a quick kernel a product is one statement, waited for at its end.
 constexpr bool kWholeOutput = kQuick && !kPInShared;
@@ -177,6 +178,7 @@ struct Layout {
     static constexpr int kPlaced = kTilesDone + 8;           // per place: the tile that was dealt with it
     static constexpr int kBytes = kTilesDone + (kOptimistic ? 8 + 4 * 4 : 0);
 };
+static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 
 <% include "lib/cuda/mask_units.cuh" %>
 <% include "lib/cuda/live_blocks.cuh" %>

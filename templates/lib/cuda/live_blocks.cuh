@@ -9,7 +9,7 @@
 // A list: how many blocks are whole, how many are mixed, and a place for every block. Whole ones are written from the front,
 // mixed ones from the back.
 struct List {
-    static constexpr int kCounts = 2;
+    static constexpr int kCounts = @{ list_counts }@;
     i64 index;
     u32* words;
     int places;  // key blocks there are
@@ -32,7 +32,8 @@ struct List {
 
 // Scores that a thread of a consumer has of a row in a block, its share: keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9, ... from the block's
 // first on, for one of four threads c. Their mask is as many bits, in words; a row has four shares, a block kBlockQ rows.
-constexpr int kShare = kBlockKV / 4, kShareWords = div_up(kShare, 32), kMaskWords = kBlockQ * 4 * kShareWords;
+constexpr int kShare = kBlockKV / 4, kShareWords = div_up(kShare, 32), kMaskWords = @{ mask_words }@;
+static_assert(kMaskWords == kBlockQ * 4 * kShareWords, "the masks that the host has room for");
 __device__ __forceinline__ int key_of_share(int c, int i) { return i / 2 * 8 + c * 2 + i % 2; }
 
 // The number of a tile's key block, which is its place where there are no lists.

@@ -4,13 +4,8 @@
 #define FT_INF __int_as_float(0x7f800000)
 #define FT_NAN __int_as_float(0x7fffffff)
 
-// A side tensor and a run-time scalar, as the host passes them. The stride is 0 along an axis of length 1.
-struct SideTensor {
-    const void* data;
-    i64 stride[4];  // in elements
-    int length[4];
-};
-
+// What the host passes of a side tensor, and a run-time scalar.
+@{ side_tensor }@
 union SideScalar {
     i64 i;
     float f;
