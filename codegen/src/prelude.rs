@@ -57,7 +57,7 @@ pub(crate) fn mask_words(s: &Sm90Schedule) -> u64 {
 
 impl Kernel {
     /// What the names of the kernels that come before this one end in, after its own name: those that write lists of live key
-    /// blocks (`templates/lib/cuda/live_blocks.cuh`), or the one that finds runs of keys (`templates/lib/cuda/runs.cuh`).
+    /// blocks (`templates/forward/sm90/lists.cuh`), or the one that finds runs of keys (`templates/forward/sm90/ranges.cuh`).
     pub fn preludes(&self) -> &'static [&'static str] {
         match (self.schedule, self.problem.program) {
             (Schedule::Sm90(_), Some(p)) if p.lists().is_some() => &["_classify", "_gather"],

@@ -4,8 +4,8 @@
 // that are too large for the host, the path for f32 (which stays f32 throughout), and the only kernel that can return
 // the attention weights.
 
-<% include "lib/cuda/types.cuh" %>
-<% include "lib/cuda/abi.cuh" %>
+<% include "lib/cuda/attention/types.cuh" %>
+<% include "lib/cuda/attention/abi.cuh" %>
 
 // Problem.
 using Element = @{ dtype }@;
@@ -18,8 +18,8 @@ constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kThreads = @{ threads }@;
 
-<% include "lib/cuda/tile.cuh" %>
-<% include "lib/cuda/program.cuh" %>
+<% include "lib/cuda/attention/tile.cuh" %>
+<% include "lib/cuda/score/program.cuh" %>
 
 using KernelArgs = WithSide<ForwardArgs>;
 

@@ -4,8 +4,8 @@
 // by the copy engine, consumer warpgroups of 64 query rows each keep scores, probabilities and outputs in registers.
 // With kOverlap the scores of one key block are computed while the product of the previous one with V still runs.
 
-<% include "lib/cuda/types.cuh" %>
-<% include "lib/cuda/abi.cuh" %>
+<% include "lib/cuda/attention/types.cuh" %>
+<% include "lib/cuda/attention/abi.cuh" %>
 
 // Problem.
 using Element = @{ dtype }@;
@@ -41,19 +41,22 @@ constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
 constexpr int kConsumerRegisters = @{ consumer_registers }@;
 
-<% include "lib/cuda/tile.cuh" %>
-<% include "lib/cuda/mbarrier.cuh" %>
-<% include "lib/cuda/tma.cuh" %>
-<% include "lib/cuda/cluster.cuh" %>
-<% include "lib/cuda/warpgroup.cuh" %>
-<% include "lib/cuda/ldmatrix.cuh" %>
-<% include "lib/cuda/wgmma.cuh" %>
-<% include "lib/cuda/approx.cuh" %>
-<% include "lib/cuda/row_softmax.cuh" %>
-<% include "lib/cuda/walk.cuh" %>
-<% include "lib/cuda/program.cuh" %>
-<% include "lib/cuda/sink.cuh" %>
-<% include "lib/cuda/non_finite.cuh" %>
+<% include "lib/cuda/ptx/shared_memory.cuh" %>
+<% include "lib/cuda/ptx/mbarrier.cuh" %>
+<% include "lib/cuda/ptx/named_barrier.cuh" %>
+<% include "lib/cuda/ptx/registers.cuh" %>
+<% include "lib/cuda/ptx/tma.cuh" %>
+<% include "lib/cuda/ptx/cluster.cuh" %>
+<% include "lib/cuda/ptx/ldmatrix.cuh" %>
+<% include "lib/cuda/ptx/wgmma.cuh" %>
+<% include "lib/cuda/ptx/approx.cuh" %>
+<% include "lib/cuda/ptx/warp.cuh" %>
+<% include "lib/cuda/attention/tile.cuh" %>
+<% include "lib/cuda/attention/non_finite.cuh" %>
+<% include "lib/cuda/score/program.cuh" %>
+<% include "lib/cuda/score/sink.cuh" %>
+<% include "forward/sm90/softmax.cuh" %>
+<% include "forward/sm90/tiles.cuh" %>
 
 using KernelArgs = WithSide<Sm90Args>;
 
@@ -130,7 +133,7 @@ constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 && !kOutputA
 // The place of Q is free as soon as its last scores are there.
 constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;
 
-// Whether masked blocks of V are multiplied as they come, until it shows in a tile's O, which is then computed again (again.cuh): where V
+// Whether masked blocks of V are multiplied as they come, until it shows in a tile's O, which is then computed again (recompute.cuh): where V
 // comes last of all, behind O, and would be waited for while it is looked through.
 constexpr bool kOptimistic = kClean && kOutputInV && kHelpers == 2;
 
@@ -180,16 +183,16 @@ struct Layout {
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 
-<% include "lib/cuda/mask_units.cuh" %>
-<% include "lib/cuda/live_blocks.cuh" %>
-<% include "lib/cuda/runs.cuh" %>
-<% include "forward/sm90/again.cuh" %>
-<% include "lib/cuda/work.cuh" %>
+<% include "forward/sm90/mask_units.cuh" %>
+<% include "forward/sm90/lists.cuh" %>
+<% include "forward/sm90/ranges.cuh" %>
+<% include "forward/sm90/recompute.cuh" %>
+<% include "forward/sm90/scheduler.cuh" %>
 
-<% include "forward/sm90/biases.cuh" %>
+<% include "forward/sm90/bias.cuh" %>
 <% include "forward/sm90/producer.cuh" %>
-<% include "forward/sm90/row_masks.cuh" %>
-<% include "forward/sm90/output.cuh" %>
+<% include "forward/sm90/masks.cuh" %>
+<% include "forward/sm90/epilogue.cuh" %>
 <% include "forward/sm90/steps.cuh" %>
 <% include "forward/sm90/arrivals.cuh" %>
 <% include "forward/sm90/consumer.cuh" %>

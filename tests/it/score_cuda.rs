@@ -16,8 +16,8 @@ fn source(programs: &[Program]) -> String {
     let mut text = format!(
         "{}\n{}\nstruct Side {{ SideTensor tensors[12]; SideScalar scalars[12]; }};\n\
          template <typename T> __device__ void keep(float *out, int &n, T x) {{ out[n++] = float(x); }}\n",
-        file("lib/cuda/types.cuh"),
-        file("lib/cuda/score.cuh").replace("@{ side_tensor }@", &declaration::<SideTensorArg>(Language::Cuda))
+        file("lib/cuda/attention/types.cuh"),
+        file("lib/cuda/score/score.cuh").replace("@{ side_tensor }@", &declaration::<SideTensorArg>(Language::Cuda))
     );
     for (i, program) in programs.iter().enumerate() {
         let tiles = TileProgram::new(program);

@@ -1,4 +1,4 @@
-//! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/program.cuh`.
+//! A program as the words of `templates/lib/cpu/program.h` and `templates/lib/cuda/score/program.cuh`.
 
 use super::bias::Bias;
 use super::lower::{AlongKeys, Capped, Code, Dialect, compiling_cost, lower, lower_fragments, lower_scores, slot};

@@ -2,7 +2,7 @@
 
 // step(n, masked, from_zero) for the key blocks from n down. Both are constants where masked blocks have loops of their own: those cut
 // on the right or past the last key, then those in sight of every row, then those cut on the left. References of the second ones start
-// from zero (row_softmax.cuh): the first loop goes on until `is_near_zero` says so, which the threads of a warpgroup agree about.
+// from zero (softmax.cuh): the first loop goes on until `is_near_zero` says so, which the threads of a warpgroup agree about.
 template <typename NearZero, typename Step>
 __device__ __forceinline__ void walk_steps(const BlockRange& blocks, int n, const NearZero& is_near_zero, const Step& step) {
     if (kMaskedLoop) {

@@ -182,7 +182,7 @@ impl Lowering<'_> {
     }
 }
 
-/// Boxes of indices, whose least and greatest elements are found together by the lanes of a warp (`lib/cuda/box.cuh`).
+/// Boxes of indices, whose least and greatest elements are found together by the lanes of a warp (`lib/cuda/score/box.cuh`).
 impl Lowering<'_> {
     /// The first node that is about the same box: what is found there goes by its name.
     fn box_of(&self, id: Id) -> Id {

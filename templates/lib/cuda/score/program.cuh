@@ -66,8 +66,8 @@ constexpr bool kScoreTanh = @{ score_tanh }@;
 constexpr bool kScoreAlong = @{ score_along }@;  // floats are read along the keys
 constexpr bool kTanhOfMultiples = @{ score_tanh_multiples }@;  // of the score
 
-<% include "lib/cuda/score.cuh" %>
-<% include "lib/cuda/search.cuh" %>
+<% include "lib/cuda/score/score.cuh" %>
+<% include "lib/cuda/score/search.cuh" %>
 
 // What the program reads, passed by value behind what every kernel takes.
 struct Side {
@@ -264,7 +264,7 @@ __device__ __forceinline__ bool program_visible(const ProgramHead& head, int q, 
     return mask_element(head, kept, mask_row(head, kept, q, kv), q, kv, 0);
 }
 
-<% include "lib/cuda/program_blocks.cuh" %>
+<% include "lib/cuda/score/program_blocks.cuh" %>
 
 // What the scores of a thread's two rows read along the keys, ahead of its use.
 template <int kTiles> using ScoresAhead = ReadAhead<kScoreReads, kTiles>[2];

@@ -1,4 +1,4 @@
-// Approximate functions of the special-function unit, and reductions over the lanes that share a row.
+// Approximate functions of the special-function unit.
 
 __device__ __forceinline__ float exp2_approx(float x) {
     float r;
@@ -45,14 +45,4 @@ __device__ __forceinline__ float exp2_multiply_add(float x) {
     p = fmaf(p, f, 1.0f);
     // A product, where adding to the exponent's bits would make a number of a NaN.
     return p * __int_as_float((__float_as_int(rounded) << 23) + 0x3f800000);
-}
-
-// Reductions over the four lanes that share a row of an accumulator tile.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
 }

@@ -59,7 +59,7 @@ __device__ __noinline__ u32 share_of_mask(const ProgramHead& head, int q, int fi
     return bits;
 }
 
-<% include "lib/cuda/box.cuh" %>
+<% include "lib/cuda/score/box.cuh" %>
 
 // What becomes of a block, as bytes behind the lists.
 enum : u8 { kHidden = 0, kMixed = 1, kWhole = 2 };
