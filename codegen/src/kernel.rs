@@ -1,6 +1,6 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
-use crate::{Arch, Error, Problem, Resources, Result, Schedule, TemplateSet};
+use crate::{Arch, Error, Problem, Resources, Result, Schedule, TemplateSet, abi};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -142,6 +142,13 @@ impl Kernel {
             ("head_dim_v", p.head_dim_v.to_string()),
             ("mask_left", u32::from(p.mask.left).to_string()),
             ("mask_right", u32::from(p.mask.right).to_string()),
+        ]);
+        m.extend(abi::fields(self.language()));
+        let resources = self.resources();
+        m.extend([
+            ("threads", resources.threads.to_string()),
+            ("smem_bytes", resources.smem_bytes.to_string()),
+            ("mark_empty", crate::resources::marks_empty_rows(p).to_string()),
         ]);
         m.extend(match self.language() {
             Language::C => crate::score::cpu_fields(p.program.as_deref()),

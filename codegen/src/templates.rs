@@ -26,14 +26,21 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/naive.cu",
     "forward/sm80.cu",
     "forward/sm90.cu",
-    "forward/sm90/again.cuh",
     "forward/sm90/arrivals.cuh",
-    "forward/sm90/biases.cuh",
+    "forward/sm90/bias.cuh",
     "forward/sm90/consumer.cuh",
-    "forward/sm90/output.cuh",
+    "forward/sm90/epilogue.cuh",
+    "forward/sm90/layout.cuh",
+    "forward/sm90/lists.cuh",
+    "forward/sm90/mask_units.cuh",
+    "forward/sm90/masks.cuh",
     "forward/sm90/producer.cuh",
-    "forward/sm90/row_masks.cuh",
+    "forward/sm90/ranges.cuh",
+    "forward/sm90/recompute.cuh",
+    "forward/sm90/scheduler.cuh",
+    "forward/sm90/softmax.cuh",
     "forward/sm90/steps.cuh",
+    "forward/sm90/tiles.cuh",
     "lib/cpu/abi.h",
     "lib/cpu/amx.h",
     "lib/cpu/convert.h",
@@ -46,32 +53,31 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/score.h",
     "lib/cpu/softmax.h",
     "lib/cpu/vec.h",
-    "lib/cuda/abi.cuh",
-    "lib/cuda/approx.cuh",
-    "lib/cuda/box.cuh",
-    "lib/cuda/cluster.cuh",
-    "lib/cuda/copy.cuh",
-    "lib/cuda/ldmatrix.cuh",
-    "lib/cuda/live_blocks.cuh",
-    "lib/cuda/mask_units.cuh",
-    "lib/cuda/mbarrier.cuh",
-    "lib/cuda/mma.cuh",
-    "lib/cuda/non_finite.cuh",
-    "lib/cuda/program.cuh",
-    "lib/cuda/program_blocks.cuh",
-    "lib/cuda/row_softmax.cuh",
-    "lib/cuda/runs.cuh",
-    "lib/cuda/score.cuh",
-    "lib/cuda/search.cuh",
-    "lib/cuda/sink.cuh",
-    "lib/cuda/softmax.cuh",
-    "lib/cuda/tile.cuh",
-    "lib/cuda/tma.cuh",
-    "lib/cuda/types.cuh",
-    "lib/cuda/walk.cuh",
-    "lib/cuda/warpgroup.cuh",
-    "lib/cuda/wgmma.cuh",
-    "lib/cuda/work.cuh",
+    "lib/cuda/attention/abi.cuh",
+    "lib/cuda/attention/non_finite.cuh",
+    "lib/cuda/attention/row_tile.cuh",
+    "lib/cuda/attention/softmax.cuh",
+    "lib/cuda/attention/tile.cuh",
+    "lib/cuda/attention/types.cuh",
+    "lib/cuda/ptx/approx.cuh",
+    "lib/cuda/ptx/cluster.cuh",
+    "lib/cuda/ptx/cp_async.cuh",
+    "lib/cuda/ptx/ldmatrix.cuh",
+    "lib/cuda/ptx/mbarrier.cuh",
+    "lib/cuda/ptx/mma.cuh",
+    "lib/cuda/ptx/named_barrier.cuh",
+    "lib/cuda/ptx/pipeline.cuh",
+    "lib/cuda/ptx/registers.cuh",
+    "lib/cuda/ptx/shared_memory.cuh",
+    "lib/cuda/ptx/tma.cuh",
+    "lib/cuda/ptx/warp.cuh",
+    "lib/cuda/ptx/wgmma.cuh",
+    "lib/cuda/score/box.cuh",
+    "lib/cuda/score/program.cuh",
+    "lib/cuda/score/program_blocks.cuh",
+    "lib/cuda/score/score.cuh",
+    "lib/cuda/score/search.cuh",
+    "lib/cuda/score/sink.cuh",
 ];
 
 impl TemplateSet {
@@ -156,9 +162,19 @@ mod tests {
     }
 
     #[test]
+    fn shared_cuda_names_no_skeleton() {
+        let shared = EMBEDDED.iter().filter(|(name, _)| name.starts_with("lib/cuda/"));
+        for (name, text) in shared {
+            for own in ["forward/", "Layout::", "Sm90", "kConsumers", "kThreads)"] {
+                assert!(!text.contains(own), "{name} has `{own}`, which is a skeleton's");
+            }
+        }
+    }
+
+    #[test]
     fn an_override_changes_the_hash_and_the_text() {
         let embedded = TemplateSet::embedded();
-        let changed = BTreeMap::from([("lib/cuda/types.cuh".to_owned(), "// mine".to_owned())]);
+        let changed = BTreeMap::from([("lib/cuda/attention/types.cuh".to_owned(), "// mine".to_owned())]);
         let overlaid = TemplateSet::overlaid(changed).unwrap();
         assert_ne!(embedded.hash(), overlaid.hash());
         assert_eq!(overlaid.files().count(), embedded.files().count());

@@ -4,8 +4,8 @@
 // that are too large for the host, the path for f32 (which stays f32 throughout), and the only kernel that can return
 // the attention weights.
 
-<% include "lib/cuda/types.cuh" %>
-<% include "lib/cuda/abi.cuh" %>
+<% include "lib/cuda/attention/types.cuh" %>
+<% include "lib/cuda/attention/abi.cuh" %>
 
 // Problem.
 using Element = @{ dtype }@;
@@ -18,8 +18,8 @@ constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kThreads = @{ threads }@;
 
-<% include "lib/cuda/tile.cuh" %>
-<% include "lib/cuda/program.cuh" %>
+<% include "lib/cuda/attention/tile.cuh" %>
+<% include "lib/cuda/score/program.cuh" %>
 
 using KernelArgs = WithSide<ForwardArgs>;
 
@@ -33,6 +33,8 @@ constexpr int kOutColumns = div_up(kHeadDimV, kAcross);
 constexpr int kPitchQK = kHeadDimQK | 1;
 constexpr int kPitchKV = (kHeadDimQK > kHeadDimV ? kHeadDimQK : kHeadDimV) | 1;
 constexpr int kPitchP = kBlockKV | 1;
+static_assert(4 * (kBlockQ * kPitchQK + kBlockKV * kPitchKV + kBlockQ * kPitchP) == @{ smem_bytes }@,
+              "the shared memory that the host asks for");
 
 // Reductions over the 16 threads that share a row.
 __device__ __forceinline__ float row_max(float x) {

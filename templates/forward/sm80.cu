@@ -3,8 +3,8 @@
 // Exact attention, tiled, in one pass (FlashAttention-2): a thread block owns block_q query rows and walks over the
 // keys; every warp owns rows_per_warp of the rows and keeps their scores, probabilities and outputs in registers.
 
-<% include "lib/cuda/types.cuh" %>
-<% include "lib/cuda/abi.cuh" %>
+<% include "lib/cuda/attention/types.cuh" %>
+<% include "lib/cuda/attention/abi.cuh" %>
 
 // Problem.
 using Element = @{ dtype }@;
@@ -24,16 +24,21 @@ constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kBlockMajor = @{ block_major }@;
 
-<% include "lib/cuda/copy.cuh" %>
-<% include "lib/cuda/ldmatrix.cuh" %>
-<% include "lib/cuda/mma.cuh" %>
-<% include "lib/cuda/tile.cuh" %>
-<% include "lib/cuda/approx.cuh" %>
-<% include "lib/cuda/program.cuh" %>
-<% include "lib/cuda/softmax.cuh" %>
-<% include "lib/cuda/sink.cuh" %>
+<% include "lib/cuda/ptx/shared_memory.cuh" %>
+<% include "lib/cuda/ptx/cp_async.cuh" %>
+<% include "lib/cuda/ptx/ldmatrix.cuh" %>
+<% include "lib/cuda/ptx/mma.cuh" %>
+<% include "lib/cuda/ptx/approx.cuh" %>
+<% include "lib/cuda/ptx/warp.cuh" %>
+<% include "lib/cuda/attention/tile.cuh" %>
+<% include "lib/cuda/attention/row_tile.cuh" %>
+<% include "lib/cuda/score/program.cuh" %>
+<% include "lib/cuda/attention/softmax.cuh" %>
+<% include "lib/cuda/attention/non_finite.cuh" %>
+<% include "lib/cuda/score/sink.cuh" %>
 
 constexpr int kThreads = kWarps * 32;
+static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 constexpr int kBlockQ = kWarps * kRowsPerWarp;
 using KernelArgs = WithSide<ForwardArgs>;
 // Whether blocks before those in sight of every row may need a mask.
@@ -163,10 +168,9 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardArgs& args, 
     }
 }
 
-// Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their
-// zero probabilities. In masked blocks such elements are therefore replaced by zeros before the product, and
-// restore_non_finite() puts them back into the outputs of the rows that do attend. Returns whether any was met.
-__device__ __forceinline__ bool clear_non_finite(u32 smem_v) {
+// Takes the non-finite elements out of a masked block of V (non_finite.cuh); restore_non_finite() puts them back into
+// the outputs of the rows that attend to them. Returns whether any was met.
+__device__ __forceinline__ bool take_out_non_finite(u32 smem_v) {
     constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
     bool met = false;
     TileV::each_own_chunk<kBlockKV, kThreads>(smem_v, [&](u32 address) {
@@ -176,11 +180,7 @@ __device__ __forceinline__ bool clear_non_finite(u32 smem_v) {
 #pragma unroll
         for (int w = 0; w < 4; w++) bad |= (words[w] & kLow) == kLow || (words[w] & kHigh) == kHigh;
         if (bad) {
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-                if ((words[w] & kLow) == kLow) words[w] &= 0xffff0000;
-                if ((words[w] & kHigh) == kHigh) words[w] &= 0x0000ffff;
-            }
+            clear_non_finite<Element>(v);
             store_shared_16(address, v);
             met = true;
         }
@@ -202,18 +202,19 @@ struct WarpChunks {
     }
 };
 
-// Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the staged
-// O. Not beside a sink, whose sum is not empty.
-constexpr bool kMarkEmpty = kProgramScore && !kProgramSink;
-__device__ __forceinline__ u32 empty_rows(u32 smem_o, int row) { return smem_o + kBlockQ * TileV::kPitch + row / 8 * 4; }
+// Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the
+// staged O. Not beside a sink, whose sum is not empty.
+constexpr bool kMarkEmpty = @{ mark_empty }@;
+enum : int { kBytesO = kBlockQ * TileV::kPitch, kBytesEmptyRows = kMarkEmpty ? kBlockQ / 2 : 0 };  // a word for every eight rows
+static_assert(max_of<int>(max_of(kBytesQ, kOffsetV + kStages * kBytesV), kBytesO + kBytesEmptyRows) == @{ smem_bytes }@,
+              "the shared memory that the host asks for");
+__device__ __forceinline__ u32 empty_rows(u32 smem_o, int row) { return smem_o + kBytesO + row / 8 * 4; }
 __device__ __forceinline__ bool is_empty(u32 smem_o, int row) {
-    u32 bits;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(empty_rows(smem_o, row)));
-    return bits >> row % 8 * 4 & 1;
+    return load_shared_4(empty_rows(smem_o, row)) >> row % 8 * 4 & 1;
 }
 
-// Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so plain
-// and slow.
+// Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
+// plain and slow.
 __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem_o) {
     const Tile tile = this_tile(args);
     const BlockRange blocks = blocks_of(args, tile);
@@ -225,24 +226,13 @@ __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem
         const int row = first + i / kHeadDimV, column = i % kHeadDimV;
         if (row >= tile.rows) break;  // and not return: every lane must reach the barrier below
         if (kMarkEmpty && is_empty(smem_o, row)) continue;
-        const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, tile.row + row);
-        float add = 0.0f;
-#pragma unroll 1
-        for (int j = live.first; j <= live.last; j++) {
-            const int block = j / kBlockKV;
-            if (block >= blocks.full_begin && block < blocks.full_end) {
-                j = blocks.full_end * kBlockKV - 1;
-                continue;
-            }
-            const float x = to_float(v[j * args.v_stride[2] + column]);
-            if (!(fabsf(x) < FT_INFINITY) && program_visible(head, tile.row + row, j)) add += x;
-        }
+        const auto visible = [&](int key) { return program_visible(head, tile.row + row, key); };
+        const auto element = [&](int key) { return to_float(v[key * args.v_stride[2] + column]); };
+        const float add =
+            sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args, element, tile.row + row, blocks, visible);
         if (add != 0.0f) {
             const u32 at = smem_o + TileV::offset(row, column / 8) + column % 8 * 2;
-            Element e;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(e.bits) : "r"(at));
-            e = from_float<Element>(to_float(e) + add);
-            asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(e.bits) : "memory");
+            store_shared(at, from_float<Element>(to_float(load_shared<Element>(at)) + add));
         }
     }
     __syncwarp();
@@ -323,7 +313,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     softmax.init();
     bool met_non_finite = false;
 
-    // Keys are visited from the last block to the first; block n is step (end - 1 - n) and lives in stage step % kStages.
+    // Keys are visited from the last block to the first; block n is step (end - 1 - n) and lives in stage step %
+    // kStages.
     int stage = 0;
     if (kStages == 1) {
         if (blocks.end > blocks.begin) copy_k(blocks.end - 1, 0, Bool<true>{});
@@ -370,13 +361,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             multiply_qk(s, q_registers, at.q, lane_k);
             change(s, n, masked);
             cp_async_wait<0>();
-            if (masked) met_non_finite |= clear_non_finite(smem_v + stage * kBytesV);
+            if (masked) met_non_finite |= take_out_non_finite(smem_v + stage * kBytesV);
             __syncthreads();
             if (n > blocks.begin) copy_k(n - 1, 0, Bool<false>{});
             cp_async_commit();
         } else {
             cp_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
-            if (masked) met_non_finite |= clear_non_finite(smem_v + stage * kBytesV);
+            if (masked) met_non_finite |= take_out_non_finite(smem_v + stage * kBytesV);
             __syncthreads();  // this step's K and V are here, and everyone is done with the stage that is filled next
             const int ahead = n - (kStages - 1);
             const int ahead_stage = stage == 0 ? kStages - 1 : stage - 1;
@@ -420,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             const bool empty = kMarkEmpty && softmax.l[i][h] == 0.0f;
             if (kMarkEmpty) {
                 const u32 bits = __ballot_sync(0xffffffff, empty);
-                if (lane == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(empty_rows(smem_q, row)), "r"(bits) : "memory");
+                if (lane == 0) store_shared_4(empty_rows(smem_q, row), bits);
             }
             WithSink sunk;
             if (kProgramSink) {
@@ -437,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
                 float x = o[i][j][2 * h] * inverse, y = o[i][j][2 * h + 1] * inverse;
                 if (empty) x = y = 0.0f;  // a NaN of V has no part in it
                 const u32 to = TileV::at_chunk(lane_o, j) + (i * 16 + h * 8) * TileV::kPitch;
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(pack<Element>(x, y)) : "memory");
+                store_shared_4(to, pack<Element>(x, y));
             }
         }
     }

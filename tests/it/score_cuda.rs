@@ -2,6 +2,7 @@
 
 use crate::common;
 use crate::random::{DECLARATIONS, Generator};
+use flashtune::codegen::abi::{SideTensorArg, declaration};
 use flashtune::codegen::score::{
     BUILTINS, Derivative, Dialect, Form, Id, Program, TileProgram, lower, lower_derivative,
 };
@@ -17,8 +18,8 @@ fn source(programs: &[Program]) -> String {
     let mut text = format!(
         "{}\n{}\nstruct Side {{ SideTensor tensors[12]; SideScalar scalars[12]; }};\n\
          template <typename T> __device__ void keep(float *out, int &n, T x) {{ out[n++] = float(x); }}\n",
-        file("lib/cuda/types.cuh"),
-        file("lib/cuda/score.cuh")
+        file("lib/cuda/attention/types.cuh"),
+        file("lib/cuda/score/score.cuh").replace("@{ side_tensor }@", &declaration::<SideTensorArg>(Language::Cuda))
     );
     for (i, program) in programs.iter().enumerate() {
         let tiles = TileProgram::new(program);

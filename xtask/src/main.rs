@@ -20,6 +20,7 @@ commands:
   python [ARGS] the tests of bindings/python: `python -m unittest discover ARGS`
   ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
+  cubins ARGS   fingerprints of the default kernels' machine code: `write FILE [--sample N]`, `compare OLD NEW`
   setup         only install what the tests need, and print where it is
   header        write bindings/c/include/flashtune.h from the sources";
 
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         Some("ci") => ci(),
         Some("package") => return package::main(&root(), args),
         Some("header") => header::write(&root()),
+        Some("cubins") => cubins(&args.collect::<Vec<_>>()),
         Some("setup") => nvrtc::ensure(&root()).map(|dir| println!("{}", dir.display())),
         Some("help" | "-h" | "--help") => {
             println!("{USAGE}");
@@ -88,6 +90,14 @@ fn test(args: &[String]) -> Result<()> {
         // Whoever names tests names those of cargo.
         _ => Ok(()),
     }
+}
+
+/// Runs `examples/cubins.rs`: NVRTC takes nearly all of its time.
+fn cubins(args: &[String]) -> Result<()> {
+    let mut command = cargo();
+    command.args(["run", "--quiet", "--example", "cubins", "--"]).args(args);
+    command.env("FLASHTUNE_NVRTC", nvrtc::ensure(&root())?);
+    run(command)
 }
 
 fn ci() -> Result<()> {

@@ -136,7 +136,7 @@ static float ft_along_f32(const float *p, int offset, int64_t stride, int nth) {
 /// C that prints the bits of all results of every case at every place, once for each form.
 fn source(cases: &[Case]) -> String {
     let set = TemplateSet::embedded();
-    let header = set.files().find(|(name, _)| *name == "lib/cpu/score.h").unwrap().1;
+    let header = crate::score_lower::header(&set);
     let mut c = format!("#include <math.h>\n#include <stdint.h>\n#include <stdio.h>\n{header}\n{FRAGMENTS}\n");
     let arguments = "const Side *side, int32_t b, int32_t h, int32_t h_kv, int32_t q, int32_t kv, int32_t q_len, \
                      int32_t kv_len, float score, int32_t kv_first, int32_t offset, float raw, float scale";

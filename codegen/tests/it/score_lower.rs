@@ -1,8 +1,9 @@
 //! What a program is lowered to computes what the interpreter computes: random programs, compiled by the C compiler.
 
 use crate::random::{DECLARATIONS, Generator};
+use flashtune_codegen::abi::{SideArgs, SideTensorArg, declaration};
 use flashtune_codegen::score::*;
-use flashtune_codegen::{Shape, TemplateSet};
+use flashtune_codegen::{Language, Shape, TemplateSet};
 use std::fmt::Write;
 use std::process::Command;
 
@@ -17,7 +18,7 @@ struct Case {
 /// C that prints the mask, the score's bits, and the tile's class for every place of every case.
 fn source(cases: &[Case]) -> String {
     let set = TemplateSet::embedded();
-    let header = set.files().find(|(name, _)| *name == "lib/cpu/score.h").unwrap().1;
+    let header = header(&set);
     let mut c = format!("#include <stdint.h>\n#include <stdio.h>\n{header}\n");
     for (n, case) in cases.iter().enumerate() {
         let roots: Vec<Id> = case.program.mask().into_iter().chain(case.program.score()).collect();
@@ -94,6 +95,13 @@ pub fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
     writeln!(c, "const Side side = {{tensors, scalars}};").unwrap();
 }
 
+/// What lowered statements call, with the argument structs that rendering puts in.
+pub fn header(set: &TemplateSet) -> String {
+    let text = set.files().find(|(name, _)| *name == "lib/cpu/score.h").unwrap().1;
+    let side_args = declaration::<SideArgs>(Language::C);
+    text.replace("@{ side_tensor }@", &declaration::<SideTensorArg>(Language::C)).replace("@{ side_args }@", &side_args)
+}
+
 pub fn compile_and_run(name: &str, text: &str) -> Vec<String> {
     let dir = tempfile::tempdir().unwrap();
     let (file, binary) = (dir.path().join("a.c"), dir.path().join("a"));
@@ -163,7 +171,7 @@ fn lowered_c_computes_what_the_interpreter_computes() {
 #[test]
 fn the_functions_are_as_near_as_they_say() {
     let set = TemplateSet::embedded();
-    let header = set.files().find(|(name, _)| *name == "lib/cpu/score.h").unwrap().1;
+    let header = header(&set);
     let text = format!(
         "#include <stdint.h>\n#include <stdio.h>\n{header}\nint main(void) {{ for (uint64_t u = 0; u < 1ull << 32; u += 104729) {{\n\
          float x = (ft_bits){{.u = u}}.f; printf(\"%08x %08x %08x %08x\\n\", (ft_bits){{.f = x}}.u, (ft_bits){{.f = ft_exp2f(x)}}.u,\n\

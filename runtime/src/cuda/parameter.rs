@@ -24,7 +24,7 @@ pub(super) unsafe fn tensors<'a>(args: &'a ForwardArgs, program: &Program) -> &'
     }
 }
 
-/// `WithSide` of `templates/lib/cuda/program.cuh`.
+/// `WithSide` of `templates/lib/cuda/score/program.cuh`.
 #[repr(C, align(64))]
 pub(super) struct Parameter([u8; LARGEST]);
 

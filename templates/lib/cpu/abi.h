@@ -4,18 +4,7 @@
  * scratch, and calls ft_tile once for each tile, from any thread and in any order. Tiles are numbered so that
  * handing them out in ascending order balances the load: the longest ones come first. */
 
-typedef struct {
-    const void *q, *k, *v;
-    void *o;
-    float *lse;      /* [batch, heads, q_len] contiguous, or NULL */
-    float *weights;  /* unused by this family */
-    int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];  /* batch, head, row; in elements */
-    int32_t batch, heads, kv_heads, q_len, kv_len;
-    int32_t window_left, window_right;  /* only read when MASK_LEFT / MASK_RIGHT */
-    float scale;
-    const void *side;  /* only read when PROGRAM */
-} ForwardArgs;
-
+@{ forward_args }@
 #define EXPORT __attribute__((visibility("default")))
 
 EXPORT uint64_t ft_tiles(const ForwardArgs *args);

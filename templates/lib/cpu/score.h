@@ -12,23 +12,14 @@
 #define FT_INF __builtin_inff()
 #define FT_NAN __builtin_nanf("")
 
-/* A side tensor and a run-time scalar, as the host passes them. The stride is 0 along an axis of length 1. */
-typedef struct {
-    const void *data;
-    int64_t stride[4];  /* in elements */
-    int32_t length[4];
-} SideTensor;
-
+/* What the host passes of a side tensor, a run-time scalar, and the tables of both. */
+@{ side_tensor }@
 typedef union {
     int64_t i;
     float f;
 } SideScalar;
 
-typedef struct {
-    const SideTensor *tensors;
-    const SideScalar *scalars;
-} Side;
-
+@{ side_args }@
 typedef union {
     float f;
     uint32_t u;

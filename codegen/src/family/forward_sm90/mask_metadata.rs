@@ -6,13 +6,21 @@ use crate::launch::{Holds, MOST_MASK_BYTES, MetadataLayout, Region, Stage, Stage
 use crate::score::MaskAxes;
 use crate::{Error, Problem, Result, Shape, Tiling};
 
+// How block lists and key ranges lie in memory. Kernels have these numbers as constants (`Kernel::render`), and assert that what
+// they read and write is laid out so.
+
 /// Words of a list of key blocks before its places.
-const LIST_COUNTS: u64 = 2;
+pub(super) const LIST_COUNTS: u64 = 2;
 /// Rows between whose ends of runs are summed up: those of a consumer.
-const ROWS_OF_ENDS: u64 = 64;
+pub(super) const ROWS_OF_ENDS: u64 = 64;
 /// Bytes of the ends of the runs of as many rows, and of the run of a row.
-const ENDS_BYTES: u64 = 16;
-const RUN_BYTES: u64 = 8;
+pub(super) const ENDS_BYTES: u64 = 16;
+pub(super) const RUN_BYTES: u64 = 8;
+
+/// Words of the bit mask of one key block: of every row of a tile, a bit for each score of the four threads that share it.
+pub(super) fn mask_words(s: &Sm90Schedule) -> u64 {
+    (s.block_q() * 4 * (s.block_kv / 4).div_ceil(32)) as u64
+}
 
 /// What a launch has before its main stage.
 pub(super) struct MaskMetadata {
@@ -24,11 +32,11 @@ const fn entry(suffix: &'static str) -> StageEntry {
     StageEntry { suffix, role: StageRole::MaskMetadata }
 }
 
-/// Writes of each key block what the mask does to it (`templates/lib/cuda/live_blocks.cuh`).
+/// Writes of each key block what the mask does to it (`templates/forward/sm90/lists.cuh`).
 const CLASSIFY: StageEntry = entry("_classify");
 /// Gathers those that the mask leaves into block lists.
 const GATHER: StageEntry = entry("_gather");
-/// Computes the key range of each row (`templates/lib/cuda/runs.cuh`).
+/// Computes the key range of each row (`templates/forward/sm90/ranges.cuh`).
 const RUNS: StageEntry = entry("_runs");
 
 /// The entry points of a module.
@@ -56,7 +64,7 @@ fn block_lists(axes: MaskAxes, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape)
     let lists = axes.units(shape) * tiling.blocks as u64;
     let places = shape.kv_len.div_ceil(s.block_kv) as u64;
     let before = (lists * (LIST_COUNTS + places) * 4 + lists * places).next_multiple_of(16);
-    let masks = lists * places * (s.block_q() * 4 * (s.block_kv / 4).div_ceil(32) * 4) as u64;
+    let masks = lists * places * mask_words(s) * 4;
     let (bytes, masks) = match masks {
         ..=MOST_MASK_BYTES => (before + masks, Some(before)),
         _ => (before, None),

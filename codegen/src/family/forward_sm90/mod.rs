@@ -265,6 +265,11 @@ impl KernelFamily for Sm90Schedule {
             if self.cluster > 1 { format!("__cluster_dims__({}, 1, 1)", self.cluster) } else { String::new() };
         constants.extend([
             ("tile_queues", abi::TILE_QUEUES.to_string()),
+            ("list_counts", mask_metadata::LIST_COUNTS.to_string()),
+            ("mask_words", mask_metadata::mask_words(self).to_string()),
+            ("rows_of_ends", mask_metadata::ROWS_OF_ENDS.to_string()),
+            ("ends_bytes", mask_metadata::ENDS_BYTES.to_string()),
+            ("run_bytes", mask_metadata::RUN_BYTES.to_string()),
             ("mask_by_batch", axes.is_some_and(|a| a.batch).to_string()),
             ("mask_by_head", axes.is_some_and(|a| a.head).to_string()),
             ("mask_by_kv_head", axes.is_some_and(|a| a.kv_head).to_string()),

@@ -1,6 +1,6 @@
 //! The tensor maps of Q, K, V, O and biases: dimensions, strides and boxes, before a driver encodes them for TMA.
 //!
-//! Boxes are 64 elements wide with the 128-byte swizzle, as `templates/lib/cuda/tma.cuh` expects.
+//! Boxes are 64 elements wide with the 128-byte swizzle, as `templates/lib/cuda/ptx/tma.cuh` expects.
 
 use crate::abi::{ForwardArgs, SideTensorArg};
 use crate::score::{MAX_BIASES, Storage, slot};

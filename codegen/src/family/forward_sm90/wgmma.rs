@@ -1,7 +1,7 @@
 //! The text of the warpgroup matrix instructions that a kernel needs.
 //!
 //! The instruction names every accumulator register, and their number follows from the tile: it is written per width,
-//! not once. Everything else about it is in `templates/lib/cuda/wgmma.cuh`.
+//! not once. Everything else about it is in `templates/lib/cuda/ptx/wgmma.cuh`.
 
 use crate::{DType, Problem, Sm90Schedule};
 use std::fmt::Write;

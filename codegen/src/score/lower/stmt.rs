@@ -38,7 +38,7 @@ pub(crate) enum Ty {
     Pointer(Storage),
     /// Coefficients of the polynomial for small scores of a cap (`cap_series` in `lib/cuda/score.cuh`).
     CapSeries,
-    /// The axes of a box of indices, and its least and greatest element (`lib/cuda/box.cuh`).
+    /// The axes of a box of indices, and its least and greatest element (`lib/cuda/score/box.cuh`).
     BoxAxes,
     Extremes,
 }

@@ -156,7 +156,7 @@ impl Lowering<'_> {
     }
 }
 
-/// Boxes of indices, whose least and greatest elements the lanes of a warp find together (`lib/cuda/box.cuh`).
+/// Boxes of indices, whose least and greatest elements the lanes of a warp find together (`lib/cuda/score/box.cuh`).
 impl Lowering<'_> {
     /// The first node over the same box: it names what is found there.
     fn box_of(&self, id: Id) -> Id {

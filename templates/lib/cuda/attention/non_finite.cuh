@@ -1,6 +1,6 @@
-// Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their zero
-// probabilities. Such elements are taken out of masked blocks before the product, and what they would have given is added
-// to the rows that do attend to them.
+// Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their
+// zero probabilities. Such elements are taken out of masked blocks before the product, and what they would have given
+// is added to the rows that do attend to them.
 
 // x * 0 + sum of packed pairs: what is no zero afterwards has met a NaN or an infinity.
 template <typename Element> __device__ __forceinline__ u32 add_zero_times(u32 sum, u32 x);
@@ -29,31 +29,35 @@ template <typename Element, int kBytes, int kThreads, int kUnroll> __device__ __
     return (sums[0] | sums[1] | sums[2] | sums[3]) != 0;
 }
 
+// Replaces the non-finite ones of eight elements by zeros.
+template <typename Element> __device__ __forceinline__ void clear_non_finite(uint4& x) {
+    constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
+    u32* words = &x.x;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        if ((words[w] & kLow) == kLow) words[w] &= 0xffff0000;
+        if ((words[w] & kHigh) == kHigh) words[w] &= 0x0000ffff;
+    }
+}
+
 // Replaces the non-finite elements of a tile in shared memory by zeros, kThreads threads together. Returns whether this
 // one met any.
 template <typename Element, int kBytes, int kThreads, int kUnroll>
 __device__ __forceinline__ bool take_out_non_finite(u32 tile, u32 thread) {
     if (!any_non_finite<Element, kBytes, kThreads, kUnroll>(tile + thread * 16)) return false;
-    constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
 #pragma unroll 1
     for (u32 at = tile + thread * 16; at < tile + kBytes; at += kThreads * 16) {
         uint4 x = load_shared_16(at);
-        u32* words = &x.x;
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-            if ((words[w] & kLow) == kLow) words[w] &= 0xffff0000;
-            if ((words[w] & kHigh) == kHigh) words[w] &= 0x0000ffff;
-        }
+        clear_non_finite<Element>(x);
         store_shared_16(at, x);
     }
     return true;
 }
 
-// The sum of the non-finite elements of a column of V over the keys that a query attends to by the window and by
-// visible(key), without those in blocks
-// that are visible to every row: those were left in.
-template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Element, typename Visible>
-__device__ __forceinline__ float sum_of_non_finite(const ForwardArgs& args, const Element* column, int row,
+// The sum of the non-finite ones of column(key), an element of V, over the keys that a query attends to by the window
+// and by visible(key), without those in blocks that are visible to every row: those were left in.
+template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Column, typename Visible>
+__device__ __forceinline__ float sum_of_non_finite(const ForwardArgs& args, const Column& column, int row,
                                                    const BlockRange& blocks, const Visible& visible) {
     const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, row);
     float sum = 0.0f;
@@ -64,13 +68,13 @@ __device__ __forceinline__ float sum_of_non_finite(const ForwardArgs& args, cons
             j = blocks.full_end * kBlockKV - 1;
             continue;
         }
-        const float x = to_float(column[j * args.v_stride[2]]);
+        const float x = column(j);
         if (!(fabsf(x) < FT_INFINITY) && visible(j)) sum += x;
     }
     return sum;
 }
 
-// The same of one block.
+// The same of one block, of a column of V.
 template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Element, typename Visible>
 __device__ __forceinline__ float sum_of_block(const ForwardArgs& args, const Element* column, int row, int block,
                                               const Visible& visible) {

@@ -1,26 +1,4 @@
-// Asynchronous copies of row tiles from global to shared memory (cp.async), and how rows are placed there.
-
-__device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
-// 16 bytes; zeros when `valid` is false: nothing is read then, whatever the address.
-__device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
-}
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared_16(u32 address) {
-    uint4 r;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
-    return r;
-}
-__device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
+// Row tiles of 16-bit elements in shared memory: how rows are placed there, and how threads copy and change them.
 
 __host__ __device__ constexpr int largest_power_of_two_divisor(int n, int cap) {
     int g = 1;

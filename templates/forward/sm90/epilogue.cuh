@@ -1,10 +1,11 @@
-// O of a consumer's rows on its way out: normalised, staged in shared memory, and with what must not have been multiplied.
+// O of a consumer's rows on its way out: normalised, staged in shared memory, and with what must not have been
+// multiplied.
 
 struct OutputRows {
     const KernelArgs& args;
     const u32 smem;
     const int id;     // of the consumer
-    const int place;  // of the tile (again.cuh)
+    const int place;  // of the tile (recompute.cuh)
 
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -77,7 +78,9 @@ struct OutputRows {
                                                                          block_at(args, tile, work.all, place), visible);
                 }
             } else {
-                add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position, work.all, visible);
+                const Element* const first = v + column;
+                const auto element = [&](int key) { return to_float(first[key * args.forward.v_stride[2]]); };
+                add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, element, position, work.all, visible);
             }
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);

@@ -1,25 +1,9 @@
 // Which tile a thread block computes and which key blocks it visits, alone or together with the others of its cluster.
 
-// The argument of the kernel: what every kernel takes, tensor maps, and what the host has computed once for all blocks.
-struct Sm90Args {
-    TensorMap q, k, v, o;  // q and o: column, head of the group, row, unit, batch; k and v: column, row, kv head, batch
-    TensorMap biases[2];   // of a score program: column, row, and what else indexes them
-    ForwardArgs forward;
-    int group_shift;       // packed: log2 of the query heads of a KV head, which lie beside each other in the tile; or 0
-    int unit_heads;        // heads or, packed, KV heads: the units of one batch
-    int blocks;            // tiles of one unit, a multiple of the cluster's blocks
-    int leading;           // units that are walked one KV head after the other, before the sections
-    int section;           // units that are walked together, so that their K and V stay in L2
-    int tiles;             // of the whole problem
-    int queue;             // which counter deals them, or -1
-    u32 biases_mapped;     // one bit for each bias that the copy engine can bring
-    void* found;           // what kernels before this one have found for it: lists of key blocks (live_blocks.cuh), or runs (runs.cuh)
-    u32* masks;            // of cut blocks, beside lists, unless those are too many
-};
-
-// The tile with an index: sections of units one after the other, behind those of single KV heads; inside of one, the same blocks
-// of all of its units, longest first where the mask makes lengths differ. The blocks of a cluster take neighbouring tiles of a unit. The last
-// tile may have no row.
+@{ sm90_args }@
+// The tile with an index: sections of units one after the other, behind those of single KV heads; inside of one, the
+// same blocks of all of its units, longest first where the mask makes lengths differ. The blocks of a cluster take
+// neighbouring tiles of a unit. The last tile may have no row.
 template <int kBlockQ, int kCluster, bool kPackGroup, bool kLongestLast>
 __device__ __forceinline__ Tile tile_at(const Sm90Args& args, u32 index) {
     const u32 rank = index % kCluster, teams = u32(args.blocks) / kCluster;
