@@ -1,13 +1,15 @@
-//! Fingerprints of the machine code of the default kernels: what tells a change of words in a template from a change of the kernel.
+//! Fingerprints of the machine code of the default kernels: what tells a change of words in a template from a change of
+//! the kernel.
 //!
-//!     cargo xtask cubins write FILE [--sample N] [--keep FOLDER]
+//!     cargo xtask cubins write FILE [--sample N] [--only TEXT] [--keep FOLDER]
 //!     cargo xtask cubins compare OLD NEW
 //!
-//! Compiles the default kernels of every family, and the quick ones where a family has them, without a GPU: CUDA kernels with NVRTC, kernels
-//! of the host processor with the system C compiler. Prints a line for each: a hash of what is loaded (code and constants, without names,
-//! symbols and notes), registers, bytes of spills, bytes of code, and the schedule. `--sample N` takes the first N kernels of a fixed random
-//! order, `--keep` writes the images for a disassembler. `FLASHTUNE_TEMPLATES` names a folder of templates to use in place of the embedded ones. `compare` ends with 1 where a kernel of both
-//! lists differs, or they have none in common.
+//! Compiles the default kernels of every family, and the quick ones where a family has them, without a GPU: CUDA
+//! kernels with NVRTC, kernels of the host processor with the system C compiler. Prints a line for each: a hash of what
+//! is loaded (code and constants, without names, symbols and notes), registers, bytes of spills, bytes of code, and the
+//! schedule. `--sample N` takes the first N kernels of a fixed random order, `--only TEXT` those with TEXT in their
+//! names; `--keep` writes images and sources. `FLASHTUNE_TEMPLATES` names a folder of templates to use in place of the
+//! embedded ones. `compare` ends with 1 where a kernel of both lists differs, or they have none in common.
 
 use flashtune::codegen::{Arch, Family, Kernel, Language, Schedule, ShapeBucket, TemplateSet};
 use flashtune::runtime::compile::{compile_with, compiler_for};
@@ -22,7 +24,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-const USAGE: &str = "usage: cubins write FILE [--sample N] [--keep FOLDER] | cubins compare OLD NEW";
+const USAGE: &str = "usage: cubins write FILE [--sample N] [--only TEXT] [--keep FOLDER] | cubins compare OLD NEW";
 
 /// One of each kind that the kernels have code of their own for.
 const PROGRAMS: [(&str, &str); 7] = [
@@ -116,7 +118,9 @@ fn line(case: &Case, templates: &TemplateSet, keep: Option<&Path>) -> Result<Str
     let artifact = compile_with(&*compiler, &case.kernel, templates)?;
     let (hash, code) = fingerprint(&artifact.bytes)?;
     if let Some(folder) = keep {
-        std::fs::write(folder.join(case.name.replace('/', ".")), &artifact.bytes)?;
+        let file = folder.join(case.name.replace('/', "."));
+        std::fs::write(&file, &artifact.bytes)?;
+        std::fs::write(format!("{}.txt", file.display()), case.kernel.render(templates)?.text)?;
     }
     let facts = match case.kernel.language() {
         Language::Cuda => format!("{} registers, {} spilled", artifact.facts.registers, artifact.facts.spill_bytes),
@@ -132,8 +136,9 @@ fn brief(e: &dyn std::error::Error) -> String {
     if errors.is_empty() { text } else { errors.join("; ") }
 }
 
-fn write(path: &str, sample: Option<usize>, keep: Option<&Path>) -> Result<(), Failure> {
+fn write(path: &str, sample: Option<usize>, only: &str, keep: Option<&Path>) -> Result<(), Failure> {
     let mut cases = cases()?;
+    cases.retain(|case| case.name.contains(only));
     cases.shuffle(&mut StdRng::seed_from_u64(1));
     cases.truncate(sample.unwrap_or(usize::MAX));
     let templates = match std::env::var_os(TEMPLATES_VARIABLE) {
@@ -190,15 +195,16 @@ fn main() -> Result<std::process::ExitCode, Failure> {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let same = match words[..] {
         ["write", path, ref options @ ..] => {
-            let (mut sample, mut keep) = (None, None);
+            let (mut sample, mut only, mut keep) = (None, "", None);
             for option in options.chunks(2) {
                 match *option {
                     ["--sample", count] => sample = Some(count.parse()?),
+                    ["--only", text] => only = text,
                     ["--keep", folder] => keep = Some(Path::new(folder)),
                     _ => return Err(USAGE.into()),
                 }
             }
-            write(path, sample, keep).map(|()| true)?
+            write(path, sample, only, keep).map(|()| true)?
         }
         ["compare", old, new] => compare(old, new)?,
         _ => {

@@ -1,8 +1,8 @@
 //! The argument structs of kernels, on every device.
 //!
-//! CUDA kernels receive theirs by value as `const __grid_constant__`, CPU kernels by pointer. Templates paste the declarations that
-//! [`declaration`] writes from the structs here; [`ABI_VERSION`] is part of every key, so a kernel built for another layout is refused,
-//! never called.
+//! CUDA kernels receive theirs by value as `const __grid_constant__`, CPU kernels by pointer. Templates paste the
+//! declarations that [`declaration`] writes from the structs here; [`ABI_VERSION`] is part of every key, so a kernel
+//! built for another layout is refused, never called.
 
 mod declare;
 
@@ -64,7 +64,8 @@ arguments! {
 }
 
 arguments! {
-    /// What a score program reads besides the scores: host addresses of arrays in the order of the program's declarations.
+    /// What a score program reads besides the scores: host addresses of arrays in the order of the program's
+    /// declarations.
     #[repr(C)]
     #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
     pub struct SideArgs as "Side" {
@@ -110,11 +111,11 @@ arguments! {
         pub biases: [TensorMap; MAX_BIASES],
         /// What every kernel takes.
         pub forward: ForwardArgs,
-        /// How the launch divides the rows. Members of this struct in the kernel: beside a struct in between, NVRTC orders the instructions of
-        /// some kernels otherwise.
+        /// How the launch divides the rows. Members of this struct in the kernel: beside a struct in between, NVRTC
+        /// orders the instructions of some kernels otherwise.
         pub tiling: Tiling { group_shift, unit_heads, blocks, leading, section, tiles },
-        /// Which of the kernel's counters deals tiles to thread blocks that take them from a queue: one that no other launch
-        /// uses at the same time. -1 lets them take tiles by stride.
+        /// Which of the kernel's counters deals tiles to thread blocks that take them from a queue: one that no other
+        /// launch uses at the same time. -1 lets them take tiles by stride.
         pub queue: i32,
         /// One bit for each bias that the copy engine brings; the kernel's threads copy others.
         pub biases_mapped: u32,

@@ -3,14 +3,14 @@
 use crate::score::MaskAxes;
 use crate::{Error, Kernel, Problem, Result, Schedule, Shape, Sm90Schedule, Tiling};
 
-/// What comes before a kernel whose mask is not known from the rows by arithmetic: kernels that take the same arguments as the
-/// kernel itself, have as many threads, and no shared memory.
+/// What comes before a kernel whose mask is not known from the rows by arithmetic: kernels that take the same arguments
+/// as the kernel itself, have as many threads, and no shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Prelude {
     /// Device memory that all of them share, aligned to 16 bytes; it need not outlive them.
     pub bytes: u64,
-    /// From which byte of it on the masks of cut blocks lie, for a kernel that goes by lists of key blocks, unless they would
-    /// take more than [`MOST_MASK_BYTES`].
+    /// From which byte of it on the masks of cut blocks lie, for a kernel that goes by lists of key blocks, unless they
+    /// would take more than [`MOST_MASK_BYTES`].
     pub masks: Option<u64>,
     /// Thread blocks of each, in the order of [`Kernel::preludes`]; one without any is not launched.
     pub grids: [u32; 2],
@@ -18,8 +18,9 @@ pub struct Prelude {
     pub layout: FoundLayout,
 }
 
-/// How what is found of a mask lies in memory. Kernels that agree in it, and in the bounded sides of the mask beside the program's,
-/// can go by what was found once for the same mask, sizes and tensors, whatever else differs between them.
+/// How what is found of a mask lies in memory. Kernels that agree in it, and in the bounded sides of the mask beside
+/// the program's, can go by what was found once for the same mask, sizes and tensors, whatever else differs between
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FoundLayout {
     /// Lists of key blocks, and masks of cut ones.
@@ -35,12 +36,13 @@ pub enum FoundLayout {
     Runs,
 }
 
-/// Bytes that the masks of cut blocks may take, of which nobody knows before how many there are: enough for 90,000 queries by as
-/// many keys, if all heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
+/// Bytes that the masks of cut blocks may take, of which nobody knows before how many there are: enough for 90,000
+/// queries by as many keys, if all heads and sequences share them. With more the attention kernel evaluates the mask,
+/// for every head.
 pub const MOST_MASK_BYTES: u64 = 1 << 30;
 
-// How lists of key blocks and runs of keys lie in memory. Kernels have these numbers as constants (`Kernel::render`), and assert that
-// what they read and write is laid out so.
+// How lists of key blocks and runs of keys lie in memory. Kernels have these numbers as constants (`Kernel::render`),
+// and assert that what they read and write is laid out so.
 
 /// Words of a list of key blocks before its places.
 pub(crate) const LIST_COUNTS: u64 = 2;
@@ -56,8 +58,9 @@ pub(crate) fn mask_words(s: &Sm90Schedule) -> u64 {
 }
 
 impl Kernel {
-    /// What the names of the kernels that come before this one end in, after its own name: those that write lists of live key
-    /// blocks (`templates/forward/sm90/lists.cuh`), or the one that finds runs of keys (`templates/forward/sm90/ranges.cuh`).
+    /// What the names of the kernels that come before this one end in, after its own name: those that write lists of
+    /// live key blocks (`templates/forward/sm90/lists.cuh`), or the one that finds runs of keys
+    /// (`templates/forward/sm90/ranges.cuh`).
     pub fn preludes(&self) -> &'static [&'static str] {
         match (self.schedule, self.problem.program) {
             (Schedule::Sm90(_), Some(p)) if p.lists().is_some() => &["_classify", "_gather"],
@@ -78,8 +81,8 @@ impl Prelude {
         }
     }
 
-    /// The lists of a shape: of every unit that the mask tells apart, for every tile its counts and a place for each key block, and
-    /// behind all of them a byte for each place.
+    /// The lists of a shape: of every unit that the mask tells apart, for every tile its counts and a place for each
+    /// key block, and behind all of them a byte for each place.
     fn of_lists(axes: MaskAxes, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape, warps: u64) -> Result<Self> {
         let lists = axes.units(shape) * tiling.blocks as u64;
         let places = shape.kv_len.div_ceil(s.block_kv) as u64;
@@ -94,7 +97,8 @@ impl Prelude {
         Ok(Self { bytes, masks, grids: [grid(field, lists * places, warps)?, grid(field, lists, warps)?], layout })
     }
 
-    /// The runs of a shape: of every unit the ends of those of 64 rows at a time, and behind all of these the run of each row.
+    /// The runs of a shape: of every unit the ends of those of 64 rows at a time, and behind all of these the run of
+    /// each row.
     fn of_runs(axes: MaskAxes, shape: &Shape, warps: u64) -> Result<Self> {
         let (units, rows) = (axes.units(shape), shape.q_len as u64);
         let parts = units * rows.div_ceil(ROWS_OF_ENDS);
@@ -135,7 +139,8 @@ mod tests {
     #[test]
     fn lists_have_a_place_for_every_block_and_masks_while_they_fit() {
         assert_eq!(prelude("mask = kv <= q;", 8, 4096), (vec![], None));
-        // 33 blocks of 128 queries, 32 of 128 keys, for all heads and sequences: 2 counts and 32 places each, 32 kinds; masks of 2 KiB.
+        // 33 blocks of 128 queries, 32 of 128 keys, for all heads and sequences: 2 counts and 32 places each, 32 kinds;
+        // masks of 2 KiB.
         let before = (33u64 * (2 + 32) * 4 + 33 * 32).next_multiple_of(16);
         let shared = Prelude {
             bytes: before + 33 * 32 * 2048,

@@ -168,8 +168,8 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardArgs& args, 
     }
 }
 
-// Takes the non-finite elements out of a masked block of V (non_finite.cuh); restore_non_finite() puts them back into the outputs of the
-// rows that attend to them. Returns whether any was met.
+// Takes the non-finite elements out of a masked block of V (non_finite.cuh); restore_non_finite() puts them back into
+// the outputs of the rows that attend to them. Returns whether any was met.
 __device__ __forceinline__ bool take_out_non_finite(u32 smem_v) {
     constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
     bool met = false;
@@ -202,8 +202,8 @@ struct WarpChunks {
     }
 };
 
-// Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the staged O. Not beside a sink,
-// whose sum is not empty.
+// Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the
+// staged O. Not beside a sink, whose sum is not empty.
 constexpr bool kMarkEmpty = @{ mark_empty }@;
 enum : int { kBytesO = kBlockQ * TileV::kPitch, kBytesEmptyRows = kMarkEmpty ? kBlockQ / 2 : 0 };  // a word for every eight rows
 static_assert(max_of<int>(max_of(kBytesQ, kOffsetV + kStages * kBytesV), kBytesO + kBytesEmptyRows) == @{ smem_bytes }@,
@@ -213,8 +213,8 @@ __device__ __forceinline__ bool is_empty(u32 smem_o, int row) {
     return load_shared_4(empty_rows(smem_o, row)) >> row % 8 * 4 & 1;
 }
 
-// Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so plain
-// and slow.
+// Adds the non-finite elements of V in masked blocks to the outputs that attend to them, in the staged O: rare, so
+// plain and slow.
 __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem_o) {
     const Tile tile = this_tile(args);
     const BlockRange blocks = blocks_of(args, tile);
@@ -313,7 +313,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     softmax.init();
     bool met_non_finite = false;
 
-    // Keys are visited from the last block to the first; block n is step (end - 1 - n) and lives in stage step % kStages.
+    // Keys are visited from the last block to the first; block n is step (end - 1 - n) and lives in stage step %
+    // kStages.
     int stage = 0;
     if (kStages == 1) {
         if (blocks.end > blocks.begin) copy_k(blocks.end - 1, 0, Bool<true>{});

@@ -1,8 +1,8 @@
 /* @{ header }@ */
 
-// Exact attention, tiled, in one pass, for Hopper (FlashAttention-3, section 3): a producer warpgroup brings Q, K and V
-// by the copy engine, consumer warpgroups of 64 query rows each keep scores, probabilities and outputs in registers.
-// With kOverlap the scores of one key block are computed while the product of the previous one with V still runs.
+// Exact attention, tiled, in one pass, for Hopper (FlashAttention-3, section 3): a producer warpgroup loads Q, K and V
+// by TMA, consumer warpgroups of 64 query rows each keep scores, probabilities and outputs in registers. With kOverlap
+// the scores of one key block are computed while the product of the previous one with V still runs.
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/abi.cuh" %>
@@ -43,6 +43,7 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 
 <% include "lib/cuda/ptx/shared_memory.cuh" %>
 <% include "lib/cuda/ptx/mbarrier.cuh" %>
+<% include "lib/cuda/ptx/pipeline.cuh" %>
 <% include "lib/cuda/ptx/named_barrier.cuh" %>
 <% include "lib/cuda/ptx/registers.cuh" %>
 <% include "lib/cuda/ptx/tma.cuh" %>
@@ -64,7 +65,7 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 constexpr int kBlockQ = kConsumers * 64;
 constexpr bool kRegistersMove = kProducerRegisters != kConsumerRegisters;
-constexpr int kChunksQK = div_up(kHeadDimQK, 64);  // 64-element columns of a row: one box of the copy engine each
+constexpr int kChunksQK = div_up(kHeadDimQK, 64);  // 64-element columns of a row: one TMA box each
 constexpr int kChunksV = div_up(kHeadDimV, 64);
 constexpr int kColumnsV = round_up(kHeadDimV, 16);
 constexpr int kStepsQK = div_up(kHeadDimQK, 16);   // matrix steps of Q K^T
@@ -75,8 +76,8 @@ constexpr int kBytesChunk = kBlockKV * 128;        // one chunk of kBlockKV rows
 constexpr bool kClean = kMaskLeft || kMaskRight || kProgramMask;
 // Whether blocks before those in sight of every row may need a mask.
 constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)) && !kLists;
-// Warps of the producer that look through masked blocks of V, where there are any. One of two also brings V, but not where quick compilation
-// counts; where another brings biases, one does all.
+// Helpers: warps of the producer that look through masked blocks of V. One of two also loads V, but not where quick
+// compilation counts; where another warp loads biases, one does all.
 constexpr bool kHelpsApart = kQuick && kBiasStages == 0;
 constexpr int kHelpers = kQuick || kBiasStages > 0 ? 1 : 2;
 
@@ -87,14 +88,16 @@ constexpr bool kRescaleBeside = kColumnsV > 128;
 constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
 // In steps of masked blocks, which wait longer for maxima.
 constexpr RowOrder kMaskedRowOrder = kClean && kColumnsV <= 192 ? kAfterProbability : kRowOrder;
-// Whether the next K and V have arrived is asked while there is other work, unless there is some before they are wanted.
+// Whether the next K and V have arrived is asked while there is other work, unless there is some before they are
+// wanted.
 constexpr bool kLookAhead = kColumnsV <= 192 && !kSeeded;
 // Of a masked V, how many reads of a thread are asked for before the first is looked at.
 constexpr int kScanTogether = kQuick ? 1 : 8;
 
-// Where a program caps the scores at a number of which it says how large it may be, no maximum is needed and nothing is ever rescaled: probabilities
-// are relative to a reference from which both the largest and the least that a row can have stay within the exponents of
-// fp32 and bf16, with room for sums of many keys and for V on one side, and for V on the other. (f16 has too few exponents.)
+// Where a program caps the scores at a number of which it says how large it may be, no maximum is needed and nothing is
+// ever rescaled: probabilities are relative to a reference from which both the largest and the least that a row can
+// have stay within the exponents of fp32 and bf16, with room for sums of many keys and for V on one side, and for V on
+// the other. (f16 has too few exponents.)
 constexpr float kCapLog2 = kCapBound * kLog2E;
 constexpr int kReference = kCapLog2 > 40.0f ? int(kCapLog2) - 39 : 0;
 constexpr bool kBounded = kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> && kCapLog2 + kReference <= 106.0f;
@@ -108,13 +111,13 @@ constexpr bool kSkips = kTrim || kCluster > 1;
 // What a program reads along the keys is asked for before the scores are waited for.
 constexpr bool kReadAhead = kScoreReads > 0;
 
-// Biases that the copy engine brings, a tile of each for the rows of a consumer and a block of keys.
+// Biases that TMA loads, a tile of each for the rows of a consumer and a block of keys.
 constexpr int kBiases = kBiasStages > 0 ? kScoreBiases : 0;
 constexpr int kChunksBias = kBlockKV / 64;
 constexpr int kBytesBias = kChunksBias * kBytes64Rows;
 
-// A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds; but not
-// beside a sink, whose sum is not empty.
+// A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds;
+// but not beside a sink, whose sum is not empty.
 constexpr bool kMarkEmpty = @{ mark_empty }@;
 
 // Of a quick kernel a product is one statement, waited for at its end.
@@ -126,62 +129,22 @@ using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
 using ScoreProduct = wgmma<Element, kBlockKV>;
 using OutputProduct = wgmma<Element, kColumnsV>;
 
-// Where a tile's O leaves from: a place of its own, that of its Q or, of thread blocks that stay and have one buffer of Q, that
-// of V, so that the next Q need not wait for it.
+// Where a tile's O leaves from: a place of its own, that of its Q or, of thread blocks that stay and have one buffer of
+// Q, that of V, so that the next Q need not wait for it.
 constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 && !kOutputApart &&
                             kConsumers * kChunksV * kBytes64Rows <= kStages * kChunksV * kBytesChunk;
 // The place of Q is free as soon as its last scores are there.
 constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;
 
-// Whether masked blocks of V are multiplied as they come, until it shows in a tile's O, which is then computed again (recompute.cuh): where V
-// comes last of all, behind O, and would be waited for while it is looked through.
+// Whether masked blocks of V are multiplied as they come, until it shows in a tile's O, which is then computed again
+// (recompute.cuh): where V comes last of all, behind O, and would be waited for while it is looked through.
 constexpr bool kOptimistic = kClean && kOutputInV && kHelpers == 2;
 
-// Whether O of a tile is written before the next one is known: without a chain nothing of it is wanted, and beside the bounds of windows two
-// tiles take more registers than wide heads leave.
+// Whether O of a tile is written before the next one is known: without a chain nothing of it is wanted, and beside the
+// bounds of windows two tiles take more registers than wide heads leave.
 constexpr bool kWriteFirst = kOptimistic && kMaskLeft;
 
-// Shared memory, by byte offset.
-struct Layout {
-    static constexpr int kQBuffers = kChain ? 2 : 1;
-    static constexpr int kQ = 0;
-    static constexpr int kBytesQ = max_of(kChunksQK, kChunksV) * kBytes64Rows;  // of one consumer, one buffer
-    static constexpr int kK = kQ + kQBuffers * kConsumers * kBytesQ;
-    static constexpr int kBytesK = kChunksQK * kBytesChunk;                     // of one stage
-    static constexpr int kV = kK + kStages * kBytesK;
-    static constexpr int kBytesV = kChunksV * kBytesChunk;
-    static constexpr int kBias = kV + kStages * kBytesV;
-    static constexpr int kBytesBiases = kBiases * kBytesBias;                   // of one stage, one consumer
-    static constexpr int kP = kBias + (kBiases > 0 ? kBiasStages * kConsumers : 0) * kBytesBiases;
-    static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
-    static constexpr int kO = kP + kConsumers * kBytesP;
-    static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
-    static constexpr int kWork = kO + (kOutputApart ? kConsumers * kBytesO : 0);  // two slots: what comes next
-    static constexpr int kBytesWork = 64;
-    static constexpr int kBytesSlot = kBytesWork + (kTrim ? kConsumers * 16 : 0);
-    static constexpr int kBarriers = kWork + (kPersistent ? 2 * kBytesSlot : 0);
-    static constexpr int kFullWork = kBarriers;              // per slot: it says what comes next
-    static constexpr int kEmptyWork = kFullWork + 2 * 8;     // per slot: everyone has read it
-    static constexpr int kFullQ = kEmptyWork + 2 * 8;        // per buffer and consumer: its Q has arrived
-    static constexpr int kEmptyQ = kFullQ + kQBuffers * kConsumers * 8;  // per buffer and consumer: the space is free
-    static constexpr int kFullK = kEmptyQ + kQBuffers * kConsumers * 8;  // per stage, as all that follow
-    static constexpr int kEmptyK = kFullK + kStages * 8;
-    static constexpr int kFullV = kEmptyK + kStages * 8;
-    static constexpr int kEmptyV = kFullV + kStages * 8;
-    static constexpr int kRawV = kEmptyV + kStages * 8;      // a masked block has arrived, and must be cleaned to be full
-    static constexpr int kMetNonFinite = kRawV + kStages * 8;
-    static constexpr int kFound = kMetNonFinite + 4;         // which tiles must be computed again
-    static constexpr int kAdmitV = kMetNonFinite + 8;        // no O is in the place of V any more
-    static constexpr int kAskWork = kAdmitV + 8;             // what comes next is wanted
-    static constexpr int kFullBias = kAskWork + 8;           // per stage and consumer, as is the next
-    static constexpr int kEmptyBias = kFullBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);
-    static constexpr int kEmptyRows = kEmptyBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);  // per consumer: rows that attend to nothing
-    static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
-    static constexpr int kTilesDone = kEmptyRows + kConsumers * kBytesEmptyRows;  // all tiles that were dealt
-    static constexpr int kPlaced = kTilesDone + 8;           // per place: the tile that was dealt with it
-    static constexpr int kBytes = kTilesDone + (kOptimistic ? 8 + 4 * 4 : 0);
-};
-static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
+<% include "forward/sm90/layout.cuh" %>
 
 <% include "forward/sm90/mask_units.cuh" %>
 <% include "forward/sm90/lists.cuh" %>
@@ -203,21 +166,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     const u32 smem = smem_address(shared_memory);
     const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) {
-            mbarrier_init(smem + Layout::kFullQ + i * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyQ + i * 8, kQLeavesEarly ? 4 : 1);
-        }
+        for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) QPipeline::init(smem, i, 1, kQLeavesEarly ? 4 : 1);
         for (int i = 0; i < 2; i++) {
-            mbarrier_init(smem + Layout::kFullWork + i * 8, 1);
             const int warps = (kClean || kBiases > 0 ? 2 : 1) + kConsumers * 4;
-            mbarrier_init(smem + Layout::kEmptyWork + i * 8, 1 + warps * (kOptimistic ? 32 : 1));
+            WorkPipeline::init(smem, i, 1, 1 + warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
-            mbarrier_init(smem + Layout::kFullK + s * 8, 1);
-            mbarrier_init(smem + Layout::kEmptyK + s * 8, kCluster * kConsumers * 4);
-            mbarrier_init(smem + Layout::kFullV + s * 8, kClean ? kHelpers : 1);
-            mbarrier_init(smem + Layout::kEmptyV + s * 8, kCluster * kConsumers * 4);
-            mbarrier_init(smem + Layout::kRawV + s * 8, 1);
+            KPipeline::init(smem, s, 1, kCluster * kConsumers * 4);
+            VPipeline::init(smem, s, kClean ? kHelpers : 1, kCluster * kConsumers * 4);
+            mbarrier_init(VPipeline::raw_at(smem, s), 1);
         }
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         mbarrier_init(smem + Layout::kAskWork, 1);
@@ -228,8 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             for (int place = 0; place < kPlaces; place++) store_shared_4(smem + Layout::kPlaced + place * 4, blockIdx.x);
         }
         for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
-            mbarrier_init(smem + Layout::kFullBias + i * 8, copies_biases(args) ? 1 + 32 : 1);
-            mbarrier_init(smem + Layout::kEmptyBias + i * 8, copies_biases(args) ? 128 : 4);
+            BiasPipeline::init(smem, i, copies_biases(args) ? 1 + 32 : 1, copies_biases(args) ? 128 : 4);
         }
         mbarrier_init_fence();
     }
@@ -238,27 +194,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     } else {
         __syncthreads();
     }
-    // Of a quick kernel everyone has the same tile: it is found in one place.
+    // Of a quick kernel all roles have the same tile, computed in one place.
     Work only = {};
     if constexpr (kQuick) only = work_at(args, blockIdx.x);
     if (warpgroup == 0) {
         if constexpr (kRegistersMove) registers_give_back<kProducerRegisters>();
         if (warp == 0) {
-            if (threadIdx.x % 32 == 0) bring_qk(args, smem, only);
+            if (threadIdx.x % 32 == 0) load_qk(args, smem, only);
         } else if (warp == 1) {
-            if (threadIdx.x % 32 == 0) deal_tiles(args, smem);
+            if (threadIdx.x % 32 == 0) schedule_tiles(args, smem);
         } else if (kBiases > 0 && warp == 2) {
             if (copies_biases(args)) {
-                serve_biases<true>(args, smem, only);
+                load_biases<true>(args, smem, only);
             } else if (threadIdx.x % 32 == 0) {
-                serve_biases<false>(args, smem, only);
+                load_biases<false>(args, smem, only);
             }
         } else if (kHelpsApart && warp == 2) {
-            if (threadIdx.x % 32 == 0) serve_v<true, false>(args, smem, only, 0);
+            if (threadIdx.x % 32 == 0) load_v<true, false>(args, smem, only, 0);
         } else if (kHelpsApart) {
-            if (kClean) serve_v<false, true>(args, smem, only, 0);
+            if (kClean) load_v<false, true>(args, smem, only, 0);
         } else if (kClean || threadIdx.x % 128 == 128 - kHelpers * 32) {
-            serve_v<true, kClean>(args, smem, only, warp - 4 + kHelpers);
+            load_v<true, kClean>(args, smem, only, warp - 4 + kHelpers);
         }
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();

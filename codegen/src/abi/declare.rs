@@ -1,5 +1,6 @@
-//! Argument structs as C and CUDA C++ declare them: one declaration in Rust is the struct and the text that templates paste. Each text
-//! asserts its size and the offset of every member, so that every compilation of a kernel checks the layout.
+//! Argument structs as C and CUDA C++ declare them: one declaration in Rust is the struct and the text that templates
+//! paste. Each text asserts its size and the offset of every member, so that every compilation of a kernel checks the
+//! layout.
 
 use crate::Language;
 use std::fmt::Write;
@@ -66,7 +67,8 @@ pub trait Declared {
     const FIELDS: &'static [Field];
 }
 
-/// Declares a struct for Rust and for kernels. `field: u64 as "const void*"` is a pointer there; `field: [T; 2] { a, b }` is two members.
+/// Declares a struct for Rust and for kernels. `field: u64 as "const void*"` is a pointer there; `field: [T; 2] { a, b
+/// }` is two members.
 macro_rules! arguments {
     (
         $(#[doc = $doc:literal])*

@@ -1,15 +1,10 @@
-// Biases: what a score program reads by query and key (program.cuh), a tile for the rows of each consumer and a block of keys. They lie in
-// shared memory as the copy engine leaves them, which brings them ahead of K.
-
-using BiasRing = Ring<max_of(1, kBiasStages)>;
-
-// The place of a consumer's biases, among the barriers and, times their size, among the tiles.
-__device__ __forceinline__ int bias_place(const BiasRing& ring, int consumer) { return ring.stage * kConsumers + consumer; }
+// Bias tensors, indexed by query and key (program.cuh): a tile for the rows of each consumer and a block of keys,
+// loaded by TMA ahead of K and kept in its swizzled layout.
 
 // Of a consumer's warp: the first of its 16 rows of a bias.
-__device__ __forceinline__ u32 bias_rows(u32 smem, const BiasRing& ring, int consumer, int nth) {
+__device__ __forceinline__ u32 bias_rows(u32 smem, const BiasPipeline& biases, int consumer, int nth) {
     const int warp = threadIdx.x % 128 / 32;
-    return smem + Layout::kBias + bias_place(ring, consumer) * Layout::kBytesBiases + nth * kBytesBias + warp * 16 * 128;
+    return biases.buffer(smem, consumer) + nth * kBytesBias + warp * 16 * 128;
 }
 
 // Eight elements from anywhere on, `at` bytes behind a multiple of 16: of the 32 bytes that hold them.
@@ -24,13 +19,13 @@ __device__ __forceinline__ uint4 from_both(uint4 low, uint4 high, u32 at) {
     return uint4{w[0], w[1], w[2], w[3]};
 }
 
-// Whether threads copy biases of this call: those that the copy engine cannot address.
+// Whether threads copy biases of this call: those that TMA cannot address.
 __device__ __forceinline__ bool copies_biases(const KernelArgs& args) {
     return kBiases > 0 && args.biases_mapped != (1u << kBiases) - 1;
 }
 
-// The rows of a bias for one consumer, to `to`, by a warp. Where keys lie side by side, sixteen bytes at once, but for the tensor's ends,
-// since nothing outside of it is read. What comes for keys behind the last nobody sees.
+// The rows of a bias for one consumer, to `to`, by a warp. Where keys lie side by side, sixteen bytes at once, but for
+// the tensor's ends, since nothing outside of it is read. Keys behind the last are masked, whatever arrives for them.
 __device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const BiasAt& bias, int tile_row, int first_key) {
     constexpr int kPieces = kBlockKV / 8, kRounds = kPieces * 64 / 32;  // pieces of a row; for a lane
     const int lane = threadIdx.x % 32, last_row = args.forward.q_len - 1, last_key = args.forward.kv_len - 1;
@@ -64,14 +59,14 @@ __device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const 
     }
 }
 
-// One thread asks the copy engine for the biases of each block as soon as there is room, and waits for nobody's K: they come from memory and not
-// from L2. With kCopies its warp copies those that the engine cannot bring. Every lane arrives for itself then, here and where biases are taken: a tool that looks for
-// races sees who waits for whom, which it does not behind __syncwarp().
-template <bool kCopies> __device__ __forceinline__ void serve_biases(const KernelArgs& args, u32 smem, const Work& only) {
-    BiasRing ring;
-    Hand hand(smem);
+// One thread loads the biases of each block as soon as there is room, without waiting for K: they come from memory and
+// not from L2. With kCopies its warp copies those that TMA cannot address. Every lane arrives then, here and where
+// biases are read: racecheck cannot see that a one-lane arrival behind __syncwarp() covers its warp.
+template <bool kCopies> __device__ __forceinline__ void load_biases(const KernelArgs& args, u32 smem, const Work& only) {
+    BiasPipeline biases;
+    Schedule schedule(smem);
     Work work = first_work(args, only);
-    for (; is_dealt<kCopies>(hand, work, [] {}); work = hand.next<kCopies>()) {
+    for (; has_tile<kCopies>(schedule, work, [] {}); work = schedule.next<kCopies>()) {
         const Tile& tile = work.tile;
         const BlockRange& blocks = work.all;
 #pragma unroll 1
@@ -79,11 +74,11 @@ template <bool kCopies> __device__ __forceinline__ void serve_biases(const Kerne
             const int first_key = block_at(args, tile, blocks, n) * kBlockKV;
 #pragma unroll 1
             for (int c = 0; c < kConsumers; c++) {
-                const int at = bias_place(ring, c), row = tile.row + c * 64;
-                const u32 full = smem + Layout::kFullBias + at * 8, to = smem + Layout::kBias + at * Layout::kBytesBiases;
-                mbarrier_wait(smem + Layout::kEmptyBias + at * 8, ring.parity ^ 1);
-                // Of those that the engine cannot bring nothing is announced.
-                if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(full, __popc(args.biases_mapped) * kBytesBias);
+                const int row = tile.row + c * 64;
+                const u32 full = biases.full(smem, c), to = biases.buffer(smem, c);
+                biases.acquire(smem, c);
+                // Of the tensors that TMA cannot address nothing is announced.
+                if (threadIdx.x % 32 == 0) biases.expect(smem, __popc(args.biases_mapped) * kBytesBias, c);
 #pragma unroll
                 for (int nth = 0; nth < kBiases; nth++) {
                     const BiasAt bias = program_bias(program_head(args, args.forward, tile), nth);
@@ -99,25 +94,25 @@ template <bool kCopies> __device__ __forceinline__ void serve_biases(const Kerne
                         copy_bias(args, there, bias, row, first_key);
                     }
                 }
-                if (kCopies) mbarrier_arrive(full);
+                if (kCopies) biases.commit(smem, c);
             }
-            ring.advance();
+            biases.advance();
         }
     }
 }
 
 // The biases of a block, laid out as its scores.
-__device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, const BiasRing& ring, int consumer,
+__device__ __forceinline__ void read_biases(const KernelArgs& args, u32 smem, const BiasPipeline& biases, int consumer,
                                             ScoresAhead<kBlockKV / 8>& ahead) {
     if constexpr (kBiases > 0) {
-        const int lane = threadIdx.x % 32, row = lane % 16, at = bias_place(ring, consumer);
-        mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);
+        const int lane = threadIdx.x % 32, row = lane % 16;
+        biases.wait(smem, consumer);
 #pragma unroll
         for (int nth = 0; nth < kBiases; nth++) {
 #pragma unroll
             for (int j = 0; j < kBlockKV / 16; j++) {
                 // Its chunk of 16 bytes is j % 4 * 2 + lane / 16, swizzled: of the first one's address two bits change.
-                const u32 first = bias_rows(smem, ring, consumer, nth) + row * 128 + ((lane / 16 ^ row % 8) << 4);
+                const u32 first = bias_rows(smem, biases, consumer, nth) + row * 128 + ((lane / 16 ^ row % 8) << 4);
                 u32 r[4];
                 ldmatrix_x4(r, (first ^ j % 4 << 5) + j / 4 * kBytes64Rows);
 #pragma unroll
@@ -127,13 +122,13 @@ __device__ __forceinline__ void take_biases(const KernelArgs& args, u32 smem, co
     }
 }
 
-// Their place is free. An arrival may take effect before what ldmatrix was asked for has been read, and the copy engine then overwrites it:
-// hence the fence, which costs a hundredth of the step where products have not been waited for in between.
-__device__ __forceinline__ void give_back_biases(const KernelArgs& args, u32 smem, BiasRing& ring, int consumer) {
+// Releases them. The arrival may take effect before ldmatrix has read, and the next TMA load then overwrites what it
+// reads: hence the fence, which costs 1 % of the step where products have not been waited for in between.
+__device__ __forceinline__ void release_biases(const KernelArgs& args, u32 smem, BiasPipeline& biases, int consumer) {
     if constexpr (kBiases > 0) {
         fence_async_proxy();
         __syncwarp();
-        if (threadIdx.x % 32 == 0 || copies_biases(args)) mbarrier_arrive(smem + Layout::kEmptyBias + bias_place(ring, consumer) * 8);
-        ring.advance();
+        if (threadIdx.x % 32 == 0 || copies_biases(args)) biases.release(smem, consumer);
+        biases.advance();
     }
 }

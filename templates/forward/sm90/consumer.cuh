@@ -2,9 +2,9 @@
 
 // One warpgroup of 64 query rows.
 struct Consumer : Arrivals {
-    BiasRing bias_ring;
-    Ring<Layout::kQBuffers> q_ring;  // of the Q that is opened next
-    int q_at;                        // which Q is at hand
+    BiasPipeline biases;
+    QPipeline q;  // at the Q that is opened next
+    int q_at;     // of the tile at hand
     int leaving = -1;                // the Q whose O is being copied out of shared memory
     Scores s;
     Output o;
@@ -17,16 +17,16 @@ struct Consumer : Arrivals {
     RowMasks masks;
     ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
 
-    __device__ __forceinline__ u32 q_address() const { return smem + Layout::kQ + q_at * Layout::kBytesQ; }
+    __device__ __forceinline__ u32 q_address() const { return QPipeline::buffer_at(smem, q_at); }
     __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
     __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : Arrivals(args, smem, id), masks(args, id) {}
 
     // s = Q K^T of the next block of keys or, where they are seeded, s += Q K^T, asynchronously.
     template <typename Product = ScoreProduct> __device__ __forceinline__ void issue_qk() {
-        const u64 q = descriptor_of_rows(q_address());
-        const u64 k = descriptor_of_rows(smem + Layout::kK + k_ring.stage * Layout::kBytesK);
+        const u64 q_rows = descriptor_of_rows(q_address());
+        const u64 k_rows = descriptor_of_rows(k.buffer(smem));
         if constexpr (kQuick) {
-            Product::whole_rows(s, q, k);
+            Product::whole_rows(s, q_rows, k_rows);
             return;
         }
         wgmma_touch(s);
@@ -34,25 +34,25 @@ struct Consumer : Arrivals {
 #pragma unroll
         for (int step = 0; step < kStepsQK; step++) {
             const int chunk = step / 4, in_chunk = step % 4 * 32;
-            ScoreProduct::rows(s, q + ((chunk * kBytes64Rows + in_chunk) >> 4), k + ((chunk * kBytesChunk + in_chunk) >> 4),
+            ScoreProduct::rows(s, q_rows + ((chunk * kBytes64Rows + in_chunk) >> 4), k_rows + ((chunk * kBytesChunk + in_chunk) >> 4),
                                kSeeded || step > 0);
         }
         wgmma_commit();
     }
 
-    // o += P V of the block at v_ring, asynchronously.
+    // o += P V of the next block of V, asynchronously.
     template <typename Product = OutputProduct> __device__ __forceinline__ void issue_pv() {
-        const u64 v = descriptor_of_depth(smem + Layout::kV + v_ring.stage * Layout::kBytesV, kBytesChunk);
+        const u64 v_depth = descriptor_of_depth(v.buffer(smem), kBytesChunk);
         const u64 p_rows = descriptor_of_rows(p_address());
         if constexpr (kWholeOutput) {
-            Product::whole_depth(o, p, v);
+            Product::whole_depth(o, p, v_depth);
             return;
         }
         wgmma_touch(o);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kStepsPV; step++) {
-            const u64 v_step = v + (step * 16 * 128 >> 4);
+            const u64 v_step = v_depth + (step * 16 * 128 >> 4);
             if constexpr (kPInShared) {
                 OutputProduct::depth(o, p_rows + ((step / 4 * kBytes64Rows + step % 4 * 32) >> 4), v_step);
             } else {
@@ -64,39 +64,39 @@ struct Consumer : Arrivals {
 
     // The next Q, once it is there.
     __device__ __forceinline__ void open_q() {
-        q_at = q_ring.stage * kConsumers + id;
-        mbarrier_wait(smem + Layout::kFullQ + q_at * 8, q_ring.parity);
-        q_ring.advance();
+        q_at = q.at(id);
+        q.wait(smem, id);
+        q.advance();
         if (!(args.forward.scale > 0.0f)) fold_sign_into_q();
     }
     // Where O of a tile leaves from, whose Q was `q`.
     __device__ __forceinline__ u32 o_address(int q) const {
         return kOutputApart ? smem + Layout::kO + id * Layout::kBytesO
                : kOutputInV ? smem + Layout::kV + id * Layout::kBytesO
-                            : smem + Layout::kQ + q * Layout::kBytesQ;
+                            : QPipeline::buffer_at(smem, q);
     }
-    // The space of an O that has left is free, for a Q where it took the place of one.
+    // The buffer of an O that has left is free, for a Q where it was that of one.
     __device__ __forceinline__ void release_o() {
         if (leaving >= 0 && threadIdx.x % 128 == 0) {
             tma_store_wait_read();
-            if (!kQLeavesEarly) mbarrier_arrive(smem + Layout::kEmptyQ + leaving * 8);
+            if (!kQLeavesEarly) mbarrier_arrive(QPipeline::empty_at(smem, leaving));
         }
         leaving = -1;
     }
-    // V of an open tile may come: no O is in its place any more.
+    // V of an open tile may be loaded: O has left its buffers.
     __device__ __forceinline__ void admit_v() {
         release_o();
         if (threadIdx.x % 128 == 0) mbarrier_arrive(smem + Layout::kAdmitV);
     }
     // The last scores of this Q are there.
     __device__ __forceinline__ void release_q() {
-        if (kQLeavesEarly && lane() == 0) mbarrier_arrive(smem + Layout::kEmptyQ + q_at * 8);
+        if (kQLeavesEarly && lane() == 0) mbarrier_arrive(QPipeline::empty_at(smem, q_at));
     }
-    // The scores of block n are there: what they came from is free.
+    // The scores of block n are there: releases what they came from.
     __device__ __forceinline__ void take_scores(const Work& work, int n) {
         if (!kQuick) wgmma_touch(s);
         release_k();
-        if (!kSeeded) give_back_biases(args, smem, bias_ring, id);
+        if (!kSeeded) release_biases(args, smem, biases, id);
         if (n == work.own.begin) release_q();
     }
     // How many of a tile's blocks arrive before its own, and after them.
@@ -116,7 +116,8 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ int first_key(const Work& work, int n) const {
         return block_at(args, work.tile, work.own, n) * kBlockKV;
     }
-    // Of this thread's scores: the first of its two rows, the other one being 8 rows further, and the first key of block n.
+    // Of this thread's scores: the first of its two rows, the other one being 8 rows further, and the first key of
+    // block n.
     __device__ __forceinline__ int first_row(const Work& work) const { return work.tile.row + id * 64 + warp() * 16 + lane() / 4; }
     __device__ __forceinline__ int own_key(const Work& work, int n) const { return first_key(work, n) + lane() % 4 * 2; }
 
@@ -130,19 +131,19 @@ struct Consumer : Arrivals {
         if (kOverlap && attends(work)) {
             read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
             read_biases();
-            foresee(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
+            precompute(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
         }
     }
-    // The mask of block n, and what the program reads along its keys: asked for before the scores are, so that memory answers
-    // meanwhile.
+    // The mask of block n, and what the program reads along its keys: before the scores are waited for, so that memory
+    // answers meanwhile.
     template <typename Masked> __device__ __forceinline__ void read_ahead(const Work& work, int n, Masked masked) {
         if (kLists && masked) masks.read(work, n);
         if (!kScoreTakes) return;
         program_read_ahead<kBlockKV / 8>(ahead, head(work), kept, first_row(work), own_key(work, n), magnitude());
     }
-    // What is known of the next scores before they are there, beside the products that give them: which of them the mask leaves and what is
-    // added along the keys, instructions that wait for each other.
-    template <typename Masked> __device__ __forceinline__ void foresee(const Work& work, int n, Masked masked) {
+    // Mask bits and ALiBi terms of the next block, computed while its Q K^T is in flight: chains of instructions that
+    // wait for each other.
+    template <typename Masked> __device__ __forceinline__ void precompute(const Work& work, int n, Masked masked) {
         if (kProgramShift) {
             const int row = first_row(work), key = own_key(work, n);
             ramps = program_ramps<kBlockKV / 8>(head(work), kept, row, key, magnitude(), masked, softmax.shift);
@@ -152,12 +153,13 @@ struct Consumer : Arrivals {
     }
     // The biases of the next block: as late as can be hidden beside the products that give its scores.
     __device__ __forceinline__ void read_biases() {
-        if (!kSeeded) take_biases(args, smem, bias_ring, id, ahead);
+        if (!kSeeded) ::read_biases(args, smem, biases, id, ahead);
     }
-    // What the program adds to the scores of block n, from which their product then starts: before the turn, and not behind the product.
+    // What the program adds to the scores of block n, from which their product then starts: before the turn, and not
+    // behind the product.
     template <typename Masked> __device__ __forceinline__ void seed(const Work& work, int n, Masked masked) {
         if constexpr (kSeeded) {
-            take_biases(args, smem, bias_ring, id, ahead);
+            ::read_biases(args, smem, biases, id, ahead);
             const auto at = [&](int j, int e) -> float& { return s[4 * j + e]; };
             const int row = first_row(work), key = own_key(work, n);
             if (masked) {
@@ -166,7 +168,7 @@ struct Consumer : Arrivals {
                 program_sums<false, kBlockKV / 8>(at, head(work), kept, row, key, seed_unit, ahead);
             }
             wgmma_touch(s);
-            give_back_biases(args, smem, bias_ring, id);
+            release_biases(args, smem, biases, id);
         }
     }
     // ... of the first block of a tile.
@@ -243,7 +245,7 @@ struct Consumer : Arrivals {
     // Whether no row of this warpgroup is far below zero, where that counts.
     __device__ __forceinline__ bool is_near_zero(float c) const {
         // By vote, or the compiler takes it for different in the threads of a warp.
-        return !softmax.kFromZero || !__any_sync(0xffffffff, barrier_any(1 + kConsumers + id, 128, softmax.is_far_below_zero(c)));
+        return !softmax.kFromZero || !__any_sync(0xffffffff, barrier_any(kWarpgroup + id, 128, softmax.is_far_below_zero(c)));
     }
 
     // Whether the rows of a tile attend to anything.
@@ -254,7 +256,8 @@ struct Consumer : Arrivals {
         softmax.init();
 #pragma unroll
         for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
-        // As soon as O has left, but Q must not wait for that. Keys that are skipped take turns, for which others may need V.
+        // As soon as O has left, but Q must not wait for that. Keys that are skipped take turns, for which others may
+        // need V.
         const bool admitted = !kOverlap || leaving < 0 || (kTrim && before(work) > 0);
         if (kOutputInV && attends(work) && admitted) admit_v();
         open_q();
@@ -285,8 +288,8 @@ struct Consumer : Arrivals {
         softmax.template exponentiate<false>(s, c);
     }
 
-    // The key blocks of an open tile. With kOverlap the scores of one are computed beside the product of the one before,
-    // so that the last product remains.
+    // The key blocks of an open tile. With kOverlap the scores of one are computed beside the product of the one
+    // before, so that the last product remains.
     __device__ __forceinline__ void attend(const Work& work, float c) {
         const auto overlapped = [&](int n, auto masked, auto from_zero) {
             read_ahead(work, n, masked);
@@ -295,7 +298,7 @@ struct Consumer : Arrivals {
             wait_turn();
             issue_qk();
             if (kRescaleBeside) rescale();
-            foresee(work, n, masked);
+            precompute(work, n, masked);
             wait_v();
             issue_pv();
             pass_turn();
@@ -319,7 +322,7 @@ struct Consumer : Arrivals {
             wait_k();
             wait_turn();
             issue_qk();
-            foresee(work, n, masked);
+            precompute(work, n, masked);
             pass_turn();
             if (kChain) release_o();
             read_biases();
@@ -410,17 +413,17 @@ struct Consumer : Arrivals {
         if (kOutputApart) release_o();
         if (kOutputInV) {
             release_o();  // if this tile attended to nothing
-            barrier_sync(1 + 2 * kConsumers, kConsumers * 128);  // others may still multiply with V
+            barrier_sync(kAllConsumers, kConsumers * 128);  // other consumers may still multiply with V
         }
         // O overwrites rows that other warps have read as Q: all must be done. They must also agree about non-finite
         // elements, which may be met for the next tile while they look.
         bool met = false;
         if (kClean) {
-            met = barrier_any(1 + kConsumers + id, 128, lane() == 0 ? read_flag(smem + Layout::kMetNonFinite) : 0);
+            met = barrier_any(kWarpgroup + id, 128, lane() == 0 ? read_flag(smem + Layout::kMetNonFinite) : 0);
         } else {
             sync();
         }
-        const OutputRows output{args, smem, id, hand.place(kWriteFirst ? 0 : 1)};
+        const OutputRows output{args, smem, id, schedule.place(kWriteFirst ? 0 : 1)};
         output.stage(o, work.tile, rows, to);
         if (met) {
             if (kMarkEmpty) output.mark_empty(rows);
@@ -432,22 +435,23 @@ struct Consumer : Arrivals {
         release_o();
         if (threadIdx.x % 128 == 0) output.send(work.tile, to);
         leaving = q;
-        if (kOptimistic) look_at_output(smem, to, hand.place(kWriteFirst ? 0 : 1));
+        if (kOptimistic) look_at_output(smem, to, schedule.place(kWriteFirst ? 0 : 1));
         // Another Q waits for this space alone.
         if (!kChain && !kQLeavesEarly) release_o();
     }
 
-    // Whether tiles must be computed again, and the first of them: when all consumers are done, and what left has arrived.
+    // Whether tiles must be computed again, and the first of them: when all consumers are done, and what left has
+    // arrived.
     __device__ __forceinline__ bool begin_again(Work& next) {
-        // The second pass begins when all consumers have arrived here. By vote, or the compiler takes all that happens in tiles for different
-        // in the threads of a warp.
+        // The second pass begins when all consumers have arrived here. By vote, or the compiler takes all that happens
+        // in tiles for different in the threads of a warp.
         if (!kOptimistic || __any_sync(0xffffffff, found_again(smem) & kSecondPass)) return false;
         release_o();
         __syncwarp();
         if (lane() == 0) mbarrier_arrive(smem + Layout::kTilesDone);
         if (!__any_sync(0xffffffff, any_again(smem))) return false;
         if (threadIdx.x % 128 == 0) tma_store_wait();
-        next = hand.next<true>(id);
+        next = schedule.next<true>(id);
         return true;
     }
 
@@ -462,12 +466,12 @@ struct Consumer : Arrivals {
             attend(work, c);
             const int q = q_at;
             RowResults rows;
-            // Before what comes next is known where that may depend on the blocks that are skipped here: in a cluster, and where
-            // others wait for their space.
+            // Before what comes next is known where that may depend on the blocks that are skipped here: in a cluster,
+            // and where others wait for their space.
             const bool early = !kChain || (kTrim && after(work) > 0);
             if (early) rows = close(work, c);
             if (kWriteFirst) write(work, rows, q);
-            Work next = hand.next<true>(id);
+            Work next = schedule.next<true>(id);
             const bool chained = kChain && kOverlap && !early && next.live && attends(work) && attends(next) &&
                                  (!kTrim || before(next) == 0);
             if (!early) rows = chained ? close_beside(work, next, c) : close(work, c);

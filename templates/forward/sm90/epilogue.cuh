@@ -1,4 +1,5 @@
-// O of a consumer's rows on its way out: normalised, staged in shared memory, and with what must not have been multiplied.
+// O of a consumer's rows on its way out: normalised, staged in shared memory, and with what must not have been
+// multiplied.
 
 struct OutputRows {
     const KernelArgs& args;

@@ -1,13 +1,13 @@
-// Key blocks as lists, for masks that may leave any of them: which blocks a tile visits, those that every row sees whole first,
-// those that need the mask behind them. Two small kernels write the lists before the attention kernel is launched: the
-// first says of each block what the mask does to it, the second gathers. What a mask reads of tensors is bounded by the least and
-// the greatest element that a block reads, if these are few. A block whose kind follows from no bound is looked at
-// score by score until both a visible and a masked one have been met, so that none is visited in vain or masked without need.
-// Of blocks that are cut, the mask itself is kept as well, a bit for each score: heads and sequences that share a list
-// need not evaluate it again, nor does the attention kernel have registers for that.
+// Key blocks as lists, for masks that may leave any of them: which blocks a tile visits, those that every row sees
+// whole first, those that need the mask behind them. Two small kernels write the lists before the attention kernel is
+// launched: the first says of each block what the mask does to it, the second gathers. What a mask reads of tensors is
+// bounded by the least and the greatest element that a block reads, if these are few. A block whose kind follows from
+// no bound is looked at score by score until both a visible and a masked one have been met, so that none is visited in
+// vain or masked without need. Of blocks that are cut, the mask itself is kept as well, a bit for each score: heads and
+// sequences that share a list need not evaluate it again, nor does the attention kernel have registers for that.
 
-// A list: how many blocks are whole, how many are mixed, and a place for every block. Whole ones are written from the front,
-// mixed ones from the back.
+// A list: how many blocks are whole, how many are mixed, and a place for every block. Whole ones are written from the
+// front, mixed ones from the back.
 struct List {
     static constexpr int kCounts = @{ list_counts }@;
     i64 index;
@@ -30,8 +30,9 @@ struct List {
     }
 };
 
-// Scores that a thread of a consumer has of a row in a block, its share: keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9, ... from the block's
-// first on, for one of four threads c. Their mask is as many bits, in words; a row has four shares, a block kBlockQ rows.
+// Scores that a thread of a consumer has of a row in a block, its share: keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9, ... from
+// the block's first on, for one of four threads c. Their mask is as many bits, in words; a row has four shares, a block
+// kBlockQ rows.
 constexpr int kShare = kBlockKV / 4, kShareWords = div_up(kShare, 32), kMaskWords = @{ mask_words }@;
 static_assert(kMaskWords == kBlockQ * 4 * kShareWords, "the masks that the host has room for");
 __device__ __forceinline__ int key_of_share(int c, int i) { return i / 2 * 8 + c * 2 + i % 2; }
@@ -112,7 +113,8 @@ __device__ __forceinline__ u8 look_at(const ProgramHead& head, const Tile& tile,
     return __any_sync(0xffffffff, seen) ? kWhole : kHidden;
 }
 
-// The mask of a block, bit by bit. For whole warps: the lanes have a score of a share each, and keep a share of eight rows.
+// The mask of a block, bit by bit. For whole warps: the lanes have a score of a share each, and keep a share of eight
+// rows.
 __device__ __forceinline__ void write_mask(const ProgramHead& head, const Tile& tile, int n, u32* to) {
     const MaskKept kept = mask_kept(head);
     const int first = n * kBlockKV, last_key = min_of(kBlockKV, head.kv_len - first) - 1, lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
-// What a score program's mask changes with besides rows and keys: what is found of it before the attention kernel starts is
-// found once for all sequences and heads that it does not tell apart.
+// What a score program's mask changes with besides rows and keys: what is found of it before the attention kernel
+// starts is found once for all sequences and heads that it does not tell apart.
 constexpr bool kMaskByBatch = @{ mask_by_batch }@;
 constexpr bool kMaskByHead = @{ mask_by_head }@;      // of Q
 constexpr bool kMaskByKVHead = @{ mask_by_kv_head }@;

@@ -1,5 +1,5 @@
-// What a consumer knows of the mask of its rows: of the two that a thread has scores of, the keys that each attends to, as runs or,
-// where a mask may leave any keys, as bits.
+// What a consumer knows of the mask of its rows: of the two that a thread has scores of, the keys that each attends to,
+// as runs or, where a mask may leave any keys, as bits.
 
 struct RowMasks {
     const KernelArgs& args;
@@ -48,8 +48,9 @@ struct RowMasks {
         }
     }
 
-    // What a mask leaves of this thread's scores of a block, `key` being its first key: asked for while the products that give them are under
-    // way. A thread's scores of a row are keys 0, 1, 8, 9, 16, ... from its own first one on: bit i of a word is the i-th of them.
+    // What a mask leaves of this thread's scores of a block, `key` being its first key: asked for while the products
+    // that give them are under way. A thread's scores of a row are keys 0, 1, 8, 9, 16, ... from its own first one on:
+    // bit i of a word is the i-th of them.
     __device__ __forceinline__ void see(const Tile& tile, int key) {
         constexpr bool kLeft = kMaskLeft || (kProgramRows && !kProgramFromFirst);
         const int column = key + lane() % 4 * 2, row = tile.row + first_row();
@@ -68,7 +69,7 @@ struct RowMasks {
                 seen[h][word] = low_bits(end - word * 32);
                 if (kLeft) seen[h][word] &= ~low_bits(begin - word * 32);
                 if (kLists) seen[h][word] &= visible[h][word];
-                // Here, and not where the scores are.
+                // Optimisation barrier: keeps this computation before the wait for the scores.
                 asm volatile("" : "+r"(seen[h][word]));
             }
         }

@@ -1,6 +1,7 @@
-// Runs of keys in memory, for masks whose runs are searched for, or whose ends come in no order. A small kernel writes them
-// before the attention kernel is launched, once for all heads and sequences that the mask does not tell apart: which keys each
-// query row attends to, the window taken in, and of every 64 rows, which are a consumer's, where their runs begin and end.
+// Runs of keys in memory, for masks whose runs are searched for, or whose ends come in no order. A small kernel writes
+// them before the attention kernel is launched, once for all heads and sequences that the mask does not tell apart:
+// which keys each query row attends to, the window taken in, and of every 64 rows, which are a consumer's, where their
+// runs begin and end.
 
 enum : int { kRowsOfEnds = @{ rows_of_ends }@ };  // rows whose runs are summed up together: those of a consumer
 static_assert(sizeof(RunEnds) == @{ ends_bytes }@ && sizeof(u64) == @{ run_bytes }@, "the memory that the host has for them");

@@ -1,21 +1,23 @@
-// Tiles that are computed twice. Zero times NaN is NaN, so a non-finite element of V in a masked block reaches rows that must not see
-// it. Taking such elements out before anyone multiplies with them (non_finite.cuh) costs what hardly any input needs: thread blocks
-// that stay compute their tiles as V comes, look at O on its way out, and compute those again, carefully, in which it is not finite.
-// From the first one on they are careful in all that are dealt.
+// The recompute pass. Zero times NaN is NaN, so a non-finite element of V in a masked block reaches rows that must not
+// see it. Taking such elements out before the product (non_finite.cuh) costs what hardly any input needs: persistent
+// thread blocks multiply with V as it comes, look at O on its way out, and compute the tiles again, carefully, whose O
+// is not finite. From the first such tile on all scheduled tiles are careful.
 //
-// A tile is known by its place among any four that follow each other, under which its index is kept. More cannot be found: nobody is
-// given tile t + 3 before all have tile t + 1, and so have looked at tile t - 1; if that is one to be computed again, t + 3 is dealt
-// carefully and takes nobody's place. A careful tile whose O is rightly not finite may name a tile that was right: it is computed twice.
+// Tiles live in a ring of four slots, which keep their indices. Four suffice: tile t + 3 is published only after all
+// consumers have read tile t + 1, and so have looked at tile t - 1; if that one is to be computed again, t + 3 is
+// careful and takes no slot. A careful tile whose O is rightly not finite may name the slot of a tile that was right,
+// which is then computed twice.
 
 constexpr int kPlaces = 4;
-constexpr u32 kSecondPass = 1u << 31;  // beside a bit for each place that was found and, above those, one for each that was dealt again
+constexpr u32 kSecondPass = 1u << 31;  // beside a bit for each slot that was found and, above those, one for each scheduled again
 
 __device__ __forceinline__ u32 found_again(u32 smem) { return kOptimistic ? read_flag(smem + Layout::kFound) : 0; }
 
 __device__ __forceinline__ void mark_again(u32 smem, int place) { set_flag(smem + Layout::kFound, 1u << place); }
 
-// Of a consumer: whether its O is finite, as it leaves from shared memory. An element of V that is not finite is in no row that was multiplied
-// with it, so that the first row tells, which one warp reads: that which also gives the place away.
+// Of a consumer: whether its O is finite, as it leaves from shared memory. An element of V that is not finite is in no
+// row that was multiplied with it, so that the first row tells, which one warp reads: that which also gives the place
+// away.
 __device__ __forceinline__ void look_at_output(u32 smem, u32 from, int place) {
     const u32 piece = threadIdx.x % 128;
     uint4 words = {};
@@ -26,14 +28,14 @@ __device__ __forceinline__ void look_at_output(u32 smem, u32 from, int place) {
     __syncwarp();
 }
 
-// For everyone, at the end of the thread block's tiles: whether some are to be computed again. Consumers have arrived.
+// For every role, at the end of the thread block's tiles: whether some are to be computed again.
 __device__ __forceinline__ bool any_again(u32 smem) {
     if (!kOptimistic) return false;
     mbarrier_wait(smem + Layout::kTilesDone, 0);
     return load_shared_4(smem + Layout::kFound) != 0;
 }
 
-// For who deals, in the second pass: the index of the next of them, or one that no tile has.
+// For the tile scheduler, in the second pass: the index of the next of them, or one that no tile has.
 __device__ __forceinline__ u32 take_again(u32 smem) {
     const u32 found = found_again(smem);
 #pragma unroll 1

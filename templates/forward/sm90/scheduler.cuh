@@ -1,13 +1,13 @@
-// What a thread block does, tile after tile. One thread deals: every gridDim.x-th tile or, from the queue that all thread
-// blocks share, the next one that nobody has. It tells the others through two slots of shared memory.
+// Persistent tile scheduler: one thread takes every gridDim.x-th tile (static) or the next one of an atomic counter
+// (dynamic), and publishes it to the other roles through a ring of two slots in shared memory.
 
 struct alignas(16) Work {
     Tile tile;
     BlockRange own;  // the key blocks that its rows visit; as a consumer reads it with kTrim, those of that one's rows
     BlockRange all;  // those that arrive for its cluster
-    int live;        // whether there is a tile at all
-    int careful;     // whether masked blocks of V are cleaned before anyone multiplies with them
-    int last;        // whether nothing is dealt after this, where there is no tile
+    int live;        // whether there is a tile
+    int careful;     // whether non-finite elements leave masked blocks of V before the product
+    int last;        // where there is no tile: whether no second pass follows
 };
 
 // Adds to a counter in global memory. Returns what it was.
@@ -17,8 +17,8 @@ __device__ __forceinline__ u32 atomic_add(u32* counter, u32 n) {
     return r;
 }
 
-// Tiles that were taken so far, beside the first one of each thread block: one counter for every stream that launches at
-// the same time as others. The host says which; a launch without one takes tiles by stride.
+// Tiles taken so far, beside the first one of each thread block: a counter for each stream that launches at the same
+// time as others. The host says which; a launch without one takes tiles by stride.
 constexpr int kQueues = @{ tile_queues }@;
 __device__ u32 tile_queues[kQueue ? kQueues : 1];
 
@@ -44,7 +44,8 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     return w;
 }
 
-// Of the blocks of a tile, those that the rows of one consumer visit; one at least, so that each has a part in every tile.
+// Of the blocks of a tile, those that the rows of one consumer visit; one at least, so that each has a part in every
+// tile.
 __device__ __forceinline__ BlockRange part_of(const KernelArgs& args, const Work& work, int consumer) {
     BlockRange own = work.own;
     if (own.begin == own.end) return own;
@@ -60,7 +61,6 @@ __device__ __forceinline__ BlockRange part_of(const KernelArgs& args, const Work
 }
 
 // One of the two slots: the tile and, with kTrim, the blocks of each consumer.
-__device__ __forceinline__ u32 slot_of(u32 smem, int stage) { return smem + Layout::kWork + stage * Layout::kBytesSlot; }
 __device__ __forceinline__ u32 part_in(u32 slot, int consumer) { return slot + Layout::kBytesWork + consumer * 16; }
 __device__ __forceinline__ Work read_slot(u32 slot) {
     Work work;
@@ -70,17 +70,17 @@ __device__ __forceinline__ Work read_slot(u32 slot) {
     return work;
 }
 
-// Who deals: a thread that has few registers.
-struct Dealer {
+// Of the scheduling thread, which has few registers.
+struct TileScheduler {
     const u32 smem;
-    u32 count = 0;       // tiles so far, beside the first one, which everyone finds
-    bool ended = false;  // nothing is dealt any more
-    __device__ __forceinline__ explicit Dealer(u32 smem) : smem(smem) {}
+    u32 count = 0;       // tiles so far, beside the first one, which every role computes
+    bool ended = false;  // no tile follows
+    __device__ __forceinline__ explicit TileScheduler(u32 smem) : smem(smem) {}
 
-    // Decides what comes next, once that is asked for, and tells the others. Returns whether there is a tile.
-    __device__ __forceinline__ bool deal(const KernelArgs& args) {
+    // Takes the next tile once it is asked for, and publishes it. Returns whether there is one.
+    __device__ __forceinline__ bool publish_next(const KernelArgs& args) {
         mbarrier_wait(smem + Layout::kAskWork, count & 1);
-        mbarrier_wait(smem + Layout::kEmptyWork + count % 2 * 8, ~(count >> 1) & 1);
+        mbarrier_wait(WorkPipeline::empty_at(smem, count % 2), ~(count >> 1) & 1);
         u32 index = blockIdx.x + (count + 1) * gridDim.x;
         if (found_again(smem) & kSecondPass) {
             index = take_again(smem);
@@ -88,7 +88,7 @@ struct Dealer {
             u32* queue = tile_queues + args.queue;
             const u32 taken = atomic_add(queue, 1);
             index = gridDim.x + taken;
-            // Every thread block draws once in vain. Who draws last leaves the queue as it was found.
+            // Every thread block makes one fetch that fails; the last of them resets the counter.
             if (taken + 1 == u32(args.tiles)) *queue = 0;
         }
         Work work = work_at(args, index);
@@ -98,7 +98,7 @@ struct Dealer {
         if (kOptimistic && found == 0 && work.live) {
             store_shared_4(smem + Layout::kPlaced + (count + 1) % kPlaces * 4, index);
         }
-        const u32 stage = count % 2, slot = slot_of(smem, stage);
+        const u32 stage = count % 2, slot = WorkPipeline::buffer_at(smem, stage);
         const uint4* words = (const uint4*)&work;
 #pragma unroll
         for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot + i * 16, words[i]);
@@ -108,12 +108,12 @@ struct Dealer {
             const BlockRange part = part_of(args, read_slot(slot), c);
             store_shared_16(part_in(slot, c), *(const uint4*)&part);
         }
-        mbarrier_arrive(smem + Layout::kFullWork + stage * 8);
+        mbarrier_arrive(WorkPipeline::full_at(smem, stage));
         count++;
         ended = !work.live && work.last;
         return work.live;
     }
-    // At the end of the tiles: whether there is a second pass.
+    // At the end of the tiles: whether there is a second pass (recompute.cuh).
     __device__ __forceinline__ bool begins_again() const {
         if (ended || !any_again(smem)) return false;
         set_flag(smem + Layout::kFound, kSecondPass);
@@ -121,36 +121,35 @@ struct Dealer {
     }
 };
 
-// Those who are dealt to: warps, or single threads. With a second pass every lane says for itself that it has read: a tool that looks for
-// races does not see it there from one that speaks for its warp.
-struct Hand {
+// The published tiles, of a reading warp or thread. With a second pass every lane arrives, because racecheck cannot see
+// that a one-lane arrival covers its warp.
+struct Schedule {
     const u32 smem;
-    Ring<2> ring;
-    __device__ __forceinline__ explicit Hand(u32 smem) : smem(smem) {}
+    WorkPipeline slots;
+    __device__ __forceinline__ explicit Schedule(u32 smem) : smem(smem) {}
 
-    // The place of the tile that was taken last, or of that before.
-    __device__ __forceinline__ int place(int before) const { return (ring.stage + 2 * ring.parity + kPlaces - before) % kPlaces; }
+    // The ring slot (recompute.cuh) of the tile that was read last, or of the one `before` it.
+    __device__ __forceinline__ int place(int before) const { return (slots.stage + 2 * slots.parity + kPlaces - before) % kPlaces; }
 
     // For a consumer, or for others.
     template <bool kWarp> __device__ __forceinline__ Work next(int consumer = -1) {
         if (!kPersistent) return Work{};
-        const u32 full = smem + Layout::kFullWork + ring.stage * 8;
-        mbarrier_wait(full, ring.parity);
-        Work work = read_slot(slot_of(smem, ring.stage));
-        if (kTrim && consumer >= 0) *(uint4*)&work.own = load_shared_16(part_in(slot_of(smem, ring.stage), consumer));
+        slots.wait(smem);
+        Work work = read_slot(slots.buffer(smem));
+        if (kTrim && consumer >= 0) *(uint4*)&work.own = load_shared_16(part_in(slots.buffer(smem), consumer));
         if (kWarp) __syncwarp();
-        if (kOptimistic || threadIdx.x % 32 == 0) mbarrier_arrive(smem + Layout::kEmptyWork + ring.stage * 8);
-        ring.advance();
+        if (kOptimistic || threadIdx.x % 32 == 0) slots.release(smem);
+        slots.advance();
         return work;
     }
 };
-// Whether there is a tile. Where there is none, that may be the end of the first pass: the first tile of the second then takes its place.
-// Who asks for work does so again.
-template <bool kWarp, typename Ask> __device__ __forceinline__ bool is_dealt(Hand& hand, Work& work, const Ask& ask) {
+// Whether there is a tile. Where there is none, the first pass may have ended: the first tile of the second then takes
+// its place, for which the role that asks for tiles asks again.
+template <bool kWarp, typename Ask> __device__ __forceinline__ bool has_tile(Schedule& schedule, Work& work, const Ask& ask) {
     if (work.live) return true;
-    if (work.last || !any_again(hand.smem)) return false;
+    if (work.last || !any_again(schedule.smem)) return false;
     ask();
-    work = hand.next<kWarp>();
+    work = schedule.next<kWarp>();
     return work.live;
 }
 // Every thread block has a first tile; that of a quick kernel is its only one, and known. As `next`.

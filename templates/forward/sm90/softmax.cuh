@@ -11,8 +11,8 @@ struct RowResults {
     bool empty[2];         // a row that attended to nothing, sinks aside
 };
 
-// Which of a thread's two rows waits for what: the scheduler of the compiler moves the second row's maximum ahead of the
-// exponentials, where it costs twice its instructions' time, unless it depends on something that comes later.
+// Which of a thread's two rows waits for what: the scheduler of the compiler moves the second row's maximum ahead of
+// the exponentials, where it costs twice its instructions' time, unless it depends on something that comes later.
 enum RowOrder {
     kTogether,            // both maxima, then the exponentials of both
     kAfterMaximum,        // the second maximum after the first
@@ -30,12 +30,14 @@ struct RowSoftmax {
     float shift[2];   // with kShift, what is to be added to the scores at hand in units of log2, another for each thread
     bool shift_may_rise = false;  // in the blocks that follow, which are of earlier keys
 
-    // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is lazy.
+    // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is
+    // lazy.
     static constexpr float kSlack = 8.0f;
 
-    // Whether references are zero at least, from where all rows have met a score of kLeast or more: Hopper has a maximum of three integers
-    // and of two floats, and integers are in the order of the floats that they are the bits of where the largest is not negative.
-    // With kShift it is from the shift on, which must not rise from here to a tile's last block.
+    // Whether references are zero at least, from where all rows have met a score of kLeast or more: Hopper has a
+    // maximum of three integers and of two floats, and integers are in the order of the floats that they are the bits
+    // of where the largest is not negative. With kShift it is from the shift on, which must not rise from here to a
+    // tile's last block.
     static constexpr bool kFromZero = !kBounded;
     static constexpr float kLeast = -8.0f;  // in units of log2: probabilities of such a row are small by as much
 
@@ -52,8 +54,8 @@ struct RowSoftmax {
         for (int h = 0; h < 2; h++) m[h] = kBounded ? float(kReference) : -FT_INFINITY, l[h] = 0.0f;
     }
 
-    // What is taken from the scores of a row in units of log2. A row that has seen nothing yet: any finite reference gives
-    // exp2(-inf) = 0 instead of NaN.
+    // What is taken from the scores of a row in units of log2. A row that has seen nothing yet: any finite reference
+    // gives exp2(-inf) = 0 instead of NaN.
     __device__ __forceinline__ float reference(float maximum, int h, float c) const {
         // A shift of -inf takes scores with it that are finite: 0, too.
         if (kShift) return maximum == -FT_INFINITY ? FT_INFINITY : maximum - shift[h];
@@ -79,7 +81,8 @@ struct RowSoftmax {
         return fmaxf(x, y);
     }
 
-    // Moves the references to the maxima of these scores or, `from_zero`, to zero where those are less; without a branch.
+    // Moves the references to the maxima of these scores or, `from_zero`, to zero where those are less; without a
+    // branch.
     template <typename FromZero> __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c, FromZero from_zero) {
         if (kBounded) return;
         constexpr bool kByBits = kFromZero && kIsTrue<FromZero>;
@@ -107,8 +110,8 @@ struct RowSoftmax {
         }
     }
 
-    // Scores to probabilities relative to m, in place. Where nothing is masked, some eighths of the exponentials may run
-    // on the multiply-add units, spread evenly among the others.
+    // Scores to probabilities relative to m, in place. Where nothing is masked, some eighths of the exponentials may
+    // run on the multiply-add units, spread evenly among the others.
     template <bool kUnmasked> __device__ __forceinline__ void exponentiate(float (&s)[kTiles * 4], float c) {
         if (kBounded) return;
 #pragma unroll
@@ -136,7 +139,8 @@ struct RowSoftmax {
     // What is asked to be rescaled is zero.
     __device__ __forceinline__ void forget() { factor[0] = factor[1] = 1.0f; }
 
-    // Brings O to the moved references. Where that is lazy it is worth to ask first whether any row of the warp has moved.
+    // Brings O to the moved references. Where that is lazy it is worth to ask first whether any row of the warp has
+    // moved.
     template <int kCount> __device__ __forceinline__ void rescale(float (&o)[kCount]) const {
         if (kBounded) return;
         if (kLazyRescale && !__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) return;

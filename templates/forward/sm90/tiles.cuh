@@ -1,9 +1,9 @@
 // Which tile a thread block computes and which key blocks it visits, alone or together with the others of its cluster.
 
 @{ sm90_args }@
-// The tile with an index: sections of units one after the other, behind those of single KV heads; inside of one, the same blocks
-// of all of its units, longest first where the mask makes lengths differ. The blocks of a cluster take neighbouring tiles of a unit. The last
-// tile may have no row.
+// The tile with an index: sections of units one after the other, behind those of single KV heads; inside of one, the
+// same blocks of all of its units, longest first where the mask makes lengths differ. The blocks of a cluster take
+// neighbouring tiles of a unit. The last tile may have no row.
 template <int kBlockQ, int kCluster, bool kPackGroup, bool kLongestLast>
 __device__ __forceinline__ Tile tile_at(const Sm90Args& args, u32 index) {
     const u32 rank = index % kCluster, teams = u32(args.blocks) / kCluster;

@@ -43,8 +43,8 @@ pub const LISTS: &[Fault] = &[
     [
         "block numbers taken for places",
         "forward/sm90/producer.cuh",
-        "args.v, full, block, work.tile",
-        "args.v, full, n, work.tile",
+        "args.v, arrived, block, work.tile",
+        "args.v, arrived, n, work.tile",
         "the oracle says",
     ],
     [
@@ -130,8 +130,8 @@ pub const BIASES: &[Fault] = &[
     [
         "the biases of another row",
         "forward/sm90/bias.cuh",
-        "row = lane % 16, at",
-        "row = (lane ^ 1) % 16, at",
+        "row = lane % 16;",
+        "row = (lane ^ 1) % 16;",
         "the oracle says",
     ],
     [
@@ -158,7 +158,7 @@ pub const BIASES: &[Fault] = &[
     [
         "biases taken before they are there",
         "forward/sm90/bias.cuh",
-        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);",
+        "biases.wait(smem, consumer);",
         "",
         "on its way|never written|the oracle says",
     ],
@@ -172,8 +172,8 @@ pub const BIASES: &[Fault] = &[
     [
         "biases given back before they are taken",
         "forward/sm90/bias.cuh",
-        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);",
-        "mbarrier_wait(smem + Layout::kFullBias + at * 8, ring.parity);\n        if (lane == 0) mbarrier_arrive(smem + Layout::kEmptyBias + at * 8);",
+        "biases.wait(smem, consumer);",
+        "biases.wait(smem, consumer);\n        if (lane == 0) biases.release(smem, consumer);",
         "on its way|more arrivals|deadlock|the oracle says",
     ],
     [

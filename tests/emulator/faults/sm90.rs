@@ -76,15 +76,15 @@ pub const SM90: &[Fault] = &[
     [
         "a stage of K freed too early",
         "forward/sm90.cu",
-        "kEmptyK + s * 8, kCluster * kConsumers * 4",
-        "kEmptyK + s * 8, kCluster * kConsumers * 4 - 1",
+        "KPipeline::init(smem, s, 1, kCluster * kConsumers * 4)",
+        "KPipeline::init(smem, s, 1, kCluster * kConsumers * 4 - 1)",
         "deadlock|more arrivals|on its way|on their way",
     ],
     [
         "a stage of V never freed",
         "forward/sm90.cu",
-        "kEmptyV + s * 8, kCluster * kConsumers * 4",
-        "kEmptyV + s * 8, kCluster * kConsumers * 4 + 1",
+        "kHelpers : 1, kCluster * kConsumers * 4)",
+        "kHelpers : 1, kCluster * kConsumers * 4 + 1)",
         "deadlock",
     ],
     [
@@ -118,8 +118,8 @@ pub const SM90: &[Fault] = &[
     [
         "V used before it is clean",
         "forward/sm90/producer.cuh",
-        "? Layout::kRawV : Layout::kFullV",
-        "? Layout::kFullV : Layout::kFullV",
+        "v.arrived(smem, raw)",
+        "v.arrived(smem, false)",
         "deadlock|the oracle says",
     ],
     [
@@ -154,7 +154,7 @@ pub const SM90: &[Fault] = &[
     [
         "O in the place of V while another consumer multiplies",
         "forward/sm90/consumer.cuh",
-        "barrier_sync(1 + 2 * kConsumers, kConsumers * 128);",
+        "barrier_sync(kAllConsumers, kConsumers * 128);",
         "",
         "no fence.proxy.async|on its way|the oracle says",
     ],
@@ -172,13 +172,7 @@ pub const SM90: &[Fault] = &[
         "",
         "the oracle says",
     ],
-    [
-        "a kernel that never waits for Q",
-        "forward/sm90/consumer.cuh",
-        "mbarrier_wait(smem + Layout::kFullQ + q_at * 8, q_ring.parity);",
-        "",
-        "on its way",
-    ],
+    ["a kernel that never waits for Q", "forward/sm90/consumer.cuh", "q.wait(smem, id);", "", "on its way"],
     // Added last: the place of a fault seeds its cases.
     // Blocks of keys that a consumer leaves out.
     [
@@ -222,8 +216,8 @@ pub const SM90: &[Fault] = &[
     [
         "another tile is computed again, with O in the place of V",
         "forward/sm90/scheduler.cuh",
-        "(ring.stage + 2 * ring.parity + kPlaces - before)",
-        "(ring.stage + 2 * ring.parity + kPlaces + 1 - before)",
+        "(slots.stage + 2 * slots.parity + kPlaces - before)",
+        "(slots.stage + 2 * slots.parity + kPlaces + 1 - before)",
         "the oracle says",
     ],
     [
@@ -243,8 +237,8 @@ pub const SM90: &[Fault] = &[
     [
         "who brings V does not wait for the second pass, with O in the place of V",
         "forward/sm90/scheduler.cuh",
-        "if (work.last || !any_again(hand.smem)) return false;",
-        "if (work.last || !any_again(hand.smem) || kWarp) return false;",
+        "if (work.last || !any_again(schedule.smem)) return false;",
+        "if (work.last || !any_again(schedule.smem) || kWarp) return false;",
         "deadlock",
     ],
     [

@@ -1,6 +1,6 @@
-// Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their zero
-// probabilities. Such elements are taken out of masked blocks before the product, and what they would have given is added
-// to the rows that do attend to them.
+// Zero times NaN is NaN: a NaN or infinity in a row of V would reach the rows that do not attend to it through their
+// zero probabilities. Such elements are taken out of masked blocks before the product, and what they would have given
+// is added to the rows that do attend to them.
 
 // x * 0 + sum of packed pairs: what is no zero afterwards has met a NaN or an infinity.
 template <typename Element> __device__ __forceinline__ u32 add_zero_times(u32 sum, u32 x);
@@ -54,8 +54,8 @@ __device__ __forceinline__ bool take_out_non_finite(u32 tile, u32 thread) {
     return true;
 }
 
-// The sum of the non-finite ones of column(key), an element of V, over the keys that a query attends to by the window and by visible(key),
-// without those in blocks that are visible to every row: those were left in.
+// The sum of the non-finite ones of column(key), an element of V, over the keys that a query attends to by the window
+// and by visible(key), without those in blocks that are visible to every row: those were left in.
 template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Column, typename Visible>
 __device__ __forceinline__ float sum_of_non_finite(const ForwardArgs& args, const Column& column, int row,
                                                    const BlockRange& blocks, const Visible& visible) {

@@ -33,7 +33,8 @@ __device__ __forceinline__ Tile decode_tile(const ForwardArgs& args, u32 index) 
 }
 
 // Keys [first, last] that a query row attends to; first > last when there are none. Queries and keys are aligned at
-// their ends (bottom right). Lengths are 2^30 at most and windows less, so that 32 bits hold what is below; rows may lie past the last.
+// their ends (bottom right). Lengths are 2^30 at most and windows less, so that 32 bits hold what is below; rows may
+// lie past the last.
 struct KeyRange {
     int first, last;
 };

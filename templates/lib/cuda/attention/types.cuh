@@ -1,4 +1,5 @@
-// Scalar types and conversions. Generated sources include nothing, so the few words that they need are spelled out here.
+// Scalar types and conversions. Generated sources include nothing, so the few words that they need are spelled out
+// here.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

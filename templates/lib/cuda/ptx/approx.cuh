@@ -30,10 +30,10 @@ __device__ __forceinline__ float max_nan(float x, float y) {
     return r;
 }
 
-// exp2 of a value up to 100 on the multiply-add units, for when the special-function unit is the busier one: the integer
-// part goes into the exponent, a polynomial of degree 4 (exact at 0, least relative error elsewhere, 2.8e-6: sums of
-// equal terms must stay within the bound of the log-sum-exp) takes the rest. Below -125 it gives
-// 2^-125 and not less, so scores that must vanish cannot use it.
+// exp2 of a value up to 100 on the multiply-add units, for when the special-function unit is the busier one: the
+// integer part goes into the exponent, a polynomial of degree 4 (exact at 0, least relative error elsewhere, 2.8e-6:
+// sums of equal terms must stay within the bound of the log-sum-exp) takes the rest. Below -125 it gives 2^-125 and not
+// less, so scores that must vanish cannot use it.
 __device__ __forceinline__ float exp2_multiply_add(float x) {
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     x = max_nan(x, -125.0f);

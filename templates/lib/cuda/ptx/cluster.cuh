@@ -10,8 +10,8 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-// Arrives on the barrier at this address in the block of a rank. Released to the cluster it would cost a fence of the whole GPU, for
-// nothing: what came before are matrix instructions that have been waited for.
+// Arrives on the barrier at this address in the block of a rank. Without .release.cluster, which lowers to a fence of
+// the whole GPU: the reads before it are those of matrix instructions that have been waited for.
 __device__ __forceinline__ void mbarrier_arrive_at(u32 barrier, u32 rank) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));

@@ -1,16 +1,16 @@
-// Barriers in shared memory that count arrivals and bytes (mbarrier), and the ring of buffers that they guard.
+// Barriers in shared memory that count arrivals and bytes (mbarrier).
 
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the copy engine. Before the block's own barrier.
+// Makes initialised barriers visible to TMA. Before the block's own barrier.
 __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, and announces bytes that the copy engine will write before the phase can end.
+// Arrives, and announces bytes that TMA will write before the phase can end.
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
     return over != 0;
 }
 
-// mbarrier_wait() for those who can be late by a fraction of a microsecond, and leave others the issue slots.
+// mbarrier_wait() for threads that may be late by a fraction of a microsecond: it leaves the issue slots to others.
 __device__ __forceinline__ void mbarrier_wait_idly(u32 barrier, u32 parity) {
     while (true) {
         u32 over;
@@ -50,12 +50,3 @@ __device__ __forceinline__ void mbarrier_wait_idly(u32 barrier, u32 parity) {
         asm volatile("nanosleep.u32 200;");
     }
 }
-
-// Position in a ring of kStages buffers: which buffer, and the parity of its barriers in this round.
-template <int kStages> struct Ring {
-    int stage = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
-    }
-};

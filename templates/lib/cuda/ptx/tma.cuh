@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (TMA): boxes of tensors to and from shared memory, described by tensor maps that the host
+// TMA, the bulk tensor copy engine: boxes of tensors to and from shared memory, described by tensor maps that the host
 // encodes. Boxes are 64 elements wide and stored with the 128-byte swizzle: the 16-byte chunk c of row r lies at chunk
 // c ^ (r % 8) of that row, rows 128 bytes apart, from a start that is a multiple of 1024. What lies outside of the
 // tensor arrives as zeros, and is not written.
@@ -39,7 +39,7 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 // Waits until they have written all of it.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Orders this thread's ordinary writes to shared memory before what the copy engine and the tensor cores read of it.
+// Orders this thread's ordinary writes to shared memory before what TMA and the tensor cores read of it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 constexpr u64 kEvictNormal = 0x1000000000000000;

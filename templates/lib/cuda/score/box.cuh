@@ -1,5 +1,5 @@
-// The least and the greatest element of a side tensor in a box of indices, found by the lanes of a warp together: what a mask
-// that depends on the tensor can be in a tile.
+// The least and the greatest element of a side tensor in a box of indices, found by the lanes of a warp together: what
+// a mask that depends on the tensor can be in a tile.
 
 template <typename T> struct Extremes {
     T least, greatest;

@@ -1,6 +1,6 @@
 // The score program of this kernel: what it masks, what it makes of the scores, and which key blocks it leaves out. Its
-// statements are generated; they come by what they change with, so that each is computed no more often than it has to be:
-// once for a tile (Kept), for a query row and a block of keys (Rows), for a score. Without a program all of this is
+// statements are generated; they come by what they change with, so that each is computed no more often than it has to
+// be: once for a tile (Kept), for a query row and a block of keys (Rows), for a score. Without a program all of this is
 // nothing.
 
 // Between which keys the runs of a tile's rows begin, and between which they end: first and last.
@@ -38,14 +38,14 @@ constexpr float kCapBound = @{ score_cap_bound }@;
 struct ScoreCap {
     float cap, factor;
 };
-// What is added to the scores of two rows from one key of a block to the next, in units of the raw score, counted from which of its keys, and whether
-// it is the less the earlier a key is, or the same.
+// What is added to the scores of two rows from one key of a block to the next, in units of the raw score, counted from
+// which of its keys, and whether it is the less the earlier a key is, or the same.
 struct ScoreRamps {
     float factor[2], at[2];
     bool falls;
 };
-// How many reads along the keys may come ahead of their use, 0 if none is of two bytes; and whether threads take any of them so. The
-// others are biases, of which each tile of scores reads a tile: how many, and which of the reads they are.
+// How many reads along the keys may come ahead of their use, 0 if none is of two bytes; and whether threads take any of
+// them so. The others are biases, of which each tile of scores reads a tile: how many, and which of the reads they are.
 constexpr int kScoreReads = @{ score_reads_ahead }@;
 constexpr bool kScoreTakes = @{ score_takes_ahead }@;
 constexpr int kScoreBiases = @{ score_biases }@;
@@ -103,8 +103,8 @@ __device__ __forceinline__ int program_tile(const ProgramHead& head, int q_first
 @{ tile_code }@    return @{ tile_masked }@ ? -1 : @{ tile_visible }@ ? 1 : 0;
 }
 
-// The keys that query q attends to, of a mask that leaves runs. Ends that are searched for lie within bounds that are known.
-// With kHalves each half of a warp searches for the same ones.
+// The keys that query q attends to, of a mask that leaves runs. Ends that are searched for lie within bounds that are
+// known. With kHalves each half of a warp searches for the same ones.
 template <bool kHalves>
 __device__ __forceinline__ KeyRange program_row(const ProgramHead& head, int q, const RunEnds& within) {
     FT_PROGRAM_HEAD;
@@ -181,8 +181,8 @@ __device__ __forceinline__ void score_take_ahead(const ProgramHead& head, const 
     FT_PROGRAM_HEAD;
     (void)row, (void)last, (void)ahead;
 @{ score_inputs }@@{ score_row_load }@@{ score_take_ahead }@}
-// Where a bias of a head lies: its first element, the distances of rows and keys, and the indices besides those of row and key, the
-// last one first.
+// Where a bias of a head lies: its first element, the distances of rows and keys, and the indices besides those of row
+// and key, the last one first.
 struct BiasAt {
     const u16* data;
     i64 row, key;
@@ -209,7 +209,8 @@ __device__ __forceinline__ BiasAt program_bias(const ProgramHead& head, int nth)
     const auto ft_along_f32 = [&](const float* p, int at, i64 stride, int nth) { return along.f32(p, at, stride, nth); }; \
     (void)ft_along_bf16, (void)ft_along_f16, (void)ft_along_f32
 
-// What becomes of the score raw * scale. With kSmall no tanh is taken of more than kSmallTanh. `along` reads along the keys.
+// What becomes of the score raw * scale. With kSmall no tanh is taken of more than kSmallTanh. `along` reads along the
+// keys.
 template <bool kSmall = false, typename Along = AlongKeys<false>>
 __device__ __forceinline__ float score_element(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
                                                int kv_first, int offset, float raw, float scale, const Along& along = {}) {
@@ -284,10 +285,10 @@ __device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>& ahead, c
     }
 }
 
-// Applies the program to an accumulator of tiles of 8 columns (mma.cuh, wgmma.cuh): at(j, 2 * i + e) is the score of row
-// `q + 8 * i` with key `kv_first + 8 * j + e`. Rows and keys beyond the last repeat it: no index leaves a tensor, and
-// nobody reads what comes out. `scale` takes scores to natural units. Without kMask the mask is left to the caller. With kAhead
-// `ahead` holds what program_read_ahead() has found for these rows and keys.
+// Applies the program to an accumulator of tiles of 8 columns (mma.cuh, wgmma.cuh): at(j, 2 * i + e) is the score of
+// row `q + 8 * i` with key `kv_first + 8 * j + e`. Rows and keys beyond the last repeat it: no index leaves a tensor,
+// and nobody reads what comes out. `scale` takes scores to natural units. Without kMask the mask is left to the caller.
+// With kAhead `ahead` holds what program_read_ahead() has found for these rows and keys.
 template <bool kMasked, int kTiles, bool kMask = true, bool kAhead = false, typename At>
 __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
                                                int kv_first, float scale, const ScoresAhead<kTiles>* ahead = nullptr) {
@@ -352,7 +353,8 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
     }
 }
 
-// What a program adds to the scores, before there are any: to the same places, times `unit`, which takes it to units of the raw score.
+// What a program adds to the scores, before there are any: to the same places, times `unit`, which takes it to units of
+// the raw score.
 template <bool kMasked, int kTiles, typename At>
 __device__ __forceinline__ void program_sums(const At& at, const ProgramHead& head, const ProgramKept& kept, int q, int kv_first,
                                              float unit, const ScoresAhead<kTiles>& ahead) {
@@ -373,10 +375,11 @@ __device__ __forceinline__ void program_sums(const At& at, const ProgramHead& he
     }
 }
 
-// The same for a program that adds to the score what does not depend on it and is linear along the keys, in two parts. First, before there are
-// scores: what is added at one key of the block goes to `shift`, a number for each of the two rows, in units of log2. What is added on both sides of
-// that key cancels out with it where their sum nearly vanishes, as ALiBi's does at the diagonal, and is rounded as large as it is: so it is the key in
-// the middle, or in blocks that rows see a part of the one where the sum vanishes.
+// The same for a program that adds to the score what does not depend on it and is linear along the keys, in two parts.
+// First, before there are scores: what is added at one key of the block goes to `shift`, a number for each of the two
+// rows, in units of log2. What is added on both sides of that key cancels out with it where their sum nearly vanishes,
+// as ALiBi's does at the diagonal, and is rounded as large as it is: so it is the key in the middle, or in blocks that
+// rows see a part of the one where the sum vanishes.
 template <int kTiles, typename Masked>
 __device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead& head, const ProgramKept& kept, int q, int kv_first, float scale,
                                                     Masked masked, float (&shift)[2]) {
@@ -431,8 +434,8 @@ __device__ __forceinline__ void program_ramped(const At& at, const ProgramHead& 
 __device__ __forceinline__ ScoreCap program_cap(const ProgramHead& head, const ProgramKept& kept, float scale) {
     return score_cap(head, kept.score, score_row(head, kept.score, 0, 0, scale), scale);
 }
-// Caps scores, in units of log2, less a reference. `take(score, i)` is called for each with its row, within the branches, so
-// that what it does runs beside the polynomial.
+// Caps scores, in units of log2, less a reference. `take(score, i)` is called for each with its row, within the
+// branches, so that what it does runs beside the polynomial.
 template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
 __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& head, const ProgramKept& kept,
                                                const ScoreCap& by, int q, int kv_first, float reference, const Take& take) {
@@ -458,7 +461,8 @@ __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& 
     for (int i = 0; i < 4 * kTiles; i++) largest[i % 4] = fmaxf(largest[i % 4], fabsf(at(i / 4, i % 4)));
     const float magnitude = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     const CapSeries series = cap_series(cap, factor);
-    // The whole warp takes the short way, or none of it. No power of a score is beyond a float's range in the polynomial.
+    // The whole warp takes the short way, or none of it. No power of a score is beyond a float's range in the
+    // polynomial.
     if (__any_sync(0xffffffff, magnitude * fabsf(factor) > kSmallTanh || magnitude > 1e12f)) {
         // ft_tanhf() with its factors joined.
         const float twice = factor * kTanhOfTwice, top = cap - reference;

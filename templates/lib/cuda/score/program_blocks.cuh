@@ -1,5 +1,6 @@
 // The key blocks of a tile, as a program's mask leaves them: those before the first and after the last that any query
-// attends to are left out, and those in which every one attends to every key need no mask. For whole warps, or for single threads where ends of runs come in order and nothing is searched for.
+// attends to are left out, and those in which every one attends to every key need no mask. For whole warps, or for
+// single threads where ends of runs come in order and nothing is searched for.
 
 // Between which keys the rows' runs begin and end.
 __device__ __forceinline__ RunEnds run_ends(const ProgramHead& head, int q_first, int q_last) {

@@ -49,8 +49,8 @@ __device__ __forceinline__ float ft_from_f16(u16 x) {
     return r;
 }
 
-// Elements along the keys: element `offset` from a thread's first one, one by one or, where they lie side by side, in pairs,
-// whose second read the compiler finds to be the first. `nth` counts the reads of a program.
+// Elements along the keys: element `offset` from a thread's first one, one by one or, where they lie side by side, in
+// pairs, whose second read the compiler finds to be the first. `nth` counts the reads of a program.
 typedef const u16* Halves;
 typedef const float* Floats;
 template <bool kPaired> struct AlongKeys {
@@ -72,8 +72,8 @@ template <bool kPaired> struct AlongKeys {
         return kPaired ? data[offset] : data[offset * stride];
     }
 };
-// Elements of two bytes that are read ahead of their use, for tiles of 8 columns: memory answers while products run. A thread
-// has two columns of each tile.
+// Elements of two bytes that are read ahead of their use, for tiles of 8 columns: memory answers while products run. A
+// thread has two columns of each tile.
 template <int kReads, int kTiles> struct ReadAhead {
     u32 pairs[kReads > 0 ? kReads : 1][kTiles];
     // All elements from `first` on, as pairs or, with care not to pass the last, one by one.
@@ -123,8 +123,8 @@ __device__ __forceinline__ float ft_tanhf(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(e + 1.0f));
     return fmaf(-2.0f, r, 1.0f);
 }
-// Up to this magnitude an odd polynomial costs the special-function unit nothing. It has the least error as a part of the
-// value, 2.1e-7 in fp32: a cap takes what is wrong with small scores times a large number.
+// Up to this magnitude an odd polynomial costs the special-function unit nothing. It has the least error as a part of
+// the value, 2.1e-7 in fp32: a cap takes what is wrong with small scores times a large number.
 constexpr float kSmallTanh = 0.4f;
 constexpr float kTanhSeries[4] = {0.9999999f, -0.3333139f, 0.13271438f, -0.04757281f};
 __device__ __forceinline__ float ft_small_tanhf(float x) {

@@ -1,8 +1,8 @@
 // Where the elements of a tensor that does not decrease pass a value: the ends of runs of keys.
 
-// The first of the keys from `bounds.first` on whose element is at least `value` or, for kAfter, greater; `bounds.last` if none
-// before it is. Element i is at data[min(i, last) * stride]. Each thread searches by itself or, with kHalves, the 16 lanes of each half of a
-// warp together, for the same.
+// The first of the keys from `bounds.first` on whose element is at least `value` or, for kAfter, greater; `bounds.last`
+// if none before it is. Element i is at data[min(i, last) * stride]. Each thread searches by itself or, with kHalves,
+// the 16 lanes of each half of a warp together, for the same.
 template <bool kHalves, bool kAfter, typename T>
 __device__ __forceinline__ int ft_find(const T* data, i64 stride, int last, i64 value, const Between& bounds) {
     int from = bounds.first, to = bounds.last;
