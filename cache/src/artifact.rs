@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub struct Recipe {
     /// Problem, schedule and arch.
     pub kernel: Kernel,
-    /// Hash of the template set ([`flashtune_codegen::TemplateSet::hash`]).
+    /// Hash of the family's templates ([`flashtune_codegen::TemplateSet::hash_of`]).
     pub templates: String,
     /// Compiler options.
     pub options: Vec<String>,

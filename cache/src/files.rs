@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 const MAGIC: &[u8; 8] = b"FTARTIF\n";
-const FORMAT: u32 = 6;
+const FORMAT: u32 = 7;
 const HEADER: usize = 56;
 /// How exactly the time of the last use is kept.
 const USE_STEP: Duration = Duration::from_secs(1800);

@@ -6,7 +6,8 @@
 use crate::regular;
 use crate::trouble::Trouble;
 use crate::{
-    Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Key, PublicKey, Record, RecordKey, Result, Trust, Validity,
+    Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Key, Needed, PublicKey, Record, RecordKey, Result, Trust,
+    Validity,
 };
 use flashtune_codegen::{Problem, Schedule};
 use std::cmp::Ordering;
@@ -277,7 +278,7 @@ impl Layers {
     /// Exact ones come first, then those for the other way of launching, then other shapes on this device, then other
     /// devices of the arch; within each the nearest, among equals those for this way of launching, and among those the
     /// earlier layer.
-    pub fn find(&self, needed: &Validity, wanted: &RecordKey) -> Found {
+    pub fn find(&self, needed: &Needed, wanted: &RecordKey) -> Found {
         let mut found = Found::default();
         for layer in self.layers() {
             for (record, validity) in layer.records.get(&wanted.problem).into_iter().flatten() {
@@ -297,7 +298,7 @@ impl Layers {
 
     /// The schedules that layers below the user's own would serve these calls with: what a tuning has to beat before its
     /// result goes before theirs. Those of the same device and sizes, the first layer's first.
-    pub fn rivals(&self, needed: &Validity, wanted: &RecordKey) -> Vec<Schedule> {
+    pub fn rivals(&self, needed: &Needed, wanted: &RecordKey) -> Vec<Schedule> {
         let mut rivals = Vec::new();
         for m in self.find(needed, wanted).matches {
             let same = matches!(m.quality, MatchQuality::Exact | MatchQuality::OtherLaunches);

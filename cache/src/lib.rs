@@ -61,4 +61,4 @@ pub use timeline::{Activity, Span, Timeline};
 pub use trial::{Stage, Trial, TrialResult};
 pub use trouble::{Troubles, troubles};
 pub use trust::{ALLOW_UNSIGNED_VARIABLE, TRUSTED_KEYS_VARIABLE, Trust};
-pub use validity::{Difference, Validity};
+pub use validity::{Difference, Needed, Validity};

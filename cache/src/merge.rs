@@ -92,7 +92,7 @@ impl Record {
 ///
 /// # Errors
 /// [`Error::Untrusted`], [`Error::Damaged`] and [`Error::Io`] as elsewhere; [`Error::Mismatch`] when inputs for one arch
-/// were made with different templates or ABIs, which answer different questions.
+/// and family were made with different templates or ABIs, which answer different questions.
 pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Result<MergeSummary> {
     let mut bundles = Vec::new();
     for path in paths {
@@ -151,18 +151,20 @@ fn describe(record: &Record) -> Option<String> {
 fn same_sets(bundles: &[Bundle]) -> Result<()> {
     for (i, bundle) in bundles.iter().enumerate() {
         for set in &bundle.manifest().sets {
-            let others = bundles[..=i].iter().flat_map(|b| &b.manifest().sets).filter(|s| s.arch == set.arch);
-            for other in others {
-                let (found, expected) = (set.validity(), other.validity());
-                if let Some(difference) = expected.difference(&found) {
-                    return Err(Error::Mismatch {
-                        name: bundle.name().to_owned(),
-                        field: difference.field,
-                        found: difference.found,
-                        expected: format!("{} of another input for {}", difference.expected, set.arch),
-                        remedy: "merge what was tuned with the same templates, or build it anew with --relink",
-                    });
-                }
+            let others = bundles[..=i].iter().flat_map(|b| &b.manifest().sets);
+            for other in others.filter(|s| (s.arch, s.family) == (set.arch, set.family)) {
+                let (field, found, expected) = match (set.templates == other.templates, set.abi == other.abi) {
+                    (true, true) => continue,
+                    (false, _) => ("templates", set.templates.clone(), other.templates.clone()),
+                    (true, false) => ("abi", set.abi.to_string(), other.abi.to_string()),
+                };
+                return Err(Error::Mismatch {
+                    name: bundle.name().to_owned(),
+                    field,
+                    found,
+                    expected: format!("{expected} of another input for {} on {}", set.family, set.arch),
+                    remedy: "merge what was tuned with the same templates, or build it anew with --relink",
+                });
             }
         }
     }

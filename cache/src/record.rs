@@ -82,7 +82,7 @@ pub struct Finalist {
 pub struct Provenance {
     /// Version of flashtune.
     pub flashtune: String,
-    /// Hash of the template set.
+    /// Hash of the templates of the winner's family ([`flashtune_codegen::TemplateSet::hash_of`]).
     pub templates: String,
     /// The compiler, as text.
     pub compiler: String,

@@ -135,7 +135,7 @@ impl Kernel {
             version = env!("CARGO_PKG_VERSION"),
             problem = self.problem,
             schedule = self.schedule,
-            hash = templates.hash(),
+            hash = templates.hash_of(self.schedule.family()),
         )
     }
 

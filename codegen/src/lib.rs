@@ -24,6 +24,7 @@ mod problem;
 mod resources;
 mod schedule;
 pub mod score;
+mod seen;
 mod shape;
 mod templates;
 mod tensor_map;

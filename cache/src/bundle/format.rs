@@ -3,7 +3,7 @@
 /// First bytes of every bundle.
 pub const MAGIC: &[u8; 8] = b"FTBUNDLE";
 /// Version of the layout, and of the records inside.
-pub const FORMAT: u32 = 9;
+pub const FORMAT: u32 = 10;
 /// Size of the header in bytes.
 pub const HEADER: usize = 136;
 /// Size of one index entry in bytes.

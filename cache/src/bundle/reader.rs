@@ -6,7 +6,7 @@ use super::{Manifest, PublicKey, SecretKey};
 use crate::files::decode_artifact;
 use crate::publish::publish_file;
 use crate::regular;
-use crate::{Artifact, Error, Key, Record, RecordKey, Result, Validity};
+use crate::{Artifact, Error, Key, Needed, Record, RecordKey, Result, Validity};
 use serde::de::DeserializeOwned;
 use std::fs::{File, Metadata};
 use std::ops::Range;
@@ -194,7 +194,7 @@ impl Bundle {
     ///
     /// # Errors
     /// [`Error::Mismatch`] names the first field that no part of the bundle matches.
-    pub fn check(&self, needed: &Validity) -> Result<()> {
+    pub fn check(&self, needed: &Needed) -> Result<()> {
         let order = |field: &str| ["arch", "templates", "abi"].iter().position(|f| *f == field);
         let mut closest = None;
         for set in &self.validities {
@@ -252,9 +252,7 @@ impl Bundle {
         let Some(entry) = find(&self.artifacts, key) else { return Ok(None) };
         let bytes = self.blob(entry)?;
         let artifact = decode_artifact(&bytes, key).map_err(|m| self.bad_blob("artifact", key, m))?;
-        let recipe = &artifact.recipe;
-        let own = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
-        if own != self.validities[entry.set as usize] {
+        if Validity::of(&artifact.recipe) != self.validities[entry.set as usize] {
             return Err(self.bad_blob("artifact", key, "it belongs to another set than the index says"));
         }
         Ok(Some(artifact))
@@ -268,7 +266,8 @@ impl Bundle {
             return Err(self.bad_blob("record", &key, "it belongs to another key"));
         }
         let set = &self.validities[entry.set as usize];
-        if record.key.device.arch != set.arch || record.provenance.templates != set.templates {
+        let own = (record.key.device.arch, record.schedule.family(), &record.provenance.templates);
+        if own != (set.arch, set.family, &set.templates) {
             return Err(self.bad_blob("record", &key, "it belongs to another set than the index says"));
         }
         Ok(record)

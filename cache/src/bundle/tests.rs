@@ -57,14 +57,14 @@ fn a_record_whose_artifact_is_gone_stays() {
         BundleContents { records: vec![record(128, 1)], artifacts: vec![], load: &mut none, created: 0 }.to_bytes();
     let b = Bundle::from_bytes("b", bytes).unwrap();
     assert_eq!((b.record_count(), b.artifact_count()), (1, 0));
-    assert!(b.check(&validity()).is_ok());
+    assert!(b.check(&validity().into()).is_ok());
 }
 
 #[test]
 fn an_empty_bundle_opens_and_serves_nobody() {
     let b = Bundle::from_bytes("b", contents(vec![], 0)).unwrap();
     assert_eq!((b.record_count(), b.artifact_count()), (0, 0));
-    assert!(b.check(&validity()).is_err());
+    assert!(b.check(&validity().into()).is_err());
 }
 
 #[test]
@@ -84,11 +84,11 @@ fn files_are_mapped_and_bad_ones_named() {
 #[test]
 fn a_foreign_bundle_is_refused_by_field() {
     let b = Bundle::from_bytes("b", sample()).unwrap();
-    let field = |v: Validity| match b.check(&v) {
+    let field = |v: Validity| match b.check(&v.into()) {
         Err(Error::Mismatch { field, found, expected, .. }) => (field, found, expected),
         other => panic!("{other:?}"),
     };
-    assert!(b.check(&validity()).is_ok());
+    assert!(b.check(&validity().into()).is_ok());
     let other = Arch::Cpu(CpuIsa::Amx);
     assert_eq!(field(Validity { arch: other, ..validity() }), ("arch", arch().to_string(), "cpu-amx".into()));
     assert_eq!(field(Validity { templates: "ff".into(), ..validity() }).0, "templates");
@@ -215,7 +215,7 @@ fn answers_are_true(bytes: Vec<u8>) {
             assert_eq!(a, artifact(n));
         }
     }
-    let _ = b.check(&validity());
+    let _ = b.check(&validity().into());
 }
 
 proptest! {

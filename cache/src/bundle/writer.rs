@@ -71,15 +71,15 @@ impl BundleContents<'_> {
         let mut abi = BTreeMap::new();
         for key in wanted {
             let Some(artifact) = (self.load)(&key) else { continue };
-            let recipe = &artifact.recipe;
-            let validity = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
-            abi.insert(key, recipe.abi);
+            let validity = Validity::of(&artifact.recipe);
+            abi.insert(key, validity.abi);
             artifacts.push((blobs.put(key, &artifact)?, validity));
         }
         let mut record_entries = Vec::new();
         for (key, record) in &records {
             let validity = Validity {
                 arch: record.key.device.arch,
+                family: record.schedule.family(),
                 templates: record.provenance.templates.clone(),
                 // A record whose artifact is gone still names a schedule, which this build would compile.
                 abi: abi.get(&record.artifact).copied().unwrap_or(ABI_VERSION),
@@ -132,6 +132,7 @@ fn sets(records: &[(Entry, Validity)], artifacts: &[(Entry, Validity)]) -> Vec<B
         .into_iter()
         .map(|(v, (records, artifacts))| BundleSet {
             arch: v.arch,
+            family: v.family,
             templates: v.templates.clone(),
             abi: v.abi,
             records,

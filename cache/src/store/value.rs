@@ -2,7 +2,7 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-pub const SCHEMA: u8 = 9;
+pub const SCHEMA: u8 = 10;
 const HEADER: usize = 33;
 
 /// The bytes of a value.

@@ -13,6 +13,7 @@ pub use sm90::{Sm90Schedule, Sm90Scheduler};
 use crate::{Arch, DType, Error, Problem, Result, Shape, ShapeBucket};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::str::FromStr;
 
 /// A kernel family: one skeleton template, one schedule struct, one hardware generation and role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -126,6 +127,14 @@ impl Family {
 impl fmt::Display for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+impl FromStr for Family {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Self> {
+        let known = Family::ALL.into_iter().find(|family| family.name() == s);
+        known.ok_or_else(|| Error::parse("family", s, &Family::ALL.map(Family::name).join(", ")))
     }
 }
 

@@ -30,7 +30,7 @@ pub fn compiler_for(arch: Arch) -> Result<Arc<dyn Compiler>> {
 pub fn recipe(kernel: &Kernel, templates: &TemplateSet, compiler: &CompilerId) -> Recipe {
     Recipe {
         kernel: *kernel,
-        templates: templates.hash().to_owned(),
+        templates: templates.hash_of(kernel.schedule.family()).to_owned(),
         options: kernel.compile_options(),
         compiler: compiler.clone(),
         abi: abi::ABI_VERSION,

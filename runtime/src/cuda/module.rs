@@ -19,7 +19,7 @@ pub(super) struct CudaModule {
     pub(super) queues: Option<Queues>,
     /// What is launched before it, in the order of [`Kernel::preludes`].
     pub(super) preludes: Vec<CUfunction>,
-    /// The hash of the templates that it comes from.
+    /// The hash of its family's templates.
     pub(super) templates: Arc<str>,
     raw: CUmodule,
     kernel: Kernel,
