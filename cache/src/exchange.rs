@@ -93,7 +93,13 @@ pub fn import(path: &Path, dir: &CacheDir, needed: &Needed, replace: bool, trust
     let mut records = Vec::new();
     let mut foreign = BTreeMap::<String, usize>::new();
     for item in bundle.records() {
-        let (record, validity) = item?;
+        let (record, validity) = match item {
+            Err(e @ Error::Foreign { .. }) => {
+                summary.skipped.push(e.to_string());
+                continue;
+            }
+            item => item?,
+        };
         match needed.difference(validity) {
             None => records.push(record),
             Some(difference) => *foreign.entry(difference.to_string()).or_default() += 1,

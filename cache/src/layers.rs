@@ -101,6 +101,8 @@ pub struct LayerInfo {
     pub path: Option<PathBuf>,
     /// Number of records.
     pub records: usize,
+    /// Records besides that only another build of flashtune understands, a newer one perhaps: they are left out.
+    pub foreign: usize,
     /// Number of artifacts.
     pub artifacts: usize,
     /// The key that signed it.
@@ -114,6 +116,7 @@ struct Layer {
     path: Option<PathBuf>,
     bundle: Bundle,
     records: HashMap<Problem, Vec<(Arc<Record>, Validity)>>,
+    foreign: usize,
 }
 
 /// The snapshot as it was last seen.
@@ -169,18 +172,18 @@ impl FileId {
 impl Layer {
     fn new(name: String, path: Option<PathBuf>, bundle: Bundle) -> Self {
         let mut records: HashMap<_, Vec<_>> = HashMap::new();
+        let mut foreign = 0;
         for item in bundle.records() {
             match item {
                 Ok((record, validity)) => {
                     records.entry(record.key.problem).or_default().push((Arc::new(record), validity.clone()));
                 }
                 Err(e) => {
-                    Trouble::Damaged.count();
-                    tracing::warn!(layer = name, error = %e, "a damaged record was skipped");
+                    foreign += usize::from(skipped(&name, &e, "record"));
                 }
             }
         }
-        Self { name, path, bundle, records }
+        Self { name, path, bundle, records, foreign }
     }
 
     fn info(&self) -> LayerInfo {
@@ -188,6 +191,7 @@ impl Layer {
             name: self.name.clone(),
             path: self.path.clone(),
             records: self.records.values().map(Vec::len).sum(),
+            foreign: self.foreign,
             artifacts: self.bundle.artifact_count(),
             signer: self.bundle.signer(),
         }
@@ -321,8 +325,7 @@ impl Layers {
                 Ok(Some(artifact)) => return Some((artifact, layer.name.clone())),
                 Ok(None) => {}
                 Err(e) => {
-                    Trouble::Damaged.count();
-                    tracing::warn!(layer = layer.name, error = %e, "a damaged artifact was skipped");
+                    skipped(&layer.name, &e, "artifact");
                 }
             }
         }
@@ -360,6 +363,17 @@ impl Layers {
         // A poisoned lock still guards whole data: it is only ever replaced as one.
         self.snapshot.read().unwrap_or_else(|e| e.into_inner())
     }
+}
+
+/// Counts and reports an entry that is left out. Whether only another build understands it.
+fn skipped(layer: &str, e: &crate::Error, what: &str) -> bool {
+    let foreign = matches!(e, crate::Error::Foreign { .. });
+    if foreign { Trouble::Foreign } else { Trouble::Damaged }.count();
+    match foreign {
+        true => tracing::warn!(layer, error = %e, "a {what} of another build was skipped"),
+        false => tracing::warn!(layer, error = %e, "a damaged {what} was skipped"),
+    }
+    foreign
 }
 
 /// Maps the snapshot; `None` when there is none.

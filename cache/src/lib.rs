@@ -14,6 +14,7 @@ mod claim;
 mod conditions;
 mod device;
 mod dir;
+pub mod encoding;
 mod error;
 mod evict;
 mod exchange;

@@ -22,6 +22,8 @@ pub struct MergeSummary {
     pub artifacts: usize,
     /// Questions that hosts answer differently, each with the answers.
     pub contested: Vec<String>,
+    /// Entries that only another build of flashtune understands: they are not in the result.
+    pub skipped: Vec<String>,
 }
 
 impl Record {
@@ -103,10 +105,17 @@ pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Re
     same_sets(&bundles)?;
     let mut records: BTreeMap<RecordKey, Record> = BTreeMap::new();
     let mut artifacts: BTreeSet<Key> = BTreeSet::new();
+    let mut skipped = Vec::new();
     for bundle in &bundles {
         artifacts.extend(bundle.artifact_keys());
         for item in bundle.records() {
-            let (record, _) = item?;
+            let (record, _) = match item {
+                Err(e @ Error::Foreign { .. }) => {
+                    skipped.push(e.to_string());
+                    continue;
+                }
+                item => item?,
+            };
             let merged = match records.remove(&record.key) {
                 Some(known) => known.merge(record),
                 None => record,
@@ -120,8 +129,11 @@ pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Re
     for key in &artifacts {
         let mut found = None;
         for bundle in &bundles {
-            if let Some(artifact) = bundle.artifact(key)? {
-                found = Some(artifact);
+            match bundle.artifact(key) {
+                Err(e @ Error::Foreign { .. }) => skipped.push(e.to_string()),
+                artifact => found = artifact?,
+            }
+            if found.is_some() {
                 break;
             }
         }
@@ -134,7 +146,7 @@ pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Re
     let manifest =
         BundleContents { records, artifacts: artifacts.into_iter().collect(), load: &mut load, created }.write(to)?;
     let artifacts = manifest.sets.iter().map(|s| s.artifacts as usize).sum();
-    Ok(MergeSummary { records: count, artifacts, contested })
+    Ok(MergeSummary { records: count, artifacts, contested, skipped })
 }
 
 /// One line for a record whose findings disagree.
@@ -152,7 +164,7 @@ fn same_sets(bundles: &[Bundle]) -> Result<()> {
     for (i, bundle) in bundles.iter().enumerate() {
         for set in &bundle.manifest().sets {
             let others = bundles[..=i].iter().flat_map(|b| &b.manifest().sets);
-            for other in others.filter(|s| (s.arch, s.family) == (set.arch, set.family)) {
+            for other in others.filter(|s| s.arch == set.arch && s.family == set.family) {
                 let (field, found, expected) = match (set.templates == other.templates, set.abi == other.abi) {
                     (true, true) => continue,
                     (false, _) => ("templates", set.templates.clone(), other.templates.clone()),

@@ -5,6 +5,7 @@
 //! the file is opened again. The file goes when the job is done.
 
 use crate::dir::create_private;
+use crate::encoding::{decode, encode};
 use crate::{CacheDir, Key, Stage, regular};
 use flashtune_codegen::Schedule;
 use serde::{Deserialize, Serialize};
@@ -88,7 +89,7 @@ impl Progress {
     /// Adds a lesson. It survives this process as soon as this returns.
     pub fn add(&mut self, schedule: &Schedule, lesson: &Lesson) {
         let Some(file) = &mut self.file else { return };
-        let payload = postcard::to_stdvec(&(schedule, lesson)).expect("plain structs always encode");
+        let payload = encode(&(schedule, lesson));
         let mut frame = Vec::with_capacity(FRAME + payload.len());
         frame.extend_from_slice(&(payload.len() as u32).to_le_bytes());
         frame.extend_from_slice(&blake3::hash(&payload).as_bytes()[..8]);
@@ -145,8 +146,8 @@ fn frame_at(bytes: &[u8]) -> Option<(usize, Schedule, Lesson)> {
     if bytes[4..FRAME] != blake3::hash(payload).as_bytes()[..8] {
         return None;
     }
-    let ((schedule, lesson), rest) = postcard::take_from_bytes::<(Schedule, Lesson)>(payload).ok()?;
-    rest.is_empty().then_some((FRAME + length, schedule, lesson))
+    let (schedule, lesson) = decode::<(Schedule, Lesson)>(payload).ok()?;
+    Some((FRAME + length, schedule, lesson))
 }
 
 /// Removes what nobody went on with.

@@ -58,6 +58,7 @@ pub fn artifact(n: u32) -> Artifact {
             abi: abi::ABI_VERSION,
         },
         entry: "ft_tile".into(),
+        args: abi::ArgsLayout::of(&Kernel { problem: problem(), schedule: schedule(n), arch: arch() }),
         facts: Facts::default(),
         bytes: (0..200 + n as usize).map(|i| (i * 7 + n as usize) as u8).collect(),
     }

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 /// Everything that determines the generated source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Kernel {
     /// What is computed.
     pub problem: Problem,

@@ -19,6 +19,7 @@ mod error;
 mod kernel;
 mod launch;
 mod mask;
+pub mod omitted;
 mod prelude;
 mod problem;
 mod resources;

@@ -76,11 +76,11 @@ fn any_device(arch: Arch) -> DeviceFingerprint {
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let made = made_at()?;
     let templates = cx.templates()?;
+    let mut relinked = relink::Summary::default();
     let carried = match &args.relink {
-        Some(bundle) => relink::read(bundle, &cx.trust()?)?,
+        Some(bundle) => relink::read(bundle, &cx.trust()?, &mut relinked)?,
         None => Vec::new(),
     };
-    let mut relinked = relink::Summary::default();
     let mut records: Vec<Record> = Vec::new();
     let mut kernels: BTreeMap<String, Kernel> = BTreeMap::new();
     let mut compilers: HashMap<Arch, Arc<dyn Compiler>> = HashMap::new();

@@ -2,6 +2,7 @@
 
 use super::format::{Entry, HEADER, Header};
 use super::{BundleSet, Manifest};
+use crate::encoding::encode;
 use crate::publish::{Sink, publish_file};
 use crate::{Artifact, Error, Key, Record, Result, Validity};
 use flashtune_codegen::abi::ABI_VERSION;
@@ -87,15 +88,17 @@ impl BundleContents<'_> {
             record_entries.push((blobs.put(*key, record)?, validity));
         }
 
+        let counts = counts(&record_entries, &artifacts);
         let manifest = Manifest {
             flashtune: env!("CARGO_PKG_VERSION").to_owned(),
             created: self.created,
-            sets: sets(&record_entries, &artifacts),
+            sets: counts.iter().map(set).collect(),
         };
-        let validities: Vec<Validity> = manifest.sets.iter().map(BundleSet::validity).collect();
+        let validities: Vec<&Validity> = counts.keys().copied().collect();
         let mut index = Vec::new();
-        for (mut entry, validity) in record_entries.iter().chain(&artifacts).cloned() {
-            entry.set = validities.binary_search(&validity).expect("every validity is in the manifest") as u32;
+        for (entry, validity) in record_entries.iter().chain(&artifacts) {
+            let set = validities.binary_search(&validity).expect("every validity is in the manifest");
+            let entry = Entry { set: set as u32, ..*entry };
             index.extend_from_slice(&entry.encode());
         }
         let text = serde_json::to_vec_pretty(&manifest).expect("the manifest is plain data");
@@ -119,26 +122,23 @@ impl BundleContents<'_> {
     }
 }
 
-/// What stands in the file, counted by validity, in its order.
-fn sets(records: &[(Entry, Validity)], artifacts: &[(Entry, Validity)]) -> Vec<BundleSet> {
-    let mut counts: BTreeMap<&Validity, (u64, u64)> = BTreeMap::new();
-    for (_, v) in records {
-        counts.entry(v).or_default().0 += 1;
-    }
-    for (_, v) in artifacts {
-        counts.entry(v).or_default().1 += 1;
+/// Records and artifacts of each validity, in its order.
+fn counts<'a>(
+    records: &'a [(Entry, Validity)],
+    artifacts: &'a [(Entry, Validity)],
+) -> BTreeMap<&'a Validity, [u64; 2]> {
+    let mut counts = BTreeMap::new();
+    for (kind, entries) in [records, artifacts].into_iter().enumerate() {
+        for (_, validity) in entries {
+            counts.entry(validity).or_insert([0; 2])[kind] += 1;
+        }
     }
     counts
-        .into_iter()
-        .map(|(v, (records, artifacts))| BundleSet {
-            arch: v.arch,
-            family: v.family,
-            templates: v.templates.clone(),
-            abi: v.abi,
-            records,
-            artifacts,
-        })
-        .collect()
+}
+
+fn set((v, [records, artifacts]): (&&Validity, &[u64; 2])) -> BundleSet {
+    let (arch, family, templates) = (v.arch.to_string(), v.family.to_string(), v.templates.clone());
+    BundleSet { arch, family, templates, abi: v.abi, records: *records, artifacts: *artifacts }
 }
 
 /// The growing part of the file.
@@ -150,7 +150,7 @@ struct Blobs<'a> {
 impl Blobs<'_> {
     /// Appends a value; the entry's set is filled in later.
     fn put<T: serde::Serialize>(&mut self, key: Key, value: &T) -> std::io::Result<Entry> {
-        let bytes = postcard::to_stdvec(value).expect("stored values are plain structs, which always encode");
+        let bytes = encode(value);
         self.out.write_all(&bytes)?;
         let entry = Entry {
             key: key.0,

@@ -9,6 +9,7 @@ use std::fmt;
 /// Queries lie along the vector lanes in both products, so a register tile is `unroll_q` vectors of queries by
 /// `unroll_kv` keys (or columns of V), and a panel of `unroll_q * lanes` queries goes through the keys together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CpuSchedule {
     /// The instructions that the kernel is written for; at most what the arch has. Newer ones are not always faster:
     /// some processors run the bf16 dot product at half the rate of fp32 multiply-adds.
@@ -22,6 +23,7 @@ pub struct CpuSchedule {
     /// Keys (or columns of V) in the register tile.
     pub unroll_kv: u32,
     /// Worker threads; 0 means one per core.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub threads: u32,
 }
 

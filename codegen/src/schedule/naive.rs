@@ -6,6 +6,7 @@ use std::fmt;
 
 /// Tile of the plain CUDA kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct NaiveSchedule {
     /// Query rows of one thread block.
     pub block_q: u32,

@@ -5,18 +5,20 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// How rows of K, V and Q are placed in shared memory so that ldmatrix meets no bank conflict.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub enum Swizzle {
     /// XOR of the 16-byte chunk with low row bits: no space lost, address arithmetic per chunk.
+    #[default]
     Xor,
     /// Rows padded by one 16-byte chunk: some space lost, addresses are immediates.
     Pad,
 }
 
 /// In which order thread blocks take the tiles of O.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub enum TileOrder {
     /// All query blocks of a head, then the next head: K and V stay in L2.
+    #[default]
     HeadMajor,
     /// The same query block of all heads, then the next: with a causal mask, longest rows first over the whole grid.
     BlockMajor,
@@ -24,6 +26,7 @@ pub enum TileOrder {
 
 /// How an mma.sync GPU computes one problem (FlashAttention-2, section 3.2 and 3.3: query rows split over warps).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Sm80Schedule {
     /// Warps of one thread block; each owns `rows_per_warp` query rows.
     pub warps: u32,
@@ -35,18 +38,24 @@ pub struct Sm80Schedule {
     /// load whole steps ahead.
     pub stages: u32,
     /// Q fragments stay in registers for the whole loop (the shared memory that Q arrives in is reused for K and V).
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub q_in_registers: bool,
     /// Placement of rows in shared memory.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub swizzle: Swizzle,
     /// Thread blocks that must fit one multiprocessor: caps the registers of a thread.
+    #[serde(default = "crate::omitted::one", skip_serializing_if = "crate::omitted::is_one")]
     pub blocks_per_sm: u32,
     /// Skip rescaling O while the row maximum has grown by less than 2^8: the sums stay exact because the stale
     /// maximum is used consistently.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub lazy_rescale: bool,
     /// Blocks that need a mask run in a loop of their own, so that the main loop holds no mask code: more code, compiled
     /// twice, and a little faster where registers are short.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub masked_loop: bool,
     /// Order of the tiles.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub order: TileOrder,
 }
 

@@ -10,6 +10,7 @@ mod space;
 
 /// How a Hopper GPU computes one problem (FlashAttention-3, section 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Sm90Schedule {
     /// Warpgroups that compute; each owns 64 query rows. One more brings the data.
     pub consumers: u32,
@@ -19,65 +20,78 @@ pub struct Sm90Schedule {
     pub stages: u32,
     /// Inside a warpgroup, the scores of a block are computed and exponentiated while the product of the block before
     /// with V still runs.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub overlap: bool,
     /// Consumers take turns in issuing matrix work (ping-pong), so that the softmax of one hides behind the products of
     /// another.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub take_turns: bool,
     /// P goes through shared memory instead of staying in registers: fewer registers, more traffic.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub p_in_shared: bool,
     /// Blocks that need a mask run in a loop of their own.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub masked_loop: bool,
     /// O is rescaled only when a row maximum has grown by more than 2^8: faster, and less exact where one score
     /// dominates its row.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub lazy_rescale: bool,
     /// The query heads of a KV head share a tile, side by side: short queries then fill it. Used where their number is a
     /// power of two up to 64.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub pack_group: bool,
     /// Each consumer leaves out the key blocks that only the rows of others visit, at the ends of what a mask leaves.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub trim: bool,
     /// Which thread block computes which tile.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub scheduler: Sm90Scheduler,
     /// Q of the next tile comes in while this one is computed (two buffers) and, with `overlap`, its first scores are
     /// computed beside this one's last product: the matrix units do not see where a tile ends. For thread blocks that stay.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub chain: bool,
     /// O leaves from shared memory of its own: the next Q comes as soon as the last scores are there, and neither V nor the
     /// other consumers wait for O. For thread blocks that stay.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub output_apart: bool,
     /// Buffers of the biases that a score program reads by query and key, a tile for each consumer, which the copy engine fills. 0: each
     /// thread reads its own elements from memory, ahead of their use.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub bias_stages: u32,
     /// Registers that a thread of the producer keeps beyond those that it needs by rule, and that consumers then lack: for masks whose
     /// blocks take more to find than the rule says.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub producer_spare: u32,
     /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
     /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub exp2_eighths: u32,
     /// Thread blocks, 1 or 2, that take neighbouring tiles and share what is read of K and V: each brings half of every
     /// block to both.
+    #[serde(default = "crate::omitted::one", skip_serializing_if = "crate::omitted::is_one")]
     pub cluster: u32,
     /// Thread blocks on one multiprocessor.
+    #[serde(default = "crate::omitted::one", skip_serializing_if = "crate::omitted::is_one")]
     pub blocks_per_sm: u32,
     /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
     /// the other, [`Sm90Schedule::WALK_ALL`] the same block of all heads. A decision of the launch, not of the code.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub section_mib: u32,
     /// Only the end of the walk is such a section, and before it come single KV heads: tiles of all lengths run beside each other
     /// then, and the longest of the end first. For masks that make lengths differ.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub ending: bool,
     /// What is quick for the compiler goes before what is quick on the device, and the bits stay the same
     /// ([`Sm90Schedule::quick`]). Not in the searched space.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub quick: bool,
 }
 
 /// Which thread block computes which tile.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub enum Sm90Scheduler {
     /// Every tile has its own thread block, which the hardware starts where there is room.
+    #[default]
     Single,
     /// Thread blocks stay, and each takes every so many-th tile.
     Stride,

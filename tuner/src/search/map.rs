@@ -18,20 +18,30 @@ pub(crate) struct Map {
 /// A value that can be compared with others of its field.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
+    /// Left out: no field's default is more than its other values.
+    Default,
     Number(i64),
     Word(String),
 }
 
 impl Map {
     pub fn new(schedules: impl IntoIterator<Item = Schedule>) -> Self {
-        let all: Vec<BTreeMap<String, Place>> = schedules.into_iter().map(|s| places(&s)).collect();
+        let mut all: Vec<BTreeMap<String, Place>> = schedules.into_iter().map(|s| places(&s)).collect();
+        let names: BTreeSet<String> = all.iter().flat_map(|place| place.keys().cloned()).collect();
+        for place in &mut all {
+            // Names begin with the family's.
+            let family = place.keys().next().map_or("", |name| &name[..=name.rfind('.').unwrap_or(0)]).to_owned();
+            for name in names.iter().filter(|name| name.starts_with(&family)) {
+                place.entry(name.clone()).or_insert(Place::Default);
+            }
+        }
         let mut values: BTreeMap<&str, BTreeSet<&Place>> = BTreeMap::new();
         for (name, place) in all.iter().flatten() {
             values.entry(name).or_default().insert(place);
         }
         // A field that is the same everywhere tells nothing.
         values.retain(|_, places| places.len() > 1);
-        let ordered = values.values().map(|places| places.iter().all(|p| matches!(p, Place::Number(_)))).collect();
+        let ordered = values.values().map(|places| places.iter().all(|p| !matches!(p, Place::Word(_)))).collect();
         let ranks: Vec<(&str, BTreeMap<&Place, u8>)> = values
             .into_iter()
             .map(|(name, places)| {
