@@ -319,7 +319,7 @@ proptest! {
 /// A bundle with its root made to fit.
 fn rooted(mut bytes: Vec<u8>) -> Vec<u8> {
     let header = Header::decode(bytes.first_chunk().unwrap());
-    let fixed = header.encode(&bytes[header.records.0 as usize..].to_vec());
+    let fixed = header.encode(&bytes[header.records.0 as usize..]);
     bytes[..HEADER].copy_from_slice(&fixed);
     bytes
 }

@@ -134,7 +134,7 @@ impl FromStr for Family {
     type Err = Error;
     fn from_str(s: &str) -> Result<Self> {
         let known = Family::ALL.into_iter().find(|family| family.name() == s);
-        known.ok_or_else(|| Error::parse("family", s, &Family::ALL.map(Family::name).join(", ")))
+        known.ok_or_else(|| Error::parse("family", s, Family::ALL.map(Family::name).join(", ")))
     }
 }
 
