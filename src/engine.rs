@@ -338,7 +338,7 @@ impl Engine {
         let (device, bucket) = (self.device().fingerprint().clone(), ShapeBucket::of(&job.shape));
         let wanted = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
         let mut job = job.clone();
-        job.rivals.extend(self.layers().rivals(self.dispatcher.validity(), &wanted));
+        job.rivals.extend(self.layers().rivals(self.dispatcher.needed(), &wanted));
         let _one_at_a_time = self.tuning.lock().unwrap_or_else(PoisonError::into_inner);
         let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, dir, &job, observer)?;
         self.dispatcher.refresh();

@@ -12,8 +12,8 @@ pub const TEMPLATES_VARIABLE: &str = "FLASHTUNE_TEMPLATES";
 const ENDINGS: [&str; 6] = ["c", "h", "cu", "cuh", "inc", "ptx"];
 
 /// The embedded templates with those of a folder, read recursively, over them. A file's path inside the folder is its
-/// name: `DIR/forward/cpu.c` replaces `forward/cpu.c`. The set's hash changes with the content, so results of different
-/// templates never mix.
+/// name: `DIR/forward/cpu.c` replaces `forward/cpu.c`. A family's hash changes with what its
+/// compiler sees, so results of different templates never mix.
 ///
 /// # Errors
 /// [`Error::Templates`] when the folder cannot be read or holds no template; a template error when one does not parse.

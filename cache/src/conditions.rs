@@ -7,23 +7,32 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Reading {
     /// Clock of the multiprocessors in MHz.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub sm_mhz: Option<u32>,
     /// Clock of the memory in MHz.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub memory_mhz: Option<u32>,
     /// Temperature in degrees Celsius.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub temperature_c: Option<u32>,
     /// Reasons for which the device runs slower than it could. The power cap is none of them: it is always there.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub throttling: Vec<String>,
     /// Processes besides the tuner's own that compute on the device.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub foreign_processes: Option<u32>,
     /// Seconds since the start of the machine that its processors were busy, summed over them, and the share of this
     /// process in them.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub busy: Option<(f64, f64)>,
     /// Seconds on the clock to which `busy` belongs.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub at: f64,
     /// The system's load average over a minute.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub load_average: Option<f64>,
     /// Why some of it could not be read, with what to do.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub unread: Option<String>,
 }
 
@@ -31,18 +40,25 @@ pub struct Reading {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Conditions {
     /// Lowest and highest clock of the multiprocessors in MHz.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub sm_mhz: Option<(u32, u32)>,
     /// Lowest and highest clock of the memory in MHz.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub memory_mhz: Option<(u32, u32)>,
     /// Highest temperature in degrees Celsius.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub temperature_c: Option<u32>,
     /// All reasons for which the device ran slower than it could.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub throttling: Vec<String>,
     /// Most processes besides the tuner's own that computed on the device.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub foreign_processes: Option<u32>,
     /// Cores that others kept busy, on average.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub foreign_cores: Option<f64>,
     /// The highest load average over a minute.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub load_average: Option<f64>,
 }
 

@@ -9,6 +9,7 @@ use std::fmt;
 /// `arch` is a validity field: a record of another arch is never used. The others are confidence fields: a record from
 /// a device that differs in them still serves, as provisional, until it is raced again.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DeviceFingerprint {
     /// Code-generation target.
     pub arch: Arch,
@@ -26,6 +27,7 @@ pub struct DeviceFingerprint {
 
 /// The compiler that made an artifact. Its version is part of the key, because outputs differ between versions.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CompilerId {
     /// `nvrtc` or the C compiler's name.
     pub name: String,

@@ -1,12 +1,12 @@
 //! Where results are kept.
 //!
 //! ```text
-//! <root>/v6/snapshot.ftb        what readers map: an immutable bundle, replaced by rename
-//! <root>/v6/artifacts/ab/..art  compiled kernels by recipe key
-//! <root>/v6/claims/            who compiles or tunes what at the moment; empty when nobody does
-//! <root>/v6/jobs/              what tunings that were cut short had done
-//! <root>/v6/store/              the tuner's journal (sled)
-//! <root>/v6/store.lock          held while a tuner has the journal
+//! <root>/v7/snapshot.ftb        what readers map: an immutable bundle, replaced by rename
+//! <root>/v7/artifacts/ab/..art  compiled kernels by recipe key
+//! <root>/v7/claims/            who compiles or tunes what at the moment; empty when nobody does
+//! <root>/v7/jobs/              what tunings that were cut short had done
+//! <root>/v7/store/              the tuner's journal (sled)
+//! <root>/v7/store.lock          held while a tuner has the journal
 //! ```
 //!
 //! Resolving a folder touches nothing: reading must work on a read-only mount and without a home. Only
@@ -28,7 +28,7 @@ pub const CACHE_VARIABLE: &str = "FLASHTUNE_CACHE";
 
 /// The layout's version, raised with every format inside: what another version of flashtune has lives beside this, and
 /// neither replaces the other's.
-const LAYOUT: &str = "v6";
+const LAYOUT: &str = "v7";
 
 /// The folder of one user's results.
 #[derive(Clone)]
@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn the_layout_is_raised_with_the_formats_inside() {
         let formats = (crate::bundle::FORMAT, crate::store::SCHEMA);
-        assert_eq!((LAYOUT, formats), ("v6", (9, 9)), "a new format needs a new layout");
+        assert_eq!((LAYOUT, formats), ("v7", (10, 10)), "a new format needs a new layout");
     }
 
     #[test]
@@ -313,7 +313,7 @@ mod tests {
         assert_eq!(resolve(Some("/e"), &all).unwrap().root(), Path::new("/e"));
         assert_eq!(resolve(None, &all).unwrap().root(), Path::new("/c"));
         assert_eq!(resolve(None, &all[1..]).unwrap().root(), Path::new("/x/flashtune"));
-        assert_eq!(resolve(None, &all[2..]).unwrap().snapshot_path(), Path::new("/h/.cache/flashtune/v6/snapshot.ftb"));
+        assert_eq!(resolve(None, &all[2..]).unwrap().snapshot_path(), Path::new("/h/.cache/flashtune/v7/snapshot.ftb"));
         // Empty variables are unset ones; a relative XDG folder is ignored, as its specification says.
         let odd = [("FLASHTUNE_CACHE", ""), ("XDG_CACHE_HOME", "x"), ("HOME", "/h")];
         assert_eq!(resolve(None, &odd).unwrap().root(), Path::new("/h/.cache/flashtune"));

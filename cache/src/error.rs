@@ -77,6 +77,14 @@ pub enum Error {
         /// Which check failed.
         message: String,
     },
+    /// An entry of a bundle is whole, but only another build of flashtune, a newer one perhaps, knows what it means.
+    #[error("bundle {name}: {message}; use it with the build that made it, or tune again with this one")]
+    Foreign {
+        /// File name or other origin.
+        name: String,
+        /// Which entry, and what is not known.
+        message: String,
+    },
     /// A bundle is whole, but nobody who is trusted vouches for it.
     #[error(
         "bundle {name}: {problem}, and it holds machine code; trust its key (--trust, FLASHTUNE_TRUSTED_KEYS) or allow \
@@ -128,7 +136,7 @@ impl Error {
     pub(crate) fn cause(&self) -> String {
         match self {
             Error::Io { action, path, source, .. } => format!("{action} {}: {source}", path.display()),
-            Error::Damaged { name, message } => format!("{name}: {message}"),
+            Error::Damaged { name, message } | Error::Foreign { name, message } => format!("{name}: {message}"),
             Error::Mismatch { name, field, found, expected, .. } => {
                 format!("{name}: {field} is {found}, but {expected} is needed here")
             }

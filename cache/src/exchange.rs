@@ -2,10 +2,10 @@
 
 use crate::store::unix_time;
 use crate::{
-    ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Layers, Record, RecordKey, Result, Store, Trust,
-    Validity,
+    ArtifactFiles, Bundle, BundleContents, CacheDir, Error, Key, Layers, Needed, Record, RecordKey, Result, Store,
+    Trust, Validity,
 };
-use flashtune_codegen::{Arch, Problem};
+use flashtune_codegen::{Arch, Problem, TemplateSet};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What to export; `None` means everything.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default)]
 pub struct ExportFilter {
     /// Only this arch.
     pub arch: Option<Arch>,
-    /// Only this template set.
-    pub templates: Option<String>,
+    /// Only results of these templates.
+    pub templates: Option<Arc<TemplateSet>>,
     /// Only this problem.
     pub problem: Option<Problem>,
 }
@@ -39,7 +39,7 @@ pub struct ExchangeSummary {
 impl ExportFilter {
     fn admits(&self, record: &Record, validity: &Validity) -> bool {
         self.arch.is_none_or(|a| a == validity.arch)
-            && self.templates.as_ref().is_none_or(|t| *t == validity.templates)
+            && self.templates.as_ref().is_none_or(|t| t.hash_of(validity.family) == validity.templates)
             && self.problem.is_none_or(|p| p == record.key.problem)
     }
 }
@@ -85,7 +85,7 @@ pub fn export(layers: &Layers, filter: &ExportFilter, path: &Path, created: u64)
 /// # Errors
 /// [`Error::Untrusted`] when nobody trusted signed it, [`Error::Mismatch`] when no part of the bundle may be used, naming the field; [`Error::Damaged`], [`Error::Locked`]
 /// and [`Error::Io`] as elsewhere. Nothing is taken from a bundle of which any needed entry is damaged.
-pub fn import(path: &Path, dir: &CacheDir, needed: &Validity, replace: bool, trust: &Trust) -> Result<ExchangeSummary> {
+pub fn import(path: &Path, dir: &CacheDir, needed: &Needed, replace: bool, trust: &Trust) -> Result<ExchangeSummary> {
     let bundle = Bundle::map(path)?;
     trust.check(&bundle)?;
     bundle.check(needed)?;
@@ -93,7 +93,13 @@ pub fn import(path: &Path, dir: &CacheDir, needed: &Validity, replace: bool, tru
     let mut records = Vec::new();
     let mut foreign = BTreeMap::<String, usize>::new();
     for item in bundle.records() {
-        let (record, validity) = item?;
+        let (record, validity) = match item {
+            Err(e @ Error::Foreign { .. }) => {
+                summary.skipped.push(e.to_string());
+                continue;
+            }
+            item => item?,
+        };
         match needed.difference(validity) {
             None => records.push(record),
             Some(difference) => *foreign.entry(difference.to_string()).or_default() += 1,
@@ -111,7 +117,8 @@ pub fn import(path: &Path, dir: &CacheDir, needed: &Validity, replace: bool, tru
     let store = Store::open_within(dir, PATIENCE)?;
     let files = ArtifactFiles::new(dir);
     for record in records {
-        let local = store.record(&record.key)?.filter(|r| r.provenance.templates == needed.templates);
+        let usable = |r: &Record| r.provenance.templates == needed.templates(r.schedule.family());
+        let local = store.record(&record.key)?.filter(usable);
         if local.is_some_and(|l| !replace && l != record) {
             summary
                 .skipped
@@ -176,13 +183,13 @@ mod tests {
         let summary = export(&layers(&dir), &ExportFilter::default(), &path, 9).unwrap();
         assert_eq!(summary, ExchangeSummary { records: 2, artifacts: 2, skipped: vec![] });
         let there = CacheDir::at(tmp.path().join("another"));
-        assert_eq!(import(&path, &there, &validity(), false, &trusting()).unwrap(), summary);
+        assert_eq!(import(&path, &there, &validity().into(), false, &trusting()).unwrap(), summary);
         let found = layers(&there);
         assert_eq!(found.records().len(), 2);
         assert_eq!(found.artifact(&artifact(2).recipe.key()).unwrap().0, artifact(2));
         assert!(ArtifactFiles::new(&there).contains(&artifact(1).recipe.key()));
         // Importing again changes nothing and complains about nothing.
-        assert!(import(&path, &there, &validity(), false, &trusting()).unwrap().skipped.is_empty());
+        assert!(import(&path, &there, &validity().into(), false, &trusting()).unwrap().skipped.is_empty());
     }
 
     #[test]
@@ -210,7 +217,7 @@ mod tests {
         let path = tmp.path().join("a.ftb");
         export(&layers(&dir), &ExportFilter::default(), &path, 9).unwrap();
         let there = CacheDir::at(tmp.path().join("there"));
-        let needed = Validity { arch: Arch::Cpu(CpuIsa::Amx), ..validity() };
+        let needed = Validity { arch: Arch::Cpu(CpuIsa::Amx), ..validity() }.into();
         let e = import(&path, &there, &needed, false, &trusting()).unwrap_err();
         assert!(matches!(e, Error::Mismatch { field: "arch", .. }), "{e}");
         assert!(!there.root().exists());
@@ -222,17 +229,17 @@ mod tests {
         let path = tmp.path().join("a.ftb");
         export(&layers(&dir), &ExportFilter::default(), &path, 9).unwrap();
         let (_there, there) = tuned(&[record(128, 2)]);
-        let summary = import(&path, &there, &validity(), false, &trusting()).unwrap();
+        let summary = import(&path, &there, &validity().into(), false, &trusting()).unwrap();
         assert_eq!((summary.records, summary.skipped.len()), (1, 1));
         let winner = |dir: &CacheDir| Store::open(dir).unwrap().record(&record(128, 1).key).unwrap().unwrap();
         assert_eq!(winner(&there), record(128, 2));
-        assert_eq!(import(&path, &there, &validity(), true, &trusting()).unwrap().records, 2);
+        assert_eq!(import(&path, &there, &validity().into(), true, &trusting()).unwrap().records, 2);
         assert_eq!(winner(&there), record(128, 1));
         // A local record of other templates is no use here, so the imported one takes its place.
         let mut stale = record(128, 2);
         stale.provenance.templates = "old".into();
         let (_third, third) = tuned(&[stale]);
-        assert_eq!(import(&path, &third, &validity(), false, &trusting()).unwrap().records, 2);
+        assert_eq!(import(&path, &third, &validity().into(), false, &trusting()).unwrap().records, 2);
         assert_eq!(winner(&third), record(128, 1));
     }
 
@@ -245,7 +252,7 @@ mod tests {
         bytes[300] ^= 0x10;
         std::fs::write(&path, bytes).unwrap();
         let there = CacheDir::at(tmp.path().join("there"));
-        assert!(matches!(import(&path, &there, &validity(), false, &trusting()), Err(Error::Damaged { .. })));
+        assert!(matches!(import(&path, &there, &validity().into(), false, &trusting()), Err(Error::Damaged { .. })));
         assert!(!there.root().exists());
     }
 }

@@ -1,6 +1,6 @@
 //! Compiled kernels as files, one per recipe key.
 //!
-//! A file is an envelope around the postcard encoding of an [`Artifact`]:
+//! A file is an envelope around the encoding of an [`Artifact`]:
 //!
 //! ```text
 //! 0  magic "FTARTIF\n"   8
@@ -15,6 +15,7 @@
 //! Readers need no lock and trust nothing: what fails a check is a miss, is set aside once, and is compiled again.
 
 use crate::dir::CacheDir;
+use crate::encoding::{Undecodable, decode, encode};
 use crate::folder::{Folder, Seen, id_of};
 use crate::layout::ARTIFACTS;
 use crate::regular;
@@ -25,7 +26,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 const MAGIC: &[u8; 8] = b"FTARTIF\n";
-const FORMAT: u32 = 6;
+const FORMAT: u32 = 7;
 const HEADER: usize = 56;
 /// How exactly the time of the last use is kept.
 const USE_STEP: Duration = Duration::from_secs(1800);
@@ -164,10 +165,15 @@ impl ArtifactFiles {
                 note_use(&file);
                 Some(artifact)
             }
+            Err(e @ Undecodable::Foreign(_)) => {
+                Trouble::Foreign.count();
+                tracing::warn!(path = %self.path(key).display(), error = %e, "an artifact counts as missing");
+                None
+            }
             Err(reason) => {
                 Trouble::Damaged.count();
                 let path = self.path(key);
-                tracing::warn!(path = %path.display(), reason, "a damaged artifact was set aside; it counts as missing");
+                tracing::warn!(path = %path.display(), %reason, "a damaged artifact was set aside; it counts as missing");
                 self.set_aside(key, &file.1);
                 None
             }
@@ -206,7 +212,7 @@ fn note_use((file, metadata): &(File, Metadata)) {
 
 /// The file's bytes.
 fn seal(artifact: &Artifact) -> Vec<u8> {
-    let payload = postcard::to_stdvec(artifact).expect("artifacts are plain structs, which always encode");
+    let payload = encode(artifact);
     let mut bytes = Vec::with_capacity(HEADER + payload.len());
     bytes.extend_from_slice(MAGIC);
     bytes.extend_from_slice(&FORMAT.to_le_bytes());
@@ -218,35 +224,32 @@ fn seal(artifact: &Artifact) -> Vec<u8> {
 }
 
 /// Checks every part of the envelope; the error is the check that failed.
-fn open(bytes: &[u8], key: &Key) -> Result<Artifact, &'static str> {
+fn open(bytes: &[u8], key: &Key) -> Result<Artifact, Undecodable> {
+    let damaged = |check| Err(Undecodable::Damaged(check));
     if bytes.len() < HEADER {
-        return Err("it is shorter than its header");
+        return damaged("it is shorter than its header");
     }
     let (header, payload) = bytes.split_at(HEADER);
     if &header[..8] != MAGIC {
-        return Err("it does not start with the magic bytes");
+        return damaged("it does not start with the magic bytes");
     }
     if header[8..12] != FORMAT.to_le_bytes() || header[12..16] != [0; 4] {
-        return Err("its format version is another one");
+        return damaged("its format version is another one");
     }
     if header[16..24] != (payload.len() as u64).to_le_bytes() {
-        return Err("its length differs from the one in the header");
+        return damaged("its length differs from the one in the header");
     }
     if header[24..56] != *blake3::hash(payload).as_bytes() {
-        return Err("its content differs from the hash in the header");
+        return damaged("its content differs from the hash in the header");
     }
     decode_artifact(payload, key)
 }
 
 /// Decodes an artifact whose bytes are already checked, and checks that it is the one asked for.
-pub(crate) fn decode_artifact(payload: &[u8], key: &Key) -> Result<Artifact, &'static str> {
-    let (artifact, rest): (Artifact, _) =
-        postcard::take_from_bytes(payload).map_err(|_| "its content cannot be decoded")?;
-    if !rest.is_empty() {
-        return Err("its content has bytes to spare");
-    }
+pub(crate) fn decode_artifact(payload: &[u8], key: &Key) -> Result<Artifact, Undecodable> {
+    let artifact: Artifact = decode(payload)?;
     if artifact.recipe.key() != *key {
-        return Err("its recipe belongs to another key");
+        return Err(Undecodable::Damaged("its recipe belongs to another key"));
     }
     Ok(artifact)
 }

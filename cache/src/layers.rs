@@ -7,8 +7,8 @@ use crate::folder::Seen;
 use crate::layout::SNAPSHOT;
 use crate::trouble::Trouble;
 use crate::{
-    Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Error, Key, PublicKey, Record, RecordKey, Result, Trust,
-    Validity,
+    Artifact, ArtifactFiles, Bundle, CacheDir, Difference, Error, Key, Needed, PublicKey, Record, RecordKey, Result,
+    Trust, Validity,
 };
 use flashtune_codegen::{Problem, Schedule};
 use std::cmp::Ordering;
@@ -101,6 +101,8 @@ pub struct LayerInfo {
     pub path: Option<PathBuf>,
     /// Number of records.
     pub records: usize,
+    /// Records besides that only another build of flashtune understands, a newer one perhaps: they are left out.
+    pub foreign: usize,
     /// Number of artifacts.
     pub artifacts: usize,
     /// The key that signed it.
@@ -114,6 +116,7 @@ struct Layer {
     path: Option<PathBuf>,
     bundle: Bundle,
     records: HashMap<Problem, Vec<(Arc<Record>, Validity)>>,
+    foreign: usize,
 }
 
 /// The snapshot as it was last seen.
@@ -147,18 +150,18 @@ impl Look {
 impl Layer {
     fn new(name: String, path: Option<PathBuf>, bundle: Bundle) -> Self {
         let mut records: HashMap<_, Vec<_>> = HashMap::new();
+        let mut foreign = 0;
         for item in bundle.records() {
             match item {
                 Ok((record, validity)) => {
                     records.entry(record.key.problem).or_default().push((Arc::new(record), validity.clone()));
                 }
                 Err(e) => {
-                    Trouble::Damaged.count();
-                    tracing::warn!(layer = name, error = %e, "a damaged record was skipped");
+                    foreign += usize::from(skipped(&name, &e, "record"));
                 }
             }
         }
-        Self { name, path, bundle, records }
+        Self { name, path, bundle, records, foreign }
     }
 
     fn info(&self) -> LayerInfo {
@@ -166,6 +169,7 @@ impl Layer {
             name: self.name.clone(),
             path: self.path.clone(),
             records: self.records.values().map(Vec::len).sum(),
+            foreign: self.foreign,
             artifacts: self.bundle.artifact_count(),
             signer: self.bundle.signer(),
         }
@@ -261,7 +265,7 @@ impl Layers {
     /// Exact ones come first, then those for the other way of launching, then other shapes on this device, then other
     /// devices of the arch; within each the nearest, among equals those for this way of launching, and among those the
     /// earlier layer.
-    pub fn find(&self, needed: &Validity, wanted: &RecordKey) -> Found {
+    pub fn find(&self, needed: &Needed, wanted: &RecordKey) -> Found {
         let mut found = Found::default();
         for layer in self.layers() {
             for (record, validity) in layer.records.get(&wanted.problem).into_iter().flatten() {
@@ -281,7 +285,7 @@ impl Layers {
 
     /// The schedules that layers below the user's own would serve these calls with: what a tuning has to beat before its
     /// result goes before theirs. Those of the same device and sizes, the first layer's first.
-    pub fn rivals(&self, needed: &Validity, wanted: &RecordKey) -> Vec<Schedule> {
+    pub fn rivals(&self, needed: &Needed, wanted: &RecordKey) -> Vec<Schedule> {
         let mut rivals = Vec::new();
         for m in self.find(needed, wanted).matches {
             let same = matches!(m.quality, MatchQuality::Exact | MatchQuality::OtherLaunches);
@@ -304,8 +308,7 @@ impl Layers {
                 Ok(Some(artifact)) => return Some((artifact, layer.name.clone())),
                 Ok(None) => {}
                 Err(e) => {
-                    Trouble::Damaged.count();
-                    tracing::warn!(layer = layer.name, error = %e, "a damaged artifact was skipped");
+                    skipped(&layer.name, &e, "artifact");
                 }
             }
         }
@@ -343,6 +346,17 @@ impl Layers {
         // A poisoned lock still guards whole data: it is only ever replaced as one.
         self.snapshot.read().unwrap_or_else(|e| e.into_inner())
     }
+}
+
+/// Counts and reports an entry that is left out. Whether only another build understands it.
+fn skipped(layer: &str, e: &crate::Error, what: &str) -> bool {
+    let foreign = matches!(e, crate::Error::Foreign { .. });
+    if foreign { Trouble::Foreign } else { Trouble::Damaged }.count();
+    match foreign {
+        true => tracing::warn!(layer, error = %e, "a {what} of another build was skipped"),
+        false => tracing::warn!(layer, error = %e, "a damaged {what} was skipped"),
+    }
+    foreign
 }
 
 /// Maps the snapshot; `None` when there is none.

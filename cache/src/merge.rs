@@ -22,6 +22,8 @@ pub struct MergeSummary {
     pub artifacts: usize,
     /// Questions that hosts answer differently, each with the answers.
     pub contested: Vec<String>,
+    /// Entries that only another build of flashtune understands: they are not in the result.
+    pub skipped: Vec<String>,
 }
 
 impl Record {
@@ -92,7 +94,7 @@ impl Record {
 ///
 /// # Errors
 /// [`Error::Untrusted`], [`Error::Damaged`] and [`Error::Io`] as elsewhere; [`Error::Mismatch`] when inputs for one arch
-/// were made with different templates or ABIs, which answer different questions.
+/// and family were made with different templates or ABIs, which answer different questions.
 pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Result<MergeSummary> {
     let mut bundles = Vec::new();
     for path in paths {
@@ -103,10 +105,17 @@ pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Re
     same_sets(&bundles)?;
     let mut records: BTreeMap<RecordKey, Record> = BTreeMap::new();
     let mut artifacts: BTreeSet<Key> = BTreeSet::new();
+    let mut skipped = Vec::new();
     for bundle in &bundles {
         artifacts.extend(bundle.artifact_keys());
         for item in bundle.records() {
-            let (record, _) = item?;
+            let (record, _) = match item {
+                Err(e @ Error::Foreign { .. }) => {
+                    skipped.push(e.to_string());
+                    continue;
+                }
+                item => item?,
+            };
             let merged = match records.remove(&record.key) {
                 Some(known) => known.merge(record),
                 None => record,
@@ -120,8 +129,11 @@ pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Re
     for key in &artifacts {
         let mut found = None;
         for bundle in &bundles {
-            if let Some(artifact) = bundle.artifact(key)? {
-                found = Some(artifact);
+            match bundle.artifact(key) {
+                Err(e @ Error::Foreign { .. }) => skipped.push(e.to_string()),
+                artifact => found = artifact?,
+            }
+            if found.is_some() {
                 break;
             }
         }
@@ -134,7 +146,7 @@ pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Re
     let manifest =
         BundleContents { records, artifacts: artifacts.into_iter().collect(), load: &mut load, created }.write(to)?;
     let artifacts = manifest.sets.iter().map(|s| s.artifacts as usize).sum();
-    Ok(MergeSummary { records: count, artifacts, contested })
+    Ok(MergeSummary { records: count, artifacts, contested, skipped })
 }
 
 /// One line for a record whose findings disagree.
@@ -151,18 +163,20 @@ fn describe(record: &Record) -> Option<String> {
 fn same_sets(bundles: &[Bundle]) -> Result<()> {
     for (i, bundle) in bundles.iter().enumerate() {
         for set in &bundle.manifest().sets {
-            let others = bundles[..=i].iter().flat_map(|b| &b.manifest().sets).filter(|s| s.arch == set.arch);
-            for other in others {
-                let (found, expected) = (set.validity(), other.validity());
-                if let Some(difference) = expected.difference(&found) {
-                    return Err(Error::Mismatch {
-                        name: bundle.name().to_owned(),
-                        field: difference.field,
-                        found: difference.found,
-                        expected: format!("{} of another input for {}", difference.expected, set.arch),
-                        remedy: "merge what was tuned with the same templates, or build it anew with --relink",
-                    });
-                }
+            let others = bundles[..=i].iter().flat_map(|b| &b.manifest().sets);
+            for other in others.filter(|s| s.arch == set.arch && s.family == set.family) {
+                let (field, found, expected) = match (set.templates == other.templates, set.abi == other.abi) {
+                    (true, true) => continue,
+                    (false, _) => ("templates", set.templates.clone(), other.templates.clone()),
+                    (true, false) => ("abi", set.abi.to_string(), other.abi.to_string()),
+                };
+                return Err(Error::Mismatch {
+                    name: bundle.name().to_owned(),
+                    field,
+                    found,
+                    expected: format!("{expected} of another input for {} on {}", set.family, set.arch),
+                    remedy: "merge what was tuned with the same templates, or build it anew with --relink",
+                });
             }
         }
     }

@@ -4,6 +4,7 @@
 //! process that has the job's claim. What was killed while it wrote leaves half a frame at the end, which is cut off when
 //! the file is opened again. The file goes when the job is done.
 
+use crate::encoding::{decode, encode};
 use crate::folder::{Folder, id_of};
 use crate::layout::{JOBS, is_job};
 use crate::{CacheDir, Error, Key, Result, Stage, regular, trouble};
@@ -96,7 +97,7 @@ impl Progress {
     /// Adds a lesson. It survives this process as soon as this returns.
     pub fn add(&mut self, schedule: &Schedule, lesson: &Lesson) {
         let Some((folder, name, file)) = &mut self.kept else { return };
-        let payload = postcard::to_stdvec(&(schedule, lesson)).expect("plain structs always encode");
+        let payload = encode(&(schedule, lesson));
         let mut frame = Vec::with_capacity(FRAME + payload.len());
         frame.extend_from_slice(&(payload.len() as u32).to_le_bytes());
         frame.extend_from_slice(&blake3::hash(&payload).as_bytes()[..8]);
@@ -159,8 +160,8 @@ fn frame_at(bytes: &[u8]) -> Option<(usize, Schedule, Lesson)> {
     if bytes[4..FRAME] != blake3::hash(payload).as_bytes()[..8] {
         return None;
     }
-    let ((schedule, lesson), rest) = postcard::take_from_bytes::<(Schedule, Lesson)>(payload).ok()?;
-    rest.is_empty().then_some((FRAME + length, schedule, lesson))
+    let (schedule, lesson) = decode::<(Schedule, Lesson)>(payload).ok()?;
+    Some((FRAME + length, schedule, lesson))
 }
 
 /// Removes what nobody went on with.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// The name of a record.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RecordKey {
     /// Where it was measured.
     pub device: DeviceFingerprint,
@@ -14,6 +15,7 @@ pub struct RecordKey {
     /// The class of sizes.
     pub bucket: ShapeBucket,
     /// How it was launched when it was timed.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub launches: Launches,
 }
 
@@ -27,12 +29,15 @@ pub struct Record {
     /// Recipe key of the winner's artifact.
     pub artifact: Key,
     /// Every schedule that reached the final, fastest first, with the default among them.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub finalists: Vec<Finalist>,
     /// How and when it was found.
     pub provenance: Provenance,
     /// What other hosts found for the same key, by hash; merging brings them here.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub rivals: Vec<Rival>,
     /// Hashes of earlier findings that this one was raced against or takes the place of.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub settled: Vec<Key>,
 }
 
@@ -44,6 +49,7 @@ pub struct Rival {
     /// Recipe key of the winner's artifact.
     pub artifact: Key,
     /// Every schedule that reached the final, fastest first.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub finalists: Vec<Finalist>,
     /// How and when it was found.
     pub provenance: Provenance,
@@ -70,10 +76,13 @@ pub struct Finalist {
     /// Number of samples.
     pub samples: u32,
     /// Its times in the final, in nanoseconds and in order: those at the same place of all finalists are one round.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub rounds_ns: Vec<u64>,
     /// Largest absolute error against the oracle, on the check inputs.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub max_error: f64,
     /// Whether this is the model's default schedule.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub is_default: bool,
 }
 
@@ -82,7 +91,7 @@ pub struct Finalist {
 pub struct Provenance {
     /// Version of flashtune.
     pub flashtune: String,
-    /// Hash of the template set.
+    /// Hash of the templates of the winner's family ([`flashtune_codegen::TemplateSet::hash_of`]).
     pub templates: String,
     /// The compiler, as text.
     pub compiler: String,
@@ -91,22 +100,31 @@ pub struct Provenance {
     /// The sizes that were timed.
     pub shape: Shape,
     /// Schedules in the space before pruning.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub space: u32,
     /// Schedules that were compiled.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub compiled: u32,
     /// Schedules that were timed.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub timed: u32,
     /// Median time of unfused attention on the same inputs in microseconds, where it was measured.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub unfused_us: Option<f64>,
     /// Wall time of tuning in seconds.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub seconds: f64,
     /// Seconds of it in which something was compiled.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub compile_seconds: f64,
     /// Seconds since the first kernel was there in which the device had work: loading, checking, timing.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub device_seconds: f64,
     /// Seconds since then in which it waited for a compiler.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub waited_seconds: f64,
     /// What else went on while it was measured.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub conditions: Conditions,
 }
 

@@ -34,7 +34,7 @@ pub struct Store {
     path: PathBuf,
     snapshot: PathBuf,
     /// Kinds of entries that were skipped, with the reason: one warning each.
-    skipped: Mutex<HashSet<(&'static str, &'static str)>>,
+    skipped: Mutex<HashSet<(&'static str, String)>>,
     /// Whether the journal has what the snapshot has.
     took_in: AtomicBool,
     _lock: StoreLock,
@@ -302,8 +302,9 @@ impl Store {
     fn readable<T: serde::de::DeserializeOwned>(&self, what: &'static str, value: &[u8]) -> Option<T> {
         match open_value(value) {
             Ok(value) => Some(value),
-            Err(reason) => {
-                if self.skipped.lock().unwrap_or_else(PoisonError::into_inner).insert((what, reason)) {
+            Err(e) => {
+                let reason = e.to_string();
+                if self.skipped.lock().unwrap_or_else(PoisonError::into_inner).insert((what, reason.clone())) {
                     tracing::warn!(
                         store = %self.path.display(), what, reason, "entries of the journal like this one are skipped"
                     );

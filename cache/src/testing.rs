@@ -2,7 +2,7 @@
 
 use crate::*;
 use flashtune_codegen::{
-    Arch, CpuIsa, CpuSchedule, DType, Kernel, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, abi,
+    Arch, CpuIsa, CpuSchedule, DType, Family, Kernel, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, abi,
 };
 
 pub const TEMPLATES: &str = "0123456789abcdef";
@@ -12,7 +12,15 @@ pub fn arch() -> Arch {
 }
 
 pub fn validity() -> Validity {
-    Validity { arch: arch(), templates: TEMPLATES.into(), abi: abi::ABI_VERSION }
+    Validity { arch: arch(), family: Family::ForwardCpu, templates: TEMPLATES.into(), abi: abi::ABI_VERSION }
+}
+
+impl From<Validity> for Needed {
+    /// The same of every family.
+    fn from(v: Validity) -> Self {
+        let templates = Family::ALL.into_iter().map(|family| (family, v.templates.clone())).collect();
+        Self { arch: v.arch, templates, abi: v.abi }
+    }
 }
 
 pub fn device() -> DeviceFingerprint {
@@ -50,6 +58,7 @@ pub fn artifact(n: u32) -> Artifact {
             abi: abi::ABI_VERSION,
         },
         entry: "ft_tile".into(),
+        args: abi::ArgsLayout::of(&Kernel { problem: problem(), schedule: schedule(n), arch: arch() }),
         facts: Facts::default(),
         bytes: (0..200 + n as usize).map(|i| (i * 7 + n as usize) as u8).collect(),
     }

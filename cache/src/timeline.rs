@@ -10,8 +10,10 @@ pub struct Timeline {
     /// When the record was found, in seconds since the Unix epoch: what was tuned at another time has another timeline.
     pub unix_time: u64,
     /// What the spans' numbers mean.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub schedules: Vec<Schedule>,
     /// What happened.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub spans: Vec<Span>,
 }
 
@@ -21,6 +23,7 @@ pub struct Span {
     /// What.
     pub activity: Activity,
     /// With which schedule, where it was one.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub schedule: Option<u32>,
     /// Who did it: 0 is the device with those who wait for it, the others are compilers.
     pub lane: u32,
@@ -29,6 +32,7 @@ pub struct Span {
     /// Microseconds.
     pub duration_us: u64,
     /// Times that were taken in it.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub samples: u32,
 }
 

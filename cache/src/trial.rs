@@ -15,6 +15,7 @@ pub struct Trial {
     /// The compiler, as text.
     pub compiler: String,
     /// Recipe key of its artifact, once it compiled.
+    #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub artifact: Option<Key>,
     /// What happened.
     pub result: TrialResult,

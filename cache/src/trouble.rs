@@ -18,6 +18,8 @@ pub struct Troubles {
     pub damaged: u64,
     /// Kernels that could not be kept.
     pub unkept: u64,
+    /// Records and kernels that only another build of flashtune understands, a newer one perhaps; left out.
+    pub foreign: u64,
 }
 
 /// A kind of trouble.
@@ -26,9 +28,10 @@ pub(crate) enum Trouble {
     Unreadable,
     Damaged,
     Unkept,
+    Foreign,
 }
 
-static COUNTS: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
+static COUNTS: [AtomicU64; 4] = [const { AtomicU64::new(0) }; 4];
 
 impl Trouble {
     /// Counts one; whether it was the first of its kind.
@@ -52,5 +55,10 @@ pub(crate) fn told_of_link(e: &Error) -> bool {
 /// The numbers so far.
 pub fn troubles() -> Troubles {
     let of = |kind: Trouble| COUNTS[kind as usize].load(Ordering::Relaxed);
-    Troubles { unreadable: of(Trouble::Unreadable), damaged: of(Trouble::Damaged), unkept: of(Trouble::Unkept) }
+    Troubles {
+        unreadable: of(Trouble::Unreadable),
+        damaged: of(Trouble::Damaged),
+        unkept: of(Trouble::Unkept),
+        foreign: of(Trouble::Foreign),
+    }
 }

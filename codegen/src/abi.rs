@@ -5,15 +5,18 @@
 //! built for another layout is refused, never called.
 
 mod declare;
+mod layout;
 
 pub use declare::{Declared, Field, Spelt, declaration};
+pub use layout::ArgsLayout;
 
 use crate::Language;
 use crate::score::MAX_BIASES;
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number.
+/// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number, but for fields that are
+/// appended to a segment of [`ArgsLayout`]: kernels of before are then given what they were compiled for.
 pub const ABI_VERSION: u32 = 6;
 
 arguments! {

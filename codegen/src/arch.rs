@@ -45,10 +45,12 @@ pub enum CpuIsa {
 
 /// An NVIDIA compute capability, as `sm_XX` with an optional architecture-specific suffix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SmArch {
     /// Compute capability times ten, e.g. 90.
     pub number: u16,
     /// Architecture-specific features (`sm_90a`): the cubin runs on this very capability only.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub specific: bool,
 }
 

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 /// Everything that determines the generated source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Kernel {
     /// What is computed.
     pub problem: Problem,
@@ -128,7 +129,7 @@ impl Kernel {
             version = env!("CARGO_PKG_VERSION"),
             problem = self.problem,
             schedule = self.schedule,
-            hash = templates.hash(),
+            hash = templates.hash_of(self.schedule.family()),
         )
     }
 

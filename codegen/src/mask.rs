@@ -11,6 +11,7 @@ use std::str::FromStr;
 
 /// The mask as a caller states it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Mask {
     /// Every query attends to every key.
     #[default]
@@ -20,18 +21,23 @@ pub enum Mask {
     /// Query at position `p` attends to keys in `[p - left, p + right]`; `None` leaves a side unbounded.
     Window {
         /// Keys visible before the query's position.
+        #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
         left: Option<u32>,
         /// Keys visible after the query's position.
+        #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
         right: Option<u32>,
     },
 }
 
 /// Which sides of the window are bounded: the part of a mask that a kernel is specialised to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MaskKind {
     /// Keys far before the query's position are masked.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub left: bool,
     /// Keys after the query's position (plus `right`) are masked.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub right: bool,
 }
 

@@ -1,5 +1,6 @@
 //! What is computed, independent of sizes: the thing that a kernel is specialised to.
 
+use crate::omitted::is_default;
 use crate::score::{Program, ProgramRef};
 use crate::{DType, Error, MaskKind, Result, Shape};
 use serde::{Deserialize, Serialize};
@@ -49,6 +50,7 @@ impl fmt::Display for Op {
 /// Numbers of heads, lengths, strides, window lengths, the scalars and tensors of the program, the softmax scale and whether the LSE is wanted are run-time
 /// values ([`crate::Shape`], [`crate::abi::ForwardArgs`]): they do not change the generated code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(from = "Stored", into = "Stored")]
 pub struct Problem {
     /// What is computed.
     pub op: Op,
@@ -62,6 +64,36 @@ pub struct Problem {
     pub mask: MaskKind,
     /// What else masks and changes the scores; `None` for nothing. Its mask holds beside `mask`.
     pub program: Option<ProgramRef>,
+}
+
+/// A problem as it is stored: without what is at its default.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "Problem", deny_unknown_fields)]
+struct Stored {
+    #[serde(default, skip_serializing_if = "is_default")]
+    op: Op,
+    dtype: DType,
+    head_dim_qk: u32,
+    /// That of Q and K.
+    #[serde(default, skip_serializing_if = "is_default")]
+    head_dim_v: Option<u32>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    mask: MaskKind,
+    #[serde(default, skip_serializing_if = "is_default")]
+    program: Option<ProgramRef>,
+}
+
+impl From<Problem> for Stored {
+    fn from(Problem { op, dtype, head_dim_qk, head_dim_v, mask, program }: Problem) -> Self {
+        let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program }
+    }
+}
+
+impl From<Stored> for Problem {
+    fn from(Stored { op, dtype, head_dim_qk, head_dim_v, mask, program }: Stored) -> Self {
+        Self { op, dtype, head_dim_qk, head_dim_v: head_dim_v.unwrap_or(head_dim_qk), mask, program }
+    }
 }
 
 impl Problem {

@@ -6,6 +6,7 @@ use std::fmt;
 
 /// The sizes of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Shape {
     /// Number of sequences.
     pub batch: u32,
@@ -18,6 +19,7 @@ pub struct Shape {
     /// Rows of K and V per head.
     pub kv_len: u32,
     /// The mask with its run-time reach.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub mask: Mask,
 }
 
@@ -82,10 +84,12 @@ impl fmt::Display for Shape {
 /// Lengths and the number of (batch, head) pairs are rounded up to powers of two: a schedule's merit changes with the
 /// order of magnitude (waves over the device, blocks per row), not with the exact size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ShapeBucket {
     /// `batch * heads`, rounded up to a power of two.
     pub parallel: u32,
     /// Query heads per KV head, exact.
+    #[serde(default = "crate::omitted::one", skip_serializing_if = "crate::omitted::is_one")]
     pub group: u32,
     /// `q_len`, rounded up to a power of two.
     pub q_len: u32,
@@ -93,6 +97,7 @@ pub struct ShapeBucket {
     pub kv_len: u32,
     /// Reach of a two-sided window (left + right + 1), rounded up to a power of two and capped at `kv_len`;
     /// 0 when the window does not bound the work.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub window: u32,
 }
 

@@ -3,14 +3,15 @@
 //! Delimiters differ from tera's defaults, which collide with C++ initialisers and inline assembly: blocks are
 //! `<% %>`, values `@{ }@`, comments `<# #>`.
 
-use crate::{Error, Result};
+use crate::{Error, Family, Result, seen};
 use std::collections::BTreeMap;
 
-/// Files by their path inside `templates/`, sorted, with a hash over all of them.
+/// Files by their path inside `templates/`, sorted, with a hash over all of them and one for each family.
 #[derive(Debug, Clone)]
 pub struct TemplateSet {
     files: BTreeMap<String, String>,
     hash: String,
+    families: BTreeMap<Family, String>,
     engine: std::sync::Arc<tera::Tera>,
 }
 
@@ -116,12 +117,20 @@ impl TemplateSet {
         engine
             .add_raw_templates(files.iter().map(|(k, v)| (k.as_str(), v.as_str())))
             .map_err(|e| Error::Template { name: "set".into(), message: e.to_string() })?;
-        Ok(Self { files, hash: hasher.finalize().to_hex()[..16].to_owned(), engine: engine.into() })
+        let families = Family::ALL.into_iter().map(|family| (family, seen::hash(&files, family.template()))).collect();
+        Ok(Self { files, hash: hasher.finalize().to_hex()[..16].to_owned(), families, engine: engine.into() })
     }
 
-    /// The first 16 hex digits of the BLAKE3 hash over all names and texts.
+    /// The first 16 hex digits of the BLAKE3 hash over all names and texts: what the set is, to the byte. Stored results
+    /// are held to [`TemplateSet::hash_of`].
     pub fn hash(&self) -> &str {
         &self.hash
+    }
+
+    /// 16 hex digits that stand for what the compiler sees of a family's kernels: the text of its template with all that
+    /// it includes, less comments, blank lines and indentation.
+    pub fn hash_of(&self, family: Family) -> &str {
+        &self.families[&family]
     }
 
     /// Paths and texts.
@@ -178,6 +187,37 @@ mod tests {
         let overlaid = TemplateSet::overlaid(changed).unwrap();
         assert_ne!(embedded.hash(), overlaid.hash());
         assert_eq!(overlaid.files().count(), embedded.files().count());
+    }
+
+    #[test]
+    fn a_family_is_hashed_by_what_its_compiler_sees() {
+        let embedded = TemplateSet::embedded();
+        let changed = |file: &str, from: &str, to: &str| {
+            let text = embedded.files().find(|(name, _)| *name == file).unwrap().1;
+            assert!(text.contains(from), "{file} has no `{from}`");
+            let set = TemplateSet::overlaid(BTreeMap::from([(file.to_owned(), text.replace(from, to))])).unwrap();
+            assert_ne!(set.hash(), embedded.hash());
+            let differs = |family: &Family| set.hash_of(*family) != embedded.hash_of(*family);
+            Family::ALL.into_iter().filter(differs).map(Family::name).collect::<Vec<_>>()
+        };
+        assert!(changed("lib/cuda/types.cuh", "// Scalar types", "\n  // Words").is_empty());
+        assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
+        assert_eq!(changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"), ["forward/cpu"]);
+        assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
+        let cuda = ["forward/naive", "forward/sm80", "forward/sm90"];
+        assert_eq!(changed("lib/cuda/types.cuh", "typedef", "typedef volatile"), cuda);
+    }
+
+    /// Else a comment anywhere in them would make all records of the family void.
+    #[test]
+    fn no_embedded_template_is_too_odd_for_its_comments_to_be_told() {
+        let embedded = TemplateSet::embedded();
+        for family in Family::ALL {
+            let text = embedded.files().find(|(name, _)| *name == family.template()).unwrap().1;
+            let more = BTreeMap::from([(family.template().to_owned(), format!("{text}\n/* more */\n"))]);
+            let set = TemplateSet::overlaid(more).unwrap();
+            assert_eq!(set.hash_of(family), embedded.hash_of(family), "{family}");
+        }
     }
 
     #[test]

@@ -115,7 +115,8 @@ impl Call {
         let recipe = Recipe { kernel, templates: "paper".into(), options: vec![], compiler, abi: ABI_VERSION };
         // A header without segments and sections: this driver looks at nothing.
         let bytes = [&b"\x7fELF\x02\x01\x01"[..], &[0; 57]].concat();
-        let artifact = Artifact { recipe, entry: "kernel".into(), facts: Facts::default(), bytes };
+        let args = flashtune_codegen::abi::ArgsLayout::of(&recipe.kernel);
+        let artifact = Artifact { recipe, args, entry: "kernel".into(), facts: Facts::default(), bytes };
         let module = device.load(&artifact).unwrap();
         let mask = if sides == MaskKind::CAUSAL { Mask::Causal } else { Mask::Full };
         let shape = Shape { batch: 1, heads: 4, kv_heads: 4, q_len: 1000, kv_len: 1000, mask };

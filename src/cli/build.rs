@@ -76,11 +76,11 @@ fn any_device(arch: Arch) -> DeviceFingerprint {
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let made = made_at()?;
     let templates = cx.templates()?;
+    let mut relinked = relink::Summary::default();
     let carried = match &args.relink {
-        Some(bundle) => relink::read(bundle, &cx.trust()?)?,
+        Some(bundle) => relink::read(bundle, &cx.trust()?, &mut relinked)?,
         None => Vec::new(),
     };
-    let mut relinked = relink::Summary::default();
     let mut records: Vec<Record> = Vec::new();
     let mut kernels: BTreeMap<String, Kernel> = BTreeMap::new();
     let mut compilers: HashMap<Arch, Arc<dyn Compiler>> = HashMap::new();
@@ -109,7 +109,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.records {
         let layers = cx.layers()?;
         for (_, record, validity) in layers.records() {
-            if !args.arch.contains(&validity.arch) || validity.templates != templates.hash() {
+            if !args.arch.contains(&validity.arch) || validity.templates != templates.hash_of(validity.family) {
                 continue;
             }
             let kernel = Kernel { problem: record.key.problem, schedule: record.schedule, arch: validity.arch };
@@ -197,7 +197,7 @@ fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn
         finalists: Vec::new(),
         provenance: Provenance {
             flashtune: env!("CARGO_PKG_VERSION").to_owned(),
-            templates: templates.hash().to_owned(),
+            templates: templates.hash_of(kernel.schedule.family()).to_owned(),
             compiler: compiler.id().to_string(),
             unix_time: made,
             shape: case.shape,

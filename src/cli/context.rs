@@ -3,7 +3,7 @@
 use super::Global;
 use super::exit::usage;
 use anyhow::{Context as _, Result};
-use flashtune::cache::{CacheDir, Launches, Layers, Trust, Validity, bundles_from_env};
+use flashtune::cache::{CacheDir, Launches, Layers, Needed, Trust, bundles_from_env};
 use flashtune::codegen::TemplateSet;
 use flashtune::runtime::Device;
 use flashtune::tuner::{Runner, WorkerCommand};
@@ -103,8 +103,8 @@ impl Context {
     }
 
     /// What stored results must match on the device.
-    pub fn validity(&mut self) -> Result<Validity> {
-        Ok(Validity::new(self.device()?.fingerprint().arch, &*self.templates()?))
+    pub fn needed(&mut self) -> Result<Needed> {
+        Ok(Needed::new(self.device()?.fingerprint().arch, &*self.templates()?))
     }
 
     /// An engine with the options of the command line.

@@ -51,7 +51,7 @@ pub fn run(cx: &mut Context, _: Args) -> Result<()> {
     );
     // A kernel can be used where its device opens and either its compiler or a stored kernel is there.
     let mut usable = false;
-    let validity_templates = cx.templates().map(|t| t.hash().to_owned());
+    let templates = cx.templates();
     let layers = cx.layers();
     for (spec, device) in runtime::all_devices() {
         let what = if spec == DeviceSpec::Cpu { "cpu" } else { "gpu" };
@@ -62,7 +62,7 @@ pub fn run(cx: &mut Context, _: Args) -> Result<()> {
                     let f = device.fingerprint();
                     let stored = layers.as_ref().is_ok_and(|layers| {
                         layers.records().iter().any(|(_, _, v)| {
-                            v.arch == f.arch && validity_templates.as_ref().is_ok_and(|t| *t == v.templates)
+                            v.arch == f.arch && templates.as_ref().is_ok_and(|t| v.templates == t.hash_of(v.family))
                         })
                     });
                     usable |= stored
@@ -92,9 +92,9 @@ pub fn run(cx: &mut Context, _: Args) -> Result<()> {
     );
     found.add(
         "templates",
-        match (&validity_templates, cx.templates_folder()) {
-            (Ok(hash), None) => Ok(format!("{hash} (built in)")),
-            (Ok(hash), Some(folder)) => Ok(format!("{hash} (with {})", folder.display())),
+        match (&templates, cx.templates_folder()) {
+            (Ok(set), None) => Ok(format!("{} (built in)", set.hash())),
+            (Ok(set), Some(folder)) => Ok(format!("{} (with {})", set.hash(), folder.display())),
             (Err(e), _) => Err(format!("{e:#}")),
         },
     );

@@ -25,7 +25,12 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     for layer in layers.info() {
         let path = layer.path.map_or(String::new(), |p| format!(" ({})", p.display()));
         let signed = layer.signer.map_or(String::new(), |key| format!(", signed by {key}"));
-        writeln!(cx.out, "{}{path}: {} records, {} kernels{signed}", layer.name, layer.records, layer.artifacts)?;
+        let foreign = match layer.foreign {
+            0 => String::new(),
+            n => format!(" ({n} more of another build of flashtune)"),
+        };
+        let (name, records, kernels) = (layer.name, layer.records, layer.artifacts);
+        writeln!(cx.out, "{name}{path}: {records} records{foreign}, {kernels} kernels{signed}")?;
     }
     if records.is_empty() {
         writeln!(cx.out, "no records; `flashtune tune` makes some")?;

@@ -24,7 +24,7 @@ pub struct Args {
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
-    let MergeSummary { records, artifacts, contested } = merge_bundles(&args.files, &args.out, &cx.trust()?)?;
+    let MergeSummary { records, artifacts, contested, skipped } = merge_bundles(&args.files, &args.out, &cx.trust()?)?;
     let file = args.out.display().to_string();
     if cx.json() {
         return cx.print_json(&json!({
@@ -32,9 +32,13 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             "records": records,
             "artifacts": artifacts,
             "contested": contested,
+            "skipped": skipped,
         }));
     }
     writeln!(cx.out, "wrote {records} records and {artifacts} kernels ({file})")?;
+    for reason in &skipped {
+        writeln!(cx.out, "left out: {reason}")?;
+    }
     for one in &contested {
         writeln!(cx.out, "contested: {one}")?;
     }

@@ -6,7 +6,7 @@
 
 use super::cases::{Case, family};
 use anyhow::Result;
-use flashtune::cache::{Bundle, Record, RecordKey, Trust};
+use flashtune::cache::{Bundle, Error, Record, RecordKey, Trust};
 use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -30,12 +30,19 @@ pub struct Summary {
 }
 
 /// The records of a bundle, of the problems and classes of sizes that it has, the measured ones first.
-pub fn read(path: &Path, trust: &Trust) -> Result<Vec<Record>> {
+pub fn read(path: &Path, trust: &Trust, summary: &mut Summary) -> Result<Vec<Record>> {
     let bundle = Bundle::map(path)?;
     trust.check(&bundle)?;
     let mut chosen: BTreeMap<(flashtune::Problem, ShapeBucket), Record> = BTreeMap::new();
     for item in bundle.records() {
-        let (record, _) = item?;
+        let (record, _) = match item {
+            // Its schedule may be one that this build would not make.
+            Err(e @ Error::Foreign { .. }) => {
+                summary.left_out.push(e.to_string());
+                continue;
+            }
+            item => item?,
+        };
         let RecordKey { problem, bucket, .. } = record.key;
         let better = |old: &Record| old.finalists.is_empty() && !record.finalists.is_empty();
         if chosen.get(&(problem, bucket)).is_none_or(better) {

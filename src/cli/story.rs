@@ -81,7 +81,7 @@ pub struct Candidate {
 
 impl Story {
     /// Tells it, with the candidates from the journal of the command's cache folder.
-    pub fn of(cx: &Context, record: &Record) -> Self {
+    pub fn of(cx: &mut Context, record: &Record) -> Self {
         let (trials, journal) = match trials(cx, record) {
             Ok(trials) if trials.is_empty() => (None, Some("it was tuned elsewhere: its trials are there".to_owned())),
             Ok(trials) => (Some(trials), None),
@@ -161,15 +161,18 @@ impl Story {
 }
 
 /// The trials of a record: those of its templates and compiler, the last of every schedule.
-fn trials(cx: &Context, record: &Record) -> Result<Vec<Trial>> {
+fn trials(cx: &mut Context, record: &Record) -> Result<Vec<Trial>> {
     let dir = cx.cache_dir()?;
     // A question must not make a journal.
     if !dir.store_path().exists() {
         return Ok(Vec::new());
     }
     let mut trials = Store::open_within(&dir, PATIENCE)?.trials(&record.key)?;
-    let p = &record.provenance;
-    trials.retain(|t| t.templates == p.templates && t.compiler == p.compiler);
+    let (p, templates, family) = (&record.provenance, cx.templates()?, record.schedule.family());
+    trials.retain(|t| {
+        let made_of = if t.schedule.family() == family { &p.templates } else { templates.hash_of(t.schedule.family()) };
+        t.templates == made_of && t.compiler == p.compiler
+    });
     let mut seen: Vec<Schedule> = Vec::new();
     trials.reverse();
     trials.retain(|t| {

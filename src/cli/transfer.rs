@@ -40,7 +40,7 @@ pub fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
     let layers = cx.layers()?;
     let templates = match args.all_templates {
         true => None,
-        false => Some(cx.templates()?.hash().to_owned()),
+        false => Some(cx.templates()?),
     };
     let problem = match &args.problem {
         None => None,
@@ -50,7 +50,7 @@ pub fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
     // An empty bundle is nobody's wish, and must not replace an older file.
     let wanted = |r: &cache::Record| {
         filter.arch.is_none_or(|a| r.key.device.arch == a)
-            && filter.templates.as_ref().is_none_or(|t| r.provenance.templates == *t)
+            && filter.templates.as_ref().is_none_or(|t| r.provenance.templates == t.hash_of(r.schedule.family()))
             && filter.problem.is_none_or(|p| r.key.problem == p)
     };
     if !layers.records().iter().any(|(_, r, _)| wanted(r)) {
@@ -61,9 +61,9 @@ pub fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
 }
 
 pub fn import(cx: &mut Context, args: ImportArgs) -> Result<()> {
-    let validity = cx.validity()?;
+    let needed = cx.needed()?;
     let dir = cx.cache_dir()?;
-    let summary = cache::import(&args.file, &dir, &validity, args.replace, &cx.trust()?)?;
+    let summary = cache::import(&args.file, &dir, &needed, args.replace, &cx.trust()?)?;
     report(cx, "read", &args.file, &summary)
 }
 

@@ -68,7 +68,7 @@ fn a_bundle_for_another_arch_is_refused_by_name_of_the_field() {
     let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&bundle)]].concat();
     assert_eq!(place.json(&args)["records"], 1);
     fails(&mut place.flashtune(&["import", text(&bundle)]), 2, &["arch", &arch, "foreign.ftb"]);
-    assert!(!place.path("cache/v6/snapshot.ftb").exists(), "a refused import leaves the cache alone");
+    assert!(!place.path("cache/v7/snapshot.ftb").exists(), "a refused import leaves the cache alone");
 
     // Named as a layer it is not an error, but it is not used, and the account says why.
     let explain = [&["explain"], SMALL, &["--bundle", text(&bundle)]].concat();
@@ -81,11 +81,11 @@ fn a_bundle_for_another_arch_is_refused_by_name_of_the_field() {
 #[test]
 fn a_bundle_of_other_templates_is_refused_by_name_of_the_field() {
     let place = Place::new();
-    // The real template with one comment more is another template set.
+    // The real template with one line more is another one.
     let folder = place.path("templates");
     std::fs::create_dir_all(folder.join("forward")).unwrap();
     let own = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
-    std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n/* edited */\n")).unwrap();
+    std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n#define EDITED 1\n")).unwrap();
     let bundle = place.path("edited.ftb");
     let args = [&["tune"], SMALL, &["--trials", "1", "--budget-s", "5", "--templates", text(&folder)]].concat();
     place.json(&args);
@@ -146,7 +146,7 @@ fn a_bundle_for_another_arch_or_template_set_is_rebuilt_from_its_recipes() {
     let folder = place.path("templates");
     std::fs::create_dir_all(folder.join("forward")).unwrap();
     let own = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
-    std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n/* edited */\n")).unwrap();
+    std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n#define EDITED 1\n")).unwrap();
     let build =
         [&["build"], SMALL, &["--arch", &there, "--out", text(&foreign), "--templates", text(&folder)]].concat();
     place.json(&build);
@@ -219,7 +219,7 @@ fn a_damaged_bundle_is_an_error_and_a_damaged_snapshot_a_miss() {
     fails(&mut place.flashtune(&["import", text(&place.path("absent.ftb"))]), 2, &["absent.ftb"]);
 
     // The snapshot is nobody's wish: what is wrong with it costs a warning and the records in it.
-    let snapshot = place.path("cache/v6/snapshot.ftb");
+    let snapshot = place.path("cache/v7/snapshot.ftb");
     let middle = bytes.len() / 2;
     bytes[middle] ^= 0xff;
     std::fs::write(&snapshot, &bytes[..middle]).unwrap();

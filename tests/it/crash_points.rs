@@ -105,7 +105,7 @@ fn a_tuner_that_is_killed_in_any_operation_is_followed_by_one_that_repeats_nothi
         if report["tuned"][0]["cached"] == true {
             continue;
         }
-        let left = |folder: &str| std::fs::read_dir(place.cache().join("v6").join(folder)).map_or(0, |d| d.count());
+        let left = |folder: &str| std::fs::read_dir(place.cache().join("v7").join(folder)).map_or(0, |d| d.count());
         assert_eq!((left("claims"), left("jobs")), (0, 0), "{what}");
     }
     assert!(killed > 1, "{killed} were killed");

@@ -23,10 +23,14 @@ use std::time::Duration;
 struct Known(Vec<(String, &'static str)>);
 
 impl Known {
-    /// What every answer may hold: the folder, and the hash of the templates.
+    /// What every answer may hold: the folder, and the hashes of the templates.
     fn of(place: &Place) -> Self {
         let folder = place.path("").to_str().unwrap().to_owned();
-        Self(vec![(folder, "<folder>/"), (TemplateSet::embedded().hash().to_owned(), "<templates>")])
+        Self(vec![(folder, "<folder>/")]).and_templates(&TemplateSet::embedded(), "<templates>")
+    }
+
+    fn and_templates(self, set: &TemplateSet, stand_for: &'static str) -> Self {
+        Family::ALL.into_iter().fold(self, |known, family| known.and(set.hash_of(family), stand_for))
     }
 
     fn and(mut self, text: impl ToString, stands_for: &'static str) -> Self {
@@ -101,7 +105,7 @@ fn record(
         finalists: vec![finalist(winner, 100.0, false), finalist(default, 125.0, true)],
         provenance: Provenance {
             flashtune: "0.0.9".into(),
-            templates: templates.hash().into(),
+            templates: templates.hash_of(winner.family()).into(),
             compiler: compiler.into(),
             // A little more than three days, so that a slow test still says three.
             unix_time: std::time::UNIX_EPOCH.elapsed().unwrap().as_secs() - 3 * 86_400 - 5,
@@ -217,9 +221,11 @@ fn a_record_is_told_with_its_layer_and_how_far_it_holds() {
 #[test]
 fn bundles_that_may_not_be_used_are_told_with_the_field() {
     let gpu = Gpu::new();
-    let templates = TemplateSet::overlaid([("notes".to_owned(), "another file".to_owned())].into()).unwrap();
+    let (embedded, file) = (TemplateSet::embedded(), "lib/cuda/types.cuh");
+    let text = embedded.files().find(|(name, _)| *name == file).unwrap().1;
+    let templates = TemplateSet::overlaid([(file.to_owned(), format!("{text}#define MORE 1\n"))].into()).unwrap();
     let bundle = gpu.bundle(gpu.device.fingerprint(), &templates);
-    let known = gpu.known().and(templates.hash(), "<other templates>");
+    let known = gpu.known().and_templates(&templates, "<other templates>");
     told("other_templates", &known, &gpu.explain(Some(&bundle), 1024));
     let other = DeviceFingerprint { arch: "sm_80".parse().unwrap(), ..gpu.device.fingerprint().clone() };
     let bundle = gpu.bundle(&other, &TemplateSet::embedded());
@@ -275,7 +281,7 @@ fn the_command_tells_the_story_of_a_record() {
             failed(cpu(32, 64), Stage::Check, "wrong answer at [0, 1, 127, 3]: 0.5 for 0.25"),
         ];
         for (schedule, result) in trials {
-            let (templates, compiler) = (templates.hash().to_owned(), compiler.to_string());
+            let (templates, compiler) = (templates.hash_of(schedule.family()).to_owned(), compiler.to_string());
             let trial = Trial { schedule, templates, compiler, artifact: None, result, unix_time: 1 };
             store.put_trial(&record.key, &trial).unwrap();
         }

@@ -27,6 +27,7 @@ mod mutants;
 mod nonsense;
 mod numerics;
 mod nvrtc;
+mod outlive;
 mod outputs;
 mod programs;
 mod quick;

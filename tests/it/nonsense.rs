@@ -2,7 +2,7 @@
 
 use crate::common::{Place, SMALL, fails};
 use flashtune::cache::{
-    Artifact, Bundle, BundleContents, CacheDir, Layers, Record, Trust, Validity, import, merge_bundles,
+    Artifact, Bundle, BundleContents, CacheDir, Layers, Needed, Record, Trust, import, merge_bundles,
 };
 use flashtune::{DType, DeviceSpec, Engine, Mask, Policy, Problem, Shape};
 use serde_json::{Value, json};
@@ -52,7 +52,7 @@ fn write(path: &Path, record: Record, artifact: &Artifact) {
 fn nonsense_with_valid_hashes_is_a_miss_or_a_refusal() {
     let place = Place::new();
     place.tune_small();
-    let bundle = Bundle::map(&place.path("cache/v6/snapshot.ftb")).unwrap();
+    let bundle = Bundle::map(&place.path("cache/v7/snapshot.ftb")).unwrap();
     let record = bundle.records().next().unwrap().unwrap().0;
     let artifact = bundle.artifact(&record.artifact).unwrap().unwrap();
     let problem = Problem::forward(DType::F32, 32, Mask::Causal.kind()).unwrap();
@@ -78,7 +78,7 @@ fn nonsense_with_valid_hashes_is_a_miss_or_a_refusal() {
             }
         }
         // On its way into other bundles and caches.
-        let needed = Validity::new(record.key.device.arch, engine.templates());
+        let needed = Needed::new(record.key.device.arch, engine.templates());
         let dir = CacheDir::at(place.path("imported"));
         let layers = Layers::open(&dir, std::slice::from_ref(&path), None).map(|l| l.rivals(&needed, &record.key));
         drop(layers);
@@ -129,7 +129,7 @@ fn nonsense_with_valid_hashes_is_a_miss_or_a_refusal() {
         import(
             &path,
             &CacheDir::at(place.cache()),
-            &Validity::new(record.key.device.arch, &flashtune::codegen::TemplateSet::embedded()),
+            &Needed::new(record.key.device.arch, &flashtune::codegen::TemplateSet::embedded()),
             false,
             &trust
         )

@@ -131,7 +131,7 @@ fn sixty_four_processes_tune_a_problem_once() {
         let distinct: BTreeSet<_> = compiled.iter().collect();
         assert!(compiled.len() <= 3 && distinct.len() == compiled.len(), "{compiled:?}");
         // Nobody left anything behind.
-        let left = |folder: &str| std::fs::read_dir(place.cache().join("v6").join(folder)).map_or(0, |d| d.count());
+        let left = |folder: &str| std::fs::read_dir(place.cache().join("v7").join(folder)).map_or(0, |d| d.count());
         assert_eq!((left("claims"), left("jobs")), (0, 0));
         Some(())
     });
@@ -219,7 +219,7 @@ fn the_next_one_goes_on_where_a_killed_tuner_was() {
         let before = compiler.compiled().len();
         // Whoever holds a claim writes its number into it.
         let next = format!("{}\n", second.id());
-        let claims = place.cache().join("v6/claims");
+        let claims = place.cache().join("v7/claims");
         let has_it = |path: PathBuf| std::fs::read_to_string(path).is_ok_and(|holder| holder == next);
         until("the second one's claim", || {
             std::fs::read_dir(&claims).is_ok_and(|dir| dir.flatten().any(|entry| has_it(entry.path())))

@@ -24,6 +24,7 @@ pub fn artifact(kernel: &Kernel, body: u8) -> Artifact {
             abi: abi::ABI_VERSION,
         },
         entry: "entry".into(),
+        args: abi::ArgsLayout::of(kernel),
         facts: Facts::default(),
         bytes: vec![body; 64],
     }

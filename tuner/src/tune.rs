@@ -141,7 +141,7 @@ impl Tuning<'_> {
             finalists: finalists(candidates, &measured),
             provenance: Provenance {
                 flashtune: env!("CARGO_PKG_VERSION").to_owned(),
-                templates: self.templates.hash().to_owned(),
+                templates: self.templates.hash_of(winner.kernel.schedule.family()).to_owned(),
                 compiler,
                 unix_time: found,
                 shape: self.job.shape,
@@ -194,7 +194,7 @@ impl Tuning<'_> {
             };
             Trial {
                 schedule: candidate.kernel.schedule,
-                templates: self.templates.hash().to_owned(),
+                templates: self.templates.hash_of(candidate.kernel.schedule.family()).to_owned(),
                 compiler: compiler.to_owned(),
                 artifact: candidate.artifact.as_ref().map(|a| a.recipe.key()),
                 result,

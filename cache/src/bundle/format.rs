@@ -1,15 +1,20 @@
 //! Header and index entries as bytes.
+//!
+//! A header begins with magic, format version, its own length and that of an index entry. A later build may write longer
+//! ones, whose first bytes mean the same.
 
 /// First bytes of every bundle.
 pub const MAGIC: &[u8; 8] = b"FTBUNDLE";
 /// Version of the layout, and of the records inside.
-pub const FORMAT: u32 = 9;
-/// Size of the header in bytes.
+pub const FORMAT: u32 = 10;
+/// Size of the header in bytes, as this build writes it and at least.
 pub const HEADER: usize = 136;
-/// Size of one index entry in bytes.
+/// Size of one index entry in bytes, as this build writes it and at least.
 pub const ENTRY: usize = 88;
-/// The part of the header that the root hash covers; the root hash itself follows.
-const HASHED: usize = 104;
+/// More than any build will need.
+const LARGEST: usize = 4096;
+/// Where the root hash stands: over all bytes of the header but these.
+const ROOT: std::ops::Range<usize> = 104..136;
 
 /// Where everything is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +52,8 @@ impl Header {
         let mut bytes = [0; HEADER];
         bytes[..8].copy_from_slice(MAGIC);
         bytes[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+        bytes[12..14].copy_from_slice(&(HEADER as u16).to_le_bytes());
+        bytes[14..16].copy_from_slice(&(ENTRY as u16).to_le_bytes());
         let numbers = [
             self.total,
             self.manifest.0,
@@ -61,7 +68,7 @@ impl Header {
         }
         bytes[72..104].copy_from_slice(&self.manifest_hash);
         let root = root_hash(&bytes, indexes);
-        bytes[HASHED..].copy_from_slice(&root);
+        bytes[ROOT].copy_from_slice(&root);
         bytes
     }
 
@@ -78,17 +85,23 @@ impl Header {
     }
 }
 
-/// The hash over the header and the indexes.
-pub fn root_hash(header: &[u8; HEADER], indexes: &[u8]) -> [u8; 32] {
-    let mut h = blake3::Hasher::new_derive_key("flashtune bundle root 1");
-    h.update(&header[..HASHED]);
-    h.update(indexes);
+/// The lengths of the header and of an index entry; nothing where no build would write such.
+pub fn widths(bytes: &[u8; HEADER]) -> Option<(usize, usize)> {
+    let n = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+    let (header, entry) = (n(12), n(14));
+    ((HEADER..=LARGEST).contains(&header) && (ENTRY..=LARGEST).contains(&entry)).then_some((header, entry))
+}
+
+/// The hash over a whole header and the indexes.
+pub fn root_hash(header: &[u8], indexes: &[u8]) -> [u8; 32] {
+    let mut h = blake3::Hasher::new_derive_key("flashtune bundle root 2");
+    h.update(&header[..ROOT.start]).update(&header[ROOT.end..]).update(indexes);
     *h.finalize().as_bytes()
 }
 
 /// The root hash that a header states.
 pub fn stated_root(header: &[u8; HEADER]) -> [u8; 32] {
-    hash_at(header, HASHED)
+    hash_at(header, ROOT.start)
 }
 
 impl Entry {
@@ -103,7 +116,7 @@ impl Entry {
         bytes
     }
 
-    /// Reads an entry of exactly [`ENTRY`] bytes.
+    /// Reads an entry of at least [`ENTRY`] bytes.
     pub fn decode(bytes: &[u8]) -> Self {
         Self {
             key: hash_at(bytes, 0),
@@ -138,6 +151,7 @@ mod tests {
         };
         let bytes = header.encode(b"index");
         assert_eq!(Header::decode(&bytes), header);
+        assert_eq!(widths(&bytes), Some((HEADER, ENTRY)));
         assert_eq!(stated_root(&bytes), root_hash(&bytes, b"index"));
         assert_ne!(stated_root(&bytes), root_hash(&bytes, b"other"));
         let entry = Entry { key: [1; 32], offset: 1 << 33, length: 9, hash: [2; 32], set: 3 };

@@ -1,10 +1,9 @@
 //! What a bundle says about itself.
 
 use crate::Validity;
-use flashtune_codegen::Arch;
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+use serde::{Deserialize, Serialize};
 
-/// The manifest, kept as JSON so that any tool can read it.
+/// The manifest, kept as JSON so that any tool can read it. What a later build adds is left alone.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// Version of flashtune that wrote the bundle.
@@ -15,13 +14,14 @@ pub struct Manifest {
     pub sets: Vec<BundleSet>,
 }
 
-/// The part of a bundle that is made for one arch, template set and ABI.
+/// The part of a bundle that is made for one arch, of one family's templates and one ABI.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BundleSet {
-    /// Code-generation target, by name.
-    #[serde(serialize_with = "arch_name", deserialize_with = "arch_of_name")]
-    pub arch: Arch,
-    /// Hash of the template set.
+    /// Code-generation target, by name: one of a later build may be among them.
+    pub arch: String,
+    /// Kernel family, by name: likewise.
+    pub family: String,
+    /// Hash of the family's templates.
     pub templates: String,
     /// Version of the kernels' argument struct and entry points.
     pub abi: u32,
@@ -32,16 +32,11 @@ pub struct BundleSet {
 }
 
 impl BundleSet {
-    /// Its validity fields.
-    pub fn validity(&self) -> Validity {
-        Validity { arch: self.arch, templates: self.templates.clone(), abi: self.abi }
+    /// Its validity fields; what this build does not know otherwise.
+    pub fn validity(&self) -> Result<Validity, String> {
+        let (arch, family) = (self.arch.parse(), self.family.parse());
+        let arch = arch.map_err(|_| format!("unknown arch `{}`", self.arch))?;
+        let family = family.map_err(|_| format!("unknown family `{}`", self.family))?;
+        Ok(Validity { arch, family, templates: self.templates.clone(), abi: self.abi })
     }
-}
-
-fn arch_name<S: Serializer>(arch: &Arch, s: S) -> Result<S::Ok, S::Error> {
-    s.collect_str(arch)
-}
-
-fn arch_of_name<'de, D: Deserializer<'de>>(d: D) -> Result<Arch, D::Error> {
-    String::deserialize(d)?.parse().map_err(D::Error::custom)
 }

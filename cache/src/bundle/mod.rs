@@ -1,14 +1,18 @@
 //! One immutable file of records and artifacts: what readers map and what ships.
 //!
 //! ```text
-//! 0    header            fixed size, see `format`; ends with the root hash
-//! 136  artifact blobs    postcard, in order of their recipe keys
-//!      record blobs      postcard, in order of the hashes of their keys
-//!      manifest          JSON: version, creation time, and what is inside for which arch, template set and ABI
-//!      record index      sorted, fixed width: key hash, offset, length, blob hash, set
+//! 0    header            see `format`: says how long it and an index entry are, and the root hash
+//! 136  artifact blobs    see `encoding`, in order of their recipe keys
+//!      record blobs      the same, in order of the hashes of their keys
+//!      manifest          JSON: version, creation time, and what is inside for which arch, family, templates and ABI
+//!      record index      sorted, of one width: key hash, offset, length, blob hash, set
 //!      artifact index    the same, by recipe key
 //!      signature         only of signed ones: see `signature`
 //! ```
+//!
+//! Later builds may add to all of it without another format: fields of values and of the manifest by their names, fields of
+//! the header and of index entries at their ends. What of it this build does not know it leaves alone; an entry that it
+//! cannot understand it refuses, and that entry alone.
 //!
 //! The root hash covers the header, which holds the manifest's hash, and both indexes, which hold every blob's hash: so
 //! it names the whole content. Offsets are 64-bit, integers little-endian. The same content gives the same bytes; the

@@ -1,13 +1,13 @@
 //! Reading a bundle: nothing in the bytes is trusted.
 
-use super::format::{ENTRY, Entry, FORMAT, HEADER, Header, MAGIC, root_hash, stated_root};
+use super::format::{Entry, FORMAT, HEADER, Header, MAGIC, root_hash, stated_root, widths};
 use super::signature::{TRAILER, verify};
-use super::{Manifest, PublicKey, SecretKey};
+use super::{BundleSet, Manifest, PublicKey, SecretKey};
+use crate::encoding::{Undecodable, decode};
 use crate::files::decode_artifact;
 use crate::publish::publish_file;
 use crate::regular;
-use crate::{Artifact, Error, Key, Record, RecordKey, Result, Validity};
-use serde::de::DeserializeOwned;
+use crate::{Artifact, Error, Key, Needed, Record, RecordKey, Result, Validity};
 use std::fs::{File, Metadata};
 use std::ops::Range;
 use std::path::Path;
@@ -17,8 +17,8 @@ pub struct Bundle {
     name: String,
     data: Data,
     manifest: Manifest,
-    /// The validity fields of each set of the manifest.
-    validities: Vec<Validity>,
+    /// The validity fields of each set of the manifest, or what of them only another build knows.
+    validities: Vec<Result<Validity, String>>,
     root: [u8; 32],
     signer: Option<PublicKey>,
     /// The indexes, sorted by key. Copies: what lies in the file may change after it was checked.
@@ -107,6 +107,8 @@ impl Bundle {
             });
         }
         let header = Header::decode(&header_bytes);
+        let (header_width, entry_width) = widths(&header_bytes).ok_or_else(|| bad("its header has no such length"))?;
+        let whole_header = bytes.get(..header_width).ok_or_else(|| bad("it is shorter than its header says"))?.to_vec();
         let end = usize::try_from(header.total).ok().filter(|end| *end <= bytes.len());
         let Some((content, trailer)) = end.and_then(|end| bytes.split_at_checked(end)) else {
             return Err(bad(&format!("it has {} bytes, but its header says {}", bytes.len(), header.total)));
@@ -117,7 +119,7 @@ impl Bundle {
             more => return Err(bad(&format!("it has {more} bytes more than its header says"))),
         };
         let index = |(offset, count): (u64, u64)| {
-            let length = count.checked_mul(ENTRY as u64)?;
+            let length = count.checked_mul(entry_width as u64)?;
             range(content, offset, length)
         };
         let records = index(header.records).ok_or_else(|| bad("its record index lies outside of the file"))?;
@@ -126,7 +128,7 @@ impl Bundle {
             return Err(bad("its indexes are not at its end"));
         }
         let indexes = content[records.start..].to_vec();
-        let root = root_hash(&header_bytes, &indexes);
+        let root = root_hash(&whole_header, &indexes);
         if stated_root(&header_bytes) != root {
             return Err(bad("its root hash does not match"));
         }
@@ -142,7 +144,7 @@ impl Bundle {
         // The root hash says that the indexes are as written, not that the writer was sane.
         let (records, artifacts) = indexes.split_at(records.len());
         let check = |part: &[u8]| {
-            let entries: Vec<Entry> = part.chunks_exact(ENTRY).map(Entry::decode).collect();
+            let entries: Vec<Entry> = part.chunks_exact(entry_width).map(Entry::decode).collect();
             if !entries.is_sorted_by(|a, b| a.key < b.key) {
                 return Err(bad("its index is not sorted"));
             }
@@ -155,7 +157,7 @@ impl Bundle {
             Ok(entries)
         };
         let (records, artifacts) = (check(records)?, check(artifacts)?);
-        let validities = manifest.sets.iter().map(|s| s.validity()).collect();
+        let validities = manifest.sets.iter().map(BundleSet::validity).collect();
         Ok(Self { name, manifest, validities, root, signer, records, artifacts, data })
     }
 
@@ -194,10 +196,10 @@ impl Bundle {
     ///
     /// # Errors
     /// [`Error::Mismatch`] names the first field that no part of the bundle matches.
-    pub fn check(&self, needed: &Validity) -> Result<()> {
+    pub fn check(&self, needed: &Needed) -> Result<()> {
         let order = |field: &str| ["arch", "templates", "abi"].iter().position(|f| *f == field);
         let mut closest = None;
-        for set in &self.validities {
+        for set in self.validities.iter().flatten() {
             let Some(difference) = needed.difference(set) else { return Ok(()) };
             // A later field means that the earlier ones match.
             let depth = order(difference.field);
@@ -206,12 +208,16 @@ impl Bundle {
             }
         }
         let Some((_, difference)) = closest else {
-            return Err(damaged(&self.name, "it is whole, but nothing is inside"));
+            return Err(match self.validities.iter().find_map(|set| set.as_ref().err()) {
+                Some(unknown) => Error::Foreign { name: self.name.clone(), message: unknown.clone() },
+                None => damaged(&self.name, "it is whole, but nothing is inside"),
+            });
         };
         // Name every value that the bundle has for the field, so that the answer is complete.
         let mut found: Vec<String> = self
             .validities
             .iter()
+            .flatten()
             .filter_map(|s| needed.difference(s))
             .filter(|d| d.field == difference.field)
             .map(|d| d.found)
@@ -229,14 +235,15 @@ impl Bundle {
     /// The record of a key.
     ///
     /// # Errors
-    /// [`Error::Damaged`] when its bytes fail a check.
+    /// [`Error::Damaged`] when its bytes fail a check, [`Error::Foreign`] when only another build understands it.
     pub fn record(&self, key: &RecordKey) -> Result<Option<Record>> {
         find(&self.records, &key.key()).map(|e| self.take_record(e)).transpose()
     }
 
-    /// All records with their validity fields, in the order of the index.
+    /// All records with their validity fields, in the order of the index; each that fails a check with its own error, as
+    /// [`Bundle::record`] gives it.
     pub fn records(&self) -> impl Iterator<Item = Result<(Record, &Validity)>> {
-        self.records.iter().map(|e| Ok((self.take_record(e)?, &self.validities[e.set as usize])))
+        self.records.iter().map(|e| Ok((self.take_record(e)?, self.set(e, "record")?)))
     }
 
     /// The keys of all artifacts.
@@ -247,14 +254,13 @@ impl Bundle {
     /// The artifact of a recipe key, verified.
     ///
     /// # Errors
-    /// [`Error::Damaged`] when its bytes fail a check.
+    /// As [`Bundle::record`].
     pub fn artifact(&self, key: &Key) -> Result<Option<Artifact>> {
         let Some(entry) = find(&self.artifacts, key) else { return Ok(None) };
+        let set = self.set(entry, "artifact")?;
         let bytes = self.blob(entry)?;
-        let artifact = decode_artifact(&bytes, key).map_err(|m| self.bad_blob("artifact", key, m))?;
-        let recipe = &artifact.recipe;
-        let own = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
-        if own != self.validities[entry.set as usize] {
+        let artifact = decode_artifact(&bytes, key).map_err(|e| self.undecodable("artifact", key, e))?;
+        if Validity::of(&artifact.recipe) != *set {
             return Err(self.bad_blob("artifact", key, "it belongs to another set than the index says"));
         }
         Ok(Some(artifact))
@@ -262,13 +268,13 @@ impl Bundle {
 
     fn take_record(&self, entry: &Entry) -> Result<Record> {
         let key = Key(entry.key);
-        let record: Record =
-            decode(&self.blob(entry)?).ok_or_else(|| self.bad_blob("record", &key, "its content cannot be decoded"))?;
+        let set = self.set(entry, "record")?;
+        let record: Record = decode(&self.blob(entry)?).map_err(|e| self.undecodable("record", &key, e))?;
         if record.key.key() != key {
             return Err(self.bad_blob("record", &key, "it belongs to another key"));
         }
-        let set = &self.validities[entry.set as usize];
-        if record.key.device.arch != set.arch || record.provenance.templates != set.templates {
+        let own = (record.key.device.arch, record.schedule.family(), &record.provenance.templates);
+        if own != (set.arch, set.family, &set.templates) {
             return Err(self.bad_blob("record", &key, "it belongs to another set than the index says"));
         }
         Ok(record)
@@ -283,6 +289,21 @@ impl Bundle {
             return Err(self.bad_blob("entry", &Key(entry.key), "its content does not match its hash"));
         }
         Ok(copy)
+    }
+
+    /// The validity fields of an entry's set.
+    fn set(&self, entry: &Entry, what: &str) -> Result<&Validity> {
+        let set = self.validities[entry.set as usize].as_ref();
+        set.map_err(|unknown| self.undecodable(what, &Key(entry.key), Undecodable::Foreign(unknown.clone())))
+    }
+
+    fn undecodable(&self, what: &str, key: &Key, e: Undecodable) -> Error {
+        match e {
+            Undecodable::Damaged(check) => self.bad_blob(what, key, check),
+            Undecodable::Foreign(_) => {
+                Error::Foreign { name: self.name.clone(), message: format!("{what} {}: {e}", &key.hex()[..12]) }
+            }
+        }
     }
 
     fn bad_blob(&self, what: &str, key: &Key, message: &str) -> Error {
@@ -315,12 +336,6 @@ pub fn sign_bundle(path: &Path, key: &SecretKey) -> Result<Key> {
 /// The entry of a key in a sorted index.
 fn find<'a>(index: &'a [Entry], key: &Key) -> Option<&'a Entry> {
     index.binary_search_by(|e| e.key.cmp(&key.0)).ok().map(|i| &index[i])
-}
-
-/// Decodes a value that must fill its bytes.
-fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
-    let (value, rest) = postcard::take_from_bytes(bytes).ok()?;
-    rest.is_empty().then_some(value)
 }
 
 /// A range inside the file, or nothing.

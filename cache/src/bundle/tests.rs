@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::BundleContents;
+use crate::bundle::format::ENTRY;
 use crate::testing::{arch, artifact, record, validity};
 use crate::{SecretKey, Trust};
 use flashtune_codegen::{Arch, CpuIsa};
@@ -39,7 +40,10 @@ fn everything_put_in_comes_out() {
     assert_eq!(b.artifact(&artifact(7).recipe.key()).unwrap(), None);
     assert_eq!(b.records().map(|r| r.unwrap()).filter(|(_, v)| **v == validity()).count(), 4);
     let set = &b.manifest().sets[0];
-    assert_eq!((b.manifest().created, set.records, set.artifacts, set.arch), (7, 4, 3, arch()));
+    assert_eq!(
+        (b.manifest().created, set.records, &*set.arch, &*set.family),
+        (7, 4, &*arch().to_string(), "forward/cpu")
+    );
 }
 
 #[test]
@@ -57,14 +61,14 @@ fn a_record_whose_artifact_is_gone_stays() {
         BundleContents { records: vec![record(128, 1)], artifacts: vec![], load: &mut none, created: 0 }.to_bytes();
     let b = Bundle::from_bytes("b", bytes).unwrap();
     assert_eq!((b.record_count(), b.artifact_count()), (1, 0));
-    assert!(b.check(&validity()).is_ok());
+    assert!(b.check(&validity().into()).is_ok());
 }
 
 #[test]
 fn an_empty_bundle_opens_and_serves_nobody() {
     let b = Bundle::from_bytes("b", contents(vec![], 0)).unwrap();
     assert_eq!((b.record_count(), b.artifact_count()), (0, 0));
-    assert!(b.check(&validity()).is_err());
+    assert!(b.check(&validity().into()).is_err());
 }
 
 #[test]
@@ -84,11 +88,11 @@ fn files_are_mapped_and_bad_ones_named() {
 #[test]
 fn a_foreign_bundle_is_refused_by_field() {
     let b = Bundle::from_bytes("b", sample()).unwrap();
-    let field = |v: Validity| match b.check(&v) {
+    let field = |v: Validity| match b.check(&v.into()) {
         Err(Error::Mismatch { field, found, expected, .. }) => (field, found, expected),
         other => panic!("{other:?}"),
     };
-    assert!(b.check(&validity()).is_ok());
+    assert!(b.check(&validity().into()).is_ok());
     let other = Arch::Cpu(CpuIsa::Amx);
     assert_eq!(field(Validity { arch: other, ..validity() }), ("arch", arch().to_string(), "cpu-amx".into()));
     assert_eq!(field(Validity { templates: "ff".into(), ..validity() }).0, "templates");
@@ -215,7 +219,7 @@ fn answers_are_true(bytes: Vec<u8>) {
             assert_eq!(a, artifact(n));
         }
     }
-    let _ = b.check(&validity());
+    let _ = b.check(&validity().into());
 }
 
 proptest! {
@@ -310,4 +314,76 @@ proptest! {
         bytes.extend(std::iter::repeat_n(0, extra));
         answers_are_true(bytes);
     }
+}
+
+/// A bundle with its root made to fit.
+fn rooted(mut bytes: Vec<u8>) -> Vec<u8> {
+    let header = Header::decode(bytes.first_chunk().unwrap());
+    let fixed = header.encode(&bytes[header.records.0 as usize..]);
+    bytes[..HEADER].copy_from_slice(&fixed);
+    bytes
+}
+
+#[test]
+fn an_entry_of_a_newer_build_is_refused_alone_and_said_to_be_so() {
+    // One field of one record has a name that nobody knows here.
+    let mut bytes = sample();
+    let header = Header::decode(bytes.first_chunk().unwrap());
+    let first = header.records.0 as usize;
+    let entry = Entry::decode(&bytes[first..]);
+    let blob = entry.offset as usize..(entry.offset + entry.length) as usize;
+    let name = bytes[blob.clone()].windows(9).position(|w| w == b"unroll_kv").unwrap();
+    bytes[blob.start + name + 8] = b'w';
+    let hash = *blake3::hash(&bytes[blob]).as_bytes();
+    bytes[first + 48..first + 80].copy_from_slice(&hash);
+    let b = Bundle::from_bytes("b", rooted(bytes)).unwrap();
+    let refused: Vec<Error> = b.records().filter_map(Result::err).collect();
+    assert!(matches!(&refused[..], [Error::Foreign { .. }]), "{refused:?}");
+    let e = refused[0].to_string();
+    assert!(e.contains("unroll_kw") && e.contains("newer"), "{e}");
+    assert_eq!(b.records().filter(Result::is_ok).count(), 3);
+    assert!(b.check(&validity().into()).is_ok());
+
+    // All of them are of an arch that is not known yet.
+    let mut bytes = sample();
+    let at = bytes.windows(10).position(|w| w == b"\"cpu-avx2\"").unwrap();
+    bytes[at + 8] = b'9';
+    let (offset, length) = header.manifest;
+    let hash = *blake3::hash(&bytes[offset as usize..(offset + length) as usize]).as_bytes();
+    bytes[72..104].copy_from_slice(&hash);
+    let b = Bundle::from_bytes("b", rooted(bytes)).unwrap();
+    assert_eq!((b.record_count(), b.records().filter(|r| matches!(r, Err(Error::Foreign { .. }))).count()), (4, 4));
+    assert!(matches!(b.artifact(&artifact(1).recipe.key()), Err(Error::Foreign { .. })));
+    assert!(matches!(b.check(&validity().into()), Err(Error::Foreign { .. })));
+}
+
+#[test]
+fn headers_and_entries_may_grow() {
+    let (old, more) = (sample(), 8);
+    let mut header = Header::decode(old.first_chunk().unwrap());
+    let index = header.records.0 as usize;
+    let mut wide = Vec::new();
+    for entry in old[index..].chunks_exact(ENTRY) {
+        let entry = Entry::decode(entry);
+        wide.extend_from_slice(&Entry { offset: entry.offset + more, ..entry }.encode());
+        wide.extend_from_slice(b"more of it");
+    }
+    header.manifest.0 += more;
+    header.records.0 += more;
+    header.artifacts.0 = header.records.0 + header.records.1 * (ENTRY as u64 + 10);
+    header.total = header.records.0 + wide.len() as u64;
+    let mut bytes = header.encode(&[]).to_vec();
+    bytes.extend_from_slice(&[7; 8]);
+    bytes[12..14].copy_from_slice(&(HEADER as u16 + 8).to_le_bytes());
+    bytes[14..16].copy_from_slice(&(ENTRY as u16 + 10).to_le_bytes());
+    let root = root_hash(&bytes, &wide);
+    bytes[104..136].copy_from_slice(&root);
+    bytes.extend_from_slice(&old[HEADER..index]);
+    bytes.extend_from_slice(&wide);
+    let b = Bundle::from_bytes("b", bytes.clone()).unwrap();
+    assert_eq!(b.records().filter(Result::is_ok).count(), 4);
+    assert_eq!(b.artifact(&artifact(2).recipe.key()).unwrap(), Some(artifact(2)));
+    // What was added is part of what is hashed, and signed.
+    bytes[140] ^= 1;
+    assert!(matches!(Bundle::from_bytes("b", bytes), Err(Error::Damaged { .. })));
 }

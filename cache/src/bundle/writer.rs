@@ -2,6 +2,7 @@
 
 use super::format::{Entry, HEADER, Header};
 use super::{BundleSet, Manifest};
+use crate::encoding::encode;
 use crate::folder::Folder;
 use crate::publish::{Sink, publish_file};
 use crate::{Artifact, Error, Key, Record, Result, Validity};
@@ -85,15 +86,15 @@ impl BundleContents<'_> {
         let mut abi = BTreeMap::new();
         for key in wanted {
             let Some(artifact) = (self.load)(&key) else { continue };
-            let recipe = &artifact.recipe;
-            let validity = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
-            abi.insert(key, recipe.abi);
+            let validity = Validity::of(&artifact.recipe);
+            abi.insert(key, validity.abi);
             artifacts.push((blobs.put(key, &artifact)?, validity));
         }
         let mut record_entries = Vec::new();
         for (key, record) in &records {
             let validity = Validity {
                 arch: record.key.device.arch,
+                family: record.schedule.family(),
                 templates: record.provenance.templates.clone(),
                 // A record whose artifact is gone still names a schedule, which this build would compile.
                 abi: abi.get(&record.artifact).copied().unwrap_or(ABI_VERSION),
@@ -101,15 +102,17 @@ impl BundleContents<'_> {
             record_entries.push((blobs.put(*key, record)?, validity));
         }
 
+        let counts = counts(&record_entries, &artifacts);
         let manifest = Manifest {
             flashtune: env!("CARGO_PKG_VERSION").to_owned(),
             created: self.created,
-            sets: sets(&record_entries, &artifacts),
+            sets: counts.iter().map(set).collect(),
         };
-        let validities: Vec<Validity> = manifest.sets.iter().map(BundleSet::validity).collect();
+        let validities: Vec<&Validity> = counts.keys().copied().collect();
         let mut index = Vec::new();
-        for (mut entry, validity) in record_entries.iter().chain(&artifacts).cloned() {
-            entry.set = validities.binary_search(&validity).expect("every validity is in the manifest") as u32;
+        for (entry, validity) in record_entries.iter().chain(&artifacts) {
+            let set = validities.binary_search(&validity).expect("every validity is in the manifest");
+            let entry = Entry { set: set as u32, ..*entry };
             index.extend_from_slice(&entry.encode());
         }
         let text = serde_json::to_vec_pretty(&manifest).expect("the manifest is plain data");
@@ -133,25 +136,23 @@ impl BundleContents<'_> {
     }
 }
 
-/// What stands in the file, counted by validity, in its order.
-fn sets(records: &[(Entry, Validity)], artifacts: &[(Entry, Validity)]) -> Vec<BundleSet> {
-    let mut counts: BTreeMap<&Validity, (u64, u64)> = BTreeMap::new();
-    for (_, v) in records {
-        counts.entry(v).or_default().0 += 1;
-    }
-    for (_, v) in artifacts {
-        counts.entry(v).or_default().1 += 1;
+/// Records and artifacts of each validity, in its order.
+fn counts<'a>(
+    records: &'a [(Entry, Validity)],
+    artifacts: &'a [(Entry, Validity)],
+) -> BTreeMap<&'a Validity, [u64; 2]> {
+    let mut counts = BTreeMap::new();
+    for (kind, entries) in [records, artifacts].into_iter().enumerate() {
+        for (_, validity) in entries {
+            counts.entry(validity).or_insert([0; 2])[kind] += 1;
+        }
     }
     counts
-        .into_iter()
-        .map(|(v, (records, artifacts))| BundleSet {
-            arch: v.arch,
-            templates: v.templates.clone(),
-            abi: v.abi,
-            records,
-            artifacts,
-        })
-        .collect()
+}
+
+fn set((v, [records, artifacts]): (&&Validity, &[u64; 2])) -> BundleSet {
+    let (arch, family, templates) = (v.arch.to_string(), v.family.to_string(), v.templates.clone());
+    BundleSet { arch, family, templates, abi: v.abi, records: *records, artifacts: *artifacts }
 }
 
 /// The growing part of the file.
@@ -163,7 +164,7 @@ struct Blobs<'a> {
 impl Blobs<'_> {
     /// Appends a value; the entry's set is filled in later.
     fn put<T: serde::Serialize>(&mut self, key: Key, value: &T) -> std::io::Result<Entry> {
-        let bytes = postcard::to_stdvec(value).expect("stored values are plain structs, which always encode");
+        let bytes = encode(value);
         self.out.write_all(&bytes)?;
         let entry = Entry {
             key: key.0,

@@ -3,7 +3,7 @@
 use super::*;
 use crate::testing::{TEMPLATES, arch, artifact, device, problem, record, schedule, shape, validity};
 use crate::{BundleContents, DeviceFingerprint, Launches, SecretKey, Store, sign_bundle};
-use flashtune_codegen::{Arch, CpuIsa, DType, MaskKind, ShapeBucket};
+use flashtune_codegen::{Arch, CpuIsa, DType, Family, MaskKind, ShapeBucket};
 
 fn bundle(records: Vec<Record>) -> Vec<u8> {
     let mut load = |key: &Key| (0..8).map(artifact).find(|a| a.recipe.key() == *key);
@@ -24,7 +24,7 @@ fn wanted(len: u32) -> RecordKey {
 }
 
 fn find(layers: &Layers, len: u32) -> Found {
-    layers.find(&validity(), &wanted(len))
+    layers.find(&validity().into(), &wanted(len))
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn exact_comes_before_near_and_near_before_other_devices() {
     assert_eq!(found.matches[1].quality, MatchQuality::NearestShape { distance: 3.0 });
     assert!(matches!(found.matches[3].quality, MatchQuality::OtherDevice { .. }) && found.refusals.is_empty());
     let other = flashtune_codegen::Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
-    assert!(layers.find(&validity(), &RecordKey { problem: other, ..wanted(512) }).matches.is_empty());
+    assert!(layers.find(&validity().into(), &RecordKey { problem: other, ..wanted(512) }).matches.is_empty());
     // Reading made nothing.
     assert!(!dir.base().exists());
 }
@@ -58,7 +58,7 @@ fn what_was_measured_for_the_other_way_of_launching_serves_and_is_told_from_an_a
     let embedded = leak(bundle(vec![graph(512, 1), record(512, 2), graph(1024, 3), record(1024, 4), graph(2048, 5)]));
     let layers = Layers::open(&CacheDir::at(tmp.path()), &[], Some(embedded)).unwrap();
     let order = |len, launches| {
-        let found = layers.find(&validity(), &RecordKey { launches, ..wanted(len) });
+        let found = layers.find(&validity().into(), &RecordKey { launches, ..wanted(len) });
         found.matches.iter().map(|m| (m.record.schedule, m.quality)).collect::<Vec<_>>()
     };
     let (eager, for_graphs) = (order(512, Launches::Eager), order(512, Launches::Graph));
@@ -85,7 +85,7 @@ fn what_a_result_of_the_users_own_has_to_beat_is_what_the_layers_below_serve() {
     let layers = Layers::open_with(Some(&dir), &[named], Some(embedded), &trusting()).unwrap();
     assert_eq!(find(&layers, 512).matches[0].record.schedule, schedule(1), "the user's own goes first");
     // Not the user's own, not another size's, not what was never measured.
-    assert_eq!(layers.rivals(&validity(), &wanted(512)), [schedule(2)]);
+    assert_eq!(layers.rivals(&validity().into(), &wanted(512)), [schedule(2)]);
 }
 
 #[test]
@@ -106,11 +106,11 @@ fn records_of_another_template_set_arch_or_abi_are_refused_with_the_field() {
     refusals.sort();
     assert_eq!(refusals, [("arch", "cpu-amx", 1), ("templates", "old", 2)]);
     assert!(found.refusals.iter().all(|r| r.layer == EMBEDDED_LAYER && r.difference.expected.len() > 3));
-    let strict = Validity { abi: validity().abi + 1, ..validity() };
+    let strict: Needed = Validity { abi: validity().abi + 1, ..validity() }.into();
     let found = layers.find(&strict, &wanted(512));
     assert!(found.matches.is_empty() && found.refusals.iter().any(|r| r.difference.field == "abi"));
-    assert_eq!(strict.templates, TEMPLATES);
-    assert_eq!(strict.arch, arch());
+    assert_eq!(strict.templates(Family::ForwardCpu), TEMPLATES);
+    assert_eq!(strict.arch(), arch());
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn of_twelve_kinds_of_devices_each_is_served_by_its_own_and_refused_the_others_b
     let embedded = leak(bundle(all.iter().map(|arch| of(*arch)).collect()));
     let together = Layers::open(&CacheDir::at(tmp.path()), &[], Some(embedded)).unwrap();
     for here in &all {
-        let needed = Validity { arch: *here, ..validity() };
+        let needed = Validity { arch: *here, ..validity() }.into();
         let found = together.find(&needed, &of(*here).key);
         assert!(matches!(&found.matches[..], [one] if one.record.key.device.arch == *here), "{here}");
         // The others are named, each once, with what was found and what is needed.
@@ -264,7 +264,7 @@ fn of_twelve_kinds_of_devices_each_is_served_by_its_own_and_refused_the_others_b
         let contents = BundleContents { records: vec![of(*here)], artifacts: vec![], load: &mut |_| None, created: 0 };
         let alone = Bundle::from_bytes("one", contents.to_bytes()).unwrap();
         for there in &all {
-            let checked = alone.check(&Validity { arch: *there, ..validity() });
+            let checked = alone.check(&Validity { arch: *there, ..validity() }.into());
             match checked {
                 Ok(()) => assert_eq!(here, there),
                 Err(crate::Error::Mismatch { field, found, expected, .. }) => {

@@ -70,11 +70,6 @@ pub(crate) trait Fields: fmt::Display + Copy + Default + Ord {
     fn render(&self, constants: &mut Constants);
 }
 
-/// Whether a field has the default of its type.
-pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
-    *value == T::default()
-}
-
 /// How a field stands in the schedule's name: parts that are empty are left out, the others are joined by `-`.
 pub(crate) mod form {
     use std::fmt::Display;
@@ -128,7 +123,7 @@ macro_rules! schedule {
         pub struct $Schedule {
             $(
                 $(#[$doc])*
-                #[serde(default)]
+                #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
                 pub $field: $type,
             )*
         }

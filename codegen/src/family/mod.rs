@@ -21,6 +21,7 @@ pub use forward_naive::NaiveSchedule;
 pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
 pub use forward_sm90::{Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases, is_addressable, unaddressable};
 
+use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};
 use crate::traffic::Walk;
 use crate::{Arch, Constraint, Constraints, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
@@ -28,6 +29,7 @@ use fields::{Constants, Fields};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::num::NonZeroU32;
+use std::str::FromStr;
 
 /// What a family is for, beside others that compute the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +50,8 @@ pub(crate) trait KernelFamily: Fields {
     const OP: Op;
     /// What it is for.
     const PURPOSE: Purpose = Purpose::Fast;
+    /// The argument that its kernels take.
+    const ARGS: ArgsLayout = ArgsLayout::FORWARD;
     /// What callers should know who get a kernel of this family.
     fn notes(_problem: &Problem) -> Option<&'static str> {
         None
@@ -147,17 +151,17 @@ pub(crate) trait KernelFamily: Fields {
 
 /// Writes down the families: their ids, their schedules as one type, and what is asked of either.
 macro_rules! families {
-    ($( $(#[$doc:meta])* $Family:ident = $Variant:ident($Type:ty); )*) => {
-        /// A kernel family, by its id.
+    ($( $(#[$doc:meta])* $name:literal: $Family:ident = $Variant:ident($Type:ty); )*) => {
+        /// A kernel family, by its id. Stored by its name.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
         pub enum Family {
-            $( $(#[$doc])* $Family, )*
+            $( $(#[$doc])* #[serde(rename = $name)] $Family, )*
         }
 
-        /// A schedule of one of the families.
+        /// A schedule of one of the families, whose name its stored form begins with.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
         pub enum Schedule {
-            $( #[doc = concat!("For [`Family::", stringify!($Family), "`].")] $Variant($Type), )*
+            $( #[doc = concat!("For [`Family::", stringify!($Family), "`].")] #[serde(rename = $name)] $Variant($Type), )*
         }
 
         /// Evaluates an expression for the schedule, whichever family's it is.
@@ -204,13 +208,13 @@ macro_rules! families {
 // The fast ones of an arch before the slower ones: the first that supports a problem serves it while nothing is tuned.
 families! {
     /// wgmma and TMA, FlashAttention-3.
-    ForwardSm90 = Sm90(Sm90Schedule);
+    "forward/sm90": ForwardSm90 = Sm90(Sm90Schedule);
     /// mma.sync and cp.async, FlashAttention-2.
-    ForwardSm80 = Sm80(Sm80Schedule);
+    "forward/sm80": ForwardSm80 = Sm80(Sm80Schedule);
     /// C for the host processor.
-    ForwardCpu = Cpu(CpuSchedule);
+    "forward/cpu": ForwardCpu = Cpu(CpuSchedule);
     /// Plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
-    ForwardNaive = Naive(NaiveSchedule);
+    "forward/naive": ForwardNaive = Naive(NaiveSchedule);
 }
 
 impl Family {
@@ -240,6 +244,11 @@ impl Family {
     /// What it is for.
     pub const fn purpose(self) -> Purpose {
         of_family!(self, S, wrap => <S as KernelFamily>::PURPOSE)
+    }
+
+    /// The argument that its kernels take, as this build has it.
+    pub const fn args(self) -> ArgsLayout {
+        of_family!(self, S, wrap => <S as KernelFamily>::ARGS)
     }
 
     /// What callers should know who get a kernel of this family for the problem.
@@ -303,6 +312,15 @@ impl Family {
 impl fmt::Display for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+impl FromStr for Family {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let known = Family::ALL.into_iter().find(|family| family.name() == s);
+        known.ok_or_else(|| Error::parse("family", s, Family::ALL.map(Family::name).join(", ")))
     }
 }
 
@@ -435,6 +453,7 @@ mod tests {
     fn families_are_known_by_their_names_and_by_their_last_parts() {
         for family in Family::ALL {
             assert_eq!(Family::by_name(family.name()), Some(family));
+            assert_eq!(serde_json::to_string(&family).unwrap(), format!("{:?}", family.name()));
             let (op, short) = family.name().split_once('/').unwrap();
             assert_eq!((op, Family::by_name(short)), (family.op().name(), Some(family)));
             assert!(family.template().starts_with(family.name()), "{family}");

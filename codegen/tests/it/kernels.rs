@@ -138,7 +138,7 @@ fn rendering_is_complete_and_deterministic() {
         for left_over in ["@{", "}@", "<%", "%>", "<#"] {
             assert!(!source.text.contains(left_over), "{} has {left_over}", source.name);
         }
-        assert!(source.text.contains(&source.name) && source.text.contains(a.hash()));
+        assert!(source.text.contains(&source.name) && source.text.contains(a.hash_of(family)));
         assert!(source.text.contains(&source.entry), "{}", source.entry);
     }
 }

@@ -32,7 +32,8 @@ fn module(device: &dyn Device, text: &str, mask: MaskKind) -> Arc<dyn Module> {
         compiler: compiler.id().clone(),
         abi: ABI_VERSION,
     };
-    device.load(&flashtune_cache::Artifact { recipe, entry: source.entry, facts, bytes }).unwrap()
+    let args = flashtune_codegen::abi::ArgsLayout::of(&recipe.kernel);
+    device.load(&flashtune_cache::Artifact { recipe, args, entry: source.entry, facts, bytes }).unwrap()
 }
 
 fn shape(mask: Mask) -> Shape {

@@ -30,7 +30,7 @@ pub fn compiler_for(arch: Arch) -> Result<Arc<dyn Compiler>> {
 pub fn recipe(kernel: &Kernel, templates: &TemplateSet, compiler: &CompilerId) -> Recipe {
     Recipe {
         kernel: *kernel,
-        templates: templates.hash().to_owned(),
+        templates: templates.hash_of(kernel.schedule.family()).to_owned(),
         options: kernel.compile_options(),
         compiler: compiler.clone(),
         abi: abi::ABI_VERSION,
@@ -46,5 +46,6 @@ pub fn compile(kernel: &Kernel, templates: &TemplateSet) -> Result<Artifact> {
 pub fn compile_with(compiler: &dyn Compiler, kernel: &Kernel, templates: &TemplateSet) -> Result<Artifact> {
     let source = kernel.render(templates)?;
     let (bytes, facts) = compiler.compile(&source)?;
-    Ok(Artifact { recipe: recipe(kernel, templates, compiler.id()), entry: source.entry, facts, bytes })
+    let (recipe, args) = (recipe(kernel, templates, compiler.id()), abi::ArgsLayout::of(kernel));
+    Ok(Artifact { recipe, entry: source.entry, args, facts, bytes })
 }

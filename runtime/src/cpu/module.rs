@@ -52,6 +52,7 @@ impl CpuModule {
             message: format!("{}: {message}", kernel.name()),
             remedy: "compile the kernel again on this machine (tune, or remove it from the cache)",
         };
+        artifact.args.check(&kernel)?;
         // The loader trusts the headers of a library.
         elf::check(&artifact.bytes).map_err(|why| failed("load", format!("it is no library: {why}")))?;
         let (library, file) = open_bytes(&artifact.bytes).map_err(|m| failed("dlopen", m))?;

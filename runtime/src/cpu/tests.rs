@@ -27,7 +27,8 @@ fn artifact(text: &str, isa: CpuIsa) -> Artifact {
     let (bytes, _) = crate::compile::Cc::find().unwrap().compile(&source).unwrap();
     let compiler = CompilerId { name: "cc".into(), version: "test".into() };
     let recipe = Recipe { kernel, templates: "test".into(), options, compiler, abi: ABI_VERSION };
-    Artifact { recipe, entry: "ft_tile".into(), facts: Facts::default(), bytes }
+    let args = flashtune_codegen::abi::ArgsLayout::of(&recipe.kernel);
+    Artifact { recipe, args, entry: "ft_tile".into(), facts: Facts::default(), bytes }
 }
 
 struct Case {

@@ -21,7 +21,7 @@ pub(super) struct Geometry {
     /// The mask beside the program's.
     sides: MaskKind,
     window: [i32; 2],
-    /// Kernels of other templates may write something else.
+    /// Kernels of another family or of other templates may write something else.
     templates: Arc<str>,
 }
 

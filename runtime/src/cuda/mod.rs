@@ -40,7 +40,7 @@ use kept_metadata::{CudaFindings, Geometry};
 use mask_metadata::MaskMetadata;
 use memory::CudaBuffer;
 use module::CudaModule;
-use parameter::Parameter;
+use parameter::{Base, Parameter};
 use std::sync::{Arc, Mutex};
 
 /// A CUDA device.
@@ -289,8 +289,18 @@ impl Device for CudaDevice {
             let tensors = program.map_or(&[][..], |program| unsafe { parameter::tensors(args, &program) });
             tensor_map::encode_all(&self.context, module.kernel(), sm90, tensors)?;
         }
-        let with_side;
+        let (with_side, packed);
         let parameter: *const std::ffi::c_void = match (module.kernel().problem.program, &sm90) {
+            (program, sm90) if module.earlier_args.is_some() && (program.is_none() || args.side != 0) => {
+                let base = sm90.as_ref().map_or(Base::Forward(args), Base::Sm90);
+                // SAFETY: `side` is the address of the program's tables by the caller's promise; the layout was checked when
+                // the module was loaded.
+                packed = module.earlier_args.map(|layout| unsafe {
+                    let side = program.as_ref().map(|p| (p.kept(), &*(args.side as usize as *const SideArgs)));
+                    Parameter::packed(&layout, base, side)
+                });
+                std::ptr::from_ref(packed.as_ref().expect("there is a layout")).cast()
+            }
             (None, Some(sm90)) => std::ptr::from_ref(sm90).cast(),
             (None, None) => std::ptr::from_ref(args).cast(),
             (Some(_), _) if args.side == 0 => {
@@ -323,7 +333,7 @@ impl Device for CudaDevice {
                 self.error("launch", message, "launch with a plan of the module's own kernel")
             })?;
             // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`, with
-            // what its program reads behind it (the recipe holds our ABI version); addresses, geometry and stream are valid by the caller's promise.
+            // what its program reads behind it (the recipe holds our ABI version, and what of them it knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
             let launched = unsafe {
                 sys::cuLaunchKernel(
                     function,

@@ -6,6 +6,7 @@ use crate::{Error, Module, Result, elf};
 use cudarc::driver::result::{function, module};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use flashtune_cache::Artifact;
+use flashtune_codegen::abi::ArgsLayout;
 use flashtune_codegen::{Arch, Kernel, SmArch, StageEntry, StageRole};
 use std::any::Any;
 use std::ffi::CString;
@@ -18,8 +19,10 @@ pub(super) struct CudaModule {
     pub(super) stages: Vec<(StageEntry, CUfunction)>,
     /// The counters from which persistent thread blocks take their tiles.
     pub(super) counters: TileCounters,
-    /// The hash of the templates that it comes from.
+    /// The hash of its family's templates.
     pub(super) templates: Arc<str>,
+    /// The argument that it takes, where it is not this build's.
+    pub(super) earlier_args: Option<ArgsLayout>,
     raw: CUmodule,
     kernel: Kernel,
 }
@@ -60,6 +63,7 @@ impl CudaModule {
             let message = format!("it was compiled for {}, this device is {ours}", kernel.arch);
             return Err(refused(message, "compile it for this device"));
         }
+        artifact.args.check(&kernel)?;
         // The driver trusts the headers of an image.
         elf::check(&artifact.bytes).map_err(|why| {
             refused(format!("it is no cubin: {why}"), "remove it from the cache and compile it again")
@@ -77,6 +81,7 @@ impl CudaModule {
             stages: Vec::new(),
             counters: TileCounters::new(),
             templates: artifact.recipe.templates.as_str().into(),
+            earlier_args: Some(artifact.args).filter(|args| *args != ArgsLayout::of(&kernel)),
             raw,
             kernel,
         };

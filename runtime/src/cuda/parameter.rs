@@ -1,7 +1,9 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
-use flashtune_codegen::abi::{ForwardArgs, SideArgs, SideTensorArg, Sm90Args};
+use flashtune_codegen::abi::{ArgsLayout, ForwardArgs, SideArgs, SideTensorArg, Sm90Args};
 use flashtune_codegen::score::{MAX_INPUTS, Program};
+use std::mem::offset_of;
+use std::ops::Range;
 
 /// Bytes of the largest parameter. Every device takes 4096.
 const LARGEST: usize = size_of::<Sm90Args>() + MAX_INPUTS * (size_of::<SideTensorArg>() + size_of::<u64>());
@@ -53,10 +55,158 @@ impl Parameter {
     }
 }
 
+/// What every kernel takes, as this build has it.
+#[derive(Clone, Copy)]
+pub(super) enum Base<'a> {
+    Forward(&'a ForwardArgs),
+    Sm90(&'a Sm90Args),
+}
+
+impl Base<'_> {
+    /// The bytes of the segments of [`ArgsLayout`]: head, forward, tail.
+    fn segments(&self) -> [&[u8]; 3] {
+        match self {
+            Base::Forward(args) => [&[], bytemuck::bytes_of(*args), &[]],
+            Base::Sm90(args) => {
+                let forward = offset_of!(Sm90Args, forward);
+                let (tiling, end) = (offset_of!(Sm90Args, tiling), offset_of!(Sm90Args, masks) + size_of::<u64>());
+                let bytes = std::ptr::from_ref(*args).cast::<u8>();
+                // SAFETY: both ranges are inside of the struct and without padding: it lies behind `masks` alone.
+                let of =
+                    |range: Range<usize>| unsafe { std::slice::from_raw_parts(bytes.add(range.start), range.len()) };
+                [of(0..forward), bytemuck::bytes_of(&args.forward), of(tiling..end)]
+            }
+        }
+    }
+}
+
+impl Parameter {
+    /// The same for a kernel of an earlier build, whose segments are shorter.
+    ///
+    /// # Safety
+    /// As [`Parameter::new`]; no segment of the layout is longer than this build's ([`ArgsLayout::check`]).
+    pub(super) unsafe fn packed(layout: &ArgsLayout, base: Base<'_>, side: Option<(&Program, &SideArgs)>) -> Self {
+        let mut parameter = Parameter([0; LARGEST]);
+        let mut at = 0;
+        for (bytes, length) in base.segments().into_iter().zip([layout.head, layout.forward, layout.tail]) {
+            let length = length as usize;
+            parameter.0[at..at + length].copy_from_slice(&bytes[..length]);
+            at += length;
+        }
+        let Some((program, side)) = side else { return parameter };
+        at = layout.base();
+        let count = program.declarations().iter().filter(|d| d.axes.is_some()).count();
+        let scalars = program.declarations().len() - count;
+        // SAFETY: the tables are readable by the caller's word.
+        let (tensors, scalars) = unsafe {
+            let table = |from: u64, count: usize| match count {
+                0 => &[][..],
+                _ => std::slice::from_raw_parts(from as usize as *const u8, count),
+            };
+            (table(side.tensors, count * size_of::<SideTensorArg>()), table(side.scalars, scalars * size_of::<u64>()))
+        };
+        let length = layout.side_tensor as usize;
+        for (i, tensor) in tensors.chunks_exact(size_of::<SideTensorArg>()).enumerate() {
+            parameter.0[at + i * length..][..length].copy_from_slice(&tensor[..length]);
+        }
+        at += count.max(1) * length;
+        parameter.0[at..at + scalars.len()].copy_from_slice(scalars);
+        parameter
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use bytemuck::Zeroable;
+    use flashtune_codegen::abi::{TensorMap, Tiling};
+    use flashtune_codegen::{DType, Family, Kernel, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket};
+
+    /// An argument as it was before a field was appended to each of its structs.
+    #[repr(C, align(64))]
+    #[derive(Clone, Copy)]
+    struct Earlier {
+        maps: [TensorMap; 4],
+        forward: [u64; 22],
+        tiling: [i32; 6],
+        queue: i32,
+        biases_mapped: u32,
+        found: u64,
+        tensors: [[u64; 6]; 2],
+        scalar: u64,
+    }
+
+    #[test]
+    fn a_kernel_of_an_earlier_build_gets_the_fields_that_it_knows() {
+        let program =
+            Program::parse("a: f32[heads]; c: f32[heads]; n: int; mask = kv < n; score = score + a[h] * c[h];")
+                .unwrap();
+        let tensor = |data| SideTensorArg { data, stride: [data as i64, 2, 3, 4], length: [8, 7, 6, 5] };
+        let (tensors, scalar) = ([tensor(0x1234), tensor(0x5678)], 77u64);
+        let side = SideArgs { tensors: tensors.as_ptr() as u64, scalars: (&raw const scalar) as u64 };
+        let map = |n: u64| TensorMap(std::array::from_fn(|i| 100 * n + i as u64));
+        let mut forward = ForwardArgs { q: 5, scale: 0.5, window_right: 9, side: 13, ..ForwardArgs::zeroed() };
+        forward.o_stride = [1, 2, 3];
+        let tiling = Tiling { group_shift: 1, unit_heads: 2, blocks: 3, leading: 4, section: 5, tiles: 6 };
+        let (maps, biases) = ([0, 1, 2, 3].map(map), [map(8); 2]);
+        let now = Sm90Args { maps, biases, forward, tiling, queue: 7, biases_mapped: 8, found: 9, masks: 10 };
+        let layout = ArgsLayout { head: 512, forward: 176, tail: 40, side_tensor: 48 };
+        let bytes = bytemuck::bytes_of(&forward);
+        let words =
+            |bytes: &[u8]| bytes.chunks_exact(8).map(|w| u64::from_ne_bytes(w.try_into().unwrap())).collect::<Vec<_>>();
+        let table = tensors.map(|t| words(&bytemuck::bytes_of(&t)[..48]).try_into().unwrap());
+        let expected = Earlier {
+            maps,
+            forward: words(&bytes[..176]).try_into().unwrap(),
+            tiling: [1, 2, 3, 4, 5, 6],
+            queue: 7,
+            biases_mapped: 8,
+            found: 9,
+            tensors: table,
+            scalar,
+        };
+        // What was before ended at `found`, padded to the alignment of its maps.
+        assert_eq!((layout.base(), offset_of!(Earlier, found) + 8), (768, 728));
+        // SAFETY: two tensors and a scalar, which live on; all segments are shorter than now.
+        let Parameter(packed) = unsafe { Parameter::packed(&layout, Base::Sm90(&now), Some((&program, &side))) };
+        // SAFETY: it has no padding before its tables.
+        let by_hand = unsafe { std::slice::from_raw_parts((&raw const expected).cast::<u8>(), 728) };
+        assert_eq!(packed[..728], *by_hand);
+        assert_eq!(words(&packed[768..864]), expected.tensors.concat());
+        assert_eq!(words(&packed[864..872]), [expected.scalar]);
+        assert!(packed[728..768].iter().chain(&packed[872..]).all(|b| *b == 0));
+    }
+
+    #[test]
+    fn packing_for_the_present_layout_changes_nothing() {
+        let kernel = |family, arch: &str| {
+            let arch = arch.parse().unwrap();
+            let problem = Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
+            let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 512, kv_len: 512, mask: Mask::Full };
+            let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::of(&shape)).unwrap();
+            Kernel { problem, schedule, arch }
+        };
+        let (sm80, sm90) = (kernel(Family::ForwardSm80, "sm_80"), kernel(Family::ForwardSm90, "sm_90a"));
+        let program = Program::parse("n: int; mask = kv < n;").unwrap();
+        let scalar = 77u64;
+        let side = SideArgs { tensors: 0, scalars: (&raw const scalar) as u64 };
+        let args = ForwardArgs { q: 5, k: 6, side: 1, ..ForwardArgs::zeroed() };
+        // SAFETY: one scalar, which lives on.
+        unsafe {
+            let own = Parameter::packed(&ArgsLayout::of(&sm80), Base::Forward(&args), Some((&program, &side)));
+            assert_eq!(own.0, Parameter::new(&args, &program, &side).0);
+        }
+        for (kernel, longer) in [
+            (sm80, ArgsLayout { forward: 192, ..ArgsLayout::of(&sm80) }),
+            (sm80, ArgsLayout { tail: 8, ..ArgsLayout::of(&sm80) }),
+            (sm90, ArgsLayout { head: 896, ..ArgsLayout::of(&sm90) }),
+            (sm90, ArgsLayout { side_tensor: 60, ..ArgsLayout::of(&sm90) }),
+        ] {
+            assert!(ArgsLayout::of(&kernel).check(&kernel).is_ok());
+            let e = longer.check(&kernel).unwrap_err().to_string();
+            assert!(e.contains("args.") && e.contains("at most"), "{e}");
+        }
+    }
 
     #[test]
     fn tables_follow_the_arguments() {

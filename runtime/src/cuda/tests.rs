@@ -56,7 +56,8 @@ fn artifact(device: &CudaDevice) -> Artifact {
     let compiler = CompilerId { name: "nvrtc".into(), version: "test".into() };
     let kernel = kernel(device.fingerprint.arch);
     let recipe = Recipe { kernel, templates: "test".into(), options: source.options, compiler, abi: ABI_VERSION };
-    Artifact { recipe, entry: source.entry, facts, bytes }
+    let args = flashtune_codegen::abi::ArgsLayout::of(&recipe.kernel);
+    Artifact { recipe, args, entry: source.entry, facts, bytes }
 }
 
 /// A call over `n` floats, with its buffers.

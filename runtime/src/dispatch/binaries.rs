@@ -7,7 +7,7 @@ use super::policy::SEALED_REMEDY;
 use super::tally::Work;
 use crate::sync::RwLock;
 use crate::{Compiler, Error, Result, compile};
-use flashtune_cache::{Artifact, ArtifactFiles, FILES_LAYER, Key, Layers, Origin, Validity};
+use flashtune_cache::{Artifact, ArtifactFiles, FILES_LAYER, Key, Layers, Needed, Origin, Validity};
 use flashtune_codegen::{Kernel, TemplateSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -20,7 +20,7 @@ pub(super) type Binary = (Artifact, String);
 pub(super) struct Binaries {
     pub(super) templates: Arc<TemplateSet>,
     pub(super) layers: Arc<Layers>,
-    pub(super) validity: Validity,
+    pub(super) needed: Needed,
     pub(super) work: Work,
     /// Whether compilers may run, apart from the policy; held while one does.
     pub(super) open: RwLock<bool>,
@@ -35,7 +35,7 @@ impl Binaries {
     pub fn new(
         templates: Arc<TemplateSet>,
         layers: Arc<Layers>,
-        validity: Validity,
+        needed: Needed,
         policy: Policy,
         files: Option<ArtifactFiles>,
     ) -> Self {
@@ -43,7 +43,7 @@ impl Binaries {
         Self {
             templates,
             layers,
-            validity,
+            needed,
             work: Work::default(),
             open: RwLock::new(true),
             policy,
@@ -67,8 +67,7 @@ impl Binaries {
         let (artifact, layer) =
             self.layers.artifact(key).ok_or_else(|| format!("no layer has its binary {}", &key.hex()[..12]))?;
         let recipe = &artifact.recipe;
-        let found = Validity { arch: recipe.kernel.arch, templates: recipe.templates.clone(), abi: recipe.abi };
-        if let Some(difference) = self.validity.difference(&found) {
+        if let Some(difference) = self.needed.difference(&Validity::of(recipe)) {
             return Err(format!("the binary of {layer}: {difference}"));
         }
         if recipe.kernel != *kernel {

@@ -13,7 +13,7 @@ use super::{Policy, Refusal, Status};
 use crate::sync::{Mutex, OnceLock, RwLock};
 use crate::{Device, Error, Result};
 use flashtune_cache::{
-    ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Record, RecordKey, Validity,
+    ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Needed, Record, RecordKey,
 };
 use flashtune_codegen::{
     Arch, Constraint, Constraints, Error as CodegenError, Family, Kernel, Problem, Purpose, Schedule, Shape,
@@ -31,7 +31,7 @@ const FAR: f64 = 16.0;
 pub struct DispatcherConfig {
     /// Runs the kernels.
     pub device: Arc<dyn Device>,
-    /// What kernels are generated from; stored results of another set are refused.
+    /// What kernels are generated from; stored results of a family whose templates differ are refused.
     pub templates: Arc<TemplateSet>,
     /// What to do on a miss. [`Policy::Tune`] behaves as [`Policy::Default`] here: tuning is the caller's part.
     pub policy: Policy,
@@ -83,10 +83,10 @@ impl Dispatcher {
     pub fn new(config: DispatcherConfig) -> Self {
         let DispatcherConfig { device, launches, templates, policy, layers, artifacts } = config;
         let demands = Family::demands_of(device.fingerprint().arch);
-        let validity = Validity::new(device.fingerprint().arch, &templates);
+        let needed = Needed::new(device.fingerprint().arch, &templates);
         Self {
             config: Config { device, launches, policy, demands },
-            binaries: Arc::new(Binaries::new(templates, layers, validity, policy, artifacts)),
+            binaries: Arc::new(Binaries::new(templates, layers, needed, policy, artifacts)),
             plans: RwLock::default(),
             sealed: OnceLock::new(),
             sealing: Mutex::default(),
@@ -109,8 +109,8 @@ impl Dispatcher {
     }
 
     /// What stored results must match.
-    pub fn validity(&self) -> &Validity {
-        &self.binaries.validity
+    pub fn needed(&self) -> &Needed {
+        &self.binaries.needed
     }
 
     /// The plan for a problem and sizes. A call of a known class costs one lookup and allocates nothing; once sealed
@@ -248,7 +248,7 @@ impl Dispatcher {
     /// What the layers have of a problem.
     fn find(&self, problem: &Problem, bucket: ShapeBucket) -> Found {
         let (device, launches) = (self.fingerprint().clone(), self.config.launches);
-        self.binaries.layers.find(&self.binaries.validity, &RecordKey { device, problem: *problem, bucket, launches })
+        self.binaries.layers.find(&self.binaries.needed, &RecordKey { device, problem: *problem, bucket, launches })
     }
 
     fn arch(&self) -> Arch {
@@ -279,7 +279,7 @@ impl Dispatcher {
                         shape: *shape,
                         device: Arc::new(self.fingerprint().clone()),
                         policy: self.config.policy,
-                        templates: self.binaries.templates.hash().into(),
+                        templates: self.binaries.needed.templates(choice.kernel.schedule.family()).into(),
                         choice,
                         binary,
                         refusals,

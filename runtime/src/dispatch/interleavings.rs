@@ -326,7 +326,8 @@ fn a_result_of_the_background_is_taken_once_and_wakes_all() {
             })
             .collect();
         let of = job.clone();
-        let artifact = Artifact { recipe, entry: String::new(), facts: Facts::default(), bytes: Vec::new() };
+        let args = flashtune_codegen::abi::ArgsLayout::of(&recipe.kernel);
+        let artifact = Artifact { recipe, args, entry: String::new(), facts: Facts::default(), bytes: Vec::new() };
         let run = spawn(move || {
             of.run(|| -> Result<Binary> {
                 point();

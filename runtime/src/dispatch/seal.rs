@@ -51,8 +51,7 @@ impl Dispatcher {
                 remedy: "tune, build or import first, or preload what will be asked for",
             });
         }
-        let templates = self.binaries.templates.hash();
-        let sealed = Sealed::new(plans, on_miss, self.fingerprint().arch, templates, left_out);
+        let sealed = Sealed::new(plans, on_miss, self.fingerprint().arch, left_out);
         let seal = self.sealed.get_or_init(|| sealed).seal().clone();
         tracing::info!(digest = %seal.digest, classes = seal.classes, kernels = seal.kernels, "sealed");
         Ok(seal)
@@ -75,7 +74,7 @@ impl Dispatcher {
         let mut seen = HashSet::new();
         for (layer, record, validity) in self.binaries.layers.records() {
             let (problem, shape) = (record.key.problem, record.provenance.shape);
-            let usable = self.validity().difference(&validity).is_none();
+            let usable = self.needed().difference(&validity).is_none();
             if !usable || !seen.insert((problem, record.key.bucket)) {
                 continue;
             }

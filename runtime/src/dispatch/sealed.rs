@@ -26,7 +26,7 @@ pub enum OnMiss {
 /// What was sealed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Seal {
-    /// Hash of what decides which kernel a call runs on: arch, templates, classes with their schedules and binaries, and
+    /// Hash of what decides which kernel a call runs on: arch, classes with their schedules and binaries, and
     /// what happens on a miss. Processes whose digests are equal run the same kernel for every call.
     pub digest: Key,
     /// Classes of sizes with a plan.
@@ -58,13 +58,7 @@ struct Line {
 
 impl Sealed {
     /// Closes these plans.
-    pub fn new(
-        plans: Vec<(PlanKey, Arc<Plan>)>,
-        on_miss: OnMiss,
-        arch: Arch,
-        templates: &str,
-        left_out: Vec<String>,
-    ) -> Self {
+    pub fn new(plans: Vec<(PlanKey, Arc<Plan>)>, on_miss: OnMiss, arch: Arch, left_out: Vec<String>) -> Self {
         let table = Table::new();
         let mut by_problem: HashMap<Problem, Vec<Arc<Plan>>> = HashMap::new();
         let mut kernels = HashSet::new();
@@ -82,7 +76,7 @@ impl Sealed {
             table.insert(key, plan);
         }
         lines.sort();
-        let digest = Key::of_value("flashtune seal 2", &(arch, templates, on_miss, &lines));
+        let digest = Key::of_value("flashtune seal 3", &(arch, on_miss, &lines));
         let seal = Seal { digest, classes: lines.len(), kernels: kernels.len(), left_out };
         let by_problem = by_problem.into_iter().map(|(problem, plans)| (problem, Donors::new(plans))).collect();
         Self { table, by_problem, on_miss, seal }

@@ -118,6 +118,8 @@ pub struct Counters {
     pub unreadable: u64,
     /// Kernels that could not be kept (of this process).
     pub unkept: u64,
+    /// Stored entries that only another build of flashtune understands ([`flashtune_cache::Troubles`]).
+    pub foreign: u64,
     /// Whether no compiler runs any more.
     pub sealed: bool,
 }
@@ -160,6 +162,7 @@ impl Counters {
             verify_failures: troubles.damaged,
             unreadable: troubles.unreadable,
             unkept: troubles.unkept,
+            foreign: troubles.foreign,
             sealed,
             ..Self::default()
         }
@@ -200,6 +203,7 @@ impl Counters {
             ("verify_failures_total", "Stored entries that failed verification.", self.verify_failures as f64),
             ("unreadable_total", "Stored files that could not be read.", self.unreadable as f64),
             ("unkept_total", "Kernels that could not be kept.", self.unkept as f64),
+            ("foreign_total", "Stored entries that only another build understands.", self.foreign as f64),
         ];
         for (name, help, value) in counters {
             family(name, "counter", help, &[("", value)]);

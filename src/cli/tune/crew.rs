@@ -4,7 +4,7 @@ use super::watcher::Watcher;
 use crate::cli::cases::Case;
 use crate::cli::context::own_worker;
 use anyhow::Result;
-use flashtune::cache::{CacheDir, DeviceFingerprint, Launches, Layers, RecordKey, Validity};
+use flashtune::cache::{CacheDir, DeviceFingerprint, Launches, Layers, Needed, RecordKey};
 use flashtune::codegen::{Schedule, ShapeBucket, TemplateSet};
 use flashtune::tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_family};
 use flashtune::{DeviceSpec, Error};
@@ -90,7 +90,7 @@ pub fn contested(
     launches: Launches,
     templates: &TemplateSet,
 ) -> Result<Vec<Unit>> {
-    let needed = Validity::new(device.arch, templates);
+    let needed = Needed::new(device.arch, templates);
     let layers = Layers::open(dir, &[], None)?;
     let mut units = Vec::new();
     for (_, record, validity) in layers.records() {
@@ -234,7 +234,7 @@ impl Shared<'_> {
         let job = |case: &Case, parts: usize| {
             let job = Job::new(case.problem, case.shape);
             let (device, bucket) = (device.clone(), ShapeBucket::of(&case.shape));
-            let needed = Validity::new(device.arch, self.templates);
+            let needed = Needed::new(device.arch, self.templates);
             let wanted = RecordKey { device, problem: case.problem, bucket, launches: *launches };
             Job {
                 max_trials: trials.unwrap_or(job.max_trials),

@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::worker::TOOK_TOO_LONG;
 use flashtune_cache::{Record, RecordKey, Stage, Store, TrialResult};
-use flashtune_codegen::{Schedule, Shape};
+use flashtune_codegen::{Schedule, Shape, TemplateSet};
 use std::collections::HashMap;
 
 /// Earlier winners to try again.
@@ -47,7 +47,7 @@ impl Past {
     ///
     /// # Errors
     /// When it cannot be read.
-    pub fn read(store: &Store, key: &RecordKey, templates: &str, compiler: &str) -> Result<Self> {
+    pub fn read(store: &Store, key: &RecordKey, templates: &TemplateSet, compiler: &str) -> Result<Self> {
         let mut neighbours: Vec<Record> = store.records()?;
         neighbours.retain(|r| r.key.problem == key.problem && r.key.device.arch == key.device.arch);
         let distance = |r: &Record| {
@@ -72,16 +72,15 @@ impl Past {
             let near = past.neighbour.is_none() && neighbour.key.bucket.distance(&key.bucket) <= REACH;
             let mut times = HashMap::new();
             for trial in store.trials(&neighbour.key)? {
+                if trial.templates != templates.hash_of(trial.schedule.family()) || trial.compiler != compiler {
+                    continue;
+                }
                 if let TrialResult::Timed { median_us, .. } = trial.result
-                    && trial.templates == templates
-                    && trial.compiler == compiler
                     && median_us > 0.0
                 {
                     times.insert(trial.schedule, median_us);
                 }
                 if let TrialResult::Failed { stage: stage @ (Stage::Render | Stage::Compile), reason } = trial.result
-                    && trial.templates == templates
-                    && trial.compiler == compiler
                     // That is said of the machine's load as much as of the schedule.
                     && !reason.contains(TOOK_TOO_LONG)
                 {

@@ -4,7 +4,7 @@ use super::{STORE_PATIENCE, Tuning};
 use crate::search::Past;
 use crate::{Error, Event, Outcome, Result, Search};
 use flashtune_cache::{Claim, Claims, Key, Progress, Store, Turn};
-use flashtune_codegen::Kernel;
+use flashtune_codegen::{Family, Kernel};
 use flashtune_runtime::Compiler;
 use flashtune_runtime::compile::compile_with;
 use std::sync::Arc;
@@ -29,7 +29,9 @@ impl Tuning<'_> {
             return Ok(Begun::Answered(Box::new(outcome)));
         }
         // Other templates make other kernels, so they are other work.
-        let work = Key::of_value("flashtune tuning 1", &(&self.key, self.templates.hash()));
+        let families = Family::candidates(&self.key.problem, self.key.device.arch);
+        let templates: Vec<&str> = families.into_iter().map(|family| self.templates.hash_of(family)).collect();
+        let work = Key::of_value("flashtune tuning 1", &(&self.key, templates));
         let mut seen = None;
         let found = &compiler;
         let published = |this: &Self| {
@@ -48,7 +50,7 @@ impl Tuning<'_> {
                 return Ok(Begun::Answered(Box::new(outcome)));
             }
             let known = compiler.as_ref().map_or(String::new(), |c| c.id().to_string());
-            Past::read(&store, &self.key, self.templates.hash(), &known)?
+            Past::read(&store, &self.key, self.templates, &known)?
         };
         let compiler = compiler?;
         // Two that measure at once measure each other; on the cpu even a compiler disturbs.
@@ -97,7 +99,7 @@ impl Tuning<'_> {
     /// Whether a stored record answers the job.
     fn answers(&self, record: &flashtune_cache::Record, compiler: &Found) -> bool {
         record.key == self.key
-            && record.provenance.templates == self.templates.hash()
+            && record.provenance.templates == self.templates.hash_of(record.schedule.family())
             // One that was built and never measured is no answer.
             && !record.finalists.is_empty()
             // Without a compiler nothing could be tuned anyway, so what is stored is the answer.

@@ -9,7 +9,7 @@ mod traced;
 use super::measure::noise;
 use super::*;
 use crate::decide::Rounds;
-use flashtune_cache::{CacheDir, Conditions, Layers, MatchQuality, Reading, Validity};
+use flashtune_cache::{CacheDir, Conditions, Layers, MatchQuality, Needed, Reading};
 use flashtune_codegen::{Family, Mask, Schedule, Shape};
 use flashtune_runtime::Device;
 use paper::{ARCH, Behaviour, PaperDevice, device, job, paper, schedules, templates};
@@ -96,7 +96,7 @@ fn the_fastest_right_schedule_wins_over_faster_wrong_ones() {
         assert!((1..=24).contains(&race_ns.len()), "{trial:?}");
     }
     let layers = Layers::open(&f.dir, &[], None).unwrap();
-    let needed = Validity::new(ARCH, templates());
+    let needed = Needed::new(ARCH, templates());
     let found = layers.find(&needed, &record.key);
     assert_eq!((found.matches[0].quality, &*found.matches[0].record), (MatchQuality::Exact, record));
     assert_eq!(layers.artifact(&record.artifact).unwrap().0.recipe.kernel.schedule, all[8]);

@@ -1,19 +1,20 @@
 //! What tuner and worker say to each other.
 //!
 //! The worker speaks first: one line, [`greeting`], the same in all versions but for what follows its first two words.
-//! After that come frames: length (u32, little endian), then a postcard-encoded [`Request`] or [`Reply`]. Every request
+//! After that come frames: length (u32, little endian), then a [`Request`] or [`Reply`] as [`flashtune_cache::encoding`] has it. Every request
 //! has one reply; while the worker executes it, [`Reply::Launched`] and [`Reply::Returned`] say when the candidate has
 //! the device.
 
 use crate::Cause;
 use crate::runner::{Inputs, Size};
+use flashtune_cache::encoding::{decode, encode_to};
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Reading};
 use flashtune_codegen::Source;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{self, Read, Write};
 
 /// Raised with every change of the messages or of a type inside them.
-const PROTOCOL: u32 = 4;
+const PROTOCOL: u32 = 5;
 /// The longest frame: no artifact comes near it, so a longer one is noise.
 const MAX_FRAME: usize = 256 << 20;
 
@@ -52,6 +53,7 @@ pub(crate) enum Reply {
     Opened(DeviceFingerprint),
     Compiled {
         compiler: CompilerId,
+        #[serde(with = "serde_bytes")]
         bytes: Vec<u8>,
         facts: Facts,
     },
@@ -97,7 +99,8 @@ pub(crate) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
 
 /// The bytes of one frame.
 pub(crate) fn frame<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
-    let mut bytes = postcard::to_extend(message, vec![0; 4]).map_err(io::Error::other)?;
+    let mut bytes = vec![0; 4];
+    encode_to(&mut bytes, message);
     let len = bytes.len() - 4;
     if len > MAX_FRAME {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("a message of {len} bytes is too long")));
@@ -119,7 +122,7 @@ pub(crate) fn read_frame<T: DeserializeOwned>(from: &mut impl Read) -> io::Resul
     if from.take(len as u64).read_to_end(&mut payload)? < len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    postcard::from_bytes(&payload).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    decode(&payload).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e.to_string()))
 }
 
 /// Writes one frame.

@@ -17,7 +17,7 @@ use super::KernelFamily;
 use super::fields::{Constants, FieldValue, Place, schedule};
 use super::forward_sm80;
 use super::program_length::{self, MostOperations};
-use crate::abi;
+use crate::abi::{self, ArgsLayout};
 use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
 use crate::score::Bias;
 use crate::traffic::Walk;
@@ -174,6 +174,7 @@ impl KernelFamily for Sm90Schedule {
     const NAME: &'static str = "forward/sm90";
     const TEMPLATE: &'static str = "forward/sm90.cu";
     const OP: Op = Op::Forward;
+    const ARGS: ArgsLayout = ArgsLayout::SM90;
 
     const SWAYED_BY: Constraints = Constraints::NONE.with(Constraint::LooseBiases);
 

@@ -43,7 +43,7 @@ fn a_result_for_graphs_and_one_for_eager_launches_do_not_answer_for_each_other()
         assert!(again.cached && again.record == outcome.record);
     }
     let layers = Layers::open(&f.dir, &[], None).unwrap();
-    let found = layers.find(&Validity::new(ARCH, templates()), &replayed.record.key);
+    let found = layers.find(&Needed::new(ARCH, templates()), &replayed.record.key);
     let found: Vec<_> = found.matches.iter().map(|m| (m.record.schedule, m.quality)).collect();
     assert_eq!(found, [(schedules()[1], MatchQuality::Exact), (schedules()[2], MatchQuality::OtherLaunches)]);
 }

@@ -1,0 +1,80 @@
+//! How long the segments of the argument are that a kernel was compiled for.
+
+use super::{ForwardArgs, SideTensorArg, Sm90Args, TensorMap};
+use crate::omitted::is_default;
+use crate::{Error, Kernel, Result};
+use serde::{Deserialize, Serialize};
+use std::mem::offset_of;
+
+/// Bytes of each segment of the argument that a kernel was compiled for. A struct grows at its end, so the first bytes of a
+/// present one are the whole of an earlier one, and a launch assembles the argument of an old kernel from them. CPU kernels
+/// take a pointer: more fields than they know do no harm there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ArgsLayout {
+    /// Tensor maps, biases' among them, before the rest.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub head: u32,
+    /// [`ForwardArgs`].
+    pub forward: u32,
+    /// What follows it.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub tail: u32,
+    /// One [`SideTensorArg`], of which a score program has a table behind all of that.
+    pub side_tensor: u32,
+}
+
+impl ArgsLayout {
+    /// Of kernels that take [`ForwardArgs`] alone.
+    pub(crate) const FORWARD: Self = Self {
+        head: 0,
+        forward: size_of::<ForwardArgs>() as u32,
+        tail: 0,
+        side_tensor: size_of::<SideTensorArg>() as u32,
+    };
+    /// Of those that take [`Sm90Args`].
+    pub(crate) const SM90: Self = Self {
+        head: offset_of!(Sm90Args, forward) as u32,
+        tail: (offset_of!(Sm90Args, masks) + size_of::<u64>() - offset_of!(Sm90Args, tiling)) as u32,
+        ..Self::FORWARD
+    };
+
+    /// What this build launches a kernel with.
+    pub fn of(kernel: &Kernel) -> Self {
+        kernel.schedule.family().args()
+    }
+
+    /// Bytes of all segments with the padding behind them: where a program's tables begin.
+    pub const fn base(&self) -> usize {
+        let align = if self.head > 0 { align_of::<TensorMap>() } else { align_of::<ForwardArgs>() };
+        (self.head as usize + self.forward as usize + self.tail as usize).next_multiple_of(align)
+    }
+
+    /// Whether this build can launch a kernel that was compiled for it.
+    ///
+    /// # Errors
+    /// The segment that is longer than this build's or none at all.
+    pub fn check(&self, kernel: &Kernel) -> Result<()> {
+        let known = Self::of(kernel);
+        for (field, found, known) in [
+            ("args.head", self.head, known.head),
+            ("args.forward", self.forward, known.forward),
+            ("args.tail", self.tail, known.tail),
+            ("args.side_tensor", self.side_tensor, known.side_tensor),
+        ] {
+            if found > known || found % 8 != 0 {
+                let limit = format!("this build fills at most {known} bytes of it, in eights");
+                let remedy = "use the build that compiled the kernel, or compile it again with this one";
+                return Err(Error::unsupported(field, format!("{found} bytes"), limit, remedy));
+            }
+        }
+        Ok(())
+    }
+}
+
+// Segments follow each other without padding.
+const _: () = assert!(
+    offset_of!(Sm90Args, tiling) == offset_of!(Sm90Args, forward) + size_of::<ForwardArgs>()
+        && ArgsLayout::SM90.base() == size_of::<Sm90Args>()
+        && ArgsLayout::FORWARD.base() == size_of::<ForwardArgs>()
+);
