@@ -200,12 +200,12 @@ mod tests {
             let differs = |family: &Family| set.hash_of(*family) != embedded.hash_of(*family);
             Family::ALL.into_iter().filter(differs).map(Family::name).collect::<Vec<_>>()
         };
-        assert!(changed("lib/cuda/types.cuh", "// Scalar types", "\n  // Words").is_empty());
+        assert!(changed("lib/cuda/attention/types.cuh", "// Scalar types", "\n  // Words").is_empty());
         assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
         assert_eq!(changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"), ["forward/cpu"]);
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
-        let cuda = ["forward/naive", "forward/sm80", "forward/sm90"];
-        assert_eq!(changed("lib/cuda/types.cuh", "typedef", "typedef volatile"), cuda);
+        let cuda = ["forward/sm90", "forward/sm80", "forward/naive"];
+        assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);
     }
 
     /// Else a comment anywhere in them would make all records of the family void.

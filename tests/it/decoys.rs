@@ -133,7 +133,7 @@ impl Scene {
             "store.lock".to_owned(),
             "kernel.c".to_owned(),
             "kernel.so".to_owned(),
-            "v6/claims/notes.txt".to_owned(),
+            "v7/claims/notes.txt".to_owned(),
         ];
         for (n, name) in files.iter().enumerate() {
             let path = folder.join(name);

@@ -221,7 +221,7 @@ fn a_record_is_told_with_its_layer_and_how_far_it_holds() {
 #[test]
 fn bundles_that_may_not_be_used_are_told_with_the_field() {
     let gpu = Gpu::new();
-    let (embedded, file) = (TemplateSet::embedded(), "lib/cuda/types.cuh");
+    let (embedded, file) = (TemplateSet::embedded(), "lib/cuda/attention/types.cuh");
     let text = embedded.files().find(|(name, _)| *name == file).unwrap().1;
     let templates = TemplateSet::overlaid([(file.to_owned(), format!("{text}#define MORE 1\n"))].into()).unwrap();
     let bundle = gpu.bundle(gpu.device.fingerprint(), &templates);

@@ -177,12 +177,12 @@ fn records_outlive_edits_that_change_nothing_for_their_kernel() {
     };
     let all = ["forward/cpu", "forward/cpu", "forward/sm80", "forward/sm90"];
     assert_eq!(valid("forward/sm90.cu", "// Exact attention", "// Attention"), all, "a comment");
-    assert_eq!(valid("lib/cuda/types.cuh", "\n", "\n\n    // of all of CUDA\n"), all, "a comment");
+    assert_eq!(valid("lib/cuda/attention/types.cuh", "\n", "\n\n    // of all of CUDA\n"), all, "a comment");
     assert_eq!(valid("lib/cpu/mask.h", "", "/* of the\n * cpu */\n"), all, "a comment");
     assert_eq!(valid("forward/naive.cu", "\n", "\n#define MORE\n"), all, "another family");
     assert_eq!(valid("forward/sm90/steps.cuh", "\n", "\n#define MORE\n"), all[..3], "a line of sm90");
     assert_eq!(valid("forward/sm80.cu", "\n", "\n#define MORE\n"), [all[0], all[1], all[3]], "a line of sm80");
-    assert_eq!(valid("lib/cuda/types.cuh", "\n", "\n#define MORE\n"), all[..2], "a line of all of CUDA");
+    assert_eq!(valid("lib/cuda/attention/types.cuh", "\n", "\n#define MORE\n"), all[..2], "a line of all of CUDA");
     assert_eq!(valid("forward/cpu.c", "\n", "\n#define MORE\n"), all[2..], "a line of the cpu's");
 }
 

@@ -145,7 +145,8 @@ mod tests {
         for (name, table) in crate::search::tables() {
             let space = space(&table.problem, &table.shape, &table.device, &[]).unwrap();
             let kept: HashSet<Schedule> = space.kernels.iter().take(MOST).map(|k| k.schedule).collect();
-            let timed: Vec<(Schedule, f64)> = table.trials.iter().filter_map(|(s, us)| Some((*s, (*us)?))).collect();
+            let timed: Vec<(Schedule, f64)> =
+                table.in_the_space().into_iter().filter_map(|(s, us)| Some((s, us?))).collect();
             let best = timed.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
             let (in_it, dropped): (Vec<_>, Vec<_>) = timed.into_iter().partition(|(s, _)| kept.contains(s));
             let ahead = dropped.iter().map(|t| t.1 / best).fold(f64::INFINITY, f64::min);
@@ -162,7 +163,7 @@ mod tests {
                 dropped.len()
             );
             assert!(ahead > 1.02, "{name}: {ahead} of the best was dropped");
-            assert!(table.device.arch.to_string() != "sm_90a" || kept.len() * 5 <= of_all, "{name}: {}", kept.len());
+            assert!(table.device.arch.to_string() != "sm_90a" || kept.len() * 3 <= of_all, "{name}: {}", kept.len());
             assert!(in_it.iter().any(|t| t.1 == best), "{name}");
         }
     }

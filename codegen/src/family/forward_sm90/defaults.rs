@@ -8,6 +8,73 @@ use crate::{Problem, ShapeBucket, SmArch};
 /// Multiprocessors of the usual device: which one it will be is not known here.
 const UNITS: u64 = 132;
 
+/// A default where every multiprocessor has one tile, and all tiles walk about as many keys: the rest of the schedule
+/// is the plainest, a thread block for each tile. By races of 45 such sizes on an H200
+/// (docs/measured/2026-11-23-h200-few-rows.md).
+struct FewRows {
+    causal: bool,
+    /// A tile of 64 rows for each multiprocessor; else 64 rows twice, as one tile of 128 or as two thread blocks.
+    half: bool,
+    /// Largest head dim and number of keys of the row; the first row that holds both counts.
+    head_dim: u32,
+    kv_len: u32,
+    consumers: u32,
+    block_kv: u32,
+    stages: u32,
+    blocks_per_sm: u32,
+    take_turns: bool,
+    exp2_eighths: u32,
+}
+
+const ANY: u32 = u32::MAX;
+
+/// Before each row the sizes that it was raced at, with the microseconds of the default before and of this one.
+const FEW_ROWS: [FewRows; 15] = {
+    const fn row(
+        causal: bool,
+        half: bool,
+        upto: (u32, u32),
+        tile: (u32, u32, u32, u32),
+        take_turns: bool,
+        exp2_eighths: u32,
+    ) -> FewRows {
+        let ((head_dim, kv_len), (consumers, block_kv, stages, blocks_per_sm)) = (upto, tile);
+        FewRows { causal, half, head_dim, kv_len, consumers, block_kv, stages, blocks_per_sm, take_turns, exp2_eighths }
+    }
+    [
+        // 16 heads, 512 x 4k: 36.0, 30.5
+        row(true, true, (64, 4096), (1, 128, 2, 1), false, 2),
+        // 8/1 heads, 512 x 32k: 221, 178
+        row(true, true, (64, ANY), (1, 160, 4, 1), false, 2),
+        // 32 heads, 256 x 512: 13.6, 12.7; 8 heads, 1k x 2k: 25.3, 23.3
+        row(true, true, (128, 2048), (1, 128, 2, 1), false, 0),
+        // 8/1 heads, 512 x 8k: 68.6, 64.4; head dim 96: 65.9, 59.9
+        row(true, true, (128, ANY), (1, 128, 3, 1), false, 0),
+        // 16 heads, 512 x 8k: 100.3, 89.7
+        row(true, true, (192, ANY), (1, 128, 2, 1), false, 0),
+        // 32/8 heads, 512 x 2k: 33.5, 24.6
+        row(true, false, (64, 4096), (1, 128, 2, 2), false, 0),
+        // 32/8 heads, 512 x 8k: 114.4, 72.7
+        row(true, false, (64, ANY), (1, 160, 2, 2), false, 0),
+        // 32/8 heads, 512 x 8k: 121.4, 85.5
+        row(true, false, (96, ANY), (2, 144, 2, 1), false, 0),
+        // 32/8 heads, 512 x 2k: 40.9, 31.6; 32 heads, 512 x 1k: 26.4, 22.1
+        row(true, false, (128, 2048), (2, 128, 2, 1), true, 0),
+        // 32/8 heads, 512 x 4k: 70.6, 54.0; 8 heads, 2k x 4k: 68.5, 53.3
+        row(true, false, (128, 4096), (2, 160, 2, 1), false, 0),
+        // 28/4 heads, 512 x 8k, 32k: 132.9, 92.2; 541, 348
+        row(true, false, (128, ANY), (2, 192, 2, 1), false, 0),
+        // 32/8 heads, 512 x 8k: 179.7, 136.5
+        row(true, false, (192, ANY), (2, 112, 2, 1), true, 0),
+        // 32/8 heads, 512 x 8k: 221.3, 178.9
+        row(true, false, (256, ANY), (2, 80, 2, 1), true, 0),
+        // 32/8 heads, 512 x 8k: 76.5, 70.7
+        row(false, false, (64, ANY), (1, 128, 2, 2), false, 0),
+        // 32/8 heads, 512 x 8k: 99.1, 95.3
+        row(false, false, (128, ANY), (2, 192, 2, 1), false, 0),
+    ]
+};
+
 impl Sm90Schedule {
     /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
     /// tile of that kind that fits for the others.
@@ -132,19 +199,61 @@ impl Sm90Schedule {
         if apart.fits(problem, sm) { apart } else { found }
     }
 
+    /// Few rows beside at least twice as many keys, so that a causal mask makes hardly a difference between tiles,
+    /// which one wave holds: nothing is gained by thread blocks that stay, nor by an order of tiles, and one tile of
+    /// 128 rows for each multiprocessor takes 1.35 times as long as one of 64, not twice.
+    fn for_few_rows(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, tiles: u64) -> Option<Self> {
+        let d = problem.head_dim_qk.max(problem.head_dim_v);
+        let (causal, half) = (problem.mask.right, tiles <= UNITS);
+        // Without a mask only where it was raced: tiles are even at all lengths there, and the usual kind loses 4 to
+        // 8 %.
+        let measured = causal || bucket.kv_len > 4096 && (d <= 64 || d > 96);
+        if bucket.kv_len < (2 * bucket.q_len).max(512) || tiles > 2 * UNITS || !measured {
+            return None;
+        }
+        let holds = |r: &&FewRows| (r.causal, r.half) == (causal, half) && d <= r.head_dim && bucket.kv_len <= r.kv_len;
+        let row = FEW_ROWS.iter().find(holds)?;
+        let found = Self {
+            consumers: row.consumers,
+            block_kv: row.block_kv,
+            stages: row.stages,
+            blocks_per_sm: row.blocks_per_sm,
+            take_turns: row.take_turns,
+            exp2_eighths: row.exp2_eighths,
+            // Tiles are full without, and 0 to 10 % slower with it.
+            pack_group: self.pack_group && bucket.q_len <= 256,
+            scheduler: Sm90Scheduler::Single,
+            chain: false,
+            section_mib: 0,
+            ending: false,
+            ..self
+        };
+        found.fits(problem, sm).then_some(found)
+    }
+
     /// Where there is hardly a tile of one consumer, of which there are `tiles`, for each multiprocessor, nothing fills the others, and
     /// what counts is how long one takes: 7 to 33 % on an H200. Under a causal mask the longest tile counts for twice as many.
     fn for_few_tiles(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, rows: u64, tiles: u64) -> Option<Self> {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let (causal, long) = (problem.mask.right, bucket.kv_len > 512);
         let most = if causal && (long || d > 128) { 2 * UNITS } else { UNITS };
-        if problem.program.is_some() || problem.mask.left || rows <= 64 && bucket.kv_len > 256 || tiles > most {
+        if problem.program.is_some() || problem.mask.left || rows <= 64 && bucket.kv_len > 256 {
+            return None;
+        }
+        if let Some(found) = self.for_few_rows(problem, sm, bucket, tiles) {
+            return Some(found);
+        }
+        if tiles > most {
             return None;
         }
         let alone = Self { consumers: 1, take_turns: false, ..self };
         let found = match (causal, d) {
             (false, 129..) => {
                 Self { block_kv: 64, stages: if d <= 192 { 4 } else { 3 }, section_mib: 0, chain: false, ..alone }
+            }
+            // Larger blocks gain 2 % where all tiles are long (512 rows beside 8k keys, 16/4 heads).
+            (true, 193..) if bucket.kv_len >= 2 * bucket.q_len && long => {
+                Self { block_kv: 80, chain: false, output_apart: true, ending: false, ..alone }
             }
             (true, 129..) => Self { block_kv: 64, chain: false, output_apart: true, ending: false, ..alone },
             (false, _) => Self { chain: false, ..alone },
@@ -251,6 +360,65 @@ mod tests {
         assert_eq!(default(192, Mask::Causal, 8, 512).to_string(), "c1-kv64-s2-overlap-queue-apart-two-b1-l2x32");
         assert_eq!(default(256, Mask::Causal, 8, 512).to_string(), "c1-kv64-s2-overlap-queue-apart-two-b1-l2x32");
         assert_eq!(default(64, Mask::Causal, 8, 2048).to_string(), "c1-kv64-s3-overlap-queue-chain-fma2-two-b1-l2x32");
+    }
+
+    /// By races of 45 sizes (docs/measured/2026-11-23-h200-few-rows.md).
+    #[test]
+    fn few_rows_beside_many_keys_get_one_tile_for_each_multiprocessor() {
+        let of = |d, mask: Mask, (heads, kv_heads), (q_len, kv_len)| {
+            let problem = Problem::forward(DType::Bf16, d, mask.kind()).unwrap();
+            let shape = Shape { batch: 1, heads, kv_heads, q_len, kv_len, mask };
+            let sm = SmArch { number: 90, specific: true };
+            let schedule = Sm90Schedule::default_for(&problem, sm, &ShapeBucket::of(&shape));
+            schedule.validate(&problem).unwrap();
+            schedule.to_string()
+        };
+        const K: u32 = 1024;
+        let causal = [
+            // One tile of 128 rows for each.
+            (128, (28, 4), (512, 8 * K), "c2-kv192-s2-overlap-two-b1-l2x0"),
+            (128, (32, 8), (512, 8 * K), "c2-kv192-s2-overlap-two-b1-l2x0"),
+            (128, (32, 8), (512, 32 * K), "c2-kv192-s2-overlap-two-b1-l2x0"),
+            (128, (8, 1), (2 * K, 32 * K), "c2-kv192-s2-overlap-two-b1-l2x0"),
+            (128, (32, 8), (512, 4 * K), "c2-kv160-s2-overlap-two-b1-l2x0"),
+            (128, (8, 8), (2 * K, 4 * K), "c2-kv160-s2-overlap-two-b1-l2x0"),
+            (128, (32, 8), (512, 2 * K), "c2-kv128-s2-overlap-turns-two-b1-l2x0"),
+            (128, (32, 32), (512, K), "c2-kv128-s2-overlap-turns-two-b1-l2x0"),
+            (96, (32, 8), (512, 8 * K), "c2-kv144-s2-overlap-two-b1-l2x0"),
+            (192, (32, 8), (512, 8 * K), "c2-kv112-s2-overlap-turns-two-b1-l2x0"),
+            (256, (32, 8), (512, 8 * K), "c2-kv80-s2-overlap-turns-two-b1-l2x0"),
+            (64, (32, 8), (512, 8 * K), "c1-kv160-s2-overlap-two-b2-l2x0"),
+            (64, (32, 8), (512, 2 * K), "c1-kv128-s2-overlap-two-b2-l2x0"),
+            // One of 64 rows.
+            (128, (8, 1), (512, 8 * K), "c1-kv128-s3-overlap-two-b1-l2x0"),
+            (128, (8, 1), (512, 32 * K), "c1-kv128-s3-overlap-two-b1-l2x0"),
+            (128, (32, 8), (128, 8 * K), "c1-kv128-s3-overlap-pack-two-b1-l2x0"),
+            (128, (32, 8), (256, 8 * K), "c1-kv128-s3-overlap-pack-two-b1-l2x0"),
+            (128, (8, 1), (K, 8 * K), "c1-kv128-s3-overlap-two-b1-l2x0"),
+            (128, (32, 32), (256, 512), "c1-kv128-s2-overlap-two-b1-l2x0"),
+            (96, (16, 16), (512, 8 * K), "c1-kv128-s3-overlap-two-b1-l2x0"),
+            (192, (16, 16), (512, 8 * K), "c1-kv128-s2-overlap-two-b1-l2x0"),
+            (256, (16, 4), (512, 8 * K), "c1-kv80-s2-overlap-queue-apart-two-b1-l2x32"),
+            (64, (8, 1), (512, 32 * K), "c1-kv160-s4-overlap-fma2-two-b1-l2x0"),
+            (64, (16, 16), (512, 4 * K), "c1-kv128-s2-overlap-fma2-two-b1-l2x0"),
+            // Several waves, a token, and rows that see from none to all of the keys stay what they were.
+            (128, (32, 8), (K, 8 * K), "c2-kv160-s2-overlap-pack-queue-chain-two-b1-end32"),
+            (128, (32, 8), (2 * K, 32 * K), "c2-kv160-s2-overlap-queue-chain-two-b1-end32"),
+            (128, (8, 8), (K, K), "c1-kv80-s4-overlap-queue-chain-two-b1-l2x0"),
+            (64, (8, 8), (K, K), "c1-kv64-s3-overlap-queue-chain-fma2-two-b1-l2x32"),
+        ];
+        for (d, heads, lens, wanted) in causal {
+            assert_eq!(of(d, Mask::Causal, heads, lens), wanted, "head dim {d}, {heads:?} heads, {lens:?}");
+        }
+        let full = [
+            (128, (32, 8), (512, 8 * K), "c2-kv192-s2-overlap-two-b1-l2x0"),
+            (64, (32, 8), (512, 8 * K), "c1-kv128-s2-overlap-two-b2-l2x0"),
+            (128, (8, 1), (K, 8 * K), "c1-kv128-s2-overlap-queue-two-b1-l2x0"),
+            (128, (16, 16), (K, K), "c2-kv128-s2-overlap-turns-queue-chain-two-b1-l2x0"),
+        ];
+        for (d, heads, lens, wanted) in full {
+            assert_eq!(of(d, Mask::Full, heads, lens), wanted, "head dim {d}, {heads:?} heads, {lens:?}");
+        }
     }
 
     #[test]

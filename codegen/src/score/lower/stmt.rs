@@ -36,7 +36,7 @@ pub(crate) enum Ty {
     F32,
     /// To elements of a tensor.
     Pointer(Storage),
-    /// Coefficients of the polynomial for small scores of a cap (`cap_series` in `lib/cuda/score.cuh`).
+    /// Coefficients of the polynomial for small scores of a cap (`cap_series` in `lib/cuda/score/score.cuh`).
     CapSeries,
     /// The axes of a box of indices, and its least and greatest element (`lib/cuda/score/box.cuh`).
     BoxAxes,
@@ -122,7 +122,7 @@ pub(crate) enum Op {
     Ne,
 }
 
-/// A function of `lib/cpu/score.h` or `lib/cuda/score.cuh`.
+/// A function of `lib/cpu/score.h` or `lib/cuda/score/score.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Function {
     Abs,
