@@ -200,17 +200,17 @@ fn a_field_at_its_default_is_no_part_of_a_key() {
     let text = serde_json::to_value(&record).unwrap();
     // What a build writes that has fields of these names, and one that does not, is the same where they are at their defaults.
     let (problem, schedule) = (&text["key"]["problem"], &text["schedule"]["forward/sm90"]);
-    for (of, field) in [(problem, "pass"), (problem, "head_dim_v"), (problem, "program"), (schedule, "bias_stages")] {
+    for (of, field) in [(problem, "op"), (problem, "head_dim_v"), (problem, "program"), (schedule, "bias_stages")] {
         assert!(of.get(field).is_none() && of.is_object(), "{field}: {of}");
     }
-    assert!(text["key"].get("launches").is_none() && schedule.get("blocks_per_sm").is_none(), "{text}");
+    assert!(text["key"].get("launches").is_none() && schedule.get("trim").is_none(), "{text}");
     // One that wrote them nevertheless means the same thing, by the same key.
     let bytes = written(&record, |text| {
-        text["schedule"]["forward/sm90"]["blocks_per_sm"] = json!(1);
+        text["schedule"]["forward/sm90"]["trim"] = json!(false);
         text["schedule"]["forward/sm90"]["bias_stages"] = json!(0);
         text["key"]["problem"]["head_dim_v"] = json!(128);
         text["key"]["problem"]["program"] = Value::Null;
-        text["key"]["problem"]["pass"] = json!("Forward");
+        text["key"]["problem"]["op"] = json!("Forward");
         text["key"]["launches"] = json!("eager");
     });
     let read: Record = decode(&bytes).unwrap();
@@ -230,9 +230,9 @@ fn what_a_newer_build_adds_is_refused_where_it_decides_and_ignored_where_it_tell
     let (kernel, shape) = kernels()[2];
     let templates = TemplateSet::embedded();
     let record = record(&kernel, shape, Key::of(b"kernel"), &templates);
-    for place in ["/key/problem", "/key/problem/mask", "/key/bucket", "/key/device", "/key", "/schedule/Sm90"]
+    for place in ["/key/problem", "/key/problem/mask", "/key/bucket", "/key/device", "/key", "/schedule/forward~1sm90"]
         .into_iter()
-        .chain(["/provenance/shape", "/finalists/1/schedule/Sm90"])
+        .chain(["/provenance/shape", "/finalists/1/schedule/forward~1sm90"])
     {
         let bytes = written(&record, |text| text.pointer_mut(place).unwrap()["split_keys"] = json!(2));
         match decode::<Record>(&bytes) {
@@ -246,7 +246,7 @@ fn what_a_newer_build_adds_is_refused_where_it_decides_and_ignored_where_it_tell
     for (place, value) in [
         ("/schedule", json!({"Sm100": {"stages": 2}})),
         ("/key/problem/dtype", json!("E4m3")),
-        ("/key/problem/pass", json!("Backward")),
+        ("/key/problem/op", json!("Backward")),
         ("/key/launches", json!("remote")),
         ("/key/device/arch", json!({"Rocm": 942})),
     ] {
