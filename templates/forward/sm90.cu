@@ -81,18 +81,16 @@ constexpr bool kMaskedFirst = (kMaskLeft || (kProgramMask && !kProgramFromFirst)
 constexpr bool kHelpsApart = kQuick && kBiasStages == 0;
 constexpr int kHelpers = kQuick || kBiasStages > 0 ? 1 : 2;
 
-// Choices that head dims decide, by timings (docs/hopper-forward.md). With overlap, the factors of O are applied among
-// the exponentials or, where O is wide, beside the next scores, for which the warpgroup waits anyway.
-constexpr bool kRescaleBeside = kColumnsV > 128;
-// The exponentials of one row start before the maximum of the other is known or, for small head dims, after both.
-constexpr RowOrder kRowOrder = kColumnsV <= 64 ? kTogether : kColumnsV <= 128 ? kAfterProbability : kAfterMaximum;
-// In steps of masked blocks, which wait longer for maxima.
-constexpr RowOrder kMaskedRowOrder = kClean && kColumnsV <= 192 ? kAfterProbability : kRowOrder;
-// Whether the next K and V have arrived is asked while there is other work, unless there is some before they are
-// wanted.
-constexpr bool kLookAhead = kColumnsV <= 192 && !kSeeded;
-// Of a masked V, how many reads of a thread are asked for before the first is looked at.
-constexpr int kScanTogether = kQuick ? 1 : 8;
+// What of a step is done where (codegen: family/forward_sm90/softmax.rs). With overlap, the factors of O are applied
+// beside the next scores instead of among the exponentials.
+constexpr bool kRescaleBeside = @{ rescale_beside }@;
+// The order of a thread's two rows, and that in steps of masked blocks.
+constexpr RowOrder kRowOrder = @{ row_order }@;
+constexpr RowOrder kMaskedRowOrder = @{ masked_row_order }@;
+// Whether the next K and V have arrived is asked while there is other work.
+constexpr bool kLookAhead = @{ look_ahead }@;
+// Of a masked V that is looked through, how many reads of a thread are in flight.
+constexpr int kScanTogether = @{ scan_together }@;
 
 // Where a program caps the scores at a number of which it says how large it may be, no maximum is needed and nothing is
 // ever rescaled: probabilities are relative to a reference from which both the largest and the least that a row can

@@ -3,7 +3,8 @@
 use crate::DTYPES;
 use flashtune::Program;
 use flashtune::codegen::{
-    Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
+    Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule,
+    Sm90Scheduler, Swizzle, TileOrder,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -41,18 +42,21 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             masked_loop,
             lazy_rescale: rng.random_bool(0.2),
             pack_group: rng.random(),
-            trim: false,
             scheduler,
             chain: rng.random(),
-            output_apart: false,
-            bias_stages: 0,
-            producer_spare: 0,
             exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
             cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
             section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
-            ending: false,
             quick: rng.random_bool(0.2),
+            rescale: *[Sm90Rescale::ByHeadDim, Sm90Rescale::Among, Sm90Rescale::Beside].choose(rng).expect("not empty"),
+            row_order: row_order(rng),
+            masked_row_order: row_order(rng),
+            look_ahead: *[Sm90LookAhead::ByHeadDim, Sm90LookAhead::Never, Sm90LookAhead::Always]
+                .choose(rng)
+                .expect("not empty"),
+            scan_together: *[0, 1, 4].choose(rng).expect("not empty"),
+            ..Sm90Schedule::default()
         });
         let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
         if kernel.check().is_ok() {
@@ -111,4 +115,9 @@ pub fn random_sm80(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             return kernel;
         }
     }
+}
+
+fn row_order(rng: &mut StdRng) -> Sm90RowOrder {
+    use Sm90RowOrder::*;
+    *[ByHeadDim, Together, AfterMaximum, AfterProbability].choose(rng).expect("not empty")
 }

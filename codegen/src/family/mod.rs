@@ -19,7 +19,10 @@ pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
 pub use forward_naive::NaiveSchedule;
 pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
-pub use forward_sm90::{Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases, is_addressable, unaddressable};
+pub use forward_sm90::{
+    Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases,
+    is_addressable, unaddressable,
+};
 
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};

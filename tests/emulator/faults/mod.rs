@@ -52,20 +52,16 @@ fn sm90_schedule(family: &str, what: &str) -> Schedule {
         take_turns: true,
         p_in_shared: true,
         masked_loop: true,
-        lazy_rescale: false,
         pack_group: family == "sm90",
         trim: what.contains("trimmed"),
         scheduler: Sm90Scheduler::Stride,
         chain: what.contains("chained"),
         output_apart: what.contains(", apart"),
         bias_stages: if family == "bias" { 2 } else { 0 },
-        producer_spare: 0,
-        exp2_eighths: 0,
         cluster: if what.contains("cluster") || what.contains("other block") { 2 } else { 1 },
         blocks_per_sm: 1,
         section_mib: 0,
-        ending: false,
-        quick: false,
+        ..Sm90Schedule::default()
     })
 }
 

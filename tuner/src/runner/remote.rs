@@ -275,7 +275,7 @@ impl Remote {
         };
         // Noted first: from here on the process has run something of it.
         self.loaded.insert(id);
-        self.ask(&Request::Load { id, artifact }, SHORTEST_LIMIT).map(|_| ())
+        self.ask(&Request::Load { id, artifact: Box::new(artifact) }, SHORTEST_LIMIT).map(|_| ())
     }
 
     /// In a new process the trusted candidate runs first, so that its output is there to compare with.

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{self, Read, Write};
 
 /// Raised with every change of the messages or of a type inside them.
-const PROTOCOL: u32 = 5;
+const PROTOCOL: u32 = 6;
 /// The longest frame: no artifact comes near it, so a longer one is noise.
 const MAX_FRAME: usize = 256 << 20;
 
@@ -30,7 +30,7 @@ pub(crate) enum Request {
     /// Make the inputs of one size.
     Prepare(Size),
     /// Load a candidate.
-    Load { id: u32, artifact: Artifact },
+    Load { id: u32, artifact: Box<Artifact> },
     /// Check a loaded candidate on prepared inputs.
     Check { id: u32, size: Size },
     /// Launch a checked candidate several times at full size and compare all bytes.

@@ -120,17 +120,10 @@ impl Sm90Schedule {
             stages: 2,
             overlap: true,
             take_turns: consumers > 1 && (loads || Self::turns_pay(problem, bucket.kv_len)),
-            p_in_shared: false,
             masked_loop: true,
-            lazy_rescale: false,
             pack_group,
-            trim: false,
             scheduler: Sm90Scheduler::Queue,
             chain,
-            output_apart: false,
-            bias_stages: 0,
-            producer_spare: 0,
-            exp2_eighths: 0,
             cluster: 1,
             blocks_per_sm: 1,
             // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an H200.
@@ -141,7 +134,7 @@ impl Sm90Schedule {
             },
             // Wide heads fill few tiles with what L2 holds, so that the end of the walk is not even.
             ending: widens && !runs && (d <= 192 || bucket.kv_len <= 2048),
-            quick: false,
+            ..Self::default()
         };
         if let Some(few) = base.for_few_tiles(problem, sm, bucket, rows, tiles) {
             return few;

@@ -5,12 +5,14 @@ mod defaults;
 mod mask_metadata;
 mod registers;
 mod resources;
+mod softmax;
 mod space;
 mod tensor_maps;
 mod tiling;
 mod validate;
 mod wgmma;
 
+pub use softmax::{Sm90LookAhead, Sm90Rescale, Sm90RowOrder};
 pub use tensor_maps::{TensorMapSpec, has_loose_biases, is_addressable, unaddressable};
 
 use super::KernelFamily;
@@ -87,6 +89,16 @@ schedule! {
         /// Only the end of the walk is such a section, and before it come single KV heads: tiles of all lengths run beside each other
         /// then, and the longest of the end first. For masks that make lengths differ.
         pub ending: bool => launch, silent;
+        /// With `overlap`, when O is multiplied by the factors of its rows.
+        pub rescale: Sm90Rescale => derived, word;
+        /// In which order a thread takes the maxima and exponentials of its two rows.
+        pub row_order: Sm90RowOrder => derived, word;
+        /// The same in steps of masked blocks.
+        pub masked_row_order: Sm90RowOrder => derived, with(Sm90Schedule::masked_row_order_name);
+        /// Whether the next K and V have arrived is asked while there is other work.
+        pub look_ahead: Sm90LookAhead => derived, word;
+        /// Of a masked V that is looked through for non-finite elements, reads of a thread in flight; 0 is the rule.
+        pub scan_together: u32 => derived, number_unless(0, "scan");
     }
 }
 
@@ -145,6 +157,14 @@ impl Sm90Schedule {
     /// Threads of one block.
     pub const fn threads(&self) -> u32 {
         (self.consumers + 1) * 128
+    }
+
+    /// The order of rows in masked steps, in the schedule's name.
+    fn masked_row_order_name(&self) -> String {
+        match self.masked_row_order {
+            Sm90RowOrder::ByHeadDim => String::new(),
+            order => format!("m{order}"),
+        }
     }
 
     /// How tiles are walked, in the schedule's name.
@@ -261,6 +281,7 @@ impl KernelFamily for Sm90Schedule {
     }
 
     fn constants(&self, problem: &Problem, constants: &mut Constants) {
+        self.softmax_constants(problem, constants);
         let axes = problem.program.and_then(|p| p.lists().or(p.runs()));
         let cluster =
             if self.cluster > 1 { format!("__cluster_dims__({}, 1, 1)", self.cluster) } else { String::new() };

@@ -48,22 +48,17 @@ impl Sm90Schedule {
                                             stages,
                                             overlap,
                                             take_turns,
-                                            p_in_shared: false,
                                             masked_loop,
-                                            lazy_rescale: false,
                                             pack_group,
-                                            trim: false,
                                             scheduler,
                                             chain,
                                             output_apart,
-                                            bias_stages: 0,
-                                            producer_spare: 0,
                                             exp2_eighths,
                                             cluster: 1,
                                             blocks_per_sm,
                                             section_mib,
                                             ending,
-                                            quick: false,
+                                            ..Self::default()
                                         });
                                     }
                                 }

@@ -15,7 +15,6 @@ use crate::score::syntax::error::ProgramError;
 use crate::score::syntax::words::{Declaration, Id};
 pub use parts::ProgramBuilder;
 use std::fmt;
-use std::sync::OnceLock;
 
 /// Nodes that a program may have.
 pub(crate) const MAX_NODES: usize = 1 << 15;
@@ -42,8 +41,6 @@ pub struct Program {
     window: Option<WindowForm>,
     rows: Option<RowKeys>,
     axes: Option<MaskAxes>,
-    /// [`Program::cost_of_a_score`], once somebody has asked.
-    pub(in crate::score) cost_of_a_score: OnceLock<[usize; 2]>,
     biases: Vec<Bias>,
     /// What is left of a program whose mask is a window.
     unmasked: Option<Box<Program>>,

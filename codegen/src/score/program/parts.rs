@@ -13,7 +13,6 @@ use crate::score::syntax::builder::Expr;
 use crate::score::syntax::error::ProgramError;
 use crate::score::syntax::parse::parse;
 use crate::score::syntax::words::{Axis, Declaration, Id, Type, Unary, Var};
-use std::sync::OnceLock;
 
 /// Collects the parts of a [`Program`].
 #[derive(Debug, Clone)]
@@ -159,20 +158,7 @@ impl ProgramBuilder {
             (Some(_), Some(_)) => Some(Box::new(Self::of(graph.clone(), None, score, sink).build()?)),
             _ => None,
         };
-        Ok(Program {
-            graph,
-            mask,
-            score,
-            sink,
-            text,
-            hash,
-            window,
-            rows,
-            axes,
-            biases,
-            cost_of_a_score: OnceLock::new(),
-            unmasked,
-        })
+        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, biases, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {

@@ -1,0 +1,170 @@
+//! Where the softmax of a step does what: choices that head dims decide by timings (docs/hopper-forward.md), and that a schedule may
+//! make otherwise.
+
+use super::Sm90Schedule;
+use crate::Problem;
+use crate::family::fields::{Constants, FieldValue, Place};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Declares a choice whose default is the rule of the head dim, with the words of the others.
+macro_rules! choice {
+    ($(#[$meta:meta])* $Choice:ident { $($(#[$doc:meta])* $Value:ident = $word:literal,)* }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+        pub enum $Choice {
+            /// As the head dim has it by timings.
+            #[default]
+            ByHeadDim,
+            $($(#[$doc])* $Value,)*
+        }
+
+        impl $Choice {
+            const fn word(self) -> &'static str {
+                match self {
+                    Self::ByHeadDim => "",
+                    $(Self::$Value => $word,)*
+                }
+            }
+        }
+
+        impl fmt::Display for $Choice {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.word())
+            }
+        }
+
+        impl FieldValue for $Choice {
+            fn place(&self) -> Place {
+                Place::Word(self.word())
+            }
+            // The template has what was chosen, and not by whom: `Sm90Schedule::softmax_constants`.
+            fn render(&self, _: &'static str, _: &mut Constants) {}
+        }
+    };
+}
+
+choice! {
+    /// With `overlap`, when O is multiplied by the factors of its rows.
+    Sm90Rescale {
+        /// Among the exponentials.
+        Among = "among",
+        /// Beside the next scores, for which the warpgroup waits anyway: more registers live at once.
+        Beside = "beside",
+    }
+}
+
+choice! {
+    /// In which order a thread takes the maxima and exponentials of its two rows.
+    Sm90RowOrder {
+        /// Both maxima, then the exponentials of both.
+        Together = "together",
+        /// The second maximum after the first.
+        AfterMaximum = "aftermax",
+        /// The second maximum after the first probability, between the exponentials of the first row.
+        AfterProbability = "afterprob",
+    }
+}
+
+choice! {
+    /// Whether the next K and V have arrived is asked while there is other work.
+    Sm90LookAhead {
+        /// When they are wanted.
+        Never = "noahead",
+        /// While there is other work.
+        Always = "ahead",
+    }
+}
+
+impl Sm90RowOrder {
+    /// The template's word, or that of the rule.
+    const fn or(self, rule: &'static str) -> &'static str {
+        match self {
+            Self::ByHeadDim => rule,
+            Self::Together => "kTogether",
+            Self::AfterMaximum => "kAfterMaximum",
+            Self::AfterProbability => "kAfterProbability",
+        }
+    }
+}
+
+impl Sm90Schedule {
+    /// What the template is told of these choices.
+    pub(super) fn softmax_constants(&self, problem: &Problem, constants: &mut Constants) {
+        let columns = problem.head_dim_v.next_multiple_of(16);
+        // A wide O takes longer to multiply than the exponentials leave room for.
+        let beside = match self.rescale {
+            Sm90Rescale::ByHeadDim => columns > 128,
+            chosen => chosen == Sm90Rescale::Beside,
+        };
+        let row_order = self.row_order.or(match columns {
+            ..=64 => "kTogether",
+            65..=128 => "kAfterProbability",
+            _ => "kAfterMaximum",
+        });
+        // Steps of masked blocks wait longer for maxima.
+        let masked = if problem.masks() && columns <= 192 { "kAfterProbability" } else { row_order };
+        // Where biases seed the product there is work before K and V are wanted.
+        let look_ahead = match self.look_ahead {
+            Sm90LookAhead::ByHeadDim => columns <= 192 && !self.seeds(problem),
+            chosen => chosen == Sm90LookAhead::Always,
+        };
+        // Eight reads of a thread are in flight; one compiles sooner.
+        let scan_together = match self.scan_together {
+            0 if self.quick => 1,
+            0 => 8,
+            n => n,
+        };
+        constants.extend([
+            ("rescale_beside", beside.to_string()),
+            ("row_order", row_order.to_owned()),
+            ("masked_row_order", self.masked_row_order.or(masked).to_owned()),
+            ("look_ahead", look_ahead.to_string()),
+            ("scan_together", scan_together.to_string()),
+        ]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, MaskKind};
+
+    fn constants(d: u32, mask: MaskKind, change: impl Fn(&mut Sm90Schedule)) -> [String; 5] {
+        let problem = Problem::forward(DType::Bf16, d, mask).unwrap();
+        let mut schedule = Sm90Schedule::default();
+        change(&mut schedule);
+        let mut constants = Constants::new();
+        schedule.softmax_constants(&problem, &mut constants);
+        ["rescale_beside", "row_order", "masked_row_order", "look_ahead", "scan_together"]
+            .map(|name| constants[name].clone())
+    }
+
+    #[test]
+    fn head_dims_decide_unless_the_schedule_does() {
+        let of = |d, mask| constants(d, mask, |_| {});
+        assert_eq!(of(64, MaskKind::FULL), ["false", "kTogether", "kTogether", "true", "8"]);
+        assert_eq!(of(128, MaskKind::CAUSAL), ["false", "kAfterProbability", "kAfterProbability", "true", "8"]);
+        assert_eq!(of(192, MaskKind::CAUSAL), ["true", "kAfterMaximum", "kAfterProbability", "true", "8"]);
+        assert_eq!(of(256, MaskKind::CAUSAL), ["true", "kAfterMaximum", "kAfterMaximum", "false", "8"]);
+        let chosen = constants(256, MaskKind::CAUSAL, |s| {
+            s.rescale = Sm90Rescale::Among;
+            s.row_order = Sm90RowOrder::Together;
+            s.masked_row_order = Sm90RowOrder::AfterMaximum;
+            s.look_ahead = Sm90LookAhead::Always;
+            s.scan_together = 4;
+        });
+        assert_eq!(chosen, ["false", "kTogether", "kAfterMaximum", "true", "4"]);
+        assert_eq!(constants(64, MaskKind::FULL, |s| s.quick = true)[4], "1");
+    }
+
+    #[test]
+    fn choices_stand_in_the_name_where_they_are_made() {
+        let base = Sm90Schedule { consumers: 2, block_kv: 128, ..Sm90Schedule::default() };
+        assert!(!base.to_string().contains("--") && base.to_string().ends_with("-l2x0"), "{base}");
+        let named = Sm90Schedule { rescale: Sm90Rescale::Beside, row_order: Sm90RowOrder::Together, ..base };
+        assert_eq!(named.to_string(), format!("{base}-beside-together"));
+        let masked = Sm90Schedule { masked_row_order: Sm90RowOrder::Together, scan_together: 2, ..base };
+        assert_eq!(masked.to_string(), format!("{base}-mtogether-scan2"));
+    }
+}
