@@ -1,5 +1,5 @@
-//! What of a warm call is ours and what is the driver's: the launch of a kernel that does nothing, with the parameters and
-//! the geometry of a real one and with the least there can be, beside the pieces of our own work before it.
+//! What of a warm call is ours and what is the driver's: the launch of a kernel that does nothing, with the parameters
+//! and the geometry of a real one and with the least there can be, beside the pieces of our own work before it.
 //!
 //!     cargo run --release --example launch
 //!

@@ -56,8 +56,8 @@ impl Builder {
         self
     }
 
-    /// How the host launches; what `FLASHTUNE_LAUNCHES` says when not said, else eagerly. What was measured so goes before
-    /// what was measured otherwise, and is what the engine tunes for.
+    /// How the host launches; what `FLASHTUNE_LAUNCHES` says when not said, else eagerly. What was measured so goes
+    /// before what was measured otherwise, and is what the engine tunes for.
     pub fn launches(mut self, launches: Launches) -> Self {
         self.launches = Some(launches);
         self
@@ -116,18 +116,18 @@ impl Builder {
         self
     }
 
-    /// Whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a quarter of the time
-    /// ([`Status::Quick`](flashtune_runtime::Status)), with the same bits, while their own is compiled on a thread of the
-    /// engine; then that one takes over. What `FLASHTUNE_QUICK_FIRST` says (`1` or `0`) when not said, else yes. Never in a
-    /// capture, nor for [`Engine::prepare`], [`Engine::plan`] and [`Engine::preload`], which wait for the kernel itself. A
-    /// process that ends meanwhile waits for the compiler.
+    /// Whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a quarter of
+    /// the time ([`Status::Quick`](flashtune_runtime::Status)), with the same bits, while their own is compiled on a
+    /// thread of the engine; then that one takes over. What `FLASHTUNE_QUICK_FIRST` says (`1` or `0`) when not said,
+    /// else yes. Never in a capture, nor for [`Engine::prepare`], [`Engine::plan`] and [`Engine::preload`], which wait
+    /// for the kernel itself. A process that ends meanwhile waits for the compiler.
     pub fn quick_first(mut self, yes: bool) -> Self {
         self.quick_first = Some(yes);
         self
     }
 
-    /// Opens device and layers. Compiles no kernel and writes nothing; where nothing is stored, a GPU's compiler is loaded
-    /// beside.
+    /// Opens device and layers. Compiles no kernel and writes nothing; where nothing is stored, a GPU's compiler is
+    /// loaded beside.
     ///
     /// # Errors
     /// A device that is not there, a bundle that cannot be read or that nobody trusted signed, templates that do not

@@ -22,7 +22,8 @@ use std::time::Duration;
 /// How long a call under the policy `tune` waits for another process that is tuning the same.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// One forward pass over device memory: O = softmax(scale * Q K^T + mask) V, or what a score program makes of the scores.
+/// One forward pass over device memory: O = softmax(scale * Q K^T + mask) V, or what a score program makes of the
+/// scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Forward<'a> {
     /// Q, `[batch, heads, q_len, head_dim_qk]`.
@@ -35,8 +36,8 @@ pub struct Forward<'a> {
     pub o: TensorView,
     /// Address of the log-sum-exp (natural log), fp32, contiguous `[batch, heads, q_len]`; written when given.
     pub lse: Option<u64>,
-    /// Address of the attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`; written when given. CUDA only,
-    /// and only by the plain kernel: for inspection, not for speed.
+    /// Address of the attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`; written when given. CUDA
+    /// only, and only by the plain kernel: for inspection, not for speed.
     pub weights: Option<u64>,
     /// Which keys a query attends to.
     pub mask: Mask,
@@ -46,8 +47,8 @@ pub struct Forward<'a> {
     pub program: Option<ProgramRef>,
     /// What the program reads.
     pub side: SideInputs<'a>,
-    /// The program's mask, prepared: what kernels have found of it before. The program then has the same mask or none, or is absent,
-    /// and what the mask reads need not be brought again.
+    /// The program's mask, prepared: what kernels have found of it before. The program then has the same mask or none,
+    /// or is absent, and what the mask reads need not be brought again.
     pub block_mask: Option<&'a BlockMask>,
 }
 
@@ -160,20 +161,21 @@ impl Engine {
         self.cache.as_ref()
     }
 
-    /// Computes on the caller's stream and returns at once (on the CPU when done). A warm call allocates nothing
-    /// (but for masks of which something is found first: memory for that, in the stream's order); the
-    /// first of its class searches the layers and may compile or tune, by policy. Gives back what runs; does nothing, and
-    /// gives nothing back, when O has no element.
+    /// Computes on the caller's stream and returns at once (on the CPU when done). A warm call allocates nothing (but
+    /// for masks of which something is found first: memory for that, in the stream's order); the first of its class
+    /// searches the layers and may compile or tune, by policy. Gives back what runs; does nothing, and gives nothing
+    /// back, when O has no element.
     ///
     /// # Safety
     /// Every address in `call` must be valid on the engine's device for the extent that its shape and strides describe,
     /// and stay so until the work is done; O, LSE and weights must not overlap anything else in the call. `stream` must
-    /// be a stream of the device's context. The elements of what a block mask reads must be those that they were when it was first
-    /// used, and graphs that were captured with it are not replayed once it is dropped.
+    /// be a stream of the device's context. The elements of what a block mask reads must be those that they were when
+    /// it was first used, and graphs that were captured with it are not replayed once it is dropped.
     ///
     /// # Errors
-    /// Tensors that do not fit each other, or what the score program reads and is not given, a block mask of something else, problems that no kernel
-    /// computes, [`flashtune_runtime::Error::Sealed`], and what compilers and drivers report. Nothing has been launched then.
+    /// Tensors that do not fit each other, or what the score program reads and is not given, a block mask of something
+    /// else, problems that no kernel computes, [`flashtune_runtime::Error::Sealed`], and what compilers and drivers
+    /// report. Nothing has been launched then.
     pub unsafe fn forward(&self, call: &Forward<'_>, stream: Stream) -> Result<Option<Dispatch>> {
         // SAFETY: the caller's promise is this function's own.
         unsafe { self.forward_resolved(call, self.resolve(call)?, stream) }
@@ -238,9 +240,9 @@ impl Engine {
         unsafe { self.launch(call, resolved, table.as_ref(), stream) }
     }
 
-    /// A mask for many calls on this device: what its kernels find of it is found by the first call of each geometry of kernels, and
-    /// later calls go by that ([`Forward::with_block_mask`]). `program` is a mask alone; what it reads must stay as it is for as
-    /// long as the block mask is used. Touches no tensor.
+    /// A mask for many calls on this device: what its kernels find of it is found by the first call of each geometry of
+    /// kernels, and later calls go by that ([`Forward::with_block_mask`]). `program` is a mask alone; what it reads
+    /// must stay as it is for as long as the block mask is used. Touches no tensor.
     ///
     /// # Errors
     /// As [`BlockMask::new`].
@@ -259,8 +261,8 @@ impl Engine {
         self.dispatch(call, &mut resolved, side.as_ref(), || false)
     }
 
-    /// Refuses tensors that are certainly not in the device's memory: on CUDA those that begin or end in memory of the host,
-    /// of other devices, or in none; the CPU cannot tell. For hosts that do not know where their tensors are;
+    /// Refuses tensors that are certainly not in the device's memory: on CUDA those that begin or end in memory of the
+    /// host, of other devices, or in none; the CPU cannot tell. For hosts that do not know where their tensors are;
     /// [`Engine::forward`] takes their word.
     ///
     /// # Errors
@@ -385,8 +387,8 @@ impl Engine {
         Ok(program.map_or(resolved, |program| resolved.with_program(program)))
     }
 
-    /// Kernel and sizes of a call; none when there is nothing to compute. `haste` is whether a quick schedule may stand in
-    /// for one that must be compiled.
+    /// Kernel and sizes of a call; none when there is nothing to compute. `haste` is whether a quick schedule may stand
+    /// in for one that must be compiled.
     fn dispatch(
         &self,
         call: &Forward<'_>,

@@ -110,8 +110,8 @@ impl Engine {
         let resolved = resolved.at(addresses, Some(lse_buffer.address()));
         let call = Forward { weights: weights_buffer.as_ref().map(|b| b.address()), ..call };
         let launch = |side: &SideInputs<'_>| {
-            // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads below
-            // have waited for the stream, and no two overlap.
+            // SAFETY: every address is that of a buffer above with the view's extent, they live until the downloads
+            // below have waited for the stream, and no two overlap.
             unsafe { self.forward_resolved(&Forward { side: *side, ..call }, resolved, stream) }
         };
         let dispatch = match &side {

@@ -60,8 +60,8 @@ pub struct Facts {
     /// Static shared memory in bytes.
     #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub static_smem_bytes: u32,
-    /// Wall time of the compilation in milliseconds, known to the process that compiled: it is not kept, so that equal recipes
-    /// give equal bytes.
+    /// Wall time of the compilation in milliseconds, known to the process that compiled: it is not kept, so that equal
+    /// recipes give equal bytes.
     #[serde(skip)]
     pub compile_ms: f64,
     /// Performance notes of the compiler that make a kernel unfit (C7508, C7512, ...), verbatim.

@@ -1,7 +1,7 @@
 //! Who does a piece of work that several processes ask for: the one that holds its claim.
 //!
-//! A claim is a file in `<base>/claims/` under an exclusive lock. The kernel lets go of the lock when its process
-//! ends, however it ends, so a dead holder is noticed at once and no stale claim exists. Over NFS the lock reaches other
+//! A claim is a file in `<base>/claims/` under an exclusive lock. The kernel lets go of the lock when its process ends,
+//! however it ends, so a dead holder is noticed at once and no stale claim exists. Over NFS the lock reaches other
 //! hosts where the server offers locks. Where no lock can be had (a read-only mount, a file system without locks), work
 //! is done without: twice, perhaps, but to the same result.
 
@@ -78,8 +78,8 @@ impl Claims {
         }
     }
 
-    /// Removes the files of claims that nobody holds: of processes that were killed after their work was done, which nobody
-    /// asks for again.
+    /// Removes the files of claims that nobody holds: of processes that were killed after their work was done, which
+    /// nobody asks for again.
     pub(crate) fn clear(&self) {
         let Ok(folder) = self.dir.folder().and_then(|base| base.open(CLAIMS)) else { return };
         let (names, folder) = (folder.names().unwrap_or_default(), Arc::new(folder));

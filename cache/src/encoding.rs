@@ -1,11 +1,12 @@
 //! Values as bytes: MessagePack maps with the names of fields and variants, so that a field can be added.
 //!
-//! The same value gives the same bytes, and keys are hashes of them. A field at its default is left out (its struct says
-//! so with `serde(default, skip_serializing_if)`): a field that is added so changes neither the bytes nor the key of what
-//! is at its default, and bytes of before it decode. Names, of types that are stored, are therefore part of the format.
+//! The same value gives the same bytes, and keys are hashes of them. A field at its default is left out (its struct
+//! says so with `serde(default, skip_serializing_if)`): a field that is added so changes neither the bytes nor the key
+//! of what is at its default, and bytes of before it decode. Names, of types that are stored, are therefore part of the
+//! format.
 //!
-//! What decides a kernel (problem, schedule, sizes, recipe) refuses fields that this build does not know, since it would make or
-//! serve another kernel than was meant; of other structs unknown fields are left alone.
+//! What decides a kernel (problem, schedule, sizes, recipe) refuses fields that this build does not know, since it
+//! would make or serve another kernel than was meant; of other structs unknown fields are left alone.
 
 use rmp_serde::decode::Error as Malformed;
 use rmp_serde::{Deserializer, Serializer};
@@ -46,8 +47,8 @@ pub fn encode_to<T: Serialize + ?Sized>(bytes: &mut Vec<u8>, value: &T) {
     value.serialize(&mut serializer).expect("plain structs, which always encode into memory");
 }
 
-/// The value that the bytes are, all of them. They need not be trusted: memory is taken for what is there, not for what a
-/// length says.
+/// The value that the bytes are, all of them. They need not be trusted: memory is taken for what is there, not for what
+/// a length says.
 ///
 /// # Errors
 /// Why they are no such value.

@@ -1,8 +1,8 @@
 //! The size cap of the artifact files.
 //!
 //! A tuning leaves a file for every schedule that it compiled. Most of them are never needed again: when they take more
-//! than the cap, those go first that were used the longest ago. What a record names stays, whatever it takes, and so does
-//! what was used within the hour, by a tuning that is at work for instance.
+//! than the cap, those go first that were used the longest ago. What a record names stays, whatever it takes, and so
+//! does what was used within the hour, by a tuning that is at work for instance.
 
 use crate::folder::{Folder, Seen};
 use crate::layout::{is_kernel, is_part};

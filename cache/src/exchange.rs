@@ -83,8 +83,9 @@ pub fn export(layers: &Layers, filter: &ExportFilter, path: &Path, created: u64)
 /// wins over the imported one, unless `replace`.
 ///
 /// # Errors
-/// [`Error::Untrusted`] when nobody trusted signed it, [`Error::Mismatch`] when no part of the bundle may be used, naming the field; [`Error::Damaged`], [`Error::Locked`]
-/// and [`Error::Io`] as elsewhere. Nothing is taken from a bundle of which any needed entry is damaged.
+/// [`Error::Untrusted`] when nobody trusted signed it, [`Error::Mismatch`] when no part of the bundle may be used,
+/// naming the field; [`Error::Damaged`], [`Error::Locked`] and [`Error::Io`] as elsewhere. Nothing is taken from a
+/// bundle of which any needed entry is damaged.
 pub fn import(path: &Path, dir: &CacheDir, needed: &Needed, replace: bool, trust: &Trust) -> Result<ExchangeSummary> {
     let bundle = Bundle::map(path)?;
     trust.check(&bundle)?;

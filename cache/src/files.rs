@@ -97,8 +97,8 @@ impl ArtifactFiles {
         })
     }
 
-    /// The artifact of a recipe key: from its file, or made now. Of many processes that ask for one key at the same time,
-    /// one makes it and the others wait for it; when that one ends without a result, the next one tries.
+    /// The artifact of a recipe key: from its file, or made now. Of many processes that ask for one key at the same
+    /// time, one makes it and the others wait for it; when that one ends without a result, the next one tries.
     ///
     /// # Errors
     /// That of `make`.

@@ -283,8 +283,8 @@ impl Layers {
         found
     }
 
-    /// The schedules that layers below the user's own would serve these calls with: what a tuning has to beat before its
-    /// result goes before theirs. Those of the same device and sizes, the first layer's first.
+    /// The schedules that layers below the user's own would serve these calls with: what a tuning has to beat before
+    /// its result goes before theirs. Those of the same device and sizes, the first layer's first.
     pub fn rivals(&self, needed: &Needed, wanted: &RecordKey) -> Vec<Schedule> {
         let mut rivals = Vec::new();
         for m in self.find(needed, wanted).matches {

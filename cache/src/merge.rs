@@ -2,8 +2,8 @@
 //!
 //! A record holds one finding, and beside it those of other hosts that answer the same question otherwise
 //! ([`Record::rivals`]). To merge is to take the union of the findings, less those that a later tuning raced against
-//! ([`Record::settled`]): so the order, the grouping and the repetition of merges do not matter. (A finding is known by the hash of
-//! its samples and its time, so that none is settled by what came before it.) Nothing is averaged: two
+//! ([`Record::settled`]): so the order, the grouping and the repetition of merges do not matter. (A finding is known by
+//! the hash of its samples and its time, so that none is settled by what came before it.) Nothing is averaged: two
 //! findings that disagree stay beside each other until `flashtune tune --contested` races them again on one device.
 
 use crate::{Artifact, Bundle, BundleContents, Error, Key, Record, RecordKey, Result, Rival, Trust};
@@ -93,8 +93,8 @@ impl Record {
 /// on how they were merged before, or on how often one is named.
 ///
 /// # Errors
-/// [`Error::Untrusted`], [`Error::Damaged`] and [`Error::Io`] as elsewhere; [`Error::Mismatch`] when inputs for one arch
-/// and family were made with different templates or ABIs, which answer different questions.
+/// [`Error::Untrusted`], [`Error::Damaged`] and [`Error::Io`] as elsewhere; [`Error::Mismatch`] when inputs for one
+/// arch and family were made with different templates or ABIs, which answer different questions.
 pub fn merge_bundles(paths: &[impl AsRef<Path>], to: &Path, trust: &Trust) -> Result<MergeSummary> {
     let mut bundles = Vec::new();
     for path in paths {
@@ -203,8 +203,9 @@ mod tests {
         Record { finalists, provenance, ..base }
     }
 
-    /// What three hosts have, of many that have merged what others had, and tuned anew. No two tunings give the same finding, which holds
-    /// its samples and its time, so that none is settled by what came before it; clocks may say what they like.
+    /// What three hosts have, of many that have merged what others had, and tuned anew. No two tunings give the same
+    /// finding, which holds its samples and its time, so that none is settled by what came before it; clocks may say
+    /// what they like.
     fn hosts() -> impl Strategy<Value = [Record; 3]> {
         let first = (0u32..6, 1u32..4, 1u32..4, 1.0f64..1.1).prop_map(|(n, a, b, ratio)| finding(n, a, b, ratio));
         let step = (any::<bool>(), any::<Index>(), any::<Index>(), 1u32..4);

@@ -1,8 +1,8 @@
 //! What a tuning job has learnt so far, so that one that was killed repeats nothing.
 //!
 //! An append-only file of frames, `length u32, first 8 bytes of the payload's BLAKE3, payload`, written by the one
-//! process that has the job's claim. What was killed while it wrote leaves half a frame at the end, which is cut off when
-//! the file is opened again. The file goes when the job is done.
+//! process that has the job's claim. What was killed while it wrote leaves half a frame at the end, which is cut off
+//! when the file is opened again. The file goes when the job is done.
 
 use crate::encoding::{decode, encode};
 use crate::folder::{Folder, id_of};
@@ -56,8 +56,8 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The lessons of a job, by a key that says all that decides what it does. Where nothing can be written the job runs
-    /// without, and a killed one begins anew.
+    /// The lessons of a job, by a key that says all that decides what it does. Where nothing can be written the job
+    /// runs without, and a killed one begins anew.
     pub fn open(dir: &CacheDir, job: &Key) -> Self {
         let name = format!("{}.log", job.hex());
         let mut progress = Self::default();

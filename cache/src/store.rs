@@ -1,8 +1,8 @@
 //! The tuner's journal: every trial and every record, on sled.
 //!
 //! One process at a time has it; readers map the snapshot that [`Store::publish`] writes and never come here. The
-//! journal is a cache of work, so no damage to it may stop a tuner: a journal that cannot be opened is set aside, values
-//! that cannot be decoded are skipped, and whatever was published comes back from the snapshot.
+//! journal is a cache of work, so no damage to it may stop a tuner: a journal that cannot be opened is set aside,
+//! values that cannot be decoded are skipped, and whatever was published comes back from the snapshot.
 
 mod journal;
 mod lock;
@@ -195,8 +195,8 @@ impl Store {
     /// # Errors
     /// [`Error::Io`] when it cannot be written; the old snapshot stays as it was.
     pub fn publish(&self, files: &ArtifactFiles) -> Result<PathBuf> {
-        // What the old snapshot has must not be lost because someone tidied the artifact files away, or because the file
-        // system would not show it when the journal was opened.
+        // What the old snapshot has must not be lost because someone tidied the artifact files away, or because the
+        // file system would not show it when the journal was opened.
         let old = self.published()?;
         if let Some(old) = old.as_ref().filter(|_| !self.took_in.load(Ordering::Relaxed)) {
             self.take_in(old)?;
@@ -254,8 +254,8 @@ impl Store {
         }
     }
 
-    /// Takes in what the snapshot has and the journal lacks: after a crash sled may come up short without a word. What cannot
-    /// be read now is taken in before the next publication.
+    /// Takes in what the snapshot has and the journal lacks: after a crash sled may come up short without a word. What
+    /// cannot be read now is taken in before the next publication.
     fn take_in_snapshot(&self) -> Result<()> {
         match self.published() {
             Ok(Some(bundle)) => self.take_in(&bundle),

@@ -4,7 +4,8 @@ use flashtune_codegen::Schedule;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The spans of one tuning, in the order of their beginnings. The journal keeps those of the last tuning of each record.
+/// The spans of one tuning, in the order of their beginnings. The journal keeps those of the last tuning of each
+/// record.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Timeline {
     /// When the record was found, in seconds since the Unix epoch: what was tuned at another time has another timeline.

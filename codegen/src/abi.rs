@@ -129,8 +129,8 @@ arguments! {
     }
 }
 
-/// Counters, of 4 bytes each, that a kernel's module holds for launches whose persistent thread blocks take tiles from one: more than ten
-/// thousand captured launches of one kernel may live at once.
+/// Counters, of 4 bytes each, that a kernel's module holds for launches whose persistent thread blocks take tiles from
+/// one: more than ten thousand captured launches of one kernel may live at once.
 pub const TILE_QUEUES: usize = 1 << 14;
 
 /// How a launch of `forward/sm90` divides the query rows into tiles, computed once by the host.

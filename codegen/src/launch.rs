@@ -4,7 +4,8 @@
 //! Kernel::plan(Shape) -> LaunchPlan { stages: [mask metadata.., main], regions: [mask metadata, tile counter] }
 //! ```
 //!
-//! A device loads a kernel's entry points once ([`Kernel::entries`]) and launches the stages of a plan in their order on one stream.
+//! A device loads a kernel's entry points once ([`Kernel::entries`]) and launches the stages of a plan in their order
+//! on one stream.
 
 use crate::{Error, Kernel, Result, Shape, Tiling};
 
@@ -16,7 +17,8 @@ const MOST_REGIONS: usize = 2;
 /// What a stage is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StageRole {
-    /// Computes the mask metadata that the main stage reads ([`Holds::MaskMetadata`]). Left out where a launch is given it.
+    /// Computes the mask metadata that the main stage reads ([`Holds::MaskMetadata`]). Left out where a launch is given
+    /// it.
     MaskMetadata,
     /// The operation itself.
     Main,
@@ -43,7 +45,8 @@ pub struct Stage {
     pub entry: StageEntry,
     /// Thread blocks, one-dimensional; a stage of 0 is not launched.
     pub grid: u32,
-    /// Thread blocks of one multiprocessor where they are persistent and share the grid's work; when absent every block has its own.
+    /// Thread blocks of one multiprocessor where they are persistent and share the grid's work; when absent every block
+    /// has its own.
     pub resident: Option<u32>,
     /// Thread blocks of a cluster.
     pub cluster: u32,
@@ -68,8 +71,8 @@ impl Stage {
 
 /// Device memory that the stages of a launch share, beside the operands.
 ///
-/// Outside of a capture it belongs to the stream, in whose order it is taken and given back; in a capture to that graph, so that
-/// two graphs that were captured on one stream may be replayed at once.
+/// Outside of a capture it belongs to the stream, in whose order it is taken and given back; in a capture to that
+/// graph, so that two graphs that were captured on one stream may be replayed at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Region {
     /// What lies in it, which says who initialises it and for how long it can be of use.
@@ -85,16 +88,17 @@ pub enum Holds {
     MaskMetadata {
         /// How it lies there.
         layout: MetadataLayout,
-        /// From which byte on the bits of cut blocks lie, for block lists, unless they take more than [`MOST_MASK_BYTES`].
+        /// From which byte on the bits of cut blocks lie, for block lists, unless they take more than
+        /// [`MOST_MASK_BYTES`].
         masks: Option<u64>,
     },
-    /// The counter from which persistent thread blocks take their tiles: zero before the first launch, and left at zero by every
-    /// launch. One that no other launch uses at the same time; without one, tiles are taken by stride.
+    /// The counter from which persistent thread blocks take their tiles: zero before the first launch, and left at zero
+    /// by every launch. One that no other launch uses at the same time; without one, tiles are taken by stride.
     TileCounter,
 }
 
-/// How mask metadata lies in memory. Kernels that agree in it, and in the bounded sides of the mask beside the program's, can
-/// use what was computed once for the same mask, sizes and tensors, whatever else differs between them.
+/// How mask metadata lies in memory. Kernels that agree in it, and in the bounded sides of the mask beside the
+/// program's, can use what was computed once for the same mask, sizes and tensors, whatever else differs between them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MetadataLayout {
     /// Lists of key blocks, and bit masks of cut ones.
@@ -110,8 +114,8 @@ pub enum MetadataLayout {
     KeyRanges,
 }
 
-/// Bytes that the bit masks of cut blocks may take, whose number is not known before: enough for 90,000 queries by as many keys if all
-/// heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
+/// Bytes that the bit masks of cut blocks may take, whose number is not known before: enough for 90,000 queries by as
+/// many keys if all heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
 pub const MOST_MASK_BYTES: u64 = 1 << 30;
 
 /// What one call launches.

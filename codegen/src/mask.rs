@@ -1,8 +1,8 @@
 //! Which keys a query may attend to.
 //!
-//! Query row `i` of `q_len` sits at position `i + kv_len - q_len` among the keys (bottom-right alignment). A mask bounds
-//! the distance to the left, to the right, or both. Which sides are bounded is compiled into the kernel ([`MaskKind`]);
-//! how far they reach is a run-time size, so one kernel serves every window length.
+//! Query row `i` of `q_len` sits at position `i + kv_len - q_len` among the keys (bottom-right alignment). A mask
+//! bounds the distance to the left, to the right, or both. Which sides are bounded is compiled into the kernel
+//! ([`MaskKind`]); how far they reach is a run-time size, so one kernel serves every window length.
 
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};

@@ -1,5 +1,5 @@
-//! What the stored form of a struct leaves out: fields at their default (`serde(default, skip_serializing_if)`). Keys are
-//! hashes of that form, so that a field which is added changes the key of nothing that is at its default.
+//! What the stored form of a struct leaves out: fields at their default (`serde(default, skip_serializing_if)`). Keys
+//! are hashes of that form, so that a field which is added changes the key of nothing that is at its default.
 
 /// Whether a field is at its type's default.
 pub fn is_default<T: Default + PartialEq>(value: &T) -> bool {

@@ -47,8 +47,9 @@ impl fmt::Display for Op {
 
 /// One attention problem: operation, dtype, head dims, the sides of the mask that are bounded, and the score program.
 ///
-/// Numbers of heads, lengths, strides, window lengths, the scalars and tensors of the program, the softmax scale and whether the LSE is wanted are run-time
-/// values ([`crate::Shape`], [`crate::abi::ForwardArgs`]): they do not change the generated code.
+/// Numbers of heads, lengths, strides, window lengths, the scalars and tensors of the program, the softmax scale and
+/// whether the LSE is wanted are run-time values ([`crate::Shape`], [`crate::abi::ForwardArgs`]): they do not change
+/// the generated code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(from = "Stored", into = "Stored")]
 pub struct Problem {
@@ -114,8 +115,8 @@ impl Problem {
         Self { program: (!program.is_plain()).then(|| ProgramRef::new(program)), ..self }
     }
 
-    /// The same computation with as much of the program's mask in `mask` as fits there at these sizes, whose own mask is
-    /// then `Shape::mask`: kernels know windows without a program.
+    /// The same computation with as much of the program's mask in `mask` as fits there at these sizes, whose own mask
+    /// is then `Shape::mask`: kernels know windows without a program.
     pub fn with_windows(self, shape: Shape) -> (Self, Shape) {
         let found = self.program.and_then(|p| Some((p, p.window()?.at(&shape)?)));
         let Some((program, mask)) = found else { return (self, shape) };

@@ -10,7 +10,8 @@ use std::collections::BTreeMap;
 /// More text than this is not followed: files that include each other twice over grow without end.
 const LARGEST: usize = 16 << 20;
 
-/// The first 16 hex digits of a hash over what is seen of a template of these files; over all files where that cannot be said.
+/// The first 16 hex digits of a hash over what is seen of a template of these files; over all files where that cannot
+/// be said.
 pub(crate) fn hash(files: &BTreeMap<String, String>, template: &str) -> String {
     let mut expanded = String::new();
     let hasher = match expand(files, template, &mut Vec::new(), &mut expanded) {

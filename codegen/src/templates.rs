@@ -121,14 +121,14 @@ impl TemplateSet {
         Ok(Self { files, hash: hasher.finalize().to_hex()[..16].to_owned(), families, engine: engine.into() })
     }
 
-    /// The first 16 hex digits of the BLAKE3 hash over all names and texts: what the set is, to the byte. Stored results
-    /// are held to [`TemplateSet::hash_of`].
+    /// The first 16 hex digits of the BLAKE3 hash over all names and texts: what the set is, to the byte. Stored
+    /// results are held to [`TemplateSet::hash_of`].
     pub fn hash(&self) -> &str {
         &self.hash
     }
 
-    /// 16 hex digits that stand for what the compiler sees of a family's kernels: the text of its template with all that
-    /// it includes, less comments, blank lines and indentation.
+    /// 16 hex digits that stand for what the compiler sees of a family's kernels: the text of its template with all
+    /// that it includes, less comments, blank lines and indentation.
     pub fn hash_of(&self, family: Family) -> &str {
         &self.families[&family]
     }

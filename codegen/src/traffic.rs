@@ -37,7 +37,8 @@ impl Visits {
 /// Bytes that one launch moves, by the model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Traffic {
-    /// What the tiles load and store, wherever it comes from: Q and O once, K and V once per query tile that visits them.
+    /// What the tiles load and store, wherever it comes from: Q and O once, K and V once per query tile that visits
+    /// them.
     pub tile_bytes: f64,
     /// What reaches memory: as above, but K and V count once where those of all KV heads that are worked on at the same
     /// time fit the last-level cache together.

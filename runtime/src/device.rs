@@ -30,7 +30,8 @@ pub trait Buffer: Send + Sync {
 /// Host memory that a device gave.
 pub type HostBytes = Box<dyn DerefMut<Target = [u8]> + Send + Sync>;
 
-/// Mask metadata of one mask, in memory of a device, kept for later launches. Dropped while launches are under way, it gives its memory back behind them.
+/// Mask metadata of one mask, in memory of a device, kept for later launches. Dropped while launches are under way, it
+/// gives its memory back behind them.
 pub trait Findings: Send + Sync {
     /// For the device that made it.
     fn as_any(&self) -> &dyn Any;
@@ -53,8 +54,8 @@ pub trait Graph: Send {
     /// Enqueues all of them on a stream.
     ///
     /// # Safety
-    /// What they were captured with must still be as [`Device::launch`] asks: modules loaded, addresses valid. Replays of one
-    /// graph must not run beside each other.
+    /// What they were captured with must still be as [`Device::launch`] asks: modules loaded, addresses valid. Replays
+    /// of one graph must not run beside each other.
     unsafe fn replay(&self, stream: Stream) -> Result<()>;
 }
 
@@ -90,8 +91,8 @@ pub trait Device: Send + Sync {
     /// Loads a compiled kernel. The bytes are used as given: the caller has verified them.
     fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>>;
 
-    /// Launches the stages of a plan on the caller's stream. Waits for nothing (on the CPU it returns when done), and allocates
-    /// nothing but, for a plan with mask metadata, memory for that between two points of the stream.
+    /// Launches the stages of a plan on the caller's stream. Waits for nothing (on the CPU it returns when done), and
+    /// allocates nothing but, for a plan with mask metadata, memory for that between two points of the stream.
     ///
     /// # Safety
     /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has
@@ -104,14 +105,14 @@ pub trait Device: Send + Sync {
         None
     }
 
-    /// [`Device::launch`] by what was found of the mask before: it is found by the first launch of each geometry alone, and another stream
-    /// waits for that one. A launch that is captured uses what is there; what is not there is found within the graph, in
-    /// the graph's own memory, in every replay.
+    /// [`Device::launch`] by what was found of the mask before: it is found by the first launch of each geometry alone,
+    /// and another stream waits for that one. A launch that is captured uses what is there; what is not there is found
+    /// within the graph, in the graph's own memory, in every replay.
     ///
     /// # Safety
-    /// As [`Device::launch`], and all launches with these findings are of one mask and the same sizes, with the same scalars and
-    /// tensors that the mask reads, whose elements do not change. Graphs that were captured with them are not replayed once they
-    /// are dropped.
+    /// As [`Device::launch`], and all launches with these findings are of one mask and the same sizes, with the same
+    /// scalars and tensors that the mask reads, whose elements do not change. Graphs that were captured with them are
+    /// not replayed once they are dropped.
     unsafe fn launch_with(
         &self,
         module: &dyn Module,
@@ -150,7 +151,8 @@ pub trait Device: Send + Sync {
 
     /// A stream of its own for tuning and tests (0 on the CPU).
     fn stream(&self) -> Stream;
-    /// Whether what is launched on a stream now is recorded for later, as into a CUDA graph. Also said where it cannot be told.
+    /// Whether what is launched on a stream now is recorded for later, as into a CUDA graph. Also said where it cannot
+    /// be told.
     fn is_capturing(&self, stream: Stream) -> bool {
         let _ = stream;
         false

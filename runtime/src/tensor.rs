@@ -100,8 +100,8 @@ pub struct ForwardCall {
 }
 
 impl ForwardCall {
-    /// The same call with a score program beside its mask. As much of the program's mask as is a window at these sizes becomes the
-    /// call's own mask, since kernels have windows built in.
+    /// The same call with a score program beside its mask. As much of the program's mask as is a window at these sizes
+    /// becomes the call's own mask, since kernels have windows built in.
     #[must_use]
     pub fn with_program(self, program: ProgramRef) -> Self {
         let (problem, shape) = Problem { program: Some(program), ..self.problem }.with_windows(self.shape);
@@ -116,8 +116,8 @@ impl ForwardCall {
     }
 }
 
-/// How far the mask reaches to the left and to the right, as kernels take it: a row sees at most `kv_len` keys to its left and `q_len`
-/// to its right (bottom-right alignment).
+/// How far the mask reaches to the left and to the right, as kernels take it: a row sees at most `kv_len` keys to its
+/// left and `q_len` to its right (bottom-right alignment).
 fn windows(shape: &Shape) -> [i32; 2] {
     let (left, right) = shape.mask.window();
     let reach = |side: Option<u32>, len: u32| side.map_or(i32::MAX, |n| n.min(len).min((1 << 30) - 1) as i32);

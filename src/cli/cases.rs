@@ -28,12 +28,12 @@ pub struct CaseArgs {
     /// Head dims of V and O; the same as --head-dim when absent
     #[arg(long, value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub head_dim_v: Vec<u32>,
-    /// full, causal, window:LEFT,RIGHT with - for an unbounded side, or several with commas between; or a score program:
-    /// the name of a built-in one (chunked, document, ...) or its text ("kv <= q and q - kv < 1024")
+    /// full, causal, window:LEFT,RIGHT with - for an unbounded side, or several with commas between; or a score
+    /// program: the name of a built-in one (chunked, document, ...) or its text ("kv <= q and q - kv < 1024")
     #[arg(long, visible_alias = "masks", value_name = "LIST")]
     pub mask: Vec<Masks>,
-    /// What goes into the softmax in place of the score: the name of a built-in program (alibi, soft_cap, ...) or a text
-    /// ("score + 0.1 * (kv - q)")
+    /// What goes into the softmax in place of the score: the name of a built-in program (alibi, soft_cap, ...) or a
+    /// text ("score + 0.1 * (kv - q)")
     #[arg(long, value_name = "PROGRAM")]
     pub score: Option<ScoreChange>,
     /// Numbers of sequences

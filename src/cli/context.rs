@@ -154,8 +154,8 @@ pub fn unix_time() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// When what is being built says that it was made: `SOURCE_DATE_EPOCH` where it is set, so that the same build gives the same
-/// bytes.
+/// When what is being built says that it was made: `SOURCE_DATE_EPOCH` where it is set, so that the same build gives
+/// the same bytes.
 pub fn made_at() -> Result<u64> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) if !text.is_empty() => text

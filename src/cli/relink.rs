@@ -1,8 +1,8 @@
 //! `flashtune build --relink`: a bundle made anew for other targets or templates, from the recipes that it carries.
 //!
-//! A binary fits one arch, one template set and one ABI. What made it fits more: the problem and the class of sizes hold
-//! everywhere, and the schedule wherever it fits the arch. Measurements do not carry over, so the new records say that
-//! they were never measured.
+//! A binary fits one arch, one template set and one ABI. What made it fits more: the problem and the class of sizes
+//! hold everywhere, and the schedule wherever it fits the arch. Measurements do not carry over, so the new records say
+//! that they were never measured.
 
 use super::cases::{Case, family};
 use anyhow::Result;

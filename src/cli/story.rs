@@ -1,4 +1,5 @@
-//! The whole story of a record: how it was found, by how much it won, how sure that is, and what became of every candidate.
+//! The whole story of a record: how it was found, by how much it won, how sure that is, and what became of every
+//! candidate.
 
 use super::context::{Context, table, unix_time};
 use anyhow::Result;

@@ -23,8 +23,8 @@ pub struct Case {
     pub lse: bool,
     /// NaN and infinities in this many rows or elements of K, elements of V and rows of Q.
     pub bad: [usize; 3],
-    /// What the first column of Q is, less noise, and that of K is the negative of: without a scale, all scores are below zero by the
-    /// square of it over the root of the head dim.
+    /// What the first column of Q is, less noise, and that of K is the negative of: without a scale, all scores are
+    /// below zero by the square of it over the root of the head dim.
     pub below: f32,
     pub seed: u64,
 }
@@ -75,8 +75,8 @@ impl Case {
                 .expect("not empty"),
             scale,
             lse: rng.random_bool(0.7),
-            // A scale of zero takes Q for zeros; under a negative one, infinite rows of Q and K give scores of -inf, which
-            // count as nothing to attend to.
+            // A scale of zero takes Q for zeros; under a negative one, infinite rows of Q and K give scores of -inf,
+            // which count as nothing to attend to.
             bad: [few(rng, 2), few(rng, 6), if scale.is_some_and(|s| s <= 0.0) { 0 } else { few(rng, 1) }],
             below: *[0.0, 0.0, 0.0, 0.0, 5.0, 12.0, 40.0].choose(rng).expect("not empty"),
             seed: rng.random(),
@@ -99,8 +99,8 @@ impl Case {
             }
         }
         let mut rng = StdRng::seed_from_u64(self.seed);
-        // An infinite element of K gives scores of inf and -inf. A row that saw nothing but scores of -inf would have no weights by
-        // the oracle; kernels take it for a row without keys.
+        // An infinite element of K gives scores of inf and -inf. A row that saw nothing but scores of -inf would have
+        // no weights by the oracle; kernels take it for a row without keys.
         let (shape, most) = (self.shape(), self.bad[0] as u64);
         let live = |i: u64| self.mask.live(i, q_len as u64, kv_len as u64);
         let elements = (0..q_len as u64).map(live).all(|l| l.is_empty() || l.end - l.start > most);

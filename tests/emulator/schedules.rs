@@ -65,8 +65,8 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
     }
 }
 
-/// What schedules were given later, where they can have it: from a stream of its own, so that numbers go on to name the kernels
-/// that they named.
+/// What schedules were given later, where they can have it: from a stream of its own, so that numbers go on to name the
+/// kernels that they named.
 fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
     let Schedule::Sm90(schedule) = kernel.schedule else { unreachable!("of forward/sm90") };
     let (trim, output_apart) = (rng.random(), rng.random());

@@ -1,5 +1,5 @@
-//! Processes that are killed in any file operation on the cache, writes after their first half: what was published is there, and
-//! whoever comes next finishes the work without doing it again.
+//! Processes that are killed in any file operation on the cache, writes after their first half: what was published is
+//! there, and whoever comes next finishes the work without doing it again.
 //!
 //! A test run has time for some of the operations; `FLASHTUNE_CRASH_POINTS` says for how many, up to all of them, and
 //! `FLASHTUNE_CRASH_FROM` from which one on.

@@ -29,8 +29,8 @@ fn a_dispatch_is_answered_whatever_fails_in_the_cache() {
     assert_eq!(place.json(&[&["explain"], SMALL].concat())[0]["status"]["kind"], "tuned");
 }
 
-/// What takes a minute each time is waited for as often as it is asked for: nobody asks again because it took long, and the rest of an
-/// answer takes as long as ever.
+/// What takes a minute each time is waited for as often as it is asked for: nobody asks again because it took long, and
+/// the rest of an answer takes as long as ever.
 #[test]
 fn a_slow_file_system_is_asked_a_few_times_and_no_more_for_being_slow() {
     /// The most that a dispatch asks for: of what is tuned; of what is not, and is compiled and kept; of what was kept.
@@ -146,7 +146,8 @@ fn a_clock_that_is_years_off_changes_no_answer() {
     let bundle = place.path("all.ftb");
     let bundle = bundle.to_str().unwrap();
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs() as i64;
-    // Behind the files' times and before the record was made; ahead of all of them; a machine that has just begun to count.
+    // Behind the files' times and before the record was made; ahead of all of them; a machine that has just begun to
+    // count.
     for clock in [-YEARS, YEARS, 1000 - now] {
         let told = &at(clock, &explain)[0];
         assert_eq!((&told["status"]["kind"], &told["schedule"]), (&"tuned".into(), &made), "{clock}");

@@ -1,7 +1,8 @@
-//! What `flashtune explain` says, word for word and as data: every answer is compared with a file under `tests/golden/`.
+//! What `flashtune explain` says, word for word and as data: every answer is compared with a file under
+//! `tests/golden/`.
 //!
-//! The answers for a GPU come from one that exists on paper, so that they are the same everywhere. `FLASHTUNE_BLESS=1` writes
-//! the files anew: what changed then shows in the difference, and is to be read like any other.
+//! The answers for a GPU come from one that exists on paper, so that they are the same everywhere. `FLASHTUNE_BLESS=1`
+//! writes the files anew: what changed then shows in the difference, and is to be read like any other.
 
 use crate::common::faults::stderr;
 use crate::common::paper::{Instant, Paper, call};

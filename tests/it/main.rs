@@ -1,8 +1,8 @@
-//! The end-to-end tests: one module for each subject, in one program, because each more program costs a link and leaves cores
-//! idle at its end. `cargo test --test it worker::` runs one of them.
+//! The end-to-end tests: one module for each subject, in one program, because each more program costs a link and leaves
+//! cores idle at its end. `cargo test --test it worker::` runs one of them.
 //!
-//! Tests of one program run at the same time and share its process: a test that changes what belongs to the process (its
-//! environment, its folder) does so in a process of its own.
+//! Tests of one program run at the same time and share its process: a test that changes what belongs to the process
+//! (its environment, its folder) does so in a process of its own.
 
 mod common;
 #[path = "../../codegen/tests/it/random.rs"]

@@ -1,4 +1,5 @@
-//! Bundles whose hashes all fit and whose content makes no sense: what a defective exporter signs is a miss or a refusal.
+//! Bundles whose hashes all fit and whose content makes no sense: what a defective exporter signs is a miss or a
+//! refusal.
 
 use crate::common::{Place, SMALL, fails};
 use flashtune::cache::{

@@ -198,7 +198,8 @@ fn a_field_at_its_default_is_no_part_of_a_key() {
     let (kernel, shape) = kernels()[2];
     let record = record(&kernel, shape, Key::of(b"kernel"), &TemplateSet::embedded());
     let text = serde_json::to_value(&record).unwrap();
-    // What a build writes that has fields of these names, and one that does not, is the same where they are at their defaults.
+    // What a build writes that has fields of these names, and one that does not, is the same where they are at their
+    // defaults.
     let (problem, schedule) = (&text["key"]["problem"], &text["schedule"]["forward/sm90"]);
     for (of, field) in [(problem, "op"), (problem, "head_dim_v"), (problem, "program"), (schedule, "bias_stages")] {
         assert!(of.get(field).is_none() && of.is_object(), "{field}: {of}");
@@ -246,7 +247,7 @@ fn what_a_newer_build_adds_is_refused_where_it_decides_and_ignored_where_it_tell
     for (place, value) in [
         ("/schedule", json!({"Sm100": {"stages": 2}})),
         ("/key/problem/dtype", json!("E4m3")),
-        ("/key/problem/op", json!("Backward")),
+        ("/key/problem/op", json!("Transpose")),
         ("/key/launches", json!("remote")),
         ("/key/device/arch", json!({"Rocm": 942})),
     ] {

@@ -7,15 +7,15 @@
 //!     -> race (rounds) -> final (pairs) -> Record -> Store -> snapshot
 //! ```
 //!
-//! On a GPU, what is right of `build` goes on while others compile, and batches are proposed ahead of the results; on the cpu the
-//! two take turns (`tune/field.rs`).
+//! On a GPU, what is right of `build` goes on while others compile, and batches are proposed ahead of the results; on
+//! the cpu the two take turns (`tune/field.rs`).
 //!
 //! Candidates compile, load and run in worker processes ([`Runner::worker`]), or by choice in this one.
 //!
 //! Architecture invariants: no CUDA call is made here, everything goes through [`flashtune_runtime::Device`], which a
 //! tuner with a worker does not even open; `unsafe` is only in front of a launch, in `runner/bench`, whose buffers the
-//! same struct owns, and in `worker/watched`, which passes it on. A schedule's failure is data, never the end of the job. No kernel is timed before it gave the right answer. The racing logic knows no device, so it is tested
-//! on paper.
+//! same struct owns, and in `worker/watched`, which passes it on. A schedule's failure is data, never the end of the
+//! job. No kernel is timed before it gave the right answer. The racing logic knows no device, so it is tested on paper.
 
 mod build;
 mod candidate;

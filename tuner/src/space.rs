@@ -8,8 +8,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
 
-/// The most schedules that a search looks at: the best by the model, and of the others an even sample. A space of Hopper
-/// has ten times as many.
+/// The most schedules that a search looks at: the best by the model, and of the others an even sample. A space of
+/// Hopper has ten times as many.
 const MOST: usize = 6000;
 const SAMPLE: usize = 2000;
 
@@ -34,8 +34,8 @@ impl Space {
         self.kernels.iter().position(|k| k.schedule == *schedule)
     }
 
-    /// `count` schedules at even distances in the model's ranking, the default first: what a table is recorded from that
-    /// is to show the whole space.
+    /// `count` schedules at even distances in the model's ranking, the default first: what a table is recorded from
+    /// that is to show the whole space.
     pub fn sample(&self, count: usize) -> Vec<usize> {
         let (len, count) = (self.kernels.len(), count.clamp(1, self.kernels.len()));
         let even = (0..count).map(|i| i * len / count).filter(|i| *i != self.default);
@@ -137,9 +137,9 @@ mod tests {
         assert_eq!(space.position(&default), Some(space.default));
     }
 
-    /// What of a space is dropped before anything is compiled: what does not fit, what is not worth it for the sizes, and of
-    /// the rest what the model puts behind the first [`MOST`]. A sample of that is looked at all the same, and so it is in
-    /// the tables.
+    /// What of a space is dropped before anything is compiled: what does not fit, what is not worth it for the sizes,
+    /// and of the rest what the model puts behind the first [`MOST`]. A sample of that is looked at all the same, and
+    /// so it is in the tables.
     #[test]
     fn what_is_dropped_before_it_is_compiled_is_never_as_good_as_the_best() {
         for (name, table) in crate::search::tables() {

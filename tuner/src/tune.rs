@@ -34,16 +34,19 @@ const REASONS: usize = 3;
 
 /// Tunes one problem on one device: searches, compiles, checks, races, stores the record and publishes it.
 ///
-/// A record that the cache already has for the same device, problem, bucket, way of launching, templates and compiler is
-/// returned as it is, unless the job is forced. Of several processes that tune the same into one cache, one does and the others wait for
-/// its record ([`Job::patience`]); of those that tune something else on the same device one measures at a time. A job
-/// that was killed goes on where it was. Schedules that fail are part of the result ([`Outcome::trials`]).
+/// A record that the cache already has for the same device, problem, bucket, way of launching, templates and compiler
+/// is returned as it is, unless the job is forced. Of several processes that tune the same into one cache, one does and
+/// the others wait for its record ([`Job::patience`]); of those that tune something else on the same device one
+/// measures at a time. A job that was killed goes on where it was. Schedules that fail are part of the result
+/// ([`Outcome::trials`]).
 ///
 /// # Errors
-/// [`Error::Job`] for sizes that cannot be timed; [`Error::Runtime`] for graphs on a device that has none; [`Error::NothingWorks`] with the first reasons when no schedule came
-/// through; [`Error::Lost`] when the device no longer runs what it ran before; [`Error::Noise`] when it cannot be told which is the fastest, and nothing is stored; [`Error::Busy`] when
-/// another process is at it for too long; [`Error::Runtime`] when there is no compiler or no memory; [`Error::Worker`]
-/// when worker processes end before a candidate runs in them; [`Error::Cache`] when the cache folder fails.
+/// [`Error::Job`] for sizes that cannot be timed; [`Error::Runtime`] for graphs on a device that has none;
+/// [`Error::NothingWorks`] with the first reasons when no schedule came through; [`Error::Lost`] when the device no
+/// longer runs what it ran before; [`Error::Noise`] when it cannot be told which is the fastest, and nothing is stored;
+/// [`Error::Busy`] when another process is at it for too long; [`Error::Runtime`] when there is no compiler or no
+/// memory; [`Error::Worker`] when worker processes end before a candidate runs in them; [`Error::Cache`] when the cache
+/// folder fails.
 pub fn tune(
     runner: &mut Runner,
     templates: &TemplateSet,
@@ -76,8 +79,8 @@ pub fn tune(
         Begun::Answered(outcome) => Ok(*outcome),
         Begun::Mine { compiler, past, claims } => {
             let outcome = tuning.run(&compiler, &past);
-            // An error of the surroundings leaves what was learnt to the next process, but what a lost device said of candidates is
-            // not to be believed.
+            // An error of the surroundings leaves what was learnt to the next process, but what a lost device said of
+            // candidates is not to be believed.
             if matches!(outcome, Ok(_) | Err(Error::Noise { .. } | Error::NothingWorks { .. } | Error::Lost { .. })) {
                 std::mem::take(&mut tuning.progress).finish();
             }

@@ -1,7 +1,8 @@
 //! Developer commands: `cargo xtask test`, `cargo xtask ci`.
 //!
 //! The tests compile CUDA kernels, for which they need NVRTC but neither a GPU nor a CUDA toolkit. `cargo xtask test`
-//! puts the NVRTC wheel into `.toolchain/` once and points the tests at it, and NumPy for the tests of the Python package.
+//! puts the NVRTC wheel into `.toolchain/` once and points the tests at it, and NumPy for the tests of the Python
+//! package.
 
 mod header;
 mod nvrtc;

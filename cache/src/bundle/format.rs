@@ -1,7 +1,7 @@
 //! Header and index entries as bytes.
 //!
-//! A header begins with magic, format version, its own length and that of an index entry. A later build may write longer
-//! ones, whose first bytes mean the same.
+//! A header begins with magic, format version, its own length and that of an index entry. A later build may write
+//! longer ones, whose first bytes mean the same.
 
 /// First bytes of every bundle.
 pub const MAGIC: &[u8; 8] = b"FTBUNDLE";

@@ -10,17 +10,18 @@
 //!      signature         only of signed ones: see `signature`
 //! ```
 //!
-//! Later builds may add to all of it without another format: fields of values and of the manifest by their names, fields of
-//! the header and of index entries at their ends. What of it this build does not know it leaves alone; an entry that it
-//! cannot understand it refuses, and that entry alone.
+//! Later builds may add to all of it without another format: fields of values and of the manifest by their names,
+//! fields of the header and of index entries at their ends. What of it this build does not know it leaves alone; an
+//! entry that it cannot understand it refuses, and that entry alone.
 //!
 //! The root hash covers the header, which holds the manifest's hash, and both indexes, which hold every blob's hash: so
 //! it names the whole content. Offsets are 64-bit, integers little-endian. The same content gives the same bytes; the
 //! creation time is part of the content.
 //!
-//! A reader copies the header, the manifest and the indexes when it opens the file, checks the root hash and every bound
-//! on the copies, and works with these alone. Each blob is copied when it is taken and its copy is checked against the
-//! hash in the index: nobody can change the bytes between the check and the use, not even one who writes to the file.
+//! A reader copies the header, the manifest and the indexes when it opens the file, checks the root hash and every
+//! bound on the copies, and works with these alone. Each blob is copied when it is taken and its copy is checked
+//! against the hash in the index: nobody can change the bytes between the check and the use, not even one who writes to
+//! the file.
 
 mod format;
 mod manifest;

@@ -240,8 +240,8 @@ impl Bundle {
         find(&self.records, &key.key()).map(|e| self.take_record(e)).transpose()
     }
 
-    /// All records with their validity fields, in the order of the index; each that fails a check with its own error, as
-    /// [`Bundle::record`] gives it.
+    /// All records with their validity fields, in the order of the index; each that fails a check with its own error,
+    /// as [`Bundle::record`] gives it.
     pub fn records(&self) -> impl Iterator<Item = Result<(Record, &Validity)>> {
         self.records.iter().map(|e| Ok((self.take_record(e)?, self.set(e, "record")?)))
     }

@@ -6,9 +6,9 @@ use crate::{Error, Kernel, Result};
 use serde::{Deserialize, Serialize};
 use std::mem::offset_of;
 
-/// Bytes of each segment of the argument that a kernel was compiled for. A struct grows at its end, so the first bytes of a
-/// present one are the whole of an earlier one, and a launch assembles the argument of an old kernel from them. CPU kernels
-/// take a pointer: more fields than they know do no harm there.
+/// Bytes of each segment of the argument that a kernel was compiled for. A struct grows at its end, so the first bytes
+/// of a present one are the whole of an earlier one, and a launch assembles the argument of an old kernel from them.
+/// CPU kernels take a pointer: more fields than they know do no harm there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ArgsLayout {

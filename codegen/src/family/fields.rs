@@ -1,5 +1,5 @@
-//! The fields of a schedule, declared once: from one line a field has its place in the schedule's name, its constant in the
-//! template, its coordinate in the search, and its stored form.
+//! The fields of a schedule, declared once: from one line a field has its place in the schedule's name, its constant in
+//! the template, its coordinate in the search, and its stored form.
 //!
 //! ```text
 //! schedule! {
@@ -14,10 +14,11 @@
 //! }
 //! ```
 //!
-//! `code` fields are constants of the template, `derived` ones reach it by way of other constants, `launch` ones not at all.
+//! `code` fields are constants of the template, `derived` ones reach it by way of other constants, `launch` ones not at
+//! all.
 //!
-//! A field at the default of its type (0, false, the first word) is left out of the stored form, so that a new field leaves the
-//! keys of old records as they are; an unknown field is refused, since a kernel must not run without it.
+//! A field at the default of its type (0, false, the first word) is left out of the stored form, so that a new field
+//! leaves the keys of old records as they are; an unknown field is refused, since a kernel must not run without it.
 
 use std::collections::BTreeMap;
 use std::fmt;

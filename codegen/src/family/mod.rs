@@ -1,12 +1,12 @@
 //! Kernel families: a folder each, one trait, one list.
 //!
-//! A family is a skeleton template with what decides how it is used: its schedule (the point that the tuner searches), the space of
-//! schedules, the default one, the resources that it needs, the constants of its template, and the stages of a launch. Several
-//! families may serve one problem on one arch: each says by [`KernelFamily::supports`] and [`KernelFamily::unmet`] what it serves, and
-//! the tuner races across them.
+//! A family is a skeleton template with what decides how it is used: its schedule (the point that the tuner searches),
+//! the space of schedules, the default one, the resources that it needs, the constants of its template, and the stages
+//! of a launch. Several families may serve one problem on one arch: each says by [`KernelFamily::supports`] and
+//! [`KernelFamily::unmet`] what it serves, and the tuner races across them.
 //!
-//! [`families!`] below is the only list; everything else asks [`Family`] or [`Schedule`]. `docs/adding-a-kernel.md` has the steps for
-//! another one.
+//! [`families!`] below is the only list; everything else asks [`Family`] or [`Schedule`]. `docs/adding-a-kernel.md` has
+//! the steps for another one.
 
 pub(crate) mod fields;
 pub(crate) mod forward_cpu;
@@ -78,8 +78,8 @@ pub(crate) trait KernelFamily: Fields {
     /// Demands that kernels of the family meet, but some schedules better than others ([`KernelFamily::unfit`]).
     const SWAYED_BY: Constraints = Constraints::NONE;
 
-    /// The schedule that serves while nothing is tuned, and always a contender when something is. Called for problems and archs that
-    /// the family supports.
+    /// The schedule that serves while nothing is tuned, and always a contender when something is. Called for problems
+    /// and archs that the family supports.
     fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self;
 
     /// The default for calls with constraints that the family meets, where it differs.
@@ -296,19 +296,22 @@ impl Family {
         of_family!(self, S, wrap => <S as KernelFamily>::SWAYED_BY)
     }
 
-    /// The demands that some family of the arch cannot meet, or meets by another schedule. The others make no difference there.
+    /// The demands that some family of the arch cannot meet, or meets by another schedule. The others make no
+    /// difference there.
     pub fn demands_of(arch: Arch) -> Constraints {
         let families: Vec<Family> = Self::ALL.into_iter().filter(|f| f.runs_on(arch)).collect();
         let matters = |c: &Constraint| families.iter().any(|f| f.unmet((*c).into()).is_some() || f.swayed_by().has(*c));
         Constraint::ALL.into_iter().filter(matters).fold(Constraints::NONE, Constraints::with)
     }
 
-    /// Whether tuning helps calls with these demands: a fast family meets them, by the schedules that are tuned without them.
+    /// Whether tuning helps calls with these demands: a fast family meets them, by the schedules that are tuned without
+    /// them.
     pub fn is_tunable(demanded: Constraints, arch: Arch) -> bool {
         let meets = |f: &Family| f.runs_on(arch) && f.unmet(demanded).is_none();
-        let families: Vec<Family> = Self::ALL.into_iter().filter(meets).collect();
-        let swayed = |f: &Family| demanded.iter().any(|c| f.swayed_by().has(c));
-        demanded.is_empty() || families.iter().any(|f| f.purpose() == Purpose::Fast) && !families.iter().any(swayed)
+        let fast = |f: Family| f.purpose() == Purpose::Fast;
+        let swayed = |f: Family| demanded.iter().any(|c| f.swayed_by().has(c));
+        let families = || Self::ALL.into_iter().filter(meets);
+        demanded.is_empty() || families().any(fast) && !families().any(swayed)
     }
 }
 
@@ -399,8 +402,8 @@ impl Schedule {
         of_schedule!(self, s => Fields::places(s))
     }
 
-    /// The fields that the machine code does not depend on, such as the order in which tiles are taken: schedules that differ in them
-    /// alone compile to the same code and still run in different times.
+    /// The fields that the machine code does not depend on, such as the order in which tiles are taken: schedules that
+    /// differ in them alone compile to the same code and still run in different times.
     pub fn launch_places(&self) -> Vec<Place> {
         of_schedule!(self, s => Fields::launch_places(s))
     }

@@ -1,9 +1,10 @@
-//! How long a score program may be: the compiler sees its operations once for each score that a thread holds, and takes half a
-//! minute at these limits (a whole one for `forward/naive`).
+//! How long a score program may be: the compiler sees its operations once for each score that a thread holds, and takes
+//! half a minute at these limits (a whole one for `forward/naive`).
 
 use crate::{Error, Problem, Result};
 
-/// The limits of a family, in operations of a score as [`Program::cost_of_a_score`](crate::score::Program::cost_of_a_score) counts them.
+/// The limits of a family, in operations of a score as
+/// [`Program::cost_of_a_score`](crate::score::Program::cost_of_a_score) counts them.
 pub(crate) enum MostOperations {
     /// Mask and change of the score together.
     Together(usize),

@@ -23,9 +23,9 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    /// The identifier of a stream of the current context, unique in the life of the process: handles come again, and two of them
-    /// mean another stream in every thread. `None` where the driver has none. Not to be asked while the stream is captured: that would
-    /// end the capture.
+    /// The identifier of a stream of the current context, unique in the life of the process: handles come again, and
+    /// two of them mean another stream in every thread. `None` where the driver has none. Not to be asked while the
+    /// stream is captured: that would end the capture.
     pub(super) fn id_of(&self, stream: sys::CUstream) -> Option<u64> {
         let mut id = 0;
         // SAFETY: the stream is alive by the caller's word; the driver writes one word.

@@ -1,8 +1,9 @@
 //! Mask metadata of one mask, kept for later launches in memory of the pool that launches on any streams share.
 //!
-//! The first launch that needs a geometry computes it on its own stream and records an event behind that. Launches on other streams wait
-//! for the event until it has come to pass; the host never waits. Behind every launch an event of its stream is recorded, so that
-//! the memory can be given back behind the last of them, whichever streams are still there by then.
+//! The first launch that needs a geometry computes it on its own stream and records an event behind that. Launches on
+//! other streams wait for the event until it has come to pass; the host never waits. Behind every launch an event of
+//! its stream is recorded, so that the memory can be given back behind the last of them, whichever streams are still
+//! there by then.
 
 use super::context::{BesideCaptures, Context};
 use crate::{Findings, Result};
@@ -172,7 +173,8 @@ impl CudaFindings {
             found.is_there = true;
             return Ok(());
         }
-        // Into a graph an event from outside comes as a node of its own. If the query has failed for good, this does too.
+        // Into a graph an event from outside comes as a node of its own. If the query has failed for good, this does
+        // too.
         let flags = match on.captured {
             true => CUevent_wait_flags::CU_EVENT_WAIT_EXTERNAL,
             false => CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
@@ -221,8 +223,8 @@ impl Drop for CudaFindings {
         let _beside = BesideCaptures::begin();
         if let Ok(pool) = self.context.pool() {
             let events = state.found.iter().map(|f| f.event.0).chain(state.used.iter().map(|(_, event)| event.0));
-            // SAFETY: the addresses came from the pool; every use lies behind one of the events, or is a graph's, whose owner
-            // has promised not to replay it.
+            // SAFETY: the addresses came from the pool; every use lies behind one of the events, or is a graph's, whose
+            // owner has promised not to replay it.
             unsafe { pool.give_back(state.found.iter().map(|f| f.address), events) };
         }
         // The events go with the context still current.

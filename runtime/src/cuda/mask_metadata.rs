@@ -1,4 +1,5 @@
-//! Where a launch has its mask metadata from: none needed, scratch memory of this launch, or a `BlockMask` that keeps it.
+//! Where a launch has its mask metadata from: none needed, scratch memory of this launch, or a `BlockMask` that keeps
+//! it.
 
 use super::context::{self, Context};
 use super::driver::Driver;
@@ -37,7 +38,8 @@ impl<'a> MaskMetadata<'a> {
     ) -> Result<Self> {
         let bytes = geometry.bytes;
         let captured = findings.is_some() && context::is_capturing(stream);
-        // To ask a stream that is captured for its identifier ends the capture. Without identifiers nobody could tell who has to wait.
+        // To ask a stream that is captured for its identifier ends the capture. Without identifiers nobody could tell
+        // who has to wait.
         let id = if captured { Some(0) } else { findings.and_then(|_| driver.id_of(stream)) };
         if let (Some(findings), Some(id)) = (findings, id) {
             let own = findings.as_any().downcast_ref::<CudaFindings>().filter(|f| f.context.is(context));

@@ -293,8 +293,8 @@ impl Device for CudaDevice {
         let parameter: *const std::ffi::c_void = match (module.kernel().problem.program, &sm90) {
             (program, sm90) if module.earlier_args.is_some() && (program.is_none() || args.side != 0) => {
                 let base = sm90.as_ref().map_or(Base::Forward(args), Base::Sm90);
-                // SAFETY: `side` is the address of the program's tables by the caller's promise; the layout was checked when
-                // the module was loaded.
+                // SAFETY: `side` is the address of the program's tables by the caller's promise; the layout was checked
+                // when the module was loaded.
                 packed = module.earlier_args.map(|layout| unsafe {
                     let side = program.as_ref().map(|p| (p.kept(), &*(args.side as usize as *const SideArgs)));
                     Parameter::packed(&layout, base, side)
@@ -332,8 +332,9 @@ impl Device for CudaDevice {
                 let message = format!("the module has no entry point `{}`", stage.entry.suffix);
                 self.error("launch", message, "launch with a plan of the module's own kernel")
             })?;
-            // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one `Sm90Args`, with
-            // what its program reads behind it (the recipe holds our ABI version, and what of them it knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
+            // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one
+            // `Sm90Args`, with what its program reads behind it (the recipe holds our ABI version, and what of them it
+            // knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
             let launched = unsafe {
                 sys::cuLaunchKernel(
                     function,

@@ -71,8 +71,8 @@ impl CudaModule {
 
         let _bound = context.bind()?;
         let _beside = BesideCaptures::begin();
-        // SAFETY: the bytes are a whole ELF image (checked above; the caller verified their hash), copied by the driver before
-        // it returns; the context is current.
+        // SAFETY: the bytes are a whole ELF image (checked above; the caller verified their hash), copied by the driver
+        // before it returns; the context is current.
         let raw = unsafe { module::load_data(artifact.bytes.as_ptr().cast()) }
             .map_err(|e| context.failed("cuModuleLoadData", e))?;
         // From here on the module is unloaded on every way out.
@@ -119,8 +119,8 @@ impl CudaModule {
             .map_err(|e| self.context.failed("cuFuncSetAttribute", e))
     }
 
-    /// Asking for the registers makes a driver with lazy loading load the code now, not at the first launch, which may be inside
-    /// of a stream capture.
+    /// Asking for the registers makes a driver with lazy loading load the code now, not at the first launch, which may
+    /// be inside of a stream capture.
     fn load_code(&self, function: CUfunction) -> Result<()> {
         const REGISTERS: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         // SAFETY: the function belongs to a loaded module and the context is current.

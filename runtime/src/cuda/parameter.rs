@@ -13,7 +13,8 @@ const _: () =
 /// The tensors that a launch with a score program is given.
 ///
 /// # Safety
-/// `args.side` is the address of a [`SideArgs`] with as many tensors as the program declares, all of which live as long as `args`.
+/// `args.side` is the address of a [`SideArgs`] with as many tensors as the program declares, all of which live as long
+/// as `args`.
 pub(super) unsafe fn tensors<'a>(args: &'a ForwardArgs, program: &Program) -> &'a [SideTensorArg] {
     let count = program.declarations().iter().filter(|d| d.axes.is_some()).count();
     if count == 0 {
@@ -40,8 +41,8 @@ impl Parameter {
         let scalars = program.declarations().len() - tensors;
         let mut parameter = Parameter([0; LARGEST]);
         let mut at = size_of::<Base>();
-        // SAFETY: the tables are readable by the caller's word, and all fits: programs have at most `MAX_INPUTS` of each.
-        // Kernels have room for one where a program reads none.
+        // SAFETY: the tables are readable by the caller's word, and all fits: programs have at most `MAX_INPUTS` of
+        // each. Kernels have room for one where a program reads none.
         unsafe {
             let mut append = |from: *const u8, at: usize, bytes: usize| {
                 std::ptr::copy_nonoverlapping(from, parameter.0[at..at + bytes].as_mut_ptr(), bytes);

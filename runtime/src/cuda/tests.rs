@@ -1,5 +1,5 @@
-//! The device with a kernel written by hand. Without a GPU these tests say that they were skipped; `FLASHTUNE_TEST_GPU=1`
-//! makes that a failure.
+//! The device with a kernel written by hand. Without a GPU these tests say that they were skipped;
+//! `FLASHTUNE_TEST_GPU=1` makes that a failure.
 
 use super::*;
 use crate::{CheckInputs, Layout, Poison, check_kernel, compile_with};

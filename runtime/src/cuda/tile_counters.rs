@@ -1,9 +1,10 @@
-//! Which counter a launch may use, of those that a module holds for persistent thread blocks that take tiles from a counter.
+//! Which counter a launch may use, of those that a module holds for persistent thread blocks that take tiles from a
+//! counter.
 //!
-//! A counter serves one launch at a time and is left at zero. Launches of one stream follow each other, so every stream has its own. A
-//! launch that is captured may be replayed beside anything: it has one that no other launch gets while the graph, or what was
-//! instantiated from it, lives. The graph holds a user object whose destructor gives the counter back. When none is left, -1
-//! tells the kernel to take tiles by stride.
+//! A counter serves one launch at a time and is left at zero. Launches of one stream follow each other, so every stream
+//! has its own. A launch that is captured may be replayed beside anything: it has one that no other launch gets while
+//! the graph, or what was instantiated from it, lives. The graph holds a user object whose destructor gives the counter
+//! back. When none is left, -1 tells the kernel to take tiles by stride.
 
 use super::driver::Driver;
 use cudarc::driver::sys::{self, CUgraph, CUstream, CUstreamCaptureStatus};

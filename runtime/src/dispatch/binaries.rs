@@ -80,8 +80,8 @@ impl Binaries {
         Ok((artifact, from))
     }
 
-    /// Compiles a kernel, unless another process does it at the moment: then its result is waited for. In the background
-    /// no compiler begins once the process is ending.
+    /// Compiles a kernel, unless another process does it at the moment: then its result is waited for. In the
+    /// background no compiler begins once the process is ending.
     pub fn compile(&self, compiler: &dyn Compiler, kernel: &Kernel, key: &Key, background: bool) -> Result<Binary> {
         let refused = |reason: &str| {
             let problem = kernel.problem.to_string();

@@ -123,8 +123,8 @@ impl Dispatcher {
         self.plan_in_haste(problem, shape, demands, || false)
     }
 
-    /// As [`Dispatcher::plan`], but where the kernel would have to be compiled, and while it is, a quick schedule may stand
-    /// in for it ([`Status::Quick`]). `may` is asked before that.
+    /// As [`Dispatcher::plan`], but where the kernel would have to be compiled, and while it is, a quick schedule may
+    /// stand in for it ([`Status::Quick`]). `may` is asked before that.
     ///
     /// # Errors
     /// As [`Dispatcher::plan`].

@@ -1,5 +1,5 @@
-//! The plans of one problem that classes without a plan of their own are served from: the nearest one is found in less than a
-//! microsecond, however many there are.
+//! The plans of one problem that classes without a plan of their own are served from: the nearest one is found in less
+//! than a microsecond, however many there are.
 
 use super::plan::Plan;
 use flashtune_codegen::{BucketPlace, Constraints, Family, ShapeBucket};

@@ -1,5 +1,6 @@
-//! Threads that meet in one dispatcher, in orders that a model checker draws: at each lock, each look at what is published and in
-//! the middle of each compilation, any of them may be next. `FLASHTUNE_INTERLEAVINGS` says how many orders of each scene.
+//! Threads that meet in one dispatcher, in orders that a model checker draws: at each lock, each look at what is
+//! published and in the middle of each compilation, any of them may be next. `FLASHTUNE_INTERLEAVINGS` says how many
+//! orders of each scene.
 
 use super::binaries::Binary;
 use super::flight::Flights;

@@ -87,7 +87,8 @@ impl Sealed {
         self.table.get(key)
     }
 
-    /// Remembers the plan of a class that was not foreseen, unless another thread was faster: then that one's is the answer.
+    /// Remembers the plan of a class that was not foreseen, unless another thread was faster: then that one's is the
+    /// answer.
     pub fn remember(&self, key: PlanKey, plan: Arc<Plan>) -> &Arc<Plan> {
         self.table.insert(key, plan)
     }

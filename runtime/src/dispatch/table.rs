@@ -1,7 +1,7 @@
 //! Plans by class for readers that must not wait: a hash table that only grows.
 //!
-//! Every slot is the head of a chain whose links are set once and never changed, so a lookup is a few loads: no lock, no
-//! allocation, and nothing that a thread which adds a plan could hold up.
+//! Every slot is the head of a chain whose links are set once and never changed, so a lookup is a few loads: no lock,
+//! no allocation, and nothing that a thread which adds a plan could hold up.
 
 use super::key::{Mix, PlanKey};
 use super::plan::Plan;

@@ -1,5 +1,5 @@
-//! Faults that are planted in the templates, each of which the machine or the comparison with the oracle must see, and see as
-//! what it is. A fault whose text is not in the templates any more fails the test: it has to be planted anew.
+//! Faults that are planted in the templates, each of which the machine or the comparison with the oracle must see, and
+//! see as what it is. A fault whose text is not in the templates any more fails the test: it has to be planted anew.
 
 mod programs;
 mod sm80;

@@ -1,5 +1,5 @@
-//! A GPU, of Hopper unless said otherwise, that exists on paper: kernels are compiled for it, and a launch is only written down. Its own compiler takes
-//! no time, except that a test can hold back the kernels that it names.
+//! A GPU, of Hopper unless said otherwise, that exists on paper: kernels are compiled for it, and a launch is only
+//! written down. Its own compiler takes no time, except that a test can hold back the kernels that it names.
 
 use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
 use flashtune::codegen::abi::ForwardArgs;

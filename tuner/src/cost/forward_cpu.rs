@@ -33,8 +33,8 @@ pub(super) fn cost(kernel: &Kernel, s: &CpuSchedule, shape: &Shape, device: &Dev
         0.5f64.max(0.5 * (r + c) / (r * c)) + spilled / (r * c)
     };
     let (r, c) = (s.unroll_q as f64, s.unroll_kv as f64);
-    // Products relative to fp32 multiply-adds: with AMX's loads and stores counted in, as measured on Sapphire Rapids; two
-    // products of bf16 to an instruction on the processors that have them and no AMX (Zen 4 and newer).
+    // Products relative to fp32 multiply-adds: with AMX's loads and stores counted in, as measured on Sapphire Rapids;
+    // two products of bf16 to an instruction on the processors that have them and no AMX (Zen 4 and newer).
     let products = match s.isa {
         CpuIsa::Amx => vectors * 0.15,
         _ => (in_panels * per_product(r, c) + alone * per_product(1.0, c)) * if pairs { 0.5 } else { 1.0 },

@@ -1,4 +1,5 @@
-//! The cost model of `forward/sm80`: mma.sync, shared memory, exponentials and L2, and what resident warps hide of them.
+//! The cost model of `forward/sm80`: mma.sync, shared memory, exponentials and L2, and what resident warps hide of
+//! them.
 
 use super::{EXP2, SMEM_BYTES, balance};
 use flashtune_codegen::{Arch, Kernel, Shape, Sm80Schedule, SmArch, TileOrder, Visits};

@@ -1,5 +1,5 @@
-//! The cost model of `forward/sm90`: tensor cores, special functions, shared memory and L2, and how far the schedule lets
-//! them work at the same time.
+//! The cost model of `forward/sm90`: tensor cores, special functions, shared memory and L2, and how far the schedule
+//! lets them work at the same time.
 
 use super::{EXP2, SMEM_BYTES};
 use flashtune_codegen::{Kernel, Shape, Sm90Schedule, Sm90Scheduler, Visits};
@@ -13,8 +13,8 @@ const LANES: f64 = 128.0;
 /// Bytes from L2.
 const L2_BYTES: f64 = 60.0;
 
-// What follows was fitted to 590 timings at 18 shapes of head dims 64, 128 and 256 on an H200: it is 3.6 % off in the mean,
-// and its first choice was within 1.1 % of the fastest of those timed at 17 of the 18 (docs/measured).
+// What follows was fitted to 590 timings at 18 shapes of head dims 64, 128 and 256 on an H200: it is 3.6 % off in the
+// mean, and its first choice was within 1.1 % of the fastest of those timed at 17 of the 18 (docs/measured).
 
 /// Instructions of the softmax per score and lane, those of an exponential on the multiply-add units, those of a mask,
 /// and those of P on its way through shared memory.
@@ -22,7 +22,8 @@ const SOFTMAX: f64 = 8.4;
 const MULTIPLY_ADD_EXP2: f64 = 6.6;
 const MASK: f64 = 7.8;
 const P_TO_SHARED: f64 = 2.25;
-/// Those of a bias that the copy engine brings, and of one that each thread loads: as much as times at head dims 64 and 128 show.
+/// Those of a bias that the copy engine brings, and of one that each thread loads: as much as times at head dims 64 and
+/// 128 show.
 const BIAS_BROUGHT: f64 = 12.0;
 const BIAS_LOADED: f64 = 21.0;
 /// What of the special-function unit's and the other lanes' work shows beside the longer of both.
@@ -39,8 +40,8 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let (block_q, block_kv, consumers) = (s.block_q() as f64, s.block_kv as f64, s.consumers as f64);
     let scores = block_q * block_kv;
 
-    // One step of all consumers of a thread block, in cycles of each unit. Q is read from shared memory for every step of
-    // 16 elements, K once per warpgroup; a narrow block makes those reads longer than the product.
+    // One step of all consumers of a thread block, in cycles of each unit. Q is read from shared memory for every step
+    // of 16 elements, K once per warpgroup; a narrow block makes those reads longer than the product.
     let steps_qk = (dqk / 16.0).ceil();
     let qk = consumers * steps_qk * (64.0 * block_kv * 32.0 / WGMMA).max((2048.0 + 32.0 * block_kv) / SMEM_BYTES);
     let p_bytes = if s.p_in_shared { 2.0 * 2048.0 } else { 0.0 };
@@ -82,17 +83,18 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let positions = (s.block_q() / group).max(1);
     let v = Visits::of(shape, positions, s.block_kv);
     let heads = shape.batch as f64 * shape.heads as f64 / group as f64;
-    // Blocks that the mask cuts: on each bounded side as many as the diagonal crosses in a tile, or all of them. Runs in memory, as
-    // of documents, are cut on both.
+    // Blocks that the mask cuts: on each bounded side as many as the diagonal crosses in a tile, or all of them. Runs
+    // in memory, as of documents, are cut on both.
     let runs = p.program.is_some_and(|p| p.runs().is_some());
     let sides = if runs { 2 } else { u8::from(p.mask.left) + u8::from(p.mask.right) };
     let cut = f64::from(sides) * (positions as f64 / block_kv).ceil() * v.tiles;
-    // A consumer that has no part in a block leaves the others the units, which they use half as well alone. What it takes
-    // to know costs wide heads nothing, and others a hundredth where steps overlap.
+    // A consumer that has no part in a block leaves the others the units, which they use half as well alone. What it
+    // takes to know costs wide heads nothing, and others a hundredth where steps overlap.
     let left_out = if s.trim { f64::from(sides) * 16.0 * (consumers - 1.0) / block_kv * v.tiles } else { 0.0 };
     let knowing = if s.trim && s.overlap && p.head_dim_v <= 128 { 1.012 } else { 1.0 };
     let masked = if s.masked_loop { cut.min(v.total) } else { v.total } * scores * MASK / LANES;
-    // Rows of a packed tile are found by division, and their keys differ less from row to row: a wash, unless rows fill up.
+    // Rows of a packed tile are found by division, and their keys differ less from row to row: a wash, unless rows fill
+    // up.
     let packing = if group > 1 { 1.01 } else { 1.0 };
     // Registers that the producer keeps gain nothing by arithmetic: what has them comes after what does not.
     let spare = if s.producer_spare > 0 { 1.01 } else { 1.0 };

@@ -1,4 +1,5 @@
-//! The cost model: a rough time of a schedule before it is compiled, good enough to decide what to try first. One file a family.
+//! The cost model: a rough time of a schedule before it is compiled, good enough to decide what to try first. One file
+//! a family.
 //!
 //! It counts what the busiest unit of one multiprocessor (or core) has to do, lets the other units overlap with it as
 //! far as resident warps allow, and adds what the shape wastes: rows past the end of Q, and processors that idle in the

@@ -2,9 +2,9 @@
 //!
 //! A verdict against a candidate is passed only by a process that has run no unproven candidate before it, so that
 //! nobody is blamed for memory that another one spoilt: the first failure in a used process is asked once more in a
-//! fresh one. A short hang is always asked once more, in a fresh process and while no compiler runs, since a host that is busy
-//! elsewhere looks the same; a long one would cost too much. After any failure the process is replaced; inputs are made anew, and what had been loaded
-//! is loaded again when it is needed.
+//! fresh one. A short hang is always asked once more, in a fresh process and while no compiler runs, since a host that
+//! is busy elsewhere looks the same; a long one would cost too much. After any failure the process is replaced; inputs
+//! are made anew, and what had been loaded is loaded again when it is needed.
 
 use super::cases::most_flops;
 use super::probe::Part;
@@ -33,7 +33,8 @@ const HOST_LIMIT: Duration = Duration::from_secs(60);
 const COMPARE_LIMIT: Duration = Duration::from_secs(10);
 const BYTES_A_SECOND: u64 = 20 << 20;
 
-/// How long a launch may take at a size, by the best at every size so far and the work at each (nothing while there is no job).
+/// How long a launch may take at a size, by the best at every size so far and the work at each (nothing while there is
+/// no job).
 fn limit_of(best: &[Option<Duration>; 3], size: Size, flops: impl Fn(Size) -> Option<f64>) -> Duration {
     let known = |smaller: Size| {
         let ratio = flops(size)? / flops(smaller)?.max(1.0);
@@ -291,8 +292,9 @@ impl Remote {
         Ok(())
     }
 
-    /// How long a candidate may have the device: what the best one had, or before there is one, what the work at smaller
-    /// sizes says about that at this one. Small launches use the device worse than large ones, so that is an upper bound.
+    /// How long a candidate may have the device: what the best one had, or before there is one, what the work at
+    /// smaller sizes says about that at this one. Small launches use the device worse than large ones, so that is an
+    /// upper bound.
     fn launch_limit(&self, size: Size) -> Duration {
         let flops = |size: Size| {
             let inputs = self.inputs.as_ref()?;

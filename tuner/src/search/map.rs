@@ -3,8 +3,8 @@
 use flashtune_codegen::{Family, Place, Schedule};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The schedules of a space as points. A coordinate is the rank of a field's value among those that occur, so that a step
-/// of 1 is the next larger block, the other order, one stage more.
+/// The schedules of a space as points. A coordinate is the rank of a field's value among those that occur, so that a
+/// step of 1 is the next larger block, the other order, one stage more.
 #[derive(Debug, Clone)]
 pub(crate) struct Map {
     fields: usize,

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 
 /// Earlier winners to try again.
 const SEEDS: usize = 6;
-/// Sizes further away than this tell little of how schedules compare ([`flashtune_codegen::ShapeBucket::distance`]: both
-/// lengths four times apart).
+/// Sizes further away than this tell little of how schedules compare ([`flashtune_codegen::ShapeBucket::distance`]:
+/// both lengths four times apart).
 const REACH: f64 = 6.0;
 /// Fewer measurements than this lead nobody.
 const FEW: usize = 6;
@@ -19,15 +19,15 @@ const FEW: usize = 6;
 pub(crate) struct Past {
     /// Winners and runners-up, those of the nearest first. Each is compiled, checked and timed like any other.
     pub seeds: Vec<Schedule>,
-    /// Schedules that these very templates and this compiler gave no kernel for, with the reason; sizes do not matter to
-    /// that.
+    /// Schedules that these very templates and this compiler gave no kernel for, with the reason; sizes do not matter
+    /// to that.
     pub failed: HashMap<Schedule, (Stage, String)>,
     /// What was measured at the nearest sizes.
     pub neighbour: Option<Neighbour>,
 }
 
-/// Measurements of one tuning on this device, with these templates and this compiler: its kernels are the ones that would be
-/// compiled here.
+/// Measurements of one tuning on this device, with these templates and this compiler: its kernels are the ones that
+/// would be compiled here.
 #[derive(Debug, Clone)]
 pub(crate) struct Neighbour {
     /// The sizes that were timed.

@@ -1,5 +1,5 @@
-//! Searches replayed on tables that were recorded on real devices (`flashtune tune --exhaustive`): how many schedules have
-//! to be tried until one is within 1 % of the best, over 100 seeds; never more than picks by chance need.
+//! Searches replayed on tables that were recorded on real devices (`flashtune tune --exhaustive`): how many schedules
+//! have to be tried until one is within 1 % of the best, over 100 seeds; never more than picks by chance need.
 
 use super::{Hint, Map, Portfolio, SMALLEST_BATCH};
 use crate::cost::cost;
@@ -24,9 +24,9 @@ const LIMITS: [(&str, usize, usize, usize); 7] = [
     ("cpu-bf16-d128-decode", 60, 16, 18),
     ("cpu-f32-d128-full-256", 60, 4, 6),
 ];
-/// A space of `forward/sm80` that an H200 timed to its last schedule, three of 438 within 1 % of the best, and one of `forward/sm90` with
-/// all that are legal but eleven, the last by the model: five of 2913. The most evaluations that any search may need to meet one of those, and
-/// how far behind the best it may end.
+/// A space of `forward/sm80` that an H200 timed to its last schedule, three of 438 within 1 % of the best, and one of
+/// `forward/sm90` with all that are legal but eleven, the last by the model: five of 2913. The most evaluations that
+/// any search may need to meet one of those, and how far behind the best it may end.
 const TIMED_WHOLE: [(&str, usize, f64); 2] =
     [("h200-bf16-d256-causal-keys-2k", 20, 1.015), ("h200-bf16-d256-causal-whole-2k", 10, 1.005)];
 const SEEDS: u64 = 100;
@@ -141,8 +141,8 @@ struct Ended {
 }
 
 impl Replay {
-    /// Evaluations until one is good enough, none when the search ends before. With `ahead`, so many batches are proposed
-    /// before the results of one are known.
+    /// Evaluations until one is good enough, none when the search ends before. With `ahead`, so many batches are
+    /// proposed before the results of one are known.
     fn evaluations(&self, search: Portfolio, ahead: usize) -> Option<usize> {
         let good = |i: usize| self.times[i].is_some_and(|us| us * ENOUGH <= self.best);
         self.follow(search, ahead, good).ok()
@@ -214,8 +214,8 @@ impl Replay {
         (self.search(&seeds, TRIALS, seed).led_by(hints), there)
     }
 
-    /// As if it had been recorded at other sizes: each time is another by a factor of its own, whose logarithm spreads by so
-    /// much.
+    /// As if it had been recorded at other sizes: each time is another by a factor of its own, whose logarithm spreads
+    /// by so much.
     fn elsewhere(&self, spread: f64, seed: u64) -> Replay {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut other = |us: f64| {
@@ -274,8 +274,8 @@ fn a_recorded_neighbour_makes_a_search_short_and_hardly_worse() {
     }
 }
 
-/// Spread of the neighbour's times around those here, and the most that may be tried in the median: all that a search without
-/// one tries, where it misleads.
+/// Spread of the neighbour's times around those here, and the most that may be tried in the median: all that a search
+/// without one tries, where it misleads.
 const NEIGHBOURS: [(f64, f64); 3] = [(0.02, 18.0), (0.05, 24.0), (0.3, 52.0)];
 
 #[test]
@@ -343,7 +343,8 @@ fn searches_of_recorded_tables_find_the_best_soon() {
     assert!(failures.is_empty(), "{failures:?} took longer than their limits");
 }
 
-/// Where the model knows little of who is best, batches as beside 16 cores still meet one of the best, and small ones end close.
+/// Where the model knows little of who is best, batches as beside 16 cores still meet one of the best, and small ones
+/// end close.
 #[test]
 fn a_search_of_a_space_that_was_timed_whole_ends_close_to_its_best() {
     let pace = Pace::of(16, true);

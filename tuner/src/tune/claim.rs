@@ -106,8 +106,8 @@ impl Tuning<'_> {
             && compiler.as_ref().map_or(true, |c| c.id().to_string() == record.provenance.compiler)
     }
 
-    /// The answer that readers see, if it is one for these templates and this compiler, with its kernel at hand. Takes no
-    /// lock.
+    /// The answer that readers see, if it is one for these templates and this compiler, with its kernel at hand. Takes
+    /// no lock.
     fn published(&self, compiler: &Found) -> Option<Outcome> {
         if self.job.force {
             return None;

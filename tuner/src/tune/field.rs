@@ -5,9 +5,9 @@
 //! ```
 //!
 //! On the cpu a compiler and a measurement disturb each other, so they take turns, batch by batch. Elsewhere the device
-//! measures while the host compiles: batches are proposed ahead of the results, so that compilers do not idle. How far ahead
-//! is fixed, and results are reported batch by batch in the order of the proposals, so that what is tried depends on what
-//! was measured and not on who was ready first.
+//! measures while the host compiles: batches are proposed ahead of the results, so that compilers do not idle. How far
+//! ahead is fixed, and results are reported batch by batch in the order of the proposals, so that what is tried depends
+//! on what was measured and not on who was ready first.
 
 use super::Tuning;
 use crate::build::{Builder, Built, Compilation, Order};
@@ -115,8 +115,8 @@ impl Guide {
         }
     }
 
-    /// Whether a neighbour leads: its kernels are there, and the first new ones that bring nothing end the search, so there
-    /// is nothing to be had by going ahead.
+    /// Whether a neighbour leads: its kernels are there, and the first new ones that bring nothing end the search, so
+    /// there is nothing to be had by going ahead.
     fn is_led(&self) -> bool {
         matches!(self, Guide::Portfolio(search) if search.is_led())
     }
@@ -241,9 +241,9 @@ impl Tuning<'_> {
         from..field.candidates.len()
     }
 
-    /// Candidates that came from the compilers. Where these take turns with the device, the rest of the oldest batch; otherwise
-    /// a few of those that are there, the oldest first, so that its batch is soon reported, and nobody before the first of
-    /// all, which is the default.
+    /// Candidates that came from the compilers. Where these take turns with the device, the rest of the oldest batch;
+    /// otherwise a few of those that are there, the oldest first, so that its batch is soon reported, and nobody before
+    /// the first of all, which is the default.
     fn next_compiled(
         &mut self,
         field: &mut Field,

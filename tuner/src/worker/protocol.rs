@@ -1,9 +1,9 @@
 //! What tuner and worker say to each other.
 //!
 //! The worker speaks first: one line, [`greeting`], the same in all versions but for what follows its first two words.
-//! After that come frames: length (u32, little endian), then a [`Request`] or [`Reply`] as [`flashtune_cache::encoding`] has it. Every request
-//! has one reply; while the worker executes it, [`Reply::Launched`] and [`Reply::Returned`] say when the candidate has
-//! the device.
+//! After that come frames: length (u32, little endian), then a [`Request`] or [`Reply`] as
+//! [`flashtune_cache::encoding`] has it. Every request has one reply; while the worker executes it, [`Reply::Launched`]
+//! and [`Reply::Returned`] say when the candidate has the device.
 
 use crate::Cause;
 use crate::runner::{Inputs, Size};

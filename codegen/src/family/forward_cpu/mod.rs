@@ -15,8 +15,8 @@ schedule! {
     /// Queries lie along the vector lanes in both products, so a register tile is `unroll_q` vectors of queries by
     /// `unroll_kv` keys (or columns of V), and a panel of `unroll_q * lanes` queries goes through the keys together.
     pub struct CpuSchedule {
-        /// The instructions that the kernel is written for; at most what the arch has. Newer ones are not always faster:
-        /// some processors run the bf16 dot product at half the rate of fp32 multiply-adds.
+        /// The instructions that the kernel is written for; at most what the arch has. Newer ones are not always
+        /// faster: some processors run the bf16 dot product at half the rate of fp32 multiply-adds.
         pub isa: CpuIsa => code, with(|s: &Self| s.isa.name().to_owned());
         /// Query rows of one work item.
         pub block_q: u32 => code, number("q");

@@ -81,14 +81,16 @@ schedule! {
     pub struct Sm80Schedule {
         /// Warps of one thread block; each owns `rows_per_warp` query rows.
         pub warps: u32 => code, with(|s: &Self| format!("w{}x{}", s.warps, s.rows_per_warp));
-        /// Query rows of one warp: 16 or 32. With 32, one K or V fragment read from shared memory feeds two multiplications.
+        /// Query rows of one warp: 16 or 32. With 32, one K or V fragment read from shared memory feeds two
+        /// multiplications.
         pub rows_per_warp: u32 => code, silent;
         /// Keys of one step of the main loop.
         pub block_kv: u32 => code, number("kv");
         /// Buffers of K and V each in shared memory: 1 loads K of the next step while V of this one is used, 2 and more
         /// load whole steps ahead.
         pub stages: u32 => code, number("s");
-        /// Q fragments stay in registers for the whole loop (the shared memory that Q arrives in is reused for K and V).
+        /// Q fragments stay in registers for the whole loop (the shared memory that Q arrives in is reused for K and
+        /// V).
         pub q_in_registers: bool => code, either("qreg", "qsmem");
         /// Placement of rows in shared memory.
         pub swizzle: Swizzle => code, word;
@@ -97,8 +99,8 @@ schedule! {
         /// Skip rescaling O while the row maximum has grown by less than 2^8: the sums stay exact because the stale
         /// maximum is used consistently.
         pub lazy_rescale: bool => code, either("lazy", "eager");
-        /// Blocks that need a mask run in a loop of their own, so that the main loop holds no mask code: more code, compiled
-        /// twice, and a little faster where registers are short.
+        /// Blocks that need a mask run in a loop of their own, so that the main loop holds no mask code: more code,
+        /// compiled twice, and a little faster where registers are short.
         pub masked_loop: bool => code, either("two", "one");
         /// Order of the tiles.
         pub order: TileOrder => code, word;
@@ -116,8 +118,8 @@ impl Sm80Schedule {
         self.warps * 32
     }
 
-    /// The schedule that serves while nothing is tuned: the largest tile that compiles without spills and fast, as measured on an H200
-    /// (`docs/measured/`), and a smaller one where shared memory is short.
+    /// The schedule that serves while nothing is tuned: the largest tile that compiles without spills and fast, as
+    /// measured on an H200 (`docs/measured/`), and a smaller one where shared memory is short.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let smem = sm.limits().smem_per_block / 1024;

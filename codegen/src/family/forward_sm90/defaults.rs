@@ -1,5 +1,5 @@
-//! The schedule that serves while nothing is tuned, and the quick one that answers while it compiles: by timings on an H200
-//! (docs/hopper-forward.md).
+//! The schedule that serves while nothing is tuned, and the quick one that answers while it compiles: by timings on an
+//! H200 (docs/hopper-forward.md).
 
 use super::resources::smem_bytes;
 use super::{Sm90Schedule, Sm90Scheduler};
@@ -76,8 +76,8 @@ const FEW_ROWS: [FewRows; 15] = {
 };
 
 impl Sm90Schedule {
-    /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the largest
-    /// tile of that kind that fits for the others.
+    /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the
+    /// largest tile of that kind that fits for the others.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         Self::default_of(problem, sm, bucket, true)
     }
@@ -91,7 +91,8 @@ impl Sm90Schedule {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let long_causal = Self::is_long_causal(problem, bucket.kv_len);
-        // Short queries fill a tile so; and the heads of a group find K and V in L2, which larger blocks ask for less often.
+        // Short queries fill a tile so; and the heads of a group find K and V in L2, which larger blocks ask for less
+        // often.
         let widens = Self::rows_see_more_and_more(problem);
         let gains = d <= 64 || long_causal;
         let packs = bucket.q_len <= 256 || widens && gains && (2049..=8192).contains(&bucket.kv_len);
@@ -126,7 +127,8 @@ impl Sm90Schedule {
             chain,
             cluster: 1,
             blocks_per_sm: 1,
-            // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an H200.
+            // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an
+            // H200.
             section_mib: match problem.mask.right || problem.masks_by_program() {
                 _ if runs => Self::WALK_ALL,
                 true => 32,
@@ -139,7 +141,8 @@ impl Sm90Schedule {
         if let Some(few) = base.for_few_tiles(problem, sm, bucket, rows, tiles) {
             return few;
         }
-        // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's gaps.
+        // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's
+        // gaps.
         if d <= 64 && problem.mask.any() && problem.program.is_none() && rows > 128 && bucket.kv_len <= 1024 {
             let small =
                 Self { consumers: 2, block_kv: 64, overlap: false, take_turns: false, blocks_per_sm: 2, ..base };
@@ -169,13 +172,15 @@ impl Sm90Schedule {
             let roomy = |s: &Self| needed(s) <= s.consumer_registers(problem);
             (least / step..=most / step).rev().map(sized).find(|s| s.fits(problem, sm) && roomy(s))
         };
-        // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks first.
+        // Where two buffers of Q leave too little for K and V, tiles are not chained. Programs take smaller blocks
+        // first.
         let room = Self::program_registers(problem);
         let least = if room > 36 { 48 } else { 96 };
         let chained = |least, room| if chain { largest(true, least, room, 0) } else { None };
         let small = || if room > 0 { chained(least, room).or_else(|| largest(false, 16, room, 0)) } else { None };
         let plain = || chained(96, 0).or_else(|| largest(false, 16, 0, 0));
-        // A chain where its second Q leaves room for large blocks, unless the product starts from biases: it is 3 % slower then.
+        // A chain where its second Q leaves room for large blocks, unless the product starts from biases: it is 3 %
+        // slower then.
         let with_biases = Self { bias_stages: 1, ..base };
         let beside = with_biases.registers_beside(problem);
         let of_stages = |n| {
@@ -185,8 +190,8 @@ impl Sm90Schedule {
         let brought = || if has_biases { [2, 1].into_iter().find_map(of_stages) } else { None };
         let found = brought().or_else(small).or_else(plain).unwrap_or(Self { block_kv: 16, chain: false, ..base });
         let found = Self { trim: d > 128 && !(found.chain && found.overlap) && found.trims(problem), ..found };
-        // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k, 1 % for documents.
-        // Longer ones gain nothing, and other head dims lose a hundredth.
+        // Chained tiles of few blocks wait for the Q after the next, whose place O leaves late: 2 to 4 % up to 1k, 1 %
+        // for documents. Longer ones gain nothing, and other head dims lose a hundredth.
         let waits = !found.chain || (widens && short || runs) && (65..=128).contains(&d);
         let apart = Self { output_apart: waits && !loads, ..found };
         if apart.fits(problem, sm) { apart } else { found }
@@ -224,8 +229,9 @@ impl Sm90Schedule {
         found.fits(problem, sm).then_some(found)
     }
 
-    /// Where there is hardly a tile of one consumer, of which there are `tiles`, for each multiprocessor, nothing fills the others, and
-    /// what counts is how long one takes: 7 to 33 % on an H200. Under a causal mask the longest tile counts for twice as many.
+    /// Where there is hardly a tile of one consumer, of which there are `tiles`, for each multiprocessor, nothing fills
+    /// the others, and what counts is how long one takes: 7 to 33 % on an H200. Under a causal mask the longest tile
+    /// counts for twice as many.
     fn for_few_tiles(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, rows: u64, tiles: u64) -> Option<Self> {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let (causal, long) = (problem.mask.right, bucket.kv_len > 512);
@@ -259,8 +265,8 @@ impl Sm90Schedule {
     }
 
     /// The schedule that answers while this one is being compiled: the same tiles, sums in the same order, so the same
-    /// bits, but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of the
-    /// time, and is slower. None for a quick one.
+    /// bits, but one copy of a step where this one has several, and of finding the tile. It compiles in a quarter of
+    /// the time, and is slower. None for a quick one.
     pub fn quick(&self) -> Option<Self> {
         if self.quick {
             return None;
@@ -281,16 +287,16 @@ impl Sm90Schedule {
         })
     }
 
-    /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long, and
-    /// the products and the softmax of a step take about the same time.
+    /// Whether consumers had better take turns: by timings everywhere but where nothing is masked, the loop is long,
+    /// and the products and the softmax of a step take about the same time.
     pub fn turns_pay(problem: &Problem, kv_len: u32) -> bool {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let masked = problem.masks() && !Self::is_long_causal(problem, kv_len);
         masked || kv_len <= 1024 || d <= 96 || d > 128
     }
 
-    /// A causal mask so long that what it cuts counts less than what large blocks without turns gain: by timings from 4k keys
-    /// on (1 %, 2 % from 16k on), at head dims of two chunks.
+    /// A causal mask so long that what it cuts counts less than what large blocks without turns gain: by timings from
+    /// 4k keys on (1 %, 2 % from 16k on), at head dims of two chunks.
     fn is_long_causal(problem: &Problem, kv_len: u32) -> bool {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let alone = problem.program.is_none_or(|p| p.score().is_none() && !problem.mask.any());

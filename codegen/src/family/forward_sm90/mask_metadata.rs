@@ -1,13 +1,13 @@
-//! The stages before the main one, for masks that are not known from the rows by arithmetic: they compute the mask metadata that the main
-//! stage reads, take the same arguments and as many threads, and no shared memory.
+//! The stages before the main one, for masks that are not known from the rows by arithmetic: they compute the mask
+//! metadata that the main stage reads, take the same arguments and as many threads, and no shared memory.
 
 use super::Sm90Schedule;
 use crate::launch::{Holds, MOST_MASK_BYTES, MetadataLayout, Region, Stage, StageEntry, StageRole};
 use crate::score::MaskAxes;
 use crate::{Error, Problem, Result, Shape, Tiling};
 
-// How block lists and key ranges lie in memory. Kernels have these numbers as constants (`Kernel::render`), and assert that what
-// they read and write is laid out so.
+// How block lists and key ranges lie in memory. Kernels have these numbers as constants (`Kernel::render`), and assert
+// that what they read and write is laid out so.
 
 /// Words of a list of key blocks before its places.
 pub(super) const LIST_COUNTS: u64 = 2;
@@ -17,7 +17,8 @@ pub(super) const ROWS_OF_ENDS: u64 = 64;
 pub(super) const ENDS_BYTES: u64 = 16;
 pub(super) const RUN_BYTES: u64 = 8;
 
-/// Words of the bit mask of one key block: of every row of a tile, a bit for each score of the four threads that share it.
+/// Words of the bit mask of one key block: of every row of a tile, a bit for each score of the four threads that share
+/// it.
 pub(super) fn mask_words(s: &Sm90Schedule) -> u64 {
     (s.block_q() * 4 * (s.block_kv / 4).div_ceil(32)) as u64
 }
@@ -58,8 +59,8 @@ pub(super) fn of(problem: &Problem, s: &Sm90Schedule, tiling: &Tiling, shape: &S
     }
 }
 
-/// The block lists of a shape: of every unit that the mask tells apart, for every tile its counts and a place for each key block, and
-/// behind all of them a byte for each place.
+/// The block lists of a shape: of every unit that the mask tells apart, for every tile its counts and a place for each
+/// key block, and behind all of them a byte for each place.
 fn block_lists(axes: MaskAxes, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape) -> Result<MaskMetadata> {
     let lists = axes.units(shape) * tiling.blocks as u64;
     let places = shape.kv_len.div_ceil(s.block_kv) as u64;
@@ -77,7 +78,8 @@ fn block_lists(axes: MaskAxes, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape)
     })
 }
 
-/// The key ranges of a shape: of every unit the ends of those of 64 rows at a time, and behind all of these the range of each row.
+/// The key ranges of a shape: of every unit the ends of those of 64 rows at a time, and behind all of these the range
+/// of each row.
 fn key_ranges(axes: MaskAxes, s: &Sm90Schedule, shape: &Shape) -> Result<MaskMetadata> {
     let (units, rows) = (axes.units(shape), shape.q_len as u64);
     let parts = units * rows.div_ceil(ROWS_OF_ENDS);
@@ -105,8 +107,8 @@ mod tests {
     use crate::score::{Program, ProgramRef};
     use crate::{DType, Kernel, Mask, MaskKind, Schedule, ShapeBucket};
 
-    /// How a program's kernel begins, of two consumers and blocks of 128 keys, for 3 sequences and 8 KV heads: suffix and grid of the
-    /// stages before the main one, and the region.
+    /// How a program's kernel begins, of two consumers and blocks of 128 keys, for 3 sequences and 8 KV heads: suffix
+    /// and grid of the stages before the main one, and the region.
     fn before(text: &str, heads: u32, q_len: u32) -> (Vec<(&'static str, u32)>, Option<Region>) {
         let arch: crate::Arch = "sm_90a".parse().unwrap();
         let mut problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
@@ -128,7 +130,8 @@ mod tests {
     #[test]
     fn lists_have_a_place_for_every_block_and_masks_while_they_fit() {
         assert_eq!(before("mask = kv <= q;", 8, 4096), (vec![], None));
-        // 33 blocks of 128 queries, 32 of 128 keys, for all heads and sequences: 2 counts and 32 places each, 32 kinds; masks of 2 KiB.
+        // 33 blocks of 128 queries, 32 of 128 keys, for all heads and sequences: 2 counts and 32 places each, 32 kinds;
+        // masks of 2 KiB.
         let masks = (33u64 * (2 + 32) * 4 + 33 * 32).next_multiple_of(16);
         let layout = MetadataLayout::BlockLists { block_q: 128, block_kv: 128, tiles: 33 };
         let shared =

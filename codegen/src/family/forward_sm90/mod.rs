@@ -1,5 +1,5 @@
-//! `forward/sm90`: wgmma and TMA, FlashAttention-3 (section 3): a producer warpgroup, consumer warpgroups, and what overlaps with
-//! what.
+//! `forward/sm90`: wgmma and TMA, FlashAttention-3 (section 3): a producer warpgroup, consumer warpgroups, and what
+//! overlaps with what.
 
 mod defaults;
 mod mask_metadata;
@@ -27,8 +27,8 @@ use crate::{Arch, Constraint, Constraints, DType, Error, Op, Problem, Resources,
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Operations of a program's change of the score above which a kernel compiles for over half a minute: the compiler sees them once
-/// for each score that a thread holds.
+/// Operations of a program's change of the score above which a kernel compiles for over half a minute: the compiler
+/// sees them once for each score that a thread holds.
 const LONGEST_CHANGE: usize = 256;
 
 schedule! {
@@ -40,54 +40,57 @@ schedule! {
         pub block_kv: u32 => code, number("kv");
         /// Stages of the K and V pipelines each.
         pub stages: u32 => code, number("s");
-        /// Inside a warpgroup, the scores of a block are computed and exponentiated while the product of the block before
-        /// with V still runs.
+        /// Inside a warpgroup, the scores of a block are computed and exponentiated while the product of the block
+        /// before with V still runs.
         pub overlap: bool => code, either("overlap", "serial");
-        /// Consumers take turns in issuing matrix work (ping-pong), so that the softmax of one hides behind the products of
-        /// another.
+        /// Consumers take turns in issuing matrix work (ping-pong), so that the softmax of one hides behind the
+        /// products of another.
         pub take_turns: bool => code, flag("turns");
         /// P goes through shared memory instead of staying in registers: fewer registers, more traffic.
         pub p_in_shared: bool => code, flag("psmem");
         /// O is rescaled only when a row maximum has grown by more than 2^8: faster, and less exact where one score
         /// dominates its row.
         pub lazy_rescale: bool => code, flag("lazy");
-        /// The query heads of a KV head share a tile, side by side: short queries then fill it. Used where their number is a
-        /// power of two up to 64.
+        /// The query heads of a KV head share a tile, side by side: short queries then fill it. Used where their number
+        /// is a power of two up to 64.
         pub pack_group: bool => code, flag("pack");
-        /// Each consumer leaves out the key blocks that only the rows of others visit, at the ends of what a mask leaves.
+        /// Each consumer leaves out the key blocks that only the rows of others visit, at the ends of what a mask
+        /// leaves.
         pub trim: bool => code, flag("trim");
         /// Which thread block computes which tile.
         pub scheduler: Sm90Scheduler => code, word;
-        /// Q of the next tile is loaded while this one is computed (two buffers) and, with `overlap`, its first scores are
-        /// computed beside this one's last product: the matrix units do not see where a tile ends. For persistent thread blocks.
+        /// Q of the next tile is loaded while this one is computed (two buffers) and, with `overlap`, its first scores
+        /// are computed beside this one's last product: the matrix units do not see where a tile ends. For persistent
+        /// thread blocks.
         pub chain: bool => code, flag("chain");
-        /// O leaves from shared memory of its own: the next Q is loaded as soon as the last scores are there, and neither V nor the
-        /// other consumers wait for O. For persistent thread blocks.
+        /// O leaves from shared memory of its own: the next Q is loaded as soon as the last scores are there, and
+        /// neither V nor the other consumers wait for O. For persistent thread blocks.
         pub output_apart: bool => code, flag("apart");
         /// What is quick for the compiler goes before what is quick on the device, and the bits stay the same
         /// ([`Sm90Schedule::quick`]). Not in the searched space.
         pub quick: bool => code, flag("quick");
-        /// Stages of the biases that a score program reads by query and key, a tile for each consumer, loaded by TMA. 0: each
-        /// thread reads its own elements from memory, ahead of their use.
+        /// Stages of the biases that a score program reads by query and key, a tile for each consumer, loaded by TMA.
+        /// 0: each thread reads its own elements from memory, ahead of their use.
         pub bias_stages: u32 => code, number_unless(0, "bias");
-        /// Registers that a thread of the producer keeps beyond those that it needs by rule, and that consumers then lack: for masks
-        /// whose blocks take more to find than the rule says.
+        /// Registers that a thread of the producer keeps beyond those that it needs by rule, and that consumers then
+        /// lack: for masks whose blocks take more to find than the rule says.
         pub producer_spare: u32 => derived, number_unless(0, "spare");
-        /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no longer
-        /// than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must vanish.
+        /// Eighths of the exponentials that run on the multiply-add units: for small head dims, whose products take no
+        /// longer than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must
+        /// vanish.
         pub exp2_eighths: u32 => code, number_unless(0, "fma");
-        /// Thread blocks, 1 or 2, that take neighbouring tiles and share what is read of K and V: each loads half of every
-        /// block into both.
+        /// Thread blocks, 1 or 2, that take neighbouring tiles and share what is read of K and V: each loads half of
+        /// every block into both.
         pub cluster: u32 => code, number_unless(1, "cl");
         /// Blocks that need a mask run in a loop of their own.
         pub masked_loop: bool => code, either("two", "one");
         /// Thread blocks on one multiprocessor.
         pub blocks_per_sm: u32 => code, number("b");
-        /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head after
-        /// the other, [`Sm90Schedule::WALK_ALL`] the same block of all heads.
+        /// MiB of K and V whose tiles are walked together, block by block, so that they stay in L2: 0 is one KV head
+        /// after the other, [`Sm90Schedule::WALK_ALL`] the same block of all heads.
         pub section_mib: u32 => launch, with(Sm90Schedule::section_name);
-        /// Only the end of the walk is such a section, and before it come single KV heads: tiles of all lengths run beside each other
-        /// then, and the longest of the end first. For masks that make lengths differ.
+        /// Only the end of the walk is such a section, and before it come single KV heads: tiles of all lengths run
+        /// beside each other then, and the longest of the end first. For masks that make lengths differ.
         pub ending: bool => launch, silent;
         /// With `overlap`, when O is multiplied by the factors of its rows.
         pub rescale: Sm90Rescale => derived, word;
@@ -272,7 +275,8 @@ impl KernelFamily for Sm90Schedule {
     }
 
     fn resources(&self, problem: &Problem) -> Resources {
-        // The block starts with equal shares of the registers and its warpgroups exchange them: `validate` checks those.
+        // The block starts with equal shares of the registers and its warpgroups exchange them: `validate` checks
+        // those.
         Resources { threads: self.threads(), smem_bytes: resources::smem_bytes(problem, self), registers: 24 }
     }
 

@@ -10,8 +10,8 @@ impl Sm90Schedule {
         65536 / (self.threads() * self.blocks_per_sm) / 8 * 8
     }
 
-    /// Whether the producer gives registers to the consumers. A compiler that must keep to two limits takes longer, so a quick
-    /// schedule moves none where an equal share suffices.
+    /// Whether the producer gives registers to the consumers. A compiler that must keep to two limits takes longer, so
+    /// a quick schedule moves none where an equal share suffices.
     pub(super) fn registers_move(&self, problem: &Problem) -> bool {
         !self.quick || problem.program.is_some() || self.least_registers(problem) > self.launch_registers()
     }
@@ -31,8 +31,8 @@ impl Sm90Schedule {
         if !self.biases(problem).is_empty() {
             return 56;
         }
-        // It finds the blocks that a program's mask leaves, which takes little where they lie in memory, or where that is much like a
-        // causal one.
+        // It finds the blocks that a program's mask leaves, which takes little where they lie in memory, or where that
+        // is much like a causal one.
         if problem.masks_by_program() {
             return match () {
                 _ if self.consumers == 3 || self.blocks_per_sm > 1 => 56,
@@ -63,8 +63,8 @@ impl Sm90Schedule {
         problem.program.is_some_and(|p| p.rows().is_some_and(|r| r.widens && r.is_cheap))
     }
 
-    /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none of
-    /// the schedules that were compiled to find the number spilled; with 24 nearly all did.
+    /// Registers that a consumer's thread needs: accumulators, P, and 32 for addresses and loop state, with which none
+    /// of the schedules that were compiled to find the number spilled; with 24 nearly all did.
     pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
         let scores = self.block_kv / 2;
         let output = problem.head_dim_v.next_multiple_of(16) / 2;
@@ -73,8 +73,8 @@ impl Sm90Schedule {
         scores + output + p + if self.cluster > 1 { 40 } else { 32 }
     }
 
-    /// Registers beyond [`Sm90Schedule::least_registers`] with which none of the programs that were compiled to find the
-    /// numbers spilled: elements that change with the key are loaded ahead of their use.
+    /// Registers beyond [`Sm90Schedule::least_registers`] with which none of the programs that were compiled to find
+    /// the numbers spilled: elements that change with the key are loaded ahead of their use.
     pub(super) fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
         let ScoreFacts { changes: score, loads_by_key, gathers, halves_along_keys, divisions, .. } = p.score_facts();

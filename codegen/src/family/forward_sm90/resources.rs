@@ -4,7 +4,8 @@ use super::Sm90Schedule;
 use crate::Problem;
 use crate::resources::marks_empty_rows;
 
-/// Bytes of dynamic shared memory, as `Layout` in the template: Q or O of every consumer, K, V, biases, P, and the barriers.
+/// Bytes of dynamic shared memory, as `Layout` in the template: Q or O of every consumer, K, V, biases, P, and the
+/// barriers.
 pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
     // Rows are stored in columns of 64 elements, 128 bytes.
     let (qk, v) = (problem.head_dim_qk.div_ceil(64) * 128, problem.head_dim_v.div_ceil(64) * 128);

@@ -68,8 +68,9 @@ impl Sm90Schedule {
                 }
             }
         }
-        // Where ends follow the diagonal, larger blocks are rarely left out whole, it cost 1 to 2 % where steps of narrow heads
-        // overlap, and no tile would chain. Runs in memory end anywhere: there it is a wash (docs/measured).
+        // Where ends follow the diagonal, larger blocks are rarely left out whole, it cost 1 to 2 % where steps of
+        // narrow heads overlap, and no tile would chain. Runs in memory end anywhere: there it is a wash
+        // (docs/measured).
         let runs = program.is_some_and(|p| p.runs().is_some());
         let gains = |s: &Self| s.block_kv < 128 && (!s.overlap || problem.head_dim_v > 128 && !s.chain);
         let trims = |s: &&Self| s.trims(problem) && (runs || gains(s));
@@ -81,7 +82,8 @@ impl Sm90Schedule {
                 space.iter().filter(single).flat_map(|s| [1, 2].map(|bias_stages| Self { bias_stages, ..*s }));
             space.extend(brought.collect::<Vec<_>>());
         }
-        // Another split of the registers, of schedules of the usual kind: more to the producer where its rule may be too tight.
+        // Another split of the registers, of schedules of the usual kind: more to the producer where its rule may be
+        // too tight.
         let usual = |s: &&Self| {
             let alone = s.scheduler == Sm90Scheduler::Queue && s.blocks_per_sm == 1 && s.bias_stages == 0;
             alone && s.overlap && s.masked_loop && s.stages == 2 && s.exp2_eighths == 0 && s.section_mib == 32

@@ -106,8 +106,8 @@ impl Kernel {
         ])
     }
 
-    /// The maps of the biases that a kernel of `forward/sm90` has brought, `tensors` being those of its program; none for those that the
-    /// copy engine cannot address, or that have one row for all queries or one column for all keys.
+    /// The maps of the biases that a kernel of `forward/sm90` has brought, `tensors` being those of its program; none
+    /// for those that the copy engine cannot address, or that have one row for all queries or one column for all keys.
     pub fn bias_maps(&self, args: &ForwardArgs, tensors: &[SideTensorArg]) -> [Option<TensorMapSpec>; MAX_BIASES] {
         match self.schedule.biases(&self.problem) {
             [] => [None; MAX_BIASES],

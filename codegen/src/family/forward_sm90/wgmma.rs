@@ -6,9 +6,9 @@
 use crate::{DType, Problem, Sm90Schedule};
 use std::fmt::Write;
 
-/// Specialisations of the template's `wgmma<Element, kColumns>` for a kernel's widths (multiples of 8 up to 256), each once. Those
-/// of a quick kernel have whole products, from the fence to the wait, as one statement each: the compiler then handles each
-/// accumulator once and not once for every step.
+/// Specialisations of the template's `wgmma<Element, kColumns>` for a kernel's widths (multiples of 8 up to 256), each
+/// once. Those of a quick kernel have whole products, from the fence to the wait, as one statement each: the compiler
+/// then handles each accumulator once and not once for every step.
 pub(crate) fn instructions(problem: &Problem, schedule: &Sm90Schedule) -> String {
     let (scores, output) = (schedule.block_kv, problem.head_dim_v.next_multiple_of(16));
     let mut widths = vec![scores, output];
@@ -38,8 +38,8 @@ fn name(dtype: DType, columns: u32) -> String {
     format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{0}.{0}", dtype.name())
 }
 
-/// `whole_rows(d, a, b)`: d = A B^T over the head dim. In chunks of 64 columns, which are 64 rows of 128 bytes of A apart and
-/// `columns` such rows of B. Seeded, d += A B^T.
+/// `whole_rows(d, a, b)`: d = A B^T over the head dim. In chunks of 64 columns, which are 64 rows of 128 bytes of A
+/// apart and `columns` such rows of B. Seeded, d += A B^T.
 fn whole_scores(problem: &Problem, columns: u32, seeded: bool) -> String {
     let (n, name) = (columns / 2, name(problem.dtype, columns));
     let (registers, constraints) = accumulators(columns, if seeded { "+f" } else { "=f" });

@@ -13,7 +13,8 @@
 //! a `select` are computed.
 //!
 //! In scope must be `b`, `h`, `h_kv`, `q`, `kv`, `q_len`, `kv_len` as 32-bit ints, `score` as `float` (or the tile's
-//! rows), a pointer `side` to the tensors and scalars, and the functions of `lib/cpu/score.h` or `lib/cuda/score/score.cuh`.
+//! rows), a pointer `side` to the tensors and scalars, and the functions of `lib/cpu/score.h` or
+//! `lib/cuda/score/score.cuh`.
 //!
 //! [`Form::Fragments`] serves kernels whose threads hold the scores of some rows at fixed distances from a first key:
 //! `kv` is `kv_first + offset`, and `offset` a constant once loops are unrolled; `score` is `raw * scale`. Floats that

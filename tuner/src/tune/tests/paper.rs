@@ -95,7 +95,8 @@ pub struct PaperCompiler {
     /// What a compilation takes, in milliseconds, and how many are going on.
     pub takes_ms: AtomicUsize,
     pub going_on: AtomicUsize,
-    /// A file that outlives the process, with a `c` for each compilation and an `l` for each launch, from before it begins.
+    /// A file that outlives the process, with a `c` for each compilation and an `l` for each launch, from before it
+    /// begins.
     pub notes: Mutex<Option<File>>,
 }
 
