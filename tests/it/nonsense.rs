@@ -12,7 +12,10 @@ use std::path::Path;
 /// Places of a value that holds others, as JSON pointers, of numbers, booleans and texts. Of a long list the first.
 fn leaves(value: &Value, at: &str, found: &mut Vec<String>) {
     match value {
-        Value::Object(map) => map.iter().for_each(|(name, inner)| leaves(inner, &format!("{at}/{name}"), found)),
+        Value::Object(map) => map.iter().for_each(|(name, inner)| {
+            let name = name.replace('~', "~0").replace('/', "~1");
+            leaves(inner, &format!("{at}/{name}"), found);
+        }),
         Value::Array(list) => {
             list.iter().take(1).enumerate().for_each(|(i, inner)| leaves(inner, &format!("{at}/{i}"), found));
         }
