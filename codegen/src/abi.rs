@@ -196,19 +196,17 @@ mod tests {
                     int32_t numbers[2];\n    /* A pair. */\n    uint64_t first, second;\n} Little;\n";
         assert!(c.starts_with(body), "{c}");
         let cuda = declaration::<Small>(Language::Cuda);
-        for line in [
-            "// Of Tiling.\nstruct Little {\n",
-            "    int numbers[2];\n",
-            "    u64 first, second;\n};\n",
-            "static_assert(sizeof(Little) == 32, ",
-            "static_assert(__builtin_offsetof(Little, at) == 0, ",
-            "static_assert(__builtin_offsetof(Little, numbers) == 8, ",
-            "static_assert(__builtin_offsetof(Little, first) == 16, ",
-            "static_assert(__builtin_offsetof(Little, second) == 24, ",
-        ] {
+        for line in ["// Of Tiling.\nstruct Little {\n", "    int numbers[2];\n", "    u64 first, second;\n};\n"] {
             assert!(cuda.contains(line), "{line}\n{cuda}");
-            assert!(line.contains("static") == c.contains(&line.replace("static_a", "_Static_a")), "{line}\n{c}");
         }
+        let size = "ssert(sizeof(Little) == 32, ";
+        assert!(c.contains(size) && cuda.contains(size), "{c}\n{cuda}");
+        for (member, offset) in [("at", 0), ("numbers", 8), ("first", 16), ("second", 24)] {
+            let line = format!("_Static_assert(__builtin_offsetof(Little, {member}) == {offset}, ");
+            assert!(c.contains(&line), "{line}\n{c}");
+        }
+        // NVRTC 13.0 has neither.
+        assert!(!cuda.contains("offsetof"), "{cuda}");
     }
 
     #[test]

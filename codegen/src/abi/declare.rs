@@ -1,5 +1,5 @@
 //! Argument structs as C and CUDA C++ declare them: one declaration in Rust is the struct and the text that templates
-//! paste. Each text asserts its size and the offset of every member, so that every compilation of a kernel checks the
+//! paste. Each text asserts its size, in C also the offset of every member, so that every compilation of a kernel checks the
 //! layout.
 
 use crate::Language;
@@ -114,7 +114,8 @@ macro_rules! arguments {
 }
 pub(crate) use arguments;
 
-/// The declaration of a struct, with its comments and the assertions of its layout.
+/// The declaration of a struct, with its comments and the assertions of its layout: of its size, and in C of the offset
+/// of every member.
 pub fn declaration<T: Declared>(language: Language) -> String {
     let plain = |doc: &str| doc.trim().replace("[`", "").replace("`]", "").replace('`', "");
     let (name, size) = (T::NAME, T::SIZE);
@@ -138,7 +139,13 @@ pub fn declaration<T: Declared>(language: Language) -> String {
         }
         writeln!(text, "{close}")?;
         writeln!(text, "{assert}(sizeof({name}) == {size}, \"{name} has the size that the host passes\");")?;
-        for field in T::FIELDS {
+        // NVRTC has no `__builtin_offsetof` before 13.5, and includes nothing that would define `offsetof`: there the size
+        // speaks for the members, which lie in order. What C compiles checks each of them.
+        let checked = match language {
+            Language::C => T::FIELDS,
+            Language::Cuda => &[],
+        };
+        for field in checked {
             for (i, member) in field.members.iter().enumerate() {
                 let offset = field.offset + i * field.size / field.members.len();
                 let offset = format!("__builtin_offsetof({name}, {member}) == {offset}");
