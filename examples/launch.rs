@@ -6,7 +6,7 @@
 //! Host time in microseconds, medians. *Idle*: the device is waited for before every launch, so no queue is measured.
 //! *Burst*: 32 launches after one wait, as a model makes them. *Pieces*: a thousand in a row, so that caches are warm.
 use cudarc::driver::sys::{self, CUresult};
-use flashtune::codegen::abi::{Sm90Args, TensorMap};
+use flashtune::codegen::abi::{MappedArgs, TensorMap};
 use flashtune::codegen::{Language, Source};
 use flashtune::runtime::compile::Nvrtc;
 use flashtune::runtime::{Compiler, CudaDevice, Device};
@@ -35,7 +35,7 @@ fn median(mut all: Vec<f64>) -> f64 {
 
 /// Kernels that do nothing, and one that keeps the device busy.
 fn source() -> Source {
-    let bytes = size_of::<Sm90Args>();
+    let bytes = size_of::<MappedArgs>();
     let text = format!(
         "struct alignas(64) Large {{ char bytes[{bytes}]; }};\n\
          extern \"C\" __global__ void small(unsigned long long) {{}}\n\
@@ -148,7 +148,7 @@ fn main() -> Answer<()> {
     };
     println!("{:<46} {:>7} {:>7} {:>7}", "launches", "idle", "burst", "1.5 ms");
     let mut number = 0u64;
-    let mut parameter = TensorMapBlock([0; size_of::<Sm90Args>()]);
+    let mut parameter = TensorMapBlock([0; size_of::<MappedArgs>()]);
     let number_at: *mut c_void = (&raw mut number).cast();
     let parameter_at: *mut c_void = (&raw mut parameter).cast();
     let least = Launch { function: small, blocks: 1, threads: 32, shared: 0, stream: raw };
@@ -156,7 +156,7 @@ fn main() -> Answer<()> {
     let real_large = Launch { function: large, ..real };
     report("empty, 8 bytes, 1 x 32 threads", &mut || check(least.with_pointers(number_at)))?;
     report("empty, 8 bytes, 132 x 384 threads, 200 KiB", &mut || check(real.with_pointers(number_at)))?;
-    let bytes = size_of::<Sm90Args>();
+    let bytes = size_of::<MappedArgs>();
     report(&format!("empty, {bytes} bytes, the same"), &mut || check(real_large.with_pointers(parameter_at)))?;
     report(&format!("empty, {bytes} bytes by a buffer, the same"), &mut || {
         check(real_large.with_buffer(parameter_at, bytes))
@@ -203,7 +203,7 @@ fn main() -> Answer<()> {
 }
 
 #[repr(C, align(64))]
-struct TensorMapBlock([u8; size_of::<Sm90Args>()]);
+struct TensorMapBlock([u8; size_of::<MappedArgs>()]);
 
 type Piece<'a> = dyn Fn(&str, &mut dyn FnMut() -> Answer<()>) -> Answer<()> + 'a;
 

@@ -104,10 +104,10 @@ impl Spelt for TensorMap {
 }
 
 arguments! {
-    /// The argument struct of `forward/sm90`, by value.
+    /// The argument of kernels that take tensor maps beside [`ForwardArgs`], by value.
     #[repr(C)]
     #[derive(Debug, Clone, Copy, PartialEq)]
-    pub struct Sm90Args as "Sm90Args" {
+    pub struct MappedArgs as "Sm90Args" {
         /// Q, K, V and O.
         pub maps: [TensorMap; 4] { q, k, v, o },
         /// Biases of a score program, those that `biases_mapped` says.
@@ -165,7 +165,7 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
     ];
     let own = match language {
         Language::C => vec![("side_args", declaration::<SideArgs>(language))],
-        Language::Cuda => vec![("sm90_args", declaration::<Sm90Args>(language))],
+        Language::Cuda => vec![("sm90_args", declaration::<MappedArgs>(language))],
     };
     common.into_iter().chain(own).collect()
 }
@@ -216,14 +216,14 @@ mod tests {
             T::SIZE - fields
         }
         // The last struct is padded to the alignment of its tensor maps.
-        let gaps = [gaps::<ForwardArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>(), gaps::<Sm90Args>()];
+        let gaps = [gaps::<ForwardArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>(), gaps::<MappedArgs>()];
         assert_eq!(gaps[..3], [0; 3]);
         assert!(gaps[3] < 64, "{gaps:?}");
     }
 
     #[test]
     fn the_members_that_a_tiling_becomes_are_its_fields() {
-        let tiling = Sm90Args::FIELDS.iter().find(|f| f.members.contains(&"tiles")).expect("a field");
+        let tiling = MappedArgs::FIELDS.iter().find(|f| f.members.contains(&"tiles")).expect("a field");
         let tiling: Vec<(&str, usize)> =
             tiling.members.iter().enumerate().map(|(i, &member)| (member, 4 * i)).collect();
         macro_rules! offsets {

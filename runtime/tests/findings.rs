@@ -2,7 +2,7 @@
 //! (`testdata/driver.c`): who finds, who waits, who gives memory back, and behind what.
 
 use flashtune_cache::{Artifact, CompilerId, Facts, Recipe};
-use flashtune_codegen::abi::{ABI_VERSION, ForwardArgs, Sm90Args};
+use flashtune_codegen::abi::{ABI_VERSION, ForwardArgs, MappedArgs};
 use flashtune_codegen::score::{Program, ProgramRef};
 use flashtune_codegen::{DType, Kernel, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, Sm90Schedule};
 use flashtune_runtime::{CudaDevice, Device, Findings, Module, SideTable, Stream, cuda};
@@ -38,7 +38,7 @@ static DRIVER: LazyLock<Option<Library>> = LazyLock::new(|| {
     // SAFETY: the library has no constructors.
     let driver = unsafe { Library::open(Some(&library), RTLD_NOW | RTLD_GLOBAL) }.unwrap();
     // SAFETY: the types are those of the source, here and below.
-    unsafe { driver.get::<extern "C" fn(usize)>(b"fake_found_at").unwrap()(offset_of!(Sm90Args, found)) };
+    unsafe { driver.get::<extern "C" fn(usize)>(b"fake_found_at").unwrap()(offset_of!(MappedArgs, found)) };
     Some(driver)
 });
 

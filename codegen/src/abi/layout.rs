@@ -1,6 +1,6 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
-use super::{ForwardArgs, SideTensorArg, Sm90Args, TensorMap};
+use super::{ForwardArgs, MappedArgs, SideTensorArg, TensorMap};
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Result};
 use serde::{Deserialize, Serialize};
@@ -32,10 +32,10 @@ impl ArgsLayout {
         tail: 0,
         side_tensor: size_of::<SideTensorArg>() as u32,
     };
-    /// Of those that take [`Sm90Args`].
-    pub(crate) const SM90: Self = Self {
-        head: offset_of!(Sm90Args, forward) as u32,
-        tail: (offset_of!(Sm90Args, masks) + size_of::<u64>() - offset_of!(Sm90Args, tiling)) as u32,
+    /// Of those that take [`MappedArgs`].
+    pub(crate) const MAPPED: Self = Self {
+        head: offset_of!(MappedArgs, forward) as u32,
+        tail: (offset_of!(MappedArgs, masks) + size_of::<u64>() - offset_of!(MappedArgs, tiling)) as u32,
         ..Self::FORWARD
     };
 
@@ -74,7 +74,7 @@ impl ArgsLayout {
 
 // Segments follow each other without padding.
 const _: () = assert!(
-    offset_of!(Sm90Args, tiling) == offset_of!(Sm90Args, forward) + size_of::<ForwardArgs>()
-        && ArgsLayout::SM90.base() == size_of::<Sm90Args>()
+    offset_of!(MappedArgs, tiling) == offset_of!(MappedArgs, forward) + size_of::<ForwardArgs>()
+        && ArgsLayout::MAPPED.base() == size_of::<MappedArgs>()
         && ArgsLayout::FORWARD.base() == size_of::<ForwardArgs>()
 );

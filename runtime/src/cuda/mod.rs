@@ -34,7 +34,7 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::{ForwardArgs, SideArgs, Sm90Args};
+use flashtune_codegen::abi::{ForwardArgs, MappedArgs, SideArgs};
 use flashtune_codegen::{Arch, LaunchPlan, SmArch, Stage, StageRole};
 use kept_metadata::{CudaFindings, Geometry};
 use mask_metadata::MaskMetadata;
@@ -274,7 +274,7 @@ impl Device for CudaDevice {
             let queue = if counts { module.counters.counter(self.driver, raw(stream)) } else { -1 };
             let at = metadata.address();
             let masks = masks.map_or(0, |offset| at + offset);
-            let sm90 = sm90.insert(Sm90Args {
+            let sm90 = sm90.insert(MappedArgs {
                 maps: Default::default(),
                 biases: Default::default(),
                 forward: *args,
@@ -333,7 +333,7 @@ impl Device for CudaDevice {
                 self.error("launch", message, "launch with a plan of the module's own kernel")
             })?;
             // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one
-            // `Sm90Args`, with what its program reads behind it (the recipe holds our ABI version, and what of them it
+            // `MappedArgs`, with what its program reads behind it (the recipe holds our ABI version, and what of them it
             // knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
             let launched = unsafe {
                 sys::cuLaunchKernel(

@@ -1,14 +1,14 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
-use flashtune_codegen::abi::{ArgsLayout, ForwardArgs, SideArgs, SideTensorArg, Sm90Args};
+use flashtune_codegen::abi::{ArgsLayout, ForwardArgs, MappedArgs, SideArgs, SideTensorArg};
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
 use std::ops::Range;
 
 /// Bytes of the largest parameter. Every device takes 4096.
-const LARGEST: usize = size_of::<Sm90Args>() + MAX_INPUTS * (size_of::<SideTensorArg>() + size_of::<u64>());
+const LARGEST: usize = size_of::<MappedArgs>() + MAX_INPUTS * (size_of::<SideTensorArg>() + size_of::<u64>());
 const _: () =
-    assert!(LARGEST <= 4096 && size_of::<ForwardArgs>().is_multiple_of(8) && size_of::<Sm90Args>().is_multiple_of(8));
+    assert!(LARGEST <= 4096 && size_of::<ForwardArgs>().is_multiple_of(8) && size_of::<MappedArgs>().is_multiple_of(8));
 
 /// The tensors that a launch with a score program is given.
 ///
@@ -60,7 +60,7 @@ impl Parameter {
 #[derive(Clone, Copy)]
 pub(super) enum Base<'a> {
     Forward(&'a ForwardArgs),
-    Sm90(&'a Sm90Args),
+    Sm90(&'a MappedArgs),
 }
 
 impl Base<'_> {
@@ -69,8 +69,8 @@ impl Base<'_> {
         match self {
             Base::Forward(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Sm90(args) => {
-                let forward = offset_of!(Sm90Args, forward);
-                let (tiling, end) = (offset_of!(Sm90Args, tiling), offset_of!(Sm90Args, masks) + size_of::<u64>());
+                let forward = offset_of!(MappedArgs, forward);
+                let (tiling, end) = (offset_of!(MappedArgs, tiling), offset_of!(MappedArgs, masks) + size_of::<u64>());
                 let bytes = std::ptr::from_ref(*args).cast::<u8>();
                 // SAFETY: both ranges are inside of the struct and without padding: it lies behind `masks` alone.
                 let of =
@@ -150,7 +150,7 @@ mod tests {
         forward.o_stride = [1, 2, 3];
         let tiling = Tiling { group_shift: 1, unit_heads: 2, blocks: 3, leading: 4, section: 5, tiles: 6 };
         let (maps, biases) = ([0, 1, 2, 3].map(map), [map(8); 2]);
-        let now = Sm90Args { maps, biases, forward, tiling, queue: 7, biases_mapped: 8, found: 9, masks: 10 };
+        let now = MappedArgs { maps, biases, forward, tiling, queue: 7, biases_mapped: 8, found: 9, masks: 10 };
         let layout = ArgsLayout { head: 512, forward: 176, tail: 40, side_tensor: 48 };
         let bytes = bytemuck::bytes_of(&forward);
         let words =

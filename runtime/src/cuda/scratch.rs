@@ -33,8 +33,8 @@ impl Pool {
             return Err(Error::Device {
                 call: "cuMemPoolCreate",
                 device: context.name.clone(),
-                message: "the device has no memory pools, from which comes what is found of this mask".to_owned(),
-                remedy: "use a kernel of forward/sm80 for this mask",
+                message: "the device has no memory pools, in which the metadata of this mask lies".to_owned(),
+                remedy: "use a kernel family that needs no metadata for this mask",
             });
         }
         let mut props = MaybeUninit::<CUmemPoolProps>::zeroed();

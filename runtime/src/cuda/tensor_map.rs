@@ -6,7 +6,7 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
     CUtensorMapSwizzle,
 };
-use flashtune_codegen::abi::{SideTensorArg, Sm90Args, TensorMap};
+use flashtune_codegen::abi::{MappedArgs, SideTensorArg, TensorMap};
 use flashtune_codegen::{DType, Kernel, TensorMapSpec, unaddressable};
 use std::cell::RefCell;
 
@@ -22,7 +22,7 @@ thread_local! {
 pub(super) fn encode_all(
     context: &Context,
     kernel: &Kernel,
-    args: &mut Sm90Args,
+    args: &mut MappedArgs,
     tensors: &[SideTensorArg],
 ) -> Result<()> {
     let refused = |message: String| Error::Device {

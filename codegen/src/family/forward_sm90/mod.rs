@@ -197,7 +197,7 @@ impl KernelFamily for Sm90Schedule {
     const NAME: &'static str = "forward/sm90";
     const TEMPLATE: &'static str = "forward/sm90.cu";
     const OP: Op = Op::Forward;
-    const ARGS: ArgsLayout = ArgsLayout::SM90;
+    const ARGS: ArgsLayout = ArgsLayout::MAPPED;
 
     const SWAYED_BY: Constraints = Constraints::NONE.with(Constraint::LooseBiases);
 
