@@ -272,6 +272,32 @@ fn a_bundle_for_gpus_is_built_where_none_is() {
     common::fails(&mut place.flashtune(&["import", out.to_str().unwrap()]), 2, &["arch", "sm_"]);
 }
 
+/// The oldest compiler that devices are known to have: what a newer one takes may be new to it, as `__builtin_offsetof` was.
+#[test]
+fn the_oldest_compiler_takes_every_family() {
+    let name = "the_oldest_compiler_takes_every_family";
+    let Some(oldest) = std::env::var_os("FLASHTUNE_OLDEST_NVRTC").filter(|v| !v.is_empty()) else {
+        assert!(std::env::var_os("CI").is_none(), "{name} needs FLASHTUNE_OLDEST_NVRTC; `cargo xtask test` sets it");
+        return eprintln!("skipped {name}: FLASHTUNE_OLDEST_NVRTC names no folder");
+    };
+    let document = "kv <= q and (q // 100) == (kv // 100)";
+    let cases: [&[&str]; 5] = [
+        &["--arch", "sm_80,sm_90a", "--dtype", "f16,bf16", "--head-dim", "64", "--mask", "full"],
+        &["--arch", "sm_80,sm_90a", "--dtype", "bf16", "--head-dim", "128", "--mask", "causal"],
+        &["--arch", "sm_90a", "--dtype", "bf16", "--head-dim", "256", "--mask", "window:100,0"],
+        &["--arch", "sm_80,sm_90a", "--dtype", "f32", "--head-dim", "64", "--mask", "causal"],
+        &["--arch", "sm_80,sm_90a", "--dtype", "bf16", "--head-dim", "64", "--mask", document, "--score", "alibi"],
+    ];
+    for case in cases {
+        let place = common::Place::new();
+        let out = place.path("gpu.ftb");
+        let args = [&["build"][..], case, &["--out", out.to_str().unwrap(), "--json"]].concat();
+        // The wheel alone: nothing tells the loader where the compiler's other library lies.
+        let built = common::json(place.flashtune(&args).env("FLASHTUNE_NVRTC", &oldest).env_remove("LD_LIBRARY_PATH"));
+        assert!(built["records"].as_u64().unwrap() > 0, "{case:?}: {built}");
+    }
+}
+
 /// What is built without a GPU is what would have been built beside one: nothing of the process, the user or the folder is in it.
 #[test]
 fn whoever_compiles_a_kernel_for_a_gpu_has_the_same_bytes() {

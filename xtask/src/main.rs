@@ -85,6 +85,7 @@ fn test(args: &[String]) -> Result<()> {
     let nvrtc = nvrtc::ensure(&root())?;
     let mut command = cargo();
     command.args(["test", "--workspace"]).args(args).env("FLASHTUNE_NVRTC", nvrtc);
+    command.env("FLASHTUNE_OLDEST_NVRTC", nvrtc::ensure_oldest(&root())?);
     run(command)?;
     match args {
         [] => python::test(&root(), &[]),

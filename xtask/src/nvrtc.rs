@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 /// The wheel. The version is pinned because compile results are part of what the tests look at.
 const WHEEL: &str = "nvidia-cuda-nvrtc==13.5.37";
+/// That of CUDA 13.0, which hosts with PyTorch 2.11 have.
+const OLDEST: &str = "nvidia-cuda-nvrtc==13.0.88";
 /// Folder of the wheel that holds the library.
 const LIBRARY_DIR: &str = "nvidia/cu13/lib";
 const LIBRARY: &str = "libnvrtc.so.13";
@@ -15,14 +17,34 @@ pub fn ensure(root: &Path) -> Result<PathBuf> {
     if let Some(named) = std::env::var_os("FLASHTUNE_NVRTC").filter(|v| !v.is_empty()) {
         return Ok(named.into());
     }
-    let target = root.join(".toolchain");
+    let toolchain = root.join(".toolchain");
+    installed(&toolchain, &toolchain, WHEEL, "set FLASHTUNE_NVRTC to a folder with libnvrtc.so.13")
+}
+
+/// The folder with the oldest NVRTC that kernels are to compile with: the one that `FLASHTUNE_OLDEST_NVRTC` names, or
+/// `.toolchain/oldest/`, filled on the first call.
+pub fn ensure_oldest(root: &Path) -> Result<PathBuf> {
+    if let Some(named) = std::env::var_os("FLASHTUNE_OLDEST_NVRTC").filter(|v| !v.is_empty()) {
+        return Ok(named.into());
+    }
+    let toolchain = root.join(".toolchain");
+    installed(
+        &toolchain,
+        &toolchain.join("oldest"),
+        OLDEST,
+        "set FLASHTUNE_OLDEST_NVRTC to a folder with libnvrtc.so.13",
+    )
+}
+
+/// The folder of a wheel's library, below `target`.
+fn installed(toolchain: &Path, target: &Path, wheel: &str, otherwise: &str) -> Result<PathBuf> {
     let lib = target.join(LIBRARY_DIR);
     if lib.join(LIBRARY).is_file() {
         return Ok(lib);
     }
-    pip::install(&target, &target, &[WHEEL], "set FLASHTUNE_NVRTC to a folder with libnvrtc.so.13")?;
+    pip::install(toolchain, target, &[wheel], otherwise)?;
     if !lib.join(LIBRARY).is_file() {
-        bail!("{WHEEL} was installed, but {} is not there", lib.join(LIBRARY).display());
+        bail!("{wheel} was installed, but {} is not there", lib.join(LIBRARY).display());
     }
     Ok(lib)
 }

@@ -6,7 +6,7 @@
 use crate::error::chain;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 type Program = *mut c_void;
 type Code = c_int;
@@ -31,6 +31,8 @@ pub(super) struct NvrtcLib {
     version: (u32, u32),
     archs: Vec<u16>,
     _library: Library,
+    /// What it loads by name when it first compiles.
+    _builtins: Vec<Library>,
 }
 
 /// Result of a compilation: the log is there in either case.
@@ -51,9 +53,23 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     unsafe { library.get::<T>(name) }.map(|s| *s).map_err(|e| chain(&e))
 }
 
+/// The libraries of built-in functions that lie beside NVRTC, loaded before it asks for its own by name when it first
+/// compiles: not every wheel (13.0) says where it is to be found. None where NVRTC lies in a folder that the loader
+/// knows.
+fn builtins_beside(path: &Path) -> Vec<Library> {
+    let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) else { return Vec::new() };
+    let names = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_one = |p: &PathBuf| {
+        p.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("libnvrtc-builtins.so."))
+    };
+    // SAFETY: the library holds data and functions for NVRTC, and no constructor that does more than set those up.
+    names.filter(is_one).filter_map(|p| unsafe { Library::open(Some(p), RTLD_NOW | RTLD_LOCAL) }.ok()).collect()
+}
+
 impl NvrtcLib {
     /// Loads a library file; on failure tells why.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
+        let builtins = builtins_beside(path);
         // SAFETY: NVRTC's constructors set up its own state only.
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|e| chain(&e))?;
         // SAFETY: names and types are those of nvrtc.h, unchanged since CUDA 11.
@@ -70,6 +86,7 @@ impl NvrtcLib {
                 version: (0, 0),
                 archs: Vec::new(),
                 _library: library,
+                _builtins: builtins,
             }
         };
         this.version = this.read_version()?;
