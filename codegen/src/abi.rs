@@ -17,6 +17,9 @@ use declare::arguments;
 
 /// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number, but for fields that are
 /// appended to a segment of [`ArgsLayout`]: kernels of before are then given what they were compiled for.
+///
+/// The same holds for what else host and kernel agree in by numbers that are rendered, and that no template's hash
+/// shows: [`TILE_QUEUES`], and how block lists and key ranges lie in memory.
 pub const ABI_VERSION: u32 = 6;
 
 arguments! {
@@ -131,6 +134,8 @@ arguments! {
 
 /// Counters, of 4 bytes each, that a kernel's module holds for launches whose persistent thread blocks take tiles from
 /// one: more than ten thousand captured launches of one kernel may live at once.
+///
+/// A compiled kernel has as many, and the host gives it indexes below this: another number needs a new [`ABI_VERSION`].
 pub const TILE_QUEUES: usize = 1 << 14;
 
 /// How a launch of `forward/sm90` divides the query rows into tiles, computed once by the host.
