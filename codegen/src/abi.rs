@@ -125,7 +125,7 @@ arguments! {
         pub queue: i32,
         /// One bit for each bias that the copy engine brings; the kernel's threads copy others.
         pub biases_mapped: u32,
-        /// Memory for what the kernels before this one find for it ([`crate::Prelude`]), or 0.
+        /// Memory for the mask metadata ([`crate::Holds::MaskMetadata`]), or 0.
         pub found: u64 as "void*",
         /// Memory for the masks of cut blocks, or 0: the kernel then evaluates them itself.
         pub masks: u64 as "u32*",

@@ -10,7 +10,7 @@
 use crate::{Error, Kernel, Result, Shape, Tiling};
 
 /// Stages that a launch has at most.
-pub const MOST_STAGES: usize = 4;
+const MOST_STAGES: usize = 4;
 /// Scratch regions that the stages of a launch share at most.
 const MOST_REGIONS: usize = 2;
 
@@ -93,7 +93,9 @@ pub enum Holds {
         masks: Option<u64>,
     },
     /// The counter from which persistent thread blocks take their tiles: zero before the first launch, and left at zero
-    /// by every launch. One that no other launch uses at the same time; without one, tiles are taken by stride.
+    /// by every launch. One that no other launch uses at the same time; without one, tiles are taken by stride. The
+    /// kernel's own module has them ([`crate::abi::TILE_QUEUES`]), zeroed when it is loaded: the device takes no memory
+    /// for this region, but says which of them a stream or a graph has.
     TileCounter,
 }
 
@@ -131,7 +133,7 @@ impl LaunchPlan {
     /// A plan of stages in their order, and their regions.
     ///
     /// # Panics
-    /// With more than [`MOST_STAGES`] stages or two regions: a fault of a family.
+    /// With more than four stages or two regions: a fault of a family.
     pub fn new(
         stages: impl IntoIterator<Item = Stage>,
         regions: impl IntoIterator<Item = Region>,

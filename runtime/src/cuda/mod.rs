@@ -292,7 +292,7 @@ impl Device for CudaDevice {
         let (with_side, packed);
         let parameter: *const std::ffi::c_void = match (module.kernel().problem.program, &sm90) {
             (program, sm90) if module.earlier_args.is_some() && (program.is_none() || args.side != 0) => {
-                let base = sm90.as_ref().map_or(Base::Forward(args), Base::Sm90);
+                let base = sm90.as_ref().map_or(Base::Forward(args), Base::Mapped);
                 // SAFETY: `side` is the address of the program's tables by the caller's promise; the layout was checked
                 // when the module was loaded.
                 packed = module.earlier_args.map(|layout| unsafe {

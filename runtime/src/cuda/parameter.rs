@@ -60,7 +60,7 @@ impl Parameter {
 #[derive(Clone, Copy)]
 pub(super) enum Base<'a> {
     Forward(&'a ForwardArgs),
-    Sm90(&'a MappedArgs),
+    Mapped(&'a MappedArgs),
 }
 
 impl Base<'_> {
@@ -68,7 +68,7 @@ impl Base<'_> {
     fn segments(&self) -> [&[u8]; 3] {
         match self {
             Base::Forward(args) => [&[], bytemuck::bytes_of(*args), &[]],
-            Base::Sm90(args) => {
+            Base::Mapped(args) => {
                 let forward = offset_of!(MappedArgs, forward);
                 let (tiling, end) = (offset_of!(MappedArgs, tiling), offset_of!(MappedArgs, masks) + size_of::<u64>());
                 let bytes = std::ptr::from_ref(*args).cast::<u8>();
@@ -169,7 +169,7 @@ mod tests {
         // What was before ended at `found`, padded to the alignment of its maps.
         assert_eq!((layout.base(), offset_of!(Earlier, found) + 8), (768, 728));
         // SAFETY: two tensors and a scalar, which live on; all segments are shorter than now.
-        let Parameter(packed) = unsafe { Parameter::packed(&layout, Base::Sm90(&now), Some((&program, &side))) };
+        let Parameter(packed) = unsafe { Parameter::packed(&layout, Base::Mapped(&now), Some((&program, &side))) };
         // SAFETY: it has no padding before its tables.
         let by_hand = unsafe { std::slice::from_raw_parts((&raw const expected).cast::<u8>(), 728) };
         assert_eq!(packed[..728], *by_hand);

@@ -29,7 +29,7 @@ pub const MAX_INPUTS: usize = 32;
 ///   softmax and adds nothing to O. The LSE takes it in. A row with a sink and no key has O = 0.
 ///
 /// Two programs are equal if their texts are, and programs of the same meaning mostly have the same text
-/// ([`crate::score::graph::normal`]).
+/// (`score::graph::normal`).
 #[derive(Debug, Clone)]
 pub struct Program {
     graph: Graph,
