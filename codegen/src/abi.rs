@@ -15,7 +15,7 @@ use crate::score::MAX_BIASES;
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`] and of the entry points. Any change to either needs a new number, but for fields that are
+/// Version of [`ForwardArgs`], [`RaggedArgs`] and of the entry points. Any change to either needs a new number, but for fields that are
 /// appended to a segment of [`ArgsLayout`]: kernels of before are then given what they were compiled for.
 ///
 /// The same holds for what else host and kernel agree in by numbers that are rendered, and that no template's hash
@@ -66,6 +66,161 @@ arguments! {
         /// Address in host memory, on every device, of the [`SideArgs`] of a kernel with a score program, or 0. Whoever
         /// launches on a GPU copies the tables into the launch; kernels there never see this address.
         pub side: u64 as "const void*",
+    }
+}
+
+arguments! {
+    /// Arguments of a forward kernel over a ragged batch: sequences of different lengths, whose K and V lie in a store
+    /// that is indexed at run time. Pointers are device addresses, 0 for what a call has not; strides count elements.
+    ///
+    /// Token `t` of sequence `b` is at place `p = t + kv_begin[b] + left_pad[b]` of the sequence's row in the store: in
+    /// page `p / page_tokens` of that row, at `p % page_tokens` of the page. The row's pages are the table's entries
+    /// from `pages_begin[b]` on (CSR) or from `b * table_stride`; without a table a row is the one page `slots[b]`, or
+    /// `b`, or where `kv_begin` is given 0, the pack that all sequences share.
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+    pub struct RaggedArgs as "RaggedArgs" {
+        /// Q, rows of `head_dim_qk` elements.
+        pub q: u64 as "const void*",
+        /// The store of K.
+        pub k: u64 as "const void*",
+        /// The store of V.
+        pub v: u64 as "const void*",
+        /// O, rows of `head_dim_v` elements of Q's dtype.
+        pub o: u64 as "void*",
+        /// Log-sum-exp, fp32, or 0.
+        pub lse: u64 as "float*",
+        /// Identifiers of K's pages, or 0.
+        pub k_table: u64 as "const int32_t*",
+        /// Identifiers of V's pages; K's where they are the same; 0 without a table.
+        pub v_table: u64 as "const int32_t*",
+        /// First entry of each sequence in the tables and the end of the last one's, `[batch + 1]`, or 0.
+        pub pages_begin: u64 as "const int32_t*",
+        /// Which page of a store without a table is a sequence's, `[batch]`, or 0.
+        pub slots: u64 as "const int32_t*",
+        /// First row of each sequence in a pack of keys, and the end of the last one's, `[batch + 1]`, or 0.
+        pub kv_begin: u64 as "const int32_t*",
+        /// Keys of each sequence, `[batch]`, padding before them included; or 0: those of `kv_begin`, of `last_page`, or
+        /// `kv_len`.
+        pub kv_lengths: u64 as "const int32_t*",
+        /// Tokens of the last page of each sequence, `[batch]`, for tables with `pages_begin`; or 0.
+        pub last_page: u64 as "const int32_t*",
+        /// Tokens before a sequence's first key, `[batch]`, or 0: they are not read, and count in no length of the mask.
+        pub left_pad: u64 as "const int32_t*",
+        /// Rows that each sequence gained behind `kv_lengths`, as the differences of `[batch + 1]`, or 0.
+        pub kv_added_begin: u64 as "const int32_t*",
+        /// First row of each sequence in Q, and the end of the last one's, `[batch + 1]`; or 0: rows by `q_stride`'s batch.
+        pub q_begin: u64 as "const int32_t*",
+        /// Rows of each sequence in Q that are used, `[batch]`, or 0: all. Those behind are not written.
+        pub q_lengths: u64 as "const int32_t*",
+        /// What an element of a quantised K is multiplied by, fp32, or 0 for 1.
+        pub k_scale: u64 as "const float*",
+        /// The same for V.
+        pub v_scale: u64 as "const float*",
+        /// What a step's preparation has found of the lengths, or 0.
+        pub prepared: u64 as "const void*",
+        /// Partial results of split keys: counters, zero before and after, and behind them partial sums; or 0.
+        pub scratch: u64 as "void*",
+        /// Strides of Q: batch, head, row. That of the batch is of no meaning beside `q_begin`.
+        pub q_stride: [i64; 3],
+        /// Strides of O: batch, head, row.
+        pub o_stride: [i64; 3],
+        /// Strides of the log-sum-exp: batch, head, row.
+        pub lse_stride: [i64; 3],
+        /// Strides of K: page, token, head, and the next 16 bytes of a row.
+        pub k_stride: [i64; 4],
+        /// Strides of V: page, token, head, and column.
+        pub v_stride: [i64; 4],
+        /// Strides of K's scales: sequence, head, 0; or, for scales of tokens, page, head, token.
+        pub k_scale_stride: [i64; 3],
+        /// The same for V's.
+        pub v_scale_stride: [i64; 3],
+        /// Entries of the tables from one sequence to the next.
+        pub table_stride: i64,
+        /// Pages of the stores: identifiers outside of 0 to this are those of no page, and their keys masked.
+        pub pages: i64,
+        /// Number of sequences.
+        pub batch: i32,
+        /// Number of query heads.
+        pub heads: i32,
+        /// Number of KV heads.
+        pub kv_heads: i32,
+        /// Rows of Q that a sequence has at most.
+        pub q_len: i32,
+        /// Keys that a sequence has at most; longer ones are cut.
+        pub kv_len: i32,
+        /// Tokens of a page.
+        pub page_tokens: i32,
+        /// 32-bit words of an entry of the tables and of `slots`: 1 or 2.
+        pub table_words: i32,
+        /// 32-bit words of an element of the arrays of lengths and of first rows: 1 or 2.
+        pub length_words: i32,
+        /// Rows that every sequence gained behind `kv_lengths`.
+        pub kv_added: i32,
+        /// Keys visible before the query's position; read only by kernels whose left side is bounded.
+        pub window_left: i32,
+        /// Keys visible after the query's position; read only by kernels whose right side is bounded.
+        pub window_right: i32,
+        /// Softmax scale, applied to the scores.
+        pub scale: f32,
+        /// What the natural log-sum-exp is multiplied by: 1, or log2(e) for one of base 2.
+        pub lse_unit: f32,
+        /// The log-sum-exp of a row that attends to nothing.
+        pub lse_empty: f32,
+        /// As [`ForwardArgs::side`].
+        pub side: u64 as "const void*",
+    }
+}
+
+/// The arguments of one operation, as a launch is given them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Args<'a> {
+    /// A forward pass over dense tensors.
+    Forward(&'a ForwardArgs),
+    /// A forward pass over a ragged batch.
+    Ragged(&'a RaggedArgs),
+}
+
+impl<'a> Args<'a> {
+    /// The bytes of the struct.
+    pub fn bytes(self) -> &'a [u8] {
+        match self {
+            Args::Forward(args) => bytemuck::bytes_of(args),
+            Args::Ragged(args) => bytemuck::bytes_of(args),
+        }
+    }
+
+    /// Host address of what a score program reads, or 0.
+    pub const fn side(self) -> u64 {
+        match self {
+            Args::Forward(args) => args.side,
+            Args::Ragged(args) => args.side,
+        }
+    }
+
+    /// What they are the arguments of, in a word.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Args::Forward(_) => "dense tensors",
+            Args::Ragged(_) => "a ragged batch",
+        }
+    }
+
+    /// Whether a problem's kernels take these.
+    pub const fn are_of(self, problem: &crate::Problem) -> bool {
+        matches!(self, Args::Forward(_)) == problem.kv.is_dense()
+    }
+}
+
+impl<'a> From<&'a ForwardArgs> for Args<'a> {
+    fn from(args: &'a ForwardArgs) -> Self {
+        Args::Forward(args)
+    }
+}
+
+impl<'a> From<&'a RaggedArgs> for Args<'a> {
+    fn from(args: &'a RaggedArgs) -> Self {
+        Args::Ragged(args)
     }
 }
 
@@ -166,6 +321,7 @@ impl Spelt for Tiling {
 pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
     let common = [
         ("forward_args", declaration::<ForwardArgs>(language)),
+        ("ragged_args", declaration::<RaggedArgs>(language)),
         ("side_tensor", declaration::<SideTensorArg>(language)),
     ];
     let own = match language {
@@ -221,9 +377,10 @@ mod tests {
             T::SIZE - fields
         }
         // The last struct is padded to the alignment of its tensor maps.
-        let gaps = [gaps::<ForwardArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>(), gaps::<MappedArgs>()];
-        assert_eq!(gaps[..3], [0; 3]);
-        assert!(gaps[3] < 64, "{gaps:?}");
+        let plain = [gaps::<ForwardArgs>(), gaps::<RaggedArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>()];
+        assert_eq!(plain, [0; 4]);
+        let padding = gaps::<MappedArgs>();
+        assert!(padding < 64, "{padding}");
     }
 
     #[test]

@@ -92,6 +92,11 @@ pub enum Holds {
         /// [`MOST_MASK_BYTES`].
         masks: Option<u64>,
     },
+    /// What thread blocks that share the keys of a tile leave for each other ([`crate::abi::RaggedArgs::scratch`]): a
+    /// counter of 4 bytes for every thread block of the main stage, together rounded up to 256 bytes, zero before the
+    /// first launch and left at zero by every launch; and behind them partial results, uninitialised. The region's size
+    /// is that for one thread block, without the counters. One that no other launch uses at the same time.
+    SplitKeys,
     /// The counter from which persistent thread blocks take their tiles: zero before the first launch, and left at zero
     /// by every launch. One that no other launch uses at the same time; without one, tiles are taken by stride. The
     /// kernel's own module has them ([`crate::abi::TILE_QUEUES`]), zeroed when it is loaded: the device takes no memory
@@ -169,8 +174,14 @@ impl LaunchPlan {
     pub fn mask_metadata(&self) -> Option<(u64, MetadataLayout, Option<u64>)> {
         self.regions().find_map(|r| match r.holds {
             Holds::MaskMetadata { layout, masks } => Some((r.bytes, layout, masks)),
-            Holds::TileCounter => None,
+            Holds::TileCounter | Holds::SplitKeys => None,
         })
+    }
+
+    /// Bytes of [`Holds::SplitKeys`] for a main stage of so many thread blocks: counters, and what lies behind them.
+    pub fn split_keys(&self, blocks: u32) -> Option<[u64; 2]> {
+        let region = self.regions().find(|r| r.holds == Holds::SplitKeys)?;
+        Some([(4 * u64::from(blocks)).next_multiple_of(256), region.bytes * u64::from(blocks)])
     }
 
     /// Whether the main stage takes its tiles from a counter.

@@ -19,6 +19,7 @@ mod dtype;
 mod error;
 mod family;
 mod kernel;
+mod kv;
 mod launch;
 mod mask;
 pub mod omitted;
@@ -41,6 +42,7 @@ pub use family::{
     unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
+pub use kv::{KvElement, KvKind, KvScales, KvStore};
 pub use launch::{Holds, LaunchPlan, MOST_MASK_BYTES, MetadataLayout, Region, Stage, StageEntry, StageRole};
 pub use mask::{Mask, MaskKind};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem};

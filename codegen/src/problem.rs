@@ -2,7 +2,7 @@
 
 use crate::omitted::is_default;
 use crate::score::{Program, ProgramRef};
-use crate::{DType, Error, MaskKind, Result, Shape};
+use crate::{DType, Error, KvKind, MaskKind, Result, Shape};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -65,6 +65,8 @@ pub struct Problem {
     pub mask: MaskKind,
     /// What else masks and changes the scores; `None` for nothing. Its mask holds beside `mask`.
     pub program: Option<ProgramRef>,
+    /// Where K and V are found.
+    pub kv: KvKind,
 }
 
 /// A problem as it is stored: without what is at its default.
@@ -82,18 +84,20 @@ struct Stored {
     mask: MaskKind,
     #[serde(default, skip_serializing_if = "is_default")]
     program: Option<ProgramRef>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    kv: KvKind,
 }
 
 impl From<Problem> for Stored {
-    fn from(Problem { op, dtype, head_dim_qk, head_dim_v, mask, program }: Problem) -> Self {
+    fn from(Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv }: Problem) -> Self {
         let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv }
     }
 }
 
 impl From<Stored> for Problem {
-    fn from(Stored { op, dtype, head_dim_qk, head_dim_v, mask, program }: Stored) -> Self {
-        Self { op, dtype, head_dim_qk, head_dim_v: head_dim_v.unwrap_or(head_dim_qk), mask, program }
+    fn from(Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv }: Stored) -> Self {
+        Self { op, dtype, head_dim_qk, head_dim_v: head_dim_v.unwrap_or(head_dim_qk), mask, program, kv }
     }
 }
 
@@ -105,9 +109,14 @@ impl Problem {
 
     /// A forward problem whose V rows differ in length from the Q and K rows, checked.
     pub fn forward_qk_v(dtype: DType, head_dim_qk: u32, head_dim_v: u32, mask: MaskKind) -> Result<Self> {
-        let p = Self { op: Op::Forward, dtype, head_dim_qk, head_dim_v, mask, program: None };
+        let p = Self { op: Op::Forward, dtype, head_dim_qk, head_dim_v, mask, program: None, kv: KvKind::Dense };
         p.validate()?;
         Ok(p)
+    }
+
+    /// The same problem for K and V that are found another way.
+    pub fn with_kv(self, kv: KvKind) -> Self {
+        Self { kv, ..self }
     }
 
     /// The same problem with a score program; one that does nothing is left out.
@@ -161,6 +170,9 @@ impl fmt::Display for Problem {
             write!(f, "v{}", self.head_dim_v)?;
         }
         write!(f, "-{}", self.mask)?;
+        if !self.kv.is_dense() {
+            write!(f, "-{}", self.kv)?;
+        }
         match self.program {
             Some(program) => write!(f, "-s{}", program.name()),
             None => Ok(()),
@@ -186,6 +198,8 @@ mod tests {
         let p = |d, v, m| Problem::forward_qk_v(DType::Bf16, d, v, m).unwrap().to_string();
         assert_eq!(p(128, 128, MaskKind::CAUSAL), "forward-bf16-d128-causal");
         assert_eq!(p(192, 128, MaskKind::FULL), "forward-bf16-d192v128-full");
+        let ragged = Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap().with_kv(KvKind::RAGGED);
+        assert_eq!(ragged.to_string(), "forward-f16-d64-full-ragged");
         let with = |text: &str| {
             let problem = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
             problem.with_program(Program::parse(text).unwrap()).to_string()

@@ -2,7 +2,7 @@
 
 use crate::{Ceiling, DeviceSpec, Error, Probe, Result};
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Reading};
-use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::abi::Args;
 use flashtune_codegen::{Arch, Error as CodegenError, Kernel, LaunchPlan, Problem, Shape, Source};
 use std::any::Any;
 use std::ops::DerefMut;
@@ -98,7 +98,7 @@ pub trait Device: Send + Sync {
     /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has
     /// completed, `side` must be that of the kernel's score program until this returns, and `plan` must come from
     /// [`Kernel::plan`] for these sizes.
-    unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: &ForwardArgs, stream: Stream) -> Result<()>;
+    unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: Args<'_>, stream: Stream) -> Result<()>;
 
     /// Room for what is found of a mask; `None` on devices whose kernels have nothing found before they start.
     fn findings(&self) -> Option<Box<dyn Findings>> {
@@ -117,7 +117,7 @@ pub trait Device: Send + Sync {
         &self,
         module: &dyn Module,
         plan: &LaunchPlan,
-        args: &ForwardArgs,
+        args: Args<'_>,
         findings: Option<&dyn Findings>,
         stream: Stream,
     ) -> Result<()> {
@@ -207,11 +207,11 @@ impl dyn Device {
     ///
     /// # Safety
     /// As [`Device::launch`].
-    pub unsafe fn launch_shape(
+    pub unsafe fn launch_shape<'a>(
         &self,
         module: &dyn Module,
         shape: &Shape,
-        args: &ForwardArgs,
+        args: impl Into<Args<'a>>,
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: the caller's promise is this function's own.
@@ -222,11 +222,11 @@ impl dyn Device {
     ///
     /// # Safety
     /// As [`Device::launch_with`].
-    pub unsafe fn launch_shape_with(
+    pub unsafe fn launch_shape_with<'a>(
         &self,
         module: &dyn Module,
         shape: &Shape,
-        args: &ForwardArgs,
+        args: impl Into<Args<'a>>,
         findings: Option<&dyn Findings>,
         stream: Stream,
     ) -> Result<()> {
@@ -235,7 +235,7 @@ impl dyn Device {
         }
         let plan = module.kernel().plan(shape).map_err(Error::from)?;
         // SAFETY: the caller's promise is this function's own.
-        unsafe { self.launch_with(module, &plan, args, findings, stream) }
+        unsafe { self.launch_with(module, &plan, args.into(), findings, stream) }
     }
 }
 

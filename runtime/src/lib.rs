@@ -4,7 +4,7 @@
 //! open(DeviceSpec) -> Device      compile(Kernel, TemplateSet) -> Artifact
 //! Device::load(Artifact) -> Module
 //! forward_call(tensors, mask, scale) -> (Problem, Shape, ForwardArgs)
-//! Device::launch(Module, Launch, ForwardArgs, Stream)
+//! Device::launch(Module, LaunchPlan, Args, Stream)
 //! ```
 //!
 //! Architecture invariants: `unsafe` lives in the device modules (`cuda/`, `cpu/`), in the binding of NVRTC's C

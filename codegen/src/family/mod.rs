@@ -55,6 +55,8 @@ pub(crate) trait KernelFamily: Fields {
     const PURPOSE: Purpose = Purpose::Fast;
     /// The argument that its kernels take.
     const ARGS: ArgsLayout = ArgsLayout::FORWARD;
+    /// Whether its kernels read K and V from ragged batches, and not from dense tensors.
+    const RAGGED: bool = false;
     /// What callers should know who get a kernel of this family.
     fn notes(_problem: &Problem) -> Option<&'static str> {
         None
@@ -254,6 +256,11 @@ impl Family {
         of_family!(self, S, wrap => <S as KernelFamily>::ARGS)
     }
 
+    /// Whether its kernels read K and V from ragged batches, and not from dense tensors.
+    pub const fn is_ragged(self) -> bool {
+        of_family!(self, S, wrap => <S as KernelFamily>::RAGGED)
+    }
+
     /// What callers should know who get a kernel of this family for the problem.
     pub fn notes(self, problem: &Problem) -> Option<&'static str> {
         of_family!(self, S, wrap => <S as KernelFamily>::notes(problem))
@@ -267,6 +274,11 @@ impl Family {
         if problem.op != self.op() {
             let limit = format!("computes {} problems", self.op());
             return Err(Error::unsupported("op", problem.op, format!("{self} {limit}"), "no family computes it yet"));
+        }
+        if problem.kv.is_dense() == self.is_ragged() {
+            let limit = if self.is_ragged() { "ragged batches" } else { "dense tensors" };
+            let remedy = "use a family for such a batch: `forward/*_ragged` for ragged ones";
+            return Err(Error::unsupported("kv", problem.kv, format!("{self} reads K and V of {limit} alone"), remedy));
         }
         of_family!(self, S, wrap => {
             <S as KernelFamily>::runs_on(arch)?;

@@ -16,7 +16,7 @@ pub(crate) use softmax::softmax;
 
 use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::abi::Args;
 use flashtune_codegen::{Arch, LaunchPlan};
 use memory::CpuBuffer;
 use module::CpuModule;
@@ -126,14 +126,17 @@ impl Device for CpuDevice {
         }
     }
 
-    unsafe fn launch(
-        &self,
-        module: &dyn Module,
-        _launch: &LaunchPlan,
-        args: &ForwardArgs,
-        _stream: Stream,
-    ) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, _launch: &LaunchPlan, args: Args<'_>, _stream: Stream) -> Result<()> {
         let module = module.as_any().downcast_ref::<CpuModule>().ok_or_else(|| foreign("launch"))?;
+        let problem = &module.kernel().problem;
+        if !args.are_of(problem) {
+            return Err(Error::Device {
+                call: "launch",
+                device: "cpu".to_owned(),
+                message: format!("the kernel computes {problem}, the arguments are those of {}", args.name()),
+                remedy: "launch a kernel with the arguments of its own kind of problem",
+            });
+        }
         // SAFETY: the caller's promise is this function's own.
         let (tiles, scratch) = unsafe { module.plan(args) };
         let threads = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);

@@ -5,7 +5,7 @@ use crate::error::chain;
 use crate::{Error, Module, Result, elf};
 use flashtune_cache::Artifact;
 use flashtune_codegen::Kernel;
-use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::abi::Args;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::any::Any;
 use std::ffi::c_void;
@@ -16,9 +16,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-type Tiles = unsafe extern "C" fn(*const ForwardArgs) -> u64;
-type ScratchBytes = unsafe extern "C" fn(*const ForwardArgs) -> u64;
-type Tile = unsafe extern "C" fn(*const ForwardArgs, u64, *mut c_void);
+type Tiles = unsafe extern "C" fn(*const u8) -> u64;
+type ScratchBytes = unsafe extern "C" fn(*const u8) -> u64;
+type Tile = unsafe extern "C" fn(*const u8, u64, *mut c_void);
 type Init = unsafe extern "C" fn() -> i32;
 
 /// A loaded C kernel. The function pointers live as long as `_library`.
@@ -40,6 +40,11 @@ impl Module for CpuModule {
     fn kernel(&self) -> &Kernel {
         &self.kernel
     }
+}
+
+/// The struct that kernels take by pointer.
+fn at(args: Args<'_>) -> *const u8 {
+    args.bytes().as_ptr()
 }
 
 impl CpuModule {
@@ -79,16 +84,16 @@ impl CpuModule {
     ///
     /// # Safety
     /// As [`crate::Device::launch`].
-    pub(super) unsafe fn plan(&self, args: &ForwardArgs) -> (u64, u64) {
+    pub(super) unsafe fn plan(&self, args: Args<'_>) -> (u64, u64) {
         // SAFETY: the functions read sizes from `args` only; the library is loaded.
-        unsafe { ((self.tiles)(args), (self.scratch_bytes)(args)) }
+        unsafe { ((self.tiles)(at(args)), (self.scratch_bytes)(at(args))) }
     }
 
     /// Takes work items from the counter until there are none left. Returns whether the scratch could be had.
     ///
     /// # Safety
     /// As [`crate::Device::launch`]; `tiles` and `scratch_bytes` come from [`Self::plan`].
-    pub(super) unsafe fn work(&self, args: &ForwardArgs, next: &AtomicU64, tiles: u64, scratch_bytes: u64) -> bool {
+    pub(super) unsafe fn work(&self, args: Args<'_>, next: &AtomicU64, tiles: u64, scratch_bytes: u64) -> bool {
         with_scratch(scratch_bytes, |scratch| {
             loop {
                 let tile = next.fetch_add(1, Ordering::Relaxed);
@@ -97,7 +102,7 @@ impl CpuModule {
                 }
                 // SAFETY: the addresses in `args` are valid by the caller's promise, `tile` is in range and is given
                 // out once, and `scratch` has the size that the kernel asked for and belongs to this thread.
-                unsafe { (self.tile)(args, tile, scratch) }
+                unsafe { (self.tile)(at(args), tile, scratch) }
             }
         })
         .is_some()

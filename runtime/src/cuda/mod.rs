@@ -34,7 +34,7 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::{ForwardArgs, MappedArgs, SideArgs};
+use flashtune_codegen::abi::{Args, MappedArgs, SideArgs};
 use flashtune_codegen::{Arch, LaunchPlan, SmArch, Stage, StageRole};
 use kept_metadata::{CudaFindings, Geometry};
 use mask_metadata::MaskMetadata;
@@ -238,7 +238,7 @@ impl Device for CudaDevice {
         Ok(Arc::new(CudaModule::load(&self.context, self.arch, artifact)?))
     }
 
-    unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: &ForwardArgs, stream: Stream) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: Args<'_>, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise is this function's own.
         unsafe { self.launch_with(module, plan, args, None, stream) }
     }
@@ -251,7 +251,7 @@ impl Device for CudaDevice {
         &self,
         module: &dyn Module,
         plan: &LaunchPlan,
-        args: &ForwardArgs,
+        args: Args<'_>,
         findings: Option<&dyn Findings>,
         stream: Stream,
     ) -> Result<()> {
@@ -260,67 +260,66 @@ impl Device for CudaDevice {
         if plan.is_empty() {
             return Ok(());
         }
+        let problem = &module.kernel().problem;
+        if !args.are_of(problem) {
+            let message = format!("the kernel computes {problem}, the arguments are those of {}", args.name());
+            return Err(self.error("launch", message, "launch a kernel with the arguments of its own kind of problem"));
+        }
         let _bound = self.context.bind()?;
-        let (mut metadata, mut masks) = (MaskMetadata::Nothing, None);
-        if let Some((bytes, layout, masks_at)) = plan.mask_metadata() {
-            let geometry = Geometry::new((bytes, layout), module.kernel().problem.mask, args, &module.templates);
-            metadata = MaskMetadata::of(self.driver, &self.context, geometry, findings, raw(stream))?;
-            masks = masks_at;
-        }
+        let mut metadata = MaskMetadata::Nothing;
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
-        let mut sm90 = None;
-        if let Some(tiling) = plan.tiling {
-            let counts = plan.counts_tiles();
-            let queue = if counts { module.counters.counter(self.driver, raw(stream)) } else { -1 };
-            let at = metadata.address();
-            let masks = masks.map_or(0, |offset| at + offset);
-            let sm90 = sm90.insert(MappedArgs {
-                maps: Default::default(),
-                biases: Default::default(),
-                forward: *args,
-                tiling,
-                queue,
-                biases_mapped: 0,
-                found: at,
-                masks,
-            });
-            let program = module.kernel().problem.program.filter(|_| args.side != 0);
-            // SAFETY: `side` is the address of the program's tables by the caller's promise.
-            let tensors = program.map_or(&[][..], |program| unsafe { parameter::tensors(args, &program) });
-            tensor_map::encode_all(&self.context, module.kernel(), sm90, tensors)?;
+        let mut mapped = None;
+        if let Args::Forward(forward) = args {
+            let mut masks = None;
+            if let Some((bytes, layout, masks_at)) = plan.mask_metadata() {
+                let geometry = Geometry::new((bytes, layout), problem.mask, forward, &module.templates);
+                metadata = MaskMetadata::of(self.driver, &self.context, geometry, findings, raw(stream))?;
+                masks = masks_at;
+            }
+            if let Some(tiling) = plan.tiling {
+                let counts = plan.counts_tiles();
+                let queue = if counts { module.counters.counter(self.driver, raw(stream)) } else { -1 };
+                let at = metadata.address();
+                let mapped = mapped.insert(MappedArgs {
+                    maps: Default::default(),
+                    biases: Default::default(),
+                    forward: *forward,
+                    tiling,
+                    queue,
+                    biases_mapped: 0,
+                    found: at,
+                    masks: masks.map_or(0, |offset| at + offset),
+                });
+                let program = problem.program.filter(|_| forward.side != 0);
+                // SAFETY: `side` is the address of the program's tables by the caller's promise.
+                let tensors = program.map_or(&[][..], |program| unsafe { parameter::tensors(forward, &program) });
+                tensor_map::encode_all(&self.context, module.kernel(), mapped, tensors)?;
+            }
         }
-        let (with_side, packed);
-        let parameter: *const std::ffi::c_void = match (module.kernel().problem.program, &sm90) {
-            (program, sm90) if module.earlier_args.is_some() && (program.is_none() || args.side != 0) => {
-                let base = sm90.as_ref().map_or(Base::Forward(args), Base::Mapped);
+        let base = match (&mapped, args) {
+            (Some(mapped), _) => Base::Mapped(mapped),
+            (None, Args::Forward(args)) => Base::Forward(args),
+            (None, Args::Ragged(args)) => Base::Ragged(args),
+        };
+        let parameter;
+        let parameter: *const std::ffi::c_void = match problem.program {
+            Some(_) if args.side() == 0 => {
+                let message = "the kernel has a score program, but is given nothing to read";
+                return Err(self.error("launch", message, "launch through the engine, or give the arguments' `side`"));
+            }
+            None if module.earlier_args.is_none() => base.address(),
+            program => {
                 // SAFETY: `side` is the address of the program's tables by the caller's promise; the layout was checked
                 // when the module was loaded.
-                packed = module.earlier_args.map(|layout| unsafe {
-                    let side = program.as_ref().map(|p| (p.kept(), &*(args.side as usize as *const SideArgs)));
-                    Parameter::packed(&layout, base, side)
-                });
-                std::ptr::from_ref(packed.as_ref().expect("there is a layout")).cast()
-            }
-            (None, Some(sm90)) => std::ptr::from_ref(sm90).cast(),
-            (None, None) => std::ptr::from_ref(args).cast(),
-            (Some(_), _) if args.side == 0 => {
-                let remedy = "launch through the engine, or give ForwardArgs::side";
-                return Err(self.error(
-                    "launch",
-                    "the kernel has a score program, but is given nothing to read",
-                    remedy,
-                ));
-            }
-            (Some(program), sm90) => {
-                // SAFETY: `side` is the address of the program's tables by the caller's promise.
-                with_side = unsafe {
-                    let side = &*(args.side as usize as *const SideArgs);
-                    match sm90 {
-                        Some(sm90) => Parameter::new(sm90, &program, side),
-                        None => Parameter::new(args, &program, side),
+                parameter = unsafe {
+                    let side = program.as_ref().map(|p| (p.kept(), &*(args.side() as usize as *const SideArgs)));
+                    match (&module.earlier_args, side) {
+                        (Some(layout), side) => Parameter::packed(layout, base, side),
+                        (None, Some((program, side))) => Parameter::new(base, program, side),
+                        (None, None) => unreachable!("it is taken as it is"),
                     }
                 };
-                std::ptr::from_ref(&with_side).cast()
+                std::ptr::from_ref(&parameter).cast()
             }
         };
         let mut parameters = [parameter.cast_mut()];
@@ -332,8 +331,8 @@ impl Device for CudaDevice {
                 let message = format!("the module has no entry point `{}`", stage.entry.suffix);
                 self.error("launch", message, "launch with a plan of the module's own kernel")
             })?;
-            // SAFETY: the function is loaded, in this context; it takes one `ForwardArgs` or, with a tiling, one
-            // `MappedArgs`, with what its program reads behind it (the recipe holds our ABI version, and what of them it
+            // SAFETY: the function is loaded, in this context; it takes the operation's arguments or, with a tiling,
+            // one `MappedArgs`, with what its program reads behind it (the recipe holds our ABI version, and what of them it
             // knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
             let launched = unsafe {
                 sys::cuLaunchKernel(

@@ -1,14 +1,19 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
-use flashtune_codegen::abi::{ArgsLayout, ForwardArgs, MappedArgs, SideArgs, SideTensorArg};
+use flashtune_codegen::abi::{ArgsLayout, ForwardArgs, MappedArgs, RaggedArgs, SideArgs, SideTensorArg};
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
 use std::ops::Range;
 
 /// Bytes of the largest parameter. Every device takes 4096.
 const LARGEST: usize = size_of::<MappedArgs>() + MAX_INPUTS * (size_of::<SideTensorArg>() + size_of::<u64>());
-const _: () =
-    assert!(LARGEST <= 4096 && size_of::<ForwardArgs>().is_multiple_of(8) && size_of::<MappedArgs>().is_multiple_of(8));
+const _: () = assert!(
+    LARGEST <= 4096
+        && size_of::<RaggedArgs>() <= size_of::<MappedArgs>()
+        && size_of::<ForwardArgs>().is_multiple_of(8)
+        && size_of::<RaggedArgs>().is_multiple_of(8)
+        && size_of::<MappedArgs>().is_multiple_of(8)
+);
 
 /// The tensors that a launch with a score program is given.
 ///
@@ -36,18 +41,18 @@ impl Parameter {
     ///
     /// # Safety
     /// `side` holds the host addresses of as many tensors and scalars as the program declares.
-    pub(super) unsafe fn new<Base: Copy>(base: &Base, program: &Program, side: &SideArgs) -> Self {
+    pub(super) unsafe fn new(base: Base<'_>, program: &Program, side: &SideArgs) -> Self {
         let tensors = program.declarations().iter().filter(|d| d.axes.is_some()).count();
         let scalars = program.declarations().len() - tensors;
         let mut parameter = Parameter([0; LARGEST]);
-        let mut at = size_of::<Base>();
+        let mut at = base.len();
         // SAFETY: the tables are readable by the caller's word, and all fits: programs have at most `MAX_INPUTS` of
         // each. Kernels have room for one where a program reads none.
         unsafe {
             let mut append = |from: *const u8, at: usize, bytes: usize| {
                 std::ptr::copy_nonoverlapping(from, parameter.0[at..at + bytes].as_mut_ptr(), bytes);
             };
-            append(std::ptr::from_ref(base).cast(), 0, at);
+            append(base.address().cast(), 0, at);
             append(side.tensors as usize as *const u8, at, tensors * size_of::<SideTensorArg>());
             at += tensors.max(1) * size_of::<SideTensorArg>();
             append(side.scalars as usize as *const u8, at, scalars * size_of::<u64>());
@@ -61,13 +66,33 @@ impl Parameter {
 pub(super) enum Base<'a> {
     Forward(&'a ForwardArgs),
     Mapped(&'a MappedArgs),
+    Ragged(&'a RaggedArgs),
 }
 
 impl Base<'_> {
+    /// Where it lies.
+    pub(super) fn address(&self) -> *const std::ffi::c_void {
+        match self {
+            Base::Forward(args) => std::ptr::from_ref(*args).cast(),
+            Base::Mapped(args) => std::ptr::from_ref(*args).cast(),
+            Base::Ragged(args) => std::ptr::from_ref(*args).cast(),
+        }
+    }
+
+    /// Its bytes.
+    const fn len(&self) -> usize {
+        match self {
+            Base::Forward(_) => size_of::<ForwardArgs>(),
+            Base::Mapped(_) => size_of::<MappedArgs>(),
+            Base::Ragged(_) => size_of::<RaggedArgs>(),
+        }
+    }
+
     /// The bytes of the segments of [`ArgsLayout`]: head, forward, tail.
     fn segments(&self) -> [&[u8]; 3] {
         match self {
             Base::Forward(args) => [&[], bytemuck::bytes_of(*args), &[]],
+            Base::Ragged(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Mapped(args) => {
                 let forward = offset_of!(MappedArgs, forward);
                 let (tiling, end) = (offset_of!(MappedArgs, tiling), offset_of!(MappedArgs, masks) + size_of::<u64>());
@@ -195,7 +220,7 @@ mod tests {
         // SAFETY: one scalar, which lives on.
         unsafe {
             let own = Parameter::packed(&ArgsLayout::of(&sm80), Base::Forward(&args), Some((&program, &side)));
-            assert_eq!(own.0, Parameter::new(&args, &program, &side).0);
+            assert_eq!(own.0, Parameter::new(Base::Forward(&args), &program, &side).0);
         }
         for (kernel, longer) in [
             (sm80, ArgsLayout { forward: 192, ..ArgsLayout::of(&sm80) }),
@@ -217,7 +242,7 @@ mod tests {
         let side = SideArgs { tensors: (&raw const tensor) as u64, scalars: (&raw const scalar) as u64 };
         let args = ForwardArgs { q: 5, ..ForwardArgs::zeroed() };
         // SAFETY: one tensor and one scalar, which live on.
-        let Parameter(bytes) = unsafe { Parameter::new(&args, &program, &side) };
+        let Parameter(bytes) = unsafe { Parameter::new(Base::Forward(&args), &program, &side) };
         let n = size_of::<ForwardArgs>();
         assert_eq!(bytes[..n], *bytemuck::bytes_of(&args));
         assert_eq!(bytes[n..n + 56], *bytemuck::bytes_of(&tensor));
@@ -225,7 +250,7 @@ mod tests {
         let none = Program::parse("mask = kv < 3;").unwrap();
         let side = SideArgs { tensors: 0, scalars: 0 };
         // SAFETY: no tensor and no scalar.
-        let Parameter(bytes) = unsafe { Parameter::new(&args, &none, &side) };
+        let Parameter(bytes) = unsafe { Parameter::new(Base::Forward(&args), &none, &side) };
         assert!(bytes[n..].iter().all(|b| *b == 0));
     }
 }

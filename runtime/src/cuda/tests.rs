@@ -5,6 +5,7 @@ use super::*;
 use crate::{CheckInputs, Layout, Poison, check_kernel, compile_with};
 use flashtune_cache::{CompilerId, Facts, Recipe};
 use flashtune_codegen::abi::ABI_VERSION;
+use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{
     DType, Family, Kernel, Language, Mask, MaskKind, NaiveSchedule, Problem, Schedule, Shape, ShapeBucket, Source,
     StageEntry,
@@ -102,7 +103,9 @@ fn launches_copies_and_times_on_streams_and_threads() {
                 let call = Call::new(device, 100_003);
                 // SAFETY: the buffers outlive the launch; the kernel writes `q_len` floats.
                 let us = device
-                    .time_us(stream, &mut || unsafe { device.launch(&**module, &call.plan, &call.args, stream) })
+                    .time_us(stream, &mut || unsafe {
+                        device.launch(&**module, &call.plan, (&call.args).into(), stream)
+                    })
                     .unwrap();
                 assert!(us > 0.0 && us < 1e5, "{us}");
                 assert!(call.is_done(device, stream));
@@ -127,7 +130,7 @@ fn launches_can_be_captured_in_a_graph() {
     let ours = Stream(stream.cu_stream() as usize as u64);
     stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     // SAFETY: the buffers outlive the graph's launches.
-    unsafe { device.launch(&*module, &call.plan, &call.args, ours).unwrap() };
+    unsafe { device.launch(&*module, &call.plan, (&call.args).into(), ours).unwrap() };
     let graph = stream
         .end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)
         .unwrap()
@@ -144,7 +147,7 @@ fn captured_launches_are_replayed_and_a_failed_capture_leaves_the_stream_usable(
     let call = Call::new(&device, 1000);
     let stream = device.stream();
     // SAFETY: the buffers outlive the graph's launches.
-    let mut launch = || unsafe { device.launch(&*module, &call.plan, &call.args, stream) };
+    let mut launch = || unsafe { device.launch(&*module, &call.plan, (&call.args).into(), stream) };
     let graph = device.capture(stream, &mut launch).unwrap();
     assert!(!call.is_done(&device, stream), "nothing ran while it was captured");
     // SAFETY: as above.
@@ -168,7 +171,7 @@ fn a_warm_launch_costs_the_host_little() {
         let start = std::time::Instant::now();
         for _ in 0..50 {
             // SAFETY: the buffers outlive the launch.
-            unsafe { device.launch(&*module, &call.plan, &call.args, stream).unwrap() };
+            unsafe { device.launch(&*module, &call.plan, (&call.args).into(), stream).unwrap() };
         }
         best = best.min(start.elapsed().as_secs_f64() * 1e6 / 50.0);
     }
@@ -191,7 +194,11 @@ fn cudarc_slices_become_tensors() {
         call.args.q = q.view().address;
         call.args.o = o.view().address;
         // SAFETY: the slices outlive the launch.
-        unsafe { device.launch(&*module, &call.plan, &call.args, Stream(stream.cu_stream() as usize as u64)).unwrap() };
+        unsafe {
+            device
+                .launch(&*module, &call.plan, (&call.args).into(), Stream(stream.cu_stream() as usize as u64))
+                .unwrap()
+        };
         device.synchronize(Stream(stream.cu_stream() as usize as u64)).unwrap();
     }
     assert_eq!(stream.clone_dtoh(&o).unwrap(), [0.0, 3.0, 6.0, 9.0]);

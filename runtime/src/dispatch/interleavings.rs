@@ -12,7 +12,7 @@ use super::{Dispatcher, DispatcherConfig, OnMiss, Policy};
 use crate::sync::explored::{explore, point};
 use crate::{Buffer, Compiler, Device, Error, Module, Result, Stream};
 use flashtune_cache::{Artifact, CacheDir, CompilerId, DeviceFingerprint, Facts, Launches, Layers, Recipe};
-use flashtune_codegen::abi::{ABI_VERSION, ForwardArgs};
+use flashtune_codegen::abi::{ABI_VERSION, Args};
 use flashtune_codegen::{
     Constraints, DType, Kernel, LaunchPlan, Mask, Problem, Shape, ShapeBucket, Source, TemplateSet,
 };
@@ -80,7 +80,7 @@ impl Device for Paper {
         self.loads.fetch_add(1, SeqCst);
         Ok(Arc::new(Sheet(artifact.recipe.kernel)))
     }
-    unsafe fn launch(&self, _: &dyn Module, _: &LaunchPlan, _: &ForwardArgs, _: Stream) -> Result<()> {
+    unsafe fn launch(&self, _: &dyn Module, _: &LaunchPlan, _: Args<'_>, _: Stream) -> Result<()> {
         unreachable!("nothing is launched on paper")
     }
     fn alloc(&self, _: usize) -> Result<Box<dyn Buffer>> {

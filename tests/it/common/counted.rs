@@ -2,7 +2,7 @@
 
 use super::Place;
 use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
-use flashtune::codegen::abi::ForwardArgs;
+use flashtune::codegen::abi::Args;
 use flashtune::codegen::{LaunchPlan, Source};
 use flashtune::runtime::{Buffer, Compiler, Device, Module, Result};
 use flashtune::{DType, DeviceSpec, Engine, Mask, Policy, Problem, Shape, Stream};
@@ -67,13 +67,7 @@ impl Device for Counted {
         self.loads.fetch_add(1, Ordering::SeqCst);
         self.inner.load(artifact)
     }
-    unsafe fn launch(
-        &self,
-        module: &dyn Module,
-        launch: &LaunchPlan,
-        args: &ForwardArgs,
-        stream: Stream,
-    ) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, launch: &LaunchPlan, args: Args<'_>, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.inner.launch(module, launch, args, stream) }
     }

@@ -2,7 +2,7 @@
 //! written down. Its own compiler takes no time, except that a test can hold back the kernels that it names.
 
 use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
-use flashtune::codegen::abi::ForwardArgs;
+use flashtune::codegen::abi::Args;
 use flashtune::codegen::{Kernel, LaunchPlan, Source};
 use flashtune::runtime::{Buffer, Compiler, Device, Error, Module, Result};
 use flashtune::{DType, Forward, Mask, Problem, Shape, Stream, TensorView};
@@ -106,7 +106,7 @@ impl Device for Paper {
     fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
         Ok(Arc::new(Sheet(artifact.recipe.kernel)))
     }
-    unsafe fn launch(&self, module: &dyn Module, _: &LaunchPlan, _: &ForwardArgs, _: Stream) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, _: &LaunchPlan, _: Args<'_>, _: Stream) -> Result<()> {
         self.launched.lock().unwrap().push(module.kernel().name());
         Ok(())
     }

@@ -3,7 +3,7 @@
 use super::protocol::{Reply, write_frame};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_codegen::LaunchPlan;
-use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::abi::Args;
 use flashtune_runtime::{Buffer, Compiler, Device, Graph, Module, Result, Stream};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,13 +83,7 @@ impl Device for Watched {
         self.returned();
         loaded
     }
-    unsafe fn launch(
-        &self,
-        module: &dyn Module,
-        launch: &LaunchPlan,
-        args: &ForwardArgs,
-        stream: Stream,
-    ) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, launch: &LaunchPlan, args: Args<'_>, stream: Stream) -> Result<()> {
         // Inside of `time_us` it was said before the clock started.
         self.launched();
         // SAFETY: the caller's promise is this function's own.

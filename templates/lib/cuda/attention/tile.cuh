@@ -16,8 +16,8 @@ __device__ __forceinline__ u32 block_index() {
 
 // Decodes a one-dimensional block index. With a bounded right side the last query rows see the most keys, so they go
 // first: the long tiles start early and the short ones fill the tail.
-template <int kBlockQ, bool kBlockMajor, bool kLongestLast>
-__device__ __forceinline__ Tile decode_tile(const ForwardArgs& args, u32 index) {
+template <int kBlockQ, bool kBlockMajor, bool kLongestLast, typename Args>
+__device__ __forceinline__ Tile decode_tile(const Args& args, u32 index) {
     const u32 blocks = (u32(args.q_len) + kBlockQ - 1) / kBlockQ;
     const u32 pairs = u32(args.batch) * u32(args.heads);
     u32 block = kBlockMajor ? index / pairs : index % blocks;
@@ -32,15 +32,15 @@ __device__ __forceinline__ Tile decode_tile(const ForwardArgs& args, u32 index) 
     return t;
 }
 
-// Keys [first, last] that a query row attends to; first > last when there are none. Queries and keys are aligned at
+// Keys [first, last] that a query row attends to, by a call's lengths and windows; first > last when there are none. Queries and keys are aligned at
 // their ends (bottom right). Lengths are 2^30 at most and windows less, so that 32 bits hold what is below; rows may
 // lie past the last.
 struct KeyRange {
     int first, last;
 };
 
-template <bool kMaskLeft, bool kMaskRight>
-__device__ __forceinline__ KeyRange live_keys(const ForwardArgs& args, int row) {
+template <bool kMaskLeft, bool kMaskRight, typename Sizes>
+__device__ __forceinline__ KeyRange live_keys(const Sizes& args, int row) {
     const int last = args.kv_len - 1, position = min_of(row + (args.kv_len - args.q_len), last);
     KeyRange r = {0, last};
     if (kMaskLeft) r.first = max_of(position - args.window_left, 0);
@@ -54,8 +54,8 @@ struct BlockRange {
     int begin, full_begin, full_end, end;
 };
 
-template <int kBlockKV, bool kMaskLeft, bool kMaskRight>
-__device__ __forceinline__ BlockRange visit_blocks(const ForwardArgs& args, const Tile& tile) {
+template <int kBlockKV, bool kMaskLeft, bool kMaskRight, typename Sizes>
+__device__ __forceinline__ BlockRange visit_blocks(const Sizes& args, const Tile& tile) {
     const KeyRange top = live_keys<kMaskLeft, kMaskRight>(args, tile.row);
     const KeyRange bottom = live_keys<kMaskLeft, kMaskRight>(args, tile.row + tile.rows - 1);
     BlockRange b;

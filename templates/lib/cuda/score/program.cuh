@@ -84,8 +84,8 @@ struct ProgramHead {
     int b, h, h_kv, q_len, kv_len;
 };
 
-template <typename Base>
-__device__ __forceinline__ ProgramHead program_head(const WithSide<Base>& args, const ForwardArgs& sizes, const Tile& tile) {
+template <typename Base, typename Sizes>
+__device__ __forceinline__ ProgramHead program_head(const WithSide<Base>& args, const Sizes& sizes, const Tile& tile) {
     return ProgramHead{&args.side, tile.batch, tile.head, tile.kv_head, sizes.q_len, sizes.kv_len};
 }
 
@@ -480,8 +480,8 @@ __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& 
 template <typename Base> using WithSide = Base;
 struct ProgramHead {};
 struct ProgramKept {};
-template <typename Base>
-__device__ __forceinline__ ProgramHead program_head(const Base&, const ForwardArgs&, const Tile&) { return {}; }
+template <typename Base, typename Sizes>
+__device__ __forceinline__ ProgramHead program_head(const Base&, const Sizes&, const Tile&) { return {}; }
 __device__ __forceinline__ ProgramKept program_kept(const ProgramHead&) { return {}; }
 __device__ __forceinline__ bool program_visible(const ProgramHead&, int, int) { return true; }
 __device__ __forceinline__ float program_sink(const ProgramHead&, int) { return 0.0f; }

@@ -1,7 +1,7 @@
 //! A device that computes plain attention in Rust and whose times, faults and lies are prescribed.
 
 use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts, Key, Reading};
-use flashtune_codegen::abi::ForwardArgs;
+use flashtune_codegen::abi::{Args, ForwardArgs};
 use flashtune_codegen::{
     Arch, CpuIsa, DType, Family, Kernel, LaunchPlan, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, Source,
     TemplateSet,
@@ -193,7 +193,8 @@ impl Device for PaperDevice {
         }
         Ok(Arc::new(PaperModule { kernel, behaviour }))
     }
-    unsafe fn launch(&self, module: &dyn Module, _: &LaunchPlan, a: &ForwardArgs, _: Stream) -> RuntimeResult<()> {
+    unsafe fn launch(&self, module: &dyn Module, _: &LaunchPlan, args: Args<'_>, _: Stream) -> RuntimeResult<()> {
+        let Args::Forward(a) = args else { unreachable!("dense problems alone are tuned here") };
         let module = *module.as_any().downcast_ref::<PaperModule>().expect("a paper module");
         if let Some(captured) = &mut *self.capturing.lock().unwrap() {
             captured.push((module, *a));

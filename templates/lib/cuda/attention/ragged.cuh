@@ -1,0 +1,78 @@
+// Ragged batches: where a sequence's queries and keys lie, and how many there are, read on the device. Everything that
+// a call leaves out is a null pointer, which is the same for all threads.
+
+@{ ragged_args }@
+
+// Entry i of an array of 32- or 64-bit integers, or a number that is out of every range where it does not fit an int.
+__device__ __forceinline__ int read_int(const int* array, i64 i, int words) {
+    if (words == 1) return __ldg(array + i);
+    const int low = __ldg(array + 2 * i), high = __ldg(array + 2 * i + 1);
+    return high == low >> 31 ? low : -2147483647 - 1;
+}
+
+// One sequence: its sizes, and where its rows begin.
+struct Sequence {
+    int q_len, kv_len;     // rows that are used, and keys
+    i64 q_row;             // first row in Q, O and LSE, where sequences are packed
+    int first;             // place of the first key in the sequence's row of the store
+    i64 pages;             // first entry of its pages in the tables
+    int slot;              // the page that is all of its row, where there is no table
+    int window_left, window_right;
+};
+
+// Lengths are clamped to their bounds, whatever the arrays hold: what a host promised is what is read.
+__device__ __forceinline__ Sequence sequence_of(const RaggedArgs& args, int b) {
+    const int words = args.length_words;
+    Sequence s;
+    s.q_row = 0, s.q_len = args.q_len;
+    if (args.q_begin != nullptr) {
+        const int begin = read_int(args.q_begin, b, words), end = read_int(args.q_begin, b + 1, words);
+        s.q_row = max_of(begin, 0), s.q_len = min_of(max_of(end - max_of(begin, 0), 0), args.q_len);
+    }
+    if (args.q_lengths != nullptr) s.q_len = min_of(max_of(read_int(args.q_lengths, b, words), 0), s.q_len);
+
+    s.first = 0, s.kv_len = args.kv_len, s.slot = b, s.pages = i64(b) * args.table_stride;
+    if (args.pages_begin != nullptr) {
+        const int begin = read_int(args.pages_begin, b, words), end = read_int(args.pages_begin, b + 1, words);
+        s.pages = max_of(begin, 0);
+        const int pages = max_of(end - max_of(begin, 0), 0);
+        const i64 before = pages > 0 ? i64(pages - 1) * args.page_tokens : 0;
+        const int last = pages == 0 ? 0 : args.last_page == nullptr ? args.page_tokens : read_int(args.last_page, b, words);
+        s.kv_len = int(min_of<i64>(max_of<i64>(before + last, 0), args.kv_len));
+    }
+    if (args.kv_begin != nullptr) {
+        const int begin = read_int(args.kv_begin, b, words), end = read_int(args.kv_begin, b + 1, words);
+        s.first = max_of(begin, 0), s.slot = 0;
+        s.kv_len = min_of(max_of(end - s.first, 0), args.kv_len);
+    }
+    if (args.slots != nullptr) s.slot = read_int(args.slots, b, args.table_words);
+    if (args.kv_lengths != nullptr) {
+        i64 length = max_of(read_int(args.kv_lengths, b, words), 0);
+        length += args.kv_added;
+        if (args.kv_added_begin != nullptr) {
+            length += read_int(args.kv_added_begin, b + 1, words) - read_int(args.kv_added_begin, b, words);
+        }
+        s.kv_len = int(min_of<i64>(max_of<i64>(length, 0), args.kv_len));
+    }
+    if (args.left_pad != nullptr) {
+        const int pad = min_of(max_of(read_int(args.left_pad, b, words), 0), s.kv_len);
+        s.first += pad, s.kv_len -= pad;
+    }
+    s.window_left = args.window_left, s.window_right = args.window_right;
+    return s;
+}
+
+// Division of places by the tokens of a page.
+struct PageOf {
+    int page, token;
+};
+__device__ __forceinline__ PageOf page_of(const RaggedArgs& args, int place) {
+    const u32 page = u32(place) / u32(args.page_tokens);
+    return PageOf{int(page), int(u32(place) - page * u32(args.page_tokens))};
+}
+
+// The store's page that holds the n-th page of a sequence's row; -1 for an identifier of no page.
+__device__ __forceinline__ int page_id(const RaggedArgs& args, const int* table, const Sequence& s, int n) {
+    const int id = table == nullptr ? s.slot : read_int(table, s.pages + n, args.table_words);
+    return u32(id) < u64(args.pages) ? id : -1;
+}
