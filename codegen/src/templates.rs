@@ -56,6 +56,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/non_finite.cuh",
+    "lib/cuda/attention/ragged.cuh",
     "lib/cuda/attention/row_tile.cuh",
     "lib/cuda/attention/softmax.cuh",
     "lib/cuda/attention/tile.cuh",
