@@ -1,6 +1,6 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
-use crate::{Arch, Error, Problem, Resources, Result, Schedule, TemplateSet, abi};
+use crate::{Arch, DType, Error, KvElement, KvScales, KvStore, Problem, Resources, Result, Schedule, TemplateSet, abi};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -144,6 +144,7 @@ impl Kernel {
             ("mask_left", u32::from(p.mask.left).to_string()),
             ("mask_right", u32::from(p.mask.right).to_string()),
         ]);
+        m.extend(p.kv.store().map(|store| store_fields(&store, p.dtype)).into_iter().flatten());
         m.extend(abi::fields(self.language()));
         let resources = self.resources();
         m.extend([
@@ -158,6 +159,19 @@ impl Kernel {
         self.schedule.constants(p, &mut m);
         m
     }
+}
+
+/// What the templates of ragged batches have for a store: the name of its elements' type, and flags.
+fn store_fields(store: &KvStore, queries: DType) -> [(&'static str, String); 4] {
+    let quantised = store.element != KvElement::Same;
+    let element = if quantised { store.element.name() } else { queries.name() };
+    let flag = |set: bool| u32::from(set).to_string();
+    [
+        ("kv_element", element.to_owned()),
+        ("kv_scaled", flag(quantised)),
+        ("kv_scale_per_token", flag(quantised && store.scales == KvScales::PerToken)),
+        ("v_columns", flag(store.v_columns)),
+    ]
 }
 
 impl From<tera::Error> for Error {

@@ -55,6 +55,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/softmax.h",
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
+    "lib/cuda/attention/kv_elements.cuh",
     "lib/cuda/attention/non_finite.cuh",
     "lib/cuda/attention/ragged.cuh",
     "lib/cuda/attention/row_tile.cuh",
