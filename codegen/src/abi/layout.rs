@@ -33,7 +33,6 @@ impl ArgsLayout {
         side_tensor: size_of::<SideTensorArg>() as u32,
     };
     /// Of those that take [`RaggedArgs`].
-    #[allow(dead_code, reason = "until a family takes it")]
     pub(crate) const RAGGED: Self = Self { forward: size_of::<RaggedArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`MappedArgs`].
     pub(crate) const MAPPED: Self = Self {

@@ -12,6 +12,7 @@ pub(crate) mod fields;
 pub(crate) mod forward_cpu;
 pub(crate) mod forward_naive;
 pub(crate) mod forward_sm80;
+pub(crate) mod forward_sm80_ragged;
 pub(crate) mod forward_sm90;
 mod program_length;
 
@@ -19,6 +20,7 @@ pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
 pub use forward_naive::NaiveSchedule;
 pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
+pub use forward_sm80_ragged::Sm80RaggedSchedule;
 pub use forward_sm90::{
     Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases,
     is_addressable, unaddressable,
@@ -216,6 +218,8 @@ families! {
     "forward/sm90": ForwardSm90 = Sm90(Sm90Schedule);
     /// mma.sync and cp.async, FlashAttention-2.
     "forward/sm80": ForwardSm80 = Sm80(Sm80Schedule);
+    /// mma.sync and cp.async over ragged batches, keys split (Flash-Decoding).
+    "forward/sm80_ragged": ForwardSm80Ragged = Sm80Ragged(Sm80RaggedSchedule);
     /// C for the host processor.
     "forward/cpu": ForwardCpu = Cpu(CpuSchedule);
     /// Plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.

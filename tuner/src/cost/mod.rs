@@ -7,6 +7,7 @@
 
 mod forward_cpu;
 mod forward_sm80;
+mod forward_sm80_ragged;
 mod forward_sm90;
 
 use flashtune_cache::DeviceFingerprint;
@@ -18,6 +19,7 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::Sm90(s) => forward_sm90::cost(kernel, s, shape, device.units),
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
         Schedule::Cpu(s) => forward_cpu::cost(kernel, s, shape, device),
+        Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),
         // It has one schedule: nothing to choose.
         Schedule::Naive(_) => 1.0,
     }

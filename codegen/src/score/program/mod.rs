@@ -180,6 +180,11 @@ impl Program {
         self.rows.as_ref()
     }
 
+    /// What the mask changes with besides rows and keys.
+    pub fn mask_axes(&self) -> Option<MaskAxes> {
+        self.axes
+    }
+
     /// What the runs change with, for a mask whose rows had better find theirs in memory: those that are searched for,
     /// or come in no order.
     pub fn runs(&self) -> Option<MaskAxes> {

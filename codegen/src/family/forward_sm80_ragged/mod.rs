@@ -1,0 +1,167 @@
+//! `forward/sm80_ragged`: mma.sync and cp.async over ragged batches, whose keys persistent thread blocks share evenly
+//! (Flash-Decoding; stream-K over key blocks, as in LeanAttention, arXiv 2405.10480).
+//!
+//! One kernel for decode, chunks and prompts: the tile has 16 to 128 rows of all heads of a KV head. cp.async takes any
+//! page size, stride and index at 16 bytes a row, and at decode's rates costs no bandwidth: a multiprocessor needs a
+//! warp's copy every 27 cycles.
+
+mod defaults;
+mod resources;
+
+use super::KernelFamily;
+use super::fields::{Constants, schedule};
+use super::forward_sm80::LONGEST_PROGRAM;
+use super::program_length::{self, MostOperations};
+use crate::abi::ArgsLayout;
+use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
+use crate::traffic::Walk;
+use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+
+schedule! {
+    /// How an mma.sync GPU computes a ragged batch.
+    pub struct Sm80RaggedSchedule {
+        /// Rows of one warp: 16 or 32.
+        pub rows_per_warp: u32 => code, with(|s: &Self| format!("r{}x{}", s.rows_per_warp, s.row_warps));
+        /// Warps of a team, which share its key blocks: together they have the rows of a tile.
+        pub row_warps: u32 => code, silent;
+        /// Teams of a thread block, each with key blocks of its own.
+        pub key_warps: u32 => code, number("k");
+        /// Keys of one step of a team.
+        pub block_kv: u32 => code, number("kv");
+        /// Buffers of K and V of a team.
+        pub stages: u32 => code, number("s");
+        /// Thread blocks of one multiprocessor.
+        pub blocks_per_sm: u32 => code, number("b");
+    }
+}
+
+impl Sm80RaggedSchedule {
+    /// Rows of a tile.
+    pub const fn rows(&self) -> u32 {
+        self.rows_per_warp * self.row_warps
+    }
+
+    /// Threads of one block.
+    pub const fn threads(&self) -> u32 {
+        32 * self.row_warps * self.key_warps
+    }
+}
+
+impl KernelFamily for Sm80RaggedSchedule {
+    const NAME: &'static str = "forward/sm80_ragged";
+    const TEMPLATE: &'static str = "forward/sm80_ragged.cu";
+    const OP: Op = Op::Forward;
+    const ARGS: ArgsLayout = ArgsLayout::RAGGED;
+    const RAGGED: bool = true;
+
+    fn runs_on(arch: Arch) -> Result<()> {
+        let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", Self::NAME, limit, remedy));
+        match arch {
+            Arch::Cpu(_) => no("runs on CUDA devices only", "use forward/cpu_ragged"),
+            Arch::Sm(sm) if sm.number < 80 => no("needs sm_80 or newer (cp.async)", "use forward/naive_ragged"),
+            Arch::Sm(_) => Ok(()),
+        }
+    }
+
+    fn supports(problem: &Problem, _: Arch) -> Result<()> {
+        let plain = "use forward/naive_ragged";
+        let no = |limit: &str| Err(Error::unsupported("family", Self::NAME, limit, plain));
+        let Some(store) = problem.kv.store() else { return no("computes ragged batches only") };
+        if problem.dtype == DType::F32 {
+            return no("computes f16 and bf16 only");
+        }
+        if store.v_columns {
+            return no("reads V whose columns lie side by side, not its tokens");
+        }
+        if store.element.bytes(problem.dtype) == 1 {
+            // Rows are read by 16 bytes.
+            for (field, dim) in [("head_dim_qk", problem.head_dim_qk), ("head_dim_v", problem.head_dim_v)] {
+                if !dim.is_multiple_of(16) {
+                    let limit = format!("{} takes multiples of 16 beside 8-bit stores", Self::NAME);
+                    return Err(Error::unsupported(field, dim, limit, plain));
+                }
+            }
+        }
+        program_length::check(Self::NAME, problem, MostOperations::Together(LONGEST_PROGRAM), plain)
+    }
+
+    fn unmet(constraint: Constraint) -> Option<&'static str> {
+        match constraint {
+            Constraint::Weights => Some("it does not write the attention weights"),
+            Constraint::Unaligned => Some(
+                "it reads 16 bytes at once, and a row of these tensors starts elsewhere: align addresses and strides to \
+                 16 bytes",
+            ),
+            Constraint::Strided | Constraint::LooseBiases => None,
+        }
+    }
+
+    fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
+        defaults::default_for(problem, arch.gpu(), bucket)
+    }
+
+    fn space(problem: &Problem, arch: Arch) -> Vec<Self> {
+        defaults::space(problem, arch.gpu())
+    }
+
+    fn validate(&self, problem: &Problem, _: Arch) -> Result<()> {
+        let bad = |field: &'static str, value: u32, limit: &str| {
+            Err(Error::unsupported(field, value, limit, "use a schedule from the searched space"))
+        };
+        if ![16, 32].contains(&self.rows_per_warp) {
+            return bad("rows_per_warp", self.rows_per_warp, "16 or 32 rows");
+        }
+        if ![1, 2, 4, 8].contains(&self.row_warps) {
+            return bad("row_warps", self.row_warps, "1, 2, 4 or 8 warps");
+        }
+        // Teams of several warps have a named barrier each, of which there are 16.
+        if !(1..=8).contains(&self.key_warps) || self.row_warps * self.key_warps > 16 {
+            return bad("key_warps", self.key_warps, "1 to 8 teams, and 16 warps of all teams together");
+        }
+        if ![16, 32, 64].contains(&self.block_kv) {
+            return bad("block_kv", self.block_kv, "16, 32 or 64 keys");
+        }
+        if !(2..=8).contains(&self.stages) {
+            return bad("stages", self.stages, "2 to 8 stages");
+        }
+        if !(1..=4).contains(&self.blocks_per_sm) {
+            return bad("blocks_per_sm", self.blocks_per_sm, "1 to 4 blocks");
+        }
+        if self.threads() > 512 {
+            return bad("threads", self.threads(), "at most 512 threads");
+        }
+        let _ = problem;
+        Ok(())
+    }
+
+    fn resources(&self, problem: &Problem) -> Resources {
+        resources::of(self, problem)
+    }
+
+    fn blocks_per_sm(&self) -> u32 {
+        self.blocks_per_sm
+    }
+
+    fn constants(&self, problem: &Problem, constants: &mut Constants) {
+        let of_heads = problem.program.and_then(|p| p.mask_axes()).is_some_and(|axes| axes.head || axes.kv_head);
+        constants.insert("mask_of_heads", of_heads.to_string());
+        constants.insert("piece_bytes", resources::piece_bytes(self, problem).to_string());
+    }
+
+    fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
+        let Resources { threads, smem_bytes, .. } = resources::of(self, problem);
+        // No more thread blocks than the bounds allow units.
+        let tiles = (u64::from(shape.q_len) * u64::from(shape.group())).div_ceil(self.rows().into());
+        let blocks = u64::from(shape.kv_len).div_ceil((self.block_kv * self.key_warps).into()).max(1);
+        let units = u128::from(tiles) * u128::from(blocks) * u128::from(shape.batch) * u128::from(shape.kv_heads);
+        let grid = units.min(1 << 20) as u32;
+        let main =
+            Stage { resident: Some(self.blocks_per_sm), ..Stage::of(StageEntry::MAIN, grid, threads, smem_bytes) };
+        let scratch = Region { holds: Holds::SplitKeys, bytes: resources::piece_bytes(self, problem).into() };
+        Ok(LaunchPlan::new([main], [scratch], None))
+    }
+
+    fn walk(&self, _: &Problem, shape: &Shape) -> Walk {
+        Walk::plain((self.rows() / shape.group()).max(1), self.block_kv, shape)
+    }
+}

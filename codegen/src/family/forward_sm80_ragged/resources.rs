@@ -1,0 +1,58 @@
+//! What a kernel of `forward/sm80_ragged` needs: shared memory exactly (`forward/sm80_ragged/layout.cuh` has the picture),
+//! registers from below.
+
+use super::Sm80RaggedSchedule;
+use crate::{KvScales, Problem, Resources};
+
+pub(super) fn of(s: &Sm80RaggedSchedule, problem: &Problem) -> Resources {
+    Resources { threads: s.threads(), smem_bytes: smem_bytes(s, problem), registers: registers(s, problem) }
+}
+
+/// Bytes of an element of the store.
+fn cache_bytes(problem: &Problem) -> u32 {
+    problem.kv.store().map_or(2, |store| store.element.bytes(problem.dtype)) as u32
+}
+
+/// Bytes of a row of a store in shared memory: whole pairs of 16-byte chunks.
+fn pitch(dim: u32, problem: &Problem) -> u32 {
+    (dim * cache_bytes(problem)).next_multiple_of(32)
+}
+
+/// Floats that the merge has at least.
+const MERGE_FLOATS: u32 = 8192;
+
+fn merge_columns(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
+    let mut columns = problem.head_dim_v.next_multiple_of(16);
+    while columns > 16 && columns * s.rows() * s.key_warps > MERGE_FLOATS {
+        columns = (columns / 2).next_multiple_of(16);
+    }
+    columns
+}
+
+fn smem_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
+    let stage = s.block_kv * (pitch(problem.head_dim_qk, problem) + pitch(problem.head_dim_v, problem));
+    let per_token = problem
+        .kv
+        .store()
+        .is_some_and(|store| store.element.bytes(problem.dtype) == 1 && store.scales == KvScales::PerToken);
+    let scales = if per_token { 8 * s.block_kv } else { 0 };
+    let rings = s.key_warps * s.stages * (stage + scales + STEP) + s.key_warps * (s.stages + 1) * SHARE;
+    let merge = (rings + s.key_warps * s.rows() * 8 + s.rows() * 8 + 16).next_multiple_of(16);
+    merge + 4 * ((merge_columns(s, problem) + 8) * s.rows() * s.key_warps).max(MERGE_FLOATS)
+}
+
+/// Bytes of what is noted of a step and of a share.
+const STEP: u32 = 16;
+const SHARE: u32 = 56;
+
+/// Bytes of the two pieces that a thread block may leave: O, references and sums of a tile's rows each, in fp32.
+pub(super) fn piece_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
+    2 * 4 * s.rows() * (problem.head_dim_v.next_multiple_of(16) + 2)
+}
+
+fn registers(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
+    let m_tiles = s.rows_per_warp / 16;
+    let o = m_tiles * problem.head_dim_v.next_multiple_of(16) / 2;
+    let q = m_tiles * problem.head_dim_qk.next_multiple_of(16) / 4;
+    o + q + m_tiles * s.block_kv / 2 + 4 * m_tiles + 14
+}

@@ -1,0 +1,70 @@
+// Shared memory of a thread block.
+//
+//   rings     kKeyWarps x kStages x (K, V)   key blocks of the teams, filled by cp.async
+//   scales    kKeyWarps x kStages x 2        of tokens: what elements of K, of V are multiplied by
+//   steps     kKeyWarps x kStages            what of which share lies in a stage
+//   shares    kKeyWarps x kShareSlots        the shares that copies have begun and products have not
+//   merge     sums of rows, and O by columns, on their way from team to team and from piece to piece
+
+// As many as stages hold steps of different shares, and the one that is being computed.
+constexpr int kShareSlots = kStages + 1;
+
+// What lies in a stage.
+struct Step {
+    int block;     // the key block; -1 where a share has none for this team
+    u32 bad[2];    // keys of the block that lie in no page of the store
+    int last;      // whether it is the team's last of a share
+};
+
+// Columns of O that are merged at once: with all rows and teams no more than the merge has.
+constexpr int kMergeFloats = 8192;
+constexpr int merge_columns() {
+    int columns = round_up(kHeadDimV, 16);
+    while (columns > 16 && columns * kRows * kKeyWarps > kMergeFloats) columns = round_up(columns / 2, 16);
+    return columns;
+}
+constexpr int kMergeColumns = merge_columns();
+// Eight rows of a warp lie on different banks.
+constexpr int kMergePitch = kMergeColumns + 8;
+
+struct Layout {
+    static constexpr u32 kBytesK = kBlockKV * TileK::kPitch, kBytesV = kBlockKV * TileV::kPitch;
+    static constexpr u32 kStageBytes = kBytesK + kBytesV;
+    static constexpr u32 kRing = kStages * kStageBytes;
+    static constexpr u32 kScaleBytes = kScalePerToken ? 2 * kBlockKV * 4 : 0;
+    static constexpr u32 kScales = kKeyWarps * kRing;
+    static constexpr u32 kSteps = kScales + kKeyWarps * kStages * kScaleBytes;
+    static constexpr u32 kShares = kSteps + kKeyWarps * kStages * sizeof(Step);
+    static constexpr u32 kSums = kShares + kKeyWarps * kShareSlots * sizeof(Share);
+    static constexpr u32 kMerged = kSums + kKeyWarps * kRows * 8;
+    static constexpr u32 kMerge = (kMerged + kRows * 8 + 16 + 15) / 16 * 16;
+    static constexpr u32 kBytes = kMerge + max_of<int>(kMergePitch * kRows * kKeyWarps, kMergeFloats) * 4;
+
+    static __device__ __forceinline__ u32 ring(int team) { return team * kRing; }
+    static __device__ __forceinline__ u32 scales(int team, int stage) {
+        return kScales + (team * kStages + stage) * kScaleBytes;
+    }
+};
+static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
+static_assert(kThreads * 8 + 64 <= Layout::kBytes, "the scan over the sequences");
+static_assert(sizeof(Share) % 8 == 0 && sizeof(Step) == 16 && Layout::kShares % 8 == 0, "aligned");
+
+__device__ __forceinline__ Step& step_at(int team, int stage) {
+    extern __shared__ __align__(128) u8 smem[];
+    return *(Step*)(smem + Layout::kSteps + (team * kStages + stage) * sizeof(Step));
+}
+__device__ __forceinline__ Share& share_at(int team, int slot) {
+    extern __shared__ __align__(128) u8 smem[];
+    return *(Share*)(smem + Layout::kShares + (team * kShareSlots + slot) * sizeof(Share));
+}
+__device__ __forceinline__ Step read_step(u32, int team, int stage) { return step_at(team, stage); }
+__device__ __forceinline__ Share read_share(u32, int team, int slot) { return share_at(team, slot); }
+
+// All warps of a team: what any of them has copied or written is there for all.
+__device__ __forceinline__ void team_sync(int team) {
+    if (kRowWarps == 1) {
+        __syncwarp();
+    } else {
+        barrier_sync(1 + team, kTeamThreads);
+    }
+}
