@@ -92,10 +92,10 @@ pub enum Holds {
         /// [`MOST_MASK_BYTES`].
         masks: Option<u64>,
     },
-    /// What thread blocks that share the keys of a tile leave for each other ([`crate::abi::RaggedArgs::scratch`]): a
-    /// counter of 4 bytes for every thread block of the main stage, together rounded up to 256 bytes, zero before the
-    /// first launch and left at zero by every launch; and behind them partial results, uninitialised. The region's size
-    /// is that for one thread block, without the counters. One that no other launch uses at the same time.
+    /// What thread blocks that share the keys of a tile leave for each other ([`crate::abi::RaggedArgs::scratch`]):
+    /// [`SPLIT_COUNTER_BYTES`] of counters, zero before the first launch and left at zero by every launch; and behind
+    /// them partial results, uninitialised. The region's size is that of the results of one thread block of the main
+    /// stage. One that no other launch uses at the same time.
     SplitKeys,
     /// The counter from which persistent thread blocks take their tiles: zero before the first launch, and left at zero
     /// by every launch. One that no other launch uses at the same time; without one, tiles are taken by stride. The
@@ -124,6 +124,11 @@ pub enum MetadataLayout {
 /// Bytes that the bit masks of cut blocks may take, whose number is not known before: enough for 90,000 queries by as
 /// many keys if all heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
 pub const MOST_MASK_BYTES: u64 = 1 << 30;
+
+/// Bytes of the counters of split keys: one of 4 bytes for each thread block. The same for all kernels, so that they can
+/// use the same memory one after the other; compiled kernels hold it, so another one needs a new
+/// [`crate::abi::ABI_VERSION`].
+pub const SPLIT_COUNTER_BYTES: u64 = 1 << 16;
 
 /// What one call launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,10 +183,10 @@ impl LaunchPlan {
         })
     }
 
-    /// Bytes of [`Holds::SplitKeys`] for a main stage of so many thread blocks: counters, and what lies behind them.
-    pub fn split_keys(&self, blocks: u32) -> Option<[u64; 2]> {
+    /// Bytes of [`Holds::SplitKeys`] on a device of so many multiprocessors.
+    pub fn split_keys(&self, units: u32) -> Option<u64> {
         let region = self.regions().find(|r| r.holds == Holds::SplitKeys)?;
-        Some([(4 * u64::from(blocks)).next_multiple_of(256), region.bytes * u64::from(blocks)])
+        Some(SPLIT_COUNTER_BYTES + region.bytes * u64::from(self.main()?.blocks(units)))
     }
 
     /// Whether the main stage takes its tiles from a counter.

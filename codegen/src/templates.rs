@@ -25,6 +25,7 @@ macro_rules! embed {
 const EMBEDDED: &[(&str, &str)] = embed![
     "forward/cpu.c",
     "forward/naive.cu",
+    "forward/naive_ragged.cu",
     "forward/sm80.cu",
     "forward/sm80_ragged.cu",
     "forward/sm80_ragged/copies.cuh",
@@ -214,7 +215,7 @@ mod tests {
         assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
         assert_eq!(changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"), ["forward/cpu"]);
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
-        let cuda = ["forward/sm90", "forward/sm80", "forward/naive"];
+        let cuda = ["forward/sm90", "forward/sm80", "forward/naive", "forward/naive_ragged"];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);
     }
 

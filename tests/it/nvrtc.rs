@@ -1,7 +1,9 @@
 //! Every CUDA template renders and compiles to a cubin, without a GPU.
 
 use crate::common;
-use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::{
+    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Schedule, ShapeBucket, TemplateSet,
+};
 use flashtune::runtime::compile::{Nvrtc, compile_with};
 use flashtune::runtime::elf;
 use flashtune::{DType, Mask, MaskKind, Problem, Shape};
@@ -96,6 +98,34 @@ fn default_schedules_compile_without_spills() {
     for mask in MaskKind::ALL {
         let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
         kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_90a"), 4096));
+    }
+    compile_all(&kernels, false);
+}
+
+/// Stores of every kind, and programs with each of their parts.
+#[test]
+fn plain_ragged_kernels_compile_without_spills() {
+    if common::nvrtc_or_skip("plain_ragged_kernels_compile_without_spills").is_none() {
+        return;
+    }
+    let elements = [KvElement::Same, KvElement::E4m3, KvElement::E5m2, KvElement::Int8];
+    let dims = [(64, 64), (128, 128), (256, 256), (192, 128), (40, 72), (16, 16)];
+    let mut kernels = Vec::new();
+    for i in 0..12 {
+        let scales = [KvScales::PerHead, KvScales::PerToken][i / 2 % 2];
+        let store = KvStore { element: elements[i % 4], scales, v_columns: i % 3 == 0 };
+        let (dim_qk, dim_v) = dims[i % 6];
+        let mut problem = Problem::forward_qk_v(DType::ALL[i % 3], dim_qk, dim_v, MaskKind::ALL[i / 3 % 4]).unwrap();
+        problem = problem.with_kv(KvKind::Ragged(store));
+        if i % 5 == 4 {
+            problem = problem.with_program(flashtune::Program::parse(PROGRAMS[8]).unwrap());
+        }
+        kernels.push(default_kernel(
+            Family::ForwardNaiveRagged,
+            problem,
+            arch(["sm_75", "sm_80", "sm_90a", "sm_120a"][i % 4]),
+            1024,
+        ));
     }
     compile_all(&kernels, false);
 }

@@ -11,6 +11,7 @@
 pub(crate) mod fields;
 pub(crate) mod forward_cpu;
 pub(crate) mod forward_naive;
+pub(crate) mod forward_naive_ragged;
 pub(crate) mod forward_sm80;
 pub(crate) mod forward_sm80_ragged;
 pub(crate) mod forward_sm90;
@@ -19,6 +20,7 @@ mod program_length;
 pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
 pub use forward_naive::NaiveSchedule;
+pub use forward_naive_ragged::NaiveRaggedSchedule;
 pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
 pub use forward_sm80_ragged::Sm80RaggedSchedule;
 pub use forward_sm90::{
@@ -224,6 +226,8 @@ families! {
     "forward/cpu": ForwardCpu = Cpu(CpuSchedule);
     /// Plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
     "forward/naive": ForwardNaive = Naive(NaiveSchedule);
+    /// Plain fp32 CUDA for ragged batches: their oracle on the GPU, and the exact path for f32.
+    "forward/naive_ragged": ForwardNaiveRagged = NaiveRagged(NaiveRaggedSchedule);
 }
 
 impl Family {

@@ -6,6 +6,7 @@
 
 // The whole tile's: references in units of log2, sums, and columns of O.
 constexpr int kPieceColumns = round_up(kHeadDimV, 16);
+constexpr int kCounterBytes = @{ counter_bytes }@;
 constexpr int kPieceFloats = kRows * (kPieceColumns + 2);
 static_assert(2 * kPieceFloats * 4 == @{ piece_bytes }@, "the scratch memory of a thread block");
 
@@ -26,8 +27,7 @@ __device__ __forceinline__ Sum* merged_sums() {
 }
 
 __device__ __forceinline__ float* piece_at(const KernelArgs& args, int block, int which) {
-    const u64 counters = (u64(gridDim.x) * 4 + 255) / 256 * 256;
-    return (float*)((u8*)args.scratch + counters) + (i64(block) * 2 + which) * kPieceFloats;
+    return (float*)((u8*)args.scratch + kCounterBytes) + (i64(block) * 2 + which) * kPieceFloats;
 }
 
 // 2^(m - to) of a reference that may be none at all.

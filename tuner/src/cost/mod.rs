@@ -20,8 +20,8 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
         Schedule::Cpu(s) => forward_cpu::cost(kernel, s, shape, device),
         Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),
-        // It has one schedule: nothing to choose.
-        Schedule::Naive(_) => 1.0,
+        // They have one schedule: nothing to choose.
+        Schedule::Naive(_) | Schedule::NaiveRagged(_) => 1.0,
     }
 }
 

@@ -13,7 +13,7 @@ use super::fields::{Constants, schedule};
 use super::forward_sm80::LONGEST_PROGRAM;
 use super::program_length::{self, MostOperations};
 use crate::abi::ArgsLayout;
-use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
+use crate::launch::{Holds, LaunchPlan, Region, SPLIT_COUNTER_BYTES, Stage, StageEntry};
 use crate::traffic::Walk;
 use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
 
@@ -145,6 +145,7 @@ impl KernelFamily for Sm80RaggedSchedule {
     fn constants(&self, problem: &Problem, constants: &mut Constants) {
         let of_heads = problem.program.and_then(|p| p.mask_axes()).is_some_and(|axes| axes.head || axes.kv_head);
         constants.insert("mask_of_heads", of_heads.to_string());
+        constants.insert("counter_bytes", SPLIT_COUNTER_BYTES.to_string());
         constants.insert("piece_bytes", resources::piece_bytes(self, problem).to_string());
     }
 
@@ -154,7 +155,7 @@ impl KernelFamily for Sm80RaggedSchedule {
         let tiles = (u64::from(shape.q_len) * u64::from(shape.group())).div_ceil(self.rows().into());
         let blocks = u64::from(shape.kv_len).div_ceil((self.block_kv * self.key_warps).into()).max(1);
         let units = u128::from(tiles) * u128::from(blocks) * u128::from(shape.batch) * u128::from(shape.kv_heads);
-        let grid = units.min(1 << 20) as u32;
+        let grid = units.min(u128::from(SPLIT_COUNTER_BYTES / 4)) as u32;
         let main =
             Stage { resident: Some(self.blocks_per_sm), ..Stage::of(StageEntry::MAIN, grid, threads, smem_bytes) };
         let scratch = Region { holds: Holds::SplitKeys, bytes: resources::piece_bytes(self, problem).into() };

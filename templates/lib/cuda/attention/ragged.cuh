@@ -1,6 +1,9 @@
 // Ragged batches: where a sequence's queries and keys lie, and how many there are, read on the device. Everything that
 // a call leaves out is a null pointer, which is the same for all threads.
 
+// As hosts spell it.
+typedef int int32_t;
+
 @{ ragged_args }@
 
 // Entry i of an array of 32- or 64-bit integers, or a number that is out of every range where it does not fit an int.
