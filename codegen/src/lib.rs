@@ -38,13 +38,14 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
     CpuSchedule, Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose, Schedule, Sm80RaggedSchedule,
-    Sm80Schedule, Sm90LookAhead,
-    Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, has_loose_biases,
-    is_addressable, unaddressable,
+    Sm80Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec,
+    TileOrder, has_loose_biases, is_addressable, unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
 pub use kv::{KvElement, KvKind, KvScales, KvStore};
-pub use launch::{Holds, LaunchPlan, MOST_MASK_BYTES, MetadataLayout, Region, SPLIT_COUNTER_BYTES, Stage, StageEntry, StageRole};
+pub use launch::{
+    Holds, LaunchPlan, MOST_MASK_BYTES, MetadataLayout, Region, SPLIT_COUNTER_BYTES, Stage, StageEntry, StageRole,
+};
 pub use mask::{Mask, MaskKind};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem};
 pub use resources::Resources;

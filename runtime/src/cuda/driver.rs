@@ -1,6 +1,6 @@
 //! The driver library: whether it is there, and what its error codes mean.
 
-use super::tile_counters::{CaptureInfo, CreateUserObject, RetainUserObject, UserObjects};
+use super::graph_objects::{CaptureInfo, CreateUserObject, RetainUserObject, UserObjects};
 use crate::error::chain;
 use crate::{Error, Result};
 use cudarc::driver::result::{self, DriverError};

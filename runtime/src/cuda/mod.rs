@@ -8,6 +8,7 @@ mod context;
 mod cublas;
 mod driver;
 mod graph;
+mod graph_objects;
 mod kept_metadata;
 mod mask_metadata;
 mod memory;
@@ -18,6 +19,7 @@ mod pointer;
 mod probe;
 mod scratch;
 mod slices;
+mod split_scratch;
 mod tensor_map;
 mod tile_counters;
 
@@ -34,13 +36,14 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::{Args, MappedArgs, SideArgs};
+use flashtune_codegen::abi::{Args, MappedArgs, RaggedArgs, SideArgs};
 use flashtune_codegen::{Arch, LaunchPlan, SmArch, Stage, StageRole};
 use kept_metadata::{CudaFindings, Geometry};
 use mask_metadata::MaskMetadata;
 use memory::CudaBuffer;
 use module::CudaModule;
 use parameter::{Base, Parameter};
+use split_scratch::SplitScratch;
 use std::sync::{Arc, Mutex};
 
 /// A CUDA device.
@@ -54,6 +57,8 @@ pub struct CudaDevice {
     timers: Mutex<Vec<Timer>>,
     /// Written to evict the L2 cache; allocated by the first flush.
     flush: Mutex<Option<CudaBuffer>>,
+    /// Through which thread blocks that share keys merge their results.
+    split_scratch: SplitScratch,
     // Last: everything above lives in it.
     context: Arc<Context>,
 }
@@ -176,6 +181,7 @@ impl CudaDevice {
             stream,
             timers: Mutex::new(Vec::new()),
             flush: Mutex::new(None),
+            split_scratch: SplitScratch::new(&context, stream),
             context: context.clone(),
         }))
     }
@@ -296,10 +302,21 @@ impl Device for CudaDevice {
                 tensor_map::encode_all(&self.context, module.kernel(), mapped, tensors)?;
             }
         }
+        let (scratch, ragged);
         let base = match (&mapped, args) {
             (Some(mapped), _) => Base::Mapped(mapped),
             (None, Args::Forward(args)) => Base::Forward(args),
-            (None, Args::Ragged(args)) => Base::Ragged(args),
+            (None, Args::Ragged(args)) => {
+                let address = match plan.split_keys(self.fingerprint.units) {
+                    Some(bytes) => {
+                        scratch = self.split_scratch.of_launch(self.driver, bytes, raw(stream))?;
+                        scratch.address
+                    }
+                    None => 0,
+                };
+                ragged = RaggedArgs { scratch: address, ..*args };
+                Base::Ragged(&ragged)
+            }
         };
         let parameter;
         let parameter: *const std::ffi::c_void = match problem.program {

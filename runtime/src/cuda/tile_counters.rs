@@ -3,13 +3,13 @@
 //!
 //! A counter serves one launch at a time and is left at zero. Launches of one stream follow each other, so every stream
 //! has its own. A launch that is captured may be replayed beside anything: it has one that no other launch gets while
-//! the graph, or what was instantiated from it, lives. The graph holds a user object whose destructor gives the counter
-//! back. When none is left, -1 tells the kernel to take tiles by stride.
+//! the graph, or what was instantiated from it, lives (`graph_objects.rs`). When none is left, -1 tells the kernel to
+//! take tiles by stride.
 
 use super::driver::Driver;
-use cudarc::driver::sys::{self, CUgraph, CUstream, CUstreamCaptureStatus};
+use super::graph_objects;
+use cudarc::driver::sys::{self, CUstream, CUstreamCaptureStatus};
 use flashtune_codegen::abi::TILE_QUEUES;
-use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -63,12 +63,6 @@ impl Drop for OfCapture {
     }
 }
 
-/// The destructor of a graph's user object. Called by a thread of the driver: calls nothing of CUDA.
-unsafe extern "C" fn give_back(counter: *mut c_void) {
-    // SAFETY: it came from `Box::into_raw` in `of_capture`, and the driver calls this once.
-    drop(unsafe { Box::from_raw(counter.cast::<OfCapture>()) });
-}
-
 impl TileCounters {
     pub(super) fn new() -> Self {
         Self { owners: [const { AtomicU64::new(0) }; OF_STREAMS], captured: Arc::default() }
@@ -94,11 +88,7 @@ impl TileCounters {
     fn of_capture(&self, driver: &Driver, stream: CUstream) -> i32 {
         let Some(counter) = self.captured.take() else { return -1 };
         let index = counter.index as i32;
-        match driver.user_objects.as_ref().and_then(|calls| Some((calls, calls.graph_of(stream)?))) {
-            Some((calls, graph)) => calls.attach(graph, counter),
-            // Nothing can say when the graph is gone: the counter stays taken.
-            None => std::mem::forget(counter),
-        }
+        graph_objects::attach(driver, stream, counter);
         index
     }
 
@@ -119,56 +109,6 @@ impl TileCounters {
             }
         }
         -1
-    }
-}
-
-/// What the driver has for objects that live as long as a graph, since CUDA 11.3.
-pub(super) struct UserObjects {
-    pub(super) capture_info: CaptureInfo,
-    pub(super) create: CreateUserObject,
-    pub(super) retain: RetainUserObject,
-}
-
-/// `cuStreamGetCaptureInfo_v2`.
-pub(super) type CaptureInfo = unsafe extern "C" fn(
-    CUstream,
-    *mut CUstreamCaptureStatus,
-    *mut u64,
-    *mut CUgraph,
-    *mut *const c_void,
-    *mut usize,
-) -> sys::CUresult;
-/// `cuUserObjectCreate`.
-pub(super) type CreateUserObject =
-    unsafe extern "C" fn(*mut *mut c_void, *mut c_void, unsafe extern "C" fn(*mut c_void), u32, u32) -> sys::CUresult;
-/// `cuGraphRetainUserObject`.
-pub(super) type RetainUserObject = unsafe extern "C" fn(CUgraph, *mut c_void, u32, u32) -> sys::CUresult;
-
-impl UserObjects {
-    /// The graph that a stream is captured into. The context is current.
-    fn graph_of(&self, stream: CUstream) -> Option<CUgraph> {
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let (mut id, mut graph) = (0, std::ptr::null_mut());
-        let (nodes, count) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the stream is alive; the driver writes what the pointers point to, and nothing for null ones.
-        let asked = unsafe { (self.capture_info)(stream, &mut status, &mut id, &mut graph, nodes, count) };
-        (asked.result().is_ok() && !graph.is_null()).then_some(graph)
-    }
-
-    /// Has the graph hold a counter. Where that fails the counter stays taken: the launch uses it.
-    fn attach(&self, graph: CUgraph, counter: OfCapture) {
-        /// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`: the driver may call the destructor at any later time.
-        const NO_SYNC: u32 = 1;
-        /// `CU_GRAPH_USER_OBJECT_MOVE`: the graph takes over the reference that we have.
-        const MOVE: u32 = 1;
-        let raw = Box::into_raw(Box::new(counter)).cast::<c_void>();
-        let mut object = std::ptr::null_mut();
-        // SAFETY: `give_back` takes what `raw` is; the graph is the one that is being captured.
-        unsafe {
-            if (self.create)(&mut object, raw, give_back, 1, NO_SYNC).result().is_ok() {
-                let _ = (self.retain)(graph, object, 1, MOVE);
-            }
-        }
     }
 }
 
@@ -214,10 +154,7 @@ mod tests {
         // Enough for ten thousand captured launches of one kernel that live at once.
         assert!(taken.len() > 10_000 && counters.captured.take().is_none());
         let (mut taken, index) = (taken, OF_STREAMS + 5);
-        // As the driver does when a graph is destroyed.
-        let raw = Box::into_raw(Box::new(taken.swap_remove(5))).cast();
-        // SAFETY: what `give_back` takes, once.
-        unsafe { give_back(raw) };
+        drop(taken.swap_remove(5));
         let again = counters.captured.take().unwrap();
         assert_eq!((again.index, counters.captured.take().is_none()), (index, true));
     }
