@@ -107,7 +107,8 @@ arguments! {
         pub last_page: u64 as "const int32_t*",
         /// Tokens before a sequence's first key, `[batch]`, or 0: they are not read, and count in no length of the mask.
         pub left_pad: u64 as "const int32_t*",
-        /// Rows that each sequence gained behind `kv_lengths`, as the differences of `[batch + 1]`, or 0.
+        /// Rows that each sequence gained behind `kv_lengths`, or has where those are 0, as the differences of
+        /// `[batch + 1]`; or 0.
         pub kv_added_begin: u64 as "const int32_t*",
         /// First row of each sequence in Q, and the end of the last one's, `[batch + 1]`; or 0: rows by `q_stride`'s batch.
         pub q_begin: u64 as "const int32_t*",

@@ -181,7 +181,7 @@ impl CudaDevice {
             stream,
             timers: Mutex::new(Vec::new()),
             flush: Mutex::new(None),
-            split_scratch: SplitScratch::new(&context, stream),
+            split_scratch: SplitScratch::new(&context),
             context: context.clone(),
         }))
     }

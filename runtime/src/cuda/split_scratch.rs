@@ -35,16 +35,9 @@ struct Chunk {
 /// All chunks of a device.
 pub(super) struct SplitScratch {
     context: Arc<Context>,
-    /// Zeroes new chunks.
-    stream: CUstream,
     streams: Mutex<HashMap<u64, Chunk>>,
     shared: Arc<Shared>,
 }
-
-// SAFETY: stream handles may be used from any thread with the context current.
-unsafe impl Send for SplitScratch {}
-// SAFETY: as above; what changes is behind mutexes.
-unsafe impl Sync for SplitScratch {}
 
 /// What graphs give their chunks back to. Outlives the device while one of them lives.
 #[derive(Default)]
@@ -77,9 +70,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl SplitScratch {
-    /// `stream` is one of the context's that outlives this.
-    pub(super) fn new(context: &Arc<Context>, stream: CUstream) -> Self {
-        Self { context: context.clone(), stream, streams: Mutex::default(), shared: Arc::default() }
+    pub(super) fn new(context: &Arc<Context>) -> Self {
+        Self { context: context.clone(), streams: Mutex::default(), shared: Arc::default() }
     }
 
     /// Memory of at least so many bytes for the next launch on a stream. The context is current.
@@ -108,7 +100,8 @@ impl SplitScratch {
         Ok(OfLaunch { address: once.address, _once: Some(once) })
     }
 
-    /// One that came back, or a new one. Waits for its counters to be zeroed, on a stream where nothing else is under way.
+    /// One that came back, or a new one. Waits for its counters to be zeroed, on a stream of its own: any other may be
+    /// the one that is captured.
     fn free_chunk(&self, bytes: u64) -> Result<Chunk> {
         {
             let mut free = lock(&self.shared.free);
@@ -123,10 +116,13 @@ impl SplitScratch {
         let address = unsafe {
             let address = result::malloc_sync(bytes as usize).map_err(|e| self.context.failed("cuMemAlloc", e))?;
             lock(&self.shared.all).push(address);
-            memset_d8_async(address, 0, SPLIT_COUNTER_BYTES as usize, self.stream)
-                .map_err(|e| self.context.failed("cuMemsetD8Async", e))?;
-            stream::synchronize(self.stream).map_err(|e| self.context.failed("cuStreamSynchronize", e))?;
-            address
+            let own = stream::create(stream::StreamKind::NonBlocking)
+                .map_err(|e| self.context.failed("cuStreamCreate", e))?;
+            let zeroed = memset_d8_async(address, 0, SPLIT_COUNTER_BYTES as usize, own)
+                .map_err(|e| self.context.failed("cuMemsetD8Async", e))
+                .and_then(|()| stream::synchronize(own).map_err(|e| self.context.failed("cuStreamSynchronize", e)));
+            let _ = stream::destroy(own);
+            zeroed.map(|()| address)?
         };
         Ok(Chunk { address, bytes })
     }

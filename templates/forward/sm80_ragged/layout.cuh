@@ -17,7 +17,7 @@ struct Step {
 };
 
 // Columns of O that are merged at once: with all rows and teams no more than the merge has.
-constexpr int kMergeFloats = 8192;
+constexpr int kMergeFloats = 6144;
 constexpr int merge_columns() {
     int columns = round_up(kHeadDimV, 16);
     while (columns > 16 && columns * kRows * kKeyWarps > kMergeFloats) columns = round_up(columns / 2, 16);

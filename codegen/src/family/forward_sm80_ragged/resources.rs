@@ -19,7 +19,7 @@ fn pitch(dim: u32, problem: &Problem) -> u32 {
 }
 
 /// Floats that the merge has at least.
-const MERGE_FLOATS: u32 = 8192;
+const MERGE_FLOATS: u32 = 6144;
 
 fn merge_columns(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
     let mut columns = problem.head_dim_v.next_multiple_of(16);

@@ -49,8 +49,8 @@ __device__ __forceinline__ Sequence sequence_of(const RaggedArgs& args, int b) {
         s.kv_len = min_of(max_of(end - s.first, 0), args.kv_len);
     }
     if (args.slots != nullptr) s.slot = read_int(args.slots, b, args.table_words);
-    if (args.kv_lengths != nullptr) {
-        i64 length = max_of(read_int(args.kv_lengths, b, words), 0);
+    if (args.kv_lengths != nullptr || args.kv_added_begin != nullptr) {
+        i64 length = args.kv_lengths == nullptr ? 0 : max_of(read_int(args.kv_lengths, b, words), 0);
         length += args.kv_added;
         if (args.kv_added_begin != nullptr) {
             length += read_int(args.kv_added_begin, b + 1, words) - read_int(args.kv_added_begin, b, words);
