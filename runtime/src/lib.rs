@@ -32,7 +32,7 @@ mod typical;
 
 pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
-pub use check::{CheckCase, CheckInputs, CheckReport, Poison, check_kernel};
+pub use check::{CheckCase, CheckInputs, CheckReport, Poison, RaggedBatch, RaggedCase, check_kernel};
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;

@@ -118,7 +118,7 @@ impl ForwardCall {
 
 /// How far the mask reaches to the left and to the right, as kernels take it: a row sees at most `kv_len` keys to its
 /// left and `q_len` to its right (bottom-right alignment).
-fn windows(shape: &Shape) -> [i32; 2] {
+pub(crate) fn windows(shape: &Shape) -> [i32; 2] {
     let (left, right) = shape.mask.window();
     let reach = |side: Option<u32>, len: u32| side.map_or(i32::MAX, |n| n.min(len).min((1 << 30) - 1) as i32);
     [reach(left, shape.kv_len), reach(right, shape.q_len)]

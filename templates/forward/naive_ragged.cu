@@ -23,6 +23,7 @@ constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kThreads = @{ threads }@;
 
+<% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
 

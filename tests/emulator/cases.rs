@@ -1,6 +1,6 @@
 //! Calls of a kernel on the emulated machine, and what they must give.
 
-use crate::machine::{Buffer, Emulated, Hopper, Launch};
+use crate::machine::{Arguments, Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
 use flashtune::codegen::score::SideData;
 use flashtune::codegen::{Kernel, StageRole};
@@ -124,7 +124,7 @@ impl Case {
         let [q, k, v] = &inputs;
         let data = p.program.map_or(SideData::default(), |program| side_data(&program, &shape, self.seed));
         let program = p.program.as_deref().map(|program| (program, &data));
-        let attention = Attention { mask: self.mask, scale, program };
+        let attention = Attention { mask: self.mask, scale, program, sequence: 0 };
         let rows = oracle_of(q, k, v, &attention, &ids);
         let unfused = unfused_rows_of(q, k, v, &attention, &ids);
         Expected { case: self, inputs, data, rows, unfused }
@@ -208,7 +208,8 @@ impl Expected {
             grid: main.blocks(units),
             threads: main.threads,
             smem_bytes: main.smem_bytes,
-            forward: call.args,
+            args: Arguments::Forward(call.args),
+            any_order: false,
             hopper: hopper.transpose()?,
             side: side.table,
         };

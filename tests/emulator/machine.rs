@@ -3,7 +3,8 @@
 use crate::translate::translate;
 use flashtune::codegen::score::MAX_BIASES;
 use flashtune::codegen::{
-    Kernel, Schedule, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs,
+    Arch, Kernel, Schedule, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs,
+    abi::RaggedArgs,
 };
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -107,11 +108,28 @@ pub struct Launch {
     pub grid: u32,
     pub threads: u32,
     pub smem_bytes: u32,
-    pub forward: ForwardArgs,
+    pub args: Arguments,
+    /// Thread blocks come in any order, and not in that of their numbers.
+    pub any_order: bool,
     /// What kernels of `forward/sm90` take besides.
     pub hopper: Option<Hopper>,
     /// Tables of what a score program reads, as they lie behind the arguments.
     pub side: Vec<u8>,
+}
+
+/// What a kernel computes.
+pub enum Arguments {
+    Forward(ForwardArgs),
+    Ragged(RaggedArgs),
+}
+
+impl Arguments {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Arguments::Forward(args) => bytemuck::bytes_of(args),
+            Arguments::Ragged(args) => bytemuck::bytes_of(args),
+        }
+    }
 }
 
 /// Tensor maps, how tiles are numbered, and the counter of the queue or -1.
@@ -134,16 +152,21 @@ impl Emulated {
         let source = kernel.render(templates).map_err(|e| e.to_string())?;
         // What the source says of itself, and what only the host's model knows.
         let (rename, shared_bytes, cluster) = match kernel.schedule {
-            Schedule::Sm80(_) => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
-            _ => ("", "Layout::kBytes".to_owned(), "kCluster"),
+            Schedule::Sm90(_) => ("", "Layout::kBytes".to_owned(), "kCluster"),
+            _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
+        };
+        let cuda_arch = match kernel.arch {
+            Arch::Sm(sm) => 10 * sm.number,
+            Arch::Cpu(_) => return Err("the machine is no host processor".into()),
         };
         let call = |entry: &StageEntry| format!("EMULATED_CALL({}{}, arguments)", source.entry, entry.suffix);
         let before = kernel.entries().iter().filter(|e| e.role == StageRole::MaskMetadata);
         let before = before.map(call).collect::<Vec<_>>().join(", ");
         let text = format!(
-            "#include \"cuda.h\"\n{rename}{}\n#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster})\n",
+            "#include \"cuda.h\"\n#define __CUDA_ARCH__ {cuda_arch}\n{rename}{}\n#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster}, {})\n",
             translate(&source.text)?,
-            source.entry
+            source.entry,
+            kernel.schedule.blocks_per_sm(),
         );
         let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
         let file = folder.path().join("kernel.cpp");
@@ -174,7 +197,7 @@ impl Emulated {
         let mut request = Vec::new();
         request.extend(launch.seed.to_ne_bytes());
         let [first, second] = launch.prelude.0;
-        for word in [first, second, launch.grid, launch.threads, launch.smem_bytes] {
+        for word in [first, second, launch.any_order.into(), launch.grid, launch.threads, launch.smem_bytes] {
             request.extend(word.to_ne_bytes());
         }
         let args = arguments(launch);
@@ -218,7 +241,7 @@ impl Drop for Emulated {
 fn arguments(launch: &Launch) -> Vec<u8> {
     let mut bytes = Vec::new();
     let Some(Hopper { maps, biases, tiling, queue }) = &launch.hopper else {
-        bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
+        bytes.extend_from_slice(launch.args.bytes());
         bytes.extend_from_slice(&launch.side);
         return bytes;
     };
@@ -235,7 +258,7 @@ fn arguments(launch: &Launch) -> Vec<u8> {
         bytes.extend(map.strides.iter().flat_map(|s| s.to_ne_bytes()));
         bytes.extend([0; 32]);
     }
-    bytes.extend_from_slice(bytemuck::bytes_of(&launch.forward));
+    bytes.extend_from_slice(launch.args.bytes());
     let Tiling { group_shift, unit_heads, blocks, leading, section, tiles } = *tiling;
     let mapped = (biases.iter().enumerate()).fold(0, |mapped, (nth, bias)| mapped | i32::from(bias.is_some()) << nth);
     let numbers = [group_shift, unit_heads, blocks, leading, section, tiles, *queue, mapped];

@@ -9,6 +9,7 @@ mod cases;
 mod faults;
 mod machine;
 mod quick;
+mod ragged;
 mod schedules;
 mod side;
 mod translate;
@@ -66,10 +67,19 @@ fn try_kernel(
 
 /// Tries numbered kernels on all processors and fails if any is wrong.
 fn try_all(numbers: std::ops::Range<u64>, cases: u64, limit: Duration, kernel: impl Fn(u64) -> Kernel + Sync) {
+    let templates = templates();
+    try_each(numbers, limit, |number| {
+        let kernel = kernel(number);
+        try_kernel(&kernel, &templates, cases, number, |rng| Case::random(&kernel, rng))
+    });
+}
+
+/// Tries what numbers name on all processors and fails if any is wrong.
+fn try_each(numbers: std::ops::Range<u64>, limit: Duration, one: impl Fn(u64) -> Result<(), String> + Sync) {
     if !machine::has_compiler() {
         return;
     }
-    let (begin, templates) = (Instant::now(), templates());
+    let begin = Instant::now();
     let next = AtomicU64::new(numbers.start);
     let failures = Mutex::new(Vec::new());
     let work = || {
@@ -78,8 +88,7 @@ fn try_all(numbers: std::ops::Range<u64>, cases: u64, limit: Duration, kernel: i
             if number >= numbers.end {
                 return;
             }
-            let kernel = kernel(number);
-            if let Err(e) = try_kernel(&kernel, &templates, cases, number, |rng| Case::random(&kernel, rng)) {
+            if let Err(e) = one(number) {
                 println!("number {number}: {e}");
                 failures.lock().expect("no panic").push(number);
             }
@@ -118,11 +127,20 @@ fn random_sm80_schedules() {
 }
 
 fn search(on_ci: u64, kernel: impl Fn(u64) -> Kernel + Sync) {
+    let (templates, cases) = (templates(), setting("EMULATE_CASES").unwrap_or(6));
+    search_with(on_ci, |number| {
+        let kernel = kernel(number);
+        try_kernel(&kernel, &templates, cases, number, |rng| Case::random(&kernel, rng))
+    });
+}
+
+/// Tries what numbers name, a few on CI and as `EMULATE_SECONDS` says otherwise.
+fn search_with(on_ci: u64, one: impl Fn(u64) -> Result<(), String> + Sync) {
     let seconds = setting("EMULATE_SECONDS");
     let from = setting("EMULATE_FROM").unwrap_or(1);
     let count = if seconds.is_some() { 1 << 40 } else { on_ci };
     let limit = seconds.map_or(Duration::MAX, Duration::from_secs);
-    try_all(from..from + count, setting("EMULATE_CASES").unwrap_or(6), limit, kernel);
+    try_each(from..from + count, limit, one);
 }
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,

@@ -122,9 +122,11 @@ impl Statement {
             let names: Vec<_> = predicates.split(',').map(|p| format!("ptx_{}", p.trim())).collect();
             return Ok(format!("bool {}", names.join(", ")));
         }
-        if let Some(registers) = text.strip_prefix(".reg .b64 ") {
-            let names: Vec<_> = registers.split(',').map(|r| format!("ptx_{}", r.trim())).collect();
-            return Ok(format!("unsigned long long {}", names.join(", ")));
+        for (declaration, ty) in [(".reg .b64 ", "u64"), (".reg .b32 ", "u32"), (".reg .b16 ", "u16")] {
+            if let Some(registers) = text.strip_prefix(declaration) {
+                let names: Vec<_> = registers.split(',').map(|r| format!("ptx_{}", r.trim())).collect();
+                return Ok(format!("ptx::{ty} {}", names.join(", ")));
+            }
         }
         if let Some(guard) = name.strip_prefix('@') {
             let (not, predicate) = guard.strip_prefix('!').map_or(("", guard), |p| ("!", p));

@@ -6,6 +6,7 @@ mod oracle;
 mod unfused;
 
 pub use compare::{Verdict, compare, compare_rows};
+pub(crate) use host::decode;
 pub use host::{Distribution, HostTensor, Layout};
 pub use oracle::{Attention, RowId, RowScale, Rows, all_rows, oracle, oracle_of, sample_rows};
 pub use unfused::{unfused, unfused_rows, unfused_rows_of};

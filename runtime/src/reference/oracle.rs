@@ -20,7 +20,7 @@ pub struct RowId {
 }
 
 /// Results of some rows of attention.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Rows {
     /// Which rows, ascending.
     pub ids: Vec<RowId>,
@@ -97,6 +97,8 @@ pub struct Attention<'a> {
     pub scale: f32,
     /// A score program with its side data, checked against the sizes ([`SideData::check`]).
     pub program: Option<(&'a Program, &'a SideData)>,
+    /// What the program takes the tensors' first sequence for: that of a larger batch, of which these are a part.
+    pub sequence: u32,
 }
 
 /// [`oracle_of`] without a score program.
@@ -104,7 +106,7 @@ pub struct Attention<'a> {
 /// # Panics
 /// As [`oracle_of`].
 pub fn oracle(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
-    oracle_of(q, k, v, &Attention { mask, scale, program: None }, ids)
+    oracle_of(q, k, v, &Attention { mask, scale, program: None, sequence: 0 }, ids)
 }
 
 /// The sizes of a call, from its tensors.
@@ -122,7 +124,7 @@ pub(super) fn sizes(q: &HostTensor, k: &HostTensor, mask: Mask) -> Shape {
 /// # Panics
 /// When the tensors' shapes do not belong together or an id is out of range.
 pub fn oracle_of(q: &HostTensor, k: &HostTensor, v: &HostTensor, attention: &Attention<'_>, ids: &[RowId]) -> Rows {
-    let Attention { mask, scale, program } = *attention;
+    let Attention { mask, scale, program, sequence } = *attention;
     let sizes = sizes(q, k, mask);
     let [_, heads, q_len, dim_qk] = q.shape();
     let [_, kv_heads, kv_len, dim_v] = v.shape();
@@ -149,7 +151,7 @@ pub fn oracle_of(q: &HostTensor, k: &HostTensor, v: &HostTensor, attention: &Att
                 let live = live(id);
                 let rows = (live.start - used.start) as usize..(live.end.max(used.start) - used.start) as usize;
                 let mut bound = program.map(|(p, data)| Bound::of_checked(p, &sizes, data, Precision::F64));
-                let sink = bound.as_mut().and_then(|b| b.sink(id.batch, id.head, id.row));
+                let sink = bound.as_mut().and_then(|b| b.sink(sequence + id.batch, id.head, id.row));
                 if live.is_empty() {
                     *lse = sink.unwrap_or(f64::NEG_INFINITY);
                     return;
@@ -162,7 +164,7 @@ pub fn oracle_of(q: &HostTensor, k: &HostTensor, v: &HostTensor, attention: &Att
                 let mut change = |j: usize, score: f64| match &mut bound {
                     None => Some(score),
                     Some(bound) => {
-                        let at = At { b: id.batch, h: id.head, q: id.row, kv: live.start as u32 + j as u32 };
+                        let at = At { b: sequence + id.batch, h: id.head, q: id.row, kv: live.start as u32 + j as u32 };
                         bound.visible(at).then(|| bound.score(at, score))
                     }
                 };

@@ -25,7 +25,7 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
     let [_, kv_heads, _, dim_v] = v.shape();
     let mut o = HostTensor::zeros(dtype, [batch, heads, q_len, dim_v], Layout::Bhsd);
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
-    let attention = Attention { mask, scale, program: None };
+    let attention = Attention { mask, scale, program: None, sequence: 0 };
     let sizes = sizes(q, k, mask);
     let size = dtype.bytes();
     if batch * heads * q_len * dim_v == 0 {
@@ -58,7 +58,7 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
 /// # Panics
 /// As [`unfused_rows_of`].
 pub fn unfused_rows(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
-    unfused_rows_of(q, k, v, &Attention { mask, scale, program: None }, ids)
+    unfused_rows_of(q, k, v, &Attention { mask, scale, program: None, sequence: 0 }, ids)
 }
 
 /// Unfused attention of some rows (ascending), with its log-sum-exp in fp32.
@@ -154,7 +154,7 @@ impl KvPair {
         dtype: DType,
         weights: &mut Vec<f32>,
     ) -> (Vec<f32>, Vec<f32>) {
-        let Attention { mask, scale, program } = *attention;
+        let Attention { mask, scale, program, sequence } = *attention;
         let q_len = sizes.q_len as usize;
         let mut bound = program.map(|(p, data)| Bound::of_checked(p, sizes, data, Precision::F32));
         let n = self.kv_len;
@@ -170,11 +170,11 @@ impl KvPair {
             let (start, end) = (live.start as usize, live.end as usize);
             weights[..start].fill(0.0);
             weights[end.max(start)..].fill(0.0);
-            let sink = bound.as_mut().and_then(|b| b.sink(row.batch, row.head, row.row));
+            let sink = bound.as_mut().and_then(|b| b.sink(sequence + row.batch, row.head, row.row));
             let scores = &mut weights[start..end.max(start)];
             if let Some(bound) = &mut bound {
                 for (j, score) in scores.iter_mut().enumerate() {
-                    let at = At { b: row.batch, h: row.head, q: row.row, kv: (start + j) as u32 };
+                    let at = At { b: sequence + row.batch, h: row.head, q: row.row, kv: (start + j) as u32 };
                     *score = match bound.visible(at) {
                         true => bound.score(at, *score as f64) as f32,
                         false => f32::NEG_INFINITY,

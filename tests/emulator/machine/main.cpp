@@ -1,10 +1,11 @@
 // Runs launches that arrive on standard input, in native byte order:
-//   u64 seed; u32 grids of what is launched first (two), grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
+//   u64 seed; u32 grids of what is launched first (two), whether blocks come in any order, grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
 //   address, u64 bytes, u32 comes_back, and the content.
 // Buffers lie at the addresses that the arguments tell, each with nothing readable after it. The answer on standard
 // output: u32 length of a failure's text and the text; without failure the buffers that come back.
 
 #include "machine.h"
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <sys/mman.h>
@@ -37,6 +38,7 @@ int main() {
         const u64 seed = read_value<u64>();
         u32 before[2];
         for (u32& blocks : before) blocks = read_value<u32>();
+        const bool any_order = read_value<u32>() != 0;
         const u32 grid = read_value<u32>();
         for (const u32 has : {u32(kernel.threads), u32(kernel.shared_bytes), u32(kernel.argument_bytes)}) {
             const u32 says = read_value<u32>();
@@ -72,7 +74,11 @@ int main() {
         }
         kernel.run = run;
         if (grid % cluster) failure = "a grid that is no multiple of the cluster";
-        for (u32 i = 0; i < grid && failure.empty(); i += cluster) {
+        std::vector<u32> order;
+        for (u32 i = 0; i < grid; i += cluster) order.push_back(i);
+        if (any_order) std::shuffle(order.begin(), order.end(), std::mt19937_64(seed));
+        for (const u32 i : order) {
+            if (!failure.empty()) break;
             failure = run_cluster(i, grid, args, seed * 0x9e3779b97f4a7c15 + i);
             if (!failure.empty()) failure = "block " + std::to_string(i) + ": " + failure;
         }

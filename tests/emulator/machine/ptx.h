@@ -32,6 +32,8 @@ u32 cluster_rank();
 // Gives all lanes of the calling warp each other's word.
 const u32* exchange(const char* what, u32 lanes, u32 word);
 void synchronize_block();
+// A point where another thread may go on.
+void maybe_let_others();
 u32 shared_address(const void* p);
 
 // ------------------------------------------------------------------------------------------------------- scalars
@@ -40,6 +42,11 @@ void cvt_rn_f16x2_f32(u32& d, float high, float low);
 void cvt_rn_bf16x2_f32(u32& d, float high, float low);
 void cvt_rn_f16_f32(u16& d, float x);
 void cvt_f32_f16(float& d, u16 x);
+void cvt_rn_f16x2_e4m3x2(u32& d, u16 x);
+void cvt_rn_f16x2_e5m2x2(u32& d, u16 x);
+void mul_rn_f16x2(u32& d, u32 x, u32 y);
+void add_rn_f16x2(u32& d, u32 x, u32 y);
+void sub_rn_f16x2(u32& d, u32 x, u32 y);
 void fma_rn_f16x2(u32& d, u32 x, u32 y, u32 z);
 void fma_rn_bf16x2(u32& d, u32 x, u32 y, u32 z);
 void ex2_approx_ftz_f32(float& d, float x);
@@ -47,10 +54,20 @@ void lg2_approx_ftz_f32(float& d, float x);
 void rcp_approx_ftz_f32(float& d, float x);
 void ex2_approx_f32(float& d, float x);
 void lg2_approx_f32(float& d, float x);
+void atom_add_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 n);
+void atom_inc_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 last);
 void atom_global_add_u32(u32& old, u32* counter, u32 n);
 void max_NaN_f32(float& d, float x, float y);
 inline void shl_b32(u32& d, u32 x, u32 count) { d = count > 31 ? 0 : x << count; }
 inline void mov_u32(u32& d, u32 x) { d = x; }
+inline void mov_b32(u32& d, u16 low, u16 high) { d = low | u32(high) << 16; }
+inline void mov_b32(u16& low, u16& high, u32 x) { low = u16(x), high = u16(x >> 16); }
+void prmt_b32(u32& d, u32 x, u32 y, u32 selector);
+template <typename T> void ld_global_cg_u32(T& d, const T* p) { d = *p; }
+template <typename T> void ld_global_cg_f32(T& d, const T* p) { d = *p; }
+template <typename T> void ld_relaxed_gpu_global_u32(T& d, const T* p) { d = *p; }
+template <typename T> void ld_acquire_gpu_global_u32(T& d, const T* p) { d = *p; }
+inline void fence_acq_rel_gpu() {}
 inline void selp_b32(u32& d, u32 a, u32 b, bool which) { d = which ? a : b; }
 inline void setp_ne_b32(bool& d, u32 a, u32 b) { d = a != b; }
 inline void setp_eq_b32(bool& d, u32 a, u32 b) { d = a == b; }
@@ -108,6 +125,7 @@ void cp_async_bulk_wait_group(u32 pending);
 // -------------------------------------------------------------------------------------------- copies by threads
 
 void cp_async_cg_shared_global_L2__128B(u32 to, const void* from, u32 size, u32 bytes);
+void cp_async_ca_shared_global(u32 to, const void* from, u32 size, u32 bytes);
 void cp_async_commit_group();
 void cp_async_wait_group(u32 pending);
 

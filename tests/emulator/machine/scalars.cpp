@@ -66,6 +66,34 @@ void fma_rn_bf16x2(u32& d, u32 x, u32 y, u32 z) {
     };
     d = u32(half(x >> 16, y >> 16, z >> 16)) << 16 | half(x, y, z);
 }
+namespace {
+template <typename Of> u32 of_halves(u32 x, u32 y, Of of) {
+    const auto half = [&](u32 a, u32 b) { return to_f16(float(of(double(from_f16(u16(a))), double(from_f16(u16(b)))))); };
+    return u32(half(x >> 16, y >> 16)) << 16 | half(x, y);
+}
+}  // namespace
+void mul_rn_f16x2(u32& d, u32 x, u32 y) { d = of_halves(x, y, [](double a, double b) { return a * b; }); }
+void add_rn_f16x2(u32& d, u32 x, u32 y) { d = of_halves(x, y, [](double a, double b) { return a + b; }); }
+void sub_rn_f16x2(u32& d, u32 x, u32 y) { d = of_halves(x, y, [](double a, double b) { return a - b; }); }
+// OCP FP8: 4 bits of exponent and 3 of mantissa with NaN as all ones; the upper byte of an f16.
+void cvt_rn_f16x2_e4m3x2(u32& d, u16 x) {
+    const auto one = [](u32 byte) -> u32 {
+        const float magnitude = (byte & 0x78) ? std::ldexp(1.0f + float(byte & 7) / 8.0f, int(byte >> 3 & 15) - 7)
+                                              : std::ldexp(float(byte & 7), -9);
+        return (byte & 0x7f) == 0x7f ? 0x7fff : (byte & 0x80) << 8 | to_f16(magnitude);
+    };
+    d = one(x >> 8) << 16 | one(x & 255);
+}
+void cvt_rn_f16x2_e5m2x2(u32& d, u16 x) { d = u32(x & 0xff00) << 16 | u32(x & 255) << 8; }
+void prmt_b32(u32& d, u32 x, u32 y, u32 selector) {
+    const u64 all = u64(y) << 32 | x;
+    u32 result = 0;
+    for (int n = 0; n < 4; n++) {
+        const u32 digit = selector >> (4 * n) & 15, byte = u32(all >> (digit & 7) * 8) & 255;
+        result |= (digit & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * n);
+    }
+    d = result;
+}
 void ex2_approx_ftz_f32(float& d, float x) { d = flush(std::exp2f(flush(x))); }
 void lg2_approx_ftz_f32(float& d, float x) { d = flush(std::log2f(flush(x))); }
 void rcp_approx_ftz_f32(float& d, float x) { d = flush(1.0f / flush(x)); }
@@ -78,6 +106,11 @@ void max_NaN_f32(float& d, float x, float y) { d = x != x || y != y ? bits<float
 void atom_global_add_u32(u32& old, u32* counter, u32 n) {
     old = *counter;
     *counter += n;
+}
+void atom_add_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 n) { atom_global_add_u32(old, counter, n); }
+void atom_inc_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 last) {
+    old = *counter;
+    *counter = old >= last ? 0 : old + 1;
 }
 
 }  // namespace ptx

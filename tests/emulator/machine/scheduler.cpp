@@ -187,6 +187,8 @@ void maybe_switch(u32 n) {
     if (!_setjmp(self.context)) back_to_machine();
 }
 
+void maybe_let_others() { maybe_switch(16); }
+
 const u32* exchange(const char* what, u32 lanes, u32 word) {
     if (lanes != 0xffffffff) fail("%s among lanes %x: only whole warps are emulated", what, lanes);
     Thread& self = *running;

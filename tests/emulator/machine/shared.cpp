@@ -4,7 +4,8 @@
 #include <cstring>
 
 extern "C" {
-unsigned char shared_memory[16];  // stands for that of every block
+// That of the first block of a cluster; its addresses stand for those in the others.
+alignas(1024) unsigned char shared_memory[ptx::kMaxShared];
 }
 
 namespace ptx {
@@ -13,42 +14,56 @@ namespace {
 enum class State : u8 { unwritten, arriving, holds };
 struct Note {
     State state;
+    u8 words;    // bits of those of 4 bytes that copies of less than 16 bytes are on their way to
     u16 writer;  // thread + 1 of the last ordinary write, or 0
     u32 fences;  // how many fences that thread had passed then
     u16 reader;  // the same of the last ldmatrix, whose answer nobody need have waited for
     u32 reader_fences;
 };
 constexpr u32 kGranule = 16;
-struct Shared {
-    alignas(1024) u8 bytes[kMaxShared];
-    Note notes[kMaxShared / kGranule];
-};
-Shared blocks[kMaxBlocks];
+alignas(1024) u8 others[kMaxBlocks - 1][kMaxShared];
+Note notes[kMaxBlocks][kMaxShared / kGranule];
+
+u8* bytes_of(u32 rank) { return rank == 0 ? shared_memory : others[rank - 1]; }
 
 u8* place(const char* who, u32 rank, u32 address, u32 bytes) {
     if (address < kSharedBase || address + bytes > kSharedBase + u32(kernel.shared_bytes))
         fail("%s of %u bytes at shared address %u: the block has %d bytes from %u on", who, bytes, address,
              kernel.shared_bytes, kSharedBase);
     if (address % bytes && bytes <= 16) fail("%s of %u bytes at shared address %u: not aligned", who, bytes, address);
-    return blocks[rank].bytes + (address - kSharedBase);
+    return bytes_of(rank) + (address - kSharedBase);
 }
 
-Note& note(u32 rank, u32 address) { return blocks[rank].notes[(address - kSharedBase) / kGranule]; }
+Note& note(u32 rank, u32 address) { return notes[rank][(address - kSharedBase) / kGranule]; }
+
+// Whether a copy is on its way to any of some bytes of a granule.
+bool is_arriving(const Note& n, u32 address, u32 bytes) {
+    const u32 first = address % kGranule / 4, last = (address % kGranule + bytes - 1) / 4;
+    return n.state == State::arriving || (n.words >> first & ((1u << (last - first + 1)) - 1)) != 0;
+}
+
+// Whether nothing has been written there: neither through instructions of the machine nor by a pointer.
+bool is_unwritten(const Note& n, const u8* at, u32 bytes) {
+    if (n.state != State::unwritten) return false;
+    for (u32 i = 0; i < bytes; i++)
+        if (at[i] != 0xff) return false;
+    return true;
+}
 
 void load(void* to, u32 address, u32 bytes) {
     maybe_switch(64);
     const u8* from = place("a load", running->rank, address, bytes);
     const Note& n = note(running->rank, address);
-    if (n.state == State::unwritten) fail("a load of shared address %u, which was never written", address);
-    if (n.state == State::arriving) fail("a load of shared address %u while a copy to it is on its way", address);
+    if (is_unwritten(n, from, bytes)) fail("a load of shared address %u, which was never written", address);
+    if (is_arriving(n, address, bytes)) fail("a load of shared address %u while a copy to it is on its way", address);
     std::memcpy(to, from, bytes);
 }
 
 void store(u32 address, const void* from, u32 bytes, Thread& writer) {
     u8* to = place("a store", writer.rank, address, bytes);
     Note& n = note(writer.rank, address);
-    if (n.state == State::arriving) fail("a store to shared address %u while a copy to it is on its way", address);
-    n = {State::holds, u16(writer.number + 1), writer.fences, n.reader, n.reader_fences};
+    if (is_arriving(n, address, bytes)) fail("a store to shared address %u while a copy to it is on its way", address);
+    n = {State::holds, n.words, u16(writer.number + 1), writer.fences, n.reader, n.reader_fences};
     std::memcpy(to, from, bytes);
 }
 
@@ -62,8 +77,8 @@ template <typename T> void store(u32 address, T x) {
 namespace shared {
 void reset() {
     for (int r = 0; r < kernel.cluster; r++) {
-        std::memset(blocks[r].bytes, 0xff, sizeof blocks[r].bytes);  // NaN in every format
-        std::memset(blocks[r].notes, 0, sizeof blocks[r].notes);
+        std::memset(bytes_of(r), 0xff, kMaxShared);  // NaN in every format
+        std::memset(notes[r], 0, sizeof notes[r]);
     }
 }
 }  // namespace shared
@@ -125,8 +140,10 @@ const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes) {
     const u8* from = place(who, rank, address, bytes);
     for (u32 at = address / kGranule * kGranule; at < address + bytes; at += kGranule) {
         const Note& n = note(rank, at);
-        if (n.state == State::unwritten) fail("%s reads shared address %u, which was never written", who, at);
-        if (n.state == State::arriving) fail("%s reads shared address %u while a copy to it is on its way", who, at);
+        const u32 last = at + kGranule < address + bytes ? at + kGranule : address + bytes, first = at < address ? address : at;
+        if (is_unwritten(n, from + (first - address), last - first))
+            fail("%s reads shared address %u, which was never written", who, at);
+        if (n.state == State::arriving || n.words) fail("%s reads shared address %u while a copy to it is on its way", who, at);
         if (n.writer && threads[n.writer - 1].fences == n.fences)
             fail("%s reads shared address %u, where thread %d wrote with no fence.proxy.async after", who, at,
                  n.writer - 1);
@@ -137,20 +154,32 @@ const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes) {
 void begin_async_write(u32 rank, u32 address, u32 bytes, bool ordinary) {
     check_alive("a copy", rank);
     std::memset(place("a copy", rank, address, bytes), 0xff, bytes);
+    if (bytes < kGranule) {
+        Note& n = note(rank, address);
+        if (is_arriving(n, address, bytes)) fail("two copies to shared address %u are on their way", address);
+        n.words |= u8(((1u << bytes / 4) - 1) << address % kGranule / 4);
+        return;
+    }
     for (u32 at = address; at < address + bytes; at += kGranule) {
         Note& n = note(rank, at);
-        if (n.state == State::arriving) fail("two copies to shared address %u are on their way", at);
+        if (n.state == State::arriving || n.words) fail("two copies to shared address %u are on their way", at);
         if (!ordinary && n.writer && threads[n.writer - 1].fences == n.fences)
             fail("a copy to shared address %u, where thread %d wrote with no fence.proxy.async after", at,
                  n.writer - 1);
         if (!ordinary && n.reader && threads[n.reader - 1].fences == n.reader_fences)
             fail("a copy to shared address %u, where thread %d read by ldmatrix with no fence.proxy.async after", at,
                  n.reader - 1);
-        n = {State::arriving, 0, 0, 0, 0};
+        n = {State::arriving, 0, 0, 0, 0, 0};
     }
 }
 
 u8* end_async_write(u32 rank, u32 address, u32 bytes) {
+    if (bytes < kGranule) {
+        Note& n = note(rank, address);
+        n.words &= u8(~(((1u << bytes / 4) - 1) << address % kGranule / 4));
+        n.state = State::holds;
+        return place("a copy", rank, address, bytes);
+    }
     for (u32 at = address; at < address + bytes; at += kGranule) note(rank, at).state = State::holds;
     return place("a copy", rank, address, bytes);
 }

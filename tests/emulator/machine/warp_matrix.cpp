@@ -13,7 +13,7 @@ namespace {
 struct Copy {
     Thread* thread;
     u64 group;
-    u32 to, bytes;
+    u32 to, size;
     u8 content[16];
 };
 std::vector<Copy> copies;
@@ -102,7 +102,7 @@ void act() {
         const Copy c = copies[i];
         copies[i] = copies.back();
         copies.pop_back();
-        std::memcpy(end_async_write(c.thread->rank, c.to, 16), c.content, 16);
+        std::memcpy(end_async_write(c.thread->rank, c.to, c.size), c.content, c.size);
         if (c.thread->waits_for && c.thread->waits_on[1] == kWaitsForCopies) wake(*c.thread);
     }
 }
@@ -111,14 +111,23 @@ void check_done() {
 }
 }  // namespace thread_copies
 
-void cp_async_cg_shared_global_L2__128B(u32 to, const void* from, u32 size, u32 bytes) {
+static void copy(u32 to, const void* from, u32 size, u32 bytes) {
     maybe_switch(64);
-    if (size != 16 || bytes > size) fail("cp.async.cg of %u bytes, %u of them from memory", size, bytes);
-    Copy c = {running, committed[running->number], to, bytes, {}};
+    if (bytes > size) fail("cp.async of %u bytes, %u of them from memory", size, bytes);
+    if (bytes && reinterpret_cast<u64>(from) % size) fail("cp.async of %u bytes from %p: not aligned", size, from);
+    Copy c = {running, committed[running->number], to, size, {}};
     // What is copied does not change while a kernel runs, so it may be read now.
     if (bytes) std::memcpy(c.content, from, bytes);
-    begin_async_write(running->rank, to, 16, true);
+    begin_async_write(running->rank, to, size, true);
     copies.push_back(c);
+}
+void cp_async_cg_shared_global_L2__128B(u32 to, const void* from, u32 size, u32 bytes) {
+    if (size != 16) fail("cp.async.cg of %u bytes", size);
+    copy(to, from, size, bytes);
+}
+void cp_async_ca_shared_global(u32 to, const void* from, u32 size, u32 bytes) {
+    if (size != 4 && size != 8 && size != 16) fail("cp.async.ca of %u bytes", size);
+    copy(to, from, size, bytes);
 }
 void cp_async_commit_group() { committed[running->number]++; }
 void cp_async_wait_group(u32 pending) {

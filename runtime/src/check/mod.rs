@@ -4,14 +4,22 @@
 //! Tensors lie between guard zones of NaN, O and LSE start as NaN, the kernel runs twice: its result must match the
 //! oracle, be the same bytes both times, and nothing but O and LSE may have changed.
 
+mod guarded;
+mod ragged;
+
+pub use ragged::{
+    Index, LengthsBy, LseForm, Most, Part, Queries, RaggedBatch, RaggedCase, RaggedData, ScaleForm, StoreLayout,
+};
+
 use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_of};
 use crate::{
-    Buffer, Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, SideBuffers, Stream,
-    TensorView, Verdict, forward_call, typical_side,
+    Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, SideBuffers, TensorView, Verdict,
+    forward_call, typical_side,
 };
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::SideData;
 use flashtune_codegen::{DType, Problem, Shape};
+use guarded::{Guarded, written};
 use std::fmt;
 use std::sync::Arc;
 
@@ -96,7 +104,7 @@ pub struct CheckCase {
 struct OnDevice {
     name: &'static str,
     host: HostTensor,
-    buffer: Box<dyn Buffer>,
+    memory: Guarded,
 }
 
 /// What one launch wrote.
@@ -139,39 +147,12 @@ impl fmt::Display for CheckReport {
 
 impl OnDevice {
     fn new(device: &dyn Device, name: &'static str, host: HostTensor) -> Result<Self> {
-        let this = Self { name, buffer: device.alloc(host.bytes().len() + 2 * GUARD)?, host };
-        this.upload(device)?;
-        Ok(this)
+        Ok(Self { name, memory: Guarded::new(device, name, host.bytes())?, host })
     }
 
     fn view(&self) -> TensorView {
-        self.host.view_at(self.buffer.address() + GUARD as u64)
+        self.host.view_at(self.memory.address())
     }
-
-    /// Guards and the host's bytes.
-    fn upload(&self, device: &dyn Device) -> Result<()> {
-        let mut bytes = vec![POISON; self.buffer.len()];
-        bytes[GUARD..GUARD + self.host.bytes().len()].copy_from_slice(self.host.bytes());
-        device.upload(&*self.buffer, &bytes)
-    }
-
-    /// The tensor's bytes, or what is wrong with the guards around them.
-    fn download(&self, device: &dyn Device, stream: Stream) -> Result<(Vec<u8>, Option<String>)> {
-        let mut bytes = vec![0; self.buffer.len()];
-        device.download(&*self.buffer, &mut bytes, stream)?;
-        let end = GUARD + self.host.bytes().len();
-        let stray = written(&bytes[..GUARD])
-            .map(|i| format!("{} bytes before {} were written", GUARD - i, self.name))
-            .or_else(|| written(&bytes[end..]).map(|i| format!("{i} bytes after {} were written", self.name)));
-        bytes.truncate(end);
-        bytes.drain(..GUARD);
-        Ok((bytes, stray))
-    }
-}
-
-/// The first byte that is not poison any more.
-fn written(bytes: &[u8]) -> Option<usize> {
-    bytes.iter().position(|b| *b != POISON)
 }
 
 impl CheckCase {
@@ -231,7 +212,8 @@ impl CheckCase {
             let per_row = shape.kv_len as f64 * (problem.head_dim_qk + problem.head_dim_v) as f64;
             sample_rows(shape, ((FULL_CHECK / per_row) as usize).clamp(64, 4096), inputs.seed)
         };
-        let attention = Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)) };
+        let attention =
+            Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)), sequence: 0 };
         let oracle = oracle_of(&q, &k, &v, &attention, &rows);
         let unfused = unfused_rows_of(&q, &k, &v, &attention, &rows);
 
@@ -319,7 +301,7 @@ impl CheckCase {
         }
 
         for input in &self.inputs {
-            let (bytes, guards) = input.download(&*self.device, self.device.stream())?;
+            let (bytes, guards) = input.memory.download(&*self.device, self.device.stream())?;
             let changed = || bytes != input.host.bytes();
             stray = stray.or(guards).or_else(|| changed().then(|| format!("{} was written", input.name)));
         }
@@ -339,16 +321,16 @@ impl CheckCase {
     fn run(&self, module: &dyn Module) -> Result<Outputs> {
         let device = &*self.device;
         let stream = device.stream();
-        device.fill(&*self.o.buffer, POISON)?;
+        self.o.memory.poison(device)?;
         if let Some(lse) = &self.lse {
-            device.fill(&*lse.buffer, POISON)?;
+            lse.memory.poison(device)?;
         }
         self.launch(module)?;
         device.synchronize(stream)?;
-        let (o, mut stray) = self.o.download(device, stream)?;
+        let (o, mut stray) = self.o.memory.download(device, stream)?;
         let mut outputs = Outputs { o, lse: None, stray: None };
         if let Some(lse) = &self.lse {
-            let (bytes, guards) = lse.download(device, stream)?;
+            let (bytes, guards) = lse.memory.download(device, stream)?;
             stray = stray.or(guards);
             outputs.lse = Some(bytes);
         }

@@ -1,0 +1,106 @@
+//! Does a kernel compute a ragged batch? Sequences of different lengths in a store of any layout, with NaN wherever there
+//! is no key.
+
+mod batch;
+mod data;
+mod elements;
+mod expected;
+mod place;
+
+pub use batch::{Index, LengthsBy, LseForm, Most, Queries, RaggedBatch, ScaleForm, StoreLayout};
+use data::Parts;
+pub use data::{Part, RaggedData};
+
+use super::{CheckReport, FULL_CHECK, Guarded};
+use crate::{Device, Error, Module, Result, SideBuffers};
+use flashtune_codegen::Problem;
+use flashtune_codegen::abi::RaggedArgs;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A ragged batch on a device with the results that are expected: computed once, used for many kernels.
+pub struct RaggedCase {
+    device: Arc<dyn Device>,
+    data: RaggedData,
+    memory: BTreeMap<Part, Guarded>,
+    /// What the score program reads; its address is in `args`.
+    _side: Option<SideBuffers>,
+    args: RaggedArgs,
+}
+
+impl RaggedCase {
+    /// Draws the inputs, computes the expected results and uploads.
+    ///
+    /// # Errors
+    /// When the batch does not fit the problem, or the device has no memory.
+    pub fn new(device: Arc<dyn Device>, problem: &Problem, batch: &RaggedBatch) -> Result<Self> {
+        let data = RaggedData::of_sampled(problem, batch, FULL_CHECK)?;
+        let side = problem.program.map(|p| SideBuffers::new(&*device, &p, data.shape(), data.side())).transpose()?;
+        let memory = data.parts().iter().map(|(part, bytes)| Ok((*part, Guarded::new(&*device, part.name(), bytes)?)));
+        let memory = memory.collect::<Result<BTreeMap<Part, Guarded>>>()?;
+        let args = data.args(|part| memory[&part].address());
+        let args = RaggedArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..args };
+        Ok(Self { device, data, memory, _side: side, args })
+    }
+
+    /// The arguments of the case's launch: valid as long as the case lives. O and the log-sum-exp may be overwritten.
+    pub fn args(&self) -> &RaggedArgs {
+        &self.args
+    }
+
+    /// The inputs and what they give.
+    pub fn data(&self) -> &RaggedData {
+        &self.data
+    }
+
+    /// Launches a kernel on the device's own stream.
+    ///
+    /// # Errors
+    /// When the kernel is for another problem, or the launch fails.
+    pub fn launch(&self, module: &dyn Module) -> Result<()> {
+        let kernel = module.kernel();
+        if kernel.problem != self.data.problem {
+            return Err(Error::Device {
+                call: "check",
+                device: self.device.fingerprint().to_string(),
+                message: format!("the kernel computes {}, the inputs are for {}", kernel.problem, self.data.problem),
+                remedy: "check a kernel with inputs of its own problem",
+            });
+        }
+        // SAFETY: the arguments describe buffers that `self` owns.
+        unsafe { self.device.launch_shape(module, self.data.shape(), &self.args, self.device.stream()) }
+    }
+
+    /// Launches a kernel twice and compares: the result must match the oracle, be the same bytes both times, and nothing
+    /// but the rows of sequences may have been written.
+    ///
+    /// # Errors
+    /// When the kernel is for another problem or a device call fails; a wrong result is not an error but a report.
+    pub fn check(&self, module: &dyn Module) -> Result<CheckReport> {
+        let (device, stream) = (&*self.device, self.device.stream());
+        let mut stray: Option<String> = None;
+        let mut outputs = Vec::new();
+        for _ in 0..2 {
+            for (_, memory) in self.memory.iter().filter(|(part, _)| part.is_written()) {
+                memory.poison(device)?;
+            }
+            self.launch(module)?;
+            device.synchronize(stream)?;
+            let mut written = Parts::new();
+            for (part, memory) in &self.memory {
+                let (bytes, guards) = memory.download(device, stream)?;
+                stray = stray.or(guards);
+                if part.is_written() {
+                    written.insert(*part, bytes);
+                } else if bytes != self.data.parts()[part] {
+                    stray = stray.or_else(|| Some(format!("{} was written", part.name())));
+                }
+            }
+            outputs.push(written);
+        }
+        let repeatable = outputs[0] == outputs[1];
+        let lse = outputs[0].get(&Part::Lse).map(Vec::as_slice);
+        let (verdict, besides) = self.data.compare(&outputs[0][&Part::O], lse);
+        Ok(CheckReport { verdict, repeatable, stray: stray.or(besides) })
+    }
+}

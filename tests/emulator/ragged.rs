@@ -1,0 +1,160 @@
+//! Kernels of ragged batches on the emulated machine: every array ends where readable memory ends, NaN lies wherever there
+//! is no key, and thread blocks come in any order.
+
+use crate::cases::address;
+use crate::machine::{Arguments, Buffer, Emulated, Launch};
+use crate::side::Side;
+use crate::{DTYPES, PROGRAMS, search_with, setting, templates};
+use flashtune::codegen::{
+    Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose, Schedule, ShapeBucket,
+    TemplateSet, abi::RaggedArgs,
+};
+use flashtune::runtime::check::{Most, Part, RaggedBatch, RaggedData};
+use flashtune::{DType, Program};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+/// The families, each with an arch for every path that its code has.
+const FAMILIES: [(Family, &[&str]); 1] = [(Family::ForwardNaiveRagged, &["sm_75"])];
+
+/// What a machine of two cores gets through.
+const MOST: Most = Most { sequences: 4, rows: 40, keys: 300, heads: 8 };
+
+/// A kernel of a family, of any legal problem: dims, store, mask, and a program if one is given.
+fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&str>) -> Kernel {
+    const DIMS: [u32; 9] = [16, 40, 64, 72, 96, 128, 136, 192, 256];
+    const ELEMENTS: [KvElement; 6] =
+        [KvElement::Same, KvElement::Same, KvElement::Same, KvElement::E4m3, KvElement::E5m2, KvElement::Int8];
+    let arch = arch.parse().expect("an arch");
+    loop {
+        let dim_qk = *DIMS.choose(rng).expect("not empty");
+        let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
+        let mask = *MaskKind::ALL.choose(rng).expect("not empty");
+        let dtype = if rng.random_bool(0.1) { DType::F32 } else { *DTYPES.choose(rng).expect("not empty") };
+        let element = *ELEMENTS.choose(rng).expect("not empty");
+        let per_token = element != KvElement::Same && rng.random();
+        let store = KvStore {
+            element,
+            scales: if per_token { KvScales::PerToken } else { KvScales::PerHead },
+            v_columns: rng.random_bool(0.15),
+        };
+        let mut problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).expect("a legal problem");
+        problem = problem.with_kv(KvKind::Ragged(store));
+        if let Some(text) = program {
+            problem = problem.with_program(Program::parse(text).expect("a program"));
+        }
+        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, window: 0 };
+        let Ok(default) = Schedule::default_for(family, &problem, arch, &bucket) else { continue };
+        let space = Schedule::space(family, &problem, arch);
+        let schedule = if rng.random_bool(0.3) { default } else { *space.choose(rng).unwrap_or(&default) };
+        let kernel = Kernel { problem, schedule, arch };
+        if kernel.check().is_ok() {
+            return kernel;
+        }
+    }
+}
+
+/// Runs batches on a kernel. What goes wrong comes back with what is needed to see it again.
+pub fn try_ragged(
+    kernel: &Kernel,
+    templates: &TemplateSet,
+    batches: u64,
+    seed: u64,
+    batch: impl Fn(&mut StdRng) -> RaggedBatch,
+) -> Result<(), String> {
+    let mut emulated = Emulated::build(kernel, templates).map_err(|e| format!("{}: {e}", kernel.name()))?;
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut tried = 0;
+    while tried < batches {
+        let batch = batch(&mut rng);
+        let data = RaggedData::new(&kernel.problem, &batch).map_err(|e| format!("{batch}: {e}"))?;
+        if kernel.schedule.family().purpose() == Purpose::Fast && !data.is_aligned() {
+            continue;
+        }
+        tried += 1;
+        // Shares of the keys follow from the number of multiprocessors, and bits from the shares.
+        let units = rng.random_range(1..=5);
+        let mut first = None;
+        for _ in 0..2 {
+            let seed = rng.random();
+            let o = run(&data, kernel, &mut emulated, seed, units)
+                .map_err(|e| format!("{} on {units} units, seed {seed}, {{{batch}}}: {e}", kernel.name()))?;
+            if first.as_ref().is_some_and(|first| *first != o) && data.is_finite() {
+                return Err(format!("{} {{{batch}}}: not the same bits in two runs", kernel.name()));
+            }
+            first = Some(o);
+        }
+    }
+    Ok(())
+}
+
+/// One launch on so many multiprocessors; returns O.
+fn run(data: &RaggedData, kernel: &Kernel, emulated: &mut Emulated, seed: u64, units: u32) -> Result<Vec<u8>, String> {
+    let shape = data.shape();
+    if shape.is_empty() {
+        return Ok(Vec::new());
+    }
+    let parts: Vec<Part> = data.parts().keys().copied().collect();
+    let mut memory: Vec<Vec<u8>> = data.parts().values().cloned().collect();
+    let number = |part| parts.iter().position(|p| *p == part).expect("it is there");
+    let args = data.args(|part| address(number(part) as u64, memory[number(part)].len()));
+    let mut side = Side::default();
+    if let Some(program) = kernel.problem.program {
+        side = Side::new(&program, shape, data.side(), parts.len() as u64)?;
+    }
+    let plan = kernel.plan(shape).map_err(|e| e.to_string())?;
+    let main = *plan.main().ok_or("nothing to launch")?;
+    let blocks = main.blocks(units);
+    // Counters of zero, and behind them what nobody may rely on.
+    let [counters, partial] = plan.split_keys(blocks).unwrap_or_default().map(|bytes| bytes as usize);
+    let mut scratch = vec![0u8; counters];
+    scratch.resize(counters + partial, 0xff);
+    let scratch_at = address((parts.len() + side.tensors.len()) as u64, scratch.len());
+    let launch = Launch {
+        seed,
+        prelude: ([0; 2], [0; 2]),
+        grid: blocks,
+        threads: main.threads,
+        smem_bytes: main.smem_bytes,
+        args: Arguments::Ragged(RaggedArgs { scratch: if scratch.is_empty() { 0 } else { scratch_at }, ..args }),
+        any_order: true,
+        hopper: None,
+        side: side.table,
+    };
+    let own = memory.iter_mut().zip(&parts).map(|(bytes, part)| (&mut bytes[..], part.is_written()));
+    let tables = side.tensors.iter_mut().map(|bytes| (&mut bytes[..], false));
+    let mut buffers: Vec<Buffer> = (own.chain(tables).chain([(&mut scratch[..], true)]).enumerate())
+        .map(|(i, (bytes, written))| Buffer { address: address(i as u64, bytes.len()), bytes, written })
+        .collect();
+    emulated.run(&launch, &mut buffers)?;
+    if let Some(left) = scratch[..counters].iter().position(|x| *x != 0) {
+        return Err(format!("byte {left} of the scratch memory's counters is left at {}", scratch[left]));
+    }
+    let lse = parts.contains(&Part::Lse).then(|| &memory[number(Part::Lse)][..]);
+    let o = &memory[number(Part::O)];
+    let (verdict, stray) = data.compare(o, lse);
+    match stray {
+        _ if !verdict.passed() => Err(verdict.to_string()),
+        Some(stray) => Err(stray),
+        None => Ok(o.clone()),
+    }
+}
+
+/// Every second kernel with a score program. `EMULATE_FAMILY` is the only family that is tried, by its name.
+#[test]
+fn ragged_batches() {
+    let only = std::env::var("EMULATE_FAMILY").ok();
+    let families = FAMILIES.iter().filter(|(family, _)| only.as_ref().is_none_or(|name| family.name() == name));
+    let paths: Vec<(Family, &str)> = families.flat_map(|(f, archs)| archs.iter().map(|arch| (*f, *arch))).collect();
+    assert!(!paths.is_empty(), "EMULATE_FAMILY is none of {FAMILIES:?}");
+    let templates = templates();
+    search_with(6 * paths.len() as u64, |number| {
+        let mut rng = StdRng::seed_from_u64(5000 + number);
+        let (family, arch) = paths[number as usize % paths.len()];
+        let program = number.is_multiple_of(2).then(|| PROGRAMS[number as usize * 11 % PROGRAMS.len()]);
+        let kernel = random_kernel(&mut rng, family, arch, program);
+        let batches = setting("EMULATE_CASES").unwrap_or(8);
+        try_ragged(&kernel, &templates, batches, number, |rng| RaggedBatch::random(&kernel.problem, MOST, rng.random()))
+    });
+}
