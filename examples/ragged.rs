@@ -14,7 +14,9 @@ use flashtune::codegen::{
 };
 use flashtune::runtime::compile::{compile_with, compiler_for};
 use flashtune::runtime::{Buffer, CudaDevice, Device, Module};
-use flashtune::{DType, Distribution, HostTensor, Layout, Mask, MaskKind, Problem, Shape, TEMPLATES_VARIABLE, read_templates};
+use flashtune::{
+    DType, Distribution, HostTensor, Layout, Mask, MaskKind, Problem, Shape, TEMPLATES_VARIABLE, read_templates,
+};
 use std::sync::Arc;
 
 type Answer<T> = Result<T, Box<dyn std::error::Error>>;
@@ -45,7 +47,8 @@ fn compile(arch: &str) -> Answer<()> {
             for dim in [64, 128, 256] {
                 for rows in [1, 8, 16, 512] {
                     let problem = Problem::forward(dtype, dim, MaskKind::CAUSAL)?.with_kv(store(element, scales));
-                    let shape = Shape { batch: 8, heads: 32, kv_heads: 8, q_len: rows, kv_len: 8192, mask: Mask::Causal };
+                    let shape =
+                        Shape { batch: 8, heads: 32, kv_heads: 8, q_len: rows, kv_len: 8192, mask: Mask::Causal };
                     let family = Family::ForwardSm80Ragged;
                     let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::of(&shape))?;
                     let kernel = Kernel { problem, schedule, arch };
@@ -163,10 +166,7 @@ fn bench(filter: &str, schedules: &[String]) -> Answer<()> {
         let of: Vec<u32> = lengths.iter().map(|n| n.div_ceil(page)).collect();
         let pages: u32 = of.iter().sum();
         let page_bytes = u64::from(page) * u64::from(*kv_heads) * u64::from(*dim) * bytes;
-        let keys: u64 = lengths
-            .iter()
-            .map(|&n| u64::from(mask.window().0.map_or(n, |left| n.min(left + q_len))))
-            .sum();
+        let keys: u64 = lengths.iter().map(|&n| u64::from(mask.window().0.map_or(n, |left| n.min(left + q_len)))).sum();
         let read = 2 * keys * u64::from(*kv_heads) * u64::from(*dim) * bytes;
         let layers = (COLD_BYTES.div_ceil(2 * u64::from(pages) * page_bytes)).clamp(1, 16) as usize;
         let layers = layers.max(2);
@@ -241,7 +241,10 @@ fn bench(filter: &str, schedules: &[String]) -> Answer<()> {
         let numbers = |buffer: &dyn Buffer| -> Answer<Vec<f32>> {
             let mut bytes = vec![0; buffer.len()];
             device.download(buffer, &mut bytes, stream)?;
-            Ok(bytes.chunks_exact(2).map(|b| f32::from_bits(u32::from(u16::from_ne_bytes([b[0], b[1]])) << 16)).collect())
+            Ok(bytes
+                .chunks_exact(2)
+                .map(|b| f32::from_bits(u32::from(u16::from_ne_bytes([b[0], b[1]])) << 16))
+                .collect())
         };
         // SAFETY: all addresses are those of buffers that live on, of the sizes that the arguments say.
         unsafe { device.launch_shape(&*naive, &shape, &RaggedArgs { o: expected.address(), ..args(0) }, stream)? };

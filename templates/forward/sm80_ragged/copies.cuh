@@ -27,20 +27,23 @@ struct Copies {
         const TileBlocks all = tile_blocks(args, s, sequence, tile);
         const int units = all.units();
         const int share = int(min_of<i64>(end - unit, units - first_unit));
-        next_block = all.begin + first_unit * kKeyWarps + team;
-        end_block = min_of(all.begin + (first_unit + share) * kKeyWarps, all.end);
+        const int from = max_of(first_unit - kTileUnits, 0), to = max_of(first_unit + share - kTileUnits, 0);
+        next_block = all.begin + from * kKeyWarps + team;
+        end_block = min_of(all.begin + to * kKeyWarps, all.end);
         k = (const u8*)args.k + kv_head * args.k_stride[2] * kCacheBytes;
         v = (const u8*)args.v + kv_head * args.v_stride[2] * kCacheBytes;
         if (threadIdx.x % kTeamThreads == 0) {
-            const i64 from = unit - first_unit;
+            const i64 tile_unit = unit - first_unit;
             Share& to = share_at(team, slot);
             to.sequence = sequence, to.kv_head = kv_head, to.tile = tile;
             to.rows = int(min_of<i64>(kRows, i64(s.q_len) * group_of(args) - i64(tile) * kRows));
             to.q_len = s.q_len, to.kv_len = s.kv_len, to.q_row = s.q_row;
             to.window_left = s.window_left, to.window_right = s.window_right;
             to.units = share;
-            to.first = owner_of(from, total, blocks);
-            to.pieces = owner_of(from + units - 1, total, blocks) - to.first + 1;
+            // Two divisions of 64 bits, for the two tiles at most that others have a part in.
+            const bool whole = share == units;
+            to.first = whole ? int(blockIdx.x) : owner_of(tile_unit, total, blocks);
+            to.pieces = whole ? 1 : owner_of(tile_unit + units - 1, total, blocks) - to.first + 1;
             to.nth = int(blockIdx.x) - to.first;
         }
         slot = slot + 1 == kShareSlots ? 0 : slot + 1;
@@ -84,33 +87,20 @@ struct Copies {
     struct Places {
         i64 offset[kLookups];  // bytes from the head's first
         i64 scale[kLookups];   // elements from the head's first scale
-        u32 exist[kLookups];   // bits of the keys that are there
     };
-    __device__ __forceinline__ Places places(const KernelArgs& args, int block, const int* table, const i64 (&stride)[4],
-                                             const i64 (&scale_stride)[3], u32 (&bad)[2]) const {
+    __device__ __forceinline__ static Places places(const int (&id)[kLookups], const int (&token)[kLookups], const i64 (&stride)[4],
+                                                    const i64 (&scale_stride)[3]) {
         Places p;
 #pragma unroll
         for (int i = 0; i < kLookups; i++) {
-            const int key = block * kBlockKV + i * 32 + int(threadIdx.x) % 32;
-            const bool within = key < s.kv_len && (kBlockKV >= 32 || threadIdx.x % 32 < kBlockKV);
-            int id = -1;
-            p.offset[i] = p.scale[i] = 0;
-            if (within) {
-                const PageOf at = page_of(args, s.first + key);
-                id = page_id(args, table, s, at.page);
-                if (id >= 0) {
-                    p.offset[i] = (id * stride[0] + at.token * stride[1]) * kCacheBytes;
-                    if (kScalePerToken) p.scale[i] = id * scale_stride[0] + at.token * scale_stride[2];
-                }
-            }
-            p.exist[i] = __ballot_sync(0xffffffff, id >= 0);
-            bad[i] |= __ballot_sync(0xffffffff, within && id < 0);
+            p.offset[i] = (id[i] * stride[0] + token[i] * stride[1]) * kCacheBytes;
+            if (kScalePerToken) p.scale[i] = id[i] * scale_stride[0] + token[i] * scale_stride[2];
         }
         return p;
     }
 
     template <typename Tile>
-    __device__ __forceinline__ void copy(u32 to, const u8* from, i64 chunk_stride, const Places& p) const {
+    __device__ __forceinline__ void copy(u32 to, const u8* from, i64 chunk_stride, const Places& p, const u32 (&there)[kLookups]) const {
         using S = typename Tile::template Share<kTeamThreads>;
         const int thread = threadIdx.x % kTeamThreads;
         const int chunk0 = thread % S::kAcross, row0 = thread / S::kAcross;
@@ -118,10 +108,10 @@ struct Copies {
         for (int r = 0; r < kBlockKV; r += S::kDown) {
             const int row = r + row0;
             i64 offset = __shfl_sync(0xffffffff, p.offset[0], row % 32);
-            u32 exist = p.exist[0];
+            u32 exist = there[0];
             if constexpr (kLookups > 1) {
                 const i64 upper = __shfl_sync(0xffffffff, p.offset[1], row % 32);
-                if (row >= 32) offset = upper, exist = p.exist[1];
+                if (row >= 32) offset = upper, exist = there[1];
             }
             const bool exists = exist >> row % 32 & 1;
             if (kBlockKV % S::kDown == 0 || row < kBlockKV) {
@@ -136,12 +126,12 @@ struct Copies {
     }
 
     // Scales of tokens, 4 bytes each.
-    __device__ __forceinline__ void copy_scales(u32 to, const float* from, const Places& p) const {
+    __device__ __forceinline__ void copy_scales(u32 to, const float* from, const Places& p, const u32 (&there)[kLookups]) const {
 #pragma unroll
         for (int i = 0; i < kLookups; i++) {
             const int key = i * 32 + int(threadIdx.x) % 32;
             if (key < kBlockKV && threadIdx.x % kTeamThreads < 32) {
-                cp_async_4(to + key * 4, from + p.scale[i], p.exist[i] >> threadIdx.x % 32 & 1);
+                cp_async_4(to + key * 4, from + p.scale[i], there[i] >> threadIdx.x % 32 & 1);
             }
         }
     }
@@ -150,11 +140,26 @@ struct Copies {
         const u32 base = smem_address(&step_at(0, 0)) - Layout::kSteps;
         const u32 to = base + Layout::ring(team) + stage * Layout::kStageBytes;
         const u32 scales = base + Layout::scales(team, stage);
-        Places p = places(args, block, args.k_table, args.k_stride, args.k_scale_stride, bad);
-        copy<TileK>(to, k, args.k_stride[3] * kCacheBytes, p);
-        if (kScalePerToken) copy_scales(scales, args.k_scale + kv_head * args.k_scale_stride[1], p);
-        p = places(args, block, args.v_table, args.v_stride, args.v_scale_stride, bad);
-        copy<TileV>(to + Layout::kBytesK, v, 16, p);
-        if (kScalePerToken) copy_scales(scales + kBlockKV * 4, args.v_scale + kv_head * args.v_scale_stride[1], p);
+        int k_id[kLookups], v_id[kLookups], token[kLookups];
+        u32 there[kLookups];  // bits of the keys that are there, K and V
+#pragma unroll
+        for (int i = 0; i < kLookups; i++) {
+            const int key = block * kBlockKV + i * 32 + int(threadIdx.x) % 32;
+            const bool within = key < s.kv_len && (kBlockKV >= 32 || threadIdx.x % 32 < kBlockKV);
+            k_id[i] = v_id[i] = -1, token[i] = 0;
+            if (within) {
+                const PageOf at = page_of(args, s.first + key);
+                k_id[i] = page_id(args, args.k_table, s, at.page), token[i] = at.token;
+                v_id[i] = args.v_table == args.k_table ? k_id[i] : page_id(args, args.v_table, s, at.page);
+            }
+            there[i] = __ballot_sync(0xffffffff, k_id[i] >= 0 && v_id[i] >= 0);
+            bad[i] = __ballot_sync(0xffffffff, within) & ~there[i];
+        }
+        Places p = places(k_id, token, args.k_stride, args.k_scale_stride);
+        copy<TileK>(to, k, args.k_stride[3] * kCacheBytes, p, there);
+        if (kScalePerToken) copy_scales(scales, args.k_scale + kv_head * args.k_scale_stride[1], p, there);
+        p = places(v_id, token, args.v_stride, args.v_scale_stride);
+        copy<TileV>(to + Layout::kBytesK, v, 16, p, there);
+        if (kScalePerToken) copy_scales(scales + kBlockKV * 4, args.v_scale + kv_head * args.v_scale_stride[1], p, there);
     }
 };

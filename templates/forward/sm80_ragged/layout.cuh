@@ -16,16 +16,12 @@ struct Step {
     int last;      // whether it is the team's last of a share
 };
 
-// Columns of O that are merged at once: with all rows and teams no more than the merge has.
-constexpr int kMergeFloats = 6144;
-constexpr int merge_columns() {
-    int columns = round_up(kHeadDimV, 16);
-    while (columns > 16 && columns * kRows * kKeyWarps > kMergeFloats) columns = round_up(columns / 2, 16);
-    return columns;
-}
-constexpr int kMergeColumns = merge_columns();
-// Eight rows of a warp lie on different banks.
-constexpr int kMergePitch = kMergeColumns + 8;
+// Rows of O that are merged at once: as many as have room with those of all teams. Eight rows of a warp lie on different
+// banks.
+constexpr int kPieceColumns = round_up(kHeadDimV, 16);
+constexpr int kMergePitch = kPieceColumns + 8;
+constexpr int kMergeFloats = max_of(6144, kKeyWarps * kMergePitch);
+constexpr int kMergeRows = kMergeFloats / (kKeyWarps * kMergePitch);
 
 struct Layout {
     static constexpr u32 kBytesK = kBlockKV * TileK::kPitch, kBytesV = kBlockKV * TileV::kPitch;
@@ -38,7 +34,7 @@ struct Layout {
     static constexpr u32 kSums = kShares + kKeyWarps * kShareSlots * sizeof(Share);
     static constexpr u32 kMerged = kSums + kKeyWarps * kRows * 8;
     static constexpr u32 kMerge = (kMerged + kRows * 8 + 16 + 15) / 16 * 16;
-    static constexpr u32 kBytes = kMerge + max_of<int>(kMergePitch * kRows * kKeyWarps, kMergeFloats) * 4;
+    static constexpr u32 kBytes = kMerge + kMergeFloats * 4;
 
     static __device__ __forceinline__ u32 ring(int team) { return team * kRing; }
     static __device__ __forceinline__ u32 scales(int team, int stage) {

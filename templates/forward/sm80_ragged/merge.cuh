@@ -4,8 +4,6 @@
 // Scratch memory: a counter for each thread block, of the tile that begins in it; behind them two pieces for each, of
 // the tile that began before it (0), and of the one that ends behind it (1).
 
-// The whole tile's: references in units of log2, sums, and columns of O.
-constexpr int kPieceColumns = round_up(kHeadDimV, 16);
 constexpr int kCounterBytes = @{ counter_bytes }@;
 constexpr int kPieceFloats = kRows * (kPieceColumns + 2);
 static_assert(2 * kPieceFloats * 4 == @{ piece_bytes }@, "the scratch memory of a thread block");
@@ -161,41 +159,42 @@ __device__ __forceinline__ void merge(const KernelArgs& args, u32, int team, con
     }
     const bool whole = share.pieces == 1;
     float* const piece = whole ? nullptr : piece_at(args, blockIdx.x, share.nth == 0);
-#pragma unroll
-    for (int from = 0; from < kPieceColumns; from += kMergeColumns) {
+    constexpr int kWidth = kPieceColumns / 4;  // of a row, in steps of four columns
+    for (int from = 0; from < share.rows; from += kMergeRows) {
+        const int some = min_of(kMergeRows, share.rows - from);
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float* const to = merge_floats() + (team * kRows + rows.first_row + i * 16 + h * 8 + lane / 4) * kMergePitch;
+                const int row = rows.first_row + i * 16 + h * 8 + lane / 4 - from;
+                if (row < 0 || row >= some) continue;
+                float* const to = merge_floats() + (team * kMergeRows + row) * kMergePitch;
 #pragma unroll
                 for (int j = 0; j < kOTiles; j++) {
-                    // Columns of a tile are of one chunk of columns: both are multiples of 16.
-                    if (j * 8 / 16 * 16 < from || j * 8 >= from + kMergeColumns) continue;
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         // A sum without weight may be NaN.
-                        to[column_of(j, e) - from] = own[i][h] == 0.0f ? 0.0f : o[i][j][2 * h + e] * own[i][h];
+                        if (kOTiles * 8 == kPieceColumns || column_of(j, e) < kPieceColumns) {
+                            to[column_of(j, e)] = own[i][h] == 0.0f ? 0.0f : o[i][j][2 * h + e] * own[i][h];
+                        }
                     }
                 }
             }
         }
         __syncthreads();
-        constexpr int kWidth = kMergeColumns / 4;
-        for (int i = threadIdx.x; i < share.rows * kWidth; i += kThreads) {
-            const int r = i / kWidth, column = from + i % kWidth * 4;
-            if (column >= kPieceColumns) continue;
-            const float* at = merge_floats() + r * kMergePitch + i % kWidth * 4;
+        for (int i = threadIdx.x; i < some * kWidth; i += kThreads) {
+            const int r = i / kWidth, column = i % kWidth * 4;
+            const float* at = merge_floats() + r * kMergePitch + column;
             float4 sum = *(const float4*)at;
 #pragma unroll
             for (int n = 1; n < kKeyWarps; n++) {
-                const float4 x = *(const float4*)(at + n * kRows * kMergePitch);
+                const float4 x = *(const float4*)(at + n * kMergeRows * kMergePitch);
                 sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
             }
             if (whole) {
-                write_row(args, share, r, column, sum, merged_sums()[r]);
+                write_row(args, share, from + r, column, sum, merged_sums()[from + r]);
             } else {
-                *(float4*)(piece + r * kPieceColumns + column) = sum;
+                *(float4*)(piece + (from + r) * kPieceColumns + column) = sum;
             }
         }
         __syncthreads();

@@ -1,11 +1,13 @@
 // What a thread block computes: a range of units, each of kKeyWarps key blocks of one tile. A tile is up to kRows rows
 // of one KV head of one sequence; rows of the heads that share it lie side by side, head by head within a query.
 //
-//   units in order: sequence, KV head, row tile, key blocks
+//   units in order: sequence, KV head, row tile, what a tile costs beside its keys, key blocks
 //   thread block c of G takes units [U c / G, U (c + 1) / G) of all U: at most one tile that began before, whole tiles,
 //   and one that ends behind.
 //
-// A tile without keys is one unit: its rows are written.
+// A tile costs as much as kTileUnits units of keys before its first one (Q, and the merge at its end): without them thread
+// blocks with many short sequences took twice as long as others.
+constexpr int kTileUnits = @{ tile_units }@;
 
 struct Range {
     i64 begin, end, total;
@@ -35,7 +37,7 @@ __device__ __forceinline__ int tiles_of(const RaggedArgs& args, const Sequence& 
 // The key blocks that a tile visits: those before and behind are seen by none of its rows.
 struct TileBlocks {
     int begin, end;
-    __device__ __forceinline__ int units() const { return max_of(1, (end - begin + kKeyWarps - 1) / kKeyWarps); }
+    __device__ __forceinline__ int units() const { return kTileUnits + (end - begin + kKeyWarps - 1) / kKeyWarps; }
 };
 __device__ __forceinline__ TileBlocks tile_blocks(const KernelArgs& args, const Sequence& s, int b, int tile) {
     const int group = group_of(args);

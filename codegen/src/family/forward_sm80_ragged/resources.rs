@@ -21,14 +21,6 @@ fn pitch(dim: u32, problem: &Problem) -> u32 {
 /// Floats that the merge has at least.
 const MERGE_FLOATS: u32 = 6144;
 
-fn merge_columns(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
-    let mut columns = problem.head_dim_v.next_multiple_of(16);
-    while columns > 16 && columns * s.rows() * s.key_warps > MERGE_FLOATS {
-        columns = (columns / 2).next_multiple_of(16);
-    }
-    columns
-}
-
 fn smem_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
     let stage = s.block_kv * (pitch(problem.head_dim_qk, problem) + pitch(problem.head_dim_v, problem));
     let per_token = problem
@@ -38,7 +30,7 @@ fn smem_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
     let scales = if per_token { 8 * s.block_kv } else { 0 };
     let rings = s.key_warps * s.stages * (stage + scales + STEP) + s.key_warps * (s.stages + 1) * SHARE;
     let merge = (rings + s.key_warps * s.rows() * 8 + s.rows() * 8 + 16).next_multiple_of(16);
-    merge + 4 * ((merge_columns(s, problem) + 8) * s.rows() * s.key_warps).max(MERGE_FLOATS)
+    merge + 4 * (s.key_warps * (problem.head_dim_v.next_multiple_of(16) + 8)).max(MERGE_FLOATS)
 }
 
 /// Bytes of what is noted of a step and of a share.
