@@ -6,8 +6,8 @@ use crate::machine::{Arguments, Buffer, Emulated, Launch};
 use crate::side::Side;
 use crate::{DTYPES, PROGRAMS, search_with, setting, templates};
 use flashtune::codegen::{
-    Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose, Schedule, ShapeBucket,
-    TemplateSet, abi::RaggedArgs,
+    Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose, SPLIT_COUNTER_BYTES, Schedule,
+    ShapeBucket, TemplateSet, abi::RaggedArgs,
 };
 use flashtune::runtime::check::{Most, Part, RaggedBatch, RaggedData};
 use flashtune::{DType, Program};
@@ -16,7 +16,8 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
 /// The families, each with an arch for every path that its code has.
-const FAMILIES: [(Family, &[&str]); 1] = [(Family::ForwardNaiveRagged, &["sm_75"])];
+const FAMILIES: [(Family, &[&str]); 2] =
+    [(Family::ForwardNaiveRagged, &["sm_75"]), (Family::ForwardSm80Ragged, &["sm_80", "sm_90a"])];
 
 /// What a machine of two cores gets through.
 const MOST: Most = Most { sequences: 4, rows: 40, keys: 300, heads: 8 };
@@ -107,9 +108,10 @@ fn run(data: &RaggedData, kernel: &Kernel, emulated: &mut Emulated, seed: u64, u
     let main = *plan.main().ok_or("nothing to launch")?;
     let blocks = main.blocks(units);
     // Counters of zero, and behind them what nobody may rely on.
-    let [counters, partial] = plan.split_keys(blocks).unwrap_or_default().map(|bytes| bytes as usize);
+    let bytes = plan.split_keys(units).unwrap_or(0) as usize;
+    let counters = bytes.min(SPLIT_COUNTER_BYTES as usize);
     let mut scratch = vec![0u8; counters];
-    scratch.resize(counters + partial, 0xff);
+    scratch.resize(bytes, 0xff);
     let scratch_at = address((parts.len() + side.tensors.len()) as u64, scratch.len());
     let launch = Launch {
         seed,
