@@ -176,11 +176,12 @@ fn bench(filter: &str, schedules: &[String]) -> Answer<()> {
             KvElement::Same => host.bytes().to_vec(),
             _ => host.bytes().iter().map(|b| b & 0xb7).collect(),
         };
+        let size = (u64::from(pages) * page_bytes) as usize;
+        let mut all = noise.repeat(size.div_ceil(noise.len()));
+        all.truncate(size);
         let stores = (0..2 * layers)
             .map(|_| {
-                let size = (u64::from(pages) * page_bytes) as usize;
                 let buffer = device.alloc(size)?;
-                let all: Vec<u8> = noise.iter().copied().cycle().take(size).collect();
                 device.upload(&*buffer, &all)?;
                 Ok(buffer)
             })
