@@ -5,14 +5,17 @@ use super::context::{Context, table};
 use super::exit::{Failed, usage};
 use super::lists::{MaskChoice, Masks, ScoreChange, joined};
 use super::progress;
+use super::ragged_sweep;
 use super::sweep::{self, Effort, Failure};
 use super::weights;
 use anyhow::Result;
+use flashtune::Problem;
 use flashtune::cache::{Artifact, ArtifactFiles};
 use flashtune::codegen::score::{Program, ProgramRef};
-use flashtune::codegen::{Arch, Kernel, TemplateSet};
-use flashtune::runtime::{self, CheckCase, CheckInputs, Compiler, Device, Module, Poison, compile};
-use flashtune::{Problem, Shape};
+use flashtune::codegen::{Arch, Family, Kernel, Purpose, TemplateSet};
+use flashtune::runtime::{
+    self, CheckCase, CheckInputs, CheckReport, Compiler, Device, Module, Poison, RaggedCase, compile,
+};
 use rayon::prelude::*;
 use serde_json::json;
 use std::io::Write;
@@ -92,8 +95,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let family = args.family.as_deref().map(family_named).transpose()?;
     let mut work: Vec<(usize, Problem, Vec<Kernel>)> = Vec::new();
     let program = program(&args)?;
-    for (nth, problem) in sweep::problems(effort).into_iter().enumerate() {
-        let problem = problem.with_program(program.clone());
+    let dense = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone()));
+    let ragged = ragged_sweep::problems(effort, &program);
+    for (nth, problem) in dense.enumerate().chain(ragged.into_iter().enumerate()) {
         if named(&args.problem, problem.to_string()) {
             let mut kernels = sweep::kernels(&problem, arch, schedules, family);
             kernels.retain(|k| named(&args.kernel, k.name()));
@@ -103,7 +107,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
     }
     if work.is_empty() {
-        let names: Vec<_> = sweep::problems(effort).iter().map(Problem::to_string).collect();
+        let ragged = ragged_sweep::problems(effort, &program);
+        let names: Vec<_> = sweep::problems(effort).iter().chain(&ragged).map(Problem::to_string).collect();
         return Err(usage(format!(
             "no kernel of the sweep matches; leave out --kernel and --family, or give --problem a part of one of {}",
             names.join(", ")
@@ -130,8 +135,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         for (nth, problem, kernels) in group {
             let ready: Vec<Prepared> = prepared.by_ref().take(kernels.len()).collect();
             bar.set_message(problem.to_string());
-            let cases = sweep::cases(problem, effort, *nth, args.seed);
-            check_problem(&device, problem, &cases, &ready, &mut tally)?;
+            check_problem(&device, problem, (effort, *nth, args.seed), &ready, &mut tally)?;
             bar.inc(kernels.len() as u64);
         }
     }
@@ -203,7 +207,7 @@ fn prepare(
 fn check_problem(
     device: &Arc<dyn Device>,
     problem: &Problem,
-    cases: &[(Shape, CheckInputs)],
+    (effort, nth, seed): (Effort, usize, u64),
     kernels: &[Prepared],
     tally: &mut Tally,
 ) -> Result<()> {
@@ -218,23 +222,38 @@ fn check_problem(
             }
         }
     }
-    for (shape, inputs) in cases {
-        let case = CheckCase::typical(device.clone(), problem, shape, inputs)?;
-        for (kernel, module) in &modules {
+    let mut modules_that = |can: &dyn Fn(Family) -> bool,
+                            [shape, inputs]: [&str; 2],
+                            check: &dyn Fn(&dyn Module) -> runtime::Result<CheckReport>| {
+        for (kernel, module) in modules.iter().filter(|(kernel, _)| can(kernel.schedule.family())) {
             tally.checks += 1;
-            match case.check(&***module) {
+            match check(&***module) {
                 Ok(report) => {
                     let ratio = report.verdict.worst_ratio;
                     if ratio > tally.worst.0 {
                         tally.worst = (ratio, format!("{} {shape}", kernel.name()));
                     }
                     if !report.passed() {
-                        tally.fail(kernel, &shape.to_string(), &describe(inputs), report.to_string());
+                        tally.fail(kernel, shape, inputs, report.to_string());
                     }
                 }
-                Err(e) => tally.fail(kernel, &shape.to_string(), &describe(inputs), e.to_string()),
+                Err(e) => tally.fail(kernel, shape, inputs, e.to_string()),
             }
         }
+    };
+    if problem.kv.is_dense() {
+        for (shape, inputs) in sweep::cases(problem, effort, nth, seed) {
+            let case = CheckCase::typical(device.clone(), problem, &shape, &inputs)?;
+            modules_that(&|_| true, [&shape.to_string(), &describe(&inputs)], &|module| case.check(module));
+        }
+        return Ok(());
+    }
+    for batch in ragged_sweep::batches(problem, effort, nth, seed) {
+        let case = RaggedCase::new(device.clone(), problem, &batch)?;
+        // Fast kernels take whole vectors of 16 bytes; calls with others are not given to them.
+        let can = |family: Family| case.data().is_aligned() || family.purpose() == Purpose::Plain;
+        let shape = case.data().shape().to_string();
+        modules_that(&can, [&shape, &batch.to_string()], &|module| case.check(module));
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ mod list;
 mod lists;
 mod merge;
 mod progress;
+mod ragged_sweep;
 mod relink;
 mod report;
 mod run;

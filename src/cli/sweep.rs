@@ -64,14 +64,10 @@ pub fn problems(effort: Effort) -> Vec<Problem> {
 /// The kernels that are checked for a problem: the default one of every family, and some others of the searched space,
 /// evenly spread over it. The same ones every time. Of one family alone when it is named.
 pub fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<Family>) -> Vec<Kernel> {
-    let bucket = ShapeBucket::of(&Shape {
-        batch: 2,
-        heads: 4,
-        kv_heads: 2,
-        q_len: 256,
-        kv_len: 256,
-        mask: representative(problem.mask),
-    });
+    // Ragged batches are mostly steps of decoders.
+    let [q_len, kv_len] = if problem.kv.is_dense() { [256, 256] } else { [1, 1024] };
+    let bucket =
+        ShapeBucket::of(&Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len, mask: representative(problem.mask) });
     let mut kernels: Vec<Kernel> = Vec::new();
     let families = match family {
         Some(family) => vec![family],

@@ -1,0 +1,103 @@
+//! What `flashtune check` goes through for kernels of ragged batches: problems with every kind of store, and batches.
+
+use super::sweep::Effort;
+use flashtune::codegen::{KvElement, KvKind, KvScales, KvStore};
+use flashtune::runtime::check::{Most, RaggedBatch};
+use flashtune::{DType, MaskKind, Problem, Program};
+
+/// Masks, changes of the score and sinks: bounds from scalars and tensors, of sequences, heads, rows and keys.
+const PROGRAMS: [&str; 7] = [
+    "s: f32[heads]; sink = s[h];",
+    "cap: float; score = cap * tanh(score * (1.0 / cap));",
+    "slope: f32[heads]; score = score + slope[h] * (kv - (q + kv_len - q_len));",
+    "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
+    "s: f32[heads]; mask = kv <= q + kv_len - q_len and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
+    "d: i32[batch, kv_len] nondecreasing; mask = d[b, q + kv_len - q_len] == d[b, kv];",
+    "bias: f32[batch, heads, kv_len]; score = score + bias[b, h, kv];",
+];
+
+/// Stores of the queries' elements come twice as often as any other.
+fn store(nth: usize) -> KvStore {
+    let elements = [KvElement::Same, KvElement::E4m3, KvElement::Same, KvElement::Int8, KvElement::E5m2];
+    let element = elements[nth % elements.len()];
+    let per_token = element != KvElement::Same && nth / elements.len() % 2 == 1;
+    let scales = if per_token { KvScales::PerToken } else { KvScales::PerHead };
+    KvStore { element, scales, v_columns: nth % 7 == 6 }
+}
+
+/// The problems of the sweep; every third with a score program, unless another is given to all.
+pub fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
+    let dims: &[(u32, u32)] = match effort {
+        Effort::Quick => &[(64, 64), (128, 128), (40, 72)],
+        Effort::Full => &[
+            (16, 16),
+            (40, 40),
+            (64, 64),
+            (72, 72),
+            (96, 96),
+            (128, 128),
+            (136, 136),
+            (192, 192),
+            (256, 256),
+            (192, 128),
+            (64, 256),
+            (40, 72),
+        ],
+    };
+    let mut problems = Vec::new();
+    for &(qk, v) in dims {
+        for dtype in DType::ALL {
+            for mask in MaskKind::ALL {
+                let nth = problems.len();
+                let plain = Problem::forward_qk_v(dtype, qk, v, mask).expect("the dims above are supported");
+                let problem = plain.with_kv(KvKind::Ragged(store(nth)));
+                let own = || Program::parse(PROGRAMS[nth / 3 % PROGRAMS.len()]).expect("a program of the list above");
+                problems.push(match (program.is_plain(), nth % 3) {
+                    (false, _) => problem.with_program(program.clone()),
+                    (true, 1) => problem.with_program(own()),
+                    (true, _) => problem,
+                });
+            }
+        }
+    }
+    problems
+}
+
+/// Batches for a problem, the same ones every time.
+pub fn batches(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<RaggedBatch> {
+    let (count, most) = match effort {
+        Effort::Quick => (6, Most { sequences: 5, rows: 150, keys: 700, heads: 16 }),
+        Effort::Full => (16, Most { sequences: 12, rows: 300, keys: 3000, heads: 32 }),
+    };
+    let seed = |i: u64| seed.wrapping_add(nth as u64 * 1000 + i);
+    (0..count).map(|i| RaggedBatch::random(problem, most, seed(i))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quick_sweep_meets_every_dtype_mask_and_store() {
+        let quick = problems(Effort::Quick, &Program::parse("score = score;").unwrap());
+        for dtype in DType::ALL {
+            assert!(MaskKind::ALL.iter().all(|mask| quick.iter().any(|p| p.dtype == dtype && p.mask == *mask)));
+        }
+        let stores: Vec<KvStore> = quick.iter().filter_map(|p| p.kv.store()).collect();
+        for element in [KvElement::Same, KvElement::E4m3, KvElement::E5m2, KvElement::Int8] {
+            assert!(stores.iter().any(|s| s.element == element), "{element:?}");
+        }
+        assert!(stores.iter().any(|s| s.v_columns) && stores.iter().any(|s| s.scales == KvScales::PerToken));
+        assert!(quick.iter().filter(|p| p.program.is_some()).count() >= 7);
+        assert!(problems(Effort::Full, &Program::parse("score = score;").unwrap()).len() >= 140);
+    }
+
+    #[test]
+    fn batches_fit_their_problem_and_differ() {
+        for (nth, problem) in problems(Effort::Quick, &Program::parse("score = score;").unwrap()).iter().enumerate() {
+            let batches = batches(problem, Effort::Full, nth, 0);
+            assert!(batches.iter().all(|b| b.mask.kind() == problem.mask && b.heads % b.kv_heads == 0), "{problem}");
+            assert!(batches.windows(2).all(|pair| pair[0] != pair[1]), "{problem}");
+        }
+    }
+}
