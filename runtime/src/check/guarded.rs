@@ -13,10 +13,15 @@ pub(super) struct Guarded {
 impl Guarded {
     pub(super) fn new(device: &dyn Device, name: &'static str, bytes: &[u8]) -> Result<Self> {
         let this = Self { name, bytes: bytes.len(), buffer: device.alloc(bytes.len() + 2 * GUARD)? };
-        let mut all = vec![POISON; this.buffer.len()];
-        all[GUARD..GUARD + bytes.len()].copy_from_slice(bytes);
-        device.upload(&*this.buffer, &all)?;
+        this.upload(device, bytes)?;
         Ok(this)
+    }
+
+    /// Guard zones and the bytes between them.
+    pub(super) fn upload(&self, device: &dyn Device, bytes: &[u8]) -> Result<()> {
+        let mut all = vec![POISON; self.buffer.len()];
+        all[GUARD..GUARD + bytes.len()].copy_from_slice(bytes);
+        device.upload(&*self.buffer, &all)
     }
 
     /// Where the bytes between the zones begin.

@@ -53,6 +53,14 @@ impl RaggedCase {
         &self.data
     }
 
+    /// Uploads the inputs again, which a wrong kernel may have changed.
+    ///
+    /// # Errors
+    /// When a device call fails.
+    pub fn restore(&self) -> Result<()> {
+        self.memory.iter().try_for_each(|(part, memory)| memory.upload(&*self.device, &self.data.parts()[part]))
+    }
+
     /// Launches a kernel on the device's own stream.
     ///
     /// # Errors
@@ -104,3 +112,6 @@ impl RaggedCase {
         Ok(CheckReport { verdict, repeatable, stray: stray.or(besides) })
     }
 }
+
+#[cfg(test)]
+mod tests;
