@@ -1,8 +1,8 @@
 /* @{ header }@ */
 
 // Exact attention of a ragged batch in plain fp32: sequences of different lengths, whose K and V lie in a store that is
-// indexed at run time. No tensor cores, no asynchronous copies, one obvious loop, elements read one by one wherever they
-// lie. It is the oracle for batches that are too large for the host, and the path for f32.
+// indexed at run time. No tensor cores, no asynchronous copies, one obvious loop, elements read one by one wherever
+// they lie. It is the oracle for batches that are too large for the host, and the path for f32.
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/kv_elements.cuh" %>
@@ -47,7 +47,8 @@ struct KeyAt {
     i64 k, v;  // elements from the start of the store; k is -1 for a key that is not there
     float k_scale, v_scale;
 };
-static_assert(kBlockKV * sizeof(KeyAt) + 4 * (kBlockQ * kPitchQK + kBlockKV * kPitchKV + kBlockQ * kPitchP) == @{ smem_bytes }@,
+constexpr int kTileFloats = kBlockQ * kPitchQK + kBlockKV * kPitchKV + kBlockQ * kPitchP;
+static_assert(kBlockKV * sizeof(KeyAt) + kTileFloats * 4 == @{ smem_bytes }@,
               "the shared memory that the host asks for");
 
 // Reductions over the 16 threads that share a row.
@@ -63,7 +64,8 @@ __device__ __forceinline__ float row_sum(float x) {
 // The scale of a token's elements: its own, or that of a head of a sequence.
 __device__ __forceinline__ float scale_of(const float* scales, const i64 (&stride)[3], int b, int head, int page, int token) {
     if (!kScaled || scales == nullptr) return 1.0f;
-    return kScalePerToken ? scales[page * stride[0] + head * stride[1] + token * stride[2]] : scales[b * stride[0] + head * stride[1]];
+    const float* const of_head = scales + head * stride[1];
+    return of_head[kScalePerToken ? page * stride[0] + token * stride[2] : b * stride[0]];
 }
 
 // A key behind the last one, or in a page that the store has not, is not there.
@@ -125,7 +127,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
         const int last_key = min_of(n * kBlockKV + kBlockKV, sequence.kv_len) - 1;
         if (kProgramMask && program_tile(head, tile.row, last_row, n * kBlockKV, last_key) < 0) continue;
         __syncthreads();
-        for (int t = threadIdx.x; t < kBlockKV; t += kThreads) keys[t] = key_at(args, sequence, tile.batch, tile.kv_head, n * kBlockKV + t);
+        for (int t = threadIdx.x; t < kBlockKV; t += kThreads) {
+            keys[t] = key_at(args, sequence, tile.batch, tile.kv_head, n * kBlockKV + t);
+        }
         __syncthreads();
         // What is not there becomes zeros.
         for (int i = threadIdx.x; i < kBlockKV * kHeadDimQK; i += kThreads) {

@@ -1,6 +1,6 @@
 //! Calls of a kernel on the emulated machine, and what they must give.
 
-use crate::machine::{Arguments, Buffer, Emulated, Hopper, Launch};
+use crate::machine::{Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
 use flashtune::codegen::score::SideData;
 use flashtune::codegen::{Kernel, StageRole};
@@ -208,7 +208,7 @@ impl Expected {
             grid: main.blocks(units),
             threads: main.threads,
             smem_bytes: main.smem_bytes,
-            args: Arguments::Forward(call.args),
+            args: bytemuck::bytes_of(&call.args).to_vec(),
             any_order: false,
             hopper: hopper.transpose()?,
             side: side.table,

@@ -2,10 +2,7 @@
 
 use crate::translate::translate;
 use flashtune::codegen::score::MAX_BIASES;
-use flashtune::codegen::{
-    Arch, Kernel, Schedule, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling, abi::ForwardArgs,
-    abi::RaggedArgs,
-};
+use flashtune::codegen::{Arch, Kernel, Schedule, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Read, Write};
@@ -108,28 +105,14 @@ pub struct Launch {
     pub grid: u32,
     pub threads: u32,
     pub smem_bytes: u32,
-    pub args: Arguments,
+    /// The operation's argument struct.
+    pub args: Vec<u8>,
     /// Thread blocks come in any order, and not in that of their numbers.
     pub any_order: bool,
     /// What kernels of `forward/sm90` take besides.
     pub hopper: Option<Hopper>,
     /// Tables of what a score program reads, as they lie behind the arguments.
     pub side: Vec<u8>,
-}
-
-/// What a kernel computes.
-pub enum Arguments {
-    Forward(ForwardArgs),
-    Ragged(RaggedArgs),
-}
-
-impl Arguments {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Arguments::Forward(args) => bytemuck::bytes_of(args),
-            Arguments::Ragged(args) => bytemuck::bytes_of(args),
-        }
-    }
 }
 
 /// Tensor maps, how tiles are numbered, and the counter of the queue or -1.
@@ -241,7 +224,7 @@ impl Drop for Emulated {
 fn arguments(launch: &Launch) -> Vec<u8> {
     let mut bytes = Vec::new();
     let Some(Hopper { maps, biases, tiling, queue }) = &launch.hopper else {
-        bytes.extend_from_slice(launch.args.bytes());
+        bytes.extend_from_slice(&launch.args);
         bytes.extend_from_slice(&launch.side);
         return bytes;
     };
@@ -258,7 +241,7 @@ fn arguments(launch: &Launch) -> Vec<u8> {
         bytes.extend(map.strides.iter().flat_map(|s| s.to_ne_bytes()));
         bytes.extend([0; 32]);
     }
-    bytes.extend_from_slice(launch.args.bytes());
+    bytes.extend_from_slice(&launch.args);
     let Tiling { group_shift, unit_heads, blocks, leading, section, tiles } = *tiling;
     let mapped = (biases.iter().enumerate()).fold(0, |mapped, (nth, bias)| mapped | i32::from(bias.is_some()) << nth);
     let numbers = [group_shift, unit_heads, blocks, leading, section, tiles, *queue, mapped];

@@ -1,8 +1,8 @@
-//! Kernels of ragged batches on the emulated machine: every array ends where readable memory ends, NaN lies wherever there
-//! is no key, and thread blocks come in any order.
+//! Kernels of ragged batches on the emulated machine: every array ends where readable memory ends, NaN lies wherever
+//! there is no key, and thread blocks come in any order.
 
 use crate::cases::address;
-use crate::machine::{Arguments, Buffer, Emulated, Launch};
+use crate::machine::{Buffer, Emulated, Launch};
 use crate::side::Side;
 use crate::{DTYPES, PROGRAMS, search_with, setting, templates};
 use flashtune::codegen::{
@@ -119,7 +119,8 @@ fn run(data: &RaggedData, kernel: &Kernel, emulated: &mut Emulated, seed: u64, u
         grid: blocks,
         threads: main.threads,
         smem_bytes: main.smem_bytes,
-        args: Arguments::Ragged(RaggedArgs { scratch: if scratch.is_empty() { 0 } else { scratch_at }, ..args }),
+        args: bytemuck::bytes_of(&RaggedArgs { scratch: if scratch.is_empty() { 0 } else { scratch_at }, ..args })
+            .to_vec(),
         any_order: true,
         hopper: None,
         side: side.table,

@@ -137,7 +137,8 @@ inline int __syncthreads_or(int x) {
 }
 inline unsigned __cvta_generic_to_shared(const void* p) { return ptx::shared_address(p); }
 
-// Dynamic shared memory: kernels declare it as an array of unknown size. What they do with it by pointers is not watched.
+// Dynamic shared memory: kernels declare it as an array of unknown size. What they do with it by pointers is not
+// watched.
 extern "C" unsigned char shared_memory[];
 
 // Tells the machine about the kernel of this source.

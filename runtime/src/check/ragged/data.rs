@@ -446,7 +446,7 @@ impl Scales {
             (_, ScaleForm::SequenceHead) => (sequences * heads, [heads, 1, 0]),
         };
         let unit = Codes::of(element).scale();
-        let head_of = |i: usize| if stride[1] == 0 { 0 } else { i / stride[1] % heads };
+        let head_of = |i: usize| i.checked_div(stride[1]).map_or(0, |nth| nth % heads);
         let mut all = |salt: usize| -> Vec<f32> {
             let factor = |i: usize| [1.0, 0.1, 10.0][(head_of(i) + salt) % 3];
             (0..count).map(|i| unit * factor(i) * rng.random_range(0.5..2.0)).collect()

@@ -1,5 +1,5 @@
-//! Does a kernel compute a ragged batch? Sequences of different lengths in a store of any layout, with NaN wherever there
-//! is no key.
+//! Does a kernel compute a ragged batch? Sequences of different lengths in a store of any layout, with NaN wherever
+//! there is no key.
 
 mod batch;
 mod data;
