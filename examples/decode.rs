@@ -1,7 +1,7 @@
 //! Kernels for ragged batches, compiled and timed by name: what a schedule of `forward/sm80_ragged` takes.
 //!
-//!     cargo run --release --example ragged compile [ARCH]
-//!     cargo run --release --example ragged bench [FILTER]
+//!     cargo run --release --example decode compile [ARCH]
+//!     cargo run --release --example decode bench [FILTER]
 //!
 //! `compile` needs no GPU: registers, spills and bytes of the default kernels. `bench` times decode per node of a graph of
 //! as many launches as have 256 MB of keys and values between them, so that the L2 cache holds none of them, best of
@@ -290,6 +290,6 @@ fn main() -> Answer<()> {
     match args.first().map(String::as_str) {
         Some("compile") => compile(args.get(1).map_or("sm_90a", String::as_str)),
         Some("bench") => bench(args.get(1).map_or("", String::as_str), args.get(2..).unwrap_or_default()),
-        _ => Err("usage: ragged compile [ARCH] | ragged bench [FILTER] [SCHEDULE ..]".into()),
+        _ => Err("usage: decode compile [ARCH] | decode bench [FILTER] [SCHEDULE ..]".into()),
     }
 }
