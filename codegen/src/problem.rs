@@ -125,9 +125,14 @@ impl Problem {
     }
 
     /// The same computation with as much of the program's mask in `mask` as fits there at these sizes, whose own mask
-    /// is then `Shape::mask`: kernels know windows without a program.
+    /// is then `Shape::mask`: kernels know windows without a program. Of a ragged batch, whose sizes are bounds, what
+    /// fits there at all lengths.
     pub fn with_windows(self, shape: Shape) -> (Self, Shape) {
-        let found = self.program.and_then(|p| Some((p, p.window()?.at(&shape)?)));
+        let mask_of = |p: ProgramRef| match self.kv {
+            KvKind::Dense => p.window()?.at(&shape),
+            KvKind::Ragged(_) => p.window()?.at_all_lengths(shape.mask),
+        };
+        let found = self.program.and_then(|p| Some((p, mask_of(p)?)));
         let Some((program, mask)) = found else { return (self, shape) };
         (Self { mask: mask.kind(), program: program.unmasked(), ..self }, Shape { mask, ..shape })
     }

@@ -4,6 +4,7 @@
 //! open(DeviceSpec) -> Device      compile(Kernel, TemplateSet) -> Artifact
 //! Device::load(Artifact) -> Module
 //! forward_call(tensors, mask, scale) -> (Problem, Shape, ForwardArgs)
+//! ragged_call(batch, mask, scale) -> (Problem, Shape, RaggedArgs)
 //! Device::launch(Module, LaunchPlan, Args, Stream)
 //! ```
 //!
@@ -24,6 +25,7 @@ pub mod elf;
 mod error;
 mod library_search;
 mod open;
+mod ragged;
 pub mod reference;
 mod side;
 mod sync;
@@ -40,6 +42,10 @@ pub use device::{Buffer, Compiler, Device, Findings, Graph, HostBytes, Module, S
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};
 pub use error::{Error, Result};
 pub use open::{DeviceSpec, all_devices, open, open_to_compile};
+pub use ragged::{
+    Added, Bounds, Expected, Index, IntKind, Ints, KeyLengths, LogBase, Lse, Output, Queries, QueryRows, RaggedBatch,
+    RaggedCall, Scales, Store, StoreRows, StoreType, ragged_call,
+};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};
 pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};

@@ -182,7 +182,7 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
         }
     }
     let aligned = [q, k, v, o].into_iter().all(rows_are_aligned);
-    check_output_rows(o)?;
+    check_output_rows("o", o)?;
     if let Some(lse) = lse {
         same_dtype("lse", lse, DType::F32)?;
         same_shape("lse", lse, [batch, heads, q_len, 1], "[batch, heads, q_len] with Q's sizes")?;
@@ -230,7 +230,7 @@ fn outer(t: &TensorView) -> [i64; 3] {
 }
 
 #[cold]
-fn error(
+pub(crate) fn error(
     tensor: &'static str,
     field: &'static str,
     found: impl ToString,
@@ -324,9 +324,9 @@ fn check_layout(name: &'static str, t: &TensorView) -> Result<()> {
     Ok(())
 }
 
-/// Rows of O that share memory would be written by several workers: each dimension's stride must step over all that
+/// Rows of an output that share memory would be written by several workers: each dimension's stride must step over all that
 /// the dimensions with smaller strides span.
-fn check_output_rows(o: &TensorView) -> Result<()> {
+pub(crate) fn check_output_rows(name: &'static str, o: &TensorView) -> Result<()> {
     if o.is_empty() {
         return Ok(());
     }
@@ -338,7 +338,7 @@ fn check_output_rows(o: &TensorView) -> Result<()> {
         if (o.strides[i] as i128) < span {
             let expected = format!("it must be at least {span} elements so that no two rows of the output overlap");
             return Err(error(
-                "o",
+                name,
                 names[i],
                 o.strides[i],
                 expected,

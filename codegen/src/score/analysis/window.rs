@@ -64,6 +64,14 @@ impl WindowForm {
         Some(form)
     }
 
+    /// The same at all lengths, joined with another mask: `None` where a side depends on the lengths, as `kv <= q`
+    /// does, which counts rows and keys from the first.
+    pub fn at_all_lengths(&self, mask: Mask) -> Option<Mask> {
+        let constant = |r: &Reach| r.kv_len == 0 && r.q_len == 0;
+        let sizes = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1, mask };
+        self.left.iter().chain(&self.right).all(constant).then(|| self.at(&sizes))?
+    }
+
     /// The mask that this is at these sizes, joined with that of the shape; `None` where a side reaches less than to
     /// the query's own position, which no window does.
     pub fn at(&self, sizes: &Shape) -> Option<Mask> {
@@ -125,5 +133,17 @@ mod tests {
         assert!(found > 40, "{found}");
         let form = |text: &str| Program::mask_of(text).unwrap().window().is_some();
         assert!(form("kv <= q") && !form("kv <= q or kv < 3") && !form("kv % 2 == 0 and kv <= q"));
+    }
+
+    #[test]
+    fn lengths_of_their_own_leave_windows_that_are_counted_from_the_ends() {
+        let of = |text: &str, mask| Program::mask_of(text).unwrap().window().and_then(|w| w.at_all_lengths(mask));
+        let window = |left, right| Some(Mask::Window { left: Some(left), right: Some(right) });
+        assert_eq!(of("kv <= q + kv_len - q_len", Mask::Full), Some(Mask::Causal));
+        assert_eq!(of("q + kv_len - q_len - kv <= 12 and kv - 2 <= q + kv_len - q_len", Mask::Full), window(12, 2));
+        assert_eq!(of("q + kv_len - q_len - kv < 12", Mask::Causal), window(11, 0));
+        for text in ["kv <= q", "q >= kv and kv + 9 > q", "kv < q + kv_len - q_len", "kv <= q + kv_len"] {
+            assert_eq!(of(text, Mask::Full), None, "{text}");
+        }
     }
 }
