@@ -411,14 +411,16 @@ impl Engine {
         Ok(Some(Dispatch { plan, shape: *shape }))
     }
 
-    fn plan_for(
+    pub(crate) fn plan_for(
         &self,
         problem: &Problem,
         shape: &Shape,
         demands: Constraints,
         haste: impl Fn() -> bool,
     ) -> Result<Arc<Plan>> {
+        // The tuner times dense tensors; ragged batches take the model's choice.
         let tunable = self.policy == Policy::Tune
+            && problem.kv.is_dense()
             && self.dispatcher.sealed().is_none()
             && Family::is_tunable(demands, self.device().arch())
             && !shape.is_empty()

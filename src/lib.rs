@@ -14,7 +14,8 @@
 //! ```
 //!
 //! [`Engine::forward`] takes device pointers with shape and strides and launches on the caller's stream;
-//! [`Engine::forward_host`] takes tensors in host memory. Both say which kernel ran and why ([`Plan::explain`]).
+//! [`Engine::forward_host`] takes tensors in host memory. [`Engine::forward_ragged`] takes sequences of different lengths
+//! beside a packed, paged or quantised KV cache. All say which kernel ran and why ([`Plan::explain`]).
 //!
 //! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
 //! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
@@ -27,6 +28,7 @@ mod host;
 mod manifest;
 pub mod model;
 mod overrides;
+pub mod ragged;
 mod serving;
 
 pub use flashtune_cache as cache;
@@ -61,3 +63,4 @@ pub use flashtune_runtime::{
 pub use host::{HostForward, HostOutput};
 pub use manifest::{ManifestEntry, read_manifest, write_manifest};
 pub use overrides::{TEMPLATES_VARIABLE, read_templates};
+pub use ragged::Ragged;

@@ -25,7 +25,7 @@ pub mod elf;
 mod error;
 mod library_search;
 mod open;
-mod ragged;
+pub mod ragged;
 pub mod reference;
 mod side;
 mod sync;
@@ -42,10 +42,7 @@ pub use device::{Buffer, Compiler, Device, Findings, Graph, HostBytes, Module, S
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};
 pub use error::{Error, Result};
 pub use open::{DeviceSpec, all_devices, open, open_to_compile};
-pub use ragged::{
-    Added, Bounds, Expected, Index, IntKind, Ints, KeyLengths, LogBase, Lse, Output, Queries, QueryRows, RaggedBatch,
-    RaggedCall, Scales, Store, StoreRows, StoreType, ragged_call,
-};
+pub use ragged::{RaggedBatch, RaggedCall, ragged_call};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};
 pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};

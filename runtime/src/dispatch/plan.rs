@@ -172,6 +172,12 @@ impl Plan {
         let kernel = self.kernel();
         let of_family = kernel.schedule.family().notes(&kernel.problem);
         let mut notes: Vec<String> = of_family.map(str::to_owned).into_iter().collect();
+        if !kernel.problem.kv.is_dense() {
+            notes.push(
+                "lengths are read on the device: the shape says their bounds, the bucket those of a usual sequence"
+                    .to_owned(),
+            );
+        }
         if self.awaited.as_ref().is_some_and(|job| job.has_failed()) {
             notes.push(
                 "the schedule that this one stands in for could not be compiled; the log has the reason".to_owned(),

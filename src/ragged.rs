@@ -1,0 +1,147 @@
+//! Calls over ragged batches: packed prompts, chunks beside caches, and decoding.
+
+use crate::engine::Dispatch;
+use crate::{Engine, Result};
+use flashtune_codegen::score::ProgramRef;
+use flashtune_codegen::{Constraint, Constraints, Mask};
+pub use flashtune_runtime::ragged::*;
+use flashtune_runtime::{SideInputs, SideTable, Stream};
+
+/// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.
+/// Masks and windows are aligned at the end of each sequence: its last row stands at its last key.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Ragged<'a> {
+    /// Tensors, tables, lengths, bounds and the hint.
+    pub batch: RaggedBatch,
+    /// Which keys a query attends to.
+    pub mask: Mask,
+    /// Factor of the scores; `1 / sqrt(head_dim)` when absent.
+    pub scale: Option<f32>,
+    /// What else masks and changes the scores; its mask holds beside `mask`. `q` and `kv` count the rows and keys of a
+    /// sequence, `q_len` and `kv_len` are its lengths.
+    pub program: Option<ProgramRef>,
+    /// What the program reads. Axes along `q_len` and `kv_len` have the lengths of the bounds.
+    pub side: SideInputs<'a>,
+}
+
+impl<'a> Ragged<'a> {
+    /// A call without mask and program, with the default scale.
+    pub fn new(batch: RaggedBatch) -> Self {
+        Self { batch, mask: Mask::Full, scale: None, program: None, side: SideInputs::default() }
+    }
+
+    /// The same call with a score program and what it reads.
+    #[must_use]
+    pub fn with_program(self, program: ProgramRef, side: SideInputs<'a>) -> Self {
+        Self { program: Some(program), side, ..self }
+    }
+}
+
+impl Engine {
+    /// Computes a ragged batch on the caller's stream and returns at once (on the CPU when done). A warm call waits for
+    /// nothing, allocates nothing and reads no length; it may be captured, and replayed with other lengths and tables
+    /// within its bounds. Gives back what runs, with the bounds as sizes; does nothing, and gives nothing back, when O
+    /// has no row.
+    ///
+    /// Every row of every sequence is written: rows that attend to nothing as zeros, with `empty` as log-sum-exp.
+    ///
+    /// # Safety
+    /// Every address in `call` must be valid on the engine's device for what sizes, strides and bounds describe, and
+    /// stay so until the work is done; O and the log-sum-exp must not overlap anything else in the call. First rows must
+    /// not decrease, and their last must lie inside of Q and of packed K. Entries of tables up to a sequence's length
+    /// must be readable; their values may be anything. `stream` must be a stream of the device's context.
+    ///
+    /// # Errors
+    /// As [`Engine::forward`], and what [`ragged_call`] refuses. Nothing has been launched then.
+    pub unsafe fn forward_ragged(&self, call: &Ragged<'_>, stream: Stream) -> Result<Option<Dispatch>> {
+        let resolved = resolve(call)?;
+        match resolved.problem.program {
+            // SAFETY: the caller's promise is this function's own.
+            None => unsafe { self.launch_ragged(&resolved, stream) },
+            // SAFETY: as above.
+            Some(_) => unsafe { self.launch_ragged_program(call, resolved, stream) },
+        }
+    }
+
+    /// All that comes before the launch of [`Engine::forward_ragged`], with the kernel itself and no quick one in its
+    /// place: afterwards such a call compiles nothing, and may be captured. Touches no tensor.
+    ///
+    /// # Errors
+    /// As [`Engine::forward_ragged`].
+    pub fn prepare_ragged(&self, call: &Ragged<'_>) -> Result<Option<Dispatch>> {
+        let resolved = resolve(call)?;
+        side_table(call, &resolved)?;
+        self.dispatch_ragged(&resolved, || false)
+    }
+
+    /// [`Engine::check_addresses`] for a ragged batch: of K and V the whole store, of tables and lengths their
+    /// beginnings.
+    ///
+    /// # Errors
+    /// [`flashtune_runtime::Error::Tensor`] with the tensor's name.
+    pub fn check_ragged_addresses(&self, call: &Ragged<'_>) -> Result<()> {
+        const TENSORS: [&str; 5] = ["q", "k", "v", "o", "lse"];
+        call.batch.each_range(&mut |name, address, bytes| {
+            let bytes = if TENSORS.contains(&name) { bytes } else { 1 };
+            self.device().check_address(name, address, bytes)
+        })?;
+        if call.batch.is_empty() { Ok(()) } else { self.check_side_addresses(&call.side) }
+    }
+
+    /// # Safety
+    /// As [`Engine::forward_ragged`], and `side` in the arguments is 0 or the address of what the score program reads.
+    unsafe fn launch_ragged(&self, resolved: &RaggedCall, stream: Stream) -> Result<Option<Dispatch>> {
+        let haste = || self.quick_first && !self.device().is_capturing(stream);
+        let Some(dispatch) = self.dispatch_ragged(resolved, haste)? else { return Ok(None) };
+        let Dispatch { plan, shape } = &dispatch;
+        plan.count_call();
+        tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
+        // SAFETY: the caller's promise about the addresses is the one that the launch asks for, sizes and strides were
+        // checked, and what a score program reads lives until the launch returns.
+        unsafe { self.device().launch_shape(plan.module(), shape, &resolved.args, stream)? };
+        Ok(Some(dispatch))
+    }
+
+    /// The same with the tables of a score program. They are large: other calls do not carry them along.
+    ///
+    /// # Safety
+    /// As [`Engine::forward_ragged`].
+    #[inline(never)]
+    unsafe fn launch_ragged_program(
+        &self,
+        call: &Ragged<'_>,
+        mut resolved: RaggedCall,
+        stream: Stream,
+    ) -> Result<Option<Dispatch>> {
+        let table = side_table(call, &resolved)?;
+        let args = table.as_ref().map(SideTable::args);
+        resolved.args.side = args.as_ref().map_or(0, |args| std::ptr::from_ref(args) as u64);
+        // SAFETY: the caller's promise is this function's own; the tables live until the launch returns.
+        unsafe { self.launch_ragged(&resolved, stream) }
+    }
+
+    /// Kernel and bounds of a call; none when there is nothing to compute.
+    fn dispatch_ragged(&self, resolved: &RaggedCall, haste: impl Fn() -> bool) -> Result<Option<Dispatch>> {
+        if resolved.is_empty() {
+            return Ok(None);
+        }
+        let demands = Constraints::NONE.with_if(Constraint::Unaligned, !resolved.aligned);
+        // By a usual sequence: with bounds of 128k a kernel for sequences of 2k would be another.
+        let plan = self.plan_for(&resolved.problem, &resolved.usual, demands, haste)?;
+        Ok(Some(Dispatch { plan, shape: resolved.shape }))
+    }
+}
+
+/// Checks a call and says what it asks for.
+fn resolve(call: &Ragged<'_>) -> Result<RaggedCall> {
+    let resolved = ragged_call(&call.batch, call.mask, call.scale)?;
+    let program = call.program.map(|p| p.admitting(|name| call.side.scalar(name))).filter(|p| !p.is_plain());
+    Ok(program.map_or(resolved, |program| resolved.with_program(program)))
+}
+
+/// What the score program of a call reads, checked against the bounds.
+fn side_table(call: &Ragged<'_>, resolved: &RaggedCall) -> Result<Option<SideTable>> {
+    let Some(program) = resolved.problem.program else { return Ok(None) };
+    let table = SideTable::new(&program, &resolved.shape, &call.side);
+    Ok(Some(table.map_err(flashtune_codegen::Error::from)?))
+}
