@@ -21,6 +21,15 @@
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
+// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head_dim_qk).
+#define FLASHTUNE_RAGGED_SCALE 1
+
+// The log-sum-exp of `flashtune_ragged` is of base 2, and not a natural logarithm.
+#define FLASHTUNE_RAGGED_LSE_LOG2 2
+
+// Rows that attend to nothing have the log-sum-exp +infinity, and not -infinity.
+#define FLASHTUNE_RAGGED_LSE_EMPTY_POSITIVE 4
+
 // What a function has to say. Everything but `FLASHTUNE_STATUS_OK` is a failure whose text `flashtune_last_error`
 // gives; nothing was launched then.
 enum flashtune_status
@@ -214,6 +223,100 @@ typedef int32_t flashtune_storage;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// Elements of a KV store.
+enum flashtune_store_type
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Those of Q.
+  FLASHTUNE_STORE_TYPE_SAME = 0,
+  // IEEE binary16.
+  FLASHTUNE_STORE_TYPE_F16 = 1,
+  // bfloat16.
+  FLASHTUNE_STORE_TYPE_BF16 = 2,
+  // IEEE binary32.
+  FLASHTUNE_STORE_TYPE_F32 = 3,
+  // OCP FP8 E4M3.
+  FLASHTUNE_STORE_TYPE_E4M3 = 4,
+  // OCP FP8 E5M2.
+  FLASHTUNE_STORE_TYPE_E5M2 = 5,
+  // Two's complement.
+  FLASHTUNE_STORE_TYPE_INT8 = 6,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_store_type flashtune_store_type;
+#else
+typedef int32_t flashtune_store_type;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Integers of arrays on the device.
+enum flashtune_int_type
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // 32-bit signed.
+  FLASHTUNE_INT_TYPE_I32 = 0,
+  // 32-bit unsigned; values from 2^31 on are out of every range.
+  FLASHTUNE_INT_TYPE_U32 = 1,
+  // 64-bit signed.
+  FLASHTUNE_INT_TYPE_I64 = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_int_type flashtune_int_type;
+#else
+typedef int32_t flashtune_int_type;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Which elements of a quantised store share a scale.
+enum flashtune_scales
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // All have the scale 1.
+  FLASHTUNE_SCALES_ONE = 0,
+  // Those of one KV head of one sequence; of all sequences with a stride of 0, and all with two strides of 0.
+  FLASHTUNE_SCALES_HEAD = 1,
+  // Those of one token of one KV head; scales lie in pages as the tokens do.
+  FLASHTUNE_SCALES_TOKEN = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_scales flashtune_scales;
+#else
+typedef int32_t flashtune_scales;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Where the keys of a sequence lie in a store. 0 is none of them, so that a forgotten field is an error.
+enum flashtune_index
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // A sequence is a page, that of its own number or of `slots`.
+  FLASHTUNE_INDEX_DENSE = 1,
+  // The keys of all sequences lie one after the other in the only page: `kv_begin`.
+  FLASHTUNE_INDEX_PACKED = 2,
+  // By rows of a table: `k_table`.
+  FLASHTUNE_INDEX_TABLE = 3,
+  // By rows of different lengths, one after the other: `pages_begin` and `k_table`.
+  FLASHTUNE_INDEX_CSR = 4,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_index flashtune_index;
+#else
+typedef int32_t flashtune_index;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
 typedef uint64_t flashtune_engine;
 
@@ -353,6 +456,138 @@ typedef struct flashtune_forward_args {
   flashtune_block_mask block_mask;
 } flashtune_forward_args;
 
+// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device. Fill it
+// with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and
+// lengths and tables are read when the call runs: a captured call is replayed with others, within its bounds.
+typedef struct flashtune_ragged {
+  // sizeof(flashtune_ragged).
+  uint32_t struct_size;
+  // FLASHTUNE_RAGGED_SCALE, FLASHTUNE_RAGGED_LSE_LOG2, FLASHTUNE_RAGGED_LSE_EMPTY_POSITIVE, or 0.
+  uint32_t flags;
+  // Q: [batch, max_q, heads, head_dim_qk] in any order of memory, or, with `q_begin`, [total_q, heads, head_dim_qk].
+  const void *q;
+  // Strides of Q: batch, head, row. That of the batch has no meaning beside `q_begin`.
+  int64_t q_stride[3];
+  // Elements of Q: a `flashtune_dtype`.
+  int32_t q_dtype;
+  // Elements of O: a `flashtune_dtype`, that of Q; 0 is the same.
+  int32_t o_dtype;
+  // Query heads, a multiple of kv_heads.
+  int64_t heads;
+  // Elements of a row of Q and K.
+  int64_t head_dim_qk;
+  // Elements of a row of V and O.
+  int64_t head_dim_v;
+  // First row of each sequence in Q, O and the log-sum-exp, and the end of the last one's, [batch + 1]; NULL: every
+  // sequence has max_q rows.
+  const void *q_begin;
+  // Rows of each sequence that are used, [batch]: those behind are not written; NULL: all.
+  const void *q_lengths;
+  // NULL. Words of ancestors of drafts in a tree, which no kernel takes yet (UNSUPPORTED).
+  const void *tree;
+  // K. A page is what the index names: tokens of some number, the room of one sequence, or all packed keys.
+  const void *k;
+  // V.
+  const void *v;
+  // Elements of K and V: a `flashtune_store_type`.
+  int32_t kv_type;
+  // A `flashtune_index`.
+  int32_t index;
+  // KV heads.
+  int64_t kv_heads;
+  // Pages of the store. Identifiers outside of 0 to this are of no page, and their keys masked.
+  int64_t pages;
+  // Tokens of a page.
+  int64_t page_tokens;
+  // Strides of K: page, token, head, and from 16 bytes of a row to the next 16, 0 where rows are contiguous.
+  int64_t k_stride[4];
+  // Strides of V: page, token, head, and column, 0 or 1 where rows are contiguous. With another the token's is 1.
+  int64_t v_stride[4];
+  // What elements of a quantised K are multiplied by; NULL without scales.
+  const float *k_scale;
+  // The same for V.
+  const float *v_scale;
+  // Strides of K's scales: sequence, head, 0; or, for FLASHTUNE_SCALES_TOKEN, page, head, token.
+  int64_t k_scale_stride[3];
+  // The same for V's.
+  int64_t v_scale_stride[3];
+  // A `flashtune_scales`, for K.
+  int32_t k_scales;
+  // The same for V.
+  int32_t v_scales;
+  // The integers of `slots`, `k_table` and `v_table`: a `flashtune_int_type`.
+  int32_t table_type;
+  // Those of all other arrays: a `flashtune_int_type`.
+  int32_t length_type;
+  // FLASHTUNE_INDEX_DENSE: page of each sequence, [batch]; NULL: its own number.
+  const void *slots;
+  // FLASHTUNE_INDEX_PACKED: first key of each sequence, and the end of the last one's, [batch + 1].
+  const void *kv_begin;
+  // FLASHTUNE_INDEX_CSR: first entry of each sequence in the tables, and the end of the last one's, [batch + 1].
+  const void *pages_begin;
+  // Identifiers of K's pages: [batch, table_capacity], or those of all sequences one after the other.
+  const void *k_table;
+  // Identifiers of V's pages, laid out alike; NULL: those of K.
+  const void *v_table;
+  // FLASHTUNE_INDEX_TABLE: entries from one sequence to the next.
+  int64_t table_stride;
+  // FLASHTUNE_INDEX_TABLE: entries of a sequence. What lies behind its length is never read.
+  int64_t table_capacity;
+  // Keys of each sequence, [batch]. Of these three at most one; without any, those of `kv_begin`, all pages of
+  // `pages_begin`, or max_kv.
+  const void *kv_lengths;
+  // The same as sums, [batch + 1]: a sequence has the difference of two neighbours.
+  const void *kv_sums;
+  // FLASHTUNE_INDEX_CSR: tokens of each sequence's last page, 1 to page_tokens, [batch].
+  const void *last_page;
+  // Tokens before each sequence's first key, [batch]: part of its length and never read; NULL: none.
+  const void *left_pad;
+  // Rows that every sequence gained behind `kv_lengths`; 0 where those are lengths after the append.
+  int64_t kv_added;
+  // The same as differences of [batch + 1], in place of `kv_added`; or NULL.
+  const void *kv_added_begin;
+  // O; written. It must not overlap the others.
+  void *o;
+  // Strides of O: batch, head, row. That of the batch has no meaning beside `q_begin`.
+  int64_t o_stride[3];
+  // Log-sum-exp of the scaled scores, fp32; written unless NULL.
+  float *lse;
+  // Its strides: batch, head, row. That of the batch has no meaning beside `q_begin`.
+  int64_t lse_stride[3];
+  // Sequences.
+  int64_t batch;
+  // Rows of Q, with `q_begin`.
+  int64_t total_q;
+  // Rows of Q that a sequence has at most.
+  int64_t max_q;
+  // Keys that a sequence has at most, padding before them included. Longer ones are cut.
+  int64_t max_kv;
+  // A hint: keys of all sequences together; 0 where unknown. Hints choose a kernel and may be wrong.
+  int64_t expected_keys;
+  // A hint: keys of the longest sequence; 0 where unknown.
+  int64_t expected_longest;
+  // As in `flashtune_forward_args`, aligned at the end of each sequence.
+  int64_t window_left;
+  // As there.
+  int64_t window_right;
+  // A `flashtune_mask`.
+  int32_t mask;
+  // Factor of the scores, with FLASHTUNE_RAGGED_SCALE in `flags`.
+  float softmax_scale;
+  // As in `flashtune_forward_args`; `q` and `kv` count the rows and keys of a sequence.
+  const char *mask_program;
+  // As there.
+  const char *score_program;
+  // As there.
+  const char *sink_program;
+  // What the programs read. Axes along q_len and kv_len have the lengths of max_q and max_kv.
+  const struct flashtune_input *inputs;
+  // How many; others than the programs read are ignored.
+  uint64_t inputs_len;
+  // sizeof(flashtune_input), unless `inputs_len` is 0.
+  uint64_t input_size;
+} flashtune_ragged;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -454,6 +689,32 @@ flashtune_status flashtune_forward(flashtune_engine engine,
 // # Safety
 // As `flashtune_forward`.
 flashtune_status flashtune_prepare(flashtune_engine engine, const struct flashtune_forward_args *args);
+
+// Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes may
+// compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a CUDA graph,
+// which may be replayed with other lengths, tables and scales. Every row of every sequence is written: those that attend to
+// nothing as zeros. Does nothing when O has no row.
+//
+// `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
+//
+// Addresses are checked as in `flashtune_forward`, of lengths and tables the beginning.
+//
+// Fails as `flashtune_forward`; with UNSUPPORTED for head dims above 256, trees, and bounds that kernels do not count to.
+//
+// # Safety
+// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and `stream` is a live one of
+// the engine's context. First rows do not decrease and stay inside of what they count.
+flashtune_status flashtune_forward_ragged(flashtune_engine engine,
+                                          const struct flashtune_ragged *args,
+                                          void *stream);
+
+// All of `flashtune_forward_ragged` but the launch: finds or compiles the kernel and loads it, so that a call with the
+// same bounds, strides and hint is a launch and no more. Reads and writes no tensor; the addresses matter for their
+// alignment.
+//
+// # Safety
+// As `flashtune_forward_ragged`.
+flashtune_status flashtune_prepare_ragged(flashtune_engine engine, const struct flashtune_ragged *args);
 
 // Loads the kernels of the problems and sizes that a file lists (as `flashtune_write_untuned` writes it), compiling or
 // tuning by the engine's policy, so that their first calls wait for nothing.

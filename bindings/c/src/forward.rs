@@ -7,6 +7,7 @@ use crate::types::{Dtype, EngineHandle, FORWARD_SCALE, ForwardArgs, Mask, NO_BLO
 use crate::{input, program};
 use engine::codegen::Arch;
 use engine::{DType, Dispatch, Forward, Stream, TensorView, runtime};
+use std::ffi::c_void;
 use std::sync::PoisonError;
 
 /// No process has memory below this address, so no handle lies there.
@@ -62,7 +63,7 @@ pub unsafe extern "C" fn flashtune_prepare(engine: EngineHandle, args: *const Fo
 
 impl Opened {
     /// Keeps what ran for the next question.
-    fn remember(&self, dispatch: Option<Dispatch>) {
+    pub(crate) fn remember(&self, dispatch: Option<Dispatch>) {
         let Some(dispatch) = dispatch else { return };
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let previous = last.replace(dispatch);
@@ -94,20 +95,26 @@ unsafe fn with_call(
     if let Some(prepared) = &prepared {
         call = call.with_block_mask(&prepared.block_mask);
     }
+    let stream = stream(&opened, args.stream)?;
+    opened.engine.check_addresses(&call)?;
+    f(&opened, &call, stream)
+}
+
+/// A stream of the engine's device.
+pub(crate) fn stream(opened: &Opened, stream: *mut c_void) -> Result<Stream> {
     let on_cpu = matches!(opened.engine.device().arch(), Arch::Cpu(_));
-    if on_cpu && !args.stream.is_null() {
+    if on_cpu && !stream.is_null() {
         let message = "stream is not null, but the engine computes on the cpu, which has none; pass NULL";
         return Err(Failure::argument(message));
     }
-    let stream = args.stream as usize as u64;
+    let stream = stream as usize as u64;
     // The driver would read from such an address. 1 and 2 stand for the two kinds of the default stream.
     if (3..LOWEST_HANDLE).contains(&stream) {
         let message =
             format!("stream is {stream:#x}, which is no CUstream; pass a live one, or NULL for the default stream");
         return Err(Failure::argument(message));
     }
-    opened.engine.check_addresses(&call)?;
-    f(&opened, &call, Stream(stream))
+    Ok(Stream(stream))
 }
 
 /// The call in the engine's words, without its score program.
@@ -125,25 +132,38 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
     };
     let (q, k, v, o) = (view("q", &args.q)?, view("k", &args.k)?, view("v", &args.v)?, view("o", &args.o)?);
     let lse = (!args.lse.is_null()).then_some(args.lse as usize as u64);
-    Ok(Forward { lse, mask: mask(args)?, scale, ..Forward::new(q, k, v, o) })
+    Ok(Forward {
+        lse,
+        mask: mask(args.mask, (args.window_left, args.window_right))?,
+        scale,
+        ..Forward::new(q, k, v, o)
+    })
 }
 
-fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
+/// A `flashtune_dtype`.
+pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
     const F16: i32 = Dtype::F16 as i32;
     const BF16: i32 = Dtype::Bf16 as i32;
     const F32: i32 = Dtype::F32 as i32;
+    match number {
+        F16 => Ok(DType::F16),
+        BF16 => Ok(DType::Bf16),
+        F32 => Ok(DType::F32),
+        n => Err(Failure::from(runtime::Error::Tensor {
+            tensor,
+            field: "dtype",
+            found: n.to_string(),
+            expected: "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32)".to_owned(),
+            remedy: "convert the tensor to one of them",
+        })),
+    }
+}
+
+fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
     let error = |field, found: String, expected: &str, remedy| {
         Failure::from(runtime::Error::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
     };
-    let dtype = match t.dtype {
-        F16 => DType::F16,
-        BF16 => DType::Bf16,
-        F32 => DType::F32,
-        n => {
-            let expected = "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32)";
-            return Err(error("dtype", n.to_string(), expected, "convert the tensor to one of them"));
-        }
-    };
+    let dtype = dtype(tensor, t.dtype)?;
     if t.reserved != 0 {
         return Err(error("reserved", t.reserved.to_string(), "it is 0", "fill the struct with zeros first"));
     }
@@ -154,15 +174,14 @@ fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
     Ok(TensorView { address: t.data as usize as u64, dtype, shape: t.shape.map(|n| n as u64), strides: t.strides })
 }
 
-fn mask(args: &ForwardArgs) -> Result<engine::Mask> {
+/// A `flashtune_mask` with its reaches.
+pub(crate) fn mask(number: i32, window: (i64, i64)) -> Result<engine::Mask> {
     const FULL: i32 = Mask::Full as i32;
     const CAUSAL: i32 = Mask::Causal as i32;
     const WINDOW: i32 = Mask::Window as i32;
-    let window = (args.window_left, args.window_right);
-    match args.mask {
+    match number {
         FULL | CAUSAL if window != (0, 0) => Err(Failure::argument(format!(
-            "window_left and window_right are {window:?}, but mask is {}; use FLASHTUNE_MASK_WINDOW, or leave them 0",
-            args.mask
+            "window_left and window_right are {window:?}, but mask is {number}; use FLASHTUNE_MASK_WINDOW, or leave them 0"
         ))),
         FULL => Ok(engine::Mask::Full),
         CAUSAL => Ok(engine::Mask::Causal),

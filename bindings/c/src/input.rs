@@ -1,7 +1,7 @@
 //! Memory that the caller names: structs by the size that they state, strings, places for answers.
 
 use crate::error::{Failure, Result};
-use crate::types::{BlockMaskArgs, ForwardArgs, Options, Status};
+use crate::types::{BlockMaskArgs, ForwardArgs, Options, RaggedArgs, Status};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
@@ -29,6 +29,12 @@ unsafe impl Sized32 for ForwardArgs {
     const FIRST: usize = 368;
 }
 
+// SAFETY: integers, floats and raw pointers only, laid out without gaps (asserted below).
+unsafe impl Sized32 for RaggedArgs {
+    const NAME: &'static str = "flashtune_ragged";
+    const FIRST: usize = 576;
+}
+
 // SAFETY: integers and raw pointers only, laid out without gaps (asserted below).
 unsafe impl Sized32 for BlockMaskArgs {
     const NAME: &'static str = "flashtune_block_mask_args";
@@ -38,7 +44,7 @@ unsafe impl Sized32 for BlockMaskArgs {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Options>() == 64 && size_of::<ForwardArgs>() == 424);
-    assert!(size_of::<BlockMaskArgs>() == 80);
+    assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576);
 };
 
 /// No struct of ours grows beyond this; a larger size is a pointer to something else.

@@ -10,7 +10,7 @@
 //! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
 //! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
 //! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`, `program.rs`, `block_mask.rs`), registers
-//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`).
+//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `ragged.rs`).
 
 mod block_mask;
 mod engine_handle;
@@ -23,6 +23,7 @@ mod input;
 mod log;
 mod prepared;
 mod program;
+mod ragged;
 mod serving;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};
 pub use explain::flashtune_explain;
 pub use forward::{flashtune_forward, flashtune_prepare};
+pub use ragged::{flashtune_forward_ragged, flashtune_prepare_ragged};
 pub use serving::{flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_untuned};
 pub use types::*;
 

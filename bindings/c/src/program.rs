@@ -3,11 +3,12 @@
 use crate::error::{Failure, Result};
 use crate::input;
 use crate::prepared::Prepared;
-use crate::types::{ForwardArgs, Input, Storage};
+use crate::types::{ForwardArgs, Input, RaggedArgs, Storage};
 use engine::codegen::Error;
 use engine::codegen::score::{Declaration, MAX_INPUTS, MAX_RANK, Storage as Stored, Texts};
 use engine::{ProgramRef, Scalar, SideInputs, SideView};
 use std::collections::HashMap;
+use std::ffi::c_char;
 use std::fmt::Write;
 use std::sync::{LazyLock, PoisonError, RwLock};
 
@@ -31,14 +32,39 @@ impl Inputs<'_> {
     }
 }
 
+/// The fields of a call that its program is in.
+pub(crate) struct Fields {
+    mask_program: *const c_char,
+    score_program: *const c_char,
+    sink_program: *const c_char,
+    inputs: *const Input,
+    inputs_len: u64,
+    input_size: u64,
+}
+
+impl From<&ForwardArgs> for Fields {
+    fn from(args: &ForwardArgs) -> Self {
+        let ForwardArgs { mask_program, score_program, sink_program, inputs, inputs_len, input_size, .. } = *args;
+        Self { mask_program, score_program, sink_program, inputs, inputs_len, input_size }
+    }
+}
+
+impl From<&RaggedArgs> for Fields {
+    fn from(args: &RaggedArgs) -> Self {
+        let RaggedArgs { mask_program, score_program, sink_program, inputs, inputs_len, input_size, .. } = *args;
+        Self { mask_program, score_program, sink_program, inputs, inputs_len, input_size }
+    }
+}
+
 /// The program of a call, if it has one: that of a prepared mask has it, too.
 ///
 /// # Safety
 /// Strings and inputs of `args` are null or valid, and stay as they are for `'a`.
 pub(crate) unsafe fn of_call<'a>(
-    args: &ForwardArgs,
+    args: impl Into<Fields>,
     prepared: Option<&'a Prepared>,
 ) -> Result<Option<(ProgramRef, Inputs<'a>)>> {
+    let args = args.into();
     // SAFETY: by this function's contract.
     let mut texts: Texts<'a> = unsafe {
         Texts {

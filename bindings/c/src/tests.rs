@@ -1,7 +1,7 @@
 //! What cannot be seen from C: panics at the boundary, and the layout that other languages rely on.
 
 use crate::error::{Failure, guard};
-use crate::types::{BlockMaskArgs, ForwardArgs, Options, Status, Tensor};
+use crate::types::{BlockMaskArgs, ForwardArgs, Options, RaggedArgs, Status, Tensor};
 use std::ffi::CStr;
 use std::mem::offset_of;
 
@@ -64,4 +64,17 @@ fn the_layout_of_abi_1_does_not_move() {
     assert_eq!(args, [8, 248, 328, 336, 344, 360, 364]);
     assert_eq!((offset_of!(ForwardArgs, mask_program), offset_of!(ForwardArgs, block_mask)), (368, 416));
     assert_eq!((offset_of!(BlockMaskArgs, mask_program), offset_of!(BlockMaskArgs, batch)), (8, 40));
+    let ragged = [
+        offset_of!(RaggedArgs, q),
+        offset_of!(RaggedArgs, q_dtype),
+        offset_of!(RaggedArgs, k),
+        offset_of!(RaggedArgs, k_scale),
+        offset_of!(RaggedArgs, table_type),
+        offset_of!(RaggedArgs, kv_lengths),
+        offset_of!(RaggedArgs, o),
+        offset_of!(RaggedArgs, batch),
+        offset_of!(RaggedArgs, mask),
+        offset_of!(RaggedArgs, mask_program),
+    ];
+    assert_eq!(ragged, [8, 40, 96, 208, 280, 344, 392, 456, 520, 528]);
 }

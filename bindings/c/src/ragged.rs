@@ -1,0 +1,291 @@
+//! The forward pass over a ragged batch.
+
+use crate::engine_handle::{ENGINES, Opened};
+use crate::error::{Failure, Result, guard};
+use crate::forward::{dtype, mask, stream};
+use crate::types::{
+    EngineHandle, Index, IntType, RAGGED_LSE_EMPTY_POSITIVE, RAGGED_LSE_LOG2, RAGGED_SCALE, RaggedArgs, Scales, Status,
+    StoreType,
+};
+use crate::{input, program};
+use engine::ragged::{
+    self, Added, Bounds, Expected, IntKind, Ints, KeyLengths, LogBase, Lse, Output, Queries, QueryRows, Ragged,
+    RaggedBatch, Store, StoreRows,
+};
+use engine::{DType, Stream};
+use std::ffi::c_void;
+
+/// Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes may
+/// compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a CUDA graph,
+/// which may be replayed with other lengths, tables and scales. Every row of every sequence is written: those that attend to
+/// nothing as zeros. Does nothing when O has no row.
+///
+/// `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
+///
+/// Addresses are checked as in `flashtune_forward`, of lengths and tables the beginning.
+///
+/// Fails as `flashtune_forward`; with UNSUPPORTED for head dims above 256, trees, and bounds that kernels do not count to.
+///
+/// # Safety
+/// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and `stream` is a live one of
+/// the engine's context. First rows do not decrease and stay inside of what they count.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flashtune_forward_ragged(
+    engine: EngineHandle,
+    args: *const RaggedArgs,
+    stream: *mut c_void,
+) -> Status {
+    guard(|| {
+        // SAFETY: by this function's contract.
+        unsafe {
+            with_call(engine, args, stream, |opened, call, stream| {
+                // SAFETY: as above; what the host can know of the sizes is checked by the engine.
+                opened.remember(opened.engine.forward_ragged(call, stream)?);
+                Ok(())
+            })
+        }
+    })
+}
+
+/// All of `flashtune_forward_ragged` but the launch: finds or compiles the kernel and loads it, so that a call with the
+/// same bounds, strides and hint is a launch and no more. Reads and writes no tensor; the addresses matter for their
+/// alignment.
+///
+/// # Safety
+/// As `flashtune_forward_ragged`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flashtune_prepare_ragged(engine: EngineHandle, args: *const RaggedArgs) -> Status {
+    guard(|| {
+        // SAFETY: by this function's contract.
+        unsafe {
+            with_call(engine, args, std::ptr::null_mut(), |opened, call, _| {
+                opened.remember(opened.engine.prepare_ragged(call)?);
+                Ok(())
+            })
+        }
+    })
+}
+
+/// Reads and checks the call, and passes it on.
+///
+/// # Safety
+/// `args` is null or readable for the size that it states, and what it points to is as [`flashtune_forward_ragged`] says.
+unsafe fn with_call(
+    handle: EngineHandle,
+    args: *const RaggedArgs,
+    on: *mut c_void,
+    f: impl FnOnce(&Opened, &Ragged<'_>, Stream) -> Result<()>,
+) -> Result<()> {
+    let opened = ENGINES.get(handle)?;
+    // SAFETY: by this function's contract.
+    let args = unsafe { input::read(args)? };
+    // SAFETY: as above; the strings are read before this returns.
+    let program = unsafe { program::of_call(&args, None)? };
+    let scale = scale(&args)?;
+    let mask = mask(args.mask, (args.window_left, args.window_right))?;
+    let mut call = Ragged { mask, scale, ..Ragged::new(batch(&args)?) };
+    if let Some((program, inputs)) = &program {
+        call = call.with_program(*program, inputs.side());
+    }
+    let stream = stream(&opened, on)?;
+    opened.engine.check_ragged_addresses(&call)?;
+    f(&opened, &call, stream)
+}
+
+fn scale(args: &RaggedArgs) -> Result<Option<f32>> {
+    const KNOWN: u32 = RAGGED_SCALE | RAGGED_LSE_LOG2 | RAGGED_LSE_EMPTY_POSITIVE;
+    let RaggedArgs { flags, softmax_scale, .. } = *args;
+    if flags & !KNOWN != 0 {
+        return Err(Failure::argument(format!(
+            "flags is {flags:#x}, but only FLASHTUNE_RAGGED_SCALE (1), _LSE_LOG2 (2) and _LSE_EMPTY_POSITIVE (4) are known"
+        )));
+    }
+    match flags & RAGGED_SCALE {
+        0 if softmax_scale != 0.0 => Err(Failure::argument(format!(
+            "softmax_scale is {softmax_scale}, but flags lacks FLASHTUNE_RAGGED_SCALE; set the flag, or leave the scale 0"
+        ))),
+        0 => Ok(None),
+        _ => Ok(Some(softmax_scale)),
+    }
+}
+
+/// A size: not negative.
+fn size(field: &str, n: i64) -> Result<u64> {
+    u64::try_from(n).map_err(|_| Failure::argument(format!("{field} is {n}, but sizes are not negative")))
+}
+
+fn address<T>(pointer: *const T) -> u64 {
+    pointer as usize as u64
+}
+
+/// The call in the engine's words, without its mask and score program.
+fn batch(args: &RaggedArgs) -> Result<RaggedBatch> {
+    let q_dtype = dtype("q", args.q_dtype)?;
+    let o_dtype = if args.o_dtype == 0 { q_dtype } else { dtype("o", args.o_dtype)? };
+    let element = store_type(args.kv_type, q_dtype)?;
+    let lengths = int_type("length_type", args.length_type)?;
+    let ints = |pointer: *const c_void| Ints { address: address(pointer), kind: lengths };
+    let given = |pointer: *const c_void| (!pointer.is_null()).then(|| ints(pointer));
+    let rows =
+        |name, pointer: *const c_void, [page, token, head, inner]: [i64; 4], kind, scale: *const f32, strides| {
+            let scales = scales(name, kind, address(scale), strides)?;
+            Result::Ok(StoreRows {
+                address: address(pointer),
+                element,
+                strides: [page, token, head],
+                inner: (inner != 0).then_some(inner),
+                scales,
+            })
+        };
+    let lse = (!args.lse.is_null()).then(|| Lse {
+        address: address(args.lse),
+        strides: args.lse_stride,
+        base: if args.flags & RAGGED_LSE_LOG2 == 0 { LogBase::E } else { LogBase::Two },
+        empty: if args.flags & RAGGED_LSE_EMPTY_POSITIVE == 0 { f32::NEG_INFINITY } else { f32::INFINITY },
+    });
+    Ok(RaggedBatch {
+        queries: Queries {
+            address: address(args.q),
+            dtype: q_dtype,
+            heads: size("heads", args.heads)?,
+            head_dim: size("head_dim_qk", args.head_dim_qk)?,
+            strides: args.q_stride,
+            rows: given(args.q_begin).map_or(QueryRows::Uniform, |begin| QueryRows::Packed { begin }),
+            used: given(args.q_lengths),
+            tree: (!args.tree.is_null()).then(|| address(args.tree)),
+        },
+        store: Store {
+            k: rows("k_scales", args.k, args.k_stride, args.k_scales, args.k_scale, args.k_scale_stride)?,
+            v: rows("v_scales", args.v, args.v_stride, args.v_scales, args.v_scale, args.v_scale_stride)?,
+            head_dim_v: size("head_dim_v", args.head_dim_v)?,
+            kv_heads: size("kv_heads", args.kv_heads)?,
+            pages: size("pages", args.pages)?,
+            page_tokens: size("page_tokens", args.page_tokens)?,
+        },
+        index: index(args, ints)?,
+        keys: keys(args, ints)?,
+        left_pad: given(args.left_pad),
+        output: Output { address: address(args.o), dtype: o_dtype, strides: args.o_stride, lse },
+        bounds: Bounds {
+            batch: size("batch", args.batch)?,
+            total_q: size("total_q", args.total_q)?,
+            max_q: size("max_q", args.max_q)?,
+            max_kv: size("max_kv", args.max_kv)?,
+        },
+        expected: Expected {
+            total_keys: size("expected_keys", args.expected_keys)?,
+            longest: size("expected_longest", args.expected_longest)?,
+        },
+    })
+}
+
+/// Arrays that do not belong to the index are refused: they would be ignored.
+fn index(args: &RaggedArgs, ints: impl Fn(*const c_void) -> Ints) -> Result<ragged::Index> {
+    const DENSE: i32 = Index::Dense as i32;
+    const PACKED: i32 = Index::Packed as i32;
+    const TABLE: i32 = Index::Table as i32;
+    const CSR: i32 = Index::Csr as i32;
+    let kind = int_type("table_type", args.table_type)?;
+    let of = match args.index {
+        DENSE => "slots",
+        PACKED => "kv_begin",
+        TABLE => "k_table and v_table",
+        CSR => "pages_begin, k_table and v_table",
+        n => return Err(Failure::argument(format!("index is {n}, but a flashtune_index is 1, 2, 3 or 4"))),
+    };
+    let arrays = [
+        ("slots", args.slots, [DENSE].as_slice()),
+        ("kv_begin", args.kv_begin, &[PACKED]),
+        ("pages_begin", args.pages_begin, &[CSR]),
+        ("k_table", args.k_table, &[TABLE, CSR]),
+        ("v_table", args.v_table, &[TABLE, CSR]),
+    ];
+    for (name, array, indexes) in arrays {
+        if !array.is_null() && !indexes.contains(&args.index) {
+            let message = format!("{name} is given, but index is {}, which reads {of}; leave it NULL", args.index);
+            return Err(Failure::argument(message));
+        }
+    }
+    let table = |pointer: *const c_void| Ints { address: address(pointer), kind };
+    let v = (!args.v_table.is_null()).then(|| address(args.v_table));
+    Ok(match args.index {
+        DENSE => ragged::Index::Dense { slots: (!args.slots.is_null()).then(|| table(args.slots)) },
+        PACKED => ragged::Index::Packed { begin: ints(args.kv_begin) },
+        TABLE => ragged::Index::Table {
+            k: table(args.k_table),
+            v,
+            stride: args.table_stride,
+            capacity: size("table_capacity", args.table_capacity)?,
+        },
+        _ => ragged::Index::Csr { begin: ints(args.pages_begin), k: table(args.k_table), v },
+    })
+}
+
+fn keys(args: &RaggedArgs, ints: impl Fn(*const c_void) -> Ints) -> Result<KeyLengths> {
+    let added = match (size("kv_added", args.kv_added)?, args.kv_added_begin.is_null()) {
+        (0, true) => Added::Nothing,
+        (rows, true) => Added::Rows(rows),
+        (0, false) => Added::Packed { begin: ints(args.kv_added_begin) },
+        (_, false) => return Err(Failure::argument("kv_added and kv_added_begin are both given; give one")),
+    };
+    let given = [!args.kv_lengths.is_null(), !args.kv_sums.is_null(), !args.last_page.is_null()];
+    if added != Added::Nothing && !given[0] {
+        let message = "kv_added or kv_added_begin is given, but no kv_lengths that they come behind; give those";
+        return Err(Failure::argument(message));
+    }
+    match given {
+        [false, false, false] => Ok(KeyLengths::OfIndex),
+        [true, false, false] => Ok(KeyLengths::Each { lengths: ints(args.kv_lengths), added }),
+        [false, true, false] => Ok(KeyLengths::Cumulative { sums: ints(args.kv_sums) }),
+        [false, false, true] => Ok(KeyLengths::LastPage { tokens: ints(args.last_page) }),
+        _ => Err(Failure::argument("kv_lengths, kv_sums and last_page are lengths each; give one of them")),
+    }
+}
+
+fn int_type(field: &str, number: i32) -> Result<IntKind> {
+    const I32: i32 = IntType::I32 as i32;
+    const U32: i32 = IntType::U32 as i32;
+    const I64: i32 = IntType::I64 as i32;
+    match number {
+        I32 => Ok(IntKind::I32),
+        U32 => Ok(IntKind::U32),
+        I64 => Ok(IntKind::I64),
+        n => Err(Failure::argument(format!("{field} is {n}, but a flashtune_int_type is 0, 1 or 2"))),
+    }
+}
+
+fn store_type(number: i32, queries: DType) -> Result<ragged::StoreType> {
+    use ragged::StoreType as Of;
+    const SAME: i32 = StoreType::Same as i32;
+    const F16: i32 = StoreType::F16 as i32;
+    const BF16: i32 = StoreType::Bf16 as i32;
+    const F32: i32 = StoreType::F32 as i32;
+    const E4M3: i32 = StoreType::E4m3 as i32;
+    const E5M2: i32 = StoreType::E5m2 as i32;
+    const INT8: i32 = StoreType::Int8 as i32;
+    Ok(match number {
+        SAME => Of::Float(queries),
+        F16 => Of::Float(DType::F16),
+        BF16 => Of::Float(DType::Bf16),
+        F32 => Of::Float(DType::F32),
+        E4M3 => Of::E4m3,
+        E5M2 => Of::E5m2,
+        INT8 => Of::Int8,
+        n => return Err(Failure::argument(format!("kv_type is {n}, but a flashtune_store_type is 0 to 6"))),
+    })
+}
+
+fn scales(field: &str, number: i32, address: u64, strides: [i64; 3]) -> Result<ragged::Scales> {
+    const ONE: i32 = Scales::One as i32;
+    const HEAD: i32 = Scales::Head as i32;
+    const TOKEN: i32 = Scales::Token as i32;
+    match number {
+        ONE if address != 0 => Err(Failure::argument(format!(
+            "{field} is FLASHTUNE_SCALES_ONE, but an address of scales is given; say FLASHTUNE_SCALES_HEAD or _TOKEN"
+        ))),
+        ONE => Ok(ragged::Scales::One),
+        HEAD => Ok(ragged::Scales::PerHead { address, strides: [strides[0], strides[1]] }),
+        TOKEN => Ok(ragged::Scales::PerToken { address, strides }),
+        n => Err(Failure::argument(format!("{field} is {n}, but a flashtune_scales is 0, 1 or 2"))),
+    }
+}
