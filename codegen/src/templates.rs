@@ -24,6 +24,7 @@ macro_rules! embed {
 /// The templates that this build was made with.
 const EMBEDDED: &[(&str, &str)] = embed![
     "forward/cpu.c",
+    "forward/cpu_ragged.c",
     "forward/naive.cu",
     "forward/naive_ragged.cu",
     "forward/sm80.cu",
@@ -56,12 +57,19 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/convert.h",
     "lib/cpu/exact.h",
     "lib/cpu/exp2.h",
+    "lib/cpu/few_rows.h",
     "lib/cpu/mask.h",
     "lib/cpu/matmul.h",
     "lib/cpu/pack.h",
+    "lib/cpu/panels.h",
     "lib/cpu/program.h",
+    "lib/cpu/ragged.h",
+    "lib/cpu/ragged_program.h",
+    "lib/cpu/ranges.h",
+    "lib/cpu/row_keys.h",
     "lib/cpu/score.h",
     "lib/cpu/softmax.h",
+    "lib/cpu/store.h",
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/kv_elements.cuh",
@@ -213,7 +221,7 @@ mod tests {
         };
         assert!(changed("lib/cuda/attention/types.cuh", "// Scalar types", "\n  // Words").is_empty());
         assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
-        assert_eq!(changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"), ["forward/cpu"]);
+        assert_eq!(changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"), ["forward/cpu", "forward/cpu_ragged"]);
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
         let cuda = ["forward/sm90", "forward/sm80", "forward/naive", "forward/naive_ragged"];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);

@@ -10,6 +10,7 @@
 
 pub(crate) mod fields;
 pub(crate) mod forward_cpu;
+pub(crate) mod forward_cpu_ragged;
 pub(crate) mod forward_naive;
 pub(crate) mod forward_naive_ragged;
 pub(crate) mod forward_sm80;
@@ -19,6 +20,7 @@ mod program_length;
 
 pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
+pub use forward_cpu_ragged::CpuRaggedSchedule;
 pub use forward_naive::NaiveSchedule;
 pub use forward_naive_ragged::NaiveRaggedSchedule;
 pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
@@ -224,6 +226,8 @@ families! {
     "forward/sm80_ragged": ForwardSm80Ragged = Sm80Ragged(Sm80RaggedSchedule);
     /// C for the host processor.
     "forward/cpu": ForwardCpu = Cpu(CpuSchedule);
+    /// C for the host processor, for ragged batches.
+    "forward/cpu_ragged": ForwardCpuRagged = CpuRagged(CpuRaggedSchedule);
     /// Plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
     "forward/naive": ForwardNaive = Naive(NaiveSchedule);
     /// Plain fp32 CUDA for ragged batches: their oracle on the GPU, and the exact path for f32.

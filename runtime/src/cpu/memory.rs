@@ -5,6 +5,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::c_void;
+use std::sync::Mutex;
 
 /// Alignment of buffers and scratch: one cache line, one AVX-512 register.
 const ALIGN: usize = 64;
@@ -94,6 +95,49 @@ impl Buffer for CpuBuffer {
 #[derive(Clone, Copy)]
 struct Line(#[allow(dead_code, reason = "raw memory for the kernel")] [u8; ALIGN]);
 
+/// Memory that the tiles of one call share, kept for later calls when it is dropped: a warm launch allocates nothing. Calls that
+/// run beside each other have one each.
+pub(super) struct SharedMemory(Vec<Line>);
+
+/// What no call uses now. Not by thread: one that waits for its tiles may run another launch meanwhile.
+static FREE: Mutex<Vec<Vec<Line>>> = Mutex::new(Vec::new());
+
+impl SharedMemory {
+    /// The largest that is free; none at first.
+    pub(super) fn take() -> Self {
+        let mut free = FREE.lock().unwrap_or_else(|e| e.into_inner());
+        let largest = (0..free.len()).max_by_key(|&i| free[i].len());
+        Self(largest.map(|i| free.swap_remove(i)).unwrap_or_default())
+    }
+
+    /// Where it is; 0 where there is none.
+    pub(super) fn address(&mut self) -> u64 {
+        if self.0.is_empty() { 0 } else { self.0.as_mut_ptr() as u64 }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        (self.0.len() * ALIGN) as u64
+    }
+
+    /// Another block, of at least so many bytes; what was written is lost. `None` when there is no memory.
+    pub(super) fn grow(&mut self, bytes: u64) -> Option<()> {
+        let lines = usize::try_from(bytes.div_ceil(ALIGN as u64)).ok()?;
+        let mut fresh = Vec::new();
+        fresh.try_reserve_exact(lines).ok()?;
+        fresh.resize(lines, Line([0; ALIGN]));
+        self.0 = fresh;
+        Some(())
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        if !self.0.is_empty() {
+            FREE.lock().unwrap_or_else(|e| e.into_inner()).push(std::mem::take(&mut self.0));
+        }
+    }
+}
+
 /// Calls `work` with this thread's scratch of at least `bytes` bytes, kept from call to call and only ever grown, so
 /// that a warm launch allocates nothing. `None` when there is no memory.
 pub(super) fn with_scratch<T>(bytes: u64, work: impl FnOnce(*mut c_void) -> T) -> Option<T> {
@@ -128,6 +172,17 @@ mod tests {
         })
         .unwrap();
         assert!(with_scratch(u64::MAX, |_| ()).is_none());
+    }
+
+    #[test]
+    fn shared_memory_is_kept_grown_and_never_shared_by_two_calls() {
+        let mut one = SharedMemory::take();
+        one.grow(1 << 22).unwrap();
+        let (address, mut other) = (one.address(), SharedMemory::take());
+        assert_ne!(other.address(), address);
+        assert!(address != 0 && address.is_multiple_of(ALIGN as u64) && one.bytes() >= 1 << 22);
+        assert!(one.grow(u64::MAX).is_none());
+        assert_eq!(one.address(), address, "what could not be had leaves what there was");
     }
 
     #[test]

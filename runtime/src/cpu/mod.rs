@@ -137,7 +137,21 @@ impl Device for CpuDevice {
                 remedy: "launch a kernel with the arguments of its own kind of problem",
             });
         }
+        let no_memory = |message: String| Error::Device {
+            call: "launch",
+            device: "cpu".to_owned(),
+            message,
+            remedy: "use a schedule with smaller blocks",
+        };
         // SAFETY: the caller's promise is this function's own.
+        let prepared = match args {
+            Args::Ragged(args) => Some(unsafe { module.prepare(args) }.ok_or_else(|| {
+                no_memory("no memory for partial results of split keys".to_owned())
+            })?),
+            Args::Forward(_) => None,
+        };
+        let args = prepared.as_ref().map_or(args, |(_memory, args)| Args::Ragged(args));
+        // SAFETY: as above.
         let (tiles, scratch) = unsafe { module.plan(args) };
         let threads = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);
         let workers = threads.min(self.pool.current_num_threads()).min(usize::try_from(tiles).unwrap_or(usize::MAX));
@@ -157,12 +171,7 @@ impl Device for CpuDevice {
         if done && next.load(Ordering::Relaxed) >= tiles {
             return Ok(());
         }
-        Err(Error::Device {
-            call: "launch",
-            device: "cpu".to_owned(),
-            message: format!("no memory for {scratch} bytes of scratch per thread"),
-            remedy: "use a schedule with smaller blocks",
-        })
+        Err(no_memory(format!("no memory for {scratch} bytes of scratch per thread")))
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
@@ -219,5 +228,7 @@ impl Device for CpuDevice {
     }
 }
 
+#[cfg(test)]
+mod ragged_tests;
 #[cfg(test)]
 mod tests;

@@ -1,11 +1,11 @@
 //! A compiled C kernel, loaded into this process.
 
-use super::memory::with_scratch;
+use super::memory::{SharedMemory, with_scratch};
 use crate::error::chain;
 use crate::{Error, Module, Result, elf};
 use flashtune_cache::Artifact;
 use flashtune_codegen::Kernel;
-use flashtune_codegen::abi::Args;
+use flashtune_codegen::abi::{Args, RaggedArgs};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::any::Any;
 use std::ffi::c_void;
@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 type Tiles = unsafe extern "C" fn(*const u8) -> u64;
+type Prepare = unsafe extern "C" fn(*const u8, u64) -> u64;
 type ScratchBytes = unsafe extern "C" fn(*const u8) -> u64;
 type Tile = unsafe extern "C" fn(*const u8, u64, *mut c_void);
 type Init = unsafe extern "C" fn() -> i32;
@@ -24,6 +25,8 @@ type Init = unsafe extern "C" fn() -> i32;
 /// A loaded C kernel. The function pointers live as long as `_library`.
 pub(super) struct CpuModule {
     kernel: Kernel,
+    /// Of kernels whose tiles share memory ([`SharedMemory`]).
+    prepare: Option<Prepare>,
     tiles: Tiles,
     scratch_bytes: ScratchBytes,
     tile: Tile,
@@ -62,8 +65,9 @@ impl CpuModule {
         elf::check(&artifact.bytes).map_err(|why| failed("load", format!("it is no library: {why}")))?;
         let (library, file) = open_bytes(&artifact.bytes).map_err(|m| failed("dlopen", m))?;
         // SAFETY: the artifact's recipe holds our ABI version, which fixes the names and types of these symbols.
-        let (tiles, scratch_bytes, tile, init) = unsafe {
+        let (prepare, tiles, scratch_bytes, tile, init) = unsafe {
             (
+                symbol::<Prepare>(&library, "ft_prepare").ok(),
                 symbol::<Tiles>(&library, "ft_tiles").map_err(|m| failed("dlsym", m))?,
                 symbol::<ScratchBytes>(&library, "ft_scratch_bytes").map_err(|m| failed("dlsym", m))?,
                 symbol::<Tile>(&library, "ft_tile").map_err(|m| failed("dlsym", m))?,
@@ -77,7 +81,30 @@ impl CpuModule {
                 return Err(failed("ft_init", format!("returned {code}")));
             }
         }
-        Ok(Self { kernel, tiles, scratch_bytes, tile, _library: library, _file: file })
+        if prepare.is_none() && !kernel.problem.kv.is_dense() {
+            return Err(failed("dlsym", "it has no ft_prepare".to_owned()));
+        }
+        Ok(Self { kernel, prepare, tiles, scratch_bytes, tile, _library: library, _file: file })
+    }
+
+    /// Writes down the work of a ragged batch, in memory that its tiles share. Returns the memory, for as long as they run, and
+    /// the arguments that name it; `None` when there is not enough. Kernels that share nothing take the arguments as they are.
+    ///
+    /// # Safety
+    /// As [`crate::Device::launch`].
+    pub(super) unsafe fn prepare(&self, args: &RaggedArgs) -> Option<(SharedMemory, RaggedArgs)> {
+        let mut memory = SharedMemory::take();
+        let Some(prepare) = self.prepare else { return Some((memory, *args)) };
+        loop {
+            let args = RaggedArgs { scratch: memory.address(), ..*args };
+            // SAFETY: the function reads what `args` names, which is valid by the caller's promise, and writes to the memory
+            // at `scratch`, which is ours and of the size that is said.
+            let needed = unsafe { prepare(at(Args::Ragged(&args)), memory.bytes()) };
+            if needed <= memory.bytes() {
+                return Some((memory, args));
+            }
+            memory.grow(needed)?;
+        }
     }
 
     /// Work items of a call, and the scratch that each worker needs.

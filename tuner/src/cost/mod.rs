@@ -6,6 +6,7 @@
 //! last wave. Costs of one problem and shape compare with each other; across problems they mean nothing.
 
 mod forward_cpu;
+mod forward_cpu_ragged;
 mod forward_sm80;
 mod forward_sm80_ragged;
 mod forward_sm90;
@@ -20,6 +21,7 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
         Schedule::Cpu(s) => forward_cpu::cost(kernel, s, shape, device),
         Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),
+        Schedule::CpuRagged(s) => forward_cpu_ragged::cost(kernel, s, shape, device),
         // They have one schedule: nothing to choose.
         Schedule::Naive(_) | Schedule::NaiveRagged(_) => 1.0,
     }

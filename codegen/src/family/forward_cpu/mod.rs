@@ -144,7 +144,7 @@ impl CpuSchedule {
 }
 
 /// The instructions of an arch that the family supports.
-fn isa_of(arch: Arch) -> CpuIsa {
+pub(super) fn isa_of(arch: Arch) -> CpuIsa {
     match arch {
         Arch::Cpu(isa) => isa,
         Arch::Sm(_) => CpuIsa::Generic,

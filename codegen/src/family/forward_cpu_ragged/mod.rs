@@ -1,0 +1,184 @@
+//! `forward/cpu_ragged`: C for the host processor, for ragged batches.
+//!
+//! Few rows are multiplied with rows of keys where these lie in the store; many are packed into panels as in `forward/cpu`,
+//! whose register tiles these are.
+
+use super::KernelFamily;
+use super::fields::schedule;
+use super::forward_cpu::{self, CpuSchedule};
+use crate::abi::ArgsLayout;
+use crate::launch::LaunchPlan;
+use crate::traffic::Walk;
+use crate::{Arch, Constraint, CpuIsa, DType, Error, KvElement, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use std::num::NonZeroU32;
+
+schedule! {
+    /// How the host processor computes a ragged batch.
+    ///
+    /// The rows of a tile are those of all query heads of a KV head, side by side. The first fields are those of
+    /// [`CpuSchedule`], for tiles of many rows.
+    pub struct CpuRaggedSchedule {
+        /// The instructions that the kernel is written for; at most what the arch has.
+        pub isa: CpuIsa => code, with(|s: &Self| s.isa.name().to_owned());
+        /// Rows of a tile.
+        pub block_q: u32 => code, number("q");
+        /// Keys that are gathered and multiplied together.
+        pub block_kv: u32 => code, number("kv");
+        /// Vectors of rows in the register tile.
+        pub unroll_q: u32 => code, with(|s: &Self| format!("r{}x{}", s.unroll_q, s.unroll_kv));
+        /// Keys (or columns of V) in the register tile.
+        pub unroll_kv: u32 => code, silent;
+        /// Rows of a tile up to which columns lie along the lanes, and not rows; 0 for programs that change scores.
+        pub few_rows: u32 => code, number("f");
+        /// Keys of a block of such a tile.
+        pub few_block: u32 => code, number("fkv");
+        /// Keys of a range at least, where the keys of a tile are split.
+        pub split_kv: u32 => code, number("s");
+        /// Ranges that a call is split into, about, where it has fewer tiles.
+        pub split_tiles: u32 => code, number("x");
+        /// Worker threads; 0 means one per core.
+        pub threads: u32 => launch, number_unless(0, "t");
+    }
+}
+
+/// Whether the program changes or masks scores: then all rows go into panels, whose code knows programs.
+fn changes_scores(problem: &Problem) -> bool {
+    problem.program.is_some_and(|p| p.mask().is_some() || p.score().is_some())
+}
+
+/// Quantised elements are multiplied as floats.
+fn is_quantised(problem: &Problem) -> bool {
+    problem.kv.store().is_some_and(|store| store.element != KvElement::Same)
+}
+
+/// The problem and arch that `forward/cpu` would compute tiles of many rows as.
+fn dense(problem: &Problem, arch: CpuIsa) -> (Problem, CpuIsa) {
+    let plain = problem.with_kv(crate::KvKind::Dense);
+    match is_quantised(problem) {
+        true => (Problem { dtype: DType::F16, ..plain }, arch.min(CpuIsa::Avx512)),
+        false => (plain, arch),
+    }
+}
+
+impl CpuRaggedSchedule {
+    fn of(tile: CpuSchedule, problem: &Problem) -> Self {
+        let CpuSchedule { isa, block_q, block_kv, unroll_q, unroll_kv, threads } = tile;
+        // From how many rows on panels are faster: about as many as fill the lanes.
+        let few = if isa >= CpuIsa::Avx512 { 16 } else { 8 };
+        let few_rows = if changes_scores(problem) { 0 } else { few.min(block_q) };
+        let (few_block, split_kv, split_tiles) = (64, 256, 256);
+        Self { isa, block_q, block_kv, unroll_q, unroll_kv, few_rows, few_block, split_kv, split_tiles, threads }
+    }
+
+    /// What of it tiles of many rows share with `forward/cpu`.
+    fn tile(&self) -> CpuSchedule {
+        let Self { isa, block_q, block_kv, unroll_q, unroll_kv, threads, .. } = *self;
+        CpuSchedule { isa, block_q, block_kv, unroll_q, unroll_kv, threads }
+    }
+
+    /// The schedule that serves while nothing is tuned.
+    pub fn default_for(problem: &Problem, arch: CpuIsa, bucket: &ShapeBucket) -> Self {
+        let (plain, isa) = dense(problem, arch);
+        let rows = bucket.q_len.saturating_mul(bucket.group.max(1));
+        Self::of(CpuSchedule::default_for(&plain, isa, &ShapeBucket { q_len: rows, ..*bucket }), problem)
+    }
+
+    /// The schedules worth trying.
+    pub fn space(problem: &Problem, arch: CpuIsa) -> Vec<Self> {
+        let (plain, isa) = dense(problem, arch);
+        let tiles = CpuSchedule::space(&plain, isa);
+        let mut space: Vec<Self> = tiles.into_iter().map(|tile| Self::of(tile, problem)).collect();
+        // What decides about few rows does not depend on the tiles of many.
+        if let Some(&first) = space.first() {
+            for few_block in [32, 64, 128, 256] {
+                for split_kv in [128, 256, 512] {
+                    space.push(Self { few_block, split_kv, ..first });
+                }
+            }
+            space.extend([4, 8].map(|few_rows| Self { few_rows: few_rows.min(first.few_rows), ..first }));
+            space.extend([64, 1024].map(|split_tiles| Self { split_tiles, ..first }));
+        }
+        space.sort_unstable();
+        space.dedup();
+        space.retain(|s| s.validate(problem, arch).is_ok());
+        space
+    }
+
+    /// Checks the fields against what the template can generate.
+    pub fn validate(&self, problem: &Problem, arch: CpuIsa) -> Result<()> {
+        let bad = |field: &'static str, value: &dyn ToString, limit: String| {
+            Err(Error::unsupported(field, value.to_string(), limit, "use a schedule from the searched space"))
+        };
+        let (plain, isa) = dense(problem, arch);
+        self.tile().validate(&plain, isa)?;
+        let few = if changes_scores(problem) { 0 } else { self.block_q.min(64) };
+        if self.few_rows > few {
+            return bad("few_rows", &self.few_rows, format!("at most {few} rows"));
+        }
+        if !(16..=1024).contains(&self.few_block) || !self.few_block.is_multiple_of(16) {
+            return bad("few_block", &self.few_block, "a multiple of 16 keys, up to 1024".into());
+        }
+        if !(16..=1 << 20).contains(&self.split_kv) {
+            return bad("split_kv", &self.split_kv, "16 to 2^20 keys".into());
+        }
+        if !(1..=1 << 16).contains(&self.split_tiles) {
+            return bad("split_tiles", &self.split_tiles, "1 to 65536 ranges".into());
+        }
+        Ok(())
+    }
+}
+
+impl KernelFamily for CpuRaggedSchedule {
+    const NAME: &'static str = "forward/cpu_ragged";
+    const TEMPLATE: &'static str = "forward/cpu_ragged.c";
+    const OP: Op = Op::Forward;
+    const ARGS: ArgsLayout = ArgsLayout::RAGGED;
+    const RAGGED: bool = true;
+
+    fn runs_on(arch: Arch) -> Result<()> {
+        match arch {
+            Arch::Cpu(_) => Ok(()),
+            Arch::Sm(_) => Err(Error::unsupported("family", Self::NAME, "runs on cpu only", "use a CUDA family")),
+        }
+    }
+
+    fn supports(_: &Problem, _: Arch) -> Result<()> {
+        Ok(())
+    }
+
+    fn unmet(constraint: Constraint) -> Option<&'static str> {
+        <CpuSchedule as KernelFamily>::unmet(constraint)
+    }
+
+    fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
+        Self::default_for(problem, forward_cpu::isa_of(arch), bucket)
+    }
+
+    fn space(problem: &Problem, arch: Arch) -> Vec<Self> {
+        Self::space(problem, forward_cpu::isa_of(arch))
+    }
+
+    fn validate(&self, problem: &Problem, arch: Arch) -> Result<()> {
+        self.validate(problem, forward_cpu::isa_of(arch))
+    }
+
+    fn resources(&self, _: &Problem) -> Resources {
+        Resources::default()
+    }
+
+    fn host_threads(&self) -> Option<NonZeroU32> {
+        NonZeroU32::new(self.threads)
+    }
+
+    /// No stage: the kernel finds its own tiles in the lengths, and the device's threads share them.
+    fn plan(&self, _: &Problem, _: &Shape) -> Result<LaunchPlan> {
+        Ok(LaunchPlan::new([], [], None))
+    }
+
+    /// A KV head's rows meet its keys together.
+    fn walk(&self, _: &Problem, shape: &Shape) -> Walk {
+        let group = (shape.heads / shape.kv_heads.max(1)).max(1);
+        let heads = shape.batch as f64 * shape.kv_heads as f64;
+        Walk { queries: (self.block_q / group).max(1), block_kv: self.block_kv, heads, together: 1.0 }
+    }
+}

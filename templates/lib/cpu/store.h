@@ -1,0 +1,84 @@
+/* store.h: the elements of a KV store, and what each is as a float. Widening is exact.
+ *
+ * Rows are a multiple of 8 elements long: the last vector of a row may be half of one. */
+
+#if KV == KV_f32
+typedef float stored;
+#elif KV == KV_f16 || KV == KV_bf16
+typedef uint16_t stored;
+#elif KV == KV_int8
+typedef int8_t stored;
+#else
+typedef uint8_t stored;
+#endif
+
+typedef stored stored_vector __attribute__((vector_size(LANES * sizeof(stored))));
+
+/* Floats of `n` elements, LANES or half of them: a constant in every call. Lanes beyond are 0. */
+INLINE vf stored_load(const stored *from, const int n) {
+    stored_vector raw = {0};
+    __builtin_memcpy(&raw, from, sizeof(stored) * n);
+#if KV == KV_f32
+    return (vf)raw;
+#elif KV == KV_f16 && AVX512
+    return (vf)_mm512_cvtph_ps((__m256i)raw);
+#elif KV == KV_f16 && ISA == ISA_avx2
+    return (vf)_mm256_cvtph_ps((__m128i)raw);
+#else
+    vi x = __builtin_convertvector(raw, vi);
+#if KV == KV_bf16
+    return (vf)(x << 16);
+#elif KV == KV_int8
+    return __builtin_convertvector(x, vf);
+#elif KV == KV_e4m3
+    /* A subnormal float would cost a hundred cycles: numbers below 2^-6 are made of their 3 bits. Only 0x7f is NaN. */
+    vi magnitude = x & 0x7f, sign = (x & 0x80) << 24;
+    vf normal = (vf)((magnitude << 20) + (120 << 23)), tiny = __builtin_convertvector(magnitude, vf) * 0x1p-9f;
+    vf finite = vf_select(magnitude >= 8, normal, tiny);
+    return (vf)(sign | (vi)vf_select(magnitude == 0x7f, (vf)vi_set1(0x7fc00000), finite));
+#elif KV == KV_e5m2
+    vi magnitude = x & 0x7f, sign = (x & 0x80) << 24;
+    vf normal = (vf)((magnitude << 21) + (112 << 23)), tiny = __builtin_convertvector(magnitude, vf) * 0x1p-16f;
+    vf finite = vf_select(magnitude >= 4, normal, tiny);
+    return (vf)(sign | (vi)vf_select(magnitude >= 0x7c, (vf)((magnitude << 21) | 0x7f800000), finite));
+#else /* f16 */
+    vi sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13;
+    vf finite = (vf)rest * 0x1p112f;
+    return (vf)(sign | (vi)vf_select(rest >= 0x0f800000, (vf)(rest | 0x7f800000), finite));
+#endif
+#endif
+}
+
+/* A row of floats, each times `scale`. */
+INLINE void stored_widen(float *to, const stored *from, const int n, float scale) {
+    int d = 0;
+    for (; d + LANES <= n; d += LANES) {
+        vf x = stored_load(from + d, LANES) * scale;
+        __builtin_memcpy(to + d, &x, sizeof x);
+    }
+    if (n % LANES) {
+        vf x = stored_load(from + d, LANES / 2) * scale;
+        __builtin_memcpy(to + d, &x, sizeof x / 2);
+    }
+}
+
+/* Whether any element of a row is an infinity or NaN, from its bits. */
+INLINE int stored_special(const stored *row, int n) {
+    int found = 0;
+    for (int d = 0; d < n; d++) {
+#if KV == KV_f32
+        uint32_t u;
+        __builtin_memcpy(&u, row + d, 4);
+        found |= (u & 0x7f800000) == 0x7f800000;
+#elif KV == KV_f16
+        found |= (row[d] & 0x7c00) == 0x7c00;
+#elif KV == KV_bf16
+        found |= (row[d] & 0x7f80) == 0x7f80;
+#elif KV == KV_e4m3
+        found |= (row[d] & 0x7f) == 0x7f;
+#elif KV == KV_e5m2
+        found |= (row[d] & 0x7c) == 0x7c;
+#endif
+    }
+    return found;
+}
