@@ -221,7 +221,10 @@ mod tests {
         };
         assert!(changed("lib/cuda/attention/types.cuh", "// Scalar types", "\n  // Words").is_empty());
         assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
-        assert_eq!(changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"), ["forward/cpu", "forward/cpu_ragged"]);
+        assert_eq!(
+            changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"),
+            ["forward/cpu", "forward/cpu_ragged"]
+        );
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
         let cuda = ["forward/sm90", "forward/sm80", "forward/naive", "forward/naive_ragged"];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);

@@ -31,6 +31,7 @@ mod outlive;
 mod outputs;
 mod programs;
 mod quick;
+mod ragged;
 mod random_faults;
 mod random_workers;
 mod readme;

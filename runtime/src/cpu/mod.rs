@@ -145,9 +145,10 @@ impl Device for CpuDevice {
         };
         // SAFETY: the caller's promise is this function's own.
         let prepared = match args {
-            Args::Ragged(args) => Some(unsafe { module.prepare(args) }.ok_or_else(|| {
-                no_memory("no memory for partial results of split keys".to_owned())
-            })?),
+            Args::Ragged(args) => Some(
+                unsafe { module.prepare(args) }
+                    .ok_or_else(|| no_memory("no memory for partial results of split keys".to_owned()))?,
+            ),
             Args::Forward(_) => None,
         };
         let args = prepared.as_ref().map_or(args, |(_memory, args)| Args::Ragged(args));

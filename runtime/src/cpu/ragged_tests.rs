@@ -162,14 +162,16 @@ impl Case {
 
         // Queries: packed, or in rows of the bound.
         let q_max = bounds.q_len as usize;
-        let rows: Vec<usize> =
-            (0..=n).map(|i| if batch.packed_q { sums(&|i| batch.lengths[i][0])[i] as usize } else { i * q_max }).collect();
+        let rows: Vec<usize> = (0..=n)
+            .map(|i| if batch.packed_q { sums(&|i| batch.lengths[i][0])[i] as usize } else { i * q_max })
+            .collect();
         let bytes = batch.dtype.bytes();
         let mut q_bytes = vec![0xffu8; (rows[n].max(1)) * heads * dqk * bytes];
         let mut q = Vec::new();
         for (i, &[q_len, _]) in batch.lengths.iter().enumerate() {
             let shape = [1, heads, q_len, dqk];
-            let t = HostTensor::random(batch.dtype, shape, Layout::Bshd, batch.seed * 100 + i as u64, Distribution::Normal);
+            let t =
+                HostTensor::random(batch.dtype, shape, Layout::Bshd, batch.seed * 100 + i as u64, Distribution::Normal);
             let at = rows[i] * heads * dqk * bytes;
             q_bytes[at..at + t.bytes().len()].copy_from_slice(t.bytes());
             q.push(t);
@@ -244,10 +246,13 @@ impl Case {
                         for c in 0..d {
                             let mean = if which == 1 { 0.5 } else { 0.0 };
                             let value = rng.random_range(-1.7..1.7f32) + mean;
-                            let (bytes, value) = encode(batch.store.element, batch.dtype, if quantised { value * 2.0 } else { value });
+                            let (bytes, value) =
+                                encode(batch.store.element, batch.dtype, if quantised { value * 2.0 } else { value });
                             tensors[which].set([0, h, t, c], value * by[which]);
-                            let (s, to) = if which == 0 { (&k_stride, &mut k_bytes) } else { (&v_stride, &mut v_bytes) };
-                            let column = if which == 0 { (c / x) as i64 * s[3] + (c % x) as i64 } else { c as i64 * s[3] };
+                            let (s, to) =
+                                if which == 0 { (&k_stride, &mut k_bytes) } else { (&v_stride, &mut v_bytes) };
+                            let column =
+                                if which == 0 { (c / x) as i64 * s[3] + (c % x) as i64 } else { c as i64 * s[3] };
                             let at = id as i64 * s[0] + token as i64 * s[1] + h as i64 * s[2] + column;
                             let at = at as usize * element;
                             to[at..at + element].copy_from_slice(&bytes);
@@ -331,11 +336,7 @@ impl Case {
             }
         }
         if quantised {
-            let strides = if per_token {
-                [(kv_heads * page) as i64, page as i64, 1]
-            } else {
-                [kv_heads as i64, 1, 0]
-            };
+            let strides = if per_token { [(kv_heads * page) as i64, page as i64, 1] } else { [kv_heads as i64, 1, 0] };
             (args.k_scale_stride, args.v_scale_stride) = (strides, strides);
             args.k_scale = keep(bytemuck::cast_slice(&k_scale).to_vec());
             args.v_scale = keep(bytemuck::cast_slice(&v_scale).to_vec());
@@ -465,7 +466,9 @@ fn dtypes_head_dims_and_groups() {
 
 #[test]
 fn masks_are_aligned_at_the_bottom_right_of_each_sequence() {
-    for mask in [Mask::Causal, Mask::Window { left: Some(20), right: Some(0) }, Mask::Window { left: Some(3), right: None }] {
+    for mask in
+        [Mask::Causal, Mask::Window { left: Some(20), right: Some(0) }, Mask::Window { left: Some(3), right: None }]
+    {
         for dtype in [DType::F32, DType::Bf16] {
             check(&Batch { mask, ..Batch::new(dtype, &[[1, 300], [9, 4], [40, 130], [3, 64], [4, 0], [70, 70]]) });
         }
