@@ -4,19 +4,22 @@
 //! declarations that [`declaration`] writes from the structs here; [`ABI_VERSION`] is part of every key, so a kernel
 //! built for another layout is refused, never called.
 
+mod append;
 mod declare;
 mod layout;
 
+pub use append::AppendArgs;
 pub use declare::{Declared, Field, Spelt, declaration};
 pub use layout::ArgsLayout;
 
-use crate::Language;
 use crate::score::MAX_BIASES;
+use crate::{Language, Op, Problem};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`], [`RaggedArgs`] and of the entry points. Any change to either needs a new number, but for fields that are
-/// appended to a segment of [`ArgsLayout`]: kernels of before are then given what they were compiled for.
+/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`] and of the entry points. Any change to one of them needs a
+/// new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before are then given what
+/// they were compiled for.
 ///
 /// The same holds for what else host and kernel agree in by numbers that are rendered, and that no template's hash
 /// shows: [`TILE_QUEUES`], and how block lists and key ranges lie in memory.
@@ -180,6 +183,8 @@ pub enum Args<'a> {
     Forward(&'a ForwardArgs),
     /// A forward pass over a ragged batch.
     Ragged(&'a RaggedArgs),
+    /// New rows of K and V into a store.
+    Append(&'a AppendArgs),
 }
 
 impl<'a> Args<'a> {
@@ -188,6 +193,7 @@ impl<'a> Args<'a> {
         match self {
             Args::Forward(args) => bytemuck::bytes_of(args),
             Args::Ragged(args) => bytemuck::bytes_of(args),
+            Args::Append(args) => bytemuck::bytes_of(args),
         }
     }
 
@@ -196,6 +202,7 @@ impl<'a> Args<'a> {
         match self {
             Args::Forward(args) => args.side,
             Args::Ragged(args) => args.side,
+            Args::Append(_) => 0,
         }
     }
 
@@ -204,12 +211,17 @@ impl<'a> Args<'a> {
         match self {
             Args::Forward(_) => "dense tensors",
             Args::Ragged(_) => "a ragged batch",
+            Args::Append(_) => "an append",
         }
     }
 
     /// Whether a problem's kernels take these.
-    pub const fn are_of(self, problem: &crate::Problem) -> bool {
-        matches!(self, Args::Forward(_)) == problem.kv.is_dense()
+    pub const fn are_of(self, problem: &Problem) -> bool {
+        match self {
+            Args::Forward(_) => matches!(problem.op, Op::Forward) && problem.kv.is_dense(),
+            Args::Ragged(_) => matches!(problem.op, Op::Forward) && !problem.kv.is_dense(),
+            Args::Append(_) => matches!(problem.op, Op::Append),
+        }
     }
 }
 
@@ -222,6 +234,12 @@ impl<'a> From<&'a ForwardArgs> for Args<'a> {
 impl<'a> From<&'a RaggedArgs> for Args<'a> {
     fn from(args: &'a RaggedArgs) -> Self {
         Args::Ragged(args)
+    }
+}
+
+impl<'a> From<&'a AppendArgs> for Args<'a> {
+    fn from(args: &'a AppendArgs) -> Self {
+        Args::Append(args)
     }
 }
 
@@ -323,6 +341,7 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
     let common = [
         ("forward_args", declaration::<ForwardArgs>(language)),
         ("ragged_args", declaration::<RaggedArgs>(language)),
+        ("append_args", declaration::<AppendArgs>(language)),
         ("side_tensor", declaration::<SideTensorArg>(language)),
     ];
     let own = match language {
@@ -379,7 +398,7 @@ mod tests {
         }
         // The last struct is padded to the alignment of its tensor maps.
         let plain = [gaps::<ForwardArgs>(), gaps::<RaggedArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>()];
-        assert_eq!(plain, [0; 4]);
+        assert_eq!((plain, gaps::<AppendArgs>()), ([0; 4], 0));
         let padding = gaps::<MappedArgs>();
         assert!(padding < 64, "{padding}");
     }

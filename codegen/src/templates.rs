@@ -23,6 +23,8 @@ macro_rules! embed {
 
 /// The templates that this build was made with.
 const EMBEDDED: &[(&str, &str)] = embed![
+    "append/cpu.c",
+    "append/cuda.cu",
     "forward/cpu.c",
     "forward/cpu_ragged.c",
     "forward/naive.cu",
@@ -63,6 +65,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/pack.h",
     "lib/cpu/panels.h",
     "lib/cpu/program.h",
+    "lib/cpu/quantise.h",
     "lib/cpu/ragged.h",
     "lib/cpu/ragged_program.h",
     "lib/cpu/ranges.h",
@@ -74,6 +77,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/kv_elements.cuh",
     "lib/cuda/attention/non_finite.cuh",
+    "lib/cuda/attention/quantise.cuh",
     "lib/cuda/attention/ragged.cuh",
     "lib/cuda/attention/row_tile.cuh",
     "lib/cuda/attention/softmax.cuh",
@@ -226,7 +230,7 @@ mod tests {
             ["forward/cpu", "forward/cpu_ragged"]
         );
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
-        let cuda = ["forward/sm90", "forward/sm80", "forward/naive", "forward/naive_ragged"];
+        let cuda = ["forward/sm90", "forward/sm80", "forward/naive", "forward/naive_ragged", "append/cuda"];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);
     }
 

@@ -2,7 +2,7 @@
 
 use crate::common;
 use flashtune::codegen::{
-    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Schedule, ShapeBucket, TemplateSet,
+    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Op, Schedule, ShapeBucket, TemplateSet,
 };
 use flashtune::runtime::compile::{Nvrtc, compile_with};
 use flashtune::runtime::elf;
@@ -278,6 +278,30 @@ fn f32_on_every_arch_compiles_on_the_exact_path() {
             let problem = Problem::forward(DType::F32, dim, MaskKind::ALL[(i + dim as usize) % 4]).unwrap();
             assert_eq!(Family::candidates(&problem, arch(name)), [Family::ForwardNaive]);
             kernels.push(default_kernel(Family::ForwardNaive, problem, arch(name), 1024));
+        }
+    }
+    compile_all(&kernels, false);
+}
+
+/// Every element of a store, and every layout that is a constant of the code.
+#[test]
+fn append_kernels_compile_without_spills() {
+    if common::nvrtc_or_skip("append_kernels_compile_without_spills").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    let dims = [(128, 128), (64, 64), (256, 256), (192, 128), (80, 80), (24, 40), (16, 16)];
+    let elements = [KvElement::Same, KvElement::E4m3, KvElement::E5m2, KvElement::Int8];
+    for (i, (dim_qk, dim_v)) in dims.into_iter().enumerate() {
+        for (j, element) in elements.into_iter().enumerate() {
+            let dtype = DType::ALL[(i + j) % 3];
+            let scales = [KvScales::PerHead, KvScales::PerToken][(i + j) % 2];
+            let store = KvStore { element, scales, v_columns: (i + 2 * j) % 3 == 0 };
+            let problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, MaskKind::FULL).unwrap();
+            let problem = Problem { op: Op::Append, ..problem.with_kv(KvKind::Ragged(store)) };
+            let arch = arch(["sm_75", "sm_80", "sm_89", "sm_90a"][(i + j) % 4]);
+            assert_eq!(Family::candidates(&problem, arch), [Family::AppendCuda]);
+            kernels.push(default_kernel(Family::AppendCuda, problem, arch, 1));
         }
     }
     compile_all(&kernels, false);

@@ -1,6 +1,6 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
-use super::{ForwardArgs, MappedArgs, RaggedArgs, SideTensorArg, TensorMap};
+use super::{AppendArgs, ForwardArgs, MappedArgs, RaggedArgs, SideTensorArg, TensorMap};
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Result};
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ pub struct ArgsLayout {
     /// Tensor maps, biases' among them, before the rest.
     #[serde(default, skip_serializing_if = "is_default")]
     pub head: u32,
-    /// [`ForwardArgs`] or [`RaggedArgs`].
+    /// [`ForwardArgs`], [`RaggedArgs`] or [`AppendArgs`].
     pub forward: u32,
     /// What follows it.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -34,6 +34,8 @@ impl ArgsLayout {
     };
     /// Of those that take [`RaggedArgs`].
     pub(crate) const RAGGED: Self = Self { forward: size_of::<RaggedArgs>() as u32, ..Self::FORWARD };
+    /// Of those that take [`AppendArgs`].
+    pub(crate) const APPEND: Self = Self { forward: size_of::<AppendArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`MappedArgs`].
     pub(crate) const MAPPED: Self = Self {
         head: offset_of!(MappedArgs, forward) as u32,

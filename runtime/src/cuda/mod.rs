@@ -317,6 +317,7 @@ impl Device for CudaDevice {
                 ragged = RaggedArgs { scratch: address, ..*args };
                 Base::Ragged(&ragged)
             }
+            (None, Args::Append(args)) => Base::Append(args),
         };
         let parameter;
         let parameter: *const std::ffi::c_void = match problem.program {

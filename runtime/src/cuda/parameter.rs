@@ -1,6 +1,6 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
-use flashtune_codegen::abi::{ArgsLayout, ForwardArgs, MappedArgs, RaggedArgs, SideArgs, SideTensorArg};
+use flashtune_codegen::abi::{AppendArgs, ArgsLayout, ForwardArgs, MappedArgs, RaggedArgs, SideArgs, SideTensorArg};
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
 use std::ops::Range;
@@ -10,6 +10,8 @@ const LARGEST: usize = size_of::<MappedArgs>() + MAX_INPUTS * (size_of::<SideTen
 const _: () = assert!(
     LARGEST <= 4096
         && size_of::<RaggedArgs>() <= size_of::<MappedArgs>()
+        && size_of::<AppendArgs>() <= size_of::<MappedArgs>()
+        && size_of::<AppendArgs>().is_multiple_of(8)
         && size_of::<ForwardArgs>().is_multiple_of(8)
         && size_of::<RaggedArgs>().is_multiple_of(8)
         && size_of::<MappedArgs>().is_multiple_of(8)
@@ -67,6 +69,7 @@ pub(super) enum Base<'a> {
     Forward(&'a ForwardArgs),
     Mapped(&'a MappedArgs),
     Ragged(&'a RaggedArgs),
+    Append(&'a AppendArgs),
 }
 
 impl Base<'_> {
@@ -76,6 +79,7 @@ impl Base<'_> {
             Base::Forward(args) => std::ptr::from_ref(*args).cast(),
             Base::Mapped(args) => std::ptr::from_ref(*args).cast(),
             Base::Ragged(args) => std::ptr::from_ref(*args).cast(),
+            Base::Append(args) => std::ptr::from_ref(*args).cast(),
         }
     }
 
@@ -85,6 +89,7 @@ impl Base<'_> {
             Base::Forward(_) => size_of::<ForwardArgs>(),
             Base::Mapped(_) => size_of::<MappedArgs>(),
             Base::Ragged(_) => size_of::<RaggedArgs>(),
+            Base::Append(_) => size_of::<AppendArgs>(),
         }
     }
 
@@ -93,6 +98,7 @@ impl Base<'_> {
         match self {
             Base::Forward(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Ragged(args) => [&[], bytemuck::bytes_of(*args), &[]],
+            Base::Append(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Mapped(args) => {
                 let forward = offset_of!(MappedArgs, forward);
                 let (tiling, end) = (offset_of!(MappedArgs, tiling), offset_of!(MappedArgs, masks) + size_of::<u64>());

@@ -327,7 +327,8 @@ impl Dispatcher {
     /// The families that can serve the call, best first; why the others cannot goes to `refusals`.
     fn families(&self, key: &PlanKey, refusals: &mut Vec<Refusal>) -> Result<Vec<Family>> {
         let arch = self.arch();
-        let writes = |f: &Family| f.unmet(Constraint::Weights.into()).is_none();
+        let of_op = |f: &Family| f.op() == key.problem.op;
+        let writes = |f: &Family| of_op(f) && f.unmet(Constraint::Weights.into()).is_none();
         if key.demands.has(Constraint::Weights) && !Family::ALL.iter().any(|f| writes(f) && f.runs_on(arch)) {
             let families: Vec<_> = Family::ALL.into_iter().filter(writes).map(Family::name).collect();
             let limit = format!("only {} writes the attention weights, and not on {arch}", families.join(", "));
@@ -336,7 +337,7 @@ impl Dispatcher {
         }
         let mut families = Family::candidates(&key.problem, arch);
         families.retain(|f| f.unmet(key.demands).is_none());
-        for family in Family::ALL.into_iter().filter(|f| !families.contains(f)) {
+        for family in Family::ALL.into_iter().filter(|f| of_op(f) && !families.contains(f)) {
             match family.supports(&key.problem, arch) {
                 Err(CodegenError::Unsupported { limit, .. }) => refusals.push(Refusal::new(family.name(), limit)),
                 Err(e) => refusals.push(Refusal::new(family.name(), e.to_string())),
