@@ -20,6 +20,7 @@
 //! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
 //! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
 
+pub mod append;
 mod awaited;
 mod builder;
 mod engine;

@@ -5,6 +5,7 @@
 //! Device::load(Artifact) -> Module
 //! forward_call(tensors, mask, scale) -> (Problem, Shape, ForwardArgs)
 //! ragged_call(batch, mask, scale) -> (Problem, Shape, RaggedArgs)
+//! append_call(append) -> (Problem, Shape, AppendArgs)
 //! Device::launch(Module, LaunchPlan, Args, Stream)
 //! ```
 //!
@@ -13,6 +14,7 @@
 //! nowhere else. A missing library is an [`Error`], never a panic. A launch is asynchronous on the caller's stream,
 //! allocates nothing and syncs nothing.
 
+mod append;
 mod block_mask;
 pub mod ceilings;
 pub mod check;
@@ -32,6 +34,7 @@ mod sync;
 mod tensor;
 mod typical;
 
+pub use append::{Append, AppendCall, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
 pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
 pub use check::{CheckCase, CheckInputs, CheckReport, Poison, RaggedBatch, RaggedCase, check_kernel};

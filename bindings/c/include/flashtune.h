@@ -18,6 +18,18 @@
 // of a struct do not change it (see `struct_size`).
 #define FLASHTUNE_ABI_VERSION 1
 
+// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_append_args`, and not `i` and `i + rotary_dim / 2`.
+#define FLASHTUNE_APPEND_INTERLEAVED 1
+
+// All rows of Q of a sequence are rotated to its first position, as flash-attention does without a causal mask.
+#define FLASHTUNE_APPEND_Q_ONE_POSITION 2
+
+// `lengths` of `flashtune_append_args` are those after the call. `length_sums`, `last_page` and whole pages always are.
+#define FLASHTUNE_APPEND_LENGTHS_AFTER 4
+
+// Scales of tokens are found from the rows and written, and not read.
+#define FLASHTUNE_APPEND_FINDS_SCALES 8
+
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
@@ -320,6 +332,137 @@ typedef int32_t flashtune_index;
 // An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
 typedef uint64_t flashtune_engine;
 
+// New rows of K and V into a store that is indexed on the device, rotated and quantised on the way. Fill it with zeros, set
+// `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and slots, lengths and
+// tables are read when the call runs. No two new rows may go to one place.
+//
+// A row goes to its slot in `slot_mapping`; or, without one, behind the tokens that its sequence has: new row `i` to token
+// `length + i` of the pages that the index names. Rows with a negative slot, behind `max_kv`, and in no page are left out.
+typedef struct flashtune_append_args {
+  // sizeof(flashtune_append_args).
+  uint32_t struct_size;
+  // FLASHTUNE_APPEND_INTERLEAVED, _Q_ONE_POSITION, _LENGTHS_AFTER, _FINDS_SCALES, or 0.
+  uint32_t flags;
+  // New K: [batch, new_rows, kv_heads, head_dim_qk] in any order of memory; or, with `new_begin` or `slot_mapping`,
+  // [new_rows, kv_heads, head_dim_qk].
+  const void *k_new;
+  // New V, with rows of head_dim_v elements.
+  const void *v_new;
+  // Strides of the new K: batch, head, row. That of the batch has no meaning where rows are packed.
+  int64_t k_new_stride[3];
+  // The same of the new V.
+  int64_t v_new_stride[3];
+  // Elements of the new rows and of Q: a `flashtune_dtype`.
+  int32_t dtype;
+  // Elements of the store: 0 those of the new rows, 1 f16, 2 bf16, 3 f32, 4 e4m3, 5 e5m2, 6 int8. Beyond the largest finite
+  // value elements become that value; NaN stays NaN, and is 0 in int8.
+  int32_t kv_type;
+  // Sequences; of no meaning with `slot_mapping`.
+  int64_t batch;
+  // New rows of each sequence; with `new_begin` or `slot_mapping` of all together.
+  int64_t new_rows;
+  // First new row of each sequence, and the end of the last one's, [batch + 1]; NULL: each has new_rows.
+  const void *new_begin;
+  // KV heads.
+  int64_t kv_heads;
+  // Elements of a row of Q and K.
+  int64_t head_dim_qk;
+  // Elements of a row of V.
+  int64_t head_dim_v;
+  // K of the store.
+  void *k;
+  // V of the store.
+  void *v;
+  // Strides of K: page, token, head, and from 16 bytes of a row to the next 16; 0 where rows are contiguous.
+  int64_t k_stride[4];
+  // Strides of V: page, token, head, and from a column to the next; 0 where rows are contiguous.
+  int64_t v_stride[4];
+  // Pages of the store.
+  int64_t pages;
+  // Tokens of a page; the room of a sequence in a cache without a table.
+  int64_t page_tokens;
+  // What elements of K are multiplied by when they are read, fp32, for quantised stores. Under 0 every number is stored as 0.
+  float *k_scale;
+  // The same for V.
+  float *v_scale;
+  // Strides of K's scales: sequence, head, 0; for scales of tokens page, head, token.
+  int64_t k_scale_stride[3];
+  // The same for V's.
+  int64_t v_scale_stride[3];
+  // Which elements share a scale: 0 all have the scale 1, 1 those of a head of a sequence (strides of 0 for more), 2 those
+  // of a head of a token.
+  int32_t k_scales;
+  // The same for V.
+  int32_t v_scales;
+  // The slot of each new row, `page * page_tokens + token`; NULL: places follow from lengths.
+  const void *slot_mapping;
+  // Integers of `slot_mapping`: 0 i32, 1 u32, 2 i64.
+  int32_t slot_type;
+  // Where the tokens of a sequence lie, unless slots say it: 1 a sequence is a page, that of its own number or of `slots`, 3
+  // by rows of `k_table`, 4 by `pages_begin` and `k_table` (CSR).
+  int32_t index;
+  // Identifiers of K's pages, [batch, table_capacity], or one sequence after the other (CSR).
+  const void *k_table;
+  // Those of V's; NULL: K's.
+  const void *v_table;
+  // First entry of each sequence, and the end of the last one's, [batch + 1], for CSR.
+  const void *pages_begin;
+  // Page of each sequence, [batch], for a cache without a table; NULL: that of its number.
+  const void *slots;
+  // Entries of the table from one sequence to the next.
+  int64_t table_stride;
+  // Entries of a sequence in the table.
+  int64_t table_capacity;
+  // Integers of `k_table`, `v_table` and `slots`: 0 i32, 1 u32, 2 i64.
+  int32_t table_type;
+  // Integers of `new_begin`, `q_begin`, `pages_begin`, `lengths`, `length_sums`, `last_page` and `first_position`.
+  int32_t length_type;
+  // Tokens of each sequence, [batch], padding before them included: before the call, or after it by the flag.
+  const void *lengths;
+  // Tokens after the call as differences of [batch + 1], in place of `lengths`.
+  const void *length_sums;
+  // Tokens of the last page of each sequence after the call, [batch], in place of `lengths` for CSR; without any of the three,
+  // pages are full.
+  const void *last_page;
+  // Tokens that a sequence has at most after the call; of no meaning with `slot_mapping`.
+  int64_t max_kv;
+  // Q, to be rotated in the same pass: [batch, q_rows, heads, head_dim_qk] in any order, or packed as the new rows; NULL for
+  // none.
+  const void *q;
+  // Where it goes; may be `q` with the same strides.
+  void *q_out;
+  // Strides of Q: batch, head, row.
+  int64_t q_stride[3];
+  // Strides of `q_out`.
+  int64_t q_out_stride[3];
+  // Query heads.
+  int64_t heads;
+  // Rows of Q of each sequence; with `q_begin` or `slot_mapping` of all together.
+  int64_t q_rows;
+  // First row of each sequence in Q, and the end of the last one's, [batch + 1]; NULL: each has q_rows.
+  const void *q_begin;
+  // Cosines, [rotary_rows, rotary_dim / 2]; NULL: nothing is rotated.
+  const void *cos;
+  // Sines.
+  const void *sin;
+  // From one position to the next in both.
+  int64_t rotary_stride;
+  // Positions that they have: rows at others become NaN where they would turn.
+  int64_t rotary_rows;
+  // Leading elements of a row that turn, an even number.
+  int64_t rotary_dim;
+  // Elements of both: a `flashtune_dtype`, F32 or that of the new rows.
+  int32_t rotary_dtype;
+  // Integers of `k_positions` and `q_positions`.
+  int32_t position_type;
+  // Position of each new row; NULL: from `first_position` on. Needed with `slot_mapping`.
+  const void *k_positions;
+  // Position of each row of Q; NULL: those of `k_positions`.
+  const void *q_positions;
+  // Position of each sequence's first new row, [batch]; NULL: its length before the call.
+  const void *first_position;
+} flashtune_append_args;
+
 // A scalar or a tensor that a score program reads. Fill it with zeros, then set what it has.
 typedef struct flashtune_input {
   // The name in the program, in UTF-8.
@@ -597,6 +740,29 @@ uint32_t flashtune_abi_version(void);
 
 // Version of the library, e.g. "0.1.0".
 const char *flashtune_version(void);
+
+// Writes new rows of K and V into a store on `stream` and returns at once (on the CPU when done): one launch, which allocates
+// nothing, waits for nothing, and may be captured in a CUDA graph and replayed with other slots, lengths and tables. The first call
+// of a kind of store compiles. Does nothing without rows.
+//
+// `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
+//
+// Addresses are checked as in `flashtune_forward`, of CSR's entries the first. Fails as it does.
+//
+// # Safety
+// `args` is NULL or valid, its addresses are as said above, and `stream` is a live one of the engine's context. First rows do
+// not decrease and stay inside of what they count.
+flashtune_status flashtune_append(flashtune_engine engine,
+                                  const struct flashtune_append_args *args,
+                                  void *stream);
+
+// All of `flashtune_append` but the launch: compiles the kernel if need be and loads it, so that a call on the same kind of
+// store is a launch and no more. Reads and writes nothing that the arguments point to.
+//
+// # Safety
+// As `flashtune_append`.
+flashtune_status flashtune_prepare_append(flashtune_engine engine,
+                                          const struct flashtune_append_args *args);
 
 // Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
 // have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,

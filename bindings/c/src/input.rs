@@ -1,5 +1,6 @@
 //! Memory that the caller names: structs by the size that they state, strings, places for answers.
 
+use crate::append::AppendArgs;
 use crate::error::{Failure, Result};
 use crate::types::{BlockMaskArgs, ForwardArgs, Options, RaggedArgs, Status};
 use std::ffi::{CStr, c_char};
@@ -41,10 +42,16 @@ unsafe impl Sized32 for BlockMaskArgs {
     const FIRST: usize = 80;
 }
 
+// SAFETY: integers and raw pointers only, laid out without gaps (asserted below).
+unsafe impl Sized32 for AppendArgs {
+    const NAME: &'static str = "flashtune_append_args";
+    const FIRST: usize = 560;
+}
+
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Options>() == 64 && size_of::<ForwardArgs>() == 424);
-    assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576);
+    assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576 && size_of::<AppendArgs>() == 560);
 };
 
 /// No struct of ours grows beyond this; a larger size is a pointer to something else.

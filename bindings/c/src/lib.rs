@@ -12,6 +12,7 @@
 //! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`, `program.rs`, `block_mask.rs`), registers
 //! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `ragged.rs`).
 
+mod append;
 mod block_mask;
 mod engine_handle;
 mod error;
@@ -29,6 +30,10 @@ mod serving;
 mod tests;
 mod types;
 
+pub use append::{
+    APPEND_FINDS_SCALES, APPEND_INTERLEAVED, APPEND_LENGTHS_AFTER, APPEND_Q_ONE_POSITION, AppendArgs, flashtune_append,
+    flashtune_prepare_append,
+};
 pub use block_mask::{flashtune_block_mask_bytes, flashtune_block_mask_create, flashtune_block_mask_destroy};
 pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};
