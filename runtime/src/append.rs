@@ -7,7 +7,12 @@
 //!
 //! Store, index and lengths are those of a [`crate::RaggedBatch`]: the attention that follows takes the same.
 
+mod cases;
 mod check;
+#[cfg(test)]
+mod tests;
+
+pub use cases::{AppendCase, check_append};
 
 use crate::{Index, Ints, KeyLengths, Result, Store};
 use flashtune_codegen::abi::AppendArgs;

@@ -34,7 +34,9 @@ mod sync;
 mod tensor;
 mod typical;
 
-pub use append::{Append, AppendCall, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
+pub use append::{
+    Append, AppendCall, AppendCase, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call, check_append,
+};
 pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
 pub use check::{CheckCase, CheckInputs, CheckReport, Poison, RaggedBatch, RaggedCase, check_kernel};

@@ -250,7 +250,7 @@ EXPORT void ft_tile(const AppendArgs *args, uint64_t tile, void *scratch) {
         }
         if (nth < args->q_rows && args->heads > 0) {
             const Member member = member_of(args, args->q_begin, args->q_len, nth);
-            if (member.sequence < 0 && !args->q_positions) continue;
+            if (member.sequence < 0) continue;
             for (int64_t head = 0; head < args->heads; head++) rotate_q(args, nth, head, member);
         }
     }

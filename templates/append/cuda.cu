@@ -284,7 +284,7 @@ __device__ __forceinline__ Row row_of(const AppendArgs& args, u32 index, u32 kv_
         const int nth = int(rest / heads), head = int(rest % heads);
         const bool packed = args.q_begin != nullptr;
         const Member m = member_of(args, args.q_begin, args.q_len, nth);
-        if (m.sequence < 0 && args.q_positions == nullptr) return r;
+        if (m.sequence < 0) return r;
         const i64 batch = packed ? 0 : m.sequence, row = packed ? nth : m.row;
         r.from = (const Element*)args.q + batch * args.q_stride[0] + head * args.q_stride[1] + row * args.q_stride[2];
         r.q_out = (Element*)args.q_out + batch * args.q_out_stride[0] + head * args.q_out_stride[1] + row * args.q_out_stride[2];
