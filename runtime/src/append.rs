@@ -14,7 +14,8 @@ mod tests;
 
 pub use cases::{AppendCase, check_append};
 
-use crate::{Index, Ints, KeyLengths, Result, Store};
+use crate::Result;
+use crate::ragged::{Index, Ints, KeyLengths, Store};
 use flashtune_codegen::abi::AppendArgs;
 use flashtune_codegen::{DType, Problem, Shape};
 

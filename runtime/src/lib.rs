@@ -39,7 +39,7 @@ pub use append::{
 };
 pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
-pub use check::{CheckCase, CheckInputs, CheckReport, Poison, RaggedBatch, RaggedCase, check_kernel};
+pub use check::{CheckCase, CheckInputs, CheckReport, Poison, RaggedCase, check_kernel};
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;

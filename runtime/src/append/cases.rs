@@ -2,7 +2,8 @@
 //! guards.
 
 use super::{Append, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
-use crate::{Added, Device, Index, IntKind, Ints, KeyLengths, Module, Result, Scales, Store, StoreRows, StoreType};
+use crate::ragged::{Added, Index, IntKind, Ints, KeyLengths, Scales, Store, StoreRows, StoreType};
+use crate::{Device, Module, Result};
 use flashtune_codegen::{DType, Kernel, Problem, Schedule, ShapeBucket};
 use half::{bf16, f16};
 use rand::rngs::StdRng;

@@ -2,7 +2,8 @@
 
 use super::{Append, AppendCall, AppendQueries, Positions, RowCount, Rows, Target};
 use crate::tensor::error;
-use crate::{Added, Error, Index, Ints, KeyLengths, Result, Scales, Store, StoreRows, StoreType};
+use crate::ragged::{Added, Index, Ints, KeyLengths, Scales, Store, StoreRows, StoreType};
+use crate::{Error, Result};
 use flashtune_codegen::abi::AppendArgs;
 use flashtune_codegen::{
     DType, Error as CodegenError, HEAD_DIM_MAX, KvElement, KvKind, KvScales, KvStore, Mask, MaskKind, Op, Problem,
