@@ -102,10 +102,10 @@ impl Memory {
     /// The batch, with K and V put where its kind has them.
     fn batch(&mut self) -> RaggedBatch {
         let size = self.dtype.bytes();
-        for b in 0..LENGTHS.len() {
-            for i in 0..LENGTHS[b].0 {
+        for (b, (q_len, _)) in LENGTHS.into_iter().enumerate() {
+            for i in 0..q_len {
                 for h in 0..HEADS {
-                    let (from, to) = ((h * LENGTHS[b].0 + i) * DIM * size, (self.q_row(b, i) * HEADS + h) * DIM * size);
+                    let (from, to) = ((h * q_len + i) * DIM * size, (self.q_row(b, i) * HEADS + h) * DIM * size);
                     let row = self.sequences[b][0].bytes()[from..from + DIM * size].to_vec();
                     self.q[to..to + DIM * size].copy_from_slice(&row);
                 }
