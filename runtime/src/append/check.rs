@@ -1,8 +1,8 @@
 //! What an append must be like, and the arguments that it comes down to.
 
 use super::{Append, AppendCall, AppendQueries, Positions, RowCount, Rows, Target};
-use crate::tensor::error;
 use crate::ragged::{Added, Index, Ints, KeyLengths, Scales, Store, StoreRows, StoreType};
+use crate::tensor::error;
 use crate::{Error, Result};
 use flashtune_codegen::abi::AppendArgs;
 use flashtune_codegen::{
