@@ -1,9 +1,7 @@
 //! New rows of K and V into a KV store: [`Engine::append`] and the types of its call.
 
-pub use flashtune_runtime::{
-    Added, Append, AppendQueries, Index, IntKind, Ints, KeyLengths, Positions, Rotary, RowCount, Rows, Scales, Store,
-    StoreRows, StoreType, Target, append_call,
-};
+pub use flashtune_runtime::ragged::{Added, Index, IntKind, Ints, KeyLengths, Scales, Store, StoreRows, StoreType};
+pub use flashtune_runtime::{Append, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
 
 use crate::engine::{Dispatch, Engine};
 use crate::{Error, Result};
