@@ -4,7 +4,7 @@
 struct Copies {
     int team, stage, slot;
     i64 unit, end, total;     // of the whole batch: the next share's first, and the range's end
-    int blocks;               // thread blocks that have units
+    int blocks, tile_units;   // as in Range
     int sequence, kv_head, tile, first_unit;
     Sequence s;
     int tiles;
@@ -15,7 +15,7 @@ struct Copies {
 
     __device__ __forceinline__ Copies(const KernelArgs& args, u32, int of_team, const Range& range) {
         team = of_team, stage = 0, slot = 0;
-        unit = range.begin, end = range.end, total = range.total, blocks = range.blocks;
+        unit = range.begin, end = range.end, total = range.total, blocks = range.blocks, tile_units = range.tile_units;
         sequence = range.sequence, kv_head = range.kv_head, tile = range.tile, first_unit = range.unit;
         within = false;
         s = sequence_of(args, sequence);
@@ -25,9 +25,9 @@ struct Copies {
     // Begins the next share: the rest of a tile, or as much of it as the range has.
     __device__ __forceinline__ void begin_share(const KernelArgs& args) {
         const TileBlocks all = tile_blocks(args, s, sequence, tile);
-        const int units = all.units();
+        const int units = all.units() + tile_units;
         const int share = int(min_of<i64>(end - unit, units - first_unit));
-        const int from = max_of(first_unit - kTileUnits, 0), to = max_of(first_unit + share - kTileUnits, 0);
+        const int from = max_of(first_unit - tile_units, 0), to = max_of(first_unit + share - tile_units, 0);
         next_block = all.begin + from * kKeyWarps + team;
         end_block = min_of(all.begin + to * kKeyWarps, all.end);
         k = (const u8*)args.k + kv_head * args.k_stride[2] * kCacheBytes;

@@ -31,6 +31,9 @@ __device__ __forceinline__ float* piece_at(const KernelArgs& args, int block, in
 // 2^(m - to) of a reference that may be none at all.
 __device__ __forceinline__ float weight(float m, float to) { return m == -FT_INFINITY ? 0.0f : exp2_approx(m - to); }
 
+// A part of O by its weight, which may be too small for a float: what is no number remains.
+__device__ __forceinline__ float weighted(float w, float x) { return fabsf(x) < FT_INFINITY ? w * x : x; }
+
 // Writes four columns of a row of O, and with the first of them its log-sum-exp.
 __device__ __forceinline__ void write_row(const KernelArgs& args, const Share& share, int row, int column, float4 x, Sum sum) {
     if (column >= kHeadDimV) return;
@@ -80,9 +83,9 @@ __device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share
             for (int apart = 16; apart > 0; apart /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, apart));
             for (int p = lane; p < share.pieces; p += 32) {
                 const Sum* at = (const Sum*)(piece(p) + kRows * kPieceColumns) + from + r;
-                const float part = __ldcg(&at->l), w = part == 0.0f ? 0.0f : weight(__ldcg(&at->m), m);
-                weights[p * rows + r] = w;
-                l += w * part;
+                const float part = __ldcg(&at->l), w = weight(__ldcg(&at->m), m);
+                weights[p * rows + r] = part == 0.0f ? -1.0f : w;  // less than none: there was no key
+                l += part == 0.0f ? 0.0f : w * part;
             }
 #pragma unroll
             for (int apart = 16; apart > 0; apart /= 2) l += __shfl_xor_sync(0xffffffff, l, apart);
@@ -101,9 +104,9 @@ __device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share
             for (int p = begin; p < end; p++) {
                 const float4 x = __ldcg((const float4*)(piece(p) + (from + r) * kPieceColumns + column));
                 const float w = weights[p * rows + r];
-                if (w != 0.0f) {
-                    sum.x = fmaf(w, x.x, sum.x), sum.y = fmaf(w, x.y, sum.y);
-                    sum.z = fmaf(w, x.z, sum.z), sum.w = fmaf(w, x.w, sum.w);
+                if (w >= 0.0f || w != w) {
+                    sum.x += weighted(w, x.x), sum.y += weighted(w, x.y);
+                    sum.z += weighted(w, x.z), sum.w += weighted(w, x.w);
                 }
             }
             if (teams > 1) {
@@ -132,13 +135,16 @@ __device__ __forceinline__ void merge(const KernelArgs& args, u32, int team, con
                                       Output& o, float v_reference) {
     const int lane = threadIdx.x % 32;
     float own[kMTiles][2];  // weights of this team's sums
+    bool none[kMTiles][2];  // no key
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             softmax.finish(i, h);
-            const float l = softmax.l[i][h], m = l == 0.0f ? -FT_INFINITY : softmax.m[i][h] * rows.factor;
-            own[i][h] = m;
+            // Scores that all are NaN have no maximum; their sum, of reference 0, must not be lost.
+            const float l = softmax.l[i][h], reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * rows.factor;
+            const float m = l == 0.0f ? -FT_INFINITY : reference;
+            own[i][h] = m, none[i][h] = l == 0.0f;
             if (lane % 4 == 0) merge_sums()[team * kRows + rows.first_row + i * 16 + h * 8 + lane / 4] = Sum{m, l};
         }
     }
@@ -173,9 +179,9 @@ __device__ __forceinline__ void merge(const KernelArgs& args, u32, int team, con
                 for (int j = 0; j < kOTiles; j++) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        // A sum without weight may be NaN.
+                        // A sum of no keys may be NaN.
                         if (kOTiles * 8 == kPieceColumns || column_of(j, e) < kPieceColumns) {
-                            to[column_of(j, e)] = own[i][h] == 0.0f ? 0.0f : o[i][j][2 * h + e] * own[i][h];
+                            to[column_of(j, e)] = none[i][h] ? 0.0f : weighted(own[i][h], o[i][j][2 * h + e]);
                         }
                     }
                 }
