@@ -474,3 +474,96 @@ fn masks_are_aligned_at_the_bottom_right_of_each_sequence() {
         }
     }
 }
+
+#[test]
+fn quantised_stores_with_scales_of_heads_and_of_tokens() {
+    let elements = [KvElement::E4m3, KvElement::E5m2, KvElement::Int8];
+    for (i, element) in elements.into_iter().enumerate() {
+        for scales in [KvScales::PerHead, KvScales::PerToken] {
+            let store = KvStore { element, scales, v_columns: false };
+            let place = if scales == KvScales::PerToken { Place::Table } else { Place::Csr };
+            let base = Batch::new(DType::F16, &[[1, 200], [30, 61], [3, 7]]);
+            check(&Batch { store, place, mask: Mask::Causal, dims: [72, 64], seed: i as u64, ..base });
+        }
+    }
+}
+
+#[test]
+fn keys_in_chunks_of_16_bytes_beside_values_by_columns() {
+    for element in [KvElement::Same, KvElement::E4m3] {
+        let store = KvStore { element, v_columns: true, ..KvStore::default() };
+        let base = Batch::new(DType::F16, MIXED);
+        check(&Batch { store, chunked: true, heads_first: true, mask: Mask::Causal, ..base });
+    }
+}
+
+#[test]
+fn programs_see_the_heads_and_rows_of_their_sequence() {
+    for program in [
+        "sinks: f32[heads]; sink = sinks[h];",
+        "score = score + 0.05 * float(kv - q) * float(h + 1);",
+        "mask = kv <= q + kv_len - q_len and (kv + h) % 3 != 1;",
+    ] {
+        for dtype in [DType::F32, DType::Bf16] {
+            check(&Batch { program: Some(program), ..Batch::new(dtype, &[[1, 200], [40, 130], [2, 9], [3, 0]]) });
+        }
+    }
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_bytes() {
+    let host = CpuDevice::open().unwrap();
+    let batch = Batch::new(DType::Bf16, &[[1, 900], [50, 400], [2, 33]]);
+    let mut case = Case::new(&host, &batch);
+    let isa = isa::host();
+    let module = load(&host, &batch.problem(), small(batch.schedule(isa)), isa);
+    let mut first = None;
+    for threads in [1, 2, 16] {
+        let pool = Box::leak(Box::new(ThreadPoolBuilder::new().num_threads(threads).build().unwrap()));
+        let device = CpuDevice { fingerprint: host.fingerprint.clone(), pool, flush: Mutex::default() };
+        for _ in 0..20 {
+            case.run(&device, &*module);
+            let got = (case.o.clone(), case.lse.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+            assert!(*first.get_or_insert_with(|| got.clone()) == got, "{threads} threads");
+        }
+    }
+    case.check("the last of them");
+}
+
+#[test]
+fn keys_of_pages_that_are_not_there_are_masked() {
+    let device = CpuDevice::open().unwrap();
+    let batch = Batch { page: 16, ..Batch::new(DType::F32, &[[1, 16], [1, 48]]) };
+    for isa in isas() {
+        let mut case = Case::new(&device, &batch);
+        let module = load(&device, &batch.problem(), small(batch.schedule(isa)), isa);
+        // SAFETY: the table is memory of the case, and has an entry for each page.
+        let table = unsafe { std::slice::from_raw_parts_mut(case.args.k_table as *mut i32, 8) };
+        // All keys of the first sequence, and the last page of the second.
+        table[0] = -1;
+        table[case.args.table_stride as usize + 2] = case.args.pages as i32;
+        case.run(&device, &*module);
+        assert!(
+            case.o[..4 * 64 * 4].iter().all(|b| *b == 0) && case.lse[..4].iter().all(|x| *x == LSE_EMPTY),
+            "{isa:?}"
+        );
+        let all = case.dense[1].clone();
+        for tensor in &mut case.dense[1] {
+            let [_, heads, _, dim] = tensor.shape();
+            let mut short = HostTensor::zeros(DType::F32, [1, heads, 32, dim], Layout::Bhsd);
+            let mut row = vec![0.0; dim];
+            for (h, t) in (0..heads).flat_map(|h| (0..32).map(move |t| (h, t))) {
+                tensor.read_row([0, h, t], &mut row);
+                short.write_row([0, h, t], &row);
+            }
+            *tensor = short;
+        }
+        assert_eq!(all[0].shape()[2], 48);
+        for tensor in &mut case.dense[0] {
+            let [_, heads, _, dim] = tensor.shape();
+            *tensor = HostTensor::zeros(DType::F32, [1, heads, 0, dim], Layout::Bhsd);
+        }
+        case.batch.lengths = vec![[1, 0], [1, 32]];
+        case.check(&format!("{isa:?}"));
+    }
+}

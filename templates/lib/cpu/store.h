@@ -12,20 +12,51 @@ typedef int8_t stored;
 typedef uint8_t stored;
 #endif
 
+#if ISA == ISA_generic || KV == KV_f32
 typedef stored stored_vector __attribute__((vector_size(LANES * sizeof(stored))));
+
+#endif
+
+/* The bits of `n` elements as ints; compilers widen the halves of a vector apart. */
+#if KV != KV_f32
+INLINE vi stored_bits(const stored *from, const int n) {
+#if ISA == ISA_generic
+    stored_vector raw;
+    __builtin_memcpy(&raw, from, sizeof(stored) * n);
+    return __builtin_convertvector(raw, vi);
+#elif AVX512 && (KV == KV_f16 || KV == KV_bf16)
+    return (vi)_mm512_cvtepu16_epi32(n == LANES ? _mm256_loadu_si256((const __m256i *)from)
+                                                : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)from)));
+#elif AVX512
+    const __m128i raw = n == LANES ? _mm_loadu_si128((const __m128i *)from) : _mm_loadl_epi64((const __m128i *)from);
+    return (vi)(KV == KV_int8 ? _mm512_cvtepi8_epi32(raw) : _mm512_cvtepu8_epi32(raw));
+#elif KV == KV_f16 || KV == KV_bf16
+    (void)n;
+    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    (void)n;
+    const __m128i raw = _mm_loadl_epi64((const __m128i *)from);
+    return (vi)(KV == KV_int8 ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw));
+#endif
+}
+#endif
 
 /* Floats of `n` elements, LANES or half of them: a constant in every call. Lanes beyond are 0. */
 INLINE vf stored_load(const stored *from, const int n) {
-    stored_vector raw = {0};
+#if KV == KV_f32 && AVX512
+    return (vf)(n == LANES ? _mm512_loadu_ps(from) : _mm512_zextps256_ps512(_mm256_loadu_ps(from)));
+#elif KV == KV_f32
+    stored_vector raw;
     __builtin_memcpy(&raw, from, sizeof(stored) * n);
-#if KV == KV_f32
     return (vf)raw;
 #elif KV == KV_f16 && AVX512
-    return (vf)_mm512_cvtph_ps((__m256i)raw);
+    return (vf)_mm512_cvtph_ps(n == LANES ? _mm256_loadu_si256((const __m256i *)from)
+                                          : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)from)));
 #elif KV == KV_f16 && ISA == ISA_avx2
-    return (vf)_mm256_cvtph_ps((__m128i)raw);
+    (void)n;
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 #else
-    vi x = __builtin_convertvector(raw, vi);
+    const vi x = stored_bits(from, n);
 #if KV == KV_bf16
     return (vf)(x << 16);
 #elif KV == KV_int8
