@@ -12,12 +12,13 @@ use anyhow::Result;
 use flashtune::Problem;
 use flashtune::cache::{Artifact, ArtifactFiles};
 use flashtune::codegen::score::{Program, ProgramRef};
-use flashtune::codegen::{Arch, Family, Kernel, Purpose, TemplateSet};
+use flashtune::codegen::{Arch, Family, Kernel, Op, Purpose, TemplateSet};
 use flashtune::runtime::{
-    self, CheckCase, CheckInputs, CheckReport, Compiler, Device, Module, Poison, RaggedCase, compile,
+    self, CheckCase, CheckInputs, CheckReport, Compiler, Device, Module, Poison, RaggedCase, check_append, compile,
 };
 use rayon::prelude::*;
 use serde_json::json;
+use std::collections::HashMap;
 use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
@@ -106,7 +107,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             }
         }
     }
-    if work.is_empty() {
+    let append = (&args.problem, &args.kernel) == (&None, &None) && family.is_none_or(|f| f.op() == Op::Append);
+    if work.is_empty() && !append {
         let ragged = ragged_sweep::problems(effort, &program);
         let names: Vec<_> = sweep::problems(effort).iter().chain(&ragged).map(Problem::to_string).collect();
         return Err(usage(format!(
@@ -140,6 +142,11 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
     }
     bar.finish_and_clear();
+    if append {
+        check_appends(&*device, effort, args.seed, &mut tally, |kernel| {
+            prepare(kernel, &*device, &*compiler, &templates, files.as_ref())
+        })?;
+    }
     if let (Arch::Sm(_), None, None) = (arch, &args.problem, &args.kernel) {
         for outcome in weights::check(&cx.engine()?)? {
             tally.checks += 1;
@@ -255,6 +262,42 @@ fn check_problem(
         let shape = case.data().shape().to_string();
         modules_that(&can, [&shape, &batch.to_string()], &|module| case.check(module));
     }
+    Ok(())
+}
+
+/// Random appends to caches, against an exact reference.
+fn check_appends(
+    device: &dyn Device,
+    effort: Effort,
+    seed: u64,
+    tally: &mut Tally,
+    prepare: impl Fn(&Kernel) -> runtime::Result<Arc<dyn Module>>,
+) -> Result<()> {
+    let count = if effort == Effort::Full { 400 } else { 60 };
+    let mut modules: HashMap<Kernel, Arc<dyn Module>> = HashMap::new();
+    for seed in (0..count).map(|i| seed.wrapping_add(i)) {
+        let mut name = None;
+        let outcome = check_append(device, seed, |kernel| {
+            name = Some(*kernel);
+            if let Some(module) = modules.get(kernel) {
+                return Ok(module.clone());
+            }
+            let module = prepare(kernel)?;
+            modules.insert(*kernel, module.clone());
+            Ok(module)
+        });
+        tally.checks += 1;
+        let wrong = match outcome {
+            Ok(Ok(())) => continue,
+            Ok(Err(wrong)) => wrong,
+            Err(e) => e.to_string(),
+        };
+        match name {
+            Some(kernel) => tally.fail(&kernel, "-", &format!("append {seed}"), wrong),
+            None => return Err(Failed(format!("append {seed}: {wrong}")).into()),
+        }
+    }
+    tally.kernels += modules.len();
     Ok(())
 }
 
