@@ -17,6 +17,14 @@ from .block_mask import BlockMask
 from .engine import Engine, default_engine, explain, set_default_engine
 from .errors import EngineClosed, Error, InvalidArgument, InvalidTensor, Missing, Sealed, Unsupported
 from .functional import attention, create_block_mask, flash_attn_func, scaled_dot_product_attention
+from .serving import (
+    Step,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    prepare_step,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+)
 
 __all__ = [
     "BlockMask",
@@ -27,6 +35,7 @@ __all__ = [
     "InvalidTensor",
     "Missing",
     "Sealed",
+    "Step",
     "Unsupported",
     "__version__",
     "attention",
@@ -34,6 +43,11 @@ __all__ = [
     "default_engine",
     "explain",
     "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "prepare_step",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
     "scaled_dot_product_attention",
     "set_default_engine",
     "version",

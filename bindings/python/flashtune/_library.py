@@ -37,6 +37,14 @@ BLOCK_MASK = struct.Struct("=Q")
 BLOCK_MASK_ARGS = struct.Struct("=IiQQQQ5q")
 # flashtune_input: name, data, shape, strides, storage, rank, int_value, float_value.
 INPUT = struct.Struct("=QQ4q4qiiqd")
+# Flags of flashtune_ragged and flashtune_append_args, places of keys, kinds of scales.
+RAGGED_SCALE, APPEND_INTERLEAVED, APPEND_Q_ONE_POSITION = 1, 1, 2
+DENSE, PACKED, TABLE = 1, 2, 3
+SCALES_HEAD, SCALES_TOKEN = 1, 2
+# Integers of lengths and tables, and elements of a store, by the names of dtypes.
+INTS = {"int32": 0, "uint32": 1, "int64": 2}
+DTYPES = {"float16": F16, "bfloat16": BF16, "float32": F32}
+QUANTISED = {"float8_e4m3fn": 4, "float8_e5m2": 5, "int8": 6}
 STORAGES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5, "bool": 6}
 
 
@@ -55,6 +63,79 @@ class Options(ctypes.Structure):
         ("quick_first", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     ]
+
+
+def _fields(text):
+    """Fields of a C structure: lines of a type and of names, each with its number of elements if it is an array."""
+    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "ptr": ctypes.c_uint64, "f32": ctypes.c_float}
+    fields = []
+    for line in text.strip().splitlines():
+        kind, *names = line.split()
+        for name in names:
+            name, _, n = name.partition(":")
+            fields.append((name, types[kind] * int(n) if n else types[kind]))
+    return fields
+
+
+class Ragged(ctypes.Structure):
+    """flashtune_ragged; addresses are plain numbers."""
+
+    _fields_ = _fields("""
+        u32 struct_size flags
+        ptr q
+        i64 q_stride:3
+        i32 q_dtype o_dtype
+        i64 heads head_dim_qk head_dim_v
+        ptr q_begin q_lengths tree k v
+        i32 kv_type index
+        i64 kv_heads pages page_tokens k_stride:4 v_stride:4
+        ptr k_scale v_scale
+        i64 k_scale_stride:3 v_scale_stride:3
+        i32 k_scales v_scales table_type length_type
+        ptr slots kv_begin pages_begin k_table v_table
+        i64 table_stride table_capacity
+        ptr kv_lengths kv_sums last_page left_pad
+        i64 kv_added
+        ptr kv_added_begin o
+        i64 o_stride:3
+        ptr lse
+        i64 lse_stride:3 batch total_q max_q max_kv expected_keys expected_longest window_left window_right
+        i32 mask
+        f32 softmax_scale
+        ptr mask_program score_program sink_program inputs inputs_len input_size
+    """)
+
+
+class Append(ctypes.Structure):
+    """flashtune_append_args; addresses are plain numbers."""
+
+    _fields_ = _fields("""
+        u32 struct_size flags
+        ptr k_new v_new
+        i64 k_new_stride:3 v_new_stride:3
+        i32 dtype kv_type
+        i64 batch new_rows
+        ptr new_begin
+        i64 kv_heads head_dim_qk head_dim_v
+        ptr k v
+        i64 k_stride:4 v_stride:4 pages page_tokens
+        ptr k_scale v_scale
+        i64 k_scale_stride:3 v_scale_stride:3
+        i32 k_scales v_scales
+        ptr slot_mapping
+        i32 slot_type index
+        ptr k_table v_table pages_begin slots
+        i64 table_stride table_capacity
+        i32 table_type length_type
+        ptr lengths length_sums last_page
+        i64 max_kv
+        ptr q q_out
+        i64 q_stride:3 q_out_stride:3 heads q_rows
+        ptr q_begin cos sin
+        i64 rotary_stride rotary_rows rotary_dim
+        i32 rotary_dtype position_type
+        ptr k_positions q_positions first_position
+    """)
 
 
 def candidates():
@@ -106,6 +187,8 @@ def _load(path):
         "flashtune_engine_close": (status, [handle]),
         # The packed struct goes as bytes: the library gets the address of their content.
         "flashtune_forward": (status, [handle, ctypes.c_char_p]),
+        "flashtune_forward_ragged": (status, [handle, pointer(Ragged), ctypes.c_void_p]),
+        "flashtune_append": (status, [handle, pointer(Append), ctypes.c_void_p]),
         "flashtune_block_mask_create": (status, [handle, ctypes.c_char_p, pointer(handle)]),
         "flashtune_block_mask_destroy": (status, [handle]),
         "flashtune_block_mask_bytes": (status, [handle, pointer(ctypes.c_uint64)]),

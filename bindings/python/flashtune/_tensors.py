@@ -104,6 +104,13 @@ class Torch:
     def empty_lse(self, shape, like):
         return self.torch.empty(shape, dtype=self.torch.float32, device=like.device)
 
+    def full(self, n, value, dtype, like):
+        """``n`` times a number, of a dtype by its name."""
+        return self.torch.full((n,), value, dtype=getattr(self.torch, dtype), device=like.device)
+
+    def is_writeable(self, _t):
+        return True
+
     def address(self, t):
         return t.data_ptr()
 
@@ -172,6 +179,12 @@ class NumPy:
 
     def empty_lse(self, shape, _like):
         return self.numpy.empty(shape, self.numpy.float32)
+
+    def full(self, n, value, dtype, _like):
+        return self.numpy.full(n, value, dtype)
+
+    def is_writeable(self, t):
+        return t.flags.writeable
 
     def address(self, t):
         return t.__array_interface__["data"][0]

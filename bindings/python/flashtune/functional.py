@@ -69,8 +69,9 @@ def _shape(name, tensor):
         raise InvalidTensor(f"{name} is a {type(tensor).__name__}; pass a tensor or an array as q is") from None
 
 
-def _changed(softcap, alibi_slopes):
-    """The score program of flash-attention's arguments, if there is one: the cap comes first, as there."""
+def _changed(softcap, alibi_slopes, sinks=None):
+    """The score program of flash-attention's arguments, if there is one: the cap comes first, as there. ``sinks`` is a tensor
+    of the logits of heads."""
     declared, score, values = "", "score", {}
     cap = _cap(softcap)
     if cap:
@@ -83,7 +84,14 @@ def _changed(softcap, alibi_slopes):
         at = "b, h" if len(shape) == 2 else "h"
         score = f"{score} - slope[{at}] * abs(q + kv_len - q_len - kv)"
         values["slope"] = alibi_slopes
-    return None if score == "score" else Program(score=declared + score, tensors=values)
+    sink = None
+    if sinks is not None:
+        if len(shape := _shape("s_aux", sinks)) != 1:
+            raise InvalidTensor(f"s_aux (learnable_sink) has the shape {shape}; it is [heads]")
+        sink, values["sinks"] = "sinks[h]", sinks
+    if score == "score" and sink is None:
+        return None
+    return Program(score=None if score == "score" else declared + score, sink=sink, tensors=values)
 
 
 def attention(
