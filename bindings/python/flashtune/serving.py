@@ -270,7 +270,7 @@ _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2"
 
 
 def _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, rank):
-    call = _Call(key, key_cache, value_cache, None, 0, {})
+    call = _Call(key, key_cache, value_cache, None, 0, {}, "key")
     tensors = call.tensors
     if kv_cache_dtype != "auto" and kv_cache_dtype not in _CACHE_DTYPES:
         raise Unsupported(f"kv_cache_dtype is {kv_cache_dtype!r}; it is one of auto, {', '.join(_CACHE_DTYPES)}")
@@ -306,7 +306,7 @@ def _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_s
 class _Call:
     """One call on its way to the library: the arguments so far, and what must live until it returns."""
 
-    def __init__(self, q, k, v, step, num_splits, others):
+    def __init__(self, q, k, v, step, num_splits, others, name="q"):
         for argument, value in others.items():
             if argument in _IGNORED:
                 continue
@@ -330,7 +330,7 @@ class _Call:
             expected_keys=self.step.expected_keys,
             expected_longest=self.step.expected_longest,
         )
-        self.like, self.caches, self.keeps = q, (k, v), []
+        self.name, self.like, self.caches, self.keeps = name, q, (k, v), []
         # The dtype of all lengths, and the argument that said so.
         self.length_type = self.length_name = None
 
@@ -345,7 +345,7 @@ class _Call:
         view = _View(*self.tensors.side(name, t, self.device))
         if rank is not None and len(view.shape) != rank:
             raise InvalidTensor(f"{name} has the shape {tuple(view.shape)}; it has {rank} dimensions")
-        if unit and view.shape and view.shape[-1] > 1 and view.strides[-1] != 1:
+        if unit and view.shape and view.shape[-1] > 1 and math.prod(view.shape) and view.strides[-1] != 1:
             raise InvalidTensor(f"{name} has a stride of {view.strides[-1]} in its last dimension; make that contiguous")
         return view
 
@@ -462,7 +462,8 @@ class _Call:
                 f"{k_name} is {dtype}; a store is of q's dtype, or one of {', '.join(abi.QUANTISED)}; convert it"
             )
         if not self.quantised and kind != args.q_dtype:
-            raise InvalidTensor(f"{k_name} is {dtype}, new rows or q are not; convert one of them")
+            of_q = next(name for name, number in abi.DTYPES.items() if number == args.q_dtype)
+            raise InvalidTensor(f"{k_name} is {dtype}, {self.name} {of_q}; convert one of them")
         args.kv_type = kind
         if len(k.shape) == 5:
             x = 16 // _ELEMENT_BYTES[k.dtype]
@@ -485,7 +486,7 @@ class _Call:
                 )
             (pages, tokens, heads, dim), dim_v = k.shape, v.shape[3]
             same = tuple(v.shape[:3]) == (pages, tokens, heads)
-            if dim_v > 1 and v.strides[3] != 1:
+            if dim_v > 1 and v.strides[3] != 1 and math.prod(v.shape):
                 raise InvalidTensor(f"{v_name} has a stride of {v.strides[3]} in its last dimension; make that contiguous")
             args.k_stride, args.v_stride = (*k.strides[:3], 0), (*v.strides[:3], 0)
         if not same:

@@ -342,7 +342,7 @@ class Cache(Case):
         self.refuses(tensor, "block_table is float32", f, q, k, v, block_table=random((2, 1)), cache_seqlens=lengths)
         self.refuses(tensor, "cache_seqlens has 1", f, q, k, v, cache_seqlens=lengths[:1])
         self.refuses(tensor, "k_cache has 1 slots", f, q, k[:1], v[:1], cache_seqlens=lengths)
-        self.refuses(tensor, "v_cache is float16", f, q, k, v.astype("float16"))
+        self.refuses(tensor, "v_cache float16", f, q, k, v.astype("float16"))
         self.refuses(flashtune.Unsupported, "k_cache is uint8", f, q, k.astype("uint8"), v.astype("uint8"))
         self.refuses(tensor, "k is float16", f, q, k, v, new.astype("float16"), new.astype("float16"), cache_seqlens=lengths)
         k.flags.writeable = False
@@ -429,7 +429,7 @@ class Slots(Case):
         self.refuses(tensor, "slot_mapping has 3", f, key, key, k, k.copy(), np.arange(3))
         self.refuses(tensor, "slot_mapping is float64", f, key, key, k, k.copy(), slots * 1.0)
         self.refuses(unsupported, "k_scale is 0.5", f, key, key, k, k.copy(), slots, "auto", 0.5)
-        self.refuses(tensor, "key is float16", f, key.astype("float16"), key, k, k.copy(), slots)
+        self.refuses(tensor, "key float16", f, key.astype("float16"), key, k, k.copy(), slots)
 
 
 class Structures(unittest.TestCase):
