@@ -67,7 +67,8 @@ class Options(ctypes.Structure):
 
 def _fields(text):
     """Fields of a C structure: lines of a type and of names, each with its number of elements if it is an array."""
-    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "ptr": ctypes.c_uint64, "f32": ctypes.c_float}
+    c = ctypes
+    types = {"u32": c.c_uint32, "i32": c.c_int32, "i64": c.c_int64, "ptr": c.c_uint64, "f32": c.c_float}
     fields = []
     for line in text.strip().splitlines():
         kind, *names = line.split()

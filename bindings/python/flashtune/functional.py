@@ -70,8 +70,8 @@ def _shape(name, tensor):
 
 
 def _changed(softcap, alibi_slopes, sinks=None):
-    """The score program of flash-attention's arguments, if there is one: the cap comes first, as there. ``sinks`` is a tensor
-    of the logits of heads."""
+    """The score program of flash-attention's arguments, if there is one: the cap comes first, as there. ``sinks`` is
+    a tensor of the logits of heads."""
     declared, score, values = "", "score", {}
     cap = _cap(softcap)
     if cap:

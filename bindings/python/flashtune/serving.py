@@ -1,8 +1,8 @@
-"""Attention over sequences of different lengths and over KV caches, and new rows into caches, under the names and with the
-arguments of flash-attention 2 and 3 and of vLLM. Forward only.
+"""Attention over sequences of different lengths and over KV caches, and new rows into caches, under the names and
+with the arguments of flash-attention 2 and 3 and of vLLM. Forward only.
 
-``docs/serving-python.md`` of the repository lists every argument. What is not supported raises :class:`Unsupported`. Lengths,
-tables and slots are read where the kernel runs: no call waits for a GPU.
+``docs/serving-python.md`` of the repository lists every argument. What is not supported raises :class:`Unsupported`.
+Lengths, tables and slots are read where the kernel runs: no call waits for a GPU.
 """
 
 import ctypes
@@ -18,7 +18,8 @@ from .errors import InvalidArgument, InvalidTensor, Unsupported
 from .functional import _changed, _default
 
 Step = namedtuple("Step", "max_seqlen_q max_seqlen_k expected_keys expected_longest")
-Step.__doc__ = """What :func:`prepare_step` found of a step: bounds (None: those of the call), and hints (0: unknown)."""
+Step.__doc__ = """What :func:`prepare_step` found of a step: bounds (None: those of the call), and hints (0:
+unknown)."""
 
 # A tensor: address, shape, strides in elements, name of the dtype.
 _View = namedtuple("_View", "address shape strides dtype")
@@ -51,18 +52,22 @@ _IGNORED = {"deterministic", "pack_gqa", "fa_version"}
 def prepare_step(bounds, cache_seqlens=None):
     """What the calls of one step (all layers of a model) have in common, to be passed as ``scheduler_metadata``.
 
-    bounds: ``(max_seqlen_q, max_seqlen_k)``, the most rows and keys of a sequence; None for what shapes say. They stand in for
-        arguments that a call leaves out.
-    cache_seqlens: keys of each sequence as the host knows them: a list, an array or a tensor on the CPU. A hint by which a
-        kernel is chosen; it may be wrong and is not read later. Lengths on a GPU are not read, since that would wait for it.
+    bounds: ``(max_seqlen_q, max_seqlen_k)``, the most rows and keys of a sequence; None for what shapes say. They
+        stand in for arguments that a call leaves out.
+    cache_seqlens: keys of each sequence as the host knows them: a list, an array or a tensor on the CPU. A hint by
+        which a kernel is chosen; it may be wrong and is not read later. Lengths on a GPU are not read, since that
+        would wait for it.
 
-    Kernels need no data prepared: nothing is computed, and the result, a :class:`Step`, holds the bounds and the hint alone.
+    Kernels need no data prepared: nothing is computed, and the result, a :class:`Step`, holds the bounds and the hint
+    alone.
     Raises :class:`InvalidArgument` for what is no number of at least 0.
     """
     try:
         most_q, most_k = bounds
     except (TypeError, ValueError):
-        raise InvalidArgument(f"bounds is {bounds!r}; it is (max_seqlen_q, max_seqlen_k), None for what is unknown") from None
+        raise InvalidArgument(
+            f"bounds is {bounds!r}; it is (max_seqlen_q, max_seqlen_k), None for what is unknown"
+        ) from None
     most_q, most_k = _bound("max_seqlen_q", most_q), _bound("max_seqlen_k", most_k)
     lengths = ()
     if cache_seqlens is not None and str(getattr(cache_seqlens, "device", "cpu")) == "cpu":
@@ -70,7 +75,9 @@ def prepare_step(bounds, cache_seqlens=None):
             lengths = cache_seqlens.tolist() if hasattr(cache_seqlens, "tolist") else list(cache_seqlens)
             lengths = [_bound("cache_seqlens", n) for n in lengths]
         except TypeError:
-            raise InvalidArgument(f"cache_seqlens is {cache_seqlens!r}; pass the keys of each sequence, or None") from None
+            raise InvalidArgument(
+                f"cache_seqlens is {cache_seqlens!r}; pass the keys of each sequence, or None"
+            ) from None
     return Step(most_q, most_k, sum(lengths), max(lengths, default=0))
 
 
@@ -109,38 +116,46 @@ def flash_attn_varlen_func(
 
     q: ``[total_q, heads, head_dim]``; float16, bfloat16 or float32.
     k, v: ``[total_k, kv_heads, head_dim]`` and ``[total_k, kv_heads, head_dim_v]`` with ``cu_seqlens_k``; or, with
-        ``block_table`` (``page_table``), pages ``[pages, page_tokens, kv_heads, head_dim]``, of q's dtype or of float8_e4m3fn,
-        float8_e5m2 or int8. Any strides with a contiguous last dimension.
-    cu_seqlens_q, cu_seqlens_k: first row of each sequence, and the end of the last one's, ``[batch + 1]``. With a table those of
-        keys say lengths alone. All lengths are int32, or all int64.
+        ``block_table`` (``page_table``), pages ``[pages, page_tokens, kv_heads, head_dim]``, of q's dtype or of
+        float8_e4m3fn, float8_e5m2 or int8. Any strides with a contiguous last dimension.
+    cu_seqlens_q, cu_seqlens_k: first row of each sequence, and the end of the last one's, ``[batch + 1]``. With a
+        table those of keys say lengths alone. All lengths are int32, or all int64.
     max_seqlen_q, max_seqlen_k: the most rows and keys of a sequence; longer ones are cut. From shapes when not given.
     seqused_q, seqused_k: rows and keys that are used of each sequence, ``[batch]``; rows behind them are not written.
-    block_table: pages of each sequence, int32 or int64 ``[batch, width]``. Entries behind a sequence's length are never read,
-        keys of pages that there are not are masked.
-    softmax_scale, causal, window_size, softcap, alibi_slopes: as in :func:`flash_attn_func`, by the lengths of each sequence.
+    block_table: pages of each sequence, int32 or int64 ``[batch, width]``. Entries behind a sequence's length are
+        never read, keys of pages that there are not are masked.
+    softmax_scale, causal, window_size, softcap, alibi_slopes: as in :func:`flash_attn_func`, by the lengths of each
+        sequence.
     s_aux or learnable_sink: the logit of one more key without a value for each head, ``[heads]``.
     k_descale or k_scale, and of v: what elements of quantised pages are multiplied by, float32: a number, ``[1]``,
         ``[kv_heads]``, ``[batch, kv_heads]`` (any of both 1), or ``[pages, page_tokens, kv_heads]``.
-    out: where the result goes; else new memory, in which rows of no sequence stay as they are.
-    Gives ``[total_q, heads, head_dim_v]``, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[heads, total_q]``. A
-    row that sees no key gives 0 and -inf.
+    out: where the result goes; else new memory, in which rows of no sequence hold anything.
+    Gives ``[total_q, heads, head_dim_v]``, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[heads,
+    total_q]``. A row that sees no key gives 0 and -inf.
     """
     call = _Call(q, k, v, scheduler_metadata, num_splits, others)
     table = _one_of("block_table", block_table, "page_table", page_table)
     if cu_seqlens_q is None:
-        raise InvalidArgument("cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows, or see flash_attn_with_kvcache")
+        raise InvalidArgument(
+            "cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows, or see "
+            "flash_attn_with_kvcache"
+        )
     call.queries(q, cu_seqlens_q, max_seqlen_q, seqused_q)
     args = call.args
     if table is None:
         if cu_seqlens_k is None:
-            raise InvalidArgument("cu_seqlens_k and block_table are both None; pass one of them, which say where keys lie")
+            raise InvalidArgument(
+                "cu_seqlens_k and block_table are both None; pass one of them, which say where keys lie"
+            )
         call.packed(k, v)
         args.kv_begin = call.ints("cu_seqlens_k", cu_seqlens_k, call.batch + 1)
         args.kv_lengths = call.ints("seqused_k", seqused_k, call.batch)
     else:
         call.store(k, v, "k", "v", table)
         if seqused_k is None and cu_seqlens_k is None:
-            raise InvalidArgument("seqused_k and cu_seqlens_k are both None; pass one of them beside a block_table: the lengths")
+            raise InvalidArgument(
+                "seqused_k and cu_seqlens_k are both None; pass one of them beside a block_table: the lengths"
+            )
         # Where both are there, seqused_k decides, as in flash-attention.
         args.kv_lengths = call.ints("seqused_k", seqused_k, call.batch)
         if seqused_k is None:
@@ -195,18 +210,20 @@ def flash_attn_with_kvcache(
     k_cache, v_cache: ``[slots, room, kv_heads, head_dim]``; or pages ``[pages, page_tokens, kv_heads, head_dim]`` with
         ``block_table`` (``page_table``); or, there, the two layouts of :func:`reshape_and_cache`. Dtypes as in
         :func:`flash_attn_varlen_func`. V's head dim may differ.
-    k, v: new rows, ``[batch, new, kv_heads, head_dim]``, or ``[total_new, kv_heads, head_dim]`` with ``cu_seqlens_k_new``: they
-        are written behind ``cache_seqlens``, and q sees them.
-    cache_seqlens: keys of each sequence before that, padding included: int32 or int64 ``[batch]``, or a number for all. The
-        whole room when not given, which is not for new rows.
+    k, v: new rows, ``[batch, new, kv_heads, head_dim]``, or ``[total_new, kv_heads, head_dim]`` with
+        ``cu_seqlens_k_new``: they are written behind ``cache_seqlens``, and q sees them.
+    cache_seqlens: keys of each sequence before that, padding included: int32 or int64 ``[batch]``, or a number for
+        all. The whole room when not given, which is not for new rows.
     cache_batch_idx: slot of each sequence, ``[batch]``; else that of its own number.
     cache_leftpad: tokens before each sequence's first key, ``[batch]``.
-    rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: new rows and q are rotated from the sequence's length on, or from
-        ``rotary_seqlens``, ``[batch]``, on; q's rows all by the first position where neither causal nor a window is asked for.
+    rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: new rows and q are rotated from the sequence's length on,
+        or from ``rotary_seqlens``, ``[batch]``, on; q's rows all by the first position where neither causal nor a
+        window is asked for.
     rotary_interleaved: whether neighbours turn together (GPT-J), or halves (NeoX).
     max_seqlen_k: the most keys of a sequence, new ones included; from shapes when not given.
     The other arguments are those of :func:`flash_attn_varlen_func`.
-    Gives O shaped as q, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[batch, heads, rows]`` or ``[heads, total_q]``.
+    Gives O shaped as q, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[batch, heads, rows]`` or
+    ``[heads, total_q]``.
     """
     call = _Call(q, k_cache, v_cache, scheduler_metadata, num_splits, others)
     args = call.args
@@ -238,7 +255,9 @@ def flash_attn_with_kvcache(
         q = call.append(q, k, v, begin, rotary)
     elif rotary is not None or begin:
         named = "rotary_cos and rotary_sin" if rotary else "cu_seqlens_k_new"
-        raise InvalidArgument(f"{named} belong to new rows, but k and v are None; pass those, or rotate q before the call")
+        raise InvalidArgument(
+            f"{named} belong to new rows, but k and v are None; pass those, or rotate q before the call"
+        )
     sinks = _one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
     return call.run(q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse)
 
@@ -249,20 +268,25 @@ def reshape_and_cache_flash(
     """Writes new rows into pages, as vLLM's operator of this name does.
 
     key: ``[rows, kv_heads, head_dim]``; value: ``[rows, kv_heads, head_dim_v]``.
-    key_cache, value_cache: ``[pages, page_tokens, kv_heads, head_dim]`` and of ``head_dim_v``, any strides with a contiguous
-        last dimension; of key's dtype, float8_e4m3fn, float8_e5m2 or int8; or uint8, which ``kv_cache_dtype`` gives a meaning.
-    slot_mapping: ``page * page_tokens + token`` of each row, int32 or int64; negative ones, and those behind the last page, are
-        left out. With fewer slots than rows the last rows are left out.
+    key_cache, value_cache: ``[pages, page_tokens, kv_heads, head_dim]`` and of ``head_dim_v``, any strides with a
+        contiguous last dimension; of key's dtype, float8_e4m3fn, float8_e5m2 or int8; or uint8, which
+        ``kv_cache_dtype`` gives a meaning.
+    slot_mapping: ``page * page_tokens + token`` of each row, int32 or int64; negative ones, and those behind the last
+        page, are left out. With fewer slots than rows the last rows are left out.
     kv_cache_dtype: ``"auto"``, or ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``.
-    k_scale, v_scale: what elements of a quantised cache are multiplied by when they are read, float32: a number, ``[1]``,
-        ``[kv_heads]``, or ``[pages, page_tokens, kv_heads]``. Tensors beside other caches are ignored, as vLLM does.
+    k_scale, v_scale: what elements of a quantised cache are multiplied by when they are read, float32: a number,
+        ``[1]``, ``[kv_heads]``, or ``[pages, page_tokens, kv_heads]``. Tensors beside other caches are ignored, as
+        vLLM does.
     """
     _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, 4)
 
 
-def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype="auto", k_scale=None, v_scale=None):
-    """:func:`reshape_and_cache_flash` into the older layout: ``key_cache`` ``[pages, kv_heads, head_dim / x, page_tokens, x]``,
-    where ``x`` elements have 16 bytes, and ``value_cache`` ``[pages, kv_heads, head_dim_v, page_tokens]``."""
+def reshape_and_cache(
+    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype="auto", k_scale=None, v_scale=None
+):
+    """:func:`reshape_and_cache_flash` into the older layout: ``key_cache`` ``[pages, kv_heads, head_dim / x,
+    page_tokens, x]``, where ``x`` elements have 16 bytes, and ``value_cache`` ``[pages, kv_heads, head_dim_v,
+    page_tokens]``."""
     _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, 5)
 
 
@@ -280,7 +304,9 @@ def _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_s
     if named is not None:
         for name, view in zip(("key_cache", "value_cache"), stores):
             if view.dtype not in (named, "uint8"):
-                raise InvalidTensor(f"{name} is {view.dtype}, but kv_cache_dtype says {named}; pass 'auto' or a cache of that type")
+                raise InvalidTensor(
+                    f"{name} is {view.dtype}, but kv_cache_dtype says {named}; pass 'auto' or a cache of that type"
+                )
     found = len(stores[0].shape)
     if found != rank:
         other = "reshape_and_cache" if rank == 4 else "reshape_and_cache_flash"
@@ -293,7 +319,9 @@ def _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_s
     slots = call.view("slot_mapping", slot_mapping, 1, unit=False)
     rows = slots.shape[0]
     if slots.dtype not in abi.INTS or rows > 1 and slots.strides[0] != 1:
-        raise InvalidTensor(f"slot_mapping is {slots.dtype} with a stride of {slots.strides[0]}; pass contiguous int64 or int32")
+        raise InvalidTensor(
+            f"slot_mapping is {slots.dtype} with a stride of {slots.strides[0]}; pass contiguous int64 or int32"
+        )
     if rows > kv[0].shape[0]:
         raise InvalidTensor(f"slot_mapping has {rows} slots, but key has {kv[0].shape[0]} rows; pass one for each row")
     more = abi.Append(slot_mapping=slots.address, slot_type=abi.INTS[slots.dtype], new_rows=rows)
@@ -346,7 +374,9 @@ class _Call:
         if rank is not None and len(view.shape) != rank:
             raise InvalidTensor(f"{name} has the shape {tuple(view.shape)}; it has {rank} dimensions")
         if unit and view.shape and view.shape[-1] > 1 and math.prod(view.shape) and view.strides[-1] != 1:
-            raise InvalidTensor(f"{name} has a stride of {view.strides[-1]} in its last dimension; make that contiguous")
+            raise InvalidTensor(
+                f"{name} has a stride of {view.strides[-1]} in its last dimension; make that contiguous"
+            )
         return view
 
     def dtype(self, name, view):
@@ -367,7 +397,9 @@ class _Call:
         if n > 1 and view.strides[0] != 1:
             raise InvalidTensor(f"{name} has a stride of {view.strides[0]}; make it contiguous")
         if self.length_type not in (None, view.dtype):
-            raise InvalidTensor(f"{name} is {view.dtype}, {self.length_name} {self.length_type}; convert one: lengths have one dtype")
+            raise InvalidTensor(
+                f"{name} is {view.dtype}, {self.length_name} {self.length_type}; convert one: lengths have one dtype"
+            )
         self.length_type, self.length_name = view.dtype, name
         self.args.length_type = abi.INTS[view.dtype]
         return view.address
@@ -421,7 +453,8 @@ class _Call:
             if slots is None:
                 if args.pages < self.batch:
                     raise InvalidTensor(
-                        f"{k_name} has {args.pages} slots, but there are {self.batch} sequences; pass cache_batch_idx or a block_table"
+                        f"{k_name} has {args.pages} slots, but there are {self.batch} sequences; pass cache_batch_idx "
+                        "or a block_table"
                     )
                 return
             view = self.view("cache_batch_idx", slots, 1, unit=False)
@@ -429,7 +462,9 @@ class _Call:
             args.slots = view.address
         else:
             if slots is not None:
-                raise InvalidArgument("cache_batch_idx and block_table are both given; the table alone says where keys lie")
+                raise InvalidArgument(
+                    "cache_batch_idx and block_table are both given; the table alone says where keys lie"
+                )
             name, view = "block_table", self.view("block_table", table, 2, unit=False)
             shape, steps = (self.batch, view.shape[1]), view.strides[1:]
             args.index, args.k_table = abi.TABLE, view.address
@@ -437,14 +472,15 @@ class _Call:
             self.room = view.shape[1] * args.page_tokens
         if view.dtype not in abi.INTS or tuple(view.shape) != shape or view.shape[-1] > 1 and steps[-1] != 1:
             raise InvalidTensor(
-                f"{name} is {view.dtype} {tuple(view.shape)} with strides {tuple(view.strides)}; pass int32 or int64 of "
-                f"[batch{', width' if table is not None else ''}] for {self.batch} sequences, contiguous in its last dimension"
+                f"{name} is {view.dtype} {tuple(view.shape)} with strides {tuple(view.strides)}; pass int32 or int64 "
+                f"of [batch{', width' if table is not None else ''}] for {self.batch} sequences, contiguous in its "
+                "last dimension"
             )
         args.table_type = abi.INTS[view.dtype]
 
     def place(self, k, v, k_name, v_name, element=None):
-        """Sizes and strides of the store: rows contiguous, or K in pieces of 16 bytes beside V by columns. ``element`` is what
-        bytes (uint8) mean."""
+        """Sizes and strides of the store: rows contiguous, or K in pieces of 16 bytes beside V by columns.
+        ``element`` is what bytes (uint8) mean."""
         args = self.args
         self.stored = [k, v]
         for name, view in ((k_name, k), (v_name, v)):
@@ -469,8 +505,8 @@ class _Call:
             x = 16 // _ELEMENT_BYTES[k.dtype]
             if k.shape[4] != x or len(v.shape) != 4:
                 raise InvalidTensor(
-                    f"{k_name} has the shape {tuple(k.shape)}, {v_name} {tuple(v.shape)}; five dimensions are [pages, kv_heads, "
-                    f"head_dim / {x}, page_tokens, {x}] beside [pages, kv_heads, head_dim_v, page_tokens]"
+                    f"{k_name} has the shape {tuple(k.shape)}, {v_name} {tuple(v.shape)}; five dimensions are [pages, "
+                    f"kv_heads, head_dim / {x}, page_tokens, {x}] beside [pages, kv_heads, head_dim_v, page_tokens]"
                 )
             pages, heads, pieces, tokens, _ = k.shape
             dim, of_v, dim_v = pieces * x, (v.shape[0], v.shape[1], v.shape[3]), v.shape[2]
@@ -482,17 +518,24 @@ class _Call:
         else:
             if len(k.shape) != 4 or len(v.shape) != 4:
                 raise InvalidTensor(
-                    f"{k_name} has the shape {tuple(k.shape)}, {v_name} {tuple(v.shape)}; they are [pages, page_tokens, kv_heads, head_dim]"
+                    f"{k_name} has the shape {tuple(k.shape)}, {v_name} {tuple(v.shape)}; they are [pages, "
+                    "page_tokens, kv_heads, head_dim]"
                 )
             (pages, tokens, heads, dim), dim_v = k.shape, v.shape[3]
             same = tuple(v.shape[:3]) == (pages, tokens, heads)
             if dim_v > 1 and v.strides[3] != 1 and math.prod(v.shape):
-                raise InvalidTensor(f"{v_name} has a stride of {v.strides[3]} in its last dimension; make that contiguous")
+                raise InvalidTensor(
+                    f"{v_name} has a stride of {v.strides[3]} in its last dimension; make that contiguous"
+                )
             args.k_stride, args.v_stride = (*k.strides[:3], 0), (*v.strides[:3], 0)
         if not same:
-            raise InvalidTensor(f"{v_name} has the shape {tuple(v.shape)}, {k_name} {tuple(k.shape)}; all but head dims agree")
+            raise InvalidTensor(
+                f"{v_name} has the shape {tuple(v.shape)}, {k_name} {tuple(k.shape)}; all but head dims agree"
+            )
         if dim != args.head_dim_qk:
-            raise InvalidTensor(f"{k_name} has a head dim of {dim}, q or key one of {args.head_dim_qk}; they are the same")
+            raise InvalidTensor(
+                f"{k_name} has a head dim of {dim}, q or key one of {args.head_dim_qk}; they are the same"
+            )
         args.k, args.v, args.pages, args.page_tokens = k.address, v.address, pages, tokens
         args.kv_heads, args.head_dim_v = heads, dim_v
 
@@ -520,7 +563,9 @@ class _Call:
         if value is None or isinstance(value, numbers.Real) and value == 1:
             return
         if isinstance(value, numbers.Real) or not ignored:
-            raise Unsupported(f"{name} is {_short(value)}, but what it belongs to is not quantised; multiply softmax_scale or O by it")
+            raise Unsupported(
+                f"{name} is {_short(value)}, but what it belongs to is not quantised; multiply softmax_scale or O by it"
+            )
 
     def scale(self, name, value):
         if isinstance(value, numbers.Real):
@@ -532,10 +577,11 @@ class _Call:
         pages = self.args.pages, self.args.page_tokens, heads
         if len(shape) == 3 and shape == pages and self.args.index != abi.PACKED:
             return view.address, abi.SCALES_TOKEN, (strides[0], strides[2], strides[1])
-        if len(shape) > 2 or len(shape) and shape[-1] not in (1, heads) or len(shape) == 2 and shape[0] not in (1, self.batch):
+        fits = len(shape) <= 2 and (not shape or shape[-1] in (1, heads))
+        if not fits or len(shape) == 2 and shape[0] not in (1, self.batch):
             raise InvalidTensor(
-                f"{name} has the shape {shape}; it is a number, [1], [kv_heads], [batch, kv_heads] or [batch, 1] (of {self.batch} "
-                f"sequences, {heads} heads), or [pages, page_tokens, kv_heads] of a cache"
+                f"{name} has the shape {shape}; it is a number, [1], [kv_heads], [batch, kv_heads] or [batch, 1] (of "
+                f"{self.batch} sequences, {heads} heads), or [pages, page_tokens, kv_heads] of a cache"
             )
         head = strides[-1] if shape and shape[-1] > 1 else 0
         sequence = strides[0] if len(shape) == 2 and shape[0] > 1 else 0
@@ -550,15 +596,16 @@ class _Call:
                 raise InvalidTensor(f"{name} is {view.dtype}, q or the other new rows are not; convert one of them")
             if tuple(view.shape[-2:]) != (args.kv_heads, dim) or view.shape[:-2] != k.shape[:-2]:
                 raise InvalidTensor(
-                    f"{name} has the shape {tuple(view.shape)}, beside {args.kv_heads} KV heads of {dim} elements in the cache and "
-                    f"{names[0]} of {tuple(k.shape)}; they agree"
+                    f"{name} has the shape {tuple(view.shape)}, beside {args.kv_heads} KV heads of {dim} elements in "
+                    f"the cache and {names[0]} of {tuple(k.shape)}; they agree"
                 )
         more.k_new, more.k_new_stride = k.address, _rows(k)
         more.v_new, more.v_new_stride = v.address, _rows(v)
         more.dtype, more.new_rows, more.batch = args.q_dtype, rows, self.batch
         for field in (
-            "kv_type kv_heads head_dim_qk head_dim_v k v k_stride v_stride pages page_tokens k_scale v_scale k_scale_stride "
-            "v_scale_stride k_scales v_scales index k_table v_table slots table_stride table_capacity table_type length_type max_kv"
+            "kv_type kv_heads head_dim_qk head_dim_v k v k_stride v_stride pages page_tokens k_scale v_scale "
+            "k_scale_stride v_scale_stride k_scales v_scales index k_table v_table slots table_stride table_capacity "
+            "table_type length_type max_kv"
         ).split():
             setattr(more, field, getattr(args, field))
 
@@ -570,7 +617,9 @@ class _Call:
         rank = 3 if begin else 4
         k, v = self.view("k", k, rank), self.view("v", v, rank)
         if not begin and k.shape[0] != self.batch:
-            raise InvalidTensor(f"k has rows for {k.shape[0]} sequences, but there are {self.batch}; pass as many, or cu_seqlens_k_new")
+            raise InvalidTensor(
+                f"k has rows for {k.shape[0]} sequences, but there are {self.batch}; pass as many, or cu_seqlens_k_new"
+            )
         rows = k.shape[0] if begin else k.shape[1]
         more = abi.Append(new_begin=begin, lengths=args.kv_lengths)
         self.new_rows(more, k, v, ("k", "v"), rows)
@@ -580,8 +629,8 @@ class _Call:
             cos, sin = self.view("rotary_cos", cos, 2), self.view("rotary_sin", sin, 2)
             if cos[1:] != sin[1:]:
                 raise InvalidTensor(
-                    f"rotary_cos is {cos.dtype} {tuple(cos.shape)}, rotary_sin {sin.dtype} {tuple(sin.shape)}, with strides "
-                    f"{tuple(cos.strides)} and {tuple(sin.strides)}; make both alike"
+                    f"rotary_cos is {cos.dtype} {tuple(cos.shape)}, rotary_sin {sin.dtype} {tuple(sin.shape)}, with "
+                    f"strides {tuple(cos.strides)} and {tuple(sin.strides)}; make both alike"
                 )
             more.cos, more.sin, more.rotary_dtype = cos.address, sin.address, self.dtype("rotary_cos", cos)
             more.rotary_rows, more.rotary_dim, more.rotary_stride = cos.shape[0], 2 * cos.shape[1], cos.strides[0]
@@ -615,10 +664,14 @@ class _Call:
             tensors.check_out(out, self.device)
         view = self.view("out", out)
         if tuple(view.shape) != shape or view.dtype != self.q.dtype:
-            raise InvalidTensor(f"out is {view.dtype} {tuple(view.shape)}, but the result is {self.q.dtype} {shape}; pass such memory")
+            raise InvalidTensor(
+                f"out is {view.dtype} {tuple(view.shape)}, but the result is {self.q.dtype} {shape}; pass such memory"
+            )
         for name, other in (("q", self.q), ("k", self.stored[0]), ("v", self.stored[1])):
             if _overlap(view, other):
-                raise InvalidTensor(f"out shares memory with {name}, which is read while out is written; pass other memory")
+                raise InvalidTensor(
+                    f"out shares memory with {name}, which is read while out is written; pass other memory"
+                )
         args.o, args.o_stride = view.address, _rows(view)
         lse = None
         if return_lse:
@@ -649,7 +702,9 @@ def _bound(name, n):
     if n is None:
         return None
     if not isinstance(n, numbers.Integral) or n < 0:
-        raise InvalidArgument(f"{name} is {_short(n)}; pass a whole number of at least 0 (reading a tensor would wait for the device)")
+        raise InvalidArgument(
+            f"{name} is {_short(n)}; pass a whole number of at least 0 (reading a tensor would wait for the device)"
+        )
     return int(n)
 
 
@@ -673,7 +728,8 @@ def _require_writeable(tensors, name, t):
 
 
 def _overlap(a, b):
-    """Whether two tensors share an element, as far as addresses tell: those of interleaved rows share a range and none."""
+    """Whether two tensors share an element, as far as addresses tell: those of interleaved rows share a range and
+    none."""
     spans = []
     for address, shape, strides, dtype in (a, b):
         elements = math.prod(shape)

@@ -39,7 +39,9 @@ def plain(q, k, v, causal=False, window=(-1, -1), scale=None, cap=0.0, slopes=No
         distance = np.abs(np.arange(rows)[:, None] + k.shape[1] - rows - np.arange(k.shape[1]))
         scores = scores - slopes.astype(np.float64)[:, None, None] * distance
     scores = np.where(visible(rows, k.shape[1], causal, window), scores, -np.inf)
-    sink = np.full((heads, rows, 1), -np.inf) if sinks is None else np.broadcast_to(sinks[:, None, None], (heads, rows, 1))
+    sink = np.full((heads, rows, 1), -np.inf)
+    if sinks is not None:
+        sink[:] = sinks[:, None, None]
     top = np.maximum(scores.max(-1, initial=-np.inf, keepdims=True), sink)
     top = np.where(np.isfinite(top), top, 0)
     weights = np.exp(scores - top)
@@ -170,16 +172,17 @@ class Varlen(Case):
     def test_neutral_values_are_taken(self):
         a = flashtune.flash_attn_varlen_func(*self.tensors(), causal=True)
         b = flashtune.flash_attn_varlen_func(
-            *self.tensors(), causal=True, dropout_p=0.0, deterministic=True, num_splits=1, pack_gqa=True, sm_margin=0, qv=None,
-            attention_chunk=0, fa_version=3, window_size=None, softcap=None, k_descale=np.ones((5, 2), "float32"), q_descale=1.0,
+            *self.tensors(), causal=True, dropout_p=0.0, deterministic=True, num_splits=1, pack_gqa=True, sm_margin=0,
+            qv=None, attention_chunk=0, fa_version=3, window_size=None, softcap=None,
+            k_descale=np.ones((5, 2), "float32"), q_descale=1.0,
             scheduler_metadata=flashtune.prepare_step((40, 130), self.K),
         )  # fmt: skip
         self.assertEqual(a.tobytes(), b.tobytes())
 
 
 def paged(sequences, page, dtype, kv_heads=2, dim=32, room=0, seed=8):
-    """Keys and values of so many tokens each, in pages in random order; NaN where there are none. Gives both caches, the table,
-    and K and V by sequences."""
+    """Keys and values of so many tokens each, in pages in random order; NaN where there are none. Gives both caches,
+    the table, and K and V by sequences."""
     rng = np.random.default_rng(seed)
     width = max(-(-(n + room) // page) for n in sequences)
     pages = width * len(sequences) + 3
@@ -227,8 +230,8 @@ class Cache(Case):
         ]:
             out = np.empty_like(q)
             flashtune.flash_attn_varlen_func(
-                q=q, k=k, v=v, out=out, cu_seqlens_q=cq, max_seqlen_q=20, softmax_scale=0.2, causal=True, window_size=[9, 0],
-                block_table=table.astype("int64"), softcap=0, fa_version=3, **lengths,
+                q=q, k=k, v=v, out=out, cu_seqlens_q=cq, max_seqlen_q=20, softmax_scale=0.2, causal=True,
+                window_size=[9, 0], block_table=table.astype("int64"), softcap=0, fa_version=3, **lengths,
             )  # fmt: skip
             for b in range(5):
                 at = slice(cq[b], cq[b + 1])
@@ -270,8 +273,8 @@ class Cache(Case):
         new_k, new_v, q = random((5, 2, 32), seed=4), random((5, 2, 32), seed=5), random((5, 4, 32), seed=1)
         lengths = np.array([7, 9, 0], "int32")
         out, lse = flashtune.flash_attn_with_kvcache(
-            q, k, v, new_k, new_v, cache_seqlens=lengths, cu_seqlens_q=begin, cu_seqlens_k_new=begin, max_seqlen_q=3, causal=True,
-            return_softmax_lse=True,
+            q, k, v, new_k, new_v, cache_seqlens=lengths, cu_seqlens_q=begin, cu_seqlens_k_new=begin, max_seqlen_q=3,
+            causal=True, return_softmax_lse=True,
         )  # fmt: skip
         self.assertEqual(lse.shape, (4, 5))
         for b in range(3):
@@ -336,15 +339,18 @@ class Cache(Case):
         self.refuses(argument, "of k and v one", f, q, k, v, new)
         self.refuses(argument, "cache_seqlens is None", f, q, k, v, new, new)
         self.refuses(argument, "rotary_cos", f, q, k, v, cache_seqlens=lengths, rotary_cos=random((8, 8)))
-        self.refuses(argument, "rotary_cos and rotary_sin belong", f, q, k, v, rotary_cos=random((8, 8)), rotary_sin=random((8, 8)))
+        tables = {"rotary_cos": random((8, 8)), "rotary_sin": random((8, 8))}
+        self.refuses(argument, "rotary_cos and rotary_sin belong", f, q, k, v, **tables)
         self.refuses(argument, "block_table and page_table", f, q, k, v, block_table=table, page_table=table)
-        self.refuses(argument, "cache_batch_idx and block_table", f, q, k, v, block_table=table, cache_batch_idx=lengths)
+        both = {"block_table": table, "cache_batch_idx": lengths}
+        self.refuses(argument, "cache_batch_idx and block_table", f, q, k, v, **both)
         self.refuses(tensor, "block_table is float32", f, q, k, v, block_table=random((2, 1)), cache_seqlens=lengths)
         self.refuses(tensor, "cache_seqlens has 1", f, q, k, v, cache_seqlens=lengths[:1])
         self.refuses(tensor, "k_cache has 1 slots", f, q, k[:1], v[:1], cache_seqlens=lengths)
         self.refuses(tensor, "v_cache float16", f, q, k, v.astype("float16"))
         self.refuses(flashtune.Unsupported, "k_cache is uint8", f, q, k.astype("uint8"), v.astype("uint8"))
-        self.refuses(tensor, "k is float16", f, q, k, v, new.astype("float16"), new.astype("float16"), cache_seqlens=lengths)
+        half = new.astype("float16")
+        self.refuses(tensor, "k is float16", f, q, k, v, half, half, cache_seqlens=lengths)
         k.flags.writeable = False
         self.refuses(tensor, "k_cache cannot be written", f, q, k, v, new, new, cache_seqlens=lengths)
 
@@ -368,9 +374,10 @@ class Quantised(Case):
                         by = wide[b][None, :, None]
                         self.same(out[b], plain(q[b], k[b, :n] * by, v[b, :n] * by, True)[0])
         named = {"k_descale": np.ones(2, "float32"), "cache_seqlens": lengths}
-        self.refuses(flashtune.InvalidTensor, "k_descale has the shape", flashtune.flash_attn_with_kvcache, q, k, v, **named)
+        f, tensor = flashtune.flash_attn_with_kvcache, flashtune.InvalidTensor
+        self.refuses(tensor, "k_descale has the shape", f, q, k, v, **named)
         named["k_descale"] = np.ones(1, "float64")
-        self.refuses(flashtune.InvalidTensor, "k_descale is float64", flashtune.flash_attn_with_kvcache, q, k, v, **named)
+        self.refuses(tensor, "k_descale is float64", f, q, k, v, **named)
 
 
 class Slots(Case):
