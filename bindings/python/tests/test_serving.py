@@ -92,9 +92,9 @@ class Varlen(Case):
 
     def test_dtypes_masks_and_zero_lengths(self):
         for dtype in DTYPES:
-            for causal in [False, True]:
-                with self.subTest(dtype=dtype, causal=causal):
-                    self.holds(self.tensors(dtype), causal=causal)
+            with self.subTest(dtype=dtype):
+                self.holds(self.tensors(dtype), causal=True)
+        self.holds(self.tensors())
         for window in [(5, -1), (5, 3), (0, 0), (-1, 2)]:
             for causal in [False, True]:
                 with self.subTest(window=window, causal=causal):
@@ -105,14 +105,14 @@ class Varlen(Case):
         self.holds(self.tensors(), softcap=2.0)
         self.holds(self.tensors(), softmax_scale=0.5)
         self.holds(self.tensors(), slopes, causal=True)
-        self.holds(self.tensors(), np.abs(random((5, 4), seed=7)))
-        self.holds(self.tensors(), s_aux=sinks)
+        self.holds(self.tensors(), np.abs(random((5, 4), seed=7)), s_aux=sinks)
         self.holds(self.tensors(), slopes, s_aux=sinks, softcap=3.0, window_size=(20, 0))
 
     def test_learnable_sink_is_s_aux(self):
         sinks = random(4, seed=6)
-        a = flashtune.flash_attn_varlen_func(*self.tensors(), s_aux=sinks)
-        b = flashtune.flash_attn_varlen_func(*self.tensors(), learnable_sink=sinks)
+        slopes = np.abs(random((5, 4), seed=7))
+        a = flashtune.flash_attn_varlen_func(*self.tensors(), alibi_slopes=slopes, s_aux=sinks)
+        b = flashtune.flash_attn_varlen_func(*self.tensors(), alibi_slopes=slopes, learnable_sink=sinks)
         self.assertEqual(a.tobytes(), b.tobytes())
 
     def test_used_lengths_leave_other_rows_alone(self):
@@ -384,7 +384,7 @@ class Slots(Case):
     SLOTS = [11, -1, 0, 34, 16]
 
     def test_flash_layout_skips_negative_slots(self):
-        for dtype in DTYPES:
+        for dtype in ["float32", "float16"]:
             for kind in ["int64", "int32"]:
                 with self.subTest(dtype=dtype, kind=kind):
                     key, value = random((7, 2, 32), dtype, 1), random((7, 2, 24), dtype, 2)
