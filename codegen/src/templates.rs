@@ -230,7 +230,14 @@ mod tests {
             ["forward/cpu", "forward/cpu_ragged"]
         );
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
-        let cuda = ["forward/sm90", "forward/sm80", "forward/naive", "forward/naive_ragged", "append/cuda"];
+        let cuda = [
+            "forward/sm90",
+            "forward/sm80",
+            "forward/sm80_ragged",
+            "forward/naive",
+            "forward/naive_ragged",
+            "append/cuda",
+        ];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);
     }
 
