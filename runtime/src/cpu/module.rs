@@ -4,7 +4,7 @@ use super::memory::{SharedMemory, with_scratch};
 use crate::error::chain;
 use crate::{Error, Module, Result, elf};
 use flashtune_cache::Artifact;
-use flashtune_codegen::Kernel;
+use flashtune_codegen::{Kernel, Op};
 use flashtune_codegen::abi::{Args, RaggedArgs};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::any::Any;
@@ -81,7 +81,7 @@ impl CpuModule {
                 return Err(failed("ft_init", format!("returned {code}")));
             }
         }
-        if prepare.is_none() && !kernel.problem.kv.is_dense() {
+        if prepare.is_none() && kernel.problem.op == Op::Forward && !kernel.problem.kv.is_dense() {
             return Err(failed("dlsym", "it has no ft_prepare".to_owned()));
         }
         Ok(Self { kernel, prepare, tiles, scratch_bytes, tile, _library: library, _file: file })
