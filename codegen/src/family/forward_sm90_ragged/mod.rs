@@ -118,8 +118,10 @@ impl KernelFamily for Sm90RaggedSchedule {
 
     /// Tiles have 64 rows for each warpgroup at least, and keys are not split: rows that fill no more than one leave
     /// most of wgmma and of the device idle.
-    fn prefers(bucket: &ShapeBucket) -> bool {
-        u64::from(bucket.q_len) * u64::from(bucket.group) > 64
+    /// Never yet: its kernels have run in the emulator alone. `forward/sm80_ragged` serves; what comes first by rows is
+    /// tiles of more than 64 (`q_len * group`).
+    fn prefers(_: &ShapeBucket) -> bool {
+        false
     }
 
     fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
