@@ -11,6 +11,10 @@ static_assert(2 * kPieceFloats * 4 == @{ piece_bytes }@, "the scratch memory of 
 struct Sum {
     float m, l;
 };
+
+// Whether a sum of nothing is zero whatever O holds. Beside a sink it is not empty: keys that a program's scores of -inf
+// leave without weight are a part of it, and a NaN of V among them remains.
+constexpr bool kEmptyIsZero = !(kProgramSink && kProgramScore);
 __device__ __forceinline__ float* merge_floats() {
     extern __shared__ __align__(128) u8 smem[];
     return (float*)(smem + Layout::kMerge);
@@ -51,7 +55,7 @@ __device__ __forceinline__ void write_row(const KernelArgs& args, const Share& s
     if (kScaled && !kScalePerToken && args.v_scale != nullptr) {
         inverse *= args.v_scale[share.sequence * args.v_scale_stride[0] + share.kv_head * args.v_scale_stride[1]];
     }
-    if (sum.l == 0.0f) x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (kEmptyIsZero && sum.l == 0.0f) x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const i64 at = share.q_row + q;
     const bool packs = args.q_begin != nullptr;
     u16* o = (u16*)args.o + (packs ? 0 : share.sequence * args.o_stride[0]) + head * args.o_stride[1] + at * args.o_stride[2] + column;
@@ -84,7 +88,7 @@ __device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share
             for (int p = lane; p < share.pieces; p += 32) {
                 const Sum* at = (const Sum*)(piece(p) + kRows * kPieceColumns) + from + r;
                 const float part = __ldcg(&at->l), w = weight(__ldcg(&at->m), m);
-                weights[p * rows + r] = part == 0.0f ? -1.0f : w;  // less than none: there was no key
+                weights[p * rows + r] = kEmptyIsZero && part == 0.0f ? -1.0f : w;  // less than none: there was no key
                 l += part == 0.0f ? 0.0f : w * part;
             }
 #pragma unroll
@@ -144,7 +148,7 @@ __device__ __forceinline__ void merge(const KernelArgs& args, u32, int team, con
             // Scores that all are NaN have no maximum; their sum, of reference 0, must not be lost.
             const float l = softmax.l[i][h], reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * rows.factor;
             const float m = l == 0.0f ? -FT_INFINITY : reference;
-            own[i][h] = m, none[i][h] = l == 0.0f;
+            own[i][h] = m, none[i][h] = kEmptyIsZero && l == 0.0f;
             if (lane % 4 == 0) merge_sums()[team * kRows + rows.first_row + i * 16 + h * 8 + lane / 4] = Sum{m, l};
         }
     }
