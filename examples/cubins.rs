@@ -11,7 +11,7 @@
 //! names; `--keep` writes images and sources. `FLASHTUNE_TEMPLATES` names a folder of templates to use in place of the
 //! embedded ones. `compare` ends with 1 where a kernel of both lists differs, or they have none in common.
 
-use flashtune::codegen::{Arch, Family, Kernel, KvKind, Language, Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::{Arch, Family, Kernel, Language, Schedule, ShapeBucket, TemplateSet};
 use flashtune::runtime::compile::{compile_with, compiler_for};
 use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape, TEMPLATES_VARIABLE, read_templates};
 use object::{Object, ObjectSection, SectionFlags, elf::SHF_ALLOC};
@@ -53,7 +53,6 @@ fn cases() -> Result<Vec<Case>, Failure> {
     let halves = &[DType::Bf16, DType::F16][..];
     let families = [
         on(Family::ForwardSm90, "sm_90a", halves),
-        on(Family::ForwardSm90Ragged, "sm_90a", halves),
         on(Family::ForwardSm80, "sm_80", halves),
         on(Family::ForwardNaive, "sm_75", &[DType::F32]),
         on(Family::ForwardNaive, "sm_90a", &[DType::F16]),
@@ -69,9 +68,6 @@ fn cases() -> Result<Vec<Case>, Failure> {
                 for (mask_name, mask) in masks {
                     for (program_name, text) in PROGRAMS {
                         let mut problem = Problem::forward(dtype, dim, mask)?;
-                        if family.is_ragged() {
-                            problem.kv = KvKind::RAGGED;
-                        }
                         if !text.is_empty() {
                             problem = problem.with_program(Program::parse(text)?);
                         }

@@ -3,7 +3,7 @@
 use crate::engine::Dispatch;
 use crate::{Engine, Result};
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{Constraint, Constraints, Mask, ragged_unaddressable};
+use flashtune_codegen::{Constraint, Constraints, Mask};
 pub use flashtune_runtime::ragged::*;
 use flashtune_runtime::{SideInputs, SideTable, Stream};
 
@@ -125,9 +125,7 @@ impl Engine {
         if resolved.is_empty() {
             return Ok(None);
         }
-        let demands = Constraints::NONE
-            .with_if(Constraint::Unaligned, !resolved.aligned)
-            .with_if(Constraint::Strided, ragged_unaddressable(&resolved.args).is_some());
+        let demands = Constraints::NONE.with_if(Constraint::Unaligned, !resolved.aligned);
         // By a usual sequence: with bounds of 128k a kernel for sequences of 2k would be another.
         let plan = self.plan_for(&resolved.problem, &resolved.usual, demands, haste)?;
         Ok(Some(Dispatch { plan, shape: resolved.shape }))

@@ -36,7 +36,7 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::{Args, MappedArgs, RaggedArgs, RaggedMappedArgs, SideArgs};
+use flashtune_codegen::abi::{Args, MappedArgs, RaggedArgs, SideArgs};
 use flashtune_codegen::{Arch, LaunchPlan, SmArch, Stage, StageRole};
 use kept_metadata::{CudaFindings, Geometry};
 use mask_metadata::MaskMetadata;
@@ -302,20 +302,11 @@ impl Device for CudaDevice {
                 tensor_map::encode_all(&self.context, module.kernel(), mapped, tensors)?;
             }
         }
-        let mut ragged_mapped = None;
-        if let (Args::Ragged(ragged), Some(tiling)) = (args, plan.tiling) {
-            let counts = plan.counts_tiles();
-            let queue = if counts { module.counters.counter(self.driver, raw(stream)) } else { -1 };
-            let maps = Default::default();
-            let mapped = ragged_mapped.insert(RaggedMappedArgs { maps, forward: *ragged, tiling, queue, unused: 0 });
-            tensor_map::encode_ragged(&self.context, module.kernel(), mapped)?;
-        }
         let (scratch, ragged);
-        let base = match (&mapped, &ragged_mapped, args) {
-            (Some(mapped), ..) => Base::Mapped(mapped),
-            (_, Some(mapped), _) => Base::RaggedMapped(mapped),
-            (_, _, Args::Forward(args)) => Base::Forward(args),
-            (_, _, Args::Ragged(args)) => {
+        let base = match (&mapped, args) {
+            (Some(mapped), _) => Base::Mapped(mapped),
+            (None, Args::Forward(args)) => Base::Forward(args),
+            (None, Args::Ragged(args)) => {
                 let address = match plan.split_keys(self.fingerprint.units) {
                     Some(bytes) => {
                         scratch = self.split_scratch.of_launch(self.driver, bytes, raw(stream))?;
@@ -326,7 +317,7 @@ impl Device for CudaDevice {
                 ragged = RaggedArgs { scratch: address, ..*args };
                 Base::Ragged(&ragged)
             }
-            (_, _, Args::Append(args)) => Base::Append(args),
+            (None, Args::Append(args)) => Base::Append(args),
         };
         let parameter;
         let parameter: *const std::ffi::c_void = match problem.program {

@@ -6,8 +6,8 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
     CUtensorMapSwizzle,
 };
-use flashtune_codegen::abi::{MappedArgs, RaggedMappedArgs, SideTensorArg, TensorMap};
-use flashtune_codegen::{DType, Kernel, TensorMapSpec, ragged_unaddressable, unaddressable};
+use flashtune_codegen::abi::{MappedArgs, SideTensorArg, TensorMap};
+use flashtune_codegen::{DType, Kernel, TensorMapSpec, unaddressable};
 use std::cell::RefCell;
 
 /// Maps that a thread keeps: those of the last calls, since calls come again with the same tensors.
@@ -25,7 +25,12 @@ pub(super) fn encode_all(
     args: &mut MappedArgs,
     tensors: &[SideTensorArg],
 ) -> Result<()> {
-    let refused = |message| refused(context, message);
+    let refused = |message: String| Error::Device {
+        call: "cuTensorMapEncodeTiled",
+        device: context.name.clone(),
+        message,
+        remedy: "launch through a plan, which leaves such tensors to another kernel",
+    };
     if let Some(why) = unaddressable(&args.forward) {
         return Err(refused(why));
     }
@@ -43,31 +48,6 @@ pub(super) fn encode_all(
         }
         Ok(())
     })
-}
-
-/// The same for a launch of `forward/sm90_ragged`.
-pub(super) fn encode_ragged(context: &Context, kernel: &Kernel, args: &mut RaggedMappedArgs) -> Result<()> {
-    if let Some(why) = ragged_unaddressable(&args.forward) {
-        return Err(refused(context, why));
-    }
-    let specs = kernel
-        .ragged_tensor_maps(&args.tiling, &args.forward)
-        .ok_or_else(|| refused(context, format!("{} takes no tensor maps", kernel.schedule.family())))?;
-    LATELY.with_borrow_mut(|lately| {
-        for (map, spec) in args.maps.iter_mut().zip(&specs) {
-            *map = kept(lately, spec, || encode(context, spec))?;
-        }
-        Ok(())
-    })
-}
-
-fn refused(context: &Context, message: String) -> Error {
-    Error::Device {
-        call: "cuTensorMapEncodeTiled",
-        device: context.name.clone(),
-        message,
-        remedy: "launch through a plan, which leaves such tensors to another kernel",
-    }
 }
 
 /// A map out of those that are kept, or made and kept in the place of another.

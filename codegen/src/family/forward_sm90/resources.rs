@@ -2,7 +2,6 @@
 
 use super::Sm90Schedule;
 use crate::Problem;
-use crate::family::forward_sm90_ragged::TABLE_BYTES;
 use crate::resources::marks_empty_rows;
 
 /// Bytes of dynamic shared memory, as `Layout` in the template: Q or O of every consumer, K, V, biases, P, and the
@@ -14,9 +13,7 @@ pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let q = q_buffers * s.consumers * 64 * qk.max(v);
     let kv = s.stages * s.block_kv * (qk + v);
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
-    // Lengths and places of a sequence, and the tile table.
-    let (tile, table) = if problem.kv.is_dense() { (64, 0) } else { (96, TABLE_BYTES) };
-    let slot = tile + if s.trim { s.consumers * 16 } else { 0 };
+    let slot = 64 + if s.trim { s.consumers * 16 } else { 0 };
     let work = if s.scheduler.is_persistent() { 2 * slot } else { 0 };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
     let o = if s.output_apart { s.consumers * 64 * v } else { 0 };
@@ -28,6 +25,6 @@ pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
         && s.cluster == 1
         && !s.output_apart
         && s.consumers * 64 <= s.stages * s.block_kv;
-    let again = if in_v && (problem.masks() || !problem.kv.is_dense()) && s.bias_stages == 0 { 24 } else { 0 };
-    q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24 + table
+    let again = if in_v && problem.masks() && s.bias_stages == 0 { 24 } else { 0 };
+    q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24
 }
