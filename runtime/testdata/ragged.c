@@ -6,6 +6,8 @@
 #define RIGHT ((int64_t)a->window_right)
 
 int ft_init(void) { return 0; }
+/* Its tiles share no memory. */
+uint64_t ft_prepare(const RaggedArgs *a, uint64_t bytes) { return 0; }
 uint64_t ft_tiles(const RaggedArgs *a) { return (uint64_t)a->batch * a->heads * a->q_len; }
 /* Room for the keys of a page too many, which some of the tests' faults take. */
 uint64_t ft_scratch_bytes(const RaggedArgs *a) { return 4 * ((uint64_t)a->kv_len + a->page_tokens + 16); }

@@ -25,7 +25,7 @@ type Init = unsafe extern "C" fn() -> i32;
 /// A loaded C kernel. The function pointers live as long as `_library`.
 pub(super) struct CpuModule {
     kernel: Kernel,
-    /// Of kernels whose tiles share memory ([`SharedMemory`]).
+    /// Of kernels of ragged batches, whose tiles share memory ([`SharedMemory`]).
     prepare: Option<Prepare>,
     tiles: Tiles,
     scratch_bytes: ScratchBytes,
@@ -64,10 +64,13 @@ impl CpuModule {
         // The loader trusts the headers of a library.
         elf::check(&artifact.bytes).map_err(|why| failed("load", format!("it is no library: {why}")))?;
         let (library, file) = open_bytes(&artifact.bytes).map_err(|m| failed("dlopen", m))?;
+        let ragged = kernel.problem.op == Op::Forward && !kernel.problem.kv.is_dense();
         // SAFETY: the artifact's recipe holds our ABI version, which fixes the names and types of these symbols.
         let (prepare, tiles, scratch_bytes, tile, init) = unsafe {
             (
-                symbol::<Prepare>(&library, "ft_prepare").ok(),
+                ragged
+                    .then(|| symbol::<Prepare>(&library, "ft_prepare").map_err(|m| failed("dlsym", m)))
+                    .transpose()?,
                 symbol::<Tiles>(&library, "ft_tiles").map_err(|m| failed("dlsym", m))?,
                 symbol::<ScratchBytes>(&library, "ft_scratch_bytes").map_err(|m| failed("dlsym", m))?,
                 symbol::<Tile>(&library, "ft_tile").map_err(|m| failed("dlsym", m))?,
@@ -81,14 +84,11 @@ impl CpuModule {
                 return Err(failed("ft_init", format!("returned {code}")));
             }
         }
-        if prepare.is_none() && kernel.problem.op == Op::Forward && !kernel.problem.kv.is_dense() {
-            return Err(failed("dlsym", "it has no ft_prepare".to_owned()));
-        }
         Ok(Self { kernel, prepare, tiles, scratch_bytes, tile, _library: library, _file: file })
     }
 
-    /// Writes down the work of a ragged batch, in memory that its tiles share. Returns the memory, for as long as they run, and
-    /// the arguments that name it; `None` when there is not enough. Kernels that share nothing take the arguments as they are.
+    /// Writes down the work of a ragged batch, in memory that its tiles share. Returns the memory, for as long as they
+    /// run, and the arguments that name it; `None` when there is not enough.
     ///
     /// # Safety
     /// As [`crate::Device::launch`].
@@ -97,8 +97,8 @@ impl CpuModule {
         let Some(prepare) = self.prepare else { return Some((memory, *args)) };
         loop {
             let args = RaggedArgs { scratch: memory.address(), ..*args };
-            // SAFETY: the function reads what `args` names, which is valid by the caller's promise, and writes to the memory
-            // at `scratch`, which is ours and of the size that is said.
+            // SAFETY: the function reads what `args` names, which is valid by the caller's promise, and writes to the
+            // memory at `scratch`, which is ours and of the size that is said.
             let needed = unsafe { prepare(at(Args::Ragged(&args)), memory.bytes()) };
             if needed <= memory.bytes() {
                 return Some((memory, args));
