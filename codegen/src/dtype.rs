@@ -45,6 +45,16 @@ impl DType {
             DType::F32 => f32::EPSILON as f64,
         }
     }
+
+    /// The largest finite number.
+    pub const fn largest(self) -> f64 {
+        match self {
+            DType::F16 => 65504.0,
+            // That of f32 with 8 bits of mantissa.
+            DType::Bf16 => f32::from_bits(0x7f7f_0000) as f64,
+            DType::F32 => f32::MAX as f64,
+        }
+    }
 }
 
 impl fmt::Display for DType {

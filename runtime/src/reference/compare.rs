@@ -124,8 +124,11 @@ pub fn compare_rows(
         let bound = classes[Class::of(scale)].bound(dtype);
         for (d, (got, want)) in got.iter().zip(oracle.row(i)).enumerate() {
             let got = *got as f64;
-            let error =
-                if is_right(got, *want) { 0.0 } else { verdict.take(got, *want, bound, || place("O", id, Some(d))) };
+            let error = if is_right(got, *want) || is_overflow(dtype, got, *want, bound) {
+                0.0
+            } else {
+                verdict.take(got, *want, bound, || place("O", id, Some(d)))
+            };
             verdict.max_error = verdict.max_error.max(error);
         }
         if let Some((lse, [heads, q_len])) = lse {
@@ -146,6 +149,12 @@ pub fn compare_rows(
 /// appearance is not defined.
 fn is_right(got: f64, want: f64) -> bool {
     got == want || !want.is_finite() && !got.is_finite()
+}
+
+/// Whether a result became infinite as its dtype demands: the exact one, give or take the bound, rounds to infinity.
+fn is_overflow(dtype: DType, got: f64, want: f64, bound: f64) -> bool {
+    let rounds_to_infinity = dtype.largest() * (1.0 + dtype.epsilon() / 4.0);
+    got.is_infinite() && got.signum() == want.signum() && want.abs() + bound >= rounds_to_infinity
 }
 
 impl Verdict {
@@ -231,6 +240,25 @@ mod tests {
         let v = f.verdict();
         assert!(!v.passed() && v.failure.as_ref().unwrap().contains("row 299"), "{v}");
         assert!(bump < 8.0 * v.unfused_error, "{bump} {v}");
+    }
+
+    #[test]
+    fn results_beyond_the_dtype_are_infinite_and_no_others() {
+        let mut f = fixture(DType::F16, Mask::Causal, false);
+        let row = f.oracle.ids.iter().position(|id| (id.head, id.row) == (0, 299)).unwrap();
+        for (want, got, right) in [
+            (7e4, f32::INFINITY, true),
+            (-7e4, f32::NEG_INFINITY, true),
+            (7e4, f32::NEG_INFINITY, false),
+            (7e4, 65504.0, false),
+            (65400.0, f32::INFINITY, false),
+        ] {
+            for rows in [&mut f.oracle, &mut f.unfused] {
+                rows.o[row * rows.dim] = want;
+            }
+            f.o.set([0, 0, 299, 0], got);
+            assert_eq!(f.verdict().passed(), right, "{want} {got}");
+        }
     }
 
     #[test]
