@@ -64,11 +64,12 @@ constexpr int kSTiles = kBlockKV / 8;       // 8-column tiles of its scores
 <% include "forward/sm80_ragged/rows.cuh" %>
 <% include "forward/sm80_ragged/merge.cuh" %>
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
+@{ entry }@(const __grid_constant__ KernelArgs args) {
     extern __shared__ __align__(128) u8 smem[];
     const u32 base = smem_address(smem);
     const int team = threadIdx.x / kTeamThreads;
-    const Range range = find_range(args, base);
+    const Range range = find_range(args);
     if (range.begin >= range.end) return;
 
     // The ring is filled before anything is computed, and stays full across the ends of shares.
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         // The team's first step of a share: everyone has written what the next lines read.
         cp_async_wait<kStages - 2>();
         team_sync(team);
-        const Share share = read_share(base, team, slot);
+        const Share share = share_at(team, slot);
         slot = slot + 1 == kShareSlots ? 0 : slot + 1;
         left -= share.units;
         rows.begin(args, share);
@@ -101,22 +102,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
                 team_sync(team);
             }
             copies.next(args);
-            const Step now = read_step(base, team, stage);
+            const Step now = step_at(team, stage);
             last = now.last;
             if (now.block >= 0) {
                 const u32 buffer = stage * Layout::kStageBytes;
                 const u32 scales = base + Layout::scales(team, stage);
-                const bool masked = rows.needs_mask(args, share, now);
+                const bool masked = rows.needs_mask(args, now);
                 Scores s;
                 multiply_qk(s, q, at.k + buffer);
-                rows.change(args, s, now, masked, scales);
-                if (masked) rows.take_out_non_finite(args, o, base + Layout::ring(team) + buffer + Layout::kBytesK, now, team);
+                rows.change(s, now, masked, scales);
+                const u32 tile_v = base + Layout::ring(team) + buffer + Layout::kBytesK;
+                if (masked) rows.take_out_non_finite(o, tile_v, now, team);
                 softmax.step(s, o, rows.factor);
                 scale_probabilities(s, o, v_reference, scales + kBlockKV * 4);
                 multiply_pv(o, s, at.v + buffer);
             }
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        merge(args, base, team, share, rows, softmax, o, v_reference);
+        merge(args, team, share, rows, softmax, o, v_reference);
     }
 }

@@ -1,5 +1,32 @@
 // The loads of a team: a cursor over the key blocks of its shares that runs kStages - 1 steps ahead of the products,
 // across the ends of shares, and asks for a block's tokens wherever the store has them.
+//
+// Where each 16 keys of a block lie side by side in a page, as they do but in the last block of a sequence and in pages
+// of fewer, their addresses are one address and a stride: 135 instructions for 16 keys of 128 columns, where each row
+// by itself takes 420. The page that a block lies in is looked up a step ahead, behind the products.
+
+// How a team's threads share the rows of a tile: 128 bytes of a row side by side, which is a line of the cache.
+template <typename Tile> struct Lanes {
+    static constexpr int kAcross = Tile::kGroup;
+    static constexpr int kDown = kTeamThreads / kAcross;
+    static constexpr int kGroups = Tile::kChunks / kAcross;
+    static __device__ __forceinline__ int row() { return threadIdx.x % kTeamThreads / kAcross; }
+    static __device__ __forceinline__ int chunk() { return threadIdx.x % kAcross; }
+    // The first chunk that this thread copies of a tile, and the one of a row that is `row` rows further down, a
+    // multiple of kDown: rows flip bits of the chunk that columns of groups leave alone.
+    static __device__ __forceinline__ u32 first() { return Tile::offset(row(), chunk()); }
+    static __device__ __forceinline__ u32 at(u32 first, int row, int group) {
+        return (first ^ Tile::xor_of(row) << 4) + row * Tile::kPitch + group * kAcross * 16;
+    }
+};
+
+constexpr int kRunKeys = 16, kRuns = kBlockKV / kRunKeys;
+
+// Where 16 keys lie that follow each other.
+struct Run {
+    int k_id, v_id;  // what the tables say of the page; as read, so that nothing waits for it before it is used
+    int token;       // of the first key in its page; -1 where not all of them are keys of one page
+};
 
 struct Copies {
     int team, stage, slot;
@@ -11,13 +38,19 @@ struct Copies {
     // Of the share under way: the team's next block, and the one behind the last.
     int next_block, end_block;
     bool within;
-    const u8 *k, *v;          // this KV head
+    const u8 *k, *v;          // this KV head, from the chunk on that this thread copies first
+    u32 page_factor;          // 2^32 / page_tokens, rounded up
+    Run runs[kRuns];          // of the next block
+    u32 to_k, to_v;           // where this thread's first chunks go in the first stage
 
-    __device__ __forceinline__ Copies(const KernelArgs& args, u32, int of_team, const Range& range) {
+    __device__ __forceinline__ Copies(const KernelArgs& args, u32 base, int of_team, const Range& range) {
         team = of_team, stage = 0, slot = 0;
         unit = range.begin, end = range.end, total = range.total, blocks = range.blocks, tile_units = range.tile_units;
         sequence = range.sequence, kv_head = range.kv_head, tile = range.tile, first_unit = range.unit;
         within = false;
+        to_k = base + Layout::ring(team) + Lanes<TileK>::first();
+        to_v = base + Layout::ring(team) + Layout::kBytesK + Lanes<TileV>::first();
+        page_factor = 0xffffffffu / u32(args.page_tokens) + 1;
         s = sequence_of(args, sequence);
         tiles = tiles_of(args, s);
     }
@@ -30,8 +63,8 @@ struct Copies {
         const int from = max_of(first_unit - tile_units, 0), to = max_of(first_unit + share - tile_units, 0);
         next_block = all.begin + from * kKeyWarps + team;
         end_block = min_of(all.begin + to * kKeyWarps, all.end);
-        k = (const u8*)args.k + kv_head * args.k_stride[2] * kCacheBytes;
-        v = (const u8*)args.v + kv_head * args.v_stride[2] * kCacheBytes;
+        k = (const u8*)args.k + (kv_head * args.k_stride[2] + Lanes<TileK>::chunk() * args.k_stride[3]) * kCacheBytes;
+        v = (const u8*)args.v + kv_head * args.v_stride[2] * kCacheBytes + Lanes<TileV>::chunk() * 16;
         if (threadIdx.x % kTeamThreads == 0) {
             const i64 tile_unit = unit - first_unit;
             Share& to = share_at(team, slot);
@@ -50,6 +83,7 @@ struct Copies {
         unit += share;
         first_unit = 0;
         within = true;
+        find_runs(args);
     }
 
     // Goes on to the next tile that has rows.
@@ -73,12 +107,110 @@ struct Copies {
             next_block += kKeyWarps;
             const bool last = next_block >= end_block;
             u32 bad[2] = {0, 0};
-            if (block >= 0) load(args, block, bad);
+            if (block >= 0 && !load_runs(args)) load(args, block, bad);
             if (threadIdx.x % kTeamThreads == 0) step_at(team, stage) = Step{block, {bad[0], bad[1]}, last};
-            if (last) end_share(args);
+            if (last) {
+                end_share(args);
+            } else {
+                find_runs(args);
+            }
         }
         cp_async_commit();
         stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+
+    // Looks up where the next block lies. Pages behind the last key are not asked for.
+    __device__ __forceinline__ void find_runs(const KernelArgs& args) {
+        if (next_block >= end_block) return;
+#pragma unroll
+        for (int n = 0; n < kRuns; n++) {
+            const int key = next_block * kBlockKV + n * kRunKeys;
+            // The quotient is exact or one too large: places are below 2^31.
+            const u32 place = u32(s.first + key);
+            int page = int(u64(place) * page_factor >> 32), token = int(place - u32(page) * u32(args.page_tokens));
+            if (token < 0) page--, token += args.page_tokens;
+            runs[n].token = key + kRunKeys <= s.kv_len && token + kRunKeys <= args.page_tokens ? token : -1;
+            if (runs[n].token >= 0) {
+                runs[n].k_id = listed_page(args, args.k_table, s, page);
+                runs[n].v_id = args.v_table == args.k_table ? runs[n].k_id : listed_page(args, args.v_table, s, page);
+            }
+        }
+    }
+
+    // `to` is where the thread's first chunk goes, `across` the bytes from a chunk to the next.
+    template <typename Tile>
+    __device__ __forceinline__ void copy_runs(u32 to, const u8* from, const i64 (&stride)[4], i64 across,
+                                              const int (&id)[kRuns]) const {
+        using L = Lanes<Tile>;
+        const int row0 = L::row(), chunk0 = L::chunk();
+        // Of the first row of each run that this thread copies.
+        const u8* at[kRuns];
+#pragma unroll
+        for (int n = 0; n < kRuns; n++) {
+            at[n] = from + (id[n] * stride[0] + (runs[n].token + row0 % kRunKeys) * stride[1]) * kCacheBytes;
+        }
+        const i64 down = L::kDown * kCacheBytes * stride[1];
+        const u8* source = at[0];
+#pragma unroll
+        for (int r = 0; r < kBlockKV; r += L::kDown) {
+            if constexpr (L::kDown > kRunKeys) {
+                // The threads' rows lie in several runs.
+                source = at[min_of(r / kRunKeys, kRuns - 1)];
+#pragma unroll
+                for (int n = 1; n < L::kDown / kRunKeys; n++) {
+                    const int run = r / kRunKeys + n;
+                    if (run < kRuns && row0 / kRunKeys == n) source = at[min_of(run, kRuns - 1)];
+                }
+            } else if (r % kRunKeys == 0) {
+                source = at[r / kRunKeys];
+            } else {
+                source += down;
+            }
+            if (kBlockKV % L::kDown == 0 || r + row0 < kBlockKV) {
+#pragma unroll
+                for (int g = 0; g < L::kGroups; g++) {
+                    const int chunk = g * L::kAcross + chunk0;
+                    const bool valid = Tile::kValidChunks == Tile::kChunks || chunk < Tile::kValidChunks;
+                    cp_async_16(L::at(to, r, g), source + g * L::kAcross * across, valid);
+                }
+            }
+        }
+    }
+
+    // Scales of the tokens of runs, 4 bytes each.
+    __device__ __forceinline__ void copy_run_scales(u32 to, const float* from, const i64 (&stride)[3],
+                                                    const int (&id)[kRuns]) const {
+        const int key = threadIdx.x % kRunKeys;
+#pragma unroll
+        for (int n = 0; n < kRuns; n++) {
+            if (threadIdx.x % kTeamThreads / kRunKeys == n % 2) {
+                const float* const source = from + id[n] * stride[0] + (runs[n].token + key) * stride[2];
+                cp_async_4(to + (n * kRunKeys + key) * 4, source, true);
+            }
+        }
+    }
+
+    // Asks for the next block by its runs. False where it has to be asked for key by key.
+    __device__ __forceinline__ bool load_runs(const KernelArgs& args) const {
+        int k_id[kRuns], v_id[kRuns];
+        bool whole = true;
+#pragma unroll
+        for (int n = 0; n < kRuns; n++) {
+            k_id[n] = runs[n].k_id, v_id[n] = runs[n].v_id;
+            whole = whole && runs[n].token >= 0 && is_page(args, k_id[n]) && is_page(args, v_id[n]);
+        }
+        if (!whole) return false;
+        const u32 buffer = stage * Layout::kStageBytes;
+        copy_runs<TileK>(to_k + buffer, k, args.k_stride, args.k_stride[3] * kCacheBytes, k_id);
+        copy_runs<TileV>(to_v + buffer, v, args.v_stride, 16, v_id);
+        if (kScalePerToken) {
+            const u32 scales = smem_address(&step_at(0, 0)) - Layout::kSteps + Layout::scales(team, stage);
+            const float* const k_scale = args.k_scale + kv_head * args.k_scale_stride[1];
+            const float* const v_scale = args.v_scale + kv_head * args.v_scale_stride[1];
+            copy_run_scales(scales, k_scale, args.k_scale_stride, k_id);
+            copy_run_scales(scales + kBlockKV * 4, v_scale, args.v_scale_stride, v_id);
+        }
+        return true;
     }
 
     static constexpr int kLookups = (kBlockKV + 31) / 32;
@@ -88,8 +220,8 @@ struct Copies {
         i64 offset[kLookups];  // bytes from the head's first
         i64 scale[kLookups];   // elements from the head's first scale
     };
-    __device__ __forceinline__ static Places places(const int (&id)[kLookups], const int (&token)[kLookups], const i64 (&stride)[4],
-                                                    const i64 (&scale_stride)[3]) {
+    __device__ __forceinline__ static Places places(const int (&id)[kLookups], const int (&token)[kLookups],
+                                                    const i64 (&stride)[4], const i64 (&scale_stride)[3]) {
         Places p;
 #pragma unroll
         for (int i = 0; i < kLookups; i++) {
@@ -99,13 +231,14 @@ struct Copies {
         return p;
     }
 
+    // `across` is the bytes from a chunk to the next.
     template <typename Tile>
-    __device__ __forceinline__ void copy(u32 to, const u8* from, i64 chunk_stride, const Places& p, const u32 (&there)[kLookups]) const {
-        using S = typename Tile::template Share<kTeamThreads>;
-        const int thread = threadIdx.x % kTeamThreads;
-        const int chunk0 = thread % S::kAcross, row0 = thread / S::kAcross;
+    __device__ __forceinline__ void copy(u32 to, const u8* from, i64 across, const Places& p,
+                                         const u32 (&there)[kLookups]) const {
+        using L = Lanes<Tile>;
+        const int chunk0 = L::chunk(), row0 = L::row();
 #pragma unroll
-        for (int r = 0; r < kBlockKV; r += S::kDown) {
+        for (int r = 0; r < kBlockKV; r += L::kDown) {
             const int row = r + row0;
             i64 offset = __shfl_sync(0xffffffff, p.offset[0], row % 32);
             u32 exist = there[0];
@@ -114,19 +247,21 @@ struct Copies {
                 if (row >= 32) offset = upper, exist = there[1];
             }
             const bool exists = exist >> row % 32 & 1;
-            if (kBlockKV % S::kDown == 0 || row < kBlockKV) {
+            if (kBlockKV % L::kDown == 0 || row < kBlockKV) {
 #pragma unroll
-                for (int g = 0; g < S::kGroups; g++) {
-                    const int chunk = g * S::kAcross + chunk0;
+                for (int g = 0; g < L::kGroups; g++) {
+                    const int chunk = g * L::kAcross + chunk0;
                     const bool valid = exists && (Tile::kValidChunks == Tile::kChunks || chunk < Tile::kValidChunks);
-                    cp_async_16(to + Tile::offset(row, chunk), from + (valid ? offset + chunk * chunk_stride : 0), valid);
+                    const i64 at = valid ? offset + g * L::kAcross * across : 0;
+                    cp_async_16(L::at(to, r, g), from + at, valid);
                 }
             }
         }
     }
 
     // Scales of tokens, 4 bytes each.
-    __device__ __forceinline__ void copy_scales(u32 to, const float* from, const Places& p, const u32 (&there)[kLookups]) const {
+    __device__ __forceinline__ void copy_scales(u32 to, const float* from, const Places& p,
+                                                const u32 (&there)[kLookups]) const {
 #pragma unroll
         for (int i = 0; i < kLookups; i++) {
             const int key = i * 32 + int(threadIdx.x) % 32;
@@ -137,9 +272,8 @@ struct Copies {
     }
 
     __device__ __forceinline__ void load(const KernelArgs& args, int block, u32 (&bad)[2]) const {
-        const u32 base = smem_address(&step_at(0, 0)) - Layout::kSteps;
-        const u32 to = base + Layout::ring(team) + stage * Layout::kStageBytes;
-        const u32 scales = base + Layout::scales(team, stage);
+        const u32 buffer = stage * Layout::kStageBytes;
+        const u32 scales = smem_address(&step_at(0, 0)) - Layout::kSteps + Layout::scales(team, stage);
         int k_id[kLookups], v_id[kLookups], token[kLookups];
         u32 there[kLookups];  // bits of the keys that are there, K and V
 #pragma unroll
@@ -156,10 +290,11 @@ struct Copies {
             bad[i] = __ballot_sync(0xffffffff, within) & ~there[i];
         }
         Places p = places(k_id, token, args.k_stride, args.k_scale_stride);
-        copy<TileK>(to, k, args.k_stride[3] * kCacheBytes, p, there);
+        copy<TileK>(to_k + buffer, k, args.k_stride[3] * kCacheBytes, p, there);
         if (kScalePerToken) copy_scales(scales, args.k_scale + kv_head * args.k_scale_stride[1], p, there);
         p = places(v_id, token, args.v_stride, args.v_scale_stride);
-        copy<TileV>(to + Layout::kBytesK, v, 16, p, there);
-        if (kScalePerToken) copy_scales(scales + kBlockKV * 4, args.v_scale + kv_head * args.v_scale_stride[1], p, there);
+        copy<TileV>(to_v + buffer, v, 16, p, there);
+        const float* const v_scale = args.v_scale + kv_head * args.v_scale_stride[1];
+        if (kScalePerToken) copy_scales(scales + kBlockKV * 4, v_scale, p, there);
     }
 };

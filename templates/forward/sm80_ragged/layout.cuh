@@ -16,8 +16,8 @@ struct Step {
     int last;      // whether it is the team's last of a share
 };
 
-// Rows of O that are merged at once: as many as have room with those of all teams. Eight rows of a warp lie on different
-// banks.
+// Rows of O that are merged at once: as many as have room with those of all teams. Eight rows of a warp lie on
+// different banks.
 constexpr int kPieceColumns = round_up(kHeadDimV, 16);
 constexpr int kMergePitch = kPieceColumns + 8;
 constexpr int kMergeFloats = max_of(6144, kKeyWarps * kMergePitch);
@@ -53,8 +53,6 @@ __device__ __forceinline__ Share& share_at(int team, int slot) {
     extern __shared__ __align__(128) u8 smem[];
     return *(Share*)(smem + Layout::kShares + (team * kShareSlots + slot) * sizeof(Share));
 }
-__device__ __forceinline__ Step read_step(u32, int team, int stage) { return step_at(team, stage); }
-__device__ __forceinline__ Share read_share(u32, int team, int slot) { return share_at(team, slot); }
 
 // All warps of a team: what any of them has copied or written is there for all.
 __device__ __forceinline__ void team_sync(int team) {

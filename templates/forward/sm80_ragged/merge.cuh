@@ -1,5 +1,6 @@
-// The end of a share: the sums of the teams become one, in the order of the teams; a whole tile is written, the piece of
-// one goes to scratch memory. Whoever is last of a tile's pieces, by a counter, merges them in the order of their keys.
+// The end of a share: the sums of the teams become one, in the order of the teams; a whole tile is written, the piece
+// of one goes to scratch memory. Whoever is last of a tile's pieces, by a counter, merges them in the order of their
+// keys.
 //
 // Scratch memory: a counter for each thread block, of the tile that begins in it; behind them two pieces for each, of
 // the tile that began before it (0), and of the one that ends behind it (1).
@@ -12,8 +13,9 @@ struct Sum {
     float m, l;
 };
 
-// Whether a sum of nothing is zero whatever O holds. Beside a sink it is not empty: keys that a program's scores of -inf
-// leave without weight are a part of it, and a NaN of V among them remains.
+// Whether a row whose keys have no weight is zero whatever O holds. Beside a sink it is not empty: keys that a
+// program's scores of -inf leave without weight are a part of it, and a NaN of V among them remains. So it does in a
+// piece or a team's part of a row that is not empty.
 constexpr bool kEmptyIsZero = !(kProgramSink && kProgramScore);
 __device__ __forceinline__ float* merge_floats() {
     extern __shared__ __align__(128) u8 smem[];
@@ -39,7 +41,8 @@ __device__ __forceinline__ float weight(float m, float to) { return m == -FT_INF
 __device__ __forceinline__ float weighted(float w, float x) { return fabsf(x) < FT_INFINITY ? w * x : x; }
 
 // Writes four columns of a row of O, and with the first of them its log-sum-exp.
-__device__ __forceinline__ void write_row(const KernelArgs& args, const Share& share, int row, int column, float4 x, Sum sum) {
+__device__ __forceinline__ void write_row(const KernelArgs& args, const Share& share, int row, int column, float4 x,
+                                          Sum sum) {
     if (column >= kHeadDimV) return;
     const int group = group_of(args), packed = share.tile * kRows + row;
     const int q = packed / group, head = share.kv_head * group + packed % group;
@@ -58,10 +61,12 @@ __device__ __forceinline__ void write_row(const KernelArgs& args, const Share& s
     if (kEmptyIsZero && sum.l == 0.0f) x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const i64 at = share.q_row + q;
     const bool packs = args.q_begin != nullptr;
-    u16* o = (u16*)args.o + (packs ? 0 : share.sequence * args.o_stride[0]) + head * args.o_stride[1] + at * args.o_stride[2] + column;
+    const i64 o_batch = packs ? 0 : share.sequence * args.o_stride[0];
+    u16* o = (u16*)args.o + o_batch + head * args.o_stride[1] + at * args.o_stride[2] + column;
     *(uint2*)o = make_uint2(pack<Element>(x.x * inverse, x.y * inverse), pack<Element>(x.z * inverse, x.w * inverse));
     if (column == 0 && args.lse != nullptr) {
-        float* to = args.lse + (packs ? 0 : share.sequence * args.lse_stride[0]) + head * args.lse_stride[1] + at * args.lse_stride[2];
+        const i64 lse_batch = packs ? 0 : share.sequence * args.lse_stride[0];
+        float* to = args.lse + lse_batch + head * args.lse_stride[1] + at * args.lse_stride[2];
         *to = lse == -FT_INFINITY ? args.lse_empty : lse * args.lse_unit;
     }
 }
@@ -88,7 +93,7 @@ __device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share
             for (int p = lane; p < share.pieces; p += 32) {
                 const Sum* at = (const Sum*)(piece(p) + kRows * kPieceColumns) + from + r;
                 const float part = __ldcg(&at->l), w = weight(__ldcg(&at->m), m);
-                weights[p * rows + r] = kEmptyIsZero && part == 0.0f ? -1.0f : w;  // less than none: there was no key
+                weights[p * rows + r] = w;
                 l += part == 0.0f ? 0.0f : w * part;
             }
 #pragma unroll
@@ -99,7 +104,8 @@ __device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share
         // Few columns are shared by several threads, each with pieces that follow each other.
         const int columns = rows * kWidth, teams = min_of(max_of(kThreads / columns, 1), share.pieces);
         const int team = int(threadIdx.x) / columns;
-        for (int i = teams > 1 ? threadIdx.x % columns : threadIdx.x; i < columns && (teams == 1 || team < teams); i += teams > 1 ? columns : kThreads) {
+        const int first = teams > 1 ? threadIdx.x % columns : threadIdx.x, apart = teams > 1 ? columns : kThreads;
+        for (int i = first; i < columns && (teams == 1 || team < teams); i += apart) {
             const int r = i / kWidth, column = i % kWidth * 4;
             const int begin = teams > 1 ? share.pieces * team / teams : 0;
             const int end = teams > 1 ? share.pieces * (team + 1) / teams : share.pieces;
@@ -108,10 +114,8 @@ __device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share
             for (int p = begin; p < end; p++) {
                 const float4 x = __ldcg((const float4*)(piece(p) + (from + r) * kPieceColumns + column));
                 const float w = weights[p * rows + r];
-                if (w >= 0.0f || w != w) {
-                    sum.x += weighted(w, x.x), sum.y += weighted(w, x.y);
-                    sum.z += weighted(w, x.z), sum.w += weighted(w, x.w);
-                }
+                sum.x += weighted(w, x.x), sum.y += weighted(w, x.y);
+                sum.z += weighted(w, x.z), sum.w += weighted(w, x.w);
             }
             if (teams > 1) {
                 parts[team * columns + i] = sum;
@@ -135,20 +139,20 @@ __device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share
 }
 
 template <typename Softmax>
-__device__ __forceinline__ void merge(const KernelArgs& args, u32, int team, const Share& share, const Rows& rows, Softmax& softmax,
-                                      Output& o, float v_reference) {
+__device__ __forceinline__ void merge(const KernelArgs& args, int team, const Share& share, const Rows& rows,
+                                      Softmax& softmax, Output& o, float v_reference) {
     const int lane = threadIdx.x % 32;
     float own[kMTiles][2];  // weights of this team's sums
-    bool none[kMTiles][2];  // no key
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             softmax.finish(i, h);
             // Scores that all are NaN have no maximum; their sum, of reference 0, must not be lost.
-            const float l = softmax.l[i][h], reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * rows.factor;
+            const float l = softmax.l[i][h];
+            const float reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * rows.factor;
             const float m = l == 0.0f ? -FT_INFINITY : reference;
-            own[i][h] = m, none[i][h] = kEmptyIsZero && l == 0.0f;
+            own[i][h] = m;
             if (lane % 4 == 0) merge_sums()[team * kRows + rows.first_row + i * 16 + h * 8 + lane / 4] = Sum{m, l};
         }
     }
@@ -162,7 +166,10 @@ __device__ __forceinline__ void merge(const KernelArgs& args, u32, int team, con
 #pragma unroll
             for (int n = 0; n < kKeyWarps; n++) m = fmaxf(m, merge_sums()[n * kRows + row].m);
 #pragma unroll
-            for (int n = 0; n < kKeyWarps; n++) l += weight(merge_sums()[n * kRows + row].m, m) * merge_sums()[n * kRows + row].l;
+            for (int n = 0; n < kKeyWarps; n++) {
+                const Sum part = merge_sums()[n * kRows + row];
+                l += weight(part.m, m) * part.l;
+            }
             own[i][h] = weight(own[i][h], m) * (kScalePerToken ? v_reference : 1.0f);
             if (team == 0 && lane % 4 == 0) merged_sums()[row] = Sum{m, l};
         }
@@ -183,9 +190,8 @@ __device__ __forceinline__ void merge(const KernelArgs& args, u32, int team, con
                 for (int j = 0; j < kOTiles; j++) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        // A sum of no keys may be NaN.
                         if (kOTiles * 8 == kPieceColumns || column_of(j, e) < kPieceColumns) {
-                            to[column_of(j, e)] = none[i][h] ? 0.0f : weighted(own[i][h], o[i][j][2 * h + e]);
+                            to[column_of(j, e)] = weighted(own[i][h], o[i][j][2 * h + e]);
                         }
                     }
                 }

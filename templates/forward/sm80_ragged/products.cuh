@@ -1,6 +1,6 @@
 // The two products of a warp, on fragments (mma.cuh). Quantised elements are widened on their way from shared memory:
-// four columns of K that lie side by side are a lane's part of one matrix step, in an order that Q has too; of V, a word
-// has two columns of two keys.
+// four columns of K that lie side by side are a lane's part of one matrix step, in an order that Q has too; of V, a
+// word has two columns of two keys.
 
 using Scores = float[kMTiles][kSTiles][4];
 using Output = float[kMTiles][kOTiles][4];
@@ -52,7 +52,9 @@ __device__ __forceinline__ void multiply_qk(Scores& s, const QueryFragments& q, 
                         u32 b0, b1;
                         widen<CacheElement>(k[2 * half + chunk], b0, b1);
 #pragma unroll
-                        for (int i = 0; i < kMTiles; i++) mma<MathElement>(s[i][j + half], q[2 * step + chunk][i], b0, b1);
+                        for (int i = 0; i < kMTiles; i++) {
+                            mma<MathElement>(s[i][j + half], q[2 * step + chunk][i], b0, b1);
+                        }
                     }
                 } else {
 #pragma unroll

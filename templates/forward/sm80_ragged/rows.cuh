@@ -25,7 +25,8 @@ struct Rows {
         q_len = share.q_len, kv_len = share.kv_len;
         const int tile_row = share.tile * kRows;
         q_first = tile_row / group, q_last = (tile_row + share.rows - 1) / group;
-        full = {live_keys<kMaskLeft, kMaskRight>(share, q_last).first, live_keys<kMaskLeft, kMaskRight>(share, q_first).last};
+        full.first = live_keys<kMaskLeft, kMaskRight>(share, q_last).first;
+        full.last = live_keys<kMaskLeft, kMaskRight>(share, q_first).last;
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
@@ -36,7 +37,8 @@ struct Rows {
                 q[i][h] = row[i][h] / group;
                 live[i][h] = live_keys<kMaskLeft, kMaskRight>(share, q[i][h]);
 #if FT_PROGRAM
-                head[i][h] = ProgramHead{&args.side, sequence, kv_head * group + row[i][h] % group, kv_head, q_len, kv_len};
+                const int of_q = kv_head * group + row[i][h] % group;
+                head[i][h] = ProgramHead{&args.side, sequence, of_q, kv_head, q_len, kv_len};
                 kept[i][h] = program_kept(head[i][h]);
 #endif
             }
@@ -116,13 +118,13 @@ struct Rows {
     }
 
     // Whether some row of the tile does not see some key of the block. The same for all warps of a team.
-    __device__ __forceinline__ bool needs_mask(const KernelArgs& args, const Share&, const Step& now) const {
+    __device__ __forceinline__ bool needs_mask(const KernelArgs& args, const Step& now) const {
         const int first = now.block * kBlockKV, last = first + kBlockKV - 1;
         bool masked = first < full.first || last > full.last || (now.bad[0] | now.bad[1]) != 0;
 #if FT_PROGRAM
         if (kProgramMask && !masked) {
-            masked = kMaskOfHeads ||
-                     program_tile(ProgramHead{&args.side, sequence, kv_head * group, kv_head, q_len, kv_len}, q_first, q_last, first, last) <= 0;
+            const ProgramHead of_tile = {&args.side, sequence, kv_head * group, kv_head, q_len, kv_len};
+            masked = kMaskOfHeads || program_tile(of_tile, q_first, q_last, first, last) <= 0;
         }
 #endif
         return masked;
@@ -139,18 +141,21 @@ struct Rows {
     }
 
     // From products to scores: scales of tokens and of narrowed rows, the program, masks.
-    __device__ __forceinline__ void change(const KernelArgs& args, Scores& s, const Step& now, bool masked, u32 scales) {
+    __device__ __forceinline__ void change(Scores& s, const Step& now, bool masked, u32 scales) {
         const int t = threadIdx.x % 4, key = now.block * kBlockKV + 2 * t;
         if constexpr (kScalePerToken || kNarrowsQ) {
 #pragma unroll
             for (int j = 0; j < kSTiles; j++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const float token = kScalePerToken ? __uint_as_float(load_shared_4(scales + (j * 8 + 2 * t + e) * 4)) : 1.0f;
+                    const u32 at = scales + (j * 8 + 2 * t + e) * 4;
+                    const float token = kScalePerToken ? __uint_as_float(load_shared_4(at)) : 1.0f;
 #pragma unroll
                     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
-                        for (int h = 0; h < 2; h++) s[i][j][2 * h + e] *= kNarrowsQ ? token * up[kNarrowsQ ? i : 0][h] : token;
+                        for (int h = 0; h < 2; h++) {
+                            s[i][j][2 * h + e] *= kNarrowsQ ? token * up[kNarrowsQ ? i : 0][h] : token;
+                        }
                     }
                 }
             }
@@ -172,8 +177,13 @@ struct Rows {
                             // Keys behind the last repeat it: no index leaves a tensor.
                             const int offset = min_of(8 * j + e, last);
                             float& x = s[i][j][2 * h + e];
-                            if (kProgramScore) x = score_element(at, kept[i][h].score, score, q[i][h], key, offset, x, magnitude);
-                            if (kProgramMask && masked && !mask_element(at, kept[i][h].mask, mask, q[i][h], key, offset)) x = -FT_INFINITY;
+                            if (kProgramScore) {
+                                x = score_element(at, kept[i][h].score, score, q[i][h], key, offset, x, magnitude);
+                            }
+                            if (kProgramMask && masked) {
+                                const bool sees = mask_element(at, kept[i][h].mask, mask, q[i][h], key, offset);
+                                if (!sees) x = -FT_INFINITY;
+                            }
                         }
                     }
                 }
@@ -200,9 +210,9 @@ struct Rows {
         }
     }
 
-    // Zero times NaN is NaN: a NaN or infinity of V in a masked block would reach rows that do not see it. Such elements
-    // are added to the rows that do, and become zeros. Rare, so plain and slow.
-    __device__ __forceinline__ void take_out_non_finite(const KernelArgs&, Output& o, u32 tile_v, const Step& now, int team) const {
+    // Zero times NaN is NaN: a NaN or infinity of V in a masked block would reach rows that do not see it. Such
+    // elements are added to the rows that do, and become zeros. Rare, so plain and slow.
+    __device__ __forceinline__ void take_out_non_finite(Output& o, u32 tile_v, const Step& now, int team) const {
         if constexpr (kOnlyNumbers<CacheElement>) return;
         constexpr int kTileChunks = kBlockKV * TileV::kChunks;
         bool any = false;
@@ -237,7 +247,8 @@ struct Rows {
         for (int w = 0; w < 4; w++) {
 #pragma unroll
             for (int n = 0; n < 4 / kCacheBytes; n++) {
-                any |= is_non_finite<CacheElement>(words[w] >> n * 8 * kCacheBytes & (kCacheBytes == 1 ? 0xff : 0xffff));
+                constexpr u32 kBits = kCacheBytes == 1 ? 0xff : 0xffff;
+                any |= is_non_finite<CacheElement>(words[w] >> n * 8 * kCacheBytes & kBits);
             }
         }
         return any;
@@ -268,8 +279,8 @@ struct Rows {
     }
 };
 
-// Probabilities times the scales of their tokens of V, in units of a power of two that is no less than any scale so far:
-// what f16 has room for. O goes along when it grows.
+// Probabilities times the scales of their tokens of V, in units of a power of two that is no less than any scale so
+// far: what f16 has room for. O goes along when it grows.
 __device__ __forceinline__ void scale_probabilities(Scores& p, Output& o, float& reference, u32 scales) {
     if constexpr (kScalePerToken) {
         const int t = threadIdx.x % 4;

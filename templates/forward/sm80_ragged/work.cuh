@@ -5,10 +5,10 @@
 //   thread block c of G takes units [U c / G, U (c + 1) / G) of all U: at most one tile that began before, whole tiles,
 //   and one that ends behind.
 //
-// Where thread blocks have several tiles each, one costs as much as kTileUnits units of keys before its first one (Q, and
-// the merge at its end): without them those with many short sequences took twice as long as others. Where tiles are few,
-// every thread block has one share or two, and the units of keys alone are even: 16 x 8192 took 141 us so, and 150 us with
-// units for tiles.
+// Where thread blocks have several tiles each, one costs as much as kTileUnits units of keys before its first one (Q,
+// and the merge at its end): without them those with many short sequences took twice as long as others. Where tiles are
+// few, every thread block has one share or two, and the units of keys alone are even: 16 x 8192 took 141 us so, and 150
+// us with units for tiles.
 constexpr int kTileUnits = @{ tile_units }@;
 
 struct Range {
@@ -72,7 +72,7 @@ __device__ __forceinline__ int owner_of(i64 unit, i64 total, int blocks) {
 
 // The range of this thread block. Every thread sums up the units of some sequences that follow each other; a scan over
 // the threads tells whose hold the range's first unit. Uses the first kThreads * 8 + 64 bytes of shared memory.
-__device__ __forceinline__ Range find_range(const KernelArgs& args, u32 base) {
+__device__ __forceinline__ Range find_range(const KernelArgs& args) {
     extern __shared__ __align__(128) u8 smem[];
     i64* const sums = (i64*)smem;
     int* const found = (int*)(smem + kThreads * 8);

@@ -74,8 +74,14 @@ __device__ __forceinline__ PageOf page_of(const RaggedArgs& args, int place) {
     return PageOf{int(page), int(u32(place) - page * u32(args.page_tokens))};
 }
 
+// What stands for the n-th page of a sequence's row, and whether that is a page of the store.
+__device__ __forceinline__ int listed_page(const RaggedArgs& args, const int* table, const Sequence& s, int n) {
+    return table == nullptr ? s.slot : read_int(table, s.pages + n, args.table_words);
+}
+__device__ __forceinline__ bool is_page(const RaggedArgs& args, int id) { return u32(id) < u64(args.pages); }
+
 // The store's page that holds the n-th page of a sequence's row; -1 for an identifier of no page.
 __device__ __forceinline__ int page_id(const RaggedArgs& args, const int* table, const Sequence& s, int n) {
-    const int id = table == nullptr ? s.slot : read_int(table, s.pages + n, args.table_words);
-    return u32(id) < u64(args.pages) ? id : -1;
+    const int id = listed_page(args, table, s, n);
+    return is_page(args, id) ? id : -1;
 }
