@@ -1,7 +1,12 @@
-"""flashtune beside its peers: cuDNN, FlashAttention 2, 3 and 4, FlexAttention; in one process, in turn.
+"""flashtune beside its peers: cuDNN, FlashAttention 2, 3 and 4, FlexAttention, FlashInfer; in one process, in turn.
 
-    python3 benches/peers.py OUT [--suites forward,decode] [--peers flashtune,cudnn,fa2,fa3,fa4,flex]
+    python3 benches/peers.py OUT [--suites forward,heads] [--peers flashtune,cudnn,fa2,fa3,fa4,flex]
+    python3 benches/peers.py OUT --suites decode,chunk,varlen,paged,quantised,skewed     # serving
     python3 benches/peers.py OUT --device cpu          # PyTorch's attention for the CPU
+    python3 benches/peers.py OUT --suites decode --dry-run                               # cases, bytes and aims, as JSON
+
+Suites of dense tensors (forward, heads, gqa, window, dense-decode) and of serving are of runs of their own. The latter have cases by
+name; on the CPU they run at small sizes, to see that everything works.
 
 Writes OUT/peers.json after every point, and at the end Markdown, HTML and SVG beside it (by `flashtune report`). Needs
 PyTorch, `libflashtune` (`cargo build --release -p flashtune-c`) and the command; a peer that is not there is left out,
@@ -12,7 +17,9 @@ import argparse
 import json
 from pathlib import Path
 
-from side_by_side import cases, tuning
+from side_by_side import cases, serving_cases, tuning
+
+SUITES = (*cases.SUITES, *serving_cases.SUITES)
 
 
 def arguments():
@@ -22,7 +29,8 @@ def arguments():
     numbers = lambda text: tuple(int(n) for n in text.split(","))
     add("out", type=Path, help="folder for the report")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--suites", type=words, default=("forward",), help=f"of {','.join(cases.SUITES)}")
+    add("--suites", type=words, default=("forward",), help=f"of {','.join(SUITES)}")
+    add("--cases", type=words, help="of the suites of serving: those whose name holds one of these words")
     add("--peers", type=words, help="contenders; the first is compared with the others")
     add("--dtypes", type=words, help="of f16,bf16,f32")
     add("--masks", type=words, help="of full,causal, for the suites forward and heads")
@@ -34,10 +42,15 @@ def arguments():
     add("--tune-budget-s", type=float, default=10, help="seconds of tuning per case before; 0 does not tune")
     add("--dry-run", action="store_true", help="print what would be measured, as JSON; needs no PyTorch")
     a = parser.parse_args()
-    for name, known in (("suites", cases.SUITES), ("dtypes", cases.BYTES), ("masks", ("full", "causal"))):
+    for name, known in (("suites", SUITES), ("dtypes", cases.BYTES), ("masks", ("full", "causal"))):
         require_known(parser, name, getattr(a, name) or (), known)
     if min(a.rounds, a.repeats) < 1:
         parser.error("--rounds and --repeats must be at least 1")
+    a.serving = a.suites[0] in serving_cases.SUITES
+    if any((suite in serving_cases.SUITES) != a.serving for suite in a.suites):
+        parser.error(f"--suites: {','.join(a.suites)} are dense tensors and serving; run them apart")
+    if a.cases and not a.serving:
+        parser.error("--cases: only cases of serving have names; narrow others by --dtypes, --head-dims and so on")
     return parser, a
 
 
@@ -56,12 +69,21 @@ def grid(a):
 
 def main():
     parser, a = arguments()
-    todo = cases.points(a.suites, grid(a), a.device)
+    if a.serving:
+        todo = serving_cases.points(a.suites, a.device, a.cases)
+    else:
+        todo = cases.points(a.suites, grid(a), a.device)
+    if not todo:
+        parser.error(f"--cases: no case of {','.join(a.suites)} has one of {','.join(a.cases)} in its name; see --dry-run")
     if a.dry_run:
-        print(json.dumps([{"suite": suite, **case.facts(), **case.counts()} for suite, case in todo], indent=1))
+        listed = lambda case: case.listed() if a.serving else {**case.facts(), **case.counts()}
+        print(json.dumps([{"suite": suite, **listed(case)} for suite, case in todo], indent=1))
         return
     # From here on PyTorch is needed.
-    from side_by_side import contenders
+    if a.serving:
+        from side_by_side import serving_peers as contenders
+    else:
+        from side_by_side import contenders
 
     known = contenders.known()
     names = a.peers or contenders.DEFAULT[a.device].split(",")
@@ -85,6 +107,14 @@ def measure(a, todo, peers):
             absent[peer.name] = told(e)
             print(f"{peer.name} is not there: {absent[peer.name]}", flush=True)
     binary = tuning.find(a.flashtune)
+    gpu = a.device == "cuda"
+    state = conditions.Conditions(uuid()) if gpu else None
+    ticks = clock.CudaClock() if gpu else clock.CpuClock()
+    if a.serving:
+        from side_by_side import serving_run
+
+        document.render(binary, serving_run.measure(a, todo, peers, there, absent, state, ticks)[1])
+        return
     if a.tune_budget_s and any(p.name == "flashtune" for p in there):
         if binary is None:
             raise SystemExit("error: nothing tunes without the command; name it by --flashtune, or --tune-budget-s 0")
@@ -92,9 +122,6 @@ def measure(a, todo, peers):
             print(f"tuning {i + 1}/{len(todo)}: {case}", flush=True)
             tuning.tune(binary, a.device, case, a.tune_budget_s)
 
-    ticks = clock.CudaClock() if a.device == "cuda" else clock.CpuClock()
-    gpu = a.device == "cuda"
-    state = conditions.Conditions(uuid()) if gpu else None
     report = document.new(a.device, state, there)
     a.out.mkdir(parents=True, exist_ok=True)
     path = a.out / "peers.json"

@@ -132,7 +132,7 @@ def window(grid, device):
 
 
 def decode(grid, device):
-    """One query per sequence: batch, heads, KV heads, rows of K and V."""
+    """One query per sequence of a dense batch: batch, heads, KV heads, rows of K and V."""
     large = ((1, 32, 8, 32768), (16, 32, 8, 8192), (64, 32, 8, 4096), (128, 32, 8, 2048), (1, 64, 8, 131072))
     large += ((8, 32, 32, 4096),)
     small = ((1, 8, 2, 8192), (4, 8, 2, 2048), (2, 8, 8, 2048))
@@ -141,7 +141,7 @@ def decode(grid, device):
             yield Case(dtype, 128, False, batch, count, kv_heads, 1, length)
 
 
-SUITES = {"forward": forward, "heads": heads, "gqa": gqa, "window": window, "decode": decode}
+SUITES = {"forward": forward, "heads": heads, "gqa": gqa, "window": window, "dense-decode": decode}
 
 
 def points(suites, grid, device):

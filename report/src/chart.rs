@@ -1,7 +1,7 @@
 //! Which charts a report has: data and axes, nothing of drawing.
 
 use crate::group::{Group, Kind, groups};
-use crate::model::{LengthCurve, LengthReport, Report};
+use crate::model::{LengthCurve, LengthReport, Point, Report};
 use crate::text;
 
 /// A chart: axes and what is drawn between them.
@@ -71,6 +71,7 @@ pub(crate) fn charts(report: &Report) -> Vec<Chart> {
             let mut chart = match group.kind {
                 Kind::Prefill => prefill(report, group, &contenders),
                 Kind::Decode => decode(report, group, &contenders),
+                Kind::Named => named(report, group, &contenders),
             }?;
             if several_suites {
                 chart.title = format!("{}: {}", group.suite, chart.title);
@@ -142,6 +143,34 @@ fn decode(report: &Report, group: &Group, contenders: &[&str]) -> Option<Chart> 
     }
     let top = if ceiling.is_some() { most.max(100.0) } else { most };
     Some(Chart { title: group.title.clone(), x, y: Axis::linear(label, top), series, marks: Marks::Bars })
+}
+
+/// Shares of the roofline, or GB/s where that is not known: bars for every case, by its number.
+fn named(report: &Report, group: &Group, contenders: &[&str]) -> Option<Chart> {
+    let ceilings = &report.ceilings;
+    let known = group.points.iter().all(|p| p.roofline_tflops(ceilings).is_some());
+    let rate = |p: &Point, us: f64| match p.roofline_tflops(ceilings) {
+        Some(roofline) if known => p.flops / us / 1e6 / roofline * 100.0,
+        _ => p.ideal_bytes / us / 1e3,
+    };
+    let mut series = Vec::new();
+    for (index, name) in contenders.iter().enumerate() {
+        let values = group.points.iter().enumerate().filter_map(|(i, p)| {
+            let us = p.result(name)?.latency_us.as_ref()?;
+            Some(Value { x: i as f64, y: rate(p, us.median), low: rate(p, us.p90), high: rate(p, us.p10) })
+        });
+        series.push(Series { of: Of::Contender(index), values: values.collect() });
+    }
+    series.retain(|s| !s.values.is_empty());
+    let most = most(&series)?;
+    let range = (-0.6, group.points.len() as f64 - 0.4);
+    let ticks = (0..group.points.len()).map(|i| (i as f64, (i + 1).to_string())).collect();
+    let x = Axis { label: "case, by its number in the table".into(), range, ticks };
+    if known {
+        series.push(Series { of: Of::Roofline, values: [range.0, range.1].map(|x| Value::exact(x, 100.0)).to_vec() });
+    }
+    let (label, top) = if known { ("share of the roofline (%)", most.max(100.0)) } else { ("GB/s", most) };
+    Some(Chart { title: group.suite.to_owned(), x, y: Axis::linear(label, top), series, marks: Marks::Bars })
 }
 
 /// Latency at every share of the sequences, one chart per problem.
@@ -233,7 +262,7 @@ mod tests {
     #[test]
     fn speed_is_drawn_over_length_with_the_roofline_and_without_who_did_not_run() {
         let charts = charts(&sample());
-        assert_eq!(charts.len(), 2);
+        assert_eq!(charts.len(), 3);
         let prefill = &charts[0];
         assert_eq!(prefill.title, "forward: bf16, head dim 128, causal");
         let of: Vec<_> = prefill.series.iter().map(|s| s.of.clone()).collect();
@@ -251,6 +280,11 @@ mod tests {
         assert_eq!(decode.series[0].values[0].y, 20.0);
         assert_eq!(decode.y.range.1, 120.0);
         assert_eq!(decode.x.ticks[0].1, "4 x 16, 8k");
+
+        // 8 MB for 1e9 operations at 4000 GB/s allow 500 TFLOP/s.
+        let named = &charts[2];
+        assert_eq!((named.marks, named.series.len(), named.x.ticks[0].1.as_str()), (Marks::Bars, 3, "1"));
+        assert_eq!((named.series[0].values[0].y, named.series[2].values[0].y), (20.0, 100.0));
     }
 
     #[test]

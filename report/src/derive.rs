@@ -32,20 +32,37 @@ impl Ceilings {
     pub fn copy_gbytes_per_s(&self) -> Option<f64> {
         self.copy.as_ref().map(|c| c.gbytes_per_s)
     }
+
+    /// The read ceiling in 1e9 bytes per second.
+    pub fn read_gbytes_per_s(&self) -> Option<f64> {
+        self.read.as_ref().map(|c| c.gbytes_per_s)
+    }
+
+    /// The higher of the two.
+    pub fn memory_gbytes_per_s(&self) -> Option<f64> {
+        self.copy_gbytes_per_s().into_iter().chain(self.read_gbytes_per_s()).reduce(f64::max)
+    }
 }
 
 impl Point {
-    /// The roofline in 1e12 operations per second: the lower of the matmul ceiling and what the copy ceiling allows when
-    /// only the ideal bytes move. `None` unless both were measured.
+    /// The roofline in 1e12 operations per second: the lower of the matmul ceiling and what the ceiling of memory allows
+    /// when only the ideal bytes move. `None` unless both were measured.
     pub fn roofline_tflops(&self, ceilings: &Ceilings) -> Option<f64> {
         let matmul = ceilings.matmul_tflops(&self.case.dtype)?;
-        let memory = self.flops / self.ideal_bytes * ceilings.copy_gbytes_per_s()? / 1e3;
+        let memory = self.flops / self.ideal_bytes * ceilings.memory_gbytes_per_s()? / 1e3;
         Some(matmul.min(memory))
     }
 
     /// The result of a contender.
     pub fn result(&self, contender: &str) -> Option<&Measured> {
         self.results.iter().find(|r| r.contender == contender)
+    }
+
+    /// The fastest contender that is none of the project of this one, as the first and its variants (`flashtune`,
+    /// `flashtune_128k`) are.
+    pub fn best_other(&self, than: &str) -> Option<&Measured> {
+        let other = |r: &&Measured| r.latency_us.is_some() && !r.contender.starts_with(than);
+        self.results.iter().filter(other).min_by(|a, b| a.median_us().total_cmp(&b.median_us()))
     }
 
     /// The fastest contender that ran.
@@ -57,7 +74,7 @@ impl Point {
     fn derive(&mut self, ceilings: &Ceilings) {
         let best = self.best().map(Measured::median_us);
         let matmul = ceilings.matmul_tflops(&self.case.dtype);
-        let copy = ceilings.copy_gbytes_per_s();
+        let (copy, read) = (ceilings.copy_gbytes_per_s(), ceilings.read_gbytes_per_s());
         let roofline = self.roofline_tflops(ceilings);
         for result in &mut self.results {
             let Some(latency) = &result.latency_us else {
@@ -71,6 +88,7 @@ impl Point {
                 gbytes_per_s: Some(gbytes_per_s),
                 matmul_share: matmul.map(|m| tflops / m),
                 copy_share: copy.map(|c| gbytes_per_s / c),
+                read_share: read.map(|c| gbytes_per_s / c),
                 roofline_share: roofline.map(|r| tflops / r),
                 of_best: best.map(|b| b / us),
                 spread: Some(latency.spread()),

@@ -9,6 +9,8 @@ pub(crate) enum Kind {
     Prefill,
     /// Few queries: bytes per second against the copy ceiling.
     Decode,
+    /// Cases with names, in the order in which they were measured: times.
+    Named,
 }
 
 /// Points of one problem.
@@ -33,7 +35,7 @@ pub(crate) fn groups(report: &Report) -> Vec<Group<'_>> {
             groups.push(group);
         }
     }
-    for group in &mut groups {
+    for group in groups.iter_mut().filter(|group| group.kind != Kind::Named) {
         group.points.sort_by_key(|p| (p.case.kv_len, p.case.batch, p.case.heads));
     }
     groups
@@ -42,8 +44,11 @@ pub(crate) fn groups(report: &Report) -> Vec<Group<'_>> {
 fn collect<'a>(points: impl IntoIterator<Item = &'a Point>, title: impl Fn(&Point) -> String) -> Vec<Group<'a>> {
     let mut groups: Vec<Group> = Vec::new();
     for point in points {
-        let kind = if point.case.is_decode() { Kind::Decode } else { Kind::Prefill };
-        let (suite, title) = (point.suite.as_str(), title(point));
+        let (kind, title) = match &point.case.name {
+            Some(_) => (Kind::Named, "by name".to_owned()),
+            None => (if point.case.is_decode() { Kind::Decode } else { Kind::Prefill }, title(point)),
+        };
+        let suite = point.suite.as_str();
         match groups.iter_mut().find(|g| (g.kind, g.suite, &g.title) == (kind, suite, &title)) {
             Some(group) => group.points.push(point),
             None => groups.push(Group { kind, suite, title, points: vec![point] }),
@@ -72,7 +77,7 @@ mod tests {
         let report = sample();
         let groups = groups(&report);
         let told: Vec<_> = groups.iter().map(|g| (g.kind, g.suite, g.points.len())).collect();
-        assert_eq!(told, [(Kind::Prefill, "forward", 2), (Kind::Decode, "decode", 1)]);
+        assert_eq!(told, [(Kind::Prefill, "forward", 2), (Kind::Decode, "decode", 1), (Kind::Named, "paged", 1)]);
         assert_eq!(groups[0].title, "bf16, head dim 128, causal");
     }
 

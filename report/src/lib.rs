@@ -20,6 +20,7 @@ mod html;
 mod lengths;
 mod model;
 mod read;
+mod served;
 mod table;
 mod tables;
 mod text;
@@ -27,8 +28,8 @@ mod text;
 pub use figure::svg;
 pub use html::html;
 pub use model::{
-    Case, Ceiling, Ceilings, Check, Conditions, Derived, DeviceFacts, FORMAT, Latency, LengthCurve, LengthReport, Made,
-    MatmulCeiling, Measured, Point, Quantile, Report,
+    Aim, Case, Ceiling, Ceilings, Check, Conditions, Derived, DeviceFacts, FORMAT, Latency, LengthCurve, LengthReport,
+    Made, MatmulCeiling, Measured, Point, Quantile, Report, ServedReport, StepTimes,
 };
 pub use read::Error;
 pub use tables::markdown;

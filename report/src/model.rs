@@ -31,6 +31,9 @@ pub struct Report {
     /// Latency over a real distribution of lengths.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lengths: Option<LengthReport>,
+    /// Steps of a server over a trace of requests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub served: Option<ServedReport>,
 }
 
 /// By what and when a report was made.
@@ -73,6 +76,9 @@ pub struct Ceilings {
     /// Copying in device memory; bytes read plus bytes written per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copy: Option<Ceiling>,
+    /// Reading device memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read: Option<Ceiling>,
     /// Ceilings that could not be measured, and why, in sentences.
     #[serde(default)]
     pub absent: Vec<String>,
@@ -112,6 +118,9 @@ pub struct Point {
     /// Bytes of the matrix of scores (`batch * heads * q_len * kv_len` elements of the dtype), which a fused kernel
     /// does not store.
     pub scores_bytes: f64,
+    /// What the first contender is to reach.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub aim: Option<Aim>,
     /// State of the device around the measurement, where it can be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub conditions: Option<Conditions>,
@@ -119,9 +128,25 @@ pub struct Point {
     pub results: Vec<Measured>,
 }
 
+/// What is to be reached at a point.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Aim {
+    /// In words, e.g. `98 % of the read rate`.
+    pub what: String,
+    /// The microseconds that follow from it; absent where what they follow from was not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub us: Option<f64>,
+}
+
 /// A problem and its sizes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Case {
+    /// What it is called, where sizes alone do not say what it is: sequences of several lengths, a cache.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// How K and V are kept, where they are no dense tensors, e.g. `pages of 16, e4m3`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<String>,
     /// `f16`, `bf16`, `f32`.
     pub dtype: String,
     /// Head dim of Q and K.
@@ -136,9 +161,9 @@ pub struct Case {
     pub heads: u32,
     /// Key/value heads.
     pub kv_heads: u32,
-    /// Rows of Q per head.
+    /// Rows of Q per head; of the sequence that has most, where they differ.
     pub q_len: u32,
-    /// Rows of K and V per head.
+    /// Rows of K and V per head; of the longest sequence, where they differ.
     pub kv_len: u32,
 }
 
@@ -173,6 +198,9 @@ pub struct Measured {
     /// The times; absent when it did not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency_us: Option<Latency>,
+    /// The times of single launches, where the above are those of launches that follow each other in a graph.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub single_us: Option<Latency>,
     /// Why it did not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub absent: Option<String>,
@@ -217,7 +245,9 @@ pub struct Derived {
     pub matmul_share: Option<f64>,
     /// Of the copy ceiling, 0 to 1, counted on ideal bytes.
     pub copy_share: Option<f64>,
-    /// Of the roofline: the lower of the matmul ceiling and what the copy ceiling allows for the ideal bytes.
+    /// Of the read ceiling, likewise.
+    pub read_share: Option<f64>,
+    /// Of the roofline: the lower of the matmul ceiling and what the ceiling of memory allows for the ideal bytes.
     pub roofline_share: Option<f64>,
     /// Speed in proportion to the fastest contender of the point; 1 is the fastest.
     pub of_best: Option<f64>,
@@ -280,6 +310,59 @@ pub struct LengthCurve {
     pub mean_us: f64,
     /// Latency at shares of the sequences, ascending, in microseconds.
     pub quantiles_us: Vec<Quantile>,
+}
+
+/// A trace of requests, served step by step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ServedReport {
+    /// The file of requests.
+    pub source: String,
+    /// Heads, dims, cache and limits, in words.
+    pub model: String,
+    /// Requests that were served.
+    pub requests: u64,
+    /// Hash of the schedule: equal ones are the same steps of the same sequences.
+    pub schedule: String,
+    /// Tokens that were computed: those of prompts and those that were generated.
+    pub tokens: u64,
+    /// Tokens that were generated.
+    pub generated: u64,
+    /// Seconds of all steps together.
+    pub seconds: f64,
+    /// The steps together (first), and those of each kind.
+    pub steps: Vec<StepTimes>,
+    /// The kernels that ran, and at how many launches.
+    #[serde(default)]
+    pub kernels: BTreeMap<String, u64>,
+}
+
+/// The times of steps of one kind.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepTimes {
+    /// `all`, `prefill`, `decode`, `mixed`.
+    pub kind: String,
+    /// Steps.
+    pub steps: u64,
+    /// Tokens that they computed.
+    pub tokens: u64,
+    /// Mean time of a step, in microseconds.
+    pub mean_us: f64,
+    /// Times at shares of the steps, ascending, in microseconds.
+    pub quantiles_us: Vec<Quantile>,
+}
+
+impl ServedReport {
+    /// Tokens per second over all steps.
+    pub fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.seconds
+    }
+}
+
+impl StepTimes {
+    /// The time at a share, in microseconds.
+    pub fn us_at(&self, p: f64) -> Option<f64> {
+        at(&self.quantiles_us, p)
+    }
 }
 
 impl LengthReport {

@@ -1,6 +1,6 @@
 //! Reading reports that others wrote: every number is checked before anything is computed from it.
 
-use crate::model::{FORMAT, Latency, Report};
+use crate::model::{FORMAT, Latency, Report, ServedReport};
 
 /// A report that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -53,10 +53,17 @@ impl Report {
         if let Some(c) = &self.ceilings.copy {
             positive(|| "ceilings.copy.gbytes_per_s".into(), c.gbytes_per_s)?;
         }
+        if let Some(c) = &self.ceilings.read {
+            positive(|| "ceilings.read.gbytes_per_s".into(), c.gbytes_per_s)?;
+        }
+        self.served.as_ref().map_or(Ok(()), ServedReport::check)?;
         for (i, p) in self.points.iter().enumerate() {
             let at = |field: &str| format!("points[{i}].{field}");
             for (field, n) in [("flops", p.flops), ("ideal_bytes", p.ideal_bytes), ("scores_bytes", p.scores_bytes)] {
                 positive(|| at(field), n)?;
+            }
+            if let Some(us) = p.aim.as_ref().and_then(|aim| aim.us) {
+                positive(|| at("aim.us"), us)?;
             }
             let sizes = [("q_len", p.case.q_len), ("kv_len", p.case.kv_len), ("kv_heads", p.case.kv_heads)];
             for (field, n) in sizes {
@@ -69,12 +76,15 @@ impl Report {
                     return Err(Error::Value { field: at("contender"), found: r.contender.clone(), expected });
                 }
                 match (&r.latency_us, &r.absent) {
-                    (Some(latency), _) => latency.check(&at)?,
+                    (Some(latency), _) => latency.check(&|field| at(&format!("latency_us{field}")))?,
                     (None, Some(_)) => {}
                     (None, None) => {
                         let expected = "a result has a latency or says why it has none";
                         return Err(Error::Value { field: at("absent"), found: "missing".into(), expected });
                     }
+                }
+                if let Some(latency) = &r.single_us {
+                    latency.check(&|field| at(&format!("single_us{field}")))?;
                 }
                 for (field, n) in [("tile_bytes", r.tile_bytes), ("memory_bytes", r.memory_bytes)] {
                     n.map_or(Ok(()), |n| positive(|| at(field), n))?;
@@ -88,17 +98,32 @@ impl Report {
 impl Latency {
     fn check(&self, at: &dyn Fn(&str) -> String) -> Result<(), Error> {
         for (field, n) in [("median", self.median), ("p10", self.p10), ("p90", self.p90)] {
-            positive(|| at(&format!("latency_us.{field}")), n)?;
+            positive(|| at(&format!(".{field}")), n)?;
         }
         for n in &self.repeats {
-            positive(|| at("latency_us.repeats"), *n)?;
+            positive(|| at(".repeats"), *n)?;
         }
         if !(self.p10 <= self.median && self.median <= self.p90) {
             return Err(Error::Value {
-                field: at("latency_us"),
+                field: at(""),
                 found: format!("p10 {}, median {}, p90 {}", self.p10, self.median, self.p90),
                 expected: "they ascend",
             });
+        }
+        Ok(())
+    }
+}
+
+impl ServedReport {
+    fn check(&self) -> Result<(), Error> {
+        positive(|| "served.seconds".into(), self.seconds)?;
+        for (i, s) in self.steps.iter().enumerate() {
+            let at = |field: &str| format!("served.steps[{i}].{field}");
+            positive(|| at("steps"), s.steps as f64)?;
+            positive(|| at("mean_us"), s.mean_us)?;
+            for q in &s.quantiles_us {
+                positive(|| at("quantiles_us"), q.value)?;
+            }
         }
         Ok(())
     }
@@ -116,7 +141,7 @@ pub(crate) mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    /// Two points (prefill and decode) of three contenders, one of which did not run.
+    /// Points of prefill, decode and serving, of three contenders, one of which did not run; and a served trace.
     pub(crate) fn sample_json() -> Value {
         let case = |q_len, kv_len| {
             json!({"dtype": "bf16", "head_dim_qk": 128, "head_dim_v": 128, "mask": "causal", "batch": 4, "heads": 16,
@@ -134,6 +159,15 @@ pub(crate) mod tests {
                    "conditions": {"sm_clock_mhz": 1755.0, "power_w": 651.0, "throttle": ["power cap"]},
                    "results": results})
         };
+        let mut served = point("paged", 1, 8192);
+        served["case"]["name"] = json!("64 x 4k");
+        served["case"]["store"] = json!("pages of 16, e4m3");
+        served["aim"] = json!({"what": "98 % of the read rate", "us": 4.0});
+        served["results"][0]["single_us"] = json!({"median": 13.0, "p10": 12.0, "p90": 14.0, "samples": 30});
+        let times = |kind: &str, us: f64| {
+            json!({"kind": kind, "steps": 10, "tokens": 5000, "mean_us": us,
+                   "quantiles_us": [{"p": 0.5, "value": us}, {"p": 0.95, "value": 2.0 * us}]})
+        };
         json!({
             "format": 1, "title": "Peers side by side",
             "made": {"command": "peers.py out --suite forward", "date": "2026-11-21T12:00:00Z",
@@ -141,8 +175,11 @@ pub(crate) mod tests {
             "device": {"name": "NVIDIA H200", "arch": "sm_90a", "units": 132, "driver": "580.1"},
             "method": ["Medians."],
             "ceilings": {"matmul": [{"dtype": "bf16", "tflops": 800.0, "how": "cuBLAS"}],
-                         "copy": {"gbytes_per_s": 4000.0, "how": "cuMemcpy"}},
-            "points": [point("forward", 1024, 1024), point("forward", 2048, 2048), point("decode", 1, 8192)],
+                         "copy": {"gbytes_per_s": 4000.0, "how": "cuMemcpy"}, "read": null},
+            "points": [point("forward", 1024, 1024), point("forward", 2048, 2048), point("decode", 1, 8192), served],
+            "served": {"source": "day.txt", "model": "bf16, 32/8 heads, 16 layers", "requests": 7, "schedule": "ab12",
+                       "tokens": 10000, "generated": 400, "seconds": 0.5,
+                       "steps": [times("all", 900.0), times("decode", 400.0)], "kernels": {"forward/naive_ragged x": 20}},
             "checks": [{"contender": "flashtune", "case": case(100, 100), "max_error": 1e-3, "unfused_error": 2e-3,
                         "passed": true}],
         })
@@ -178,6 +215,11 @@ pub(crate) mod tests {
             ("/points/0/case/kv_len", json!(0), "points[0].case.kv_len"),
             ("/points/0/flops", json!(0.0), "points[0].flops"),
             ("/ceilings/copy/gbytes_per_s", json!(0.0), "ceilings.copy"),
+            ("/ceilings/read", json!({"gbytes_per_s": -1.0, "how": "sum"}), "ceilings.read.gbytes_per_s is -1"),
+            ("/points/3/aim/us", json!(0.0), "points[3].aim.us"),
+            ("/points/3/results/0/single_us/p90", json!(1.0), "points[3].results[0].single_us is"),
+            ("/served/seconds", json!(0.0), "served.seconds"),
+            ("/served/steps/1/quantiles_us/0/value", json!(0.0), "served.steps[1].quantiles_us"),
             ("/format", json!(2), "its format is 2"),
             ("/points/0/case/mask", json!(7), "it is no report"),
         ] {

@@ -3,11 +3,12 @@
 use crate::group::{Group, Kind, groups};
 use crate::lengths;
 use crate::model::{Case, Conditions, Measured, Point, Report};
+use crate::served;
 use crate::table::{NONE, Table};
 use crate::text;
 use std::fmt::Write;
 
-fn or_none(text: Option<String>) -> String {
+pub(crate) fn or_none(text: Option<String>) -> String {
     text.unwrap_or_else(|| NONE.to_owned())
 }
 
@@ -36,6 +37,9 @@ pub(crate) fn facts(report: &Report) -> Vec<(String, String)> {
         let rate = text::number(c.gbytes_per_s);
         facts.push(("Ceiling, copy".to_owned(), format!("{rate} GB/s, bytes read plus bytes written ({})", c.how)));
     }
+    if let Some(c) = &report.ceilings.read {
+        facts.push(("Ceiling, read".to_owned(), format!("{} GB/s ({})", text::number(c.gbytes_per_s), c.how)));
+    }
     facts.extend(report.ceilings.absent.iter().map(|why| ("No ceiling".to_owned(), why.clone())));
     facts.extend(exceeded(report).map(|told| ("Beware".to_owned(), told)));
     facts
@@ -58,6 +62,8 @@ pub(crate) fn tables(report: &Report) -> Vec<Table> {
     let groups = groups(report);
     let contenders = report.contenders();
     let mut tables = side_by_side(report, &groups, &contenders);
+    tables.extend(served::by_name(&groups, &contenders));
+    tables.extend(report.served.as_ref().map(served::steps));
     tables.extend(details(&groups));
     tables.extend(report.lengths.as_ref().map(lengths::table));
     tables.extend(checks(report));
@@ -65,6 +71,9 @@ pub(crate) fn tables(report: &Report) -> Vec<Table> {
 }
 
 fn sizes(c: &Case) -> [String; 4] {
+    if let (Some(name), Some(store)) = (&c.name, &c.store) {
+        return [name.clone(), c.head_counts(), store.clone(), format!("{} {} {}", c.dtype, c.head_dim(), c.mask)];
+    }
     [c.batch.to_string(), c.head_counts(), c.lengths(), format!("{} {} {}", c.dtype, c.head_dim(), c.mask)]
 }
 
@@ -75,6 +84,7 @@ fn side_by_side(report: &Report, groups: &[Group], contenders: &[&str]) -> Vec<T
     let mut tables: Vec<Table> = Vec::new();
     for group in groups {
         let (unit, note) = match group.kind {
+            Kind::Named => continue,
             Kind::Prefill => (rate_unit, "By medians, on live (query, key) pairs."),
             Kind::Decode => ("GB/s", "By medians, counting Q, K, V read and O written once."),
         };
@@ -97,7 +107,7 @@ fn side_by_side(report: &Report, groups: &[Group], contenders: &[&str]) -> Vec<T
                 let derived = point.result(c).map(|r| &r.derived);
                 or_none(derived.and_then(|d| match group.kind {
                     Kind::Prefill => d.tflops.map(|t| text::number(t * factor)),
-                    Kind::Decode => d.gbytes_per_s.map(text::number),
+                    Kind::Decode | Kind::Named => d.gbytes_per_s.map(text::number),
                 }))
             }));
             let best = point.best();
@@ -147,6 +157,8 @@ fn details(groups: &[Group]) -> Vec<Table> {
         "from memory",
         "scores not stored",
         "schedule",
+        "of read",
+        "alone (us)",
     ];
     let note = "Shares are of the ceilings measured in the same run, the copy's counted on ideal bytes (Q, K, V read and \
                 O written once). What tiles load, and what of it comes from memory, follows from the schedule and is \
@@ -155,6 +167,9 @@ fn details(groups: &[Group]) -> Vec<Table> {
         .iter()
         .map(|group| {
             let mut table = Table::new(format!("Details: {}, {}", group.suite, group.title), note, &header);
+            if group.kind == Kind::Named {
+                table.header.splice(0..3, ["case", "heads", "keys"].map(str::to_owned));
+            }
             for point in &group.points {
                 table.rows.extend(point.results.iter().filter(|r| r.latency_us.is_some()).map(|r| detail(point, r)));
             }
@@ -205,6 +220,8 @@ fn detail(point: &Point, r: &Measured) -> Vec<String> {
         multiple(r.memory_bytes),
         or_none(saved),
         or_none(r.schedule.clone()),
+        or_none(d.read_share.map(text::percent)),
+        or_none(r.single_us.as_ref().map(|l| text::number(l.median))),
     ]
 }
 

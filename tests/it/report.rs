@@ -148,21 +148,29 @@ fn a_report_that_cannot_be_is_refused_with_the_field() {
     }
 }
 
+/// What `benches/peers.py` would measure, without PyTorch; `None` where there is no Python outside of CI.
+fn listed_by_the_peers_script(device: &str, suites: &str) -> Option<Vec<Value>> {
+    let mut python = std::process::Command::new("python3");
+    python.current_dir(env!("CARGO_MANIFEST_DIR")).args(["-B", "benches/peers.py", "unused", "--dry-run"]);
+    let output = match python.args(["--device", device, "--suites", suites]).output() {
+        Ok(output) => output,
+        Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("CI has python3: {e}"),
+        Err(e) => {
+            println!("skipped: python3: {e}");
+            return None;
+        }
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some(serde_json::from_slice(&output.stdout).unwrap())
+}
+
 /// The script counts operations and bytes without PyTorch, and must count as this library does.
 #[test]
 fn the_peers_script_counts_work_as_the_library_does() {
     use flashtune::{DType, Mask, Shape};
-    let root = env!("CARGO_MANIFEST_DIR");
     for device in ["cuda", "cpu"] {
-        let mut python = std::process::Command::new("python3");
-        python.current_dir(root).args(["-B", "benches/peers.py", "unused", "--dry-run", "--device", device]);
-        let output = match python.args(["--suites", "forward,heads,gqa,window,decode"]).output() {
-            Ok(output) => output,
-            Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("CI has python3: {e}"),
-            Err(e) => return println!("skipped: python3: {e}"),
-        };
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let cases: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+        let suites = "forward,heads,gqa,window,dense-decode";
+        let Some(cases) = listed_by_the_peers_script(device, suites) else { return };
         assert!(cases.len() > 15);
         for case in cases {
             let size = |name: &str| number(&case[name]) as u32;
@@ -175,4 +183,36 @@ fn the_peers_script_counts_work_as_the_library_does() {
             assert_eq!(number(&case["ideal_bytes"]), shape.forward_bytes(qk, v, dtype.bytes()), "{case}");
         }
     }
+}
+
+/// The cases of serving have names; of those whose sequences are alike, this library counts the same operations.
+#[test]
+fn the_peers_script_lists_serving_with_its_bytes() {
+    use flashtune::{Mask, Shape};
+    let Some(cases) = listed_by_the_peers_script("cuda", "decode,chunk,varlen,paged,quantised,skewed") else { return };
+    let of = |suite: &str| cases.iter().filter(|c| c["suite"] == suite).count();
+    assert_eq!(["decode", "chunk", "varlen", "paged", "quantised", "skewed"].map(of), [16, 13, 5, 15, 6, 2]);
+    let mut alike = 0;
+    for case in &cases {
+        let size = |name: &str| number(&case[name]) as u32;
+        let (batch, q_len, kv_len) = (size("batch"), size("q_len"), size("kv_len"));
+        // Read cold: more than any cache holds lies between two reads of the same bytes.
+        let (nodes, stores) = (number(&case["nodes"]), number(&case["stores"]));
+        assert!(nodes * number(&case["kv_bytes"]) >= 256e6, "{case}");
+        assert!(stores * number(&case["store_bytes"]) >= 256e6, "{case}");
+        assert!(number(&case["kv_bytes"]) <= number(&case["store_bytes"]), "{case}");
+        if size("total_q") != batch * q_len || !["decode", "chunk", "paged"].contains(&case["suite"].as_str().unwrap()) {
+            continue;
+        }
+        let mask: Mask = case["mask"].as_str().unwrap().parse().unwrap();
+        let shape = Shape { batch, heads: size("heads"), kv_heads: size("kv_heads"), q_len, kv_len, mask };
+        // Of sequences of several lengths the longest stands there.
+        if case["name"].as_str().unwrap().starts_with("128 of") {
+            assert!(number(&case["flops"]) < shape.forward_flops(size("head_dim_qk"), size("head_dim_v")), "{case}");
+            continue;
+        }
+        assert_eq!(number(&case["flops"]), shape.forward_flops(size("head_dim_qk"), size("head_dim_v")), "{case}");
+        alike += 1;
+    }
+    assert_eq!(alike, 16 - 1 + 13 + 15);
 }

@@ -48,6 +48,7 @@ pub fn report(engine: &Engine) -> Report {
         points: Vec::new(),
         checks: Vec::new(),
         lengths: None,
+        served: None,
     }
 }
 

@@ -249,6 +249,8 @@ mod tests {
 
     fn point(kv_len: u32, times: &[(&str, f64)]) -> Point {
         let case = Case {
+            name: None,
+            store: None,
             dtype: "f32".into(),
             head_dim_qk: 64,
             head_dim_v: 64,
@@ -266,7 +268,7 @@ mod tests {
         };
         let results = times.iter().map(result).collect();
         let (flops, ideal_bytes, scores_bytes) = (1.0, 1.0, 1.0);
-        Point { suite: "lengths".into(), case, flops, ideal_bytes, scores_bytes, conditions: None, results }
+        Point { suite: "lengths".into(), case, flops, ideal_bytes, scores_bytes, aim: None, conditions: None, results }
     }
 
     #[test]

@@ -182,6 +182,7 @@ impl<'a> Contest<'a> {
             flops: s.forward_flops(p.head_dim_qk, p.head_dim_v) * self.part,
             ideal_bytes: s.forward_bytes(p.head_dim_qk, p.head_dim_v, element),
             scores_bytes: pairs * element as f64,
+            aim: None,
             conditions: None,
             results,
         }
@@ -190,6 +191,8 @@ impl<'a> Contest<'a> {
     fn facts(&self) -> report::Case {
         let (p, s) = (&self.case.problem, &self.case.shape);
         report::Case {
+            name: None,
+            store: None,
             dtype: p.dtype.to_string(),
             head_dim_qk: p.head_dim_qk,
             head_dim_v: p.head_dim_v,
