@@ -23,7 +23,9 @@ fn table(group: &Group, first: &str, contenders: &[&str]) -> Table {
                 Variants of the first contender are none of the others.";
     let mut table = Table::new(format!("{}, us", group.suite), note, &["#", "case", "heads", "problem"]);
     table.header.extend(contenders.iter().map(|c| (*c).to_owned()));
-    table.header.extend(["best other", "of best other", "GB/s", "of read", "aim", "aim (us)", "reached"].map(str::to_owned));
+    table
+        .header
+        .extend(["best other", "of best other", "GB/s", "of read", "aim", "aim (us)", "reached"].map(str::to_owned));
     for (i, point) in group.points.iter().enumerate() {
         let c = &point.case;
         let (name, store) = (or_none(c.name.clone()), c.store.as_ref());

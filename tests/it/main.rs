@@ -9,6 +9,7 @@ mod common;
 mod random;
 
 mod bad_input;
+mod bench_serving;
 mod bundles;
 mod crash_points;
 mod decoys;

@@ -201,7 +201,8 @@ fn the_peers_script_lists_serving_with_its_bytes() {
         assert!(nodes * number(&case["kv_bytes"]) >= 256e6, "{case}");
         assert!(stores * number(&case["store_bytes"]) >= 256e6, "{case}");
         assert!(number(&case["kv_bytes"]) <= number(&case["store_bytes"]), "{case}");
-        if size("total_q") != batch * q_len || !["decode", "chunk", "paged"].contains(&case["suite"].as_str().unwrap()) {
+        if size("total_q") != batch * q_len || !["decode", "chunk", "paged"].contains(&case["suite"].as_str().unwrap())
+        {
             continue;
         }
         let mask: Mask = case["mask"].as_str().unwrap().parse().unwrap();

@@ -268,7 +268,7 @@ impl Unfused {
 }
 
 /// Median and percentiles of samples, of which there is one at least.
-fn latency(mut times: Vec<f64>) -> Latency {
+pub fn latency(mut times: Vec<f64>) -> Latency {
     times.sort_by(f64::total_cmp);
     let at = |p: f64| times[((times.len() - 1) as f64 * p).round() as usize];
     Latency { median: at(0.5), p10: at(0.1), p90: at(0.9), samples: times.len() as u64, repeats: Vec::new() }

@@ -1,11 +1,14 @@
 //! `flashtune bench`: the dispatcher's choice against the default schedule and unfused attention, beside what the device
-//! can do at best.
+//! can do at best; ragged batches over a KV cache (`ragged`), and whole steps of a server (`trace`).
 
+mod cache;
 mod grid;
 mod header;
 mod lengths;
 mod measure;
 mod print;
+mod ragged;
+mod trace;
 
 use super::cases::CaseArgs;
 use super::context::Context;
@@ -18,7 +21,9 @@ use flashtune_report::Report;
 use grid::GridArgs;
 use lengths::Lengths;
 use measure::Contest;
+use ragged::RaggedArgs;
 use std::path::PathBuf;
+use trace::{CacheArgs, Trace, TraceArgs};
 
 /// Options of `bench`.
 #[derive(clap::Args, Debug)]
@@ -45,6 +50,12 @@ pub struct Args {
     #[arg(long)]
     no_ceilings: bool,
     #[command(flatten)]
+    trace: TraceArgs,
+    #[command(flatten)]
+    ragged: RaggedArgs,
+    #[command(flatten)]
+    cache: CacheArgs,
+    #[command(flatten)]
     outputs: Outputs,
 }
 
@@ -53,6 +64,17 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         return Err(usage("--rounds must be at least 1"));
     }
     args.outputs.check()?;
+    if let Some(file) = &args.trace.trace {
+        let trace = Trace::new(cx, file, &args.trace, &args.cache, &args.cases)?;
+        let engine = cx.engine_for(args.graph.then_some(Launches::Graph))?;
+        let mut report = header::report(&engine);
+        trace.serve(cx, &engine, &mut report)?;
+        return tell(cx, &args.outputs, &report, trace::print);
+    }
+    if !args.ragged.kv_lens.is_empty() {
+        let report = ragged::run(cx, &args.ragged, &args.cache, &args.cases, args.rounds, !args.no_ceilings)?;
+        return tell(cx, &args.outputs, &report, ragged::print);
+    }
     let lengths = args.lengths.as_deref().map(|file| Lengths::read(file, args.length_points)).transpose()?;
     let cases = match &lengths {
         Some(lengths) => args.grid.over_lengths(&args.cases, &lengths.timed)?,
@@ -82,13 +104,23 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     report.derive();
     report.lengths = lengths.map(|lengths| lengths.report(&report.points));
-    args.outputs.write(&report)?;
+    tell(cx, &args.outputs, &report, print::report)
+}
+
+/// Writes and prints a report.
+fn tell(
+    cx: &mut Context,
+    outputs: &Outputs,
+    report: &Report,
+    print: fn(&mut Context, &Report) -> Result<()>,
+) -> Result<()> {
+    outputs.write(report)?;
     if cx.json() {
-        cx.print_json(&report)?;
+        cx.print_json(report)?;
     } else {
-        print::report(cx, &report)?;
+        print(cx, report)?;
     }
-    wrong_answers(&report)
+    wrong_answers(report)
 }
 
 /// A kernel that computes something else has no speed: the command fails after it has told everything.
