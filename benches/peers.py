@@ -5,12 +5,12 @@
     python3 benches/peers.py OUT --device cpu          # PyTorch's attention for the CPU
     python3 benches/peers.py OUT --suites decode --dry-run                               # cases, bytes and aims, as JSON
 
-Suites of dense tensors (forward, heads, gqa, window, dense-decode) and of serving are of runs of their own. The latter have cases by
-name; on the CPU they run at small sizes, to see that everything works.
+Suites of dense tensors (forward, heads, gqa, window, dense-decode) and of serving are of runs of their own. The
+latter have cases by name; on the CPU they run at small sizes, to see that everything works.
 
-Writes OUT/peers.json after every point, and at the end Markdown, HTML and SVG beside it (by `flashtune report`). Needs
-PyTorch, `libflashtune` (`cargo build --release -p flashtune-c`) and the command; a peer that is not there is left out,
-and the report says why.
+Writes OUT/peers.json after every point, and at the end Markdown, HTML and SVG beside it (by `flashtune report`).
+Needs PyTorch, `libflashtune` (`cargo build --release -p flashtune-c`) and the command; a peer that is not there is
+left out, and the report says why.
 """
 
 import argparse
@@ -39,7 +39,11 @@ def arguments():
     add("--rounds", type=int, default=15, help="rounds of one repeat")
     add("--repeats", type=int, default=3)
     add("--flashtune", help="the command, else that of this repository or package")
-    add("--tune-budget-s", type=float, default=10, help="seconds of tuning per case before; 0 does not tune")
+    add(
+        "--tune-budget-s",
+        type=float,
+        help="seconds of tuning per case before; 0, as without it at serving, does not tune",
+    )
     add("--dry-run", action="store_true", help="print what would be measured, as JSON; needs no PyTorch")
     a = parser.parse_args()
     for name, known in (("suites", SUITES), ("dtypes", cases.BYTES), ("masks", ("full", "causal"))):
@@ -49,6 +53,8 @@ def arguments():
     a.serving = a.suites[0] in serving_cases.SUITES
     if any((suite in serving_cases.SUITES) != a.serving for suite in a.suites):
         parser.error(f"--suites: {','.join(a.suites)} are dense tensors and serving; run them apart")
+    if a.tune_budget_s is None:
+        a.tune_budget_s = 0 if a.serving else 10
     if a.cases and not a.serving:
         parser.error("--cases: only cases of serving have names; narrow others by --dtypes, --head-dims and so on")
     return parser, a
@@ -74,7 +80,9 @@ def main():
     else:
         todo = cases.points(a.suites, grid(a), a.device)
     if not todo:
-        parser.error(f"--cases: no case of {','.join(a.suites)} has one of {','.join(a.cases)} in its name; see --dry-run")
+        parser.error(
+            f"--cases: no case of {','.join(a.suites)} has one of {','.join(a.cases)} in its name; see --dry-run"
+        )
     if a.dry_run:
         listed = lambda case: case.listed() if a.serving else {**case.facts(), **case.counts()}
         print(json.dumps([{"suite": suite, **listed(case)} for suite, case in todo], indent=1))
@@ -110,18 +118,19 @@ def measure(a, todo, peers):
     gpu = a.device == "cuda"
     state = conditions.Conditions(uuid()) if gpu else None
     ticks = clock.CudaClock() if gpu else clock.CpuClock()
+    if a.tune_budget_s and any(p.name == "flashtune" for p in there):
+        if binary is None:
+            raise SystemExit("error: nothing tunes without the command; name it by --flashtune, or --tune-budget-s 0")
+        a.tuned = 0
+        for i, (_, case) in enumerate(todo):
+            print(f"tuning {i + 1}/{len(todo)}: {case}", flush=True)
+            tune = tuning.tune_serving if a.serving else tuning.tune
+            a.tuned += tune(binary, a.device, case, a.tune_budget_s)
     if a.serving:
         from side_by_side import serving_run
 
         document.render(binary, serving_run.measure(a, todo, peers, there, absent, state, ticks)[1])
         return
-    if a.tune_budget_s and any(p.name == "flashtune" for p in there):
-        if binary is None:
-            raise SystemExit("error: nothing tunes without the command; name it by --flashtune, or --tune-budget-s 0")
-        for i, (_, case) in enumerate(todo):
-            print(f"tuning {i + 1}/{len(todo)}: {case}", flush=True)
-            tuning.tune(binary, a.device, case, a.tune_budget_s)
-
     report = document.new(a.device, state, there)
     a.out.mkdir(parents=True, exist_ok=True)
     path = a.out / "peers.json"

@@ -11,7 +11,9 @@
 //! names; `--keep` writes images and sources. `FLASHTUNE_TEMPLATES` names a folder of templates to use in place of the
 //! embedded ones. `compare` ends with 1 where a kernel of both lists differs, or they have none in common.
 
-use flashtune::codegen::{Arch, Family, Kernel, Language, Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::{
+    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Language, Schedule, ShapeBucket, TemplateSet,
+};
 use flashtune::runtime::compile::{compile_with, compiler_for};
 use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape, TEMPLATES_VARIABLE, read_templates};
 use object::{Object, ObjectSection, SectionFlags, elf::SHF_ALLOC};
@@ -86,6 +88,42 @@ fn cases() -> Result<Vec<Case>, Failure> {
                             both.map(|(name, schedule)| Case { name, kernel: Kernel { problem, schedule, arch } }),
                         );
                     }
+                }
+            }
+        }
+    }
+    cases.extend(ragged_cases()?);
+    Ok(cases)
+}
+
+/// The families of ragged batches: stores of every element, and few and many rows beside their keys.
+fn ragged_cases() -> Result<Vec<Case>, Failure> {
+    let families = [
+        (Family::ForwardSm80Ragged, "sm_80", DType::Bf16),
+        (Family::ForwardSm80Ragged, "sm_90a", DType::Bf16),
+        (Family::ForwardSm80Ragged, "sm_90a", DType::F16),
+        (Family::ForwardNaiveRagged, "sm_75", DType::F16),
+        (Family::ForwardCpuRagged, "cpu-avx2", DType::F16),
+        (Family::ForwardCpuRagged, "cpu-avx512", DType::F16),
+    ];
+    let stores = [
+        ("same", KvElement::Same, KvScales::PerHead),
+        ("e4m3", KvElement::E4m3, KvScales::PerHead),
+        ("int8-token", KvElement::Int8, KvScales::PerToken),
+    ];
+    let mut cases = Vec::new();
+    for (family, arch, dtype) in families {
+        let arch: Arch = arch.parse()?;
+        for (store_name, element, scales) in stores {
+            let store = KvStore { element, scales, v_columns: false };
+            for dim in [64, 128, 256] {
+                for rows in [1, 8, 16, 512] {
+                    let problem = Problem::forward(dtype, dim, MaskKind::CAUSAL)?.with_kv(KvKind::Ragged(store));
+                    let shape =
+                        Shape { batch: 8, heads: 32, kv_heads: 8, q_len: rows, kv_len: 8192, mask: Mask::Causal };
+                    let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::of(&shape))?;
+                    let name = format!("{}/{arch}/{dtype}/d{dim}/{store_name}/{rows}-rows", family.name());
+                    cases.push(Case { name, kernel: Kernel { problem, schedule, arch } });
                 }
             }
         }

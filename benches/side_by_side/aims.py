@@ -9,8 +9,9 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Measured:
-    """What aims are computed from: `own` and `other` are microseconds of this project and of the best peer at a case (None
-    where nobody ran), by the case's name; `read` is the read rate of the device in 1e9 bytes per second."""
+    """What aims are computed from: `own` and `other` are microseconds of this project and of the best peer at a
+    case (None where nobody ran), by the case's name; `read` is the read rate of the device in 1e9 bytes per
+    second."""
 
     own: dict
     other: dict
@@ -100,8 +101,8 @@ def reached(us, limit):
 
 
 def times(point, of_project):
-    """Microseconds of a point's contenders as (own, best other, its name); None where nobody ran. Variants of this project
-    (other bounds, no hints) are neither."""
+    """Microseconds of a point's contenders as (own, best other, its name); None where nobody ran. Variants of this
+    project (other bounds, no hints) are neither."""
     ran = {r["contender"]: r["latency_us"]["median"] for r in point["results"] if "latency_us" in r}
     others = {name: us for name, us in ran.items() if not name.startswith(of_project)}
     best = min(others, key=others.get) if others else None
@@ -120,7 +121,11 @@ def judge(todo, points, read, device_name, of_project="flashtune"):
     lines = []
     for (suite, case), point, (own, other, who) in zip(todo, points, told):
         words = [f"{suite:9} {case.name:42}", "did not run" if own is None else f"{own:8.1f} us"]
-        words += [] if own is None else [f"{case.ideal_bytes() / own / 1e3:6.0f} GB/s {case.flops() / own / 1e6:6.1f} TFLOP/s"]
+        words += (
+            []
+            if own is None
+            else [f"{case.ideal_bytes() / own / 1e3:6.0f} GB/s {case.flops() / own / 1e6:6.1f} TFLOP/s"]
+        )
         words.append("no other ran" if other is None else f"best other {who} {other:.1f}")
         if own and other:
             words.append(f"({other / own:.3f}x)")

@@ -1,15 +1,16 @@
-"""Is what a contender computes of a serving case attention? Every result is compared with fp64 at its own size, before it is
-timed."""
+"""Is what a contender computes of a serving case attention? Every result is compared with fp64 at its own size,
+before it is timed."""
 
 import torch
 
-# Rows whose scores are kept at once: of 2048 rows beside 32k keys with 8 heads to a KV head they would be 4 GiB in fp64.
+# Rows whose scores are kept at once: of 2048 rows beside 32k keys with 8 heads to a KV head they would be 4 GiB in
+# fp64.
 ROWS_AT_ONCE = 512
 
 
 def attention(case, data, node, dtype):
-    """Unfused attention of one launch in a dtype, [total rows, heads, head dim]: the reference in fp64, and the yardstick of
-    errors in the dtype that kernels multiply in."""
+    """Unfused attention of one launch in a dtype, [total rows, heads, head dim]: the reference in fp64, and the
+    yardstick of errors in the dtype that kernels multiply in."""
     out = torch.empty(case.total_rows, case.heads, case.head_dim, dtype=dtype, device=data.device)
     group, at = case.heads // case.kv_heads, 0
     for b, rows in enumerate(case.rows):
@@ -20,7 +21,9 @@ def attention(case, data, node, dtype):
             for first in range(0, rows, ROWS_AT_ONCE):
                 part = slice(first, min(rows, first + ROWS_AT_ONCE))
                 place = slice(at + part.start, at + part.stop)
-                out[place, heads] = one_head(case, b, part, q[part, heads], k[:, head], v[:, head], sinks(data, heads, dtype))
+                out[place, heads] = one_head(
+                    case, b, part, q[part, heads], k[:, head], v[:, head], sinks(data, heads, dtype)
+                )
         at += rows
     return out
 
@@ -56,7 +59,8 @@ class Expected:
         self.case, self.data = case, data
         self.nodes = sorted({0, data.nodes - 1})
         self.exact = {node: attention(case, data, node, torch.float64) for node in self.nodes}
-        # Beside a quantised cache kernels multiply in f16: the yardstick is that, on the numbers that the cache stands for.
+        # Beside a quantised cache kernels multiply in f16: the yardstick is that, on the numbers that the cache stands
+        # for.
         yardstick = torch.float16 if case.is_quantised else data.dtype
         worst = [self.error(attention(case, data, node, yardstick), node) for node in self.nodes]
         self.unfused_error = max(worst)

@@ -1,5 +1,5 @@
-"""What serving computes: sequences of different lengths over packed keys, slots and pages, and the suites of them with
-what each is to reach on an H200. Needs no PyTorch."""
+"""What serving computes: sequences of different lengths over packed keys, slots and pages, and the suites of them
+with what each is to reach on an H200. Needs no PyTorch."""
 
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -19,9 +19,9 @@ MODEL_BOUND = 131072
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of `rows[b]` queries beside `lengths[b]` keys, the last query at the last key. `store` is PACKED, SLOTS,
-    or the tokens of a page; `element` is that of the cache, "same" as the queries' or "e4m3". `window` counts the keys
-    that a query sees, its own among them."""
+    """Sequences of `rows[b]` queries beside `lengths[b]` keys, the last query at the last key. `store` is PACKED,
+    SLOTS, or the tokens of a page; `element` is that of the cache, "same" as the queries' or "e4m3". `window`
+    counts the keys that a query sees, its own among them."""
 
     name: str
     lengths: tuple
@@ -114,8 +114,8 @@ class Case:
         return {"flops": self.flops(), "ideal_bytes": self.ideal_bytes(), "scores_bytes": self.scores_bytes()}
 
     def nodes(self):
-        """(launches of a graph, stores that they take in turn). Where a store is larger than what is read of it, launches
-        that share one have page tables of their own, which name other pages."""
+        """(launches of a graph, stores that they take in turn). Where a store is larger than what is read of it,
+        launches that share one have page tables of their own, which name other pages."""
         nodes = min(MOST_NODES, max(NODES, -(-COLD_BYTES // max(1, self.kv_bytes()))))
         return nodes, min(nodes, max(2, -(-2 * COLD_BYTES // max(1, self.store_bytes()))))
 
@@ -148,7 +148,8 @@ class Case:
         return {**self.facts(), **work, "total_q": self.total_rows, "nodes": nodes, "stores": stores, **aim}
 
     def small(self):
-        """The same kind of case at a size for tests: four sequences at most, shorter ones, as many heads to a KV head."""
+        """The same kind of case at a size for tests: four sequences at most, shorter ones, as many heads to a KV
+        head."""
         group = self.heads // self.kv_heads
         kv_heads = min(2, self.kv_heads)
         step = -(-self.batch // 4)

@@ -18,7 +18,8 @@ def sums(lengths):
 
 
 class Data:
-    """Tensors of one case on one device. Launch `i` of a graph takes the keys and values of `store(i)` by `table(i)`."""
+    """Tensors of one case on one device. Launch `i` of a graph takes the keys and values of `store(i)` by
+    `table(i)`."""
 
     def __init__(self, case, device):
         self.case, self.device = case, device
@@ -59,8 +60,8 @@ class Data:
         return out
 
     def table_of(self, turn):
-        """The page table of the launches that take a store for the `turn`th time: each sequence's pages move on by as many
-        as are read, so that none is read twice."""
+        """The page table of the launches that take a store for the `turn`th time: each sequence's pages move on by
+        as many as are read, so that none is read twice."""
         page, seen = self.case.store, map(self.case.seen, range(self.case.batch))
         read = max(end // page - first // page + 1 for first, end in seen)
         table = torch.zeros(self.case.batch, max(self.pages_of), dtype=torch.int32, device=self.device)

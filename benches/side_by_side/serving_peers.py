@@ -1,5 +1,6 @@
-"""Who is measured at serving. A contender that is not there, or does not compute a case, says so; that is recorded and not
-fatal. `prepare` gives a function that computes launch `i` of a case and returns O, [total rows, heads, head dim].
+"""Who is measured at serving. A contender that is not there, or does not compute a case, says so; that is recorded
+and not fatal. `prepare` gives a function that computes launch `i` of a case and returns O, [total rows, heads,
+head dim].
 
 Those who know no pages get the same keys packed or in slots, copied before; the report says so.
 """
@@ -37,8 +38,14 @@ def bounds(case):
 
 
 class Ours(Peer, Flashtune):
-    """This project, by its names of flash-attention's and vLLM's functions, with exact bounds and the step's lengths as a
-    hint."""
+    """This project, by its names of flash-attention's and vLLM's functions, with exact bounds and the step's
+    lengths as a hint."""
+
+    def load(self, device):
+        if device == "cuda":
+            # What was tuned for graphs, as it is measured.
+            os.environ.setdefault("FLASHTUNE_LAUNCHES", "graph")
+        super().load(device)
 
     def step(self, case):
         return self.flashtune.prepare_step((max(case.rows), max(case.lengths)), list(case.lengths))
@@ -50,12 +57,23 @@ class Ours(Peer, Flashtune):
         if case.is_quantised:
             options |= {"k_descale": data.k_scale, "v_descale": data.v_scale}
         if case.store == SLOTS:
-            attention, batched = self.flashtune.flash_attn_with_kvcache, (case.batch, max(case.rows), case.heads, case.head_dim)
-            refuse(not case.is_even and len(set(case.rows)) > 1, "slots are measured with as many rows for each sequence")
+            attention, batched = self.flashtune.flash_attn_with_kvcache, (
+                case.batch,
+                max(case.rows),
+                case.heads,
+                case.head_dim,
+            )
+            refuse(
+                not case.is_even and len(set(case.rows)) > 1, "slots are measured with as many rows for each sequence"
+            )
             q = data.q.view(batched)
             return lambda i: attention(q, *data.store(i), cache_seqlens=data.lengths, **options).view(data.q.shape)
         attention = self.flashtune.flash_attn_varlen_func
-        options |= {"cu_seqlens_q": data.first_rows, "max_seqlen_q": step.max_seqlen_q, "max_seqlen_k": step.max_seqlen_k}
+        options |= {
+            "cu_seqlens_q": data.first_rows,
+            "max_seqlen_q": step.max_seqlen_q,
+            "max_seqlen_k": step.max_seqlen_k,
+        }
         if case.store == PACKED:
             return lambda i: attention(data.q, *data.store(i), cu_seqlens_k=data.first_keys, **options)
         options |= {"seqused_k": data.lengths}
@@ -84,8 +102,9 @@ class OursUnhinted(Ours):
 
 
 class Fa3(Peer):
-    """FlashAttention-3 as vLLM builds it: FA3_DIR (default /opt/fa3) holds vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so, and
-    the CUDA 12 runtime that it needs under nvidia/cuda_runtime/lib."""
+    """FlashAttention-3 as vLLM builds it: FA3_DIR (default /opt/fa3) holds
+    vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so, and the CUDA 12 runtime that it needs under
+    nvidia/cuda_runtime/lib."""
 
     name = "fa3"
 
@@ -144,7 +163,8 @@ def without_pages(case, data):
 
 
 class Fa2(Peer):
-    """FlashAttention-2 as PyTorch builds it: sequences of one size in a batch, where it splits keys, and others packed."""
+    """FlashAttention-2 as PyTorch builds it: sequences of one size in a batch, where it splits keys, and others
+    packed."""
 
     name = "fa2"
 
@@ -181,7 +201,8 @@ def batched(case, data, i):
 
 
 class Dense(Peer, Sdpa):
-    """PyTorch's scaled_dot_product_attention on sequences of one size, with one of its backends where that is named."""
+    """PyTorch's scaled_dot_product_attention on sequences of one size, with one of its backends where that is
+    named."""
 
     def prepare(self, case, data):
         without_pages(case, data)
@@ -273,9 +294,7 @@ class CudnnPaged(Peer):
         cudnn, rows = self.cudnn, case.rows[0]
         kind = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}[data.dtype]
         f32, device = cudnn.data_type.FLOAT, data.device
-        graph = cudnn.pygraph(
-            io_data_type=kind, intermediate_data_type=f32, compute_data_type=f32, handle=self.handle
-        )
+        graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=f32, compute_data_type=f32, handle=self.handle)
         q = data.q.view(case.batch, rows, case.heads, case.head_dim).transpose(1, 2)
         # Pages are [pages, kv_heads, tokens, head dim] by strides; a table is [batch, 1, width, 1].
         pages = lambda i: [t.transpose(1, 2) for t in data.store(i)]
@@ -361,8 +380,20 @@ class FlashInfer(Peer):
 
 def known():
     """Every contender, by name."""
-    peers = [Ours(), OursUnhinted(), Fa3(), Fa2(), Dense("cudnn", "CUDNN_ATTENTION"), CudnnPaged(), FlashInfer(), Torch()]
+    peers = [
+        Ours(),
+        OursUnhinted(),
+        Fa3(),
+        Fa2(),
+        Dense("cudnn", "CUDNN_ATTENTION"),
+        CudnnPaged(),
+        FlashInfer(),
+        Torch(),
+    ]
     return {peer.name: peer for peer in peers}
 
 
-DEFAULT = {"cuda": "flashtune,flashtune_128k,fa3,fa2,cudnn,cudnn_paged,flashinfer", "cpu": "flashtune,flashtune_128k,torch"}
+DEFAULT = {
+    "cuda": "flashtune,flashtune_128k,fa3,fa2,cudnn,cudnn_paged,flashinfer",
+    "cpu": "flashtune,flashtune_128k,torch",
+}

@@ -1,5 +1,5 @@
-"""Measuring the serving suites: every result is compared with fp64, then launches are timed in a graph that reads other keys
-in each, and single launches beside."""
+"""Measuring the serving suites: every result is compared with fp64, then launches are timed in a graph that reads
+other keys in each, and single launches beside."""
 
 import torch
 
@@ -10,18 +10,19 @@ from .serving_data import Data
 
 METHOD = [
     "All contenders run in one process, in turn: each once per round, in an order that rotates; medians over rounds.",
-    "A time is that of one launch in a graph of 16 or more, which take the caches of as many layers in turn: no key is read again "
-    "before 256 MiB of others, so that none comes from the L2 cache. Single launches, replayed alone after the L2 cache was flushed, "
-    "stand beside. On the CPU launches follow each other without a graph.",
-    "Bytes are those of the keys and values that a row sees, of Q and of O; operations those of live (query, key) pairs.",
+    "A time is that of one launch in a graph of 16 or more, which take the caches of as many layers in turn: no key "
+    "is read again before 256 MiB of others, so that none comes from the L2 cache. Single launches, replayed alone "
+    "after the L2 cache was flushed, stand beside. On the CPU launches follow each other without a graph.",
+    "Bytes are those of the keys and values that a row sees, of Q and of O; operations those of live "
+    "(query, key) pairs.",
     "Every result was compared with fp64 at its own size, as the graph computed it, before it was timed.",
     "The read rate, and the other ceilings, were measured in the same process, before and after; the higher counts.",
-    "Nothing was tuned.",
 ]
 
 
 class Launches:
-    """The launches of one contender at one case, captured where there are graphs, with what the first capture computed."""
+    """The launches of one contender at one case, captured where there are graphs, with what the first capture
+    computed."""
 
     def __init__(self, call, nodes, is_cuda):
         self.nodes = nodes
@@ -56,7 +57,12 @@ def measure(a, todo, peers, there, absent, state, ticks):
     is_cuda = a.device == "cuda"
     report = document.new(a.device, state, there)
     report["title"] = f"Attention of serving on {report['device']['name']}: peers side by side"
-    report["method"] = METHOD
+    tuned = (
+        f"{a.tuned} of {len(todo)} cases were tuned for {a.tune_budget_s:g} s each."
+        if a.tune_budget_s
+        else "Nothing was tuned."
+    )
+    report["method"] = [*METHOD, tuned]
     a.out.mkdir(parents=True, exist_ok=True)
     path = a.out / "peers.json"
     # On the CPU sizes are small ones, which no product of matrices says anything of.
@@ -107,7 +113,9 @@ def run(a, case, peers, there, absent, ticks, state, checks):
             if not check["passed"]:
                 del launches[peer.name]
                 error = f"{check['max_error']:.1e}" if "max_error" in check else check["note"]
-                why[peer.name] = f"wrong answer: its error is {error}, that of unfused attention {expected.unfused_error:.1e}"
+                why[peer.name] = (
+                    f"wrong answer: its error is {error}, that of unfused attention {expected.unfused_error:.1e}"
+                )
                 print(f"{peer.name} {case}: {why[peer.name]}", flush=True)
         read = state and state.read
         many = race(ticks, {n: l.all for n, l in launches.items()}, data.nodes, a, read)
@@ -135,7 +143,10 @@ def race(ticks, runs, nodes, a, between):
     """[`clock.race`], in microseconds of one launch."""
     if not runs:
         return {}
-    return {name: per_launch(latency, nodes) for name, latency in clock.race(ticks, runs, a.rounds, a.repeats, between).items()}
+    return {
+        name: per_launch(latency, nodes)
+        for name, latency in clock.race(ticks, runs, a.rounds, a.repeats, between).items()
+    }
 
 
 def per_launch(latency, nodes):
@@ -144,8 +155,8 @@ def per_launch(latency, nodes):
 
 
 def read_rate(found, ticks, device):
-    """Adds the rate at which the device reads memory to the ceilings: of several ways to read, and of two measurements, the
-    highest."""
+    """Adds the rate at which the device reads memory to the ceilings: of several ways to read, and of two
+    measurements, the highest."""
     size = (4 << 30) if device == "cuda" else (512 << 20)
     numbers = torch.ones(size // 4, dtype=torch.float32, device=device)
     ways = {"sum": numbers.sum, "largest": numbers.max, "sum of rows": lambda: numbers.view(-1, 1 << 15).sum(1)}

@@ -36,6 +36,38 @@ def tune(binary, device, case, budget_s):
         "--budget-s": budget_s,
     }
     line = [binary, "tune", *(str(word) for option in options.items() for word in option)]
+    return run(line, case)
+
+
+def tune_serving(binary, device, case, budget_s):
+    """The same for a case of serving, whose class is that of its usual sequence."""
+    if case.sinks:
+        print(f"not tuned: {case}: sinks are no option of the command", flush=True)
+        return False
+    mean = lambda numbers: max(1, round(sum(numbers) / len(numbers)))
+    scores = {"--score": "soft_cap"} if case.soft_cap else {}
+    options = {
+        "--device": device,
+        "--dtype": case.dtype,
+        "--head-dim": case.head_dim,
+        "--mask": case.mask,
+        "--batch": case.batch,
+        "--heads": case.heads,
+        "--kv-heads": case.kv_heads,
+        "--q-len": mean(case.rows),
+        "--kv-len": mean(case.lengths),
+        "--pages": case.store if case.is_paged else "packed",
+        "--kv-dtype": case.element,
+        **scores,
+        "--budget-s": budget_s,
+    }
+    line = [binary, "tune", "--graph", *(str(word) for option in options.items() for word in option)]
+    return run(line, case)
+
+
+def run(line, case):
+    """Whether a case was tuned."""
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
         print(f"not tuned: {case}: {done.stderr.strip()[-300:]}", flush=True)
+    return done.returncode == 0

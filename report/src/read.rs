@@ -179,7 +179,8 @@ pub(crate) mod tests {
             "points": [point("forward", 1024, 1024), point("forward", 2048, 2048), point("decode", 1, 8192), served],
             "served": {"source": "day.txt", "model": "bf16, 32/8 heads, 16 layers", "requests": 7, "schedule": "ab12",
                        "tokens": 10000, "generated": 400, "seconds": 0.5,
-                       "steps": [times("all", 900.0), times("decode", 400.0)], "kernels": {"forward/naive_ragged x": 20}},
+                       "steps": [times("all", 900.0), times("decode", 400.0)],
+                       "kernels": {"forward/naive_ragged x": 20}},
             "checks": [{"contender": "flashtune", "case": case(100, 100), "max_error": 1e-3, "unfused_error": 2e-3,
                         "passed": true}],
         })

@@ -19,7 +19,8 @@ pub(crate) fn by_name(groups: &[Group], contenders: &[&str]) -> Vec<Table> {
 }
 
 fn table(group: &Group, first: &str, contenders: &[&str]) -> Table {
-    let note = "Microseconds of a launch, by medians. Rates count Q, K and V read once and O written once, of keys that are seen. \
+    let note = "Microseconds of a launch, by medians. Rates count Q, K and V read once and O written once, \
+                of keys that are seen. \
                 Variants of the first contender are none of the others.";
     let mut table = Table::new(format!("{}, us", group.suite), note, &["#", "case", "heads", "problem"]);
     table.header.extend(contenders.iter().map(|c| (*c).to_owned()));
@@ -103,8 +104,8 @@ mod tests {
         report.derive();
         let text = markdown(&report);
         // 8 MB in 10 us beside 4 us that are aimed at.
-        let row = "| 1 | 64 x 4k | 16 | bf16 128 causal, pages of 16, e4m3 | 10.0 | 5.00 | fa3 | 0.50x | 800.0 | 50.0 % | \
-                   98 % of the read rate | 4.00 | 2.50x of it |";
+        let row = "| 1 | 64 x 4k | 16 | bf16 128 causal, pages of 16, e4m3 | 10.0 | 5.00 | fa3 | 0.50x | 800.0 | \
+                   50.0 % | 98 % of the read rate | 4.00 | 2.50x of it |";
         for words in [
             "## paged, us",
             row,

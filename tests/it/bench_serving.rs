@@ -17,7 +17,7 @@ const ARGS: [&str; 15] = [
     "2",
     "--layers",
     "2",
-    "--page",
+    "--pages",
     "8",
     "--token-budget",
     "32",
@@ -86,6 +86,34 @@ fn a_small_trace_is_served_and_its_steps_are_counted() {
 }
 
 #[test]
+fn the_script_of_traces_writes_what_is_read() {
+    let place = Place::new();
+    let written = |seed: &str| {
+        let mut python = std::process::Command::new("python3");
+        python.current_dir(env!("CARGO_MANIFEST_DIR")).args([
+            "-B",
+            "benches/traces.py",
+            "--count",
+            "12",
+            "--seed",
+            seed,
+        ]);
+        match python.args(["--prompt", "60", "--output", "5", "--longest", "200"]).output() {
+            Ok(output) if output.status.success() => Some(String::from_utf8(output.stdout).unwrap()),
+            Ok(output) => panic!("{}", String::from_utf8_lossy(&output.stderr)),
+            Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("CI has python3: {e}"),
+            Err(_) => None,
+        }
+    };
+    let Some(text) = written("1") else { return println!("skipped: there is no python3") };
+    assert_eq!(written("1").as_ref(), Some(&text));
+    assert_ne!(written("2").as_ref(), Some(&text));
+    let file = trace(&place, &text);
+    let report = place.json(&[&ARGS[..], &["--trace", &file, "--max-sequences", "8"]].concat());
+    assert_eq!(number(&report["served"]["requests"]), 12.0);
+}
+
+#[test]
 fn a_schedule_is_that_of_its_seed_whatever_the_cache_holds() {
     let place = Place::new();
     let file = trace(&place, TRACE);
@@ -99,7 +127,7 @@ fn a_schedule_is_that_of_its_seed_whatever_the_cache_holds() {
     // Another kernel over another cache: the same steps.
     let mut quantised = text_of(&ARGS);
     quantised[2] = "bf16".into();
-    quantised.extend(text_of(&["--trace", &file, "--requests", "9", "--max-sequences", "3", "--kv-element", "int8"]));
+    quantised.extend(text_of(&["--trace", &file, "--requests", "9", "--max-sequences", "3", "--kv-dtype", "int8"]));
     let quantised: Vec<&str> = quantised.iter().map(String::as_str).collect();
     let report = place.json(&quantised);
     assert_eq!(report["served"]["schedule"], one);
@@ -130,21 +158,21 @@ fn traces_and_limits_that_cannot_be_are_usage_errors() {
     );
     let good = trace(&place, TRACE);
     for (more, words) in [
-        (&["--pages", "3"][..], &["--pages is 3", "150 and 9 tokens", "at least 10"][..]),
+        (&["--cache-pages", "3"][..], &["--cache-pages is 3", "150 and 9 tokens", "at least 10"][..]),
         (&["--token-budget", "3"], &["--token-budget is 3", "at least 64"]),
-        (&["--page", "0"], &["--page is 0"]),
+        (&["--pages", "0"], &["--pages is 0"]),
         (&["--layers", "0"], &["--layers is 0"]),
         (&["--step-ms", "0"], &["--step-ms is 0"]),
-        (&["--kv-element", "e4m3", "--dtype", "f32"], &["--kv-element e4m3", "--dtype"]),
-        (&["--kv-element", "e3m4"], &["same", "e5m2"]),
+        (&["--kv-dtype", "e4m3", "--dtype", "f32"], &["--kv-dtype e4m3", "--dtype"]),
+        (&["--kv-dtype", "e3m4"], &["same", "e5m2"]),
         (&["--score", "alibi"], &["--score"]),
         (&["--q-len", "5"], &["--q-len"]),
-        (&["--pages", "4000000000"], &["--pages is 4000000000", "memory holds"]),
+        (&["--cache-pages", "4000000000"], &["--cache-pages is 4000000000", "memory holds"]),
     ] {
         let args = [&["bench", "--trace", &good][..], more].concat();
         fails(&mut place.flashtune(&args), 2, words);
     }
-    fails(&mut place.flashtune(&["bench", "--pages", "5"]), 2, &["--trace"]);
+    fails(&mut place.flashtune(&["bench", "--cache-pages", "5"]), 2, &["--trace"]);
     fails(&mut place.flashtune(&["bench", "--trace", "/nonexistent/day"]), 2, &["cannot read", "one request per line"]);
 }
 
@@ -170,7 +198,7 @@ fn ragged_batches_are_timed_with_their_own_bytes_and_work() {
     let place = Place::new();
     let markdown = place.path("r.md");
     let more =
-        ["--kv-lens", "100,2x40,7", "--kv-lens", "3x64", "--page", "8", "--markdown", markdown.to_str().unwrap()];
+        ["--kv-lens", "100,2x40,7", "--kv-lens", "3x64", "--pages", "8", "--markdown", markdown.to_str().unwrap()];
     let report = place.json(&[&RAGGED[..], &more].concat());
     let points = report["points"].as_array().unwrap();
     assert_eq!(points.len(), 2);
@@ -199,7 +227,7 @@ fn schedules_bounds_and_quantised_caches_of_ragged_batches() {
     let place = Place::new();
     let mut args = text_of(&RAGGED);
     args[7] = "bf16".into();
-    args.extend(text_of(&["--kv-lens", "50,300", "--kv-element", "int8", "--q-len", "3", "--mask", "window:63,0"]));
+    args.extend(text_of(&["--kv-lens", "50,300", "--kv-dtype", "int8", "--q-len", "3", "--mask", "window:63,0"]));
     let run = |more: &[&str]| {
         let all: Vec<&str> = args.iter().map(String::as_str).chain(more.iter().copied()).collect();
         place.json(&all)
@@ -240,7 +268,7 @@ fn ragged_options_that_cannot_be_are_usage_errors() {
         (&["--kv-lens", "64", "--kv-bound", "9"], &["--kv-bound is below 64"]),
         (&["--kv-lens", "64", "--schedule", "r1"], &["no schedule `r1`"]),
         (&["--kv-lens", "64", "--q-len", "0"], &["--q-len is 0"]),
-        (&["--kv-lens", "64", "--page", "0"], &["--page is 0"]),
+        (&["--kv-lens", "64", "--pages", "0"], &["--pages is 0"]),
         (&["--kv-lens", "64", "--kv-len", "5"], &["--kv-len"]),
         (&["--kv-lens", "60000x1000M"], &["GiB", "fewer or shorter"]),
         (&["--kv-bound", "64"], &["--kv-lens"]),

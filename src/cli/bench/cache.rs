@@ -1,4 +1,5 @@
-//! A KV cache on the device: pages of several layers, what is written into them, and whether attention over it is right.
+//! A KV cache on the device: pages of several layers, what is written into them, and whether attention over it is
+//! right.
 
 use super::super::cases::Case;
 use super::super::exit::usage;
@@ -33,7 +34,7 @@ impl FromStr for Element {
 
 /// The heads, dims, elements and mask that a case names, whose sizes are not used.
 pub fn model_of(case: &Case, Element(element): Element) -> Result<Model> {
-    let Case { problem, shape } = case;
+    let Case { problem, shape, .. } = case;
     if problem.program.is_some() {
         return Err(usage(
             "ragged batches are timed with windows, not with score programs; leave --score and programs out",
@@ -45,7 +46,7 @@ pub fn model_of(case: &Case, Element(element): Element) -> Result<Model> {
     let (dtype, heads, kv_heads) = (problem.dtype, shape.heads, shape.kv_heads);
     if element != KvElement::Same && dtype == DType::F32 {
         return Err(usage(format!(
-            "--kv-element {} is read beside f16 and bf16 queries alone; name one of them by --dtype",
+            "--kv-dtype {} is read beside f16 and bf16 queries alone; name one of them by --dtype",
             element.name()
         )));
     }
@@ -99,8 +100,8 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// So many rows of Q, O and of K and V. Those of a quantised cache are numbers that it holds exactly, so that a reference
-    /// need not round as it does.
+    /// So many rows of Q, O and of K and V. Those of a quantised cache are numbers that it holds exactly, so that a
+    /// reference need not round as it does.
     pub fn new(device: &dyn Device, model: Model, q_rows: u32, kv_rows: u32, seed: u64) -> Result<Self> {
         let dim = model.head_dim as usize;
         let shape = |heads: u32, rows: u32| [1, heads as usize, rows as usize, dim];
@@ -154,8 +155,8 @@ impl Inputs {
         Ok(HostTensor::from_bytes(self.model.dtype, self.q.shape(), Layout::Bshd, bytes).expect("O is as large as Q"))
     }
 
-    /// Attention of `rows` rows of O from `first` on, over keys that were appended from the rows `sources` of K and V, for
-    /// one KV head.
+    /// Attention of `rows` rows of O from `first` on, over keys that were appended from the rows `sources` of K and V,
+    /// for one KV head.
     pub fn check(&self, o: &HostTensor, [first, rows]: [u32; 2], sources: &[u32], kv_head: u32) -> Verdict {
         let Model { dtype, heads, kv_heads, head_dim, mask, .. } = self.model;
         let (group, dim) = ((heads / kv_heads) as usize, head_dim as usize);
@@ -273,8 +274,8 @@ impl Cache {
             let bytes: Vec<u8> = part.iter().flat_map(|slot| slot.to_ne_bytes()).collect();
             device.upload(&*buffer, &bytes)?;
             let append = self.append(inputs, layer, part.len() as u32, buffer.address());
-            // SAFETY: the addresses are those of buffers that live until the stream has been waited for, of the sizes that the
-            // call says; slots are those of the cache.
+            // SAFETY: the addresses are those of buffers that live until the stream has been waited for, of the sizes
+            // that the call says; slots are those of the cache.
             unsafe { engine.append(&append, stream)? };
             device.synchronize(stream)?;
         }

@@ -1,5 +1,5 @@
-//! `flashtune bench --kv-lens`: ragged batches over a paged KV cache, one launch of many over caches that no cache of the device
-//! holds.
+//! `flashtune bench --kv-lens`: ragged batches over a paged KV cache, one launch of many over caches that no cache of
+//! the device holds.
 
 use super::super::cases::{Case, CaseArgs, default_case};
 use super::super::context::{Context, table};
@@ -33,15 +33,18 @@ const KV_ROWS: u64 = 4093;
 /// Rounds that warm up before times are kept.
 const WARM_UP: usize = 2;
 
+/// Options that say the same of dense tensors, or what a launch of them is.
+const NOT_BESIDE: [&str; 7] = ["trace", "lengths", "kv_len", "batch", "tokens", "width", "graph"];
+
 /// Options of ragged batches.
 #[derive(clap::Args, Debug)]
 pub struct RaggedArgs {
     /// Time a ragged batch over a paged KV cache: the keys of its sequences, e.g. 64x4k for 64 sequences of 4096, or
     /// 16k,32k,60x512. May be repeated for other batches. Beside it --q-len is the rows of each sequence, 1 when absent
-    #[arg(long, value_name = "LIST", conflicts_with_all = ["trace", "lengths", "kv_len", "batch", "tokens", "width", "graph"])]
+    #[arg(long, value_name = "LIST", conflicts_with_all = NOT_BESIDE)]
     pub kv_lens: Vec<Batch>,
-    /// Promise no more than this of the lengths, as a host does that knows its model alone; kernels are told the longest, and
-    /// chosen by all, when absent
+    /// Promise no more than this of the lengths, as a host does that knows its model alone; kernels are told the
+    /// longest, and chosen by all, when absent
     #[arg(long, value_name = "N", requires = "kv_lens")]
     kv_bound: Option<Sizes>,
     /// Schedules that are timed beside the chosen one, as `emit --space` names them; may be repeated
@@ -96,7 +99,7 @@ pub fn run(
         cases.q_len = vec![Sizes(vec![1])];
     }
     let case = cases.single(&default_case())?;
-    let (model, q_len) = (model_of(&case, cache.kv_element)?, case.shape.q_len);
+    let (model, q_len) = (model_of(&case, cache.kv_dtype)?, case.shape.q_len);
     if q_len == 0 {
         return Err(usage("--q-len is 0, but there is nothing to time without a row"));
     }
@@ -115,7 +118,8 @@ pub fn run(
     let engine = cx.engine_for(device.has_graphs().then_some(Launches::Graph))?;
     let mut report = header::report(&engine);
     report.method[0] = format!(
-        "A time is that of one launch of {}, which take caches of {} MiB and more in turn, {}. Single launches, after the caches \
+        "A time is that of one launch of {}, which take caches of {} MiB and more in turn, {}. Single launches, \
+         after the caches \
          were flushed, stand beside. Contenders run in turn; medians over the rounds.",
         cache.layers,
         COLD_BYTES >> 20,
@@ -183,7 +187,8 @@ impl<'a> Contest<'a> {
         let bytes = all * u64::from(page) * model.token_bytes();
         let stores = COLD_BYTES.div_ceil(bytes).clamp(2.min(launches.into()), launches.into()) as u32;
         let memory = device.fingerprint().memory_bytes;
-        let pages = u32::try_from(all).ok().filter(|_| memory == 0 || bytes * u64::from(stores) < memory).ok_or_else(|| {
+        let fits = memory == 0 || bytes * u64::from(stores) < memory;
+        let pages = u32::try_from(all).ok().filter(|_| fits).ok_or_else(|| {
             let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
             usage(format!(
                 "{stores} caches of {batch} take {:.1} GiB, the device has {:.1} GiB; name fewer or shorter sequences",
@@ -364,8 +369,8 @@ impl<'a> Contest<'a> {
         for launch in launches {
             let call = self.call(launch);
             let args = ragged_call(&call.batch, call.mask, None)?.args;
-            // SAFETY: all addresses are those of buffers of this contest, of the sizes that the call says; tables name pages of
-            // the caches.
+            // SAFETY: all addresses are those of buffers of this contest, of the sizes that the call says; tables name
+            // pages of the caches.
             unsafe { self.engine.device().launch_shape(module, shape, &args, stream)? };
         }
         Ok(())

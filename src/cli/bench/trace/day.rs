@@ -204,8 +204,8 @@ impl<'a> Server<'a> {
         stream: Stream,
     ) -> flashtune::runtime::Result<()> {
         for (append, call) in calls {
-            // SAFETY: every address is that of a buffer of this server, as large as the limits of steps; tables name pages of
-            // the cache, and no two rows have one slot.
+            // SAFETY: every address is that of a buffer of this server, as large as the limits of steps; tables name
+            // pages of the cache, and no two rows have one slot.
             let done =
                 unsafe { self.engine.append(append, stream).and_then(|_| self.engine.forward_ragged(call, stream)) };
             done.map_err(|e| match e {

@@ -1,5 +1,5 @@
-//! `flashtune bench --trace`: a served day. Requests with the lengths of a trace are put into steps of prompts and generation as
-//! a server does; of each step the appends and the attention of all layers are timed.
+//! `flashtune bench --trace`: a served day. Requests with the lengths of a trace are put into steps of prompts and
+//! generation as a server does; of each step the appends and the attention of all layers are timed.
 
 mod day;
 mod requests;
@@ -27,8 +27,9 @@ const CACHE_SHARE: f64 = 0.7;
 /// Options of a trace.
 #[derive(clap::Args, Debug)]
 pub struct TraceArgs {
-    /// File with the requests of a server: steps of prompts in chunks and of generation are timed, with all their appends and
-    /// attention. A line is a request: tokens of its prompt, tokens of its output, and if known the second of its arrival
+    /// File with the requests of a server: steps of prompts in chunks and of generation are timed, with all their
+    /// appends and attention. A line is a request: tokens of its prompt, tokens of its output, and if known the second
+    /// of its arrival
     #[arg(long, value_name = "FILE", conflicts_with_all = ["lengths", "q_len", "kv_len", "batch", "tokens", "width"])]
     pub trace: Option<PathBuf>,
     /// Requests that are drawn from the trace; each of it once when absent
@@ -43,10 +44,10 @@ pub struct TraceArgs {
     /// Sequences at a time
     #[arg(long, default_value_t = 64, value_name = "N", requires = "trace")]
     max_sequences: u32,
-    /// Pages of a layer's cache; when absent those of as many of the longest requests as there may be at a time, or what fits
-    /// 70 % of the device's memory
+    /// Pages of a layer's cache; when absent those of as many of the longest requests as there may be at a time, or
+    /// what fits 70 % of the device's memory
     #[arg(long, value_name = "N", requires = "trace")]
-    pages: Option<u32>,
+    cache_pages: Option<u32>,
     /// What a step takes by the clock of arrivals, in milliseconds: schedules do not depend on measured times
     #[arg(long, default_value_t = 25.0, value_name = "MS", requires = "trace")]
     step_ms: f64,
@@ -56,11 +57,11 @@ pub struct TraceArgs {
 #[derive(clap::Args, Debug)]
 pub struct CacheArgs {
     /// Tokens of a page of the KV cache, for --trace and --kv-lens
-    #[arg(long, default_value_t = 16, value_name = "N")]
+    #[arg(long = "pages", default_value_t = 16, value_name = "N")]
     pub page: u32,
-    /// Elements of the KV cache, for --trace and --kv-lens: same (those of the queries), e4m3, e5m2 or int8
+    /// Elements of the KV cache, for --trace and --kv-lens: same (as the queries), e4m3, e5m2 or int8
     #[arg(long, default_value = "same", value_name = "ELEMENT")]
-    pub kv_element: Element,
+    pub kv_dtype: Element,
     /// Layers, each with a cache of its own, for --trace and --kv-lens
     #[arg(long, default_value_t = 16, value_name = "N")]
     pub layers: u32,
@@ -69,7 +70,7 @@ pub struct CacheArgs {
 impl CacheArgs {
     pub fn check(&self) -> Result<()> {
         match (self.page, self.layers) {
-            (0, _) => Err(usage("--page is 0, but a page has at least 1 token")),
+            (0, _) => Err(usage("--pages is 0, but a page has at least 1 token")),
             (_, 0) => Err(usage("--layers is 0, but a model has at least 1 layer")),
             _ => Ok(()),
         }
@@ -107,14 +108,15 @@ impl Trace {
             Some(n) => drawn(&all, n as usize, args.seed),
             None => all,
         };
-        let model = model_of(&cases.single(&default_case())?, cache.kv_element)?;
+        let model = model_of(&cases.single(&default_case())?, cache.kv_dtype)?;
         let layer_page = u64::from(cache.page) * model.token_bytes();
         let memory = cx.device()?.fingerprint().memory_bytes;
         let room = (memory as f64 * CACHE_SHARE / (layer_page * u64::from(cache.layers)) as f64) as u64;
-        let pages = match args.pages {
+        let pages = match args.cache_pages {
             Some(pages) if memory > 0 && u64::from(pages) * layer_page * u64::from(cache.layers) > memory => {
                 return Err(usage(format!(
-                    "--pages is {pages}, but of {} layers the device's memory holds {room} with room for the rest; name fewer",
+                    "--cache-pages is {pages}, but of {} layers the device's memory holds {room} with room for the \
+                     rest; name fewer",
                     cache.layers
                 )));
             }
@@ -154,17 +156,20 @@ impl Trace {
         bar.finish_and_clear();
         report.title = format!("A served trace on {}", report.device.name);
         report.method = vec![
-            "A step is the append and the attention of every layer, one launch each, timed together: nothing else of a model \
+            "A step is the append and the attention of every layer, one launch each, timed together: nothing else \
+             of a model \
              runs, and its products would only evict what caches hold."
                 .to_owned(),
-            "Requests come in by arrival and none overtakes another; each sequence that generates has a row of every step, prompts \
+            "Requests come in by arrival and none overtakes another; each sequence that generates has a row of every \
+             step, prompts \
              share the rest of the budget in chunks."
                 .to_owned(),
             "Rows of the first step of each kind, and of the last step, were compared with fp64.".to_owned(),
         ];
         report.checks.extend(day.checks.iter().map(|c| self.check(c)));
         let model = format!(
-            "{}, {} layers, {pages} pages of {page_tokens} tokens, {token_budget} rows a step, {max_sequences} sequences at a time, \
+            "{}, {} layers, {pages} pages of {page_tokens} tokens, {token_budget} rows a step, {max_sequences} \
+             sequences at a time, \
              steps of {} ms by the clock of arrivals, seed {}",
             self.model.told(),
             self.layers,

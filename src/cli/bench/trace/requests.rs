@@ -29,7 +29,8 @@ impl Request {
 pub enum TraceError {
     /// Too few or too many numbers on a line.
     #[error(
-        "line {line}: `{text}` has {found} numbers, but a request has 2 or 3; write the tokens of the prompt, those of the \
+        "line {line}: `{text}` has {found} numbers, but a request has 2 or 3; write the tokens of the prompt, \
+         those of the \
          output, and if known the second of its arrival"
     )]
     Fields {
@@ -65,8 +66,8 @@ pub enum TraceError {
     Empty,
 }
 
-/// The requests of a file, by arrival: a line each, with blanks or commas between numbers; lines that are empty or start
-/// with `#` are left out.
+/// The requests of a file, by arrival: a line each, with blanks or commas between numbers; lines that are empty or
+/// start with `#` are left out.
 pub fn parse(text: &str) -> Result<Vec<Request>, TraceError> {
     let mut requests = Vec::new();
     let mut with_arrivals = None;

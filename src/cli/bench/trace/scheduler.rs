@@ -1,8 +1,8 @@
 //! Which tokens of which sequences a step computes: continuous batching with prompts in chunks.
 //!
-//! Every sequence that generates gets a row; what is left of the budget goes to prompts, in the order in which they came in.
-//! A request comes in when a place is free and the pages of all its keys are: none is ever put out again. Requests come
-//! in by arrival, and none overtakes another, so the large ones wait, but not for ever.
+//! Every sequence that generates gets a row; what is left of the budget goes to prompts, in the order in which they
+//! came in. A request comes in when a place is free and the pages of all its keys are: none is ever put out again.
+//! Requests come in by arrival, and none overtakes another, so the large ones wait, but not for ever.
 
 use super::requests::Request;
 use rand::SeedableRng;
@@ -21,8 +21,8 @@ pub struct Limits {
     pub page_tokens: u32,
     /// Pages of a layer's cache.
     pub pages: u32,
-    /// Seconds that a step takes by the clock of arrivals: that clock is no real one, so that a schedule does not depend on
-    /// how fast kernels are.
+    /// Seconds that a step takes by the clock of arrivals: that clock is no real one, so that a schedule does not
+    /// depend on how fast kernels are.
     pub step_seconds: f64,
 }
 
@@ -31,7 +31,8 @@ pub struct Limits {
 pub enum LimitError {
     /// Not every sequence could get its row.
     #[error(
-        "--token-budget is {budget}, but each of --max-sequences {sequences} takes a row of a step; name at least {sequences}"
+        "--token-budget is {budget}, but each of --max-sequences {sequences} takes a row of a step; name at \
+         least {sequences}"
     )]
     Budget {
         /// The budget.
@@ -41,7 +42,8 @@ pub enum LimitError {
     },
     /// A request that never fits.
     #[error(
-        "--pages is {pages}, but a request of {prompt} and {output} tokens takes {needed} of {page_tokens} tokens; name at \
+        "--cache-pages is {pages}, but a request of {prompt} and {output} tokens takes {needed} of {page_tokens} \
+         tokens; name at \
          least {needed}"
     )]
     Pages {
@@ -137,7 +139,8 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// For requests by arrival. Pages are handed out in an order that the seed says, as those of a server that ran before.
+    /// For requests by arrival. Pages are handed out in an order that the seed says, as those of a server that ran
+    /// before.
     ///
     /// # Errors
     /// What limits no schedule keeps.
@@ -372,7 +375,7 @@ mod tests {
         assert_eq!(told(Limits { token_budget: 3, ..LIMITS }), LimitError::Budget { budget: 3, sequences: 4 });
         let pages = told(LIMITS);
         assert_eq!(pages, LimitError::Pages { pages: 40, prompt: 300, output: 30, needed: 42, page_tokens: 8 });
-        assert!(pages.to_string().contains("--pages is 40") && pages.to_string().contains("at least 42"));
+        assert!(pages.to_string().contains("--cache-pages is 40") && pages.to_string().contains("at least 42"));
         assert!(Scheduler::new(vec![request(300, 30, 0.0)], Limits { pages: 42, ..LIMITS }, 1).is_ok());
     }
 }
