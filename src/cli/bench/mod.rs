@@ -21,7 +21,7 @@ use flashtune_report::Report;
 use grid::GridArgs;
 use lengths::Lengths;
 use measure::Contest;
-use ragged::RaggedArgs;
+use ragged::BatchArgs;
 use std::path::PathBuf;
 use trace::{CacheArgs, Trace, TraceArgs};
 
@@ -52,7 +52,7 @@ pub struct Args {
     #[command(flatten)]
     trace: TraceArgs,
     #[command(flatten)]
-    ragged: RaggedArgs,
+    ragged: BatchArgs,
     #[command(flatten)]
     cache: CacheArgs,
     #[command(flatten)]

@@ -38,7 +38,7 @@ const NOT_BESIDE: [&str; 7] = ["trace", "lengths", "kv_len", "batch", "tokens", 
 
 /// Options of ragged batches.
 #[derive(clap::Args, Debug)]
-pub struct RaggedArgs {
+pub struct BatchArgs {
     /// Time a ragged batch over a paged KV cache: the keys of its sequences, e.g. 64x4k for 64 sequences of 4096, or
     /// 16k,32k,60x512. May be repeated for other batches. Beside it --q-len is the rows of each sequence, 1 when absent
     #[arg(long, value_name = "LIST", conflicts_with_all = NOT_BESIDE)]
@@ -87,7 +87,7 @@ impl fmt::Display for Batch {
 /// Times every batch, and puts it into a report.
 pub fn run(
     cx: &mut Context,
-    args: &RaggedArgs,
+    args: &BatchArgs,
     cache: &CacheArgs,
     cases: &CaseArgs,
     rounds: usize,
