@@ -61,7 +61,8 @@ def tune_serving(binary, device, case, budget_s):
         **scores,
         "--budget-s": budget_s,
     }
-    line = [binary, "tune", "--graph", *(str(word) for option in options.items() for word in option)]
+    graphs = ["--graph"] if device == "cuda" else []
+    line = [binary, "tune", *graphs, *(str(word) for option in options.items() for word in option)]
     return run(line, case)
 
 
