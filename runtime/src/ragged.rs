@@ -10,6 +10,7 @@
 //! the device, and a call that was captured is replayed with other lengths and pages.
 
 mod check;
+pub(crate) mod layout;
 #[cfg(test)]
 mod tests;
 

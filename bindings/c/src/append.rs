@@ -1,19 +1,16 @@
 //! New rows of K and V into a KV store.
 
-use crate::engine_handle::{ENGINES, Opened};
+use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
+use crate::forward::{self, dtype};
 use crate::input;
-use crate::types::{Dtype, EngineHandle, Status};
+use crate::ragged::{address, int_type, scales, size, store_type};
+use crate::types::{EngineHandle, Index as IndexType, Status};
 use engine::append::{
-    Added, Append, AppendQueries, Index, IntKind, Ints, KeyLengths, Positions, Rotary, RowCount, Rows, Scales, Store,
-    StoreRows, StoreType, Target,
+    Added, Append, AppendQueries, Index, IntKind, Ints, KeyLengths, Positions, Rotary, RowCount, Rows, Store,
+    StoreRows, Target,
 };
-use engine::codegen::Arch;
-use engine::{DType, Stream};
 use std::ffi::c_void;
-
-/// No process has memory below this address, so no handle lies there.
-const LOWEST_HANDLE: u64 = 4096;
 
 /// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_append_args`, and not `i` and `i + rotary_dim / 2`.
 pub const APPEND_INTERLEAVED: u32 = 1;
@@ -181,7 +178,7 @@ pub unsafe extern "C" fn flashtune_append(
         let opened = ENGINES.get(engine)?;
         // SAFETY: by this function's contract.
         let append = append_of(&unsafe { input::read(args)? })?;
-        let stream = stream_of(&opened, stream)?;
+        let stream = forward::stream(&opened, stream)?;
         opened.engine.check_append_addresses(&append)?;
         // SAFETY: by this function's contract; sizes are checked by the engine.
         opened.remember(unsafe { opened.engine.append(&append, stream)? });
@@ -206,64 +203,6 @@ pub unsafe extern "C" fn flashtune_prepare_append(engine: EngineHandle, args: *c
     })
 }
 
-fn stream_of(opened: &Opened, stream: *mut c_void) -> Result<Stream> {
-    let stream = stream as usize as u64;
-    if stream != 0 && matches!(opened.engine.device().arch(), Arch::Cpu(_)) {
-        let message = "stream is not null, but the engine computes on the cpu, which has none; pass NULL";
-        return Err(Failure::argument(message));
-    }
-    // The driver would read from such an address. 1 and 2 stand for the two kinds of the default stream.
-    if (3..LOWEST_HANDLE).contains(&stream) {
-        let message =
-            format!("stream is {stream:#x}, which is no CUstream; pass a live one, or NULL for the default stream");
-        return Err(Failure::argument(message));
-    }
-    Ok(Stream(stream))
-}
-
-/// A size: not negative.
-fn size(field: &str, n: i64) -> Result<u64> {
-    u64::try_from(n).map_err(|_| Failure::argument(format!("{field} is {n}, but sizes are not negative")))
-}
-
-fn address<T>(pointer: *const T) -> u64 {
-    pointer as usize as u64
-}
-
-fn dtype(field: &str, number: i32) -> Result<DType> {
-    const F16: i32 = Dtype::F16 as i32;
-    const BF16: i32 = Dtype::Bf16 as i32;
-    const F32: i32 = Dtype::F32 as i32;
-    match number {
-        F16 => Ok(DType::F16),
-        BF16 => Ok(DType::Bf16),
-        F32 => Ok(DType::F32),
-        n => Err(Failure::argument(format!("{field} is {n}, but a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32)"))),
-    }
-}
-
-fn int_kind(field: &str, number: i32) -> Result<IntKind> {
-    match number {
-        0 => Ok(IntKind::I32),
-        1 => Ok(IntKind::U32),
-        2 => Ok(IntKind::I64),
-        n => Err(Failure::argument(format!("{field} is {n}, but it is 0 (i32), 1 (u32) or 2 (i64)"))),
-    }
-}
-
-fn scales(field: &str, kind: i32, scale: *mut f32, strides: [i64; 3]) -> Result<Scales> {
-    let address = address(scale);
-    match kind {
-        0 if address == 0 => Ok(Scales::One),
-        0 => Err(Failure::argument(format!(
-            "{field} is 0 (none), but there is an address of scales; say what they are of"
-        ))),
-        1 => Ok(Scales::PerHead { address, strides: [strides[0], strides[1]] }),
-        2 => Ok(Scales::PerToken { address, strides }),
-        n => Err(Failure::argument(format!("{field} is {n}, but it is 0 (none), 1 (of heads) or 2 (of tokens)"))),
-    }
-}
-
 /// The call in the engine's words.
 fn append_of(args: &AppendArgs) -> Result<Append> {
     const KNOWN: u32 = APPEND_INTERLEAVED | APPEND_Q_ONE_POSITION | APPEND_LENGTHS_AFTER | APPEND_FINDS_SCALES;
@@ -272,17 +211,10 @@ fn append_of(args: &AppendArgs) -> Result<Append> {
         let message = format!("flags is {:#x}, but only FLASHTUNE_APPEND_... 1, 2, 4 and 8 are known", args.flags);
         return Err(Failure::argument(message));
     }
-    let elements = dtype("dtype", args.dtype)?;
-    let element = match args.kv_type {
-        0 => StoreType::Float(elements),
-        n @ 1..=3 => StoreType::Float(dtype("kv_type", n)?),
-        4 => StoreType::E4m3,
-        5 => StoreType::E5m2,
-        6 => StoreType::Int8,
-        n => return Err(Failure::argument(format!("kv_type is {n}, but a flashtune_store_type is 0 to 6"))),
-    };
-    let length_kind = int_kind("length_type", args.length_type)?;
-    let table_kind = int_kind("table_type", args.table_type)?;
+    let elements = dtype("k_new", args.dtype)?;
+    let element = store_type(args.kv_type, elements)?;
+    let length_kind = int_type("length_type", args.length_type)?;
+    let table_kind = int_type("table_type", args.table_type)?;
     let given = |pointer: *const c_void, kind| (!pointer.is_null()).then(|| Ints { address: address(pointer), kind });
     let rows_of = |field: &str, begin, n| match (given(begin, length_kind), size(field, n)?) {
         (Some(begin), total) => Ok(RowCount::Packed { begin, total }),
@@ -296,8 +228,8 @@ fn append_of(args: &AppendArgs) -> Result<Append> {
         inner: (inner != 0).then_some(inner),
         scales,
     };
-    let k_scales = scales("k_scales", args.k_scales, args.k_scale, args.k_scale_stride)?;
-    let v_scales = scales("v_scales", args.v_scales, args.v_scale, args.v_scale_stride)?;
+    let k_scales = scales("k_scales", args.k_scales, address(args.k_scale), args.k_scale_stride)?;
+    let v_scales = scales("v_scales", args.v_scales, address(args.v_scale), args.v_scale_stride)?;
     let store = Store {
         k: store_rows(args.k, args.k_stride, k_scales),
         v: store_rows(args.v, args.v_stride, v_scales),
@@ -306,7 +238,7 @@ fn append_of(args: &AppendArgs) -> Result<Append> {
         pages: size("pages", args.pages)?,
         page_tokens: size("page_tokens", args.page_tokens)?,
     };
-    let mapping = given(args.slot_mapping, int_kind("slot_type", args.slot_type)?);
+    let mapping = given(args.slot_mapping, int_type("slot_type", args.slot_type)?);
     let target = match mapping {
         Some(mapping) => Target::Slots { mapping },
         None => Target::Lengths {
@@ -326,7 +258,7 @@ fn append_of(args: &AppendArgs) -> Result<Append> {
             advance: !has(APPEND_Q_ONE_POSITION),
         }),
     };
-    let position_kind = int_kind("position_type", args.position_type)?;
+    let position_kind = int_type("position_type", args.position_type)?;
     let positions = match (given(args.k_positions, position_kind), given(args.first_position, length_kind)) {
         (Some(k), None) => Positions::Each { k, q: (!args.q_positions.is_null()).then(|| address(args.q_positions)) },
         (None, Some(first)) => Positions::From { first },
@@ -340,7 +272,7 @@ fn append_of(args: &AppendArgs) -> Result<Append> {
         false => Some(Rotary {
             cos: address(args.cos),
             sin: address(args.sin),
-            dtype: dtype("rotary_dtype", args.rotary_dtype)?,
+            dtype: dtype("cos", args.rotary_dtype)?,
             stride: args.rotary_stride,
             rows: size("rotary_rows", args.rotary_rows)?,
             dim: size("rotary_dim", args.rotary_dim)?,
@@ -363,21 +295,24 @@ fn append_of(args: &AppendArgs) -> Result<Append> {
 }
 
 fn index(args: &AppendArgs, kind: IntKind, pages_begin: Option<Ints>) -> Result<Index> {
+    const DENSE: i32 = IndexType::Dense as i32;
+    const TABLE: i32 = IndexType::Table as i32;
+    const CSR: i32 = IndexType::Csr as i32;
     let table = |field: &str, pointer: *const c_void| match pointer.is_null() {
         true => Err(Failure::argument(format!("{field} is null, but the index asks for it"))),
         false => Ok(Ints { address: address(pointer), kind }),
     };
     let v = (!args.v_table.is_null()).then(|| address(args.v_table));
     match args.index {
-        1 => {
+        DENSE => {
             let slots = (!args.slots.is_null()).then(|| Ints { address: address(args.slots), kind });
             Ok(Index::Dense { slots })
         }
-        3 => {
+        TABLE => {
             let (k, capacity) = (table("k_table", args.k_table)?, size("table_capacity", args.table_capacity)?);
             Ok(Index::Table { k, v, stride: args.table_stride, capacity })
         }
-        4 => {
+        CSR => {
             let k = table("k_table", args.k_table)?;
             let begin = pages_begin.ok_or_else(|| Failure::argument("pages_begin is null, but the index is CSR"))?;
             Ok(Index::Csr { begin, k, v })

@@ -110,11 +110,11 @@ fn scale(args: &RaggedArgs) -> Result<Option<f32>> {
 }
 
 /// A size: not negative.
-fn size(field: &str, n: i64) -> Result<u64> {
+pub(crate) fn size(field: &str, n: i64) -> Result<u64> {
     u64::try_from(n).map_err(|_| Failure::argument(format!("{field} is {n}, but sizes are not negative")))
 }
 
-fn address<T>(pointer: *const T) -> u64 {
+pub(crate) fn address<T>(pointer: *const T) -> u64 {
     pointer as usize as u64
 }
 
@@ -242,7 +242,7 @@ fn keys(args: &RaggedArgs, ints: impl Fn(*const c_void) -> Ints) -> Result<KeyLe
     }
 }
 
-fn int_type(field: &str, number: i32) -> Result<IntKind> {
+pub(crate) fn int_type(field: &str, number: i32) -> Result<IntKind> {
     const I32: i32 = IntType::I32 as i32;
     const U32: i32 = IntType::U32 as i32;
     const I64: i32 = IntType::I64 as i32;
@@ -254,7 +254,7 @@ fn int_type(field: &str, number: i32) -> Result<IntKind> {
     }
 }
 
-fn store_type(number: i32, queries: DType) -> Result<ragged::StoreType> {
+pub(crate) fn store_type(number: i32, queries: DType) -> Result<ragged::StoreType> {
     use ragged::StoreType as Of;
     const SAME: i32 = StoreType::Same as i32;
     const F16: i32 = StoreType::F16 as i32;
@@ -275,7 +275,7 @@ fn store_type(number: i32, queries: DType) -> Result<ragged::StoreType> {
     })
 }
 
-fn scales(field: &str, number: i32, address: u64, strides: [i64; 3]) -> Result<ragged::Scales> {
+pub(crate) fn scales(field: &str, number: i32, address: u64, strides: [i64; 3]) -> Result<ragged::Scales> {
     const ONE: i32 = Scales::One as i32;
     const HEAD: i32 = Scales::Head as i32;
     const TOKEN: i32 = Scales::Token as i32;

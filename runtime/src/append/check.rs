@@ -1,21 +1,12 @@
 //! What an append must be like, and the arguments that it comes down to.
 
 use super::{Append, AppendCall, AppendQueries, Positions, RowCount, Rows, Target};
-use crate::ragged::{Added, Index, Ints, KeyLengths, Scales, Store, StoreRows, StoreType};
+use crate::Result;
+use crate::ragged::layout::{Dim, EachRange, LONGEST, MOST, common_words, number, span, unsupported};
+use crate::ragged::{Added, Index, Ints, KeyLengths, Scales, Store};
 use crate::tensor::error;
-use crate::{Error, Result};
 use flashtune_codegen::abi::AppendArgs;
-use flashtune_codegen::{
-    DType, Error as CodegenError, HEAD_DIM_MAX, KvElement, KvKind, KvScales, KvStore, Mask, MaskKind, Op, Problem,
-    Shape,
-};
-
-/// Pieces of rows of K that lie side by side, in bytes.
-const PIECE: u64 = 16;
-/// Tokens of a sequence, as attention kernels count them.
-const LONGEST: u64 = 1 << 30;
-/// What kernels count in 32 bits with a sign.
-const MOST: u64 = i32::MAX as u64;
+use flashtune_codegen::{DType, HEAD_DIM_MAX, KvKind, KvScales, KvStore, Mask, MaskKind, Op, Problem, Shape};
 
 pub(super) fn call(append: &Append) -> Result<AppendCall> {
     let scales = PairOfScales::of(append)?;
@@ -27,43 +18,15 @@ pub(super) fn call(append: &Append) -> Result<AppendCall> {
     Ok(AppendCall { problem, shape, args: arguments(append, &scales, target)? })
 }
 
-#[cold]
-fn unsupported<T>(field: &'static str, value: impl ToString, limit: impl Into<String>, remedy: &str) -> Result<T> {
-    Err(Error::Codegen(CodegenError::unsupported(field, value, limit, remedy)))
-}
-
-fn number(field: &'static str, n: u64, most: u64, remedy: &str) -> Result<u32> {
-    if n > most {
-        return unsupported(field, n, format!("it is at most {most}"), remedy);
-    }
-    Ok(n as u32)
-}
-
 fn problem(append: &Append, scales: KvScales) -> Result<Problem> {
     let Store { k, v, head_dim_v, .. } = &append.store;
-    for (name, element) in [("k", k.element), ("v", v.element)] {
-        if let StoreType::Float(dtype) = element
-            && dtype != append.dtype
-        {
-            let expected = format!("the new rows are {}", append.dtype);
-            return Err(error(name, "dtype", dtype, expected, "convert the new rows to the store's type"));
-        }
-    }
-    if v.element != k.element {
-        let expected = format!("K is {}", k.element.name());
-        return Err(error("v", "dtype", v.element.name(), expected, "keep K and V in one type"));
-    }
+    append.store.check_elements(append.dtype, "the new rows are", "convert the new rows to the store's type")?;
     let dims = [("head_dim_qk", append.head_dim), ("head_dim_v", *head_dim_v)];
     let [head_dim_qk, head_dim_v] = dims
         .map(|(field, dim)| number(field, dim, HEAD_DIM_MAX.into(), "append the parts of longer rows on their own"));
     let problem = Problem::forward_qk_v(append.dtype, head_dim_qk?, head_dim_v?, MaskKind::FULL)?;
-    let store = KvStore { element: k.element.element(), scales, v_columns: has_columns(v) };
+    let store = KvStore { element: k.element.element(), scales, v_columns: v.has_columns() };
     Ok(Problem { op: Op::Append, kv: KvKind::Ragged(store), ..problem })
-}
-
-/// Whether the tokens of V lie side by side.
-fn has_columns(v: &StoreRows) -> bool {
-    v.inner.is_some_and(|stride| stride != 1)
 }
 
 fn shape(append: &Append) -> Result<Shape> {
@@ -98,11 +61,7 @@ impl PairOfScales {
         let mut pair = Self { kind, address: [0; 2], strides: [[0; 3]; 2] };
         let slots = matches!(append.target, Target::Slots { .. });
         for (i, (name, scales)) in both.into_iter().enumerate() {
-            if scales != Scales::One && append.store.k.element.element() == KvElement::Same {
-                let expected = format!("the elements of the store are {}", append.store.k.element.name());
-                let remedy = "leave scales out: they belong to e4m3, e5m2 and int8";
-                return Err(error(name, "address", "given", expected, remedy));
-            }
+            append.store.check_scale(name, scales)?;
             if append.finds_scales && !matches!(scales, Scales::PerToken { .. }) {
                 let expected = "scales that are found from rows are those of tokens";
                 return Err(error(name, "kind", "not of tokens", expected, "give scales of tokens, or have them read"));
@@ -146,7 +105,6 @@ struct TargetArgs {
 
 impl TargetArgs {
     fn of(append: &Append) -> Result<Self> {
-        let Store { pages, page_tokens, .. } = append.store;
         let none = Self { slot_words: 1, table_words: 1, ..Self::default() };
         let (batch, index, keys, max_kv) = match append.target {
             Target::Slots { mapping } => {
@@ -156,45 +114,32 @@ impl TargetArgs {
                         return unsupported(field, "packed", limit, "give the number of all rows, without first ones");
                     }
                 }
-                return Ok(Self { slot_mapping: mapping.address, slot_words: words(mapping), ..none });
+                return Ok(Self { slot_mapping: mapping.address, slot_words: mapping.words(), ..none });
             }
             Target::Lengths { batch, index, keys, max_kv } => (batch, index, keys, max_kv),
         };
         let max_kv = number("max_kv", max_kv, LONGEST, "name the longest sequence that occurs")?;
         let none = Self { kv_len: max_kv as i32, ..none };
-        let placed = match index {
-            Index::Dense { slots } => {
-                if u64::from(max_kv) > page_tokens {
-                    let limit = format!("a sequence of the cache has room for {page_tokens} tokens");
-                    return unsupported("max_kv", max_kv, limit, "name a bound that the cache can hold");
-                }
-                if slots.is_none() && max_kv > 0 && pages < batch {
-                    let limit = format!("there are {batch} sequences, each with a page of its own");
-                    return unsupported("pages", pages, limit, "give `slots`, which say the page of each sequence");
-                }
-                Self { slots: slots.map_or(0, |s| s.address), table_words: slots.map_or(1, words), ..none }
-            }
-            Index::Packed { .. } => {
-                let limit = "keys that lie one after the other have no room for more between them";
-                return unsupported("index", "packed", limit, "append to pages, or to a cache with slots");
-            }
-            Index::Table { k, v, stride, capacity } => {
-                if u128::from(capacity) * u128::from(page_tokens) < u128::from(max_kv) {
-                    let limit = format!("a row of the table has {capacity} pages of {page_tokens} tokens");
-                    return unsupported("max_kv", max_kv, limit, "give a table with more entries, or a smaller bound");
-                }
-                if batch > 1 && stride < 0 {
-                    let remedy = "make the table contiguous";
-                    return Err(error("k_table", "stride", stride, "strides are not negative", remedy));
-                }
-                let tables = [k.address, v.unwrap_or(k.address)];
-                let table_stride = if batch > 1 { stride } else { 0 };
-                Self { tables, table_words: words(k), table_stride, ..none }
-            }
-            Index::Csr { begin, k, v } => {
-                let tables = [k.address, v.unwrap_or(k.address)];
-                Self { tables, table_words: words(k), pages_begin: begin.address, ..none }
-            }
+        if matches!(index, Index::Packed { .. }) {
+            let limit = "keys that lie one after the other have no room for more between them";
+            return unsupported("index", "packed", limit, "append to pages, or to a cache with slots");
+        }
+        index.check_room(&append.store, batch, max_kv.into())?;
+        let tables = index.tables().map(|(k, v)| ([k.address, v.address], k.words()));
+        let slots = index.slots();
+        let placed = Self {
+            tables: tables.map_or([0; 2], |(tables, _)| tables),
+            slots: slots.map_or(0, |s| s.address),
+            table_words: tables.map(|(_, words)| words).or(slots.map(Ints::words)).unwrap_or(1),
+            table_stride: match index {
+                Index::Table { stride, .. } if batch > 1 => stride,
+                _ => 0,
+            },
+            pages_begin: match index {
+                Index::Csr { begin, .. } => begin.address,
+                _ => 0,
+            },
+            ..none
         };
         let after = Self { lengths_after: true, ..placed };
         let csr = matches!(index, Index::Csr { .. });
@@ -221,10 +166,6 @@ impl TargetArgs {
             }
         })
     }
-}
-
-fn words(ints: Ints) -> i32 {
-    (ints.kind.bytes() / 4) as i32
 }
 
 fn check_rotary(append: &Append) -> Result<()> {
@@ -263,9 +204,6 @@ fn check_rotary(append: &Append) -> Result<()> {
     }
 }
 
-/// A dimension: its length, its stride in elements, and what the stride is called.
-type Dim = (u64, i64, &'static str);
-
 fn row_dims(append: &Append, rows: RowCount, heads: u64, [of_batch, of_head, of_row]: [i64; 3]) -> [Dim; 3] {
     let (batch, rows) = match rows {
         RowCount::Each(rows) => (append.batch(), rows),
@@ -274,19 +212,12 @@ fn row_dims(append: &Append, rows: RowCount, heads: u64, [of_batch, of_head, of_
     [(batch, of_batch, "batch stride"), (heads, of_head, "head stride"), (rows, of_row, "row stride")]
 }
 
-/// Elements of K in 16 bytes.
-fn k_piece(store: &Store) -> u64 {
-    PIECE / store.k.element.bytes() as u64
-}
-
 /// Calls with every range of memory, after checking its layout.
-pub(super) fn ranges(append: &Append, f: &mut dyn FnMut(&'static str, u64, u64) -> Result<()>) -> Result<()> {
-    let mut range = |name, address, dims: &[Dim], row, element| {
-        let bytes = span(name, address, dims, row, element)?;
-        f(name, address, bytes)
-    };
+pub(super) fn ranges(append: &Append, f: &mut EachRange<'_>) -> Result<()> {
+    let mut range =
+        |name, address, dims: &[Dim], row, element| f(name, address, span(name, address, dims, row, element)?);
     let element = append.dtype.bytes() as u64;
-    let Store { k, v, head_dim_v, kv_heads, pages, page_tokens } = append.store;
+    let Store { head_dim_v, kv_heads, .. } = append.store;
     let (rows, batch) = (append.new_rows(), append.batch());
     if let Some(AppendQueries { from, to, heads, rows, .. }) = append.queries
         && heads > 0
@@ -324,41 +255,10 @@ pub(super) fn ranges(append: &Append, f: &mut dyn FnMut(&'static str, u64, u64) 
     for (name, at, dim) in [("k_new", append.k, append.head_dim), ("v_new", append.v, head_dim_v)] {
         range(name, at.address, &row_dims(append, append.rows, kv_heads, at.strides), dim, element)?;
     }
-    if pages > 0 && page_tokens > 0 {
-        if k.inner.is_some() && !append.head_dim.is_multiple_of(k_piece(&append.store)) {
-            let expected = format!("rows of {} elements are not made of whole pieces of 16 bytes", append.head_dim);
-            return Err(error("k", "inner stride", "given", expected, "keep rows of K contiguous"));
-        }
-        for (name, which, row, piece) in [("k", k, append.head_dim, k_piece(&append.store)), ("v", v, head_dim_v, 1)] {
-            let [page, token, head] = which.strides;
-            let (pieces, inner, last) = which.inner.map_or((1, 0, row), |inner| (row / piece, inner, piece));
-            let dims = [
-                (pages, page, "page stride"),
-                (page_tokens, token, "token stride"),
-                (kv_heads, head, "head stride"),
-                (pieces, inner, "inner stride"),
-            ];
-            range(name, which.address, &dims, last, which.element.bytes() as u64)?;
-        }
-        for (name, scales) in [("k_scale", k.scales), ("v_scale", v.scales)] {
-            match scales {
-                Scales::One => {}
-                Scales::PerHead { address, strides: [sequence, head] } => {
-                    let dims = [(batch, sequence, "sequence stride"), (kv_heads, head, "head stride")];
-                    range(name, address, &dims, 1, 4)?;
-                }
-                Scales::PerToken { address, strides: [page, head, token] } => {
-                    let dims = [
-                        (pages, page, "page stride"),
-                        (kv_heads, head, "head stride"),
-                        (page_tokens, token, "token stride"),
-                    ];
-                    range(name, address, &dims, 1, 4)?;
-                }
-            }
-        }
-    }
-    let mut ints = |name, ints: Ints, dims: &[Dim], count| range(name, ints.address, dims, count, ints.kind.bytes());
+    append.store.ranges(append.head_dim, batch, &mut *f)?;
+    let mut ints = |name, ints: Ints, dims: &[Dim], count| {
+        f(name, ints.address, span(name, ints.address, dims, count, ints.kind.bytes())?)
+    };
     if let RowCount::Packed { begin, .. } = append.rows {
         ints("new_begin", begin, &[], batch + 1)?;
     }
@@ -389,63 +289,33 @@ pub(super) fn ranges(append: &Append, f: &mut dyn FnMut(&'static str, u64, u64) 
     }
 }
 
-/// Bytes from the first element to the last one's end, of rows of so many contiguous elements.
-fn span(name: &'static str, address: u64, dims: &[Dim], row: u64, element: u64) -> Result<u64> {
-    if address == 0 {
-        return Err(error(name, "address", "null", "what is read or written has memory", "allocate it first"));
-    }
-    if !address.is_multiple_of(element) {
-        let expected = format!("elements of {element} bytes are read whole");
-        let remedy = "slice the tensor at a whole element";
-        return Err(error(name, "address", format!("{address:#x}"), expected, remedy));
-    }
-    let mut last = 0i128;
-    for &(n, stride, field) in dims.iter().filter(|(n, ..)| *n > 1) {
-        if stride < 0 {
-            return Err(error(name, field, stride, "strides are not negative", "make the tensor contiguous"));
-        }
-        last += i128::from(n - 1) * i128::from(stride);
-    }
-    // Kernels count elements in 64 bits with a sign.
-    let bytes = (last + i128::from(row)) * i128::from(element);
-    if bytes > i128::from(i64::MAX) || bytes + i128::from(address) > i128::from(u64::MAX) {
-        let found = format!("{:?}", dims.iter().map(|d| (d.0, d.1)).collect::<Vec<_>>());
-        let expected = "the tensor ends within 64-bit addresses";
-        return Err(error(name, "extent", found, expected, "check sizes and strides"));
-    }
-    Ok(bytes as u64)
-}
-
 /// 32-bit words of all lengths and first rows, which have one size.
 fn length_words(append: &Append) -> Result<i32> {
-    let begin = |rows: RowCount| match rows {
+    let begin = |name, rows: RowCount| match rows {
         RowCount::Each(_) => None,
-        RowCount::Packed { begin, .. } => Some(begin),
+        RowCount::Packed { begin, .. } => Some((name, begin)),
     };
-    let mut arrays = vec![("new_begin", begin(append.rows)), ("q_begin", append.queries.and_then(|q| begin(q.rows)))];
-    if let Some(Positions::From { first }) = append.rotary.map(|r| r.positions) {
-        arrays.push(("first_position", Some(first)));
-    }
-    if let Target::Lengths { index, keys, .. } = append.target {
-        arrays.push(match keys {
-            KeyLengths::OfIndex => ("lengths", None),
-            KeyLengths::Each { lengths, .. } => ("lengths", Some(lengths)),
-            KeyLengths::Cumulative { sums } => ("length_sums", Some(sums)),
-            KeyLengths::LastPage { tokens } => ("last_page", Some(tokens)),
-        });
-        if let Index::Csr { begin, .. } = index {
-            arrays.push(("pages_begin", Some(begin)));
-        }
-    }
-    let mut given = arrays.into_iter().filter_map(|(name, ints)| Some((name, ints?)));
-    let Some((first, of)) = given.next() else { return Ok(1) };
-    match given.find(|(_, ints)| ints.kind.bytes() != of.kind.bytes()) {
-        None => Ok(words(of)),
-        Some((name, ints)) => {
-            let expected = format!("{first} is {}, and all lengths and first rows have one size", of.kind.name());
-            Err(error(name, "dtype", ints.kind.name(), expected, "convert one of them"))
-        }
-    }
+    let first = match append.rotary.map(|r| r.positions) {
+        Some(Positions::From { first }) => Some(("first_position", first)),
+        _ => None,
+    };
+    let (keys, pages) = match append.target {
+        Target::Slots { .. } => (None, None),
+        Target::Lengths { index, keys, .. } => (
+            match keys {
+                KeyLengths::OfIndex => None,
+                KeyLengths::Each { lengths, .. } => Some(("lengths", lengths)),
+                KeyLengths::Cumulative { sums } => Some(("length_sums", sums)),
+                KeyLengths::LastPage { tokens } => Some(("last_page", tokens)),
+            },
+            match index {
+                Index::Csr { begin, .. } => Some(("pages_begin", begin)),
+                _ => None,
+            },
+        ),
+    };
+    let of_q = append.queries.and_then(|q| begin("q_begin", q.rows));
+    common_words([begin("new_begin", append.rows), of_q, first, keys, pages])
 }
 
 fn arguments(append: &Append, scales: &PairOfScales, target: TargetArgs) -> Result<AppendArgs> {
@@ -453,11 +323,8 @@ fn arguments(append: &Append, scales: &PairOfScales, target: TargetArgs) -> Resu
     let outer = |at: Rows, rows, heads| {
         row_dims(append, rows, heads, at.strides).map(|(n, stride, _)| if n > 1 { stride } else { 0 })
     };
-    let taken = |which: &StoreRows, inner| {
-        let n = [store.pages, store.page_tokens, store.kv_heads];
-        let [page, token, head] = std::array::from_fn(|i| if n[i] > 1 { which.strides[i] } else { 0 });
-        [page, token, head, which.inner.unwrap_or(inner)]
-    };
+    let [k_stride, v_stride] = store.taken_strides();
+    let (pages, page_tokens) = store.taken_pages();
     let counted = |rows: RowCount| match rows {
         RowCount::Each(rows) => (0, rows as i32),
         RowCount::Packed { begin, .. } => (begin.address, 0),
@@ -470,7 +337,7 @@ fn arguments(append: &Append, scales: &PairOfScales, target: TargetArgs) -> Resu
     let (k_positions, q_positions, first_position, position_words) = match rotary.map(|r| r.positions) {
         None | Some(Positions::OfPlaces) => (0, 0, 0, 1),
         Some(Positions::From { first }) => (0, 0, first.address, 1),
-        Some(Positions::Each { k, q }) => (k.address, q.unwrap_or(k.address), 0, words(k)),
+        Some(Positions::Each { k, q }) => (k.address, q.unwrap_or(k.address), 0, k.words()),
     };
     Ok(AppendArgs {
         k_new: append.k.address,
@@ -501,13 +368,12 @@ fn arguments(append: &Append, scales: &PairOfScales, target: TargetArgs) -> Resu
         v_new_stride: outer(append.v, append.rows, heads),
         q_stride: q.map_or([0; 3], |q| outer(q.from, q.rows, q.heads)),
         q_out_stride: q.map_or([0; 3], |q| outer(q.to, q.rows, q.heads)),
-        k_stride: taken(&store.k, k_piece(store) as i64),
-        v_stride: taken(&store.v, 1),
+        k_stride,
+        v_stride,
         k_scale_stride: scales.strides[0],
         v_scale_stride: scales.strides[1],
         table_stride: target.table_stride,
-        // A store without tokens has no page either: nothing is divided by 0, and every identifier is none.
-        pages: if store.page_tokens == 0 { 0 } else { store.pages as i64 },
+        pages,
         rotary_stride: rotary.filter(|r| r.rows > 1).map_or(0, |r| r.stride),
         batch: append.batch() as i32,
         heads: q.map_or(0, |q| q.heads as i32),
@@ -517,7 +383,7 @@ fn arguments(append: &Append, scales: &PairOfScales, target: TargetArgs) -> Resu
         q_rows: q.map_or(0, |q| append.rows_of(q.rows) as i32),
         q_len,
         kv_len: target.kv_len,
-        page_tokens: store.page_tokens.max(1) as i32,
+        page_tokens,
         rotary_rows: rotary.map_or(0, |r| r.rows as i32),
         rotary_dim: rotary.map_or(0, |r| r.dim as i32),
         rotary_interleaved: rotary.is_some_and(|r| r.interleaved).into(),

@@ -1,22 +1,16 @@
 //! What a ragged batch must be like, and the arguments that it comes down to.
 
+use super::layout::{Dim, EachRange, LONGEST, MOST, PIECE, common_words, number, span, unsupported};
 use super::{
-    Added, Bounds, Expected, Index, IntKind, Ints, KeyLengths, LogBase, QueryRows, RaggedBatch, RaggedCall, Scales,
-    Store, StoreRows, StoreType,
+    Added, Bounds, Expected, Index, Ints, KeyLengths, LogBase, QueryRows, RaggedBatch, RaggedCall, Scales, Store,
+    StoreRows,
 };
+use crate::Result;
 use crate::tensor::{TensorView, check_output_rows, error, windows};
-use crate::{Error, Result};
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::{
     DType, Error as CodegenError, HEAD_DIM_MAX, KvElement, KvKind, KvScales, KvStore, Mask, Problem, Shape,
 };
-
-/// What kernels read in one step, in bytes.
-const PIECE: u64 = 16;
-/// Rows and keys of a sequence: kernels count them in 32 bits and add a block to the last.
-const LONGEST: u64 = 1 << 30;
-/// Rows of a pack, pages, tokens of a page, entries: what kernels count in 32 bits with a sign.
-const MOST: u64 = i32::MAX as u64;
 
 pub(super) fn call(batch: &RaggedBatch, mask: Mask, scale: Option<f32>) -> Result<RaggedCall> {
     let problem = problem(batch, mask)?;
@@ -48,33 +42,10 @@ pub(super) fn call(batch: &RaggedBatch, mask: Mask, scale: Option<f32>) -> Resul
     Ok(RaggedCall { problem, shape, usual, args, aligned: is_aligned(batch) })
 }
 
-#[cold]
-fn unsupported<T>(field: &'static str, value: impl ToString, limit: impl Into<String>, remedy: &str) -> Result<T> {
-    Err(Error::Codegen(CodegenError::unsupported(field, value, limit, remedy)))
-}
-
-fn number(field: &'static str, n: u64, most: u64, remedy: &str) -> Result<u32> {
-    if n > most {
-        return unsupported(field, n, format!("it is at most {most}"), remedy);
-    }
-    Ok(n as u32)
-}
-
 fn problem(batch: &RaggedBatch, mask: Mask) -> Result<Problem> {
     let (queries, Store { k, v, head_dim_v, .. }) = (&batch.queries, &batch.store);
-    for (name, element) in [("k", k.element), ("v", v.element)] {
-        if let StoreType::Float(dtype) = element
-            && dtype != queries.dtype
-        {
-            let expected = format!("Q is {}", queries.dtype);
-            let remedy = "convert Q to the store's type, or quantise the store to e4m3, e5m2 or int8";
-            return Err(error(name, "dtype", dtype, expected, remedy));
-        }
-    }
-    if v.element != k.element {
-        let expected = format!("K is {}", k.element.name());
-        return Err(error("v", "dtype", v.element.name(), expected, "keep K and V in one type"));
-    }
+    let remedy = "convert Q to the store's type, or quantise the store to e4m3, e5m2 or int8";
+    batch.store.check_elements(queries.dtype, "Q is", remedy)?;
     if batch.output.dtype != queries.dtype {
         let expected = format!("Q is {}", queries.dtype);
         return Err(error("o", "dtype", batch.output.dtype, expected, "give an output of Q's type"));
@@ -94,13 +65,8 @@ fn problem(batch: &RaggedBatch, mask: Mask) -> Result<Problem> {
     });
     let [head_dim_qk, head_dim_v] = head_dims;
     let problem = Problem::forward_qk_v(queries.dtype, head_dim_qk?, head_dim_v?, mask.kind())?;
-    let store = KvStore { element, scales: KvScales::PerHead, v_columns: has_columns(v) };
+    let store = KvStore { element, scales: KvScales::PerHead, v_columns: v.has_columns() };
     Ok(problem.with_kv(KvKind::Ragged(store)))
-}
-
-/// Whether the tokens of V lie side by side.
-fn has_columns(v: &StoreRows) -> bool {
-    v.inner.is_some_and(|stride| stride != 1)
 }
 
 /// The bounds, and the sizes of a usual sequence.
@@ -146,25 +112,9 @@ struct Widths {
 impl Widths {
     fn of(batch: &RaggedBatch) -> Result<Self> {
         let lengths = lengths_of(batch);
-        let tables =
-            [table_of(&batch.index).map(|(k, _)| ("k_table", k)), slots_of(&batch.index).map(|s| ("slots", s))];
+        let tables = [batch.index.tables().map(|(k, _)| ("k_table", k)), batch.index.slots().map(|s| ("slots", s))];
         Ok(Self { lengths: common_words(lengths)?, tables: common_words(tables)? })
     }
-}
-
-fn common_words<const N: usize>(arrays: [Option<(&'static str, Ints)>; N]) -> Result<i32> {
-    let mut first: Option<(&str, IntKind)> = None;
-    for (name, ints) in arrays.into_iter().flatten() {
-        match first {
-            None => first = Some((name, ints.kind)),
-            Some((other, kind)) if kind.bytes() != ints.kind.bytes() => {
-                let expected = format!("{other} is {}, and all lengths and first rows have one size", kind.name());
-                return Err(error(name, "dtype", ints.kind.name(), expected, "convert one of them"));
-            }
-            Some(_) => {}
-        }
-    }
-    Ok(first.map_or(1, |(_, kind)| (kind.bytes() / 4) as i32))
 }
 
 /// Arrays of lengths and of first rows, by the names of the arguments.
@@ -191,60 +141,17 @@ fn lengths_of(batch: &RaggedBatch) -> [Option<(&'static str, Ints)>; 6] {
     [q_begin, used, of_index, keys, added, batch.left_pad.map(|pad| ("left_pad", pad))]
 }
 
-/// K's table and V's.
-fn table_of(index: &Index) -> Option<(Ints, Ints)> {
-    match *index {
-        Index::Table { k, v, .. } | Index::Csr { k, v, .. } => Some((k, Ints { address: v.unwrap_or(k.address), ..k })),
-        Index::Dense { .. } | Index::Packed { .. } => None,
-    }
-}
-
-fn slots_of(index: &Index) -> Option<Ints> {
-    match *index {
-        Index::Dense { slots } => slots,
-        _ => None,
-    }
-}
-
 /// What the index, the lengths and the bounds say of each other.
 fn check_index(batch: &RaggedBatch) -> Result<()> {
     let Store { pages, page_tokens, .. } = batch.store;
-    let Bounds { batch: sequences, max_kv, .. } = batch.bounds;
-    let too_long = |room: u128, what: &str, remedy| {
-        let limit = format!("{what} has room for {room} keys");
-        unsupported("max_kv", max_kv, limit, remedy)
-    };
-    match batch.index {
-        Index::Dense { slots } => {
-            if max_kv > page_tokens {
-                return too_long(page_tokens.into(), "a sequence of the cache", "name a bound that the cache can hold");
-            }
-            if slots.is_none() && max_kv > 0 && pages < sequences {
-                let limit = format!("there are {sequences} sequences, each with a page of its own");
-                return unsupported("pages", pages, limit, "give `slots`, which say the page of each sequence");
-            }
-        }
-        Index::Packed { .. } => {
-            if pages != 1 {
-                let limit = "packed keys are one page, whose tokens are those of all sequences";
-                return unsupported("pages", pages, limit, "give 1, and the length of the pack as page_tokens");
-            }
-        }
-        Index::Table { stride, capacity, .. } => {
-            if page_tokens > 0 && u128::from(capacity) * u128::from(page_tokens) < u128::from(max_kv) {
-                let room = u128::from(capacity) * u128::from(page_tokens);
-                return too_long(room, "a row of the table", "give a table with more entries, or a smaller bound");
-            }
-            if sequences > 1 && stride < 0 {
-                let remedy = "make the table contiguous";
-                return Err(error("k_table", "stride", stride, "strides are not negative", remedy));
-            }
-        }
-        Index::Csr { .. } => {}
+    if matches!(batch.index, Index::Packed { .. }) && pages != 1 {
+        let limit = "packed keys are one page, whose tokens are those of all sequences";
+        return unsupported("pages", pages, limit, "give 1, and the length of the pack as page_tokens");
     }
     if matches!(batch.index, Index::Table { .. } | Index::Csr { .. }) && page_tokens == 0 {
         return unsupported("page_tokens", 0, "a page has at least one token", "give the tokens of a page");
     }
+    batch.index.check_room(&batch.store, batch.bounds.batch, batch.bounds.max_kv)?;
     if matches!(batch.keys, KeyLengths::LastPage { .. }) && !matches!(batch.index, Index::Csr { .. }) {
         let limit = "tokens of the last page are lengths beside pages by CSR, whose number is known";
         return unsupported("last_page", "given", limit, "give the keys of each sequence");
@@ -269,11 +176,7 @@ impl PairOfScales {
         let kind = if per_token { KvScales::PerToken } else { KvScales::PerHead };
         let mut pair = Self { kind, address: [0; 2], strides: [[0; 3]; 2] };
         for (i, (name, scales)) in both.into_iter().enumerate() {
-            if scales != Scales::One && batch.store.k.element.element() == KvElement::Same {
-                let expected = format!("the elements of the store are {}", batch.store.k.element.name());
-                let remedy = "leave scales out: they belong to e4m3, e5m2 and int8";
-                return Err(error(name, "address", "given", expected, remedy));
-            }
+            batch.store.check_scale(name, scales)?;
             (pair.address[i], pair.strides[i]) = match scales {
                 Scales::One => (0, [0; 3]),
                 Scales::PerToken { address, strides } => (address, strides),
@@ -292,9 +195,6 @@ impl PairOfScales {
     }
 }
 
-/// A dimension: its length, its stride in elements, and what the stride is called.
-type Dim = (u64, i64, &'static str);
-
 /// The rows of Q, of O, or of what has a number for each row.
 fn row_dims(batch: &RaggedBatch, [of_batch, of_head, of_row]: [i64; 3]) -> [Dim; 3] {
     let (sequences, rows) = match batch.queries.rows {
@@ -309,29 +209,8 @@ fn rows_of(batch: &RaggedBatch, address: u64, strides: [i64; 3], elements: u64) 
     TensorView { address, dtype: batch.queries.dtype, shape: [b, h, r, elements], strides: [sb, sh, sr, 1] }
 }
 
-/// The dimensions of K or V but the last, which is contiguous, and the length of that.
-fn store_dims(store: &Store, which: &StoreRows, row: u64, piece: u64) -> ([Dim; 4], u64) {
-    let [page, token, head] = which.strides;
-    let (pieces, inner, last) = match which.inner {
-        Some(stride) => (row / piece, stride, piece),
-        None => (1, 0, row),
-    };
-    let dims = [
-        (store.pages, page, "page stride"),
-        (store.page_tokens, token, "token stride"),
-        (store.kv_heads, head, "head stride"),
-        (pieces, inner, "inner stride"),
-    ];
-    (dims, last)
-}
-
-/// Elements of K in 16 bytes.
-fn k_piece(store: &Store) -> u64 {
-    PIECE / store.k.element.bytes() as u64
-}
-
 /// Calls with every range of memory, after checking its layout.
-pub(super) fn ranges(batch: &RaggedBatch, f: &mut dyn FnMut(&'static str, u64, u64) -> Result<()>) -> Result<()> {
+pub(super) fn ranges(batch: &RaggedBatch, f: &mut EachRange<'_>) -> Result<()> {
     if batch.is_empty() {
         return Ok(());
     }
@@ -339,31 +218,13 @@ pub(super) fn ranges(batch: &RaggedBatch, f: &mut dyn FnMut(&'static str, u64, u
     let element = queries.dtype.bytes() as u64;
     let q = row_dims(batch, queries.strides);
     f("q", queries.address, span("q", queries.address, &q, queries.head_dim, element)?)?;
-    if store.pages > 0 && store.page_tokens > 0 && bounds.max_kv > 0 {
-        let head_dim = queries.head_dim;
-        if store.k.inner.is_some() && !head_dim.is_multiple_of(k_piece(store)) {
-            let expected = format!("rows of {head_dim} elements are not made of whole pieces of 16 bytes");
-            return Err(error("k", "inner stride", "given", expected, "keep rows of K contiguous"));
-        }
-        if has_columns(&store.v) && store.page_tokens > 1 && store.v.strides[1] != 1 {
+    if bounds.max_kv > 0 {
+        if store.v.has_columns() && store.page_tokens > 1 && store.v.strides[1] != 1 {
             let expected = "where columns of V have a stride, its tokens lie side by side (stride 1)";
-            return Err(error(
-                "v",
-                "token stride",
-                store.v.strides[1],
-                expected,
-                "transpose V, or make rows contiguous",
-            ));
+            let remedy = "transpose V, or make rows contiguous";
+            return Err(error("v", "token stride", store.v.strides[1], expected, remedy));
         }
-        for (name, which, row, piece) in
-            [("k", &store.k, head_dim, k_piece(store)), ("v", &store.v, store.head_dim_v, 1)]
-        {
-            let (dims, last) = store_dims(store, which, row, piece);
-            f(name, which.address, span(name, which.address, &dims, last, which.element.bytes() as u64)?)?;
-        }
-        for (name, scales) in [("k_scale", store.k.scales), ("v_scale", store.v.scales)] {
-            scale_range(batch, name, scales, f)?;
-        }
+        store.ranges(queries.head_dim, bounds.batch, f)?;
     }
     f("o", output.address, span("o", output.address, &row_dims(batch, output.strides), store.head_dim_v, element)?)?;
     if let Some(lse) = output.lse {
@@ -372,39 +233,14 @@ pub(super) fn ranges(batch: &RaggedBatch, f: &mut dyn FnMut(&'static str, u64, u
     int_ranges(batch, f)
 }
 
-fn scale_range(
-    batch: &RaggedBatch,
-    name: &'static str,
-    scales: Scales,
-    f: &mut dyn FnMut(&'static str, u64, u64) -> Result<()>,
-) -> Result<()> {
-    let store = &batch.store;
-    let (address, bytes) = match scales {
-        Scales::One => return Ok(()),
-        Scales::PerHead { address, strides: [sequence, head] } => {
-            let dims = [(batch.bounds.batch, sequence, "sequence stride"), (store.kv_heads, head, "head stride")];
-            (address, span(name, address, &dims, 1, 4)?)
-        }
-        Scales::PerToken { address, strides: [page, head, token] } => {
-            let dims = [
-                (store.pages, page, "page stride"),
-                (store.kv_heads, head, "head stride"),
-                (store.page_tokens, token, "token stride"),
-            ];
-            (address, span(name, address, &dims, 1, 4)?)
-        }
-    };
-    f(name, address, bytes)
-}
-
-fn int_ranges(batch: &RaggedBatch, f: &mut dyn FnMut(&'static str, u64, u64) -> Result<()>) -> Result<()> {
+fn int_ranges(batch: &RaggedBatch, f: &mut EachRange<'_>) -> Result<()> {
     let sequences = batch.bounds.batch;
     for (name, ints) in lengths_of(batch).into_iter().flatten() {
         let ends = matches!(name, "q_begin" | "kv_begin" | "pages_begin" | "kv_added_begin" | "kv_sums");
         let count = sequences + u64::from(ends);
         f(name, ints.address, span(name, ints.address, &[], count, ints.kind.bytes())?)?;
     }
-    if let Some(slots) = slots_of(&batch.index) {
+    if let Some(slots) = batch.index.slots() {
         f("slots", slots.address, span("slots", slots.address, &[], sequences, slots.kind.bytes())?)?;
     }
     // How many entries CSR has the device alone knows, and it may have none.
@@ -414,7 +250,7 @@ fn int_ranges(batch: &RaggedBatch, f: &mut dyn FnMut(&'static str, u64, u64) -> 
         _ => return Ok(()),
     };
     if batch.bounds.max_kv > 0
-        && let Some((k, v)) = table_of(&batch.index)
+        && let Some((k, v)) = batch.index.tables()
     {
         for (name, table) in [("k_table", k), ("v_table", v)] {
             let rows = [(sequences, stride, "stride")];
@@ -422,37 +258,6 @@ fn int_ranges(batch: &RaggedBatch, f: &mut dyn FnMut(&'static str, u64, u64) -> 
         }
     }
     Ok(())
-}
-
-/// Bytes from the first element to the last one's end, of rows of so many contiguous elements.
-fn span(name: &'static str, address: u64, dims: &[Dim], row: u64, element: u64) -> Result<u64> {
-    if address == 0 {
-        return Err(error(name, "address", "null", "what is read or written has memory", "allocate it first"));
-    }
-    if !address.is_multiple_of(element) {
-        let expected = format!("elements of {element} bytes are read whole");
-        let remedy = "slice the tensor at a whole element";
-        return Err(error(name, "address", format!("{address:#x}"), expected, remedy));
-    }
-    let mut last = 0i128;
-    for &(n, stride, field) in dims.iter().filter(|(n, ..)| *n > 1) {
-        if stride < 0 {
-            return Err(error(name, field, stride, "strides are not negative", "make the tensor contiguous"));
-        }
-        last += i128::from(n - 1) * i128::from(stride);
-    }
-    // Kernels count elements in 64 bits with a sign.
-    let bytes = (last + i128::from(row)) * i128::from(element);
-    if bytes > i128::from(i64::MAX) || bytes + i128::from(address) > i128::from(u64::MAX) {
-        let found = format!(
-            "{:?} by {:?}",
-            dims.iter().map(|d| d.0).collect::<Vec<_>>(),
-            dims.iter().map(|d| d.1).collect::<Vec<_>>()
-        );
-        let expected = "the tensor ends within 64-bit addresses";
-        return Err(error(name, "extent", found, expected, "check sizes and strides"));
-    }
-    Ok(bytes as u64)
 }
 
 /// Whether kernels may read and write whole pieces of 16 bytes.
@@ -466,9 +271,9 @@ fn is_aligned(batch: &RaggedBatch) -> bool {
         address.is_multiple_of(PIECE) && dims.iter().all(|&(n, stride, _)| n <= 1 || whole(stride))
     };
     let rows = |address, strides| on_grid(address, &row_dims(batch, strides), queries.dtype.bytes());
-    let (k_dims, k_last) = store_dims(store, &store.k, queries.head_dim, k_piece(store));
-    let (mut v_dims, mut v_last) = store_dims(store, &store.v, store.head_dim_v, 1);
-    if has_columns(&store.v) {
+    let (k_dims, k_last) = store.k_dims(queries.head_dim);
+    let (mut v_dims, mut v_last) = store.v_dims();
+    if store.v.has_columns() {
         // Pieces lie along the tokens.
         v_dims[1].1 = 0;
         v_last = PIECE;
@@ -486,12 +291,9 @@ fn arguments(batch: &RaggedBatch, shape: &Shape, widths: Widths, scales: &PairOf
     let RaggedBatch { queries, store, index, keys, output, .. } = batch;
     let address = |ints: Option<Ints>| ints.map_or(0, |ints| ints.address);
     let outer = |strides| row_dims(batch, strides).map(|(n, stride, _)| if n > 1 { stride } else { 0 });
-    let taken = |which: &StoreRows, inner| {
-        let n = [store.pages, store.page_tokens, store.kv_heads];
-        let [page, token, head] = std::array::from_fn(|i| if n[i] > 1 { which.strides[i] } else { 0 });
-        [page, token, head, which.inner.unwrap_or(inner)]
-    };
-    let table = table_of(index);
+    let [k_stride, v_stride] = store.taken_strides();
+    let (pages, page_tokens) = store.taken_pages();
+    let table = index.tables();
     let (kv_lengths, kv_added, kv_added_begin, last_page) = match *keys {
         KeyLengths::OfIndex => (0, 0, 0, 0),
         KeyLengths::Each { lengths, added } => match added {
@@ -520,7 +322,7 @@ fn arguments(batch: &RaggedBatch, shape: &Shape, widths: Widths, scales: &PairOf
         k_table: address(table.map(|(k, _)| k)),
         v_table: address(table.map(|(_, v)| v)),
         pages_begin,
-        slots: address(slots_of(index)),
+        slots: address(index.slots()),
         kv_begin,
         kv_lengths,
         last_page,
@@ -538,19 +340,18 @@ fn arguments(batch: &RaggedBatch, shape: &Shape, widths: Widths, scales: &PairOf
         q_stride: outer(queries.strides),
         o_stride: outer(output.strides),
         lse_stride: lse.map_or([0; 3], |lse| outer(lse.strides)),
-        k_stride: taken(&store.k, k_piece(store) as i64),
-        v_stride: taken(&store.v, 1),
+        k_stride,
+        v_stride,
         k_scale_stride: scales.strides[0],
         v_scale_stride: scales.strides[1],
         table_stride,
-        // A store without tokens has no page either: nothing is divided by 0, and every identifier is none.
-        pages: if store.page_tokens == 0 { 0 } else { store.pages as i64 },
+        pages,
         batch: shape.batch as i32,
         heads: shape.heads as i32,
         kv_heads: shape.kv_heads as i32,
         q_len: shape.q_len as i32,
         kv_len: shape.kv_len as i32,
-        page_tokens: store.page_tokens.max(1) as i32,
+        page_tokens,
         table_words: widths.tables,
         length_words: widths.lengths,
         kv_added,
