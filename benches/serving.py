@@ -2,9 +2,9 @@
 
     PYTHONPATH=bindings/python python3 benches/serving.py [--device cuda:0] [--calls 10000] [--cache DIR]
 
-A few problems are computed once, so that there are kernels; then the engine is sealed and answers calls of random sizes, most of
-which it never met. Printed are the host's times of a call and the counters. Processes that print equal digests run equal
-kernels: on several devices of a host, start one for each (`--device cuda:1`) on one cache.
+A few problems are computed once, so that there are kernels; then the engine is sealed and answers calls of random
+sizes, most of which it never met. Printed are the host's times of a call and the counters. Processes that print equal
+digests run equal kernels: on several devices of a host, start one for each (`--device cuda:1`) on one cache.
 
 Needs PyTorch, or NumPy for the cpu.
 """
@@ -60,7 +60,8 @@ def main():
         took, wrong = [], 0
         for n in range(a.calls):
             q_len = chance.choice([1, chance.randint(1, longest)])
-            seconds, out = call(chance.randrange(len(PROBLEMS)), chance.randint(1, 2), q_len, chance.randint(q_len, longest))
+            problem, batch, kv_len = chance.randrange(len(PROBLEMS)), chance.randint(1, 2), chance.randint(q_len, longest)
+            seconds, out = call(problem, batch, q_len, kv_len)
             took.append(seconds)
             if n % 64 == 0:
                 # The mean of halves is a half.

@@ -15,8 +15,8 @@ const ANY: Shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 0,
 impl Engine {
     /// Writes new rows of K and V into a store on the caller's stream, rotated and quantised as the call says, and
     /// returns at once (on the CPU when done). It is one launch, which allocates nothing, waits for nothing and can be
-    /// captured; the first call of a kind of store compiles. Gives back what runs; does nothing, and gives nothing back,
-    /// when there is no row.
+    /// captured; the first call of a kind of store compiles. Gives back what runs; does nothing, and gives nothing
+    /// back, when there is no row.
     ///
     /// # Safety
     /// Every address in `append` must be valid on the engine's device for the extent that sizes and strides describe,

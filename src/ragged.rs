@@ -47,9 +47,9 @@ impl Engine {
     ///
     /// # Safety
     /// Every address in `call` must be valid on the engine's device for what sizes, strides and bounds describe, and
-    /// stay so until the work is done; O and the log-sum-exp must not overlap anything else in the call. First rows must
-    /// not decrease, and their last must lie inside of Q and of packed K. Entries of tables up to a sequence's length
-    /// must be readable; their values may be anything. `stream` must be a stream of the device's context.
+    /// stay so until the work is done; O and the log-sum-exp must not overlap anything else in the call. First rows
+    /// must not decrease, and their last must lie inside of Q and of packed K. Entries of tables up to a sequence's
+    /// length must be readable; their values may be anything. `stream` must be a stream of the device's context.
     ///
     /// # Errors
     /// As [`Engine::forward`], and what [`ragged_call`] refuses. Nothing has been launched then.
@@ -95,7 +95,8 @@ impl Engine {
         let Some(dispatch) = self.dispatch_ragged(resolved, haste)? else { return Ok(None) };
         let Dispatch { plan, shape } = &dispatch;
         plan.count_call();
-        tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
+        let kernel = plan.kernel();
+        tracing::debug!(problem = %kernel.problem, %shape, schedule = %kernel.schedule, status = %plan.status(), "dispatch");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, sizes and strides were
         // checked, and what a score program reads lives until the launch returns.
         unsafe { self.device().launch_shape(plan.module(), shape, &resolved.args, stream)? };

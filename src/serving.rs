@@ -8,8 +8,8 @@ use std::path::Path;
 
 impl Engine {
     /// Makes the plans of these problems and sizes and loads their kernels, so that calls of their classes need no file
-    /// and no compiler. What nothing stored serves is compiled or tuned, by policy. Gives those that cannot be had, with
-    /// the reason.
+    /// and no compiler. What nothing stored serves is compiled or tuned, by policy. Gives those that cannot be had,
+    /// with the reason.
     pub fn preload(&self, entries: &[ManifestEntry]) -> Vec<(ManifestEntry, crate::Error)> {
         let missing = |e: &ManifestEntry| self.plan(&e.problem, &e.shape).err().map(|error| (*e, error));
         entries.iter().filter_map(missing).collect()
@@ -17,8 +17,8 @@ impl Engine {
 
     /// Closes the set of kernels: loads those of all records that may be used here, and from then on runs no compiler,
     /// tunes nothing and reads no file. Calls of known classes take no lock and allocate nothing; the others are
-    /// answered as `on_miss` says. Calls with weights, with unaligned rows or with odd strides are served if such a call
-    /// was made or prepared ([`Engine::prepare`]) before.
+    /// answered as `on_miss` says. Calls with weights, with unaligned rows or with odd strides are served if such a
+    /// call was made or prepared ([`Engine::prepare`]) before.
     ///
     /// Processes with equal [`Seal::digest`] run the same kernels: ranks compare it before they start, without which
     /// their results may differ in the last bits. Sealing again gives the same answer and changes nothing.

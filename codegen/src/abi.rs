@@ -17,9 +17,9 @@ use crate::{Language, Op, Problem};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`] and of the entry points. Any change to one of them needs a
-/// new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before are then given what
-/// they were compiled for.
+/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`] and of the entry points. Any change to one of them needs
+/// a new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before are then given
+/// what they were compiled for.
 ///
 /// The same holds for what else host and kernel agree in by numbers that are rendered, and that no template's hash
 /// shows: [`TILE_QUEUES`], and how block lists and key ranges lie in memory.
@@ -103,17 +103,19 @@ arguments! {
         pub slots: u64 as "const int32_t*",
         /// First row of each sequence in a pack of keys, and the end of the last one's, `[batch + 1]`, or 0.
         pub kv_begin: u64 as "const int32_t*",
-        /// Keys of each sequence, `[batch]`, padding before them included; or 0: those of `kv_begin`, of `last_page`, or
-        /// `kv_len`.
+        /// Keys of each sequence, `[batch]`, padding before them included; or 0: those of `kv_begin`, of `last_page`,
+        /// or `kv_len`.
         pub kv_lengths: u64 as "const int32_t*",
         /// Tokens of the last page of each sequence, `[batch]`, for tables with `pages_begin`; or 0.
         pub last_page: u64 as "const int32_t*",
-        /// Tokens before a sequence's first key, `[batch]`, or 0: they are not read, and count in no length of the mask.
+        /// Tokens before a sequence's first key, `[batch]`, or 0: they are not read, and count in no length of the
+        /// mask.
         pub left_pad: u64 as "const int32_t*",
         /// Rows that each sequence gained behind `kv_lengths`, or has where those are 0, as the differences of
         /// `[batch + 1]`; or 0.
         pub kv_added_begin: u64 as "const int32_t*",
-        /// First row of each sequence in Q, and the end of the last one's, `[batch + 1]`; or 0: rows by `q_stride`'s batch.
+        /// First row of each sequence in Q, and the end of the last one's, `[batch + 1]`; or 0: rows by `q_stride`'s
+        /// batch.
         pub q_begin: u64 as "const int32_t*",
         /// Rows of each sequence in Q that are used, `[batch]`, or 0: all. Those behind are not written.
         pub q_lengths: u64 as "const int32_t*",
@@ -373,8 +375,8 @@ mod tests {
     #[test]
     fn a_declaration_has_every_member_where_rust_has_it() {
         let c = declaration::<Small>(Language::C);
-        let body = "/* Of Tiling. */\ntypedef struct {\n    /* Where it lies. */\n    const float* at;\n    /* Two numbers, ... or none. */\n    \
-                    int32_t numbers[2];\n    /* A pair. */\n    uint64_t first, second;\n} Little;\n";
+        let body = "/* Of Tiling. */\ntypedef struct {\n    /* Where it lies. */\n    const float* at;\n    \
+                    /* Two numbers, ... or none. */\n    int32_t numbers[2];\n    /* A pair. */\n    uint64_t first, second;\n} Little;\n";
         assert!(c.starts_with(body), "{c}");
         let cuda = declaration::<Small>(Language::Cuda);
         for line in ["// Of Tiling.\nstruct Little {\n", "    int numbers[2];\n", "    u64 first, second;\n};\n"] {

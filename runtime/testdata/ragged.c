@@ -1,5 +1,5 @@
-/* Plain f32 attention of a ragged batch for head dim 16, one tile per row of the bounds: a kernel that is easy to see to
-   be right, for the tests of the check. The declaration of its arguments is put before it. */
+/* Plain f32 attention of a ragged batch for head dim 16, one tile per row of the bounds: a kernel that is easy to see
+   to be right, for the tests of the check. The declaration of its arguments is put before it. */
 #include <math.h>
 
 #define LEFT ((int64_t)a->window_left)

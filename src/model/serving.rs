@@ -236,7 +236,8 @@ impl Planner<'_> {
         Need { layers, attention: "decoding on the latent cache".into(), problem, cases: Vec::new(), gaps }
     }
 
-    /// The score program of layers of this kind: the texts that hosts pass by the built-ins' names, and a chunk's length.
+    /// The score program of layers of this kind: the texts that hosts pass by the built-ins' names, and a chunk's
+    /// length.
     fn program(&self, kind: &LayerKind) -> Result<Option<ProgramRef>, ProgramError> {
         let text = |name: &str| builtin(name).expect("a built-in").text.to_owned();
         let mut texts = Vec::new();

@@ -115,7 +115,8 @@ static Place place_of(const AppendArgs *args, const int32_t *table, int64_t inde
     return page >= 0 && page < args->pages ? (Place){page, place % tokens} : nowhere;
 }
 
-static int64_t position_of(const AppendArgs *args, const int32_t *positions, int64_t index, Member member, int32_t advance) {
+static int64_t position_of(const AppendArgs *args, const int32_t *positions, int64_t index, Member member,
+                           int32_t advance) {
     if (positions) return read_int(positions, index, args->position_words);
     if (member.sequence < 0) return -1;
     int64_t first = args->first_position ? read_int(args->first_position, member.sequence, args->length_words)

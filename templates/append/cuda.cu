@@ -156,16 +156,19 @@ __device__ __forceinline__ Place place_of(const AppendArgs& args, const int* tab
 }
 
 // Where a row of Q or K is rotated to.
-__device__ __forceinline__ i64 position_of(const AppendArgs& args, const int* positions, int index, Member member, int advance) {
+__device__ __forceinline__ i64 position_of(const AppendArgs& args, const int* positions, int index, Member member,
+                                           int advance) {
     if (positions != nullptr) return read_int(positions, index, args.position_words);
     if (member.sequence < 0) return -1;
     const int b = member.sequence;
-    const i64 first = args.first_position != nullptr ? read_int(args.first_position, b, args.length_words) : length_before(args, b);
+    const i64 first =
+        args.first_position != nullptr ? read_int(args.first_position, b, args.length_words) : length_before(args, b);
     return first + i64(member.row) * advance;
 }
 
 // The cosines or sines of kCount neighbouring pairs.
-template <int kCount> __device__ __forceinline__ void load_angles(const AppendArgs& args, const void* table, i64 at, float (&x)[kCount]) {
+template <int kCount>
+__device__ __forceinline__ void load_angles(const AppendArgs& args, const void* table, i64 at, float (&x)[kCount]) {
     if (args.rotary_f32) {
         const Elements<float, kCount> values = load<float, kCount>((const float*)table + at);
 #pragma unroll
@@ -182,7 +185,8 @@ __device__ __forceinline__ float angle(const AppendArgs& args, const void* table
 
 // The unit from `column` on of a row that begins at `from`, rotated by a position. A position that the tables have not
 // gives NaN: a row without a rotation must not pass for one with another.
-__device__ __forceinline__ void rotate(const AppendArgs& args, const Element* from, int column, i64 position, float (&x)[kUnit]) {
+__device__ __forceinline__ void rotate(const AppendArgs& args, const Element* from, int column, i64 position,
+                                       float (&x)[kUnit]) {
     const int half = args.rotary_dim / 2;
     if (position < 0 || position >= args.rotary_rows) {
 #pragma unroll
@@ -206,7 +210,8 @@ __device__ __forceinline__ void rotate(const AppendArgs& args, const Element* fr
 #pragma unroll
         for (int i = 0; i < kUnit / 2; i++) {
             if (column + 2 * i >= args.rotary_dim) continue;
-            const float cosine = angle(args, args.cos, row + column / 2 + i), sine = angle(args, args.sin, row + column / 2 + i);
+            const float cosine = angle(args, args.cos, row + column / 2 + i);
+            const float sine = angle(args, args.sin, row + column / 2 + i);
             const float a = x[2 * i], b = x[2 * i + 1];
             x[2 * i] = fmaf(a, cosine, -(b * sine));
             x[2 * i + 1] = fmaf(b, cosine, a * sine);
@@ -255,7 +260,9 @@ __device__ __forceinline__ float scale_of_row(u32 largest, const float (&x)[kUni
 }
 
 // The elements of a store that a unit becomes: its own, or x by its scale.
-template <typename E> __device__ __forceinline__ Elements<E, kUnit> stored(const Elements<Element, kUnit>& raw, const float (&x)[kUnit], float scale) {
+template <typename E>
+__device__ __forceinline__ Elements<E, kUnit> stored(const Elements<Element, kUnit>& raw, const float (&x)[kUnit],
+                                                     float scale) {
     if constexpr (kScaled) {
         Elements<E, kUnit> out;
 #pragma unroll
@@ -287,7 +294,8 @@ __device__ __forceinline__ Row row_of(const AppendArgs& args, u32 index, u32 kv_
         if (m.sequence < 0) return r;
         const i64 batch = packed ? 0 : m.sequence, row = packed ? nth : m.row;
         r.from = (const Element*)args.q + batch * args.q_stride[0] + head * args.q_stride[1] + row * args.q_stride[2];
-        r.q_out = (Element*)args.q_out + batch * args.q_out_stride[0] + head * args.q_out_stride[1] + row * args.q_out_stride[2];
+        r.q_out = (Element*)args.q_out + batch * args.q_out_stride[0] + head * args.q_out_stride[1] +
+                  row * args.q_out_stride[2];
         r.columns = kHeadDimQK, r.rotates = args.cos != nullptr;
         if (r.rotates) r.position = position_of(args, args.q_positions, nth, m, args.q_advance);
         return r;
@@ -303,7 +311,9 @@ __device__ __forceinline__ Row row_of(const AppendArgs& args, u32 index, u32 kv_
     if (place.page < 0) return r;
     const i64 batch = packed ? 0 : m.sequence, row = packed ? nth : m.row;
     const auto at = [&](const i64(&stride)[3]) { return batch * stride[0] + head * stride[1] + row * stride[2]; };
-    const auto to = [&](const i64(&stride)[4]) { return place.page * stride[0] + place.token * stride[1] + head * stride[2]; };
+    const auto to = [&](const i64(&stride)[4]) {
+        return place.page * stride[0] + place.token * stride[1] + head * stride[2];
+    };
     const auto scale = [&](float* scales, const i64(&stride)[3]) -> float* {
         if (!kScaled || scales == nullptr) return nullptr;
         if (kScalePerToken) return scales + place.page * stride[0] + head * stride[1] + place.token * stride[2];

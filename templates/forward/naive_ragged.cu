@@ -62,7 +62,8 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // The scale of a token's elements: its own, or that of a head of a sequence.
-__device__ __forceinline__ float scale_of(const float* scales, const i64 (&stride)[3], int b, int head, int page, int token) {
+__device__ __forceinline__ float scale_of(const float* scales, const i64 (&stride)[3], int b, int head, int page,
+                                          int token) {
     if (!kScaled || scales == nullptr) return 1.0f;
     const float* const of_head = scales + head * stride[1];
     return of_head[kScalePerToken ? page * stride[0] + token * stride[2] : b * stride[0]];
@@ -137,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
             const KeyAt at = keys[t];
             float value = 0.0f;
             if (at.k >= 0) {
-                value = to_float(((const KvElement*)args.k)[at.k + column / kChunk * args.k_stride[3] + column % kChunk]);
+                value = to_float(
+                    ((const KvElement*)args.k)[at.k + column / kChunk * args.k_stride[3] + column % kChunk]);
             }
             kv_tile[t * kPitchKV + column] = kScaled && at.k >= 0 ? value * at.k_scale : value;
         }
@@ -255,7 +257,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
 #pragma unroll
             for (int j = 0; j < kOutColumns; j++) {
                 const int column = x + kAcross * j;
-                if (column < kHeadDimV) out[row * args.o_stride[2] + column] = from_float<Element>(empty ? 0.0f : o[i][j] / l[i]);
+                if (column < kHeadDimV) {
+                    out[row * args.o_stride[2] + column] = from_float<Element>(empty ? 0.0f : o[i][j] / l[i]);
+                }
             }
             if (args.lse != nullptr && x == 0) {
                 lse[row * args.lse_stride[2]] = empty ? args.lse_empty : (m[i] + logf(l[i])) * args.lse_unit;

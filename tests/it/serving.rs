@@ -1,4 +1,5 @@
-//! A sealed engine: nothing compiles, hits cost next to nothing, misses are answered as was said, and all of it counted.
+//! A sealed engine: nothing compiles, hits cost next to nothing, misses are answered as was said, and all of it
+//! counted.
 
 use crate::common::counted::{ALLOCATIONS, counted, engine, small};
 use crate::common::{Place, json};
@@ -151,7 +152,8 @@ fn a_sealed_hit_allocates_nothing_and_is_quick() {
             std::hint::black_box(engine.prepare(call).unwrap());
         }
         assert_eq!(ALLOCATIONS.with(Cell::get), before, "a sealed hit allocates");
-        // The threads of the cpu share a queue, which takes memory for every 63rd job, whosever it is: not for each of three.
+        // The threads of the cpu share a queue, which takes memory for every 63rd job, whosever it is: not for each of
+        // three.
         let launch = |_| {
             let before = ALLOCATIONS.with(Cell::get);
             // SAFETY: the tensors are live memory of these sizes.

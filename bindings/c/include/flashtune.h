@@ -18,13 +18,15 @@
 // of a struct do not change it (see `struct_size`).
 #define FLASHTUNE_ABI_VERSION 1
 
-// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_append_args`, and not `i` and `i + rotary_dim / 2`.
+// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_append_args`, and not `i` and
+// `i + rotary_dim / 2`.
 #define FLASHTUNE_APPEND_INTERLEAVED 1
 
 // All rows of Q of a sequence are rotated to its first position, as flash-attention does without a causal mask.
 #define FLASHTUNE_APPEND_Q_ONE_POSITION 2
 
-// `lengths` of `flashtune_append_args` are those after the call. `length_sums`, `last_page` and whole pages always are.
+// `lengths` of `flashtune_append_args` are those after the call. `length_sums`, `last_page` and whole pages always
+// are.
 #define FLASHTUNE_APPEND_LENGTHS_AFTER 4
 
 // Scales of tokens are found from the rows and written, and not read.
@@ -332,12 +334,13 @@ typedef int32_t flashtune_index;
 // An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
 typedef uint64_t flashtune_engine;
 
-// New rows of K and V into a store that is indexed on the device, rotated and quantised on the way. Fill it with zeros, set
-// `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and slots, lengths and
-// tables are read when the call runs. No two new rows may go to one place.
+// New rows of K and V into a store that is indexed on the device, rotated and quantised on the way. Fill it with
+// zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and
+// slots, lengths and tables are read when the call runs. No two new rows may go to one place.
 //
-// A row goes to its slot in `slot_mapping`; or, without one, behind the tokens that its sequence has: new row `i` to token
-// `length + i` of the pages that the index names. Rows with a negative slot, behind `max_kv`, and in no page are left out.
+// A row goes to its slot in `slot_mapping`; or, without one, behind the tokens that its sequence has: new row `i` to
+// token `length + i` of the pages that the index names. Rows with a negative slot, behind `max_kv`, and in no page
+// are left out.
 typedef struct flashtune_append_args {
   // sizeof(flashtune_append_args).
   uint32_t struct_size;
@@ -354,8 +357,8 @@ typedef struct flashtune_append_args {
   int64_t v_new_stride[3];
   // Elements of the new rows and of Q: a `flashtune_dtype`.
   int32_t dtype;
-  // Elements of the store: 0 those of the new rows, 1 f16, 2 bf16, 3 f32, 4 e4m3, 5 e5m2, 6 int8. Beyond the largest finite
-  // value elements become that value; NaN stays NaN, and is 0 in int8.
+  // Elements of the store: 0 those of the new rows, 1 f16, 2 bf16, 3 f32, 4 e4m3, 5 e5m2, 6 int8. Beyond the
+  // largest finite value elements become that value; NaN stays NaN, and is 0 in int8.
   int32_t kv_type;
   // Sequences; of no meaning with `slot_mapping`.
   int64_t batch;
@@ -381,7 +384,8 @@ typedef struct flashtune_append_args {
   int64_t pages;
   // Tokens of a page; the room of a sequence in a cache without a table.
   int64_t page_tokens;
-  // What elements of K are multiplied by when they are read, fp32, for quantised stores. Under 0 every number is stored as 0.
+  // What elements of K are multiplied by when they are read, fp32, for quantised stores. Under 0 every number is
+  // stored as 0.
   float *k_scale;
   // The same for V.
   float *v_scale;
@@ -389,8 +393,8 @@ typedef struct flashtune_append_args {
   int64_t k_scale_stride[3];
   // The same for V's.
   int64_t v_scale_stride[3];
-  // Which elements share a scale: 0 all have the scale 1, 1 those of a head of a sequence (strides of 0 for more), 2 those
-  // of a head of a token.
+  // Which elements share a scale: 0 all have the scale 1, 1 those of a head of a sequence (strides of 0 for more),
+  // 2 those of a head of a token.
   int32_t k_scales;
   // The same for V.
   int32_t v_scales;
@@ -398,8 +402,8 @@ typedef struct flashtune_append_args {
   const void *slot_mapping;
   // Integers of `slot_mapping`: 0 i32, 1 u32, 2 i64.
   int32_t slot_type;
-  // Where the tokens of a sequence lie, unless slots say it: 1 a sequence is a page, that of its own number or of `slots`, 3
-  // by rows of `k_table`, 4 by `pages_begin` and `k_table` (CSR).
+  // Where the tokens of a sequence lie, unless slots say it: 1 a sequence is a page, that of its own number or of
+  // `slots`, 3 by rows of `k_table`, 4 by `pages_begin` and `k_table` (CSR).
   int32_t index;
   // Identifiers of K's pages, [batch, table_capacity], or one sequence after the other (CSR).
   const void *k_table;
@@ -421,13 +425,13 @@ typedef struct flashtune_append_args {
   const void *lengths;
   // Tokens after the call as differences of [batch + 1], in place of `lengths`.
   const void *length_sums;
-  // Tokens of the last page of each sequence after the call, [batch], in place of `lengths` for CSR; without any of the three,
-  // pages are full.
+  // Tokens of the last page of each sequence after the call, [batch], in place of `lengths` for CSR; without any of
+  // the three, pages are full.
   const void *last_page;
   // Tokens that a sequence has at most after the call; of no meaning with `slot_mapping`.
   int64_t max_kv;
-  // Q, to be rotated in the same pass: [batch, q_rows, heads, head_dim_qk] in any order, or packed as the new rows; NULL for
-  // none.
+  // Q, to be rotated in the same pass: [batch, q_rows, heads, head_dim_qk] in any order, or packed as the new rows;
+  // NULL for none.
   const void *q;
   // Where it goes; may be `q` with the same strides.
   void *q_out;
@@ -741,28 +745,25 @@ uint32_t flashtune_abi_version(void);
 // Version of the library, e.g. "0.1.0".
 const char *flashtune_version(void);
 
-// Writes new rows of K and V into a store on `stream` and returns at once (on the CPU when done): one launch, which allocates
-// nothing, waits for nothing, and may be captured in a CUDA graph and replayed with other slots, lengths and tables. The first call
-// of a kind of store compiles. Does nothing without rows.
+// Writes new rows of K and V into a store on `stream` and returns at once (on the CPU when done): one launch, which
+// allocates nothing, waits for nothing, and may be captured in a CUDA graph and replayed with other slots, lengths
+// and tables. The first call of a kind of store compiles. Does nothing without rows.
 //
 // `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
 //
 // Addresses are checked as in `flashtune_forward`, of CSR's entries the first. Fails as it does.
 //
 // # Safety
-// `args` is NULL or valid, its addresses are as said above, and `stream` is a live one of the engine's context. First rows do
-// not decrease and stay inside of what they count.
-flashtune_status flashtune_append(flashtune_engine engine,
-                                  const struct flashtune_append_args *args,
-                                  void *stream);
+// `args` is NULL or valid, its addresses are as said above, and `stream` is a live one of the engine's context. First
+// rows do not decrease and stay inside of what they count.
+flashtune_status flashtune_append(flashtune_engine engine, const struct flashtune_append_args *args, void *stream);
 
-// All of `flashtune_append` but the launch: compiles the kernel if need be and loads it, so that a call on the same kind of
-// store is a launch and no more. Reads and writes nothing that the arguments point to.
+// All of `flashtune_append` but the launch: compiles the kernel if need be and loads it, so that a call on the same
+// kind of store is a launch and no more. Reads and writes nothing that the arguments point to.
 //
 // # Safety
 // As `flashtune_append`.
-flashtune_status flashtune_prepare_append(flashtune_engine engine,
-                                          const struct flashtune_append_args *args);
+flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct flashtune_append_args *args);
 
 // Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
 // have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,
@@ -856,23 +857,22 @@ flashtune_status flashtune_forward(flashtune_engine engine,
 // As `flashtune_forward`.
 flashtune_status flashtune_prepare(flashtune_engine engine, const struct flashtune_forward_args *args);
 
-// Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes may
-// compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a CUDA graph,
-// which may be replayed with other lengths, tables and scales. Every row of every sequence is written: those that attend to
-// nothing as zeros. Does nothing when O has no row.
+// Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes
+// may compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a
+// CUDA graph, which may be replayed with other lengths, tables and scales. Every row of every sequence is written:
+// those that attend to nothing as zeros. Does nothing when O has no row.
 //
 // `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
 //
 // Addresses are checked as in `flashtune_forward`, of lengths and tables the beginning.
 //
-// Fails as `flashtune_forward`; with UNSUPPORTED for head dims above 256, trees, and bounds that kernels do not count to.
+// Fails as `flashtune_forward`; with UNSUPPORTED for head dims above 256, trees, and bounds that kernels do not count
+// to.
 //
 // # Safety
-// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and `stream` is a live one of
-// the engine's context. First rows do not decrease and stay inside of what they count.
-flashtune_status flashtune_forward_ragged(flashtune_engine engine,
-                                          const struct flashtune_ragged *args,
-                                          void *stream);
+// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and `stream` is a live
+// one of the engine's context. First rows do not decrease and stay inside of what they count.
+flashtune_status flashtune_forward_ragged(flashtune_engine engine, const struct flashtune_ragged *args, void *stream);
 
 // All of `flashtune_forward_ragged` but the launch: finds or compiles the kernel and loads it, so that a call with the
 // same bounds, strides and hint is a launch and no more. Reads and writes no tensor; the addresses matter for their
@@ -891,8 +891,8 @@ flashtune_status flashtune_prepare_ragged(flashtune_engine engine, const struct 
 // `manifest` is NULL or a string that ends with a zero byte.
 flashtune_status flashtune_preload(flashtune_engine engine, const char *manifest);
 
-// Closes the engine's set of kernels: loads those of all records that may be used here; from then on nothing is compiled
-// or tuned and no file is read. Sealing again changes nothing and gives the same digest.
+// Closes the engine's set of kernels: loads those of all records that may be used here; from then on nothing is
+// compiled or tuned and no file is read. Sealing again changes nothing and gives the same digest.
 //
 // `on_miss`: a `flashtune_on_miss`, for calls of sizes that no kernel was sealed in for. `digest`: receives 64
 // hexadecimal digits and a zero byte (65 bytes) unless NULL; processes with equal digests run the same kernels.
@@ -901,14 +901,12 @@ flashtune_status flashtune_preload(flashtune_engine engine, const char *manifest
 //
 // # Safety
 // `digest` is NULL or writable for 65 bytes.
-flashtune_status flashtune_seal(flashtune_engine engine,
-                                int32_t on_miss,
-                                char *digest);
+flashtune_status flashtune_seal(flashtune_engine engine, int32_t on_miss, char *digest);
 
 // What the engine counted: calls by what they ran on, refusals, compilations, verification failures.
 //
-// `format`: FLASHTUNE_FORMAT_TEXT for what Prometheus scrapes, FLASHTUNE_FORMAT_JSON for one object. The other arguments
-// and the failures are those of `flashtune_explain`.
+// `format`: FLASHTUNE_FORMAT_TEXT for what Prometheus scrapes, FLASHTUNE_FORMAT_JSON for one object. The other
+// arguments and the failures are those of `flashtune_explain`.
 //
 // # Safety
 // As `flashtune_explain`.

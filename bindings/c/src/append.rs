@@ -12,24 +12,27 @@ use engine::append::{
 };
 use std::ffi::c_void;
 
-/// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_append_args`, and not `i` and `i + rotary_dim / 2`.
+/// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_append_args`, and not `i` and
+/// `i + rotary_dim / 2`.
 pub const APPEND_INTERLEAVED: u32 = 1;
 
 /// All rows of Q of a sequence are rotated to its first position, as flash-attention does without a causal mask.
 pub const APPEND_Q_ONE_POSITION: u32 = 2;
 
-/// `lengths` of `flashtune_append_args` are those after the call. `length_sums`, `last_page` and whole pages always are.
+/// `lengths` of `flashtune_append_args` are those after the call. `length_sums`, `last_page` and whole pages always
+/// are.
 pub const APPEND_LENGTHS_AFTER: u32 = 4;
 
 /// Scales of tokens are found from the rows and written, and not read.
 pub const APPEND_FINDS_SCALES: u32 = 8;
 
-/// New rows of K and V into a store that is indexed on the device, rotated and quantised on the way. Fill it with zeros, set
-/// `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and slots, lengths and
-/// tables are read when the call runs. No two new rows may go to one place.
+/// New rows of K and V into a store that is indexed on the device, rotated and quantised on the way. Fill it with
+/// zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and
+/// slots, lengths and tables are read when the call runs. No two new rows may go to one place.
 ///
-/// A row goes to its slot in `slot_mapping`; or, without one, behind the tokens that its sequence has: new row `i` to token
-/// `length + i` of the pages that the index names. Rows with a negative slot, behind `max_kv`, and in no page are left out.
+/// A row goes to its slot in `slot_mapping`; or, without one, behind the tokens that its sequence has: new row `i` to
+/// token `length + i` of the pages that the index names. Rows with a negative slot, behind `max_kv`, and in no page
+/// are left out.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct AppendArgs {
@@ -48,8 +51,8 @@ pub struct AppendArgs {
     pub v_new_stride: [i64; 3],
     /// Elements of the new rows and of Q: a `flashtune_dtype`.
     pub dtype: i32,
-    /// Elements of the store: 0 those of the new rows, 1 f16, 2 bf16, 3 f32, 4 e4m3, 5 e5m2, 6 int8. Beyond the largest finite
-    /// value elements become that value; NaN stays NaN, and is 0 in int8.
+    /// Elements of the store: 0 those of the new rows, 1 f16, 2 bf16, 3 f32, 4 e4m3, 5 e5m2, 6 int8. Beyond the
+    /// largest finite value elements become that value; NaN stays NaN, and is 0 in int8.
     pub kv_type: i32,
     /// Sequences; of no meaning with `slot_mapping`.
     pub batch: i64,
@@ -75,7 +78,8 @@ pub struct AppendArgs {
     pub pages: i64,
     /// Tokens of a page; the room of a sequence in a cache without a table.
     pub page_tokens: i64,
-    /// What elements of K are multiplied by when they are read, fp32, for quantised stores. Under 0 every number is stored as 0.
+    /// What elements of K are multiplied by when they are read, fp32, for quantised stores. Under 0 every number is
+    /// stored as 0.
     pub k_scale: *mut f32,
     /// The same for V.
     pub v_scale: *mut f32,
@@ -83,8 +87,8 @@ pub struct AppendArgs {
     pub k_scale_stride: [i64; 3],
     /// The same for V's.
     pub v_scale_stride: [i64; 3],
-    /// Which elements share a scale: 0 all have the scale 1, 1 those of a head of a sequence (strides of 0 for more), 2 those
-    /// of a head of a token.
+    /// Which elements share a scale: 0 all have the scale 1, 1 those of a head of a sequence (strides of 0 for more),
+    /// 2 those of a head of a token.
     pub k_scales: i32,
     /// The same for V.
     pub v_scales: i32,
@@ -92,8 +96,8 @@ pub struct AppendArgs {
     pub slot_mapping: *const c_void,
     /// Integers of `slot_mapping`: 0 i32, 1 u32, 2 i64.
     pub slot_type: i32,
-    /// Where the tokens of a sequence lie, unless slots say it: 1 a sequence is a page, that of its own number or of `slots`, 3
-    /// by rows of `k_table`, 4 by `pages_begin` and `k_table` (CSR).
+    /// Where the tokens of a sequence lie, unless slots say it: 1 a sequence is a page, that of its own number or of
+    /// `slots`, 3 by rows of `k_table`, 4 by `pages_begin` and `k_table` (CSR).
     pub index: i32,
     /// Identifiers of K's pages, [batch, table_capacity], or one sequence after the other (CSR).
     pub k_table: *const c_void,
@@ -115,13 +119,13 @@ pub struct AppendArgs {
     pub lengths: *const c_void,
     /// Tokens after the call as differences of [batch + 1], in place of `lengths`.
     pub length_sums: *const c_void,
-    /// Tokens of the last page of each sequence after the call, [batch], in place of `lengths` for CSR; without any of the three,
-    /// pages are full.
+    /// Tokens of the last page of each sequence after the call, [batch], in place of `lengths` for CSR; without any of
+    /// the three, pages are full.
     pub last_page: *const c_void,
     /// Tokens that a sequence has at most after the call; of no meaning with `slot_mapping`.
     pub max_kv: i64,
-    /// Q, to be rotated in the same pass: [batch, q_rows, heads, head_dim_qk] in any order, or packed as the new rows; NULL for
-    /// none.
+    /// Q, to be rotated in the same pass: [batch, q_rows, heads, head_dim_qk] in any order, or packed as the new rows;
+    /// NULL for none.
     pub q: *const c_void,
     /// Where it goes; may be `q` with the same strides.
     pub q_out: *mut c_void,
@@ -157,17 +161,17 @@ pub struct AppendArgs {
     pub first_position: *const c_void,
 }
 
-/// Writes new rows of K and V into a store on `stream` and returns at once (on the CPU when done): one launch, which allocates
-/// nothing, waits for nothing, and may be captured in a CUDA graph and replayed with other slots, lengths and tables. The first call
-/// of a kind of store compiles. Does nothing without rows.
+/// Writes new rows of K and V into a store on `stream` and returns at once (on the CPU when done): one launch, which
+/// allocates nothing, waits for nothing, and may be captured in a CUDA graph and replayed with other slots, lengths
+/// and tables. The first call of a kind of store compiles. Does nothing without rows.
 ///
 /// `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
 ///
 /// Addresses are checked as in `flashtune_forward`, of CSR's entries the first. Fails as it does.
 ///
 /// # Safety
-/// `args` is NULL or valid, its addresses are as said above, and `stream` is a live one of the engine's context. First rows do
-/// not decrease and stay inside of what they count.
+/// `args` is NULL or valid, its addresses are as said above, and `stream` is a live one of the engine's context. First
+/// rows do not decrease and stay inside of what they count.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtune_append(
     engine: EngineHandle,
@@ -186,8 +190,8 @@ pub unsafe extern "C" fn flashtune_append(
     })
 }
 
-/// All of `flashtune_append` but the launch: compiles the kernel if need be and loads it, so that a call on the same kind of
-/// store is a launch and no more. Reads and writes nothing that the arguments point to.
+/// All of `flashtune_append` but the launch: compiles the kernel if need be and loads it, so that a call on the same
+/// kind of store is a launch and no more. Reads and writes nothing that the arguments point to.
 ///
 /// # Safety
 /// As `flashtune_append`.

@@ -15,20 +15,21 @@ use engine::ragged::{
 use engine::{DType, Stream};
 use std::ffi::c_void;
 
-/// Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes may
-/// compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a CUDA graph,
-/// which may be replayed with other lengths, tables and scales. Every row of every sequence is written: those that attend to
-/// nothing as zeros. Does nothing when O has no row.
+/// Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes
+/// may compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a
+/// CUDA graph, which may be replayed with other lengths, tables and scales. Every row of every sequence is written:
+/// those that attend to nothing as zeros. Does nothing when O has no row.
 ///
 /// `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
 ///
 /// Addresses are checked as in `flashtune_forward`, of lengths and tables the beginning.
 ///
-/// Fails as `flashtune_forward`; with UNSUPPORTED for head dims above 256, trees, and bounds that kernels do not count to.
+/// Fails as `flashtune_forward`; with UNSUPPORTED for head dims above 256, trees, and bounds that kernels do not count
+/// to.
 ///
 /// # Safety
-/// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and `stream` is a live one of
-/// the engine's context. First rows do not decrease and stay inside of what they count.
+/// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and `stream` is a live
+/// one of the engine's context. First rows do not decrease and stay inside of what they count.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtune_forward_ragged(
     engine: EngineHandle,
@@ -69,7 +70,8 @@ pub unsafe extern "C" fn flashtune_prepare_ragged(engine: EngineHandle, args: *c
 /// Reads and checks the call, and passes it on.
 ///
 /// # Safety
-/// `args` is null or readable for the size that it states, and what it points to is as [`flashtune_forward_ragged`] says.
+/// `args` is null or readable for the size that it states, and what it points to is as [`flashtune_forward_ragged`]
+/// says.
 unsafe fn with_call(
     handle: EngineHandle,
     args: *const RaggedArgs,
@@ -97,12 +99,14 @@ fn scale(args: &RaggedArgs) -> Result<Option<f32>> {
     let RaggedArgs { flags, softmax_scale, .. } = *args;
     if flags & !KNOWN != 0 {
         return Err(Failure::argument(format!(
-            "flags is {flags:#x}, but only FLASHTUNE_RAGGED_SCALE (1), _LSE_LOG2 (2) and _LSE_EMPTY_POSITIVE (4) are known"
+            "flags is {flags:#x}, but only FLASHTUNE_RAGGED_SCALE (1), _LSE_LOG2 (2) and _LSE_EMPTY_POSITIVE (4) are \
+             known"
         )));
     }
     match flags & RAGGED_SCALE {
         0 if softmax_scale != 0.0 => Err(Failure::argument(format!(
-            "softmax_scale is {softmax_scale}, but flags lacks FLASHTUNE_RAGGED_SCALE; set the flag, or leave the scale 0"
+            "softmax_scale is {softmax_scale}, but flags lacks FLASHTUNE_RAGGED_SCALE; set the flag, or leave the scale \
+             0"
         ))),
         0 => Ok(None),
         _ => Ok(Some(softmax_scale)),

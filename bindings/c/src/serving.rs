@@ -35,8 +35,8 @@ pub unsafe extern "C" fn flashtune_preload(engine: EngineHandle, manifest: *cons
     })
 }
 
-/// Closes the engine's set of kernels: loads those of all records that may be used here; from then on nothing is compiled
-/// or tuned and no file is read. Sealing again changes nothing and gives the same digest.
+/// Closes the engine's set of kernels: loads those of all records that may be used here; from then on nothing is
+/// compiled or tuned and no file is read. Sealing again changes nothing and gives the same digest.
 ///
 /// `on_miss`: a `flashtune_on_miss`, for calls of sizes that no kernel was sealed in for. `digest`: receives 64
 /// hexadecimal digits and a zero byte (65 bytes) unless NULL; processes with equal digests run the same kernels.
@@ -61,8 +61,8 @@ pub unsafe extern "C" fn flashtune_seal(engine: EngineHandle, on_miss: i32, dige
 
 /// What the engine counted: calls by what they ran on, refusals, compilations, verification failures.
 ///
-/// `format`: FLASHTUNE_FORMAT_TEXT for what Prometheus scrapes, FLASHTUNE_FORMAT_JSON for one object. The other arguments
-/// and the failures are those of `flashtune_explain`.
+/// `format`: FLASHTUNE_FORMAT_TEXT for what Prometheus scrapes, FLASHTUNE_FORMAT_JSON for one object. The other
+/// arguments and the failures are those of `flashtune_explain`.
 ///
 /// # Safety
 /// As `flashtune_explain`.

@@ -1,6 +1,6 @@
 //! Argument structs as C and CUDA C++ declare them: one declaration in Rust is the struct and the text that templates
-//! paste. Each text asserts its size, in C also the offset of every member, so that every compilation of a kernel checks the
-//! layout.
+//! paste. Each text asserts its size, in C also the offset of every member, so that every compilation of a kernel
+//! checks the layout.
 
 use crate::Language;
 use std::fmt::Write;
@@ -75,7 +75,10 @@ macro_rules! arguments {
         #[repr(C)]
         #[derive($($derive:ident),*)]
         pub struct $name:ident as $kernel:literal {
-            $($(#[doc = $field_doc:literal])* pub $field:ident: $ty:ty $(as $spelling:literal)? $({ $($member:ident),* })?,)*
+            $(
+                $(#[doc = $field_doc:literal])*
+                pub $field:ident: $ty:ty $(as $spelling:literal)? $({ $($member:ident),* })?,
+            )*
         }
     ) => {
         $(#[doc = $doc])*
@@ -139,8 +142,8 @@ pub fn declaration<T: Declared>(language: Language) -> String {
         }
         writeln!(text, "{close}")?;
         writeln!(text, "{assert}(sizeof({name}) == {size}, \"{name} has the size that the host passes\");")?;
-        // NVRTC has no `__builtin_offsetof` before 13.5, and includes nothing that would define `offsetof`: there the size
-        // speaks for the members, which lie in order. What C compiles checks each of them.
+        // NVRTC has no `__builtin_offsetof` before 13.5, and includes nothing that would define `offsetof`: there the
+        // size speaks for the members, which lie in order. What C compiles checks each of them.
         let checked = match language {
             Language::C => T::FIELDS,
             Language::Cuda => &[],

@@ -405,11 +405,12 @@ fn load(device: &CpuDevice, problem: &Problem, schedule: CpuRaggedSchedule, isa:
     device.load(&compile_with(&*compiler, &kernel, &TemplateSet::embedded()).unwrap()).unwrap()
 }
 
-/// The host's and the plain one; all that the host has where `FLASHTUNE_EVERY_ISA` is set: compiling them takes minutes.
-fn isas() -> Vec<CpuIsa> {
-    let every = std::env::var_os("FLASHTUNE_EVERY_ISA").is_some();
-    let wanted = |isa: &CpuIsa| *isa <= isa::host() && (every || *isa == isa::host() || *isa == CpuIsa::ALL[0]);
-    CpuIsa::ALL.into_iter().filter(wanted).collect()
+/// The host's, and one of the others that it can run, which take turns: compiling every kernel for all takes minutes.
+/// Tests count their batches, so that each of them with three or more reaches all instruction sets.
+fn isas(turn: usize) -> impl Iterator<Item = CpuIsa> {
+    let others: Vec<CpuIsa> = CpuIsa::ALL.into_iter().filter(|isa| *isa < isa::host()).collect();
+    let other = (!others.is_empty()).then(|| others[turn % others.len()]);
+    std::iter::once(isa::host()).chain(other)
 }
 
 /// Small blocks and ranges, so that short sequences have many.
@@ -417,10 +418,10 @@ fn small(s: CpuRaggedSchedule) -> CpuRaggedSchedule {
     CpuRaggedSchedule { few_block: 16, split_kv: 48, split_tiles: 64, ..s }
 }
 
-fn check(batch: &Batch) {
+fn check(turn: usize, batch: &Batch) {
     let device = CpuDevice::open().unwrap();
     let mut case = Case::new(&device, batch);
-    for isa in isas() {
+    for isa in isas(turn) {
         let schedule = small(batch.schedule(isa));
         let module = load(&device, &batch.problem(), schedule, isa);
         case.run(&device, &*module);
@@ -436,12 +437,12 @@ const MIXED: &[[usize; 2]] = &[[1, 300], [0, 17], [3, 0], [5, 5], [40, 130], [1,
 
 #[test]
 fn every_place_of_keys_gives_what_the_oracle_says() {
-    for place in [Place::Packed, Place::Slots, Place::Table, Place::Csr] {
+    for (turn, place) in [Place::Packed, Place::Slots, Place::Table, Place::Csr].into_iter().enumerate() {
         for (words, packed_q) in [(1, true), (2, false)] {
             let batch = Batch { place, words, packed_q, ..Batch::new(DType::F32, MIXED) };
             // A slot's length of before an append of one row is none of an empty sequence.
             let lengths = MIXED.iter().map(|&[q, kv]| [q, kv.max(usize::from(place == Place::Slots))]);
-            check(&Batch { lengths: lengths.collect(), ..batch });
+            check(turn + words, &Batch { lengths: lengths.collect(), ..batch });
         }
     }
 }
@@ -450,7 +451,7 @@ fn every_place_of_keys_gives_what_the_oracle_says() {
 fn pages_of_all_sizes_and_both_orders_of_heads() {
     for (i, page) in [1, 5, 16, 64].into_iter().enumerate() {
         let base = Batch::new(DType::Bf16, MIXED);
-        check(&Batch { page, heads_first: i % 2 == 0, seed: i as u64 + 2, ..base });
+        check(i, &Batch { page, heads_first: i % 2 == 0, seed: i as u64 + 2, ..base });
     }
 }
 
@@ -463,17 +464,18 @@ fn dtypes_head_dims_and_groups() {
             .enumerate()
     {
         let base = Batch::new(dtypes[i % 3], &[[1, 90], [2, 33], [7, 64], [1, 0]]);
-        check(&Batch { dims, heads, base2: i % 2 == 1, ..base });
+        check(i, &Batch { dims, heads, base2: i % 2 == 1, ..base });
     }
 }
 
 #[test]
 fn masks_are_aligned_at_the_bottom_right_of_each_sequence() {
-    for mask in
-        [Mask::Causal, Mask::Window { left: Some(20), right: Some(0) }, Mask::Window { left: Some(3), right: None }]
-    {
-        for dtype in [DType::F32, DType::Bf16] {
-            check(&Batch { mask, ..Batch::new(dtype, &[[1, 300], [9, 4], [40, 130], [3, 64], [4, 0], [70, 70]]) });
+    let masks =
+        [Mask::Causal, Mask::Window { left: Some(20), right: Some(0) }, Mask::Window { left: Some(3), right: None }];
+    for (i, mask) in masks.into_iter().enumerate() {
+        for (j, dtype) in [DType::F32, DType::Bf16].into_iter().enumerate() {
+            let lengths = [[1, 300], [9, 4], [40, 130], [3, 64], [4, 0], [70, 70]];
+            check(i + 2 * j, &Batch { mask, ..Batch::new(dtype, &lengths) });
         }
     }
 }
@@ -482,33 +484,35 @@ fn masks_are_aligned_at_the_bottom_right_of_each_sequence() {
 fn quantised_stores_with_scales_of_heads_and_of_tokens() {
     let elements = [KvElement::E4m3, KvElement::E5m2, KvElement::Int8];
     for (i, element) in elements.into_iter().enumerate() {
-        for scales in [KvScales::PerHead, KvScales::PerToken] {
+        for (j, scales) in [KvScales::PerHead, KvScales::PerToken].into_iter().enumerate() {
             let store = KvStore { element, scales, v_columns: false };
             let place = if scales == KvScales::PerToken { Place::Table } else { Place::Csr };
             let base = Batch::new(DType::F16, &[[1, 200], [30, 61], [3, 7]]);
-            check(&Batch { store, place, mask: Mask::Causal, dims: [72, 64], seed: i as u64, ..base });
+            check(i + 2 * j, &Batch { store, place, mask: Mask::Causal, dims: [72, 64], seed: i as u64, ..base });
         }
     }
 }
 
 #[test]
 fn keys_in_chunks_of_16_bytes_beside_values_by_columns() {
-    for element in [KvElement::Same, KvElement::E4m3] {
+    for (turn, element) in [KvElement::Same, KvElement::E4m3].into_iter().enumerate() {
         let store = KvStore { element, v_columns: true, ..KvStore::default() };
         let base = Batch::new(DType::F16, MIXED);
-        check(&Batch { store, chunked: true, heads_first: true, mask: Mask::Causal, ..base });
+        check(turn, &Batch { store, chunked: true, heads_first: true, mask: Mask::Causal, ..base });
     }
 }
 
 #[test]
 fn programs_see_the_heads_and_rows_of_their_sequence() {
-    for program in [
+    let programs = [
         "sinks: f32[heads]; sink = sinks[h];",
         "score = score + 0.05 * float(kv - q) * float(h + 1);",
         "mask = kv <= q + kv_len - q_len and (kv + h) % 3 != 1;",
-    ] {
-        for dtype in [DType::F32, DType::Bf16] {
-            check(&Batch { program: Some(program), ..Batch::new(dtype, &[[1, 200], [40, 130], [2, 9], [3, 0]]) });
+    ];
+    for (i, program) in programs.into_iter().enumerate() {
+        for (j, dtype) in [DType::F32, DType::Bf16].into_iter().enumerate() {
+            let lengths = [[1, 200], [40, 130], [2, 9], [3, 0]];
+            check(i + 2 * j, &Batch { program: Some(program), ..Batch::new(dtype, &lengths) });
         }
     }
 }
@@ -537,7 +541,7 @@ fn any_number_of_threads_gives_the_same_bytes() {
 fn keys_of_pages_that_are_not_there_are_masked() {
     let device = CpuDevice::open().unwrap();
     let batch = Batch { page: 16, ..Batch::new(DType::F32, &[[1, 16], [1, 48]]) };
-    for isa in isas() {
+    for isa in isas(0) {
         let mut case = Case::new(&device, &batch);
         let module = load(&device, &batch.problem(), small(batch.schedule(isa)), isa);
         // SAFETY: the table is memory of the case, and has an entry for each page.

@@ -1,9 +1,9 @@
-//! Memory through which thread blocks that share keys merge their results ([`Holds::SplitKeys`]): counters that are zero
-//! between launches, and partial results.
+//! Memory through which thread blocks that share keys merge their results ([`Holds::SplitKeys`]): counters that are
+//! zero between launches, and partial results.
 //!
 //! A chunk serves one launch at a time. Launches of one stream follow each other, so every stream has its own, which it
-//! keeps; a launch that is captured has one that no other launch gets while the graph, or what was instantiated from it,
-//! lives (`graph_objects.rs`). So a warm call allocates nothing and no graph holds a node for it. Streams beyond
+//! keeps; a launch that is captured has one that no other launch gets while the graph, or what was instantiated from
+//! it, lives (`graph_objects.rs`). So a warm call allocates nothing and no graph holds a node for it. Streams beyond
 //! [`OF_STREAMS`], and all of them where the driver cannot tell streams apart, take memory for each launch, in the
 //! stream's order.
 //!

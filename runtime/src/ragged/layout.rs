@@ -1,5 +1,5 @@
-//! What calls over a KV store check alike, attention and appends: numbers that kernels count, where rows of a store lie,
-//! and the memory that they span.
+//! What calls over a KV store check alike, attention and appends: numbers that kernels count, where rows of a store
+//! lie, and the memory that they span.
 
 use super::{Index, IntKind, Ints, Scales, Store, StoreRows, StoreType};
 use crate::tensor::error;

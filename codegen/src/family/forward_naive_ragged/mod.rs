@@ -1,5 +1,5 @@
-//! `forward/naive_ragged`: plain fp32 CUDA for sequences of different lengths over a KV store, the oracle of such batches
-//! on the GPU and their exact path for f32.
+//! `forward/naive_ragged`: plain fp32 CUDA for sequences of different lengths over a KV store, the oracle of such
+//! batches on the GPU and their exact path for f32.
 //!
 //! Its schedule is fixed on purpose: an oracle should not change under tuning.
 

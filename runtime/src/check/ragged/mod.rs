@@ -79,8 +79,8 @@ impl RaggedCase {
         unsafe { self.device.launch_shape(module, self.data.shape(), &self.args, self.device.stream()) }
     }
 
-    /// Launches a kernel twice and compares: the result must match the oracle, be the same bytes both times, and nothing
-    /// but the rows of sequences may have been written.
+    /// Launches a kernel twice and compares: the result must match the oracle, be the same bytes both times, and
+    /// nothing but the rows of sequences may have been written.
     ///
     /// # Errors
     /// When the kernel is for another problem or a device call fails; a wrong result is not an error but a report.

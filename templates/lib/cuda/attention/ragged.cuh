@@ -40,7 +40,9 @@ __device__ __forceinline__ Sequence sequence_of(const RaggedArgs& args, int b) {
         s.pages = max_of(begin, 0);
         const int pages = max_of(end - max_of(begin, 0), 0);
         const i64 before = pages > 0 ? i64(pages - 1) * args.page_tokens : 0;
-        const int last = pages == 0 ? 0 : args.last_page == nullptr ? args.page_tokens : read_int(args.last_page, b, words);
+        const int last = pages == 0                  ? 0
+                         : args.last_page == nullptr ? args.page_tokens
+                                                     : read_int(args.last_page, b, words);
         s.kv_len = int(min_of<i64>(max_of<i64>(before + last, 0), args.kv_len));
     }
     if (args.kv_begin != nullptr) {
