@@ -78,6 +78,11 @@ fn score_programs_compute_what_plain_loops_do() {
 }
 
 #[test]
+fn ragged_batches_and_appends_compute_or_say_why_not() {
+    print!("{}", run("tests/ragged.c"));
+}
+
+#[test]
 fn threads_share_open_and_close_engines() {
     print!("{}", run("tests/threads.c"));
 }
