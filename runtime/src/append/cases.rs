@@ -1,19 +1,18 @@
 //! Random appends with what they must leave: every byte of one piece of memory, in which the call's tensors lie between
 //! guards.
 
-use super::{Append, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
-use crate::ragged::{Added, Index, IntKind, Ints, KeyLengths, Scales, Store, StoreRows, StoreType};
-use crate::{Device, Module, Result};
-use flashtune_codegen::{DType, Kernel, Problem, Schedule, ShapeBucket};
-use half::{bf16, f16};
-use rand::rngs::StdRng;
-use rand::seq::{IndexedRandom, SliceRandom};
-use rand::{Rng, SeedableRng};
+mod memory;
+mod numbers;
 
-/// Bytes before and after every tensor.
-const GUARD: usize = 64;
-/// What guards, gaps and unwritten places hold.
-const POISON: u8 = 0xa5;
+use super::{Append, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
+use crate::ragged::{Added, Index, IntKind, KeyLengths, Scales, Store, StoreRows, StoreType};
+use crate::{Device, Module, Result};
+use flashtune_codegen::{Arch, DType, Kernel, KvElement, KvScales, Problem, Schedule, ShapeBucket};
+use memory::{GUARD, Layout, POISON, StoreSide};
+use numbers::{elements, rounded};
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
 
 /// What a place in memory must hold after the call.
 enum Want {
@@ -33,156 +32,39 @@ pub struct AppendCase {
     wants: Vec<(usize, Want)>,
 }
 
-fn elements(format: StoreType, bits: &[u8]) -> f64 {
-    match format {
-        StoreType::Float(DType::F32) => f32::from_ne_bytes([bits[0], bits[1], bits[2], bits[3]]).into(),
-        StoreType::Float(DType::F16) => f16::from_ne_bytes([bits[0], bits[1]]).to_f64(),
-        StoreType::Float(DType::Bf16) => bf16::from_ne_bytes([bits[0], bits[1]]).to_f64(),
-        StoreType::Int8 => f64::from(bits[0] as i8),
-        StoreType::E4m3 if bits[0] & 0x7f == 0x7f => f64::NAN,
-        StoreType::E4m3 => small_float(bits[0], 4),
-        StoreType::E5m2 => small_float(bits[0], 5),
-    }
-}
-
-/// An 8-bit float by its definition.
-fn small_float(bits: u8, exponent_bits: i32) -> f64 {
-    let mantissa_bits = 7 - exponent_bits;
-    let bias = (1 << (exponent_bits - 1)) - 1;
-    let exponent = i32::from(bits & 0x7f) >> mantissa_bits;
-    let mantissa = f64::from(i32::from(bits) & ((1 << mantissa_bits) - 1)) / f64::from(1 << mantissa_bits);
-    let magnitude = match exponent {
-        0 => mantissa * 2f64.powi(1 - bias),
-        31 if exponent_bits == 5 && mantissa == 0.0 => f64::INFINITY,
-        31 if exponent_bits == 5 => f64::NAN,
-        _ => (1.0 + mantissa) * 2f64.powi(exponent - bias),
-    };
-    if bits & 0x80 != 0 { -magnitude } else { magnitude }
-}
-
-/// The element that is nearest to a number, of two the one with an even code, by looking at all.
-fn rounded(format: StoreType, value: f64) -> Vec<u8> {
-    match format {
-        StoreType::Float(DType::F32) => (value as f32).to_ne_bytes().to_vec(),
-        StoreType::Float(DType::F16) => f16::from_f64(value).to_ne_bytes().to_vec(),
-        StoreType::Float(DType::Bf16) => bf16::from_f64(value).to_ne_bytes().to_vec(),
-        StoreType::Int8 if value.is_nan() => vec![0],
-        _ if value.is_nan() => vec![0x7f],
-        _ => {
-            let finite = |code: &u8| elements(format, &[*code]).is_finite();
-            let sign = |code: u8| format == StoreType::Int8 || (code & 0x80 != 0) == value.is_sign_negative();
-            let far = |code: u8| (elements(format, &[code]) - value.clamp(-1e9, 1e9)).abs();
-            let order = |a: &u8, b: &u8| far(*a).total_cmp(&far(*b)).then((a & 1).cmp(&(b & 1)));
-            vec![(0..=255u8).filter(finite).filter(|c| sign(*c)).min_by(order).expect("an element")]
-        }
-    }
-}
-
-/// The tensors of a case, laid into memory one after the other.
-struct Layout {
-    rng: StdRng,
-    base: u64,
-    memory: Vec<u8>,
-}
-
-impl Layout {
-    fn draw<T: Copy>(&mut self, of: &[T]) -> T {
-        *of.choose(&mut self.rng).expect("a choice")
-    }
-
-    fn chance(&mut self, p: f64) -> bool {
-        self.rng.random_bool(p)
-    }
-
-    /// Room between guards, often on the 16-byte grid: its place in memory.
-    fn room(&mut self, bytes: usize, element: usize) -> usize {
-        let off_grid = if self.chance(0.2) { element } else { 0 };
-        let at = (self.memory.len() + GUARD).next_multiple_of(64) + off_grid;
-        self.memory.resize(at + bytes + GUARD, POISON);
-        at
-    }
-
-    fn address(&self, at: usize) -> u64 {
-        self.base + at as u64
-    }
-
-    fn ints(&mut self, kind: IntKind, values: &[i64]) -> Ints {
-        let at = self.room(values.len() * kind.bytes() as usize, 8);
-        for (i, value) in values.iter().enumerate() {
-            let bytes = kind.bytes() as usize;
-            self.memory[at + i * bytes..][..bytes].copy_from_slice(&value.to_ne_bytes()[..bytes]);
-        }
-        Ints { address: self.address(at), kind }
-    }
-
-    fn floats(&mut self, values: &[f32]) -> usize {
-        let at = self.room(values.len() * 4, 4);
-        for (i, value) in values.iter().enumerate() {
-            self.memory[at + 4 * i..][..4].copy_from_slice(&value.to_ne_bytes());
-        }
-        at
-    }
-
-    /// Rows `[batch, rows, heads, dim]` or `[batch, heads, rows, dim]`, with numbers of all kinds.
-    fn rows(&mut self, dtype: DType, [batch, rows, heads, dim]: [usize; 4]) -> (usize, [i64; 3]) {
-        let padded = dim + self.draw(&[0, 0, 8, 3]);
-        let (strides, count) = match self.chance(0.7) {
-            true => ([rows * heads * padded, padded, heads * padded], batch * rows * heads * padded),
-            false => ([rows * heads * padded, rows * padded, padded], batch * rows * heads * padded),
-        };
-        let size = dtype.bytes();
-        let at = self.room(count * size, size);
-        let odd = self.chance(0.3);
-        for i in 0..count {
-            let mut x: f64 = self.rng.random_range(-4.0..4.0);
-            if odd && self.chance(0.05) {
-                x = self.draw(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e4, -3e4, 0.0, -0.0, 1e-6]);
-            }
-            let bits = rounded(StoreType::Float(dtype), x);
-            self.memory[at + i * size..][..size].copy_from_slice(&bits);
-        }
-        (at, strides.map(|s| s as i64))
-    }
-}
-
-/// K or V of the store: where it lies, and its strides with that along a row.
-struct StoreSide {
-    at: usize,
-    rows: StoreRows,
-    piece: i64,
-    inner: i64,
-    scale: Option<usize>,
-}
-
-impl StoreSide {
-    fn element(&self, page: i64, token: i64, head: i64, column: i64) -> usize {
-        let [of_page, of_token, of_head] = self.rows.strides;
-        let inner = column / self.piece * self.inner + column % self.piece;
-        let n = page * of_page + token * of_token + head * of_head + inner;
-        self.at + n as usize * self.rows.element.bytes()
-    }
-
-    /// Where a row's scale lies.
-    fn scale_at(&self, sequence: i64, page: i64, token: i64, head: i64) -> Option<usize> {
-        let n = match self.rows.scales {
-            Scales::One => return None,
-            Scales::PerHead { strides: [s, h], .. } => sequence * s + head * h,
-            Scales::PerToken { strides: [p, h, t], .. } => page * p + head * h + token * t,
-        };
-        Some(self.scale? + 4 * n as usize)
-    }
-}
-
 impl AppendCase {
     /// The `seed`-th call, in memory that begins at `base`, a multiple of 64.
     pub fn random(seed: u64, base: u64) -> Self {
+        Self::draw(seed, base, None)
+    }
+
+    /// The `seed`-th call for kernels of a problem.
+    pub fn random_of(problem: &Problem, seed: u64, base: u64) -> Self {
+        Self::draw(seed, base, Some(problem))
+    }
+
+    fn draw(seed: u64, base: u64, problem: Option<&Problem>) -> Self {
         let mut l = Layout { rng: StdRng::seed_from_u64(seed), base, memory: vec![POISON; GUARD] };
         let dtype = l.draw(&DType::ALL);
-        let element = l.draw(&[StoreType::Float(dtype), StoreType::E4m3, StoreType::E5m2, StoreType::Int8]);
-        let page_tokens: i64 = l.draw(&[1, 5, 16, 256]);
+        let dtype = problem.map_or(dtype, |p| p.dtype);
+        let element = match problem.and_then(|p| p.kv.store()).map(|store| store.element) {
+            None => l.draw(&[StoreType::Float(dtype), StoreType::E4m3, StoreType::E5m2, StoreType::Int8]),
+            Some(KvElement::Same) => StoreType::Float(dtype),
+            Some(KvElement::E4m3) => StoreType::E4m3,
+            Some(KvElement::E5m2) => StoreType::E5m2,
+            Some(KvElement::Int8) => StoreType::Int8,
+        };
+        // Columns of V are told from rows by pages of more than one token.
+        let store = problem.map(|p| p.kv.store().unwrap_or_default());
+        let page_tokens: i64 = match store {
+            None => l.draw(&[1, 5, 16, 256]),
+            Some(store) if store.v_columns => l.draw(&[5, 16]),
+            Some(_) => l.draw(&[1, 5, 16]),
+        };
         let dims: &[usize] = if page_tokens == 256 { &[16, 24] } else { &[16, 24, 40, 64, 80, 128, 192, 256] };
         let (dim, dim_v) = (l.draw(dims), l.draw(dims));
         let dim_v = if l.chance(0.6) { dim } else { dim_v };
+        let (dim, dim_v) = problem.map_or((dim, dim_v), |p| (p.head_dim_qk as usize, p.head_dim_v as usize));
         let heads = l.draw(&[1, 2, 3]);
         let mode = l.draw(&["slots", "slots", "table", "csr", "dense"]);
         let slots = mode == "slots";
@@ -273,14 +155,19 @@ impl AppendCase {
         };
 
         // The store.
-        let kind =
-            if matches!(element, StoreType::Float(_)) { "one" } else { l.draw(&["one", "head", "token", "found"]) };
+        let kind = match store.map(|store| store.scales) {
+            _ if matches!(element, StoreType::Float(_)) => "one",
+            None => l.draw(&["one", "head", "token", "found"]),
+            Some(KvScales::PerHead) => l.draw(&["one", "head"]),
+            Some(KvScales::PerToken) => l.draw(&["token", "found"]),
+        };
         let side = |l: &mut Layout, is_k: bool| {
             let dim = if is_k { dim } else { dim_v };
             let piece = if is_k { 16 / element.bytes() } else { 1 };
             let (n, h, d) = (page_tokens, heads as i64, dim as i64);
             let padded = d + l.draw(&[0, 0, 8, 5]);
             let apart = dim.is_multiple_of(piece) && l.chance(0.3);
+            let apart = if is_k { apart } else { store.map_or(apart, |store| store.v_columns) };
             let (strides, inner, page) = if apart {
                 let x = piece as i64;
                 ([x, d * n], Some(n * x), h * d * n)
@@ -579,7 +466,15 @@ impl AppendCase {
     /// # Errors
     /// As [`append_call`], and where no family serves it.
     pub fn kernel(&self, device: &dyn Device) -> Result<Kernel> {
-        let (call, arch) = (append_call(&self.append)?, device.fingerprint().arch);
+        self.kernel_for(device.fingerprint().arch)
+    }
+
+    /// The same for an arch.
+    ///
+    /// # Errors
+    /// As [`AppendCase::kernel`].
+    pub fn kernel_for(&self, arch: Arch) -> Result<Kernel> {
+        let call = append_call(&self.append)?;
         let family = flashtune_codegen::Family::candidates(&call.problem, arch)[0];
         let schedule = Schedule::default_for(family, &call.problem, arch, &ShapeBucket::of(&call.shape))?;
         Ok(Kernel { problem: call.problem, schedule, arch })

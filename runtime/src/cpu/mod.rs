@@ -230,6 +230,8 @@ impl Device for CpuDevice {
 }
 
 #[cfg(test)]
+mod ragged_mixes;
+#[cfg(test)]
 mod ragged_tests;
 #[cfg(test)]
 mod tests;

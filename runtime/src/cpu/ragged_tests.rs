@@ -414,7 +414,7 @@ fn isas(turn: usize) -> impl Iterator<Item = CpuIsa> {
 }
 
 /// Small blocks and ranges, so that short sequences have many.
-fn small(s: CpuRaggedSchedule) -> CpuRaggedSchedule {
+pub(super) fn small(s: CpuRaggedSchedule) -> CpuRaggedSchedule {
     CpuRaggedSchedule { few_block: 16, split_kv: 48, split_tiles: 64, ..s }
 }
 
