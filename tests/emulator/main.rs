@@ -4,6 +4,7 @@
 //!
 //! What this cannot show: the hardware's own rounding inside of matrix instructions, and speed.
 
+mod appends;
 mod block_masks;
 mod cases;
 mod faults;

@@ -353,7 +353,7 @@ impl Call {
                 let found = &self.o[at * DIM..][..DIM];
                 let sees = |(of, t): (usize, usize)| of == b && (live.start..live.end).contains(&(t as u64));
                 let infinite = mix.infinite.is_some_and(|(of, t)| sees((of, t)) && mix.keys[b][t].is_some());
-                let far = |found: f32, want: f64| !((f64::from(found) - want).abs() < 2e-5);
+                let far = |found: f32, want: f64| !matches!((f64::from(found) - want).abs(), 0.0..2e-5);
                 if infinite && found.iter().any(|x| x.is_finite()) {
                     return Err(format!("sequence {b}, row {i}, head {h}: O is {found:?} beside an infinite V"));
                 }

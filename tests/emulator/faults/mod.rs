@@ -2,6 +2,7 @@
 //! see as what it is. A fault whose text is not in the templates any more fails the test: it has to be planted anew.
 
 mod programs;
+mod ragged;
 mod sm80;
 mod sm90;
 
@@ -88,6 +89,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
     let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
     let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
+    if let "naive_ragged" | "sm80_ragged" | "append" = family {
+        return ragged::verdict(family, &set, number as u64, what);
+    }
     let program = match family {
         "lists" => Some(ANYWHERE),
         "runs" => Some(DOCUMENTS),
@@ -119,7 +123,8 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     seen.rsplit("}: ").next().unwrap_or_default().to_owned()
 }
 
-/// The machine is no judge if it lets these pass, nor if it sees them for something else.
+/// The machine is no judge if it lets these pass, nor if it sees them for something else. `EMULATE_FAMILY` is the only
+/// list that is tried, by the name that it has here.
 #[test]
 fn planted_faults_are_seen_as_what_they_are() {
     if !machine::has_compiler() {
@@ -133,9 +138,14 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("bias", BIASES),
         ("ramp", RAMPS),
         ("sm80", sm80::SM80),
+        ("naive_ragged", ragged::NAIVE),
+        ("sm80_ragged", ragged::SM80),
+        ("append", ragged::APPENDS),
     ];
+    let only = std::env::var("EMULATE_FAMILY").ok();
     let all: Vec<(&str, usize, &Fault)> = families
         .into_iter()
+        .filter(|(family, _)| only.as_ref().is_none_or(|only| only == family))
         .flat_map(|(family, faults)| faults.iter().enumerate().map(move |(i, fault)| (family, i, fault)))
         .collect();
     let (next, missed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));

@@ -1,0 +1,245 @@
+//! Faults of the families of ragged batches, and of appends.
+
+use super::Fault;
+use crate::appends::try_appends;
+use crate::ragged::try_ragged;
+use flashtune::DType;
+use flashtune::codegen::{
+    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Op, Problem, Schedule, ShapeBucket,
+    TemplateSet,
+};
+use flashtune::runtime::check::{Most, RaggedBatch};
+
+const READS: &str = "lib/cuda/attention/ragged.cuh";
+
+/// What both families read of a batch, seen by the plain one.
+pub const NAIVE: &[Fault] = &[
+    [
+        "one key too many",
+        "forward/naive_ragged.cu",
+        "key > live[i].last ||",
+        "key > live[i].last + 1 ||",
+        "the oracle says",
+    ],
+    [
+        "a key behind the last",
+        "forward/naive_ragged.cu",
+        "if (key >= s.kv_len) return at;",
+        "if (key > s.kv_len) return at;",
+        "broke down|the oracle says",
+    ],
+    [
+        "V from K's page",
+        "forward/naive_ragged.cu",
+        "page_id(args, args.v_table, s, place.page)",
+        "page_id(args, args.k_table, s, place.page)",
+        "the oracle says",
+    ],
+    [
+        "pages of no store are the first",
+        READS,
+        "return u32(id) < u64(args.pages) ? id : -1;",
+        "return u32(id) < u64(args.pages) ? id : 0;",
+        "the oracle says",
+    ],
+    [
+        "a scale of the token for that of the head",
+        "forward/naive_ragged.cu",
+        "of_head[kScalePerToken ?",
+        "of_head[true ?",
+        "broke down|the oracle says",
+    ],
+    [
+        "NaN of masked V by a weight of zero",
+        "forward/naive_ragged.cu",
+        "if (masked && (key < live[i].first || key > live[i].last)) continue;",
+        "",
+        "the oracle says",
+    ],
+    [
+        "rows behind the used ones",
+        "forward/naive_ragged.cu",
+        "if (tile.rows <= 0) return;",
+        "if (tile.rows <= 0) tile.rows = 1;",
+        "broke down|was written|the oracle says",
+    ],
+    [
+        "full last pages",
+        READS,
+        "args.last_page == nullptr ? args.page_tokens",
+        "true ? args.page_tokens",
+        "broke down|the oracle says",
+    ],
+    ["lengths of before the append", READS, "length += args.kv_added;", "", "the oracle says"],
+];
+
+pub const SM80: &[Fault] = &[
+    [
+        "a piece is not merged",
+        "forward/sm80_ragged/merge.cuh",
+        "for (int p = begin; p < end; p++) {",
+        "for (int p = begin + (end - begin > 1); p < end; p++) {",
+        "the oracle says",
+    ],
+    [
+        "pieces weigh the same",
+        "forward/sm80_ragged/merge.cuh",
+        "weights[p * rows + r] =",
+        "weights[p * rows + r] = true ? 1.0f :",
+        "the oracle says",
+    ],
+    [
+        "the counter stays",
+        "forward/sm80_ragged/merge.cuh",
+        "if (threadIdx.x == 0) *counter = 0;",
+        "",
+        "counters is left",
+    ],
+    [
+        "the block that begins a tile merges",
+        "forward/sm80_ragged/merge.cuh",
+        "*arrived == u32(share.pieces - 1);",
+        "int(blockIdx.x) == share.first;",
+        "the oracle says|counters is left",
+    ],
+    [
+        "teams weigh the same",
+        "forward/sm80_ragged/merge.cuh",
+        "own[i][h] = weight(own[i][h], m) *",
+        "own[i][h] = 1.0f *",
+        "the oracle says",
+    ],
+    [
+        "an empty row divides by zero",
+        "forward/sm80_ragged/merge.cuh",
+        "float inverse = sum.l == 0.0f ? 0.0f : 1.0f / sum.l;",
+        "float inverse = 1.0f / sum.l;",
+        "the oracle says",
+    ],
+    [
+        "the last unit of a thread block is no one's",
+        "forward/sm80_ragged/work.cuh",
+        "range.end = total * (c + 1) / range.blocks;",
+        "range.end = total * (c + 1) / range.blocks - (c + 1 < range.blocks);",
+        "the oracle says|broke down|not the same bits|counters is left",
+    ],
+    [
+        "keys before the first block",
+        "forward/sm80_ragged/work.cuh",
+        "return TileBlocks{keys.first / kBlockKV,",
+        "return TileBlocks{keys.first / kBlockKV + 1,",
+        "the oracle says",
+    ],
+    [
+        "K and V are used before they arrive",
+        "forward/sm80_ragged.cu",
+        "                cp_async_wait<kStages - 2>();\n                team_sync(team);",
+        "                team_sync(team);",
+        "on its way|the oracle says",
+    ],
+    [
+        "masks are left out",
+        "forward/sm80_ragged.cu",
+        "rows.change(args, s, now, masked, scales);",
+        "rows.change(args, s, now, false, scales);",
+        "the oracle says",
+    ],
+    [
+        "scales of the tokens of V",
+        "forward/sm80_ragged.cu",
+        "scale_probabilities(s, o, v_reference, scales + kBlockKV * 4);",
+        "scale_probabilities(s, o, v_reference, scales);",
+        "the oracle says",
+    ],
+];
+
+pub const APPENDS: &[Fault] = &[
+    [
+        "the slot behind",
+        "append/cuda.cu",
+        "Place{page, int(slot - page * tokens)}",
+        "Place{page, int((slot - page * tokens + 1) % tokens)}",
+        "is not from|to be ",
+    ],
+    [
+        "skipped slots",
+        "append/cuda.cu",
+        "if (slot < 0) return nowhere();",
+        "if (slot < -1) return nowhere();",
+        "is not from|to be |broke down",
+    ],
+    [
+        "rows of no sequence",
+        "append/cuda.cu",
+        "if (low == args.batch) return Member{-1, 0};",
+        "if (low == args.batch) low--;",
+        "is not from|to be |broke down",
+    ],
+    [
+        "rows behind the bound",
+        "append/cuda.cu",
+        "place >= args.kv_len",
+        "place > args.kv_len",
+        "is not from|to be |broke down",
+    ],
+    [
+        "a rotation in place is read when it is written",
+        "append/cuda.cu",
+        "if (in_place) __syncthreads();",
+        "",
+        "is not from|to be |race",
+    ],
+    [
+        "the wrong sine",
+        "append/cuda.cu",
+        "second ? turned : -turned",
+        "second ? -turned : turned",
+        "is not from|to be ",
+    ],
+    [
+        "scales found of half a row",
+        "append/cuda.cu",
+        "for (int i = 0; i < kLanes; i++) most",
+        "for (int i = 0; i < kLanes / 2; i++) most",
+        "is not from|to be ",
+    ],
+];
+
+/// Sequences of many blocks, on machines of few multiprocessors.
+const MOST: Most = Most { sequences: 3, rows: 20, keys: 300, heads: 4 };
+
+/// What is said of a kernel with the fault; an empty text when nothing is.
+pub fn verdict(family: &str, set: &TemplateSet, number: u64, what: &str) -> String {
+    let arch: Arch = "sm_80".parse().expect("an arch");
+    let scaled = what.contains("scale");
+    let element = if scaled { KvElement::E4m3 } else { KvElement::Same };
+    let scales =
+        if what.contains("of the token") || what.contains("found") { KvScales::PerToken } else { KvScales::PerHead };
+    let scales = if what.contains("for that of the head") { KvScales::PerHead } else { scales };
+    let store = KvStore { element, scales, v_columns: false };
+    let mask = MaskKind { left: true, right: true };
+    // Rows of 8-bit elements are whole pieces of 16 bytes.
+    let dims = if family == "append" {
+        64
+    } else if scaled {
+        48
+    } else {
+        40
+    };
+    let problem = Problem::forward_qk_v(DType::Bf16, dims, dims, mask).expect("legal");
+    let problem = problem.with_kv(KvKind::Ragged(store));
+    let seen = if family == "append" {
+        let problem = Problem { op: Op::Append, mask: MaskKind::FULL, ..problem };
+        let family = Family::candidates(&problem, arch)[0];
+        let bucket = ShapeBucket { parallel: 1, group: 1, q_len: 1, kv_len: 0, window: 0 };
+        let schedule = Schedule::default_for(family, &problem, arch, &bucket).expect("a schedule");
+        try_appends(&Kernel { problem, schedule, arch }, set, 100, number)
+    } else {
+        let of = if family == "naive_ragged" { Family::ForwardNaiveRagged } else { Family::ForwardSm80Ragged };
+        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, window: 0 };
+        let schedule = Schedule::default_for(of, &problem, arch, &bucket).expect("a schedule");
+        let kernel = Kernel { problem, schedule, arch };
+        try_ragged(&kernel, set, 60, number, |rng| RaggedBatch::random(&problem, MOST, rand::Rng::random(rng)))
+    };
+    seen.err().unwrap_or_default()
+}
