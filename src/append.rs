@@ -5,12 +5,17 @@ pub use flashtune_runtime::{Append, AppendQueries, Positions, Rotary, RowCount, 
 
 use crate::engine::{Dispatch, Engine};
 use crate::{Error, Result};
-use flashtune_codegen::{Constraints, Mask, Problem, Shape};
+use flashtune_codegen::{Constraints, Mask, Op, Problem, Shape};
 use flashtune_runtime::{AppendCall, Stream};
 
 /// The class of all appends: one kernel serves every number of rows, so there is one plan for a problem, and nothing to
 /// tune.
 const ANY: Shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 0, mask: Mask::Full };
+
+/// The sizes by which a problem's kernel is chosen.
+pub(crate) fn class_of<'a>(problem: &Problem, shape: &'a Shape) -> &'a Shape {
+    if problem.op == Op::Append { &ANY } else { shape }
+}
 
 impl Engine {
     /// Writes new rows of K and V into a store on the caller's stream, rotated and quantised as the call says, and

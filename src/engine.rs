@@ -302,6 +302,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::forward`], without those of tensors and launches.
     pub fn plan(&self, problem: &Problem, shape: &Shape) -> Result<Arc<Plan>> {
+        let shape = crate::append::class_of(problem, shape);
         self.plan_for(problem, shape, Constraints::NONE, || false)
     }
 

@@ -8,6 +8,7 @@ mod common;
 #[path = "../../codegen/tests/it/random.rs"]
 mod random;
 
+mod appends;
 mod bad_input;
 mod bench_serving;
 mod bundles;
@@ -49,6 +50,6 @@ mod trust;
 mod unaligned;
 mod worker;
 
-/// What is promised not to allocate is looked at in `dispatch` and `serving`.
+/// What is promised not to allocate is looked at in `dispatch`, `serving`, `ragged` and `appends`.
 #[global_allocator]
 static ALLOCATOR: common::counted::Counting = common::counted::Counting;
