@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """The grids of serving calls of other libraries (bindings/python/tests/serving_grids.py), as many cases as wanted.
 
-    PYTHONPATH=bindings/python python3 benches/serving_grids.py [--torch cpu|cuda:0] [--cases 100] [--seed 1] [--grid NAME]
+    PYTHONPATH=bindings/python python3 benches/serving_grids.py [--torch cpu|cuda:0] [--cases 100] [--seed 1]
+        [--grid NAME]
 
-Without --torch with arrays of NumPy on the CPU; CI runs a few of those. With it needs PyTorch, which CI has not: run it by
-hand after a change of the Python names or of a kernel of ragged batches. Prints every case that is wrong, and how many of
-each grid were tried; exits with 1 if any was wrong.
+Without --torch with arrays of NumPy on the CPU; CI runs a few of those. With it needs PyTorch, which CI has not: run
+it by hand after a change of the Python names or of a kernel of ragged batches. Prints every case that is wrong, and
+how many of each grid were tried; exits with 1 if any was wrong.
 """
 
 import argparse

@@ -410,6 +410,59 @@ fn a_hint_chooses_the_class_and_the_explanation_says_the_bounds() {
     assert!(said.problem.ends_with("-raggedvt") && said.notes.iter().any(|n| n.contains("bounds")), "{said}");
 }
 
+/// Kernels are kept by what they are specialised to, and by nothing else: whatever one attribute changes is another
+/// problem, or another argument.
+#[test]
+fn one_attribute_changed_is_another_problem_or_argument() {
+    let mut memory = Memory::new(Kind::Nhd, DType::F16);
+    let base = memory.batch();
+    let of = |batch: &RaggedBatch, mask| ragged_call(batch, mask, Some(0.25)).unwrap();
+    let first = of(&base, Mask::Causal);
+    let scales = memory.lse.as_ptr() as u64;
+    let element = |element, scales| {
+        let quantised = |rows: StoreRows| StoreRows { element, scales, ..rows };
+        let Store { k, v, .. } = base.store;
+        RaggedBatch { store: Store { k: quantised(k), v: quantised(v), ..base.store }, ..base }
+    };
+    let (per_head, per_token) = (
+        Scales::PerHead { address: scales, strides: [0, 1] },
+        Scales::PerToken { address: scales, strides: [0, 1, 0] },
+    );
+    let columns = StoreRows { inner: Some(PAGE as i64), strides: [2048, 1, 256], ..base.store.v };
+    let kernels = [
+        of(&base, Mask::Full),
+        of(&base, Mask::Window { left: Some(9), right: Some(0) }),
+        of(&RaggedBatch { queries: Queries { head_dim: 24, ..base.queries }, ..base }, Mask::Causal),
+        of(&RaggedBatch { store: Store { head_dim_v: 24, ..base.store }, ..base }, Mask::Causal),
+        of(&RaggedBatch { store: Store { v: columns, ..base.store }, ..base }, Mask::Causal),
+        of(&element(StoreType::E4m3, per_head), Mask::Causal),
+        of(&element(StoreType::E5m2, per_head), Mask::Causal),
+        of(&element(StoreType::Int8, per_head), Mask::Causal),
+        of(&element(StoreType::Int8, per_token), Mask::Causal),
+    ];
+    for (i, call) in kernels.iter().enumerate() {
+        assert_ne!(call.problem, first.problem, "number {i}");
+        assert!(kernels[..i].iter().all(|other| other.problem != call.problem), "number {i} is as one before");
+    }
+    let lse = base.output.lse.unwrap();
+    let output = |lse| RaggedBatch { output: Output { lse: Some(lse), ..base.output }, ..base };
+    let arguments = [
+        ragged_call(&base, Mask::Causal, Some(0.5)).unwrap(),
+        of(&RaggedBatch { store: Store { page_tokens: 2 * PAGE as u64, ..base.store }, ..base }, Mask::Causal),
+        of(&RaggedBatch { store: Store { pages: base.store.pages - 1, ..base.store }, ..base }, Mask::Causal),
+        of(&RaggedBatch { bounds: Bounds { max_kv: 50, ..base.bounds }, ..base }, Mask::Causal),
+        of(&RaggedBatch { bounds: Bounds { max_q: 5, ..base.bounds }, ..base }, Mask::Causal),
+        of(&output(Lse { base: LogBase::Two, ..lse }), Mask::Causal),
+        of(&output(Lse { empty: f32::INFINITY, ..lse }), Mask::Causal),
+        of(&RaggedBatch { queries: Queries { strides: [0, 64, 256], ..base.queries }, ..base }, Mask::Causal),
+    ];
+    for (i, call) in arguments.iter().enumerate() {
+        assert_eq!(call.problem, first.problem, "number {i}");
+        assert_ne!(call.args, first.args, "number {i}");
+        assert!(arguments[..i].iter().all(|other| other.args != call.args), "number {i} is as one before");
+    }
+}
+
 #[test]
 fn nothing_is_launched_for_batches_without_rows() {
     let (place, device) = (Place::new(), counted());

@@ -45,9 +45,10 @@ fn sources(folder: &std::path::Path, text: &mut String) {
 }
 
 #[test]
-fn the_tests_and_files_that_the_page_of_promises_names_exist() {
+fn the_tests_and_files_that_pages_of_promises_name_exist() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-    let page = std::fs::read_to_string(root.join("docs/trust.md")).unwrap();
+    let pages = ["docs/trust.md", "docs/serving-tests.md"];
+    let page = pages.map(|page| std::fs::read_to_string(root.join(page)).unwrap()).concat();
     let mut text = String::new();
     sources(root, &mut text);
     // What stands between two marks is every other piece.

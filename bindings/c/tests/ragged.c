@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 enum { BATCH = 3, HEADS = 4, KV_HEADS = 2, DIM = 16, PAGE = 5, WIDTH = 4, PAGES = 14, MOST_Q = 4 };
 enum { MOST_K = WIDTH * PAGE };
@@ -87,7 +88,8 @@ static flashtune_ragged paged_good(void) {
         .index = FLASHTUNE_INDEX_TABLE, .kv_heads = KV_HEADS, .pages = PAGES, .page_tokens = PAGE,
         .k_stride = {PAGE * ROW, ROW, DIM, 0}, .v_stride = {PAGE * ROW, ROW, DIM, 0}, .k_table = table,
         .table_stride = WIDTH, .table_capacity = WIDTH, .kv_lengths = lengths, .o = o,
-        .o_stride = {0, DIM, HEADS * DIM}, .lse = lse[0], .lse_stride = {0, 1, HEADS}, .mask = FLASHTUNE_MASK_CAUSAL, .batch = BATCH, .total_q = TOTAL_Q,
+        .o_stride = {0, DIM, HEADS * DIM}, .lse = lse[0], .lse_stride = {0, 1, HEADS}, .mask = FLASHTUNE_MASK_CAUSAL,
+        .batch = BATCH, .total_q = TOTAL_Q,
         .max_q = MOST_Q, .max_kv = MOST_K,
     };
     return a;
@@ -155,7 +157,8 @@ static void steps(void) {
             for (int b = 0; b < BATCH; b++) lengths[b] = kv[turn][b];
             int wrong = 0;
             for (int i = 0; i < n; i++) {
-                const float *k = k_cache[slots[i] / PAGE][slots[i] % PAGE], *v = v_cache[slots[i] / PAGE][slots[i] % PAGE];
+                const float *k = k_cache[slots[i] / PAGE][slots[i] % PAGE];
+                const float *v = v_cache[slots[i] / PAGE][slots[i] % PAGE];
                 wrong += memcmp(k, new_k[i], sizeof new_k[i]) != 0 || memcmp(v, new_v[i], sizeof new_v[i]) != 0;
             }
             int written = 0;
@@ -170,6 +173,42 @@ static void steps(void) {
         attend("packed", &a);
         memset(o, 0xff, sizeof o);
     }
+}
+
+/* Pages, and rows of Q and O, more than 2^31 elements (2^33 bytes) apart in memory of which little is there. */
+static void far_apart(void) {
+    static const int kv[BATCH] = {17, 3, 20}, rows[BATCH] = {1, 4, 4};
+    enum { Q_ROW = 1 << 28, PAGE_STRIDE = 1 << 28 };
+    const size_t bytes = (size_t)PAGES * PAGE_STRIDE * sizeof(float);
+    float *far[4];
+    for (int i = 0; i < 4; i++) {
+        far[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (far[i] == MAP_FAILED) {
+            failures++, perror("memory that is not there");
+            return;
+        }
+    }
+    fill(kv, rows, 1);
+    flashtune_append_args more = append_good();
+    flashtune_ragged a = paged_good();
+    int n = 0;
+    for (int b = 0; b < BATCH; b++) {
+        lengths[b] = 0, new_begin[b] = n;
+        for (int t = 0; t < kv[b]; t++, n++)
+            memcpy(new_k[n], keys[b][t], sizeof new_k[n]), memcpy(new_v[n], values[b][t], sizeof new_v[n]);
+    }
+    new_begin[BATCH] = n;
+    more.new_rows = n, more.k = far[0], more.v = far[1], more.k_stride[0] = more.v_stride[0] = PAGE_STRIDE;
+    expect("append far apart", flashtune_append(engine, &more, NULL), FLASHTUNE_STATUS_OK, "");
+    for (int b = 0; b < BATCH; b++) lengths[b] = kv[b];
+    for (int i = 0; i < q_begin[BATCH]; i++) memcpy(far[2] + (size_t)i * Q_ROW, q[i], sizeof q[i]);
+    a.k = far[0], a.v = far[1], a.k_stride[0] = a.v_stride[0] = PAGE_STRIDE;
+    a.q = far[2], a.o = far[3], a.q_stride[2] = a.o_stride[2] = Q_ROW;
+    memset(o, 0xff, sizeof o), memset(lse, 0xff, sizeof lse);
+    expect("far apart", flashtune_forward_ragged(engine, &a, NULL), FLASHTUNE_STATUS_OK, "");
+    for (int i = 0; i < q_begin[BATCH]; i++) memcpy(o[i], far[3] + (size_t)i * Q_ROW, sizeof o[i]);
+    compare("far apart");
+    for (int i = 0; i < 4; i++) munmap(far[i], bytes);
 }
 
 #define BAD(of, change, status, word)                                                                                \
@@ -278,6 +317,7 @@ static void bad_appends(void) {
 int main(void) {
     flashtune_options p = {.struct_size = sizeof p, .device = "cpu"};
     expect("open", flashtune_engine_open(&p, &engine), FLASHTUNE_STATUS_OK, "");
+    far_apart();
     steps();
     memset(o, 0xff, sizeof o);
     static float k_before[PAGES][PAGE][ROW];

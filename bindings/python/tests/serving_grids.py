@@ -3,7 +3,7 @@ cases are our own; taken over are the sizes, and what is crossed with what.
 
 ``sample(name, count, seed)`` draws cases of a grid, ``run(case, tensors)`` computes one and gives what is wrong with
 it. ``tensors`` makes arrays of NumPy into tensors of the library that is tried, and back: the tests of the package run
-a few cases with NumPy (``test_serving_grids.py``), ``benches/serving_grids.py`` as many as wanted with PyTorch or NumPy.
+a few cases with NumPy (``test_serving_grids.py``), ``benches/serving_grids.py`` as many as wanted with PyTorch too.
 """
 
 import random as chance
@@ -142,8 +142,8 @@ class _Run:
         return kept, kept.astype(np.float64) * scale
 
     def caches(self):
-        """K and V where the case has them, NaN (or 0x7f) wherever no token is; the table; and for each sequence what its
-        K and V are worth."""
+        """K and V where the case has them, NaN (or 0x7f) wherever no token is; the table; and for each sequence what
+        its K and V are worth."""
         case, batch = self.case, len(self.k)
         self.scale = np.abs(self.rng.standard_normal((2, batch, self.kv_heads))).astype("float32") * 0.02 + 0.01
         row = self.kv_heads, self.dim
@@ -233,7 +233,7 @@ class _Run:
         turned = q.astype(np.float64)
         rotary = int(case["rotary"] * self.dim) // 16 * 16
         if rotary:
-            angles = np.arange(self.room + 1)[:, None] / 100.0 ** np.linspace(0, 1, rotary // 2)
+            angles = np.arange(self.room + max(self.q))[:, None] / 100.0 ** np.linspace(0, 1, rotary // 2)
             cos, sin = (f(angles).astype(self.dtype) for f in (np.cos, np.sin))
             named.update(rotary_cos=self.to(cos), rotary_sin=self.to(sin), rotary_interleaved=case["interleaved"])
         for b, of in enumerate(new):

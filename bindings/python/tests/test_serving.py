@@ -380,6 +380,25 @@ class Quantised(Case):
         self.refuses(tensor, "k_descale is float64", f, q, k, v, **named)
 
 
+    @unittest.skipUnless(ml_dtypes, "needs ml_dtypes for float8")
+    def test_128k_keys_of_heads_whose_scales_differ_by_100(self):
+        rng, keys, dim = np.random.default_rng(5), 1 << 17, 64
+        scale = np.array([[0.05, 5.0]], "float32")
+        k = rng.standard_normal((1, keys, 2, dim)).astype(ml_dtypes.float8_e4m3fn)
+        v = (rng.standard_normal((1, keys, 2, dim)) + 0.5).astype(ml_dtypes.float8_e4m3fn)
+        q = random((1, 1, 4, dim), "float16", 1)
+        # Scores as those of a model, though K of the second head is 100 times as large.
+        q[:, :, 2:] /= 100
+        by, v_by = scale[0][None, :, None] * 20, np.array([1.0, 0.01], "float32")
+        out = flashtune.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=keys, k_descale=scale * 20, v_descale=v_by[None], causal=True
+        )
+        want, _ = plain(q[0], k[0].astype("float32") * by, v[0].astype("float32") * v_by[None, :, None], True)
+        error = np.abs(out[0].astype(np.float64) - want) / np.abs(want).max(axis=(0, 2), keepdims=True)
+        # A rounding of O to float16, and as much again.
+        self.assertLessEqual(error.max(), 2 * 2.0**-11)
+
+
 class Slots(Case):
     SLOTS = [11, -1, 0, 34, 16]
 

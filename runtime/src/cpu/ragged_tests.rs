@@ -517,6 +517,16 @@ fn programs_see_the_heads_and_rows_of_their_sequence() {
     }
 }
 
+/// No finite score is a mask, however far below zero; and caps of large ones are merged as all else is.
+#[test]
+fn scores_far_from_zero_are_scores_as_others() {
+    let programs = ["score = score - 60000.0;", "score = 50.0 * tanh(score * 20.0);"];
+    for (turn, program) in programs.into_iter().enumerate() {
+        let lengths = [[1, 300], [9, 130], [2, 0], [3, 1]];
+        check(turn, &Batch { program: Some(program), mask: Mask::Causal, ..Batch::new(DType::Bf16, &lengths) });
+    }
+}
+
 #[test]
 fn any_number_of_threads_gives_the_same_bytes() {
     let host = CpuDevice::open().unwrap();
