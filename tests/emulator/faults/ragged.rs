@@ -140,8 +140,8 @@ pub const SM80: &[Fault] = &[
     [
         "masks are left out",
         "forward/sm80_ragged.cu",
-        "rows.change(args, s, now, masked, scales);",
-        "rows.change(args, s, now, false, scales);",
+        " now, masked, scales);",
+        " now, false, scales);",
         "the oracle says",
     ],
     [
