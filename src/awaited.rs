@@ -1,6 +1,6 @@
 //! What other processes are tuning while this one makes do with the next best choice.
 
-use flashtune_codegen::{Problem, Shape, ShapeBucket};
+use flashtune_codegen::{Problem, ShapeBucket};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -18,19 +18,19 @@ pub(crate) struct Awaited {
 
 impl Awaited {
     /// Somebody else tunes the class.
-    pub fn add(&self, problem: &Problem, shape: &Shape) {
+    pub fn add(&self, class: (Problem, ShapeBucket)) {
         let mut classes = self.classes.lock().unwrap_or_else(PoisonError::into_inner);
-        classes.insert((*problem, ShapeBucket::of(shape)), Instant::now());
+        classes.insert(class, Instant::now());
         self.any.store(true, Ordering::Relaxed);
     }
 
     /// Whether it is time to look again; then it is no longer awaited, unless it is added again.
-    pub fn is_due(&self, problem: &Problem, shape: &Shape) -> bool {
+    pub fn is_due(&self, class: impl FnOnce() -> (Problem, ShapeBucket)) -> bool {
         if !self.any.load(Ordering::Relaxed) {
             return false;
         }
         let mut classes = self.classes.lock().unwrap_or_else(PoisonError::into_inner);
-        let class = (*problem, ShapeBucket::of(shape));
+        let class = class();
         let due = classes.get(&class).is_some_and(|since| since.elapsed() >= STEP);
         if due {
             classes.remove(&class);

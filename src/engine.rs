@@ -6,8 +6,8 @@ use crate::{Error, Result};
 use flashtune_cache::{CacheDir, Launches, Layers, RecordKey};
 use flashtune_codegen::score::{ProgramError, ProgramRef};
 use flashtune_codegen::{
-    Constraint, Constraints, DType, Family, Mask, Problem, Shape, ShapeBucket, TemplateSet, has_loose_biases,
-    is_addressable,
+    CallSizes, Constraint, Constraints, DType, Family, Mask, Op, Problem, Shape, ShapeBucket, TemplateSet,
+    has_loose_biases, is_addressable,
 };
 use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
@@ -297,21 +297,23 @@ impl Engine {
         Ok(())
     }
 
-    /// The plan that [`Engine::forward`] uses for these sizes, made now if need be.
+    /// The plan that [`Engine::forward`] uses for these sizes, made now if need be; that of [`Engine::forward_ragged`] for a
+    /// ragged problem, by the sizes of a usual sequence and its class of pages.
     ///
     /// # Errors
     /// As [`Engine::forward`], without those of tensors and launches.
-    pub fn plan(&self, problem: &Problem, shape: &Shape) -> Result<Arc<Plan>> {
-        let shape = crate::append::class_of(problem, shape);
-        self.plan_for(problem, shape, Constraints::NONE, || false)
+    pub fn plan(&self, problem: &Problem, sizes: impl Into<CallSizes>) -> Result<Arc<Plan>> {
+        let CallSizes { shape, pages } = sizes.into();
+        let shape = *crate::append::class_of(problem, &shape);
+        self.plan_for(problem, &CallSizes { shape, pages }, Constraints::NONE, || false)
     }
 
     /// Which kernel runs for these sizes, from which layer, and why no other does.
     ///
     /// # Errors
     /// As [`Engine::plan`].
-    pub fn explain(&self, problem: &Problem, shape: &Shape) -> Result<Explanation> {
-        Ok(self.plan(problem, shape)?.explain())
+    pub fn explain(&self, problem: &Problem, sizes: impl Into<CallSizes>) -> Result<Explanation> {
+        Ok(self.plan(problem, sizes)?.explain())
     }
 
     /// Tunes a problem on this device, keeps the result, and uses it from now on. Answers from the cache when it is
@@ -319,8 +321,8 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Tuner`], an unwritable cache, a missing compiler.
-    pub fn tune(&self, problem: &Problem, shape: &Shape) -> Result<Outcome> {
-        self.tune_job(&Job { launches: self.launches, ..Job::new(*problem, *shape) }, &())
+    pub fn tune(&self, problem: &Problem, sizes: impl Into<CallSizes>) -> Result<Outcome> {
+        self.tune_job(&Job { launches: self.launches, ..Job::new(*problem, sizes) }, &())
     }
 
     /// [`Engine::tune`] with limits and an observer. What bundles below the user's own results serve is tried too.
@@ -338,7 +340,8 @@ impl Engine {
         let dir = self.cache.as_ref().ok_or(flashtune_cache::Error::NoFolder)?;
         job.problem.validate()?;
         job.shape.validate()?;
-        let (device, bucket) = (self.device().fingerprint().clone(), ShapeBucket::of(&job.shape));
+        let device = self.device().fingerprint().clone();
+        let bucket = job.bucket(&device);
         let wanted = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
         let mut job = job.clone();
         job.rivals.extend(self.layers().rivals(self.dispatcher.needed(), &wanted));
@@ -408,53 +411,58 @@ impl Engine {
             .with_if(Constraint::Unaligned, !*aligned)
             .with_if(Constraint::Strided, *aligned && !is_addressable(args))
             .with_if(Constraint::LooseBiases, loose);
-        let plan = self.plan_for(problem, shape, demands, haste)?;
+        let plan = self.plan_for(problem, &CallSizes::from(*shape), demands, haste)?;
         Ok(Some(Dispatch { plan, shape: *shape }))
     }
 
     pub(crate) fn plan_for(
         &self,
         problem: &Problem,
-        shape: &Shape,
+        sizes: &CallSizes,
         demands: Constraints,
         haste: impl Fn() -> bool,
     ) -> Result<Arc<Plan>> {
-        // The tuner times dense tensors; ragged batches take the model's choice.
+        let shape = &sizes.shape;
         let tunable = self.policy == Policy::Tune
-            && problem.kv.is_dense()
+            && problem.op == Op::Forward
             && self.dispatcher.sealed().is_none()
             && Family::is_tunable(demands, self.device().arch())
             && !shape.is_empty()
             && shape.kv_len > 0;
-        if tunable && self.awaited.is_due(problem, shape) {
-            self.dispatcher.forget(problem, shape);
+        if tunable && self.awaited.is_due(|| self.class(problem, sizes)) {
+            self.dispatcher.forget(problem, sizes);
         }
-        if tunable && self.dispatcher.planned(problem, shape, demands).is_none() {
-            self.tune_missing(problem, shape)?;
+        if tunable && self.dispatcher.planned(problem, sizes, demands).is_none() {
+            self.tune_missing(problem, sizes)?;
         }
-        Ok(self.dispatcher.plan_in_haste(problem, shape, demands, haste)?)
+        Ok(self.dispatcher.plan_in_haste(problem, sizes, demands, haste)?)
+    }
+
+    /// What calls share a tuning result with.
+    fn class(&self, problem: &Problem, sizes: &CallSizes) -> (Problem, ShapeBucket) {
+        (*problem, self.dispatcher.bucket(problem, sizes))
     }
 
     /// Tunes unless some layer already has a measured record of this device and class of sizes.
-    fn tune_missing(&self, problem: &Problem, shape: &Shape) -> Result<()> {
-        if self.dispatcher.is_tuned(problem, shape) {
+    fn tune_missing(&self, problem: &Problem, sizes: &CallSizes) -> Result<()> {
+        if self.dispatcher.is_tuned(problem, sizes) {
             return Ok(());
         }
-        tracing::info!(%problem, %shape, "nothing tuned fits: tuning now");
+        tracing::info!(%problem, %sizes, "nothing tuned fits: tuning now");
         // Threads that come second wait for the first inside, and are answered from the store.
         let patience = if self.wait_for_tuners { PATIENCE } else { Duration::ZERO };
-        match self.tune_job(&Job { patience, launches: self.launches, ..Job::new(*problem, *shape) }, &()) {
+        match self.tune_job(&Job { patience, launches: self.launches, ..Job::new(*problem, sizes) }, &()) {
             Ok(_) => Ok(()),
             // The next best choice serves until the other process is done.
             Err(Error::Tuner(e @ flashtune_tuner::Error::Busy { .. })) => {
                 tracing::info!("{e}; the next best choice is taken meanwhile");
-                self.awaited.add(problem, shape);
+                self.awaited.add(self.class(problem, sizes));
                 Ok(())
             }
             // Nowhere to keep a result, or no compiler: what else there is may serve, as under the other policies. That
             // no kernel came through its checks is not of this kind.
             Err(Error::Runtime(e @ (RuntimeError::Cache(_) | RuntimeError::Missing { .. }))) => {
-                tracing::warn!(%problem, %shape, error = %e, "it cannot be tuned here; the next best choice is taken");
+                tracing::warn!(%problem, %sizes, error = %e, "it cannot be tuned here; the next best choice is taken");
                 Ok(())
             }
             Err(Error::Tuner(e @ flashtune_tuner::Error::Noise { .. })) => {

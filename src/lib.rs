@@ -54,7 +54,7 @@ pub use engine::{Dispatch, Engine, Forward};
 pub use error::{Error, Result};
 pub use flashtune_cache::Launches;
 pub use flashtune_codegen::score::{Program, ProgramRef, Scalar, SideData};
-pub use flashtune_codegen::{DType, Mask, MaskKind, Problem, Shape};
+pub use flashtune_codegen::{CallSizes, DType, Mask, MaskKind, PageClass, Problem, Shape};
 pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
 };

@@ -4,7 +4,8 @@
 //! readers. Files of several processes can be put after one another.
 
 use crate::{Error, Result};
-use flashtune_codegen::{Problem, Shape, ShapeBucket};
+use flashtune_codegen::omitted::is_default;
+use flashtune_codegen::{CallSizes, PageClass, Problem, Shape, ShapeBucket};
 use flashtune_runtime::dispatch::Untuned;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -16,11 +17,27 @@ use std::path::Path;
 pub struct ManifestEntry {
     /// What is computed.
     pub problem: Problem,
-    /// The sizes.
+    /// The sizes; of a ragged batch those of a usual sequence.
     pub shape: Shape,
+    /// How keys lie, where the batch is ragged.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub pages: PageClass,
     /// Calls that it stands for.
     #[serde(default)]
     pub calls: u64,
+}
+
+impl ManifestEntry {
+    /// One call of a problem at some sizes.
+    pub fn new(problem: Problem, sizes: impl Into<CallSizes>) -> Self {
+        let CallSizes { shape, pages } = sizes.into();
+        Self { problem, shape, pages, calls: 0 }
+    }
+
+    /// What a kernel is chosen by.
+    pub fn sizes(&self) -> CallSizes {
+        CallSizes { shape: self.shape, pages: self.pages }
+    }
 }
 
 /// Reads a file of entries: one for each problem and class of sizes, those with the most calls first; entries of one
@@ -42,7 +59,8 @@ pub fn read_manifest(path: &Path) -> Result<Vec<ManifestEntry>> {
                 format!("the mask of the shape is {}, that of the problem {}", entry.shape.mask, entry.problem.mask);
             return Err(error(i + 1, message));
         }
-        let class = (entry.problem, ShapeBucket::of(&entry.shape));
+        // Whatever the device: on one unit the classes of ragged batches are as many as on any other.
+        let class = (entry.problem, ShapeBucket::of_call(&entry.problem, &entry.sizes(), 1));
         match classes.get(&class) {
             Some(&known) => entries[known].calls = entries[known].calls.saturating_add(entry.calls),
             None => {
@@ -98,7 +116,7 @@ mod tests {
             problem = problem.with_program(Program::parse(text).unwrap());
         }
         let shape = Shape { batch: 1, heads: 8, kv_heads: 2, q_len, kv_len: 1000, mask: Mask::Causal };
-        Untuned { problem, shape, calls, status: "default" }
+        Untuned { problem, shape, pages: PageClass::Dense, calls, status: "default" }
     }
 
     #[test]

@@ -128,7 +128,7 @@ impl Engine {
         }
         let demands = Constraints::NONE.with_if(Constraint::Unaligned, !resolved.aligned);
         // By a usual sequence: with bounds of 128k a kernel for sequences of 2k would be another.
-        let plan = self.plan_for(&resolved.problem, &resolved.usual, demands, haste)?;
+        let plan = self.plan_for(&resolved.problem, &resolved.sizes(), demands, haste)?;
         Ok(Some(Dispatch { plan, shape: resolved.shape }))
     }
 }

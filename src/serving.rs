@@ -11,7 +11,7 @@ impl Engine {
     /// and no compiler. What nothing stored serves is compiled or tuned, by policy. Gives those that cannot be had,
     /// with the reason.
     pub fn preload(&self, entries: &[ManifestEntry]) -> Vec<(ManifestEntry, crate::Error)> {
-        let missing = |e: &ManifestEntry| self.plan(&e.problem, &e.shape).err().map(|error| (*e, error));
+        let missing = |e: &ManifestEntry| self.plan(&e.problem, e.sizes()).err().map(|error| (*e, error));
         entries.iter().filter_map(missing).collect()
     }
 

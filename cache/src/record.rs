@@ -1,7 +1,7 @@
 //! What tuning found for one (device, problem, shape bucket, way of launching).
 
 use crate::{Conditions, DeviceFingerprint, Key, Launches};
-use flashtune_codegen::{Problem, Schedule, Shape, ShapeBucket};
+use flashtune_codegen::{CallSizes, Problem, Schedule, Shape, ShapeBucket};
 use serde::{Deserialize, Serialize};
 
 /// The name of a record.
@@ -136,6 +136,11 @@ impl RecordKey {
 }
 
 impl Record {
+    /// The sizes that were timed; of a ragged batch those of a usual sequence.
+    pub fn sizes(&self) -> CallSizes {
+        CallSizes { shape: self.provenance.shape, pages: self.key.bucket.pages }
+    }
+
     /// The finalist that won.
     pub fn winner(&self) -> Option<&Finalist> {
         self.finalists.iter().find(|f| f.schedule == self.schedule)

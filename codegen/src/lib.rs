@@ -28,6 +28,7 @@ mod resources;
 pub mod score;
 mod seen;
 mod shape;
+mod sizes;
 mod templates;
 mod traffic;
 
@@ -38,8 +39,9 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
     AppendCpuSchedule, AppendCudaSchedule, CpuRaggedSchedule, CpuSchedule, Family, NaiveRaggedSchedule, NaiveSchedule,
-    Place, Purpose, Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule,
-    Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, has_loose_biases, is_addressable, unaddressable,
+    Place, Purpose, RaggedAccount, Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90Rescale,
+    Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, has_loose_biases, is_addressable,
+    unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
 pub use kv::{KvElement, KvKind, KvScales, KvStore};
@@ -50,5 +52,6 @@ pub use mask::{Mask, MaskKind};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem};
 pub use resources::Resources;
 pub use shape::{BucketPlace, Shape, ShapeBucket};
+pub use sizes::{CallSizes, PageClass};
 pub use templates::TemplateSet;
 pub use traffic::{Traffic, Visits};

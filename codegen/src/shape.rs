@@ -1,6 +1,6 @@
 //! Run-time sizes, and the buckets that tuning results are filed under.
 
-use crate::{Error, Mask, Result};
+use crate::{CallSizes, Error, Mask, Op, PageClass, Problem, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -83,39 +83,70 @@ impl fmt::Display for Shape {
 ///
 /// Lengths and the number of (batch, head) pairs are rounded up to powers of two: a schedule's merit changes with the
 /// order of magnitude (waves over the device, blocks per row), not with the exact size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+///
+/// Of a ragged batch the numbers are others, as its kernels share all keys among the multiprocessors and keep the rows of
+/// a KV head's group together: (sequence, KV head) pairs, packed rows, and keys for each multiprocessor. Nothing of it
+/// changes with the skew of the lengths, which is the device's own matter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShapeBucket {
-    /// `batch * heads`, rounded up to a power of two.
+    /// `batch * heads`, rounded up to a power of two; of a ragged batch `batch * kv_heads`.
     pub parallel: u32,
-    /// Query heads per KV head, exact.
+    /// Query heads per KV head, exact; 1 of a ragged batch, whose rows have them.
     #[serde(default = "crate::omitted::one", skip_serializing_if = "crate::omitted::is_one")]
     pub group: u32,
-    /// `q_len`, rounded up to a power of two.
+    /// `q_len`, rounded up to a power of two; of a ragged batch the rows of a KV head: `q_len * group`.
     pub q_len: u32,
-    /// `kv_len`, rounded up to a power of two.
+    /// `kv_len`, rounded up to a power of two; of a ragged batch the keys of all sequences and KV heads for each
+    /// multiprocessor (or core) of the device, as far as a window lets any row see them.
     pub kv_len: u32,
-    /// Reach of a two-sided window (left + right + 1), rounded up to a power of two and capped at `kv_len`;
-    /// 0 when the window does not bound the work.
+    /// Reach of a two-sided window (left + right + 1), rounded up to a power of two and capped at the keys of a
+    /// sequence; 0 when the window does not bound the work.
     #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
     pub window: u32,
+    /// How keys lie, where the batch is ragged.
+    #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
+    pub pages: PageClass,
+}
+
+fn round_up(n: u64) -> u32 {
+    n.clamp(1, 1 << 31).next_power_of_two() as u32
 }
 
 impl ShapeBucket {
-    /// The bucket of a shape.
+    /// The bucket of a shape of dense tensors.
     pub fn of(shape: &Shape) -> Self {
-        let up = |n: u64| n.clamp(1, 1 << 31).next_power_of_two() as u32;
-        let kv_len = up(shape.kv_len as u64);
-        let window = match shape.mask.window() {
-            (Some(l), Some(r)) => up(l as u64 + r as u64 + 1).min(kv_len),
-            _ => 0,
+        let kv_len = round_up(shape.kv_len as u64);
+        Self {
+            parallel: round_up(shape.batch as u64 * shape.heads as u64),
+            group: shape.group(),
+            q_len: round_up(shape.q_len as u64),
+            kv_len,
+            window: window_of(shape, kv_len),
+            pages: PageClass::Dense,
+        }
+    }
+
+    /// The bucket of a call of a problem on a device of so many multiprocessors or cores: [`ShapeBucket::of`], unless it is
+    /// the attention of a ragged batch, whose sizes are those of a usual sequence.
+    pub fn of_call(problem: &Problem, sizes: &CallSizes, units: u32) -> Self {
+        let CallSizes { shape, pages } = sizes;
+        if problem.kv.is_dense() || problem.op != Op::Forward {
+            return Self::of(shape);
+        }
+        let pairs = shape.batch as u64 * shape.kv_heads as u64;
+        let kv_len = shape.kv_len as u64;
+        let seen = match shape.mask.window() {
+            (Some(left), Some(right)) => kv_len.min(left as u64 + right as u64 + shape.q_len as u64),
+            _ => kv_len,
         };
         Self {
-            parallel: up(shape.batch as u64 * shape.heads as u64),
-            group: shape.group(),
-            q_len: up(shape.q_len as u64),
-            kv_len,
-            window,
+            parallel: round_up(pairs),
+            group: 1,
+            q_len: round_up(shape.q_len as u64 * shape.group() as u64),
+            kv_len: round_up(pairs.saturating_mul(seen).div_ceil(units.max(1) as u64)),
+            window: window_of(shape, round_up(kv_len)),
+            pages: if pages.is_dense() { PageClass::Whole } else { *pages },
         }
     }
 
@@ -134,7 +165,15 @@ impl ShapeBucket {
             parallel: log(self.parallel),
             group: log(self.group),
             window: (self.window != 0).then(|| log(self.window)),
+            pages: self.pages,
         }
+    }
+}
+
+fn window_of(shape: &Shape, kv_len: u32) -> u32 {
+    match shape.mask.window() {
+        (Some(l), Some(r)) => round_up(l as u64 + r as u64 + 1).min(kv_len),
+        _ => 0,
     }
 }
 
@@ -146,6 +185,7 @@ pub struct BucketPlace {
     parallel: f64,
     group: f64,
     window: Option<f64>,
+    pages: PageClass,
 }
 
 impl BucketPlace {
@@ -159,6 +199,7 @@ impl BucketPlace {
                 (None, None) => 0.0,
                 _ => 2.0,
             }
+            + self.pages.distance(other.pages)
     }
 
     /// The part of the distance that the lengths make: it is never less.
@@ -169,17 +210,23 @@ impl BucketPlace {
 
 impl fmt::Display for ShapeBucket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "p{}g{}q{}k{}", self.parallel, self.group, self.q_len, self.kv_len)?;
-        if self.window != 0 {
-            write!(f, "w{}", self.window)?;
+        let Self { parallel, group, q_len, kv_len, window, pages } = self;
+        match pages {
+            PageClass::Dense => write!(f, "p{parallel}g{group}q{q_len}k{kv_len}")?,
+            // Packed rows, and keys of a multiprocessor.
+            _ => write!(f, "p{parallel}r{q_len}m{kv_len}")?,
         }
-        Ok(())
+        if *window != 0 {
+            write!(f, "w{window}")?;
+        }
+        pages.tokens().map_or(Ok(()), |tokens| write!(f, "pg{tokens}"))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{DType, KvKind};
 
     fn shape(q: u32, kv: u32) -> Shape {
         Shape { batch: 2, heads: 12, kv_heads: 4, q_len: q, kv_len: kv, mask: Mask::Causal }
@@ -188,9 +235,40 @@ mod tests {
     #[test]
     fn buckets_round_up_and_measure_distance() {
         let b = ShapeBucket::of(&shape(1000, 1025));
-        assert_eq!(b, ShapeBucket { parallel: 32, group: 3, q_len: 1024, kv_len: 2048, window: 0 });
+        assert_eq!(
+            b,
+            ShapeBucket { parallel: 32, group: 3, q_len: 1024, kv_len: 2048, window: 0, pages: PageClass::Dense }
+        );
         assert_eq!(b.distance(&b), 0.0);
         assert!(b.distance(&ShapeBucket::of(&shape(4096, 4096))) > b.distance(&ShapeBucket::of(&shape(1024, 1024))));
+    }
+
+    #[test]
+    fn ragged_classes_go_by_packed_rows_and_keys_of_a_multiprocessor() {
+        let ragged = Problem::forward(DType::Bf16, 128, Mask::Causal.kind()).unwrap().with_kv(KvKind::RAGGED);
+        let of = |shape: Shape, tokens, units| {
+            ShapeBucket::of_call(&ragged, &CallSizes::ragged(shape, PageClass::of_pages(tokens)), units)
+        };
+        let decode = Shape { batch: 16, heads: 32, kv_heads: 8, q_len: 1, kv_len: 8192, mask: Mask::Causal };
+        let class = of(decode, 16, 132);
+        assert_eq!(class.to_string(), "p128r4m8192pg16");
+        // As many keys in other sequences' shares, and as many rows in another group, are the same class.
+        assert_eq!(of(Shape { heads: 16, q_len: 2, ..decode }, 13, 132), class);
+        assert_eq!(of(Shape { kv_len: 7000, ..decode }, 16, 114), class);
+        assert_ne!(of(Shape { kv_len: 4096, ..decode }, 16, 132), class);
+        assert_ne!(of(decode, 64, 132), class);
+        assert_ne!(of(decode, 16, 16), class);
+        // What is in reach of a window counts, and not what lies before.
+        let window = Mask::Window { left: Some(127), right: Some(0) };
+        let windows = [8192, 32768].map(|kv_len| of(Shape { kv_len, mask: window, ..decode }, 16, 132));
+        assert_eq!(windows[0], windows[1]);
+        assert_eq!(windows[0].to_string(), "p128r4m128w128pg16");
+        // Sequences in one piece need not say so; dense problems and appends have the classes of dense tensors.
+        assert_eq!(ShapeBucket::of_call(&ragged, &decode.into(), 132).to_string(), "p128r4m8192");
+        for problem in [Problem { kv: KvKind::Dense, ..ragged }, Problem { op: Op::Append, ..ragged }] {
+            assert_eq!(ShapeBucket::of_call(&problem, &decode.into(), 132), ShapeBucket::of(&decode));
+        }
+        assert!((0.3..1.0).contains(&of(decode, 64, 132).distance(&ShapeBucket { pages: PageClass::Whole, ..class })));
     }
 
     #[test]

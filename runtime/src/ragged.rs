@@ -18,7 +18,7 @@ use crate::Result;
 use crate::tensor::windows;
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{DType, KvElement, Mask, Problem, Shape};
+use flashtune_codegen::{CallSizes, DType, KvElement, Mask, PageClass, Problem, Shape};
 
 /// Integers of an array on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -381,6 +381,8 @@ pub struct RaggedCall {
     pub shape: Shape,
     /// The sizes of a usual sequence of the batch, by which a kernel is chosen.
     pub usual: Shape,
+    /// How keys lie, as far as a kernel is chosen by it.
+    pub pages: PageClass,
     /// The kernel's arguments.
     pub args: RaggedArgs,
     /// Whether every row, or piece of a row, starts at a multiple of 16 bytes, as the fast CUDA kernels need.
@@ -396,6 +398,11 @@ impl RaggedCall {
         let [window_left, window_right] = windows(&shape);
         let usual = Shape { mask: shape.mask, ..self.usual };
         Self { problem, shape, usual, args: RaggedArgs { window_left, window_right, ..self.args }, ..self }
+    }
+
+    /// By what tuning results are found: the usual sequence and the class of pages.
+    pub fn sizes(&self) -> CallSizes {
+        CallSizes::ragged(self.usual, self.pages)
     }
 
     /// Whether no row of O exists.

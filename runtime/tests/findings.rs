@@ -105,7 +105,7 @@ impl Call {
         let device: Arc<dyn Device> = CudaDevice::open(ordinal).unwrap();
         let flashtune_codegen::Arch::Sm(sm) = device.fingerprint().arch else { unreachable!() };
         let mut problem = Problem::forward(DType::Bf16, 128, sides).unwrap();
-        let bucket = ShapeBucket { parallel: 4, group: 1, q_len: 1024, kv_len: 1024, window: 0 };
+        let bucket = ShapeBucket { parallel: 4, group: 1, q_len: 1024, kv_len: 1024, ..Default::default() };
         let program = ProgramRef::new(Program::parse(mask).unwrap());
         problem.program = Some(program);
         let mut s = Sm90Schedule::default_for(&problem, sm, &bucket);

@@ -1,11 +1,11 @@
 //! What a tuning is going to do: the cases of a model, of the options, or of the built-in set.
 
-use super::cases::{Case, CaseArgs, default_case, fixed};
+use super::cases::{Case, CaseArgs, RaggedArgs, default_case, fixed};
 use super::context::{Context, table};
 use super::exit::usage;
 use anyhow::Result;
 use flashtune::cache::DeviceFingerprint;
-use flashtune::codegen::{Arch, ShapeBucket};
+use flashtune::codegen::Arch;
 use flashtune::model::{Limits, Model, Need, Serving, read_model};
 use flashtune::runtime::require_room;
 use flashtune::{DType, Mask, read_manifest};
@@ -49,61 +49,63 @@ pub struct Agenda {
     /// Cases that this device has no room for, with the reason.
     pub left_out: Vec<String>,
     pub default_budget_s: f64,
+    /// Multiprocessors or cores of the device.
+    units: u32,
 }
 
 impl Agenda {
     /// What the options ask for on this device.
-    pub fn new(model: &ModelArgs, args: &CaseArgs, device: &DeviceFingerprint) -> Result<Self> {
+    pub fn new(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, device: &DeviceFingerprint) -> Result<Self> {
         let arch = device.arch;
         if let Some(path) = &model.model {
-            let limits = limits(model, args, arch)?;
+            let limits = limits(model, args, ragged, arch)?;
             let model = read_model(path)?;
             let serving = Serving::of(&model, &limits)?;
             return Ok(Self::of_model(model, serving, device));
         }
         if !model.from.is_empty() {
-            return Self::of_files(&model.from, args);
+            return Self::of_files(&model.from, args.is_empty() && ragged.is_empty(), device.units);
         }
-        let (cases, default_budget_s) = match (args.is_empty(), arch) {
+        let (cases, default_budget_s) = match (args.is_empty() && ragged.is_empty(), arch) {
             (true, Arch::Cpu(_)) => (common_cases(arch), CPU_BUDGET),
             (true, Arch::Sm(_)) => (common_cases(arch), CUDA_BUDGET),
             (false, _) => {
-                let cases = args.cases(&default_case())?;
+                let cases = ragged.apply(args.cases(&default_case())?)?;
                 let budget = CASE_BUDGET * cases.len() as f64;
                 (cases, budget)
             }
         };
         if let Some(empty) = cases.iter().find(|c| c.shape.is_empty() || c.shape.kv_len == 0) {
-            return Err(usage(format!("there is nothing to time in {}; name sizes of at least 1", empty.shape)));
+            return Err(usage(format!("there is nothing to time in {}; name sizes of at least 1", empty.sizes())));
         }
-        Ok(Self { cases, model: None, left_out: Vec::new(), default_budget_s })
+        Ok(Self { cases, model: None, left_out: Vec::new(), default_budget_s, units: device.units })
     }
 
     /// What files list.
-    fn of_files(files: &[PathBuf], args: &CaseArgs) -> Result<Self> {
-        if !args.is_empty() {
+    fn of_files(files: &[PathBuf], is_all: bool, units: u32) -> Result<Self> {
+        if !is_all {
             return Err(usage("--from says the problems and sizes; no option that names some may be given beside it"));
         }
         let (mut cases, mut left_out): (Vec<Case>, Vec<String>) = Default::default();
         for entry in files.iter().map(|f| read_manifest(f)).collect::<Result<Vec<_>, _>>()?.concat() {
-            let case = Case { problem: entry.problem, shape: entry.shape };
-            let class = (case.problem, ShapeBucket::of(&case.shape));
+            let case = Case::new(entry.problem, entry.sizes());
+            let class = (case.problem, case.bucket(units));
             if case.shape.is_empty() || case.shape.kv_len == 0 {
                 left_out.push(format!("{} {}: there is nothing to tune", case.problem, case.shape));
-            } else if !cases.iter().any(|c| (c.problem, ShapeBucket::of(&c.shape)) == class) {
+            } else if !cases.iter().any(|c| (c.problem, c.bucket(units)) == class) {
                 cases.push(case);
             }
         }
         let default_budget_s = CASE_BUDGET * cases.len() as f64;
-        Ok(Self { cases, model: None, left_out, default_budget_s })
+        Ok(Self { cases, model: None, left_out, default_budget_s, units })
     }
 
     fn of_model(model: Model, serving: Serving, device: &DeviceFingerprint) -> Self {
         let (mut cases, mut left_out) = (Vec::new(), Vec::new());
         for case in serving.cases() {
             match require_room(device, &case.problem, &case.shape) {
-                Ok(()) => cases.push(Case { problem: case.problem, shape: case.shape }),
-                Err(e) => left_out.push(format!("{} {}: {e}", case.problem, case.shape)),
+                Ok(()) => cases.push(Case::new(case.problem, case.sizes())),
+                Err(e) => left_out.push(format!("{} {}: {e}", case.problem, case.sizes())),
             }
         }
         let each = match device.arch {
@@ -111,12 +113,12 @@ impl Agenda {
             Arch::Sm(_) => CUDA_MODEL_BUDGET,
         };
         let default_budget_s = each * cases.len() as f64;
-        Self { cases, model: Some((model, serving)), left_out, default_budget_s }
+        Self { cases, model: Some((model, serving)), left_out, default_budget_s, units: device.units }
     }
 
     /// The agenda for a script.
     pub fn summary(&self) -> Value {
-        let cases: Vec<_> = self.cases.iter().map(|c| case_summary(c, None)).collect();
+        let cases: Vec<_> = self.cases.iter().map(|c| case_summary(c, self.units, None)).collect();
         let mut summary = json!({ "cases": cases, "left_out": self.left_out });
         if let Some((model, serving)) = &self.model {
             let unsupported: Vec<_> = serving
@@ -137,7 +139,7 @@ impl Agenda {
             summary["kv_heads"] = serving.kv_heads.into();
             summary["dtype"] = serving.dtype.name().into();
             summary["max_len"] = serving.max_len.into();
-            summary["needs"] = serving.needs.iter().map(need_summary).collect();
+            summary["needs"] = serving.needs.iter().map(|need| need_summary(need, self.units)).collect();
             summary["unsupported"] = unsupported.into();
             summary["notes"] = serving.notes.clone().into();
         }
@@ -145,12 +147,12 @@ impl Agenda {
     }
 }
 
-fn limits(model: &ModelArgs, args: &CaseArgs, arch: Arch) -> Result<Limits> {
+fn limits(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, arch: Arch) -> Result<Limits> {
     let rest = CaseArgs { dtype: Vec::new(), batch: Vec::new(), ..args.clone() };
     if !rest.is_empty() {
         return Err(usage(
             "--model says the head dims, masks, heads and lengths; beside it only --dtype and --batch, \
-             --max-len and --tp may be given",
+             --pages, --kv-dtype, --max-len and --tp may be given",
         ));
     }
     let dtype = match args.dtype.as_slice() {
@@ -158,15 +160,14 @@ fn limits(model: &ModelArgs, args: &CaseArgs, arch: Arch) -> Result<Limits> {
         [one] => Some(*one),
         _ => return Err(usage("--dtype: a model is served in one dtype; name one")),
     };
-    let batches = args.batch.clone();
-    Ok(Limits { arch, max_len: model.max_len, batches, tensor_parallel: model.tp.unwrap_or(1), dtype })
+    let (pages, stores) = ragged.choices();
+    let (max_len, batches, tensor_parallel) = (model.max_len, args.batch.clone(), model.tp.unwrap_or(1));
+    Ok(Limits { arch, max_len, batches, tensor_parallel, dtype, pages, stores })
 }
 
-fn need_summary(need: &Need) -> Value {
-    let cases = need.cases.iter().map(|c| {
-        let case = Case { problem: c.problem, shape: c.shape };
-        case_summary(&case, Some(&c.used_for.to_string()))
-    });
+fn need_summary(need: &Need, units: u32) -> Value {
+    let cases =
+        need.cases.iter().map(|c| case_summary(&Case::new(c.problem, c.sizes()), units, Some(&c.used_for.to_string())));
     json!({
         "layers": need.layers,
         "attention": need.attention,
@@ -177,13 +178,16 @@ fn need_summary(need: &Need) -> Value {
     })
 }
 
-fn case_summary(case: &Case, used_for: Option<&str>) -> Value {
+fn case_summary(case: &Case, units: u32, used_for: Option<&str>) -> Value {
     let mut summary = json!({
         "problem": case.problem.to_string(),
-        "shape": case.shape.to_string(),
-        "bucket": ShapeBucket::of(&case.shape).to_string(),
+        "shape": case.sizes().to_string(),
+        "bucket": case.bucket(units).to_string(),
         "sizes": case.shape,
     });
+    if !case.pages.is_dense() {
+        summary["pages"] = case.pages.to_string().into();
+    }
     if let Some(used_for) = used_for {
         summary["use"] = used_for.into();
     }
@@ -214,14 +218,16 @@ pub fn print(cx: &mut Context, agenda: &Agenda) -> Result<()> {
                 rows.add_row(start.iter().cloned().chain(["not supported yet".into(), "-".into()]));
             }
             for case in &need.cases {
-                rows.add_row(start.iter().cloned().chain([case.used_for.to_string(), case.shape.to_string()]));
+                let [layers, attention, _] = start.clone();
+                let problem = case.problem.to_string();
+                rows.add_row([layers, attention, problem, case.used_for.to_string(), case.sizes().to_string()]);
             }
         }
         writeln!(cx.out, "{rows}")?;
     } else {
         let mut rows = table(&["problem", "shape"]);
         for case in &agenda.cases {
-            rows.add_row([case.problem.to_string(), case.shape.to_string()]);
+            rows.add_row([case.problem.to_string(), case.sizes().to_string()]);
         }
         writeln!(cx.out, "{rows}")?;
     }

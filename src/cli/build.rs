@@ -86,9 +86,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let mut compilers: HashMap<Arch, Arc<dyn Compiler>> = HashMap::new();
     for &arch in &args.arch {
         compilers.insert(arch, flashtune::runtime::compiler_for(arch)?);
-        for Relinked { case, kernel } in relink::relink(&carried, arch, &mut relinked) {
+        for relinked @ Relinked { kernel, .. } in relink::relink(&carried, arch, &mut relinked) {
             kernels.insert(kernel.name(), kernel);
-            records.push(untuned(&case, &kernel, &templates, &*compilers[&arch], made));
+            records.push(untuned(relinked, &templates, &*compilers[&arch], made));
         }
         let cases = match (args.cases.is_empty(), &args.relink) {
             (true, Some(_)) => Vec::new(),
@@ -98,7 +98,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         for case in cases {
             let kernel = default_kernel(&case, arch)?;
             kernels.insert(kernel.name(), kernel);
-            records.push(untuned(&case, &kernel, &templates, &*compilers[&arch], made));
+            let Case { problem, shape, .. } = case;
+            let relinked = Relinked { problem, bucket: ShapeBucket::of(&shape), shape, kernel };
+            records.push(untuned(relinked, &templates, &*compilers[&arch], made));
         }
     }
     // Two lengths of one bucket give the same record.
@@ -184,23 +186,19 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
 }
 
 /// A record without finalists: a schedule that was never measured.
-fn untuned(case: &Case, kernel: &Kernel, templates: &TemplateSet, compiler: &dyn Compiler, made: u64) -> Record {
+fn untuned(of: Relinked, templates: &TemplateSet, compiler: &dyn Compiler, made: u64) -> Record {
+    let Relinked { problem, bucket, shape, kernel } = of;
     Record {
-        key: RecordKey {
-            device: any_device(kernel.arch),
-            problem: case.problem,
-            bucket: ShapeBucket::of(&case.shape),
-            launches: Launches::Eager,
-        },
+        key: RecordKey { device: any_device(kernel.arch), problem, bucket, launches: Launches::Eager },
         schedule: kernel.schedule,
-        artifact: compile::recipe(kernel, templates, compiler.id()).key(),
+        artifact: compile::recipe(&kernel, templates, compiler.id()).key(),
         finalists: Vec::new(),
         provenance: Provenance {
             flashtune: env!("CARGO_PKG_VERSION").to_owned(),
             templates: templates.hash_of(kernel.schedule.family()).to_owned(),
             compiler: compiler.id().to_string(),
             unix_time: made,
-            shape: case.shape,
+            shape,
             space: 0,
             compiled: 1,
             timed: 0,

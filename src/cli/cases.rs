@@ -4,16 +4,120 @@ use super::exit::usage;
 use super::lists::{MaskChoice, Masks, ScoreChange, Sizes, joined, masks, sizes, whole};
 use anyhow::Result;
 use flashtune::codegen::score::ProgramRef;
-use flashtune::codegen::{Arch, Family};
+use flashtune::codegen::{Arch, CallSizes, Family, KvElement, KvKind, KvScales, KvStore, PageClass, ShapeBucket};
 use flashtune::{DType, Mask, Problem, Shape};
+use std::str::FromStr;
 
 /// One thing to compute.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Case {
     /// What a kernel is specialised to.
     pub problem: Problem,
-    /// The sizes.
+    /// The sizes; of a ragged batch those of a usual sequence.
     pub shape: Shape,
+    /// How keys lie, where the batch is ragged.
+    pub pages: PageClass,
+}
+
+impl Case {
+    /// A problem at some sizes.
+    pub fn new(problem: Problem, sizes: impl Into<CallSizes>) -> Self {
+        let CallSizes { shape, pages } = sizes.into();
+        Self { problem, shape, pages }
+    }
+
+    /// What a kernel is chosen by.
+    pub fn sizes(&self) -> CallSizes {
+        CallSizes { shape: self.shape, pages: self.pages }
+    }
+
+    /// The class of sizes that results are filed under on a device of so many multiprocessors or cores.
+    pub fn bucket(&self, units: u32) -> ShapeBucket {
+        ShapeBucket::of_call(&self.problem, &self.sizes(), units)
+    }
+}
+
+/// Options that make cases ragged batches: sequences of different lengths over a KV store.
+#[derive(clap::Args, Debug, Clone, Default)]
+pub struct RaggedArgs {
+    /// Ragged batches, whose sequences have --q-len rows and --kv-len keys on average: the tokens of a page of their KV
+    /// store, or `packed` for sequences in one piece each
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub pages: Vec<PageClass>,
+    /// Elements of the KV store of ragged batches: same (as the queries), e4m3, e5m2, int8, each of the last three with
+    /// `:token` behind it where every token has a scale; in pages of 16 unless --pages says otherwise
+    #[arg(long, value_delimiter = ',', value_name = "LIST")]
+    pub kv_dtype: Vec<StoreChoice>,
+}
+
+/// A kind of KV store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreChoice(pub KvStore);
+
+impl FromStr for StoreChoice {
+    type Err = flashtune::codegen::Error;
+
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        let bad = || {
+            let known = "same, e4m3, e5m2 or int8, the last three perhaps with `:token` for scales of tokens";
+            flashtune::codegen::Error::parse("KV store", s, known)
+        };
+        let (element, scales) = match s.split_once(':') {
+            None => (s, KvScales::PerHead),
+            Some((element, "token")) if element != "same" => (element, KvScales::PerToken),
+            Some(_) => return Err(bad()),
+        };
+        let all = [
+            ("same", KvElement::Same),
+            ("e4m3", KvElement::E4m3),
+            ("e5m2", KvElement::E5m2),
+            ("int8", KvElement::Int8),
+        ];
+        let element = all.into_iter().find(|(name, _)| *name == element).ok_or_else(bad)?.1;
+        Ok(Self(KvStore { element, scales, v_columns: false }))
+    }
+}
+
+/// Tokens of a page where a store is named and no page: what most hosts have.
+const USUAL_PAGE: PageClass = PageClass::Tokens(16);
+
+impl RaggedArgs {
+    /// Whether no option was given.
+    pub fn is_empty(&self) -> bool {
+        self.pages.is_empty() && self.kv_dtype.is_empty()
+    }
+
+    /// The classes of pages and the stores that are meant.
+    pub fn choices(&self) -> (Vec<PageClass>, Vec<KvStore>) {
+        let pages = if self.pages.is_empty() { vec![USUAL_PAGE] } else { self.pages.clone() };
+        let stores = match self.kv_dtype.as_slice() {
+            [] => vec![KvStore::default()],
+            some => some.iter().map(|choice| choice.0).collect(),
+        };
+        (pages, stores)
+    }
+
+    /// Every case as a ragged batch of every kind that was named; as it is where none was.
+    pub fn apply(&self, cases: Vec<Case>) -> Result<Vec<Case>> {
+        if self.is_empty() {
+            return Ok(cases);
+        }
+        let (pages, stores) = self.choices();
+        let mut ragged = Vec::new();
+        for case in cases {
+            for &store in &stores {
+                if store.element != KvElement::Same && case.problem.dtype == DType::F32 {
+                    return Err(usage(
+                        "--kv-dtype: quantised stores are read beside f16 and bf16 queries; name one by --dtype",
+                    ));
+                }
+                let problem = case.problem.with_kv(KvKind::Ragged(store));
+                // What of a score program's mask is a window at these sizes may be none at others.
+                ragged.extend(pages.iter().map(|pages| Case { problem, pages: *pages, ..case }));
+            }
+        }
+        Ok(ragged)
+    }
 }
 
 /// Options that name problems and sizes. Lists give every combination.
@@ -93,7 +197,7 @@ impl CaseArgs {
                                             let shape = Shape { batch, heads, kv_heads, q_len, kv_len, mask };
                                             shape.validate()?;
                                             let (problem, shape) = problem.with_windows(shape);
-                                            cases.push(Case { problem, shape });
+                                            cases.push(Case::new(problem, shape));
                                         }
                                     }
                                 }
@@ -108,12 +212,15 @@ impl CaseArgs {
 
     /// The one case that the options name.
     pub fn single(&self, defaults: &Case) -> Result<Case> {
-        match self.cases(defaults)?.as_slice() {
-            [case] => Ok(*case),
-            many => {
-                Err(usage(format!("{} combinations were named where one is needed; give one value each", many.len())))
-            }
-        }
+        only(self.cases(defaults)?)
+    }
+}
+
+/// The one case that was named.
+pub fn only(cases: Vec<Case>) -> Result<Case> {
+    match cases.as_slice() {
+        [case] => Ok(*case),
+        many => Err(usage(format!("{} combinations were named where one is needed; give one value each", many.len()))),
     }
 }
 
@@ -121,13 +228,13 @@ impl CaseArgs {
 pub fn default_case() -> Case {
     let mask = Mask::Causal;
     let problem = Problem::forward(DType::Bf16, 128, mask.kind()).expect("a supported problem");
-    Case { problem, shape: Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1024, kv_len: 1024, mask } }
+    Case::new(problem, Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1024, kv_len: 1024, mask })
 }
 
 /// Case of a name and sizes that the program itself states.
 pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u32), len: u32) -> Case {
     let problem = Problem::forward(dtype, head_dim, mask.kind()).expect("a supported problem");
-    Case { problem, shape: Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask } }
+    Case::new(problem, Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask })
 }
 
 /// The family of a name, or the best one for the problem.

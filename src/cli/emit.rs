@@ -1,10 +1,10 @@
 //! `flashtune emit`: the generated source of a kernel.
 
-use super::cases::{CaseArgs, default_case, family};
+use super::cases::{CaseArgs, RaggedArgs, default_case, family, only};
 use super::context::Context;
 use super::exit::usage;
 use anyhow::Result;
-use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
+use flashtune::codegen::{Arch, Kernel, Schedule};
 use serde_json::json;
 use std::io::Write;
 
@@ -13,6 +13,8 @@ use std::io::Write;
 pub struct Args {
     #[command(flatten)]
     case: CaseArgs,
+    #[command(flatten)]
+    ragged: RaggedArgs,
     /// Target: cpu-avx2, cpu-avx512, ..., sm_80, sm_90a, ...; this device's when absent
     #[arg(long, value_name = "ARCH")]
     arch: Option<Arch>,
@@ -28,13 +30,13 @@ pub struct Args {
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
-    let case = args.case.single(&default_case())?;
+    let case = only(args.ragged.apply(args.case.cases(&default_case())?)?)?;
     let arch = match args.arch {
         Some(arch) => arch,
         None => cx.device()?.fingerprint().arch,
     };
     let family = family(args.family.as_deref(), &case.problem, arch)?;
-    let bucket = ShapeBucket::of(&case.shape);
+    let bucket = case.bucket(1);
     let default = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let fits = |s: &Schedule| Kernel { problem: case.problem, schedule: *s, arch }.check().is_ok();
     let space = || {

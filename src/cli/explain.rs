@@ -1,6 +1,6 @@
 //! `flashtune explain`: which kernel would run, and why.
 
-use super::cases::{CaseArgs, default_case};
+use super::cases::{CaseArgs, RaggedArgs, default_case};
 use super::context::Context;
 use super::files;
 use super::story::Story;
@@ -29,6 +29,8 @@ struct Told {
 pub struct Args {
     #[command(flatten)]
     cases: CaseArgs,
+    #[command(flatten)]
+    ragged: RaggedArgs,
     #[command(flatten)]
     map: MapArgs,
     /// Also tell how the record was found: its age and conditions, the measured table, the margin, and what became of
@@ -59,15 +61,15 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if let Some(path) = &args.trace {
         files::check_folder(path)?;
     }
-    let cases = args.cases.cases(&default_case())?;
+    let cases = args.ragged.apply(args.cases.cases(&default_case())?)?;
     let engine = cx.engine_for(args.graph.then_some(Launches::Graph))?;
     let mut all = Vec::new();
     for case in cases {
-        let plan = engine.plan(&case.problem, &case.shape)?;
+        let plan = engine.plan(&case.problem, case.sizes())?;
         let story = plan.record().filter(|_| args.story).map(|record| Story::of(cx, record));
         let wanted = args.timeline || args.trace.is_some();
         let timeline = plan.record().filter(|_| wanted).map(|record| View::of(cx, record));
-        let explanation = Explanation { shape: case.shape.to_string(), ..plan.explain() };
+        let explanation = Explanation { shape: case.sizes().to_string(), ..plan.explain() };
         all.push(Told { explanation, story, timeline });
     }
     if let Some(path) = &args.trace {

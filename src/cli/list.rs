@@ -43,7 +43,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         let gain = r.gain_over_default().map_or("-".to_owned(), |g| format!("{g:.2}x"));
         table.add_row([
             r.key.problem.to_string(),
-            r.provenance.shape.to_string(),
+            r.sizes().to_string(),
             r.schedule.to_string(),
             us,
             launches,
@@ -62,7 +62,7 @@ fn summary(layer: &str, record: &Record, validity: &Validity) -> serde_json::Val
         "layer": layer,
         "problem": record.key.problem.to_string(),
         "bucket": record.key.bucket.to_string(),
-        "shape": record.provenance.shape.to_string(),
+        "shape": record.sizes().to_string(),
         "device": record.key.device.to_string(),
         "launches": record.key.launches,
         "schedule": record.schedule.to_string(),

@@ -8,13 +8,17 @@ use super::cases::{Case, family};
 use anyhow::Result;
 use flashtune::cache::{Bundle, Error, Record, RecordKey, Trust};
 use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
+use flashtune::{Problem, Shape};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
 /// One record of the bundle, for a target.
 pub struct Relinked {
-    pub case: Case,
+    pub problem: Problem,
+    /// The class that it is filed under: that of the record, whatever device it was of.
+    pub bucket: ShapeBucket,
+    pub shape: Shape,
     pub kernel: Kernel,
 }
 
@@ -56,7 +60,9 @@ pub fn read(path: &Path, trust: &Trust, summary: &mut Summary) -> Result<Vec<Rec
 pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Relinked> {
     let mut relinked = Vec::new();
     for record in records {
-        let case = Case { problem: record.key.problem, shape: record.provenance.shape };
+        let case = Case::new(record.key.problem, record.sizes());
+        let relinked_as =
+            |kernel| Relinked { problem: case.problem, bucket: record.key.bucket, shape: case.shape, kernel };
         // What can be decoded need not make sense.
         if let Err(e) = case.problem.validate() {
             summary.left_out.push(format!("{}: {e}", case.problem));
@@ -66,13 +72,13 @@ pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Reli
         let supported = record.schedule.family().supports(&case.problem, arch).is_ok();
         if supported && carried.check().is_ok() {
             summary.carried += 1;
-            relinked.push(Relinked { case, kernel: carried });
+            relinked.push(relinked_as(carried));
             continue;
         }
         match default_kernel(&case, arch) {
             Ok(kernel) => {
                 summary.replaced += 1;
-                relinked.push(Relinked { case, kernel });
+                relinked.push(relinked_as(kernel));
             }
             Err(e) => summary.left_out.push(format!("{} on {arch}: {e}", case.problem)),
         }
@@ -82,7 +88,7 @@ pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Reli
 
 /// The default kernel of the best family for a case.
 pub fn default_kernel(case: &Case, arch: Arch) -> Result<Kernel> {
-    let bucket = ShapeBucket::of(&case.shape);
+    let bucket = case.bucket(1);
     let family = family(None, &case.problem, arch)?;
     let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let kernel = Kernel { problem: case.problem, schedule, arch };

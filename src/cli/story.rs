@@ -140,7 +140,7 @@ impl Story {
             age_s: now.saturating_sub(p.unix_time),
             flashtune: p.flashtune.clone(),
             compiler: p.compiler.clone(),
-            timed_on: p.shape.to_string(),
+            timed_on: record.sizes().to_string(),
             launches: record.key.launches,
             space: p.space,
             compiled: p.compiled,

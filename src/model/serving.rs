@@ -4,7 +4,9 @@ use super::config::{Latent, Model};
 use super::gap::Gap;
 use super::{Error, LayerKind};
 use flashtune_codegen::score::{ProgramBuilder, ProgramError, ProgramRef, builtin};
-use flashtune_codegen::{Arch, DType, Family, Mask, Problem, Shape, ShapeBucket};
+use flashtune_codegen::{
+    Arch, CallSizes, DType, Family, KvElement, KvKind, KvStore, Mask, PageClass, Problem, Shape, ShapeBucket,
+};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,6 +17,9 @@ const PREFILL_LENGTHS: usize = 4;
 const PREFILL_MIN: u32 = 128;
 /// Contexts of decoding that are timed: the longest and this part of it.
 const CONTEXT_PART: u32 = 8;
+/// Rows that a step has of all chunks together, and those of one at least.
+const CHUNK: u32 = 512;
+const CHUNK_MIN: u32 = 16;
 /// Largest batch, so that a slip of the finger is an error.
 const BATCH_MAX: u32 = 1 << 16;
 
@@ -31,6 +36,10 @@ pub struct Limits {
     pub tensor_parallel: u32,
     /// Element type in place of the file's.
     pub dtype: Option<DType>,
+    /// How the keys of the KV cache lie; empty leaves ragged batches out.
+    pub pages: Vec<PageClass>,
+    /// What the KV cache is made of.
+    pub stores: Vec<KvStore>,
 }
 
 /// What a shape is for.
@@ -41,6 +50,8 @@ pub enum Use {
     Prefill,
     /// One new query per sequence.
     Decode,
+    /// A part of each sequence's prompt beside what the cache has of it.
+    Chunk,
 }
 
 /// One problem at one size.
@@ -48,10 +59,19 @@ pub enum Use {
 pub struct Case {
     /// What a kernel is specialised to.
     pub problem: Problem,
-    /// The sizes.
+    /// The sizes; of a ragged batch those of a usual sequence.
     pub shape: Shape,
+    /// How keys lie, where the batch is ragged.
+    pub pages: PageClass,
     /// Prompt or decoding.
     pub used_for: Use,
+}
+
+impl Case {
+    /// What a kernel is chosen by.
+    pub fn sizes(&self) -> CallSizes {
+        CallSizes { shape: self.shape, pages: self.pages }
+    }
 }
 
 /// Layers that share a problem.
@@ -93,6 +113,7 @@ impl fmt::Display for Use {
         f.write_str(match self {
             Use::Prefill => "prefill",
             Use::Decode => "decode",
+            Use::Chunk => "chunk",
         })
     }
 }
@@ -111,7 +132,8 @@ impl Serving {
             DType::Bf16
         });
         let batches = batches(limits)?;
-        let planner = Planner { model, arch: limits.arch, max_len, batches, heads, kv_heads, dtype };
+        let (arch, pages, stores) = (limits.arch, &limits.pages, &limits.stores);
+        let planner = Planner { model, arch, max_len, batches, heads, kv_heads, dtype, pages, stores };
         let mut needs: Vec<Need> = model.layers.iter().map(|(kind, layers)| planner.need(kind, *layers)).collect();
         if let Some(latent) = model.latent {
             needs.push(planner.latent(latent));
@@ -123,7 +145,8 @@ impl Serving {
     pub fn cases(&self) -> Vec<Case> {
         let mut seen = BTreeSet::new();
         let all = self.needs.iter().flat_map(|n| &n.cases);
-        all.filter(|c| seen.insert((c.problem, ShapeBucket::of(&c.shape)))).copied().collect()
+        // Classes of ragged batches go by the device's units; those of one unit are as many.
+        all.filter(|c| seen.insert((c.problem, ShapeBucket::of_call(&c.problem, &c.sizes(), 1)))).copied().collect()
     }
 
     /// Everything that is missing, with the layers that miss it.
@@ -192,6 +215,8 @@ struct Planner<'a> {
     heads: u32,
     kv_heads: u32,
     dtype: DType,
+    pages: &'a [PageClass],
+    stores: &'a [KvStore],
 }
 
 impl Planner<'_> {
@@ -292,11 +317,38 @@ impl Planner<'_> {
             |batch, q_len, kv_len| Shape { batch, heads: self.heads, kv_heads: self.kv_heads, q_len, kv_len, mask };
         let mut cases = Vec::new();
         for len in prefill_lengths(longest) {
-            cases.push(Case { problem, shape: shape(1, len, len), used_for: Use::Prefill });
+            cases.push(Case { problem, shape: shape(1, len, len), pages: PageClass::Dense, used_for: Use::Prefill });
         }
         for context in contexts(longest, mask) {
             for &batch in &self.batches {
-                cases.push(Case { problem, shape: shape(batch, 1, context), used_for: Use::Decode });
+                let shape = shape(batch, 1, context);
+                cases.push(Case { problem, shape, pages: PageClass::Dense, used_for: Use::Decode });
+            }
+        }
+        cases.extend(self.ragged_cases(problem, mask, &shape));
+        cases
+    }
+
+    /// The same over a KV cache: decoding, and chunks of prompts, of which a step has so many rows.
+    fn ragged_cases(&self, problem: Problem, mask: Mask, shape: &dyn Fn(u32, u32, u32) -> Shape) -> Vec<Case> {
+        let mut cases = Vec::new();
+        for store in self.stores {
+            let problem = problem.with_kv(KvKind::Ragged(*store));
+            let is_served = !Family::candidates(&problem, self.arch).is_empty();
+            if !is_served || store.element != KvElement::Same && self.dtype == DType::F32 {
+                continue;
+            }
+            for (&pages, &batch) in self.pages.iter().flat_map(|pages| self.batches.iter().map(move |b| (pages, b))) {
+                let mut add = |q_len, kv_len, used_for| {
+                    cases.push(Case { problem, shape: shape(batch, q_len, kv_len), pages, used_for });
+                };
+                for context in contexts(self.max_len, mask) {
+                    add(1, context, Use::Decode);
+                }
+                let chunk = (CHUNK / batch).max(CHUNK_MIN);
+                if chunk < self.max_len {
+                    add(chunk, self.max_len, Use::Chunk);
+                }
             }
         }
         cases

@@ -1,7 +1,7 @@
 //! Files in the shape of well-known models, and files with errors.
 
 use super::*;
-use flashtune_codegen::{Arch, CpuIsa, DType, Mask, ShapeBucket, SmArch};
+use flashtune_codegen::{Arch, CpuIsa, DType, KvStore, Mask, PageClass, ShapeBucket, SmArch};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,15 @@ fn model(name: &str) -> Model {
 }
 
 fn limits() -> Limits {
-    Limits { arch: H200, max_len: None, batches: vec![], tensor_parallel: 1, dtype: None }
+    Limits {
+        arch: H200,
+        max_len: None,
+        batches: vec![],
+        tensor_parallel: 1,
+        dtype: None,
+        pages: vec![PageClass::Tokens(16)],
+        stores: vec![KvStore::default()],
+    }
 }
 
 fn serving(name: &str) -> Serving {

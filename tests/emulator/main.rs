@@ -220,8 +220,8 @@ fn default_schedules() {
         };
         let problem = Problem::forward_qk_v(DTYPES[(i + i / 8) as usize % 2], dim_qk, dim_v, mask).expect("legal");
         let bucket = match i % 3 {
-            0 => ShapeBucket { parallel: 16, group: 4, q_len: 64, kv_len: 512, window: 0 },
-            _ => ShapeBucket { parallel: 16, group: 1, q_len: 4096, kv_len: 4096, window: 0 },
+            0 => ShapeBucket { parallel: 16, group: 4, q_len: 64, kv_len: 512, ..Default::default() },
+            _ => ShapeBucket { parallel: 16, group: 1, q_len: 4096, kv_len: 4096, ..Default::default() },
         };
         let arch = "sm_90a".parse().expect("an arch");
         let schedule = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket).expect("supported");

@@ -28,7 +28,7 @@ fn quick_schedules_give_the_same_bits() {
         causal(64).with_program(program(PROGRAMS[21])),
     ];
     let compare = &|seed: u64, problem: Problem| {
-        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 300, kv_len: 4096, window: 0 };
+        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 300, kv_len: 4096, ..Default::default() };
         let arch = "sm_90a".parse().expect("an arch");
         let schedule = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket).expect("supported");
         let kernels = [schedule, schedule.quick().expect("one")].map(|schedule| Kernel { problem, schedule, arch });

@@ -45,7 +45,7 @@ fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&
         if let Some(text) = program {
             problem = problem.with_program(Program::parse(text).expect("a program"));
         }
-        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, window: 0 };
+        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, ..Default::default() };
         let Ok(default) = Schedule::default_for(family, &problem, arch, &bucket) else { continue };
         let space = Schedule::space(family, &problem, arch);
         let schedule = if rng.random_bool(0.3) { default } else { *space.choose(rng).unwrap_or(&default) };

@@ -130,7 +130,7 @@ fn a_sealed_engine_appends_what_it_knows_and_refuses_the_rest() {
     let mut memory = Rows3::new();
     let append = memory.append();
     let call = append_call(&append).unwrap();
-    let entry = ManifestEntry { problem: call.problem, shape: call.shape, calls: 0 };
+    let entry = ManifestEntry::new(call.problem, &call.shape);
     for preload in [None, Some(entry)] {
         for on_miss in [OnMiss::Refuse, OnMiss::Nearest] {
             let (engine, device) = sealed(&append, preload, on_miss);

@@ -20,7 +20,7 @@ impl Compiled {
         let problem = Problem::forward(dtype, 16, mask).unwrap().with_program(program.clone());
         let arch = device.arch();
         let Arch::Cpu(isa) = arch else { panic!("the CPU's arch") };
-        let bucket = ShapeBucket { parallel: 8, group: 2, q_len: 64, kv_len: 64, window: 0 };
+        let bucket = ShapeBucket { parallel: 8, group: 2, q_len: 64, kv_len: 64, ..Default::default() };
         let Schedule::Cpu(s) = Schedule::default_for(Family::ForwardCpu, &problem, arch, &bucket).unwrap() else {
             panic!("the CPU's schedule")
         };

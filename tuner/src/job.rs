@@ -1,7 +1,7 @@
 //! What to tune, and what came of it.
 
-use flashtune_cache::{Launches, Record, Trial};
-use flashtune_codegen::{Problem, Schedule, Shape};
+use flashtune_cache::{DeviceFingerprint, Launches, Record, Trial};
+use flashtune_codegen::{CallSizes, PageClass, Problem, Schedule, Shape, ShapeBucket};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,8 +13,11 @@ const LONG: Duration = Duration::from_secs(24 * 3600);
 pub struct Job {
     /// What is computed.
     pub problem: Problem,
-    /// The sizes that are timed; the result is filed under their bucket.
+    /// The sizes that are timed; the result is filed under their bucket. Of a ragged batch those of a usual sequence: its
+    /// sequences are of different lengths, with these as their means.
     pub shape: Shape,
+    /// How keys lie, where the batch is ragged.
+    pub pages: PageClass,
     /// Largest number of schedules that are compiled.
     pub max_trials: usize,
     /// Wall time for the whole job. It is kept approximately: the default schedule is always compiled, checked and
@@ -50,10 +53,12 @@ pub enum Search {
 
 impl Job {
     /// A job with 60 trials, 60 seconds and seed 0, for eager launches.
-    pub fn new(problem: Problem, shape: Shape) -> Self {
+    pub fn new(problem: Problem, sizes: impl Into<CallSizes>) -> Self {
+        let CallSizes { shape, pages } = sizes.into();
         Self {
             problem,
             shape,
+            pages,
             max_trials: 60,
             budget: Duration::from_secs(60),
             seed: 0,
@@ -63,6 +68,16 @@ impl Job {
             rivals: Vec::new(),
             patience: LONG,
         }
+    }
+
+    /// What a kernel is chosen by.
+    pub fn sizes(&self) -> CallSizes {
+        CallSizes { shape: self.shape, pages: self.pages }
+    }
+
+    /// The class of sizes that the result is filed under on a device.
+    pub fn bucket(&self, device: &DeviceFingerprint) -> ShapeBucket {
+        ShapeBucket::of_call(&self.problem, &self.sizes(), device.units)
     }
 }
 

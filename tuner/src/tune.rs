@@ -18,7 +18,7 @@ use flashtune_cache::{
     ArtifactFiles, CacheDir, Launches, Lesson, Progress, Provenance, Record, RecordKey, Stage, Store, Trial,
     TrialResult,
 };
-use flashtune_codegen::{Schedule, ShapeBucket, TemplateSet};
+use flashtune_codegen::{Op, Schedule, TemplateSet};
 use flashtune_runtime::{Compiler, no_graphs, require_room};
 use log::Log;
 use measure::{Measured, finalists, nanoseconds};
@@ -58,7 +58,8 @@ pub fn tune(
     require_room(runner.fingerprint(), &job.problem, &job.shape)?;
     // Deadlines are points in time, and those end.
     let job = &Job { budget: job.budget.min(LONGEST), ..job.clone() };
-    let (device, bucket) = (runner.fingerprint().clone(), ShapeBucket::of(&job.shape));
+    let device = runner.fingerprint().clone();
+    let bucket = job.bucket(&device);
     let key = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
     dir.create()?;
     // Looked for once: each look may start a process.
@@ -111,7 +112,7 @@ impl Tuning<'_> {
     fn run(&mut self, compiler: &Arc<dyn Compiler>, past: &Past) -> Result<Outcome> {
         (self.started, self.log) = (Instant::now(), Log::new());
         self.phase(Phase::Space, None);
-        let space = space(&self.job.problem, &self.job.shape, &self.key.device, &self.of_interest(past))?;
+        let space = space(&self.job.problem, &self.job.sizes(), &self.key.device, &self.of_interest(past))?;
         self.runner.start(&Inputs::of(self.job));
         let mut field = self.search(&space, past, &**compiler)?;
         let measured = self.measure(&mut field)?;
@@ -242,6 +243,18 @@ fn validate(job: &Job, runner: &Runner) -> Result<()> {
     if kind != job.problem.mask {
         let value = format!("{} for a {} problem", job.shape.mask, job.problem.mask);
         return bad("mask", value, "the shape's mask bounds other sides than the problem's", "make them agree");
+    }
+    if job.problem.op != Op::Forward {
+        let remedy = "tune forward problems; the others have one schedule";
+        return bad("problem", job.problem.to_string(), "there is nothing to choose between", remedy);
+    }
+    if job.problem.kv.is_dense() != job.pages.is_dense() && job.problem.kv.is_dense() {
+        return bad(
+            "pages",
+            job.pages.to_string(),
+            "dense tensors have no pages",
+            "leave them out, or name a ragged problem",
+        );
     }
     if job.shape.is_empty() || job.shape.kv_len == 0 {
         return bad("shape", job.shape.to_string(), "there is nothing to compute", "give sizes of at least 1");

@@ -8,6 +8,7 @@
 //! [`families!`] below is the only list; everything else asks [`Family`] or [`Schedule`]. `docs/adding-a-kernel.md` has
 //! the steps for another one.
 
+pub(crate) mod account;
 pub(crate) mod append_cpu;
 pub(crate) mod append_cuda;
 pub(crate) mod fields;
@@ -20,6 +21,7 @@ pub(crate) mod forward_sm80_ragged;
 pub(crate) mod forward_sm90;
 mod program_length;
 
+pub use account::RaggedAccount;
 pub use append_cpu::AppendCpuSchedule;
 pub use append_cuda::AppendCudaSchedule;
 pub use fields::Place;
@@ -37,7 +39,8 @@ pub use forward_sm90::{
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};
 use crate::traffic::Walk;
-use crate::{Arch, Constraint, Constraints, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use crate::{Arch, CallSizes, Constraint, Constraints, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use account::Usual;
 use fields::{Constants, Fields};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -159,6 +162,11 @@ pub(crate) trait KernelFamily: Fields {
     /// # Errors
     /// Sizes that exceed what one launch can hold.
     fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan>;
+
+    /// How its kernels take a ragged batch, where that is what they compute.
+    fn ragged_account(&self, _: &Usual<'_>) -> Option<RaggedAccount> {
+        None
+    }
 
     /// In which tiles a kernel walks over a shape.
     fn walk(&self, problem: &Problem, shape: &Shape) -> Walk;
@@ -440,6 +448,13 @@ impl Schedule {
         of_schedule!(self, s => Fields::launch_places(s))
     }
 
+    /// How its kernel takes a ragged batch of a problem, by the sizes of a usual sequence on a device of so many
+    /// multiprocessors or cores; none where it does not.
+    pub fn ragged_account(&self, problem: &Problem, sizes: &CallSizes, units: u32) -> Option<RaggedAccount> {
+        let usual = Usual { problem, sizes, units: units.max(1) };
+        of_schedule!(self, s => KernelFamily::ragged_account(s, &usual))
+    }
+
     pub(crate) fn validate(&self, problem: &Problem, arch: Arch) -> Result<()> {
         of_schedule!(self, s => KernelFamily::validate(s, problem, arch))
     }
@@ -528,7 +543,7 @@ mod tests {
 
     #[test]
     fn fields_are_named_once() {
-        let bucket = ShapeBucket { parallel: 16, group: 1, q_len: 1024, kv_len: 1024, window: 0 };
+        let bucket = ShapeBucket { parallel: 16, group: 1, q_len: 1024, kv_len: 1024, ..Default::default() };
         let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
         for (family, name) in
             [(Family::ForwardSm90, "sm_90a"), (Family::ForwardSm80, "sm_80"), (Family::ForwardCpu, "cpu-avx2")]

@@ -17,7 +17,7 @@ const ARCHS: [&str; 10] = [
 ];
 
 fn bucket(q_len: u32) -> ShapeBucket {
-    ShapeBucket { parallel: 32, group: 1, q_len, kv_len: 4096, window: 0 }
+    ShapeBucket { parallel: 32, group: 1, q_len, kv_len: 4096, ..Default::default() }
 }
 
 /// All (problem, arch, family) triples that are supported, over every head dim.

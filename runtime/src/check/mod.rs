@@ -8,7 +8,8 @@ mod guarded;
 mod ragged;
 
 pub use ragged::{
-    Index, LengthsBy, LseForm, Most, Part, Queries, RaggedBatch, RaggedCase, RaggedData, ScaleForm, StoreLayout,
+    Index, LengthsBy, LseForm, Most, Part, Queries, RaggedBatch, RaggedCase, RaggedData, RaggedOutputs, ScaleForm,
+    StoreLayout,
 };
 
 use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_of};

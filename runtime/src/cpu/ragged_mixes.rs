@@ -70,7 +70,7 @@ struct Mix {
 fn kernel(kind: MaskKind, isa: CpuIsa) -> Kernel {
     let problem = Problem::forward_qk_v(DType::F32, DIM as u32, DIM as u32, kind).unwrap();
     let problem = problem.with_kv(KvKind::Ragged(KvStore::default()));
-    let bucket = ShapeBucket { parallel: 16, group: 2, q_len: 1, kv_len: 64, window: 0 };
+    let bucket = ShapeBucket { parallel: 16, group: 2, q_len: 1, kv_len: 64, ..Default::default() };
     let schedule = small(CpuRaggedSchedule::default_for(&problem, isa, &bucket));
     Kernel { problem, schedule: Schedule::CpuRagged(schedule), arch: Arch::Cpu(isa) }
 }

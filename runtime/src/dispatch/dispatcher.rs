@@ -16,8 +16,8 @@ use flashtune_cache::{
     ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Needed, Record, RecordKey,
 };
 use flashtune_codegen::{
-    Arch, Constraint, Constraints, Error as CodegenError, Family, Kernel, Problem, Purpose, Schedule, Shape,
-    ShapeBucket, TemplateSet,
+    Arch, CallSizes, Constraint, Constraints, Error as CodegenError, Family, Kernel, Op, Problem, Purpose, Schedule,
+    Shape, ShapeBucket, TemplateSet,
 };
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -113,14 +113,14 @@ impl Dispatcher {
         &self.binaries.needed
     }
 
-    /// The plan for a problem and sizes. A call of a known class costs one lookup and allocates nothing; once sealed
+    /// The plan for a problem and sizes; of a ragged batch those of a usual sequence. A call of a known class costs one lookup and allocates nothing; once sealed
     /// ([`Dispatcher::seal`]) it takes no lock either. The first one searches, loads and maybe compiles, once however
     /// many threads ask.
     ///
     /// # Errors
     /// Unsupported problems, [`Error::Sealed`], and whatever compiling and loading report.
-    pub fn plan(&self, problem: &Problem, shape: &Shape, demands: Constraints) -> Result<Arc<Plan>> {
-        self.plan_in_haste(problem, shape, demands, || false)
+    pub fn plan(&self, problem: &Problem, sizes: impl Into<CallSizes>, demands: Constraints) -> Result<Arc<Plan>> {
+        self.plan_in_haste(problem, sizes, demands, || false)
     }
 
     /// As [`Dispatcher::plan`], but where the kernel would have to be compiled, and while it is, a quick schedule may
@@ -131,11 +131,12 @@ impl Dispatcher {
     pub fn plan_in_haste(
         &self,
         problem: &Problem,
-        shape: &Shape,
+        sizes: impl Into<CallSizes>,
         demands: Constraints,
         may: impl Fn() -> bool,
     ) -> Result<Arc<Plan>> {
-        let key = self.key(problem, shape, demands);
+        let sizes = sizes.into();
+        let (key, shape) = (self.key(problem, &sizes, demands), &sizes.shape);
         let known =
             |may: &dyn Fn() -> bool| self.known(&key).filter(|plan| plan.is_settled() || plan.is_awaiting() && may());
         if let Some(plan) = known(&may) {
@@ -183,8 +184,9 @@ impl Dispatcher {
     /// Where the calls of a class are counted.
     pub(super) fn tally(&self, key: &PlanKey, shape: &Shape) -> Arc<Tally> {
         let mut tallies = self.tallies.write().unwrap_or_else(PoisonError::into_inner);
-        let tunable = Family::is_tunable(key.demands, self.arch());
-        tallies.entry(*key).or_insert_with(|| Arc::new(Tally::new(key.problem, *shape, tunable))).clone()
+        let tunable = key.problem.op == Op::Forward && Family::is_tunable(key.demands, self.arch());
+        let sizes = CallSizes { shape: *shape, pages: key.bucket.pages };
+        tallies.entry(*key).or_insert_with(|| Arc::new(Tally::new(key.problem, sizes, tunable))).clone()
     }
 
     /// Says and notes what a class of calls runs on from now on.
@@ -200,20 +202,20 @@ impl Dispatcher {
     }
 
     /// The plan of a class of calls, if one was made since the last [`Dispatcher::refresh`].
-    pub fn planned(&self, problem: &Problem, shape: &Shape, demands: Constraints) -> Option<Arc<Plan>> {
-        self.known(&self.key(problem, shape, demands))
+    pub fn planned(&self, problem: &Problem, sizes: impl Into<CallSizes>, demands: Constraints) -> Option<Arc<Plan>> {
+        self.known(&self.key(problem, &sizes.into(), demands))
     }
 
     /// Whether a record of this device and class of sizes exists that may be used: whether there is nothing to tune.
-    pub fn is_tuned(&self, problem: &Problem, shape: &Shape) -> bool {
-        let found = self.find(problem, ShapeBucket::of(shape));
+    pub fn is_tuned(&self, problem: &Problem, sizes: impl Into<CallSizes>) -> bool {
+        let found = self.find(problem, self.bucket(problem, &sizes.into()));
         found.matches.iter().any(|m| m.quality == MatchQuality::Exact && is_measured(&m.record))
     }
 
     /// Forgets the plans of one class of calls, and reads the user's snapshot again if another one was published.
-    pub fn forget(&self, problem: &Problem, shape: &Shape) {
+    pub fn forget(&self, problem: &Problem, sizes: impl Into<CallSizes>) {
         self.binaries.layers.refresh();
-        let bucket = ShapeBucket::of(shape);
+        let bucket = self.bucket(problem, &sizes.into());
         let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
         plans.retain(|key, _| key.problem != *problem || key.bucket != bucket);
     }
@@ -240,9 +242,14 @@ impl Dispatcher {
     }
 
     /// The class of a call.
-    fn key(&self, problem: &Problem, shape: &Shape, demands: Constraints) -> PlanKey {
+    fn key(&self, problem: &Problem, sizes: &CallSizes, demands: Constraints) -> PlanKey {
         let demands = demands.among(self.config.demands);
-        PlanKey { problem: *problem, bucket: ShapeBucket::of(shape), demands }
+        PlanKey { problem: *problem, bucket: self.bucket(problem, sizes), demands }
+    }
+
+    /// The class of sizes that tuning results are filed under.
+    pub fn bucket(&self, problem: &Problem, sizes: &CallSizes) -> ShapeBucket {
+        ShapeBucket::of_call(problem, sizes, self.fingerprint().units)
     }
 
     /// What the layers have of a problem.
@@ -461,18 +468,18 @@ fn choice(kernel: Kernel, m: &Match, distance: f64, launches: Launches) -> Choic
         (Status::Untuned, format!("compiled ahead of time for {} and never measured", key.bucket))
     } else {
         match m.quality {
-            MatchQuality::Exact => (Status::Tuned, format!("measured here on {}", m.record.provenance.shape)),
+            MatchQuality::Exact => (Status::Tuned, format!("measured here on {}", m.record.sizes())),
             MatchQuality::OtherLaunches => (
                 Status::Provisional,
-                format!("measured here on {}{how}; tune for {launches} launches to be sure", m.record.provenance.shape),
+                format!("measured here on {}{how}; tune for {launches} launches to be sure", m.record.sizes()),
             ),
             MatchQuality::NearestShape { distance } => (
                 Status::NearestShape,
-                format!("measured here on {}{how}, {distance:.1} doublings away", m.record.provenance.shape),
+                format!("measured here on {}{how}, {distance:.1} doublings away", m.record.sizes()),
             ),
             MatchQuality::OtherDevice { .. } => (
                 Status::Provisional,
-                format!("measured on {} with {}{how}; tune here to be sure", key.device, m.record.provenance.shape),
+                format!("measured on {} with {}{how}; tune here to be sure", key.device, m.record.sizes()),
             ),
         }
     };

@@ -112,6 +112,7 @@ mod tests {
             q_len: 1 << below(15),
             kv_len: 1 << below(15),
             window: if below(3) == 0 { 1 << below(12) } else { 0 },
+            ..Default::default()
         };
         (0..count).map(|_| bucket()).collect()
     }
@@ -137,7 +138,8 @@ mod tests {
 
     #[test]
     fn what_was_measured_goes_first_however_far() {
-        let [far, near] = [1, 4096].map(|q_len| ShapeBucket { parallel: 8, group: 1, q_len, kv_len: 4096, window: 0 });
+        let [far, near] =
+            [1, 4096].map(|q_len| ShapeBucket { parallel: 8, group: 1, q_len, kv_len: 4096, ..Default::default() });
         let both = Donors::new(vec![plan(near, Status::Default), plan(far, Status::NearestShape)]);
         assert_eq!(both.nearest(near, Constraints::NONE).map(|(p, _)| p.bucket), Some(far));
         // The plan of these tests is one for the cpu, which writes no weights.

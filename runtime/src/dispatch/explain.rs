@@ -108,6 +108,15 @@ pub struct Explanation {
     pub tuned_us: Option<f64>,
     /// Time of the default schedule over this one's, when it was tuned.
     pub gain_over_default: Option<f64>,
+    /// Of a ragged batch, how its keys are shared out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split: Option<String>,
+    /// How results of the same rows become one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub merge: Option<String>,
+    /// How a key's place is found.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pages: Option<String>,
     /// Properties of the path that a caller should know (exactness, speed).
     pub notes: Vec<String>,
     /// What was looked at and not used, in the order of the search.
@@ -131,6 +140,11 @@ impl fmt::Display for Explanation {
             let gain = self.gain_over_default.map_or(String::new(), |g| format!(", {g:.2}x the default schedule"));
             let launches = self.launches.map_or(String::new(), |l| format!(" ({l} launches)"));
             row("measured", &format!("{us:.1} us{gain}{launches}"))?;
+        }
+        for (name, how) in [("split", &self.split), ("merge", &self.merge), ("pages", &self.pages)] {
+            if let Some(how) = how {
+                row(name, how)?;
+            }
         }
         for note in &self.notes {
             row("note", note)?;

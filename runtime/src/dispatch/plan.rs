@@ -5,7 +5,7 @@ use super::tally::Tally;
 use super::{Explanation, Policy, Refusal, Status};
 use crate::{Module, Result};
 use flashtune_cache::{DeviceFingerprint, Key, Record};
-use flashtune_codegen::{Kernel, LaunchPlan, Shape, ShapeBucket};
+use flashtune_codegen::{CallSizes, Kernel, LaunchPlan, Shape, ShapeBucket};
 use std::fmt;
 use std::sync::Arc;
 
@@ -142,6 +142,13 @@ impl Plan {
         let Choice { kernel, status, because, layer, record, .. } = &self.choice;
         let family = kernel.schedule.family();
         let winner = record.as_deref().and_then(Record::winner);
+        // By the sizes that the plan was made for: those of a usual sequence.
+        let usual = CallSizes { shape: self.shape, pages: self.bucket.pages };
+        let account = kernel.schedule.ragged_account(&kernel.problem, &usual, self.device.units);
+        let [split, merge, pages] = match account {
+            Some(account) => [account.split, account.merge, account.pages].map(Some),
+            None => [None, None, None],
+        };
         Explanation {
             problem: kernel.problem.to_string(),
             shape: self.shape.to_string(),
@@ -160,6 +167,9 @@ impl Plan {
             launches: winner.and(record.as_deref()).map(|r| r.key.launches),
             tuned_us: winner.map(|w| w.median_us),
             gain_over_default: record.as_deref().and_then(Record::gain_over_default),
+            split,
+            merge,
+            pages,
             notes: self.notes(),
             refusals: self.refusals.clone(),
         }
@@ -174,7 +184,8 @@ impl Plan {
         let mut notes: Vec<String> = of_family.map(str::to_owned).into_iter().collect();
         if !kernel.problem.kv.is_dense() {
             notes.push(
-                "lengths are read on the device: the shape says their bounds, the bucket those of a usual sequence"
+                "lengths are read on the device: the shape says their bounds, and the bucket goes by a usual sequence: \
+                 (sequence, KV head) pairs, rows of a KV head, keys of a multiprocessor or core"
                     .to_owned(),
             );
         }
@@ -238,7 +249,7 @@ impl Plan {
             },
             binary: "".into(),
             refusals: Vec::new(),
-            tally: Arc::new(Tally::new(key.problem, shape, true)),
+            tally: Arc::new(Tally::new(key.problem, shape.into(), true)),
             awaited: None,
         }
     }

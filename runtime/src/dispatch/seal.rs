@@ -73,12 +73,12 @@ impl Dispatcher {
         let mut left_out = Vec::new();
         let mut seen = HashSet::new();
         for (layer, record, validity) in self.binaries.layers.records() {
-            let (problem, shape) = (record.key.problem, record.provenance.shape);
+            let (problem, sizes) = (record.key.problem, record.sizes());
             let usable = self.needed().difference(&validity).is_none();
             if !usable || !seen.insert((problem, record.key.bucket)) {
                 continue;
             }
-            if let Err(e) = self.plan(&problem, &shape, Constraints::NONE) {
+            if let Err(e) = self.plan(&problem, sizes, Constraints::NONE) {
                 left_out.push(format!("{problem} {} of {layer}: {e}", record.key.bucket));
             }
         }

@@ -2,7 +2,8 @@
 
 use super::Status;
 use flashtune_cache::troubles;
-use flashtune_codegen::{Problem, Shape};
+use flashtune_codegen::omitted::is_default;
+use flashtune_codegen::{CallSizes, PageClass, Problem, Shape};
 use serde::Serialize;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -12,7 +13,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub(super) struct Tally {
     problem: Problem,
     /// The sizes of the first call.
-    shape: Shape,
+    sizes: CallSizes,
     /// Calls by the status of what they ran on.
     calls: [AtomicU64; Status::ALL.len()],
     /// Index of the present plan's status.
@@ -24,10 +25,10 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    pub fn new(problem: Problem, shape: Shape, tunable: bool) -> Self {
-        let tunable = tunable && !shape.is_empty() && shape.kv_len > 0;
+    pub fn new(problem: Problem, sizes: CallSizes, tunable: bool) -> Self {
+        let tunable = tunable && !sizes.shape.is_empty() && sizes.shape.kv_len > 0;
         let status = AtomicU8::new(Status::Default.index() as u8);
-        Self { problem, shape, calls: Default::default(), status, distance: AtomicU32::new(0), tunable }
+        Self { problem, sizes, calls: Default::default(), status, distance: AtomicU32::new(0), tunable }
     }
 
     /// A plan for the class was made.
@@ -50,7 +51,8 @@ impl Tally {
         let status = self.status();
         let calls = self.calls.iter().map(|n| n.load(Relaxed)).sum();
         let open = self.tunable && status != Status::Tuned;
-        open.then_some(Untuned { problem: self.problem, shape: self.shape, calls, status: status.name() })
+        let CallSizes { shape, pages } = self.sizes;
+        open.then_some(Untuned { problem: self.problem, shape, pages, calls, status: status.name() })
     }
 
     pub fn add_to(&self, counters: &mut Counters) {
@@ -72,8 +74,11 @@ impl Tally {
 pub struct Untuned {
     /// What is computed.
     pub problem: Problem,
-    /// The sizes of its first call.
+    /// The sizes of its first call; of a ragged batch those of a usual sequence.
     pub shape: Shape,
+    /// How keys lie, where the batch is ragged.
+    #[serde(skip_serializing_if = "is_default")]
+    pub pages: PageClass,
     /// Calls so far.
     pub calls: u64,
     /// What they run on: nearest shape, provisional, untuned, default, quick.

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::tensor::{TensorView, check_output_rows, error, windows};
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::{
-    DType, Error as CodegenError, HEAD_DIM_MAX, KvElement, KvKind, KvScales, KvStore, Mask, Problem, Shape,
+    DType, Error as CodegenError, HEAD_DIM_MAX, KvElement, KvKind, KvScales, KvStore, Mask, PageClass, Problem, Shape,
 };
 
 pub(super) fn call(batch: &RaggedBatch, mask: Mask, scale: Option<f32>) -> Result<RaggedCall> {
@@ -39,7 +39,11 @@ pub(super) fn call(batch: &RaggedBatch, mask: Mask, scale: Option<f32>) -> Resul
         return Err(CodegenError::unsupported("scale", scale, limit, "leave it out for 1 / sqrt(head_dim)").into());
     }
     let args = arguments(batch, &shape, widths, &scales, scale);
-    Ok(RaggedCall { problem, shape, usual, args, aligned: is_aligned(batch) })
+    let pages = match batch.index {
+        Index::Table { .. } | Index::Csr { .. } => PageClass::of_pages(batch.store.page_tokens as u32),
+        Index::Dense { .. } | Index::Packed { .. } => PageClass::Whole,
+    };
+    Ok(RaggedCall { problem, shape, usual, pages, args, aligned: is_aligned(batch) })
 }
 
 fn problem(batch: &RaggedBatch, mask: Mask) -> Result<Problem> {

@@ -44,6 +44,9 @@ pub struct HostTensor {
     data: Vec<u8>,
 }
 
+/// Values that [`HostTensor::repeated`] draws, about.
+const PATTERN: usize = 1_000_003;
+
 /// Filler of the bytes between elements: NaN in every dtype.
 pub(crate) const GAP: u8 = 0xff;
 
@@ -153,6 +156,24 @@ impl HostTensor {
                 };
             }
         });
+        t
+    }
+
+    /// A contiguous tensor of random values of which about a million are drawn and then repeated: drawing hundreds of
+    /// millions takes longer than what they are drawn for. A small one is [`HostTensor::random`]'s.
+    pub fn repeated(dtype: DType, shape: [usize; 4], seed: u64, distribution: Distribution) -> Self {
+        let elements: usize = shape.iter().product();
+        if elements <= PATTERN {
+            return Self::random(dtype, shape, Layout::Bhsd, seed, distribution);
+        }
+        // Channels are drawn for a head, so a row of the pattern is one.
+        let dim = shape[3];
+        let rows = (PATTERN / dim) | 1;
+        let drawn = Self::random(dtype, [1, 1, rows, dim], Layout::Bhsd, seed, distribution);
+        let mut t = Self::filled(dtype, shape, Layout::Bhsd, 0);
+        for part in t.data.chunks_mut(drawn.data.len()) {
+            part.copy_from_slice(&drawn.data[..part.len()]);
+        }
         t
     }
 

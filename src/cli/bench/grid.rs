@@ -21,7 +21,7 @@ impl GridArgs {
     pub fn cases(&self, args: &CaseArgs) -> Result<Vec<Case>> {
         let mut cases = args.cases(&default_case())?;
         let (tokens, width) = (one("--tokens", &self.tokens)?, one("--width", &self.width)?);
-        for Case { problem, shape } in &mut cases {
+        for Case { problem, shape, .. } in &mut cases {
             if let Some(tokens) = tokens {
                 shape.batch = (tokens / shape.q_len.max(1)).max(1);
             }

@@ -5,7 +5,7 @@ use crate::cli::cases::Case;
 use crate::cli::context::own_worker;
 use anyhow::Result;
 use flashtune::cache::{CacheDir, DeviceFingerprint, Launches, Layers, Needed, RecordKey};
-use flashtune::codegen::{Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::{Schedule, TemplateSet};
 use flashtune::tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_family};
 use flashtune::{DeviceSpec, Error};
 use std::str::FromStr;
@@ -100,7 +100,7 @@ pub fn contested(
         let mut schedules: Vec<Schedule> = record.contested().map(|r| r.schedule).collect();
         if !schedules.is_empty() {
             schedules.insert(0, record.schedule);
-            let case = Case { problem: record.key.problem, shape: record.provenance.shape };
+            let case = Case::new(record.key.problem, record.sizes());
             units.push(Unit::Contested(case, schedules));
         }
     }
@@ -232,8 +232,8 @@ impl Shared<'_> {
         let Limits { trials, seed, force, search, launches, patience, .. } = self.limits;
         let device = runner.fingerprint().clone();
         let job = |case: &Case, parts: usize| {
-            let job = Job::new(case.problem, case.shape);
-            let (device, bucket) = (device.clone(), ShapeBucket::of(&case.shape));
+            let job = Job::new(case.problem, case.sizes());
+            let (device, bucket) = (device.clone(), job.bucket(&device));
             let needed = Needed::new(device.arch, self.templates);
             let wanted = RecordKey { device, problem: case.problem, bucket, launches: *launches };
             Job {
@@ -279,7 +279,7 @@ impl Shared<'_> {
                     failures.push(e.to_string());
                     return;
                 };
-                failures.push(format!("{} {}: {e}", case.problem, case.shape));
+                failures.push(format!("{} {}: {e}", case.problem, case.sizes()));
             }
         }
     }

@@ -5,14 +5,14 @@ mod report;
 mod watcher;
 
 use super::agenda::{self, Agenda, ModelArgs};
-use super::cases::{Case, CaseArgs};
+use super::cases::{Case, CaseArgs, RaggedArgs};
 use super::context::Context;
 use super::exit::{Failed, Unavailable, usage};
 use super::progress;
 use anyhow::Result;
 use crew::{Devices, Limits, Unit, Work};
 use flashtune::cache::Launches;
-use flashtune::codegen::{Arch, Family, Schedule, ShapeBucket};
+use flashtune::codegen::{Arch, Family, Schedule};
 use flashtune::runtime::no_graphs;
 use flashtune::tuner::{Runner, Search};
 use flashtune::{ManifestEntry, Problem, write_manifest};
@@ -32,6 +32,8 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     cases: CaseArgs,
+    #[command(flatten)]
+    ragged: RaggedArgs,
     /// Say what would be tuned, and tune nothing
     #[arg(long)]
     dry_run: bool,
@@ -119,10 +121,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.graph && runners.iter().any(|r| !r.has_graphs()) {
         return Err(usage(format!("--graph: {}", no_graphs())));
     }
-    let agenda = Agenda::new(&args.model, &args.cases, runners[0].fingerprint())?;
-    let arch = runners[0].fingerprint().arch;
+    let agenda = Agenda::new(&args.model, &args.cases, &args.ragged, runners[0].fingerprint())?;
+    let (arch, cores) = (runners[0].fingerprint().arch, runners[0].fingerprint().units);
     if let Some(path) = &args.manifest {
-        let entry = |c: &Case| ManifestEntry { problem: c.problem, shape: c.shape, calls: 0 };
+        let entry = |c: &Case| ManifestEntry::new(c.problem, c.sizes());
         write_manifest(path, &agenda.cases.iter().map(entry).collect::<Vec<_>>())?;
     }
     if args.dry_run && !args.contested {
@@ -140,7 +142,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     for (fingerprint, crew) in crew::by_kind(runners) {
         let units = match args.contested {
             true => crew::contested(&dir, &fingerprint, launches, &templates)?,
-            false => units(&args, &Agenda::new(&args.model, &args.cases, &fingerprint)?),
+            false => units(&args, &Agenda::new(&args.model, &args.cases, &args.ragged, &fingerprint)?),
         };
         works.push((Work::new(units, crew.len()), crew));
     }
@@ -161,7 +163,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         search: match args.exhaustive {
             true => Search::Even,
             false if args.only.is_empty() => Search::Guided,
-            false => Search::Only(schedules(&args.only, &agenda.cases, arch)?),
+            false => Search::Only(schedules(&args.only, &agenda.cases, arch, cores)?),
         },
         launches,
         patience: args.patience_s.map(|s| Duration::from_secs(s.into())),
@@ -201,15 +203,15 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
 }
 
 /// Schedules by name, out of the spaces of what is tuned on `arch` and its defaults.
-fn schedules(names: &[String], cases: &[Case], arch: Arch) -> Result<Vec<Schedule>> {
+fn schedules(names: &[String], cases: &[Case], arch: Arch, units: u32) -> Result<Vec<Schedule>> {
     let mut problems: Vec<Problem> = cases.iter().map(|case| case.problem).collect();
     problems.dedup();
     let families = |p: &Problem| Family::candidates(p, arch).into_iter().map(|family| (*p, family)).collect::<Vec<_>>();
     let mut space: Vec<Schedule> =
         problems.iter().flat_map(families).flat_map(|(p, family)| Schedule::space(family, &p, arch)).collect();
     // A default may be one that no search would propose.
-    for Case { problem, shape } in cases {
-        let bucket = ShapeBucket::of(shape);
+    for case in cases {
+        let (problem, bucket) = (&case.problem, case.bucket(units));
         let defaults = Family::candidates(problem, arch).into_iter();
         space.extend(defaults.filter_map(|family| Schedule::default_for(family, problem, arch, &bucket).ok()));
     }
@@ -250,11 +252,11 @@ mod tests {
         let mask = flashtune::Mask::Causal;
         let problem = Problem::forward(flashtune::DType::Bf16, 128, mask.kind()).unwrap();
         let shape = |q_len| flashtune::Shape { batch: 4, heads: 32, kv_heads: 8, q_len, kv_len: 128, mask };
-        let cases = [1, 128].map(|q_len| Case { problem, shape: shape(q_len) });
-        for Case { problem, shape } in &cases {
+        let cases = [1, 128].map(|q_len| Case::new(problem, shape(q_len)));
+        for case @ Case { problem, .. } in &cases {
             for family in Family::candidates(problem, arch) {
-                let schedule = Schedule::default_for(family, problem, arch, &ShapeBucket::of(shape)).unwrap();
-                assert_eq!(schedules(&[schedule.to_string()], &cases, arch).unwrap(), [schedule]);
+                let schedule = Schedule::default_for(family, problem, arch, &case.bucket(132)).unwrap();
+                assert_eq!(schedules(&[schedule.to_string()], &cases, arch, 132).unwrap(), [schedule]);
             }
         }
     }

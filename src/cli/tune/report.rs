@@ -15,7 +15,7 @@ pub fn report(cx: &mut Context, done: &[Outcome], elapsed: Duration) -> Result<(
         let us = record.winner().map(|w| w.median_us);
         rows.add_row([
             record.key.problem.to_string(),
-            record.provenance.shape.to_string(),
+            record.sizes().to_string(),
             record.schedule.to_string(),
             us.map_or("-".to_owned(), |us| format!("{us:.0}")),
             gflops(record).map_or("-".to_owned(), |g| format!("{g:.0}")),
@@ -52,7 +52,7 @@ pub fn summary(outcome: &Outcome) -> serde_json::Value {
     let Outcome { record, cached, trials, snapshot } = outcome;
     json!({
         "problem": record.key.problem.to_string(),
-        "shape": record.provenance.shape.to_string(),
+        "shape": record.sizes().to_string(),
         "device": record.key.device.to_string(),
         "launches": record.key.launches,
         "schedule": record.schedule.to_string(),

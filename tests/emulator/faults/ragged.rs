@@ -231,12 +231,12 @@ pub fn verdict(family: &str, set: &TemplateSet, number: u64, what: &str) -> Stri
     let seen = if family == "append" {
         let problem = Problem { op: Op::Append, mask: MaskKind::FULL, ..problem };
         let family = Family::candidates(&problem, arch)[0];
-        let bucket = ShapeBucket { parallel: 1, group: 1, q_len: 1, kv_len: 0, window: 0 };
+        let bucket = ShapeBucket { parallel: 1, group: 1, q_len: 1, kv_len: 0, ..Default::default() };
         let schedule = Schedule::default_for(family, &problem, arch, &bucket).expect("a schedule");
         try_appends(&Kernel { problem, schedule, arch }, set, 100, number)
     } else {
         let of = if family == "naive_ragged" { Family::ForwardNaiveRagged } else { Family::ForwardSm80Ragged };
-        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, window: 0 };
+        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, ..Default::default() };
         let schedule = Schedule::default_for(of, &problem, arch, &bucket).expect("a schedule");
         let kernel = Kernel { problem, schedule, arch };
         try_ragged(&kernel, set, 60, number, |rng| RaggedBatch::random(&problem, MOST, rand::Rng::random(rng)))

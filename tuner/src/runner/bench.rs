@@ -25,14 +25,35 @@ const SAMPLED_ROWS: usize = 48;
 /// Values that are drawn; a prime number, so that heads and rows of the repeated values differ.
 const PATTERN: usize = 1_000_003;
 /// The byte of unwritten outputs: NaN in every dtype.
-const POISON: u8 = 0xff;
+pub(super) const POISON: u8 = 0xff;
 
 /// Launches that a winner has to repeat its answer in, and the time after which fewer are enough.
-const CONFIRMATIONS: usize = 12;
-const CONFIRMING: Duration = Duration::from_millis(300);
+pub(super) const CONFIRMATIONS: usize = 12;
+pub(super) const CONFIRMING: Duration = Duration::from_millis(300);
 
 /// Bytes of poison before and after O.
 const GUARD: usize = 4096;
+
+/// What is asked of the inputs of full size, dense or ragged.
+pub(super) trait Measure {
+    /// Runs a kernel on a part of the grid, which must be written to the last element, and nothing else.
+    fn probe(&mut self, module: &dyn Module) -> Result<(), String>;
+
+    /// Runs candidate `id` at the job's sizes: some rows are compared with the oracle, all of them with the first kernel that
+    /// passed, and the whole with a second run, which is launched as it will be when it is timed. It may be right on small
+    /// inputs and wrong on large ones. Gives the largest absolute error.
+    fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String>;
+
+    /// Launches a candidate that was checked several times more, as it is timed, and compares all bytes. A race between its
+    /// threads may pass a check or two.
+    fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String>;
+
+    /// Time of one run of candidate `id` with cold caches in microseconds: a launch, or the replay of a graph of one.
+    fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String>;
+
+    /// Median time of unfused attention on the same inputs in microseconds, where it can be had.
+    fn unfused_us(&self, fused_us: f64) -> Option<f64>;
+}
 
 /// Device tensors of one job, and the expected result of some rows.
 pub(super) struct Bench {
@@ -125,74 +146,6 @@ impl Bench {
         })
     }
 
-    /// Runs a kernel on a part of the grid, which must be written to the last element, and nothing else.
-    pub fn probe(&mut self, module: &dyn Module) -> Result<(), String> {
-        let part = Part::of(&self.shape);
-        let args = part.args(&self.args, self.dtype);
-        // SAFETY: `args` describes a part of the buffers that `self` owns; `run` waits for the launch.
-        self.run(0, |this| unsafe { this.device.launch_shape(module, &part.shape, &args, this.stream) })?;
-        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
-        let (heads, q_len) = (self.shape.heads as usize, self.shape.q_len as usize);
-        let strays = o.par_chunks(self.dim * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
-            let (batch, head, at) = (i / q_len / heads, i / q_len % heads, i % q_len);
-            let why = match part.holds(batch, head, at) {
-                true if values(self.dtype, row).all(f32::is_finite) => return None,
-                true => "was not written, or is not finite",
-                false if row.iter().all(|byte| *byte == POISON) => return None,
-                false => "was written",
-            };
-            Some(format!("wrong answer for {}: row {at} of head {head} of sequence {batch} {why}", part.shape))
-        });
-        strays.map_or(Ok(()), Err)
-    }
-
-    /// Runs candidate `id` at the job's sizes: some rows are compared with the oracle, all of them with the first kernel that
-    /// passed, and the whole with a second run, which is launched as it will be when it is timed. It may be right on small
-    /// inputs and wrong on large ones. Gives the largest absolute error.
-    pub fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
-        let s = self.shape;
-        self.run(0, |this| this.launch(module))?;
-        self.capture(id, module).map_err(|e| e.to_string())?;
-        self.launch_again(id, module)?;
-        self.check_inputs()?;
-        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
-        let (heads, q_len, row_bytes) = (s.heads as usize, s.q_len as usize, self.dim * self.dtype.bytes());
-        let read = |id: &RowId, to: &mut [f32]| {
-            let at = ((id.batch as usize * heads + id.head as usize) * q_len + id.row as usize) * row_bytes;
-            to.iter_mut().zip(values(self.dtype, &o[at..at + row_bytes])).for_each(|(to, x)| *to = x);
-        };
-        let [expected, unfused] = self.expected();
-        let verdict = compare_rows(self.dtype, &read, None, expected, unfused);
-        if !verdict.passed() {
-            return Err(format!("wrong answer for {s}: {verdict}"));
-        }
-        match &self.trusted {
-            Some(trusted) => {
-                same_rows(self.dtype, self.dim, trusted, o).map_err(|why| format!("wrong answer for {s}: {why}"))?
-            }
-            None => {
-                same_rows(self.dtype, self.dim, o, o)?;
-                self.trusted = Some(o.to_vec());
-            }
-        }
-        Ok(verdict.max_error)
-    }
-
-    /// Launches a candidate that was checked several times more, as it is timed, and compares all bytes. A race between its threads may
-    /// pass a check or two.
-    pub fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
-        let began = Instant::now();
-        self.capture(id, module).map_err(|e| e.to_string())?;
-        self.run(0, |this| this.launch_as_timed(id, module))?;
-        for _ in 0..CONFIRMATIONS {
-            self.launch_again(id, module)?;
-            if began.elapsed() > CONFIRMING {
-                break;
-            }
-        }
-        Ok(())
-    }
-
     /// A launch, as it is timed, that must give the bytes of the first that was returned.
     fn launch_again(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
         self.run(1, |this| this.launch_as_timed(id, module))?;
@@ -267,11 +220,86 @@ impl Bench {
             None => self.launch(module),
         }
     }
+}
 
-    /// Median time of unfused attention on the same inputs in microseconds, where it can be had: on the CPU.
-    ///
-    /// It is not run when it would take long, going by the time of the fused kernel.
-    pub fn unfused_us(&self, fused_us: f64) -> Option<f64> {
+impl Measure for Bench {
+    fn probe(&mut self, module: &dyn Module) -> Result<(), String> {
+        let part = Part::of(&self.shape);
+        let args = part.args(&self.args, self.dtype);
+        // SAFETY: `args` describes a part of the buffers that `self` owns; `run` waits for the launch.
+        self.run(0, |this| unsafe { this.device.launch_shape(module, &part.shape, &args, this.stream) })?;
+        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
+        let (heads, q_len) = (self.shape.heads as usize, self.shape.q_len as usize);
+        let strays = o.par_chunks(self.dim * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
+            let (batch, head, at) = (i / q_len / heads, i / q_len % heads, i % q_len);
+            let why = match part.holds(batch, head, at) {
+                true if values(self.dtype, row).all(f32::is_finite) => return None,
+                true => "was not written, or is not finite",
+                false if row.iter().all(|byte| *byte == POISON) => return None,
+                false => "was written",
+            };
+            Some(format!("wrong answer for {}: row {at} of head {head} of sequence {batch} {why}", part.shape))
+        });
+        strays.map_or(Ok(()), Err)
+    }
+
+    fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
+        let s = self.shape;
+        self.run(0, |this| this.launch(module))?;
+        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.launch_again(id, module)?;
+        self.check_inputs()?;
+        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
+        let (heads, q_len, row_bytes) = (s.heads as usize, s.q_len as usize, self.dim * self.dtype.bytes());
+        let read = |id: &RowId, to: &mut [f32]| {
+            let at = ((id.batch as usize * heads + id.head as usize) * q_len + id.row as usize) * row_bytes;
+            to.iter_mut().zip(values(self.dtype, &o[at..at + row_bytes])).for_each(|(to, x)| *to = x);
+        };
+        let [expected, unfused] = self.expected();
+        let verdict = compare_rows(self.dtype, &read, None, expected, unfused);
+        if !verdict.passed() {
+            return Err(format!("wrong answer for {s}: {verdict}"));
+        }
+        match &self.trusted {
+            Some(trusted) => {
+                same_rows(self.dtype, self.dim, trusted, o).map_err(|why| format!("wrong answer for {s}: {why}"))?
+            }
+            None => {
+                same_rows(self.dtype, self.dim, o, o)?;
+                self.trusted = Some(o.to_vec());
+            }
+        }
+        Ok(verdict.max_error)
+    }
+
+    fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
+        let began = Instant::now();
+        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.run(0, |this| this.launch_as_timed(id, module))?;
+        for _ in 0..CONFIRMATIONS {
+            self.launch_again(id, module)?;
+            if began.elapsed() > CONFIRMING {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
+        // Whoever is timed has been checked: what all others were measured by is not needed any more.
+        self.trusted = None;
+        let mut run = || {
+            self.capture(id, module)?;
+            self.device.flush_cache(self.stream)?;
+            let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, module))?;
+            self.device.synchronize(self.stream)?;
+            Ok::<_, RuntimeError>(us)
+        };
+        run().map_err(|e| e.to_string())
+    }
+
+    /// On the CPU. It is not run when it would take long, going by the time of the fused kernel.
+    fn unfused_us(&self, fused_us: f64) -> Option<f64> {
         // It is timed without score programs.
         if !matches!(self.device.arch(), Arch::Cpu(_)) || fused_us > 1e6 || self.program.is_some() {
             return None;
@@ -286,20 +314,6 @@ impl Bench {
             times.push(run.elapsed().as_secs_f64() * 1e6);
         }
         crate::stats::median(&times)
-    }
-
-    /// Time of one run of candidate `id` with cold caches in microseconds: a launch, or the replay of a graph of one.
-    pub fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
-        // Whoever is timed has been checked: what all others were measured by is not needed any more.
-        self.trusted = None;
-        let mut run = || {
-            self.capture(id, module)?;
-            self.device.flush_cache(self.stream)?;
-            let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, module))?;
-            self.device.synchronize(self.stream)?;
-            Ok::<_, RuntimeError>(us)
-        };
-        run().map_err(|e| e.to_string())
     }
 }
 
@@ -325,7 +339,7 @@ fn same_bytes(a: &[u8], b: &[u8]) -> bool {
 
 /// Whether two outputs agree, row by row: each element finite, and apart by at most a few roundings of the row's
 /// largest element. Both come from different orders of the same sums.
-fn same_rows(dtype: DType, dim: usize, trusted: &[u8], other: &[u8]) -> Result<(), String> {
+pub(super) fn same_rows(dtype: DType, dim: usize, trusted: &[u8], other: &[u8]) -> Result<(), String> {
     if trusted.len() != other.len() {
         return Err("the outputs differ in size".into());
     }
@@ -348,7 +362,7 @@ fn same_rows(dtype: DType, dim: usize, trusted: &[u8], other: &[u8]) -> Result<(
 }
 
 /// Elements of a row.
-fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+pub(super) fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
     bytes.chunks_exact(dtype.bytes()).map(move |b| match dtype {
         DType::F16 => f16::from_ne_bytes([b[0], b[1]]).to_f32(),
         DType::Bf16 => bf16::from_ne_bytes([b[0], b[1]]).to_f32(),

@@ -8,9 +8,13 @@
 //! which grows with dtype and length. All that is [`CheckCase`]'s work; here is only the choice of cases.
 
 use super::Inputs;
+use super::ragged;
 use crate::space::input_seed;
 use flashtune_codegen::{Mask, Shape};
-use flashtune_runtime::{CheckCase, CheckInputs, Device, Distribution, Error as RuntimeError, Layout, Module, Poison};
+use flashtune_runtime::{
+    CheckCase, CheckInputs, CheckReport, Device, Distribution, Error as RuntimeError, Layout, Module, Poison,
+    RaggedCase,
+};
 use std::sync::Arc;
 
 /// Query lengths and key lengths of the cases: more than a block of every schedule, and multiples of none.
@@ -26,11 +30,17 @@ const SIZES: [(u32, u32); 4] = [(SHORT, LONG), (LONG, SHORT), (1, LONG), (EVEN, 
 const LAUNCHES: [usize; 2] = [10, 2];
 
 /// The cases of a job, with their expected results.
-pub(super) struct Cases(Vec<CheckCase>);
+pub(super) enum Cases {
+    Dense(Vec<CheckCase>),
+    Ragged(Vec<RaggedCase>),
+}
 
 impl Cases {
     /// Makes inputs and computes what is expected.
     pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
+        if job.is_ragged() {
+            return ragged::small_cases(device, job).map(Self::Ragged);
+        }
         let seed = input_seed(job.seed);
         let (bhsd, bshd, padded) = (Layout::Bhsd, Layout::Bshd, Layout::Padded);
         let (normal, outliers) = (Distribution::Normal, Distribution::NormalWithOutliers);
@@ -42,18 +52,34 @@ impl Cases {
             let inputs = CheckInputs { layout, distribution, seed: seed ^ i, lse: true, poison, scale: None };
             CheckCase::typical(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
         });
-        Ok(Self(cases.collect::<Result<_, _>>()?))
+        Ok(Self::Dense(cases.collect::<Result<_, _>>()?))
     }
 
     /// Checks one kernel; gives its largest absolute error.
     pub fn check(&self, module: &dyn Module) -> Result<f64, String> {
+        type Checked = Result<CheckReport, RuntimeError>;
         let mut max_error = 0.0f64;
-        for (i, case) in self.0.iter().enumerate() {
-            let report = case.check_launches(module, LAUNCHES[i.min(1)]).map_err(|e| e.to_string())?;
+        let mut pass = |shape: &Shape, i: usize, check: &dyn Fn(usize) -> Checked| {
+            let report = check(LAUNCHES[i.min(1)]).map_err(|e| e.to_string())?;
             if !report.passed() {
-                return Err(format!("wrong answer for {}: {report}", case.shape()));
+                return Err(format!("wrong answer for {shape}: {report}"));
             }
             max_error = max_error.max(report.verdict.max_error);
+            Ok(())
+        };
+        match self {
+            Cases::Dense(cases) => {
+                for (i, case) in cases.iter().enumerate() {
+                    pass(case.shape(), i, &|launches| case.check_launches(module, launches))?;
+                }
+            }
+            Cases::Ragged(cases) => {
+                for (i, case) in cases.iter().enumerate() {
+                    pass(case.data().shape(), i, &|launches| case.check_launches(module, launches))?;
+                    // The next candidate is not to meet what this one may have written.
+                    case.restore().map_err(|e| e.to_string())?;
+                }
+            }
         }
         Ok(max_error)
     }
@@ -61,6 +87,9 @@ impl Cases {
 
 /// The most work among the cases of a job, whose launch is the longest: multiply-adds of one column of K and V.
 pub(super) fn most_flops(job: &Inputs) -> f64 {
+    if job.is_ragged() {
+        return ragged::most_flops();
+    }
     let flops = |(q_len, kv_len)| ragged(&job.shape, q_len, kv_len).forward_flops(1, 1);
     SIZES.map(flops).into_iter().fold(1.0, f64::max)
 }

@@ -1,7 +1,8 @@
 //! The questions, answered by a device of this process: what a worker does, and what tuning without one does.
 
-use super::bench::Bench;
+use super::bench::{Bench, Measure};
 use super::cases::Cases;
+use super::ragged::RaggedBench;
 use super::{Inputs, Size};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
 use flashtune_runtime::{Device, Error as RuntimeError, Module};
@@ -14,7 +15,7 @@ pub(crate) struct Local {
     inputs: Option<Inputs>,
     cases: Option<Cases>,
     /// Before the modules, whose launches it may have captured.
-    bench: Option<Bench>,
+    bench: Option<Box<dyn Measure + Send>>,
     modules: HashMap<u32, Arc<dyn Module>>,
 }
 
@@ -36,7 +37,12 @@ impl Local {
         let Some(inputs) = &self.inputs else { return Ok(()) };
         match size {
             Size::Small => self.cases = Some(Cases::new(&self.device, inputs)?),
-            Size::Probe | Size::Full => self.bench = Some(Bench::new(&self.device, inputs)?),
+            Size::Probe | Size::Full => {
+                self.bench = Some(match inputs.is_ragged() {
+                    true => Box::new(RaggedBench::new(&self.device, inputs)?),
+                    false => Box::new(Bench::new(&self.device, inputs)?),
+                });
+            }
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ mod bench;
 mod cases;
 mod local;
 mod probe;
+mod ragged;
 mod remote;
 
 pub(crate) use local::Local;
@@ -14,7 +15,8 @@ pub(crate) use local::Local;
 use crate::worker::WorkerCommand;
 use crate::{Error, Job, Result};
 use flashtune_cache::{Artifact, DeviceFingerprint, Launches, Reading};
-use flashtune_codegen::{Arch, Problem, Shape};
+use flashtune_codegen::omitted::is_default;
+use flashtune_codegen::{Arch, PageClass, Problem, Shape};
 use flashtune_runtime::{Compiler, Device, DeviceSpec};
 use remote::Remote;
 use serde::{Deserialize, Serialize};
@@ -25,19 +27,29 @@ use std::sync::{Arc, Once};
 pub(crate) struct Inputs {
     pub problem: Problem,
     pub shape: Shape,
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub pages: PageClass,
     pub seed: u64,
     pub launches: Launches,
 }
 
 impl Inputs {
     pub fn of(job: &Job) -> Self {
-        Self { problem: job.problem, shape: job.shape, seed: job.seed, launches: job.launches }
+        let Job { problem, shape, pages, seed, launches, .. } = *job;
+        Self { problem, shape, pages, seed, launches }
     }
 
-    /// Bytes of Q, K, V and O at full size.
+    /// Whether the inputs are those of a ragged batch.
+    pub fn is_ragged(&self) -> bool {
+        !self.problem.kv.is_dense()
+    }
+
+    /// Bytes of Q, K, V and O at full size; of a ragged batch about.
     pub fn bytes(&self) -> u64 {
         let p = &self.problem;
-        self.shape.forward_bytes(p.head_dim_qk, p.head_dim_v, p.dtype.bytes()) as u64
+        // The last page of a sequence may be nearly empty.
+        let kv_len = self.shape.kv_len.saturating_add(self.pages.tokens().unwrap_or(0));
+        Shape { kv_len, ..self.shape }.forward_bytes(p.head_dim_qk, p.head_dim_v, p.dtype.bytes()) as u64
     }
 }
 

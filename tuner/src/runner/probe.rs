@@ -22,16 +22,24 @@ pub(super) struct Part {
 impl Part {
     /// One part of [`PARTS`] of the rows of O, or the last row of one KV head.
     pub fn of(whole: &Shape) -> Self {
-        // How much smaller it must still become, in units of what is left.
-        let share = |n: u32, parts: u64| ((u64::from(n) / parts.max(1)) as u32).clamp(1, n.max(1));
+        let (heads, parts) = Self::with_all_rows(whole);
+        let q_len = share(whole.q_len, parts);
+        Self { shape: Shape { q_len, ..heads.shape }, first_row: whole.q_len - q_len }
+    }
+
+    /// The same for a ragged batch: with all rows of its sequences, whose places the device alone knows.
+    pub fn of_heads(whole: &Shape) -> Self {
+        Self::with_all_rows(whole).0
+    }
+
+    /// The first sequences and KV heads, and how much smaller it should still become.
+    fn with_all_rows(whole: &Shape) -> (Self, u64) {
         let taken = |n: u32, kept: u32, parts: u64| (parts * u64::from(kept)).div_ceil(u64::from(n.max(1)));
         let batch = share(whole.batch, PARTS);
         let parts = taken(whole.batch, batch, PARTS);
         let kv_heads = share(whole.kv_heads, parts);
-        let parts = taken(whole.kv_heads, kv_heads, parts);
-        let q_len = share(whole.q_len, parts);
-        let shape = Shape { batch, kv_heads, heads: kv_heads * whole.group(), q_len, ..*whole };
-        Self { shape, first_row: whole.q_len - q_len }
+        let shape = Shape { batch, kv_heads, heads: kv_heads * whole.group(), ..*whole };
+        (Self { shape, first_row: 0 }, taken(whole.kv_heads, kv_heads, parts))
     }
 
     /// The arguments of a launch of the part, from those of the whole.
@@ -54,6 +62,11 @@ impl Part {
         let Shape { batch: batches, heads, .. } = self.shape;
         batch < batches as usize && head < heads as usize && row >= self.first_row as usize
     }
+}
+
+/// One of so many parts of a size, in whole units of it.
+fn share(n: u32, parts: u64) -> u32 {
+    ((u64::from(n) / parts.max(1)) as u32).clamp(1, n.max(1))
 }
 
 #[cfg(test)]

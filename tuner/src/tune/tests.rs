@@ -38,7 +38,8 @@ impl Fixture {
 }
 
 fn key_of(device: &dyn Device, job: &Job) -> RecordKey {
-    let (device, bucket) = (device.fingerprint().clone(), ShapeBucket::of(&job.shape));
+    let device = device.fingerprint().clone();
+    let bucket = job.bucket(&device);
     RecordKey { device, problem: job.problem, bucket, launches: job.launches }
 }
 

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{self, Read, Write};
 
 /// Raised with every change of the messages or of a type inside them.
-const PROTOCOL: u32 = 6;
+const PROTOCOL: u32 = 7;
 /// The longest frame: no artifact comes near it, so a longer one is noise.
 const MAX_FRAME: usize = 256 << 20;
 

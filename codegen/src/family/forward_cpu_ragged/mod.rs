@@ -4,6 +4,7 @@
 //! whose register tiles these are.
 
 use super::KernelFamily;
+use super::account::{RaggedAccount, Usual};
 use super::fields::schedule;
 use super::forward_cpu::{self, CpuSchedule};
 use crate::abi::ArgsLayout;
@@ -173,6 +174,27 @@ impl KernelFamily for CpuRaggedSchedule {
     /// No stage: the kernel finds its own tiles in the lengths, and the device's threads share them.
     fn plan(&self, _: &Problem, _: &Shape) -> Result<LaunchPlan> {
         Ok(LaunchPlan::new([], [], None))
+    }
+
+    fn ragged_account(&self, usual: &Usual<'_>) -> Option<RaggedAccount> {
+        let rows = usual.packed().min(self.block_q.into());
+        let tiles = usual.pairs() * usual.packed().div_ceil(self.block_q.into());
+        let few = rows <= self.few_rows.into();
+        let (block, keys) = (if few { self.few_block } else { self.block_kv }, usual.seen(rows));
+        let fair = (tiles * keys / u64::from(self.split_tiles)).max(self.split_kv.into());
+        let ranges = ((keys + fair / 2) / fair).max(1);
+        let how = if few { "rows of keys where they lie" } else { "keys gathered into panels" };
+        Some(RaggedAccount {
+            split: format!(
+                "{tiles} tiles of up to {rows} rows, of {ranges} range(s) of at least {} keys; {how}, {block} keys a block",
+                self.split_kv
+            ),
+            merge: match ranges {
+                1 => "none: a tile's keys are one range".to_owned(),
+                n => format!("by the last thread of a tile, in the order of the keys: {n} states of fp32 each"),
+            },
+            pages: format!("pointers to the rows of each block of keys: {}", usual.index()),
+        })
     }
 
     /// A KV head's rows meet its keys together.

@@ -3,6 +3,7 @@
 //!
 //! Its schedule is fixed on purpose: an oracle should not change under tuning.
 
+use super::account::{RaggedAccount, Usual};
 use super::fields::schedule;
 use super::program_length::{self, MostOperations};
 use super::{KernelFamily, Purpose};
@@ -101,6 +102,14 @@ impl KernelFamily for NaiveRaggedSchedule {
     fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
         let grid = tiles(shape.q_len, self.block_q, shape.heads, shape.batch)?;
         Ok(LaunchPlan::new([Stage::of(StageEntry::MAIN, grid, self.threads, self.smem_bytes(problem))], [], None))
+    }
+
+    fn ragged_account(&self, usual: &Usual<'_>) -> Option<RaggedAccount> {
+        Some(RaggedAccount {
+            split: format!("none: one thread block has all keys of {} query rows of a head", self.block_q),
+            merge: "none: a row's keys are summed in one place".to_owned(),
+            pages: format!("elements one by one, {} keys a block: {}", self.block_kv, usual.index()),
+        })
     }
 
     fn walk(&self, _: &Problem, shape: &Shape) -> Walk {

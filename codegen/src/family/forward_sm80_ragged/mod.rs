@@ -9,6 +9,7 @@ mod defaults;
 mod resources;
 
 use super::KernelFamily;
+use super::account::{RaggedAccount, Usual};
 use super::fields::{Constants, schedule};
 use super::forward_sm80::LONGEST_PROGRAM;
 use super::program_length::{self, MostOperations};
@@ -165,6 +166,32 @@ impl KernelFamily for Sm80RaggedSchedule {
             Stage { resident: Some(self.blocks_per_sm), ..Stage::of(StageEntry::MAIN, grid, threads, smem_bytes) };
         let scratch = Region { holds: Holds::SplitKeys, bytes: resources::piece_bytes(self, problem).into() };
         Ok(LaunchPlan::new([main], [scratch], None))
+    }
+
+    fn ragged_account(&self, usual: &Usual<'_>) -> Option<RaggedAccount> {
+        let tiles = usual.pairs() * usual.packed().div_ceil(self.rows().into());
+        let unit = u64::from(self.block_kv * self.key_warps);
+        let units = tiles * usual.seen(self.rows().into()).div_ceil(unit).max(1);
+        let blocks = u64::from(usual.units * self.blocks_per_sm).min(units.max(1));
+        let share = units.div_ceil(blocks.max(1));
+        let of_tile = (units / tiles.max(1)).div_ceil(share.max(1));
+        let pieces = match of_tile {
+            0 | 1 => "most tiles are in one share and need none".to_owned(),
+            n => format!("about {n} pieces a tile"),
+        };
+        let piece = resources::piece_bytes(self, usual.problem) / 2;
+        Some(RaggedAccount {
+            split: format!(
+                "stream-K: {blocks} thread blocks share {units} units of {unit} keys of {tiles} tiles of up to {} rows, \
+                 about {share} each; {} teams a block",
+                self.rows(),
+                self.key_warps
+            ),
+            merge: format!(
+                "by the last block of a tile, in the order of the keys: {pieces} of {piece} bytes of fp32 in scratch memory"
+            ),
+            pages: format!("cp.async, 16 bytes at a time in {} buffers a team: {}", self.stages, usual.index()),
+        })
     }
 
     fn walk(&self, _: &Problem, shape: &Shape) -> Walk {

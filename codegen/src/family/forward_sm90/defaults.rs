@@ -422,7 +422,7 @@ mod tests {
 
     #[test]
     fn tiles_are_chained_beside_biases_unless_the_product_starts_from_them() {
-        let bucket = ShapeBucket { parallel: 16, group: 1, q_len: 4096, kv_len: 4096, window: 0 };
+        let bucket = ShapeBucket { parallel: 16, group: 1, q_len: 4096, kv_len: 4096, ..Default::default() };
         let of = |score: &str| {
             let program = crate::score::Program::parse(&format!("t: bf16[q_len, kv_len]; score = {score};")).unwrap();
             let problem = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap().with_program(program);

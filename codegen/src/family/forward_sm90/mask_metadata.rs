@@ -112,7 +112,7 @@ mod tests {
     fn before(text: &str, heads: u32, q_len: u32) -> (Vec<(&'static str, u32)>, Option<Region>) {
         let arch: crate::Arch = "sm_90a".parse().unwrap();
         let mut problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
-        let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, window: 0 };
+        let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, ..Default::default() };
         let mut s = Sm90Schedule::default_for(&problem, arch.gpu(), &bucket);
         (s.consumers, s.block_kv, s.pack_group) = (2, 128, false);
         problem.program = Some(ProgramRef::new(Program::parse(text).unwrap()));

@@ -223,7 +223,7 @@ mod tests {
         let problem = problem.with_program(crate::score::Program::parse(text).unwrap());
         let arch: Arch = "sm_90a".parse().unwrap();
         let Arch::Sm(sm) = arch else { unreachable!() };
-        let bucket = crate::ShapeBucket { parallel: 16, group: 1, q_len: 4096, kv_len: 4096, window: 0 };
+        let bucket = crate::ShapeBucket { parallel: 16, group: 1, q_len: 4096, kv_len: 4096, ..Default::default() };
         let default = Sm90Schedule::default_for(&problem, sm, &bucket);
         assert!(default.bias_stages > 0, "{default}");
         let kernel = |s| Kernel { problem, schedule: Schedule::Sm90(s), arch };

@@ -49,7 +49,7 @@ mod tests {
         let arch: crate::Arch = "sm_90a".parse().unwrap();
         let crate::Arch::Sm(sm) = arch else { unreachable!() };
         let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
-        let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, window: 0 };
+        let bucket = ShapeBucket { parallel: 32, group: 4, q_len: 4096, kv_len: 4096, ..Default::default() };
         let mut s = Sm90Schedule::default_for(&problem, sm, &bucket);
         (s.consumers, s.block_kv, s.pack_group, s.ending) = (2, 128, false, false);
         change(&mut s);

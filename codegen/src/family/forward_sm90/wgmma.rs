@@ -133,7 +133,7 @@ mod tests {
 
     /// Scores of 128 keys, outputs of 16 columns.
     fn kernel() -> (Problem, Sm90Schedule) {
-        let bucket = crate::ShapeBucket { parallel: 16, group: 1, q_len: 1024, kv_len: 1024, window: 0 };
+        let bucket = crate::ShapeBucket { parallel: 16, group: 1, q_len: 1024, kv_len: 1024, ..Default::default() };
         let problem = Problem::forward(DType::F16, 128, crate::MaskKind::CAUSAL).unwrap();
         let schedule = Sm90Schedule::default_for(&problem, crate::SmArch { number: 90, specific: true }, &bucket);
         (Problem { head_dim_v: 16, ..problem }, Sm90Schedule { block_kv: 128, ..schedule })

@@ -1,10 +1,10 @@
 //! A ragged batch in host memory: every array that a kernel is given, and what it must compute from them.
 
 use super::batch::{Queries, RaggedBatch, ScaleForm, StoreLayout, per_token};
-use super::elements::{Codes, value_of};
+use super::elements::Codes;
 use super::expected::{Expected, SequenceInputs};
 use super::place::{Places, encode, sums};
-use crate::reference::{HostTensor, Layout};
+use crate::reference::HostTensor;
 use crate::tensor::windows;
 use crate::{Result, Verdict, typical_side};
 use bytemuck::Zeroable;
@@ -285,13 +285,14 @@ impl RaggedData {
             let seed = batch.seed.wrapping_mul(64).wrapping_add(4 * b as u64);
             let random = |dtype, heads: u32, rows: u32, dim: u32, salt| {
                 let shape = [1, heads as usize, rows as usize, dim as usize];
-                HostTensor::random(dtype, shape, Layout::Bhsd, seed + salt, batch.values)
+                HostTensor::repeated(dtype, shape, seed + salt, batch.values)
             };
             let q = random(dtype, batch.heads, rows, head_dim_qk, 0);
             self.write_queries(&q, b, queries);
             let of_store = if codes.is_some() { DType::F32 } else { dtype };
             let mut k = random(of_store, batch.kv_heads, keys, head_dim_qk, 1);
             let mut v = random(of_store, batch.kv_heads, keys, head_dim_v, 2);
+            let mut coded = codes.as_ref().map(|codes| [&k, &v].map(|tensor| codes.draw_all(&tensor.values(), rng)));
             let mut there = vec![true; keys as usize];
             let seen = seen_keys(batch, rows, keys);
             for t in 0..keys {
@@ -302,11 +303,10 @@ impl RaggedData {
                         [(&mut k, place.k_page), (&mut v, place.v_page)].into_iter().enumerate()
                     {
                         let at = [0, h as usize, t as usize];
-                        let mut row = vec![0.0; tensor.shape()[3]];
-                        tensor.read_row(at, &mut row);
-                        let mut bytes = match &codes {
-                            Some(codes) => row.iter().map(|x| codes.draw(*x, rng)).collect(),
-                            None => row_bytes(tensor, at).to_vec(),
+                        let first = (h as usize * keys as usize + t as usize) * tensor.shape()[3];
+                        let bytes: &mut [u8] = match &mut coded {
+                            Some(coded) => &mut coded[nth][first..first + tensor.shape()[3]],
+                            None => row_bytes_mut(tensor, at),
                         };
                         let unseen = !seen.contains(&t);
                         if batch.nan && unseen {
@@ -314,24 +314,24 @@ impl RaggedData {
                         } else if batch.nan && nth == 1 && t + 1 == seen.end && h + 1 == batch.kv_heads {
                             bytes[..size].fill(0xff);
                         }
-                        match &codes {
-                            Some(_) => {
-                                let scale = scales.of(nth, b, h, page, place.token);
-                                row.iter_mut()
-                                    .zip(&bytes)
-                                    .for_each(|(x, code)| *x = value_of(store.element, *code) * scale);
-                                tensor.write_row(at, &row);
-                            }
-                            None => row_bytes_mut(tensor, at).copy_from_slice(&bytes),
-                        }
                         let stride = if nth == 0 { self.args.k_stride } else { self.args.v_stride };
                         let base =
                             i64::from(page) * stride[0] + i64::from(place.token) * stride[1] + i64::from(h) * stride[2];
                         let chunk = if nth == 1 && store.v_columns { 1 } else { (16 / size) as i64 };
                         let column = if nth == 1 && !store.v_columns { chunk } else { stride[3] };
-                        for (d, element) in bytes.chunks_exact(size).enumerate() {
-                            let at = (base + d as i64 / chunk * column + d as i64 % chunk) as usize * size;
-                            memory[nth][at..at + size].copy_from_slice(element);
+                        if column == chunk {
+                            memory[nth][base as usize * size..][..bytes.len()].copy_from_slice(bytes);
+                        } else {
+                            for (d, element) in bytes.chunks_exact(size).enumerate() {
+                                let at = (base + d as i64 / chunk * column + d as i64 % chunk) as usize * size;
+                                memory[nth][at..at + size].copy_from_slice(element);
+                            }
+                        }
+                        if let (Some(codes), Some(coded)) = (&codes, &coded) {
+                            let scale = scales.of(nth, b, h, page, place.token);
+                            let bytes = &coded[nth][first..first + tensor.shape()[3]];
+                            let row: Vec<f32> = bytes.iter().map(|code| codes.value(*code) * scale).collect();
+                            tensor.write_row(at, &row);
                         }
                     }
                 }

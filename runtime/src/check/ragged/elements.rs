@@ -5,8 +5,12 @@ use half::f16;
 use rand::Rng;
 use rand::rngs::StdRng;
 
+/// Codes that are drawn at most of one tensor: a prime, so that repeated heads and rows differ.
+const DRAWN: usize = 1_000_003;
+
 /// The codes of an element, in the order of their values.
 pub(super) struct Codes {
+    values: [f32; 256],
     sorted: Vec<(f32, u8)>,
     /// What a value is multiplied by before it is rounded: its usual size is then among the finely spaced codes.
     unit: f32,
@@ -32,15 +36,31 @@ pub(super) fn value_of(element: KvElement, code: u8) -> f32 {
 
 impl Codes {
     pub(super) fn of(element: KvElement) -> Self {
-        let all = (0..=u8::MAX).map(|code| (value_of(element, code), code));
+        let values = std::array::from_fn(|code| value_of(element, code as u8));
+        let all = values.into_iter().zip(0..=u8::MAX);
         let mut sorted: Vec<(f32, u8)> = all.filter(|(value, _)| value.is_finite()).collect();
         sorted.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Self { sorted, unit: if element == KvElement::Int8 { 32.0 } else { 16.0 } }
+        Self { values, sorted, unit: if element == KvElement::Int8 { 32.0 } else { 16.0 } }
+    }
+
+    /// What a code means.
+    pub(super) fn value(&self, code: u8) -> f32 {
+        self.values[code as usize]
     }
 
     /// What the scale of elements is about, for values of about 1.
     pub(super) fn scale(&self) -> f32 {
         1.0 / self.unit
+    }
+
+    /// Codes for values; of many the first million's, repeated.
+    pub(super) fn draw_all(&self, values: &[f32], rng: &mut StdRng) -> Vec<u8> {
+        let mut codes: Vec<u8> = values.iter().take(DRAWN).map(|x| self.draw(*x, rng)).collect();
+        while !codes.is_empty() && codes.len() < values.len() {
+            let more = (values.len() - codes.len()).min(codes.len());
+            codes.extend_from_within(..more);
+        }
+        codes
     }
 
     /// The code next to a value; now and then any other, so that the ends of the range and subnormal numbers occur.

@@ -10,6 +10,9 @@ use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::score::{Elements, Program, ProgramBuilder, SideData};
 use flashtune_codegen::{DType, KvElement, Problem, Shape};
 
+/// Rows of a batch that are compared at least, where it has so many.
+const LEAST_ROWS: usize = 512;
+
 /// One sequence as dense tensors of a batch of one.
 pub(super) struct SequenceInputs {
     pub(super) q: HostTensor,
@@ -54,12 +57,14 @@ impl Expected {
                 * f64::from(keys)
                 * f64::from(problem.head_dim_qk + problem.head_dim_v)
         };
+        // Of each sequence some, of very many fewer.
+        let least = (LEAST_ROWS / batch.lengths.len().max(1)).clamp(2, 16) as f64;
         let total: f64 = batch.lengths.iter().map(|lengths| work(*lengths)).sum();
         for (b, SequenceInputs { q, k, v, there }) in inputs.into_iter().enumerate() {
             let [q_len, kv_len] = batch.lengths[b];
             let shape = Shape { batch: 1, q_len, kv_len, ..*bounds };
             let rows = f64::from(batch.heads) * f64::from(q_len);
-            let ids = sample_rows(&shape, (rows * (most / total).min(1.0)).ceil().max(16.0) as usize, batch.seed);
+            let ids = sample_rows(&shape, (rows * (most / total).min(1.0)).ceil().max(least) as usize, batch.seed);
             let masked = there.contains(&false).then(|| masked_program(problem, data, &there));
             let program = match &masked {
                 Some((program, data)) => Some((program, data)),

@@ -12,7 +12,7 @@ use data::Parts;
 pub use data::{Part, RaggedData};
 
 use super::{CheckReport, FULL_CHECK, Guarded};
-use crate::{Device, Error, Module, Result, SideBuffers};
+use crate::{Device, Error, Module, Result, SideBuffers, Verdict};
 use flashtune_codegen::Problem;
 use flashtune_codegen::abi::RaggedArgs;
 use std::collections::BTreeMap;
@@ -85,31 +85,79 @@ impl RaggedCase {
     /// # Errors
     /// When the kernel is for another problem or a device call fails; a wrong result is not an error but a report.
     pub fn check(&self, module: &dyn Module) -> Result<CheckReport> {
-        let (device, stream) = (&*self.device, self.device.stream());
-        let mut stray: Option<String> = None;
-        let mut outputs = Vec::new();
-        for _ in 0..2 {
-            for (_, memory) in self.memory.iter().filter(|(part, _)| part.is_written()) {
-                memory.poison(device)?;
-            }
-            self.launch(module)?;
-            device.synchronize(stream)?;
-            let mut written = Parts::new();
-            for (part, memory) in &self.memory {
-                let (bytes, guards) = memory.download(device, stream)?;
-                stray = stray.or(guards);
-                if part.is_written() {
-                    written.insert(*part, bytes);
-                } else if bytes != self.data.parts()[part] {
-                    stray = stray.or_else(|| Some(format!("{} was written", part.name())));
-                }
-            }
-            outputs.push(written);
+        self.check_launches(module, 2)
+    }
+
+    /// [`RaggedCase::check`] with another number of launches (at least one).
+    ///
+    /// # Errors
+    /// As [`RaggedCase::check`].
+    pub fn check_launches(&self, module: &dyn Module, launches: usize) -> Result<CheckReport> {
+        let first = self.run(&mut || self.launch(module))?;
+        let (mut stray, mut repeatable) = (first.stray.clone(), true);
+        for _ in 1..launches {
+            let again = self.run(&mut || self.launch(module))?;
+            repeatable &= again.parts == first.parts;
+            stray = stray.or(again.stray);
         }
-        let repeatable = outputs[0] == outputs[1];
-        let lse = outputs[0].get(&Part::Lse).map(Vec::as_slice);
-        let (verdict, besides) = self.data.compare(&outputs[0][&Part::O], lse);
+        stray = stray.or(self.changed_input()?);
+        let (verdict, besides) = self.compare(&first);
         Ok(CheckReport { verdict, repeatable, stray: stray.or(besides) })
+    }
+
+    /// What a launch writes into poison.
+    ///
+    /// # Errors
+    /// When it, or another device call, fails.
+    pub fn run(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<RaggedOutputs> {
+        let (device, stream) = (&*self.device, self.device.stream());
+        let outputs = || self.memory.iter().filter(|(part, _)| part.is_written());
+        outputs().try_for_each(|(_, memory)| memory.poison(device))?;
+        launch()?;
+        device.synchronize(stream)?;
+        let mut written = RaggedOutputs { parts: Parts::new(), stray: None };
+        for (part, memory) in outputs() {
+            let (bytes, guards) = memory.download(device, stream)?;
+            written.stray = written.stray.or(guards);
+            written.parts.insert(*part, bytes);
+        }
+        Ok(written)
+    }
+
+    /// What was written of the inputs, or around them.
+    ///
+    /// # Errors
+    /// When a device call fails.
+    pub fn changed_input(&self) -> Result<Option<String>> {
+        let (device, stream) = (&*self.device, self.device.stream());
+        for (part, memory) in self.memory.iter().filter(|(part, _)| !part.is_written()) {
+            let (bytes, guards) = memory.download(device, stream)?;
+            let changed = || (bytes != self.data.parts()[part]).then(|| format!("{} was written", part.name()));
+            if let Some(stray) = guards.or_else(changed) {
+                return Ok(Some(stray));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Compares what a launch wrote with what is expected, and tells what it wrote besides the rows of sequences.
+    pub fn compare(&self, written: &RaggedOutputs) -> (Verdict, Option<String>) {
+        self.data.compare(written.o(), written.parts.get(&Part::Lse).map(Vec::as_slice))
+    }
+}
+
+/// What one launch wrote.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RaggedOutputs {
+    parts: Parts,
+    /// What was written around the outputs, if anything was.
+    pub stray: Option<String>,
+}
+
+impl RaggedOutputs {
+    /// O, poison where nothing was written.
+    pub fn o(&self) -> &[u8] {
+        &self.parts[&Part::O]
     }
 }
 

@@ -1,0 +1,333 @@
+//! A ragged batch of a job's class on the device: sequences of different lengths with the job's sizes as means, shuffled
+//! pages, NaN wherever there is no key.
+//!
+//! A class is never of one skew, so the lengths are drawn, by a fixed seed: from half to one and a half of the mean. Small
+//! batches that every kernel must compute first are of all layouts, since a kernel serves any.
+
+use super::Inputs;
+use super::bench::{CONFIRMATIONS, CONFIRMING, Measure, POISON, same_rows, values};
+use super::probe::Part;
+use crate::space::input_seed;
+use flashtune_cache::Launches;
+use flashtune_codegen::abi::RaggedArgs;
+use flashtune_codegen::{Mask, PageClass, Shape};
+use flashtune_runtime::check::{
+    Index, LengthsBy, LseForm, Most, Queries, RaggedBatch, RaggedOutputs, ScaleForm, StoreLayout,
+};
+use flashtune_runtime::{Device, Distribution, Error as RuntimeError, Graph, Module, RaggedCase, Stream};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// How large the small batches may be, and how many there are beside the one like the job's.
+const SMALL: Most = Most { sequences: 4, rows: 150, keys: 700, heads: 16 };
+const OTHERS: usize = 4;
+/// Random batches that are looked at for those whose rows are whole vectors of 16 bytes.
+const TRIES: u64 = 40;
+/// Keys of the sequences of the batch like the job's: more than a block of every schedule, few, one, and none.
+const KEYS: [u32; 5] = [333, 151, 1, 64, 0];
+
+/// The batch that is timed, on the device, with what is expected of some rows.
+pub(super) struct RaggedBench {
+    launches: Launches,
+    /// The launch of every candidate that was timed or checked, captured. Before what it was captured with.
+    graphs: HashMap<u32, Box<dyn Graph>>,
+    device: Arc<dyn Device>,
+    stream: Stream,
+    case: RaggedCase,
+    /// A part of it, and the rows of O that are its own.
+    part: Part,
+    part_rows: usize,
+    /// Elements of a row of O.
+    dim: usize,
+    /// O of the first candidate that passed.
+    trusted: Option<Vec<u8>>,
+}
+
+impl RaggedBench {
+    /// Makes and uploads the inputs.
+    ///
+    /// # Errors
+    /// Those of the device, for want of memory for instance.
+    pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
+        let batch = full_batch(job);
+        let case = RaggedCase::new(device.clone(), &job.problem, &batch)?;
+        let part = Part::of_heads(case.data().shape());
+        let part_rows = batch.lengths[..part.shape.batch as usize].iter().map(|[rows, _]| *rows as usize).sum();
+        Ok(Self {
+            launches: job.launches,
+            graphs: HashMap::new(),
+            stream: device.stream(),
+            device: device.clone(),
+            case,
+            part,
+            part_rows,
+            dim: job.problem.head_dim_v as usize,
+            trusted: None,
+        })
+    }
+
+    /// What a launch wrote, which must be nothing but O.
+    fn run(&self, mut launch: impl FnMut() -> Result<(), RuntimeError>) -> Result<RaggedOutputs, String> {
+        let written = self.case.run(&mut launch).map_err(|e| e.to_string())?;
+        match &written.stray {
+            None => Ok(written),
+            Some(stray) => Err(self.wrong(stray)),
+        }
+    }
+
+    /// A launch, as it is timed, that must give the bytes of the first.
+    fn launch_again(&self, first: &RaggedOutputs, id: u32, module: &dyn Module) -> Result<(), String> {
+        match self.run(|| self.launch_as_timed(id, module))? == *first {
+            true => Ok(()),
+            false => Err(self.wrong("two launches gave different bytes")),
+        }
+    }
+
+    /// Captures a candidate's launch, if that is how it will be timed and it was not done yet.
+    fn capture(&mut self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
+        if self.launches == Launches::Graph && !self.graphs.contains_key(&id) {
+            let graph = self.device.capture(self.stream, &mut || self.case.launch(module))?;
+            self.graphs.insert(id, graph);
+        }
+        Ok(())
+    }
+
+    fn launch_as_timed(&self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
+        match self.graphs.get(&id) {
+            // SAFETY: it was captured with the arguments of the case, whose buffers live as long as the bench; every
+            // caller waits for the stream before it returns, and modules outlive the bench.
+            Some(graph) => unsafe { graph.replay(self.stream) },
+            None => self.case.launch(module),
+        }
+    }
+
+    fn wrong(&self, why: impl std::fmt::Display) -> String {
+        format!("wrong answer for {}: {why}", self.case.data().shape())
+    }
+}
+
+impl Measure for RaggedBench {
+    fn probe(&mut self, module: &dyn Module) -> Result<(), String> {
+        let Shape { batch, heads, kv_heads, .. } = self.part.shape;
+        let (batch, heads, kv_heads) = (batch as i32, heads as i32, kv_heads as i32);
+        let args = RaggedArgs { batch, heads, kv_heads, ..*self.case.args() };
+        // SAFETY: the first sequences and heads of the buffers that the case owns; `run` waits for the launch.
+        let written = self.run(|| unsafe { self.device.launch_shape(module, &self.part.shape, &args, self.stream) })?;
+        // Rows of O lie by row, then by head.
+        let problem = module.kernel().problem;
+        let all_heads = self.case.data().shape().heads as usize;
+        let strays = written.o().par_chunks(self.dim * problem.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
+            let (at, head) = (i / all_heads, i % all_heads);
+            let why = match at < self.part_rows && head < heads as usize {
+                true if values(problem.dtype, row).all(f32::is_finite) => return None,
+                true => "was not written, or is not finite",
+                false if row.iter().all(|byte| *byte == POISON) => return None,
+                false => "was written",
+            };
+            Some(format!("wrong answer for {}: row {at} of head {head} {why}", self.part.shape))
+        });
+        strays.map_or(Ok(()), Err)
+    }
+
+    fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
+        let first = self.run(|| self.case.launch(module))?;
+        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.launch_again(&first, id, module)?;
+        if let Some(changed) = self.case.changed_input().map_err(|e| e.to_string())? {
+            // Whoever comes next is measured on them too.
+            self.case.restore().map_err(|e| e.to_string())?;
+            return Err(self.wrong(changed));
+        }
+        let (verdict, besides) = self.case.compare(&first);
+        if let Some(besides) = besides {
+            return Err(self.wrong(besides));
+        }
+        if !verdict.passed() {
+            return Err(self.wrong(verdict));
+        }
+        let (dtype, o) = (module.kernel().problem.dtype, first.o());
+        same_rows(dtype, self.dim, self.trusted.as_deref().unwrap_or(o), o).map_err(|why| self.wrong(why))?;
+        self.trusted.get_or_insert_with(|| o.to_vec());
+        Ok(verdict.max_error)
+    }
+
+    fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
+        let began = Instant::now();
+        self.capture(id, module).map_err(|e| e.to_string())?;
+        let first = self.run(|| self.launch_as_timed(id, module))?;
+        for _ in 0..CONFIRMATIONS {
+            self.launch_again(&first, id, module)?;
+            if began.elapsed() > CONFIRMING {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
+        // Whoever is timed has been checked: what all others were measured by is not needed any more.
+        self.trusted = None;
+        let mut run = || {
+            self.capture(id, module)?;
+            self.device.flush_cache(self.stream)?;
+            let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, module))?;
+            self.device.synchronize(self.stream)?;
+            Ok::<_, RuntimeError>(us)
+        };
+        run().map_err(|e| e.to_string())
+    }
+
+    /// There is none over pages.
+    fn unfused_us(&self, _: f64) -> Option<f64> {
+        None
+    }
+}
+
+/// The batch that is timed.
+fn full_batch(job: &Inputs) -> RaggedBatch {
+    let seed = input_seed(job.seed);
+    let Shape { heads, kv_heads, mask, .. } = job.shape;
+    let (index, page_tokens, lengths_by) = match job.pages {
+        PageClass::Tokens(tokens) => (Index::Table, tokens, LengthsBy::Array),
+        PageClass::Dense | PageClass::Whole => (Index::Packed, 1, LengthsBy::Index),
+    };
+    RaggedBatch {
+        heads,
+        kv_heads,
+        mask,
+        lengths: lengths(&job.shape, seed),
+        queries: Queries::Packed,
+        head_major: false,
+        index,
+        page_tokens,
+        // Heads of a token side by side, as most hosts have them; V by columns has its own order.
+        layout: if columns(job) { StoreLayout::Hnd } else { StoreLayout::Nhd },
+        apart: false,
+        shuffled: true,
+        own_v_table: false,
+        holes: false,
+        lengths_by,
+        left_pad: false,
+        wide: [false; 2],
+        scales: ScaleForm::Head,
+        lse: None,
+        spare: false,
+        nan: false,
+        values: Distribution::Normal,
+        scale: None,
+        seed,
+    }
+}
+
+fn columns(job: &Inputs) -> bool {
+    job.problem.kv.store().is_some_and(|store| store.v_columns)
+}
+
+/// Rows and keys of the sequences, whose means are the shape's. Prompts have as many rows as keys; where there are fewer
+/// rows every sequence has as many, and keys for all of them.
+fn lengths(shape: &Shape, seed: u64) -> Vec<[u32; 2]> {
+    let Shape { batch, q_len, kv_len, .. } = *shape;
+    if batch == 1 {
+        return vec![[q_len, kv_len]];
+    }
+    let rng = &mut StdRng::seed_from_u64(seed ^ 0x1e57);
+    let shares: Vec<f64> = (0..batch).map(|_| rng.random_range(0.5..1.5)).collect();
+    let total = f64::from(kv_len) * f64::from(batch) / shares.iter().sum::<f64>();
+    let length = |share: f64| {
+        let keys = ((share * total).round() as u32).max(1);
+        match q_len < kv_len {
+            true => [q_len, keys.max(q_len)],
+            false => [(f64::from(keys) * f64::from(q_len) / f64::from(kv_len)).round().max(1.0) as u32, keys],
+        }
+    };
+    shares.into_iter().map(length).collect()
+}
+
+/// Small batches: one like the job's, with sequences of few keys and of none, and random ones of any layout that kernels
+/// with whole vectors can take.
+pub(super) fn small_cases(device: &Arc<dyn Device>, job: &Inputs) -> Result<Vec<RaggedCase>, RuntimeError> {
+    let seed = input_seed(job.seed);
+    let group = job.shape.group().min(8);
+    let kv_heads = if group > 2 { 1 } else { 2 };
+    let mask = match job.shape.mask {
+        Mask::Window { left, right } => Mask::Window { left: left.map(|l| l.min(61)), right: right.map(|r| r.min(13)) },
+        mask => mask,
+    };
+    let rows = job.shape.q_len.min(70);
+    let like = RaggedBatch {
+        heads: group * kv_heads,
+        kv_heads,
+        mask,
+        lengths: KEYS.map(|keys| [rows, keys]).to_vec(),
+        lse: Some(LseForm { base_2: false, empty: f32::NEG_INFINITY, by_rows: false }),
+        values: Distribution::NormalWithOutliers,
+        spare: true,
+        nan: true,
+        ..full_batch(job)
+    };
+    let mut cases = vec![RaggedCase::new(device.clone(), &job.problem, &like)?];
+    for nth in 0..TRIES {
+        if cases.len() > OTHERS {
+            break;
+        }
+        let batch = RaggedBatch::random(&job.problem, SMALL, seed.wrapping_add(nth));
+        let case = RaggedCase::new(device.clone(), &job.problem, &batch)?;
+        if case.data().is_aligned() {
+            cases.push(case);
+        }
+    }
+    Ok(cases)
+}
+
+/// The most work that a small batch has: multiply-adds of one column of K and V.
+pub(super) fn most_flops() -> f64 {
+    let Most { sequences, rows, keys, heads } = SMALL;
+    Shape { batch: sequences, heads, kv_heads: 1, q_len: rows, kv_len: keys, mask: Mask::Full }.forward_flops(1, 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtune_codegen::{DType, KvKind, Problem};
+
+    fn job(q_len: u32, kv_len: u32, batch: u32, pages: PageClass) -> Inputs {
+        let mask = Mask::Causal;
+        let problem = Problem::forward(DType::Bf16, 64, mask.kind()).unwrap().with_kv(KvKind::RAGGED);
+        let shape = Shape { batch, heads: 8, kv_heads: 2, q_len, kv_len, mask };
+        Inputs { problem, shape, pages, seed: 7, launches: Launches::Eager }
+    }
+
+    #[test]
+    fn lengths_differ_around_the_mean_and_are_the_same_every_time() {
+        for (q_len, kv_len) in [(1, 1000), (128, 2000), (600, 600)] {
+            let shape = job(q_len, kv_len, 40, PageClass::Whole).shape;
+            let drawn = lengths(&shape, 3);
+            assert_eq!(drawn, lengths(&shape, 3));
+            assert_ne!(drawn, lengths(&shape, 4));
+            let keys: Vec<u32> = drawn.iter().map(|[_, keys]| *keys).collect();
+            let mean = f64::from(keys.iter().sum::<u32>()) / 40.0;
+            assert!((mean / f64::from(kv_len) - 1.0).abs() < 0.01, "{mean}");
+            assert!(keys.iter().max() < Some(&(2 * kv_len)) && keys.iter().min() > Some(&(kv_len / 3)));
+            assert!(drawn.iter().all(|[rows, keys]| rows <= keys && (*rows == q_len || q_len == kv_len)));
+        }
+        assert_eq!(lengths(&job(1, 999, 1, PageClass::Whole).shape, 3), [[1, 999]]);
+    }
+
+    #[test]
+    fn the_timed_batch_is_of_the_class_that_it_is_filed_under() {
+        for pages in [PageClass::Whole, PageClass::Tokens(1), PageClass::Tokens(64)] {
+            let job = job(1, 300, 4, pages);
+            let batch = full_batch(&job);
+            assert_eq!(batch.index == Index::Table, pages.tokens().is_some());
+            assert!(
+                batch.shuffled
+                    && !batch.holes
+                    && (pages.tokens().is_none() || pages.tokens() == Some(batch.page_tokens))
+            );
+        }
+    }
+}
