@@ -279,6 +279,33 @@ mod tests {
     }
 
     #[test]
+    fn ragged_options_multiply_cases_by_pages_and_stores() {
+        let list = |args: &RaggedArgs, dtype| {
+            let cases = CaseArgs { dtype: vec![dtype], ..Default::default() }.cases(&default_case()).unwrap();
+            args.apply(cases)
+        };
+        let named = |pages: &[&str], stores: &[&str]| RaggedArgs {
+            pages: pages.iter().map(|s| s.parse().unwrap()).collect(),
+            kv_dtype: stores.iter().map(|s| s.parse().unwrap()).collect(),
+        };
+        assert!(list(&named(&[], &[]), DType::F32).unwrap()[0].problem.kv.is_dense());
+        let all = list(&named(&["packed", "16", "1"], &["same", "e4m3:token"]), DType::Bf16).unwrap();
+        let names: Vec<String> = all.iter().map(|c| format!("{} {}", c.problem, c.sizes())).collect();
+        assert_eq!(
+            (all.len(), all[0].problem.kv, all[4].pages),
+            (6, KvKind::RAGGED, PageClass::Tokens(16)),
+            "{names:?}"
+        );
+        assert!(names[5].contains("raggede4m3token") && names[5].ends_with("pages of 1"), "{names:?}");
+        let [only] = list(&named(&[], &["int8"]), DType::F16).unwrap().try_into().unwrap();
+        assert_eq!(only.pages, USUAL_PAGE);
+        assert!(list(&named(&[], &["e5m2"]), DType::F32).unwrap_err().to_string().contains("--dtype"));
+        for bad in ["", "fp8", "same:token", "int8:head"] {
+            assert!(bad.parse::<StoreChoice>().unwrap_err().to_string().contains("e4m3"), "{bad}");
+        }
+    }
+
+    #[test]
     fn a_combination_that_cannot_be_computed_is_an_error() {
         let bad = CaseArgs { head_dim: vec![64, 12], ..Default::default() };
         assert!(bad.cases(&default_case()).unwrap_err().to_string().contains("head_dim_qk"));

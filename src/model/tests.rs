@@ -127,7 +127,7 @@ fn prompts_and_decoding_are_covered_with_few_cases() {
         let serving = serving(name);
         let cases = serving.cases();
         let problems: std::collections::BTreeSet<_> = cases.iter().map(|c| c.problem).collect();
-        assert!(cases.len() <= 8 * serving.needs.len(), "{name}: {} cases", cases.len());
+        assert!(cases.len() <= 14 * serving.needs.len(), "{name}: {} cases", cases.len());
         for case in &cases {
             case.shape.validate().unwrap();
             assert_eq!(case.shape.mask.kind(), case.problem.mask);
@@ -135,6 +135,18 @@ fn prompts_and_decoding_are_covered_with_few_cases() {
         }
         // No prompt length of 128 and more is further than one quartering from a length that was tuned.
         for problem in problems {
+            if !problem.kv.is_dense() {
+                // A cache is read by steps of decoding and by chunks, at every number of sequences.
+                for (used_for, batch) in [(Use::Decode, 1), (Use::Decode, 16), (Use::Chunk, 1), (Use::Chunk, 16)] {
+                    let is_it = |c: &&Case| (c.problem, c.used_for, c.shape.batch) == (problem, used_for, batch);
+                    let case = cases.iter().find(is_it).expect("a case");
+                    assert_eq!(case.pages, PageClass::Tokens(16), "{name}");
+                    assert!(
+                        (case.shape.q_len == 1) == (used_for == Use::Decode) && case.shape.q_len < case.shape.kv_len
+                    );
+                }
+                continue;
+            }
             for power in 7..=serving.max_len.ilog2() {
                 let near = |c: &&Case| {
                     c.problem == problem && c.used_for == Use::Prefill && c.shape.q_len.ilog2().abs_diff(power) <= 2
@@ -157,8 +169,15 @@ fn limits_bound_lengths_batches_and_devices() {
     let one = with(|l| l.max_len = Some(100)).unwrap();
     assert_eq!(one.cases().iter().map(|c| c.shape.kv_len).max(), Some(100));
     let batched = with(|l| l.batches = vec![3, 5]).unwrap();
-    let decode: Vec<_> = batched.cases().iter().filter(|c| c.used_for == Use::Decode).map(|c| c.shape.batch).collect();
-    assert_eq!(decode, [3, 5, 3, 5]);
+    let of = |used_for, dense| {
+        let of = |c: &&Case| c.used_for == used_for && c.problem.kv.is_dense() == dense;
+        batched.cases().iter().filter(of).map(|c| (c.shape.batch, c.shape.q_len)).collect::<Vec<_>>()
+    };
+    assert_eq!(of(Use::Decode, true), [(3, 1), (5, 1), (3, 1), (5, 1)]);
+    assert_eq!(of(Use::Decode, false), [(3, 1), (3, 1), (5, 1), (5, 1)]);
+    assert_eq!(of(Use::Chunk, false), [(3, 170), (5, 102)]);
+    let dense = with(|l| l.pages = vec![]).unwrap();
+    assert!(dense.cases().iter().all(|c| c.problem.kv.is_dense()));
     let split = |n| Serving::of(&m, &Limits { tensor_parallel: n, ..limits() });
     assert_eq!(split(4).map(|s| (s.heads, s.kv_heads)).unwrap(), (8, 2));
     // More devices than KV heads: they share.

@@ -34,6 +34,7 @@ mod outputs;
 mod programs;
 mod quick;
 mod ragged;
+mod ragged_tuning;
 mod random_faults;
 mod random_workers;
 mod readme;

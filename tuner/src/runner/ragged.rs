@@ -292,7 +292,15 @@ pub(super) fn most_flops() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashtune_codegen::{DType, KvKind, Problem};
+    use flashtune_cache::{Artifact, Recipe};
+    use flashtune_codegen::abi::{ABI_VERSION, ArgsLayout, declaration};
+    use flashtune_codegen::{
+        Arch, CpuIsa, DType, Kernel, KvKind, Language, NaiveRaggedSchedule, Problem, Schedule, Source,
+    };
+    use flashtune_runtime::{DeviceSpec, compiler_for, open};
+
+    /// A correct kernel for f32 and head dim 16 over a store of the same.
+    const KERNEL: &str = include_str!("../../../runtime/testdata/ragged.c");
 
     fn job(q_len: u32, kv_len: u32, batch: u32, pages: PageClass) -> Inputs {
         let mask = Mask::Causal;
@@ -329,5 +337,81 @@ mod tests {
                     && (pages.tokens().is_none() || pages.tokens() == Some(batch.page_tokens))
             );
         }
+    }
+
+    /// A kernel of this text.
+    fn module(device: &dyn Device, text: &str) -> Arc<dyn Module> {
+        let options = ["-O1", "-shared", "-fPIC", "-lm"].map(str::to_owned).to_vec();
+        let arch = Arch::Cpu(CpuIsa::Generic);
+        let source = Source {
+            name: "ragged".into(),
+            entry: "ft_tile".into(),
+            language: Language::C,
+            options: options.clone(),
+            text: format!("#include <stdint.h>\n{}\n{text}", declaration::<RaggedArgs>(Language::C)),
+        };
+        let compiler = compiler_for(arch).unwrap();
+        let (bytes, facts) = compiler.compile(&source).unwrap();
+        // Of the right arguments and plan; what is launched is the text.
+        let schedule = Schedule::NaiveRagged(NaiveRaggedSchedule { block_q: 16, block_kv: 32, threads: 256 });
+        let problem = faulty_job().problem;
+        let recipe = Recipe {
+            kernel: Kernel { problem, schedule, arch },
+            templates: "test".into(),
+            options,
+            compiler: compiler.id().clone(),
+            abi: ABI_VERSION,
+        };
+        let args = ArgsLayout::of(&recipe.kernel);
+        device.load(&Artifact { recipe, args, entry: source.entry, facts, bytes }).unwrap()
+    }
+
+    fn faulty_job() -> Inputs {
+        let job = job(3, 90, 20, PageClass::Tokens(16));
+        let problem = Problem::forward(DType::F32, 16, job.problem.mask).unwrap().with_kv(KvKind::RAGGED);
+        Inputs { problem, ..job }
+    }
+
+    #[test]
+    fn faulty_kernels_of_ragged_batches_are_caught_and_a_right_one_is_timed() {
+        let device = open(DeviceSpec::Cpu).unwrap();
+        let job = faulty_job();
+        let cases = super::super::cases::Cases::new(&device, &job).unwrap();
+        let mut bench = RaggedBench::new(&device, &job).unwrap();
+        let mut verdict = |text: &str| {
+            let module = module(&*device, text);
+            let small = cases.check(&*module).map(|_| ());
+            let full = bench.probe(&*module).and_then(|()| bench.check(1, &*module)).map(|_| ());
+            [small, full, bench.confirm(1, &*module)].map(|r| r.err().unwrap_or_default())
+        };
+        assert_eq!(verdict(KERNEL), [const { String::new() }; 3]);
+        let faults = [
+            // A key too few, a row too many, an input that is written, and rows that nobody writes.
+            ("j < kv_len; j++", "j < kv_len - (kv_len > 70); j++", [true, true]),
+            ("/* after */", "o[16] = 1;", [true, true]),
+            ("/* after */", "((float *)q)[0] += 1e-30f;", [true, true]),
+            ("if (i >= q_len) return;", "if (i >= q_len || h == a->heads - 1) return;", [true, true]),
+            // Wrong in large batches only.
+            ("float *p = scratch;", "float *p = scratch; if (b == 17) q += 16;", [false, true]),
+        ];
+        for (right, wrong, caught) in faults {
+            assert!(KERNEL.contains(right), "{right}");
+            let [small, full, _] = verdict(&KERNEL.replace(right, wrong));
+            assert_eq!([!small.is_empty(), !full.is_empty()], caught, "{wrong}: {small}; {full}");
+        }
+        // Other bytes in every launch.
+        let counter = "static unsigned launches; float *p = scratch; if (tile == 0) launches++;";
+        let restless = KERNEL
+            .replace("float *p = scratch;", counter)
+            .replace("acc[d] / sum;", "acc[d] / sum * (1 + (launches % 2) * 1.2e-7f);");
+        let [small, full, confirmed] = verdict(&restless);
+        assert!(
+            [&small, &full, &confirmed].iter().all(|why| why.contains("different bytes")),
+            "{small} {full} {confirmed}"
+        );
+
+        let right = module(&*device, KERNEL);
+        bench.check(2, &*right).unwrap();
+        assert!(bench.time(2, &*right).unwrap() > 0.0);
     }
 }

@@ -42,6 +42,9 @@ schedule! {
     }
 }
 
+/// Keys of a block of few rows, unless they are searched for.
+const FEW_BLOCK: u32 = 64;
+
 /// Whether the program changes or masks scores: then all rows go into panels, whose code knows programs.
 fn changes_scores(problem: &Problem) -> bool {
     problem.program.is_some_and(|p| p.mask().is_some() || p.score().is_some())
@@ -67,8 +70,19 @@ impl CpuRaggedSchedule {
         // From how many rows on panels are faster: about as many as fill the lanes.
         let few = if isa >= CpuIsa::Avx512 { 16 } else { 8 };
         let few_rows = if changes_scores(problem) { 0 } else { few.min(block_q) };
-        let (few_block, split_kv, split_tiles) = (64, 256, 256);
+        let (few_block, split_kv, split_tiles) = (FEW_BLOCK, 256, 256);
         Self { isa, block_q, block_kv, unroll_q, unroll_kv, few_rows, few_block, split_kv, split_tiles, threads }
+    }
+
+    /// Whether it has the tile that schedules stand for which differ in what few rows meet alone.
+    fn is_least_tile(&self) -> bool {
+        let panels = match self.isa {
+            CpuIsa::Generic => 4,
+            CpuIsa::Avx2 | CpuIsa::Amx => 2,
+            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => 1,
+        };
+        let block_kv = 64u32.next_multiple_of(self.unroll_kv);
+        self.unroll_q == 2 && self.block_kv == block_kv && self.block_q <= panels * 2 * self.isa.lanes()
     }
 
     /// What of it tiles of many rows share with `forward/cpu`.
@@ -159,6 +173,15 @@ impl KernelFamily for CpuRaggedSchedule {
         Self::space(problem, forward_cpu::isa_of(arch))
     }
 
+    /// Few rows do not meet the tiles of many, of which one stands for all; nor many rows the blocks of few.
+    fn is_worth(&self, shape: &Shape) -> bool {
+        let rows = u64::from(shape.q_len) * u64::from(shape.group());
+        match rows <= self.few_rows.into() {
+            true => self.is_least_tile(),
+            false => self.few_block == FEW_BLOCK,
+        }
+    }
+
     fn validate(&self, problem: &Problem, arch: Arch) -> Result<()> {
         self.validate(problem, forward_cpu::isa_of(arch))
     }
@@ -202,5 +225,30 @@ impl KernelFamily for CpuRaggedSchedule {
         let group = (shape.heads / shape.kv_heads.max(1)).max(1);
         let heads = shape.batch as f64 * shape.kv_heads as f64;
         Walk { queries: (self.block_q / group).max(1), block_kv: self.block_kv, heads, together: 1.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{KvKind, Mask, MaskKind};
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn a_search_tries_what_differs_for_few_rows_and_for_many() {
+        let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap().with_kv(KvKind::RAGGED);
+        for isa in [CpuIsa::Generic, CpuIsa::Avx2, CpuIsa::Avx512, CpuIsa::Avx512Bf16, CpuIsa::Amx] {
+            let space = CpuRaggedSchedule::space(&problem, isa);
+            let worth = |q_len: u32| {
+                let shape = Shape { batch: 1, heads: 4, kv_heads: 1, q_len, kv_len: 4096, mask: Mask::Causal };
+                space.iter().filter(|s| s.is_worth(&shape)).copied().collect::<Vec<_>>()
+            };
+            let (few, many) = (worth(1), worth(100));
+            let blocks =
+                |of: &[CpuRaggedSchedule]| of.iter().map(|s| (s.few_block, s.split_kv)).collect::<BTreeSet<_>>();
+            let tiles = |of: &[CpuRaggedSchedule]| of.iter().map(|s| (s.block_q, s.block_kv)).collect::<BTreeSet<_>>();
+            assert!(blocks(&few).len() >= 12 && few.len() <= 24, "{isa}: {} of {}", few.len(), space.len());
+            assert!(blocks(&many).len() == 3 && tiles(&many) == tiles(&space), "{isa}: {}", many.len());
+        }
     }
 }
