@@ -247,8 +247,8 @@ mod tests {
             let blocks =
                 |of: &[CpuRaggedSchedule]| of.iter().map(|s| (s.few_block, s.split_kv)).collect::<BTreeSet<_>>();
             let tiles = |of: &[CpuRaggedSchedule]| of.iter().map(|s| (s.block_q, s.block_kv)).collect::<BTreeSet<_>>();
-            assert!(blocks(&few).len() >= 12 && few.len() <= 24, "{isa}: {} of {}", few.len(), space.len());
-            assert!(blocks(&many).len() == 3 && tiles(&many) == tiles(&space), "{isa}: {}", many.len());
+            assert!(blocks(&few).len() >= 12 && few.len() <= 24, "{isa:?}: {} of {}", few.len(), space.len());
+            assert!(blocks(&many).len() == 3 && tiles(&many) == tiles(&space), "{isa:?}: {}", many.len());
         }
     }
 }
