@@ -322,7 +322,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Tuner`], an unwritable cache, a missing compiler.
     pub fn tune(&self, problem: &Problem, sizes: impl Into<CallSizes>) -> Result<Outcome> {
-        self.tune_job(&Job { launches: self.launches, ..Job::new(*problem, sizes) }, &())
+        self.tune_job(&Job { launches: self.launches, ..Job::of_call(*problem, sizes.into()) }, &())
     }
 
     /// [`Engine::tune`] with limits and an observer. What bundles below the user's own results serve is tried too.
@@ -411,7 +411,7 @@ impl Engine {
             .with_if(Constraint::Unaligned, !*aligned)
             .with_if(Constraint::Strided, *aligned && !is_addressable(args))
             .with_if(Constraint::LooseBiases, loose);
-        let plan = self.plan_for(problem, &CallSizes::from(*shape), demands, haste)?;
+        let plan = self.plan_for(problem, &CallSizes::from(&*shape), demands, haste)?;
         Ok(Some(Dispatch { plan, shape: *shape }))
     }
 
@@ -430,12 +430,12 @@ impl Engine {
             && !shape.is_empty()
             && shape.kv_len > 0;
         if tunable && self.awaited.is_due(|| self.class(problem, sizes)) {
-            self.dispatcher.forget(problem, sizes);
+            self.dispatcher.forget(problem, *sizes);
         }
-        if tunable && self.dispatcher.planned(problem, sizes, demands).is_none() {
+        if tunable && self.dispatcher.planned(problem, *sizes, demands).is_none() {
             self.tune_missing(problem, sizes)?;
         }
-        Ok(self.dispatcher.plan_in_haste(problem, sizes, demands, haste)?)
+        Ok(self.dispatcher.plan_in_haste(problem, *sizes, demands, haste)?)
     }
 
     /// What calls share a tuning result with.
@@ -445,13 +445,13 @@ impl Engine {
 
     /// Tunes unless some layer already has a measured record of this device and class of sizes.
     fn tune_missing(&self, problem: &Problem, sizes: &CallSizes) -> Result<()> {
-        if self.dispatcher.is_tuned(problem, sizes) {
+        if self.dispatcher.is_tuned(problem, *sizes) {
             return Ok(());
         }
         tracing::info!(%problem, %sizes, "nothing tuned fits: tuning now");
         // Threads that come second wait for the first inside, and are answered from the store.
         let patience = if self.wait_for_tuners { PATIENCE } else { Duration::ZERO };
-        match self.tune_job(&Job { patience, launches: self.launches, ..Job::new(*problem, sizes) }, &()) {
+        match self.tune_job(&Job { patience, launches: self.launches, ..Job::of_call(*problem, *sizes) }, &()) {
             Ok(_) => Ok(()),
             // The next best choice serves until the other process is done.
             Err(Error::Tuner(e @ flashtune_tuner::Error::Busy { .. })) => {

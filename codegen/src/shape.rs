@@ -264,9 +264,9 @@ mod tests {
         assert_eq!(windows[0], windows[1]);
         assert_eq!(windows[0].to_string(), "p128r4m128w128pg16");
         // Sequences in one piece need not say so; dense problems and appends have the classes of dense tensors.
-        assert_eq!(ShapeBucket::of_call(&ragged, &decode.into(), 132).to_string(), "p128r4m8192");
+        assert_eq!(ShapeBucket::of_call(&ragged, &(&decode).into(), 132).to_string(), "p128r4m8192");
         for problem in [Problem { kv: KvKind::Dense, ..ragged }, Problem { op: Op::Append, ..ragged }] {
-            assert_eq!(ShapeBucket::of_call(&problem, &decode.into(), 132), ShapeBucket::of(&decode));
+            assert_eq!(ShapeBucket::of_call(&problem, &(&decode).into(), 132), ShapeBucket::of(&decode));
         }
         assert!((0.3..1.0).contains(&of(decode, 64, 132).distance(&ShapeBucket { pages: PageClass::Whole, ..class })));
     }

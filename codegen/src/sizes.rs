@@ -94,21 +94,9 @@ impl CallSizes {
     }
 }
 
-impl From<Shape> for CallSizes {
-    fn from(shape: Shape) -> Self {
-        Self { shape, pages: PageClass::Dense }
-    }
-}
-
 impl From<&Shape> for CallSizes {
     fn from(shape: &Shape) -> Self {
-        Self::from(*shape)
-    }
-}
-
-impl From<&CallSizes> for CallSizes {
-    fn from(sizes: &CallSizes) -> Self {
-        *sizes
+        Self { shape: *shape, pages: PageClass::Dense }
     }
 }
 

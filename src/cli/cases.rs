@@ -197,7 +197,7 @@ impl CaseArgs {
                                             let shape = Shape { batch, heads, kv_heads, q_len, kv_len, mask };
                                             shape.validate()?;
                                             let (problem, shape) = problem.with_windows(shape);
-                                            cases.push(Case::new(problem, shape));
+                                            cases.push(Case::new(problem, &shape));
                                         }
                                     }
                                 }
@@ -228,13 +228,13 @@ pub fn only(cases: Vec<Case>) -> Result<Case> {
 pub fn default_case() -> Case {
     let mask = Mask::Causal;
     let problem = Problem::forward(DType::Bf16, 128, mask.kind()).expect("a supported problem");
-    Case::new(problem, Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1024, kv_len: 1024, mask })
+    Case::new(problem, &Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1024, kv_len: 1024, mask })
 }
 
 /// Case of a name and sizes that the program itself states.
 pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u32), len: u32) -> Case {
     let problem = Problem::forward(dtype, head_dim, mask.kind()).expect("a supported problem");
-    Case::new(problem, Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask })
+    Case::new(problem, &Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask })
 }
 
 /// The family of a name, or the best one for the problem.

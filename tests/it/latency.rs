@@ -65,7 +65,7 @@ fn stored_kernels_are_loaded_within_five_milliseconds_and_compile_nothing() {
     let (place, device) = (Place::new(), counted());
     let wide = |dtype, head_dim| Problem::forward(dtype, head_dim, Mask::Causal.kind()).unwrap();
     let problems = [small(0).0, wide(DType::F32, 128), wide(DType::Bf16, 64)];
-    let entries = problems.map(|problem| ManifestEntry::new(problem, small(1024).1));
+    let entries = problems.map(|problem| ManifestEntry::new(problem, &small(1024).1));
     let first = engine(&place, &device, Policy::Default);
     assert!(first.preload(&entries).is_empty());
     let manifest = place.path("manifest.jsonl");

@@ -5,7 +5,7 @@ use crate::common::compiler::LoggedCompiler;
 use crate::common::{Place, alone};
 use flashtune::ragged::*;
 use flashtune::{DType, DeviceSpec, Engine, Mask, Policy, Ragged, Status, Stream};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -160,6 +160,14 @@ fn a_tuned_class_serves_calls_of_any_skew_and_from_a_bundle() {
         assert!((0.05..most).contains(&bucket.distance(plan.bucket())), "{bucket} for {}", plan.bucket());
         assert_eq!((plan.status(), plan.kernel().schedule.to_string()), (Status::NearestShape, winner.clone()));
     }
+
+    // What was met untuned is told with its pages, for a later tuning.
+    let met = place.path("met.jsonl");
+    assert_eq!(engine.write_untuned(&met).unwrap(), 2);
+    let listed = place.json(&["tune", "--dry-run", "--from", met.to_str().unwrap()]);
+    let shapes: BTreeSet<&str> =
+        listed["cases"].as_array().unwrap().iter().map(|c| c["shape"].as_str().unwrap()).collect();
+    assert_eq!(shapes, BTreeSet::from(["b4 h4/2 1x40 causal pages of 16", "b4 h4/2 1x96 causal pages of 8"]));
 
     // The record is found by the command, told with how the kernel takes the batch, listed, and carried.
     let told = place.json(&with("explain", "8", &[]));

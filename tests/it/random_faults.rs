@@ -33,7 +33,7 @@ fn a_host() {
     let mask = Mask::Causal;
     let problem = Problem::forward(DType::F32, 32, mask.kind()).unwrap();
     let shape = |len| Shape { batch: 1, heads: 2, kv_heads: 2, q_len: len, kv_len: len, mask };
-    let entries = [64, 128].map(|len| ManifestEntry::new(problem, shape(len)));
+    let entries = [64, 128].map(|len| ManifestEntry::new(problem, &shape(len)));
     let failed = engine.preload(&entries);
     assert!(failed.is_empty(), "{failed:?}");
     compute(&engine, 128);

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 fn entry((problem, shape): (Problem, Shape)) -> ManifestEntry {
-    ManifestEntry::new(problem, shape)
+    ManifestEntry::new(problem, &shape)
 }
 
 /// A causal call of these lengths with tensors for it.

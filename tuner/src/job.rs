@@ -53,8 +53,13 @@ pub enum Search {
 
 impl Job {
     /// A job with 60 trials, 60 seconds and seed 0, for eager launches.
-    pub fn new(problem: Problem, sizes: impl Into<CallSizes>) -> Self {
-        let CallSizes { shape, pages } = sizes.into();
+    pub fn new(problem: Problem, shape: Shape) -> Self {
+        Self::of_call(problem, CallSizes::from(&shape))
+    }
+
+    /// The same for what calls of these sizes are, of a ragged batch perhaps.
+    pub fn of_call(problem: Problem, sizes: CallSizes) -> Self {
+        let CallSizes { shape, pages } = sizes;
         Self {
             problem,
             shape,

@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn everything_fits_and_the_default_is_there() {
-        let space = space(&problem(DType::Bf16), &shape(4096).into(), &device(SM80), &[]).unwrap();
+        let space = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(SM80), &[]).unwrap();
         let bucket = ShapeBucket::of(&shape(4096));
         let default = Schedule::default_for(Family::ForwardSm80, &problem(DType::Bf16), SM80, &bucket).unwrap();
         assert_eq!(space.kernels[space.default].schedule, default);
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn what_is_dropped_before_it_is_compiled_is_never_as_good_as_the_best() {
         for (name, table) in crate::search::tables() {
-            let space = space(&table.problem, &table.shape.into(), &table.device, &[]).unwrap();
+            let space = space(&table.problem, &(&table.shape).into(), &table.device, &[]).unwrap();
             let kept: HashSet<Schedule> = space.kernels.iter().take(MOST).map(|k| k.schedule).collect();
             let timed: Vec<(Schedule, f64)> =
                 table.in_the_space().into_iter().filter_map(|(s, us)| Some((s, us?))).collect();
@@ -179,16 +179,16 @@ mod tests {
         let hopper = Arch::Sm(SmArch { number: 90, specific: true });
         let all = Schedule::space(Family::ForwardSm90, &problem(DType::Bf16), hopper);
         let legal = |s: &Schedule| Kernel { problem: problem(DType::Bf16), schedule: *s, arch: hopper }.check().is_ok();
-        let without = space(&problem(DType::Bf16), &shape(4096).into(), &device(hopper), &[]).unwrap();
+        let without = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(hopper), &[]).unwrap();
         let far = |s: &Schedule| s.is_worth(&shape(4096)) && legal(s) && without.position(s).is_none();
         let asked = all.into_iter().find(far).unwrap();
-        let with = space(&problem(DType::Bf16), &shape(4096).into(), &device(hopper), &[asked]).unwrap();
+        let with = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(hopper), &[asked]).unwrap();
         assert!(with.position(&asked).is_some(), "{asked}");
     }
 
     #[test]
     fn a_sample_is_even_and_begins_with_the_default() {
-        let space = space(&problem(DType::Bf16), &shape(4096).into(), &device(SM80), &[]).unwrap();
+        let space = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(SM80), &[]).unwrap();
         for count in [1, 2, 50, space.legal, usize::MAX] {
             let sample = space.sample(count);
             let distinct: std::collections::BTreeSet<_> = sample.iter().collect();
@@ -203,11 +203,11 @@ mod tests {
 
     #[test]
     fn the_plain_family_serves_only_where_nothing_else_does() {
-        let f32 = space(&problem(DType::F32), &shape(1024).into(), &device(SM80), &[]).unwrap();
+        let f32 = space(&problem(DType::F32), &(&shape(1024)).into(), &device(SM80), &[]).unwrap();
         assert!(f32.kernels.iter().all(|k| k.schedule.family() == Family::ForwardNaive) && f32.kernels.len() == 1);
-        let cpu = space(&problem(DType::F32), &shape(1024).into(), &device(Arch::Cpu(CpuIsa::Avx2)), &[]).unwrap();
+        let cpu = space(&problem(DType::F32), &(&shape(1024)).into(), &device(Arch::Cpu(CpuIsa::Avx2)), &[]).unwrap();
         assert!(cpu.kernels.len() > 5 && cpu.kernels.iter().all(|k| k.schedule.family() == Family::ForwardCpu));
         let old = Arch::Sm(SmArch { number: 70, specific: false });
-        assert!(space(&problem(DType::F16), &shape(64).into(), &device(old), &[]).is_err());
+        assert!(space(&problem(DType::F16), &(&shape(64)).into(), &device(old), &[]).is_err());
     }
 }

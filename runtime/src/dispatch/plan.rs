@@ -249,7 +249,7 @@ impl Plan {
             },
             binary: "".into(),
             refusals: Vec::new(),
-            tally: Arc::new(Tally::new(key.problem, shape.into(), true)),
+            tally: Arc::new(Tally::new(key.problem, CallSizes::from(&shape), true)),
             awaited: None,
         }
     }

@@ -227,7 +227,7 @@ mod tests {
 
     fn tally(tunable: bool, kv_len: u32) -> Tally {
         let shape = Shape { batch: 1, heads: 2, kv_heads: 2, q_len: 8, kv_len, mask: Mask::Causal };
-        Tally::new(Problem::forward(DType::F16, 64, MaskKind::CAUSAL).unwrap(), shape.into(), tunable)
+        Tally::new(Problem::forward(DType::F16, 64, MaskKind::CAUSAL).unwrap(), CallSizes::from(&shape), tunable)
     }
 
     #[test]

@@ -414,6 +414,19 @@ mod tests {
     }
 
     #[test]
+    fn repeated_values_differ_from_head_to_head() {
+        let of = |shape, seed| HostTensor::repeated(DType::F32, shape, seed, Distribution::Normal);
+        let t = of([1, 9, 1024, 128], 5);
+        let (mut a, mut b) = (vec![0.0; 128], vec![0.0; 128]);
+        t.read_row([0, 0, 3], &mut a);
+        t.read_row([0, 8, 3], &mut b);
+        assert_ne!(a, b);
+        assert_eq!(t, of([1, 9, 1024, 128], 5));
+        assert_ne!(t, of([1, 9, 1024, 128], 6));
+        assert_eq!(of(SHAPE, 5), HostTensor::random(DType::F32, SHAPE, Layout::Bhsd, 5, Distribution::Normal));
+    }
+
+    #[test]
     fn values_do_not_depend_on_the_layout_and_survive_it() {
         for dtype in DType::ALL {
             let random = |layout| HostTensor::random(dtype, SHAPE, layout, 7, Distribution::Normal);

@@ -232,7 +232,7 @@ impl Shared<'_> {
         let Limits { trials, seed, force, search, launches, patience, .. } = self.limits;
         let device = runner.fingerprint().clone();
         let job = |case: &Case, parts: usize| {
-            let job = Job::new(case.problem, case.sizes());
+            let job = Job::of_call(case.problem, case.sizes());
             let (device, bucket) = (device.clone(), job.bucket(&device));
             let needed = Needed::new(device.arch, self.templates);
             let wanted = RecordKey { device, problem: case.problem, bucket, launches: *launches };

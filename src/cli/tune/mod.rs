@@ -252,7 +252,7 @@ mod tests {
         let mask = flashtune::Mask::Causal;
         let problem = Problem::forward(flashtune::DType::Bf16, 128, mask.kind()).unwrap();
         let shape = |q_len| flashtune::Shape { batch: 4, heads: 32, kv_heads: 8, q_len, kv_len: 128, mask };
-        let cases = [1, 128].map(|q_len| Case::new(problem, shape(q_len)));
+        let cases = [1, 128].map(|q_len| Case::new(problem, &shape(q_len)));
         for case @ Case { problem, .. } in &cases {
             for family in Family::candidates(problem, arch) {
                 let schedule = Schedule::default_for(family, problem, arch, &case.bucket(132)).unwrap();

@@ -58,7 +58,8 @@ mod tests {
         let problem = Problem::forward(DType::Bf16, 128, shape.mask.kind()).unwrap().with_kv(KvKind::Ragged(store));
         let arch = Arch::Sm(SmArch { number: 90, specific: true });
         let bucket = ShapeBucket::of_call(&problem, &shape.into(), 132);
-        let Ok(Schedule::Sm80Ragged(default)) = Schedule::default_for(Family::ForwardSm80Ragged, &problem, arch, &bucket)
+        let Ok(Schedule::Sm80Ragged(default)) =
+            Schedule::default_for(Family::ForwardSm80Ragged, &problem, arch, &bucket)
         else {
             panic!("another family's schedule");
         };
@@ -95,7 +96,10 @@ mod tests {
             (e4m3, shape(64, 1, 4096), Some(16), 203.0),
         ] {
             let us = predicted(element, &shape, block_kv) + LAUNCH;
-            assert!((us / measured - 1.0).abs() < 0.2, "{shape} {element:?} {block_kv:?}: {us:.1}, measured {measured}");
+            assert!(
+                (us / measured - 1.0).abs() < 0.2,
+                "{shape} {element:?} {block_kv:?}: {us:.1}, measured {measured}"
+            );
         }
     }
 }

@@ -11,7 +11,7 @@ use flashtune_runtime::reference::{
     Attention, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused, unfused_rows_of,
 };
 use flashtune_runtime::{
-    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, Graph, HostBytes, HostTensor, Layout, Module,
+    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, Graph, HostBytes, HostTensor, Module,
     SideBuffers, Stream, TensorView, forward_call, typical_side,
 };
 use half::{bf16, f16};
@@ -22,8 +22,6 @@ use std::time::{Duration, Instant};
 
 /// Rows of O that are compared with the oracle at the job's size; the others are compared between candidates.
 const SAMPLED_ROWS: usize = 48;
-/// Values that are drawn; a prime number, so that heads and rows of the repeated values differ.
-const PATTERN: usize = 1_000_003;
 /// The byte of unwritten outputs: NaN in every dtype.
 pub(super) const POISON: u8 = 0xff;
 
@@ -97,7 +95,8 @@ impl Bench {
         let mut host = Vec::new();
         let mut inputs: Vec<Box<dyn Buffer>> = Vec::new();
         for (i, shape) in shapes.into_iter().enumerate() {
-            let tensor = normals(p.dtype, shape, input_seed(job.seed) ^ (i as u64 + 10));
+            let seed = input_seed(job.seed) ^ (i as u64 + 10);
+            let tensor = HostTensor::repeated(p.dtype, shape, seed, Distribution::Normal);
             let buffer = device.alloc(tensor.bytes().len())?;
             device.upload(&*buffer, tensor.bytes())?;
             host.push(tensor);
@@ -317,20 +316,6 @@ impl Measure for Bench {
     }
 }
 
-/// A contiguous tensor of normals: some values are drawn and then repeated, because drawing hundreds of millions would
-/// take longer than tuning.
-fn normals(dtype: DType, shape: [usize; 4], seed: u64) -> HostTensor {
-    let elements: usize = shape.iter().product();
-    let drawn = HostTensor::random(dtype, [1, 1, 1, elements.min(PATTERN)], Layout::Bhsd, seed, Distribution::Normal);
-    let wanted = elements * dtype.bytes();
-    let mut bytes = Vec::with_capacity(wanted);
-    while bytes.len() < wanted {
-        let missing = wanted - bytes.len();
-        bytes.extend_from_slice(&drawn.bytes()[..missing.min(drawn.bytes().len())]);
-    }
-    HostTensor::from_bytes(dtype, shape, Layout::Bhsd, bytes).expect("the bytes were counted")
-}
-
 /// Whether two blocks of memory are equal, looked at by all cores.
 fn same_bytes(a: &[u8], b: &[u8]) -> bool {
     const PART: usize = 1 << 20;
@@ -373,6 +358,7 @@ pub(super) fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashtune_runtime::Layout;
 
     fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
         HostTensor::from_values(dtype, [1, 1, 1, values.len()], Layout::Bhsd, values).unwrap().bytes().to_vec()
@@ -402,16 +388,5 @@ mod tests {
         assert_eq!(same_rows(DType::Bf16, 16, &o, &o), Ok(()));
         o[40..].fill(POISON);
         assert!(same_rows(DType::Bf16, 16, &o, &o).unwrap_err().contains("row 1"));
-    }
-
-    #[test]
-    fn repeated_values_differ_from_head_to_head() {
-        let t = normals(DType::F32, [1, 9, 1024, 128], 5);
-        let (mut a, mut b) = (vec![0.0; 128], vec![0.0; 128]);
-        t.read_row([0, 0, 3], &mut a);
-        t.read_row([0, 8, 3], &mut b);
-        assert_ne!(a, b);
-        assert_eq!(t, normals(DType::F32, [1, 9, 1024, 128], 5));
-        assert_ne!(t, normals(DType::F32, [1, 9, 1024, 128], 6));
     }
 }
