@@ -297,8 +297,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The plan that [`Engine::forward`] uses for these sizes, made now if need be; that of [`Engine::forward_ragged`] for a
-    /// ragged problem, by the sizes of a usual sequence and its class of pages.
+    /// The plan that [`Engine::forward`] uses for these sizes, made now if need be; for a ragged problem that of
+    /// [`Engine::forward_ragged`], by the sizes of a usual sequence and its class of pages.
     ///
     /// # Errors
     /// As [`Engine::forward`], without those of tensors and launches.

@@ -84,9 +84,9 @@ impl fmt::Display for Shape {
 /// Lengths and the number of (batch, head) pairs are rounded up to powers of two: a schedule's merit changes with the
 /// order of magnitude (waves over the device, blocks per row), not with the exact size.
 ///
-/// Of a ragged batch the numbers are others, as its kernels share all keys among the multiprocessors and keep the rows of
-/// a KV head's group together: (sequence, KV head) pairs, packed rows, and keys for each multiprocessor. Nothing of it
-/// changes with the skew of the lengths, which is the device's own matter.
+/// Of a ragged batch the numbers are others, as its kernels share all keys among the multiprocessors and keep the rows
+/// of a KV head's group together: (sequence, KV head) pairs, packed rows, and keys for each multiprocessor. Nothing of
+/// it changes with the skew of the lengths, which is the device's own matter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShapeBucket {
@@ -127,8 +127,8 @@ impl ShapeBucket {
         }
     }
 
-    /// The bucket of a call of a problem on a device of so many multiprocessors or cores: [`ShapeBucket::of`], unless it is
-    /// the attention of a ragged batch, whose sizes are those of a usual sequence.
+    /// The bucket of a call of a problem on a device of so many multiprocessors or cores: [`ShapeBucket::of`], unless
+    /// it is the attention of a ragged batch, whose sizes are those of a usual sequence.
     pub fn of_call(problem: &Problem, sizes: &CallSizes, units: u32) -> Self {
         let CallSizes { shape, pages } = sizes;
         if problem.kv.is_dense() || problem.op != Op::Forward {

@@ -39,8 +39,8 @@ impl PageClass {
         }
     }
 
-    /// How far two classes are apart, in doublings of a length: on an H200 all pages of 1 to 256 tokens and none took the
-    /// same time within 1 %, so they decide among results that are otherwise as near.
+    /// How far two classes are apart, in doublings of a length: on an H200 all pages of 1 to 256 tokens and none took
+    /// the same time within 1 %, so they decide among results that are otherwise as near.
     pub(crate) fn distance(self, other: Self) -> f64 {
         match (self, other) {
             (PageClass::Tokens(a), PageClass::Tokens(b)) => {

@@ -13,8 +13,8 @@ const LONG: Duration = Duration::from_secs(24 * 3600);
 pub struct Job {
     /// What is computed.
     pub problem: Problem,
-    /// The sizes that are timed; the result is filed under their bucket. Of a ragged batch those of a usual sequence: its
-    /// sequences are of different lengths, with these as their means.
+    /// The sizes that are timed; the result is filed under their bucket. Of a ragged batch those of a usual sequence:
+    /// its sequences are of different lengths, with these as their means.
     pub shape: Shape,
     /// How keys lie, where the batch is ragged.
     pub pages: PageClass,

@@ -113,9 +113,9 @@ impl Dispatcher {
         &self.binaries.needed
     }
 
-    /// The plan for a problem and sizes; of a ragged batch those of a usual sequence. A call of a known class costs one lookup and allocates nothing; once sealed
-    /// ([`Dispatcher::seal`]) it takes no lock either. The first one searches, loads and maybe compiles, once however
-    /// many threads ask.
+    /// The plan for a problem and sizes; of a ragged batch those of a usual sequence. A call of a known class costs one
+    /// lookup and allocates nothing; once sealed ([`Dispatcher::seal`]) it takes no lock either. The first one
+    /// searches, loads and maybe compiles, once however many threads ask.
     ///
     /// # Errors
     /// Unsupported problems, [`Error::Sealed`], and whatever compiling and loading report.

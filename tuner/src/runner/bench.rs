@@ -37,13 +37,13 @@ pub(super) trait Measure {
     /// Runs a kernel on a part of the grid, which must be written to the last element, and nothing else.
     fn probe(&mut self, module: &dyn Module) -> Result<(), String>;
 
-    /// Runs candidate `id` at the job's sizes: some rows are compared with the oracle, all of them with the first kernel that
-    /// passed, and the whole with a second run, which is launched as it will be when it is timed. It may be right on small
-    /// inputs and wrong on large ones. Gives the largest absolute error.
+    /// Runs candidate `id` at the job's sizes: some rows are compared with the oracle, all of them with the first
+    /// kernel that passed, and the whole with a second run, which is launched as it will be when it is timed. It may be
+    /// right on small inputs and wrong on large ones. Gives the largest absolute error.
     fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String>;
 
-    /// Launches a candidate that was checked several times more, as it is timed, and compares all bytes. A race between its
-    /// threads may pass a check or two.
+    /// Launches a candidate that was checked several times more, as it is timed, and compares all bytes. A race between
+    /// its threads may pass a check or two.
     fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String>;
 
     /// Time of one run of candidate `id` with cold caches in microseconds: a launch, or the replay of a graph of one.

@@ -1,8 +1,8 @@
-//! A ragged batch of a job's class on the device: sequences of different lengths with the job's sizes as means, shuffled
-//! pages, NaN wherever there is no key.
+//! A ragged batch of a job's class on the device: sequences of different lengths with the job's sizes as means,
+//! shuffled pages, NaN wherever there is no key.
 //!
-//! A class is never of one skew, so the lengths are drawn, by a fixed seed: from half to one and a half of the mean. Small
-//! batches that every kernel must compute first are of all layouts, since a kernel serves any.
+//! A class is never of one skew, so the lengths are drawn, by a fixed seed: from half to one and a half of the mean.
+//! Small batches that every kernel must compute first are of all layouts, since a kernel serves any.
 
 use super::Inputs;
 use super::bench::{CONFIRMATIONS, CONFIRMING, Measure, POISON, same_rows, values};
@@ -235,8 +235,8 @@ fn columns(job: &Inputs) -> bool {
     job.problem.kv.store().is_some_and(|store| store.v_columns)
 }
 
-/// Rows and keys of the sequences, whose means are the shape's. Prompts have as many rows as keys; where there are fewer
-/// rows every sequence has as many, and keys for all of them.
+/// Rows and keys of the sequences, whose means are the shape's. Prompts have as many rows as keys; where there are
+/// fewer rows every sequence has as many, and keys for all of them.
 fn lengths(shape: &Shape, seed: u64) -> Vec<[u32; 2]> {
     let Shape { batch, q_len, kv_len, .. } = *shape;
     if batch == 1 {
@@ -255,8 +255,8 @@ fn lengths(shape: &Shape, seed: u64) -> Vec<[u32; 2]> {
     shares.into_iter().map(length).collect()
 }
 
-/// Small batches: one like the job's, with sequences of few keys and of none, and random ones of any layout that kernels
-/// with whole vectors can take.
+/// Small batches: one like the job's, with sequences of few keys and of none, and random ones of any layout that
+/// kernels with whole vectors can take.
 pub(super) fn small_cases(device: &Arc<dyn Device>, job: &Inputs) -> Result<Vec<RaggedCase>, RuntimeError> {
     let seed = input_seed(job.seed);
     let group = job.shape.group().min(8);

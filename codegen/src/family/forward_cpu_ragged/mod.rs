@@ -209,7 +209,8 @@ impl KernelFamily for CpuRaggedSchedule {
         let how = if few { "rows of keys where they lie" } else { "keys gathered into panels" };
         Some(RaggedAccount {
             split: format!(
-                "{tiles} tiles of up to {rows} rows, of {ranges} range(s) of at least {} keys; {how}, {block} keys a block",
+                "{tiles} tiles of up to {rows} rows, of {ranges} range(s) of at least {} keys; {how}, {block} keys a \
+                 block",
                 self.split_kv
             ),
             merge: match ranges {

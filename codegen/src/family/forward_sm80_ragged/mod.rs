@@ -182,13 +182,14 @@ impl KernelFamily for Sm80RaggedSchedule {
         let piece = resources::piece_bytes(self, usual.problem) / 2;
         Some(RaggedAccount {
             split: format!(
-                "stream-K: {blocks} thread blocks share {units} units of {unit} keys of {tiles} tiles of up to {} rows, \
-                 about {share} each; {} teams a block",
+                "stream-K: {blocks} thread blocks share {units} units of {unit} keys of {tiles} tiles of up to {} \
+                 rows, about {share} each; {} teams a block",
                 self.rows(),
                 self.key_warps
             ),
             merge: format!(
-                "by the last block of a tile, in the order of the keys: {pieces} of {piece} bytes of fp32 in scratch memory"
+                "by the last block of a tile, in the order of the keys: {pieces} of {piece} bytes of fp32 in \
+                 scratch memory"
             ),
             pages: format!("cp.async, 16 bytes at a time in {} buffers a team: {}", self.stages, usual.index()),
         })
