@@ -11,6 +11,9 @@
 
 typedef float word;
 
+/* The compilers' tile loads do not say what memory they read: what was written before them has to be there. */
+#define MEMORY_IS_WRITTEN() __asm__ volatile("" ::: "memory")
+
 int ft_init(void) {
     /* The kernel gives the tile registers only to processes that ask: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA. */
     return (int)syscall(SYS_arch_prctl, 0x1023, 18);
@@ -24,6 +27,7 @@ static void configure_tiles(void) {
         uint8_t rows[16];
     } config = {.palette = 1};
     for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = TILE;
+    __asm__ volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
@@ -65,6 +69,7 @@ INLINE void pack_values(float *to, const element *v, int64_t stride, int n, floa
 /* s[key][query] for n keys, rounded up to TILE_KEYS. Tiles 0-3 are the results, 4-5 keys, 6-7 queries. */
 INLINE void scores(float *s, const word *k, int64_t stride, int n, const float *q, const int vectors) {
     (void)vectors;
+    MEMORY_IS_WRITTEN();
     for (int j = 0; j < n; j += TILE_KEYS) {
         const char *keys = (const char *)k + j * stride;
         _tile_zero(0);
@@ -106,6 +111,7 @@ INLINE void weighted_values(float *o, const float *p, const word *v, int64_t str
                             const int vectors) {
     (void)vectors;
     rescale(o, alpha);
+    MEMORY_IS_WRITTEN();
     int d = 0;
     for (; d + 1 < V_TILES; d += 2) {
         float *to = o + d * TILE * PANEL;
