@@ -59,6 +59,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/convert.h",
     "lib/cpu/exact.h",
     "lib/cpu/exp2.h",
+    "lib/cpu/few_products.h",
     "lib/cpu/few_rows.h",
     "lib/cpu/mask.h",
     "lib/cpu/matmul.h",

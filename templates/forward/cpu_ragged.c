@@ -88,10 +88,11 @@
 <% include "lib/cpu/score.h" %>
 <% include "lib/cpu/ragged_program.h" %>
 #endif
-<% include "lib/cpu/ranges.h" %>
 #if FEW_ROWS
+<% include "lib/cpu/few_products.h" %>
 <% include "lib/cpu/few_rows.h" %>
 #endif
+<% include "lib/cpu/ranges.h" %>
 <% include "lib/cpu/panels.h" %>
 
 _Static_assert(BLOCK_KV % KV_ALIGN == 0, "block_kv must be a multiple of the key alignment");
@@ -100,8 +101,8 @@ _Static_assert(FEW_ROWS <= BLOCK_Q && FEW_BLOCK % LANES == 0, "few rows are rows
 _Static_assert(FEW_ROWS == 0 || !(PROGRAM_MASK || PROGRAM_SCORE), "programs change the scores of panels");
 
 /* What one thread works in. */
-typedef struct {
-    _Alignas(64) Keys keys[2];
+typedef struct scratch {
+    _Alignas(64) Keys keys[3];
     _Alignas(64) Panels panels;
 #if FEW_ROWS
     _Alignas(64) Few few;
@@ -116,7 +117,7 @@ typedef struct {
     const RaggedArgs *args;
     const Tile *tile;
     Sequence s;
-    int32_t group;
+    int32_t group, kv_head;
     float score_scale;  /* from Q K^T to units of log2 */
     float v_scale;
 #if PROGRAM
@@ -126,7 +127,7 @@ typedef struct {
 
 /* Row i of a tile: the row of its sequence, and the query head. */
 INLINE int64_t query_of(const Work *w, int64_t i) { return (w->tile->row + i) / w->group; }
-INLINE int64_t head_of(const Work *w, int64_t i) { return w->tile->kv_head * (int64_t)w->group + (w->tile->row + i) % w->group; }
+INLINE int64_t head_of(const Work *w, int64_t i) { return w->kv_head * (int64_t)w->group + (w->tile->row + i) % w->group; }
 
 INLINE const element *q_row(const Work *w, int64_t i) {
     const int64_t *stride = w->args->q_stride;
@@ -220,7 +221,7 @@ INLINE void attend(const Work *w, Scratch *scratch, const Keys *keys, const Bloc
     /* Keys that were taken in for the alignment are masked below, by the window. */
     if (kind == 0) {
         program_scores(s, n, &w->head, scratch->program + panel, lane, begin, magnitude / LOG2E, 1, vectors);
-        special = any_special(keys, skip, skip + n);
+        special = any_special(keys, 0, skip, skip + n);
     }
 #endif
 #if PROGRAM_SCORE
@@ -231,7 +232,7 @@ INLINE void attend(const Work *w, Scratch *scratch, const Keys *keys, const Bloc
     const int64_t left = min64(max64(full_begin, begin), end), right = max64(min64(full_end, end), left);
     mask_scores(s, 0, (int)(left - begin), &p->row_keys, row, begin, vectors);
     mask_scores(s, (int)(right - begin), n, &p->row_keys, row, begin, vectors);
-    special = special || any_special(keys, skip, skip + (int)(left - begin)) || any_special(keys, skip + (int)(right - begin), skip + n);
+    special = special || any_special(keys, 0, skip, skip + (int)(left - begin)) || any_special(keys, 0, skip + (int)(right - begin), skip + n);
     if (keys->any_missing)
         for (int j = 0; j < n; j++)
             for (int x = 0; x < vectors * LANES && keys->missing[skip + j]; x += LANES) vf_store(s + j * PANEL + x, vf_set1(-INF));
@@ -266,7 +267,7 @@ static void attend_panels(const Work *w, Scratch *scratch, int64_t begin, int64_
         if (kind < 0 || (kind == 0 && !any_attends(w, scratch, key, key_end))) continue;
 #endif
         Keys *keys = scratch->keys;
-        find_keys(keys, w->args, &w->s, w->tile->kv_head, key, (int)(key_end - key));
+        find_keys(keys, w->args, &w->s, w->kv_head, key, (int)(key_end - key));
         const Block block = gather_block(keys, p, key, key_end);
         for (int panel = 0; panel * PANEL < rows; panel++) {
             const int rest = rows - panel * PANEL;
@@ -278,24 +279,27 @@ static void attend_panels(const Work *w, Scratch *scratch, int64_t begin, int64_
     }
 }
 
-static void save_panels(const Panels *p, int rows, float *state) {
-    for (int i = 0; i < rows; i += PANEL, state += (O_ROWS + 2) * PANEL) {
+static void save_panels(const Tile *tile, const Scratch *scratch, float *state) {
+    const Panels *p = &scratch->panels;
+    for (int i = 0; i < tile->rows; i += PANEL, state += (O_ROWS + 2) * PANEL) {
         __builtin_memcpy(state, p->o[i / PANEL], sizeof p->o[0]);
         __builtin_memcpy(state + O_ROWS * PANEL, p->maximum + i, sizeof(float) * PANEL);
         __builtin_memcpy(state + (O_ROWS + 1) * PANEL, p->sum + i, sizeof(float) * PANEL);
     }
 }
 
-/* Adds the state of a range whose keys come after those of what is there. */
-static void merge_panels(Panels *p, int rows, const float *state) {
-    for (int i = 0; i < rows; i += PANEL, state += (O_ROWS + 2) * PANEL)
+/* Adds the state of a range whose keys come before those of what is there, or after. */
+static void merge_panels(const Tile *tile, Scratch *scratch, const float *state, int before) {
+    Panels *p = &scratch->panels;
+    for (int i = 0; i < tile->rows; i += PANEL, state += (O_ROWS + 2) * PANEL)
         for (int x = 0; x < PANEL; x += LANES) {
-            const Merge m = merge_maxima(vf_load(p->maximum + i + x), vf_load(state + O_ROWS * PANEL + x));
+            const vf own = vf_load(p->maximum + i + x), other = vf_load(state + O_ROWS * PANEL + x);
+            const Merge m = before ? merge_maxima(other, own) : merge_maxima(own, other);
             float *sum = p->sum + i + x, *o = p->o[i / PANEL] + x;
             vf_store(p->maximum + i + x, m.maximum);
-            vf_store(sum, vf_fma(vf_load(sum), m.first, vf_load(state + (O_ROWS + 1) * PANEL + x) * m.second));
+            vf_store(sum, merged(vf_load(sum), vf_load(state + (O_ROWS + 1) * PANEL + x), m, before));
             for (int d = 0; d < O_ROWS; d++)
-                vf_store(o + d * PANEL, vf_fma(vf_load(o + d * PANEL), m.first, vf_load(state + d * PANEL + x) * m.second));
+                vf_store(o + d * PANEL, merged(vf_load(o + d * PANEL), vf_load(state + d * PANEL + x), m, before));
         }
 }
 
@@ -319,89 +323,141 @@ static void finish_panels(const Work *w, Scratch *scratch) {
 }
 
 #if FEW_ROWS
-/* One range of a tile of few rows. */
-static void attend_few(const Work *w, Scratch *scratch, int64_t begin, int64_t end) {
-    Few *few = &scratch->few;
-    const int rows = w->tile->rows, stored_rows = ROUND_UP(rows, WIDEST);
-    __builtin_memset(few->q, 0, sizeof(float) * stored_rows * FEW_Q);
-    __builtin_memset(few->o, 0, sizeof(float) * stored_rows * FEW_O);
+static void start_few(const Work *w, Few *few, const int heads, const int stored_rows) {
+    const int rows = w->tile->rows;
+    __builtin_memset(few->o, 0, sizeof(float) * heads * stored_rows * FEW_O);
     for (int i = 0; i < stored_rows; i++) {
         const int64_t query = query_of(w, min64(i, rows - 1));
         few->begin[i] = row_begin(w->args, &w->s, query), few->end[i] = row_end(w->args, &w->s, query);
-        few->maximum[i] = -INF;
-        if (i < rows) widen_row(few->q + i * FEW_Q, q_row(w, i), HEAD_DIM_QK);
     }
-    for (int group = 0; group * WIDEST < rows; group++) {
-        const int width = width_of((int)min64(rows - group * WIDEST, WIDEST));
+    for (int group = 0; group * WIDEST < rows; group++)
         for (int x = 0; x < LANES; x++) {
-            const int row = group * WIDEST + x / (LANES / width), at = group * LANES + x;
+            const int row = group * WIDEST + x / (LANES / few_width(rows, group)), at = group * LANES + x;
             few->lane_begin[at] = few->begin[row], few->lane_end[at] = few->end[row];
-            few->lane_maximum[at] = -INF, few->lane_sum[at] = 0;
         }
+    for (int i = 0; i < heads * few_groups(rows) * LANES; i++) few->lane_maximum[i] = -INF, few->lane_sum[i] = 0;
+    Work head = *w;
+    for (int i = 0; i < heads * stored_rows; i++) {
+        head.kv_head = w->tile->kv_head + i / stored_rows;
+        if (i % stored_rows < rows) few_query(few->q + i * FEW_Q, q_row(&head, i % stored_rows));
+        else __builtin_memset(few->q + i * FEW_Q, 0, sizeof(few_element) * FEW_Q);
     }
-    int which = 0, n = (int)min64(FEW_BLOCK, end - begin);
-    find_keys(scratch->keys, w->args, &w->s, w->tile->kv_head, begin, n);
-    for (int64_t key = begin; key < end; which ^= 1) {
-        const int64_t next_key = key + n;
-        const int ahead = (int)min64(FEW_BLOCK, end - next_key);
-        const Keys *keys = scratch->keys + which;
-        Keys *next = scratch->keys + (which ^ 1);
-        if (ahead > 0) find_keys(next, w->args, &w->s, w->tile->kv_head, next_key, ahead);
-        else next = 0;
-        for (int group = 0; group * WIDEST < rows; group++)
-            switch (width_of((int)min64(rows - group * WIDEST, WIDEST))) {
-            case 1: few_attend(few, keys, next, group, key, n, ahead, w->score_scale, 1); break;
-            case 2: few_attend(few, keys, next, group, key, n, ahead, w->score_scale, 2); break;
-            case 4: few_attend(few, keys, next, group, key, n, ahead, w->score_scale, 4); break;
+}
+
+/* One block of keys, as they are found for the first head of a tile, against the rows of all of them. */
+static void few_block(const Work *w, Scratch *scratch, const Keys *found, int64_t key, int n, Ahead *ahead) {
+    const RaggedArgs *args = w->args;
+    const int rows = w->tile->rows, stored_rows = few_stored(rows);
+    for (int head = 0; head < w->tile->heads; head++) {
+        const Keys *keys = found;
+        int64_t k_offset = head * args->k_stride[2], v_offset = head * args->v_stride[2];
+        /* Rows of zeros lie in the store of no head, and scales of tokens where a head has its own. */
+        if (head && (KV_PER_TOKEN || found->any_missing || n % LANES)) {
+            find_keys(scratch->keys + 2, args, &w->s, w->tile->kv_head + head, key, n);
+            keys = scratch->keys + 2, k_offset = v_offset = 0;
+        }
+        const int32_t kv_head = w->tile->kv_head + head;
+        const float k_scale = head_scale(args->k_scale, args->k_scale_stride, w->tile->b, kv_head);
+        const float scale = args->scale * LOG2E * k_scale;
+        for (int group = 0; group * WIDEST < rows; group++) {
+            Ahead *const next = group == 0 ? ahead : 0;
+            switch (few_width(rows, group)) {
+#define ATTEND(width) \
+    few_attend(&scratch->few, keys, k_offset, v_offset, stored_rows, head, group, key, n, scale, next, width)
+            case 1: ATTEND(1); break;
+            case 2: ATTEND(2); break;
+            case 4: ATTEND(4); break;
 #if WIDEST == 8
-            default: few_attend(few, keys, next, group, key, n, ahead, w->score_scale, 8); break;
+            default: ATTEND(8); break;
 #endif
             }
-        key = next_key, n = ahead;
-    }
-    for (int i = 0; i < rows; i++) {
-        const int group = i / WIDEST, some = LANES / width_of((int)min64(rows - group * WIDEST, WIDEST));
-        float sum = 0;
-        for (int m = 0; m < some; m++) sum += few->lane_sum[group * LANES + i % WIDEST * some + m];
-        few->sum[i] = sum;
+        }
     }
 }
 
-static void save_few(const Few *few, int rows, float *state) {
-    for (int i = 0; i < rows; i++, state += FEW_O + 2) {
-        __builtin_memcpy(state, few->o + i * FEW_O, sizeof(float) * FEW_O);
-        state[FEW_O] = few->maximum[i], state[FEW_O + 1] = few->sum[i];
-    }
-}
-
-static void merge_few(Few *few, int rows, const float *state) {
-    for (int i = 0; i < rows; i++, state += FEW_O + 2) {
-        const Merge m = merge_maxima(vf_set1(few->maximum[i]), vf_set1(state[FEW_O]));
-        few->maximum[i] = m.maximum[0];
-        few->sum[i] = few->sum[i] * m.first[0] + state[FEW_O + 1] * m.second[0];
-        float *o = few->o + i * FEW_O;
-        for (int d = 0; d < FEW_O; d++) o[d] = o[d] * m.first[0] + state[d] * m.second[0];
-    }
-}
-
-static void finish_few(const Work *w, Scratch *scratch) {
+/* One range of a tile of few rows. */
+static void attend_few(const Work *w, Scratch *scratch, int64_t begin, int64_t end) {
     Few *few = &scratch->few;
-    for (int i = 0; i < w->tile->rows; i++) {
+    const RaggedArgs *args = w->args;
+    const int heads = w->tile->heads, rows = w->tile->rows, stored_rows = few_stored(rows), block = few_block_of(heads);
+    Keys *keys = scratch->keys;
+    int n = (int)min64(block, end - begin);
+    if (n > 0) {
+        find_keys(keys, args, &w->s, w->tile->kv_head, begin, n);
+        Ahead k = look_ahead(keys->k, n, args->k_stride, heads, HEAD_DIM_QK);
+        Ahead v = look_ahead(keys->v, n, args->v_stride, heads, HEAD_DIM_V);
+        while (!is_last_run(&k)) ask(&k, 1);
+        while (!is_last_run(&v)) ask(&v, 1);
+    }
+    start_few(w, few, heads, stored_rows);
+    for (int64_t key = begin; key < end;) {
+        const int64_t next_key = key + n;
+        const int next = (int)min64(block, end - next_key);
+        Keys *found = scratch->keys + (keys == scratch->keys);
+        if (next > 0) find_keys(found, args, &w->s, w->tile->kv_head, next_key, next);
+        Ahead ahead[2] = {look_ahead(found->k, next, args->k_stride, heads, HEAD_DIM_QK),
+                          look_ahead(found->v, next, args->v_stride, heads, HEAD_DIM_V)};
+        few_block(w, scratch, keys, key, n, next > 0 ? ahead : 0);
+        keys = found, key = next_key, n = next;
+    }
+    for (int i = 0; i < heads * rows; i++) {
+        const int head = i / rows, row = i % rows, group = row / WIDEST, some = LANES / few_width(rows, group);
+        const int lane = (head * few_groups(rows) + group) * LANES + row % WIDEST * some;
+        float sum = 0;
+        for (int m = 0; m < some; m++) sum += few->lane_sum[lane + m];
+        few->sum[head * stored_rows + row] = sum, few->maximum[head * stored_rows + row] = few->lane_maximum[lane];
+    }
+}
+
+static void save_few(const Tile *tile, const Scratch *scratch, float *state) {
+    const Few *few = &scratch->few;
+    const int rows = tile->heads * few_stored(tile->rows);
+    __builtin_memcpy(state, few->o, sizeof(float) * rows * FEW_O);
+    __builtin_memcpy(state + rows * FEW_O, few->maximum, sizeof(float) * rows);
+    __builtin_memcpy(state + rows * (FEW_O + 1), few->sum, sizeof(float) * rows);
+}
+
+/* Adds the state of a range whose keys come before those of what is there, or after. */
+static void merge_few(const Tile *tile, Scratch *scratch, const float *state, int before) {
+    Few *few = &scratch->few;
+    const int rows = tile->heads * few_stored(tile->rows);
+    const float *maximum = state + rows * FEW_O, *sum = maximum + rows;
+    for (int i = 0; i < rows; i++, state += FEW_O) {
+        const vf own = vf_set1(few->maximum[i]), other = vf_set1(maximum[i]);
+        const Merge m = before ? merge_maxima(other, own) : merge_maxima(own, other);
+        few->maximum[i] = m.maximum[0];
+        few->sum[i] = merged(vf_set1(few->sum[i]), vf_set1(sum[i]), m, before)[0];
+        float *o = few->o + i * FEW_O;
+        for (int d = 0; d < FEW_O; d += LANES) vf_store(o + d, merged(vf_load(o + d), vf_load(state + d), m, before));
+    }
+}
+
+static void finish_few(Work *w, Scratch *scratch) {
+    Few *few = &scratch->few;
+    const Tile *tile = w->tile;
+    for (int i = 0; i < tile->heads * tile->rows; i++) {
+        const int head = i / tile->rows, row = i % tile->rows, at = head * few_stored(tile->rows) + row;
+        w->kv_head = tile->kv_head + head;
+        w->v_scale = head_scale(w->args->v_scale, w->args->v_scale_stride, tile->b, w->kv_head);
 #if PROGRAM
-        const float sink = scratch->program[i / PANEL].sink[i % PANEL];
+        w->head.h_kv = w->kv_head;
+        if (row % PANEL == 0) program_rows(&w->head, tile->row + row, tile->row + tile->rows - 1, scratch->program);
+        const float sink = scratch->program[0].sink[row % PANEL];
 #else
         const float sink = 0;
 #endif
-        const float inverse = finish_row(w, i, few->maximum[i], few->sum[i], sink);
-        float *o = few->o + i * FEW_O;
-        for (int d = 0; d < FEW_O; d++) o[d] *= inverse;
-        narrow_row(o_row(w, i), o, HEAD_DIM_V);
+        _Alignas(64) float result[FEW_O];
+        few_ordered(result, few->o + at * FEW_O, finish_row(w, row, few->maximum[at], few->sum[at], sink));
+        narrow_row(o_row(w, row), result, HEAD_DIM_V);
     }
 }
 #endif
 
-INLINE uint64_t state_floats(int rows) {
-    return IS_FEW(rows) ? (uint64_t)rows * (ROUND_UP(HEAD_DIM_V, LANES) + 2) : (uint64_t)ROUND_UP(rows, PANEL) * (O_ROWS + 2);
+INLINE uint64_t state_floats(const Tile *tile) {
+#if FEW_ROWS
+    if (IS_FEW(tile->rows)) return (uint64_t)tile->heads * few_stored(tile->rows) * (FEW_O + 2);
+#endif
+    return (uint64_t)ROUND_UP(tile->rows, PANEL) * (O_ROWS + 2);
 }
 
 uint64_t ft_scratch_bytes(const RaggedArgs *args) {
@@ -415,27 +471,22 @@ void ft_tile(const RaggedArgs *args, uint64_t range, void *memory) {
     const int64_t chunk = (int64_t)(range - tile->first), begin = tile->begin + chunk * tile->chunk;
     const int64_t end = min64(begin + tile->chunk, tile->end);
     Work w = {.args = args, .tile = tile, .s = sequence_of(args, tile->b), .group = args->heads / args->kv_heads};
-    w.score_scale = args->scale * LOG2E * head_scale(args->k_scale, args->k_scale_stride, tile->b, tile->kv_head);
-    w.v_scale = head_scale(args->v_scale, args->v_scale_stride, tile->b, tile->kv_head);
+    w.kv_head = tile->kv_head;
 #if PROGRAM
     w.head = program_head(args, &w.s, tile->b, tile->kv_head);
-    for (int row = 0; row < tile->rows; row += PANEL)
-        program_rows(&w.head, tile->row + row, tile->row + tile->rows - 1, scratch->program + row / PANEL);
 #endif
-    float *const state = tile->chunks > 1 ? state_of(args, tile, chunk) : 0;
 #if FEW_ROWS
     if (IS_FEW(tile->rows)) {
         attend_few(&w, scratch, begin, end);
-        if (state) {
-            save_few(&scratch->few, tile->rows, state);
-            if (!is_last(tile)) return;
-            for (int i = 0; i < tile->rows; i++) scratch->few.maximum[i] = -INF, scratch->few.sum[i] = 0;
-            __builtin_memset(scratch->few.o, 0, sizeof(float) * tile->rows * FEW_O);
-            for (int i = 0; i < tile->chunks; i++) merge_few(&scratch->few, tile->rows, state_of(args, tile, i));
-        }
-        finish_few(&w, scratch);
+        if (join_ranges(args, tile, scratch, chunk, save_few, merge_few)) finish_few(&w, scratch);
         return;
     }
+#endif
+    w.score_scale = args->scale * LOG2E * head_scale(args->k_scale, args->k_scale_stride, tile->b, tile->kv_head);
+    w.v_scale = head_scale(args->v_scale, args->v_scale_stride, tile->b, tile->kv_head);
+#if PROGRAM
+    for (int row = 0; row < tile->rows; row += PANEL)
+        program_rows(&w.head, tile->row + row, tile->row + tile->rows - 1, scratch->program + row / PANEL);
 #endif
 #if AMX
     configure_tiles();
@@ -444,13 +495,5 @@ void ft_tile(const RaggedArgs *args, uint64_t range, void *memory) {
 #if AMX
     _tile_release();
 #endif
-    if (state) {
-        Panels *p = &scratch->panels;
-        save_panels(p, tile->rows, state);
-        if (!is_last(tile)) return;
-        for (int i = 0; i < ROUND_UP(tile->rows, PANEL); i++) p->maximum[i] = -INF, p->sum[i] = 0;
-        for (int i = 0; i < tile->rows; i += PANEL) __builtin_memset(p->o[i / PANEL], 0, sizeof p->o[0]);
-        for (int i = 0; i < tile->chunks; i++) merge_panels(p, tile->rows, state_of(args, tile, i));
-    }
-    finish_panels(&w, scratch);
+    if (join_ranges(args, tile, scratch, chunk, save_panels, merge_panels)) finish_panels(&w, scratch);
 }

@@ -418,11 +418,20 @@ pub(super) fn small(s: CpuRaggedSchedule) -> CpuRaggedSchedule {
     CpuRaggedSchedule { few_block: 16, split_kv: 48, split_tiles: 64, ..s }
 }
 
+/// As [`small`], but so few ranges that each has keys enough for several heads.
+fn together(s: CpuRaggedSchedule) -> CpuRaggedSchedule {
+    CpuRaggedSchedule { few_block: 64, split_kv: 16, split_tiles: 3, ..s }
+}
+
 fn check(turn: usize, batch: &Batch) {
+    check_with(turn, batch, small);
+}
+
+fn check_with(turn: usize, batch: &Batch, change: fn(CpuRaggedSchedule) -> CpuRaggedSchedule) {
     let device = CpuDevice::open().unwrap();
     let mut case = Case::new(&device, batch);
     for isa in isas(turn) {
-        let schedule = small(batch.schedule(isa));
+        let schedule = change(batch.schedule(isa));
         let module = load(&device, &batch.problem(), schedule, isa);
         case.run(&device, &*module);
         case.check(&module.kernel().name());
@@ -528,32 +537,52 @@ fn scores_far_from_zero_are_scores_as_others() {
 }
 
 #[test]
+fn heads_that_lie_side_by_side_share_a_tile() {
+    let lengths = &[[1, 300], [2, 77], [3, 0], [5, 205], [1, 16], [1, 1]];
+    let base = |dtype| Batch { heads: [9, 3], mask: Mask::Causal, ..Batch::new(dtype, lengths) };
+    // Rows of one line, of several, and with columns behind the last whole vector; heads of a token, and of a page.
+    check_with(0, &Batch { dims: [128, 72], place: Place::Packed, ..base(DType::Bf16) }, together);
+    check_with(1, &Batch { dims: [24, 40], heads: [16, 16], heads_first: true, ..base(DType::Bf16) }, together);
+    check_with(
+        2, &Batch { heads: [7, 7], place: Place::Slots, lengths: lengths[..2].to_vec(), ..base(DType::F32) },
+        together,
+    );
+    let program = Some("sinks: f32[heads]; sink = sinks[h];");
+    check_with(3, &Batch { program, mask: Mask::Full, page: 5, ..base(DType::F16) }, together);
+    let store = KvStore { element: KvElement::E4m3, scales: KvScales::PerToken, v_columns: false };
+    check_with(4, &Batch { store, ..base(DType::F16) }, together);
+}
+
+#[test]
 fn any_number_of_threads_gives_the_same_bytes() {
     let host = CpuDevice::open().unwrap();
     let batch = Batch::new(DType::Bf16, &[[1, 900], [50, 400], [2, 33]]);
     let mut case = Case::new(&host, &batch);
     let isa = isa::host();
-    let module = load(&host, &batch.problem(), small(batch.schedule(isa)), isa);
-    let mut first = None;
-    for threads in [1, 2, 16] {
-        let pool = Box::leak(Box::new(ThreadPoolBuilder::new().num_threads(threads).build().unwrap()));
-        let device = CpuDevice { fingerprint: host.fingerprint.clone(), pool, flush: Mutex::default() };
-        for _ in 0..20 {
-            case.run(&device, &*module);
-            let got = (case.o.clone(), case.lse.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
-            assert!(*first.get_or_insert_with(|| got.clone()) == got, "{threads} threads");
+    for change in [small, together] {
+        let module = load(&host, &batch.problem(), change(batch.schedule(isa)), isa);
+        let mut first = None;
+        for threads in [1, 2, 16] {
+            let pool = Box::leak(Box::new(ThreadPoolBuilder::new().num_threads(threads).build().unwrap()));
+            let device = CpuDevice { fingerprint: host.fingerprint.clone(), pool, flush: Mutex::default() };
+            for _ in 0..20 {
+                case.run(&device, &*module);
+                let got = (case.o.clone(), case.lse.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+                assert!(*first.get_or_insert_with(|| got.clone()) == got, "{threads} threads");
+            }
         }
+        case.check("the last of them");
     }
-    case.check("the last of them");
 }
 
 #[test]
 fn keys_of_pages_that_are_not_there_are_masked() {
     let device = CpuDevice::open().unwrap();
     let batch = Batch { page: 16, ..Batch::new(DType::F32, &[[1, 16], [1, 48]]) };
-    for isa in isas(0) {
+    let changes = [small, together];
+    for (isa, change) in isas(0).into_iter().flat_map(|isa| changes.map(|change| (isa, change))) {
         let mut case = Case::new(&device, &batch);
-        let module = load(&device, &batch.problem(), small(batch.schedule(isa)), isa);
+        let module = load(&device, &batch.problem(), change(batch.schedule(isa)), isa);
         // SAFETY: the table is memory of the case, and has an entry for each page.
         let table = unsafe { std::slice::from_raw_parts_mut(case.args.k_table as *mut i32, 8) };
         // All keys of the first sequence, and the last page of the second.

@@ -1,81 +1,59 @@
 /* few_rows.h: attention of a few rows, which has to run as fast as K and V come from memory.
  *
- * The columns of K and V lie along the lanes, as they do in the store, so no element is moved; a row of keys is multiplied
- * where it lies. LANES sums of products make one vector of scores: `width` rows by LANES / width keys, row by row. Rows of
- * V are asked for while those of K are multiplied, and those of the next block's K while V is: at strides of a few KiB
- * processors do not guess what comes next. */
+ * Where the rows of several heads lie side by side, a tile has the rows of these heads, and each block of keys is
+ * multiplied head by head: memory is then read in its order, whatever the order of the products. */
 
-#define FEW_Q ROUND_UP(HEAD_DIM_QK, LANES)
-#define FEW_O ROUND_UP(HEAD_DIM_V, LANES)
-#define WIDEST (LANES == 16 ? 8 : 4)                         /* rows that are multiplied together */
-#define FEW_STORED ROUND_UP(FEW_ROWS, WIDEST)
-#define FEW_GROUPS (FEW_STORED / WIDEST)
-#define ACCUMULATORS (AVX512 ? 16 : 8)                       /* vectors of O that stay in registers */
+#define FEW_TILE_ROWS (FEW_ROWS > 64 ? FEW_ROWS + WIDEST : 64)  /* rows of all heads of a tile */
+#define FEW_GROUPS (FEW_TILE_ROWS)                              /* runs of up to WIDEST rows of a head */
 
+/* What a thread knows of the rows of a tile, those of each head side by side. */
 typedef struct {
-    _Alignas(64) float q[FEW_STORED * FEW_Q];
-    _Alignas(64) float o[FEW_STORED * FEW_O];
+    _Alignas(64) few_element q[FEW_TILE_ROWS * FEW_Q];
+    _Alignas(64) float o[FEW_TILE_ROWS * FEW_O];
     _Alignas(64) float s[FEW_BLOCK * WIDEST];
-    _Alignas(64) int32_t begin[FEW_STORED], end[FEW_STORED];  /* keys that each row attends to */
-    _Alignas(64) float maximum[FEW_STORED], sum[FEW_STORED];
+    float maximum[FEW_TILE_ROWS], sum[FEW_TILE_ROWS];
     /* The same lane by lane, of each group of rows. A sum is of its lane's keys alone until the end. */
     _Alignas(64) float lane_maximum[FEW_GROUPS * LANES], lane_sum[FEW_GROUPS * LANES];
-    _Alignas(64) int32_t lane_begin[FEW_GROUPS * LANES], lane_end[FEW_GROUPS * LANES];
+    /* Keys that each row of a head attends to, and each lane of its groups. */
+    int32_t begin[FEW_ROWS + WIDEST], end[FEW_ROWS + WIDEST];
+    _Alignas(64) int32_t lane_begin[(FEW_ROWS / WIDEST + 1) * LANES], lane_end[(FEW_ROWS / WIDEST + 1) * LANES];
 } Few;
 
-/* Rows that are multiplied together where there are so many. */
-INLINE int width_of(int rows) { return rows == 1 ? 1 : rows == 2 ? 2 : rows <= 4 || WIDEST == 4 ? 4 : 8; }
+/* Rows of a head that are stored: a whole number of those that are multiplied together. */
+INLINE int few_stored(int rows) { return rows / WIDEST * WIDEST + (rows % WIDEST ? width_of(rows % WIDEST) : 0); }
 
-/* n vectors become half as many, of sums of two lanes each. */
-INLINE void add_halves(vf *x, const int n) {
-    UNROLL for (int i = 0; i < n / 2; i++) x[i] = ZIP_LOW(x[i], x[i + n / 2]) + ZIP_HIGH(x[i], x[i + n / 2]);
+/* Rows of a group, of a head of so many rows. */
+INLINE int few_width(int rows, int group) {
+    const int rest = rows - group * WIDEST;
+    return width_of(rest < WIDEST ? rest : WIDEST);
 }
 
-/* The sums of LANES vectors, in their order. Round by round: compilers leave an array in memory that a loop of loops goes over. */
-INLINE vf lane_sums(vf x[LANES]) {
-#if LANES == 16
-    add_halves(x, 16);
+/* Keys of a block. The next one is on its way for as long as this is multiplied: of many heads that is long enough for
+ * fewer keys, and the shorter the products of one head are, the more even is what memory is asked for (16 keys of 8
+ * heads: 18 GB/s of a core, 32: 16, 64: 12). */
+INLINE int few_block_of(int heads) {
+    const int keys = heads == 1 ? FEW_BLOCK : ROUND_UP(FEW_BLOCK / (2 * heads), LANES);
+    return keys < LANES ? LANES : keys < FEW_BLOCK ? keys : FEW_BLOCK;
+}
+
+/* Groups of a head of so many rows. */
+INLINE int few_groups(int rows) { return (rows + WIDEST - 1) / WIDEST; }
+
+/* A row of Q as it is multiplied. */
+INLINE void few_query(few_element *to, const element *q) {
+#if PAIRS
+    __builtin_memset(to, 0, sizeof(few_element) * FEW_Q);
+    __builtin_memcpy(to, q, sizeof(element) * HEAD_DIM_QK);
+#elif SPLIT_BF16
+    const int rest = HEAD_DIM_QK % STEP;
+    for (int d = 0; d < HEAD_DIM_QK - rest; d += LANES)
+        vf_store(to + d, few_vector(q + d / STEP * STEP, d / LANES % 2, STEP));
+    for (int d = HEAD_DIM_QK - rest; d < HEAD_DIM_QK; d += LANES)
+        vf_store(to + d, few_vector(q + d, 0, HEAD_DIM_QK - d < LANES ? LANES / 2 : LANES));
+#else
+    __builtin_memset(to + FEW_Q - LANES, 0, sizeof(float) * LANES);
+    widen_row(to, q, HEAD_DIM_QK);
 #endif
-#if LANES >= 8
-    add_halves(x, 8);
-#endif
-    add_halves(x, 4);
-    add_halves(x, 2);
-    return x[0];
-}
-
-/* Into the second-level cache, which has more misses under way than the first: 8.2 GB/s of a core and not 6.0 where heads lie
- * side by side (Zen 4, bf16, 32k keys). */
-INLINE void prefetch_row(const stored *row, const int n) {
-    UNROLL for (int i = 0; i < n * (int)sizeof(stored); i += 64) __builtin_prefetch((const char *)row + i, 0, 2);
-}
-
-/* One vector of the columns, of LANES or half as many, of each key and row. */
-INLINE void few_products(vf *sum, const float *q, const stored *const *k, const int columns, const int width) {
-    const int some = LANES / width;
-    UNROLL for (int m = 0; m < some; m++) {
-        vf key = stored_load(k[m], columns);
-        UNROLL for (int r = 0; r < width; r++) sum[r * some + m] = vf_fma(key, vf_load(q + r * FEW_Q), sum[r * some + m]);
-    }
-}
-
-/* Scores of n keys, vector by vector. */
-INLINE void few_scores(float *s, const float *q, const Keys *keys, int n, const int prefetch, const int width) {
-    const int some = LANES / width;
-    for (int j = 0; j < n; j += some) {
-        vf sum[LANES];
-        const stored *k[LANES];
-        UNROLL for (int i = 0; i < LANES; i++) sum[i] = vf_set1(0);
-        UNROLL for (int m = 0; m < some; m++) k[m] = keys->k[j + m];
-        for (int d = 0; d + LANES <= HEAD_DIM_QK; d += LANES) {
-            few_products(sum, q + d, k, LANES, width);
-            UNROLL for (int m = 0; m < some; m++) k[m] += LANES;
-        }
-        if (HEAD_DIM_QK % LANES) few_products(sum, q + FEW_Q - LANES, k, LANES / 2, width);
-        if (prefetch)
-            UNROLL for (int m = 0; m < some; m++) prefetch_row(keys->v[j + m], HEAD_DIM_V);
-        vf_store(s + j * width, lane_sums(sum));
-    }
 }
 
 /* The key of each lane, from the first of a vector. */
@@ -85,14 +63,40 @@ INLINE vi lane_key(const int width) {
     return key;
 }
 
-/* Turns scores into weights; from `key` on, some masked where `masked`. What was accumulated is scaled to the new maximum. */
-INLINE void few_softmax(Few *few, const Keys *keys, int group, int64_t key, int n, float score_scale, const int masked,
-                        const int width) {
+#if LANES == 16
+#define EXCHANGED(x, n) \
+    __builtin_shufflevector(x, x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n, 8 ^ n, 9 ^ n, 10 ^ n, \
+                            11 ^ n, 12 ^ n, 13 ^ n, 14 ^ n, 15 ^ n)
+#elif LANES == 8
+#define EXCHANGED(x, n) __builtin_shufflevector(x, x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n)
+#else
+#define EXCHANGED(x, n) __builtin_shufflevector(x, x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n)
+#endif
+
+/* Lane by lane the largest of its row. */
+INLINE vf row_maximum(vf x, const int width) {
     const int some = LANES / width;
-    float *s = few->s;
-    const vi begin = *(const vi *)(few->lane_begin + group * LANES), end = *(const vi *)(few->lane_end + group * LANES);
+    if (some > 1) x = vf_max(x, EXCHANGED(x, 1));
+    if (some > 2) x = vf_max(x, EXCHANGED(x, 2));
+#if LANES > 4
+    if (some > 4) x = vf_max(x, EXCHANGED(x, 4));
+#endif
+#if LANES > 8
+    if (some > 8) x = vf_max(x, EXCHANGED(x, 8));
+#endif
+    return x;
+}
+
+/* Turns scores into weights; from `key` on, some masked where `masked`. What was accumulated is scaled to the new
+ * maximum. `o` are the rows of a group, whose lanes begin at `lane`; its bounds at `bounds`. */
+INLINE void few_softmax(Few *few, const Keys *keys, float *o, int lane, int bounds, int64_t key, int n,
+                        float score_scale, const int masked, const int width) {
+    const int some = LANES / width;
+    float *const s = few->s;
+    const vi begin = *(const vi *)(few->lane_begin + bounds), end = *(const vi *)(few->lane_end + bounds);
     const vi last = vi_set1((int32_t)(key + n));
-    vf top = vf_set1(-INF);
+    const vf before = vf_load(few->lane_maximum + lane);
+    vf top = before;
     for (int j = 0; j < n; j += some) {
         vf x = vf_load(s + j * width) * score_scale;
 #if KV_PER_TOKEN
@@ -108,16 +112,8 @@ INLINE void few_softmax(Few *few, const Keys *keys, int group, int64_t key, int 
         vf_store(s + j * width, x);
         top = vf_max(x, top);
     }
-    /* One maximum for each row. */
-    float *const row_maximum = few->maximum + group * WIDEST;
-    vf now, before = vf_load(few->lane_maximum + group * LANES);
-    UNROLL for (int r = 0; r < width; r++) {
-        float largest = row_maximum[r];
-        UNROLL for (int m = 0; m < some; m++) largest = top[r * some + m] > largest ? top[r * some + m] : largest;
-        row_maximum[r] = largest;
-        UNROLL for (int m = 0; m < some; m++) now[r * some + m] = largest;
-    }
-    vf_store(few->lane_maximum + group * LANES, now);
+    const vf now = row_maximum(top, width);
+    vf_store(few->lane_maximum + lane, now);
     const vf reference = vf_select(now == -INF, vf_set1(0), now), alpha = vf_exp2(before - reference);
     vf total = vf_set1(0);
     for (int j = 0; j < n; j += some) {
@@ -126,85 +122,58 @@ INLINE void few_softmax(Few *few, const Keys *keys, int group, int64_t key, int 
 #if KV_PER_TOKEN
         UNROLL for (int i = 0; i < LANES; i++) weight[i] *= keys->v_scale[j + i % some];
 #endif
+#if PAIRS /* of two keys: they lie in lanes side by side */
+        _mm256_store_si256((__m256i *)(s + j * width / 2), (__m256i)_mm512_cvtneps_pbh((__m512)weight));
+#else
         vf_store(s + j * width, weight);
+#endif
     }
-    float *sum = few->lane_sum + group * LANES;
+    float *sum = few->lane_sum + lane;
     vf_store(sum, vf_fma(vf_load(sum), alpha, total));
-    UNROLL for (int r = 0; r < width; r++) {
+    UNROLL for (int r = 0; r < width; r++, o += FEW_O) {
         const float factor = alpha[r * some];
-        float *o = few->o + (group * WIDEST + r) * FEW_O;
         if (factor != 1)
             for (int d = 0; d < FEW_O; d += LANES) vf_store(o + d, vf_load(o + d) * factor);
     }
     (void)keys, (void)end, (void)begin, (void)last;
 }
 
-/* o += weights times V for `vectors` vectors of columns from `d` on, of which the last may be half of one. */
-INLINE void few_columns(float *o, const float *s, const Keys *keys, const Keys *next, int n, int ahead, int d, const int vectors,
-                        const int half, const int width) {
+/* few_values where a key that some row does not attend to has an infinity or NaN in V. */
+static void few_values_exact(const Few *few, float *o, const Keys *keys, int64_t offset, int first, int64_t key, int n,
+                             int width) {
     const int some = LANES / width;
-    vf sum[ACCUMULATORS];
-    UNROLL for (int i = 0; i < width * vectors; i++) sum[i] = vf_set1(0);
-    for (int j = 0; j < n; j += some) {
-        if (next && j < ahead)
-            UNROLL for (int m = 0; m < some; m++) prefetch_row(next->k[j + m], HEAD_DIM_QK);
-        UNROLL for (int m = 0; m < some; m++) {
-            const stored *v = keys->v[j + m] + d;
-            UNROLL for (int c = 0; c < vectors; c++) {
-                vf value = stored_load(v + c * LANES, half && c == vectors - 1 ? LANES / 2 : LANES);
-                UNROLL for (int r = 0; r < width; r++)
-                    sum[r * vectors + c] = vf_fma(value, vf_set1(s[j * width + r * some + m]), sum[r * vectors + c]);
-            }
-        }
-    }
-    UNROLL for (int r = 0; r < width; r++)
-        UNROLL for (int c = 0; c < vectors; c++) {
-            float *to = o + r * FEW_O + d + c * LANES;
-            vf_store(to, vf_load(to) + sum[r * vectors + c]);
-        }
-}
-
-INLINE void few_values(float *o, const float *s, const Keys *keys, const Keys *next, int n, int ahead, const int width) {
-    const int vectors = ACCUMULATORS / width, all = FEW_O / LANES, whole = all / vectors * vectors, half = HEAD_DIM_V % LANES != 0;
-    /* Only the first columns ask for the rows of the next block. */
-    for (int c = 0; c + vectors < all; c += vectors)
-        few_columns(o, s, keys, c == 0 ? next : 0, n, ahead, c * LANES, vectors, 0, width);
-    const int rest = all - whole;
-    if (rest) few_columns(o, s, keys, whole == 0 ? next : 0, n, ahead, whole * LANES, rest, half, width);
-    else few_columns(o, s, keys, whole == vectors ? next : 0, n, ahead, (whole - vectors) * LANES, vectors, half, width);
-}
-
-/* The same where a key that some row does not attend to has an infinity or NaN in V. */
-static void few_values_exact(Few *few, const Keys *keys, int group, int64_t key, int n, int width) {
-    const int some = LANES / width;
-    for (int r = 0; r < width; r++) {
-        const int row = group * WIDEST + r;
+    for (int r = 0; r < width; r++, o += FEW_O)
         for (int j = 0; j < n; j++) {
-            if (key + j < few->begin[row] || key + j >= few->end[row] || keys->missing[j]) continue;
-            const vf weight = vf_set1(few->s[j / some * LANES + r * some + j % some]);
-            float value[FEW_O] = {0};
-            stored_widen(value, keys->v[j], HEAD_DIM_V, 1);
-            float *o = few->o + row * FEW_O;
-            for (int d = 0; d < FEW_O; d++) o[d] += weight[0] * value[d];
+            if (key + j < few->begin[first + r] || key + j >= few->end[first + r] || keys->missing[j]) continue;
+            const int at = j / some * LANES + r * some + j % some;
+#if PAIRS
+            const float weight = widen(((const element *)few->s)[at]);
+#else
+            const float weight = few->s[at];
+#endif
+            float value[ROUND_UP(HEAD_DIM_V, LANES)];
+            stored_widen(value, keys->v[j] + offset, HEAD_DIM_V, 1);
+            for (int d = 0; d < HEAD_DIM_V; d++) o[column_of(d)] += weight * value[d];
         }
-    }
 }
 
-/* One group of rows against one block of keys; `next` are those that come after it. */
-INLINE void few_attend(Few *few, const Keys *keys, const Keys *next, int group, int64_t key, int n, int ahead, float score_scale,
-                       const int width) {
-    const int first = group * WIDEST, last = first + width - 1;
+/* One group of rows of a head against one block of keys; rows of what comes next are asked for if `ahead` is not 0. */
+INLINE void few_attend(Few *few, const Keys *keys, int64_t k_offset, int64_t v_offset, int stored_rows, int head,
+                       int group, int64_t key, int n, float score_scale, Ahead *ahead, const int width) {
+    const int first = group * WIDEST, last = first + width - 1, row = head * stored_rows + first;
+    const int lane = (head * few_groups(stored_rows) + group) * LANES;
     const int64_t full_begin = few->begin[last], full_end = few->end[first];
     const int masked = n % (LANES / width) || keys->any_missing || full_begin > key || full_end < key + n;
     if (few->begin[first] >= key + n || few->end[last] <= key) return;
-    few_scores(few->s, few->q + first * FEW_Q, keys, n, group == 0, width);
+    float *const o = few->o + row * FEW_O;
+    few_scores(few->s, few->q + row * FEW_Q, keys, k_offset, n, ahead, width);
     int special = 0;
     if (masked) {
-        few_softmax(few, keys, group, key, n, score_scale, 1, width);
+        few_softmax(few, keys, o, lane, group * LANES, key, n, score_scale, 1, width);
         const int left = (int)min64(max64(full_begin - key, 0), n), right = (int)max64(min64(full_end - key, n), left);
-        special = any_special(keys, 0, left) || any_special(keys, right, n);
+        special = any_special(keys, v_offset, 0, left) || any_special(keys, v_offset, right, n);
     } else
-        few_softmax(few, keys, group, key, n, score_scale, 0, width);
-    if (special) few_values_exact(few, keys, group, key, n, width);
-    else few_values(few->o + first * FEW_O, few->s, keys, group == 0 ? next : 0, n, ahead, width);
+        few_softmax(few, keys, o, lane, group * LANES, key, n, score_scale, 0, width);
+    if (special) few_values_exact(few, o, keys, v_offset, first, key, n, width);
+    else few_values(o, few->s, keys, v_offset, n, ahead ? ahead + 1 : 0, width);
 }

@@ -169,10 +169,11 @@ static void find_keys(Keys *keys, const RaggedArgs *args, const Sequence *s, int
     }
 }
 
-/* Whether V, or its scale, has an infinity or NaN in these rows: 0 times such an element would be NaN. */
-static int any_special(const Keys *keys, int from, int to) {
+/* Whether V, or its scale, has an infinity or NaN in these rows, of the head that lies `offset` elements behind the
+ * keys' own: 0 times such an element would be NaN. */
+static int any_special(const Keys *keys, int64_t offset, int from, int to) {
     for (int j = from; j < to; j++) {
-        if (stored_special(keys->v[j], HEAD_DIM_V)) return 1;
+        if (stored_special(keys->v[j] + offset, HEAD_DIM_V)) return 1;
 #if KV_PER_TOKEN
         if (keys->v_scale[j] - keys->v_scale[j] != 0) return 1;
 #endif

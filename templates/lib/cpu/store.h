@@ -41,6 +41,15 @@ INLINE vi stored_bits(const stored *from, const int n) {
 }
 #endif
 
+#if KV == KV_bf16 && ISA != ISA_generic
+/* Twice as many elements as there are lanes, two to a lane. */
+INLINE vi stored_pairs(const stored *from) {
+    vi pairs;
+    __builtin_memcpy(&pairs, from, sizeof pairs);
+    return pairs;
+}
+#endif
+
 /* Floats of `n` elements, LANES or half of them: a constant in every call. Lanes beyond are 0. */
 INLINE vf stored_load(const stored *from, const int n) {
 #if KV == KV_f32 && AVX512

@@ -31,7 +31,7 @@ schedule! {
         pub unroll_kv: u32 => code, silent;
         /// Rows of a tile up to which columns lie along the lanes, and not rows; 0 for programs that change scores.
         pub few_rows: u32 => code, number("f");
-        /// Keys of a block of such a tile.
+        /// Keys of a block of such a tile, where it has the rows of one KV head; of several, that many fewer.
         pub few_block: u32 => code, number("fkv");
         /// Keys of a range at least, where the keys of a tile are split.
         pub split_kv: u32 => code, number("s");
@@ -43,7 +43,7 @@ schedule! {
 }
 
 /// Keys of a block of few rows, unless they are searched for.
-const FEW_BLOCK: u32 = 64;
+const FEW_BLOCK: u32 = 256;
 
 /// Whether the program changes or masks scores: then all rows go into panels, whose code knows programs.
 fn changes_scores(problem: &Problem) -> bool {
@@ -70,7 +70,7 @@ impl CpuRaggedSchedule {
         // From how many rows on panels are faster: about as many as fill the lanes.
         let few = if isa >= CpuIsa::Avx512 { 16 } else { 8 };
         let few_rows = if changes_scores(problem) { 0 } else { few.min(block_q) };
-        let (few_block, split_kv, split_tiles) = (FEW_BLOCK, 256, 256);
+        let (few_block, split_kv, split_tiles) = (FEW_BLOCK, 256, 64);
         Self { isa, block_q, block_kv, unroll_q, unroll_kv, few_rows, few_block, split_kv, split_tiles, threads }
     }
 
@@ -105,13 +105,13 @@ impl CpuRaggedSchedule {
         let mut space: Vec<Self> = tiles.into_iter().map(|tile| Self::of(tile, problem)).collect();
         // What decides about few rows does not depend on the tiles of many.
         if let Some(&first) = space.first() {
-            for few_block in [32, 64, 128, 256] {
+            for few_block in [64, 128, 256, 512] {
                 for split_kv in [128, 256, 512] {
                     space.push(Self { few_block, split_kv, ..first });
                 }
             }
             space.extend([4, 8].map(|few_rows| Self { few_rows: few_rows.min(first.few_rows), ..first }));
-            space.extend([64, 1024].map(|split_tiles| Self { split_tiles, ..first }));
+            space.extend([128, 256, 1024].map(|split_tiles| Self { split_tiles, ..first }));
         }
         space.sort_unstable();
         space.dedup();
