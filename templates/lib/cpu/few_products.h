@@ -9,6 +9,9 @@
 #define STEP (2 * LANES)  /* columns of V that are multiplied together */
 #define UNIT (2 * LANES)  /* columns of K and V that are loaded together */
 typedef element few_element;
+/* Weights of two keys, or of one, where scores were. */
+typedef int32_t weight_pair __attribute__((may_alias));
+typedef element weight_element __attribute__((may_alias));
 #else
 #define STEP (SPLIT_BF16 ? 2 * LANES : LANES)
 #define UNIT LANES
@@ -209,7 +212,7 @@ INLINE void few_columns(float *o, const float *s, const Keys *keys, int64_t offs
     UNROLL for (int i = 0; i < width * vectors; i++) sum[i] = vf_set1(0);
     for (int j = 0; j < n; j += some) {
 #if PAIRS
-        const uint32_t *weights = (const uint32_t *)s + j / some * (LANES / 2);
+        const weight_pair *weights = (const weight_pair *)s + j / some * (LANES / 2);
         UNROLL for (int m = 0; m < some; m += 2) {
             const stored *even = keys->v[j + m] + offset + unit * UNIT;
             const stored *odd = keys->v[j + m + 1] + offset + unit * UNIT;
@@ -218,7 +221,7 @@ INLINE void few_columns(float *o, const float *s, const Keys *keys, int64_t offs
                 const __m512i a = load_pairs(even + c * UNIT, columns), b = load_pairs(odd + c * UNIT, columns);
                 const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
                 UNROLL for (int r = 0; r < width; r++) {
-                    const __m512i weight = _mm512_set1_epi32((int32_t)weights[(r * some + m) / 2]);
+                    const __m512i weight = _mm512_set1_epi32(weights[(r * some + m) / 2]);
                     vf *to = sum + r * vectors + c * 2;
                     to[0] = dot_pairs(to[0], low, weight), to[1] = dot_pairs(to[1], high, weight);
                 }

@@ -147,7 +147,7 @@ static void few_values_exact(const Few *few, float *o, const Keys *keys, int64_t
             if (key + j < few->begin[first + r] || key + j >= few->end[first + r] || keys->missing[j]) continue;
             const int at = j / some * LANES + r * some + j % some;
 #if PAIRS
-            const float weight = widen(((const element *)few->s)[at]);
+            const float weight = widen(((const weight_element *)few->s)[at]);
 #else
             const float weight = few->s[at];
 #endif
