@@ -544,7 +544,8 @@ fn heads_that_lie_side_by_side_share_a_tile() {
     check_with(0, &Batch { dims: [128, 72], place: Place::Packed, ..base(DType::Bf16) }, together);
     check_with(1, &Batch { dims: [24, 40], heads: [16, 16], heads_first: true, ..base(DType::Bf16) }, together);
     check_with(
-        2, &Batch { heads: [7, 7], place: Place::Slots, lengths: lengths[..2].to_vec(), ..base(DType::F32) },
+        2,
+        &Batch { heads: [7, 7], place: Place::Slots, lengths: lengths[..2].to_vec(), ..base(DType::F32) },
         together,
     );
     let program = Some("sinks: f32[heads]; sink = sinks[h];");
@@ -580,7 +581,7 @@ fn keys_of_pages_that_are_not_there_are_masked() {
     let device = CpuDevice::open().unwrap();
     let batch = Batch { page: 16, ..Batch::new(DType::F32, &[[1, 16], [1, 48]]) };
     let changes = [small, together];
-    for (isa, change) in isas(0).into_iter().flat_map(|isa| changes.map(|change| (isa, change))) {
+    for (isa, change) in isas(0).flat_map(|isa| changes.map(|change| (isa, change))) {
         let mut case = Case::new(&device, &batch);
         let module = load(&device, &batch.problem(), change(batch.schedule(isa)), isa);
         // SAFETY: the table is memory of the case, and has an entry for each page.
