@@ -38,8 +38,8 @@ pub const NAIVE: &[Fault] = &[
     [
         "pages of no store are the first",
         READS,
-        "return u32(id) < u64(args.pages) ? id : -1;",
-        "return u32(id) < u64(args.pages) ? id : 0;",
+        "return is_page(args, id) ? id : -1;",
+        "return is_page(args, id) ? id : 0;",
         "the oracle says",
     ],
     [
