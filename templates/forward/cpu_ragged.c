@@ -1,11 +1,11 @@
 /* @{ header }@ */
 
-/* Fused attention of a ragged batch on the CPU: sequences of different lengths, whose K and V lie in a store that is indexed
- * at run time.
+/* Fused attention of a ragged batch on the CPU: sequences of different lengths, whose K and V lie in a store that is
+ * indexed at run time.
  *
- * The rows of all query heads of a KV head meet its keys together. Few of them are multiplied with rows of keys where these
- * lie; many are packed into panels, one row per lane, as in forward/cpu, and the keys are gathered block by block. Keys are
- * split into ranges, whose results the last one to be done merges. */
+ * The rows of all query heads of a KV head meet its keys together. Few of them are multiplied with rows of keys where
+ * these lie; many are packed into panels, one row per lane, as in forward/cpu, and the keys are gathered block by
+ * block. Keys are split into ranges, whose results the last one to be done merges. */
 
 #define DTYPE_f32 0
 #define DTYPE_f16 1
@@ -127,7 +127,9 @@ typedef struct {
 
 /* Row i of a tile: the row of its sequence, and the query head. */
 INLINE int64_t query_of(const Work *w, int64_t i) { return (w->tile->row + i) / w->group; }
-INLINE int64_t head_of(const Work *w, int64_t i) { return w->kv_head * (int64_t)w->group + (w->tile->row + i) % w->group; }
+INLINE int64_t head_of(const Work *w, int64_t i) {
+    return w->kv_head * (int64_t)w->group + (w->tile->row + i) % w->group;
+}
 
 INLINE const element *q_row(const Work *w, int64_t i) {
     const int64_t *stride = w->args->q_stride;
@@ -139,8 +141,8 @@ INLINE element *o_row(const Work *w, int64_t i) {
     return (element *)w->args->o + w->s.o + query_of(w, i) * stride[2] + head_of(w, i) * stride[1];
 }
 
-/* What O of a row is multiplied by, from the maximum of its scores in units of log2 and the sum of its weights; writes the
- * log-sum-exp. `sink` is a logit in natural units. */
+/* What O of a row is multiplied by, from the maximum of its scores in units of log2 and the sum of its weights; writes
+ * the log-sum-exp. `sink` is a logit in natural units. */
 static float finish_row(const Work *w, int64_t i, float maximum, float sum, float sink) {
     const RaggedArgs *args = w->args;
     const int64_t query = query_of(w, i);
@@ -163,7 +165,8 @@ static float finish_row(const Work *w, int64_t i, float maximum, float sum, floa
 #endif
     if (args->lse) {
         const int64_t at = w->s.lse + query * args->lse_stride[2] + head_of(w, i) * args->lse_stride[1];
-        args->lse[at] = empty || sum == 0 ? args->lse_empty : (float)((maximum * LN2 + natural_log(sum)) * args->lse_unit);
+        const int none = empty || sum == 0;
+        args->lse[at] = none ? args->lse_empty : (float)((maximum * LN2 + natural_log(sum)) * args->lse_unit);
     }
     return inverse;
 }
@@ -171,15 +174,17 @@ static float finish_row(const Work *w, int64_t i, float maximum, float sum, floa
 #if PROGRAM_MASK
 /* Whether any row of a tile attends to the keys [begin, end): before they are read. */
 static int any_attends(const Work *w, const Scratch *scratch, int64_t begin, int64_t end) {
-    for (int row = 0; row < w->tile->rows; row += PANEL)
-        if (attends(&w->head, scratch->program + row / PANEL, 0, (int)min64(w->tile->rows - row, PANEL), begin, end)) return 1;
+    for (int row = 0; row < w->tile->rows; row += PANEL) {
+        const int count = (int)min64(w->tile->rows - row, PANEL);
+        if (attends(&w->head, scratch->program + row / PANEL, 0, count, begin, end)) return 1;
+    }
     return 0;
 }
 #endif
 
 /* weighted_values where V has an infinity or NaN that some row does not attend to. */
-static void exact_rows(const Work *w, Scratch *scratch, int64_t row, int count, const float *s, float *o, const float *alpha,
-                       const Keys *keys, int64_t begin, int skip, int n) {
+static void exact_rows(const Work *w, Scratch *scratch, int64_t row, int count, const float *s, float *o,
+                       const float *alpha, const Keys *keys, int64_t begin, int skip, int n) {
     uint8_t seen[BLOCK_KV];
     for (int x = 0; x < count; x++) {
         const RowKeys *rows = &scratch->panels.row_keys;
@@ -196,14 +201,16 @@ static void exact_rows(const Work *w, Scratch *scratch, int64_t row, int count, 
 }
 
 /* One panel (or one vector of it, from lane `lane` on) against one block of keys. */
-INLINE void attend(const Work *w, Scratch *scratch, const Keys *keys, const Block *block, int panel, int lane, const int vectors) {
+INLINE void attend(const Work *w, Scratch *scratch, const Keys *keys, const Block *block, int panel, int lane,
+                   const int vectors) {
     Panels *p = &scratch->panels;
     const int64_t row = panel * PANEL + lane, last = min64(row + vectors * LANES, w->tile->rows) - 1;
     int64_t begin = max64(p->row_keys.begin[row], block->begin), end = min64(p->row_keys.end[last], block->end);
     if (begin >= end) return;
 #if PROGRAM_MASK
     const int kind = program_tile(&w->head, query_of(w, row), query_of(w, last) + 1, begin, end);
-    if (kind < 0 || (kind == 0 && !attends(&w->head, scratch->program + panel, lane, (int)(last - row) + 1, begin, end))) return;
+    const int rows = (int)(last - row) + 1;
+    if (kind < 0 || (kind == 0 && !attends(&w->head, scratch->program + panel, lane, rows, begin, end))) return;
 #else
     const int kind = 1;
     (void)kind;
@@ -213,7 +220,8 @@ INLINE void attend(const Work *w, Scratch *scratch, const Keys *keys, const Bloc
 
     const int n = (int)(end - begin), skip = (int)(begin - block->begin);
     float *s = p->s + lane, *o = p->o[panel] + lane, *alpha = p->alpha + lane;
-    scores(s, (const word *)((const char *)block->k + skip * block->k_stride), block->k_stride, n, p->q[panel] + lane, vectors);
+    const word *const k = (const word *)((const char *)block->k + skip * block->k_stride);
+    scores(s, k, block->k_stride, n, p->q[panel] + lane, vectors);
 
     int special = 0;
     const float magnitude = scale_magnitude(w->score_scale);
@@ -232,17 +240,20 @@ INLINE void attend(const Work *w, Scratch *scratch, const Keys *keys, const Bloc
     const int64_t left = min64(max64(full_begin, begin), end), right = max64(min64(full_end, end), left);
     mask_scores(s, 0, (int)(left - begin), &p->row_keys, row, begin, vectors);
     mask_scores(s, (int)(right - begin), n, &p->row_keys, row, begin, vectors);
-    special = special || any_special(keys, 0, skip, skip + (int)(left - begin)) || any_special(keys, 0, skip + (int)(right - begin), skip + n);
+    special = special || any_special(keys, 0, skip, skip + (int)(left - begin)) ||
+              any_special(keys, 0, skip + (int)(right - begin), skip + n);
     if (keys->any_missing)
-        for (int j = 0; j < n; j++)
-            for (int x = 0; x < vectors * LANES && keys->missing[skip + j]; x += LANES) vf_store(s + j * PANEL + x, vf_set1(-INF));
+        for (int j = 0; j < n; j++) {
+            if (!keys->missing[skip + j]) continue;
+            for (int x = 0; x < vectors * LANES; x += LANES) vf_store(s + j * PANEL + x, vf_set1(-INF));
+        }
 
     softmax_block(s, n, p->maximum + row, p->sum + row, alpha, PROGRAM_SCORE ? LOG2E : magnitude, vectors);
     if (special)
         exact_rows(w, scratch, row, (int)(last - row) + 1, s, o, alpha, keys, begin, skip, n);
     else
-        weighted_values(o, s, (const word *)((const char *)block->v + skip / KV_ALIGN * block->v_stride), block->v_stride,
-                        (n + KV_ALIGN - 1) / KV_ALIGN, alpha, vectors);
+        weighted_values(o, s, (const word *)((const char *)block->v + skip / KV_ALIGN * block->v_stride),
+                        block->v_stride, (n + KV_ALIGN - 1) / KV_ALIGN, alpha, vectors);
 }
 
 /* One range of a tile of many rows. */

@@ -1,5 +1,5 @@
-/* panels.h: attention of many rows: they are packed into panels, a row to a lane, and the keys are gathered block by block
- * into compact rows, which each panel in turn multiplies. */
+/* panels.h: attention of many rows: they are packed into panels, a row to a lane, and the keys are gathered block by
+ * block into compact rows, which each panel in turn multiplies. */
 
 typedef struct {
     _Alignas(64) float q[PANELS][Q_WORDS * PANEL];
@@ -73,7 +73,8 @@ INLINE float weight_of(const float *p, int j) {
 }
 
 /* weighted_values for one row, leaving out what is masked. */
-static void weighted_values_exact(float *o, const float *p, const Keys *keys, int skip, int n, float alpha, const uint8_t *seen) {
+static void weighted_values_exact(float *o, const float *p, const Keys *keys, int skip, int n, float alpha,
+                                  const uint8_t *seen) {
     for (int d = 0; d < HEAD_DIM_V; d++) o[d * PANEL] *= alpha;
     for (int j = 0; j < n; j++) {
         if (!seen[j]) continue;

@@ -24,8 +24,8 @@ typedef struct {
     const int32_t q = (int32_t)query + (lane) < q_len ? (int32_t)query + (lane) : q_len - 1; \
     (void)q
 
-/* The functions that a program's statements make. C compilers take minutes to optimise some thousand statements: those of a
- * long program stay as they are. */
+/* The functions that a program's statements make. C compilers take minutes to optimise some thousand statements: those
+ * of a long program stay as they are. */
 #if !PROGRAM_LONG
 #define PROGRAM_FUNCTION static
 #define PROGRAM_INLINE INLINE
@@ -48,7 +48,8 @@ PROGRAM_FUNCTION void program_keys(const ProgramHead *head, int64_t query, int64
 }
 
 /* Whether no query of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0). */
-PROGRAM_FUNCTION int program_tile(const ProgramHead *head, int64_t query, int64_t query_end, int64_t begin, int64_t end) {
+PROGRAM_FUNCTION int program_tile(const ProgramHead *head, int64_t query, int64_t query_end, int64_t begin,
+                                  int64_t end) {
     PROGRAM_HEAD;
     const int32_t q_first = (int32_t)query, q_last = (int32_t)query_end - 1;
     const int32_t kv_first = (int32_t)begin, kv_last = (int32_t)end - 1;
@@ -65,8 +66,9 @@ PROGRAM_FUNCTION void program_rows(const ProgramHead *head, int64_t query, Progr
     }
 }
 
-/* Whether any query of a panel (`vectors` vectors from `lane` on) attends to any of the keys [begin, end), looked at score by
- * score until one does. Only for masks that may leave out any block: of others a tile of neither kind has such a query. */
+/* Whether any query of a panel (`vectors` vectors from `lane` on) attends to any of the keys [begin, end), looked at
+ * score by score until one does. Only for masks that may leave out any block: of others a tile of neither kind has such
+ * a query. */
 PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restrict rows, int64_t query, int lane, int64_t begin,
                    int64_t end, const int vectors) {
     PROGRAM_HEAD;

@@ -1,11 +1,12 @@
-/* ragged.h: ragged batches: what the host passes, where a sequence's queries and keys lie, and how many there are. What a
- * call leaves out is a null pointer. */
+/* ragged.h: ragged batches: what the host passes, where a sequence's queries and keys lie, and how many there are. What
+ * a call leaves out is a null pointer. */
 
 @{ ragged_args }@
 #define EXPORT __attribute__((visibility("default")))
 
-/* The memory at args->scratch, of `bytes` bytes, is shared by the tiles of one call. ft_prepare says what it needs, and where
- * that is there writes down which tiles the call has; it is called before all others, once more where there was too little. */
+/* The memory at args->scratch, of `bytes` bytes, is shared by the tiles of one call. ft_prepare says what it needs, and
+ * where that is there writes down which tiles the call has; it is called before all others, once more where there was
+ * too little. */
 EXPORT uint64_t ft_prepare(const RaggedArgs *args, uint64_t bytes);
 EXPORT uint64_t ft_tiles(const RaggedArgs *args);
 EXPORT uint64_t ft_scratch_bytes(const RaggedArgs *args);
@@ -17,7 +18,8 @@ EXPORT int ft_init(void);  /* once, after loading; 0 on success */
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Entry i of an array of 32- or 64-bit integers, or a number that is out of every range where it does not fit an int. */
+/* Entry i of an array of 32- or 64-bit integers, or a number that is out of every range where it does not fit an int.
+ * */
 INLINE int32_t read_int(const int32_t *array, int64_t i, int words) {
     if (words == 1) return array[i];
     int64_t value;
@@ -49,13 +51,15 @@ static Sequence sequence_of(const RaggedArgs *args, int32_t b) {
     s.lse = batch * args->lse_stride[0] + row * args->lse_stride[2];
 
     if (args->pages_begin) {
-        const int64_t begin = max64(read_int(args->pages_begin, b, words), 0), end = read_int(args->pages_begin, b + 1, words);
+        const int64_t begin = max64(read_int(args->pages_begin, b, words), 0);
+        const int64_t end = read_int(args->pages_begin, b + 1, words);
         const int64_t pages = max64(end - begin, 0), before = pages > 0 ? (pages - 1) * args->page_tokens : 0;
         const int64_t last = pages == 0 ? 0 : args->last_page ? read_int(args->last_page, b, words) : args->page_tokens;
         s.pages = begin, s.kv_len = (int32_t)min64(max64(before + last, 0), args->kv_len);
     }
     if (args->kv_begin) {
-        const int64_t begin = max64(read_int(args->kv_begin, b, words), 0), end = read_int(args->kv_begin, b + 1, words);
+        const int64_t begin = max64(read_int(args->kv_begin, b, words), 0);
+        const int64_t end = read_int(args->kv_begin, b + 1, words);
         s.first = begin, s.slot = 0, s.kv_len = (int32_t)min64(max64(end - begin, 0), args->kv_len);
     }
     if (args->slots) s.slot = read_int(args->slots, b, args->table_words);
@@ -79,7 +83,8 @@ INLINE int64_t page_id(const RaggedArgs *args, const int32_t *table, const Seque
     return id >= 0 && id < args->pages ? id : -1;
 }
 
-/* Keys that a row of a sequence attends to. The diagonal is aligned to the bottom right: the last row sits on the last key. */
+/* Keys that a row of a sequence attends to. The diagonal is aligned to the bottom right: the last row sits on the last
+ * key. */
 INLINE int32_t row_begin(const RaggedArgs *args, const Sequence *s, int64_t row) {
 #if MASK_LEFT
     return (int32_t)min64(max64(0, row + s->kv_len - s->q_len - args->window_left), s->kv_len);
@@ -141,8 +146,10 @@ static void find_keys(Keys *keys, const RaggedArgs *args, const Sequence *s, int
             keys->missing[j + i] = (uint8_t)missing;
 #if KV_PER_TOKEN
             const int64_t *kt = args->k_scale_stride, *vt = args->v_scale_stride;
-            keys->k_scale[j + i] = missing ? 0 : scale_at(args->k_scale, k_page * kt[0] + kv_head * kt[1] + (token + i) * kt[2]);
-            keys->v_scale[j + i] = missing ? 0 : scale_at(args->v_scale, v_page * vt[0] + kv_head * vt[1] + (token + i) * vt[2]);
+            const int64_t k_at = k_page * kt[0] + kv_head * kt[1] + (token + i) * kt[2];
+            const int64_t v_at = v_page * vt[0] + kv_head * vt[1] + (token + i) * vt[2];
+            keys->k_scale[j + i] = missing ? 0 : scale_at(args->k_scale, k_at);
+            keys->v_scale[j + i] = missing ? 0 : scale_at(args->v_scale, v_at);
 #endif
         }
         if (apart && !missing)

@@ -1,5 +1,5 @@
-/* ragged_program.h: the score program of a ragged batch. As program.h, but the rows of a panel are of several heads: what
- * a program computes for a head is computed for each row. */
+/* ragged_program.h: the score program of a ragged batch. As program.h, but the rows of a panel are of several heads:
+ * what a program computes for a head is computed for each row. */
 
 /* Where the scores of a tile are. */
 typedef struct {
@@ -26,8 +26,8 @@ typedef struct {
     const int32_t q = rows->query[lane], h = rows->head[lane]; \
     (void)q, (void)h
 
-/* The functions that a program's statements make. C compilers take minutes to optimise some thousand statements: those of a
- * long program stay as they are. */
+/* The functions that a program's statements make. C compilers take minutes to optimise some thousand statements: those
+ * of a long program stay as they are. */
 #if !PROGRAM_LONG
 #define PROGRAM_FUNCTION static
 #define PROGRAM_INLINE INLINE
@@ -58,9 +58,10 @@ PROGRAM_FUNCTION ProgramKeys program_keys(const ProgramHead *head, int64_t query
     return all;
 }
 
-/* Whether no row of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0), whatever
- * its head. */
-PROGRAM_FUNCTION int program_tile(const ProgramHead *head, int64_t query, int64_t query_end, int64_t begin, int64_t end) {
+/* Whether no row of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0),
+ * whatever its head. */
+PROGRAM_FUNCTION int program_tile(const ProgramHead *head, int64_t query, int64_t query_end, int64_t begin,
+                                  int64_t end) {
     PROGRAM_HEAD;
     const int32_t q_first = (int32_t)query, q_last = (int32_t)query_end - 1;
     const int32_t kv_first = (int32_t)begin, kv_last = (int32_t)end - 1;
@@ -73,8 +74,9 @@ PROGRAM_FUNCTION int program_tile(const ProgramHead *head, int64_t query, int64_
     return none ? -1 : all;
 }
 
-/* Whether any of `count` rows of a panel, from `lane` on, attends to any of the keys [begin, end), looked at score by score
- * until one does. Only for masks that may leave out any block: of others a tile of neither kind has such a row. */
+/* Whether any of `count` rows of a panel, from `lane` on, attends to any of the keys [begin, end), looked at score by
+ * score until one does. Only for masks that may leave out any block: of others a tile of neither kind has such a row.
+ * */
 PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restrict rows, int lane, int count, int64_t begin,
                              int64_t end) {
     PROGRAM_HEAD;
@@ -93,8 +95,8 @@ PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restric
 }
 #endif
 
-/* What depends on the row alone, for every row of a panel. Lanes beyond the last row repeat it: no index leaves a tensor, and
- * nobody reads what comes out. */
+/* What depends on the row alone, for every row of a panel. Lanes beyond the last row repeat it: no index leaves a
+ * tensor, and nobody reads what comes out. */
 PROGRAM_FUNCTION void program_rows(const ProgramHead *head, int64_t row, int64_t last, ProgramRows *rows) {
     PROGRAM_HEAD;
     for (int lane = 0; lane < PANEL; lane++) {

@@ -1,9 +1,10 @@
 /* ranges.h: the work of a call: row tiles, the ranges that their keys are split into, and who merges what these gave.
  *
- * The rows of a KV head are those of all its query heads, the heads of one row side by side: row r is row r / group of the
- * sequence in head r % group. A tile is a run of them. Its keys are split where the call has too few tiles to keep many cores
- * busy. How, depends on the lengths, the bounds and the schedule alone, so that the same bytes come out of any number of threads.
- * Ranges side by side are merged in pairs, and pairs of these: by whoever is last of two, in the order of their keys. */
+ * The rows of a KV head are those of all its query heads, the heads of one row side by side: row r is row r / group of
+ * the sequence in head r % group. A tile is a run of them. Its keys are split where the call has too few tiles to keep
+ * many cores busy. How, depends on the lengths, the bounds and the schedule alone, so that the same bytes come out of
+ * any number of threads. Ranges side by side are merged in pairs, and pairs of these: by whoever is last of two, in the
+ * order of their keys. */
 
 typedef struct {
     int32_t b, kv_head, heads;  /* sequence, first KV head, and how many of them */
@@ -11,7 +12,7 @@ typedef struct {
     int32_t begin, end;         /* keys that some of them attend to */
     int32_t chunk, chunks;      /* keys of a range, and ranges */
     uint64_t first;             /* number of the first range among those of the call */
-    uint64_t partial;           /* where the ranges' counters and states lie, in bytes from the start of the shared memory */
+    uint64_t partial;           /* where the ranges' counters and states lie in shared memory, in bytes */
 } Tile;
 
 /* At the start of the shared memory; tiles and states follow. */
@@ -33,7 +34,8 @@ INLINE int64_t cost_of(int rows) { return IS_FEW(rows) ? 16 : 16 + rows; }
 
 /* Keys that some row of a tile attends to. */
 static void clip_keys(const RaggedArgs *args, const Sequence *s, Tile *tile) {
-    const int32_t group = args->heads / args->kv_heads, first = tile->row / group, last = (tile->row + tile->rows - 1) / group;
+    const int32_t group = args->heads / args->kv_heads;
+    const int32_t first = tile->row / group, last = (tile->row + tile->rows - 1) / group;
     int64_t begin = row_begin(args, s, first), end = row_end(args, s, last);
 #if PROGRAM_MASK
     const ProgramHead head = program_head(args, s, tile->b, tile->kv_head);
@@ -94,7 +96,8 @@ INLINE uint64_t state_bytes(const Tile *tile) { return ROUND_UP(state_floats(til
 INLINE void place_tile(Planning *p, Tile *tile) {
     const int64_t keys = tile->end - tile->begin, block = block_of(tile);
     const int64_t fair = max64(p->cost / (SPLIT_TILES * cost_of(tile->rows) * tile->heads), SPLIT_KV);
-    const int64_t wanted = max64((keys + fair / 2) / fair, 1), chunk = max64(ROUND_UP((keys + wanted - 1) / wanted, block), block);
+    const int64_t wanted = max64((keys + fair / 2) / fair, 1);
+    const int64_t chunk = max64(ROUND_UP((keys + wanted - 1) / wanted, block), block);
     tile->chunk = (int32_t)min64(chunk, INT32_MAX / 2), tile->chunks = (int32_t)max64((keys + chunk - 1) / chunk, 1);
     tile->first = p->ranges, tile->partial = p->at;
     if (tile->chunks > 1) {
@@ -106,7 +109,8 @@ INLINE void place_tile(Planning *p, Tile *tile) {
     p->ranges += tile->chunks, p->tiles++;
 }
 
-/* Calls `use` with every tile of a call: those of many rows first, and of a sequence the last rows, which have most keys. */
+/* Calls `use` with every tile of a call: those of many rows first, and of a sequence the last rows, which have most
+ * keys. */
 static void walk_tiles(Planning *p, void (*use)(Planning *, Tile *)) {
     const RaggedArgs *args = p->args;
     const int32_t group = args->heads / args->kv_heads;
@@ -177,9 +181,9 @@ struct scratch;
 typedef void (*Save)(const Tile *, const struct scratch *, float *);
 typedef void (*Join)(const Tile *, struct scratch *, const float *, int);
 
-/* Merges a range of a tile, whose state is in scratch, with those beside it that are done. Returns whether these are all
- * of the tile: then the result is in scratch. Of two runs of ranges the one that is done first leaves its state in the
- * place of its first range; the counter of two is that of the second one's first range. */
+/* Merges a range of a tile, whose state is in scratch, with those beside it that are done. Returns whether these are
+ * all of the tile: then the result is in scratch. Of two runs of ranges the one that is done first leaves its state in
+ * the place of its first range; the counter of two is that of the second one's first range. */
 static int join_ranges(const RaggedArgs *args, const Tile *tile, struct scratch *scratch, int64_t chunk, Save save,
                        Join join) {
     int32_t *const counters = (int32_t *)((char *)args->scratch + tile->partial);

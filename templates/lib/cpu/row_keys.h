@@ -1,5 +1,5 @@
-/* row_keys.h: which keys each row of a tile attends to. Both ends only grow with the row, so for a run of rows the keys fall
- * into: outside (no row attends: never read), full (every row attends: no mask code) and mixed. */
+/* row_keys.h: which keys each row of a tile attends to. Both ends only grow with the row, so for a run of rows the keys
+ * fall into: outside (no row attends: never read), full (every row attends: no mask code) and mixed. */
 
 typedef struct {
     _Alignas(64) int32_t begin[PANELS * PANEL], end[PANELS * PANEL];
