@@ -3,7 +3,7 @@ cases are our own; taken over are the sizes, and what is crossed with what.
 
 ``sample(name, count, seed)`` draws cases of a grid, ``run(case, tensors)`` computes one and gives what is wrong with
 it. ``tensors`` makes arrays of NumPy into tensors of the library that is tried, and back: the tests of the package run
-a few cases with NumPy (``test_serving_grids.py``), ``benches/serving_grids.py`` as many as wanted with PyTorch too.
+a few cases with NumPy (``test_serving_grids.py``), ``benches/whole_grids.py`` as many as wanted with PyTorch too.
 """
 
 import random as chance

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The grids of serving calls of other libraries (bindings/python/tests/serving_grids.py), as many cases as wanted.
 
-    PYTHONPATH=bindings/python python3 benches/serving_grids.py [--torch cpu|cuda:0] [--cases 100] [--seed 1]
+    PYTHONPATH=bindings/python python3 benches/whole_grids.py [--torch cpu|cuda:0] [--cases 100] [--seed 1]
         [--grid NAME]
 
 Without --torch with arrays of NumPy on the CPU; CI runs a few of those. With it needs PyTorch, which CI has not: run
