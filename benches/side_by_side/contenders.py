@@ -105,6 +105,16 @@ class Sdpa(Contender):
         return f"{torch.backends.cudnn.version()}" if self.name == "cudnn" else f"torch {torch.__version__}"
 
 
+def load_fa3(device, library):
+    """Loads a build of FlashAttention-3 below FA3_DIR, and the CUDA 12 runtime that lies beside it."""
+    refuse(device == "cpu", "a CUDA kernel")
+    base = Path(os.environ.get("FA3_DIR", "/opt/fa3"))
+    runtime = base / "nvidia/cuda_runtime/lib/libcudart.so.12"
+    if runtime.exists():
+        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(base / library))
+
+
 class Fa3(Contender):
     """FlashAttention-3 as xformers builds it: FA3_DIR (default /opt/fa3) holds xformers/flash_attn_3/_C.so, and the
     CUDA 12 runtime that it needs under nvidia/cuda_runtime/lib."""
@@ -112,12 +122,7 @@ class Fa3(Contender):
     name = "fa3"
 
     def load(self, device):
-        refuse(device == "cpu", "a CUDA kernel")
-        base = Path(os.environ.get("FA3_DIR", "/opt/fa3"))
-        runtime = base / "nvidia/cuda_runtime/lib/libcudart.so.12"
-        if runtime.exists():
-            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        torch.ops.load_library(str(base / "xformers/flash_attn_3/_C.so"))
+        load_fa3(device, "xformers/flash_attn_3/_C.so")
         self.forward = torch.ops.flash_attn_3.fwd
 
     def prepare(self, case, q, k, v):

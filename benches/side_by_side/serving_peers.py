@@ -5,14 +5,12 @@ head dim].
 Those who know no pages get the same keys packed or in slots, copied before; the report says so.
 """
 
-import ctypes
 import os
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from .contenders import Contender, Flashtune, Sdpa, refuse
+from .contenders import Contender, Flashtune, Sdpa, load_fa3, refuse
 from .serving_cases import MODEL_BOUND, PACKED, SLOTS
 from .serving_data import E4M3
 
@@ -109,12 +107,7 @@ class Fa3(Peer):
     name = "fa3"
 
     def load(self, device):
-        refuse(device == "cpu", "a CUDA kernel")
-        base = Path(os.environ.get("FA3_DIR", "/opt/fa3"))
-        runtime = base / "nvidia/cuda_runtime/lib/libcudart.so.12"
-        if runtime.exists():
-            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        torch.ops.load_library(str(base / "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"))
+        load_fa3(device, "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
         self.forward = torch.ops._vllm_fa3_C.fwd
 
     def prepare(self, case, data):

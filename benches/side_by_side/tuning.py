@@ -20,10 +20,9 @@ def find(named=None):
     return shutil.which("flashtune")
 
 
-def tune(binary, device, case, budget_s):
-    """Finds the best schedule for a case and keeps it where the Python package looks. A failure is told, not fatal: the
-    default schedule is measured then, and the report says that it is one."""
-    options = {
+def problem(device, case):
+    """The options that a case of any kind has."""
+    return {
         "--device": device,
         "--dtype": case.dtype,
         "--head-dim": case.head_dim,
@@ -31,6 +30,14 @@ def tune(binary, device, case, budget_s):
         "--batch": case.batch,
         "--heads": case.heads,
         "--kv-heads": case.kv_heads,
+    }
+
+
+def tune(binary, device, case, budget_s):
+    """Finds the best schedule for a case and keeps it where the Python package looks. A failure is told, not fatal: the
+    default schedule is measured then, and the report says that it is one."""
+    options = {
+        **problem(device, case),
         "--q-len": case.q_len,
         "--kv-len": case.kv_len,
         "--budget-s": budget_s,
@@ -47,13 +54,7 @@ def tune_serving(binary, device, case, budget_s):
     mean = lambda numbers: max(1, round(sum(numbers) / len(numbers)))
     scores = {"--score": "soft_cap"} if case.soft_cap else {}
     options = {
-        "--device": device,
-        "--dtype": case.dtype,
-        "--head-dim": case.head_dim,
-        "--mask": case.mask,
-        "--batch": case.batch,
-        "--heads": case.heads,
-        "--kv-heads": case.kv_heads,
+        **problem(device, case),
         "--q-len": mean(case.rows),
         "--kv-len": mean(case.lengths),
         "--pages": case.store if case.is_paged else "packed",
