@@ -25,7 +25,8 @@ class Launches:
     computed."""
 
     def __init__(self, call, nodes, is_cuda):
-        self.nodes = nodes
+        # Graphs hold addresses alone: what the call owns (tables, scales, copies) lives as long as they do.
+        self.nodes, self.call = nodes, call
         if not is_cuda:
             self.outputs = {}
             self.all = lambda: self.outputs.update((i, call(i)) for i in range(nodes))
