@@ -11,6 +11,7 @@
 <% include "lib/cuda/attention/kv_elements.cuh" %>
 <% include "lib/cuda/attention/quantise.cuh" %>
 <% include "lib/cuda/ptx/shared_memory.cuh" %>
+<% include "lib/cuda/ptx/dependent_launch.cuh" %>
 typedef int int32_t;  // NVRTC has none
 @{ append_args }@
 
@@ -342,6 +343,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) @{ entry }@(const __gr
     const u32 rows = kv_rows + u32(args.q_rows) * u32(args.heads);
     // A row that is rotated where it lies is read by all of its threads before any writes.
     const bool in_place = args.q == args.q_out && args.cos != nullptr && args.heads > 0;
+    wait_for_launch_before();
+    let_next_launch_begin();
 
     for (u32 first = blockIdx.x * kRows; first < rows; first += gridDim.x * kRows) {
         const u32 index = first + group;

@@ -42,7 +42,9 @@ constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 <% include "lib/cuda/ptx/named_barrier.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/ptx/warp.cuh" %>
+<% include "lib/cuda/ptx/dependent_launch.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+<% include "lib/cuda/attention/divisor.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/attention/softmax.cuh" %>
@@ -69,56 +71,74 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     extern __shared__ __align__(128) u8 smem[];
     const u32 base = smem_address(smem);
     const int team = threadIdx.x / kTeamThreads;
-    const Range range = find_range(args);
+    const Group group(args.heads / args.kv_heads);
+    wait_for_launch_before();
+    let_next_launch_begin();
+    const Range range = find_range(args, group);
     if (range.begin >= range.end) return;
 
-    // The ring is filled before anything is computed, and stays full across the ends of shares.
-    Copies copies(args, base, team, range);
-#pragma unroll
-    for (int ahead = 0; ahead < kStages - 1; ahead++) copies.next(args);
-
+    // One loop for everything: steps of copies run kStages - 1 ahead of those of products, also across the ends of
+    // shares, and all code is there once. A launch of 4096 keys spent half of its time waiting for instructions when
+    // the first steps of copies, and the loops over shares and over their steps, had code of their own.
+    Copies copies(args, group, base, team, range);
     const LaneAddress at(base + Layout::ring(team));
     OnlineSoftmax<kMTiles, kSTiles, kOTiles, true> softmax;
     Output o;
     QueryFragments q;
     Rows rows;
-    int stage = 0, slot = 0;
-    for (i64 left = range.end - range.begin; left > 0;) {
-        // The team's first step of a share: everyone has written what the next lines read.
-        cp_async_wait<kStages - 2>();
-        team_sync(team);
-        const Share share = share_at(team, slot);
-        slot = slot + 1 == kShareSlots ? 0 : slot + 1;
-        left -= share.units;
-        rows.begin(args, share);
-        rows.load_q(args, share, q);
-        clear(o);
-        softmax.init();
-        float v_reference = 0.0f;
+    float v_reference = 0.0f;
+    int stage = 0, slot = 0, ahead = kStages - 1;
+    bool first = true;
+    i64 left = range.end - range.begin;
 #pragma unroll 1
-        for (bool first = true, last = false; !last; first = false) {
-            if (!first) {
-                cp_async_wait<kStages - 2>();
-                team_sync(team);
+    for (;;) {
+        if (ahead == 0) {
+            if (first) {
+                team_sync(team);  // the share is noted
+                const Share& share = share_at(team, slot);
+                rows.begin(args, group, share);
+                rows.load_q(args, share, q);
             }
-            copies.next(args);
-            const Step now = step_at(team, stage);
-            last = now.last;
-            if (now.block >= 0) {
-                const u32 buffer = stage * Layout::kStageBytes;
-                const u32 scales = base + Layout::scales(team, stage);
-                const bool masked = rows.needs_mask(args, now);
-                Scores s;
-                multiply_qk(s, q, at.k + buffer);
-                rows.change(s, now, masked, scales);
-                const u32 tile_v = base + Layout::ring(team) + buffer + Layout::kBytesK;
-                if (masked) rows.take_out_non_finite(o, tile_v, now, team);
-                softmax.step(s, o, rows.factor);
-                scale_probabilities(s, o, v_reference, scales + kBlockKV * 4);
-                multiply_pv(o, s, at.v + buffer);
+            cp_async_wait<kStages - 2>();
+            team_sync(team);
+            if (first) {
+                rows.finish_q(q);
+                if constexpr (kSharedQ) {
+                    if (team == 0) store_q(q, shared_q(base));
+                    __syncthreads();
+                }
+                clear(o);
+                softmax.init();
+                v_reference = 0.0f;
             }
-            stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        merge(args, team, share, rows, softmax, o, v_reference);
+        copies.next(args);
+        if (ahead > 0) {
+            ahead--;
+            continue;
+        }
+        const Step now = step_at(team, stage);
+        if (now.block >= 0) {
+            const u32 buffer = stage * Layout::kStageBytes;
+            const u32 scales = base + Layout::scales(team, stage);
+            const bool masked = rows.needs_mask(args, now);
+            Scores s;
+            multiply_qk(s, q, shared_q(base), at.k + buffer);
+            rows.change(s, now, masked, scales);
+            const u32 tile_v = base + Layout::ring(team) + buffer + Layout::kBytesK;
+            if (__builtin_expect(masked, false)) rows.take_out_non_finite(o, tile_v, now, team);
+            softmax.step(s, o, rows.factor);
+            scale_probabilities(s, o, v_reference, scales + kBlockKV * 4);
+            multiply_pv(o, s, at.v + buffer);
+        }
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        first = now.last;
+        if (first) {
+            const Share& share = share_at(team, slot);
+            slot = slot + 1 == kShareSlots ? 0 : slot + 1;
+            left -= share.units;
+            merge(args, group, team, share, rows, softmax, o, v_reference);
+            if (left <= 0) return;
+        }
     }
 }

@@ -6,6 +6,7 @@
 
 mod context;
 mod cublas;
+mod dependent_launch;
 mod driver;
 mod graph;
 mod graph_objects;
@@ -353,19 +354,24 @@ impl Device for CudaDevice {
             // one `MappedArgs`, with what its program reads behind it (the recipe holds our ABI version, and what of them it
             // knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
             let launched = unsafe {
-                sys::cuLaunchKernel(
-                    function,
-                    stage.blocks(self.fingerprint.units),
-                    1,
-                    1,
-                    stage.threads,
-                    1,
-                    1,
-                    stage.smem_bytes,
-                    raw(stream),
-                    parameters.as_mut_ptr(),
-                    std::ptr::null_mut(),
-                )
+                if module.starts_early && stage.entry.role == StageRole::Main {
+                    let parameters = parameters.as_mut_ptr();
+                    dependent_launch::launch(function, stage, self.fingerprint.units, raw(stream), parameters)
+                } else {
+                    sys::cuLaunchKernel(
+                        function,
+                        stage.blocks(self.fingerprint.units),
+                        1,
+                        1,
+                        stage.threads,
+                        1,
+                        1,
+                        stage.smem_bytes,
+                        raw(stream),
+                        parameters.as_mut_ptr(),
+                        std::ptr::null_mut(),
+                    )
+                }
             };
             launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
         };

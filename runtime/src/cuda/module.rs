@@ -9,7 +9,7 @@ use flashtune_cache::Artifact;
 use flashtune_codegen::abi::ArgsLayout;
 use flashtune_codegen::{Arch, Kernel, SmArch, StageEntry, StageRole};
 use std::any::Any;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::sync::Arc;
 
 /// A loaded cubin and the function to launch.
@@ -23,6 +23,9 @@ pub(super) struct CudaModule {
     pub(super) templates: Arc<str>,
     /// The argument that it takes, where it is not this build's.
     pub(super) earlier_args: Option<ArgsLayout>,
+    /// Whether its main stage may start before the launch before it has ended (programmatic dependent launch): it waits
+    /// for that itself, and says so by a symbol. What was compiled from other templates may have none.
+    pub(super) starts_early: bool,
     raw: CUmodule,
     kernel: Kernel,
 }
@@ -48,6 +51,9 @@ impl Drop for CudaModule {
         let _ = unsafe { module::unload(self.raw) };
     }
 }
+
+/// The symbol of kernels that wait for the launch before them (lib/cuda/ptx/dependent_launch.cuh).
+const WAITS_FOR_LAUNCH_BEFORE: &CStr = c"ft_waits_for_launch_before";
 
 impl CudaModule {
     /// Loads a cubin for a device of architecture `ours`.
@@ -82,6 +88,7 @@ impl CudaModule {
             counters: TileCounters::new(),
             templates: artifact.recipe.templates.as_str().into(),
             earlier_args: Some(artifact.args).filter(|args| *args != ArgsLayout::of(&kernel)),
+            starts_early: false,
             raw,
             kernel,
         };
@@ -102,6 +109,10 @@ impl CudaModule {
             this.load_code(stage)?;
             this.stages.push((*entry, stage));
         }
+        // The launch attribute is Hopper's; other devices refuse it or wait.
+        // SAFETY: `raw` was just loaded.
+        this.starts_early =
+            ours.number >= 90 && unsafe { module::get_global(raw, WAITS_FOR_LAUNCH_BEFORE.to_owned()) }.is_ok();
         Ok(this)
     }
 

@@ -24,14 +24,16 @@ constexpr int kRunKeys = 16, kRuns = kBlockKV / kRunKeys;
 
 // Where 16 keys lie that follow each other.
 struct Run {
-    int k_id, v_id;  // what the tables say of the page; as read, so that nothing waits for it before it is used
+    Entry k, v;      // what the tables say of the page
     int token;       // of the first key in its page; -1 where not all of them are keys of one page
 };
 
 struct Copies {
     int team, stage, slot;
-    i64 unit, end, total;     // of the whole batch: the next share's first, and the range's end
-    int blocks, tile_units;   // as in Range
+    i64 unit, end;            // of the whole batch: the next share's first, and the range's end
+    i64 each;                 // as in Range
+    int more, tile_units;
+    Group group;
     int sequence, kv_head, tile, first_unit;
     Sequence s;
     int tiles;
@@ -39,25 +41,25 @@ struct Copies {
     int next_block, end_block;
     bool within;
     const u8 *k, *v;          // this KV head, from the chunk on that this thread copies first
-    u32 page_factor;          // 2^32 / page_tokens, rounded up
+    Divisor page_tokens;
     Run runs[kRuns];          // of the next block
     u32 to_k, to_v;           // where this thread's first chunks go in the first stage
 
-    __device__ __forceinline__ Copies(const KernelArgs& args, u32 base, int of_team, const Range& range) {
+    __device__ __forceinline__ Copies(const KernelArgs& args, Group group, u32 base, int of_team, const Range& range)
+        : group(group), page_tokens(args.page_tokens) {
         team = of_team, stage = 0, slot = 0;
-        unit = range.begin, end = range.end, total = range.total, blocks = range.blocks, tile_units = range.tile_units;
+        unit = range.begin, end = range.end, each = range.each, more = range.more, tile_units = range.tile_units;
         sequence = range.sequence, kv_head = range.kv_head, tile = range.tile, first_unit = range.unit;
         within = false;
         to_k = base + Layout::ring(team) + Lanes<TileK>::first();
         to_v = base + Layout::ring(team) + Layout::kBytesK + Lanes<TileV>::first();
-        page_factor = 0xffffffffu / u32(args.page_tokens) + 1;
-        s = sequence_of(args, sequence);
-        tiles = tiles_of(args, s);
+        s = range.s;
+        tiles = tiles_of(group, s);
     }
 
     // Begins the next share: the rest of a tile, or as much of it as the range has.
     __device__ __forceinline__ void begin_share(const KernelArgs& args) {
-        const TileBlocks all = tile_blocks(args, s, sequence, tile);
+        const TileBlocks all = tile_blocks(args, group, s, sequence, tile);
         const int units = all.units() + tile_units;
         const int share = int(min_of<i64>(end - unit, units - first_unit));
         const int from = max_of(first_unit - tile_units, 0), to = max_of(first_unit + share - tile_units, 0);
@@ -69,15 +71,16 @@ struct Copies {
             const i64 tile_unit = unit - first_unit;
             Share& to = share_at(team, slot);
             to.sequence = sequence, to.kv_head = kv_head, to.tile = tile;
-            to.rows = int(min_of<i64>(kRows, i64(s.q_len) * group_of(args) - i64(tile) * kRows));
+            to.rows = int(min_of<i64>(kRows, i64(s.q_len) * group.by - i64(tile) * kRows));
             to.q_len = s.q_len, to.kv_len = s.kv_len, to.q_row = s.q_row;
             to.window_left = s.window_left, to.window_right = s.window_right;
             to.units = share;
-            // Two divisions of 64 bits, for the two tiles at most that others have a part in.
-            const bool whole = share == units;
-            to.first = whole ? int(blockIdx.x) : owner_of(tile_unit, total, blocks);
-            to.pieces = whole ? 1 : owner_of(tile_unit + units - 1, total, blocks) - to.first + 1;
-            to.nth = int(blockIdx.x) - to.first;
+            // Divisions for the two tiles at most that others have a part in.
+            int begins = blockIdx.x, ends = blockIdx.x;
+            if (share != units) {
+                begins = owner_of(tile_unit, each, more), ends = owner_of(tile_unit + units - 1, each, more);
+            }
+            to.first = begins, to.pieces = ends - begins + 1, to.nth = int(blockIdx.x) - begins;
         }
         slot = slot + 1 == kShareSlots ? 0 : slot + 1;
         unit += share;
@@ -95,7 +98,7 @@ struct Copies {
         kv_head = 0;
         do {
             s = sequence_of(args, ++sequence);
-            tiles = tiles_of(args, s);
+            tiles = tiles_of(group, s);
         } while (tiles == 0);
     }
 
@@ -107,7 +110,7 @@ struct Copies {
             next_block += kKeyWarps;
             const bool last = next_block >= end_block;
             u32 bad[2] = {0, 0};
-            if (block >= 0 && !load_runs(args)) load(args, block, bad);
+            if (block >= 0 && __builtin_expect(!load_runs(args), false)) load(args, block, bad);
             if (threadIdx.x % kTeamThreads == 0) step_at(team, stage) = Step{block, {bad[0], bad[1]}, last};
             if (last) {
                 end_share(args);
@@ -125,14 +128,14 @@ struct Copies {
 #pragma unroll
         for (int n = 0; n < kRuns; n++) {
             const int key = next_block * kBlockKV + n * kRunKeys;
-            // The quotient is exact or one too large: places are below 2^31.
             const u32 place = u32(s.first + key);
-            int page = int(u64(place) * page_factor >> 32), token = int(place - u32(page) * u32(args.page_tokens));
-            if (token < 0) page--, token += args.page_tokens;
+            const int page = page_tokens.short_quotient(place), token = int(place - u32(page) * page_tokens.by);
             runs[n].token = key + kRunKeys <= s.kv_len && token + kRunKeys <= args.page_tokens ? token : -1;
             if (runs[n].token >= 0) {
-                runs[n].k_id = listed_page(args, args.k_table, s, page);
-                runs[n].v_id = args.v_table == args.k_table ? runs[n].k_id : listed_page(args, args.v_table, s, page);
+                runs[n].k = read_entry(args.k_table, s.pages + page, args.table_words);
+                if (args.v_table != args.k_table) {
+                    runs[n].v = read_entry(args.v_table, s.pages + page, args.table_words);
+                }
             }
         }
     }
@@ -196,7 +199,8 @@ struct Copies {
         bool whole = true;
 #pragma unroll
         for (int n = 0; n < kRuns; n++) {
-            k_id[n] = runs[n].k_id, v_id[n] = runs[n].v_id;
+            k_id[n] = v_id[n] = listed_page(args, args.k_table, s, runs[n].k);
+            if (args.v_table != args.k_table) v_id[n] = listed_page(args, args.v_table, s, runs[n].v);
             whole = whole && runs[n].token >= 0 && is_page(args, k_id[n]) && is_page(args, v_id[n]);
         }
         if (!whole) return false;
@@ -237,7 +241,7 @@ struct Copies {
                                          const u32 (&there)[kLookups]) const {
         using L = Lanes<Tile>;
         const int chunk0 = L::chunk(), row0 = L::row();
-#pragma unroll
+#pragma unroll 1
         for (int r = 0; r < kBlockKV; r += L::kDown) {
             const int row = r + row0;
             i64 offset = __shfl_sync(0xffffffff, p.offset[0], row % 32);

@@ -4,6 +4,7 @@
 //   scales    kKeyWarps x kStages x 2        of tokens: what elements of K, of V are multiplied by
 //   steps     kKeyWarps x kStages            what of which share lies in a stage
 //   shares    kKeyWarps x kShareSlots        the shares that copies have begun and products have not
+//   queries   kRowWarps x Q                  where it is not in registers, by lanes of fragments
 //   merge     sums of rows, and O by columns, on their way from team to team and from piece to piece
 
 // As many as stages hold steps of different shares, and the one that is being computed.
@@ -32,8 +33,10 @@ struct Layout {
     static constexpr u32 kSteps = kScales + kKeyWarps * kStages * kScaleBytes;
     static constexpr u32 kShares = kSteps + kKeyWarps * kStages * sizeof(Step);
     static constexpr u32 kSums = kShares + kKeyWarps * kShareSlots * sizeof(Share);
-    static constexpr u32 kMerged = kSums + kKeyWarps * kRows * 8;
-    static constexpr u32 kMerge = (kMerged + kRows * 8 + 16 + 15) / 16 * 16;
+    static constexpr u32 kArrived = kSums + kKeyWarps * kRows * 8;
+    static constexpr u32 kQueries = (kArrived + 16 + 15) / 16 * 16;
+    static constexpr u32 kBytesQ = kSharedQ ? kStepsQK * kMTiles * 512 : 0;
+    static constexpr u32 kMerge = kQueries + kRowWarps * kBytesQ;
     static constexpr u32 kBytes = kMerge + kMergeFloats * 4;
 
     static __device__ __forceinline__ u32 ring(int team) { return team * kRing; }
@@ -42,7 +45,7 @@ struct Layout {
     }
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
-static_assert(kThreads * 8 + 64 <= Layout::kBytes, "the scan over the sequences");
+static_assert(512 <= Layout::kBytes && sizeof(Range) <= 256 && kThreads <= 512, "the scan over the sequences");
 static_assert(sizeof(Share) % 8 == 0 && sizeof(Step) == 16 && Layout::kShares % 8 == 0, "aligned");
 
 __device__ __forceinline__ Step& step_at(int team, int stage) {

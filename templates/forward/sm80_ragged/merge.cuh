@@ -25,9 +25,9 @@ __device__ __forceinline__ Sum* merge_sums() {
     extern __shared__ __align__(128) u8 smem[];
     return (Sum*)(smem + Layout::kSums);
 }
-__device__ __forceinline__ Sum* merged_sums() {
+__device__ __forceinline__ u32& arrived() {
     extern __shared__ __align__(128) u8 smem[];
-    return (Sum*)(smem + Layout::kMerged);
+    return *(u32*)(smem + Layout::kArrived);
 }
 
 __device__ __forceinline__ float* piece_at(const KernelArgs& args, int block, int which) {
@@ -40,12 +40,51 @@ __device__ __forceinline__ float weight(float m, float to) { return m == -FT_INF
 // A part of O by its weight, which may be too small for a float: what is no number remains.
 __device__ __forceinline__ float weighted(float w, float x) { return fabsf(x) < FT_INFINITY ? w * x : x; }
 
+// Four columns of a row by its sum.
+struct Part {
+    float4 x;
+    Sum sum;
+};
+__device__ __forceinline__ float4 weighted(float w, float4 x) {
+    return make_float4(weighted(w, x.x), weighted(w, x.y), weighted(w, x.z), weighted(w, x.w));
+}
+__device__ __forceinline__ void add(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
+
+// Adds the part of keys that come behind.
+__device__ __forceinline__ void join(Part& a, const Part& b) {
+    const float m = fmaxf(a.sum.m, b.sum.m), of_a = weight(a.sum.m, m), of_b = weight(b.sum.m, m);
+    a.x = weighted(of_a, a.x);
+    add(a.x, weighted(of_b, b.x));
+    // A reference of none is a sum of zero.
+    a.sum = Sum{m, of_a * a.sum.l + of_b * b.sum.l};
+}
+
+// A row of a warp's O on its way to the other teams.
+__device__ __forceinline__ void put_row(const float (&o)[kOTiles][4], int h, int row, float by) {
+    const int t = threadIdx.x % 4;
+    float* const to = merge_floats() + row * kMergePitch;
+    const auto x = [&](int j, int e) { return kScalePerToken ? weighted(by, o[j][2 * h + e]) : o[j][2 * h + e]; };
+#pragma unroll
+    for (int j = 0; j < kOTiles; j += 2) {
+        if (j * 8 >= kPieceColumns) continue;
+        if constexpr (kScaled) {
+            *(float4*)(to + j * 8 + 4 * t) = make_float4(x(j, 0), x(j + 1, 0), x(j, 1), x(j + 1, 1));
+        } else {
+            *(float2*)(to + j * 8 + 2 * t) = make_float2(x(j, 0), x(j, 1));
+            *(float2*)(to + j * 8 + 8 + 2 * t) = make_float2(x(j + 1, 0), x(j + 1, 1));
+        }
+    }
+}
+
 // Writes four columns of a row of O, and with the first of them its log-sum-exp.
-__device__ __forceinline__ void write_row(const KernelArgs& args, const Share& share, int row, int column, float4 x,
-                                          Sum sum) {
+__device__ __forceinline__ void write_row(const KernelArgs& args, Group group, const Share& share, int row, int column,
+                                          Part part) {
     if (column >= kHeadDimV) return;
-    const int group = group_of(args), packed = share.tile * kRows + row;
-    const int q = packed / group, head = share.kv_head * group + packed % group;
+    const Sum sum = part.sum;
+    float4 x = part.x;
+    const i64 packed = i64(share.tile) * kRows + row;
+    const int q = int(group.quotient(packed));
+    const int head = share.kv_head * int(group.by) + int(packed - i64(q) * group.by);
     float inverse = sum.l == 0.0f ? 0.0f : 1.0f / sum.l;
     float lse = sum.l == 0.0f ? -FT_INFINITY : kLn2 * add_log2(sum.m, sum.l);
 #if FT_PROGRAM
@@ -71,78 +110,49 @@ __device__ __forceinline__ void write_row(const KernelArgs& args, const Share& s
     }
 }
 
-// Merges the pieces of a tile, all threads together.
-__device__ __forceinline__ void merge_pieces(const KernelArgs& args, const Share& share) {
+// Merges the pieces of a tile, all threads together: each has four columns of a row, and where rows are few a run of
+// the pieces that follow each other.
+__device__ __forceinline__ void merge_pieces(const KernelArgs& args, Group group, const Share& share) {
     constexpr int kWidth = kPieceColumns / 4;  // of a row, in steps of four columns
-    float* const weights = merge_floats();
-    float4* const parts = (float4*)(weights + kMergeFloats - 4 * kThreads);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto piece = [&](int p) { return piece_at(args, share.first + p, p == 0); };
-    // As many rows at once as have room for their weights.
-    const int most = min_of(max_of((kMergeFloats - 4 * kThreads) / share.pieces, 1), share.rows);
-    for (int from = 0; from < share.rows; from += most) {
-        const int rows = min_of(most, share.rows - from);
-        for (int r = warp; r < rows; r += kThreads / 32) {
-            float m = -FT_INFINITY, l = 0.0f;
-            for (int p = lane; p < share.pieces; p += 32) {
-                const Sum* at = (const Sum*)(piece(p) + kRows * kPieceColumns) + from + r;
-                if (__ldcg(&at->l) != 0.0f) m = fmaxf(m, __ldcg(&at->m));
-            }
-#pragma unroll
-            for (int apart = 16; apart > 0; apart /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, apart));
-            for (int p = lane; p < share.pieces; p += 32) {
-                const Sum* at = (const Sum*)(piece(p) + kRows * kPieceColumns) + from + r;
-                const float part = __ldcg(&at->l), w = weight(__ldcg(&at->m), m);
-                weights[p * rows + r] = w;
-                l += part == 0.0f ? 0.0f : w * part;
-            }
-#pragma unroll
-            for (int apart = 16; apart > 0; apart /= 2) l += __shfl_xor_sync(0xffffffff, l, apart);
-            if (lane == 0) merged_sums()[r] = Sum{m, l};
+    Part* const parts = (Part*)merge_floats();
+    static_assert(kThreads * sizeof(Part) <= kMergeFloats * 4, "room for a part of each thread");
+    const int columns = share.rows * kWidth;
+    const int teams = min_of(max_of(int(u32(kThreads) / u32(columns)), 1), share.pieces);
+    const int team = teams == 1 ? 0 : int(threadIdx.x / u32(columns)), lane = int(threadIdx.x) - team * columns;
+    const auto before = [&](int n) { return int(u32(share.pieces * n) / u32(teams)); };
+    const int begin = before(team), end = before(team + 1);
+#pragma unroll 1
+    for (int from = 0; from < columns; from += kThreads) {
+        const int i = from + lane, row = i / kWidth, column = i % kWidth * 4;
+        const bool some = i < columns && team < teams;
+        const auto piece = [&](int p) {
+            const float* const at = piece_at(args, share.first + p, p == 0);
+            const float2 sum = __ldcg((const float2*)(at + kRows * kPieceColumns) + row);
+            return Part{__ldcg((const float4*)(at + row * kPieceColumns + column)), Sum{sum.x, sum.y}};
+        };
+        Part all = {};
+        if (some) {
+            all = piece(begin);
+#pragma unroll 4
+            for (int p = begin + 1; p < end; p++) join(all, piece(p));
         }
-        __syncthreads();
-        // Few columns are shared by several threads, each with pieces that follow each other.
-        const int columns = rows * kWidth, teams = min_of(max_of(kThreads / columns, 1), share.pieces);
-        const int team = int(threadIdx.x) / columns;
-        const int first = teams > 1 ? threadIdx.x % columns : threadIdx.x, apart = teams > 1 ? columns : kThreads;
-        for (int i = first; i < columns && (teams == 1 || team < teams); i += apart) {
-            const int r = i / kWidth, column = i % kWidth * 4;
-            const int begin = teams > 1 ? share.pieces * team / teams : 0;
-            const int end = teams > 1 ? share.pieces * (team + 1) / teams : share.pieces;
-            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-            for (int p = begin; p < end; p++) {
-                const float4 x = __ldcg((const float4*)(piece(p) + (from + r) * kPieceColumns + column));
-                const float w = weights[p * rows + r];
-                sum.x += weighted(w, x.x), sum.y += weighted(w, x.y);
-                sum.z += weighted(w, x.z), sum.w += weighted(w, x.w);
-            }
-            if (teams > 1) {
-                parts[team * columns + i] = sum;
-            } else {
-                write_row(args, share, from + r, column, sum, merged_sums()[r]);
-            }
-        }
-        __syncthreads();
-        if (teams > 1) {
-            for (int i = threadIdx.x; i < columns; i += kThreads) {
-                float4 sum = parts[i];
-                for (int n = 1; n < teams; n++) {
-                    const float4 x = parts[n * columns + i];
-                    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-                }
-                write_row(args, share, from + i / kWidth, i % kWidth * 4, sum, merged_sums()[i / kWidth]);
-            }
+        if (teams > 1) {  // and columns are no more than threads
+            if (some) parts[threadIdx.x] = all;
             __syncthreads();
+            if (threadIdx.x < columns) {
+#pragma unroll 1
+                for (int n = 1; n < teams; n++) join(all, parts[n * columns + i]);
+            }
         }
+        if (some && team == 0) write_row(args, group, share, row, column, all);
     }
 }
 
 template <typename Softmax>
-__device__ __forceinline__ void merge(const KernelArgs& args, int team, const Share& share, const Rows& rows,
-                                      Softmax& softmax, Output& o, float v_reference) {
+__device__ __forceinline__ void merge(const KernelArgs& args, Group group, int team, const Share& share,
+                                      const Rows& rows, Softmax& softmax, Output& o, float v_reference) {
+    constexpr int kWidth = kPieceColumns / 4;  // of a row, in steps of four columns
     const int lane = threadIdx.x % 32;
-    float own[kMTiles][2];  // weights of this team's sums
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
@@ -152,31 +162,12 @@ __device__ __forceinline__ void merge(const KernelArgs& args, int team, const Sh
             const float l = softmax.l[i][h];
             const float reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * rows.factor;
             const float m = l == 0.0f ? -FT_INFINITY : reference;
-            own[i][h] = m;
             if (lane % 4 == 0) merge_sums()[team * kRows + rows.first_row + i * 16 + h * 8 + lane / 4] = Sum{m, l};
         }
     }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kMTiles; i++) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int row = rows.first_row + i * 16 + h * 8 + lane / 4;
-            float m = -FT_INFINITY, l = 0.0f;
-#pragma unroll
-            for (int n = 0; n < kKeyWarps; n++) m = fmaxf(m, merge_sums()[n * kRows + row].m);
-#pragma unroll
-            for (int n = 0; n < kKeyWarps; n++) {
-                const Sum part = merge_sums()[n * kRows + row];
-                l += weight(part.m, m) * part.l;
-            }
-            own[i][h] = weight(own[i][h], m) * (kScalePerToken ? v_reference : 1.0f);
-            if (team == 0 && lane % 4 == 0) merged_sums()[row] = Sum{m, l};
-        }
-    }
     const bool whole = share.pieces == 1;
-    float* const piece = whole ? nullptr : piece_at(args, blockIdx.x, share.nth == 0);
-    constexpr int kWidth = kPieceColumns / 4;  // of a row, in steps of four columns
+    float* const piece = piece_at(args, blockIdx.x, share.nth == 0);
+#pragma unroll 1
     for (int from = 0; from < share.rows; from += kMergeRows) {
         const int some = min_of(kMergeRows, share.rows - from);
 #pragma unroll
@@ -184,51 +175,40 @@ __device__ __forceinline__ void merge(const KernelArgs& args, int team, const Sh
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = rows.first_row + i * 16 + h * 8 + lane / 4 - from;
-                if (row < 0 || row >= some) continue;
-                float* const to = merge_floats() + (team * kMergeRows + row) * kMergePitch;
-#pragma unroll
-                for (int j = 0; j < kOTiles; j++) {
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        if (kOTiles * 8 == kPieceColumns || column_of(j, e) < kPieceColumns) {
-                            to[column_of(j, e)] = weighted(own[i][h], o[i][j][2 * h + e]);
-                        }
-                    }
-                }
+                if (row >= 0 && row < some) put_row(o[i], h, team * kMergeRows + row, v_reference);
             }
         }
         __syncthreads();
+#pragma unroll 1
         for (int i = threadIdx.x; i < some * kWidth; i += kThreads) {
-            const int r = i / kWidth, column = i % kWidth * 4;
-            const float* at = merge_floats() + r * kMergePitch + column;
-            float4 sum = *(const float4*)at;
-#pragma unroll
-            for (int n = 1; n < kKeyWarps; n++) {
-                const float4 x = *(const float4*)(at + n * kMergeRows * kMergePitch);
-                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-            }
+            const int row = i / kWidth, column = i % kWidth * 4;
+            const auto part = [&](int n) {
+                const float* const at = merge_floats() + (n * kMergeRows + row) * kMergePitch + column;
+                return Part{*(const float4*)at, merge_sums()[n * kRows + from + row]};
+            };
+            Part all = part(0);
+#pragma unroll 2
+            for (int n = 1; n < kKeyWarps; n++) join(all, part(n));
             if (whole) {
-                write_row(args, share, from + r, column, sum, merged_sums()[from + r]);
+                write_row(args, group, share, from + row, column, all);
             } else {
-                *(float4*)(piece + (from + r) * kPieceColumns + column) = sum;
+                *(float4*)(piece + (from + row) * kPieceColumns + column) = all.x;
+                if (column == 0) *((Sum*)(piece + kRows * kPieceColumns) + from + row) = all.sum;
             }
         }
         __syncthreads();
     }
     if (whole) return;
-    for (int r = threadIdx.x; r < share.rows; r += kThreads) {
-        *((Sum*)(piece + kRows * kPieceColumns) + r) = merged_sums()[r];
-    }
     __threadfence();
     __syncthreads();
     u32* const counter = (u32*)args.scratch + share.first;
-    u32* const arrived = (u32*)(merged_sums() + kRows);
-    if (threadIdx.x == 0) *arrived = atomicAdd(counter, 1u);
+    if (threadIdx.x == 0) arrived() = atomicAdd(counter, 1u);
     __syncthreads();
-    const bool last = *arrived == u32(share.pieces - 1);
+    const bool last = arrived() == u32(share.pieces - 1);
     __syncthreads();
     if (!last) return;
     if (threadIdx.x == 0) *counter = 0;
     __threadfence();
-    merge_pieces(args, share);
+    merge_pieces(args, group, share);
+    __syncthreads();  // before its parts are overwritten
 }

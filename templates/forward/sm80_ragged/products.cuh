@@ -27,8 +27,40 @@ struct LaneAddress {
     }
 };
 
+// Where this lane has its part of Q in shared memory.
+__device__ __forceinline__ u32 shared_q(u32 base) {
+    return base + Layout::kQueries + threadIdx.x / 32 % kRowWarps * Layout::kBytesQ + threadIdx.x % 32 * 16;
+}
+__device__ __forceinline__ void store_q(const QueryFragments& q, u32 to) {
+#pragma unroll
+    for (int step = 0; step < kStepsQK; step++) {
+#pragma unroll
+        for (int i = 0; i < kMTiles; i++) {
+            const u32(&f)[4] = q[step][i];
+            store_shared_16(to + (step * kMTiles + i) * 512, make_uint4(f[0], f[1], f[2], f[3]));
+        }
+    }
+}
+
+// Q of one matrix step.
+struct QueryStep {
+    u32 f[kMTiles][4];
+    __device__ __forceinline__ QueryStep(const QueryFragments& q, u32 shared, int step) {
+#pragma unroll
+        for (int i = 0; i < kMTiles; i++) {
+            if constexpr (kSharedQ) {
+                const uint4 x = load_shared_16(shared + (step * kMTiles + i) * 512);
+                f[i][0] = x.x, f[i][1] = x.y, f[i][2] = x.z, f[i][3] = x.w;
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; e++) f[i][e] = q[step][i][e];
+            }
+        }
+    }
+};
+
 // s = Q K^T for one block of keys.
-__device__ __forceinline__ void multiply_qk(Scores& s, const QueryFragments& q, u32 lane_k) {
+__device__ __forceinline__ void multiply_qk(Scores& s, const QueryFragments& q, u32 shared, u32 lane_k) {
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
@@ -40,6 +72,7 @@ __device__ __forceinline__ void multiply_qk(Scores& s, const QueryFragments& q, 
     // Two chunks of 16 keys at a time.
 #pragma unroll
     for (int step = 0; step < TileK::kChunks / 2; step++) {
+        const QueryStep q0(q, shared, kScaled ? 2 * step : step), q1(q, shared, kScaled ? 2 * step + 1 : step);
 #pragma unroll
         for (int j = 0; j < kSTiles; j += 2) {
             u32 k[4];
@@ -53,13 +86,13 @@ __device__ __forceinline__ void multiply_qk(Scores& s, const QueryFragments& q, 
                         widen<CacheElement>(k[2 * half + chunk], b0, b1);
 #pragma unroll
                         for (int i = 0; i < kMTiles; i++) {
-                            mma<MathElement>(s[i][j + half], q[2 * step + chunk][i], b0, b1);
+                            mma<MathElement>(s[i][j + half], chunk == 0 ? q0.f[i] : q1.f[i], b0, b1);
                         }
                     }
                 } else {
 #pragma unroll
                     for (int i = 0; i < kMTiles; i++) {
-                        mma<MathElement>(s[i][j + half], q[step][i], k[2 * half], k[2 * half + 1]);
+                        mma<MathElement>(s[i][j + half], q0.f[i], k[2 * half], k[2 * half + 1]);
                     }
                 }
             }

@@ -4,8 +4,8 @@
 // The scores' units: with a program natural ones, else those of the product.
 struct Rows {
     int first_row, used;             // of the warp in the tile, and how many rows the tile has
-    int row[kMTiles][2];             // packed row of each of this lane's in the sequence
-    int q[kMTiles][2];               // query
+    int q[kMTiles][2];               // query of each of this lane's
+    int head_of[kMTiles][2];         // its head among those of the KV head
     KeyRange live[kMTiles][2];
     KeyRange full;                   // keys that every row of the tile sees by the window
     int q_first, q_last, q_len, kv_len;
@@ -18,13 +18,13 @@ struct Rows {
 #endif
     bool flipped, zero;
 
-    __device__ __forceinline__ void begin(const KernelArgs& args, const Share& share) {
+    __device__ __forceinline__ void begin(const KernelArgs& args, Group of, const Share& share) {
         const int lane = threadIdx.x % 32;
         first_row = threadIdx.x / 32 % kRowWarps * kRowsPerWarp, used = share.rows;
-        sequence = share.sequence, kv_head = share.kv_head, group = group_of(args);
+        sequence = share.sequence, kv_head = share.kv_head, group = int(of.by);
         q_len = share.q_len, kv_len = share.kv_len;
-        const int tile_row = share.tile * kRows;
-        q_first = tile_row / group, q_last = (tile_row + share.rows - 1) / group;
+        const i64 tile_row = i64(share.tile) * kRows;
+        q_first = int(of.quotient(tile_row)), q_last = int(of.quotient(tile_row + share.rows - 1));
         full.first = live_keys<kMaskLeft, kMaskRight>(share, q_last).first;
         full.last = live_keys<kMaskLeft, kMaskRight>(share, q_first).last;
 #pragma unroll
@@ -33,11 +33,11 @@ struct Rows {
             for (int h = 0; h < 2; h++) {
                 // Rows behind the last repeat it: nobody reads what comes out.
                 const int r = min_of(first_row + i * 16 + h * 8 + lane / 4, share.rows - 1);
-                row[i][h] = tile_row + r;
-                q[i][h] = row[i][h] / group;
+                q[i][h] = int(of.quotient(tile_row + r));
+                head_of[i][h] = int(tile_row + r - i64(q[i][h]) * group);
                 live[i][h] = live_keys<kMaskLeft, kMaskRight>(share, q[i][h]);
 #if FT_PROGRAM
-                const int of_q = kv_head * group + row[i][h] % group;
+                const int of_q = kv_head * group + head_of[i][h];
                 head[i][h] = ProgramHead{&args.side, sequence, of_q, kv_head, q_len, kv_len};
                 kept[i][h] = program_kept(head[i][h]);
 #endif
@@ -53,34 +53,46 @@ struct Rows {
         factor = kProgramScore ? kLog2E : magnitude * kLog2E;
     }
 
-    // Two 16-bit elements of Q from column `column` on, with the sign of the scale; zeros behind the row's end.
-    __device__ __forceinline__ u32 pair_of_q(const u16* from, int column) const {
-        if (column >= kHeadDimQK || zero) return 0;
-        return __ldg((const u32*)(from + column)) ^ (flipped ? 0x80008000 : 0);
-    }
-
-    __device__ __forceinline__ void load_q(const KernelArgs& args, const Share& share, QueryFragments& f) {
-        const int t = threadIdx.x % 4;
+    // Asks for Q. Nothing waits for it before finish_q().
+    __device__ __forceinline__ void load_q(const KernelArgs& args, const Share& share, QueryFragments& f) const {
+        // A quantised step has a lane's four columns side by side.
+        const int first = threadIdx.x % 4 * (kScaled ? 4 : 2);
+        constexpr int kApart = kScaled ? 2 : 8;
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
-            const u16* from[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const i64 batch = args.q_begin == nullptr ? sequence * args.q_stride[0] : 0;
-                from[h] = (const u16*)args.q + batch + (kv_head * group + row[i][h] % group) * args.q_stride[1] +
-                          (share.q_row + q[i][h]) * args.q_stride[2];
-            }
+                const u16* from = (const u16*)args.q + batch + (kv_head * group + head_of[i][h]) * args.q_stride[1] +
+                                  (share.q_row + q[i][h]) * args.q_stride[2] + first;
 #pragma unroll
-            for (int step = 0; step < kStepsQK; step++) {
+                for (int step = 0; step < kStepsQK; step++) {
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    // A quantised step has a lane's four columns side by side.
-                    const int column = step * 16 + (kScaled ? 4 * t : 2 * t);
-                    f[step][i][h] = pair_of_q(from[h], column);
-                    f[step][i][2 + h] = pair_of_q(from[h], column + (kScaled ? 2 : 8));
+                    for (int half = 0; half < 2; half++) {
+                        // Zeros behind the row's end, which only a last step has.
+                        const int column = step * 16 + half * kApart;
+                        const bool there = step * 16 + 16 <= kHeadDimQK || first + column < kHeadDimQK;
+                        f[step][i][2 * half + h] = there ? __ldg((const u32*)(from + column)) : 0;
+                    }
                 }
             }
-            if constexpr (kNarrowsQ) {
+        }
+    }
+
+    // Q with the sign of the scale, and narrowed.
+    __device__ __forceinline__ void finish_q(QueryFragments& f) {
+        const u32 sign = flipped ? 0x80008000 : 0, keep = zero ? 0 : 0xffffffff;
+#pragma unroll
+        for (int step = 0; step < kStepsQK; step++) {
+#pragma unroll
+            for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) f[step][i][e] = (f[step][i][e] ^ sign) & keep;
+            }
+        }
+        if constexpr (kNarrowsQ) {
+#pragma unroll
+            for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) narrow(f, i, h);
             }

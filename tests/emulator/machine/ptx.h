@@ -104,6 +104,9 @@ void mapa_shared__cluster_u32(u32& there, u32 address, u32 rank);
 void mbarrier_arrive_shared__cluster_b64(u32 address);
 void barrier_cluster_arrive_release();
 void barrier_cluster_wait_acquire();
+// Launches come one after the other here.
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
 void setmaxnreg_dec_sync_aligned_u32(u32 registers);
 void setmaxnreg_inc_sync_aligned_u32(u32 registers);
 

@@ -29,8 +29,28 @@ fn smem_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
         .is_some_and(|store| store.element.bytes(problem.dtype) == 1 && store.scales == KvScales::PerToken);
     let scales = if per_token { 8 * s.block_kv } else { 0 };
     let rings = s.key_warps * s.stages * (stage + scales + STEP) + s.key_warps * (s.stages + 1) * SHARE;
-    let merge = (rings + s.key_warps * s.rows() * 8 + s.rows() * 8 + 16).next_multiple_of(16);
+    let queries = (rings + s.key_warps * s.rows() * 8 + 16).next_multiple_of(16);
+    let merge = queries + if shares_q(s, problem) { s.row_warps * m_tiles(s) * steps_qk(problem) * 512 } else { 0 };
     merge + 4 * (s.key_warps * (problem.head_dim_v.next_multiple_of(16) + 8)).max(MERGE_FLOATS)
+}
+
+const fn m_tiles(s: &Sm80RaggedSchedule) -> u32 {
+    s.rows_per_warp / 16
+}
+
+/// Matrix steps of Q K^T.
+fn steps_qk(problem: &Problem) -> u32 {
+    pitch(problem.head_dim_qk, problem) / if cache_bytes(problem) == 1 { 16 } else { 32 }
+}
+
+/// 8-column tiles of O.
+fn o_tiles(problem: &Problem) -> u32 {
+    pitch(problem.head_dim_v, problem) / if cache_bytes(problem) == 1 { 8 } else { 16 }
+}
+
+/// Whether Q lies in shared memory: where registers have no room for it beside O (`kSharedQ`).
+fn shares_q(s: &Sm80RaggedSchedule, problem: &Problem) -> bool {
+    m_tiles(s) * 4 * (steps_qk(problem) + o_tiles(problem)) > 160
 }
 
 /// Bytes of what is noted of a step and of a share.
@@ -43,8 +63,8 @@ pub(super) fn piece_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
 }
 
 fn registers(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
-    let m_tiles = s.rows_per_warp / 16;
+    let m_tiles = m_tiles(s);
     let o = m_tiles * problem.head_dim_v.next_multiple_of(16) / 2;
-    let q = m_tiles * problem.head_dim_qk.next_multiple_of(16) / 4;
+    let q = if shares_q(s, problem) { 8 * m_tiles } else { m_tiles * problem.head_dim_qk.next_multiple_of(16) / 4 };
     o + q + m_tiles * s.block_kv / 2 + 4 * m_tiles + 14
 }

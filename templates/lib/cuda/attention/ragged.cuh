@@ -6,11 +6,23 @@ typedef int int32_t;
 
 @{ ragged_args }@
 
-// Entry i of an array of 32- or 64-bit integers, or a number that is out of every range where it does not fit an int.
-__device__ __forceinline__ int read_int(const int* array, i64 i, int words) {
-    if (words == 1) return __ldg(array + i);
-    const int low = __ldg(array + 2 * i), high = __ldg(array + 2 * i + 1);
-    return high == low >> 31 ? low : -2147483647 - 1;
+// An entry of an array of 32- or 64-bit integers as it is read. Nothing waits for it before value(): memory's latency
+// is a thousand cycles, and entries that are asked for together take that once.
+struct Entry {
+    int low, high;
+    // Out of every range where it does not fit an int.
+    __device__ __forceinline__ int value(int words) const {
+        return words == 1 || high == low >> 31 ? low : -2147483647 - 1;
+    }
+};
+
+// Entry i; none of an array that a call leaves out.
+__device__ __forceinline__ Entry read_entry(const int* array, i64 i, int words) {
+    Entry e = {0, 0};
+    const int* const at = array + i * words;
+    if (array != nullptr) e.low = __ldg(at);
+    if (array != nullptr && words == 2) e.high = __ldg(at + 1);
+    return e;
 }
 
 // One sequence: its sizes, and where its rows begin.
@@ -26,41 +38,44 @@ struct Sequence {
 // Lengths are clamped to their bounds, whatever the arrays hold: what a host promised is what is read.
 __device__ __forceinline__ Sequence sequence_of(const RaggedArgs& args, int b) {
     const int words = args.length_words;
+    const auto entry = [&](const int* array, int i) { return read_entry(array, i, words); };
+    const Entry q_begin = entry(args.q_begin, b), q_end = entry(args.q_begin, b + 1);
+    const Entry q_length = entry(args.q_lengths, b), kv_length = entry(args.kv_lengths, b);
+    const Entry pages_begin = entry(args.pages_begin, b), pages_end = entry(args.pages_begin, b + 1);
+    const Entry last_page = entry(args.last_page, b), left_pad = entry(args.left_pad, b);
+    const Entry kv_begin = entry(args.kv_begin, b), kv_end = entry(args.kv_begin, b + 1);
+    const Entry added_begin = entry(args.kv_added_begin, b), added_end = entry(args.kv_added_begin, b + 1);
+    const Entry slot = read_entry(args.slots, b, args.table_words);
+
     Sequence s;
     s.q_row = 0, s.q_len = args.q_len;
     if (args.q_begin != nullptr) {
-        const int begin = read_int(args.q_begin, b, words), end = read_int(args.q_begin, b + 1, words);
-        s.q_row = max_of(begin, 0), s.q_len = min_of(max_of(end - max_of(begin, 0), 0), args.q_len);
+        const int begin = max_of(q_begin.value(words), 0);
+        s.q_row = begin, s.q_len = min_of(max_of(q_end.value(words) - begin, 0), args.q_len);
     }
-    if (args.q_lengths != nullptr) s.q_len = min_of(max_of(read_int(args.q_lengths, b, words), 0), s.q_len);
+    if (args.q_lengths != nullptr) s.q_len = min_of(max_of(q_length.value(words), 0), s.q_len);
 
     s.first = 0, s.kv_len = args.kv_len, s.slot = b, s.pages = i64(b) * args.table_stride;
     if (args.pages_begin != nullptr) {
-        const int begin = read_int(args.pages_begin, b, words), end = read_int(args.pages_begin, b + 1, words);
-        s.pages = max_of(begin, 0);
-        const int pages = max_of(end - max_of(begin, 0), 0);
+        s.pages = max_of(pages_begin.value(words), 0);
+        const int pages = max_of(pages_end.value(words) - int(s.pages), 0);
         const i64 before = pages > 0 ? i64(pages - 1) * args.page_tokens : 0;
-        const int last = pages == 0                  ? 0
-                         : args.last_page == nullptr ? args.page_tokens
-                                                     : read_int(args.last_page, b, words);
+        const int last = pages == 0 ? 0 : args.last_page == nullptr ? args.page_tokens : last_page.value(words);
         s.kv_len = int(min_of<i64>(max_of<i64>(before + last, 0), args.kv_len));
     }
     if (args.kv_begin != nullptr) {
-        const int begin = read_int(args.kv_begin, b, words), end = read_int(args.kv_begin, b + 1, words);
-        s.first = max_of(begin, 0), s.slot = 0;
-        s.kv_len = min_of(max_of(end - s.first, 0), args.kv_len);
+        s.first = max_of(kv_begin.value(words), 0), s.slot = 0;
+        s.kv_len = min_of(max_of(kv_end.value(words) - s.first, 0), args.kv_len);
     }
-    if (args.slots != nullptr) s.slot = read_int(args.slots, b, args.table_words);
+    if (args.slots != nullptr) s.slot = slot.value(args.table_words);
     if (args.kv_lengths != nullptr || args.kv_added_begin != nullptr) {
-        i64 length = args.kv_lengths == nullptr ? 0 : max_of(read_int(args.kv_lengths, b, words), 0);
+        i64 length = max_of(kv_length.value(words), 0);
         length += args.kv_added;
-        if (args.kv_added_begin != nullptr) {
-            length += read_int(args.kv_added_begin, b + 1, words) - read_int(args.kv_added_begin, b, words);
-        }
+        length += added_end.value(words) - added_begin.value(words);
         s.kv_len = int(min_of<i64>(max_of<i64>(length, 0), args.kv_len));
     }
     if (args.left_pad != nullptr) {
-        const int pad = min_of(max_of(read_int(args.left_pad, b, words), 0), s.kv_len);
+        const int pad = min_of(max_of(left_pad.value(words), 0), s.kv_len);
         s.first += pad, s.kv_len -= pad;
     }
     s.window_left = args.window_left, s.window_right = args.window_right;
@@ -76,14 +91,14 @@ __device__ __forceinline__ PageOf page_of(const RaggedArgs& args, int place) {
     return PageOf{int(page), int(u32(place) - page * u32(args.page_tokens))};
 }
 
-// What stands for the n-th page of a sequence's row, and whether that is a page of the store.
-__device__ __forceinline__ int listed_page(const RaggedArgs& args, const int* table, const Sequence& s, int n) {
-    return table == nullptr ? s.slot : read_int(table, s.pages + n, args.table_words);
+// What stands for the n-th page of a sequence's row, by read_entry(), and whether that is a page of the store.
+__device__ __forceinline__ int listed_page(const RaggedArgs& args, const int* table, const Sequence& s, Entry read) {
+    return table == nullptr ? s.slot : read.value(args.table_words);
 }
 __device__ __forceinline__ bool is_page(const RaggedArgs& args, int id) { return u32(id) < u64(args.pages); }
 
 // The store's page that holds the n-th page of a sequence's row; -1 for an identifier of no page.
 __device__ __forceinline__ int page_id(const RaggedArgs& args, const int* table, const Sequence& s, int n) {
-    const int id = listed_page(args, table, s, n);
+    const int id = listed_page(args, table, s, read_entry(table, s.pages + n, args.table_words));
     return is_page(args, id) ? id : -1;
 }
