@@ -12,7 +12,8 @@
 //! embedded ones. `compare` ends with 1 where a kernel of both lists differs, or they have none in common.
 
 use flashtune::codegen::{
-    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Language, Schedule, ShapeBucket, TemplateSet,
+    Arch, CallSizes, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Language, PageClass, Schedule, ShapeBucket,
+    TemplateSet,
 };
 use flashtune::runtime::compile::{compile_with, compiler_for};
 use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape, TEMPLATES_VARIABLE, read_templates};
@@ -96,7 +97,44 @@ fn cases() -> Result<Vec<Case>, Failure> {
     Ok(cases)
 }
 
-/// The families of ragged batches: stores of every element, and few and many rows beside their keys.
+/// `forward/sm90_ragged`: prompts, and chunks of them beside caches in pages.
+fn hopper_ragged_cases() -> Result<Vec<Case>, Failure> {
+    let family = Family::ForwardSm90Ragged;
+    let arch: Arch = "sm_90a".parse()?;
+    let masks =
+        [("full", MaskKind::FULL), ("causal", MaskKind::CAUSAL), ("window", MaskKind { left: true, right: true })];
+    let sizes = [("prompts", 32, 1024, 1024), ("chunk", 1, 512, 8192)];
+    let mut cases = Vec::new();
+    for dtype in [DType::Bf16, DType::F16] {
+        for dim in HEAD_DIMS {
+            for (mask_name, mask) in masks {
+                for (program_name, text) in PROGRAMS {
+                    let mut problem = Problem::forward(dtype, dim, mask)?.with_kv(KvKind::RAGGED);
+                    if !text.is_empty() {
+                        problem = problem.with_program(Program::parse(text)?);
+                    }
+                    if family.supports(&problem, arch).is_err() {
+                        continue;
+                    }
+                    for (size_name, batch, q_len, kv_len) in sizes {
+                        let reach = |bounded: bool| bounded.then_some(64);
+                        let mask = Mask::Window { left: reach(mask.left), right: reach(mask.right) };
+                        let shape = Shape { batch, heads: 32, kv_heads: 8, q_len, kv_len, mask };
+                        let sizes = CallSizes::ragged(shape, PageClass::Tokens(16));
+                        let bucket = ShapeBucket::of_call(&problem, &sizes, 132);
+                        let schedule = Schedule::default_for(family, &problem, arch, &bucket)?;
+                        let name =
+                            format!("{}/{arch}/{dtype}/d{dim}/{mask_name}/{program_name}/{size_name}", family.name());
+                        cases.push(Case { name, kernel: Kernel { problem, schedule, arch } });
+                    }
+                }
+            }
+        }
+    }
+    Ok(cases)
+}
+
+/// The other families of ragged batches: stores of every element, and few and many rows beside their keys.
 fn ragged_cases() -> Result<Vec<Case>, Failure> {
     let families = [
         (Family::ForwardSm80Ragged, "sm_80", DType::Bf16),
@@ -111,7 +149,7 @@ fn ragged_cases() -> Result<Vec<Case>, Failure> {
         ("e4m3", KvElement::E4m3, KvScales::PerHead),
         ("int8-token", KvElement::Int8, KvScales::PerToken),
     ];
-    let mut cases = Vec::new();
+    let mut cases = hopper_ragged_cases()?;
     for (family, arch, dtype) in families {
         let arch: Arch = arch.parse()?;
         for (store_name, element, scales) in stores {

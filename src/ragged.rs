@@ -3,7 +3,7 @@
 use crate::engine::Dispatch;
 use crate::{Engine, Result};
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{Constraint, Constraints, Mask};
+use flashtune_codegen::{Constraint, Constraints, Mask, ragged_unaddressable};
 pub use flashtune_runtime::ragged::*;
 use flashtune_runtime::{SideInputs, SideTable, Stream};
 
@@ -126,7 +126,9 @@ impl Engine {
         if resolved.is_empty() {
             return Ok(None);
         }
-        let demands = Constraints::NONE.with_if(Constraint::Unaligned, !resolved.aligned);
+        let demands = Constraints::NONE
+            .with_if(Constraint::Unaligned, !resolved.aligned)
+            .with_if(Constraint::Strided, ragged_unaddressable(&resolved.args).is_some());
         // By a usual sequence: with bounds of 128k a kernel for sequences of 2k would be another.
         let plan = self.plan_for(&resolved.problem, &resolved.sizes(), demands, haste)?;
         Ok(Some(Dispatch { plan, shape: resolved.shape }))

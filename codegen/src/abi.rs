@@ -175,6 +175,8 @@ arguments! {
         pub lse_empty: f32,
         /// As [`ForwardArgs::side`].
         pub side: u64 as "const void*",
+        /// Rows of Q and O: of the pack beside `q_begin`, else of one sequence.
+        pub q_rows: i64,
     }
 }
 
@@ -308,6 +310,25 @@ arguments! {
     }
 }
 
+arguments! {
+    /// The argument of kernels that take tensor maps beside [`RaggedArgs`], by value.
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct RaggedMappedArgs as "Sm90Args" {
+        /// Q, K, V and O.
+        pub maps: [TensorMap; 4] { q, k, v, o },
+        /// What every kernel of ragged batches takes.
+        pub forward: RaggedArgs,
+        /// How tiles are numbered: `section` is the rows of keys of one head that are walked together, `tiles` the most
+        /// that there can be.
+        pub tiling: Tiling { group_shift, unit_heads, blocks, leading, section, tiles },
+        /// As [`MappedArgs::queue`].
+        pub queue: i32,
+        /// Keys of a box of K or V: a block of them, or of a store with page tables as many as divide block and page.
+        pub box_keys: i32,
+    }
+}
+
 /// Counters, of 4 bytes each, that a kernel's module holds for launches whose persistent thread blocks take tiles from
 /// one: more than ten thousand captured launches of one kernel may live at once.
 ///
@@ -348,7 +369,10 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
     ];
     let own = match language {
         Language::C => vec![("side_args", declaration::<SideArgs>(language))],
-        Language::Cuda => vec![("sm90_args", declaration::<MappedArgs>(language))],
+        Language::Cuda => vec![
+            ("sm90_args", declaration::<MappedArgs>(language)),
+            ("sm90_ragged_args", declaration::<RaggedMappedArgs>(language)),
+        ],
     };
     common.into_iter().chain(own).collect()
 }

@@ -54,6 +54,24 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/sm90/softmax.cuh",
     "forward/sm90/steps.cuh",
     "forward/sm90/tiles.cuh",
+    "forward/sm90_ragged.cu",
+    "forward/sm90_ragged/barriers.cuh",
+    "forward/sm90_ragged/constants.cuh",
+    "forward/sm90_ragged/consumer.cuh",
+    "forward/sm90_ragged/epilogue.cuh",
+    "forward/sm90_ragged/layout.cuh",
+    "forward/sm90_ragged/masks.cuh",
+    "forward/sm90_ragged/no_biases.cuh",
+    "forward/sm90_ragged/operands.cuh",
+    "forward/sm90_ragged/pages.cuh",
+    "forward/sm90_ragged/pieces.cuh",
+    "forward/sm90_ragged/producer.cuh",
+    "forward/sm90_ragged/roles.cuh",
+    "forward/sm90_ragged/scheduler.cuh",
+    "forward/sm90_ragged/shares.cuh",
+    "forward/sm90_ragged/table.cuh",
+    "forward/sm90_ragged/tiles.cuh",
+    "forward/sm90_ragged/visits.cuh",
     "lib/cpu/abi.h",
     "lib/cpu/amx.h",
     "lib/cpu/convert.h",
@@ -232,9 +250,10 @@ mod tests {
             changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"),
             ["forward/cpu", "forward/cpu_ragged"]
         );
-        assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90"]);
+        assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90", "forward/sm90_ragged"]);
         let cuda = [
             "forward/sm90",
+            "forward/sm90_ragged",
             "forward/sm80",
             "forward/sm80_ragged",
             "forward/naive",

@@ -12,7 +12,9 @@ use anyhow::Result;
 use flashtune::Problem;
 use flashtune::cache::{Artifact, ArtifactFiles};
 use flashtune::codegen::score::{Program, ProgramRef};
-use flashtune::codegen::{Arch, Family, Kernel, Op, Purpose, TemplateSet};
+use flashtune::codegen::{
+    Arch, Constraint, Constraints, Family, Kernel, Op, Purpose, TemplateSet, ragged_unaddressable,
+};
 use flashtune::runtime::{
     self, CheckCase, CheckInputs, CheckReport, Compiler, Device, Module, Poison, RaggedCase, check_append, compile,
 };
@@ -257,8 +259,11 @@ fn check_problem(
     }
     for batch in ragged_sweep::batches(problem, effort, nth, seed) {
         let case = RaggedCase::new(device.clone(), problem, &batch)?;
-        // Fast kernels take whole vectors of 16 bytes; calls with others are not given to them.
-        let can = |family: Family| case.data().is_aligned() || family.purpose() == Purpose::Plain;
+        // Fast kernels take whole vectors of 16 bytes, some of them by TMA; calls with others are not given to them.
+        let strided = Constraints::NONE.with_if(Constraint::Strided, ragged_unaddressable(case.args()).is_some());
+        let can = |family: Family| {
+            (case.data().is_aligned() || family.purpose() == Purpose::Plain) && family.unmet(strided).is_none()
+        };
         let shape = case.data().shape().to_string();
         modules_that(&can, [&shape, &batch.to_string()], &|module| case.check(module));
     }

@@ -2,6 +2,7 @@
 
 use super::sweep::Effort;
 use flashtune::codegen::{KvElement, KvKind, KvScales, KvStore};
+use flashtune::runtime::Distribution;
 use flashtune::runtime::check::{Most, RaggedBatch};
 use flashtune::{DType, MaskKind, Problem, Program};
 
@@ -15,6 +16,9 @@ const PROGRAMS: [&str; 7] = [
     "d: i32[batch, kv_len] nondecreasing; mask = d[b, q + kv_len - q_len] == d[b, kv];",
     "bias: f32[batch, heads, kv_len]; score = score + bias[b, h, kv];",
 ];
+
+/// Rows and keys of chunks of prompts, in one batch each.
+const CHUNKS: [&[[u32; 2]]; 2] = [&[[130, 9000]], &[[70, 7000], [200, 2600], [1, 300], [0, 40]]];
 
 /// Stores of the queries' elements come twice as often as any other.
 fn store(nth: usize) -> KvStore {
@@ -70,12 +74,21 @@ pub fn batches(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<
         Effort::Full => (16, Most { sequences: 12, rows: 300, keys: 3000, heads: 32 }),
     };
     let seed = |i: u64| seed.wrapping_add(nth as u64 * 1000 + i);
-    (0..count).map(|i| RaggedBatch::random(problem, most, seed(i))).collect()
+    let random = (0..count).map(|i| RaggedBatch::random(problem, most, seed(i)));
+    // Few tiles beside so many keys that a device of any size has a part of them for each of its multiprocessors.
+    let chunks = CHUNKS.iter().zip(500..).map(|(lengths, i)| RaggedBatch {
+        lengths: lengths.to_vec(),
+        values: Distribution::Normal,
+        ..RaggedBatch::random(problem, most, seed(i))
+    });
+    random.chain(chunks).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashtune::codegen::{Family, ragged_unaddressable};
+    use flashtune::runtime::check::{Index, RaggedData, StoreLayout};
 
     #[test]
     fn the_quick_sweep_meets_every_dtype_mask_and_store() {
@@ -99,5 +112,28 @@ mod tests {
             assert!(batches.iter().all(|b| b.mask.kind() == problem.mask && b.heads % b.kv_heads == 0), "{problem}");
             assert!(batches.windows(2).all(|pair| pair[0] != pair[1]), "{problem}");
         }
+    }
+
+    /// `flashtune check` gives kernels that load by TMA no other batches.
+    #[test]
+    fn tma_addresses_packs_slots_and_pages_of_the_quick_sweep() {
+        let (mut met, mut served) = ([0; 2], [0; 2]);
+        for (nth, problem) in problems(Effort::Quick, &Program::parse("score = score;").unwrap()).iter().enumerate() {
+            if Family::ForwardSm90Ragged.supports(problem, "sm_90a".parse().unwrap()).is_err() {
+                continue;
+            }
+            for batch in batches(problem, Effort::Quick, nth, 0).iter().filter(|b| b.lengths.iter().all(|l| l[1] < 800))
+            {
+                let data = RaggedData::new(problem, batch).unwrap();
+                let in_pages = matches!(batch.index, Index::Table | Index::Csr);
+                let why = ragged_unaddressable(&data.args(|_| 1 << 32));
+                let odd = in_pages && (batch.page_tokens % 16 != 0 || batch.left_pad);
+                let apart = batch.layout == StoreLayout::Chunks && batch.lengths.iter().any(|l| l[1] > 1);
+                met[usize::from(in_pages)] += 1;
+                served[usize::from(in_pages)] += usize::from(why.is_none());
+                assert_eq!(why.is_some(), odd || apart, "{batch}: {why:?}");
+            }
+        }
+        assert!(served.iter().all(|n| *n >= 8), "{served:?} of {met:?}");
     }
 }

@@ -64,10 +64,10 @@ pub fn problems(effort: Effort) -> Vec<Problem> {
 /// The kernels that are checked for a problem: the default one of every family, and some others of the searched space,
 /// evenly spread over it. The same ones every time. Of one family alone when it is named.
 pub fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<Family>) -> Vec<Kernel> {
-    // Ragged batches are mostly steps of decoders.
-    let [q_len, kv_len] = if problem.kv.is_dense() { [256, 256] } else { [1, 1024] };
-    let bucket =
-        ShapeBucket::of(&Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len, mask: representative(problem.mask) });
+    let of_sizes = |q_len, kv_len| {
+        ShapeBucket::of(&Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len, mask: representative(problem.mask) })
+    };
+    let (prompt, step) = (of_sizes(256, 256), of_sizes(1, 1024));
     let mut kernels: Vec<Kernel> = Vec::new();
     let families = match family {
         Some(family) => vec![family],
@@ -77,6 +77,8 @@ pub fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<F
         if family.supports(problem, arch).is_err() {
             continue;
         }
+        // Ragged batches are mostly steps of decoders, but for families that are not for them.
+        let bucket = if problem.kv.is_dense() || !family.prefers(&step) { prompt } else { step };
         let kernel = |schedule| Kernel { problem: *problem, schedule, arch };
         let fits = |k: &Kernel| k.check().is_ok();
         kernels.extend(Schedule::default_for(family, problem, arch, &bucket).map(kernel).ok().filter(fits));

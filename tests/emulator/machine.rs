@@ -135,7 +135,7 @@ impl Emulated {
         let source = kernel.render(templates).map_err(|e| e.to_string())?;
         // What the source says of itself, and what only the host's model knows.
         let (rename, shared_bytes, cluster) = match kernel.schedule {
-            Schedule::Sm90(_) => ("", "Layout::kBytes".to_owned(), "kCluster"),
+            Schedule::Sm90(_) | Schedule::Sm90Ragged(_) => ("", "Layout::kBytes".to_owned(), "kCluster"),
             _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
         };
         let cuda_arch = match kernel.arch {
@@ -220,6 +220,18 @@ impl Drop for Emulated {
     }
 }
 
+/// A tensor map as the machine has it.
+pub fn map_bytes(map: &TensorMapSpec) -> Vec<u8> {
+    let mut bytes = b"tnsormap".to_vec();
+    bytes.extend(map.address.to_ne_bytes());
+    bytes.extend((map.rank as u64).to_ne_bytes());
+    bytes.extend(map.dims.iter().flat_map(|&d| (d as u32).to_ne_bytes()));
+    bytes.extend(map.tile.iter().flat_map(|d| d.to_ne_bytes()));
+    bytes.extend(map.strides.iter().flat_map(|s| s.to_ne_bytes()));
+    bytes.extend([0; 32]);
+    bytes
+}
+
 /// `KernelArgs` of the template, with the machine's own tensor maps.
 fn arguments(launch: &Launch) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -233,13 +245,7 @@ fn arguments(launch: &Launch) -> Vec<u8> {
             bytes.extend([0; 128]);
             continue;
         };
-        bytes.extend(u64::from_ne_bytes(*b"tnsormap").to_ne_bytes());
-        bytes.extend(map.address.to_ne_bytes());
-        bytes.extend((map.rank as u64).to_ne_bytes());
-        bytes.extend(map.dims.iter().flat_map(|&d| (d as u32).to_ne_bytes()));
-        bytes.extend(map.tile.iter().flat_map(|d| d.to_ne_bytes()));
-        bytes.extend(map.strides.iter().flat_map(|s| s.to_ne_bytes()));
-        bytes.extend([0; 32]);
+        bytes.extend(map_bytes(map));
     }
     bytes.extend_from_slice(&launch.args);
     let Tiling { group_shift, unit_heads, blocks, leading, section, tiles } = *tiling;

@@ -2,12 +2,12 @@
 //! there is no key, and thread blocks come in any order.
 
 use crate::cases::address;
-use crate::machine::{Buffer, Emulated, Launch};
+use crate::machine::{Buffer, Emulated, Launch, map_bytes};
 use crate::side::Side;
 use crate::{DTYPES, PROGRAMS, search_with, setting, templates};
 use flashtune::codegen::{
-    Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose, SPLIT_COUNTER_BYTES, Schedule,
-    ShapeBucket, TemplateSet, abi::RaggedArgs,
+    Constraint, Constraints, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose,
+    SPLIT_COUNTER_BYTES, Schedule, ShapeBucket, TemplateSet, Tiling, abi::RaggedArgs, ragged_unaddressable,
 };
 use flashtune::runtime::check::{Most, Part, RaggedBatch, RaggedData};
 use flashtune::{DType, Program};
@@ -16,8 +16,11 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
 /// The families, each with an arch for every path that its code has.
-const FAMILIES: [(Family, &[&str]); 2] =
-    [(Family::ForwardNaiveRagged, &["sm_75"]), (Family::ForwardSm80Ragged, &["sm_80", "sm_90a"])];
+const FAMILIES: [(Family, &[&str]); 3] = [
+    (Family::ForwardNaiveRagged, &["sm_75"]),
+    (Family::ForwardSm80Ragged, &["sm_80", "sm_90a"]),
+    (Family::ForwardSm90Ragged, &["sm_90a"]),
+];
 
 /// What a machine of two cores gets through.
 const MOST: Most = Most { sequences: 4, rows: 40, keys: 300, heads: 8 };
@@ -45,7 +48,8 @@ fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&
         if let Some(text) = program {
             problem = problem.with_program(Program::parse(text).expect("a program"));
         }
-        let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, ..Default::default() };
+        let step = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, ..Default::default() };
+        let bucket = if family.prefers(&step) { step } else { ShapeBucket { q_len: 512, ..step } };
         let Ok(default) = Schedule::default_for(family, &problem, arch, &bucket) else { continue };
         let space = Schedule::space(family, &problem, arch);
         let schedule = if rng.random_bool(0.3) { default } else { *space.choose(rng).unwrap_or(&default) };
@@ -54,6 +58,17 @@ fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&
             return kernel;
         }
     }
+}
+
+/// The program with a number, or the next one that the family takes.
+fn program_for(family: Family, arch: &str, number: usize) -> &'static str {
+    let takes = |text: &&str| {
+        let plain = Problem::forward(DType::Bf16, 64, MaskKind::FULL).expect("a legal problem").with_kv(KvKind::RAGGED);
+        let problem = plain.with_program(Program::parse(text).expect("a program"));
+        family.supports(&problem, arch.parse().expect("an arch")).is_ok()
+    };
+    let mut programs = (0..PROGRAMS.len()).map(|i| PROGRAMS[(number + i) % PROGRAMS.len()]);
+    programs.find(takes).expect("the family takes some program")
 }
 
 /// Runs batches on a kernel. What goes wrong comes back with what is needed to see it again.
@@ -71,6 +86,11 @@ pub fn try_ragged(
         let batch = batch(&mut rng);
         let data = RaggedData::new(&kernel.problem, &batch).map_err(|e| format!("{batch}: {e}"))?;
         if kernel.schedule.family().purpose() == Purpose::Fast && !data.is_aligned() {
+            continue;
+        }
+        // TMA takes packs, slots, and pages of a multiple of 16 tokens.
+        let strided = ragged_unaddressable(&data.args(|_| 1 << 32)).is_some();
+        if kernel.schedule.family().unmet(Constraints::NONE.with_if(Constraint::Strided, strided)).is_some() {
             continue;
         }
         tried += 1;
@@ -113,17 +133,31 @@ fn run(data: &RaggedData, kernel: &Kernel, emulated: &mut Emulated, seed: u64, u
     let mut scratch = vec![0u8; counters];
     scratch.resize(bytes, 0xff);
     let scratch_at = address((parts.len() + side.tensors.len()) as u64, scratch.len());
+    let args = RaggedArgs { scratch: if scratch.is_empty() { 0 } else { scratch_at }, ..args };
+    let mapped = plan.tiling.map(|tiling| -> Result<Vec<u8>, String> {
+        let (maps, box_keys) = kernel.ragged_tensor_maps(&tiling, &args).ok_or("no tensor maps")?;
+        let mut bytes: Vec<u8> = maps.iter().flat_map(map_bytes).collect();
+        bytes.extend_from_slice(bytemuck::bytes_of(&args));
+        let Tiling { group_shift, unit_heads, blocks, leading, section, tiles } = tiling;
+        let numbers = [group_shift, unit_heads, blocks, leading, section, tiles, (seed % 3) as i32 - 1, box_keys];
+        bytes.extend(numbers.into_iter().flat_map(i32::to_ne_bytes));
+        bytes.resize(bytes.len().next_multiple_of(64), 0);
+        Ok(bytes)
+    });
+    let mut table = std::mem::take(&mut side.table);
+    if mapped.is_some() {
+        table.resize(table.len().next_multiple_of(64), 0);
+    }
     let launch = Launch {
         seed,
         prelude: ([0; 2], [0; 2]),
         grid: blocks,
         threads: main.threads,
         smem_bytes: main.smem_bytes,
-        args: bytemuck::bytes_of(&RaggedArgs { scratch: if scratch.is_empty() { 0 } else { scratch_at }, ..args })
-            .to_vec(),
+        args: mapped.transpose()?.unwrap_or_else(|| bytemuck::bytes_of(&args).to_vec()),
         any_order: true,
         hopper: None,
-        side: side.table,
+        side: table,
     };
     let own = memory.iter_mut().zip(&parts).map(|(bytes, part)| (&mut bytes[..], part.is_written()));
     let tables = side.tensors.iter_mut().map(|bytes| (&mut bytes[..], false));
@@ -155,7 +189,7 @@ fn ragged_batches() {
     search_with(6 * paths.len() as u64, |number| {
         let mut rng = StdRng::seed_from_u64(5000 + number);
         let (family, arch) = paths[number as usize % paths.len()];
-        let program = number.is_multiple_of(2).then(|| PROGRAMS[number as usize * 11 % PROGRAMS.len()]);
+        let program = number.is_multiple_of(2).then(|| program_for(family, arch, number as usize * 11));
         let kernel = random_kernel(&mut rng, family, arch, program);
         let batches = setting("EMULATE_CASES").unwrap_or(8);
         try_ragged(&kernel, &templates, batches, number, |rng| RaggedBatch::random(&kernel.problem, MOST, rng.random()))

@@ -387,7 +387,9 @@ fn a_warm_call_is_prepared_without_allocating_in_five_microseconds() {
         best = best.min(start.elapsed().as_secs_f64() * 1e6 / f64::from(CALLS));
     }
     assert_eq!(ALLOCATIONS.with(Cell::get), before, "a warm call allocates");
-    assert!(best < 5.0, "{best} us");
+    // 5 us are promised of an optimised build; one for tests takes about as long on a machine of its own.
+    let limit = if cfg!(debug_assertions) { 25.0 } else { 5.0 };
+    assert!(best < limit, "{best} us");
     let again = run(&engine, &call);
     assert!(std::sync::Arc::ptr_eq(&first.plan, &again.plan));
     assert_eq!(device.compiles.load(Ordering::SeqCst), compiles, "a prepared call compiles");

@@ -1,6 +1,6 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
-use super::{AppendArgs, ForwardArgs, MappedArgs, RaggedArgs, SideTensorArg, TensorMap};
+use super::{AppendArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap};
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Result};
 use serde::{Deserialize, Serialize};
@@ -43,6 +43,13 @@ impl ArgsLayout {
         ..Self::FORWARD
     };
 
+    /// Of those that take [`RaggedMappedArgs`].
+    pub(crate) const RAGGED_MAPPED: Self = Self {
+        head: offset_of!(RaggedMappedArgs, forward) as u32,
+        tail: (offset_of!(RaggedMappedArgs, box_keys) + size_of::<i32>() - offset_of!(RaggedMappedArgs, tiling)) as u32,
+        ..Self::RAGGED
+    };
+
     /// What this build launches a kernel with.
     pub fn of(kernel: &Kernel) -> Self {
         kernel.schedule.family().args()
@@ -79,6 +86,8 @@ impl ArgsLayout {
 // Segments follow each other without padding.
 const _: () = assert!(
     offset_of!(MappedArgs, tiling) == offset_of!(MappedArgs, forward) + size_of::<ForwardArgs>()
+        && offset_of!(RaggedMappedArgs, tiling) == offset_of!(RaggedMappedArgs, forward) + size_of::<RaggedArgs>()
+        && ArgsLayout::RAGGED_MAPPED.base() == size_of::<RaggedMappedArgs>()
         && ArgsLayout::MAPPED.base() == size_of::<MappedArgs>()
         && ArgsLayout::FORWARD.base() == size_of::<ForwardArgs>()
 );

@@ -19,6 +19,7 @@ pub(crate) mod forward_naive_ragged;
 pub(crate) mod forward_sm80;
 pub(crate) mod forward_sm80_ragged;
 pub(crate) mod forward_sm90;
+pub(crate) mod forward_sm90_ragged;
 mod program_length;
 
 pub use account::RaggedAccount;
@@ -35,6 +36,7 @@ pub use forward_sm90::{
     Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases,
     is_addressable, unaddressable,
 };
+pub use forward_sm90_ragged::{Sm90RaggedSchedule, ragged_unaddressable};
 
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};
@@ -92,6 +94,12 @@ pub(crate) trait KernelFamily: Fields {
 
     /// Demands that kernels of the family meet, but some schedules better than others ([`KernelFamily::unfit`]).
     const SWAYED_BY: Constraints = Constraints::NONE;
+
+    /// Whether the family is worth its place in the list for such sizes. Where it is not, the fast families behind it
+    /// serve before it while nothing is tuned.
+    fn prefers(_bucket: &ShapeBucket) -> bool {
+        true
+    }
 
     /// The schedule that serves while nothing is tuned, and always a contender when something is. Called for problems
     /// and archs that the family supports.
@@ -232,6 +240,8 @@ macro_rules! families {
 families! {
     /// wgmma and TMA, FlashAttention-3.
     "forward/sm90": ForwardSm90 = Sm90(Sm90Schedule);
+    /// `forward/sm90` for ragged batches.
+    "forward/sm90_ragged": ForwardSm90Ragged = Sm90Ragged(Sm90RaggedSchedule);
     /// mma.sync and cp.async, FlashAttention-2.
     "forward/sm80": ForwardSm80 = Sm80(Sm80Schedule);
     /// mma.sync and cp.async over ragged batches, keys split (Flash-Decoding).
@@ -322,6 +332,18 @@ impl Family {
     /// The families that can compute the problem on the arch, best first.
     pub fn candidates(problem: &Problem, arch: Arch) -> Vec<Family> {
         Self::ALL.into_iter().filter(|f| f.supports(problem, arch).is_ok()).collect()
+    }
+
+    /// The same for calls of some sizes: fast families that do not prefer these stand behind the other fast ones.
+    pub fn candidates_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Vec<Family> {
+        let mut families = Self::candidates(problem, arch);
+        families.sort_by_key(|f| (f.purpose() == Purpose::Plain, !f.prefers(bucket)));
+        families
+    }
+
+    /// Whether the family is worth its place among the others for such sizes.
+    pub fn prefers(self, bucket: &ShapeBucket) -> bool {
+        of_family!(self, S, wrap => <S as KernelFamily>::prefers(bucket))
     }
 
     /// The first of a call's demands that kernels of the family cannot meet, and why not.

@@ -37,7 +37,7 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::{Args, MappedArgs, RaggedArgs, SideArgs};
+use flashtune_codegen::abi::{Args, MappedArgs, RaggedArgs, RaggedMappedArgs, SideArgs};
 use flashtune_codegen::{Arch, LaunchPlan, SmArch, Stage, StageRole};
 use kept_metadata::{CudaFindings, Geometry};
 use mask_metadata::MaskMetadata;
@@ -304,6 +304,7 @@ impl Device for CudaDevice {
             }
         }
         let (scratch, ragged);
+        let mut ragged_mapped = None;
         let base = match (&mapped, args) {
             (Some(mapped), _) => Base::Mapped(mapped),
             (None, Args::Forward(args)) => Base::Forward(args),
@@ -316,7 +317,18 @@ impl Device for CudaDevice {
                     None => 0,
                 };
                 ragged = RaggedArgs { scratch: address, ..*args };
-                Base::Ragged(&ragged)
+                match plan.tiling {
+                    Some(tiling) => {
+                        let counts = plan.counts_tiles();
+                        let queue = if counts { module.counters.counter(self.driver, raw(stream)) } else { -1 };
+                        let maps = Default::default();
+                        let mapped = RaggedMappedArgs { maps, forward: ragged, tiling, queue, box_keys: 0 };
+                        let mapped = ragged_mapped.insert(mapped);
+                        tensor_map::encode_ragged(&self.context, module.kernel(), mapped)?;
+                        Base::RaggedMapped(mapped)
+                    }
+                    None => Base::Ragged(&ragged),
+                }
             }
             (None, Args::Append(args)) => Base::Append(args),
         };

@@ -1,6 +1,8 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
-use flashtune_codegen::abi::{AppendArgs, ArgsLayout, ForwardArgs, MappedArgs, RaggedArgs, SideArgs, SideTensorArg};
+use flashtune_codegen::abi::{
+    AppendArgs, ArgsLayout, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideArgs, SideTensorArg,
+};
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
 use std::ops::Range;
@@ -12,6 +14,7 @@ const _: () = assert!(
         && size_of::<RaggedArgs>() <= size_of::<MappedArgs>()
         && size_of::<AppendArgs>() <= size_of::<MappedArgs>()
         && size_of::<AppendArgs>().is_multiple_of(8)
+        && size_of::<RaggedMappedArgs>() <= size_of::<MappedArgs>()
         && size_of::<ForwardArgs>().is_multiple_of(8)
         && size_of::<RaggedArgs>().is_multiple_of(8)
         && size_of::<MappedArgs>().is_multiple_of(8)
@@ -70,6 +73,7 @@ pub(super) enum Base<'a> {
     Mapped(&'a MappedArgs),
     Ragged(&'a RaggedArgs),
     Append(&'a AppendArgs),
+    RaggedMapped(&'a RaggedMappedArgs),
 }
 
 impl Base<'_> {
@@ -80,6 +84,7 @@ impl Base<'_> {
             Base::Mapped(args) => std::ptr::from_ref(*args).cast(),
             Base::Ragged(args) => std::ptr::from_ref(*args).cast(),
             Base::Append(args) => std::ptr::from_ref(*args).cast(),
+            Base::RaggedMapped(args) => std::ptr::from_ref(*args).cast(),
         }
     }
 
@@ -90,6 +95,7 @@ impl Base<'_> {
             Base::Mapped(_) => size_of::<MappedArgs>(),
             Base::Ragged(_) => size_of::<RaggedArgs>(),
             Base::Append(_) => size_of::<AppendArgs>(),
+            Base::RaggedMapped(_) => size_of::<RaggedMappedArgs>(),
         }
     }
 
@@ -104,6 +110,16 @@ impl Base<'_> {
                 let (tiling, end) = (offset_of!(MappedArgs, tiling), offset_of!(MappedArgs, masks) + size_of::<u64>());
                 let bytes = std::ptr::from_ref(*args).cast::<u8>();
                 // SAFETY: both ranges are inside of the struct and without padding: it lies behind `masks` alone.
+                let of =
+                    |range: Range<usize>| unsafe { std::slice::from_raw_parts(bytes.add(range.start), range.len()) };
+                [of(0..forward), bytemuck::bytes_of(&args.forward), of(tiling..end)]
+            }
+            Base::RaggedMapped(args) => {
+                let forward = offset_of!(RaggedMappedArgs, forward);
+                let tiling = offset_of!(RaggedMappedArgs, tiling);
+                let end = offset_of!(RaggedMappedArgs, box_keys) + size_of::<i32>();
+                let bytes = std::ptr::from_ref(*args).cast::<u8>();
+                // SAFETY: as above; padding lies behind `box_keys` alone.
                 let of =
                     |range: Range<usize>| unsafe { std::slice::from_raw_parts(bytes.add(range.start), range.len()) };
                 [of(0..forward), bytemuck::bytes_of(&args.forward), of(tiling..end)]

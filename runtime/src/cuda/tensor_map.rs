@@ -6,8 +6,8 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
     CUtensorMapSwizzle,
 };
-use flashtune_codegen::abi::{MappedArgs, SideTensorArg, TensorMap};
-use flashtune_codegen::{DType, Kernel, TensorMapSpec, unaddressable};
+use flashtune_codegen::abi::{MappedArgs, RaggedMappedArgs, SideTensorArg, TensorMap};
+use flashtune_codegen::{DType, Kernel, TensorMapSpec, ragged_unaddressable, unaddressable};
 use std::cell::RefCell;
 
 /// Maps that a thread keeps: those of the last calls, since calls come again with the same tensors.
@@ -25,12 +25,7 @@ pub(super) fn encode_all(
     args: &mut MappedArgs,
     tensors: &[SideTensorArg],
 ) -> Result<()> {
-    let refused = |message: String| Error::Device {
-        call: "cuTensorMapEncodeTiled",
-        device: context.name.clone(),
-        message,
-        remedy: "launch through a plan, which leaves such tensors to another kernel",
-    };
+    let refused = |message| refused(context, message);
     if let Some(why) = unaddressable(&args.forward) {
         return Err(refused(why));
     }
@@ -48,6 +43,32 @@ pub(super) fn encode_all(
         }
         Ok(())
     })
+}
+
+/// The same for a launch of `forward/sm90_ragged`.
+pub(super) fn encode_ragged(context: &Context, kernel: &Kernel, args: &mut RaggedMappedArgs) -> Result<()> {
+    if let Some(why) = ragged_unaddressable(&args.forward) {
+        return Err(refused(context, why));
+    }
+    let (specs, box_keys) = kernel
+        .ragged_tensor_maps(&args.tiling, &args.forward)
+        .ok_or_else(|| refused(context, format!("{} takes no tensor maps", kernel.schedule.family())))?;
+    args.box_keys = box_keys;
+    LATELY.with_borrow_mut(|lately| {
+        for (map, spec) in args.maps.iter_mut().zip(&specs) {
+            *map = kept(lately, spec, || encode(context, spec))?;
+        }
+        Ok(())
+    })
+}
+
+fn refused(context: &Context, message: String) -> Error {
+    Error::Device {
+        call: "cuTensorMapEncodeTiled",
+        device: context.name.clone(),
+        message,
+        remedy: "launch through a plan, which leaves such tensors to another kernel",
+    }
 }
 
 /// A map out of those that are kept, or made and kept in the place of another.

@@ -343,7 +343,7 @@ impl Dispatcher {
             let remedy = "leave the weights out, or use a CUDA device";
             return Err(CodegenError::unsupported("weights", "wanted", limit, remedy).into());
         }
-        let mut families = Family::candidates(&key.problem, arch);
+        let mut families = Family::candidates_for(&key.problem, arch, &key.bucket);
         families.retain(|f| f.unmet(key.demands).is_none());
         for family in Family::ALL.into_iter().filter(|f| of_op(f) && !families.contains(f)) {
             match family.supports(&key.problem, arch) {

@@ -368,5 +368,9 @@ fn arguments(batch: &RaggedBatch, shape: &Shape, widths: Widths, scales: &PairOf
         },
         lse_empty: lse.map_or(f32::NEG_INFINITY, |lse| lse.empty),
         side: 0,
+        q_rows: match queries.rows {
+            QueryRows::Uniform => i64::from(shape.q_len),
+            QueryRows::Packed { .. } => batch.bounds.total_q as i64,
+        },
     }
 }

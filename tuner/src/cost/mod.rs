@@ -18,6 +18,7 @@ use flashtune_codegen::{Kernel, Schedule, Shape};
 pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -> f64 {
     match &kernel.schedule {
         Schedule::Sm90(s) => forward_sm90::cost(kernel, s, shape, device.units),
+        Schedule::Sm90Ragged(s) => forward_sm90::cost(kernel, &s.0, shape, device.units),
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
         Schedule::Cpu(s) => forward_cpu::cost(kernel, s, shape, device),
         Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),

@@ -13,6 +13,7 @@ mod validate;
 mod wgmma;
 
 pub use softmax::{Sm90LookAhead, Sm90Rescale, Sm90RowOrder};
+pub(super) use tensor_maps::{STRIDE_LIMIT, spec};
 pub use tensor_maps::{TensorMapSpec, has_loose_biases, is_addressable, unaddressable};
 
 use super::KernelFamily;

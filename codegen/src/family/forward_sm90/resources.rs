@@ -2,6 +2,7 @@
 
 use super::Sm90Schedule;
 use crate::Problem;
+use crate::family::forward_sm90_ragged::TABLE_BYTES;
 use crate::resources::marks_empty_rows;
 
 /// Bytes of dynamic shared memory, as `Layout` in the template: Q or O of every consumer, K, V, biases, P, and the
@@ -13,8 +14,15 @@ pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let q = q_buffers * s.consumers * 64 * qk.max(v);
     let kv = s.stages * s.block_kv * (qk + v);
     let p = if s.p_in_shared { s.consumers * s.block_kv.div_ceil(64) * 64 * 128 } else { 0 };
-    let slot = 64 + if s.trim { s.consumers * 16 } else { 0 };
-    let work = if s.scheduler.is_persistent() { 2 * slot } else { 0 };
+    // Lengths and places of a sequence, the tile table, and of the keys of a stage which are of no page.
+    let (tile, table) = if problem.kv.is_dense() { (64, 0) } else { (96, TABLE_BYTES + 4 * s.stages) };
+    let slot = tile + if s.trim { s.consumers * 16 } else { 0 };
+    let work = match problem.kv.is_dense() {
+        true if s.scheduler.is_persistent() => 2 * slot,
+        true => 0,
+        // The first tile, and of four what consumers read again.
+        false => 3 * slot + 4 * 64,
+    };
     let work = work + if marks_empty_rows(problem) { s.consumers * 32 } else { 0 };
     let o = if s.output_apart { s.consumers * 64 * v } else { 0 };
     let biases = s.biases(problem).len() as u32 * s.block_kv * 128;
@@ -25,6 +33,6 @@ pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
         && s.cluster == 1
         && !s.output_apart
         && s.consumers * 64 <= s.stages * s.block_kv;
-    let again = if in_v && problem.masks() && s.bias_stages == 0 { 24 } else { 0 };
-    q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24
+    let again = if in_v && (problem.masks() || !problem.kv.is_dense()) && s.bias_stages == 0 { 24 } else { 0 };
+    q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24 + table
 }

@@ -26,7 +26,7 @@ pub struct TensorMapSpec {
 /// Elements of one row of a box: 128 bytes.
 const BOX: u32 = 64;
 /// Largest stride, exclusive, that the copy engine takes, in bytes.
-const STRIDE_LIMIT: u64 = 1 << 40;
+pub(in crate::family) const STRIDE_LIMIT: u64 = 1 << 40;
 
 /// Why TMA cannot address the tensors of a call, if it cannot: it needs addresses and strides in multiples of
 /// 16 bytes, and strides above zero and below 2^40 bytes.
@@ -155,7 +155,14 @@ fn bias_map(dtype: DType, args: &ForwardArgs, t: &SideTensorArg, leading: usize)
 }
 
 /// Strides in elements to strides in bytes; those of dimensions with a single element mean nothing and become legal.
-fn spec(dtype: DType, address: u64, rank: usize, dims: [u64; 5], strides: [i64; 4], tile: [u32; 5]) -> TensorMapSpec {
+pub(in crate::family) fn spec(
+    dtype: DType,
+    address: u64,
+    rank: usize,
+    dims: [u64; 5],
+    strides: [i64; 4],
+    tile: [u32; 5],
+) -> TensorMapSpec {
     let mut bytes = [0; 4];
     for (i, stride) in strides.into_iter().enumerate() {
         bytes[i] = if dims[i + 1] > 1 { stride as u64 * 2 } else { (dims[0] * 2).next_multiple_of(16) };

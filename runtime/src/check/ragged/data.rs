@@ -192,7 +192,15 @@ impl RaggedData {
         let mut at = |part| if self.parts.contains_key(&part) { address(part) } else { 0 };
         let k_table = at(Part::KTable);
         let v_table = if self.parts.contains_key(&Part::VTable) { at(Part::VTable) } else { k_table };
+        // Of a pack, as many rows as its memory holds.
+        let [_, head, row] = self.args.q_stride;
+        let elements = self.parts.get(&Part::Q).map_or(0, |q| q.len() / self.problem.dtype.bytes()) as i64;
+        let last = elements - i64::from(self.problem.head_dim_qk) - i64::from(self.args.heads - 1) * head;
+        let packed = self.parts.contains_key(&Part::QBegin);
+        let held = if last < 0 { 0 } else { last / row.max(1) + 1 };
+        let q_rows = if packed { held } else { i64::from(self.args.q_len) };
         RaggedArgs {
+            q_rows,
             q: at(Part::Q),
             k: at(Part::K),
             v: at(Part::V),

@@ -1,0 +1,29 @@
+// Follows the body of forward/sm90.cu, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense kernels
+// changed when both families shared this text.
+//
+// Part of the kernel's body: the barriers of a thread block (layout.cuh).
+
+    const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) QPipeline::init(smem, i, 1, kQLeavesEarly ? 4 : 1);
+        for (int i = 0; i < 2; i++) {
+            const int warps = (kClean || kBiases > 0 ? 2 : 1) + kConsumers * 4;
+            WorkPipeline::init(smem, i, 1, 1 + warps * (kOptimistic ? 32 : 1));
+        }
+        for (int s = 0; s < kStages; s++) {
+            KPipeline::init(smem, s, 1, kCluster * kConsumers * 4);
+            VPipeline::init(smem, s, kClean ? kHelpers : 1, kCluster * kConsumers * 4);
+            mbarrier_init(VPipeline::raw_at(smem, s), 1);
+        }
+        mbarrier_init(smem + Layout::kAdmitV, kConsumers);
+        mbarrier_init(smem + Layout::kAskWork, 1);
+        store_shared_4(smem + Layout::kMetNonFinite, 0);
+        if (kOptimistic) {
+            store_shared_4(smem + Layout::kFound, 0);
+            mbarrier_init(smem + Layout::kTilesDone, kConsumers * 4);
+        }
+        for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
+            BiasPipeline::init(smem, i, copies_biases(args) ? 1 + 32 : 1, copies_biases(args) ? 128 : 4);
+        }
+        mbarrier_init_fence();
+    }
