@@ -1,6 +1,6 @@
 //! What a tuning result is filed by beside the lengths: how the keys of a ragged batch lie.
 
-use crate::{Error, Result, Shape};
+use crate::{Constraint, Constraints, Error, Result, Shape};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -37,6 +37,11 @@ impl PageClass {
             PageClass::Tokens(tokens) => Some(tokens),
             PageClass::Dense | PageClass::Whole => None,
         }
+    }
+
+    /// What pages of the class demand of a kernel: those of less than 16 tokens are not found by TMA.
+    pub fn demands(self) -> Constraints {
+        Constraints::NONE.with_if(Constraint::Strided, self.tokens().is_some_and(|tokens| tokens < 16))
     }
 
     /// How far two classes are apart, in doublings of a length: on an H200 all pages of 1 to 256 tokens and none took

@@ -237,10 +237,10 @@ pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u
     Case::new(problem, &Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask })
 }
 
-/// The family of a name, or the best one for the problem.
-pub fn family(name: Option<&str>, problem: &Problem, arch: Arch) -> Result<Family> {
+/// The family of a name, or the best one for the problem at such sizes.
+pub fn family(name: Option<&str>, problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Result<Family> {
     let Some(name) = name else {
-        let best = Family::candidates(problem, arch).first().copied();
+        let best = Family::candidates_for(problem, arch, bucket).first().copied();
         let why = || Family::ALL.into_iter().filter_map(|f| f.supports(problem, arch).err()).map(|e| e.to_string());
         return best.ok_or_else(|| {
             usage(format!("no kernel family computes {problem} on {arch}: {}", why().collect::<Vec<_>>().join("; ")))

@@ -35,8 +35,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         Some(arch) => arch,
         None => cx.device()?.fingerprint().arch,
     };
-    let family = family(args.family.as_deref(), &case.problem, arch)?;
     let bucket = case.bucket(1);
+    let family = family(args.family.as_deref(), &case.problem, arch, &bucket)?;
     let default = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let fits = |s: &Schedule| Kernel { problem: case.problem, schedule: *s, arch }.check().is_ok();
     let space = || {

@@ -89,7 +89,7 @@ pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Reli
 /// The default kernel of the best family for a case.
 pub fn default_kernel(case: &Case, arch: Arch) -> Result<Kernel> {
     let bucket = case.bucket(1);
-    let family = family(None, &case.problem, arch)?;
+    let family = family(None, &case.problem, arch, &bucket)?;
     let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let kernel = Kernel { problem: case.problem, schedule, arch };
     kernel.check()?;

@@ -56,8 +56,8 @@ pub(crate) fn space(
     also: &[Schedule],
 ) -> Result<Space> {
     let (arch, shape) = (device.arch, &sizes.shape);
-    let families = families(problem, arch)?;
     let bucket = ShapeBucket::of_call(problem, sizes, device.units);
+    let families = families(problem, arch, &bucket)?;
     let kernel = |schedule| Kernel { problem: *problem, schedule, arch };
     let default = kernel(Schedule::default_for(families[0], problem, arch, &bucket)?);
 
@@ -85,8 +85,9 @@ pub(crate) fn space(
 }
 
 /// The families to search. A plain one is an oracle, not a contender: it is used only where no fast one is.
-fn families(problem: &Problem, arch: Arch) -> Result<Vec<Family>> {
-    let candidates = Family::candidates(problem, arch);
+fn families(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Result<Vec<Family>> {
+    let mut candidates = Family::candidates_for(problem, arch, bucket);
+    candidates.retain(|f| f.unmet(bucket.pages.demands()).is_none());
     let fast: Vec<Family> = candidates.iter().copied().filter(|f| f.purpose() == Purpose::Fast).collect();
     if !fast.is_empty() {
         return Ok(fast);
@@ -155,7 +156,7 @@ mod tests {
             let best = timed.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
             let (in_it, dropped): (Vec<_>, Vec<_>) = timed.into_iter().partition(|(s, _)| kept.contains(s));
             let ahead = dropped.iter().map(|t| t.1 / best).fold(f64::INFINITY, f64::min);
-            let of_all: usize = families(&table.problem, table.device.arch)
+            let of_all: usize = families(&table.problem, table.device.arch, &ShapeBucket::of(&table.shape))
                 .unwrap()
                 .iter()
                 .map(|f| Schedule::space(*f, &table.problem, table.device.arch).len())

@@ -130,7 +130,7 @@ impl KernelFamily for Sm90RaggedSchedule {
 
     /// Tiles have 64 rows for each warpgroup: fewer leave most of wgmma idle.
     fn prefers(bucket: &ShapeBucket) -> bool {
-        u64::from(bucket.q_len) * u64::from(bucket.group) > 64
+        u64::from(bucket.q_len) * u64::from(bucket.group) > 64 && bucket.pages.demands() == Constraints::NONE
     }
 
     fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
@@ -143,7 +143,14 @@ impl KernelFamily for Sm90RaggedSchedule {
 
     fn space(problem: &Problem, _: Arch) -> Vec<Self> {
         let takes = |s: &Sm90Schedule| s.scheduler.is_persistent() && s.cluster == 1 && s.bias_stages == 0 && !s.ending;
-        Sm90Schedule::space(problem).into_iter().filter(takes).map(Self).collect()
+        // Heads of a group together beside whole thread blocks' tiles, too, which dense tensors are not searched for.
+        let packed = |s: Sm90Schedule| Sm90Schedule { pack_group: problem.program.is_none(), ..s };
+        let both = |s: Sm90Schedule| [s, packed(s)];
+        let mut space: Vec<Self> =
+            Sm90Schedule::space(problem).into_iter().filter(takes).flat_map(both).map(Self).collect();
+        space.sort();
+        space.dedup();
+        space
     }
 
     fn is_worth(&self, shape: &Shape) -> bool {
