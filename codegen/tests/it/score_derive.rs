@@ -87,6 +87,39 @@ fn derivatives_by_the_score_and_by_tensors_are_those_of_finite_differences() {
 }
 
 #[test]
+fn derivatives_at_ties_are_those_of_autograd() {
+    // By the score at a place, and by t[0] where the program has it.
+    let at = |text: &str, x: f64, t: f32| {
+        let program = Program::parse(&format!("t: float[1]; score = {text};")).unwrap();
+        let d = Derivative::of_score(&program);
+        let sizes = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1, mask: Default::default() };
+        let data = SideData::default().tensor("t", &[1], Elements::Float(vec![t]));
+        let roots: Vec<Id> = d.score.into_iter().chain(d.tensors.iter().map(|t| t.value)).collect();
+        let mut e = Evaluator::new(&d.graph, &roots, &sizes, &data, Precision::F64);
+        e.go(At::default(), [0; 4], x);
+        (d.score.map_or(0.0, |id| e.float(id)), d.tensors.iter().map(|t| e.float(t.value)).sum::<f64>())
+    };
+    let by_score = |text: &str, x: f64| at(text, x, 0.0).0;
+    assert_eq!([-1.0, 0.0, 2.0].map(|x| by_score("abs(score)", x)), [-1.0, 0.0, 1.0]);
+    for function in ["min", "max"] {
+        let text = format!("{function}(score, 3.0)");
+        assert_eq!(by_score(&text, 3.0), 0.5, "{text}");
+        assert_eq!(by_score(&text, 2.0) + by_score(&text, 4.0), 1.0, "{text}");
+        assert_eq!(at(&format!("{function}(score, t[0])"), 1.5, 1.5), (0.5, 0.5));
+        assert_eq!(at(&format!("{function}(2.0 * score, score + 1.0)"), 1.0, 0.0).0, 1.5);
+    }
+    let clamp = "clamp(score, -1.0, 2.0)";
+    assert_eq!([-1.5, -1.0, 0.0, 2.0, 2.5].map(|x| by_score(clamp, x)), [0.0, 1.0, 1.0, 1.0, 0.0]);
+    let low = "clamp(score, t[0], 2.0)";
+    assert_eq!([-1.5, -1.0, 2.0, 2.5].map(|x| at(low, x, -1.0)), [(0.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 0.0)]);
+    let swapped = "max(min(score, t[0]), -2.0)";
+    assert_eq!([-2.0, 1.0, 1.5].map(|x| at(swapped, x, 1.0)), [(1.0, 0.0), (1.0, 0.0), (0.0, 1.0)]);
+    // What a condition reads has no part in it.
+    assert_eq!(by_score("select(score > 1.0, 2.0, 5.0)", 1.0), 0.0);
+    assert_eq!(by_score("select(score > 1.0, 2.0 * score, 5.0 * score)", 1.0), 5.0);
+}
+
+#[test]
 fn the_built_ins_have_the_derivatives_of_the_book() {
     let text = |name: &str| {
         let program = Program::parse(builtin(name).unwrap().text).unwrap();

@@ -6,8 +6,12 @@ use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 /// The derivatives of one result of a program, for the backward pass.
 ///
 /// With `g` the gradient of the loss by the result, the gradient by the score is `g * score`, and each tensor in
-/// `tensors` gains `g * value` at its `index`, summed over all scores. At a kink (`abs`, `min`, `max`, a `select` whose
-/// condition changes) it is the derivative of one side.
+/// `tensors` gains `g * value` at its `index`, summed over all scores.
+///
+/// At a kink it is what PyTorch's autograd has: 0 for `abs` at 0, half to each operand of `min` and `max` where they are
+/// equal, all to the value that is clamped where it is at a bound, and nothing to what only a condition reads.
+/// `clamp(x, low, high)` is `min(max(x, low), high)` of an `x` that changes with the score and bounds that do not: a
+/// text that spells it so means the same. Of NaN and a number the number is taken, and its derivative.
 #[derive(Debug, Clone)]
 pub struct Derivative {
     /// The program's nodes and those of the derivatives.
@@ -148,19 +152,68 @@ fn step(g: &mut Graph, id: Id, known: &[Option<Id>]) -> Option<Id> {
             };
             Some(g.binary(Binary::Div, above, b))
         }
-        Node::Binary(op @ (Binary::Min | Binary::Max), a, b) => {
-            let second = match op {
-                Binary::Min => g.binary(Binary::Lt, b, a),
-                _ => g.binary(Binary::Lt, a, b),
-            };
-            // Of NaN and a number, the number.
-            let nan = g.binary(Binary::Ne, a, a);
-            let second = g.or(second, nan);
-            choose(g, second, of(b), of(a))
-        }
+        Node::Binary(op @ (Binary::Min | Binary::Max), a, b) => match clamped(g, op, a, b) {
+            Some(clamp) => {
+                let inner = match op {
+                    Binary::Min => Binary::Max,
+                    _ => Binary::Min,
+                };
+                let beyond = is_second(g, op, clamp.inner, clamp.outer_bound);
+                let before = is_second(g, inner, clamp.value, clamp.inner_bound);
+                let within = choose(g, before, of(clamp.inner_bound), of(clamp.value));
+                choose(g, beyond, of(clamp.outer_bound), within)
+            }
+            None => {
+                let second = is_second(g, op, a, b);
+                let one = choose(g, second, of(b), of(a))?;
+                let equal = g.binary(Binary::Eq, a, b);
+                let both = match (of(a), of(b)) {
+                    (Some(x), Some(y)) => g.binary(Binary::Add, x, y),
+                    (x, y) => x.or(y)?,
+                };
+                let half = g.float(0.5);
+                let half = g.binary(Binary::Mul, half, both);
+                Some(g.select(equal, half, one))
+            }
+        },
         Node::Select(c, a, b) => choose(g, c, of(a), of(b)),
         _ => None,
     }
+}
+
+/// Whether the least or greatest of two is the second and not the first; of NaN and a number, the number is.
+fn is_second(g: &mut Graph, op: Binary, a: Id, b: Id) -> Id {
+    let second = match op {
+        Binary::Min => g.binary(Binary::Lt, b, a),
+        _ => g.binary(Binary::Lt, a, b),
+    };
+    let nan = g.binary(Binary::Ne, a, a);
+    g.or(second, nan)
+}
+
+/// A value between two bounds: that of the least and that of the greatest, in the order in which they are applied.
+struct Clamp {
+    value: Id,
+    inner: Id,
+    inner_bound: Id,
+    outer_bound: Id,
+}
+
+/// `min(max(value, bound), bound)`, or the other way round, of a value that changes with the score and bounds that do
+/// not.
+fn clamped(g: &Graph, op: Binary, a: Id, b: Id) -> Option<Clamp> {
+    let apart = |a: Id, b: Id| match (g.depends(a).score, g.depends(b).score) {
+        (true, false) => Some((a, b)),
+        (false, true) => Some((b, a)),
+        _ => None,
+    };
+    let (inner, outer_bound) = apart(a, b)?;
+    let Node::Binary(of, a, b) = *g.node(inner) else { return None };
+    if !matches!((op, of), (Binary::Min, Binary::Max) | (Binary::Max, Binary::Min)) {
+        return None;
+    }
+    let (value, inner_bound) = apart(a, b)?;
+    Some(Clamp { value, inner, inner_bound, outer_bound })
 }
 
 fn choose(g: &mut Graph, condition: Id, a: Option<Id>, b: Option<Id>) -> Option<Id> {
