@@ -5,10 +5,12 @@
 //! built for another layout is refused, never called.
 
 mod append;
+mod backward;
 mod declare;
 mod layout;
 
 pub use append::AppendArgs;
+pub use backward::BackwardArgs;
 pub use declare::{Declared, Field, Spelt, declaration};
 pub use layout::ArgsLayout;
 
@@ -17,9 +19,9 @@ use crate::{Language, Op, Problem};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`] and of the entry points. Any change to one of them needs
-/// a new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before are then given
-/// what they were compiled for.
+/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`] and of the entry points. Any change to
+/// one of them needs a new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before
+/// are then given what they were compiled for.
 ///
 /// The same holds for what else host and kernel agree in by numbers that are rendered, and that no template's hash
 /// shows: [`TILE_QUEUES`], and how block lists and key ranges lie in memory.
@@ -189,6 +191,8 @@ pub enum Args<'a> {
     Ragged(&'a RaggedArgs),
     /// New rows of K and V into a store.
     Append(&'a AppendArgs),
+    /// A backward pass over dense tensors.
+    Backward(&'a BackwardArgs),
 }
 
 impl<'a> Args<'a> {
@@ -198,6 +202,7 @@ impl<'a> Args<'a> {
             Args::Forward(args) => bytemuck::bytes_of(args),
             Args::Ragged(args) => bytemuck::bytes_of(args),
             Args::Append(args) => bytemuck::bytes_of(args),
+            Args::Backward(args) => bytemuck::bytes_of(args),
         }
     }
 
@@ -207,6 +212,7 @@ impl<'a> Args<'a> {
             Args::Forward(args) => args.side,
             Args::Ragged(args) => args.side,
             Args::Append(_) => 0,
+            Args::Backward(args) => args.side,
         }
     }
 
@@ -216,6 +222,7 @@ impl<'a> Args<'a> {
             Args::Forward(_) => "dense tensors",
             Args::Ragged(_) => "a ragged batch",
             Args::Append(_) => "an append",
+            Args::Backward(_) => "a backward pass",
         }
     }
 
@@ -225,6 +232,7 @@ impl<'a> Args<'a> {
             Args::Forward(_) => matches!(problem.op, Op::Forward) && problem.kv.is_dense(),
             Args::Ragged(_) => matches!(problem.op, Op::Forward) && !problem.kv.is_dense(),
             Args::Append(_) => matches!(problem.op, Op::Append),
+            Args::Backward(_) => matches!(problem.op, Op::Backward) && problem.kv.is_dense(),
         }
     }
 }
@@ -244,6 +252,12 @@ impl<'a> From<&'a RaggedArgs> for Args<'a> {
 impl<'a> From<&'a AppendArgs> for Args<'a> {
     fn from(args: &'a AppendArgs) -> Self {
         Args::Append(args)
+    }
+}
+
+impl<'a> From<&'a BackwardArgs> for Args<'a> {
+    fn from(args: &'a BackwardArgs) -> Self {
+        Args::Backward(args)
     }
 }
 
@@ -365,6 +379,7 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
         ("forward_args", declaration::<ForwardArgs>(language)),
         ("ragged_args", declaration::<RaggedArgs>(language)),
         ("append_args", declaration::<AppendArgs>(language)),
+        ("backward_args", declaration::<BackwardArgs>(language)),
         ("side_tensor", declaration::<SideTensorArg>(language)),
     ];
     let own = match language {
@@ -424,7 +439,7 @@ mod tests {
         }
         // The last struct is padded to the alignment of its tensor maps.
         let plain = [gaps::<ForwardArgs>(), gaps::<RaggedArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>()];
-        assert_eq!((plain, gaps::<AppendArgs>()), ([0; 4], 0));
+        assert_eq!((plain, gaps::<AppendArgs>(), gaps::<BackwardArgs>()), ([0; 4], 0, 0));
         let padding = gaps::<MappedArgs>();
         assert!(padding < 64, "{padding}");
     }

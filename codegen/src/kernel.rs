@@ -1,6 +1,8 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
-use crate::{Arch, DType, Error, KvElement, KvScales, KvStore, Problem, Resources, Result, Schedule, TemplateSet, abi};
+use crate::{
+    Arch, DType, Error, KvElement, KvScales, KvStore, Op, Problem, Resources, Result, Schedule, TemplateSet, abi,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -156,6 +158,9 @@ impl Kernel {
             Language::C => crate::score::cpu_fields(p.program.as_deref()),
             Language::Cuda => crate::score::cuda_fields(p.program.as_deref(), self.schedule.biases(p)),
         });
+        if p.op == Op::Backward {
+            m.extend(crate::score::gradient_fields(p.program.as_deref(), self.language()));
+        }
         self.schedule.constants(p, &mut m);
         m
     }

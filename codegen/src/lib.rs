@@ -38,10 +38,10 @@ pub use constraints::{Constraint, Constraints};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
-    AppendCpuSchedule, AppendCudaSchedule, CpuRaggedSchedule, CpuSchedule, Family, NaiveRaggedSchedule, NaiveSchedule,
-    Place, Purpose, RaggedAccount, Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule,
-    Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, has_loose_biases,
-    is_addressable, ragged_unaddressable, unaddressable,
+    AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, CpuRaggedSchedule, CpuSchedule,
+    Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose, RaggedAccount, Schedule, Sm80RaggedSchedule,
+    Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle,
+    TensorMapSpec, TileOrder, has_loose_biases, is_addressable, ragged_unaddressable, unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
 pub use kv::{KvElement, KvKind, KvScales, KvStore};

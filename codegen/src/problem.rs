@@ -142,6 +142,23 @@ impl Problem {
         self.program.is_some_and(|p| p.mask().is_some())
     }
 
+    /// Whether nothing is to be written at these sizes: a backward pass without a query still writes zeros for every
+    /// key.
+    pub fn has_no_output(&self, shape: &Shape) -> bool {
+        match self.op {
+            Op::Backward => {
+                let none = |heads: u32, rows: u32| heads == 0 || rows == 0;
+                shape.batch == 0 || none(shape.heads, shape.q_len) && none(shape.kv_heads, shape.kv_len)
+            }
+            _ => shape.is_empty(),
+        }
+    }
+
+    /// The gradients of the same problem.
+    pub fn backward(self) -> Self {
+        Self { op: Op::Backward, ..self }
+    }
+
     /// Whether any key may be masked, by either.
     pub fn masks(&self) -> bool {
         self.mask.any() || self.masks_by_program()

@@ -25,6 +25,8 @@ macro_rules! embed {
 const EMBEDDED: &[(&str, &str)] = embed![
     "append/cpu.c",
     "append/cuda.cu",
+    "backward/cpu.c",
+    "backward/naive.cu",
     "forward/cpu.c",
     "forward/cpu_ragged.c",
     "forward/naive.cu",
@@ -84,6 +86,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/pack.h",
     "lib/cpu/panels.h",
     "lib/cpu/program.h",
+    "lib/cpu/program_gradient.h",
     "lib/cpu/quantise.h",
     "lib/cpu/ragged.h",
     "lib/cpu/ragged_program.h",
@@ -248,7 +251,7 @@ mod tests {
         assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
         assert_eq!(
             changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"),
-            ["forward/cpu", "forward/cpu_ragged"]
+            ["forward/cpu", "forward/cpu_ragged", "backward/cpu"]
         );
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90", "forward/sm90_ragged"]);
         let cuda = [
@@ -259,6 +262,7 @@ mod tests {
             "forward/naive",
             "forward/naive_ragged",
             "append/cuda",
+            "backward/naive",
         ];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);
     }

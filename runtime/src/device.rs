@@ -203,7 +203,7 @@ impl dyn Device {
         require_room(self.fingerprint(), problem, shape)
     }
 
-    /// Launches for a shape with the kernel's own geometry; does nothing for an empty shape.
+    /// Launches for a shape with the kernel's own geometry; does nothing where no output has an element.
     ///
     /// # Safety
     /// As [`Device::launch`].
@@ -230,7 +230,7 @@ impl dyn Device {
         findings: Option<&dyn Findings>,
         stream: Stream,
     ) -> Result<()> {
-        if shape.is_empty() {
+        if module.kernel().problem.has_no_output(shape) {
             return Ok(());
         }
         let plan = module.kernel().plan(shape).map_err(Error::from)?;

@@ -1,6 +1,8 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
-use super::{AppendArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap};
+use super::{
+    AppendArgs, BackwardArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
+};
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Result};
 use serde::{Deserialize, Serialize};
@@ -15,7 +17,7 @@ pub struct ArgsLayout {
     /// Tensor maps, biases' among them, before the rest.
     #[serde(default, skip_serializing_if = "is_default")]
     pub head: u32,
-    /// [`ForwardArgs`], [`RaggedArgs`] or [`AppendArgs`].
+    /// [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`] or [`BackwardArgs`].
     pub forward: u32,
     /// What follows it.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -36,6 +38,8 @@ impl ArgsLayout {
     pub(crate) const RAGGED: Self = Self { forward: size_of::<RaggedArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`AppendArgs`].
     pub(crate) const APPEND: Self = Self { forward: size_of::<AppendArgs>() as u32, ..Self::FORWARD };
+    /// Of those that take [`BackwardArgs`].
+    pub(crate) const BACKWARD: Self = Self { forward: size_of::<BackwardArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`MappedArgs`].
     pub(crate) const MAPPED: Self = Self {
         head: offset_of!(MappedArgs, forward) as u32,

@@ -11,6 +11,8 @@
 pub(crate) mod account;
 pub(crate) mod append_cpu;
 pub(crate) mod append_cuda;
+pub(crate) mod backward_cpu;
+pub(crate) mod backward_naive;
 pub(crate) mod fields;
 pub(crate) mod forward_cpu;
 pub(crate) mod forward_cpu_ragged;
@@ -25,6 +27,8 @@ mod program_length;
 pub use account::RaggedAccount;
 pub use append_cpu::AppendCpuSchedule;
 pub use append_cuda::AppendCudaSchedule;
+pub use backward_cpu::BackwardCpuSchedule;
+pub use backward_naive::BackwardNaiveSchedule;
 pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
 pub use forward_cpu_ragged::CpuRaggedSchedule;
@@ -258,6 +262,10 @@ families! {
     "append/cuda": AppendCuda = AppendCuda(AppendCudaSchedule);
     /// New rows of K and V into a store, in C.
     "append/cpu": AppendCpu = AppendCpu(AppendCpuSchedule);
+    /// Gradients in C for the host processor.
+    "backward/cpu": BackwardCpu = BackwardCpu(BackwardCpuSchedule);
+    /// Gradients in plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
+    "backward/naive": BackwardNaive = BackwardNaive(BackwardNaiveSchedule);
 }
 
 impl Family {
@@ -553,14 +561,14 @@ mod tests {
     #[test]
     fn an_operation_without_a_family_is_refused_by_name() {
         let forward = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap();
-        for op in [Op::Backward, Op::Quantise] {
-            let problem = Problem { op, ..forward };
-            for family in Family::ALL {
-                let e = family.supports(&problem, arch("sm_90a")).unwrap_err().to_string();
-                assert!(e.contains("op") && e.contains(op.name()), "{e}");
-            }
-            assert!(Family::candidates(&problem, arch("sm_90a")).is_empty());
+        let problem = Problem { op: Op::Quantise, ..forward };
+        for family in Family::ALL {
+            let e = family.supports(&problem, arch("sm_90a")).unwrap_err().to_string();
+            assert!(e.contains("op") && e.contains("quantise"), "{e}");
         }
+        assert!(Family::candidates(&problem, arch("sm_90a")).is_empty());
+        assert_eq!(Family::candidates(&forward.backward(), arch("sm_90a")), [Family::BackwardNaive]);
+        assert_eq!(Family::candidates(&forward.backward(), arch("cpu-avx2")), [Family::BackwardCpu]);
     }
 
     #[test]

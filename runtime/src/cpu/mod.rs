@@ -149,7 +149,7 @@ impl Device for CpuDevice {
                 unsafe { module.prepare(args) }
                     .ok_or_else(|| no_memory("no memory for partial results of split keys".to_owned()))?,
             ),
-            Args::Forward(_) | Args::Append(_) => None,
+            Args::Forward(_) | Args::Append(_) | Args::Backward(_) => None,
         };
         let args = prepared.as_ref().map_or(args, |(_memory, args)| Args::Ragged(args));
         // SAFETY: as above.

@@ -331,6 +331,7 @@ impl Device for CudaDevice {
                 }
             }
             (None, Args::Append(args)) => Base::Append(args),
+            (None, Args::Backward(args)) => Base::Backward(args),
         };
         let parameter;
         let parameter: *const std::ffi::c_void = match problem.program {

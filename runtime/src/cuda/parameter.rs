@@ -1,7 +1,8 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
 use flashtune_codegen::abi::{
-    AppendArgs, ArgsLayout, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideArgs, SideTensorArg,
+    AppendArgs, ArgsLayout, BackwardArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideArgs,
+    SideTensorArg,
 };
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
@@ -13,8 +14,10 @@ const _: () = assert!(
     LARGEST <= 4096
         && size_of::<RaggedArgs>() <= size_of::<MappedArgs>()
         && size_of::<AppendArgs>() <= size_of::<MappedArgs>()
+        && size_of::<BackwardArgs>() <= size_of::<MappedArgs>()
         && size_of::<AppendArgs>().is_multiple_of(8)
         && size_of::<RaggedMappedArgs>() <= size_of::<MappedArgs>()
+        && size_of::<BackwardArgs>().is_multiple_of(8)
         && size_of::<ForwardArgs>().is_multiple_of(8)
         && size_of::<RaggedArgs>().is_multiple_of(8)
         && size_of::<MappedArgs>().is_multiple_of(8)
@@ -74,6 +77,7 @@ pub(super) enum Base<'a> {
     Ragged(&'a RaggedArgs),
     Append(&'a AppendArgs),
     RaggedMapped(&'a RaggedMappedArgs),
+    Backward(&'a BackwardArgs),
 }
 
 impl Base<'_> {
@@ -85,6 +89,7 @@ impl Base<'_> {
             Base::Ragged(args) => std::ptr::from_ref(*args).cast(),
             Base::Append(args) => std::ptr::from_ref(*args).cast(),
             Base::RaggedMapped(args) => std::ptr::from_ref(*args).cast(),
+            Base::Backward(args) => std::ptr::from_ref(*args).cast(),
         }
     }
 
@@ -96,6 +101,7 @@ impl Base<'_> {
             Base::Ragged(_) => size_of::<RaggedArgs>(),
             Base::Append(_) => size_of::<AppendArgs>(),
             Base::RaggedMapped(_) => size_of::<RaggedMappedArgs>(),
+            Base::Backward(_) => size_of::<BackwardArgs>(),
         }
     }
 
@@ -105,6 +111,7 @@ impl Base<'_> {
             Base::Forward(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Ragged(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Append(args) => [&[], bytemuck::bytes_of(*args), &[]],
+            Base::Backward(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Mapped(args) => {
                 let forward = offset_of!(MappedArgs, forward);
                 let (tiling, end) = (offset_of!(MappedArgs, tiling), offset_of!(MappedArgs, masks) + size_of::<u64>());

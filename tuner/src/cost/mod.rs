@@ -24,7 +24,12 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),
         Schedule::CpuRagged(s) => forward_cpu_ragged::cost(kernel, s, shape, device),
         // They have one schedule: nothing to choose.
-        Schedule::Naive(_) | Schedule::NaiveRagged(_) | Schedule::AppendCuda(_) | Schedule::AppendCpu(_) => 1.0,
+        Schedule::Naive(_)
+        | Schedule::NaiveRagged(_)
+        | Schedule::AppendCuda(_)
+        | Schedule::AppendCpu(_)
+        | Schedule::BackwardCpu(_)
+        | Schedule::BackwardNaive(_) => 1.0,
     }
 }
 

@@ -24,6 +24,7 @@
 
 mod cost;
 mod fragments;
+mod gradient;
 mod keep;
 mod pieces;
 mod print;
@@ -34,6 +35,7 @@ use crate::score::analysis::derive::Derivative;
 use crate::score::graph::{Depends, Graph, Node};
 use crate::score::syntax::words::Id;
 use fragments::Affine;
+pub(crate) use gradient::gradient_fields;
 pub(crate) use pieces::{cpu_fields, cuda_fields};
 pub use print::{Dialect, Printer};
 pub use stmt::Scope;

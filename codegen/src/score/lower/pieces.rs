@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 /// C of a program whose statements cost more than this is not optimised: gcc takes 10 s for 150 calls of `tanh`, 6 s
 /// for 1600 other statements, and minutes for a few times as many.
-const LONG: usize = 985;
+pub(super) const LONG: usize = 985;
 
 macro_rules! pieces {
     ($($piece:ident => $name:literal,)*) => {

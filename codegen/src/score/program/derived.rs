@@ -3,6 +3,7 @@
 use super::Program;
 use crate::score::analysis::derive::Derivative;
 use crate::score::analysis::tile::TileProgram;
+use crate::score::graph::Graph;
 use crate::score::syntax::words::Var;
 
 impl TileProgram {
@@ -23,6 +24,13 @@ impl Derivative {
     pub fn of_score(program: &Program) -> Self {
         let mut graph = program.graph.clone();
         let root = program.score.unwrap_or_else(|| graph.var(Var::Score));
+        Self::of(graph, root)
+    }
+
+    /// That of a score that no program changes.
+    pub(crate) fn of_nothing() -> Self {
+        let mut graph = Graph::default();
+        let root = graph.var(Var::Score);
         Self::of(graph, root)
     }
 

@@ -1,0 +1,71 @@
+//! The argument of backward kernels.
+
+use super::declare::arguments;
+use bytemuck::{Pod, Zeroable};
+
+arguments! {
+    /// Arguments of a backward kernel over dense tensors: the gradients dQ, dK and dV of a loss whose gradient by O is
+    /// dO. Pointers are device addresses, 0 for what a call has not; strides count elements.
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+    pub struct BackwardArgs as "BackwardArgs" {
+        /// dO, `[batch, heads, q_len, head_dim_v]` by strides.
+        pub dout: u64 as "const void*",
+        /// Q, `[batch, heads, q_len, head_dim_qk]` by strides.
+        pub q: u64 as "const void*",
+        /// K, `[batch, kv_heads, kv_len, head_dim_qk]` by strides.
+        pub k: u64 as "const void*",
+        /// V, `[batch, kv_heads, kv_len, head_dim_v]` by strides.
+        pub v: u64 as "const void*",
+        /// O of the forward pass, `[batch, heads, q_len, head_dim_v]` by strides.
+        pub o: u64 as "const void*",
+        /// Natural log-sum-exp of the forward pass, fp32, contiguous `[batch, heads, q_len]`: -inf of rows that attend to
+        /// nothing.
+        pub lse: u64 as "const float*",
+        /// The loss's gradient by the log-sum-exp, fp32, contiguous `[batch, heads, q_len]`; or 0: it does not depend on
+        /// it.
+        pub dlse: u64 as "const float*",
+        /// dQ, `[batch, heads, q_len, head_dim_qk]` by strides.
+        pub dq: u64 as "void*",
+        /// dK, `[batch, kv_heads, kv_len, head_dim_qk]` by strides: the sum over the query heads of a KV head.
+        pub dk: u64 as "void*",
+        /// dV, `[batch, kv_heads, kv_len, head_dim_v]` by strides: the same sum.
+        pub dv: u64 as "void*",
+        /// Scratch memory of the launch, for kernels whose plan has some; or 0.
+        pub scratch: u64 as "void*",
+        /// Strides of dO: batch, head, row.
+        pub dout_stride: [i64; 3],
+        /// Strides of Q: batch, head, row.
+        pub q_stride: [i64; 3],
+        /// Strides of K: batch, head, row.
+        pub k_stride: [i64; 3],
+        /// Strides of V: batch, head, row.
+        pub v_stride: [i64; 3],
+        /// Strides of O: batch, head, row.
+        pub o_stride: [i64; 3],
+        /// Strides of dQ: batch, head, row.
+        pub dq_stride: [i64; 3],
+        /// Strides of dK: batch, head, row.
+        pub dk_stride: [i64; 3],
+        /// Strides of dV: batch, head, row.
+        pub dv_stride: [i64; 3],
+        /// Number of sequences.
+        pub batch: i32,
+        /// Number of query heads.
+        pub heads: i32,
+        /// Number of KV heads.
+        pub kv_heads: i32,
+        /// Rows of Q.
+        pub q_len: i32,
+        /// Rows of K and V.
+        pub kv_len: i32,
+        /// Keys visible before the query's position; read only by kernels whose left side is bounded.
+        pub window_left: i32,
+        /// Keys visible after the query's position; read only by kernels whose right side is bounded.
+        pub window_right: i32,
+        /// Softmax scale, applied to the scores.
+        pub scale: f32,
+        /// As `ForwardArgs.side`.
+        pub side: u64 as "const void*",
+    }
+}
