@@ -15,13 +15,15 @@
 //!
 //! [`Engine::forward`] takes device pointers with shape and strides and launches on the caller's stream;
 //! [`Engine::forward_host`] takes tensors in host memory. [`Engine::forward_ragged`] takes sequences of different lengths
-//! beside a packed, paged or quantised KV cache. All say which kernel ran and why ([`Plan::explain`]).
+//! beside a packed, paged or quantised KV cache. [`Engine::backward`] takes what a forward pass read and wrote, and
+//! gives the gradients of Q, K and V. All say which kernel ran and why ([`Plan::explain`]).
 //!
 //! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
 //! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
 
 pub mod append;
 mod awaited;
+mod backward;
 mod builder;
 mod engine;
 mod error;
@@ -49,6 +51,7 @@ pub const LAUNCHES_VARIABLE: &str = "FLASHTUNE_LAUNCHES";
 /// The variable that says whether a quick schedule answers calls while their own is being compiled: `1` or `0`.
 pub const QUICK_FIRST_VARIABLE: &str = "FLASHTUNE_QUICK_FIRST";
 
+pub use backward::Backward;
 pub use builder::Builder;
 pub use engine::{Dispatch, Engine, Forward};
 pub use error::{Error, Result};

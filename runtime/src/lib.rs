@@ -6,6 +6,7 @@
 //! forward_call(tensors, mask, scale) -> (Problem, Shape, ForwardArgs)
 //! ragged_call(batch, mask, scale) -> (Problem, Shape, RaggedArgs)
 //! append_call(append) -> (Problem, Shape, AppendArgs)
+//! backward_call(tensors, mask, scale) -> (Problem, Shape, BackwardArgs)
 //! Device::launch(Module, LaunchPlan, Args, Stream)
 //! ```
 //!
@@ -15,6 +16,7 @@
 //! allocates nothing and syncs nothing.
 
 mod append;
+mod backward;
 mod block_mask;
 pub mod ceilings;
 pub mod check;
@@ -37,9 +39,10 @@ mod typical;
 pub use append::{
     Append, AppendCall, AppendCase, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call, check_append,
 };
+pub use backward::{BackwardCall, BackwardTensors, backward_call};
 pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
-pub use check::{CheckCase, CheckInputs, CheckReport, Poison, RaggedCase, check_kernel};
+pub use check::{BackwardCase, CheckCase, CheckInputs, CheckReport, Poison, RaggedCase, check_kernel};
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;

@@ -189,16 +189,7 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
         check_contiguous("lse", lse)?;
     }
 
-    let scale = scale.unwrap_or_else(|| problem.default_scale());
-    if !scale.is_finite() {
-        return Err(flashtune_codegen::Error::unsupported(
-            "scale",
-            scale,
-            "the softmax scale is a finite number",
-            "leave it out for 1 / sqrt(head_dim)",
-        )
-        .into());
-    }
+    let scale = finite_scale(&problem, scale)?;
     let [window_left, window_right] = windows(&shape);
     let args = ForwardArgs {
         q: q.address,
@@ -224,8 +215,18 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
     Ok(ForwardCall { problem, shape, args, aligned })
 }
 
+/// The softmax scale of a call.
+pub(crate) fn finite_scale(problem: &Problem, scale: Option<f32>) -> Result<f32> {
+    let scale = scale.unwrap_or_else(|| problem.default_scale());
+    if scale.is_finite() {
+        return Ok(scale);
+    }
+    let limit = "the softmax scale is a finite number";
+    Err(flashtune_codegen::Error::unsupported("scale", scale, limit, "leave it out for 1 / sqrt(head_dim)").into())
+}
+
 /// Batch, head and row strides; 0 for a dimension that has no second element, whatever the caller wrote there.
-fn outer(t: &TensorView) -> [i64; 3] {
+pub(crate) fn outer(t: &TensorView) -> [i64; 3] {
     std::array::from_fn(|i| if t.shape[i] > 1 { t.strides[i] } else { 0 })
 }
 
@@ -240,16 +241,16 @@ pub(crate) fn error(
     Error::Tensor { tensor, field, found: found.to_string(), expected: expected.into(), remedy }
 }
 
-fn same_dtype(name: &'static str, t: &TensorView, want: DType) -> Result<()> {
+pub(crate) fn same_dtype(name: &'static str, t: &TensorView, want: DType) -> Result<()> {
     if t.dtype == want {
         return Ok(());
     }
-    let rule = if name == "lse" { "the log-sum-exp is fp32".to_owned() } else { format!("Q is {want}") };
+    let rule = if name.ends_with("lse") { "the log-sum-exp is fp32".to_owned() } else { format!("Q is {want}") };
     Err(error(name, "dtype", t.dtype, rule, "convert it: Q, K, V and O share one dtype, the LSE is f32"))
 }
 
 #[inline]
-fn same_shape(name: &'static str, t: &TensorView, want: [u64; 4], rule: &str) -> Result<()> {
+pub(crate) fn same_shape(name: &'static str, t: &TensorView, want: [u64; 4], rule: &str) -> Result<()> {
     if t.shape == want {
         return Ok(());
     }
@@ -269,7 +270,7 @@ fn other_shape(name: &'static str, t: &TensorView, want: [u64; 4], rule: &str) -
 }
 
 /// Batch, head counts and lengths end up in `i32` fields.
-fn small(name: &'static str, field: &'static str, n: u64) -> Result<u32> {
+pub(crate) fn small(name: &'static str, field: &'static str, n: u64) -> Result<u32> {
     match i32::try_from(n) {
         Ok(n) => Ok(n as u32),
         Err(_) => Err(error(name, field, n, "sizes are below 2^31", "split the call")),
@@ -277,14 +278,14 @@ fn small(name: &'static str, field: &'static str, n: u64) -> Result<u32> {
 }
 
 /// Whether every row of a tensor starts at a multiple of 16 bytes; an empty one has none that does not.
-fn rows_are_aligned(t: &TensorView) -> bool {
+pub(crate) fn rows_are_aligned(t: &TensorView) -> bool {
     let aligned = |bytes: i64| bytes % 16 == 0;
     let size = t.dtype.bytes() as i64;
     t.is_empty() || (t.address.is_multiple_of(16) && outer(t).into_iter().all(|s| aligned(s.wrapping_mul(size))))
 }
 
 /// Strides and alignment that every kernel takes for granted.
-fn check_layout(name: &'static str, t: &TensorView) -> Result<()> {
+pub(crate) fn check_layout(name: &'static str, t: &TensorView) -> Result<()> {
     if t.is_empty() {
         return Ok(());
     }
@@ -350,7 +351,7 @@ pub(crate) fn check_output_rows(name: &'static str, o: &TensorView) -> Result<()
     Ok(())
 }
 
-fn check_contiguous(name: &'static str, t: &TensorView) -> Result<()> {
+pub(crate) fn check_contiguous(name: &'static str, t: &TensorView) -> Result<()> {
     if t.is_empty() {
         return Ok(());
     }

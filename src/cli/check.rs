@@ -16,7 +16,8 @@ use flashtune::codegen::{
     Arch, Constraint, Constraints, Family, Kernel, Op, Purpose, TemplateSet, ragged_unaddressable,
 };
 use flashtune::runtime::{
-    self, CheckCase, CheckInputs, CheckReport, Compiler, Device, Module, Poison, RaggedCase, check_append, compile,
+    self, BackwardCase, CheckCase, CheckInputs, CheckReport, Compiler, Device, Module, Poison, RaggedCase,
+    check_append, compile,
 };
 use rayon::prelude::*;
 use serde_json::json;
@@ -100,7 +101,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let program = program(&args)?;
     let dense = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone()));
     let ragged = ragged_sweep::problems(effort, &program);
-    for (nth, problem) in dense.enumerate().chain(ragged.into_iter().enumerate()) {
+    let backward = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone()).backward());
+    let dense = dense.enumerate().chain(backward.enumerate());
+    for (nth, problem) in dense.chain(ragged.into_iter().enumerate()) {
         if named(&args.problem, problem.to_string()) {
             let mut kernels = sweep::kernels(&problem, arch, schedules, family);
             kernels.retain(|k| named(&args.kernel, k.name()));
@@ -250,6 +253,13 @@ fn check_problem(
             }
         }
     };
+    if problem.op == Op::Backward {
+        for (shape, inputs) in sweep::cases(problem, effort, nth, seed) {
+            let case = BackwardCase::new(device.clone(), problem, &shape, &inputs)?;
+            modules_that(&|_| true, [&shape.to_string(), &describe(&inputs)], &|module| case.check(module));
+        }
+        return Ok(());
+    }
     if problem.kv.is_dense() {
         for (shape, inputs) in sweep::cases(problem, effort, nth, seed) {
             let case = CheckCase::typical(device.clone(), problem, &shape, &inputs)?;

@@ -6,7 +6,7 @@ use flashtune::codegen::{
 };
 use flashtune::runtime::compile::{Nvrtc, compile_with};
 use flashtune::runtime::elf;
-use flashtune::{DType, Mask, MaskKind, Problem, Shape};
+use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape};
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::sync::Mutex;
@@ -98,6 +98,29 @@ fn default_schedules_compile_without_spills() {
     for mask in MaskKind::ALL {
         let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
         kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_90a"), 4096));
+    }
+    compile_all(&kernels, false);
+}
+
+/// On the oldest arch too, whose shared memory is the smallest.
+#[test]
+fn plain_backward_kernels_compile_without_spills() {
+    if common::nvrtc_or_skip("plain_backward_kernels_compile_without_spills").is_none() {
+        return;
+    }
+    let dims = [(64, 64), (128, 128), (256, 256), (192, 128), (40, 72), (16, 256)];
+    let programs = [
+        "slopes: float[heads]; score = 30.0 * tanh(score / 30.0) - slopes[h] * abs(q - kv);",
+        "doc: int[batch, kv_len] nondecreasing; sinks: float[heads]; mask = doc[b, kv] == doc[b, q]; sink = sinks[h];",
+        "bias: bf16[heads, q_len, kv_len]; mask = kv % 3 != q % 4; score = max(score, 0.1 * score) + bias[h, q, kv];",
+    ];
+    let mut kernels = Vec::new();
+    for (i, (dim_qk, dim_v)) in dims.into_iter().enumerate() {
+        let problem = Problem::forward_qk_v(DType::ALL[i % 3], dim_qk, dim_v, MaskKind::ALL[i % 4]).unwrap().backward();
+        kernels.push(default_kernel(Family::BackwardNaive, problem, arch(["sm_75", "sm_90a"][i % 2]), 1024));
+        let program = Program::parse(programs[i % 3]).unwrap();
+        let problem = Problem { mask: MaskKind::FULL, ..problem }.with_program(program);
+        kernels.push(default_kernel(Family::BackwardNaive, problem, arch(["sm_80", "sm_75"][i % 2]), 1024));
     }
     compile_all(&kernels, false);
 }

@@ -32,6 +32,10 @@
 // Scales of tokens are found from the rows and written, and not read.
 #define FLASHTUNE_APPEND_FINDS_SCALES 8
 
+// `softmax_scale` of `flashtune_backward_args` counts. Without this flag it must be 0, and the scale is
+// 1 / sqrt(head dim of Q).
+#define BACKWARD_SCALE 1
+
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
@@ -467,6 +471,20 @@ typedef struct flashtune_append_args {
   const void *first_position;
 } flashtune_append_args;
 
+// A tensor [batch, heads, rows, head_dim] in memory of the engine's device.
+typedef struct flashtune_tensor {
+  // Address of element [0, 0, 0, 0]. Q, K and V are only read.
+  void *data;
+  // Batch, heads, rows, elements of a row. [B, S, H, D] memory is expressed by strides.
+  int64_t shape[4];
+  // Distance between neighbours along each of these dimensions, in elements; the last is 1.
+  int64_t strides[4];
+  // A `flashtune_dtype`.
+  int32_t dtype;
+  // 0.
+  int32_t reserved;
+} flashtune_tensor;
+
 // A scalar or a tensor that a score program reads. Fill it with zeros, then set what it has.
 typedef struct flashtune_input {
   // The name in the program, in UTF-8.
@@ -486,6 +504,57 @@ typedef struct flashtune_input {
   // A scalar.
   double float_value;
 } flashtune_input;
+
+// The gradients of one forward pass. Fill it with zeros, set `struct_size`, then what is wanted. Mask, scale and
+// program are those of the forward pass.
+typedef struct BackwardArgs {
+  // sizeof(flashtune_backward_args).
+  uint32_t struct_size;
+  // FLASHTUNE_BACKWARD_SCALE or 0.
+  uint32_t flags;
+  // The loss's gradient by O, [batch, heads, q_len, head_dim_v].
+  struct flashtune_tensor dout;
+  // [batch, heads, q_len, head_dim_qk].
+  struct flashtune_tensor q;
+  // [batch, kv_heads, kv_len, head_dim_qk]; heads is a multiple of kv_heads.
+  struct flashtune_tensor k;
+  // [batch, kv_heads, kv_len, head_dim_v].
+  struct flashtune_tensor v;
+  // O of the forward pass, [batch, heads, q_len, head_dim_v].
+  struct flashtune_tensor o;
+  // Of the shape of Q; written. Gradients must not overlap anything else.
+  struct flashtune_tensor dq;
+  // Of the shape of K; written: of each KV head the sum over its query heads.
+  struct flashtune_tensor dk;
+  // Of the shape of V; written: the same sum.
+  struct flashtune_tensor dv;
+  // Log-sum-exp of the forward pass (natural log), contiguous fp32 [batch, heads, q_len].
+  const float *lse;
+  // The loss's gradient by the log-sum-exp, contiguous fp32 [batch, heads, q_len]; NULL: it does not depend on it.
+  const float *dlse;
+  // The CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
+  void *stream;
+  // Keys before the query's position that FLASHTUNE_MASK_WINDOW leaves visible; -1: all. Otherwise 0.
+  int64_t window_left;
+  // Keys after the query's position that FLASHTUNE_MASK_WINDOW leaves visible; -1: all. Otherwise 0.
+  int64_t window_right;
+  // A `flashtune_mask`.
+  int32_t mask;
+  // Factor of the scores, with FLASHTUNE_BACKWARD_SCALE in `flags`.
+  float softmax_scale;
+  // As in `flashtune_forward_args`.
+  const char *mask_program;
+  // The same.
+  const char *score_program;
+  // The same.
+  const char *sink_program;
+  // What the programs read. Tensors must live until the work is done; all else is copied.
+  const struct flashtune_input *inputs;
+  // How many; others than the programs read are ignored.
+  uint64_t inputs_len;
+  // sizeof(flashtune_input), unless `inputs_len` is 0.
+  uint64_t input_size;
+} BackwardArgs;
 
 // A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_block_mask_args {
@@ -543,20 +612,6 @@ typedef struct flashtune_options {
   // 0.
   int32_t reserved;
 } flashtune_options;
-
-// A tensor [batch, heads, rows, head_dim] in memory of the engine's device.
-typedef struct flashtune_tensor {
-  // Address of element [0, 0, 0, 0]. Q, K and V are only read.
-  void *data;
-  // Batch, heads, rows, elements of a row. [B, S, H, D] memory is expressed by strides.
-  int64_t shape[4];
-  // Distance between neighbours along each of these dimensions, in elements; the last is 1.
-  int64_t strides[4];
-  // A `flashtune_dtype`.
-  int32_t dtype;
-  // 0.
-  int32_t reserved;
-} flashtune_tensor;
 
 // One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_forward_args {
@@ -764,6 +819,27 @@ flashtune_status flashtune_append(flashtune_engine engine, const struct flashtun
 // # Safety
 // As `flashtune_append`.
 flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct flashtune_append_args *args);
+
+// Computes dQ, dK and dV on `args->stream` and returns at once (on the CPU when done). The same call gives the same
+// bytes. The first call of a kind may compile; later ones launch, allocate nothing and wait for nothing, and may be
+// captured in a CUDA graph. Does nothing when no gradient has an element.
+//
+// Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Derivatives
+// of a score program at a kink are those of PyTorch.
+//
+// Addresses are checked as in `flashtune_forward`. Fails as it does.
+//
+// # Safety
+// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live
+// one of the engine's context.
+flashtune_status flashtune_backward(flashtune_engine engine, const struct BackwardArgs *args);
+
+// All of `flashtune_backward` but the launch: compiles the kernel if need be and loads it, so that a call with the same
+// arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
+//
+// # Safety
+// As `flashtune_backward`.
+flashtune_status flashtune_prepare_backward(flashtune_engine engine, const struct BackwardArgs *args);
 
 // Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
 // have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,

@@ -159,7 +159,7 @@ pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
     }
 }
 
-fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
+pub(crate) fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
     let error = |field, found: String, expected: &str, remedy| {
         Failure::from(runtime::Error::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
     };

@@ -1,6 +1,7 @@
 //! Memory that the caller names: structs by the size that they state, strings, places for answers.
 
 use crate::append::AppendArgs;
+use crate::backward::BackwardArgs;
 use crate::error::{Failure, Result};
 use crate::types::{BlockMaskArgs, ForwardArgs, Options, RaggedArgs, Status};
 use std::ffi::{CStr, c_char};
@@ -48,10 +49,17 @@ unsafe impl Sized32 for AppendArgs {
     const FIRST: usize = 560;
 }
 
+// SAFETY: integers, floats and raw pointers only, laid out without gaps (asserted below).
+unsafe impl Sized32 for BackwardArgs {
+    const NAME: &'static str = "flashtune_backward_args";
+    const FIRST: usize = 744;
+}
+
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Options>() == 64 && size_of::<ForwardArgs>() == 424);
     assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576 && size_of::<AppendArgs>() == 560);
+    assert!(size_of::<BackwardArgs>() == 744);
 };
 
 /// No struct of ours grows beyond this; a larger size is a pointer to something else.

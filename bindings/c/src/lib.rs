@@ -10,9 +10,10 @@
 //! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
 //! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
 //! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`, `program.rs`, `block_mask.rs`), registers
-//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `ragged.rs`).
+//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `backward.rs`, `ragged.rs`).
 
 mod append;
+mod backward;
 mod block_mask;
 mod engine_handle;
 mod error;
@@ -34,6 +35,7 @@ pub use append::{
     APPEND_FINDS_SCALES, APPEND_INTERLEAVED, APPEND_LENGTHS_AFTER, APPEND_Q_ONE_POSITION, AppendArgs, flashtune_append,
     flashtune_prepare_append,
 };
+pub use backward::{BACKWARD_SCALE, BackwardArgs, flashtune_backward, flashtune_prepare_backward};
 pub use block_mask::{flashtune_block_mask_bytes, flashtune_block_mask_create, flashtune_block_mask_destroy};
 pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};

@@ -1,5 +1,6 @@
 //! The score program of a call, and what it reads.
 
+use crate::backward::BackwardArgs;
 use crate::error::{Failure, Result};
 use crate::input;
 use crate::prepared::Prepared;
@@ -45,6 +46,13 @@ pub(crate) struct Fields {
 impl From<&ForwardArgs> for Fields {
     fn from(args: &ForwardArgs) -> Self {
         let ForwardArgs { mask_program, score_program, sink_program, inputs, inputs_len, input_size, .. } = *args;
+        Self { mask_program, score_program, sink_program, inputs, inputs_len, input_size }
+    }
+}
+
+impl From<&BackwardArgs> for Fields {
+    fn from(args: &BackwardArgs) -> Self {
+        let BackwardArgs { mask_program, score_program, sink_program, inputs, inputs_len, input_size, .. } = *args;
         Self { mask_program, score_program, sink_program, inputs, inputs_len, input_size }
     }
 }

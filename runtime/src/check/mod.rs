@@ -4,9 +4,11 @@
 //! Tensors lie between guard zones of NaN, O and LSE start as NaN, the kernel runs twice: its result must match the
 //! oracle, be the same bytes both times, and nothing but O and LSE may have changed.
 
+mod backward;
 mod guarded;
 mod ragged;
 
+pub use backward::BackwardCase;
 pub use ragged::{
     Index, LengthsBy, LseForm, Most, Part, Queries, RaggedBatch, RaggedCase, RaggedData, RaggedOutputs, ScaleForm,
     StoreLayout,
@@ -186,15 +188,7 @@ impl CheckCase {
         inputs: &CheckInputs,
         data: &SideData,
     ) -> Result<Self> {
-        if shape.mask.kind() != problem.mask {
-            return Err(flashtune_codegen::Error::unsupported(
-                "mask",
-                shape.mask,
-                format!("the problem is specialised to the kind `{}`", problem.mask),
-                "use a shape whose mask bounds the same sides",
-            )
-            .into());
-        }
+        same_kind(problem, shape)?;
         device.require_room(problem, shape)?;
         let side = problem.program.map(|p| SideBuffers::new(&*device, &p, shape, data)).transpose()?;
         let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
@@ -339,6 +333,16 @@ impl CheckCase {
     }
 }
 
+/// Refuses sizes whose mask is not of the kind that a problem is specialised to.
+fn same_kind(problem: &Problem, shape: &Shape) -> Result<()> {
+    if shape.mask.kind() == problem.mask {
+        return Ok(());
+    }
+    let limit = format!("the problem is specialised to the kind `{}`", problem.mask);
+    let remedy = "use a shape whose mask bounds the same sides";
+    Err(flashtune_codegen::Error::unsupported("mask", shape.mask, limit, remedy).into())
+}
+
 /// Puts a kind of poison where [`Poison`] says.
 fn poison(kind: Poison, problem: &Problem, shape: &Shape, q: &HostTensor, [k, v]: [&mut HostTensor; 2]) {
     let bad = match kind {
@@ -405,5 +409,7 @@ pub fn check_kernel(
     CheckCase::new(device.clone(), &module.kernel().problem, shape, inputs)?.check(module)
 }
 
+#[cfg(test)]
+mod backward_tests;
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
 //! Is a result right? Its error against the oracle, measured by the error of unfused attention.
 
 use super::oracle::RowScale;
-use super::{HostTensor, RowId, Rows};
+use super::{Gradients, HostTensor, RowId, Rows};
 use flashtune_codegen::DType;
 use std::fmt;
 
@@ -61,7 +61,7 @@ impl Class {
     /// Bound of the error of O.
     fn bound(&self, dtype: DType) -> f64 {
         let fp32 = f32::EPSILON as f64 * self.scale.output * (4.0 + 2.0 * self.scale.score);
-        2.0 * self.unfused + dtype.epsilon() * self.output + fp32
+        2.0 * self.unfused + dtype.epsilon() * (self.output + self.scale.by_o) + fp32
     }
 }
 
@@ -99,6 +99,32 @@ pub fn compare_rows(
     oracle: &Rows,
     unfused: &Rows,
 ) -> Verdict {
+    compare_named("O", dtype, read, lse, oracle, unfused)
+}
+
+/// Compares dQ, dK and dV with the oracle's, all rows of them, by the error of unfused gradients.
+///
+/// # Panics
+/// When the results are not of the same sizes.
+pub fn compare_gradients(got: [&HostTensor; 3], oracle: &Gradients, unfused: &Gradients) -> Verdict {
+    let of = [("dQ", &oracle.dq, &unfused.dq), ("dK", &oracle.dk, &unfused.dk), ("dV", &oracle.dv, &unfused.dv)];
+    let verdicts = got.into_iter().zip(of).map(|(got, (name, oracle, unfused))| {
+        let read =
+            |id: &RowId, to: &mut [f32]| got.read_row([id.batch as usize, id.head as usize, id.row as usize], to);
+        compare_named(name, got.dtype(), &read, None, oracle, unfused)
+    });
+    verdicts.reduce(Verdict::join).expect("three gradients")
+}
+
+/// [`compare_rows`] of what has another name than O.
+fn compare_named(
+    what: &str,
+    dtype: DType,
+    read: &dyn Fn(&RowId, &mut [f32]),
+    lse: Option<(&[f32], [usize; 2])>,
+    oracle: &Rows,
+    unfused: &Rows,
+) -> Verdict {
     assert!(unfused.ids == oracle.ids, "results of different problems");
     let mut classes = [Class::default(); 66];
     for (i, scale) in oracle.scales.iter().enumerate() {
@@ -112,6 +138,7 @@ pub fn compare_rows(
         if scale.score.is_finite() && scale.output.is_finite() {
             class.scale.score = class.scale.score.max(scale.score);
             class.scale.output = class.scale.output.max(scale.output);
+            class.scale.by_o = class.scale.by_o.max(if scale.by_o.is_finite() { scale.by_o } else { 0.0 });
         }
     }
 
@@ -127,7 +154,7 @@ pub fn compare_rows(
             let error = if is_right(got, *want) || is_overflow(dtype, got, *want, bound) {
                 0.0
             } else {
-                verdict.take(got, *want, bound, || place("O", id, Some(d)))
+                verdict.take(got, *want, bound, || place(what, id, Some(d)))
             };
             verdict.max_error = verdict.max_error.max(error);
         }
@@ -158,6 +185,23 @@ fn is_overflow(dtype: DType, got: f64, want: f64, bound: f64) -> bool {
 }
 
 impl Verdict {
+    /// Of both results together; the worse failure stays.
+    fn join(self, other: Self) -> Self {
+        let failure = if other.worst_ratio > self.worst_ratio {
+            other.failure.or(self.failure)
+        } else {
+            self.failure.or(other.failure)
+        };
+        Self {
+            max_error: self.max_error.max(other.max_error),
+            unfused_error: self.unfused_error.max(other.unfused_error),
+            worst_ratio: self.worst_ratio.max(other.worst_ratio),
+            lse_error: self.lse_error.max(other.lse_error),
+            rows: self.rows + other.rows,
+            failure,
+        }
+    }
+
     /// Takes a value that is not the expected one into account and returns its error. The worst failure stays.
     fn take(&mut self, got: f64, want: f64, bound: f64, place: impl Fn() -> String) -> f64 {
         let error = (got - want).abs();

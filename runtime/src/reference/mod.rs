@@ -1,11 +1,13 @@
 //! Attention computed on the host, as the measure of every kernel.
 
 mod compare;
+mod gradients;
 mod host;
 mod oracle;
 mod unfused;
 
-pub use compare::{Verdict, compare, compare_rows};
+pub use compare::{Verdict, compare, compare_gradients, compare_rows};
+pub use gradients::{GradientInputs, Gradients, oracle_gradients, unfused_gradients};
 pub(crate) use host::decode;
 pub use host::{Distribution, HostTensor, Layout};
 pub use oracle::{Attention, RowId, RowScale, Rows, all_rows, oracle, oracle_of, sample_rows};

@@ -45,6 +45,9 @@ pub struct RowScale {
     pub score: f64,
     /// Largest `sum p * |v|` over the elements of the row.
     pub output: f64,
+    /// Of a gradient, what a rounding of every element of O by epsilon makes of the row: kernels are given O as it is
+    /// stored.
+    pub by_o: f64,
 }
 
 /// Every row of a shape, in `[batch, heads, rows]` order.

@@ -1,0 +1,204 @@
+//! Does a compiled kernel compute the gradients? As [`super::CheckCase`] asks of a forward pass.
+
+use super::{CheckInputs, CheckReport, OnDevice, Poison, poison, written};
+use crate::reference::{
+    Attention, GradientInputs, Gradients, all_rows, compare_gradients, oracle_gradients, oracle_of, unfused_gradients,
+};
+use crate::{
+    BackwardTensors, Device, Error, HostTensor, Layout, Module, Result, SideBuffers, backward_call, typical_side,
+};
+use flashtune_codegen::abi::BackwardArgs;
+use flashtune_codegen::score::SideData;
+use flashtune_codegen::{DType, Problem, Shape};
+use std::sync::Arc;
+
+/// One backward problem, shape and input set on a device, with the expected gradients: computed once, used for many
+/// kernels. O and the log-sum-exp are those of fp64, rounded; every row of the gradients is compared.
+pub struct BackwardCase {
+    device: Arc<dyn Device>,
+    problem: Problem,
+    shape: Shape,
+    args: BackwardArgs,
+    inputs: Vec<OnDevice>,
+    outputs: [OnDevice; 3],
+    /// What the score program reads; its address is in `args`.
+    _side: Option<SideBuffers>,
+    oracle: Gradients,
+    unfused: Gradients,
+}
+
+impl BackwardCase {
+    /// Makes inputs, with [`typical_side`] for what the problem's score program reads, computes the expected results and
+    /// uploads. `inputs.lse` is whether the loss depends on the log-sum-exp.
+    ///
+    /// # Errors
+    /// When the mask of the shape is not of the problem's kind, or the device has no memory.
+    pub fn new(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
+        let data = problem.program.map_or(SideData::default(), |p| typical_side(&p, shape, inputs.seed));
+        let data = &data;
+        super::same_kind(problem, shape)?;
+        device.require_room(problem, shape)?;
+        let side = problem.program.map(|p| SideBuffers::new(&*device, &p, shape, data)).transpose()?;
+        let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
+        let random = |heads, rows, dim, salt| {
+            let seed = inputs.seed.wrapping_mul(8).wrapping_add(salt);
+            HostTensor::random(problem.dtype, sizes(heads, rows, dim), inputs.layout, seed, inputs.distribution)
+        };
+        let (dim, dim_v) = (problem.head_dim_qk, problem.head_dim_v);
+        let mut q = random(shape.heads, shape.q_len, dim, 0);
+        let mut k = random(shape.kv_heads, shape.kv_len, dim, 1);
+        let mut v = random(shape.kv_heads, shape.kv_len, dim_v, 2);
+        let mut dout = random(shape.heads, shape.q_len, dim_v, 3);
+        poison(inputs.poison, problem, shape, &q, [&mut k, &mut v]);
+        let scale = inputs.scale.unwrap_or_else(|| problem.default_scale());
+        let attention =
+            Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)), sequence: 0 };
+        let rows = sizes(shape.heads, shape.q_len, 1);
+        let forward = oracle_of(&q, &k, &v, &attention, &all_rows(shape));
+        let as_f32 = |values: &[f64]| values.iter().map(|x| *x as f32).collect::<Vec<f32>>();
+        let of = |dtype, shape, layout, values: &[f32]| {
+            HostTensor::from_values(dtype, shape, layout, values).expect("as many values as the shape has")
+        };
+        let mut o = of(problem.dtype, sizes(shape.heads, shape.q_len, dim_v), inputs.layout, &as_f32(&forward.o));
+        let lse = of(DType::F32, rows, Layout::Bhsd, &as_f32(&forward.lse));
+        poison_queries(inputs.poison, problem, &forward.lse, [&mut q, &mut dout, &mut o]);
+        let dlse = inputs.lse.then(|| {
+            let seed = inputs.seed.wrapping_mul(8).wrapping_add(4);
+            HostTensor::random(DType::F32, rows, Layout::Bhsd, seed, crate::Distribution::Normal)
+        });
+        let dlse_values = dlse.as_ref().map(HostTensor::values);
+        let of = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: dlse_values.as_deref() };
+        let (oracle, unfused) = (oracle_gradients(&of, &attention), unfused_gradients(&of, &attention));
+
+        let d = &*device;
+        let output = |name, heads, rows, dim| {
+            OnDevice::new(d, name, HostTensor::poisoned(problem.dtype, sizes(heads, rows, dim), inputs.layout))
+        };
+        let outputs = [
+            output("dq", shape.heads, shape.q_len, dim)?,
+            output("dk", shape.kv_heads, shape.kv_len, dim)?,
+            output("dv", shape.kv_heads, shape.kv_len, dim_v)?,
+        ];
+        let named = [
+            ("dout", Some(dout)),
+            ("q", Some(q)),
+            ("k", Some(k)),
+            ("v", Some(v)),
+            ("o", Some(o)),
+            ("lse", Some(lse)),
+            ("dlse", dlse),
+        ];
+        let on_device = named.into_iter().filter_map(|(name, host)| Some(OnDevice::new(d, name, host?)));
+        let on_device = on_device.collect::<Result<Vec<OnDevice>>>()?;
+        let view = |i: usize| on_device[i].view();
+        let tensors = BackwardTensors {
+            dout: view(0),
+            q: view(1),
+            k: view(2),
+            v: view(3),
+            o: view(4),
+            lse: view(5),
+            dlse: on_device.get(6).map(OnDevice::view),
+            dq: outputs[0].view(),
+            dk: outputs[1].view(),
+            dv: outputs[2].view(),
+        };
+        let call = backward_call(&tensors, shape.mask, Some(scale))?;
+        let args = BackwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };
+        let (problem, shape) = (*problem, *shape);
+        Ok(Self { device, problem, shape, args, inputs: on_device, outputs, _side: side, oracle, unfused })
+    }
+
+    /// The arguments of the case's launch: valid as long as the case lives. The gradients may be overwritten at will.
+    pub fn args(&self) -> &BackwardArgs {
+        &self.args
+    }
+
+    /// Launches a kernel twice into poisoned gradients and compares.
+    ///
+    /// # Errors
+    /// When the kernel is for another problem or a device call fails; a wrong result is not an error but a report.
+    pub fn check(&self, module: &dyn Module) -> Result<CheckReport> {
+        self.check_launches(module, 2)
+    }
+
+    /// [`BackwardCase::check`] with another number of launches (at least one).
+    ///
+    /// # Errors
+    /// As [`BackwardCase::check`].
+    pub fn check_launches(&self, module: &dyn Module, launches: usize) -> Result<CheckReport> {
+        let (first, mut stray) = self.run(module)?;
+        let mut repeatable = true;
+        for _ in 1..launches {
+            let (again, also) = self.run(module)?;
+            repeatable &= first == again;
+            stray = stray.or(also);
+        }
+        for input in &self.inputs {
+            let (bytes, guards) = input.memory.download(&*self.device, self.device.stream())?;
+            let changed = || bytes != input.host.bytes();
+            stray = stray.or(guards).or_else(|| changed().then(|| format!("{} was written", input.name)));
+        }
+        let mut tensors = Vec::new();
+        for (output, bytes) in self.outputs.iter().zip(&first) {
+            let mut tensor = output.host.clone();
+            tensor.bytes_mut().copy_from_slice(bytes);
+            let gap = tensor.gaps().into_iter().find(|gap| written(&bytes[gap.clone()]).is_some());
+            stray =
+                stray.or_else(|| Some(format!("bytes {:?} of {}, between its rows, were written", gap?, output.name)));
+            tensors.push(tensor);
+        }
+        let verdict = compare_gradients([&tensors[0], &tensors[1], &tensors[2]], &self.oracle, &self.unfused);
+        Ok(CheckReport { verdict, repeatable, stray })
+    }
+
+    /// One launch into poisoned gradients: their bytes, and what was written around them.
+    fn run(&self, module: &dyn Module) -> Result<(Vec<Vec<u8>>, Option<String>)> {
+        let (device, kernel) = (&*self.device, module.kernel());
+        if kernel.problem != self.problem {
+            return Err(Error::Device {
+                call: "check",
+                device: device.fingerprint().to_string(),
+                message: format!("the kernel computes {}, the inputs are for {}", kernel.problem, self.problem),
+                remedy: "check a kernel with inputs of its own problem",
+            });
+        }
+        let stream = device.stream();
+        for output in &self.outputs {
+            output.memory.poison(device)?;
+        }
+        // SAFETY: the arguments were made by `backward_call` from views of buffers that `self` owns.
+        unsafe { device.launch_shape(module, &self.shape, &self.args, stream)? };
+        device.synchronize(stream)?;
+        let (mut all, mut stray) = (Vec::new(), None);
+        for output in &self.outputs {
+            let (bytes, guards) = output.memory.download(device, stream)?;
+            stray = stray.or(guards);
+            all.push(bytes);
+        }
+        Ok((all, stray))
+    }
+}
+
+/// Poison in the rows that attend to nothing, and in dO of the first row of the first head where a mask lets it see a
+/// few keys alone.
+fn poison_queries(kind: Poison, problem: &Problem, lse: &[f64], [q, dout, o]: [&mut HostTensor; 3]) {
+    let bad = match kind {
+        Poison::None => return,
+        Poison::Nan => f32::NAN,
+        Poison::Infinite => f32::INFINITY,
+    };
+    let [batch, heads, rows, _] = q.shape();
+    let sinks = problem.program.is_some_and(|p| p.sink().is_some());
+    for (at, lse) in lse.iter().enumerate() {
+        let place = [at / rows / heads, at / rows % heads, at % rows];
+        if *lse == f64::NEG_INFINITY && !sinks {
+            for t in [&mut *q, &mut *dout, &mut *o] {
+                t.write_row(place, &vec![bad; t.shape()[3]]);
+            }
+        }
+    }
+    if (problem.mask.right || problem.masks_by_program()) && rows > 0 && heads > 0 {
+        (0..batch).for_each(|b| dout.set([b, 0, 0, 0], bad));
+    }
+}
