@@ -23,6 +23,7 @@ constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kThreads = @{ threads }@;
 
+<% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
 
@@ -287,9 +288,9 @@ __device__ __forceinline__ void query_tile(const KernelArgs& args, const Memory&
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __grid_constant__ KernelArgs args) {
-    extern __shared__ float smem[];
+    extern __shared__ __align__(16) u8 smem[];
     Memory m;
-    m.first = smem;
+    m.first = (float*)smem;
     m.second = m.first + kBlockQ * kPitch;
     m.third = m.second + kBlockQ * kPitch;
     m.p = m.third + kBlockQ * kPitch;

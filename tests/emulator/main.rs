@@ -5,6 +5,7 @@
 //! What this cannot show: the hardware's own rounding inside of matrix instructions, and speed.
 
 mod appends;
+mod backward;
 mod block_masks;
 mod cases;
 mod faults;

@@ -17,6 +17,7 @@ from .block_mask import BlockMask
 from .engine import Engine, default_engine, explain, set_default_engine
 from .errors import EngineClosed, Error, InvalidArgument, InvalidTensor, Missing, Sealed, Unsupported
 from .functional import attention, create_block_mask, flash_attn_func, scaled_dot_product_attention
+from .gradients import attention_backward, flash_attn_backward
 from .serving import (
     Step,
     flash_attn_varlen_func,
@@ -39,9 +40,11 @@ __all__ = [
     "Unsupported",
     "__version__",
     "attention",
+    "attention_backward",
     "create_block_mask",
     "default_engine",
     "explain",
+    "flash_attn_backward",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",

@@ -32,6 +32,9 @@ FORWARD_ARGS = struct.Struct("=II" + 4 * "Q4q4qii" + "QQqqif")
 PROGRAM_ARGS = struct.Struct("=QQQQQQ")
 # And behind it a block mask.
 BLOCK_MASK = struct.Struct("=Q")
+# flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right, mask,
+# softmax_scale; and the end of a score program, always.
+BACKWARD_ARGS = struct.Struct("=II" + 8 * "Q4q4qii" + "QQQqqif")
 # flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads, kv_heads,
 # q_len, kv_len.
 BLOCK_MASK_ARGS = struct.Struct("=IiQQQQ5q")
@@ -188,6 +191,7 @@ def _load(path):
         "flashtune_engine_close": (status, [handle]),
         # The packed struct goes as bytes: the library gets the address of their content.
         "flashtune_forward": (status, [handle, ctypes.c_char_p]),
+        "flashtune_backward": (status, [handle, ctypes.c_char_p]),
         "flashtune_forward_ragged": (status, [handle, pointer(Ragged), ctypes.c_void_p]),
         "flashtune_append": (status, [handle, pointer(Append), ctypes.c_void_p]),
         "flashtune_block_mask_create": (status, [handle, ctypes.c_char_p, pointer(handle)]),

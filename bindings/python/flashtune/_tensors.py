@@ -37,7 +37,8 @@ class Torch:
             raise InvalidTensor(f"q is on {device}, k on {k.device}, v on {v.device}; move them to one device")
         if (q.requires_grad or k.requires_grad or v.requires_grad) and self.torch.is_grad_enabled():
             raise Unsupported(
-                "a gradient would be needed, but there is no backward pass yet; call under torch.no_grad(), or detach()"
+                "a gradient would be needed, but there is no backward pass within autograd; call under torch.no_grad(), or "
+                "detach(), and flash_attn_backward() for the gradients"
             )
         # Within torch.autograd.forward_ad.dual_level() only.
         if self.forward_ad._current_level >= 0:
@@ -53,6 +54,9 @@ class Torch:
                 raise Unsupported(f"tensors on {device} are not supported; move them to a cuda device or the cpu")
             name = self.names[device] = "cpu" if device.type == "cpu" else str(device)
         return name
+
+    def is_tensor(self, t):
+        return isinstance(t, self.tensor)
 
     def check_out(self, out, device):
         if not isinstance(out, self.tensor):
@@ -87,7 +91,8 @@ class Torch:
             raise InvalidTensor(f"the tensor {name} is on {t.device}, q on {device}; move it there")
         if t.requires_grad and self.torch.is_grad_enabled():
             raise Unsupported(
-                f"a gradient of {name} would be needed, but there is no backward pass yet; call under torch.no_grad()"
+                f"a gradient of {name} would be needed, but there is no backward pass within autograd; call under "
+                "torch.no_grad()"
             )
         if t.is_neg():
             raise Unsupported(f"the tensor {name} is the negative of what its memory holds; resolve it with resolve_neg()")
@@ -136,6 +141,9 @@ class NumPy:
 
     def name(self, device):
         return device
+
+    def is_tensor(self, t):
+        return type(t) in self.kinds
 
     def check_out(self, out, _device):
         if type(out) not in self.kinds or not out.flags.writeable:

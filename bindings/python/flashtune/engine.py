@@ -176,6 +176,58 @@ class Engine:
         _last = self
         return out if lse is None else (out, lse)
 
+    def _gradients(
+        self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program
+    ):
+        """dQ, dK and dV. ``mask``, ``left`` and ``right`` are the header's."""
+        device = tensors.device(q, k, v)
+        name = tensors.name(device)
+        if name != self.device:
+            raise InvalidTensor(
+                f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
+            )
+        read = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+        for one, t in (("dout", dout), ("out", out)):
+            if not tensors.is_tensor(t) or tensors.device(t, t, t) != device:
+                raise InvalidTensor(f"{one} is a {type(t).__name__}; pass a tensor of the kind and on the device of q")
+        described = {one: tensors.describe(one, t, bshd) for one, t in read.items()}
+        if into is None:
+            into = tuple(tensors.empty(tuple(t.shape), t) for t in (q, k, v))
+        elif not isinstance(into, (tuple, list)) or len(into) != 3:
+            raise InvalidArgument(f"into is a {type(into).__name__}; it is (dq, dk, dv)")
+        else:
+            for t in into:
+                tensors.check_out(t, device)
+        written = [tensors.describe(one, t, bshd) for one, t in zip(("dq", "dk", "dv"), into)]
+        for i, one in enumerate(written):
+            others = [*described.items(), *zip(("dq", "dk", "dv"), written[:i])]
+            for other, where in others:
+                if _overlap(one, where):
+                    raise InvalidTensor(f"{('dq', 'dk', 'dv')[i]} shares memory with {other}; pass other memory")
+        _, b, h, s, *_ = described["q"]
+        rows = [_rows("the log-sum-exp", lse, (b, h, s), tensors, device)]
+        rows.append(0 if dlse is None else _rows("dlse", dlse, (b, h, s), tensors, device))
+        more, _kept = (bytes(abi.PROGRAM_ARGS.size), None) if program is None else program.pack(tensors, device)
+        views = [described[one] for one in ("dout", "q", "k", "v", "out")] + written
+        try:
+            args = abi.BACKWARD_ARGS.pack(
+                abi.BACKWARD_ARGS.size + len(more),
+                0 if scale is None else abi.SCALE_IS_GIVEN,
+                *[field for view in views for field in view],
+                *rows,
+                tensors.stream(device),
+                left,
+                right,
+                mask,
+                0.0 if scale is None else scale,
+            )
+        except (struct.error, OverflowError) as e:
+            raise InvalidArgument(f"the softmax scale is {scale!r}, but it is a finite number: {e}") from None
+        abi.require(abi.library().flashtune_backward(self._handle, args + more))
+        global _last
+        _last = self
+        return tuple(into)
+
     def explain(self, *, as_dict=False):
         """Which kernel the last call ran on, from where it comes, and why no other did: text, or a dict."""
         text = self._text(abi.library().flashtune_explain, abi.JSON if as_dict else abi.TEXT)
@@ -299,6 +351,19 @@ def _span(described):
     # Described are batch, heads, rows and dim, and the strides in that order.
     last, elements = sum((n - 1) * stride for n, stride in zip(shape, strides)), math.prod(shape)
     return address, address + (last + 1) * size if elements else address, last + 1 == elements
+
+
+def _rows(name, t, shape, tensors, device):
+    """The address of a contiguous float32 tensor of a number for each query."""
+    address, found, strides, dtype = tensors.side(name, t, device)
+    dense = (shape[1] * shape[2], shape[2], 1)
+    contiguous = all(n <= 1 or have == want for n, have, want in zip(shape, strides, dense)) or 0 in shape
+    if dtype != "float32" or tuple(found) != shape or not contiguous:
+        raise InvalidTensor(
+            f"{name} is {dtype} of the shape {tuple(found)} with strides {tuple(strides)}; it is contiguous float32 of the "
+            f"shape {shape}, a number for each batch, head and query"
+        )
+    return address
 
 
 def _path(name, path):

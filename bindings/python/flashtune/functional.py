@@ -1,4 +1,5 @@
-"""Attention under the names and with the arguments that flash-attention and PyTorch have given it. Forward only.
+"""Attention under the names and with the arguments that flash-attention and PyTorch have given it. The forward pass;
+:mod:`flashtune.gradients` has the other.
 
 What is not supported raises :class:`Unsupported`; nothing falls back to anything in silence.
 """

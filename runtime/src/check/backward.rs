@@ -2,13 +2,14 @@
 
 use super::{CheckInputs, CheckReport, OnDevice, Poison, poison, written};
 use crate::reference::{
-    Attention, GradientInputs, Gradients, all_rows, compare_gradients, oracle_gradients, oracle_of, unfused_gradients,
+    Attention, GradientInputs, Gradients, RowId, all_rows, compare_gradients, oracle_gradients, oracle_of,
+    unfused_gradients,
 };
 use crate::{
     BackwardTensors, Device, Error, HostTensor, Layout, Module, Result, SideBuffers, backward_call, typical_side,
 };
 use flashtune_codegen::abi::BackwardArgs;
-use flashtune_codegen::score::SideData;
+use flashtune_codegen::score::{At, Bound, Precision, SideData};
 use flashtune_codegen::{DType, Problem, Shape};
 use std::sync::Arc;
 
@@ -59,16 +60,19 @@ impl BackwardCase {
         let of = |dtype, shape, layout, values: &[f32]| {
             HostTensor::from_values(dtype, shape, layout, values).expect("as many values as the shape has")
         };
-        let mut o = of(problem.dtype, sizes(shape.heads, shape.q_len, dim_v), inputs.layout, &as_f32(&forward.o));
         let lse = of(DType::F32, rows, Layout::Bhsd, &as_f32(&forward.lse));
-        poison_queries(inputs.poison, problem, &forward.lse, [&mut q, &mut dout, &mut o]);
+        let empty = empty_rows(&attention, shape);
+        poison_queries(inputs.poison, problem, &empty, [&mut q, &mut dout]);
         let dlse = inputs.lse.then(|| {
             let seed = inputs.seed.wrapping_mul(8).wrapping_add(4);
             HostTensor::random(DType::F32, rows, Layout::Bhsd, seed, crate::Distribution::Normal)
         });
         let dlse_values = dlse.as_ref().map(HostTensor::values);
-        let of = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: dlse_values.as_deref() };
-        let (oracle, unfused) = (oracle_gradients(&of, &attention), unfused_gradients(&of, &attention));
+        let given = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: dlse_values.as_deref() };
+        let (oracle, unfused) = (oracle_gradients(&given, &attention), unfused_gradients(&given, &attention));
+        // A score of -inf takes no part, whatever O is by a forward pass that multiplies an infinity of V by 0.
+        let mut o = of(problem.dtype, sizes(shape.heads, shape.q_len, dim_v), inputs.layout, &as_f32(&oracle.o.o));
+        poison_queries(inputs.poison, problem, &empty, [&mut o]);
 
         let d = &*device;
         let output = |name, heads, rows, dim| {
@@ -180,25 +184,36 @@ impl BackwardCase {
     }
 }
 
-/// Poison in the rows that attend to nothing, and in dO of the first row of the first head where a mask lets it see a
-/// few keys alone.
-fn poison_queries(kind: Poison, problem: &Problem, lse: &[f64], [q, dout, o]: [&mut HostTensor; 3]) {
+/// Whether each row attends to no key, by its masks.
+fn empty_rows(attention: &Attention<'_>, shape: &Shape) -> Vec<bool> {
+    let mut bound = attention.program.map(|(p, data)| Bound::of_checked(p, shape, data, Precision::F32));
+    let mut is_empty = |id: &RowId| {
+        let mut live = attention.mask.live(id.row.into(), shape.q_len.into(), shape.kv_len.into());
+        let at = |kv: u64| At { b: id.batch, h: id.head, q: id.row, kv: kv as u32 };
+        !live.any(|kv| bound.as_mut().is_none_or(|b| b.visible(at(kv))))
+    };
+    all_rows(shape).iter().map(&mut is_empty).collect()
+}
+
+/// Poison in the rows of tensors that attend to nothing, and in dO (the last of several) of the first row of the first
+/// head where a mask lets it see a few keys alone.
+fn poison_queries<const N: usize>(kind: Poison, problem: &Problem, empty: &[bool], mut to: [&mut HostTensor; N]) {
     let bad = match kind {
         Poison::None => return,
         Poison::Nan => f32::NAN,
         Poison::Infinite => f32::INFINITY,
     };
-    let [batch, heads, rows, _] = q.shape();
+    let [batch, heads, rows, _] = to[0].shape();
     let sinks = problem.program.is_some_and(|p| p.sink().is_some());
-    for (at, lse) in lse.iter().enumerate() {
+    for at in (0..empty.len()).filter(|at| empty[*at] && !sinks) {
         let place = [at / rows / heads, at / rows % heads, at % rows];
-        if *lse == f64::NEG_INFINITY && !sinks {
-            for t in [&mut *q, &mut *dout, &mut *o] {
-                t.write_row(place, &vec![bad; t.shape()[3]]);
-            }
-        }
+        to.iter_mut().for_each(|t| t.write_row(place, &vec![bad; t.shape()[3]]));
     }
-    if (problem.mask.right || problem.masks_by_program()) && rows > 0 && heads > 0 {
+    if let [_, dout] = &mut to[..]
+        && (problem.mask.right || problem.masks_by_program())
+        && rows > 0
+        && heads > 0
+    {
         (0..batch).for_each(|b| dout.set([b, 0, 0, 0], bad));
     }
 }

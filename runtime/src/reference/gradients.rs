@@ -23,7 +23,7 @@ pub struct GradientInputs<'a> {
     pub dlse: Option<&'a [f32]>,
 }
 
-/// dQ of every query, and dK and dV of every key, as rows in `[batch, heads, rows]` order.
+/// dQ of every query, dK and dV of every key, and O, as rows in `[batch, heads, rows]` order.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Gradients {
     /// dQ.
@@ -32,6 +32,8 @@ pub struct Gradients {
     pub dk: Rows,
     /// dV.
     pub dv: Rows,
+    /// O by what takes part in the gradients.
+    pub o: Rows,
 }
 
 /// How one way of computing the gradients rounds.
@@ -108,6 +110,7 @@ struct Part {
     dq: Sums,
     dk: Sums,
     dv: Sums,
+    o: Sums,
 }
 
 /// Rows of a gradient, and what their errors scale with.
@@ -176,6 +179,7 @@ fn gradients<A: Arithmetic>(inputs: &GradientInputs<'_>, attention: &Attention<'
         dq: join(sizes.heads, sizes.q_len, dim, |p| &p.dq),
         dk: join(kv_heads, sizes.kv_len, dim, |p| &p.dk),
         dv: join(kv_heads, sizes.kv_len, dim_v, |p| &p.dv),
+        o: join(sizes.heads, sizes.q_len, dim_v, |p| &p.o),
     }
 }
 
@@ -221,13 +225,6 @@ struct Pair {
     magnitude: f64,
 }
 
-/// What a rounding of each element of O by 1 makes of D, the product of rows of dO and O, if roundings are independent.
-fn error_of_delta(pairs: &[Pair], dout: &[f64], values: &[f64]) -> f64 {
-    let dim = dout.len();
-    let o = |d: usize| pairs.iter().map(|pair| pair.p * values[pair.key * dim + d]).sum::<f64>();
-    dout.iter().enumerate().map(|(d, x)| (x * o(d)).powi(2)).sum::<f64>().sqrt()
-}
-
 fn part<A: Arithmetic>(
     inputs: &GradientInputs<'_>,
     attention: &Attention<'_>,
@@ -241,6 +238,7 @@ fn part<A: Arithmetic>(
     let heads = if sizes.heads == 0 { 0 } else { group };
     let (keys, values) = (head(inputs.k, [batch, kv_head]), head(inputs.v, [batch, kv_head]));
     let (mut dq, mut dk, mut dv) = (Sums::new(0, dim), Sums::new(kv_len, dim), Sums::new(kv_len, dim_v));
+    let mut o = Sums::new(0, dim_v);
     let derivative = program.map(|(p, _)| Derivative::of_score(p));
     let mut change = program.zip(derivative.as_ref()).map(|((program, data), d)| {
         let roots: Vec<Id> = [d.value].into_iter().chain(d.score).collect();
@@ -255,6 +253,7 @@ fn part<A: Arithmetic>(
     for h in kv_head * group..kv_head * group + heads {
         let (queries, douts) = (head(inputs.q, [batch, h]), head(inputs.dout, [batch, h]));
         let mut of_head = [Sums::new(q_len, dim), Sums::new(kv_len, dim), Sums::new(kv_len, dim_v)];
+        let mut of_o = Sums::new(q_len, dim_v);
         for i in 0..q_len {
             let query: Vec<f64> = queries[i * dim..][..dim].iter().map(|x| how.keep(x * scale)).collect();
             let dout = &douts[i * dim_v..][..dim_v];
@@ -288,7 +287,12 @@ fn part<A: Arithmetic>(
             let both = |of: fn(&Pair) -> f64| pairs.iter().map(of).collect::<Vec<f64>>();
             let delta = how.dot(&both(|p| p.p), &both(|p| p.dp)) - dlse;
             let delta_magnitude = pairs.iter().map(|p| p.p * p.magnitude).sum::<f64>() + dlse.abs();
-            let by_o = if A::IS_ORACLE { error_of_delta(&pairs, dout, &values) } else { 0.0 };
+            for pair in &pairs {
+                of_o.add(how, i, pair.p, pair.p, &values[pair.key * dim_v..][..dim_v], largest);
+            }
+            // What a rounding of each element of O by 1 makes of D, if roundings are independent.
+            let row_of_o = &of_o.values[i * dim_v..][..dim_v];
+            let by_o = dout.iter().zip(row_of_o).map(|(x, o)| (x * o).powi(2)).sum::<f64>().sqrt();
             let largest_of = |row: &[f64]| row.iter().map(|x| x.abs()).fold(0.0, f64::max);
             let (largest_q, mut mean_key) = (largest_of(&query), vec![0.0; dim]);
             for Pair { key, p, slope, dp, magnitude, .. } in pairs {
@@ -317,6 +321,9 @@ fn part<A: Arithmetic>(
         dq.values.extend(of_q.values);
         dq.magnitudes.extend(of_q.magnitudes);
         dq.scales.extend(of_q.scales);
+        o.values.extend(of_o.values);
+        o.magnitudes.extend(of_o.magnitudes);
+        o.scales.extend(of_o.scales);
         for (all, one) in [(&mut dk, of_k), (&mut dv, of_v)] {
             all.values.iter_mut().zip(&one.values).for_each(|(sum, x)| *sum += x);
             all.magnitudes.iter_mut().zip(&one.magnitudes).for_each(|(sum, x)| *sum += x);
@@ -335,7 +342,7 @@ fn part<A: Arithmetic>(
     for sums in [&mut dq, &mut dk, &mut dv] {
         sums.scales.iter_mut().for_each(|s| s.terms = dim as u64);
     }
-    Part { dq, dk, dv }
+    Part { dq, dk, dv, o }
 }
 
 #[cfg(test)]

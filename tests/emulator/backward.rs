@@ -1,0 +1,275 @@
+//! `backward/naive` on the emulated machine, by runtime's own check: the machine is a device to it.
+
+use crate::cases::address;
+use crate::machine::{Emulated, Launch};
+use crate::{PROGRAMS, machine, search_with, setting, templates};
+use flashtune::cache::{Artifact, DeviceFingerprint};
+use flashtune::codegen::abi::{Args, SideArgs, SideTensorArg};
+use flashtune::codegen::{Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, TemplateSet};
+use flashtune::runtime::{
+    BackwardCase, Buffer, CheckInputs, Compiler, Device, Error, Module, Poison, Result, compiler_for,
+};
+use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Program, Shape, Stream};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+/// A kernel on the machine, as a device that has this one kernel and memory for its calls.
+struct Machine {
+    fingerprint: DeviceFingerprint,
+    state: Mutex<State>,
+}
+
+struct State {
+    emulated: Emulated,
+    rng: StdRng,
+    /// What was allocated, in its order.
+    memory: Vec<Arc<Memory>>,
+}
+
+/// Device memory.
+struct Memory {
+    address: u64,
+    bytes: Mutex<Vec<u8>>,
+}
+
+struct Allocated(Arc<Memory>, usize);
+
+impl Buffer for Allocated {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn address(&self) -> u64 {
+        self.0.address
+    }
+    fn len(&self) -> usize {
+        self.1
+    }
+}
+
+struct Loaded(Kernel);
+
+impl Module for Loaded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+    fn kernel(&self) -> &Kernel {
+        &self.0
+    }
+}
+
+impl Machine {
+    fn new(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<Arc<dyn Device>, String> {
+        let emulated = Emulated::build(kernel, templates)?;
+        let (arch, name, driver) = (kernel.arch, "an emulated machine".to_owned(), String::new());
+        let fingerprint = DeviceFingerprint { arch, name, units: 4, memory_bytes: 0, cache_bytes: 1 << 20, driver };
+        let state = State { emulated, rng: StdRng::seed_from_u64(seed), memory: Vec::new() };
+        Ok(Arc::new(Self { fingerprint, state: Mutex::new(state) }))
+    }
+
+    fn of(buffer: &dyn Buffer) -> &Memory {
+        &buffer.as_any().downcast_ref::<Allocated>().expect("the machine's own").0
+    }
+
+    fn failed(&self, message: String) -> Error {
+        let remedy = "see the machine's message";
+        Error::Device { call: "launch", device: self.fingerprint.to_string(), message, remedy }
+    }
+}
+
+impl Device for Machine {
+    fn fingerprint(&self) -> &DeviceFingerprint {
+        &self.fingerprint
+    }
+    fn compiler(&self) -> Result<Arc<dyn Compiler>> {
+        compiler_for(self.fingerprint.arch)
+    }
+    fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>> {
+        Ok(Arc::new(Loaded(artifact.recipe.kernel)))
+    }
+    unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: Args<'_>, _: Stream) -> Result<()> {
+        let Some(main) = plan.main().filter(|main| main.grid > 0) else { return Ok(()) };
+        let mut state = self.state.lock().expect("no panic");
+        let State { emulated, rng, memory } = &mut *state;
+        let mut side = Vec::new();
+        if let Some(program) = module.kernel().problem.program {
+            let tensors = program.declarations().iter().filter(|d| d.axes.is_some()).count();
+            let scalars = program.declarations().len() - tensors;
+            let mut table = |address: u64, bytes: usize| {
+                // SAFETY: `side` is the address of the program's tables by the caller's promise, which have room for
+                // more than any program reads.
+                side.extend(unsafe { std::slice::from_raw_parts(address as usize as *const u8, bytes) });
+            };
+            // SAFETY: as above.
+            let tables = unsafe { &*(args.side() as usize as *const SideArgs) };
+            table(tables.tensors, tensors.max(1) * size_of::<SideTensorArg>());
+            table(tables.scalars, scalars.max(1) * size_of::<u64>());
+        }
+        let launch = Launch {
+            seed: rng.random(),
+            prelude: ([0; 2], [0; 2]),
+            grid: main.blocks(rng.random_range(1..=5)),
+            threads: main.threads,
+            smem_bytes: main.smem_bytes,
+            args: args.bytes().to_vec(),
+            any_order: true,
+            hopper: None,
+            side,
+        };
+        // Of a case that is over, memory is no one's any more.
+        memory.retain(|m| Arc::strong_count(m) > 1);
+        let mut locked: Vec<_> = memory.iter().map(|m| (m.address, m.bytes.lock().expect("no panic"))).collect();
+        let mut buffers: Vec<machine::Buffer> = locked
+            .iter_mut()
+            .map(|(address, bytes)| machine::Buffer { address: *address, bytes: &mut bytes[..], written: true })
+            .collect();
+        emulated.run(&launch, &mut buffers).map_err(|e| self.failed(e))
+    }
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
+        let mut state = self.state.lock().expect("no panic");
+        let place = (0..).find(|n| state.memory.iter().all(|m| m.address >> 36 != address(*n, bytes) >> 36));
+        let address = address(place.expect("there is always another"), bytes);
+        let memory = Arc::new(Memory { address, bytes: Mutex::new(vec![0; bytes]) });
+        state.memory.push(memory.clone());
+        Ok(Box::new(Allocated(memory, bytes)))
+    }
+    fn upload(&self, to: &dyn Buffer, bytes: &[u8]) -> Result<()> {
+        Self::of(to).bytes.lock().expect("no panic")[..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+    fn download(&self, from: &dyn Buffer, bytes: &mut [u8], _: Stream) -> Result<()> {
+        bytes.copy_from_slice(&Self::of(from).bytes.lock().expect("no panic")[..bytes.len()]);
+        Ok(())
+    }
+    fn fill(&self, to: &dyn Buffer, byte: u8) -> Result<()> {
+        Self::of(to).bytes.lock().expect("no panic").fill(byte);
+        Ok(())
+    }
+    fn stream(&self) -> Stream {
+        Stream(0)
+    }
+    fn synchronize(&self, _: Stream) -> Result<()> {
+        Ok(())
+    }
+    fn flush_cache(&self, _: Stream) -> Result<()> {
+        Ok(())
+    }
+    fn time_us(&self, _: Stream, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        work().map(|()| 1.0)
+    }
+}
+
+/// A kernel of a random problem, every other with a score program.
+fn random_kernel(number: u64) -> Kernel {
+    let rng = &mut StdRng::seed_from_u64(number);
+    let dims = [(16, 16), (24, 40), (64, 64), (128, 72), (256, 16)];
+    let (qk, v) = *dims.choose(rng).expect("not empty");
+    let arch: Arch = if number.is_multiple_of(3) { "sm_75" } else { "sm_90a" }.parse().expect("an arch");
+    let mask = MaskKind::ALL[number as usize % 4];
+    let problem = Problem::forward_qk_v(DType::ALL[number as usize / 4 % 3], qk, v, mask).expect("legal").backward();
+    let text = PROGRAMS.choose(rng).expect("not empty");
+    let problem = match number % 2 {
+        0 => Problem { mask: MaskKind::FULL, ..problem }.with_program(Program::parse(text).expect("a program")),
+        _ => problem,
+    };
+    kernel_of(problem, arch)
+}
+
+fn kernel_of(problem: Problem, arch: Arch) -> Kernel {
+    let bucket = ShapeBucket { parallel: 4, group: 2, q_len: 64, kv_len: 64, ..Default::default() };
+    let schedule = Schedule::default_for(Family::BackwardNaive, &problem, arch, &bucket).expect("supported");
+    Kernel { problem, schedule, arch }
+}
+
+fn random_case(kind: MaskKind, rng: &mut StdRng) -> (Shape, CheckInputs) {
+    let length = |rng: &mut StdRng| *[0, 1, 7, 16, 31, 32, 33, 48, 65, 70].choose(rng).expect("not empty");
+    let reach = |bounded: bool, rng: &mut StdRng| {
+        bounded.then(|| *[0, 1, 9, 40, 1000, u32::MAX].choose(rng).expect("not empty"))
+    };
+    let mask = match (kind.left, kind.right) {
+        (false, false) => Mask::Full,
+        (false, true) if rng.random() => Mask::Causal,
+        (left, right) => Mask::Window { left: reach(left, rng), right: reach(right, rng) },
+    };
+    let kv_heads = rng.random_range(1..=2);
+    let (q_len, kv_len) = (length(rng), length(rng));
+    let heads = kv_heads * rng.random_range(1..=2);
+    let shape = Shape { batch: rng.random_range(1..=2), heads, kv_heads, q_len, kv_len, mask };
+    let inputs = CheckInputs {
+        layout: *Layout::ALL.choose(rng).expect("not empty"),
+        distribution: *[Distribution::Normal, Distribution::Uniform].choose(rng).expect("not empty"),
+        seed: rng.random(),
+        lse: rng.random(),
+        poison: *[Poison::None, Poison::Nan, Poison::Infinite].choose(rng).expect("not empty"),
+        scale: rng.random_bool(0.3).then_some(-0.3),
+    };
+    (shape, inputs)
+}
+
+/// Checks calls of a kernel. What goes wrong comes back with what is needed to see it again.
+fn try_backward(kernel: &Kernel, templates: &TemplateSet, calls: u64, seed: u64) -> Result<(), String> {
+    let device = Machine::new(kernel, templates, seed)?;
+    let mut rng = StdRng::seed_from_u64(seed);
+    for _ in 0..calls {
+        let (shape, inputs) = random_case(kernel.problem.mask, &mut rng);
+        let case = BackwardCase::new(device.clone(), &kernel.problem, &shape, &inputs).map_err(|e| e.to_string())?;
+        let report = case.check(&Loaded(*kernel)).map_err(|e| format!("{} {shape} {inputs:?}: {e}", kernel.name()))?;
+        if !report.passed() {
+            let program = kernel.problem.program.map_or("", |p| p.kept().text());
+            return Err(format!("{} {shape} {inputs:?}: {report}\n{program}", kernel.name()));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn backward_kernels() {
+    let templates = templates();
+    search_with(8, |number| {
+        try_backward(&random_kernel(number), &templates, setting("EMULATE_CASES").unwrap_or(5), number)
+    });
+}
+
+/// A change of the template, and a word of what is then said.
+const FAULTS: [(&str, &str, &str); 8] = [
+    ("h < (kv_head + 1) * group; h++", "h < (kv_head + 1) * group; h += 2", "oracle"),
+    ("row < last; row += kBlockQ", "row < last - kBlockQ; row += kBlockQ", "oracle"),
+    ("key - diagonal - args.window_right", "key + 1 - diagonal - args.window_right", "oracle"),
+    ("kv < live.first || kv > live.last", "kv < live.first", "oracle"),
+    ("sum - args.dlse[out_row + row]", "sum", "oracle"),
+    ("if (p_tile[at] < 0.0f) continue;", "", "oracle"),
+    ("store_rows<kRows, kOutQK, kHeadDimQK>(to,", "if (tile.row == 0) store_rows<kRows, kOutQK, kHeadDimQK>(to,", "dQ"),
+    (
+        "            products<kHeadDimQK>(s, m.third, m.first);\n            __syncthreads();",
+        "            products<kHeadDimQK>(s, m.third, m.first);",
+        "",
+    ),
+];
+
+#[test]
+fn faults_planted_in_gradients_are_seen() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let embedded = TemplateSet::embedded();
+    let text = embedded.files().find(|(name, _)| *name == "backward/naive.cu").expect("embedded").1;
+    let problem = Problem::forward(DType::F32, 16, MaskKind::CAUSAL).expect("legal").backward();
+    let kernel = kernel_of(problem, "sm_80".parse().expect("an arch"));
+    let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len: 70, kv_len: 65, mask: Mask::Causal };
+    for (from, to, what) in FAULTS {
+        assert!(text.contains(from), "the text of a fault is gone: {from}");
+        let changed = BTreeMap::from([("backward/naive.cu".to_owned(), text.replace(from, to))]);
+        let device =
+            Machine::new(&kernel, &TemplateSet::overlaid(changed).expect("it renders"), 1).expect("it compiles");
+        let inputs = CheckInputs { poison: Poison::Nan, lse: true, ..CheckInputs::default() };
+        let case = BackwardCase::new(device, &problem, &shape, &inputs).expect("a case");
+        let found = match case.check(&Loaded(kernel)) {
+            Ok(report) => (!report.passed()).then(|| report.to_string()),
+            Err(e) => Some(e.to_string()),
+        };
+        assert!(found.as_ref().is_some_and(|found| found.contains(what)), "{to}: {found:?}");
+    }
+}
