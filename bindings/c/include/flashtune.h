@@ -34,7 +34,7 @@
 
 // `softmax_scale` of `flashtune_backward_args` counts. Without this flag it must be 0, and the scale is
 // 1 / sqrt(head dim of Q).
-#define BACKWARD_SCALE 1
+#define FLASHTUNE_BACKWARD_SCALE 1
 
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
@@ -507,7 +507,7 @@ typedef struct flashtune_input {
 
 // The gradients of one forward pass. Fill it with zeros, set `struct_size`, then what is wanted. Mask, scale and
 // program are those of the forward pass.
-typedef struct BackwardArgs {
+typedef struct flashtune_backward_args {
   // sizeof(flashtune_backward_args).
   uint32_t struct_size;
   // FLASHTUNE_BACKWARD_SCALE or 0.
@@ -554,7 +554,7 @@ typedef struct BackwardArgs {
   uint64_t inputs_len;
   // sizeof(flashtune_input), unless `inputs_len` is 0.
   uint64_t input_size;
-} BackwardArgs;
+} flashtune_backward_args;
 
 // A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_block_mask_args {
@@ -832,14 +832,14 @@ flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct 
 // # Safety
 // `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live
 // one of the engine's context.
-flashtune_status flashtune_backward(flashtune_engine engine, const struct BackwardArgs *args);
+flashtune_status flashtune_backward(flashtune_engine engine, const struct flashtune_backward_args *args);
 
 // All of `flashtune_backward` but the launch: compiles the kernel if need be and loads it, so that a call with the same
 // arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
 //
 // # Safety
 // As `flashtune_backward`.
-flashtune_status flashtune_prepare_backward(flashtune_engine engine, const struct BackwardArgs *args);
+flashtune_status flashtune_prepare_backward(flashtune_engine engine, const struct flashtune_backward_args *args);
 
 // Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
 // have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,
