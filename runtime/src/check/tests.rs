@@ -1,5 +1,6 @@
 use super::*;
-use crate::{CpuDevice, compile_with, compiler_for};
+use crate::compile::memory::compile_once;
+use crate::{CpuDevice, compiler_for};
 use flashtune_codegen::abi::ABI_VERSION;
 use flashtune_codegen::{Arch, CpuIsa, Kernel, Language, Mask, MaskKind, Schedule, ShapeBucket, Source, TemplateSet};
 
@@ -168,7 +169,7 @@ fn the_cpu_template_passes() {
         let bucket = ShapeBucket::of(&shape);
         let schedule = Schedule::default_for(family, &problem, device.arch(), &bucket).unwrap();
         let kernel = Kernel { problem, schedule, arch: device.arch() };
-        let artifact = compile_with(&*device.compiler().unwrap(), &kernel, &templates).unwrap();
+        let artifact = compile_once(&kernel, &templates).unwrap();
         let module = device.load(&artifact).unwrap();
         let inputs = CheckInputs { layout: Layout::Bshd, poison: Poison::Nan, ..CheckInputs::default() };
         let report = check_kernel(&device, &*module, &shape, &inputs).unwrap();

@@ -3,6 +3,8 @@
 mod build_id;
 mod cc;
 mod leash;
+#[cfg(test)]
+pub(crate) mod memory;
 mod nvrtc;
 mod nvrtc_lib;
 mod ptxas_log;

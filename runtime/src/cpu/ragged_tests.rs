@@ -1,8 +1,9 @@
 //! `forward/cpu_ragged` against the oracle, sequence by sequence: every store, masks, quantised elements, threads.
 
 use super::*;
+use crate::compile::memory::compile_once;
 use crate::reference::{Attention, all_rows, compare, oracle_of, unfused_rows_of};
-use crate::{Distribution, HostTensor, Layout, SideBuffers, compile_with, typical_side};
+use crate::{Distribution, HostTensor, Layout, SideBuffers, typical_side};
 use bytemuck::Zeroable;
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::score::{Program, SideData};
@@ -401,8 +402,7 @@ impl Case {
 
 fn load(device: &CpuDevice, problem: &Problem, schedule: CpuRaggedSchedule, isa: CpuIsa) -> Arc<dyn Module> {
     let kernel = Kernel { problem: *problem, schedule: Schedule::CpuRagged(schedule), arch: Arch::Cpu(isa) };
-    let compiler = device.compiler().unwrap();
-    device.load(&compile_with(&*compiler, &kernel, &TemplateSet::embedded()).unwrap()).unwrap()
+    device.load(&compile_once(&kernel, &TemplateSet::embedded()).unwrap()).unwrap()
 }
 
 /// The host's, and one of the others that it can run, which take turns: compiling every kernel for all takes minutes.

@@ -1,0 +1,38 @@
+//! Kernels that tests of this crate compile, each once for all of them: one for the host takes seconds of a processor, and the
+//! same recipe gives the same bytes. Tests of compilers, and of what becomes of their output, call these themselves.
+
+use super::{abi, compile_with, compiler_for, recipe};
+use crate::Result;
+use flashtune_cache::{Artifact, Key, Recipe};
+use flashtune_codegen::{Kernel, TemplateSet};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+type Slot = Arc<Mutex<Option<Arc<Artifact>>>>;
+
+/// A kernel as [`compile_with`] gives it, compiled by the first who asks; others wait for that one.
+pub(crate) fn compile_once(kernel: &Kernel, templates: &TemplateSet) -> Result<Arc<Artifact>> {
+    static SLOTS: Mutex<Option<HashMap<Key, Slot>>> = Mutex::new(None);
+    let compiler = compiler_for(kernel.arch)?;
+    let key = recipe(kernel, templates, compiler.id()).key();
+    let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let slot = slots.get_or_insert_default().entry(key).or_default().clone();
+    drop(slots);
+    let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+    if slot.is_none() {
+        *slot = Some(Arc::new(compile_with(&*compiler, kernel, templates)?));
+    }
+    Ok(slot.clone().expect("just put there"))
+}
+
+/// A kernel of templates with a planted fault, which is no kernel of the product, compiled in two fifths of the time. Kept for nobody.
+pub(crate) fn compile_quickly(kernel: &Kernel, templates: &TemplateSet) -> Result<Artifact> {
+    let compiler = compiler_for(kernel.arch)?;
+    let mut source = kernel.render(templates)?;
+    for option in source.options.iter_mut().filter(|option| *option == "-O3") {
+        *option = "-O1".to_owned();
+    }
+    let (bytes, facts) = compiler.compile(&source)?;
+    let recipe = Recipe { options: source.options, ..recipe(kernel, templates, compiler.id()) };
+    Ok(Artifact { recipe, entry: source.entry, args: abi::ArgsLayout::of(kernel), facts, bytes })
+}
