@@ -50,7 +50,7 @@ fn expand<'a>(
     }
     open.push(name);
     let mut rest = files.get(name)?.as_str();
-    while let Some(at) = ["<%", "<#", "@{"].iter().filter_map(|tag| rest.find(tag)).min() {
+    while let Some(at) = next_tag(rest) {
         out.push_str(&rest[..at]);
         let close = match &rest[at..at + 2] {
             "<%" => "%>",
@@ -86,19 +86,31 @@ fn expand<'a>(
     (out.len() <= LARGEST).then_some(())
 }
 
+/// Where the next tag opens. One pass: a search for each kind reads on to the end of the file for those that are not there.
+fn next_tag(text: &str) -> Option<usize> {
+    text.as_bytes().windows(2).position(|w| matches!(w, b"<%" | b"<#" | b"@{"))
+}
+
 /// C or CUDA C without comments, blank lines and indentation. `None` where it is not certain what is a comment.
 ///
 /// A comment that holds a value (`@{ }@`) stays: what is rendered there may have lines of its own.
 fn stripped(text: &str) -> Option<String> {
+    let text = text.as_bytes();
     // A comment's opener in two lines, and a character in three.
-    if ["/\\\n", "\\\r", "??/"].iter().any(|doubt| text.contains(doubt)) {
+    let doubtful = |rest: &[u8]| matches!(rest, [b'/', b'\\', b'\n', ..] | [b'\\', b'\r', ..] | [b'?', b'?', b'/', ..]);
+    if (0..text.len()).any(|at| doubtful(&text[at..])) {
         return None;
     }
-    let text = text.as_bytes();
     let mut out: Vec<u8> = Vec::with_capacity(text.len());
     let mut at = 0;
-    while let Some(&byte) = text.get(at) {
+    while at < text.len() {
+        // Everything else stays as it is.
+        let plain = text[at..].iter().position(|byte| matches!(byte, b'/' | b'@' | b'"' | b'\''));
+        let plain = plain.unwrap_or(text.len() - at);
+        out.extend_from_slice(&text[at..at + plain]);
+        at += plain;
         let rest = &text[at..];
+        let Some(&byte) = rest.first() else { break };
         let before = out.last().copied().unwrap_or(b'\n');
         let comment = match rest {
             [b'/', b'/', ..] => Some(line_comment(rest)),

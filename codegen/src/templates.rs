@@ -5,14 +5,16 @@
 
 use crate::{Error, Family, Result, seen};
 use std::collections::BTreeMap;
+use std::sync::{Arc, LazyLock, OnceLock};
 
 /// Files by their path inside `templates/`, sorted, with a hash over all of them and one for each family.
 #[derive(Debug, Clone)]
 pub struct TemplateSet {
-    files: BTreeMap<String, String>,
+    files: Arc<BTreeMap<String, String>>,
     hash: String,
-    families: BTreeMap<Family, String>,
-    engine: std::sync::Arc<tera::Tera>,
+    /// Hashes of families, where somebody has asked.
+    families: Arc<BTreeMap<Family, OnceLock<String>>>,
+    engine: Arc<tera::Tera>,
 }
 
 macro_rules! embed {
@@ -129,15 +131,18 @@ const EMBEDDED: &[(&str, &str)] = embed![
 ];
 
 impl TemplateSet {
-    /// The set that is compiled into the library.
+    /// The set that is compiled into the library, parsed once in a process.
     pub fn embedded() -> Self {
-        Self::from_files(EMBEDDED.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect())
-            .expect("the embedded templates parse: a unit test renders all of them")
+        static SET: LazyLock<TemplateSet> = LazyLock::new(|| {
+            TemplateSet::from_files(EMBEDDED.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect())
+                .expect("the embedded templates parse: a unit test renders all of them")
+        });
+        SET.clone()
     }
 
     /// The embedded set with some files replaced or added: what an override folder gives.
     pub fn overlaid(overrides: BTreeMap<String, String>) -> Result<Self> {
-        let mut files = Self::embedded().files;
+        let mut files = (*Self::embedded().files).clone();
         files.extend(overrides);
         Self::from_files(files)
     }
@@ -164,8 +169,9 @@ impl TemplateSet {
         engine
             .add_raw_templates(files.iter().map(|(k, v)| (k.as_str(), v.as_str())))
             .map_err(|e| Error::Template { name: "set".into(), message: e.to_string() })?;
-        let families = Family::ALL.into_iter().map(|family| (family, seen::hash(&files, family.template()))).collect();
-        Ok(Self { files, hash: hasher.finalize().to_hex()[..16].to_owned(), families, engine: engine.into() })
+        let families = Family::ALL.into_iter().map(|family| (family, OnceLock::new())).collect();
+        let hash = hasher.finalize().to_hex()[..16].to_owned();
+        Ok(Self { files: files.into(), hash, families: Arc::new(families), engine: engine.into() })
     }
 
     /// The first 16 hex digits of the BLAKE3 hash over all names and texts: what the set is, to the byte. Stored
@@ -177,7 +183,7 @@ impl TemplateSet {
     /// 16 hex digits that stand for what the compiler sees of a family's kernels: the text of its template with all
     /// that it includes, less comments, blank lines and indentation.
     pub fn hash_of(&self, family: Family) -> &str {
-        &self.families[&family]
+        self.families[&family].get_or_init(|| seen::hash(&self.files, family.template()))
     }
 
     /// Paths and texts.
