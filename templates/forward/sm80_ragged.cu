@@ -88,24 +88,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     Rows rows;
     float v_reference = 0.0f;
     int stage = 0, slot = 0, ahead = kStages - 1;
-    bool first = true;
+    bool first = true, fresh = false;  // a share of which nothing is asked, nothing computed
     i64 left = range.end - range.begin;
 #pragma unroll 1
     for (;;) {
+        copies.begin_next(args);
+        if (first) {
+            // Asked for behind the first page and before the first keys: their latencies are one.
+            team_sync(team);  // the share is noted
+            const Share& share = share_at(team, slot);
+            rows.begin(args, group, share);
+            if (!kSharedQ) rows.load_q(args, share, q);
+            first = false, fresh = true;
+        }
         if (ahead == 0) {
-            if (first) {
-                team_sync(team);  // the share is noted
-                const Share& share = share_at(team, slot);
-                rows.begin(args, group, share);
-                rows.load_q(args, share, q);
-            }
             cp_async_wait<kStages - 2>();
             team_sync(team);
-            if (first) {
-                rows.finish_q(q);
+            if (fresh) {
+                fresh = false;
                 if constexpr (kSharedQ) {
-                    if (team == 0) store_q(q, shared_q(base));
+                    rows.share_q(args, share_at(team, slot), shared_q(base), team == 0);
                     __syncthreads();
+                } else {
+                    rows.finish_q(q);
                 }
                 clear(o);
                 softmax.init();

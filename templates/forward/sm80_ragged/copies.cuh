@@ -102,9 +102,13 @@ struct Copies {
         } while (tiles == 0);
     }
 
+    // Begins the next share where one has ended.
+    __device__ __forceinline__ void begin_next(const KernelArgs& args) {
+        if (!within && unit < end) begin_share(args);
+    }
+
     // Asks for the next block, into the next stage.
     __device__ __forceinline__ void next(const KernelArgs& args) {
-        if (!within && unit < end) begin_share(args);
         if (within) {
             const int block = next_block < end_block ? next_block : -1;
             next_block += kKeyWarps;

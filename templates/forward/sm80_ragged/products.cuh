@@ -31,16 +31,6 @@ struct LaneAddress {
 __device__ __forceinline__ u32 shared_q(u32 base) {
     return base + Layout::kQueries + threadIdx.x / 32 % kRowWarps * Layout::kBytesQ + threadIdx.x % 32 * 16;
 }
-__device__ __forceinline__ void store_q(const QueryFragments& q, u32 to) {
-#pragma unroll
-    for (int step = 0; step < kStepsQK; step++) {
-#pragma unroll
-        for (int i = 0; i < kMTiles; i++) {
-            const u32(&f)[4] = q[step][i];
-            store_shared_16(to + (step * kMTiles + i) * 512, make_uint4(f[0], f[1], f[2], f[3]));
-        }
-    }
-}
 
 // Q of one matrix step.
 struct QueryStep {

@@ -53,27 +53,32 @@ struct Rows {
         factor = kProgramScore ? kLog2E : magnitude * kLog2E;
     }
 
+    // Where this lane's columns of its row h of tile i begin in Q. A quantised step has a lane's four columns side by side.
+    __device__ __forceinline__ const u16* q_row(const KernelArgs& args, const Share& share, int i, int h) const {
+        const i64 batch = args.q_begin == nullptr ? sequence * args.q_stride[0] : 0;
+        return (const u16*)args.q + batch + (kv_head * group + head_of[i][h]) * args.q_stride[1] +
+               (share.q_row + q[i][h]) * args.q_stride[2] + threadIdx.x % 4 * (kScaled ? 4 : 2);
+    }
+
+    // Two elements of a row of Q for half a matrix step. Zeros behind the row's end, which only a last step has.
+    static __device__ __forceinline__ u32 q_pair(const u16* from, int step, int half) {
+        const int column = step * 16 + half * (kScaled ? 2 : 8);
+        const int first = threadIdx.x % 4 * (kScaled ? 4 : 2);
+        const bool there = (kHeadDimQK % 16 == 0 && kStepsQK * 16 == kHeadDimQK) || first + column < kHeadDimQK;
+        return there ? __ldg((const u32*)(from + column)) : 0;
+    }
+
     // Asks for Q. Nothing waits for it before finish_q().
     __device__ __forceinline__ void load_q(const KernelArgs& args, const Share& share, QueryFragments& f) const {
-        // A quantised step has a lane's four columns side by side.
-        const int first = threadIdx.x % 4 * (kScaled ? 4 : 2);
-        constexpr int kApart = kScaled ? 2 : 8;
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const i64 batch = args.q_begin == nullptr ? sequence * args.q_stride[0] : 0;
-                const u16* from = (const u16*)args.q + batch + (kv_head * group + head_of[i][h]) * args.q_stride[1] +
-                                  (share.q_row + q[i][h]) * args.q_stride[2] + first;
+                const u16* const from = q_row(args, share, i, h);
 #pragma unroll
                 for (int step = 0; step < kStepsQK; step++) {
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        // Zeros behind the row's end, which only a last step has.
-                        const int column = step * 16 + half * kApart;
-                        const bool there = step * 16 + 16 <= kHeadDimQK || first + column < kHeadDimQK;
-                        f[step][i][2 * half + h] = there ? __ldg((const u32*)(from + column)) : 0;
-                    }
+                    for (int half = 0; half < 2; half++) f[step][i][2 * half + h] = q_pair(from, step, half);
                 }
             }
         }
@@ -81,52 +86,76 @@ struct Rows {
 
     // Q with the sign of the scale, and narrowed.
     __device__ __forceinline__ void finish_q(QueryFragments& f) {
-        const u32 sign = flipped ? 0x80008000 : 0, keep = zero ? 0 : 0xffffffff;
 #pragma unroll
-        for (int step = 0; step < kStepsQK; step++) {
+        for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
-            for (int i = 0; i < kMTiles; i++) {
+            for (int h = 0; h < 2; h++) {
+                float largest = 0.0f;
+                if (kNarrowsQ) {
 #pragma unroll
-                for (int e = 0; e < 4; e++) f[step][i][e] = (f[step][i][e] ^ sign) & keep;
-            }
-        }
-        if constexpr (kNarrowsQ) {
+                    for (int step = 0; step < kStepsQK; step++) {
+                        largest = largest_of(largest_of(largest, f[step][i][h]), f[step][i][2 + h]);
+                    }
+                }
+                const float down = begin_row(i, h, largest);
 #pragma unroll
-            for (int i = 0; i < kMTiles; i++) {
-#pragma unroll
-                for (int h = 0; h < 2; h++) narrow(f, i, h);
+                for (int step = 0; step < kStepsQK; step++) {
+                    f[step][i][h] = changed_pair(f[step][i][h], down);
+                    f[step][i][2 + h] = changed_pair(f[step][i][2 + h], down);
+                }
             }
         }
     }
 
-    // A row's bf16 elements as f16, less the exponent of the largest.
-    __device__ __forceinline__ void narrow(QueryFragments& f, int i, int h) {
-        const auto low = [](u32 pair) { return __uint_as_float(pair << 16); };
-        const auto high = [](u32 pair) { return __uint_as_float(pair & 0xffff0000); };
-        float largest = 0.0f;
+    // The same through shared memory, a few registers at a time: from global memory twice where rows are narrowed. By
+    // one team, for all; the others take note of what rows are divided by.
+    __device__ __forceinline__ void share_q(const KernelArgs& args, const Share& share, u32 to, bool stores) {
 #pragma unroll
-        for (int step = 0; step < kStepsQK; step++) {
+        for (int i = 0; i < kMTiles; i++) {
+            const u16* const from[2] = {q_row(args, share, i, 0), q_row(args, share, i, 1)};
+            float largest[2] = {0.0f, 0.0f}, down[2];
+            if (kNarrowsQ) {
+#pragma unroll 4
+                for (int step = 0; step < kStepsQK; step++) {
 #pragma unroll
-            for (int e = h; e < 4; e += 2) {
-                const u32 pair = f[step][i][e];
-                // Not those that are no numbers: they stay what they are.
-                if (fabsf(low(pair)) < FT_INFINITY) largest = fmaxf(largest, fabsf(low(pair)));
-                if (fabsf(high(pair)) < FT_INFINITY) largest = fmaxf(largest, fabsf(high(pair)));
+                    for (int e = 0; e < 4; e++) {
+                        largest[e % 2] = largest_of(largest[e % 2], q_pair(from[e % 2], step, e / 2));
+                    }
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) down[h] = begin_row(i, h, largest[h]);
+            if (!stores) continue;
+#pragma unroll 4
+            for (int step = 0; step < kStepsQK; step++) {
+                u32 f[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) f[e] = changed_pair(q_pair(from[e % 2], step, e / 2), down[e % 2]);
+                store_shared_16(to + (step * kMTiles + i) * 512, make_uint4(f[0], f[1], f[2], f[3]));
             }
         }
+    }
+
+    // The larger of a magnitude and those of two bf16; not of what is no number, which stays what it is.
+    static __device__ __forceinline__ float largest_of(float largest, u32 pair) {
+        const float low = fabsf(__uint_as_float(pair << 16)), high = fabsf(__uint_as_float(pair & 0xffff0000));
+        if (low < FT_INFINITY) largest = fmaxf(largest, low);
+        return high < FT_INFINITY ? fmaxf(largest, high) : largest;
+    }
+
+    // What a row whose largest element is `largest` is multiplied by, to be f16: less the exponent of that.
+    __device__ __forceinline__ float begin_row(int i, int h, float largest) {
+        if constexpr (!kNarrowsQ) return 1.0f;
         largest = quad_max(largest);
         // From 2^-126 to 2^126: both powers are normal numbers.
         const int exponent = min_of(max_of(int(__float_as_uint(largest) >> 23), 1), 253);
-        const float down = __uint_as_float(u32(254 - exponent) << 23);
         up[kNarrowsQ ? i : 0][h] = __uint_as_float(u32(exponent) << 23);
-#pragma unroll
-        for (int step = 0; step < kStepsQK; step++) {
-#pragma unroll
-            for (int e = h; e < 4; e += 2) {
-                const u32 pair = f[step][i][e];
-                f[step][i][e] = pack<f16>(low(pair) * down, high(pair) * down);
-            }
-        }
+        return __uint_as_float(u32(254 - exponent) << 23);
+    }
+    __device__ __forceinline__ u32 changed_pair(u32 pair, float down) const {
+        pair = zero ? 0 : pair ^ (flipped ? 0x80008000 : 0);
+        if constexpr (!kNarrowsQ) return pair;
+        return pack<f16>(__uint_as_float(pair << 16) * down, __uint_as_float(pair & 0xffff0000) * down);
     }
 
     // Whether some row of the tile does not see some key of the block. The same for all warps of a team.

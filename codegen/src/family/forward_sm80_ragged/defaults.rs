@@ -25,7 +25,7 @@ pub(super) fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -
         // bf16; quantised keys, which are read faster than 16 of them at a time are computed, 155 and 156 by 32, 194
         // by 16.
         0..=16 if quantised => &[of(16, 1, 8, 32, 2), of(16, 1, 8, 16, 2), of(16, 1, 4, 16, 2)],
-        0..=16 if d <= 64 => &[of(16, 1, 8, 32, 3), of(16, 1, 8, 16, 3), of(16, 1, 4, 16, 2)],
+        0..=16 if d <= 64 => &[of(16, 1, 8, 32, 2), of(16, 1, 8, 16, 2), of(16, 1, 4, 16, 2)],
         0..=16 => &[of(16, 1, 8, 16, 2), of(16, 1, 4, 16, 3), of(16, 1, 4, 16, 2)],
         17..=32 => &[of(16, 2, 4, 32, 3), of(16, 2, 4, 16, 3), of(16, 2, 4, 16, 2), of(16, 2, 2, 16, 2)],
         33..=64 => &[of(16, 4, 2, 32, 3), of(16, 4, 2, 32, 2), of(16, 4, 2, 16, 2), of(16, 4, 1, 16, 2)],

@@ -25,6 +25,10 @@ __device__ __forceinline__ Entry read_entry(const int* array, i64 i, int words) 
     return e;
 }
 
+__device__ __forceinline__ int read_int(const int* array, i64 i, int words) {
+    return read_entry(array, i, words).value(words);
+}
+
 // One sequence: its sizes, and where its rows begin.
 struct Sequence {
     int q_len, kv_len;     // rows that are used, and keys
