@@ -86,7 +86,8 @@ fn expand<'a>(
     (out.len() <= LARGEST).then_some(())
 }
 
-/// Where the next tag opens. One pass: a search for each kind reads on to the end of the file for those that are not there.
+/// Where the next tag opens. One pass: a search for each kind reads on to the end of the file for those that are not
+/// there.
 fn next_tag(text: &str) -> Option<usize> {
     text.as_bytes().windows(2).position(|w| matches!(w, b"<%" | b"<#" | b"@{"))
 }

@@ -12,7 +12,8 @@ const IMPORT: &str = "import numpy, ml_dtypes";
 /// Builds `libflashtune`, installs what the tests import unless this Python has it, and runs them.
 pub fn test(root: &Path, args: &[String]) -> Result<()> {
     let mut build = super::cargo();
-    // All of the workspace, and the target of a test, which brings the features that its tests have: nothing is compiled twice.
+    // All of the workspace, and the target of a test, which brings the features that its tests have: nothing is
+    // compiled twice.
     build.args(["build", "--workspace", "--lib", "--test", "programs"]);
     super::run(build)?;
 

@@ -14,9 +14,10 @@ static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
         Some(name) => name,
     };
     let mut cargo = Command::new(env!("CARGO"));
-    // The whole workspace, as in a test of it: with the same features nothing is compiled twice. Those that its tests alone need
-    // come with the target of a test, which is this one and was built.
-    cargo.args(["build", "--quiet", "--workspace", "--lib", "--test", "programs", "--profile", profile, "--target-dir"]);
+    // The whole workspace, as in a test of it: with the same features nothing is compiled twice. Those that its tests
+    // alone need come with the target of a test, which is this one and was built.
+    cargo.args(["build", "--quiet", "--workspace", "--lib", "--test", "programs"]);
+    cargo.args(["--profile", profile, "--target-dir"]);
     cargo.arg(folder.parent().expect("the target folder")).current_dir(env!("CARGO_MANIFEST_DIR"));
     succeeds(&mut cargo);
     folder

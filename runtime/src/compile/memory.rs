@@ -1,5 +1,6 @@
-//! Kernels that tests of this crate compile, each once for all of them: one for the host takes seconds of a processor, and the
-//! same recipe gives the same bytes. Tests of compilers, and of what becomes of their output, call these themselves.
+//! Kernels that tests of this crate compile, each once for all of them: one for the host takes seconds of a processor,
+//! and the same recipe gives the same bytes. Tests of compilers, and of what becomes of their output, call these
+//! themselves.
 
 use super::{abi, compile_with, compiler_for, recipe};
 use crate::Result;
@@ -25,7 +26,8 @@ pub(crate) fn compile_once(kernel: &Kernel, templates: &TemplateSet) -> Result<A
     Ok(slot.clone().expect("just put there"))
 }
 
-/// A kernel of templates with a planted fault, which is no kernel of the product, compiled in two fifths of the time. Kept for nobody.
+/// A kernel of templates with a planted fault, which is no kernel of the product, compiled in two fifths of the time.
+/// Kept for nobody.
 pub(crate) fn compile_quickly(kernel: &Kernel, templates: &TemplateSet) -> Result<Artifact> {
     let compiler = compiler_for(kernel.arch)?;
     let mut source = kernel.render(templates)?;

@@ -428,8 +428,8 @@ fn mixes(
     Ok(())
 }
 
-/// The same beside a clock: a launch that takes longer than the limit is told, and left behind with its thread, which launches
-/// no other: those would take the cores from all tests that follow.
+/// The same beside a clock: a launch that takes longer than the limit is told, and left behind with its thread, which
+/// launches no other: those would take the cores from all tests that follow.
 fn watched(
     limit: Duration,
     count: usize,
