@@ -121,6 +121,10 @@ const SIZES: [[u32; 5]; 12] = [
     [1, 2, 2, 0, 9],
 ];
 
+/// Pairs of queries and keys up to which the quick sweep has a backward pass: all rows of its gradients are compared, and
+/// in a debug build the reference takes microseconds a pair.
+const QUICK_BACKWARD: u64 = 40_000;
+
 /// Longer sizes, for `--full` and for one mask and dtype in the quick sweep.
 const LONG: [[u32; 5]; 2] = [[1, 2, 1, 1000, 1000], [1, 2, 2, 999, 1531]];
 
@@ -141,6 +145,10 @@ pub fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(S
     let distributions = [Distribution::Normal, Distribution::NormalWithOutliers, Distribution::Uniform];
     let mut cases = Vec::new();
     for (i, &[batch, heads, kv_heads, q_len, kv_len]) in SIZES.iter().chain(long).enumerate() {
+        let pairs = [batch, heads, q_len, kv_len].map(u64::from).iter().product::<u64>();
+        if problem.op == Op::Backward && effort == Effort::Quick && pairs > QUICK_BACKWARD {
+            continue;
+        }
         let (left, right) = reaches[(i + nth) % reaches.len()];
         let mask = match (problem.mask.left, problem.mask.right) {
             (false, false) => Mask::Full,
