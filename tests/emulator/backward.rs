@@ -62,7 +62,7 @@ impl Module for Loaded {
 }
 
 impl Machine {
-    fn new(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<Arc<dyn Device>, String> {
+    fn open(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<Arc<dyn Device>, String> {
         let emulated = Emulated::build(kernel, templates)?;
         let (arch, name, driver) = (kernel.arch, "an emulated machine".to_owned(), String::new());
         let fingerprint = DeviceFingerprint { arch, name, units: 4, memory_bytes: 0, cache_bytes: 1 << 20, driver };
@@ -211,7 +211,7 @@ fn random_case(kind: MaskKind, rng: &mut StdRng) -> (Shape, CheckInputs) {
 
 /// Checks calls of a kernel. What goes wrong comes back with what is needed to see it again.
 fn try_backward(kernel: &Kernel, templates: &TemplateSet, calls: u64, seed: u64) -> Result<(), String> {
-    let device = Machine::new(kernel, templates, seed)?;
+    let device = Machine::open(kernel, templates, seed)?;
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..calls {
         let (shape, inputs) = random_case(kernel.problem.mask, &mut rng);
@@ -263,7 +263,7 @@ fn faults_planted_in_gradients_are_seen() {
         assert!(text.contains(from), "the text of a fault is gone: {from}");
         let changed = BTreeMap::from([("backward/naive.cu".to_owned(), text.replace(from, to))]);
         let device =
-            Machine::new(&kernel, &TemplateSet::overlaid(changed).expect("it renders"), 1).expect("it compiles");
+            Machine::open(&kernel, &TemplateSet::overlaid(changed).expect("it renders"), 1).expect("it compiles");
         let inputs = CheckInputs { poison: Poison::Nan, lse: true, ..CheckInputs::default() };
         let case = BackwardCase::new(device, &problem, &shape, &inputs).expect("a case");
         let found = match case.check(&Loaded(kernel)) {
