@@ -1,7 +1,8 @@
 //! `backward/cpu` against the fp64 gradients, and the faults that this check finds in it.
 
 use super::*;
-use crate::{BackwardCase, CpuDevice, compile_with};
+use crate::compile::memory::compile_or_plant;
+use crate::{BackwardCase, CpuDevice};
 use flashtune_codegen::score::Program;
 use flashtune_codegen::{Arch, CpuIsa, Family, Kernel, Mask, Schedule, ShapeBucket, TemplateSet};
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ fn module(device: &dyn Device, problem: &Problem, isa: Option<CpuIsa>, templates
     let bucket = ShapeBucket::of(&shape(Mask::Full, [1, 1, 1, 64, 64]));
     let schedule = Schedule::default_for(Family::BackwardCpu, problem, arch, &bucket).unwrap();
     let kernel = Kernel { problem: *problem, schedule, arch };
-    device.load(&compile_with(&*device.compiler().unwrap(), &kernel, templates).unwrap()).unwrap()
+    device.load(&compile_or_plant(&kernel, templates).unwrap()).unwrap()
 }
 
 fn problem(dtype: DType, dims: [u32; 2], mask: Mask, program: Option<&str>) -> Problem {

@@ -26,9 +26,16 @@ pub(crate) fn compile_once(kernel: &Kernel, templates: &TemplateSet) -> Result<A
     Ok(slot.clone().expect("just put there"))
 }
 
-/// A kernel of templates with a planted fault, which is no kernel of the product, compiled in two fifths of the time.
-/// Kept for nobody.
-pub(crate) fn compile_quickly(kernel: &Kernel, templates: &TemplateSet) -> Result<Artifact> {
+/// A kernel of the embedded templates, or of others: one with a planted fault.
+pub(crate) fn compile_or_plant(kernel: &Kernel, templates: &TemplateSet) -> Result<Arc<Artifact>> {
+    match templates.hash() == TemplateSet::embedded().hash() {
+        true => compile_once(kernel, templates),
+        false => compile_quickly(kernel, templates).map(Arc::new),
+    }
+}
+
+/// A kernel with a planted fault, which is none of the product's, compiled in two fifths of the time. Kept for nobody.
+fn compile_quickly(kernel: &Kernel, templates: &TemplateSet) -> Result<Artifact> {
     let compiler = compiler_for(kernel.arch)?;
     let mut source = kernel.render(templates)?;
     for option in source.options.iter_mut().filter(|option| *option == "-O3") {

@@ -6,7 +6,7 @@
 
 use super::ragged_tests::small;
 use super::*;
-use crate::compile::memory::{compile_once, compile_quickly};
+use crate::compile::memory::compile_or_plant;
 use bytemuck::Zeroable;
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::{
@@ -77,10 +77,7 @@ fn kernel(kind: MaskKind, isa: CpuIsa) -> Kernel {
 
 /// The kernel, or of other templates one with a fault.
 fn module(device: &CpuDevice, kernel: &Kernel, templates: &TemplateSet) -> Arc<dyn Module> {
-    match templates.hash() == TemplateSet::embedded().hash() {
-        true => device.load(&compile_once(kernel, templates).unwrap()).unwrap(),
-        false => device.load(&compile_quickly(kernel, templates).unwrap()).unwrap(),
-    }
+    device.load(&compile_or_plant(kernel, templates).unwrap()).unwrap()
 }
 
 impl Call {
