@@ -20,6 +20,7 @@ mod engine_programs;
 mod faults;
 mod fleet;
 mod golden;
+mod gradients;
 mod killed;
 mod latency;
 mod launches;
