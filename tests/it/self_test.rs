@@ -19,6 +19,10 @@ fn the_quick_check_of_one_problem_passes_on_every_instruction_set_of_the_host() 
     for isa in CpuIsa::ALL.into_iter().filter(|isa| *isa <= highest) {
         let place = Place::new();
         let mut check = place.flashtune(&["check", "--problem", "d40v72", "--schedules", "2", "--json"]);
+        // Kernels of gradients are written for three instruction sets, which the tests of their check compile too.
+        if isa != highest {
+            check.args(["--kernel", "forward-"]);
+        }
         let report = common::json(check.env("FLASHTUNE_CPU_ISA", isa.name()));
         assert!(report["device"].as_str().unwrap().contains(isa.name()), "{report}");
         assert!(report["kernels"].as_u64().unwrap() >= 6 && report["checks"].as_u64().unwrap() >= 60, "{report}");
