@@ -60,9 +60,9 @@ class Expected:
         self.nodes = sorted({0, data.nodes - 1})
         self.exact = {node: attention(case, data, node, torch.float64) for node in self.nodes}
         # Beside a quantised cache kernels multiply in f16: the yardstick is that, on the numbers that the cache stands
-        # for.
+        # for, its result in the dtype of the queries as theirs is.
         yardstick = torch.float16 if case.is_quantised else data.dtype
-        worst = [self.error(attention(case, data, node, yardstick), node) for node in self.nodes]
+        worst = [self.error(attention(case, data, node, yardstick).to(data.dtype), node) for node in self.nodes]
         self.unfused_error = max(worst)
 
     def error(self, out, node):
