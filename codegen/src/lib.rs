@@ -39,9 +39,10 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
     AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, CpuRaggedSchedule, CpuSchedule,
-    Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose, RaggedAccount, Schedule, Sm80RaggedSchedule,
-    Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle,
-    TensorMapSpec, TileOrder, has_loose_biases, is_addressable, ragged_unaddressable, unaddressable,
+    Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose, RaggedAccount, RaggedUnaddressable, Schedule,
+    Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale, Sm90RowOrder, Sm90Schedule,
+    Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, has_loose_biases, is_addressable, ragged_unaddressable,
+    unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
 pub use kv::{KvElement, KvKind, KvScales, KvStore};

@@ -40,7 +40,7 @@ pub use forward_sm90::{
     Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases,
     is_addressable, unaddressable,
 };
-pub use forward_sm90_ragged::{Sm90RaggedSchedule, ragged_unaddressable};
+pub use forward_sm90_ragged::{RaggedUnaddressable, Sm90RaggedSchedule, ragged_unaddressable};
 
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};

@@ -48,7 +48,7 @@ pub(super) fn encode_all(
 /// The same for a launch of `forward/sm90_ragged`.
 pub(super) fn encode_ragged(context: &Context, kernel: &Kernel, args: &mut RaggedMappedArgs) -> Result<()> {
     if let Some(why) = ragged_unaddressable(&args.forward) {
-        return Err(refused(context, why));
+        return Err(refused(context, why.to_string()));
     }
     let (specs, box_keys) = kernel
         .ragged_tensor_maps(&args.tiling, &args.forward)

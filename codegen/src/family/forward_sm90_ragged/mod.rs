@@ -5,7 +5,7 @@
 
 mod tensor_maps;
 
-pub use tensor_maps::ragged_unaddressable;
+pub use tensor_maps::{RaggedUnaddressable, ragged_unaddressable};
 
 use super::KernelFamily;
 use super::account::{RaggedAccount, Usual};

@@ -4,20 +4,53 @@ use super::Sm90RaggedSchedule;
 use crate::abi::RaggedArgs;
 use crate::family::forward_sm90::{STRIDE_LIMIT, TensorMapSpec, spec};
 use crate::{Kernel, Schedule, Tiling};
+use std::fmt;
 
 /// What the tokens of a page must be a multiple of: blocks of keys are, so that boxes of as many tile both.
 const BOX: i32 = 16;
 
+/// Why TMA cannot address a tensor of a call. Asked of every call, so that nothing is allocated before it is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RaggedUnaddressable {
+    /// So many tokens of a page.
+    Pages(i32),
+    /// Sequences in pages that begin behind padding.
+    Padding,
+    /// Of a tensor.
+    Address(&'static str),
+    /// Of a tensor's axis, in elements.
+    Stride(&'static str, &'static str, i64),
+    /// K in pieces of 16 bytes.
+    Pieces,
+}
+
+impl fmt::Display for RaggedUnaddressable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pages(tokens) => write!(f, "pages of {tokens} tokens: TMA takes {BOX} at a time of one page"),
+            Self::Padding => write!(f, "sequences in pages begin behind padding, and boxes of keys with pages"),
+            Self::Address(name) => write!(f, "{name} starts at an address that is no multiple of 16 bytes"),
+            Self::Stride(name, axis, stride) => {
+                write!(
+                    f,
+                    "the {axis} stride of {name} is {stride} elements: TMA takes positive multiples of 8 below 2^39"
+                )
+            }
+            Self::Pieces => write!(f, "the elements of a row of K do not lie side by side"),
+        }
+    }
+}
+
 /// Why TMA cannot address the tensors of a call, if it cannot: it needs addresses and strides in multiples of 16 bytes,
 /// strides above zero and below 2^40 bytes, rows whose elements lie side by side, and of a store with page tables pages
 /// of a multiple of 16 tokens that sequences begin with.
-pub fn ragged_unaddressable(args: &RaggedArgs) -> Option<String> {
+pub fn ragged_unaddressable(args: &RaggedArgs) -> Option<RaggedUnaddressable> {
     if args.k_table != 0 || args.v_table != 0 {
         if args.page_tokens % BOX != 0 {
-            return Some(format!("pages of {} tokens: TMA takes {BOX} at a time of one page", args.page_tokens));
+            return Some(RaggedUnaddressable::Pages(args.page_tokens));
         }
         if args.left_pad != 0 {
-            return Some("sequences in pages begin behind padding, and boxes of keys with pages".to_owned());
+            return Some(RaggedUnaddressable::Padding);
         }
     }
     let (heads, kv_heads) = (i64::from(args.heads), i64::from(args.kv_heads));
@@ -34,19 +67,18 @@ pub fn ragged_unaddressable(args: &RaggedArgs) -> Option<String> {
             continue;
         }
         if !address.is_multiple_of(16) {
-            return Some(format!("{name} starts at an address that is no multiple of 16 bytes"));
+            return Some(RaggedUnaddressable::Address(name));
         }
         for ((stride, dim), axis) in strides.into_iter().zip(dims).zip(["batch or page", "head", "row"]) {
             if dim > 1 && (stride <= 0 || stride % 8 != 0 || stride as u64 * 2 >= STRIDE_LIMIT) {
-                let limit = "TMA takes positive multiples of 8 below 2^39";
-                return Some(format!("the {axis} stride of {name} is {stride} elements: {limit}"));
+                return Some(RaggedUnaddressable::Stride(name, axis, stride));
             }
         }
     }
     // Pieces of 16 bytes of K. V's columns lie side by side in the stores that the family takes, whatever stands for
     // their stride, which nobody reads there.
     let together = keys.contains(&0) || args.k_stride[3] == 8;
-    (!together).then(|| "the elements of a row of K do not lie side by side".to_owned())
+    (!together).then_some(RaggedUnaddressable::Pieces)
 }
 
 impl Kernel {
