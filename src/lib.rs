@@ -14,9 +14,9 @@
 //! ```
 //!
 //! [`Engine::forward`] takes device pointers with shape and strides and launches on the caller's stream;
-//! [`Engine::forward_host`] takes tensors in host memory. [`Engine::forward_ragged`] takes sequences of different lengths
-//! beside a packed, paged or quantised KV cache. [`Engine::backward`] takes what a forward pass read and wrote, and
-//! gives the gradients of Q, K and V. All say which kernel ran and why ([`Plan::explain`]).
+//! [`Engine::forward_host`] takes tensors in host memory. [`Engine::forward_ragged`] takes sequences of different
+//! lengths beside a packed, paged or quantised KV cache. [`Engine::backward`] takes what a forward pass read and wrote,
+//! and gives the gradients of Q, K and V. All say which kernel ran and why ([`Plan::explain`]).
 //!
 //! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
 //! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).

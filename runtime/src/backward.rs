@@ -68,7 +68,8 @@ impl BackwardCall {
 
 /// Checks the tensors against each other and against what kernels take, and builds the arguments.
 ///
-/// `scale` defaults to `1 / sqrt(head_dim_qk)` and is the one of the forward pass, as `mask` is. Sizes of zero are legal.
+/// `scale` defaults to `1 / sqrt(head_dim_qk)` and is the one of the forward pass, as `mask` is. Sizes of zero are
+/// legal.
 ///
 /// # Errors
 /// [`crate::Error::Tensor`] naming the tensor, the field and the remedy; [`crate::Error::Codegen`] for head dims, head

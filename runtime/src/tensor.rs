@@ -325,8 +325,8 @@ pub(crate) fn check_layout(name: &'static str, t: &TensorView) -> Result<()> {
     Ok(())
 }
 
-/// Rows of an output that share memory would be written by several workers: each dimension's stride must step over all that
-/// the dimensions with smaller strides span.
+/// Rows of an output that share memory would be written by several workers: each dimension's stride must step over all
+/// that the dimensions with smaller strides span.
 pub(crate) fn check_output_rows(name: &'static str, o: &TensorView) -> Result<()> {
     if o.is_empty() {
         return Ok(());

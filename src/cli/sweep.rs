@@ -121,8 +121,8 @@ const SIZES: [[u32; 5]; 12] = [
     [1, 2, 2, 0, 9],
 ];
 
-/// Pairs of queries and keys up to which the quick sweep has a backward pass: all rows of its gradients are compared, and
-/// in a debug build the reference takes microseconds a pair.
+/// Pairs of queries and keys up to which the quick sweep has a backward pass: all rows of its gradients are compared,
+/// and in a debug build the reference takes microseconds a pair.
 const QUICK_BACKWARD: u64 = 40_000;
 
 /// Longer sizes, for `--full` and for one mask and dtype in the quick sweep.

@@ -145,8 +145,8 @@ __device__ __forceinline__ void weigh(const KernelArgs& args, const ProgramHead&
     }
 }
 
-// sums[i][j] += sum over the rows t of weight(i, t) * tile[t][x + 16 j], but for pairs that are masked: zero times NaN is
-// NaN. `place(i, t)` is where a pair lies among P and dS.
+// sums[i][j] += sum over the rows t of weight(i, t) * tile[t][x + 16 j], but for pairs that are masked: zero times NaN
+// is NaN. `place(i, t)` is where a pair lies among P and dS.
 template <int kSumRows, int kOut, int kDim, typename Place>
 __device__ __forceinline__ void add_products(float (&sums)[kSumRows][kOut], const float* p_tile, const float* weights,
                                              const float* tile, int rows, const Place& place) {
@@ -297,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
     m.ds = m.p + kBlockQ * kPitchP;
     m.lse = m.ds + kBlockQ * kPitchP;
     m.delta = m.lse + kBlockQ;
-    // Blocks of keys first, which have the queries of a group to walk over; with a bounded right side the first keys are
-    // seen most.
+    // Blocks of keys first, which have the queries of a group to walk over; with a bounded right side the first keys
+    // are seen most.
     const u32 heads = u32(args.batch) * u32(args.kv_heads);
     const u32 key_tiles = heads * ((u32(args.kv_len) + kBlockKV - 1) / kBlockKV);
     if (blockIdx.x < key_tiles) {

@@ -26,6 +26,8 @@ constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 // Whether the program's mask tells heads apart: a tile's rows are of several.
 constexpr bool kMaskOfHeads = @{ mask_of_heads }@;
+// Whether Q lies in shared memory: where registers have no room for it beside O.
+constexpr bool kSharedQ = @{ shared_q }@;
 // Schedule.
 constexpr int kRowsPerWarp = @{ rows_per_warp }@;
 constexpr int kRowWarps = @{ row_warps }@;

@@ -1,8 +1,8 @@
 /* @{ header }@ */
 
-// forward/sm90 for ragged batches: sequences of lengths that the device alone knows, their queries packed or in a batch,
-// their keys packed or in slots of a dense cache. Roles, pipelines and steps are those of forward/sm90; what differs is
-// how a thread block finds its tiles (table.cuh), and where rows and keys lie (operands.cuh).
+// forward/sm90 for ragged batches: sequences of lengths that the device alone knows, their queries packed or in a
+// batch, their keys packed or in slots of a dense cache. Roles, pipelines and steps are those of forward/sm90; what
+// differs is how a thread block finds its tiles (table.cuh), and where rows and keys lie (operands.cuh).
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/abi.cuh" %>

@@ -28,15 +28,16 @@ BUFFER_TOO_SMALL = 11
 FORWARD_ARGS = struct.Struct("=II" + 4 * "Q4q4qii" + "QQqqif")
 
 
-# What follows for a score program: three texts, the inputs, their number, and the size of one. Plain calls leave it out.
+# What follows for a score program: three texts, the inputs, their number, and the size of one. Plain calls leave it
+# out.
 PROGRAM_ARGS = struct.Struct("=QQQQQQ")
 # And behind it a block mask.
 BLOCK_MASK = struct.Struct("=Q")
-# flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right, mask,
-# softmax_scale; and the end of a score program, always.
+# flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right,
+# mask, softmax_scale; and the end of a score program, always.
 BACKWARD_ARGS = struct.Struct("=II" + 8 * "Q4q4qii" + "QQQqqif")
-# flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads, kv_heads,
-# q_len, kv_len.
+# flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads,
+# kv_heads, q_len, kv_len.
 BLOCK_MASK_ARGS = struct.Struct("=IiQQQQ5q")
 # flashtune_input: name, data, shape, strides, storage, rank, int_value, float_value.
 INPUT = struct.Struct("=QQ4q4qiiqd")

@@ -76,7 +76,8 @@ def _changed(softcap, alibi_slopes, sinks=None):
     declared, score, values = "", "score", {}
     cap = _cap(softcap)
     if cap:
-        # As the built-in `soft_cap`, which `tune --model` tunes: one kernel for all caps up to 50, with a bound that it knows.
+        # As the built-in `soft_cap`, which `tune --model` tunes: one kernel for all caps up to 50, with a bound that it
+        # knows.
         declared, score, values = "cap: float usually in 0..50; ", "cap * tanh(score * (1.0 / cap))", {"cap": cap}
     if alibi_slopes is not None:
         shape = _shape("alibi_slopes", alibi_slopes)

@@ -19,11 +19,11 @@ arguments! {
         pub v: u64 as "const void*",
         /// O of the forward pass, `[batch, heads, q_len, head_dim_v]` by strides.
         pub o: u64 as "const void*",
-        /// Natural log-sum-exp of the forward pass, fp32, contiguous `[batch, heads, q_len]`: -inf of rows that attend to
-        /// nothing.
+        /// Natural log-sum-exp of the forward pass, fp32, contiguous `[batch, heads, q_len]`: -inf of rows that attend
+        /// to nothing.
         pub lse: u64 as "const float*",
-        /// The loss's gradient by the log-sum-exp, fp32, contiguous `[batch, heads, q_len]`; or 0: it does not depend on
-        /// it.
+        /// The loss's gradient by the log-sum-exp, fp32, contiguous `[batch, heads, q_len]`; or 0: it does not depend
+        /// on it.
         pub dlse: u64 as "const float*",
         /// dQ, `[batch, heads, q_len, head_dim_qk]` by strides.
         pub dq: u64 as "void*",

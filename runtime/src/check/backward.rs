@@ -29,8 +29,8 @@ pub struct BackwardCase {
 }
 
 impl BackwardCase {
-    /// Makes inputs, with [`typical_side`] for what the problem's score program reads, computes the expected results and
-    /// uploads. `inputs.lse` is whether the loss depends on the log-sum-exp.
+    /// Makes inputs, with [`typical_side`] for what the problem's score program reads, computes the expected results
+    /// and uploads. `inputs.lse` is whether the loss depends on the log-sum-exp.
     ///
     /// # Errors
     /// When the mask of the shape is not of the problem's kind, or the device has no memory.

@@ -50,17 +50,18 @@ pub struct CheckInputs {
     pub scale: Option<f32>,
 }
 
-/// What lies in K and V beside numbers: in every element of the rows that no query sees, and in some that are seen. Rows that see it are
-/// compared, too: they have no number where the oracle has none.
+/// What lies in K and V beside numbers: in every element of the rows that no query sees, and in some that are seen.
+/// Rows that see it are compared, too: they have no number where the oracle has none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Poison {
     /// Nothing.
     #[default]
     None,
-    /// NaN. The last row of K in the first head and of V in the last, where only some queries see them; else an element of V.
+    /// NaN. The last row of K in the first head and of V in the last, where only some queries see them; else an element
+    /// of V.
     Nan,
-    /// Infinities. One element of the last row of K in the first head, so that some queries have a score of inf and others one of -inf,
-    /// which takes no part; one of each sign in the row of V before, in the last head.
+    /// Infinities. One element of the last row of K in the first head, so that some queries have a score of inf and
+    /// others one of -inf, which takes no part; one of each sign in the row of V before, in the last head.
     Infinite,
 }
 
@@ -162,8 +163,8 @@ impl CheckCase {
     /// Makes inputs, computes the expected results and uploads.
     ///
     /// # Errors
-    /// When the mask of the shape is not of the problem's kind, the problem's score program reads data, or the device has
-    /// no memory.
+    /// When the mask of the shape is not of the problem's kind, the problem's score program reads data, or the device
+    /// has no memory.
     pub fn new(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
         Self::with_side(device, problem, shape, inputs, &SideData::default())
     }
@@ -368,7 +369,8 @@ fn poison(kind: Poison, problem: &Problem, shape: &Shape, q: &HostTensor, [k, v]
                 whole(v, [b, head, last_row]);
             }
             Poison::Nan => v.set([b, head, last_row, 0], bad),
-            // Whoever sees nothing but a score of -inf has no weights, by the oracle; kernels take it for a row without keys.
+            // Whoever sees nothing but a score of -inf has no weights, by the oracle; kernels take it for a row without
+            // keys.
             Poison::Infinite if live().any(|live| live == (last..kv_len)) => {}
             _ => {
                 k.set([b, 0, last_row, both_signs(q, b, shape.group() as usize)], bad);

@@ -1,6 +1,7 @@
-//! Random mixes of lengths through calls that are made once: between launches only what lies on the device changes, as when
-//! a captured graph is replayed. Everything that no sequence has is NaN, entries behind a sequence's pages name none, and
-//! outputs are poisoned; every row is held against fp64, and a launch that does not end is told with its lengths.
+//! Random mixes of lengths through calls that are made once: between launches only what lies on the device changes, as
+//! when a captured graph is replayed. Everything that no sequence has is NaN, entries behind a sequence's pages name
+//! none, and outputs are poisoned; every row is held against fp64, and a launch that does not end is told with its
+//! lengths.
 //!
 //! `FLASHTUNE_MIXES` is how many mixes are tried (1,000 on CI; 10,000 take half a minute).
 

@@ -364,8 +364,8 @@ impl Device for CudaDevice {
                 self.error("launch", message, "launch with a plan of the module's own kernel")
             })?;
             // SAFETY: the function is loaded, in this context; it takes the operation's arguments or, with a tiling,
-            // one `MappedArgs`, with what its program reads behind it (the recipe holds our ABI version, and what of them it
-            // knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
+            // one `MappedArgs`, with what its program reads behind it (the recipe holds our ABI version, and what of
+            // them it knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
             let launched = unsafe {
                 if module.starts_early && stage.entry.role == StageRole::Main {
                     let parameters = parameters.as_mut_ptr();

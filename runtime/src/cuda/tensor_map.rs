@@ -17,7 +17,8 @@ thread_local! {
     static LATELY: RefCell<[Option<(TensorMapSpec, TensorMap)>; KEPT]> = const { RefCell::new([None; KEPT]) };
 }
 
-/// Puts the maps of Q, K, V and O, and of biases among the tensors of a score program, into the arguments of a launch of
+/// Puts the maps of Q, K, V and O, and of biases among the tensors of a score program, into the arguments of a launch
+/// of
 /// `forward/sm90`. Host arithmetic only: nothing of the device is touched.
 pub(super) fn encode_all(
     context: &Context,

@@ -172,8 +172,8 @@ fn compare_named(
     verdict
 }
 
-/// Whether a value needs no look at its error. NaN and Inf that the oracle sees too are right whatever their kind, because their order of
-/// appearance is not defined.
+/// Whether a value needs no look at its error. NaN and Inf that the oracle sees too are right whatever their kind,
+/// because their order of appearance is not defined.
 fn is_right(got: f64, want: f64) -> bool {
     got == want || !want.is_finite() && !got.is_finite()
 }

@@ -124,7 +124,8 @@ impl<'a> Contest<'a> {
             for runner in runners.iter_mut() {
                 device.flush_cache(stream)?;
                 let us = device.time_us(stream, &mut || match &runner.graph {
-                    // SAFETY: captured in `runner` on buffers of `data` and a module that lives; rounds wait for each other.
+                    // SAFETY: captured in `runner` on buffers of `data` and a module that lives; rounds wait for each
+                    // other.
                     Some(graph) => unsafe { graph.replay(stream) },
                     None => self.data.launch(runner.module),
                 })?;

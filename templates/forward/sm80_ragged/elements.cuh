@@ -15,9 +15,6 @@ using TileK = RowTile<kHeadDimQK * kCacheBytes / 2, false>;
 using TileV = RowTile<kHeadDimV * kCacheBytes / 2, false>;
 constexpr int kStepsQK = kScaled ? TileK::kChunks : TileK::kChunks / 2;  // matrix steps of Q K^T
 constexpr int kOTiles = kScaled ? TileV::kChunks * 2 : TileV::kChunks;   // 8-column tiles of O
-// Q lies in shared memory where registers have no room for it beside O: at head dim 256 up to 900 bytes of them were
-// spilled.
-constexpr bool kSharedQ = kMTiles * 4 * (kStepsQK + kOTiles) > 160;
 
 // Two elements in each half of a word, as pairs of f16: {low byte, next byte} of the lower half, and of the upper.
 template <typename Quantised> __device__ __forceinline__ void widen(u32 x, u32& low, u32& high);

@@ -53,7 +53,8 @@ struct Rows {
         factor = kProgramScore ? kLog2E : magnitude * kLog2E;
     }
 
-    // Where this lane's columns of its row h of tile i begin in Q. A quantised step has a lane's four columns side by side.
+    // Where this lane's columns of its row h of tile i begin in Q. A quantised step has a lane's four columns side by
+    // side.
     __device__ __forceinline__ const u16* q_row(const KernelArgs& args, const Share& share, int i, int h) const {
         const i64 batch = args.q_begin == nullptr ? sequence * args.q_stride[0] : 0;
         return (const u16*)args.q + batch + (kv_head * group + head_of[i][h]) * args.q_stride[1] +

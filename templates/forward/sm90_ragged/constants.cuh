@@ -1,5 +1,5 @@
-// Follows the constants of forward/sm90.cu, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense kernels
-// changed when both families shared this text.
+// Follows the constants of forward/sm90.cu, whose fixes belong here too. Apart, since the machine code of 20 of 40
+// dense kernels changed when both families shared this text.
 //
 // What follows from problem and schedule.
 

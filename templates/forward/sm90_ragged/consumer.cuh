@@ -1,5 +1,5 @@
-// Follows forward/sm90/consumer.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense kernels
-// changed when both families shared this text.
+// Follows forward/sm90/consumer.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense
+// kernels changed when both families shared this text.
 //
 // The consumer: one warpgroup, from scores to outputs.
 

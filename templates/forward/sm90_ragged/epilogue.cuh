@@ -1,5 +1,5 @@
-// Follows forward/sm90/epilogue.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense kernels
-// changed when both families shared this text.
+// Follows forward/sm90/epilogue.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense
+// kernels changed when both families shared this text.
 //
 // O of a consumer's rows on its way out: normalised, staged in shared memory, and with what must not have been
 // multiplied.

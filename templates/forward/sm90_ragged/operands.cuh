@@ -1,5 +1,6 @@
-// Where the rows and keys of a tile lie in a ragged batch. Boxes that reach past a sequence's end bring rows of the next
-// one: their scores are masked, their V is looked through, and rows of O that are not the sequence's are not written.
+// Where the rows and keys of a tile lie in a ragged batch. Boxes that reach past a sequence's end bring rows of the
+// next one: their scores are masked, their V is looked through, and rows of O that are not the sequence's are not
+// written.
 
 // Queries of all sequences are one pack, or each has its place in a batch.
 __device__ __forceinline__ int place_in_batch(const KernelArgs& args, const WorkTile& tile) {

@@ -1,5 +1,6 @@
 // The pages of a sequence, where its store has tables, and which keys of a block lie in no page of the store: such keys
-// are masked, and nothing of their K and V is read. A block of keys arrives in boxes of args.box_keys, of one page each.
+// are masked, and nothing of their K and V is read. A block of keys arrives in boxes of args.box_keys, of one page
+// each.
 
 // Keys that one bit stands for: boxes are multiples of it.
 constexpr int kKeysPerBit = 16;
@@ -23,7 +24,8 @@ struct Pages {
 };
 
 // A bit for every kKeysPerBit keys of block n that lie in no page. Those behind the last key have none to be asked for.
-// Asked before a buffer is waited for, it has the entries of the tables in the L1 cache when the block's boxes are sent.
+// Asked before a buffer is waited for, it has the entries of the tables in the L1 cache when the block's boxes are
+// sent.
 __device__ __forceinline__ u32 keys_without_page(const KernelArgs& args, const Pages& pages, const WorkTile& tile, int n) {
     if (!pages.exist()) return 0;
     u32 none = 0;

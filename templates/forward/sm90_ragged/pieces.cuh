@@ -1,6 +1,6 @@
-// Pieces of tiles (table.cuh): what a consumer leaves of one in scratch memory, and how whoever is last of a tile's puts
-// them together, in the order of their keys: the same bytes in every run. Each consumer has its own rows, and its own
-// counter of them.
+// Pieces of tiles (table.cuh): what a consumer leaves of one in scratch memory, and how whoever is last of a tile's
+// puts them together, in the order of their keys: the same bytes in every run. Each consumer has its own rows, and its
+// own counter of them.
 //
 // Scratch memory: counters, and behind them a place for every piece, of the item's number, for each consumer. Threads
 // leave what they hold in registers, which those with the same rows and columns take from there:

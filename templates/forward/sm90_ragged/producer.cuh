@@ -1,5 +1,5 @@
-// Follows forward/sm90/producer.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense kernels
-// changed when both families shared this text.
+// Follows forward/sm90/producer.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense
+// kernels changed when both families shared this text.
 //
 // The producer warpgroup: TMA loads of Q, K and V, and the removal of non-finite elements from masked blocks of V.
 

@@ -1,5 +1,5 @@
-// Follows the body of forward/sm90.cu, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense kernels
-// changed when both families shared this text.
+// Follows the body of forward/sm90.cu, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense
+// kernels changed when both families shared this text.
 //
 // Part of the kernel's body: who does what, from the first tile on.
 

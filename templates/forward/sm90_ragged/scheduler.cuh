@@ -1,5 +1,5 @@
-// Follows forward/sm90/scheduler.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense kernels
-// changed when both families shared this text.
+// Follows forward/sm90/scheduler.cuh, whose fixes belong here too. Apart, since the machine code of 20 of 40 dense
+// kernels changed when both families shared this text.
 //
 // Persistent tile scheduler: one thread takes every gridDim.x-th tile (static) or the next one of an atomic counter
 // (dynamic), and publishes it to the other roles through a ring of two slots in shared memory.

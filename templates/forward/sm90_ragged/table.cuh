@@ -52,9 +52,9 @@ struct TileTable {
     }
     static __device__ __forceinline__ int pieces_of(int blocks, int cut) { return max_of(1, (blocks - 1) / cut + 1); }
 
-    // Key blocks of a segment, by one warp. Entry by entry before_at() holds the key blocks of a sequence, order_at() its
-    // tiles. Lane s weighs cutting the longest sequence into s + 1 segments, and others by the same size: every thread
-    // block has its part of all keys, but as many whole pieces as the next whole number, and at least one.
+    // Key blocks of a segment, by one warp. Entry by entry before_at() holds the key blocks of a sequence, order_at()
+    // its tiles. Lane s weighs cutting the longest sequence into s + 1 segments, and others by the same size: every
+    // thread block has its part of all keys, but as many whole pieces as the next whole number, and at least one.
     static __device__ __forceinline__ int choose_cut(const KernelArgs& args, u32 smem) {
         const int lane = threadIdx.x % 32, batch = args.forward.batch;
         float tiles = 0.0f, work = 0.0f;

@@ -152,6 +152,7 @@ impl KernelFamily for Sm80RaggedSchedule {
         constants.insert("mask_of_heads", of_heads.to_string());
         constants.insert("tile_units", TILE_KEYS.div_ceil(self.block_kv * self.key_warps).to_string());
         constants.insert("counter_bytes", SPLIT_COUNTER_BYTES.to_string());
+        constants.insert("shared_q", resources::shares_q(self, problem).to_string());
         constants.insert("piece_bytes", resources::piece_bytes(self, problem).to_string());
     }
 

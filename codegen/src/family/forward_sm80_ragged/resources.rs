@@ -1,5 +1,5 @@
-//! What a kernel of `forward/sm80_ragged` needs: shared memory exactly (`forward/sm80_ragged/layout.cuh` has the picture),
-//! registers from below.
+//! What a kernel of `forward/sm80_ragged` needs: shared memory exactly (`forward/sm80_ragged/layout.cuh` has the
+//! picture), registers from below.
 
 use super::Sm80RaggedSchedule;
 use crate::{KvScales, Problem, Resources};
@@ -48,8 +48,9 @@ fn o_tiles(problem: &Problem) -> u32 {
     pitch(problem.head_dim_v, problem) / if cache_bytes(problem) == 1 { 8 } else { 16 }
 }
 
-/// Whether Q lies in shared memory: where registers have no room for it beside O (`kSharedQ`).
-fn shares_q(s: &Sm80RaggedSchedule, problem: &Problem) -> bool {
+/// Whether Q lies in shared memory: where registers have no room for it beside O. At head dim 256 up to 900 bytes of
+/// them were spilled.
+pub(super) fn shares_q(s: &Sm80RaggedSchedule, problem: &Problem) -> bool {
     m_tiles(s) * 4 * (steps_qk(problem) + o_tiles(problem)) > 160
 }
 

@@ -1,5 +1,5 @@
-//! `forward/sm90_ragged`: `forward/sm90` for ragged batches, whose thread blocks find their tiles from lengths in device
-//! memory.
+//! `forward/sm90_ragged`: `forward/sm90` for ragged batches, whose thread blocks find their tiles from lengths in
+//! device memory.
 //!
 //! Its schedules are those of `forward/sm90` with persistent thread blocks, without clusters and biases by TMA.
 

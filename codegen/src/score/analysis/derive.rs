@@ -8,8 +8,8 @@ use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 /// With `g` the gradient of the loss by the result, the gradient by the score is `g * score`, and each tensor in
 /// `tensors` gains `g * value` at its `index`, summed over all scores.
 ///
-/// At a kink it is what PyTorch's autograd has: 0 for `abs` at 0, half to each operand of `min` and `max` where they are
-/// equal, all to the value that is clamped where it is at a bound, and nothing to what only a condition reads.
+/// At a kink it is what PyTorch's autograd has: 0 for `abs` at 0, half to each operand of `min` and `max` where they
+/// are equal, all to the value that is clamped where it is at a bound, and nothing to what only a condition reads.
 /// `clamp(x, low, high)` is `min(max(x, low), high)` of an `x` that changes with the score and bounds that do not: a
 /// text that spells it so means the same. Of NaN and a number the number is taken, and its derivative.
 #[derive(Debug, Clone)]
