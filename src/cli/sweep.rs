@@ -67,7 +67,7 @@ pub fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<F
     let of_sizes = |q_len, kv_len| {
         ShapeBucket::of(&Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len, mask: representative(problem.mask) })
     };
-    let (prompt, step) = (of_sizes(256, 256), of_sizes(1, 1024));
+    let (prompt, step, few) = (of_sizes(256, 256), of_sizes(1, 1024), of_sizes(32, 1024));
     let mut kernels: Vec<Kernel> = Vec::new();
     let families = match family {
         Some(family) => vec![family],
@@ -78,10 +78,16 @@ pub fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<F
             continue;
         }
         // Ragged batches are mostly steps of decoders, but for families that are not for them.
-        let bucket = if problem.kv.is_dense() || !family.prefers(&step) { prompt } else { step };
+        let buckets = match problem.kv.is_dense() {
+            true => vec![prompt],
+            false if family.prefers(problem, &step) => vec![step],
+            false => vec![prompt, few],
+        };
         let kernel = |schedule| Kernel { problem: *problem, schedule, arch };
         let fits = |k: &Kernel| k.check().is_ok();
-        kernels.extend(Schedule::default_for(family, problem, arch, &bucket).map(kernel).ok().filter(fits));
+        for bucket in &buckets {
+            kernels.extend(Schedule::default_for(family, problem, arch, bucket).map(kernel).ok().filter(fits));
+        }
         let space: Vec<_> = Schedule::space(family, problem, arch).into_iter().map(kernel).filter(fits).collect();
         for i in 0..schedules {
             // Not the corners of the space: the middle of each of `schedules` equal parts, shifted by the problem.

@@ -54,6 +54,7 @@ constexpr int kBytesTable = @{ table_bytes }@;
 <% include "lib/cuda/ptx/registers.cuh" %>
 <% include "lib/cuda/ptx/tma.cuh" %>
 <% include "lib/cuda/ptx/cluster.cuh" %>
+<% include "lib/cuda/ptx/dependent_launch.cuh" %>
 <% include "lib/cuda/ptx/ldmatrix.cuh" %>
 <% include "lib/cuda/ptx/wgmma.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
@@ -91,6 +92,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     extern __shared__ __align__(1024) u8 shared_memory[];
     const u32 smem = smem_address(shared_memory);
 <% include "forward/sm90_ragged/barriers.cuh" %>
+    wait_for_launch_before();
+    let_next_launch_begin();
     TileTable::build(args, smem);
     // The host starts as many thread blocks as there may be tiles.
     if (blockIdx.x >= FT_TILES(args, smem)) return;

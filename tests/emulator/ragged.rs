@@ -49,7 +49,10 @@ fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&
             problem = problem.with_program(Program::parse(text).expect("a program"));
         }
         let step = ShapeBucket { parallel: 16, group: 4, q_len: 1, kv_len: 512, ..Default::default() };
-        let bucket = if family.prefers(&step) { step } else { ShapeBucket { q_len: 512, ..step } };
+        let bucket = match family.prefers(&problem, &step) {
+            true => step,
+            false => ShapeBucket { q_len: if rng.random() { 8 } else { 512 }, ..step },
+        };
         let Ok(default) = Schedule::default_for(family, &problem, arch, &bucket) else { continue };
         let space = Schedule::space(family, &problem, arch);
         let schedule = if rng.random_bool(0.3) { default } else { *space.choose(rng).unwrap_or(&default) };

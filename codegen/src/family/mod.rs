@@ -99,9 +99,9 @@ pub(crate) trait KernelFamily: Fields {
     /// Demands that kernels of the family meet, but some schedules better than others ([`KernelFamily::unfit`]).
     const SWAYED_BY: Constraints = Constraints::NONE;
 
-    /// Whether the family is worth its place in the list for such sizes. Where it is not, the fast families behind it
+    /// Whether the family is worth its place in the list for a problem of such sizes. Where it is not, the fast families behind it
     /// serve before it while nothing is tuned.
-    fn prefers(_bucket: &ShapeBucket) -> bool {
+    fn prefers(_problem: &Problem, _bucket: &ShapeBucket) -> bool {
         true
     }
 
@@ -345,13 +345,13 @@ impl Family {
     /// The same for calls of some sizes: fast families that do not prefer these stand behind the other fast ones.
     pub fn candidates_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Vec<Family> {
         let mut families = Self::candidates(problem, arch);
-        families.sort_by_key(|f| (f.purpose() == Purpose::Plain, !f.prefers(bucket)));
+        families.sort_by_key(|f| (f.purpose() == Purpose::Plain, !f.prefers(problem, bucket)));
         families
     }
 
     /// Whether the family is worth its place among the others for such sizes.
-    pub fn prefers(self, bucket: &ShapeBucket) -> bool {
-        of_family!(self, S, wrap => <S as KernelFamily>::prefers(bucket))
+    pub fn prefers(self, problem: &Problem, bucket: &ShapeBucket) -> bool {
+        of_family!(self, S, wrap => <S as KernelFamily>::prefers(problem, bucket))
     }
 
     /// The first of a call's demands that kernels of the family cannot meet, and why not.

@@ -11,7 +11,7 @@ use super::header;
 use super::measure::{CHOSEN, latency};
 use super::trace::CacheArgs;
 use anyhow::Result;
-use flashtune::codegen::{Kernel, Schedule};
+use flashtune::codegen::{Family, Kernel, Schedule};
 use flashtune::ragged::{
     Added, Bounds, Expected, Index, Ints, KeyLengths, Output, Queries, QueryRows, RaggedBatch, ragged_call,
 };
@@ -47,7 +47,8 @@ pub struct BatchArgs {
     /// longest, and chosen by all, when absent
     #[arg(long, value_name = "N", requires = "kv_lens")]
     kv_bound: Option<Sizes>,
-    /// Schedules that are timed beside the chosen one, as `emit --space` names them; may be repeated
+    /// Schedules that are timed beside the chosen one, as `emit --space` names them, of another family behind its name:
+    /// "forward/sm90_ragged c1-kv128-s2-overlap-pack-queue-two-b1-all"; may be repeated
     #[arg(long, value_name = "SCHEDULE", requires = "kv_lens")]
     schedule: Vec<String>,
 }
@@ -329,17 +330,21 @@ impl<'a> Contest<'a> {
         Ok((self.point(results), checks))
     }
 
-    /// A schedule of the chosen kernel's family, by its name.
+    /// A schedule by its name, of the chosen kernel's family where the name of none stands before it.
     fn named(&self, name: &str, problem: &Problem, chosen: &Kernel) -> Result<Arc<dyn Module>> {
         let device = self.engine.device();
-        let (family, arch) = (chosen.schedule.family(), chosen.arch);
+        let arch = chosen.arch;
+        let (family, name) = match name.split_once(' ') {
+            Some((family, name)) => (family.parse::<Family>()?, name.trim_start()),
+            None => (chosen.schedule.family(), name),
+        };
+        let is_chosen = chosen.schedule.family() == family && chosen.schedule.to_string() == name;
         let schedule = Schedule::space(family, problem, arch).into_iter().find(|s| s.to_string() == name);
-        let schedule =
-            schedule.or((chosen.schedule.to_string() == name).then_some(chosen.schedule)).ok_or_else(|| {
-                usage(format!(
-                    "{family} has no schedule `{name}` for {problem} on {arch}; `--schedule` takes those of its space"
-                ))
-            })?;
+        let schedule = schedule.or(is_chosen.then_some(chosen.schedule)).ok_or_else(|| {
+            usage(format!(
+                "{family} has no schedule `{name}` for {problem} on {arch}; `--schedule` takes those of its space"
+            ))
+        })?;
         let kernel = Kernel { problem: *problem, schedule, arch };
         kernel.check()?;
         Ok(device.load(&compile::compile_with(&*device.compiler()?, &kernel, self.engine.templates())?)?)

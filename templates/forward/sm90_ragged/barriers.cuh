@@ -7,8 +7,8 @@
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) QPipeline::init(smem, i, 1, kQLeavesEarly ? 4 : 1);
         for (int i = 0; i < 2; i++) {
-            const int warps = (kClean || kBiases > 0 ? 2 : 1) + kConsumers * 4;
-            WorkPipeline::init(smem, i, 1, 1 + warps * (kOptimistic ? 32 : 1));
+            const int warps = 3 + kConsumers * 4;
+            WorkPipeline::init(smem, i, 1, warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
             KPipeline::init(smem, s, 1, kCluster * kConsumers * 4);

@@ -74,11 +74,8 @@ struct Consumer : Arrivals {
         q.advance();
         if (!(args.forward.scale > 0.0f)) fold_sign_into_q();
     }
-    // The next block of K, once it is there.
-    __device__ __forceinline__ void open_k() {
-        wait_k();
-        without_page = warp_uniform(load_shared_4(without_page_at(smem, k.stage)));
-    }
+    // Which keys of the block that is multiplied lie in no page: asked for beside the products.
+    __device__ __forceinline__ void look_up_pages() { without_page = warp_uniform(load_shared_4(without_page_at(smem, k.stage))); }
     // Where O of a tile leaves from, whose Q was `q`.
     __device__ __forceinline__ u32 o_address(int q) const {
         return kOutputApart ? smem + Layout::kO + id * Layout::kBytesO
@@ -286,11 +283,12 @@ struct Consumer : Arrivals {
         if (!kOverlap) keep(work);
         if (!kOverlap || !attends(work)) return;
         seed_first(work);
-        open_k();
+        wait_k();
         // Another consumer may have a turn for it, beside the last product of its tile before.
         if (kTrim && kChain) wait_turn();
         issue_qk();
         if (kTrim && kChain) pass_turn();
+        look_up_pages();
         if (kOutputInV && !admitted) admit_v();
         keep(work);
         wgmma_wait<0>();
@@ -313,7 +311,7 @@ struct Consumer : Arrivals {
         const auto overlapped = [&](int n, auto masked, auto from_zero) {
             read_ahead(work, n, masked);
             seed(work, n, masked);
-            open_k();
+            wait_k();
             wait_turn();
             issue_qk();
             if (kRescaleBeside) rescale();
@@ -321,6 +319,7 @@ struct Consumer : Arrivals {
             wait_v();
             issue_pv();
             pass_turn();
+            look_up_pages();
             if (kChain) release_o();
             read_biases();
             wgmma_wait<1>();
@@ -338,11 +337,12 @@ struct Consumer : Arrivals {
         const auto serial = [&](int n, auto masked, auto from_zero) {
             read_ahead(work, n, masked);
             seed(work, n, masked);
-            open_k();
+            wait_k();
             wait_turn();
             issue_qk();
             precompute(work, n, masked);
             pass_turn();
+            look_up_pages();
             if (kChain) release_o();
             read_biases();
             wgmma_wait<0>();
@@ -417,13 +417,14 @@ struct Consumer : Arrivals {
         release_o();
         open_q();
         seed_first(next);
-        open_k();
+        wait_k();
         wait_turn();
         issue_qk();
         if (kRescaleBeside) rescale();
         wait_v();
         issue_pv();
         pass_turn();
+        look_up_pages();
         writes = true, met_in_pieces = false;
         const RowResults rows = finish(work, c);
         softmax.init();

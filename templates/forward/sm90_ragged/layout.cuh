@@ -4,14 +4,14 @@
 // Shared memory of a thread block, the rings of buffers in it, and the barriers that order those who use them.
 //
 // Roles: warpgroup 0 is the producer, the others are consumers of 64 query rows each.
-//   producer, warp 0          one thread loads Q and K (TMA)
+//   producer, warp 0          loads Q and K (TMA)
 //             warp 1          one thread is the tile scheduler
 //             warps 2 and 3   load V, take non-finite elements out of masked blocks, load biases (sm90.cu)
 //   consumer c                scores, softmax, output
 //
 // Barrier        per             arrives                           arrivals            waits
 // kFullWork      slot            tile scheduler                    1                   everyone but the scheduler
-// kEmptyWork     slot            readers of the slot, by warps     1 + warps (x 32)    tile scheduler
+// kEmptyWork     slot            readers of the slot, by warps     warps (x 32)        tile scheduler
 // kAskWork       -               loader of Q and K                 1                   tile scheduler
 // kFullQ         buffer, c       TMA                               1 + bytes           consumer c
 // kEmptyQ        buffer, c       consumer c: its scores are there  4 (O apart, in V)   loader of Q

@@ -3,23 +3,24 @@
 //
 // The producer warpgroup: TMA loads of Q, K and V, and the removal of non-finite elements from masked blocks of V.
 
-// Q and K, by one thread.
+// Q and K, by one warp: its first lane loads Q, and each lane a box of K.
 __device__ __forceinline__ void load_qk(const KernelArgs& args, u32 smem) {
+    const bool first_lane = threadIdx.x % 32 == 0;
     KPipeline k;
     QPipeline q;
     Schedule schedule(smem);
     Work work = first_work(smem);
     const auto ask = [&] {
-        if (kPersistent) mbarrier_arrive(smem + Layout::kAskWork);
+        if (kPersistent && first_lane) mbarrier_arrive(smem + Layout::kAskWork);
     };
-    for (; has_tile<false>(schedule, work, ask); work = schedule.next<false>()) {
+    for (; has_tile<true>(schedule, work, ask); work = schedule.next<true>()) {
         const WorkTile& tile = work.tile;
         const BlockRange& blocks = work.all;
         const Pages pages(args.forward, tile.batch);
         // After the first block of K, whose buffer is released before that of Q.
         const auto load_q = [&] {
 #pragma unroll 1
-            for (int c = 0; c < kConsumers; c++) {
+            for (int c = 0; first_lane && c < kConsumers; c++) {
                 const u32 full = q.full(smem, c), to = q.buffer(smem, c);
                 if (kPersistent) q.acquire(smem, c);
                 q.expect(smem, kChunksQK * kBytes64Rows, c);
@@ -28,6 +29,7 @@ __device__ __forceinline__ void load_qk(const KernelArgs& args, u32 smem) {
                     load_rows(to + chunk * kBytes64Rows, args, full, chunk, tile, tile.row + c * 64);
                 }
             }
+            __syncwarp();
             q.advance();
         };
         // At least once, for tiles that visit no block.
@@ -39,11 +41,17 @@ __device__ __forceinline__ void load_qk(const KernelArgs& args, u32 smem) {
             if (n <= blocks.begin) ask();
             if (n >= blocks.begin) {
                 const int block = block_at(args, tile, blocks, n);
-                const u32 full = k.full(smem), none = keys_without_page(args, pages, tile, block);
+                const u32 full = k.full(smem);
+                const LaneBox box = lane_box(args, pages, args.forward.k_table, tile, block);
+                const u32 none = keys_without_page(args, box);
                 k.acquire(smem);
-                store_shared_4(without_page_at(smem, k.stage), none);
-                k.expect(smem, Layout::kBytesK);
-                load_keys<kChunksQK>(k.buffer(smem), args, pages, args.forward.k_table, args.k, full, block, tile);
+                __syncwarp();  // what one lane sends may free the stage again before another has seen that it is free
+                if (first_lane) {
+                    store_shared_4(without_page_at(smem, k.stage), none);
+                    k.expect(smem, Layout::kBytesK);
+                }
+                load_keys<kChunksQK>(k.buffer(smem), args, pages, box, args.k, full, block, tile);
+                __syncwarp();
                 k.advance();
             }
             if (n >= blocks.end - 1) load_q();
@@ -66,43 +74,64 @@ __device__ __forceinline__ void schedule_tiles(const KernelArgs& args, u32 smem)
     } while (scheduler.begins_again());
 }
 
-// V, by one thread of one or two warps, so that a wait for V never holds up K. These warps (helpers) take non-finite
+// Makes rows of a block of V zeros, from one on: each of kThreads threads those 16 bytes of them that it looks through
+// for non-finite elements. Left to that search, unwritten slots that held NaN made a tile 100 times slower (32 x 197 from
+// pages of 16, 12 heads of 64 on an H200: 3311 us).
+template <int kChunks, int kThreads> __device__ __forceinline__ void clear_rows_from(u32 block, int row, u32 thread) {
+    static_assert(kBytesChunk % (kThreads * 16) == 0, "whole rounds");
+    const u32 begin = row * 128;
+#pragma unroll 1
+    for (u32 at = begin / (kThreads * 16) * (kThreads * 16) + thread * 16; at < kBytesChunk; at += kThreads * 16) {
+        if (at < begin) continue;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; chunk++) store_shared_16(block + chunk * kBytesChunk + at, uint4{0, 0, 0, 0});
+    }
+}
+
+// V, by the first of one or two warps, so that a wait for V never holds up K. These warps (helpers) take non-finite
 // elements out of masked blocks before any product (non_finite.cuh). Masked blocks arrive on a barrier of their own, so
 // that helpers see each phase of it, and nothing of the blocks that they leave alone.
 template <bool kLoads, bool kHelps>
 __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, int helper) {
     constexpr int kThreadsThatHelp = kHelpers * 32;
-    const u32 lane = threadIdx.x % 32, thread = kHelps ? helper * 32 + lane : 0;
+    const u32 lane = threadIdx.x % 32, thread = helper * 32 + lane;
     VPipeline v;
     Schedule schedule(smem);
     u32 admit_parity = 0, raw_parity = 0;  // of the latter one bit per stage
     Work work = first_work(smem);
-    for (; has_tile<kHelps>(schedule, work, [] {}); work = schedule.next<kHelps>()) {
+    for (; has_tile<true>(schedule, work, [] {}); work = schedule.next<true>()) {
         const BlockRange& blocks = work.all;
         const Pages pages(args.forward, work.tile.batch);
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             const int block = block_at(args, work.tile, blocks, n);
-            const bool raw = kClean && work.careful && is_masked<kMaskedFirst>(blocks, n);
-            if (kLoads && thread == 0) {
+            // Slots behind a sequence's last key may hold anything, and no row attends to them.
+            const int filled = max_of(work.tile.kv_len - block * kBlockKV, 0);
+            const bool ends = args.forward.kv_begin == nullptr && filled < kBlockKV;
+            const bool raw = kClean && (ends || (work.careful && is_masked<kMaskedFirst>(blocks, n)));
+            if (kLoads && helper == 0) {
+                const LaneBox box = lane_box(args, pages, args.forward.v_table, work.tile, block);
                 if (kOutputInV && n == blocks.end - 1) {
                     mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
                     admit_parity ^= 1;
                 }
                 const u32 arrived = v.arrived(smem, raw);
                 v.acquire(smem);
-                mbarrier_arrive_expect(arrived, Layout::kBytesV);
-                if (kClean && !raw && kHelpers == 2) mbarrier_arrive(arrived);  // for the other helper
-                load_keys<kChunksV>(v.buffer(smem), args, pages, args.forward.v_table, args.v, arrived, block, work.tile);
+                __syncwarp();  // as load_qk()
+                if (lane == 0) {
+                    mbarrier_arrive_expect(arrived, Layout::kBytesV);
+                    if (kClean && !raw && kHelpers == 2) mbarrier_arrive(arrived);  // for the other helper
+                }
+                load_keys<kChunksV>(v.buffer(smem), args, pages, box, args.v, arrived, block, work.tile);
             }
-            if (kLoads && kHelps) __syncwarp();
+            if (kLoads) __syncwarp();
             if (kHelps && raw) {
                 mbarrier_wait_idly(v.arrived(smem, true), (raw_parity >> v.stage) & 1);
                 raw_parity ^= 1u << v.stage;
-                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v.buffer(smem), thread)) {
-                    set_flag(smem + Layout::kMetNonFinite);
-                    fence_async_proxy();
-                }
+                if (ends) clear_rows_from<kChunksV, kThreadsThatHelp>(v.buffer(smem), filled, thread);
+                const bool met = work.careful && take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v.buffer(smem), thread);
+                if (met) set_flag(smem + Layout::kMetNonFinite);
+                if (ends || met) fence_async_proxy();
                 __syncwarp();
                 if (lane == 0) v.commit(smem);
             }

@@ -6,7 +6,7 @@
     if (warpgroup == 0) {
         if constexpr (kRegistersMove) registers_give_back<kProducerRegisters>();
         if (warp == 0) {
-            if (threadIdx.x % 32 == 0) load_qk(args, smem);
+            load_qk(args, smem);
         } else if (warp == 1) {
             if (threadIdx.x % 32 == 0) schedule_tiles(args, smem);
         } else if (kBiases > 0 && warp == 2) {
@@ -16,11 +16,11 @@
                 load_biases<false>(args, smem);
             }
         } else if (kHelpsApart && warp == 2) {
-            if (threadIdx.x % 32 == 0) load_v<true, false>(args, smem, 0);
+            load_v<true, false>(args, smem, 0);
         } else if (kHelpsApart) {
-            if (kClean) load_v<false, true>(args, smem, 0);
-        } else if (kClean || threadIdx.x % 128 == 128 - kHelpers * 32) {
-            load_v<true, kClean>(args, smem, warp - 4 + kHelpers);
+            load_v<false, true>(args, smem, 0);
+        } else {
+            load_v<true, true>(args, smem, warp - 4 + kHelpers);
         }
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();

@@ -128,9 +128,14 @@ impl KernelFamily for Sm90RaggedSchedule {
         }
     }
 
-    /// Tiles have 64 rows for each warpgroup: fewer leave most of wgmma idle.
-    fn prefers(bucket: &ShapeBucket) -> bool {
-        u64::from(bucket.q_len) * u64::from(bucket.group) > 64 && bucket.pages.demands() == Constraints::NONE
+    /// Tiles have 64 rows for each warpgroup. Of 16 and fewer most of wgmma idles, and stream-K of the other family
+    /// balances sequences of any lengths (60 of 512 keys and four of 16k to 100k, 32/8 heads on an H200: 256 us, here
+    /// 311); of 32 and 64 rows that family is bound by its products (8 x 8k: 90 and 142 us, here 78). Where heads of a
+    /// group have tiles of their own, each reads all keys.
+    fn prefers(problem: &Problem, bucket: &ShapeBucket) -> bool {
+        let packs = problem.program.is_none() && bucket.group.is_power_of_two();
+        let few = if packs { 16 } else { 64 };
+        u64::from(bucket.q_len) * u64::from(bucket.group) > few && bucket.pages.demands() == Constraints::NONE
     }
 
     fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
@@ -254,7 +259,8 @@ impl Sm90RaggedSchedule {
         // The rows of a KV head fill tiles together, where sequences end anywhere.
         let base = Sm90Schedule { pack_group: problem.program.is_none(), ..of_many };
         // Few tiles of long sequences, whose keys are split: what is raced there is one long walk over keys (28/4
-        // heads, 512 x 8k of dense tensors on an H200: 92.2 us, 132.9 with smaller blocks).
+        // heads, 512 x 8k of dense tensors on an H200: 92.2 us, 132.9 with smaller blocks; from pages of 16 111 us, 129
+        // without turns).
         let few = pairs * u64::from(bucket.q_len.div_ceil(128)) <= 2 * UNITS && keys > 4096;
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let base = match few && (97..=128).contains(&d) && problem.program.is_none() {
@@ -264,7 +270,21 @@ impl Sm90RaggedSchedule {
                 stages: 2,
                 chain: false,
                 output_apart: false,
+                take_turns: true,
+                ..base
+            },
+            false => base,
+        };
+        // One warpgroup takes all rows of a KV head, and blocks of keys as large as those of tiles of long prompts.
+        let base = match base.pack_group && u64::from(bucket.q_len) * u64::from(bucket.group) <= 64 {
+            true => Sm90Schedule {
+                consumers: 1,
+                block_kv: 128,
+                stages: 2,
+                chain: false,
+                output_apart: false,
                 take_turns: false,
+                trim: false,
                 ..base
             },
             false => base,
