@@ -27,6 +27,8 @@ struct Copy {
     u32 shared, mbarrier;
     u32 rank;  // whose shared memory
     Thread* thread;
+    u8* flat;  // instead of a tensor: so many bytes as they lie
+    u32 bytes;
 };
 std::vector<Copy> copies;
 
@@ -70,7 +72,7 @@ template <typename... Coordinates>
 void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
     maybe_switch(8);
     if (shared % 1024) fail("a copy at shared address %u: the swizzle repeats every 1024 bytes", shared);
-    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running};
+    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running, nullptr, 0};
     if (ranks == 0 || ranks >> kernel.cluster) fail("a copy to blocks %x of the cluster", ranks);
     // A block of the cluster may have it long before another.
     for (; c.rank < u32(kernel.cluster); c.rank++) {
@@ -80,7 +82,27 @@ void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coor
     }
 }
 
+void issue_flat(bool load, u32 shared, const void* global, u32 bytes, u32 mbarrier) {
+    maybe_switch(8);
+    if (bytes == 0 || bytes % 16 || shared % 16 || reinterpret_cast<u64>(global) % 16)
+        fail("a copy of %u bytes between %p and shared address %u: multiples of 16 are wanted", bytes, global, shared);
+    if (load) begin_async_write(running->rank, shared, bytes);
+    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, static_cast<u8*>(const_cast<void*>(global)), bytes});
+}
+
+void perform_flat(const Copy& c) {
+    check_alive("a copy", c.rank);
+    if (c.load) {
+        std::memcpy(end_async_write(c.rank, c.shared, c.bytes), c.flat, c.bytes);
+        barriers::complete_bytes(c.rank, c.mbarrier, c.bytes);
+    } else {
+        std::memcpy(c.flat, read_async("a copy", c.rank, c.shared, c.bytes), c.bytes);
+        if (c.thread->waits_for) wake(*c.thread);
+    }
+}
+
 void perform(const Copy& c) {
+    if (c.flat) return perform_flat(c);
     const u32 count = rows(c.map);
     check_alive("a copy", c.rank);
     if (c.load) end_async_write(c.rank, c.shared, count * kRow);
@@ -142,6 +164,13 @@ void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int 
                                                            u32 from) {
     issue(false, 1u << running->rank, from, map, 0, c0, c1, c2, c3, c4);
 }
+void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, u32 from) {
+    issue(false, 1u << running->rank, from, map, 0, c0, c1, c2, c3);
+}
+void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes, u32 mbarrier) {
+    issue_flat(true, to, from, bytes, mbarrier);
+}
+void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes) { issue_flat(false, from, to, bytes, 0); }
 void cp_async_bulk_commit_group() {}
 void cp_async_bulk_wait_group_read(u32 pending) {
     if (pending) fail("cp.async.bulk.wait_group.read %u is not emulated", pending);

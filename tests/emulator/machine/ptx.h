@@ -80,6 +80,7 @@ inline void add_s64(u64& d, u64 a, u64 b) { d = a + b; }
 void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address);
 void st_shared_v4_u32(u32 address, u32 x, u32 y, u32 z, u32 w);
 void ld_shared_u32(u32& d, u32 address);
+void ld_shared_v2_f32(float& x, float& y, u32 address);
 void st_shared_u32(u32 address, u32 x);
 void red_shared_or_b32(u32 address, u32 x);
 void atom_shared_or_b32(u32& old, u32 address, u32 x);
@@ -119,6 +120,9 @@ void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes
     u32 to, const void* map, int c0, int c1, int c2, int c3, u32 barrier, u16 ranks, u64 hint);
 void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, int c4, u32 barrier, u64 hint);
+void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, u32 from);
+void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes, u32 barrier);
+void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes);
 void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, int c4,
                                                            u32 from);
 void cp_async_bulk_commit_group();
@@ -161,10 +165,11 @@ struct MatrixStep {
     bool a_in_registers;
     u64 a, b;         // descriptors
     bool keep;        // D += A B, otherwise D = A B
-    bool b_by_depth;  // B lies in memory by depth ("MN-major")
+    bool a_by_depth;  // A lies in memory by depth ("MN-major")
+    bool b_by_depth;
     bool operator==(const MatrixStep& o) const {
         return format == o.format && columns == o.columns && a_in_registers == o.a_in_registers && a == o.a &&
-               b == o.b && keep == o.keep && b_by_depth == o.b_by_depth;
+               b == o.b && keep == o.keep && a_by_depth == o.a_by_depth && b_by_depth == o.b_by_depth;
     }
 };
 void issue(const MatrixStep& step, float* const* d, const u32* a);
@@ -173,8 +178,8 @@ void issue(const MatrixStep& step, float* const* d, const u32* a);
 template <Format format, int columns>
 void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, u64 a, u64 b, bool keep, int sign_a, int sign_b,
                                   int depth_a, int depth_b) {
-    if (sign_a != 1 || sign_b != 1 || depth_a != 0) fail("wgmma with a sign or A by depth is not emulated");
-    issue({format, columns, false, a, b, keep, depth_b != 0}, d.at, nullptr);
+    if (sign_a != 1 || sign_b != 1) fail("wgmma with a sign is not emulated");
+    issue({format, columns, false, a, b, keep, depth_a != 0, depth_b != 0}, d.at, nullptr);
 }
 struct ARegisters {
     u32 a[4];
@@ -183,7 +188,7 @@ template <Format format, int columns>
 void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, ARegisters a, u64 b, bool keep, int sign_a, int sign_b,
                                   int depth_b) {
     if (sign_a != 1 || sign_b != 1) fail("wgmma with a sign is not emulated");
-    issue({format, columns, true, 0, b, keep, depth_b != 0}, d.at, a.a);
+    issue({format, columns, true, 0, b, keep, false, depth_b != 0}, d.at, a.a);
 }
 
 }  // namespace ptx

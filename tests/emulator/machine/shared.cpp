@@ -92,6 +92,11 @@ void mapa_shared__cluster_u32(u32& there, u32 address, u32 rank) {
 
 void ld_shared_u16(u16& d, u32 address) { load(&d, address, 2); }
 void ld_shared_u32(u32& d, u32 address) { load(&d, address, 4); }
+void ld_shared_v2_f32(float& x, float& y, u32 address) {
+    float v[2];
+    load(v, address, 8);
+    x = v[0], y = v[1];
+}
 void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     u32 v[4];
     load(v, address, 16);

@@ -113,7 +113,7 @@ void multiply(u32 w, Issued& issued) {
                 a[l % 4 * 2 + i % 2 + 8 * (i / 4)][l / 4 + 8 * (i / 2 % 2)] = widen(s.format, x);
             }
     } else {
-        Descriptor(s.a, false).read("wgmma (A)", threads[w * 32].rank, s.format, w % 4 * 16, 16, a);
+        Descriptor(s.a, s.a_by_depth).read("wgmma (A)", threads[w * 32].rank, s.format, w % 4 * 16, 16, a);
     }
     Accumulator& d = *issued.d[w % 4];
     for (int r = 0; r < 16; r++) {
