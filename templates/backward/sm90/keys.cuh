@@ -1,0 +1,331 @@
+// dK and dV of a block of 128 keys, and dS.
+//
+// Two warpgroups have 64 keys each: S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are at hand in
+// registers as the left operands of dV += P^T dO and dK += dS^T Q. A further warpgroup has one thread that brings
+// queries and one that takes dS away. The two warpgroups never wait for each other: while one computes weights, the
+// other's products run.
+
+constexpr int kKeysThreads = 384;
+
+struct KeysLayout {
+    static constexpr int kBytesK = kChunksQK * kKeys * kRowBytes, kBytesV = kChunksV * kKeys * kRowBytes;
+    static constexpr int kBytesQ = kChunksQK * kBlockQ * kRowBytes, kBytesO = kChunksV * kBlockQ * kRowBytes;
+    static constexpr int kBytesS = kBlockQ / 64 * kBytesTile, kBytesRows = kBlockQ * 8;
+    static constexpr int kK = 0, kV = kK + kBytesK, kQ = kV + kBytesV, kO = kQ + kStages * kBytesQ;
+    static constexpr int kS = kO + kStages * kBytesO, kRows = kS + 2 * kBytesS;
+    static constexpr int kBarriers = kRows + kStages * kBytesRows;
+    // Barriers, by number: K, V, then rings of Q, dO and dS.
+    static constexpr int kQFull = kBarriers + 16, kQEmpty = kQFull + kStages * 8, kOFull = kQEmpty + kStages * 8;
+    static constexpr int kOEmpty = kOFull + kStages * 8, kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
+    static constexpr int kBytes = kSEmpty + 16;
+};
+using QueryRing = Pipeline<kStages, KeysLayout::kQFull, KeysLayout::kQEmpty, KeysLayout::kQ, KeysLayout::kBytesQ>;
+using OutRing = Pipeline<kStages, KeysLayout::kOFull, KeysLayout::kOEmpty, KeysLayout::kO, KeysLayout::kBytesO>;
+using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kS, KeysLayout::kBytesS>;
+static_assert(KeysLayout::kBytes + 1024 == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
+
+// Which pair and key block a thread block has: pairs of a section take turns, so that the longest key blocks of all of
+// them come first under a causal mask.
+struct KeyBlock {
+    int pair, block;
+    __device__ __forceinline__ KeyBlock(const KernelArgs& args) {
+        const int blocks = div_up(args.backward.kv_len, kKeys), whole = args.section * blocks;
+        const int section = int(blockIdx.x) / whole, within = int(blockIdx.x) % whole;
+        const int members = min_of(args.section, args.pairs - section * args.section);
+        pair = section * args.section + within % members, block = within / members;
+    }
+};
+
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared_float2(u32 address) {
+    float2 r;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
+    return r;
+}
+
+// Brings K, V, and of each query tile Q with its statistics, and dO. One thread.
+__device__ __forceinline__ void load_queries(const KernelArgs& args, u32 smem, const Pair& pair, int key, int begin, int end) {
+    using L = KeysLayout;
+    const BackwardArgs& a = args.backward;
+    const int rows = round_up(a.q_len, kBlockQ);
+    QueryRing queries;
+    OutRing outs;
+    const u32 k_full = smem + L::kBarriers, v_full = k_full + 8;
+    mbarrier_arrive_expect(k_full, L::kBytesK);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksQK; chunk++)
+        tma_load(smem + L::kK + chunk * kKeys * kRowBytes, args.k, k_full, kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
+    bool first = true;
+    const auto load_values = [&] {
+        mbarrier_arrive_expect(v_full, L::kBytesV);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunksV; chunk++)
+            tma_load(smem + L::kV + chunk * kKeys * kRowBytes, args.v, v_full, kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
+        first = false;
+    };
+#pragma unroll 1
+    for (int member = 0; member < pair.group; member++) {
+        const int head = pair.head(member);
+        const float* statistics = args.statistics + (i64(pair.batch) * a.heads + head) * rows * 2;
+#pragma unroll 1
+        for (int tile = begin; tile < end; tile++) {
+            queries.acquire(smem);
+            queries.expect(smem, L::kBytesQ + L::kBytesRows);
+#pragma unroll
+            for (int chunk = 0; chunk < kChunksQK; chunk++)
+                tma_load(queries.buffer(smem) + chunk * kBlockQ * kRowBytes, args.q, queries.full(smem), kEvictLast, chunk * 64,
+                         tile * kBlockQ, head, pair.batch);
+            bulk_load(smem + L::kRows + queries.stage * L::kBytesRows, statistics + i64(tile) * kBlockQ * 2, L::kBytesRows,
+                      queries.full(smem));
+            queries.advance();
+            if (first) load_values();
+            outs.acquire(smem);
+            outs.expect(smem, L::kBytesO);
+#pragma unroll
+            for (int chunk = 0; chunk < kChunksV; chunk++)
+                tma_load(outs.buffer(smem) + chunk * kBlockQ * kRowBytes, args.dout, outs.full(smem), kEvictLast, chunk * 64,
+                         tile * kBlockQ, head, pair.batch);
+            outs.advance();
+        }
+    }
+    if (first) load_values();
+}
+
+// Takes tiles of dS to memory. One thread.
+__device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const Visible& visible, const KeyBlock& at, int group,
+                                        int begin, int end) {
+    SpillRing spills;
+    char* to = (char*)args.ds + (i64(at.pair) * group * visible.slots() + visible.tiles_before(at.block)) * KeysLayout::kBytesS;
+#pragma unroll 1
+    for (int member = 0; member < group; member++) {
+#pragma unroll 1
+        for (int tile = begin; tile < end; tile++) {
+            spills.wait(smem);
+            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + i64(tile - begin) * KeysLayout::kBytesS),
+                         "r"(spills.buffer(smem)), "r"(KeysLayout::kBytesS) : "memory");
+            tma_store_commit();
+            tma_store_wait_read();
+            spills.release(smem);
+            spills.advance();
+        }
+        to += visible.slots() * KeysLayout::kBytesS;
+    }
+    tma_store_wait();
+}
+
+// Of 64 keys by kBlockQ queries.
+using Scores = float[kBlockQ / 2];
+
+struct KeysConsumer {
+    const KernelArgs& args;
+    const u32 smem;
+    const int id;  // of the warpgroup
+
+    float dk[kColumnsQK / 2] = {}, dv[kColumnsV / 2] = {};
+    u32 p[kBlockQ / 4], ds[kBlockQ / 4];
+    QueryRing queries;  // dO's ring has the same position
+    SpillRing spills;
+
+    // Queries that see the keys of this thread's rows of a warpgroup's tile, counted from this thread's first column of
+    // query tile 0.
+    int first_seen[2], last_seen[2];
+
+    __device__ __forceinline__ void set_keys(const Visible& visible, int key) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int mine = key + id * 64 + warp() * 16 + lane() / 4 + h * 8, column = lane() % 4 * 2;
+            first_seen[h] = mine >= visible.kv_len ? 0x7fffffff : kMaskRight ? mine - visible.shift - visible.right - column : -(1 << 30);
+            last_seen[h] = kMaskLeft ? mine - visible.shift + visible.left - column : 0x7fffffff;
+        }
+    }
+    __device__ __forceinline__ bool sees(int row, int j, int e) const {
+        const int query = row + j * 8 + e % 2;
+        return query >= first_seen[e / 2] && (!kMaskLeft || query <= last_seen[e / 2]);
+    }
+
+    // S^T = K Q^T of the tile at the ring's position.
+    __device__ __forceinline__ void issue_scores(Scores& s) {
+        using L = KeysLayout;
+        const u64 k_rows = descriptor_of_rows(smem + L::kK + id * 64 * kRowBytes), q_rows = descriptor_of_rows(queries.buffer(smem));
+        queries.wait(smem);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kColumnsQK / 16; k++)
+            wgmma<Element, kBlockQ>::rows(s, k_rows + (k / 4 * kKeys * kRowBytes + k % 4 * 32) / 16,
+                                          q_rows + (k / 4 * kBlockQ * kRowBytes + k % 4 * 32) / 16, k > 0);
+        wgmma_commit();
+    }
+
+    // dP^T = V dO^T.
+    __device__ __forceinline__ void issue_slopes(Scores& dp) {
+        using L = KeysLayout;
+        const u64 v_rows = descriptor_of_rows(smem + L::kV + id * 64 * kRowBytes), o_rows = descriptor_of_rows(OutRing::buffer_at(smem, queries.stage));
+        mbarrier_wait(OutRing::full_at(smem, queries.stage), queries.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kColumnsV / 16; k++)
+            wgmma<Element, kBlockQ>::rows(dp, v_rows + (k / 4 * kKeys * kRowBytes + k % 4 * 32) / 16,
+                                          o_rows + (k / 4 * kBlockQ * kRowBytes + k % 4 * 32) / 16, k > 0);
+        wgmma_commit();
+    }
+
+    // dV += P^T dO and dK += dS^T Q of the same tiles.
+    __device__ __forceinline__ void issue_gradients() {
+        const u64 q_depth = descriptor_of_depth(queries.buffer(smem), kBlockQ * kRowBytes);
+        const u64 o_depth = descriptor_of_depth(OutRing::buffer_at(smem, queries.stage), kBlockQ * kRowBytes);
+        wgmma_touch(dv);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockQ / 16; k++)
+            wgmma<Element, kColumnsV>::depth(dv, p[k * 4], p[k * 4 + 1], p[k * 4 + 2], p[k * 4 + 3], o_depth + k * 2048 / 16);
+        wgmma_commit();
+        wgmma_touch(dk);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockQ / 16; k++)
+            wgmma<Element, kColumnsQK>::depth(dk, ds[k * 4], ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3], q_depth + k * 2048 / 16);
+        wgmma_commit();
+    }
+
+    // P and dS in 16 bits, of the products S and dP that were issued last.
+    __device__ __forceinline__ void weigh(Scores& s, Scores& dp, int tile, bool cut, float scale) {
+        const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
+        const int row = tile * kBlockQ;
+        wgmma_wait<1>();
+        wgmma_touch(s);
+        if (cut) {
+#pragma unroll
+            for (int i = 0; i < kBlockQ / 2; i++) {
+                if (!sees(row, i / 4, i % 4)) s[i] = -FT_INFINITY;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kBlockQ / 8; j++) {
+            const float2 lse = load_shared_float2(rows + j * 32);
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[j * 4 + e] = exp2_approx(fmaf(s[j * 4 + e], scale, e % 2 ? -lse.y : -lse.x));
+        }
+        wgmma_wait<0>();
+        wgmma_touch(dp);
+#pragma unroll
+        for (int j = 0; j < kBlockQ / 8; j++) {
+            const float2 delta = load_shared_float2(rows + kBlockQ * 4 + j * 32);
+#pragma unroll
+            for (int e = 0; e < 4; e++) dp[j * 4 + e] = s[j * 4 + e] * (dp[j * 4 + e] - (e % 2 ? delta.y : delta.x));
+        }
+        // What is not seen takes no part, whatever V holds there.
+        if (cut) {
+#pragma unroll
+            for (int i = 0; i < kBlockQ / 2; i++) {
+                if (!sees(row, i / 4, i % 4)) dp[i] = 0.0f;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockQ / 4; i++) {
+            p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+            ds[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
+        }
+    }
+
+    // dS of the warpgroup's 64 keys, for the thread that takes it away.
+    __device__ __forceinline__ void spill() {
+        spills.acquire(smem);
+        const int key = id * 64 + warp() * 16 + lane() % 16;
+#pragma unroll
+        for (int k = 0; k < kBlockQ / 16; k++) {
+            const u32 chunk = k * 2 + lane() / 16;
+            stmatrix_x4(spills.buffer(smem) + chunk / 8 * kBytesTile + key * kRowBytes + ((chunk ^ key) % 8) * 16, ds[k * 4],
+                        ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3]);
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (lane() == 0) spills.commit(smem);
+        spills.advance();
+    }
+
+    // A turn of the loop issues dV and dK of a tile and S of the next one, so that the tensor cores have work of this
+    // warpgroup from one tile's weights to the next one's. dP follows when P and dS need their registers no more.
+    __device__ __forceinline__ void walk(const Uncut& uncut, int begin, int end, int steps) {
+        const float scale = args.backward.scale * kLog2E;
+        int tile = begin;
+        {
+            Scores s, dp;
+            issue_scores(s);
+            issue_slopes(dp);
+            weigh(s, dp, tile, uncut.cuts(tile), scale);
+        }
+#pragma unroll 1
+        for (int i = 1; i < steps; i++) {
+            if (++tile == end) tile = begin;
+            Scores s, dp;
+            issue_gradients();
+            const int freed = queries.stage;
+            queries.advance();
+            issue_scores(s);
+            spill();
+            wgmma_wait<1>();
+            wgmma_touch(dv);
+            wgmma_touch(dk);
+            if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, freed)), mbarrier_arrive(QueryRing::empty_at(smem, freed));
+            issue_slopes(dp);
+            weigh(s, dp, tile, uncut.cuts(tile), scale);
+        }
+        issue_gradients();
+        spill();
+        wgmma_wait<0>();
+        wgmma_touch(dv);
+        wgmma_touch(dk);
+    }
+
+    // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV.
+    __device__ __forceinline__ void store(const Pair& pair, int key) {
+        using L = KeysLayout;
+        const u32 to_v = smem + L::kV + id * 64 * kRowBytes, to_k = smem + L::kK + id * 64 * kRowBytes;
+        stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, 1.0f);
+        stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
+        fence_async_proxy();
+        barrier_sync(1 + id, 128);
+        if (threadIdx.x % 128 == 0) {
+            send_rows<kChunksV>(args.dv, to_v, kKeys * kRowBytes, key + id * 64, pair.kv_head, pair.batch);
+            send_rows<kChunksQK>(args.dk, to_k, kKeys * kRowBytes, key + id * 64, pair.kv_head, pair.batch);
+            tma_store_commit();
+            tma_store_wait();
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kKeysThreads, 1) keys(const __grid_constant__ KernelArgs args) {
+    using L = KeysLayout;
+    extern __shared__ u8 dynamic_shared[];
+    const u32 smem = round_up(int(smem_address(dynamic_shared)), 1024);
+    const Visible visible(args.backward);
+    const KeyBlock at(args);
+    const Pair pair(args.backward, args.first_pair + at.pair);
+    const int key = at.block * kKeys, begin = visible.begin(at.block), end = visible.end(at.block);
+    const int role = warp_uniform(threadIdx.x / 128);
+    if (threadIdx.x == 0) {
+        mbarrier_init(smem + L::kBarriers, 1), mbarrier_init(smem + L::kBarriers + 8, 1);
+        for (int i = 0; i < kStages; i++) QueryRing::init(smem, i, 1, 8), OutRing::init(smem, i, 1, 8);
+        for (int i = 0; i < 2; i++) SpillRing::init(smem, i, 8, 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (role == 2) {
+        registers_give_back<24>();
+        if (threadIdx.x == 256) load_queries(args, smem, pair, key, begin, end);
+        if (threadIdx.x == 288) send_ds(args, smem, visible, at, pair.group, begin, end);
+    } else {
+        registers_take<240>();
+        KeysConsumer me{args, smem, role};
+        me.set_keys(visible, key);
+        mbarrier_wait(smem + L::kBarriers, 0);
+        mbarrier_wait(smem + L::kBarriers + 8, 0);
+        const int steps = pair.group * (end - begin);
+        if (steps > 0) me.walk(Uncut(visible, at.block), begin, end, steps);
+        me.store(pair, key);
+    }
+}
