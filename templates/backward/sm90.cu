@@ -5,7 +5,7 @@
 //   P = exp(S - lse)   dP = dO V^T   dS = P (dP - D)   D = rowsum(dO O) - dlse
 //   dV = P^T dO        dK = scale dS^T Q               dQ = scale dS K
 //
-// Three stages. `statistics` computes D. `keys`: a thread block owns 128 keys of a KV head and walks over the query
+// Three stages. `statistics` computes D. `keys`: a thread block owns 64 keys a warpgroup of a KV head and walks over the query
 // tiles that see them, head after head of its group, so that dK and dV are sums in one order in registers; each tile of
 // dS is written once, in 16 bits. `queries`: a thread block owns query rows and sums dQ over the tiles of dS that its
 // rows have. Each product is computed once, no sum is shared between thread blocks: a reduction of dQ to memory, which
@@ -32,8 +32,11 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 // Schedule.
+constexpr int kWarpgroups = @{ warpgroups }@;
 constexpr int kBlockQ = @{ block_q }@;
 constexpr int kStages = @{ stages }@;
+constexpr bool kEarlyValues = @{ early_values }@;
+constexpr bool kScoresAhead = @{ scores_ahead }@;
 constexpr int kRowTiles = @{ row_tiles }@;
 constexpr int kRowStages = @{ row_stages }@;
 

@@ -1,11 +1,11 @@
-// dK and dV of a block of 128 keys, and dS.
+// dK and dV of a block of keys, and dS.
 //
-// Two warpgroups have 64 keys each: S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are at hand in
+// Two or three warpgroups have 64 keys each: S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are at hand in
 // registers as the left operands of dV += P^T dO and dK += dS^T Q. A further warpgroup has one thread that brings
-// queries and one that takes dS away. The two warpgroups never wait for each other: while one computes weights, the
-// other's products run.
+// queries and one that takes dS away. The warpgroups never wait for each other: while one computes weights, the
+// others' products run.
 
-constexpr int kKeysThreads = 384;
+constexpr int kKeysThreads = 128 * (kWarpgroups + 1);
 
 struct KeysLayout {
     static constexpr int kBytesK = kChunksQK * kKeys * kRowBytes, kBytesV = kChunksV * kKeys * kRowBytes;
@@ -36,9 +36,9 @@ struct KeyBlock {
     }
 };
 
-__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier) : "memory");
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 cache_hint) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(cache_hint) : "memory");
 }
 
 __device__ __forceinline__ float2 load_shared_float2(u32 address) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_queries(const KernelArgs& args, u32 smem, c
                 tma_load(queries.buffer(smem) + chunk * kBlockQ * kRowBytes, args.q, queries.full(smem), kEvictLast, chunk * 64,
                          tile * kBlockQ, head, pair.batch);
             bulk_load(smem + L::kRows + queries.stage * L::kBytesRows, statistics + i64(tile) * kBlockQ * 2, L::kBytesRows,
-                      queries.full(smem));
+                      queries.full(smem), kEvictNormal);
             queries.advance();
             if (first) load_values();
             outs.acquire(smem);
@@ -123,28 +123,33 @@ using Scores = float[kBlockQ / 2];
 struct KeysConsumer {
     const KernelArgs& args;
     const u32 smem;
-    const int id;  // of the warpgroup
+    const int id;   // of the warpgroup
+    const int key;  // the first of the thread block
 
     float dk[kColumnsQK / 2] = {}, dv[kColumnsV / 2] = {};
     u32 p[kBlockQ / 4], ds[kBlockQ / 4];
     QueryRing queries;  // dO's ring has the same position
     SpillRing spills;
 
-    // Queries that see the keys of this thread's rows of a warpgroup's tile, counted from this thread's first column of
-    // query tile 0.
-    int first_seen[2], last_seen[2];
-
-    __device__ __forceinline__ void set_keys(const Visible& visible, int key) {
+    // Queries that see the keys of this thread's two rows of a warpgroup's tile, counted from this thread's first column of
+    // query tile 0. Found anew for each tile that a mask cuts: they would take registers that others need.
+    struct Seen {
+        int first[2], last[2];
+        __device__ __forceinline__ bool operator()(int row, int i) const {
+            const int query = row + i / 4 * 8 + i % 2, h = i % 4 / 2;
+            return query >= first[h] && (!kMaskLeft || query <= last[h]);
+        }
+    };
+    __device__ __forceinline__ Seen seen() const {
+        const Visible visible(args.backward);
+        Seen r;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int mine = key + id * 64 + warp() * 16 + lane() / 4 + h * 8, column = lane() % 4 * 2;
-            first_seen[h] = mine >= visible.kv_len ? 0x7fffffff : kMaskRight ? mine - visible.shift - visible.right - column : -(1 << 30);
-            last_seen[h] = kMaskLeft ? mine - visible.shift + visible.left - column : 0x7fffffff;
+            r.first[h] = mine >= visible.kv_len ? 0x7fffffff : kMaskRight ? mine - visible.shift - visible.right - column : -(1 << 30);
+            r.last[h] = kMaskLeft ? mine - visible.shift + visible.left - column : 0x7fffffff;
         }
-    }
-    __device__ __forceinline__ bool sees(int row, int j, int e) const {
-        const int query = row + j * 8 + e % 2;
-        return query >= first_seen[e / 2] && (!kMaskLeft || query <= last_seen[e / 2]);
+        return r;
     }
 
     // S^T = K Q^T of the tile at the ring's position.
@@ -173,9 +178,8 @@ struct KeysConsumer {
         wgmma_commit();
     }
 
-    // dV += P^T dO and dK += dS^T Q of the same tiles.
-    __device__ __forceinline__ void issue_gradients() {
-        const u64 q_depth = descriptor_of_depth(queries.buffer(smem), kBlockQ * kRowBytes);
+    // dV += P^T dO.
+    __device__ __forceinline__ void issue_values() {
         const u64 o_depth = descriptor_of_depth(OutRing::buffer_at(smem, queries.stage), kBlockQ * kRowBytes);
         wgmma_touch(dv);
         wgmma_fence();
@@ -183,6 +187,10 @@ struct KeysConsumer {
         for (int k = 0; k < kBlockQ / 16; k++)
             wgmma<Element, kColumnsV>::depth(dv, p[k * 4], p[k * 4 + 1], p[k * 4 + 2], p[k * 4 + 3], o_depth + k * 2048 / 16);
         wgmma_commit();
+    }
+    // dK += dS^T Q.
+    __device__ __forceinline__ void issue_keys() {
+        const u64 q_depth = descriptor_of_depth(queries.buffer(smem), kBlockQ * kRowBytes);
         wgmma_touch(dk);
         wgmma_fence();
 #pragma unroll
@@ -191,16 +199,14 @@ struct KeysConsumer {
         wgmma_commit();
     }
 
-    // P and dS in 16 bits, of the products S and dP that were issued last.
-    __device__ __forceinline__ void weigh(Scores& s, Scores& dp, int tile, bool cut, float scale) {
+    // P = exp(S - lse), in S's registers and packed.
+    __device__ __forceinline__ void weigh(Scores& s, int tile, bool cut, float scale) {
         const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
-        const int row = tile * kBlockQ;
-        wgmma_wait<1>();
-        wgmma_touch(s);
         if (cut) {
+            const Seen sees = seen();
 #pragma unroll
             for (int i = 0; i < kBlockQ / 2; i++) {
-                if (!sees(row, i / 4, i % 4)) s[i] = -FT_INFINITY;
+                if (!sees(tile * kBlockQ, i)) s[i] = -FT_INFINITY;
             }
         }
 #pragma unroll
@@ -209,26 +215,29 @@ struct KeysConsumer {
 #pragma unroll
             for (int e = 0; e < 4; e++) s[j * 4 + e] = exp2_approx(fmaf(s[j * 4 + e], scale, e % 2 ? -lse.y : -lse.x));
         }
-        wgmma_wait<0>();
-        wgmma_touch(dp);
+    }
+    __device__ __forceinline__ void pack_weights(const Scores& s) {
+#pragma unroll
+        for (int i = 0; i < kBlockQ / 4; i++) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+    }
+    // dS = P (dP - D), packed. What is not seen takes no part, whatever V holds there.
+    __device__ __forceinline__ void differentiate(const Scores& s, Scores& dp, int tile, bool cut) {
+        const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
 #pragma unroll
         for (int j = 0; j < kBlockQ / 8; j++) {
             const float2 delta = load_shared_float2(rows + kBlockQ * 4 + j * 32);
 #pragma unroll
             for (int e = 0; e < 4; e++) dp[j * 4 + e] = s[j * 4 + e] * (dp[j * 4 + e] - (e % 2 ? delta.y : delta.x));
         }
-        // What is not seen takes no part, whatever V holds there.
         if (cut) {
+            const Seen sees = seen();
 #pragma unroll
             for (int i = 0; i < kBlockQ / 2; i++) {
-                if (!sees(row, i / 4, i % 4)) dp[i] = 0.0f;
+                if (!sees(tile * kBlockQ, i)) dp[i] = 0.0f;
             }
         }
 #pragma unroll
-        for (int i = 0; i < kBlockQ / 4; i++) {
-            p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
-            ds[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
-        }
+        for (int i = 0; i < kBlockQ / 4; i++) ds[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
     }
 
     // dS of the warpgroup's 64 keys, for the thread that takes it away.
@@ -247,38 +256,86 @@ struct KeysConsumer {
         spills.advance();
     }
 
-    // A turn of the loop issues dV and dK of a tile and S of the next one, so that the tensor cores have work of this
-    // warpgroup from one tile's weights to the next one's. dP follows when P and dS need their registers no more.
+    // From S and dP, which are issued, to P and dS; dV is issued. With kEarlyValues it is issued before dP is waited for, so
+    // that the tensor cores have work while dS is computed.
+    __device__ __forceinline__ void weigh_tile(Scores& s, Scores& dp, int tile, bool cut, float scale) {
+        wgmma_wait<1>();
+        wgmma_touch(s);
+        weigh(s, tile, cut, scale);
+        if (kEarlyValues) {
+            pack_weights(s);
+            issue_values();
+            wgmma_wait<1>();
+            wgmma_touch(dp);
+            differentiate(s, dp, tile, cut);
+            // What crosses the loop's end in flight would cost more registers than there are.
+            if (kScoresAhead) {
+                wgmma_wait<0>();
+                wgmma_touch(dv);
+            }
+        } else {
+            wgmma_wait<0>();
+            wgmma_touch(dp);
+            differentiate(s, dp, tile, cut);
+            pack_weights(s);
+            issue_values();
+        }
+    }
+    __device__ __forceinline__ void release(int stage) {
+        if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, stage)), mbarrier_arrive(QueryRing::empty_at(smem, stage));
+    }
+
+    // With kScoresAhead a turn of the loop begins with dK of a tile and S of the next one.
     __device__ __forceinline__ void walk(const Uncut& uncut, int begin, int end, int steps) {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
-        {
-            Scores s, dp;
-            issue_scores(s);
-            issue_slopes(dp);
-            weigh(s, dp, tile, uncut.cuts(tile), scale);
-        }
+        if (kScoresAhead) {
+            {
+                Scores s, dp;
+                issue_scores(s);
+                issue_slopes(dp);
+                weigh_tile(s, dp, tile, uncut.cuts(tile), scale);
+            }
 #pragma unroll 1
-        for (int i = 1; i < steps; i++) {
-            if (++tile == end) tile = begin;
-            Scores s, dp;
-            issue_gradients();
-            const int freed = queries.stage;
-            queries.advance();
-            issue_scores(s);
+            for (int i = 1; i < steps; i++) {
+                if (++tile == end) tile = begin;
+                Scores s, dp;
+                issue_keys();
+                const int freed = queries.stage;
+                queries.advance();
+                issue_scores(s);
+                spill();
+                wgmma_wait<1>();
+                wgmma_touch(dv);
+                wgmma_touch(dk);
+                release(freed);
+                issue_slopes(dp);
+                weigh_tile(s, dp, tile, uncut.cuts(tile), scale);
+            }
+            issue_keys();
             spill();
-            wgmma_wait<1>();
+            wgmma_wait<0>();
             wgmma_touch(dv);
             wgmma_touch(dk);
-            if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, freed)), mbarrier_arrive(QueryRing::empty_at(smem, freed));
-            issue_slopes(dp);
-            weigh(s, dp, tile, uncut.cuts(tile), scale);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < steps; i++) {
+                Scores s, dp;
+                issue_scores(s);
+                issue_slopes(dp);
+                weigh_tile(s, dp, tile, uncut.cuts(tile), scale);
+                issue_keys();
+                if (++tile == end) tile = begin;
+                spill();
+                wgmma_wait<1>();
+                wgmma_touch(dv);
+                if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, queries.stage));
+                wgmma_wait<0>();
+                wgmma_touch(dk);
+                if (lane() == 0) queries.release(smem);
+                queries.advance();
+            }
         }
-        issue_gradients();
-        spill();
-        wgmma_wait<0>();
-        wgmma_touch(dv);
-        wgmma_touch(dk);
     }
 
     // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV.
@@ -309,19 +366,20 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1) keys(const __grid_
     const int role = warp_uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
         mbarrier_init(smem + L::kBarriers, 1), mbarrier_init(smem + L::kBarriers + 8, 1);
-        for (int i = 0; i < kStages; i++) QueryRing::init(smem, i, 1, 8), OutRing::init(smem, i, 1, 8);
-        for (int i = 0; i < 2; i++) SpillRing::init(smem, i, 8, 1);
+        for (int i = 0; i < kStages; i++) QueryRing::init(smem, i, 1, 4 * kWarpgroups), OutRing::init(smem, i, 1, 4 * kWarpgroups);
+        for (int i = 0; i < 2; i++) SpillRing::init(smem, i, 4 * kWarpgroups, 1);
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (role == 2) {
-        registers_give_back<24>();
-        if (threadIdx.x == 256) load_queries(args, smem, pair, key, begin, end);
-        if (threadIdx.x == 288) send_ds(args, smem, visible, at, pair.group, begin, end);
+    launch_next_stage();
+    wait_for_last_stage();
+    if (role == kWarpgroups) {
+        registers_give_back<kWarpgroups == 2 ? 24 : 32>();
+        if (threadIdx.x == 128 * kWarpgroups) load_queries(args, smem, pair, key, begin, end);
+        if (threadIdx.x == 128 * kWarpgroups + 32) send_ds(args, smem, visible, at, pair.group, begin, end);
     } else {
-        registers_take<240>();
-        KeysConsumer me{args, smem, role};
-        me.set_keys(visible, key);
+        registers_take<kWarpgroups == 2 ? 240 : 160>();
+        KeysConsumer me{args, smem, role, key};
         mbarrier_wait(smem + L::kBarriers, 0);
         mbarrier_wait(smem + L::kBarriers + 8, 0);
         const int steps = pair.group * (end - begin);

@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_tiles(const KernelArgs& args, u32 smem, con
         if (bytes > 0)
             bulk_load(ring.buffer(smem) + L::kBytesK + (from - tile) * kBytesTile,
                       ds + visible.tiles_before(block) * (kBlockQ / 64 * kBytesTile) + i64(from - begin) * kBytesTile, bytes,
-                      ring.full(smem));
+                      ring.full(smem), kEvictFirst);
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; chunk++)
             tma_load(ring.buffer(smem) + chunk * kKeys * kRowBytes, args.k, ring.full(smem), kEvictLast, chunk * 64, block * kKeys,
@@ -60,10 +60,13 @@ extern "C" __global__ void __launch_bounds__(kQueriesThreads, 1) queries(const _
     const u32 smem = round_up(int(smem_address(dynamic_shared)), 1024);
     const Visible visible(args.backward);
     const int group = args.backward.heads / args.backward.kv_heads;
-    // The last rows see the most keys under a causal mask: they come first.
-    const int heads = args.pairs * group, head_index = int(blockIdx.x) % heads;
-    const int row_blocks = div_up(visible.q_len, kQueryTiles * 64);
-    const int tile = (row_blocks - 1 - int(blockIdx.x) / heads) * kQueryTiles;
+    // The last rows see the most keys under a causal mask: they come first, of the heads of a section. dS is read once and
+    // K by every row block: few heads at a time keep it in L2.
+    const int row_blocks = div_up(visible.q_len, kQueryTiles * 64), whole = args.section * group * row_blocks;
+    const int section = int(blockIdx.x) / whole, within = int(blockIdx.x) % whole;
+    const int members = min_of(args.section, args.pairs - section * args.section) * group;
+    const int head_index = section * args.section * group + within % members;
+    const int tile = (row_blocks - 1 - within / members) * kQueryTiles;
     const Pair pair(args.backward, args.first_pair + head_index / group);
     const int head = pair.head(head_index % group);
     const Blocks blocks(visible, tile * 64, kQueryTiles * 64);
@@ -73,6 +76,8 @@ extern "C" __global__ void __launch_bounds__(kQueriesThreads, 1) queries(const _
         mbarrier_init_fence();
     }
     __syncthreads();
+    launch_next_stage();
+    wait_for_last_stage();
     if (role == 2) {
         registers_give_back<24>();
         const char* ds = (const char*)args.ds + i64(head_index) * visible.slots() * (kBlockQ / 64 * kBytesTile);

@@ -1,4 +1,4 @@
-// Of each query the log-sum-exp in units of log2, and D = rowsum(dO O) - dlse.
+// Of each query of this launch's heads the log-sum-exp in units of log2, and D = rowsum(dO O) - dlse.
 //
 // Queries that attend to nothing, and those that fill the last tile, get an infinite log-sum-exp: their weights are 0.
 
@@ -14,9 +14,12 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads) statistics(cons
     const BackwardArgs& a = args.backward;
     const int rows = round_up(a.q_len, kBlockQ);
     const i64 index = i64(blockIdx.x) * (kStatisticsThreads / kRowThreads) + threadIdx.x / kRowThreads;
-    const i64 head_index = index / rows;
+    const int group = a.heads / a.kv_heads;
+    const i64 head_index = i64(args.first_pair) * group + index / rows, heads = i64(args.first_pair + args.pairs) * group;
+    launch_next_stage();
+    wait_for_last_stage();
     const int row = int(index % rows), part = threadIdx.x % kRowThreads;
-    const bool exists = head_index < i64(a.batch) * a.heads && row < a.q_len;
+    const bool exists = head_index < heads && row < a.q_len;
     const int batch = int(head_index / a.heads), head = int(head_index % a.heads);
     float sum = 0.0f;
     if (exists && part * 8 < kHeadDimV) {
@@ -28,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads) statistics(cons
     }
 #pragma unroll
     for (int i = 1; i < kRowThreads; i *= 2) sum += __shfl_xor_sync(0xffffffff, sum, i);
-    if (part == 0 && head_index < i64(a.batch) * a.heads) {
+    if (part == 0 && head_index < heads) {
         float lse = FT_INFINITY, delta = 0.0f;
         if (exists) {
             const i64 at = head_index * a.q_len + row;

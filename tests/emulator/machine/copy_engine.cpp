@@ -170,6 +170,10 @@ void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int 
 void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes, u32 mbarrier) {
     issue_flat(true, to, from, bytes, mbarrier);
 }
+void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from, u32 bytes,
+                                                                                     u32 mbarrier, u64) {
+    cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, mbarrier);
+}
 void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes) { issue_flat(false, from, to, bytes, 0); }
 void cp_async_bulk_commit_group() {}
 void cp_async_bulk_wait_group_read(u32 pending) {
