@@ -34,6 +34,7 @@ constexpr bool kMaskRight = @{ mask_right }@;
 // Schedule.
 constexpr int kWarpgroups = @{ warpgroups }@;
 constexpr int kBlockQ = @{ block_q }@;
+constexpr int kKeyStages = @{ key_stages }@;
 constexpr int kStages = @{ stages }@;
 constexpr bool kEarlyValues = @{ early_values }@;
 constexpr bool kScoresAhead = @{ scores_ahead }@;

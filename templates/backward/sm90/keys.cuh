@@ -6,34 +6,42 @@
 // others' products run.
 
 constexpr int kKeysThreads = 128 * (kWarpgroups + 1);
+constexpr int kLoaderRegisters = kWarpgroups == 3 ? 32 : kEarlyValues && kHeadDimQK + kHeadDimV > 128 ? 24 : 40;
+constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kLoaderRegisters == 24 ? 240 : 232;
 
 struct KeysLayout {
     static constexpr int kBytesK = kChunksQK * kKeys * kRowBytes, kBytesV = kChunksV * kKeys * kRowBytes;
     static constexpr int kBytesQ = kChunksQK * kBlockQ * kRowBytes, kBytesO = kChunksV * kBlockQ * kRowBytes;
     static constexpr int kBytesS = kBlockQ / 64 * kBytesTile, kBytesRows = kBlockQ * 8;
-    static constexpr int kK = 0, kV = kK + kBytesK, kQ = kV + kBytesV, kO = kQ + kStages * kBytesQ;
+    static constexpr int kK = 0, kV = kK + kKeyStages * kBytesK, kQ = kV + kKeyStages * kBytesV, kO = kQ + kStages * kBytesQ;
     static constexpr int kS = kO + kStages * kBytesO, kRows = kS + 2 * kBytesS;
     static constexpr int kBarriers = kRows + kStages * kBytesRows;
-    // Barriers, by number: K, V, then rings of Q, dO and dS.
-    static constexpr int kQFull = kBarriers + 16, kQEmpty = kQFull + kStages * 8, kOFull = kQEmpty + kStages * 8;
-    static constexpr int kOEmpty = kOFull + kStages * 8, kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
+    // Of the rings of K, V, Q, dO and dS.
+    static constexpr int kKFull = kBarriers, kKEmpty = kKFull + kKeyStages * 8, kVFull = kKEmpty + kKeyStages * 8;
+    static constexpr int kVEmpty = kVFull + kKeyStages * 8, kQFull = kVEmpty + kKeyStages * 8, kQEmpty = kQFull + kStages * 8;
+    static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8, kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
     static constexpr int kBytes = kSEmpty + 16;
 };
+// K and V of key blocks: both are emptied when dK and dV, which take their place, are away. The barrier of V counts that.
+using KeyRing = Pipeline<kKeyStages, KeysLayout::kKFull, KeysLayout::kKEmpty, KeysLayout::kK, KeysLayout::kBytesK>;
+using ValueRing = Pipeline<kKeyStages, KeysLayout::kVFull, KeysLayout::kVEmpty, KeysLayout::kV, KeysLayout::kBytesV>;
 using QueryRing = Pipeline<kStages, KeysLayout::kQFull, KeysLayout::kQEmpty, KeysLayout::kQ, KeysLayout::kBytesQ>;
 using OutRing = Pipeline<kStages, KeysLayout::kOFull, KeysLayout::kOEmpty, KeysLayout::kO, KeysLayout::kBytesO>;
 using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kS, KeysLayout::kBytesS>;
 static_assert(KeysLayout::kBytes + 1024 == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
 
-// Which pair and key block a thread block has: pairs of a section take turns, so that the longest key blocks of all of
-// them come first under a causal mask.
+// Pairs and key blocks, by number: pairs of a section take turns, so that the longest key blocks of all of them come first
+// under a causal mask. A thread block has every gridDim.x-th of them.
 struct KeyBlock {
-    int pair, block;
-    __device__ __forceinline__ KeyBlock(const KernelArgs& args) {
+    int pair, block, begin, end;  // begin and end: tiles of queries
+    __device__ __forceinline__ KeyBlock(const KernelArgs& args, const Visible& visible, int index) {
         const int blocks = div_up(args.backward.kv_len, kKeys), whole = args.section * blocks;
-        const int section = int(blockIdx.x) / whole, within = int(blockIdx.x) % whole;
+        const int section = index / whole, within = index % whole;
         const int members = min_of(args.section, args.pairs - section * args.section);
         pair = section * args.section + within % members, block = within / members;
+        begin = visible.begin(block), end = visible.end(block);
     }
+    static __device__ __forceinline__ int count(const KernelArgs& args) { return args.pairs * div_up(args.backward.kv_len, kKeys); }
 };
 
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 cache_hint) {
@@ -48,23 +56,24 @@ __device__ __forceinline__ float2 load_shared_float2(u32 address) {
 }
 
 // Brings K, V, and of each query tile Q with its statistics, and dO. One thread.
-__device__ __forceinline__ void load_queries(const KernelArgs& args, u32 smem, const Pair& pair, int key, int begin, int end) {
+__device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, KeyRing& keys, ValueRing& values,
+                                               QueryRing& queries, OutRing& outs) {
     using L = KeysLayout;
     const BackwardArgs& a = args.backward;
     const int rows = round_up(a.q_len, kBlockQ);
-    QueryRing queries;
-    OutRing outs;
-    const u32 k_full = smem + L::kBarriers, v_full = k_full + 8;
-    mbarrier_arrive_expect(k_full, L::kBytesK);
+    const Pair pair(a, args.first_pair + at.pair);
+    const int key = at.block * kKeys, begin = at.begin, end = at.end;
+    values.acquire(smem);
+    keys.expect(smem, L::kBytesK);
 #pragma unroll
     for (int chunk = 0; chunk < kChunksQK; chunk++)
-        tma_load(smem + L::kK + chunk * kKeys * kRowBytes, args.k, k_full, kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
+        tma_load(keys.buffer(smem) + chunk * kKeys * kRowBytes, args.k, keys.full(smem), kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
     bool first = true;
     const auto load_values = [&] {
-        mbarrier_arrive_expect(v_full, L::kBytesV);
+        values.expect(smem, L::kBytesV);
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; chunk++)
-            tma_load(smem + L::kV + chunk * kKeys * kRowBytes, args.v, v_full, kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
+            tma_load(values.buffer(smem) + chunk * kKeys * kRowBytes, args.v, values.full(smem), kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
         first = false;
     };
 #pragma unroll 1
@@ -93,12 +102,14 @@ __device__ __forceinline__ void load_queries(const KernelArgs& args, u32 smem, c
         }
     }
     if (first) load_values();
+    keys.advance();
+    values.advance();
 }
 
 // Takes tiles of dS to memory. One thread.
 __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const Visible& visible, const KeyBlock& at, int group,
-                                        int begin, int end) {
-    SpillRing spills;
+                                        SpillRing& spills) {
+    const int begin = at.begin, end = at.end;
     char* to = (char*)args.ds + (i64(at.pair) * group * visible.slots() + visible.tiles_before(at.block)) * KeysLayout::kBytesS;
 #pragma unroll 1
     for (int member = 0; member < group; member++) {
@@ -114,7 +125,6 @@ __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const 
         }
         to += visible.slots() * KeysLayout::kBytesS;
     }
-    tma_store_wait();
 }
 
 // Of 64 keys by kBlockQ queries.
@@ -124,10 +134,11 @@ struct KeysConsumer {
     const KernelArgs& args;
     const u32 smem;
     const int id;   // of the warpgroup
-    const int key;  // the first of the thread block
 
-    float dk[kColumnsQK / 2] = {}, dv[kColumnsV / 2] = {};
+    int key;  // the first of the key block
+    float dk[kColumnsQK / 2], dv[kColumnsV / 2];
     u32 p[kBlockQ / 4], ds[kBlockQ / 4];
+    KeyRing keys;       // V's ring has the same position
     QueryRing queries;  // dO's ring has the same position
     SpillRing spills;
 
@@ -155,7 +166,7 @@ struct KeysConsumer {
     // S^T = K Q^T of the tile at the ring's position.
     __device__ __forceinline__ void issue_scores(Scores& s) {
         using L = KeysLayout;
-        const u64 k_rows = descriptor_of_rows(smem + L::kK + id * 64 * kRowBytes), q_rows = descriptor_of_rows(queries.buffer(smem));
+        const u64 k_rows = descriptor_of_rows(keys.buffer(smem) + id * 64 * kRowBytes), q_rows = descriptor_of_rows(queries.buffer(smem));
         queries.wait(smem);
         wgmma_fence();
 #pragma unroll
@@ -168,7 +179,7 @@ struct KeysConsumer {
     // dP^T = V dO^T.
     __device__ __forceinline__ void issue_slopes(Scores& dp) {
         using L = KeysLayout;
-        const u64 v_rows = descriptor_of_rows(smem + L::kV + id * 64 * kRowBytes), o_rows = descriptor_of_rows(OutRing::buffer_at(smem, queries.stage));
+        const u64 v_rows = descriptor_of_rows(ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes), o_rows = descriptor_of_rows(OutRing::buffer_at(smem, queries.stage));
         mbarrier_wait(OutRing::full_at(smem, queries.stage), queries.parity);
         wgmma_fence();
 #pragma unroll
@@ -317,6 +328,8 @@ struct KeysConsumer {
             wgmma_wait<0>();
             wgmma_touch(dv);
             wgmma_touch(dk);
+            release(queries.stage);
+            queries.advance();
         } else {
 #pragma unroll 1
             for (int i = 0; i < steps; i++) {
@@ -339,9 +352,8 @@ struct KeysConsumer {
     }
 
     // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV.
-    __device__ __forceinline__ void store(const Pair& pair, int key) {
-        using L = KeysLayout;
-        const u32 to_v = smem + L::kV + id * 64 * kRowBytes, to_k = smem + L::kK + id * 64 * kRowBytes;
+    __device__ __forceinline__ void store(const Pair& pair) {
+        const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes, to_k = keys.buffer(smem) + id * 64 * kRowBytes;
         stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, 1.0f);
         stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
         fence_async_proxy();
@@ -350,8 +362,11 @@ struct KeysConsumer {
             send_rows<kChunksV>(args.dv, to_v, kKeys * kRowBytes, key + id * 64, pair.kv_head, pair.batch);
             send_rows<kChunksQK>(args.dk, to_k, kKeys * kRowBytes, key + id * 64, pair.kv_head, pair.batch);
             tma_store_commit();
-            tma_store_wait();
+            tma_store_wait_read();
+            mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
         }
+        __syncwarp();
+        keys.advance();
     }
 };
 
@@ -360,12 +375,10 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1) keys(const __grid_
     extern __shared__ u8 dynamic_shared[];
     const u32 smem = round_up(int(smem_address(dynamic_shared)), 1024);
     const Visible visible(args.backward);
-    const KeyBlock at(args);
-    const Pair pair(args.backward, args.first_pair + at.pair);
-    const int key = at.block * kKeys, begin = visible.begin(at.block), end = visible.end(at.block);
+    const int group = args.backward.heads / args.backward.kv_heads, count = KeyBlock::count(args);
     const int role = warp_uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
-        mbarrier_init(smem + L::kBarriers, 1), mbarrier_init(smem + L::kBarriers + 8, 1);
+        for (int i = 0; i < kKeyStages; i++) KeyRing::init(smem, i, 1, 1), ValueRing::init(smem, i, 1, kWarpgroups);
         for (int i = 0; i < kStages; i++) QueryRing::init(smem, i, 1, 4 * kWarpgroups), OutRing::init(smem, i, 1, 4 * kWarpgroups);
         for (int i = 0; i < 2; i++) SpillRing::init(smem, i, 4 * kWarpgroups, 1);
         mbarrier_init_fence();
@@ -374,16 +387,39 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1) keys(const __grid_
     launch_next_stage();
     wait_for_last_stage();
     if (role == kWarpgroups) {
-        registers_give_back<kWarpgroups == 2 ? 24 : 32>();
-        if (threadIdx.x == 128 * kWarpgroups) load_queries(args, smem, pair, key, begin, end);
-        if (threadIdx.x == 128 * kWarpgroups + 32) send_ds(args, smem, visible, at, pair.group, begin, end);
+        registers_give_back<kLoaderRegisters>();
+        if (threadIdx.x == 128 * kWarpgroups) {
+            KeyRing keys;
+            ValueRing values;
+            QueryRing queries;
+            OutRing outs;
+#pragma unroll 1
+            for (int i = blockIdx.x; i < count; i += gridDim.x)
+                load_key_block(args, smem, KeyBlock(args, visible, i), keys, values, queries, outs);
+        }
+        if (threadIdx.x == 128 * kWarpgroups + 32) {
+            SpillRing spills;
+#pragma unroll 1
+            for (int i = blockIdx.x; i < count; i += gridDim.x) send_ds(args, smem, visible, KeyBlock(args, visible, i), group, spills);
+            tma_store_wait();
+        }
     } else {
-        registers_take<kWarpgroups == 2 ? 240 : 160>();
-        KeysConsumer me{args, smem, role, key};
-        mbarrier_wait(smem + L::kBarriers, 0);
-        mbarrier_wait(smem + L::kBarriers + 8, 0);
-        const int steps = pair.group * (end - begin);
-        if (steps > 0) me.walk(Uncut(visible, at.block), begin, end, steps);
-        me.store(pair, key);
+        registers_take<kConsumerRegisters>();
+        KeysConsumer me{args, smem, role};
+#pragma unroll 1
+        for (int i = blockIdx.x; i < count; i += gridDim.x) {
+            const KeyBlock at(args, visible, i);
+            me.key = at.block * kKeys;
+#pragma unroll
+            for (int e = 0; e < kColumnsQK / 2; e++) me.dk[e] = 0.0f;
+#pragma unroll
+            for (int e = 0; e < kColumnsV / 2; e++) me.dv[e] = 0.0f;
+            me.keys.wait(smem);
+            mbarrier_wait(ValueRing::full_at(smem, me.keys.stage), me.keys.parity);
+            const int steps = group * (at.end - at.begin);
+            if (steps > 0) me.walk(Uncut(visible, at.block), at.begin, at.end, steps);
+            me.store(Pair(args.backward, args.first_pair + at.pair));
+        }
+        if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }
