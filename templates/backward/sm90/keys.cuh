@@ -55,25 +55,26 @@ __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     return r;
 }
 
-// Brings K, V, and of each query tile Q with its statistics, and dO. One thread.
-__device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, KeyRing& keys, ValueRing& values,
-                                               QueryRing& queries, OutRing& outs) {
+// Brings K, V, and of each query tile Q with its statistics, and dO. One thread. It has few registers: V's ring has the
+// position of K's, and dO's that of Q's.
+__device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, KeyRing& keys, QueryRing& queries) {
     using L = KeysLayout;
     const BackwardArgs& a = args.backward;
     const int rows = round_up(a.q_len, kBlockQ);
     const Pair pair(a, args.first_pair + at.pair);
     const int key = at.block * kKeys, begin = at.begin, end = at.end;
-    values.acquire(smem);
+    mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
     keys.expect(smem, L::kBytesK);
 #pragma unroll
     for (int chunk = 0; chunk < kChunksQK; chunk++)
         tma_load(keys.buffer(smem) + chunk * kKeys * kRowBytes, args.k, keys.full(smem), kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
     bool first = true;
     const auto load_values = [&] {
-        values.expect(smem, L::kBytesV);
+        const u32 full = ValueRing::full_at(smem, keys.stage);
+        mbarrier_arrive_expect(full, L::kBytesV);
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; chunk++)
-            tma_load(values.buffer(smem) + chunk * kKeys * kRowBytes, args.v, values.full(smem), kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
+            tma_load(ValueRing::buffer_at(smem, keys.stage) + chunk * kKeys * kRowBytes, args.v, full, kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
         first = false;
     };
 #pragma unroll 1
@@ -90,20 +91,19 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
                          tile * kBlockQ, head, pair.batch);
             bulk_load(smem + L::kRows + queries.stage * L::kBytesRows, statistics + i64(tile) * kBlockQ * 2, L::kBytesRows,
                       queries.full(smem), kEvictNormal);
-            queries.advance();
             if (first) load_values();
-            outs.acquire(smem);
-            outs.expect(smem, L::kBytesO);
+            mbarrier_wait(OutRing::empty_at(smem, queries.stage), queries.parity ^ 1);
+            const u32 full = OutRing::full_at(smem, queries.stage);
+            mbarrier_arrive_expect(full, L::kBytesO);
 #pragma unroll
             for (int chunk = 0; chunk < kChunksV; chunk++)
-                tma_load(outs.buffer(smem) + chunk * kBlockQ * kRowBytes, args.dout, outs.full(smem), kEvictLast, chunk * 64,
+                tma_load(OutRing::buffer_at(smem, queries.stage) + chunk * kBlockQ * kRowBytes, args.dout, full, kEvictLast, chunk * 64,
                          tile * kBlockQ, head, pair.batch);
-            outs.advance();
+            queries.advance();
         }
     }
     if (first) load_values();
     keys.advance();
-    values.advance();
 }
 
 // Takes tiles of dS to memory. One thread.
@@ -390,12 +390,10 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1) keys(const __grid_
         registers_give_back<kLoaderRegisters>();
         if (threadIdx.x == 128 * kWarpgroups) {
             KeyRing keys;
-            ValueRing values;
             QueryRing queries;
-            OutRing outs;
 #pragma unroll 1
             for (int i = blockIdx.x; i < count; i += gridDim.x)
-                load_key_block(args, smem, KeyBlock(args, visible, i), keys, values, queries, outs);
+                load_key_block(args, smem, KeyBlock(args, visible, i), keys, queries);
         }
         if (threadIdx.x == 128 * kWarpgroups + 32) {
             SpillRing spills;
