@@ -3,7 +3,7 @@
 use crate::engine::{Dispatch, Engine};
 use crate::{Mask, Result, SideInputs, TensorView};
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{CallSizes, Constraint, Constraints};
+use flashtune_codegen::{CallSizes, Constraint, Constraints, backward_unaddressable};
 use flashtune_runtime::{BackwardCall, BackwardTensors, SideTable, Stream, backward_call};
 
 /// One backward pass over device memory: dQ, dK and dV of a loss, from its gradient by O (and by the log-sum-exp, where
@@ -96,7 +96,10 @@ impl Engine {
         tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "backward");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, the sizes were checked
         // against the tensors, and what a score program reads lives until the launch returns.
-        unsafe { self.device().launch_shape(plan.module(), shape, &resolved.args, stream)? };
+        unsafe {
+            let launch = plan.kernel().plan(shape)?.within(self.scratch_limit);
+            self.device().launch(plan.module(), &launch, (&resolved.args).into(), stream)?;
+        }
         Ok(Some(dispatch))
     }
 
@@ -127,11 +130,13 @@ impl Engine {
     }
 
     fn dispatch_backward(&self, resolved: &BackwardCall) -> Result<Option<Dispatch>> {
-        let BackwardCall { problem, shape, aligned, .. } = resolved;
+        let BackwardCall { problem, shape, args, aligned } = resolved;
         if problem.has_no_output(shape) {
             return Ok(None);
         }
-        let demands = Constraints::NONE.with_if(Constraint::Unaligned, !*aligned);
+        let demands = Constraints::NONE
+            .with_if(Constraint::Unaligned, !*aligned)
+            .with_if(Constraint::Strided, *aligned && backward_unaddressable(args).is_some());
         let plan = self.plan_for(problem, &CallSizes::from(shape), demands, || false)?;
         Ok(Some(Dispatch { plan, shape: *shape }))
     }

@@ -3,7 +3,7 @@
 use crate::engine::Engine;
 use crate::{Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Launches, Layers, Trust, bundles_from_env};
-use flashtune_codegen::TemplateSet;
+use flashtune_codegen::{SCRATCH_LIMIT, TemplateSet};
 use flashtune_runtime::dispatch::{Dispatcher, DispatcherConfig, Policy};
 use flashtune_runtime::{Device, DeviceSpec, no_graphs};
 use flashtune_tuner::WorkerCommand;
@@ -25,6 +25,7 @@ pub struct Builder {
     candidates: Candidates,
     default_meanwhile: bool,
     quick_first: Option<bool>,
+    scratch_limit: Option<u64>,
 }
 
 /// Where candidates run when the engine tunes.
@@ -126,6 +127,14 @@ impl Builder {
         self
     }
 
+    /// Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 1 GiB when not said. A pass
+    /// that would take more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes
+    /// as results.
+    pub fn scratch_limit(mut self, bytes: u64) -> Self {
+        self.scratch_limit = Some(bytes);
+        self
+    }
+
     /// Opens device and layers. Compiles no kernel and writes nothing; where nothing is stored, a GPU's compiler is
     /// loaded beside.
     ///
@@ -189,6 +198,7 @@ impl Builder {
             candidates: self.candidates,
             wait_for_tuners: !self.default_meanwhile,
             quick_first,
+            scratch_limit: self.scratch_limit.unwrap_or(SCRATCH_LIMIT),
             awaited: Default::default(),
             tuning: Default::default(),
             untuned_file: std::env::var_os(crate::UNTUNED_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from),

@@ -108,6 +108,8 @@ pub struct Engine {
     pub(crate) wait_for_tuners: bool,
     /// Whether a quick schedule answers calls while their own is being compiled.
     pub(crate) quick_first: bool,
+    /// Most bytes of scratch memory of a backward pass.
+    pub(crate) scratch_limit: u64,
     /// What other processes are tuning, as far as a call met it.
     pub(crate) awaited: Awaited,
     /// One tuning at a time: two at once would disturb each other's measurements.

@@ -10,7 +10,7 @@ mod declare;
 mod layout;
 
 pub use append::AppendArgs;
-pub use backward::BackwardArgs;
+pub use backward::{BackwardArgs, BackwardMappedArgs};
 pub use declare::{Declared, Field, Spelt, declaration};
 pub use layout::ArgsLayout;
 
@@ -387,6 +387,7 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
         Language::Cuda => vec![
             ("sm90_args", declaration::<MappedArgs>(language)),
             ("sm90_ragged_args", declaration::<RaggedMappedArgs>(language)),
+            ("sm90_backward_args", declaration::<BackwardMappedArgs>(language)),
         ],
     };
     common.into_iter().chain(own).collect()
@@ -437,11 +438,12 @@ mod tests {
             let fields: usize = T::FIELDS.iter().map(|f| f.size).sum();
             T::SIZE - fields
         }
-        // The last struct is padded to the alignment of its tensor maps.
+        // Structs with tensor maps are padded to the alignment of those.
         let plain = [gaps::<ForwardArgs>(), gaps::<RaggedArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>()];
         assert_eq!((plain, gaps::<AppendArgs>(), gaps::<BackwardArgs>()), ([0; 4], 0, 0));
-        let padding = gaps::<MappedArgs>();
-        assert!(padding < 64, "{padding}");
+        for padding in [gaps::<MappedArgs>(), gaps::<RaggedMappedArgs>(), gaps::<BackwardMappedArgs>()] {
+            assert!(padding < 64, "{padding}");
+        }
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub enum StageRole {
     MaskMetadata,
     /// The operation itself.
     Main,
+    /// A step of the operation, launched for every wave ([`Waves`]).
+    Wave,
 }
 
 /// An entry point of a kernel's module.
@@ -38,7 +40,7 @@ impl StageEntry {
     pub const MAIN: StageEntry = StageEntry { suffix: "", role: StageRole::Main };
 }
 
-/// One kernel of a launch. All stages take the same arguments.
+/// One kernel of a launch. All stages take the same arguments, but for the numbers of a wave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stage {
     /// Which of the kernel's entry points.
@@ -60,6 +62,12 @@ impl Stage {
     /// A stage of single thread blocks, each with its own work.
     pub const fn of(entry: StageEntry, grid: u32, threads: u32, smem_bytes: u32) -> Self {
         Self { entry, grid, resident: None, cluster: 1, threads, smem_bytes }
+    }
+
+    /// The same of a wave: for so many of all parts.
+    #[must_use]
+    pub const fn of_parts(self, parts: u32, all: u32) -> Self {
+        Self { grid: self.grid / if all == 0 { 1 } else { all } * parts, ..self }
     }
 
     /// Thread blocks to start on a device of so many multiprocessors: whole clusters.
@@ -130,6 +138,46 @@ pub const MOST_MASK_BYTES: u64 = 1 << 30;
 /// [`crate::abi::ABI_VERSION`].
 pub const SPLIT_COUNTER_BYTES: u64 = 1 << 16;
 
+/// Bytes of scratch memory that a launch in waves has at most, unless a host says otherwise.
+pub const SCRATCH_LIMIT: u64 = 1 << 30;
+
+/// How the stages of a launch are repeated, each time for some parts of the work, so that what they leave for each other
+/// in scratch memory stays below a limit. The stages of a wave run in their order, and wave after wave: all waves use
+/// the same memory, uninitialised before.
+///
+/// A function of the sizes and the limit alone: memory that happens to be free decides nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Waves {
+    /// Parts, none of which reads what another has written. Every stage has as many thread blocks for each.
+    pub parts: u32,
+    /// Bytes of scratch memory of a part, while its wave runs.
+    pub part_bytes: u64,
+    /// Most bytes of scratch memory of the launch; a part that takes more is a wave of its own.
+    pub limit: u64,
+    /// Parts whose thread blocks take turns, in stages that walk them in sections.
+    pub sections: [u32; 2],
+}
+
+impl Waves {
+    /// Parts of a wave at most: all waves have as many, but for the last.
+    pub fn most_parts(&self) -> u32 {
+        let fit = u64::from(self.parts).min(self.limit / self.part_bytes.max(1)).max(1) as u32;
+        // Waves of equal length, since the last one of few parts would leave multiprocessors idle.
+        self.parts.div_ceil(self.parts.div_ceil(fit).max(1)).max(1)
+    }
+
+    /// Bytes of scratch memory of the launch.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.most_parts()) * self.part_bytes
+    }
+
+    /// The parts of each wave: the first, and how many.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, u32)> + use<> {
+        let (parts, most) = (self.parts, self.most_parts());
+        (0..parts).step_by(most as usize).map(move |first| (first, most.min(parts - first)))
+    }
+}
+
 /// What one call launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchPlan {
@@ -137,6 +185,8 @@ pub struct LaunchPlan {
     regions: [Option<Region>; MOST_REGIONS],
     /// How the query rows are divided, for families that take it beside the operation's arguments.
     pub tiling: Option<Tiling>,
+    /// How the stages are repeated, where their scratch memory would exceed a limit.
+    pub waves: Option<Waves>,
 }
 
 impl LaunchPlan {
@@ -149,10 +199,24 @@ impl LaunchPlan {
         regions: impl IntoIterator<Item = Region>,
         tiling: Option<Tiling>,
     ) -> Self {
-        let mut plan = Self { stages: [None; MOST_STAGES], regions: [None; MOST_REGIONS], tiling };
+        let mut plan = Self { stages: [None; MOST_STAGES], regions: [None; MOST_REGIONS], tiling, waves: None };
         stages.into_iter().enumerate().for_each(|(i, stage)| plan.stages[i] = Some(stage));
         regions.into_iter().enumerate().for_each(|(i, region)| plan.regions[i] = Some(region));
         plan
+    }
+
+    /// A plan of stages that run in waves.
+    ///
+    /// # Panics
+    /// With more than four stages: a fault of a family.
+    pub fn in_waves(stages: impl IntoIterator<Item = Stage>, waves: Waves) -> Self {
+        Self { waves: Some(waves), ..Self::new(stages, [], None) }
+    }
+
+    /// The same with another limit of the scratch memory of waves, in bytes. The results are the same bytes.
+    #[must_use]
+    pub fn within(self, limit: u64) -> Self {
+        Self { waves: self.waves.map(|waves| Waves { limit, ..waves }), ..self }
     }
 
     /// The stages in the order in which they are launched.
@@ -160,14 +224,15 @@ impl LaunchPlan {
         self.stages.iter().flatten()
     }
 
-    /// The stage of the operation itself; none on the CPU, whose kernels count their own tiles.
+    /// The stage of the operation itself; none where that runs in waves, and on the CPU, whose kernels count their own
+    /// tiles.
     pub fn main(&self) -> Option<&Stage> {
         self.stages().find(|s| s.entry.role == StageRole::Main)
     }
 
     /// Whether there is nothing to launch.
     pub fn is_empty(&self) -> bool {
-        self.main().is_none_or(|s| s.grid == 0)
+        !self.stages().any(|s| s.entry.role != StageRole::MaskMetadata && s.grid > 0)
     }
 
     /// The regions of scratch memory.
@@ -221,4 +286,41 @@ pub(crate) fn tiles(rows: u32, block_q: u32, heads: u32, batch: u32) -> Result<u
             "split the batch",
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waves_have_each_part_once_and_keep_the_limit() {
+        for (parts, part_bytes, limit, expected) in [
+            (10, 100, 1000, vec![(0, 10)]),
+            (10, 100, 999, vec![(0, 5), (5, 5)]),
+            (10, 100, 450, vec![(0, 4), (4, 4), (8, 2)]),
+            (3, 100, 99, vec![(0, 1), (1, 1), (2, 1)]),
+            (3, 100, 0, vec![(0, 1), (1, 1), (2, 1)]),
+            (0, 100, 1000, vec![]),
+        ] {
+            let waves = Waves { parts, part_bytes, limit, sections: [1, 1] };
+            assert_eq!(waves.iter().collect::<Vec<_>>(), expected);
+            assert!(waves.bytes() <= limit.max(part_bytes), "{waves:?}");
+        }
+    }
+
+    #[test]
+    fn a_wave_has_its_part_of_the_thread_blocks_of_every_stage() {
+        let entry = |suffix| StageEntry { suffix, role: StageRole::Wave };
+        let stages = [Stage::of(entry("_a"), 60, 32, 0), Stage::of(entry("_b"), 0, 32, 0)];
+        let waves = Waves { parts: 6, part_bytes: 10, limit: 40, sections: [1, 1] };
+        let plan = LaunchPlan::in_waves(stages, waves);
+        assert!(!plan.is_empty() && plan.main().is_none());
+        let grids = |plan: &LaunchPlan| {
+            let waves = plan.waves.unwrap();
+            let of = |(_, n)| plan.stages().map(|s| s.of_parts(n, waves.parts).grid).collect::<Vec<_>>();
+            waves.iter().map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(grids(&plan), [[30, 0], [30, 0]]);
+        assert_eq!(grids(&plan.within(u64::MAX)), [[60, 0]]);
+    }
 }

@@ -38,16 +38,17 @@ pub use constraints::{Constraint, Constraints};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
-    AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, CpuRaggedSchedule, CpuSchedule,
-    Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose, RaggedAccount, RaggedUnaddressable, Schedule,
-    Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale, Sm90RowOrder, Sm90Schedule,
-    Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, has_loose_biases, is_addressable, ragged_unaddressable,
-    unaddressable,
+    AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, BackwardSm90Schedule,
+    CpuRaggedSchedule, CpuSchedule, Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose, RaggedAccount,
+    RaggedUnaddressable, Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale,
+    Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, backward_unaddressable,
+    has_loose_biases, is_addressable, ragged_unaddressable, unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
 pub use kv::{KvElement, KvKind, KvScales, KvStore};
 pub use launch::{
-    Holds, LaunchPlan, MOST_MASK_BYTES, MetadataLayout, Region, SPLIT_COUNTER_BYTES, Stage, StageEntry, StageRole,
+    Holds, LaunchPlan, MOST_MASK_BYTES, MetadataLayout, Region, SCRATCH_LIMIT, SPLIT_COUNTER_BYTES, Stage, StageEntry,
+    StageRole, Waves,
 };
 pub use mask::{Mask, MaskKind};
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem};

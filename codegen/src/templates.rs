@@ -29,6 +29,13 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "append/cuda.cu",
     "backward/cpu.c",
     "backward/naive.cu",
+    "backward/sm90.cu",
+    "backward/sm90/keys.cuh",
+    "backward/sm90/layout.cuh",
+    "backward/sm90/queries.cuh",
+    "backward/sm90/statistics.cuh",
+    "backward/sm90/store.cuh",
+    "backward/sm90/tiles.cuh",
     "forward/cpu.c",
     "forward/cpu_ragged.c",
     "forward/naive.cu",
@@ -268,6 +275,7 @@ mod tests {
             "forward/naive",
             "forward/naive_ragged",
             "append/cuda",
+            "backward/sm90",
             "backward/naive",
         ];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);

@@ -92,7 +92,8 @@ pub trait Device: Send + Sync {
     fn load(&self, artifact: &Artifact) -> Result<Arc<dyn Module>>;
 
     /// Launches the stages of a plan on the caller's stream. Waits for nothing (on the CPU it returns when done), and
-    /// allocates nothing but, for a plan with mask metadata, memory for that between two points of the stream.
+    /// allocates nothing but, for a plan with mask metadata or in waves, memory for that between two points of the
+    /// stream.
     ///
     /// # Safety
     /// The addresses in `args` must be valid on this device for the extents that `args` describes until the launch has

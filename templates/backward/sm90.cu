@@ -5,16 +5,18 @@
 //   P = exp(S - lse)   dP = dO V^T   dS = P (dP - D)   D = rowsum(dO O) - dlse
 //   dV = P^T dO        dK = scale dS^T Q               dQ = scale dS K
 //
-// Three stages. `statistics` computes D. `keys`: a thread block owns 64 keys a warpgroup of a KV head and walks over the query
-// tiles that see them, head after head of its group, so that dK and dV are sums in one order in registers; each tile of
-// dS is written once, in 16 bits. `queries`: a thread block owns query rows and sums dQ over the tiles of dS that its
-// rows have. Each product is computed once, no sum is shared between thread blocks: a reduction of dQ to memory, which
-// is the alternative, costs 1200 to 2400 clocks of a step's 2700.
+// Three stages. `statistics` computes D. `keys`: a thread block owns 128 keys of a KV head, 64 a warpgroup, and walks
+// over the query tiles that see them, head after head of its group, so that dK and dV are sums in one order in
+// registers; each tile of dS is written once, in 16 bits. `queries`: a thread block owns query rows and sums dQ over
+// the tiles of dS that its rows have. Each product is computed once, no sum is shared between thread blocks: a reduction of
+// dQ to memory, which is the alternative, costs 1200 to 2400 clocks of a step's 2700.
 //
-// dS of all heads may exceed the scratch memory: `keys` and `queries` run for some KV heads of the batch at a time.
+// dS of all heads may exceed the scratch memory: the stages run in waves, for some KV heads of the batch at a time.
 
 <% include "lib/cuda/attention/types.cuh" %>
+<% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
+<% include "lib/cuda/ptx/dependent_launch.cuh" %>
 <% include "lib/cuda/ptx/shared_memory.cuh" %>
 <% include "lib/cuda/ptx/ldmatrix.cuh" %>
 <% include "lib/cuda/ptx/mbarrier.cuh" %>
@@ -25,6 +27,7 @@
 <% include "lib/cuda/ptx/pipeline.cuh" %>
 <% include "lib/cuda/ptx/warp.cuh" %>
 @{ backward_args }@
+@{ sm90_backward_args }@
 // Problem.
 using Element = @{ dtype }@;
 constexpr int kHeadDimQK = @{ head_dim_qk }@;
@@ -32,16 +35,13 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 // Schedule.
-constexpr int kWarpgroups = @{ warpgroups }@;
 constexpr int kBlockQ = @{ block_q }@;
-constexpr int kKeyStages = @{ key_stages }@;
 constexpr int kStages = @{ stages }@;
-constexpr bool kEarlyValues = @{ early_values }@;
-constexpr bool kScoresAhead = @{ scores_ahead }@;
+constexpr int kKeyStages = @{ key_stages }@;
 constexpr int kRowTiles = @{ row_tiles }@;
 constexpr int kRowStages = @{ row_stages }@;
 
-<% include "backward/sm90/arguments.cuh" %>
+<% include "backward/sm90/layout.cuh" %>
 <% include "backward/sm90/tiles.cuh" %>
 <% include "backward/sm90/statistics.cuh" %>
 <% include "backward/sm90/store.cuh" %>

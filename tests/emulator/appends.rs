@@ -34,6 +34,7 @@ fn run(kernel: &Kernel, emulated: &mut Emulated, call: u64, seed: u64, units: u3
         let main = *plan.main().ok_or("nothing to launch")?;
         let launch = Launch {
             seed,
+            stage: 0,
             prelude: ([0; 2], [0; 2]),
             grid: main.blocks(units),
             threads: main.threads,

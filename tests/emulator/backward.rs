@@ -110,6 +110,7 @@ impl Device for Machine {
         }
         let launch = Launch {
             seed: rng.random(),
+            stage: 0,
             prelude: ([0; 2], [0; 2]),
             grid: main.blocks(rng.random_range(1..=5)),
             threads: main.threads,

@@ -204,6 +204,7 @@ impl Expected {
         let masks = masks.filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
         let launch = Launch {
             seed,
+            stage: 0,
             prelude: (grids, [at, masks.unwrap_or(0)]),
             grid: main.blocks(units),
             threads: main.threads,

@@ -2,7 +2,9 @@
 
 use crate::translate::translate;
 use flashtune::codegen::score::MAX_BIASES;
-use flashtune::codegen::{Arch, Kernel, Schedule, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling};
+use flashtune::codegen::{
+    Arch, Kernel, Mask, Schedule, Shape, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling,
+};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Read, Write};
@@ -100,6 +102,8 @@ pub struct Buffer<'a> {
 /// What one launch needs beyond the buffers.
 pub struct Launch {
     pub seed: u64,
+    /// Which of the stages that run one after the other: 0 where there is one alone.
+    pub stage: u32,
     /// Thread blocks of the kernels that come before it, and where what they find goes.
     pub prelude: ([u32; 2], [u64; 2]),
     pub grid: u32,
@@ -136,6 +140,7 @@ impl Emulated {
         // What the source says of itself, and what only the host's model knows.
         let (rename, shared_bytes, cluster) = match kernel.schedule {
             Schedule::Sm90(_) | Schedule::Sm90Ragged(_) => ("", "Layout::kBytes".to_owned(), "kCluster"),
+            Schedule::BackwardSm90(_) => ("", String::new(), "1"),
             _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
         };
         let cuda_arch = match kernel.arch {
@@ -145,11 +150,17 @@ impl Emulated {
         let call = |entry: &StageEntry| format!("EMULATED_CALL({}{}, arguments)", source.entry, entry.suffix);
         let before = kernel.entries().iter().filter(|e| e.role == StageRole::MaskMetadata);
         let before = before.map(call).collect::<Vec<_>>().join(", ");
+        let stages = match stages(kernel, &source.entry)? {
+            Some(stages) => format!("ptx::Kernel ptx::kernels[] = {{{stages}}};"),
+            None => format!(
+                "#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster}, {})",
+                source.entry,
+                kernel.schedule.blocks_per_sm(),
+            ),
+        };
         let text = format!(
-            "#include \"cuda.h\"\n#define __CUDA_ARCH__ {cuda_arch}\n{rename}{}\n#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster}, {})\n",
+            "#include \"cuda.h\"\n#define __CUDA_ARCH__ {cuda_arch}\n{rename}{}\n{stages}\n",
             translate(&source.text)?,
-            source.entry,
-            kernel.schedule.blocks_per_sm(),
         );
         let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
         let file = folder.path().join("kernel.cpp");
@@ -180,7 +191,9 @@ impl Emulated {
         let mut request = Vec::new();
         request.extend(launch.seed.to_ne_bytes());
         let [first, second] = launch.prelude.0;
-        for word in [first, second, launch.any_order.into(), launch.grid, launch.threads, launch.smem_bytes] {
+        for word in
+            [launch.stage, first, second, launch.any_order.into(), launch.grid, launch.threads, launch.smem_bytes]
+        {
             request.extend(word.to_ne_bytes());
         }
         let args = arguments(launch);
@@ -218,6 +231,16 @@ impl Drop for Emulated {
             let _ = child.wait();
         }
     }
+}
+
+/// The stages of a kernel that runs in waves.
+fn stages(kernel: &Kernel, entry: &str) -> Result<Option<String>, String> {
+    let one = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1, mask: Mask::Full };
+    let plan = kernel.plan(&one).map_err(|e| e.to_string())?;
+    let stage = |s: &flashtune::codegen::Stage| {
+        format!("EMULATED_STAGE({entry}{}, KernelArgs, {}, {})", s.entry.suffix, s.threads, s.smem_bytes)
+    };
+    Ok(plan.waves.is_some().then(|| plan.stages().map(stage).collect()))
 }
 
 /// A tensor map as the machine has it.

@@ -153,6 +153,7 @@ fn run(data: &RaggedData, kernel: &Kernel, emulated: &mut Emulated, seed: u64, u
     }
     let launch = Launch {
         seed,
+        stage: 0,
         prelude: ([0; 2], [0; 2]),
         grid: blocks,
         threads: main.threads,

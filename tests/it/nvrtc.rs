@@ -125,6 +125,31 @@ fn plain_backward_kernels_compile_without_spills() {
     compile_all(&kernels, false);
 }
 
+/// Spills would be loads and stores among matrix instructions, and products that the compiler serialises would wait for
+/// each other: `compile_one` fails on either.
+#[test]
+fn hopper_backward_kernels_compile_as_they_are_written() {
+    if common::nvrtc_or_skip("hopper_backward_kernels_compile_as_they_are_written").is_none() {
+        return;
+    }
+    let hopper = arch("sm_90a");
+    let mut kernels = Vec::new();
+    for (i, dims) in [(128, 128), (64, 64), (96, 80), (40, 24), (64, 128), (16, 16)].into_iter().enumerate() {
+        for j in 0..2 {
+            let dtype = [DType::Bf16, DType::F16][(i + j) % 2];
+            let mask = MaskKind::ALL[(i + 2 * j) % 4];
+            let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, mask).unwrap().backward();
+            kernels.push(default_kernel(Family::BackwardSm90, problem, hopper, [4096, 512][(i + j) % 2]));
+        }
+    }
+    for mask in MaskKind::ALL {
+        let problem = Problem::forward(DType::Bf16, 128, mask).unwrap().backward();
+        let space = Schedule::space(Family::BackwardSm90, &problem, hopper);
+        kernels.extend(space.into_iter().map(|schedule| Kernel { problem, schedule, arch: hopper }));
+    }
+    compile_all(&kernels, false);
+}
+
 /// Stores of every kind, and programs with each of their parts.
 #[test]
 fn plain_ragged_kernels_compile_without_spills() {

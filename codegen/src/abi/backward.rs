@@ -1,5 +1,6 @@
 //! The argument of backward kernels.
 
+use super::TensorMap;
 use super::declare::arguments;
 use bytemuck::{Pod, Zeroable};
 
@@ -67,5 +68,27 @@ arguments! {
         pub scale: f32,
         /// As `ForwardArgs.side`.
         pub side: u64 as "const void*",
+    }
+}
+
+arguments! {
+    /// The argument of kernels that take tensor maps beside [`BackwardArgs`], by value: that of one wave
+    /// ([`crate::Waves`]), whose parts are pairs of a sequence and a KV head.
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct BackwardMappedArgs as "Sm90BackwardArgs" {
+        /// Q and dO by boxes of query tiles, K and V by boxes of key blocks, the gradients by boxes of 64 rows.
+        pub maps: [TensorMap; 7] { q, dout, k, v, dq, dk, dv },
+        /// What every backward kernel takes; `scratch` is that of the wave.
+        pub backward: BackwardArgs,
+        /// The first pair of the wave.
+        pub first_pair: i32,
+        /// Pairs of the wave.
+        pub pairs: i32,
+        /// Pairs whose key blocks take turns: more keep thread blocks of equal length together, fewer keep Q and dO in
+        /// L2.
+        pub keys_section: i32,
+        /// Pairs whose row blocks take turns: the same, and fewer keep K in L2.
+        pub queries_section: i32,
     }
 }

@@ -1,7 +1,8 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
 use super::{
-    AppendArgs, BackwardArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
+    AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideTensorArg,
+    TensorMap,
 };
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Result};
@@ -54,6 +55,14 @@ impl ArgsLayout {
         ..Self::RAGGED
     };
 
+    /// Of those that take [`BackwardMappedArgs`].
+    pub(crate) const BACKWARD_MAPPED: Self = Self {
+        head: offset_of!(BackwardMappedArgs, backward) as u32,
+        tail: (offset_of!(BackwardMappedArgs, queries_section) + size_of::<i32>()
+            - offset_of!(BackwardMappedArgs, first_pair)) as u32,
+        ..Self::BACKWARD
+    };
+
     /// What this build launches a kernel with.
     pub fn of(kernel: &Kernel) -> Self {
         kernel.schedule.family().args()
@@ -91,6 +100,9 @@ impl ArgsLayout {
 const _: () = assert!(
     offset_of!(MappedArgs, tiling) == offset_of!(MappedArgs, forward) + size_of::<ForwardArgs>()
         && offset_of!(RaggedMappedArgs, tiling) == offset_of!(RaggedMappedArgs, forward) + size_of::<RaggedArgs>()
+        && offset_of!(BackwardMappedArgs, first_pair)
+            == offset_of!(BackwardMappedArgs, backward) + size_of::<BackwardArgs>()
+        && ArgsLayout::BACKWARD_MAPPED.base() == size_of::<BackwardMappedArgs>()
         && ArgsLayout::RAGGED_MAPPED.base() == size_of::<RaggedMappedArgs>()
         && ArgsLayout::MAPPED.base() == size_of::<MappedArgs>()
         && ArgsLayout::FORWARD.base() == size_of::<ForwardArgs>()

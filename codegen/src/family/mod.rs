@@ -13,7 +13,6 @@ pub(crate) mod append_cpu;
 pub(crate) mod append_cuda;
 pub(crate) mod backward_cpu;
 pub(crate) mod backward_naive;
-#[expect(dead_code, reason = "its runtime part is missing: waves, tensor maps and three stages in one launch")]
 pub(crate) mod backward_sm90;
 pub(crate) mod fields;
 pub(crate) mod forward_cpu;
@@ -31,6 +30,7 @@ pub use append_cpu::AppendCpuSchedule;
 pub use append_cuda::AppendCudaSchedule;
 pub use backward_cpu::BackwardCpuSchedule;
 pub use backward_naive::BackwardNaiveSchedule;
+pub use backward_sm90::{BackwardSm90Schedule, backward_unaddressable};
 pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
 pub use forward_cpu_ragged::CpuRaggedSchedule;
@@ -264,6 +264,8 @@ families! {
     "append/cuda": AppendCuda = AppendCuda(AppendCudaSchedule);
     /// New rows of K and V into a store, in C.
     "append/cpu": AppendCpu = AppendCpu(AppendCpuSchedule);
+    /// Gradients by wgmma and TMA, dS written once.
+    "backward/sm90": BackwardSm90 = BackwardSm90(BackwardSm90Schedule);
     /// Gradients in C for the host processor.
     "backward/cpu": BackwardCpu = BackwardCpu(BackwardCpuSchedule);
     /// Gradients in plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
@@ -569,7 +571,9 @@ mod tests {
             assert!(e.contains("op") && e.contains("quantise"), "{e}");
         }
         assert!(Family::candidates(&problem, arch("sm_90a")).is_empty());
-        assert_eq!(Family::candidates(&forward.backward(), arch("sm_90a")), [Family::BackwardNaive]);
+        let fast = [Family::BackwardSm90, Family::BackwardNaive];
+        assert_eq!(Family::candidates(&forward.backward(), arch("sm_90a")), fast);
+        assert_eq!(Family::candidates(&forward.backward(), arch("sm_80")), fast[1..]);
         assert_eq!(Family::candidates(&forward.backward(), arch("cpu-avx2")), [Family::BackwardCpu]);
     }
 

@@ -23,6 +23,7 @@ mod slices;
 mod split_scratch;
 mod tensor_map;
 mod tile_counters;
+mod waves;
 
 pub use driver::driver_present;
 pub use slices::{Element, SliceTensor, read_slice, write_slice};
@@ -195,6 +196,50 @@ impl CudaDevice {
         self.error(call, "it was made by another device", "use modules and buffers with the device that made them")
     }
 
+    /// Launches one stage with its one parameter, which the driver copies before it returns. The context is current.
+    ///
+    /// # Safety
+    /// `parameter` is what the module's kernels take; addresses in it, geometry and stream are as
+    /// [`Device::launch`] asks.
+    unsafe fn enqueue(
+        &self,
+        module: &CudaModule,
+        stage: &Stage,
+        parameter: *const std::ffi::c_void,
+        stream: Stream,
+    ) -> Result<()> {
+        if stage.grid == 0 {
+            return Ok(());
+        }
+        let function = module.stage(stage.entry).ok_or_else(|| {
+            let message = format!("the module has no entry point `{}`", stage.entry.suffix);
+            self.error("launch", message, "launch with a plan of the module's own kernel")
+        })?;
+        let mut parameters = [parameter.cast_mut()];
+        let units = self.fingerprint.units;
+        // SAFETY: the function is loaded, in this context; the rest is the caller's promise.
+        let launched = unsafe {
+            if module.starts_early && stage.entry.role != StageRole::MaskMetadata {
+                dependent_launch::launch(function, stage, units, raw(stream), parameters.as_mut_ptr())
+            } else {
+                sys::cuLaunchKernel(
+                    function,
+                    stage.blocks(units),
+                    1,
+                    1,
+                    stage.threads,
+                    1,
+                    1,
+                    stage.smem_bytes,
+                    raw(stream),
+                    parameters.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            }
+        };
+        launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
+    }
+
     fn buffer<'a>(&self, buffer: &'a dyn Buffer, bytes: usize, call: &'static str) -> Result<&'a CudaBuffer> {
         let own = buffer.as_any().downcast_ref::<CudaBuffer>().filter(|b| b.context.is(&self.context));
         let own = own.ok_or_else(|| self.foreign(call))?;
@@ -273,6 +318,10 @@ impl Device for CudaDevice {
             return Err(self.error("launch", message, "launch a kernel with the arguments of its own kind of problem"));
         }
         let _bound = self.context.bind()?;
+        if let (Args::Backward(args), Some(waves)) = (args, &plan.waves) {
+            // SAFETY: the caller's promise is that function's own.
+            return unsafe { self.launch_waves(module, plan, waves, args, stream) };
+        }
         let mut metadata = MaskMetadata::Nothing;
         // The kernel's one parameter, by value: the driver copies it before it returns, and does not write to it.
         let mut mapped = None;
@@ -354,40 +403,10 @@ impl Device for CudaDevice {
                 std::ptr::from_ref(&parameter).cast()
             }
         };
-        let mut parameters = [parameter.cast_mut()];
-        let mut enqueue = |stage: &Stage| {
-            if stage.grid == 0 {
-                return Ok(());
-            }
-            let function = module.stage(stage.entry).ok_or_else(|| {
-                let message = format!("the module has no entry point `{}`", stage.entry.suffix);
-                self.error("launch", message, "launch with a plan of the module's own kernel")
-            })?;
-            // SAFETY: the function is loaded, in this context; it takes the operation's arguments or, with a tiling,
-            // one `MappedArgs`, with what its program reads behind it (the recipe holds our ABI version, and what of
-            // them it knows is in the artifact); addresses, geometry and stream are valid by the caller's promise.
-            let launched = unsafe {
-                if module.starts_early && stage.entry.role == StageRole::Main {
-                    let parameters = parameters.as_mut_ptr();
-                    dependent_launch::launch(function, stage, self.fingerprint.units, raw(stream), parameters)
-                } else {
-                    sys::cuLaunchKernel(
-                        function,
-                        stage.blocks(self.fingerprint.units),
-                        1,
-                        1,
-                        stage.threads,
-                        1,
-                        1,
-                        stage.smem_bytes,
-                        raw(stream),
-                        parameters.as_mut_ptr(),
-                        std::ptr::null_mut(),
-                    )
-                }
-            };
-            launched.result().map_err(|e| self.context.failed("cuLaunchKernel", e))
-        };
+        // SAFETY: the kernel takes the operation's arguments or, with a tiling, one `MappedArgs`, with what its program
+        // reads behind it (the recipe holds our ABI version, and what of them it knows is in the artifact); the rest is
+        // the caller's promise.
+        let mut enqueue = |stage: &Stage| unsafe { self.enqueue(module, stage, parameter, stream) };
         let of_role = |role| plan.stages().filter(move |s| s.entry.role == role);
         if metadata.is_wanted() {
             of_role(StageRole::MaskMetadata).try_for_each(&mut enqueue)?;

@@ -23,8 +23,8 @@ pub(super) struct CudaModule {
     pub(super) templates: Arc<str>,
     /// The argument that it takes, where it is not this build's.
     pub(super) earlier_args: Option<ArgsLayout>,
-    /// Whether its main stage may start before the launch before it has ended (programmatic dependent launch): it waits
-    /// for that itself, and says so by a symbol. What was compiled from other templates may have none.
+    /// Whether its stages may start before the launch before them has ended (programmatic dependent launch): they wait
+    /// for that themselves, and says so by a symbol. What was compiled from other templates may have none.
     pub(super) starts_early: bool,
     raw: CUmodule,
     kernel: Kernel,
@@ -103,8 +103,12 @@ impl CudaModule {
             let stage = function(name)?;
             match entry.role {
                 StageRole::Main => this.allow_shared_memory(stage)?,
-                // What it writes lies in memory of the pool, which is made outside of captures.
-                StageRole::MaskMetadata => drop(context.pool()?),
+                // What they write lies in memory of the pool, which is made outside of captures.
+                StageRole::MaskMetadata => _ = context.pool()?,
+                StageRole::Wave => {
+                    context.pool()?;
+                    this.allow_shared_memory(stage)?;
+                }
             }
             this.load_code(stage)?;
             this.stages.push((*entry, stage));
@@ -121,7 +125,7 @@ impl CudaModule {
         self.stages.iter().find(|(of, _)| *of == entry).map(|(_, function)| *function)
     }
 
-    /// Allows the dynamic shared memory of the main stage.
+    /// Allows the dynamic shared memory of a stage of the operation.
     fn allow_shared_memory(&self, function: CUfunction) -> Result<()> {
         const DYNAMIC: CUfunction_attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let bytes = i32::try_from(self.kernel.resources().smem_bytes).unwrap_or(i32::MAX);

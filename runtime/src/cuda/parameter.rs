@@ -1,15 +1,21 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
 use flashtune_codegen::abi::{
-    AppendArgs, ArgsLayout, BackwardArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideArgs,
-    SideTensorArg,
+    AppendArgs, ArgsLayout, BackwardArgs, BackwardMappedArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs,
+    SideArgs, SideTensorArg,
 };
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
 use std::ops::Range;
 
 /// Bytes of the largest parameter. Every device takes 4096.
-const LARGEST: usize = size_of::<MappedArgs>() + MAX_INPUTS * (size_of::<SideTensorArg>() + size_of::<u64>());
+const LARGEST: usize = LARGEST_ARGS + MAX_INPUTS * (size_of::<SideTensorArg>() + size_of::<u64>());
+/// Bytes of the largest struct.
+const LARGEST_ARGS: usize = if size_of::<BackwardMappedArgs>() > size_of::<MappedArgs>() {
+    size_of::<BackwardMappedArgs>()
+} else {
+    size_of::<MappedArgs>()
+};
 const _: () = assert!(
     LARGEST <= 4096
         && size_of::<RaggedArgs>() <= size_of::<MappedArgs>()
@@ -18,6 +24,7 @@ const _: () = assert!(
         && size_of::<AppendArgs>().is_multiple_of(8)
         && size_of::<RaggedMappedArgs>() <= size_of::<MappedArgs>()
         && size_of::<BackwardArgs>().is_multiple_of(8)
+        && size_of::<BackwardMappedArgs>().is_multiple_of(8)
         && size_of::<ForwardArgs>().is_multiple_of(8)
         && size_of::<RaggedArgs>().is_multiple_of(8)
         && size_of::<MappedArgs>().is_multiple_of(8)
@@ -78,6 +85,7 @@ pub(super) enum Base<'a> {
     Append(&'a AppendArgs),
     RaggedMapped(&'a RaggedMappedArgs),
     Backward(&'a BackwardArgs),
+    BackwardMapped(&'a BackwardMappedArgs),
 }
 
 impl Base<'_> {
@@ -90,6 +98,7 @@ impl Base<'_> {
             Base::Append(args) => std::ptr::from_ref(*args).cast(),
             Base::RaggedMapped(args) => std::ptr::from_ref(*args).cast(),
             Base::Backward(args) => std::ptr::from_ref(*args).cast(),
+            Base::BackwardMapped(args) => std::ptr::from_ref(*args).cast(),
         }
     }
 
@@ -102,6 +111,7 @@ impl Base<'_> {
             Base::Append(_) => size_of::<AppendArgs>(),
             Base::RaggedMapped(_) => size_of::<RaggedMappedArgs>(),
             Base::Backward(_) => size_of::<BackwardArgs>(),
+            Base::BackwardMapped(_) => size_of::<BackwardMappedArgs>(),
         }
     }
 
@@ -130,6 +140,16 @@ impl Base<'_> {
                 let of =
                     |range: Range<usize>| unsafe { std::slice::from_raw_parts(bytes.add(range.start), range.len()) };
                 [of(0..forward), bytemuck::bytes_of(&args.forward), of(tiling..end)]
+            }
+            Base::BackwardMapped(args) => {
+                let backward = offset_of!(BackwardMappedArgs, backward);
+                let wave = offset_of!(BackwardMappedArgs, first_pair);
+                let end = offset_of!(BackwardMappedArgs, queries_section) + size_of::<i32>();
+                let bytes = std::ptr::from_ref(*args).cast::<u8>();
+                // SAFETY: as above; padding lies behind `queries_section` alone.
+                let of =
+                    |range: Range<usize>| unsafe { std::slice::from_raw_parts(bytes.add(range.start), range.len()) };
+                [of(0..backward), bytemuck::bytes_of(&args.backward), of(wave..end)]
             }
         }
     }

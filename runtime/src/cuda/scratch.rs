@@ -33,8 +33,8 @@ impl Pool {
             return Err(Error::Device {
                 call: "cuMemPoolCreate",
                 device: context.name.clone(),
-                message: "the device has no memory pools, in which the metadata of this mask lies".to_owned(),
-                remedy: "use a kernel family that needs no metadata for this mask",
+                message: "the device has no memory pools, in which the scratch memory of this kernel lies".to_owned(),
+                remedy: "use a kernel family that needs none",
             });
         }
         let mut props = MaybeUninit::<CUmemPoolProps>::zeroed();

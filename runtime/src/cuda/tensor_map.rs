@@ -6,8 +6,8 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
     CUtensorMapSwizzle,
 };
-use flashtune_codegen::abi::{MappedArgs, RaggedMappedArgs, SideTensorArg, TensorMap};
-use flashtune_codegen::{DType, Kernel, TensorMapSpec, ragged_unaddressable, unaddressable};
+use flashtune_codegen::abi::{BackwardMappedArgs, MappedArgs, RaggedMappedArgs, SideTensorArg, TensorMap};
+use flashtune_codegen::{DType, Kernel, TensorMapSpec, backward_unaddressable, ragged_unaddressable, unaddressable};
 use std::cell::RefCell;
 
 /// Maps that a thread keeps: those of the last calls, since calls come again with the same tensors.
@@ -55,6 +55,22 @@ pub(super) fn encode_ragged(context: &Context, kernel: &Kernel, args: &mut Ragge
         .ragged_tensor_maps(&args.tiling, &args.forward)
         .ok_or_else(|| refused(context, format!("{} takes no tensor maps", kernel.schedule.family())))?;
     args.box_keys = box_keys;
+    LATELY.with_borrow_mut(|lately| {
+        for (map, spec) in args.maps.iter_mut().zip(&specs) {
+            *map = kept(lately, spec, || encode(context, spec))?;
+        }
+        Ok(())
+    })
+}
+
+/// The same for a launch of `backward/sm90`.
+pub(super) fn encode_backward(context: &Context, kernel: &Kernel, args: &mut BackwardMappedArgs) -> Result<()> {
+    if let Some(why) = backward_unaddressable(&args.backward) {
+        return Err(refused(context, why));
+    }
+    let specs = kernel
+        .backward_tensor_maps(&args.backward)
+        .ok_or_else(|| refused(context, format!("{} takes no tensor maps", kernel.schedule.family())))?;
     LATELY.with_borrow_mut(|lately| {
         for (map, spec) in args.maps.iter_mut().zip(&specs) {
             *map = kept(lately, spec, || encode(context, spec))?;

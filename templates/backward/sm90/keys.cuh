@@ -1,53 +1,51 @@
 // dK and dV of a block of keys, and dS.
 //
-// Two or three warpgroups have 64 keys each: S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are at hand in
-// registers as the left operands of dV += P^T dO and dK += dS^T Q. A further warpgroup has one thread that brings
+// Two warpgroups have 64 keys each: S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are at hand
+// in registers as the left operands of dV += P^T dO and dK += dS^T Q. A further warpgroup has one thread that brings
 // queries and one that takes dS away. The warpgroups never wait for each other: while one computes weights, the
-// others' products run.
+// other's products run.
 
 constexpr int kKeysThreads = 128 * (kWarpgroups + 1);
-constexpr int kLoaderRegisters = kWarpgroups == 3 ? 32 : kEarlyValues && kHeadDimQK + kHeadDimV > 128 ? 24 : 40;
-constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kLoaderRegisters == 24 ? 240 : 232;
+constexpr int kLoader = kWarpgroups;  // the warpgroup's number
 
 struct KeysLayout {
     static constexpr int kBytesK = kChunksQK * kKeys * kRowBytes, kBytesV = kChunksV * kKeys * kRowBytes;
     static constexpr int kBytesQ = kChunksQK * kBlockQ * kRowBytes, kBytesO = kChunksV * kBlockQ * kRowBytes;
-    static constexpr int kBytesS = kBlockQ / 64 * kBytesTile, kBytesRows = kBlockQ * 8;
-    static constexpr int kK = 0, kV = kK + kKeyStages * kBytesK, kQ = kV + kKeyStages * kBytesV, kO = kQ + kStages * kBytesQ;
-    static constexpr int kS = kO + kStages * kBytesO, kRows = kS + 2 * kBytesS;
-    static constexpr int kBarriers = kRows + kStages * kBytesRows;
-    // Of the rings of K, V, Q, dO and dS.
-    static constexpr int kKFull = kBarriers, kKEmpty = kKFull + kKeyStages * 8, kVFull = kKEmpty + kKeyStages * 8;
-    static constexpr int kVEmpty = kVFull + kKeyStages * 8, kQFull = kVEmpty + kKeyStages * 8, kQEmpty = kQFull + kStages * 8;
-    static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8, kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
+    static constexpr int kBytesRows = kBlockQ * 8;
+    static constexpr int kK = 0, kV = kK + kKeyStages * kBytesK;
+    static constexpr int kQ = kV + kKeyStages * kBytesV, kO = kQ + kStages * kBytesQ;
+    static constexpr int kS = kO + kStages * kBytesO, kRows = kS + 2 * kBytesSlot;
+    // Barriers of the rings of K, V, Q, dO and dS, a full one and an empty one for each buffer.
+    static constexpr int kKFull = kRows + kStages * kBytesRows, kKEmpty = kKFull + kKeyStages * 8;
+    static constexpr int kVFull = kKEmpty + kKeyStages * 8, kVEmpty = kVFull + kKeyStages * 8;
+    static constexpr int kQFull = kVEmpty + kKeyStages * 8, kQEmpty = kQFull + kStages * 8;
+    static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8;
+    static constexpr int kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
     static constexpr int kBytes = kSEmpty + 16;
 };
-// K and V of key blocks: both are emptied when dK and dV, which take their place, are away. The barrier of V counts that.
+// K and V of key blocks: both are emptied when dK and dV, which take their place, are away. V's barrier counts that.
 using KeyRing = Pipeline<kKeyStages, KeysLayout::kKFull, KeysLayout::kKEmpty, KeysLayout::kK, KeysLayout::kBytesK>;
 using ValueRing = Pipeline<kKeyStages, KeysLayout::kVFull, KeysLayout::kVEmpty, KeysLayout::kV, KeysLayout::kBytesV>;
 using QueryRing = Pipeline<kStages, KeysLayout::kQFull, KeysLayout::kQEmpty, KeysLayout::kQ, KeysLayout::kBytesQ>;
 using OutRing = Pipeline<kStages, KeysLayout::kOFull, KeysLayout::kOEmpty, KeysLayout::kO, KeysLayout::kBytesO>;
-using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kS, KeysLayout::kBytesS>;
+using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kS, kBytesSlot>;
 static_assert(KeysLayout::kBytes + 1024 == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
 
-// Pairs and key blocks, by number: pairs of a section take turns, so that the longest key blocks of all of them come first
-// under a causal mask. A thread block has every gridDim.x-th of them.
+// Pairs and key blocks, by number: pairs of a section take turns, so that the longest key blocks of all of them come
+// first under a causal mask. A thread block has every gridDim.x-th of them.
 struct KeyBlock {
-    int pair, block, begin, end;  // begin and end: tiles of queries
+    int pair, block, begin, end;  // pair: of the wave; begin and end: tiles of queries
     __device__ __forceinline__ KeyBlock(const KernelArgs& args, const Visible& visible, int index) {
-        const int blocks = div_up(args.backward.kv_len, kKeys), whole = args.section * blocks;
-        const int section = index / whole, within = index % whole;
-        const int members = min_of(args.section, args.pairs - section * args.section);
-        pair = section * args.section + within % members, block = within / members;
+        const int blocks = div_up(args.backward.kv_len, kKeys), whole = args.keys_section * blocks;
+        const int first = index / whole * args.keys_section, within = index % whole;
+        const int members = min_of(args.keys_section, args.pairs - first);
+        pair = first + within % members, block = within / members;
         begin = visible.begin(block), end = visible.end(block);
     }
-    static __device__ __forceinline__ int count(const KernelArgs& args) { return args.pairs * div_up(args.backward.kv_len, kKeys); }
+    static __device__ __forceinline__ int count(const KernelArgs& args) {
+        return args.pairs * div_up(args.backward.kv_len, kKeys);
+    }
 };
-
-__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 cache_hint) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier), "l"(cache_hint) : "memory");
-}
 
 __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     float2 r;
@@ -55,50 +53,52 @@ __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     return r;
 }
 
+// Chunks of 64 columns of so many rows of a tensor.
+template <int kChunks, int kRows>
+__device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, u32 full, u64 hint, int row, int head,
+                                          int batch) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++)
+        tma_load(to + chunk * kRows * kRowBytes, map, full, hint, chunk * 64, row, head, batch);
+}
+
 // Brings K, V, and of each query tile Q with its statistics, and dO. One thread. It has few registers: V's ring has the
 // position of K's, and dO's that of Q's.
-__device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, KeyRing& keys, QueryRing& queries) {
+__device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, KeyRing& keys,
+                                               QueryRing& queries) {
     using L = KeysLayout;
-    const BackwardArgs& a = args.backward;
-    const int rows = round_up(a.q_len, kBlockQ);
-    const Pair pair(a, args.first_pair + at.pair);
-    const int key = at.block * kKeys, begin = at.begin, end = at.end;
-    mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
-    keys.expect(smem, L::kBytesK);
-#pragma unroll
-    for (int chunk = 0; chunk < kChunksQK; chunk++)
-        tma_load(keys.buffer(smem) + chunk * kKeys * kRowBytes, args.k, keys.full(smem), kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
-    bool first = true;
+    const Pair pair(args.backward, args.first_pair + at.pair);
     const auto load_values = [&] {
         const u32 full = ValueRing::full_at(smem, keys.stage);
         mbarrier_arrive_expect(full, L::kBytesV);
-#pragma unroll
-        for (int chunk = 0; chunk < kChunksV; chunk++)
-            tma_load(ValueRing::buffer_at(smem, keys.stage) + chunk * kKeys * kRowBytes, args.v, full, kEvictNormal, chunk * 64, key, pair.kv_head, pair.batch);
-        first = false;
+        load_rows<kChunksV, kKeys>(ValueRing::buffer_at(smem, keys.stage), args.v, full, kEvictNormal, at.block * kKeys,
+                                   pair.kv_head, pair.batch);
     };
+    mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
+    keys.expect(smem, L::kBytesK);
+    load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal, at.block * kKeys,
+                                pair.kv_head, pair.batch);
+    bool first = true;
 #pragma unroll 1
     for (int member = 0; member < pair.group; member++) {
         const int head = pair.head(member);
-        const float* statistics = args.statistics + (i64(pair.batch) * a.heads + head) * rows * 2;
+        const float* statistics = statistics_of(args, at.pair * pair.group + member);
 #pragma unroll 1
-        for (int tile = begin; tile < end; tile++) {
+        for (int tile = at.begin; tile < at.end; tile++) {
             queries.acquire(smem);
             queries.expect(smem, L::kBytesQ + L::kBytesRows);
-#pragma unroll
-            for (int chunk = 0; chunk < kChunksQK; chunk++)
-                tma_load(queries.buffer(smem) + chunk * kBlockQ * kRowBytes, args.q, queries.full(smem), kEvictLast, chunk * 64,
-                         tile * kBlockQ, head, pair.batch);
-            bulk_load(smem + L::kRows + queries.stage * L::kBytesRows, statistics + i64(tile) * kBlockQ * 2, L::kBytesRows,
-                      queries.full(smem), kEvictNormal);
+            load_rows<kChunksQK, kBlockQ>(queries.buffer(smem), args.q, queries.full(smem), kEvictLast, tile * kBlockQ,
+                                          head, pair.batch);
+            bulk_load(smem + L::kRows + queries.stage * L::kBytesRows, statistics + i64(tile) * kBlockQ * 2,
+                      L::kBytesRows, queries.full(smem), kEvictNormal);
+            // The first scores need Q alone.
             if (first) load_values();
+            first = false;
             mbarrier_wait(OutRing::empty_at(smem, queries.stage), queries.parity ^ 1);
             const u32 full = OutRing::full_at(smem, queries.stage);
             mbarrier_arrive_expect(full, L::kBytesO);
-#pragma unroll
-            for (int chunk = 0; chunk < kChunksV; chunk++)
-                tma_load(OutRing::buffer_at(smem, queries.stage) + chunk * kBlockQ * kRowBytes, args.dout, full, kEvictLast, chunk * 64,
-                         tile * kBlockQ, head, pair.batch);
+            load_rows<kChunksV, kBlockQ>(OutRing::buffer_at(smem, queries.stage), args.dout, full, kEvictLast,
+                                         tile * kBlockQ, head, pair.batch);
             queries.advance();
         }
     }
@@ -107,23 +107,22 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
 }
 
 // Takes tiles of dS to memory. One thread.
-__device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const Visible& visible, const KeyBlock& at, int group,
-                                        SpillRing& spills) {
-    const int begin = at.begin, end = at.end;
-    char* to = (char*)args.ds + (i64(at.pair) * group * visible.slots() + visible.tiles_before(at.block)) * KeysLayout::kBytesS;
+__device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const Visible& visible, const KeyBlock& at,
+                                        int group, SpillRing& spills) {
+    const i64 slots = visible.slots();
+    char* to = ds_of(args, i64(at.pair) * group, slots) + visible.slots_before(at.block) * kBytesSlot;
 #pragma unroll 1
     for (int member = 0; member < group; member++) {
 #pragma unroll 1
-        for (int tile = begin; tile < end; tile++) {
+        for (int tile = at.begin; tile < at.end; tile++) {
             spills.wait(smem);
-            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + i64(tile - begin) * KeysLayout::kBytesS),
-                         "r"(spills.buffer(smem)), "r"(KeysLayout::kBytesS) : "memory");
+            bulk_store(to + i64(tile - at.begin) * kBytesSlot, spills.buffer(smem), kBytesSlot);
             tma_store_commit();
             tma_store_wait_read();
             spills.release(smem);
             spills.advance();
         }
-        to += visible.slots() * KeysLayout::kBytesS;
+        to += slots * kBytesSlot;
     }
 }
 
@@ -133,7 +132,7 @@ using Scores = float[kBlockQ / 2];
 struct KeysConsumer {
     const KernelArgs& args;
     const u32 smem;
-    const int id;   // of the warpgroup
+    const int id;  // of the warpgroup
 
     int key;  // the first of the key block
     float dk[kColumnsQK / 2], dv[kColumnsV / 2];
@@ -142,31 +141,32 @@ struct KeysConsumer {
     QueryRing queries;  // dO's ring has the same position
     SpillRing spills;
 
-    // Queries that see the keys of this thread's two rows of a warpgroup's tile, counted from this thread's first column of
-    // query tile 0. Found anew for each tile that a mask cuts: they would take registers that others need.
-    struct Seen {
-        int first[2], last[2];
-        __device__ __forceinline__ bool operator()(int row, int i) const {
-            const int query = row + i / 4 * 8 + i % 2, h = i % 4 / 2;
-            return query >= first[h] && (!kMaskLeft || query <= last[h]);
-        }
-    };
-    __device__ __forceinline__ Seen seen() const {
-        const Visible visible(args.backward);
-        Seen r;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int mine = key + id * 64 + warp() * 16 + lane() / 4 + h * 8, column = lane() % 4 * 2;
-            r.first[h] = mine >= visible.kv_len ? 0x7fffffff : kMaskRight ? mine - visible.shift - visible.right - column : -(1 << 30);
-            r.last[h] = kMaskLeft ? mine - visible.shift + visible.left - column : 0x7fffffff;
-        }
+    // The first of a thread's two keys; the other is 8 further.
+    __device__ __forceinline__ int my_key() const { return key + id * 64 + warp() * 16 + lane() / 4; }
+    // Queries [first, last] that see one of them.
+    __device__ __forceinline__ KeyRange seen_by(const Visible& visible, int mine) const {
+        KeyRange r;
+        r.first = mine >= visible.kv_len ? 0x7fffffff : kMaskRight ? mine - visible.shift - visible.right : -(1 << 30);
+        r.last = kMaskLeft ? mine - visible.shift + visible.left : 0x7fffffff;
         return r;
+    }
+    // Puts zeros in the place of what queries and keys give that do not see each other. By arithmetic that is done anew
+    // for each tile that a mask cuts: what it finds would take registers that others need.
+    __device__ __forceinline__ void clear_unseen(Scores& s, int tile) const {
+        const Visible visible(args.backward);
+        const KeyRange range[2] = {seen_by(visible, my_key()), seen_by(visible, my_key() + 8)};
+        const int column = tile * kBlockQ + lane() % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kBlockQ / 2; i++) {
+            const int query = column + i / 4 * 8 + i % 2, h = i % 4 / 2;
+            if (query < range[h].first || (kMaskLeft && query > range[h].last)) s[i] = 0.0f;
+        }
     }
 
     // S^T = K Q^T of the tile at the ring's position.
     __device__ __forceinline__ void issue_scores(Scores& s) {
-        using L = KeysLayout;
-        const u64 k_rows = descriptor_of_rows(keys.buffer(smem) + id * 64 * kRowBytes), q_rows = descriptor_of_rows(queries.buffer(smem));
+        const u64 k_rows = descriptor_of_rows(keys.buffer(smem) + id * 64 * kRowBytes);
+        const u64 q_rows = descriptor_of_rows(queries.buffer(smem));
         queries.wait(smem);
         wgmma_fence();
 #pragma unroll
@@ -178,8 +178,8 @@ struct KeysConsumer {
 
     // dP^T = V dO^T.
     __device__ __forceinline__ void issue_slopes(Scores& dp) {
-        using L = KeysLayout;
-        const u64 v_rows = descriptor_of_rows(ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes), o_rows = descriptor_of_rows(OutRing::buffer_at(smem, queries.stage));
+        const u64 v_rows = descriptor_of_rows(ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes);
+        const u64 o_rows = descriptor_of_rows(OutRing::buffer_at(smem, queries.stage));
         mbarrier_wait(OutRing::full_at(smem, queries.stage), queries.parity);
         wgmma_fence();
 #pragma unroll
@@ -196,7 +196,8 @@ struct KeysConsumer {
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockQ / 16; k++)
-            wgmma<Element, kColumnsV>::depth(dv, p[k * 4], p[k * 4 + 1], p[k * 4 + 2], p[k * 4 + 3], o_depth + k * 2048 / 16);
+            wgmma<Element, kColumnsV>::depth(dv, p[k * 4], p[k * 4 + 1], p[k * 4 + 2], p[k * 4 + 3],
+                                             o_depth + k * 2048 / 16);
         wgmma_commit();
     }
     // dK += dS^T Q.
@@ -206,30 +207,21 @@ struct KeysConsumer {
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockQ / 16; k++)
-            wgmma<Element, kColumnsQK>::depth(dk, ds[k * 4], ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3], q_depth + k * 2048 / 16);
+            wgmma<Element, kColumnsQK>::depth(dk, ds[k * 4], ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3],
+                                              q_depth + k * 2048 / 16);
         wgmma_commit();
     }
 
-    // P = exp(S - lse), in S's registers and packed.
+    // P = exp(S - lse), in S's registers.
     __device__ __forceinline__ void weigh(Scores& s, int tile, bool cut, float scale) {
         const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
-        if (cut) {
-            const Seen sees = seen();
-#pragma unroll
-            for (int i = 0; i < kBlockQ / 2; i++) {
-                if (!sees(tile * kBlockQ, i)) s[i] = -FT_INFINITY;
-            }
-        }
 #pragma unroll
         for (int j = 0; j < kBlockQ / 8; j++) {
             const float2 lse = load_shared_float2(rows + j * 32);
 #pragma unroll
             for (int e = 0; e < 4; e++) s[j * 4 + e] = exp2_approx(fmaf(s[j * 4 + e], scale, e % 2 ? -lse.y : -lse.x));
         }
-    }
-    __device__ __forceinline__ void pack_weights(const Scores& s) {
-#pragma unroll
-        for (int i = 0; i < kBlockQ / 4; i++) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+        if (cut) clear_unseen(s, tile);
     }
     // dS = P (dP - D), packed. What is not seen takes no part, whatever V holds there.
     __device__ __forceinline__ void differentiate(const Scores& s, Scores& dp, int tile, bool cut) {
@@ -240,26 +232,24 @@ struct KeysConsumer {
 #pragma unroll
             for (int e = 0; e < 4; e++) dp[j * 4 + e] = s[j * 4 + e] * (dp[j * 4 + e] - (e % 2 ? delta.y : delta.x));
         }
-        if (cut) {
-            const Seen sees = seen();
-#pragma unroll
-            for (int i = 0; i < kBlockQ / 2; i++) {
-                if (!sees(tile * kBlockQ, i)) dp[i] = 0.0f;
-            }
-        }
+        if (cut) clear_unseen(dp, tile);
 #pragma unroll
         for (int i = 0; i < kBlockQ / 4; i++) ds[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
+    }
+    __device__ __forceinline__ void pack_weights(const Scores& s) {
+#pragma unroll
+        for (int i = 0; i < kBlockQ / 4; i++) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
     }
 
     // dS of the warpgroup's 64 keys, for the thread that takes it away.
     __device__ __forceinline__ void spill() {
         spills.acquire(smem);
-        const int key = id * 64 + warp() * 16 + lane() % 16;
+        const int row = id * 64 + warp() * 16 + lane() % 16;
 #pragma unroll
         for (int k = 0; k < kBlockQ / 16; k++) {
             const u32 chunk = k * 2 + lane() / 16;
-            stmatrix_x4(spills.buffer(smem) + chunk / 8 * kBytesTile + key * kRowBytes + ((chunk ^ key) % 8) * 16, ds[k * 4],
-                        ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3]);
+            stmatrix_x4(spills.buffer(smem) + chunk / 8 * kBytesTile + row * kRowBytes + ((chunk ^ row) % 8) * 16,
+                        ds[k * 4], ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3]);
         }
         fence_async_proxy();
         __syncwarp();
@@ -267,93 +257,106 @@ struct KeysConsumer {
         spills.advance();
     }
 
-    // From S and dP, which are issued, to P and dS; dV is issued. With kEarlyValues it is issued before dP is waited for, so
-    // that the tensor cores have work while dS is computed.
-    __device__ __forceinline__ void weigh_tile(Scores& s, Scores& dp, int tile, bool cut, float scale) {
-        wgmma_wait<1>();
-        wgmma_touch(s);
-        weigh(s, tile, cut, scale);
-        if (kEarlyValues) {
-            pack_weights(s);
-            issue_values();
-            wgmma_wait<1>();
-            wgmma_touch(dp);
-            differentiate(s, dp, tile, cut);
-            // What crosses the loop's end in flight would cost more registers than there are.
-            if (kScoresAhead) {
-                wgmma_wait<0>();
-                wgmma_touch(dv);
-            }
-        } else {
-            wgmma_wait<0>();
-            wgmma_touch(dp);
-            differentiate(s, dp, tile, cut);
-            pack_weights(s);
-            issue_values();
-        }
-    }
-    __device__ __forceinline__ void release(int stage) {
-        if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, stage)), mbarrier_arrive(QueryRing::empty_at(smem, stage));
-    }
-
-    // With kScoresAhead a turn of the loop begins with dK of a tile and S of the next one.
+    // All query tiles that see the key block, head after head.
     __device__ __forceinline__ void walk(const Uncut& uncut, int begin, int end, int steps) {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
-        if (kScoresAhead) {
-            {
-                Scores s, dp;
-                issue_scores(s);
-                issue_slopes(dp);
-                weigh_tile(s, dp, tile, uncut.cuts(tile), scale);
-            }
 #pragma unroll 1
-            for (int i = 1; i < steps; i++) {
-                if (++tile == end) tile = begin;
-                Scores s, dp;
-                issue_keys();
-                const int freed = queries.stage;
-                queries.advance();
-                issue_scores(s);
-                spill();
-                wgmma_wait<1>();
-                wgmma_touch(dv);
-                wgmma_touch(dk);
-                release(freed);
-                issue_slopes(dp);
-                weigh_tile(s, dp, tile, uncut.cuts(tile), scale);
-            }
-            issue_keys();
-            spill();
+        for (int i = 0; i < steps; i++) {
+            Scores s, dp;
+            const bool cut = uncut.cuts(tile);
+            issue_scores(s);
+            issue_slopes(dp);
+            wgmma_wait<1>();
+            wgmma_touch(s);
+            weigh(s, tile, cut, scale);
             wgmma_wait<0>();
+            wgmma_touch(dp);
+            differentiate(s, dp, tile, cut);
+            pack_weights(s);
+            issue_values();
+            issue_keys();
+            if (++tile == end) tile = begin;
+            spill();
+            wgmma_wait<1>();
             wgmma_touch(dv);
+            if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, queries.stage));
+            wgmma_wait<0>();
             wgmma_touch(dk);
-            release(queries.stage);
+            if (lane() == 0) queries.release(smem);
             queries.advance();
-        } else {
+        }
+    }
+
+    // dK and dV of a warp's 16 keys once more, in fp32 and from the queries that see them alone.
+    __device__ __forceinline__ void sum_what_is_seen(const Visible& visible, const KeyBlock& at, const Pair& pair) {
+        const BackwardArgs& a = args.backward;
+        const int column = lane() % 4 * 2;
+        KeyRange range[2];
+        const Element *k[2], *v[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int mine = my_key() + h * 8, row = min_of(mine, a.kv_len - 1);
+            range[h] = seen_by(visible, mine);
+            k[h] = row_of(a.k, a.k_stride, pair.batch, pair.kv_head, row);
+            v[h] = row_of(a.v, a.v_stride, pair.batch, pair.kv_head, row);
+        }
+        clear();
 #pragma unroll 1
-            for (int i = 0; i < steps; i++) {
-                Scores s, dp;
-                issue_scores(s);
-                issue_slopes(dp);
-                weigh_tile(s, dp, tile, uncut.cuts(tile), scale);
-                issue_keys();
-                if (++tile == end) tile = begin;
-                spill();
-                wgmma_wait<1>();
-                wgmma_touch(dv);
-                if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, queries.stage));
-                wgmma_wait<0>();
-                wgmma_touch(dk);
-                if (lane() == 0) queries.release(smem);
-                queries.advance();
+        for (int member = 0; member < pair.group; member++) {
+            const int head = pair.head(member);
+            const float* statistics = statistics_of(args, at.pair * pair.group + member);
+#pragma unroll 1
+            for (int query = at.begin * kBlockQ; query < min_of(at.end * kBlockQ, a.q_len); query++) {
+                bool sees[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) sees[h] = query >= range[h].first && (!kMaskLeft || query <= range[h].last);
+                if (!__any_sync(0xffffffff, sees[0] || sees[1])) continue;
+                const Element* q = row_of(a.q, a.q_stride, pair.batch, head, query);
+                const Element* dout = row_of(a.dout, a.dout_stride, pair.batch, head, query);
+                float s[2] = {}, dp[2] = {};
+#pragma unroll 2
+                for (int c = column; c < kHeadDimQK; c += 8) {
+                    const float2 x = load_pair(q, c), y[2] = {load_pair(k[0], c), load_pair(k[1], c)};
+#pragma unroll
+                    for (int h = 0; h < 2; h++) s[h] = fmaf(x.y, y[h].y, fmaf(x.x, y[h].x, s[h]));
+                }
+#pragma unroll 2
+                for (int c = column; c < kHeadDimV; c += 8) {
+                    const float2 x = load_pair(dout, c), y[2] = {load_pair(v[0], c), load_pair(v[1], c)};
+#pragma unroll
+                    for (int h = 0; h < 2; h++) dp[h] = fmaf(x.y, y[h].y, fmaf(x.x, y[h].x, dp[h]));
+                }
+                const float* of_query = statistics + query / kBlockQ * kBlockQ * 2 + query % kBlockQ;
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    s[h] = exp2_approx(fmaf(quad_sum(s[h]), a.scale * kLog2E, -of_query[0]));
+                    dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]);
+                }
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    if (!sees[h]) continue;
+#pragma unroll
+                    for (int j = 0; j < kHeadDimQK / 8; j++) {
+                        const float2 x = load_pair(q, column + j * 8);
+                        dk[j * 4 + h * 2] = fmaf(dp[h], x.x, dk[j * 4 + h * 2]);
+                        dk[j * 4 + h * 2 + 1] = fmaf(dp[h], x.y, dk[j * 4 + h * 2 + 1]);
+                    }
+#pragma unroll
+                    for (int j = 0; j < kHeadDimV / 8; j++) {
+                        const float2 x = load_pair(dout, column + j * 8);
+                        dv[j * 4 + h * 2] = fmaf(s[h], x.x, dv[j * 4 + h * 2]);
+                        dv[j * 4 + h * 2 + 1] = fmaf(s[h], x.y, dv[j * 4 + h * 2 + 1]);
+                    }
+                }
             }
         }
     }
 
     // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV.
     __device__ __forceinline__ void store(const Pair& pair) {
-        const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes, to_k = keys.buffer(smem) + id * 64 * kRowBytes;
+        const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes;
+        const u32 to_k = keys.buffer(smem) + id * 64 * kRowBytes;
         stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, 1.0f);
         stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
         fence_async_proxy();
@@ -368,56 +371,75 @@ struct KeysConsumer {
         __syncwarp();
         keys.advance();
     }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int e = 0; e < kColumnsQK / 2; e++) dk[e] = 0.0f;
+#pragma unroll
+        for (int e = 0; e < kColumnsV / 2; e++) dv[e] = 0.0f;
+    }
+
+    __device__ __forceinline__ void run(const Visible& visible, const KeyBlock& at) {
+        const Pair pair(args.backward, args.first_pair + at.pair);
+        key = at.block * kKeys;
+        clear();
+        keys.wait(smem);
+        mbarrier_wait(ValueRing::full_at(smem, keys.stage), keys.parity);
+        const int steps = pair.group * (at.end - at.begin);
+        if (steps > 0) {
+            walk(Uncut(visible, at.block), at.begin, at.end, steps);
+            if constexpr (kMaskLeft || kMaskRight) {
+                const bool met = any_non_finite(dk) | any_non_finite(dv);
+                if (met) sum_what_is_seen(visible, at, pair);
+            }
+        }
+        store(pair);
+    }
 };
 
-extern "C" __global__ void __launch_bounds__(kKeysThreads, 1) keys(const __grid_constant__ KernelArgs args) {
-    using L = KeysLayout;
-    extern __shared__ u8 dynamic_shared[];
-    const u32 smem = round_up(int(smem_address(dynamic_shared)), 1024);
+extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
+    @{ entry }@_keys(const __grid_constant__ KernelArgs args) {
+    extern __shared__ u8 shared_memory[];
+    const u32 smem = round_up(int(smem_address(shared_memory)), 1024);
     const Visible visible(args.backward);
     const int group = args.backward.heads / args.backward.kv_heads, count = KeyBlock::count(args);
     const int role = warp_uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kKeyStages; i++) KeyRing::init(smem, i, 1, 1), ValueRing::init(smem, i, 1, kWarpgroups);
-        for (int i = 0; i < kStages; i++) QueryRing::init(smem, i, 1, 4 * kWarpgroups), OutRing::init(smem, i, 1, 4 * kWarpgroups);
+        for (int i = 0; i < kKeyStages; i++) {
+            KeyRing::init(smem, i, 1, 1);
+            ValueRing::init(smem, i, 1, kWarpgroups);
+        }
+        for (int i = 0; i < kStages; i++) {
+            QueryRing::init(smem, i, 1, 4 * kWarpgroups);
+            OutRing::init(smem, i, 1, 4 * kWarpgroups);
+        }
         for (int i = 0; i < 2; i++) SpillRing::init(smem, i, 4 * kWarpgroups, 1);
         mbarrier_init_fence();
     }
     __syncthreads();
-    launch_next_stage();
-    wait_for_last_stage();
-    if (role == kWarpgroups) {
-        registers_give_back<kLoaderRegisters>();
-        if (threadIdx.x == 128 * kWarpgroups) {
+    let_next_launch_begin();
+    wait_for_launch_before();
+    if (role == kLoader) {
+        registers_give_back<40>();
+        if (threadIdx.x % 128 == 0) {
             KeyRing keys;
             QueryRing queries;
 #pragma unroll 1
             for (int i = blockIdx.x; i < count; i += gridDim.x)
                 load_key_block(args, smem, KeyBlock(args, visible, i), keys, queries);
         }
-        if (threadIdx.x == 128 * kWarpgroups + 32) {
+        if (threadIdx.x % 128 == 32) {
             SpillRing spills;
 #pragma unroll 1
-            for (int i = blockIdx.x; i < count; i += gridDim.x) send_ds(args, smem, visible, KeyBlock(args, visible, i), group, spills);
+            for (int i = blockIdx.x; i < count; i += gridDim.x)
+                send_ds(args, smem, visible, KeyBlock(args, visible, i), group, spills);
             tma_store_wait();
         }
     } else {
-        registers_take<kConsumerRegisters>();
+        registers_take<232>();
         KeysConsumer me{args, smem, role};
 #pragma unroll 1
-        for (int i = blockIdx.x; i < count; i += gridDim.x) {
-            const KeyBlock at(args, visible, i);
-            me.key = at.block * kKeys;
-#pragma unroll
-            for (int e = 0; e < kColumnsQK / 2; e++) me.dk[e] = 0.0f;
-#pragma unroll
-            for (int e = 0; e < kColumnsV / 2; e++) me.dv[e] = 0.0f;
-            me.keys.wait(smem);
-            mbarrier_wait(ValueRing::full_at(smem, me.keys.stage), me.keys.parity);
-            const int steps = group * (at.end - at.begin);
-            if (steps > 0) me.walk(Uncut(visible, at.block), at.begin, at.end, steps);
-            me.store(Pair(args.backward, args.first_pair + at.pair));
-        }
+        for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }

@@ -1,4 +1,15 @@
-// A gradient's 64 rows, from accumulators through shared memory to where they belong.
+// Bulk copies of plain bytes, and a gradient's 64 rows from accumulators through shared memory to where they belong.
+
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 cache_hint) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(cache_hint) : "memory");
+}
+// In the calling thread's current group.
+__device__ __forceinline__ void bulk_store(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
 
 // Into chunks of 64 columns that lie `chunk_bytes` apart. For one warpgroup; `to` is where its rows begin.
 template <int kColumns>
@@ -8,15 +19,16 @@ __device__ __forceinline__ void stage_rows(u32 to, int chunk_bytes, const float 
     for (int j = 0; j < kColumns / 16; j++) {
         const float* x = d + 8 * j;
         const u32 chunk = u32(j % 4 * 2 + lane() / 16) ^ (row % 8);
-        stmatrix_x4(to + j / 4 * chunk_bytes + row * kRowBytes + (chunk << 4), pack<Element>(x[0] * scale, x[1] * scale),
-                    pack<Element>(x[2] * scale, x[3] * scale), pack<Element>(x[4] * scale, x[5] * scale),
-                    pack<Element>(x[6] * scale, x[7] * scale));
+        stmatrix_x4(to + j / 4 * chunk_bytes + row * kRowBytes + (chunk << 4),
+                    pack<Element>(x[0] * scale, x[1] * scale), pack<Element>(x[2] * scale, x[3] * scale),
+                    pack<Element>(x[4] * scale, x[5] * scale), pack<Element>(x[6] * scale, x[7] * scale));
     }
 }
 
 // Has the copy engine take them away; what lies past the last row or column is left out. For one thread.
 template <int kChunks>
-__device__ __forceinline__ void send_rows(const TensorMap& map, u32 from, int chunk_bytes, int row, int head, int batch) {
+__device__ __forceinline__ void send_rows(const TensorMap& map, u32 from, int chunk_bytes, int row, int head,
+                                          int batch) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk++) {
         asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),

@@ -1,18 +1,9 @@
 // Which query tiles see which key blocks, and where their dS lies.
 
-// Heads of Q and of K, by a pair of a sequence and a KV head.
-struct Pair {
-    int batch, kv_head, group;
-    __device__ __forceinline__ Pair(const BackwardArgs& args, int pair) {
-        batch = pair / args.kv_heads, kv_head = pair % args.kv_heads, group = args.heads / args.kv_heads;
-    }
-    __device__ __forceinline__ int head(int member) const { return kv_head * group + member; }
-};
-
 __host__ __device__ constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
-// Query tiles that see a key block, and the first key and the last that a query sees. Queries and keys are aligned at
-// their ends (bottom right): query i is at position i + kv_len - q_len. Lengths are 2^30 at most and windows less.
+// Query tiles that see a key block. Queries and keys are aligned at their ends (bottom right): query i is at position
+// i + kv_len - q_len. Lengths are 2^30 at most and windows less.
 struct Visible {
     int q_len, kv_len, left, right, tiles, shift;  // shift: position of query 0
 
@@ -20,17 +11,20 @@ struct Visible {
         : q_len(args.q_len), kv_len(args.kv_len), left(args.window_left), right(args.window_right),
           tiles(div_up(args.q_len, kBlockQ)), shift(args.kv_len - args.q_len) {}
 
-    // The first tile with a query that sees a key of the block, if it were not for the number of tiles.
-    __device__ __forceinline__ int unclamped(int block) const { return floor_div(block * kKeys - shift - right, kBlockQ); }
-    __device__ __forceinline__ int begin(int block) const { return kMaskRight ? min_of(max_of(unclamped(block), 0), tiles) : 0; }
+    __device__ __forceinline__ int begin(int block) const {
+        return kMaskRight ? min_of(max_of(floor_div(block * kKeys - shift - right, kBlockQ), 0), tiles) : 0;
+    }
     __device__ __forceinline__ int end(int block) const {
         if (!kMaskLeft) return tiles;
         return max_of(begin(block), min_of(floor_div(block * kKeys + kKeys - 1 - shift + left, kBlockQ) + 1, tiles));
     }
-    // Tiles of kBlockQ queries of dS before those of a block. Where both sides are bounded every block has room for as
-    // many as one can have; where the right one is, the tiles that are not there are left out.
-    __device__ __forceinline__ i64 tiles_before(int block) const {
-        if (kMaskLeft && kMaskRight) return i64(block) * min_of(tiles, (kKeys + kBlockQ - 2 + left + right) / kBlockQ + 1);
+    // Slots of dS before those of a block. Where both sides are bounded every block has room for as many tiles as one
+    // can have; where the right one is, tiles that are not there have none.
+    __device__ __forceinline__ i64 slots_before(int block) const {
+        if (kMaskLeft && kMaskRight) {
+            const i64 most = (i64(kKeys + kBlockQ - 2) + left + right) / kBlockQ + 1;
+            return block * (most < tiles ? most : i64(tiles));
+        }
         i64 n = i64(block) * tiles;
         if (kMaskRight) {
             // Block b leaves out kStep b - c tiles where that is positive.
@@ -40,9 +34,8 @@ struct Visible {
         }
         return n;
     }
-    __device__ __forceinline__ i64 slot(int block, int tile) const { return tiles_before(block) + tile - begin(block); }
     // Slots of a head.
-    __device__ __forceinline__ i64 slots() const { return tiles_before(div_up(kv_len, kKeys)); }
+    __device__ __forceinline__ i64 slots() const { return slots_before(div_up(kv_len, kKeys)); }
 };
 
 // Tiles [begin, end) of which every query sees every key of a block.
@@ -56,3 +49,25 @@ struct Uncut {
     }
     __device__ __forceinline__ bool cuts(int tile) const { return tile < begin || tile >= end; }
 };
+
+// Whether sums have met a NaN or an infinity, in any lane of the warp. A key that a query must not see has the weight 0
+// there, and zero times NaN is NaN: such sums are computed once more, without what is not seen. That costs nothing
+// where all elements are finite, as they nearly always are.
+template <int kCount> __device__ __forceinline__ bool any_non_finite(const float (&sums)[kCount]) {
+    float met = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) met = fmaf(sums[i], 0.0f, met);
+    return __any_sync(0xffffffff, met != 0.0f);
+}
+
+// Row of a head of a tensor.
+__device__ __forceinline__ const Element* row_of(const void* tensor, const i64 (&stride)[3], int batch, int head,
+                                                 int row) {
+    return (const Element*)tensor + batch * stride[0] + head * stride[1] + row * stride[2];
+}
+// A pair of elements of a row.
+__device__ __forceinline__ float2 load_pair(const Element* row, int column) {
+    const u32 x = __ldg((const u32*)(row + column));
+    const Element low = {u16(x)}, high = {u16(x >> 16)};
+    return float2{to_float(low), to_float(high)};
+}

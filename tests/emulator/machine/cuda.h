@@ -144,5 +144,8 @@ extern "C" unsigned char shared_memory[];
 // Tells the machine about the kernel of this source.
 #define EMULATED_CALL(entry, arguments) [](const void* args) { entry(*static_cast<const arguments*>(args)); }
 #define EMULATED_KERNEL(entry, arguments, shared_bytes, cluster, blocks_per_sm)                                             \
-    ptx::Kernel ptx::kernel = {kThreads, shared_bytes, blocks_per_sm, cluster, sizeof(arguments),             \
-                               EMULATED_CALL(entry, arguments), {EMULATED_BEFORE(arguments)}};
+    ptx::Kernel ptx::kernels[] = {{kThreads, shared_bytes, blocks_per_sm, cluster, sizeof(arguments),         \
+                                   EMULATED_CALL(entry, arguments), {EMULATED_BEFORE(arguments)}}};
+// One of several that a launch runs one after the other.
+#define EMULATED_STAGE(entry, arguments, threads, shared_bytes) \
+    {threads, shared_bytes, 1, 1, sizeof(arguments), EMULATED_CALL(entry, arguments), {nullptr, nullptr}},

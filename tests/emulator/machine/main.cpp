@@ -1,5 +1,5 @@
 // Runs launches that arrive on standard input, in native byte order:
-//   u64 seed; u32 grids of what is launched first (two), whether blocks come in any order, grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
+//   u64 seed; u32 which stage, grids of what is launched first (two), whether blocks come in any order, grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
 //   address, u64 bytes, u32 comes_back, and the content.
 // Buffers lie at the addresses that the arguments tell, each with nothing readable after it. The answer on standard
 // output: u32 length of a failure's text and the text; without failure the buffers that come back.
@@ -12,6 +12,8 @@
 #include <unistd.h>
 
 using namespace ptx;
+
+Kernel ptx::kernel;
 
 namespace {
 
@@ -36,6 +38,7 @@ struct Buffer {
 int main() {
     for (;;) {
         const u64 seed = read_value<u64>();
+        kernel = kernels[read_value<u32>()];
         u32 before[2];
         for (u32& blocks : before) blocks = read_value<u32>();
         const bool any_order = read_value<u32>() != 0;

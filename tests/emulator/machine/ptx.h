@@ -19,7 +19,8 @@ struct Kernel {
     void (*run)(const void* args);
     void (*before[2])(const void* args);  // what is launched first, with as many threads
 };
-extern Kernel kernel;  // defined by the generated source
+extern Kernel kernel;     // of the present launch
+extern Kernel kernels[];  // the stages, defined by the generated source
 
 struct Index {
     u32 x;
@@ -124,9 +125,6 @@ void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int 
 void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes, u32 barrier);
 void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from, u32 bytes,
                                                                                      u32 barrier, u64 hint);
-// Stages run one after the other here: what a programmatic launch would overlap is not emulated.
-inline void griddepcontrol_wait() {}
-inline void griddepcontrol_launch_dependents() {}
 void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes);
 void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, int c4,
                                                            u32 from);

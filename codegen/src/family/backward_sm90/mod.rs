@@ -1,16 +1,28 @@
 //! `backward/sm90`: dK, dV and dQ by wgmma and TMA, dS written once to scratch memory, the same bytes in every run.
 
+mod plan;
 mod resources;
-mod waves;
+mod tensor_maps;
 
-use crate::family::fields::schedule;
-use crate::{Error, Problem, Result};
+pub use tensor_maps::backward_unaddressable;
+
+use crate::abi::ArgsLayout;
+use crate::family::KernelFamily;
+use crate::family::fields::{Constants, schedule};
+use crate::family::forward_sm80::Sm80Schedule;
+use crate::family::forward_sm90::wgmma;
+use crate::launch::{LaunchPlan, StageEntry};
+use crate::traffic::Walk;
+use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+
+/// Keys of a key block: 64 of each of two warpgroups.
+const BLOCK_KV: u32 = 128;
+/// Head dim up to which the accumulators of dK and dV are registers of one warpgroup, beside S and dP.
+const WIDEST: u32 = 128;
 
 schedule! {
-    /// Tiles of the three stages of `backward/sm90`, and the order of the products in `keys`.
+    /// Tiles of the three stages of `backward/sm90`.
     pub struct BackwardSm90Schedule {
-        /// Warpgroups of `keys`, each with 64 keys: 2, or 3 with 160 registers a thread.
-        pub warpgroups: u32 => code, number_unless(2, "wg");
         /// Queries of a step of `keys`.
         pub block_q: u32 => code, number("q");
         /// Buffers of Q and of dO in `keys`.
@@ -18,10 +30,6 @@ schedule! {
         /// Buffers of K and V in `keys`: with 2 those of the next key block are loaded ahead, and thread blocks are
         /// persistent.
         pub key_stages: u32 => code, number_unless(1, "ks");
-        /// dV is issued before dP is awaited.
-        pub early_values: bool => code, flag("early");
-        /// S of the next tile is issued behind dK.
-        pub scores_ahead: bool => code, flag("ahead");
         /// Tiles of 64 rows of a warpgroup of `queries`.
         pub row_tiles: u32 => code, number("rows");
         /// Buffers of K and dS in `queries`.
@@ -32,105 +40,211 @@ schedule! {
 }
 
 impl BackwardSm90Schedule {
-    /// By figures of an H200, TFLOP/s of the whole: persistent with K and V ahead 591 at head dim 128 and 4096 queries and
-    /// keys, 414 at 512, against 546 and 391 with one buffer; at head dim 64 410 and 326 against 406 and 288. dV early
-    /// or scores ahead are 2 to 5 % slower, three warpgroups or steps of 64 queries at head dim 64 12 to 16 %.
-    pub fn default_for(problem: &Problem) -> Self {
+    /// By figures of an H200, TFLOP/s of the whole: persistent with K and V ahead 591 at head dim 128 and 4096 queries
+    /// and keys, 414 at 512, against 546 and 391 with one buffer; at head dim 64 410 and 326 against 406 and 288. Steps
+    /// of 64 queries at head dim 64 are 12 to 16 % slower. Under a causal mask key blocks of unequal length in strides
+    /// lose where there are many: 477 against 512 at 4096.
+    fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
         let narrow = problem.head_dim_qk.max(problem.head_dim_v) <= 64;
-        let block_q = if narrow { 128 } else { 64 };
-        Self {
-            warpgroups: 2,
-            block_q,
-            stages: 2,
-            key_stages: 2,
-            row_tiles: 2,
-            row_stages: 2,
-            section_mib: 24,
-            ..Self::default()
-        }
+        let uneven = problem.mask.right && !problem.mask.left && bucket.q_len > 1024;
+        let key_stages = if uneven { 1 } else { 2 };
+        let (block_q, stages) = if narrow { (128, if uneven { 3 } else { 2 }) } else { (64, 2) };
+        Self { block_q, stages, key_stages, row_tiles: 2, row_stages: 2, section_mib: 24 }
     }
 
-    /// Keys of a key block.
-    pub const fn block_kv(&self) -> u32 {
-        64 * self.warpgroups
+    /// Whether thread blocks are persistent.
+    const fn is_persistent(&self) -> bool {
+        self.key_stages > 1
     }
 
     /// Query rows of a thread block of `queries`.
-    pub const fn rows(&self) -> u32 {
+    const fn row_block(&self) -> u32 {
         128 * self.row_tiles
     }
+}
 
-    /// Checks the fields against what the template can generate.
-    ///
-    /// # Errors
-    /// The field, its limit, and the remedy.
-    pub fn validate(&self, problem: &Problem) -> Result<()> {
-        let no =
-            |field, value: u32, limit: &str| Err(Error::unsupported(field, value, limit, "use the default schedule"));
-        if !(2..=3).contains(&self.warpgroups) {
-            return no("warpgroups", self.warpgroups, "two or three");
+impl KernelFamily for BackwardSm90Schedule {
+    const NAME: &'static str = "backward/sm90";
+    const TEMPLATE: &'static str = "backward/sm90.cu";
+    const OP: Op = Op::Backward;
+    const ARGS: ArgsLayout = ArgsLayout::BACKWARD_MAPPED;
+
+    fn runs_on(arch: Arch) -> Result<()> {
+        let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", Self::NAME, limit, remedy));
+        match arch {
+            Arch::Cpu(_) => no("runs on CUDA devices only", "use backward/cpu"),
+            Arch::Sm(sm) if sm.number == 90 && sm.specific => Ok(()),
+            Arch::Sm(_) => no("needs sm_90a: its instructions exist on Hopper alone", "use backward/naive"),
         }
-        if !matches!(self.block_q, 64 | 128) || !self.block_kv().is_multiple_of(self.block_q) {
-            return no("block_q", self.block_q, "64, or 128 with two warpgroups");
+    }
+
+    fn supports(problem: &Problem, _: Arch) -> Result<()> {
+        let no = |field, value: String, limit: &str, remedy: &str| Err(Error::unsupported(field, value, limit, remedy));
+        if problem.dtype == DType::F32 {
+            let limit = "backward/sm90 computes f16 and bf16 only";
+            return no("dtype", problem.dtype.to_string(), limit, "backward/naive is the exact f32 path");
         }
-        if self.stages < 2
-            || !(1..=2).contains(&self.key_stages)
-            || self.row_stages < 2
-            || !(1..=2).contains(&self.row_tiles)
-        {
-            return no("stages", self.stages, "at least two buffers, one or two of K and V, one or two row tiles");
+        let widest = problem.head_dim_qk.max(problem.head_dim_v);
+        if widest > WIDEST {
+            let limit = "backward/sm90 takes head dims up to 128: dK and dV of more do not fit the registers";
+            return no("head_dim", widest.to_string(), limit, "use backward/naive");
         }
-        let (live, most) = (resources::live_registers(problem, self), resources::most_live_registers(self));
-        if live > most {
-            return no(
-                "block_q",
-                self.block_q,
-                &format!("{live} accumulators and operands of a thread, at most {most}"),
-            );
+        if problem.program.is_some() {
+            let limit = "backward/sm90 differentiates the plain score alone";
+            return no("score program", "given".to_owned(), limit, "use backward/naive");
         }
         Ok(())
+    }
+
+    fn unmet(constraint: Constraint) -> Option<&'static str> {
+        match constraint {
+            Constraint::Strided => {
+                Some("TMA takes strides above zero and below 2^40 bytes, and a dimension of these tensors has another")
+            }
+            Constraint::LooseBiases => None,
+            // The rest is as for the forward kernels on tensor cores.
+            other => Sm80Schedule::unmet(other),
+        }
+    }
+
+    fn default_for(problem: &Problem, _: Arch, bucket: &ShapeBucket) -> Self {
+        Self::default_for(problem, bucket)
+    }
+
+    fn space(problem: &Problem, arch: Arch) -> Vec<Self> {
+        let sizes = [512, 4096].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
+        let mut all = sizes.map(|bucket| Self::default_for(problem, &bucket)).to_vec();
+        for s in all.clone() {
+            all.extend([
+                Self { key_stages: 3 - s.key_stages, stages: 2, ..s },
+                Self { block_q: 192 - s.block_q, stages: 2, key_stages: 1, row_tiles: 1, ..s },
+            ]);
+        }
+        all.sort_unstable();
+        all.dedup();
+        all.retain(|s| KernelFamily::validate(s, problem, arch).is_ok());
+        all
+    }
+
+    fn validate(&self, problem: &Problem, _: Arch) -> Result<()> {
+        let no =
+            |field, value: u32, limit: &str| Err(Error::unsupported(field, value, limit, "use the default schedule"));
+        if !matches!(self.block_q, 64 | 128) {
+            return no("block_q", self.block_q, "64 or 128");
+        }
+        for (field, value) in [("stages", self.stages), ("row_stages", self.row_stages)] {
+            if value < 2 {
+                return no(field, value, "at least two buffers");
+            }
+        }
+        for (field, value) in [("key_stages", self.key_stages), ("row_tiles", self.row_tiles)] {
+            if !(1..=2).contains(&value) {
+                return no(field, value, "one or two");
+            }
+        }
+        let live = resources::live_registers(problem, self);
+        if live > resources::MOST_LIVE_REGISTERS {
+            let limit =
+                format!("{live} accumulators and operands of a thread, at most {}", resources::MOST_LIVE_REGISTERS);
+            return no("block_q", self.block_q, &limit);
+        }
+        Ok(())
+    }
+
+    fn resources(&self, problem: &Problem) -> Resources {
+        let smem_bytes = resources::keys_smem_bytes(problem, self).max(resources::queries_smem_bytes(problem, self));
+        // Thread blocks start with equal shares of the registers and their warpgroups exchange them: `validate` checks
+        // those.
+        Resources { threads: plan::THREADS, smem_bytes, registers: 24 }
+    }
+
+    fn constants(&self, problem: &Problem, constants: &mut Constants) {
+        let widths = [self.block_q, problem.head_dim_qk.next_multiple_of(16), problem.head_dim_v.next_multiple_of(16)];
+        constants.extend([
+            ("statistics_rows", plan::statistics_rows(problem).to_string()),
+            ("keys_smem_bytes", resources::keys_smem_bytes(problem, self).to_string()),
+            ("queries_smem_bytes", resources::queries_smem_bytes(problem, self).to_string()),
+            ("wgmma_instructions", wgmma::instructions_by_depth(problem.dtype, &widths)),
+        ]);
+    }
+
+    fn entries(_: &Problem) -> &'static [StageEntry] {
+        &plan::ENTRIES
+    }
+
+    fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
+        plan::plan(self, problem, shape)
+    }
+
+    fn walk(&self, _: &Problem, shape: &Shape) -> Walk {
+        Walk::plain(self.block_q, BLOCK_KV, shape)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, MaskKind};
+    use crate::MaskKind;
 
     pub(super) fn problem(qk: u32, v: u32) -> Problem {
         Problem::forward_qk_v(DType::Bf16, qk, v, MaskKind::CAUSAL).unwrap().backward()
     }
 
+    pub(super) fn hopper() -> Arch {
+        "sm_90a".parse().unwrap()
+    }
+
+    pub(super) fn schedule(qk: u32, v: u32) -> BackwardSm90Schedule {
+        let bucket = ShapeBucket { q_len: 512, kv_len: 512, ..Default::default() };
+        BackwardSm90Schedule::default_for(&problem(qk, v), &bucket)
+    }
+
     /// What ptxas keeps in registers, and what it serialises products for.
     #[test]
     fn registers_are_those_that_the_compiler_finds() {
-        let narrow = BackwardSm90Schedule {
-            block_q: 64,
-            stages: 4,
-            early_values: true,
-            ..BackwardSm90Schedule::default_for(&problem(64, 64))
-        };
-        let three = BackwardSm90Schedule { warpgroups: 3, early_values: false, row_tiles: 1, ..narrow };
-        let wide = BackwardSm90Schedule::default_for(&problem(128, 128));
+        let (narrow, wide) = (schedule(64, 64), schedule(128, 128));
         for (fits, s, dim) in [
             (true, wide, 128),
-            (true, BackwardSm90Schedule { early_values: true, ..wide }, 128),
             (true, narrow, 64),
-            (true, BackwardSm90Schedule { scores_ahead: true, ..narrow }, 64),
-            (true, three, 64),
-            (false, BackwardSm90Schedule { early_values: true, ..three }, 64),
-            (false, BackwardSm90Schedule { early_values: true, block_q: 128, ..narrow }, 64),
+            (true, BackwardSm90Schedule { block_q: 64, ..narrow }, 64),
             (false, BackwardSm90Schedule { block_q: 128, ..wide }, 128),
         ] {
-            assert_eq!(s.validate(&problem(dim, dim)).is_ok(), fits, "{s}");
+            assert_eq!(KernelFamily::validate(&s, &problem(dim, dim), hopper()).is_ok(), fits, "{s}");
         }
     }
 
     #[test]
     fn names_say_what_differs_from_most() {
-        let s = BackwardSm90Schedule::default_for(&problem(128, 128));
-        assert_eq!(s.to_string(), "q64-s2-ks2-rows2-rs2-l2x24");
-        let other = BackwardSm90Schedule { warpgroups: 3, key_stages: 1, early_values: true, ..s };
-        assert_eq!(other.to_string(), "wg3-q64-s2-early-rows2-rs2-l2x24");
+        assert_eq!(schedule(128, 128).to_string(), "q64-s2-ks2-rows2-rs2-l2x24");
+        assert_eq!(BackwardSm90Schedule { key_stages: 1, ..schedule(64, 64) }.to_string(), "q128-s2-rows2-rs2-l2x24");
+    }
+
+    #[test]
+    fn what_it_cannot_compute_is_refused_with_what_to_use() {
+        let wrong = |problem: Problem| BackwardSm90Schedule::supports(&problem, hopper()).unwrap_err().to_string();
+        let program = crate::score::Program::parse("score = score * 2.0;").unwrap();
+        for (problem, field) in [
+            (problem(136, 64), "head_dim"),
+            (problem(64, 192), "head_dim"),
+            (Problem { dtype: DType::F32, ..problem(64, 64) }, "dtype"),
+            (problem(64, 64).with_program(program), "score program"),
+        ] {
+            let e = wrong(problem);
+            assert!(e.contains(field) && e.contains("backward/naive"), "{e}");
+        }
+        assert!(BackwardSm90Schedule::supports(&problem(128, 24), hopper()).is_ok());
+        assert!(BackwardSm90Schedule::runs_on("sm_80".parse().unwrap()).is_err());
+    }
+
+    #[test]
+    fn every_schedule_of_the_space_fits_the_device() {
+        for (qk, v) in [(16, 16), (64, 64), (72, 24), (80, 128), (128, 128)] {
+            let problem = problem(qk, v);
+            let space = BackwardSm90Schedule::space(&problem, hopper());
+            assert!(space.len() >= 2, "{space:?}");
+            for s in space {
+                s.resources(&problem).check(hopper(), 1).unwrap();
+            }
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Shared memory and registers of the stages of `backward/sm90`.
 
-use super::BackwardSm90Schedule;
+use super::{BLOCK_KV, BackwardSm90Schedule};
 use crate::Problem;
 
 /// Chunks of 64 columns of Q and K, and of V and dO: 128 bytes a row.
@@ -14,53 +14,44 @@ const ALIGNMENT: u32 = 1024;
 /// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, barriers.
 pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let (qk, v) = chunks(problem);
-    let blocks = s.key_stages * (qk + v) * s.block_kv() * 128;
+    let blocks = s.key_stages * (qk + v) * BLOCK_KV * 128;
     let queries = s.stages * ((qk + v) * s.block_q * 128 + s.block_q * 8);
-    let spilled = 2 * s.block_q * s.block_kv() * 2;
+    let spilled = 2 * s.block_q * BLOCK_KV * 2;
     blocks + queries + spilled + s.key_stages * 32 + s.stages * 32 + 32 + ALIGNMENT
 }
 
 /// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup, barriers.
 pub(super) fn queries_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let (qk, _) = chunks(problem);
-    s.row_stages * ((qk + 2 * s.row_tiles) * s.block_kv() * 128 + 16) + 2 * qk * 64 * 128 + ALIGNMENT
+    s.row_stages * ((qk + 2 * s.row_tiles) * BLOCK_KV * 128 + 16) + 2 * qk * 64 * 128 + ALIGNMENT
 }
 
-/// Registers of a thread of `keys` that hold accumulators and operands where most are live: dK, dV, S and dP, and P
-/// where dV reads it while dP is awaited.
+/// Registers of a thread of `keys` that hold accumulators where most are live: dK, dV, S and dP.
 pub(super) fn live_registers(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let columns = problem.head_dim_qk.next_multiple_of(16) + problem.head_dim_v.next_multiple_of(16);
-    let scores = s.block_q / 2;
-    columns / 2 + 2 * scores + if s.early_values { scores / 2 } else { 0 }
+    columns / 2 + s.block_q
 }
 
-/// What the compiler keeps without spilling or serialising products.
-pub(super) const fn most_live_registers(s: &BackwardSm90Schedule) -> u32 {
-    if s.warpgroups == 3 { 136 } else { 208 }
-}
+/// What the compiler keeps of them without spilling or serialising products, of the 232 registers of a thread.
+pub(super) const MOST_LIVE_REGISTERS: u32 = 208;
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::problem;
+    use super::super::tests::{problem, schedule};
     use super::*;
 
     #[test]
     fn shared_memory_is_that_of_the_template() {
         let bytes = |qk, v, change: &dyn Fn(&mut BackwardSm90Schedule)| {
-            let problem = problem(qk, v);
-            let mut s = BackwardSm90Schedule::default_for(&problem);
+            let mut s = schedule(qk, v);
             change(&mut s);
-            (keys_smem_bytes(&problem, &s), queries_smem_bytes(&problem, &s))
+            (keys_smem_bytes(&problem(qk, v), &s), queries_smem_bytes(&problem(qk, v), &s))
         };
         assert_eq!(bytes(128, 128, &|_| {}), (231_584, 230_432));
         assert_eq!(bytes(128, 128, &|s| s.key_stages = 1), (166_016, 230_432));
         assert_eq!(bytes(64, 64, &|_| {}), (199_840, 181_280));
         assert_eq!(bytes(64, 64, &|s| (s.stages, s.key_stages) = (3, 1)), (200_864, 181_280));
         assert_eq!(bytes(64, 64, &|s| (s.block_q, s.stages, s.key_stages) = (64, 4, 1)), (134_336, 181_280));
-        let three = |s: &mut BackwardSm90Schedule| {
-            (s.warpgroups, s.block_q, s.stages, s.key_stages, s.row_tiles) = (3, 64, 4, 1, 1)
-        };
-        assert_eq!(bytes(64, 64, &three), (167_104, 164_896));
         assert_eq!(bytes(80, 96, &|s| s.key_stages = 1), (166_016, 230_432));
         assert_eq!(bytes(40, 24, &|_| {}), (199_840, 181_280));
     }

@@ -10,10 +10,10 @@ mod space;
 mod tensor_maps;
 mod tiling;
 mod validate;
-mod wgmma;
+pub(super) mod wgmma;
 
 pub use softmax::{Sm90LookAhead, Sm90Rescale, Sm90RowOrder};
-pub(super) use tensor_maps::{STRIDE_LIMIT, spec};
+pub(super) use tensor_maps::{STRIDE_LIMIT, Tensor, spec, why_unaddressable};
 pub use tensor_maps::{TensorMapSpec, has_loose_biases, is_addressable, unaddressable};
 
 use super::KernelFamily;

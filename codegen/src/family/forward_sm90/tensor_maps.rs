@@ -31,7 +31,12 @@ pub(in crate::family) const STRIDE_LIMIT: u64 = 1 << 40;
 /// Why TMA cannot address the tensors of a call, if it cannot: it needs addresses and strides in multiples of
 /// 16 bytes, and strides above zero and below 2^40 bytes.
 pub fn unaddressable(args: &ForwardArgs) -> Option<String> {
-    first_unaddressable(args).map(|(tensor, what)| match what {
+    why_unaddressable(&tensors_of(args))
+}
+
+/// The same for tensors of any call.
+pub(in crate::family) fn why_unaddressable(tensors: &[Tensor]) -> Option<String> {
+    first_unaddressable(tensors).map(|(tensor, what)| match what {
         Unaddressable::Start => format!("{tensor} starts at an address that is no multiple of 16 bytes"),
         Unaddressable::Stride { axis, stride } => {
             format!("the {axis} stride of {tensor} is {stride} elements: TMA takes positive multiples of 8 below 2^39")
@@ -41,7 +46,7 @@ pub fn unaddressable(args: &ForwardArgs) -> Option<String> {
 
 /// Whether TMA can address the tensors of a call ([`unaddressable`] says why not).
 pub fn is_addressable(args: &ForwardArgs) -> bool {
-    first_unaddressable(args).is_none()
+    first_unaddressable(&tensors_of(args)).is_none()
 }
 
 /// What TMA cannot address of a tensor.
@@ -50,16 +55,22 @@ enum Unaddressable {
     Stride { axis: &'static str, stride: i64 },
 }
 
-fn first_unaddressable(args: &ForwardArgs) -> Option<(&'static str, Unaddressable)> {
+/// Name, address, strides and sizes of a tensor: batch, head, row.
+pub(in crate::family) type Tensor = (&'static str, u64, [i64; 3], [u64; 3]);
+
+fn tensors_of(args: &ForwardArgs) -> [Tensor; 4] {
     let (batch, q_len, kv_len) = (args.batch as u64, args.q_len as u64, args.kv_len as u64);
     let (heads, kv_heads) = (args.heads as u64, args.kv_heads as u64);
-    let tensors = [
+    [
         ("Q", args.q, args.q_stride, [batch, heads, q_len]),
         ("K", args.k, args.k_stride, [batch, kv_heads, kv_len]),
         ("V", args.v, args.v_stride, [batch, kv_heads, kv_len]),
         ("O", args.o, args.o_stride, [batch, heads, q_len]),
-    ];
-    for (name, address, strides, dims) in tensors {
+    ]
+}
+
+fn first_unaddressable(tensors: &[Tensor]) -> Option<(&'static str, Unaddressable)> {
+    for &(name, address, strides, dims) in tensors {
         if dims.contains(&0) {
             continue;
         }

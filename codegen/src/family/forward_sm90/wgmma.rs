@@ -27,6 +27,29 @@ pub(crate) fn instructions(problem: &Problem, schedule: &Sm90Schedule) -> String
     text
 }
 
+/// Specialisations for products of these widths and dtype, each with `depths(d, a, b)` beside the others: d += A^T B, A
+/// and B in shared memory by depth.
+pub(in crate::family) fn instructions_by_depth(dtype: DType, widths: &[u32]) -> String {
+    let mut widths = widths.to_vec();
+    widths.sort_unstable();
+    widths.dedup();
+    let mut text = String::new();
+    for columns in widths {
+        let (n, name) = (columns / 2, name(dtype, columns));
+        let (registers, constraints) = accumulators(columns, "+f");
+        let (a, b) = (format!("%{n}"), format!("%{}", n + 1));
+        let product = format!(
+            r#"
+    static __device__ __forceinline__ void depths(float (&d)[{n}], u64 a, u64 b) {{
+        asm volatile("{name} {{{registers}}}, {a}, {b}, 1, 1, 1, 1, 1;"
+                     : {constraints} : "l"(a), "l"(b) : "memory");
+    }}"#
+        );
+        specialisation(&mut text, dtype.name(), columns, &product);
+    }
+    text
+}
+
 /// The accumulators of an instruction, as operands and as their constraints.
 fn accumulators(columns: u32, constraint: &str) -> (String, String) {
     let n = columns / 2;

@@ -1,0 +1,36 @@
+// What the stages agree about: tiles, and how the scratch memory of a wave is laid out.
+
+using KernelArgs = Sm90BackwardArgs;
+
+constexpr int kWarpgroups = 2;           // that multiply
+constexpr int kKeys = 64 * kWarpgroups;  // of a key block
+constexpr int kRowBytes = 128;
+constexpr int kChunksQK = div_up(kHeadDimQK, 64), kChunksV = div_up(kHeadDimV, 64);
+// Columns of products: the head dim that instructions are made for.
+constexpr int kColumnsQK = round_up(kHeadDimQK, 16), kColumnsV = round_up(kHeadDimV, 16);
+// 64 queries by kKeys of dS: rows are keys.
+constexpr int kBytesTile = kKeys * kRowBytes;
+// kBlockQ queries by kKeys of dS, which lie together.
+constexpr int kBytesSlot = kBlockQ / 64 * kBytesTile;
+
+__device__ __forceinline__ int warp() { return warp_uniform(threadIdx.x / 32 % 4); }
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+// Heads of Q and of K, by a pair of a sequence and a KV head.
+struct Pair {
+    int batch, kv_head, group;
+    __device__ __forceinline__ Pair(const BackwardArgs& args, int pair) {
+        batch = pair / args.kv_heads, kv_head = pair % args.kv_heads, group = args.heads / args.kv_heads;
+    }
+    __device__ __forceinline__ int head(int member) const { return kv_head * group + member; }
+};
+
+// Statistics of a head of the wave: tile by tile of kBlockQ queries, log-sum-exps in units of log2 and behind them D.
+__device__ __forceinline__ float* statistics_of(const KernelArgs& args, i64 head_index) {
+    return (float*)args.backward.scratch + head_index * round_up(args.backward.q_len, kBlockQ) * 2;
+}
+// Tiles of dS of a head of the wave, which has so many slots of them: behind the statistics of all its heads.
+__device__ __forceinline__ char* ds_of(const KernelArgs& args, i64 head_index, i64 slots) {
+    const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);
+    return (char*)statistics_of(args, heads) + head_index * slots * kBytesSlot;
+}
