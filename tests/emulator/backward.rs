@@ -1,11 +1,13 @@
-//! `backward/naive` on the emulated machine, by runtime's own check: the machine is a device to it.
+//! `backward/naive` and `backward/sm90` on the emulated machine, by runtime's own check: the machine is a device to it.
 
 use crate::cases::address;
-use crate::machine::{Emulated, Launch};
-use crate::{PROGRAMS, machine, search_with, setting, templates};
+use crate::machine::{Emulated, Launch, map_bytes};
+use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
 use flashtune::cache::{Artifact, DeviceFingerprint};
-use flashtune::codegen::abi::{Args, SideArgs, SideTensorArg};
-use flashtune::codegen::{Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::abi::{Args, BackwardArgs, BackwardMappedArgs, SideArgs, SideTensorArg};
+use flashtune::codegen::{
+    Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, TemplateSet, Waves,
+};
 use flashtune::runtime::{
     BackwardCase, Buffer, CheckInputs, Compiler, Device, Error, Module, Poison, Result, compiler_for,
 };
@@ -80,6 +82,51 @@ impl Machine {
     }
 }
 
+impl State {
+    /// The stages of every wave, within a limit that is drawn anew: the bytes that come out are the same. The scratch
+    /// memory begins as NaN and as pointers to nowhere, and nothing can be read behind it.
+    fn run_waves(&mut self, kernel: &Kernel, plan: &LaunchPlan, waves: Waves, args: &BackwardArgs) -> Result<(), String> {
+        let Self { emulated, rng, memory } = self;
+        let limit = waves.part_bytes * *[0, 2, 3, 1 << 20].choose(rng).expect("not empty");
+        let waves = Waves { limit, ..waves };
+        memory.retain(|m| Arc::strong_count(m) > 1);
+        let mut scratch = vec![0xff; waves.bytes() as usize];
+        let at = address(100, scratch.len());
+        let args = BackwardArgs { scratch: at, ..*args };
+        let maps = kernel.backward_tensor_maps(&args).ok_or("no tensor maps")?;
+        let mut locked: Vec<_> = memory.iter().map(|m| (m.address, m.bytes.lock().expect("no panic"))).collect();
+        let mut buffers: Vec<machine::Buffer> = locked
+            .iter_mut()
+            .map(|(address, bytes)| machine::Buffer { address: *address, bytes: &mut bytes[..], written: true })
+            .collect();
+        buffers.push(machine::Buffer { address: at, bytes: &mut scratch, written: true });
+        for (first, count) in waves.iter() {
+            let mut bytes: Vec<u8> = maps.iter().flat_map(map_bytes).collect();
+            bytes.extend_from_slice(Args::Backward(&args).bytes());
+            let sections = waves.sections.map(|n| n.min(1 << rng.random_range(0..3)));
+            bytes.extend([first, count, sections[0], sections[1]].into_iter().flat_map(u32::to_ne_bytes));
+            bytes.resize(size_of::<BackwardMappedArgs>(), 0);
+            for (stage, of) in plan.stages().enumerate() {
+                let of = of.of_parts(count, waves.parts);
+                let launch = Launch {
+                    seed: rng.random(),
+                    stage: stage as u32,
+                    prelude: ([0; 2], [0; 2]),
+                    grid: of.blocks(rng.random_range(1..=5)),
+                    threads: of.threads,
+                    smem_bytes: of.smem_bytes,
+                    args: bytes.clone(),
+                    any_order: true,
+                    hopper: None,
+                    side: Vec::new(),
+                };
+                emulated.run(&launch, &mut buffers).map_err(|e| format!("{}: {e}", of.entry.suffix))?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Device for Machine {
     fn fingerprint(&self) -> &DeviceFingerprint {
         &self.fingerprint
@@ -91,8 +138,11 @@ impl Device for Machine {
         Ok(Arc::new(Loaded(artifact.recipe.kernel)))
     }
     unsafe fn launch(&self, module: &dyn Module, plan: &LaunchPlan, args: Args<'_>, _: Stream) -> Result<()> {
-        let Some(main) = plan.main().filter(|main| main.grid > 0) else { return Ok(()) };
         let mut state = self.state.lock().expect("no panic");
+        if let (Some(waves), Args::Backward(args)) = (plan.waves, args) {
+            return state.run_waves(module.kernel(), plan, waves, args).map_err(|e| self.failed(e));
+        }
+        let Some(main) = plan.main().filter(|main| main.grid > 0) else { return Ok(()) };
         let State { emulated, rng, memory } = &mut *state;
         let mut side = Vec::new();
         if let Some(program) = module.kernel().problem.program {
@@ -163,6 +213,18 @@ impl Device for Machine {
     }
 }
 
+/// A kernel of `backward/sm90` for a random problem: the default schedule or another of the space.
+fn random_sm90(number: u64) -> Kernel {
+    let rng = &mut StdRng::seed_from_u64(number);
+    let dims = [(16, 16), (24, 40), (64, 64), (128, 72), (40, 128), (128, 128)];
+    let (qk, v) = dims[number as usize % dims.len()];
+    let mask = MaskKind::ALL[(number as usize + number as usize / 4) % 4];
+    let problem = Problem::forward_qk_v(DTYPES[number as usize % 2], qk, v, mask).expect("legal").backward();
+    let arch: Arch = "sm_90a".parse().expect("an arch");
+    let space = Schedule::space(Family::BackwardSm90, &problem, arch);
+    Kernel { problem, schedule: *space.choose(rng).expect("not empty"), arch }
+}
+
 /// A kernel of a random problem, every other with a score program.
 fn random_kernel(number: u64) -> Kernel {
     let rng = &mut StdRng::seed_from_u64(number);
@@ -185,10 +247,15 @@ fn kernel_of(problem: Problem, arch: Arch) -> Kernel {
     Kernel { problem, schedule, arch }
 }
 
-fn random_case(kind: MaskKind, rng: &mut StdRng) -> (Shape, CheckInputs) {
-    let length = |rng: &mut StdRng| *[0, 1, 7, 16, 31, 32, 33, 48, 65, 70].choose(rng).expect("not empty");
+/// Lengths at and around what the tiles of `backward/naive` divide.
+const SHORT: [u32; 10] = [0, 1, 7, 16, 31, 32, 33, 48, 65, 70];
+/// The same of `backward/sm90`.
+const LONG: [u32; 10] = [0, 1, 7, 63, 65, 127, 129, 200, 257, 300];
+
+fn random_case(kind: MaskKind, lengths: &[u32], rng: &mut StdRng) -> (Shape, CheckInputs) {
+    let length = |rng: &mut StdRng| *lengths.choose(rng).expect("not empty");
     let reach = |bounded: bool, rng: &mut StdRng| {
-        bounded.then(|| *[0, 1, 9, 40, 1000, u32::MAX].choose(rng).expect("not empty"))
+        bounded.then(|| *[0, 1, 9, 40, 150, 1000, u32::MAX].choose(rng).expect("not empty"))
     };
     let mask = match (kind.left, kind.right) {
         (false, false) => Mask::Full,
@@ -215,7 +282,8 @@ fn try_backward(kernel: &Kernel, templates: &TemplateSet, calls: u64, seed: u64)
     let device = Machine::open(kernel, templates, seed)?;
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..calls {
-        let (shape, inputs) = random_case(kernel.problem.mask, &mut rng);
+        let lengths = if kernel.schedule.family() == Family::BackwardSm90 { &LONG } else { &SHORT };
+        let (shape, inputs) = random_case(kernel.problem.mask, lengths, &mut rng);
         let case = BackwardCase::new(device.clone(), &kernel.problem, &shape, &inputs).map_err(|e| e.to_string())?;
         let report = case.check(&Loaded(*kernel)).map_err(|e| format!("{} {shape} {inputs:?}: {e}", kernel.name()))?;
         if !report.passed() {
@@ -231,6 +299,14 @@ fn backward_kernels() {
     let templates = templates();
     search_with(8, |number| {
         try_backward(&random_kernel(number), &templates, setting("EMULATE_CASES").unwrap_or(5), number)
+    });
+}
+
+#[test]
+fn backward_sm90_kernels() {
+    let templates = templates();
+    search_with(6, |number| {
+        try_backward(&random_sm90(number), &templates, setting("EMULATE_CASES").unwrap_or(3), number)
     });
 }
 

@@ -330,7 +330,9 @@ struct KeysConsumer {
                 const float* of_query = statistics + query / kBlockQ * kBlockQ * 2 + query % kBlockQ;
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    s[h] = exp2_approx(fmaf(quad_sum(s[h]), a.scale * kLog2E, -of_query[0]));
+                    s[h] = quad_sum(s[h]);
+                    if (takes_no_part(s[h], a.scale)) sees[h] = false;
+                    s[h] = exp2_approx(fmaf(s[h], a.scale * kLog2E, -of_query[0]));
                     dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]);
                 }
 #pragma unroll
@@ -388,10 +390,8 @@ struct KeysConsumer {
         const int steps = pair.group * (at.end - at.begin);
         if (steps > 0) {
             walk(Uncut(visible, at.block), at.begin, at.end, steps);
-            if constexpr (kMaskLeft || kMaskRight) {
-                const bool met = any_non_finite(dk) | any_non_finite(dv);
-                if (met) sum_what_is_seen(visible, at, pair);
-            }
+            const bool met = any_non_finite(dk) | any_non_finite(dv);
+            if (met) sum_what_is_seen(visible, at, pair);
         }
         store(pair);
     }

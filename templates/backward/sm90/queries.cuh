@@ -77,13 +77,17 @@ __device__ __forceinline__ void load_tiles(const KernelArgs& args, u32 smem, con
 
 // dQ of a warp's 16 rows of a tile once more, from the keys that they see alone. `dq`: of a thread's two rows.
 __device__ __forceinline__ void sum_what_is_seen(const BackwardArgs& a, const Visible& visible, const Pair& pair,
-                                                 const char* ds, int tile, float (&dq)[kColumnsQK / 2]) {
-    const Element* k = (const Element*)a.k + pair.batch * a.k_stride[0] + pair.kv_head * a.k_stride[1];
+                                                 const char* ds, int head, int tile, float (&dq)[kColumnsQK / 2]) {
     const int within = warp() * 16 + lane() / 4, column = lane() % 4 * 2;
     const Blocks blocks(visible, tile * 64, 64);
     KeyRange live[2];
+    const Element* q[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) live[h] = live_keys<kMaskLeft, kMaskRight>(a, tile * 64 + within + h * 8);
+    for (int h = 0; h < 2; h++) {
+        const int row = min_of(tile * 64 + within + h * 8, a.q_len - 1);
+        live[h] = live_keys<kMaskLeft, kMaskRight>(a, row);
+        q[h] = row_of(a.q, a.q_stride, pair.batch, head, row);
+    }
 #pragma unroll
     for (int e = 0; e < kColumnsQK / 2; e++) dq[e] = 0.0f;
 #pragma unroll 1
@@ -92,10 +96,19 @@ __device__ __forceinline__ void sum_what_is_seen(const BackwardArgs& a, const Vi
         if (!written.has(tile)) continue;
         const char* rows = ds + visible.slots_before(key / kKeys) * kBytesSlot +
                            i64(tile - written.begin) * kBytesTile + key % kKeys * kRowBytes;
-        const Element* of_key = k + key * a.k_stride[2];
+        const Element* of_key = row_of(a.k, a.k_stride, pair.batch, pair.kv_head, key);
+        float s[2] = {};
+#pragma unroll 2
+        for (int c = column; c < kHeadDimQK; c += 8) {
+            const float2 x = load_pair(of_key, c), y[2] = {load_pair(q[0], c), load_pair(q[1], c)};
+#pragma unroll
+            for (int h = 0; h < 2; h++) s[h] = fmaf(x.y, y[h].y, fmaf(x.x, y[h].x, s[h]));
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) s[h] = quad_sum(s[h]);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (key < live[h].first || key > live[h].last) continue;
+            if (key < live[h].first || key > live[h].last || takes_no_part(s[h], a.scale)) continue;
             const int query = within + h * 8;
             const float slope = to_float(*(const Element*)(rows + ((query / 8 ^ key) % 8) * 16 + query % 8 * 2));
 #pragma unroll
@@ -148,10 +161,8 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
     const u32 to = smem + L::kRows + role * L::kBytesRows;
 #pragma unroll
     for (int t = 0; t < kRowTiles; t++) {
-        if constexpr (kMaskLeft || kMaskRight) {
-            if (any_non_finite(dq[t])) sum_what_is_seen(args.backward, visible, pair, ds, mine + t, dq[t]);
-            __syncwarp();
-        }
+        if (any_non_finite(dq[t])) sum_what_is_seen(args.backward, visible, pair, ds, head, mine + t, dq[t]);
+        __syncwarp();
         if (threadIdx.x % 128 == 0) tma_store_wait_read();
         barrier_sync(1 + role, 128);
         stage_rows<kColumnsQK>(to, 64 * kRowBytes, dq[t], args.backward.scale);

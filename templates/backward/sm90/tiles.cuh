@@ -50,15 +50,18 @@ struct Uncut {
     __device__ __forceinline__ bool cuts(int tile) const { return tile < begin || tile >= end; }
 };
 
-// Whether sums have met a NaN or an infinity, in any lane of the warp. A key that a query must not see has the weight 0
-// there, and zero times NaN is NaN: such sums are computed once more, without what is not seen. That costs nothing
-// where all elements are finite, as they nearly always are.
+// Whether sums have met a NaN or an infinity, in any lane of the warp. A key that a query does not see, or whose score
+// is -inf, has the weight 0 there, and zero times NaN is NaN: such sums are computed once more, without these keys. That
+// costs nothing where all elements are finite, as they nearly always are.
 template <int kCount> __device__ __forceinline__ bool any_non_finite(const float (&sums)[kCount]) {
     float met = 0.0f;
 #pragma unroll
     for (int i = 0; i < kCount; i++) met = fmaf(sums[i], 0.0f, met);
     return __any_sync(0xffffffff, met != 0.0f);
 }
+
+// Whether a score is -inf: by a product that is not finite, as a mask's would be.
+__device__ __forceinline__ bool takes_no_part(float product, float scale) { return product * scale == -FT_INFINITY; }
 
 // Row of a head of a tensor.
 __device__ __forceinline__ const Element* row_of(const void* tensor, const i64 (&stride)[3], int batch, int head,

@@ -24,7 +24,7 @@ int living[kMaxBlocks];           // threads of a block that have not ended
 const void* arguments;
 u32 first_block, blocks;
 std::string failure;
-bool started;                     // fibers exist
+int started;                      // fibers that exist
 
 // How the next thread is chosen.
 struct Policy {
@@ -74,7 +74,7 @@ void start_fibers() {
     static u8* stacks = nullptr;
     if (!stacks) {
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        void* p = mmap(nullptr, kStack * all_threads(), PROT_READ | PROT_WRITE, flags, -1, 0);
+        void* p = mmap(nullptr, kStack * kMaxThreads, PROT_READ | PROT_WRITE, flags, -1, 0);
         if (p == MAP_FAILED) std::perror("stacks"), std::exit(3);
         stacks = static_cast<u8*>(p);
     }
@@ -94,7 +94,7 @@ void start_fibers() {
         }, 0);
         swapcontext(&here, &there);
     }
-    started = true;
+    started = all_threads();
 }
 
 // The next thread, or null when none can run.
@@ -252,7 +252,7 @@ std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
     thread_copies::reset();
     tensor_core::reset();
     for (Exchange& x : exchanges) x.arrived = 0;
-    if (!started) start_fibers();
+    if (started < all_threads()) start_fibers();
     for (int r = 0; r < kernel.cluster; r++) living[r] = kernel.threads;
     const u32 registers = 65536 / (kernel.threads * kernel.blocks_per_sm) / 8 * 8;
     for (int i = 0; i < all_threads(); i++) {
@@ -269,7 +269,7 @@ std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
         tensor_core::check_done();
     }
     // Fibers that were left in the middle of something cannot be used again.
-    if (alive()) started = false;
+    if (alive()) started = 0;
     return failure;
 }
 
