@@ -5,9 +5,7 @@ use crate::machine::{Emulated, Launch, map_bytes};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
 use flashtune::cache::{Artifact, DeviceFingerprint};
 use flashtune::codegen::abi::{Args, BackwardArgs, BackwardMappedArgs, SideArgs, SideTensorArg};
-use flashtune::codegen::{
-    Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, TemplateSet, Waves,
-};
+use flashtune::codegen::{Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, TemplateSet, Waves};
 use flashtune::runtime::{
     BackwardCase, Buffer, CheckInputs, Compiler, Device, Error, Module, Poison, Result, compiler_for,
 };
@@ -30,6 +28,8 @@ struct State {
     rng: StdRng,
     /// What was allocated, in its order.
     memory: Vec<Arc<Memory>>,
+    /// Waves at the end that are not launched: a fault.
+    lost_waves: usize,
 }
 
 /// Device memory.
@@ -64,11 +64,11 @@ impl Module for Loaded {
 }
 
 impl Machine {
-    fn open(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<Arc<dyn Device>, String> {
+    fn open(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<Arc<Self>, String> {
         let emulated = Emulated::build(kernel, templates)?;
         let (arch, name, driver) = (kernel.arch, "an emulated machine".to_owned(), String::new());
         let fingerprint = DeviceFingerprint { arch, name, units: 4, memory_bytes: 0, cache_bytes: 1 << 20, driver };
-        let state = State { emulated, rng: StdRng::seed_from_u64(seed), memory: Vec::new() };
+        let state = State { emulated, rng: StdRng::seed_from_u64(seed), memory: Vec::new(), lost_waves: 0 };
         Ok(Arc::new(Self { fingerprint, state: Mutex::new(state) }))
     }
 
@@ -85,8 +85,14 @@ impl Machine {
 impl State {
     /// The stages of every wave, within a limit that is drawn anew: the bytes that come out are the same. The scratch
     /// memory begins as NaN and as pointers to nowhere, and nothing can be read behind it.
-    fn run_waves(&mut self, kernel: &Kernel, plan: &LaunchPlan, waves: Waves, args: &BackwardArgs) -> Result<(), String> {
-        let Self { emulated, rng, memory } = self;
+    fn run_waves(
+        &mut self,
+        kernel: &Kernel,
+        plan: &LaunchPlan,
+        waves: Waves,
+        args: &BackwardArgs,
+    ) -> Result<(), String> {
+        let Self { emulated, rng, memory, .. } = self;
         let limit = waves.part_bytes * *[0, 2, 3, 1 << 20].choose(rng).expect("not empty");
         let waves = Waves { limit, ..waves };
         memory.retain(|m| Arc::strong_count(m) > 1);
@@ -100,7 +106,7 @@ impl State {
             .map(|(address, bytes)| machine::Buffer { address: *address, bytes: &mut bytes[..], written: true })
             .collect();
         buffers.push(machine::Buffer { address: at, bytes: &mut scratch, written: true });
-        for (first, count) in waves.iter() {
+        for (first, count) in waves.iter().take(waves.iter().count() - self.lost_waves) {
             let mut bytes: Vec<u8> = maps.iter().flat_map(map_bytes).collect();
             bytes.extend_from_slice(Args::Backward(&args).bytes());
             let sections = waves.sections.map(|n| n.min(1 << rng.random_range(0..3)));
@@ -143,7 +149,7 @@ impl Device for Machine {
             return state.run_waves(module.kernel(), plan, waves, args).map_err(|e| self.failed(e));
         }
         let Some(main) = plan.main().filter(|main| main.grid > 0) else { return Ok(()) };
-        let State { emulated, rng, memory } = &mut *state;
+        let State { emulated, rng, memory, .. } = &mut *state;
         let mut side = Vec::new();
         if let Some(program) = module.kernel().problem.program {
             let tensors = program.declarations().iter().filter(|d| d.axes.is_some()).count();
@@ -308,6 +314,33 @@ fn backward_sm90_kernels() {
     search_with(6, |number| {
         try_backward(&random_sm90(number), &templates, setting("EMULATE_CASES").unwrap_or(3), number)
     });
+}
+
+/// What is said of `backward/sm90` with a fault; an empty text when nothing is. Several key blocks for a thread block,
+/// tiles that are cut on both sides, groups of two heads, NaN in what nobody may see, two waves and more.
+pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
+    let kind = MaskKind { left: true, right: true };
+    let problem = Problem::forward(DType::Bf16, 24, kind).expect("legal").backward();
+    let arch: Arch = "sm_90a".parse().expect("an arch");
+    let bucket = ShapeBucket { parallel: 4, group: 2, q_len: 256, kv_len: 256, ..Default::default() };
+    let schedule = Schedule::default_for(Family::BackwardSm90, &problem, arch, &bucket).expect("supported");
+    let kernel = Kernel { problem, schedule, arch };
+    let mask = Mask::Window { left: Some(130), right: Some(20) };
+    let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 330, kv_len: 300, mask };
+    let found = || -> Result<String, String> {
+        let device = Machine::open(&kernel, templates, seed)?;
+        device.state.lock().expect("no panic").lost_waves = usize::from(what == "a wave too few");
+        for seed in 0..4 {
+            let inputs = CheckInputs { poison: Poison::Nan, lse: true, seed, ..CheckInputs::default() };
+            let case = BackwardCase::new(device.clone(), &problem, &shape, &inputs).map_err(|e| e.to_string())?;
+            let report = case.check(&Loaded(kernel)).map_err(|e| e.to_string())?;
+            if !report.passed() {
+                return Ok(report.to_string());
+            }
+        }
+        Ok(String::new())
+    };
+    found().unwrap_or_else(|e| e)
 }
 
 /// A change of the template, and a word of what is then said.

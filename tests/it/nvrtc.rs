@@ -134,16 +134,13 @@ fn hopper_backward_kernels_compile_as_they_are_written() {
     }
     let hopper = arch("sm_90a");
     let mut kernels = Vec::new();
-    for (i, dims) in [(128, 128), (64, 64), (96, 80), (40, 24), (64, 128), (16, 16)].into_iter().enumerate() {
-        for j in 0..2 {
-            let dtype = [DType::Bf16, DType::F16][(i + j) % 2];
-            let mask = MaskKind::ALL[(i + 2 * j) % 4];
-            let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, mask).unwrap().backward();
-            kernels.push(default_kernel(Family::BackwardSm90, problem, hopper, [4096, 512][(i + j) % 2]));
-        }
+    for (i, dims) in [(128, 128), (64, 64), (96, 80), (40, 24), (64, 128)].into_iter().enumerate() {
+        let dtype = [DType::F16, DType::Bf16][i % 2];
+        let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, MaskKind::ALL[i % 4]).unwrap().backward();
+        kernels.push(default_kernel(Family::BackwardSm90, problem, hopper, [4096, 512][i % 2]));
     }
-    for mask in MaskKind::ALL {
-        let problem = Problem::forward(DType::Bf16, 128, mask).unwrap().backward();
+    for (dim, mask) in [(128, MaskKind { left: true, right: true }), (64, MaskKind::CAUSAL)] {
+        let problem = Problem::forward(DType::Bf16, dim, mask).unwrap().backward();
         let space = Schedule::space(Family::BackwardSm90, &problem, hopper);
         kernels.extend(space.into_iter().map(|schedule| Kernel { problem, schedule, arch: hopper }));
     }

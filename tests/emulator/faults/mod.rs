@@ -1,6 +1,7 @@
 //! Faults that are planted in the templates, each of which the machine or the comparison with the oracle must see, and
 //! see as what it is. A fault whose text is not in the templates any more fails the test: it has to be planted anew.
 
+mod backward_sm90;
 mod programs;
 mod ragged;
 mod sm80;
@@ -89,6 +90,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
     let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
     let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
+    if family == "backward_sm90" {
+        return crate::backward::verdict(&set, number as u64, what);
+    }
     if let "naive_ragged" | "sm80_ragged" | "append" = family {
         return ragged::verdict(family, &set, number as u64, what);
     }
@@ -141,6 +145,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("naive_ragged", ragged::NAIVE),
         ("sm80_ragged", ragged::SM80),
         ("append", ragged::APPENDS),
+        ("backward_sm90", backward_sm90::BACKWARD_SM90),
     ];
     let only = std::env::var("EMULATE_FAMILY").ok();
     let all: Vec<(&str, usize, &Fault)> = families

@@ -1,0 +1,134 @@
+//! Faults of `backward/sm90`.
+
+use super::Fault;
+
+pub const BACKWARD_SM90: &[Fault] = &[
+    // Masks, one query or key off.
+    [
+        "one query too many before the keys",
+        "backward/sm90/keys.cuh",
+        "mine - visible.shift - visible.right :",
+        "mine - visible.shift - visible.right - 1 :",
+        "the oracle says",
+    ],
+    [
+        "one query too many behind the keys",
+        "backward/sm90/keys.cuh",
+        "mine - visible.shift + visible.left :",
+        "mine - visible.shift + visible.left + 1 :",
+        "the oracle says",
+    ],
+    [
+        "a cut tile taken for a whole one",
+        "backward/sm90/tiles.cuh",
+        "tile < begin || tile >= end",
+        "tile >= end",
+        "the oracle says",
+    ],
+    // Tiles, heads and waves.
+    [
+        "the last query tile of a key block is lost",
+        "backward/sm90/keys.cuh",
+        "end = visible.end(block);",
+        "end = max_of(visible.end(block) - 1, begin);",
+        "the oracle says",
+    ],
+    [
+        "the first key block of a row is lost",
+        "backward/sm90/queries.cuh",
+        "if (!written.has(mine + t)) continue;",
+        "if (!written.has(mine + t) || block == blocks.begin) continue;",
+        "the oracle says",
+    ],
+    [
+        "the first head of a group for all",
+        "backward/sm90/layout.cuh",
+        "return kv_head * group + member;",
+        "return kv_head * group + 0 * member;",
+        "the oracle says",
+    ],
+    [
+        "sums of the block before are left",
+        "backward/sm90/keys.cuh",
+        "        clear();\n        keys.wait(smem);",
+        "        keys.wait(smem);",
+        "the oracle says",
+    ],
+    [
+        "every wave is the first",
+        "backward/sm90/keys.cuh",
+        "const Pair pair(args.backward, args.first_pair + at.pair);\n        key",
+        "const Pair pair(args.backward, at.pair);\n        key",
+        "the oracle says",
+    ],
+    // Of the launch, not of a template.
+    ["a wave too few", "backward/sm90.cu", "constexpr", "constexpr", "the oracle says"],
+    [
+        "dS lies over the statistics",
+        "backward/sm90/layout.cuh",
+        "statistics_of(args, heads) + head_index",
+        "statistics_of(args, 0) + head_index",
+        "the oracle says",
+    ],
+    [
+        "dS with its rows in another order",
+        "backward/sm90/keys.cuh",
+        "((chunk ^ row) % 8) * 16",
+        "(chunk % 8) * 16",
+        "the oracle says",
+    ],
+    // Statistics.
+    ["no gradient by the log-sum-exp", "backward/sm90/statistics.cuh", "sum - a.dlse[at]", "sum", "the oracle says"],
+    // What zero times NaN leaves.
+    ["NaN of queries that are not seen", "backward/sm90/keys.cuh", "if (met)", "if (false)", "the oracle says"],
+    [
+        "NaN of keys that are not seen",
+        "backward/sm90/queries.cuh",
+        "if (any_non_finite(dq[t]))",
+        "if (false)",
+        "the oracle says",
+    ],
+    // Order and barriers.
+    [
+        "no fence after dS",
+        "backward/sm90/keys.cuh",
+        "        fence_async_proxy();\n        __syncwarp();\n        if (lane() == 0) spills.commit(smem);",
+        "        __syncwarp();\n        if (lane() == 0) spills.commit(smem);",
+        "no fence.proxy.async",
+    ],
+    [
+        "dS overwritten while it is copied",
+        "backward/sm90/keys.cuh",
+        "            tma_store_wait_read();\n            spills.release(smem);",
+        "            spills.release(smem);",
+        "on its way|on their way|the oracle says",
+    ],
+    [
+        "dS taken away before all of it is there",
+        "backward/sm90/keys.cuh",
+        "SpillRing::init(smem, i, 4 * kWarpgroups, 1)",
+        "SpillRing::init(smem, i, 4 * kWarpgroups - 1, 1)",
+        "no fence.proxy.async|on its way|on their way|the oracle says",
+    ],
+    [
+        "Q freed before dK has it",
+        "backward/sm90/keys.cuh",
+        "            wgmma_wait<0>();\n            wgmma_touch(dk);\n            if (lane() == 0) queries.release",
+        "            if (lane() == 0) queries.release",
+        "on its way|while wgmma ran|the oracle says",
+    ],
+    [
+        "K overwritten before dK is away",
+        "backward/sm90/keys.cuh",
+        "            tma_store_wait_read();\n            mbarrier_arrive(ValueRing",
+        "            mbarrier_arrive(ValueRing",
+        "on its way|on their way|the oracle says",
+    ],
+    [
+        "dQ overwritten while it is copied",
+        "backward/sm90/queries.cuh",
+        "        if (threadIdx.x % 128 == 0) tma_store_wait_read();\n",
+        "",
+        "on its way|on their way|the oracle says",
+    ],
+];
