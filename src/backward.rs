@@ -71,8 +71,9 @@ impl<'a> Backward<'a> {
 
 impl Engine {
     /// Computes dQ, dK and dV on the caller's stream and returns at once (on the CPU when done). The same call gives
-    /// the same bytes. A warm call allocates nothing; the first of its class may compile, by policy. Gives back what
-    /// runs; does nothing, and gives nothing back, when no gradient has an element.
+    /// the same bytes. A warm call allocates nothing (but where stages leave results for each other: memory for that,
+    /// in the stream's order, within [`crate::Builder::scratch_limit`]); the first of its class may compile, by policy.
+    /// Gives back what runs; does nothing, and gives nothing back, when no gradient has an element.
     ///
     /// Rows that attend to nothing, and keys that no query sees, have gradients of zero.
     ///

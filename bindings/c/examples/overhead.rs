@@ -65,6 +65,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         bundles_len: 0,
         quick_first: 0,
         reserved: 0,
+        scratch_limit: 0,
     };
     let args = ForwardArgs {
         struct_size: size_of::<ForwardArgs>() as u32,

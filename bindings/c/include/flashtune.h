@@ -611,6 +611,9 @@ typedef struct flashtune_options {
   int32_t quick_first;
   // 0.
   int32_t reserved;
+  // Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would take
+  // more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as results.
+  uint64_t scratch_limit;
 } flashtune_options;
 
 // One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
@@ -821,8 +824,9 @@ flashtune_status flashtune_append(flashtune_engine engine, const struct flashtun
 flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct flashtune_append_args *args);
 
 // Computes dQ, dK and dV on `args->stream` and returns at once (on the CPU when done). The same call gives the same
-// bytes. The first call of a kind may compile; later ones launch, allocate nothing and wait for nothing, and may be
-// captured in a CUDA graph. Does nothing when no gradient has an element.
+// bytes. The first call of a kind may compile; later ones launch and wait for nothing, allocate nothing but scratch memory
+// in the stream's order (`scratch_limit` of flashtune_options), and may be captured in a CUDA graph. Does nothing when
+// no gradient has an element.
 //
 // Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Derivatives
 // of a score program at a kink are those of PyTorch.

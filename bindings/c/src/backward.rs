@@ -66,8 +66,9 @@ pub struct BackwardArgs {
 }
 
 /// Computes dQ, dK and dV on `args->stream` and returns at once (on the CPU when done). The same call gives the same
-/// bytes. The first call of a kind may compile; later ones launch, allocate nothing and wait for nothing, and may be
-/// captured in a CUDA graph. Does nothing when no gradient has an element.
+/// bytes. The first call of a kind may compile; later ones launch and wait for nothing, allocate nothing but scratch memory
+/// in the stream's order (`scratch_limit` of flashtune_options), and may be captured in a CUDA graph. Does nothing when
+/// no gradient has an element.
 ///
 /// Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Derivatives
 /// of a score program at a kink are those of PyTorch.

@@ -78,6 +78,9 @@ unsafe fn build(options: Option<&Options>) -> Result<Engine> {
     if let Some(yes) = quick_first(options.quick_first)? {
         builder = builder.quick_first(yes);
     }
+    if options.scratch_limit > 0 {
+        builder = builder.scratch_limit(options.scratch_limit);
+    }
     // SAFETY: as above.
     unsafe {
         if let Some(folder) = input::path(options.cache_dir, "cache_dir")? {

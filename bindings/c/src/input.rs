@@ -57,7 +57,7 @@ unsafe impl Sized32 for BackwardArgs {
 
 #[cfg(target_pointer_width = "64")]
 const _: () = {
-    assert!(size_of::<Options>() == 64 && size_of::<ForwardArgs>() == 424);
+    assert!(size_of::<Options>() == 72 && size_of::<ForwardArgs>() == 424);
     assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576 && size_of::<AppendArgs>() == 560);
     assert!(size_of::<BackwardArgs>() == 744);
 };

@@ -228,6 +228,9 @@ pub struct Options {
     pub quick_first: i32,
     /// 0.
     pub reserved: i32,
+    /// Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would take
+    /// more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as results.
+    pub scratch_limit: u64,
 }
 
 /// A tensor [batch, heads, rows, head_dim] in memory of the engine's device.

@@ -66,6 +66,7 @@ class Options(ctypes.Structure):
         ("bundles_len", ctypes.c_uint64),
         ("quick_first", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+        ("scratch_limit", ctypes.c_uint64),
     ]
 
 

@@ -27,10 +27,20 @@ class Engine:
     bundles: bundle files to search after the cache, before those of ``FLASHTUNE_BUNDLES``.
     quick_first: whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a quarter
         of the time, with the same bits, until their own is there; ``None``: what ``FLASHTUNE_QUICK_FIRST`` says, else yes.
+    scratch_limit: most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; ``None``: 1 GiB.
+        One that would take more runs in waves of KV heads, with the same bytes as results.
     """
 
     def __init__(
-        self, device, *, policy="default", cache_dir=None, templates_dir=None, bundles=(), quick_first=None
+        self,
+        device,
+        *,
+        policy="default",
+        cache_dir=None,
+        templates_dir=None,
+        bundles=(),
+        quick_first=None,
+        scratch_limit=None,
     ):
         self.device = _device_name(device)
         if not isinstance(policy, str) or policy not in abi.POLICIES:
@@ -39,6 +49,8 @@ class Engine:
             raise InvalidArgument(f"bundles is {bundles!r}; pass a list of paths")
         if quick_first is not None and not isinstance(quick_first, bool):
             raise InvalidArgument(f"quick_first is {quick_first!r}; it is True, False or None")
+        if scratch_limit is not None and (type(scratch_limit) is not int or not 0 < scratch_limit < 1 << 64):
+            raise InvalidArgument(f"scratch_limit is {scratch_limit!r}; it is a positive number of bytes, or None")
         files = [_path("a bundle", b) for b in bundles]
         options = abi.Options(
             struct_size=ctypes.sizeof(abi.Options),
@@ -49,6 +61,7 @@ class Engine:
             bundles=(ctypes.c_char_p * len(files))(*files),
             bundles_len=len(files),
             quick_first=abi.QUICK_FIRST[quick_first],
+            scratch_limit=scratch_limit or 0,
         )
         handle = ctypes.c_uint64()
         lib = abi.library()

@@ -97,6 +97,8 @@ class Engines(unittest.TestCase):
             # Not the folder `a`.
             (flashtune.InvalidArgument, "zero byte", {"cache_dir": "a\0b"}),
             (flashtune.InvalidArgument, "quick_first", {"quick_first": 2}),
+            (flashtune.InvalidArgument, "scratch_limit", {"scratch_limit": 0}),
+            (flashtune.InvalidArgument, "scratch_limit", {"scratch_limit": True}),
             (flashtune.InvalidArgument, "list of paths", {"bundles": "a.ftb"}),
             (flashtune.InvalidArgument, "cache_dir", {"cache_dir": ""}),
             (flashtune.Error, "/nonexistent", {"templates_dir": "/nonexistent"}),
