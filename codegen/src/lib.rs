@@ -38,10 +38,10 @@ pub use constraints::{Constraint, Constraints};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
-    AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, BackwardSm90Schedule,
-    CpuRaggedSchedule, CpuSchedule, Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose, RaggedAccount,
-    RaggedUnaddressable, Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale,
-    Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, backward_unaddressable,
+    AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, BackwardSm80Schedule,
+    BackwardSm90Schedule, CpuRaggedSchedule, CpuSchedule, Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose,
+    RaggedAccount, RaggedUnaddressable, Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule,
+    Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, backward_unaddressable,
     has_loose_biases, is_addressable, ragged_unaddressable, unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};

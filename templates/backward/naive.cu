@@ -47,19 +47,7 @@ static_assert(4 * (3 * kBlockQ * kPitch + 2 * kBlockQ * kPitchP + 2 * kBlockQ) =
 // In the place of a weight, which is not negative: the query does not attend to the key.
 constexpr float kMasked = -1.0f;
 
-// What is computed of a score, and its derivative by the score.
-struct Gradient {
-    float value, slope;
-};
-#if FT_PROGRAM
-__device__ __forceinline__ Gradient score_gradient(const ProgramHead& head, int q, int kv, float score) {
-    FT_PROGRAM_HEAD;
-    (void)q, (void)kv;
-@{ gradient_code }@    return Gradient{@{ gradient_value }@, @{ gradient_slope }@};
-}
-#else
-__device__ __forceinline__ Gradient score_gradient(const ProgramHead&, int, int, float score) { return {score, 1.0f}; }
-#endif
+<% include "lib/cuda/score/gradient.cuh" %>
 
 // Sum over the 16 threads that share a row.
 __device__ __forceinline__ float row_sum(float x) {

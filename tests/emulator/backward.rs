@@ -1,11 +1,11 @@
-//! `backward/naive` and `backward/sm90` on the emulated machine, by runtime's own check: the machine is a device to it.
+//! Families of gradients on the emulated machine, by runtime's own check: the machine is a device to it.
 
 use crate::cases::address;
 use crate::machine::{Emulated, Launch, map_bytes};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
 use flashtune::cache::{Artifact, DeviceFingerprint};
 use flashtune::codegen::abi::{Args, BackwardArgs, BackwardMappedArgs, SideArgs, SideTensorArg};
-use flashtune::codegen::{Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, TemplateSet, Waves};
+use flashtune::codegen::{Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, StageEntry, TemplateSet, Waves};
 use flashtune::runtime::{
     BackwardCase, Buffer, CheckInputs, Compiler, Device, Error, Module, Poison, Result, compiler_for,
 };
@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 /// A kernel on the machine, as a device that has this one kernel and memory for its calls.
-struct Machine {
+pub struct Machine {
     fingerprint: DeviceFingerprint,
     state: Mutex<State>,
 }
@@ -52,7 +52,7 @@ impl Buffer for Allocated {
     }
 }
 
-struct Loaded(Kernel);
+pub struct Loaded(pub Kernel);
 
 impl Module for Loaded {
     fn as_any(&self) -> &dyn Any {
@@ -64,7 +64,7 @@ impl Module for Loaded {
 }
 
 impl Machine {
-    fn open(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<Arc<Self>, String> {
+    pub fn open(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<Arc<Self>, String> {
         let emulated = Emulated::build(kernel, templates)?;
         let (arch, name, driver) = (kernel.arch, "an emulated machine".to_owned(), String::new());
         let fingerprint = DeviceFingerprint { arch, name, units: 4, memory_bytes: 0, cache_bytes: 1 << 20, driver };
@@ -148,7 +148,17 @@ impl Device for Machine {
         if let (Some(waves), Args::Backward(args)) = (plan.waves, args) {
             return state.run_waves(module.kernel(), plan, waves, args).map_err(|e| self.failed(e));
         }
-        let Some(main) = plan.main().filter(|main| main.grid > 0) else { return Ok(()) };
+        let mut before = [0; 2];
+        let stages = || plan.stages().filter(|s| s.entry != StageEntry::MAIN).zip(0..);
+        stages().for_each(|(stage, i): (_, usize)| before[i] = stage.grid);
+        let main = plan.stages().find(|s| s.entry == StageEntry::MAIN).expect("every kernel has one");
+        if plan.is_empty() {
+            return Ok(());
+        }
+        // The machine has one size for all stages.
+        let resources = module.kernel().resources();
+        assert!(plan.stages().all(|s| s.threads == resources.threads), "stages of other threads");
+        assert_eq!(plan.stages().map(|s| s.smem_bytes).max(), Some(resources.smem_bytes), "other shared memory");
         let State { emulated, rng, memory, .. } = &mut *state;
         let mut side = Vec::new();
         if let Some(program) = module.kernel().problem.program {
@@ -167,10 +177,10 @@ impl Device for Machine {
         let launch = Launch {
             seed: rng.random(),
             stage: 0,
-            prelude: ([0; 2], [0; 2]),
+            prelude: (before, [0; 2]),
             grid: main.blocks(rng.random_range(1..=5)),
             threads: main.threads,
-            smem_bytes: main.smem_bytes,
+            smem_bytes: resources.smem_bytes,
             args: args.bytes().to_vec(),
             any_order: true,
             hopper: None,
@@ -284,7 +294,7 @@ fn random_case(kind: MaskKind, lengths: &[u32], rng: &mut StdRng) -> (Shape, Che
 }
 
 /// Checks calls of a kernel. What goes wrong comes back with what is needed to see it again.
-fn try_backward(kernel: &Kernel, templates: &TemplateSet, calls: u64, seed: u64) -> Result<(), String> {
+pub fn try_backward(kernel: &Kernel, templates: &TemplateSet, calls: u64, seed: u64) -> Result<(), String> {
     let device = Machine::open(kernel, templates, seed)?;
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..calls {

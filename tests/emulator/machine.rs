@@ -2,9 +2,7 @@
 
 use crate::translate::translate;
 use flashtune::codegen::score::MAX_BIASES;
-use flashtune::codegen::{
-    Arch, Kernel, Mask, Schedule, Shape, StageEntry, StageRole, TemplateSet, TensorMapSpec, Tiling,
-};
+use flashtune::codegen::{Arch, Kernel, Mask, Schedule, Shape, StageEntry, TemplateSet, TensorMapSpec, Tiling};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Read, Write};
@@ -148,7 +146,7 @@ impl Emulated {
             Arch::Cpu(_) => return Err("the machine is no host processor".into()),
         };
         let call = |entry: &StageEntry| format!("EMULATED_CALL({}{}, arguments)", source.entry, entry.suffix);
-        let before = kernel.entries().iter().filter(|e| e.role == StageRole::MaskMetadata);
+        let before = kernel.entries().iter().filter(|e| **e != StageEntry::MAIN);
         let before = before.map(call).collect::<Vec<_>>().join(", ");
         let stages = match stages(kernel, &source.entry)? {
             Some(stages) => format!("ptx::Kernel ptx::kernels[] = {{{stages}}};"),

@@ -6,6 +6,7 @@
 
 mod appends;
 mod backward;
+mod backward_sm80;
 mod block_masks;
 mod cases;
 mod faults;

@@ -30,7 +30,7 @@ pub fn default_kernel(family: Family, problem: Problem, arch: Arch, len: u32) ->
 }
 
 /// Compiles on all cores and collects what went wrong.
-fn compile_all(kernels: &[Kernel], spills_allowed: bool) {
+fn compile_all(kernels: &[Kernel], most_spilled: u32) {
     let nvrtc = Nvrtc::find().expect("checked by the caller");
     let templates = TemplateSet::embedded();
     let next = std::sync::atomic::AtomicUsize::new(0);
@@ -39,7 +39,7 @@ fn compile_all(kernels: &[Kernel], spills_allowed: bool) {
         for _ in 0..std::thread::available_parallelism().map_or(2, |n| n.get()) {
             scope.spawn(|| {
                 while let Some(kernel) = kernels.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
-                    if let Err(e) = compile_one(&nvrtc, kernel, &templates, spills_allowed) {
+                    if let Err(e) = compile_one(&nvrtc, kernel, &templates, most_spilled) {
                         wrong.lock().unwrap().push(format!("{}: {e}", kernel.name()));
                     }
                 }
@@ -50,7 +50,7 @@ fn compile_all(kernels: &[Kernel], spills_allowed: bool) {
     assert!(wrong.is_empty(), "{} of {} kernels:\n{}", wrong.len(), kernels.len(), wrong.join("\n"));
 }
 
-fn compile_one(nvrtc: &Nvrtc, kernel: &Kernel, templates: &TemplateSet, spills_allowed: bool) -> Result<(), String> {
+fn compile_one(nvrtc: &Nvrtc, kernel: &Kernel, templates: &TemplateSet, most_spilled: u32) -> Result<(), String> {
     let artifact = compile_with(nvrtc, kernel, templates).map_err(|e| e.to_string())?;
     let facts = &artifact.facts;
     elf::check(&artifact.bytes).map_err(|why| format!("the result is no cubin: {why}"))?;
@@ -66,7 +66,7 @@ fn compile_one(nvrtc: &Nvrtc, kernel: &Kernel, templates: &TemplateSet, spills_a
     if registers > 65536 {
         return Err(format!("{registers} registers for one block"));
     }
-    if !spills_allowed && facts.spill_bytes > 0 {
+    if facts.spill_bytes > most_spilled {
         return Err(format!("{} bytes of spills at {} registers", facts.spill_bytes, facts.registers));
     }
     if !facts.warnings.is_empty() {
@@ -99,7 +99,7 @@ fn default_schedules_compile_without_spills() {
         let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
         kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_90a"), 4096));
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
 }
 
 /// On the oldest arch too, whose shared memory is the smallest.
@@ -122,7 +122,34 @@ fn plain_backward_kernels_compile_without_spills() {
         let problem = Problem { mask: MaskKind::FULL, ..problem }.with_program(program);
         kernels.push(default_kernel(Family::BackwardNaive, problem, arch(["sm_80", "sm_75"][i % 2]), 1024));
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
+}
+
+/// Head dims of every kind of tile, and archs of less shared memory. Of 256 threads with all of their registers a few bytes
+/// leave them, of addresses that are read again at the start of a step.
+#[test]
+fn backward_sm80_kernels_compile_with_next_to_no_spills() {
+    if common::nvrtc_or_skip("backward_sm80_kernels_compile_with_next_to_no_spills").is_none() {
+        return;
+    }
+    let dims = [(64, 64), (128, 128), (256, 256), (192, 128), (40, 72), (16, 256)];
+    let programs = [
+        "slopes: float[heads]; score = 30.0 * tanh(score / 30.0) - slopes[h] * abs(q - kv);",
+        "doc: int[batch, kv_len] nondecreasing; sinks: float[heads]; mask = doc[b, kv] == doc[b, q]; sink = sinks[h];",
+        "bias: bf16[heads, q_len, kv_len]; mask = kv % 3 != q % 4; score = max(score, 0.1 * score) + bias[h, q, kv];",
+    ];
+    let dtypes = [DType::F16, DType::Bf16];
+    let mut kernels = Vec::new();
+    for (i, (dim_qk, dim_v)) in dims.into_iter().enumerate() {
+        let problem = Problem::forward_qk_v(dtypes[i % 2], dim_qk, dim_v, MaskKind::ALL[i % 4]).unwrap().backward();
+        let program = Program::parse(programs[i % 3]).unwrap();
+        let with_program = Problem { mask: MaskKind::FULL, ..problem }.with_program(program);
+        for (problem, arch_name) in [(problem, ["sm_90a", "sm_80"][i % 2]), (with_program, ["sm_86", "sm_90a"][i % 2])]
+        {
+            kernels.push(default_kernel(Family::BackwardSm80, problem, arch(arch_name), 1024));
+        }
+    }
+    compile_all(&kernels, 16);
 }
 
 /// Spills would be loads and stores among matrix instructions, and products that the compiler serialises would wait for
@@ -172,7 +199,7 @@ fn plain_ragged_kernels_compile_without_spills() {
             1024,
         ));
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
 }
 
 #[test]
@@ -191,7 +218,7 @@ fn quick_schedules_compile_to_little_and_without_spills() {
             Kernel { schedule: default.schedule.quick().expect("one"), ..default }
         })
         .collect();
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
     // What a compiler's time goes by, and no other process disturbs.
     let size = |kernel| compile_with(&*Nvrtc::find().unwrap(), kernel, &TemplateSet::embedded()).unwrap().bytes.len();
     let default = default_kernel(Family::ForwardSm90, problem(1, 128), arch("sm_90a"), 4096);
@@ -223,7 +250,7 @@ fn a_sample_of_the_searched_space_compiles_on_every_arch() {
         kernels.extend(space.choose(&mut rng));
     }
     // A schedule of the space may spill: that is what the tuner prunes by the log.
-    compile_all(&kernels, true);
+    compile_all(&kernels, u32::MAX);
 }
 
 /// Masks and changes of the score that hosts use, by shape of what they cost: bounds, tensors, divisions, functions.
@@ -269,7 +296,7 @@ fn score_programs_compile_without_spills_in_default_schedules() {
         let problem = Problem::forward(DType::Bf16, dim, mask).unwrap().with_program(program.clone());
         kernels.push(default_kernel(Family::ForwardSm90, problem, arch("sm_90a"), 4096));
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
 }
 
 /// A Hopper kernel whose matrix instructions the compiler serialises, or whose registers it does not hand over, is a
@@ -293,7 +320,7 @@ fn hopper_kernels_compile_as_they_are_written() {
         let problem = Problem::forward(DType::Bf16, 128, mask).unwrap();
         kernels.push(default_kernel(Family::ForwardSm90, problem, hopper, 4096));
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
     // What the model lets through must hold, wherever in the space. A few values that the producer parks once per tile are no
     // matter there: the tuner measures such kernels.
     kernels.clear();
@@ -309,7 +336,7 @@ fn hopper_kernels_compile_as_they_are_written() {
         assert!(space.len() > 50, "{problem}: {} schedules", space.len());
         kernels.extend(space.choose(&mut rng));
     }
-    compile_all(&kernels, true);
+    compile_all(&kernels, u32::MAX);
 }
 
 #[test]
@@ -325,7 +352,7 @@ fn f32_on_every_arch_compiles_on_the_exact_path() {
             kernels.push(default_kernel(Family::ForwardNaive, problem, arch(name), 1024));
         }
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
 }
 
 /// Every element of a store, and every layout that is a constant of the code.
@@ -349,7 +376,7 @@ fn append_kernels_compile_without_spills() {
             kernels.push(default_kernel(Family::AppendCuda, problem, arch, 1));
         }
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
 }
 
 #[test]

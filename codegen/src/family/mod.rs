@@ -13,6 +13,7 @@ pub(crate) mod append_cpu;
 pub(crate) mod append_cuda;
 pub(crate) mod backward_cpu;
 pub(crate) mod backward_naive;
+pub(crate) mod backward_sm80;
 pub(crate) mod backward_sm90;
 pub(crate) mod fields;
 pub(crate) mod forward_cpu;
@@ -30,6 +31,7 @@ pub use append_cpu::AppendCpuSchedule;
 pub use append_cuda::AppendCudaSchedule;
 pub use backward_cpu::BackwardCpuSchedule;
 pub use backward_naive::BackwardNaiveSchedule;
+pub use backward_sm80::BackwardSm80Schedule;
 pub use backward_sm90::{BackwardSm90Schedule, backward_unaddressable};
 pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
@@ -266,6 +268,8 @@ families! {
     "append/cpu": AppendCpu = AppendCpu(AppendCpuSchedule);
     /// Gradients by wgmma and TMA, dS written once.
     "backward/sm90": BackwardSm90 = BackwardSm90(BackwardSm90Schedule);
+    /// Gradients by mma.sync and cp.async.
+    "backward/sm80": BackwardSm80 = BackwardSm80(BackwardSm80Schedule);
     /// Gradients in C for the host processor.
     "backward/cpu": BackwardCpu = BackwardCpu(BackwardCpuSchedule);
     /// Gradients in plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
@@ -571,7 +575,7 @@ mod tests {
             assert!(e.contains("op") && e.contains("quantise"), "{e}");
         }
         assert!(Family::candidates(&problem, arch("sm_90a")).is_empty());
-        let fast = [Family::BackwardSm90, Family::BackwardNaive];
+        let fast = [Family::BackwardSm90, Family::BackwardSm80, Family::BackwardNaive];
         assert_eq!(Family::candidates(&forward.backward(), arch("sm_90a")), fast);
         assert_eq!(Family::candidates(&forward.backward(), arch("sm_80")), fast[1..]);
         assert_eq!(Family::candidates(&forward.backward(), arch("cpu-avx2")), [Family::BackwardCpu]);

@@ -29,6 +29,8 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         | Schedule::AppendCuda(_)
         | Schedule::AppendCpu(_)
         | Schedule::BackwardCpu(_)
+        // Gradients are not tuned.
+        | Schedule::BackwardSm80(_)
         | Schedule::BackwardSm90(_)
         | Schedule::BackwardNaive(_) => 1.0,
     }

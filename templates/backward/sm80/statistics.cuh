@@ -1,0 +1,35 @@
+// The first stage: log-sum-exp and D of every query, into the first eight bytes of its row of dQ.
+
+constexpr int kLanesOfRow = 8;
+
+__device__ __forceinline__ float sum_of_products(u32 x, u32 y, float sum) {
+    sum = fmaf(to_float(Element{u16(x)}), to_float(Element{u16(y)}), sum);
+    return fmaf(to_float(Element{u16(x >> 16)}), to_float(Element{u16(y >> 16)}), sum);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(const __grid_constant__ KernelArgs args) {
+    const Tile tile = decode_tile<kThreads / kLanesOfRow, false, false>(args, block_index());
+    const int lane = threadIdx.x % kLanesOfRow, row = threadIdx.x / kLanesOfRow;
+    const bool exists = row < tile.rows;
+    float sum = 0.0f;
+    if (exists) {
+        const u16* o = rows_of((const u16*)args.o, args.o_stride, tile.batch, tile.head, tile.row + row);
+        const u16* dout = rows_of((const u16*)args.dout, args.dout_stride, tile.batch, tile.head, tile.row + row);
+#pragma unroll
+        for (int chunk = lane; chunk < TileV::kValidChunks; chunk += kLanesOfRow) {
+            const uint4 x = *(const uint4*)(o + chunk * 8), y = *(const uint4*)(dout + chunk * 8);
+            sum = sum_of_products(x.y, y.y, sum_of_products(x.x, y.x, sum));
+            sum = sum_of_products(x.w, y.w, sum_of_products(x.z, y.z, sum));
+        }
+    }
+#pragma unroll
+    for (int apart = 1; apart < kLanesOfRow; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
+    if (!exists || lane != 0) return;
+    const i64 at = (i64(tile.batch) * args.heads + tile.head) * args.q_len + tile.row + row;
+    const float lse = args.lse[at];
+    const bool empty = lse == -FT_INFINITY;
+    float* to = (float*)rows_of((u16*)args.dq, args.dq_stride, tile.batch, tile.head, tile.row + row);
+    // A sum that overflowed says nothing of a row's weights.
+    to[0] = empty ? kEmpty : lse == FT_INFINITY ? __int_as_float(0x7fffffff) : lse * kLog2E;
+    to[1] = empty ? 0.0f : args.dlse != nullptr ? sum - args.dlse[at] : sum;
+}
