@@ -171,7 +171,7 @@ fn hopper_backward_kernels_compile_as_they_are_written() {
         let space = Schedule::space(Family::BackwardSm90, &problem, hopper);
         kernels.extend(space.into_iter().map(|schedule| Kernel { problem, schedule, arch: hopper }));
     }
-    compile_all(&kernels, false);
+    compile_all(&kernels, 0);
 }
 
 /// Stores of every kind, and programs with each of their parts.
