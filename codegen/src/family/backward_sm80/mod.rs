@@ -92,7 +92,7 @@ impl BackwardSm80Schedule {
         };
         let fits = |s: &Self| resources::smem_bytes(s, problem) <= sm.limits().smem_per_block;
         let all = || tiles.iter().copied().map(of);
-        all().find(fits).or(all().last()).expect("there is a tile")
+        all().find(fits).or(all().next_back()).expect("there is a tile")
     }
 }
 
