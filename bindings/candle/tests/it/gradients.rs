@@ -30,8 +30,8 @@ fn gradients_match_those_that_candle_derives() -> Result<()> {
     let slopes = [0.5f32, 0.25, 0.125, 0.0625];
     let on_device = Tensor::new(&slopes, &device())?;
     let bias = alibi(&slopes, q_len, kv_len);
-    // An odd head dim, groups of heads, and rows that see nothing.
-    for dim in [32, 59] {
+    // With and without zeros behind the rows; groups of heads, and keys that nobody sees.
+    for dim in [64, 59] {
         let of_k = [2, kv_len, 2, dim];
         let vars = variables([&[2, q_len, 4, dim], &of_k, &of_k])?;
         let [q, k, v] = vars.each_ref().map(Var::as_tensor);
@@ -67,7 +67,7 @@ fn gradients_of_half_precision_are_rounded_ones() -> Result<()> {
 
 #[test]
 fn gradients_go_through_transposed_tensors() -> Result<()> {
-    let shape: &[usize] = &[2, 4, 18, 32];
+    let shape: &[usize] = &[2, 4, 18, 64];
     let vars = variables([shape, shape, shape])?;
     let [q, k, v] = vars.each_ref().map(|t| t.as_tensor().transpose(1, 2));
     let (q, k, v) = (q?, k?, v?);
@@ -80,7 +80,7 @@ fn gradients_go_through_transposed_tensors() -> Result<()> {
 #[test]
 fn gradients_of_packs_are_those_of_their_sequences() -> Result<()> {
     let (q_lens, kv_lens) = ([3usize, 0, 9], [5usize, 4, 9]);
-    let vars = variables([&[12, 4, 32], &[18, 2, 32], &[18, 2, 32]])?;
+    let vars = variables([&[12, 4, 64], &[18, 2, 64], &[18, 2, 64]])?;
     let [q, k, v] = vars.each_ref().map(Var::as_tensor);
     let of_q = Tensor::new(&[0u32, 3, 3, 12], &device())?;
     let of_k = Tensor::new(&[0u32, 5, 9, 18], &device())?;
@@ -112,8 +112,8 @@ fn gradients_of_packs_are_those_of_their_sequences() -> Result<()> {
 
 #[test]
 fn a_step_of_training_lowers_the_loss() -> Result<()> {
-    let vars = variables([&[1, 16, 2, 32], &[1, 16, 2, 32], &[1, 16, 2, 32]])?;
-    let goal = noise(12, &[1, 16, 2, 32]);
+    let vars = variables([&[1, 16, 2, 64], &[1, 16, 2, 64], &[1, 16, 2, 64]])?;
+    let goal = noise(12, &[1, 16, 2, 64]);
     let loss = || -> Result<Tensor> {
         let [q, k, v] = vars.each_ref().map(Var::as_tensor);
         (flash_attn(q, k, v, 0.2, true)? - &goal)?.sqr()?.sum_all()
