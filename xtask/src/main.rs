@@ -17,8 +17,9 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "usage: cargo xtask COMMAND
 
 commands:
-  test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`; without ARGS also `python`
+  test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`; without ARGS also `python` and `candle`
   python [ARGS] the tests of bindings/python: `python -m unittest discover ARGS`
+  candle [ARGS] the tests of bindings/candle, a workspace of its own: `cargo test --workspace ARGS` there
   ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
   cubins ARGS   fingerprints of the default kernels' machine code: `write FILE [--sample N]`, `compare OLD NEW`
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
     let outcome = match args.next().as_deref() {
         Some("test") => test(&args.collect::<Vec<_>>()),
         Some("python") => python::test(&root(), &args.collect::<Vec<_>>()),
+        Some("candle") => candle(&args.collect::<Vec<_>>()),
         Some("ci") => ci(),
         Some("package") => return package::main(&root(), args),
         Some("header") => header::write(&root()),
@@ -88,10 +90,18 @@ fn test(args: &[String]) -> Result<()> {
     command.env("FLASHTUNE_OLDEST_NVRTC", nvrtc::ensure_oldest(&root())?);
     run(command)?;
     match args {
-        [] => python::test(&root(), &[]),
+        [] => python::test(&root(), &[]).and_then(|()| candle(&[])),
         // Whoever names tests names those of cargo.
         _ => Ok(()),
     }
+}
+
+/// candle's 190 dependencies are no part of the root's lock file, lints and builds.
+fn candle(args: &[String]) -> Result<()> {
+    let mut command = cargo();
+    command.current_dir(root().join("bindings/candle"));
+    command.args(["test", "--locked", "--workspace"]).args(args);
+    run(command)
 }
 
 /// Runs `examples/cubins.rs`: NVRTC takes nearly all of its time.
@@ -105,6 +115,9 @@ fn cubins(args: &[String]) -> Result<()> {
 fn ci() -> Result<()> {
     let mut fmt = cargo();
     fmt.args(["fmt", "--all", "--check"]);
+    run(fmt)?;
+    let mut fmt = cargo();
+    fmt.args(["fmt", "--all", "--check", "--manifest-path", "bindings/candle/Cargo.toml"]);
     run(fmt)?;
     let mut clippy = cargo();
     clippy.args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]);
