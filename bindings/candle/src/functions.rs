@@ -34,7 +34,6 @@ fn paged(
     qkv: [&Tensor; 3],
     lengths: &Lengths<'_>,
     pages: &Pages<'_>,
-    ranges: Option<&Tensor>,
     scale: f32,
     [left, right]: Window,
     softcap: Option<f32>,
@@ -42,7 +41,7 @@ fn paged(
 ) -> Outputs {
     let mut mask = windows::mask(left, right, lengths.max_k);
     let mut changes = Changes { softcap, ..Changes::default() };
-    if let Some(ranges) = ranges
+    if let Some(ranges) = pages.ranges
         && mask != flashtune::Mask::Full
     {
         // The window is part of the program: ranges see more than it.
@@ -226,9 +225,9 @@ functions! {
         softcap: Option<f32>,
     ), |lse| {
         let lengths = Lengths { q: seqlens_q, k: seqlens_k, max_q: max_seqlen_q, max_k: max_seqlen_k };
-        let pages = Pages { table: block_table, tokens: page_block_size };
+        let pages = Pages { table: block_table, tokens: page_block_size, ranges: mm_prefix_ranges };
         let window = [window_size_left, window_size_right];
-        paged([q, k, v], &lengths, &pages, mm_prefix_ranges, softmax_scale, window, softcap, lse)
+        paged([q, k, v], &lengths, &pages, softmax_scale, window, softcap, lse)
     };
 
     /// [`flash_attn_varlen`] with ALiBi, as [`flash_attn_alibi`].

@@ -27,6 +27,8 @@ pub(crate) struct Lengths<'a> {
 pub(crate) struct Pages<'a> {
     pub table: &'a Tensor,
     pub tokens: usize,
+    /// `mm_prefix_ranges`.
+    pub ranges: Option<&'a Tensor>,
 }
 
 /// O `[total_q, heads, dim]`, and the log-sum-exp `[heads, total_q]` if it is wanted.

@@ -106,7 +106,8 @@ fn layouts_of_any_strides_give_the_same() -> Result<()> {
     };
     let columns = |t: &Tensor| t.transpose(1, 3)?.contiguous()?.transpose(1, 3);
     let wider = |t: &Tensor| t.pad_with_zeros(D::Minus1, 3, 5)?.narrow(D::Minus1, 3, t.dim(D::Minus1)?);
-    let layouts: [(&str, &dyn Fn(&Tensor) -> Result<Tensor>); 4] =
+    type Lay<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+    let layouts: [(&str, Lay<'_>); 4] =
         [("heads first", &heads_first), ("inside", &inside), ("columns", &columns), ("off the grid", &wider)];
     for (name, layout) in layouts {
         let (q, k, v) = (layout(q)?, layout(k)?, layout(v)?);
