@@ -100,7 +100,7 @@ fn test(args: &[String]) -> Result<()> {
 fn candle(args: &[String]) -> Result<()> {
     let mut command = cargo();
     command.current_dir(root().join("bindings/candle"));
-    command.args(["test", "--locked", "--workspace"]).args(args);
+    command.args(["test", "--workspace"]).args(args);
     run(command)
 }
 
