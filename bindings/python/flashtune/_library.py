@@ -194,6 +194,7 @@ def _load(path):
         # The packed struct goes as bytes: the library gets the address of their content.
         "flashtune_forward": (status, [handle, ctypes.c_char_p]),
         "flashtune_backward": (status, [handle, ctypes.c_char_p]),
+        "flashtune_prepare_backward": (status, [handle, ctypes.c_char_p]),
         "flashtune_forward_ragged": (status, [handle, pointer(Ragged), ctypes.c_void_p]),
         "flashtune_append": (status, [handle, pointer(Append), ctypes.c_void_p]),
         "flashtune_block_mask_create": (status, [handle, ctypes.c_char_p, pointer(handle)]),

@@ -13,6 +13,7 @@ class Program:
     """Texts of a mask, a score and a sink, and the values of the names that they read: numbers and tensors."""
 
     def __init__(self, mask=None, score=None, sink=None, tensors=None):
+        self.written = mask, score, sink
         self.texts = [_text(name, text) for name, text in (("mask", mask), ("score", score), ("sink", sink))]
         if tensors is not None and not hasattr(tensors, "items"):
             raise InvalidArgument(f"tensors is a {type(tensors).__name__}; pass a dict from names to tensors and numbers")

@@ -22,9 +22,30 @@ class Torch:
         self.dtypes = {torch.float16: F16, torch.bfloat16: BF16, torch.float32: F32}
         self.names = {}
         self.forward_ad = torch.autograd.forward_ad
+        self.plain = (torch.Tensor, torch.nn.Parameter)
+        # Whether vmap or grad of torch.func is around a call; and how many modes look at operators, as tracers do.
+        self.transform = torch._C._functorch.peek_interpreter_stack
+        self.modes = torch._C._len_torch_dispatch_stack
         # The stream's handle without an object around it, where this PyTorch has the function.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+    def by_operator(self, q, k, v):
+        """Whether a call must be seen by PyTorch, as an operator of its own: because a gradient is asked for, or because
+        it is traced or transformed. What is not goes to the library directly, which costs the host a third."""
+        torch = self.torch
+        if torch.compiler.is_compiling():
+            return True
+        if torch.is_grad_enabled() and (q.requires_grad or _requires_grad(k) or _requires_grad(v)):
+            return True
+        return type(q) not in self.plain or self.transform() is not None or self.modes() > 0
+
+    @property
+    def operators(self):
+        """The operators of PyTorch."""
+        from .torch import _operators
+
+        return _operators
 
     def device(self, q, k, v):
         """The device that all three are on; refuses what cannot be computed on."""
@@ -37,8 +58,8 @@ class Torch:
             raise InvalidTensor(f"q is on {device}, k on {k.device}, v on {v.device}; move them to one device")
         if (q.requires_grad or k.requires_grad or v.requires_grad) and self.torch.is_grad_enabled():
             raise Unsupported(
-                "a gradient would be needed, but there is no backward pass within autograd; call under torch.no_grad(), or "
-                "detach(), and flash_attn_backward() for the gradients"
+                "a gradient would be needed, but this function has none within autograd; flash_attn_func, attention and "
+                "scaled_dot_product_attention have: call one of them, or this one under torch.no_grad() or with detach()"
             )
         # Within torch.autograd.forward_ad.dual_level() only.
         if self.forward_ad._current_level >= 0:
@@ -90,10 +111,7 @@ class Torch:
         if t.device != device:
             raise InvalidTensor(f"the tensor {name} is on {t.device}, q on {device}; move it there")
         if t.requires_grad and self.torch.is_grad_enabled():
-            raise Unsupported(
-                f"a gradient of {name} would be needed, but there is no backward pass within autograd; call under "
-                "torch.no_grad()"
-            )
+            raise no_gradient_of(name)
         if t.is_neg():
             raise Unsupported(f"the tensor {name} is the negative of what its memory holds; resolve it with resolve_neg()")
         if t.layout is not self.torch.strided:
@@ -131,6 +149,9 @@ class NumPy:
         # Not their subclasses: the mask of a masked array would be lost.
         self.kinds = {numpy.ndarray, numpy.memmap}
         self.dtypes = {numpy.dtype("float16"): F16, numpy.dtype("float32"): F32}
+
+    def by_operator(self, _q, _k, _v):
+        return False
 
     def device(self, _q, k, v):
         if type(k) not in self.kinds or type(v) not in self.kinds:
@@ -205,6 +226,18 @@ def side_kind(name, t, wanted):
     return InvalidTensor(f"the value of {name} is a {type(t).__name__}; pass a {wanted} as q is, or a number")
 
 
+def no_gradient_of(name):
+    return Unsupported(
+        f"a gradient of {name} would be needed; those of tensors that a score program reads are not computed: call under "
+        "torch.no_grad(), or detach() it"
+    )
+
+
+def _requires_grad(t):
+    # Of another kind than q, as it may be: `device` refuses that.
+    return getattr(t, "requires_grad", False)
+
+
 def no_memory(name, e):
     return Unsupported(f"{name} is no tensor with memory of its own (nested, or inside of vmap, jvp or a trace): {e}")
 
@@ -222,7 +255,12 @@ _of_type = {}
 
 def adapter(q):
     """The adapter for a tensor's library."""
-    kind = type(q)
+    found = _of_type.get(type(q))
+    return of_kind(type(q)) if found is None else found
+
+
+def of_kind(kind):
+    """The adapter for a type of tensors."""
     found = _of_type.get(kind)
     if found is None:
         found = _of_type[kind] = _new(kind)

@@ -33,7 +33,7 @@ class BlockMask:
         handle = ctypes.c_uint64()
         lib = abi.library()
         self._destroy, self.handle, self.device = lib.flashtune_block_mask_destroy, 0, engine.device
-        self.mask, self.shape, self._tensors = mask, (B, H, Q_LEN, KV_LEN), program.values
+        self.mask, self.shape, self.values = mask, (B, H, Q_LEN, KV_LEN), program.values
         abi.require(lib.flashtune_block_mask_create(engine._handle, args, handle))
         self.handle = handle.value
 
@@ -54,7 +54,7 @@ class BlockMask:
         Without this it happens when nobody refers to it any more. Closing twice is no error."""
         handle, self.handle = self.handle, 0
         if handle:
-            self._tensors = None
+            self.values = None
             abi.require(self._destroy(handle))
 
     def __del__(self):

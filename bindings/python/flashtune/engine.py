@@ -164,7 +164,9 @@ class Engine:
         lse = tensors.empty_lse((b, h, s), q) if return_lse else None
         more, _kept = (b"", None) if program is None else program.pack(tensors, device)
         if block_mask is not None:
-            more = (more or bytes(abi.PROGRAM_ARGS.size)) + abi.BLOCK_MASK.pack(handle_of(block_mask, name))
+            # An operator has its number, of a block mask that was looked at before.
+            number = block_mask % (1 << 64) if isinstance(block_mask, int) else handle_of(block_mask, name)
+            more = (more or bytes(abi.PROGRAM_ARGS.size)) + abi.BLOCK_MASK.pack(number)
         try:
             args = abi.FORWARD_ARGS.pack(
                 abi.FORWARD_ARGS.size + len(more),
@@ -190,9 +192,9 @@ class Engine:
         return out if lse is None else (out, lse)
 
     def _gradients(
-        self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program
+        self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program, run=True
     ):
-        """dQ, dK and dV. ``mask``, ``left`` and ``right`` are the header's."""
+        """dQ, dK and dV. ``mask``, ``left`` and ``right`` are the header's; without ``run`` all but the launch."""
         device = tensors.device(q, k, v)
         name = tensors.name(device)
         if name != self.device:
@@ -236,7 +238,10 @@ class Engine:
             )
         except (struct.error, OverflowError) as e:
             raise InvalidArgument(f"the softmax scale is {scale!r}, but it is a finite number: {e}") from None
-        abi.require(abi.library().flashtune_backward(self._handle, args + more))
+        lib = abi.library()
+        abi.require((lib.flashtune_backward if run else lib.flashtune_prepare_backward)(self._handle, args + more))
+        if not run:
+            return None
         global _last
         _last = self
         return tuple(into)
@@ -269,7 +274,9 @@ class Engine:
 
     def prometheus(self):
         """:meth:`counters` as the text that Prometheus scrapes."""
-        return self._text(abi.library().flashtune_counters, abi.TEXT)
+        text = self._text(abi.library().flashtune_counters, abi.TEXT)
+        counts = sys.modules.get("flashtune.torch._counts")
+        return text if counts is None else text + counts.prometheus(self.device)
 
     def write_untuned(self, file):
         """Appends the sizes that were met untuned to a file that ``flashtune tune --from`` takes; gives their number."""
@@ -347,6 +354,16 @@ def _top_left_causal(qd, kd, vd):
         kd, vd = ((*t[:3], q_len, *t[4:]) if t[3] == kv_len else t for t in (kd, vd))
         return abi.CAUSAL, 0, 0, kd, vd
     return abi.WINDOW, -1, q_len - kv_len, kd, vd
+
+
+def top_left_sliced(q_len, k, v):
+    """As :func:`_top_left_causal`, of tensors ``[batch, heads, rows, dim]``, whose gradients slices keep."""
+    kv_len = k.shape[2]
+    if q_len < kv_len:
+        k, v = (t[:, :, :q_len] if t.shape[2] == kv_len else t for t in (k, v))
+    if q_len <= kv_len:
+        return abi.CAUSAL, 0, 0, k, v
+    return abi.WINDOW, -1, q_len - kv_len, k, v
 
 
 def _overlap(a, b):

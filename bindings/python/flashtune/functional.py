@@ -11,7 +11,7 @@ from . import engine as _engine
 from ._programs import Program
 from ._tensors import adapter
 from .block_mask import first_tensor
-from .engine import default_engine, mask_of
+from .engine import default_engine, mask_of, top_left_sliced
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 
 
@@ -25,8 +25,9 @@ def flash_attn_func(
     softcap=0.0,
     alibi_slopes=None,
     return_lse=False,
+    deterministic=True,
 ):
-    """Attention in flash-attention's layout.
+    """Attention in flash-attention's layout. Tensors of PyTorch that ask for gradients get them.
 
     q: ``[batch, q_len, heads, head_dim]``; k: ``[batch, kv_len, kv_heads, head_dim]``; v: ``[batch, kv_len, kv_heads,
     head_dim_v]``; heads is a multiple of kv_heads. float16, bfloat16 or float32, any strides with a contiguous last
@@ -36,15 +37,25 @@ def flash_attn_func(
     window_size: keys to the left and to the right of that position that a query sees; -1 is all.
     softcap: scores are bent to stay within +-softcap; 0.0 for none.
     alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``; the slope times the distance is taken from the scores.
+    deterministic: every kernel there is, of gradients too, gives the same bytes in every run, whatever this says.
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, and with ``return_lse`` the log-sum-exp of the scaled
     scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
+    check_deterministic(deterministic)
     program = _changed(softcap, alibi_slopes)
     tensors = adapter(q)
     mask, left, right = mask_of(causal, window_size)
+    if tensors.by_operator(q, k, v):
+        return tensors.operators.attend(q, k, v, True, mask, left, right, softmax_scale, return_lse, program)
     return _default(tensors, q)._attend(
         tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program
     )
+
+
+def check_deterministic(deterministic):
+    """Refuses what is no truth value."""
+    if not isinstance(deterministic, bool):
+        raise InvalidArgument(f"deterministic is {deterministic!r}; it is True or False")
 
 
 # The largest float32: a greater cap would be infinity to a kernel.
@@ -125,10 +136,14 @@ def attention(
     """
     program = Program(mask, score, sink, tensors)
     adapted = adapter(query)
-    engine = _default(adapted, query)
     if all(text is None for text in program.texts):
         program = None
     grouped = bool(enable_gqa)
+    if adapted.by_operator(query, key, value):
+        return adapted.operators.attend(
+            query, key, value, False, abi.FULL, 0, 0, scale, return_lse, program, block_mask, grouped
+        )
+    engine = _default(adapted, query)
     return engine._attend(
         adapted,
         query,
@@ -192,13 +207,24 @@ def scaled_dot_product_attention(
     attn_mask: ``[..., q_len, kv_len]`` with up to four axes, any of length 1: True for the keys that a query sees, or
     numbers to add to the scores.
     """
-    program = None if attn_mask is None else _masked(attn_mask, is_causal)
     if dropout_p:
         raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout, pass 0.0")
+    return sdpa_call(query, key, value, attn_mask, bool(is_causal), scale, bool(enable_gqa))
+
+
+def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller=""):
+    """:func:`scaled_dot_product_attention`; ``caller`` is counted as its caller where it is not empty."""
+    program = None if attn_mask is None else _masked(attn_mask, top_left)
     tensors = adapter(query)
+    if tensors.by_operator(query, key, value):
+        kind, left, right = abi.FULL, 0, 0
+        if top_left:
+            kind, left, right, key, value = top_left_sliced(query.shape[2], key, value)
+        return tensors.operators.attend(
+            query, key, value, False, kind, left, right, scale, False, program, None, grouped, caller
+        )
     engine = _default(tensors, query)
-    top_left, grouped = bool(is_causal), bool(enable_gqa)
-    return engine._attend(
+    out = engine._attend(
         tensors,
         query,
         key,
@@ -213,6 +239,9 @@ def scaled_dot_product_attention(
         grouped=grouped,
         program=program,
     )
+    if caller:
+        tensors.operators.count(engine.device)
+    return out
 
 
 def _masked(attn_mask, is_causal):

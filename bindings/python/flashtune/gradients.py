@@ -1,5 +1,5 @@
-"""Gradients of attention, from what a forward pass read and wrote. Not part of autograd: for hosts that call the
-backward pass themselves, as an ``autograd.Function`` does.
+"""Gradients of attention, from what a forward pass read and wrote, for hosts that call the backward pass themselves.
+Within autograd the functions of the forward pass have them already.
 
 The same call gives the same bytes.
 """
@@ -8,8 +8,8 @@ from . import _library as abi
 from ._programs import Program
 from ._tensors import adapter
 from .engine import mask_of
-from .errors import InvalidArgument, Unsupported
-from .functional import _changed, _default
+from .errors import Unsupported
+from .functional import _changed, _default, check_deterministic
 
 
 def flash_attn_backward(
@@ -40,8 +40,7 @@ def flash_attn_backward(
     Gives ``(dq, dk, dv)``. With fewer heads than q, k and v get the sums over the query heads that share them. Queries
     that see no key, and keys that no query sees, get zeros.
     """
-    if not isinstance(deterministic, bool):
-        raise InvalidArgument(f"deterministic is {deterministic!r}; it is True or False")
+    check_deterministic(deterministic)
     program = _changed(softcap, alibi_slopes)
     tensors = adapter(q)
     kind, left, right = mask_of(causal, window_size)

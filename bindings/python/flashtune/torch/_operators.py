@@ -1,0 +1,294 @@
+"""The operators ``flashtune::attend`` and ``flashtune::attend_backward``: schemas, kernels, shapes, gradients, vmap.
+
+What a score program reads is split by kind, since an operator takes no dict: tensors, whole numbers and floats, each
+with a list of names.
+"""
+
+import numbers
+import re
+
+import torch
+
+from .. import engine as _engine
+from .._programs import Program
+from .._tensors import adapter, no_gradient_of
+from ..block_mask import handle_of
+from ..errors import InvalidArgument, InvalidTensor, Unsupported
+from . import _counts
+
+_PROGRAM = (
+    "str? mask, str? score, str? sink, str[] tensor_names, Tensor[] tensors, str[] int_names, SymInt[] ints, "
+    "str[] float_names, float[] floats, float? scale, bool bshd, bool grouped, int kind, SymInt left, SymInt right"
+)
+_LIBRARY = torch.library.Library("flashtune", "DEF")
+# Compilers keep the strides that a program was written with: any with a contiguous last dimension are ours.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_LIBRARY.define(
+    f"attend(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller) -> (Tensor, Tensor)", tags=_TAGS
+)
+_LIBRARY.define(
+    f"attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_PROGRAM}) -> "
+    "(Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+attend_op = torch.ops.flashtune.attend.default
+attend_backward_op = torch.ops.flashtune.attend_backward.default
+
+# Where the arguments of a program stand in `attend`.
+_FIRST, _LAST = 3, 18
+_TENSORS = 7
+
+
+def of_transform():
+    """The error where ``torch.func`` takes a gradient around a call: PyTorch has no such rule for operators that take lists
+    of tensors. vmap around ``loss.backward()`` and ``torch.autograd.grad`` is served."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    if transform is None or transform.key() not in (kinds.Grad, kinds.Jvp):
+        return None
+    return Unsupported(
+        "a transform of torch.func (grad, vjp, jvp) is around attention; take gradients by loss.backward() or "
+        "torch.autograd.grad()"
+    )
+
+
+def attend(q, k, v, bshd, kind, left, right, scale, return_lse, program=None, block_mask=None, grouped=True, caller=""):
+    """One call by way of the operator: O, and with ``return_lse`` the log-sum-exp."""
+    if not torch.compiler.is_compiling() and (error := of_transform()) is not None:
+        raise error
+    texts, split = _split(program)
+    handle = 0
+    if block_mask is not None:
+        handle = handle_of(block_mask, device_name(q))
+        # Operators take numbers with a sign.
+        handle -= (handle >> 63) << 64
+        # A backward pass takes the mask itself: what was found of it for the kernels of the forward pass is theirs.
+        texts, split = _with_mask(texts, split, block_mask)
+    if torch.is_grad_enabled():
+        for name, t in zip(split[0], split[1]):
+            if t.requires_grad:
+                raise no_gradient_of(name)
+    scale = None if scale is None else float(scale)
+    out, lse = attend_op(q, k, v, *texts, *split, scale, bshd, grouped, kind, left, right, handle, caller)
+    return (out, lse) if return_lse else out
+
+
+def _split(program):
+    """The texts, and names and values of tensors, of whole numbers, of floats."""
+    if program is None:
+        return (None, None, None), ([], [], [], [], [], [])
+    names, tensors, int_names, ints, float_names, floats = split = ([], [], [], [], [], [])
+    for name, value in program.values.items():
+        if not isinstance(name, str):
+            raise InvalidArgument(f"the name {name!r} in tensors is no text")
+        if isinstance(value, torch.Tensor):
+            names.append(name)
+            tensors.append(value)
+        elif isinstance(value, bool):
+            raise InvalidTensor(f"the value of {name} is a bool; pass a torch.Tensor as q is, or a number")
+        elif isinstance(value, (int, torch.SymInt, numbers.Integral)):
+            int_names.append(name)
+            ints.append(value)
+        elif isinstance(value, (float, torch.SymFloat, numbers.Real)):
+            float_names.append(name)
+            floats.append(float(value))
+        else:
+            raise InvalidTensor(f"the value of {name} is a {type(value).__name__}; pass a torch.Tensor as q is, or a number")
+    return program.written, split
+
+
+def _with_mask(texts, split, block_mask):
+    """The program with the mask that a block mask was made of."""
+    if texts[0] is not None:
+        return texts, split
+    own = Program(block_mask.mask, tensors=block_mask.values)
+    _, more = _split(own)
+    for i in (0, 2, 4):
+        if clash := set(more[i]) & {name for j in (0, 2, 4) for name in split[j]}:
+            # The values of a call count, and the library compares them with those of the block mask.
+            keep = [n not in clash for n in more[i]]
+            more[i][:] = [n for n, kept in zip(more[i], keep) if kept]
+            more[i + 1][:] = [x for x, kept in zip(more[i + 1], keep) if kept]
+    return (block_mask.mask, *texts[1:]), tuple(a + b for a, b in zip(split, more))
+
+
+def _program(mask, score, sink, tensor_names, tensors, int_names, ints, float_names, floats):
+    """The score program of an operator's arguments, if there is one."""
+    if mask is None and score is None and sink is None:
+        return None
+    values = dict(zip(tensor_names, tensors))
+    values.update(zip(int_names, ints))
+    values.update(zip(float_names, floats))
+    return Program(mask, score, sink, values)
+
+
+def device_name(t):
+    """The library's name of a tensor's device."""
+    return adapter(t).name(t.device)
+
+
+def count(device):
+    """Counts a call of PyTorch's function that did not come by way of the operator."""
+    _counts.served(device)
+
+
+def _engine_of(tensors, q):
+    name = tensors.name(q.device)
+    engine = _engine._engines.get(name)
+    return _engine.default_engine(name) if engine is None or engine.closed else engine
+
+
+def _attend(q, k, v, *args):
+    """The kernel of ``attend``."""
+    scale, bshd, grouped, kind, left, right, handle, caller = args[9:]
+    tensors = adapter(q)
+    engine = _engine_of(tensors, q)
+    result = engine._attend(
+        tensors, q, k, v, bshd, kind, left, right, scale, True,
+        grouped=grouped, program=_program(*args[:9]), block_mask=handle or None,
+    )  # fmt: skip
+    if caller:
+        _counts.served(engine.device)
+    return result
+
+
+def _backward(dout, q, k, v, out, lse, dlse, *args):
+    """The kernel of ``attend_backward``."""
+    scale, bshd, _grouped, kind, left, right = args[9:]
+    tensors = adapter(q)
+    # Sums and slices leave gradients with any strides.
+    dout = dout if dout.stride(-1) == 1 or dout.numel() == 0 else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    return _engine_of(tensors, q)._gradients(
+        tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9])
+    )
+
+
+def _shapes(q, v, bshd):
+    if q.dim() != 4 or v.dim() != 4:
+        raise InvalidTensor(f"q has the shape {tuple(q.shape)} and v {tuple(v.shape)}; both have four dimensions")
+    b, h, s = (q.shape[0], q.shape[2], q.shape[1]) if bshd else q.shape[:3]
+    return (*q.shape[:3], v.shape[3]), (b, h, s)
+
+
+def _attend_fake(q, k, v, *args):
+    out, rows = _shapes(q, v, args[10])
+    return q.new_empty(out), q.new_empty(rows, dtype=torch.float32)
+
+
+def _backward_fake(dout, q, k, v, *args):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("attend", _attend, _device)
+    _LIBRARY.impl("attend_backward", _backward, _device)
+torch.library.register_fake("flashtune::attend", _attend_fake, lib=_LIBRARY)
+torch.library.register_fake("flashtune::attend_backward", _backward_fake, lib=_LIBRARY)
+
+
+# What the library has said yes to: it is asked once for a kind of call, at its forward pass.
+_prepared = set()
+
+
+def _setup(ctx, inputs, output):
+    q, k, v = inputs[:3]
+    out, lse = output
+    args = inputs[_FIRST:_LAST]
+    for name, t in zip(inputs[_TENSORS - 1], inputs[_TENSORS]):
+        if t.requires_grad:
+            raise no_gradient_of(name)
+    _check(q, k, v, out, lse, args)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, *inputs[_TENSORS])
+    ctx.more = (*args[:4], None, *args[5:])
+    ctx.after = len(inputs) - _LAST
+
+
+def _check(q, k, v, out, lse, args):
+    """Raises where the library has no gradients of a call, while its forward pass is under way. Not while tracing, where
+    there is no memory: there the backward pass raises."""
+    if type(out) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    tensors = adapter(q)
+    engine = _engine_of(tensors, q)
+    side = args[4]
+    names = (*args[:3], *args[3], *args[5], *args[7])
+    key = (engine._handle, q.dtype, q.shape[-1], v.shape[-1], args[12], names, *((t.dtype, t.dim()) for t in side))
+    if key in _prepared:
+        return
+    scale, bshd, _grouped, kind, left, right = args[9:]
+    with torch.no_grad():
+        engine._gradients(
+            tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False
+        )
+    _prepared.add(key)
+
+
+def _gradients(ctx, dout, dlse):
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    more = (*ctx.more[:4], tensors, *ctx.more[5:])
+    none = [_none_for(arg) for arg in more] + [None] * ctx.after
+    if dout is None and dlse is None:
+        return None, None, None, *none
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv = attend_backward_op(dout, q, k, v, out, lse, dlse, *more)
+    return dq, dk, dv, *none
+
+
+def _none_for(arg):
+    """No gradient, of the structure that PyTorch takes an argument for: an empty list is one of tensors."""
+    tensors = isinstance(arg, list) and all(isinstance(t, torch.Tensor) for t in arg)
+    return [None] * len(arg) if tensors else None
+
+
+def _no_second(ctx, *_):
+    raise Unsupported("a gradient of a gradient of attention would be needed, and is not computed; leave out create_graph")
+
+
+torch.library.register_autograd("flashtune::attend", _gradients, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("flashtune::attend_backward", _no_second, lib=_LIBRARY)
+
+
+def _fold(info, dims, args, tensors):
+    """Tensors with the mapped axis folded into their batch, and how many there are of it."""
+    if any(d is not None for d in dims):
+        folded = []
+        for t, d in zip(args, dims):
+            if t is None:
+                folded.append(None)
+                continue
+            t = t.unsqueeze(0).expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+            folded.append(t.reshape(info.batch_size * t.shape[1], *t.shape[2:]))
+        return folded
+    return list(args)
+
+
+def _mappable(texts, tensors, handle=0):
+    """Refuses what reads the batch: folding would change which one it is."""
+    if tensors or handle or any(text is not None and re.search(r"\bb\b", text) for text in texts):
+        raise Unsupported(
+            "vmap over attention whose score program reads tensors or the batch, or with a block mask; make the mapped axis "
+            "part of the batch yourself"
+        )
+
+
+def _unfold(results, n):
+    return tuple(t.unflatten(0, (n, t.shape[0] // n)) for t in results), (0,) * len(results)
+
+
+def _attend_vmap(info, in_dims, *args):
+    _mappable(args[3:6], args[_TENSORS], args[_LAST])
+    folded = _fold(info, in_dims[:3], args[:3], args[_TENSORS])
+    return _unfold(attend_op(*folded, *args[3:]), info.batch_size)
+
+
+def _backward_vmap(info, in_dims, *args):
+    _mappable(args[7:10], args[11])
+    folded = _fold(info, in_dims[:7], args[:7], args[11])
+    return _unfold(attend_backward_op(*folded, *args[7:]), info.batch_size)
+
+
+torch.library.register_vmap("flashtune::attend", _attend_vmap, lib=_LIBRARY)
+torch.library.register_vmap("flashtune::attend_backward", _backward_vmap, lib=_LIBRARY)
