@@ -9,6 +9,7 @@ mod nvrtc;
 mod package;
 mod pip;
 mod python;
+mod torch;
 
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;

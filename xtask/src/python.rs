@@ -1,6 +1,6 @@
 //! The tests of the Python package, against the library of this workspace.
 
-use super::pip;
+use super::{pip, torch};
 use anyhow::{Context, Result};
 use std::path::Path;
 use std::process::Command;
@@ -29,6 +29,7 @@ pub fn test(root: &Path, args: &[String]) -> Result<()> {
             pip::install(&toolchain, &packages, &PACKAGES, "install numpy and ml_dtypes for this Python")?;
         }
     }
+    path.extend(torch::ensure(root, &python)?);
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
     let mut tests = Command::new(python);
     tests
