@@ -1,7 +1,7 @@
 //! Sequences of different lengths, one after the other or in pages.
 
 use crate::common::{Changes, alibi, assert_close, device, in_window, noise, unfused};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use flashtune_candle::*;
 
 const HEADS: usize = 4;
@@ -102,7 +102,9 @@ fn sums_may_be_of_any_integer() -> Result<()> {
     let ([q, k, v], [of_q, of_k]) = (&pack.qkv, &pack.ends);
     let o = flash_attn_varlen(q, k, v, of_q, of_k, 17, 40, 0.3, true)?;
     for dtype in [DType::I32, DType::I64] {
-        let (of_q, of_k) = (of_q.to_dtype(dtype)?, of_k.to_dtype(dtype)?);
+        // On the CPU: candle has no kernel that converts u32 to i32 on a GPU.
+        let converted = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(dtype)?.to_device(&device());
+        let (of_q, of_k) = (converted(of_q)?, converted(of_k)?);
         assert_close("o", &flash_attn_varlen(q, k, v, &of_q, &of_k, 17, 40, 0.3, true)?, &o, 0.0);
     }
     Ok(())
@@ -121,9 +123,12 @@ fn pages_of_several_sequences_match_packs() -> Result<()> {
         for (i, (&n, &begin)) in KV.iter().zip(&sums(&KV)).enumerate() {
             for j in 0..n.div_ceil(page) {
                 let rows = (n - j * page).min(page);
-                let part = t.narrow(0, begin as usize + j * page, rows)?;
-                let rest = Tensor::full(f32::NAN, (page - rows, 2, 64), &device())?;
-                pages[ids(i, j)] = if rows < page { Tensor::cat(&[part, rest], 0)? } else { part };
+                let mut part = t.narrow(0, begin as usize + j * page, rows)?;
+                if rows < page {
+                    let rest = Tensor::full(f32::NAN, (page - rows, 2, 64), &device())?;
+                    part = Tensor::cat(&[part, rest], 0)?;
+                }
+                pages[ids(i, j)] = part;
             }
         }
         Tensor::stack(&pages, 0)
