@@ -167,7 +167,7 @@ pub const SM90: &[Fault] = &[
     ],
     [
         "a scan for non-finite elements that skips some",
-        "lib/cuda/attention/non_finite.cuh",
+        "lib/cuda/attention/non_finite_elements.cuh",
         "sums[0] | sums[1] | ",
         "",
         "the oracle says",
