@@ -836,7 +836,8 @@ flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct 
 // # Safety
 // `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live
 // one of the engine's context.
-flashtune_status flashtune_backward(flashtune_engine engine, const struct flashtune_backward_args *args);
+flashtune_status flashtune_backward(flashtune_engine engine,
+                                    const struct flashtune_backward_args *args);
 
 // All of `flashtune_backward` but the launch: compiles the kernel if need be and loads it, so that a call with the same
 // arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
