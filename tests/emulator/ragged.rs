@@ -2,18 +2,23 @@
 //! there is no key, and thread blocks come in any order.
 
 use crate::cases::address;
-use crate::machine::{Buffer, Emulated, Launch, map_bytes};
+use crate::faults::replaced;
+use crate::machine::{self, Buffer, Emulated, Launch, map_bytes};
 use crate::side::Side;
-use crate::{DTYPES, PROGRAMS, search_with, setting, templates};
+use crate::{DTYPES, PROGRAMS, search_with, setting, templates, try_each};
 use flashtune::codegen::{
     Constraint, Constraints, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose,
-    SPLIT_COUNTER_BYTES, Schedule, ShapeBucket, TemplateSet, Tiling, abi::RaggedArgs, ragged_unaddressable,
+    SPLIT_COUNTER_BYTES, Schedule, ShapeBucket, Sm90RaggedSchedule, TemplateSet, Tiling, abi::RaggedArgs,
+    ragged_unaddressable,
 };
-use flashtune::runtime::check::{Most, Part, RaggedBatch, RaggedData};
+use flashtune::runtime::check::{Index, Most, Part, RaggedBatch, RaggedData, StoreLayout};
 use flashtune::{DType, Program};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::time::Duration;
 
 /// The families, each with an arch for every path that its code has.
 const FAMILIES: [(Family, &[&str]); 3] = [
@@ -74,6 +79,46 @@ fn program_for(family: Family, arch: &str, number: usize) -> &'static str {
     programs.find(takes).expect("the family takes some program")
 }
 
+/// The templates with pieces of tiles that cost `forward/sm90_ragged` nothing: it splits the machine's short sequences,
+/// too.
+pub fn free_pieces(templates: &TemplateSet) -> TemplateSet {
+    const TABLE: &str = "forward/sm90_ragged/table.cuh";
+    let set = replaced(templates, TABLE, "float(@{ piece_keys }@)", "0.0f * float(@{ piece_keys }@)");
+    replaced(&set, TABLE, "float(@{ merged_keys }@)", "0.0f * float(@{ merged_keys }@)")
+}
+
+/// Batches that a kernel has computed, by what they had.
+#[derive(Debug, Default, Clone)]
+pub struct Reached {
+    /// Pieces of tiles, or of the keys of a batch, were left in scratch memory.
+    pub split: u64,
+    /// Keys in pages.
+    pub in_pages: u64,
+    /// Last pages in part filled.
+    pub part_of_page: u64,
+    /// Keys of no page.
+    pub holes: u64,
+    /// Tokens of their pages.
+    pub page_tokens: BTreeSet<u32>,
+}
+
+impl Reached {
+    fn count(&mut self, batch: &RaggedBatch, split: bool) {
+        self.split += u64::from(split);
+        if !matches!(batch.index, Index::Table | Index::Csr) {
+            return;
+        }
+        let seen = || batch.lengths.iter().filter(|[rows, keys]| *rows > 0 && *keys > 0);
+        if seen().count() == 0 {
+            return;
+        }
+        self.in_pages += 1;
+        self.holes += u64::from(batch.holes);
+        self.part_of_page += u64::from(seen().any(|[_, keys]| keys % batch.page_tokens != 0));
+        self.page_tokens.insert(batch.page_tokens);
+    }
+}
+
 /// Runs batches on a kernel. What goes wrong comes back with what is needed to see it again.
 pub fn try_ragged(
     kernel: &Kernel,
@@ -81,7 +126,8 @@ pub fn try_ragged(
     batches: u64,
     seed: u64,
     batch: impl Fn(&mut StdRng) -> RaggedBatch,
-) -> Result<(), String> {
+) -> Result<Reached, String> {
+    let mut reached = Reached::default();
     let mut emulated = Emulated::build(kernel, templates).map_err(|e| format!("{}: {e}", kernel.name()))?;
     let mut rng = StdRng::seed_from_u64(seed);
     let mut tried = 0;
@@ -102,22 +148,30 @@ pub fn try_ragged(
         let mut first = None;
         for _ in 0..2 {
             let seed = rng.random();
-            let o = run(&data, kernel, &mut emulated, seed, units)
+            let (written, split) = run(&data, kernel, &mut emulated, seed, units)
                 .map_err(|e| format!("{} on {units} units, seed {seed}, {{{batch}}}: {e}", kernel.name()))?;
-            if first.as_ref().is_some_and(|first| *first != o) && data.is_finite() {
+            if first.as_ref().is_some_and(|(first, _)| *first != written) && data.is_finite() {
                 return Err(format!("{} {{{batch}}}: not the same bits in two runs", kernel.name()));
             }
-            first = Some(o);
+            first = Some((written, split));
         }
+        reached.count(&batch, first.is_some_and(|(_, split)| split));
     }
-    Ok(())
+    Ok(reached)
 }
 
-/// One launch on so many multiprocessors; returns O.
-fn run(data: &RaggedData, kernel: &Kernel, emulated: &mut Emulated, seed: u64, units: u32) -> Result<Vec<u8>, String> {
+/// One launch on so many multiprocessors; returns O and the log-sum-exp, and whether scratch memory was left partial
+/// results.
+fn run(
+    data: &RaggedData,
+    kernel: &Kernel,
+    emulated: &mut Emulated,
+    seed: u64,
+    units: u32,
+) -> Result<(Vec<u8>, bool), String> {
     let shape = data.shape();
     if shape.is_empty() {
-        return Ok(Vec::new());
+        return Ok((Vec::new(), false));
     }
     let parts: Vec<Part> = data.parts().keys().copied().collect();
     let mut memory: Vec<Vec<u8>> = data.parts().values().cloned().collect();
@@ -178,11 +232,12 @@ fn run(data: &RaggedData, kernel: &Kernel, emulated: &mut Emulated, seed: u64, u
     match stray {
         _ if !verdict.passed() => Err(verdict.to_string()),
         Some(stray) => Err(stray),
-        None => Ok(o.clone()),
+        None => Ok(([&o[..], lse.unwrap_or_default()].concat(), scratch[counters..].iter().any(|x| *x != 0xff))),
     }
 }
 
-/// Every second kernel with a score program. `EMULATE_FAMILY` is the only family that is tried, by its name.
+/// Every second kernel of a family with a score program, and some with pieces of tiles that cost nothing.
+/// `EMULATE_FAMILY` is the only family that is tried, by its name.
 #[test]
 fn ragged_batches() {
     let only = std::env::var("EMULATE_FAMILY").ok();
@@ -190,12 +245,55 @@ fn ragged_batches() {
     let paths: Vec<(Family, &str)> = families.flat_map(|(f, archs)| archs.iter().map(|arch| (*f, *arch))).collect();
     assert!(!paths.is_empty(), "EMULATE_FAMILY is none of {FAMILIES:?}");
     let templates = templates();
+    let free = free_pieces(&templates);
     search_with(6 * paths.len() as u64, |number| {
         let mut rng = StdRng::seed_from_u64(5000 + number);
         let (family, arch) = paths[number as usize % paths.len()];
-        let program = number.is_multiple_of(2).then(|| program_for(family, arch, number as usize * 11));
+        let turn = number / paths.len() as u64;
+        let program = turn.is_multiple_of(2).then(|| program_for(family, arch, number as usize * 11));
         let kernel = random_kernel(&mut rng, family, arch, program);
         let batches = setting("EMULATE_CASES").unwrap_or(8);
-        try_ragged(&kernel, &templates, batches, number, |rng| RaggedBatch::random(&kernel.problem, MOST, rng.random()))
+        let set = if turn % 4 < 2 { &templates } else { &free };
+        let random = |rng: &mut StdRng| RaggedBatch::random(&kernel.problem, MOST, rng.random());
+        try_ragged(&kernel, set, batches, number, random).map(drop)
     });
+}
+
+/// What `forward/sm90_ragged` has beside dense tensors is there in what the machine runs: tiles in pieces, pages of
+/// several sizes with a last one in part filled, keys of no page, and few rows, for which one warpgroup is enough.
+#[test]
+fn hopper_tiles_are_split_and_pages_end_anywhere() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let (free, arch) = (free_pieces(&templates()), "sm_90a".parse().expect("an arch"));
+    let all = Mutex::new(Vec::new());
+    // Defaults for the drafts of a decoder, and for chunks of a prompt.
+    let kernels = [(64, 8, 12, 1), (128, 512, 40, 2)];
+    try_each(0..2, Duration::MAX, |number| {
+        let (dim, q_len, rows, consumers) = kernels[number as usize];
+        let problem = Problem::forward(DType::Bf16, dim, MaskKind::FULL).expect("legal").with_kv(KvKind::RAGGED);
+        let bucket = ShapeBucket { parallel: 16, group: 4, q_len, kv_len: 512, ..Default::default() };
+        let schedule = Schedule::default_for(Family::ForwardSm90Ragged, &problem, arch, &bucket).expect("supported");
+        let Schedule::Sm90Ragged(Sm90RaggedSchedule(sm90)) = schedule else { panic!("{schedule}") };
+        assert_eq!((sm90.consumers, sm90.chain), (consumers, false), "{schedule}");
+        let kernel = Kernel { problem, schedule, arch };
+        let paged = |rng: &mut StdRng| {
+            let most = Most { sequences: 2, rows, heads: 4, ..MOST };
+            let mut batch = RaggedBatch::random(&problem, most, rng.random());
+            // One sequence of several key blocks at least.
+            batch.lengths[0] = [batch.lengths[0][0].max(1), rng.random_range(257..=300)];
+            let page_tokens = *[16, 48, 64, 256].choose(rng).expect("not empty");
+            let holes = rng.random_bool(0.3);
+            RaggedBatch { index: Index::Table, layout: StoreLayout::Hnd, left_pad: false, page_tokens, holes, ..batch }
+        };
+        let reached = try_ragged(&kernel, &free, 7, 300 + number, paged)?;
+        all.lock().expect("no panic").push(reached);
+        Ok(())
+    });
+    for reached in all.into_inner().expect("no panic") {
+        let Reached { split, in_pages, part_of_page, holes, page_tokens } = &reached;
+        assert!(*split >= 2 && *in_pages == 7 && *part_of_page >= 4 && *holes >= 1, "{reached:?}");
+        assert!(page_tokens.len() >= 3, "{reached:?}");
+    }
 }

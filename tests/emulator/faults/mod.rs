@@ -82,14 +82,19 @@ fn sm80_schedule(what: &str) -> Schedule {
     })
 }
 
-/// What is said of a kernel with the fault; an empty text when nothing is.
-fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, from, to, _]: &Fault) -> String {
+/// The templates with a text in one of them replaced, which it must have.
+pub fn replaced(templates: &TemplateSet, file: &str, from: &str, to: &str) -> TemplateSet {
     let files: BTreeMap<&str, &str> = templates.files().collect();
     let text = files[file];
-    assert!(text.contains(from), "{what}: {file} has no `{from}` any more: say how to break it now");
-    let broken = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
+    assert!(text.contains(from), "{file} has no `{from}` any more: say what stands for it now");
+    let changed = BTreeMap::from([(file.to_owned(), text.replace(from, to))]);
     let others = files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
-    let set = TemplateSet::from_files(others.chain(broken).collect()).expect("templates that parse");
+    TemplateSet::from_files(others.chain(changed).collect()).expect("templates that parse")
+}
+
+/// What is said of a kernel with the fault; an empty text when nothing is.
+fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, from, to, _]: &Fault) -> String {
+    let set = replaced(templates, file, from, to);
     if family == "backward_sm90" {
         return crate::backward::verdict(&set, number as u64, what);
     }

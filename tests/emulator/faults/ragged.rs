@@ -240,6 +240,7 @@ pub fn verdict(family: &str, set: &TemplateSet, number: u64, what: &str) -> Stri
         let schedule = Schedule::default_for(of, &problem, arch, &bucket).expect("a schedule");
         let kernel = Kernel { problem, schedule, arch };
         try_ragged(&kernel, set, 60, number, |rng| RaggedBatch::random(&problem, MOST, rand::Rng::random(rng)))
+            .map(drop)
     };
     seen.err().unwrap_or_default()
 }
