@@ -6,6 +6,7 @@ mod programs;
 mod ragged;
 mod sm80;
 mod sm90;
+mod sm90_ragged;
 
 use crate::cases::Case;
 use crate::{machine, templates, try_kernel};
@@ -98,6 +99,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     if family == "backward_sm90" {
         return crate::backward::verdict(&set, number as u64, what);
     }
+    if family == "sm90_ragged" {
+        return sm90_ragged::verdict(&set, number as u64, what);
+    }
     if let "naive_ragged" | "sm80_ragged" | "append" = family {
         return ragged::verdict(family, &set, number as u64, what);
     }
@@ -149,6 +153,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("sm80", sm80::SM80),
         ("naive_ragged", ragged::NAIVE),
         ("sm80_ragged", ragged::SM80),
+        ("sm90_ragged", sm90_ragged::SM90_RAGGED),
         ("append", ragged::APPENDS),
         ("backward_sm90", backward_sm90::BACKWARD_SM90),
     ];
