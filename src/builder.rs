@@ -167,7 +167,8 @@ impl Builder {
             None => Trust::from_env()?,
         };
         let layers = Arc::new(Layers::open_with(cache.as_ref(), &bundles, self.embedded, &trust)?);
-        let cache = layers.own().cloned();
+        let (named, cache) = (cache, layers.own().cloned());
+        let unused_cache = named.filter(|_| cache.is_none());
         let device = match self.device {
             Some(device) => device,
             // With nothing stored the first call compiles for certain.
@@ -193,6 +194,7 @@ impl Builder {
             dispatcher,
             templates,
             cache,
+            unused_cache,
             policy: self.policy,
             launches,
             candidates: self.candidates,

@@ -101,6 +101,8 @@ pub struct Engine {
     pub(crate) dispatcher: Dispatcher,
     pub(crate) templates: Arc<TemplateSet>,
     pub(crate) cache: Option<CacheDir>,
+    /// The folder that was named and cannot be used.
+    pub(crate) unused_cache: Option<CacheDir>,
     pub(crate) policy: Policy,
     pub(crate) launches: Launches,
     pub(crate) candidates: Candidates,
@@ -339,7 +341,15 @@ impl Engine {
                 remedy: "tune in another process, ship the result as a bundle, and open a new engine",
             }));
         }
-        let dir = self.cache.as_ref().ok_or(flashtune_cache::Error::NoFolder)?;
+        let dir = match (&self.cache, &self.unused_cache) {
+            (Some(dir), _) => dir,
+            (None, Some(dir)) => {
+                // Says what is wrong with it; where that was put right since, the next engine reads what is kept now.
+                dir.create()?;
+                dir
+            }
+            (None, None) => return Err(flashtune_cache::Error::NoFolder.into()),
+        };
         job.problem.validate()?;
         job.shape.validate()?;
         let device = self.device().fingerprint().clone();

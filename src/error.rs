@@ -11,7 +11,7 @@ pub enum Error {
     /// Tuning had no result.
     #[error(transparent)]
     Tuner(flashtune_tuner::Error),
-    /// A file of problems and sizes cannot be read or written.
+    /// A file of problems and sizes holds something else.
     #[error("{}{}: {message}; write one JSON object with `problem` and `shape` per line, as `Engine::write_untuned` does", path.display(), at_line(*line))]
     Manifest {
         /// The file.
@@ -20,6 +20,18 @@ pub enum Error {
         line: usize,
         /// What is wrong with it.
         message: String,
+    },
+    /// A file of problems and sizes is not there, or may not be read or written.
+    #[error("cannot {action} {}: {source}; {remedy}", path.display())]
+    ManifestFile {
+        /// `read` or `write`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+        /// What to do.
+        remedy: &'static str,
     },
     /// The folder of template overrides cannot be used.
     #[error("templates {}: {message}; name a folder with files such as forward/cpu.c", path.display())]

@@ -9,7 +9,7 @@ use flashtune_codegen::{CallSizes, PageClass, Problem, Shape, ShapeBucket};
 use flashtune_runtime::dispatch::Untuned;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 
 /// One problem with the sizes of a call.
@@ -44,10 +44,14 @@ impl ManifestEntry {
 /// class are added up.
 ///
 /// # Errors
-/// [`Error::Manifest`] with the line.
+/// [`Error::Manifest`] with the line; [`Error::ManifestFile`] when the file cannot be read.
 pub fn read_manifest(path: &Path) -> Result<Vec<ManifestEntry>> {
     let error = |line, message: String| Error::Manifest { path: path.to_path_buf(), line, message };
-    let text = std::fs::read_to_string(path).map_err(|e| error(0, e.to_string()))?;
+    let text = std::fs::read_to_string(path).map_err(|source| match source.kind() {
+        // It can be read, and is no text.
+        ErrorKind::InvalidData => error(0, source.to_string()),
+        _ => unreadable(path, source),
+    })?;
     let mut entries: Vec<ManifestEntry> = Vec::new();
     let mut classes: HashMap<(Problem, ShapeBucket), usize> = HashMap::new();
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
@@ -77,31 +81,48 @@ pub fn read_manifest(path: &Path) -> Result<Vec<ManifestEntry>> {
 /// Writes entries to a file, in place of what it had.
 ///
 /// # Errors
-/// [`Error::Manifest`] with the system's reason.
+/// [`Error::ManifestFile`] with the system's reason.
 pub fn write_manifest(path: &Path, entries: &[ManifestEntry]) -> Result<()> {
-    let error = |message: String| Error::Manifest { path: path.to_path_buf(), line: 0, message };
-    let mut text = String::new();
-    for entry in entries {
-        text.push_str(&serde_json::to_string(entry).map_err(|e| error(e.to_string()))?);
-        text.push('\n');
-    }
-    std::fs::write(path, text).map_err(|e| error(e.to_string()))
+    let text = lines(path, entries)?;
+    std::fs::write(path, text).map_err(|e| unwritable(path, e))
 }
 
 /// Appends classes to a file, in one write: processes may share it.
 ///
 /// # Errors
-/// [`Error::Manifest`] with the system's reason.
+/// [`Error::ManifestFile`] with the system's reason.
 pub(crate) fn append_untuned(path: &Path, untuned: &[Untuned]) -> Result<()> {
-    let error = |message: String| Error::Manifest { path: path.to_path_buf(), line: 0, message };
+    let text = lines(path, untuned)?;
+    let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+    file.and_then(|mut f| f.write_all(text.as_bytes())).map_err(|e| unwritable(path, e))
+}
+
+/// Entries as the file has them, one on each line.
+fn lines<T: Serialize>(path: &Path, entries: &[T]) -> Result<String> {
     let mut text = String::new();
-    for class in untuned {
-        let line = serde_json::to_string(class).map_err(|e| error(e.to_string()))?;
-        text.push_str(&line);
+    for entry in entries {
+        let line = serde_json::to_string(entry);
+        let error =
+            |e: serde_json::Error| Error::Manifest { path: path.to_path_buf(), line: 0, message: e.to_string() };
+        text.push_str(&line.map_err(error)?);
         text.push('\n');
     }
-    let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
-    file.and_then(|mut f| f.write_all(text.as_bytes())).map_err(|e| error(e.to_string()))
+    Ok(text)
+}
+
+fn unreadable(path: &Path, source: std::io::Error) -> Error {
+    let remedy = "check the path; `Engine::write_untuned`, FLASHTUNE_UNTUNED and `flashtune tune --manifest` write such \
+                  files";
+    Error::ManifestFile { action: "read", path: path.to_path_buf(), source, remedy }
+}
+
+fn unwritable(path: &Path, source: std::io::Error) -> Error {
+    Error::ManifestFile {
+        action: "write",
+        path: path.to_path_buf(),
+        source,
+        remedy: "name a file in a writable folder",
+    }
 }
 
 #[cfg(test)]
@@ -141,6 +162,27 @@ mod tests {
             let e = read_manifest(&path).unwrap_err().to_string();
             assert!(e.contains("line 3") && e.contains("m"), "{bad}: {e}");
         }
-        assert!(read_manifest(&tmp.path().join("none")).unwrap_err().to_string().contains("none"));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_opened_is_no_matter_of_json() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("none/m");
+        let entry = ManifestEntry::new(untuned(8, 1, None).problem, &untuned(8, 1, None).shape);
+        let errors = [
+            (read_manifest(&path).unwrap_err(), "cannot read "),
+            (write_manifest(&path, &[entry]).unwrap_err(), "cannot write "),
+            (append_untuned(&path, &[untuned(8, 1, None)]).unwrap_err(), "cannot write "),
+            (write_manifest(tmp.path(), &[entry]).unwrap_err(), "cannot write "),
+        ];
+        for (e, start) in errors {
+            assert!(matches!(e, Error::ManifestFile { .. }), "{e:?}");
+            let e = e.to_string();
+            assert!(e.starts_with(start) && e.contains("os error") && !e.contains("JSON"), "{e}");
+        }
+        // What can be read and is no text is a matter of what is in the file.
+        let bytes = tmp.path().join("bytes");
+        std::fs::write(&bytes, b"\xff\xfe").unwrap();
+        assert!(matches!(read_manifest(&bytes).unwrap_err(), Error::Manifest { line: 0, .. }));
     }
 }

@@ -52,7 +52,7 @@ impl Engine {
     /// Appends [`Engine::untuned`] to a file that `flashtune tune --from` takes. Gives the number of classes.
     ///
     /// # Errors
-    /// [`crate::Error::Manifest`] when the file cannot be written.
+    /// [`crate::Error::ManifestFile`] when the file cannot be written.
     pub fn write_untuned(&self, path: &Path) -> Result<usize> {
         let untuned = self.untuned();
         append_untuned(path, &untuned)?;

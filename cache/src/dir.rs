@@ -177,6 +177,14 @@ impl CacheDir {
         }
     }
 
+    /// Whether a folder can be here: nothing else has its name or that of a parent. One that is not there yet can be.
+    pub(crate) fn check_place(&self) -> Result<()> {
+        match self.folder() {
+            Err(e) if e.is_no_folder() => Err(unusable(e)),
+            _ => Ok(()),
+        }
+    }
+
     /// The open base folder, private unless that does not matter.
     pub(crate) fn folder(&self) -> Result<Arc<Folder>> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);

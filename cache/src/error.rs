@@ -127,6 +127,11 @@ impl Error {
         matches!(self, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound)
     }
 
+    /// Whether a file lies where a folder is needed: nothing can be read or kept there until somebody removes it.
+    pub(crate) fn is_no_folder(&self) -> bool {
+        matches!(self, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotADirectory)
+    }
+
     /// Whether something else than a file of this user's alone is in the place of one.
     pub(crate) fn is_no_file(&self) -> bool {
         matches!(self, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::InvalidData)

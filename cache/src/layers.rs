@@ -187,7 +187,8 @@ impl Layers {
 
     /// Opens the user's snapshot, the named bundles and the embedded one, in this order. A missing snapshot is an empty
     /// layer, and so is a damaged one, with a warning; creates nothing. Where no folder of the user's can be named, or
-    /// others may write to it and unsigned bundles are not allowed, the bundles are all there is.
+    /// a file lies in its place, or others may write to it and unsigned bundles are not allowed, the bundles are all
+    /// there is.
     ///
     /// # Errors
     /// Those of [`Bundle::map`] and [`Trust::check`] for a bundle that was named, because its user counts on it.
@@ -209,7 +210,7 @@ impl Layers {
             fixed.push(Arc::new(Layer::new(EMBEDDED_LAYER.into(), None, bundle)));
         }
         // Unsigned code from anybody, or from a folder that anybody writes to: one is as bad as the other.
-        let own = own.and_then(|dir| match dir.check_private() {
+        let own = own.and_then(|dir| match dir.check_private().and_then(|()| dir.check_place()) {
             Ok(()) => Some(dir.clone()),
             Err(Error::Exposed { .. }) if trust.allows_unsigned() => Some(dir.exposed_too()),
             Err(e) => {

@@ -31,7 +31,7 @@ impl Shape {
                 "heads",
                 self.heads,
                 format!("query heads must be a multiple of the {} KV heads", self.kv_heads),
-                "check the head dimension of Q against that of K and V",
+                "check the heads axis of Q against that of K and V",
             ));
         }
         for (field, n) in [("batch", self.batch), ("heads", self.heads)] {

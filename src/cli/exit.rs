@@ -110,6 +110,7 @@ pub fn classify(error: &anyhow::Error) -> Exit {
             Some(
                 flashtune::Error::Templates { .. }
                 | flashtune::Error::Manifest { .. }
+                | flashtune::Error::ManifestFile { .. }
                 | flashtune::Error::Tuner(tuner::Error::Job { .. }),
             ) => {
                 return Exit::Usage;

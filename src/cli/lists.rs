@@ -2,7 +2,7 @@
 
 use flashtune::Mask;
 use flashtune::codegen::Error;
-use flashtune::codegen::score::{Program, ProgramBuilder, ProgramRef, builtin};
+use flashtune::codegen::score::{BUILTINS, Program, ProgramBuilder, ProgramRef, builtin, nearest_name};
 use std::str::FromStr;
 
 /// Sizes that one item of a list names: `512`, `16k`, or `512..16k` for every doubling from the first to the last.
@@ -78,11 +78,20 @@ impl FromStr for Masks {
             Err(_) => {
                 // A single word is a text only if it is a good one, such as `false`: else it is a name that nobody knows.
                 let word = texts.iter().find(|text| text.parse::<Mask>().is_err()).map_or(s, |text| text);
-                let unknown = |_| Error::parse("mask", word, MASKS);
+                let unknown = |_| Error::parse("mask", word, masks_near(word, texts.len() == 1));
                 let program = program_text(s, "mask").unwrap_or_else(|| Program::mask_of(s).map_err(unknown))?;
                 Ok(Masks(vec![MaskChoice::Program(ProgramRef::new(program))]))
             }
         }
+    }
+}
+
+/// What a mask may be, and which was meant. Programs do not stand in lists.
+fn masks_near(word: &str, alone: bool) -> String {
+    let programs = BUILTINS.iter().map(|b| b.name).filter(|_| alone);
+    match nearest_name(word, ["full", "causal"].into_iter().chain(programs)) {
+        Some(near) => format!("{MASKS}; did you mean `{near}`?"),
+        None => MASKS.to_owned(),
     }
 }
 
@@ -168,5 +177,11 @@ mod tests {
         for bad in ["", "full,", "window:5", "causal,x"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
+        for (bad, near) in [("documnt", "document"), ("ful", "full"), ("full,casual", "causal")] {
+            let e = parse(bad).unwrap_err().to_string();
+            assert!(e.contains(&format!("did you mean `{near}`?")) && e.contains("window:LEFT"), "{bad}: {e}");
+        }
+        assert!(!parse("full,documnt").unwrap_err().to_string().contains("did you mean"));
+        assert!("soft_cup".parse::<ScoreChange>().unwrap_err().to_string().contains("did you mean `soft_cap`?"));
     }
 }

@@ -121,7 +121,7 @@ fn words_that_the_command_line_does_not_know() {
         (&["tune", "--budget-s", "-3"], "--budget-s"),
         (&["tune", "--budget-s", "1e20"], "--budget-s"),
         (&["tune", "--q-len", "0"], "nothing to time"),
-        (&["tune", "--from", "/nonexistent/shapes"], "one JSON object"),
+        (&["tune", "--from", "/nonexistent/shapes"], "cannot read /nonexistent/shapes: No such file"),
         (&["tune", "--head-dims", "64,x"], "`x`: expected a whole number"),
         (&["explain", "--batch", "-1"], "-1"),
         (&["tune", "--only", "q64-r9"], "no schedule `q64-r9`"),

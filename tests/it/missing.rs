@@ -1,7 +1,7 @@
 //! What is not on this machine: typed errors with remedies, exit code 3, no panic.
 
 use crate::common::{NOWHERE, Place, SMALL, fails, json};
-use flashtune::DType;
+use flashtune::{DType, DeviceSpec, Engine, Mask, MaskKind, Problem, Shape};
 
 #[test]
 fn without_a_c_compiler_the_cpu_device_says_how_to_get_one() {
@@ -59,8 +59,26 @@ fn an_unwritable_cache_stops_tuning_but_not_computing() {
     let done = run.output().unwrap();
     let stderr = String::from_utf8_lossy(&done.stderr);
     assert!(done.status.success(), "{stderr}");
-    assert_eq!(stderr.matches("cannot be kept").count(), 1, "one warning: {stderr}");
+    let warnings: Vec<&str> = stderr.lines().filter(|l| l.contains("WARN") && l.contains("kept")).collect();
+    let [once] = warnings[..] else { panic!("one warning: {stderr}") };
+    assert!(
+        once.contains("nothing will be kept") && once.contains("cache") && once.contains("FLASHTUNE_CACHE"),
+        "{once}"
+    );
     assert!(output.exists());
+}
+
+#[test]
+fn an_unusable_cache_is_said_at_opening_and_by_who_must_write() {
+    let place = Place::new();
+    std::fs::write(place.cache(), "a file").unwrap();
+    let opened = Engine::builder().device(DeviceSpec::Cpu).cache_dir(place.cache()).build().unwrap();
+    assert!(opened.cache_dir().is_none() && opened.layers().own().is_none());
+    let problem = Problem::forward(DType::F32, 32, MaskKind::FULL).unwrap();
+    let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 8, kv_len: 8, mask: Mask::Full };
+    let e = opened.tune(&problem, &shape).err().unwrap().to_string();
+    assert!(e.contains("cache") && e.contains("set FLASHTUNE_CACHE to a folder"), "{e}");
+    assert_eq!(std::fs::read_to_string(place.cache()).unwrap(), "a file");
 }
 
 #[test]

@@ -32,7 +32,9 @@ impl From<engine::Error> for Failure {
         let status = match &e {
             engine::Error::Runtime(e) => of_runtime(e),
             engine::Error::Tuner(_) => Status::Tuning,
-            engine::Error::Templates { .. } | engine::Error::Manifest { .. } => Status::Storage,
+            engine::Error::Templates { .. } | engine::Error::Manifest { .. } | engine::Error::ManifestFile { .. } => {
+                Status::Storage
+            }
         };
         Self::new(status, e.to_string())
     }

@@ -159,8 +159,14 @@ pub(crate) unsafe fn inputs<'a>(array: *const Input, len: u64, size: u64) -> Res
         match item.rank {
             0 => found.scalars.push((name, scalar(name, &item, stored)?)),
             rank if (1..=MAX_RANK as i32).contains(&rank) => {
-                let shape = item.shape.map(|n| u64::try_from(n).unwrap_or(u64::MAX));
                 let (address, rank) = (item.data as usize as u64, rank as usize);
+                if item.shape[..rank].iter().any(|n| *n < 0) {
+                    let shape = &item.shape[..rank];
+                    let message = format!("the shape of the input `{name}` is {shape:?}, but sizes are not negative");
+                    return Err(Failure::argument(message));
+                }
+                // Beyond the rank whatever was in the caller's memory is legal, and unused.
+                let shape = item.shape.map(|n| u64::try_from(n).unwrap_or(0));
                 let view = SideView { address, storage: stored, rank, shape, strides: item.strides };
                 found.tensors.push((name, view));
             }

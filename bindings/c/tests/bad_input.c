@@ -139,7 +139,7 @@ static void programs(void) {
     WITH(x.storage = FLASHTUNE_STORAGE_BOOL, argument, "float");
     x.storage = FLASHTUNE_STORAGE_F32;
     WITH(x.shape[0] = 3, argument, "axis 0 of the tensor `slope`");
-    WITH(x.shape[0] = -1, argument, "2^31");
+    WITH(x.shape[0] = -1, argument, "`slope` is [-1], but sizes are not negative");
     x.shape[0] = HEADS;
     WITH(x.strides[0] = -1, argument, "stride");
     x.strides[0] = 1;
@@ -185,7 +185,8 @@ static void tensors(void) {
     BAD_ARGS(a.q.dtype = -1, tensor, "tensor q: dtype");
     BAD_ARGS(a.k.dtype = FLASHTUNE_DTYPE_F16, tensor, "tensor k: dtype is f16");
     BAD_ARGS(a.o.reserved = 1, tensor, "reserved");
-    BAD_ARGS(a.q.shape[2] = -1, tensor, "tensor q: shape");
+    BAD_ARGS(a.q.shape[2] = -1, tensor, "-1");
+    BAD_ARGS((a.k.shape[1] = a.v.shape[1] = 3), FLASHTUNE_STATUS_UNSUPPORTED, "check the heads axis of Q");
     BAD_ARGS(a.q.shape[0] = INT64_MAX, tensor, "batch");
     BAD_ARGS(a.k.shape[0] = 2, tensor, "tensor k: shape");
     BAD_ARGS(a.v.shape[2] = 9, tensor, "tensor v: shape");

@@ -45,6 +45,7 @@ pub use program::{MAX_INPUTS, Program, ProgramBuilder};
 pub use syntax::builder::Expr;
 pub use syntax::builtin::{BUILTINS, Builtin, builtin};
 pub use syntax::error::{Place, ProgramError};
+pub use syntax::near::nearest_name;
 pub use syntax::range::Range;
 pub use syntax::words::{Axis, Binary, Declaration, Id, MAX_RANK, Scalar, Storage, Type, Unary, Var};
 

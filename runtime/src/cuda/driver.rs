@@ -49,7 +49,7 @@ pub(super) fn driver() -> Result<&'static Driver> {
             what: "the CUDA driver (libcuda.so.1)",
             searched: searched.clone(),
             remedy: "install the NVIDIA driver, or in a container make the host's visible (--gpus all); without a GPU \
-                     use --device cpu",
+                     name the device cpu",
         },
         Absent::Failed(call, e) => failed(call, "cuda", *e),
     })
@@ -124,7 +124,7 @@ fn remedy(code: CUresult) -> &'static str {
              caller, check that its tensors live until the launch has completed"
         }
         CUDA_ERROR_OUT_OF_MEMORY => "free device memory or use smaller tensors",
-        CUDA_ERROR_NO_DEVICE => "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu",
+        CUDA_ERROR_NO_DEVICE => "check nvidia-smi and CUDA_VISIBLE_DEVICES, or name the device cpu",
         CUDA_ERROR_INVALID_DEVICE => "name a device that `flashtune doctor` lists",
         CUDA_ERROR_NO_BINARY_FOR_GPU
         | CUDA_ERROR_INVALID_IMAGE
@@ -191,7 +191,7 @@ mod tests {
         }
         for e in [super::super::device_count().err(), super::super::CudaDevice::open(0).err()] {
             let e = e.expect("there is no driver").to_string();
-            assert!(e.contains("libcuda.so.1") && e.contains("--device cpu"), "{e}");
+            assert!(e.contains("libcuda.so.1") && e.contains("device cpu") && !e.contains("--device"), "{e}");
         }
     }
 

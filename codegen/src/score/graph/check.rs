@@ -2,7 +2,9 @@
 
 use super::Graph;
 use crate::score::syntax::ast::{Ast, AstId, AstNode};
+use crate::score::syntax::builtin::BUILTINS;
 use crate::score::syntax::error::ProgramError;
+use crate::score::syntax::near::nearest_name;
 use crate::score::syntax::parse::is_word;
 use crate::score::syntax::words::{Axis, Binary, Id, Type, Unary, Var};
 use std::ops::Range;
@@ -144,15 +146,10 @@ impl<'a> Checker<'a> {
     fn suggestion(&self, name: &str, tensor: bool) -> Option<String> {
         let variables = Var::NAMED.iter().map(|v| v.name()).filter(|_| !tensor);
         let declared = self.graph.declarations().iter().filter(|d| d.axes.is_some() == tensor);
-        let known: Vec<&str> = variables.chain(declared.map(|d| d.name.as_str())).collect();
-        let near = known.into_iter().map(|known| (distance(name, known), known)).min()?;
-        // Any letter is near to any other.
-        let limit = match name.len() {
-            0 | 1 => 0,
-            2 | 3 => 1,
-            _ => 2,
-        };
-        (near.0 <= limit).then(|| format!("did you mean `{}`?", near.1))
+        // A text of one word is rather a misspelt built-in.
+        let builtins = BUILTINS.iter().map(|b| b.name).filter(|_| !tensor && self.text.trim() == name);
+        let near = nearest_name(name, variables.chain(declared.map(|d| d.name.as_str())).chain(builtins))?;
+        Some(format!("did you mean `{near}`?"))
     }
 
     fn index(&mut self, ast: &Ast, name: &str, index: &[AstId], span: &Range<usize>) -> Result<Id, ProgramError> {
@@ -199,19 +196,4 @@ impl<'a> Checker<'a> {
             false => ProgramError::at(self.text, span, message, expected),
         }
     }
-}
-
-/// Letters to change, add or take away between two words.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut corner = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.iter().enumerate() {
-            let change = corner + usize::from(x != *y);
-            corner = row[j + 1];
-            row[j + 1] = change.min(row[j] + 1).min(corner + 1);
-        }
-    }
-    row[b.len()]
 }

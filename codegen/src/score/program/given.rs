@@ -89,6 +89,20 @@ mod tests {
     }
 
     #[test]
+    fn built_in_names_are_suggested_for_texts_of_one_word() {
+        let told = |mask: Option<&str>, score: Option<&str>| {
+            let given = [Declaration::scalar("cap", Storage::F32)];
+            Texts { mask, score, sink: None }.program(&given).unwrap_err().to_string()
+        };
+        assert!(told(Some("documnt"), None).contains("did you mean `document`?"));
+        assert!(told(Some(" casual "), None).contains("did you mean `causal`?"));
+        assert!(told(None, Some("soft_cup")).contains("did you mean `soft_cap`?"));
+        // In a longer text it would be no program.
+        assert!(told(None, Some("score + soft_cup")).contains("declare it first"));
+        assert!(told(Some("nothing_like_it"), None).contains("declare it first"));
+    }
+
+    #[test]
     fn a_mask_that_is_brought_apart_makes_the_same_program() {
         let slope = [Declaration::tensor("slope", Storage::F32, &[Axis::Any])];
         let score = Some("near = q - kv; select(near * near > 9, score + slope[h] * near, score)");

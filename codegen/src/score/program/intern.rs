@@ -141,6 +141,15 @@ mod tests {
     }
 
     #[test]
+    fn debug_of_a_program_is_one_line() {
+        let program = Program::parse("doc: i32[batch, kv_len]; mask = doc[b, kv] == 1; score = score * 2.0;").unwrap();
+        assert!(program.text().contains('\n'), "the text itself has several: {program}");
+        for debug in [format!("{program:?}"), format!("{program:#?}"), format!("{:#?}", ProgramRef::new(program))] {
+            assert!(!debug.contains('\n') && debug.contains("doc: i32") && debug.len() < 200, "{debug}");
+        }
+    }
+
+    #[test]
     fn equal_programs_are_one_and_survive_being_stored() {
         let a = ProgramRef::new(Program::mask_of("kv <= q").unwrap());
         let b = ProgramRef::new(Program::mask_of("q >= kv").unwrap());

@@ -30,7 +30,7 @@ pub const MAX_INPUTS: usize = 32;
 ///
 /// Two programs are equal if their texts are, and programs of the same meaning mostly have the same text
 /// (`score::graph::normal`).
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Program {
     graph: Graph,
     mask: Option<Id>,
@@ -57,6 +57,13 @@ impl Eq for Program {}
 impl std::hash::Hash for Program {
     fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
         self.hash.hash(state);
+    }
+}
+
+/// The text on one line: what was found of it follows from the text, and takes pages.
+impl fmt::Debug for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Program({:?})", self.text)
     }
 }
 

@@ -13,6 +13,7 @@ pub(in crate::score) mod builtin;
 mod declare;
 pub(in crate::score) mod error;
 mod lex;
+pub(in crate::score) mod near;
 pub(in crate::score) mod parse;
 pub(in crate::score) mod range;
 pub(in crate::score) mod words;
