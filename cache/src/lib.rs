@@ -41,7 +41,9 @@ mod trust;
 mod validity;
 
 pub use artifact::{Artifact, Facts, Recipe};
-pub use bundle::{Bundle, BundleContents, BundleSet, Manifest, PublicKey, SecretKey, sign_bundle};
+pub use bundle::{
+    Bundle, BundleContents, BundleSet, FORMAT as BUNDLE_FORMAT, Manifest, PublicKey, SecretKey, sign_bundle,
+};
 pub use claim::{Claim, Claims, Turn};
 pub use conditions::{Conditions, Reading};
 pub use device::{CompilerId, DeviceFingerprint};

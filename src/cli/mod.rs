@@ -19,6 +19,7 @@ mod ragged_sweep;
 mod relink;
 mod report;
 mod run;
+mod shell;
 mod side;
 mod sign;
 mod story;
@@ -28,11 +29,14 @@ mod tile_map;
 mod timeline;
 mod transfer;
 mod tune;
+mod version;
 mod weights;
 
-use clap::{Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, Subcommand};
 use context::Context;
 use std::ffi::OsString;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -61,7 +65,7 @@ Environment:
 
 /// Generates, tunes and ships fused attention kernels.
 #[derive(Parser)]
-#[command(name = "flashtune", version, after_help = EXIT_CODES, propagate_version = true)]
+#[command(name = "flashtune", version, long_version = version::LONG, after_help = EXIT_CODES, propagate_version = true)]
 struct Cli {
     #[command(flatten)]
     global: Global,
@@ -136,6 +140,16 @@ enum Command {
     Worker,
     /// Say what was found on this machine, and what to do about what is missing
     Doctor(doctor::Args),
+    /// Print the script that completes this command in a shell
+    Completions(shell::CompletionsArgs),
+    /// Write manual pages; run by `cargo xtask man`
+    #[command(hide = true)]
+    Man(shell::ManArgs),
+}
+
+/// The command as parsers, shells and manual pages take it.
+fn command() -> clap::Command {
+    Cli::command()
 }
 
 /// Parses the command line, runs the command, and turns its outcome into an exit code.
@@ -149,6 +163,10 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Err(e) => {
             // A closed pipe while printing the help is nobody's error.
             let _ = e.print();
+            // `-V` prints the short form.
+            if e.kind() == ErrorKind::DisplayVersion && e.to_string().contains(version::LONG) {
+                let _ = std::io::stdout().write_all(version::details().as_bytes());
+            }
             return ExitCode::from(e.exit_code() as u8);
         }
     };
@@ -173,6 +191,8 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Keygen(args) => sign::keygen(&mut cx, args),
         Command::Sign(args) => sign::sign(&mut cx, args),
         Command::Doctor(args) => doctor::run(&mut cx, args),
+        Command::Completions(args) => shell::completions(&mut cx, &args),
+        Command::Man(args) => shell::man(&args),
         Command::Worker => unreachable!("served above"),
     };
     exit::code(outcome.and_then(|()| cx.finish()))
@@ -195,10 +215,9 @@ fn start_log(verbose: u8) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_consistent() {
-        Cli::command().debug_assert();
+        command().debug_assert();
     }
 }

@@ -12,6 +12,7 @@ mod appends;
 mod bad_input;
 mod bench_serving;
 mod bundles;
+mod command;
 mod crash_points;
 mod decoys;
 mod dispatch;

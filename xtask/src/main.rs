@@ -24,6 +24,7 @@ commands:
   ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
   cubins ARGS   fingerprints of the default kernels' machine code: `write FILE [--sample N]`, `compare OLD NEW`
+  man [DIR]     write the manual pages of the `flashtune` command, to target/man when no folder is named
   setup         only install what the tests need, and print where it is
   header        write bindings/c/include/flashtune.h from the sources";
 
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         Some("ci") => ci(),
         Some("package") => return package::main(&root(), args),
         Some("header") => header::write(&root()),
+        Some("man") => man(args.next().map_or_else(|| root().join("target/man"), PathBuf::from)),
         Some("cubins") => cubins(&args.collect::<Vec<_>>()),
         Some("setup") => nvrtc::ensure(&root()).map(|dir| println!("{}", dir.display())),
         Some("help" | "-h" | "--help") => {
@@ -111,6 +113,17 @@ fn cubins(args: &[String]) -> Result<()> {
     command.args(["run", "--quiet", "--example", "cubins", "--"]).args(args);
     command.env("FLASHTUNE_NVRTC", nvrtc::ensure(&root())?);
     run(command)
+}
+
+/// The command writes the pages itself, from its own definition.
+fn man(folder: PathBuf) -> Result<()> {
+    let mut command = cargo();
+    // Relative to where the user is, and not to the root.
+    let folder = std::path::absolute(folder)?;
+    command.args(["run", "--quiet", "--bin", "flashtune", "--", "man"]).arg(&folder);
+    run(command)?;
+    println!("{}", folder.display());
+    Ok(())
 }
 
 fn ci() -> Result<()> {

@@ -29,8 +29,7 @@ mod reader;
 mod signature;
 mod writer;
 
-#[cfg(test)]
-pub(crate) use format::FORMAT;
+pub use format::FORMAT;
 pub use manifest::{BundleSet, Manifest};
 pub use reader::{Bundle, sign_bundle};
 pub use signature::{PublicKey, SecretKey};
