@@ -129,7 +129,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
     }
 
-    let bar = progress::bar(kernels.len() as u64, cx.json());
+    let bar = progress::bar(kernels.len() as u64, cx.hides_progress());
     let kernels: Vec<Kernel> = kernels.into_values().collect();
     let built: Vec<Result<Artifact>> = kernels
         .par_iter()

@@ -129,7 +129,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
 
     let start = Instant::now();
-    let bar = progress::bar(total as u64, cx.json());
+    let bar = progress::bar(total as u64, cx.hides_progress());
     let mut tally = Tally::default();
     // Problems in groups: compile one group on all cores, then run it.
     for group in work.chunks(8) {

@@ -37,6 +37,11 @@ impl Context {
         self.global.json
     }
 
+    /// Whether no progress is shown: the output is for a script, or the user wants none.
+    pub fn hides_progress(&self) -> bool {
+        self.global.json || self.global.quiet
+    }
+
     /// The device that the command line names, opened once.
     pub fn device(&mut self) -> Result<Arc<dyn Device>> {
         if let Some(device) = &self.device {

@@ -11,6 +11,7 @@ mod emit;
 mod exit;
 mod explain;
 mod files;
+mod help;
 mod list;
 mod lists;
 mod merge;
@@ -33,39 +34,16 @@ mod version;
 mod weights;
 
 use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use context::Context;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-const EXIT_CODES: &str = "\
-Exit codes:
-  0  done
-  1  a check or a computation failed
-  2  bad input or usage
-  3  a device, compiler, library or kernel that is needed is not there
-
-Environment:
-  FLASHTUNE_CACHE      folder of records and compiled kernels (as --cache)
-  FLASHTUNE_CACHE_LIMIT_MIB  most that compiled kernels may take there, 2048 when not set
-  FLASHTUNE_BUNDLES    bundle files to search after the cache, separated as in PATH (as --bundle)
-  FLASHTUNE_TRUSTED_KEYS    public keys, or files of them, whose bundles are used, separated as in PATH (as --trust)
-  FLASHTUNE_ALLOW_UNSIGNED  1: use bundles that no trusted key signed (as --allow-unsigned)
-  FLASHTUNE_TEMPLATES  folder with templates that replace the built-in ones (as --templates)
-  FLASHTUNE_NVRTC      folder with libnvrtc.so, or the library itself
-  FLASHTUNE_UNTUNED    file to which shapes that were met untuned are appended; `tune --from` takes it
-  FLASHTUNE_WORKER     the flashtune program whose processes run candidates for hosts that tune; the command is its own
-  FLASHTUNE_LAUNCHES   how hosts launch: eager, or graph, for which `tune --graph` measures
-  FLASHTUNE_CPU_ISA    a lower instruction set than the processor has, e.g. avx2
-  SOURCE_DATE_EPOCH    when bundles say that they were made, in seconds: the same build then gives the same bytes
-  CC                   the C compiler for kernels of the cpu device
-  FLASHTUNE_LOG        what to log to stderr, e.g. debug or flashtune_runtime=trace";
-
 /// Generates, tunes and ships fused attention kernels.
 #[derive(Parser)]
-#[command(name = "flashtune", version, long_version = version::LONG, after_help = EXIT_CODES, propagate_version = true)]
+#[command(name = "flashtune", version, long_version = version::LONG, after_help = help::AFTER, propagate_version = true)]
 struct Cli {
     #[command(flatten)]
     global: Global,
@@ -75,26 +53,27 @@ struct Cli {
 
 /// Options of every command.
 #[derive(clap::Args, Debug, Clone)]
+#[command(next_help_heading = "Options of every command")]
 struct Global {
     /// Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, global = true, default_value = "auto", value_name = "DEVICE")]
     device: flashtune::DeviceSpec,
-    /// Folder of records and compiled kernels
+    /// Folder of records and compiled kernels [env: FLASHTUNE_CACHE]
     #[arg(long, global = true, value_name = "DIR")]
     cache: Option<PathBuf>,
     /// Folder whose templates replace the built-in ones of the same path
-    #[arg(long, global = true, env = "FLASHTUNE_TEMPLATES", value_name = "DIR")]
+    #[arg(long, global = true, env = "FLASHTUNE_TEMPLATES", hide_env_values = true, value_name = "DIR")]
     templates: Option<PathBuf>,
-    /// What to do when nothing tuned fits: default (the model's choice), tune, or sealed (no compiler may run)
+    /// When nothing tuned fits: default (the model's choice), tune, or sealed (no compiler may run)
     #[arg(long, global = true, default_value = "default", value_name = "POLICY")]
     policy: flashtune::Policy,
-    /// A bundle to search after the cache; may be repeated
+    /// A bundle to search after the cache; may be repeated [env: FLASHTUNE_BUNDLES, separated as in PATH]
     #[arg(long, global = true, value_name = "FILE")]
     bundle: Vec<PathBuf>,
-    /// A public key, or a file of them, whose bundles are used; may be repeated
+    /// A public key, or a file of them, whose bundles are used; may be repeated [env: FLASHTUNE_TRUSTED_KEYS]
     #[arg(long, global = true, value_name = "KEY")]
     trust: Vec<String>,
-    /// Use bundles that no trusted key signed
+    /// Use bundles that no trusted key signed [env: FLASHTUNE_ALLOW_UNSIGNED=1]
     #[arg(long, global = true)]
     allow_unsigned: bool,
     /// Machine-readable output
@@ -103,6 +82,9 @@ struct Global {
     /// Log more to stderr: -v dispatch decisions, -vv everything
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
+    /// Say less on stderr: errors alone, no warnings and no progress
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
 }
 
 #[derive(Subcommand)]
@@ -149,7 +131,7 @@ enum Command {
 
 /// The command as parsers, shells and manual pages take it.
 fn command() -> clap::Command {
-    Cli::command()
+    help::grouped(Cli::command())
 }
 
 /// Parses the command line, runs the command, and turns its outcome into an exit code.
@@ -158,7 +140,8 @@ pub fn main() -> ExitCode {
 }
 
 fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let cli = match Cli::try_parse_from(args) {
+    let parsed = command().try_get_matches_from(args).and_then(|found| Cli::from_arg_matches(&found));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(e) => {
             // A closed pipe while printing the help is nobody's error.
@@ -170,7 +153,7 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(e.exit_code() as u8);
         }
     };
-    start_log(cli.global.verbose);
+    start_log(cli.global.verbose, cli.global.quiet);
     if matches!(cli.command, Command::Worker) {
         return flashtune::tuner::serve();
     }
@@ -198,23 +181,37 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     exit::code(outcome.and_then(|()| cx.finish()))
 }
 
-/// Logs to stderr: warnings by default, `FLASHTUNE_LOG` or `-v` for more.
-fn start_log(verbose: u8) {
+/// Logs to stderr: warnings by default, `FLASHTUNE_LOG` or `-v` for more, `-q` for less.
+fn start_log(verbose: u8, quiet: bool) {
     use tracing_subscriber::EnvFilter;
     let level = match verbose {
+        _ if quiet => "error",
         0 => "warn",
         1 => "debug,sled=warn,tera=warn",
         _ => "trace,sled=info",
     };
     let filter = EnvFilter::try_from_env("FLASHTUNE_LOG").unwrap_or_else(|_| EnvFilter::new(level));
-    let colour = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let colour = in_colour(terminal, std::env::var_os("NO_COLOR").as_deref());
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colour);
     let _ = log.with_target(verbose > 1).without_time().compact().try_init();
+}
+
+/// Whether to write in colour: to terminals, unless NO_COLOR has any value (no-color.org).
+fn in_colour(terminal: bool, no_color: Option<&OsStr>) -> bool {
+    terminal && no_color.is_none_or(OsStr::is_empty)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn colours_are_for_terminals_without_no_color() {
+        let found = |terminal, value: Option<&str>| in_colour(terminal, value.map(OsStr::new));
+        assert!(found(true, None) && found(true, Some("")));
+        assert!(!found(true, Some("1")) && !found(true, Some("0")) && !found(false, None));
+    }
 
     #[test]
     fn the_command_line_is_consistent() {

@@ -56,6 +56,41 @@ fn version_tells_what_stored_results_are_held_to() {
 }
 
 #[test]
+fn help_fits_on_a_page_and_tells_options_of_all_apart() {
+    let help = printed(&["--help"]);
+    assert!(help.lines().count() < 60, "{} lines\n{help}", help.lines().count());
+    let (commands, options) = help.split_once("Options of every command:").unwrap();
+    for command in COMMANDS {
+        let line = commands.lines().find(|l| l.starts_with(&format!("  {command} ")));
+        assert!(line.is_some_and(|l| l.len() > 20), "{command}: {help}");
+    }
+    assert!(options.contains("--allow-unsigned") && !commands.contains("worker") && !commands.contains("  man "));
+    // A command's own options come first, under a heading of their own.
+    let of_tune = printed(&["tune", "--help"]);
+    let (own, of_all) = of_tune.split_once("Options of every command:").unwrap();
+    assert!(own.contains("--trials") && !own.contains("--allow-unsigned"), "{of_tune}");
+    assert!(of_all.contains("--allow-unsigned") && !of_all.contains("--trials"), "{of_tune}");
+}
+
+#[test]
+fn quiet_leaves_out_warnings_and_no_errors() {
+    let place = Place::new();
+    // Something to warn of: a file where the cache should be.
+    std::fs::write(place.cache(), "a file").unwrap();
+    let said = |more: &[&str]| {
+        let args = [&["list"], more].concat();
+        let output = place.flashtune(&args).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(said(&[]).contains("WARN"));
+    assert_eq!(said(&["-q"]), "");
+    assert_eq!(said(&["--quiet"]), "");
+    fails(&mut place.flashtune(&["-q", "explain", "--head-dim", "63"]), 2, &["head_dim_qk"]);
+    fails(&mut place.flashtune(&["-q", "-v", "list"]), 2, &["--quiet", "--verbose"]);
+}
+
+#[test]
 fn completions_name_every_command_in_every_shell() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = printed(&["completions", shell]);

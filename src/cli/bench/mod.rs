@@ -86,7 +86,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if !args.no_ceilings {
         header::measure_ceilings(&mut report.ceilings, device, &cases)?;
     }
-    let bar = progress::bar(cases.len() as u64, cx.json());
+    let bar = progress::bar(cases.len() as u64, cx.hides_progress());
     for case in &cases {
         bar.set_message(format!("{} {}", case.problem, case.shape));
         let contest = Contest::new(&engine, case)?;

@@ -130,7 +130,7 @@ pub fn run(
     if with_ceilings {
         header::measure_ceilings(&mut report.ceilings, &*device, &of)?;
     }
-    let bar = progress::bar(args.kv_lens.len() as u64, cx.json());
+    let bar = progress::bar(args.kv_lens.len() as u64, cx.hides_progress());
     for batch in &args.kv_lens {
         bar.set_message(batch.to_string());
         let contest = Contest::new(&engine, model, batch, [q_len, cache.page, cache.layers], bound)?;

@@ -178,7 +178,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         cx.out.flush()?;
     }
     let layers = cx.layers()?;
-    let watcher = Watcher { bar: progress::bar(total as u64, cx.json()), waited: Mutex::default() };
+    let watcher = Watcher { bar: progress::bar(total as u64, cx.hides_progress()), waited: Mutex::default() };
     let start = Instant::now();
     let done = crew::run(works, &limits, &templates, &dir, &layers, &watcher);
     watcher.bar.finish_and_clear();

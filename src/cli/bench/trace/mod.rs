@@ -151,7 +151,7 @@ impl Trace {
         let sizes = [self.layers, pages, page_tokens];
         let mut server = Server::new(engine, self.model, sizes, [token_budget, max_sequences, longest], self.seed)?;
         let all: u64 = self.requests.iter().map(|r| u64::from(r.keys())).sum();
-        let bar = progress::bar(all, cx.json());
+        let bar = progress::bar(all, cx.hides_progress());
         let day = server.run(&mut scheduler, &mut |ran| bar.inc(ran.rows.into()))?;
         bar.finish_and_clear();
         report.title = format!("A served trace on {}", report.device.name);
