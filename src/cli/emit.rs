@@ -1,8 +1,9 @@
-//! `flashtune emit`: the generated source of a kernel.
+//! `flashtune emit`: the generated source of a kernel, or what becomes of it.
 
 use super::cases::{CaseArgs, RaggedArgs, default_case, family, only};
 use super::context::Context;
 use super::exit::usage;
+use super::machine;
 use anyhow::Result;
 use flashtune::codegen::{Arch, Kernel, Schedule};
 use serde_json::json;
@@ -25,8 +26,17 @@ pub struct Args {
     #[arg(long, value_name = "SCHEDULE")]
     schedule: Option<String>,
     /// List the schedules of the searched space instead, those that fit the arch
-    #[arg(long)]
+    #[arg(long, group = "instead")]
     space: bool,
+    /// The PTX instead, of CUDA kernels
+    #[arg(long, group = "instead")]
+    ptx: bool,
+    /// The machine code instead, by nvdisasm or, for the cpu, objdump
+    #[arg(long, group = "instead")]
+    sass: bool,
+    /// What the compiled kernel takes instead: registers, spills, shared memory
+    #[arg(long, group = "instead")]
+    resources: bool,
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
@@ -63,7 +73,16 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
     };
     let kernel = Kernel { problem: case.problem, schedule, arch };
+    if args.sass {
+        return machine::sass(cx, &kernel);
+    }
+    if args.resources {
+        return machine::resources(cx, &kernel);
+    }
     let source = kernel.render(&*cx.templates()?)?;
+    if args.ptx {
+        return machine::ptx(cx, &source);
+    }
     if cx.json() {
         let resources = kernel.resources();
         return cx.print_json(&json!({

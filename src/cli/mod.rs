@@ -14,6 +14,7 @@ mod files;
 mod help;
 mod list;
 mod lists;
+mod machine;
 mod merge;
 mod progress;
 mod ragged_sweep;
@@ -101,7 +102,7 @@ enum Command {
     Report(report::Args),
     /// Say which kernel would run and why
     Explain(explain::Args),
-    /// Print the generated source of a kernel
+    /// Print the generated source of a kernel, its PTX, its machine code, or what it takes
     Emit(emit::Args),
     /// Compile kernels for an arch that need not be here
     Build(build::Args),

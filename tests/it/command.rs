@@ -1,9 +1,10 @@
 //! The command itself: its help, version, completions and manual pages.
 
-use crate::common::{Place, fails};
+use crate::common::{Place, SMALL, fails, write_program};
 use flashtune::cache::BUNDLE_FORMAT;
 use flashtune::codegen::abi::ABI_VERSION;
 use flashtune::codegen::{Family, TemplateSet};
+use flashtune::runtime::compile::Nvrtc;
 
 /// What the bare command prints, without a cache and a device.
 fn printed(args: &[&str]) -> String {
@@ -88,6 +89,50 @@ fn quiet_leaves_out_warnings_and_no_errors() {
     assert_eq!(said(&["--quiet"]), "");
     fails(&mut place.flashtune(&["-q", "explain", "--head-dim", "63"]), 2, &["head_dim_qk"]);
     fails(&mut place.flashtune(&["-q", "-v", "list"]), 2, &["--quiet", "--verbose"]);
+}
+
+#[test]
+fn emit_shows_what_becomes_of_a_cpu_kernel() {
+    let place = Place::new();
+    let emit = |what: &'static str| [&["emit"], SMALL, &[what]].concat();
+    let taken = place.json(&emit("--resources"));
+    assert!(taken["binary_bytes"].as_u64().unwrap() > 1000 && taken["compile_ms"].as_f64().unwrap() > 0.0, "{taken}");
+    // A disassembler of the test's own: that it is given the kernel is what can be told everywhere.
+    let bin = place.path("bin");
+    std::fs::create_dir(&bin).unwrap();
+    write_program(&bin.join("objdump"), "#!/bin/sh\nfor file; do :; done\nhead -c 4 \"$file\" | tail -c 3\n");
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
+    let mut listing = place.flashtune(&emit("--sass"));
+    let output = listing.env("PATH", path).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "ELF", "{output:?}");
+    fails(&mut place.flashtune(&emit("--ptx")), 2, &["--ptx", "--arch"]);
+    fails(&mut place.flashtune(&[&emit("--ptx")[..], &["--sass"]].concat()), 2, &["--ptx", "--sass"]);
+}
+
+#[test]
+fn emit_shows_what_becomes_of_a_gpu_kernel() {
+    if Nvrtc::find().is_err() {
+        assert!(std::env::var_os("CI").is_none(), "CI has NVRTC");
+        return;
+    }
+    let place = Place::new();
+    let emit = |what: &str| place.flashtune(&["emit", "--arch", "sm_90a", "--head-dim", "64", what]);
+    let text = |command: &mut assert_cmd::Command| {
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let ptx = text(&mut emit("--ptx"));
+    assert!(ptx.contains(".target sm_90a") && ptx.contains("wgmma"), "{ptx}");
+    let taken = text(&mut emit("--resources"));
+    assert!(
+        taken.contains("registers of a thread") && taken.contains(&format!("{:<22} 0 bytes", "spilled")),
+        "{taken}"
+    );
+    // No toolkit, and the way to one.
+    let bare = place.path("bare");
+    std::fs::create_dir(&bare).unwrap();
+    fails(emit("--sass").env("PATH", &bare).env_remove("CUDA_HOME"), 3, &["nvdisasm", "CUDA_HOME"]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! NVIDIA's run-time compiler: CUDA C++ to a cubin, in this process, with no toolkit and no GPU.
 
 use super::build_id::build_id;
-use super::nvrtc_lib::{Compiled, NvrtcLib};
+use super::nvrtc_lib::{Compiled, NvrtcLib, Output};
 use super::ptxas_log;
 use crate::library_search::Surroundings;
 use crate::{Compiler, Error, Result};
@@ -106,21 +106,42 @@ const VERBOSE: &str = "--ptxas-options=-v";
 
 impl Nvrtc {
     /// Compiles past NVRTC's own cache, where it has one.
-    fn compile_anew(&self, name: &CStr, text: &CStr, mut options: Vec<CString>) -> Compiled {
+    fn compile_anew(&self, name: &CStr, text: &CStr, mut options: Vec<CString>, output: Output) -> Compiled {
         if self.takes_no_cache.load(Ordering::Relaxed) {
             options.push(NO_CACHE.to_owned());
-            let compiled = self.library.compile(name, text, &options);
+            let compiled = self.library.compile(name, text, &options, output);
             if !compiled.invalid_option {
                 return compiled;
             }
             options.pop();
         }
-        let compiled = self.library.compile(name, text, &options);
+        let compiled = self.library.compile(name, text, &options, output);
         // Or another option was the one that it does not know.
         if !compiled.invalid_option {
             self.takes_no_cache.store(false, Ordering::Relaxed);
         }
         compiled
+    }
+
+    /// The PTX of a source: what ptxas makes the cubin from.
+    ///
+    /// # Errors
+    /// [`Error::Compile`] with NVRTC's log.
+    pub fn ptx(&self, source: &Source) -> Result<String> {
+        let refused = |log: String| Error::Compile { compiler: self.id.to_string(), kernel: source.name.clone(), log };
+        if source.language != Language::Cuda {
+            return Err(refused("the source is C, which has no PTX".to_owned()));
+        }
+        let c_string =
+            |text: &str| CString::new(text).map_err(|e| refused(format!("the source holds a zero byte: {e}")));
+        // ptxas has no part in it.
+        let options = source.options.iter().filter(|o| !o.starts_with("--ptxas-options"));
+        let options = options.map(|o| c_string(&o.replace("--gpu-architecture=sm_", "--gpu-architecture=compute_")));
+        let options = options.collect::<Result<Vec<_>>>()?;
+        let (name, text) = (c_string(&format!("{}.cu", source.name))?, c_string(&source.text)?);
+        let compiled = self.compile_anew(&name, &text, options, Output::Ptx);
+        let ptx = compiled.output.map_err(|message| refused(format!("{message}\n{}", compiled.log)))?;
+        Ok(String::from_utf8_lossy(&ptx).trim_end_matches('\0').to_owned())
     }
 }
 
@@ -144,10 +165,10 @@ impl Compiler for Nvrtc {
             options.push(c_string(VERBOSE)?);
         }
         let start = Instant::now();
-        let compiled = self.compile_anew(&name, &text, options);
+        let compiled = self.compile_anew(&name, &text, options, Output::Cubin);
         self.warm.call_once(|| ());
         let log = compiled.log;
-        let cubin = compiled.cubin.map_err(|message| refused(format!("{message}\n{log}")))?;
+        let cubin = compiled.output.map_err(|message| refused(format!("{message}\n{log}")))?;
         if cubin.is_empty() {
             return Err(refused(format!("no cubin: the target must be a real architecture (sm_XX)\n{log}")));
         }
@@ -167,7 +188,7 @@ impl Compiler for Nvrtc {
         self.warm.call_once(|| {
             let Some(arch) = self.library.archs().last() else { return };
             let options = CString::new(format!("--gpu-architecture=sm_{arch}")).into_iter().collect::<Vec<_>>();
-            if let Err(message) = self.compile_anew(c"least.cu", LEAST, options).cubin {
+            if let Err(message) = self.compile_anew(c"least.cu", LEAST, options, Output::Cubin).output {
                 tracing::debug!(message, "NVRTC refuses the least source");
             }
         });
@@ -214,6 +235,18 @@ mod tests {
         }
         assert!(nvrtc.supported_archs().contains(&90));
         assert!(nvrtc.id().version.contains('+'), "{}", nvrtc.id());
+    }
+
+    #[test]
+    fn ptx_is_of_the_virtual_architecture() {
+        let Some(nvrtc) = nvrtc() else { return };
+        for arch in ["sm_80", "sm_90a"] {
+            let ptx = nvrtc.ptx(&source(arch, DOUBLE)).unwrap();
+            assert!(ptx.contains(&format!(".target {arch}")) && ptx.contains(".entry k("), "{ptx}");
+            assert!(!ptx.contains('\0'));
+        }
+        let e = nvrtc.ptx(&source("sm_80", "extern \"C\" __global__ void k() { undeclared; }")).unwrap_err();
+        assert!(e.to_string().contains("undeclared"), "{e}");
     }
 
     #[test]

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 type Program = *mut c_void;
 type Code = c_int;
+type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> Code;
+type BytesOf = unsafe extern "C" fn(Program, *mut c_char) -> Code;
 
 /// The C functions; they live as long as the library.
 pub(super) struct NvrtcLib {
@@ -26,6 +28,8 @@ pub(super) struct NvrtcLib {
     compile_program: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> Code,
     get_cubin_size: unsafe extern "C" fn(Program, *mut usize) -> Code,
     get_cubin: unsafe extern "C" fn(Program, *mut c_char) -> Code,
+    /// Size and bytes of the PTX; only those who look at it need them.
+    get_ptx: Option<(SizeOf, BytesOf)>,
     get_log_size: unsafe extern "C" fn(Program, *mut usize) -> Code,
     get_log: unsafe extern "C" fn(Program, *mut c_char) -> Code,
     version: (u32, u32),
@@ -37,10 +41,18 @@ pub(super) struct NvrtcLib {
 
 /// Result of a compilation: the log is there in either case.
 pub(super) struct Compiled {
-    pub(super) cubin: Result<Vec<u8>, String>,
+    /// A cubin, or PTX.
+    pub(super) output: Result<Vec<u8>, String>,
     pub(super) log: String,
     /// Whether it was refused for an option that this version does not know.
     pub(super) invalid_option: bool,
+}
+
+/// What a program is compiled to: a cubin for a real architecture, PTX for a virtual one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Output {
+    Cubin,
+    Ptx,
 }
 
 /// `NVRTC_ERROR_INVALID_OPTION`.
@@ -81,6 +93,7 @@ impl NvrtcLib {
                 compile_program: symbol(&library, "nvrtcCompileProgram")?,
                 get_cubin_size: symbol(&library, "nvrtcGetCUBINSize")?,
                 get_cubin: symbol(&library, "nvrtcGetCUBIN")?,
+                get_ptx: symbol(&library, "nvrtcGetPTXSize").ok().zip(symbol(&library, "nvrtcGetPTX").ok()),
                 get_log_size: symbol(&library, "nvrtcGetProgramLogSize")?,
                 get_log: symbol(&library, "nvrtcGetProgramLog")?,
                 version: (0, 0),
@@ -140,9 +153,9 @@ impl NvrtcLib {
         Err(format!("{call}: {}", text.to_string_lossy()))
     }
 
-    /// Compiles to a cubin. May be called from many threads: every call has a program of its own.
-    pub(super) fn compile(&self, name: &CStr, source: &CStr, options: &[CString]) -> Compiled {
-        let failed = |message: String| Compiled { cubin: Err(message), log: String::new(), invalid_option: false };
+    /// Compiles. May be called from many threads: every call has a program of its own.
+    pub(super) fn compile(&self, name: &CStr, source: &CStr, options: &[CString], output: Output) -> Compiled {
+        let failed = |message: String| Compiled { output: Err(message), log: String::new(), invalid_option: false };
         let mut program: Program = std::ptr::null_mut();
         // SAFETY: the strings are C strings that outlive the call; there are no headers.
         let code = unsafe {
@@ -157,12 +170,18 @@ impl NvrtcLib {
         let code = unsafe { (self.compile_program)(program, count, pointers.as_ptr()) };
         let compiled = self.ok("nvrtcCompileProgram", code);
         let log = self.bytes(program, "nvrtcGetProgramLog", self.get_log_size, self.get_log);
-        let cubin = compiled.and_then(|()| self.bytes(program, "nvrtcGetCUBIN", self.get_cubin_size, self.get_cubin));
+        let output = compiled.and_then(|()| match output {
+            Output::Cubin => self.bytes(program, "nvrtcGetCUBIN", self.get_cubin_size, self.get_cubin),
+            Output::Ptx => match self.get_ptx {
+                Some((size, get)) => self.bytes(program, "nvrtcGetPTX", size, get),
+                None => Err("nvrtcGetPTX: the library has no such function".to_owned()),
+            },
+        });
         // SAFETY: `program` was created above and is not used again.
         unsafe { (self.destroy_program)(&mut program) };
         let log = log.unwrap_or_else(|message| message.into_bytes());
         let log = String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned();
-        Compiled { cubin, log, invalid_option: code == INVALID_OPTION }
+        Compiled { output, log, invalid_option: code == INVALID_OPTION }
     }
 
     fn bytes(
