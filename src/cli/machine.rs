@@ -33,7 +33,7 @@ pub fn sass(cx: &mut Context, kernel: &Kernel) -> Result<()> {
         Arch::Sm(_) => (
             Command::new(toolkit("nvdisasm")),
             "nvdisasm",
-            "put the CUDA toolkit's nvdisasm on PATH, or set CUDA_HOME (pip install nvidia-cuda-nvcc has one, too)",
+            "put the CUDA toolkit's nvdisasm on PATH, or set CUDA_HOME (pip install nvidia-cuda-nvdisasm has one, too)",
         ),
         Arch::Cpu(_) => {
             let mut objdump = Command::new("objdump");
