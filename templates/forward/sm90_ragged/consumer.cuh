@@ -75,7 +75,9 @@ struct Consumer : Arrivals {
         if (!(args.forward.scale > 0.0f)) fold_sign_into_q();
     }
     // Which keys of the block that is multiplied lie in no page: asked for beside the products.
-    __device__ __forceinline__ void look_up_pages() { without_page = warp_uniform(load_shared_4(without_page_at(smem, k.stage))); }
+    __device__ __forceinline__ void look_up_pages() {
+        without_page = warp_uniform(load_shared_4(without_page_at(smem, k.stage)));
+    }
     // Where O of a tile leaves from, whose Q was `q`.
     __device__ __forceinline__ u32 o_address(int q) const {
         return kOutputApart ? smem + Layout::kO + id * Layout::kBytesO

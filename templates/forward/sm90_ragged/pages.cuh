@@ -24,15 +24,16 @@ struct Pages {
 };
 
 // A lane's box of a block of keys: lane i of a warp looks up the page of box i, all of them at the same time. By one
-// thread, page after page, lookups take longer than the products of a block (512 x 8k from pages of 16, 32/8 heads on an
-// H200: 233 us, so 123).
+// thread, page after page, lookups take longer than the products of a block (512 x 8k from pages of 16, 32/8 heads on
+// an H200: 233 us, so 139).
 static_assert(kBlockKV <= 32 * kKeysPerBit, "a lane for each box");
 struct LaneBox {
     int at;           // first key in the block, if there is such a box
     int page, token;  // where it lies: behind the last key, and of no page, outside of the store, of which zeros come
     bool missing;     // whether keys of the sequence lie in no page
 };
-__device__ __forceinline__ LaneBox lane_box(const KernelArgs& args, const Pages& pages, const int* table, const WorkTile& tile, int n) {
+__device__ __forceinline__ LaneBox lane_box(const KernelArgs& args, const Pages& pages, const int* table,
+                                            const WorkTile& tile, int n) {
     LaneBox box = {int(threadIdx.x % 32) * args.box_keys, -1, 0, false};
     const int key = n * kBlockKV + box.at;
     if (box.at < kBlockKV && key < tile.kv_len && pages.exist()) {
@@ -53,14 +54,15 @@ __device__ __forceinline__ u32 keys_without_page(const KernelArgs& args, const L
 
 // Block n of K or V, counted among all key blocks, by a warp: one box of a pack or slot, or boxes of pages.
 template <int kChunks>
-__device__ __forceinline__ void load_keys(u32 to, const KernelArgs& args, const Pages& pages, const LaneBox& box, const TensorMap& map,
-                                          u32 full, int n, const WorkTile& tile) {
+__device__ __forceinline__ void load_keys(u32 to, const KernelArgs& args, const Pages& pages, const LaneBox& box,
+                                          const TensorMap& map, u32 full, int n, const WorkTile& tile) {
     const bool paged = pages.exist();
     const int row = paged ? box.token : tile.first + n * kBlockKV, page = paged ? box.page : tile.slot;
     if (paged ? box.at < kBlockKV : box.at == 0) {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk++) {
-            tma_load(to + chunk * kBytesChunk + box.at * 128, map, full, kEvictLast, chunk * 64, row, tile.kv_head, page);
+            const u32 at = to + chunk * kBytesChunk + box.at * 128;
+            tma_load(at, map, full, kEvictLast, chunk * 64, row, tile.kv_head, page);
         }
     }
 }

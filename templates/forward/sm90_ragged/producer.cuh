@@ -75,8 +75,8 @@ __device__ __forceinline__ void schedule_tiles(const KernelArgs& args, u32 smem)
 }
 
 // Makes rows of a block of V zeros, from one on: each of kThreads threads those 16 bytes of them that it looks through
-// for non-finite elements. Left to that search, unwritten slots that held NaN made a tile 100 times slower (32 x 197 from
-// pages of 16, 12 heads of 64 on an H200: 3311 us).
+// for non-finite elements. Left to that search, unwritten slots of NaN make a tile 90 times slower (32 x 197 from pages
+// of 16, 12 heads of 64 on an H200: 3311 us, so 36).
 template <int kChunks, int kThreads> __device__ __forceinline__ void clear_rows_from(u32 block, int row, u32 thread) {
     static_assert(kBytesChunk % (kThreads * 16) == 0, "whole rounds");
     const u32 begin = row * 128;
@@ -84,7 +84,9 @@ template <int kChunks, int kThreads> __device__ __forceinline__ void clear_rows_
     for (u32 at = begin / (kThreads * 16) * (kThreads * 16) + thread * 16; at < kBytesChunk; at += kThreads * 16) {
         if (at < begin) continue;
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; chunk++) store_shared_16(block + chunk * kBytesChunk + at, uint4{0, 0, 0, 0});
+        for (int chunk = 0; chunk < kChunks; chunk++) {
+            store_shared_16(block + chunk * kBytesChunk + at, uint4{0, 0, 0, 0});
+        }
     }
 }
 
@@ -105,7 +107,8 @@ __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, int hel
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             const int block = block_at(args, work.tile, blocks, n);
-            // Slots behind a sequence's last key may hold anything, and no row attends to them.
+            // Slots behind a sequence's last key may hold anything, and no row attends to them. In packs the rows of
+            // another sequence follow: those are left to the search.
             const int filled = max_of(work.tile.kv_len - block * kBlockKV, 0);
             const bool ends = args.forward.kv_begin == nullptr && filled < kBlockKV;
             const bool raw = kClean && (ends || (work.careful && is_masked<kMaskedFirst>(blocks, n)));
@@ -129,7 +132,9 @@ __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, int hel
                 mbarrier_wait_idly(v.arrived(smem, true), (raw_parity >> v.stage) & 1);
                 raw_parity ^= 1u << v.stage;
                 if (ends) clear_rows_from<kChunksV, kThreadsThatHelp>(v.buffer(smem), filled, thread);
-                const bool met = work.careful && take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v.buffer(smem), thread);
+                const bool met =
+                    work.careful && take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(
+                                        v.buffer(smem), thread);
                 if (met) set_flag(smem + Layout::kMetNonFinite);
                 if (ends || met) fence_async_proxy();
                 __syncwarp();
