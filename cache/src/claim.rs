@@ -6,8 +6,9 @@
 //! is done without: twice, perhaps, but to the same result.
 
 use crate::folder::{Folder, id_of};
+use crate::holder::Holder;
 use crate::layout::{CLAIMS, is_claim};
-use crate::{CacheDir, Error, Key, Result, trouble};
+use crate::{CacheDir, Error, Key, Result, regular, trouble};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::File;
 use std::io::Write;
@@ -76,6 +77,12 @@ impl Claims {
                 Some(Claim { held: None })
             }
         }
+    }
+
+    /// Who has the claim on a piece of work, as far as it says so.
+    pub fn holder(&self, work: &Key) -> Option<Holder> {
+        let noted = self.dir.folder().and_then(|base| base.open(CLAIMS)?.read(&work.hex())).ok()?;
+        Holder::parse(&regular::read_all(&noted).ok()?)
     }
 
     /// Removes the files of claims that nobody holds: of processes that were killed after their work was done, which
@@ -149,9 +156,9 @@ fn lock(folder: &Arc<Folder>, name: &str) -> Result<Option<Held>> {
     }
 }
 
-/// For people who wonder whose it is; nobody else reads it.
+/// For those who wait, and tell whom for.
 fn note_holder(Held { file, was_empty, .. }: &Held) {
-    let note = format!("{}\n", std::process::id());
+    let note = Holder::this().note();
     let emptied = if *was_empty { Ok(()) } else { file.set_len(0) };
     let _ = emptied.and_then(|()| (&*file).write_all(note.as_bytes()));
 }
@@ -222,6 +229,20 @@ mod tests {
         assert!(matches!(wait(b"two"), Turn::Mine(_)));
         drop(held);
         assert!(matches!(wait(b"one"), Turn::Mine(_)));
+    }
+
+    #[test]
+    fn who_holds_a_claim_is_told_while_it_is_held() {
+        let (_tmp, claims) = claims();
+        let work = Key::of(b"one");
+        assert_eq!(claims.holder(&work), None);
+        let held = claims.take(&work).unwrap();
+        let holder = claims.holder(&work).unwrap();
+        assert!(holder.is_this() && holder.held() < Duration::from_secs(60), "{holder:?}");
+        let told = holder.to_string();
+        assert!(told.contains(&std::process::id().to_string()) && told.contains("flashtune_cache"), "{told}");
+        drop(held);
+        assert_eq!(claims.holder(&work), None);
     }
 
     #[test]

@@ -87,8 +87,21 @@ pub fn export(layers: &Layers, filter: &ExportFilter, path: &Path, created: u64)
 /// naming the field; [`Error::Damaged`], [`Error::Locked`] and [`Error::Io`] as elsewhere. Nothing is taken from a
 /// bundle of which any needed entry is damaged.
 pub fn import(path: &Path, dir: &CacheDir, needed: &Needed, replace: bool, trust: &Trust) -> Result<ExchangeSummary> {
-    let bundle = Bundle::map(path)?;
-    trust.check(&bundle)?;
+    import_bundle(&Bundle::map(path)?, dir, needed, replace, trust)
+}
+
+/// The same of an open bundle.
+///
+/// # Errors
+/// As [`import`].
+pub fn import_bundle(
+    bundle: &Bundle,
+    dir: &CacheDir,
+    needed: &Needed,
+    replace: bool,
+    trust: &Trust,
+) -> Result<ExchangeSummary> {
+    trust.check(bundle)?;
     bundle.check(needed)?;
     let mut summary = ExchangeSummary::default();
     let mut records = Vec::new();
@@ -136,8 +149,11 @@ pub fn import(path: &Path, dir: &CacheDir, needed: &Needed, replace: bool, trust
     }
     store.publish(&files)?;
     tracing::info!(
-        bundle = %path.display(), records = summary.records, skipped = summary.skipped.len(),
-        seconds_old = unix_time().saturating_sub(bundle.manifest().created), "imported"
+        bundle = bundle.name(),
+        records = summary.records,
+        skipped = summary.skipped.len(),
+        seconds_old = unix_time().saturating_sub(bundle.manifest().created),
+        "imported"
     );
     Ok(summary)
 }

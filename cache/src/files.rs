@@ -23,7 +23,7 @@ use crate::trouble::{self, Trouble};
 use crate::{Artifact, Claims, Error, Key, Result, Turn};
 use std::fs::{File, Metadata};
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 const MAGIC: &[u8; 8] = b"FTARTIF\n";
 const FORMAT: u32 = 7;
@@ -33,6 +33,8 @@ const USE_STEP: Duration = Duration::from_secs(1800);
 
 /// How long to wait for another process that makes the same kernel: longer than any compiler takes.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// From when on a wait is told.
+const LONG: Duration = Duration::from_secs(5);
 
 /// The folder of compiled kernels.
 #[derive(Debug, Clone)]
@@ -110,11 +112,11 @@ impl ArtifactFiles {
         if let Some(artifact) = self.get(key) {
             return Ok((artifact, Origin::File));
         }
-        let _claim = match self.claims.wait(key, PATIENCE, || self.get(key)) {
-            Turn::Done(artifact) => return Ok((artifact, Origin::File)),
+        let _claim = match self.wait(key) {
+            Turn::Done(Some(artifact)) => return Ok((artifact, Origin::File)),
             Turn::Mine(claim) => Some(claim),
-            // Whoever is at it takes too long: better twice than never.
-            Turn::Theirs => None,
+            // Whoever is at it takes too long, or was stopped: better twice than never.
+            Turn::Done(None) | Turn::Theirs => None,
         };
         let artifact = make()?;
         let origin = match self.put(&artifact) {
@@ -122,6 +124,26 @@ impl ArtifactFiles {
             Err(e) => Origin::Unkept(e),
         };
         Ok((artifact, origin))
+    }
+
+    /// Waits for an artifact, or for the right to make it. Done without one when the process that makes it was stopped.
+    fn wait(&self, key: &Key) -> Turn<Option<Artifact>> {
+        let (start, mut told) = (Instant::now(), false);
+        self.claims.wait(key, PATIENCE, || {
+            let found = self.get(key);
+            // Most waits are short.
+            if found.is_some() || start.elapsed() < LONG {
+                return found.map(Some);
+            }
+            let holder = self.claims.holder(key).filter(|holder| !holder.is_this())?;
+            let (stopped, remedy) = (holder.is_stopped(), holder.remedy());
+            if stopped {
+                tracing::warn!("a kernel is compiled twice, which is the work of {holder}; {remedy}");
+            } else if !std::mem::replace(&mut told, true) {
+                tracing::warn!("waiting for a kernel, which is the work of {holder}; {remedy}");
+            }
+            stopped.then_some(None)
+        })
     }
 
     /// Whether a file of this key exists. It may still fail its checks.
@@ -224,7 +246,7 @@ fn seal(artifact: &Artifact) -> Vec<u8> {
 }
 
 /// Checks every part of the envelope; the error is the check that failed.
-fn open(bytes: &[u8], key: &Key) -> Result<Artifact, Undecodable> {
+pub(crate) fn open(bytes: &[u8], key: &Key) -> Result<Artifact, Undecodable> {
     let damaged = |check| Err(Undecodable::Damaged(check));
     if bytes.len() < HEADER {
         return damaged("it is shorter than its header");

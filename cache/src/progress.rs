@@ -53,6 +53,7 @@ pub struct Progress {
     checked: HashMap<(Schedule, u8), f64>,
     timed: HashMap<Schedule, VecDeque<f64>>,
     known: usize,
+    added: usize,
 }
 
 impl Progress {
@@ -94,6 +95,11 @@ impl Progress {
         self.known
     }
 
+    /// How many lessons a process after this one would have.
+    pub fn kept(&self) -> usize {
+        if self.kept.is_some() { self.known + self.added } else { 0 }
+    }
+
     /// Adds a lesson. It survives this process as soon as this returns.
     pub fn add(&mut self, schedule: &Schedule, lesson: &Lesson) {
         let Some((folder, name, file)) = &mut self.kept else { return };
@@ -108,6 +114,7 @@ impl Progress {
             tracing::debug!(path = %path.display(), error = %e, "the progress of the job is no longer kept");
             self.kept = None;
         }
+        self.added += 1;
     }
 
     /// Where and why a schedule was given up.
@@ -216,6 +223,7 @@ mod tests {
         let mut first = Progress::open(&dir, &job);
         for (s, lesson) in lessons() {
             first.add(&s, &lesson);
+            assert_eq!(first.kept(), ends.len());
             ends.push(first.kept.as_mut().unwrap().2.stream_position().unwrap() as usize);
         }
         let path = path_of(&first);

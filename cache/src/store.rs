@@ -16,7 +16,7 @@ use crate::{
     ArtifactFiles, Bundle, BundleContents, CacheDir, Claims, Error, Key, Record, RecordKey, Result, Timeline, Trial,
 };
 use journal::open_or_replace;
-use lock::StoreLock;
+pub(crate) use lock::StoreLock;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -335,7 +335,7 @@ pub(crate) fn unix_time() -> u64 {
 
 /// Removes what writers that were killed left half-written. The caller holds the lock. A link among what this program
 /// keeps there is refused.
-fn reap_unfinished(base: &Folder) -> Result<()> {
+pub(crate) fn reap_unfinished(base: &Folder) -> Result<()> {
     reap_in(base, TEMPORARY, None);
     let artifacts = match base.open(ARTIFACTS) {
         Ok(artifacts) => artifacts,

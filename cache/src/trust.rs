@@ -85,6 +85,11 @@ impl Trust {
         self.unsigned
     }
 
+    /// The trusted keys, in order.
+    pub fn keys(&self) -> impl Iterator<Item = &PublicKey> {
+        self.keys.iter()
+    }
+
     /// Whether a bundle may be used.
     ///
     /// # Errors

@@ -74,13 +74,15 @@ pub enum Error {
         /// What stood in the way, with figures.
         reason: String,
     },
-    /// Another process has been tuning the same for longer than the job would wait.
-    #[error("{problem} {shape} is being tuned by another process; wait for it, or allow more patience")]
+    /// Another process has been tuning the same, or has used the device, for longer than the job would wait.
+    #[error("{problem} {shape}: {by}; or wait for it, with more patience")]
     Busy {
         /// The problem.
         problem: String,
         /// The sizes.
         shape: Shape,
+        /// What is done by which process, and what to do about that one.
+        by: String,
     },
     /// No schedule came through.
     #[error(

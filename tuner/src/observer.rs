@@ -1,6 +1,6 @@
 //! What a job tells while it runs.
 
-use flashtune_cache::{Record, Stage};
+use flashtune_cache::{Holder, Record, Stage};
 use flashtune_codegen::Schedule;
 use std::time::Duration;
 
@@ -38,10 +38,20 @@ pub enum Phase {
 pub enum Event<'a> {
     /// The store already has the record; nothing will run.
     Cached(&'a Record),
-    /// Something else has to end first: another process tunes the same, or uses the device.
+    /// Something else has to end first: another process tunes the same, or uses the device. Told again when it is
+    /// another process, or when that one is stopped or goes on.
     Waiting {
         /// For what.
         what: &'static str,
+        /// The other process, as far as it is known.
+        holder: Option<&'a Holder>,
+        /// Whether it was stopped, and so does nothing.
+        stopped: bool,
+    },
+    /// The process that has the device was stopped, so that it measures nothing; the job goes on without it.
+    Passed {
+        /// That process.
+        holder: &'a Holder,
     },
     /// The wait is over.
     Waited {
@@ -51,6 +61,11 @@ pub enum Event<'a> {
     /// An earlier process began this job; what it learnt is not repeated.
     Resumed {
         /// Checks, failures and times.
+        lessons: usize,
+    },
+    /// Something was learnt that a process after this one would not repeat.
+    Learnt {
+        /// Checks, failures and times so far.
         lessons: usize,
     },
     /// A phase starts; `total` is its number of steps where that is known.

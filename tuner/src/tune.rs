@@ -61,6 +61,8 @@ pub fn tune(
     let device = runner.fingerprint().clone();
     let bucket = job.bucket(&device);
     let key = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
+    let span = tracing::info_span!("flashtune.tune", problem = %job.problem, shape = %job.shape, device = %key.device);
+    let _in_span = span.enter();
     dir.create()?;
     // Looked for once: each look may start a process.
     let compiler = runner.compiler();
@@ -212,6 +214,7 @@ impl Tuning<'_> {
     fn give_up(&mut self, candidate: &mut Candidate, stage: Stage, reason: String) {
         let lesson = Lesson::Failed { stage, reason: reason.clone() };
         self.progress.add(&candidate.kernel.schedule, &lesson);
+        self.observer.event(&Event::Learnt { lessons: self.progress.kept() });
         candidate.fail(stage, reason, self.observer);
     }
 

@@ -266,6 +266,27 @@ impl Bundle {
         Ok(Some(artifact))
     }
 
+    /// Looks at every entry: whether it is what its hash says, and makes sense. What only another build understands
+    /// is as it should be where its hash fits.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] names the first entry that fails a check.
+    pub fn verify(&self) -> Result<()> {
+        let whole = |found: Result<()>| match found {
+            Err(Error::Foreign { .. }) => Ok(()),
+            found => found,
+        };
+        for entry in &self.records {
+            self.blob(entry)?;
+            whole(self.take_record(entry).map(drop))?;
+        }
+        for entry in &self.artifacts {
+            self.blob(entry)?;
+            whole(self.artifact(&Key(entry.key)).map(drop))?;
+        }
+        Ok(())
+    }
+
     fn take_record(&self, entry: &Entry) -> Result<Record> {
         let key = Key(entry.key);
         let set = self.set(entry, "record")?;

@@ -86,6 +86,18 @@ fn files_are_mapped_and_bad_ones_named() {
 }
 
 #[test]
+fn verifying_notices_every_byte_that_changed() {
+    Bundle::from_bytes("b", sample()).unwrap().verify().unwrap();
+    let mut bytes = sample();
+    for at in 0..bytes.len() {
+        bytes[at] ^= 0x40;
+        let verified = Bundle::from_bytes("b", bytes.clone()).and_then(|b| b.verify());
+        assert!(verified.is_err(), "byte {at}");
+        bytes[at] ^= 0x40;
+    }
+}
+
+#[test]
 fn a_foreign_bundle_is_refused_by_field() {
     let b = Bundle::from_bytes("b", sample()).unwrap();
     let field = |v: Validity| match b.check(&v.into()) {

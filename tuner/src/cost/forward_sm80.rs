@@ -5,16 +5,16 @@ use super::{EXP2, SMEM_BYTES, balance};
 use flashtune_codegen::{Arch, Kernel, Shape, Sm80Schedule, SmArch, TileOrder, Visits};
 
 /// What one multiprocessor does per cycle.
-struct SmRates {
+pub(super) struct SmRates {
     /// Floating-point operations of 16-bit mma.sync with fp32 accumulation.
-    mma: f64,
+    pub(super) mma: f64,
     /// Plain fp32 lanes.
-    lanes: f64,
+    pub(super) lanes: f64,
     /// Bytes from L2.
-    l2: f64,
+    pub(super) l2: f64,
 }
 
-fn rates(sm: SmArch) -> SmRates {
+pub(super) fn rates(sm: SmArch) -> SmRates {
     match sm.number {
         ..=85 => SmRates { mma: 2048.0, lanes: 64.0, l2: 40.0 },
         86..=89 => SmRates { mma: 1024.0, lanes: 128.0, l2: 32.0 },
@@ -45,7 +45,7 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm80Schedule, shape: &Shape, units: u32)
     let rest = mma + smem + exp + scalar + l2 - busiest;
 
     // Resident warps hide what is not the bottleneck, and the latency of loads and barriers.
-    let resident = resident_blocks(kernel, s, sm);
+    let resident = resident_blocks(kernel, s.blocks_per_sm, sm);
     let active = resident.min(
         (shape.batch as f64 * shape.heads as f64 * Visits::of(shape, s.block_q(), s.block_kv).tiles
             / units.max(1) as f64)
@@ -54,7 +54,7 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm80Schedule, shape: &Shape, units: u32)
     );
     let exposed = 0.7 / (1.0 + warps * active / 4.0);
     let latency = if s.stages == 1 { 500.0 } else { 90.0 } / active;
-    let spill_risk = registers_short(kernel, s, sm) * 0.02 * busiest;
+    let spill_risk = registers_short(kernel, s.blocks_per_sm, sm) * 0.02 * busiest;
     let step = busiest + exposed * rest + latency + spill_risk;
 
     // Q comes in and O goes out once per block.
@@ -74,20 +74,20 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm80Schedule, shape: &Shape, units: u32)
 }
 
 /// Blocks that fit one multiprocessor by shared memory, threads and registers.
-fn resident_blocks(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch) -> f64 {
+pub(super) fn resident_blocks(kernel: &Kernel, blocks_per_sm: u32, sm: SmArch) -> f64 {
     let (r, limits) = (kernel.resources(), sm.limits());
     let by_smem = limits.smem_per_sm / (r.smem_bytes + 1024);
     let by_threads = limits.threads_per_sm / r.threads.max(1);
     // The compiler needs more than the lower bound, up to the cap that the launch bounds set.
-    let cap = limits.registers_per_thread.min(limits.registers_per_sm / (r.threads * s.blocks_per_sm).max(1));
+    let cap = limits.registers_per_thread.min(limits.registers_per_sm / (r.threads * blocks_per_sm).max(1));
     let registers = (r.registers + 40).min(cap).max(32);
     let by_registers = limits.registers_per_sm / (registers * r.threads).max(1);
     by_smem.min(by_threads).min(by_registers).max(1) as f64
 }
 
 /// Registers of a thread that the compiler will probably miss.
-fn registers_short(kernel: &Kernel, s: &Sm80Schedule, sm: SmArch) -> f64 {
+pub(super) fn registers_short(kernel: &Kernel, blocks_per_sm: u32, sm: SmArch) -> f64 {
     let (r, limits) = (kernel.resources(), sm.limits());
-    let cap = limits.registers_per_thread.min(limits.registers_per_sm / (r.threads * s.blocks_per_sm).max(1));
+    let cap = limits.registers_per_thread.min(limits.registers_per_sm / (r.threads * blocks_per_sm).max(1));
     (r.registers as f64 + 30.0 - cap as f64).max(0.0)
 }

@@ -8,6 +8,7 @@
 mod forward_cpu;
 mod forward_cpu_ragged;
 mod forward_sm80;
+mod forward_sm80_f32;
 mod forward_sm80_ragged;
 mod forward_sm90;
 
@@ -20,6 +21,7 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::Sm90(s) => forward_sm90::cost(kernel, s, shape, device.units),
         Schedule::Sm90Ragged(s) => forward_sm90::cost(kernel, &s.0, shape, device.units),
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
+        Schedule::Sm80F32(s) => forward_sm80_f32::cost(kernel, s, shape, device.units),
         Schedule::Cpu(s) => forward_cpu::cost(kernel, s, shape, device),
         Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),
         Schedule::CpuRagged(s) => forward_cpu_ragged::cost(kernel, s, shape, device),
@@ -29,10 +31,13 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         | Schedule::AppendCuda(_)
         | Schedule::AppendCpu(_)
         | Schedule::BackwardCpu(_)
+        | Schedule::PadCuda(_)
         // Gradients are not tuned.
         | Schedule::BackwardSm80(_)
         | Schedule::BackwardSm90(_)
-        | Schedule::BackwardNaive(_) => 1.0,
+        | Schedule::BackwardNaive(_)
+        | Schedule::GradientCpu(_)
+        | Schedule::GradientNaive(_) => 1.0,
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{STORE_PATIENCE, Tuning};
 use crate::search::Past;
 use crate::{Error, Event, Outcome, Result, Search};
-use flashtune_cache::{Claim, Claims, Key, Progress, Store, Turn};
+use flashtune_cache::{Claim, Claims, Holder, Key, Progress, Store, Turn};
 use flashtune_codegen::{Family, Kernel};
 use flashtune_runtime::Compiler;
 use flashtune_runtime::compile::compile_with;
@@ -11,6 +11,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 type Found = Result<Arc<dyn Compiler>>;
+
+/// How long a process that has the device must have been stopped until others go on without it.
+const STOPPED: Duration = Duration::from_secs(3);
+
+/// What others may be at.
+const SAME: &str = "the same is being tuned";
+const DEVICE: &str = "the device is used";
 
 /// How it begins.
 pub(super) enum Begun {
@@ -34,15 +41,15 @@ impl Tuning<'_> {
         let work = Key::of_value("flashtune tuning 1", &(&self.key, templates));
         let mut seen = None;
         let found = &compiler;
-        let published = |this: &Self| {
+        let published = |this: &Self, _: Option<&Holder>| {
             // Decoded once for each publication, not at each look.
             let now = this.dir.snapshot_id();
             (now.is_some() && std::mem::replace(&mut seen, now) != now).then(|| this.published(found)).flatten()
         };
-        let on_record = match self.wait(&work, "another process tunes the same", published) {
+        let on_record = match self.wait(&work, SAME, published) {
             Turn::Done(outcome) => return Ok(Begun::Answered(Box::new(outcome))),
             Turn::Mine(claim) => claim,
-            Turn::Theirs => return Err(self.busy()),
+            Turn::Theirs => return Err(self.busy(SAME, &work)),
         };
         let past = {
             let store = Store::open_within(self.dir, STORE_PATIENCE)?;
@@ -53,12 +60,7 @@ impl Tuning<'_> {
             Past::read(&store, &self.key, self.templates, &known)?
         };
         let compiler = compiler?;
-        // Two that measure at once measure each other; on the cpu even a compiler disturbs.
-        let device = Key::of_value("flashtune device 1", &self.runner.place());
-        let on_device = match self.wait::<()>(&device, "another process uses the device", |_| None) {
-            Turn::Mine(claim) => claim,
-            _ => return Err(self.busy()),
-        };
+        let on_device = self.device()?;
         let job = (
             &work,
             compiler.id().to_string(),
@@ -77,23 +79,73 @@ impl Tuning<'_> {
         Ok(Begun::Mine { compiler, past: Box::new(past), claims: [on_record, on_device] })
     }
 
-    /// Waits for a turn, and says so when it does not come at once.
-    fn wait<T>(&mut self, work: &Key, what: &'static str, mut done: impl FnMut(&Self) -> Option<T>) -> Turn<T> {
+    /// The claim on the device: two that measure at once measure each other, and on the cpu even a compiler disturbs.
+    /// A process that was stopped measures nothing, so nobody waits for one; when it goes on, what both measure beside
+    /// each other is told by its noise.
+    fn device(&mut self) -> Result<Claim> {
+        let mut device = Key::of_value("flashtune device 1", &self.runner.place());
+        loop {
+            match self.wait(&device, DEVICE, |_, stopped| stopped.cloned()) {
+                Turn::Mine(claim) => return Ok(claim),
+                Turn::Theirs => return Err(self.busy(DEVICE, &device)),
+                Turn::Done(holder) => {
+                    self.observer.event(&Event::Passed { holder: &holder });
+                    // Those who go on without it still wait for each other.
+                    device = Key::of_value("flashtune device beside one stopped 1", &(device, holder.pid));
+                }
+            }
+        }
+    }
+
+    /// Waits for a turn, and says for whom when it does not come at once. `done` is told of a holder that has been
+    /// stopped for a while.
+    fn wait<T>(
+        &mut self,
+        work: &Key,
+        what: &'static str,
+        mut done: impl FnMut(&Self, Option<&Holder>) -> Option<T>,
+    ) -> Turn<T> {
         let claims = Claims::new(self.dir);
-        let turn = claims.wait(work, Duration::ZERO, || done(self));
+        let turn = claims.wait(work, Duration::ZERO, || done(self, None));
         if !matches!(turn, Turn::Theirs) || self.job.patience.is_zero() {
             return turn;
         }
-        self.observer.event(&Event::Waiting { what });
+        let mut told = None;
+        let mut tell = |this: &Self| {
+            let holder = claims.holder(work);
+            let stopped = holder.as_ref().is_some_and(Holder::is_stopped);
+            // A file that is just being written says nothing; nor is anybody told that it waits for itself.
+            let news = match &told {
+                None => true,
+                Some((_, known, was_stopped)) => {
+                    holder.as_ref().is_some_and(|h| !h.is_this()) && (known != &holder || *was_stopped != stopped)
+                }
+            };
+            if news {
+                this.observer.event(&Event::Waiting { what, holder: holder.as_ref(), stopped });
+                told = Some((Instant::now(), holder, stopped));
+            }
+            let (since, holder, stopped) = told.as_ref()?;
+            holder.clone().filter(|_| *stopped && since.elapsed() >= STOPPED)
+        };
+        tell(&*self);
         self.runner.rest();
         let start = Instant::now();
-        let turn = claims.wait(work, self.job.patience, || done(self));
+        let turn = claims.wait(work, self.job.patience, || {
+            let stopped = tell(&*self);
+            done(self, stopped.as_ref())
+        });
         self.observer.event(&Event::Waited { duration: start.elapsed() });
         turn
     }
 
-    fn busy(&self) -> Error {
-        Error::Busy { problem: self.job.problem.to_string(), shape: self.job.shape }
+    fn busy(&self, what: &'static str, work: &Key) -> Error {
+        let holder = Claims::new(self.dir).holder(work);
+        let by = match &holder {
+            Some(holder) => format!("{what} by {holder}; {}", holder.remedy()),
+            None => format!("{what} by another process; look for other tuners of this cache folder"),
+        };
+        Error::Busy { problem: self.job.problem.to_string(), shape: self.job.shape, by }
     }
 
     /// Whether a stored record answers the job.

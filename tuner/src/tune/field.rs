@@ -412,6 +412,7 @@ impl Tuning<'_> {
                         self.log.until_now(activity, Some(i), began, 0);
                         if let Ok(max_error) = checked {
                             self.progress.add(&schedule, &Lesson::Checked { size: code, max_error });
+                            self.observer.event(&Event::Learnt { lessons: self.progress.kept() });
                         }
                         checked
                     }

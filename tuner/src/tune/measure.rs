@@ -178,6 +178,7 @@ impl Tuning<'_> {
         let mut track = RunnerTrack {
             runner: &mut *self.runner,
             progress: &mut self.progress,
+            observer,
             schedules: &schedules,
             started: self.started,
             broken: None,
@@ -207,6 +208,7 @@ fn winner_of(field: &Field, alive: &[usize], rounds: &Rounds, default: Option<us
 struct RunnerTrack<'a> {
     runner: &'a mut Runner,
     progress: &'a mut Progress,
+    observer: &'a dyn Observer,
     schedules: &'a [Schedule],
     started: Instant,
     /// What ended the race for everybody.
@@ -225,6 +227,7 @@ impl Track for RunnerTrack<'_> {
         match self.runner.time(contender as u32) {
             Ok(Ok(us)) => {
                 self.progress.add(schedule, &Lesson::Timed { us });
+                self.observer.event(&Event::Learnt { lessons: self.progress.kept() });
                 Ok(us)
             }
             Ok(Err(reason)) => Err(reason),

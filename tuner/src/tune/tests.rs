@@ -303,7 +303,7 @@ fn jobs_that_cannot_be_timed_are_refused() {
     assert!(refused(|j| j.shape.kv_len = 0).contains("nothing to compute"));
     assert!(refused(|j| j.shape.mask = Mask::Full).contains("mask"));
     assert!(refused(|j| (j.shape.heads, j.shape.kv_heads) = (3, 2)).contains("heads = 3"));
-    assert!(refused(|j| j.problem.head_dim_v = 17).contains("head_dim_v"));
+    assert!(refused(|j| j.problem.head_dim_v = 264).contains("head_dim_v"));
 }
 
 #[test]

@@ -74,6 +74,8 @@ pub struct PaperDevice {
     pub reading: Mutex<Reading>,
     /// Whether its times are the prescribed ones, without noise.
     pub exact: AtomicBool,
+    /// What loading a kernel takes, in milliseconds.
+    pub loads_ms: AtomicUsize,
     /// What is being captured.
     capturing: Mutex<Option<Vec<(PaperModule, ForwardArgs)>>>,
     me: Weak<PaperDevice>,
@@ -184,6 +186,7 @@ impl Device for PaperDevice {
         Ok(self.compiler.clone())
     }
     fn load(&self, artifact: &Artifact) -> RuntimeResult<Arc<dyn Module>> {
+        std::thread::sleep(std::time::Duration::from_millis(self.loads_ms.load(Ordering::Relaxed) as u64));
         let kernel = artifact.recipe.kernel;
         // Other sizes have schedules that nothing is prescribed for.
         let usual = Behaviour::Right { us: 130.0 };
@@ -429,6 +432,7 @@ pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperComp
         graphs: AtomicBool::new(true),
         reading: Mutex::default(),
         exact: AtomicBool::new(false),
+        loads_ms: AtomicUsize::new(0),
         capturing: Mutex::default(),
         me: me.clone(),
         answers: Mutex::default(),
