@@ -7,20 +7,24 @@
 mod append;
 mod backward;
 mod declare;
+mod gradient;
 mod layout;
+mod pad;
 
 pub use append::AppendArgs;
 pub use backward::{BackwardArgs, BackwardMappedArgs};
 pub use declare::{Declared, Field, Spelt, declaration};
+pub use gradient::{GradientArgs, keeps};
 pub use layout::ArgsLayout;
+pub use pad::{PAD_TENSORS, PadArgs};
 
 use crate::score::MAX_BIASES;
 use crate::{Language, Op, Problem};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`] and of the entry points. Any change to
-/// one of them needs a new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before
+/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`], [`PadArgs`] and of the entry points. Any
+/// change to one of them needs a new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before
 /// are then given what they were compiled for.
 ///
 /// The same holds for what else host and kernel agree in by numbers that are rendered, and that no template's hash
@@ -42,7 +46,8 @@ arguments! {
         pub o: u64 as "void*",
         /// Log-sum-exp, fp32, contiguous `[batch, heads, q_len]`, or 0.
         pub lse: u64 as "float*",
-        /// Attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`, or 0. Only `forward/naive` writes them.
+        /// Attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`, or 0. `forward/naive` and
+        /// `forward/cpu` write them.
         pub weights: u64 as "float*",
         /// Strides of Q: batch, head, row.
         pub q_stride: [i64; 3],
@@ -191,8 +196,12 @@ pub enum Args<'a> {
     Ragged(&'a RaggedArgs),
     /// New rows of K and V into a store.
     Append(&'a AppendArgs),
-    /// A backward pass over dense tensors.
+    /// A backward pass.
     Backward(&'a BackwardArgs),
+    /// The gradient of what a score program reads.
+    Gradient(&'a GradientArgs),
+    /// Rows into rows of another length.
+    Pad(&'a PadArgs),
 }
 
 impl<'a> Args<'a> {
@@ -203,6 +212,8 @@ impl<'a> Args<'a> {
             Args::Ragged(args) => bytemuck::bytes_of(args),
             Args::Append(args) => bytemuck::bytes_of(args),
             Args::Backward(args) => bytemuck::bytes_of(args),
+            Args::Gradient(args) => bytemuck::bytes_of(args),
+            Args::Pad(args) => bytemuck::bytes_of(args),
         }
     }
 
@@ -211,8 +222,9 @@ impl<'a> Args<'a> {
         match self {
             Args::Forward(args) => args.side,
             Args::Ragged(args) => args.side,
-            Args::Append(_) => 0,
+            Args::Append(_) | Args::Pad(_) => 0,
             Args::Backward(args) => args.side,
+            Args::Gradient(args) => args.backward.side,
         }
     }
 
@@ -223,6 +235,8 @@ impl<'a> Args<'a> {
             Args::Ragged(_) => "a ragged batch",
             Args::Append(_) => "an append",
             Args::Backward(_) => "a backward pass",
+            Args::Gradient(_) => "the gradient of what a score program reads",
+            Args::Pad(_) => "a copy of rows",
         }
     }
 
@@ -232,7 +246,9 @@ impl<'a> Args<'a> {
             Args::Forward(_) => matches!(problem.op, Op::Forward) && problem.kv.is_dense(),
             Args::Ragged(_) => matches!(problem.op, Op::Forward) && !problem.kv.is_dense(),
             Args::Append(_) => matches!(problem.op, Op::Append),
-            Args::Backward(_) => matches!(problem.op, Op::Backward) && problem.kv.is_dense(),
+            Args::Backward(_) => matches!(problem.op, Op::Backward),
+            Args::Gradient(_) => matches!(problem.op, Op::Gradient) && problem.kv.is_dense(),
+            Args::Pad(_) => matches!(problem.op, Op::Pad),
         }
     }
 }
@@ -255,9 +271,21 @@ impl<'a> From<&'a AppendArgs> for Args<'a> {
     }
 }
 
+impl<'a> From<&'a PadArgs> for Args<'a> {
+    fn from(args: &'a PadArgs) -> Self {
+        Args::Pad(args)
+    }
+}
+
 impl<'a> From<&'a BackwardArgs> for Args<'a> {
     fn from(args: &'a BackwardArgs) -> Self {
         Args::Backward(args)
+    }
+}
+
+impl<'a> From<&'a GradientArgs> for Args<'a> {
+    fn from(args: &'a GradientArgs) -> Self {
+        Args::Gradient(args)
     }
 }
 
@@ -380,6 +408,8 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
         ("ragged_args", declaration::<RaggedArgs>(language)),
         ("append_args", declaration::<AppendArgs>(language)),
         ("backward_args", declaration::<BackwardArgs>(language)),
+        ("sums_args", declaration::<GradientArgs>(language)),
+        ("pad_args", declaration::<PadArgs>(language)),
         ("side_tensor", declaration::<SideTensorArg>(language)),
     ];
     let own = match language {
@@ -440,7 +470,8 @@ mod tests {
         }
         // Structs with tensor maps are padded to the alignment of those.
         let plain = [gaps::<ForwardArgs>(), gaps::<RaggedArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>()];
-        assert_eq!((plain, gaps::<AppendArgs>(), gaps::<BackwardArgs>()), ([0; 4], 0, 0));
+        assert_eq!((plain, gaps::<AppendArgs>(), gaps::<BackwardArgs>(), gaps::<PadArgs>()), ([0; 4], 0, 0, 0));
+        assert_eq!(gaps::<GradientArgs>(), 0);
         for padding in [gaps::<MappedArgs>(), gaps::<RaggedMappedArgs>(), gaps::<BackwardMappedArgs>()] {
             assert!(padding < 64, "{padding}");
         }

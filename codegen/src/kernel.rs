@@ -45,7 +45,7 @@ pub struct Source {
 impl Kernel {
     /// Checks problem, family, schedule and resources.
     pub fn check(&self) -> Result<()> {
-        self.problem.validate()?;
+        self.problem.validate_on(self.arch)?;
         self.schedule.family().supports(&self.problem, self.arch)?;
         self.schedule.validate(&self.problem, self.arch)?;
         self.resources().check(self.arch, self.schedule.blocks_per_sm())
@@ -159,7 +159,11 @@ impl Kernel {
             Language::Cuda => crate::score::cuda_fields(p.program.as_deref(), self.schedule.biases(p)),
         });
         if p.op == Op::Backward {
+            m.insert("packed", u32::from(!p.kv.is_dense()).to_string());
             m.extend(crate::score::gradient_fields(p.program.as_deref(), self.language()));
+        }
+        if let Some(by) = p.by {
+            m.extend(crate::score::term_fields(p.program.as_deref(), by.into(), self.language()));
         }
         self.schedule.constants(p, &mut m);
         m

@@ -110,6 +110,9 @@ pub enum Holds {
     /// kernel's own module has them ([`crate::abi::TILE_QUEUES`]), zeroed when it is loaded: the device takes no memory
     /// for this region, but says which of them a stream or a graph has.
     TileCounter,
+    /// Partial sums of a gradient ([`crate::Summation`]), uninitialised before. Their size follows from the tensor, too:
+    /// who launches states it ([`LaunchPlan::with_partial_sums`]).
+    PartialSums,
 }
 
 /// How mask metadata lies in memory. Kernels that agree in it, and in the bounded sides of the mask beside the
@@ -141,6 +144,10 @@ pub const SPLIT_COUNTER_BYTES: u64 = 1 << 16;
 /// Bytes of scratch memory that a launch in waves has at most, unless a host says otherwise.
 pub const SCRATCH_LIMIT: u64 = 1 << 30;
 
+/// Multiprocessors that waves are made to fill, those of an H100 or H200. A number, so that all devices have the same
+/// waves.
+const UNITS_OF_WAVES: u64 = 132;
+
 /// How the stages of a launch are repeated, each time for some parts of the work, so that what they leave for each other
 /// in scratch memory stays below a limit. The stages of a wave run in their order, and wave after wave: all waves use
 /// the same memory, uninitialised before.
@@ -152,6 +159,9 @@ pub struct Waves {
     pub parts: u32,
     /// Bytes of scratch memory of a part, while its wave runs.
     pub part_bytes: u64,
+    /// Thread blocks of a part in the longest stage, one for a multiprocessor at a time, where all are equally long;
+    /// else 0.
+    pub part_blocks: u32,
     /// Most bytes of scratch memory of the launch; a part that takes more is a wave of its own.
     pub limit: u64,
     /// Parts whose thread blocks take turns, in stages that walk them in sections.
@@ -163,7 +173,17 @@ impl Waves {
     pub fn most_parts(&self) -> u32 {
         let fit = u64::from(self.parts).min(self.limit / self.part_bytes.max(1)).max(1) as u32;
         // Waves of equal length, since the last one of few parts would leave multiprocessors idle.
-        self.parts.div_ceil(self.parts.div_ceil(fit).max(1)).max(1)
+        let equal = self.parts.div_ceil(self.parts.div_ceil(fit).max(1)).max(1);
+        if self.part_blocks == 0 || fit >= self.parts {
+            return equal;
+        }
+        // Times that the device is filled with thread blocks, and a quarter of one to begin a wave.
+        let filled = |parts: u32| (u64::from(parts) * u64::from(self.part_blocks)).div_ceil(UNITS_OF_WAVES) * 4 + 1;
+        let cost = |most: u32| {
+            let rest = self.parts % most;
+            u64::from(self.parts / most) * filled(most) + if rest > 0 { filled(rest) } else { 0 }
+        };
+        (1..=fit).rev().take(64).chain([equal]).min_by_key(|&most| cost(most)).expect("fit is at least 1")
     }
 
     /// Bytes of scratch memory of the launch.
@@ -219,6 +239,22 @@ impl LaunchPlan {
         Self { waves: self.waves.map(|waves| Waves { limit, ..waves }), ..self }
     }
 
+    /// The same with so many bytes of [`Holds::PartialSums`]; without any where they are 0.
+    #[must_use]
+    pub fn with_partial_sums(self, bytes: u64) -> Self {
+        let region = Region { holds: Holds::PartialSums, bytes: bytes.next_multiple_of(16) };
+        let others = self.regions.into_iter().flatten().filter(|r| r.holds != Holds::PartialSums);
+        let mut regions = [None; MOST_REGIONS];
+        let all = others.chain((bytes > 0).then_some(region));
+        all.zip(&mut regions).for_each(|(region, to)| *to = Some(region));
+        Self { regions, ..self }
+    }
+
+    /// Bytes of [`Holds::PartialSums`].
+    pub fn partial_sums(&self) -> Option<u64> {
+        self.regions().find(|r| r.holds == Holds::PartialSums).map(|r| r.bytes)
+    }
+
     /// The stages in the order in which they are launched.
     pub fn stages(&self) -> impl Iterator<Item = &Stage> {
         self.stages.iter().flatten()
@@ -244,7 +280,7 @@ impl LaunchPlan {
     pub fn mask_metadata(&self) -> Option<(u64, MetadataLayout, Option<u64>)> {
         self.regions().find_map(|r| match r.holds {
             Holds::MaskMetadata { layout, masks } => Some((r.bytes, layout, masks)),
-            Holds::TileCounter | Holds::SplitKeys => None,
+            Holds::TileCounter | Holds::SplitKeys | Holds::PartialSums => None,
         })
     }
 
@@ -302,9 +338,22 @@ mod tests {
             (3, 100, 0, vec![(0, 1), (1, 1), (2, 1)]),
             (0, 100, 1000, vec![]),
         ] {
-            let waves = Waves { parts, part_bytes, limit, sections: [1, 1] };
+            let waves = Waves { parts, part_bytes, part_blocks: 0, limit, sections: [1, 1] };
             assert_eq!(waves.iter().collect::<Vec<_>>(), expected);
             assert!(waves.bytes() <= limit.max(part_bytes), "{waves:?}");
+        }
+    }
+
+    /// 31 parts fit: three waves of 22 would fill 132 multiprocessors 18 times, these 16 times.
+    #[test]
+    fn waves_of_equal_thread_blocks_fill_the_device() {
+        let waves = Waves { parts: 64, part_bytes: 100, part_blocks: 32, limit: 3199, sections: [1, 1] };
+        assert_eq!(waves.iter().collect::<Vec<_>>(), [(0, 28), (28, 28), (56, 8)]);
+        for limit in [0, 100, 700, 1500, 6399, 6400] {
+            let waves = Waves { limit, ..waves };
+            let times = |waves: Waves| waves.iter().map(|(_, n)| (n * 32).div_ceil(132)).sum::<u32>();
+            assert!(times(waves) <= times(Waves { part_blocks: 0, ..waves }), "{limit}");
+            assert!(waves.bytes() <= limit.max(100));
         }
     }
 
@@ -312,7 +361,7 @@ mod tests {
     fn a_wave_has_its_part_of_the_thread_blocks_of_every_stage() {
         let entry = |suffix| StageEntry { suffix, role: StageRole::Wave };
         let stages = [Stage::of(entry("_a"), 60, 32, 0), Stage::of(entry("_b"), 0, 32, 0)];
-        let waves = Waves { parts: 6, part_bytes: 10, limit: 40, sections: [1, 1] };
+        let waves = Waves { parts: 6, part_bytes: 10, part_blocks: 0, limit: 40, sections: [1, 1] };
         let plan = LaunchPlan::in_waves(stages, waves);
         assert!(!plan.is_empty() && plan.main().is_none());
         let grids = |plan: &LaunchPlan| {

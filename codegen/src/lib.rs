@@ -23,12 +23,14 @@ mod kv;
 mod launch;
 mod mask;
 pub mod omitted;
+mod precision;
 mod problem;
 mod resources;
 pub mod score;
 mod seen;
 mod shape;
 mod sizes;
+mod summation;
 mod templates;
 mod traffic;
 
@@ -39,9 +41,10 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
     AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, BackwardSm80Schedule,
-    BackwardSm90Schedule, CpuRaggedSchedule, CpuSchedule, Family, NaiveRaggedSchedule, NaiveSchedule, Place, Purpose,
-    RaggedAccount, RaggedUnaddressable, Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule,
-    Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, backward_unaddressable,
+    BackwardSm90Schedule, CpuRaggedSchedule, CpuSchedule, Family, GradientCpuSchedule, GradientNaiveSchedule,
+    NaiveRaggedSchedule, NaiveSchedule, PAD_ROWS, PadCudaSchedule, Place, Purpose, RaggedAccount, RaggedUnaddressable,
+    Schedule, Sm80F32Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale,
+    Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, backward_unaddressable,
     has_loose_biases, is_addressable, ragged_unaddressable, unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
@@ -51,9 +54,11 @@ pub use launch::{
     StageRole, Waves,
 };
 pub use mask::{Mask, MaskKind};
-pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem};
+pub use precision::Precision;
+pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem, padded_head_dim};
 pub use resources::Resources;
 pub use shape::{BucketPlace, Shape, ShapeBucket};
 pub use sizes::{CallSizes, PageClass};
+pub use summation::Summation;
 pub use templates::TemplateSet;
 pub use traffic::{Traffic, Visits};

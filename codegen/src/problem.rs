@@ -1,16 +1,17 @@
 //! What is computed, independent of sizes: the thing that a kernel is specialised to.
 
 use crate::omitted::is_default;
-use crate::score::{Program, ProgramRef};
-use crate::{DType, Error, KvKind, MaskKind, Result, Shape};
+use crate::score::{Declaration, Program, ProgramRef};
+use crate::{Arch, DType, Error, KvKind, MaskKind, Precision, Result, Shape};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Smallest supported head dim.
+/// Smallest head dim that families on tensor cores take; rows that are shorter are padded for them.
 pub const HEAD_DIM_MIN: u32 = 16;
 /// Largest supported head dim.
 pub const HEAD_DIM_MAX: u32 = 256;
-/// Head dims are multiples of this, so that every row is made of whole 16-byte vectors of a 16-bit dtype.
+/// Head dims of families on tensor cores are multiples of this, so that every row is made of whole 16-byte vectors of a
+/// 16-bit dtype.
 pub const HEAD_DIM_STEP: u32 = 8;
 
 /// What is computed of attention.
@@ -21,10 +22,14 @@ pub enum Op {
     Forward,
     /// dQ, dK and dV from Q, K, V, O, dO and the log-sum-exp.
     Backward,
+    /// The gradient of one float tensor or scalar that a score program reads, from the same.
+    Gradient,
     /// New rows of K and V into a cache, rotated and quantised where asked for.
     Append,
     /// Low-precision operands with their scales, from 16-bit ones.
     Quantise,
+    /// Rows of 16-bit elements copied into rows of another length and place, zeros behind the shorter ones.
+    Pad,
 }
 
 impl Op {
@@ -33,8 +38,10 @@ impl Op {
         match self {
             Op::Forward => "forward",
             Op::Backward => "backward",
+            Op::Gradient => "gradient",
             Op::Append => "append",
             Op::Quantise => "quantise",
+            Op::Pad => "pad",
         }
     }
 }
@@ -67,6 +74,10 @@ pub struct Problem {
     pub program: Option<ProgramRef>,
     /// Where K and V are found.
     pub kv: KvKind,
+    /// Of [`Op::Gradient`], by what: the place of a tensor or scalar among the program's declarations.
+    pub by: Option<u16>,
+    /// How products of f32 are computed; `Exact` for other dtypes.
+    pub precision: Precision,
 }
 
 /// A problem as it is stored: without what is at its default.
@@ -86,18 +97,22 @@ struct Stored {
     program: Option<ProgramRef>,
     #[serde(default, skip_serializing_if = "is_default")]
     kv: KvKind,
+    #[serde(default, skip_serializing_if = "is_default")]
+    by: Option<u16>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    precision: Precision,
 }
 
 impl From<Problem> for Stored {
-    fn from(Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv }: Problem) -> Self {
+    fn from(Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision }: Problem) -> Self {
         let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision }
     }
 }
 
 impl From<Stored> for Problem {
-    fn from(Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv }: Stored) -> Self {
-        Self { op, dtype, head_dim_qk, head_dim_v: head_dim_v.unwrap_or(head_dim_qk), mask, program, kv }
+    fn from(Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision }: Stored) -> Self {
+        Self { op, dtype, head_dim_qk, head_dim_v: head_dim_v.unwrap_or(head_dim_qk), mask, program, kv, by, precision }
     }
 }
 
@@ -109,7 +124,8 @@ impl Problem {
 
     /// A forward problem whose V rows differ in length from the Q and K rows, checked.
     pub fn forward_qk_v(dtype: DType, head_dim_qk: u32, head_dim_v: u32, mask: MaskKind) -> Result<Self> {
-        let p = Self { op: Op::Forward, dtype, head_dim_qk, head_dim_v, mask, program: None, kv: KvKind::Dense };
+        let (op, kv, precision) = (Op::Forward, KvKind::Dense, Precision::Exact);
+        let p = Self { op, dtype, head_dim_qk, head_dim_v, mask, program: None, kv, by: None, precision };
         p.validate()?;
         Ok(p)
     }
@@ -150,13 +166,26 @@ impl Problem {
                 let none = |heads: u32, rows: u32| heads == 0 || rows == 0;
                 shape.batch == 0 || none(shape.heads, shape.q_len) && none(shape.kv_heads, shape.kv_len)
             }
+            // The tensor may have elements that nobody reads: zeros are written.
+            Op::Gradient => false,
             _ => shape.is_empty(),
         }
     }
 
-    /// The gradients of the same problem.
+    /// The gradients of the same problem, which are exact ones.
     pub fn backward(self) -> Self {
-        Self { op: Op::Backward, ..self }
+        Self { op: Op::Backward, precision: Precision::Exact, ..self }
+    }
+
+    /// The gradient of what the score program declares under a name; `None` when it reads nothing of that name.
+    pub fn gradient_by(self, name: &str) -> Option<Self> {
+        let at = self.program?.declarations().iter().position(|d| d.name == name)?;
+        Some(Self { op: Op::Gradient, by: u16::try_from(at).ok(), precision: Precision::Exact, ..self })
+    }
+
+    /// By what a problem of [`Op::Gradient`] derives.
+    pub fn derives_by(&self) -> Option<&'static Declaration> {
+        self.program?.kept().declarations().get(usize::from(self.by?))
     }
 
     /// Whether any key may be masked, by either.
@@ -164,19 +193,51 @@ impl Problem {
         self.mask.any() || self.masks_by_program()
     }
 
-    /// Checks the head dims against what every family supports.
+    /// Checks the head dims against what plain families and those of the CPU support, and the precision against the dtype.
     pub fn validate(&self) -> Result<()> {
+        if !self.admits(self.precision) {
+            let limit = "forward passes of f32 over dense tensors alone have another than `exact`";
+            return Err(Error::unsupported("precision", self.precision, limit, "leave the precision at `exact`"));
+        }
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
-            if !(HEAD_DIM_MIN..=HEAD_DIM_MAX).contains(&d) || d % HEAD_DIM_STEP != 0 {
-                return Err(Error::unsupported(
-                    field,
-                    d,
-                    format!("head dims are multiples of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}"),
-                    "pad the last dimension of the tensor with zeros to the next supported length",
-                ));
+            if !(1..=HEAD_DIM_MAX).contains(&d) {
+                let limit = format!("head dims are numbers from 1 to {HEAD_DIM_MAX}");
+                return Err(Error::unsupported(field, d, limit, "split the heads"));
             }
         }
         Ok(())
+    }
+
+    /// Checks that rows are whole 16-byte vectors, as families on tensor cores read them.
+    pub(crate) fn check_vectors(&self, family: &'static str) -> Result<()> {
+        for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
+            if padded_head_dim(d) != d {
+                let limit =
+                    format!("{family} takes multiples of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}");
+                return Err(Error::unsupported(field, d, limit, "pad the rows with zeros to the next such length"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The problem that computes the same over rows that are padded with zeros: one whose head dims families on tensor
+    /// cores take. The softmax scale stays that of this one.
+    pub fn padded(self) -> Self {
+        let [head_dim_qk, head_dim_v] = [self.head_dim_qk, self.head_dim_v].map(padded_head_dim);
+        Self { head_dim_qk, head_dim_v, ..self }
+    }
+
+    /// Whether the kernels of an arch for this problem are those on tensor cores, which take rows of whole vectors.
+    pub fn is_on_tensor_cores(&self, arch: Arch) -> bool {
+        let by_dtype = self.dtype != DType::F32 || self.precision != Precision::Exact;
+        matches!(arch, Arch::Sm(sm) if sm.number >= 80) && by_dtype
+    }
+
+    /// Whether a call of this problem on an arch pads its rows: dense tensors and packs whose rows are no whole vectors, on
+    /// a GPU with tensor cores for them. Stores are not padded: a call would copy all of them.
+    pub fn pads(&self, arch: Arch) -> bool {
+        let fast = self.is_on_tensor_cores(arch);
+        fast && matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense() && self.padded() != *self
     }
 
     /// The softmax scale that applies when the caller states none: `1 / sqrt(head_dim_qk)`.
@@ -185,9 +246,18 @@ impl Problem {
     }
 }
 
+/// The least length of rows that are whole vectors and hold rows of this one.
+pub fn padded_head_dim(d: u32) -> u32 {
+    d.next_multiple_of(HEAD_DIM_STEP).max(HEAD_DIM_MIN)
+}
+
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}-{}-d{}", self.op, self.dtype, self.head_dim_qk)?;
+        write!(f, "{}-{}", self.op, self.dtype)?;
+        if self.precision != Precision::Exact {
+            write!(f, "-{}", self.precision)?;
+        }
+        write!(f, "-d{}", self.head_dim_qk)?;
         if self.head_dim_v != self.head_dim_qk {
             write!(f, "v{}", self.head_dim_v)?;
         }
@@ -195,8 +265,11 @@ impl fmt::Display for Problem {
         if !self.kv.is_dense() {
             write!(f, "-{}", self.kv)?;
         }
-        match self.program {
-            Some(program) => write!(f, "-s{}", program.name()),
+        if let Some(program) = self.program {
+            write!(f, "-s{}", program.name())?;
+        }
+        match self.derives_by() {
+            Some(by) => write!(f, "-by-{}", by.name),
             None => Ok(()),
         }
     }
@@ -208,11 +281,29 @@ mod tests {
 
     #[test]
     fn head_dims_outside_the_range_name_the_field_and_the_remedy() {
-        for d in [0, 8, 15, 17, 63, 260, 264] {
+        for d in [0, 257, 264] {
             let e = Problem::forward(DType::F16, d, MaskKind::FULL).unwrap_err().to_string();
-            assert!(e.contains("head_dim_qk") && e.contains("pad"), "{e}");
+            assert!(e.contains("head_dim_qk") && e.contains("split the heads"), "{e}");
         }
         assert!(Problem::forward_qk_v(DType::F16, 192, 128, MaskKind::FULL).is_ok());
+    }
+
+    #[test]
+    fn rows_are_padded_to_whole_vectors_for_tensor_cores_alone() {
+        let of = |dtype, d, v| Problem::forward_qk_v(dtype, d, v, MaskKind::FULL).unwrap();
+        let (sm90, sm75, cpu) = ("sm_90a".parse().unwrap(), "sm_75".parse().unwrap(), "cpu-avx512".parse().unwrap());
+        for (d, padded) in [(1, 16), (15, 16), (16, 16), (17, 24), (59, 64), (111, 112), (250, 256), (256, 256)] {
+            let problem = of(DType::Bf16, d, 128);
+            assert_eq!((problem.padded().head_dim_qk, problem.padded().head_dim_v), (padded, 128));
+            assert_eq!(problem.check_vectors("a family").is_ok(), d == padded);
+            assert_eq!(problem.pads(sm90), d != padded);
+            assert_eq!(problem.backward().pads(sm90), d != padded);
+            for other in [problem.with_kv(KvKind::RAGGED), of(DType::F32, d, 128)] {
+                assert!(!other.pads(sm90), "{other}");
+            }
+            assert!(!problem.pads(sm75) && !problem.pads(cpu));
+        }
+        assert!(of(DType::F16, 64, 59).pads(sm90));
     }
 
     #[test]

@@ -40,6 +40,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "backward/sm90.cu",
     "backward/sm90/keys.cuh",
     "backward/sm90/layout.cuh",
+    "backward/sm90/listed.cuh",
     "backward/sm90/queries.cuh",
     "backward/sm90/statistics.cuh",
     "backward/sm90/store.cuh",
@@ -49,6 +50,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/naive.cu",
     "forward/naive_ragged.cu",
     "forward/sm80.cu",
+    "forward/sm80_f32.cu",
     "forward/sm80_ragged.cu",
     "forward/sm80_ragged/copies.cuh",
     "forward/sm80_ragged/elements.cuh",
@@ -91,6 +93,9 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "forward/sm90_ragged/table.cuh",
     "forward/sm90_ragged/tiles.cuh",
     "forward/sm90_ragged/visits.cuh",
+    "gradient/cpu.c",
+    "gradient/naive.cu",
+    "gradient/places.cuh",
     "lib/cpu/abi.h",
     "lib/cpu/amx.h",
     "lib/cpu/convert.h",
@@ -98,6 +103,8 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cpu/exp2.h",
     "lib/cpu/few_products.h",
     "lib/cpu/few_rows.h",
+    "lib/cpu/gather.h",
+    "lib/cpu/lengths.h",
     "lib/cpu/mask.h",
     "lib/cpu/matmul.h",
     "lib/cpu/pack.h",
@@ -116,8 +123,10 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/divisor.cuh",
     "lib/cuda/attention/kv_elements.cuh",
+    "lib/cuda/attention/lengths.cuh",
     "lib/cuda/attention/non_finite.cuh",
     "lib/cuda/attention/non_finite_elements.cuh",
+    "lib/cuda/attention/packed.cuh",
     "lib/cuda/attention/quantise.cuh",
     "lib/cuda/attention/ragged.cuh",
     "lib/cuda/attention/row_tile.cuh",
@@ -131,6 +140,7 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/ptx/ldmatrix.cuh",
     "lib/cuda/ptx/mbarrier.cuh",
     "lib/cuda/ptx/mma.cuh",
+    "lib/cuda/ptx/mma_tf32.cuh",
     "lib/cuda/ptx/named_barrier.cuh",
     "lib/cuda/ptx/pipeline.cuh",
     "lib/cuda/ptx/registers.cuh",
@@ -145,6 +155,8 @@ const EMBEDDED: &[(&str, &str)] = embed![
     "lib/cuda/score/score.cuh",
     "lib/cuda/score/search.cuh",
     "lib/cuda/score/sink.cuh",
+    "lib/cuda/score/terms.cuh",
+    "pad/cuda.cu",
 ];
 
 impl TemplateSet {
@@ -274,13 +286,14 @@ mod tests {
         assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
         assert_eq!(
             changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"),
-            ["forward/cpu", "forward/cpu_ragged", "backward/cpu"]
+            ["forward/cpu", "forward/cpu_ragged", "backward/cpu", "gradient/cpu"]
         );
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90", "forward/sm90_ragged"]);
         let cuda = [
             "forward/sm90",
             "forward/sm90_ragged",
             "forward/sm80",
+            "forward/sm80_f32",
             "forward/sm80_ragged",
             "forward/naive",
             "forward/naive_ragged",
@@ -288,6 +301,8 @@ mod tests {
             "backward/sm90",
             "backward/sm80",
             "backward/naive",
+            "gradient/naive",
+            "pad/cuda",
         ];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);
     }

@@ -32,7 +32,8 @@ constexpr int kUnit = 16 / sizeof(Element);  // elements that a thread has
 constexpr int kLanes = div_up(max_of(kHeadDimQK, kHeadDimV), kUnit);
 constexpr int kRows = kThreads / kLanes;
 constexpr int kPack = 16 / sizeof(KvElement);  // elements of a row of K that lie side by side
-static_assert(kHeadDimQK % kUnit == 0 && kHeadDimV % kUnit == 0 && kPack % kUnit == 0, "units are whole");
+constexpr bool kTails = kHeadDimQK % kUnit != 0 || kHeadDimV % kUnit != 0;  // rows that end within a unit
+static_assert(kPack % kUnit == 0, "a unit lies in one piece");
 static_assert((kScalePerToken ? kThreads * 4 : 0) == @{ smem_bytes }@, "the shared memory that the host asks for");
 
 // Entry i of an array of 32- or 64-bit integers.
@@ -74,6 +75,21 @@ template <typename E, int kCount> __device__ __forceinline__ void store(E* to, c
     } else {
 #pragma unroll
         for (int i = 0; i < kCount; i++) to[i] = x.at[i];
+    }
+}
+
+// The first elements of a unit, where a row ends within it; the others are zeros.
+template <int kCount, typename E> __device__ __forceinline__ Elements<E, kCount> load_tail(const E* from, int count) {
+    Elements<E, kCount> x;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) x.at[i] = i < count ? from[i] : E();
+    return x;
+}
+template <typename E, int kCount>
+__device__ __forceinline__ void store_tail(E* to, const Elements<E, kCount>& x, int count) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        if (i < count) to[i] = x.at[i];
     }
 }
 
@@ -352,11 +368,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) @{ entry }@(const __gr
         if (group < kRows && index < rows) row = row_of(args, index, kv_rows);
         const bool live = row.from != nullptr && column < row.columns;
         const bool rotates = live && row.rotates && column < args.rotary_dim;
+        const bool tail = kTails && column + kUnit > row.columns;
 
         Elements<Element, kUnit> raw;
         float x[kUnit];
         if (live) {
-            raw = load<Element, kUnit>(row.from + column);
+            raw = tail ? load_tail<kUnit>(row.from + column, row.columns - column) : load<Element, kUnit>(row.from + column);
 #pragma unroll
             for (int i = 0; i < kUnit; i++) x[i] = to_float(raw.at[i]);
             if (rotates) {
@@ -374,7 +391,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) @{ entry }@(const __gr
         }
         if (!live) continue;
         if (row.q_out != nullptr) {
-            store(row.q_out + column, raw);
+            if (tail) {
+                store_tail(row.q_out + column, raw, row.columns - column);
+            } else {
+                store(row.q_out + column, raw);
+            }
             continue;
         }
         float scale = 1.0f;
@@ -385,13 +406,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) @{ entry }@(const __gr
             scale = *row.scale;
         }
         const Elements<KvElement, kUnit> out = stored<KvElement>(raw, x, scale);
-        if (row.is_k) {
-            store(row.to + column / kPack * args.k_stride[3] + column % kPack, out);
-        } else if (!kVColumns) {
-            store(row.to + column, out);
-        } else {
+        if (!row.is_k && kVColumns) {
 #pragma unroll
-            for (int i = 0; i < kUnit; i++) row.to[(column + i) * args.v_stride[3]] = out.at[i];
+            for (int i = 0; i < kUnit; i++) {
+                if (!tail || column + i < row.columns) row.to[(column + i) * args.v_stride[3]] = out.at[i];
+            }
+            continue;
+        }
+        KvElement* to = row.to + (row.is_k ? column / kPack * args.k_stride[3] + column % kPack : column);
+        if (tail) {
+            store_tail(to, out, row.columns - column);
+        } else {
+            store(to, out);
         }
     }
 }

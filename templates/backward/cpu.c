@@ -23,6 +23,7 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define PACKED @{ packed }@                /* sequences of different lengths, one after the other */
 #define PROGRAM @{ program }@              /* a score program */
 #define PROGRAM_LONG @{ gradient_long }@  /* too long for the optimiser */
 #define BLOCK_Q @{ block_q }@    /* queries of a block */
@@ -90,6 +91,45 @@ typedef struct {
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+#if PACKED
+<% include "lib/cpu/lengths.h" %>
+
+/* Where a sequence lies in a pack of `all` rows: its first row, and how many of them are used. Cut to their bounds,
+ * whatever the arrays hold: what a host promised is what is touched. */
+typedef struct {
+    int64_t first, rows;
+} PackedRows;
+
+static PackedRows packed_rows(const int *begin, const int *lengths, int64_t b, int words, int64_t all, int64_t most) {
+    const int64_t first = min64(max64(read_int(begin, b, words), 0), all);
+    const int64_t rows = min64(max64(read_int(begin, b + 1, words) - first, 0), min64(most, all - first));
+    return (PackedRows){first, lengths ? min64(max64(read_int(lengths, b, words), 0), rows) : rows};
+}
+
+/* A tensor from a sequence's first row on. */
+static void *rows_from(const void *tensor, int64_t *stride, PackedRows rows) {
+    stride[0] = 0;
+    return (element *)tensor + rows.first * stride[2];
+}
+
+/* The arguments of a sequence, as if it were alone: lengths are its own, and tensors begin with its first row. */
+static BackwardArgs sequence_args(const BackwardArgs *call, int64_t b) {
+    const PackedRows q = packed_rows(call->q_begin, call->q_lengths, b, call->q_words, call->q_rows, call->q_len);
+    const PackedRows kv = packed_rows(call->kv_begin, call->kv_lengths, b, call->kv_words, call->kv_rows, call->kv_len);
+    BackwardArgs s = *call;
+    s.q_len = (int32_t)q.rows, s.kv_len = (int32_t)kv.rows;
+    s.dout = rows_from(s.dout, s.dout_stride, q), s.o = rows_from(s.o, s.o_stride, q);
+    s.q = rows_from(s.q, s.q_stride, q), s.dq = rows_from(s.dq, s.dq_stride, q);
+    s.k = rows_from(s.k, s.k_stride, kv), s.dk = rows_from(s.dk, s.dk_stride, kv);
+    s.v = rows_from(s.v, s.v_stride, kv), s.dv = rows_from(s.dv, s.dv_stride, kv);
+    s.lse += q.first;
+    if (s.dlse) s.dlse += q.first;
+    return s;
+}
+#else
+static BackwardArgs sequence_args(const BackwardArgs *call, int64_t b) { return (void)b, *call; }
+#endif
 
 /* The diagonal is aligned to the bottom right: the last query sits on the last key. */
 INLINE int64_t diagonal(const BackwardArgs *args) { return (int64_t)args->kv_len - args->q_len; }
@@ -219,7 +259,7 @@ typedef struct {
 } Head;
 
 static Head find_head(const BackwardArgs *args, int64_t batch, int64_t head, int64_t kv_head) {
-    const int64_t row = (batch * args->heads + head) * args->q_len;
+    const int64_t row = PACKED ? head * args->q_rows : (batch * args->heads + head) * args->q_len;
     const int64_t *gs = args->dout_stride, *qs = args->q_stride, *ks = args->k_stride, *vs = args->v_stride;
     const int64_t *os = args->o_stride;
     return (Head){
@@ -386,17 +426,23 @@ uint64_t ft_scratch_bytes(const BackwardArgs *args) {
 }
 
 /* Blocks of keys first, which have the queries of a group to walk over; with a bounded right side the first keys are
- * seen most, and the last queries see most. */
-void ft_tile(const BackwardArgs *args, uint64_t index, void *memory) {
+ * seen most, and the last queries see most. Sequences of a pack may have fewer than there may be at most. */
+void ft_tile(const BackwardArgs *call, uint64_t index, void *memory) {
     Scratch *scratch = memory;
-    const uint64_t key_heads = (uint64_t)args->batch * args->kv_heads, query_heads = (uint64_t)args->batch * args->heads;
-    const uint64_t key_tiles = key_heads * blocks_of(args->kv_len, BLOCK_KV);
+    const uint64_t key_heads = (uint64_t)call->batch * call->kv_heads;
+    const uint64_t query_heads = (uint64_t)call->batch * call->heads;
+    const uint64_t key_tiles = key_heads * blocks_of(call->kv_len, BLOCK_KV);
     if (index < key_tiles) {
-        const uint64_t head = index % key_heads;
-        key_tile(args, head / args->kv_heads, head % args->kv_heads, (int64_t)(index / key_heads) * BLOCK_KV, scratch);
+        const uint64_t head = index % key_heads, batch = head / call->kv_heads;
+        const BackwardArgs args = sequence_args(call, batch);
+        const int64_t key = (int64_t)(index / key_heads) * BLOCK_KV;
+        if (key < args.kv_len) key_tile(&args, batch, head % args.kv_heads, key, scratch);
     } else {
         index -= key_tiles;
-        const uint64_t head = index % query_heads, last = blocks_of(args->q_len, BLOCK_Q) - 1;
-        query_tile(args, head / args->heads, head % args->heads, (int64_t)(last - index / query_heads) * BLOCK_Q, scratch);
+        const uint64_t head = index % query_heads, last = blocks_of(call->q_len, BLOCK_Q) - 1;
+        const uint64_t batch = head / call->heads;
+        const BackwardArgs args = sequence_args(call, batch);
+        const int64_t query = (int64_t)(last - index / query_heads) * BLOCK_Q;
+        if (query < args.q_len) query_tile(&args, batch, head % args.heads, query, scratch);
     }
 }

@@ -18,6 +18,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+constexpr bool kPacked = @{ packed }@;
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
@@ -25,9 +26,11 @@ constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+#define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 
 using KernelArgs = WithSide<BackwardArgs>;
+<% include "lib/cuda/attention/packed.cuh" %>
 
 // Threads form a grid of kDown x 16; a thread has rows y + kDown * i and columns x + 16 * j of whatever is computed.
 constexpr int kAcross = 16;
@@ -85,9 +88,9 @@ __device__ __forceinline__ void products(float (&s)[kRows][kColumns], const floa
 }
 
 // Of each query of a tile the log-sum-exp and D.
-__device__ __forceinline__ void load_statistics(const KernelArgs& args, const Tile& tile, float* lse, float* delta) {
+__device__ __forceinline__ void load_statistics(const Args& args, const Tile& tile, float* lse, float* delta) {
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
-    const i64 out_row = (i64(tile.batch) * args.heads + tile.head) * args.q_len + tile.row;
+    const i64 out_row = lse_row(args, tile.batch, tile.head, tile.row);
     const Element* o = (const Element*)args.o + tile.batch * args.o_stride[0] + tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
     const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] + tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
 #pragma unroll
@@ -108,7 +111,7 @@ __device__ __forceinline__ void load_statistics(const KernelArgs& args, const Ti
 }
 
 // P and dS of a tile of queries and the keys from `key` on, by the products s of Q and K and dp of dO and V.
-__device__ __forceinline__ void weigh(const KernelArgs& args, const ProgramHead& head, const Tile& tile, int key,
+__device__ __forceinline__ void weigh(const Args& args, const ProgramHead& head, const Tile& tile, int key,
                                       const float (&s)[kRows][kColumns], const float (&dp)[kRows][kColumns],
                                       const float* lse, const float* delta, float* p_tile, float* ds_tile) {
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
@@ -176,13 +179,13 @@ struct Memory {
 };
 
 // Whether a program's mask leaves out a tile of queries and keys.
-__device__ __forceinline__ bool is_masked(const KernelArgs& args, const ProgramHead& head, const Tile& tile, int key) {
+__device__ __forceinline__ bool is_masked(const Args& args, const ProgramHead& head, const Tile& tile, int key) {
     const int last_key = min_of(key + kBlockKV, args.kv_len) - 1;
     return kProgramMask && program_tile(head, tile.row, tile.row + tile.rows - 1, key, last_key) < 0;
 }
 
 // dK and dV of a block of keys.
-__device__ __forceinline__ void key_tile(const KernelArgs& args, const Memory& m, int batch, int kv_head, int key) {
+__device__ __forceinline__ void key_tile(const Args& args, const Memory& m, int batch, int kv_head, int key) {
     const int y = threadIdx.x / kAcross;
     const int keys = min_of(kBlockKV, args.kv_len - key), group = args.heads / args.kv_heads;
     const i64 diagonal = args.kv_len - args.q_len;
@@ -235,7 +238,7 @@ __device__ __forceinline__ void key_tile(const KernelArgs& args, const Memory& m
 }
 
 // dQ of a block of queries.
-__device__ __forceinline__ void query_tile(const KernelArgs& args, const Memory& m, const Tile& tile) {
+__device__ __forceinline__ void query_tile(const Args& args, const Memory& m, const Tile& tile) {
     const int y = threadIdx.x / kAcross;
     const ProgramHead head = program_head(args, args, tile);
     float dq[kRows][kOutQK];
@@ -275,7 +278,7 @@ __device__ __forceinline__ void query_tile(const KernelArgs& args, const Memory&
     store_rows<kRows, kOutQK, kHeadDimQK>(to, args.dq_stride[2], dq, tile.rows, args.scale);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __grid_constant__ KernelArgs FT_CALL) {
     extern __shared__ __align__(16) u8 smem[];
     Memory m;
     m.first = (float*)smem;
@@ -287,12 +290,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
     m.delta = m.lse + kBlockQ;
     // Blocks of keys first, which have the queries of a group to walk over; with a bounded right side the first keys
     // are seen most.
-    const u32 heads = u32(args.batch) * u32(args.kv_heads);
-    const u32 key_tiles = heads * ((u32(args.kv_len) + kBlockKV - 1) / kBlockKV);
+    const u32 heads = u32(FT_CALL.batch) * u32(FT_CALL.kv_heads);
+    const u32 key_tiles = heads * ((u32(FT_CALL.kv_len) + kBlockKV - 1) / kBlockKV);
     if (blockIdx.x < key_tiles) {
         const u32 head = blockIdx.x % heads;
-        key_tile(args, m, int(head / u32(args.kv_heads)), int(head % u32(args.kv_heads)), int(blockIdx.x / heads) * kBlockKV);
+        const int batch = int(head / u32(FT_CALL.kv_heads)), key = int(blockIdx.x / heads) * kBlockKV;
+        FT_SEQUENCE(args, batch);
+        if (kPacked && key >= args.kv_len) return;
+        key_tile(args, m, batch, int(head % u32(args.kv_heads)), key);
     } else {
-        query_tile(args, m, decode_tile<kBlockQ, false, kMaskRight>(args, blockIdx.x - key_tiles));
+        Tile tile = decode_tile<kBlockQ, false, kMaskRight>(FT_CALL, blockIdx.x - key_tiles);
+        FT_SEQUENCE(args, tile.batch);
+        if (kPacked && !has_rows(args, tile, kBlockQ)) return;
+        query_tile(args, m, tile);
     }
 }

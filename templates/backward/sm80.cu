@@ -24,6 +24,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+constexpr bool kPacked = @{ packed }@;
 // Schedule.
 constexpr int kWarps = @{ warps }@;
 constexpr int kKeyRows = @{ key_rows }@;
@@ -48,6 +49,7 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/score/gradient.cuh" %>
 
 using KernelArgs = WithSide<BackwardArgs>;
+<% include "lib/cuda/attention/packed.cuh" %>
 constexpr int kThreads = kWarps * 32;
 static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 

@@ -7,7 +7,8 @@
 //
 // Three stages. `statistics` computes D. `keys`: a thread block owns 128 keys of a KV head, 64 a warpgroup, and walks
 // over the query tiles that see them, head after head of its group, so that dK and dV are sums in one order in
-// registers; each tile of dS is written once, in 16 bits. `queries`: a thread block owns query rows and sums dQ over
+// registers; each tile of dS is written once, in 16 bits. Above head dim 128 it owns 64 keys, and one warpgroup has dV,
+// the other dK. `queries`: a thread block owns query rows and sums dQ over
 // the tiles of dS that its rows have. Each product is computed once, no sum is shared between thread blocks: a
 // reduction of dQ to memory, which is the alternative, costs 1200 to 2400 clocks of a step's 2700.
 //
@@ -26,6 +27,8 @@
 <% include "lib/cuda/ptx/wgmma.cuh" %>
 <% include "lib/cuda/ptx/pipeline.cuh" %>
 <% include "lib/cuda/ptx/warp.cuh" %>
+<% include "lib/cuda/score/program.cuh" %>
+<% include "lib/cuda/score/gradient.cuh" %>
 @{ backward_args }@
 @{ sm90_backward_args }@
 // Problem.
@@ -36,6 +39,7 @@ constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
+constexpr int kKeys = @{ block_kv }@;  // of a key block
 constexpr int kStages = @{ stages }@;
 constexpr int kKeyStages = @{ key_stages }@;
 constexpr int kRowTiles = @{ row_tiles }@;
@@ -43,6 +47,7 @@ constexpr int kRowStages = @{ row_stages }@;
 
 <% include "backward/sm90/layout.cuh" %>
 <% include "backward/sm90/tiles.cuh" %>
+<% include "backward/sm90/listed.cuh" %>
 <% include "backward/sm90/statistics.cuh" %>
 <% include "backward/sm90/store.cuh" %>
 <% include "backward/sm90/keys.cuh" %>

@@ -75,12 +75,15 @@
 _Static_assert(BLOCK_KV % KV_ALIGN == 0, "block_kv must be a multiple of the key alignment");
 _Static_assert(!AMX || (UNROLL_Q == 2 && UNROLL_KV == 2), "AMX keeps 2 x 2 tiles");
 
+<% include "lib/cpu/gather.h" %>
+
 /* What one thread works in. Every row is a whole number of vectors and every field starts a cache line. */
 typedef struct {
     _Alignas(64) float q[PANELS][Q_WORDS * PANEL];
     _Alignas(64) float o[PANELS][O_ROWS * PANEL];
     _Alignas(64) float maximum[PANELS * PANEL];
     _Alignas(64) float sum[PANELS * PANEL];
+    Gathered gathered[GATHERS ? PANELS : 0];
     _Alignas(64) float alpha[PANEL];
     _Alignas(64) float s[S_ROWS * PANEL];
 #if PROGRAM
@@ -91,6 +94,9 @@ typedef struct {
     _Alignas(64) element k[BLOCK_KV * 2 * Q_WORDS];
 #elif PAIRS
     _Alignas(64) float v[BLOCK_KV / 2 * HEAD_DIM_V];
+#if HEAD_DIM_QK % 2
+    _Alignas(64) element k[BLOCK_KV * K_PITCH];
+#endif
 #else
     _Alignas(64) float v[BLOCK_KV * HEAD_DIM_V];
     _Alignas(64) float k[BLOCK_KV * HEAD_DIM_QK];
@@ -102,7 +108,7 @@ typedef struct {
 typedef struct {
     const element *q, *k, *v;
     element *o;
-    float *lse;
+    float *lse, *weights;  /* the weights from the tile's first query on */
     int64_t query, query_end;
     float score_scale;  /* from Q K^T to units of log2 */
 #if PROGRAM
@@ -131,6 +137,7 @@ static Tile find_tile(const ForwardArgs *args, uint64_t index) {
         .v = (const element *)args->v + batch * vs[0] + kv_head * vs[1],
         .o = (element *)args->o + batch * os[0] + head * os[1],
         .lse = args->lse ? args->lse + head_index * args->q_len : 0,
+        .weights = args->weights ? args->weights + ((int64_t)head_index * args->q_len + query) * args->kv_len : 0,
         .query = query,
         .query_end = min64(query + BLOCK_Q, args->q_len),
         .score_scale = args->scale * LOG2E,
@@ -158,6 +165,10 @@ static Block load_block(const ForwardArgs *args, const Tile *tile, Scratch *scra
     return (Block){begin, end, (const word *)k, scratch->v, k_stride * 2, TILE * O_ROWS * 4};
 #elif PAIRS
     pack_values(scratch->v, v, v_stride, n);
+#if HEAD_DIM_QK % 2 /* else rows are whole words where they lie */
+    for (int j = 0; j < n; j++) copy_key(scratch->k + j * K_PITCH, k + j * k_stride);
+    k = scratch->k, k_stride = K_PITCH;
+#endif
     return (Block){begin, end, (const word *)k, (const word *)scratch->v, k_stride * 2, HEAD_DIM_V * 4};
 #else
     /* Floats are used where they lie if the rows follow each other; rows far apart would share few cache sets. */
@@ -183,17 +194,19 @@ static int any_attends(const Tile *tile, const Scratch *scratch, int64_t begin, 
 }
 #endif
 
-/* One panel (or one vector of it, from lane `lane` on) against one block of keys. */
-INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, const Block *block, int panel,
-                   int lane, const int vectors) {
+/* The scores of one panel (or of one vector of it, from lane `lane` on) with one block of keys: of `count` keys from
+ * `first` on, -infinity where masked. Gives -1 where there is none, else whether V has infinities or NaN where one is. */
+INLINE int panel_scores(const ForwardArgs *args, const Tile *tile, Scratch *scratch, const Block *block, int panel,
+                        int lane, const int vectors, int64_t *first, int *count) {
     int64_t query = tile->query + panel * PANEL + lane;
     int64_t query_end = min64(query + vectors * LANES, tile->query_end);
     KeyRange range = key_range(args, query, query_end);
     int64_t begin = max64(range.begin, block->begin), end = min64(range.end, block->end);
-    if (begin >= end) return;
+    if (begin >= end) return -1;
 #if PROGRAM_MASK
     const int kind = program_tile(&tile->head, query, query_end, begin, end);
-    if (kind < 0 || (kind == 0 && !attends(&tile->head, scratch->program + panel, query, lane, begin, end, vectors))) return;
+    if (kind < 0 || (kind == 0 && !attends(&tile->head, scratch->program + panel, query, lane, begin, end, vectors)))
+        return -1;
 #else
     const int kind = 1;
     (void)kind;
@@ -203,12 +216,13 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
 
     int n = (int)(end - begin);
     int64_t skip = begin - block->begin;
-    float *s = scratch->s + lane, *o = scratch->o[panel] + lane, *alpha = scratch->alpha + lane;
+    float *s = scratch->s + lane;
     scores(s, (const word *)((const char *)block->k + skip * block->k_stride), block->k_stride, n,
            scratch->q[panel] + lane, vectors);
 
     int special = 0;
     const float magnitude = scale_magnitude(tile->score_scale);
+    (void)magnitude;
 #if PROGRAM_MASK
     /* Keys that were taken in for the alignment are masked below, by the window. */
     if (kind == 0) {
@@ -228,6 +242,20 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
     special = special || any_special(tile->v, args->v_stride[2], begin, left) ||
               any_special(tile->v, args->v_stride[2], right, end);
 #endif
+    *first = begin, *count = n;
+    return special;
+}
+
+/* The panel, or one vector of it, against one block of keys. */
+INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, const Block *block, int panel,
+                   int lane, const int vectors, const int is_long) {
+    int64_t begin = 0, query = tile->query + panel * PANEL + lane;
+    int n = 0;
+    const int special = panel_scores(args, tile, scratch, block, panel, lane, vectors, &begin, &n);
+    if (special < 0) return;
+    const int64_t skip = begin - block->begin;
+    const float magnitude = scale_magnitude(tile->score_scale);
+    float *s = scratch->s + lane, *o = scratch->o[panel] + lane, *alpha = scratch->alpha + lane;
     softmax_block(s, n, scratch->maximum + panel * PANEL + lane, scratch->sum + panel * PANEL + lane, alpha,
                   PROGRAM_SCORE ? LOG2E : magnitude, vectors);
 #if PROGRAM
@@ -239,9 +267,16 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
         for (int x = 0; x < vectors * LANES; x += LANES)
             weighted_values_exact(o + x, s + x, tile->v + begin * args->v_stride[2], args->v_stride[2], n, alpha + x,
                                   args, also, query + x, begin);
-    else
-        weighted_values(o, s, (const word *)((const char *)block->v + skip / KV_ALIGN * block->v_stride),
-                        block->v_stride, (n + KV_ALIGN - 1) / KV_ALIGN, alpha, vectors);
+    else {
+        const char *v = (const char *)block->v + skip / KV_ALIGN * block->v_stride;
+        const int rows = (n + KV_ALIGN - 1) / KV_ALIGN, some = is_long ? LONG_CHAIN : rows;
+        for (int j = 0; j < rows; j += some) {
+            weighted_values(o, s + j * PANEL, (const word *)(v + j * block->v_stride), block->v_stride,
+                            rows - j < some ? rows - j : some, alpha, vectors);
+            if (is_long)
+                UNROLL for (int x = 0; x < vectors; x++) vf_store(alpha + x * LANES, vf_set1(1));
+        }
+    }
 }
 
 /* Divides by the sum and writes O and the log-sum-exp of one vector of queries. */
@@ -272,8 +307,45 @@ static void finish(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
         if (tile->lse)
             tile->lse[query + i] = empty || sum == 0 ? -INF : (float)(maximum * 0.6931471805599453 + natural_log(sum));
     }
+    vf_store(scratch->sum + panel * PANEL + lane, vf_load(inverse));  /* what the weights are multiplied by */
     unpack_output(tile->o + query * args->o_stride[2], args->o_stride[2], rows, scratch->o[panel] + lane,
                   vf_load(inverse), scratch->rows);
+}
+
+/* The weights of a tile's queries: its scores once more, now that maxima and sums are known. */
+static __attribute__((noinline)) void write_weights(const ForwardArgs *args, const Tile *tile, Scratch *scratch) {
+    const int queries = (int)(tile->query_end - tile->query);
+    const float scale = PROGRAM_SCORE ? LOG2E : scale_magnitude(tile->score_scale);
+    KeyRange range = key_range(args, tile->query, tile->query_end);
+#if PROGRAM_MASK
+    program_keys(&tile->head, tile->query, tile->query_end, &range);
+#endif
+    __builtin_memset(tile->weights, 0, sizeof(float) * (uint64_t)queries * (uint64_t)args->kv_len);
+    for (int64_t key = range.begin; key < range.end; key += BLOCK_KV) {
+        const Block block = load_block(args, tile, scratch, key, min64(key + BLOCK_KV, range.end));
+        for (int at = 0; at < queries; at += PANEL) {
+            int64_t begin = 0;
+            int n = 0;
+            if (panel_scores(args, tile, scratch, &block, at / PANEL, 0, UNROLL_Q, &begin, &n) < 0) continue;
+            for (int j = 0; j < n; j++)
+                for (int x = at; x < at + PANEL && x < queries; x += LANES) {
+                    const vf inverse = vf_load(scratch->sum + x), score = vf_load(scratch->s + j * PANEL + x - at) * scale;
+                    const vf weight = vf_exp2(score - vf_load(scratch->maximum + x)) * inverse;
+                    /* A row that attends to nothing has no maximum. */
+                    vf_store(scratch->alpha, vf_select(inverse == 0, vf_set1(0), weight));
+                    for (int i = 0; i < LANES && x + i < queries; i++)
+                        tile->weights[(int64_t)(x + i) * args->kv_len + begin + j] = scratch->alpha[i];
+                }
+        }
+    }
+}
+
+/* Brings what the panels have summed since the last time together with what came before. */
+static __attribute__((noinline)) void gather_panels(Scratch *scratch, int queries, int before) {
+    for (int i = 0; i < queries; i += LANES) {
+        const int panel = i / PANEL, lane = i % PANEL;
+        gather(scratch->gathered + panel, scratch->o[panel] + lane, scratch->maximum + i, scratch->sum + i, lane, before);
+    }
 }
 
 uint64_t ft_tiles(const ForwardArgs *args) {
@@ -308,8 +380,14 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
 #if PROGRAM_MASK
     program_keys(&tile.head, tile.query, tile.query_end, &range);
 #endif
+    const int is_long = GATHERS && range.end - range.begin > LONG;
+    int has_gathered = 0;
     for (int64_t key = range.begin; key < range.end; key += BLOCK_KV) {
         int64_t key_end = min64(key + BLOCK_KV, range.end);
+        if (is_long && key > range.begin && (key - range.begin) % SPAN == 0) {
+            gather_panels(scratch, queries, has_gathered);
+            has_gathered = 1;
+        }
 #if PROGRAM_MASK
         const int kind = program_tile(&tile.head, tile.query, tile.query_end, key, key_end);
         if (kind < 0 || (kind == 0 && !any_attends(&tile, scratch, key, key_end))) continue;
@@ -318,14 +396,22 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
         for (int panel = 0; panel * PANEL < queries; panel++) {
             int rest = queries - panel * PANEL;
             if (AMX || rest > PANEL - LANES)
-                attend(args, &tile, scratch, &block, panel, 0, UNROLL_Q);
+                attend(args, &tile, scratch, &block, panel, 0, UNROLL_Q, is_long);
             else
-                for (int lane = 0; lane < rest; lane += LANES) attend(args, &tile, scratch, &block, panel, lane, 1);
+                for (int lane = 0; lane < rest; lane += LANES) attend(args, &tile, scratch, &block, panel, lane, 1, is_long);
         }
     }
 
+    if (has_gathered) {
+        gather_panels(scratch, queries, 1);
+        for (int i = 0; i < queries; i += LANES) {
+            const int panel = i / PANEL, lane = i % PANEL;
+            read_gathered(scratch->gathered + panel, scratch->o[panel] + lane, scratch->sum + i, lane);
+        }
+    }
+    for (int i = 0; i < queries; i += LANES) finish(args, &tile, scratch, i / PANEL, i % PANEL);
+    if (tile.weights) write_weights(args, &tile, scratch);
 #if AMX
     _tile_release();
 #endif
-    for (int i = 0; i < queries; i += LANES) finish(args, &tile, scratch, i / PANEL, i % PANEL);
 }

@@ -19,6 +19,7 @@ constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/attention/tile.cuh" %>
+#define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 
 using KernelArgs = WithSide<ForwardArgs>;

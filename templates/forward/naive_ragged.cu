@@ -25,6 +25,7 @@ constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+#define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 
 using KernelArgs = WithSide<RaggedArgs>;

@@ -4,8 +4,11 @@ use crate::cases::address;
 use crate::machine::{Emulated, Launch, map_bytes};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
 use flashtune::cache::{Artifact, DeviceFingerprint};
-use flashtune::codegen::abi::{Args, BackwardArgs, BackwardMappedArgs, SideArgs, SideTensorArg};
-use flashtune::codegen::{Arch, Family, Kernel, LaunchPlan, Schedule, ShapeBucket, StageEntry, TemplateSet, Waves};
+use flashtune::codegen::abi::{Args, BackwardArgs, BackwardMappedArgs, GradientArgs, SideArgs, SideTensorArg};
+use flashtune::codegen::{
+    Arch, Family, Kernel, KvKind, LaunchPlan, Schedule, ShapeBucket, StageEntry, TemplateSet, Waves,
+};
+use flashtune::runtime::check::PackedBatch;
 use flashtune::runtime::{
     BackwardCase, Buffer, CheckInputs, Compiler, Device, Error, Module, Poison, Result, compiler_for,
 };
@@ -92,6 +95,8 @@ impl State {
         waves: Waves,
         args: &BackwardArgs,
     ) -> Result<(), String> {
+        let mut side = side_of(kernel, args.side);
+        side.resize(side.len().next_multiple_of(align_of::<BackwardMappedArgs>()), 0);
         let Self { emulated, rng, memory, .. } = self;
         let limit = waves.part_bytes * *[0, 2, 3, 1 << 20].choose(rng).expect("not empty");
         let waves = Waves { limit, ..waves };
@@ -124,13 +129,32 @@ impl State {
                     args: bytes.clone(),
                     any_order: true,
                     hopper: None,
-                    side: Vec::new(),
+                    side: side.clone(),
                 };
                 emulated.run(&launch, &mut buffers).map_err(|e| format!("{}: {e}", of.entry.suffix))?;
             }
         }
         Ok(())
     }
+}
+
+/// What a score program reads, as it lies behind the arguments.
+fn side_of(kernel: &Kernel, address: u64) -> Vec<u8> {
+    let mut side = Vec::new();
+    if let Some(program) = kernel.problem.program {
+        let tensors = program.declarations().iter().filter(|d| d.axes.is_some()).count();
+        let scalars = program.declarations().len() - tensors;
+        let mut table = |address: u64, bytes: usize| {
+            // SAFETY: `side` is the address of the program's tables by the caller's promise, which have room for more
+            // than any program reads.
+            side.extend(unsafe { std::slice::from_raw_parts(address as usize as *const u8, bytes) });
+        };
+        // SAFETY: as above.
+        let tables = unsafe { &*(address as usize as *const SideArgs) };
+        table(tables.tensors, tensors.max(1) * size_of::<SideTensorArg>());
+        table(tables.scalars, scalars.max(1) * size_of::<u64>());
+    }
+    side
 }
 
 impl Device for Machine {
@@ -160,20 +184,17 @@ impl Device for Machine {
         assert!(plan.stages().all(|s| s.threads == resources.threads), "stages of other threads");
         assert_eq!(plan.stages().map(|s| s.smem_bytes).max(), Some(resources.smem_bytes), "other shared memory");
         let State { emulated, rng, memory, .. } = &mut *state;
-        let mut side = Vec::new();
-        if let Some(program) = module.kernel().problem.program {
-            let tensors = program.declarations().iter().filter(|d| d.axes.is_some()).count();
-            let scalars = program.declarations().len() - tensors;
-            let mut table = |address: u64, bytes: usize| {
-                // SAFETY: `side` is the address of the program's tables by the caller's promise, which have room for
-                // more than any program reads.
-                side.extend(unsafe { std::slice::from_raw_parts(address as usize as *const u8, bytes) });
-            };
-            // SAFETY: as above.
-            let tables = unsafe { &*(args.side() as usize as *const SideArgs) };
-            table(tables.tensors, tensors.max(1) * size_of::<SideTensorArg>());
-            table(tables.scalars, scalars.max(1) * size_of::<u64>());
-        }
+        let side = side_of(module.kernel(), args.side());
+        // Partial sums begin as NaN, and nothing can be read behind them.
+        let mut sums = vec![0xff; plan.partial_sums().unwrap_or(0) as usize];
+        let sums_at = address(100, sums.len());
+        let args = match args {
+            Args::Gradient(args) => {
+                let backward = BackwardArgs { scratch: sums_at, ..args.backward };
+                Args::Gradient(&GradientArgs { backward, ..*args }).bytes().to_vec()
+            }
+            args => args.bytes().to_vec(),
+        };
         let launch = Launch {
             seed: rng.random(),
             stage: 0,
@@ -181,7 +202,7 @@ impl Device for Machine {
             grid: main.blocks(rng.random_range(1..=5)),
             threads: main.threads,
             smem_bytes: resources.smem_bytes,
-            args: args.bytes().to_vec(),
+            args,
             any_order: true,
             hopper: None,
             side,
@@ -193,6 +214,9 @@ impl Device for Machine {
             .iter_mut()
             .map(|(address, bytes)| machine::Buffer { address: *address, bytes: &mut bytes[..], written: true })
             .collect();
+        if !sums.is_empty() {
+            buffers.push(machine::Buffer { address: sums_at, bytes: &mut sums, written: true });
+        }
         emulated.run(&launch, &mut buffers).map_err(|e| self.failed(e))
     }
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
@@ -232,10 +256,17 @@ impl Device for Machine {
 /// A kernel of `backward/sm90` for a random problem: the default schedule or another of the space.
 fn random_sm90(number: u64) -> Kernel {
     let rng = &mut StdRng::seed_from_u64(number);
-    let dims = [(16, 16), (24, 40), (64, 64), (128, 72), (40, 128), (128, 128)];
+    let dims = [(16, 16), (24, 40), (64, 64), (256, 72), (40, 128), (128, 128), (192, 128), (136, 256)];
     let (qk, v) = dims[number as usize % dims.len()];
     let mask = MaskKind::ALL[(number as usize + number as usize / 4) % 4];
     let problem = Problem::forward_qk_v(DTYPES[number as usize % 2], qk, v, mask).expect("legal").backward();
+    let problem = match number % 3 {
+        0 => {
+            let program = Program::parse(PROGRAMS.choose(rng).expect("not empty")).expect("a program");
+            Problem { mask: MaskKind::FULL, ..problem }.with_program(program)
+        }
+        _ => problem,
+    };
     let arch: Arch = "sm_90a".parse().expect("an arch");
     let space = Schedule::space(Family::BackwardSm90, &problem, arch);
     Kernel { problem, schedule: *space.choose(rng).expect("not empty"), arch }
@@ -254,7 +285,12 @@ fn random_kernel(number: u64) -> Kernel {
         0 => Problem { mask: MaskKind::FULL, ..problem }.with_program(Program::parse(text).expect("a program")),
         _ => problem,
     };
-    kernel_of(problem, arch)
+    kernel_of(every_other_packed(problem, number), arch)
+}
+
+/// Dense and packed problems take turns with each of four masks.
+pub fn every_other_packed(problem: Problem, number: u64) -> Problem {
+    if (number + number / 4).is_multiple_of(2) { problem.with_kv(KvKind::RAGGED) } else { problem }
 }
 
 fn kernel_of(problem: Problem, arch: Arch) -> Kernel {
@@ -264,11 +300,11 @@ fn kernel_of(problem: Problem, arch: Arch) -> Kernel {
 }
 
 /// Lengths at and around what the tiles of `backward/naive` divide.
-const SHORT: [u32; 10] = [0, 1, 7, 16, 31, 32, 33, 48, 65, 70];
+pub const SHORT: [u32; 10] = [0, 1, 7, 16, 31, 32, 33, 48, 65, 70];
 /// The same of `backward/sm90`.
 const LONG: [u32; 10] = [0, 1, 7, 63, 65, 127, 129, 200, 257, 300];
 
-fn random_case(kind: MaskKind, lengths: &[u32], rng: &mut StdRng) -> (Shape, CheckInputs) {
+pub fn random_case(kind: MaskKind, lengths: &[u32], rng: &mut StdRng) -> (Shape, CheckInputs) {
     let length = |rng: &mut StdRng| *lengths.choose(rng).expect("not empty");
     let reach = |bounded: bool, rng: &mut StdRng| {
         bounded.then(|| *[0, 1, 9, 40, 150, 1000, u32::MAX].choose(rng).expect("not empty"))
@@ -300,11 +336,18 @@ pub fn try_backward(kernel: &Kernel, templates: &TemplateSet, calls: u64, seed: 
     for _ in 0..calls {
         let lengths = if kernel.schedule.family() == Family::BackwardSm90 { &LONG } else { &SHORT };
         let (shape, inputs) = random_case(kernel.problem.mask, lengths, &mut rng);
-        let case = BackwardCase::new(device.clone(), &kernel.problem, &shape, &inputs).map_err(|e| e.to_string())?;
-        let report = case.check(&Loaded(*kernel)).map_err(|e| format!("{} {shape} {inputs:?}: {e}", kernel.name()))?;
+        let (case, sizes) = match kernel.problem.kv {
+            KvKind::Dense => (BackwardCase::new(device.clone(), &kernel.problem, &shape, &inputs), shape.to_string()),
+            KvKind::Ragged(_) => {
+                let batch = PackedBatch::random(kernel.problem.mask, lengths, 4, rng.random());
+                (BackwardCase::packed(device.clone(), &kernel.problem, &batch, &inputs), batch.to_string())
+            }
+        };
+        let case = case.map_err(|e| e.to_string())?;
+        let report = case.check(&Loaded(*kernel)).map_err(|e| format!("{} {sizes} {inputs:?}: {e}", kernel.name()))?;
         if !report.passed() {
             let program = kernel.problem.program.map_or("", |p| p.kept().text());
-            return Err(format!("{} {shape} {inputs:?}: {report}\n{program}", kernel.name()));
+            return Err(format!("{} {sizes} {inputs:?}: {report}\n{program}", kernel.name()));
         }
     }
     Ok(())
@@ -330,12 +373,20 @@ fn backward_sm90_kernels() {
 /// tiles that are cut on both sides, groups of two heads, NaN in what nobody may see, two waves and more.
 pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let kind = MaskKind { left: true, right: true };
-    let problem = Problem::forward(DType::Bf16, 24, kind).expect("legal").backward();
+    let of = |dim, kind| Problem::forward(DType::Bf16, dim, kind).expect("legal").backward();
+    // Tiles that the mask cuts, some that it leaves out, and some whole ones.
+    let text = "mask = q // 170 == kv // 170; score = 2.0 * tanh(score);";
+    let problem = match what.split_once(':') {
+        Some(("by gradient", _)) => of(136, kind),
+        Some(("program", _)) => of(24, MaskKind::FULL).with_program(Program::parse(text).expect("a program")),
+        _ => of(24, kind),
+    };
     let arch: Arch = "sm_90a".parse().expect("an arch");
     let bucket = ShapeBucket { parallel: 4, group: 2, q_len: 256, kv_len: 256, ..Default::default() };
     let schedule = Schedule::default_for(Family::BackwardSm90, &problem, arch, &bucket).expect("supported");
     let kernel = Kernel { problem, schedule, arch };
-    let mask = Mask::Window { left: Some(130), right: Some(20) };
+    let bounded = Mask::Window { left: Some(130), right: Some(20) };
+    let mask = if problem.program.is_some() { Mask::Full } else { bounded };
     let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 330, kv_len: 300, mask };
     let found = || -> Result<String, String> {
         let device = Machine::open(&kernel, templates, seed)?;

@@ -1,8 +1,9 @@
 //! Schedules of `backward/sm80` on the emulated machine, and faults that are planted in it.
 
-use crate::backward::{Loaded, Machine, try_backward};
+use crate::backward::{Loaded, Machine, every_other_packed, try_backward};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
-use flashtune::codegen::{Arch, BackwardSm80Schedule, Kernel, Schedule, TemplateSet, TileOrder};
+use flashtune::codegen::{Arch, BackwardSm80Schedule, Kernel, KvKind, Schedule, TemplateSet, TileOrder};
+use flashtune::runtime::check::PackedBatch;
 use flashtune::runtime::{BackwardCase, CheckInputs, Poison};
 use flashtune::{DType, Distribution, Mask, MaskKind, Problem, Program, Shape};
 use rand::SeedableRng;
@@ -28,6 +29,7 @@ fn random_kernel(number: u64) -> Kernel {
         0 => Problem { mask: MaskKind::FULL, ..problem }.with_program(Program::parse(text).expect("a program")),
         _ => problem,
     };
+    let problem = every_other_packed(problem, number);
     let mut one_of = |values: &[u32]| *values.choose(rng).expect("not empty");
     let schedule = BackwardSm80Schedule {
         warps: one_of(&[1, 2, 3]),
@@ -140,7 +142,38 @@ const FAULTS: &[Fault] = &[
         "if (false) out",
         "oracle",
     ],
+    ["packed: rows of another sequence", PACKED, "from(s.q, s.q_stride, q)", "from(s.q, s.q_stride, kv)", "oracle"],
+    ["packed: dV into another's rows", PACKED, "from(s.dv, s.dv_stride, kv)", "from(s.dv, s.dv_stride, q)", "oracle"],
+    ["packed: a query of the next", PACKED, "s.q_len = q.rows,", "s.q_len = q.rows + 1,", "oracle|no sequence"],
+    ["packed: a key of the next", PACKED, "s.kv_len = kv.rows;", "s.kv_len = kv.rows + 1;", "oracle|no sequence"],
+    ["packed: rows that are not used", PACKED, "if (lengths != nullptr)", "if (false)", "oracle|no sequence"],
+    ["packed: the log-sum-exp of another", PACKED, "s.lse += q.first;", "", "oracle"],
+    ["packed: dLSE of another", PACKED, "s.dlse += q.first;", "s.dlse += 0;", "oracle"],
+    ["packed: the log-sum-exp by bounds", PACKED, "head * args.q_rows", "head * args.q_len", "oracle"],
+    ["packed: the last tile of queries", PACKED, "return tile.rows > 0;", "return tile.rows >= most;", "oracle"],
+    [
+        "packed: the last block of keys",
+        "backward/sm80/keys.cuh",
+        "key >= args.kv_len) return;",
+        "key + kBlockKeys > args.kv_len) return;",
+        "oracle",
+    ],
+    [
+        "packed: all dK to the first",
+        "backward/sm80/keys.cuh",
+        "FT_SEQUENCE(args, to.batch);",
+        "FT_SEQUENCE(args, 0);",
+        "oracle|no sequence|broke down",
+    ],
+    [
+        "packed: all dQ to the first",
+        "backward/sm80/queries.cuh",
+        "FT_SEQUENCE(args, to.batch);",
+        "FT_SEQUENCE(args, 0);",
+        "oracle|no sequence|broke down",
+    ],
 ];
+const PACKED: &str = "lib/cuda/attention/packed.cuh";
 
 /// The kernel in which a fault shows.
 fn kernel_of(what: &str) -> Kernel {
@@ -168,6 +201,7 @@ fn kernel_of(what: &str) -> Kernel {
     let mask = if whole { MaskKind::FULL } else { MaskKind { left: true, right: true } };
     let problem = Problem::forward(DType::Bf16, dim, mask).expect("legal").backward();
     let problem = program.map_or(problem, |p| problem.with_program(Program::parse(p).expect("a program")));
+    let problem = if what.starts_with("packed") { problem.with_kv(KvKind::RAGGED) } else { problem };
     Kernel { problem, schedule: Schedule::BackwardSm80(small), arch: arch() }
 }
 
@@ -185,7 +219,14 @@ fn verdict([what, file, from, to, _]: &Fault, templates: &TemplateSet) -> Result
     let mask = if kernel.problem.mask.left { Mask::Window { left: Some(20), right: Some(5) } } else { Mask::Full };
     for (q_len, kv_len) in [(70, 133), (80, 65)] {
         let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len, kv_len, mask };
-        let case = BackwardCase::new(device.clone(), &kernel.problem, &shape, &inputs).map_err(|e| e.to_string())?;
+        let case = if kernel.problem.kv.is_dense() {
+            BackwardCase::new(device.clone(), &kernel.problem, &shape, &inputs)
+        } else {
+            let lengths = vec![[q_len, kv_len], [20, 45], [0, 9], [33, 50]];
+            let batch = PackedBatch { heads: 4, kv_heads: 2, mask, lengths, unused: 2, spare: 40, wide: [false, true] };
+            BackwardCase::packed(device.clone(), &kernel.problem, &batch, &inputs)
+        };
+        let case = case.map_err(|e| e.to_string())?;
         let found = match case.check(&Loaded(kernel)) {
             Ok(report) => (!report.passed()).then(|| report.to_string()),
             Err(e) => Some(e.to_string()),
@@ -203,9 +244,10 @@ fn faults_planted_in_backward_sm80_are_seen() {
         return;
     }
     let templates = templates();
-    let unchanged = ["nothing", "backward/sm80.cu", "// Problem.", "// Problem.", ""];
+    let unchanged =
+        ["nothing", "packed: nothing"].map(|what| [what, "backward/sm80.cu", "// Problem.", "// Problem.", ""]);
     let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let faults: Vec<&Fault> = std::iter::once(&unchanged).chain(FAULTS).collect();
+    let faults: Vec<&Fault> = unchanged.iter().chain(FAULTS).collect();
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {

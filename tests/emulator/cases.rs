@@ -4,7 +4,7 @@ use crate::machine::{Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
 use flashtune::codegen::score::SideData;
 use flashtune::codegen::{Kernel, StageRole};
-use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, oracle_of, unfused_rows_of};
+use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, oracle_of, unfused_rows_in};
 use flashtune::runtime::{ForwardTensors, TensorView, forward_call};
 use flashtune::{Distribution, HostTensor, Layout, Mask, Shape};
 use rand::rngs::StdRng;
@@ -125,8 +125,8 @@ impl Case {
         let data = p.program.map_or(SideData::default(), |program| side_data(&program, &shape, self.seed));
         let program = p.program.as_deref().map(|program| (program, &data));
         let attention = Attention { mask: self.mask, scale, program, sequence: 0 };
-        let rows = oracle_of(q, k, v, &attention, &ids);
-        let unfused = unfused_rows_of(q, k, v, &attention, &ids);
+        let mut rows = oracle_of(q, k, v, &attention, &ids);
+        let unfused = unfused_rows_in(p.precision, [q, k, v], &attention, &mut rows);
         Expected { case: self, inputs, data, rows, unfused }
     }
 

@@ -10,20 +10,23 @@ mod backward_sm80;
 mod block_masks;
 mod cases;
 mod faults;
+mod gradient;
 mod machine;
+mod pads;
 mod quick;
 mod ragged;
 mod schedules;
 mod side;
 mod translate;
+mod words;
 
 use cases::Case;
-use flashtune::codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket, TemplateSet};
+use flashtune::codegen::{Family, Kernel, MaskKind, Precision, Problem, Schedule, ShapeBucket, TemplateSet};
 use flashtune::{DType, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use schedules::{random_sm80, random_sm90};
+use schedules::{random_sm80, random_sm80_f32, random_sm90};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -126,6 +129,29 @@ fn random_sm80_schedules() {
     search(8, |number| {
         let program = number.is_multiple_of(3).then(|| PROGRAMS[number as usize * 7 % PROGRAMS.len()]);
         random_sm80(&mut StdRng::seed_from_u64(number), program)
+    });
+}
+
+/// The same for `forward/sm80_f32`.
+#[test]
+fn random_sm80_f32_schedules() {
+    search(8, |number| {
+        let program = number.is_multiple_of(3).then(|| PROGRAMS[number as usize * 7 % PROGRAMS.len()]);
+        random_sm80_f32(&mut StdRng::seed_from_u64(number), program)
+    });
+}
+
+/// Sums over more keys than the registers of `forward/sm80_f32` hold before they go to memory.
+#[test]
+fn long_sums_of_f32() {
+    let problem = Problem::forward_qk_v(DType::F32, 32, 40, MaskKind { left: true, right: true }).expect("legal");
+    let problem = Problem { precision: Precision::Tf32x3, ..problem };
+    let schedule = faults::sm80_f32::schedule("");
+    let kernel = Kernel { problem, schedule, arch: "sm_80".parse().expect("an arch") };
+    try_each(0..2, Duration::MAX, |number| {
+        let base = [faults::sm80_f32::GATHERED, faults::sm80_f32::LONG][number as usize];
+        let sizes = [1, 2, 1, 20, 9000 + number as usize];
+        try_kernel(&kernel, &templates(), 2, number, |rng| Case { sizes, seed: rng.random(), ..base })
     });
 }
 

@@ -12,7 +12,7 @@ use flashtune::codegen::{
     ragged_unaddressable,
 };
 use flashtune::runtime::check::{Index, Most, Part, RaggedBatch, RaggedData, StoreLayout};
-use flashtune::{DType, Program};
+use flashtune::{DType, Distribution, Program};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -296,4 +296,24 @@ fn hopper_tiles_are_split_and_pages_end_anywhere() {
         assert!(*split >= 2 && *in_pages == 7 && *part_of_page >= 4 && *holes >= 1, "{reached:?}");
         assert!(page_tokens.len() >= 3, "{reached:?}");
     }
+}
+
+/// Small scores under a large cap: what a tanh is wrong by is multiplied with the cap, and in a row of one key nothing
+/// hides it from the log-sum-exp.
+#[test]
+fn small_scores_under_a_large_cap_keep_their_digits() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let text = "score = 60.0 * tanh(score * (1.0 / 60.0));";
+    let plain = Problem::forward(DType::F32, 16, MaskKind::FULL).expect("legal").with_kv(KvKind::RAGGED);
+    let problem = plain.with_program(Program::parse(text).expect("a program"));
+    let arch = "sm_75".parse().expect("an arch");
+    let schedule = Schedule::default_for(Family::ForwardNaiveRagged, &problem, arch, &ShapeBucket::default());
+    let kernel = Kernel { problem, schedule: schedule.expect("supported"), arch };
+    let one_key = |rng: &mut StdRng| {
+        let batch = RaggedBatch::random(&problem, MOST, rng.random());
+        RaggedBatch { lengths: vec![[1, 1]; 4], values: Distribution::Normal, scale: Some(0.1), ..batch }
+    };
+    try_ragged(&kernel, &templates(), 12, 77, one_key).unwrap_or_else(|e| panic!("{e}"));
 }

@@ -1,11 +1,11 @@
 //! Kernels at random, of legal schedules.
 
 use crate::DTYPES;
-use flashtune::Program;
 use flashtune::codegen::{
-    Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule,
-    Sm90Scheduler, Swizzle, TileOrder,
+    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Schedule, Sm90LookAhead, Sm90Rescale,
+    Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
 };
+use flashtune::{DType, Program};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -92,6 +92,30 @@ fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
     let Schedule::Sm90(schedule) = kernel.schedule else { unreachable!("of forward/sm90") };
     let spared = Sm90Schedule { producer_spare: 8 * rng.random_range(0..=3), ..schedule };
     Some(Kernel { schedule: Schedule::Sm90(spared), ..kernel }).filter(|k| k.check().is_ok()).unwrap_or(kernel)
+}
+
+/// A kernel of `forward/sm80_f32`.
+pub fn random_sm80_f32(rng: &mut StdRng, program: Option<&str>) -> Kernel {
+    loop {
+        let mut problem = random_problem(rng, program);
+        (problem.dtype, problem.precision) = (DType::F32, Precision::Tf32x3);
+        if rng.random_bool(0.25) {
+            problem.precision = Precision::Tf32;
+        }
+        let schedule = Schedule::Sm80F32(Sm80F32Schedule {
+            warps: 1 << rng.random_range(0..=3),
+            rows_per_warp: *[16, 32].choose(rng).expect("not empty"),
+            block_kv: rng.random_range(1..=8) * 16,
+            stages: rng.random_range(1..=4),
+            blocks_per_sm: rng.random_range(1..=2),
+            masked_loop: rng.random(),
+            order: *[TileOrder::HeadMajor, TileOrder::BlockMajor].choose(rng).expect("not empty"),
+        });
+        let kernel = Kernel { problem, schedule, arch: "sm_80".parse().expect("an arch") };
+        if kernel.check().is_ok() {
+            return kernel;
+        }
+    }
 }
 
 /// A kernel of `forward/sm80`.

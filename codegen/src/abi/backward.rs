@@ -5,8 +5,11 @@ use super::declare::arguments;
 use bytemuck::{Pod, Zeroable};
 
 arguments! {
-    /// Arguments of a backward kernel over dense tensors: the gradients dQ, dK and dV of a loss whose gradient by O is
-    /// dO. Pointers are device addresses, 0 for what a call has not; strides count elements.
+    /// Arguments of a backward kernel: the gradients dQ, dK and dV of a loss whose gradient by O is dO. Pointers are
+    /// device addresses, 0 for what a call has not; strides count elements.
+    ///
+    /// With `q_begin` the rows of all sequences lie one after the other: tensors have no axis of the batch, whose
+    /// strides are then 0, and the log-sum-exp is `[heads, q_rows]`.
     #[repr(C)]
     #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
     pub struct BackwardArgs as "BackwardArgs" {
@@ -56,9 +59,9 @@ arguments! {
         pub heads: i32,
         /// Number of KV heads.
         pub kv_heads: i32,
-        /// Rows of Q.
+        /// Rows of Q; of packed sequences the most that one has, longer ones are cut.
         pub q_len: i32,
-        /// Rows of K and V.
+        /// Rows of K and V; the same.
         pub kv_len: i32,
         /// Keys visible before the query's position; read only by kernels whose left side is bounded.
         pub window_left: i32,
@@ -68,6 +71,24 @@ arguments! {
         pub scale: f32,
         /// As `ForwardArgs.side`.
         pub side: u64 as "const void*",
+        /// First row of each packed sequence in Q, O, dO, dQ and the log-sum-exp, and the end of the last one's,
+        /// `[batch + 1]`; or 0: dense tensors.
+        pub q_begin: u64 as "const int*",
+        /// The same of K, V, dK and dV.
+        pub kv_begin: u64 as "const int*",
+        /// Rows of each sequence in Q that are used, `[batch]`, or 0: all. Those behind are not read, and have no
+        /// gradient written.
+        pub q_lengths: u64 as "const int*",
+        /// The same of K.
+        pub kv_lengths: u64 as "const int*",
+        /// Rows of Q of all packed sequences: none behind is touched, whatever the arrays hold.
+        pub q_rows: i64,
+        /// The same of K.
+        pub kv_rows: i64,
+        /// 32-bit words of an element of `q_begin` and `q_lengths`: 1 or 2.
+        pub q_words: i32,
+        /// The same of `kv_begin` and `kv_lengths`.
+        pub kv_words: i32,
     }
 }
 

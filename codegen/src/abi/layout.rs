@@ -1,8 +1,8 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
 use super::{
-    AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs, SideTensorArg,
-    TensorMap,
+    AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, RaggedArgs,
+    RaggedMappedArgs, SideTensorArg, TensorMap,
 };
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Result};
@@ -18,7 +18,7 @@ pub struct ArgsLayout {
     /// Tensor maps, biases' among them, before the rest.
     #[serde(default, skip_serializing_if = "is_default")]
     pub head: u32,
-    /// [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`] or [`BackwardArgs`].
+    /// [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`] or [`PadArgs`].
     pub forward: u32,
     /// What follows it.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -39,8 +39,13 @@ impl ArgsLayout {
     pub(crate) const RAGGED: Self = Self { forward: size_of::<RaggedArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`AppendArgs`].
     pub(crate) const APPEND: Self = Self { forward: size_of::<AppendArgs>() as u32, ..Self::FORWARD };
+    /// Of those that take [`PadArgs`].
+    pub(crate) const PAD: Self = Self { forward: size_of::<PadArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`BackwardArgs`].
     pub(crate) const BACKWARD: Self = Self { forward: size_of::<BackwardArgs>() as u32, ..Self::FORWARD };
+    /// Of those that take [`GradientArgs`].
+    pub(crate) const GRADIENT: Self =
+        Self { tail: (size_of::<GradientArgs>() - size_of::<BackwardArgs>()) as u32, ..Self::BACKWARD };
     /// Of those that take [`MappedArgs`].
     pub(crate) const MAPPED: Self = Self {
         head: offset_of!(MappedArgs, forward) as u32,
@@ -103,6 +108,8 @@ const _: () = assert!(
         && offset_of!(BackwardMappedArgs, first_pair)
             == offset_of!(BackwardMappedArgs, backward) + size_of::<BackwardArgs>()
         && ArgsLayout::BACKWARD_MAPPED.base() == size_of::<BackwardMappedArgs>()
+        && offset_of!(GradientArgs, out) == size_of::<BackwardArgs>()
+        && ArgsLayout::GRADIENT.base() == size_of::<GradientArgs>()
         && ArgsLayout::RAGGED_MAPPED.base() == size_of::<RaggedMappedArgs>()
         && ArgsLayout::MAPPED.base() == size_of::<MappedArgs>()
         && ArgsLayout::FORWARD.base() == size_of::<ForwardArgs>()

@@ -21,9 +21,13 @@ pub(crate) mod forward_cpu_ragged;
 pub(crate) mod forward_naive;
 pub(crate) mod forward_naive_ragged;
 pub(crate) mod forward_sm80;
+pub(crate) mod forward_sm80_f32;
 pub(crate) mod forward_sm80_ragged;
 pub(crate) mod forward_sm90;
 pub(crate) mod forward_sm90_ragged;
+pub(crate) mod gradient_cpu;
+pub(crate) mod gradient_naive;
+pub(crate) mod pad_cuda;
 mod program_length;
 
 pub use account::RaggedAccount;
@@ -39,17 +43,23 @@ pub use forward_cpu_ragged::CpuRaggedSchedule;
 pub use forward_naive::NaiveSchedule;
 pub use forward_naive_ragged::NaiveRaggedSchedule;
 pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
+pub use forward_sm80_f32::Sm80F32Schedule;
 pub use forward_sm80_ragged::Sm80RaggedSchedule;
 pub use forward_sm90::{
     Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases,
     is_addressable, unaddressable,
 };
 pub use forward_sm90_ragged::{RaggedUnaddressable, Sm90RaggedSchedule, ragged_unaddressable};
+pub use gradient_cpu::GradientCpuSchedule;
+pub use gradient_naive::GradientNaiveSchedule;
+pub use pad_cuda::{PAD_ROWS, PadCudaSchedule};
 
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};
 use crate::traffic::Walk;
-use crate::{Arch, CallSizes, Constraint, Constraints, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use crate::{
+    Arch, CallSizes, Constraint, Constraints, Error, KvKind, Op, Problem, Resources, Result, Shape, ShapeBucket,
+};
 use account::Usual;
 use fields::{Constants, Fields};
 use serde::{Deserialize, Serialize};
@@ -80,6 +90,8 @@ pub(crate) trait KernelFamily: Fields {
     const ARGS: ArgsLayout = ArgsLayout::FORWARD;
     /// Whether its kernels read K and V from ragged batches, and not from dense tensors.
     const RAGGED: bool = false;
+    /// Whether they read packed sequences too: ragged batches without pages, in the dtype of Q.
+    const PACKED: bool = false;
     /// What callers should know who get a kernel of this family.
     fn notes(_problem: &Problem) -> Option<&'static str> {
         None
@@ -252,13 +264,15 @@ families! {
     "forward/sm90_ragged": ForwardSm90Ragged = Sm90Ragged(Sm90RaggedSchedule);
     /// mma.sync and cp.async, FlashAttention-2.
     "forward/sm80": ForwardSm80 = Sm80(Sm80Schedule);
+    /// f32 by TF32 products of mma.sync.
+    "forward/sm80_f32": ForwardSm80F32 = Sm80F32(Sm80F32Schedule);
     /// mma.sync and cp.async over ragged batches, keys split (Flash-Decoding).
     "forward/sm80_ragged": ForwardSm80Ragged = Sm80Ragged(Sm80RaggedSchedule);
     /// C for the host processor.
     "forward/cpu": ForwardCpu = Cpu(CpuSchedule);
     /// C for the host processor, for ragged batches.
     "forward/cpu_ragged": ForwardCpuRagged = CpuRagged(CpuRaggedSchedule);
-    /// Plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
+    /// Plain fp32 CUDA: the oracle on the GPU, and f32 in precision `exact`.
     "forward/naive": ForwardNaive = Naive(NaiveSchedule);
     /// Plain fp32 CUDA for ragged batches: their oracle on the GPU, and the exact path for f32.
     "forward/naive_ragged": ForwardNaiveRagged = NaiveRagged(NaiveRaggedSchedule);
@@ -274,6 +288,12 @@ families! {
     "backward/cpu": BackwardCpu = BackwardCpu(BackwardCpuSchedule);
     /// Gradients in plain fp32 CUDA: the oracle on the GPU, and the exact path for f32.
     "backward/naive": BackwardNaive = BackwardNaive(BackwardNaiveSchedule);
+    /// The gradient of what a score program reads, in C for the host processor.
+    "gradient/cpu": GradientCpu = GradientCpu(GradientCpuSchedule);
+    /// The gradient of what a score program reads, in plain fp32 CUDA.
+    "gradient/naive": GradientNaive = GradientNaive(GradientNaiveSchedule);
+    /// Rows into rows of another length, in plain CUDA.
+    "pad/cuda": PadCuda = PadCuda(PadCudaSchedule);
 }
 
 impl Family {
@@ -315,6 +335,12 @@ impl Family {
         of_family!(self, S, wrap => <S as KernelFamily>::RAGGED)
     }
 
+    /// Whether its kernels find K and V where these are.
+    pub fn reads(self, kv: KvKind) -> bool {
+        let packed = of_family!(self, S, wrap => <S as KernelFamily>::PACKED);
+        kv.is_dense() != self.is_ragged() || packed && kv == KvKind::RAGGED
+    }
+
     /// What callers should know who get a kernel of this family for the problem.
     pub fn notes(self, problem: &Problem) -> Option<&'static str> {
         of_family!(self, S, wrap => <S as KernelFamily>::notes(problem))
@@ -329,9 +355,14 @@ impl Family {
             let limit = format!("computes {} problems", self.op());
             return Err(Error::unsupported("op", problem.op, format!("{self} {limit}"), "no family computes it yet"));
         }
-        if problem.kv.is_dense() == self.is_ragged() {
-            let limit = if self.is_ragged() { "ragged batches" } else { "dense tensors" };
-            let remedy = "use a family for such a batch: `forward/*_ragged` for ragged ones";
+        if !self.reads(problem.kv) {
+            let packed = of_family!(self, S, wrap => <S as KernelFamily>::PACKED);
+            let limit = match (self.is_ragged(), packed) {
+                (true, _) => "ragged batches",
+                (false, true) => "dense tensors and of packed sequences in the dtype of Q",
+                (false, false) => "dense tensors",
+            };
+            let remedy = "use a family for such a batch: `forward/*_ragged`, or `backward/sm80` and `backward/naive`";
             return Err(Error::unsupported("kv", problem.kv, format!("{self} reads K and V of {limit} alone"), remedy));
         }
         of_family!(self, S, wrap => {
@@ -534,7 +565,7 @@ impl fmt::Display for Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, MaskKind};
+    use crate::{DType, KvElement, KvStore, MaskKind};
 
     fn arch(name: &str) -> Arch {
         name.parse().unwrap()
@@ -557,7 +588,7 @@ mod tests {
     fn demands_count_where_they_make_a_difference() {
         let [weights, unaligned, strided, loose] = Constraint::ALL;
         let of = |name| Family::demands_of(arch(name));
-        assert_eq!(of("cpu-avx2"), weights.into());
+        assert_eq!(of("cpu-avx2"), Constraints::NONE, "its kernels meet all of them");
         assert_eq!(of("sm_80"), Constraints::from(weights).with(unaligned));
         assert_eq!(of("sm_75"), Constraints::NONE, "the plain kernel meets all of them");
         assert_eq!(of("sm_90a"), Constraint::ALL.into_iter().fold(Constraints::NONE, Constraints::with));
@@ -579,6 +610,19 @@ mod tests {
         assert_eq!(Family::candidates(&forward.backward(), arch("sm_90a")), fast);
         assert_eq!(Family::candidates(&forward.backward(), arch("sm_80")), fast[1..]);
         assert_eq!(Family::candidates(&forward.backward(), arch("cpu-avx2")), [Family::BackwardCpu]);
+    }
+
+    #[test]
+    fn packed_gradients_are_those_of_families_that_take_packs_and_of_no_other_store() {
+        let packed = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap().backward().with_kv(KvKind::RAGGED);
+        let families = [Family::BackwardSm80, Family::BackwardNaive];
+        assert_eq!(Family::candidates(&packed, arch("sm_90a")), families);
+        assert_eq!(Family::candidates(&packed, arch("cpu-avx2")), [Family::BackwardCpu]);
+        let store = KvStore { element: KvElement::E4m3, ..KvStore::default() };
+        let quantised = packed.with_kv(KvKind::Ragged(store));
+        assert!(Family::candidates(&quantised, arch("sm_90a")).is_empty());
+        let e = Family::BackwardSm80.supports(&quantised, arch("sm_90a")).unwrap_err().to_string();
+        assert!(e.contains("kv") && e.contains("packed sequences in the dtype of Q"), "{e}");
     }
 
     #[test]

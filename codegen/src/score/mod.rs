@@ -38,7 +38,7 @@ pub use eval::data::{Elements, SideData, SideTensor, check_float, check_shape};
 pub use eval::interp::{At, Bound, Evaluator, Precision};
 pub use graph::{Graph, Node};
 pub use lower::{Code, Dialect, Form, Printer, Scope, lower, lower_derivative};
-pub(crate) use lower::{cpu_fields, cuda_fields, gradient_fields, slot};
+pub(crate) use lower::{cpu_fields, cuda_fields, gradient_fields, slot, term_fields};
 pub use program::given::Texts;
 pub use program::intern::ProgramRef;
 pub use program::{MAX_INPUTS, Program, ProgramBuilder};

@@ -22,12 +22,14 @@ fn bucket(q_len: u32) -> ShapeBucket {
 
 /// All (problem, arch, family) triples that are supported, over every head dim.
 fn supported() -> impl Iterator<Item = (Problem, Arch, Family)> {
-    let dims = (HEAD_DIM_MIN..=HEAD_DIM_MAX).step_by(HEAD_DIM_STEP as usize);
+    let whole = (HEAD_DIM_MIN..=HEAD_DIM_MAX).step_by(HEAD_DIM_STEP as usize);
+    let dims = whole.chain([1, 7, 59, 111, 255]);
     let problems = dims.flat_map(|d| {
         DType::ALL.into_iter().flat_map(move |t| {
             MaskKind::ALL.into_iter().flat_map(move |m| {
                 // V as long as Q and K, and at the far end of the range.
-                [d, HEAD_DIM_MAX + HEAD_DIM_MIN - d].map(|v| Problem::forward_qk_v(t, d, v, m).unwrap())
+                [d, (HEAD_DIM_MAX + HEAD_DIM_MIN - d).min(HEAD_DIM_MAX)]
+                    .map(|v| Problem::forward_qk_v(t, d, v, m).unwrap())
             })
         })
     });

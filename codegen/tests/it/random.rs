@@ -15,6 +15,14 @@ pub const DECLARATIONS: &str = "
     prefix: int[batch] in 0..30; table: int[*] in -50..50; wide: i64[kv_len]; flag: bool[batch, kv_len];
 ";
 
+/// Functions whose last digit is the machine's own.
+pub const FUNCTIONS: [&str; 6] = ["tanh", "exp2", "log2", "exp", "log", "sigmoid"];
+
+/// Whether a text calls one of them.
+pub fn has_functions(text: &str) -> bool {
+    FUNCTIONS.iter().any(|f| text.contains(&format!("{f}(")))
+}
+
 /// A typed expression as it is written.
 #[derive(Debug, Clone)]
 pub enum Tree {
@@ -113,6 +121,14 @@ impl Tree {
                 ("exp2", x) => round(float(x).exp2()),
                 ("tanh", x) => round(float(x).tanh()),
                 ("log2", x) => round(float(x).log2()),
+                ("exp", x) => round(float(x).exp()),
+                ("log", x) => round(float(x).ln()),
+                ("sqrt", x) => round(float(x).sqrt()),
+                ("sigmoid", x) => round(1.0 / (1.0 + (-float(x)).exp())),
+                ("int_floor", x) => Value::Int(float(x).floor() as i64),
+                ("int_ceil", x) => Value::Int(float(x).ceil() as i64),
+                ("int_trunc", x) => Value::Int(float(x) as i64),
+                ("int_round", x) => Value::Int(float(x).round_ties_even() as i64),
                 ("min" | "max", x) => {
                     let least = *name == "min";
                     match (x, of(&operands[1])) {
@@ -210,7 +226,7 @@ impl Generator {
         let d = depth.saturating_sub(1 + self.rng.random_range(0..2));
         let leaf = depth == 0;
         match kind {
-            Kind::Int => match if leaf { self.rng.random_range(0..4) } else { self.rng.random_range(0..14) } {
+            Kind::Int => match if leaf { self.rng.random_range(0..4) } else { self.rng.random_range(0..15) } {
                 0 => {
                     let n = self.pick(&[0i64, 1, 2, 3, 5, 8, 16, 31, 100, 1 << 30, i64::MAX]);
                     Tree::Leaf(n.to_string())
@@ -227,6 +243,14 @@ impl Generator {
                     Tree::Call(name, vec![self.tree(Kind::Int, d, score), self.tree(Kind::Int, d, score)])
                 }
                 12 => self.conditional(Kind::Int, d, score),
+                // Of what every machine computes to the last digit.
+                13 => {
+                    let name = self.pick(&["int_floor", "int_ceil", "int_trunc", "int_round"]);
+                    let functions = std::mem::replace(&mut self.functions, false);
+                    let of = self.tree(Kind::Float, d, score);
+                    self.functions = functions;
+                    Tree::Call(name, vec![Tree::Infix("*", Box::new(of), Box::new(Tree::Leaf("0.37".into())))])
+                }
                 _ => {
                     let usual = |names: &[&str]| names.iter().map(|n| Tree::Leaf((*n).into())).collect::<Vec<_>>();
                     match self.rng.random_range(0..6) {
@@ -255,7 +279,7 @@ impl Generator {
                 3 => Tree::Load("slope", vec![Tree::Leaf("h".into())]),
                 4..8 => self.infix(&["+", "-", "*", "/"], Kind::Float, d, score),
                 8 => {
-                    let name = self.pick(&["-", "abs"]);
+                    let name = self.pick(&["-", "abs", "sqrt"]);
                     Tree::Call(name, vec![self.tree(Kind::Float, d, score)])
                 }
                 9 => {
@@ -264,7 +288,7 @@ impl Generator {
                 }
                 10 => self.conditional(Kind::Float, d, score),
                 _ if self.functions && self.rng.random_bool(0.5) => {
-                    let name = self.pick(&["tanh", "exp2", "log2"]);
+                    let name = self.pick(&FUNCTIONS);
                     Tree::Call(name, vec![self.tree(Kind::Float, d, score)])
                 }
                 _ => Tree::Load("bias", ["h", "q", "kv"].map(|n| Tree::Leaf(n.into())).to_vec()),

@@ -1,6 +1,6 @@
 //! Derivatives agree with finite differences, and say how a bias' gradient is reduced.
 
-use crate::random::{DECLARATIONS, Generator};
+use crate::random::{DECLARATIONS, Generator, has_functions};
 use crate::score_lower::{compile_and_run, side};
 use flashtune_codegen::score::*;
 use flashtune_codegen::{Shape, TemplateSet};
@@ -114,6 +114,23 @@ fn derivatives_at_ties_are_those_of_autograd() {
     assert_eq!([-1.5, -1.0, 2.0, 2.5].map(|x| at(low, x, -1.0)), [(0.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 0.0)]);
     let swapped = "max(min(score, t[0]), -2.0)";
     assert_eq!([-2.0, 1.0, 1.5].map(|x| at(swapped, x, 1.0)), [(1.0, 0.0), (1.0, 0.0), (0.0, 1.0)]);
+    // Functions at their ends: infinite where a root or a logarithm is, 0 where a sigmoid is flat, and 0 of a leap.
+    let inf = f64::INFINITY;
+    assert_eq!([0.0, 4.0].map(|x| by_score("sqrt(score)", x)), [inf, 0.25]);
+    assert_eq!([0.0, 4.0, -2.0].map(|x| by_score("log(score)", x)), [inf, 0.25, -0.5]);
+    assert_eq!([0.0, -inf, inf].map(|x| by_score("exp(score)", x)), [1.0, 0.0, inf]);
+    assert_eq!([0.0, -inf, inf].map(|x| by_score("sigmoid(score)", x)), [0.25, 0.0, 0.0]);
+    assert!(by_score("sqrt(score)", -1.0).is_nan());
+    assert_eq!([0.5, 2.0].map(|x| by_score("2.0 * score + int_floor(score)", x)), [2.0, 2.0]);
+    for function in ["int_floor", "int_ceil", "int_trunc", "int_round"] {
+        let program = Program::parse(&format!("score = float({function}(score));")).unwrap();
+        assert!(Derivative::of_score(&program).score.is_none(), "{function}");
+    }
+    // Of what does not change with the score, what a tensor holds is clamped, and numbers are bounds.
+    let of_tensor = "score + clamp(t[0], -1.0, 2.0)";
+    assert_eq!([-1.5, -1.0, 0.0, 2.0, 2.5].map(|t| at(of_tensor, 0.0, t).1), [0.0, 1.0, 1.0, 1.0, 0.0]);
+    assert_eq!([-1.0, 0.0, 3.0].map(|t| at("score + max(t[0], 0.0)", 0.0, t).1), [0.0, 0.5, 1.0]);
+    assert_eq!([-2.0, 0.0, 2.0].map(|t| at("score * abs(t[0])", 3.0, t).1), [-3.0, 0.0, 3.0]);
     // What a condition reads has no part in it.
     assert_eq!(by_score("select(score > 1.0, 2.0, 5.0)", 1.0), 0.0);
     assert_eq!(by_score("select(score > 1.0, 2.0 * score, 5.0 * score)", 1.0), 5.0);
@@ -137,7 +154,9 @@ fn the_built_ins_have_the_derivatives_of_the_book() {
     assert_eq!(tensors[0].axes, [GradientAxis::Coordinate(Var::H), GradientAxis::Scattered]);
     assert_eq!(tensors[0].summed, [Var::B, Var::Q, Var::Kv]);
     let (is_one, tensors, d) = text("soft_cap");
-    assert!(!is_one && tensors.is_empty() && d.score.is_some());
+    assert!(!is_one && d.score.is_some());
+    // By the cap, a scalar, which has no index.
+    assert!(tensors.len() == 1 && tensors[0].index.is_empty() && tensors[0].summed.len() == 4);
     // A mask alone leaves the score as it is.
     assert!(text("causal").0);
     let sinks = Program::parse(builtin("attention_sinks").unwrap().text).unwrap();
@@ -224,7 +243,7 @@ fn lowered_derivatives_are_those_of_interpreter_and_differences() {
     let (mut exact, mut fragments, mut differences) = (0, 0, 0);
     for case in &cases {
         let text = case.program.text();
-        let functions = ["tanh", "exp2", "log2"].iter().any(|f| text.contains(f));
+        let functions = has_functions(text);
         // Beside numbers of this size sums of fragments, and steps, are lost in rounding.
         let large = ["1073741", "92233720", "e9", "e18", "wide", "any"].iter().any(|large| text.contains(large));
         let d = &case.derivative;

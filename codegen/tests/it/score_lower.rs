@@ -1,6 +1,6 @@
 //! What a program is lowered to computes what the interpreter computes: random programs, compiled by the C compiler.
 
-use crate::random::{DECLARATIONS, Generator};
+use crate::random::{DECLARATIONS, Generator, has_functions};
 use flashtune_codegen::abi::{SideArgs, SideTensorArg, declaration};
 use flashtune_codegen::score::*;
 use flashtune_codegen::{Language, Shape, TemplateSet};
@@ -132,7 +132,7 @@ fn lowered_c_computes_what_the_interpreter_computes() {
     }
     let mut lines = compile_and_run("random", &source(&cases)).into_iter();
     for case in &cases {
-        let functions = ["tanh", "exp2", "log2"].iter().any(|f| case.program.text().contains(f));
+        let functions = has_functions(case.program.text());
         let tiles = TileProgram::new(&case.program);
         let roots = [tiles.all_masked, tiles.all_visible];
         let mut bound = Bound::new(&case.program, &case.sizes, &case.data, Precision::F32).unwrap();
@@ -167,24 +167,36 @@ fn lowered_c_computes_what_the_interpreter_computes() {
     assert!(lines.next().is_none());
 }
 
-/// exp2, log2 and tanh of lib/cpu/score.h over their whole domain.
+/// The functions of lib/cpu/score.h over their whole domain, and floats as ints.
 #[test]
 fn the_functions_are_as_near_as_they_say() {
     let set = TemplateSet::embedded();
     let header = header(&set);
     let text = format!(
         "#include <stdint.h>\n#include <stdio.h>\n{header}\nint main(void) {{ for (uint64_t u = 0; u < 1ull << 32; u += 104729) {{\n\
-         float x = (ft_bits){{.u = u}}.f; printf(\"%08x %08x %08x %08x\\n\", (ft_bits){{.f = x}}.u, (ft_bits){{.f = ft_exp2f(x)}}.u,\n\
-         (ft_bits){{.f = ft_log2f(x)}}.u, (ft_bits){{.f = ft_tanhf(x)}}.u); }} return 0; }}"
+         float x = (ft_bits){{.u = u}}.f, f[] = {{x, ft_exp2f(x), ft_log2f(x), ft_tanhf(x), ft_expf(x), ft_logf(x), ft_sqrtf(x), ft_sigmoidf(x)}};\n\
+         for (int i = 0; i < 8; i++) printf(\"%08x \", (ft_bits){{.f = f[i]}}.u);\n\
+         printf(\"%lld %lld %lld %lld\\n\", (long long)ft_int_floor(x), (long long)ft_int_ceil(x), (long long)ft_int_trunc(x),\n\
+         (long long)ft_int_round(x)); }} return 0; }}"
     );
     let lines = compile_and_run("functions", &text);
     assert!(lines.len() > 40_000);
     for line in lines {
-        let v: Vec<f32> = line.split(' ').map(|w| f32::from_bits(u32::from_str_radix(w, 16).unwrap())).collect();
+        let words: Vec<&str> = line.split(' ').collect();
+        let v: Vec<f32> = words[..8].iter().map(|w| f32::from_bits(u32::from_str_radix(w, 16).unwrap())).collect();
         let x = v[0] as f64;
-        for (got, want, ulps, floor) in
-            [(v[1], x.exp2(), 3.0, 0.0), (v[2], x.log2(), 3.0, 6e-8), (v[3], x.tanh(), 4.0, 0.0)]
-        {
+        let ints: Vec<i64> = words[8..].iter().map(|w| w.parse().unwrap()).collect();
+        assert_eq!(ints, [x.floor() as i64, x.ceil() as i64, x as i64, x.round_ties_even() as i64], "of {x}");
+        for (got, want, ulps, floor) in [
+            (v[1], x.exp2(), 3.0, 0.0),
+            (v[2], x.log2(), 3.0, 6e-8),
+            (v[3], x.tanh(), 4.0, 0.0),
+            (v[4], x.exp(), 3.0, 0.0),
+            (v[5], x.ln(), 4.0, 6e-8),
+            (v[6], x.sqrt(), 0.0, 0.0),
+            // Beyond 88.7 e^-x is infinite.
+            (v[7], 1.0 / (1.0 + (-x).exp()), 5.0, 3e-39),
+        ] {
             let rounded = want as f32;
             let ulp = if rounded.is_finite() { (rounded.next_up() - rounded) as f64 } else { 0.0 };
             let near = (got as f64 - want).abs() <= f64::max(ulps * ulp.abs(), floor) || got == rounded;

@@ -204,3 +204,40 @@ fn who_looks_at_elements_knows_documents_and_blocks_in_memory() {
     }
     assert!(open * 10 < before && before * 2 > tiles_seen, "{open}, before {before} of {tiles_seen}");
 }
+
+#[test]
+fn floats_of_rows_and_keys_bound_tiles_where_functions_are_taken() {
+    let sizes = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 256, kv_len: 256, mask: Mask::Full };
+    // How many of 256 tiles are left mixed needlessly, at most.
+    for (text, most) in [
+        ("int_floor(sqrt(abs(q - kv))) <= 5", 0),
+        ("int_floor(float(kv) / 32.0) <= int_floor(float(q) / 32.0)", 30),
+        ("sqrt(abs(q - kv)) < 6.5 and kv <= q", 0),
+        ("exp(-0.05 * abs(q - kv)) > 0.01", 0),
+        ("log(1.0 + abs(q - kv)) <= 4.0", 0),
+        ("sigmoid(0.1 * (kv - q)) < 0.9", 0),
+        ("int_round(8.0 * log(1.0 + abs(q - kv))) % 2 == 0 and int_ceil(0.25 * kv) <= 30", 0),
+        // NaN is no number, wherever the tile is.
+        ("sqrt(q - kv) >= 0.0", 120),
+        ("log(kv - 100.0) < 3.0", 96),
+        ("int_trunc(float(kv) * 1e30) > 5 or not sqrt(kv - q) < 5.0", 164),
+    ] {
+        let program = Program::mask_of(text).unwrap();
+        let classes = TileProgram::new(&program);
+        let data = SideData::default();
+        let mut bound = Bound::new(&program, &sizes, &data, Precision::F32).unwrap();
+        let mut classifier = Classifier::new(&program, &classes, &sizes, &data).unwrap();
+        let mask = bound.mask_matrix(&sizes, 0, 0);
+        let (mut decided, mut needless) = (0, 0);
+        for (q, kv) in tiles(&sizes, 16, 16) {
+            let (got, want) = (classifier.kind(0, 0, &q, &kv), truth(&mask, &sizes, &q, &kv));
+            assert!(got == want || got == TileKind::Mixed, "{text} {q:?} {kv:?} {got:?}\n{}", classes.text());
+            decided += u32::from(got != TileKind::Mixed);
+            needless += u32::from(got == TileKind::Mixed && want != TileKind::Mixed);
+        }
+        assert!(needless <= most && decided > 90, "{text}: {decided}, {needless}");
+    }
+    // Programs of other words are classified as before.
+    let plain = Program::mask_of("0.5 * kv < 0.25 * q").unwrap();
+    assert!(TileProgram::new(&plain).text().contains("all_visible = false"));
+}

@@ -14,7 +14,7 @@ struct KeyBlock {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@_keys(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@_keys(const __grid_constant__ KernelArgs FT_CALL) {
     extern __shared__ __align__(128) u8 smem[];
     constexpr int kM = kKeyRows / 16, kTiles = kStepQ / 8;
     using Layout = KeysLayout;
@@ -23,8 +23,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     using P = Places<true, kM, kTiles>;
     const u32 smem_k = smem_address(smem), smem_v = smem_k + Layout::kV, stages = smem_k + Layout::kStages;
 
-    const KeyBlock block(args);
+    const KeyBlock block(FT_CALL);
     const int batch = block.batch, kv_head = block.kv_head, key = block.key, part = block.part;
+    FT_SEQUENCE(args, batch);
+    if (kPacked && key >= args.kv_len) return;
     const int keys = min_of(kBlockKeys, args.kv_len - key);
     copy_tile<TileQK, kBlockKeys>(smem_k, rows_of((const u16*)args.k, args.k_stride, batch, kv_head, key), args.k_stride[2], keys);
     copy_tile<TileV, kBlockKeys>(smem_v, rows_of((const u16*)args.v, args.v_stride, batch, kv_head, key), args.v_stride[2], keys);
@@ -125,10 +127,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     }
     cp_async_wait<0>();
 
-    const KeyBlock to(args);  // again, so that the loop need not keep it
-    const int row = to.key + threadIdx.x / 32 * kKeyRows, rows = args.kv_len - row;
-    u16* to_k = rows_of((u16*)args.dk, args.dk_stride, to.batch, to.kv_head, row);
-    u16* to_v = rows_of((u16*)args.dv, args.dv_stride, to.batch, to.kv_head, row);
-    store_rows<PartQK, kHeadDimQK>(to_k, args.dk_stride[2], dk, rows, to.part, args.scale);
-    store_rows<PartV, kHeadDimV>(to_v, args.dv_stride[2], dv, rows, to.part, 1.0f);
+    const KeyBlock to(FT_CALL);  // again, so that the loop need not keep it
+    {
+        FT_SEQUENCE(args, to.batch);
+        const int row = to.key + threadIdx.x / 32 * kKeyRows, rows = args.kv_len - row;
+        u16* to_k = rows_of((u16*)args.dk, args.dk_stride, to.batch, to.kv_head, row);
+        u16* to_v = rows_of((u16*)args.dv, args.dv_stride, to.batch, to.kv_head, row);
+        store_rows<PartQK, kHeadDimQK>(to_k, args.dk_stride[2], dk, rows, to.part, args.scale);
+        store_rows<PartV, kHeadDimV>(to_v, args.dv_stride[2], dv, rows, to.part, 1.0f);
+    }
 }

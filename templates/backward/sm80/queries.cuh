@@ -1,6 +1,6 @@
 // The last stage: dQ of a block of queries, by the keys that they see.
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ KernelArgs FT_CALL) {
     extern __shared__ __align__(128) u8 smem[];
     constexpr int kM = kQueryRows / 16, kTiles = kStepKV / 8;
     using Layout = QueriesLayout;
@@ -8,7 +8,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     using P = Places<false, kM, kTiles>;
     const u32 smem_q = smem_address(smem), smem_dout = smem_q + Layout::kDout, stages = smem_q + Layout::kStages;
     const int warp = threadIdx.x / 32;
-    const Tile tile = decode_tile<kBlockQueries, kBlockMajor, kMaskRight>(args, block_index());
+    Tile tile = decode_tile<kBlockQueries, kBlockMajor, kMaskRight>(FT_CALL, block_index());
+    FT_SEQUENCE(args, tile.batch);
+    if (kPacked && !has_rows(args, tile, kBlockQueries)) return;
     const ProgramHead head = program_head(args, args, tile);
 
     const auto rows = [&](const void* tensor, const i64(&stride)[3]) {
@@ -107,8 +109,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
 
     // Statistics of a row lie with the first of its columns: its warp's lanes read them before any of them writes.
     __syncwarp();
-    const Tile to = decode_tile<kBlockQueries, kBlockMajor, kMaskRight>(args, block_index());  // again
-    const int row = threadIdx.x / 32 * kQueryRows;
-    u16* rows_to = rows_of((u16*)args.dq, args.dq_stride, to.batch, to.head, to.row + row);
-    store_rows<Whole, kHeadDimQK>(rows_to, args.dq_stride[2], dq, to.rows - row, 0, args.scale);
+    Tile to = decode_tile<kBlockQueries, kBlockMajor, kMaskRight>(FT_CALL, block_index());  // again
+    {
+        FT_SEQUENCE(args, to.batch);
+        if (kPacked) has_rows(args, to, kBlockQueries);
+        const int row = threadIdx.x / 32 * kQueryRows;
+        u16* rows_to = rows_of((u16*)args.dq, args.dq_stride, to.batch, to.head, to.row + row);
+        store_rows<Whole, kHeadDimQK>(rows_to, args.dq_stride[2], dq, to.rows - row, 0, args.scale);
+    }
 }

@@ -7,8 +7,10 @@ __device__ __forceinline__ float sum_of_products(u32 x, u32 y, float sum) {
     return fmaf(to_float(Element{u16(x >> 16)}), to_float(Element{u16(y >> 16)}), sum);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(const __grid_constant__ KernelArgs args) {
-    const Tile tile = decode_tile<kThreads / kLanesOfRow, false, false>(args, block_index());
+extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(const __grid_constant__ KernelArgs FT_CALL) {
+    Tile tile = decode_tile<kThreads / kLanesOfRow, false, false>(FT_CALL, block_index());
+    FT_SEQUENCE(args, tile.batch);
+    if (kPacked && !has_rows(args, tile, kThreads / kLanesOfRow)) return;
     const int lane = threadIdx.x % kLanesOfRow, row = threadIdx.x / kLanesOfRow;
     const bool exists = row < tile.rows;
     float sum = 0.0f;
@@ -25,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(co
 #pragma unroll
     for (int apart = 1; apart < kLanesOfRow; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
     if (!exists || lane != 0) return;
-    const i64 at = (i64(tile.batch) * args.heads + tile.head) * args.q_len + tile.row + row;
+    const i64 at = lse_row(args, tile.batch, tile.head, tile.row) + row;
     const float lse = args.lse[at];
     const bool empty = lse == -FT_INFINITY;
     float* to = (float*)rows_of((u16*)args.dq, args.dq_stride, tile.batch, tile.head, tile.row + row);

@@ -3,7 +3,7 @@
 
 // Whether no query of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0). Rows
 // and keys are given by the first and the last, which may lie behind the last that exists.
-__device__ __forceinline__ int tile_kind(const KernelArgs& args, const ProgramHead& head, int q_first, int q_last, int kv_first,
+__device__ __forceinline__ int tile_kind(const Args& args, const ProgramHead& head, int q_first, int q_last, int kv_first,
                                          int kv_last) {
     const int row = min_of(q_last, args.q_len - 1), key = min_of(kv_last, args.kv_len - 1);
     const KeyRange top = live_keys<kMaskLeft, kMaskRight>(args, q_first);

@@ -44,7 +44,7 @@ template <int kM, int kTiles> __device__ __forceinline__ void drop_gone(float (&
 // P in the place of the products s of Q and K, dS in that of the products dp of dO and V. `q` and `kv` are the lane's first
 // query and key; statistics(a) gives those of two queries. With `cut` pairs that a mask leaves out take no part.
 template <bool kKeysDown, int kM, int kTiles, typename Of>
-__device__ __forceinline__ void weigh(float (&s)[kM][kTiles][4], float (&dp)[kM][kTiles][4], const KernelArgs& args,
+__device__ __forceinline__ void weigh(float (&s)[kM][kTiles][4], float (&dp)[kM][kTiles][4], const Args& args,
                                       const ProgramHead& head, int q, int kv, bool cut, const Of& statistics) {
     using P = Places<kKeysDown, kM, kTiles>;
     const float c = args.scale * kLog2E;

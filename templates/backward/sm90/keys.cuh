@@ -15,13 +15,17 @@ struct KeysLayout {
     static constexpr int kK = 0, kV = kK + kKeyStages * kBytesK;
     static constexpr int kQ = kV + kKeyStages * kBytesV, kO = kQ + kStages * kBytesQ;
     static constexpr int kS = kO + kStages * kBytesO, kRows = kS + 2 * kBytesSlot;
+    // Weights that the warpgroup with dV leaves to that with dK, and what the buffers of Q and dS hold.
+    static constexpr int kHand = kRows + kStages * kBytesRows, kBytesHand = kByGradient ? 64 * kBlockQ * 4 : 0;
+    static constexpr int kListedQ = kHand + kBytesHand, kListedS = kListedQ + (kListed ? kStages * kBytesListed : 0);
     // Barriers of the rings of K, V, Q, dO and dS, a full one and an empty one for each buffer.
-    static constexpr int kKFull = kRows + kStages * kBytesRows, kKEmpty = kKFull + kKeyStages * 8;
+    static constexpr int kKFull = kListedS + (kListed ? 2 * kBytesListed : 0), kKEmpty = kKFull + kKeyStages * 8;
     static constexpr int kVFull = kKEmpty + kKeyStages * 8, kVEmpty = kVFull + kKeyStages * 8;
     static constexpr int kQFull = kVEmpty + kKeyStages * 8, kQEmpty = kQFull + kStages * 8;
     static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8;
     static constexpr int kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
-    static constexpr int kBytes = kSEmpty + 16;
+    static constexpr int kHandFull = kSEmpty + 16, kHandEmpty = kHandFull + 8;
+    static constexpr int kBytes = kSEmpty + 16 + (kByGradient ? 16 : 0);
 };
 // K and V of key blocks: both are emptied when dK and dV, which take their place, are away. V's barrier counts that.
 using KeyRing = Pipeline<kKeyStages, KeysLayout::kKFull, KeysLayout::kKEmpty, KeysLayout::kK, KeysLayout::kBytesK>;
@@ -29,6 +33,7 @@ using ValueRing = Pipeline<kKeyStages, KeysLayout::kVFull, KeysLayout::kVEmpty, 
 using QueryRing = Pipeline<kStages, KeysLayout::kQFull, KeysLayout::kQEmpty, KeysLayout::kQ, KeysLayout::kBytesQ>;
 using OutRing = Pipeline<kStages, KeysLayout::kOFull, KeysLayout::kOEmpty, KeysLayout::kO, KeysLayout::kBytesO>;
 using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kS, kBytesSlot>;
+using HandRing = Pipeline<1, KeysLayout::kHandFull, KeysLayout::kHandEmpty, KeysLayout::kHand, KeysLayout::kBytesHand>;
 static_assert(KeysLayout::kBytes + 1024 == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
 
 // Pairs and key blocks, by number: pairs of a section take turns, so that the longest key blocks of all of them come
@@ -62,30 +67,61 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, u32 full
         tma_load(to + chunk * kRows * kRowBytes, map, full, hint, chunk * 64, row, head, batch);
 }
 
-// Brings K, V, and of each query tile Q with its statistics, and dO. One thread. It has few registers: V's ring has the
-// position of K's, and dO's that of Q's.
+// The query tiles of a head that see a key block, in ascending order, and whether the program's mask cuts them. For the
+// lanes of a warp where there is a program, of which the first does what there is to do.
+template <typename Each>
+__device__ __forceinline__ void each_tile(const KernelArgs& args, const Pair& pair, const KeyBlock& at, int head,
+                                          const Each& each) {
+    if constexpr (kListed) {
+        const ProgramHead of = head_of_program(args, pair, head);
+#pragma unroll 1
+        for (int base = at.begin; base < at.end; base += 32) {
+            const int mine = base + lane(), kind = mine < at.end ? program_kind(args, of, mine, at.block) : -1;
+            u32 live = __ballot_sync(0xffffffff, kind >= 0);
+            const u32 cut = __ballot_sync(0xffffffff, kind == 0);
+            if (lane() == 0) {
+#pragma unroll 1
+                for (; live != 0; live &= live - 1) {
+                    const int nth = __ffs(int(live)) - 1;
+                    each(base + nth, (cut >> nth & 1) != 0);
+                }
+            }
+            __syncwarp();
+        }
+    } else {
+#pragma unroll 1
+        for (int tile = at.begin; tile < at.end; tile++) each(tile, false);
+    }
+}
+
+// Brings K, V, and of each query tile Q with its statistics, and dO. One thread, or a warp where there is a program. It
+// has few registers: V's ring has the position of K's, and dO's that of Q's.
 __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, KeyRing& keys,
                                                QueryRing& queries) {
     using L = KeysLayout;
     const Pair pair(args.backward, args.first_pair + at.pair);
+    const bool leads = !kListed || lane() == 0;
     const auto load_values = [&] {
         const u32 full = ValueRing::full_at(smem, keys.stage);
         mbarrier_arrive_expect(full, L::kBytesV);
         load_rows<kChunksV, kKeys>(ValueRing::buffer_at(smem, keys.stage), args.v, full, kEvictNormal, at.block * kKeys,
                                    pair.kv_head, pair.batch);
     };
-    mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
-    keys.expect(smem, L::kBytesK);
-    load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal, at.block * kKeys,
-                                pair.kv_head, pair.batch);
+    if (leads) {
+        mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
+        keys.expect(smem, L::kBytesK);
+        load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal, at.block * kKeys,
+                                    pair.kv_head, pair.batch);
+    }
     bool first = true;
 #pragma unroll 1
     for (int member = 0; member < pair.group; member++) {
         const int head = pair.head(member);
         const float* statistics = statistics_of(args, at.pair * pair.group + member);
-#pragma unroll 1
-        for (int tile = at.begin; tile < at.end; tile++) {
+        each_tile(args, pair, at, head, [&](int tile, bool cut) {
             queries.acquire(smem);
+            const Listed of{tile | (cut ? Listed::kCut : 0), member};
+            if (kListed) of.write(smem + L::kListedQ + queries.stage * kBytesListed);
             queries.expect(smem, L::kBytesQ + L::kBytesRows);
             load_rows<kChunksQK, kBlockQ>(queries.buffer(smem), args.q, queries.full(smem), kEvictLast, tile * kBlockQ,
                                           head, pair.batch);
@@ -100,9 +136,17 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
             load_rows<kChunksV, kBlockQ>(OutRing::buffer_at(smem, queries.stage), args.dout, full, kEvictLast,
                                          tile * kBlockQ, head, pair.batch);
             queries.advance();
-        }
+        });
     }
-    if (first) load_values();
+    if (leads && first) load_values();
+    if (kListed && leads) {
+        queries.acquire(smem);
+        Listed{-1, 0}.write(smem + L::kListedQ + queries.stage * kBytesListed);
+        queries.commit(smem);
+        mbarrier_wait(OutRing::empty_at(smem, queries.stage), queries.parity ^ 1);
+        mbarrier_arrive(OutRing::full_at(smem, queries.stage));
+        queries.advance();
+    }
     keys.advance();
 }
 
@@ -111,6 +155,22 @@ __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const 
                                         int group, SpillRing& spills) {
     const i64 slots = visible.slots();
     char* to = ds_of(args, i64(at.pair) * group, slots) + visible.slots_before(at.block) * kBytesSlot;
+    if constexpr (kListed) {
+#pragma unroll 1
+        for (;; spills.advance()) {
+            spills.wait(smem);
+            const Listed of = Listed::read(smem + KeysLayout::kListedS + spills.stage * kBytesListed);
+            if (of.tile >= 0) {
+                bulk_store(to + (of.head * slots + of.tile - at.begin) * kBytesSlot, spills.buffer(smem), kBytesSlot);
+                tma_store_commit();
+                tma_store_wait_read();
+            }
+            spills.release(smem);
+            if (of.tile < 0) break;
+        }
+        spills.advance();
+        return;
+    }
 #pragma unroll 1
     for (int member = 0; member < group; member++) {
 #pragma unroll 1
@@ -129,20 +189,41 @@ __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const 
 // Of 64 keys by kBlockQ queries.
 using Scores = float[kBlockQ / 2];
 
-struct KeysConsumer {
+// What warpgroups take one after the other: a query tile of a head.
+struct Step {
+    int tile, head;  // head: of the group, where there is a program
+    bool cut;        // whether some pairs take no part
+};
+// The steps of a key block that are still to come, where they are not listed.
+struct Steps {
+    Uncut uncut;
+    int begin, end, next, left;
+};
+
+// A warpgroup that sums dK, dV or both.
+template <bool kHasK, bool kHasV> struct KeysConsumer {
     const KernelArgs& args;
     const u32 smem;
     const int id;  // of the warpgroup
 
     int key;  // the first of the key block
-    float dk[kColumnsQK / 2], dv[kColumnsV / 2];
+    float dk[kHasK ? kColumnsQK / 2 : 1], dv[kHasV ? kColumnsV / 2 : 1];
     u32 p[kBlockQ / 4], ds[kBlockQ / 4];
-    KeyRing keys;       // V's ring has the same position
-    QueryRing queries;  // dO's ring has the same position
+    KeyRing keys;        // V's ring has the same position
+    QueryRing queries;   // dO's ring has the same position, where the warpgroup has both gradients
+    Ring<kStages> outs;  // else that of dO
     SpillRing spills;
+    HandRing hands;
 
+    // The first row of K and V that is this warpgroup's own.
+    __device__ __forceinline__ int first_row() const { return kByGradient ? 0 : id * 64; }
     // The first of a thread's two keys; the other is 8 further.
-    __device__ __forceinline__ int my_key() const { return key + id * 64 + warp() * 16 + lane() / 4; }
+    __device__ __forceinline__ int my_key() const { return key + first_row() + warp() * 16 + lane() / 4; }
+    __device__ __forceinline__ int out_stage() const { return kByGradient ? outs.stage : queries.stage; }
+    __device__ __forceinline__ u32 out_parity() const { return kByGradient ? outs.parity : queries.parity; }
+    __device__ __forceinline__ void release_out() const {
+        if (lane() == 0) mbarrier_arrive(OutRing::empty_at(smem, out_stage()));
+    }
     // Queries [first, last] that see one of them.
     __device__ __forceinline__ KeyRange seen_by(const Visible& visible, int mine) const {
         KeyRange r;
@@ -165,7 +246,7 @@ struct KeysConsumer {
 
     // S^T = K Q^T of the tile at the ring's position.
     __device__ __forceinline__ void issue_scores(Scores& s) {
-        const u64 k_rows = descriptor_of_rows(keys.buffer(smem) + id * 64 * kRowBytes);
+        const u64 k_rows = descriptor_of_rows(keys.buffer(smem) + first_row() * kRowBytes);
         const u64 q_rows = descriptor_of_rows(queries.buffer(smem));
         queries.wait(smem);
         wgmma_fence();
@@ -178,9 +259,9 @@ struct KeysConsumer {
 
     // dP^T = V dO^T.
     __device__ __forceinline__ void issue_slopes(Scores& dp) {
-        const u64 v_rows = descriptor_of_rows(ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes);
-        const u64 o_rows = descriptor_of_rows(OutRing::buffer_at(smem, queries.stage));
-        mbarrier_wait(OutRing::full_at(smem, queries.stage), queries.parity);
+        const u64 v_rows = descriptor_of_rows(ValueRing::buffer_at(smem, keys.stage) + first_row() * kRowBytes);
+        const u64 o_rows = descriptor_of_rows(OutRing::buffer_at(smem, out_stage()));
+        mbarrier_wait(OutRing::full_at(smem, out_stage()), out_parity());
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kColumnsV / 16; k++)
@@ -191,7 +272,7 @@ struct KeysConsumer {
 
     // dV += P^T dO.
     __device__ __forceinline__ void issue_values() {
-        const u64 o_depth = descriptor_of_depth(OutRing::buffer_at(smem, queries.stage), kBlockQ * kRowBytes);
+        const u64 o_depth = descriptor_of_depth(OutRing::buffer_at(smem, out_stage()), kBlockQ * kRowBytes);
         wgmma_touch(dv);
         wgmma_fence();
 #pragma unroll
@@ -233,6 +314,20 @@ struct KeysConsumer {
             for (int e = 0; e < 4; e++) dp[j * 4 + e] = s[j * 4 + e] * (dp[j * 4 + e] - (e % 2 ? delta.y : delta.x));
         }
         if (cut) clear_unseen(dp, tile);
+        pack_slopes(dp);
+    }
+    // The same of eight queries. Weights times the slopes of a program's scores are minus zero where a pair takes no
+    // part.
+    __device__ __forceinline__ void differentiate(int j, const float (&w)[4], Scores& dp) const {
+        const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
+        const float2 delta = load_shared_float2(rows + kBlockQ * 4 + j * 32);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float& y = dp[j * 4 + e];
+            y = kListed && __float_as_uint(w[e]) == 0x80000000 ? 0.0f : w[e] * (y - (e % 2 ? delta.y : delta.x));
+        }
+    }
+    __device__ __forceinline__ void pack_slopes(const Scores& dp) {
 #pragma unroll
         for (int i = 0; i < kBlockQ / 4; i++) ds[i] = pack<Element>(dp[2 * i], dp[2 * i + 1]);
     }
@@ -244,7 +339,7 @@ struct KeysConsumer {
     // dS of the warpgroup's 64 keys, for the thread that takes it away.
     __device__ __forceinline__ void spill() {
         spills.acquire(smem);
-        const int row = id * 64 + warp() * 16 + lane() % 16;
+        const int row = first_row() + warp() * 16 + lane() % 16;
 #pragma unroll
         for (int k = 0; k < kBlockQ / 16; k++) {
             const u32 chunk = k * 2 + lane() / 16;
@@ -255,6 +350,245 @@ struct KeysConsumer {
         __syncwarp();
         if (lane() == 0) spills.commit(smem);
         spills.advance();
+    }
+
+    // Says which tile of dS spill() leaves next, or that there is none. Of one warp.
+    __device__ __forceinline__ void list_spill(const Listed& of) {
+        if (!kListed) return;
+        spills.acquire(smem);
+        if ((kByGradient || id == 0) && warp() == 0 && lane() == 0)
+            of.write(smem + KeysLayout::kListedS + spills.stage * kBytesListed);
+    }
+    __device__ __forceinline__ void end_spills() {
+        list_spill(Listed{-1, 0});
+        __syncwarp();
+        if (lane() == 0) spills.commit(smem);
+        spills.advance();
+    }
+
+    // Finds the step at the ring's position, if there is one. Where steps are listed, Q is there then.
+    __device__ __forceinline__ bool take(Step& step, Steps& steps) const {
+        if constexpr (kListed) {
+            queries.wait(smem);
+            const Listed of = Listed::read(smem + KeysLayout::kListedQ + queries.stage * kBytesListed);
+            step.tile = of.tile & ~Listed::kCut, step.head = of.head;
+            step.cut = (of.tile & Listed::kCut) != 0 || steps.uncut.cuts(step.tile);
+            return of.tile >= 0;
+        } else {
+            step.tile = steps.next, step.cut = steps.uncut.cuts(step.tile);
+            if (++steps.next == steps.end) steps.next = steps.begin;
+            return steps.left-- > 0;
+        }
+    }
+    // Behind the last of listed steps.
+    __device__ __forceinline__ void pass_end() {
+        if (!kListed) return;
+        // Not before the loader has it: it would miss a phase.
+        mbarrier_wait(OutRing::full_at(smem, out_stage()), out_parity());
+        __syncwarp();  // and all lanes have read that there is none
+        release_out();
+        if (kByGradient) outs.advance();
+        if (lane() == 0) queries.release(smem);
+        queries.advance();
+    }
+
+    // Marks products of pairs that the window or the program's mask leaves out. No product has these bits.
+    static constexpr u32 kLeftOut = 0x7fc00001;
+    __device__ __forceinline__ void mark_unseen(Scores& s, const Step& step, const ProgramHead& head) const {
+        const BackwardArgs& a = args.backward;
+        const Visible visible(a);
+        const int query = step.tile * kBlockQ + lane() % 4 * 2, mine = my_key();
+        const KeyRange range[2] = {seen_by(visible, mine), seen_by(visible, mine + 8)};
+#if FT_PROGRAM
+        const MaskKept kept = mask_kept(head);
+        const int first = min_of(mine, a.kv_len - 1), offset[2] = {0, min_of(mine + 8, a.kv_len - 1) - first};
+#endif
+#pragma unroll
+        for (int i = 0; i < kBlockQ / 4; i++) {
+            const int wanted = query + i / 2 * 8 + i % 2, row = min_of(wanted, a.q_len - 1);
+            (void)row;
+#if FT_PROGRAM
+            const MaskRow mask = mask_row(head, kept, row, first);
+#endif
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                bool out = wanted < range[h].first || (kMaskLeft && wanted > range[h].last);
+#if FT_PROGRAM
+                if (kProgramMask) out = out || !mask_element(head, kept, mask, row, first, offset[h]);
+#endif
+                if (out) s[i / 2 * 4 + h * 2 + i % 2] = __uint_as_float(kLeftOut);
+            }
+        }
+    }
+    // P in the place of the products s of Q and K, by the score program. each(j, slopes) is called with what dP is
+    // to be multiplied by, which is minus zero where a pair takes no part, and so no product's value.
+    template <typename Each>
+    __device__ __forceinline__ void weigh_by_program(Scores& s, const Step& step, const Pair& pair, const Each& each) {
+        const BackwardArgs& a = args.backward;
+        const ProgramHead head = head_of_program(args, pair, pair.head(step.head));
+        if (step.cut) mark_unseen(s, step, head);
+        const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
+        const int query = step.tile * kBlockQ + lane() % 4 * 2, mine = my_key();
+#pragma unroll
+        for (int j = 0; j < kBlockQ / 8; j++) {
+            const float2 lse = load_shared_float2(rows + j * 32);
+            float slope[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = min_of(query + j * 8 + e % 2, a.q_len - 1);
+                const int column = min_of(mine + e / 2 * 8, a.kv_len - 1);
+                float& x = s[j * 4 + e];
+                const Gradient g = score_gradient(head, row, column, x * a.scale);
+                // A score of -infinity takes no part, whoever made it so.
+                const bool none = __float_as_uint(x) == kLeftOut || g.value == -FT_INFINITY;
+                x = none ? 0.0f : exp2_approx(fmaf(g.value, kLog2E, e % 2 ? -lse.y : -lse.x));
+                slope[e] = none ? -0.0f : fmaf(x, g.slope, 0.0f);
+            }
+            each(j, slope);
+        }
+    }
+
+    // All steps of a key block, with a score program.
+    __device__ __forceinline__ void walk_listed(Steps steps, const Pair& pair) {
+        Step step;
+#pragma unroll 1
+        while (take(step, steps)) {
+            Scores s, dp;
+            issue_scores(s);
+            issue_slopes(dp);
+            wgmma_wait<0>();
+            wgmma_touch(s);
+            wgmma_touch(dp);
+            weigh_by_program(s, step, pair, [&](int j, const float(&w)[4]) { differentiate(j, w, dp); });
+            pack_slopes(dp);
+            pack_weights(s);
+            issue_values();
+            issue_keys();
+            list_spill(Listed{step.tile, step.head});
+            spill();
+            wgmma_wait<1>();
+            wgmma_touch(dv);
+            release_out();
+            wgmma_wait<0>();
+            wgmma_touch(dk);
+            if (lane() == 0) queries.release(smem);
+            queries.advance();
+        }
+        pass_end();
+        end_spills();
+    }
+
+    // The same of the warpgroup that has dV: its weights go to the other one. Without a program the scores of the next
+    // step are computed behind dV; a program's mask takes too many registers for that.
+    __device__ __forceinline__ void walk_values(Steps steps, const Pair& pair) {
+        const float scale = args.backward.scale * kLog2E;
+        Step step;
+        Scores s;
+        if (!take(step, steps)) return pass_end();
+        if (!kListed) issue_scores(s);
+#pragma unroll 1
+        for (;;) {
+            if (kListed) issue_scores(s);
+            wgmma_wait<0>();
+            wgmma_touch(s);
+            hands.acquire(smem);
+            if constexpr (kListed) {
+                weigh_by_program(s, step, pair, [&](int j, const float(&w)[4]) { hand_over(j, w); });
+            } else {
+                weigh(s, step.tile, step.cut, scale);
+#pragma unroll
+                for (int j = 0; j < kBlockQ / 8; j++) {
+                    const float w[4] = {s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]};
+                    hand_over(j, w);
+                }
+            }
+            __syncwarp();
+            if (lane() == 0) hands.commit(smem);
+            hands.advance();
+            if (lane() == 0) queries.release(smem);
+            queries.advance();
+            pack_weights(s);
+            mbarrier_wait(OutRing::full_at(smem, outs.stage), outs.parity);
+            issue_values();
+            if (kListed) {
+                values_are_done();
+                if (!take(step, steps)) return pass_end();
+            } else {
+                if (!take(step, steps)) break;
+                issue_scores(s);
+                wgmma_wait<1>();
+                wgmma_touch(dv);
+                release_out();
+                outs.advance();
+            }
+        }
+        values_are_done();
+    }
+    __device__ __forceinline__ void values_are_done() {
+        wgmma_wait<0>();
+        wgmma_touch(dv);
+        release_out();
+        outs.advance();
+    }
+
+    // And of the one that has dK, with the weights of the other. dP of the next step is computed behind dK.
+    __device__ __forceinline__ void walk_keys(Steps steps) {
+        Step step;
+        Scores dp;
+        if (!take(step, steps)) return end_keys();
+        issue_slopes(dp);
+        u32 empty;  // the barrier of Q that dK is computed from
+#pragma unroll 1
+        for (;;) {
+            wgmma_wait<0>();
+            wgmma_touch(dp);
+            release_out();
+            outs.advance();
+            queries.wait(smem);
+            take_over(dp, step);
+            issue_keys();
+            list_spill(Listed{step.tile, step.head});
+            spill();
+            empty = queries.empty(smem);
+            queries.advance();
+            if (!take(step, steps)) break;
+            issue_slopes(dp);
+            wgmma_wait<1>();
+            wgmma_touch(dk);
+            if (lane() == 0) mbarrier_arrive(empty);
+        }
+        wgmma_wait<0>();
+        wgmma_touch(dk);
+        if (lane() == 0) mbarrier_arrive(empty);
+        end_keys();
+    }
+    __device__ __forceinline__ void end_keys() {
+        pass_end();
+        if (kListed) end_spills();
+    }
+
+    // Weights from one warpgroup to the other, in whose threads they have the same places.
+    __device__ __forceinline__ u32 hand(int i) const {
+        return smem + KeysLayout::kHand + (i * 128 + threadIdx.x % 128) * 16;
+    }
+    __device__ __forceinline__ void hand_over(int j, const float (&w)[4]) const {
+        store_shared_16(hand(j), uint4{__float_as_uint(w[0]), __float_as_uint(w[1]), __float_as_uint(w[2]),
+                                       __float_as_uint(w[3])});
+    }
+    // dS of them in the place of dP.
+    __device__ __forceinline__ void take_over(Scores& dp, const Step& step) {
+        hands.wait(smem);
+#pragma unroll
+        for (int j = 0; j < kBlockQ / 8; j++) {
+            const uint4 x = load_shared_16(hand(j));
+            const float w[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+            differentiate(j, w, dp);
+        }
+        __syncwarp();
+        if (lane() == 0) hands.release(smem);
+        hands.advance();
+        if (!kListed && step.cut) clear_unseen(dp, step.tile);
+        pack_slopes(dp);
     }
 
     // All query tiles that see the key block, head after head.
@@ -306,6 +640,7 @@ struct KeysConsumer {
         for (int member = 0; member < pair.group; member++) {
             const int head = pair.head(member);
             const float* statistics = statistics_of(args, at.pair * pair.group + member);
+            const ProgramHead of_program = head_of_program(args, pair, head);
 #pragma unroll 1
             for (int query = at.begin * kBlockQ; query < min_of(at.end * kBlockQ, a.q_len); query++) {
                 bool sees[2];
@@ -331,21 +666,29 @@ struct KeysConsumer {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     s[h] = quad_sum(s[h]);
-                    if (takes_no_part(s[h], a.scale)) sees[h] = false;
-                    s[h] = exp2_approx(fmaf(s[h], a.scale * kLog2E, -of_query[0]));
-                    dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]);
+                    if constexpr (kListed) {
+                        const int column = min_of(my_key() + h * 8, a.kv_len - 1);
+                        const Gradient g = score_gradient(of_program, query, column, s[h] * a.scale);
+                        if (g.value == -FT_INFINITY || !program_visible(of_program, query, column)) sees[h] = false;
+                        s[h] = exp2_approx(fmaf(g.value, kLog2E, -of_query[0]));
+                        dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]) * g.slope;
+                    } else {
+                        if (takes_no_part(s[h], a.scale)) sees[h] = false;
+                        s[h] = exp2_approx(fmaf(s[h], a.scale * kLog2E, -of_query[0]));
+                        dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]);
+                    }
                 }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     if (!sees[h]) continue;
 #pragma unroll
-                    for (int j = 0; j < kHeadDimQK / 8; j++) {
+                    for (int j = 0; j < (kHasK ? kHeadDimQK / 8 : 0); j++) {
                         const float2 x = load_pair(q, column + j * 8);
                         dk[j * 4 + h * 2] = fmaf(dp[h], x.x, dk[j * 4 + h * 2]);
                         dk[j * 4 + h * 2 + 1] = fmaf(dp[h], x.y, dk[j * 4 + h * 2 + 1]);
                     }
 #pragma unroll
-                    for (int j = 0; j < kHeadDimV / 8; j++) {
+                    for (int j = 0; j < (kHasV ? kHeadDimV / 8 : 0); j++) {
                         const float2 x = load_pair(dout, column + j * 8);
                         dv[j * 4 + h * 2] = fmaf(s[h], x.x, dv[j * 4 + h * 2]);
                         dv[j * 4 + h * 2 + 1] = fmaf(s[h], x.y, dv[j * 4 + h * 2 + 1]);
@@ -355,17 +698,21 @@ struct KeysConsumer {
         }
     }
 
-    // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV.
+    // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV. Where both
+    // read all of them, both are done first.
     __device__ __forceinline__ void store(const Pair& pair) {
-        const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + id * 64 * kRowBytes;
-        const u32 to_k = keys.buffer(smem) + id * 64 * kRowBytes;
-        stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, 1.0f);
-        stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
+        const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + first_row() * kRowBytes;
+        const u32 to_k = keys.buffer(smem) + first_row() * kRowBytes;
+        if (kByGradient) barrier_sync(3, 128 * kWarpgroups);
+        if constexpr (kHasV) stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, 1.0f);
+        if constexpr (kHasK) stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
         fence_async_proxy();
         barrier_sync(1 + id, 128);
         if (threadIdx.x % 128 == 0) {
-            send_rows<kChunksV>(args.dv, to_v, kKeys * kRowBytes, key + id * 64, pair.kv_head, pair.batch);
-            send_rows<kChunksQK>(args.dk, to_k, kKeys * kRowBytes, key + id * 64, pair.kv_head, pair.batch);
+            if (kHasV)
+                send_rows<kChunksV>(args.dv, to_v, kKeys * kRowBytes, key + first_row(), pair.kv_head, pair.batch);
+            if (kHasK)
+                send_rows<kChunksQK>(args.dk, to_k, kKeys * kRowBytes, key + first_row(), pair.kv_head, pair.batch);
             tma_store_commit();
             tma_store_wait_read();
             mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
@@ -376,9 +723,9 @@ struct KeysConsumer {
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int e = 0; e < kColumnsQK / 2; e++) dk[e] = 0.0f;
+        for (int e = 0; e < (kHasK ? kColumnsQK / 2 : 1); e++) dk[e] = 0.0f;
 #pragma unroll
-        for (int e = 0; e < kColumnsV / 2; e++) dv[e] = 0.0f;
+        for (int e = 0; e < (kHasV ? kColumnsV / 2 : 1); e++) dv[e] = 0.0f;
     }
 
     __device__ __forceinline__ void run(const Visible& visible, const KeyBlock& at) {
@@ -388,8 +735,18 @@ struct KeysConsumer {
         keys.wait(smem);
         mbarrier_wait(ValueRing::full_at(smem, keys.stage), keys.parity);
         const int steps = pair.group * (at.end - at.begin);
-        if (steps > 0) {
-            walk(Uncut(visible, at.block), at.begin, at.end, steps);
+        if (steps > 0 || kListed) {
+            const Uncut uncut(visible, at.block);
+            const Steps listed{uncut, at.begin, at.end, at.begin, steps};
+            if constexpr (!kHasK) {
+                walk_values(listed, pair);
+            } else if constexpr (!kHasV) {
+                walk_keys(listed);
+            } else if constexpr (kListed) {
+                walk_listed(listed, pair);
+            } else {
+                walk(uncut, at.begin, at.end, steps);
+            }
             const bool met = any_non_finite(dk) | any_non_finite(dv);
             if (met) sum_what_is_seen(visible, at, pair);
         }
@@ -413,7 +770,8 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
             QueryRing::init(smem, i, 1, 4 * kWarpgroups);
             OutRing::init(smem, i, 1, 4 * kWarpgroups);
         }
-        for (int i = 0; i < 2; i++) SpillRing::init(smem, i, 4 * kWarpgroups, 1);
+        for (int i = 0; i < 2; i++) SpillRing::init(smem, i, kByGradient ? 4 : 4 * kWarpgroups, 1);
+        if (kByGradient) HandRing::init(smem, 0, 4, 4);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -421,7 +779,7 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     wait_for_launch_before();
     if (role == kLoader) {
         registers_give_back<40>();
-        if (threadIdx.x % 128 == 0) {
+        if (kListed ? threadIdx.x % 128 < 32 : threadIdx.x % 128 == 0) {
             KeyRing keys;
             QueryRing queries;
 #pragma unroll 1
@@ -437,9 +795,19 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
         }
     } else {
         registers_take<232>();
-        KeysConsumer me{args, smem, role};
+        if constexpr (!kByGradient) {
+            KeysConsumer<true, true> me{args, smem, role};
 #pragma unroll 1
-        for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
+            for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
+        } else if (role == 0) {
+            KeysConsumer<false, true> me{args, smem, role};
+#pragma unroll 1
+            for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
+        } else {
+            KeysConsumer<true, false> me{args, smem, role};
+#pragma unroll 1
+            for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
+        }
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }

@@ -1,9 +1,13 @@
 // What the stages agree about: tiles, and how the scratch memory of a wave is laid out.
 
-using KernelArgs = Sm90BackwardArgs;
+using KernelArgs = WithSide<Sm90BackwardArgs>;
 
-constexpr int kWarpgroups = 2;           // that multiply
-constexpr int kKeys = 64 * kWarpgroups;  // of a key block
+constexpr int kWarpgroups = 2;  // that multiply
+// Whether both have the same 64 keys, one dV and the other dK: those of more do not fit a thread's registers.
+constexpr bool kByGradient = kKeys == 64;
+static_assert(kByGradient || kKeys == 64 * kWarpgroups, "64 keys of each, or the same");
+// Whether there is a score program: the loaders find which tiles there are, and tell the others.
+constexpr bool kListed = FT_PROGRAM;
 constexpr int kRowBytes = 128;
 constexpr int kChunksQK = div_up(kHeadDimQK, 64), kChunksV = div_up(kHeadDimV, 64);
 // Columns of products: the head dim that instructions are made for.

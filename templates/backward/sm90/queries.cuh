@@ -12,7 +12,8 @@ struct QueriesLayout {
     // dQ is staged 64 rows of a warpgroup at a time, apart from the ring, which runs on.
     static constexpr int kBytesRows = kChunksQK * 64 * kRowBytes;
     static constexpr int kRows = kRowStages * kBytesStage;
-    static constexpr int kFull = kRows + 2 * kBytesRows, kEmpty = kFull + kRowStages * 8;
+    static constexpr int kWhich = kRows + 2 * kBytesRows;  // of what is listed
+    static constexpr int kFull = kWhich + (kListed ? kRowStages * kBytesListed : 0), kEmpty = kFull + kRowStages * 8;
     static constexpr int kBytes = kEmpty + kRowStages * 8;
 };
 using TileRing = Pipeline<kRowStages, QueriesLayout::kFull, QueriesLayout::kEmpty, 0, QueriesLayout::kBytesStage>;
@@ -52,6 +53,52 @@ struct RowBlock {
     }
 };
 
+// The same where there is a program, by a warp: key blocks and slots of which its mask leaves something, whose bits and
+// key block go with the buffer.
+__device__ __forceinline__ void load_listed(const KernelArgs& args, u32 smem, const Visible& visible, const Pair& pair,
+                                            const char* ds, int head, int tile, TileRing& ring) {
+    using L = QueriesLayout;
+    constexpr int kSlots = kRowBlock / kBlockQ, kBlocks = 32 / kSlots;
+    const Blocks blocks(visible, tile * 64, kRowBlock);
+    const ProgramHead of = head_of_program(args, pair, head);
+    const int slot = tile / (kBlockQ / 64);
+#pragma unroll 1
+    for (int base = blocks.begin; base < blocks.end; base += kBlocks) {
+        const int block = base + lane() / kSlots, mine = slot + lane() % kSlots;
+        const bool exists = block < blocks.end && mine >= visible.begin(block) && mine < visible.end(block);
+        const u32 live = __ballot_sync(0xffffffff, exists && program_kind(args, of, mine, block) >= 0);
+        if (lane() == 0) {
+#pragma unroll 1
+            for (int i = 0; i < kBlocks; i++) {
+                const u32 bits = live >> (i * kSlots) & ((1u << kSlots) - 1);
+                if (bits == 0) continue;
+                const int at = base + i;
+                ring.acquire(smem);
+                Listed{at, int(bits)}.write(smem + L::kWhich + ring.stage * kBytesListed);
+                ring.expect(smem, L::kBytesK + __popc(bits) * kBytesSlot);
+                const char* from = ds + (visible.slots_before(at) + slot - visible.begin(at)) * kBytesSlot;
+#pragma unroll 1
+                for (int t = 0; t < kSlots; t++) {
+                    if ((bits >> t & 1) == 0) continue;
+                    bulk_load(ring.buffer(smem) + L::kBytesK + t * kBytesSlot, from + i64(t) * kBytesSlot, kBytesSlot,
+                              ring.full(smem), kEvictFirst);
+                }
+                load_rows<kChunksQK, kKeys>(ring.buffer(smem), args.k, ring.full(smem), kEvictLast, at * kKeys,
+                                            pair.kv_head, pair.batch);
+                ring.advance();
+            }
+        }
+        __syncwarp();
+    }
+    if (lane() == 0) {
+        ring.acquire(smem);
+        Listed{-1, 0}.write(smem + L::kWhich + ring.stage * kBytesListed);
+        ring.commit(smem);
+        ring.advance();
+    }
+    __syncwarp();
+}
+
 // Brings K and dS. One thread.
 __device__ __forceinline__ void load_tiles(const KernelArgs& args, u32 smem, const Visible& visible, const Pair& pair,
                                            const char* ds, int tile, TileRing& ring) {
@@ -76,10 +123,12 @@ __device__ __forceinline__ void load_tiles(const KernelArgs& args, u32 smem, con
 }
 
 // dQ of a warp's 16 rows of a tile once more, from the keys that they see alone. `dq`: of a thread's two rows.
-__device__ __forceinline__ void sum_what_is_seen(const BackwardArgs& a, const Visible& visible, const Pair& pair,
+__device__ __forceinline__ void sum_what_is_seen(const KernelArgs& args, const Visible& visible, const Pair& pair,
                                                  const char* ds, int head, int tile, float (&dq)[kColumnsQK / 2]) {
+    const BackwardArgs& a = args.backward;
     const int within = warp() * 16 + lane() / 4, column = lane() % 4 * 2;
     const Blocks blocks(visible, tile * 64, 64);
+    const ProgramHead of_program = head_of_program(args, pair, head);
     KeyRange live[2];
     const Element* q[2];
 #pragma unroll
@@ -108,7 +157,14 @@ __device__ __forceinline__ void sum_what_is_seen(const BackwardArgs& a, const Vi
         for (int h = 0; h < 2; h++) s[h] = quad_sum(s[h]);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (key < live[h].first || key > live[h].last || takes_no_part(s[h], a.scale)) continue;
+            if (key < live[h].first || key > live[h].last) continue;
+            if constexpr (kListed) {
+                const int row = min_of(tile * 64 + within + h * 8, a.q_len - 1);
+                if (!program_visible(of_program, row, key)) continue;
+                if (score_gradient(of_program, row, key, s[h] * a.scale).value == -FT_INFINITY) continue;
+            } else if (takes_no_part(s[h], a.scale)) {
+                continue;
+            }
             const int query = within + h * 8;
             const float slope = to_float(*(const Element*)(rows + ((query / 8 ^ key) % 8) * 16 + query % 8 * 2));
 #pragma unroll
@@ -135,13 +191,19 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
         for (int e = 0; e < kColumnsQK / 2; e++) dq[t][e] = 0.0f;
     }
 #pragma unroll 1
-    for (int block = blocks.begin; block < blocks.end; block++) {
+    for (int block = blocks.begin; kListed || block < blocks.end; block++) {
         const Written written(visible, block);
         ring.wait(smem);
+        Listed which{0, 0};
+        if (kListed) {
+            which = Listed::read(smem + L::kWhich + ring.stage * kBytesListed);
+            if (which.tile < 0) break;
+        }
         const u64 k_depth = descriptor_of_depth(ring.buffer(smem), kKeys * kRowBytes);
 #pragma unroll
         for (int t = 0; t < kRowTiles; t++) {
-            if (!written.has(mine + t)) continue;
+            if (kListed ? (which.head >> ((role * kRowTiles + t) / (kBlockQ / 64)) & 1) == 0 : !written.has(mine + t))
+                continue;
             const u64 ds_depth =
                 descriptor_of_depth(ring.buffer(smem) + L::kBytesK + (role * kRowTiles + t) * kBytesTile, kBytesTile);
             wgmma_touch(dq[t]);
@@ -158,10 +220,15 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
         if (lane() == 0) ring.release(smem);
         ring.advance();
     }
+    if (kListed) {
+        __syncwarp();
+        if (lane() == 0) ring.release(smem);
+        ring.advance();
+    }
     const u32 to = smem + L::kRows + role * L::kBytesRows;
 #pragma unroll
     for (int t = 0; t < kRowTiles; t++) {
-        if (any_non_finite(dq[t])) sum_what_is_seen(args.backward, visible, pair, ds, head, mine + t, dq[t]);
+        if (any_non_finite(dq[t])) sum_what_is_seen(args, visible, pair, ds, head, mine + t, dq[t]);
         __syncwarp();
         if (threadIdx.x % 128 == 0) tma_store_wait_read();
         barrier_sync(1 + role, 128);
@@ -192,19 +259,24 @@ extern "C" __global__ void __launch_bounds__(kQueriesThreads, 1)
     let_next_launch_begin();
     wait_for_launch_before();
     if (role == 2) {
-        registers_give_back<24>();
-        if (threadIdx.x == 256) {
+        registers_give_back<kListed ? 56 : 24>();
+        if (kListed ? threadIdx.x / 32 == 8 : threadIdx.x == 256) {
             const i64 slots = visible.slots();
             TileRing ring;
 #pragma unroll 1
             for (int i = blockIdx.x; i < count; i += gridDim.x) {
                 const RowBlock at(args, group, i);
-                load_tiles(args, smem, visible, Pair(args.backward, args.first_pair + at.head_index / group),
-                           ds_of(args, at.head_index, slots), at.tile, ring);
+                const Pair pair(args.backward, args.first_pair + at.head_index / group);
+                const char* ds = ds_of(args, at.head_index, slots);
+                if constexpr (kListed) {
+                    load_listed(args, smem, visible, pair, ds, pair.head(at.head_index % group), at.tile, ring);
+                } else {
+                    load_tiles(args, smem, visible, pair, ds, at.tile, ring);
+                }
             }
         }
     } else {
-        registers_take<240>();
+        registers_take<kListed ? 224 : 240>();
         TileRing ring;
 #pragma unroll 1
         for (int i = blockIdx.x; i < count; i += gridDim.x) {

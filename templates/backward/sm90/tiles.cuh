@@ -29,6 +29,7 @@ struct Visible {
         if (kMaskRight) {
             // Block b leaves out kStep b - c tiles where that is positive.
             constexpr int kStep = kKeys / kBlockQ;
+            static_assert(kKeys % kBlockQ == 0, "key blocks of whole tiles of queries");
             const int c = -floor_div(-shift - right, kBlockQ), first = c < 0 ? 0 : c / kStep + 1;
             if (block > first) n -= i64(kStep) * (block - first) * (block + first - 1) / 2 - i64(c) * (block - first);
         }

@@ -393,7 +393,8 @@ struct Consumer : Arrivals {
     __device__ __forceinline__ void merge(const Turn& work, float c) {
         float m[2] = {softmax.m[0], softmax.m[1]}, l[2] = {quad_sum(softmax.l[0]), quad_sum(softmax.l[1])};
         const Pieces pieces(args.forward, id, kept_piece(smem, work));
-        writes = pieces.merge(o, m, l, softmax.unit(c), smem, met_in_pieces);
+        const int rows = min_of(max_of(tile(work).rows - id * 64, 0), 64);
+        writes = pieces.merge(o, m, l, softmax.unit(c), smem, rows, met_in_pieces);
         // One thread of a row has its sum.
 #pragma unroll
         for (int h = 0; h < 2; h++) softmax.m[h] = m[h], softmax.l[h] = lane() % 4 == 0 ? l[h] : 0.0f;

@@ -1,5 +1,5 @@
 /* convert.h: the elements of Q, K, V and O, and their conversion from and to float, a row at a time.
- * Rows are a multiple of 8 elements long. Widening is exact; narrowing rounds to nearest even. */
+ * Widening is exact; narrowing rounds to nearest even. */
 
 #if DTYPE == DTYPE_f32
 typedef float element;
@@ -47,20 +47,24 @@ INLINE element narrow(float x) { return x; }
 
 INLINE void widen_row(float *to, const element *from, int n) {
 #if DTYPE == DTYPE_f16 && (AVX512 || ISA == ISA_avx2)
-    for (int i = 0; i < n; i += 8)
+    const int whole = n & ~7;
+    for (int i = 0; i < whole; i += 8)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
 #else
-    for (int i = 0; i < n; i++) to[i] = widen(from[i]);
+    const int whole = 0;
 #endif
+    for (int i = whole; i < n; i++) to[i] = widen(from[i]);
 }
 
 INLINE void narrow_row(element *to, const float *from, int n) {
 #if DTYPE == DTYPE_f16 && (AVX512 || ISA == ISA_avx2)
-    for (int i = 0; i < n; i += 8)
+    const int whole = n & ~7;
+    for (int i = 0; i < whole; i += 8)
         _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #else
-    for (int i = 0; i < n; i++) to[i] = narrow(from[i]);
+    const int whole = 0;
 #endif
+    for (int i = whole; i < n; i++) to[i] = narrow(from[i]);
 }
 
 /* Whether an element is an infinity or NaN, from its bits. */

@@ -163,7 +163,7 @@ INLINE vf few_vector(const stored *from, const int x, const int n) {
         return (vf)(x ? both & vi_set1(-65536) : both << 16);
     }
 #endif
-    return stored_load(from + x * LANES, n < (x + 1) * LANES ? LANES / 2 : LANES);
+    return stored_load(from + x * LANES, n < (x + 1) * LANES ? n - x * LANES : LANES);
 }
 #endif
 

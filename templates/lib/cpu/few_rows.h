@@ -49,7 +49,7 @@ INLINE void few_query(few_element *to, const element *q) {
     for (int d = 0; d < HEAD_DIM_QK - rest; d += LANES)
         vf_store(to + d, few_vector(q + d / STEP * STEP, d / LANES % 2, STEP));
     for (int d = HEAD_DIM_QK - rest; d < HEAD_DIM_QK; d += LANES)
-        vf_store(to + d, few_vector(q + d, 0, HEAD_DIM_QK - d < LANES ? LANES / 2 : LANES));
+        vf_store(to + d, few_vector(q + d, 0, HEAD_DIM_QK - d < LANES ? HEAD_DIM_QK - d : LANES));
 #else
     __builtin_memset(to + FEW_Q - LANES, 0, sizeof(float) * LANES);
     widen_row(to, q, HEAD_DIM_QK);

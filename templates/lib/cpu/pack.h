@@ -5,7 +5,7 @@
  * each other along the summed dimension. Scratch holds words in float-sized places whatever they are. */
 
 #if PAIRS
-#define WORDS(elements) ((elements) / 2)
+#define WORDS(elements) (((elements) + 1) / 2)
 #else
 #define WORDS(elements) (elements)
 #endif
@@ -52,6 +52,15 @@ INLINE void unpack_output(element *o, int64_t stride, int rows, const float *fro
 /* A block of K as float rows. */
 INLINE void pack_keys(float *to, const element *k, int64_t stride, int n) {
     for (int j = 0; j < n; j++) widen_row(to + (int64_t)j * HEAD_DIM_QK, k + j * stride, HEAD_DIM_QK);
+}
+#endif
+
+#if PAIRS && !AMX
+/* Elements from a row of K to the next where rows are copied: whole words, the last of which may be half of 0. */
+#define K_PITCH (2 * WORDS(HEAD_DIM_QK))
+INLINE void copy_key(element *to, const element *k) {
+    if (K_PITCH > HEAD_DIM_QK) to[HEAD_DIM_QK] = 0;
+    __builtin_memcpy(to, k, sizeof(element) * HEAD_DIM_QK);
 }
 #endif
 

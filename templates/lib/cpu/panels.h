@@ -1,6 +1,14 @@
 /* panels.h: attention of many rows: they are packed into panels, a row to a lane, and the keys are gathered block by
  * block into compact rows, which each panel in turn multiplies. */
 
+#if PAIRS && !AMX
+#define RAW_K K_PITCH
+#define COPY_KEY copy_key
+#else
+#define RAW_K HEAD_DIM_QK
+#define COPY_KEY(to, k) __builtin_memcpy(to, k, sizeof(element) * HEAD_DIM_QK)
+#endif
+
 typedef struct {
     _Alignas(64) float q[PANELS][Q_WORDS * PANEL];
     _Alignas(64) float o[PANELS][O_ROWS * PANEL];
@@ -10,7 +18,7 @@ typedef struct {
     _Alignas(64) float s[S_ROWS * PANEL];
     RowKeys row_keys;
 #if PAIRS
-    _Alignas(64) element raw_k[BLOCK_KV * HEAD_DIM_QK];
+    _Alignas(64) element raw_k[BLOCK_KV * RAW_K];
     _Alignas(64) element raw_v[BLOCK_KV * HEAD_DIM_V];
 #endif
 #if AMX
@@ -37,7 +45,7 @@ static Block gather_block(const Keys *keys, Panels *panels, int64_t begin, int64
     const int n = (int)(end - begin);
 #if PAIRS
     for (int j = 0; j < n; j++) {
-        __builtin_memcpy(panels->raw_k + j * HEAD_DIM_QK, keys->k[j], sizeof(element) * HEAD_DIM_QK);
+        COPY_KEY(panels->raw_k + j * RAW_K, keys->k[j]);
         __builtin_memcpy(panels->raw_v + j * HEAD_DIM_V, keys->v[j], sizeof(element) * HEAD_DIM_V);
     }
 #endif
@@ -48,7 +56,7 @@ static Block gather_block(const Keys *keys, Panels *panels, int64_t begin, int64
     return (Block){begin, end, (const word *)k, panels->v, k_stride * 2, TILE * O_ROWS * 4};
 #elif PAIRS
     pack_values(panels->v, panels->raw_v, HEAD_DIM_V, n);
-    return (Block){begin, end, (const word *)panels->raw_k, (const word *)panels->v, HEAD_DIM_QK * 2, HEAD_DIM_V * 4};
+    return (Block){begin, end, (const word *)panels->raw_k, (const word *)panels->v, RAW_K * 2, HEAD_DIM_V * 4};
 #else
     for (int j = 0; j < n; j++) {
         float k_scale = 1, v_scale = 1;

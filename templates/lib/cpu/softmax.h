@@ -75,13 +75,20 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
     for (j = ROUND_UP(n, 2); j < ROUND_UP(n, KV_ALIGN); j += 2)
         UNROLL for (int x = 0; x < vectors; x++) vf_store(s + j / 2 * PANEL + x * LANES, zero);
 #else
-    for (j = 0; j < n; j++)
-        UNROLL for (int x = 0; x < vectors; x++) {
-            float *at = s + j * PANEL + x * LANES;
-            vf weight = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]);
-            total[x] += weight;
-            vf_store(at, weight);
-        }
+    /* Weights that are alike round alike, so few are added at a time. */
+    for (int first = 0; first < n; first += 32) {
+        vf some[UNROLL_Q];
+        UNROLL for (int x = 0; x < vectors; x++) some[x] = zero;
+        const int end = first + 32 < n ? first + 32 : n;
+        for (j = first; j < end; j++)
+            UNROLL for (int x = 0; x < vectors; x++) {
+                float *at = s + j * PANEL + x * LANES;
+                vf weight = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]);
+                some[x] += weight;
+                vf_store(at, weight);
+            }
+        UNROLL for (int x = 0; x < vectors; x++) total[x] += some[x];
+    }
 #endif
     UNROLL for (int x = 0; x < vectors; x++) {
         float *at = sum + x * LANES;

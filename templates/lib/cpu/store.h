@@ -1,6 +1,6 @@
 /* store.h: the elements of a KV store, and what each is as a float. Widening is exact.
  *
- * Rows are a multiple of 8 elements long: the last vector of a row may be half of one. */
+ * The last vector of a row may be a part of one. */
 
 #if KV == KV_f32
 typedef float stored;
@@ -51,7 +51,7 @@ INLINE vi stored_pairs(const stored *from) {
 #endif
 
 /* Floats of `n` elements, LANES or half of them: a constant in every call. Lanes beyond are 0. */
-INLINE vf stored_load(const stored *from, const int n) {
+INLINE vf stored_load_even(const stored *from, const int n) {
 #if KV == KV_f32 && AVX512
     return (vf)(n == LANES ? _mm512_loadu_ps(from) : _mm512_zextps256_ps512(_mm256_loadu_ps(from)));
 #elif KV == KV_f32
@@ -89,6 +89,14 @@ INLINE vf stored_load(const stored *from, const int n) {
 #endif
 }
 
+/* The same of any number up to LANES: what is no half of a vector is copied first, for nothing lies behind a row. */
+INLINE vf stored_load(const stored *from, const int n) {
+    if (n == LANES || n == LANES / 2) return stored_load_even(from, n);
+    stored some[LANES] = {0};
+    __builtin_memcpy(some, from, sizeof(stored) * n);
+    return stored_load_even(some, LANES);
+}
+
 /* A row of floats, each times `scale`. */
 INLINE void stored_widen(float *to, const stored *from, const int n, float scale) {
     int d = 0;
@@ -97,8 +105,8 @@ INLINE void stored_widen(float *to, const stored *from, const int n, float scale
         __builtin_memcpy(to + d, &x, sizeof x);
     }
     if (n % LANES) {
-        vf x = stored_load(from + d, LANES / 2) * scale;
-        __builtin_memcpy(to + d, &x, sizeof x / 2);
+        vf x = stored_load(from + d, n % LANES) * scale;
+        __builtin_memcpy(to + d, &x, sizeof(float) * (n % LANES));
     }
 }
 

@@ -36,8 +36,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
     [
         "the first key block of a row is lost",
         "backward/sm90/queries.cuh",
-        "if (!written.has(mine + t)) continue;",
-        "if (!written.has(mine + t) || block == blocks.begin) continue;",
+        ": !written.has(mine + t))",
+        ": !written.has(mine + t) || block == blocks.begin)",
         "the oracle says",
     ],
     [
@@ -106,8 +106,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
     [
         "dS taken away before all of it is there",
         "backward/sm90/keys.cuh",
-        "SpillRing::init(smem, i, 4 * kWarpgroups, 1)",
-        "SpillRing::init(smem, i, 4 * kWarpgroups - 1, 1)",
+        "SpillRing::init(smem, i, kByGradient ? 4 : 4 * kWarpgroups, 1)",
+        "SpillRing::init(smem, i, kByGradient ? 4 : 4 * kWarpgroups - 1, 1)",
         "no fence.proxy.async|on its way|on their way|the oracle says",
     ],
     [
@@ -124,11 +124,63 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "            mbarrier_arrive(ValueRing",
         "on its way|on their way|the oracle says",
     ],
+    // A warpgroup for each gradient.
+    [
+        "by gradient: weights taken before they are there",
+        "backward/sm90/keys.cuh",
+        "        hands.wait(smem);\n",
+        "",
+        "never written|the oracle says|deadlock",
+    ],
+    [
+        "by gradient: dV over V that dP is computed from",
+        "backward/sm90/keys.cuh",
+        "if (kByGradient) barrier_sync(3, 128 * kWarpgroups);",
+        "",
+        "no fence.proxy.async|while wgmma ran|the oracle says",
+    ],
+    [
+        "by gradient: weights overwritten before they are taken",
+        "backward/sm90/keys.cuh",
+        "            hands.acquire(smem);\n            if constexpr (kListed) {",
+        "            if constexpr (kListed) {",
+        "the oracle says|deadlock",
+    ],
+    // Score programs.
+    [
+        "program: no slope",
+        "backward/sm90/keys.cuh",
+        "none ? -0.0f : fmaf(x, g.slope, 0.0f)",
+        "none ? -0.0f : x + 0.0f",
+        "the oracle says",
+    ],
+    [
+        "program: its mask is not asked",
+        "backward/sm90/keys.cuh",
+        "if (kProgramMask) out = out",
+        "if (false) out = out",
+        "the oracle says",
+    ],
+    [
+        "program: tiles that its mask cuts are lost",
+        "backward/sm90/keys.cuh",
+        "__ballot_sync(0xffffffff, kind >= 0)",
+        "__ballot_sync(0xffffffff, kind > 0)",
+        "the oracle says",
+    ],
+    [
+        "program: the end is passed before all lanes have seen it",
+        "backward/sm90/keys.cuh",
+        "        __syncwarp();  // and all lanes",
+        "        // and all lanes",
+        "deadlock",
+    ],
     [
         "dQ overwritten while it is copied",
         "backward/sm90/queries.cuh",
         "        if (threadIdx.x % 128 == 0) tma_store_wait_read();\n",
         "",
-        "on its way|on their way|the oracle says",
+        // A copy that is late reads what the next tile's threads write, which they have not fenced yet.
+        "on its way|on their way|no fence.proxy.async after|the oracle says",
     ],
 ];

@@ -5,14 +5,17 @@ mod backward_sm90;
 mod programs;
 mod ragged;
 mod sm80;
+pub mod sm80_f32;
 mod sm90;
 mod sm90_ragged;
 
 use crate::cases::Case;
+use crate::pads::try_pads;
 use crate::{machine, templates, try_kernel};
 use flashtune::codegen::score::{Program, ProgramRef};
 use flashtune::codegen::{
-    Kernel, MaskKind, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TemplateSet, TileOrder,
+    Kernel, MaskKind, Precision, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TemplateSet,
+    TileOrder,
 };
 use flashtune::{DType, Distribution, Layout, Mask};
 use programs::{ANYWHERE, BIAS, BIASES, DOCUMENTS, LISTS, RAMP, RAMPS, RUNS};
@@ -105,6 +108,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     if let "naive_ragged" | "sm80_ragged" | "append" = family {
         return ragged::verdict(family, &set, number as u64, what);
     }
+    if family == "pad" {
+        return try_pads(&crate::pads::kernel(), &set, 40, number as u64).err().unwrap_or_default();
+    }
     let program = match family {
         "lists" => Some(ANYWHERE),
         "runs" => Some(DOCUMENTS),
@@ -118,13 +124,18 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     };
     let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
     problem.program = program.map(|text| ProgramRef::new(Program::parse(text).expect("a program")));
+    if family == "sm80_f32" {
+        (problem.dtype, problem.precision) = (DType::F32, Precision::Tf32x3);
+    }
     let (schedule, arch) = match family {
+        "sm80_f32" => (sm80_f32::schedule(what), "sm_80"),
         "sm80" => (sm80_schedule(what), "sm_80"),
         _ => (sm90_schedule(family, what), "sm_90a"),
     };
     let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
     let base = match family {
         _ if what.contains("empty row") => EMPTY_ROWS,
+        _ if family == "sm80_f32" => sm80_f32::case(what),
         _ if what.contains("below zero") => FAR_BELOW_ZERO,
         // A row of biases is no multiple of 16 bytes.
         "bias" if what.contains("copied by threads") => Case { sizes: [1, 4, 2, 130, 199], ..CASE },
@@ -151,10 +162,12 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("bias", BIASES),
         ("ramp", RAMPS),
         ("sm80", sm80::SM80),
+        ("sm80_f32", sm80_f32::SM80_F32),
         ("naive_ragged", ragged::NAIVE),
         ("sm80_ragged", ragged::SM80),
         ("sm90_ragged", sm90_ragged::SM90_RAGGED),
         ("append", ragged::APPENDS),
+        ("pad", ragged::PADS),
         ("backward_sm90", backward_sm90::BACKWARD_SM90),
     ];
     let only = std::env::var("EMULATE_FAMILY").ok();

@@ -205,6 +205,19 @@ pub const APPENDS: &[Fault] = &[
     ],
 ];
 
+pub const PADS: &[Fault] = &[
+    [
+        "no zeros behind a row",
+        "pad/cuda.cu",
+        "column < from_dim ? from[r][column] : u16(0)",
+        "true ? from[r][column] : u16(0)",
+        "host copies",
+    ],
+    ["rows behind the last", "pad/cuda.cu", "if (u32(r) < live) to", "to", "were written|host copies|broke down"],
+    ["heads do not end", "pad/cuda.cu", "if (++head == heads) head = 0, batch++;", "++head;", "host copies|broke down"],
+    ["the tensor before", "pad/cuda.cu", "int(blockIdx.x) >= args", "int(blockIdx.x) > args", "host copies|broke down"],
+];
+
 /// Sequences of many blocks, on machines of few multiprocessors.
 const MOST: Most = Most { sequences: 3, rows: 20, keys: 300, heads: 4 };
 

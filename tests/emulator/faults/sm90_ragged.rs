@@ -85,18 +85,38 @@ pub const SM90_RAGGED: &[Fault] = &[
     [
         "pieces are merged from the last to arrive on",
         PIECES,
-        "const float4* const piece = at(n);",
-        "const float4* const piece = at((n + own.nth) % own.count);",
+        "n < end; n++) add(at(n, thread),",
+        "n < end; n++) add(at((n + own.nth) % own.count, thread),",
         "not the same bits",
     ],
     [
         "the first piece is lost",
         PIECES,
-        "for (int n = 0; n < own.count; n++) {\n            const float4* const piece",
-        "for (int n = 1; n < own.count; n++) {\n            const float4* const piece",
+        "for (int n = begin; n < end; n++) add(",
+        "for (int n = begin + 1; n < end; n++) add(",
         "the oracle says",
     ],
-    ["the log-sum-exp of pieces by the reference of one", PIECES, "m[0] = to[0], m[1] = to[1];", "", "the oracle says"],
+    [
+        "sums of pieces without their weight",
+        PIECES,
+        "if (sums.z != 0.0f) l[0] += w[0] * sums.z;",
+        "l[0] += sums.z;",
+        "the oracle says",
+    ],
+    [
+        "a run of the pieces is lost",
+        PIECES,
+        "for (int t = 1; t < teams; t++) {\n            if",
+        "for (int t = 2; t < teams; t++) {\n            if",
+        "the oracle says",
+    ],
+    [
+        "pieces of too few rows are left",
+        PIECES,
+        "self / 32 * 16 + self % 32 / 4 < rows;\n        if (is_row) put",
+        "self / 32 * 16 + self % 32 / 4 + 1 < rows;\n        if (is_row) put",
+        "the oracle says",
+    ],
     [
         "keys behind a piece's end",
         SCHEDULER,
@@ -104,13 +124,7 @@ pub const SM90_RAGGED: &[Fault] = &[
         ";",
         "the oracle says",
     ],
-    [
-        "NaN that another of the pieces has met",
-        PIECES,
-        "some = before >= kMetInPiece || flag != 0;",
-        "some = flag != 0;",
-        "the oracle says",
-    ],
+    ["NaN that another of the pieces has met", PIECES, ", some |= before >= kMetInPiece;", ";", "the oracle says"],
     // Rows.
     [
         "Q of another sequence",

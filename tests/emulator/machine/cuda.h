@@ -123,6 +123,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     }
     return result;
 }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }

@@ -55,6 +55,11 @@ void lg2_approx_ftz_f32(float& d, float x);
 void rcp_approx_ftz_f32(float& d, float x);
 void ex2_approx_f32(float& d, float x);
 void lg2_approx_f32(float& d, float x);
+void sqrt_rn_f32(float& d, float x);
+void cvt_rmi_s64_f32(long long& d, float x);
+void cvt_rpi_s64_f32(long long& d, float x);
+void cvt_rzi_s64_f32(long long& d, float x);
+void cvt_rni_s64_f32(long long& d, float x);
 void atom_add_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 n);
 void atom_inc_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 last);
 void atom_global_add_u32(u32& old, u32* counter, u32 n);
@@ -149,6 +154,9 @@ void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, flo
 void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
                                                          u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
                                                          const float& c2, const float& c3);
+void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
+                                                        u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+                                                        const float& c2, const float& c3);
 
 // -------------------------------------------------------------------------------------------- warpgroup matrices
 

@@ -99,6 +99,18 @@ void lg2_approx_ftz_f32(float& d, float x) { d = flush(std::log2f(flush(x))); }
 void rcp_approx_ftz_f32(float& d, float x) { d = flush(1.0f / flush(x)); }
 void ex2_approx_f32(float& d, float x) { d = std::exp2f(x); }
 void lg2_approx_f32(float& d, float x) { d = std::log2f(x); }
+void sqrt_rn_f32(float& d, float x) { d = std::sqrt(x); }
+// Within 64 bits; NaN gives the least of them.
+namespace {
+long long to_s64(float whole) {
+    if (whole != whole || whole < -0x1p63f) return -0x7fffffffffffffffll - 1;
+    return whole >= 0x1p63f ? 0x7fffffffffffffffll : (long long)whole;
+}
+}  // namespace
+void cvt_rmi_s64_f32(long long& d, float x) { d = to_s64(std::floor(x)); }
+void cvt_rpi_s64_f32(long long& d, float x) { d = to_s64(std::ceil(x)); }
+void cvt_rzi_s64_f32(long long& d, float x) { d = to_s64(std::trunc(x)); }
+void cvt_rni_s64_f32(long long& d, float x) { d = to_s64(std::nearbyint(x)); }
 // NaN is the canonical one, whose bits some kernels compute with.
 void max_NaN_f32(float& d, float x, float y) { d = x != x || y != y ? bits<float>(0x7fffffffu) : x > y ? x : y; }
 

@@ -5,6 +5,7 @@
 
 #include "machine.h"
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace ptx {
@@ -55,7 +56,43 @@ void multiply(const Gathered& w, Format format) {
         for (int i = 0; i < 4; i++) *w.d[l][i] = d[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2];
 }
 
-void mma(Format format, float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float* const (&c)[4]) {
+// Sign, exponent and ten bits of the mantissa: the instruction does not look at the others.
+float tf32(u32 x) {
+    x &= 0xffffe000;
+    float y;
+    std::memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+// An fp32 number next to x towards zero, if x is none: sums of tensor cores are cut off. Hardware cuts each of the nine
+// terms at the unit of the largest, which loses no less.
+float cut(double x) {
+    const float y = float(x);
+    return std::isfinite(y) && std::fabs(double(y)) > std::fabs(x) ? std::nextafterf(y, 0.0f) : y;
+}
+
+// PTX ISA, "Matrix fragments for mma.m16n8k8" with .tf32: lane 4 g + t has rows g and g + 8 and columns t and t + 4 of A,
+// and rows t and t + 4 of column g of B.
+void multiply_tf32(const Gathered& w) {
+    static float a[16][8], b[8][8];
+    static double d[16][8];
+    for (int l = 0; l < 32; l++) {
+        const int g = l / 4, t = l % 4;
+        for (int i = 0; i < 4; i++) {
+            a[g + 8 * (i % 2)][t + 4 * (i / 2)] = tf32(w.a[l][i]);
+            d[g + 8 * (i / 2)][2 * t + i % 2] = *w.c[l][i];
+        }
+        for (int i = 0; i < 2; i++) b[t + 4 * i][g] = tf32(w.b[l][i]);
+    }
+    for (int r = 0; r < 16; r++)
+        for (int k = 0; k < 8; k++)
+            for (int n = 0; n < 8; n++) d[r][n] += double(a[r][k]) * b[k][n];
+    for (int l = 0; l < 32; l++)
+        for (int i = 0; i < 4; i++) *w.d[l][i] = cut(d[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2]);
+}
+
+template <typename Multiply>
+void mma(float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float* const (&c)[4], Multiply multiply) {
     Gathered& w = gathered[warp(*running)];
     const int l = lane(*running);
     std::memcpy(w.a[l], a, sizeof a);
@@ -64,7 +101,7 @@ void mma(Format format, float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[
     std::copy(c, c + 4, w.c[l]);
     // Whoever completes the exchange has seen all others arrive; they do not run before it stops.
     const bool last = completes_exchange();
-    if (last) multiply(w, format);
+    if (last) multiply(w);
     exchange("mma.sync", 0xffffffff, 0);
 }
 
@@ -150,12 +187,19 @@ void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32&
 void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
                                                        u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
                                                        const float& c2, const float& c3) {
-    mma(Format::f16, {&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3});
+    mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3},
+        [](const Gathered& w) { multiply(w, Format::f16); });
 }
 void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
                                                          u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
                                                          const float& c2, const float& c3) {
-    mma(Format::bf16, {&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3});
+    mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3},
+        [](const Gathered& w) { multiply(w, Format::bf16); });
+}
+void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
+                                                        u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+                                                        const float& c2, const float& c3) {
+    mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3}, multiply_tf32);
 }
 
 }  // namespace ptx

@@ -36,6 +36,7 @@ impl KernelFamily for BackwardCpuSchedule {
     const OP: Op = Op::Backward;
     const PURPOSE: Purpose = Purpose::Plain;
     const ARGS: ArgsLayout = ArgsLayout::BACKWARD;
+    const PACKED: bool = true;
 
     fn runs_on(arch: Arch) -> Result<()> {
         match arch {

@@ -54,6 +54,7 @@ impl KernelFamily for BackwardNaiveSchedule {
     const OP: Op = Op::Backward;
     const PURPOSE: Purpose = Purpose::Plain;
     const ARGS: ArgsLayout = ArgsLayout::BACKWARD;
+    const PACKED: bool = true;
 
     fn notes(_: &Problem) -> Option<&'static str> {
         Some("backward/naive is the plain fp32 kernel: exact, the same bytes in every run, and slow")

@@ -101,6 +101,7 @@ impl KernelFamily for BackwardSm80Schedule {
     const TEMPLATE: &'static str = "backward/sm80.cu";
     const OP: Op = Op::Backward;
     const ARGS: ArgsLayout = ArgsLayout::BACKWARD;
+    const PACKED: bool = true;
 
     fn runs_on(arch: Arch) -> Result<()> {
         let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", Self::NAME, limit, remedy));
@@ -118,6 +119,7 @@ impl KernelFamily for BackwardSm80Schedule {
             let (limit, remedy) = ("computes f16 and bf16 only", "backward/naive is the exact f32 path");
             return Err(Error::unsupported("family", Self::NAME, limit, remedy));
         }
+        problem.check_vectors(Self::NAME)?;
         program_length::check(Self::NAME, problem, MostOperations::Together(LONGEST_PROGRAM), "use backward/naive")
     }
 

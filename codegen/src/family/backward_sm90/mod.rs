@@ -11,14 +11,28 @@ use crate::family::KernelFamily;
 use crate::family::fields::{Constants, schedule};
 use crate::family::forward_sm80::Sm80Schedule;
 use crate::family::forward_sm90::wgmma;
+use crate::family::program_length::{self, MostOperations};
 use crate::launch::{LaunchPlan, StageEntry};
 use crate::traffic::Walk;
 use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
 
-/// Keys of a key block: 64 of each of two warpgroups.
-const BLOCK_KV: u32 = 128;
 /// Head dim up to which the accumulators of dK and dV are registers of one warpgroup, beside S and dP.
-const WIDEST: u32 = 128;
+const WIDEST_OF_BOTH: u32 = 128;
+/// Head dim up to which those of one of them are.
+const WIDEST: u32 = 256;
+/// Operations of a score program above which a kernel compiles for over half a minute, as its derivative stands there
+/// once for every score of a thread.
+const LONGEST_PROGRAM: usize = 400;
+
+/// Whether one warpgroup sums dV and the other dK, of the same 64 keys.
+fn is_by_gradient(problem: &Problem) -> bool {
+    problem.head_dim_qk.max(problem.head_dim_v) > WIDEST_OF_BOTH
+}
+
+/// Keys of a key block: 64 of each of two warpgroups, or the same 64.
+fn block_kv(problem: &Problem) -> u32 {
+    if is_by_gradient(problem) { 64 } else { 128 }
+}
 
 schedule! {
     /// Tiles of the three stages of `backward/sm90`.
@@ -45,7 +59,14 @@ impl BackwardSm90Schedule {
     /// of 64 queries at head dim 64 are 12 to 16 % slower. Under a causal mask key blocks of unequal length in strides
     /// lose where there are many: 477 against 512 at 4096.
     fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
-        let narrow = problem.head_dim_qk.max(problem.head_dim_v) <= 64;
+        if is_by_gradient(problem) {
+            let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.div_ceil(64));
+            let stages = if qk + v > 6 { 2 } else { 3 };
+            return Self { block_q: 64, stages, key_stages: 1, row_tiles: 1, row_stages: 3, section_mib: 24 };
+        }
+        // A program's change of the score spills with 128 queries: each thread has 64 scores and as many of dP.
+        let changes = problem.program.is_some_and(|p| p.cost_of_a_score()[1] > 0);
+        let narrow = !changes && problem.head_dim_qk.max(problem.head_dim_v) <= 64;
         let uneven = problem.mask.right && !problem.mask.left && bucket.q_len > 1024;
         let key_stages = if uneven { 1 } else { 2 };
         let (block_q, stages) = if narrow { (128, if uneven { 3 } else { 2 }) } else { (64, 2) };
@@ -84,16 +105,14 @@ impl KernelFamily for BackwardSm90Schedule {
             let limit = "backward/sm90 computes f16 and bf16 only";
             return no("dtype", problem.dtype.to_string(), limit, "backward/naive is the exact f32 path");
         }
+        problem.check_vectors(Self::NAME)?;
         let widest = problem.head_dim_qk.max(problem.head_dim_v);
         if widest > WIDEST {
-            let limit = "backward/sm90 takes head dims up to 128: dK and dV of more do not fit the registers";
+            let limit = "backward/sm90 takes head dims up to 256: dK or dV of more do not fit the registers";
             return no("head_dim", widest.to_string(), limit, "use backward/naive");
         }
-        if problem.program.is_some() {
-            let limit = "backward/sm90 differentiates the plain score alone";
-            return no("score program", "given".to_owned(), limit, "use backward/naive");
-        }
-        Ok(())
+        let remedy = "use backward/naive";
+        program_length::check(Self::NAME, problem, MostOperations::Together(LONGEST_PROGRAM), remedy)
     }
 
     fn unmet(constraint: Constraint) -> Option<&'static str> {
@@ -115,6 +134,10 @@ impl KernelFamily for BackwardSm90Schedule {
         let sizes = [512, 4096].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
         let mut all = sizes.map(|bucket| Self::default_for(problem, &bucket)).to_vec();
         for s in all.clone() {
+            if is_by_gradient(problem) {
+                all.extend([Self { row_stages: 2, ..s }, Self { stages: 2, ..s }]);
+                continue;
+            }
             all.extend([
                 Self { key_stages: 3 - s.key_stages, stages: 2, ..s },
                 Self { block_q: 192 - s.block_q, stages: 2, key_stages: 1, row_tiles: 1, ..s },
@@ -142,6 +165,9 @@ impl KernelFamily for BackwardSm90Schedule {
                 return no(field, value, "one or two");
             }
         }
+        if is_by_gradient(problem) && self.block_q != 64 {
+            return no("block_q", self.block_q, "64 above head dim 128");
+        }
         let live = resources::live_registers(problem, self);
         if live > resources::MOST_LIVE_REGISTERS {
             let limit =
@@ -161,6 +187,7 @@ impl KernelFamily for BackwardSm90Schedule {
     fn constants(&self, problem: &Problem, constants: &mut Constants) {
         let widths = [self.block_q, problem.head_dim_qk.next_multiple_of(16), problem.head_dim_v.next_multiple_of(16)];
         constants.extend([
+            ("block_kv", block_kv(problem).to_string()),
             ("statistics_rows", plan::statistics_rows(problem).to_string()),
             ("keys_smem_bytes", resources::keys_smem_bytes(problem, self).to_string()),
             ("queries_smem_bytes", resources::queries_smem_bytes(problem, self).to_string()),
@@ -176,8 +203,8 @@ impl KernelFamily for BackwardSm90Schedule {
         plan::plan(self, problem, shape)
     }
 
-    fn walk(&self, _: &Problem, shape: &Shape) -> Walk {
-        Walk::plain(self.block_q, BLOCK_KV, shape)
+    fn walk(&self, problem: &Problem, shape: &Shape) -> Walk {
+        Walk::plain(self.block_q, block_kv(problem), shape)
     }
 }
 
@@ -208,6 +235,8 @@ mod tests {
             (true, narrow, 64),
             (true, BackwardSm90Schedule { block_q: 64, ..narrow }, 64),
             (false, BackwardSm90Schedule { block_q: 128, ..wide }, 128),
+            (true, schedule(256, 256), 256),
+            (false, BackwardSm90Schedule { row_tiles: 2, ..schedule(256, 256) }, 256),
         ] {
             assert_eq!(KernelFamily::validate(&s, &problem(dim, dim), hopper()).is_ok(), fits, "{s}");
         }
@@ -222,23 +251,26 @@ mod tests {
     #[test]
     fn what_it_cannot_compute_is_refused_with_what_to_use() {
         let wrong = |problem: Problem| BackwardSm90Schedule::supports(&problem, hopper()).unwrap_err().to_string();
-        let program = crate::score::Program::parse("score = score * 2.0;").unwrap();
-        for (problem, field) in [
-            (problem(136, 64), "head_dim"),
-            (problem(64, 192), "head_dim"),
-            (Problem { dtype: DType::F32, ..problem(64, 64) }, "dtype"),
-            (problem(64, 64).with_program(program), "score program"),
-        ] {
+        let terms: String = (0..300).map(|i| format!(" + tanh(score * {i}.0)")).collect();
+        let long = format!("score = score{terms};");
+        let program = |text: &str| problem(64, 64).with_program(crate::score::Program::parse(text).unwrap());
+        for (problem, field) in
+            [(Problem { dtype: DType::F32, ..problem(64, 64) }, "dtype"), (program(&long), "compile for minutes")]
+        {
             let e = wrong(problem);
             assert!(e.contains(field) && e.contains("backward/naive"), "{e}");
         }
-        assert!(BackwardSm90Schedule::supports(&problem(128, 24), hopper()).is_ok());
+        for problem in [problem(128, 24), problem(64, 192), problem(256, 256), program("score = score * 2.0;")] {
+            BackwardSm90Schedule::supports(&problem, hopper()).unwrap();
+        }
         assert!(BackwardSm90Schedule::runs_on("sm_80".parse().unwrap()).is_err());
     }
 
     #[test]
     fn every_schedule_of_the_space_fits_the_device() {
-        for (qk, v) in [(16, 16), (64, 64), (72, 24), (80, 128), (128, 128)] {
+        for (qk, v) in
+            [(16, 16), (64, 64), (72, 24), (80, 128), (128, 128), (192, 128), (16, 256), (200, 184), (256, 256)]
+        {
             let problem = problem(qk, v);
             let space = BackwardSm90Schedule::space(&problem, hopper());
             assert!(space.len() >= 2, "{space:?}");

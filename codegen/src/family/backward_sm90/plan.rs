@@ -1,6 +1,6 @@
 //! The stages of `backward/sm90`, and the scratch memory of a pair of a sequence and a KV head.
 
-use super::{BLOCK_KV, BackwardSm90Schedule, resources};
+use super::{BackwardSm90Schedule, block_kv, resources};
 use crate::launch::{LaunchPlan, SCRATCH_LIMIT, Stage, StageEntry, StageRole, Waves};
 use crate::{Error, Problem, Result, Shape};
 
@@ -37,18 +37,21 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
     };
     let persistent = |stage| Stage { resident: s.is_persistent().then_some(1), ..stage };
     let [statistics, keys, queries] = ENTRIES;
-    let key_blocks = u64::from(shape.kv_len.div_ceil(BLOCK_KV));
+    let key_blocks = u64::from(shape.kv_len.div_ceil(block_kv(problem)));
     let row_blocks = u64::from(shape.q_len.div_ceil(s.row_block())) * group;
     let stages = [
         stage(statistics, rows / u64::from(statistics_rows(problem)), STATISTICS_THREADS, 0)?,
         persistent(stage(keys, key_blocks, THREADS, resources::keys_smem_bytes(problem, s))?),
         persistent(stage(queries, row_blocks, THREADS, resources::queries_smem_bytes(problem, s))?),
     ];
-    let ds_bytes = slots(s, shape) * u64::from(s.block_q) * u64::from(BLOCK_KV) * 2 * group;
+    let tile_bytes = u64::from(s.block_q) * u64::from(block_kv(problem)) * 2;
+    let ds_bytes = slots(s, block_kv(problem), shape) * tile_bytes * group;
     let parts = pairs as u32;
     let section = section(s, problem, shape, group);
     // Statistics are two numbers of 4 bytes a row.
-    let waves = Waves { parts, part_bytes: rows * 8 + ds_bytes, limit: SCRATCH_LIMIT, sections: [section; 2] };
+    let part_bytes = rows * 8 + ds_bytes;
+    let part_blocks = if problem.mask.right || problem.mask.left { 0 } else { key_blocks as u32 };
+    let waves = Waves { parts, part_bytes, part_blocks, limit: SCRATCH_LIMIT, sections: [section; 2] };
     Ok(LaunchPlan::in_waves(stages, waves))
 }
 
@@ -63,10 +66,10 @@ fn section(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape, group: u6
 }
 
 /// Tiles of dS of a head, as `Visible::slots` in the template: of `block_q` queries by a key block.
-fn slots(s: &BackwardSm90Schedule, shape: &Shape) -> u64 {
-    let (q, kv) = (i64::from(s.block_q), i64::from(BLOCK_KV));
+fn slots(s: &BackwardSm90Schedule, block_kv: u32, shape: &Shape) -> u64 {
+    let (q, kv) = (i64::from(s.block_q), i64::from(block_kv));
     let tiles = i64::from(shape.q_len.div_ceil(s.block_q));
-    let blocks = i64::from(shape.kv_len.div_ceil(BLOCK_KV));
+    let blocks = i64::from(shape.kv_len.div_ceil(block_kv));
     let count = match shape.mask.window() {
         (_, None) => blocks * tiles,
         (Some(left), Some(right)) => blocks * tiles.min((kv + q - 2 + i64::from(left) + i64::from(right)) / q + 1),
@@ -126,8 +129,9 @@ mod tests {
     #[test]
     fn slots_hold_every_tile_that_a_mask_leaves() {
         let s = schedule(128, 128);
-        let (q, kv) = (u64::from(s.block_q), u64::from(BLOCK_KV));
-        for (q_len, kv_len) in [(200, 333), (333, 200), (64, 700), (700, 64), (512, 512)] {
+        let lengths = [(200, 333), (333, 200), (64, 700), (700, 64), (512, 512)];
+        for (block_kv, (q_len, kv_len)) in [64, 128].into_iter().flat_map(|kv| lengths.map(|l| (kv, l))) {
+            let (q, kv) = (u64::from(s.block_q), u64::from(block_kv));
             for mask in [
                 Mask::Full,
                 Mask::Causal,
@@ -146,7 +150,7 @@ mod tests {
                 let needed: u64 = (0..kv_len.div_ceil(kv))
                     .map(|b| (0..q_len.div_ceil(q)).filter(|&t| has(t, b)).count() as u64)
                     .sum();
-                let slots = slots(&s, &shape);
+                let slots = slots(&s, block_kv, &shape);
                 assert!(slots >= needed, "{mask:?} {q_len}x{kv_len}: {slots} of {needed}");
                 if matches!(mask, Mask::Full | Mask::Causal) {
                     assert_eq!(slots, needed, "{mask:?} {q_len}x{kv_len}");

@@ -1,6 +1,6 @@
 //! Shared memory and registers of the stages of `backward/sm90`.
 
-use super::{BLOCK_KV, BackwardSm90Schedule};
+use super::{BackwardSm90Schedule, block_kv, is_by_gradient};
 use crate::Problem;
 
 /// Chunks of 64 columns of Q and K, and of V and dO: 128 bytes a row.
@@ -11,25 +11,34 @@ const fn chunks(problem: &Problem) -> (u32, u32) {
 /// To begin at a multiple of 1024 bytes.
 const ALIGNMENT: u32 = 1024;
 
-/// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, barriers.
+/// What a loader says of a buffer where there is a score program.
+const fn listed(problem: &Problem) -> u32 {
+    if problem.program.is_some() { 8 } else { 0 }
+}
+
+/// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, weights on
+/// their way from one warpgroup to the other, barriers.
 pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
-    let (qk, v) = chunks(problem);
-    let blocks = s.key_stages * (qk + v) * BLOCK_KV * 128;
-    let queries = s.stages * ((qk + v) * s.block_q * 128 + s.block_q * 8);
-    let spilled = 2 * s.block_q * BLOCK_KV * 2;
-    blocks + queries + spilled + s.key_stages * 32 + s.stages * 32 + 32 + ALIGNMENT
+    let ((qk, v), block_kv, listed) = (chunks(problem), block_kv(problem), listed(problem));
+    let blocks = s.key_stages * (qk + v) * block_kv * 128;
+    let queries = s.stages * ((qk + v) * s.block_q * 128 + s.block_q * 8 + listed);
+    let spilled = 2 * (s.block_q * block_kv * 2 + listed);
+    let hand = if is_by_gradient(problem) { 64 * s.block_q * 4 + 16 } else { 0 };
+    blocks + queries + spilled + hand + s.key_stages * 32 + s.stages * 32 + 32 + ALIGNMENT
 }
 
 /// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup, barriers.
 pub(super) fn queries_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let (qk, _) = chunks(problem);
-    s.row_stages * ((qk + 2 * s.row_tiles) * BLOCK_KV * 128 + 16) + 2 * qk * 64 * 128 + ALIGNMENT
+    let stage = (qk + 2 * s.row_tiles) * block_kv(problem) * 128 + 16 + listed(problem);
+    s.row_stages * stage + 2 * qk * 64 * 128 + ALIGNMENT
 }
 
-/// Registers of a thread of `keys` that hold accumulators where most are live: dK, dV, S and dP.
+/// Registers of a thread of the stages that hold accumulators where most are live: dK, dV, S and dP, or the tiles of dQ.
 pub(super) fn live_registers(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
-    let columns = problem.head_dim_qk.next_multiple_of(16) + problem.head_dim_v.next_multiple_of(16);
-    columns / 2 + s.block_q
+    let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.next_multiple_of(16) / 2);
+    let keys = if is_by_gradient(problem) { qk.max(v) } else { qk + v };
+    (keys + s.block_q).max(s.row_tiles * qk)
 }
 
 /// What the compiler keeps of them without spilling or serialising products, of the 232 registers of a thread.
@@ -54,5 +63,7 @@ mod tests {
         assert_eq!(bytes(64, 64, &|s| (s.block_q, s.stages, s.key_stages) = (64, 4, 1)), (134_336, 181_280));
         assert_eq!(bytes(80, 96, &|s| s.key_stages = 1), (166_016, 230_432));
         assert_eq!(bytes(40, 24, &|_| {}), (199_840, 181_280));
+        assert_eq!(bytes(256, 256, &|_| {}), (231_568, 214_064));
+        assert_eq!(bytes(192, 128, &|_| {}), (199_344, 173_104));
     }
 }

@@ -1,6 +1,6 @@
 //! The tensor maps of `backward/sm90`.
 
-use super::BLOCK_KV;
+use super::block_kv;
 use crate::abi::BackwardArgs;
 use crate::family::forward_sm90::{Tensor, TensorMapSpec, spec, why_unaddressable};
 use crate::{Kernel, Schedule};
@@ -35,7 +35,8 @@ impl Kernel {
         let p = &self.problem;
         let (qk, v) = (p.head_dim_qk, p.head_dim_v);
         let widths = [qk, v, qk, v, qk, qk, v];
-        let rows = [s.block_q, s.block_q, BLOCK_KV, BLOCK_KV, 64, 64, 64];
+        let keys = block_kv(p);
+        let rows = [s.block_q, s.block_q, keys, keys, 64, 64, 64];
         let mut columns = widths.into_iter().zip(rows);
         Some(tensors(args).map(|(_, address, [batch, head, row], dims)| {
             let (width, rows) = columns.next().expect("as many as tensors");

@@ -167,11 +167,8 @@ impl KernelFamily for CpuSchedule {
         Ok(())
     }
 
-    fn unmet(constraint: Constraint) -> Option<&'static str> {
-        match constraint {
-            Constraint::Weights => Some("it does not write the attention weights"),
-            Constraint::Unaligned | Constraint::Strided | Constraint::LooseBiases => None,
-        }
+    fn unmet(_: Constraint) -> Option<&'static str> {
+        None
     }
 
     fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {

@@ -1,4 +1,4 @@
-//! `forward/naive`: plain fp32 CUDA on tiles in shared memory, the oracle on the GPU and the exact path for f32.
+//! `forward/naive`: plain fp32 CUDA on tiles in shared memory, the oracle on the GPU, and f32 in precision `exact`.
 //!
 //! Its schedule is fixed on purpose: an oracle should not change under tuning.
 
@@ -52,7 +52,7 @@ impl KernelFamily for NaiveSchedule {
         Some(match problem.dtype {
             DType::F32 => {
                 "f32 on CUDA runs on forward/naive: plain fp32 arithmetic, exact to f32, slower than the tensor-core \
-                 families; f16 or bf16 inputs use those"
+                 families; f16 or bf16 inputs use those, and f32 in precision tf32x3 or tf32, by name"
             }
             _ => "forward/naive is the plain fp32 kernel: exact, and slower than the tensor-core families",
         })

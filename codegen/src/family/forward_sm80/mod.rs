@@ -244,6 +244,7 @@ impl KernelFamily for Sm80Schedule {
             let (limit, remedy) = ("computes f16 and bf16 only", "forward/naive is the exact f32 path");
             return Err(Error::unsupported("family", Self::NAME, limit, remedy));
         }
+        problem.check_vectors(Self::NAME)?;
         let most = MostOperations::Together(LONGEST_PROGRAM);
         program_length::check(Self::NAME, problem, most, "use forward/naive")
     }

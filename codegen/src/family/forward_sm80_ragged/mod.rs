@@ -75,6 +75,7 @@ impl KernelFamily for Sm80RaggedSchedule {
         if problem.dtype == DType::F32 {
             return no("computes f16 and bf16 only");
         }
+        problem.check_vectors(Self::NAME)?;
         if store.v_columns {
             return no("reads V whose columns lie side by side, not its tokens");
         }

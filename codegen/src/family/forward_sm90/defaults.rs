@@ -155,7 +155,10 @@ impl Sm90Schedule {
         }
         let (masked, short) = (problem.masks(), bucket.kv_len <= 1024);
         let tanh = problem.program.is_some_and(|p| p.score_facts().tanhs > 0);
+        let functions = problem.program.is_some_and(|p| p.score_facts().functions > 0);
         let most = match () {
+            // With 128, head dim 128 spills 40 bytes for a sigmoid, a root and an exponential.
+            _ if functions => 96,
             // Two ways to take it hold more registers than the larger blocks leave.
             _ if tanh => 128,
             _ if d > 192 && masked && bucket.kv_len <= 1024 => 64,

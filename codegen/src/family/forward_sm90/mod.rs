@@ -216,6 +216,7 @@ impl KernelFamily for Sm90Schedule {
         if problem.dtype == DType::F32 {
             return no("computes f16 and bf16 only", "forward/naive is the exact f32 path");
         }
+        problem.check_vectors(Self::NAME)?;
         if problem.program.is_some_and(|p| p.score_facts().loads_by_key > 0 && problem.head_dim_v > 192) {
             return no(
                 "reads side tensors along the keys for scores up to a head dim of V of 192: more leaves no registers",

@@ -25,14 +25,6 @@ const UNITS: u64 = 132;
 /// Entries of the tile table: sequences that each have their own, and are walked from the longest on.
 const TABLE_ENTRIES: u32 = 128;
 
-/// Pieces of tiles that a launch has at most, for each of its thread blocks: what their results take in memory.
-const PIECES: u32 = 2;
-
-/// What a piece costs beside its keys, in keys: its first loads, and its results on their way to memory and back. Of a
-/// tile's pieces whoever is last reads all.
-const PIECE_KEYS: u32 = 256;
-const MERGED_KEYS: u32 = 48;
-
 /// Bytes of shared memory of the tile table: tiles before each entry, their sum, and each entry's sequence.
 pub(super) const TABLE_BYTES: u32 = 2 * 4 * TABLE_ENTRIES + 16;
 
@@ -130,7 +122,7 @@ impl KernelFamily for Sm90RaggedSchedule {
 
     /// Tiles have 64 rows for each warpgroup. Of 16 and fewer most of wgmma idles, and stream-K of the other family
     /// balances sequences of any lengths (60 of 512 keys and four of 16k to 100k, 32/8 heads on an H200: 256 us, here
-    /// 311); of 32 and 64 rows that family is bound by its products (8 x 8k: 90 and 142 us, here 78). Where heads of a
+    /// 278); of 32 and 64 rows that family is bound by its products (8 x 8k: 90 and 142 us, here 78). Where heads of a
     /// group have tiles of their own, each reads all keys.
     fn prefers(problem: &Problem, bucket: &ShapeBucket) -> bool {
         let packs = problem.program.is_none() && bucket.group.is_power_of_two();
@@ -195,9 +187,9 @@ impl KernelFamily for Sm90RaggedSchedule {
         KernelFamily::constants(&self.0, problem, constants);
         constants.insert("table_entries", TABLE_ENTRIES.to_string());
         constants.insert("table_bytes", TABLE_BYTES.to_string());
-        constants.insert("pieces_per_block", PIECES.to_string());
-        constants.insert("piece_keys", PIECE_KEYS.to_string());
-        constants.insert("merged_keys", MERGED_KEYS.to_string());
+        constants.insert("pieces_per_block", self.pieces().to_string());
+        constants.insert("piece_keys", self.piece_keys().to_string());
+        constants.insert("merged_keys", self.merged_keys().to_string());
         constants.insert("counter_bytes", SPLIT_COUNTER_BYTES.to_string());
         constants.insert("piece_bytes", self.piece_bytes(problem).to_string());
     }
@@ -207,13 +199,13 @@ impl KernelFamily for Sm90RaggedSchedule {
         let smem = KernelFamily::resources(self, problem).smem_bytes;
         // No more thread blocks than the bounds allow key blocks of tiles, nor than counters of their pieces.
         let blocks = u64::from(shape.kv_len).div_ceil(self.0.block_kv.into()).max(1);
-        let most = SPLIT_COUNTER_BYTES / 4 / u64::from(PIECES * self.0.consumers);
+        let most = SPLIT_COUNTER_BYTES / 4 / u64::from(self.pieces() * self.0.consumers);
         let grid = (tiling.tiles as u64 * blocks).min(most) as u32;
         let main =
             Stage { resident: Some(self.0.blocks_per_sm), ..Stage::of(StageEntry::MAIN, grid, self.0.threads(), smem) };
         let queue = self.0.scheduler == Sm90Scheduler::Queue;
         let counter = queue.then_some(Region { holds: Holds::TileCounter, bytes: 16 });
-        let bytes = u64::from(PIECES * self.0.consumers * self.piece_bytes(problem));
+        let bytes = u64::from(self.pieces() * self.0.consumers * self.piece_bytes(problem));
         let pieces = Region { holds: Holds::SplitKeys, bytes };
         Ok(LaunchPlan::new([main], std::iter::once(pieces).chain(counter), Some(tiling)))
     }
@@ -225,9 +217,10 @@ impl KernelFamily for Sm90RaggedSchedule {
         let (tiles, seen) = (tiling.tiles, usual.seen(s.block_q().into()));
         let split = format!(
             "up to {tiles} tiles of up to {} rows over {blocks} thread blocks, the longest sequences first; where that \
-             leaves some idle, tiles of about {seen} keys are in up to {PIECES} pieces a thread block, at the same keys \
+             leaves some idle, tiles of about {seen} keys are in up to {} pieces a thread block, at the same keys \
              for all tiles of a sequence",
-            s.block_q()
+            s.block_q(),
+            self.pieces()
         );
         let merge = format!(
             "by whoever is last of a tile's pieces, in the order of the keys: {} bytes of fp32 each in scratch memory",
@@ -242,6 +235,24 @@ impl KernelFamily for Sm90RaggedSchedule {
 }
 
 impl Sm90RaggedSchedule {
+    /// Pieces of tiles that a launch has at most, for each of its thread blocks: what their results take in memory.
+    /// Tiles of one warpgroup have few rows beside many keys, and sequences that differ most.
+    fn pieces(&self) -> u32 {
+        if self.0.consumers == 1 { 4 } else { 2 }
+    }
+
+    /// What a piece costs beside its keys, in keys: its first loads, and its results on their way to memory and back.
+    fn piece_keys(&self) -> u32 {
+        if self.0.consumers == 1 { 128 } else { 256 }
+    }
+
+    /// What each piece of a tile costs whoever is last, who reads all, in keys. Tiles of one warpgroup have few rows,
+    /// which its warps read beside each other: 60 of 512 keys and four of 16k to 100k, 32/8 heads on an H200, take 278
+    /// us, and 314 at the cost of 64 rows.
+    fn merged_keys(&self) -> u32 {
+        if self.0.consumers == 1 { 8 } else { 48 }
+    }
+
     /// Bytes of what a consumer leaves of a piece: of every thread its part of O, two references and two sums, in fp32.
     fn piece_bytes(&self, problem: &Problem) -> u32 {
         128 * 4 * (problem.head_dim_v.next_multiple_of(16) / 2 + 4)

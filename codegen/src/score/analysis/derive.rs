@@ -1,4 +1,5 @@
-//! Derivatives of what a program makes of the score: by the score itself, and by the elements of side tensors.
+//! Derivatives of what a program makes of the score: by the score itself, by the elements of side tensors, and by
+//! scalars.
 
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
@@ -10,8 +11,9 @@ use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 ///
 /// At a kink it is what PyTorch's autograd has: 0 for `abs` at 0, half to each operand of `min` and `max` where they
 /// are equal, all to the value that is clamped where it is at a bound, and nothing to what only a condition reads.
-/// `clamp(x, low, high)` is `min(max(x, low), high)` of an `x` that changes with the score and bounds that do not: a
-/// text that spells it so means the same. Of NaN and a number the number is taken, and its derivative.
+/// `clamp(x, low, high)` is `min(max(x, low), high)` of an `x` that changes with the score and bounds that do not, or,
+/// where nothing does, of an `x` that reads a float tensor and bounds that read none: a text that spells it so means
+/// the same. Of NaN and a number the number is taken, and its derivative.
 #[derive(Debug, Clone)]
 pub struct Derivative {
     /// The program's nodes and those of the derivatives.
@@ -20,16 +22,16 @@ pub struct Derivative {
     pub value: Id,
     /// By the score; `None` when it is 0.
     pub score: Option<Id>,
-    /// By elements of tensors: one entry for every place where one is read.
+    /// By elements of float tensors and by float scalars: one entry for every place where one is read.
     pub tensors: Vec<ByTensor>,
 }
 
-/// The derivative by the element of a tensor that one load reads.
+/// The derivative by the element of a tensor that one load reads, or by a scalar.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ByTensor {
-    /// The tensor, by its place among the declarations.
+    /// The tensor or scalar, by its place among the declarations.
     pub tensor: usize,
-    /// Which element, one int per axis.
+    /// Which element, one int per axis; none of a scalar.
     pub index: Vec<Id>,
     /// The derivative.
     pub value: Id,
@@ -48,10 +50,20 @@ pub enum GradientAxis {
     Scattered,
 }
 
+impl ByTensor {
+    /// The coordinate that an axis is indexed by, if it is one.
+    pub fn coordinate(&self, axis: usize) -> Option<Var> {
+        match self.axes.get(axis) {
+            Some(GradientAxis::Coordinate(var)) => Some(*var),
+            _ => None,
+        }
+    }
+}
+
 impl Derivative {
     /// The derivatives of a float node.
     pub(in crate::score) fn of(graph: Graph, root: Id) -> Self {
-        let loads = graph.ids().filter(|id| matches!(graph.node(*id), Node::Load { .. }));
+        let loads = graph.ids().filter(|id| matches!(graph.node(*id), Node::Load { .. } | Node::Scalar(_)));
         let loads: Vec<Id> = loads.filter(|id| graph.ty(*id) == Type::Float).collect();
         let mut graph = graph;
         let score_node = graph.var(Var::Score);
@@ -59,7 +71,11 @@ impl Derivative {
         let mut tensors = Vec::new();
         for load in loads {
             let Some(value) = derive(&mut graph, root, load) else { continue };
-            let Node::Load { tensor, index } = graph.node(load).clone() else { continue };
+            let (tensor, index) = match graph.node(load).clone() {
+                Node::Load { tensor, index } => (tensor, index),
+                Node::Scalar(scalar) => (scalar, Vec::new()),
+                _ => continue,
+            };
             let axis = |i: &Id| match graph.node(*i) {
                 Node::Var(v @ (Var::B | Var::H | Var::HKv | Var::Q | Var::Kv)) => GradientAxis::Coordinate(*v),
                 _ => GradientAxis::Scattered,
@@ -78,17 +94,40 @@ fn derive(graph: &mut Graph, root: Id, by: Id) -> Option<Id> {
     let nodes = root.index() + 1;
     let mut derivatives: Vec<Option<Id>> = vec![None; nodes.max(by.index() + 1)];
     let ids: Vec<Id> = graph.ids().take(nodes).collect();
+    let mut changes: Vec<Changes> = Vec::with_capacity(nodes);
+    ids.iter().for_each(|id| changes.push(Changes::of(graph, *id, &changes)));
     for id in ids {
         derivatives[id.index()] = match id == by {
             true => Some(graph.float(1.0)),
-            false => step(graph, id, &derivatives),
+            false => step(graph, id, &derivatives, &changes),
         };
     }
     derivatives[root.index()]
 }
 
+/// What a value changes with, which tells apart what is clamped and what it is clamped to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Changes {
+    /// Neither of these.
+    No,
+    /// Elements of a float tensor.
+    WithTensors,
+    /// The score.
+    WithScore,
+}
+
+impl Changes {
+    fn of(g: &Graph, id: Id, known: &[Self]) -> Self {
+        match g.node(id) {
+            Node::Load { .. } if g.ty(id) == Type::Float && !g.depends(id).score => Changes::WithTensors,
+            _ if g.depends(id).score => Changes::WithScore,
+            node => node.operands().iter().map(|x| known[x.index()]).max().unwrap_or(Changes::No),
+        }
+    }
+}
+
 /// The derivative of one operation from those of its operands.
-fn step(g: &mut Graph, id: Id, known: &[Option<Id>]) -> Option<Id> {
+fn step(g: &mut Graph, id: Id, known: &[Option<Id>], changes: &[Changes]) -> Option<Id> {
     if g.ty(id) != Type::Float {
         return None;
     }
@@ -116,7 +155,23 @@ fn step(g: &mut Graph, id: Id, known: &[Option<Id>]) -> Option<Id> {
                     let (one, square) = (g.float(1.0), g.binary(Binary::Mul, id, id));
                     g.binary(Binary::Sub, one, square)
                 }
-                Unary::Not | Unary::ToFloat => return None,
+                Unary::Exp => id,
+                Unary::Log => {
+                    let one = g.float(1.0);
+                    g.binary(Binary::Div, one, x)
+                }
+                // Infinite at 0.
+                Unary::Sqrt => {
+                    let half = g.float(0.5);
+                    g.binary(Binary::Div, half, id)
+                }
+                Unary::Sigmoid => {
+                    let one = g.float(1.0);
+                    let rest = g.binary(Binary::Sub, one, id);
+                    g.binary(Binary::Mul, id, rest)
+                }
+                // Floats of ints, which change by leaps.
+                _ => return None,
             };
             Some(g.binary(Binary::Mul, factor, dx))
         }
@@ -152,7 +207,7 @@ fn step(g: &mut Graph, id: Id, known: &[Option<Id>]) -> Option<Id> {
             };
             Some(g.binary(Binary::Div, above, b))
         }
-        Node::Binary(op @ (Binary::Min | Binary::Max), a, b) => match clamped(g, op, a, b) {
+        Node::Binary(op @ (Binary::Min | Binary::Max), a, b) => match clamped(g, changes, op, a, b) {
             Some(clamp) => {
                 let inner = match op {
                     Binary::Min => Binary::Max,
@@ -199,13 +254,12 @@ struct Clamp {
     outer_bound: Id,
 }
 
-/// `min(max(value, bound), bound)`, or the other way round, of a value that changes with the score and bounds that do
-/// not.
-fn clamped(g: &Graph, op: Binary, a: Id, b: Id) -> Option<Clamp> {
-    let apart = |a: Id, b: Id| match (g.depends(a).score, g.depends(b).score) {
-        (true, false) => Some((a, b)),
-        (false, true) => Some((b, a)),
-        _ => None,
+/// `min(max(value, bound), bound)`, or the other way round, of a value that changes with more than its bounds do.
+fn clamped(g: &Graph, changes: &[Changes], op: Binary, a: Id, b: Id) -> Option<Clamp> {
+    let apart = |a: Id, b: Id| match changes[a.index()].cmp(&changes[b.index()]) {
+        std::cmp::Ordering::Greater => Some((a, b)),
+        std::cmp::Ordering::Less => Some((b, a)),
+        std::cmp::Ordering::Equal => None,
     };
     let (inner, outer_bound) = apart(a, b)?;
     let Node::Binary(of, a, b) = *g.node(inner) else { return None };

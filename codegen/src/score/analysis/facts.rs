@@ -2,6 +2,7 @@
 //! time is for each kernel family to judge.
 
 use super::bias::Bias;
+use super::floats::is_followed;
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
 
@@ -25,6 +26,8 @@ pub(crate) struct ScoreFacts {
     pub divisions: u32,
     /// Calls of `tanh`.
     pub tanhs: u32,
+    /// Calls of `exp`, `log`, `sqrt` and `sigmoid`, and floats as ints: each takes some registers beside its operand.
+    pub functions: u32,
 }
 
 impl ScoreFacts {
@@ -41,6 +44,7 @@ impl ScoreFacts {
             node.operands().iter().for_each(|o| needed[o.index()] = true);
             match node {
                 Node::Unary(Unary::Tanh, _) => facts.tanhs += 1,
+                node if is_followed(node) => facts.functions += 1,
                 Node::Load { tensor, index } => facts.load(graph, id, *tensor, index),
                 Node::Binary(Binary::FloorDiv | Binary::Mod, _, by) if graph.as_int(*by).is_none() => {
                     facts.divisions += 1;
@@ -87,6 +91,8 @@ mod tests {
         assert_eq!(facts(gather), ScoreFacts { loads_by_key: 2, gathers: 2, ..none });
         let divides = "w: int; mask = kv // w == 1; score = score + (kv // w) + kv // 7 + q % w;";
         assert_eq!(facts(divides), ScoreFacts { divisions: 2, ..none });
+        let functions = "mask = exp(0.5 * kv) < 9.5; score = sigmoid(score) + sqrt(abs(score)) + int_floor(0.1 * kv);";
+        assert_eq!(facts(functions), ScoreFacts { functions: 3, adds: false, ..none });
         let tanh = "mask = tanh(0.5 * kv) < 0.5; score = tanh(score) + tanh(0.1 * kv);";
         assert_eq!(facts(tanh), ScoreFacts { tanhs: 2, adds: false, ..none });
     }

@@ -3,7 +3,8 @@
 //! compile.
 //!
 //! ```text
-//! mask  -> tile (joint, keys)  TileProgram: tiles that are masked, visible or mixed; bounds of the loop over keys
+//! mask  -> tile                TileProgram: tiles that are masked, visible or mixed; bounds of the loop over keys
+//!          (joint, keys, floats)
 //!       -> rows                RowKeys: one range of keys per query, for masks that leave one
 //!       -> window              WindowForm: masks that say no more than causal or a window does
 //!       -> axes                MaskAxes: which of batch, head and KV head the mask depends on
@@ -16,6 +17,7 @@ pub(in crate::score) mod axes;
 pub(in crate::score) mod bias;
 pub(in crate::score) mod derive;
 pub(in crate::score) mod facts;
+pub(in crate::score) mod floats;
 mod joint;
 mod keys;
 pub(in crate::score) mod rows;

@@ -6,6 +6,7 @@
 //! decrease along the keys, the end of the run is the place where the elements pass a value, which is searched for at
 //! run time.
 
+use super::floats::is_followed;
 use crate::score::graph::linear::Linear;
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::range::Range;
@@ -288,6 +289,7 @@ fn is_cheap(graph: &Graph, roots: [Id; 2]) -> bool {
         }
         match *graph.node(id) {
             Node::Load { .. } if graph.depends(id).q => return false,
+            ref node if is_followed(node) => return false,
             Node::Binary(Binary::FloorDiv | Binary::Mod, _, by)
                 if !graph.as_int(by).is_some_and(|by| by > 0 && by & (by - 1) == 0) =>
             {

@@ -10,9 +10,10 @@
 //! windows, chunks and dilated masks exact too. What depends on the elements of a tensor is exact if its indices are
 //! fixed over the tile, or if it is declared not to decrease; else the declared range of the elements is all that is
 //! known, or the least and the greatest of those that the tile reads, for kernels that look at them
-//! ([`TileProgram::by_elements`]). Floats that change within the tile are not followed. All of these leave a tile
-//! mixed, never wrong.
+//! ([`TileProgram::by_elements`]). Floats that change within the tile are followed in masks with certain functions
+//! alone ([`super::floats`]). All of these leave a tile mixed, never wrong.
 
+use super::floats::{Span, is_followed};
 use crate::score::graph::linear::{Linear, gcd};
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::range::Range;
@@ -86,6 +87,8 @@ pub(in crate::score) enum Image {
     Int(Id, Id),
     /// A bool: whether it can be false, and can be true.
     Bool(Id, Id),
+    /// A float between two bounds.
+    Float(Span),
     /// A value that is the same all over the tile.
     Point(Id),
     /// Nothing is known.
@@ -107,6 +110,8 @@ pub(in crate::score) struct Analysis<'a> {
     pub(in crate::score) bounds: Bounds,
     /// Whether elements of tensors are looked at.
     looks: bool,
+    /// Whether floats are followed.
+    floats: bool,
 }
 
 impl<'a> Analysis<'a> {
@@ -122,7 +127,8 @@ impl<'a> Analysis<'a> {
             }
         }
         let images = vec![Image::Unknown; source.nodes().len()];
-        let mut analysis = Self { source, target, needed, images, bounds: Bounds::new(), looks };
+        let floats = source.nodes().iter().zip(&needed).any(|(node, needed)| *needed && is_followed(node));
+        let mut analysis = Self { source, target, needed, images, bounds: Bounds::new(), looks, floats };
         analysis.run();
         analysis
     }
@@ -187,6 +193,7 @@ impl<'a> Analysis<'a> {
             return Image::Point(point);
         }
         match self.source.ty(id) {
+            Type::Float if self.floats => self.float_image(id).map_or(Image::Unknown, Image::Float),
             Type::Float => Image::Unknown,
             Type::Bool => self.bool_image(id),
             Type::Int => {
@@ -231,6 +238,10 @@ impl<'a> Analysis<'a> {
             Node::Var(Var::Q) => (self.target.var(Var::QFirst), self.target.var(Var::QLast)),
             Node::Var(Var::Kv) => (self.target.var(Var::KvFirst), self.target.var(Var::KvLast)),
             Node::Load { tensor, ref index } => self.load_range(id, tensor, &index.clone()),
+            Node::Unary(op, x) if op.rounds() => match self.rounded_image(op, x) {
+                Some(range) => range,
+                None => self.declared(id),
+            },
             // A range that wrapped around says nothing.
             _ if self.source.range(id) == Range::FULL => self.declared(id),
             Node::Unary(_, a) => {
@@ -392,7 +403,10 @@ impl<'a> Analysis<'a> {
                 Image::Bool(self.target.binary(other, af, bf), self.target.binary(op, at, bt))
             }
             Node::Binary(op, a, b) => match self.source.ty(a) {
-                Type::Float => Image::Unknown,
+                Type::Float => match self.compared_floats(op, a, b) {
+                    Some((f, t)) if self.floats => Image::Bool(f, t),
+                    _ => Image::Unknown,
+                },
                 Type::Bool => {
                     let ((af, at), (bf, bt)) = (self.bool(a), self.bool(b));
                     let g = &mut self.target;

@@ -157,6 +157,7 @@ impl<'a> Evaluator<'a> {
                     Precision::F32 => float((of(a).int as f32) as f64),
                     Precision::F64 => float(of(a).int as f64),
                 },
+                (op, _) if op.rounds() => int(arith::rounded(*op, of(a).float)),
                 (Unary::Neg, Type::Int) => int(of(a).int.wrapping_neg()),
                 (_, Type::Int) => int(of(a).int.wrapping_abs()),
                 _ => float(arith::float_unary(*op, of(a).float)),

@@ -92,8 +92,27 @@ pub fn float_unary(op: Unary, x: f64) -> f64 {
         Unary::Exp2 => x.exp2(),
         Unary::Log2 => x.log2(),
         Unary::Tanh => x.tanh(),
+        Unary::Exp => x.exp(),
+        Unary::Log => x.ln(),
+        Unary::Sqrt => x.sqrt(),
+        Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
         _ => unreachable!("the checker gives floats no `{}`", op.name()),
     }
+}
+
+/// A float as an int: beyond 64 bits the nearest that there is, and 0 for NaN, as Rust casts.
+///
+/// # Panics
+/// When the operation rounds nothing.
+pub fn rounded(op: Unary, x: f64) -> i64 {
+    let whole = match op {
+        Unary::IntFloor => x.floor(),
+        Unary::IntCeil => x.ceil(),
+        Unary::IntTrunc => x,
+        Unary::IntRound => x.round_ties_even(),
+        _ => unreachable!("`{}` rounds nothing", op.name()),
+    };
+    whole as i64
 }
 
 #[cfg(test)]
@@ -114,6 +133,18 @@ mod tests {
             assert_eq!((floor_div(a, b), floor_mod(a, b)), (quotient, rest), "{a} {b}");
             assert_eq!(quotient.wrapping_mul(b).wrapping_add(rest), a);
         }
+    }
+
+    #[test]
+    fn floats_are_rounded_as_named_and_kept_within_64_bits() {
+        let of = |x| [Unary::IntFloor, Unary::IntCeil, Unary::IntTrunc, Unary::IntRound].map(|op| rounded(op, x));
+        assert_eq!(of(2.5), [2, 3, 2, 2]);
+        assert_eq!(of(3.5), [3, 4, 3, 4]);
+        assert_eq!(of(-2.5), [-3, -2, -2, -2]);
+        assert_eq!(of(-0.0), [0; 4]);
+        assert_eq!(of(f64::NAN), [0; 4]);
+        assert_eq!(of(1e30), [i64::MAX; 4]);
+        assert_eq!(of(f64::NEG_INFINITY), [i64::MIN; 4]);
     }
 
     #[test]

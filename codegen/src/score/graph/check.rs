@@ -55,11 +55,13 @@ impl<'a> Checker<'a> {
                 match (op, self.graph.ty(operand)) {
                     (Unary::Not, Type::Bool) | (Unary::Neg | Unary::Abs, Type::Int | Type::Float) => {}
                     (Unary::ToFloat, Type::Int | Type::Float) => {}
-                    (Unary::Exp2 | Unary::Log2 | Unary::Tanh, Type::Float) => {}
-                    (Unary::Exp2 | Unary::Log2 | Unary::Tanh, Type::Int) => {
+                    (op, Type::Float) if op.is_of_floats() || op.rounds() => {}
+                    (op, Type::Int) if op.is_of_floats() => {
                         let operand = self.graph.unary(Unary::ToFloat, operand);
                         return Ok(self.graph.unary(*op, operand));
                     }
+                    // An int is whole as it is, however it is rounded.
+                    (op, Type::Int) if op.rounds() => return Ok(operand),
                     (Unary::Not, found) => return Err(self.mismatch(ast, *a, "`not` takes a bool", found)),
                     (_, found) => {
                         let wants = format!("`{}` takes an int or a float", op.name());

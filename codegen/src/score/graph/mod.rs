@@ -288,8 +288,11 @@ impl Graph {
             Node::Scalar(i) => self.declarations[*i].storage.ty(),
             Node::Load { tensor, .. } | Node::Extreme { tensor, .. } => self.declarations[*tensor].storage.ty(),
             Node::Unary(Unary::Not, _) => Type::Bool,
-            Node::Unary(Unary::ToFloat | Unary::Exp2 | Unary::Log2 | Unary::Tanh, _) => Type::Float,
-            Node::Unary(Unary::Neg | Unary::Abs, a) => self.ty(*a),
+            Node::Unary(Unary::ToFloat, _) => Type::Float,
+            Node::Unary(op, _) if op.is_of_floats() => Type::Float,
+            Node::Unary(op, _) if op.rounds() => Type::Int,
+            // A sign or a magnitude.
+            Node::Unary(_, a) => self.ty(*a),
             Node::Binary(op, ..) if op.is_logical() => Type::Bool,
             Node::Binary(_, a, _) => self.ty(*a),
             Node::Select(_, a, _) => self.ty(*a),

@@ -85,8 +85,21 @@ impl Graph {
                 (_, Node::Unary(Unary::Abs, _)) => a,
                 _ => self.intern(Node::Unary(op, a), Range::FULL, None, None),
             },
+            // Exact on every machine.
+            _ if op.rounds() => match self.as_float(a) {
+                Some(x) => self.int(arith::rounded(op, x.into())),
+                // A float that was an int of 24 bits is that int again.
+                None => match *self.node(a) {
+                    Node::Unary(Unary::ToFloat, x) if self.range(x).magnitude() <= 1 << f32::MANTISSA_DIGITS => x,
+                    _ => self.intern(Node::Unary(op, a), Range::FULL, None, None),
+                },
+            },
+            (Unary::Sqrt, _) => match self.as_float(a) {
+                Some(x) => self.float(x.sqrt()),
+                None => self.intern(Node::Unary(op, a), Range::FULL, None, None),
+            },
             // Not folded: the last digit would be that of the machine that folds.
-            (Unary::Exp2 | Unary::Log2 | Unary::Tanh, _) => self.intern(Node::Unary(op, a), Range::FULL, None, None),
+            _ => self.intern(Node::Unary(op, a), Range::FULL, None, None),
         }
     }
 

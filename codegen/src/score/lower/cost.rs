@@ -21,7 +21,7 @@ impl Code {
 
 impl Program {
     /// What compiling the mask and the change of the score costs a CUDA kernel for each score that a thread holds, in
-    /// statements that call nothing: a call of `tanh`, `exp2` or `log2` counts as 8. 0 for programs of under 100 nodes.
+    /// statements that call nothing: a call of a function of floats counts as 8. 0 for programs of under 100 nodes.
     pub fn cost_of_a_score(&self) -> [usize; 2] {
         if self.graph().nodes().len() < SHORT {
             return [0; 2];

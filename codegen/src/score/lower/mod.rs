@@ -29,6 +29,7 @@ mod keep;
 mod pieces;
 mod print;
 mod stmt;
+mod terms;
 mod values;
 
 use crate::score::analysis::derive::Derivative;
@@ -40,6 +41,7 @@ pub(crate) use pieces::{cpu_fields, cuda_fields};
 pub use print::{Dialect, Printer};
 pub use stmt::Scope;
 use stmt::{Expr, Name, Stmt, Ty};
+pub(crate) use terms::term_fields;
 use values::index_fits;
 
 /// The statements of some nodes.

@@ -131,6 +131,15 @@ pub(crate) enum Function {
     Exp2,
     Log2,
     Tanh,
+    Exp,
+    Log,
+    Sqrt,
+    Sigmoid,
+    /// A float as an int of 64 bits.
+    IntFloor,
+    IntCeil,
+    IntTrunc,
+    IntRound,
     /// Of ints of so many bits, rounded down.
     FloorDiv(u32),
     FloorMod(u32),
@@ -143,6 +152,18 @@ pub(crate) enum Function {
     Cap,
     /// Reads along the keys.
     Along(Storage),
+}
+
+impl Function {
+    /// Whether it becomes a polynomial, and what takes care of its ends.
+    fn is_long(self) -> bool {
+        use Function::{Exp, Exp2, Log, Log2, Sigmoid, Sqrt, Tanh};
+        matches!(self, Exp | Exp2 | Log | Log2 | Sqrt | Tanh | Sigmoid)
+    }
+
+    fn rounds(self) -> bool {
+        matches!(self, Function::IntFloor | Function::IntCeil | Function::IntTrunc | Function::IntRound)
+    }
 }
 
 /// The value of a statement.
@@ -266,7 +287,7 @@ impl Stmt {
         let mut cost = 1;
         expr.visit(&mut |x| {
             // Each becomes a polynomial, and branches.
-            cost += if let Expr::Call(Function::Exp2 | Function::Log2 | Function::Tanh, _) = x { 8 } else { 0 };
+            cost += if matches!(x, Expr::Call(f, _) if f.is_long()) { 8 } else { 0 };
         });
         Self { scope, ty, name, expr, cost }
     }
@@ -276,7 +297,7 @@ impl Stmt {
         let divides = |x: &Expr| match x {
             Expr::Element(..) => true,
             Expr::Infix(op, _) => matches!(op, Op::Div | Op::Rem | Op::Shift | Op::LowBits),
-            Expr::Call(f, _) => matches!(f, Function::FloorDiv(_) | Function::FloorMod(_)),
+            Expr::Call(f, _) => matches!(f, Function::FloorDiv(_) | Function::FloorMod(_)) || f.rounds(),
             _ => false,
         };
         self.ty == Ty::F32 || self.expr.has(divides)

@@ -65,6 +65,14 @@ impl Lowering<'_> {
             (Unary::Exp2, _) => call(Function::Exp2, of),
             (Unary::Log2, _) => call(Function::Log2, of),
             (Unary::Tanh, _) => call(Function::Tanh, of),
+            (Unary::Exp, _) => call(Function::Exp, of),
+            (Unary::Log, _) => call(Function::Log, of),
+            (Unary::Sqrt, _) => call(Function::Sqrt, of),
+            (Unary::Sigmoid, _) => call(Function::Sigmoid, of),
+            (Unary::IntFloor, _) => call(Function::IntFloor, of),
+            (Unary::IntCeil, _) => call(Function::IntCeil, of),
+            (Unary::IntTrunc, _) => call(Function::IntTrunc, of),
+            (Unary::IntRound, _) => call(Function::IntRound, of),
         }
     }
 

@@ -38,4 +38,11 @@ impl Derivative {
     pub fn of_sink(program: &Program) -> Option<Self> {
         Some(Self::of(program.graph.clone(), program.sink?))
     }
+
+    /// The same by one tensor or scalar alone, by its place among the declarations.
+    #[must_use]
+    pub fn by(mut self, tensor: usize) -> Self {
+        self.tensors.retain(|t| t.tensor == tensor);
+        self
+    }
 }

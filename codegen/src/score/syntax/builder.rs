@@ -92,6 +92,14 @@ impl Expr {
         exp2 Exp2 "2 to the power of it.";
         log2 Log2 "The logarithm in base 2.";
         tanh Tanh "The hyperbolic tangent.";
+        exp Exp "e to the power of it.";
+        log Log "The natural logarithm.";
+        sqrt Sqrt "The square root.";
+        sigmoid Sigmoid "`1 / (1 + exp(-x))`.";
+        int_floor IntFloor "A float as an int, rounded down.";
+        int_ceil IntCeil "A float as an int, rounded up.";
+        int_trunc IntTrunc "A float as an int, rounded towards 0.";
+        int_round IntRound "A float as the nearest int, of two the even one.";
     }
 
     /// Whether it is greater.

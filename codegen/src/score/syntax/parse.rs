@@ -11,6 +11,7 @@
 use super::ast::{Ast, AstId, AstNode};
 use super::error::ProgramError;
 use super::lex::{Token, tokens};
+use super::near::nearest_name;
 use super::words::{Binary, Declaration, Storage, Unary, Var};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -25,16 +26,24 @@ pub const RESULTS: [&str; 3] = ["mask", "score", "sink"];
 const KEYWORDS: [&str; 9] = ["and", "or", "not", "if", "else", "true", "false", "inf", "nan"];
 
 /// Functions with their number of arguments (the least number, for `min` and `max`).
-const FUNCTIONS: [(&str, usize); 9] = [
+const FUNCTIONS: [(&str, usize); 17] = [
     ("min", 2),
     ("max", 2),
     ("clamp", 3),
     ("select", 3),
     ("abs", 1),
+    ("exp", 1),
     ("exp2", 1),
+    ("log", 1),
     ("log2", 1),
+    ("sqrt", 1),
     ("tanh", 1),
+    ("sigmoid", 1),
     ("float", 1),
+    ("int_floor", 1),
+    ("int_ceil", 1),
+    ("int_trunc", 1),
+    ("int_round", 1),
 ];
 
 /// What a text says.
@@ -251,10 +260,16 @@ impl Parser<'_> {
         FUNCTIONS.iter().map(|(f, _)| *f).find(|f| *f == name).ok_or_else(|| {
             let names: Vec<&str> = FUNCTIONS.iter().map(|(f, _)| *f).collect();
             let expected = match name {
-                "exp" => "write `exp2(x * 1.442695)`".to_owned(),
-                "log" => "write `log2(x) * 0.6931472`".to_owned(),
                 "where" => "write `select(condition, a, b)`".to_owned(),
-                _ => format!("the functions are {}", names.join(", ")),
+                "int" => "say how it is rounded: `int_floor`, `int_ceil`, `int_trunc` or `int_round`".to_owned(),
+                "floor" | "ceil" | "trunc" | "round" => {
+                    format!("write `int_{name}(x)`, or `float(int_{name}(x))` for a float")
+                }
+                // Short names are near to one another.
+                _ => match nearest_name(name, names.iter().copied()).filter(|_| name.len() > 3) {
+                    Some(near) => format!("did you mean `{near}`? The functions are {}", names.join(", ")),
+                    None => format!("the functions are {}", names.join(", ")),
+                },
             };
             self.error(self.span(), format!("unknown function `{name}`"), expected)
         })
@@ -373,8 +388,7 @@ impl Parser<'_> {
             }
             "select" => ast.push(AstNode::Select(arguments[0], arguments[1], arguments[2]), span),
             _ => {
-                let op = [Unary::Abs, Unary::Exp2, Unary::Log2, Unary::Tanh, Unary::ToFloat];
-                let op = op.into_iter().find(|u| u.name() == name).expect("a function of one value");
+                let op = Unary::FUNCTIONS.into_iter().find(|u| u.name() == name).expect("a function of one value");
                 ast.push(AstNode::Unary(op, arguments[0]), span)
             }
         })

@@ -389,6 +389,23 @@ pub enum Unary {
     Log2,
     /// `tanh(x)`.
     Tanh,
+    /// `exp(x)`.
+    Exp,
+    /// `log(x)`, the natural logarithm.
+    Log,
+    /// `sqrt(x)`, rounded as IEEE 754 has it.
+    Sqrt,
+    /// `sigmoid(x)`: `1 / (1 + exp(-x))`.
+    Sigmoid,
+    /// `int_floor(x)` of a float: the greatest int that is not greater. Of these four a value beyond 64 bits gives the
+    /// nearest int that there is, and NaN gives 0.
+    IntFloor,
+    /// `int_ceil(x)`: the least int that is not less.
+    IntCeil,
+    /// `int_trunc(x)`: rounded towards 0, as a cast.
+    IntTrunc,
+    /// `int_round(x)`: the nearest int, of two that are equally near the even one.
+    IntRound,
 }
 
 /// An operation on two values of one type.
@@ -452,6 +469,34 @@ impl Binary {
 }
 
 impl Unary {
+    /// Those that are written as functions.
+    pub(in crate::score) const FUNCTIONS: [Unary; 13] = [
+        Unary::Abs,
+        Unary::Exp,
+        Unary::Exp2,
+        Unary::Log,
+        Unary::Log2,
+        Unary::Sqrt,
+        Unary::Tanh,
+        Unary::Sigmoid,
+        Unary::ToFloat,
+        Unary::IntFloor,
+        Unary::IntCeil,
+        Unary::IntTrunc,
+        Unary::IntRound,
+    ];
+
+    /// Whether it makes a float of a float; an int is turned into one first.
+    pub(in crate::score) const fn is_of_floats(self) -> bool {
+        use Unary::{Exp, Exp2, Log, Log2, Sigmoid, Sqrt, Tanh};
+        matches!(self, Exp | Exp2 | Log | Log2 | Sqrt | Tanh | Sigmoid)
+    }
+
+    /// Whether it rounds a float to an int.
+    pub(in crate::score) const fn rounds(self) -> bool {
+        matches!(self, Unary::IntFloor | Unary::IntCeil | Unary::IntTrunc | Unary::IntRound)
+    }
+
     /// How it is written.
     pub const fn name(self) -> &'static str {
         match self {
@@ -462,6 +507,14 @@ impl Unary {
             Unary::Exp2 => "exp2",
             Unary::Log2 => "log2",
             Unary::Tanh => "tanh",
+            Unary::Exp => "exp",
+            Unary::Log => "log",
+            Unary::Sqrt => "sqrt",
+            Unary::Sigmoid => "sigmoid",
+            Unary::IntFloor => "int_floor",
+            Unary::IntCeil => "int_ceil",
+            Unary::IntTrunc => "int_trunc",
+            Unary::IntRound => "int_round",
         }
     }
 }

@@ -116,13 +116,56 @@ __device__ __forceinline__ float ft_log2f(float x) {
 }
 // From an exponential and a reciprocal, within 2e-7: tanh.approx, within 5e-4 of the value, would show in a log-sum-exp
 // of capped scores, which is fp32.
+//
+// That is absolute, and a cap takes it times a large number: a row of one key under a cap of 60 was 7e-6 off. Kernels on
+// tensor cores have the series below for small scores; those in plain fp32 (FT_EXACT) take the library's, within 2 ulp.
 constexpr float kTanhOfTwice = 2.885390082f;  // 2 log2(e)
 __device__ __forceinline__ float ft_tanhf(float x) {
+#ifdef FT_EXACT
+    return tanhf(x);
+#endif
     float e, r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * kTanhOfTwice));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(e + 1.0f));
     return fmaf(-2.0f, r, 1.0f);
 }
+// As CUDA's library has them: within 2 and 1 ulp, denormal numbers included, and square roots as IEEE 754 rounds them.
+__device__ __forceinline__ float ft_expf(float x) { return expf(x); }
+__device__ __forceinline__ float ft_logf(float x) { return logf(x); }
+__device__ __forceinline__ float ft_sqrtf(float x) {
+    float r;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+// Within 4 ulp; 0 below -87.3, where the sum is beyond 2^126.
+__device__ __forceinline__ float ft_sigmoidf(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + expf(-x)));
+    return r;
+}
+
+// Floats as ints: the conversion keeps within 64 bits by itself, but makes the least int of NaN.
+__device__ __forceinline__ i64 ft_int_floor(float x) {
+    i64 r;
+    asm("cvt.rmi.s64.f32 %0, %1;" : "=l"(r) : "f"(x));
+    return x != x ? 0 : r;
+}
+__device__ __forceinline__ i64 ft_int_ceil(float x) {
+    i64 r;
+    asm("cvt.rpi.s64.f32 %0, %1;" : "=l"(r) : "f"(x));
+    return x != x ? 0 : r;
+}
+__device__ __forceinline__ i64 ft_int_trunc(float x) {
+    i64 r;
+    asm("cvt.rzi.s64.f32 %0, %1;" : "=l"(r) : "f"(x));
+    return x != x ? 0 : r;
+}
+__device__ __forceinline__ i64 ft_int_round(float x) {
+    i64 r;
+    asm("cvt.rni.s64.f32 %0, %1;" : "=l"(r) : "f"(x));
+    return x != x ? 0 : r;
+}
+
 // Up to this magnitude an odd polynomial costs the special-function unit nothing. It has the least error as a part of
 // the value, 2.1e-7 in fp32: a cap takes what is wrong with small scores times a large number.
 constexpr float kSmallTanh = 0.4f;
