@@ -8,13 +8,13 @@ use crate::{Error, Result};
 use flashtune_codegen::{Constraints, Mask, Op, Problem, Shape};
 use flashtune_runtime::{AppendCall, Stream};
 
-/// The class of all appends: one kernel serves every number of rows, so there is one plan for a problem, and nothing to
+/// The class of all appends, and of all copies of rows: one kernel serves every number of rows, so there is one plan for a problem, and nothing to
 /// tune.
-const ANY: Shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 0, mask: Mask::Full };
+pub(crate) const ANY: Shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 0, mask: Mask::Full };
 
 /// The sizes by which a problem's kernel is chosen.
 pub(crate) fn class_of<'a>(problem: &Problem, shape: &'a Shape) -> &'a Shape {
-    if problem.op == Op::Append { &ANY } else { shape }
+    if matches!(problem.op, Op::Append | Op::Pad) { &ANY } else { shape }
 }
 
 impl Engine {
@@ -34,8 +34,11 @@ impl Engine {
     /// report. Nothing has been launched then.
     pub unsafe fn append(&self, append: &Append, stream: Stream) -> Result<Option<Dispatch>> {
         let call = append_call(append)?;
+        if let Some(log) = self.call_log.as_ref().filter(|_| !append.is_empty()) {
+            self.log_append(log, &call, append.store.page_tokens);
+        }
         let Some(dispatch) = self.dispatch_append(append, &call)? else { return Ok(None) };
-        let Dispatch { plan, shape } = &dispatch;
+        let Dispatch { plan, shape, .. } = &dispatch;
         plan.count_call();
         tracing::debug!(problem = %plan.kernel().problem, rows = shape.q_len, status = %plan.status(), "append");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, and sizes and strides
@@ -68,6 +71,6 @@ impl Engine {
         }
         let problem: &Problem = &call.problem;
         let plan = self.dispatcher().plan_in_haste(problem, &ANY, Constraints::NONE, || false)?;
-        Ok(Some(Dispatch { plan, shape: call.shape }))
+        Ok(Some(Dispatch::new(plan, call.shape)))
     }
 }

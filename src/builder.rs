@@ -203,6 +203,7 @@ impl Builder {
             scratch_limit: self.scratch_limit.unwrap_or(SCRATCH_LIMIT),
             awaited: Default::default(),
             tuning: Default::default(),
+            call_log: crate::call_log::CallLog::from_env(),
             untuned_file: std::env::var_os(crate::UNTUNED_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from),
         })
     }

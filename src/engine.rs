@@ -2,11 +2,13 @@
 
 use crate::awaited::Awaited;
 use crate::builder::{Builder, Candidates};
+use crate::call_log::CallLog;
+use crate::padding::{self, Padding};
 use crate::{Error, Result};
 use flashtune_cache::{CacheDir, Launches, Layers, RecordKey};
-use flashtune_codegen::score::{ProgramError, ProgramRef};
+use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{
-    CallSizes, Constraint, Constraints, DType, Family, Mask, Op, Problem, Shape, ShapeBucket, TemplateSet,
+    CallSizes, Constraint, Constraints, Family, Mask, Op, Precision, Problem, Shape, ShapeBucket, TemplateSet,
     has_loose_biases, is_addressable,
 };
 use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
@@ -14,7 +16,7 @@ use flashtune_runtime::{
     BlockMask, Device, Error as RuntimeError, ForwardCall, ForwardTensors, MaskSizes, SideInputs, SideTable, Stream,
     TensorView, forward_call,
 };
-use flashtune_tuner::{Job, Observer, Outcome, Runner, WorkerCommand};
+use flashtune_tuner::{Event, Job, Observer, Outcome, Runner, WorkerCommand};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -36,13 +38,16 @@ pub struct Forward<'a> {
     pub o: TensorView,
     /// Address of the log-sum-exp (natural log), fp32, contiguous `[batch, heads, q_len]`; written when given.
     pub lse: Option<u64>,
-    /// Address of the attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`; written when given. CUDA
-    /// only, and only by the plain kernel: for inspection, not for speed.
+    /// Address of the attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`; written when given. On
+    /// CUDA by the plain kernel alone: for inspection, not for speed.
     pub weights: Option<u64>,
     /// Which keys a query attends to.
     pub mask: Mask,
     /// Factor of the scores; `1 / sqrt(head_dim_qk)` when absent.
     pub scale: Option<f32>,
+    /// How products of f32 are computed. Others than [`Precision::Exact`] are refused for other dtypes, on the CPU and
+    /// on GPUs before sm_80.
+    pub precision: Precision,
     /// What else masks and changes the scores; its mask holds beside `mask`.
     pub program: Option<ProgramRef>,
     /// What the program reads.
@@ -56,7 +61,8 @@ impl<'a> Forward<'a> {
     /// A call without mask and program, with the default scale, and without LSE and weights.
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
         let (mask, side) = (Mask::Full, SideInputs::default());
-        Self { q, k, v, o, lse: None, weights: None, mask, scale: None, program: None, side, block_mask: None }
+        let (lse, weights, scale, program, block_mask) = (None, None, None, None, None);
+        Self { q, k, v, o, lse, weights, mask, scale, precision: Precision::Exact, program, side, block_mask }
     }
 
     /// The same call with a score program and what it reads.
@@ -87,12 +93,25 @@ pub struct Dispatch {
     pub plan: Arc<Plan>,
     /// The sizes of the call; the plan may have been made for others of its class.
     pub shape: Shape,
+    /// What the call copies beside its kernel, which then computes over padded rows.
+    pub padding: Option<Padding>,
 }
 
 impl Dispatch {
     /// Which kernel runs these sizes, from which layer, and why no other does.
     pub fn explain(&self) -> Explanation {
-        Explanation { shape: self.shape.to_string(), ..self.plan.explain() }
+        let mut explanation = Explanation { shape: self.shape.to_string(), ..self.plan.explain() };
+        explanation.notes.extend(self.padding.map(|padding| padding.to_string()));
+        explanation
+    }
+
+    pub(crate) fn new(plan: Arc<Plan>, shape: Shape) -> Self {
+        Self { plan, shape, padding: None }
+    }
+
+    /// The same of a call over rows that were padded for it.
+    pub(crate) fn padded(self, padding: Padding) -> Self {
+        Self { padding: Some(padding), ..self }
     }
 }
 
@@ -116,6 +135,8 @@ pub struct Engine {
     pub(crate) awaited: Awaited,
     /// One tuning at a time: two at once would disturb each other's measurements.
     pub(crate) tuning: Mutex<()>,
+    /// Where distinct calls are noted, if anywhere.
+    pub(crate) call_log: Option<CallLog>,
     /// Where the classes that were met untuned go when the engine is dropped.
     pub(crate) untuned_file: Option<PathBuf>,
 }
@@ -195,6 +216,25 @@ impl Engine {
         resolved: ForwardCall,
         stream: Stream,
     ) -> Result<Option<Dispatch>> {
+        if let Some(log) = &self.call_log {
+            self.log_forward(log, call, &resolved);
+        }
+        if call.weights.is_none() && !resolved.shape.is_empty() && self.pads(&resolved.problem, resolved.aligned) {
+            let make = |base| padding::forward(&resolved, base);
+            // SAFETY: the caller's promise is this function's own; what is launched is the same call over copies.
+            return unsafe {
+                self.with_padding(&resolved.problem, stream, make, |padded| self.launch_any(call, padded, stream))
+            };
+        }
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.launch_any(call, resolved, stream) }
+    }
+
+    /// [`Engine::forward_resolved`] on rows that the kernel takes where they lie.
+    ///
+    /// # Safety
+    /// As [`Engine::forward_resolved`].
+    unsafe fn launch_any(&self, call: &Forward<'_>, resolved: ForwardCall, stream: Stream) -> Result<Option<Dispatch>> {
         match resolved.problem.program {
             // SAFETY: the caller's promise is this function's own.
             None => unsafe { self.launch(call, resolved, None, stream) },
@@ -214,7 +254,7 @@ impl Engine {
     ) -> Result<Option<Dispatch>> {
         let haste = || self.quick_first && !self.device().is_capturing(stream);
         let Some(dispatch) = self.dispatch(call, &mut resolved, side, haste)? else { return Ok(None) };
-        let Dispatch { plan, shape } = &dispatch;
+        let Dispatch { plan, shape, .. } = &dispatch;
         plan.count_call();
         tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, the sizes were checked
@@ -262,52 +302,23 @@ impl Engine {
     pub fn prepare(&self, call: &Forward<'_>) -> Result<Option<Dispatch>> {
         let mut resolved = self.resolve(call)?;
         let side = side_table(call, &resolved)?;
+        if call.weights.is_none() && !resolved.shape.is_empty() && self.pads(&resolved.problem, resolved.aligned) {
+            let prepare = |mut padded| self.dispatch(call, &mut padded, side.as_ref(), || false);
+            return self.prepare_padding(&resolved.problem, padding::forward(&resolved, 1 << 12)?, prepare);
+        }
         self.dispatch(call, &mut resolved, side.as_ref(), || false)
     }
 
-    /// Refuses tensors that are certainly not in the device's memory: on CUDA those that begin or end in memory of the
-    /// host, of other devices, or in none; the CPU cannot tell. For hosts that do not know where their tensors are;
-    /// [`Engine::forward`] takes their word.
-    ///
-    /// # Errors
-    /// [`flashtune_runtime::Error::Tensor`] with the tensor's name.
-    pub fn check_addresses(&self, call: &Forward<'_>) -> Result<()> {
-        let [batch, heads, q_len, _] = call.o.shape;
-        let rows = |address| TensorView::rows(address, [batch, heads, q_len]);
-        let weights = |address| TensorView::bhsd(address, DType::F32, [batch, heads, q_len, call.k.shape[2]]);
-        let tensors = [("q", Some(call.q)), ("k", Some(call.k)), ("v", Some(call.v)), ("o", Some(call.o))];
-        let extra = [("lse", call.lse.map(rows)), ("weights", call.weights.map(weights))];
-        for (name, view) in tensors.into_iter().chain(extra) {
-            // Addresses of 0 and extents that overflow are told with the other errors of a tensor.
-            let Some(view) = view.filter(|view| !view.is_empty() && view.address != 0) else { continue };
-            self.device().check_address(name, view.address, view.extent_bytes().unwrap_or(1))?;
-        }
-        if call.o.is_empty() { Ok(()) } else { self.check_side_addresses(&call.side) }
-    }
-
-    /// The same for what a score program reads.
-    ///
-    /// # Errors
-    /// The tensor, by name.
-    pub fn check_side_addresses(&self, side: &SideInputs<'_>) -> Result<()> {
-        for (name, view) in side.tensors {
-            // What is wrong with its address is told by its own name.
-            if let Err(e @ RuntimeError::Tensor { .. }) = self.device().check_address("side", view.address, 1) {
-                let expected = "pass the tensors of a score program in memory of the engine's device";
-                let e = ProgramError::new(format!("the tensor `{name}`: {e}"), expected);
-                return Err(flashtune_codegen::Error::from(e).into());
-            }
-        }
-        Ok(())
-    }
-
-    /// The plan that [`Engine::forward`] uses for these sizes, made now if need be; for a ragged problem that of
-    /// [`Engine::forward_ragged`], by the sizes of a usual sequence and its class of pages.
+    /// The plan that [`Engine::forward`] uses for these sizes, made now if need be: of head dims whose rows are padded
+    /// on the device, that of the padded ones; for a ragged problem that of [`Engine::forward_ragged`], by the sizes of
+    /// a usual sequence and its class of pages.
     ///
     /// # Errors
     /// As [`Engine::forward`], without those of tensors and launches.
     pub fn plan(&self, problem: &Problem, sizes: impl Into<CallSizes>) -> Result<Arc<Plan>> {
         let CallSizes { shape, pages } = sizes.into();
+        problem.validate_on(self.device().arch())?;
+        let problem = &self.computed(problem);
         let shape = *crate::append::class_of(problem, &shape);
         self.plan_for(problem, &CallSizes { shape, pages }, Constraints::NONE, || false)
     }
@@ -317,7 +328,16 @@ impl Engine {
     /// # Errors
     /// As [`Engine::plan`].
     pub fn explain(&self, problem: &Problem, sizes: impl Into<CallSizes>) -> Result<Explanation> {
-        Ok(self.plan(problem, sizes)?.explain())
+        let mut explanation = self.plan(problem, sizes)?.explain();
+        let computed = self.computed(problem);
+        if computed != *problem {
+            explanation.notes.push(format!(
+                "{problem} is computed over rows that pad/cuda copies to {} and {} elements before the kernel, and the \
+                 output back: two more launches, and every operand moved once more",
+                computed.head_dim_qk, computed.head_dim_v
+            ));
+        }
+        Ok(explanation)
     }
 
     /// Tunes a problem on this device, keeps the result, and uses it from now on. Answers from the cache when it is
@@ -350,8 +370,10 @@ impl Engine {
             }
             (None, None) => return Err(flashtune_cache::Error::NoFolder.into()),
         };
-        job.problem.validate()?;
+        job.problem.validate_on(self.device().arch())?;
         job.shape.validate()?;
+        // Rows that are padded have the kernels of the padded ones.
+        let job = &Job { problem: self.computed(&job.problem), ..job.clone() };
         let device = self.device().fingerprint().clone();
         let bucket = job.bucket(&device);
         let wanted = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
@@ -395,7 +417,11 @@ impl Engine {
         let [batch, heads, q_len, _] = call.q.shape;
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
-        let resolved = forward_call(&tensors, call.mask, call.scale)?;
+        let mut resolved = forward_call(&tensors, call.mask, call.scale)?;
+        resolved.problem.precision = call.precision;
+        if call.precision != Precision::Exact {
+            resolved.problem.validate_on(self.device().arch())?;
+        }
         if let Some(block_mask) = call.block_mask {
             block_mask.admit(self.device().fingerprint(), &resolved.shape, &call.side)?;
         }
@@ -424,7 +450,7 @@ impl Engine {
             .with_if(Constraint::Strided, *aligned && !is_addressable(args))
             .with_if(Constraint::LooseBiases, loose);
         let plan = self.plan_for(problem, &CallSizes::from(&*shape), demands, haste)?;
-        Ok(Some(Dispatch { plan, shape: *shape }))
+        Ok(Some(Dispatch::new(plan, *shape)))
     }
 
     pub(crate) fn plan_for(
@@ -463,7 +489,7 @@ impl Engine {
         tracing::info!(%problem, %sizes, "nothing tuned fits: tuning now");
         // Threads that come second wait for the first inside, and are answered from the store.
         let patience = if self.wait_for_tuners { PATIENCE } else { Duration::ZERO };
-        match self.tune_job(&Job { patience, launches: self.launches, ..Job::of_call(*problem, *sizes) }, &()) {
+        match self.tune_job(&Job { patience, launches: self.launches, ..Job::of_call(*problem, *sizes) }, &Waits) {
             Ok(_) => Ok(()),
             // The next best choice serves until the other process is done.
             Err(Error::Tuner(e @ flashtune_tuner::Error::Busy { .. })) => {
@@ -482,6 +508,21 @@ impl Engine {
                 Ok(())
             }
             Err(e) => Err(e),
+        }
+    }
+}
+
+/// Tells the log of a call that waits for other processes.
+struct Waits;
+
+impl Observer for Waits {
+    fn event(&self, event: &Event<'_>) {
+        match event {
+            Event::Waiting { what, holder: Some(holder), .. } => {
+                tracing::warn!("a call waits: {what} by {holder}; {}", holder.remedy());
+            }
+            Event::Waiting { what, holder: None, .. } => tracing::warn!("a call waits: {what} by another process"),
+            _ => {}
         }
     }
 }

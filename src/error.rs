@@ -33,6 +33,14 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
+    /// A file of metrics cannot be written.
+    #[error("cannot write the metrics to {}: {source}; name a file in a writable folder", path.display())]
+    MetricsFile {
+        /// The file.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
     /// The folder of template overrides cannot be used.
     #[error("templates {}: {message}; name a folder with files such as forward/cpu.c", path.display())]
     Templates {

@@ -2,7 +2,7 @@
 
 use crate::{Engine, Forward, Result};
 use flashtune_codegen::score::{ProgramRef, SideData};
-use flashtune_codegen::{Error as CodegenError, Mask};
+use flashtune_codegen::{Error as CodegenError, Mask, Precision};
 use flashtune_runtime::dispatch::Plan;
 use flashtune_runtime::{Buffer, HostTensor, Layout, SideBuffers, SideInputs};
 use std::sync::Arc;
@@ -34,7 +34,9 @@ pub struct HostForward<'a> {
     pub mask: Mask,
     /// Factor of the scores; `1 / sqrt(head_dim_qk)` when absent.
     pub scale: Option<f32>,
-    /// Whether the attention weights are wanted; CUDA only.
+    /// How products of f32 are computed, as [`Forward::precision`].
+    pub precision: Precision,
+    /// Whether the attention weights are wanted.
     pub weights: bool,
     /// What else masks and changes the scores, and what it reads.
     pub program: Option<(ProgramRef, &'a SideData)>,
@@ -43,7 +45,8 @@ pub struct HostForward<'a> {
 impl<'a> HostForward<'a> {
     /// A call without mask and program, with the default scale, and without weights.
     pub fn new(q: &'a HostTensor, k: &'a HostTensor, v: &'a HostTensor) -> Self {
-        Self { q, k, v, layout: Layout::Bhsd, mask: Mask::Full, scale: None, weights: false, program: None }
+        let (mask, scale, precision, program) = (Mask::Full, None, Precision::Exact, None);
+        Self { q, k, v, layout: Layout::Bhsd, mask, scale, precision, weights: false, program }
     }
 }
 
@@ -68,7 +71,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::forward_host`], and when the score program's data does not fit or does not keep what is declared.
     pub fn forward_host_call(&self, host: &HostForward<'_>) -> Result<HostOutput> {
-        let HostForward { q, k, v, layout, mask, scale, weights, program } = *host;
+        let HostForward { q, k, v, layout, mask, scale, precision, weights, program } = *host;
         let program = program.map(|(p, data)| (p.admitting(|name| data.scalars.get(name).copied()), data));
         let [batch, heads, q_len, _] = q.shape();
         let (kv_len, head_dim_v) = (k.shape()[2], v.shape()[3]);
@@ -82,7 +85,8 @@ impl Engine {
 
         // The tensors are checked at an address that any device could give first, so that bad input costs no memory.
         let unplaced = |t: &HostTensor| t.view_at(1 << 12);
-        let call = Forward { mask, scale, ..Forward::new(unplaced(q), unplaced(k), unplaced(v), unplaced(&o)) };
+        let call =
+            Forward { mask, scale, precision, ..Forward::new(unplaced(q), unplaced(k), unplaced(v), unplaced(&o)) };
         let call = Forward { program: program.map(|(program, _)| program), ..call };
         let resolved = self.resolve(&call)?;
 

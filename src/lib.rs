@@ -25,12 +25,15 @@ pub mod append;
 mod awaited;
 mod backward;
 mod builder;
+mod call_log;
+mod checked;
 mod engine;
 mod error;
 mod host;
 mod manifest;
 pub mod model;
 mod overrides;
+mod padding;
 pub mod ragged;
 mod serving;
 
@@ -42,6 +45,9 @@ pub use flashtune_tuner as tuner;
 /// The variable that names the file to which an engine appends, when it is dropped, the shapes that it met untuned.
 pub const UNTUNED_VARIABLE: &str = "FLASHTUNE_UNTUNED";
 
+/// The variable that names the file to which every distinct call is appended as a line for `flashtune bench`.
+pub const LOG_CALLS_VARIABLE: &str = "FLASHTUNE_LOG_CALLS";
+
 /// The variable that names the `flashtune` program whose processes run candidates.
 pub const WORKER_VARIABLE: &str = "FLASHTUNE_WORKER";
 
@@ -51,13 +57,13 @@ pub const LAUNCHES_VARIABLE: &str = "FLASHTUNE_LAUNCHES";
 /// The variable that says whether a quick schedule answers calls while their own is being compiled: `1` or `0`.
 pub const QUICK_FIRST_VARIABLE: &str = "FLASHTUNE_QUICK_FIRST";
 
-pub use backward::Backward;
+pub use backward::{Backward, Packed};
 pub use builder::Builder;
 pub use engine::{Dispatch, Engine, Forward};
 pub use error::{Error, Result};
-pub use flashtune_cache::Launches;
-pub use flashtune_codegen::score::{Program, ProgramRef, Scalar, SideData};
-pub use flashtune_codegen::{CallSizes, DType, Mask, MaskKind, PageClass, Problem, Shape};
+pub use flashtune_cache::{Launches, Trust};
+pub use flashtune_codegen::score::{Elements, Program, ProgramRef, Scalar, SideData};
+pub use flashtune_codegen::{CallSizes, DType, Mask, MaskKind, PageClass, Precision, Problem, Shape};
 pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
 };
@@ -67,4 +73,5 @@ pub use flashtune_runtime::{
 pub use host::{HostForward, HostOutput};
 pub use manifest::{ManifestEntry, read_manifest, write_manifest};
 pub use overrides::{TEMPLATES_VARIABLE, read_templates};
+pub use padding::Padding;
 pub use ragged::Ragged;

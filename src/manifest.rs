@@ -40,6 +40,12 @@ impl ManifestEntry {
     }
 }
 
+impl std::fmt::Display for ManifestEntry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} at {}", self.problem, self.sizes())
+    }
+}
+
 /// Reads a file of entries: one for each problem and class of sizes, those with the most calls first; entries of one
 /// class are added up.
 ///
@@ -157,7 +163,8 @@ mod tests {
         let tmp = tempfile::tempdir().unwrap();
         let path = tmp.path().join("m");
         let good = serde_json::to_string(&untuned(8, 1, None)).unwrap();
-        for bad in ["{", "[]", "{\"problem\": 3}", &good.replace("64", "63"), &good.replace("\"Causal\"", "\"Full\"")] {
+        for bad in ["{", "[]", "{\"problem\": 3}", &good.replace("64", "257"), &good.replace("\"Causal\"", "\"Full\"")]
+        {
             std::fs::write(&path, format!("{good}\n\n{bad}\n")).unwrap();
             let e = read_manifest(&path).unwrap_err().to_string();
             assert!(e.contains("line 3") && e.contains("m"), "{bad}: {e}");

@@ -1,6 +1,7 @@
 //! Calls over ragged batches: packed prompts, chunks beside caches, and decoding.
 
 use crate::engine::Dispatch;
+use crate::padding::{self, Room};
 use crate::{Engine, Result};
 use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{Constraint, Constraints, Mask, ragged_unaddressable};
@@ -55,6 +56,32 @@ impl Engine {
     /// As [`Engine::forward`], and what [`ragged_call`] refuses. Nothing has been launched then.
     pub unsafe fn forward_ragged(&self, call: &Ragged<'_>, stream: Stream) -> Result<Option<Dispatch>> {
         let resolved = resolve(call)?;
+        if let Some(log) = &self.call_log {
+            self.log_ragged(log, &resolved, [call.batch.store.pages, call.batch.store.page_tokens]);
+        }
+        if !resolved.is_empty() && self.pads_pack(&call.batch, &resolved.problem, resolved.aligned) {
+            let make = |base| padded(call, &resolved, base);
+            // SAFETY: the caller's promise is this function's own; what is launched is the same call over copies.
+            return unsafe {
+                self.with_padding(&resolved.problem, stream, make, |padded| {
+                    self.launch_ragged_any(&padded, resolve(&padded)?, stream)
+                })
+            };
+        }
+        // SAFETY: the caller's promise is this function's own.
+        unsafe { self.launch_ragged_any(call, resolved, stream) }
+    }
+
+    /// [`Engine::forward_ragged`] on rows that the kernel takes where they lie.
+    ///
+    /// # Safety
+    /// As [`Engine::forward_ragged`].
+    unsafe fn launch_ragged_any(
+        &self,
+        call: &Ragged<'_>,
+        resolved: RaggedCall,
+        stream: Stream,
+    ) -> Result<Option<Dispatch>> {
         match resolved.problem.program {
             // SAFETY: the caller's promise is this function's own.
             None => unsafe { self.launch_ragged(&resolved, stream) },
@@ -71,6 +98,11 @@ impl Engine {
     pub fn prepare_ragged(&self, call: &Ragged<'_>) -> Result<Option<Dispatch>> {
         let resolved = resolve(call)?;
         side_table(call, &resolved)?;
+        if !resolved.is_empty() && self.pads_pack(&call.batch, &resolved.problem, resolved.aligned) {
+            let made = padded(call, &resolved, 1 << 12)?;
+            let prepare = |padded: Ragged<'_>| self.dispatch_ragged(&resolve(&padded)?, || false);
+            return self.prepare_padding(&resolved.problem, made, prepare);
+        }
         self.dispatch_ragged(&resolved, || false)
     }
 
@@ -93,7 +125,7 @@ impl Engine {
     unsafe fn launch_ragged(&self, resolved: &RaggedCall, stream: Stream) -> Result<Option<Dispatch>> {
         let haste = || self.quick_first && !self.device().is_capturing(stream);
         let Some(dispatch) = self.dispatch_ragged(resolved, haste)? else { return Ok(None) };
-        let Dispatch { plan, shape } = &dispatch;
+        let Dispatch { plan, shape, .. } = &dispatch;
         plan.count_call();
         let kernel = plan.kernel();
         tracing::debug!(problem = %kernel.problem, %shape, schedule = %kernel.schedule, status = %plan.status(), "dispatch");
@@ -131,7 +163,7 @@ impl Engine {
             .with_if(Constraint::Strided, ragged_unaddressable(&resolved.args).is_some());
         // By a usual sequence: with bounds of 128k a kernel for sequences of 2k would be another.
         let plan = self.plan_for(&resolved.problem, &resolved.sizes(), demands, haste)?;
-        Ok(Some(Dispatch { plan, shape: resolved.shape }))
+        Ok(Some(Dispatch::new(plan, resolved.shape)))
     }
 }
 
@@ -140,6 +172,12 @@ fn resolve(call: &Ragged<'_>) -> Result<RaggedCall> {
     let resolved = ragged_call(&call.batch, call.mask, call.scale)?;
     let program = call.program.map(|p| p.admitting(|name| call.side.scalar(name))).filter(|p| !p.is_plain());
     Ok(program.map_or(resolved, |program| resolved.with_program(program)))
+}
+
+/// The same call over rows that are padded at an address, with the scale of its own head dim.
+fn padded<'a>(call: &Ragged<'a>, resolved: &RaggedCall, base: u64) -> Result<(Ragged<'a>, Room)> {
+    let (batch, room) = padding::packed(&call.batch, base)?;
+    Ok((Ragged { batch, scale: Some(resolved.args.scale), ..*call }, room))
 }
 
 /// What the score program of a call reads, checked against the bounds.

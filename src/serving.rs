@@ -39,9 +39,31 @@ impl Engine {
         self.dispatcher().counters()
     }
 
-    /// [`Engine::counters`] as the text that Prometheus scrapes.
+    /// [`Engine::counters`] as the text that Prometheus scrapes, with the build, the seal's digest, calls by problem and
+    /// a histogram of compilations.
     pub fn prometheus(&self) -> String {
-        self.counters().prometheus(&self.device().fingerprint().to_string())
+        self.dispatcher().metrics().prometheus(&[("device", &self.device().fingerprint().to_string())])
+    }
+
+    /// Writes [`Engine::prometheus`] to a file that is whole whenever somebody reads it: for hosts without HTTP, whose
+    /// metrics node_exporter's textfile collector reads from a folder of `*.prom`. Each line has the label `process`
+    /// with the file's name (`rank0` of `rank0.prom`), since a collector refuses two files with the same lines. To be
+    /// called now and then, as often as the collector is scraped.
+    ///
+    /// # Errors
+    /// [`crate::Error::MetricsFile`]; an older file stays then.
+    pub fn write_metrics(&self, path: &Path) -> Result<()> {
+        let device = self.device().fingerprint().to_string();
+        let process = path.file_stem().unwrap_or_default().to_string_lossy();
+        let text = self.dispatcher().metrics().prometheus(&[("device", &device), ("process", &process)]);
+        // A name that no collector reads.
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(format!(".{}.tmp", std::process::id()));
+        let written = std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path));
+        written.map_err(|source| {
+            let _ = std::fs::remove_file(&beside);
+            crate::Error::MetricsFile { path: path.to_owned(), source }
+        })
     }
 
     /// The classes of calls that were met and that no record of their own serves, those with the most calls first.

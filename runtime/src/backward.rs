@@ -1,5 +1,9 @@
 //! The tensors of a backward pass, and their way into kernel arguments.
 
+mod packed;
+
+pub use packed::Packed;
+
 use crate::tensor::{
     check_contiguous, check_layout, check_output_rows, outer, rows_are_aligned, same_dtype, same_shape, small, windows,
 };
@@ -151,6 +155,14 @@ pub fn backward_call(tensors: &BackwardTensors, mask: Mask, scale: Option<f32>) 
         window_right,
         scale,
         side: 0,
+        q_begin: 0,
+        kv_begin: 0,
+        q_lengths: 0,
+        kv_lengths: 0,
+        q_rows: 0,
+        kv_rows: 0,
+        q_words: 1,
+        kv_words: 1,
     };
     let aligned = rows.into_iter().all(|(_, tensor)| rows_are_aligned(tensor));
     Ok(BackwardCall { problem, shape, args, aligned })

@@ -139,6 +139,12 @@ pub trait Device: Send + Sync {
 
     /// Allocates uninitialised device memory.
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>>;
+    /// Uninitialised memory for what is launched on a stream until it is dropped, which waits for nothing: taken and
+    /// given back in the stream's order, and in a capture a part of the graph.
+    fn stream_memory(&self, bytes: u64, stream: Stream) -> Result<Box<dyn Buffer>> {
+        let _ = stream;
+        self.alloc(usize::try_from(bytes).unwrap_or(usize::MAX))
+    }
     /// Host memory that the device copies to and from at full speed: more dear to make than other memory, so keep it.
     fn alloc_host(&self, bytes: usize) -> Result<HostBytes> {
         Ok(Box::new(vec![0u8; bytes].into_boxed_slice()))

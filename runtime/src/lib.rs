@@ -27,8 +27,10 @@ mod device;
 pub mod dispatch;
 pub mod elf;
 mod error;
+mod gradient;
 mod library_search;
 mod open;
+mod pad;
 pub mod ragged;
 pub mod reference;
 mod side;
@@ -39,19 +41,23 @@ mod typical;
 pub use append::{
     Append, AppendCall, AppendCase, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call, check_append,
 };
-pub use backward::{BackwardCall, BackwardTensors, backward_call};
+pub use backward::{BackwardCall, BackwardTensors, Packed, backward_call};
 pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
-pub use check::{BackwardCase, CheckCase, CheckInputs, CheckReport, Poison, RaggedCase, check_kernel};
+pub use check::{
+    BackwardCase, CheckCase, CheckInputs, CheckReport, GradientCase, Poison, RaggedCase, check_kernel, check_pad,
+};
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
 pub use device::{Buffer, Compiler, Device, Findings, Graph, HostBytes, Module, Stream, no_graphs, require_room};
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};
 pub use error::{Error, Result};
+pub use gradient::{GradientCall, gradient_call, gradient_of};
 pub use open::{DeviceSpec, all_devices, open, open_to_compile};
+pub use pad::RowCopies;
 pub use ragged::{RaggedBatch, RaggedCall, ragged_call};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};
-pub use tensor::{ForwardCall, ForwardTensors, TensorView, forward_call};
+pub use tensor::{ForwardCall, ForwardTensors, TensorView, certainly_overlap, forward_call};
 pub use typical::{typical_side, visible_part};

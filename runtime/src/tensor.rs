@@ -215,6 +215,23 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
     Ok(ForwardCall { problem, shape, args, aligned })
 }
 
+/// Whether two tensors share an element, as far as addresses tell: those that begin at one address, and those of which
+/// one has all elements of its range and the other begins there. Of interleaved rows, which share a range and no
+/// element, nothing is said.
+pub fn certainly_overlap(a: &TensorView, b: &TensorView) -> bool {
+    let range = |t: &TensorView| {
+        let bytes = if t.is_empty() || t.address == 0 { 0 } else { t.extent_bytes().unwrap_or(0) };
+        // Nothing was checked of the sizes yet.
+        let dense = t.shape.iter().fold(t.dtype.bytes() as u64, |bytes, n| bytes.saturating_mul(*n));
+        (t.address..t.address.saturating_add(bytes), bytes == dense)
+    };
+    let ((of_a, all_of_a), (of_b, all_of_b)) = (range(a), range(b));
+    if of_a.is_empty() || of_b.is_empty() {
+        return false;
+    }
+    of_a.start == of_b.start || all_of_a && of_a.contains(&of_b.start) || all_of_b && of_b.contains(&of_a.start)
+}
+
 /// The softmax scale of a call.
 pub(crate) fn finite_scale(problem: &Problem, scale: Option<f32>) -> Result<f32> {
     let scale = scale.unwrap_or_else(|| problem.default_scale());

@@ -61,7 +61,8 @@ impl AppendCase {
             Some(store) if store.v_columns => l.draw(&[5, 16]),
             Some(_) => l.draw(&[1, 5, 16]),
         };
-        let dims: &[usize] = if page_tokens == 256 { &[16, 24] } else { &[16, 24, 40, 64, 80, 128, 192, 256] };
+        let dims: &[usize] =
+            if page_tokens == 256 { &[16, 24] } else { &[1, 16, 24, 40, 59, 64, 80, 111, 128, 192, 256] };
         let (dim, dim_v) = (l.draw(dims), l.draw(dims));
         let dim_v = if l.chance(0.6) { dim } else { dim_v };
         let (dim, dim_v) = problem.map_or((dim, dim_v), |p| (p.head_dim_qk as usize, p.head_dim_v as usize));
@@ -205,8 +206,8 @@ impl AppendCase {
         let rows_each = if packed { total as usize } else { each as usize };
         let (k_at, k_strides) = l.rows(dtype, shape(rows_each, heads, dim));
         let (v_at, v_strides) = l.rows(dtype, shape(rows_each, heads, dim_v));
-        let rotary_dim = if l.chance(0.3) { 0 } else { 2 * l.rng.random_range(1..=dim / 2) };
-        let rotary_dim = if rotary_dim > 0 && l.chance(0.5) { dim } else { rotary_dim };
+        let rotary_dim = if dim < 2 || l.chance(0.3) { 0 } else { 2 * l.rng.random_range(1..=dim / 2) };
+        let rotary_dim = if rotary_dim > 0 && l.chance(0.5) { dim / 2 * 2 } else { rotary_dim };
         let interleaved = l.chance(0.5);
         let angles = if l.chance(0.5) { DType::F32 } else { dtype };
         let positions_of = if slots { "each" } else { l.draw(&["places", "from", "each"]) };

@@ -1,45 +1,58 @@
 //! Does a compiled kernel compute the gradients? As [`super::CheckCase`] asks of a forward pass.
 
+mod packed;
+
+pub use packed::PackedBatch;
+
 use super::{CheckInputs, CheckReport, OnDevice, Poison, poison, written};
 use crate::reference::{
     Attention, GradientInputs, Gradients, RowId, all_rows, compare_gradients, oracle_gradients, oracle_of,
     unfused_gradients,
 };
 use crate::{
-    BackwardTensors, Device, Error, HostTensor, Layout, Module, Result, SideBuffers, backward_call, typical_side,
+    BackwardCall, BackwardTensors, Device, Error, HostTensor, Layout, Module, Result, SideBuffers, backward_call,
+    typical_side,
 };
 use flashtune_codegen::abi::BackwardArgs;
 use flashtune_codegen::score::{At, Bound, Precision, SideData};
 use flashtune_codegen::{DType, Problem, SCRATCH_LIMIT, Shape};
+use packed::PackedRows;
 use std::sync::Arc;
 
 /// One backward problem, shape and input set on a device, with the expected gradients: computed once, used for many
 /// kernels. O and the log-sum-exp are those of fp64, rounded; every row of the gradients is compared.
 pub struct BackwardCase {
-    device: Arc<dyn Device>,
+    pub(super) device: Arc<dyn Device>,
     problem: Problem,
-    shape: Shape,
+    pub(super) shape: Shape,
+    /// The call without its program.
+    pub(super) call: BackwardCall,
     args: BackwardArgs,
-    inputs: Vec<OnDevice>,
+    /// dO, Q, K, V, O and the log-sum-exp, and where the loss depends on that, its gradient.
+    pub(super) inputs: Vec<OnDevice>,
     outputs: [OnDevice; 3],
+    /// Where sequences lie, if they are packed.
+    packed: Option<PackedRows>,
     /// What the score program reads; its address is in `args`.
     _side: Option<SideBuffers>,
     oracle: Gradients,
     unfused: Gradients,
 }
 
-impl BackwardCase {
-    /// Makes inputs, with [`typical_side`] for what the problem's score program reads, computes the expected results
-    /// and uploads. `inputs.lse` is whether the loss depends on the log-sum-exp.
-    ///
-    /// # Errors
-    /// When the mask of the shape is not of the problem's kind, or the device has no memory.
-    pub fn new(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
-        let data = problem.program.map_or(SideData::default(), |p| typical_side(&p, shape, inputs.seed));
-        let data = &data;
-        super::same_kind(problem, shape)?;
-        device.require_room(problem, shape)?;
-        let side = problem.program.map(|p| SideBuffers::new(&*device, &p, shape, data)).transpose()?;
+/// Inputs in the host's memory, and what they give.
+struct Drawn {
+    /// dO, Q, K, V, O, the log-sum-exp and, where the loss depends on that, its gradient.
+    tensors: Vec<HostTensor>,
+    oracle: Gradients,
+    unfused: Gradients,
+}
+
+/// The names of [`Drawn::tensors`].
+const NAMES: [&str; 7] = ["dout", "q", "k", "v", "o", "lse", "dlse"];
+
+impl Drawn {
+    /// Of dense tensors. `sequence` is what the score program takes the first one for.
+    fn new(problem: &Problem, shape: &Shape, inputs: &CheckInputs, data: &SideData, sequence: u32) -> Self {
         let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
         let random = |heads, rows, dim, salt| {
             let seed = inputs.seed.wrapping_mul(8).wrapping_add(salt);
@@ -52,8 +65,8 @@ impl BackwardCase {
         let mut dout = random(shape.heads, shape.q_len, dim_v, 3);
         poison(inputs.poison, problem, shape, &q, [&mut k, &mut v]);
         let scale = inputs.scale.unwrap_or_else(|| problem.default_scale());
-        let attention =
-            Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)), sequence: 0 };
+        let program = problem.program.as_deref().map(|p| (p, data));
+        let attention = Attention { mask: shape.mask, scale, program, sequence };
         let rows = sizes(shape.heads, shape.q_len, 1);
         let forward = oracle_of(&q, &k, &v, &attention, &all_rows(shape));
         let as_f32 = |values: &[f64]| values.iter().map(|x| *x as f32).collect::<Vec<f32>>();
@@ -73,26 +86,56 @@ impl BackwardCase {
         // A score of -inf takes no part, whatever O is by a forward pass that multiplies an infinity of V by 0.
         let mut o = of(problem.dtype, sizes(shape.heads, shape.q_len, dim_v), inputs.layout, &as_f32(&oracle.o.o));
         poison_queries(inputs.poison, problem, &empty, [&mut o]);
+        let tensors = [dout, q, k, v, o, lse].into_iter().chain(dlse).collect();
+        Self { tensors, oracle, unfused }
+    }
+}
 
+impl BackwardCase {
+    /// Makes inputs, with [`typical_side`] for what the problem's score program reads, computes the expected results
+    /// and uploads. `inputs.lse` is whether the loss depends on the log-sum-exp.
+    ///
+    /// # Errors
+    /// When the mask of the shape is not of the problem's kind, or the device has no memory.
+    pub fn new(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
+        let data = problem.program.map_or(SideData::default(), |p| typical_side(&p, shape, inputs.seed));
+        Self::with_side(device, problem, shape, inputs, &data)
+    }
+
+    /// [`BackwardCase::new`] with the scalars and tensors that the problem's score program reads.
+    ///
+    /// # Errors
+    /// As [`BackwardCase::new`], and data that does not fit the program.
+    pub fn with_side(
+        device: Arc<dyn Device>,
+        problem: &Problem,
+        shape: &Shape,
+        inputs: &CheckInputs,
+        data: &SideData,
+    ) -> Result<Self> {
+        super::same_kind(problem, shape)?;
+        device.require_room(problem, shape)?;
+        let drawn = Drawn::new(problem, shape, inputs, data, 0);
+        Self::place(device, problem, shape, inputs, data, drawn, None)
+    }
+
+    /// Uploads. Packed sequences lie in tensors of a batch of one.
+    fn place(
+        device: Arc<dyn Device>,
+        problem: &Problem,
+        shape: &Shape,
+        inputs: &CheckInputs,
+        data: &SideData,
+        Drawn { tensors, oracle, unfused }: Drawn,
+        packed: Option<PackedRows>,
+    ) -> Result<Self> {
         let d = &*device;
-        let output = |name, heads, rows, dim| {
-            OnDevice::new(d, name, HostTensor::poisoned(problem.dtype, sizes(heads, rows, dim), inputs.layout))
+        let side = problem.program.map(|p| SideBuffers::new(d, &p, shape, data)).transpose()?;
+        let output = |name, like: &HostTensor| {
+            OnDevice::new(d, name, HostTensor::poisoned(problem.dtype, like.shape(), inputs.layout))
         };
-        let outputs = [
-            output("dq", shape.heads, shape.q_len, dim)?,
-            output("dk", shape.kv_heads, shape.kv_len, dim)?,
-            output("dv", shape.kv_heads, shape.kv_len, dim_v)?,
-        ];
-        let named = [
-            ("dout", Some(dout)),
-            ("q", Some(q)),
-            ("k", Some(k)),
-            ("v", Some(v)),
-            ("o", Some(o)),
-            ("lse", Some(lse)),
-            ("dlse", dlse),
-        ];
-        let on_device = named.into_iter().filter_map(|(name, host)| Some(OnDevice::new(d, name, host?)));
+        let outputs = [output("dq", &tensors[1])?, output("dk", &tensors[2])?, output("dv", &tensors[3])?];
+        let on_device = NAMES.into_iter().zip(tensors).map(|(name, host)| OnDevice::new(d, name, host));
         let on_device = on_device.collect::<Result<Vec<OnDevice>>>()?;
         let view = |i: usize| on_device[i].view();
         let tensors = BackwardTensors {
@@ -107,15 +150,35 @@ impl BackwardCase {
             dk: outputs[1].view(),
             dv: outputs[2].view(),
         };
-        let call = backward_call(&tensors, shape.mask, Some(scale))?;
+        let mut call = backward_call(&tensors, shape.mask, inputs.scale)?;
+        if let Some(packed) = &packed {
+            call = call.packed(&packed.arrays(shape))?;
+        }
         let args = BackwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };
-        let (problem, shape) = (*problem, *shape);
-        Ok(Self { device, problem, shape, args, inputs: on_device, outputs, _side: side, oracle, unfused })
+        let (problem, shape) = (*problem, call.shape);
+        Ok(Self {
+            device,
+            problem,
+            shape,
+            call,
+            args,
+            inputs: on_device,
+            outputs,
+            packed,
+            _side: side,
+            oracle,
+            unfused,
+        })
     }
 
     /// The arguments of the case's launch: valid as long as the case lives. The gradients may be overwritten at will.
     pub fn args(&self) -> &BackwardArgs {
         &self.args
+    }
+
+    /// The sizes of the case; of packed sequences their bounds.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
     }
 
     /// Launches a kernel twice into poisoned gradients and compares: once within the usual limit of scratch memory, and
@@ -144,6 +207,9 @@ impl BackwardCase {
             let changed = || bytes != input.host.bytes();
             stray = stray.or(guards).or_else(|| changed().then(|| format!("{} was written", input.name)));
         }
+        if let Some(packed) = &self.packed {
+            stray = stray.or(packed.changed(&*self.device)?);
+        }
         let mut tensors = Vec::new();
         for (output, bytes) in self.outputs.iter().zip(&first) {
             let mut tensor = output.host.clone();
@@ -151,6 +217,11 @@ impl BackwardCase {
             let gap = tensor.gaps().into_iter().find(|gap| written(&bytes[gap.clone()]).is_some());
             stray =
                 stray.or_else(|| Some(format!("bytes {:?} of {}, between its rows, were written", gap?, output.name)));
+            if let Some(packed) = &self.packed {
+                let unowned = || packed.unowned(output.name, &tensor);
+                stray = stray.or_else(unowned);
+                tensor = packed.apart(output.name, &tensor);
+            }
             tensors.push(tensor);
         }
         let verdict = compare_gradients([&tensors[0], &tensors[1], &tensors[2]], &self.oracle, &self.unfused);

@@ -4,7 +4,7 @@ use super::*;
 use crate::compile::memory::compile_or_plant;
 use crate::{BackwardCase, CpuDevice};
 use flashtune_codegen::score::Program;
-use flashtune_codegen::{Arch, CpuIsa, Family, Kernel, Mask, Schedule, ShapeBucket, TemplateSet};
+use flashtune_codegen::{Arch, CpuIsa, Family, Kernel, KvKind, Mask, Schedule, ShapeBucket, TemplateSet};
 use std::collections::BTreeMap;
 
 const WINDOW: Mask = Mask::Window { left: Some(20), right: Some(3) };
@@ -50,8 +50,12 @@ fn the_cpu_template_computes_gradients() {
                    mask = kv <= q + 70 and doc[b, kv] % 3 != q % 5; \
                    score = 20.0 * tanh(score / 20.0) + slopes[h] * (kv - q) + bias[q, kv];";
     let sinks = "sinks: float[heads]; score = max(score, 0.2 * score); sink = sinks[h];";
+    let words = "t: float[heads, 16]; n = abs(q - kv); mask = int_round(0.5 * (kv - q)) % 5 != 1 and sqrt(n) < 11.5; \
+                 score = 0.5 * log(1.0 + exp(min(score, 20.0))) + 3.0 * sigmoid(score) - sqrt(1.0 + score * score) + \
+                         t[h, n if n < 8 else min(8 + int_floor(3.9 * log(n / 7.7)), 15)];";
     let cases = [
         (problem(DType::F32, [64, 40], WINDOW, None), None, WINDOW),
+        (problem(DType::F32, [24, 32], Mask::Full, Some(words)), None, Mask::Full),
         (problem(DType::Bf16, [24, 72], Mask::Causal, None), Some(CpuIsa::Avx2), Mask::Causal),
         (problem(DType::F16, [40, 40], Mask::Full, Some(program)), None, Mask::Full),
         (problem(DType::F32, [16, 24], Mask::Causal, Some(sinks)), Some(CpuIsa::Generic), Mask::Causal),
@@ -75,6 +79,81 @@ fn the_cpu_template_computes_gradients() {
             let report = case.check(&*module).unwrap();
             assert!(report.passed(), "{problem} {shape} {inputs:?}: {report}");
         }
+    }
+}
+
+/// Sequences of a block and of several, none of either side, and both sides of what blocks divide.
+const MIXES: [&[[u32; 2]]; 5] = [
+    &[[70, 133], [0, 40], [64, 64], [1, 300], [129, 0], [5, 200]],
+    &[[200, 7]],
+    &[[0, 0], [3, 9], [0, 1], [66, 65]],
+    &[[1, 147], [113, 203], [128, 217]],
+    &[[0, 9], [9, 0]],
+];
+
+fn packed_batch(mask: Mask, lengths: &[[u32; 2]], nth: usize) -> PackedBatch {
+    let (unused, spare) = ([0, 3][nth % 2], [0, 70][nth / 2 % 2]);
+    let wide = [nth.is_multiple_of(3), nth % 3 == 1];
+    PackedBatch { heads: 4, kv_heads: 2, mask, lengths: lengths.to_vec(), unused, spare, wide }
+}
+
+#[test]
+fn the_cpu_template_computes_gradients_of_packed_sequences() {
+    let device: Arc<dyn Device> = CpuDevice::open().unwrap();
+    let templates = TemplateSet::embedded();
+    let program = "slopes: float[heads]; bias: bf16[batch, q_len]; doc: int[batch, kv_len]; \
+                   mask = kv <= q + kv_len - q_len + 70 and doc[b, kv] % 3 != q % 5; \
+                   score = 20.0 * tanh(score / 20.0) + slopes[h] * (kv - (q + kv_len - q_len)) + bias[b, q];";
+    let cases = [
+        (problem(DType::F32, [64, 40], WINDOW, None), WINDOW),
+        (problem(DType::Bf16, [24, 72], Mask::Causal, None), Mask::Causal),
+        (problem(DType::F16, [40, 40], Mask::Full, Some(program)), Mask::Full),
+    ];
+    for (nth, (problem, mask)) in cases.into_iter().enumerate() {
+        let problem = problem.with_kv(KvKind::RAGGED);
+        let module = module(&*device, &problem, None, &templates);
+        for (i, lengths) in MIXES.into_iter().enumerate() {
+            let inputs = CheckInputs {
+                layout: Layout::ALL[(i + nth) % 3],
+                seed: (100 * nth + i) as u64,
+                lse: i % 2 == 0,
+                poison: [Poison::None, Poison::Nan, Poison::Infinite][(i + nth) % 3],
+                ..CheckInputs::default()
+            };
+            let batch = packed_batch(mask, lengths, i + nth);
+            let case = BackwardCase::packed(device.clone(), &problem, &batch, &inputs).unwrap();
+            let report = case.check(&*module).unwrap();
+            assert!(report.passed(), "{problem} {batch} {inputs:?}: {report}");
+        }
+    }
+}
+
+/// Where the rows of a pack are taken from and put.
+#[test]
+fn every_kind_of_fault_in_packed_gradients_is_found() {
+    let device: Arc<dyn Device> = CpuDevice::open().unwrap();
+    let embedded = TemplateSet::embedded();
+    let text = embedded.files().find(|(name, _)| *name == "backward/cpu.c").unwrap().1;
+    let problem = problem(DType::F32, [16, 16], Mask::Causal, None).with_kv(KvKind::RAGGED);
+    let batch = packed_batch(Mask::Causal, &[[70, 133], [20, 90], [0, 7], [65, 64]], 1);
+    for (from, to) in [
+        ("s.q_len = (int32_t)q.rows", "s.q_len = (int32_t)q.rows + 1"),
+        ("s.kv_len = (int32_t)kv.rows", "s.kv_len = (int32_t)kv.rows + 1"),
+        ("lengths ? min64", "0 ? min64"),
+        ("rows_from(s.k, s.k_stride, kv)", "rows_from(s.k, s.k_stride, q)"),
+        ("rows_from(s.dv, s.dv_stride, kv)", "rows_from(s.dv, s.dv_stride, q)"),
+        ("s.lse += q.first;", ""),
+        ("if (s.dlse) s.dlse += q.first;", ""),
+        ("head * args->q_rows", "head * args->q_len"),
+        ("if (key < args.kv_len)", "if (key + BLOCK_KV <= args.kv_len)"),
+        ("if (query < args.q_len)", "if (batch == 0 && query < args.q_len)"),
+    ] {
+        assert!(text.contains(from), "{from}");
+        let set = BTreeMap::from([("backward/cpu.c".to_owned(), text.replacen(from, to, 1))]);
+        let module = module(&*device, &problem, Some(CpuIsa::Generic), &TemplateSet::overlaid(set).unwrap());
+        let inputs = CheckInputs { lse: true, ..CheckInputs::default() };
+        let report = BackwardCase::packed(device.clone(), &problem, &batch, &inputs).unwrap().check(&*module).unwrap();
+        assert!(!report.passed() && report.repeatable, "{to}: {report}");
     }
 }
 

@@ -5,16 +5,20 @@
 //! oracle, be the same bytes both times, and nothing but O and LSE may have changed.
 
 mod backward;
+mod gradient;
 mod guarded;
+mod pad;
 mod ragged;
 
-pub use backward::BackwardCase;
+pub use backward::{BackwardCase, PackedBatch};
+pub use gradient::GradientCase;
+pub use pad::check_pad;
 pub use ragged::{
     Index, LengthsBy, LseForm, Most, Part, Queries, RaggedBatch, RaggedCase, RaggedData, RaggedOutputs, ScaleForm,
     StoreLayout,
 };
 
-use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_of};
+use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_in};
 use crate::{
     Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, SideBuffers, TensorView, Verdict,
     forward_call, typical_side,
@@ -210,8 +214,8 @@ impl CheckCase {
         };
         let attention =
             Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)), sequence: 0 };
-        let oracle = oracle_of(&q, &k, &v, &attention, &rows);
-        let unfused = unfused_rows_of(&q, &k, &v, &attention, &rows);
+        let mut oracle = oracle_of(&q, &k, &v, &attention, &rows);
+        let unfused = unfused_rows_in(problem.precision, [&q, &k, &v], &attention, &mut oracle);
 
         let o = HostTensor::poisoned(problem.dtype, sizes(shape.heads, shape.q_len, problem.head_dim_v), inputs.layout);
         let d = &*device;
@@ -413,5 +417,7 @@ pub fn check_kernel(
 
 #[cfg(test)]
 mod backward_tests;
+#[cfg(test)]
+mod gradient_tests;
 #[cfg(test)]
 mod tests;

@@ -143,14 +143,12 @@ impl Nvrtc {
         let ptx = compiled.output.map_err(|message| refused(format!("{message}\n{}", compiled.log)))?;
         Ok(String::from_utf8_lossy(&ptx).trim_end_matches('\0').to_owned())
     }
-}
 
-impl Compiler for Nvrtc {
-    fn id(&self) -> &CompilerId {
-        &self.id
-    }
-
-    fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)> {
+    /// A cubin with what is known of it, and the compiler's log.
+    ///
+    /// # Errors
+    /// [`Error::Compile`] with NVRTC's log.
+    pub fn compile_with_log(&self, source: &Source) -> Result<(Vec<u8>, Facts, String)> {
         let refused = |log: String| Error::Compile { compiler: self.id.to_string(), kernel: source.name.clone(), log };
         if source.language != Language::Cuda {
             return Err(refused("the source is C; the system C compiler compiles it".to_owned()));
@@ -181,7 +179,17 @@ impl Compiler for Nvrtc {
         if !facts.warnings.is_empty() {
             tracing::debug!(kernel = source.name, warnings = ?facts.warnings, "performance notes of ptxas");
         }
-        Ok((cubin, facts))
+        Ok((cubin, facts, log))
+    }
+}
+
+impl Compiler for Nvrtc {
+    fn id(&self) -> &CompilerId {
+        &self.id
+    }
+
+    fn compile(&self, source: &Source) -> Result<(Vec<u8>, Facts)> {
+        self.compile_with_log(source).map(|(cubin, facts, _)| (cubin, facts))
     }
 
     fn warm_up(&self) {

@@ -46,6 +46,34 @@ impl CpuDevice {
         Ok(Arc::new(CpuDevice { fingerprint, pool, flush: Mutex::new(Vec::new()) }))
     }
 
+    /// Has the tiles of a kernel computed by all threads. The message says what is short of memory.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn run_tiles(&self, module: &CpuModule, args: Args<'_>) -> std::result::Result<(), String> {
+        // SAFETY: the caller's promise is this function's own.
+        let (tiles, scratch) = unsafe { module.plan(args) };
+        let threads = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);
+        let workers = threads.min(self.pool.current_num_threads()).min(usize::try_from(tiles).unwrap_or(usize::MAX));
+        let next = AtomicU64::new(0);
+        // SAFETY: as above.
+        let work = || unsafe { module.work(args, &next, tiles, scratch) };
+        let done = match workers {
+            0 => true,
+            // Waking another thread costs more than most single tiles.
+            1 => work(),
+            // Items of this loop that find no idle thread run after others and then find the counter used up, so the
+            // result does not depend on how many threads the pool can spare.
+            _ => self
+                .pool
+                .install(|| (0..workers).into_par_iter().with_max_len(1).map(|_| work()).reduce(|| true, |a, b| a & b)),
+        };
+        if done && next.load(Ordering::Relaxed) >= tiles {
+            return Ok(());
+        }
+        Err(format!("no memory for {scratch} bytes of scratch per thread"))
+    }
+
     /// Twice the last-level cache, but not more than 64 MiB: on a server whose cores share a larger one, the private
     /// caches and this process's share of it are still replaced.
     fn flush_words(&self) -> usize {
@@ -126,7 +154,7 @@ impl Device for CpuDevice {
         }
     }
 
-    unsafe fn launch(&self, module: &dyn Module, _launch: &LaunchPlan, args: Args<'_>, _stream: Stream) -> Result<()> {
+    unsafe fn launch(&self, module: &dyn Module, launch: &LaunchPlan, args: Args<'_>, _stream: Stream) -> Result<()> {
         let module = module.as_any().downcast_ref::<CpuModule>().ok_or_else(|| foreign("launch"))?;
         let problem = &module.kernel().problem;
         if !args.are_of(problem) {
@@ -149,30 +177,25 @@ impl Device for CpuDevice {
                 unsafe { module.prepare(args) }
                     .ok_or_else(|| no_memory("no memory for partial results of split keys".to_owned()))?,
             ),
-            Args::Forward(_) | Args::Append(_) | Args::Backward(_) => None,
+            Args::Forward(_) | Args::Append(_) | Args::Backward(_) | Args::Gradient(_) | Args::Pad(_) => None,
         };
         let args = prepared.as_ref().map_or(args, |(_memory, args)| Args::Ragged(args));
-        // SAFETY: as above.
-        let (tiles, scratch) = unsafe { module.plan(args) };
-        let threads = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);
-        let workers = threads.min(self.pool.current_num_threads()).min(usize::try_from(tiles).unwrap_or(usize::MAX));
-        let next = AtomicU64::new(0);
-        // SAFETY: as above.
-        let work = || unsafe { module.work(args, &next, tiles, scratch) };
-        let done = match workers {
-            0 => true,
-            // Waking another thread costs more than most single tiles.
-            1 => work(),
-            // Items of this loop that find no idle thread run after others and then find the counter used up, so the
-            // result does not depend on how many threads the pool can spare.
-            _ => self
-                .pool
-                .install(|| (0..workers).into_par_iter().with_max_len(1).map(|_| work()).reduce(|| true, |a, b| a & b)),
-        };
-        if done && next.load(Ordering::Relaxed) >= tiles {
+        if let Args::Gradient(args) = args {
+            let floats = usize::try_from(launch.partial_sums().unwrap_or(0)).unwrap_or(usize::MAX).div_ceil(4);
+            let mut sums: Vec<f32> = Vec::new();
+            sums.try_reserve_exact(floats).map_err(|e| no_memory(format!("partial sums of a gradient: {e}")))?;
+            sums.resize(floats, 0.0);
+            let mut args = *args;
+            args.backward.scratch = sums.as_mut_ptr() as u64;
+            for step in 0..2 {
+                args.step = step;
+                // SAFETY: as above; the partial sums live until both steps are done.
+                unsafe { self.run_tiles(module, Args::Gradient(&args)) }.map_err(no_memory)?;
+            }
             return Ok(());
         }
-        Err(no_memory(format!("no memory for {scratch} bytes of scratch per thread")))
+        // SAFETY: as above.
+        unsafe { self.run_tiles(module, args) }.map_err(no_memory)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {

@@ -521,7 +521,7 @@ const FAULTS: &[Fault] = &[
     ["full last pages", "lib/cpu/ragged.h", "args->last_page ?", "0 ?", " is "],
     [
         "64 bits read as 32",
-        "lib/cpu/ragged.h",
+        "lib/cpu/lengths.h",
         "if (words == 1) return array[i];",
         "return array[i];",
         " is |was written",

@@ -353,6 +353,9 @@ impl Device for CudaDevice {
             }
         }
         let (scratch, ragged);
+        // Given back behind the launch, in the stream's order.
+        let partial_sums;
+        let gradient;
         let mut ragged_mapped = None;
         let base = match (&mapped, args) {
             (Some(mapped), _) => Base::Mapped(mapped),
@@ -380,7 +383,17 @@ impl Device for CudaDevice {
                 }
             }
             (None, Args::Append(args)) => Base::Append(args),
+            (None, Args::Pad(args)) => Base::Pad(args),
             (None, Args::Backward(args)) => Base::Backward(args),
+            (None, Args::Gradient(args)) => {
+                let mut args = *args;
+                if let Some(bytes) = plan.partial_sums() {
+                    partial_sums = scratch::Scratch::new(&self.context, self.context.pool()?, bytes, raw(stream))?;
+                    args.backward.scratch = partial_sums.address;
+                }
+                gradient = args;
+                Base::Gradient(&gradient)
+            }
         };
         let parameter;
         let parameter: *const std::ffi::c_void = match problem.program {
@@ -423,6 +436,11 @@ impl Device for CudaDevice {
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn Buffer>> {
         Ok(Box::new(CudaBuffer::new(&self.context, bytes)?))
+    }
+
+    fn stream_memory(&self, bytes: u64, stream: Stream) -> Result<Box<dyn Buffer>> {
+        let _bound = self.context.bind()?;
+        Ok(Box::new(scratch::StreamBuffer::new(&self.context, bytes, raw(stream))?))
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBytes> {

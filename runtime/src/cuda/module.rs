@@ -7,7 +7,7 @@ use cudarc::driver::result::{function, module};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use flashtune_cache::Artifact;
 use flashtune_codegen::abi::ArgsLayout;
-use flashtune_codegen::{Arch, Kernel, SmArch, StageEntry, StageRole};
+use flashtune_codegen::{Arch, Kernel, Op, SmArch, StageEntry, StageRole};
 use std::any::Any;
 use std::ffi::{CStr, CString};
 use std::sync::Arc;
@@ -96,6 +96,10 @@ impl CudaModule {
             // SAFETY: `raw` was just loaded.
             unsafe { module::get_function(raw, name) }.map_err(|e| context.failed("cuModuleGetFunction", e))
         };
+        if kernel.problem.op == Op::Gradient {
+            // Partial sums lie in memory of the pool, which is made outside of captures.
+            context.pool()?;
+        }
         for entry in kernel.entries() {
             let name = format!("{}{}", artifact.entry, entry.suffix);
             let name = CString::new(name)

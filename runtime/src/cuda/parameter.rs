@@ -1,8 +1,8 @@
 //! The one parameter of a kernel, by value: what every kernel takes, and behind it what a score program reads.
 
 use flashtune_codegen::abi::{
-    AppendArgs, ArgsLayout, BackwardArgs, BackwardMappedArgs, ForwardArgs, MappedArgs, RaggedArgs, RaggedMappedArgs,
-    SideArgs, SideTensorArg,
+    AppendArgs, ArgsLayout, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs,
+    RaggedArgs, RaggedMappedArgs, SideArgs, SideTensorArg,
 };
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
@@ -21,7 +21,11 @@ const _: () = assert!(
         && size_of::<RaggedArgs>() <= size_of::<MappedArgs>()
         && size_of::<AppendArgs>() <= size_of::<MappedArgs>()
         && size_of::<BackwardArgs>() <= size_of::<MappedArgs>()
+        && size_of::<GradientArgs>() <= size_of::<MappedArgs>()
+        && size_of::<GradientArgs>().is_multiple_of(8)
         && size_of::<AppendArgs>().is_multiple_of(8)
+        && size_of::<PadArgs>() <= size_of::<MappedArgs>()
+        && size_of::<PadArgs>().is_multiple_of(8)
         && size_of::<RaggedMappedArgs>() <= size_of::<MappedArgs>()
         && size_of::<BackwardArgs>().is_multiple_of(8)
         && size_of::<BackwardMappedArgs>().is_multiple_of(8)
@@ -83,9 +87,11 @@ pub(super) enum Base<'a> {
     Mapped(&'a MappedArgs),
     Ragged(&'a RaggedArgs),
     Append(&'a AppendArgs),
+    Pad(&'a PadArgs),
     RaggedMapped(&'a RaggedMappedArgs),
     Backward(&'a BackwardArgs),
     BackwardMapped(&'a BackwardMappedArgs),
+    Gradient(&'a GradientArgs),
 }
 
 impl Base<'_> {
@@ -96,9 +102,11 @@ impl Base<'_> {
             Base::Mapped(args) => std::ptr::from_ref(*args).cast(),
             Base::Ragged(args) => std::ptr::from_ref(*args).cast(),
             Base::Append(args) => std::ptr::from_ref(*args).cast(),
+            Base::Pad(args) => std::ptr::from_ref(*args).cast(),
             Base::RaggedMapped(args) => std::ptr::from_ref(*args).cast(),
             Base::Backward(args) => std::ptr::from_ref(*args).cast(),
             Base::BackwardMapped(args) => std::ptr::from_ref(*args).cast(),
+            Base::Gradient(args) => std::ptr::from_ref(*args).cast(),
         }
     }
 
@@ -109,9 +117,11 @@ impl Base<'_> {
             Base::Mapped(_) => size_of::<MappedArgs>(),
             Base::Ragged(_) => size_of::<RaggedArgs>(),
             Base::Append(_) => size_of::<AppendArgs>(),
+            Base::Pad(_) => size_of::<PadArgs>(),
             Base::RaggedMapped(_) => size_of::<RaggedMappedArgs>(),
             Base::Backward(_) => size_of::<BackwardArgs>(),
             Base::BackwardMapped(_) => size_of::<BackwardMappedArgs>(),
+            Base::Gradient(_) => size_of::<GradientArgs>(),
         }
     }
 
@@ -121,7 +131,12 @@ impl Base<'_> {
             Base::Forward(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Ragged(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Append(args) => [&[], bytemuck::bytes_of(*args), &[]],
+            Base::Pad(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Backward(args) => [&[], bytemuck::bytes_of(*args), &[]],
+            Base::Gradient(args) => {
+                let (backward, rest) = bytemuck::bytes_of(*args).split_at(size_of::<BackwardArgs>());
+                [&[], backward, rest]
+            }
             Base::Mapped(args) => {
                 let forward = offset_of!(MappedArgs, forward);
                 let (tiling, end) = (offset_of!(MappedArgs, tiling), offset_of!(MappedArgs, masks) + size_of::<u64>());

@@ -6,13 +6,15 @@
 //! time have needed.
 
 use super::context::{BesideCaptures, Context};
-use crate::{Error, Result};
+use crate::{Buffer, Error, Result};
 use cudarc::driver::result::{free_async, mem_pool, stream};
 use cudarc::driver::sys::{
     CUdevice_attribute, CUdeviceptr, CUevent, CUevent_wait_flags, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool,
     CUstream,
 };
+use std::any::Any;
 use std::mem::MaybeUninit;
+use std::sync::Arc;
 
 /// A pool of device memory.
 pub(super) struct Pool {
@@ -117,6 +119,49 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         // SAFETY: taken in `new` on this stream, given back once, with the context still current.
+        let _ = unsafe { free_async(self.address, self.stream) };
+    }
+}
+
+/// The same for whoever launches through the device: it binds the context by itself.
+pub(super) struct StreamBuffer {
+    address: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+    context: Arc<Context>,
+}
+
+// SAFETY: stream handles may be used from any thread with the context current.
+unsafe impl Send for StreamBuffer {}
+// SAFETY: as above; nothing changes.
+unsafe impl Sync for StreamBuffer {}
+
+impl StreamBuffer {
+    /// The context is current, and the stream is one of it.
+    pub(super) fn new(context: &Arc<Context>, bytes: u64, stream: CUstream) -> Result<Self> {
+        let address = context.pool()?.take(context, bytes, stream)?;
+        Ok(Self { address, bytes: usize::try_from(bytes).unwrap_or(usize::MAX), stream, context: context.clone() })
+    }
+}
+
+impl Buffer for StreamBuffer {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn len(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for StreamBuffer {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.context.bind() else { return };
+        // SAFETY: taken in `new` on this stream, given back once.
         let _ = unsafe { free_async(self.address, self.stream) };
     }
 }

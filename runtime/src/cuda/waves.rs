@@ -6,7 +6,7 @@ use super::parameter::{Base, Parameter};
 use super::scratch::Scratch;
 use super::{CudaDevice, raw, tensor_map};
 use crate::{Module, Result, Stream};
-use flashtune_codegen::abi::{BackwardArgs, BackwardMappedArgs};
+use flashtune_codegen::abi::{BackwardArgs, BackwardMappedArgs, SideArgs};
 use flashtune_codegen::{LaunchPlan, Waves};
 
 impl CudaDevice {
@@ -22,6 +22,13 @@ impl CudaDevice {
         args: &BackwardArgs,
         stream: Stream,
     ) -> Result<()> {
+        let program = module.kernel().problem.program;
+        if program.is_some() && args.side == 0 {
+            let message = "the kernel has a score program, but is given nothing to read";
+            return Err(self.error("launch", message, "launch through the engine, or give the arguments' `side`"));
+        }
+        // SAFETY: it is the address of the program's tables by the caller's promise.
+        let side = program.as_ref().map(|p| (p.kept(), unsafe { &*(args.side as usize as *const SideArgs) }));
         let scratch = Scratch::new(&self.context, self.context.pool()?, waves.bytes(), raw(stream))?;
         let [keys_section, queries_section] = waves.sections.map(|n| n as i32);
         let mut mapped = BackwardMappedArgs {
@@ -37,11 +44,19 @@ impl CudaDevice {
             (mapped.first_pair, mapped.pairs) = (first as i32, count as i32);
             let base = Base::BackwardMapped(&mapped);
             let packed;
-            let parameter = match &module.earlier_args {
+            // SAFETY: the tables are the program's by the caller's promise; the layout was checked when the module was
+            // loaded.
+            let own = unsafe {
+                match (&module.earlier_args, side) {
+                    (None, None) => None,
+                    (Some(layout), side) => Some(Parameter::packed(layout, base, side)),
+                    (None, Some((program, side))) => Some(Parameter::new(base, program, side)),
+                }
+            };
+            let parameter = match own {
                 None => base.address(),
-                Some(layout) => {
-                    // SAFETY: the layout was checked when the module was loaded; there is no score program.
-                    packed = unsafe { Parameter::packed(layout, base, None) };
+                Some(own) => {
+                    packed = own;
                     std::ptr::from_ref(&packed).cast()
                 }
             };

@@ -97,8 +97,11 @@ impl Binaries {
             if let Some(None) = compiling {
                 return Err(refused("the process is ending"));
             }
+            let span = tracing::info_span!("flashtune.compile", kernel = %kernel.name(), background);
+            let _in_span = span.enter();
             let start = Instant::now();
             let artifact = compile::compile_with(compiler, kernel, &self.templates)?;
+            self.work.compile_times.add(start.elapsed());
             count(&self.work.compiled, &self.work.compile_us, start);
             tracing::info!(kernel = %kernel.name(), ms = artifact.facts.compile_ms, background, "compiled");
             if artifact.facts.spill_bytes > 0 {

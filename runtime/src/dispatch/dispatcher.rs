@@ -335,7 +335,7 @@ impl Dispatcher {
     fn families(&self, key: &PlanKey, refusals: &mut Vec<Refusal>) -> Result<Vec<Family>> {
         let arch = self.arch();
         // Families of another operation or kind of K and V are no choice that was passed over.
-        let of_op = |f: &Family| f.op() == key.problem.op && f.is_ragged() != key.problem.kv.is_dense();
+        let of_op = |f: &Family| f.op() == key.problem.op && f.reads(key.problem.kv);
         let writes = |f: &Family| of_op(f) && f.unmet(Constraint::Weights.into()).is_none();
         if key.demands.has(Constraint::Weights) && !Family::ALL.iter().any(|f| writes(f) && f.runs_on(arch)) {
             let families: Vec<_> = Family::ALL.into_iter().filter(writes).map(Family::name).collect();

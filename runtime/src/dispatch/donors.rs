@@ -90,7 +90,7 @@ mod tests {
     use super::*;
     use crate::dispatch::Status;
     use crate::dispatch::key::PlanKey;
-    use flashtune_codegen::{Constraint, DType, MaskKind, Problem};
+    use flashtune_codegen::{Arch, Constraint, DType, Family, Kernel, MaskKind, Problem, Schedule};
 
     fn plan(bucket: ShapeBucket, status: Status) -> Arc<Plan> {
         let problem = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
@@ -142,8 +142,14 @@ mod tests {
             [1, 4096].map(|q_len| ShapeBucket { parallel: 8, group: 1, q_len, kv_len: 4096, ..Default::default() });
         let both = Donors::new(vec![plan(near, Status::Default), plan(far, Status::NearestShape)]);
         assert_eq!(both.nearest(near, Constraints::NONE).map(|(p, _)| p.bucket), Some(far));
-        // The plan of these tests is one for the cpu, which writes no weights.
-        assert!(both.nearest(near, Constraint::Weights.into()).is_none());
+        // What only a kernel on tensor cores has is none for rows that lie anywhere.
+        let arch: Arch = "sm_80".parse().unwrap();
+        let problem = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
+        let key = PlanKey { problem, bucket: near, demands: Constraints::NONE };
+        let schedule = Schedule::default_for(Family::ForwardSm80, &problem, arch, &near).unwrap();
+        let fast = Donors::new(vec![Arc::new(Plan::of_kernel(&key, Kernel { problem, schedule, arch }))]);
+        assert!(fast.nearest(near, Constraints::NONE).is_some());
+        assert!(fast.nearest(near, Constraint::Unaligned.into()).is_none());
         let one = Donors::new(vec![plan(near, Status::Default)]);
         assert_eq!(one.nearest(far, Constraints::NONE).map(|(p, d)| (p.bucket, d)), Some((near, 24.0)));
     }

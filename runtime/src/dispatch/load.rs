@@ -64,6 +64,8 @@ impl Dispatcher {
     }
 
     fn put_in_memory(&self, kernel: &Kernel, (artifact, binary): Binary) -> Result<Loaded> {
+        let span = tracing::info_span!("flashtune.load", kernel = %kernel.name(), bytes = artifact.bytes.len());
+        let _in_span = span.enter();
         let start = Instant::now();
         let module = self.config.device.load(&artifact)?;
         count(&self.binaries.work.loaded, &self.binaries.work.load_us, start);

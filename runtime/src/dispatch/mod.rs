@@ -18,6 +18,7 @@ mod interleavings;
 mod job;
 mod key;
 mod load;
+mod metrics;
 mod plan;
 mod policy;
 mod seal;
@@ -27,6 +28,7 @@ mod tally;
 
 pub use dispatcher::{Dispatcher, DispatcherConfig};
 pub use explain::{Explanation, Refusal, Status};
+pub use metrics::{COMPILE_BOUNDS, Metrics};
 pub use plan::Plan;
 pub use policy::Policy;
 pub use sealed::{OnMiss, Seal};

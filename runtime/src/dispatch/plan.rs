@@ -208,7 +208,15 @@ impl fmt::Debug for Plan {
 impl Plan {
     /// A plan that runs nothing.
     pub(super) fn for_tests(key: &super::key::PlanKey) -> Self {
-        use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, Mask, Problem, Schedule};
+        use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, Schedule};
+        let schedule = Schedule::Cpu(CpuSchedule::default_for(&key.problem, CpuIsa::Avx2, &key.bucket));
+        Self::of_kernel(key, Kernel { problem: key.problem, schedule, arch: Arch::Cpu(CpuIsa::Avx2) })
+    }
+
+    /// A plan of this kernel, which nothing launches.
+    #[cfg(test)]
+    pub(super) fn of_kernel(key: &super::key::PlanKey, kernel: Kernel) -> Self {
+        use flashtune_codegen::{Mask, Problem};
         struct Nothing(Kernel);
         impl Module for Nothing {
             fn as_any(&self) -> &dyn std::any::Any {
@@ -218,8 +226,6 @@ impl Plan {
                 &self.0
             }
         }
-        let schedule = Schedule::Cpu(CpuSchedule::default_for(&key.problem, CpuIsa::Avx2, &key.bucket));
-        let kernel = Kernel { problem: key.problem, schedule, arch: Arch::Cpu(CpuIsa::Avx2) };
         let Problem { mask, .. } = key.problem;
         let mask = if mask == Mask::Causal.kind() { Mask::Causal } else { Mask::Full };
         let shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: key.bucket.q_len, kv_len: key.bucket.kv_len, mask };

@@ -1,6 +1,7 @@
 //! What is counted of a dispatcher's calls, for whoever watches it.
 
 use super::Status;
+use super::metrics::{CompileTimes, join};
 use flashtune_cache::troubles;
 use flashtune_codegen::omitted::is_default;
 use flashtune_codegen::{CallSizes, PageClass, Problem, Shape};
@@ -55,10 +56,19 @@ impl Tally {
         open.then_some(Untuned { problem: self.problem, shape, pages, calls, status: status.name() })
     }
 
-    pub fn add_to(&self, counters: &mut Counters) {
-        for (sum, n) in counters.calls.by_status().into_iter().zip(&self.calls) {
+    /// What is computed.
+    pub fn problem(&self) -> Problem {
+        self.problem
+    }
+
+    pub fn add_calls(&self, calls: &mut Calls) {
+        for (sum, n) in calls.by_status().into_iter().zip(&self.calls) {
             *sum += n.load(Relaxed);
         }
+    }
+
+    pub fn add_to(&self, counters: &mut Counters) {
+        self.add_calls(&mut counters.calls);
         let distance = self.distance.load(Relaxed) as f64 / 1000.0;
         let nearest = self.calls[Status::NearestShape.index()].load(Relaxed);
         counters.nearest_distance_sum += distance * nearest as f64;
@@ -91,6 +101,7 @@ pub(super) struct Work {
     pub refused: AtomicU64,
     pub compiled: AtomicU64,
     pub compile_us: AtomicU64,
+    pub compile_times: CompileTimes,
     pub loaded: AtomicU64,
     pub load_us: AtomicU64,
 }
@@ -147,6 +158,19 @@ pub struct Calls {
 }
 
 impl Calls {
+    /// Each with the value that its label `status` has.
+    pub(super) fn named(&self) -> [(&'static str, u64); Status::ALL.len()] {
+        let Self { tuned, nearest_shape, provisional, untuned, default, quick } = *self;
+        [
+            ("tuned", tuned),
+            ("nearest_shape", nearest_shape),
+            ("provisional", provisional),
+            ("untuned", untuned),
+            ("default", default),
+            ("quick", quick),
+        ]
+    }
+
     /// In the order of [`Status::ALL`].
     fn by_status(&mut self) -> [&mut u64; Status::ALL.len()] {
         let Self { tuned, nearest_shape, provisional, untuned, default, quick } = self;
@@ -175,23 +199,19 @@ impl Counters {
 
     /// The text that Prometheus scrapes, `device` being a label of every number.
     pub fn prometheus(&self, device: &str) -> String {
-        let device = device.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+        self.text(&join(&[("device", device)]))
+    }
+
+    /// The same with these labels.
+    pub(super) fn text(&self, labels: &str) -> String {
         let mut text = String::new();
-        let mut family = |name: &str, kind: &str, help: &str, values: &[(&str, f64)]| {
+        let mut family = |name: &str, kind: &str, help: &str, values: &[(String, f64)]| {
             let _ = writeln!(text, "# HELP flashtune_{name} {help}\n# TYPE flashtune_{name} {kind}");
             for (label, value) in values {
-                let _ = writeln!(text, "flashtune_{name}{{device=\"{device}\"{label}}} {value}");
+                let _ = writeln!(text, "flashtune_{name}{{{labels}{label}}} {value}");
             }
         };
-        let c = &self.calls;
-        let calls = [
-            (",status=\"tuned\"", c.tuned as f64),
-            (",status=\"nearest_shape\"", c.nearest_shape as f64),
-            (",status=\"provisional\"", c.provisional as f64),
-            (",status=\"untuned\"", c.untuned as f64),
-            (",status=\"default\"", c.default as f64),
-            (",status=\"quick\"", c.quick as f64),
-        ];
+        let calls = self.calls.named().map(|(status, n)| (format!(",status=\"{status}\""), n as f64));
         family("calls_total", "counter", "Calls by what they ran on.", &calls);
         let counters = [
             (
@@ -211,11 +231,12 @@ impl Counters {
             ("foreign_total", "Stored entries that only another build understands.", self.foreign as f64),
         ];
         for (name, help, value) in counters {
-            family(name, "counter", help, &[("", value)]);
+            family(name, "counter", help, &[(String::new(), value)]);
         }
         let help = "Doublings to the tuned sizes, the worst class.";
-        family("nearest_distance_max", "gauge", help, &[("", self.nearest_distance_max)]);
-        family("sealed", "gauge", "1 when no compiler runs any more.", &[("", f64::from(u8::from(self.sealed)))]);
+        family("nearest_distance_max", "gauge", help, &[(String::new(), self.nearest_distance_max)]);
+        let sealed = [(String::new(), f64::from(u8::from(self.sealed)))];
+        family("sealed", "gauge", "1 when no compiler runs any more.", &sealed);
         text
     }
 }

@@ -116,6 +116,16 @@ pub fn compare_gradients(got: [&HostTensor; 3], oracle: &Gradients, unfused: &Gr
     verdicts.reduce(Verdict::join).expect("three gradients")
 }
 
+/// Compares the gradient of a tensor, its elements in order, with the oracle's. `dtype` is the coarser one of the
+/// problem's and of the gradient's own.
+///
+/// # Panics
+/// When the results are not of the same tensor.
+pub fn compare_gradient_by(name: &str, got: &[f32], dtype: DType, oracle: &Rows, unfused: &Rows) -> Verdict {
+    let read = |id: &RowId, to: &mut [f32]| to[0] = got[id.row as usize];
+    compare_named(&format!("d{name}"), dtype, &read, None, oracle, unfused)
+}
+
 /// [`compare_rows`] of what has another name than O.
 fn compare_named(
     what: &str,

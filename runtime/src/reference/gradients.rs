@@ -37,7 +37,7 @@ pub struct Gradients {
 }
 
 /// How one way of computing the gradients rounds.
-trait Arithmetic: Copy + Send + Sync {
+pub(super) trait Arithmetic: Copy + Send + Sync {
     /// Of a program's floats.
     const PRECISION: Precision;
     /// Whether the others are measured by it, and it says what their errors scale with.
@@ -51,7 +51,7 @@ trait Arithmetic: Copy + Send + Sync {
 }
 
 #[derive(Clone, Copy)]
-struct Exact;
+pub(super) struct Exact;
 
 impl Arithmetic for Exact {
     const PRECISION: Precision = Precision::F64;
@@ -69,7 +69,7 @@ impl Arithmetic for Exact {
 
 /// Products with fp32 sums, and results rounded to a dtype.
 #[derive(Clone, Copy)]
-struct Unfused(flashtune_codegen::DType);
+pub(super) struct Unfused(pub(super) flashtune_codegen::DType);
 
 impl Arithmetic for Unfused {
     const PRECISION: Precision = Precision::F32;
@@ -184,7 +184,7 @@ fn gradients<A: Arithmetic>(inputs: &GradientInputs<'_>, attention: &Attention<'
 }
 
 /// Rows of one head as fp64.
-fn head(t: &HostTensor, [batch, head]: [u32; 2]) -> Vec<f64> {
+pub(super) fn head(t: &HostTensor, [batch, head]: [u32; 2]) -> Vec<f64> {
     let [_, _, rows, dim] = t.shape();
     let mut row = vec![0f32; dim];
     let mut all = Vec::with_capacity(rows * dim);

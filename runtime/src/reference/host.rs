@@ -335,7 +335,8 @@ impl HostTensor {
         }
     }
 
-    fn offset(&self, at: [usize; 4]) -> usize {
+    /// Where an element begins, in bytes.
+    pub(crate) fn offset(&self, at: [usize; 4]) -> usize {
         for (i, n) in at.iter().zip(self.shape) {
             assert!(*i < n, "index {at:?} is outside of the shape {:?}", self.shape);
         }

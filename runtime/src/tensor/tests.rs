@@ -109,6 +109,24 @@ fn broadcast_inputs_are_legal_and_overlapping_outputs_are_not() {
 }
 
 #[test]
+fn overlaps_are_told_where_addresses_show_them() {
+    let at = |address| TensorView::bhsd(address, DType::F32, [2, 3, 4, 16]);
+    let (first, bytes) = (at(0x10000), 2 * 3 * 4 * 16 * 4);
+    let both = |a: &TensorView, b: &TensorView| {
+        assert_eq!(certainly_overlap(a, b), certainly_overlap(b, a));
+        certainly_overlap(a, b)
+    };
+    assert!(both(&first, &first) && both(&first, &at(0x10000 + bytes - 4)) && !both(&first, &at(0x10000 + bytes)));
+    // Every second row: an interleaved one shares the range alone, one that begins within dense memory an element.
+    let apart = |address| TensorView { strides: [384, 128, 32, 1], ..at(address) };
+    assert!(!both(&apart(0x10000), &apart(0x10000 + 64)) && both(&apart(0x10000), &apart(0x10000)));
+    assert!(both(&first, &apart(0x10000 + 64)) && !both(&first, &apart(0x10000 + bytes)));
+    // No element, no address, and ranges beyond the address space.
+    assert!(!both(&first, &TensorView { shape: [2, 0, 4, 16], ..first }) && !both(&first, &at(0)));
+    assert!(both(&at(u64::MAX - 8), &at(u64::MAX - 8)));
+}
+
+#[test]
 fn empty_tensors_are_legal_without_memory() {
     for (b, h, q, kv) in [(0, 8, 5, 7), (2, 0, 5, 7), (2, 8, 0, 7), (2, 8, 5, 0)] {
         let view = |h, s| TensorView::bhsd(0, DType::F16, [b, h, s, 64]);

@@ -1,7 +1,0 @@
-//! The `flashtune` command; everything is in [`cli`].
-
-mod cli;
-
-fn main() -> std::process::ExitCode {
-    cli::main()
-}
