@@ -2,10 +2,11 @@
 
 use crate::figure::svg;
 use crate::model::Report;
+use crate::page;
 use crate::read::Error;
 use crate::tables::{facts, tables};
 use serde::Serialize;
-use tera::{Context, Tera};
+use tera::Context;
 
 #[derive(Serialize)]
 struct Section {
@@ -30,11 +31,7 @@ pub fn html(report: &Report) -> Result<String, Error> {
     context.insert("method", &report.method);
     context.insert("sections", &sections);
     context.insert("figure", &svg(report)?);
-    let failed = |e: tera::Error| Error::Draw(e.to_string());
-    let mut engine = Tera::new();
-    // The name's ending turns escaping on.
-    engine.add_raw_template("page.html", include_str!("page.html")).map_err(failed)?;
-    engine.render("page.html", &context).map_err(failed)
+    page::render(include_str!("page.html"), "", context)
 }
 
 #[cfg(test)]

@@ -11,7 +11,9 @@
 //! that write reports cannot compute it in two ways. Architecture invariant: no device, no clock, no file; the same
 //! report gives the same bytes.
 
+mod cached;
 mod chart;
+mod compare;
 mod derive;
 mod draw;
 mod figure;
@@ -19,12 +21,15 @@ mod group;
 mod html;
 mod lengths;
 mod model;
+mod page;
 mod read;
 mod served;
 mod table;
 mod tables;
 mod text;
 
+pub use cached::{CacheReport, CachedRecord, Contender, ModelCase, Part, UntunedCalls, cache_html};
+pub use compare::{COMPARISON_FORMAT, Cases, Compared, Comparison, Times, Verdict};
 pub use figure::svg;
 pub use html::html;
 pub use model::{

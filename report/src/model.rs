@@ -229,6 +229,9 @@ pub struct Latency {
     pub p90: f64,
     /// Number of samples.
     pub samples: u64,
+    /// The samples in the order in which they were taken, round after round.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub times: Vec<f64>,
     /// Medians of the repeats, where the whole measurement was repeated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub repeats: Vec<f64>,

@@ -103,6 +103,9 @@ impl Latency {
         for n in &self.repeats {
             positive(|| at(".repeats"), *n)?;
         }
+        for n in &self.times {
+            positive(|| at(".times"), *n)?;
+        }
         if !(self.p10 <= self.median && self.median <= self.p90) {
             return Err(Error::Value {
                 field: at(""),

@@ -2,7 +2,7 @@
 
 use crate::common::{self, Place, fails};
 use flashtune::runtime::Error as RuntimeError;
-use flashtune::{DType, Engine, Error, Forward, HostTensor, Layout, Mask, Stream, TensorView};
+use flashtune::{DType, Engine, Error, Forward, HostTensor, Layout, Stream, TensorView};
 use std::path::Path;
 
 fn text(path: &Path) -> &str {
@@ -52,10 +52,10 @@ fn tensors_of_a_file_that_do_not_fit_each_other() {
 #[test]
 fn head_dims_out_of_range() {
     let place = Place::new();
-    for d in [8, 15, 20, 63, 264] {
+    for d in [257, 264] {
         let shape = [1, 1, 4, d];
         let path = file(&place, [(DType::F32, shape), (DType::F32, shape), (DType::F32, shape)]);
-        run_fails(&place, &path, &[], &["head_dim_qk", "16 to 256", "pad"]);
+        run_fails(&place, &path, &[], &["head_dim_qk", "1 to 256", "split the heads"]);
         let d = d.to_string();
         fails(&mut place.flashtune(&["explain", "--head-dim", &d]), 2, &["head_dim_qk", &d]);
         fails(&mut place.flashtune(&["explain", "--head-dim-v", &d]), 2, &["head_dim_v", &d]);
@@ -105,7 +105,6 @@ fn words_that_the_command_line_does_not_know() {
     run_fails(&place, &good, &["--device", "tpu"], &["`tpu`", "cuda:N"]);
     run_fails(&place, &good, &["--scale", "nan"], &["--scale"]);
     run_fails(&place, &good, &["--layout", "sbhd"], &["bshd"]);
-    run_fails(&place, &good, &["--weights"], &["weights", "CUDA"]);
     // Each remainder is one of its own; 10,000 operations are too many for every CUDA compiler.
     let endless: String = (2..5002).map(|i| format!(" + kv % {i}")).collect();
     let endless = format!("score{endless}");
@@ -203,16 +202,4 @@ fn views_that_a_kernel_cannot_read_are_refused_before_the_launch() {
     // SAFETY: refused before the launch, like the others.
     let error = unsafe { engine.forward(&c, Stream::default()) }.unwrap_err().to_string();
     assert!(error.contains("k") && error.contains("1099511627776"), "{error}");
-}
-
-#[test]
-fn weights_on_the_cpu_are_refused_with_the_field_named() {
-    let place = Place::new();
-    let engine = engine(&place);
-    let memory = vec![0u64; 4 * 8 * 32 / 2];
-    let call = Forward { weights: Some(memory.as_ptr() as u64), ..call(&memory) };
-    // SAFETY: refused before the launch, like the others.
-    let error = unsafe { engine.forward(&call, Stream::default()) }.unwrap_err().to_string();
-    assert!(error.contains("weights") && error.contains("CUDA"), "{error}");
-    assert_eq!(Mask::Full, call.mask);
 }

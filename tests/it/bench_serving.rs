@@ -1,6 +1,6 @@
 //! `flashtune bench --trace` and `--kv-lens`: a small trace and ragged batches, really served by the cpu.
 
-use crate::common::{Place, fails};
+use crate::common::{Place, ROOT, fails};
 use serde_json::Value;
 
 /// Prompts of one to many chunks, and outputs of one token to many.
@@ -37,7 +37,7 @@ fn number(value: &Value) -> f64 {
 fn spoilt_kernel(place: &Place) -> String {
     let path = place.path("spoilt/forward/cpu_ragged.c");
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-    let template = std::fs::read_to_string("templates/forward/cpu_ragged.c").unwrap();
+    let template = std::fs::read_to_string(format!("{ROOT}/templates/forward/cpu_ragged.c")).unwrap();
     assert!(template.contains("args->scale"), "plant the fault elsewhere");
     std::fs::write(&path, template.replace("args->scale", "(1.01f * args->scale)")).unwrap();
     place.path("spoilt").to_str().expect("test paths are text").to_owned()
@@ -90,14 +90,7 @@ fn the_script_of_traces_writes_what_is_read() {
     let place = Place::new();
     let written = |seed: &str| {
         let mut python = std::process::Command::new("python3");
-        python.current_dir(env!("CARGO_MANIFEST_DIR")).args([
-            "-B",
-            "benches/traces.py",
-            "--count",
-            "12",
-            "--seed",
-            seed,
-        ]);
+        python.current_dir(ROOT).args(["-B", "benches/traces.py", "--count", "12", "--seed", seed]);
         match python.args(["--prompt", "60", "--output", "5", "--longest", "200"]).output() {
             Ok(output) if output.status.success() => Some(String::from_utf8(output.stdout).unwrap()),
             Ok(output) => panic!("{}", String::from_utf8_lossy(&output.stderr)),

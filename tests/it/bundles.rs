@@ -1,6 +1,6 @@
 //! Bundles: out of one cache, into another, and every way of being refused.
 
-use crate::common::{self, NOWHERE, Place, SMALL, fails, json, other_cpu_arch};
+use crate::common::{self, NOWHERE, Place, ROOT, SMALL, fails, json, other_cpu_arch};
 use flashtune::cache::{Bundle, BundleContents};
 use flashtune::codegen::{Family, Schedule};
 
@@ -84,7 +84,7 @@ fn a_bundle_of_other_templates_is_refused_by_name_of_the_field() {
     // The real template with one line more is another one.
     let folder = place.path("templates");
     std::fs::create_dir_all(folder.join("forward")).unwrap();
-    let own = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
+    let own = std::fs::read_to_string(format!("{ROOT}/templates/forward/cpu.c")).unwrap();
     std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n#define EDITED 1\n")).unwrap();
     let bundle = place.path("edited.ftb");
     let args = [&["tune"], SMALL, &["--trials", "1", "--budget-s", "5", "--templates", text(&folder)]].concat();
@@ -145,7 +145,7 @@ fn a_bundle_for_another_arch_or_template_set_is_rebuilt_from_its_recipes() {
     // Made elsewhere, with other templates.
     let folder = place.path("templates");
     std::fs::create_dir_all(folder.join("forward")).unwrap();
-    let own = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
+    let own = std::fs::read_to_string(format!("{ROOT}/templates/forward/cpu.c")).unwrap();
     std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n#define EDITED 1\n")).unwrap();
     let build =
         [&["build"], SMALL, &["--arch", &there, "--out", text(&foreign), "--templates", text(&folder)]].concat();

@@ -14,7 +14,7 @@ fn printed(args: &[&str]) -> String {
 }
 
 /// Every command that the help lists, by what `bash` completes.
-const COMMANDS: [&str; 16] = [
+const COMMANDS: [&str; 18] = [
     "tune",
     "run",
     "check",
@@ -22,8 +22,10 @@ const COMMANDS: [&str; 16] = [
     "report",
     "explain",
     "emit",
+    "debug",
     "build",
     "list",
+    "cache",
     "export",
     "import",
     "merge",
@@ -74,6 +76,18 @@ fn help_fits_on_a_page_and_tells_options_of_all_apart() {
 }
 
 #[test]
+fn help_of_every_command_fits_on_a_page_in_both_forms() {
+    for command in COMMANDS.iter().chain(&["push", "pull"]) {
+        let [short, long] = ["-h", "--help"].map(|flag| printed(&[command, flag]));
+        assert!(long.lines().count() < 60, "{command}: {} lines\n{long}", long.lines().count());
+        assert_eq!(short, long, "{command}");
+    }
+    // What the choices mean is told where there is room.
+    let long = printed(&["help", "run"]);
+    assert!(long.contains("bshd: [batch, rows, heads, dim]"), "{long}");
+}
+
+#[test]
 fn quiet_leaves_out_warnings_and_no_errors() {
     let place = Place::new();
     // Something to warn of: a file where the cache should be.
@@ -87,7 +101,7 @@ fn quiet_leaves_out_warnings_and_no_errors() {
     assert!(said(&[]).contains("WARN"));
     assert_eq!(said(&["-q"]), "");
     assert_eq!(said(&["--quiet"]), "");
-    fails(&mut place.flashtune(&["-q", "explain", "--head-dim", "63"]), 2, &["head_dim_qk"]);
+    fails(&mut place.flashtune(&["-q", "explain", "--head-dim", "264"]), 2, &["head_dim_qk"]);
     fails(&mut place.flashtune(&["-q", "-v", "list"]), 2, &["--quiet", "--verbose"]);
 }
 

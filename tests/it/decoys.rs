@@ -167,7 +167,11 @@ impl Scene {
             assert!(answer.status.success(), "a call is answered: {}", text(&answer));
         }
         self.import();
-        self.tune()
+        self.run(&["cache", "verify"]);
+        self.run(&["cache", "gc"]);
+        let told = self.tune();
+        self.run(&["cache", "clear", "--yes"]);
+        told
     }
 }
 

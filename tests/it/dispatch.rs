@@ -2,9 +2,8 @@
 
 use crate::common::counted::{ALLOCATIONS, counted, engine, small};
 use crate::common::{self, Place};
-use flashtune::cache::Trust;
 use flashtune::runtime::{Device as _, Error as RuntimeError};
-use flashtune::{DType, Engine, Error, Policy, Problem, Status};
+use flashtune::{DType, Engine, Error, Policy, Problem, Status, Trust};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -2,7 +2,8 @@
 //! does not fit.
 
 use crate::common;
-use flashtune::codegen::score::{BUILTINS, Elements, Storage, Texts};
+use flashtune::Elements;
+use flashtune::codegen::score::{BUILTINS, Storage, Texts};
 use flashtune::runtime::reference::{Attention, all_rows, compare, oracle_of, unfused_rows_of};
 use flashtune::{
     DType, DeviceSpec, Distribution, Engine, Forward, HostForward, HostTensor, Layout, Mask, MaskSizes, Program,

@@ -6,7 +6,7 @@
 
 use crate::common::faults::stderr;
 use crate::common::paper::{Instant, Paper, call};
-use crate::common::{Place, SMALL, host_arch, other_cpu_arch};
+use crate::common::{Place, ROOT, SMALL, host_arch, other_cpu_arch};
 use flashtune::cache::{
     Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Finalist, Key, Provenance,
     Record, RecordKey, Stage, Store, Trial, TrialResult, Trust,
@@ -63,7 +63,7 @@ impl Known {
 /// Compares an answer with its file, or writes that.
 #[track_caller]
 fn golden(name: &str, answer: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+    let path = Path::new(ROOT).join("tests/golden").join(name);
     if std::env::var_os("FLASHTUNE_BLESS").is_some() {
         return std::fs::write(&path, answer).expect("a writable checkout");
     }
@@ -187,6 +187,9 @@ fn without_a_record_the_models_choice_is_told_with_what_speaks_against_the_other
     // Exact arithmetic: the families of the tensor cores are refused, each with its reason.
     let f32 = Problem { dtype: DType::F32, ..gpu.problem };
     told("exact", &gpu.known(), &engine.explain(&f32, &gpu.shape).unwrap());
+    // On tensor cores, as it was asked for.
+    let tf32x3 = f32.in_precision(flashtune::Precision::Tf32x3);
+    told("tf32x3", &gpu.known(), &engine.explain(&tf32x3, &gpu.shape).unwrap());
     let program = Program::parse("cap: float; score = cap * tanh(score / cap); mask = kv - q < 512;").unwrap();
     let capped = gpu.problem.with_program(program);
     told("program", &gpu.known(), &engine.explain(&capped, &gpu.shape).unwrap());

@@ -2,12 +2,16 @@
 
 use crate::common::Place;
 use crate::common::counted::{ALLOCATIONS, counted, engine};
+use flashtune::codegen::score::{Elements, Storage};
+use flashtune::ragged::Ints;
 use flashtune::runtime::Error as RuntimeError;
 use flashtune::runtime::reference::{
-    Attention, GradientInputs, compare_gradients, oracle_gradients, unfused_gradients,
+    Attention, GradientInputs, compare_gradient_by, compare_gradients, oracle_gradient_by, oracle_gradients,
+    unfused_gradient_by, unfused_gradients,
 };
 use flashtune::{
-    Backward, DType, Distribution, Error, Forward, HostTensor, Layout, Mask, Program, ProgramRef, SideInputs,
+    Backward, DType, Distribution, Error, Forward, HostTensor, Layout, Mask, Packed, Program, ProgramRef, SideInputs,
+    SideView,
 };
 use flashtune::{Policy, Scalar, SideData, Stream};
 use std::cell::Cell;
@@ -56,6 +60,8 @@ impl Tensors {
             scale: None,
             program: None,
             side: SideInputs::default(),
+            packed: None,
+            gradients: &[],
         }
     }
 }
@@ -108,4 +114,116 @@ fn a_backward_call_is_refused_by_the_name_of_what_is_wrong() {
     let program = ProgramRef::new(Program::parse("cap: float; score = cap * tanh(score / cap);").unwrap());
     let missing = engine.prepare_backward(&good.with_program(program, SideInputs::default()));
     assert!(missing.unwrap_err().to_string().contains("`cap` is missing"));
+}
+
+/// A pack of one sequence has the bytes of the dense call; of arrays the engine is told the addresses alone.
+#[test]
+fn packed_sequences_are_told_by_arrays_and_refused_by_their_names() {
+    let (place, device) = (Place::new(), counted());
+    let engine = engine(&place, &device, Policy::Default);
+    let tensors = Tensors::new();
+    // SAFETY: the tensors live to the end of the test, and the CPU has no streams.
+    let run = |call: &Backward<'_>| unsafe { engine.backward(call, Stream(0)) };
+    // SAFETY: as above.
+    unsafe { engine.forward(&tensors.forward(), Stream(0)) }.unwrap();
+    let bytes = || tensors.written.each_ref().map(|t| t.bytes().to_vec());
+    run(&tensors.backward()).unwrap();
+    let dense = bytes();
+    let (q_begin, kv_begin) = ([0i32, 37, 37], [0i64, 45, 45]);
+    let packed = Packed {
+        batch: 2,
+        q_begin: Ints::i32(q_begin.as_ptr() as u64),
+        kv_begin: Ints::i64(kv_begin.as_ptr() as u64),
+        q_used: None,
+        kv_used: None,
+        max_q: 1000,
+        max_kv: 45,
+    };
+    let call = |packed| Backward { packed: Some(packed), ..tensors.backward() };
+    let dispatch = run(&call(packed)).unwrap().unwrap();
+    assert_eq!(dispatch.plan.kernel().problem.to_string(), "backward-f32-d32v24-causal-ragged");
+    assert_eq!((dispatch.shape.batch, dispatch.shape.q_len, dispatch.shape.kv_len), (2, 37, 45));
+    assert!(bytes() == dense, "other bytes than the dense call's");
+    assert!(run(&call(Packed { batch: 0, ..packed })).unwrap().is_none());
+    for (name, packed) in [
+        ("q_begin", Packed { q_begin: Ints::i32(0), ..packed }),
+        ("kv_used", Packed { kv_used: Some(Ints::i32(64)), ..packed }),
+    ] {
+        match engine.prepare_backward(&call(packed)) {
+            Err(Error::Runtime(RuntimeError::Tensor { tensor, .. })) => assert_eq!(tensor, name),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+}
+
+/// Gradients of what the program reads are kernels of their own, which a sealed or prepared engine has, too.
+#[test]
+fn gradients_of_what_a_program_reads_come_beside() {
+    let (place, device) = (Place::new(), counted());
+    let engine = engine(&place, &device, Policy::Default);
+    let tensors = Tensors::new();
+    let text = "t: f32[heads, kv_len]; mask = kv <= q + 8 and kv <= 40; score = score + t[h, kv]; sink = s[h];";
+    let program = ProgramRef::new(Program::parse(&format!("s: f32[heads]; {text}")).unwrap());
+    let values: Vec<f32> = (0..4 * 45).map(|i| (i % 17) as f32 / 16.0).collect();
+    let sinks = [0.5f32, 0.25, 1.0, -1.0];
+    let view = |data: &[f32], shape: &[u64]| SideView::contiguous(data.as_ptr() as u64, Storage::F32, shape);
+    let read = [("t", view(&values, &[4, 45])), ("s", view(&sinks, &[4]))];
+    let side = SideInputs { scalars: &[], tensors: &read };
+    let (mut by_t, mut by_s) = (vec![f32::NAN; 4 * 45], [f32::NAN; 4]);
+    let outs = [
+        ("t", SideView { address: by_t.as_mut_ptr() as u64, ..read[0].1 }),
+        ("s", SideView { address: by_s.as_mut_ptr() as u64, ..read[1].1 }),
+    ];
+    let call = tensors.backward().with_program(program, side);
+    let wanted = call.with_gradients(&outs);
+    engine.prepare_backward(&wanted).unwrap();
+    // SAFETY: the tensors live until the calls return, and outputs overlap nothing.
+    unsafe {
+        engine.forward(&tensors.forward().with_program(program, side), Stream(0)).unwrap();
+        engine.backward(&wanted, Stream(0)).unwrap().expect("there is something to compute");
+    }
+    let of = |values: &[f32], shape: &[usize]| (shape.to_vec(), Elements::Float(values.to_vec()));
+    let data = [("t", of(&values, &[4, 45])), ("s", of(&sinks, &[4]))]
+        .into_iter()
+        .fold(SideData::default(), |data, (name, (shape, elements))| data.tensor(name, &shape, elements));
+    let [q, k, v, dout] = &tensors.read;
+    let attention = Attention {
+        mask: Mask::Causal,
+        scale: 1.0 / 32f32.sqrt(),
+        program: Some((program.kept(), &data)),
+        sequence: 0,
+    };
+    let inputs = GradientInputs { q, k, v, dout, dlse: None };
+    for (at, got) in [(0, &by_s[..]), (1, &by_t[..])] {
+        let name = &program.declarations()[at].name;
+        let (oracle, unfused) =
+            (oracle_gradient_by(&inputs, &attention, at), unfused_gradient_by(&inputs, &attention, at, DType::F32));
+        let verdict = compare_gradient_by(name, got, DType::F32, &oracle, &unfused);
+        assert!(verdict.passed() && oracle.o.iter().any(|x| x.abs() > 1e-3), "{name}: {verdict}");
+    }
+    // Without memory of their own, of the wrong shape, and of what is not read.
+    let refused = |name: &str, view: SideView, what: &str| {
+        let outs = [(name, view)];
+        let e = engine.prepare_backward(&call.with_gradients(&outs)).unwrap_err().to_string();
+        assert!(e.contains(what), "{e}");
+    };
+    refused("t", SideView { address: 0, ..outs[0].1 }, "address");
+    refused("t", view(&by_s, &[4]), "[4, 45]");
+    refused("t", SideView { strides: [0, 1, 0, 0], ..outs[0].1 }, "overlap");
+    refused("u", outs[1].1, "`u`");
+    let plain = tensors.backward();
+    let e = engine.prepare_backward(&plain.with_gradients(&outs)).unwrap_err().to_string();
+    assert!(e.contains("score program"), "{e}");
+    let (q_begin, kv_begin) = ([0i32, 37], [0i32, 45]);
+    let packed = Packed {
+        batch: 1,
+        q_begin: Ints::i32(q_begin.as_ptr() as u64),
+        kv_begin: Ints::i32(kv_begin.as_ptr() as u64),
+        q_used: None,
+        kv_used: None,
+        max_q: 37,
+        max_kv: 45,
+    };
+    let e = engine.prepare_backward(&Backward { packed: Some(packed), ..wanted }).unwrap_err().to_string();
+    assert!(e.contains("packed sequences"), "{e}");
 }

@@ -104,6 +104,83 @@ fn the_doctor_finds_what_is_there_and_says_what_to_do_about_the_rest() {
 }
 
 #[test]
+fn the_doctor_tells_what_a_report_of_a_fault_needs() {
+    let place = Place::new();
+    let text = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+    let (bundle, key) = (place.path("b.ftb"), place.path("key"));
+    let arch = crate::common::host_arch().to_string();
+    place.json(&[&["build"], SMALL, &["--arch", &arch, "--out", &text(&bundle)]].concat());
+    let public = place.json(&["keygen", &text(&key)])["public"].as_str().unwrap().to_owned();
+    place.json(&["sign", &text(&bundle), "--key", &text(&key)]);
+    let python = place.program(
+        "python",
+        r#"#!/bin/sh
+echo '{"python": "3.99", "program": "/opt/py/bin/python", "packages": {"torch": "9.1"},
+"flashtune": {"version": "0.1", "library": "0.2"}}'
+"#,
+    );
+    let doctor = |more: &[&str]| {
+        let mut command = place.flashtune(&[&["doctor", "--python", &text(&python)], more].concat());
+        command
+            .env("FLASHTUNE_BUNDLES", &bundle)
+            .env("FLASHTUNE_TRUSTED_KEYS", &public)
+            .env("HOME", place.path("alice"));
+        command.env("USER", "alice").env("FLASHTUNE_CAHCE", "/srv/alice/cache").env("CC", "cc");
+        command.env_remove("FLASHTUNE_ALLOW_UNSIGNED");
+        command.output().unwrap()
+    };
+    let report: serde_json::Value = serde_json::from_slice(&doctor(&["--json", "--policy", "sealed"]).stdout).unwrap();
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(report["versions"]["flashtune"].as_str().unwrap().starts_with(&format!("{version} (")), "{report}");
+    assert_eq!(report["versions"]["kernel ABI"], flashtune::codegen::abi::ABI_VERSION.to_string());
+    let setting = |name: &str| {
+        let found = report["settings"].as_array().unwrap().iter().find(|s| s["name"] == name).unwrap();
+        [&found["value"], &found["from"]].map(|v| v.as_str().unwrap().to_owned())
+    };
+    assert_eq!(setting("policy"), ["sealed", "--policy"]);
+    assert_eq!(setting("cache"), [text(&place.cache()), "--cache".to_owned()]);
+    assert_eq!(setting("templates"), ["built in", "default"]);
+    assert_eq!(setting("unsigned bundles"), ["false", "default"]);
+    // Those who run tests may have set others.
+    let unknown = report["unknown_variables"].as_array().unwrap();
+    assert!(unknown.contains(&"FLASHTUNE_CAHCE".into()) && !unknown.contains(&"FLASHTUNE_BUNDLES".into()), "{report}");
+    assert_eq!(report["variables"]["CC"], "cc");
+    let found = &report["bundles"][0];
+    assert_eq!(
+        (&found["signer"], &found["from"], &found["kernels"]),
+        (&public.as_str().into(), &"FLASHTUNE_BUNDLES".into(), &1.into())
+    );
+    assert!(found["error"].is_null() && found["root"].as_str().unwrap().len() == 64, "{found}");
+    assert_eq!(report["trusted_keys"], serde_json::json!([public]));
+    assert_eq!(
+        (&report["python"]["packages"]["torch"], &report["python"]["flashtune"]["library"]),
+        (&"9.1".into(), &"0.2".into())
+    );
+
+    let told = |output: std::process::Output| String::from_utf8(output.stdout).unwrap();
+    let open = told(doctor(&[]));
+    for word in [
+        &public,
+        "setting policy",
+        "FLASHTUNE_CAHCE is set",
+        "torch 9.1",
+        "flashtune 0.1 with library 0.2",
+        "/srv/alice",
+    ] {
+        assert!(open.contains(word), "{word}: {open}");
+    }
+    for redacted in [told(doctor(&["--redact"])), told(doctor(&["--redact", "--json"]))] {
+        for secret in ["alice", &public, &text(&place.cache())] {
+            assert!(!redacted.contains(secret), "{secret}: {redacted}");
+        }
+        assert!(redacted.contains(&public[..8]) && redacted.contains("9.1"), "{redacted}");
+    }
+    // An interpreter that is not there is told, and no failure.
+    let none = place.json(&["doctor", "--python", NOWHERE]);
+    assert!(none["python"]["error"].as_str().unwrap().contains(NOWHERE), "{none}");
+}
+
+#[test]
 fn a_closed_pipe_is_no_error() {
     use std::process::{Command, Stdio};
     let place = Place::new();

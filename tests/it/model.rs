@@ -1,9 +1,9 @@
 //! `flashtune tune --model`: what a model needs, tuned and told.
 
-use crate::common::{Place, fails};
+use crate::common::{Place, ROOT, fails};
 
 fn data(name: &str) -> String {
-    format!("tests/data/models/{name}")
+    format!("{ROOT}/tests/data/models/{name}")
 }
 
 #[test]

@@ -37,8 +37,8 @@ const CAUSAL: &[Mutant] = &[
     Mutant(
         "the sum leaves out a key of each block",
         "lib/cpu/softmax.h",
-        "total[x] += weight;",
-        "if (j) total[x] += weight;",
+        "some[x] += weight;",
+        "if (j) some[x] += weight;",
         "oracle",
     ),
     Mutant(

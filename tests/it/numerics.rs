@@ -245,6 +245,32 @@ fn scales_other_than_the_default() {
     }
 }
 
+/// A million keys of one V: O is that V, however the weights are, and the log-sum-exp of equal scores the logarithm of
+/// their number.
+#[test]
+fn sums_over_a_million_keys_of_one_v_keep_their_digits() {
+    let kv: usize = 1_000_003;
+    let (qk, value) = (2, [1.352_639, -0.733_477_1, 0.100_000_01, 1_234.567_9, -0.577_215_7]);
+    let call = Call { sizes: [1, 1, 1, 3, kv], dims: (qk, value.len()), ..Call::default() };
+    let k = HostTensor::random(DType::F32, [1, 1, kv, qk], Layout::Bhsd, 2, Distribution::Normal);
+    let values: Vec<f32> = value.iter().copied().cycle().take(kv * value.len()).collect();
+    let v = HostTensor::from_values(DType::F32, [1, 1, kv, value.len()], Layout::Bhsd, &values).unwrap();
+    // Equal scores, which round alike; scores of all sizes; and scores that nearly are equal.
+    for (what, q) in [("equal", [0.0, 0.0]), ("various", [1.7, -0.9]), ("small", [1e-4, 3e-4])] {
+        let rows: Vec<f32> = q.into_iter().cycle().take(3 * qk).collect();
+        let q = HostTensor::from_values(DType::F32, [1, 1, 3, qk], Layout::Bhsd, &rows).unwrap();
+        let out = call.run(&[q, k.clone(), v.clone()]);
+        for (i, o) in out.o.values().into_iter().enumerate() {
+            let off = (f64::from(o) / f64::from(value[i % value.len()]) - 1.0).abs();
+            assert!(off < 1e-6, "{what}, element {i}: off by {off:.2e}");
+        }
+        if what == "equal" {
+            let off = out.lse.iter().map(|lse| (f64::from(*lse) - (kv as f64).ln()).abs()).fold(0.0, f64::max);
+            assert!(off < 2e-6, "log-sum-exp: off by {off:.2e}");
+        }
+    }
+}
+
 #[test]
 fn two_runs_give_the_same_bytes() {
     for dtype in DType::ALL {

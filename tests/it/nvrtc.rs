@@ -125,6 +125,32 @@ fn plain_backward_kernels_compile_without_spills() {
     compile_all(&kernels, 0);
 }
 
+/// Gradients of what a program reads: pairs with an element each, sums of rows and columns, tables, sinks and scalars.
+#[test]
+fn plain_kernels_of_gradients_compile_without_spills() {
+    if common::nvrtc_or_skip("plain_kernels_of_gradients_compile_without_spills").is_none() {
+        return;
+    }
+    let programs = [
+        "t: bf16[batch, heads, q_len, kv_len]; mask = kv <= q + 9; score = score + t[b, h, q, kv];",
+        "t: float[heads]; score = 30.0 * tanh(score / 30.0) - t[h] * abs(q - kv);",
+        "t: float[heads, kv_len]; doc: int[batch, kv_len]; mask = doc[b, kv] == doc[b, q]; score = score + t[h, kv];",
+        "t: float[heads, *]; score = max(score, 0.1 * score) + t[h, clamp(kv - q, -64, 64) + 64]; sink = t[h, 0];",
+        "t: float; score = score * t;",
+    ];
+    let dims = [(64, 64), (128, 128), (256, 256), (192, 128), (16, 256)];
+    let kernels: Vec<Kernel> = (0..10)
+        .map(|i| {
+            let (dim_qk, dim_v) = dims[i % 5];
+            let problem = Problem::forward_qk_v(DType::ALL[i % 3], dim_qk, dim_v, MaskKind::ALL[i % 4]).unwrap();
+            let problem = problem.with_program(Program::parse(programs[(i + i / 5) % 5]).unwrap());
+            let problem = problem.gradient_by("t").unwrap();
+            default_kernel(Family::GradientNaive, problem, arch(["sm_75", "sm_90a", "sm_80"][i % 3]), 1024)
+        })
+        .collect();
+    compile_all(&kernels, 0);
+}
+
 /// Head dims of every kind of tile, and archs of less shared memory. Of 256 threads with all of their registers a few bytes
 /// leave them, of addresses that are read again at the start of a step.
 #[test]
@@ -139,7 +165,7 @@ fn backward_sm80_kernels_compile_with_next_to_no_spills() {
         "bias: bf16[heads, q_len, kv_len]; mask = kv % 3 != q % 4; score = max(score, 0.1 * score) + bias[h, q, kv];",
     ];
     let dtypes = [DType::F16, DType::Bf16];
-    let mut kernels = Vec::new();
+    let (mut kernels, mut packed) = (Vec::new(), Vec::new());
     for (i, (dim_qk, dim_v)) in dims.into_iter().enumerate() {
         let problem = Problem::forward_qk_v(dtypes[i % 2], dim_qk, dim_v, MaskKind::ALL[i % 4]).unwrap().backward();
         let program = Program::parse(programs[i % 3]).unwrap();
@@ -148,8 +174,13 @@ fn backward_sm80_kernels_compile_with_next_to_no_spills() {
         {
             kernels.push(default_kernel(Family::BackwardSm80, problem, arch(arch_name), 1024));
         }
+        // Of packed sequences kernels with a program and without take turns.
+        let of_pack = if i % 2 == 0 { problem } else { with_program }.with_kv(KvKind::RAGGED);
+        packed.push(default_kernel(Family::BackwardSm80, of_pack, arch(["sm_90a", "sm_80"][i / 2 % 2]), 1024));
     }
     compile_all(&kernels, 16);
+    // Lengths and first rows of a sequence are in registers, those of dense tensors in constant memory.
+    compile_all(&packed, 32);
 }
 
 /// Spills would be loads and stores among matrix instructions, and products that the compiler serialises would wait for
@@ -254,7 +285,7 @@ fn a_sample_of_the_searched_space_compiles_on_every_arch() {
 }
 
 /// Masks and changes of the score that hosts use, by shape of what they cost: bounds, tensors, divisions, functions.
-const PROGRAMS: [&str; 10] = [
+const PROGRAMS: [&str; 12] = [
     "mask = kv <= q and q - kv < 1024;",
     "chunk: int in 1..1073741824; mask = kv // chunk == q // chunk and kv <= q;",
     "prefix: i32[batch]; mask = kv < prefix[b] or kv <= q + kv_len - q_len;",
@@ -265,6 +296,9 @@ const PROGRAMS: [&str; 10] = [
     "bias: f32[heads, *]; score = score + bias[h, clamp(kv - q, -128, 128) + 128];",
     "s: float[heads]; mask = kv <= q + 3 and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
     "score = 30.0 * tanh(score / 30.0);",
+    "score = sigmoid(score) * sqrt(1.0 + score * score) + exp(-0.05 * abs(q - kv));",
+    "t: float[heads, *]; n = abs(q - kv); mask = int_round(0.5 * n) < 900; \
+     score = score + t[h, n if n < 8 else min(8 + int_floor(3.9 * log(n / 7.7)), 15)];",
 ];
 
 const DOCUMENTS_WITH_BIASES: &str = "bias: bf16[heads, q_len, kv_len]; d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h, q, kv];";
@@ -362,7 +396,7 @@ fn append_kernels_compile_without_spills() {
         return;
     }
     let mut kernels = Vec::new();
-    let dims = [(128, 128), (64, 64), (256, 256), (192, 128), (80, 80), (24, 40), (16, 16)];
+    let dims = [(128, 128), (64, 64), (256, 256), (192, 128), (80, 80), (24, 40), (16, 16), (59, 111)];
     let elements = [KvElement::Same, KvElement::E4m3, KvElement::E5m2, KvElement::Int8];
     for (i, (dim_qk, dim_v)) in dims.into_iter().enumerate() {
         for (j, element) in elements.into_iter().enumerate() {
@@ -377,6 +411,15 @@ fn append_kernels_compile_without_spills() {
         }
     }
     compile_all(&kernels, 0);
+}
+
+#[test]
+fn copies_of_rows_compile_without_spills() {
+    if common::nvrtc_or_skip("copies_of_rows_compile_without_spills").is_none() {
+        return;
+    }
+    let kernel = |name| default_kernel(Family::PadCuda, Problem::pad(), arch(name), 1);
+    compile_all(&["sm_75", "sm_80", "sm_89", "sm_90a"].map(kernel), 0);
 }
 
 #[test]

@@ -91,6 +91,22 @@ fn every_built_in_is_right_on_the_cpu_in_every_dtype() {
     add("masked by the score", "score = select(kv <= q, score, -inf);");
     // A masked key's score is never seen.
     add("division by zero", "mask = kv != q; score = score / (kv - q) + log2(abs(kv - q)) * 0.1;");
+    add(
+        "functions",
+        "score = 0.5 * log(1.0 + exp(min(score, 20.0))) + 3.0 * sigmoid(score) - sqrt(1.0 + score * score) + exp(-0.05 * abs(q - kv));",
+    );
+    add(
+        "floats as ints",
+        "t: float[heads, 16]; n = abs(q - kv); \
+         mask = int_round(0.5 * (kv - q)) % 5 != 1 and int_ceil(0.25 * kv) <= int_trunc(0.75 * q) + 40; \
+         score = score + t[h, n if n < 8 else min(8 + int_floor(3.9 * log(n / 7.7)), 15)] * sqrt(n);",
+    );
+    add(
+        "where functions end",
+        "mask = (int_trunc(1e30 * (kv - 2)) < 0 or int_floor(log(kv - 5)) % 3 == 0 or sqrt(kv - 3) == 0.0) and \
+         not sigmoid(q - kv - 200.0) == 0.5; \
+         score = score + log(kv) * exp(select(kv % 2 == 1, -inf, -1.0)) + sigmoid(select(kv == q, inf, -inf));",
+    );
     for (i, (name, program)) in extra.iter().enumerate() {
         let mask = if i % 4 == 3 { Mask::Causal } else { Mask::Full };
         let dtype = DType::ALL[i % 3];

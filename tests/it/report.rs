@@ -1,6 +1,6 @@
 //! `flashtune bench` with its report files, and `flashtune report` on what others wrote.
 
-use crate::common::{Place, fails, json};
+use crate::common::{Place, ROOT, fails, json};
 use serde_json::Value;
 use std::path::Path;
 
@@ -17,7 +17,9 @@ fn bench(place: &Place, args: &[&str]) -> (Value, [String; 3]) {
     let paths = ["r.json", "r.md", "r.html", "r.svg"].map(|name| place.path(name));
     let [report, markdown, html, svg] = paths.each_ref().map(|p| text(p));
     let files = ["--report", report, "--markdown", markdown, "--html", html, "--svg", svg];
-    let printed = place.json(&[&["bench", "--rounds", "3", "--dtype", "f32", "--heads", "2"], args, &files].concat());
+    let mut printed =
+        place.json(&[&["bench", "--rounds", "3", "--dtype", "f32", "--heads", "2"], args, &files].concat());
+    assert_eq!(printed.as_object_mut().unwrap().remove("schema"), Some(1.into()));
     assert_eq!(serde_json::from_str::<Value>(&read(&paths[0])).unwrap(), printed);
     (printed, [1, 2, 3].map(|i| read(&paths[i])))
 }
@@ -108,7 +110,7 @@ fn a_tuned_choice_is_raced_against_the_default_and_lengths_give_percentiles() {
 
 #[test]
 fn a_report_of_another_program_is_rendered() {
-    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/reports/peers.json");
+    let sample = Path::new(ROOT).join("tests/data/reports/peers.json");
     let place = Place::new();
     let paths = ["p.md", "p.html", "p.svg"].map(|name| place.path(name));
     let [markdown, html, svg] = paths.each_ref().map(|p| text(p));
@@ -132,7 +134,7 @@ fn a_report_of_another_program_is_rendered() {
 
 #[test]
 fn a_report_that_cannot_be_is_refused_with_the_field() {
-    let sample = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/reports/peers.json"));
+    let sample = read(&Path::new(ROOT).join("tests/data/reports/peers.json"));
     let place = Place::new();
     let path = place.path("bad.json");
     for (from, to, words) in [
@@ -151,7 +153,7 @@ fn a_report_that_cannot_be_is_refused_with_the_field() {
 /// What `benches/peers.py` would measure, without PyTorch; `None` where there is no Python outside of CI.
 fn listed_by_the_peers_script(device: &str, suites: &str) -> Option<Vec<Value>> {
     let mut python = std::process::Command::new("python3");
-    python.current_dir(env!("CARGO_MANIFEST_DIR")).args(["-B", "benches/peers.py", "unused", "--dry-run"]);
+    python.current_dir(ROOT).args(["-B", "benches/peers.py", "unused", "--dry-run"]);
     let output = match python.args(["--device", device, "--suites", suites]).output() {
         Ok(output) => output,
         Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("CI has python3: {e}"),
@@ -216,4 +218,133 @@ fn the_peers_script_lists_serving_with_its_bytes() {
         alike += 1;
     }
     assert_eq!(alike, 16 - 1 + 13 + 15);
+}
+
+/// A report whose times are some factor of what they were.
+fn times(report: &Value, factor: f64) -> Value {
+    let mut report = report.clone();
+    for point in report["points"].as_array_mut().unwrap() {
+        for result in point["results"].as_array_mut().unwrap().iter_mut().filter(|r| r["latency_us"].is_object()) {
+            let latency = &mut result["latency_us"];
+            for name in ["median", "p10", "p90"] {
+                latency[name] = (factor * number(&latency[name])).into();
+            }
+            latency["times"].as_array_mut().unwrap().iter_mut().for_each(|us| *us = (factor * number(us)).into());
+        }
+    }
+    report
+}
+
+#[test]
+fn what_became_slower_fails_and_what_became_faster_does_not() {
+    let place = Place::new();
+    let [now, fast, slow] = ["now.json", "fast.json", "slow.json"].map(|name| place.path(name));
+    let case = ["--rounds", "9", "--dtype", "f32", "--heads", "2", "--q-len", "96", "--no-ceilings"];
+    let report = place.json(&[&["bench"], &case[..], &["--report", text(&now)]].concat());
+    assert_eq!(report["points"][0]["results"][0]["latency_us"]["times"].as_array().unwrap().len(), 9);
+    for (path, factor) in [(&fast, 0.01), (&slow, 100.0)] {
+        std::fs::write(path, times(&report, factor).to_string()).unwrap();
+    }
+
+    let compare = |args: &[&str]| place.flashtune(&[&["report"], args].concat());
+    fails(&mut compare(&[text(&fast), text(&now), "--fail-over", "3%"]), 1, &["1 of 1 cases", "100.000x", "99 %"]);
+    compare(&[text(&fast), text(&now)]).assert().success();
+    compare(&[text(&slow), text(&now), "--fail-over", "3%"]).assert().success();
+    compare(&[text(&now), text(&now), "--fail-over", "0%"]).assert().success();
+    let found = place.json(&["report", text(&slow), text(&now)]);
+    assert_eq!(
+        (&found["schema"], &found["format"], &found["cases"][0]["verdict"]),
+        (&1.into(), &1.into(), &"faster".into())
+    );
+    assert!((number(&found["mean_ratio"]) - 0.01).abs() < 1e-9, "{found}");
+
+    let bench = |args: &[&str]| place.flashtune(&[&["bench"], &case[..], args].concat());
+    fails(
+        &mut bench(&["--baseline", text(&fast), "--fail-over", "3%"]),
+        1,
+        &["1 of 1 cases", "slower by more than 3%"],
+    );
+    bench(&["--baseline", text(&slow), "--fail-over", "3%"]).assert().success();
+    let beside = place.json(&[&["bench"], &case[..], &["--baseline", text(&fast)]].concat());
+    assert_eq!(beside["comparison"]["cases"][0]["verdict"], "slower");
+    assert!(beside["points"].is_array());
+
+    let other = ["bench", "--baseline", text(&now), "--fail-over", "3%", "--dtype", "f32", "--q-len", "64"];
+    fails(&mut place.flashtune(&other), 2, &["no case is in both", "96x96", "64x64"]);
+    fails(&mut place.flashtune(&["bench", "--baseline", "/nonexistent/r.json"]), 2, &["/nonexistent/r.json"]);
+    fails(&mut bench(&["--baseline", text(&now), "--fail-over", "3"]), 2, &["3%"]);
+    fails(&mut bench(&["--fail-over", "3%"]), 2, &["--baseline"]);
+}
+
+#[test]
+fn caches_and_bundles_are_compared_by_their_records() {
+    let place = Place::new();
+    let tuned = place.tune_small();
+    let record = &tuned["tuned"][0]["record"];
+    // Hashes are told as people write them.
+    let artifact = record["artifact"].as_str().unwrap();
+    assert!(artifact.len() == 64 && artifact.chars().all(|c| c.is_ascii_hexdigit()), "{artifact}");
+    let (cache, bundle) = (place.cache(), place.path("b.ftb"));
+    place.json(&["export", text(&bundle)]);
+    let found = place.json(&["report", text(&cache), text(&bundle)]);
+    let winner = found["cases"].as_array().unwrap().iter().find(|c| c["contender"] == "winner").unwrap();
+    assert_eq!((&winner["ratio"], &winner["is_first"]), (&1.0.into(), &true.into()));
+    assert!(winner["case"].as_str().unwrap().contains("forward-f32-d32-causal"), "{winner}");
+    assert!(number(&winner["samples"][0]) > 0.0, "{winner}");
+
+    let report = place.path("r.json");
+    place.json(&["bench", "--rounds", "1", "--q-len", "16", "--no-ceilings", "--report", text(&report)]);
+    fails(&mut place.flashtune(&["report", text(&cache), text(&report)]), 2, &["two of a kind"]);
+    fails(&mut place.flashtune(&["report", text(&report), "/nonexistent/c"]), 2, &["/nonexistent/c"]);
+}
+
+#[test]
+fn a_cache_is_one_page_that_links_its_records() {
+    let place = Place::new();
+    place.tune_small();
+    let (cache, page, bundle) = (place.cache(), place.path("c.html"), place.path("b.ftb"));
+    let untuned = place.path("untuned.jsonl");
+    let entry = r#"{"problem":PROBLEM,"shape":SHAPE,"calls":7}"#;
+    let listed = place.json(&["list"]);
+    let record = &listed[0]["record"];
+    let line = entry.replace("PROBLEM", &record["key"]["problem"].to_string());
+    std::fs::write(&untuned, line.replace("SHAPE", &record["provenance"]["shape"].to_string())).unwrap();
+    let told = place.json(&["report", text(&cache), "--untuned", text(&untuned), "--html", text(&page)]);
+    assert_eq!((told["records"].as_array().unwrap().len(), &told["untuned"][0]["calls"]), (1, &7.into()));
+    assert_eq!(told["records"][0]["stale"], serde_json::json!([]));
+    let id = told["records"][0]["id"].as_str().unwrap();
+    let html = read(&page);
+    assert!(html.contains(&format!("<tr id=\"r-{id}\">")) && html.contains(&format!("href=\"#r-{id}\"")), "{html}");
+    assert!(html.contains("Content-Security-Policy") && !html.contains("http:"), "{html}");
+
+    // A bundle has the same record; other templates make it stale.
+    place.json(&["export", text(&bundle)]);
+    let of_bundle = place.json(&["report", text(&bundle)]);
+    assert_eq!(of_bundle["records"][0]["problem"], told["records"][0]["problem"]);
+    let templates = place.path("templates");
+    let family = Path::new(ROOT).join("templates/forward/cpu.c");
+    std::fs::create_dir_all(templates.join("forward")).unwrap();
+    let changed = read(&family) + "\nstatic int another;\n";
+    std::fs::write(templates.join("forward/cpu.c"), changed).unwrap();
+    let stale = place.json(&["report", text(&cache), "--templates", text(&templates)]);
+    assert!(stale["records"][0]["stale"][0].as_str().unwrap().contains("templates"), "{stale}");
+
+    let empty = place.path("empty");
+    std::fs::create_dir(&empty).unwrap();
+    assert_eq!(place.json(&["report", text(&empty)])["records"], serde_json::json!([]));
+    fails(&mut place.flashtune(&["report", text(&cache), "--svg", text(&page)]), 2, &["--html"]);
+    let damaged = place.path("damaged.ftb");
+    std::fs::write(&damaged, "no bundle").unwrap();
+    fails(&mut place.flashtune(&["report", text(&damaged)]), 2, &["bundle", "damaged.ftb", "export it again"]);
+    fails(&mut place.flashtune(&["report", "/nonexistent/b.ftb"]), 2, &["/nonexistent/b.ftb"]);
+
+    // The cases of a model, each with the record that is its own.
+    let config = place.path("config.json");
+    let model = r#"{"model_type":"llama","num_attention_heads":2,"num_key_value_heads":2,"head_dim":32,
+        "num_hidden_layers":3,"max_position_embeddings":128,"torch_dtype":"float32"}"#;
+    std::fs::write(&config, model).unwrap();
+    let told = place.json(&["report", text(&cache), "--model", text(&config)]);
+    let cases = told["models"].as_array().unwrap();
+    let tuned = cases.iter().filter(|case| case["record"] == id).count();
+    assert!(tuned == 1 && cases.len() > 1, "{told}");
 }

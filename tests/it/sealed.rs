@@ -37,10 +37,15 @@ fn a_new_process_dispatches_what_was_tuned_without_a_compiler() {
 fn a_second_tune_is_answered_from_the_cache() {
     let place = Place::new();
     place.tune_small();
-    let start = std::time::Instant::now();
-    let again = place.tune_small();
-    assert_eq!(again["tuned"][0]["cached"], true);
-    assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());
+    let mut again = serde_json::Value::Null;
+    // A process that has to wait for a core says nothing; one that measures again takes seconds each time.
+    let times = [(); 4].map(|()| {
+        let start = std::time::Instant::now();
+        again = place.tune_small();
+        assert_eq!(again["tuned"][0]["cached"], true);
+        start.elapsed().as_secs_f64()
+    });
+    assert!(times.iter().any(|seconds| *seconds < 1.0), "{times:?}");
     let listed = place.json(&["list"]);
     assert_eq!(listed.as_array().unwrap().len(), 1, "{listed}");
     assert_eq!(listed[0]["schedule"], again["tuned"][0]["schedule"]);

@@ -1,11 +1,11 @@
 //! `flashtune check` and `flashtune bench` themselves: a check that cannot fail would be no check.
 
-use crate::common::{self, Place, SMALL, fails};
+use crate::common::{self, Place, ROOT, SMALL, fails};
 use flashtune::codegen::{Arch, CpuIsa};
 
 /// A folder with the cpu templates, one text of one file replaced.
 fn spoilt(place: &Place, file: &str, from: &str, to: &str) -> String {
-    let text = std::fs::read_to_string(format!("templates/{file}")).unwrap();
+    let text = std::fs::read_to_string(format!("{ROOT}/templates/{file}")).unwrap();
     assert!(text.contains(from), "{file} has no `{from}`: plant the fault elsewhere");
     let path = place.path("spoilt").join(file);
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();

@@ -2,7 +2,7 @@
 //! counted.
 
 use crate::common::counted::{ALLOCATIONS, counted, engine, small};
-use crate::common::{Place, json};
+use crate::common::{Place, ROOT, json};
 use flashtune::runtime::Error as RuntimeError;
 use flashtune::{DType, Engine, Error, Forward, OnMiss, Policy, Problem, Shape, Status, Stream, TensorView};
 use flashtune::{ManifestEntry, read_manifest};
@@ -215,7 +215,7 @@ fn a_process_leaves_what_it_met_and_a_model_says_what_it_will_ask() {
     assert_eq!(entries.iter().map(|e| (e.shape.q_len, e.calls)).collect::<Vec<_>>(), [(40, 2)]);
     // The same kind of file says beforehand what will be asked.
     let shapes = place.path("shapes.jsonl");
-    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/models/gemma-3-1b.json");
+    let model = &format!("{ROOT}/tests/data/models/gemma-3-1b.json");
     let list = ["tune", "--model", model, "--dry-run", "--manifest", shapes.to_str().unwrap()];
     let listed = place.json(&list);
     let cases = listed["cases"].as_array().unwrap().len();

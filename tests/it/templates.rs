@@ -1,6 +1,6 @@
 //! A folder of templates over the embedded ones, and deterministic rendering.
 
-use crate::common::{self, Place, SMALL, fails};
+use crate::common::{self, Place, ROOT, SMALL, fails};
 use std::path::Path;
 use std::process::Command;
 
@@ -8,7 +8,7 @@ use std::process::Command;
 fn edited(place: &Place, line: &str) -> String {
     let folder = place.path("mine");
     std::fs::create_dir_all(folder.join("forward")).unwrap();
-    let own = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
+    let own = std::fs::read_to_string(format!("{ROOT}/templates/forward/cpu.c")).unwrap();
     std::fs::write(folder.join("forward/cpu.c"), format!("{own}\n{line}\n")).unwrap();
     folder.to_str().unwrap().to_owned()
 }
@@ -101,7 +101,7 @@ fn faults_are_planted_into_every_family_and_not_into_the_default() {
     };
     assert!(python.status.success());
     let place = Place::new();
-    let (root, folder) = (env!("CARGO_MANIFEST_DIR"), place.path("planted"));
+    let (root, folder) = (ROOT, place.path("planted"));
     let command = assert_cmd::cargo::cargo_bin("flashtune");
     let code = format!(
         "from pathlib import Path; from planted import plant; plant({:?}, {:?}.split(), 'cpu', Path({:?}))",

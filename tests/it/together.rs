@@ -218,9 +218,9 @@ fn the_next_one_goes_on_where_a_killed_tuner_was() {
         first.wait().unwrap();
         let before = compiler.compiled().len();
         // Whoever holds a claim writes its number into it.
-        let next = format!("{}\n", second.id());
+        let next = format!("{{\"pid\":{},", second.id());
         let claims = place.cache().join("v7/claims");
-        let has_it = |path: PathBuf| std::fs::read_to_string(path).is_ok_and(|holder| holder == next);
+        let has_it = |path: PathBuf| std::fs::read_to_string(path).is_ok_and(|holder| holder.starts_with(&next));
         until("the second one's claim", || {
             std::fs::read_dir(&claims).is_ok_and(|dir| dir.flatten().any(|entry| has_it(entry.path())))
         });

@@ -1,7 +1,7 @@
 //! Candidates that fault, and processes that are killed: what it costs is the candidate.
 
 use crate::common::planted::{self, planted, worker};
-use crate::common::{self, Place};
+use crate::common::{self, Place, ROOT};
 use flashtune::cache::{CacheDir, Stage, Trial, TrialResult};
 use flashtune::codegen::{CpuSchedule, Family, Schedule, TemplateSet};
 use flashtune::tuner::{Event, Job, Observer, Outcome, Runner, Search, WorkerCommand, tune};
@@ -107,6 +107,10 @@ type Gap = (Schedule, Duration);
 
 impl Observer for Gaps {
     fn event(&self, event: &Event<'_>) {
+        // Of a failure itself, just before it is told.
+        if matches!(event, Event::Learnt { .. }) {
+            return;
+        }
         let mut gaps = self.0.lock().unwrap();
         let now = Instant::now();
         let before = gaps.0.replace(now);
@@ -349,7 +353,7 @@ fn a_worker_dies_with_the_tuner_even_in_an_endless_loop() {
     let place = Place::new();
     let folder = place.path("loops");
     std::fs::create_dir_all(folder.join("forward")).unwrap();
-    let template = std::fs::read_to_string("templates/forward/cpu.c").unwrap();
+    let template = std::fs::read_to_string(format!("{ROOT}/templates/forward/cpu.c")).unwrap();
     let (body, running) = ("Scratch *scratch = memory;", place.path("running"));
     assert!(template.contains(body));
     let text = template
@@ -409,21 +413,30 @@ fn script(place: &Place, body: &str) -> std::path::PathBuf {
 
 #[test]
 fn a_compiler_that_hangs_costs_one_candidate_and_some_seconds() {
-    let place = Place::new();
-    let count = place.path("count");
-    // The third compilation never ends.
-    // Whoever makes the folder is the third; two that count at once would both be the fourth.
-    let body =
-        format!("echo >> {0}; [ $(wc -l < {0}) -ge 3 ] && mkdir {0}.d 2>/dev/null && sleep 600", count.display());
-    let args = ["tune", "--dtype", "f32", "--head-dim", "16", "--q-len", "64", "--trials", "5", "--budget-s", "30"];
-    let start = Instant::now();
-    let report = common::json(place.flashtune(&args).arg("--json").env("CC", script(&place, &body)));
+    let hangs = || {
+        let place = Place::new();
+        let count = place.path("count");
+        // The third compilation never ends.
+        // Whoever makes the folder is the third; two that count at once would both be the fourth.
+        let body =
+            format!("echo >> {0}; [ $(wc -l < {0}) -ge 3 ] && mkdir {0}.d 2>/dev/null && sleep 600", count.display());
+        let args = ["tune", "--dtype", "f32", "--head-dim", "16", "--q-len", "64", "--trials", "5", "--budget-s", "30"];
+        let start = Instant::now();
+        let output = place.flashtune(&args).arg("--json").env("CC", script(&place, &body)).output().unwrap();
+        // Not the minute that a first compilation may take.
+        assert!(start.elapsed() < Duration::from_secs(50), "{:?}", start.elapsed());
+        let told = String::from_utf8_lossy(&output.stderr);
+        if told.contains("nothing was stored") {
+            return None;
+        }
+        assert!(output.status.success(), "{told}");
+        Some(serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap())
+    };
+    let report = (0..4).find_map(|_| hangs()).expect("a machine that is quiet enough to tune");
     let trials = report["tuned"][0]["trials"].as_array().unwrap();
     let hung: Vec<_> =
         trials.iter().filter(|t| t["reason"].as_str().is_some_and(|r| r.contains("took more"))).collect();
     assert!(hung.len() == 1 && hung[0]["stage"] == "compile", "{trials:?}");
-    // Not the minute that a first compilation may take.
-    assert!(start.elapsed() < Duration::from_secs(50), "{:?}", start.elapsed());
 }
 
 #[test]

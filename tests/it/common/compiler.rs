@@ -36,26 +36,46 @@ pub fn remembering() -> &'static Path {
 pub struct LoggedCompiler {
     program: PathBuf,
     log: PathBuf,
+    held: PathBuf,
 }
 
 impl LoggedCompiler {
     /// One that rests for so many seconds before it compiles. What others wrote down here is forgotten.
     pub fn new(place: &Place, rest: f64) -> Self {
-        let log = place.path("compiled");
+        let [log, held] = ["compiled", "held"].map(|name| place.path(name));
         let cc = remembering().display();
         let script = format!(
             "#!/bin/sh\n[ \"$1\" = --version ] && exec {cc} --version\n\
              for last; do case $last in *.c) grep -m 1 'schedule ' \"$last\" >> '{}' ;; esac; done\n\
-             sleep {rest}\nexec {cc} \"$@\"\n",
-            log.display()
+             sleep {rest}\n\
+             while [ -s '{held}' ] && grep -q -f '{held}' \"$last\"; do sleep 0.05; done\nexec {cc} \"$@\"\n",
+            log.display(),
+            held = held.display(),
         );
-        let _ = std::fs::remove_file(&log);
-        Self { program: place.program("logged-cc", &script), log }
+        for file in [&log, &held] {
+            let _ = std::fs::remove_file(file);
+        }
+        Self { program: place.program("logged-cc", &script), log, held }
+    }
+
+    /// Kernels with this text in their source are written down and then wait, until [`LoggedCompiler::release`].
+    pub fn hold(&self, text: &str) {
+        std::fs::write(&self.held, format!("{text}\n")).unwrap();
+    }
+
+    /// Nothing waits any more.
+    pub fn release(&self) {
+        std::fs::remove_file(&self.held).unwrap();
     }
 
     /// The schedules that were compiled, in order.
     pub fn compiled(&self) -> Vec<String> {
         std::fs::read_to_string(&self.log).unwrap_or_default().lines().map(str::to_owned).collect()
+    }
+
+    /// The compiler, for `CC`.
+    pub fn program(&self) -> &Path {
+        &self.program
     }
 
     /// The command on the cpu, with this compiler.

@@ -1,8 +1,8 @@
 //! File systems that fail: a small library, preloaded into the command, that makes operations on one folder fail
 //! (`tests/data/faults.c`).
 
-use super::Place;
 use super::compiler::remembering;
+use super::{Place, ROOT};
 use flashtune::cache::{CacheDir, Layers, Record, RecordKey, Validity};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,7 @@ impl Faults {
     /// Compiles the library.
     pub fn new(place: &Place, cache: PathBuf) -> Self {
         let library = place.path("faults.so");
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/faults.c");
+        let source = Path::new(ROOT).join("tests/data/faults.c");
         let mut cc = Command::new("cc");
         cc.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).arg("-ldl");
         let out = cc.output().expect("a C compiler");

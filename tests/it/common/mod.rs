@@ -14,6 +14,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tempfile::TempDir;
 
+/// The checkout: these tests are of the package in `cli/`.
+pub const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+
 /// A name that no file has.
 pub const NOWHERE: &str = "/nonexistent/flashtune";
 

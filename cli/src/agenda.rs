@@ -1,0 +1,288 @@
+//! What a tuning is going to do: the cases of a model, of the options, or of the built-in set.
+
+use super::cases::{Case, CaseArgs, RaggedArgs, default_case, fixed};
+use super::context::{Context, table};
+use super::exit::usage;
+use anyhow::Result;
+use flashtune::cache::DeviceFingerprint;
+use flashtune::codegen::Arch;
+use flashtune::model::{Limits, Model, Need, Serving, read_model};
+use flashtune::runtime::require_room;
+use flashtune::{DType, Mask, read_manifest};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Seconds for the whole built-in set.
+const CPU_BUDGET: f64 = 90.0;
+const CUDA_BUDGET: f64 = 400.0;
+/// Seconds for each case that the options name.
+const CASE_BUDGET: f64 = 60.0;
+/// Seconds for each case of a model, which has many.
+const CPU_MODEL_BUDGET: f64 = 12.0;
+const CUDA_MODEL_BUDGET: f64 = 45.0;
+
+/// Options that name a model.
+#[derive(clap::Args, Debug)]
+pub struct ModelArgs {
+    /// Tune what serving a model needs: its Hugging Face config.json, or the folder that holds it. Of the options below,
+    /// --batch then names the numbers of sequences that are decoded together, and --dtype replaces the file's
+    #[arg(long, value_name = "PATH")]
+    model: Option<PathBuf>,
+    /// Longest sequence that the model will serve
+    #[arg(long, value_name = "N", requires = "model")]
+    max_len: Option<u32>,
+    /// Number of devices that the model's heads are split over (tensor parallelism)
+    #[arg(long, value_name = "N", requires = "model")]
+    tp: Option<u32>,
+    /// Tune what a file lists: the shapes that a host met untuned (`Engine::write_untuned`), most called first; may be
+    /// repeated
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    from: Vec<PathBuf>,
+}
+
+/// What is going to be tuned.
+pub struct Agenda {
+    pub cases: Vec<Case>,
+    /// The model that they serve.
+    pub model: Option<(Model, Serving)>,
+    /// Cases that this device has no room for, with the reason.
+    pub left_out: Vec<String>,
+    pub default_budget_s: f64,
+    /// Multiprocessors or cores of the device.
+    units: u32,
+}
+
+impl Agenda {
+    /// What the options ask for on this device.
+    pub fn new(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, device: &DeviceFingerprint) -> Result<Self> {
+        let arch = device.arch;
+        if let Some(path) = &model.model {
+            let limits = limits(model, args, ragged, arch)?;
+            let model = read_model(path)?;
+            let serving = Serving::of(&model, &limits)?;
+            return Ok(Self::of_model(model, serving, device));
+        }
+        if !model.from.is_empty() {
+            return Self::of_files(&model.from, args.is_empty() && ragged.is_empty(), device.units);
+        }
+        let (cases, default_budget_s) = match (args.is_empty() && ragged.is_empty(), arch) {
+            (true, Arch::Cpu(_)) => (common_cases(arch), CPU_BUDGET),
+            (true, Arch::Sm(_)) => (common_cases(arch), CUDA_BUDGET),
+            (false, _) => {
+                let cases = ragged.apply(args.cases(&default_case())?)?;
+                cases.iter().try_for_each(|case| case.problem.validate_on(arch))?;
+                let budget = CASE_BUDGET * cases.len() as f64;
+                (cases, budget)
+            }
+        };
+        if let Some(empty) = cases.iter().find(|c| c.shape.is_empty() || c.shape.kv_len == 0) {
+            return Err(usage(format!("there is nothing to time in {}; name sizes of at least 1", empty.sizes())));
+        }
+        Ok(Self { cases, model: None, left_out: Vec::new(), default_budget_s, units: device.units })
+    }
+
+    /// What files list.
+    fn of_files(files: &[PathBuf], is_all: bool, units: u32) -> Result<Self> {
+        if !is_all {
+            return Err(usage("--from says the problems and sizes; no option that names some may be given beside it"));
+        }
+        let (mut cases, mut left_out): (Vec<Case>, Vec<String>) = Default::default();
+        for entry in files.iter().map(|f| read_manifest(f)).collect::<Result<Vec<_>, _>>()?.concat() {
+            let case = Case::new(entry.problem, entry.sizes());
+            let class = (case.problem, case.bucket(units));
+            if case.shape.is_empty() || case.shape.kv_len == 0 {
+                left_out.push(format!("{} {}: there is nothing to tune", case.problem, case.shape));
+            } else if !cases.iter().any(|c| (c.problem, c.bucket(units)) == class) {
+                cases.push(case);
+            }
+        }
+        let default_budget_s = CASE_BUDGET * cases.len() as f64;
+        Ok(Self { cases, model: None, left_out, default_budget_s, units })
+    }
+
+    fn of_model(model: Model, serving: Serving, device: &DeviceFingerprint) -> Self {
+        let (mut cases, mut left_out) = (Vec::new(), Vec::new());
+        for case in serving.cases() {
+            match require_room(device, &case.problem, &case.shape) {
+                Ok(()) => cases.push(Case::new(case.problem, case.sizes())),
+                Err(e) => left_out.push(format!("{} {}: {e}", case.problem, case.sizes())),
+            }
+        }
+        let each = match device.arch {
+            Arch::Cpu(_) => CPU_MODEL_BUDGET,
+            Arch::Sm(_) => CUDA_MODEL_BUDGET,
+        };
+        let default_budget_s = each * cases.len() as f64;
+        Self { cases, model: Some((model, serving)), left_out, default_budget_s, units: device.units }
+    }
+
+    /// The agenda for a script.
+    pub fn summary(&self) -> Value {
+        let cases: Vec<_> = self.cases.iter().map(|c| case_summary(c, self.units, None)).collect();
+        let mut summary = json!({ "cases": cases, "left_out": self.left_out });
+        if let Some((model, serving)) = &self.model {
+            let unsupported: Vec<_> = serving
+                .all_gaps()
+                .map(|(need, gap)| {
+                    json!({
+                        "feature": gap.feature,
+                        "text": gap.text,
+                        "blocks": gap.blocks,
+                        "layers": need.map(|n| n.layers),
+                        "attention": need.map(|n| n.attention.clone()),
+                    })
+                })
+                .collect();
+            summary["model_type"] = model.model_type.clone().into();
+            summary["layers"] = model.layer_count().into();
+            summary["heads"] = serving.heads.into();
+            summary["kv_heads"] = serving.kv_heads.into();
+            summary["dtype"] = serving.dtype.name().into();
+            summary["max_len"] = serving.max_len.into();
+            summary["needs"] = serving.needs.iter().map(|need| need_summary(need, self.units)).collect();
+            summary["unsupported"] = unsupported.into();
+            summary["notes"] = serving.notes.clone().into();
+        }
+        summary
+    }
+}
+
+fn limits(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, arch: Arch) -> Result<Limits> {
+    let rest = CaseArgs { dtype: Vec::new(), batch: Vec::new(), ..args.clone() };
+    if !rest.is_empty() {
+        return Err(usage(
+            "--model says the head dims, masks, heads and lengths; beside it only --dtype and --batch, \
+             --pages, --kv-dtype, --max-len and --tp may be given",
+        ));
+    }
+    let dtype = match args.dtype.as_slice() {
+        [] => None,
+        [one] => Some(*one),
+        _ => return Err(usage("--dtype: a model is served in one dtype; name one")),
+    };
+    let (pages, stores) = ragged.choices();
+    let (max_len, batches, tensor_parallel) = (model.max_len, args.batch.clone(), model.tp.unwrap_or(1));
+    Ok(Limits { arch, max_len, batches, tensor_parallel, dtype, pages, stores })
+}
+
+fn need_summary(need: &Need, units: u32) -> Value {
+    let cases =
+        need.cases.iter().map(|c| case_summary(&Case::new(c.problem, c.sizes()), units, Some(&c.used_for.to_string())));
+    json!({
+        "layers": need.layers,
+        "attention": need.attention,
+        "problem": need.problem.map(|p| p.to_string()),
+        "supported": !need.cases.is_empty(),
+        "unsupported": need.gaps,
+        "cases": cases.collect::<Vec<_>>(),
+    })
+}
+
+fn case_summary(case: &Case, units: u32, used_for: Option<&str>) -> Value {
+    let mut summary = json!({
+        "problem": case.problem.to_string(),
+        "shape": case.sizes().to_string(),
+        "bucket": case.bucket(units).to_string(),
+        "sizes": case.shape,
+    });
+    if !case.pages.is_dense() {
+        summary["pages"] = case.pages.to_string().into();
+    }
+    if let Some(used_for) = used_for {
+        summary["use"] = used_for.into();
+    }
+    summary
+}
+
+/// The whole agenda: `tune --dry-run`.
+pub fn print(cx: &mut Context, agenda: &Agenda) -> Result<()> {
+    if cx.json() {
+        return cx.print_json(&agenda.summary());
+    }
+    if let Some((model, serving)) = &agenda.model {
+        let Serving { heads, kv_heads, dtype, max_len, .. } = serving;
+        let Model { model_type, head_dim_qk, head_dim_v, .. } = model;
+        let dims =
+            if head_dim_qk == head_dim_v { head_dim_qk.to_string() } else { format!("{head_dim_qk} and {head_dim_v}") };
+        let layers = model.layer_count();
+        writeln!(
+            cx.out,
+            "{model_type}: {layers} layers, {heads} query heads, {kv_heads} KV heads, head dim {dims}, {dtype}, lengths up \
+             to {max_len}"
+        )?;
+        let mut rows = table(&["layers", "attention", "problem", "use", "shape"]);
+        for need in &serving.needs {
+            let problem = need.problem.map_or("-".to_owned(), |p| p.to_string());
+            let start = [need.layers.to_string(), need.attention.clone(), problem];
+            if need.cases.is_empty() {
+                rows.add_row(start.iter().cloned().chain(["not supported yet".into(), "-".into()]));
+            }
+            for case in &need.cases {
+                let [layers, attention, _] = start.clone();
+                let problem = case.problem.to_string();
+                rows.add_row([layers, attention, problem, case.used_for.to_string(), case.sizes().to_string()]);
+            }
+        }
+        writeln!(cx.out, "{rows}")?;
+    } else {
+        let mut rows = table(&["problem", "shape"]);
+        for case in &agenda.cases {
+            rows.add_row([case.problem.to_string(), case.sizes().to_string()]);
+        }
+        writeln!(cx.out, "{rows}")?;
+    }
+    writeln!(
+        cx.out,
+        "{} cases to tune, {:.0} s unless --budget-s says otherwise",
+        agenda.cases.len(),
+        agenda.default_budget_s
+    )?;
+    print_gaps(cx, agenda)
+}
+
+/// What is not tuned, and what else the user of a model should know.
+pub fn print_gaps(cx: &mut Context, agenda: &Agenda) -> Result<()> {
+    for reason in &agenda.left_out {
+        writeln!(cx.out, "left out: {reason}")?;
+    }
+    let Some((_, serving)) = &agenda.model else { return Ok(()) };
+    for (need, gap) in serving.all_gaps() {
+        let of = need.map_or(String::new(), |n| format!(" ({} layers, {})", n.layers, n.attention));
+        let verdict = if gap.blocks { "not supported yet" } else { "not in the kernels yet" };
+        writeln!(cx.out, "{verdict}: {}{of}: {}", gap.feature, gap.text)?;
+    }
+    for note in &serving.notes {
+        writeln!(cx.out, "note: {note}")?;
+    }
+    Ok(())
+}
+
+/// The built-in set: what a user's first run tunes.
+fn common_cases(arch: Arch) -> Vec<Case> {
+    use DType::{Bf16, F16, F32};
+    use Mask::{Causal, Full};
+    match arch {
+        Arch::Cpu(_) => vec![
+            fixed(F32, 64, Full, 1, (8, 8), 1024),
+            fixed(F32, 64, Causal, 1, (8, 8), 1024),
+            fixed(F32, 128, Causal, 1, (8, 2), 1024),
+            fixed(Bf16, 64, Causal, 1, (8, 8), 1024),
+            fixed(Bf16, 128, Full, 1, (8, 8), 1024),
+            fixed(Bf16, 128, Causal, 1, (8, 2), 2048),
+            fixed(F32, 64, Full, 1, (8, 8), 128),
+            fixed(Bf16, 128, Causal, 1, (8, 2), 128),
+        ],
+        Arch::Sm(_) => vec![
+            fixed(Bf16, 64, Full, 4, (16, 16), 4096),
+            fixed(Bf16, 64, Causal, 4, (16, 16), 4096),
+            fixed(Bf16, 128, Full, 4, (32, 8), 4096),
+            fixed(Bf16, 128, Causal, 4, (32, 8), 4096),
+            fixed(Bf16, 128, Causal, 1, (32, 8), 16384),
+            fixed(Bf16, 256, Causal, 2, (16, 8), 4096),
+            fixed(Bf16, 128, Causal, 8, (32, 8), 512),
+            fixed(F16, 64, Causal, 4, (16, 16), 4096),
+            fixed(F16, 128, Causal, 4, (32, 8), 4096),
+        ],
+    }
+}

@@ -1,0 +1,105 @@
+//! What `emit` shows beyond the source: PTX, machine code and what a kernel takes.
+
+use super::context::Context;
+use super::exit::usage;
+use anyhow::{Context as _, Result, bail};
+use flashtune::cache::Artifact;
+use flashtune::codegen::{Arch, Kernel, Language, Source};
+use flashtune::runtime::Error;
+use flashtune::runtime::compile::{Nvrtc, compile};
+use serde_json::json;
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Prints the PTX of a CUDA kernel.
+pub fn ptx(cx: &mut Context, source: &Source) -> Result<()> {
+    if source.language != Language::Cuda {
+        return Err(usage("--ptx: kernels of the cpu have none; name a GPU by --arch, or take --sass"));
+    }
+    let ptx = Nvrtc::find()?.ptx(source)?;
+    if cx.json() {
+        return cx.print_json(&json!({ "kernel": source.name, "entry": source.entry, "ptx": ptx }));
+    }
+    cx.out.write_all(ptx.as_bytes())?;
+    Ok(())
+}
+
+/// Compiles a kernel and prints its machine code, as the toolkit's disassembler or the system's one reads it.
+pub fn sass(cx: &mut Context, kernel: &Kernel) -> Result<()> {
+    let (artifact, binary) = (compiled(cx, kernel)?, tempfile::NamedTempFile::new()?);
+    std::fs::write(binary.path(), &artifact.bytes)?;
+    let listing = disassembled(kernel.arch, binary.path(), &[])?;
+    if cx.json() {
+        let text = String::from_utf8_lossy(&listing);
+        return cx.print_json(&json!({ "kernel": kernel.name(), "entry": artifact.entry, "machine_code": text }));
+    }
+    cx.out.write_all(&listing)?;
+    Ok(())
+}
+
+/// The machine code of a compiled kernel as text; `options` are the disassembler's own.
+pub fn disassembled(arch: Arch, binary: &Path, options: &[&str]) -> Result<Vec<u8>> {
+    let (mut command, name, remedy) = match arch {
+        Arch::Sm(_) => (
+            Command::new(toolkit("nvdisasm")),
+            "nvdisasm",
+            "put the CUDA toolkit's nvdisasm on PATH, or set CUDA_HOME (pip install nvidia-cuda-nvdisasm has one, too)",
+        ),
+        Arch::Cpu(_) => {
+            let mut objdump = Command::new("objdump");
+            objdump.args(["--disassemble", "--no-show-raw-insn"]);
+            (objdump, "objdump", "install binutils")
+        }
+    };
+    let output = match command.args(options).arg(binary).output() {
+        Ok(output) => output,
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            return Err(Error::Missing { what: name, searched: "CUDA_HOME, PATH".to_owned(), remedy }.into());
+        }
+        Err(e) => return Err(e).with_context(|| format!("cannot start {name}")),
+    };
+    if !output.status.success() {
+        bail!("{name} ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim_end());
+    }
+    Ok(output.stdout)
+}
+
+/// A program of the CUDA toolkit: that of CUDA_HOME, else whatever PATH has.
+fn toolkit(program: &str) -> PathBuf {
+    let home = std::env::var_os("CUDA_HOME").map(|home| PathBuf::from(home).join("bin").join(program));
+    home.filter(|path| path.is_file()).unwrap_or_else(|| program.into())
+}
+
+/// Compiles a kernel and prints what it takes, beside what the model says of it.
+pub fn resources(cx: &mut Context, kernel: &Kernel) -> Result<()> {
+    let Artifact { facts, bytes, entry, .. } = compiled(cx, kernel)?;
+    let model = kernel.resources();
+    if cx.json() {
+        return cx.print_json(&json!({
+            "kernel": kernel.name(), "entry": entry, "arch": kernel.arch.to_string(), "model": model,
+            "registers": facts.registers, "spill_bytes": facts.spill_bytes, "stack_bytes": facts.stack_bytes,
+            "static_smem_bytes": facts.static_smem_bytes, "binary_bytes": bytes.len(), "compile_ms": facts.compile_ms,
+            "warnings": facts.warnings,
+        }));
+    }
+    writeln!(cx.out, "{}", kernel.name())?;
+    let mut line = |what: &str, value: String| writeln!(cx.out, "  {what:<22} {value}");
+    if matches!(kernel.arch, Arch::Sm(_)) {
+        line("threads of a block", model.threads.to_string())?;
+        line("registers of a thread", format!("{}, {} at least by the model", facts.registers, model.registers))?;
+        line("spilled", format!("{} bytes", facts.spill_bytes))?;
+        line("stack of a thread", format!("{} bytes", facts.stack_bytes))?;
+        line("shared memory", format!("{} bytes dynamic, {} static", model.smem_bytes, facts.static_smem_bytes))?;
+    }
+    line("binary", format!("{} bytes", bytes.len()))?;
+    line("compiled in", format!("{:.0} ms", facts.compile_ms))?;
+    for warning in &facts.warnings {
+        line("note of the compiler", warning.clone())?;
+    }
+    Ok(())
+}
+
+fn compiled(cx: &mut Context, kernel: &Kernel) -> Result<Artifact> {
+    Ok(compile(kernel, &*cx.templates()?)?)
+}

@@ -1,0 +1,97 @@
+//! `flashtune build --relink`: a bundle made anew for other targets or templates, from the recipes that it carries.
+//!
+//! A binary fits one arch, one template set and one ABI. What made it fits more: the problem and the class of sizes
+//! hold everywhere, and the schedule wherever it fits the arch. Measurements do not carry over, so the new records say
+//! that they were never measured.
+
+use super::cases::{Case, family};
+use anyhow::Result;
+use flashtune::cache::{Bundle, Error, Record, RecordKey, Trust};
+use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
+use flashtune::{Problem, Shape};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// One record of the bundle, for a target.
+pub struct Relinked {
+    pub problem: Problem,
+    /// The class that it is filed under: that of the record, whatever device it was of.
+    pub bucket: ShapeBucket,
+    pub shape: Shape,
+    pub kernel: Kernel,
+}
+
+/// What became of the schedules.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
+pub struct Summary {
+    /// Schedules that fit the target as they are.
+    pub carried: usize,
+    /// Schedules in whose place the target's default stands.
+    pub replaced: usize,
+    /// Problems that no kernel computes on the target.
+    pub left_out: Vec<String>,
+}
+
+/// The records of a bundle, of the problems and classes of sizes that it has, the measured ones first.
+pub fn read(path: &Path, trust: &Trust, summary: &mut Summary) -> Result<Vec<Record>> {
+    let bundle = Bundle::map(path)?;
+    trust.check(&bundle)?;
+    let mut chosen: BTreeMap<(flashtune::Problem, ShapeBucket), Record> = BTreeMap::new();
+    for item in bundle.records() {
+        let (record, _) = match item {
+            // Its schedule may be one that this build would not make.
+            Err(e @ Error::Foreign { .. }) => {
+                summary.left_out.push(e.to_string());
+                continue;
+            }
+            item => item?,
+        };
+        let RecordKey { problem, bucket, .. } = record.key;
+        let better = |old: &Record| old.finalists.is_empty() && !record.finalists.is_empty();
+        if chosen.get(&(problem, bucket)).is_none_or(better) {
+            chosen.insert((problem, bucket), record);
+        }
+    }
+    Ok(chosen.into_values().collect())
+}
+
+/// The kernels for a target.
+pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Relinked> {
+    let mut relinked = Vec::new();
+    for record in records {
+        let case = Case::new(record.key.problem, record.sizes());
+        let relinked_as =
+            |kernel| Relinked { problem: case.problem, bucket: record.key.bucket, shape: case.shape, kernel };
+        // What can be decoded need not make sense.
+        if let Err(e) = case.problem.validate() {
+            summary.left_out.push(format!("{}: {e}", case.problem));
+            continue;
+        }
+        let carried = Kernel { problem: case.problem, schedule: record.schedule, arch };
+        let supported = record.schedule.family().supports(&case.problem, arch).is_ok();
+        if supported && carried.check().is_ok() {
+            summary.carried += 1;
+            relinked.push(relinked_as(carried));
+            continue;
+        }
+        match default_kernel(&case, arch) {
+            Ok(kernel) => {
+                summary.replaced += 1;
+                relinked.push(relinked_as(kernel));
+            }
+            Err(e) => summary.left_out.push(format!("{} on {arch}: {e}", case.problem)),
+        }
+    }
+    relinked
+}
+
+/// The default kernel of the best family for a case.
+pub fn default_kernel(case: &Case, arch: Arch) -> Result<Kernel> {
+    let bucket = case.bucket(1);
+    let family = family(None, &case.problem, arch, &bucket)?;
+    let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
+    let kernel = Kernel { problem: case.problem, schedule, arch };
+    kernel.check()?;
+    Ok(kernel)
+}

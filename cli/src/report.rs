@@ -1,0 +1,111 @@
+//! `flashtune report`, and the report files of every command that makes one.
+
+use super::compare::{self, Percent};
+use super::context::Context;
+use super::exit::usage;
+use super::files;
+use super::report_cache;
+use anyhow::{Context as _, Result};
+use flashtune_report::{Report, html, markdown, svg};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Files to write a report to.
+#[derive(clap::Args, Debug, Default)]
+pub struct Outputs {
+    /// Keep the report as JSON, for `flashtune report`
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Write the report's tables as Markdown
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Write the report as one HTML page with plots
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write the plots as one SVG
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+}
+
+impl Outputs {
+    fn all(&self) -> impl Iterator<Item = &Path> {
+        [&self.report, &self.markdown, &self.html, &self.svg].into_iter().filter_map(|p| p.as_deref())
+    }
+
+    /// Fails before anything is measured when a file cannot be written.
+    pub fn check(&self) -> Result<()> {
+        self.all().try_for_each(files::check_folder)
+    }
+
+    /// Writes every file that was asked for.
+    pub fn write(&self, report: &Report) -> Result<()> {
+        if let Some(path) = &self.report {
+            files::write(path, (serde_json::to_string_pretty(report)? + "\n").as_bytes())?;
+        }
+        if let Some(path) = &self.markdown {
+            files::write(path, markdown(report).as_bytes())?;
+        }
+        if let Some(path) = &self.html {
+            files::write(path, html(report)?.as_bytes())?;
+        }
+        if let Some(path) = &self.svg {
+            files::write(path, svg(report)?.as_bytes())?;
+        }
+        Ok(())
+    }
+}
+
+/// Options of `report`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// A report as JSON, of `flashtune bench --report` or benches/peers.py; a cache folder or a bundle, for --html
+    file: PathBuf,
+    /// A later one of the same kind, to compare: by cases, with 99 % intervals of the ratios of medians
+    #[arg(conflicts_with_all = ["report", "markdown", "html", "svg"])]
+    after: Option<PathBuf>,
+    /// Exit with 1 when the first contender of a case is slower by more than this, with confidence
+    #[arg(long, value_name = "PERCENT", requires = "after")]
+    fail_over: Option<Percent>,
+    /// Of a cache: which cases of a model are tuned, by its config.json or folder; may be repeated
+    #[arg(long, value_name = "PATH", conflicts_with = "after")]
+    model: Vec<PathBuf>,
+    /// Of a cache: calls that hosts met untuned [env: FLASHTUNE_UNTUNED]
+    #[arg(long, value_name = "FILE", conflicts_with = "after")]
+    untuned: Option<PathBuf>,
+    #[command(flatten)]
+    outputs: Outputs,
+}
+
+pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+    if let Some(after) = &args.after {
+        let found = compare::files(&args.file, after, args.fail_over.unwrap_or(compare::LIMIT))?;
+        match cx.json() {
+            true => cx.print_json(&found)?,
+            false => compare::print(cx, &found)?,
+        }
+        return if args.fail_over.is_some() { compare::fail_over(&found) } else { Ok(()) };
+    }
+    args.outputs.check()?;
+    let (file, outputs) = (&args.file, &args.outputs);
+    if report_cache::is_cache(file) {
+        let Outputs { report: None, markdown: None, svg: None, html } = outputs else {
+            return Err(usage(format!("{} holds records of `tune`, whose report is --html or --json", file.display())));
+        };
+        return report_cache::run(cx, file, &args.model, args.untuned.as_deref(), html.as_deref());
+    }
+    if !args.model.is_empty() || args.untuned.is_some() {
+        return Err(usage(format!(
+            "--model and --untuned go with a cache folder or bundle; {} is none",
+            file.display()
+        )));
+    }
+    let report = compare::read_report(&args.file)?;
+    args.outputs.write(&report).context("the report was read")?;
+    if cx.json() {
+        return cx.print_json(&report);
+    }
+    if args.outputs.all().next().is_none() {
+        write!(cx.out, "{}", markdown(&report))?;
+    }
+    Ok(())
+}
