@@ -64,7 +64,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         bundles: std::ptr::null(),
         bundles_len: 0,
         quick_first: 0,
-        reserved: 0,
+        checked: 0,
         scratch_limit: 0,
     };
     let args = ForwardArgs {
@@ -87,6 +87,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         inputs_len: 0,
         input_size: 0,
         block_mask: 0,
+        weights: std::ptr::null_mut(),
     };
     let mut handle = 0;
     // SAFETY: pointers to live values of the header's types.

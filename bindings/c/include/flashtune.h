@@ -39,6 +39,17 @@
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
+// Products of f32 are fp32 ones, without tensor cores: what is computed without any of the three flags of precision, of which
+// at most one is set.
+#define FLASHTUNE_FORWARD_EXACT 2
+
+// Products of f32 are three TF32 products of tensor cores each, which keep f32's error. Refused for other dtypes, on the CPU and
+// before sm_80.
+#define FLASHTUNE_FORWARD_TF32X3 4
+
+// Products of f32 are single TF32 products of tensor cores: operands keep 11 bits. Refused as FLASHTUNE_FORWARD_TF32X3 is.
+#define FLASHTUNE_FORWARD_TF32 8
+
 // `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head_dim_qk).
 #define FLASHTUNE_RAGGED_SCALE 1
 
@@ -552,8 +563,35 @@ typedef struct flashtune_backward_args {
   const struct flashtune_input *inputs;
   // How many; others than the programs read are ignored.
   uint64_t inputs_len;
-  // sizeof(flashtune_input), unless `inputs_len` is 0.
+  // sizeof(flashtune_input), unless `inputs_len` and `gradients_len` are 0.
   uint64_t input_size;
+  // NULL: the tensors' batch says which sequences there are. Else first row of each packed sequence in Q, O and
+  // their gradients, and the end of the last one's, [batch + 1]. All tensors then have a batch of 1, whose rows are
+  // those of all sequences one after the other; lse and dlse are [heads, total rows of Q]. Read where the kernel
+  // runs.
+  const void *q_begin;
+  // The same of K, V and their gradients.
+  const void *kv_begin;
+  // Rows of each packed sequence in Q that are used, [batch]; NULL: all. Those behind are neither read nor written.
+  const void *q_lengths;
+  // The same of K.
+  const void *kv_lengths;
+  // Packed sequences.
+  int64_t batch;
+  // Rows of Q that a packed sequence has at most; longer ones are cut, and no gradient of the rest is written.
+  int64_t max_q;
+  // The same of K.
+  int64_t max_kv;
+  // What the four arrays are of: a `flashtune_int_type`. 0: FLASHTUNE_INT_I32.
+  int32_t length_type;
+  // 0.
+  int32_t reserved;
+  // Gradients of what the programs read: the name of a float tensor or scalar of `inputs`, and memory for it in
+  // `data`, of the same rank and shape, with storage F32, F16 or BF16 whatever the input's is; written. Of a tensor
+  // that is broadcast each is the sum over all that read an element, in one order.
+  const struct flashtune_input *gradients;
+  // How many.
+  uint64_t gradients_len;
 } flashtune_backward_args;
 
 // A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
@@ -585,42 +623,54 @@ typedef struct flashtune_block_mask_args {
 // A mask that was prepared for many calls. 0 is none. Not an address, as an engine's is not.
 typedef uint64_t flashtune_block_mask;
 
-// How to open an engine. Fill it with zeros, set `struct_size`, then what is wanted.
-typedef struct flashtune_options {
-  // sizeof(flashtune_options).
+// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the address
+// of one of those.
+typedef struct flashtune_dl_tensor {
+  // Memory of the device.
+  void *data;
+  // A DLDeviceType: 1 (host), 2 (CUDA), 3 (pinned host memory), 13 (managed memory of CUDA).
+  int32_t device_type;
+  // The number of the device.
+  int32_t device_id;
+  // Number of axes.
+  int32_t ndim;
+  // A DLDataTypeCode: 2 (float), 4 (bfloat).
+  uint8_t code;
+  // Bits of an element.
+  uint8_t bits;
+  // 1.
+  uint16_t lanes;
+  // Length of each axis.
+  const int64_t *shape;
+  // Distance between neighbours along each axis, in elements; NULL: compact and row-major.
+  const int64_t *strides;
+  // Where the first element lies behind `data`.
+  uint64_t byte_offset;
+} flashtune_dl_tensor;
+
+// The tensors of `flashtune_forward_dl`. Fill it with zeros, then set what it has.
+typedef struct flashtune_dl_tensors {
+  // sizeof(flashtune_dl_tensors).
   uint32_t struct_size;
-  // A `flashtune_policy`.
-  int32_t policy;
-  // "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"; NULL: "auto". With "cuda:N" the engine works in the
-  // device's primary context, as the CUDA runtime and PyTorch do.
-  const char *device;
-  // A CUcontext to work in; `device` is then NULL. It must outlive the engine.
-  void *cuda_context;
-  // Folder of records and compiled kernels; NULL: FLASHTUNE_CACHE or the user's cache folder.
-  const char *cache_dir;
-  // Folder whose templates replace the built-in ones; NULL: FLASHTUNE_TEMPLATES or none.
-  const char *templates_dir;
-  // Bundle files to search after the cache, before those of FLASHTUNE_BUNDLES. They must be signed by a key of
-  // FLASHTUNE_TRUSTED_KEYS, unless FLASHTUNE_ALLOW_UNSIGNED is 1.
-  const char *const *bundles;
-  // How many.
-  uint64_t bundles_len;
-  // A `flashtune_quick_first`. The quick schedule has the same bits and is slower; calls in a capture,
-  // `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for the
-  // compiler.
-  int32_t quick_first;
-  // 0.
-  int32_t reserved;
-  // Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would take
-  // more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as results.
-  uint64_t scratch_limit;
-} flashtune_options;
+  // Order of the axes: 0: [batch, heads, rows, head_dim]; 1: [batch, rows, heads, head_dim].
+  int32_t layout;
+  // Q, with `heads` heads.
+  const struct flashtune_dl_tensor *q;
+  // K, with a number of heads that divides Q's.
+  const struct flashtune_dl_tensor *k;
+  // V, as K; its head dim may be another.
+  const struct flashtune_dl_tensor *v;
+  // O, as Q with V's head dim; written. It must not overlap the others.
+  const struct flashtune_dl_tensor *o;
+  // Log-sum-exp, contiguous float32 [batch, heads, rows]; written unless NULL.
+  const struct flashtune_dl_tensor *lse;
+} flashtune_dl_tensors;
 
 // One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_forward_args {
   // sizeof(flashtune_forward_args).
   uint32_t struct_size;
-  // FLASHTUNE_FORWARD_SCALE or 0.
+  // FLASHTUNE_FORWARD_SCALE or 0, and a precision (FLASHTUNE_FORWARD_EXACT, _TF32X3, _TF32) or 0.
   uint32_t flags;
   // [batch, heads, q_len, head_dim_qk].
   struct flashtune_tensor q;
@@ -659,7 +709,42 @@ typedef struct flashtune_forward_args {
   // A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask reads need
   // not be among the inputs. 0 for none.
   flashtune_block_mask block_mask;
+  // The attention weights, contiguous fp32 [batch, heads, q_len, kv_len]; written unless NULL, on CUDA by the plain
+  // kernel: for inspection, not for speed. A sink takes its part, so that rows sum to less than 1.
+  float *weights;
 } flashtune_forward_args;
+
+// How to open an engine. Fill it with zeros, set `struct_size`, then what is wanted.
+typedef struct flashtune_options {
+  // sizeof(flashtune_options).
+  uint32_t struct_size;
+  // A `flashtune_policy`.
+  int32_t policy;
+  // "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"; NULL: "auto". With "cuda:N" the engine works in the
+  // device's primary context, as the CUDA runtime and PyTorch do.
+  const char *device;
+  // A CUcontext to work in; `device` is then NULL. It must outlive the engine.
+  void *cuda_context;
+  // Folder of records and compiled kernels; NULL: FLASHTUNE_CACHE or the user's cache folder.
+  const char *cache_dir;
+  // Folder whose templates replace the built-in ones; NULL: FLASHTUNE_TEMPLATES or none.
+  const char *templates_dir;
+  // Bundle files to search after the cache, before those of FLASHTUNE_BUNDLES. They must be signed by a key of
+  // FLASHTUNE_TRUSTED_KEYS, unless FLASHTUNE_ALLOW_UNSIGNED is 1.
+  const char *const *bundles;
+  // How many.
+  uint64_t bundles_len;
+  // A `flashtune_quick_first`. The quick schedule has the same bits and is slower; calls in a capture,
+  // `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for the
+  // compiler.
+  int32_t quick_first;
+  // 1: `flashtune_forward` refuses O, the log-sum-exp and weights that share an element with another tensor of the
+  // call, as far as addresses tell (INVALID_TENSOR; views with interleaved rows are the caller's word). 0: no look.
+  int32_t checked;
+  // Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would take
+  // more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as results.
+  uint64_t scratch_limit;
+} flashtune_options;
 
 // One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device. Fill it
 // with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and
@@ -823,13 +908,13 @@ flashtune_status flashtune_append(flashtune_engine engine, const struct flashtun
 // As `flashtune_append`.
 flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct flashtune_append_args *args);
 
-// Computes dQ, dK and dV on `args->stream` and returns at once (on the CPU when done). The same call gives the same
+// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The same call gives the same
 // bytes. The first call of a kind may compile; later ones launch and wait for nothing, allocate nothing but scratch memory
 // in the stream's order (`scratch_limit` of flashtune_options), and may be captured in a CUDA graph. Does nothing when
 // no gradient has an element.
 //
-// Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Derivatives
-// of a score program at a kink are those of PyTorch.
+// Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Rows of no
+// packed sequence are left as they are. Derivatives of a score program at a kink are those of PyTorch.
 //
 // Addresses are checked as in `flashtune_forward`. Fails as it does.
 //
@@ -872,6 +957,32 @@ flashtune_status flashtune_block_mask_destroy(flashtune_block_mask block_mask);
 // `bytes` is NULL or valid.
 flashtune_status flashtune_block_mask_bytes(flashtune_block_mask block_mask,
                                             uint64_t *bytes);
+
+// `flashtune_forward` of tensors that DLPack describes: `tensors` has Q, K, V, O and the log-sum-exp, `args` all
+// else. The tensors of `args` and its `lse` stay zero.
+//
+// Tensors are borrowed: nothing of a DLTensor is kept beyond the call. Whoever has a DLManagedTensor or a
+// DLManagedTensorVersioned passes `&managed->dl_tensor`; whether O may be written is in the flags of the latter, and
+// the caller's to look at, and so is that what the tensors' producer has launched comes before `args->stream`. A
+// DLTensor without strides is compact and row-major.
+//
+// Fails as `flashtune_forward`; with INVALID_TENSOR for another number of axes than four (of the log-sum-exp three),
+// dtypes other than float16, bfloat16 and float32 of one lane, a device that is not the engine's, and sizes and
+// offsets that exceed 64 bits.
+//
+// # Safety
+// As `flashtune_forward`; the DLTensors are valid, and their shapes and strides have `ndim` numbers.
+flashtune_status flashtune_forward_dl(flashtune_engine engine,
+                                      const struct flashtune_dl_tensors *tensors,
+                                      const struct flashtune_forward_args *args);
+
+// `flashtune_prepare` of tensors that DLPack describes.
+//
+// # Safety
+// As `flashtune_forward_dl`.
+flashtune_status flashtune_prepare_dl(flashtune_engine engine,
+                                      const struct flashtune_dl_tensors *tensors,
+                                      const struct flashtune_forward_args *args);
 
 // Opens an engine. Compiles no kernel and writes nothing. One engine serves all threads of a program.
 //
@@ -966,7 +1077,8 @@ flashtune_status flashtune_prepare_ragged(flashtune_engine engine, const struct 
 // Loads the kernels of the problems and sizes that a file lists (as `flashtune_write_untuned` writes it), compiling or
 // tuning by the engine's policy, so that their first calls wait for nothing.
 //
-// Fails with STORAGE (the file), and as `flashtune_prepare` for the first that cannot be had; the others are loaded.
+// Fails with STORAGE (the file), and as `flashtune_prepare` for the first that cannot be had; the text has a line for
+// each of them, and the others are loaded.
 //
 // # Safety
 // `manifest` is NULL or a string that ends with a zero byte.
@@ -1003,6 +1115,16 @@ flashtune_status flashtune_counters(flashtune_engine engine,
 // # Safety
 // `file` is NULL or a string that ends with a zero byte, `classes` is NULL or valid.
 flashtune_status flashtune_write_untuned(flashtune_engine engine, const char *file, uint64_t *classes);
+
+// Writes the counters as Prometheus reads them to a file that is whole whenever somebody reads it: for node_exporter's
+// textfile collector, which takes a folder of `*.prom`. Each line has the label `process` with the file's name (`rank0`
+// of `rank0.prom`). To be called now and then, as often as the collector is scraped.
+//
+// Fails with STORAGE; an older file stays then.
+//
+// # Safety
+// `file` is NULL or a string that ends with a zero byte.
+flashtune_status flashtune_write_metrics(flashtune_engine engine, const char *file);
 
 #ifdef __cplusplus
 }  // extern "C"

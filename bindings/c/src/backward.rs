@@ -3,9 +3,11 @@
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
 use crate::forward::{mask, stream, view};
+use crate::ragged::{address, int_type, size};
 use crate::types::{EngineHandle, Input, Status, Tensor};
 use crate::{input, program};
-use engine::{Backward, SideInputs};
+use engine::ragged::Ints;
+use engine::{Backward, Packed, SideInputs};
 use std::ffi::{c_char, c_void};
 
 /// `softmax_scale` of `flashtune_backward_args` counts. Without this flag it must be 0, and the scale is
@@ -61,17 +63,44 @@ pub struct BackwardArgs {
     pub inputs: *const Input,
     /// How many; others than the programs read are ignored.
     pub inputs_len: u64,
-    /// sizeof(flashtune_input), unless `inputs_len` is 0.
+    /// sizeof(flashtune_input), unless `inputs_len` and `gradients_len` are 0.
     pub input_size: u64,
+    /// NULL: the tensors' batch says which sequences there are. Else first row of each packed sequence in Q, O and
+    /// their gradients, and the end of the last one's, [batch + 1]. All tensors then have a batch of 1, whose rows are
+    /// those of all sequences one after the other; lse and dlse are [heads, total rows of Q]. Read where the kernel
+    /// runs.
+    pub q_begin: *const c_void,
+    /// The same of K, V and their gradients.
+    pub kv_begin: *const c_void,
+    /// Rows of each packed sequence in Q that are used, [batch]; NULL: all. Those behind are neither read nor written.
+    pub q_lengths: *const c_void,
+    /// The same of K.
+    pub kv_lengths: *const c_void,
+    /// Packed sequences.
+    pub batch: i64,
+    /// Rows of Q that a packed sequence has at most; longer ones are cut, and no gradient of the rest is written.
+    pub max_q: i64,
+    /// The same of K.
+    pub max_kv: i64,
+    /// What the four arrays are of: a `flashtune_int_type`. 0: FLASHTUNE_INT_I32.
+    pub length_type: i32,
+    /// 0.
+    pub reserved: i32,
+    /// Gradients of what the programs read: the name of a float tensor or scalar of `inputs`, and memory for it in
+    /// `data`, of the same rank and shape, with storage F32, F16 or BF16 whatever the input's is; written. Of a tensor
+    /// that is broadcast each is the sum over all that read an element, in one order.
+    pub gradients: *const Input,
+    /// How many.
+    pub gradients_len: u64,
 }
 
-/// Computes dQ, dK and dV on `args->stream` and returns at once (on the CPU when done). The same call gives the same
+/// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The same call gives the same
 /// bytes. The first call of a kind may compile; later ones launch and wait for nothing, allocate nothing but scratch memory
 /// in the stream's order (`scratch_limit` of flashtune_options), and may be captured in a CUDA graph. Does nothing when
 /// no gradient has an element.
 ///
-/// Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Derivatives
-/// of a score program at a kink are those of PyTorch.
+/// Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Rows of no
+/// packed sequence are left as they are. Derivatives of a score program at a kink are those of PyTorch.
 ///
 /// Addresses are checked as in `flashtune_forward`. Fails as it does.
 ///
@@ -90,6 +119,9 @@ pub unsafe extern "C" fn flashtune_backward(engine: EngineHandle, args: *const B
         if let Some((program, inputs)) = &program {
             call = call.with_program(*program, inputs.side());
         }
+        // SAFETY: as above.
+        let gradients = unsafe { program::gradients(args.gradients, args.gradients_len, args.input_size)? };
+        call = call.with_gradients(&gradients);
         let stream = stream(&opened, args.stream)?;
         opened.engine.check_backward_addresses(&call)?;
         // SAFETY: as above; the sizes are checked by the engine.
@@ -115,6 +147,9 @@ pub unsafe extern "C" fn flashtune_prepare_backward(engine: EngineHandle, args: 
         if let Some((program, inputs)) = &program {
             call = call.with_program(*program, inputs.side());
         }
+        // SAFETY: as above.
+        let gradients = unsafe { program::gradients(args.gradients, args.gradients_len, args.input_size)? };
+        call = call.with_gradients(&gradients);
         opened.engine.check_backward_addresses(&call)?;
         opened.remember(opened.engine.prepare_backward(&call)?);
         Ok(())
@@ -149,5 +184,36 @@ fn call(args: &BackwardArgs) -> Result<Backward<'static>> {
         scale,
         program: None,
         side: SideInputs::default(),
+        packed: packed(args)?,
+        gradients: &[],
     })
+}
+
+/// The packed sequences of a call that has some.
+fn packed(args: &BackwardArgs) -> Result<Option<Packed>> {
+    let BackwardArgs { q_begin, kv_begin, q_lengths, kv_lengths, length_type, .. } = *args;
+    let kind = int_type("length_type", length_type)?;
+    let ints = |pointer| Ints { address: address(pointer), kind };
+    let given = |pointer: *const c_void| (!pointer.is_null()).then(|| ints(pointer));
+    let rest = [("kv_begin", kv_begin), ("q_lengths", q_lengths), ("kv_lengths", kv_lengths)];
+    if q_begin.is_null() {
+        return match rest.iter().find(|(_, pointer)| !pointer.is_null()) {
+            Some((name, _)) => Err(Failure::argument(format!(
+                "{name} is given, but q_begin is NULL; give the first rows of packed sequences, or leave {name} NULL"
+            ))),
+            None => Ok(None),
+        };
+    }
+    if args.reserved != 0 {
+        return Err(Failure::argument(format!("reserved is {}, but it is 0", args.reserved)));
+    }
+    Ok(Some(Packed {
+        batch: size("batch", args.batch)?,
+        q_begin: ints(q_begin),
+        kv_begin: ints(kv_begin),
+        q_used: given(q_lengths),
+        kv_used: given(kv_lengths),
+        max_q: size("max_q", args.max_q)?,
+        max_kv: size("max_kv", args.max_kv)?,
+    }))
 }

@@ -11,6 +11,8 @@ use std::sync::Mutex;
 /// An engine behind a handle.
 pub(crate) struct Opened {
     pub engine: Engine,
+    /// Whether outputs that overlap other tensors are refused.
+    pub checked: bool,
     /// What [`crate::flashtune_explain`] tells about.
     pub last: Mutex<Option<Dispatch>>,
 }
@@ -41,8 +43,9 @@ pub unsafe extern "C" fn flashtune_engine_open(options: *const Options, engine: 
         log::start();
         // SAFETY: as above.
         let built = unsafe { build(options.as_ref())? };
+        let checked = options.is_some_and(|options| options.checked == 1);
         fork::watch();
-        let handle = ENGINES.insert(Opened { engine: built, last: Mutex::new(None) });
+        let handle = ENGINES.insert(Opened { engine: built, checked, last: Mutex::new(None) });
         // SAFETY: as above.
         unsafe { input::write(engine, "the engine's handle", handle) }
     })
@@ -72,8 +75,8 @@ unsafe fn build(options: Option<&Options>) -> Result<Engine> {
         (None, true) => builder,
     };
     builder = builder.policy(policy(options.policy)?);
-    if options.reserved != 0 {
-        return Err(Failure::argument("reserved in flashtune_options is not 0; fill the struct with zeros first"));
+    if !matches!(options.checked, 0 | 1) {
+        return Err(Failure::argument(format!("checked is {}, but it is 0 or 1", options.checked)));
     }
     if let Some(yes) = quick_first(options.quick_first)? {
         builder = builder.quick_first(yes);

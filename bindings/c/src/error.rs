@@ -32,9 +32,10 @@ impl From<engine::Error> for Failure {
         let status = match &e {
             engine::Error::Runtime(e) => of_runtime(e),
             engine::Error::Tuner(_) => Status::Tuning,
-            engine::Error::Templates { .. } | engine::Error::Manifest { .. } | engine::Error::ManifestFile { .. } => {
-                Status::Storage
-            }
+            engine::Error::Templates { .. }
+            | engine::Error::Manifest { .. }
+            | engine::Error::ManifestFile { .. }
+            | engine::Error::MetricsFile { .. } => Status::Storage,
         };
         Self::new(status, e.to_string())
     }

@@ -3,10 +3,13 @@
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
 use crate::prepared::BLOCK_MASKS;
-use crate::types::{Dtype, EngineHandle, FORWARD_SCALE, ForwardArgs, Mask, NO_BLOCK_MASK, Status, Tensor};
+use crate::types::{
+    Dtype, EngineHandle, FORWARD_EXACT, FORWARD_SCALE, FORWARD_TF32, FORWARD_TF32X3, ForwardArgs, Mask, NO_BLOCK_MASK,
+    Status, Tensor,
+};
 use crate::{input, program};
 use engine::codegen::Arch;
-use engine::{DType, Dispatch, Forward, Stream, TensorView, runtime};
+use engine::{DType, Dispatch, Forward, Precision, Stream, TensorView, runtime};
 use std::ffi::c_void;
 use std::sync::PoisonError;
 
@@ -84,20 +87,34 @@ unsafe fn with_call(
 ) -> Result<()> {
     let opened = ENGINES.get(handle)?;
     // SAFETY: by this function's contract.
-    let args = unsafe { input::read(args)? };
+    unsafe { with_args(&opened, &input::read(args)?, f) }
+}
+
+/// Checks a call that was read, and passes it on.
+///
+/// # Safety
+/// What `args` points to is as [`flashtune_forward`] says.
+pub(crate) unsafe fn with_args(
+    opened: &Opened,
+    args: &ForwardArgs,
+    f: impl FnOnce(&Opened, &Forward<'_>, Stream) -> Result<()>,
+) -> Result<()> {
     let prepared = (args.block_mask != NO_BLOCK_MASK).then(|| BLOCK_MASKS.get(args.block_mask)).transpose()?;
-    // SAFETY: as above; the strings are read before this returns.
-    let program = unsafe { program::of_call(&args, prepared.as_deref())? };
-    let mut call = call(&args)?;
+    // SAFETY: by this function's contract; the strings are read before this returns.
+    let program = unsafe { program::of_call(args, prepared.as_deref())? };
+    let mut call = call(args)?;
     if let Some((program, inputs)) = &program {
         call = call.with_program(*program, inputs.side());
     }
     if let Some(prepared) = &prepared {
         call = call.with_block_mask(&prepared.block_mask);
     }
-    let stream = stream(&opened, args.stream)?;
+    let stream = stream(opened, args.stream)?;
     opened.engine.check_addresses(&call)?;
-    f(&opened, &call, stream)
+    if opened.checked {
+        opened.engine.check_overlaps(&call)?;
+    }
+    f(opened, &call, stream)
 }
 
 /// A stream of the engine's device.
@@ -119,7 +136,17 @@ pub(crate) fn stream(opened: &Opened, stream: *mut c_void) -> Result<Stream> {
 
 /// The call in the engine's words, without its score program.
 fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
-    let scale = match args.flags {
+    let precision = match args.flags & (FORWARD_EXACT | FORWARD_TF32X3 | FORWARD_TF32) {
+        0 | FORWARD_EXACT => Precision::Exact,
+        FORWARD_TF32X3 => Precision::Tf32x3,
+        FORWARD_TF32 => Precision::Tf32,
+        n => {
+            return Err(Failure::argument(format!(
+                "flags has several precisions ({n:#x}); set one of FLASHTUNE_FORWARD_EXACT, _TF32X3 and _TF32, or none"
+            )));
+        }
+    };
+    let scale = match args.flags & !(FORWARD_EXACT | FORWARD_TF32X3 | FORWARD_TF32) {
         FORWARD_SCALE => Some(args.softmax_scale),
         0 if args.softmax_scale == 0.0 => None,
         0 => {
@@ -128,14 +155,21 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
                 args.softmax_scale
             )));
         }
-        n => return Err(Failure::argument(format!("flags is {n:#x}, but only FLASHTUNE_FORWARD_SCALE (1) is known"))),
+        _ => {
+            return Err(Failure::argument(format!(
+                "flags is {:#x}, but only FLASHTUNE_FORWARD_SCALE (1) and the precisions (2, 4, 8) are known",
+                args.flags
+            )));
+        }
     };
     let (q, k, v, o) = (view("q", &args.q)?, view("k", &args.k)?, view("v", &args.v)?, view("o", &args.o)?);
     let lse = (!args.lse.is_null()).then_some(args.lse as usize as u64);
     Ok(Forward {
         lse,
+        weights: (!args.weights.is_null()).then_some(args.weights as usize as u64),
         mask: mask(args.mask, (args.window_left, args.window_right))?,
         scale,
+        precision,
         ..Forward::new(q, k, v, o)
     })
 }

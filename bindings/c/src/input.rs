@@ -3,7 +3,7 @@
 use crate::append::AppendArgs;
 use crate::backward::BackwardArgs;
 use crate::error::{Failure, Result};
-use crate::types::{BlockMaskArgs, ForwardArgs, Options, RaggedArgs, Status};
+use crate::types::{BlockMaskArgs, DlTensors, ForwardArgs, Options, RaggedArgs, Status};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
@@ -29,6 +29,12 @@ unsafe impl Sized32 for Options {
 unsafe impl Sized32 for ForwardArgs {
     const NAME: &'static str = "flashtune_forward_args";
     const FIRST: usize = 368;
+}
+
+// SAFETY: integers and raw pointers only, laid out without gaps (asserted below).
+unsafe impl Sized32 for DlTensors {
+    const NAME: &'static str = "flashtune_dl_tensors";
+    const FIRST: usize = 48;
 }
 
 // SAFETY: integers, floats and raw pointers only, laid out without gaps (asserted below).
@@ -57,9 +63,9 @@ unsafe impl Sized32 for BackwardArgs {
 
 #[cfg(target_pointer_width = "64")]
 const _: () = {
-    assert!(size_of::<Options>() == 72 && size_of::<ForwardArgs>() == 424);
+    assert!(size_of::<Options>() == 72 && size_of::<ForwardArgs>() == 432);
     assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576 && size_of::<AppendArgs>() == 560);
-    assert!(size_of::<BackwardArgs>() == 744);
+    assert!(size_of::<BackwardArgs>() == 824 && size_of::<DlTensors>() == 48);
 };
 
 /// No struct of ours grows beyond this; a larger size is a pointer to something else.

@@ -9,12 +9,13 @@
 //!
 //! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
 //! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
-//! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`, `program.rs`, `block_mask.rs`), registers
-//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `backward.rs`, `ragged.rs`).
+//! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`, `program.rs`,
+//! `block_mask.rs`, `dlpack.rs`), registers the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `backward.rs`, `ragged.rs`).
 
 mod append;
 mod backward;
 mod block_mask;
+mod dlpack;
 mod engine_handle;
 mod error;
 mod explain;
@@ -37,12 +38,15 @@ pub use append::{
 };
 pub use backward::{BACKWARD_SCALE, BackwardArgs, flashtune_backward, flashtune_prepare_backward};
 pub use block_mask::{flashtune_block_mask_bytes, flashtune_block_mask_create, flashtune_block_mask_destroy};
+pub use dlpack::{flashtune_forward_dl, flashtune_prepare_dl};
 pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};
 pub use explain::flashtune_explain;
 pub use forward::{flashtune_forward, flashtune_prepare};
 pub use ragged::{flashtune_forward_ragged, flashtune_prepare_ragged};
-pub use serving::{flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_untuned};
+pub use serving::{
+    flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_metrics, flashtune_write_untuned,
+};
 pub use types::*;
 
 use std::ffi::c_char;

@@ -132,11 +132,59 @@ pub(crate) fn program(texts: &Texts<'_>, inputs: &Inputs<'_>, mask: Option<Progr
 /// The array is null or valid, and it and its strings stay as they are for `'a`.
 pub(crate) unsafe fn inputs<'a>(array: *const Input, len: u64, size: u64) -> Result<Inputs<'a>> {
     let mut found = Inputs::default();
+    // SAFETY: by this function's contract.
+    unsafe {
+        each("inputs", array, len, size, |i, name, item| {
+            if found.has(name) {
+                let message = format!("inputs[{i}] is named `{name}`, as one before it is; give each name once");
+                return Err(Failure::argument(message));
+            }
+            match item.rank {
+                0 => found.scalars.push((name, scalar(name, &item, storage(name, item.storage)?)?)),
+                _ => found.tensors.push((name, tensor(name, &item)?)),
+            }
+            Ok(())
+        })?;
+    }
+    Ok(found)
+}
+
+/// Memory for gradients by name, as [`inputs`]; that of a scalar has no axis.
+///
+/// # Safety
+/// As [`inputs`].
+pub(crate) unsafe fn gradients<'a>(array: *const Input, len: u64, size: u64) -> Result<Vec<(&'a str, SideView)>> {
+    let mut found: Vec<(&str, SideView)> = Vec::new();
+    // SAFETY: by this function's contract.
+    unsafe {
+        each("gradients", array, len, size, |i, name, item| {
+            if found.iter().any(|(n, _)| *n == name) {
+                let message = format!("gradients[{i}] is named `{name}`, as one before it is; give each name once");
+                return Err(Failure::argument(message));
+            }
+            found.push((name, tensor(name, &item)?));
+            Ok(())
+        })?;
+    }
+    Ok(found)
+}
+
+/// Calls `f` with the number, the name and the rest of each element of an array.
+///
+/// # Safety
+/// As [`inputs`].
+unsafe fn each<'a>(
+    field: &str,
+    array: *const Input,
+    len: u64,
+    size: u64,
+    mut f: impl FnMut(usize, &'a str, Input) -> Result<()>,
+) -> Result<()> {
     if len == 0 {
-        return Ok(found);
+        return Ok(());
     }
     if array.is_null() || len > MOST {
-        let message = format!("inputs_len is {len}, but inputs is null or the number is above {MOST}");
+        let message = format!("{field}_len is {len}, but {field} is null or the number is above {MOST}");
         return Err(Failure::argument(message));
     }
     if size != size_of::<Input>() as u64 {
@@ -150,33 +198,28 @@ pub(crate) unsafe fn inputs<'a>(array: *const Input, len: u64, size: u64) -> Res
         let item = unsafe { array.add(i).read_unaligned() };
         // SAFETY: by this function's contract.
         let name = unsafe { input::text(item.name, "the name of an input")? };
-        let name = name.ok_or_else(|| Failure::argument(format!("the name of inputs[{i}] is null")))?;
-        if found.has(name) {
-            let message = format!("inputs[{i}] is named `{name}`, as one before it is; give each name once");
-            return Err(Failure::argument(message));
-        }
-        let stored = storage(name, item.storage)?;
-        match item.rank {
-            0 => found.scalars.push((name, scalar(name, &item, stored)?)),
-            rank if (1..=MAX_RANK as i32).contains(&rank) => {
-                let (address, rank) = (item.data as usize as u64, rank as usize);
-                if item.shape[..rank].iter().any(|n| *n < 0) {
-                    let shape = &item.shape[..rank];
-                    let message = format!("the shape of the input `{name}` is {shape:?}, but sizes are not negative");
-                    return Err(Failure::argument(message));
-                }
-                // Beyond the rank whatever was in the caller's memory is legal, and unused.
-                let shape = item.shape.map(|n| u64::try_from(n).unwrap_or(0));
-                let view = SideView { address, storage: stored, rank, shape, strides: item.strides };
-                found.tensors.push((name, view));
-            }
-            rank => {
-                let message = format!("the rank of the input `{name}` is {rank}, but it is 0 (a scalar) to {MAX_RANK}");
-                return Err(Failure::argument(message));
-            }
-        }
+        f(i, name.ok_or_else(|| Failure::argument(format!("the name of {field}[{i}] is null")))?, item)?;
     }
-    Ok(found)
+    Ok(())
+}
+
+/// Where a tensor lies.
+fn tensor(name: &str, item: &Input) -> Result<SideView> {
+    let storage = storage(name, item.storage)?;
+    let rank = usize::try_from(item.rank).ok().filter(|rank| *rank <= MAX_RANK).ok_or_else(|| {
+        let rank = item.rank;
+        Failure::argument(format!("the rank of the input `{name}` is {rank}, but it is 0 (a scalar) to {MAX_RANK}"))
+    })?;
+    if item.shape[..rank].iter().any(|n| *n < 0) {
+        let shape = &item.shape[..rank];
+        let message = format!("the shape of the input `{name}` is {shape:?}, but sizes are not negative");
+        return Err(Failure::argument(message));
+    }
+    // Beyond the rank whatever was in the caller's memory is legal, and unused.
+    let kept = |i: usize, n: i64, none: i64| if i < rank { n } else { none };
+    let shape = std::array::from_fn(|i| u64::try_from(kept(i, item.shape[i], 1)).unwrap_or(0));
+    let strides = std::array::from_fn(|i| kept(i, item.strides[i], 0));
+    Ok(SideView { address: item.data as usize as u64, storage, rank, shape, strides })
 }
 
 fn scalar(name: &str, item: &Input, storage: Stored) -> Result<Scalar> {

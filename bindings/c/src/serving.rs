@@ -10,7 +10,8 @@ use std::ffi::c_char;
 /// Loads the kernels of the problems and sizes that a file lists (as `flashtune_write_untuned` writes it), compiling or
 /// tuning by the engine's policy, so that their first calls wait for nothing.
 ///
-/// Fails with STORAGE (the file), and as `flashtune_prepare` for the first that cannot be had; the others are loaded.
+/// Fails with STORAGE (the file), and as `flashtune_prepare` for the first that cannot be had; the text has a line for
+/// each of them, and the others are loaded.
 ///
 /// # Safety
 /// `manifest` is NULL or a string that ends with a zero byte.
@@ -21,15 +22,16 @@ pub unsafe extern "C" fn flashtune_preload(engine: EngineHandle, manifest: *cons
         // SAFETY: by this function's contract.
         let path = unsafe { input::path(manifest, "manifest")? };
         let path = path.ok_or_else(|| Failure::argument("manifest is null; name a file"))?;
-        let mut missing = opened.engine.preload(&read_manifest(&path)?).into_iter();
-        match missing.next() {
+        let entries = read_manifest(&path)?;
+        let missing = opened.engine.preload(&entries).into_iter();
+        let failed: Vec<_> = missing.map(|(entry, error)| (entry.to_string(), Failure::from(error))).collect();
+        match failed.first() {
             None => Ok(()),
-            Some((entry, error)) => {
-                let failure = Failure::from(error);
-                let others = missing.count();
+            Some((_, first)) => {
+                let lines: Vec<_> = failed.iter().map(|(entry, e)| format!("{entry}: {}", e.message)).collect();
                 let message =
-                    format!("{} {}: {} ({others} others failed)", entry.problem, entry.shape, failure.message);
-                Err(Failure::new(failure.status, message))
+                    format!("{} of {} entries cannot be had\n{}", failed.len(), entries.len(), lines.join("\n"));
+                Err(Failure::new(first.status, message))
             }
         }
     })
@@ -115,6 +117,25 @@ pub unsafe extern "C" fn flashtune_write_untuned(
             unsafe { input::write(classes, "the number of classes", written as u64)? };
         }
         Ok(())
+    })
+}
+
+/// Writes the counters as Prometheus reads them to a file that is whole whenever somebody reads it: for node_exporter's
+/// textfile collector, which takes a folder of `*.prom`. Each line has the label `process` with the file's name (`rank0`
+/// of `rank0.prom`). To be called now and then, as often as the collector is scraped.
+///
+/// Fails with STORAGE; an older file stays then.
+///
+/// # Safety
+/// `file` is NULL or a string that ends with a zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flashtune_write_metrics(engine: EngineHandle, file: *const c_char) -> Status {
+    guard(|| {
+        let opened = ENGINES.get(engine)?;
+        // SAFETY: by this function's contract.
+        let path = unsafe { input::path(file, "file")? };
+        let path = path.ok_or_else(|| Failure::argument("file is null; name one"))?;
+        Ok(opened.engine.write_metrics(&path)?)
     })
 }
 

@@ -191,6 +191,17 @@ pub type BlockMaskHandle = u64;
 /// `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 pub const FORWARD_SCALE: u32 = 1;
 
+/// Products of f32 are fp32 ones, without tensor cores: what is computed without any of the three flags of precision, of which
+/// at most one is set.
+pub const FORWARD_EXACT: u32 = 2;
+
+/// Products of f32 are three TF32 products of tensor cores each, which keep f32's error. Refused for other dtypes, on the CPU and
+/// before sm_80.
+pub const FORWARD_TF32X3: u32 = 4;
+
+/// Products of f32 are single TF32 products of tensor cores: operands keep 11 bits. Refused as FLASHTUNE_FORWARD_TF32X3 is.
+pub const FORWARD_TF32: u32 = 8;
+
 /// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head_dim_qk).
 pub const RAGGED_SCALE: u32 = 1;
 
@@ -226,8 +237,9 @@ pub struct Options {
     /// `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for the
     /// compiler.
     pub quick_first: i32,
-    /// 0.
-    pub reserved: i32,
+    /// 1: `flashtune_forward` refuses O, the log-sum-exp and weights that share an element with another tensor of the
+    /// call, as far as addresses tell (INVALID_TENSOR; views with interleaved rows are the caller's word). 0: no look.
+    pub checked: i32,
     /// Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would take
     /// more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as results.
     pub scratch_limit: u64,
@@ -277,7 +289,7 @@ pub struct Input {
 pub struct ForwardArgs {
     /// sizeof(flashtune_forward_args).
     pub struct_size: u32,
-    /// FLASHTUNE_FORWARD_SCALE or 0.
+    /// FLASHTUNE_FORWARD_SCALE or 0, and a precision (FLASHTUNE_FORWARD_EXACT, _TF32X3, _TF32) or 0.
     pub flags: u32,
     /// [batch, heads, q_len, head_dim_qk].
     pub q: Tensor,
@@ -316,6 +328,56 @@ pub struct ForwardArgs {
     /// A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask reads need
     /// not be among the inputs. 0 for none.
     pub block_mask: BlockMaskHandle,
+    /// The attention weights, contiguous fp32 [batch, heads, q_len, kv_len]; written unless NULL, on CUDA by the plain
+    /// kernel: for inspection, not for speed. A sink takes its part, so that rows sum to less than 1.
+    pub weights: *mut f32,
+}
+
+/// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the address
+/// of one of those.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DlTensor {
+    /// Memory of the device.
+    pub data: *mut c_void,
+    /// A DLDeviceType: 1 (host), 2 (CUDA), 3 (pinned host memory), 13 (managed memory of CUDA).
+    pub device_type: i32,
+    /// The number of the device.
+    pub device_id: i32,
+    /// Number of axes.
+    pub ndim: i32,
+    /// A DLDataTypeCode: 2 (float), 4 (bfloat).
+    pub code: u8,
+    /// Bits of an element.
+    pub bits: u8,
+    /// 1.
+    pub lanes: u16,
+    /// Length of each axis.
+    pub shape: *const i64,
+    /// Distance between neighbours along each axis, in elements; NULL: compact and row-major.
+    pub strides: *const i64,
+    /// Where the first element lies behind `data`.
+    pub byte_offset: u64,
+}
+
+/// The tensors of `flashtune_forward_dl`. Fill it with zeros, then set what it has.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DlTensors {
+    /// sizeof(flashtune_dl_tensors).
+    pub struct_size: u32,
+    /// Order of the axes: 0: [batch, heads, rows, head_dim]; 1: [batch, rows, heads, head_dim].
+    pub layout: i32,
+    /// Q, with `heads` heads.
+    pub q: *const DlTensor,
+    /// K, with a number of heads that divides Q's.
+    pub k: *const DlTensor,
+    /// V, as K; its head dim may be another.
+    pub v: *const DlTensor,
+    /// O, as Q with V's head dim; written. It must not overlap the others.
+    pub o: *const DlTensor,
+    /// Log-sum-exp, contiguous float32 [batch, heads, rows]; written unless NULL.
+    pub lse: *const DlTensor,
 }
 
 /// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device. Fill it

@@ -57,7 +57,7 @@ static void options(void) {
     BAD_OPTIONS(p.device = "\xff", FLASHTUNE_STATUS_INVALID_ARGUMENT, "UTF-8");
     BAD_OPTIONS(p.policy = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "policy");
     BAD_OPTIONS(p.quick_first = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "quick_first");
-    BAD_OPTIONS(p.reserved = 1, FLASHTUNE_STATUS_INVALID_ARGUMENT, "reserved");
+    BAD_OPTIONS(p.checked = 2, FLASHTUNE_STATUS_INVALID_ARGUMENT, "checked");
     BAD_OPTIONS(setenv("FLASHTUNE_QUICK_FIRST", "perhaps", 1), FLASHTUNE_STATUS_INVALID_ARGUMENT, "1 or 0");
     unsetenv("FLASHTUNE_QUICK_FIRST");
     BAD_OPTIONS(p.cuda_context = &p, FLASHTUNE_STATUS_INVALID_ARGUMENT, "both");
@@ -196,7 +196,7 @@ static void tensors(void) {
     BAD_ARGS(a.k.strides[1] = INT64_MAX, tensor, "tensor k: extent");
     BAD_ARGS(a.o.strides[1] = 0, tensor, "tensor o: head stride");
     BAD_ARGS(a.lse = (float *)(void *)((char *)lse + 1), tensor, "tensor lse");
-    BAD_ARGS((a.q.shape[3] = a.k.shape[3] = 17), FLASHTUNE_STATUS_UNSUPPORTED, "pad");
+    BAD_ARGS((a.q.shape[3] = a.k.shape[3] = 264), FLASHTUNE_STATUS_UNSUPPORTED, "256");
     BAD_ARGS((a.k.shape[1] = a.v.shape[1] = 3), FLASHTUNE_STATUS_UNSUPPORTED, "multiple");
     BAD_ARGS((a.k.shape[1] = a.v.shape[1] = 0), FLASHTUNE_STATUS_UNSUPPORTED, "heads");
 
@@ -273,10 +273,38 @@ static void serving(void) {
     expect("no file", flashtune_write_untuned(engine, NULL, &classes), FLASHTUNE_STATUS_INVALID_ARGUMENT, "file");
     expect("bad file", flashtune_write_untuned(engine, "/dev/null/u", NULL), FLASHTUNE_STATUS_STORAGE, "/dev/null/u");
     expect("to nowhere", flashtune_write_untuned(engine, "/dev/null", &classes), FLASHTUNE_STATUS_OK, "");
+    expect("no metrics", flashtune_write_metrics(engine, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "file");
+    expect("metrics", flashtune_write_metrics(engine, "/dev/null/m"), FLASHTUNE_STATUS_STORAGE, "/dev/null/m");
     if (classes != 1) failures++, fprintf(stderr, "%d classes\n", (int)classes);
     expect("close", flashtune_engine_close(engine), FLASHTUNE_STATUS_OK, "");
     expect("closed", flashtune_seal(engine, 0, NULL), FLASHTUNE_STATUS_INVALID_HANDLE, "closed");
     engine = open;
+}
+
+/* An engine that was opened to look refuses outputs that overlap other tensors, and takes rows between theirs. */
+static void overlaps(void) {
+    flashtune_options p = {.struct_size = sizeof p, .device = "cpu", .checked = 1};
+    flashtune_engine open = engine;
+    expect("open", flashtune_engine_open(&p, &engine), FLASHTUNE_STATUS_OK, "");
+    BAD_ARGS(a.o.data = q, FLASHTUNE_STATUS_INVALID_TENSOR, "q lies");
+    BAD_ARGS(a.o.data = k + 1, FLASHTUNE_STATUS_INVALID_TENSOR, "k lies");
+    BAD_ARGS(a.v.data = o + N / 2, FLASHTUNE_STATUS_INVALID_TENSOR, "tensor o: address");
+    BAD_ARGS(a.lse = o + N - 1, FLASHTUNE_STATUS_INVALID_TENSOR, "tensor lse: address");
+    BAD_ARGS(a.lse = v, FLASHTUNE_STATUS_INVALID_TENSOR, "v lies");
+    flashtune_forward_args a = good();
+    expect("apart", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
+    /* Rows of Q and of O in turn: one range, and no element in common. */
+    static float both[2 * N];
+    a.q.data = both, a.o.data = both + DIM;
+    flashtune_tensor *of_both[] = {&a.q, &a.o};
+    for (int i = 0; i < 2; i++) {
+        of_both[i]->strides[0] = 2 * N, of_both[i]->strides[1] = 2 * ROWS * DIM, of_both[i]->strides[2] = 2 * DIM;
+    }
+    expect("in turn", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
+    expect("close", flashtune_engine_close(engine), FLASHTUNE_STATUS_OK, "");
+    engine = open;
+    a = good(), a.k.data = a.v.data;
+    expect("K and V in one", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
 }
 
 /* An engine on a GPU knows addresses of the host. */
@@ -323,6 +351,7 @@ int main(void) {
     structs();
     tensors();
     handles();
+    overlaps();
     gpu();
     forks();
     for (int i = 0; i < N; i++) v[i] = 2.0f;

@@ -5,8 +5,7 @@ use crate::engines;
 use crate::memory::{Operand, Place, Source, tensor, wrong_rank};
 use crate::side::Side;
 use crate::{Error, error::Result};
-use candle_core::{CpuStorage, CustomOp3, D, Layout, Shape, Storage, Tensor};
-use flashtune::codegen::{HEAD_DIM_MIN, HEAD_DIM_STEP};
+use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Storage, Tensor};
 use flashtune::{Backward, Dispatch, Explanation, Forward, Mask, TensorView};
 use std::sync::{Arc, OnceLock};
 
@@ -31,23 +30,21 @@ struct Op {
 /// O, and the log-sum-exp if it is wanted: `[batch, heads, rows]`, without a past.
 pub(crate) fn forward(
     [q, k, v]: [&Tensor; 3],
-    mut settings: Settings,
+    settings: Settings,
     wants_lse: bool,
 ) -> candle_core::Result<(Tensor, Option<Tensor>)> {
-    check_ranks([q, k, v])?;
+    check_shapes([q, k, v])?;
     settings.side.refuse_gradients()?;
-    let head_dim_v = v.dim(D::Minus1)?;
-    let [q, k, v] = padded([q, k, v], &mut settings.scale)?;
+    let [q, k, v] = with_rows([q, k, v])?;
     let lse = (wants_lse || [&q, &k, &v].iter().any(|t| t.track_op())).then(Arc::<OnceLock<Tensor>>::default);
     let o = q.apply_op3(&k, &v, Op { settings, lse: lse.clone() })?;
-    let o = if o.dim(D::Minus1)? == head_dim_v { o } else { o.narrow(D::Minus1, 0, head_dim_v)? };
     Ok((o, lse.and_then(|lse| lse.get().cloned()).filter(|_| wants_lse)))
 }
 
 /// Which kernel computes the call, and why no other does. Reads no element, and compiles what is not there.
-pub(crate) fn explain([q, k, v]: [&Tensor; 3], mut settings: Settings) -> candle_core::Result<Option<Explanation>> {
-    check_ranks([q, k, v])?;
-    let [q, k, v] = padded([q, k, v], &mut settings.scale)?;
+pub(crate) fn explain([q, k, v]: [&Tensor; 3], settings: Settings) -> candle_core::Result<Option<Explanation>> {
+    check_shapes([q, k, v])?;
+    let [q, k, v] = with_rows([q, k, v])?;
     let place = Place::of(q.device())?;
     let [(q, q_layout), (k, k_layout), (v, v_layout)] = [&q, &k, &v].map(|t| t.storage_and_layout());
     let operands = [
@@ -65,35 +62,25 @@ pub(crate) fn explain([q, k, v]: [&Tensor; 3], mut settings: Settings) -> candle
     Ok(dispatch.map(|dispatch| dispatch.explain()))
 }
 
-fn check_ranks(tensors: [&Tensor; 3]) -> Result<()> {
+fn check_shapes(tensors: [&Tensor; 3]) -> Result<()> {
     for (name, tensor) in ["q", "k", "v"].into_iter().zip(tensors) {
         if tensor.rank() != 4 {
             return Err(wrong_rank(name, tensor.dims(), LAYOUT));
         }
     }
+    let [of_q, of_k, _] = tensors.map(|t| t.dims()[3]);
+    if of_q != of_k {
+        let expected = format!("that of q is {of_q}");
+        return Err(Error::tensor("k", "head dim", of_k, expected, "rows of q and k are of one length"));
+    }
     Ok(())
 }
 
-/// The tensors with rows that kernels take: contiguous, of a head dim that is a multiple of 8 from 16 on. Those that
-/// are not are copied, and zeros are put behind their rows: they change no score, and give columns of O that are zero.
-pub(crate) fn padded(tensors: [&Tensor; 3], scale: &mut Option<f32>) -> candle_core::Result<[Tensor; 3]> {
+/// The tensors with contiguous rows, by a copy of those that have none.
+pub(crate) fn with_rows(tensors: [&Tensor; 3]) -> candle_core::Result<[Tensor; 3]> {
+    let rows = |t: &Tensor| if t.stride().last() == Some(&1) { Ok(t.clone()) } else { t.contiguous() };
     let [q, k, v] = tensors;
-    let dim = |t: &Tensor| t.dim(D::Minus1);
-    // Before zeros could hide it.
-    if dim(q)? != dim(k)? {
-        let expected = format!("that of q is {}", dim(q)?);
-        return Err(Error::tensor("k", "head dim", dim(k)?, expected, "rows of q and k are of one length").into());
-    }
-    if scale.is_none() && dim(q)? > 0 {
-        *scale = Some(1.0 / (dim(q)? as f32).sqrt());
-    }
-    let pad = |t: &Tensor| -> candle_core::Result<Tensor> {
-        let (step, least) = (HEAD_DIM_STEP as usize, HEAD_DIM_MIN as usize);
-        let missing = dim(t)?.next_multiple_of(step).max(least) - dim(t)?;
-        let t = if missing == 0 { t.clone() } else { t.pad_with_zeros(D::Minus1, 0, missing)? };
-        if t.stride().last() == Some(&1) { Ok(t) } else { t.contiguous() }
-    };
-    Ok([pad(q)?, pad(k)?, pad(v)?])
+    Ok([rows(q)?, rows(k)?, rows(v)?])
 }
 
 /// Q, K and V of one call, and what O is like.
@@ -204,6 +191,8 @@ impl Op {
                 scale: *scale,
                 program: None,
                 side: Default::default(),
+                packed: None,
+                gradients: &[],
             };
             side.with(&place, |inputs| {
                 let call = side.program.map_or(call, |program| call.with_program(program, *inputs));

@@ -1,6 +1,6 @@
 //! Attention over sequences of different lengths, packed one after the other or in pages.
 
-use crate::dense::{self, Settings, padded};
+use crate::dense::{self, Settings, with_rows};
 use crate::memory::{Operand, Place, Source, tensor, wrong_rank};
 use crate::{Error, engines, error::Result};
 use candle_core::{D, DType, Shape, Tensor};
@@ -36,7 +36,7 @@ pub(crate) fn forward(
     [q, k, v]: [&Tensor; 3],
     lengths: &Lengths<'_>,
     pages: Option<&Pages<'_>>,
-    mut settings: Settings,
+    settings: Settings,
     wants_lse: bool,
 ) -> candle_core::Result<(Tensor, Option<Tensor>)> {
     check_ranks([q, k, v], pages)?;
@@ -49,15 +49,12 @@ pub(crate) fn forward(
         }
         return by_sequences([q, k, v], lengths, &settings, wants_lse);
     }
-    let head_dim_v = v.dim(D::Minus1)?;
     let [q, k, v] = match pages {
-        None => padded([q, k, v], &mut settings.scale)?,
-        // A pool of pages is too much to copy: the engine says which head dims it takes.
+        None => with_rows([q, k, v])?,
+        // A pool of pages is too much to copy.
         Some(_) => [q.clone(), k.clone(), v.clone()],
     };
-    let (o, lse) = launch([&q, &k, &v], sequences, lengths, pages, &settings, wants_lse)?;
-    let o = if o.dim(D::Minus1)? == head_dim_v { o } else { o.narrow(D::Minus1, 0, head_dim_v)? };
-    Ok((o, lse))
+    launch([&q, &k, &v], sequences, lengths, pages, &settings, wants_lse)
 }
 
 fn check_ranks([q, k, v]: [&Tensor; 3], pages: Option<&Pages<'_>>) -> Result<()> {

@@ -16,8 +16,9 @@ from ._version import __version__
 from .block_mask import BlockMask
 from .engine import Engine, default_engine, explain, set_default_engine
 from .errors import EngineClosed, Error, InvalidArgument, InvalidTensor, Missing, Sealed, Unsupported
+from .flex import flex_attention
 from .functional import attention, create_block_mask, flash_attn_func, scaled_dot_product_attention
-from .gradients import attention_backward, flash_attn_backward
+from .gradients import attention_backward, flash_attn_backward, flash_attn_varlen_backward
 from .serving import (
     Step,
     flash_attn_varlen_func,
@@ -45,9 +46,11 @@ __all__ = [
     "default_engine",
     "explain",
     "flash_attn_backward",
+    "flash_attn_varlen_backward",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "prepare_step",
     "reshape_and_cache",
     "reshape_and_cache_flash",

@@ -19,6 +19,7 @@ QUICK_FIRST = {None: 0, True: 1, False: 2}
 ON_MISS = {"nearest": 0, "refuse": 1}
 FULL, CAUSAL, WINDOW = 0, 1, 2
 SCALE_IS_GIVEN = 1
+PRECISIONS = {None: 0, "exact": 2, "tf32x3": 4, "tf32": 8}
 TEXT, JSON = 0, 1
 BUFFER_TOO_SMALL = 11
 
@@ -28,14 +29,24 @@ BUFFER_TOO_SMALL = 11
 FORWARD_ARGS = struct.Struct("=II" + 4 * "Q4q4qii" + "QQqqif")
 
 
+# The same with all but addresses and the stream as bytes, of a call like one before.
+FORWARD_AGAIN = struct.Struct("=8s" + 4 * "Q72s" + "QQ24s")
+assert FORWARD_AGAIN.size == FORWARD_ARGS.size
+
 # What follows for a score program: three texts, the inputs, their number, and the size of one. Plain calls leave it
 # out.
 PROGRAM_ARGS = struct.Struct("=QQQQQQ")
 # And behind it a block mask.
 BLOCK_MASK = struct.Struct("=Q")
+# And behind that the address of the weights.
+WEIGHTS = struct.Struct("=Q")
 # flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right,
-# mask, softmax_scale; and the end of a score program, always.
+# mask, softmax_scale; and the end of a score program, always; of packed sequences q_begin, kv_begin, q_lengths,
+# kv_lengths, batch, max_q, max_kv, length_type, reserved; and gradients of what the program reads, as inputs, and their
+# number.
 BACKWARD_ARGS = struct.Struct("=II" + 8 * "Q4q4qii" + "QQQqqif")
+BACKWARD_PACKED = struct.Struct("=4Q3qii")
+GRADIENTS = struct.Struct("=QQ")
 # flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads,
 # kv_heads, q_len, kv_len.
 BLOCK_MASK_ARGS = struct.Struct("=IiQQQQ5q")
@@ -65,7 +76,7 @@ class Options(ctypes.Structure):
         ("bundles", ctypes.POINTER(ctypes.c_char_p)),
         ("bundles_len", ctypes.c_uint64),
         ("quick_first", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("checked", ctypes.c_int32),
         ("scratch_limit", ctypes.c_uint64),
     ]
 
@@ -204,6 +215,7 @@ def _load(path):
         "flashtune_counters": text,
         "flashtune_preload": (status, [handle, ctypes.c_char_p]),
         "flashtune_seal": (status, [handle, ctypes.c_int32, ctypes.c_char_p]),
+        "flashtune_write_metrics": (status, [handle, ctypes.c_char_p]),
         "flashtune_write_untuned": (status, [handle, ctypes.c_char_p, pointer(ctypes.c_uint64)]),
     }
     for name, (restype, argtypes) in declared.items():

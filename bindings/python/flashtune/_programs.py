@@ -39,6 +39,21 @@ class Program:
         return (where, len(packed), abi.INPUT.size), [*kept, inputs]
 
 
+def pack_gradients(written, adapter, device):
+    """Memory for gradients by name as the library takes it, and what must live until the call returns."""
+    packed, kept = [], []
+    for name, t in written.items():
+        text = _text("a name in needs", name)
+        where, shape, strides, dtype = adapter.side(f"d{name}", t, device)
+        storage, rest = abi.STORAGES.get(dtype), (0,) * (4 - len(shape))
+        if storage is None or len(shape) > 4:
+            raise InvalidTensor(f"the gradient of {name} is {dtype} of the shape {tuple(shape)}; it is one of floats, as {name} is")
+        kept.append(text)
+        packed.append(abi.INPUT.pack(address(text), where, *shape, *rest, *strides, *rest, storage, len(shape), 0, 0.0))
+    inputs = b"".join(packed)
+    return abi.GRADIENTS.pack(address(inputs) if packed else 0, len(packed)), [*kept, inputs]
+
+
 def _text(name, text):
     if text is None:
         return None

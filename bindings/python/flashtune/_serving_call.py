@@ -45,24 +45,29 @@ _NEUTRAL = {
 _IGNORED = {"deterministic", "pack_gqa", "fa_version"}
 
 
+def check(step, num_splits, others):
+    """Refuses arguments of other builds that mean something, and what other libraries prepared."""
+    for argument, value in others.items():
+        if argument in _IGNORED:
+            continue
+        if argument not in _NEUTRAL:
+            raise TypeError(f"{argument!r} is no argument of this function")
+        neutral, remedy = _NEUTRAL[argument]
+        if value is not None and (neutral is None or hasattr(value, "shape") or value != neutral):
+            raise Unsupported(f"{argument} is {_short(value)}; {remedy}")
+    if num_splits not in (None, 0, 1):
+        raise Unsupported(f"num_splits is {num_splits!r}; a kernel's schedule says how keys are split, pass 0")
+    if step is not None and not isinstance(step, Step):
+        raise Unsupported(
+            f"scheduler_metadata is a {type(step).__name__}; pass what flashtune.prepare_step gave, or None"
+        )
+
+
 class Call:
     """One call on its way to the library: the arguments so far, and what must live until it returns."""
 
     def __init__(self, q, k, v, step, num_splits, others, name="q"):
-        for argument, value in others.items():
-            if argument in _IGNORED:
-                continue
-            if argument not in _NEUTRAL:
-                raise TypeError(f"{argument!r} is no argument of this function")
-            neutral, remedy = _NEUTRAL[argument]
-            if value is not None and (neutral is None or hasattr(value, "shape") or value != neutral):
-                raise Unsupported(f"{argument} is {_short(value)}; {remedy}")
-        if num_splits not in (None, 0, 1):
-            raise Unsupported(f"num_splits is {num_splits!r}; a kernel's schedule says how keys are split, pass 0")
-        if step is not None and not isinstance(step, Step):
-            raise Unsupported(
-                f"scheduler_metadata is a {type(step).__name__}; pass what flashtune.prepare_step gave, or None"
-            )
+        check(step, num_splits, others)
         self.step = step or Step(None, None, 0, 0)
         self.tensors = tensors = adapter(q)
         self.device = tensors.device(q, k, v)
@@ -252,6 +257,22 @@ class Call:
             )
         args.k, args.v, args.pages, args.page_tokens = k.address, v.address, pages, tokens
         args.kv_heads, args.head_dim_v = heads, dim_v
+
+    def packed_keys(self, k, v, begin, used, most):
+        """Packed K and V with their lengths."""
+        if begin is None:
+            raise InvalidArgument("cu_seqlens_k is None, but rows of k are packed; pass [batch + 1] first rows")
+        self.packed(k, v)
+        self.args.kv_begin = self.ints("cu_seqlens_k", begin, self.batch + 1)
+        self.args.kv_lengths = self.ints("seqused_k", used, self.batch)
+        self.bound_keys(most)
+
+    def of_gradients(self):
+        """The same sequences at the end of the arguments of a backward pass."""
+        a = self.args
+        bounds = (a.batch, a.max_q, a.max_kv, a.length_type, 0)
+        fields = (a.q_begin, a.kv_begin, a.q_lengths, a.kv_lengths)
+        return abi.BACKWARD_PACKED.pack(*(f or 0 for f in fields), *bounds)
 
     def bound_keys(self, most):
         most = bound("max_seqlen_k", self.step.max_seqlen_k if most is None else most)

@@ -1,12 +1,14 @@
 """What the package needs to know about tensors of PyTorch and arrays of NumPy. Imports neither: whoever passes one has
-imported its library.
+imported its library. Those of other libraries come by :mod:`flashtune._dlpack`.
 
 A described tensor is the part of the argument struct that stands for it: ``(address, batch, heads, rows, dim, four
 strides in elements, dtype, 0)``.
 """
 
+import ctypes
 import sys
 
+from . import _dlpack
 from ._library import BF16, F16, F32
 from .errors import InvalidTensor, Unsupported
 
@@ -21,6 +23,7 @@ class Torch:
         self.tensor = torch.Tensor
         self.dtypes = {torch.float16: F16, torch.bfloat16: BF16, torch.float32: F32}
         self.names = {}
+        self.float32, self.strided = torch.float32, torch.strided
         self.forward_ad = torch.autograd.forward_ad
         self.plain = (torch.Tensor, torch.nn.Parameter)
         # Whether vmap or grad of torch.func is around a call; and how many modes look at operators, as tracers do.
@@ -30,13 +33,15 @@ class Torch:
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
-    def by_operator(self, q, k, v):
+    def by_operator(self, q, k, v, program=None):
         """Whether a call must be seen by PyTorch, as an operator of its own: because a gradient is asked for, or because
         it is traced or transformed. What is not goes to the library directly, which costs the host a third."""
         torch = self.torch
         if torch.compiler.is_compiling():
             return True
         if torch.is_grad_enabled() and (q.requires_grad or _requires_grad(k) or _requires_grad(v)):
+            return True
+        if program is not None and torch.is_grad_enabled() and any(map(_requires_grad, program.values.values())):
             return True
         return type(q) not in self.plain or self.transform() is not None or self.modes() > 0
 
@@ -46,6 +51,13 @@ class Torch:
         from .torch import _operators
 
         return _operators
+
+    @property
+    def varlen(self):
+        """The operator of packed sequences, as a function."""
+        from .torch import _varlen
+
+        return _varlen.attend
 
     def device(self, q, k, v):
         """The device that all three are on; refuses what cannot be computed on."""
@@ -58,8 +70,9 @@ class Torch:
             raise InvalidTensor(f"q is on {device}, k on {k.device}, v on {v.device}; move them to one device")
         if (q.requires_grad or k.requires_grad or v.requires_grad) and self.torch.is_grad_enabled():
             raise Unsupported(
-                "a gradient would be needed, but this function has none within autograd; flash_attn_func, attention and "
-                "scaled_dot_product_attention have: call one of them, or this one under torch.no_grad() or with detach()"
+                "a gradient would be needed, but this function has none within autograd; flash_attn_func, attention, "
+                "scaled_dot_product_attention and flash_attn_varlen_func (of packed keys, without out) have: call one "
+                "of them, or this one under torch.no_grad() or with detach()"
             )
         # Within torch.autograd.forward_ad.dual_level() only.
         if self.forward_ad._current_level >= 0:
@@ -89,7 +102,7 @@ class Torch:
         dtype = self.dtypes.get(t.dtype)
         if dtype is None:
             raise Unsupported(f"{name} is {t.dtype}; {_DTYPES}")
-        if t.layout is not self.torch.strided:
+        if t.layout is not self.strided:
             raise Unsupported(f"{name} has the layout {t.layout}; convert it with to_dense()")
         if t.is_neg():
             raise Unsupported(f"{name} is the negative of what its memory holds; resolve it with resolve_neg()")
@@ -103,6 +116,20 @@ class Torch:
             raise four_dims(name, tuple(t.shape), bshd) from None
         except RuntimeError as e:
             raise no_memory(name, e) from None
+
+    def forms(self, q, k, v):
+        """All that :meth:`describe` looks at but the memory, as a key. Raises RuntimeError for what has no strides."""
+        return (
+            q.shape, q.stride(), q.dtype, q.layout, k.shape, k.stride(), k.dtype, k.layout,
+            v.shape, v.stride(), v.dtype, v.layout,
+        )  # fmt: skip
+
+    def addresses(self, q, k, v):
+        """Those of tensors of forms that were described before; None, or a RuntimeError, where :meth:`describe` has to
+        say why one has no memory to read."""
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            return None
+        return q.data_ptr(), k.data_ptr(), v.data_ptr()
 
     def side(self, name, t, device):
         """A tensor that a score program reads: address, shape, strides in elements, name of the dtype."""
@@ -122,10 +149,18 @@ class Torch:
             raise no_memory(name, e) from None
 
     def empty(self, shape, like):
-        return self.torch.empty(shape, dtype=like.dtype, device=like.device)
+        # Half of what torch.empty takes with a dtype and a device to parse.
+        return like.new_empty(shape)
+
+    def empty_like(self, like):
+        # Two thirds of `empty`, for what is contiguous.
+        return self.torch.empty_like(like)
+
+    def zeros(self, shape, like):
+        return self.torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def empty_lse(self, shape, like):
-        return self.torch.empty(shape, dtype=self.torch.float32, device=like.device)
+        return like.new_empty(shape, dtype=self.float32)
 
     def full(self, n, value, dtype, like):
         """``n`` times a number, of a dtype by its name."""
@@ -141,6 +176,19 @@ class Torch:
         return self.raw_stream(device.index) if device.type == "cuda" else 0
 
 
+_Address = ctypes.c_size_t
+
+
+def _field_of_address(numpy):
+    """Where in an array's object the address of its elements stands, or 0 where that is not known."""
+    if sys.implementation.name != "cpython":
+        return 0
+    field = object.__basicsize__
+    probes = [numpy.zeros(4)[1:], numpy.zeros((3, 2), numpy.float16).T, numpy.empty(0)]
+    known = all(_Address.from_address(id(a) + field).value == a.__array_interface__["data"][0] for a in probes)
+    return field if known else 0
+
+
 class NumPy:
     """Arrays of NumPy, on the CPU. bfloat16 as the package ml_dtypes defines it."""
 
@@ -149,8 +197,11 @@ class NumPy:
         # Not their subclasses: the mask of a masked array would be lost.
         self.kinds = {numpy.ndarray, numpy.memmap}
         self.dtypes = {numpy.dtype("float16"): F16, numpy.dtype("float32"): F32}
+        # The address of the elements is the first field of an array behind what all objects have. Reading it there
+        # takes a fifth of what the array's interface takes, which is a microsecond for each of four tensors.
+        self.field = _field_of_address(numpy)
 
-    def by_operator(self, _q, _k, _v):
+    def by_operator(self, _q, _k, _v, _program=None):
         return False
 
     def device(self, _q, k, v):
@@ -193,6 +244,14 @@ class NumPy:
             raise four_dims(name, t.shape, bshd) from None
         return self.address(t), b, h, s, d, sb // size, sh // size, ss // size, sd // size, dtype, 0
 
+    def forms(self, q, k, v):
+        """As for PyTorch."""
+        return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+
+    def addresses(self, q, k, v):
+        """As for PyTorch."""
+        return self.address(q), self.address(k), self.address(v)
+
     def side(self, name, t, _device):
         """As for PyTorch."""
         if type(t) not in self.kinds:
@@ -206,6 +265,12 @@ class NumPy:
     def empty(self, shape, like):
         return self.numpy.empty(shape, like.dtype)
 
+    def empty_like(self, like):
+        return self.numpy.empty(like.shape, like.dtype)
+
+    def zeros(self, shape, like):
+        return self.numpy.zeros(shape, like.dtype)
+
     def empty_lse(self, shape, _like):
         return self.numpy.empty(shape, self.numpy.float32)
 
@@ -216,6 +281,8 @@ class NumPy:
         return t.flags.writeable
 
     def address(self, t):
+        if self.field:
+            return _Address.from_address(id(t) + self.field).value
         return t.__array_interface__["data"][0]
 
     def stream(self, _device):
@@ -228,8 +295,8 @@ def side_kind(name, t, wanted):
 
 def no_gradient_of(name):
     return Unsupported(
-        f"a gradient of {name} would be needed; those of tensors that a score program reads are not computed: call under "
-        "torch.no_grad(), or detach() it"
+        f"a gradient of {name} would be needed, but this function has none within autograd; flash_attn_func, attention and "
+        "scaled_dot_product_attention have: call one of them, or this one under torch.no_grad() or with detach()"
     )
 
 
@@ -250,7 +317,15 @@ def four_dims(name, shape, bshd):
 
 
 # By the exact type of a tensor, so that finding the adapter of a known type is one look-up.
-_of_type = {}
+_of_type = {_dlpack.View: _dlpack.Views()}
+
+
+def foreign(q):
+    """Whether a tensor of a type that was not met before is to be taken by DLPack. Subclasses of NumPy's arrays are not:
+    the mask of a masked array would be lost."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    of_these = tuple(kind for kind in (getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)) if kind)
+    return hasattr(type(q), "__dlpack__") and hasattr(type(q), "__dlpack_device__") and not isinstance(q, of_these)
 
 
 def adapter(q):
@@ -274,6 +349,9 @@ def _new(kind):
     elif numpy is not None and kind in (numpy.ndarray, numpy.memmap):
         make, loaded = NumPy, numpy
     else:
-        raise InvalidTensor(f"q is a {kind.__name__}; pass a torch.Tensor or a plain numpy.ndarray")
+        raise InvalidTensor(
+            f"q is a {kind.__name__}; pass a torch.Tensor, a plain numpy.ndarray, or where a function takes them an array of "
+            "a library that exports DLPack"
+        )
     # One adapter for all kinds of one library.
     return next((a for a in _of_type.values() if type(a) is make), None) or make(loaded)

@@ -9,11 +9,17 @@ import struct
 import sys
 import threading
 
+from . import _dlpack
 from . import _library as abi
-from ._programs import Program
-from ._tensors import adapter
+from ._programs import Program, pack_gradients
+from ._tensors import _of_type, adapter, foreign
 from .block_mask import BlockMask, handle_of
 from .errors import EngineClosed, InvalidArgument, InvalidTensor
+
+
+# Calls of an engine that are known by their form. One of 256 forms is found again as fast as one of two; a decode
+# without a cache meets a new one in each step, and starts over.
+_MOST_CALLS = 256
 
 
 class Engine:
@@ -69,6 +75,8 @@ class Engine:
         self._handle, self._closed = handle.value, False
         # Kept here: looked up once, not in every call.
         self._forward = lib.flashtune_forward
+        # Plain calls that succeeded, by all that was looked at but addresses and the stream.
+        self._again = {}
 
     def forward(
         self,
@@ -87,13 +95,21 @@ class Engine:
         sink=None,
         tensors=None,
         block_mask=None,
+        return_weights=False,
+        precision=None,
     ):
         """Attention of ``q`` over ``k`` and ``v``: what :func:`flash_attn_func` computes, on this engine.
 
         layout: ``"bshd"`` for ``[batch, rows, heads, head_dim]``, ``"bhsd"`` for ``[batch, heads, rows, head_dim]``.
         out: memory for the result, of the dtype of ``q``; a new contiguous tensor when not given.
         mask, score, sink, tensors, block_mask: a score program and what it reads, as :func:`attention` takes them.
+        return_weights: also the attention weights, float32 ``[batch, heads, q_len, kv_len]``, as the last result.
+        precision: how float32 is multiplied: ``"exact"``, without tensor cores, also ``None``; ``"tf32x3"``, by three
+        TF32 products to one, which keep float32's error; ``"tf32"``, by one, which keeps 11 bits. The last two are
+        refused for other dtypes, on the CPU and on GPUs before sm_80.
         """
+        if type(q) not in _of_type and foreign(q):
+            return _dlpack.through(Engine.forward, locals())
         if layout != "bshd" and layout != "bhsd":
             raise InvalidArgument(f"layout is {layout!r}; it is 'bshd' or 'bhsd'")
         program = None
@@ -102,8 +118,9 @@ class Engine:
         kind, left, right = mask_of(causal, window)
         bshd = layout == "bshd"
         return self._attend(
-            adapter(q), q, k, v, bshd, kind, left, right, scale, return_lse, out, program=program, block_mask=block_mask
-        )
+            adapter(q), q, k, v, bshd, kind, left, right, scale, return_lse, out,
+            program=program, block_mask=block_mask, return_weights=return_weights, precision=precision,
+        )  # fmt: skip
 
     def create_block_mask(self, mask, B, H, Q_LEN, KV_LEN, *, tensors=None, H_KV=None):
         """:func:`create_block_mask` for calls of this engine."""
@@ -126,15 +143,32 @@ class Engine:
         grouped=True,
         program=None,
         block_mask=None,
+        return_weights=False,
+        precision=None,
     ):
         """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
-        PyTorch's causal mask; without ``grouped`` all tensors must have as many heads."""
+        PyTorch's causal mask; without ``grouped`` all tensors must have as many heads. Weights come last."""
         device = tensors.device(q, k, v)
         name = tensors.name(device)
         if name != self.device:
             raise InvalidTensor(
                 f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
             )
+        key = None
+        plain = program is None and block_mask is None and out is None and not return_weights
+        if plain and (scale is None or type(scale) is float):
+            try:
+                forms = tensors.forms(q, k, v)
+            except RuntimeError:
+                # What is told below.
+                pass
+            else:
+                key = (forms, bshd, mask, left, right, scale, return_lse, top_left, grouped, precision)
+                known = self._again.get(key)
+                if known is not None:
+                    result = self._attend_again(known, tensors, device, q, k, v)
+                    if result is not None:
+                        return result
         qd = tensors.describe("q", q, bshd)
         kd = tensors.describe("k", k, bshd)
         vd = tensors.describe("v", v, bshd)
@@ -167,10 +201,19 @@ class Engine:
             # An operator has its number, of a block mask that was looked at before.
             number = block_mask % (1 << 64) if isinstance(block_mask, int) else handle_of(block_mask, name)
             more = (more or bytes(abi.PROGRAM_ARGS.size)) + abi.BLOCK_MASK.pack(number)
+        weights = None
+        if return_weights:
+            weights = tensors.empty_lse((b, h, s, kd[3]), q)
+            before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size
+            more = more.ljust(before, b"\0") + abi.WEIGHTS.pack(tensors.address(weights))
+        try:
+            flags = abi.PRECISIONS[precision]
+        except (KeyError, TypeError):
+            raise InvalidArgument(f"precision is {precision!r}; it is 'exact', 'tf32x3', 'tf32', or None") from None
         try:
             args = abi.FORWARD_ARGS.pack(
                 abi.FORWARD_ARGS.size + len(more),
-                0 if scale is None else abi.SCALE_IS_GIVEN,
+                flags if scale is None else flags | abi.SCALE_IS_GIVEN,
                 *qd,
                 *kd,
                 *vd,
@@ -189,40 +232,89 @@ class Engine:
             raise abi.failure(status)
         global _last
         _last = self
+        if key is not None and not more:
+            if len(self._again) >= _MOST_CALLS:
+                self._again.clear()
+            # All but q, k, v, o, lse and stream, as the layout of the struct has them.
+            fixed = [args[a:b] for a, b in ((0, 8), (16, 88), (96, 168), (176, 248), (256, 328), (344, 368))]
+            like_q = qd[1:9] == od[1:9] and tuple(q.shape) == tuple(out.shape)
+            self._again[key] = (*fixed, None if like_q else tuple(out.shape), (b, h, s) if return_lse else None)
+        if weights is not None:
+            return (out, weights) if lse is None else (out, lse, weights)
+        return out if lse is None else (out, lse)
+
+    def _attend_again(self, known, tensors, device, q, k, v):
+        """A call like one before, with other addresses; None where a tensor has no memory to read."""
+        head, of_q, of_k, of_v, of_o, tail, shape, lse_shape = known
+        try:
+            addresses = tensors.addresses(q, k, v)
+        except RuntimeError:
+            return None
+        if addresses is None:
+            return None
+        at_q, at_k, at_v = addresses
+        # O is contiguous, and where it has the shape and strides of q, so is q.
+        out = tensors.empty_like(q) if shape is None else tensors.empty(shape, q)
+        lse = None if lse_shape is None else tensors.empty_lse(lse_shape, q)
+        args = abi.FORWARD_AGAIN.pack(
+            head, at_q, of_q, at_k, of_k, at_v, of_v, tensors.address(out), of_o,
+            0 if lse is None else tensors.address(lse), 0 if self.device == "cpu" else tensors.stream(device), tail,
+        )  # fmt: skip
+        status = self._forward(self._handle, args)
+        if status:
+            raise abi.failure(status)
+        global _last
+        _last = self
         return out if lse is None else (out, lse)
 
     def _gradients(
-        self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program, run=True
-    ):
-        """dQ, dK and dV. ``mask``, ``left`` and ``right`` are the header's; without ``run`` all but the launch."""
+        self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program, run=True,
+        packed=None, needs=(),
+    ):  # fmt: skip
+        """dQ, dK and dV, and with names in ``needs`` a dict of the gradients of these, too. ``mask``, ``left`` and
+        ``right`` are the header's; without ``run`` all but the launch. ``packed`` is the end of the arguments that packed
+        sequences have: tensors are then ``[rows, heads, head_dim]``, and rows of no sequence are 0 in new gradients."""
         device = tensors.device(q, k, v)
         name = tensors.name(device)
         if name != self.device:
             raise InvalidTensor(
                 f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
             )
-        read = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+        given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
         for one, t in (("dout", dout), ("out", out)):
             if not tensors.is_tensor(t) or tensors.device(t, t, t) != device:
                 raise InvalidTensor(f"{one} is a {type(t).__name__}; pass a tensor of the kind and on the device of q")
-        described = {one: tensors.describe(one, t, bshd) for one, t in read.items()}
+        # Packed rows are those of one entry of the batch.
+        whole = (lambda name, t: t) if packed is None else _one_entry
+        described = {one: tensors.describe(one, whole(one, t), bshd) for one, t in given.items()}
         if into is None:
-            into = tuple(tensors.empty(tuple(t.shape), t) for t in (q, k, v))
-        elif not isinstance(into, (tuple, list)) or len(into) != 3:
-            raise InvalidArgument(f"into is a {type(into).__name__}; it is (dq, dk, dv)")
+            new = tensors.empty if packed is None else tensors.zeros
+            into = tuple(new(tuple(t.shape), t) for t in (q, k, v))
+            read = _empty_gradients(needs, program, tensors, q)
+        elif not isinstance(into, (tuple, list)) or len(into) != (4 if needs else 3):
+            form = "(dq, dk, dv, a dict of the gradients that needs names)" if needs else "(dq, dk, dv)"
+            raise InvalidArgument(f"into is a {type(into).__name__}; it is {form}")
         else:
-            for t in into:
+            *into, read = into if needs else (*into, {})
+            if not isinstance(read, dict) or set(read) != set(needs):
+                raise InvalidArgument(f"into has gradients of {list(read)}, but needs names {list(needs)}")
+            for t in (*into, *read.values()):
                 tensors.check_out(t, device)
-        written = [tensors.describe(one, t, bshd) for one, t in zip(("dq", "dk", "dv"), into)]
+        written = [tensors.describe(one, whole(one, t), bshd) for one, t in zip(("dq", "dk", "dv"), into)]
         for i, one in enumerate(written):
             others = [*described.items(), *zip(("dq", "dk", "dv"), written[:i])]
             for other, where in others:
                 if _overlap(one, where):
                     raise InvalidTensor(f"{('dq', 'dk', 'dv')[i]} shares memory with {other}; pass other memory")
         _, b, h, s, *_ = described["q"]
-        rows = [_rows("the log-sum-exp", lse, (b, h, s), tensors, device)]
-        rows.append(0 if dlse is None else _rows("dlse", dlse, (b, h, s), tensors, device))
+        shape = (b, h, s) if packed is None else (h, s)
+        rows = [_rows("the log-sum-exp", lse, shape, tensors, device)]
+        rows.append(0 if dlse is None else _rows("dlse", dlse, shape, tensors, device))
         more, _kept = (bytes(abi.PROGRAM_ARGS.size), None) if program is None else program.pack(tensors, device)
+        by_name, _kept_too = pack_gradients(read, tensors, device)
+        if packed is not None or by_name:
+            more += packed or bytes(abi.BACKWARD_PACKED.size)
+        more += by_name
         views = [described[one] for one in ("dout", "q", "k", "v", "out")] + written
         try:
             args = abi.BACKWARD_ARGS.pack(
@@ -244,7 +336,7 @@ class Engine:
             return None
         global _last
         _last = self
-        return tuple(into)
+        return (*into, read) if needs else tuple(into)
 
     def explain(self, *, as_dict=False):
         """Which kernel the last call ran on, from where it comes, and why no other did: text, or a dict."""
@@ -252,7 +344,9 @@ class Engine:
         return _json.loads(text) if as_dict else text
 
     def preload(self, manifest):
-        """Loads the kernels of what a file lists (as :meth:`write_untuned` writes it), compiling or tuning by policy."""
+        """Loads the kernels of what a file lists (as :meth:`write_untuned` writes it), compiling or tuning by policy.
+        What cannot be had is an :class:`Error` that names each entry; the others are loaded.
+        """
         abi.require(abi.library().flashtune_preload(self._handle, _path("manifest", manifest)))
 
     def seal(self, on_miss="nearest"):
@@ -277,6 +371,14 @@ class Engine:
         text = self._text(abi.library().flashtune_counters, abi.TEXT)
         counts = sys.modules.get("flashtune.torch._counts")
         return text if counts is None else text + counts.prometheus(self.device)
+
+    def write_metrics(self, file):
+        """Writes :meth:`prometheus` to a file that is whole whenever it is read: for node_exporter's textfile collector.
+
+        Each line has the label ``process`` with the file's name (``rank0`` of ``rank0.prom``), since a collector refuses
+        two files with the same lines. To be called now and then, as often as the collector is scraped.
+        """
+        abi.require(abi.library().flashtune_write_metrics(self._handle, _path("file", file)))
 
     def write_untuned(self, file):
         """Appends the sizes that were met untuned to a file that ``flashtune tune --from`` takes; gives their number."""
@@ -325,6 +427,11 @@ class Engine:
 def mask_of(causal, window):
     """Mask and reaches for the arguments ``causal`` and ``window_size`` of flash-attention: a negative reach is
     unbounded, and causal bounds the right side to the query's own position."""
+    if type(window) is tuple and len(window) == 2:
+        left, right = window
+        # The usual case, without a look at what else may be a number.
+        if type(left) is int and type(right) is int and left < 0 and right < 0:
+            return (abi.CAUSAL if causal else abi.FULL), 0, 0
     try:
         # What reaches further than every length is as good as any other number of that kind.
         left, right = (max(-1, min(operator.index(n), 1 << 40)) for n in window)
@@ -383,15 +490,32 @@ def _span(described):
     return address, address + (last + 1) * size if elements else address, last + 1 == elements
 
 
+def _one_entry(name, t):
+    """Packed rows as a batch of one."""
+    if len(t.shape) != 3:
+        raise InvalidTensor(f"{name} has the shape {tuple(t.shape)}; packed rows are [rows, heads, head_dim]")
+    return t[None]
+def _empty_gradients(needs, program, tensors, q):
+    """Memory for the gradients of what a program reads: of the tensors' shapes and dtypes, and float32 for numbers."""
+    written = {}
+    for name in needs:
+        value = None if program is None else program.values.get(name)
+        if value is None:
+            raise InvalidArgument(f"needs names {name!r}, which is not in tensors; name what is")
+        shape = getattr(value, "shape", None)
+        written[name] = tensors.empty_lse((), q) if shape is None else tensors.empty(tuple(shape), value)
+    return written
+
+
 def _rows(name, t, shape, tensors, device):
     """The address of a contiguous float32 tensor of a number for each query."""
     address, found, strides, dtype = tensors.side(name, t, device)
-    dense = (shape[1] * shape[2], shape[2], 1)
+    dense = (shape[-2] * shape[-1], shape[-1], 1)[-len(shape) :]
     contiguous = all(n <= 1 or have == want for n, have, want in zip(shape, strides, dense)) or 0 in shape
     if dtype != "float32" or tuple(found) != shape or not contiguous:
         raise InvalidTensor(
             f"{name} is {dtype} of the shape {tuple(found)} with strides {tuple(strides)}; it is contiguous float32 of the "
-            f"shape {shape}, a number for each batch, head and query"
+            f"shape {shape}, a number for each {'batch, ' if len(shape) == 3 else ''}head and query"
         )
     return address
 

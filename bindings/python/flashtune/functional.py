@@ -6,10 +6,11 @@ What is not supported raises :class:`Unsupported`; nothing falls back to anythin
 
 import sys
 
+from . import _dlpack
 from . import _library as abi
 from . import engine as _engine
 from ._programs import Program
-from ._tensors import adapter
+from ._tensors import _of_type, adapter, foreign
 from .block_mask import first_tensor
 from .engine import default_engine, mask_of, top_left_sliced
 from .errors import InvalidArgument, InvalidTensor, Unsupported
@@ -31,7 +32,7 @@ def flash_attn_func(
 
     q: ``[batch, q_len, heads, head_dim]``; k: ``[batch, kv_len, kv_heads, head_dim]``; v: ``[batch, kv_len, kv_heads,
     head_dim_v]``; heads is a multiple of kv_heads. float16, bfloat16 or float32, any strides with a contiguous last
-    dimension; head dims are multiples of 8 from 16 to 256.
+    dimension; head dims from 1 to 256 (a GPU pads rows that are no whole 16 bytes).
     softmax_scale: ``1 / sqrt(head_dim)`` when not given.
     causal: query ``i`` sees keys up to ``i + kv_len - q_len``.
     window_size: keys to the left and to the right of that position that a query sees; -1 is all.
@@ -41,11 +42,13 @@ def flash_attn_func(
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, and with ``return_lse`` the log-sum-exp of the scaled
     scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
+    if type(q) not in _of_type and foreign(q):
+        return _dlpack.through(flash_attn_func, locals())
     check_deterministic(deterministic)
     program = _changed(softcap, alibi_slopes)
     tensors = adapter(q)
     mask, left, right = mask_of(causal, window_size)
-    if tensors.by_operator(q, k, v):
+    if tensors.by_operator(q, k, v, program):
         return tensors.operators.attend(q, k, v, True, mask, left, right, softmax_scale, return_lse, program)
     return _default(tensors, q)._attend(
         tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program
@@ -84,6 +87,8 @@ def _shape(name, tensor):
 def _changed(softcap, alibi_slopes, sinks=None):
     """The score program of flash-attention's arguments, if there is one: the cap comes first, as there. ``sinks`` is
     a tensor of the logits of heads."""
+    if alibi_slopes is None and sinks is None and type(softcap) is float and softcap == 0.0:
+        return None
     declared, score, values = "", "score", {}
     cap = _cap(softcap)
     if cap:
@@ -119,6 +124,7 @@ def attention(
     enable_gqa=False,
     return_lse=False,
     block_mask=None,
+    return_weights=False,
 ):
     """Attention with any mask and any change of the scores, compiled into the kernel.
 
@@ -133,13 +139,19 @@ def attention(
     tensors: what these texts read, by name: numbers, and tensors of up to four axes on the device of ``query``. A name that
     a text does not declare is declared by its value: dtype and number of axes.
     block_mask: in place of ``mask``, one that :func:`create_block_mask` has prepared; its tensors need not be passed again.
+    return_weights: also the attention weights, as the last result: float32 ``[batch, heads, q_len, kv_len]``, 0 where a key
+        is masked. Rows sum to 1, to less beside a sink, and to 0 where a query sees no key. They have no gradients, and a
+        GPU computes such calls by a plain kernel: for inspection, not for speed.
     """
+    if type(query) not in _of_type and foreign(query):
+        return _dlpack.through(attention, locals())
     program = Program(mask, score, sink, tensors)
     adapted = adapter(query)
     if all(text is None for text in program.texts):
         program = None
     grouped = bool(enable_gqa)
-    if adapted.by_operator(query, key, value):
+    if adapted.by_operator(query, key, value, program):
+        refuse_weights(return_weights)
         return adapted.operators.attend(
             query, key, value, False, abi.FULL, 0, 0, scale, return_lse, program, block_mask, grouped
         )
@@ -158,13 +170,24 @@ def attention(
         grouped=grouped,
         program=program,
         block_mask=block_mask,
+        return_weights=return_weights,
     )
+
+
+def refuse_weights(return_weights):
+    """Raises where the weights of a call are asked for that autograd or a compiler sees."""
+    if return_weights:
+        raise Unsupported(
+            "return_weights is given, but weights have no gradients and no place in a trace; call under torch.no_grad() and "
+            "outside of compiled code"
+        )
 
 
 def create_block_mask(mask, B, H, Q_LEN, KV_LEN, device=None, *, tensors=None, H_KV=None):
     """A mask prepared once for many calls of :func:`attention`, such as those of all layers of a model.
 
-    mask: its text or name, as :func:`attention` takes it.
+    mask: its text or name, as :func:`attention` takes it; or a function ``mask_mod(b, h, q_idx, kv_idx)`` as FlexAttention
+        takes it (:func:`flashtune.flex.create_block_mask`).
     B, H: sequences and query heads of the calls; None for any number, which a mask that reads ``b`` or ``h`` does not take.
     Q_LEN, KV_LEN: rows of query and of key.
     device: where the calls compute; that of the tensors when not given, else the current GPU, if there is one.
@@ -175,6 +198,10 @@ def create_block_mask(mask, B, H, Q_LEN, KV_LEN, device=None, *, tensors=None, H
     dilated masks on a GPU of compute capability 9.0), the first call of each kernel does it, and later calls go by that. Make
     one call before you capture a CUDA graph: what is there then is used, otherwise every replay finds it anew.
     """
+    if callable(mask):
+        from .flex import create_block_mask as of_function
+
+        return of_function(mask, B, H, Q_LEN, KV_LEN, device, tensors=tensors, H_KV=H_KV)
     if device is None:
         first = first_tensor(tensors)
         device = _anywhere() if first is None else getattr(first, "device", "cpu")
@@ -196,6 +223,7 @@ def scaled_dot_product_attention(
     is_causal=False,
     scale=None,
     enable_gqa=False,
+    return_weights=False,
 ):
     """Attention as ``torch.nn.functional.scaled_dot_product_attention`` defines it.
 
@@ -206,17 +234,26 @@ def scaled_dot_product_attention(
     (:func:`flash_attn_func` aligns the last query with the last key instead).
     attn_mask: ``[..., q_len, kv_len]`` with up to four axes, any of length 1: True for the keys that a query sees, or
     numbers to add to the scores.
+    return_weights: also the attention weights, as :func:`attention` gives them; PyTorch's function has no such argument.
     """
+    if type(query) not in _of_type and foreign(query):
+        return _dlpack.through(scaled_dot_product_attention, locals())
     if dropout_p:
         raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout, pass 0.0")
-    return sdpa_call(query, key, value, attn_mask, bool(is_causal), scale, bool(enable_gqa))
+    return sdpa_call(
+        query, key, value, attn_mask, bool(is_causal), scale, bool(enable_gqa), return_weights=return_weights
+    )
 
 
-def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller=""):
+def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="", return_weights=False):
     """:func:`scaled_dot_product_attention`; ``caller`` is counted as its caller where it is not empty."""
     program = None if attn_mask is None else _masked(attn_mask, top_left)
     tensors = adapter(query)
-    if tensors.by_operator(query, key, value):
+    if return_weights and top_left and query.shape[2] != key.shape[2]:
+        # As a program, so that keys behind the last query have their zeros: the window of this mask leaves them out.
+        program, top_left = Program("kv <= q"), False
+    if tensors.by_operator(query, key, value, program):
+        refuse_weights(return_weights)
         kind, left, right = abi.FULL, 0, 0
         if top_left:
             kind, left, right, key, value = top_left_sliced(query.shape[2], key, value)
@@ -238,6 +275,7 @@ def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="")
         top_left=top_left,
         grouped=grouped,
         program=program,
+        return_weights=return_weights,
     )
     if caller:
         tensors.operators.count(engine.device)

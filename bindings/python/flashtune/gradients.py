@@ -6,9 +6,10 @@ The same call gives the same bytes.
 
 from . import _library as abi
 from ._programs import Program
+from ._serving_call import Call, window_of
 from ._tensors import adapter
 from .engine import mask_of
-from .errors import Unsupported
+from .errors import InvalidArgument, Unsupported
 from .functional import _changed, _default, check_deterministic
 
 
@@ -50,6 +51,58 @@ def flash_attn_backward(
     )
 
 
+def flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=True,
+    dlse=None,
+    into=None,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    s_aux=None,
+):
+    """dQ, dK and dV of :func:`flash_attn_varlen_func` over packed keys.
+
+    dout: the loss's gradient by out, ``[total_q, heads, head_dim_v]``.
+    q, k, v, out, softmax_lse: what the forward pass read, and what it gave with ``return_softmax_lse``: float32
+        ``[heads, total_q]``, contiguous.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in the forward pass, read where the
+        kernel runs. Rows behind a bound are cut: nothing is read or written beyond it.
+    softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux: as there. The gradient of s_aux is not computed.
+    deterministic: every kernel there is gives the same bytes in every run, whatever this says.
+    dlse: the loss's gradient by softmax_lse, of its shape, where it depends on that.
+    into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
+    Gives ``(dq, dk, dv)``. Queries that see no key, and keys that no query sees, get zeros. Rows of no sequence, and
+    those that are not used, are 0 in new tensors and stay as they are in those of ``into``.
+    """
+    check_deterministic(deterministic)
+    program = _changed(softcap, alibi_slopes, s_aux)
+    if cu_seqlens_q is None:
+        raise InvalidArgument("cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows")
+    call = Call(q, k, v, None, 0, {})
+    call.queries(q, cu_seqlens_q, max_seqlen_q, seqused_q)
+    call.packed_keys(k, v, cu_seqlens_k, seqused_k, max_seqlen_k)
+    kind, left, right = mask_of(causal, window_of(window_size))
+    return call.engine._gradients(
+        call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
+        packed=call.of_gradients(),
+    )  # fmt: skip
+
+
 def attention_backward(
     dout,
     query,
@@ -71,16 +124,21 @@ def attention_backward(
 
     dout, out: ``[batch, heads, q_len, head_dim_v]``; lse: float32 ``[batch, heads, q_len]`` of the forward pass.
     mask, score, sink, tensors, scale: as in the forward pass.
-    needs: names of tensors whose gradients are wanted too. There are none yet: a name raises :class:`Unsupported`.
-    dlse, into: as in :func:`flash_attn_backward`.
+    needs: names in ``tensors`` of float tensors, and of numbers that the program takes as floats, whose gradients are
+    wanted too. Of a tensor that is broadcast each element gets the sum over all scores (or sinks) that read it.
+    dlse: as in :func:`flash_attn_backward`.
+    into: memory for ``(dq, dk, dv)``, and with ``needs`` as fourth a dict from names to memory of the tensors' shapes
+    (of no axis for numbers), float16, bfloat16 or float32 whatever the tensor is. It must not overlap anything else.
+    Gives ``(dq, dk, dv)``; with ``needs`` ``(dq, dk, dv, gradients)``, a dict from names to gradients, of the tensors'
+    dtypes where there is no ``into``.
     """
-    if isinstance(needs, str) or (needs := list(needs)):
-        raise Unsupported(f"needs is {needs!r}; gradients of what a score program reads are not computed yet, leave it out")
+    if isinstance(needs, str):
+        raise InvalidArgument(f"needs is {needs!r}; pass a list of names")
     program = Program(mask, score, sink, tensors)
     if all(text is None for text in program.texts):
         program = None
     adapted = adapter(query)
     engine = _default(adapted, query)
     return engine._gradients(
-        adapted, dout, query, key, value, out, lse, dlse, False, abi.FULL, 0, 0, scale, into, program
+        adapted, dout, query, key, value, out, lse, dlse, False, abi.FULL, 0, 0, scale, into, program, needs=list(needs)
     )

@@ -7,8 +7,10 @@ Lengths, tables and slots are read where the kernel runs: no call waits for a GP
 
 import numbers
 
+from . import _dlpack
 from . import _library as abi
-from ._serving_call import Call, Step, bound, one_of, require_writeable, window_of
+from ._serving_call import Call, Step, bound, check, one_of, require_writeable, window_of
+from ._tensors import _of_type, adapter, foreign
 from .engine import mask_of
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 
@@ -96,9 +98,36 @@ def flash_attn_varlen_func(
     out: where the result goes; else new memory, in which rows of no sequence hold anything.
     Gives ``[total_q, heads, head_dim_v]``, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[heads,
     total_q]``. A row that sees no key gives 0 and -inf.
+    With packed keys and without ``out`` it has gradients of q, k and v in PyTorch's autograd.
     """
-    call = Call(q, k, v, scheduler_metadata, num_splits, others)
+    if type(q) not in _of_type and foreign(q):
+        return _dlpack.through(flash_attn_varlen_func, locals())
     table = one_of("block_table", block_table, "page_table", page_table)
+    tensors = adapter(q)
+    sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
+    scales = q_descale, k_descale, v_descale, k_scale, v_scale
+    if table is None and out is None and all(scale is None for scale in scales) and tensors.by_operator(q, k, v):
+        check(scheduler_metadata, num_splits, others)
+        step = scheduler_metadata or Step(None, None, 0, 0)
+        return tensors.varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k,
+            step.max_seqlen_q if max_seqlen_q is None else max_seqlen_q,
+            step.max_seqlen_k if max_seqlen_k is None else max_seqlen_k,
+            seqused_q, seqused_k, softmax_scale, causal, window_of(window_size), softcap, alibi_slopes, sinks,
+            return_softmax_lse,
+        )  # fmt: skip
+    call = Call(q, k, v, scheduler_metadata, num_splits, others)
+    return _varlen(
+        call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table, out, scales,
+    )  # fmt: skip
+
+
+def _varlen(
+    call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
+    window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 5,
+):  # fmt: skip
+    """The call itself."""
     if cu_seqlens_q is None:
         raise InvalidArgument(
             "cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows, or see "
@@ -111,9 +140,7 @@ def flash_attn_varlen_func(
             raise InvalidArgument(
                 "cu_seqlens_k and block_table are both None; pass one of them, which say where keys lie"
             )
-        call.packed(k, v)
-        args.kv_begin = call.ints("cu_seqlens_k", cu_seqlens_k, call.batch + 1)
-        args.kv_lengths = call.ints("seqused_k", seqused_k, call.batch)
+        call.packed_keys(k, v, cu_seqlens_k, seqused_k, max_seqlen_k)
     else:
         call.store(k, v, "k", "v", table)
         if seqused_k is None and cu_seqlens_k is None:
@@ -124,9 +151,9 @@ def flash_attn_varlen_func(
         args.kv_lengths = call.ints("seqused_k", seqused_k, call.batch)
         if seqused_k is None:
             args.kv_sums = call.ints("cu_seqlens_k", cu_seqlens_k, call.batch + 1)
-    call.bound_keys(max_seqlen_k)
+        call.bound_keys(max_seqlen_k)
+    q_descale, k_descale, v_descale, k_scale, v_scale = scales
     call.scales(q_descale, ("k_descale", k_descale, "k_scale", k_scale), ("v_descale", v_descale, "v_scale", v_scale))
-    sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
     return call.run(q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse)
 
 
@@ -189,6 +216,8 @@ def flash_attn_with_kvcache(
     Gives O shaped as q, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[batch, heads, rows]`` or
     ``[heads, total_q]``.
     """
+    if type(q) not in _of_type and foreign(q):
+        return _dlpack.through(flash_attn_with_kvcache, locals())
     call = Call(q, k_cache, v_cache, scheduler_metadata, num_splits, others)
     args = call.args
     table = one_of("block_table", block_table, "page_table", page_table)
@@ -242,6 +271,8 @@ def reshape_and_cache_flash(
         ``[1]``, ``[kv_heads]``, or ``[pages, page_tokens, kv_heads]``. Tensors beside other caches are ignored, as
         vLLM does.
     """
+    if type(key) not in _of_type and foreign(key):
+        return _dlpack.through(reshape_and_cache_flash, locals())
     _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, 4)
 
 
@@ -251,6 +282,8 @@ def reshape_and_cache(
     """:func:`reshape_and_cache_flash` into the older layout: ``key_cache`` ``[pages, kv_heads, head_dim / x,
     page_tokens, x]``, where ``x`` elements have 16 bytes, and ``value_cache`` ``[pages, kv_heads, head_dim_v,
     page_tokens]``."""
+    if type(key) not in _of_type and foreign(key):
+        return _dlpack.through(reshape_and_cache, locals())
     _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, 5)
 
 

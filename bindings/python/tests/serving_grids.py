@@ -31,7 +31,7 @@ GRIDS = {
     # rows with rotary embeddings, padding, ALiBi. Its longest caches are left to the GPU.
     "kvcache": {
         "sizes": [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048), (128, 128), (16, 3000)],
-        "heads": [(6, 6), (6, 1), (6, 3)], "dim": [32, 64, 80, 128, 256], "page": [None, 1, 4, 128, 256],
+        "heads": [(6, 6), (6, 1), (6, 3)], "dim": [32, 59, 64, 80, 128, 256], "page": [None, 1, 4, 128, 256],
         "new": [False, True], "rotary": [0.0, 0.5, 1.0], "interleaved": [False, True],
         "mask": ["full", "causal", "window"], "slots": [False, True], "pad": [False, True],
         "packed_q": [False, True], "alibi": [False, True],
@@ -39,7 +39,7 @@ GRIDS = {
     # flash-attention's varlen: packed keys; sequences without rows, and without keys.
     "varlen": {
         "sizes": [(1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (799, 799)],
-        "heads": [(6, 6), (6, 2), (6, 1)], "dim": [32, 40, 64, 80, 96, 128, 160, 192, 224, 256], "page": ["packed"],
+        "heads": [(6, 6), (6, 2), (6, 1)], "dim": [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256], "page": ["packed"],
         "mask": ["full", "causal", "window"], "cap": [0.0, 50.0], "alibi": [False, True],
     },
     # FlashInfer's batch decode: a row each, small pages, soft caps, 8-bit caches.

@@ -51,6 +51,15 @@ class Engines(unittest.TestCase):
             self.assertEqual((counters["calls"]["default"], counters["refused"], counters["sealed"]), (2, 1, True))
             self.assertEqual(counters["compiled"], compiled)
             self.assertIn("flashtune_refused_total{", engine.prometheus())
+            file = Path(folder) / "rank0.prom"
+            for _ in range(2):
+                engine.write_metrics(file)
+            lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+            self.assertTrue(all('process="rank0"' in line and 'device="' in line for line in lines), lines)
+            self.assertTrue(any(line.startswith("flashtune_seal_info{") and digest in line for line in lines), lines)
+            self.assertEqual([f.name for f in Path(folder).glob("rank0*")], ["rank0.prom"])
+            with self.assertRaisesRegex(flashtune.Error, "rank0.prom.*writable folder"):
+                engine.write_metrics(Path(folder) / "none" / "rank0.prom")
             # What one process met, another one loads before its first call.
             manifest = Path(folder) / "untuned.jsonl"
             self.assertEqual(engine.write_untuned(manifest), 2)
@@ -59,6 +68,14 @@ class Engines(unittest.TestCase):
                 self.assertEqual(other.counters()["classes"], 2)
                 with self.assertRaisesRegex(flashtune.Error, "none.jsonl"):
                     other.preload(Path(folder) / "none.jsonl")
+            # Nothing is stored there, and nothing may be compiled: each entry is named.
+            with flashtune.Engine("cpu", policy="sealed", cache_dir=Path(folder) / "empty") as strict:
+                with self.assertRaises(flashtune.Error) as raised:
+                    strict.preload(manifest)
+                first, *lines = str(raised.exception).splitlines()
+                self.assertIn("2 of 2 entries cannot be had", first)
+                self.assertEqual(len({line.split(": ")[0] for line in lines}), 2, lines)
+                self.assertTrue(all(" at b1 h" in line for line in lines), lines)
 
     def test_a_closed_engine_is_an_error(self):
         engine = flashtune.Engine("cpu")
@@ -135,7 +152,7 @@ class Library(unittest.TestCase):
         body = re.search(r"typedef struct flashtune_forward_args \{(.*?)\n\}", text, re.S).group(1)
         fields = re.findall(r"^  (?!//).*?(\w+);", body, re.M)
         plain = "struct_size flags q k v o lse stream window_left window_right mask softmax_scale"
-        program = "mask_program score_program sink_program inputs inputs_len input_size block_mask"
+        program = "mask_program score_program sink_program inputs inputs_len input_size block_mask weights"
         self.assertEqual(fields, plain.split() + program.split())
         body = re.search(r"typedef struct flashtune_input \{(.*?)\n\}", text, re.S).group(1)
         fields = re.findall(r"^  (?!//).*?(\w+)(?:\[\d\])?;", body, re.M)

@@ -125,7 +125,97 @@ class Gradients(unittest.TestCase):
                 dout, q, k, v, out, lse, into=(q, k.copy(), v.copy()))),
             (flashtune.InvalidArgument, "deterministic", lambda: flashtune.flash_attn_backward(
                 dout, q, k, v, out, lse, deterministic=2)),
-            (flashtune.Unsupported, "needs", lambda: flashtune.attention_backward(dout, q, k, v, out, lse, needs=["bias"])),
+            (flashtune.InvalidArgument, "not in tensors", lambda: flashtune.attention_backward(
+                dout, q, k, v, out, lse, needs=["bias"])),
+        ]:
+            with self.assertRaisesRegex(error, text):
+                call()
+
+
+class Reads(unittest.TestCase):
+    """Gradients of what a score program reads, against finite differences of the loss in fp64."""
+
+    def case(self):
+        q, k, v, dout = random((2, 4, 9, 16)), random((2, 2, 12, 16), seed=1), random((2, 2, 12, 24), seed=2), random((2, 4, 9, 24), seed=3)
+        return q, k, v, dout
+
+    def loss(self, q, k, v, dout, score, sink=None, seen=True):
+        """``sum(dO * O)`` with scores from a function of the plain ones."""
+        k, v = (np.repeat(x.astype(np.float64), 2, 1) for x in (k, v))
+        s = np.where(seen, score(q.astype(np.float64) @ k.swapaxes(-1, -2) / 4), -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        total = p.sum(-1, keepdims=True)
+        if sink is not None:
+            total = total + np.exp(sink - s.max(-1, keepdims=True))
+        return (dout * (p / total @ v)).sum()
+
+    def holds(self, names, score, tensors, sink=None, mask=None, score_text=None, sink_text=None):
+        """``score`` and ``sink`` are functions of scores and of the tensors' values."""
+        q, k, v, dout = self.case()
+        program = {"score": score_text, "sink": sink_text, "mask": mask, "tensors": tensors}
+        seen = True if mask is None else np.arange(12) <= np.arange(9)[:, None] + 3
+        out, lse = flashtune.attention(q, k, v, return_lse=True, enable_gqa=True, **program)
+        dq, dk, dv, got = flashtune.attention_backward(dout, q, k, v, out, lse, needs=names, **program)
+        plain = flashtune.attention_backward(dout, q, k, v, out, lse, **program)
+        for a, b in zip((dq, dk, dv), plain):
+            np.testing.assert_array_equal(a, b)
+        self.assertEqual(list(got), names)
+        for name in names:
+            value = np.asarray(tensors[name], np.float64)
+            self.assertEqual(got[name].shape, value.shape)
+            want = np.zeros_like(value)
+            for at in np.ndindex(*value.shape):
+                def moved(step):
+                    values = {n: np.asarray(t, np.float64).copy() for n, t in tensors.items()}
+                    values[name][at] += step
+                    return self.loss(q, k, v, dout, lambda s: score(s, values), sink and sink(values), seen)
+                want[at] = (moved(1e-5) - moved(-1e-5)) / 2e-5
+            np.testing.assert_allclose(got[name], want, atol=2e-5 * max(1, np.abs(want).max()), err_msg=name)
+
+    def test_biases_of_any_broadcast(self):
+        for shape in [(2, 4, 9, 12), (1, 4, 9, 12), (2, 1, 1, 12), (1, 4, 9, 1), (1, 1, 9, 12)]:
+            with self.subTest(shape=shape):
+                bias = random(shape, seed=5)
+                self.holds(["t"], lambda s, x: s + x["t"], {"t": bias}, mask="kv <= q + 3", score_text="score + t[b, h, q, kv]")
+
+    def test_slopes_tables_and_sinks(self):
+        distance = np.arange(12) - np.arange(9)[:, None]
+        slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+        self.holds(["m"], lambda s, x: s + x["m"][:, None, None] * distance, {"m": slopes}, score_text="score + m[h] * (kv - q)")
+        bucket = np.clip(distance, -3, 4) + 3
+        self.holds(
+            ["t"], lambda s, x: s + x["t"][:, bucket], {"t": random((4, 8), seed=6)}, score_text="score + t[h, clamp(kv - q, -3, 4) + 3]"
+        )
+        both = {"s": random(4, seed=7), "c": 1.5}
+        self.holds(
+            ["s", "c"],
+            lambda s, x: s * x["c"] + x["s"][:, None, None],
+            both,
+            sink=lambda x: 2 * x["s"][:, None, None],
+            score_text="c * score + s[h]",
+            sink_text="2.0 * s[h]",
+        )
+
+    def test_memory_of_the_caller_and_its_dtype(self):
+        q, k, v, dout = self.case()
+        program = {"score": "score + t[h, kv]", "tensors": {"t": random((4, 12), seed=8)}}
+        out, lse = flashtune.attention(q, k, v, return_lse=True, enable_gqa=True, **program)
+        *_, whole = flashtune.attention_backward(dout, q, k, v, out, lse, needs=["t"], **program)
+        spaced = np.full((4, 24), np.nan, np.float16)
+        into = (*(np.empty_like(x) for x in (q, k, v)), {"t": spaced[:, ::2]})
+        flashtune.attention_backward(dout, q, k, v, out, lse, needs=["t"], into=into, **program)
+        np.testing.assert_array_equal(spaced[:, ::2], whole["t"].astype(np.float16))
+        self.assertTrue(np.isnan(spaced[:, 1::2]).all())
+        back = lambda **more: flashtune.attention_backward(dout, q, k, v, out, lse, **{**program, **more})
+        for error, text, call in [
+            (flashtune.InvalidArgument, "needs is 't'", lambda: back(needs="t")),
+            (flashtune.InvalidArgument, "into is a tuple", lambda: back(needs=["t"], into=into[:3])),
+            (flashtune.InvalidArgument, "needs names", lambda: back(needs=["t"], into=(*into[:3], {}))),
+            (flashtune.Error, "shape", lambda: back(needs=["t"], into=(*into[:3], {"t": spaced}))),
+            (flashtune.Error, "that the score program reads", lambda: back(
+                needs=["u"], tensors={**program["tensors"], "u": random(3)})),
+            (flashtune.Error, "float", lambda: back(
+                needs=["n"], mask="kv < n[b]", tensors={**program["tensors"], "n": np.full(2, 9, np.int32)})),
         ]:
             with self.assertRaisesRegex(error, text):
                 call()

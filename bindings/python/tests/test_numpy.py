@@ -250,7 +250,7 @@ class BadInput(unittest.TestCase):
             (tensor, "MaskedArray", (q, masked, v)),
             (tensor, "list", ([[1.0]], k, v)),
             (tensor, "NoneType", (q, k, None)),
-            (unsupported, "pad", (q[..., :17], k[..., :17], v)),
+            (unsupported, "split the heads", (np.tile(q, 9), np.tile(k, 9), v)),
             (unsupported, "multiple", (q[:, :, [0, 1, 1]], k, v)),
         ]
         for error, word, (q_, k_, v_) in cases:

@@ -114,18 +114,14 @@ class Gradients(unittest.TestCase):
     def test_refused_at_the_forward_pass(self):
         q, k, v = (x.transpose(1, 2) for x in case(20, 20))
         x = q.detach().clone().requires_grad_()
-        flat = lambda t: t.flatten(0, 1)
-        lengths = torch.tensor([0, 20, 40], device=DEVICE, dtype=torch.int32)
         learned = torch.ones(4, device=DEVICE, requires_grad=True)
         bias = torch.zeros(20, 20, device=DEVICE, requires_grad=True)
         swapped = [t.transpose(1, 2) for t in (q, k, v)]
         for text, call in [
-            ("none within autograd", lambda: flashtune.flash_attn_varlen_func(flat(x), flat(k), flat(v), lengths, lengths, 20, 20)),
+            ("none within autograd", lambda: flashtune.flash_attn_with_kvcache(x, k, v)),
             ("none within autograd", lambda: flashtune.default_engine(DEVICE).forward(x, k, v)),
-            ("gradient of slope", lambda: flashtune.flash_attn_func(x, k, v, alibi_slopes=learned)),
-            ("gradient of slope", lambda: flashtune.flash_attn_func(q, k, v, alibi_slopes=learned)),
-            ("gradient of attn_mask", lambda: flashtune.scaled_dot_product_attention(*swapped, attn_mask=bias, enable_gqa=True)),
-            ("gradient of t", lambda: flashtune.attention(*swapped, score="score + t[q, kv]", tensors={"t": bias}, enable_gqa=True)),
+            ("gradient of t", lambda: flashtune.attention_backward(
+                swapped[0], *swapped, swapped[0], swapped[0][..., 0].contiguous(), score="score + t[q, kv]", tensors={"t": bias})),
             ("torch.func", lambda: torch.func.grad(lambda q: flashtune.flash_attn_func(q, k, v).sum())(q)),
             ("torch.func", lambda: torch.func.jvp(lambda q: flashtune.flash_attn_func(q, k, v), (q,), (q,))),
         ]:
@@ -135,6 +131,65 @@ class Gradients(unittest.TestCase):
             flashtune.flash_attn_func(x, k, v, alibi_slopes=learned)
         with self.assertRaisesRegex(flashtune.InvalidArgument, "deterministic"):
             flashtune.flash_attn_func(q, k, v, deterministic=1)
+
+    def learned(self, call, reference, *learned, q_len=30, kv_len=40):
+        """Gradients of q, k, v and of what is learned against those of unfused attention in fp64."""
+        inputs = (*case(q_len, kv_len), *learned)
+        got = gradients(call, *inputs)
+        want = gradients(reference, *(x.double() for x in inputs))
+        for a, b in zip(got, want):
+            self.assertEqual((a.shape, a.dtype), (b.shape, torch.float32))
+            torch.testing.assert_close(a.double(), b, atol=3e-5 * max(1, b.abs().max().item()), rtol=1e-4)
+        for a, b in zip(got, gradients(call, *inputs)):
+            self.assertTrue(torch.equal(a, b))
+        # Of what is learned alone.
+        q, k, v = inputs[:3]
+        for a, b in zip(gradients(lambda *x: call(q, k, v, *x), *learned), got[3:]):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_learned_biases_and_slopes(self):
+        attend = lambda score, **more: lambda q, k, v, t: flashtune.attention(
+            q, k, v, score=score, tensors={"t": t}, enable_gqa=True, **more
+        )
+        plain = lambda add: lambda q, k, v, t: unfused(q, k, v, score=lambda s: s + add(t))[0]
+        at = lambda n: torch.arange(n, device=DEVICE)
+        distance = at(40) - at(30)[:, None]
+        for shape in ((2, 4, 30, 40), (1, 4, 30, 40), (2, 1, 1, 40), (1, 4, 30, 1)):
+            self.learned(attend("score + t[b, h, q, kv]"), plain(lambda t: t), randn(*shape, seed=4))
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
+        self.learned(attend("score + t[h] * (kv - q)"), plain(lambda t: t[:, None, None] * distance), slopes)
+        ours = bhsd(lambda q, k, v: flashtune.flash_attn_func(q, k, v, alibi_slopes=ours.slopes))
+
+        def flash(q, k, v, t):
+            ours.slopes = t
+            return ours(q, k, v)
+
+        self.learned(flash, plain(lambda t: -t[:, None, None] * (distance - 10).abs()), slopes)
+        mask = lambda q, k, v, t: flashtune.scaled_dot_product_attention(q, k, v, attn_mask=t, enable_gqa=True)
+        self.learned(mask, plain(lambda t: t), randn(30, 40, seed=5))
+
+    def test_learned_tables_and_sinks(self):
+        # The buckets of T5: half of them exact, the others logarithmic up to a distance of 128.
+        bounds = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
+        terms = " + ".join(f"select(kv - q >= {n}, 1, 0)" for n in bounds[1:])
+        program = f"near = {terms}; score = score + t[h, near];"
+        distance = torch.arange(40, device=DEVICE) - torch.arange(30, device=DEVICE)[:, None]
+        near = sum((distance >= n).long() for n in bounds[1:])
+        call = lambda q, k, v, t: flashtune.attention(q, k, v, score=program, tensors={"t": t}, enable_gqa=True)
+        self.learned(call, lambda q, k, v, t: unfused(q, k, v, score=lambda s: s + t[:, near])[0], randn(4, 16, seed=6))
+
+        def with_sink(q, k, v, s):
+            group = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+            scores = scores.masked_fill(~causal(30, 40), float("-inf"))
+            sink = s[None, :, None, None].expand(*scores.shape[:3], 1)
+            return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
+
+        call = lambda q, k, v, s: flashtune.attention(
+            q, k, v, mask="kv <= q + kv_len - q_len", sink="s[h]", tensors={"s": s}, enable_gqa=True
+        )
+        self.learned(call, with_sink, randn(4, seed=7))
 
     def test_second_derivatives_are_refused(self):
         q, k, v = (x.transpose(1, 2) for x in case(20, 20))
@@ -160,6 +215,11 @@ class Compilers(unittest.TestCase):
     def test_inductor(self):
         f = bhsd(lambda *x: flashtune.flash_attn_func(*x, causal=True))
         self.same(f, *case(33, 33))
+
+    def test_learned_biases(self):
+        f = lambda q, k, v, t: flashtune.attention(q, k, v, score="score + t[h, kv]", tensors={"t": t}, enable_gqa=True)
+        self.same(f, *case(33, 33), randn(4, 33, seed=4))
+        self.same(f, *case(33, 33), randn(4, 33, seed=4), backend="aot_eager")
 
     def test_graphs_without_breaks(self):
         bias = randn(33, 33)
@@ -215,7 +275,8 @@ class Compilers(unittest.TestCase):
             out, lse = (t.detach() for t in flashtune.torch.attend(q, k, v, *args, 0, ""))
             read = [t.detach() for t in (torch.randn_like(out), q, k, v, out, lse)]
             for dlse in (None, torch.randn_like(lse)):
-                found = torch.library.opcheck(flashtune.torch.attend_backward, (*read, dlse, *args))
+                needs = [0] if args[3] else []
+                found = torch.library.opcheck(flashtune.torch.attend_backward, (*read, dlse, *args, needs))
                 self.assertEqual(set(found.values()), {"SUCCESS"})
 
     def test_vmap(self):

@@ -14,7 +14,7 @@ import time
 import unittest
 from pathlib import Path
 
-MODULES = ("test_torch_operators", "test_torch_sdpa", "test_transformers", "test_gradients")
+MODULES = ("test_flex", "test_torch_operators", "test_torch_sdpa", "test_transformers", "test_gradients")
 LIMIT = 140
 
 

@@ -112,20 +112,29 @@ fn sums_may_be_of_any_integer() -> Result<()> {
 
 #[test]
 fn pages_of_several_sequences_match_packs() -> Result<()> {
-    let pack = pack(64)?;
+    in_pages_of(64)
+}
+
+#[test]
+fn pages_of_rows_of_118_bytes_match_packs() -> Result<()> {
+    in_pages_of(59)
+}
+
+fn in_pages_of(dim: usize) -> Result<()> {
+    let pack = pack(dim)?;
     let ([q, k, v], [of_q, of_k]) = (&pack.qkv, &pack.ends);
     let (page, width, pool) = (8, 5, 30);
     let ids = |i: usize, j: usize| (i * width + j) * 7 % pool;
     let table: Vec<u32> = (0..Q.len() * width).map(|i| ids(i / width, i % width) as u32).collect();
     let table = Tensor::from_vec(table, (Q.len(), width), &device())?;
     let in_pages = |t: &Tensor| -> Result<Tensor> {
-        let mut pages = vec![Tensor::full(f32::NAN, (page, 2, 64), &device())?; pool];
+        let mut pages = vec![Tensor::full(f32::NAN, (page, 2, dim), &device())?; pool];
         for (i, (&n, &begin)) in KV.iter().zip(&sums(&KV)).enumerate() {
             for j in 0..n.div_ceil(page) {
                 let rows = (n - j * page).min(page);
                 let mut part = t.narrow(0, begin as usize + j * page, rows)?;
                 if rows < page {
-                    let rest = Tensor::full(f32::NAN, (page - rows, 2, 64), &device())?;
+                    let rest = Tensor::full(f32::NAN, (page - rows, 2, dim), &device())?;
                     part = Tensor::cat(&[part, rest], 0)?;
                 }
                 pages[ids(i, j)] = part;

@@ -9,7 +9,7 @@ has the operators in it.
 import torch
 
 from .. import _tensors
-from . import _operators
+from . import _operators, _varlen
 from ._sdpa import activate, active, counters, restore
 
 # Made here, so that no trace is the first to make it.
@@ -18,5 +18,16 @@ for _kind in (torch.Tensor, torch.nn.Parameter):
 
 attend = _operators.attend_op
 attend_backward = _operators.attend_backward_op
+attend_varlen = _varlen.attend_varlen_op
+attend_varlen_backward = _varlen.attend_varlen_backward_op
 
-__all__ = ["activate", "active", "attend", "attend_backward", "counters", "restore"]
+__all__ = [
+    "activate",
+    "active",
+    "attend",
+    "attend_backward",
+    "attend_varlen",
+    "attend_varlen_backward",
+    "counters",
+    "restore",
+]

@@ -11,7 +11,7 @@ import torch
 
 from .. import engine as _engine
 from .._programs import Program
-from .._tensors import adapter, no_gradient_of
+from .._tensors import adapter
 from ..block_mask import handle_of
 from ..errors import InvalidArgument, InvalidTensor, Unsupported
 from . import _counts
@@ -27,8 +27,8 @@ _LIBRARY.define(
     f"attend(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller) -> (Tensor, Tensor)", tags=_TAGS
 )
 _LIBRARY.define(
-    f"attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_PROGRAM}) -> "
-    "(Tensor, Tensor, Tensor)",
+    f"attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_PROGRAM}, "
+    "int[] needs) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=_TAGS,
 )
 attend_op = torch.ops.flashtune.attend.default
@@ -64,10 +64,6 @@ def attend(q, k, v, bshd, kind, left, right, scale, return_lse, program=None, bl
         handle -= (handle >> 63) << 64
         # A backward pass takes the mask itself: what was found of it for the kernels of the forward pass is theirs.
         texts, split = _with_mask(texts, split, block_mask)
-    if torch.is_grad_enabled():
-        for name, t in zip(split[0], split[1]):
-            if t.requires_grad:
-                raise no_gradient_of(name)
     scale = None if scale is None else float(scale)
     out, lse = attend_op(q, k, v, *texts, *split, scale, bshd, grouped, kind, left, right, handle, caller)
     return (out, lse) if return_lse else out
@@ -153,15 +149,17 @@ def _attend(q, k, v, *args):
 
 
 def _backward(dout, q, k, v, out, lse, dlse, *args):
-    """The kernel of ``attend_backward``."""
-    scale, bshd, _grouped, kind, left, right = args[9:]
+    """The kernel of ``attend_backward``. ``needs`` are the places of tensors whose gradients are wanted, too."""
+    scale, bshd, _grouped, kind, left, right, needs = args[9:]
+    names = [args[3][i] for i in needs]
     tensors = adapter(q)
     # Sums and slices leave gradients with any strides.
     dout = dout if dout.stride(-1) == 1 or dout.numel() == 0 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    return _engine_of(tensors, q)._gradients(
-        tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9])
+    dq, dk, dv, *read = _engine_of(tensors, q)._gradients(
+        tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9]), needs=names
     )
+    return dq, dk, dv, list(read[0].values()) if read else []
 
 
 def _shapes(q, v, bshd):
@@ -177,7 +175,9 @@ def _attend_fake(q, k, v, *args):
 
 
 def _backward_fake(dout, q, k, v, *args):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    tensors, needs = args[7], args[-1]
+    read = [tensors[i].new_empty(tensors[i].shape) for i in needs]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), read
 
 
 for _device in ("CPU", "CUDA"):
@@ -195,17 +195,16 @@ def _setup(ctx, inputs, output):
     q, k, v = inputs[:3]
     out, lse = output
     args = inputs[_FIRST:_LAST]
-    for name, t in zip(inputs[_TENSORS - 1], inputs[_TENSORS]):
-        if t.requires_grad:
-            raise no_gradient_of(name)
-    _check(q, k, v, out, lse, args)
+    # Those whose gradients are wanted of what a program reads.
+    ctx.needs = [i for i, t in enumerate(inputs[_TENSORS]) if t.requires_grad]
+    _check(q, k, v, out, lse, args, ctx.needs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, *inputs[_TENSORS])
     ctx.more = (*args[:4], None, *args[5:])
     ctx.after = len(inputs) - _LAST
 
 
-def _check(q, k, v, out, lse, args):
+def _check(q, k, v, out, lse, args, needs):
     """Raises where the library has no gradients of a call, while its forward pass is under way. Not while tracing, where
     there is no memory: there the backward pass raises."""
     if type(out) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -213,15 +212,16 @@ def _check(q, k, v, out, lse, args):
     tensors = adapter(q)
     engine = _engine_of(tensors, q)
     side = args[4]
-    names = (*args[:3], *args[3], *args[5], *args[7])
+    names = (*args[:3], *args[3], *args[5], *args[7], *needs)
     key = (engine._handle, q.dtype, q.shape[-1], v.shape[-1], args[12], names, *((t.dtype, t.dim()) for t in side))
     if key in _prepared:
         return
     scale, bshd, _grouped, kind, left, right = args[9:]
     with torch.no_grad():
         engine._gradients(
-            tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False
-        )
+            tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False,
+            needs=[args[3][i] for i in needs],
+        )  # fmt: skip
     _prepared.add(key)
 
 
@@ -233,7 +233,9 @@ def _gradients(ctx, dout, dlse):
         return None, None, None, *none
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv = attend_backward_op(dout, q, k, v, out, lse, dlse, *more)
+    dq, dk, dv, read = attend_backward_op(dout, q, k, v, out, lse, dlse, *more, ctx.needs)
+    for i, gradient in zip(ctx.needs, read):
+        none[_TENSORS - _FIRST][i] = gradient
     return dq, dk, dv, *none
 
 
@@ -287,7 +289,10 @@ def _attend_vmap(info, in_dims, *args):
 def _backward_vmap(info, in_dims, *args):
     _mappable(args[7:10], args[11])
     folded = _fold(info, in_dims[:7], args[:7], args[11])
-    return _unfold(attend_backward_op(*folded, *args[7:]), info.batch_size)
+    # Nothing is read.
+    *whole, _ = attend_backward_op(*folded, *args[7:])
+    unfolded, dims = _unfold(whole, info.batch_size)
+    return (*unfolded, []), (*dims, [])
 
 
 torch.library.register_vmap("flashtune::attend", _attend_vmap, lib=_LIBRARY)

@@ -185,11 +185,9 @@ def _unsupported(q, k, v, mask, dropout):
     if not 2 <= q.dim() == k.dim() == v.dim():
         return no("shape", f"the shapes are {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     for d in (q.shape[-1], v.shape[-1]):
-        if d % 8 or not 16 <= d <= 256:
-            return no("head_dim", f"head dims are {q.shape[-1]} and {v.shape[-1]}; multiples of 8 from 16 to 256 are computed")
+        if not 1 <= d <= 256:
+            return no("head_dim", f"head dims are {q.shape[-1]} and {v.shape[-1]}; those from 1 to 256 are computed")
     if mask is not None:
-        if mask.requires_grad and torch.is_grad_enabled():
-            return no("mask_gradient", "a gradient of attn_mask would be needed, and is not computed")
         if mask.dtype is not torch.bool and mask.dtype not in _DTYPES:
             return no("mask_dtype", f"attn_mask is {mask.dtype}; bool and float16, bfloat16, float32 are computed")
         if mask.layout is not torch.strided or not 1 <= mask.dim() <= max(q.dim(), 4):
