@@ -12,8 +12,8 @@
 //! embedded ones. `compare` ends with 1 where a kernel of both lists differs, or they have none in common.
 
 use flashtune::codegen::{
-    Arch, CallSizes, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Language, PageClass, Schedule, ShapeBucket,
-    TemplateSet,
+    Arch, CallSizes, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Language, Op, PageClass, Schedule,
+    ShapeBucket, TemplateSet,
 };
 use flashtune::runtime::compile::{compile_with, compiler_for};
 use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape, TEMPLATES_VARIABLE, read_templates};
@@ -62,6 +62,10 @@ fn cases() -> Result<Vec<Case>, Failure> {
         on(Family::ForwardCpu, "cpu-avx2", &[DType::F32]),
         on(Family::ForwardCpu, "cpu-avx512", &[DType::F16]),
         on(Family::ForwardCpu, "cpu-amx", &[DType::Bf16]),
+        on(Family::BackwardSm90, "sm_90a", halves),
+        on(Family::BackwardSm80, "sm_80", halves),
+        on(Family::BackwardNaive, "sm_75", &[DType::F32]),
+        on(Family::BackwardCpu, "cpu-avx2", &[DType::F32]),
     ];
     let mut cases = Vec::new();
     for (family, arch, dtypes) in families {
@@ -70,7 +74,7 @@ fn cases() -> Result<Vec<Case>, Failure> {
             for dim in HEAD_DIMS {
                 for (mask_name, mask) in masks {
                     for (program_name, text) in PROGRAMS {
-                        let mut problem = Problem::forward(dtype, dim, mask)?;
+                        let mut problem = Problem { op: family.op(), ..Problem::forward(dtype, dim, mask)? };
                         if !text.is_empty() {
                             problem = problem.with_program(Program::parse(text)?);
                         }
@@ -84,6 +88,11 @@ fn cases() -> Result<Vec<Case>, Failure> {
                         };
                         let name = format!("{}/{arch}/{dtype}/d{dim}/{mask_name}/{program_name}", family.name());
                         let quick = schedule.quick().map(|quick| (format!("{name}/quick"), quick));
+                        let packed = Problem { kv: KvKind::RAGGED, ..problem };
+                        if family.op() == Op::Backward && family.supports(&packed, arch).is_ok() {
+                            let name = format!("{name}/packed");
+                            cases.push(Case { name, kernel: Kernel { problem: packed, schedule, arch } });
+                        }
                         let both = [(format!("{name}/default"), schedule)].into_iter().chain(quick);
                         cases.extend(
                             both.map(|(name, schedule)| Case { name, kernel: Kernel { problem, schedule, arch } }),

@@ -38,12 +38,18 @@ def step(q, k, v):
 
 print("compiled:", [tuple(g.shape) for g in torch.autograd.grad(step(q, k, v), (q, k, v))])
 
-# What has no gradient says so at the forward call.
-slopes = torch.ones(4, device=device, requires_grad=True)
-try:
-    flashtune.flash_attn_func(q, k, v, alibi_slopes=slopes)
-except flashtune.Unsupported as e:
-    print("refused:", e)
+# What a score program reads is learned as well: here a table of relative positions, by clipped distance.
+table = torch.zeros(4, 17, device=device, requires_grad=True)
+rows = [x.transpose(1, 2) for x in (q, k, v)]
+score = "score + table[h, clamp(kv - q, -8, 8) + 8]"
+out = flashtune.attention(*rows, score=score, tensors={"table": table}, enable_gqa=True)
+(ours,) = torch.autograd.grad(out.square().sum(), table)
+wide, (deep_q, deep_k, deep_v) = table.detach().double().requires_grad_(), (x.detach().double() for x in rows)
+at = torch.arange(128, device=device)
+bias = wide[:, (at[None, :] - at[:, None]).clamp(-8, 8) + 8]
+loss = F.scaled_dot_product_attention(deep_q, deep_k, deep_v, attn_mask=bias[None], enable_gqa=True).square().sum()
+(theirs,) = torch.autograd.grad(loss, wide)
+print("a learned table, off fp64 by:", largest(ours, theirs))
 
 # A plain program on flashtune, by one line.
 layer = torch.nn.TransformerEncoderLayer(256, 4, batch_first=True, dropout=0.0, device=device)

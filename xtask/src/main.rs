@@ -9,7 +9,10 @@ mod nvrtc;
 mod package;
 mod pip;
 mod python;
+mod registry;
+mod steps;
 mod torch;
+mod wheel;
 
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
@@ -18,11 +21,14 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "usage: cargo xtask COMMAND
 
 commands:
-  test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`; without ARGS also `python` and `candle`
+  test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`; without ARGS also `python`,
+                `wheel --check` and `candle`
   python [ARGS] the tests of bindings/python: `python -m unittest discover ARGS`
   candle [ARGS] the tests of bindings/candle, a workspace of its own: `cargo test --workspace ARGS` there
-  ci            `cargo fmt --check`, `cargo clippy` with warnings denied, then test
+  lint          formatting, and `cargo clippy` with warnings denied
+  ci            what must pass before a change goes in, as `.ci/run`: lint, then test; says how long each step took
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
+  wheel         the Python package with library and command for `pip install`; `cargo xtask wheel --help`
   cubins ARGS   fingerprints of the default kernels' machine code: `write FILE [--sample N]`, `compare OLD NEW`
   man [DIR]     write the manual pages of the `flashtune` command, to target/man when no folder is named
   setup         only install what the tests need, and print where it is
@@ -34,8 +40,10 @@ fn main() -> ExitCode {
         Some("test") => test(&args.collect::<Vec<_>>()),
         Some("python") => python::test(&root(), &args.collect::<Vec<_>>()),
         Some("candle") => candle(&args.collect::<Vec<_>>()),
-        Some("ci") => ci(),
+        Some("lint") => steps::run(&steps::lints()),
+        Some("ci") => steps::run(&steps::all()),
         Some("package") => return package::main(&root(), args),
+        Some("wheel") => return wheel::main(&root(), args),
         Some("header") => header::write(&root()),
         Some("man") => man(args.next().map_or_else(|| root().join("target/man"), PathBuf::from)),
         Some("cubins") => cubins(&args.collect::<Vec<_>>()),
@@ -87,16 +95,20 @@ fn run(mut command: Command) -> Result<()> {
 }
 
 fn test(args: &[String]) -> Result<()> {
-    let nvrtc = nvrtc::ensure(&root())?;
-    let mut command = cargo();
-    command.args(["test", "--workspace"]).args(args).env("FLASHTUNE_NVRTC", nvrtc);
-    command.env("FLASHTUNE_OLDEST_NVRTC", nvrtc::ensure_oldest(&root())?);
-    run(command)?;
     match args {
-        [] => python::test(&root(), &[]).and_then(|()| candle(&[])),
+        [] => steps::run(&steps::tests()),
         // Whoever names tests names those of cargo.
-        _ => Ok(()),
+        _ => rust(args),
     }
+}
+
+/// The tests of the workspace.
+fn rust(args: &[String]) -> Result<()> {
+    registry::ensure(&root());
+    let mut command = cargo();
+    command.args(["test", "--workspace"]).args(args).env("FLASHTUNE_NVRTC", nvrtc::ensure(&root())?);
+    command.env("FLASHTUNE_OLDEST_NVRTC", nvrtc::ensure_oldest(&root())?);
+    run(command)
 }
 
 /// candle's 190 dependencies are no part of the root's lock file, lints and builds.
@@ -124,17 +136,4 @@ fn man(folder: PathBuf) -> Result<()> {
     run(command)?;
     println!("{}", folder.display());
     Ok(())
-}
-
-fn ci() -> Result<()> {
-    let mut fmt = cargo();
-    fmt.args(["fmt", "--all", "--check"]);
-    run(fmt)?;
-    let mut fmt = cargo();
-    fmt.args(["fmt", "--all", "--check", "--manifest-path", "bindings/candle/Cargo.toml"]);
-    run(fmt)?;
-    let mut clippy = cargo();
-    clippy.args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]);
-    run(clippy)?;
-    test(&[])
 }

@@ -35,7 +35,7 @@ const C: [(&str, &str); 2] = [
     ("bindings/c/include/flashtune.h", "include/flashtune.h"),
     ("bindings/c/examples/forward.c", "examples/forward.c"),
 ];
-const LIBRARY: &str = "libflashtune.so";
+pub(super) const LIBRARY: &str = "libflashtune.so";
 /// Where the library goes: for programs in C, and where the Python package looks first.
 const LIBRARY_PLACES: [&str; 2] = ["lib", "python/flashtune/lib"];
 
@@ -164,13 +164,13 @@ fn commit(root: &Path) -> String {
 }
 
 /// Builds what is shipped and gives the folder that it is in.
-fn build(root: &Path, profile: &str) -> Result<PathBuf> {
+pub(super) fn build(root: &Path, profile: &str) -> Result<PathBuf> {
     let mut command = super::cargo();
     command.args(["build", "--profile", profile]);
     match profile {
         // What the tests of the whole workspace have built is built with the features that all of it asks for.
         "dev" => command.args(["--workspace", "--lib", "--bins"]),
-        _ => command.args(["--package", "flashtune", "--package", "flashtune-c"]),
+        _ => command.args(["--package", "flashtune-cli", "--package", "flashtune-c"]),
     };
     super::run(command)?;
     // Cargo's own names for the folders of profiles.
@@ -179,19 +179,23 @@ fn build(root: &Path, profile: &str) -> Result<PathBuf> {
         "bench" => "release",
         other => other,
     };
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
-    Ok(target.join(folder))
+    Ok(target_folder(root).join(folder))
+}
+
+/// Where cargo builds.
+pub(super) fn target_folder(root: &Path) -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir))
 }
 
 /// Copies a file, making its folder if need be.
-fn copy(from: &Path, to: &Path) -> Result<()> {
+pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("a file in the package")?;
     std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     std::fs::copy(from, to).map(drop).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))
 }
 
 /// Copies a folder without what tools leave in it.
-fn copy_folder(from: &Path, to: &Path) -> Result<()> {
+pub(super) fn copy_folder(from: &Path, to: &Path) -> Result<()> {
     for entry in std::fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
         let entry = entry?;
         let name = entry.file_name();
