@@ -11,6 +11,7 @@ mod pip;
 mod python;
 mod registry;
 mod steps;
+mod timed;
 mod torch;
 mod wheel;
 
@@ -105,10 +106,17 @@ fn test(args: &[String]) -> Result<()> {
 /// The tests of the workspace.
 fn rust(args: &[String]) -> Result<()> {
     registry::ensure(&root());
-    let mut command = cargo();
-    command.args(["test", "--workspace"]).args(args).env("FLASHTUNE_NVRTC", nvrtc::ensure(&root())?);
-    command.env("FLASHTUNE_OLDEST_NVRTC", nvrtc::ensure_oldest(&root())?);
-    run(command)
+    let (newest, oldest) = (nvrtc::ensure(&root())?, nvrtc::ensure_oldest(&root())?);
+    let test = |args: &[&str]| {
+        let mut command = cargo();
+        command.arg("test").args(args).env("FLASHTUNE_NVRTC", &newest).env("FLASHTUNE_OLDEST_NVRTC", &oldest);
+        command
+    };
+    match args {
+        [] => timed::run(test),
+        // Whoever names tests is told of every failure.
+        _ => run(test(&[&["--workspace"], &*args.iter().map(String::as_str).collect::<Vec<_>>()].concat())),
+    }
 }
 
 /// candle's 190 dependencies are no part of the root's lock file, lints and builds.
