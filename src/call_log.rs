@@ -6,7 +6,7 @@
 
 use crate::{Engine, Forward, Launches};
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{Arch, DType, KvElement, KvKind, Op, PageClass, Precision, Problem, Shape};
+use flashtune_codegen::{Arch, DType, KvElement, KvKind, Op, PageClass, Problem, Shape};
 use flashtune_runtime::ragged::RaggedCall;
 use flashtune_runtime::{AppendCall, BackwardCall, ForwardCall, TensorView};
 use rustix::fs::{FlockOperation, flock};
@@ -86,7 +86,7 @@ fn command(engine: &Engine, problem: &Problem, shape: &Shape) -> String {
     if head_dim_v != head_dim_qk {
         line.push_str(&format!(" --head-dim-v {head_dim_v}"));
     }
-    if problem.precision != Precision::Exact {
+    if problem.precision != problem.in_default_precision(engine.device().arch()).precision {
         line.push_str(&format!(" --precision {}", problem.precision));
     }
     line.push_str(&format!(" --mask {} --heads {} --kv-heads {}", shape.mask, shape.heads, shape.kv_heads));

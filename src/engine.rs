@@ -45,9 +45,10 @@ pub struct Forward<'a> {
     pub mask: Mask,
     /// Factor of the scores; `1 / sqrt(head_dim_qk)` when absent.
     pub scale: Option<f32>,
-    /// How products of f32 are computed. Others than [`Precision::Exact`] are refused for other dtypes, on the CPU and
-    /// on GPUs before sm_80.
-    pub precision: Precision,
+    /// How products of f32 are computed; as [`Problem::in_default_precision`] has it when absent, exactly where weights
+    /// are asked for. Others than [`Precision::Exact`] are refused for other dtypes, on the CPU and on GPUs before
+    /// sm_80. A pass whose gradients will be asked for names [`Precision::Exact`], as they are computed.
+    pub precision: Option<Precision>,
     /// What else masks and changes the scores; its mask holds beside `mask`.
     pub program: Option<ProgramRef>,
     /// What the program reads.
@@ -61,8 +62,8 @@ impl<'a> Forward<'a> {
     /// A call without mask and program, with the default scale, and without LSE and weights.
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
         let (mask, side) = (Mask::Full, SideInputs::default());
-        let (lse, weights, scale, program, block_mask) = (None, None, None, None, None);
-        Self { q, k, v, o, lse, weights, mask, scale, precision: Precision::Exact, program, side, block_mask }
+        let (lse, weights, scale, precision, program, block_mask) = (None, None, None, None, None, None);
+        Self { q, k, v, o, lse, weights, mask, scale, precision, program, side, block_mask }
     }
 
     /// The same call with a score program and what it reads.
@@ -417,16 +418,23 @@ impl Engine {
         let [batch, heads, q_len, _] = call.q.shape;
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
-        let mut resolved = forward_call(&tensors, call.mask, call.scale)?;
-        resolved.problem.precision = call.precision;
-        if call.precision != Precision::Exact {
-            resolved.problem.validate_on(self.device().arch())?;
-        }
+        let resolved = forward_call(&tensors, call.mask, call.scale)?;
         if let Some(block_mask) = call.block_mask {
             block_mask.admit(self.device().fingerprint(), &resolved.shape, &call.side)?;
         }
         let program = call.whole_program()?.filter(|p| !p.is_plain());
-        Ok(program.map_or(resolved, |program| resolved.with_program(program)))
+        let mut resolved = program.map_or(resolved, |program| resolved.with_program(program));
+        let arch = self.device().arch();
+        match call.precision {
+            Some(Precision::Exact) => {}
+            Some(precision) => {
+                resolved.problem.precision = precision;
+                resolved.problem.validate_on(arch)?;
+            }
+            None if call.weights.is_some() => {}
+            None => resolved.problem = resolved.problem.in_default_precision(arch),
+        }
+        Ok(resolved)
     }
 
     /// Kernel and sizes of a call; none when there is nothing to compute. `haste` is whether a quick schedule may stand

@@ -35,7 +35,7 @@ pub struct HostForward<'a> {
     /// Factor of the scores; `1 / sqrt(head_dim_qk)` when absent.
     pub scale: Option<f32>,
     /// How products of f32 are computed, as [`Forward::precision`].
-    pub precision: Precision,
+    pub precision: Option<Precision>,
     /// Whether the attention weights are wanted.
     pub weights: bool,
     /// What else masks and changes the scores, and what it reads.
@@ -45,7 +45,7 @@ pub struct HostForward<'a> {
 impl<'a> HostForward<'a> {
     /// A call without mask and program, with the default scale, and without weights.
     pub fn new(q: &'a HostTensor, k: &'a HostTensor, v: &'a HostTensor) -> Self {
-        let (mask, scale, precision, program) = (Mask::Full, None, Precision::Exact, None);
+        let (mask, scale, precision, program) = (Mask::Full, None, None, None);
         Self { q, k, v, layout: Layout::Bhsd, mask, scale, precision, weights: false, program }
     }
 }

@@ -70,7 +70,7 @@ impl Agenda {
             (true, Arch::Cpu(_)) => (common_cases(arch), CPU_BUDGET),
             (true, Arch::Sm(_)) => (common_cases(arch), CUDA_BUDGET),
             (false, _) => {
-                let cases = ragged.apply(args.cases(&default_case())?)?;
+                let cases = args.on(arch, ragged.apply(args.cases(&default_case())?)?);
                 cases.iter().try_for_each(|case| case.problem.validate_on(arch))?;
                 let budget = CASE_BUDGET * cases.len() as f64;
                 (cases, budget)
@@ -104,9 +104,10 @@ impl Agenda {
     fn of_model(model: Model, serving: Serving, device: &DeviceFingerprint) -> Self {
         let (mut cases, mut left_out) = (Vec::new(), Vec::new());
         for case in serving.cases() {
-            match require_room(device, &case.problem, &case.shape) {
-                Ok(()) => cases.push(Case::new(case.problem, case.sizes())),
-                Err(e) => left_out.push(format!("{} {}: {e}", case.problem, case.sizes())),
+            let problem = case.problem.in_default_precision(device.arch);
+            match require_room(device, &problem, &case.shape) {
+                Ok(()) => cases.push(Case::new(problem, case.sizes())),
+                Err(e) => left_out.push(format!("{problem} {}: {e}", case.sizes())),
             }
         }
         let each = match device.arch {

@@ -94,7 +94,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         let cases = match (args.cases.is_empty(), &args.relink) {
             (true, Some(_)) => Vec::new(),
             (true, None) => common_cases(arch),
-            (false, _) => args.cases.cases(&default_case())?,
+            (false, _) => args.cases.on(arch, args.cases.cases(&default_case())?),
         };
         for case in cases {
             let kernel = default_kernel(&case, arch)?;

@@ -129,7 +129,8 @@ pub struct CaseArgs {
     /// Element types: f16, bf16, f32
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub dtype: Vec<DType>,
-    /// How products of f32 are computed: exact (as when absent), or by TF32 products of tensor cores: tf32x3 or tf32
+    /// How products of f32 are computed: exact, or by TF32 products of tensor cores, tf32x3 (as when absent, where a GPU
+    /// has them) or tf32
     #[arg(long, value_name = "PRECISION")]
     pub precision: Option<Precision>,
     /// Head dims of Q and K: 1 to 256; a GPU pads those that are no multiples of 8
@@ -217,6 +218,14 @@ impl CaseArgs {
             }
         }
         Ok(cases)
+    }
+
+    /// Cases as the arch computes them: in its own precision where none was named.
+    pub fn on(&self, arch: Arch, mut cases: Vec<Case>) -> Vec<Case> {
+        if self.precision.is_none() {
+            cases.iter_mut().for_each(|case| case.problem = case.problem.in_default_precision(arch));
+        }
+        cases
     }
 
     /// The one case that the options name.

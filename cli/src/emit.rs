@@ -30,12 +30,14 @@ pub struct Selected {
 impl Selected {
     /// The kernel, and the schedules of its space that fit the arch, the default one first.
     pub fn kernel(&self, cx: &mut Context) -> Result<(Kernel, Vec<Schedule>)> {
-        let case = only(self.ragged.apply(self.case.cases(&default_case())?)?)?;
+        let cases = self.ragged.apply(self.case.cases(&default_case())?)?;
         let arch = match self.arch {
             Some(arch) => arch,
             None => cx.device()?.fingerprint().arch,
         };
-        case.problem.validate_on(arch)?;
+        // A family that is named says by itself which precision it has.
+        let cases = if self.family.is_some() { cases } else { self.case.on(arch, cases) };
+        let case = only(cases)?;
         case.problem.validate_on(arch)?;
         let bucket = case.bucket(1);
         let family = family(self.family.as_deref(), &case.problem, arch, &bucket)?;

@@ -63,6 +63,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     let cases = args.ragged.apply(args.cases.cases(&default_case())?)?;
     let engine = cx.engine_for(args.graph.then_some(Launches::Graph))?;
+    let cases = args.cases.on(engine.device().arch(), cases);
     let mut all = Vec::new();
     for case in cases {
         let plan = engine.plan(&case.problem, case.sizes())?;

@@ -1,6 +1,6 @@
 //! How products of f32 are computed where tensor cores multiply.
 
-use crate::{Arch, DType, Error, Op, Problem, Result};
+use crate::{Arch, DType, Error, Family, Op, Problem, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -76,6 +76,16 @@ impl Problem {
         Ok(())
     }
 
+    /// The same problem as it is computed on the arch by a call that names no precision: dense forward passes of f32 by
+    /// three TF32 products wherever `forward/sm80_f32` takes them, which on an H200 is 2.4 to 3.6 times as fast as
+    /// `forward/naive` and nearer to fp64 (docs/measured/2026-11-24-h200-f32.md); everything else exactly.
+    pub fn in_default_precision(self, arch: Arch) -> Self {
+        let fast = self.in_precision(Precision::Tf32x3);
+        let computed = if fast.pads(arch) { fast.padded() } else { fast };
+        let has = fast.validate_on(arch).is_ok() && Family::ForwardSm80F32.supports(&computed, arch).is_ok();
+        if has { fast } else { self.in_precision(Precision::Exact) }
+    }
+
     /// Whether such a problem may have the precision.
     pub(crate) fn admits(&self, precision: Precision) -> bool {
         let forward = self.op == Op::Forward && self.kv.is_dense();
@@ -112,6 +122,24 @@ mod tests {
                 assert!(e.contains("precision") && e.contains(limit) && e.contains("`exact`"), "{e}");
                 problem.in_precision(Precision::Exact).validate_on(arch(name)).unwrap();
             }
+        }
+    }
+
+    #[test]
+    fn who_names_none_has_tensor_cores_where_they_keep_f32s_error() {
+        let arch = |name: &str| name.parse::<Arch>().unwrap();
+        let f32 = Problem::forward(DType::F32, 64, MaskKind::CAUSAL).unwrap();
+        for name in ["sm_80", "sm_89", "sm_90a", "sm_120a"] {
+            assert_eq!(f32.in_default_precision(arch(name)).precision, Precision::Tf32x3, "{name}");
+            let odd = Problem { head_dim_qk: 59, ..f32 };
+            assert_eq!(odd.in_default_precision(arch(name)).precision, Precision::Tf32x3, "{name}");
+        }
+        for name in ["sm_75", "cpu-avx2"] {
+            assert_eq!(f32.in_default_precision(arch(name)), f32, "{name}");
+        }
+        let bf16 = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
+        for other in [bf16, f32.backward(), f32.with_kv(KvKind::RAGGED)] {
+            assert_eq!(other.in_default_precision(arch("sm_90a")), other);
         }
     }
 

@@ -223,15 +223,16 @@ fn rows_are_copied_before_the_kernel_and_back_behind_it() {
     // Rows of f32 that tensor cores multiply: four bytes to an element, and 16 to a whole vector.
     let view = |i: u64, dim| TensorView { dtype: DType::F32, ..view(i, dim) };
     let f32 = |qk, v| Forward { mask: Mask::Causal, ..Forward::new(view(1, qk), view(2, qk), view(3, v), view(4, v)) };
-    for (precision, name) in [(Precision::Tf32x3, "tf32x3"), (Precision::Tf32, "tf32")] {
+    let precisions = [(None, "tf32x3"), (Some(Precision::Tf32x3), "tf32x3"), (Some(Precision::Tf32), "tf32")];
+    for (precision, name) in precisions {
         let (names, ran) = launched(&Forward { precision, ..f32(59, 111) });
         assert!(names.len() == 3 && names[0].starts_with(pad) && names[2].starts_with(pad), "{names:?}");
         assert!(names[1].starts_with(&format!("forward-f32-{name}-d64v112-causal.sm80_f32.")), "{names:?}");
         assert_eq!(ran.padding.unwrap().scratch_bytes, 16 * 512 * 4 * (64 + 64 + 112 + 112));
     }
-    let (names, ran) = launched(&f32(59, 111));
+    let (names, ran) = launched(&Forward { precision: Some(Precision::Exact), ..f32(59, 111) });
     assert!(names.len() == 1 && names[0].contains(".naive.") && ran.padding.is_none(), "{names:?}");
-    let e = engine.prepare(&Forward { precision: Precision::Tf32, ..call(64, 64) }).unwrap_err().to_string();
+    let e = engine.prepare(&Forward { precision: Some(Precision::Tf32), ..call(64, 64) }).unwrap_err().to_string();
     assert!(e.contains("precision") && e.contains("`exact`"), "{e}");
     // The weights are written by the plain kernel, which takes any row.
     let (names, ran) = launched(&Forward { weights: Some(5 << 32), ..call(59, 59) });

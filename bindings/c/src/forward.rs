@@ -137,9 +137,10 @@ pub(crate) fn stream(opened: &Opened, stream: *mut c_void) -> Result<Stream> {
 /// The call in the engine's words, without its score program.
 fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
     let precision = match args.flags & (FORWARD_EXACT | FORWARD_TF32X3 | FORWARD_TF32) {
-        0 | FORWARD_EXACT => Precision::Exact,
-        FORWARD_TF32X3 => Precision::Tf32x3,
-        FORWARD_TF32 => Precision::Tf32,
+        0 => None,
+        FORWARD_EXACT => Some(Precision::Exact),
+        FORWARD_TF32X3 => Some(Precision::Tf32x3),
+        FORWARD_TF32 => Some(Precision::Tf32),
         n => {
             return Err(Failure::argument(format!(
                 "flags has several precisions ({n:#x}); set one of FLASHTUNE_FORWARD_EXACT, _TF32X3 and _TF32, or none"

@@ -191,8 +191,9 @@ pub type BlockMaskHandle = u64;
 /// `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 pub const FORWARD_SCALE: u32 = 1;
 
-/// Products of f32 are fp32 ones, without tensor cores: what is computed without any of the three flags of precision, of which
-/// at most one is set.
+/// Products of f32 are fp32 ones, without tensor cores, as a pass whose gradients will be asked for wants them. Without any of the
+/// three flags of precision, of which at most one is set, dense f32 is computed as with FLASHTUNE_FORWARD_TF32X3 where a GPU has
+/// that, and exactly elsewhere and where weights are asked for.
 pub const FORWARD_EXACT: u32 = 2;
 
 /// Products of f32 are three TF32 products of tensor cores each, which keep f32's error. Refused for other dtypes, on the CPU and

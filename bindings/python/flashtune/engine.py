@@ -104,9 +104,10 @@ class Engine:
         out: memory for the result, of the dtype of ``q``; a new contiguous tensor when not given.
         mask, score, sink, tensors, block_mask: a score program and what it reads, as :func:`attention` takes them.
         return_weights: also the attention weights, float32 ``[batch, heads, q_len, kv_len]``, as the last result.
-        precision: how float32 is multiplied: ``"exact"``, without tensor cores, also ``None``; ``"tf32x3"``, by three
-        TF32 products to one, which keep float32's error; ``"tf32"``, by one, which keeps 11 bits. The last two are
-        refused for other dtypes, on the CPU and on GPUs before sm_80.
+        precision: how float32 is multiplied: ``"exact"``, without tensor cores; ``"tf32x3"``, by three TF32 products to
+        one, which keep float32's error; ``"tf32"``, by one, which keeps 11 bits. The last two are refused for other
+        dtypes, on the CPU and on GPUs before sm_80. ``None`` is ``"tf32x3"`` where a GPU has that, and ``"exact"``
+        elsewhere, where weights are returned, and in calls that take part in autograd.
         """
         if type(q) not in _of_type and foreign(q):
             return _dlpack.through(Engine.forward, locals())

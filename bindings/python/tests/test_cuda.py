@@ -117,7 +117,7 @@ class Refused(unittest.TestCase):
         self.refused("INVALID_TENSOR", "reserved", v=tensor(v, reserved=1))
         self.refused("UNSUPPORTED", "multiple", k=tensor(k, (1, 3, 5, 64)), v=tensor(v, (1, 3, 5, 64)))
         self.refused("INVALID_ARGUMENT", "struct_size", size=8)
-        self.refused("INVALID_ARGUMENT", "flags", flags=8)
+        self.refused("INVALID_ARGUMENT", "flags", flags=16)
         self.refused("INVALID_ARGUMENT", "mask", mask=7)
         self.assertNotEqual(self.lib.flashtune_forward(self.engine._handle, None), 0)
 

@@ -2,6 +2,7 @@
 
 import io
 import unittest
+import unittest.mock
 
 from torch_device import DEVICE, MISSING, check, gradients, randn, torch, unfused
 
@@ -197,6 +198,29 @@ class Gradients(unittest.TestCase):
         (g,) = torch.autograd.grad(flashtune.flash_attn_func(q, k, v).square().sum(), q, create_graph=True)
         with self.assertRaisesRegex(flashtune.Unsupported, "gradient of a gradient"):
             g.sum().backward()
+
+
+@unittest.skipIf(torch is None, MISSING)
+class Precisions(unittest.TestCase):
+    def test_calls_that_ask_for_gradients_are_exact(self):
+        engine, asked = flashtune.default_engine(DEVICE), []
+        plain = type(engine)._attend
+
+        def attend(self, *args, **more):
+            asked.append(more.get("precision"))
+            return plain(self, *args, **more)
+
+        with unittest.mock.patch.object(type(engine), "_attend", attend):
+            q, k, v = (randn(1, 9, 2, 16) for _ in range(3))
+            for dtype, wanted in [(torch.float32, "exact"), (torch.bfloat16, None)]:
+                learned = q.detach().to(dtype).requires_grad_()
+                out = flashtune.flash_attn_func(learned, k.to(dtype), v.to(dtype))
+                out.sum().backward()
+                self.assertEqual((asked[-1], learned.grad is not None), (wanted, True))
+                with torch.no_grad():
+                    flashtune.flash_attn_func(learned, k.to(dtype), v.to(dtype))
+                self.assertIsNone(asked[-1])
+        self.assertEqual(len(asked), 4)
 
 
 @unittest.skipIf(torch is None, MISSING)

@@ -101,6 +101,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         None => args.grid.cases(&args.cases)?,
     };
     let engine = cx.engine_for(args.graph.then_some(Launches::Graph))?;
+    let cases = args.cases.on(engine.device().arch(), cases);
     let mut report = header::report(&engine);
     let device = &**engine.device();
     if !args.no_ceilings {

@@ -24,7 +24,9 @@ _LIBRARY = torch.library.Library("flashtune", "DEF")
 # Compilers keep the strides that a program was written with: any with a contiguous last dimension are ours.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller) -> (Tensor, Tensor)", tags=_TAGS
+    f"attend(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller, bool exact=False) -> "
+    "(Tensor, Tensor)",
+    tags=_TAGS,
 )
 _LIBRARY.define(
     f"attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_PROGRAM}, "
@@ -65,7 +67,9 @@ def attend(q, k, v, bshd, kind, left, right, scale, return_lse, program=None, bl
         # A backward pass takes the mask itself: what was found of it for the kernels of the forward pass is theirs.
         texts, split = _with_mask(texts, split, block_mask)
     scale = None if scale is None else float(scale)
-    out, lse = attend_op(q, k, v, *texts, *split, scale, bshd, grouped, kind, left, right, handle, caller)
+    # Gradients recompute P from the log-sum-exp by fp32 products: theirs are those of the same forward pass.
+    exact = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *split[1]))
+    out, lse = attend_op(q, k, v, *texts, *split, scale, bshd, grouped, kind, left, right, handle, caller, exact)
     return (out, lse) if return_lse else out
 
 
@@ -136,12 +140,13 @@ def _engine_of(tensors, q):
 
 def _attend(q, k, v, *args):
     """The kernel of ``attend``."""
-    scale, bshd, grouped, kind, left, right, handle, caller = args[9:]
+    scale, bshd, grouped, kind, left, right, handle, caller, exact = args[9:]
     tensors = adapter(q)
     engine = _engine_of(tensors, q)
     result = engine._attend(
         tensors, q, k, v, bshd, kind, left, right, scale, True,
         grouped=grouped, program=_program(*args[:9]), block_mask=handle or None,
+        precision="exact" if exact and q.dtype is torch.float32 else None,
     )  # fmt: skip
     if caller:
         _counts.served(engine.device)

@@ -94,11 +94,11 @@ impl KernelFamily for Sm80F32Schedule {
         Some(match problem.precision {
             Precision::Tf32 => {
                 "f32 by single TF32 products, as asked for: operands keep 11 bits; precision tf32x3 and exact keep f32's \
-                 error. Emulated: these instructions never ran on a card; `flashtune check` compares them with fp64 there"
+                 error"
             }
             _ => {
-                "f32 by three TF32 products to one, as asked for: within twice the error of unfused f32. Emulated: these \
-                 instructions never ran on a card; `flashtune check` compares them with fp64 there"
+                "f32 by three TF32 products to one, the default where a GPU has them: within twice the error of unfused \
+                 f32; precision exact is by fp32 products"
             }
         })
     }
