@@ -294,9 +294,9 @@ class Compilers(unittest.TestCase):
         plain = (None, None, None, [], [], [], [], [], [], None, True, True, 1, 0, 0)
         program = ("kv <= q + n", "score + c * bias[q, kv]", None, ["bias"], [bias], ["n"], [1], ["c"], [0.5])
         for args in (plain, (*program, 0.2, True, True, 0, 0, 0)):
-            found = torch.library.opcheck(flashtune.torch.attend, (q, k, v, *args, 0, ""))
+            found = torch.library.opcheck(flashtune.torch.attend, (q, k, v, *args, 0, "", True))
             self.assertEqual(set(found.values()), {"SUCCESS"})
-            out, lse = (t.detach() for t in flashtune.torch.attend(q, k, v, *args, 0, ""))
+            out, lse = (t.detach() for t in flashtune.torch.attend(q, k, v, *args, 0, "", True))
             read = [t.detach() for t in (torch.randn_like(out), q, k, v, out, lse)]
             for dlse in (None, torch.randn_like(lse)):
                 needs = [0] if args[3] else []

@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library("flashtune", "DEF")
 # Compilers keep the strides that a program was written with: any with a contiguous last dimension are ours.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller, bool exact=False) -> "
+    f"attend(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller, bool exact) -> "
     "(Tensor, Tensor)",
     tags=_TAGS,
 )
