@@ -17,153 +17,12 @@ pub struct TemplateSet {
     engine: Arc<tera::Tera>,
 }
 
-macro_rules! embed {
-    ($($path:literal),* $(,)?) => {
-        &[$(($path, include_str!(concat!("../../templates/", $path)))),*]
-    };
-}
-
-/// The templates that this build was made with.
-const EMBEDDED: &[(&str, &str)] = embed![
-    "append/cpu.c",
-    "append/cuda.cu",
-    "backward/cpu.c",
-    "backward/naive.cu",
-    "backward/sm80.cu",
-    "backward/sm80/keys.cuh",
-    "backward/sm80/layout.cuh",
-    "backward/sm80/products.cuh",
-    "backward/sm80/queries.cuh",
-    "backward/sm80/statistics.cuh",
-    "backward/sm80/walk.cuh",
-    "backward/sm80/weights.cuh",
-    "backward/sm90.cu",
-    "backward/sm90/keys.cuh",
-    "backward/sm90/layout.cuh",
-    "backward/sm90/listed.cuh",
-    "backward/sm90/queries.cuh",
-    "backward/sm90/statistics.cuh",
-    "backward/sm90/store.cuh",
-    "backward/sm90/tiles.cuh",
-    "forward/cpu.c",
-    "forward/cpu_ragged.c",
-    "forward/naive.cu",
-    "forward/naive_ragged.cu",
-    "forward/sm80.cu",
-    "forward/sm80_f32.cu",
-    "forward/sm80_ragged.cu",
-    "forward/sm80_ragged/copies.cuh",
-    "forward/sm80_ragged/elements.cuh",
-    "forward/sm80_ragged/layout.cuh",
-    "forward/sm80_ragged/merge.cuh",
-    "forward/sm80_ragged/products.cuh",
-    "forward/sm80_ragged/rows.cuh",
-    "forward/sm80_ragged/work.cuh",
-    "forward/sm90.cu",
-    "forward/sm90/arrivals.cuh",
-    "forward/sm90/bias.cuh",
-    "forward/sm90/consumer.cuh",
-    "forward/sm90/epilogue.cuh",
-    "forward/sm90/layout.cuh",
-    "forward/sm90/lists.cuh",
-    "forward/sm90/mask_units.cuh",
-    "forward/sm90/masks.cuh",
-    "forward/sm90/producer.cuh",
-    "forward/sm90/ranges.cuh",
-    "forward/sm90/recompute.cuh",
-    "forward/sm90/scheduler.cuh",
-    "forward/sm90/softmax.cuh",
-    "forward/sm90/steps.cuh",
-    "forward/sm90/tiles.cuh",
-    "forward/sm90_ragged.cu",
-    "forward/sm90_ragged/barriers.cuh",
-    "forward/sm90_ragged/constants.cuh",
-    "forward/sm90_ragged/consumer.cuh",
-    "forward/sm90_ragged/epilogue.cuh",
-    "forward/sm90_ragged/layout.cuh",
-    "forward/sm90_ragged/masks.cuh",
-    "forward/sm90_ragged/no_biases.cuh",
-    "forward/sm90_ragged/operands.cuh",
-    "forward/sm90_ragged/pages.cuh",
-    "forward/sm90_ragged/pieces.cuh",
-    "forward/sm90_ragged/producer.cuh",
-    "forward/sm90_ragged/roles.cuh",
-    "forward/sm90_ragged/scheduler.cuh",
-    "forward/sm90_ragged/shares.cuh",
-    "forward/sm90_ragged/table.cuh",
-    "forward/sm90_ragged/tiles.cuh",
-    "forward/sm90_ragged/visits.cuh",
-    "gradient/cpu.c",
-    "gradient/naive.cu",
-    "gradient/places.cuh",
-    "lib/cpu/abi.h",
-    "lib/cpu/amx.h",
-    "lib/cpu/convert.h",
-    "lib/cpu/exact.h",
-    "lib/cpu/exp2.h",
-    "lib/cpu/few_products.h",
-    "lib/cpu/few_rows.h",
-    "lib/cpu/gather.h",
-    "lib/cpu/lengths.h",
-    "lib/cpu/mask.h",
-    "lib/cpu/matmul.h",
-    "lib/cpu/pack.h",
-    "lib/cpu/panels.h",
-    "lib/cpu/program.h",
-    "lib/cpu/program_gradient.h",
-    "lib/cpu/quantise.h",
-    "lib/cpu/ragged.h",
-    "lib/cpu/ragged_program.h",
-    "lib/cpu/ranges.h",
-    "lib/cpu/row_keys.h",
-    "lib/cpu/score.h",
-    "lib/cpu/softmax.h",
-    "lib/cpu/store.h",
-    "lib/cpu/vec.h",
-    "lib/cuda/attention/abi.cuh",
-    "lib/cuda/attention/divisor.cuh",
-    "lib/cuda/attention/kv_elements.cuh",
-    "lib/cuda/attention/lengths.cuh",
-    "lib/cuda/attention/non_finite.cuh",
-    "lib/cuda/attention/non_finite_elements.cuh",
-    "lib/cuda/attention/packed.cuh",
-    "lib/cuda/attention/quantise.cuh",
-    "lib/cuda/attention/ragged.cuh",
-    "lib/cuda/attention/row_tile.cuh",
-    "lib/cuda/attention/softmax.cuh",
-    "lib/cuda/attention/tile.cuh",
-    "lib/cuda/attention/types.cuh",
-    "lib/cuda/ptx/approx.cuh",
-    "lib/cuda/ptx/cluster.cuh",
-    "lib/cuda/ptx/cp_async.cuh",
-    "lib/cuda/ptx/dependent_launch.cuh",
-    "lib/cuda/ptx/ldmatrix.cuh",
-    "lib/cuda/ptx/mbarrier.cuh",
-    "lib/cuda/ptx/mma.cuh",
-    "lib/cuda/ptx/mma_tf32.cuh",
-    "lib/cuda/ptx/named_barrier.cuh",
-    "lib/cuda/ptx/pipeline.cuh",
-    "lib/cuda/ptx/registers.cuh",
-    "lib/cuda/ptx/shared_memory.cuh",
-    "lib/cuda/ptx/tma.cuh",
-    "lib/cuda/ptx/warp.cuh",
-    "lib/cuda/ptx/wgmma.cuh",
-    "lib/cuda/score/box.cuh",
-    "lib/cuda/score/gradient.cuh",
-    "lib/cuda/score/program.cuh",
-    "lib/cuda/score/program_blocks.cuh",
-    "lib/cuda/score/score.cuh",
-    "lib/cuda/score/search.cuh",
-    "lib/cuda/score/sink.cuh",
-    "lib/cuda/score/terms.cuh",
-    "pad/cuda.cu",
-];
-
 impl TemplateSet {
-    /// The set that is compiled into the library, parsed once in a process.
+    /// The set that is compiled into the library ([`flashtune_templates::FILES`]), parsed once in a process.
     pub fn embedded() -> Self {
         static SET: LazyLock<TemplateSet> = LazyLock::new(|| {
-            TemplateSet::from_files(EMBEDDED.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect())
+            let files = flashtune_templates::FILES.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
+            TemplateSet::from_files(files.collect())
                 .expect("the embedded templates parse: a unit test renders all of them")
         });
         SET.clone()
@@ -234,33 +93,6 @@ impl TemplateSet {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_file_of_the_folder_is_embedded() {
-        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../templates");
-        let mut folders = vec![root.clone()];
-        let mut found = Vec::new();
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
-                match entry.file_type().unwrap().is_dir() {
-                    true => folders.push(entry.path()),
-                    false => found.push(entry.path().strip_prefix(&root).unwrap().to_str().unwrap().to_owned()),
-                }
-            }
-        }
-        found.sort();
-        assert_eq!(found, EMBEDDED.iter().map(|(name, _)| (*name).to_owned()).collect::<Vec<_>>());
-    }
-
-    #[test]
-    fn shared_cuda_names_no_skeleton() {
-        let shared = EMBEDDED.iter().filter(|(name, _)| name.starts_with("lib/cuda/"));
-        for (name, text) in shared {
-            for own in ["forward/", "Layout::", "Sm90", "kConsumers", "kThreads)"] {
-                assert!(!text.contains(own), "{name} has `{own}`, which is a skeleton's");
-            }
-        }
-    }
 
     #[test]
     fn an_override_changes_the_hash_and_the_text() {

@@ -28,8 +28,12 @@ const USAGE: &str = "usage: cargo xtask package [--out DIR] [--tar] [--profile N
 
 /// Files of the workspace's root that go along.
 const ROOT_FILES: [&str; 3] = ["README.md", "LICENSE", "CHANGELOG.md"];
-/// Folders of the workspace that go along, and where in the package.
-const FOLDERS: [(&str, &str); 3] = [("benches", "benches"), ("templates", "templates"), ("bindings/python", "python")];
+/// Folders of the workspace that go along, where in the package, and what in them is of cargo alone.
+const FOLDERS: [(&str, &str, &[&str]); 3] = [
+    ("benches", "benches", &[]),
+    ("templates", "templates", &["Cargo.toml", "LICENSE", "README.md", "src"]),
+    ("bindings/python", "python", &[]),
+];
 /// The C ABI: from the workspace, and where in the package.
 const C: [(&str, &str); 2] = [
     ("bindings/c/include/flashtune.h", "include/flashtune.h"),
@@ -115,8 +119,8 @@ fn run(root: &Path, options: &Options) -> Result<()> {
     for (from, to) in C.into_iter().chain(ROOT_FILES.map(|file| (file, file))) {
         copy(&root.join(from), &folder.join(to))?;
     }
-    for (from, to) in FOLDERS {
-        copy_folder(&root.join(from), &folder.join(to))?;
+    for (from, to, but) in FOLDERS {
+        copy_folder(&root.join(from), &folder.join(to), but)?;
     }
     let manifest = Manifest {
         name: "flashtune",
@@ -194,18 +198,19 @@ pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
     std::fs::copy(from, to).map(drop).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))
 }
 
-/// Copies a folder without what tools leave in it.
-pub(super) fn copy_folder(from: &Path, to: &Path) -> Result<()> {
+/// Copies a folder without what tools leave in it, and without some names at its top.
+pub(super) fn copy_folder(from: &Path, to: &Path, but: &[&str]) -> Result<()> {
     for entry in std::fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
         let entry = entry?;
         let name = entry.file_name();
         let path = entry.path();
         let hidden = name.to_string_lossy().starts_with('.');
-        if hidden || name == "__pycache__" || path.extension() == Some(OsStr::new("pyc")) {
+        let left_out = but.iter().any(|other| name == *other);
+        if hidden || left_out || name == "__pycache__" || path.extension() == Some(OsStr::new("pyc")) {
             continue;
         }
         if entry.file_type()?.is_dir() {
-            copy_folder(&path, &to.join(&name))?;
+            copy_folder(&path, &to.join(&name), &[])?;
         } else {
             copy(&path, &to.join(&name))?;
         }
@@ -262,13 +267,14 @@ mod tests {
     fn a_tar_holds_the_folder_and_its_bytes_repeat() {
         let tmp = tempfile::tempdir().unwrap();
         let (from, to) = (tmp.path().join("from"), tmp.path().join("to"));
-        for name in ["bin/tool", "python/a/__pycache__/x.py", "python/a/b.py", "python/a/b.pyc", "python/.hidden"] {
+        let python = ["python/a/__pycache__/x.py", "python/a/b.py", "python/a/b.pyc", "python/.hidden"];
+        for name in ["bin/tool", "Cargo.toml", "src/lib.rs"].into_iter().chain(python) {
             let path = from.join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(&path, name).unwrap();
         }
         std::fs::set_permissions(from.join("bin/tool"), std::fs::Permissions::from_mode(0o755)).unwrap();
-        copy_folder(&from, &to).unwrap();
+        copy_folder(&from, &to, &["Cargo.toml", "src"]).unwrap();
         let (one, two) = (tmp.path().join("one.tar"), tmp.path().join("two.tar"));
         write_tar(&to, "name", &one).unwrap();
         write_tar(&to, "name", &two).unwrap();

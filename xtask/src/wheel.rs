@@ -93,7 +93,7 @@ fn make(root: &Path, options: &Options) -> Result<()> {
     };
     let stage = tempfile::tempdir()?;
     let (source, pure, open) = (stage.path().join("source"), stage.path().join("pure"), stage.path().join("open"));
-    package::copy_folder(&root.join("bindings/python"), &source)?;
+    package::copy_folder(&root.join("bindings/python"), &source, &[])?;
     let library = source.join("flashtune/lib").join(package::LIBRARY);
     package::copy(&built.join(package::LIBRARY), &library)?;
     strip(&library);

@@ -44,6 +44,10 @@ fn the_package_runs_where_it_is_unpacked() {
         assert!(files.iter().any(|f| f["path"] == part), "{part} is not in {manifest}");
     }
 
+    let templates = files.iter().filter_map(|f| f["path"].as_str()?.strip_prefix("templates/"));
+    let strange: Vec<_> = templates.filter(|name| name.ends_with(".rs") || !name.contains('/')).collect();
+    assert!(strange.is_empty(), "{strange:?}");
+
     let doctor = Command::new(folder.join("bin/flashtune"))
         .args(["doctor", "--json", "--device", "cpu", "--templates", "templates", "--cache"])
         .arg(tmp.path().join("cache"))
