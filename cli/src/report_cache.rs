@@ -1,13 +1,14 @@
 //! `flashtune report` of a cache folder or a bundle: its records as one HTML page.
 
 use super::cases::Case;
-use super::context::{Context, table};
+use super::context::Context;
 use super::files;
+use super::table::table;
 use anyhow::Result;
 use flashtune::cache::{Bundle, CacheDir, DeviceFingerprint, Finalist, Key, Layers, Needed, Record, Trust, Validity};
 use flashtune::model::{Limits, Serving, read_model};
 use flashtune::{UNTUNED_VARIABLE, read_manifest};
-use flashtune_report::{CacheReport, CachedRecord, Contender, ModelCase, Part, UntunedCalls, cache_html};
+use flashtune_report::{CacheReport, CachedRecord, Contender, InFinal, ModelCase, Part, UntunedCalls, cache_html};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -141,6 +142,13 @@ fn cached(layer: &str, record: &Record, stale: Vec<String>) -> CachedRecord {
         rounds_us: f.rounds_ns.iter().map(|ns| *ns as f64 / 1e3).collect(),
         samples: f.samples,
     };
+    let in_final = |f: &Finalist| InFinal {
+        schedule: f.schedule.to_string(),
+        is_winner: f.schedule == record.schedule,
+        is_default: f.is_default,
+        max_error: f.max_error,
+        times: contender(f),
+    };
     let rival = |r: &flashtune::cache::Rival| {
         let us = r.finalists.iter().find(|f| f.schedule == r.schedule).map(|f| format!(" {:.1} us", f.median_us));
         format!("{}{}", r.schedule, us.unwrap_or_default())
@@ -158,6 +166,7 @@ fn cached(layer: &str, record: &Record, stale: Vec<String>) -> CachedRecord {
         winner: record.winner().map(contender),
         schedule: record.schedule.to_string(),
         default: record.finalists.iter().find(|f| f.is_default).map(contender),
+        finalists: record.finalists.iter().map(in_final).collect(),
         conditions: record.provenance.conditions.to_string(),
         stale,
         rivals: record.rivals.iter().map(rival).collect(),

@@ -1,6 +1,7 @@
 //! What a cache holds as one HTML page: what was tuned where, how sure that is, what is stale, what is missing.
 //!
-//! Names and texts come from files of others: they reach the page escaped, and the page's policy runs nothing of theirs.
+//! Names and texts come from files of others: they reach the page escaped, and the page's policy runs nothing of
+//! theirs.
 
 use crate::compare::{DEVIATIONS, median_bounds};
 use crate::page;
@@ -60,6 +61,8 @@ pub struct CachedRecord {
     pub schedule: String,
     /// The default schedule beside it.
     pub default: Option<Contender>,
+    /// All schedules of the final, the winner among them.
+    pub finalists: Vec<InFinal>,
     /// Clocks and what else went on.
     pub conditions: String,
     /// Why the record is not used, or is weaker than it was.
@@ -83,6 +86,21 @@ pub struct Contender {
     pub rounds_us: Vec<f64>,
     /// All samples.
     pub samples: u32,
+}
+
+/// One schedule of the final.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct InFinal {
+    /// The schedule.
+    pub schedule: String,
+    /// Whether it won.
+    pub is_winner: bool,
+    /// Whether it is the default schedule.
+    pub is_default: bool,
+    /// Largest absolute error against the oracle.
+    pub max_error: f64,
+    /// Its times.
+    pub times: Contender,
 }
 
 /// A class of calls that had no record.
@@ -118,11 +136,23 @@ pub struct ModelCase {
 impl CachedRecord {
     /// Time of the default over the winner's, with the 99 % interval of the rounds' ratios where there are five.
     pub fn gain(&self) -> Option<(f64, Option<[f64; 2]>)> {
-        let (winner, default) = (self.winner.as_ref()?, self.default.as_ref()?);
+        Some(self.default.as_ref()?.over(self.winner.as_ref()?))
+    }
+}
+
+impl Contender {
+    /// Its time over another's, with the 99 % interval of the rounds' ratios where there are five.
+    fn over(&self, other: &Self) -> (f64, Option<[f64; 2]>) {
         // A round that a contender did not take part in has no time.
-        let both = winner.rounds_us.iter().zip(&default.rounds_us).filter(|(w, d)| **w > 0.0 && **d > 0.0);
-        let ratios: Vec<f64> = both.map(|(w, d)| d / w).collect();
-        Some((default.median_us / winner.median_us, median_bounds(&ratios, DEVIATIONS)))
+        let both = self.rounds_us.iter().zip(&other.rounds_us).filter(|(a, b)| **a > 0.0 && **b > 0.0);
+        let ratios: Vec<f64> = both.map(|(a, b)| a / b).collect();
+        (self.median_us / other.median_us, median_bounds(&ratios, DEVIATIONS))
+    }
+
+    /// The median, with the 99 % interval of it where there are five rounds.
+    fn told(&self) -> String {
+        let rounds: Vec<f64> = self.rounds_us.iter().copied().filter(|us| *us > 0.0).collect();
+        format!("{} us{}", number(self.median_us), bounds(median_bounds(&rounds, DEVIATIONS)))
     }
 }
 
@@ -133,6 +163,8 @@ struct Cell {
     number: Option<f64>,
     kind: &'static str,
     link: String,
+    /// What opens under the text.
+    lines: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -172,11 +204,27 @@ fn gained(gain: Option<(f64, Option<[f64; 2]>)>) -> Cell {
     sorted(text, gain.map(|(gain, _)| gain))
 }
 
+/// How many schedules were in the final, and under that each of them, the fastest first.
+fn finalists(r: &CachedRecord) -> Cell {
+    let mut order: Vec<&InFinal> = r.finalists.iter().collect();
+    order.sort_by(|a, b| a.times.median_us.total_cmp(&b.times.median_us));
+    let line = |f: &&InFinal| {
+        let mut words = vec![format!("{}: {}", f.schedule, f.times.told())];
+        if let Some(winner) = r.winner.as_ref().filter(|_| !f.is_winner) {
+            let (ratio, interval) = f.times.over(winner);
+            words.push(format!("{ratio:.3}x{}", bounds(interval)));
+        }
+        words.push(format!("error {:.1e}", f.max_error));
+        let notes = [f.is_winner.then_some("winner"), f.is_default.then_some("default")];
+        words.extend(notes.into_iter().flatten().map(str::to_owned));
+        words.join(", ")
+    };
+    let count = r.finalists.len();
+    Cell { kind: "wide", lines: order.iter().map(line).collect(), ..sorted(count.to_string(), Some(count as f64)) }
+}
+
 fn row(r: &CachedRecord) -> Row {
-    let time = r.winner.as_ref().map_or("never measured".to_owned(), |w| {
-        let rounds: Vec<f64> = w.rounds_us.iter().copied().filter(|us| *us > 0.0).collect();
-        format!("{} us{}", number(w.median_us), bounds(median_bounds(&rounds, DEVIATIONS)))
-    });
+    let time = r.winner.as_ref().map_or("never measured".to_owned(), Contender::told);
     let stale = Cell { kind: if r.stale.is_empty() { "wide" } else { "wide bad" }, ..cell(r.stale.join("; ")) };
     let rivals = match (r.rivals.as_slice(), r.settled) {
         ([], 0) => String::new(),
@@ -190,6 +238,7 @@ fn row(r: &CachedRecord) -> Row {
         wide(r.schedule.as_str()),
         sorted(time, r.winner.as_ref().map(|w| w.median_us)),
         gained(r.gain()),
+        finalists(r),
         sorted(
             r.winner.as_ref().map_or("0".into(), |w| w.samples.to_string()),
             r.winner.as_ref().map(|w| w.samples.into()),
@@ -216,7 +265,8 @@ fn sections(report: &CacheReport) -> Vec<Section> {
             0 => "Nothing was tuned yet; `flashtune tune` makes records.".to_owned(),
             _ => format!(
                 "{count} records, {stale} of them stale. In parentheses the 99 % interval of the median, of the gain by \
-                 rounds of both; none with fewer than five rounds. Gains are the default's time over the winner's."
+                 rounds of both; none with fewer than five rounds. Gains are the default's time over the winner's. The \
+                 final has each schedule's time, and that over the winner's."
             ),
         },
         header: vec![
@@ -227,6 +277,7 @@ fn sections(report: &CacheReport) -> Vec<Section> {
             "Schedule",
             "Time",
             "Gain",
+            "Final",
             "Samples",
             "Stale",
             "Rivals",
@@ -332,6 +383,15 @@ mod tests {
             winner: Some(contender(100.0)),
             schedule: text("w3-m128-n128-s2-pingpong"),
             default: Some(contender(125.0)),
+            finalists: [(100.0, "w3-m128-n128-s2-pingpong"), (125.0, "w2-m128-n64-s2"), (104.0, "w3-m128-n96-s2")]
+                .map(|(us, schedule)| InFinal {
+                    schedule: text(schedule),
+                    is_winner: us == 100.0,
+                    is_default: us == 125.0,
+                    max_error: 1.25e-3,
+                    times: contender(us),
+                })
+                .to_vec(),
             conditions: text("1980 MHz, 45 C"),
             stale: Vec::new(),
             rivals: Vec::new(),
@@ -366,6 +426,24 @@ mod tests {
     }
 
     #[test]
+    fn finalists_are_told_from_the_fastest_on() {
+        let cell = finalists(&record(1));
+        assert_eq!(cell.text, "3");
+        let [first, second, third] = cell.lines.as_slice() else { panic!("{:?}", cell.lines) };
+        assert!(
+            first.starts_with("w3-m128-n128-s2-pingpong: 100") && first.ends_with("error 1.3e-3, winner"),
+            "{first}"
+        );
+        assert!(second.starts_with("w3-m128-n96-s2: 104") && second.contains("1.040x (1.0"), "{second}");
+        assert!(third.ends_with("default") && third.contains("1.250x (1.2"), "{third}");
+        let page = cache_html(&CacheReport { records: vec![record(1)], ..CacheReport::default() }).unwrap();
+        assert_eq!((page.matches("<details>").count(), page.matches("<li>").count()), (1, 3));
+        let never = CachedRecord { winner: None, finalists: Vec::new(), ..record(1) };
+        let page = cache_html(&CacheReport { records: vec![never], ..CacheReport::default() }).unwrap();
+        assert!(page.contains("never measured") && !page.contains("<details>"));
+    }
+
+    #[test]
     fn hostile_texts_are_texts_everywhere() {
         let text = || HOSTILE.to_owned();
         let mut r = record(1);
@@ -385,6 +463,7 @@ mod tests {
             *field = text();
         }
         (r.stale, r.rivals) = (vec![text()], vec![text()]);
+        r.finalists[0].schedule = text();
         let (problem, shape, device) = (text(), text(), text());
         let model =
             ModelCase { model: text(), used_for: text(), device, problem, shape, record: Some(text()), gain: None };

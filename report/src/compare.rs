@@ -1,9 +1,9 @@
 //! Two runs of a benchmark beside each other: which cases became slower, and how sure that is.
 //!
-//! Cases are paired by problem, sizes and contender. Of each, the ratio of the medians counts, with an interval of 99 % from
-//! the samples of both runs: the medians of repeats where both runs have five of them, else the times of the rounds. The
-//! interval of each median is by order statistics, without an assumption on the distribution; samples of one run that
-//! resemble those before them count for fewer.
+//! Cases are paired by problem, sizes and contender. Of each, the ratio of the medians counts, with an interval of 99 %
+//! from the samples of both runs: the medians of repeats where both runs have five of them, else the times of the
+//! rounds. The interval of each median is by order statistics, without an assumption on the distribution; samples of
+//! one run that resemble those before them count for fewer.
 
 use crate::model::{Case, Latency, Report};
 use serde::{Deserialize, Serialize};

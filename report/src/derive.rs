@@ -45,8 +45,8 @@ impl Ceilings {
 }
 
 impl Point {
-    /// The roofline in 1e12 operations per second: the lower of the matmul ceiling and what the ceiling of memory allows
-    /// when only the ideal bytes move. `None` unless both were measured.
+    /// The roofline in 1e12 operations per second: the lower of the matmul ceiling and what the ceiling of memory
+    /// allows when only the ideal bytes move. `None` unless both were measured.
     pub fn roofline_tflops(&self, ceilings: &Ceilings) -> Option<f64> {
         let matmul = ceilings.matmul_tflops(&self.case.dtype)?;
         let memory = self.flops / self.ideal_bytes * ceilings.memory_gbytes_per_s()? / 1e3;

@@ -6,10 +6,10 @@
 //! benches/peers.py -+                    checks, derives     +-> html()
 //! ```
 //!
-//! A report states what was measured (times, sizes, the device and its measured ceilings) and nothing else; every number
-//! that follows from those, such as TFLOP/s or a share of a ceiling, is computed here ([`Derived`]), so that two programs
-//! that write reports cannot compute it in two ways. Architecture invariant: no device, no clock, no file; the same
-//! report gives the same bytes.
+//! A report states what was measured (times, sizes, the device and its measured ceilings) and nothing else; every
+//! number that follows from those, such as TFLOP/s or a share of a ceiling, is computed here ([`Derived`]), so that two
+//! programs that write reports cannot compute it in two ways. Architecture invariant: no device, no clock, no file; the
+//! same report gives the same bytes.
 
 mod cached;
 mod chart;
@@ -28,7 +28,7 @@ mod table;
 mod tables;
 mod text;
 
-pub use cached::{CacheReport, CachedRecord, Contender, ModelCase, Part, UntunedCalls, cache_html};
+pub use cached::{CacheReport, CachedRecord, Contender, InFinal, ModelCase, Part, UntunedCalls, cache_html};
 pub use compare::{COMPARISON_FORMAT, Cases, Compared, Comparison, Times, Verdict};
 pub use figure::svg;
 pub use html::html;

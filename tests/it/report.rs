@@ -313,7 +313,11 @@ fn a_cache_is_one_page_that_links_its_records() {
     assert_eq!((told["records"].as_array().unwrap().len(), &told["untuned"][0]["calls"]), (1, &7.into()));
     assert_eq!(told["records"][0]["stale"], serde_json::json!([]));
     let id = told["records"][0]["id"].as_str().unwrap();
+    let finalists = told["records"][0]["finalists"].as_array().unwrap();
+    assert_eq!(finalists.len(), record["finalists"].as_array().unwrap().len());
+    assert_eq!(finalists.iter().filter(|f| f["is_winner"] == true).count(), 1, "{told}");
     let html = read(&page);
+    assert!(finalists.iter().all(|f| html.contains(&format!("<li>{}: ", f["schedule"].as_str().unwrap()))), "{html}");
     assert!(html.contains(&format!("<tr id=\"r-{id}\">")) && html.contains(&format!("href=\"#r-{id}\"")), "{html}");
     assert!(html.contains("Content-Security-Policy") && !html.contains("http:"), "{html}");
 
