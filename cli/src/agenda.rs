@@ -1,8 +1,9 @@
 //! What a tuning is going to do: the cases of a model, of the options, or of the built-in set.
 
 use super::cases::{Case, CaseArgs, RaggedArgs, default_case, fixed};
-use super::context::{Context, table};
+use super::context::Context;
 use super::exit::usage;
+use super::table::table;
 use anyhow::Result;
 use flashtune::cache::DeviceFingerprint;
 use flashtune::codegen::Arch;
@@ -25,7 +26,8 @@ const CUDA_MODEL_BUDGET: f64 = 45.0;
 /// Options that name a model.
 #[derive(clap::Args, Debug)]
 pub struct ModelArgs {
-    /// Tune what serving a model needs: its Hugging Face config.json, or the folder that holds it. Of the options below,
+    /// Tune what serving a model needs: its Hugging Face config.json, or the folder that holds it. Of the options
+    /// below,
     /// --batch then names the numbers of sequences that are decoded together, and --dtype replaces the file's
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,

@@ -1,9 +1,10 @@
 //! `flashtune build`: kernels for archs that need not be here.
 
 use super::cases::{Case, CaseArgs, default_case, fixed};
-use super::context::{Context, made_at, table};
+use super::context::{Context, made_at};
 use super::progress;
 use super::relink::{self, Relinked, default_kernel};
+use super::table::table;
 use anyhow::Result;
 use flashtune::cache::{
     Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Key, Launches, Provenance,
@@ -163,7 +164,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }));
     }
     let mut printed = table(&["kernel", "registers", "spills", "ms", "bytes"]);
-    printed.add_rows(rows);
+    for row in rows {
+        printed.add_row(row);
+    }
     writeln!(cx.out, "{printed}")?;
     writeln!(
         cx.out,

@@ -1,12 +1,13 @@
 //! `flashtune check`: kernels against the fp64 reference, on the device that is here.
 
 use super::cases::family_named;
-use super::context::{Context, table};
+use super::context::Context;
 use super::exit::{Failed, usage};
 use super::lists::{MaskChoice, Masks, ScoreChange, joined};
 use super::progress;
 use super::ragged_sweep;
 use super::sweep::{self, Effort, Failure};
+use super::table::table;
 use super::weights;
 use anyhow::Result;
 use flashtune::cache::{Artifact, ArtifactFiles};

@@ -1,7 +1,8 @@
 //! Two results beside each other: `report A B`, and `bench --baseline`.
 
-use super::context::{Context, table};
+use super::context::Context;
 use super::exit::{Failed, usage};
+use super::table::table;
 use anyhow::Result;
 use flashtune::cache::{Bundle, CacheDir, Finalist, Layers, Record};
 use flashtune_report::{Cases, Comparison, Report, Times, Verdict};

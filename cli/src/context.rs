@@ -14,7 +14,8 @@ use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The version of what `--json` prints. Fields are added without a new one; one that goes or means something else has one.
+/// The version of what `--json` prints. Fields are added without a new one; one that goes or means something else has
+/// one.
 const SCHEMA: u32 = 1;
 
 /// The state of one command.
@@ -193,11 +194,4 @@ pub fn made_at() -> Result<u64> {
             .map_err(|_| usage(format!("SOURCE_DATE_EPOCH = `{text}` is not a number of seconds since 1970"))),
         _ => Ok(unix_time()),
     }
-}
-
-/// A table in the style of all commands: plain text that is also Markdown.
-pub fn table(header: &[&str]) -> comfy_table::Table {
-    let mut table = comfy_table::Table::new();
-    table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(header.to_vec());
-    table
 }

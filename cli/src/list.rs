@@ -1,6 +1,7 @@
 //! `flashtune list`: the records of the cache and of the named bundles.
 
-use super::context::{Context, table};
+use super::context::Context;
+use super::table::table;
 use anyhow::Result;
 use flashtune::cache::{Record, Validity};
 use serde_json::json;

@@ -76,7 +76,8 @@ impl FromStr for Masks {
             Ok(masks) => Ok(Masks(masks.into_iter().map(MaskChoice::Window).collect())),
             Err(e) if s.starts_with("window") => Err(e),
             Err(_) => {
-                // A single word is a text only if it is a good one, such as `false`: else it is a name that nobody knows.
+                // A single word is a text only if it is a good one, such as `false`: else it is a name that nobody
+                // knows.
                 let word = texts.iter().find(|text| text.parse::<Mask>().is_err()).map_or(s, |text| text);
                 let unknown = |_| Error::parse("mask", word, masks_near(word, texts.len() == 1));
                 let program = program_text(s, "mask").unwrap_or_else(|| Program::mask_of(s).map_err(unknown))?;

@@ -33,6 +33,7 @@ mod side;
 mod sign;
 mod story;
 mod sweep;
+mod table;
 mod tensors;
 mod tile_map;
 mod timeline;

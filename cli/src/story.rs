@@ -1,7 +1,8 @@
 //! The whole story of a record: how it was found, by how much it won, how sure that is, and what became of every
 //! candidate.
 
-use super::context::{Context, table, unix_time};
+use super::context::{Context, unix_time};
+use super::table::table;
 use anyhow::Result;
 use flashtune::cache::{Conditions, Finalist, Launches, Record, Store, Trial, TrialResult};
 use flashtune::codegen::Schedule;

@@ -67,8 +67,8 @@ pub fn problems(effort: Effort) -> Vec<Problem> {
     problems
 }
 
-/// Programs whose gradients by `t` are checked where nobody brings one: pairs with an element each, sums over heads, rows
-/// and columns, slopes, tables by computed indices, a sink, a scalar, and a tensor that is read twice.
+/// Programs whose gradients by `t` are checked where nobody brings one: pairs with an element each, sums over heads,
+/// rows and columns, slopes, tables by computed indices, a sink, a scalar, and a tensor that is read twice.
 const READS: [&str; 9] = [
     "t: f32[batch, heads, q_len, kv_len]; mask = kv % 3 != q % 5; score = score + t[b, h, q, kv];",
     "t: f32[q_len, kv_len]; score = 9.0 * tanh(score / 9.0) + t[q, kv];",

@@ -93,8 +93,8 @@ impl File {
 }
 
 impl File {
-    /// What the file says of its tensors beside q, k and v: storage and number of axes, of those that a score program can
-    /// read.
+    /// What the file says of its tensors beside q, k and v: storage and number of axes, of those that a score program
+    /// can read.
     pub fn side_declarations(&self) -> Result<Vec<Declaration>> {
         let file = self.parse()?;
         let declaration = |(name, tensor): (String, FileTensor<'_>)| {

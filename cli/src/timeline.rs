@@ -1,6 +1,7 @@
 //! What ran when in a tuning: as a chart, as data, and as a trace that browsers draw.
 
-use super::context::{Context, table};
+use super::context::Context;
+use super::table::table;
 use anyhow::Result;
 use flashtune::cache::{Activity, Record, Span, Store, Timeline};
 use serde::Serialize;
@@ -92,7 +93,8 @@ impl View {
         }
     }
 
-    /// The same as events of the trace format that Chromium and Perfetto read. `process` tells traces of one file apart.
+    /// The same as events of the trace format that Chromium and Perfetto read. `process` tells traces of one file
+    /// apart.
     pub fn trace(&self, process: usize, name: &str) -> Vec<Value> {
         let named = |what: &str, tid: u32, name: &str| json!({"ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": name}});
         let mut events = vec![named("process_name", 0, name)];

@@ -38,7 +38,8 @@ pub fn check(engine: &Engine) -> Result<Vec<Result<(), Failure>>> {
     Ok(outcomes)
 }
 
-/// The largest error of the weights, and where: batch, head, query, key. NaN counts as infinite, as does a wrong length.
+/// The largest error of the weights, and where: batch, head, query, key. NaN counts as infinite, as does a wrong
+/// length.
 fn worst_error(q: &HostTensor, k: &HostTensor, mask: Mask, weights: &[f32]) -> (f64, [usize; 4]) {
     let ([batch, heads, q_len, dim], [_, kv_heads, kv_len, _]) = (q.shape(), k.shape());
     if weights.len() != batch * heads * q_len * kv_len {

@@ -65,8 +65,8 @@ fn software(engine: &Engine) -> BTreeMap<String, String> {
     ])
 }
 
-/// Measures the copy ceiling, and that of multiplying in every dtype of the cases. One that cannot be measured says why;
-/// one that was measured before keeps the higher value, because what holds a ceiling down is other load.
+/// Measures the copy ceiling, and that of multiplying in every dtype of the cases. One that cannot be measured says
+/// why; one that was measured before keeps the higher value, because what holds a ceiling down is other load.
 pub fn measure_ceilings(ceilings: &mut Ceilings, device: &dyn Device, cases: &[Case]) -> Result<()> {
     ceilings.absent.clear();
     if let Some(rate) = rate(device, Ceiling::Copy, &mut ceilings.absent)? {

@@ -1,5 +1,5 @@
-//! `flashtune bench`: the dispatcher's choice against the default schedule and unfused attention, beside what the device
-//! can do at best; ragged batches over a KV cache (`ragged`), and whole steps of a server (`trace`).
+//! `flashtune bench`: the dispatcher's choice against the default schedule and unfused attention, beside what the
+//! device can do at best; ragged batches over a KV cache (`ragged`), and whole steps of a server (`trace`).
 
 mod cache;
 mod grid;
@@ -50,7 +50,8 @@ pub struct Args {
     /// Timed rounds; in each, every contender runs once, after the caches were flushed
     #[arg(long, default_value_t = 30, value_name = "N")]
     rounds: usize,
-    /// Time replays of captured CUDA graphs instead of eager launches, of kernels that were tuned for them if there are any
+    /// Time replays of captured CUDA graphs instead of eager launches, of kernels that were tuned for them if there are
+    /// any
     #[arg(long)]
     graph: bool,
     /// Do not measure what the device reaches at best; shares of it are left out

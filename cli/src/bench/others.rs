@@ -33,7 +33,8 @@ pub enum Operation {
     Forward,
     /// Gradients of Q, K and V; of what a score program reads none
     Backward,
-    /// Writing --q-len new rows of K and V for each of --batch sequences into pages of a KV cache, without rotary embedding
+    /// Writing --q-len new rows of K and V for each of --batch sequences into pages of a KV cache, without rotary
+    /// embedding
     Append,
 }
 

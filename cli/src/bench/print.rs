@@ -1,6 +1,7 @@
 //! What `bench` prints for people: one line per result.
 
-use super::super::context::{Context, table};
+use super::super::context::Context;
+use super::super::table::table;
 use super::measure::{CHOSEN, DEFAULT};
 use anyhow::Result;
 use flashtune_report::{Measured, Point, Report};

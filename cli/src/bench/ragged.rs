@@ -2,10 +2,11 @@
 //! the device holds.
 
 use super::super::cases::{Case, CaseArgs, default_case};
-use super::super::context::{Context, table};
+use super::super::context::Context;
 use super::super::exit::usage;
 use super::super::lists::Sizes;
 use super::super::progress;
+use super::super::table::table;
 use super::cache::{Cache, Inputs, Model, model_of};
 use super::header;
 use super::measure::{CHOSEN, latency};

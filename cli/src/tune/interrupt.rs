@@ -6,8 +6,8 @@ use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 use std::io::Write;
 
-/// From now on SIGINT and SIGTERM print what `told` says, if anything, before they end this process. A signal that whoever
-/// started it has it ignore stays ignored.
+/// From now on SIGINT and SIGTERM print what `told` says, if anything, before they end this process. A signal that
+/// whoever started it has it ignore stays ignored.
 ///
 /// # Errors
 /// When the system has no thread for it.

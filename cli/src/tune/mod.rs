@@ -52,19 +52,19 @@ pub struct Args {
     /// Tune again what is already in the cache
     #[arg(long)]
     force: bool,
-    /// Try an even sample of the whole space instead of searching it, all of it when --trials allows: to record what the
-    /// space is like (--json has every trial)
+    /// Try an even sample of the whole space instead of searching it, all of it when --trials allows: to record what
+    /// the space is like (--json has every trial)
     #[arg(long)]
     exhaustive: bool,
     /// Race these schedules and the default again, and no others: names as `tune` and `list` print them
     #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with_all = ["exhaustive", "family", "contested"])]
     only: Vec<String>,
-    /// Time candidates as replays of a captured CUDA graph, for hosts that replay theirs: a result of its own, beside that
-    /// for eager launches
+    /// Time candidates as replays of a captured CUDA graph, for hosts that replay theirs: a result of its own, beside
+    /// that for eager launches
     #[arg(long)]
     graph: bool,
-    /// Tune the sizes of a problem together: the best of each are raced in all of them, and the fewest are kept that come
-    /// within 3 % of the best everywhere
+    /// Tune the sizes of a problem together: the best of each are raced in all of them, and the fewest are kept that
+    /// come within 3 % of the best everywhere
     #[arg(long, conflicts_with = "exhaustive")]
     family: bool,
     /// Tune one part of N, from 0 to N-1: every N-th case, the same for all who are asked the same

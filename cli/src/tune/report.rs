@@ -1,7 +1,8 @@
 //! What a tuning prints.
 
 use crate::command_line;
-use crate::context::{Context, table};
+use crate::context::Context;
+use crate::table::table;
 use anyhow::Result;
 use flashtune::cache::{Record, Trial, TrialResult};
 use flashtune::tuner::Outcome;

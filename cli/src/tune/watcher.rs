@@ -56,7 +56,8 @@ struct Seat {
     case: Option<String>,
     /// Cases of the unit that have not ended.
     left: usize,
-    /// What the unit has put into the cache so far, which an interrupt keeps: a family of sizes tunes each of them twice.
+    /// What the unit has put into the cache so far, which an interrupt keeps: a family of sizes tunes each of them
+    /// twice.
     won: Vec<RecordKey>,
     began: Option<Instant>,
     doing: String,

@@ -6,9 +6,10 @@ mod requests;
 mod scheduler;
 
 use super::super::cases::{CaseArgs, default_case};
-use super::super::context::{Context, table};
+use super::super::context::Context;
 use super::super::exit::usage;
 use super::super::progress;
+use super::super::table::table;
 use super::cache::{Element, Model, model_of};
 use anyhow::Result;
 use day::{Checked, Day, Ran, Server};
