@@ -4,13 +4,18 @@
 //! puts the NVRTC wheel into `.toolchain/` once and points the tests at it, and NumPy for the tests of the Python
 //! package.
 
+mod crates;
 mod header;
+mod licences;
+mod metadata;
 mod nvrtc;
 mod package;
 mod pip;
 mod python;
 mod registry;
+mod sbom;
 mod steps;
+mod tidy;
 mod timed;
 mod torch;
 mod wheel;
@@ -26,7 +31,9 @@ commands:
                 `wheel --check` and `candle`
   python [ARGS] the tests of bindings/python: `python -m unittest discover ARGS`
   candle [ARGS] the tests of bindings/candle, a workspace of its own: `cargo test --workspace ARGS` there
-  lint          formatting, and `cargo clippy` with warnings denied
+  lint          formatting, `tidy`, `crates`, and `cargo clippy` and `cargo doc` with warnings denied
+  tidy          columns, names of tests and links of pages; `--lower` writes the counts of xtask/tidy.txt that fell
+  crates        whether every package could be published: manifest, files, order, the Rust that it asks for
   ci            what must pass before a change goes in, as `.ci/run`: lint, then test; says how long each step took
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
   wheel         the Python package with library and command for `pip install`; `cargo xtask wheel --help`
@@ -42,6 +49,8 @@ fn main() -> ExitCode {
         Some("python") => python::test(&root(), &args.collect::<Vec<_>>()),
         Some("candle") => candle(&args.collect::<Vec<_>>()),
         Some("lint") => steps::run(&steps::lints()),
+        Some("tidy") => tidy::main(&root(), &args.collect::<Vec<_>>()),
+        Some("crates") => crates::check(&root()),
         Some("ci") => steps::run(&steps::all()),
         Some("package") => return package::main(&root(), args),
         Some("wheel") => return wheel::main(&root(), args),

@@ -4,6 +4,8 @@
 //! flashtune-<version>-<target>/
 //!   MANIFEST.json      versions, commit, and every file with its size and SHA-256
 //!   README.md LICENSE CHANGELOG.md
+//!   sbom.cdx.json THIRD-PARTY.txt
+//!                      the packages that it is built from, as CycloneDX, and the texts of their licences
 //!   bin/flashtune      the command, stripped
 //!   lib/libflashtune.so, include/flashtune.h, examples/forward.c
 //!                      the C ABI
@@ -12,6 +14,7 @@
 //!   templates/         the kernels' templates, to be changed with --templates
 //! ```
 
+use super::{licences, sbom};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -39,6 +42,10 @@ const C: [(&str, &str); 2] = [
     ("bindings/c/include/flashtune.h", "include/flashtune.h"),
     ("bindings/c/examples/forward.c", "examples/forward.c"),
 ];
+/// The packages that it is built from.
+pub(super) const BILL: &str = "sbom.cdx.json";
+/// Their licences.
+pub(super) const TEXTS: &str = "THIRD-PARTY.txt";
 pub(super) const LIBRARY: &str = "libflashtune.so";
 /// Where the library goes: for programs in C, and where the Python package looks first.
 const LIBRARY_PLACES: [&str; 2] = ["lib", "python/flashtune/lib"];
@@ -122,6 +129,9 @@ fn run(root: &Path, options: &Options) -> Result<()> {
     for (from, to, but) in FOLDERS {
         copy_folder(&root.join(from), &folder.join(to), but)?;
     }
+    let (bill, texts) = parts(root, &target)?;
+    std::fs::write(folder.join(BILL), bill).with_context(|| format!("cannot write {BILL}"))?;
+    std::fs::write(folder.join(TEXTS), texts).with_context(|| format!("cannot write {TEXTS}"))?;
     let manifest = Manifest {
         name: "flashtune",
         version: env!("CARGO_PKG_VERSION"),
@@ -144,8 +154,14 @@ fn run(root: &Path, options: &Options) -> Result<()> {
     Ok(())
 }
 
+/// What is in the library and the command: the bill of materials, and the licences' texts.
+pub(super) fn parts(root: &Path, target: &str) -> Result<(String, String)> {
+    let parts = sbom::Parts::of(root, target)?;
+    Ok((parts.bill(root)?, licences::texts(&parts.packages()?)?))
+}
+
 /// The target triple and version of the compiler.
-fn rustc() -> Result<(String, String)> {
+pub(super) fn rustc() -> Result<(String, String)> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let out = Command::new(rustc).arg("-vV").output().context("cannot run rustc")?;
     let text = String::from_utf8_lossy(&out.stdout).into_owned();

@@ -9,8 +9,8 @@ pub fn python() -> Option<PathBuf> {
     ["python3", "python"].into_iter().find(|p| quiet(Command::new(p).arg("--version"))).map(PathBuf::from)
 }
 
-/// `pip install --target`, with the pip that is there, or one in a virtual environment inside of `toolchain`. `otherwise`
-/// says how to do without.
+/// `pip install --target`, with the pip that is there, or one in a virtual environment inside of `toolchain`.
+/// `otherwise` says how to do without.
 pub fn install(toolchain: &Path, target: &Path, packages: &[&str], otherwise: &str) -> Result<()> {
     let mut python =
         python().with_context(|| format!("no python3 on PATH; install Python with pip, or {otherwise}"))?;

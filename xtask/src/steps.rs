@@ -1,7 +1,7 @@
-//! The steps that a change must pass: one list, for `cargo xtask ci`, and for `cargo xtask lint` and `cargo xtask test`,
-//! which `.ci/run` calls.
+//! The steps that a change must pass: one list, for `cargo xtask ci`, and for `cargo xtask lint` and
+//! `cargo xtask test`, which `.ci/run` calls.
 
-use super::{candle, cargo, python, root, rust, wheel};
+use super::{candle, cargo, crates, python, root, rust, tidy, wheel};
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,8 @@ pub fn lints() -> Vec<Step> {
     vec![
         ("fmt", || super::run(with(cargo(), "fmt --all --check"))),
         ("fmt of candle", || super::run(with(cargo(), "fmt --all --check --manifest-path bindings/candle/Cargo.toml"))),
+        ("tidy", || tidy::main(&root(), &[])),
+        ("crates", || crates::check(&root())),
         ("clippy", || super::run(with(cargo(), "clippy --workspace --all-targets -- -D warnings"))),
     ]
 }

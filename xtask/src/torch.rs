@@ -1,7 +1,7 @@
 //! PyTorch and Transformers for the tests of the Python package, on the CPU.
 //!
-//! The package index has PyTorch for CUDA alone: 530 MB, and gigabytes of CUDA libraries beside it. The wheel by itself, with
-//! empty libraries in the places of CUDA's, computes on the CPU and takes half a minute to install.
+//! The package index has PyTorch for CUDA alone: 530 MB, and gigabytes of CUDA libraries beside it. The wheel by
+//! itself, with empty libraries in the places of CUDA's, computes on the CPU and takes half a minute to install.
 
 use super::pip;
 use anyhow::{Context, Result, bail};

@@ -1,8 +1,8 @@
 //! `cargo xtask wheel`: the Python package with the library and the `flashtune` command in it, for `pip install`.
 //!
-//! The Python in it is the same for all versions, and what is compiled talks to it through the C ABI: one wheel for each
-//! platform, `py3-none-manylinux_2_28_x86_64`. Its oldest glibc is what the linker of zig aims at, since that of the
-//! machine links to the machine's own; auditwheel says what the result really asks for.
+//! The Python in it is the same for all versions, and what is compiled talks to it through the C ABI: one wheel for
+//! each platform, `py3-none-manylinux_2_28_x86_64`. Its oldest glibc is what the linker of zig aims at, since that of
+//! the machine links to the machine's own; auditwheel says what the result really asks for.
 
 use super::{package, pip};
 use anyhow::{Context, Result, bail};
@@ -109,7 +109,13 @@ fn make(root: &Path, options: &Options) -> Result<()> {
     let command = scripts.join("flashtune");
     package::copy(&built.join("flashtune"), &command)?;
     strip(&command);
-    let about = folder.join(format!("flashtune-{}.dist-info/WHEEL", env!("CARGO_PKG_VERSION")));
+    let info = folder.join(format!("flashtune-{}.dist-info", env!("CARGO_PKG_VERSION")));
+    let (bill, texts) = package::parts(root, &package::rustc()?.0)?;
+    // Where PEP 770 has them, and beside the metadata.
+    std::fs::create_dir_all(info.join("sboms"))?;
+    std::fs::write(info.join("sboms").join(package::BILL), bill)?;
+    std::fs::write(info.join(package::TEXTS), texts)?;
+    let about = info.join("WHEEL");
     let text = std::fs::read_to_string(&about)?.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false");
     std::fs::write(&about, text)?;
 

@@ -38,6 +38,8 @@ fn the_package_runs_where_it_is_unpacked() {
         "python/flashtune/__init__.py",
         "README.md",
         "LICENSE",
+        "THIRD-PARTY.txt",
+        "sbom.cdx.json",
         "templates/forward/cpu.c",
         "benches/peers.py",
     ] {
