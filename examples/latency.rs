@@ -1,11 +1,12 @@
-//! What a call costs beside the kernel: the first one with nothing cached, the first one of the kernel that is to stay, the first
-//! one from a snapshot, and a warm one.
+//! What a call costs beside the kernel: the first one with nothing cached, the first one of the kernel that is to stay,
+//! the first one from a snapshot, and a warm one.
 //!
 //!     cargo run --release --example latency [-- cpu|cuda|auto]
 //!
-//! Prints milliseconds (microseconds for warm calls), and on CUDA the device memory that went beyond the tensors. Warm calls are
-//! timed in rounds, each after a wait for the device, so that no queue is measured. Run it in several processes: cores of a shared
-//! host differ. NVRTC keeps what it compiled in `~/.nv/ComputeCache`: name another HOME for a first compilation.
+//! Prints milliseconds (microseconds for warm calls), and on CUDA the device memory that went beyond the tensors. Warm
+//! calls are timed in rounds, each after a wait for the device, so that no queue is measured. Run it in several
+//! processes: cores of a shared host differ. NVRTC keeps what it compiled in `~/.nv/ComputeCache`: name another HOME
+//! for a first compilation.
 use flashtune::tuner::Job;
 use flashtune::{
     DType, DeviceSpec, Engine, Forward, HostTensor, Layout, Mask, MaskKind, Problem, Shape, Status, TensorView,

@@ -2,10 +2,10 @@
 //!
 //!     cargo run --release --example ragged [-- THREADS]
 //!
-//! One row a sequence, 32 heads on 8 KV heads of 128: 1 x 32k and 16 x 4k keys, in bf16 and f32, dense slots and pages of
-//! 16 tokens in random order (`PAGE=64` in the environment: of 64). Prints the best of 30 launches in GB/s of K and V, each
-//! after another cache has been read; launches and reads take turns. Pages are read in the order of their table, too: on
-//! memory pages of 4 KiB that is slower than in the order of addresses.
+//! One row a sequence, 32 heads on 8 KV heads of 128: 1 x 32k and 16 x 4k keys, in bf16 and f32, dense slots and pages
+//! of 16 tokens in random order (`PAGE=64` in the environment: of 64). Prints the best of 30 launches in GB/s of K and
+//! V, each after another cache has been read; launches and reads take turns. Pages are read in the order of their
+//! table, too: on memory pages of 4 KiB that is slower than in the order of addresses.
 
 use flashtune::codegen::abi::{Args, RaggedArgs};
 use flashtune::codegen::{Arch, CpuRaggedSchedule, Kernel, KvKind, Schedule, ShapeBucket, TemplateSet};

@@ -1,10 +1,11 @@
-//! What `quick first` promises, for many problems on the GPU that is there: how long the first call takes, when its own kernel takes
-//! over, and whether both give the same bits.
+//! What `quick first` promises, for many problems on the GPU that is there: how long the first call takes, when its own
+//! kernel takes over, and whether both give the same bits.
 //!
 //!     cargo run --release --example takeover [-- FILTER]
 //!
-//! FILTER is a part of a problem's name. The cache is empty. The first calls come one after the other, while the kernels of those
-//! before are being compiled: their times are more than those of a process that needs one. Ends with 1 if any bits differ.
+//! FILTER is a part of a problem's name. The cache is empty. The first calls come one after the other, while the
+//! kernels of those before are being compiled: their times are more than those of a process that needs one. Ends with 1
+//! if any bits differ.
 use flashtune::{DType, DeviceSpec, Engine, Forward, HostTensor, Layout, Mask, Problem, Status, TensorView};
 use std::time::{Duration, Instant};
 

@@ -127,8 +127,8 @@ impl Engine {
     /// in the stream's order, within [`crate::Builder::scratch_limit`]); the first of its class may compile, by policy.
     /// Gives back what runs; does nothing, and gives nothing back, when no gradient has an element.
     ///
-    /// Rows that attend to nothing, and keys that no query sees, have gradients of zero, as have elements of tensors that
-    /// nobody reads. Rows of no packed sequence, or behind those that are used, are left as they are.
+    /// Rows that attend to nothing, and keys that no query sees, have gradients of zero, as have elements of tensors
+    /// that nobody reads. Rows of no packed sequence, or behind those that are used, are left as they are.
     ///
     /// # Safety
     /// Every address in `call` must be valid on the engine's device for the extent that its shape and strides describe,

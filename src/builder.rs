@@ -127,9 +127,9 @@ impl Builder {
         self
     }
 
-    /// Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 1 GiB when not said. A pass
-    /// that would take more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes
-    /// as results.
+    /// Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 1 GiB when not said. A
+    /// pass that would take more runs in waves of KV heads, one head of one sequence at a time at least, with the same
+    /// bytes as results.
     pub fn scratch_limit(mut self, bytes: u64) -> Self {
         self.scratch_limit = Some(bytes);
         self

@@ -1,8 +1,9 @@
 //! Every distinct call of a host as a line that `flashtune bench` takes: `FLASHTUNE_LOG_CALLS`.
 //!
-//! A line has what a kernel is chosen by, as options, and behind a `#`, which a shell does not read, what else belongs to the
-//! call: strides, what is written beside O, how K and V are kept. What `bench` cannot time yet is a line that begins with
-//! `#`. Threads and processes may share a file: a line is looked for and appended under a lock on the file, in one write.
+//! A line has what a kernel is chosen by, as options, and behind a `#`, which a shell does not read, what else belongs
+//! to the call: strides, what is written beside O, how K and V are kept. What `bench` cannot time yet is a line that
+//! begins with `#`. Threads and processes may share a file: a line is looked for and appended under a lock on the file,
+//! in one write.
 
 use crate::{Engine, Forward, Launches};
 use flashtune_codegen::score::ProgramRef;
@@ -18,7 +19,8 @@ use std::io::{self, Read, Write};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-/// Calls that one engine tells apart. A host with more of them has sizes that never return, and the file would only grow.
+/// Calls that one engine tells apart. A host with more of them has sizes that never return, and the file would only
+/// grow.
 const MOST: usize = 10_000;
 /// Tokens of a page where the host's cache has none: bench has pages always.
 const USUAL_PAGE: u32 = 16;

@@ -39,8 +39,8 @@ impl Engine {
         self.dispatcher().counters()
     }
 
-    /// [`Engine::counters`] as the text that Prometheus scrapes, with the build, the seal's digest, calls by problem and
-    /// a histogram of compilations.
+    /// [`Engine::counters`] as the text that Prometheus scrapes, with the build, the seal's digest, calls by problem
+    /// and a histogram of compilations.
     pub fn prometheus(&self) -> String {
         self.dispatcher().metrics().prometheus(&[("device", &self.device().fingerprint().to_string())])
     }

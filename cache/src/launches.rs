@@ -6,8 +6,8 @@ use std::str::FromStr;
 
 /// How a host launches kernels, and so how they are timed for it.
 ///
-/// A confidence field of a record: one that was measured the other way still serves, as provisional, and is no answer to a
-/// tuning that asks for this way.
+/// A confidence field of a record: one that was measured the other way still serves, as provisional, and is no answer
+/// to a tuning that asks for this way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Launches {

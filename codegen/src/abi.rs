@@ -23,9 +23,9 @@ use crate::{Language, Op, Problem};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`], [`PadArgs`] and of the entry points. Any
-/// change to one of them needs a new number, but for fields that are appended to a segment of [`ArgsLayout`]: kernels of before
-/// are then given what they were compiled for.
+/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`], [`PadArgs`] and of the entry points.
+/// Any change to one of them needs a new number, but for fields that are appended to a segment of [`ArgsLayout`]:
+/// kernels of before are then given what they were compiled for.
 ///
 /// The same holds for what else host and kernel agree in by numbers that are rendered, and that no template's hash
 /// shows: [`TILE_QUEUES`], and how block lists and key ranges lie in memory.

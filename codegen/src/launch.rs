@@ -110,8 +110,8 @@ pub enum Holds {
     /// kernel's own module has them ([`crate::abi::TILE_QUEUES`]), zeroed when it is loaded: the device takes no memory
     /// for this region, but says which of them a stream or a graph has.
     TileCounter,
-    /// Partial sums of a gradient ([`crate::Summation`]), uninitialised before. Their size follows from the tensor, too:
-    /// who launches states it ([`LaunchPlan::with_partial_sums`]).
+    /// Partial sums of a gradient ([`crate::Summation`]), uninitialised before. Their size follows from the tensor,
+    /// too: who launches states it ([`LaunchPlan::with_partial_sums`]).
     PartialSums,
 }
 
@@ -136,8 +136,8 @@ pub enum MetadataLayout {
 /// many keys if all heads and sequences share them. With more the attention kernel evaluates the mask, for every head.
 pub const MOST_MASK_BYTES: u64 = 1 << 30;
 
-/// Bytes of the counters of split keys: one of 4 bytes for each thread block. The same for all kernels, so that they can
-/// use the same memory one after the other; compiled kernels hold it, so another one needs a new
+/// Bytes of the counters of split keys: one of 4 bytes for each thread block. The same for all kernels, so that they
+/// can use the same memory one after the other; compiled kernels hold it, so another one needs a new
 /// [`crate::abi::ABI_VERSION`].
 pub const SPLIT_COUNTER_BYTES: u64 = 1 << 16;
 
@@ -148,9 +148,9 @@ pub const SCRATCH_LIMIT: u64 = 1 << 30;
 /// waves.
 const UNITS_OF_WAVES: u64 = 132;
 
-/// How the stages of a launch are repeated, each time for some parts of the work, so that what they leave for each other
-/// in scratch memory stays below a limit. The stages of a wave run in their order, and wave after wave: all waves use
-/// the same memory, uninitialised before.
+/// How the stages of a launch are repeated, each time for some parts of the work, so that what they leave for each
+/// other in scratch memory stays below a limit. The stages of a wave run in their order, and wave after wave: all waves
+/// use the same memory, uninitialised before.
 ///
 /// A function of the sizes and the limit alone: memory that happens to be free decides nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

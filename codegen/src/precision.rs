@@ -61,8 +61,8 @@ impl Problem {
         Self { precision, ..self }
     }
 
-    /// [`Problem::validate`], and that the arch has the products of the problem's precision. Nothing computes in another
-    /// precision than the one that was named.
+    /// [`Problem::validate`], and that the arch has the products of the problem's precision. Nothing computes in
+    /// another precision than the one that was named.
     ///
     /// # Errors
     /// [`Error::Unsupported`] of `precision`.

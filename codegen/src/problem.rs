@@ -193,7 +193,8 @@ impl Problem {
         self.mask.any() || self.masks_by_program()
     }
 
-    /// Checks the head dims against what plain families and those of the CPU support, and the precision against the dtype.
+    /// Checks the head dims against what plain families and those of the CPU support, and the precision against the
+    /// dtype.
     pub fn validate(&self) -> Result<()> {
         if !self.admits(self.precision) {
             let limit = "forward passes of f32 over dense tensors alone have another than `exact`";
@@ -233,8 +234,8 @@ impl Problem {
         matches!(arch, Arch::Sm(sm) if sm.number >= 80) && by_dtype
     }
 
-    /// Whether a call of this problem on an arch pads its rows: dense tensors and packs whose rows are no whole vectors, on
-    /// a GPU with tensor cores for them. Stores are not padded: a call would copy all of them.
+    /// Whether a call of this problem on an arch pads its rows: dense tensors and packs whose rows are no whole
+    /// vectors, on a GPU with tensor cores for them. Stores are not padded: a call would copy all of them.
     pub fn pads(&self, arch: Arch) -> bool {
         let fast = self.is_on_tensor_cores(arch);
         fast && matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense() && self.padded() != *self

@@ -1,7 +1,7 @@
 //! A mask prepared once and used by many calls: by all layers of a model, say.
 //!
-//! It holds nothing but what the kernels before an attention kernel find of the mask, made by the first call of each geometry of
-//! kernels, and what that depends on: the program, sizes, scalars, and where the tensors are.
+//! It holds nothing but what the kernels before an attention kernel find of the mask, made by the first call of each
+//! geometry of kernels, and what that depends on: the program, sizes, scalars, and where the tensors are.
 
 use crate::{Device, Error, Findings, Result, SideInputs, SideTable, SideView};
 use flashtune_cache::DeviceFingerprint;
@@ -35,7 +35,8 @@ impl MaskSizes {
     }
 }
 
-/// What was found of a mask, for the calls that bring it along. May be used from several threads and on several streams.
+/// What was found of a mask, for the calls that bring it along. May be used from several threads and on several
+/// streams.
 pub struct BlockMask {
     /// The mask alone.
     program: ProgramRef,
@@ -52,8 +53,8 @@ impl BlockMask {
     /// A mask and what it reads. Nothing is found yet: the calls do that.
     ///
     /// # Errors
-    /// [`Error::BlockMask`] for a program that changes scores, and for a number that the mask needs and that `sizes` leaves open;
-    /// scalars and tensors that are missing or do not fit, by name.
+    /// [`Error::BlockMask`] for a program that changes scores, and for a number that the mask needs and that `sizes`
+    /// leaves open; scalars and tensors that are missing or do not fit, by name.
     pub fn new(device: &dyn Device, program: ProgramRef, side: &SideInputs<'_>, sizes: MaskSizes) -> Result<Self> {
         if program.score().is_some() || program.sink().is_some() {
             let found = if program.score().is_some() { "one that changes the score" } else { "one with a sink" };
@@ -109,8 +110,8 @@ impl BlockMask {
         self.findings().map_or(0, Findings::bytes)
     }
 
-    /// How many times the mask was looked through: once for each geometry of kernels that was launched with it, and never where
-    /// kernels know the mask by arithmetic.
+    /// How many times the mask was looked through: once for each geometry of kernels that was launched with it, and
+    /// never where kernels know the mask by arithmetic.
     pub fn found(&self) -> usize {
         self.findings().map_or(0, Findings::count)
     }
@@ -123,7 +124,8 @@ impl BlockMask {
     /// The program of a call that brings this mask along: the call's own, which has the same mask or none.
     ///
     /// # Errors
-    /// [`Error::BlockMask`] when it has another one, and names that mean one thing in the mask and another in the call's program.
+    /// [`Error::BlockMask`] when it has another one, and names that mean one thing in the mask and another in the
+    /// call's program.
     pub fn program_of(&self, called: Option<ProgramRef>) -> Result<ProgramRef> {
         let Some(called) = called.filter(|p| !p.is_plain() && *p != self.program) else { return Ok(self.program) };
         let known = |list: &[(ProgramRef, ProgramRef)]| list.iter().find(|(p, _)| *p == called).map(|(_, with)| *with);

@@ -50,7 +50,8 @@ const BUDGET: Duration = Duration::from_millis(300);
 /// Measures a ceiling: the best of several runs, because a ceiling that a lucky kernel exceeds would be none.
 ///
 /// # Errors
-/// When the device has no memory, or what the measurement needs is not there (cuBLAS for instance): the message says so.
+/// When the device has no memory, or what the measurement needs is not there (cuBLAS for instance): the message says
+/// so.
 pub fn measure(device: &dyn Device, ceiling: Ceiling) -> Result<Rate> {
     let mut probe = device.probe(ceiling)?;
     let stream = device.stream();

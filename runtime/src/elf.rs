@@ -1,6 +1,6 @@
-//! Whether an image is a whole ELF file. Drivers and loaders are given an address and no length, and trust its headers: one that
-//! points beyond the end would have them read what is not theirs. The hash of an image says that nobody changed it, not that
-//! whoever made it made sense.
+//! Whether an image is a whole ELF file. Drivers and loaders are given an address and no length, and trust its headers:
+//! one that points beyond the end would have them read what is not theirs. The hash of an image says that nobody
+//! changed it, not that whoever made it made sense.
 
 use object::LittleEndian;
 use object::elf::{FileHeader64, PN_XNUM, SHT_DYNSYM, SHT_NULL, SHT_SYMTAB};

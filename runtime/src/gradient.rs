@@ -19,8 +19,8 @@ pub struct GradientCall {
 }
 
 impl GradientCall {
-    /// The stages of a launch of a kernel for this, with memory for its partial sums: 4 bytes for each element, or up to
-    /// 64 MiB where few groups of places are split.
+    /// The stages of a launch of a kernel for this, with memory for its partial sums: 4 bytes for each element, or up
+    /// to 64 MiB where few groups of places are split.
     ///
     /// # Errors
     /// Sizes that exceed what one launch can hold.

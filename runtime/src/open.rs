@@ -48,8 +48,8 @@ impl FromStr for DeviceSpec {
     }
 }
 
-/// As [`open`], for a process that will compile: where the device is a GPU, its compiler is found and warmed up at the same
-/// time, which takes about as long.
+/// As [`open`], for a process that will compile: where the device is a GPU, its compiler is found and warmed up at the
+/// same time, which takes about as long.
 ///
 /// # Errors
 /// As [`open`]; what the compiler has to complain about is told when it is asked for.

@@ -59,8 +59,8 @@ impl SideInputs<'_> {
     }
 }
 
-/// The tables of one launch: the program's tensors and scalars in the order of its declarations. They are copied into the
-/// launch, so the table need not outlive it; the tensors must.
+/// The tables of one launch: the program's tensors and scalars in the order of its declarations. They are copied into
+/// the launch, so the table need not outlive it; the tensors must.
 #[derive(Debug, Clone)]
 pub struct SideTable {
     tensors: [SideTensorArg; MAX_INPUTS],
@@ -68,8 +68,8 @@ pub struct SideTable {
 }
 
 impl SideTable {
-    /// Checks what a call brings against what the program declares. Elements on a device are not looked at: that they keep
-    /// the declared promises (`in`, `nondecreasing`) is the caller's word. Allocates nothing.
+    /// Checks what a call brings against what the program declares. Elements on a device are not looked at: that they
+    /// keep the declared promises (`in`, `nondecreasing`) is the caller's word. Allocates nothing.
     ///
     /// # Errors
     /// The first scalar or tensor that is missing or does not fit, by name.
@@ -227,8 +227,8 @@ impl SideBuffers {
         Ok(Self { views, scalars, _buffers: buffers, table })
     }
 
-    /// What [`flashtune_codegen::abi::ForwardArgs::side`] is for the program and sizes that this was made for; good for as
-    /// long as this lives.
+    /// What [`flashtune_codegen::abi::ForwardArgs::side`] is for the program and sizes that this was made for; good for
+    /// as long as this lives.
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(&self.table.1) as u64
     }

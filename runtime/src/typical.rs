@@ -1,8 +1,8 @@
 //! Values for what a score program reads, where nobody brings any: for checks, tuning and benchmarks.
 //!
-//! The same program, sizes and seed give the same values. They keep every promise of the declarations and are of a usual
-//! kind: documents of an eighth of their axis on average, windows and chunks of an eighth of the keys, slopes that halve from
-//! head to head, normal biases, half of a boolean mask.
+//! The same program, sizes and seed give the same values. They keep every promise of the declarations and are of a
+//! usual kind: documents of an eighth of their axis on average, windows and chunks of an eighth of the keys, slopes
+//! that halve from head to head, normal biases, half of a boolean mask.
 
 use flashtune_codegen::Shape;
 use flashtune_codegen::score::{

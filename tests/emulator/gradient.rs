@@ -11,8 +11,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::BTreeMap;
 
-/// Programs, and by what they are derived: pairs with an element each, sums of rows, of columns, of all, tables by computed
-/// indices, sinks, scalars, and tensors that are read in several places.
+/// Programs, and by what they are derived: pairs with an element each, sums of rows, of columns, of all, tables by
+/// computed indices, sinks, scalars, and tensors that are read in several places.
 const READS: [(&str, &str); 14] = [
     ("t: bf16[batch, heads, q_len, kv_len]; mask = kv % 3 != q % 5; score = score + t[b, h, q, kv];", "t"),
     ("slopes: float[heads]; score = score + slopes[h] * (kv - q);", "slopes"),
@@ -84,8 +84,8 @@ fn gradient_kernels() {
     });
 }
 
-/// What is wrong, the file, the text in it, what is put in its place, the program in which it shows, and a word of what is
-/// then said: by the name of the tensor.
+/// What is wrong, the file, the text in it, what is put in its place, the program in which it shows, and a word of what
+/// is then said: by the name of the tensor.
 type Fault = (&'static str, &'static str, &'static str, &'static str, usize, &'static str);
 
 const PLACES: &str = "gradient/places.cuh";

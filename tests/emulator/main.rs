@@ -1,6 +1,6 @@
-//! `forward/sm90` and `forward/sm80` without a GPU: their sources, inline assembly replaced by calls, run on an emulated
-//! multiprocessor that schedules threads, copies and matrix instructions at random and tells of deadlocks and races (`machine/`).
-//! `faults/` plants faults in them, each of which must be seen.
+//! `forward/sm90` and `forward/sm80` without a GPU: their sources, inline assembly replaced by calls, run on an
+//! emulated multiprocessor that schedules threads, copies and matrix instructions at random and tells of deadlocks and
+//! races (`machine/`). `faults/` plants faults in them, each of which must be seen.
 //!
 //! What this cannot show: the hardware's own rounding inside of matrix instructions, and speed.
 
@@ -172,8 +172,8 @@ fn search_with(on_ci: u64, one: impl Fn(u64) -> Result<(), String> + Sync) {
     try_each(from..from + count, limit, one);
 }
 
-/// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between others,
-/// rows and keys at the ends of tensors, scores of -inf.
+/// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between
+/// others, rows and keys at the ends of tensors, scores of -inf.
 const PROGRAMS: [&str; 37] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
@@ -218,7 +218,8 @@ const PROGRAMS: [&str; 37] = [
      score = t[kv] - s[h] * (kv - q) + score - 2.0 * bias[h_kv, q, kv];",
 ];
 
-/// Score programs under random schedules; `EMULATE_SECONDS` as above, `EMULATE_PROGRAM` is the number of one that is tried alone.
+/// Score programs under random schedules; `EMULATE_SECONDS` as above, `EMULATE_PROGRAM` is the number of one that is
+/// tried alone.
 #[test]
 fn score_programs() {
     let seconds = setting("EMULATE_SECONDS");

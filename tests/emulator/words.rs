@@ -1,5 +1,5 @@
-//! Every word of the language for floats and for floats as ints in the CUDA families that the machine runs, against fp64:
-//! values as models have them, and those at the ends of what the words are defined for.
+//! Every word of the language for floats and for floats as ints in the CUDA families that the machine runs, against
+//! fp64: values as models have them, and those at the ends of what the words are defined for.
 
 use crate::backward::try_backward;
 use crate::cases::Case;

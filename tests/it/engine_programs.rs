@@ -1,5 +1,5 @@
-//! Score programs through the engine and `flashtune run`, on the CPU: device memory by views, host memory, files, and what
-//! does not fit.
+//! Score programs through the engine and `flashtune run`, on the CPU: device memory by views, host memory, files, and
+//! what does not fit.
 
 use crate::common;
 use flashtune::Elements;

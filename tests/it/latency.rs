@@ -1,4 +1,5 @@
-//! What a call waits for when a service runs: a hit, and the first load of a kernel that is stored, at their 99th percentile.
+//! What a call waits for when a service runs: a hit, and the first load of a kernel that is stored, at their 99th
+//! percentile.
 
 use crate::common::counted::{counted, engine, small};
 use crate::common::{self, Place};
@@ -59,7 +60,8 @@ fn a_sealed_hit_takes_a_microsecond_at_its_99th_percentile() {
 const LOADS: usize = 200;
 const LIMIT: Duration = Duration::from_millis(5);
 
-/// The host's own: all that a new engine does for the first call of a class whose kernel is stored, read from a manifest.
+/// The host's own: all that a new engine does for the first call of a class whose kernel is stored, read from a
+/// manifest.
 #[test]
 fn stored_kernels_are_loaded_within_five_milliseconds_and_compile_nothing() {
     let (place, device) = (Place::new(), counted());

@@ -151,8 +151,8 @@ fn plain_kernels_of_gradients_compile_without_spills() {
     compile_all(&kernels, 0);
 }
 
-/// Head dims of every kind of tile, and archs of less shared memory. Of 256 threads with all of their registers a few bytes
-/// leave them, of addresses that are read again at the start of a step.
+/// Head dims of every kind of tile, and archs of less shared memory. Of 256 threads with all of their registers a few
+/// bytes leave them, of addresses that are read again at the start of a step.
 #[test]
 fn backward_sm80_kernels_compile_with_next_to_no_spills() {
     if common::nvrtc_or_skip("backward_sm80_kernels_compile_with_next_to_no_spills").is_none() {
@@ -355,8 +355,8 @@ fn hopper_kernels_compile_as_they_are_written() {
         kernels.push(default_kernel(Family::ForwardSm90, problem, hopper, 4096));
     }
     compile_all(&kernels, 0);
-    // What the model lets through must hold, wherever in the space. A few values that the producer parks once per tile are no
-    // matter there: the tuner measures such kernels.
+    // What the model lets through must hold, wherever in the space. A few values that the producer parks once per tile
+    // are no matter there: the tuner measures such kernels.
     kernels.clear();
     let mut rng = StdRng::seed_from_u64(90);
     while kernels.len() < 18 {
@@ -441,7 +441,8 @@ fn a_bundle_for_gpus_is_built_where_none_is() {
     common::fails(&mut place.flashtune(&["import", out.to_str().unwrap()]), 2, &["arch", "sm_"]);
 }
 
-/// The oldest compiler that devices are known to have: what a newer one takes may be new to it, as `__builtin_offsetof` was.
+/// The oldest compiler that devices are known to have: what a newer one takes may be new to it, as `__builtin_offsetof`
+/// was.
 #[test]
 fn the_oldest_compiler_takes_every_family() {
     let name = "the_oldest_compiler_takes_every_family";
@@ -467,7 +468,8 @@ fn the_oldest_compiler_takes_every_family() {
     }
 }
 
-/// What is built without a GPU is what would have been built beside one: nothing of the process, the user or the folder is in it.
+/// What is built without a GPU is what would have been built beside one: nothing of the process, the user or the folder
+/// is in it.
 #[test]
 fn whoever_compiles_a_kernel_for_a_gpu_has_the_same_bytes() {
     if common::nvrtc_or_skip("whoever_compiles_a_kernel_for_a_gpu_has_the_same_bytes").is_none() {

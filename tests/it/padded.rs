@@ -1,5 +1,5 @@
-//! Head dims that are no whole 16-byte vectors: on the device that is there, so through padded copies on a GPU where one
-//! is, and as they are on the CPU; and what is launched for them, on a GPU that exists on paper.
+//! Head dims that are no whole 16-byte vectors: on the device that is there, so through padded copies on a GPU where
+//! one is, and as they are on the CPU; and what is launched for them, on a GPU that exists on paper.
 
 use crate::common::Place;
 use crate::common::paper::{Instant, Paper};

@@ -1,5 +1,5 @@
-//! Ragged batches are tuned on the CPU, and what was found serves calls of its class: in another process's engine, from a
-//! bundle, and after the tuner was killed on its way.
+//! Ragged batches are tuned on the CPU, and what was found serves calls of its class: in another process's engine, from
+//! a bundle, and after the tuner was killed on its way.
 
 use crate::common::compiler::LoggedCompiler;
 use crate::common::{Place, alone};

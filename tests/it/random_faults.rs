@@ -1,5 +1,5 @@
-//! A file system that fails at random, for as long as a cache is used: any operation, with any error, alone or several in a
-//! row, slowly, with writes cut short or torn, under dispatches, hosts, tunings, imports, exports and evictions.
+//! A file system that fails at random, for as long as a cache is used: any operation, with any error, alone or several
+//! in a row, slowly, with writes cut short or torn, under dispatches, hosts, tunings, imports, exports and evictions.
 //!
 //! `FLASHTUNE_RANDOM_FAULTS` sets how many failures there are in all, `FLASHTUNE_SEED` which.
 

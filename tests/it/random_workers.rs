@@ -1,5 +1,5 @@
-//! Candidates that go wrong at random: in any of many ways, when they are loaded or in any of their launches. What it costs is
-//! the candidate, and nobody else is blamed.
+//! Candidates that go wrong at random: in any of many ways, when they are loaded or in any of their launches. What it
+//! costs is the candidate, and nobody else is blamed.
 //!
 //! `FLASHTUNE_WORKER_FAULTS` sets how many go wrong in all, `FLASHTUNE_SEED` how.
 
@@ -21,7 +21,8 @@ const CANDIDATES: usize = 24;
 const CHECKED: u64 = 12;
 const LAUNCHES: u64 = 24;
 
-/// What may happen, how often of a hundred, and the code. The last ones may strike while others run, or where nobody sees it.
+/// What may happen, how often of a hundred, and the code. The last ones may strike while others run, or where nobody
+/// sees it.
 const MENU: [(&str, u64, &str); 16] = [
     ("illegal address", 12, "*(volatile int *)8 = 1;"),
     ("illegal instruction", 8, "__builtin_trap();"),

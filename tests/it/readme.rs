@@ -43,7 +43,8 @@ fn with_variables(line: &str) -> String {
     })
 }
 
-/// Lines of shell blocks are read to their end before help is given: an option or a value that is not there is an error.
+/// Lines of shell blocks are read to their end before help is given: an option or a value that is not there is an
+/// error.
 #[test]
 fn commands_of_the_pages_are_taken() {
     let (mut tried, mut refused) = (0, String::new());

@@ -50,8 +50,8 @@ fn class() -> (Problem, Shape) {
 
 #[test]
 fn spans_name_kernels_problems_and_sizes() {
-    // Whether anybody wants a span is decided where it is opened first, perhaps by another test at this moment: so this one
-    // runs in a process of its own.
+    // Whether anybody wants a span is decided where it is opened first, perhaps by another test at this moment: so this
+    // one runs in a process of its own.
     const CHILD: &str = "FLASHTUNE_TEST_SPANS";
     if std::env::var_os(CHILD).is_none() {
         let name = "watching::spans_name_kernels_problems_and_sizes";

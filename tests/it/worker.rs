@@ -10,8 +10,8 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Name, stage at which it must be found, a word of the reason, and the code: with `AT_LOAD` it is a function of its own,
-/// else a statement of every tile.
+/// Name, stage at which it must be found, a word of the reason, and the code: with `AT_LOAD` it is a function of its
+/// own, else a statement of every tile.
 const MENU: [(&str, Stage, &str, &str); 17] = [
     ("illegal address", Stage::Check, "SIGSEGV", "*(volatile int *)8 = 1;"),
     ("illegal instruction", Stage::Check, "SIGILL", "__builtin_trap();"),
@@ -130,8 +130,8 @@ fn failure(trials: &[Trial], schedule: CpuSchedule) -> (Stage, &str) {
 /// The most that a fault may cost.
 const MOST: Duration = Duration::from_secs(3);
 
-/// What a fault costs that cost too much among the others, tried once more as the only one: a moment in which other programs have
-/// all the cores is not the tuner's fault, and is not there each time.
+/// What a fault costs that cost too much among the others, tried once more as the only one: a moment in which other
+/// programs have all the cores is not the tuner's fault, and is not there each time.
 fn cost_alone(runner: &mut Runner, dir: &CacheDir, menu: &[(&str, Stage, &str, &str)], number: usize) -> Duration {
     let all = schedules();
     let search = Search::Only(only(&[all[0], all[1], all[number]]));

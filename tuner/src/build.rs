@@ -1,4 +1,5 @@
-//! From schedules to compiled, loadable kernels: on several cores, while others are measured, reusing what the cache has.
+//! From schedules to compiled, loadable kernels: on several cores, while others are measured, reusing what the cache
+//! has.
 
 use crate::{Event, Observer};
 use flashtune_cache::{Artifact, ArtifactFiles, Origin, Stage};
@@ -73,7 +74,8 @@ impl<'a> Builder<'a> {
         Self { compiler, templates, files, observer, cores, ordered: AtomicUsize::new(0), done: AtomicUsize::new(0) }
     }
 
-    /// Begins to take orders, on so many threads. First come, first served: the best guesses are ready when the time is up.
+    /// Begins to take orders, on so many threads. First come, first served: the best guesses are ready when the time is
+    /// up.
     pub fn start<'scope>(&'a self, scope: &'scope Scope<'scope, 'a>, threads: usize) -> Compilation<'a> {
         let (orders, waiting) = channel();
         let (report, built) = channel();

@@ -5,9 +5,9 @@
 //! challenger must beat the default by more than [`TIE`], and beyond doubt; otherwise the default wins. Challengers
 //! that tie are decided by the model's order. So the same machine gives the same winner, run after run.
 //!
-//! Where the noise hides who is faster, the final goes on, until the ratios are known well enough ([`KNOWN`]) or the patience
-//! is at its end; where they are hardly known then ([`Rounds::doubt`] above [`NOISE`]), there is no decision, and nothing
-//! is stored.
+//! Where the noise hides who is faster, the final goes on, until the ratios are known well enough ([`KNOWN`]) or the
+//! patience is at its end; where they are hardly known then ([`Rounds::doubt`] above [`NOISE`]), there is no decision,
+//! and nothing is stored.
 
 use crate::race::{RaceEvent, Track, timed};
 use crate::stats::{CERTAIN, LIKELY, median, median_bounds};
@@ -20,8 +20,8 @@ const BEYOND_DOUBT: f64 = TIE / 2.0;
 
 /// A ratio that is known to within this much is known well enough: with what a tie may cost, 1 % is lost at most.
 const KNOWN: f64 = TIE;
-/// Who is ahead in a ratio that is not known to within this much must be so with more certainty: a final looks many times, and
-/// such noise deceives one look in twenty by more than may be lost.
+/// Who is ahead in a ratio that is not known to within this much must be so with more certainty: a final looks many
+/// times, and such noise deceives one look in twenty by more than may be lost.
 const CLOSE: f64 = 2.0 * TIE;
 
 /// Ratios that are not known to within this much are hidden by noise.
@@ -32,8 +32,8 @@ pub(crate) const NOISE: f64 = 0.05;
 pub(crate) struct FinalRules {
     /// Rounds that are run even past the deadline: fewer cannot beat the default beyond doubt.
     pub min_rounds: usize,
-    /// Rounds before which no decision counts as clear, while there is time: they cost little beside the race, and who sampled
-    /// all of its contenders as often as a final needs would pay for them with each.
+    /// Rounds before which no decision counts as clear, while there is time: they cost little beside the race, and who
+    /// sampled all of its contenders as often as a final needs would pay for them with each.
     pub sure_rounds: usize,
     /// Rounds that are enough where it is calm, even if some ratio is so close to a tie that it is still in doubt.
     pub max_rounds: usize,
@@ -186,8 +186,8 @@ pub(crate) fn run_final(
 pub(crate) fn decide(rounds: &Rounds, count: usize, default: Option<usize>, order: &[usize]) -> usize {
     let base = default.unwrap_or(0);
     let Some(best) = rounds.fastest(count, base) else { return base };
-    // All that beat the default and tie with the best are equals. What is in doubt counts as measured: who calls all equals that
-    // noise does not tell apart loses as much as it hides.
+    // All that beat the default and tie with the best are equals. What is in doubt counts as measured: who calls all
+    // equals that noise does not tell apart loses as much as it hides.
     let ties = |f: usize| median(&rounds.ratios(best, f)).is_some_and(|ratio| ratio >= 1.0 - TIE);
     let equals = (0..count).filter(|&f| f != base && rounds.beats(f, base) && ties(f));
     equals.min_by_key(|&f| order[f]).unwrap_or(best)

@@ -58,8 +58,8 @@ pub fn tune_family(
     Ok(outcomes)
 }
 
-/// What a schedule takes in a class. Who left the race before its final was behind by then, whatever its own median says: the
-/// clocks of its few rounds may have been others than those of the final.
+/// What a schedule takes in a class. Who left the race before its final was behind by then, whatever its own median
+/// says: the clocks of its few rounds may have been others than those of the final.
 fn time(finalists: &[Finalist], trials: &[Trial], s: &Schedule) -> Option<f64> {
     if let Some(f) = finalists.iter().find(|f| f.schedule == *s) {
         return Some(f.median_us);
@@ -95,8 +95,8 @@ fn crown(outcome: &mut Outcome, schedule: &Schedule) {
     (record.schedule, record.artifact) = (*schedule, artifact);
 }
 
-/// The fewest kernels of which one is within [`LOSS`] of the best in every class, by `times[kernel][class]`: greedily, the
-/// one that serves the most classes first, among equals the one that loses the least.
+/// The fewest kernels of which one is within [`LOSS`] of the best in every class, by `times[kernel][class]`: greedily,
+/// the one that serves the most classes first, among equals the one that loses the least.
 fn cover(times: &[Vec<Option<f64>>]) -> Vec<usize> {
     let classes = times.first().map_or(0, Vec::len);
     let best = |class: usize| times.iter().filter_map(|t| t[class]).fold(f64::INFINITY, f64::min);

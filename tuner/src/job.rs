@@ -25,14 +25,15 @@ pub struct Job {
     pub budget: Duration,
     /// Seeds the inputs and the random picks: the same seed tries the same schedules.
     pub seed: u64,
-    /// Tune even if the store has a record for the same device, problem, bucket, way of launching, templates and compiler.
+    /// Tune even if the store has a record for the same device, problem, bucket, way of launching, templates and
+    /// compiler.
     pub force: bool,
     /// What is tried of the space.
     pub search: Search,
     /// How candidates are launched when they are timed, and so whom the result is for.
     pub launches: Launches,
-    /// Schedules that are tried whatever the search thinks of them, as far as they fit: what other layers serve such calls
-    /// with ([`flashtune_cache::Layers::rivals`]), so that a result that goes before theirs has beaten them.
+    /// Schedules that are tried whatever the search thinks of them, as far as they fit: what other layers serve such
+    /// calls with ([`flashtune_cache::Layers::rivals`]), so that a result that goes before theirs has beaten them.
     pub rivals: Vec<Schedule>,
     /// How long to wait for another process that is tuning the same.
     pub patience: Duration,

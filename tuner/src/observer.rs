@@ -15,8 +15,8 @@ impl Observer for () {
     fn event(&self, _: &Event<'_>) {}
 }
 
-/// The phases of a job, in the order of their beginnings: on a GPU, compiling goes on while candidates are checked and take
-/// their first rounds.
+/// The phases of a job, in the order of their beginnings: on a GPU, compiling goes on while candidates are checked and
+/// take their first rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Enumerating, pruning and ranking schedules.

@@ -5,8 +5,9 @@
 //! best few then meet in a final of paired rounds ([`crate::decide`]). Nothing here knows a device: a [`Track`] gives
 //! the times.
 //!
-//! How many samples make a place sure depends on the noise, which the samples themselves show ([`Standings::noise`]): where
-//! it is k times as wide as the rules are made for, k^2 samples count as one, and nobody drops out by less than chance gives.
+//! How many samples make a place sure depends on the noise, which the samples themselves show ([`Standings::noise`]):
+//! where it is k times as wide as the rules are made for, k^2 samples count as one, and nobody drops out by less than
+//! chance gives.
 
 use crate::stats::{lower_mean, median};
 use std::time::Duration;
@@ -41,11 +42,11 @@ pub(crate) enum Fate {
 /// Rules of a race.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Rules {
-    /// (number of samples, ratio to the best): who is behind by more after so many samples drops out. After one, only who was
-    /// so far behind in the cold first run too.
+    /// (number of samples, ratio to the best): who is behind by more after so many samples drops out. After one, only
+    /// who was so far behind in the cold first run too.
     pub drops: &'static [(usize, f64)],
-    /// (number of samples, contenders): after so many samples no more than so many go on, the default aside. Where that drops
-    /// equals, it does not matter which of them.
+    /// (number of samples, contenders): after so many samples no more than so many go on, the default aside. Where that
+    /// drops equals, it does not matter which of them.
     pub places: &'static [(usize, usize)],
     /// Contenders that stay whatever their times, besides the default.
     pub keep: usize,
@@ -73,12 +74,14 @@ pub(crate) struct Standings {
     cold: Vec<Option<Option<f64>>>,
 }
 
-/// Noise of a sample that places and numbers of samples are made for, relative to its time: a standard deviation, if it is normal.
+/// Noise of a sample that places and numbers of samples are made for, relative to its time: a standard deviation, if it
+/// is normal.
 const CALM: f64 = 0.018;
 /// So many samples count as one at most: what there is at 11 % of noise.
 const MOST_FOR_ONE: f64 = 40.0;
-/// How far chance parts two equals of a large field, in standard deviations of a sample over the root of their number: the
-/// luckiest of sixty is 2.5 ahead, one who should stay is up to 2.5 behind, and [`lower_mean`] spreads 1.3 times as far as a mean.
+/// How far chance parts two equals of a large field, in standard deviations of a sample over the root of their number:
+/// the luckiest of sixty is 2.5 ahead, one who should stay is up to 2.5 behind, and [`lower_mean`] spreads 1.3 times as
+/// far as a mean.
 const CHANCE: f64 = 6.5;
 
 /// See [`Rules::drops`].
@@ -145,8 +148,8 @@ impl Standings {
         self.live().into_iter().map(|i| self.samples[i].len()).min()
     }
 
-    /// Contenders that still work: first those who are in the race, fastest first, then those who dropped out, whose times are of
-    /// fewer rounds. Equals in their given order.
+    /// Contenders that still work: first those who are in the race, fastest first, then those who dropped out, whose
+    /// times are of fewer rounds. Equals in their given order.
     pub fn ranking(&self) -> Vec<usize> {
         let works = |i: &usize| !matches!(self.fates[*i], Fate::Failed(_));
         let has_left = |i: usize| self.fates[i] != Fate::Live;
@@ -156,9 +159,9 @@ impl Standings {
         ranked.into_iter().map(|(i, _)| i).collect()
     }
 
-    /// The noise of a sample, relative to its time, as the standard deviation of a normal one; 0 where nothing is known of it. From
-    /// the steps between samples of one contender that follow each other, of all contenders: neither drift nor single
-    /// disturbances count.
+    /// The noise of a sample, relative to its time, as the standard deviation of a normal one; 0 where nothing is known
+    /// of it. From the steps between samples of one contender that follow each other, of all contenders: neither drift
+    /// nor single disturbances count.
     pub fn noise(&self) -> f64 {
         /// The median step between two normal samples, in standard deviations.
         const STEP: f64 = 0.954;

@@ -15,8 +15,8 @@ pub(crate) fn median(samples: &[f64]) -> Option<f64> {
     percentile(samples, 0.5)
 }
 
-/// The mean of the lower half of the samples; `None` without samples. Disturbances make runs longer, never shorter. Of three
-/// samples or fewer the lowest, since the others may all be disturbed.
+/// The mean of the lower half of the samples; `None` without samples. Disturbances make runs longer, never shorter. Of
+/// three samples or fewer the lowest, since the others may all be disturbed.
 pub(crate) fn lower_mean(samples: &[f64]) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,4 +1,5 @@
-//! What a call through the C ABI costs beyond the same call in Rust, on the CPU with a problem that takes next to no time.
+//! What a call through the C ABI costs beyond the same call in Rust, on the CPU with a problem that takes next to no
+//! time.
 //!
 //!     cargo build --release -p flashtune-c && cargo run --release -p flashtune-c --example overhead
 //!

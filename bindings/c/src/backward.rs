@@ -94,10 +94,10 @@ pub struct BackwardArgs {
     pub gradients_len: u64,
 }
 
-/// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The same call gives the same
-/// bytes. The first call of a kind may compile; later ones launch and wait for nothing, allocate nothing but scratch memory
-/// in the stream's order (`scratch_limit` of flashtune_options), and may be captured in a CUDA graph. Does nothing when
-/// no gradient has an element.
+/// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The
+/// same call gives the same bytes. The first call of a kind may compile; later ones launch and wait for nothing,
+/// allocate nothing but scratch memory in the stream's order (`scratch_limit` of flashtune_options), and may be
+/// captured in a CUDA graph. Does nothing when no gradient has an element.
 ///
 /// Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Rows of no
 /// packed sequence are left as they are. Derivatives of a score program at a kink are those of PyTorch.
@@ -130,8 +130,8 @@ pub unsafe extern "C" fn flashtune_backward(engine: EngineHandle, args: *const B
     })
 }
 
-/// All of `flashtune_backward` but the launch: compiles the kernel if need be and loads it, so that a call with the same
-/// arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
+/// All of `flashtune_backward` but the launch: compiles the kernel if need be and loads it, so that a call with the
+/// same arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
 ///
 /// # Safety
 /// As `flashtune_backward`.

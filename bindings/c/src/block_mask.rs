@@ -8,18 +8,19 @@ use crate::{input, program};
 use engine::MaskSizes;
 use engine::codegen::score::Texts;
 
-/// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
-/// have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,
-/// and later calls, on any stream and thread, go by that. A call that is captured in a CUDA graph uses what is there, so let one call
-/// come before; otherwise every replay finds it anew. Computes nothing itself.
+/// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`).
+/// Where kernels have something found of a mask first, as of documents and block-sparse masks, it is found by the first
+/// call of each kernel, and later calls, on any stream and thread, go by that. A call that is captured in a CUDA graph
+/// uses what is there, so let one call come before; otherwise every replay finds it anew. Computes nothing itself.
 ///
-/// What the mask reads must stay as it is for as long as the block mask is used. `block_mask`: receives the handle, 0 on failure.
+/// What the mask reads must stay as it is for as long as the block mask is used. `block_mask`: receives the handle, 0
+/// on failure.
 ///
 /// Fails with INVALID_ARGUMENT (a text or an input that does not fit, a size that the mask needs), INVALID_HANDLE.
 ///
 /// # Safety
-/// The pointers are NULL or valid, strings end with a zero byte, and tensors are what their shapes and strides say for as long as
-/// the block mask is used.
+/// The pointers are NULL or valid, strings end with a zero byte, and tensors are what their shapes and strides say for
+/// as long as the block mask is used.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtune_block_mask_create(
     engine: EngineHandle,
@@ -52,14 +53,15 @@ pub unsafe extern "C" fn flashtune_block_mask_create(
     })
 }
 
-/// Gives a block mask up; the handle is invalid from now on. Its memory is given back behind all calls that were made with it; graphs
-/// that were captured with it must not be launched again.
+/// Gives a block mask up; the handle is invalid from now on. Its memory is given back behind all calls that were made
+/// with it; graphs that were captured with it must not be launched again.
 #[unsafe(no_mangle)]
 pub extern "C" fn flashtune_block_mask_destroy(block_mask: BlockMaskHandle) -> Status {
     guard(|| BLOCK_MASKS.remove(block_mask).map(drop))
 }
 
-/// Bytes of device memory that a block mask holds now: 0 before its first call, and for masks that kernels know by arithmetic.
+/// Bytes of device memory that a block mask holds now: 0 before its first call, and for masks that kernels know by
+/// arithmetic.
 ///
 /// # Safety
 /// `bytes` is NULL or valid.

@@ -51,8 +51,8 @@ pub unsafe extern "C" fn flashtune_engine_open(options: *const Options, engine: 
     })
 }
 
-/// Closes an engine; the handle is invalid from now on. Calls that other threads are in come to their end. On CUDA all that
-/// was launched must have completed, and captured graphs must not be launched again: the kernels are unloaded.
+/// Closes an engine; the handle is invalid from now on. Calls that other threads are in come to their end. On CUDA all
+/// that was launched must have completed, and captured graphs must not be launched again: the kernels are unloaded.
 #[unsafe(no_mangle)]
 pub extern "C" fn flashtune_engine_close(engine: EngineHandle) -> Status {
     guard(|| ENGINES.remove(engine).map(drop))

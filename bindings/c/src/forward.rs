@@ -16,22 +16,22 @@ use std::sync::PoisonError;
 /// No process has memory below this address, so no handle lies there.
 const LOWEST_HANDLE: u64 = 4096;
 
-/// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may compile
-/// or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA graph (a mask
-/// of which something is found first, as of documents, takes memory for that, in the stream's order; a block mask keeps it). Does
-/// nothing when O has no element.
+/// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may
+/// compile or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA
+/// graph (a mask of which something is found first, as of documents, takes memory for that, in the stream's order; a
+/// block mask keeps it). Does nothing when O has no element.
 ///
 /// Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
-/// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the
-/// CPU the address of a GPU is not noticed. A stream of another context or GPU is an error of the driver (DEVICE); a stream
-/// that was destroyed is not noticed, and may end the process.
+/// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is
+/// INVALID_TENSOR; on the CPU the address of a GPU is not noticed. A stream of another context or GPU is an error of
+/// the driver (DEVICE); a stream that was destroyed is not noticed, and may end the process.
 ///
-/// Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and drivers
-/// report. Nothing was launched then.
+/// Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and
+/// drivers report. Nothing was launched then.
 ///
 /// # Safety
-/// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live one
-/// of the engine's context.
+/// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live
+/// one of the engine's context.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtune_forward(engine: EngineHandle, args: *const ForwardArgs) -> Status {
     guard(|| {

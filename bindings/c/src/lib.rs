@@ -9,8 +9,9 @@
 //!
 //! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
 //! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
-//! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`, `program.rs`,
-//! `block_mask.rs`, `dlpack.rs`), registers the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `backward.rs`, `ragged.rs`).
+//! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`,
+//! `program.rs`, `block_mask.rs`, `dlpack.rs`), registers the fork handler (`fork.rs`), and passes on the caller's
+//! promise about tensors (`forward.rs`, `backward.rs`, `ragged.rs`).
 
 mod append;
 mod backward;

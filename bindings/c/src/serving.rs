@@ -121,8 +121,8 @@ pub unsafe extern "C" fn flashtune_write_untuned(
 }
 
 /// Writes the counters as Prometheus reads them to a file that is whole whenever somebody reads it: for node_exporter's
-/// textfile collector, which takes a folder of `*.prom`. Each line has the label `process` with the file's name (`rank0`
-/// of `rank0.prom`). To be called now and then, as often as the collector is scraped.
+/// textfile collector, which takes a folder of `*.prom`. Each line has the label `process` with the file's name
+/// (`rank0` of `rank0.prom`). To be called now and then, as often as the collector is scraped.
 ///
 /// Fails with STORAGE; an older file stays then.
 ///

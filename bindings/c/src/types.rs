@@ -1,5 +1,5 @@
-//! The structs and constants of the header. A struct that is all zeros is valid where its fields allow it, so that fields
-//! can be added: those that an older program does not know are zero, and mean what was done before.
+//! The structs and constants of the header. A struct that is all zeros is valid where its fields allow it, so that
+//! fields can be added: those that an older program does not know are zero, and mean what was done before.
 
 use std::ffi::{c_char, c_void};
 
@@ -191,19 +191,21 @@ pub type BlockMaskHandle = u64;
 /// `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 pub const FORWARD_SCALE: u32 = 1;
 
-/// Products of f32 are fp32 ones, without tensor cores, as a pass whose gradients will be asked for wants them. Without any of the
-/// three flags of precision, of which at most one is set, dense f32 is computed as with FLASHTUNE_FORWARD_TF32X3 where a GPU has
-/// that, and exactly elsewhere and where weights are asked for.
+/// Products of f32 are fp32 ones, without tensor cores, as a pass whose gradients will be asked for wants them. Without
+/// any of the three flags of precision, of which at most one is set, dense f32 is computed as with
+/// FLASHTUNE_FORWARD_TF32X3 where a GPU has that, and exactly elsewhere and where weights are asked for.
 pub const FORWARD_EXACT: u32 = 2;
 
-/// Products of f32 are three TF32 products of tensor cores each, which keep f32's error. Refused for other dtypes, on the CPU and
-/// before sm_80.
+/// Products of f32 are three TF32 products of tensor cores each, which keep f32's error. Refused for other dtypes, on
+/// the CPU and before sm_80.
 pub const FORWARD_TF32X3: u32 = 4;
 
-/// Products of f32 are single TF32 products of tensor cores: operands keep 11 bits. Refused as FLASHTUNE_FORWARD_TF32X3 is.
+/// Products of f32 are single TF32 products of tensor cores: operands keep 11 bits. Refused as FLASHTUNE_FORWARD_TF32X3
+/// is.
 pub const FORWARD_TF32: u32 = 8;
 
-/// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head_dim_qk).
+/// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 /
+/// sqrt(head_dim_qk).
 pub const RAGGED_SCALE: u32 = 1;
 
 /// The log-sum-exp of `flashtune_ragged` is of base 2, and not a natural logarithm.
@@ -235,14 +237,15 @@ pub struct Options {
     /// How many.
     pub bundles_len: u64,
     /// A `flashtune_quick_first`. The quick schedule has the same bits and is slower; calls in a capture,
-    /// `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for the
-    /// compiler.
+    /// `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for
+    /// the compiler.
     pub quick_first: i32,
     /// 1: `flashtune_forward` refuses O, the log-sum-exp and weights that share an element with another tensor of the
     /// call, as far as addresses tell (INVALID_TENSOR; views with interleaved rows are the caller's word). 0: no look.
     pub checked: i32,
-    /// Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would take
-    /// more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as results.
+    /// Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would
+    /// take more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as
+    /// results.
     pub scratch_limit: u64,
 }
 
@@ -313,8 +316,8 @@ pub struct ForwardArgs {
     /// Factor of the scores, with FLASHTUNE_FORWARD_SCALE in `flags`.
     pub softmax_scale: f32,
     /// A score program's mask, which holds beside `mask`: the text of an expression, after declarations and names if it
-    /// has any, or the name of a built-in program; NULL for none. What a text reads without declaring it is declared by the
-    /// input of that name.
+    /// has any, or the name of a built-in program; NULL for none. What a text reads without declaring it is declared by
+    /// the input of that name.
     pub mask_program: *const c_char,
     /// What goes into the softmax in place of the score; NULL for the score.
     pub score_program: *const c_char,
@@ -326,16 +329,16 @@ pub struct ForwardArgs {
     pub inputs_len: u64,
     /// sizeof(flashtune_input), unless `inputs_len` is 0.
     pub input_size: u64,
-    /// A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask reads need
-    /// not be among the inputs. 0 for none.
+    /// A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask
+    /// reads need not be among the inputs. 0 for none.
     pub block_mask: BlockMaskHandle,
     /// The attention weights, contiguous fp32 [batch, heads, q_len, kv_len]; written unless NULL, on CUDA by the plain
     /// kernel: for inspection, not for speed. A sink takes its part, so that rows sum to less than 1.
     pub weights: *mut f32,
 }
 
-/// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the address
-/// of one of those.
+/// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the
+/// address of one of those.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct DlTensor {
@@ -381,9 +384,10 @@ pub struct DlTensors {
     pub lse: *const DlTensor,
 }
 
-/// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device. Fill it
-/// with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and
-/// lengths and tables are read when the call runs: a captured call is replayed with others, within its bounds.
+/// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.
+/// Fill it with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count
+/// elements, and lengths and tables are read when the call runs: a captured call is replayed with others, within its
+/// bounds.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct RaggedArgs {
@@ -532,7 +536,8 @@ pub struct BlockMaskArgs {
     pub reserved: i32,
     /// The mask, as in `flashtune_forward_args`.
     pub mask_program: *const c_char,
-    /// What it reads. Tensors must live, and stay as they are, for as long as the block mask is used; all else is copied.
+    /// What it reads. Tensors must live, and stay as they are, for as long as the block mask is used; all else is
+    /// copied.
     pub inputs: *const Input,
     /// How many; others than the mask reads are ignored.
     pub inputs_len: u64,

@@ -102,12 +102,12 @@ impl Attention {
     }
 
     /// O, `[batch, q_len, heads, dim_v]`, of q `[batch, q_len, heads, dim]`, k `[batch, kv_len, kv_heads, dim]` and v
-    /// `[batch, kv_len, kv_heads, dim_v]`: f16, bf16 or f32, with any strides, on the CPU or on CUDA. `heads` is a multiple
-    /// of `kv_heads`. Gradients of q, k and v go through it.
+    /// `[batch, kv_len, kv_heads, dim_v]`: f16, bf16 or f32, with any strides, on the CPU or on CUDA. `heads` is a
+    /// multiple of `kv_heads`. Gradients of q, k and v go through it.
     ///
     /// # Errors
-    /// [`crate::Error`] inside of candle's, which [`crate::error_of`] finds: tensors that do not fit, what the program reads and
-    /// is not given, head dims above 256, and what the engine says.
+    /// [`crate::Error`] inside of candle's, which [`crate::error_of`] finds: tensors that do not fit, what the program
+    /// reads and is not given, head dims above 256, and what the engine says.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
         Ok(dense::forward([q, k, v], self.settings.clone(), false)?.0)
     }

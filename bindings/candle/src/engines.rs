@@ -27,8 +27,8 @@ pub fn engine_builder(device: &Device) -> candle_core::Result<Builder> {
     Ok(builder(&Place::of(device)?)?)
 }
 
-/// The engine that computes on a device: that of [`set_engine`], else one with the settings of the environment, which the
-/// first call makes.
+/// The engine that computes on a device: that of [`set_engine`], else one with the settings of the environment, which
+/// the first call makes.
 ///
 /// # Errors
 /// As [`engine_builder`], and what [`Builder::build`] says.

@@ -77,19 +77,19 @@ macro_rules! functions {
 }
 
 functions! {
-    /// `softmax(softmax_scale * Q K^T) V` for q `[batch, q_len, heads, dim]`, k and v `[batch, kv_len, kv_heads, dim]`: f16,
-    /// bf16 or f32, on the CPU or on CUDA, contiguous or not. `heads` is a multiple of `kv_heads`, `dim` at most 256. With
-    /// `causal` a query sees keys up to its own position, where the last query stands at the last key. Gives `[batch, q_len,
-    /// heads, dim]`; rows that see no key are 0. Gradients of q, k and v go through it.
+    /// `softmax(softmax_scale * Q K^T) V` for q `[batch, q_len, heads, dim]`, k and v `[batch, kv_len, kv_heads, dim]`:
+    /// f16, bf16 or f32, on the CPU or on CUDA, contiguous or not. `heads` is a multiple of `kv_heads`, `dim` at most
+    /// 256. With `causal` a query sees keys up to its own position, where the last query stands at the last key. Gives
+    /// `[batch, q_len, heads, dim]`; rows that see no key are 0. Gradients of q, k and v go through it.
     ///
     /// # Errors
-    /// [`crate::Error`] inside of candle's, which [`crate::error_of`] finds: tensors that do not fit each other, types and head
-    /// dims that no kernel takes, and what the engine says.
+    /// [`crate::Error`] inside of candle's, which [`crate::error_of`] finds: tensors that do not fit each other, types
+    /// and head dims that no kernel takes, and what the engine says.
     fn flash_attn, flash_attn_with_lse(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool),
         |lse| fixed([q, k, v], softmax_scale, of_causal(causal), &Changes::default(), lse);
 
-    /// [`flash_attn`] with a window: a query sees so many keys before and behind its position. `None`, and reaches beyond
-    /// the keys, are no bound.
+    /// [`flash_attn`] with a window: a query sees so many keys before and behind its position. `None`, and reaches
+    /// beyond the keys, are no bound.
     ///
     /// # Errors
     /// As [`flash_attn`].
@@ -136,8 +136,8 @@ functions! {
         fixed([q, k, v], softmax_scale, [window_size_left, window_size_right], &changes, lse)
     };
 
-    /// [`flash_attn_windowed`] with scores bent to stay within `softcap` (`softcap * tanh(score / softcap)`, none with 0),
-    /// before slopes change them.
+    /// [`flash_attn_windowed`] with scores bent to stay within `softcap` (`softcap * tanh(score / softcap)`, none with
+    /// 0), before slopes change them.
     ///
     /// # Errors
     /// As [`flash_attn`].
@@ -155,9 +155,10 @@ functions! {
         fixed([q, k, v], softmax_scale, [window_size_left, window_size_right], &changes, lse)
     };
 
-    /// [`flash_attn`] over sequences of different lengths, one after the other: q `[total_q, heads, dim]`, k and v `[total_k,
-    /// kv_heads, dim]`. `seqlens_q` and `seqlens_k` are the sums of the lengths, `[batch + 1]` from 0 on, of u32 (or i32, or
-    /// i64); `max_seqlen_q` and `max_seqlen_k` the longest that occur. Sequences may be empty. Gives `[total_q, heads, dim]`.
+    /// [`flash_attn`] over sequences of different lengths, one after the other: q `[total_q, heads, dim]`, k and v
+    /// `[total_k, kv_heads, dim]`. `seqlens_q` and `seqlens_k` are the sums of the lengths, `[batch + 1]` from 0 on, of
+    /// u32 (or i32, or i64); `max_seqlen_q` and `max_seqlen_k` the longest that occur. Sequences may be empty. Gives
+    /// `[total_q, heads, dim]`.
     ///
     /// With gradients it is one dense call for each sequence, and waits for the lengths on the host.
     ///
@@ -202,9 +203,9 @@ functions! {
     };
 
     /// [`flash_attn_varlen_windowed`] beside a paged KV cache: k and v are `[pages, page_block_size, kv_heads, dim]`,
-    /// `block_table` has the pages of each sequence, `[batch, pages]` of u32 (or i32, or i64), `seqlens_k` the sums of the
-    /// lengths. Keys of a range of `mm_prefix_ranges`, i32 `[batch, ranges, 2]` (begin and end), see each other whatever the
-    /// window says; there are at most 16 for a sequence. Pages may be of any size. No gradients.
+    /// `block_table` has the pages of each sequence, `[batch, pages]` of u32 (or i32, or i64), `seqlens_k` the sums of
+    /// the lengths. Keys of a range of `mm_prefix_ranges`, i32 `[batch, ranges, 2]` (begin and end), see each other
+    /// whatever the window says; there are at most 16 for a sequence. Pages may be of any size. No gradients.
     ///
     /// # Errors
     /// As [`flash_attn_varlen`]; head dims that are no multiple of 8.

@@ -13,8 +13,8 @@
 //! # }
 //! ```
 //!
-//! Tensors on CUDA devices are computed on in candle's own context and stream, with the feature `cuda`. [`Attention`] is
-//! the call with everything; [`engine_builder`] and [`set_engine`] say which engine computes.
+//! Tensors on CUDA devices are computed on in candle's own context and stream, with the feature `cuda`. [`Attention`]
+//! is the call with everything; [`engine_builder`] and [`set_engine`] say which engine computes.
 
 mod attention;
 mod dense;
@@ -36,8 +36,8 @@ pub use functions::*;
 
 use candle_core::{Result, Tensor};
 
-/// Which kernel computes [`flash_attn`] of these tensors, from where it comes, and why no other does; nothing where O has
-/// no element. Reads no element of the tensors; compiles what is not there yet.
+/// Which kernel computes [`flash_attn`] of these tensors, from where it comes, and why no other does; nothing where O
+/// has no element. Reads no element of the tensors; compiles what is not there yet.
 ///
 /// # Errors
 /// As [`flash_attn`].

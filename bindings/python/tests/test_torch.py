@@ -26,7 +26,8 @@ DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE")
 if torch is not None and DEVICE is None and torch.cuda.is_available():
     DEVICE = "cuda"
 
-# Multiples of 8, even and odd, and others, across the families' ways to cut them; the powers of two are where speed counts.
+# Multiples of 8, even and odd, and others, across the families' ways to cut them; the powers of two are where speed
+# counts.
 HEAD_DIMS = [32, 40, 56, 59, 64, 72, 88, 96, 104, 111, 120, 128, 136, 160, 168, 192, 200, 216, 232, 248, 256]
 SHARD, SHARDS = map(int, os.environ.get("FLASHTUNE_TEST_SHARD", "0/1").split("/"))
 # batch, heads, kv_heads, q_len, kv_len

@@ -115,8 +115,8 @@ pub(crate) trait KernelFamily: Fields {
     /// Demands that kernels of the family meet, but some schedules better than others ([`KernelFamily::unfit`]).
     const SWAYED_BY: Constraints = Constraints::NONE;
 
-    /// Whether the family is worth its place in the list for a problem of such sizes. Where it is not, the fast families behind it
-    /// serve before it while nothing is tuned.
+    /// Whether the family is worth its place in the list for a problem of such sizes. Where it is not, the fast
+    /// families behind it serve before it while nothing is tuned.
     fn prefers(_problem: &Problem, _bucket: &ShapeBucket) -> bool {
         true
     }

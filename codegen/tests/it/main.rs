@@ -1,5 +1,5 @@
-//! What this crate promises: kernels, and the language of score programs. `cargo test -p flashtune-codegen --test it score_rows::`
-//! runs one part.
+//! What this crate promises: kernels, and the language of score programs.
+//! `cargo test -p flashtune-codegen --test it score_rows::` runs one part.
 
 mod kernels;
 mod random;

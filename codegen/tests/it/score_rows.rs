@@ -132,7 +132,8 @@ fn masks_like_a_causal_one_are_known_by_their_runs() {
         ("kv < q + kv_len - q_len and kv <= q", (true, true, true)),
         ("prefix: i32[batch]; kv < prefix[b] or kv <= q", (true, true, true)),
         ("kv // 64 <= q // 64", (true, true, true)),
-        // As many keys for every row; ends that come out of memory for each row, or by a division; runs that begin somewhere.
+        // As many keys for every row; ends that come out of memory for each row, or by a division; runs that begin
+        // somewhere.
         ("n: i32[batch]; kv < n[b]", (true, false, true)),
         ("d: i32[q_len] nondecreasing; kv <= d[q]", (true, true, false)),
         ("n: int in 1..9; kv // n <= q // n", (true, true, false)),

@@ -1,9 +1,9 @@
 //! Commands that end with the process that runs them.
 //!
-//! A compiler is several processes: its driver, and what that starts. When a host is killed, nobody tells them. So they run in
-//! a process group of their own beside a shell that waits for the host's end of a pipe to close, which the kernel does
-//! however the host ends, and then kills the group. (The parent-death signal of Linux reaches the first child alone, and is
-//! sent when the thread ends that started it.)
+//! A compiler is several processes: its driver, and what that starts. When a host is killed, nobody tells them. So they
+//! run in a process group of their own beside a shell that waits for the host's end of a pipe to close, which the
+//! kernel does however the host ends, and then kills the group. (The parent-death signal of Linux reaches the first
+//! child alone, and is sent when the thread ends that started it.)
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -12,8 +12,8 @@ use std::process::{Child, Command, Output, Stdio};
 /// The end of the host is the end of its input.
 const WATCH: &str = "read _; kill -9 0";
 
-/// Runs a command to its end, nothing on its stdin, and gives what it printed. Should this process end before, however it does,
-/// the command and all that it started in its group are killed. Where there is no `/bin/sh`, they are not.
+/// Runs a command to its end, nothing on its stdin, and gives what it printed. Should this process end before, however
+/// it does, the command and all that it started in its group are killed. Where there is no `/bin/sh`, they are not.
 ///
 /// # Errors
 /// Those of starting the command.

@@ -23,9 +23,9 @@ pub struct Nvrtc {
     warm: Once,
 }
 
-/// From CUDA 13 on NVRTC keeps what it compiled in the user's `~/.nv/ComputeCache`, beside a driver, and answers a source that it
-/// meets again from there: the same cubin, but without ptxas's log, which alone tells of spills. Older ones have neither the
-/// cache nor the option.
+/// From CUDA 13 on NVRTC keeps what it compiled in the user's `~/.nv/ComputeCache`, beside a driver, and answers a
+/// source that it meets again from there: the same cubin, but without ptxas's log, which alone tells of spills. Older
+/// ones have neither the cache nor the option.
 const NO_CACHE: &CStr = c"--no-cache";
 
 /// Environment variable that names the library or its folder.

@@ -3,7 +3,8 @@
 use flashtune_cache::Facts;
 
 /// Registers, spills, stack and shared memory, and the performance notes. A log of several functions gives the largest
-/// need of any of them, and the sum of all spills. None when the log tells of no function: nothing is known of the spills then.
+/// need of any of them, and the sum of all spills. None when the log tells of no function: nothing is known of the
+/// spills then.
 pub(super) fn parse(log: &str) -> Option<Facts> {
     let mut facts = Facts::default();
     let mut told = false;

@@ -95,8 +95,8 @@ impl Buffer for CpuBuffer {
 #[derive(Clone, Copy)]
 struct Line(#[allow(dead_code, reason = "raw memory for the kernel")] [u8; ALIGN]);
 
-/// Memory that the tiles of one call share, kept for later calls when it is dropped: a warm launch allocates nothing. Calls that
-/// run beside each other have one each.
+/// Memory that the tiles of one call share, kept for later calls when it is dropped: a warm launch allocates nothing.
+/// Calls that run beside each other have one each.
 pub(super) struct SharedMemory(Vec<Line>);
 
 /// What no call uses now. Not by thread: one that waits for its tiles may run another launch meanwhile.

@@ -1,5 +1,5 @@
-//! cuBLAS, loaded from where it is found: matrix multiplication as NVIDIA ships it, as the ceiling that kernels are held
-//! against. Nothing but measuring needs it.
+//! cuBLAS, loaded from where it is found: matrix multiplication as NVIDIA ships it, as the ceiling that kernels are
+//! held against. Nothing but measuring needs it.
 
 use crate::error::chain;
 use crate::library_search::Surroundings;

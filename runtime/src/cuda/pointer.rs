@@ -15,12 +15,12 @@ struct Kind {
     device: i32,
 }
 
-/// Refuses a range of memory that does not begin or does not end in memory of the context's device. Driver calls that wait
-/// for nothing and may be made during a stream capture.
+/// Refuses a range of memory that does not begin or does not end in memory of the context's device. Driver calls that
+/// wait for nothing and may be made during a stream capture.
 ///
 /// Memory of the host is refused also where the device could read it (pinned, or through the system's page tables): a
-/// kernel would run at the speed of the bus, without a word. Both ends are looked up, not the allocation's size: a tensor
-/// may span several of those that a virtual memory allocator has mapped side by side.
+/// kernel would run at the speed of the bus, without a word. Both ends are looked up, not the allocation's size: a
+/// tensor may span several of those that a virtual memory allocator has mapped side by side.
 pub(super) fn check(context: &Context, tensor: &'static str, address: u64, bytes: u64) -> Result<()> {
     judge(look_up(context, address)?, context.device, tensor, Place::Start(address))?;
     // An end beyond 64 bits is told with the other errors of a tensor.

@@ -1,9 +1,9 @@
-//! Memory for a few launches that follow each other on a stream: taken and given back in the stream's order, so that nothing
-//! waits, and a launch that is captured has it as part of its graph. What is kept longer ([`super::findings`]) is given back
-//! on a stream of the pool's own.
+//! Memory for a few launches that follow each other on a stream: taken and given back in the stream's order, so that
+//! nothing waits, and a launch that is captured has it as part of its graph. What is kept longer ([`super::findings`])
+//! is given back on a stream of the pool's own.
 //!
-//! It comes from a pool of our own, which keeps what it once had: no more than what the calls that were under way at the same
-//! time have needed.
+//! It comes from a pool of our own, which keeps what it once had: no more than what the calls that were under way at
+//! the same time have needed.
 
 use super::context::{BesideCaptures, Context};
 use crate::{Buffer, Error, Result};
@@ -41,8 +41,8 @@ impl Pool {
         }
         let mut props = MaybeUninit::<CUmemPoolProps>::zeroed();
         let device = u32::try_from(context.device).unwrap_or(0);
-        // SAFETY: all versions of the struct begin with these four words (pinned memory, no handles, on a device, its number), and
-        // zeros are good for the rest.
+        // SAFETY: all versions of the struct begin with these four words (pinned memory, no handles, on a device, its
+        // number), and zeros are good for the rest.
         unsafe { props.as_mut_ptr().cast::<[u32; 4]>().write([1, 0, 1, device]) };
         let _beside = BesideCaptures::begin();
         // SAFETY: the properties live; the context is current.
@@ -92,8 +92,8 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // SAFETY: both were made in `new` and are destroyed once; the driver finishes what the stream has under way, and waits for what
-        // was taken from the pool to be given back.
+        // SAFETY: both were made in `new` and are destroyed once; the driver finishes what the stream has under way,
+        // and waits for what was taken from the pool to be given back.
         unsafe {
             if !self.stream.is_null() {
                 let _ = stream::destroy(self.stream);

@@ -1,8 +1,8 @@
 //! Compilations on threads of their own.
 //!
-//! A compiler is a library with data of its own, which a process that ends takes apart, in the order opposite to that in which
-//! it was made. So the end of the process waits for compilers that run in the background at that time, and lets no other begin;
-//! what they made is kept.
+//! A compiler is a library with data of its own, which a process that ends takes apart, in the order opposite to that
+//! in which it was made. So the end of the process waits for compilers that run in the background at that time, and
+//! lets no other begin; what they made is kept.
 
 use super::binaries::Binary;
 use super::job::Job;
@@ -78,14 +78,14 @@ impl Compiling {
     }
 }
 
-/// From now on the end of the process waits. The compiler is warm by now ([`crate::Compiler::warm_up`]): what it registered for
-/// the end comes after what is registered here.
+/// From now on the end of the process waits. The compiler is warm by now ([`crate::Compiler::warm_up`]): what it
+/// registered for the end comes after what is registered here.
 pub(super) fn wait_at_the_end() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         OWNER.store(std::process::id(), Ordering::Relaxed);
-        // SAFETY: the handler is a plain function of this library. When it cannot be registered (no memory), an end of the
-        // process in the middle of a compilation is not waited for.
+        // SAFETY: the handler is a plain function of this library. When it cannot be registered (no memory), an end of
+        // the process in the middle of a compilation is not waited for.
         let _ = unsafe { libc::atexit(at_exit) };
     });
 }

@@ -13,8 +13,8 @@ use flashtune_codegen::Kernel;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a compilation in the background lets a quick one go ahead: compilers read sources one after the other, which takes
-/// 40 to 100 ms, and the reading of the other source would be waited for.
+/// How long a compilation in the background lets a quick one go ahead: compilers read sources one after the other,
+/// which takes 40 to 100 ms, and the reading of the other source would be waited for.
 const HEAD_START: Duration = Duration::from_millis(100);
 
 /// What a choice gives to run.
@@ -27,8 +27,8 @@ pub(super) struct Served {
 }
 
 impl Dispatcher {
-    /// The loaded kernel of a choice: from memory, a layer, a file, or compiled now where that is allowed. In haste, a quick
-    /// schedule stands in for one that would have to be compiled.
+    /// The loaded kernel of a choice: from memory, a layer, a file, or compiled now where that is allowed. In haste, a
+    /// quick schedule stands in for one that would have to be compiled.
     pub(super) fn load(&self, choice: &Choice, haste: bool) -> Result<Served> {
         let kernel = &choice.kernel;
         let served = |loaded| Served { choice: choice.clone(), loaded, awaited: None };

@@ -1,6 +1,6 @@
 //! Locks that let a model checker choose who goes on: within [`explore`] its threads run one at a time, and before each
-//! operation any of them may be next. Who cannot have a lock tries again at its next turn, so threads that wait for each
-//! other run out of turns, which fails the test. Elsewhere these are std's locks.
+//! operation any of them may be next. Who cannot have a lock tries again at its next turn, so threads that wait for
+//! each other run out of turns, which fails the test. Elsewhere these are std's locks.
 
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
@@ -16,8 +16,8 @@ const TURNS: usize = 200_000;
 /// Rendering templates takes more than the checker's usual stack.
 const STACK: usize = 1 << 21;
 
-/// Plays a scene, whose threads are those of [`shuttle::thread`], with so many orders of events, drawn at random. A failure names the seed
-/// that repeats it (`SHUTTLE_RANDOM_SEED`).
+/// Plays a scene, whose threads are those of [`shuttle::thread`], with so many orders of events, drawn at random. A
+/// failure names the seed that repeats it (`SHUTTLE_RANDOM_SEED`).
 pub(crate) fn explore(orders: u64, scene: impl Fn() + Send + Sync + 'static) {
     let orders = std::env::var("FLASHTUNE_INTERLEAVINGS").ok().and_then(|n| n.parse().ok()).unwrap_or(orders);
     let mut config = shuttle::Config::new();

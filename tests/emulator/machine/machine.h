@@ -96,9 +96,11 @@ constexpr int kRankBit = 24;
 // Bytes of the shared memory of a block as the tensor cores and the copy engine see them. Fails unless they hold data
 // that has arrived, and that was ordered before such reads by the thread that wrote it.
 const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes);
-// The running thread has asked for 16 bytes there and may not have waited for them: no copy may begin until it has passed a fence.
+// The running thread has asked for 16 bytes there and may not have waited for them: no copy may begin until it has
+// passed a fence.
 void note_ldmatrix(u32 address);
-// From the start of a copy to its end nobody may touch its target. `ordinary` copies need no order after ordinary writes.
+// From the start of a copy to its end nobody may touch its target. `ordinary` copies need no order after ordinary
+// writes.
 void begin_async_write(u32 rank, u32 address, u32 bytes, bool ordinary = false);
 u8* end_async_write(u32 rank, u32 address, u32 bytes);
 

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::LazyLock;
 
-/// The C compiler with a memory: four of five kernels that the tests need are some other test's as well, and the same source
-/// and options give the same bytes. It is called as the compiler is, whose name and version are part of what is kept.
+/// The C compiler with a memory: four of five kernels that the tests need are some other test's as well, and the same
+/// source and options give the same bytes. It is called as the compiler is, whose name and version are part of what is
+/// kept.
 pub fn remembering() -> &'static Path {
     static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
         let cc = std::env::var("CC").ok().filter(|cc| !cc.is_empty()).unwrap_or_else(|| "cc".into());

@@ -135,8 +135,8 @@ pub fn count_of(variable: &str, usually: u64) -> u64 {
     std::env::var(variable).ok().and_then(|n| n.parse().ok()).unwrap_or(usually)
 }
 
-/// Of so many operations, as many as there is time for, evenly, the first and the last among them; `FLASHTUNE_CRASH_POINTS`
-/// says how many, up to all of them, and `FLASHTUNE_CRASH_FROM` from which one on.
+/// Of so many operations, as many as there is time for, evenly, the first and the last among them;
+/// `FLASHTUNE_CRASH_POINTS` says how many, up to all of them, and `FLASHTUNE_CRASH_FROM` from which one on.
 pub fn points(operations: u64, usually: u64) -> BTreeSet<u64> {
     let first = count_of("FLASHTUNE_CRASH_FROM", 1).clamp(1, operations - 1);
     let count = count_of("FLASHTUNE_CRASH_POINTS", usually).clamp(2, operations - first + 1);

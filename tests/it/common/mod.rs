@@ -60,8 +60,8 @@ impl Place {
         command
     }
 
-    /// Runs a command that must succeed and parses what it prints. One that tunes is run until the machine is quiet enough
-    /// for a result: that nothing is stored when it is not is another test's matter.
+    /// Runs a command that must succeed and parses what it prints. One that tunes is run until the machine is quiet
+    /// enough for a result: that nothing is stored when it is not is another test's matter.
     pub fn json(&self, args: &[&str]) -> serde_json::Value {
         for _ in 0..4 {
             let output = self.flashtune(args).arg("--json").output().expect("the command starts");
@@ -95,8 +95,8 @@ impl Place {
     }
 }
 
-/// Writes a program, for those who start it meanwhile in one step. Another process does: a child that some other test starts
-/// would inherit this one's open file, and a program that is open for writing cannot be started.
+/// Writes a program, for those who start it meanwhile in one step. Another process does: a child that some other test
+/// starts would inherit this one's open file, and a program that is open for writing cannot be started.
 pub fn write_program(path: &Path, text: &str) {
     let [source, unfinished] = ["text", "new"].map(|end| path.with_extension(format!("{}.{end}", std::process::id())));
     std::fs::write(&source, text).expect("a writable folder");

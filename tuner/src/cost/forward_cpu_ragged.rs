@@ -1,5 +1,5 @@
-//! The cost model of `forward/cpu_ragged`: that of `forward/cpu` for tiles of many rows, and for few what the threads do with
-//! blocks of keys that come from memory.
+//! The cost model of `forward/cpu_ragged`: that of `forward/cpu` for tiles of many rows, and for few what the threads
+//! do with blocks of keys that come from memory.
 
 use super::forward_cpu;
 use flashtune_cache::DeviceFingerprint;
@@ -29,16 +29,16 @@ pub(super) fn cost(kernel: &Kernel, s: &CpuRaggedSchedule, shape: &Shape, device
     let heads = shape.batch as f64 * shape.kv_heads as f64;
     let keys = shape.kv_len as f64;
     let columns = (p.head_dim_qk + p.head_dim_v) as f64;
-    // Ranges as the kernel splits them, of several heads where each has keys enough, and their states, which are written and
-    // read once.
+    // Ranges as the kernel splits them, of several heads where each has keys enough, and their states, which are
+    // written and read once.
     let share = heads * keys / s.split_tiles as f64;
     let most = (64 / rows.max(1)).clamp(1, shape.kv_heads.max(1));
     let together = (share / s.split_kv as f64).floor().clamp(1.0, most as f64);
     let fair = (share / together).max(s.split_kv as f64).min(keys.max(1.0));
     let ranges = (heads / together).ceil() * (keys / fair).round().max(1.0);
     let per_key = columns * (rows as f64).max(2.0) / s.isa.lanes() as f64;
-    // A block's rows and the next one's are to stay in the second-level cache until they are used; between blocks there are
-    // maxima to find and pointers to compute.
+    // A block's rows and the next one's are to stay in the second-level cache until they are used; between blocks there
+    // are maxima to find and pointers to compute.
     let few_block = s.few_block as f64;
     let block = if together == 1.0 { few_block } else { (few_block / (2.0 * together)).max(16.0) };
     let footprint = 2.0 * block * together * columns * 4.0;

@@ -1,5 +1,5 @@
-//! The cost model of `forward/sm80_f32`: that of `forward/sm80` with TF32 products, operands that are split where they are
-//! used, and fragments of four bytes.
+//! The cost model of `forward/sm80_f32`: that of `forward/sm80` with TF32 products, operands that are split where they
+//! are used, and fragments of four bytes.
 
 use super::forward_sm80::{rates, registers_short, resident_blocks};
 use super::{EXP2, SMEM_BYTES, balance};

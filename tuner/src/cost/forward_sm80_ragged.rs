@@ -6,9 +6,9 @@ use flashtune_codegen::{Kernel, Shape, Sm80RaggedSchedule, Visits};
 
 /// Bytes that one multiprocessor gets from memory in a cycle: 4.35 TB/s over 132 of them at 1.755 GHz.
 const MEMORY_BYTES: f64 = 18.8;
-/// Cycles of a key for 16 rows of 128 columns, with eight warps on a multiprocessor: those of the key, and those of a step
-/// of a team, which its keys share. From times on an H200 of steps of 16, 32 and 64 keys (8 x 8k with 4 and 16 queries, 512
-/// x 8k): 26, 14.5 and 10.2 cycles.
+/// Cycles of a key for 16 rows of 128 columns, with eight warps on a multiprocessor: those of the key, and those of a
+/// step of a team, which its keys share. From times on an H200 of steps of 16, 32 and 64 keys (8 x 8k with 4 and 16
+/// queries, 512 x 8k): 26, 14.5 and 10.2 cycles.
 const ISSUE_16_BIT: [f64; 2] = [5.0, 330.0];
 /// The same beside 8-bit stores: 203 and 166 us for 64 x 4k by steps of 16 and 32 keys.
 const ISSUE_8_BIT: [f64; 2] = [13.0, 130.0];

@@ -1,11 +1,12 @@
 //! Every candidate proves itself on small ragged inputs before it may be timed.
 //!
-//! The inputs are derived from the job: the same problem, KV-group size and mask kind, lengths that end in the middle of
-//! every block, once with more keys than queries and once the other way round (which gives empty rows under a causal
+//! The inputs are derived from the job: the same problem, KV-group size and mask kind, lengths that end in the middle
+//! of every block, once with more keys than queries and once the other way round (which gives empty rows under a causal
 //! mask), one query alone, and whole blocks; with activations that carry large outlier channels and with normals, in
-//! three layouts, with NaN or infinities where nobody may look, and in a few places where some do. Outputs are poisoned before every launch, launches repeated and
-//! compared bit by bit, what lies around the tensors is looked at; the bound on the error is that of the numeric contract,
-//! which grows with dtype and length. All that is [`CheckCase`]'s work; here is only the choice of cases.
+//! three layouts, with NaN or infinities where nobody may look, and in a few places where some do. Outputs are poisoned
+//! before every launch, launches repeated and compared bit by bit, what lies around the tensors is looked at; the bound
+//! on the error is that of the numeric contract, which grows with dtype and length. All that is [`CheckCase`]'s work;
+//! here is only the choice of cases.
 
 use super::Inputs;
 use super::ragged;

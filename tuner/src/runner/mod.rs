@@ -53,8 +53,8 @@ impl Inputs {
     }
 }
 
-/// The sizes that a candidate meets, in this order: small ragged ones, a part of the job's grid, the whole. The last two
-/// have the same inputs.
+/// The sizes that a candidate meets, in this order: small ragged ones, a part of the job's grid, the whole. The last
+/// two have the same inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Size {
     Small,
@@ -72,8 +72,8 @@ pub struct Runner {
     beside: bool,
     /// Cores of the host that this process may use.
     cores: usize,
-    /// The first candidate of the job that passed a check, and at which size; how many have failed in a row since one passed
-    /// anything.
+    /// The first candidate of the job that passed a check, and at which size; how many have failed in a row since one
+    /// passed anything.
     proven: Option<(u32, Size)>,
     failed_in_a_row: usize,
     kind: Kind,
@@ -89,8 +89,8 @@ impl Runner {
     /// device is made in this process.
     ///
     /// # Errors
-    /// [`crate::Error::Worker`] when the program is no worker of this version, [`crate::Error::InWorker`] when it cannot
-    /// open the device.
+    /// [`crate::Error::Worker`] when the program is no worker of this version, [`crate::Error::InWorker`] when it
+    /// cannot open the device.
     pub fn worker(command: WorkerCommand, device: DeviceSpec) -> Result<Self> {
         let remote = Remote::open(command, device)?;
         let fingerprint = remote.fingerprint().clone();
@@ -226,8 +226,8 @@ impl Runner {
         self.or_lost(id, checked)
     }
 
-    /// The verdict on a candidate. When several fail in a row, the one that had passed is run again, with nobody else's code
-    /// around it: where that fails too, twice, the device is at fault, and nobody else need be tried.
+    /// The verdict on a candidate. When several fail in a row, the one that had passed is run again, with nobody else's
+    /// code around it: where that fails too, twice, the device is at fault, and nobody else need be tried.
     fn or_lost<T>(&mut self, id: u32, verdict: Result<T, String>) -> Result<Result<T, String>> {
         if verdict.is_ok() {
             self.failed_in_a_row = 0;

@@ -1,8 +1,8 @@
 //! The first launch of a candidate on the job's own tensors: a small part of the grid, so that one that hangs or strays
 //! there is met while it has little of the device and a limit of its own.
 //!
-//! Same kernel, same addresses but for the first row, same strides, all of the keys: whole sequences and KV heads are left
-//! out first, and where there are too few of them, the first rows of Q (masks are aligned at the last ones).
+//! Same kernel, same addresses but for the first row, same strides, all of the keys: whole sequences and KV heads are
+//! left out first, and where there are too few of them, the first rows of Q (masks are aligned at the last ones).
 
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::{DType, Shape};

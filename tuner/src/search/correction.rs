@@ -1,8 +1,8 @@
 //! How far the model is off, learnt from what was measured: in general, for every value of every field, and in the
 //! neighbourhood of each measurement.
 //!
-//! A model that misjudges one choice (an instruction set, the order of tiles) misjudges it everywhere; a few measurements
-//! show that, and the ranking of all others follows.
+//! A model that misjudges one choice (an instruction set, the order of tiles) misjudges it everywhere; a few
+//! measurements show that, and the ranking of all others follows.
 
 use super::Map;
 

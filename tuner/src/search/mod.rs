@@ -2,9 +2,9 @@
 //!
 //! A portfolio over one pool of results: the analytic model's ranking first, with schedules that differ, and with what
 //! neighbouring shapes and other devices found good as seeds; then, batch by batch, steps around the best so far, the
-//! ranking corrected by what was measured near each schedule, and a share that neither of them chooses. Failures are results:
-//! they speak against their neighbourhood. Nothing here knows a device, so searches are replayed on recorded tables
-//! (`replay.rs`).
+//! ranking corrected by what was measured near each schedule, and a share that neither of them chooses. Failures are
+//! results: they speak against their neighbourhood. Nothing here knows a device, so searches are replayed on recorded
+//! tables (`replay.rs`).
 
 mod correction;
 mod map;
@@ -29,8 +29,8 @@ use rand::{Rng, SeedableRng};
 const FIRST_SHARE: f64 = 0.25;
 /// Of the first batch, at most this share are seeds.
 const SEED_SHARE: f64 = 0.25;
-/// What a schedule must be better by, as the logarithm of the time, to be tried beside one just like it, and after how many
-/// steps that is a third.
+/// What a schedule must be better by, as the logarithm of the time, to be tried beside one just like it, and after how
+/// many steps that is a third.
 const REPETITION: f64 = 0.2;
 const LIKE: f64 = 3.0;
 /// Of the first batch, one in so many is picked at random.
@@ -49,8 +49,8 @@ const IMPROVEMENT: f64 = 0.01;
 /// measurements to lead it, which ends at the first batch without one.
 const LEAST: f64 = 0.5;
 const LEAST_LED: f64 = 0.25;
-/// How far the logarithms of times may be from those of a neighbour, in the median and apart from what they have in common,
-/// before it leads no more.
+/// How far the logarithms of times may be from those of a neighbour, in the median and apart from what they have in
+/// common, before it leads no more.
 const DISAGREEMENT: f64 = 0.08;
 /// Of a neighbour's schedules, those within this of its best are tried before anything has to be compiled.
 const PROMISING: f64 = 1.25;
@@ -133,8 +133,8 @@ impl Portfolio {
     }
 
     /// The same search, led by a neighbour's measurements, of which the fastest comes first. Where the model misjudges
-    /// schedules there it is taken to misjudge them here, and what was good there is tried first: its kernels are compiled
-    /// already. Then new ones, until a batch of them brings no improvement.
+    /// schedules there it is taken to misjudge them here, and what was good there is tried first: its kernels are
+    /// compiled already. Then new ones, until a batch of them brings no improvement.
     pub fn led_by(self, hints: Vec<Hint>) -> Self {
         Self { hints, ..self }
     }
@@ -157,8 +157,8 @@ impl Portfolio {
         self.note(schedule, time.map_or(Known::Failed, Known::Time));
     }
 
-    /// The next schedules to try, at most `room` unless it is the first time. None when the search is over, or may be once
-    /// what is under way is reported: not all that was proposed need be, by then.
+    /// The next schedules to try, at most `room` unless it is the first time. None when the search is over, or may be
+    /// once what is under way is reported: not all that was proposed need be, by then.
     pub fn next(&mut self, room: usize) -> Vec<usize> {
         let left = (self.max_trials - self.proposed).min(self.open().count());
         if self.proposed == 0 {
@@ -238,8 +238,8 @@ impl Portfolio {
         batch
     }
 
-    /// The open schedule with the lowest cost, if likeness to one that was proposed counts as so much more: what the model
-    /// misjudges, it misjudges in all that are alike.
+    /// The open schedule with the lowest cost, if likeness to one that was proposed counts as so much more: what the
+    /// model misjudges, it misjudges in all that are alike.
     fn unlike_the_others(&self) -> Option<usize> {
         let score = |i: usize| self.costs[i] + REPETITION * (-f64::from(self.steps_to_known[i]) / LIKE).exp();
         let scored = self.open().map(|i| (score(i), i));

@@ -1,6 +1,6 @@
-//! How long tunings take: searches of recorded tables with the times that an H200 and the 16 cores beside it took, event by event
-//! on a clock of its own. Compilers take orders as they come; the device checks and samples what they are done with; a batch is
-//! reported when it is whole, in order, as in `tune/field.rs`.
+//! How long tunings take: searches of recorded tables with the times that an H200 and the 16 cores beside it took,
+//! event by event on a clock of its own. Compilers take orders as they come; the device checks and samples what they
+//! are done with; a batch is reported when it is whole, in order, as in `tune/field.rs`.
 
 use super::Portfolio;
 use super::replay::{LENGTHS, Replay, TRIALS, load, quantiles};
@@ -10,8 +10,9 @@ use rand::{Rng, SeedableRng};
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 
-/// Seconds, as they were measured (docs/measured/2026-11-21-h200-service.md): a compilation, alone and while all cores have one; the
-/// checks and first samples of a candidate; opening the device and making inputs; race, final and publication.
+/// Seconds, as they were measured (docs/measured/2026-11-21-h200-service.md): a compilation, alone and while all cores
+/// have one; the checks and first samples of a candidate; opening the device and making inputs; race, final and
+/// publication.
 const COMPILATION: Range<f64> = 1.8..2.9;
 const CHECKS: f64 = 0.065;
 const START: f64 = 0.5;

@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 
 /// Schedules that meet in the final, besides the default.
 const FINALISTS: usize = 3;
-/// Rounds of a final: the fewest where there is time, and the most where it is calm; four times as many tell that noise hides
-/// the result, and twenty times as many are run at most so that it does not.
+/// Rounds of a final: the fewest where there is time, and the most where it is calm; four times as many tell that noise
+/// hides the result, and twenty times as many are run at most so that it does not.
 const SURE_ROUNDS: usize = 20;
 const MAX_ROUNDS: usize = 75;
 const STUBBORN_ROUNDS: usize = 4 * MAX_ROUNDS;
 const MOST_ROUNDS: usize = 20 * MAX_ROUNDS;
-/// How much longer noise may make a job, by its race and again by its final, as a share of the time before; of the time that is
-/// left the race takes no more, so that the final has some.
+/// How much longer noise may make a job, by its race and again by its final, as a share of the time before; of the time
+/// that is left the race takes no more, so that the final has some.
 const FOR_NOISE: f64 = 0.25;
 
 /// What the measurement gave, by candidate index.
@@ -132,8 +132,9 @@ impl Tuning<'_> {
         }))
     }
 
-    /// Takes the winner of a final out of it whose answer is not the same in every launch, and so on, until one can be trusted. A check
-    /// looks at two launches of each candidate, which a race between threads may pass; who wins is served for years.
+    /// Takes the winner of a final out of it whose answer is not the same in every launch, and so on, until one can be
+    /// trusted. A check looks at two launches of each candidate, which a race between threads may pass; who wins is
+    /// served for years.
     fn confirm_winner(
         &mut self,
         field: &mut Field,
@@ -197,7 +198,8 @@ impl Tuning<'_> {
     }
 }
 
-/// Who won the final, of those who are alive. Among equals the model's order decides, which is the same whatever was tried first.
+/// Who won the final, of those who are alive. Among equals the model's order decides, which is the same whatever was
+/// tried first.
 fn winner_of(field: &Field, alive: &[usize], rounds: &Rounds, default: Option<usize>) -> usize {
     let default = alive.iter().position(|&c| Some(c) == default);
     let order: Vec<usize> = alive.iter().map(|&c| field.candidates[c].rank).collect();

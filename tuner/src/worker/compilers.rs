@@ -68,8 +68,8 @@ impl Compilers {
         }
     }
 
-    /// Makes compilers stand still, for a candidate that must have the host for itself. One that dies with the tuner dies
-    /// standing, too.
+    /// Makes compilers stand still, for a candidate that must have the host for itself. One that dies with the tuner
+    /// dies standing, too.
     pub fn still(&self) -> Stillness<'_> {
         let busy = self.busy.lock().unwrap_or_else(|e| e.into_inner());
         self.stood_still.lock().unwrap_or_else(|e| e.into_inner()).1 = Some(Instant::now());
@@ -134,8 +134,8 @@ impl Compiler for Compilers {
         let refused =
             |log: String| Error::Compile { compiler: self.id().to_string(), kernel: source.name.clone(), log };
         let mut reply = self.ask(source);
-        // Somebody may have killed the process for reasons that are not the source's, as a system that is short of memory
-        // does. To hang again would cost too much.
+        // Somebody may have killed the process for reasons that are not the source's, as a system that is short of
+        // memory does. To hang again would cost too much.
         for _ in 1..ATTEMPTS {
             if matches!(reply, Ok(Err(Loss::Died(_) | Loss::Killed(_)))) {
                 reply = self.ask(source);

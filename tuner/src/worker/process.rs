@@ -127,8 +127,8 @@ impl Process {
         pidfd_open(id, PidfdFlags::empty()).ok()
     }
 
-    /// One request that is done by the worker itself, whole within a limit: to be silent for longer is to hang. Time in which
-    /// it was made to stand still does not count.
+    /// One request that is done by the worker itself, whole within a limit: to be silent for longer is to hang. Time in
+    /// which it was made to stand still does not count.
     pub fn ask_within(
         &mut self,
         request: &Request,

@@ -166,8 +166,8 @@ impl Llama {
     }
 }
 
-/// The `count` likeliest words behind a prompt, one after the other: `forward` gives the logits of the word after the new
-/// ones, which stand at a position.
+/// The `count` likeliest words behind a prompt, one after the other: `forward` gives the logits of the word after the
+/// new ones, which stand at a position.
 ///
 /// # Errors
 /// What `forward` says.
@@ -188,8 +188,8 @@ pub fn generate(
     Ok(out)
 }
 
-/// [`generate`] by the model of candle-transformers, with its own attention or with that of candle-flash-attn (in builds
-/// with CUDA alone).
+/// [`generate`] by the model of candle-transformers, with its own attention or with that of candle-flash-attn (in
+/// builds with CUDA alone).
 ///
 /// # Errors
 /// As candle's operations.

@@ -40,8 +40,8 @@ pub struct Changes<'a> {
     pub bias: Option<&'a Tensor>,
 }
 
-/// O `[batch, q_len, heads, dim_v]` and the log-sum-exp `[batch, heads, q_len]` in f32, by operations that candle derives;
-/// a query `q` sees a key `kv` where `visible(q, kv)`.
+/// O `[batch, q_len, heads, dim_v]` and the log-sum-exp `[batch, heads, q_len]` in f32, by operations that candle
+/// derives; a query `q` sees a key `kv` where `visible(q, kv)`.
 pub fn unfused(
     [q, k, v]: [&Tensor; 3],
     scale: f32,

@@ -16,8 +16,8 @@ const fn listed(problem: &Problem) -> u32 {
     if problem.program.is_some() { 8 } else { 0 }
 }
 
-/// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, weights on
-/// their way from one warpgroup to the other, barriers.
+/// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, weights
+/// on their way from one warpgroup to the other, barriers.
 pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let ((qk, v), block_kv, listed) = (chunks(problem), block_kv(problem), listed(problem));
     let blocks = s.key_stages * (qk + v) * block_kv * 128;
@@ -27,14 +27,16 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
     blocks + queries + spilled + hand + s.key_stages * 32 + s.stages * 32 + 32 + ALIGNMENT
 }
 
-/// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup, barriers.
+/// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup,
+/// barriers.
 pub(super) fn queries_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let (qk, _) = chunks(problem);
     let stage = (qk + 2 * s.row_tiles) * block_kv(problem) * 128 + 16 + listed(problem);
     s.row_stages * stage + 2 * qk * 64 * 128 + ALIGNMENT
 }
 
-/// Registers of a thread of the stages that hold accumulators where most are live: dK, dV, S and dP, or the tiles of dQ.
+/// Registers of a thread of the stages that hold accumulators where most are live: dK, dV, S and dP, or the tiles of
+/// dQ.
 pub(super) fn live_registers(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.next_multiple_of(16) / 2);
     let keys = if is_by_gradient(problem) { qk.max(v) } else { qk + v };

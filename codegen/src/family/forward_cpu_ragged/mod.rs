@@ -1,7 +1,7 @@
 //! `forward/cpu_ragged`: C for the host processor, for ragged batches.
 //!
-//! Few rows are multiplied with rows of keys where these lie in the store; many are packed into panels as in `forward/cpu`,
-//! whose register tiles these are.
+//! Few rows are multiplied with rows of keys where these lie in the store; many are packed into panels as in
+//! `forward/cpu`, whose register tiles these are.
 
 use super::KernelFamily;
 use super::account::{RaggedAccount, Usual};

@@ -1,7 +1,7 @@
 //! `gradient/cpu`: the gradient of what a score program reads, in C for the host processor.
 //!
-//! A tile is a unit of places with partial sums of its own ([`crate::Summation`]), or, in a second step, some elements of
-//! the sum of these: the same bytes come out whichever thread takes which.
+//! A tile is a unit of places with partial sums of its own ([`crate::Summation`]), or, in a second step, some elements
+//! of the sum of these: the same bytes come out whichever thread takes which.
 
 use crate::abi::ArgsLayout;
 use crate::family::fields::schedule;

@@ -45,8 +45,8 @@ fn a_device_of_its_own_measures_while_the_host_compiles_and_the_cpu_does_not() {
     let best = schedules().len() - 1;
     let special =
         [(best, Behaviour::Right { us: 60.0 }), (1, Behaviour::DoesNotCompile), (2, Behaviour::Wrong { by: 1.0 })];
-    // One compiler: whatever the checks take, it has not done by then. The device's part is a third of the compiler's, so
-    // that the sum tells the two cases apart on a host that other work slows down, too.
+    // One compiler: whatever the checks take, it has not done by then. The device's part is a third of the compiler's,
+    // so that the sum tells the two cases apart on a host that other work slows down, too.
     for (cores, beside) in [(Some(2), true), (None, false)] {
         let (outcome, seen) = tuned(cores, (60, 30), &special, &job());
         assert_eq!(seen, beside);

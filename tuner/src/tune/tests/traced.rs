@@ -1,4 +1,5 @@
-//! A process that is stopped before and after each of its system calls, on all of its threads, and killed at one of them.
+//! A process that is stopped before and after each of its system calls, on all of its threads, and killed at one of
+//! them.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -27,7 +28,8 @@ pub fn mark() {
     unsafe { libc::raise(libc::SIGUSR2) };
 }
 
-/// Runs a command and kills it (SIGKILL) at one of its stops, if it comes to that. Processes that it starts are not stopped.
+/// Runs a command and kills it (SIGKILL) at one of its stops, if it comes to that. Processes that it starts are not
+/// stopped.
 ///
 /// # Errors
 /// Where processes cannot be started, or may not be traced: then it is [`io::ErrorKind::PermissionDenied`].
@@ -41,7 +43,8 @@ pub fn run(command: &mut Command, kill_at: Option<u64>) -> io::Result<Traced> {
     }
     let main = command.spawn()?.id() as libc::pid_t;
     let resume = |thread: libc::pid_t, signal: libc::c_int| {
-        // SAFETY: acts on a thread that is traced from here; one that is gone is an error, and is heard of by `waitpid`.
+        // SAFETY: acts on a thread that is traced from here; one that is gone is an error, and is heard of by
+        // `waitpid`.
         unsafe { libc::ptrace(libc::PTRACE_SYSCALL, thread, 0, signal) };
     };
     let (mut stops, mut counts, mut killed, mut begun) = (0, false, false, false);
