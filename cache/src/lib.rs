@@ -5,6 +5,19 @@
 //!       -> Artifact files (content-addressed)      export / import -> Bundle file that ships
 //! ```
 //!
+//! ```no_run
+//! use flashtune_cache::{CacheDir, Layers};
+//!
+//! # fn main() -> flashtune_cache::Result<()> {
+//! // What a reader has: the user's own results, and those of a bundle that a trusted key has signed.
+//! let layers = Layers::open(&CacheDir::resolve(None)?, &["tuned.ftb".into()], None)?;
+//! for (layer, record, _) in layers.records() {
+//!     println!("{layer}: {} on {} by {}", record.key.problem, record.key.device, record.schedule);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Architecture invariants: this crate knows no CUDA and compiles nothing. Readers never open sled. Every byte that
 //! reaches a caller was checked against its length and hash first.
 

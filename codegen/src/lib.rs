@@ -8,6 +8,22 @@
 //!                                     -> plan(Shape)         -> stages of a launch and their scratch memory
 //! ```
 //!
+//! ```
+//! use flashtune_codegen::{Arch, DType, Family, Kernel, Mask, Problem, Schedule, Shape, ShapeBucket, TemplateSet};
+//!
+//! # fn main() -> flashtune_codegen::Result<()> {
+//! let arch: Arch = "sm_90a".parse()?;
+//! let problem = Problem::forward(DType::Bf16, 128, Mask::Causal.kind())?;
+//! let shape = Shape { batch: 1, heads: 32, kv_heads: 8, q_len: 4096, kv_len: 4096, mask: Mask::Causal };
+//! let schedule = Schedule::default_for(Family::ForwardSm90, &problem, arch, &ShapeBucket::of(&shape))?;
+//! let kernel = Kernel { problem, schedule, arch };
+//! kernel.check()?;
+//! let source = kernel.render(&TemplateSet::embedded())?; // CUDA C++ that includes nothing, for NVRTC
+//! assert!(source.text.contains(&source.entry));
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Architecture invariants: nothing here does I/O, knows a device, or depends on the machine it runs on. The same
 //! inputs give the same bytes. Templates hold no policy: every decision that a template acts on is a field of
 //! [`Problem`] or [`Schedule`], rendered as one block of constants at the top of the generated file.

@@ -6,6 +6,14 @@
 //! benches/peers.py -+                    checks, derives     +-> html()
 //! ```
 //!
+//! ```
+//! use flashtune_report::{CacheReport, cache_html};
+//!
+//! let page = cache_html(&CacheReport { title: "What is tuned here".into(), ..CacheReport::default() })?;
+//! assert!(page.contains("<h1>What is tuned here</h1>"));
+//! # Ok::<(), flashtune_report::Error>(())
+//! ```
+//!
 //! A report states what was measured (times, sizes, the device and its measured ceilings) and nothing else; every
 //! number that follows from those, such as TFLOP/s or a share of a ceiling, is computed here ([`Derived`]), so that two
 //! programs that write reports cannot compute it in two ways. Architecture invariant: no device, no clock, no file; the

@@ -10,6 +10,20 @@
 //! Device::launch(Module, LaunchPlan, Args, Stream)
 //! ```
 //!
+//! ```no_run
+//! use flashtune_codegen::TemplateSet;
+//! use flashtune_runtime::{DeviceSpec, compile};
+//! # fn of_codegen() -> flashtune_codegen::Kernel { unimplemented!() }
+//!
+//! # fn main() -> flashtune_runtime::Result<()> {
+//! let device = flashtune_runtime::open(DeviceSpec::Auto)?; // the first GPU, else the host processor
+//! let kernel = of_codegen(); // a problem with a schedule, for the device's arch
+//! let artifact = compile::compile_with(&*device.compiler()?, &kernel, &TemplateSet::embedded())?;
+//! println!("{}: {} registers on {}", kernel.name(), artifact.facts.registers, device.fingerprint());
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Architecture invariants: `unsafe` lives in the device modules (`cuda/`, `cpu/`), in the binding of NVRTC's C
 //! interface (`compile/nvrtc_lib.rs`), and where a launch passes on its caller's promise (`device.rs`, `check.rs`);
 //! nowhere else. A missing library is an [`Error`], never a panic. A launch is asynchronous on the caller's stream,

@@ -12,6 +12,24 @@
 //!
 //! Candidates compile, load and run in worker processes ([`Runner::worker`]), or by choice in this one.
 //!
+//! ```no_run
+//! use flashtune_cache::CacheDir;
+//! use flashtune_codegen::{DType, Mask, Problem, Shape, TemplateSet};
+//! use flashtune_runtime::DeviceSpec;
+//! use flashtune_tuner::{Job, Runner, tune};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let problem = Problem::forward(DType::Bf16, 128, Mask::Causal.kind())?;
+//! let shape = Shape { batch: 1, heads: 32, kv_heads: 8, q_len: 4096, kv_len: 4096, mask: Mask::Causal };
+//! // Hosts run candidates in processes of their own: `Runner::worker`.
+//! let mut runner = Runner::in_this_process(flashtune_runtime::open(DeviceSpec::Auto)?);
+//! let dir = CacheDir::resolve(None)?;
+//! let found = tune(&mut runner, &TemplateSet::embedded(), &dir, &Job::new(problem, shape), &())?;
+//! println!("{} wins", found.record.schedule);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Architecture invariants: no CUDA call is made here, everything goes through [`flashtune_runtime::Device`], which a
 //! tuner with a worker does not even open; `unsafe` is only in front of a launch, in `runner/bench`, whose buffers the
 //! same struct owns, and in `worker/watched`, which passes it on. A schedule's failure is data, never the end of the

@@ -32,7 +32,7 @@ pub fn check(root: &Path) -> Result<()> {
     let main = Metadata::read(root, &["--locked"])?;
     let candle = Metadata::read(&root.join("bindings/candle"), &["--no-deps"])?;
     let all: Vec<&Package> =
-        PUBLISHED.iter().map(|name| find(&main, name)).chain([find(&candle, CANDLE)]).collect::<Result<_>>()?;
+        PUBLISHED.iter().map(|name| main.find(name)).chain([candle.find(CANDLE)]).collect::<Result<_>>()?;
     for (place, package) in all.iter().enumerate() {
         faults.extend(of_manifest(package, all[0]));
         faults.extend(of_order(package, &all[..place]));
@@ -104,7 +104,8 @@ fn of_order(package: &Package, before: &[&Package]) -> Vec<String> {
 /// The files of a package, as cargo packs them.
 fn packed(package: &Package) -> Result<BTreeSet<PathBuf>> {
     let mut cargo = super::cargo();
-    cargo.args(["package", "--list", "--allow-dirty", "--manifest-path"]).arg(&package.manifest_path);
+    cargo.args(["package", "--list", "--allow-dirty", "--package", &package.name, "--manifest-path"]);
+    cargo.arg(&package.manifest_path);
     Ok(output(cargo)?.lines().map(PathBuf::from).collect())
 }
 

@@ -39,19 +39,21 @@
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
-// Products of f32 are fp32 ones, without tensor cores, as a pass whose gradients will be asked for wants them. Without any of the
-// three flags of precision, of which at most one is set, dense f32 is computed as with FLASHTUNE_FORWARD_TF32X3 where a GPU has
-// that, and exactly elsewhere and where weights are asked for.
+// Products of f32 are fp32 ones, without tensor cores, as a pass whose gradients will be asked for wants them. Without
+// any of the three flags of precision, of which at most one is set, dense f32 is computed as with
+// FLASHTUNE_FORWARD_TF32X3 where a GPU has that, and exactly elsewhere and where weights are asked for.
 #define FLASHTUNE_FORWARD_EXACT 2
 
-// Products of f32 are three TF32 products of tensor cores each, which keep f32's error. Refused for other dtypes, on the CPU and
-// before sm_80.
+// Products of f32 are three TF32 products of tensor cores each, which keep f32's error. Refused for other dtypes, on
+// the CPU and before sm_80.
 #define FLASHTUNE_FORWARD_TF32X3 4
 
-// Products of f32 are single TF32 products of tensor cores: operands keep 11 bits. Refused as FLASHTUNE_FORWARD_TF32X3 is.
+// Products of f32 are single TF32 products of tensor cores: operands keep 11 bits. Refused as FLASHTUNE_FORWARD_TF32X3
+// is.
 #define FLASHTUNE_FORWARD_TF32 8
 
-// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head_dim_qk).
+// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 /
+// sqrt(head_dim_qk).
 #define FLASHTUNE_RAGGED_SCALE 1
 
 // The log-sum-exp of `flashtune_ragged` is of base 2, and not a natural logarithm.
@@ -603,7 +605,8 @@ typedef struct flashtune_block_mask_args {
   int32_t reserved;
   // The mask, as in `flashtune_forward_args`.
   const char *mask_program;
-  // What it reads. Tensors must live, and stay as they are, for as long as the block mask is used; all else is copied.
+  // What it reads. Tensors must live, and stay as they are, for as long as the block mask is used; all else is
+  // copied.
   const struct flashtune_input *inputs;
   // How many; others than the mask reads are ignored.
   uint64_t inputs_len;
@@ -624,8 +627,8 @@ typedef struct flashtune_block_mask_args {
 // A mask that was prepared for many calls. 0 is none. Not an address, as an engine's is not.
 typedef uint64_t flashtune_block_mask;
 
-// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the address
-// of one of those.
+// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the
+// address of one of those.
 typedef struct flashtune_dl_tensor {
   // Memory of the device.
   void *data;
@@ -694,8 +697,8 @@ typedef struct flashtune_forward_args {
   // Factor of the scores, with FLASHTUNE_FORWARD_SCALE in `flags`.
   float softmax_scale;
   // A score program's mask, which holds beside `mask`: the text of an expression, after declarations and names if it
-  // has any, or the name of a built-in program; NULL for none. What a text reads without declaring it is declared by the
-  // input of that name.
+  // has any, or the name of a built-in program; NULL for none. What a text reads without declaring it is declared by
+  // the input of that name.
   const char *mask_program;
   // What goes into the softmax in place of the score; NULL for the score.
   const char *score_program;
@@ -707,8 +710,8 @@ typedef struct flashtune_forward_args {
   uint64_t inputs_len;
   // sizeof(flashtune_input), unless `inputs_len` is 0.
   uint64_t input_size;
-  // A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask reads need
-  // not be among the inputs. 0 for none.
+  // A mask that was prepared before, in place of `mask_program`, which is then NULL or says the same. What the mask
+  // reads need not be among the inputs. 0 for none.
   flashtune_block_mask block_mask;
   // The attention weights, contiguous fp32 [batch, heads, q_len, kv_len]; written unless NULL, on CUDA by the plain
   // kernel: for inspection, not for speed. A sink takes its part, so that rows sum to less than 1.
@@ -736,20 +739,22 @@ typedef struct flashtune_options {
   // How many.
   uint64_t bundles_len;
   // A `flashtune_quick_first`. The quick schedule has the same bits and is slower; calls in a capture,
-  // `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for the
-  // compiler.
+  // `flashtune_prepare` and `flashtune_preload` wait for the kernel itself. A process that ends meanwhile waits for
+  // the compiler.
   int32_t quick_first;
   // 1: `flashtune_forward` refuses O, the log-sum-exp and weights that share an element with another tensor of the
   // call, as far as addresses tell (INVALID_TENSOR; views with interleaved rows are the caller's word). 0: no look.
   int32_t checked;
-  // Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would take
-  // more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as results.
+  // Most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; 0: 1 GiB. One that would
+  // take more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as
+  // results.
   uint64_t scratch_limit;
 } flashtune_options;
 
-// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device. Fill it
-// with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count elements, and
-// lengths and tables are read when the call runs: a captured call is replayed with others, within its bounds.
+// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.
+// Fill it with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count
+// elements, and lengths and tables are read when the call runs: a captured call is replayed with others, within its
+// bounds.
 typedef struct flashtune_ragged {
   // sizeof(flashtune_ragged).
   uint32_t struct_size;
@@ -909,10 +914,10 @@ flashtune_status flashtune_append(flashtune_engine engine, const struct flashtun
 // As `flashtune_append`.
 flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct flashtune_append_args *args);
 
-// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The same call gives the same
-// bytes. The first call of a kind may compile; later ones launch and wait for nothing, allocate nothing but scratch memory
-// in the stream's order (`scratch_limit` of flashtune_options), and may be captured in a CUDA graph. Does nothing when
-// no gradient has an element.
+// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The
+// same call gives the same bytes. The first call of a kind may compile; later ones launch and wait for nothing,
+// allocate nothing but scratch memory in the stream's order (`scratch_limit` of flashtune_options), and may be
+// captured in a CUDA graph. Does nothing when no gradient has an element.
 //
 // Rows that attend to nothing (log-sum-exp -infinity), and keys that no query sees, have gradients of zero. Rows of no
 // packed sequence are left as they are. Derivatives of a score program at a kink are those of PyTorch.
@@ -922,42 +927,42 @@ flashtune_status flashtune_prepare_append(flashtune_engine engine, const struct 
 // # Safety
 // `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live
 // one of the engine's context.
-flashtune_status flashtune_backward(flashtune_engine engine,
-                                    const struct flashtune_backward_args *args);
+flashtune_status flashtune_backward(flashtune_engine engine, const struct flashtune_backward_args *args);
 
-// All of `flashtune_backward` but the launch: compiles the kernel if need be and loads it, so that a call with the same
-// arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
+// All of `flashtune_backward` but the launch: compiles the kernel if need be and loads it, so that a call with the
+// same arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
 //
 // # Safety
 // As `flashtune_backward`.
 flashtune_status flashtune_prepare_backward(flashtune_engine engine, const struct flashtune_backward_args *args);
 
-// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`). Where kernels
-// have something found of a mask first, as of documents and block-sparse masks, it is found by the first call of each kernel,
-// and later calls, on any stream and thread, go by that. A call that is captured in a CUDA graph uses what is there, so let one call
-// come before; otherwise every replay finds it anew. Computes nothing itself.
+// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`).
+// Where kernels have something found of a mask first, as of documents and block-sparse masks, it is found by the first
+// call of each kernel, and later calls, on any stream and thread, go by that. A call that is captured in a CUDA graph
+// uses what is there, so let one call come before; otherwise every replay finds it anew. Computes nothing itself.
 //
-// What the mask reads must stay as it is for as long as the block mask is used. `block_mask`: receives the handle, 0 on failure.
+// What the mask reads must stay as it is for as long as the block mask is used. `block_mask`: receives the handle, 0
+// on failure.
 //
 // Fails with INVALID_ARGUMENT (a text or an input that does not fit, a size that the mask needs), INVALID_HANDLE.
 //
 // # Safety
-// The pointers are NULL or valid, strings end with a zero byte, and tensors are what their shapes and strides say for as long as
-// the block mask is used.
+// The pointers are NULL or valid, strings end with a zero byte, and tensors are what their shapes and strides say for
+// as long as the block mask is used.
 flashtune_status flashtune_block_mask_create(flashtune_engine engine,
                                              const struct flashtune_block_mask_args *args,
                                              flashtune_block_mask *block_mask);
 
-// Gives a block mask up; the handle is invalid from now on. Its memory is given back behind all calls that were made with it; graphs
-// that were captured with it must not be launched again.
+// Gives a block mask up; the handle is invalid from now on. Its memory is given back behind all calls that were made
+// with it; graphs that were captured with it must not be launched again.
 flashtune_status flashtune_block_mask_destroy(flashtune_block_mask block_mask);
 
-// Bytes of device memory that a block mask holds now: 0 before its first call, and for masks that kernels know by arithmetic.
+// Bytes of device memory that a block mask holds now: 0 before its first call, and for masks that kernels know by
+// arithmetic.
 //
 // # Safety
 // `bytes` is NULL or valid.
-flashtune_status flashtune_block_mask_bytes(flashtune_block_mask block_mask,
-                                            uint64_t *bytes);
+flashtune_status flashtune_block_mask_bytes(flashtune_block_mask block_mask, uint64_t *bytes);
 
 // `flashtune_forward` of tensors that DLPack describes: `tensors` has Q, K, V, O and the log-sum-exp, `args` all
 // else. The tensors of `args` and its `lse` stay zero.
@@ -996,8 +1001,8 @@ flashtune_status flashtune_prepare_dl(flashtune_engine engine,
 // The pointers are NULL or valid, strings end with a zero byte, `cuda_context` is NULL or a live CUcontext.
 flashtune_status flashtune_engine_open(const struct flashtune_options *options, flashtune_engine *engine);
 
-// Closes an engine; the handle is invalid from now on. Calls that other threads are in come to their end. On CUDA all that
-// was launched must have completed, and captured graphs must not be launched again: the kernels are unloaded.
+// Closes an engine; the handle is invalid from now on. Calls that other threads are in come to their end. On CUDA all
+// that was launched must have completed, and captured graphs must not be launched again: the kernels are unloaded.
 flashtune_status flashtune_engine_close(flashtune_engine engine);
 
 // Text of the last failure on the calling thread; empty when there was none. Valid until the thread's next call of a
@@ -1024,24 +1029,23 @@ flashtune_status flashtune_explain(flashtune_engine engine,
                                    size_t capacity,
                                    size_t *length);
 
-// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may compile
-// or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA graph (a mask
-// of which something is found first, as of documents, takes memory for that, in the stream's order; a block mask keeps it). Does
-// nothing when O has no element.
+// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may
+// compile or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA
+// graph (a mask of which something is found first, as of documents, takes memory for that, in the stream's order; a
+// block mask keeps it). Does nothing when O has no element.
 //
 // Every address must be valid for what its shape and strides span until the work is done. That is checked as far as it
-// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is INVALID_TENSOR; on the
-// CPU the address of a GPU is not noticed. A stream of another context or GPU is an error of the driver (DEVICE); a stream
-// that was destroyed is not noticed, and may end the process.
+// can be told: on CUDA a tensor that begins or ends in memory of the host, of another GPU or in none is
+// INVALID_TENSOR; on the CPU the address of a GPU is not noticed. A stream of another context or GPU is an error of
+// the driver (DEVICE); a stream that was destroyed is not noticed, and may end the process.
 //
-// Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and drivers
-// report. Nothing was launched then.
+// Fails with INVALID_ARGUMENT, INVALID_HANDLE, INVALID_TENSOR, UNSUPPORTED, SEALED, and with what compilers and
+// drivers report. Nothing was launched then.
 //
 // # Safety
-// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live one
-// of the engine's context.
-flashtune_status flashtune_forward(flashtune_engine engine,
-                                   const struct flashtune_forward_args *args);
+// `args` is NULL or valid, its addresses are as said above, its strings end with a zero byte, and its stream is a live
+// one of the engine's context.
+flashtune_status flashtune_forward(flashtune_engine engine, const struct flashtune_forward_args *args);
 
 // All of `flashtune_forward` but the launch: finds, compiles or tunes the kernel and loads it, so that a call with the
 // same arguments is a launch and no more. Reads and writes no tensor; the addresses matter for their alignment.
@@ -1118,8 +1122,8 @@ flashtune_status flashtune_counters(flashtune_engine engine,
 flashtune_status flashtune_write_untuned(flashtune_engine engine, const char *file, uint64_t *classes);
 
 // Writes the counters as Prometheus reads them to a file that is whole whenever somebody reads it: for node_exporter's
-// textfile collector, which takes a folder of `*.prom`. Each line has the label `process` with the file's name (`rank0`
-// of `rank0.prom`). To be called now and then, as often as the collector is scraped.
+// textfile collector, which takes a folder of `*.prom`. Each line has the label `process` with the file's name
+// (`rank0` of `rank0.prom`). To be called now and then, as often as the collector is scraped.
 //
 // Fails with STORAGE; an older file stays then.
 //

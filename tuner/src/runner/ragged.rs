@@ -308,7 +308,7 @@ mod tests {
     use flashtune_runtime::{DeviceSpec, compiler_for, open};
 
     /// A correct kernel for f32 and head dim 16 over a store of the same.
-    const KERNEL: &str = include_str!("../../../runtime/testdata/ragged.c");
+    const KERNEL: &str = include_str!("../../testdata/ragged.c");
 
     fn job(q_len: u32, kv_len: u32, batch: u32, pages: PageClass) -> Inputs {
         let mask = Mask::Causal;
