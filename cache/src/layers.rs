@@ -51,12 +51,12 @@ pub enum MatchQuality {
     OtherLaunches,
     /// Same device, another bucket.
     NearestShape {
-        /// [`ShapeBucket::distance`].
+        /// [`flashtune_codegen::ShapeBucket::distance`].
         distance: f64,
     },
     /// Same arch, another device: provisional.
     OtherDevice {
-        /// Distance of the buckets plus that of the devices ([`DeviceFingerprint::distance`]).
+        /// Distance of the buckets plus that of the devices ([`crate::DeviceFingerprint::distance`]).
         distance: f64,
     },
 }

@@ -21,6 +21,11 @@ pub fn lints() -> Vec<Step> {
         ("tidy", || tidy::main(&root(), &[])),
         ("crates", || crates::check(&root())),
         ("clippy", || super::run(with(cargo(), "clippy --workspace --all-targets -- -D warnings"))),
+        ("doc", || {
+            let mut doc = with(cargo(), "doc --workspace --no-deps");
+            doc.env("RUSTDOCFLAGS", "-D warnings");
+            super::run(doc)
+        }),
     ]
 }
 
