@@ -162,6 +162,24 @@ fn pack(root: &Path) -> Result<()> {
     output(cargo).map(drop)
 }
 
+/// Compiles the published packages with the Rust that their manifests name, in a folder of its own.
+pub fn compile_with_oldest(root: &Path) -> Result<()> {
+    let metadata = Metadata::read(root, &["--no-deps"])?;
+    let rust = metadata.find(PUBLISHED[0])?.rust_version.clone().context("no rust-version")?;
+    let toolchain = format!("{rust}.0");
+    let mut cargo = std::process::Command::new("rustup");
+    cargo.current_dir(root).args(["run", &toolchain, "cargo", "check", "--locked"]);
+    // The cargo that runs this program has told it of itself and of its compiler.
+    for name in ["CARGO", "RUSTC", "RUSTUP_TOOLCHAIN"] {
+        cargo.env_remove(name);
+    }
+    for name in PUBLISHED {
+        cargo.args(["--package", name]);
+    }
+    cargo.env("CARGO_TARGET_DIR", super::package::target_folder(root).join("msrv"));
+    super::run(cargo).with_context(|| format!("`rustup toolchain install {toolchain}` where it is missing"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::metadata::{Edge, Kind, Node, Resolve};

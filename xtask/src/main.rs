@@ -34,6 +34,7 @@ commands:
   lint          formatting, `tidy`, `crates`, and `cargo clippy` and `cargo doc` with warnings denied
   tidy          columns, names of tests and links of pages; `--lower` writes the counts of xtask/tidy.txt that fell
   crates        whether every package could be published: manifest, files, order, the Rust that it asks for
+  msrv          compile what hosts take with the oldest Rust that the workspace promises, which rustup must have
   ci            what must pass before a change goes in, as `.ci/run`: lint, then test; says how long each step took
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
   wheel         the Python package with library and command for `pip install`; `cargo xtask wheel --help`
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         Some("lint") => steps::run(&steps::lints()),
         Some("tidy") => tidy::main(&root(), &args.collect::<Vec<_>>()),
         Some("crates") => crates::check(&root()),
+        Some("msrv") => crates::compile_with_oldest(&root()),
         Some("ci") => steps::run(&steps::all()),
         Some("package") => return package::main(&root(), args),
         Some("wheel") => return wheel::main(&root(), args),

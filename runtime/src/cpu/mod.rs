@@ -171,9 +171,9 @@ impl Device for CpuDevice {
             message,
             remedy: "use a schedule with smaller blocks",
         };
-        // SAFETY: the caller's promise is this function's own.
         let prepared = match args {
             Args::Ragged(args) => Some(
+                // SAFETY: the caller's promise is this function's own.
                 unsafe { module.prepare(args) }
                     .ok_or_else(|| no_memory("no memory for partial results of split keys".to_owned()))?,
             ),
