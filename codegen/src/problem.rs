@@ -158,6 +158,11 @@ impl Problem {
         self.program.is_some_and(|p| p.mask().is_some())
     }
 
+    /// Whether scores may be far from zero, as float masks make them: what gradients keep of a query is more then.
+    pub(crate) fn reaches_far(&self) -> bool {
+        self.program.is_some_and(|p| p.score_facts().far)
+    }
+
     /// Whether nothing is to be written at these sizes: a backward pass without a query still writes zeros for every
     /// key.
     pub fn has_no_output(&self, shape: &Shape) -> bool {

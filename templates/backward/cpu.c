@@ -25,6 +25,7 @@
 #define MASK_RIGHT @{ mask_right }@
 #define PACKED @{ packed }@                /* sequences of different lengths, one after the other */
 #define PROGRAM @{ program }@              /* a score program */
+#define PROGRAM_FAR @{ program_far }@      /* scores may be far from zero */
 #define PROGRAM_LONG @{ gradient_long }@  /* too long for the optimiser */
 #define BLOCK_Q @{ block_q }@    /* queries of a block */
 #define BLOCK_KV @{ block_kv }@  /* keys of a block */
@@ -72,6 +73,13 @@ typedef struct {
     _Alignas(64) float delta[PANEL];
     _Alignas(64) int32_t begin[PANEL];  /* keys that it attends to by the window; none of an empty row */
     _Alignas(64) int32_t end[PANEL];
+#if PROGRAM_FAR
+    /* Of a far row its maximum is in the place of the log-sum-exp, and here is the logarithm by 2 of its sum; else 0. */
+    _Alignas(64) float log_sum[PANEL];
+    _Alignas(64) float far_maximum[PANEL];
+    _Alignas(64) float far_sum[PANEL];
+    _Alignas(64) float far_k[BLOCK_KV * DIM_QK];
+#endif
     /* The block of keys. */
     _Alignas(64) float k[BLOCK_KV * DIM_QK];
     _Alignas(64) float v[BLOCK_KV * DIM_V];
@@ -279,6 +287,60 @@ static Head find_head(const BackwardArgs *args, int64_t batch, int64_t head, int
     };
 }
 
+#if PROGRAM_FAR
+/* From here on a log-sum-exp does not hold the logarithm of the sum beside the maximum. */
+#define FAR 131072.0f
+
+/* Adds the scores of n keys, which the window lets some rows see, to maxima and sums of all rows. */
+static void add_far_block(const BackwardArgs *args, const Head *head, Scratch *scratch, int64_t query, int64_t key, int n) {
+    load_rows(scratch->far_k, head->k + key * args->k_stride[2], args->k_stride[2], n, n, HEAD_DIM_QK, DIM_QK);
+    __builtin_memset(scratch->p, 0, sizeof(float) * n * PANEL);
+    product(scratch->p, PANEL, scratch->far_k, DIM_QK, 1, scratch->q_columns, PANEL, n, PANEL, HEAD_DIM_QK);
+    program_gradients(scratch->p, scratch->slope, n, &head->program, &scratch->program, query, key, args->scale, 1);
+    for (int x = 0; x < PANEL; x += LANES) {
+        const vi begin = *(const vi *)(scratch->begin + x), end = *(const vi *)(scratch->end + x);
+        const vf before = vf_load(scratch->far_maximum + x);
+        vf top = before, sum = vf_set1(0);
+        for (int j = 0; j < n; j++) {
+            const vi at = vi_set1((int32_t)(key + j));
+            float *s = scratch->p + j * PANEL + x;
+            vf_store(s, vf_select((at >= begin) & (at < end), vf_load(s), vf_set1(-INF)));
+            top = vf_max(vf_load(s), top);
+        }
+        const vf reference = vf_select(top == -INF, vf_set1(0), top);
+        for (int j = 0; j < n; j++) sum += vf_exp2((vf_load(scratch->p + j * PANEL + x) - reference) * vf_set1(LOG2E));
+        const vf less = vf_exp2((before - reference) * vf_set1(LOG2E));
+        vf_store(scratch->far_maximum + x, top);
+        vf_store(scratch->far_sum + x, vf_fma(vf_load(scratch->far_sum + x), less, sum));
+    }
+}
+
+/* Rows whose log-sum-exp is far from zero, which float masks leave out, attend to all keys alike. Their maxima and sums
+ * come from the scores; a row whose output has no gradient adds nothing, and is left out. */
+static void part_far_rows(const BackwardArgs *args, const Head *head, Scratch *scratch, int64_t query) {
+    uint8_t far[PANEL];
+    int64_t begin = args->kv_len, end = 0;
+    for (int i = 0; i < PANEL; i++) {
+        const float lse = scratch->lse[i], magnitude = lse < 0 ? -lse : lse;
+        scratch->log_sum[i] = 0, scratch->far_maximum[i] = -INF, scratch->far_sum[i] = 0;
+        far[i] = magnitude >= FAR && magnitude < INF;
+        if (!far[i]) continue;
+        int adds = scratch->delta[i] != 0;
+        for (int d = 0; d < HEAD_DIM_V; d++) adds |= scratch->dout[i * DIM_V + d] != 0;
+        if (!adds) scratch->begin[i] = scratch->end[i] = 0, far[i] = 0;
+        else begin = min64(begin, scratch->begin[i]), end = max64(end, scratch->end[i]);
+    }
+    for (int64_t key = begin; key < end; key += BLOCK_KV)
+        add_far_block(args, head, scratch, query, key, (int)min64(BLOCK_KV, end - key));
+    for (int i = 0; i < PANEL; i++) {
+        const float lse = scratch->lse[i], maximum = scratch->far_maximum[i], magnitude = lse < 0 ? -lse : lse;
+        /* Of a sink alone, all weights vanish. */
+        if (!far[i] || !(scratch->far_sum[i] > 0) || maximum < lse - magnitude / 64) continue;
+        scratch->lse[i] = maximum, scratch->log_sum[i] = (float)(natural_log(scratch->far_sum[i]) * LOG2E);
+    }
+}
+#endif
+
 /* The queries [query, query + n) with what belongs to their rows. Gives whether Q or dO has an infinity or NaN. */
 static int load_queries(const BackwardArgs *args, const Head *head, Scratch *scratch, int64_t query, int n) {
     load_rows(scratch->q, head->q + query * args->q_stride[2], args->q_stride[2], n, PANEL, HEAD_DIM_QK, DIM_QK);
@@ -302,6 +364,9 @@ static int load_queries(const BackwardArgs *args, const Head *head, Scratch *scr
     }
 #if PROGRAM
     program_rows(&head->program, query, &scratch->program);
+#endif
+#if PROGRAM_FAR
+    part_far_rows(args, head, scratch, query);
 #endif
     return any_special(scratch->q, PANEL * DIM_QK) | any_special(scratch->dout, PANEL * DIM_V);
 }
@@ -338,7 +403,12 @@ static int weigh(const BackwardArgs *args, const Head *head, Scratch *scratch, i
             /* A score of -infinity takes no part, whoever made it so. */
             const vi seen = (at >= *(const vi *)(scratch->begin + x)) & (at < *(const vi *)(scratch->end + x)) &
                             (s != vf_set1(-INF));
+#if PROGRAM_FAR
+            const vf less = vf_load(scratch->log_sum + x);
+            const vf weight = vf_exp2((s - vf_load(scratch->lse + x)) * vf_set1(LOG2E) - less);
+#else
             const vf weight = vf_exp2((s - vf_load(scratch->lse + x)) * vf_set1(LOG2E));
+#endif
             vf change = weight * (vf_load(ds) - vf_load(scratch->delta + x));
 #if PROGRAM
             change *= vf_load(scratch->slope + j * PANEL + x);

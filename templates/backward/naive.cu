@@ -44,13 +44,14 @@ constexpr int kOutV = div_up(kHeadDimV, kAcross);
 constexpr int kPitch = (kHeadDimQK > kHeadDimV ? kHeadDimQK : kHeadDimV) | 1;
 constexpr int kPitchP = kBlockKV | 1;
 static_assert(kBlockQ == kBlockKV, "queries and keys lie in the same tiles");
-static_assert(4 * (3 * kBlockQ * kPitch + 2 * kBlockQ * kPitchP + 2 * kBlockQ) == @{ smem_bytes }@,
+static_assert(4 * (3 * kBlockQ * kPitch + 2 * kBlockQ * kPitchP + (kProgramFar ? 3 : 2) * kBlockQ) == @{ smem_bytes }@,
               "the shared memory that the host asks for");
 
 // In the place of a weight, which is not negative: the query does not attend to the key.
 constexpr float kMasked = -1.0f;
 
 <% include "lib/cuda/score/gradient.cuh" %>
+<% include "lib/cuda/attention/far_rows.cuh" %>
 
 // Sum over the 16 threads that share a row.
 __device__ __forceinline__ float row_sum(float x) {
@@ -88,7 +89,8 @@ __device__ __forceinline__ void products(float (&s)[kRows][kColumns], const floa
 }
 
 // Of each query of a tile the log-sum-exp and D.
-__device__ __forceinline__ void load_statistics(const Args& args, const Tile& tile, float* lse, float* delta) {
+__device__ __forceinline__ void load_statistics(const Args& args, const ProgramHead& head, const Tile& tile, float* lse,
+                                                float* delta, float* log_sum) {
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
     const i64 out_row = lse_row(args, tile.batch, tile.head, tile.row);
     const Element* o = (const Element*)args.o + tile.batch * args.o_stride[0] + tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
@@ -107,13 +109,20 @@ __device__ __forceinline__ void load_statistics(const Args& args, const Tile& ti
             lse[row] = exists ? args.lse[out_row + row] : -FT_INFINITY;
             delta[row] = exists && args.dlse != nullptr ? sum - args.dlse[out_row + row] : sum;
         }
+        if constexpr (kProgramFar) {
+            const FarRow of = far_row<kAcross>(args, head, tile, row, out_row + row, [&](int q, int key, float score) {
+                return score_gradient(head, q, key, score).value;
+            });
+            if (x == 0) lse[row] = of.maximum, log_sum[row] = of.log_sum;
+        }
     }
 }
 
 // P and dS of a tile of queries and the keys from `key` on, by the products s of Q and K and dp of dO and V.
 __device__ __forceinline__ void weigh(const Args& args, const ProgramHead& head, const Tile& tile, int key,
                                       const float (&s)[kRows][kColumns], const float (&dp)[kRows][kColumns],
-                                      const float* lse, const float* delta, float* p_tile, float* ds_tile) {
+                                      const float* lse, const float* delta, const float* log_sum, float* p_tile,
+                                      float* ds_tile) {
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -129,7 +138,7 @@ __device__ __forceinline__ void weigh(const Args& args, const ProgramHead& head,
             if (kProgramMask) masked = masked || !program_visible(head, q, inside);
             // A score of -infinity takes no part, whoever made it so.
             masked = masked || g.value == -FT_INFINITY;
-            const float p = expf(g.value - lse[row]);
+            const float p = kProgramFar ? expf(g.value - lse[row] - log_sum[row]) : expf(g.value - lse[row]);
             p_tile[row * kPitchP + x + kAcross * j] = masked ? kMasked : p;
             ds_tile[row * kPitchP + x + kAcross * j] = p * (dp[i][j] - delta[row]) * g.slope;
         }
@@ -175,7 +184,7 @@ __device__ __forceinline__ void store_rows(Element* to, i64 stride, const float 
 
 // Shared memory: two tiles that stay, one that changes, the pairs, and what queries have.
 struct Memory {
-    float *first, *second, *third, *p, *ds, *lse, *delta;
+    float *first, *second, *third, *p, *ds, *lse, *delta, *log_sum;
 };
 
 // Whether a program's mask leaves out a tile of queries and keys.
@@ -214,14 +223,14 @@ __device__ __forceinline__ void key_tile(const Args& args, const Memory& m, int 
             float s[kRows][kColumns], dp[kRows][kColumns];
             __syncthreads();
             load_rows<kBlockQ, kHeadDimQK>(m.third, q, args.q_stride[2], tile.rows);
-            load_statistics(args, tile, m.lse, m.delta);
+            load_statistics(args, head, tile, m.lse, m.delta, m.log_sum);
             __syncthreads();
             products<kHeadDimQK>(s, m.third, m.first);
             __syncthreads();
             load_rows<kBlockQ, kHeadDimV>(m.third, dout, args.dout_stride[2], tile.rows);
             __syncthreads();
             products<kHeadDimV>(dp, m.third, m.second);
-            weigh(args, head, tile, key, s, dp, m.lse, m.delta, m.p, m.ds);
+            weigh(args, head, tile, key, s, dp, m.lse, m.delta, m.log_sum, m.p, m.ds);
             __syncthreads();
             const auto place = [&](int i, int t) { return t * kPitchP + y + kDown * i; };
             add_products<kKeyRows, kOutV, kHeadDimV>(dv, m.p, m.p, m.third, tile.rows, place);
@@ -253,7 +262,7 @@ __device__ __forceinline__ void query_tile(const Args& args, const Memory& m, co
     const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1];
     load_rows<kBlockQ, kHeadDimQK>(m.first, q, args.q_stride[2], tile.rows);
     load_rows<kBlockQ, kHeadDimV>(m.second, dout, args.dout_stride[2], tile.rows);
-    load_statistics(args, tile, m.lse, m.delta);
+    load_statistics(args, head, tile, m.lse, m.delta, m.log_sum);
     const BlockRange blocks = visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile);
     for (int n = blocks.begin; n < blocks.end; n++) {
         const int key = n * kBlockKV, keys = min_of(kBlockKV, args.kv_len - key);
@@ -267,7 +276,7 @@ __device__ __forceinline__ void query_tile(const Args& args, const Memory& m, co
         load_rows<kBlockKV, kHeadDimV>(m.third, v + key * args.v_stride[2], args.v_stride[2], keys);
         __syncthreads();
         products<kHeadDimV>(dp, m.second, m.third);
-        weigh(args, head, tile, key, s, dp, m.lse, m.delta, m.p, m.ds);
+        weigh(args, head, tile, key, s, dp, m.lse, m.delta, m.log_sum, m.p, m.ds);
         __syncthreads();
         load_rows<kBlockKV, kHeadDimQK>(m.third, k + key * args.k_stride[2], args.k_stride[2], keys);
         __syncthreads();
@@ -288,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
     m.ds = m.p + kBlockQ * kPitchP;
     m.lse = m.ds + kBlockQ * kPitchP;
     m.delta = m.lse + kBlockQ;
+    m.log_sum = m.delta + kBlockQ;  // of far rows, in programs that have some
     // Blocks of keys first, which have the queries of a group to walk over; with a bounded right side the first keys
     // are seen most.
     const u32 heads = u32(FT_CALL.batch) * u32(FT_CALL.kv_heads);

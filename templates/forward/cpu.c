@@ -26,6 +26,7 @@
 #define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */
 #define PROGRAM_SCORE @{ program_score }@
 #define PROGRAM_SINK @{ program_sink }@
+#define PROGRAM_FAR @{ program_far }@    /* scores may be far from zero, and maxima are in natural units */
 #define PROGRAM_LONG @{ program_long }@  /* too long for the optimiser */
 #define BLOCK_Q @{ block_q }@    /* queries of a tile */
 #define BLOCK_KV @{ block_kv }@  /* keys of a block */
@@ -294,18 +295,18 @@ static void finish(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
 #endif
 #if PROGRAM_SINK
         /* One more key, without a value: O shrinks, the log-sum-exp grows. A sum of NaN stays what it is. */
-        const float sink = scratch->program[panel].sink[lane + i] * LOG2E;
+        const float sink = scratch->program[panel].sink[lane + i] * (LOG2E / MAXIMUM_LOG2);
         if (empty) sum = 0, maximum = -INF;
         const float top = sink > maximum ? sink : maximum;
-        const float less = top == -INF ? 0 : ft_exp2f(maximum - top);
-        sum = sum * less + (top == -INF ? 0 : ft_exp2f(sink - top));
+        const float less = top == -INF ? 0 : ft_exp2f((maximum - top) * MAXIMUM_LOG2);
+        sum = sum * less + (top == -INF ? 0 : ft_exp2f((sink - top) * MAXIMUM_LOG2));
         inverse[i] = empty ? 0 : less / sum;
-        if (tile->lse) tile->lse[query + i] = sum == 0 ? -INF : (float)(top * 0.6931471805599453 + natural_log(sum));
+        if (tile->lse) tile->lse[query + i] = sum == 0 ? -INF : (float)(top * MAXIMUM_LN + natural_log(sum));
         continue;
 #endif
         inverse[i] = empty ? 0 : 1 / sum;
         if (tile->lse)
-            tile->lse[query + i] = empty || sum == 0 ? -INF : (float)(maximum * 0.6931471805599453 + natural_log(sum));
+            tile->lse[query + i] = empty || sum == 0 ? -INF : (float)(maximum * MAXIMUM_LN + natural_log(sum));
     }
     vf_store(scratch->sum + panel * PANEL + lane, vf_load(inverse));  /* what the weights are multiplied by */
     unpack_output(tile->o + query * args->o_stride[2], args->o_stride[2], rows, scratch->o[panel] + lane,
@@ -329,8 +330,9 @@ static __attribute__((noinline)) void write_weights(const ForwardArgs *args, con
             if (panel_scores(args, tile, scratch, &block, at / PANEL, 0, UNROLL_Q, &begin, &n) < 0) continue;
             for (int j = 0; j < n; j++)
                 for (int x = at; x < at + PANEL && x < queries; x += LANES) {
-                    const vf inverse = vf_load(scratch->sum + x), score = vf_load(scratch->s + j * PANEL + x - at) * scale;
-                    const vf weight = vf_exp2(score - vf_load(scratch->maximum + x)) * inverse;
+                    const vf inverse = vf_load(scratch->sum + x), score = vf_load(scratch->s + j * PANEL + x - at);
+                    const vf of_maximum = PROGRAM_FAR ? score : score * scale;
+                    const vf weight = exp2_of(of_maximum - vf_load(scratch->maximum + x)) * inverse;
                     /* A row that attends to nothing has no maximum. */
                     vf_store(scratch->alpha, vf_select(inverse == 0, vf_set1(0), weight));
                     for (int i = 0; i < LANES && x + i < queries; i++)

@@ -37,6 +37,7 @@
 #define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */
 #define PROGRAM_SCORE @{ program_score }@
 #define PROGRAM_SINK @{ program_sink }@
+#define PROGRAM_FAR @{ program_far }@    /* scores may be far from zero, and maxima are in natural units */
 #define PROGRAM_LONG @{ program_long }@  /* too long for the optimiser */
 #define BLOCK_Q @{ block_q }@    /* rows of a tile */
 #define BLOCK_KV @{ block_kv }@  /* keys of a block */
@@ -68,7 +69,6 @@
 #define O_ROWS ROUND_UP(HEAD_DIM_V, LANES)
 #define S_ROWS ROUND_UP(BLOCK_KV, UNROLL_KV)
 #define LOG2E 1.44269504088896341f
-#define LN2 0.6931471805599453
 #define KV_ALIGN (AMX ? 32 : PAIRS ? 2 : 1)  /* a panel's keys start and end at a multiple of this within the block */
 
 <% include "lib/cpu/vec.h" %>
@@ -141,7 +141,7 @@ INLINE element *o_row(const Work *w, int64_t i) {
     return (element *)w->args->o + w->s.o + query_of(w, i) * stride[2] + head_of(w, i) * stride[1];
 }
 
-/* What O of a row is multiplied by, from the maximum of its scores in units of log2 and the sum of its weights; writes
+/* What O of a row is multiplied by, from the maximum of its scores as softmax.h has it and the sum of its weights; writes
  * the log-sum-exp. `sink` is a logit in natural units. */
 static float finish_row(const Work *w, int64_t i, float maximum, float sum, float sink) {
     const RaggedArgs *args = w->args;
@@ -153,11 +153,11 @@ static float finish_row(const Work *w, int64_t i, float maximum, float sum, floa
     float inverse = empty ? 0 : w->v_scale / sum;
 #if PROGRAM_SINK
     /* One more key, without a value: O shrinks, the log-sum-exp grows. A sum of NaN stays what it is. */
-    sink *= LOG2E;
+    sink *= LOG2E / MAXIMUM_LOG2;
     if (empty) sum = 0, maximum = -INF;
     const float top = sink > maximum ? sink : maximum;
-    const float less = top == -INF ? 0 : ft_exp2f(maximum - top);
-    sum = sum * less + (top == -INF ? 0 : ft_exp2f(sink - top));
+    const float less = top == -INF ? 0 : ft_exp2f((maximum - top) * MAXIMUM_LOG2);
+    sum = sum * less + (top == -INF ? 0 : ft_exp2f((sink - top) * MAXIMUM_LOG2));
     inverse = empty ? 0 : less * w->v_scale / sum;
     maximum = top, empty = sum == 0;
 #else
@@ -166,7 +166,7 @@ static float finish_row(const Work *w, int64_t i, float maximum, float sum, floa
     if (args->lse) {
         const int64_t at = w->s.lse + query * args->lse_stride[2] + head_of(w, i) * args->lse_stride[1];
         const int none = empty || sum == 0;
-        args->lse[at] = none ? args->lse_empty : (float)((maximum * LN2 + natural_log(sum)) * args->lse_unit);
+        args->lse[at] = none ? args->lse_empty : (float)((maximum * MAXIMUM_LN + natural_log(sum)) * args->lse_unit);
     }
     return inverse;
 }

@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
             }
             if (args.lse != nullptr && x == 0) args.lse[out_row + row] = lse;
         }
-        m[i] = lse;
+        if (!kProgramFar) m[i] = lse, l[i] = 1.0f;
     }
 
     // The weights need the final sums, so the scores are computed a second time.
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
                 const int key = n * kBlockKV + x + kAcross * j;
                 if (row < tile.rows && key < args.kv_len) {
                     args.weights[(out_row + row) * args.kv_len + key] =
-                        s[i][j] == -FT_INFINITY ? 0.0f : expf(s[i][j] - m[i]);
+                        s[i][j] == -FT_INFINITY ? 0.0f : kProgramFar ? expf(s[i][j] - m[i]) / l[i] : expf(s[i][j] - m[i]);
                 }
             }
         }

@@ -33,6 +33,7 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
+<% include "lib/cuda/attention/far.cuh" %>
 <% include "lib/cuda/attention/softmax.cuh" %>
 <% include "lib/cuda/attention/non_finite.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
@@ -416,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             WithSink sunk;
             if (kProgramSink) {
                 const float sink = program_sink(head, min_of(out_tile.row + row, args.q_len - 1));
-                sunk = with_sink(softmax.l[i][h], softmax.m[i][h] * c, sink);
+                sunk = with_sink(softmax.l[i][h], as_log2(softmax.m[i][h], c), sink);
                 inverse = sunk.inverse;
             }
             if (args.lse != nullptr && lane % 4 == 0 && row < out_tile.rows) {

@@ -36,6 +36,7 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
+<% include "lib/cuda/attention/far.cuh" %>
 <% include "lib/cuda/attention/softmax.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
 
@@ -116,6 +117,7 @@ struct Softmax : OnlineSoftmax<kMTiles, kSTiles, kOTiles, false> {
     // The reference that belongs to a maximum, in units of log2.
     static __device__ __forceinline__ float reference(float m, float c) { return __fmul_rn(m, c); }
     static __device__ __forceinline__ float factor(float from, float to, float c) {
+        if (kProgramFar) return from == to ? 1.0f : exp2_approx((from - to) * c);
         return from == to ? 1.0f : exp2_approx(reference(from, c) - reference(to, c));
     }
 
@@ -152,12 +154,14 @@ struct Softmax : OnlineSoftmax<kMTiles, kSTiles, kOTiles, false> {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-                const float less = m[i][h] == -FT_INFINITY ? 0.0f : reference(m[i][h], c);
+                const float first = kProgramFar && m[i][h] != -FT_INFINITY ? m[i][h] : 0.0f;
+                const float less = kProgramFar || m[i][h] == -FT_INFINITY ? 0.0f : reference(m[i][h], c);
                 float sum = 0.0f;
 #pragma unroll
                 for (int j = 0; j < kSTiles; j++) {
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
+                        if (kProgramFar) s[i][j][e] -= first;
                         s[i][j][e] = exp2_approx(fmaf(s[i][j][e], c, -less));
                         sum += s[i][j][e];
                     }
@@ -706,6 +710,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
             if (lane == 0) store_shared_4(settled_rows(smem_q, row), bits);
             // The reference as it was subtracted from scores, and a logarithm to all bits.
             float lse = empty ? -FT_INFINITY : fmaf(Softmax::reference(softmax.m[i][h], c), kLn2, logf(l));
+            if (is_far(softmax.m[i][h], c)) lse = far_log_sum_exp(softmax.m[i][h], c, l);
             if (kProgramSink) {
                 const float sink = program_sink(head, min_of(out_tile.row + row, args.q_len - 1));
                 const float top = fmaxf(lse, sink), less = top == -FT_INFINITY ? 0.0f : expf(lse - top);

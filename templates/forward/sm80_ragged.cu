@@ -49,6 +49,7 @@ constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 <% include "lib/cuda/attention/divisor.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
+<% include "lib/cuda/attention/far.cuh" %>
 <% include "lib/cuda/attention/softmax.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
 

@@ -56,6 +56,7 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/attention/non_finite.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
+<% include "lib/cuda/attention/far.cuh" %>
 <% include "forward/sm90/softmax.cuh" %>
 <% include "forward/sm90/tiles.cuh" %>
 

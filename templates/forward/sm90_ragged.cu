@@ -63,6 +63,7 @@ constexpr int kBytesTable = @{ table_bytes }@;
 <% include "lib/cuda/attention/non_finite.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
+<% include "lib/cuda/attention/far.cuh" %>
 <% include "forward/sm90/softmax.cuh" %>
 <% include "forward/sm90_ragged/tiles.cuh" %>
 <% include "forward/sm90_ragged/visits.cuh" %>

@@ -24,6 +24,7 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define PROGRAM_FAR @{ program_far }@    /* scores may be far from zero */
 #define PROGRAM_LONG @{ program_long }@  /* too long for the optimiser */
 #define TERMS @{ term_count }@           /* places where the score reads the tensor */
 #define SINK_TERMS @{ term_sink_count }@
@@ -67,6 +68,9 @@ typedef struct {
     _Alignas(64) float dout[HEAD_DIM_V * PANEL];
     _Alignas(64) float lse[PANEL];
     _Alignas(64) float delta[PANEL];
+#if PROGRAM_FAR
+    _Alignas(64) float log_sum[PANEL]; /* of far rows the logarithm by 2 of the sum beside the maximum, else 0 */
+#endif
     /* The block of keys. */
     _Alignas(64) float k[BLOCK_KV * HEAD_DIM_QK];
     _Alignas(64) float v[BLOCK_KV * HEAD_DIM_V];
@@ -193,8 +197,42 @@ static void load_columns(float *to, const element *from, int64_t stride, int n, 
     }
 }
 
+/* The weight of a score beside a log-sum-exp: one lane of what scores have. */
+static float weight_of(float score, float lse) { return vf_exp2(vf_set1((score - lse) * LOG2E))[0]; }
+
+#if PROGRAM_FAR
+/* From here on a log-sum-exp does not hold the logarithm of the sum beside the maximum. */
+#define FAR 131072.0f
+
+/* A row whose log-sum-exp is far from zero, which a float mask leaves out, attends to all keys alike. Its maximum takes
+ * the place of the log-sum-exp, and the logarithm by 2 of the sum lies beside it; both come from the scores. */
+static void part_far_row(const GradientArgs *args, const Rows *at, Scratch *scratch, int i) {
+    const BackwardArgs *of = &args->backward;
+    const float lse = scratch->lse[i], magnitude = lse < 0 ? -lse : lse;
+    const element *k = (const element *)of->k + at->b * of->k_stride[0] + at->h_kv * of->k_stride[1];
+    const int64_t end = key_end(of, at->query + i);
+    float maximum = -INF, factor[TERMS + 1];
+    double sum = 0;
+    int64_t place[TERMS + 1];
+    for (int64_t key = key_begin(of, at->query + i); key < end; key++) {
+        if (!program_visible(at, (int32_t)at->query + i, (int32_t)key)) continue;
+        float dot = 0;
+        widen_row(scratch->row, k + key * of->k_stride[2], HEAD_DIM_QK);
+        for (int d = 0; d < HEAD_DIM_QK; d++) dot += scratch->row[d] * scratch->q[d * PANEL + i];
+        const float score = score_terms(args, at, (int32_t)at->query + i, (int32_t)key, dot * of->scale, factor, place);
+        if (score == -INF) continue;
+        const float top = score > maximum ? score : maximum;
+        sum = sum * weight_of(maximum, top) + weight_of(score, top), maximum = top;
+    }
+    /* Of a sink alone, all weights vanish. */
+    if (!(sum > 0) || maximum < lse - magnitude / 64) return;
+    scratch->lse[i] = maximum, scratch->log_sum[i] = (float)(natural_log(sum) * LOG2E);
+}
+#endif
+
 /* The queries of a place, with what belongs to their rows. */
-static void load_queries(const BackwardArgs *args, const Rows *at, Scratch *scratch) {
+static void load_queries(const GradientArgs *call, const Rows *at, Scratch *scratch) {
+    const BackwardArgs *args = &call->backward;
     const int64_t *gs = args->dout_stride, *qs = args->q_stride, *os = args->o_stride;
     const element *q = (const element *)args->q + at->b * qs[0] + at->h * qs[1] + at->query * qs[2];
     const element *dout = (const element *)args->dout + at->b * gs[0] + at->h * gs[1] + at->query * gs[2];
@@ -215,10 +253,19 @@ static void load_queries(const BackwardArgs *args, const Rows *at, Scratch *scra
         }
         scratch->delta[i] = sum;
     }
+#if PROGRAM_FAR
+    for (int i = 0; i < PANEL; i++) {
+        const float lse = scratch->lse[i], magnitude = lse < 0 ? -lse : lse;
+        scratch->log_sum[i] = 0;
+        if (!(magnitude >= FAR && magnitude < INF)) continue;
+        /* Without a gradient of its output it adds nothing. */
+        int adds = scratch->delta[i] != 0;
+        for (int d = 0; d < HEAD_DIM_V; d++) adds |= scratch->dout[d * PANEL + i] != 0;
+        if (adds) part_far_row(call, at, scratch, i);
+        else scratch->lse[i] = -INF, scratch->delta[i] = 0;
+    }
+#endif
 }
-
-/* The weight of a score beside a log-sum-exp: one lane of what scores have. */
-static float weight_of(float score, float lse) { return vf_exp2(vf_set1((score - lse) * LOG2E))[0]; }
 
 /* Adds one value after another to the partial sums of their places; those of one place that follow each other are added
  * up first. */
@@ -263,7 +310,12 @@ static void weigh(const GradientArgs *args, const Rows *at, Scratch *scratch, in
         for (int x = 0; x < PANEL; x += LANES) {
             const vf s = vf_load(scratch->s + j * PANEL + x);
             float *ds = scratch->ds + j * PANEL + x;
-            const vf weight = vf_exp2((s - vf_load(scratch->lse + x)) * vf_set1(LOG2E));
+#if PROGRAM_FAR
+            const vf log_sum = vf_load(scratch->log_sum + x);
+#else
+            const vf log_sum = vf_set1(0);
+#endif
+            const vf weight = vf_exp2((s - vf_load(scratch->lse + x)) * vf_set1(LOG2E) - log_sum);
             vf_store(ds, weight * (vf_load(ds) - vf_load(scratch->delta + x)));
         }
 }
@@ -281,7 +333,7 @@ static void add_tile(const GradientArgs *args, const Rows *at, Scratch *scratch,
         widen_row(scratch->k + j * HEAD_DIM_QK, k + j * of->k_stride[2], HEAD_DIM_QK);
         widen_row(scratch->v + j * HEAD_DIM_V, v + j * of->v_stride[2], HEAD_DIM_V);
     }
-    load_queries(of, at, scratch);
+    load_queries(args, at, scratch);
     weigh(args, at, scratch, key, n, kind);
     for (int t = 0; t < TERMS; t++) {
         Adder to = {sums, 0, -1};
@@ -303,7 +355,7 @@ static void add_tile(const GradientArgs *args, const Rows *at, Scratch *scratch,
 
 /* What the sinks of a block of queries add: the weight of a key whose value is zero. */
 static void add_sinks(const GradientArgs *args, const Rows *at, Scratch *scratch, float *sums) {
-    load_queries(&args->backward, at, scratch);
+    load_queries(args, at, scratch);
     for (int t = 0; t < SINK_TERMS; t++) {
         Adder to = {sums, 0, -1};
         for (int i = 0; i < at->rows; i++) {

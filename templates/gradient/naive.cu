@@ -25,6 +25,7 @@ constexpr int kThreads = @{ threads }@;
 #define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/terms.cuh" %>
+<% include "lib/cuda/attention/far_rows.cuh" %>
 <% include "gradient/places.cuh" %>
 
 using KernelArgs = WithSide<GradientArgs>;
@@ -39,14 +40,14 @@ constexpr int kPitch = (kHeadDimQK > kHeadDimV ? kHeadDimQK : kHeadDimV) | 1;
 constexpr int kEntries = kBlockQ * kBlockKV;
 static_assert(kBlockQ == kBlockKV, "queries and keys lie in the same tiles");
 static_assert(kDown * kBlockKV <= kBlockKV * kPitch, "sums of columns lie where the keys were");
-static_assert(4 * (2 * kBlockQ * kPitch + 2 * kEntries + 2 * kBlockQ) == @{ smem_bytes }@,
+static_assert(4 * (2 * kBlockQ * kPitch + 2 * kEntries + (kProgramFar ? 3 : 2) * kBlockQ) == @{ smem_bytes }@,
               "the shared memory that the host asks for");
 
 // Shared memory: a tile of queries and one of keys, what is added with its places, and two numbers of each query.
 struct Memory {
     float *queries, *keys, *values;
     int* places;
-    float *lse, *delta;
+    float *lse, *delta, *log_sum;
 };
 
 // Sum over the 16 threads that share a row.
@@ -84,7 +85,8 @@ template <int kDim> __device__ __forceinline__ void products(float (&s)[kRows][k
 }
 
 // Of each query of a tile the log-sum-exp and D.
-__device__ __forceinline__ void load_statistics(const BackwardArgs& args, const Tile& tile, const Memory& m) {
+__device__ __forceinline__ void load_statistics(const KernelArgs& call, const ProgramHead& head, const Tile& tile, const Memory& m) {
+    const BackwardArgs& args = call.backward;
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
     const i64 out_row = (i64(tile.batch) * args.heads + tile.head) * args.q_len + tile.row;
     const Element* o = (const Element*)args.o + tile.batch * args.o_stride[0] + tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
@@ -105,6 +107,12 @@ __device__ __forceinline__ void load_statistics(const BackwardArgs& args, const 
             const bool exists = row < tile.rows;
             m.lse[row] = exists ? args.lse[out_row + row] : -FT_INFINITY;
             m.delta[row] = exists && args.dlse != nullptr ? sum - args.dlse[out_row + row] : sum;
+        }
+        if constexpr (kProgramFar) {
+            const FarRow of = far_row<kAcross>(args, head, tile, row, out_row + row, [&](int q, int key, float score) {
+                return score_terms(call, head, q, key, score).value;
+            });
+            if (x == 0) m.lse[row] = of.maximum, m.log_sum[row] = of.log_sum;
         }
     }
 }
@@ -159,7 +167,8 @@ __device__ __forceinline__ void add_tile(const KernelArgs& args, const Memory& m
             if (kProgramMask) masked = masked || !program_visible(head, q, inside);
             // A score of -infinity takes no part, whoever made it so.
             masked = masked || terms.value == -FT_INFINITY;
-            const float ds = expf(terms.value - m.lse[row]) * (dp[i][j] - m.delta[row]);
+            const float of_maximum = terms.value - m.lse[row];
+            const float ds = expf(kProgramFar ? of_maximum - m.log_sum[row] : of_maximum) * (dp[i][j] - m.delta[row]);
 #pragma unroll
             for (int t = 0; t < kTerms; t++) {
                 factor[t][i][j] = masked ? 0.0f : ds * terms.factor[t];
@@ -253,6 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@_places(con
     m.places = (int*)(m.values + kEntries);
     m.lse = (float*)(m.places + kEntries);
     m.delta = m.lse + kBlockQ;
+    m.log_sum = m.delta + kBlockQ;  // of far rows, in programs that have some
     const Counts counts = count_places<kBlockQ, kBlockKV>(args);
     const i64 groups = count_of(args, counts, true), places = count_of(args, counts, false);
     const BackwardArgs& of = args.backward;
@@ -273,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@_places(con
             const bool is_sink = p.key == counts.keys;
             if (!is_sink && is_masked(of, head, tile, key)) continue;
             __syncthreads();  // what the place before read
-            load_statistics(of, tile, m);
+            load_statistics(args, head, tile, m);
             if (is_sink) {
                 add_sinks(args, m, head, tile, sums);
             } else {

@@ -34,8 +34,11 @@ __device__ __forceinline__ float* piece_at(const KernelArgs& args, int block, in
     return (float*)((u8*)args.scratch + kCounterBytes) + (i64(block) * 2 + which) * kPieceFloats;
 }
 
-// 2^(m - to) of a reference that may be none at all.
-__device__ __forceinline__ float weight(float m, float to) { return m == -FT_INFINITY ? 0.0f : exp2_approx(m - to); }
+// 2^(m - to) of a reference that may be none at all. References are in units of log2; those that may be far (far.cuh)
+// stay in units of the scores, natural ones.
+__device__ __forceinline__ float weight(float m, float to) {
+    return m == -FT_INFINITY ? 0.0f : exp2_approx(kProgramFar ? (m - to) * kLog2E : m - to);
+}
 
 // A part of O by its weight, which may be too small for a float: what is no number remains.
 __device__ __forceinline__ float weighted(float w, float x) { return fabsf(x) < FT_INFINITY ? w * x : x; }
@@ -80,13 +83,16 @@ __device__ __forceinline__ void put_row(const float (&o)[kOTiles][4], int h, int
 __device__ __forceinline__ void write_row(const KernelArgs& args, Group group, const Share& share, int row, int column,
                                           Part part) {
     if (column >= kHeadDimV) return;
-    const Sum sum = part.sum;
+    Sum sum = part.sum;
+    const float m = sum.m;
+    if constexpr (kProgramFar) sum.m = as_log2(m, kLog2E);
     float4 x = part.x;
     const i64 packed = i64(share.tile) * kRows + row;
     const int q = int(group.quotient(packed));
     const int head = share.kv_head * int(group.by) + int(packed - i64(q) * group.by);
     float inverse = sum.l == 0.0f ? 0.0f : 1.0f / sum.l;
     float lse = sum.l == 0.0f ? -FT_INFINITY : kLn2 * add_log2(sum.m, sum.l);
+    if (is_far(m, kLog2E)) lse = far_log_sum_exp(m, kLog2E, sum.l);
 #if FT_PROGRAM
     if (kProgramSink) {
         const ProgramHead at = {&args.side, share.sequence, head, share.kv_head, share.q_len, share.kv_len};
@@ -160,7 +166,7 @@ __device__ __forceinline__ void merge(const KernelArgs& args, Group group, int t
             softmax.finish(i, h);
             // Scores that all are NaN have no maximum; their sum, of reference 0, must not be lost.
             const float l = softmax.l[i][h];
-            const float reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * rows.factor;
+            const float reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * (kProgramFar ? 1.0f : rows.factor);
             const float m = l == 0.0f ? -FT_INFINITY : reference;
             if (lane % 4 == 0) merge_sums()[team * kRows + rows.first_row + i * 16 + h * 8 + lane / 4] = Sum{m, l};
         }

@@ -59,7 +59,7 @@ struct RowSoftmax {
     __device__ __forceinline__ float reference(float maximum, int h, float c) const {
         // A shift of -inf takes scores with it that are finite: 0, too.
         if (kShift) return maximum == -FT_INFINITY ? FT_INFINITY : maximum - shift[h];
-        return maximum == -FT_INFINITY ? 0.0f : maximum * c;
+        return maximum == -FT_INFINITY || is_far(maximum, c) ? 0.0f : maximum * c;
     }
 
     // The largest of x and this thread's scores of row h and, with kByBits, zero.
@@ -110,10 +110,19 @@ struct RowSoftmax {
         }
     }
 
+    // Takes references that are far (far.cuh) from the scores of their rows.
+    __device__ __forceinline__ void subtract_far(float (&s)[kTiles * 4], float c) const {
+        if (!kProgramFar || !__any_sync(0xffffffff, is_far(m[0], c) || is_far(m[1], c))) return;
+        const float less[2] = {is_far(m[0], c) ? m[0] : 0.0f, is_far(m[1], c) ? m[1] : 0.0f};
+#pragma unroll
+        for (int i = 0; i < kTiles * 4; i++) s[i] -= less[i / 2 % 2];
+    }
+
     // Scores to probabilities relative to m, in place. Where nothing is masked, some eighths of the exponentials may
     // run on the multiply-add units, spread evenly among the others.
     template <bool kUnmasked> __device__ __forceinline__ void exponentiate(float (&s)[kTiles * 4], float c) {
         if (kBounded) return;
+        subtract_far(s, c);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float less = reference(m[h], h, c);
@@ -157,6 +166,7 @@ struct RowSoftmax {
             r.empty[h] = l[h] == 0.0f;
             r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
             r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (kBounded ? add_log2(m[h], l[h]) : m[h] * unit(c) + log2_approx(l[h]));
+            if (is_far(m[h], c)) r.log_sum_exp[h] = far_log_sum_exp(m[h], c, l[h]);
         }
         return r;
     }

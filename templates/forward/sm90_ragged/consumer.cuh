@@ -407,7 +407,7 @@ struct Consumer : Arrivals {
             for (int h = 0; h < 2; h++) {
                 const int q = first_row(work) + h * 8;
                 const float sink = program_sink(head(work), min_of(q, tile(work).q_len - 1));
-                const WithSink sunk = with_sink(softmax.l[h], softmax.m[h] * softmax.unit(c), sink);
+                const WithSink sunk = with_sink(softmax.l[h], as_log2(softmax.m[h], softmax.unit(c)), sink);
                 rows.inverse[h] = sunk.inverse, rows.log_sum_exp[h] = sunk.lse;
             }
         }

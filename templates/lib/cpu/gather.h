@@ -28,7 +28,7 @@ INLINE void gather_vector(float *to, float *rest, float *x, vf factor, const int
 /* One vector of queries, from lane `lane` on; `before` is whether anything has gathered. */
 INLINE void gather(Gathered *all, float *o, const float *maximum, float *sum, int lane, const int before) {
     const vf now = vf_load(maximum), reference = vf_select(now == -INF, vf_set1(0), now);
-    const vf factor = before ? vf_exp2(vf_load(all->maximum + lane) - reference) : vf_set1(0);
+    const vf factor = before ? exp2_of(vf_load(all->maximum + lane) - reference) : vf_set1(0);
     vf_store(all->maximum + lane, now);
     gather_vector(all->sum + lane, all->sum_rest + lane, sum, factor, before);
     for (int d = 0; d < HEAD_DIM_V; d++)

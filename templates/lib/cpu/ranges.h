@@ -168,7 +168,7 @@ typedef struct {
 
 INLINE Merge merge_maxima(vf first, vf second) {
     const vf maximum = vf_max(first, second), reference = vf_select(maximum == -INF, vf_set1(0), maximum);
-    return (Merge){maximum, vf_exp2(first - reference), vf_exp2(second - reference)};
+    return (Merge){maximum, exp2_of(first - reference), exp2_of(second - reference)};
 }
 
 /* One number of two parts, whose other one comes `before` the own. */

@@ -1,7 +1,10 @@
 /* softmax.h: the online softmax of one panel: every lane is a query, so nothing crosses lanes.
  *
  * P = 2^(S * scale - max), in units of log2. The running maximum never takes a NaN, which instead reaches the
- * row's sum through 2^NaN. A row that has met no key yet has maximum -infinity and must not subtract it. */
+ * row's sum through 2^NaN. A row that has met no key yet has maximum -infinity and must not subtract it.
+ *
+ * Scores that may be far from zero (PROGRAM_FAR) come in natural units, in which maxima stay: by log2(e) the least
+ * number of a dtype overflows. */
 
 /* Two rows of weights as one row of bf16 pairs. */
 #if PAIRS
@@ -29,6 +32,19 @@ INLINE void mask_scores(float *s, int from, int to, const ForwardArgs *args, int
         }
 }
 
+/* What takes maxima to units of log2, and to natural ones. */
+#define MAXIMUM_LOG2 (PROGRAM_FAR ? LOG2E : 1)
+#define MAXIMUM_LN (PROGRAM_FAR ? 1 : 0.6931471805599453)
+
+/* 2^x of a difference of maxima, or of a score and a maximum. */
+INLINE vf exp2_of(vf difference) { return vf_exp2(PROGRAM_FAR ? difference * vf_set1(LOG2E) : difference); }
+
+/* A score less its row's maximum, in the units of maxima. The product is rounded before the subtraction, as the maximum
+ * was: no difference can exceed 0. */
+INLINE vf less_maximum(vf score, vf scale, vf maximum) {
+    return PROGRAM_FAR ? score - maximum : vf_fma(score, scale, vf_set1(0)) - maximum;
+}
+
 /* Turns n rows of scores into weights in place, updates the maximum and the sum of each query, and sets alpha to
  * the factor for what was accumulated before. The scale (> 0) is applied here and not to Q: sums of unscaled
  * products are often exact, and then so is the maximum. */
@@ -48,26 +64,25 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
     }
     UNROLL for (int x = 0; x < vectors; x++) {
         vf before = vf_load(maximum + x * LANES);
-        top[x] *= score_scale;
+        if (!PROGRAM_FAR) top[x] *= score_scale;
         vf now = vf_max(top[x], before);
         vf_store(maximum + x * LANES, now);
         top[x] = vf_select(now == -INF, vf_set1(0), now);
-        vf_store(alpha + x * LANES, vf_exp2(before - top[x]));
+        vf_store(alpha + x * LANES, exp2_of(before - top[x]));
     }
-    /* The product is rounded before the subtraction, as the maximum was: no difference can exceed 0. */
     const vf scale = vf_set1(score_scale), zero = vf_set1(0);
 #if PAIRS
     for (j = 0; j + 1 < n; j += 2)
         UNROLL for (int x = 0; x < vectors; x++) {
             float *at = s + j * PANEL + x * LANES;
-            vf even = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]);
-            vf odd = vf_exp2(vf_fma(vf_load(at + PANEL), scale, zero) - top[x]);
+            vf even = exp2_of(less_maximum(vf_load(at), scale, top[x]));
+            vf odd = exp2_of(less_maximum(vf_load(at + PANEL), scale, top[x]));
             total[x] += even + odd;
             vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(even, odd));
         }
     if (j < n)
         UNROLL for (int x = 0; x < vectors; x++) {
-            vf even = vf_exp2(vf_fma(vf_load(s + j * PANEL + x * LANES), scale, zero) - top[x]);
+            vf even = exp2_of(less_maximum(vf_load(s + j * PANEL + x * LANES), scale, top[x]));
             total[x] += even;
             vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(even, zero));
         }
@@ -83,7 +98,7 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
         for (j = first; j < end; j++)
             UNROLL for (int x = 0; x < vectors; x++) {
                 float *at = s + j * PANEL + x * LANES;
-                vf weight = vf_exp2(vf_fma(vf_load(at), scale, zero) - top[x]);
+                vf weight = exp2_of(less_maximum(vf_load(at), scale, top[x]));
                 some[x] += weight;
                 vf_store(at, weight);
             }

@@ -124,6 +124,12 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     return result;
 }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmul_rz(float x, float y) {
+    const float z = x * y;
+    const double exact = double(x) * double(y);  // of two floats without rounding
+    if (z == z && __builtin_fabs(double(z)) > __builtin_fabs(exact)) return __builtin_nextafterf(z, 0.0f);
+    return z;
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }

@@ -2,6 +2,7 @@
 //! time is for each kernel family to judge.
 
 use super::bias::Bias;
+use super::far::reaches_far;
 use super::floats::is_followed;
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Binary, Id, Type, Unary, Var};
@@ -16,6 +17,9 @@ pub(crate) struct ScoreFacts {
     pub adds: bool,
     /// Nothing but biases ([`crate::score::Program::biases`]) changes with query and key, and there are some.
     pub biases_alone: bool,
+    /// The score may be a finite number so far from zero that its product with log2(e) overflows, or is rounded by more
+    /// than exponents are off otherwise.
+    pub far: bool,
     /// Loads of elements of tensors that change with the key.
     pub loads_by_key: u32,
     /// Those by an index that is not the key itself, or of elements that are no floats.
@@ -35,7 +39,8 @@ impl ScoreFacts {
         let mut needed = vec![false; graph.nodes().len()];
         needed[score.index()] = true;
         let (adds, biases_alone) = (graph.adds_to_score(score), Bias::are_alone(graph, score, biases));
-        let mut facts = Self { changes: true, adds, biases_alone, ..Self::default() };
+        let far = reaches_far(graph, score);
+        let mut facts = Self { changes: true, adds, biases_alone, far, ..Self::default() };
         for id in graph.ids().collect::<Vec<_>>().into_iter().rev().filter(|id| *id <= score) {
             if !needed[id.index()] {
                 continue;
@@ -86,9 +91,9 @@ mod tests {
         let none = ScoreFacts { changes: true, adds: true, ..nothing };
         assert_eq!(facts("s: f32[heads]; score = score + s[h] * (kv - q);"), none);
         let half = "t: bf16[kv_len]; u: f32[heads, kv_len]; score = score + t[kv] * u[h, kv];";
-        assert_eq!(facts(half), ScoreFacts { loads_by_key: 2, halves_along_keys: 1, ..none });
+        assert_eq!(facts(half), ScoreFacts { far: true, loads_by_key: 2, halves_along_keys: 1, ..none });
         let gather = "t: bf16[*]; i: i32[kv_len]; score = score + t[kv - 1] + i[kv];";
-        assert_eq!(facts(gather), ScoreFacts { loads_by_key: 2, gathers: 2, ..none });
+        assert_eq!(facts(gather), ScoreFacts { far: true, loads_by_key: 2, gathers: 2, ..none });
         let divides = "w: int; mask = kv // w == 1; score = score + (kv // w) + kv // 7 + q % w;";
         assert_eq!(facts(divides), ScoreFacts { divisions: 2, ..none });
         let functions = "mask = exp(0.5 * kv) < 9.5; score = sigmoid(score) + sqrt(abs(score)) + int_floor(0.1 * kv);";

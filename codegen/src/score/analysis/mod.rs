@@ -10,6 +10,7 @@
 //!       -> axes                MaskAxes: which of batch, head and KV head the mask depends on
 //! score -> bias                Bias: tensors indexed by (q, kv), one tile per tile of scores
 //!       -> facts               ScoreFacts: loads, divisions and functions per score
+//!       -> far                 whether scores may be far from zero, as float masks make them
 //!       -> derive              Derivative: d score' / d score, and by the elements of side tensors
 //! ```
 
@@ -17,6 +18,7 @@ pub(in crate::score) mod axes;
 pub(in crate::score) mod bias;
 pub(in crate::score) mod derive;
 pub(in crate::score) mod facts;
+mod far;
 pub(in crate::score) mod floats;
 mod joint;
 mod keys;

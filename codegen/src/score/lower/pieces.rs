@@ -39,6 +39,7 @@ pieces! {
     ProgramMask => "program_mask",
     ProgramScore => "program_score",
     ProgramSink => "program_sink",
+    ProgramFar => "program_far",
     ProgramLists => "program_lists",
     ProgramRuns => "program_runs",
     MaskRowFields => "mask_row_fields",
@@ -258,8 +259,10 @@ fn score_pieces(program: Option<&Program>, biases: &[Bias]) -> Vec<(Piece, Strin
         Some(c) => (score.expr(&c.cap), score.expr(&c.factor), c.bound),
         None => (none(), none(), 0.0),
     };
+    // What is added is taken to units of log2 apart from the score, where it must be near.
+    let shift = code.shift.as_ref().filter(|_| !program.is_some_and(|p| p.score_facts().far));
     let [shift_factor, shift_base] =
-        code.shift.as_ref().map_or([none(), none()], |s| s.each_ref().map(|x| score.expr(x)));
+        shift.map_or([none(), none()], |s| s.each_ref().map(|x| score.expr(x)));
     let [head_fields, head_names, head_load] = kept(&score.kept(&code.kept_of_head), "kept");
     let [row_fields, row_names, row_load] = kept(&score.kept(&code.kept_of_row), "row");
     vec![
@@ -280,7 +283,7 @@ fn score_pieces(program: Option<&Program>, biases: &[Bias]) -> Vec<(Piece, Strin
         (Piece::ScoreBiasPlaces, if places.is_empty() { "0".to_owned() } else { places.join(", ") }),
         (Piece::ScoreTanhMultiples, flag(code.multiples)),
         (Piece::ScoreTanhLargest, if largest.is_empty() { none() } else { largest }),
-        (Piece::ScoreShift, flag(code.shift.is_some())),
+        (Piece::ScoreShift, flag(shift.is_some())),
         (Piece::ScoreShiftFactor, shift_factor),
         (Piece::ScoreShiftBase, shift_base),
         (Piece::ScoreCapped, flag(code.capped.is_some())),
@@ -398,6 +401,7 @@ fn flags(program: Option<&Program>) -> Pieces {
         (Piece::ProgramMask, has(|p| p.mask().is_some())),
         (Piece::ProgramScore, has(|p| p.score().is_some())),
         (Piece::ProgramSink, has(|p| p.sink().is_some())),
+        (Piece::ProgramFar, has(|p| p.score_facts().far)),
         (Piece::ProgramLists, has(|p| p.lists().is_some())),
     ])
 }

@@ -19,6 +19,24 @@ template <int kMTiles, int kSTiles, int kOTiles, bool kLazyRescale> struct Onlin
         }
     }
 
+    // Takes references that are far (far.cuh) from the scores of their rows.
+    __device__ __forceinline__ void subtract_far(float (&s)[kMTiles][kSTiles][4], float c) const {
+        if (!kProgramFar) return;
+        bool far = false;
+#pragma unroll
+        for (int i = 0; i < 2 * kMTiles; i++) far |= is_far(m[i / 2][i % 2], c);
+        if (!__any_sync(0xffffffff, far)) return;
+#pragma unroll
+        for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float less = is_far(m[i][e / 2], c) ? m[i][e / 2] : 0.0f;
+#pragma unroll
+                for (int j = 0; j < kSTiles; j++) s[i][j][e] -= less;
+            }
+        }
+    }
+
     // Turns scores into probabilities relative to m, in place; brings o and l to a new m where it had to move.
     __device__ __forceinline__ void step(float (&s)[kMTiles][kSTiles][4], float (&o)[kMTiles][kOTiles][4], float c) {
         float block_max[kMTiles][2];
@@ -49,12 +67,13 @@ template <int kMTiles, int kSTiles, int kOTiles, bool kLazyRescale> struct Onlin
                 }
             }
         }
+        subtract_far(s, c);
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-                const float reference = m[i][h] == -FT_INFINITY ? 0.0f : m[i][h] * c;
+                const float reference = m[i][h] == -FT_INFINITY || is_far(m[i][h], c) ? 0.0f : m[i][h] * c;
 #pragma unroll
                 for (int j = 0; j < kSTiles; j++) {
 #pragma unroll
@@ -75,6 +94,7 @@ template <int kMTiles, int kSTiles, int kOTiles, bool kLazyRescale> struct Onlin
 
     // Natural-log log-sum-exp of the scaled scores; -inf for a row that attended to nothing. After finish().
     __device__ __forceinline__ float log_sum_exp(int i, int h, float c) const {
+        if (is_far(m[i][h], c)) return far_log_sum_exp(m[i][h], c, l[i][h]);
         return l[i][h] == 0.0f ? -FT_INFINITY : kLn2 * (m[i][h] * c + log2_approx(l[i][h]));
     }
 };

@@ -27,6 +27,7 @@ struct RunEnds {
 };
 
 #define FT_PROGRAM @{ program }@
+constexpr bool kProgramFar = @{ program_far }@;  // scores may be far from zero
 constexpr bool kProgramMask = @{ program_mask }@;
 constexpr bool kProgramScore = @{ program_score }@;
 constexpr bool kProgramSink = @{ program_sink }@;
@@ -369,7 +370,10 @@ __device__ __forceinline__ void program_sums(const At& at, const ProgramHead& he
             for (int e = 0; e < 2; e++) {
                 const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
                 // The neutral element of sums: what is left is what is added.
-                at(j, 2 * i + e) = score_element(head, kept.score, score, row, kv_first, offset, -0.0f, 1.0f, ahead[i].at(8 * j + e)) * unit;
+                float& sum = at(j, 2 * i + e);
+                sum = score_element(head, kept.score, score, row, kv_first, offset, -0.0f, 1.0f, ahead[i].at(8 * j + e));
+                // Towards zero: what is finite stays so in other units.
+                sum = kProgramFar ? __fmul_rz(sum, unit) : sum * unit;
             }
         }
     }
