@@ -5,7 +5,7 @@ use crate::{Result, read_templates};
 use flashtune_cache::{ArtifactFiles, CacheDir, Launches, Layers, Trust, bundles_from_env};
 use flashtune_codegen::{SCRATCH_LIMIT, TemplateSet};
 use flashtune_runtime::dispatch::{Dispatcher, DispatcherConfig, Policy};
-use flashtune_runtime::{Device, DeviceSpec, no_graphs};
+use flashtune_runtime::{CpuDevice, Device, DeviceSpec, Threads, no_graphs};
 use flashtune_tuner::WorkerCommand;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,6 +26,7 @@ pub struct Builder {
     default_meanwhile: bool,
     quick_first: Option<bool>,
     scratch_limit: Option<u64>,
+    threads: Threads,
 }
 
 /// Where candidates run when the engine tunes.
@@ -48,6 +49,13 @@ impl Builder {
     /// Uses a device that is already open.
     pub fn on(mut self, device: Arc<dyn Device>) -> Self {
         self.device = Some(device);
+        self
+    }
+
+    /// Which threads run kernels where the engine opens the CPU; [`Threads::Own`] when not said. Another device takes no
+    /// note of it.
+    pub fn threads(mut self, threads: Threads) -> Self {
+        self.threads = threads;
         self
     }
 
@@ -171,9 +179,16 @@ impl Builder {
         let unused_cache = named.filter(|_| cache.is_none());
         let device = match self.device {
             Some(device) => device,
-            // With nothing stored the first call compiles for certain.
-            None if self.policy.may_compile() && is_empty(&layers) => flashtune_runtime::open_to_compile(self.spec)?,
-            None => flashtune_runtime::open(self.spec)?,
+            None => {
+                // With nothing stored the first call compiles for certain.
+                let compiles = self.policy.may_compile() && is_empty(&layers);
+                let open = if compiles { flashtune_runtime::open_to_compile } else { flashtune_runtime::open };
+                match (open(self.spec)?, self.threads) {
+                    (device, Threads::Own) => device,
+                    (device, threads) if device.spec() == Some(DeviceSpec::Cpu) => CpuDevice::open_with(threads)?,
+                    (device, _) => device,
+                }
+            }
         };
         let launches = match self.launches {
             Some(launches) => launches,

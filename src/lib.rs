@@ -68,7 +68,8 @@ pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
 };
 pub use flashtune_runtime::{
-    BlockMask, DeviceSpec, Distribution, HostTensor, Layout, MaskSizes, SideInputs, SideView, Stream, TensorView,
+    BlockMask, DeviceSpec, Distribution, HostTensor, Layout, MaskSizes, ParallelLoop, SideInputs, SideView, Stream,
+    TensorView, Threads,
 };
 pub use host::{HostForward, HostOutput};
 pub use manifest::{ManifestEntry, read_manifest, write_manifest};

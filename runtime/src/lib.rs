@@ -62,7 +62,7 @@ pub use check::{
     BackwardCase, CheckCase, CheckInputs, CheckReport, GradientCase, Poison, RaggedCase, check_kernel, check_pad,
 };
 pub use compile::{compile, compile_with, compiler_for};
-pub use cpu::CpuDevice;
+pub use cpu::{CpuDevice, ParallelLoop, Threads};
 pub use cuda::CudaDevice;
 pub use device::{Buffer, Compiler, Device, Findings, Graph, HostBytes, Module, Stream, no_graphs, require_room};
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};

@@ -288,8 +288,9 @@ static Head find_head(const BackwardArgs *args, int64_t batch, int64_t head, int
 }
 
 #if PROGRAM_FAR
-/* From here on a log-sum-exp does not hold the logarithm of the sum beside the maximum. */
-#define FAR 131072.0f
+/* From here on weights by a log-sum-exp alone would be off by 2^-12 and more: it does not hold the sum beside the
+ * maximum. */
+#define FAR 4096.0f
 
 /* Adds the scores of n keys, which the window lets some rows see, to maxima and sums of all rows. */
 static void add_far_block(const BackwardArgs *args, const Head *head, Scratch *scratch, int64_t query, int64_t key, int n) {

@@ -47,6 +47,7 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/attention/non_finite_elements.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/gradient.cuh" %>
+<% include "lib/cuda/attention/far_rows.cuh" %>
 
 using KernelArgs = WithSide<BackwardArgs>;
 <% include "lib/cuda/attention/packed.cuh" %>

@@ -201,8 +201,9 @@ static void load_columns(float *to, const element *from, int64_t stride, int n, 
 static float weight_of(float score, float lse) { return vf_exp2(vf_set1((score - lse) * LOG2E))[0]; }
 
 #if PROGRAM_FAR
-/* From here on a log-sum-exp does not hold the logarithm of the sum beside the maximum. */
-#define FAR 131072.0f
+/* From here on weights by a log-sum-exp alone would be off by 2^-12 and more: it does not hold the sum beside the
+ * maximum. */
+#define FAR 4096.0f
 
 /* A row whose log-sum-exp is far from zero, which a float mask leaves out, attends to all keys alike. Its maximum takes
  * the place of the log-sum-exp, and the logarithm by 2 of the sum lies beside it; both come from the scores. */

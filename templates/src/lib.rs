@@ -116,6 +116,8 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/divisor.cuh",
+    "lib/cuda/attention/far.cuh",
+    "lib/cuda/attention/far_rows.cuh",
     "lib/cuda/attention/kv_elements.cuh",
     "lib/cuda/attention/lengths.cuh",
     "lib/cuda/attention/non_finite.cuh",

@@ -3,7 +3,7 @@
 use crate::error::{Failure, Result, guard};
 use crate::handles::Table;
 use crate::types::{EngineHandle, NO_ENGINE, Options, QuickFirst, Status};
-use crate::{fork, input, log};
+use crate::{fork, input, log, parallel};
 use engine::runtime::CudaDevice;
 use engine::{DeviceSpec, Dispatch, Engine, Policy};
 use std::sync::Mutex;
@@ -81,6 +81,7 @@ unsafe fn build(options: Option<&Options>) -> Result<Engine> {
     if let Some(yes) = quick_first(options.quick_first)? {
         builder = builder.quick_first(yes);
     }
+    builder = builder.threads(parallel::threads(options)?);
     if options.scratch_limit > 0 {
         builder = builder.scratch_limit(options.scratch_limit);
     }

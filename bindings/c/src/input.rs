@@ -19,7 +19,7 @@ pub(crate) unsafe trait Sized32: Copy {
     const FIRST: usize;
 }
 
-// SAFETY: integers and raw pointers only, laid out without gaps (asserted below).
+// SAFETY: integers, raw pointers and an address of a function only, laid out without gaps (asserted below).
 unsafe impl Sized32 for Options {
     const NAME: &'static str = "flashtune_options";
     const FIRST: usize = 56;
@@ -63,7 +63,7 @@ unsafe impl Sized32 for BackwardArgs {
 
 #[cfg(target_pointer_width = "64")]
 const _: () = {
-    assert!(size_of::<Options>() == 72 && size_of::<ForwardArgs>() == 432);
+    assert!(size_of::<Options>() == 104 && size_of::<ForwardArgs>() == 432);
     assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576 && size_of::<AppendArgs>() == 560);
     assert!(size_of::<BackwardArgs>() == 824 && size_of::<DlTensors>() == 48);
 };

@@ -25,6 +25,7 @@ mod forward;
 mod handles;
 mod input;
 mod log;
+mod parallel;
 mod prepared;
 mod program;
 mod ragged;

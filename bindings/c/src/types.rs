@@ -150,6 +150,31 @@ pub enum Mask {
     Window = 2,
 }
 
+/// Which threads run kernels on the CPU. Results do not depend on it.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Threads {
+    /// Those of the library, unless `parallel` is given.
+    Own = 0,
+    /// Those of the OpenMP runtime that is loaded in this process, of PyTorch's where it is there; FLASHTUNE_STATUS_MISSING
+    /// without one.
+    OpenMp = 1,
+    /// The same if there is one, else the library's.
+    OpenMpIfLoaded = 2,
+}
+
+/// A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads as
+/// far as there are any, and returns when all these calls have returned. Fewer calls than asked for are right, if slower.
+/// `context` is what `flashtune_options` has. It is called from every thread that computes, and must not unwind.
+pub type Parallel = Option<
+    unsafe extern "C" fn(
+        context: *mut c_void,
+        members: u64,
+        member: Option<unsafe extern "C" fn(of: *mut c_void)>,
+        of: *mut c_void,
+    ),
+>;
+
 /// Whether a schedule that compiles quickly answers calls while their own kernel is being compiled.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -247,6 +272,16 @@ pub struct Options {
     /// take more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as
     /// results.
     pub scratch_limit: u64,
+    /// The host's own threads for kernels on the CPU; NULL: those that `threads` says. A GPU takes no note of either.
+    pub parallel: Parallel,
+    /// What `parallel` is called with. It must outlive the engine.
+    pub parallel_context: *mut c_void,
+    /// How many threads a loop of the host has; 0: as many as cores.
+    pub parallel_threads: u64,
+    /// A `flashtune_threads`; 0 beside `parallel`.
+    pub threads: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 /// A tensor [batch, heads, rows, head_dim] in memory of the engine's device.

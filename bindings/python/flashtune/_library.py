@@ -16,6 +16,8 @@ NAME = "libflashtune.so"
 F16, BF16, F32 = 1, 2, 3
 POLICIES = {"default": 0, "tune": 1, "sealed": 2}
 QUICK_FIRST = {None: 0, True: 1, False: 2}
+THREADS = {"own": 0, "openmp": 1}
+OPENMP_IF_LOADED = 2
 ON_MISS = {"nearest": 0, "refuse": 1}
 FULL, CAUSAL, WINDOW = 0, 1, 2
 SCALE_IS_GIVEN = 1
@@ -78,6 +80,11 @@ class Options(ctypes.Structure):
         ("quick_first", ctypes.c_int32),
         ("checked", ctypes.c_int32),
         ("scratch_limit", ctypes.c_uint64),
+        ("parallel", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+        ("parallel_threads", ctypes.c_uint64),
+        ("threads", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     ]
 
 

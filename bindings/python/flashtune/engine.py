@@ -47,6 +47,7 @@ class Engine:
         bundles=(),
         quick_first=None,
         scratch_limit=None,
+        threads=None,
     ):
         self.device = _device_name(device)
         if not isinstance(policy, str) or policy not in abi.POLICIES:
@@ -57,6 +58,8 @@ class Engine:
             raise InvalidArgument(f"quick_first is {quick_first!r}; it is True, False or None")
         if scratch_limit is not None and (type(scratch_limit) is not int or not 0 < scratch_limit < 1 << 64):
             raise InvalidArgument(f"scratch_limit is {scratch_limit!r}; it is a positive number of bytes, or None")
+        if threads is not None and (not isinstance(threads, str) or threads not in abi.THREADS):
+            raise InvalidArgument(f"threads is {threads!r}; it is {', '.join(map(repr, abi.THREADS))} or None")
         files = [_path("a bundle", b) for b in bundles]
         options = abi.Options(
             struct_size=ctypes.sizeof(abi.Options),
@@ -68,6 +71,7 @@ class Engine:
             bundles_len=len(files),
             quick_first=abi.QUICK_FIRST[quick_first],
             scratch_limit=scratch_limit or 0,
+            threads=abi.OPENMP_IF_LOADED if threads is None and "torch" in sys.modules else abi.THREADS[threads or "own"],
         )
         handle = ctypes.c_uint64()
         lib = abi.library()

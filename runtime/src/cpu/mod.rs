@@ -1,18 +1,22 @@
 //! The host processor as a device: C kernels, loaded with dlopen, run by a pool of threads.
 //!
 //! A kernel splits its work into tiles; workers take them from one counter, so that uneven tiles (causal rows) balance
-//! themselves. Threads and their scratch live as long as the process.
+//! themselves. Whose threads these are, a host may say (`threads.rs`); each keeps its scratch as long as it lives.
 
 mod host;
 mod isa;
 mod matmul;
 mod memory;
 mod module;
+mod openmp;
 mod probe;
 mod softmax;
+mod threads;
+mod worth;
 
 pub(crate) use matmul::{Packed, matmul};
 pub(crate) use softmax::softmax;
+pub use threads::{ParallelLoop, Threads};
 
 use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
@@ -21,14 +25,17 @@ use flashtune_codegen::{Arch, LaunchPlan};
 use memory::CpuBuffer;
 use module::CpuModule;
 use rayon::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use rayon::ThreadPool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// The host processor.
 pub struct CpuDevice {
     fingerprint: DeviceFingerprint,
+    /// Runs kernels.
+    threads: Arc<dyn ParallelLoop>,
+    /// Runs probes.
     pool: &'static ThreadPool,
     /// Written and read to evict the last-level cache.
     flush: Mutex<Vec<u64>>,
@@ -41,34 +48,43 @@ impl CpuDevice {
     /// # Errors
     /// When `FLASHTUNE_CPU_ISA` asks for more than the processor has, or threads cannot be started.
     pub fn open() -> Result<Arc<CpuDevice>> {
-        let fingerprint = host::fingerprint()?;
-        let pool = pool(fingerprint.units as usize)?;
-        Ok(Arc::new(CpuDevice { fingerprint, pool, flush: Mutex::new(Vec::new()) }))
+        Self::open_with(Threads::Own)
     }
 
-    /// Has the tiles of a kernel computed by all threads. The message says what is short of memory.
+    /// The same with kernels on threads of the host's choice.
+    ///
+    /// # Errors
+    /// As [`CpuDevice::open`], and when there are no such threads.
+    pub fn open_with(threads: Threads) -> Result<Arc<CpuDevice>> {
+        let fingerprint = host::fingerprint()?;
+        let pool = threads::pool(fingerprint.units as usize)?;
+        let threads = threads.parallel_loop(fingerprint.units as usize)?;
+        Ok(Arc::new(CpuDevice { fingerprint, threads, pool, flush: Mutex::new(Vec::new()) }))
+    }
+
+    /// Has the tiles of a kernel computed by as many threads as pay. The message says what is short of memory.
     ///
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn run_tiles(&self, module: &CpuModule, args: Args<'_>) -> std::result::Result<(), String> {
         // SAFETY: the caller's promise is this function's own.
         let (tiles, scratch) = unsafe { module.plan(args) };
-        let threads = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);
-        let workers = threads.min(self.pool.current_num_threads()).min(usize::try_from(tiles).unwrap_or(usize::MAX));
+        let most = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);
+        let most = most.min(worth::threads(&module.kernel().problem, args)).min(usize::try_from(tiles).unwrap_or(usize::MAX));
+        let workers = if most <= 1 { most } else { most.min(self.threads.threads()) };
         let next = AtomicU64::new(0);
-        // SAFETY: as above.
-        let work = || unsafe { module.work(args, &next, tiles, scratch) };
-        let done = match workers {
-            0 => true,
-            // Waking another thread costs more than most single tiles.
-            1 => work(),
-            // Items of this loop that find no idle thread run after others and then find the counter used up, so the
-            // result does not depend on how many threads the pool can spare.
-            _ => self
-                .pool
-                .install(|| (0..workers).into_par_iter().with_max_len(1).map(|_| work()).reduce(|| true, |a, b| a & b)),
+        let short = AtomicBool::new(false);
+        let work = || {
+            // SAFETY: as above.
+            if !unsafe { module.work(args, &next, tiles, scratch) } {
+                short.store(true, Ordering::Relaxed);
+            }
         };
-        if done && next.load(Ordering::Relaxed) >= tiles {
+        if tiles > 0 {
+            let is_left = || next.load(Ordering::Relaxed) < tiles && !short.load(Ordering::Relaxed);
+            threads::run(&*self.threads, workers, &work, is_left);
+        }
+        if !short.load(Ordering::Relaxed) && next.load(Ordering::Relaxed) >= tiles {
             return Ok(());
         }
         Err(format!("no memory for {scratch} bytes of scratch per thread"))
@@ -80,26 +96,6 @@ impl CpuDevice {
         let bytes = (2 * self.fingerprint.cache_bytes).clamp(8 << 20, 64 << 20);
         bytes as usize / 8
     }
-}
-
-/// The threads that run kernels, started on first use.
-fn pool(threads: usize) -> Result<&'static ThreadPool> {
-    static POOL: OnceLock<ThreadPool> = OnceLock::new();
-    static STARTING: Mutex<()> = Mutex::new(());
-    let _starting = STARTING.lock().unwrap_or_else(|e| e.into_inner());
-    if let Some(pool) = POOL.get() {
-        return Ok(pool);
-    }
-    let pool =
-        ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("flashtune-cpu-{i}")).build().map_err(
-            |e| Error::Device {
-                call: "starting threads",
-                device: "cpu".to_owned(),
-                message: e.to_string(),
-                remedy: "raise the limit of processes (ulimit -u) or of memory",
-            },
-        )?;
-    Ok(POOL.get_or_init(|| pool))
 }
 
 fn foreign(what: &'static str) -> Error {

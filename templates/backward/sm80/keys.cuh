@@ -54,11 +54,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         copy_tile<TileQK, kStepQ>(to, from(args.q, args.q_stride), args.q_stride[2], rows);
         copy_tile<TileV, kStepQ>(to + Layout::kDout, from(args.dout, args.dout_stride), args.dout_stride[2], rows);
         const u16* statistics = from(args.dq, args.dq_stride);
+        constexpr int kWords = kBytesStatistics / 4;
 #pragma unroll
-        for (int i = 0; i < 2 * kStepQ; i += kThreads) {
+        for (int i = 0; i < kWords * kStepQ; i += kThreads) {
             const int word = i + threadIdx.x;
-            if (2 * kStepQ % kThreads == 0 || word < 2 * kStepQ)
-                cp_async_4(to + Layout::kStatistics + word * 4, statistics + word / 2 * args.dq_stride[2] + word % 2 * 2, word / 2 < rows);
+            if (kWords * kStepQ % kThreads == 0 || word < kWords * kStepQ)
+                cp_async_4(to + Layout::kStatistics + word * 4, statistics + word / kWords * args.dq_stride[2] + word % kWords * 2, word / kWords < rows);
         }
     };
     // The next step's tiles come while this one is computed, or behind it where there is one stage.
@@ -95,6 +96,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         weigh<true>(s, dp, args, head_of(visit.head), visit.tile() * kStepQ + P::across(), key + P::down(), visit.cut(), [&](int a) {
             const uint4 x = load_shared_16(statistics + 8 * a * kBytesStatistics);
             const auto number = [](u32 bits) { return __uint_as_float(bits); };
+            if (kProgramFar) {
+                const uint4 y = load_shared_16(statistics + (8 * a + 1) * kBytesStatistics);
+                return Statistics{{number(x.x), number(y.x)}, {number(x.y), number(y.y)}, {number(x.z), number(y.z)}};
+            }
             return Statistics{{number(x.x), number(x.z)}, {number(x.y), number(x.w)}};
         });
         u32 parts[kM][2];

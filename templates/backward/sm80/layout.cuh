@@ -9,8 +9,8 @@ using TileV = RowTile<kHeadDimV, false>;
 constexpr int kBlockKeys = kWarps * kKeyRows;
 constexpr int kBlockQueries = kWarps * kQueryRows;
 
-// Two numbers of a query.
-constexpr int kBytesStatistics = 8;
+// Two numbers of a query; four where rows may be far from zero (far_rows.cuh).
+constexpr int kBytesStatistics = kProgramFar ? 16 : 8;
 
 struct KeysLayout {
     static constexpr int kV = kBlockKeys * TileQK::kPitch;

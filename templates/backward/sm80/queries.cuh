@@ -29,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             const float* from = (const float*)(rows(args.dq, args.dq_stride) + row * args.dq_stride[2]);
             statistics[i].lse[h] = row < tile.rows ? from[0] : kEmpty;
             statistics[i].delta[h] = row < tile.rows ? from[1] : 0.0f;
+            if (kProgramFar) statistics[i].first[h] = row < tile.rows ? from[2] : 0.0f;
         }
     }
 

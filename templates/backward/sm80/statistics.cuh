@@ -1,4 +1,4 @@
-// The first stage: log-sum-exp and D of every query, into the first eight bytes of its row of dQ.
+// The first stage: what is known of every query (Statistics), into the first bytes of its row of dQ.
 
 constexpr int kLanesOfRow = 8;
 
@@ -26,12 +26,24 @@ extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(co
     }
 #pragma unroll
     for (int apart = 1; apart < kLanesOfRow; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
-    if (!exists || lane != 0) return;
     const i64 at = lse_row(args, tile.batch, tile.head, tile.row) + row;
-    const float lse = args.lse[at];
+    FarRow far = {0.0f, 0.0f};
+    if constexpr (kProgramFar) {
+        const ProgramHead head = program_head(args, args, tile);
+        far = far_row<kLanesOfRow>(args, head, tile, row, at, [&](int q, int key, float score) {
+            return score_gradient(head, q, key, score).value;
+        });
+    }
+    if (!exists || lane != 0) return;
+    const float lse = kProgramFar ? far.maximum : args.lse[at];
     const bool empty = lse == -FT_INFINITY;
     float* to = (float*)rows_of((u16*)args.dq, args.dq_stride, tile.batch, tile.head, tile.row + row);
     // A sum that overflowed says nothing of a row's weights.
     to[0] = empty ? kEmpty : lse == FT_INFINITY ? __int_as_float(0x7fffffff) : lse * kLog2E;
+    if (kProgramFar) {
+        const bool first = fabsf(lse) >= kFarNatural && fabsf(lse) < FT_INFINITY;
+        if (first) to[0] = far.log_sum * kLog2E;
+        to[2] = first ? lse : 0.0f, to[3] = 0.0f;
+    }
     to[1] = empty ? 0.0f : args.dlse != nullptr ? sum - args.dlse[at] : sum;
 }

@@ -1,8 +1,10 @@
 // From scores and dP to P and dS, in place.
 
-// What is known of two neighbouring queries of a lane: log-sum-exp by log2, and D.
+// What is known of two neighbouring queries of a lane: log-sum-exp by log2, and D; in programs with rows far from zero
+// what is taken from their scores first, beside which the log-sum-exp is (far_rows.cuh).
 struct Statistics {
     float lse[2], delta[2];
+    float first[2] = {0.0f, 0.0f};
 };
 // The log-sum-exp of a row without a key, as the first stage leaves it: its weights vanish by themselves, and an
 // infinite score stays infinite.
@@ -64,7 +66,8 @@ __device__ __forceinline__ void weigh(float (&s)[kM][kTiles][4], float (&dp)[kM]
                     const Gradient g = score_gradient(head, row, key, x * args.scale);
                     // A score of -infinity takes no part, whoever made it so.
                     const bool none = g.value == -FT_INFINITY;
-                    const float p = exp2_approx(fmaf(g.value, kLog2E, -of.lse[b]));
+                    const float value = kProgramFar ? g.value - of.first[b] : g.value;
+                    const float p = exp2_approx(fmaf(value, kLog2E, -of.lse[b]));
                     y = none ? 0.0f : p * (y - of.delta[b]) * g.slope;
                     x = none ? __uint_as_float(kNoPart) : p;
                 } else {

@@ -3,8 +3,9 @@
 use super::BackwardSm80Schedule;
 use crate::{Problem, Resources};
 
-/// Bytes that a query has beside its rows of Q and dO: log-sum-exp and D.
-const STATISTICS: u32 = 8;
+/// Bytes that a query has beside its rows of Q and dO: log-sum-exp and D, and of rows far from zero what is taken from
+/// scores first.
+const STATISTICS: [u32; 2] = [8, 16];
 
 pub(super) fn of(s: &BackwardSm80Schedule, problem: &Problem) -> Resources {
     Resources { threads: s.warps * 32, smem_bytes: smem_bytes(s, problem), registers: registers(s, problem) }
@@ -19,7 +20,7 @@ pub(super) fn smem_bytes(s: &BackwardSm80Schedule, problem: &Problem) -> u32 {
 /// Of the stage of keys, and of that of queries: the rows that stay, and buffers of those that are walked over.
 pub(super) fn smem_of_stages(s: &BackwardSm80Schedule, problem: &Problem) -> [u32; 2] {
     let row = 2 * (problem.head_dim_qk.next_multiple_of(16) + problem.head_dim_v.next_multiple_of(16));
-    let keys = s.block_keys() * row + s.stages_q * s.step_q * (row + STATISTICS);
+    let keys = s.block_keys() * row + s.stages_q * s.step_q * (row + STATISTICS[usize::from(problem.reaches_far())]);
     [keys, s.block_queries() * row + s.stages_kv * s.step_kv * row]
 }
 

@@ -1,8 +1,8 @@
 // Rows far from zero in gradients (far.cuh): the log-sum-exp of one that a float mask leaves out does not hold the
 // logarithm of the sum beside the maximum. Both come from the scores again: rare, so plain and slow.
 
-// From here on, in natural units.
-constexpr float kFarNatural = 131072.0f;
+// From here on, in natural units, weights by a log-sum-exp alone would be off by 2^-12.
+constexpr float kFarNatural = 4096.0f;
 
 // What takes the place of a log-sum-exp: P = exp(S - maximum - log_sum).
 struct FarRow {
