@@ -45,6 +45,7 @@ constexpr int kKeyStages = @{ key_stages }@;
 constexpr int kRowTiles = @{ row_tiles }@;
 constexpr int kRowStages = @{ row_stages }@;
 
+<% include "lib/cuda/attention/far_rows.cuh" %>
 <% include "backward/sm90/layout.cuh" %>
 <% include "backward/sm90/tiles.cuh" %>
 <% include "backward/sm90/listed.cuh" %>

@@ -247,6 +247,13 @@ impl Expected {
         Ok(o)
     }
 
+    /// How far an O is from fp64 at most.
+    pub fn largest_error(&self, o: &HostTensor) -> f64 {
+        let errors = o.values().into_iter().zip(&self.rows.o).map(|(x, y)| (f64::from(x) - y).abs());
+        // NaN is as far as can be.
+        errors.fold(0.0, |most, x| if x.is_nan() { f64::INFINITY } else { most.max(x) })
+    }
+
     /// Whether O can be compared bit by bit: NaN have many.
     pub fn is_finite(&self) -> bool {
         self.case.bad == [0; 3] && self.rows.o.iter().all(|x| x.is_finite())

@@ -23,7 +23,7 @@ const CAUSAL: &[Mutant] = &[
     Mutant(
         "O is not rescaled",
         "lib/cpu/softmax.h",
-        "vf_store(alpha + x * LANES, vf_exp2(before - top[x]));",
+        "vf_store(alpha + x * LANES, exp2_of(before - top[x]));",
         "vf_store(alpha + x * LANES, vf_set1(1));",
         "oracle",
     ),

@@ -29,6 +29,58 @@ static flashtune_status compute(flashtune_engine engine, int rows, float number,
     return flashtune_forward(engine, &a);
 }
 
+/* A parallel loop of the host, of threads that live as long as it. */
+typedef struct {
+    void (*member)(void *);
+    void *of;
+} host_member;
+static atomic_int host_loops;
+
+static void *run_member(void *argument) {
+    host_member *m = argument;
+    m->member(m->of);
+    return NULL;
+}
+static void host_parallel(void *context, uint64_t members, void (*member)(void *), void *of) {
+    host_member m = {member, of};
+    pthread_t threads[4];
+    int n = 0;
+    if (context != &host_loops) failures++;
+    host_loops++;
+    while (n < 4 && n + 1 < (int)members && !pthread_create(&threads[n], NULL, run_member, &m)) n++;
+    while (n > 0) pthread_join(threads[--n], NULL);
+}
+
+/* More than one thread is worth, and every O is the number of V. */
+static void compute_on_host_threads(void) {
+    enum { LONG = 700, M = HEADS * LONG * DIM };
+    static float q[M], v[M], o[M];
+    flashtune_options p = {.struct_size = sizeof p, .device = "cpu", .parallel = host_parallel, .parallel_context = &host_loops, .parallel_threads = 3};
+    flashtune_engine engine;
+    flashtune_status status = flashtune_engine_open(&p, &engine);
+    if (status != FLASHTUNE_STATUS_OK) return fail("open on host threads", status);
+    for (int i = 0; i < M; i++) q[i] = (float)(i % 7), v[i] = 3.0f, o[i] = -1.0f;
+    flashtune_tensor t = {.data = q, .shape = {1, HEADS, LONG, DIM}, .strides = {M, LONG * DIM, DIM, 1}, .dtype = FLASHTUNE_DTYPE_F32};
+    flashtune_forward_args a = {.struct_size = sizeof a, .q = t, .k = t, .v = t, .o = t};
+    a.v.data = v, a.o.data = o;
+    if ((status = flashtune_forward(engine, &a)) != FLASHTUNE_STATUS_OK) fail("host threads", status);
+    for (int i = 0; i < M; i++) failures += o[i] < 2.999f || o[i] > 3.001f;
+    if (host_loops == 0) failures++, fprintf(stderr, "the host's loop was not called\n");
+    flashtune_engine_close(engine);
+    p.threads = FLASHTUNE_THREADS_OPEN_MP;
+    if (flashtune_engine_open(&p, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT || !strstr(flashtune_last_error(), "parallel")) failures++;
+    flashtune_options none = {.struct_size = sizeof none, .device = "cpu", .parallel_threads = 3};
+    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT || !strstr(flashtune_last_error(), "parallel is NULL")) failures++;
+    none.parallel_threads = 0, none.threads = 3;
+    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT || !strstr(flashtune_last_error(), "threads is 3")) failures++;
+    none.threads = FLASHTUNE_THREADS_OPEN_MP;
+    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_MISSING || !strstr(flashtune_last_error(), "OpenMP")) failures++;
+    /* A caller of the first version knows none of these fields. */
+    none = (flashtune_options){.struct_size = 56, .device = "cpu", .threads = 3};
+    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_OK) failures++;
+    flashtune_engine_close(engine);
+}
+
 static void *work(void *argument) {
     int id = (int)(intptr_t)argument;
     float o[N];
@@ -79,6 +131,7 @@ int main(void) {
     for (int i = 0; i < THREADS; i++)
         if (pthread_create(&threads[i], NULL, work, (void *)(intptr_t)i)) return 1;
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+    compute_on_host_threads();
     printf("%d failures\n", failures);
     return failures != 0;
 }

@@ -228,6 +228,25 @@ impl BackwardCase {
         Ok(CheckReport { verdict, repeatable, stray })
     }
 
+    /// How far the gradients of one launch are from fp64 at most. Not by a bound of rounding, which grows with the scores:
+    /// for rows whose scores are far from zero, and for dense calls.
+    ///
+    /// # Errors
+    /// As [`BackwardCase::check`].
+    pub fn largest_error(&self, module: &dyn Module) -> Result<f64> {
+        let (bytes, _) = self.run(module, SCRATCH_LIMIT)?;
+        let mut largest = 0.0f64;
+        let of = [&self.oracle.dq, &self.oracle.dk, &self.oracle.dv];
+        for ((output, bytes), want) in self.outputs.iter().zip(&bytes).zip(of) {
+            let mut tensor = output.host.clone();
+            tensor.bytes_mut().copy_from_slice(bytes);
+            let errors = tensor.values().into_iter().zip(&want.o).map(|(x, y)| (f64::from(x) - y).abs());
+            // NaN is as far as can be.
+            largest = errors.fold(largest, |most, x| if x.is_nan() { f64::INFINITY } else { most.max(x) });
+        }
+        Ok(largest)
+    }
+
     /// One launch into poisoned gradients within a limit of scratch memory: their bytes, and what was written around
     /// them.
     fn run(&self, module: &dyn Module, limit: u64) -> Result<(Vec<Vec<u8>>, Option<String>)> {

@@ -526,7 +526,7 @@ const FAULTS: &[Fault] = &[
         "return array[i];",
         " is |was written",
     ],
-    ["ranges weigh the same", "lib/cpu/ranges.h", "vf_exp2(second - reference)};", "vf_set1(1)};", " is "],
+    ["ranges weigh the same", "lib/cpu/ranges.h", "exp2_of(second - reference)};", "vf_set1(1)};", " is "],
     [
         "the last range is left out",
         "lib/cpu/ranges.h",

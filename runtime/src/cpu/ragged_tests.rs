@@ -564,8 +564,13 @@ fn any_number_of_threads_gives_the_same_bytes() {
         let module = load(&host, &batch.problem(), change(batch.schedule(isa)), isa);
         let mut first = None;
         for threads in [1, 2, 16] {
-            let pool = Box::leak(Box::new(ThreadPoolBuilder::new().num_threads(threads).build().unwrap()));
-            let device = CpuDevice { fingerprint: host.fingerprint.clone(), pool, flush: Mutex::default() };
+            let pool = Box::leak(Box::new(rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()));
+            let device = CpuDevice {
+                fingerprint: host.fingerprint.clone(),
+                threads: Arc::new(super::threads::Own { pool }),
+                pool,
+                flush: Mutex::default(),
+            };
             for _ in 0..20 {
                 case.run(&device, &*module);
                 let got = (case.o.clone(), case.lse.iter().map(|x| x.to_bits()).collect::<Vec<_>>());

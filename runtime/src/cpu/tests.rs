@@ -1,5 +1,6 @@
 //! The device with a kernel written by hand: loading, tiles, scratch, threads.
 
+use super::threads::run;
 use super::*;
 use crate::{HostTensor, Layout};
 use flashtune_cache::{CompilerId, Facts, Recipe};
@@ -157,4 +158,59 @@ fn time_is_that_of_the_work_and_its_error_passes_through() {
         .unwrap();
     assert!((5e3..5e6).contains(&us), "{us}");
     assert!(device.time_us(Stream(0), &mut || Err(foreign("work"))).is_err());
+}
+
+/// A loop of threads of its own that calls some of the members alone.
+struct Some(usize);
+
+impl ParallelLoop for Some {
+    fn threads(&self) -> usize {
+        8
+    }
+    fn run(&self, members: usize, member: &(dyn Fn() + Sync)) {
+        std::thread::scope(|scope| (0..members.min(self.0)).for_each(|_| drop(scope.spawn(member))));
+    }
+}
+
+#[test]
+fn a_loop_of_the_host_computes_the_same_bytes_however_many_of_its_members_run() {
+    let own = CpuDevice::open().unwrap();
+    let artifact = artifact(NAIVE, CpuIsa::Generic);
+    let bytes = |device: &CpuDevice| {
+        let module = device.load(&artifact).unwrap();
+        let mut case = Case::new(700, 3);
+        assert!(case.run(device, &*module).unwrap() < 1e-5);
+        case.tensors[3].bytes().to_vec()
+    };
+    let expected = bytes(&own);
+    for members in [0, 1, 3, 8] {
+        let device = CpuDevice::open_with(Threads::Host(Arc::new(Some(members)))).unwrap();
+        assert_eq!(bytes(&device), expected, "{members} members");
+    }
+}
+
+#[test]
+fn a_panic_of_a_member_goes_on_in_the_thread_that_called() {
+    let calls = AtomicU64::new(0);
+    let work = || {
+        if calls.fetch_add(1, Ordering::Relaxed) == 1 {
+            panic!("the second member");
+        }
+    };
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&Some(3), 3, &work, || false)));
+    assert_eq!(outcome.unwrap_err().downcast_ref::<&str>(), Option::Some(&"the second member"));
+    assert_eq!(calls.load(Ordering::Relaxed), 3);
+    // What is left is computed here.
+    run(&Some(0), 5, &|| drop(calls.fetch_add(1, Ordering::Relaxed)), || true);
+    assert_eq!(calls.load(Ordering::Relaxed), 4);
+}
+
+#[test]
+fn without_an_openmp_runtime_there_is_an_error_or_the_threads_of_the_library() {
+    // No test of this crate loads one.
+    let e = CpuDevice::open_with(Threads::OpenMp).err().unwrap().to_string();
+    assert!(e.contains("libgomp") && e.contains("import torch"), "{e}");
+    let device = CpuDevice::open_with(Threads::OpenMpIfLoaded).unwrap();
+    let module = device.load(&artifact(NAIVE, CpuIsa::Generic)).unwrap();
+    assert!(Case::new(33, 8).run(&device, &*module).unwrap() < 1e-5);
 }

@@ -63,8 +63,8 @@ impl Threads {
 }
 
 /// Rayon's threads.
-struct Own {
-    pool: &'static ThreadPool,
+pub(super) struct Own {
+    pub(super) pool: &'static ThreadPool,
 }
 
 impl ParallelLoop for Own {
@@ -77,15 +77,16 @@ impl ParallelLoop for Own {
 
     /// The calling thread is a member, and does not wait for another one to wake.
     fn run(&self, members: usize, member: &(dyn Fn() + Sync)) {
-        let run = |scope: &rayon::Scope<'_>| {
-            (1..members).for_each(|_| scope.spawn(|_| member()));
-            member();
-        };
         match rayon::current_thread_index() {
-            Some(_) => rayon::in_place_scope(run),
-            None => self.pool.in_place_scope(run),
+            Some(_) => rayon::in_place_scope(|scope| share(scope, members, member)),
+            None => self.pool.in_place_scope(|scope| share(scope, members, member)),
         }
     }
+}
+
+fn share<'scope>(scope: &rayon::Scope<'scope>, members: usize, member: &'scope (dyn Fn() + Sync)) {
+    (1..members).for_each(|_| scope.spawn(|_| member()));
+    member();
 }
 
 /// The library's own threads, started on first use.

@@ -433,15 +433,19 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         for (int j = 0; j < kBlockQ / 8; j++) {
             const float2 lse = load_shared_float2(rows + j * 32);
             float slope[4];
+            const auto row_at = [&](int e) { return min_of(query + j * 8 + e, a.q_len - 1); };
+            const int of_head = pair.head(step.head);
+            const Reference by[2] = {reference_of(a, pair.batch, of_head, row_at(0), lse.x),
+                                     reference_of(a, pair.batch, of_head, row_at(1), lse.y)};
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int row = min_of(query + j * 8 + e % 2, a.q_len - 1);
+                const int row = row_at(e % 2);
                 const int column = min_of(mine + e / 2 * 8, a.kv_len - 1);
                 float& x = s[j * 4 + e];
                 const Gradient g = score_gradient(head, row, column, x * a.scale);
                 // A score of -infinity takes no part, whoever made it so.
                 const bool none = __float_as_uint(x) == kLeftOut || g.value == -FT_INFINITY;
-                x = none ? 0.0f : exp2_approx(fmaf(g.value, kLog2E, e % 2 ? -lse.y : -lse.x));
+                x = none ? 0.0f : exp2_approx(exponent_of(g.value, by[e % 2]));
                 slope[e] = none ? -0.0f : fmaf(x, g.slope, 0.0f);
             }
             each(j, slope);
@@ -670,7 +674,8 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
                         const int column = min_of(my_key() + h * 8, a.kv_len - 1);
                         const Gradient g = score_gradient(of_program, query, column, s[h] * a.scale);
                         if (g.value == -FT_INFINITY || !program_visible(of_program, query, column)) sees[h] = false;
-                        s[h] = exp2_approx(fmaf(g.value, kLog2E, -of_query[0]));
+                        const Reference by = reference_of(a, pair.batch, head, query, of_query[0]);
+                        s[h] = exp2_approx(exponent_of(g.value, by));
                         dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]) * g.slope;
                     } else {
                         if (takes_no_part(s[h], a.scale)) sees[h] = false;

@@ -33,6 +33,23 @@ struct Pair {
 __device__ __forceinline__ float* statistics_of(const KernelArgs& args, i64 head_index) {
     return (float*)args.backward.scratch + head_index * round_up(args.backward.q_len, kBlockQ) * 2;
 }
+// In the place of a log-sum-exp: the row is far from zero.
+constexpr float kFarMark = -3e38f;
+// What is taken from the scores of a row before they are multiplied by log2(e), and after.
+struct Reference {
+    float first, then;
+};
+__device__ __forceinline__ Reference reference_of(const BackwardArgs& args, int batch, int head, int row, float lse) {
+    if (!kProgramFar || lse != kFarMark) return Reference{0.0f, lse};
+    const i64* stride = args.dq_stride;
+    const float2 far = *(const float2*)((const Element*)args.dq + batch * stride[0] + head * stride[1] + row * stride[2]);
+    return Reference{far.x, far.y};
+}
+// The exponent of a weight.
+__device__ __forceinline__ float exponent_of(float score, const Reference& by) {
+    return fmaf(kProgramFar ? score - by.first : score, kLog2E, -by.then);
+}
+
 // Tiles of dS of a head of the wave, which has so many slots of them: behind the statistics of all its heads.
 __device__ __forceinline__ char* ds_of(const KernelArgs& args, i64 head_index, i64 slots) {
     const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);

@@ -1,6 +1,8 @@
 // Of each query of the wave's heads the log-sum-exp in units of log2, and D = rowsum(dO O) - dlse.
 //
 // Queries that attend to nothing, and those that fill the last tile, get an infinite log-sum-exp: their weights are 0.
+// Rows far from zero (far_rows.cuh) get a mark, and what their scores are held against waits in the row of dQ, which is
+// written last.
 
 constexpr int kRowThreads = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;
 constexpr int kStatisticsThreads = 256;
@@ -31,12 +33,25 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
     }
 #pragma unroll
     for (int i = 1; i < kRowThreads; i *= 2) sum += __shfl_xor_sync(0xffffffff, sum, i);
+    FarRow far = {0.0f, 0.0f};
+    if constexpr (kProgramFar) {
+        const Tile tile = {batch, head, head / group, row, a.q_len - row};
+        const ProgramHead of = program_head(args, a, tile);
+        const i64 at = all_heads * a.q_len + row;
+        far = far_row<kRowThreads>(a, of, tile, 0, at, [&](int q, int key, float score) {
+            return score_gradient(of, q, key, score).value;
+        });
+    }
     if (part == 0) {
         float lse = FT_INFINITY, delta = 0.0f;
         if (row < a.q_len) {
             const i64 at = all_heads * a.q_len + row;
-            const float natural = a.lse[at];
+            const float natural = kProgramFar ? far.maximum : a.lse[at];
             lse = natural == -FT_INFINITY ? FT_INFINITY : natural * kLog2E;
+            if (kProgramFar && fabsf(natural) >= kFarNatural && fabsf(natural) < FT_INFINITY) {
+                lse = kFarMark;
+                *(float2*)row_of((Element*)a.dq, a.dq_stride, batch, head, row) = make_float2(natural, far.log_sum * kLog2E);
+            }
             delta = a.dlse != nullptr ? sum - a.dlse[at] : sum;
         }
         float* to = statistics_of(args, head_index) + row / kBlockQ * kBlockQ * 2 + row % kBlockQ;
