@@ -67,6 +67,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         quick_first: 0,
         checked: 0,
         scratch_limit: 0,
+        parallel: None,
+        parallel_context: std::ptr::null_mut(),
+        parallel_threads: 0,
+        threads: 0,
+        reserved: 0,
     };
     let args = ForwardArgs {
         struct_size: size_of::<ForwardArgs>() as u32,

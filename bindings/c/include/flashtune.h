@@ -349,6 +349,28 @@ typedef int32_t flashtune_index;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// Which threads run kernels on the CPU. Results do not depend on it.
+enum flashtune_threads
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Those of the library, unless `parallel` is given.
+  FLASHTUNE_THREADS_OWN = 0,
+  // Those of the OpenMP runtime that is loaded in this process, of PyTorch's where it is there; FLASHTUNE_STATUS_MISSING
+  // without one.
+  FLASHTUNE_THREADS_OPEN_MP = 1,
+  // The same if there is one, else the library's.
+  FLASHTUNE_THREADS_OPEN_MP_IF_LOADED = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_threads flashtune_threads;
+#else
+typedef int32_t flashtune_threads;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
 typedef uint64_t flashtune_engine;
 
@@ -718,6 +740,11 @@ typedef struct flashtune_forward_args {
   float *weights;
 } flashtune_forward_args;
 
+// A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads as
+// far as there are any, and returns when all these calls have returned. Fewer calls than asked for are right, if slower.
+// `context` is what `flashtune_options` has. It is called from every thread that computes, and must not unwind.
+typedef void (*flashtune_parallel)(void *context, uint64_t members, void (*member)(void *of), void *of);
+
 // How to open an engine. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_options {
   // sizeof(flashtune_options).
@@ -749,6 +776,16 @@ typedef struct flashtune_options {
   // take more runs in waves of KV heads, one head of one sequence at a time at least, with the same bytes as
   // results.
   uint64_t scratch_limit;
+  // The host's own threads for kernels on the CPU; NULL: those that `threads` says. A GPU takes no note of either.
+  flashtune_parallel parallel;
+  // What `parallel` is called with. It must outlive the engine.
+  void *parallel_context;
+  // How many threads a loop of the host has; 0: as many as cores.
+  uint64_t parallel_threads;
+  // A `flashtune_threads`; 0 beside `parallel`.
+  int32_t threads;
+  // 0.
+  int32_t reserved;
 } flashtune_options;
 
 // One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.
