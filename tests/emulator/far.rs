@@ -43,7 +43,9 @@ fn try_forward(kernel: &Kernel, templates: &TemplateSet, seed: u64) -> Result<()
         let values = Distribution::Normal;
         let case = Case { bad: [0; 3], below: 0.0, scale: None, values, lse: true, ..Case::random(kernel, rng) };
         let expected = case.expected(kernel);
-        let o = expected.run(kernel, &mut emulated, rng.random(), 3).map_err(|e| format!("{} {case:?}: {e}", kernel.name()))?;
+        let o = expected
+            .run(kernel, &mut emulated, rng.random(), 3)
+            .map_err(|e| format!("{} {case:?}: {e}", kernel.name()))?;
         let error = expected.largest_error(&o);
         if error > bound(&kernel.problem) {
             let program = kernel.problem.program.map_or("", |p| p.kept().text());
@@ -76,7 +78,8 @@ fn backward_kernel(number: u64) -> Kernel {
         1 => (Family::BackwardSm80, "sm_80".parse().expect("an arch")),
         _ => (Family::BackwardSm90, "sm_90a".parse().expect("an arch")),
     };
-    let dtype = if family == Family::BackwardNaive { DType::F32 } else { [DType::F16, DType::Bf16][number as usize % 2] };
+    let dtype =
+        if family == Family::BackwardNaive { DType::F32 } else { [DType::F16, DType::Bf16][number as usize % 2] };
     let problem = Problem::forward_qk_v(dtype, 24, 40, MaskKind::FULL).expect("legal").backward().with_program(program);
     let bucket = ShapeBucket { parallel: 4, group: 2, q_len: 64, kv_len: 64, ..Default::default() };
     Kernel { problem, schedule: Schedule::default_for(family, &problem, arch, &bucket).expect("supported"), arch }

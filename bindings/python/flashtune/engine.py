@@ -35,6 +35,10 @@ class Engine:
         of the time, with the same bits, until their own is there; ``None``: what ``FLASHTUNE_QUICK_FIRST`` says, else yes.
     scratch_limit: most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; ``None``: 1 GiB.
         One that would take more runs in waves of KV heads, with the same bytes as results.
+    threads: whose threads run kernels on the CPU, with the same bytes as results: ``"own"``, the library's;
+        ``"openmp"``, those of the OpenMP runtime that is loaded in this process (of PyTorch's, as many as
+        ``torch.get_num_threads()`` says), an error without one; ``None``: OpenMP's where PyTorch is loaded, else the
+        library's. OpenMP's threads keep cores busy while they wait: beside them, others find none.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Engine:
             raise InvalidArgument(f"scratch_limit is {scratch_limit!r}; it is a positive number of bytes, or None")
         if threads is not None and (not isinstance(threads, str) or threads not in abi.THREADS):
             raise InvalidArgument(f"threads is {threads!r}; it is {', '.join(map(repr, abi.THREADS))} or None")
+        unsaid = abi.OPENMP_IF_LOADED if "torch" in sys.modules else abi.THREADS["own"]
         files = [_path("a bundle", b) for b in bundles]
         options = abi.Options(
             struct_size=ctypes.sizeof(abi.Options),
@@ -71,7 +76,7 @@ class Engine:
             bundles_len=len(files),
             quick_first=abi.QUICK_FIRST[quick_first],
             scratch_limit=scratch_limit or 0,
-            threads=abi.OPENMP_IF_LOADED if threads is None and "torch" in sys.modules else abi.THREADS[threads or "own"],
+            threads=unsaid if threads is None else abi.THREADS[threads],
         )
         handle = ctypes.c_uint64()
         lib = abi.library()

@@ -77,6 +77,33 @@ class Engines(unittest.TestCase):
                 self.assertEqual(len({line.split(": ")[0] for line in lines}), 2, lines)
                 self.assertTrue(all(" at b1 h" in line for line in lines), lines)
 
+    def test_threads_are_those_of_the_library_or_of_openmp(self):
+        with self.assertRaisesRegex(flashtune.InvalidArgument, "'own', 'openmp' or None"):
+            flashtune.Engine("cpu", threads=4)
+        # NumPy may bring an OpenMP runtime with it, PyTorch does: a process with neither.
+        without = "import flashtune\nflashtune.Engine('cpu', threads='openmp')"
+        if python(f"import sys\nsys.modules['numpy'] = None\n{without}").returncode == 0:
+            self.fail("an OpenMP runtime where none is loaded")
+        with_torch = """
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit()
+import flashtune
+q, k, v = (torch.randn(1, 700, 2, 64) for _ in range(3))
+results = []
+for threads in ("own", "openmp", None):
+    with flashtune.Engine("cpu", threads=threads) as engine:
+        results.append(engine.forward(q, k, v, causal=True))
+assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+torch.set_num_threads(1)
+with flashtune.Engine("cpu") as engine:
+    assert torch.equal(results[0], engine.forward(q, k, v, causal=True))
+"""
+        outcome = python(with_torch)
+        self.assertEqual(outcome.returncode, 0, outcome.stderr)
+
     def test_a_closed_engine_is_an_error(self):
         engine = flashtune.Engine("cpu")
         engine.forward(ONES, ONES, ONES)

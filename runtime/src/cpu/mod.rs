@@ -24,8 +24,8 @@ use flashtune_codegen::abi::Args;
 use flashtune_codegen::{Arch, LaunchPlan};
 use memory::CpuBuffer;
 use module::CpuModule;
-use rayon::prelude::*;
 use rayon::ThreadPool;
+use rayon::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -70,7 +70,8 @@ impl CpuDevice {
         // SAFETY: the caller's promise is this function's own.
         let (tiles, scratch) = unsafe { module.plan(args) };
         let most = module.kernel().schedule.host_threads().map_or(usize::MAX, |n| n.get() as usize);
-        let most = most.min(worth::threads(&module.kernel().problem, args)).min(usize::try_from(tiles).unwrap_or(usize::MAX));
+        let most =
+            most.min(worth::threads(&module.kernel().problem, args)).min(usize::try_from(tiles).unwrap_or(usize::MAX));
         let workers = if most <= 1 { most } else { most.min(self.threads.threads()) };
         let next = AtomicU64::new(0);
         let short = AtomicBool::new(false);

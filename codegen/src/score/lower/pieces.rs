@@ -261,8 +261,7 @@ fn score_pieces(program: Option<&Program>, biases: &[Bias]) -> Vec<(Piece, Strin
     };
     // What is added is taken to units of log2 apart from the score, where it must be near.
     let shift = code.shift.as_ref().filter(|_| !program.is_some_and(|p| p.score_facts().far));
-    let [shift_factor, shift_base] =
-        shift.map_or([none(), none()], |s| s.each_ref().map(|x| score.expr(x)));
+    let [shift_factor, shift_base] = shift.map_or([none(), none()], |s| s.each_ref().map(|x| score.expr(x)));
     let [head_fields, head_names, head_load] = kept(&score.kept(&code.kept_of_head), "kept");
     let [row_fields, row_names, row_load] = kept(&score.kept(&code.kept_of_row), "row");
     vec![
