@@ -1,0 +1,288 @@
+// The consumer: one warpgroup of 64 query rows, from scores to outputs.
+
+struct Consumer {
+    const Sm90Args& args;
+    const u32 smem;
+    const int id;  // of the warpgroup, 0 to kConsumers - 1
+    Schedule schedule;
+    QPipeline q;
+    KPipeline k;
+    VPipeline v;
+    Scores s;
+    Probabilities p;
+    Output o;
+    RowSoftmax softmax;
+
+    __device__ __forceinline__ Consumer(const Sm90Args& args, u32 smem, int id) : args(args), smem(smem), id(id), schedule(smem) {}
+
+    static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+    // Consumers take turns in issuing products, so that the softmax of one runs beside the products of another
+    // (FlashAttention-3, section 3.1: ping-pong).
+    __device__ __forceinline__ void wait_turn() const {
+        if (kTakeTurns) barrier_sync(kTurn + id, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (kTakeTurns) barrier_arrive(kTurn + (id + 1 == kConsumers ? 0 : id + 1), 256);
+    }
+
+    // s = Q K^T of the next block of keys, asynchronously.
+    __device__ __forceinline__ void issue_qk() {
+        const u64 q_rows = descriptor_of_rows(q.buffer(smem, id));
+        const u64 k_rows = descriptor_of_rows(k.buffer(smem));
+        wgmma_touch(s);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kStepsQK; step++) {
+            const int chunk = step / 4, within = step % 4 * 32;
+            ScoreProduct::rows(s, q_rows + ((chunk * kBytes64Rows + within) >> 4), k_rows + ((chunk * kBytesChunk + within) >> 4),
+                               step > 0);
+        }
+        wgmma_commit();
+    }
+    // t = P V of the next block, columns [part * kPart, +kPart) as they lie in shared memory, asynchronously.
+    __device__ __forceinline__ void issue_part(Part& t, int part) {
+        const u64 columns = descriptor_of_rows(v.buffer(smem) + part * kPart * 128);
+        wgmma_touch(t);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kStepsPV; step++) {
+            PartProduct::rows(t, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+                              columns + ((step / 4 * kBytesKeys + step % 4 * 32) >> 4), step > 0);
+        }
+        wgmma_commit();
+    }
+    // The second level: o = factor * o + t of a part.
+    __device__ __forceinline__ void add_part(Part& t, int part, const float (&factor)[2]) {
+        wgmma_touch(t);
+#pragma unroll
+        for (int i = 0; i < kPart / 2; i++) {
+            float& sum = o[part * kPart / 2 + i];
+            sum = fmaf(sum, factor[i / 2 % 2], t[i]);
+        }
+    }
+    __device__ __forceinline__ void take_scores(const Work& work, int n) {
+        wgmma_touch(s);
+        if (lane() == 0) {
+            k.release(smem);
+            if (n == work.blocks.begin) q.release(smem, id);
+        }
+        k.advance();
+    }
+    __device__ __forceinline__ void release_v() {
+        if (lane() == 0) v.release(smem);
+        v.advance();
+    }
+
+    // Replaces the scores of pairs that the mask leaves out by -inf.
+    __device__ __forceinline__ void mask(const Work& work, int n) {
+        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, row + h * 8);
+            const int last = live.last - key, first = live.first - key;
+#pragma unroll
+            for (int i = 0; i < kBlockKV / 4; i++) {
+                const int column = i / 2 * 8 + i % 2;
+                if (column > last || (kMaskLeft && column < first)) s[i / 2 * 4 + 2 * h + i % 2] = -FT_INFINITY;
+            }
+        }
+    }
+    // Probabilities as A operands.
+    __device__ __forceinline__ void round() {
+#pragma unroll
+        for (int step = 0; step < kStepsPV; step++) {
+            const float* x = s + 16 * step;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = i / 2 * 8 + i % 2 * 2;
+                p[4 * step + i] = pack_e4m3(x[at], x[at + 1], x[at + 4], x[at + 5]);
+            }
+        }
+    }
+    // Where a scale is zero or below, or NaN: maxima of the scores would be minima. Its sign moves into Q.
+    __device__ __forceinline__ void fold_sign_into_q(float scale) const {
+        for (u32 at = threadIdx.x % 128 * 16; at < Layout::kBytesQ; at += 128 * 16) {
+            uint4 x = load_shared_16(q.buffer(smem, id) + at);
+            u32* words = &x.x;
+#pragma unroll
+            for (int w = 0; w < 4; w++) words[w] = scale == 0.0f ? 0 : words[w] ^ 0x80808080;
+            store_shared_16(q.buffer(smem, id) + at, x);
+        }
+        fence_async_proxy();
+        barrier_sync(kWarpgroup + id, 128);
+    }
+
+    // Scores of a block to probabilities.
+    template <bool kMasked, bool kByBits> __device__ __forceinline__ void advance(const Work& work, int n, float c) {
+        if (kMasked) mask(work, n);
+        softmax.advance<kByBits>(s, c);
+    }
+
+    // The product of the block of V at hand with p, in parts, and what runs beside it.
+    template <typename Beside> __device__ __forceinline__ void multiply(const float (&factor)[2], const Beside& beside) {
+        Part t;
+        issue_part(t, 0);
+        beside();
+#pragma unroll
+        for (int part = 0; part < kParts; part++) {
+            wgmma_wait<0>();
+            add_part(t, part, factor);
+            if (part + 1 < kParts) issue_part(t, part + 1);
+        }
+        release_v();
+    }
+    // The same in serial schedules: two parts at once.
+    __device__ __forceinline__ void multiply_alone(const float (&factor)[2]) {
+        Part t[2];
+        issue_part(t[0], 0);
+#pragma unroll
+        for (int part = 0; part < kParts; part++) {
+            if (part + 1 < kParts) {
+                issue_part(t[(part + 1) % 2], part + 1);
+                wgmma_wait<1>();
+            } else {
+                wgmma_wait<0>();
+            }
+            add_part(t[part % 2], part, factor);
+        }
+        release_v();
+    }
+
+    template <bool kMasked, bool kByBits> __device__ __forceinline__ void step(const Work& work, int n, float c) {
+        if constexpr (kOverlap) {
+            const float before[2] = {softmax.factor[0], softmax.factor[1]};
+            k.wait(smem);
+            wait_turn();
+            issue_qk();
+            v.wait(smem);
+            Part t;
+            issue_part(t, 0);
+            pass_turn();
+            wgmma_wait<1>();
+            take_scores(work, n);
+            advance<kMasked, kByBits>(work, n, c);
+            constexpr int kShare = round_up(div_up(kBlockKV / 2, kParts), 4);
+#pragma unroll
+            for (int part = 0; part < kParts; part++) {
+                if (part == 0) softmax.exponentiate<0, kShare>(s, c);
+                if (part == 1) softmax.exponentiate<kShare, kParts == 2 ? kBlockKV / 2 : 2 * kShare>(s, c);
+                if (part == 2) softmax.exponentiate<2 * kShare, kParts == 3 ? kBlockKV / 2 : 3 * kShare>(s, c);
+                if (part == 3) softmax.exponentiate<3 * kShare, kBlockKV / 2>(s, c);
+                wgmma_wait<0>();
+                add_part(t, part, before);
+                if (part + 1 < kParts) issue_part(t, part + 1);
+            }
+            release_v();
+            round();
+        } else {
+            k.wait(smem);
+            wait_turn();
+            issue_qk();
+            pass_turn();
+            wgmma_wait<0>();
+            take_scores(work, n);
+            advance<kMasked, kByBits>(work, n, c);
+            softmax.exponentiate<0, kBlockKV / 2>(s, c);
+            round();
+            v.wait(smem);
+            multiply_alone(softmax.factor);
+        }
+    }
+
+    // O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16.
+    __device__ __forceinline__ void write(const Work& work, float c, float v_scale) {
+        float inverse[2], log_sum_exp[2];
+        softmax.finish(c, inverse, log_sum_exp);
+        const ForwardArgs& f = args.forward;
+        const int first = id * 64 + warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = first + h * 8;
+            if (row >= work.tile.rows) continue;
+            const i64 at = work.tile.row + row;
+            if (f.lse != nullptr && lane() % 4 == 0) {
+                f.lse[(i64(work.tile.batch) * f.heads + work.tile.head) * f.q_len + at] = log_sum_exp[h];
+            }
+            const float by = inverse[h] * v_scale;
+            OutputElement* const to = (OutputElement*)f.o + work.tile.batch * f.o_stride[0] + work.tile.head * f.o_stride[1] +
+                                      at * f.o_stride[2] + lane() % 4 * 4;
+#pragma unroll
+            for (int j = 0; j < kColumnsV / 16; j++) {
+                const float* x = o + 8 * j + 2 * h;
+                store_four(to + 16 * j, x[0] * by, x[4] * by, x[1] * by, x[5] * by);
+            }
+        }
+    }
+    template <typename Element> static __device__ __forceinline__ void store_four(Element* to, float a, float b, float c, float d) {
+        const u32 low = pack<Element>(a, b), high = pack<Element>(c, d);
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+    }
+    static __device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+    }
+
+    static __device__ __forceinline__ float descale(const float* scales, const i64 (&stride)[2], const Tile& tile) {
+        return scales == nullptr ? 1.0f : scales[tile.batch * stride[0] + tile.kv_head * stride[1]];
+    }
+
+    __device__ __forceinline__ void run() {
+        if (kTakeTurns && id + 1 == kConsumers) pass_turn();
+#pragma unroll 1
+        while (true) {
+            const Work work = schedule.next(args);
+            if (!work.live) break;
+            const ForwardArgs& f = args.forward;
+            const float scale = f.scale * descale(f.q_descale, f.q_descale_stride, work.tile) *
+                                descale(f.k_descale, f.k_descale_stride, work.tile);
+            const float c = scale == 0.0f ? kLog2E : fabsf(scale) * kLog2E;
+            softmax.init();
+#pragma unroll
+            for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
+            if (work.blocks.begin < work.blocks.end) attend(work, scale, c);
+            write(work, c, descale(f.v_descale, f.v_descale_stride, work.tile));
+        }
+    }
+    __device__ __forceinline__ void attend(const Work& work, float scale, float c) {
+        const BlockRange& b = work.blocks;
+        q.wait(smem, id);
+        if (!(scale > 0.0f)) fold_sign_into_q(scale);
+        int n = b.end - 1;
+        if constexpr (kOverlap) {
+            k.wait(smem);
+            issue_qk();
+            wgmma_wait<0>();
+            take_scores(work, n);
+            advance<true, false>(work, n, c);
+            softmax.exponentiate<0, kBlockKV / 2>(s, c);
+            softmax.factor[0] = softmax.factor[1] = 1.0f;  // O is zero
+            round();
+            n--;
+        }
+        // First blocks that the mask cuts, and as many others as it takes until all references are zero at least.
+        const int full_end = max_of(b.begin, b.full_end), full_begin = kMaskLeft ? max_of(b.begin, b.full_begin) : b.begin;
+        bool below = any_below_zero();
+#pragma unroll 1
+        for (; n >= (below ? b.begin : full_end); n--) {
+            step<true, false>(work, n, c);
+            below = any_below_zero();
+        }
+#pragma unroll 1
+        for (; n >= full_begin; n--) step<false, true>(work, n, c);
+        if (kMaskLeft) {
+#pragma unroll 1
+            for (; n >= b.begin; n--) step<true, false>(work, n, c);
+        }
+        if constexpr (kOverlap) {
+            v.wait(smem);
+            multiply(softmax.factor, [] {});
+        }
+        q.advance();
+    }
+    // Whether a row of this warpgroup has a reference below zero. By vote, or the compiler takes it for different in the
+    // threads of a warp.
+    __device__ __forceinline__ bool any_below_zero() const {
+        return __any_sync(0xffffffff, barrier_any(kWarpgroup + id, 128, softmax.is_below_zero()));
+    }
+};

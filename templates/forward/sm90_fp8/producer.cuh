@@ -1,0 +1,94 @@
+// The producer: one thread loads, three warps transpose V.
+
+template <int kChunks> __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, u32 full, int n, const Tile& tile) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++) {
+        tma_load(to + chunk * kBytesChunk, map, full, kEvictLast, chunk * 128, n * kBlockKV, tile.kv_head, tile.batch);
+    }
+}
+
+// Takes tiles, and loads what they need: blocks of keys from the last to the first.
+__device__ __forceinline__ void load(const Sm90Args& args, u32 smem) {
+    WorkPipeline slots;
+    QPipeline q;
+    KPipeline k;
+    RawPipeline v;
+    u32 index = blockIdx.x;
+#pragma unroll 1
+    for (u32 taken = 1;; taken++) {
+        slots.acquire(smem);
+        store_shared_4(slots.buffer(smem), index);
+        slots.commit(smem);
+        slots.advance();
+        const Work work = work_at(args, index);
+        if (!work.live) break;
+        const Tile& tile = work.tile;
+#pragma unroll 1
+        for (int n = work.blocks.end - 1; n >= work.blocks.begin; n--) {
+            k.acquire(smem);
+            k.expect(smem, Layout::kBytesK);
+            load_keys<kChunksQK>(k.buffer(smem), args.k, k.full(smem), n, tile);
+            k.advance();
+            if (n == work.blocks.end - 1) {
+#pragma unroll 1
+                for (int c = 0; c < kConsumers; c++) {
+                    q.acquire(smem, c);
+                    q.expect(smem, Layout::kBytesQ, c);
+#pragma unroll
+                    for (int chunk = 0; chunk < kChunksQK; chunk++) {
+                        tma_load(q.buffer(smem, c) + chunk * kBytes64Rows, args.q, q.full(smem, c), kEvictFirst, chunk * 128, 0,
+                                 tile.row + c * 64, tile.head, tile.batch);
+                    }
+                }
+                q.advance();
+            }
+            v.acquire(smem);
+            v.expect(smem, Layout::kBytesRaw);
+            load_keys<kChunksV>(v.buffer(smem), args.v, v.full(smem), n, tile);
+            v.advance();
+        }
+        index = next_index(args, taken);
+    }
+}
+
+// One block of V, by columns: 32 keys of 16 columns at a time. Keys 2t, 2t + 1, 8 + 2t, 9 + 2t of each 16 come to bytes
+// 4t to 4t + 3 (consumer.cuh). Of 16 columns the even ones come first, so that the rows of a store lie in different
+// banks; a thread of the product then has four neighbouring columns of O.
+__device__ __forceinline__ void transpose_block(u32 from, u32 to, int warp) {
+    constexpr int kGroups = kColumnsV / 16, kUnits = kBlockKV / 32 * kGroups;
+    const int lane = threadIdx.x % 32, row = lane % 8, half = lane / 8 % 2, odd = lane / 16;
+#pragma unroll 2
+    for (int unit = warp; unit < kUnits; unit += kTransposers) {
+        const int keys = unit / kGroups, group = unit % kGroups;
+        u32 r[4];
+        ldmatrix_x4_trans(r, from + group / 8 * kBytesChunk + (keys * 32 + lane) * 128 + (u32(group % 8 ^ row) << 4));
+        const u32 column = to + keys / 4 * kBytesKeys + (group * 16 + odd * 8 + row) * 128;
+        stmatrix_x4(column + (u32((keys % 4 * 2 + half) ^ row) << 4), __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420),
+                    __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
+    }
+}
+
+__device__ __forceinline__ void transpose_v(const Sm90Args& args, u32 smem, int warp) {
+    Schedule schedule(smem);
+    RawPipeline raw;
+    VPipeline v;
+#pragma unroll 1
+    while (true) {
+        const Work work = schedule.next(args);
+        if (!work.live) break;
+#pragma unroll 1
+        for (int n = work.blocks.end - 1; n >= work.blocks.begin; n--) {
+            raw.wait(smem);
+            v.acquire(smem);
+            transpose_block(raw.buffer(smem), v.buffer(smem), warp);
+            fence_async_proxy();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                v.commit(smem);
+                raw.release(smem);
+            }
+            raw.advance();
+            v.advance();
+        }
+    }
+}
