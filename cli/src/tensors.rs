@@ -60,7 +60,7 @@ impl File {
         })
     }
 
-    /// The tensor of a name: rank 4, f16, bf16 or f32.
+    /// The tensor of a name: rank 4, f16, bf16, f32 or e4m3.
     pub fn tensor(&self, name: &str, layout: FileLayout) -> Result<HostTensor> {
         let file = self.parse()?;
         let tensor = file.tensor(name).map_err(|_| {
@@ -74,9 +74,10 @@ impl File {
             FileDType::F16 => DType::F16,
             FileDType::BF16 => DType::Bf16,
             FileDType::F32 => DType::F32,
+            FileDType::F8_E4M3 => DType::E4m3,
             other => {
                 let what = at();
-                return Err(usage(format!("{what}: dtype is {other:?}, but f16, bf16 or f32 is needed; convert it")));
+                return Err(usage(format!("{what}: dtype is {other:?}, but f16, bf16, f32 or e4m3 is needed; convert it")));
             }
         };
         let shape: [usize; 4] = tensor.shape().try_into().map_err(|_| {
@@ -155,6 +156,7 @@ pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<()> {
             DType::F16 => FileDType::F16,
             DType::Bf16 => FileDType::BF16,
             DType::F32 => FileDType::F32,
+            DType::E4m3 => FileDType::F8_E4M3,
         };
         let view = FileTensor::new(dtype, shape.clone(), bytes).with_context(|| format!("output {name}"))?;
         views.push((*name, view));

@@ -76,6 +76,18 @@ arguments! {
         /// Address in host memory, on every device, of the [`SideArgs`] of a kernel with a score program, or 0. Whoever
         /// launches on a GPU copies the tables into the launch; kernels there never see this address.
         pub side: u64 as "const void*",
+        /// What an element of an `e4m3` Q is multiplied by, fp32 `[batch, kv_heads]` by strides, or 0 for 1.
+        pub q_descale: u64 as "const float*",
+        /// The same for K.
+        pub k_descale: u64 as "const float*",
+        /// The same for V.
+        pub v_descale: u64 as "const float*",
+        /// Strides of Q's scales: batch, KV head.
+        pub q_descale_stride: [i64; 2],
+        /// Strides of K's scales: batch, KV head.
+        pub k_descale_stride: [i64; 2],
+        /// Strides of V's scales: batch, KV head.
+        pub v_descale_stride: [i64; 2],
     }
 }
 

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Element type of Q, K, V and O (all four share it). Scores, softmax and accumulation are always fp32.
+/// Element type of Q, K, V and O: all four share it, but for `e4m3`, whose O is wider. Scores, softmax and accumulation
+/// are always fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DType {
     /// IEEE binary16.
@@ -14,15 +15,18 @@ pub enum DType {
     Bf16,
     /// IEEE binary32.
     F32,
+    /// OCP FP8 with 4 bits of exponent and 3 of mantissa, of Q, K and V alone, each with a scale per sequence and KV head.
+    E4m3,
 }
 
 impl DType {
-    /// Every element type, narrowest first.
+    /// The element types that every operation has, narrowest first.
     pub const ALL: [DType; 3] = [DType::F16, DType::Bf16, DType::F32];
 
     /// Size of one element in bytes.
     pub const fn bytes(self) -> usize {
         match self {
+            DType::E4m3 => 1,
             DType::F16 | DType::Bf16 => 2,
             DType::F32 => 4,
         }
@@ -34,6 +38,7 @@ impl DType {
             DType::F16 => "f16",
             DType::Bf16 => "bf16",
             DType::F32 => "f32",
+            DType::E4m3 => "e4m3",
         }
     }
 
@@ -43,6 +48,7 @@ impl DType {
             DType::F16 => 1.0 / 1024.0,
             DType::Bf16 => 1.0 / 128.0,
             DType::F32 => f32::EPSILON as f64,
+            DType::E4m3 => 1.0 / 8.0,
         }
     }
 
@@ -53,6 +59,7 @@ impl DType {
             // That of f32 with 8 bits of mantissa.
             DType::Bf16 => f32::from_bits(0x7f7f_0000) as f64,
             DType::F32 => f32::MAX as f64,
+            DType::E4m3 => 448.0,
         }
     }
 }
@@ -70,7 +77,8 @@ impl FromStr for DType {
             "f16" | "fp16" | "float16" | "half" => Ok(DType::F16),
             "bf16" | "bfloat16" => Ok(DType::Bf16),
             "f32" | "fp32" | "float32" | "float" => Ok(DType::F32),
-            _ => Err(Error::parse("dtype", s, "f16, bf16 or f32")),
+            "e4m3" | "float8_e4m3fn" => Ok(DType::E4m3),
+            _ => Err(Error::parse("dtype", s, "f16, bf16, f32 or e4m3")),
         }
     }
 }

@@ -141,6 +141,7 @@ impl Kernel {
         let p = &self.problem;
         let mut m = BTreeMap::from([
             ("dtype", p.dtype.name().to_owned()),
+            ("output", p.output_dtype().name().to_owned()),
             ("head_dim_qk", p.head_dim_qk.to_string()),
             ("head_dim_v", p.head_dim_v.to_string()),
             ("mask_left", u32::from(p.mask.left).to_string()),

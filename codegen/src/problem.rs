@@ -62,7 +62,7 @@ impl fmt::Display for Op {
 pub struct Problem {
     /// What is computed.
     pub op: Op,
-    /// Element type of Q, K, V and O.
+    /// Element type of Q, K, V and, unless `output` says otherwise, O.
     pub dtype: DType,
     /// Length of a row of Q and K.
     pub head_dim_qk: u32,
@@ -78,6 +78,8 @@ pub struct Problem {
     pub by: Option<u16>,
     /// How products of f32 are computed; `Exact` for other dtypes.
     pub precision: Precision,
+    /// Element type of O where it is another: beside `e4m3`, which O is not.
+    pub output: Option<DType>,
 }
 
 /// A problem as it is stored: without what is at its default.
@@ -101,18 +103,23 @@ struct Stored {
     by: Option<u16>,
     #[serde(default, skip_serializing_if = "is_default")]
     precision: Precision,
+    #[serde(default, skip_serializing_if = "is_default")]
+    output: Option<DType>,
 }
 
 impl From<Problem> for Stored {
-    fn from(Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision }: Problem) -> Self {
+    fn from(problem: Problem) -> Self {
+        let Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output } = problem;
         let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output }
     }
 }
 
 impl From<Stored> for Problem {
-    fn from(Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision }: Stored) -> Self {
-        Self { op, dtype, head_dim_qk, head_dim_v: head_dim_v.unwrap_or(head_dim_qk), mask, program, kv, by, precision }
+    fn from(stored: Stored) -> Self {
+        let Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output } = stored;
+        let head_dim_v = head_dim_v.unwrap_or(head_dim_qk);
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output }
     }
 }
 
@@ -125,9 +132,21 @@ impl Problem {
     /// A forward problem whose V rows differ in length from the Q and K rows, checked.
     pub fn forward_qk_v(dtype: DType, head_dim_qk: u32, head_dim_v: u32, mask: MaskKind) -> Result<Self> {
         let (op, kv, precision) = (Op::Forward, KvKind::Dense, Precision::Exact);
-        let p = Self { op, dtype, head_dim_qk, head_dim_v, mask, program: None, kv, by: None, precision };
+        // Half as many bytes as O would take in f32, and no range that scales of V could leave.
+        let output = (dtype == DType::E4m3).then_some(DType::Bf16);
+        let p = Self { op, dtype, head_dim_qk, head_dim_v, mask, program: None, kv, by: None, precision, output };
         p.validate()?;
         Ok(p)
+    }
+
+    /// The element type of O.
+    pub fn output_dtype(&self) -> DType {
+        self.output.unwrap_or(self.dtype)
+    }
+
+    /// The same problem with O of an element type.
+    pub fn with_output(self, dtype: DType) -> Self {
+        Self { output: (dtype != self.dtype).then_some(dtype), ..self }
     }
 
     /// The same problem for K and V that are found another way.
@@ -205,6 +224,7 @@ impl Problem {
             let limit = "forward passes of f32 over dense tensors alone have another than `exact`";
             return Err(Error::unsupported("precision", self.precision, limit, "leave the precision at `exact`"));
         }
+        self.check_output()?;
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
             if !(1..=HEAD_DIM_MAX).contains(&d) {
                 let limit = format!("head dims are numbers from 1 to {HEAD_DIM_MAX}");
@@ -212,6 +232,30 @@ impl Problem {
             }
         }
         Ok(())
+    }
+
+    /// Checks the element type of O, and that `e4m3` is asked for where it is computed.
+    fn check_output(&self) -> Result<()> {
+        if self.dtype != DType::E4m3 {
+            return match self.output {
+                None => Ok(()),
+                Some(output) => {
+                    let limit = format!("O of {} inputs is {}", self.dtype, self.dtype);
+                    Err(Error::unsupported("output", output, limit, "give an output of that dtype, and convert it"))
+                }
+            };
+        }
+        if self.op != Op::Forward || !self.kv.is_dense() || self.program.is_some() {
+            let limit = "e4m3 is computed in forward passes over dense tensors without a score program";
+            return Err(Error::unsupported("dtype", self.dtype, limit, "convert Q, K and V to bf16 or f16"));
+        }
+        match self.output {
+            Some(DType::F16 | DType::Bf16 | DType::F32) => Ok(()),
+            _ => {
+                let limit = "O of e4m3 inputs is bf16, f16 or f32";
+                Err(Error::unsupported("output", self.output_dtype(), limit, "give an output of one of these"))
+            }
+        }
     }
 
     /// Checks that rows are whole 16-byte vectors, as families on tensor cores read them.
@@ -243,7 +287,9 @@ impl Problem {
     /// vectors, on a GPU with tensor cores for them. Stores are not padded: a call would copy all of them.
     pub fn pads(&self, arch: Arch) -> bool {
         let fast = self.is_on_tensor_cores(arch);
-        fast && matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense() && self.padded() != *self
+        // The kernels that pad copy elements of 16 and 32 bits.
+        let copies = self.dtype != DType::E4m3 && matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense();
+        fast && copies && self.padded() != *self
     }
 
     /// The softmax scale that applies when the caller states none: `1 / sqrt(head_dim_qk)`.
@@ -260,6 +306,9 @@ pub fn padded_head_dim(d: u32) -> u32 {
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}-{}", self.op, self.dtype)?;
+        if let Some(output) = self.output {
+            write!(f, "-{output}")?;
+        }
         if self.precision != Precision::Exact {
             write!(f, "-{}", self.precision)?;
         }
@@ -310,6 +359,31 @@ mod tests {
             assert!(!problem.pads(sm75) && !problem.pads(cpu));
         }
         assert!(of(DType::F16, 64, 59).pads(sm90));
+    }
+
+    #[test]
+    fn e4m3_is_of_dense_forward_passes_and_its_output_is_wider() {
+        let e4m3 = Problem::forward(DType::E4m3, 128, MaskKind::CAUSAL).unwrap();
+        assert_eq!((e4m3.output_dtype(), e4m3.to_string().as_str()), (DType::Bf16, "forward-e4m3-bf16-d128-causal"));
+        for output in DType::ALL {
+            let problem = e4m3.with_output(output);
+            problem.validate().unwrap();
+            assert_eq!(serde_json::from_str::<Problem>(&serde_json::to_string(&problem).unwrap()).unwrap(), problem);
+        }
+        let program = Program::parse("score = score * 2.0;").unwrap();
+        let bf16 = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
+        for (problem, field) in [
+            (e4m3.with_output(DType::E4m3), "output"),
+            (bf16.with_output(DType::F32), "output"),
+            (e4m3.backward(), "dtype"),
+            (e4m3.with_kv(KvKind::RAGGED), "dtype"),
+            (e4m3.with_program(program), "dtype"),
+        ] {
+            let e = problem.validate().unwrap_err().to_string();
+            assert!(e.contains(field), "{problem}: {e}");
+        }
+        assert!(!serde_json::to_string(&bf16).unwrap().contains("output"));
+        assert!(!Problem { head_dim_qk: 59, ..e4m3 }.pads("sm_90a".parse().unwrap()));
     }
 
     #[test]

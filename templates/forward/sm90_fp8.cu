@@ -11,7 +11,7 @@
 <% include "lib/cuda/attention/abi.cuh" %>
 
 // Problem.
-using OutputElement = @{ dtype }@;
+using OutputElement = @{ output }@;
 constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
@@ -56,6 +56,8 @@ constexpr int kBytesChunk = kBlockKV * 128;         // one chunk of kBlockKV row
 constexpr int kBytesKeys = kColumnsV * 128;         // transposed V: 128 keys of each column
 constexpr int kParts = div_up(kColumnsV, kPart);
 constexpr int kTransposers = 3;                     // warps of the producer
+// Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
+constexpr bool kMasks = kMaskLeft || kMaskRight;
 
 // Probabilities are 2^8 at most, so that those down to 2^-17 of the largest are e4m3 numbers above zero.
 constexpr float kProbabilityLog2 = 8.0f;
@@ -84,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             VPipeline::init(smem, s, kTransposers, kConsumers * 4);
         }
         for (int s = 0; s < kRawStages; s++) RawPipeline::init(smem, s, 1, kTransposers);
+        store_shared_4(smem + Layout::kMetNan, 0);
         for (int s = 0; s < 2; s++) WorkPipeline::init(smem, s, 1, kTransposers + kConsumers * 4);
         mbarrier_init_fence();
     }

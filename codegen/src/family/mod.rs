@@ -24,6 +24,7 @@ pub(crate) mod forward_sm80;
 pub(crate) mod forward_sm80_f32;
 pub(crate) mod forward_sm80_ragged;
 pub(crate) mod forward_sm90;
+pub(crate) mod forward_sm90_fp8;
 pub(crate) mod forward_sm90_ragged;
 pub(crate) mod gradient_cpu;
 pub(crate) mod gradient_naive;
@@ -49,6 +50,7 @@ pub use forward_sm90::{
     Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases,
     is_addressable, unaddressable,
 };
+pub use forward_sm90_fp8::Sm90Fp8Schedule;
 pub use forward_sm90_ragged::{RaggedUnaddressable, Sm90RaggedSchedule, ragged_unaddressable};
 pub use gradient_cpu::GradientCpuSchedule;
 pub use gradient_naive::GradientNaiveSchedule;
@@ -58,7 +60,7 @@ use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};
 use crate::traffic::Walk;
 use crate::{
-    Arch, CallSizes, Constraint, Constraints, Error, KvKind, Op, Problem, Resources, Result, Shape, ShapeBucket,
+    Arch, CallSizes, Constraint, Constraints, DType, Error, KvKind, Op, Problem, Resources, Result, Shape, ShapeBucket,
 };
 use account::Usual;
 use fields::{Constants, Fields};
@@ -92,6 +94,8 @@ pub(crate) trait KernelFamily: Fields {
     const RAGGED: bool = false;
     /// Whether they read packed sequences too: ragged batches without pages, in the dtype of Q.
     const PACKED: bool = false;
+    /// Whether its kernels compute `e4m3`, and nothing else.
+    const OF_E4M3: bool = false;
     /// What callers should know who get a kernel of this family.
     fn notes(_problem: &Problem) -> Option<&'static str> {
         None
@@ -260,6 +264,8 @@ macro_rules! families {
 families! {
     /// wgmma and TMA, FlashAttention-3.
     "forward/sm90": ForwardSm90 = Sm90(Sm90Schedule);
+    /// `forward/sm90` for e4m3.
+    "forward/sm90_fp8": ForwardSm90Fp8 = Sm90Fp8(Sm90Fp8Schedule);
     /// `forward/sm90` for ragged batches.
     "forward/sm90_ragged": ForwardSm90Ragged = Sm90Ragged(Sm90RaggedSchedule);
     /// mma.sync and cp.async, FlashAttention-2.
@@ -364,6 +370,14 @@ impl Family {
             };
             let remedy = "use a family for such a batch: `forward/*_ragged`, or `backward/sm80` and `backward/naive`";
             return Err(Error::unsupported("kv", problem.kv, format!("{self} reads K and V of {limit} alone"), remedy));
+        }
+        let of_e4m3 = of_family!(self, S, wrap => <S as KernelFamily>::OF_E4M3);
+        if of_e4m3 != (problem.dtype == DType::E4m3) {
+            let (limit, remedy) = match of_e4m3 {
+                true => ("computes e4m3 only", "use forward/sm90"),
+                false => ("does not compute e4m3", "forward/sm90_fp8 does, on sm_90a; elsewhere convert to bf16 or f16"),
+            };
+            return Err(Error::unsupported("dtype", problem.dtype, format!("{self} {limit}"), remedy));
         }
         of_family!(self, S, wrap => {
             <S as KernelFamily>::runs_on(arch)?;
@@ -565,7 +579,7 @@ impl fmt::Display for Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, KvElement, KvStore, MaskKind};
+    use crate::{KvElement, KvStore, MaskKind};
 
     fn arch(name: &str) -> Arch {
         name.parse().unwrap()

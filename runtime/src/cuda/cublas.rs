@@ -127,6 +127,7 @@ impl Cublas {
             DType::F16 => 2,
             DType::Bf16 => 14,
             DType::F32 => 0,
+            DType::E4m3 => return Err("cublasGemmEx multiplies no matrices of e4m3".to_owned()),
         };
         let (alpha, beta) = (1.0f32, 0.0f32);
         let pointer = |address: CUdeviceptr| address as usize as *mut c_void;

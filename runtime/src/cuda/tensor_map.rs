@@ -19,7 +19,7 @@ thread_local! {
 
 /// Puts the maps of Q, K, V and O, and of biases among the tensors of a score program, into the arguments of a launch
 /// of
-/// `forward/sm90`. Host arithmetic only: nothing of the device is touched.
+/// `forward/sm90` or `forward/sm90_fp8`. Host arithmetic only: nothing of the device is touched.
 pub(super) fn encode_all(
     context: &Context,
     kernel: &Kernel,
@@ -111,6 +111,7 @@ fn encode(context: &Context, spec: &TensorMapSpec) -> Result<TensorMap> {
         DType::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         DType::Bf16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType::F32 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        DType::E4m3 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     };
     let mut map = TensorMap::default();
     let element_strides = [1u32; 5];

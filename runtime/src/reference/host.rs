@@ -62,7 +62,8 @@ impl Layout {
             Layout::Bhsd => ([product([h, s, d])?, product([s, d, 1])?, d, 1], product([h, s, d])?),
             Layout::Bshd => ([product([h, s, d])?, d, product([h, d, 1])?, 1], product([h, s, d])?),
             Layout::Padded => {
-                let row = d.checked_add(8)?;
+                // Rows stay whole 16-byte vectors apart.
+                let row = d.checked_add(if dtype.bytes() == 1 { 16 } else { 8 })?;
                 let head = product([s.checked_add(3)?, row, 1])?;
                 ([product([h, head, 1])?, head, row, 1], product([h, head, 1])?)
             }
@@ -357,6 +358,7 @@ pub(crate) fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
                 *x = bf16::from_ne_bytes([b[0], b[1]]).to_f32();
             }
         }
+        DType::E4m3 => out.iter_mut().zip(bytes).for_each(|(x, b)| *x = e4m3::value(*b)),
         DType::F32 => {
             for (x, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
                 *x = f32::from_ne_bytes([b[0], b[1], b[2], b[3]]);
@@ -378,6 +380,7 @@ pub(crate) fn encode(dtype: DType, values: &[f32], out: &mut [u8]) {
                 b.copy_from_slice(&bf16::from_f32(*x).to_ne_bytes());
             }
         }
+        DType::E4m3 => out.iter_mut().zip(values).for_each(|(b, x)| *b = e4m3::code(*x)),
         DType::F32 => {
             for (b, x) in out.chunks_exact_mut(4).zip(values) {
                 b.copy_from_slice(&x.to_ne_bytes());
@@ -391,6 +394,7 @@ pub(crate) fn round_to(dtype: DType, values: &mut [f32]) {
     match dtype {
         DType::F16 => values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
         DType::Bf16 => values.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()),
+        DType::E4m3 => values.iter_mut().for_each(|x| *x = e4m3::value(e4m3::code(*x))),
         DType::F32 => {}
     }
 }

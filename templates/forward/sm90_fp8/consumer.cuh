@@ -191,10 +191,34 @@ struct Consumer {
         }
     }
 
+    // NaN of V in masked blocks, which did not take part, to the rows that attend to them: rare, so plain and slow.
+    __device__ __forceinline__ void restore_nan(const Work& work) {
+        const ForwardArgs& f = args.forward;
+        const u8* const v_rows = (const u8*)f.v + work.tile.batch * f.v_stride[0] + work.tile.kv_head * f.v_stride[1];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(f, work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8);
+#pragma unroll 1
+            for (int key = live.first; key <= live.last; key++) {
+                if (!is_masked<kMaskLeft>(work.blocks, key / kBlockKV)) continue;
+                const u8* const row = v_rows + key * f.v_stride[2] + lane() % 4 * 4;
+#pragma unroll
+                for (int j = 0; j < kColumnsV / 16; j++) {
+                    const u32 nan = nan_bytes(*(const u32*)(row + 16 * j));
+#pragma unroll
+                    for (int byte = 0; byte < 4; byte++) {
+                        if (nan >> byte * 8 & 0x80) o[8 * j + 2 * h + byte % 2 * 4 + byte / 2] = __int_as_float(0x7fffffff);
+                    }
+                }
+            }
+        }
+    }
+
     // O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16.
     __device__ __forceinline__ void write(const Work& work, float c, float v_scale) {
         float inverse[2], log_sum_exp[2];
         softmax.finish(c, inverse, log_sum_exp);
+        if (kMasks && read_flag(smem + Layout::kMetNan) != 0) restore_nan(work);
         const ForwardArgs& f = args.forward;
         const int first = id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll

@@ -39,7 +39,8 @@ struct Layout {
     static constexpr int kEmptyRaw = kFullRaw + kRawStages * 8;
     static constexpr int kFullV = kEmptyRaw + kRawStages * 8;
     static constexpr int kEmptyV = kFullV + kStages * 8;
-    static constexpr int kBytes = kEmptyV + kStages * 8;
+    static constexpr int kMetNan = kEmptyV + kStages * 8;     // whether masked blocks of V had any
+    static constexpr int kBytes = kMetNan + 8;
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 

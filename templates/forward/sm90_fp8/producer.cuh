@@ -54,18 +54,28 @@ __device__ __forceinline__ void load(const Sm90Args& args, u32 smem) {
 // One block of V, by columns: 32 keys of 16 columns at a time. Keys 2t, 2t + 1, 8 + 2t, 9 + 2t of each 16 come to bytes
 // 4t to 4t + 3 (consumer.cuh). Of 16 columns the even ones come first, so that the rows of a store lie in different
 // banks; a thread of the product then has four neighbouring columns of O.
-__device__ __forceinline__ void transpose_block(u32 from, u32 to, int warp) {
+//
+// With kClean NaN become zeros, which a mask may leave out. Returns whether there were any.
+template <bool kClean> __device__ __forceinline__ bool transpose_block(u32 from, u32 to, int warp) {
     constexpr int kGroups = kColumnsV / 16, kUnits = kBlockKV / 32 * kGroups;
     const int lane = threadIdx.x % 32, row = lane % 8, half = lane / 8 % 2, odd = lane / 16;
+    u32 met = 0;
 #pragma unroll 2
     for (int unit = warp; unit < kUnits; unit += kTransposers) {
         const int keys = unit / kGroups, group = unit % kGroups;
         u32 r[4];
         ldmatrix_x4_trans(r, from + group / 8 * kBytesChunk + (keys * 32 + lane) * 128 + (u32(group % 8 ^ row) << 4));
+#pragma unroll
+        for (int i = 0; kClean && i < 4; i++) {
+            const u32 nan = nan_bytes(r[i]);
+            r[i] &= ~((nan >> 7) * 0xff);
+            met |= nan;
+        }
         const u32 column = to + keys / 4 * kBytesKeys + (group * 16 + odd * 8 + row) * 128;
         stmatrix_x4(column + (u32((keys % 4 * 2 + half) ^ row) << 4), __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420),
                     __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
     }
+    return met != 0;
 }
 
 __device__ __forceinline__ void transpose_v(const Sm90Args& args, u32 smem, int warp) {
@@ -80,7 +90,11 @@ __device__ __forceinline__ void transpose_v(const Sm90Args& args, u32 smem, int 
         for (int n = work.blocks.end - 1; n >= work.blocks.begin; n--) {
             raw.wait(smem);
             v.acquire(smem);
-            transpose_block(raw.buffer(smem), v.buffer(smem), warp);
+            if (kMasks && is_masked<kMaskLeft>(work.blocks, n)) {
+                if (transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp)) set_flag(smem + Layout::kMetNan);
+            } else {
+                transpose_block<false>(raw.buffer(smem), v.buffer(smem), warp);
+            }
             fence_async_proxy();
             __syncwarp();
             if (threadIdx.x % 32 == 0) {

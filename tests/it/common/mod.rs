@@ -145,6 +145,7 @@ pub fn write_tensors(path: &Path, tensors: &[(&str, &HostTensor)]) {
             DType::F16 => Dtype::F16,
             DType::Bf16 => Dtype::BF16,
             DType::F32 => Dtype::F32,
+            DType::E4m3 => Dtype::F8_E4M3,
         };
         (*name, TensorView::new(dtype, t.shape().to_vec(), t.bytes()).expect("a contiguous tensor"))
     });

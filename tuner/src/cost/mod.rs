@@ -11,6 +11,7 @@ mod forward_sm80;
 mod forward_sm80_f32;
 mod forward_sm80_ragged;
 mod forward_sm90;
+mod forward_sm90_fp8;
 
 use flashtune_cache::DeviceFingerprint;
 use flashtune_codegen::{Kernel, Schedule, Shape};
@@ -19,6 +20,7 @@ use flashtune_codegen::{Kernel, Schedule, Shape};
 pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -> f64 {
     match &kernel.schedule {
         Schedule::Sm90(s) => forward_sm90::cost(kernel, s, shape, device.units),
+        Schedule::Sm90Fp8(s) => forward_sm90_fp8::cost(kernel, s, shape, device.units),
         Schedule::Sm90Ragged(s) => forward_sm90::cost(kernel, &s.0, shape, device.units),
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
         Schedule::Sm80F32(s) => forward_sm80_f32::cost(kernel, s, shape, device.units),

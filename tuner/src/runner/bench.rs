@@ -103,16 +103,16 @@ impl Bench {
             inputs.push(buffer);
         }
         let o_shape = [batch, heads, q_len, dv];
-        let output = device.alloc(o_shape.iter().product::<usize>() * p.dtype.bytes() + 2 * GUARD)?;
+        let output = device.alloc(o_shape.iter().product::<usize>() * p.output_dtype().bytes() + 2 * GUARD)?;
         let most = inputs.iter().map(|b| b.len()).fold(output.len(), usize::max);
         let returned = [device.alloc_host(output.len())?, device.alloc_host(most)?];
-        let at = |address: u64, shape: [usize; 4]| TensorView::bhsd(address, p.dtype, shape.map(|n| n as u64));
-        let view = |buffer: &dyn Buffer, shape| at(buffer.address(), shape);
+        let at = |address: u64, dtype, shape: [usize; 4]| TensorView::bhsd(address, dtype, shape.map(|n| n as u64));
+        let view = |buffer: &dyn Buffer, shape| at(buffer.address(), p.dtype, shape);
         let tensors = ForwardTensors {
             q: view(&*inputs[0], shapes[0]),
             k: view(&*inputs[1], shapes[1]),
             v: view(&*inputs[2], shapes[2]),
-            o: at(output.address() + GUARD as u64, o_shape),
+            o: at(output.address() + GUARD as u64, p.output_dtype(), o_shape),
             lse: None,
         };
         let call = forward_call(&tensors, s.mask, None)?;
@@ -352,6 +352,7 @@ pub(super) fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + 
         DType::F16 => f16::from_ne_bytes([b[0], b[1]]).to_f32(),
         DType::Bf16 => bf16::from_ne_bytes([b[0], b[1]]).to_f32(),
         DType::F32 => f32::from_ne_bytes([b[0], b[1], b[2], b[3]]),
+        DType::E4m3 => unreachable!("no output is e4m3"),
     })
 }
 

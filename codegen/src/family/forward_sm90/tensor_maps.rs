@@ -3,10 +3,11 @@
 //! Boxes are 64 elements wide with the 128-byte swizzle, as `templates/lib/cuda/ptx/tma.cuh` expects.
 
 use crate::abi::{ForwardArgs, SideTensorArg};
+use crate::family::forward_sm90_fp8;
 use crate::score::{MAX_BIASES, Storage, slot};
 use crate::{DType, Kernel, Problem, Schedule, Tiling};
 
-/// A tensor of 16-bit elements as the copy engine sees it, innermost dimension first.
+/// A tensor of elements of 16 bits, or of 8, as the copy engine sees it, innermost dimension first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorMapSpec {
     /// Element type.
@@ -87,9 +88,13 @@ fn first_unaddressable(tensors: &[Tensor]) -> Option<(&'static str, Unaddressabl
 }
 
 impl Kernel {
-    /// The maps of Q, K, V and O for one launch of `forward/sm90`; none for other families.
+    /// The maps of Q, K, V and O for one launch of `forward/sm90` or `forward/sm90_fp8`; none for other families.
     pub fn tensor_maps(&self, tiling: &Tiling, args: &ForwardArgs) -> Option<[TensorMapSpec; 4]> {
-        let Schedule::Sm90(s) = self.schedule else { return None };
+        let s = match &self.schedule {
+            Schedule::Sm90(s) => s,
+            Schedule::Sm90Fp8(s) => return Some(forward_sm90_fp8::maps(&self.problem, s, tiling, args)),
+            _ => return None,
+        };
         let p = &self.problem;
         let group = 1u64 << tiling.group_shift;
         // Rows of a tile count the heads of a group first, then the query positions.

@@ -97,6 +97,7 @@ impl Problem {
             kv,
             by: None,
             precision: Precision::Exact,
+            output: None,
         }
     }
 }

@@ -1,0 +1,70 @@
+//! The schedules of `forward/sm90_fp8`: the one that serves while nothing is tuned, and those that a search may try.
+
+use super::Sm90Fp8Schedule;
+use crate::family::Sm90Schedule;
+use crate::{Problem, ShapeBucket};
+
+impl Sm90Fp8Schedule {
+    /// The schedule that serves while nothing is tuned.
+    pub fn default_for(problem: &Problem, _: &ShapeBucket) -> Self {
+        let columns = problem.head_dim_v.next_multiple_of(16);
+        let d = problem.head_dim_qk.max(columns);
+        let base = Self {
+            consumers: 2,
+            block_kv: 128,
+            stages: 2,
+            raw_stages: 1,
+            part: part_up_to(columns, 64),
+            overlap: d <= 128,
+            take_turns: false,
+            blocks_per_sm: 1,
+            section_mib: 32,
+        };
+        match d {
+            0..=64 => Self { block_kv: 192, ..base },
+            65..=128 => base,
+            _ => Self { part: part_up_to(columns, 32), ..base },
+        }
+    }
+
+    /// The schedules worth trying.
+    pub fn space(problem: &Problem) -> Vec<Self> {
+        let columns = problem.head_dim_v.next_multiple_of(16);
+        let mut parts = [32, 64, 128].map(|most| part_up_to(columns, most)).to_vec();
+        parts.dedup();
+        let sections: &[u32] = if problem.mask.right { &[0, 32, Sm90Schedule::WALK_ALL] } else { &[0, 32] };
+        let mut space = Vec::new();
+        for (consumers, blocks_per_sm) in [(1, 1), (1, 2), (2, 1), (3, 1)] {
+            for block_kv in (64..=224).step_by(32) {
+                for stages in 2..=3 {
+                    for raw_stages in 1..=2 {
+                        for &part in &parts {
+                            for (overlap, take_turns) in [(true, false), (true, true), (false, false), (false, true)] {
+                                if take_turns && consumers == 1 {
+                                    continue;
+                                }
+                                space.extend(sections.iter().map(|&section_mib| Self {
+                                    consumers,
+                                    block_kv,
+                                    stages,
+                                    raw_stages,
+                                    part,
+                                    overlap,
+                                    take_turns,
+                                    blocks_per_sm,
+                                    section_mib,
+                                }));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        space
+    }
+}
+
+/// The largest multiple of 16 up to `most` that divides the columns.
+fn part_up_to(columns: u32, most: u32) -> u32 {
+    (16..=most).rev().step_by(1).find(|part| part % 16 == 0 && columns % part == 0).unwrap_or(16)
+}

@@ -1,0 +1,130 @@
+//! Shared memory and registers of a kernel, and the schedules that these leave.
+
+use super::Sm90Fp8Schedule;
+use crate::{Error, Problem, Result};
+
+impl Sm90Fp8Schedule {
+    /// Bytes of dynamic shared memory, as `Layout` in the template: Q of every consumer, K, V as it lies in memory, V
+    /// by columns, and the barriers.
+    pub(super) fn smem_bytes(&self, problem: &Problem) -> u32 {
+        // Rows are stored in columns of 128 bytes.
+        let (qk, v) = (problem.head_dim_qk.div_ceil(128) * 128, problem.head_dim_v.div_ceil(128) * 128);
+        let q = self.consumers * 64 * qk;
+        let loaded = self.block_kv * (self.stages * qk + self.raw_stages * v);
+        let by_columns = self.stages * self.block_kv.div_ceil(128) * 128 * problem.head_dim_v.next_multiple_of(16);
+        let barriers = 32 + 16 * self.consumers + 32 * self.stages + 16 * self.raw_stages;
+        q + loaded + by_columns + 32 + barriers + 8
+    }
+
+    /// Registers of a thread when the block starts: an equal share.
+    const fn launch_registers(&self) -> u32 {
+        65536 / (self.threads() * self.blocks_per_sm) / 8 * 8
+    }
+
+    /// Registers of a thread of the producer, once it has given back what it does not need. Its warps hold 16 columns of
+    /// 32 keys while they transpose, twice.
+    pub(super) const fn producer_registers(&self) -> u32 {
+        if self.consumers == 3 { 32 } else { 40 }
+    }
+
+    /// Registers of a thread of a consumer: what the producer gave back is shared out.
+    pub(super) fn consumer_registers(&self) -> u32 {
+        let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers();
+        (pool / self.consumers / 8 * 8).clamp(self.launch_registers(), 240)
+    }
+
+    /// Registers that a consumer's thread needs: scores, P, O, and the parts of a product that are there at once, with
+    /// 26 for addresses and loop state.
+    pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
+        let (scores, output) = (self.block_kv / 2, problem.head_dim_v.next_multiple_of(16) / 2);
+        let (p, part) = (self.block_kv / 8, self.part / 2);
+        match self.overlap {
+            true => scores + p + output + part + 26,
+            // P takes the place of the scores, and two parts are under way at once.
+            false => output + scores.max(2 * part) + p + 26,
+        }
+    }
+
+    pub(super) fn validate(&self, problem: &Problem) -> Result<()> {
+        let bad = |field: &'static str, value: u32, limit: &str| {
+            Err(Error::unsupported(field, value, limit, "use a schedule from the searched space"))
+        };
+        if !(1..=3).contains(&self.consumers) {
+            return bad("consumers", self.consumers, "1 to 3 warpgroups");
+        }
+        if !(1..=2).contains(&self.blocks_per_sm) {
+            return bad("blocks_per_sm", self.blocks_per_sm, "1 or 2 blocks");
+        }
+        if self.block_kv == 0 || !self.block_kv.is_multiple_of(32) || self.block_kv > 256 {
+            return bad("block_kv", self.block_kv, "a multiple of 32 up to 256");
+        }
+        if !(1..=4).contains(&self.stages) {
+            return bad("stages", self.stages, "1 to 4 stages");
+        }
+        if !(1..=2).contains(&self.raw_stages) {
+            return bad("raw_stages", self.raw_stages, "1 or 2 stages");
+        }
+        let columns = problem.head_dim_v.next_multiple_of(16);
+        if self.part == 0 || !self.part.is_multiple_of(16) || !columns.is_multiple_of(self.part) {
+            return bad("part", self.part, "a multiple of 16 that divides the head dim of V");
+        }
+        if self.take_turns && self.consumers < 2 {
+            return bad("consumers", self.consumers, "at least 2 warpgroups, to take turns");
+        }
+        if self.overlap && self.stages < 2 {
+            return bad("stages", self.stages, "at least 2 stages with overlap: K is a block ahead of V");
+        }
+        let (needs, has) = (self.least_registers(problem), self.consumer_registers());
+        if needs > has {
+            let limit = format!("{has} per thread of a consumer");
+            return Err(Error::unsupported("registers", needs, limit, "use smaller blocks of keys, or smaller parts"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Kernel, MaskKind, Schedule, ShapeBucket};
+
+    #[test]
+    fn every_default_is_legal_and_the_space_has_legal_schedules() {
+        for d in (16..=256).step_by(16) {
+            for v in [d, 64, 128, 256] {
+                for mask in MaskKind::ALL {
+                    let problem = Problem::forward_qk_v(DType::E4m3, d, v, mask).unwrap();
+                    for n in [1, 100, 1024, 16384] {
+                        let bucket = ShapeBucket { parallel: 32, group: 1, q_len: n, kv_len: n, ..Default::default() };
+                        let arch = "sm_90a".parse().unwrap();
+                        let kernel = |s| Kernel { problem, schedule: Schedule::Sm90Fp8(s), arch };
+                        kernel(Sm90Fp8Schedule::default_for(&problem, &bucket)).check().unwrap();
+                        let legal = Sm90Fp8Schedule::space(&problem).into_iter().filter(|s| kernel(*s).check().is_ok());
+                        assert!(legal.count() > 3, "{problem}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn illegal_schedules_name_the_field() {
+        let problem = Problem::forward(DType::E4m3, 128, MaskKind::FULL).unwrap();
+        let legal = Sm90Fp8Schedule::default_for(&problem, &ShapeBucket::default());
+        legal.validate(&problem).unwrap();
+        for (bad, field) in [
+            (Sm90Fp8Schedule { consumers: 4, ..legal }, "consumers"),
+            (Sm90Fp8Schedule { block_kv: 48, ..legal }, "block_kv"),
+            (Sm90Fp8Schedule { stages: 0, ..legal }, "stages"),
+            (Sm90Fp8Schedule { stages: 1, overlap: true, ..legal }, "stages"),
+            (Sm90Fp8Schedule { raw_stages: 3, ..legal }, "raw_stages"),
+            (Sm90Fp8Schedule { part: 48, ..legal }, "part"),
+            (Sm90Fp8Schedule { consumers: 1, take_turns: true, ..legal }, "consumers"),
+            (Sm90Fp8Schedule { blocks_per_sm: 3, ..legal }, "blocks_per_sm"),
+            (Sm90Fp8Schedule { block_kv: 256, overlap: true, ..legal }, "registers"),
+        ] {
+            let e = bad.validate(&problem).unwrap_err().to_string();
+            assert!(e.contains(field), "{bad}: {e}");
+        }
+    }
+}
