@@ -13,7 +13,7 @@ use flashtune_codegen::{
 };
 use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
-    BlockMask, Device, Error as RuntimeError, ForwardCall, ForwardTensors, MaskSizes, SideInputs, SideTable, Stream,
+    BlockMask, Descales, Device, Error as RuntimeError, ForwardCall, ForwardTensors, MaskSizes, SideInputs, SideTable, Stream,
     TensorView, forward_call,
 };
 use flashtune_tuner::{Event, Job, Observer, Outcome, Runner, WorkerCommand};
@@ -49,6 +49,8 @@ pub struct Forward<'a> {
     /// are asked for. Others than [`Precision::Exact`] are refused for other dtypes, on the CPU and on GPUs before
     /// sm_80. A pass whose gradients will be asked for names [`Precision::Exact`], as they are computed.
     pub precision: Option<Precision>,
+    /// What elements of `e4m3` operands are multiplied by; 1 where absent. For other dtypes there are none.
+    pub descales: Descales,
     /// What else masks and changes the scores; its mask holds beside `mask`.
     pub program: Option<ProgramRef>,
     /// What the program reads.
@@ -63,7 +65,8 @@ impl<'a> Forward<'a> {
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
         let (mask, side) = (Mask::Full, SideInputs::default());
         let (lse, weights, scale, precision, program, block_mask) = (None, None, None, None, None, None);
-        Self { q, k, v, o, lse, weights, mask, scale, precision, program, side, block_mask }
+        let descales = Descales::default();
+        Self { q, k, v, o, lse, weights, mask, scale, precision, descales, program, side, block_mask }
     }
 
     /// The same call with a score program and what it reads.
@@ -419,6 +422,7 @@ impl Engine {
         let lse = call.lse.map(|address| TensorView::rows(address, [batch, heads, q_len]));
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
         let resolved = forward_call(&tensors, call.mask, call.scale)?;
+        let resolved = resolved.with_descales(&call.descales)?;
         if let Some(block_mask) = call.block_mask {
             block_mask.admit(self.device().fingerprint(), &resolved.shape, &call.side)?;
         }

@@ -202,7 +202,7 @@ fn outer(t: &TensorView) -> [i64; 3] {
 impl Engine {
     /// Whether a call is one that pads its rows: its problem, and whether all rows are on the grid.
     pub(crate) fn pads(&self, problem: &Problem, aligned: bool) -> bool {
-        let fast = problem.is_on_tensor_cores(self.device().arch());
+        let fast = problem.is_on_tensor_cores(self.device().arch()) && problem.dtype != DType::E4m3;
         fast && (!aligned || problem.padded() != *problem) && self.has_copies()
     }
 

@@ -126,7 +126,7 @@ impl RaggedArgs {
 /// Options that name problems and sizes. Lists give every combination.
 #[derive(clap::Args, Debug, Clone, Default)]
 pub struct CaseArgs {
-    /// Element types: f16, bf16, f32
+    /// Element types: f16, bf16, f32; for forward passes also e4m3, with O in bf16
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub dtype: Vec<DType>,
     /// How products of f32 are computed: exact, or by TF32 products of tensor cores, tf32x3 (as when absent, where a GPU

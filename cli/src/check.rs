@@ -101,7 +101,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let family = args.family.as_deref().map(family_named).transpose()?;
     let mut work: Vec<(usize, Problem, Vec<Kernel>)> = Vec::new();
     let program = program(&args)?;
-    let dense = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone()));
+    // There is no e4m3 with a score program.
+    let e4m3 = if program.is_plain() { sweep::e4m3_problems(effort) } else { Vec::new() };
+    let dense = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone())).chain(e4m3);
     let dense = dense.enumerate().flat_map(|(nth, p)| sweep::in_precisions(p, arch).map(move |p| (nth, p)));
     let ragged = ragged_sweep::problems(effort, &program);
     let backward = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone()).backward());
@@ -121,7 +123,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let append = (&args.problem, &args.kernel) == (&None, &None) && family.is_none_or(|f| f.op() == Op::Append);
     if work.is_empty() && !append && !copies {
         let ragged = ragged_sweep::problems(effort, &program);
-        let names: Vec<_> = sweep::problems(effort).iter().chain(&ragged).map(Problem::to_string).collect();
+        let names: Vec<_> = sweep::problems(effort).iter().chain(&sweep::e4m3_problems(effort)).chain(&ragged).map(Problem::to_string).collect();
         return Err(usage(format!(
             "no kernel of the sweep matches; leave out --kernel and --family, or give --problem a part of one of {}",
             names.join(", ")

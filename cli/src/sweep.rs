@@ -67,6 +67,25 @@ pub fn problems(effort: Effort) -> Vec<Problem> {
     problems
 }
 
+/// The problems of e4m3: head dims of one to two chunks of 128 columns, whole and not, and every dtype of O.
+pub fn e4m3_problems(effort: Effort) -> Vec<Problem> {
+    let dims: &[(u32, u32)] = match effort {
+        Effort::Quick => &[(64, 64), (128, 128), (80, 48), (256, 256)],
+        Effort::Full => &[
+            (16, 16), (32, 32), (48, 48), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192),
+            (256, 256), (192, 128), (64, 128), (128, 64), (80, 48), (256, 16),
+        ],
+    };
+    let mut problems = Vec::new();
+    for (i, &(qk, v)) in dims.iter().enumerate() {
+        for (j, mask) in MaskKind::ALL.into_iter().enumerate() {
+            let problem = Problem::forward_qk_v(DType::E4m3, qk, v, mask).expect("the dims above are supported");
+            problems.push(problem.with_output(DType::ALL[(i + j) % 3]));
+        }
+    }
+    problems
+}
+
 /// Programs whose gradients by `t` are checked where nobody brings one: pairs with an element each, sums over heads,
 /// rows and columns, slopes, tables by computed indices, a sink, a scalar, and a tensor that is read twice.
 const READS: [&str; 9] = [

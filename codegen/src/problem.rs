@@ -271,8 +271,11 @@ impl Problem {
     }
 
     /// The problem that computes the same over rows that are padded with zeros: one whose head dims families on tensor
-    /// cores take. The softmax scale stays that of this one.
+    /// cores take. The softmax scale stays that of this one. Rows of e4m3 are not copied: elements of 16 and 32 bits are.
     pub fn padded(self) -> Self {
+        if self.dtype == DType::E4m3 {
+            return self;
+        }
         let [head_dim_qk, head_dim_v] = [self.head_dim_qk, self.head_dim_v].map(padded_head_dim);
         Self { head_dim_qk, head_dim_v, ..self }
     }
@@ -287,9 +290,7 @@ impl Problem {
     /// vectors, on a GPU with tensor cores for them. Stores are not padded: a call would copy all of them.
     pub fn pads(&self, arch: Arch) -> bool {
         let fast = self.is_on_tensor_cores(arch);
-        // The kernels that pad copy elements of 16 and 32 bits.
-        let copies = self.dtype != DType::E4m3 && matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense();
-        fast && copies && self.padded() != *self
+        fast && matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense() && self.padded() != *self
     }
 
     /// The softmax scale that applies when the caller states none: `1 / sqrt(head_dim_qk)`.

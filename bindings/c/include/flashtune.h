@@ -118,6 +118,8 @@ enum flashtune_dtype
   FLASHTUNE_DTYPE_BF16 = 2,
   // IEEE binary32.
   FLASHTUNE_DTYPE_F32 = 3,
+  // OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a, whose O is one of the others.
+  FLASHTUNE_DTYPE_E4M3 = 4,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -738,6 +740,18 @@ typedef struct flashtune_forward_args {
   // The attention weights, contiguous fp32 [batch, heads, q_len, kv_len]; written unless NULL, on CUDA by the plain
   // kernel: for inspection, not for speed. A sink takes its part, so that rows sum to less than 1.
   float *weights;
+  // What elements of an e4m3 Q are multiplied by: fp32 [batch, kv_heads] on the device, by the head of K; NULL: 1.
+  const float *q_descale;
+  // The same for K.
+  const float *k_descale;
+  // The same for V.
+  const float *v_descale;
+  // Elements from one sequence, and from one KV head, to the next in `q_descale`; may be 0.
+  int64_t q_descale_stride[2];
+  // The same in `k_descale`.
+  int64_t k_descale_stride[2];
+  // The same in `v_descale`.
+  int64_t v_descale_stride[2];
 } flashtune_forward_args;
 
 // A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads as

@@ -9,6 +9,7 @@ use crate::types::{
 };
 use crate::{input, program};
 use engine::codegen::Arch;
+use engine::runtime::{Descale, Descales};
 use engine::{DType, Dispatch, Forward, Precision, Stream, TensorView, runtime};
 use std::ffi::c_void;
 use std::sync::PoisonError;
@@ -163,7 +164,8 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
             )));
         }
     };
-    let (q, k, v, o) = (view("q", &args.q)?, view("k", &args.k)?, view("v", &args.v)?, view("o", &args.o)?);
+    let (q, k, v) = (operand("q", &args.q)?, operand("k", &args.k)?, operand("v", &args.v)?);
+    let o = view("o", &args.o)?;
     let lse = (!args.lse.is_null()).then_some(args.lse as usize as u64);
     Ok(Forward {
         lse,
@@ -171,8 +173,22 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
         mask: mask(args.mask, (args.window_left, args.window_right))?,
         scale,
         precision,
+        descales: descales(args, &k),
         ..Forward::new(q, k, v, o)
     })
+}
+
+/// The scales of e4m3 operands, of as many sequences and heads as K has.
+fn descales(args: &ForwardArgs, k: &TensorView) -> Descales {
+    let of = |scales: *const f32, strides: [i64; 2]| {
+        let shape = [k.shape[0], k.shape[1]];
+        (!scales.is_null()).then_some(Descale { address: scales as usize as u64, shape, strides })
+    };
+    Descales {
+        q: of(args.q_descale, args.q_descale_stride),
+        k: of(args.k_descale, args.k_descale_stride),
+        v: of(args.v_descale, args.v_descale_stride),
+    }
 }
 
 /// A `flashtune_dtype`.
@@ -188,17 +204,28 @@ pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
             tensor,
             field: "dtype",
             found: n.to_string(),
-            expected: "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32)".to_owned(),
+            expected: "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32), and 4 (e4m3) of Q, K and V of a forward pass".to_owned(),
             remedy: "convert the tensor to one of them",
         })),
     }
 }
 
+/// Of Q, K or V of a forward pass, which may be e4m3.
+fn operand(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
+    match t.dtype {
+        n if n == Dtype::E4m3 as i32 => view_of(tensor, t, DType::E4m3),
+        _ => view(tensor, t),
+    }
+}
+
 pub(crate) fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
+    view_of(tensor, t, dtype(tensor, t.dtype)?)
+}
+
+fn view_of(tensor: &'static str, t: &Tensor, dtype: DType) -> Result<TensorView> {
     let error = |field, found: String, expected: &str, remedy| {
         Failure::from(runtime::Error::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
     };
-    let dtype = dtype(tensor, t.dtype)?;
     if t.reserved != 0 {
         return Err(error("reserved", t.reserved.to_string(), "it is 0", "fill the struct with zeros first"));
     }

@@ -48,6 +48,8 @@ pub enum Dtype {
     Bf16 = 2,
     /// IEEE binary32.
     F32 = 3,
+    /// OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a, whose O is one of the others.
+    E4m3 = 4,
 }
 
 /// How the elements of a score program's input lie in memory.
@@ -370,6 +372,18 @@ pub struct ForwardArgs {
     /// The attention weights, contiguous fp32 [batch, heads, q_len, kv_len]; written unless NULL, on CUDA by the plain
     /// kernel: for inspection, not for speed. A sink takes its part, so that rows sum to less than 1.
     pub weights: *mut f32,
+    /// What elements of an e4m3 Q are multiplied by: fp32 [batch, kv_heads] on the device, by the head of K; NULL: 1.
+    pub q_descale: *const f32,
+    /// The same for K.
+    pub k_descale: *const f32,
+    /// The same for V.
+    pub v_descale: *const f32,
+    /// Elements from one sequence, and from one KV head, to the next in `q_descale`; may be 0.
+    pub q_descale_stride: [i64; 2],
+    /// The same in `k_descale`.
+    pub k_descale_stride: [i64; 2],
+    /// The same in `v_descale`.
+    pub v_descale_stride: [i64; 2],
 }
 
 /// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the

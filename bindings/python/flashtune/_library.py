@@ -13,7 +13,7 @@ VARIABLE = "FLASHTUNE_LIBRARY"
 NAME = "libflashtune.so"
 
 # Constants of the header.
-F16, BF16, F32 = 1, 2, 3
+F16, BF16, F32, E4M3 = 1, 2, 3, 4
 POLICIES = {"default": 0, "tune": 1, "sealed": 2}
 QUICK_FIRST = {None: 0, True: 1, False: 2}
 THREADS = {"own": 0, "openmp": 1}
@@ -42,6 +42,8 @@ PROGRAM_ARGS = struct.Struct("=QQQQQQ")
 BLOCK_MASK = struct.Struct("=Q")
 # And behind that the address of the weights.
 WEIGHTS = struct.Struct("=Q")
+# And behind that the scales of e4m3 operands: addresses, and strides of each.
+DESCALES = struct.Struct("=QQQ6q")
 # flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right,
 # mask, softmax_scale; and the end of a score program, always; of packed sequences q_begin, kv_begin, q_lengths,
 # kv_lengths, batch, max_q, max_kv, length_type, reserved; and gradients of what the program reads, as inputs, and their

@@ -9,10 +9,10 @@ import ctypes
 import sys
 
 from . import _dlpack
-from ._library import BF16, F16, F32
+from ._library import BF16, E4M3, F16, F32
 from .errors import InvalidTensor, Unsupported
 
-_DTYPES = "dtypes are float16, bfloat16 and float32; convert the tensor"
+_DTYPES = "dtypes are float16, bfloat16 and float32, and of forward passes float8_e4m3fn; convert the tensor"
 
 
 class Torch:
@@ -22,6 +22,9 @@ class Torch:
         self.torch = torch
         self.tensor = torch.Tensor
         self.dtypes = {torch.float16: F16, torch.bfloat16: BF16, torch.float32: F32}
+        # PyTorch has it from 2.1 on.
+        if hasattr(torch, "float8_e4m3fn"):
+            self.dtypes[torch.float8_e4m3fn] = E4M3
         self.names = {}
         self.float32, self.strided = torch.float32, torch.strided
         self.forward_ad = torch.autograd.forward_ad
@@ -152,6 +155,10 @@ class Torch:
         # Half of what torch.empty takes with a dtype and a device to parse.
         return like.new_empty(shape)
 
+    def empty_wide(self, shape, like):
+        """O beside e4m3 operands."""
+        return like.new_empty(shape, dtype=self.torch.bfloat16)
+
     def empty_like(self, like):
         # Two thirds of `empty`, for what is contiguous.
         return self.torch.empty_like(like)
@@ -228,6 +235,9 @@ class NumPy:
         if dtype.name == "bfloat16" and dtype.isnative:
             self.dtypes[dtype] = BF16
             return BF16
+        if dtype.name == "float8_e4m3fn":
+            self.dtypes[dtype] = E4M3
+            return E4M3
         raise Unsupported(f"{name} is {dtype}; {_DTYPES}")
 
     def describe(self, name, t, bshd):
@@ -264,6 +274,10 @@ class NumPy:
 
     def empty(self, shape, like):
         return self.numpy.empty(shape, like.dtype)
+
+    def empty_wide(self, shape, _like):
+        """As for PyTorch. Whoever has e4m3 has imported the package that defines both."""
+        return self.numpy.empty(shape, sys.modules["ml_dtypes"].bfloat16)
 
     def empty_like(self, like):
         return self.numpy.empty(like.shape, like.dtype)

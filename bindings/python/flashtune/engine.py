@@ -106,6 +106,9 @@ class Engine:
         block_mask=None,
         return_weights=False,
         precision=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
     ):
         """Attention of ``q`` over ``k`` and ``v``: what :func:`flash_attn_func` computes, on this engine.
 
@@ -117,6 +120,7 @@ class Engine:
         one, which keep float32's error; ``"tf32"``, by one, which keeps 11 bits. The last two are refused for other
         dtypes, on the CPU and on GPUs before sm_80. ``None`` is ``"tf32x3"`` where a GPU has that, and ``"exact"``
         elsewhere, where weights are returned, and in calls that take part in autograd.
+        q_descale, k_descale, v_descale: as :func:`flash_attn_func` takes them.
         """
         if type(q) not in _of_type and foreign(q):
             return _dlpack.through(Engine.forward, locals())
@@ -130,6 +134,7 @@ class Engine:
         return self._attend(
             adapter(q), q, k, v, bshd, kind, left, right, scale, return_lse, out,
             program=program, block_mask=block_mask, return_weights=return_weights, precision=precision,
+            descales=(q_descale, k_descale, v_descale),
         )  # fmt: skip
 
     def create_block_mask(self, mask, B, H, Q_LEN, KV_LEN, *, tensors=None, H_KV=None):
@@ -155,6 +160,7 @@ class Engine:
         block_mask=None,
         return_weights=False,
         precision=None,
+        descales=(None, None, None),
     ):
         """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
         PyTorch's causal mask; without ``grouped`` all tensors must have as many heads. Weights come last."""
@@ -165,7 +171,8 @@ class Engine:
                 f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
             )
         key = None
-        plain = program is None and block_mask is None and out is None and not return_weights
+        scaled = any(scales is not None for scales in descales)
+        plain = program is None and block_mask is None and out is None and not return_weights and not scaled
         if plain and (scale is None or type(scale) is float):
             try:
                 forms = tensors.forms(q, k, v)
@@ -184,6 +191,7 @@ class Engine:
         vd = tensors.describe("v", v, bshd)
         _, b, h, s, _, _, _, _, _, dtype, _ = qd
         dv = vd[4]
+        new, o_dtype = (tensors.empty_wide, abi.BF16) if dtype == abi.E4M3 else (tensors.empty, dtype)
         if not grouped and h != kd[2]:
             raise InvalidTensor(
                 f"query has {h} heads, key {kd[2]}; pass enable_gqa=True for query heads that share a key head"
@@ -193,12 +201,12 @@ class Engine:
         if out is None:
             # Contiguous, so its strides are known without asking.
             if bshd:
-                out = tensors.empty((b, s, h, dv), q)
+                out = new((b, s, h, dv), q)
                 strides = (s * h * dv, dv, h * dv, 1)
             else:
-                out = tensors.empty((b, h, s, dv), q)
+                out = new((b, h, s, dv), q)
                 strides = (h * s * dv, s * dv, dv, 1)
-            od = (tensors.address(out), b, h, s, dv, *strides, dtype, 0)
+            od = (tensors.address(out), b, h, s, dv, *strides, o_dtype, 0)
         else:
             tensors.check_out(out, device)
             od = tensors.describe("out", out, bshd)
@@ -216,6 +224,9 @@ class Engine:
             weights = tensors.empty_lse((b, h, s, kd[3]), q)
             before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size
             more = more.ljust(before, b"\0") + abi.WEIGHTS.pack(tensors.address(weights))
+        if scaled:
+            before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size
+            more = more.ljust(before, b"\0") + _descales(tensors, device, descales, (kd[1], kd[2]))
         try:
             flags = abi.PRECISIONS[precision]
         except (KeyError, TypeError):
@@ -242,7 +253,8 @@ class Engine:
             raise abi.failure(status)
         global _last
         _last = self
-        if key is not None and not more:
+        # O of e4m3 is of another dtype, which a repeated call would have to ask for.
+        if key is not None and not more and dtype == o_dtype:
             if len(self._again) >= _MOST_CALLS:
                 self._again.clear()
             # All but q, k, v, o, lse and stream, as the layout of the struct has them.
@@ -481,6 +493,24 @@ def top_left_sliced(q_len, k, v):
     if q_len <= kv_len:
         return abi.CAUSAL, 0, 0, k, v
     return abi.WINDOW, -1, q_len - kv_len, k, v
+
+
+def _descales(tensors, device, descales, shape):
+    """The end of the arguments that scales of e4m3 operands are."""
+    addresses, strides = [], []
+    for name, scales in zip(("q_descale", "k_descale", "v_descale"), descales):
+        if scales is None:
+            addresses.append(0)
+            strides += (0, 0)
+            continue
+        address, found, stride, dtype = tensors.side(name, scales, device)
+        if dtype != "float32" or found != shape:
+            raise InvalidTensor(
+                f"{name} is {dtype} of the shape {found}; it is float32 [batch, heads_kv] = {shape}; expand() repeats one scale"
+            )
+        addresses.append(address)
+        strides += stride
+    return abi.DESCALES.pack(*addresses, *strides)
 
 
 def _overlap(a, b):

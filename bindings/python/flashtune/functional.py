@@ -27,6 +27,9 @@ def flash_attn_func(
     alibi_slopes=None,
     return_lse=False,
     deterministic=True,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
 ):
     """Attention in flash-attention's layout. Tensors of PyTorch that ask for gradients get them.
 
@@ -39,7 +42,10 @@ def flash_attn_func(
     softcap: scores are bent to stay within +-softcap; 0.0 for none.
     alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``; the slope times the distance is taken from the scores.
     deterministic: every kernel there is, of gradients too, gives the same bytes in every run, whatever this says.
-    Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, and with ``return_lse`` the log-sum-exp of the scaled
+    q_descale, k_descale, v_descale: of float8_e4m3fn tensors, which a GPU of sm_90a takes without gradients, softcap and
+    slopes at head dims that are multiples of 16: what their elements are multiplied by, float32 ``[batch, kv_heads]``, of
+    q by the head of k; 1 when not given.
+    Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the log-sum-exp of the scaled
     scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
     if type(q) not in _of_type and foreign(q):
@@ -48,10 +54,13 @@ def flash_attn_func(
     program = _changed(softcap, alibi_slopes)
     tensors = adapter(q)
     mask, left, right = mask_of(causal, window_size)
+    descales = (q_descale, k_descale, v_descale)
     if tensors.by_operator(q, k, v, program):
+        if any(scales is not None for scales in descales):
+            raise Unsupported("q_descale, k_descale and v_descale are for calls without gradients and tracing; make one so")
         return tensors.operators.attend(q, k, v, True, mask, left, right, softmax_scale, return_lse, program)
     return _default(tensors, q)._attend(
-        tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program
+        tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales
     )
 
 

@@ -5,6 +5,7 @@
 //! oracle, be the same bytes both times, and nothing but O and LSE may have changed.
 
 mod backward;
+mod e4m3;
 mod gradient;
 mod guarded;
 mod pad;
@@ -104,6 +105,8 @@ pub struct CheckCase {
     lse: Option<OnDevice>,
     /// What the score program reads; its address is in `args`.
     _side: Option<SideBuffers>,
+    /// Scales of e4m3 operands, of which `args` has the addresses.
+    scales: Option<e4m3::Scales>,
     oracle: Rows,
     unfused: Rows,
 }
@@ -214,10 +217,21 @@ impl CheckCase {
         };
         let attention =
             Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)), sequence: 0 };
-        let mut oracle = oracle_of(&q, &k, &v, &attention, &rows);
-        let unfused = unfused_rows_in(problem.precision, [&q, &k, &v], &attention, &mut oracle);
+        let scales = match problem.dtype {
+            DType::E4m3 => Some(e4m3::Scales::new(&*device, shape, inputs.seed)?),
+            _ => None,
+        };
+        let (oracle, unfused) = match &scales {
+            Some(scales) => scales.expected([&q, &k, &v], &attention, problem.output_dtype(), &rows),
+            None => {
+                let mut oracle = oracle_of(&q, &k, &v, &attention, &rows);
+                let unfused = unfused_rows_in(problem.precision, [&q, &k, &v], &attention, &mut oracle);
+                (oracle, unfused)
+            }
+        };
 
-        let o = HostTensor::poisoned(problem.dtype, sizes(shape.heads, shape.q_len, problem.head_dim_v), inputs.layout);
+        let output = problem.output_dtype();
+        let o = HostTensor::poisoned(output, sizes(shape.heads, shape.q_len, problem.head_dim_v), inputs.layout);
         let d = &*device;
         let lse = inputs
             .lse
@@ -238,10 +252,13 @@ impl CheckCase {
             o: o.view(),
             lse: lse.as_ref().map(OnDevice::view),
         };
-        let call = forward_call(&tensors, shape.mask, Some(scale))?;
+        let mut call = forward_call(&tensors, shape.mask, Some(scale))?;
+        if let Some(scales) = &scales {
+            call = call.with_descales(&scales.views())?;
+        }
         let (problem, shape) = (*problem, *shape);
         let args = ForwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };
-        Ok(Self { device, problem, shape, args, inputs, o, lse, _side: side, oracle, unfused })
+        Ok(Self { device, problem, shape, args, inputs, o, lse, _side: side, scales, oracle, unfused })
     }
 
     /// The arguments of the case's launch: valid as long as the case lives. O and LSE may be overwritten at will.
@@ -313,7 +330,10 @@ impl CheckCase {
         let lse: Option<Vec<f32>> = first
             .lse
             .map(|bytes| bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect());
-        let verdict = compare(&o, lse.as_deref(), &self.oracle, &self.unfused);
+        let verdict = match self.scales {
+            Some(_) => crate::reference::e4m3::compare(&o, lse.as_deref(), &self.oracle, &self.unfused),
+            None => compare(&o, lse.as_deref(), &self.oracle, &self.unfused),
+        };
         Ok(CheckReport { verdict, repeatable, stray })
     }
 

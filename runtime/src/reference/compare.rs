@@ -70,7 +70,7 @@ impl Class {
 /// Roundings of a sum of n terms add up like a random walk: 2 sqrt(n) u times the sum of magnitudes holds for any order
 /// of summation but with a probability that does not matter here (Higham and Mary 2019, theorem 2.4; u is half of
 /// epsilon). A few large channels at the front of a row of 248 do come close.
-fn lse_bound(scale: &RowScale, lse: f64) -> f64 {
+pub(super) fn lse_bound(scale: &RowScale, lse: f64) -> f64 {
     let walk = (scale.terms as f64).sqrt().max(4.0);
     f32::EPSILON as f64 * (8.0 + walk * scale.score + 2.0 * lse.abs())
 }

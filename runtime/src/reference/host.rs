@@ -1,5 +1,6 @@
 //! Tensors in host memory, with any layout, and the values they are filled with.
 
+use super::e4m3;
 use crate::TensorView;
 use flashtune_codegen::{DType, Error, Result};
 use half::{bf16, f16};

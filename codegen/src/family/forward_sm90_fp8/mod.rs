@@ -81,6 +81,7 @@ impl KernelFamily for Sm90Fp8Schedule {
     }
 
     fn supports(problem: &Problem, _: Arch) -> Result<()> {
+        problem.validate()?;
         for (field, d) in [("head_dim_qk", problem.head_dim_qk), ("head_dim_v", problem.head_dim_v)] {
             if !d.is_multiple_of(HEAD_DIM_STEP) {
                 let limit = format!("{} takes multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to 256", Self::NAME);

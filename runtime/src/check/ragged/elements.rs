@@ -1,5 +1,6 @@
 //! Quantised elements of a KV store: their codes and what those mean.
 
+use crate::reference::e4m3;
 use flashtune_codegen::KvElement;
 use half::f16;
 use rand::Rng;
@@ -20,15 +21,7 @@ pub(super) struct Codes {
 pub(super) fn value_of(element: KvElement, code: u8) -> f32 {
     match element {
         KvElement::Same => unreachable!("elements of the queries' dtype are no codes"),
-        KvElement::E4m3 => {
-            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-            let magnitude = match exponent {
-                15 if code & 7 == 7 => f32::NAN,
-                0 => mantissa / 8.0 * 2f32.powi(-6),
-                _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
-            };
-            if code & 0x80 == 0 { magnitude } else { -magnitude }
-        }
+        KvElement::E4m3 => e4m3::value(code),
         KvElement::E5m2 => f16::from_bits(u16::from(code) << 8).to_f32(),
         KvElement::Int8 => f32::from(code.cast_signed()),
     }
