@@ -65,6 +65,7 @@ constexpr float kProbabilityLog2 = 8.0f;
 using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
 using Probabilities = u32[kBlockKV / 8];
+using Pairs = u16[kBlockKV / 4];
 using Part = float[kPart / 2];
 using ScoreProduct = wgmma<e4m3, kBlockKV>;
 using PartProduct = wgmma<e4m3, kPart>;

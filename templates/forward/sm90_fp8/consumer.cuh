@@ -89,16 +89,23 @@ struct Consumer {
             }
         }
     }
-    // Probabilities as A operands.
-    __device__ __forceinline__ void round() {
+    // Scores of steps kBegin to kEnd of the next product to probabilities, rounded: conversions run beside exponentials.
+    template <int kBegin, int kEnd> __device__ __forceinline__ void exponentiate(Pairs& to, float c) {
 #pragma unroll
-        for (int step = 0; step < kStepsPV; step++) {
-            const float* x = s + 16 * step;
+        for (int step = kBegin; step < kEnd; step++) {
+            float* const x = s + 16 * step;
+            softmax.exponentiate(x, c);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int at = i / 2 * 8 + i % 2 * 2;
-                p[4 * step + i] = pack_e4m3(x[at], x[at + 1], x[at + 4], x[at + 5]);
-            }
+            for (int i = 0; i < 8; i++) to[8 * step + i] = pack_e4m3(x[2 * i], x[2 * i + 1]);
+        }
+    }
+    // Pairs as A operands. What an operand is made of must not be an operand of a product that is under way, so that
+    // this is left to do when it has ended.
+    __device__ __forceinline__ void take(const Pairs& from) {
+#pragma unroll
+        for (int i = 0; i < kBlockKV / 8; i++) {
+            const int at = i / 4 * 8 + i % 4 / 2 * 4 + i % 2;
+            p[i] = u32(from[at]) | u32(from[at + 2]) << 16;
         }
     }
     // Where a scale is zero or below, or NaN: maxima of the scores would be minima. Its sign moves into Q.
@@ -120,20 +127,16 @@ struct Consumer {
         softmax.advance<kByBits>(s, c);
     }
 
-    // The product of the block of V at hand with p, in parts, and what runs beside it.
-    template <typename Beside> __device__ __forceinline__ void multiply(const float (&factor)[2], const Beside& beside) {
+    // The product of the block of V at hand with p, in parts, and beside(Int<part>) beside each.
+    template <int kAt = 0, typename Beside> __device__ __forceinline__ void multiply(const float (&factor)[2], const Beside& beside) {
         Part t;
-        issue_part(t, 0);
-        beside();
-#pragma unroll
-        for (int part = 0; part < kParts; part++) {
-            wgmma_wait<0>();
-            add_part(t, part, factor);
-            if (part + 1 < kParts) issue_part(t, part + 1);
-        }
-        release_v();
+        issue_part(t, kAt);
+        beside(Int<kAt>{});
+        wgmma_wait<0>();
+        add_part(t, kAt, factor);
+        if constexpr (kAt + 1 < kParts) multiply<kAt + 1>(factor, beside);
     }
-    // The same in serial schedules: two parts at once.
+    // The same beside nothing: two parts at once.
     __device__ __forceinline__ void multiply_alone(const float (&factor)[2]) {
         Part t[2];
         issue_part(t[0], 0);
@@ -153,29 +156,23 @@ struct Consumer {
     template <bool kMasked, bool kByBits> __device__ __forceinline__ void step(const Work& work, int n, float c) {
         if constexpr (kOverlap) {
             const float before[2] = {softmax.factor[0], softmax.factor[1]};
+            Pairs next;
             k.wait(smem);
             wait_turn();
             issue_qk();
             v.wait(smem);
-            Part t;
-            issue_part(t, 0);
-            pass_turn();
-            wgmma_wait<1>();
-            take_scores(work, n);
-            advance<kMasked, kByBits>(work, n, c);
-            constexpr int kShare = round_up(div_up(kBlockKV / 2, kParts), 4);
-#pragma unroll
-            for (int part = 0; part < kParts; part++) {
-                if (part == 0) softmax.exponentiate<0, kShare>(s, c);
-                if (part == 1) softmax.exponentiate<kShare, kParts == 2 ? kBlockKV / 2 : 2 * kShare>(s, c);
-                if (part == 2) softmax.exponentiate<2 * kShare, kParts == 3 ? kBlockKV / 2 : 3 * kShare>(s, c);
-                if (part == 3) softmax.exponentiate<3 * kShare, kBlockKV / 2>(s, c);
-                wgmma_wait<0>();
-                add_part(t, part, before);
-                if (part + 1 < kParts) issue_part(t, part + 1);
-            }
+            multiply(before, [&](auto part) {
+                constexpr int kAt = decltype(part)::value, kShare = div_up(kStepsPV, kParts);
+                if constexpr (kAt == 0) {
+                    pass_turn();
+                    wgmma_wait<1>();
+                    take_scores(work, n);
+                    advance<kMasked, kByBits>(work, n, c);
+                }
+                exponentiate<min_of(kAt * kShare, kStepsPV), min_of((kAt + 1) * kShare, kStepsPV)>(next, c);
+            });
             release_v();
-            round();
+            take(next);
         } else {
             k.wait(smem);
             wait_turn();
@@ -184,8 +181,9 @@ struct Consumer {
             wgmma_wait<0>();
             take_scores(work, n);
             advance<kMasked, kByBits>(work, n, c);
-            softmax.exponentiate<0, kBlockKV / 2>(s, c);
-            round();
+            Pairs next;
+            exponentiate<0, kStepsPV>(next, c);
+            take(next);
             v.wait(smem);
             multiply_alone(softmax.factor);
         }
@@ -279,9 +277,10 @@ struct Consumer {
             wgmma_wait<0>();
             take_scores(work, n);
             advance<true, false>(work, n, c);
-            softmax.exponentiate<0, kBlockKV / 2>(s, c);
+            Pairs first;
+            exponentiate<0, kStepsPV>(first, c);
+            take(first);
             softmax.factor[0] = softmax.factor[1] = 1.0f;  // O is zero
-            round();
             n--;
         }
         // First blocks that the mask cuts, and as many others as it takes until all references are zero at least.
@@ -300,7 +299,7 @@ struct Consumer {
         }
         if constexpr (kOverlap) {
             v.wait(smem);
-            multiply(softmax.factor, [] {});
+            multiply_alone(softmax.factor);
         }
         q.advance();
     }

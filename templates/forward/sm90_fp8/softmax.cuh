@@ -53,19 +53,17 @@ struct RowSoftmax {
     }
     __device__ __forceinline__ bool is_below_zero() const { return !(m[0] >= 0.0f && m[1] >= 0.0f); }
 
-    // Scores from place kBegin to kEnd of a thread's to probabilities relative to m, in place.
-    template <int kBegin, int kEnd> __device__ __forceinline__ void exponentiate(Scores& s, float c) {
+    // 16 of a thread's scores, of 32 keys, to probabilities relative to m, in place.
+    __device__ __forceinline__ void exponentiate(float* s, float c) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
             const float less = m[h] == -FT_INFINITY ? 0.0f : fmaf(m[h], c, -kProbabilityLog2);
 #pragma unroll
-            for (int j = kBegin / 4; j < kEnd / 4; j++) {
-#pragma unroll
-                for (int e = 4 * j + 2 * h; e < 4 * j + 2 * h + 2; e++) {
-                    s[e] = exp2_approx(fmaf(s[e], c, -less));
-                    l[h] += s[e];
-                }
+            for (int i = 0; i < 8; i++) {
+                float& x = s[i / 2 * 4 + 2 * h + i % 2];
+                x = exp2_approx(fmaf(x, c, -less));
+                l[h] += x;
             }
         }
     }

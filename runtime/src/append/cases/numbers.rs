@@ -10,8 +10,8 @@ pub(super) fn elements(format: StoreType, bits: &[u8]) -> f64 {
         StoreType::Float(DType::F16) => f16::from_ne_bytes([bits[0], bits[1]]).to_f64(),
         StoreType::Float(DType::Bf16) => bf16::from_ne_bytes([bits[0], bits[1]]).to_f64(),
         StoreType::Int8 => f64::from(bits[0] as i8),
-        StoreType::E4m3 if bits[0] & 0x7f == 0x7f => f64::NAN,
-        StoreType::E4m3 => small_float(bits[0], 4),
+        StoreType::E4m3 | StoreType::Float(DType::E4m3) if bits[0] & 0x7f == 0x7f => f64::NAN,
+        StoreType::E4m3 | StoreType::Float(DType::E4m3) => small_float(bits[0], 4),
         StoreType::E5m2 => small_float(bits[0], 5),
     }
 }
