@@ -123,6 +123,7 @@ mod tests {
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90", "forward/sm90_ragged"]);
         let cuda = [
             "forward/sm90",
+            "forward/sm90_fp8",
             "forward/sm90_ragged",
             "forward/sm80",
             "forward/sm80_f32",

@@ -1,5 +1,10 @@
 // The consumer: one warpgroup of 64 query rows, from scores to outputs.
 
+// A number as a function argument.
+template <int kValue> struct Int {
+    static constexpr int value = kValue;
+};
+
 struct Consumer {
     const Sm90Args& args;
     const u32 smem;

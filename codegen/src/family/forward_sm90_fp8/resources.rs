@@ -30,18 +30,19 @@ impl Sm90Fp8Schedule {
     /// Registers of a thread of a consumer: what the producer gave back is shared out.
     pub(super) fn consumer_registers(&self) -> u32 {
         let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers();
-        (pool / self.consumers / 8 * 8).clamp(self.launch_registers(), 240)
+        // Taking registers never lowers their number.
+        (pool / self.consumers / 8 * 8).min(240).max(self.launch_registers())
     }
 
     /// Registers that a consumer's thread needs: scores, P, O, and the parts of a product that are there at once, with
-    /// 26 for addresses and loop state.
+    24 to 26 for addresses and loop state.
     pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
         let (scores, output) = (self.block_kv / 2, problem.head_dim_v.next_multiple_of(16) / 2);
         let (p, part) = (self.block_kv / 8, self.part / 2);
         match self.overlap {
             true => scores + p + output + part + 26,
             // P takes the place of the scores, and two parts are under way at once.
-            false => output + scores.max(2 * part) + p + 26,
+            false => output + scores.max(2 * part) + p + 24,
         }
     }
 

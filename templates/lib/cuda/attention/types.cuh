@@ -74,9 +74,6 @@ template <bool kValue> struct Bool {
     static constexpr bool value = kValue;
     __device__ __forceinline__ constexpr operator bool() const { return kValue; }
 };
-template <int kValue> struct Int {
-    static constexpr int value = kValue;
-};
 template <typename A> constexpr bool kIsFalse = false;
 template <> constexpr bool kIsFalse<Bool<false>> = true;
 template <typename A> constexpr bool kIsTrue = false;
