@@ -4,9 +4,9 @@ use crate::machine::{Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
 use flashtune::codegen::score::SideData;
 use flashtune::codegen::{Kernel, StageRole};
-use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, oracle_of, unfused_rows_in};
-use flashtune::runtime::{ForwardTensors, TensorView, forward_call};
-use flashtune::{Distribution, HostTensor, Layout, Mask, Shape};
+use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, e4m3, oracle_of, unfused_rows_in};
+use flashtune::runtime::{Descale, Descales, ForwardTensors, TensorView, forward_call};
+use flashtune::{DType, Distribution, HostTensor, Layout, Mask, Shape};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -33,6 +33,8 @@ pub struct Case {
 pub struct Expected {
     case: Case,
     inputs: [HostTensor; 3],
+    /// Of e4m3 operands, for each sequence and KV head; else none.
+    scales: [Vec<f32>; 3],
     data: SideData,
     rows: Rows,
     unfused: Rows,
@@ -125,9 +127,19 @@ impl Case {
         let data = p.program.map_or(SideData::default(), |program| side_data(&program, &shape, self.seed));
         let program = p.program.as_deref().map(|program| (program, &data));
         let attention = Attention { mask: self.mask, scale, program, sequence: 0 };
-        let mut rows = oracle_of(q, k, v, &attention, &ids);
-        let unfused = unfused_rows_in(p.precision, [q, k, v], &attention, &mut rows);
-        Expected { case: self, inputs, data, rows, unfused }
+        let mut scales = [(); 3].map(|()| Vec::new());
+        let (rows, unfused) = if p.dtype == DType::E4m3 {
+            scales = scales.map(|_: Vec<f32>| (0..b * kh).map(|_| rng.random_range(0.5..2.0f32)).collect());
+            let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(&inputs[i], &scales[i], kh));
+            let rows = oracle_of(&q, &k, &v, &attention, &ids);
+            let emulated = e4m3::emulated([&q, &k, &v], &attention, p.output_dtype(), &rows);
+            (rows, emulated)
+        } else {
+            let mut rows = oracle_of(q, k, v, &attention, &ids);
+            let unfused = unfused_rows_in(p.precision, [q, k, v], &attention, &mut rows);
+            (rows, unfused)
+        };
+        Expected { case: self, inputs, scales, data, rows, unfused }
     }
 
     pub fn shape(&self) -> Shape {
@@ -159,7 +171,7 @@ impl Expected {
     ) -> Result<HostTensor, String> {
         let case = &self.case;
         let shape = case.shape();
-        let dtype = kernel.problem.dtype;
+        let dtype = kernel.problem.output_dtype();
         let [q, k, v] = &self.inputs;
         let [b, h, _, q_len, _] = case.sizes;
         let mut o = HostTensor::poisoned(dtype, [b, h, q_len, kernel.problem.head_dim_v as usize], case.layout);
@@ -173,7 +185,17 @@ impl Expected {
             o: view(3, &o),
             lse: case.lse.then(|| TensorView::rows(address(4, lse.len()), lse_rows)),
         };
-        let call = forward_call(&tensors, case.mask, case.scale).map_err(|e| e.to_string())?;
+        let mut call = forward_call(&tensors, case.mask, case.scale).map_err(|e| e.to_string())?;
+        let quantised = kernel.problem.dtype == DType::E4m3;
+        if quantised {
+            let shape = [case.sizes[0] as u64, case.sizes[2] as u64];
+            let view = |i: usize| {
+                let address = address(5 + i as u64, self.scales[i].len() * 4);
+                Some(Descale { address, shape, strides: [shape[1] as i64, 1] })
+            };
+            let descales = Descales { q: view(0), k: view(1), v: view(2) };
+            call = call.with_descales(&descales).map_err(|e| e.to_string())?;
+        }
         if let Some(why) = flashtune::codegen::unaddressable(&call.args) {
             return Err(why);
         }
@@ -198,7 +220,7 @@ impl Expected {
         if found.len() != bytes {
             return Err(format!("{} bytes were found, the kernel takes {bytes}", found.len()));
         }
-        let at = address(5 + side.tensors.len() as u64, found.len());
+        let at = address(5 + if quantised { 3 } else { 0 } + side.tensors.len() as u64, found.len());
         // Where masks take too much memory, the kernel evaluates them.
         let masks = metadata.and_then(|(_, _, masks)| masks);
         let masks = masks.filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);
@@ -215,6 +237,8 @@ impl Expected {
             side: side.table,
         };
         let mut inputs = self.inputs.clone();
+        let mut scales: Vec<Vec<u8>> = self.scales.iter().map(|s| bytemuck::cast_slice(s).to_vec()).collect();
+        scales.truncate(if quantised { 3 } else { 0 });
         let [q, k, v] = &mut inputs;
         let mut buffers = [
             (q.bytes_mut(), false),
@@ -224,6 +248,7 @@ impl Expected {
             (&mut lse[..], true),
         ]
         .into_iter()
+        .chain(scales.iter_mut().map(|bytes| (&mut bytes[..], false)))
         .chain(side.tensors.iter_mut().map(|bytes| (&mut bytes[..], false)))
         .chain([(&mut found[..], true)])
         .enumerate()
@@ -236,7 +261,11 @@ impl Expected {
         if !case.lse && lse.iter().any(|x| x.to_bits() != u32::MAX) {
             return Err("an LSE was written that nobody asked for".into());
         }
-        let verdict = compare(&o, case.lse.then_some(&lse), &self.rows, &self.unfused);
+        let wanted = case.lse.then_some(&lse[..]);
+        let verdict = match quantised {
+            true => e4m3::compare(&o, wanted, &self.rows, &self.unfused),
+            false => compare(&o, wanted, &self.rows, &self.unfused),
+        };
         if !verdict.passed() {
             return Err(verdict.to_string());
         }

@@ -138,6 +138,7 @@ impl Emulated {
         // What the source says of itself, and what only the host's model knows.
         let (rename, shared_bytes, cluster) = match kernel.schedule {
             Schedule::Sm90(_) | Schedule::Sm90Ragged(_) => ("", "Layout::kBytes".to_owned(), "kCluster"),
+            Schedule::Sm90Fp8(_) => ("", "Layout::kBytes".to_owned(), "1"),
             Schedule::BackwardSm90(_) => ("", String::new(), "1"),
             _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
         };
@@ -249,7 +250,8 @@ pub fn map_bytes(map: &TensorMapSpec) -> Vec<u8> {
     bytes.extend(map.dims.iter().flat_map(|&d| (d as u32).to_ne_bytes()));
     bytes.extend(map.tile.iter().flat_map(|d| d.to_ne_bytes()));
     bytes.extend(map.strides.iter().flat_map(|s| s.to_ne_bytes()));
-    bytes.extend([0; 32]);
+    bytes.extend((map.dtype.bytes() as u64).to_ne_bytes());
+    bytes.extend([0; 24]);
     bytes
 }
 

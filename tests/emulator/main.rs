@@ -27,7 +27,7 @@ use flashtune::{DType, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use schedules::{random_sm80, random_sm80_f32, random_sm90};
+use schedules::{random_sm80, random_sm80_f32, random_sm90, random_sm90_fp8};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -122,6 +122,12 @@ fn setting(name: &str) -> Option<u64> {
 #[test]
 fn random_schedules() {
     search(16, |number| random_sm90(&mut StdRng::seed_from_u64(number), None));
+}
+
+/// The same for `forward/sm90_fp8`, whose sums the machine cuts to 13 bits as Hopper does.
+#[test]
+fn random_sm90_fp8_schedules() {
+    search(8, |number| random_sm90_fp8(&mut StdRng::seed_from_u64(number)));
 }
 
 /// The same for `forward/sm80`, every third with a score program: how those are lowered is shown below.

@@ -2,7 +2,7 @@
 
 use crate::DTYPES;
 use flashtune::codegen::{
-    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Schedule, Sm90LookAhead, Sm90Rescale,
+    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Schedule, Sm90Fp8Schedule, Sm90LookAhead, Sm90Rescale,
     Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
 };
 use flashtune::{DType, Program};
@@ -112,6 +112,34 @@ pub fn random_sm80_f32(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             order: *[TileOrder::HeadMajor, TileOrder::BlockMajor].choose(rng).expect("not empty"),
         });
         let kernel = Kernel { problem, schedule, arch: "sm_80".parse().expect("an arch") };
+        if kernel.check().is_ok() {
+            return kernel;
+        }
+    }
+}
+
+/// A kernel of `forward/sm90_fp8`.
+pub fn random_sm90_fp8(rng: &mut StdRng) -> Kernel {
+    const DIMS: [u32; 9] = [16, 32, 48, 64, 80, 128, 144, 192, 256];
+    loop {
+        let dim_qk = *DIMS.choose(rng).expect("not empty");
+        let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
+        let mask = *MaskKind::ALL.choose(rng).expect("not empty");
+        let problem = Problem::forward_qk_v(DType::E4m3, dim_qk, dim_v, mask).expect("a legal problem");
+        let problem = problem.with_output(*DType::ALL.choose(rng).expect("not empty"));
+        let consumers = rng.random_range(1..=3);
+        let schedule = Schedule::Sm90Fp8(Sm90Fp8Schedule {
+            consumers,
+            block_kv: rng.random_range(1..=8) * 32,
+            stages: rng.random_range(1..=4),
+            raw_stages: rng.random_range(1..=2),
+            part: rng.random_range(1..=16) * 16,
+            overlap: rng.random(),
+            take_turns: consumers > 1 && rng.random(),
+            blocks_per_sm: rng.random_range(1..=2),
+            section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
+        });
+        let kernel = Kernel { problem, schedule, arch: "sm_90a".parse().expect("an arch") };
         if kernel.check().is_ok() {
             return kernel;
         }

@@ -49,7 +49,7 @@ pub(crate) fn code(x: f32) -> u8 {
 ///
 /// # Panics
 /// When there are not as many scales as that.
-pub(crate) fn dequantised(tensor: &HostTensor, scales: &[f32], kv_heads: usize) -> HostTensor {
+pub fn dequantised(tensor: &HostTensor, scales: &[f32], kv_heads: usize) -> HostTensor {
     let [batch, heads, rows, dim] = tensor.shape();
     assert!(scales.len() == batch * kv_heads, "a scale for each sequence and KV head");
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
@@ -66,7 +66,7 @@ pub(crate) fn dequantised(tensor: &HostTensor, scales: &[f32], kv_heads: usize) 
 ///
 /// # Panics
 /// When the tensors' shapes do not belong together.
-pub(crate) fn emulated(
+pub fn emulated(
     [q, k, v]: [&HostTensor; 3],
     attention: &Attention<'_>,
     output: DType,
@@ -118,7 +118,7 @@ pub(crate) fn emulated(
 ///
 /// # Panics
 /// When the rows are not those of `o`.
-pub(crate) fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, emulated: &Rows) -> Verdict {
+pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, emulated: &Rows) -> Verdict {
     let [_, heads, q_len, dim] = o.shape();
     let read = |id: &RowId, to: &mut [f32]| o.read_row([id.batch as usize, id.head as usize, id.row as usize], to);
     // Tensor cores lose more than f32 keeps, and about as much as f16 does.

@@ -6,7 +6,7 @@ template <int kValue> struct Int {
 };
 
 struct Consumer {
-    const Sm90Args& args;
+    const KernelArgs& args;
     const u32 smem;
     const int id;  // of the warpgroup, 0 to kConsumers - 1
     Schedule schedule;
@@ -18,7 +18,7 @@ struct Consumer {
     Output o;
     RowSoftmax softmax;
 
-    __device__ __forceinline__ Consumer(const Sm90Args& args, u32 smem, int id) : args(args), smem(smem), id(id), schedule(smem) {}
+    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), schedule(smem) {}
 
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }

@@ -8,7 +8,7 @@ template <int kChunks> __device__ __forceinline__ void load_keys(u32 to, const T
 }
 
 // Takes tiles, and loads what they need: blocks of keys from the last to the first.
-__device__ __forceinline__ void load(const Sm90Args& args, u32 smem) {
+__device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
     WorkPipeline slots;
     QPipeline q;
     KPipeline k;
@@ -57,28 +57,38 @@ __device__ __forceinline__ void load(const Sm90Args& args, u32 smem) {
 //
 // With kClean NaN become zeros, which a mask may leave out. Returns whether there were any.
 template <bool kClean> __device__ __forceinline__ bool transpose_block(u32 from, u32 to, int warp) {
-    constexpr int kGroups = kColumnsV / 16, kUnits = kBlockKV / 32 * kGroups;
+    constexpr int kAtOnce = 4;  // of 32 keys: reads under way
     const int lane = threadIdx.x % 32, row = lane % 8, half = lane / 8 % 2, odd = lane / 16;
     u32 met = 0;
-#pragma unroll 2
-    for (int unit = warp; unit < kUnits; unit += kTransposers) {
-        const int keys = unit / kGroups, group = unit % kGroups;
-        u32 r[4];
-        ldmatrix_x4_trans(r, from + group / 8 * kBytesChunk + (keys * 32 + lane) * 128 + (u32(group % 8 ^ row) << 4));
+#pragma unroll 1
+    for (int group = warp; group < kColumnsV / 16; group += kTransposers) {
+        const u32 read = from + group / 8 * kBytesChunk + lane * 128 + (u32(group % 8 ^ row) << 4);
+        const u32 column = to + (group * 16 + odd * 8 + row) * 128;
 #pragma unroll
-        for (int i = 0; kClean && i < 4; i++) {
-            const u32 nan = nan_bytes(r[i]);
-            r[i] &= ~((nan >> 7) * 0xff);
-            met |= nan;
+        for (int first = 0; first < kStepsPV; first += kAtOnce) {
+            u32 r[kAtOnce][4];
+#pragma unroll
+            for (int i = 0; i < kAtOnce && first + i < kStepsPV; i++) ldmatrix_x4_trans(r[i], read + (first + i) * 32 * 128);
+#pragma unroll
+            for (int i = 0; i < kAtOnce && first + i < kStepsPV; i++) {
+                u32(&x)[4] = r[i];
+#pragma unroll
+                for (int word = 0; kClean && word < 4; word++) {
+                    const u32 nan = nan_bytes(x[word]);
+                    x[word] &= ~((nan >> 7) * 0xff);
+                    met |= nan;
+                }
+                const int keys = first + i;
+                stmatrix_x4(column + keys / 4 * kBytesKeys + (u32((keys % 4 * 2 + half) ^ row) << 4),
+                            __byte_perm(x[0], x[1], 0x6420), __byte_perm(x[2], x[3], 0x6420),
+                            __byte_perm(x[0], x[1], 0x7531), __byte_perm(x[2], x[3], 0x7531));
+            }
         }
-        const u32 column = to + keys / 4 * kBytesKeys + (group * 16 + odd * 8 + row) * 128;
-        stmatrix_x4(column + (u32((keys % 4 * 2 + half) ^ row) << 4), __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420),
-                    __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
     }
     return met != 0;
 }
 
-__device__ __forceinline__ void transpose_v(const Sm90Args& args, u32 smem, int warp) {
+__device__ __forceinline__ void transpose_v(const KernelArgs& args, u32 smem, int warp) {
     Schedule schedule(smem);
     RawPipeline raw;
     VPipeline v;

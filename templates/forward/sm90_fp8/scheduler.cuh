@@ -11,7 +11,7 @@ struct Work {
     bool live;  // whether there is a tile
 };
 
-__device__ __forceinline__ Work work_at(const Sm90Args& args, u32 index) {
+__device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     Work w;
     w.live = index < u32(args.tiles);
     w.tile = tile_at<kBlockQ, 1, false, kMaskRight>(args, min_of(index, u32(args.tiles) - 1));
@@ -20,7 +20,7 @@ __device__ __forceinline__ Work work_at(const Sm90Args& args, u32 index) {
 }
 
 // The tile after the one with this index. `taken` counts the tiles of this thread block.
-__device__ __forceinline__ u32 next_index(const Sm90Args& args, u32 taken) {
+__device__ __forceinline__ u32 next_index(const KernelArgs& args, u32 taken) {
     if (args.queue < 0) return blockIdx.x + taken * gridDim.x;
     u32* const queue = tile_queues + args.queue;
     u32 before;
@@ -36,7 +36,7 @@ struct Schedule {
     WorkPipeline slots;
     __device__ __forceinline__ explicit Schedule(u32 smem) : smem(smem) {}
 
-    __device__ __forceinline__ Work next(const Sm90Args& args) {
+    __device__ __forceinline__ Work next(const KernelArgs& args) {
         slots.wait(smem);
         const u32 index = load_shared_4(slots.buffer(smem));
         __syncwarp();

@@ -7,6 +7,7 @@ mod ragged;
 mod sm80;
 pub mod sm80_f32;
 mod sm90;
+mod sm90_fp8;
 mod sm90_ragged;
 
 use crate::cases::Case;
@@ -124,11 +125,15 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     };
     let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
     problem.program = program.map(|text| ProgramRef::new(Program::parse(text).expect("a program")));
+    if family == "sm90_fp8" {
+        problem = sm90_fp8::problem();
+    }
     if family == "sm80_f32" {
         (problem.dtype, problem.precision) = (DType::F32, Precision::Tf32x3);
     }
     let (schedule, arch) = match family {
         "sm80_f32" => (sm80_f32::schedule(what), "sm_80"),
+        "sm90_fp8" => (sm90_fp8::schedule(what), "sm_90a"),
         "sm80" => (sm80_schedule(what), "sm_80"),
         _ => (sm90_schedule(family, what), "sm_90a"),
     };
@@ -136,6 +141,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let base = match family {
         _ if what.contains("empty row") => EMPTY_ROWS,
         _ if family == "sm80_f32" => sm80_f32::case(what),
+        _ if family == "sm90_fp8" => sm90_fp8::case(what),
         _ if what.contains("below zero") => FAR_BELOW_ZERO,
         // A row of biases is no multiple of 16 bytes.
         "bias" if what.contains("copied by threads") => Case { sizes: [1, 4, 2, 130, 199], ..CASE },
@@ -163,6 +169,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("ramp", RAMPS),
         ("sm80", sm80::SM80),
         ("sm80_f32", sm80_f32::SM80_F32),
+        ("sm90_fp8", sm90_fp8::SM90_FP8),
         ("naive_ragged", ragged::NAIVE),
         ("sm80_ragged", ragged::SM80),
         ("sm90_ragged", sm90_ragged::SM90_RAGGED),

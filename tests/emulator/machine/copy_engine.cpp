@@ -14,11 +14,12 @@ struct Map {
     u64 address, rank;
     u32 dims[5], tile[5];
     u64 strides[4];  // bytes
-    u64 unused[4];
+    u64 element;     // bytes
+    u64 unused[3];
 };
 static_assert(sizeof(Map) == 128);
 constexpr char kMagic[] = "tnsormap";
-constexpr u32 kElement = 2, kRow = 128;
+constexpr u32 kRow = 128;
 
 struct Copy {
     bool load;
@@ -36,7 +37,8 @@ const Map& map_at(const void* p, int rank) {
     const Map& m = *static_cast<const Map*>(p);
     if (std::memcmp(m.magic, kMagic, 8)) fail("no tensor map at %p", p);
     if (m.rank != u64(rank)) fail("a tensor map of %llu dimensions, but %d coordinates", m.rank, rank);
-    if (m.tile[0] * kElement != kRow) fail("a box of %u columns: only the 128-byte swizzle is emulated", m.tile[0]);
+    if (m.element != 1 && m.element != 2) fail("a tensor map of elements of %llu bytes", m.element);
+    if (m.tile[0] * m.element != kRow) fail("a box of %u columns: only the 128-byte swizzle is emulated", m.tile[0]);
     if (m.address % 16) fail("a tensor at address %llx, which is no multiple of 16", m.address);
     for (int d = 0; d < rank; d++) {
         if (m.tile[d] == 0 || m.tile[d] > 256 || m.dims[d] == 0)
@@ -65,7 +67,7 @@ u8* row_of(const Copy& c, u32 row, u32& columns) {
     if (c.at[0] < 0) fail("a negative column is not emulated");
     const long long left = (long long)c.map.dims[0] - c.at[0];
     columns = left <= 0 ? 0 : left < c.map.tile[0] ? u32(left) : c.map.tile[0];
-    return reinterpret_cast<u8*>(address) + u64(c.at[0]) * kElement;
+    return reinterpret_cast<u8*>(address) + u64(c.at[0]) * c.map.element;
 }
 
 template <typename... Coordinates>
@@ -111,8 +113,8 @@ void perform(const Copy& c) {
         u8* global = row_of(c, r, columns);
         if (!global) columns = 0;
         for (u32 chunk = 0; chunk < kRow / 16; chunk++) {
-            const u32 first = chunk * 16 / kElement;
-            const u32 bytes = columns <= first ? 0 : std::min((columns - first) * kElement, 16u);
+            const u32 element = u32(c.map.element), first = chunk * 16 / element;
+            const u32 bytes = columns <= first ? 0 : std::min((columns - first) * element, 16u);
             const u32 at = swizzle_128(c.shared + r * kRow + chunk * 16);
             if (c.load) {
                 u8* to = end_async_write(c.rank, at, 16);

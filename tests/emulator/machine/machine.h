@@ -108,5 +108,6 @@ u8* end_async_write(u32 rank, u32 address, u32 bytes);
 inline u32 swizzle_128(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 float widen(Format format, u16 bits);
+float from_e4m3(u32 byte);
 
 }  // namespace ptx

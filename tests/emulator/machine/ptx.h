@@ -44,6 +44,7 @@ void cvt_rn_bf16x2_f32(u32& d, float high, float low);
 void cvt_rn_f16_f32(u16& d, float x);
 void cvt_f32_f16(float& d, u16 x);
 void cvt_rn_f16x2_e4m3x2(u32& d, u16 x);
+void cvt_rn_satfinite_e4m3x2_f32(u16& d, float high, float low);
 void cvt_rn_f16x2_e5m2x2(u32& d, u16 x);
 void mul_rn_f16x2(u32& d, u32 x, u32 y);
 void add_rn_f16x2(u32& d, u32 x, u32 y);
@@ -73,6 +74,11 @@ template <typename T> void ld_global_cg_u32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_global_cg_f32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_relaxed_gpu_global_u32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_acquire_gpu_global_u32(T& d, const T* p) { d = *p; }
+template <typename T> void st_global_v2_u32(T* to, u32 x, u32 y) {
+    u32* const words = reinterpret_cast<u32*>(to);
+    words[0] = x, words[1] = y;
+}
+inline void st_global_v4_f32(float* to, float x, float y, float z, float w) { to[0] = x, to[1] = y, to[2] = z, to[3] = w; }
 inline void fence_acq_rel_gpu() {}
 inline void selp_b32(u32& d, u32 a, u32 b, bool which) { d = which ? a : b; }
 inline void setp_ne_b32(bool& d, u32 a, u32 b) { d = a != b; }
@@ -160,7 +166,7 @@ void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, fl
 
 // -------------------------------------------------------------------------------------------- warpgroup matrices
 
-enum class Format { bf16, f16 };
+enum class Format { bf16, f16, e4m3 };
 template <int count> struct Registers {
     float* at[count];
 };
@@ -195,6 +201,19 @@ void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, u64 a, u64 b, bool k
 struct ARegisters {
     u32 a[4];
 };
+// Of e4m3, whose operands lie by rows alone.
+template <Format format, int columns>
+void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, u64 a, u64 b, bool keep, int sign_a, int sign_b) {
+    static_assert(format == Format::e4m3);
+    if (sign_a != 1 || sign_b != 1) fail("wgmma with a sign is not emulated");
+    issue({format, columns, false, a, b, keep, false, false}, d.at, nullptr);
+}
+template <Format format, int columns>
+void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, ARegisters a, u64 b, bool keep, int sign_a, int sign_b) {
+    static_assert(format == Format::e4m3);
+    if (sign_a != 1 || sign_b != 1) fail("wgmma with a sign is not emulated");
+    issue({format, columns, true, 0, b, keep, false, false}, d.at, a.a);
+}
 template <Format format, int columns>
 void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, ARegisters a, u64 b, bool keep, int sign_a, int sign_b,
                                   int depth_b) {

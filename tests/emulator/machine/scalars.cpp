@@ -76,11 +76,36 @@ void mul_rn_f16x2(u32& d, u32 x, u32 y) { d = of_halves(x, y, [](double a, doubl
 void add_rn_f16x2(u32& d, u32 x, u32 y) { d = of_halves(x, y, [](double a, double b) { return a + b; }); }
 void sub_rn_f16x2(u32& d, u32 x, u32 y) { d = of_halves(x, y, [](double a, double b) { return a - b; }); }
 // OCP FP8: 4 bits of exponent and 3 of mantissa with NaN as all ones; the upper byte of an f16.
+float from_e4m3(u32 byte) {
+    static const std::vector<float> table = [] {
+        std::vector<float> t(256);
+        for (u32 i = 0; i < 256; i++) {
+            const float magnitude = (i & 0x78) ? std::ldexp(1.0f + float(i & 7) / 8.0f, int(i >> 3 & 15) - 7)
+                                               : std::ldexp(float(i & 7), -9);
+            t[i] = (i & 0x7f) == 0x7f ? bits<float>(0x7fc00000) : i & 0x80 ? -magnitude : magnitude;
+        }
+        return t;
+    }();
+    return table[byte & 255];
+}
+namespace {
+// The next one, of two the even one; what is larger than the largest becomes that.
+u32 to_e4m3(float x) {
+    const u32 sign = bits<u32>(x) >> 24 & 0x80;
+    const float a = std::fabs(x);
+    if (x != x) return 0x7f;
+    if (a >= 448.0f) return sign | 0x7e;
+    u32 low = 0;
+    for (u32 step = 64; step > 0; step /= 2)
+        if (low + step < 0x7f && from_e4m3(low + step) <= a) low += step;
+    const float below = a - from_e4m3(low), above = from_e4m3(low + 1) - a;
+    return sign | (below < above || (below == above && low % 2 == 0) ? low : low + 1);
+}
+}  // namespace
+void cvt_rn_satfinite_e4m3x2_f32(u16& d, float high, float low) { d = u16(to_e4m3(high) << 8 | to_e4m3(low)); }
 void cvt_rn_f16x2_e4m3x2(u32& d, u16 x) {
     const auto one = [](u32 byte) -> u32 {
-        const float magnitude = (byte & 0x78) ? std::ldexp(1.0f + float(byte & 7) / 8.0f, int(byte >> 3 & 15) - 7)
-                                              : std::ldexp(float(byte & 7), -9);
-        return (byte & 0x7f) == 0x7f ? 0x7fff : (byte & 0x80) << 8 | to_f16(magnitude);
+        return (byte & 0x7f) == 0x7f ? 0x7fff : (byte & 0x80) << 8 | to_f16(std::fabs(from_e4m3(byte)));
     };
     d = one(x >> 8) << 16 | one(x & 255);
 }

@@ -9,7 +9,10 @@
 namespace ptx {
 namespace {
 
-constexpr int kWarps = kMaxThreads / 32, kMaxColumns = 256, kDepth = 16;
+constexpr int kWarps = kMaxThreads / 32, kMaxColumns = 256, kMaxDepth = 32;
+
+// Elements that an instruction sums over.
+int depth_of(Format format) { return format == Format::e4m3 ? 32 : 16; }
 // A quiet NaN that no computation gives.
 constexpr u32 kUntouched = 0x7fc0dead;
 
@@ -82,6 +85,18 @@ struct Descriptor {
 
     // to[depth][outer], for `count` outer elements from `first` on.
     void read(const char* who, u32 rank, Format format, u32 first, u32 count, float (*to)[kMaxColumns]) const {
+        if (format == Format::e4m3) {
+            for (u32 i = 0; i < count; i++) {
+                for (u32 j = 0; j < kMaxDepth; j += 16) {
+                    const u32 outer = first + i;
+                    const u32 at = swizzle_128(start + outer % 8 * 128 + outer / 8 * stride + j);
+                    const u8* const x = read_async(who, rank, at, 16);
+                    for (u32 e = 0; e < 16; e++) to[j + e][i] = from_e4m3(x[e]);
+                }
+            }
+            return;
+        }
+        constexpr u32 kDepth = 16;
         // Both kinds keep 8 neighbours of one dimension in 16 bytes.
         for (u32 i = 0; i < (by_depth ? kDepth : count); i++) {
             for (u32 j = 0; j < (by_depth ? count : kDepth); j += 8) {
@@ -100,12 +115,28 @@ bool is_ready(u32 w) {
     return next < g.first + g.steps.size() && g.steps[next - g.first].lanes[w % 4] == 0xffffffff;
 }
 
-float b[kDepth][kMaxColumns];
+float b[kMaxDepth][kMaxColumns];
+
+// What Hopper keeps of a sum of FP8 products: 13 bits behind the first, the others are cut off.
+float cut(float x) {
+    u32 u;
+    std::memcpy(&u, &x, 4);
+    if ((u & 0x7f800000) != 0x7f800000) u &= ~0x3ffu;
+    std::memcpy(&x, &u, 4);
+    return x;
+}
 
 void multiply(u32 w, Issued& issued) {
     const MatrixStep& s = issued.step;
-    static float a[kDepth][kMaxColumns];
-    if (s.a_in_registers) {
+    static float a[kMaxDepth][kMaxColumns];
+    if (s.a_in_registers && s.format == Format::e4m3) {
+        // Words 0 and 2 are rows of the upper eight, 2 and 3 the second half of depth.
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 16; i++) {
+                const u32 word = i / 4, byte = i % 4;
+                a[l % 4 * 4 + byte + 16 * (word / 2)][l / 4 + 8 * (word % 2)] = from_e4m3(issued.a[w % 4][l][word] >> byte * 8);
+            }
+    } else if (s.a_in_registers) {
         // "Register fragments", matrix A: words 0 and 2 are rows of the upper eight, 2 and 3 the second half of depth.
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 8; i++) {
@@ -119,10 +150,11 @@ void multiply(u32 w, Issued& issued) {
     for (int r = 0; r < 16; r++) {
         float* out = d.value[r];
         if (!s.keep) std::memset(out, 0, sizeof d.value[r]);
-        for (int k = 0; k < kDepth; k++) {
+        for (int k = 0; k < depth_of(s.format); k++) {
             const float x = a[k][r];
             for (int c = 0; c < s.columns; c++) out[c] += x * b[k][c];
         }
+        for (int c = 0; s.format == Format::e4m3 && c < s.columns; c++) out[c] = cut(out[c]);
     }
     warps[w].done++;
     for (int i = 0; i < 32; i++) {

@@ -35,7 +35,7 @@ impl Sm90Fp8Schedule {
     }
 
     /// Registers that a consumer's thread needs: scores, P, O, and the parts of a product that are there at once, with
-    24 to 26 for addresses and loop state.
+    /// 24 to 26 for addresses and loop state.
     pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
         let (scores, output) = (self.block_kv / 2, problem.head_dim_v.next_multiple_of(16) / 2);
         let (p, part) = (self.block_kv / 8, self.part / 2);
