@@ -94,13 +94,6 @@ pub const SM90_FP8: &[Fault] = &[
         "LSE",
     ],
     [
-        "P is not scaled",
-        "forward/sm90_fp8.cu",
-        "constexpr float kProbabilityLog2 = 8.0f;",
-        "constexpr float kProbabilityLog2 = 0.0f;",
-        "in the mean|the oracle says",
-    ],
-    [
         "NaN of V reach rows that do not see them",
         "forward/sm90_fp8/producer.cuh",
         "x[word] &= ~((nan >> 7) * 0xff);",
