@@ -110,7 +110,7 @@ fn encode(element: KvElement, dtype: DType, x: f32) -> (Vec<u8>, f32) {
             let bits = (half::f16::from_f32(x).to_bits() >> 8) as u8;
             (vec![bits], half::f16::from_bits(u16::from(bits) << 8).to_f32())
         }
-        (KvElement::E4m3, _) => {
+        (KvElement::E4m3, _) | (KvElement::Same, DType::E4m3) => {
             // By the definition, the nearest of all of them.
             let value = |bits: u8| {
                 let (e, m) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));

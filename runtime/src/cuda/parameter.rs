@@ -287,7 +287,7 @@ mod tests {
             assert_eq!(own.0, Parameter::new(Base::Forward(&args), &program, &side).0);
         }
         for (kernel, longer) in [
-            (sm80, ArgsLayout { forward: 192, ..ArgsLayout::of(&sm80) }),
+            (sm80, ArgsLayout { forward: size_of::<ForwardArgs>() as u32 + 8, ..ArgsLayout::of(&sm80) }),
             (sm80, ArgsLayout { tail: 8, ..ArgsLayout::of(&sm80) }),
             (sm90, ArgsLayout { head: 896, ..ArgsLayout::of(&sm90) }),
             (sm90, ArgsLayout { side_tensor: 60, ..ArgsLayout::of(&sm90) }),
