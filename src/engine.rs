@@ -13,8 +13,8 @@ use flashtune_codegen::{
 };
 use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
-    BlockMask, Descales, Device, Error as RuntimeError, ForwardCall, ForwardTensors, MaskSizes, SideInputs, SideTable, Stream,
-    TensorView, forward_call,
+    BlockMask, Descales, Device, Error as RuntimeError, ForwardCall, ForwardTensors, MaskSizes, SideInputs, SideTable,
+    Stream, TensorView, forward_call,
 };
 use flashtune_tuner::{Event, Job, Observer, Outcome, Runner, WorkerCommand};
 use std::path::PathBuf;

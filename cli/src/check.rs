@@ -123,7 +123,12 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let append = (&args.problem, &args.kernel) == (&None, &None) && family.is_none_or(|f| f.op() == Op::Append);
     if work.is_empty() && !append && !copies {
         let ragged = ragged_sweep::problems(effort, &program);
-        let names: Vec<_> = sweep::problems(effort).iter().chain(&sweep::e4m3_problems(effort)).chain(&ragged).map(Problem::to_string).collect();
+        let names: Vec<_> = sweep::problems(effort)
+            .iter()
+            .chain(&sweep::e4m3_problems(effort))
+            .chain(&ragged)
+            .map(Problem::to_string)
+            .collect();
         return Err(usage(format!(
             "no kernel of the sweep matches; leave out --kernel and --family, or give --problem a part of one of {}",
             names.join(", ")

@@ -77,7 +77,9 @@ impl File {
             FileDType::F8_E4M3 => DType::E4m3,
             other => {
                 let what = at();
-                return Err(usage(format!("{what}: dtype is {other:?}, but f16, bf16, f32 or e4m3 is needed; convert it")));
+                return Err(usage(format!(
+                    "{what}: dtype is {other:?}, but f16, bf16, f32 or e4m3 is needed; convert it"
+                )));
             }
         };
         let shape: [usize; 4] = tensor.shape().try_into().map_err(|_| {

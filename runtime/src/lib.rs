@@ -73,7 +73,5 @@ pub use pad::RowCopies;
 pub use ragged::{RaggedBatch, RaggedCall, ragged_call};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};
-pub use tensor::{
-    Descale, Descales, ForwardCall, ForwardTensors, TensorView, certainly_overlap, forward_call,
-};
+pub use tensor::{Descale, Descales, ForwardCall, ForwardTensors, TensorView, certainly_overlap, forward_call};
 pub use typical::{typical_side, visible_part};

@@ -2,8 +2,8 @@
 
 use crate::DTYPES;
 use flashtune::codegen::{
-    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Schedule, Sm90Fp8Schedule, Sm90LookAhead, Sm90Rescale,
-    Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
+    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Schedule, Sm90Fp8Schedule, Sm90LookAhead,
+    Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
 };
 use flashtune::{DType, Program};
 use rand::Rng;

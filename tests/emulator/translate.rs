@@ -136,7 +136,10 @@ impl Statement {
         let mut call = name.replace("::", "__").replace('.', "_");
         let mut arguments = Vec::new();
         if let Some(shape) = name.strip_prefix("wgmma.mma_async.sync.aligned.m64n") {
-            let (columns, formats) = shape.split_once("k16.f32.").or_else(|| shape.split_once("k32.f32.")).ok_or_else(|| format!("`{name}`"))?;
+            let (columns, formats) = shape
+                .split_once("k16.f32.")
+                .or_else(|| shape.split_once("k32.f32."))
+                .ok_or_else(|| format!("`{name}`"))?;
             let (a, b) = formats.split_once('.').ok_or_else(|| format!("`{name}`"))?;
             if a != b {
                 return Err(format!("`{name}`: mixed formats"));

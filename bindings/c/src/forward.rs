@@ -204,7 +204,8 @@ pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
             tensor,
             field: "dtype",
             found: n.to_string(),
-            expected: "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32), and 4 (e4m3) of Q, K and V of a forward pass".to_owned(),
+            expected: "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32), and 4 (e4m3) of Q, K and V of a forward pass"
+                .to_owned(),
             remedy: "convert the tensor to one of them",
         })),
     }

@@ -375,7 +375,9 @@ impl Family {
         if of_e4m3 != (problem.dtype == DType::E4m3) {
             let (limit, remedy) = match of_e4m3 {
                 true => ("computes e4m3 only", "use forward/sm90"),
-                false => ("does not compute e4m3", "forward/sm90_fp8 does, on sm_90a; elsewhere convert to bf16 or f16"),
+                false => {
+                    ("does not compute e4m3", "forward/sm90_fp8 does, on sm_90a; elsewhere convert to bf16 or f16")
+                }
             };
             return Err(Error::unsupported("dtype", problem.dtype, format!("{self} {limit}"), remedy));
         }

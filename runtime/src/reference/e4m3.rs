@@ -66,12 +66,7 @@ pub fn dequantised(tensor: &HostTensor, scales: &[f32], kv_heads: usize) -> Host
 ///
 /// # Panics
 /// When the tensors' shapes do not belong together.
-pub fn emulated(
-    [q, k, v]: [&HostTensor; 3],
-    attention: &Attention<'_>,
-    output: DType,
-    oracle: &Rows,
-) -> Rows {
+pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: DType, oracle: &Rows) -> Rows {
     let [_, heads, q_len, dim_qk] = q.shape();
     let [_, kv_heads, kv_len, dim_v] = v.shape();
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);

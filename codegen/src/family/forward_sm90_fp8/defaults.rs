@@ -6,7 +6,7 @@ use crate::{Problem, ShapeBucket};
 
 impl Sm90Fp8Schedule {
     /// The schedule that serves while nothing is tuned.
-    pub fn default_for(problem: &Problem, _: &ShapeBucket) -> Self {
+    pub fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
         let columns = problem.head_dim_v.next_multiple_of(16);
         let d = problem.head_dim_qk.max(columns);
         let base = Self {
@@ -20,11 +20,13 @@ impl Sm90Fp8Schedule {
             blocks_per_sm: 1,
             section_mib: 32,
         };
-        // By the times of docs/measured/2026-11-24-h200-fp8.md: three consumers where a mask does not leave some of them
-        // little to do, and where their registers suffice.
+        // By the times of docs/measured/2026-11-24-h200-fp8.md: three consumers where their registers suffice, and where a
+        // mask does not leave some of them little to do.
+        let cut_short = problem.mask.right && bucket.q_len < 8192;
         match d {
             0..=64 => Self { consumers: 3, ..base },
-            65..=128 if !problem.mask.right => Self { consumers: 3, part: part_up_to(columns, 32), ..base },
+            65..=128 if cut_short => Self { overlap: true, ..base },
+            65..=128 => Self { consumers: 3, part: part_up_to(columns, 32), ..base },
             _ => base,
         }
     }
@@ -68,5 +70,5 @@ impl Sm90Fp8Schedule {
 
 /// The largest multiple of 16 up to `most` that divides the columns.
 fn part_up_to(columns: u32, most: u32) -> u32 {
-    (16..=most).rev().step_by(1).find(|part| part % 16 == 0 && columns % part == 0).unwrap_or(16)
+    (16..=most).rev().find(|part| part % 16 == 0 && columns % part == 0).unwrap_or(16)
 }
