@@ -35,7 +35,7 @@ impl Sm90Fp8Schedule {
     }
 
     /// Registers that a consumer's thread needs: scores, P, O, and the parts of a product that are there at once, with
-    /// 26 to 28 for addresses and loop state, with which none that were compiled to find the numbers spilled by more than 28
+    /// 24 to 26 for addresses and loop state, with which none that were compiled to find the numbers spilled by more than 28
     /// bytes.
     pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
         let (scores, output) = (self.block_kv / 2, problem.head_dim_v.next_multiple_of(16) / 2);
@@ -43,7 +43,7 @@ impl Sm90Fp8Schedule {
         match self.overlap {
             true => scores + p + output + part + 26,
             // P takes the place of the scores, and two parts are under way at once.
-            false => output + scores.max(2 * part + p) + 28,
+            false => output + scores.max(2 * part + p) + 24,
         }
     }
 
