@@ -37,6 +37,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+constexpr bool kPacked = @{ packed }@;
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
 constexpr int kKeys = @{ block_kv }@;  // of a key block
@@ -49,6 +50,10 @@ constexpr int kRowStages = @{ row_stages }@;
 <% include "backward/sm90/layout.cuh" %>
 <% include "backward/sm90/tiles.cuh" %>
 <% include "backward/sm90/listed.cuh" %>
+#if @{ packed }@
+<% include "lib/cuda/attention/packed_rows.cuh" %>
+<% include "backward/sm90/sequences.cuh" %>
+#endif
 <% include "backward/sm90/statistics.cuh" %>
 <% include "backward/sm90/store.cuh" %>
 <% include "backward/sm90/keys.cuh" %>

@@ -25,7 +25,8 @@ struct KeysLayout {
     static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8;
     static constexpr int kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
     static constexpr int kHandFull = kSEmpty + 16, kHandEmpty = kHandFull + 8;
-    static constexpr int kBytes = kSEmpty + 16 + (kByGradient ? 16 : 0);
+    static constexpr int kItem = kSEmpty + 16 + (kByGradient ? 16 : 0);  // of packed sequences
+    static constexpr int kBytes = kItem + (kPacked ? kBytesItems : 0);
 };
 // K and V of key blocks: both are emptied when dK and dV, which take their place, are away. V's barrier counts that.
 using KeyRing = Pipeline<kKeyStages, KeysLayout::kKFull, KeysLayout::kKEmpty, KeysLayout::kK, KeysLayout::kBytesK>;
@@ -36,6 +37,22 @@ using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayou
 using HandRing = Pipeline<1, KeysLayout::kHandFull, KeysLayout::kHandEmpty, KeysLayout::kHand, KeysLayout::kBytesHand>;
 static_assert(KeysLayout::kBytes + 1024 == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
 
+#if @{ packed }@
+using KeyItems = ItemRing<KeysLayout::kItem>;
+
+// A block of keys of a sequence, and where the sequence's statistics and the pair's dS begin.
+struct KeyBlock {
+    int block, begin, end;  // begin and end: tiles of queries
+    i64 tile, slot;
+    __device__ __forceinline__ KeyBlock(const Item& item, const Visible& visible)
+        : block(item.block), begin(visible.begin(item.block)), end(visible.end(item.block)), tile(item.tile),
+          slot(item.slot) {}
+};
+__device__ __forceinline__ const float* statistics_of(const KernelArgs& args, const KeyBlock& at, const Pair& pair,
+                                                      int member) {
+    return Table(args).statistics(pair.head(member), at.tile);
+}
+#else
 // Pairs and key blocks, by number: pairs of a section take turns, so that the longest key blocks of all of them come
 // first under a causal mask. A thread block has every gridDim.x-th of them.
 struct KeyBlock {
@@ -51,6 +68,11 @@ struct KeyBlock {
         return args.pairs * div_up(args.backward.kv_len, kKeys);
     }
 };
+__device__ __forceinline__ const float* statistics_of(const KernelArgs& args, const KeyBlock& at, const Pair& pair,
+                                                      int member) {
+    return statistics_of(args, at.pair * pair.group + member);
+}
+#endif
 
 __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     float2 r;
@@ -76,7 +98,7 @@ __device__ __forceinline__ void each_tile(const KernelArgs& args, const Pair& pa
         const ProgramHead of = head_of_program(args, pair, head);
 #pragma unroll 1
         for (int base = at.begin; base < at.end; base += 32) {
-            const int mine = base + lane(), kind = mine < at.end ? program_kind(args, of, mine, at.block) : -1;
+            const int mine = base + lane(), kind = mine < at.end ? program_kind(args, pair, of, mine, at.block) : -1;
             u32 live = __ballot_sync(0xffffffff, kind >= 0);
             const u32 cut = __ballot_sync(0xffffffff, kind == 0);
             if (lane() == 0) {
@@ -96,35 +118,34 @@ __device__ __forceinline__ void each_tile(const KernelArgs& args, const Pair& pa
 
 // Brings K, V, and of each query tile Q with its statistics, and dO. One thread, or a warp where there is a program. It
 // has few registers: V's ring has the position of K's, and dO's that of Q's.
-__device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, KeyRing& keys,
-                                               QueryRing& queries) {
+__device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, const Pair& pair,
+                                               KeyRing& keys, QueryRing& queries) {
     using L = KeysLayout;
-    const Pair pair(args.backward, args.first_pair + at.pair);
     const bool leads = !kListed || lane() == 0;
     const auto load_values = [&] {
         const u32 full = ValueRing::full_at(smem, keys.stage);
         mbarrier_arrive_expect(full, L::kBytesV);
-        load_rows<kChunksV, kKeys>(ValueRing::buffer_at(smem, keys.stage), args.v, full, kEvictNormal, at.block * kKeys,
-                                   pair.kv_head, pair.batch);
+        load_rows<kChunksV, kKeys>(ValueRing::buffer_at(smem, keys.stage), args.v, full, kEvictNormal,
+                                   pair.kv_row + at.block * kKeys, pair.kv_head, pair.entry);
     };
     if (leads) {
         mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
         keys.expect(smem, L::kBytesK);
-        load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal, at.block * kKeys,
-                                    pair.kv_head, pair.batch);
+        load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal,
+                                    pair.kv_row + at.block * kKeys, pair.kv_head, pair.entry);
     }
     bool first = true;
 #pragma unroll 1
     for (int member = 0; member < pair.group; member++) {
         const int head = pair.head(member);
-        const float* statistics = statistics_of(args, at.pair * pair.group + member);
+        const float* statistics = statistics_of(args, at, pair, member);
         each_tile(args, pair, at, head, [&](int tile, bool cut) {
             queries.acquire(smem);
             const Listed of{tile | (cut ? Listed::kCut : 0), member};
             if (kListed) of.write(smem + L::kListedQ + queries.stage * kBytesListed);
             queries.expect(smem, L::kBytesQ + L::kBytesRows);
-            load_rows<kChunksQK, kBlockQ>(queries.buffer(smem), args.q, queries.full(smem), kEvictLast, tile * kBlockQ,
-                                          head, pair.batch);
+            load_rows<kChunksQK, kBlockQ>(queries.buffer(smem), args.q, queries.full(smem), kEvictLast,
+                                          pair.q_row + tile * kBlockQ, head, pair.entry);
             bulk_load(smem + L::kRows + queries.stage * L::kBytesRows, statistics + i64(tile) * kBlockQ * 2,
                       L::kBytesRows, queries.full(smem), kEvictNormal);
             // The first scores need Q alone.
@@ -134,7 +155,7 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
             const u32 full = OutRing::full_at(smem, queries.stage);
             mbarrier_arrive_expect(full, L::kBytesO);
             load_rows<kChunksV, kBlockQ>(OutRing::buffer_at(smem, queries.stage), args.dout, full, kEvictLast,
-                                         tile * kBlockQ, head, pair.batch);
+                                         pair.q_row + tile * kBlockQ, head, pair.entry);
             queries.advance();
         });
     }
@@ -154,7 +175,11 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
 __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const Visible& visible, const KeyBlock& at,
                                         int group, SpillRing& spills) {
     const i64 slots = visible.slots();
+#if @{ packed }@
+    char* to = Table(args).ds() + (at.slot + visible.slots_before(at.block)) * kBytesSlot;
+#else
     char* to = ds_of(args, i64(at.pair) * group, slots) + visible.slots_before(at.block) * kBytesSlot;
+#endif
     if constexpr (kListed) {
 #pragma unroll 1
         for (;; spills.advance()) {
@@ -214,6 +239,13 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     Ring<kStages> outs;  // else that of dO
     SpillRing spills;
     HandRing hands;
+#if @{ packed }@
+    KeyItems items;
+    // Read where it is needed: kept, it would take registers through the steps.
+    __device__ __forceinline__ Lengths lengths() const { return Item::lengths(items.buffer(smem)); }
+#else
+    __device__ __forceinline__ const BackwardArgs& lengths() const { return args.backward; }
+#endif
 
     // The first row of K and V that is this warpgroup's own.
     __device__ __forceinline__ int first_row() const { return kByGradient ? 0 : id * 64; }
@@ -234,7 +266,7 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     // Puts zeros in the place of what queries and keys give that do not see each other. By arithmetic that is done anew
     // for each tile that a mask cuts: what it finds would take registers that others need.
     __device__ __forceinline__ void clear_unseen(Scores& s, int tile) const {
-        const Visible visible(args.backward);
+        const Visible visible(args.backward, lengths());
         const KeyRange range[2] = {seen_by(visible, my_key()), seen_by(visible, my_key() + 8)};
         const int column = tile * kBlockQ + lane() % 4 * 2;
 #pragma unroll
@@ -395,8 +427,8 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     // Marks products of pairs that the window or the program's mask leaves out. No product has these bits.
     static constexpr u32 kLeftOut = 0x7fc00001;
     __device__ __forceinline__ void mark_unseen(Scores& s, const Step& step, const ProgramHead& head) const {
-        const BackwardArgs& a = args.backward;
-        const Visible visible(a);
+        const auto& a = lengths();
+        const Visible visible(args.backward, a);
         const int query = step.tile * kBlockQ + lane() % 4 * 2, mine = my_key();
         const KeyRange range[2] = {seen_by(visible, mine), seen_by(visible, mine + 8)};
 #if FT_PROGRAM
@@ -424,7 +456,8 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     // to be multiplied by, which is minus zero where a pair takes no part, and so no product's value.
     template <typename Each>
     __device__ __forceinline__ void weigh_by_program(Scores& s, const Step& step, const Pair& pair, const Each& each) {
-        const BackwardArgs& a = args.backward;
+        const auto& a = lengths();
+        const float scale = args.backward.scale;
         const ProgramHead head = head_of_program(args, pair, pair.head(step.head));
         if (step.cut) mark_unseen(s, step, head);
         const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
@@ -442,7 +475,7 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
                 const int row = row_at(e % 2);
                 const int column = min_of(mine + e / 2 * 8, a.kv_len - 1);
                 float& x = s[j * 4 + e];
-                const Gradient g = score_gradient(head, row, column, x * a.scale);
+                const Gradient g = score_gradient(head, row, column, x * scale);
                 // A score of -infinity takes no part, whoever made it so.
                 const bool none = __float_as_uint(x) == kLeftOut || g.value == -FT_INFINITY;
                 x = none ? 0.0f : exp2_approx(exponent_of(g.value, by[e % 2]));
@@ -634,25 +667,25 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         const Element *k[2], *v[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int mine = my_key() + h * 8, row = min_of(mine, a.kv_len - 1);
+            const int mine = my_key() + h * 8, row = min_of(mine, visible.kv_len - 1);
             range[h] = seen_by(visible, mine);
-            k[h] = row_of(a.k, a.k_stride, pair.batch, pair.kv_head, row);
-            v[h] = row_of(a.v, a.v_stride, pair.batch, pair.kv_head, row);
+            k[h] = row_of(a.k, a.k_stride, pair.entry, pair.kv_head, pair.kv_row + row);
+            v[h] = row_of(a.v, a.v_stride, pair.entry, pair.kv_head, pair.kv_row + row);
         }
         clear();
 #pragma unroll 1
         for (int member = 0; member < pair.group; member++) {
             const int head = pair.head(member);
-            const float* statistics = statistics_of(args, at.pair * pair.group + member);
+            const float* statistics = statistics_of(args, at, pair, member);
             const ProgramHead of_program = head_of_program(args, pair, head);
 #pragma unroll 1
-            for (int query = at.begin * kBlockQ; query < min_of(at.end * kBlockQ, a.q_len); query++) {
+            for (int query = at.begin * kBlockQ; query < min_of(at.end * kBlockQ, visible.q_len); query++) {
                 bool sees[2];
 #pragma unroll
                 for (int h = 0; h < 2; h++) sees[h] = query >= range[h].first && (!kMaskLeft || query <= range[h].last);
                 if (!__any_sync(0xffffffff, sees[0] || sees[1])) continue;
-                const Element* q = row_of(a.q, a.q_stride, pair.batch, head, query);
-                const Element* dout = row_of(a.dout, a.dout_stride, pair.batch, head, query);
+                const Element* q = row_of(a.q, a.q_stride, pair.entry, head, pair.q_row + query);
+                const Element* dout = row_of(a.dout, a.dout_stride, pair.entry, head, pair.q_row + query);
                 float s[2] = {}, dp[2] = {};
 #pragma unroll 2
                 for (int c = column; c < kHeadDimQK; c += 8) {
@@ -671,7 +704,7 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
                 for (int h = 0; h < 2; h++) {
                     s[h] = quad_sum(s[h]);
                     if constexpr (kListed) {
-                        const int column = min_of(my_key() + h * 8, a.kv_len - 1);
+                        const int column = min_of(my_key() + h * 8, visible.kv_len - 1);
                         const Gradient g = score_gradient(of_program, query, column, s[h] * a.scale);
                         if (g.value == -FT_INFINITY || !program_visible(of_program, query, column)) sees[h] = false;
                         const Reference by = reference_of(a, pair.batch, head, query, of_query[0]);
@@ -705,7 +738,7 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
 
     // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV. Where both
     // read all of them, both are done first.
-    __device__ __forceinline__ void store(const Pair& pair) {
+    __device__ __forceinline__ void store(const Visible& visible, const Pair& pair) {
         const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + first_row() * kRowBytes;
         const u32 to_k = keys.buffer(smem) + first_row() * kRowBytes;
         if (kByGradient) barrier_sync(3, 128 * kWarpgroups);
@@ -713,11 +746,24 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         if constexpr (kHasK) stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
         fence_async_proxy();
         barrier_sync(1 + id, 128);
-        if (threadIdx.x % 128 == 0) {
+        // Behind the last key of a packed sequence are those of another.
+        const int row = key + first_row();
+        const bool whole = !kPacked || row + 64 <= visible.kv_len;
+        if (!whole) {
+            const BackwardArgs& a = args.backward;
             if (kHasV)
-                send_rows<kChunksV>(args.dv, to_v, kKeys * kRowBytes, key + first_row(), pair.kv_head, pair.batch);
+                copy_rows<kHeadDimV>(a.dv, a.dv_stride, to_v, kKeys * kRowBytes, pair.kv_head, pair.kv_row + row,
+                                     visible.kv_len - row);
             if (kHasK)
-                send_rows<kChunksQK>(args.dk, to_k, kKeys * kRowBytes, key + first_row(), pair.kv_head, pair.batch);
+                copy_rows<kHeadDimQK>(a.dk, a.dk_stride, to_k, kKeys * kRowBytes, pair.kv_head, pair.kv_row + row,
+                                      visible.kv_len - row);
+            barrier_sync(1 + id, 128);
+        }
+        if (threadIdx.x % 128 == 0) {
+            if (kHasV && whole)
+                send_rows<kChunksV>(args.dv, to_v, kKeys * kRowBytes, pair.kv_row + row, pair.kv_head, pair.entry);
+            if (kHasK && whole)
+                send_rows<kChunksQK>(args.dk, to_k, kKeys * kRowBytes, pair.kv_row + row, pair.kv_head, pair.entry);
             tma_store_commit();
             tma_store_wait_read();
             mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
@@ -733,8 +779,8 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         for (int e = 0; e < (kHasV ? kColumnsV / 2 : 1); e++) dv[e] = 0.0f;
     }
 
-    __device__ __forceinline__ void run(const Visible& visible, const KeyBlock& at) {
-        const Pair pair(args.backward, args.first_pair + at.pair);
+    // The steps of a key block. Whether its sums have met what is not finite.
+    __device__ __forceinline__ bool multiply(const Visible& visible, const KeyBlock& at, const Pair& pair) {
         key = at.block * kKeys;
         clear();
         keys.wait(smem);
@@ -752,19 +798,103 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             } else {
                 walk(uncut, at.begin, at.end, steps);
             }
-            const bool met = any_non_finite(dk) | any_non_finite(dv);
-            if (met) sum_what_is_seen(visible, at, pair);
+            return any_non_finite(dk) | any_non_finite(dv);
         }
-        store(pair);
+        return false;
     }
+    __device__ __forceinline__ void finish(const Visible& visible, const KeyBlock& at, const Pair& pair, bool met) {
+        if (met) sum_what_is_seen(visible, at, pair);
+        store(visible, pair);
+    }
+
+#if @{ packed }@
+    // All key blocks that the loader finds, of which the last says that there are no more.
+    __device__ __forceinline__ void run_all() {
+#pragma unroll 1
+        for (;;) {
+            items.wait(smem);
+            if (int(load_shared_4(items.buffer(smem) + Item::kBlock)) < 0) break;
+            bool met;
+            {
+                const Item item = Item::read(items.buffer(smem));
+                const Visible visible(args.backward, Lengths{item.q_len, item.kv_len});
+                met = multiply(visible, KeyBlock(item, visible), item.pair_of_keys(args.backward));
+            }
+            const Item item = Item::read(items.buffer(smem));  // again, so that the steps need not keep it
+            const Visible visible(args.backward, Lengths{item.q_len, item.kv_len});
+            finish(visible, KeyBlock(item, visible), item.pair_of_keys(args.backward), met);
+            __syncwarp();
+            if (lane() == 0) items.release(smem);
+            items.advance();
+        }
+    }
+#else
+    __device__ __forceinline__ void run_all() {
+        const Visible visible(args.backward);
+        const int count = KeyBlock::count(args);
+#pragma unroll 1
+        for (int i = blockIdx.x; i < count; i += gridDim.x) {
+            const KeyBlock at(args, visible, i);
+            const Pair pair(args.backward, args.first_pair + at.pair);
+            finish(visible, at, pair, multiply(visible, at, pair));
+        }
+    }
+#endif
 };
+
+// All key blocks of a thread block: who loads for them, and who takes their dS away.
+#if @{ packed }@
+__device__ __forceinline__ void load_key_blocks(const KernelArgs& args, u32 smem, KeyRing& keys, QueryRing& queries) {
+    const Table table(args);
+    const uint2* const starts = table.starts() + args.first_pair;
+    const int end = int(starts[1].x);
+    KeyItems items;
+#pragma unroll 1
+    for (int i = int(starts[0].x) + blockIdx.x; i < end; i += gridDim.x) {
+        const Item item = Item::of_keys(table, i);
+        item.tell(smem, items);
+        const Visible visible(args.backward, Lengths{item.q_len, item.kv_len});
+        load_key_block(args, smem, KeyBlock(item, visible), item.pair_of_keys(args.backward), keys, queries);
+    }
+    Item::tell_end(smem, items);
+}
+__device__ __forceinline__ void send_all_ds(const KernelArgs& args, u32 smem) {
+    KeyItems items;
+    SpillRing spills;
+#pragma unroll 1
+    for (;; items.advance()) {
+        items.wait(smem);
+        if (int(load_shared_4(items.buffer(smem) + Item::kBlock)) < 0) break;
+        const Item item = Item::read(items.buffer(smem));
+        items.release(smem);
+        const Visible visible(args.backward, Lengths{item.q_len, item.kv_len});
+        send_ds(args, smem, visible, KeyBlock(item, visible), args.backward.heads / args.backward.kv_heads, spills);
+    }
+}
+#else
+__device__ __forceinline__ void load_key_blocks(const KernelArgs& args, u32 smem, KeyRing& keys, QueryRing& queries) {
+    const Visible visible(args.backward);
+    const int count = KeyBlock::count(args);
+#pragma unroll 1
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+        const KeyBlock at(args, visible, i);
+        load_key_block(args, smem, at, Pair(args.backward, args.first_pair + at.pair), keys, queries);
+    }
+}
+__device__ __forceinline__ void send_all_ds(const KernelArgs& args, u32 smem) {
+    const Visible visible(args.backward);
+    const int group = args.backward.heads / args.backward.kv_heads, count = KeyBlock::count(args);
+    SpillRing spills;
+#pragma unroll 1
+    for (int i = blockIdx.x; i < count; i += gridDim.x)
+        send_ds(args, smem, visible, KeyBlock(args, visible, i), group, spills);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     @{ entry }@_keys(const __grid_constant__ KernelArgs args) {
     extern __shared__ u8 shared_memory[];
     const u32 smem = round_up(int(smem_address(shared_memory)), 1024);
-    const Visible visible(args.backward);
-    const int group = args.backward.heads / args.backward.kv_heads, count = KeyBlock::count(args);
     const int role = warp_uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kKeyStages; i++) {
@@ -777,6 +907,9 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
         }
         for (int i = 0; i < 2; i++) SpillRing::init(smem, i, kByGradient ? 4 : 4 * kWarpgroups, 1);
         if (kByGradient) HandRing::init(smem, 0, 4, 4);
+#if @{ packed }@
+        for (int i = 0; i < kItems; i++) KeyItems::init(smem, i, 1, 4 * kWarpgroups + 1);
+#endif
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -787,31 +920,23 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
         if (kListed ? threadIdx.x % 128 < 32 : threadIdx.x % 128 == 0) {
             KeyRing keys;
             QueryRing queries;
-#pragma unroll 1
-            for (int i = blockIdx.x; i < count; i += gridDim.x)
-                load_key_block(args, smem, KeyBlock(args, visible, i), keys, queries);
+            load_key_blocks(args, smem, keys, queries);
         }
         if (threadIdx.x % 128 == 32) {
-            SpillRing spills;
-#pragma unroll 1
-            for (int i = blockIdx.x; i < count; i += gridDim.x)
-                send_ds(args, smem, visible, KeyBlock(args, visible, i), group, spills);
+            send_all_ds(args, smem);
             tma_store_wait();
         }
     } else {
         registers_take<232>();
         if constexpr (!kByGradient) {
             KeysConsumer<true, true> me{args, smem, role};
-#pragma unroll 1
-            for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
+            me.run_all();
         } else if (role == 0) {
             KeysConsumer<false, true> me{args, smem, role};
-#pragma unroll 1
-            for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
+            me.run_all();
         } else {
             KeysConsumer<true, false> me{args, smem, role};
-#pragma unroll 1
-            for (int i = blockIdx.x; i < count; i += gridDim.x) me.run(visible, KeyBlock(args, visible, i));
+            me.run_all();
         }
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }

@@ -12,6 +12,11 @@ constexpr int kRowBytes = 128;
 constexpr int kChunksQK = div_up(kHeadDimQK, 64), kChunksV = div_up(kHeadDimV, 64);
 // Columns of products: the head dim that instructions are made for.
 constexpr int kColumnsQK = round_up(kHeadDimQK, 16), kColumnsV = round_up(kHeadDimV, 16);
+// Queries of a thread block where dQ is summed: so many tiles of 64.
+constexpr int kQueryTiles = kWarpgroups * kRowTiles, kRowBlock = 64 * kQueryTiles;
+// Of what a loader finds of packed sequences, with its barriers (Item).
+constexpr int kBytesItem = 48, kItems = 2;
+constexpr int kBytesItems = kItems * (kBytesItem + 16);
 // 64 queries by kKeys of dS: rows are keys.
 constexpr int kBytesTile = kKeys * kRowBytes;
 // kBlockQ queries by kKeys of dS, which lie together.
@@ -20,14 +25,33 @@ constexpr int kBytesSlot = kBlockQ / 64 * kBytesTile;
 __device__ __forceinline__ int warp() { return warp_uniform(threadIdx.x / 32 % 4); }
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-// Heads of Q and of K, by a pair of a sequence and a KV head.
+// Rows and keys of a sequence.
+struct Lengths {
+    int q_len, kv_len;
+};
+
+// Heads of Q and of K, by a pair of a sequence and a KV head, and where the sequence's rows lie in the tensors.
+#if @{ packed }@
 struct Pair {
     int batch, kv_head, group;
+    int q_row, kv_row;
+    Lengths lengths;
+    static constexpr int entry = 0;  // of the tensors' batch
+    __device__ __forceinline__ int head(int member) const { return kv_head * group + member; }
+    __device__ __forceinline__ const Lengths& sizes(const BackwardArgs&) const { return lengths; }
+};
+#else
+struct Pair {
+    int batch, kv_head, group;
+    static constexpr int q_row = 0, kv_row = 0;
+    int entry;
     __device__ __forceinline__ Pair(const BackwardArgs& args, int pair) {
-        batch = pair / args.kv_heads, kv_head = pair % args.kv_heads, group = args.heads / args.kv_heads;
+        batch = entry = pair / args.kv_heads, kv_head = pair % args.kv_heads, group = args.heads / args.kv_heads;
     }
     __device__ __forceinline__ int head(int member) const { return kv_head * group + member; }
+    __device__ __forceinline__ const BackwardArgs& sizes(const BackwardArgs& args) const { return args; }
 };
+#endif
 
 // Statistics of a head of the wave: tile by tile of kBlockQ queries, log-sum-exps in units of log2 and behind them D.
 __device__ __forceinline__ float* statistics_of(const KernelArgs& args, i64 head_index) {

@@ -4,8 +4,6 @@
 // read once and as they lie: A by depth, as their rows are keys.
 
 constexpr int kQueriesThreads = 384;
-constexpr int kQueryTiles = 2 * kRowTiles;  // of 64
-constexpr int kRowBlock = 64 * kQueryTiles;
 
 struct QueriesLayout {
     static constexpr int kBytesK = kChunksQK * kKeys * kRowBytes, kBytesStage = kBytesK + kQueryTiles * kBytesTile;
@@ -14,7 +12,8 @@ struct QueriesLayout {
     static constexpr int kRows = kRowStages * kBytesStage;
     static constexpr int kWhich = kRows + 2 * kBytesRows;  // of what is listed
     static constexpr int kFull = kWhich + (kListed ? kRowStages * kBytesListed : 0), kEmpty = kFull + kRowStages * 8;
-    static constexpr int kBytes = kEmpty + kRowStages * 8;
+    static constexpr int kItem = kEmpty + kRowStages * 8;  // of packed sequences
+    static constexpr int kBytes = kItem + (kPacked ? kBytesItems : 0);
 };
 using TileRing = Pipeline<kRowStages, QueriesLayout::kFull, QueriesLayout::kEmpty, 0, QueriesLayout::kBytesStage>;
 static_assert(QueriesLayout::kBytes + 1024 == @{ queries_smem_bytes }@, "the shared memory that the host asks for");
@@ -37,6 +36,9 @@ struct Written {
     __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
 };
 
+#if @{ packed }@
+using RowItems = ItemRing<QueriesLayout::kItem>;
+#else
 // Rows of a head, by number. The last rows see the most keys under a causal mask: they come first, of the heads of a
 // section. dS is read once and K by every row block: few heads at a time keep it in L2. A thread block has every
 // gridDim.x-th of them.
@@ -52,6 +54,7 @@ struct RowBlock {
         return args.pairs * group * div_up(args.backward.q_len, kRowBlock);
     }
 };
+#endif
 
 // The same where there is a program, by a warp: key blocks and slots of which its mask leaves something, whose bits and
 // key block go with the buffer.
@@ -66,7 +69,7 @@ __device__ __forceinline__ void load_listed(const KernelArgs& args, u32 smem, co
     for (int base = blocks.begin; base < blocks.end; base += kBlocks) {
         const int block = base + lane() / kSlots, mine = slot + lane() % kSlots;
         const bool exists = block < blocks.end && mine >= visible.begin(block) && mine < visible.end(block);
-        const u32 live = __ballot_sync(0xffffffff, exists && program_kind(args, of, mine, block) >= 0);
+        const u32 live = __ballot_sync(0xffffffff, exists && program_kind(args, pair, of, mine, block) >= 0);
         if (lane() == 0) {
 #pragma unroll 1
             for (int i = 0; i < kBlocks; i++) {
@@ -83,8 +86,8 @@ __device__ __forceinline__ void load_listed(const KernelArgs& args, u32 smem, co
                     bulk_load(ring.buffer(smem) + L::kBytesK + t * kBytesSlot, from + i64(t) * kBytesSlot, kBytesSlot,
                               ring.full(smem), kEvictFirst);
                 }
-                load_rows<kChunksQK, kKeys>(ring.buffer(smem), args.k, ring.full(smem), kEvictLast, at * kKeys,
-                                            pair.kv_head, pair.batch);
+                load_rows<kChunksQK, kKeys>(ring.buffer(smem), args.k, ring.full(smem), kEvictLast,
+                                            pair.kv_row + at * kKeys, pair.kv_head, pair.entry);
                 ring.advance();
             }
         }
@@ -116,8 +119,8 @@ __device__ __forceinline__ void load_tiles(const KernelArgs& args, u32 smem, con
             bulk_load(ring.buffer(smem) + L::kBytesK + (from - tile) * kBytesTile,
                       ds + visible.slots_before(block) * kBytesSlot + i64(from - written.begin) * kBytesTile, bytes,
                       ring.full(smem), kEvictFirst);
-        load_rows<kChunksQK, kKeys>(ring.buffer(smem), args.k, ring.full(smem), kEvictLast, block * kKeys, pair.kv_head,
-                                    pair.batch);
+        load_rows<kChunksQK, kKeys>(ring.buffer(smem), args.k, ring.full(smem), kEvictLast,
+                                    pair.kv_row + block * kKeys, pair.kv_head, pair.entry);
         ring.advance();
     }
 }
@@ -133,19 +136,19 @@ __device__ __forceinline__ void sum_what_is_seen(const KernelArgs& args, const V
     const Element* q[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int row = min_of(tile * 64 + within + h * 8, a.q_len - 1);
-        live[h] = live_keys<kMaskLeft, kMaskRight>(a, row);
-        q[h] = row_of(a.q, a.q_stride, pair.batch, head, row);
+        const int row = min_of(tile * 64 + within + h * 8, visible.q_len - 1);
+        live[h] = live_keys<kMaskLeft, kMaskRight>(LiveSizes{visible}, row);
+        q[h] = row_of(a.q, a.q_stride, pair.entry, head, pair.q_row + row);
     }
 #pragma unroll
     for (int e = 0; e < kColumnsQK / 2; e++) dq[e] = 0.0f;
 #pragma unroll 1
-    for (int key = blocks.begin * kKeys; key < min_of(blocks.end * kKeys, a.kv_len); key++) {
+    for (int key = blocks.begin * kKeys; key < min_of(blocks.end * kKeys, visible.kv_len); key++) {
         const Written written(visible, key / kKeys);
         if (!written.has(tile)) continue;
         const char* rows = ds + visible.slots_before(key / kKeys) * kBytesSlot +
                            i64(tile - written.begin) * kBytesTile + key % kKeys * kRowBytes;
-        const Element* of_key = row_of(a.k, a.k_stride, pair.batch, pair.kv_head, key);
+        const Element* of_key = row_of(a.k, a.k_stride, pair.entry, pair.kv_head, pair.kv_row + key);
         float s[2] = {};
 #pragma unroll 2
         for (int c = column; c < kHeadDimQK; c += 8) {
@@ -159,7 +162,7 @@ __device__ __forceinline__ void sum_what_is_seen(const KernelArgs& args, const V
         for (int h = 0; h < 2; h++) {
             if (key < live[h].first || key > live[h].last) continue;
             if constexpr (kListed) {
-                const int row = min_of(tile * 64 + within + h * 8, a.q_len - 1);
+                const int row = min_of(tile * 64 + within + h * 8, visible.q_len - 1);
                 if (!program_visible(of_program, row, key)) continue;
                 if (score_gradient(of_program, row, key, s[h] * a.scale).value == -FT_INFINITY) continue;
             } else if (takes_no_part(s[h], a.scale)) {
@@ -179,11 +182,11 @@ __device__ __forceinline__ void sum_what_is_seen(const KernelArgs& args, const V
 
 // dQ of the rows of one warpgroup.
 __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, const Visible& visible,
-                                              const Pair& pair, const char* ds, const RowBlock& at, int head, int role,
+                                              const Pair& pair, const char* ds, int tile, int head, int role,
                                               TileRing& ring) {
     using L = QueriesLayout;
-    const Blocks blocks(visible, at.tile * 64, kRowBlock);
-    const int mine = at.tile + role * kRowTiles;
+    const Blocks blocks(visible, tile * 64, kRowBlock);
+    const int mine = tile + role * kRowTiles;
     float dq[kRowTiles][kColumnsQK / 2];
 #pragma unroll
     for (int t = 0; t < kRowTiles; t++) {
@@ -235,56 +238,110 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
         stage_rows<kColumnsQK>(to, 64 * kRowBytes, dq[t], args.backward.scale);
         fence_async_proxy();
         barrier_sync(1 + role, 128);
-        if (threadIdx.x % 128 == 0 && (mine + t) * 64 < visible.q_len) {
-            send_rows<kChunksQK>(args.dq, to, 64 * kRowBytes, (mine + t) * 64, head, pair.batch);
+        // Behind the last query of a packed sequence are those of another.
+        const int row = (mine + t) * 64;
+        if (kPacked && row + 64 > visible.q_len) {
+            const BackwardArgs& a = args.backward;
+            copy_rows<kHeadDimQK>(a.dq, a.dq_stride, to, 64 * kRowBytes, head, pair.q_row + row, visible.q_len - row);
+        } else if (threadIdx.x % 128 == 0 && row < visible.q_len) {
+            send_rows<kChunksQK>(args.dq, to, 64 * kRowBytes, pair.q_row + row, head, pair.entry);
             tma_store_commit();
         }
     }
     __syncwarp();
 }
 
+// All row blocks of a thread block: who loads for them, and who sums.
+#if @{ packed }@
+__device__ __forceinline__ void load_row_blocks(const KernelArgs& args, u32 smem, TileRing& ring) {
+    const Table table(args);
+    const uint2* const starts = table.starts() + args.first_pair;
+    const int end = int(starts[1].y);
+    RowItems items;
+#pragma unroll 1
+    for (int i = int(starts[0].y) + blockIdx.x; i < end; i += gridDim.x) {
+        const Item item = Item::of_rows(table, i);
+        item.tell(smem, items);
+        const Visible visible(args.backward, Lengths{item.q_len, item.kv_len});
+        const Pair pair = item.pair_of_rows(args.backward);
+        const char* ds = table.ds() + item.slot * kBytesSlot;
+        if constexpr (kListed) {
+            load_listed(args, smem, visible, pair, ds, item.head, item.block * kQueryTiles, ring);
+        } else {
+            load_tiles(args, smem, visible, pair, ds, item.block * kQueryTiles, ring);
+        }
+    }
+    Item::tell_end(smem, items);
+}
+__device__ __forceinline__ void sum_row_blocks(const KernelArgs& args, u32 smem, int role, TileRing& ring) {
+    RowItems items;
+#pragma unroll 1
+    for (;; items.advance()) {
+        items.wait(smem);
+        const Item item = Item::read(items.buffer(smem));
+        __syncwarp();
+        if (lane() == 0) items.release(smem);
+        if (item.block < 0) break;
+        const Visible visible(args.backward, Lengths{item.q_len, item.kv_len});
+        sum_row_block(args, smem, visible, item.pair_of_rows(args.backward), Table(args).ds() + item.slot * kBytesSlot,
+                      item.block * kQueryTiles, item.head, role, ring);
+    }
+}
+#else
+__device__ __forceinline__ void load_row_blocks(const KernelArgs& args, u32 smem, TileRing& ring) {
+    const Visible visible(args.backward);
+    const int group = args.backward.heads / args.backward.kv_heads, count = RowBlock::count(args, group);
+    const i64 slots = visible.slots();
+#pragma unroll 1
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+        const RowBlock at(args, group, i);
+        const Pair pair(args.backward, args.first_pair + at.head_index / group);
+        const char* ds = ds_of(args, at.head_index, slots);
+        if constexpr (kListed) {
+            load_listed(args, smem, visible, pair, ds, pair.head(at.head_index % group), at.tile, ring);
+        } else {
+            load_tiles(args, smem, visible, pair, ds, at.tile, ring);
+        }
+    }
+}
+__device__ __forceinline__ void sum_row_blocks(const KernelArgs& args, u32 smem, int role, TileRing& ring) {
+    const Visible visible(args.backward);
+    const int group = args.backward.heads / args.backward.kv_heads, count = RowBlock::count(args, group);
+#pragma unroll 1
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+        const RowBlock at(args, group, i);
+        const Pair pair(args.backward, args.first_pair + at.head_index / group);
+        sum_row_block(args, smem, visible, pair, ds_of(args, at.head_index, visible.slots()), at.tile,
+                      pair.head(at.head_index % group), role, ring);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kQueriesThreads, 1)
     @{ entry }@_queries(const __grid_constant__ KernelArgs args) {
     extern __shared__ u8 shared_memory[];
     const u32 smem = round_up(int(smem_address(shared_memory)), 1024);
-    const Visible visible(args.backward);
-    const int group = args.backward.heads / args.backward.kv_heads;
-    const int count = RowBlock::count(args, group);
     const int role = warp_uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRowStages; i++) TileRing::init(smem, i, 1, 8);
+#if @{ packed }@
+        for (int i = 0; i < kItems; i++) RowItems::init(smem, i, 1, 8);
+#endif
         mbarrier_init_fence();
     }
     __syncthreads();
     let_next_launch_begin();
     wait_for_launch_before();
     if (role == 2) {
-        registers_give_back<kListed ? 56 : 24>();
+        registers_give_back<kListed || kPacked ? 56 : 24>();
         if (kListed ? threadIdx.x / 32 == 8 : threadIdx.x == 256) {
-            const i64 slots = visible.slots();
             TileRing ring;
-#pragma unroll 1
-            for (int i = blockIdx.x; i < count; i += gridDim.x) {
-                const RowBlock at(args, group, i);
-                const Pair pair(args.backward, args.first_pair + at.head_index / group);
-                const char* ds = ds_of(args, at.head_index, slots);
-                if constexpr (kListed) {
-                    load_listed(args, smem, visible, pair, ds, pair.head(at.head_index % group), at.tile, ring);
-                } else {
-                    load_tiles(args, smem, visible, pair, ds, at.tile, ring);
-                }
-            }
+            load_row_blocks(args, smem, ring);
         }
     } else {
-        registers_take<kListed ? 224 : 240>();
+        registers_take<kListed || kPacked ? 224 : 240>();
         TileRing ring;
-#pragma unroll 1
-        for (int i = blockIdx.x; i < count; i += gridDim.x) {
-            const RowBlock at(args, group, i);
-            const Pair pair(args.backward, args.first_pair + at.head_index / group);
-            sum_row_block(args, smem, visible, pair, ds_of(args, at.head_index, visible.slots()), at,
-                          pair.head(at.head_index % group), role, ring);
-        }
+        sum_row_blocks(args, smem, role, ring);
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }

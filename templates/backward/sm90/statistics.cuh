@@ -13,6 +13,57 @@ __device__ __forceinline__ float dot_of_pairs(u32 a, u32 b, float sum) {
     return fmaf(to_float(a1), to_float(b1), fmaf(to_float(a0), to_float(b0), sum));
 }
 
+// The sum of products of a thread's part of a row.
+__device__ __forceinline__ float sum_of_part(const BackwardArgs& a, int entry, int head, i64 row, int part) {
+    const uint4 x = *(const uint4*)(row_of(a.o, a.o_stride, entry, head, row) + part * 8);
+    const uint4 y = *(const uint4*)(row_of(a.dout, a.dout_stride, entry, head, row) + part * 8);
+    const float sum = dot_of_pairs(x.y, y.y, dot_of_pairs(x.x, y.x, 0.0f));
+    return dot_of_pairs(x.w, y.w, dot_of_pairs(x.z, y.z, sum));
+}
+// Of a row that exists, or of none.
+__device__ __forceinline__ void leave_statistics(const BackwardArgs& a, float* to, bool exists, i64 at, float sum) {
+    float lse = FT_INFINITY, delta = 0.0f;
+    if (exists) {
+        const float natural = a.lse[at];
+        lse = natural == -FT_INFINITY ? FT_INFINITY : natural * kLog2E;
+        delta = a.dlse != nullptr ? sum - a.dlse[at] : sum;
+    }
+    to[0] = lse, to[kBlockQ] = delta;
+}
+
+#if @{ packed }@
+// Of all packed sequences, in the first wave: row blocks of all heads.
+extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
+    @{ entry }@_statistics(const __grid_constant__ KernelArgs args) {
+    const BackwardArgs& a = args.backward;
+    constexpr int kRows = kStatisticsThreads / kRowThreads, kAtOnce = kRows < 64 ? 64 : kRows;
+    const int part = threadIdx.x % kRowThreads;
+    let_next_launch_begin();
+    wait_for_launch_before();
+    if (args.first_pair > 0) return;
+    const Table table(args);
+    const int end = int(table.starts()[table.most_waves()].y) * (kRowBlock / kAtOnce);
+#pragma unroll 1
+    for (int i = blockIdx.x; i < end; i += gridDim.x) {
+        const int block = i / (kRowBlock / kAtOnce), head = block % a.heads, entry = block / a.heads;
+        const SequenceRecord& s = table.sequences()[table.row_owners()[entry]];
+        const int first = (entry - s.row_entry) * kRowBlock + i % (kRowBlock / kAtOnce) * kAtOnce, q_len = s.q_len;
+        const int until = min_of(first + kAtOnce, round_up(q_len, kBlockQ));
+        const i64 q_row = s.q_row;
+        float* const to = table.statistics(head, first_tile(s));
+#pragma unroll 4
+        for (int row = first + threadIdx.x / kRowThreads; row - threadIdx.x / kRowThreads < until; row += kRows) {
+            float sum = 0.0f;
+            if (row < q_len && part * 8 < kHeadDimV) sum = sum_of_part(a, 0, head, q_row + row, part);
+#pragma unroll
+            for (int apart = 1; apart < kRowThreads; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
+            if (part == 0 && row < until)
+                leave_statistics(a, to + row / kBlockQ * kBlockQ * 2 + row % kBlockQ, row < q_len,
+                                 head * a.q_rows + q_row + row, sum);
+        }
+    }
+}
+#else
 extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
     @{ entry }@_statistics(const __grid_constant__ KernelArgs args) {
     const BackwardArgs& a = args.backward;
@@ -25,12 +76,7 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
     let_next_launch_begin();
     wait_for_launch_before();
     float sum = 0.0f;
-    if (row < a.q_len && part * 8 < kHeadDimV) {
-        const uint4 x = *(const uint4*)(row_of(a.o, a.o_stride, batch, head, row) + part * 8);
-        const uint4 y = *(const uint4*)(row_of(a.dout, a.dout_stride, batch, head, row) + part * 8);
-        sum = dot_of_pairs(x.x, y.x, sum), sum = dot_of_pairs(x.y, y.y, sum);
-        sum = dot_of_pairs(x.z, y.z, sum), sum = dot_of_pairs(x.w, y.w, sum);
-    }
+    if (row < a.q_len && part * 8 < kHeadDimV) sum = sum_of_part(a, batch, head, row, part);
 #pragma unroll
     for (int i = 1; i < kRowThreads; i *= 2) sum += __shfl_xor_sync(0xffffffff, sum, i);
     FarRow far = {0.0f, 0.0f};
@@ -58,3 +104,4 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
         to[0] = lse, to[kBlockQ] = delta;
     }
 }
+#endif

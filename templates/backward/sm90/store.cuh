@@ -35,3 +35,17 @@ __device__ __forceinline__ void send_rows(const TensorMap& map, u32 from, int ch
                      "r"(from + chunk * chunk_bytes), "r"(chunk * 64), "r"(row), "r"(head), "r"(batch) : "memory");
     }
 }
+
+// The first `rows` of 64 that stage_rows() left, by the threads of a warpgroup: what lies past them is another's.
+template <int kHeadDim>
+__device__ __forceinline__ void copy_rows(void* tensor, const i64 (&stride)[3], u32 from, int chunk_bytes, int head,
+                                          i64 row, int rows) {
+    Element* to = (Element*)tensor + head * stride[1] + row * stride[2];
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < 64 * (kHeadDim / 8); i += 128) {
+        const int r = i / (kHeadDim / 8), piece = i % (kHeadDim / 8);
+        if (r < rows)
+            *(uint4*)(to + r * stride[2] + piece * 8) =
+                load_shared_16(from + piece / 8 * chunk_bytes + r * kRowBytes + ((piece ^ r) % 8 << 4));
+    }
+}

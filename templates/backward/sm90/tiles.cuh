@@ -7,9 +7,11 @@ __host__ __device__ constexpr int floor_div(int a, int b) { return a >= 0 ? a / 
 struct Visible {
     int q_len, kv_len, left, right, tiles, shift;  // shift: position of query 0
 
-    __device__ __forceinline__ explicit Visible(const BackwardArgs& args)
-        : q_len(args.q_len), kv_len(args.kv_len), left(args.window_left), right(args.window_right),
-          tiles(div_up(args.q_len, kBlockQ)), shift(args.kv_len - args.q_len) {}
+    template <typename Sizes>
+    __device__ __forceinline__ Visible(const BackwardArgs& args, const Sizes& sizes)
+        : q_len(sizes.q_len), kv_len(sizes.kv_len), left(args.window_left), right(args.window_right),
+          tiles(div_up(sizes.q_len, kBlockQ)), shift(sizes.kv_len - sizes.q_len) {}
+    __device__ __forceinline__ explicit Visible(const BackwardArgs& args) : Visible(args, args) {}
 
     __device__ __forceinline__ int begin(int block) const {
         return kMaskRight ? min_of(max_of(floor_div(block * kKeys - shift - right, kBlockQ), 0), tiles) : 0;
@@ -39,6 +41,13 @@ struct Visible {
     __device__ __forceinline__ i64 slots() const { return slots_before(div_up(kv_len, kKeys)); }
 };
 
+// The same by the names that live_keys() reads.
+struct LiveSizes {
+    int q_len, kv_len, window_left, window_right;
+    __device__ __forceinline__ explicit LiveSizes(const Visible& v)
+        : q_len(v.q_len), kv_len(v.kv_len), window_left(v.left), window_right(v.right) {}
+};
+
 // Tiles [begin, end) of which every query sees every key of a block.
 struct Uncut {
     int begin, end;
@@ -66,7 +75,7 @@ __device__ __forceinline__ bool takes_no_part(float product, float scale) { retu
 
 // Row of a head of a tensor.
 __device__ __forceinline__ const Element* row_of(const void* tensor, const i64 (&stride)[3], int batch, int head,
-                                                 int row) {
+                                                 i64 row) {
     return (const Element*)tensor + batch * stride[0] + head * stride[1] + row * stride[2];
 }
 // A pair of elements of a row.

@@ -2,8 +2,6 @@
 // the device. A thread block computes with the arguments of its sequence, as if that were alone; those of dense tensors
 // are the call's own.
 
-<% include "lib/cuda/attention/lengths.cuh" %>
-
 // A sequence of a pack: lengths are its own, and tensors begin with its first row.
 struct SequenceArgs : BackwardArgs {
     const KernelArgs* call;
@@ -12,23 +10,7 @@ __device__ __forceinline__ ProgramHead program_head(const SequenceArgs& args, co
     return program_head(*args.call, static_cast<const BackwardArgs&>(args), tile);
 }
 
-// Where a sequence lies in a pack of `all` rows.
-struct PackedRows {
-    i64 first;
-    int rows;
-};
-
-// Cut to their bounds, whatever the arrays hold: what a host promised is what is touched.
-__device__ __forceinline__ PackedRows packed_rows(const int* begin, const int* lengths, int b, int words, i64 all,
-                                                  int most) {
-    const Entry from = read_entry(begin, b, words), to = read_entry(begin, b + 1, words);
-    const Entry used = read_entry(lengths, b, words);
-    PackedRows r;
-    r.first = min_of<i64>(max_of(from.value(words), 0), all);
-    r.rows = int(min_of<i64>(max_of<i64>(to.value(words) - r.first, 0), min_of<i64>(most, all - r.first)));
-    if (lengths != nullptr) r.rows = min_of(max_of(used.value(words), 0), r.rows);
-    return r;
-}
+<% include "lib/cuda/attention/packed_rows.cuh" %>
 
 __device__ __forceinline__ SequenceArgs sequence_args(const KernelArgs& call, int b) {
     const PackedRows q = packed_rows(call.q_begin, call.q_lengths, b, call.q_words, call.q_rows, call.q_len);
