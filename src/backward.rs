@@ -272,7 +272,7 @@ impl Engine {
         }
         let demands = Constraints::NONE
             .with_if(Constraint::Unaligned, !*aligned)
-            .with_if(Constraint::Strided, *aligned && problem.kv.is_dense() && backward_unaddressable(args).is_some());
+            .with_if(Constraint::Strided, *aligned && backward_unaddressable(args).is_some());
         let plan = self.plan_for(problem, &CallSizes::from(shape), demands, || false)?;
         Ok(Some(Dispatch::new(plan, *shape)))
     }

@@ -7,6 +7,7 @@
 //! A device loads a kernel's entry points once ([`Kernel::entries`]) and launches the stages of a plan in their order
 //! on one stream.
 
+use crate::packed_waves::PackedWaves;
 use crate::{Error, Kernel, Result, Shape, Tiling};
 
 /// Stages that a launch has at most.
@@ -67,6 +68,9 @@ impl Stage {
     /// The same of a wave: for so many of all parts.
     #[must_use]
     pub const fn of_parts(self, parts: u32, all: u32) -> Self {
+        if parts == all {
+            return self;
+        }
         Self { grid: self.grid / if all == 0 { 1 } else { all } * parts, ..self }
     }
 
@@ -166,6 +170,8 @@ pub struct Waves {
     pub limit: u64,
     /// Parts whose thread blocks take turns, in stages that walk them in sections.
     pub sections: [u32; 2],
+    /// Of packed sequences, whose parts differ: kernels find on the device which parts a wave has.
+    pub packed: Option<PackedWaves>,
 }
 
 impl Waves {
@@ -188,13 +194,32 @@ impl Waves {
 
     /// Bytes of scratch memory of the launch.
     pub fn bytes(&self) -> u64 {
-        u64::from(self.most_parts()) * self.part_bytes
+        match self.packed {
+            Some(packed) => packed.front_bytes() + self.shared_bytes(),
+            None => u64::from(self.most_parts()) * self.part_bytes,
+        }
     }
 
-    /// The parts of each wave: the first, and how many.
+    /// Bytes of them that the parts of a wave of packed sequences share.
+    pub fn shared_bytes(&self) -> u64 {
+        self.packed.map_or(0, |packed| packed.shared_bytes(self))
+    }
+
+    /// The same over packs of so many rows of Q and of K, which a plan does not know.
+    #[must_use]
+    pub fn of_rows(self, rows: [u64; 2]) -> Self {
+        Self { packed: self.packed.map(|packed| packed.of_rows(rows)), ..self }
+    }
+
+    /// The parts of each wave: the first, and how many. Of packed sequences its number, and how many there are in all.
     pub fn iter(&self) -> impl Iterator<Item = (u32, u32)> + use<> {
-        let (parts, most) = (self.parts, self.most_parts());
-        (0..parts).step_by(most as usize).map(move |first| (first, most.min(parts - first)))
+        let parts = self.parts;
+        let (end, most) = match self.packed {
+            Some(packed) => (packed.count(self), 1),
+            None => (parts, self.most_parts()),
+        };
+        let is_packed = self.packed.is_some();
+        (0..end).step_by(most as usize).map(move |at| (at, if is_packed { parts } else { most.min(parts - at) }))
     }
 }
 
@@ -338,7 +363,7 @@ mod tests {
             (3, 100, 0, vec![(0, 1), (1, 1), (2, 1)]),
             (0, 100, 1000, vec![]),
         ] {
-            let waves = Waves { parts, part_bytes, part_blocks: 0, limit, sections: [1, 1] };
+            let waves = Waves { parts, part_bytes, part_blocks: 0, limit, sections: [1, 1], packed: None };
             assert_eq!(waves.iter().collect::<Vec<_>>(), expected);
             assert!(waves.bytes() <= limit.max(part_bytes), "{waves:?}");
         }
@@ -347,7 +372,7 @@ mod tests {
     /// 31 parts fit: three waves of 22 would fill 132 multiprocessors 18 times, these 16 times.
     #[test]
     fn waves_of_equal_thread_blocks_fill_the_device() {
-        let waves = Waves { parts: 64, part_bytes: 100, part_blocks: 32, limit: 3199, sections: [1, 1] };
+        let waves = Waves { parts: 64, part_bytes: 100, part_blocks: 32, limit: 3199, sections: [1, 1], packed: None };
         assert_eq!(waves.iter().collect::<Vec<_>>(), [(0, 28), (28, 28), (56, 8)]);
         for limit in [0, 100, 700, 1500, 6399, 6400] {
             let waves = Waves { limit, ..waves };

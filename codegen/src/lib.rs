@@ -39,6 +39,7 @@ mod kv;
 mod launch;
 mod mask;
 pub mod omitted;
+mod packed_waves;
 mod precision;
 mod problem;
 mod resources;
@@ -70,6 +71,7 @@ pub use launch::{
     StageRole, Waves,
 };
 pub use mask::{Mask, MaskKind};
+pub use packed_waves::PackedWaves;
 pub use precision::Precision;
 pub use problem::{HEAD_DIM_MAX, HEAD_DIM_MIN, HEAD_DIM_STEP, Op, Problem, padded_head_dim};
 pub use resources::Resources;

@@ -99,7 +99,7 @@ impl State {
         side.resize(side.len().next_multiple_of(align_of::<BackwardMappedArgs>()), 0);
         let Self { emulated, rng, memory, .. } = self;
         let limit = waves.part_bytes * *[0, 2, 3, 1 << 20].choose(rng).expect("not empty");
-        let waves = Waves { limit, ..waves };
+        let waves = Waves { limit, ..waves }.of_rows([args.q_rows, args.kv_rows].map(|rows| rows as u64));
         memory.retain(|m| Arc::strong_count(m) > 1);
         let mut scratch = vec![0xff; waves.bytes() as usize];
         let at = address(100, scratch.len());
@@ -114,8 +114,11 @@ impl State {
         for (first, count) in waves.iter().take(waves.iter().count() - self.lost_waves) {
             let mut bytes: Vec<u8> = maps.iter().flat_map(map_bytes).collect();
             bytes.extend_from_slice(Args::Backward(&args).bytes());
-            let sections = waves.sections.map(|n| n.min(1 << rng.random_range(0..3)));
+            // Of packed sequences in rows.
+            let unit = if waves.packed.is_some() { 200 } else { 1 };
+            let sections = waves.sections.map(|n| n.min(unit << rng.random_range(0..3)));
             bytes.extend([first, count, sections[0], sections[1]].into_iter().flat_map(u32::to_ne_bytes));
+            bytes.extend(waves.shared_bytes().to_ne_bytes());
             bytes.resize(size_of::<BackwardMappedArgs>(), 0);
             for (stage, of) in plan.stages().enumerate() {
                 let of = of.of_parts(count, waves.parts);
@@ -268,6 +271,7 @@ fn random_sm90(number: u64) -> Kernel {
         _ => problem,
     };
     let arch: Arch = "sm_90a".parse().expect("an arch");
+    let problem = every_other_packed(problem, number);
     let space = Schedule::space(Family::BackwardSm90, &problem, arch);
     Kernel { problem, schedule: *space.choose(rng).expect("not empty"), arch }
 }
@@ -379,6 +383,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let problem = match what.split_once(':') {
         Some(("by gradient", _)) => of(136, kind),
         Some(("program", _)) => of(24, MaskKind::FULL).with_program(Program::parse(text).expect("a program")),
+        Some(("packed", _)) => of(24, kind).with_kv(KvKind::RAGGED),
         _ => of(24, kind),
     };
     let arch: Arch = "sm_90a".parse().expect("an arch");
@@ -393,8 +398,14 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
         device.state.lock().expect("no panic").lost_waves = usize::from(what == "a wave too few");
         for seed in 0..4 {
             let inputs = CheckInputs { poison: Poison::Nan, lse: true, seed, ..CheckInputs::default() };
-            let case = BackwardCase::new(device.clone(), &problem, &shape, &inputs).map_err(|e| e.to_string())?;
-            let report = case.check(&Loaded(kernel)).map_err(|e| e.to_string())?;
+            let case = if problem.kv.is_dense() {
+                BackwardCase::new(device.clone(), &problem, &shape, &inputs)
+            } else {
+                let lengths = vec![[330, 300], [0, 9], [20, 0], [129, 200], [70, 65]];
+                let batch = PackedBatch { heads: 4, kv_heads: 2, mask, lengths, unused: 2, spare: 40, wide: [false, true] };
+                BackwardCase::packed(device.clone(), &problem, &batch, &inputs)
+            };
+            let report = case.map_err(|e| e.to_string())?.check(&Loaded(kernel)).map_err(|e| e.to_string())?;
             if !report.passed() {
                 return Ok(report.to_string());
             }

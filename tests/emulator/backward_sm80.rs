@@ -146,7 +146,7 @@ const FAULTS: &[Fault] = &[
     ["packed: dV into another's rows", PACKED, "from(s.dv, s.dv_stride, kv)", "from(s.dv, s.dv_stride, q)", "oracle"],
     ["packed: a query of the next", PACKED, "s.q_len = q.rows,", "s.q_len = q.rows + 1,", "oracle|no sequence"],
     ["packed: a key of the next", PACKED, "s.kv_len = kv.rows;", "s.kv_len = kv.rows + 1;", "oracle|no sequence"],
-    ["packed: rows that are not used", PACKED, "if (lengths != nullptr)", "if (false)", "oracle|no sequence"],
+    ["packed: rows that are not used", ROWS, "if (lengths != nullptr)", "if (false)", "oracle|no sequence"],
     ["packed: the log-sum-exp of another", PACKED, "s.lse += q.first;", "", "oracle"],
     ["packed: dLSE of another", PACKED, "s.dlse += q.first;", "s.dlse += 0;", "oracle"],
     ["packed: the log-sum-exp by bounds", PACKED, "head * args.q_rows", "head * args.q_len", "oracle"],
@@ -174,6 +174,7 @@ const FAULTS: &[Fault] = &[
     ],
 ];
 const PACKED: &str = "lib/cuda/attention/packed.cuh";
+const ROWS: &str = "lib/cuda/attention/packed_rows.cuh";
 
 /// The kernel in which a fault shows.
 fn kernel_of(what: &str) -> Kernel {

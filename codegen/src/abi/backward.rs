@@ -102,14 +102,16 @@ arguments! {
         pub maps: [TensorMap; 7] { q, dout, k, v, dq, dk, dv },
         /// What every backward kernel takes; `scratch` is that of the wave.
         pub backward: BackwardArgs,
-        /// The first pair of the wave.
+        /// The first pair of the wave; of packed sequences, whose pairs are laid into waves on the device, its number.
         pub first_pair: i32,
-        /// Pairs of the wave.
+        /// Pairs of the wave; of packed sequences of all of them.
         pub pairs: i32,
         /// Pairs whose key blocks take turns: more keep thread blocks of equal length together, fewer keep Q and dO in
-        /// L2.
+        /// L2. Of packed sequences the rows of Q and dO that those pairs have at most.
         pub keys_section: i32,
-        /// Pairs whose row blocks take turns: the same, and fewer keep K in L2.
+        /// Pairs whose row blocks take turns: the same, and fewer keep K in L2. Of packed sequences rows.
         pub queries_section: i32,
+        /// Bytes of scratch memory that dS of a wave of packed sequences has; 0 of dense tensors.
+        pub ds_bytes: i64,
     }
 }

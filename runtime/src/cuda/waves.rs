@@ -29,6 +29,7 @@ impl CudaDevice {
         }
         // SAFETY: it is the address of the program's tables by the caller's promise.
         let side = program.as_ref().map(|p| (p.kept(), unsafe { &*(args.side as usize as *const SideArgs) }));
+        let waves = waves.of_rows([args.q_rows, args.kv_rows].map(|rows| rows.max(0) as u64));
         let scratch = Scratch::new(&self.context, self.context.pool()?, waves.bytes(), raw(stream))?;
         let [keys_section, queries_section] = waves.sections.map(|n| n as i32);
         let mut mapped = BackwardMappedArgs {
@@ -38,6 +39,7 @@ impl CudaDevice {
             pairs: 0,
             keys_section,
             queries_section,
+            ds_bytes: waves.shared_bytes() as i64,
         };
         tensor_map::encode_backward(&self.context, module.kernel(), &mut mapped)?;
         for (first, count) in waves.iter() {

@@ -57,8 +57,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
     [
         "every wave is the first",
         "backward/sm90/keys.cuh",
-        "const Pair pair(args.backward, args.first_pair + at.pair);\n        key",
-        "const Pair pair(args.backward, at.pair);\n        key",
+        "const Pair pair(args.backward, args.first_pair + at.pair);\n            finish",
+        "const Pair pair(args.backward, at.pair);\n            finish",
         "the oracle says",
     ],
     // Of the launch, not of a template.
@@ -183,4 +183,27 @@ pub const BACKWARD_SM90: &[Fault] = &[
         // A copy that is late reads what the next tile's threads write, which they have not fenced yet.
         "on its way|on their way|no fence.proxy.async after|the oracle says",
     ],
+    // Packed sequences.
+    ["packed: keys of another", KEYS, "pair.kv_row + at.block * kKeys, pair.kv_head, pair.entry);", "at.block * kKeys, pair.kv_head, pair.entry);", "the oracle says"],
+    ["packed: queries of another", KEYS, "pair.q_row + tile * kBlockQ, head", "tile * kBlockQ, head", "the oracle says"],
+    ["packed: keys behind the last are written", KEYS, "!kPacked || row + 64 <= visible.kv_len", "true", PACKED],
+    ["packed: queries behind the last are written", QUERIES, "kPacked && row + 64 > visible.q_len", "false", PACKED],
+    ["packed: a row too many", "backward/sm90/store.cuh", "if (r < rows)", "if (r <= rows)", PACKED],
+    ["packed: a row too few", "backward/sm90/store.cuh", "if (r < rows)", "if (r + 1 < rows)", "the oracle says"],
+    ["packed: the first head of a wave for all", SEQUENCES, "wave.first + first + within % members", "first + within % members", PACKED],
+    ["packed: dS of all heads in one place", SEQUENCES, "i64(nth) * group * s.slots", "0 * nth", "the oracle says"],
+    ["packed: dS of a sequence over another's", SEQUENCES, "shared.first[t] = used + until", "shared.first[t] = 0 * (used + until)", PACKED],
+    ["packed: dS of all heads of a group in one place", SEQUENCES, "i64(head % group) * s.slots", "0", "the oracle says"],
+    ["packed: statistics of another", SEQUENCES, "i64(s.batch); }", "0; }", "the oracle says"],
+    ["packed: waves that are too full", SEQUENCES, "if (fit == 0)", "if (false)", PACKED],
+    ["packed: no end of the waves", SEQUENCES, "wave = shared.last + 1 + t", "wave = shared.last + 2 + t", PACKED],
+    ["packed: rows of one side for the other", SEQUENCES, "s.kv_row = int(kv.first)", "s.kv_row = int(q.first)", PACKED],
+    ["packed: what is said is not awaited", KEYS, "            items.wait(smem);\n            if", "            if", PACKED],
+    ["packed: what is said is overwritten", SEQUENCES, "            ring.acquire(smem);\n            write", "            write", PACKED],
 ];
+
+const KEYS: &str = "backward/sm90/keys.cuh";
+const QUERIES: &str = "backward/sm90/queries.cuh";
+const SEQUENCES: &str = "backward/sm90/sequences.cuh";
+/// Whatever rows of another sequence, or memory that is nobody's, lead to.
+const PACKED: &str = "the oracle says|no sequence|broke down|outside|deadlock|never written|on its way|ends in";

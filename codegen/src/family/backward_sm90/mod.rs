@@ -13,6 +13,7 @@ use crate::family::forward_sm80::Sm80Schedule;
 use crate::family::forward_sm90::wgmma;
 use crate::family::program_length::{self, MostOperations};
 use crate::launch::{LaunchPlan, StageEntry};
+use crate::packed_waves::SEQUENCE_BYTES;
 use crate::traffic::Walk;
 use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
 
@@ -89,6 +90,7 @@ impl KernelFamily for BackwardSm90Schedule {
     const TEMPLATE: &'static str = "backward/sm90.cu";
     const OP: Op = Op::Backward;
     const ARGS: ArgsLayout = ArgsLayout::BACKWARD_MAPPED;
+    const PACKED: bool = true;
 
     fn runs_on(arch: Arch) -> Result<()> {
         let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", Self::NAME, limit, remedy));
@@ -189,14 +191,17 @@ impl KernelFamily for BackwardSm90Schedule {
         constants.extend([
             ("block_kv", block_kv(problem).to_string()),
             ("statistics_rows", plan::statistics_rows(problem).to_string()),
+            ("sequences_threads", plan::SEQUENCES_THREADS.to_string()),
+            ("sequences_smem_bytes", plan::SEQUENCES_SMEM_BYTES.to_string()),
+            ("sequence_bytes", SEQUENCE_BYTES.to_string()),
             ("keys_smem_bytes", resources::keys_smem_bytes(problem, self).to_string()),
             ("queries_smem_bytes", resources::queries_smem_bytes(problem, self).to_string()),
             ("wgmma_instructions", wgmma::instructions_by_depth(problem.dtype, &widths)),
         ]);
     }
 
-    fn entries(_: &Problem) -> &'static [StageEntry] {
-        &plan::ENTRIES
+    fn entries(problem: &Problem) -> &'static [StageEntry] {
+        plan::entries(problem)
     }
 
     fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {

@@ -2,14 +2,27 @@
 
 use super::{BackwardSm90Schedule, block_kv, resources};
 use crate::launch::{LaunchPlan, SCRATCH_LIMIT, Stage, StageEntry, StageRole, Waves};
+use crate::packed_waves::PackedWaves;
 use crate::{Error, Problem, Result, Shape};
 
 const fn entry(suffix: &'static str) -> StageEntry {
     StageEntry { suffix, role: StageRole::Wave }
 }
 
-/// D and log-sum-exps; dK, dV and dS; dQ.
-pub(super) const ENTRIES: [StageEntry; 3] = [entry("_statistics"), entry("_keys"), entry("_queries")];
+/// Of packed sequences which key blocks and row blocks a wave has; D and log-sum-exps; dK, dV and dS; dQ.
+const ENTRIES: [StageEntry; 4] = [entry("_sequences"), entry("_statistics"), entry("_keys"), entry("_queries")];
+
+/// The stages of a problem.
+pub(super) fn entries(problem: &Problem) -> &'static [StageEntry] {
+    if problem.kv.is_dense() { &ENTRIES[1..] } else { &ENTRIES }
+}
+
+/// Threads of the one block of `sequences`, and what it shares, as `SequencesShared` in the template.
+pub(super) const SEQUENCES_THREADS: u32 = 512;
+pub(super) const SEQUENCES_SMEM_BYTES: u32 = SEQUENCES_THREADS * 52 + SEQUENCES_THREADS / 4 + 16 + 16;
+/// Thread blocks of a multiprocessor over packed sequences, of the stages that multiply and of `statistics`: more even
+/// out unequal lengths, fewer are started in waves that the lengths do not need.
+const PACKED_BLOCKS: [u32; 2] = [8, 16];
 
 /// Threads of a block of `keys` and of `queries`: two warpgroups that multiply, and one that copies.
 pub(super) const THREADS: u32 = 384;
@@ -35,12 +48,18 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
         })?;
         Ok(Stage::of(entry, grid, threads, smem_bytes))
     };
-    let persistent = |stage| Stage { resident: s.is_persistent().then_some(1), ..stage };
-    let [statistics, keys, queries] = ENTRIES;
+    let packed = !problem.kv.is_dense();
+    let persistent = |stage| Stage {
+        resident: if packed { Some(PACKED_BLOCKS[0]) } else { s.is_persistent().then_some(1) },
+        ..stage
+    };
+    let [sequences, statistics, keys, queries] = ENTRIES;
     let key_blocks = u64::from(shape.kv_len.div_ceil(block_kv(problem)));
     let row_blocks = u64::from(shape.q_len.div_ceil(s.row_block())) * group;
+    let of_rows = stage(statistics, rows / u64::from(statistics_rows(problem)), STATISTICS_THREADS, 0)?;
+    let of_rows = Stage { resident: packed.then_some(PACKED_BLOCKS[1]), ..of_rows };
     let stages = [
-        stage(statistics, rows / u64::from(statistics_rows(problem)), STATISTICS_THREADS, 0)?,
+        of_rows,
         persistent(stage(keys, key_blocks, THREADS, resources::keys_smem_bytes(problem, s))?),
         persistent(stage(queries, row_blocks, THREADS, resources::queries_smem_bytes(problem, s))?),
     ];
@@ -51,8 +70,34 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
     // Statistics are two numbers of 4 bytes a row.
     let part_bytes = rows * 8 + ds_bytes;
     let part_blocks = if problem.mask.right || problem.mask.left { 0 } else { key_blocks as u32 };
-    let waves = Waves { parts, part_bytes, part_blocks, limit: SCRATCH_LIMIT, sections: [section; 2] };
-    Ok(LaunchPlan::in_waves(stages, waves))
+    let waves = Waves { parts, part_bytes, part_blocks, limit: SCRATCH_LIMIT, sections: [section; 2], packed: None };
+    if !packed {
+        return Ok(LaunchPlan::in_waves(stages, waves));
+    }
+    let slot_bytes = tile_bytes * group;
+    let part_bytes = most_slots(s, block_kv(problem), shape) * slot_bytes;
+    let waves = Waves {
+        part_bytes,
+        part_blocks: 0,
+        sections: [if problem.mask.right { rows_of_section(s, problem) } else { 0 }; 2],
+        packed: Some(PackedWaves {
+            batch: shape.batch,
+            heads: [shape.heads, shape.kv_heads],
+            longest_keys: shape.kv_len,
+            rows: [shape.q_len, shape.kv_len].map(|n| u64::from(n) * u64::from(shape.batch)),
+            slot: [s.block_q, block_kv(problem)],
+            slot_bytes,
+            row_block: s.row_block(),
+        }),
+        ..waves
+    };
+    let first = Stage::of(sequences, parts.min(1), SEQUENCES_THREADS, SEQUENCES_SMEM_BYTES);
+    Ok(LaunchPlan::in_waves([first].into_iter().chain(stages), waves))
+}
+
+/// Rows of a head whose Q and dO a part of L2 holds.
+fn rows_of_section(s: &BackwardSm90Schedule, problem: &Problem) -> u32 {
+    (s.section_mib << 20) / ((problem.head_dim_qk + problem.head_dim_v) * 2)
 }
 
 /// Pairs whose thread blocks take turns. Where a mask makes key blocks unequal, as many as keep Q and dO in a part of
@@ -79,6 +124,18 @@ fn slots(s: &BackwardSm90Schedule, block_kv: u32, shape: &Shape) -> u64 {
         }
     };
     count as u64
+}
+
+/// Slots of dS of a head at most, of sequences that may be shorter than the shape's: each tile of queries and block of
+/// keys is aligned to its own sequence, and may need a slot more than one of the longest.
+fn most_slots(s: &BackwardSm90Schedule, block_kv: u32, shape: &Shape) -> u64 {
+    let (_, Some(right)) = shape.mask.window() else { return slots(s, block_kv, shape) };
+    if shape.mask.window().0.is_some() {
+        return slots(s, block_kv, shape);
+    }
+    let tiles = u64::from(shape.q_len.div_ceil(s.block_q));
+    let seen = |block: u64| (block * u64::from(block_kv) + u64::from(right)).div_ceil(u64::from(s.block_q)) + 1;
+    (1..=u64::from(shape.kv_len.div_ceil(block_kv))).map(|block| seen(block).min(tiles)).sum()
 }
 
 #[cfg(test)]
@@ -157,5 +214,78 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// As the device lays sequences of some lengths into waves: the last wave, and the most bytes of one.
+    fn laid_out(lengths: &[[u32; 2]], of: &Shape, slots_of: impl Fn(&Shape) -> u64, waves: &Waves) -> (u32, u64) {
+        let (mut last, mut used, mut most) = (0, 0, 0);
+        for [q_len, kv_len] in lengths {
+            let bytes = slots_of(&Shape { batch: 1, q_len: *q_len, kv_len: *kv_len, ..*of });
+            assert!(bytes <= waves.part_bytes, "{q_len}x{kv_len}: {bytes} of {}", waves.part_bytes);
+            for _ in 0..of.kv_heads {
+                if used + bytes > waves.shared_bytes() {
+                    (last, used) = (last + 1, 0);
+                }
+                used += bytes;
+                most = most.max(used);
+            }
+        }
+        (last, most)
+    }
+
+    /// Whatever the lengths within the bounds, the waves that a plan has are enough, and the memory is.
+    #[test]
+    fn packed_sequences_of_any_lengths_find_room() {
+        use rand::rngs::StdRng;
+        use rand::seq::IndexedRandom;
+        use rand::{Rng, SeedableRng};
+        let rng = &mut StdRng::seed_from_u64(1);
+        let masks = [
+            Mask::Full,
+            Mask::Causal,
+            Mask::Window { left: None, right: Some(200) },
+            Mask::Window { left: Some(100), right: None },
+            Mask::Window { left: Some(100), right: Some(30) },
+        ];
+        for _ in 0..400 {
+            let mask = *masks.choose(rng).unwrap();
+            let dim = *[64, 128, 192].choose(rng).unwrap();
+            let s = schedule(dim, dim);
+            let problem = Problem { mask: mask.kind(), ..problem(dim, dim) }.with_kv(crate::KvKind::RAGGED);
+            let longest = [0, 1].map(|_| *[1, 64, 100, 700, 2000].choose(rng).unwrap());
+            let lengths: Vec<[u32; 2]> = (0..rng.random_range(1..20))
+                .map(|_| longest.map(|n| if rng.random_bool(0.3) { n } else { rng.random_range(0..=n) }))
+                .collect();
+            let kv_heads = rng.random_range(1..=3);
+            let heads = kv_heads * rng.random_range(1..=4);
+            let bounds = Shape { batch: lengths.len() as u32, heads, kv_heads, q_len: longest[0], kv_len: longest[1], mask };
+            let rows = [0, 1].map(|side| lengths.iter().map(|n| u64::from(n[side])).sum());
+            let plan = plan(&s, &problem, &bounds).unwrap();
+            let waves = plan.waves.unwrap();
+            let limit = *[0, waves.part_bytes * 3 / 2, waves.part_bytes * 5, 1 << 30].choose(rng).unwrap();
+            let waves = plan.within(limit).waves.unwrap().of_rows(rows);
+            let tile = u64::from(s.block_q * block_kv(&problem)) * 2 * u64::from(heads / kv_heads);
+            let (last, most) = laid_out(&lengths, &bounds, |one| slots(&s, block_kv(&problem), one) * tile, &waves);
+            let count = waves.iter().count() as u32;
+            assert!(last < count, "{bounds} {lengths:?}: {last} of {count}");
+            assert!(most <= waves.shared_bytes() && waves.bytes() >= waves.shared_bytes());
+            let front = waves.bytes() - waves.shared_bytes();
+            assert!(waves.bytes() <= limit.max(front + waves.part_bytes), "{} of {limit}", waves.bytes());
+        }
+    }
+
+    #[test]
+    fn packed_sequences_take_what_their_rows_need() {
+        let problem = problem(128, 128).with_kv(crate::KvKind::RAGGED);
+        let shape = shape(8, 32, 8, 2048, 2048, Mask::Causal);
+        let plan = plan(&schedule(128, 128), &problem, &shape).unwrap();
+        assert_eq!(plan.stages().map(|s| s.resident).collect::<Vec<_>>(), [None, Some(16), Some(8), Some(8)]);
+        let waves = plan.waves.unwrap();
+        // Causal tiles of all, and one for each key block for rounding; half of the rows need half.
+        let part = (2..=32).step_by(2).map(|n| (n + 1_u64).min(32)).sum::<u64>() * 128 * 64 * 2 * 4;
+        assert_eq!((waves.part_bytes, waves.iter().count()), (part, 2));
+        assert!(waves.bytes() <= 1 << 30);
+        let half = waves.of_rows([8192, 8192]);
+        assert!(half.iter().eq([(0, 64)]) && half.shared_bytes() < waves.part_bytes * 48, "{}", half.shared_bytes());
     }
 }

@@ -16,6 +16,11 @@ const fn listed(problem: &Problem) -> u32 {
     if problem.program.is_some() { 8 } else { 0 }
 }
 
+/// What a loader says of packed sequences, two at a time with their barriers.
+const fn items(problem: &Problem) -> u32 {
+    if problem.kv.is_dense() { 0 } else { 128 }
+}
+
 /// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, weights
 /// on their way from one warpgroup to the other, barriers.
 pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
@@ -24,7 +29,8 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
     let queries = s.stages * ((qk + v) * s.block_q * 128 + s.block_q * 8 + listed);
     let spilled = 2 * (s.block_q * block_kv * 2 + listed);
     let hand = if is_by_gradient(problem) { 64 * s.block_q * 4 + 16 } else { 0 };
-    blocks + queries + spilled + hand + s.key_stages * 32 + s.stages * 32 + 32 + ALIGNMENT
+    let barriers = s.key_stages * 32 + s.stages * 32 + 32;
+    blocks + queries + spilled + hand + barriers + items(problem) + ALIGNMENT
 }
 
 /// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup,
@@ -32,7 +38,7 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
 pub(super) fn queries_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let (qk, _) = chunks(problem);
     let stage = (qk + 2 * s.row_tiles) * block_kv(problem) * 128 + 16 + listed(problem);
-    s.row_stages * stage + 2 * qk * 64 * 128 + ALIGNMENT
+    s.row_stages * stage + 2 * qk * 64 * 128 + items(problem) + ALIGNMENT
 }
 
 /// Registers of a thread of the stages that hold accumulators where most are live: dK, dV, S and dP, or the tiles of

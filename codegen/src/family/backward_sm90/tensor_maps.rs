@@ -8,10 +8,18 @@ use crate::{Kernel, Schedule};
 /// Elements of one row of a box: 128 bytes.
 const BOX: u32 = 64;
 
-/// What the copy engine moves: of queries Q, dO and dQ, of keys K, V, dK and dV.
+/// Rows of a pack at most.
+const MOST_ROWS: i64 = 1 << 30;
+
+/// What the copy engine moves: of queries Q, dO and dQ, of keys K, V, dK and dV. Packed sequences are one entry of the
+/// batch, with the rows of all.
 fn tensors(args: &BackwardArgs) -> [Tensor; 7] {
-    let (batch, heads, kv_heads) = (args.batch as u64, args.heads as u64, args.kv_heads as u64);
-    let (queries, keys) = ([batch, heads, args.q_len as u64], [batch, kv_heads, args.kv_len as u64]);
+    let (heads, kv_heads) = (args.heads as u64, args.kv_heads as u64);
+    let (batch, rows, keys) = match args.q_begin {
+        0 => (args.batch as u64, args.q_len as u64, args.kv_len as u64),
+        _ => (1, args.q_rows as u64, args.kv_rows as u64),
+    };
+    let (queries, keys) = ([batch, heads, rows], [batch, kv_heads, keys]);
     [
         ("Q", args.q, args.q_stride, queries),
         ("dO", args.dout, args.dout_stride, queries),
@@ -25,6 +33,10 @@ fn tensors(args: &BackwardArgs) -> [Tensor; 7] {
 
 /// Why TMA cannot address the tensors of a backward call, if it cannot ([`crate::unaddressable`]).
 pub fn backward_unaddressable(args: &BackwardArgs) -> Option<String> {
+    let most = args.q_rows.max(args.kv_rows);
+    if args.q_begin != 0 && most > MOST_ROWS {
+        return Some(format!("a pack of {most} rows: TMA counts rows in 31 bits, and tiles may lie past the last"));
+    }
     why_unaddressable(&tensors(args))
 }
 
@@ -42,7 +54,7 @@ impl Kernel {
             let (width, rows) = columns.next().expect("as many as tensors");
             let dims = [u64::from(width), dims[2], dims[1], dims[0], 1];
             // Of a tensor without rows nothing is ever loaded or stored; one that exists keeps the encoder content.
-            let exists = if args.q_len > 0 { args.q } else { args.k };
+            let exists = if tensors(args)[0].3[2] > 0 { args.q } else { args.k };
             let (address, dims) = if dims[1] == 0 { (exists, [u64::from(width), 1, 1, 1, 1]) } else { (address, dims) };
             spec(p.dtype, address, 4, dims, [row, head, batch, 0], [BOX, rows, 1, 1, 1])
         }))
@@ -97,6 +109,16 @@ mod tests {
         assert_eq!((dq.address, dq.dims, dq.tile), (0x5000, q.dims, [64, 64, 1, 1, 1]));
         assert_eq!((dk.address, dk.dims, dv.address, dv.dims), (0x6000, k.dims, 0x7000, v.dims));
         assert_eq!((dk.tile, dv.tile, dv.strides[0]), ([64, 64, 1, 1, 1], [64, 64, 1, 1, 1], 2 * 80));
+    }
+
+    #[test]
+    fn packed_sequences_are_one_entry_with_all_rows() {
+        let packed = BackwardArgs { q_begin: 0x100, kv_begin: 0x200, q_rows: 150, kv_rows: 500, ..args() };
+        let [q, _, k, _, dq, dk, _] = maps(&packed);
+        assert_eq!((q.dims, dq.dims, k.dims, dk.dims), ([96, 150, 6, 1, 1], q.dims, [96, 500, 2, 1, 1], k.dims));
+        let e = backward_unaddressable(&BackwardArgs { kv_rows: (1 << 30) + 1, ..packed }).unwrap();
+        assert!(e.contains("1073741825 rows"), "{e}");
+        assert_eq!(backward_unaddressable(&BackwardArgs { q_stride: [0, 96, 576], ..packed }), None);
     }
 
     #[test]
