@@ -386,7 +386,7 @@ mod tests {
     fn a_wave_has_its_part_of_the_thread_blocks_of_every_stage() {
         let entry = |suffix| StageEntry { suffix, role: StageRole::Wave };
         let stages = [Stage::of(entry("_a"), 60, 32, 0), Stage::of(entry("_b"), 0, 32, 0)];
-        let waves = Waves { parts: 6, part_bytes: 10, part_blocks: 0, limit: 40, sections: [1, 1] };
+        let waves = Waves { parts: 6, part_bytes: 10, part_blocks: 0, limit: 40, sections: [1, 1], packed: None };
         let plan = LaunchPlan::in_waves(stages, waves);
         assert!(!plan.is_empty() && plan.main().is_none());
         let grids = |plan: &LaunchPlan| {

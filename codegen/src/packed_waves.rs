@@ -58,12 +58,14 @@ impl PackedWaves {
         let of_keys = u128::from(part_bytes) * u128::from(all_blocks) / u128::from(blocks.max(1)) + 1;
         let of_queries = u128::from(self.slot_bytes) * u128::from(all_tiles) * u128::from(blocks);
         let least = u128::from(of_batch).min(of_keys).min(of_queries);
-        u64::try_from(least * u128::from(self.heads[1])).unwrap_or(u64::MAX)
+        let slots = least.div_ceil(u128::from(self.slot_bytes.max(1))) * u128::from(self.heads[1]);
+        u64::try_from(slots).unwrap_or(u64::MAX).saturating_mul(self.slot_bytes)
     }
 
-    /// What a wave has room for: within the limit, and at least a part.
+    /// What a wave has room for, in whole slots: within the limit, and at least a part.
     fn room(&self, waves: &Waves) -> u64 {
-        waves.limit.saturating_sub(self.front_bytes()).max(waves.part_bytes)
+        let slots = waves.limit.saturating_sub(self.front_bytes()) / self.slot_bytes.max(1);
+        (slots * self.slot_bytes).max(waves.part_bytes)
     }
 
     /// Bytes that the parts of a wave share.

@@ -402,7 +402,8 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
                 BackwardCase::new(device.clone(), &problem, &shape, &inputs)
             } else {
                 let lengths = vec![[330, 300], [0, 9], [20, 0], [129, 200], [70, 65]];
-                let batch = PackedBatch { heads: 4, kv_heads: 2, mask, lengths, unused: 2, spare: 40, wide: [false, true] };
+                let batch =
+                    PackedBatch { heads: 4, kv_heads: 2, mask, lengths, unused: 2, spare: 40, wide: [false, true] };
                 BackwardCase::packed(device.clone(), &problem, &batch, &inputs)
             };
             let report = case.map_err(|e| e.to_string())?.check(&Loaded(kernel)).map_err(|e| e.to_string())?;

@@ -631,8 +631,9 @@ mod tests {
     #[test]
     fn packed_gradients_are_those_of_families_that_take_packs_and_of_no_other_store() {
         let packed = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap().backward().with_kv(KvKind::RAGGED);
-        let families = [Family::BackwardSm80, Family::BackwardNaive];
+        let families = [Family::BackwardSm90, Family::BackwardSm80, Family::BackwardNaive];
         assert_eq!(Family::candidates(&packed, arch("sm_90a")), families);
+        assert_eq!(Family::candidates(&packed, arch("sm_80")), families[1..]);
         assert_eq!(Family::candidates(&packed, arch("cpu-avx2")), [Family::BackwardCpu]);
         let store = KvStore { element: KvElement::E4m3, ..KvStore::default() };
         let quantised = packed.with_kv(KvKind::Ragged(store));

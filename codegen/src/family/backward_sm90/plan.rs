@@ -258,7 +258,8 @@ mod tests {
                 .collect();
             let kv_heads = rng.random_range(1..=3);
             let heads = kv_heads * rng.random_range(1..=4);
-            let bounds = Shape { batch: lengths.len() as u32, heads, kv_heads, q_len: longest[0], kv_len: longest[1], mask };
+            let bounds =
+                Shape { batch: lengths.len() as u32, heads, kv_heads, q_len: longest[0], kv_len: longest[1], mask };
             let rows = [0, 1].map(|side| lengths.iter().map(|n| u64::from(n[side])).sum());
             let plan = plan(&s, &problem, &bounds).unwrap();
             let waves = plan.waves.unwrap();
