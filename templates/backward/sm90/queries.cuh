@@ -12,8 +12,8 @@ struct QueriesLayout {
     static constexpr int kRows = kRowStages * kBytesStage;
     static constexpr int kWhich = kRows + 2 * kBytesRows;  // of what is listed
     static constexpr int kFull = kWhich + (kListed ? kRowStages * kBytesListed : 0), kEmpty = kFull + kRowStages * 8;
-    static constexpr int kItem = kEmpty + kRowStages * 8;  // of packed sequences
-    static constexpr int kBytes = kItem + (kPacked ? kBytesItems : 0);
+    static constexpr int kEnd = kEmpty + kRowStages * 8, kItem = round_up(kEnd, 16);  // of packed sequences
+    static constexpr int kBytes = kPacked ? kItem + kBytesItems : kEnd;
 };
 using TileRing = Pipeline<kRowStages, QueriesLayout::kFull, QueriesLayout::kEmpty, 0, QueriesLayout::kBytesStage>;
 static_assert(QueriesLayout::kBytes + 1024 == @{ queries_smem_bytes }@, "the shared memory that the host asks for");

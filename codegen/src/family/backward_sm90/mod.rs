@@ -276,11 +276,14 @@ mod tests {
         for (qk, v) in
             [(16, 16), (64, 64), (72, 24), (80, 128), (128, 128), (192, 128), (16, 256), (200, 184), (256, 256)]
         {
-            let problem = problem(qk, v);
-            let space = BackwardSm90Schedule::space(&problem, hopper());
-            assert!(space.len() >= 2, "{space:?}");
-            for s in space {
-                s.resources(&problem).check(hopper(), 1).unwrap();
+            let (dense, program) = (problem(qk, v), crate::score::Program::parse("score = score * 2.0;").unwrap());
+            let packed = dense.with_kv(crate::KvKind::RAGGED);
+            for problem in [dense, packed, packed.with_program(program)] {
+                let space = BackwardSm90Schedule::space(&problem, hopper());
+                assert!(space.len() >= 2, "{space:?}");
+                for s in space {
+                    s.resources(&problem).check(hopper(), 1).unwrap();
+                }
             }
         }
     }

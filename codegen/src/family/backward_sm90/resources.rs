@@ -16,9 +16,9 @@ const fn listed(problem: &Problem) -> u32 {
     if problem.program.is_some() { 8 } else { 0 }
 }
 
-/// What a loader says of packed sequences, two at a time with their barriers.
-const fn items(problem: &Problem) -> u32 {
-    if problem.kv.is_dense() { 0 } else { 128 }
+/// So many bytes, and behind them what a loader says of packed sequences, two at a time with their barriers.
+const fn with_items(problem: &Problem, bytes: u32) -> u32 {
+    if problem.kv.is_dense() { bytes } else { bytes.next_multiple_of(16) + 128 }
 }
 
 /// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, weights
@@ -30,7 +30,7 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
     let spilled = 2 * (s.block_q * block_kv * 2 + listed);
     let hand = if is_by_gradient(problem) { 64 * s.block_q * 4 + 16 } else { 0 };
     let barriers = s.key_stages * 32 + s.stages * 32 + 32;
-    blocks + queries + spilled + hand + barriers + items(problem) + ALIGNMENT
+    with_items(problem, blocks + queries + spilled + hand + barriers) + ALIGNMENT
 }
 
 /// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup,
@@ -38,7 +38,7 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
 pub(super) fn queries_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let (qk, _) = chunks(problem);
     let stage = (qk + 2 * s.row_tiles) * block_kv(problem) * 128 + 16 + listed(problem);
-    s.row_stages * stage + 2 * qk * 64 * 128 + items(problem) + ALIGNMENT
+    with_items(problem, s.row_stages * stage + 2 * qk * 64 * 128) + ALIGNMENT
 }
 
 /// Registers of a thread of the stages that hold accumulators where most are live: dK, dV, S and dP, or the tiles of
