@@ -403,7 +403,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
             } else {
                 let lengths = vec![[330, 300], [0, 9], [20, 0], [129, 200], [70, 65]];
                 let batch =
-                    PackedBatch { heads: 4, kv_heads: 2, mask, lengths, unused: 2, spare: 40, wide: [false, true] };
+                    PackedBatch { heads: 6, kv_heads: 3, mask, lengths, unused: 2, spare: 40, wide: [false, true] };
                 BackwardCase::packed(device.clone(), &problem, &batch, &inputs)
             };
             let report = case.map_err(|e| e.to_string())?.check(&Loaded(kernel)).map_err(|e| e.to_string())?;

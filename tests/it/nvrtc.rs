@@ -197,6 +197,10 @@ fn hopper_backward_kernels_compile_as_they_are_written() {
         let problem = Problem::forward_qk_v(dtype, dims.0, dims.1, MaskKind::ALL[i % 4]).unwrap().backward();
         kernels.push(default_kernel(Family::BackwardSm90, problem, hopper, [4096, 512][i % 2]));
     }
+    for (i, dims) in [(128, 128), (64, 64), (192, 128), (256, 256)].into_iter().enumerate() {
+        let problem = Problem::forward_qk_v(DType::Bf16, dims.0, dims.1, MaskKind::ALL[i]).unwrap().backward();
+        kernels.push(default_kernel(Family::BackwardSm90, problem.with_kv(KvKind::RAGGED), hopper, 1024));
+    }
     for (dim, mask) in [(128, MaskKind { left: true, right: true }), (64, MaskKind::CAUSAL)] {
         let problem = Problem::forward(DType::Bf16, dim, mask).unwrap().backward();
         let space = Schedule::space(Family::BackwardSm90, &problem, hopper);
