@@ -6,9 +6,9 @@ use crate::Waves;
 /// Bytes of a sequence in the table that the first stage leaves, as `SequenceRecord` of the template.
 pub(crate) const SEQUENCE_BYTES: u32 = 64;
 
-/// What bounds packed sequences. A part is a pair of a sequence and a KV head; its bytes are those of dS, in slots of so
-/// many queries by so many keys. Parts are laid out one after the other, each in the wave of the one before where there
-/// is room.
+/// What bounds packed sequences. A part is a pair of a sequence and a KV head; its bytes are those of dS, in slots of
+/// so many queries by so many keys. Parts are laid out one after the other, each in the wave of the one before where
+/// there is room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackedWaves {
     /// Sequences.

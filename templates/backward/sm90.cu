@@ -12,7 +12,8 @@
 // the tiles of dS that its rows have. Each product is computed once, no sum is shared between thread blocks: a
 // reduction of dQ to memory, which is the alternative, costs 1200 to 2400 clocks of a step's 2700.
 //
-// dS of all heads may exceed the scratch memory: the stages run in waves, for some KV heads of the batch at a time.
+// dS of all heads may exceed the scratch memory: the stages run in waves, for some KV heads of the batch at a time. Of
+// packed sequences a stage in front finds from the lengths what each wave has (sequences.cuh).
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>

@@ -25,7 +25,8 @@ struct KeysLayout {
     static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8;
     static constexpr int kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
     static constexpr int kHandFull = kSEmpty + 16, kHandEmpty = kHandFull + 8;
-    static constexpr int kEnd = kSEmpty + 16 + (kByGradient ? 16 : 0), kItem = round_up(kEnd, 16);  // of packed sequences
+    static constexpr int kEnd = kSEmpty + 16 + (kByGradient ? 16 : 0);
+    static constexpr int kItem = round_up(kEnd, 16);  // of packed sequences
     static constexpr int kBytes = kPacked ? kItem + kBytesItems : kEnd;
 };
 // K and V of key blocks: both are emptied when dK and dV, which take their place, are away. V's barrier counts that.

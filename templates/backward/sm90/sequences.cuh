@@ -1,16 +1,16 @@
 // Packed sequences: what the stages compute, found once from the lengths on the device.
 //
-// The first stage orders the sequences by their tiles of dS, longest first (of more than kSequencesThreads as they are),
-// and lays the pairs of a sequence and a KV head into waves one after the other, each of which has room for so many
-// tiles of dS. It leaves, in front of the scratch memory:
+// The first stage orders the sequences by their tiles of dS, the most first (more than kSequencesThreads keep their
+// order), and lays the pairs of a sequence and a KV head into waves one after the other, each of which has room for so
+// many tiles of dS. It leaves, at the start of the scratch memory, which all waves read:
 //
-//   starts    of each wave, and of the end, the first key block and the first row block
-//   sequences a SequenceRecord for each, in their order
-//   owners    of key blocks, and of row blocks: which sequence each is of. Those of all heads share an entry
-//   and behind them the statistics of all queries, and dS of the wave
+//   starts     of each wave, and of the end, the first key block and the first row block
+//   sequences  a SequenceRecord for each, in their order
+//   owners     of key blocks, and of row blocks: whose each is. Those of all heads share an entry
+//   statistics of all queries; and behind them is dS of a wave
 //
-// Blocks are numbered sequence by sequence, of one head by head as far as waves differ. All of it is cut to the bounds
-// that the host knows, whatever the arrays hold.
+// Blocks are numbered sequence by sequence; of one that several waves share, first those of the heads of the first wave.
+// All of it is cut to the bounds that the host knows, whatever the arrays hold.
 
 constexpr int kSequencesThreads = 512;
 static_assert(kSequencesThreads == @{ sequences_threads }@, "the threads that the host launches");
@@ -38,7 +38,7 @@ struct Table {
         row_tiles = a.q_rows / kBlockQ + a.batch;
     }
     static __device__ __forceinline__ i64 padded(i64 bytes) { return (bytes + 127) / 128 * 128; }
-    // The first key block of each wave, and in front of it the first row block.
+    // Of each wave the first key block and the first row block.
     __device__ __forceinline__ uint2* starts() const { return (uint2*)args.backward.scratch; }
     __device__ __forceinline__ int most_waves() const { return args.backward.batch * args.backward.kv_heads; }
     __device__ __forceinline__ SequenceRecord* sequences() const {
@@ -154,9 +154,10 @@ struct Item {
     }
 };
 // One's way from who finds it to who computes it.
-template <int kAt> using ItemRing = Pipeline<kItems, kAt + kItems * kBytesItem, kAt + kItems * (kBytesItem + 8), kAt, kBytesItem>;
+template <int kAt>
+using ItemRing = Pipeline<kItems, kAt + kItems * kBytesItem, kAt + kItems * (kBytesItem + 8), kAt, kBytesItem>;
 
-// An inclusive sum over the threads before. `at`: a sum of each warp.
+// The sum over a thread and those before it, by all threads. `of_warps` has room for one of each warp.
 template <typename T> __device__ __forceinline__ T sum_until(T x, T* of_warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
