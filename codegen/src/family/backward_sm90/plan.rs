@@ -20,8 +20,8 @@ pub(super) fn entries(problem: &Problem) -> &'static [StageEntry] {
 /// Threads of the one block of `sequences`, and what it shares, as `SequencesShared` in the template.
 pub(super) const SEQUENCES_THREADS: u32 = 512;
 pub(super) const SEQUENCES_SMEM_BYTES: u32 = SEQUENCES_THREADS * 52 + SEQUENCES_THREADS / 4 + 16 + 16;
-/// Thread blocks of a multiprocessor over packed sequences, of the stages that multiply and of `statistics`: more even
-/// out unequal lengths, fewer are started in waves that the lengths do not need.
+/// Thread blocks of a multiprocessor over packed sequences, of the stages that multiply where they are not persistent,
+/// and of `statistics`: more even out unequal lengths, fewer are started in waves that the lengths do not need.
 const PACKED_BLOCKS: [u32; 2] = [8, 16];
 
 /// Threads of a block of `keys` and of `queries`: two warpgroups that multiply, and one that copies.
@@ -50,7 +50,7 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
     };
     let packed = !problem.kv.is_dense();
     let persistent = |stage| Stage {
-        resident: if packed { Some(PACKED_BLOCKS[0]) } else { s.is_persistent().then_some(1) },
+        resident: if s.is_persistent() { Some(1) } else { packed.then_some(PACKED_BLOCKS[0]) },
         ..stage
     };
     let [sequences, statistics, keys, queries] = ENTRIES;
@@ -280,7 +280,10 @@ mod tests {
         let problem = problem(128, 128).with_kv(crate::KvKind::RAGGED);
         let shape = shape(8, 32, 8, 2048, 2048, Mask::Causal);
         let plan = plan(&schedule(128, 128), &problem, &shape).unwrap();
-        assert_eq!(plan.stages().map(|s| s.resident).collect::<Vec<_>>(), [None, Some(16), Some(8), Some(8)]);
+        assert_eq!(plan.stages().map(|s| s.resident).collect::<Vec<_>>(), [None, Some(16), Some(1), Some(1)]);
+        let one = BackwardSm90Schedule { key_stages: 1, ..schedule(128, 128) };
+        let uneven = super::plan(&one, &problem, &shape).unwrap();
+        assert_eq!(uneven.stages().map(|s| s.resident).collect::<Vec<_>>(), [None, Some(16), Some(8), Some(8)]);
         let waves = plan.waves.unwrap();
         // Causal tiles of all, and one for each key block for rounding; half of the rows need half.
         let part = (2..=32).step_by(2).map(|n| (n + 1_u64).min(32)).sum::<u64>() * 128 * 64 * 2 * 4;
