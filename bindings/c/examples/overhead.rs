@@ -94,6 +94,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         input_size: 0,
         block_mask: 0,
         weights: std::ptr::null_mut(),
+        q_descale: std::ptr::null(),
+        k_descale: std::ptr::null(),
+        v_descale: std::ptr::null(),
+        q_descale_stride: [0; 2],
+        k_descale_stride: [0; 2],
+        v_descale_stride: [0; 2],
     };
     let mut handle = 0;
     // SAFETY: pointers to live values of the header's types.
