@@ -126,6 +126,11 @@ impl KernelFamily for BackwardSm90Schedule {
             let limit = "backward/sm90 takes head dims up to 256: dK or dV of more do not fit the registers";
             return no("head_dim", widest.to_string(), limit, "use backward/naive");
         }
+        // Their statistics have a log-sum-exp of a row, times log2(e): what that rounds off is no small exponent then.
+        if !problem.kv.is_dense() && problem.reaches_far() {
+            let limit = "backward/sm90 takes no scores far from zero over packed sequences";
+            return no("program", problem.to_string(), limit, "use backward/sm80");
+        }
         let remedy = "use backward/naive";
         program_length::check(Self::NAME, problem, MostOperations::Together(LONGEST_PROGRAM), remedy)
     }
@@ -293,6 +298,20 @@ mod tests {
             BackwardSm90Schedule::supports(&problem, hopper()).unwrap();
         }
         assert!(BackwardSm90Schedule::runs_on("sm_80".parse().unwrap()).is_err());
+    }
+
+    #[test]
+    fn packed_sequences_of_scores_far_from_zero_are_refused() {
+        let of = |text: &str| problem(64, 64).with_program(crate::score::Program::parse(text).unwrap());
+        let supports = |problem| BackwardSm90Schedule::supports(&problem, hopper());
+        let (near, far) = (of("score = 2.0 * tanh(score);"), of("score = select(kv < 7, score, -3.0e38);"));
+        assert!(far.reaches_far() && !near.reaches_far());
+        supports(far).unwrap();
+        supports(near.with_kv(crate::KvKind::RAGGED)).unwrap();
+        let e = supports(far.with_kv(crate::KvKind::RAGGED)).unwrap_err().to_string();
+        for part in ["program", "scores far from zero over packed sequences", "use backward/sm80"] {
+            assert!(e.contains(part), "{e}");
+        }
     }
 
     #[test]
