@@ -260,7 +260,7 @@ fn what_a_newer_build_adds_is_refused_where_it_decides_and_ignored_where_it_tell
     }
     for (place, value) in [
         ("/schedule", json!({"Sm100": {"stages": 2}})),
-        ("/key/problem/dtype", json!("E4m3")),
+        ("/key/problem/dtype", json!("E5m2")),
         ("/key/problem/op", json!("Transpose")),
         ("/key/launches", json!("remote")),
         ("/key/device/arch", json!({"Rocm": 942})),

@@ -70,5 +70,5 @@ impl Sm90Fp8Schedule {
 
 /// The largest multiple of 16 up to `most` that divides the columns.
 fn part_up_to(columns: u32, most: u32) -> u32 {
-    (16..=most).rev().find(|part| part % 16 == 0 && columns % part == 0).unwrap_or(16)
+    (16..=most).rev().find(|part| part.is_multiple_of(16) && columns.is_multiple_of(*part)).unwrap_or(16)
 }
