@@ -143,7 +143,8 @@ pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, emulated: &Ro
             let mut scale = *scale;
             scale.score *= SUM_UNITS;
             let (error, bound) = ((got - want).abs(), lse_bound(&scale, want));
-            if !right && !(error <= bound) {
+            let within = error <= bound;
+            if !right && !within {
                 let place = format!("LSE[batch {}, head {}, row {}]", id.batch, id.head, id.row);
                 let why = format!("{place} is {got:e}, the oracle says {want:e} (bound {bound:.2e})");
                 verdict.failure.get_or_insert(why);
