@@ -104,7 +104,9 @@ struct Consumer {
             for (int i = 0; i < 8; i++) to[8 * step + i] = pack_e4m3(x[2 * i], x[2 * i + 1]);
         }
     }
-    // Pairs as A operands. What an operand is made of must not be an operand of a product that is under way, so that
+    // Pairs as A operands: of 32 keys, word 0 is elements 4t to 4t + 3 of row r (r and t as of accumulators, wgmma.cuh),
+    // word 1 those of row r + 8, words 2 and 3 the same 16 elements further. A thread has the scores of keys 2t, 2t + 1,
+    // 8 + 2t and 9 + 2t of each 16, so that these are what the elements of transposed V are. What an operand is made of must not be an operand of a product that is under way, so that
     // this is left to do when it has ended.
     __device__ __forceinline__ void take(const Pairs& from) {
 #pragma unroll
