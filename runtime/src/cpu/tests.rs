@@ -201,7 +201,10 @@ fn a_panic_of_a_member_goes_on_in_the_thread_that_called() {
     assert_eq!(outcome.unwrap_err().downcast_ref::<&str>(), Option::Some(&"the second member"));
     assert_eq!(calls.load(Ordering::Relaxed), 3);
     // What is left is computed here.
-    run(&Some(0), 5, &|| _ = calls.fetch_add(1, Ordering::Relaxed), || true);
+    let count = || {
+        calls.fetch_add(1, Ordering::Relaxed);
+    };
+    run(&Some(0), 5, &count, || true);
     assert_eq!(calls.load(Ordering::Relaxed), 4);
 }
 
