@@ -14,6 +14,10 @@
 //
 // dS of all heads may exceed the scratch memory: the stages run in waves, for some KV heads of the batch at a time. Of
 // packed sequences a stage in front finds from the lengths what each wave has (sequences.cuh).
+//
+// The last two may be one launch of dense calls, `joint`: while most thread blocks walk over key blocks, some sum dQ of
+// rows whose dS is there, and all do in the end. What a stage leaves idle, as it waits for memory or for its last
+// thread blocks, the other uses.
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
@@ -46,6 +50,8 @@ constexpr int kStages = @{ stages }@;
 constexpr int kKeyStages = @{ key_stages }@;
 constexpr int kRowTiles = @{ row_tiles }@;
 constexpr int kRowStages = @{ row_stages }@;
+constexpr int kDqBlocks = @{ dq_blocks }@;
+#define FT_JOINT @{ joint }@  // dQ beside dK and dV
 
 <% include "lib/cuda/attention/far_rows.cuh" %>
 <% include "backward/sm90/layout.cuh" %>
@@ -59,3 +65,4 @@ constexpr int kRowStages = @{ row_stages }@;
 <% include "backward/sm90/store.cuh" %>
 <% include "backward/sm90/keys.cuh" %>
 <% include "backward/sm90/queries.cuh" %>
+<% include "backward/sm90/joint.cuh" %>

@@ -32,6 +32,7 @@ pub const FILES: &[(&str, &str)] = files![
     "backward/sm80/walk.cuh",
     "backward/sm80/weights.cuh",
     "backward/sm90.cu",
+    "backward/sm90/joint.cuh",
     "backward/sm90/keys.cuh",
     "backward/sm90/layout.cuh",
     "backward/sm90/listed.cuh",

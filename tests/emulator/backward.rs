@@ -382,6 +382,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let text = "mask = q // 170 == kv // 170; score = 2.0 * tanh(score);";
     let problem = match what.split_once(':') {
         Some(("by gradient", _)) => of(136, kind),
+        Some(("joint", _)) => of(24, MaskKind::CAUSAL),
         Some(("program", _)) => of(24, MaskKind::FULL).with_program(Program::parse(text).expect("a program")),
         Some(("packed", _)) => of(24, kind).with_kv(KvKind::RAGGED),
         _ => of(24, kind),
@@ -391,7 +392,11 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let schedule = Schedule::default_for(Family::BackwardSm90, &problem, arch, &bucket).expect("supported");
     let kernel = Kernel { problem, schedule, arch };
     let bounded = Mask::Window { left: Some(130), right: Some(20) };
-    let mask = if problem.program.is_some() { Mask::Full } else { bounded };
+    let mask = match problem.mask {
+        MaskKind::FULL => Mask::Full,
+        MaskKind::CAUSAL => Mask::Causal,
+        _ => bounded,
+    };
     let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 330, kv_len: 300, mask };
     let found = || -> Result<String, String> {
         let device = Machine::open(&kernel, templates, seed)?;

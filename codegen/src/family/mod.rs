@@ -185,7 +185,7 @@ pub(crate) trait KernelFamily: Fields {
     }
 
     /// The entry points of a kernel's module, in the order in which a launch runs them.
-    fn entries(_problem: &Problem) -> &'static [StageEntry] {
+    fn entries(&self, _problem: &Problem) -> &'static [StageEntry] {
         &[StageEntry::MAIN]
     }
 
@@ -568,7 +568,7 @@ impl Schedule {
     }
 
     pub(crate) fn entries(&self, problem: &Problem) -> &'static [StageEntry] {
-        of_family!(self.family(), S, wrap => <S as KernelFamily>::entries(problem))
+        of_schedule!(self, s => KernelFamily::entries(s, problem))
     }
 }
 

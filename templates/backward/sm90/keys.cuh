@@ -25,7 +25,9 @@ struct KeysLayout {
     static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8;
     static constexpr int kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
     static constexpr int kHandFull = kSEmpty + 16, kHandEmpty = kHandFull + 8;
-    static constexpr int kEnd = kSEmpty + 16 + (kByGradient ? 16 : 0);
+    // Which key block a buffer of K and V holds, and the thread block's ticket, where dQ is summed beside.
+    static constexpr int kTaken = kSEmpty + 16 + (kByGradient ? 16 : 0), kTicket = kTaken + 4 * kKeyStages;
+    static constexpr int kEnd = kTaken + (kJoint ? 16 : 0);
     static constexpr int kItem = round_up(kEnd, 16);  // of packed sequences
     static constexpr int kBytes = kPacked ? kItem + kBytesItems : kEnd;
 };
@@ -120,7 +122,7 @@ __device__ __forceinline__ void each_tile(const KernelArgs& args, const Pair& pa
 // Brings K, V, and of each query tile Q with its statistics, and dO. One thread, or a warp where there is a program. It
 // has few registers: V's ring has the position of K's, and dO's that of Q's.
 __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem, const KeyBlock& at, const Pair& pair,
-                                               KeyRing& keys, QueryRing& queries) {
+                                               KeyRing& keys, QueryRing& queries, int index = 0) {
     using L = KeysLayout;
     const bool leads = !kListed || lane() == 0;
     const auto load_values = [&] {
@@ -131,6 +133,7 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
     };
     if (leads) {
         mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
+        if (kJoint) store_shared_4(smem + L::kTaken + keys.stage * 4, u32(index));
         keys.expect(smem, L::kBytesK);
         load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal,
                                     pair.kv_row + at.block * kKeys, pair.kv_head, pair.entry);
@@ -830,19 +833,20 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         }
     }
 #else
+    __device__ __forceinline__ void run(const Visible& visible, const KeyBlock& at) {
+        const Pair pair(args.backward, args.first_pair + at.pair);
+        finish(visible, at, pair, multiply(visible, at, pair));
+    }
     __device__ __forceinline__ void run_all() {
         const Visible visible(args.backward);
         const int count = KeyBlock::count(args);
 #pragma unroll 1
-        for (int i = blockIdx.x; i < count; i += gridDim.x) {
-            const KeyBlock at(args, visible, i);
-            const Pair pair(args.backward, args.first_pair + at.pair);
-            finish(visible, at, pair, multiply(visible, at, pair));
-        }
+        for (int i = blockIdx.x; i < count; i += gridDim.x) run(visible, KeyBlock(args, visible, i));
     }
 #endif
 };
 
+#if !FT_JOINT
 // All key blocks of a thread block: who loads for them, and who takes their dS away.
 #if @{ packed }@
 __device__ __forceinline__ void load_key_blocks(const KernelArgs& args, u32 smem, KeyRing& keys, QueryRing& queries) {
@@ -942,3 +946,4 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }
+#endif

@@ -8,6 +8,7 @@ constexpr bool kByGradient = kKeys == 64;
 static_assert(kByGradient || kKeys == 64 * kWarpgroups, "64 keys of each, or the same");
 // Whether there is a score program: the loaders find which tiles there are, and tell the others.
 constexpr bool kListed = FT_PROGRAM;
+constexpr bool kJoint = FT_JOINT;
 constexpr int kRowBytes = 128;
 constexpr int kChunksQK = div_up(kHeadDimQK, 64), kChunksV = div_up(kHeadDimV, 64);
 // Columns of products: the head dim that instructions are made for.
@@ -78,4 +79,17 @@ __device__ __forceinline__ float exponent_of(float score, const Reference& by) {
 __device__ __forceinline__ char* ds_of(const KernelArgs& args, i64 head_index, i64 slots) {
     const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);
     return (char*)statistics_of(args, heads) + head_index * slots * kBytesSlot;
+}
+
+// Where dQ is summed beside dK and dV, counters lie behind dS of the wave.
+enum Counter { kTickets, kKeyBlocks, kRowBlocks, kCounters = 4 };  // of thread blocks, and of what they have taken
+__device__ __forceinline__ u32* counters_of(const KernelArgs& args, i64 slots) {
+    return (u32*)ds_of(args, args.pairs * (args.backward.heads / args.backward.kv_heads), slots);
+}
+__device__ __forceinline__ int row_blocks(const KernelArgs& args) {
+    return div_up(args.backward.q_len, 128 * kRowTiles);
+}
+// Of each row block of a head of the wave how many key blocks have left their dS of it.
+__device__ __forceinline__ u32* written_of(const KernelArgs& args, i64 head_index, i64 slots) {
+    return counters_of(args, slots) + kCounters + head_index * row_blocks(args);
 }

@@ -10,8 +10,8 @@ struct QueriesLayout {
     // dQ is staged 64 rows of a warpgroup at a time, apart from the ring, which runs on.
     static constexpr int kBytesRows = kChunksQK * 64 * kRowBytes;
     static constexpr int kRows = kRowStages * kBytesStage;
-    static constexpr int kWhich = kRows + 2 * kBytesRows;  // of what is listed
-    static constexpr int kFull = kWhich + (kListed ? kRowStages * kBytesListed : 0), kEmpty = kFull + kRowStages * 8;
+    static constexpr int kWhich = kRows + 2 * kBytesRows;  // of what is listed, or the row block
+    static constexpr int kFull = kWhich + (kListed || kJoint ? kRowStages * 8 : 0), kEmpty = kFull + kRowStages * 8;
     static constexpr int kEnd = kEmpty + kRowStages * 8, kItem = round_up(kEnd, 16);  // of packed sequences
     static constexpr int kBytes = kPacked ? kItem + kBytesItems : kEnd;
 };
@@ -41,14 +41,15 @@ using RowItems = ItemRing<QueriesLayout::kItem>;
 #else
 // Rows of a head, by number. The last rows see the most keys under a causal mask: they come first, of the heads of a
 // section. dS is read once and K by every row block: few heads at a time keep it in L2. A thread block has every
-// gridDim.x-th of them.
+// gridDim.x-th of them. Beside dK and dV rows come in the order in which their dS does.
 struct RowBlock {
     int head_index, tile;  // of the wave; the first of kQueryTiles tiles of 64 rows
     __device__ __forceinline__ RowBlock(const KernelArgs& args, int group, int index) {
         const int blocks = div_up(args.backward.q_len, kRowBlock), whole = args.queries_section * group * blocks;
         const int first = index / whole * args.queries_section, within = index % whole;
         const int members = min_of(args.queries_section, args.pairs - first) * group;
-        head_index = first * group + within % members, tile = (blocks - 1 - within / members) * kQueryTiles;
+        const int nth = within / members;
+        head_index = first * group + within % members, tile = (kJoint ? nth : blocks - 1 - nth) * kQueryTiles;
     }
     static __device__ __forceinline__ int count(const KernelArgs& args, int group) {
         return args.pairs * group * div_up(args.backward.q_len, kRowBlock);
@@ -102,17 +103,25 @@ __device__ __forceinline__ void load_listed(const KernelArgs& args, u32 smem, co
     __syncwarp();
 }
 
-// Brings K and dS. One thread.
+// Brings K and dS. One thread. Beside dK and dV it says which row block this is, in an empty buffer where the rows see
+// nothing.
 __device__ __forceinline__ void load_tiles(const KernelArgs& args, u32 smem, const Visible& visible, const Pair& pair,
-                                           const char* ds, int tile, TileRing& ring) {
+                                           const char* ds, int tile, TileRing& ring, int index = 0) {
     using L = QueriesLayout;
     const Blocks blocks(visible, tile * 64, kRowBlock);
+    if (kJoint && blocks.begin >= blocks.end) {
+        ring.acquire(smem);
+        store_shared_4(smem + L::kWhich + ring.stage * 8, u32(index));
+        ring.commit(smem);
+        ring.advance();
+    }
 #pragma unroll 1
     for (int block = blocks.begin; block < blocks.end; block++) {
         const Written written(visible, block);
         const int from = max_of(tile, written.begin), to = min_of(tile + kQueryTiles, written.end);
         const int bytes = max_of(to - from, 0) * kBytesTile;
         ring.acquire(smem);
+        if (kJoint) store_shared_4(smem + L::kWhich + ring.stage * 8, u32(index));
         ring.expect(smem, L::kBytesK + bytes);
         // The tiles of a key block lie one behind the other.
         if (bytes > 0)
@@ -223,7 +232,7 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
         if (lane() == 0) ring.release(smem);
         ring.advance();
     }
-    if (kListed) {
+    if (kListed || (kJoint && blocks.begin >= blocks.end)) {
         __syncwarp();
         if (lane() == 0) ring.release(smem);
         ring.advance();
@@ -251,6 +260,7 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
     __syncwarp();
 }
 
+#if !FT_JOINT
 // All row blocks of a thread block: who loads for them, and who sums.
 #if @{ packed }@
 __device__ __forceinline__ void load_row_blocks(const KernelArgs& args, u32 smem, TileRing& ring) {
@@ -345,3 +355,4 @@ extern "C" __global__ void __launch_bounds__(kQueriesThreads, 1)
         if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }
+#endif

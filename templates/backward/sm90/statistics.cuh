@@ -64,17 +64,30 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
     }
 }
 #else
+// Those of the next launch. There may be thread blocks without rows, so that they are cleared in any case.
+__device__ __forceinline__ void clear_counters(const KernelArgs& args, int rows, i64 index, int part) {
+    constexpr int kRows = 128 * kRowTiles;
+    if (part != 0 || (index != 0 && index % max_of(rows, 1) % kRows != 0)) return;
+    const i64 slots = Visible(args.backward).slots();
+    if (index == 0) {
+        for (int i = 0; i < kCounters; i++) counters_of(args, slots)[i] = 0;
+    }
+    if (rows > 0) written_of(args, index / rows, slots)[index % rows / kRows] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
     @{ entry }@_statistics(const __grid_constant__ KernelArgs args) {
     const BackwardArgs& a = args.backward;
     const int rows = round_up(a.q_len, kBlockQ), group = a.heads / a.kv_heads;
     const i64 index = i64(blockIdx.x) * (kStatisticsThreads / kRowThreads) + threadIdx.x / kRowThreads;
-    const i64 head_index = index / rows;  // of the wave
-    const int row = int(index % rows), part = threadIdx.x % kRowThreads;
-    const i64 all_heads = i64(args.first_pair) * group + head_index;
-    const int batch = int(all_heads / a.heads), head = int(all_heads % a.heads);
+    const i64 head_index = index / max_of(rows, 1);  // of the wave
+    const int row = int(index % max_of(rows, 1)), part = threadIdx.x % kRowThreads;
     let_next_launch_begin();
     wait_for_launch_before();
+    if (kJoint) clear_counters(args, rows, index, part);
+    if (rows == 0) return;
+    const i64 all_heads = i64(args.first_pair) * group + head_index;
+    const int batch = int(all_heads / a.heads), head = int(all_heads % a.heads);
     float sum = 0.0f;
     if (row < a.q_len && part * 8 < kHeadDimV) sum = sum_of_part(a, batch, head, row, part);
 #pragma unroll

@@ -146,6 +146,28 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "            if constexpr (kListed) {",
         "the oracle says|deadlock",
     ],
+    // dQ beside dK and dV.
+    [
+        "joint: the last row block is not taken",
+        "backward/sm90/joint.cuh",
+        "while (next < count) {",
+        "while (next < count - 1) {",
+        "the oracle says",
+    ],
+    [
+        "joint: tiles of other rows",
+        "backward/sm90/queries.cuh",
+        "        if (kJoint) store_shared_4(smem + L::kWhich + ring.stage * 8, u32(index));\n        ring.expect",
+        "        if (kJoint) store_shared_4(smem + L::kWhich + ring.stage * 8, u32(index / 2));\n        ring.expect",
+        "the oracle says|different bytes|deadlock",
+    ],
+    [
+        "joint: a key block's number before the last one is read",
+        "backward/sm90/joint.cuh",
+        "kWarpgroups + 1);  // also",
+        "kWarpgroups);  // also",
+        "deadlock|the oracle says|arrive|phase|bytes",
+    ],
     // Score programs.
     [
         "program: no slope",

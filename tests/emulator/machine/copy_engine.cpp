@@ -30,6 +30,7 @@ struct Copy {
     Thread* thread;
     u8* flat;  // instead of a tensor: so many bytes as they lie
     u32 bytes;
+    u32 group;  // of stores: how many groups the thread had committed before
 };
 std::vector<Copy> copies;
 
@@ -74,7 +75,7 @@ template <typename... Coordinates>
 void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
     maybe_switch(8);
     if (shared % 1024) fail("a copy at shared address %u: the swizzle repeats every 1024 bytes", shared);
-    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running, nullptr, 0};
+    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running, nullptr, 0, running->groups};
     if (ranks == 0 || ranks >> kernel.cluster) fail("a copy to blocks %x of the cluster", ranks);
     // A block of the cluster may have it long before another.
     for (; c.rank < u32(kernel.cluster); c.rank++) {
@@ -89,7 +90,8 @@ void issue_flat(bool load, u32 shared, const void* global, u32 bytes, u32 mbarri
     if (bytes == 0 || bytes % 16 || shared % 16 || reinterpret_cast<u64>(global) % 16)
         fail("a copy of %u bytes between %p and shared address %u: multiples of 16 are wanted", bytes, global, shared);
     if (load) begin_async_write(running->rank, shared, bytes);
-    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, static_cast<u8*>(const_cast<void*>(global)), bytes});
+    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, static_cast<u8*>(const_cast<void*>(global)), bytes,
+                      running->groups});
 }
 
 void perform_flat(const Copy& c) {
@@ -177,12 +179,11 @@ void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache
     cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, mbarrier);
 }
 void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes) { issue_flat(false, from, to, bytes, 0); }
-void cp_async_bulk_commit_group() {}
+void cp_async_bulk_commit_group() { running->groups++; }
 void cp_async_bulk_wait_group_read(u32 pending) {
-    if (pending) fail("cp.async.bulk.wait_group.read %u is not emulated", pending);
     for (;;) {
         bool open = false;
-        for (const Copy& c : copies) open |= !c.load && c.thread == running;
+        for (const Copy& c : copies) open |= !c.load && c.thread == running && c.group + pending < running->groups;
         if (!open) return;
         block("its stores", 0, 0);
     }

@@ -29,6 +29,7 @@ struct Thread {
     const char* waits_for;  // why it cannot run, or null
     u32 waits_on[2];
     u32 fences;             // how often it has ordered its writes before asynchronous reads
+    u32 groups;             // of its copies from shared memory that it has committed
     u32 registers;
 };
 

@@ -100,6 +100,7 @@ void ld_shared_u16(u16& d, u32 address);
 void st_shared_u16(u32 address, u16 x);
 void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 address, u32 a, u32 b, u32 c, u32 d);
 void fence_proxy_async_shared__cta();
+void fence_proxy_async();
 
 // ------------------------------------------------------------------------------------------------------ barriers
 

@@ -258,7 +258,7 @@ std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
     for (int i = 0; i < all_threads(); i++) {
         Thread& t = threads[i];
         t.number = i, t.index = i % kernel.threads, t.rank = i / kernel.threads;
-        t.done = false, t.fences = 0, t.registers = registers < 256 ? registers : 256;
+        t.done = false, t.fences = 0, t.groups = 0, t.registers = registers < 256 ? registers : 256;
         wake(t);
     }
     const auto alive = [] { return living[0] > 0 || living[1] > 0; };

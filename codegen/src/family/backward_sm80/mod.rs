@@ -203,7 +203,7 @@ impl KernelFamily for BackwardSm80Schedule {
         self.blocks_per_sm
     }
 
-    fn entries(_: &Problem) -> &'static [StageEntry] {
+    fn entries(&self, _: &Problem) -> &'static [StageEntry] {
         &[STATISTICS, KEYS, StageEntry::MAIN]
     }
 

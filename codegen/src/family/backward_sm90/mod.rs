@@ -15,7 +15,7 @@ use crate::family::program_length::{self, MostOperations};
 use crate::launch::{LaunchPlan, StageEntry};
 use crate::packed_waves::SEQUENCE_BYTES;
 use crate::traffic::Walk;
-use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use crate::{Arch, Constraint, DType, Error, KvKind, Op, Problem, Resources, Result, Shape, ShapeBucket};
 
 /// Head dim up to which the accumulators of dK and dV are registers of one warpgroup, beside S and dP.
 const WIDEST_OF_BOTH: u32 = 128;
@@ -35,6 +35,16 @@ fn block_kv(problem: &Problem) -> u32 {
     if is_by_gradient(problem) { 64 } else { 128 }
 }
 
+/// Queries and keys up to which dQ is summed beside dK and dV.
+const MOST_ROWS_OF_JOINT: u32 = 4096;
+/// Most thread blocks of 128 that begin with dQ.
+const MOST_DQ_BLOCKS: u32 = 64;
+
+/// Whether there is a kernel that sums dQ beside dK and dV.
+fn can_be_joint(problem: &Problem) -> bool {
+    problem.program.is_none() && problem.kv == KvKind::Dense && !is_by_gradient(problem)
+}
+
 schedule! {
     /// Tiles of the three stages of `backward/sm90`.
     pub struct BackwardSm90Schedule {
@@ -51,6 +61,9 @@ schedule! {
         pub row_stages: u32 => code, number("rs");
         /// MiB of Q and dO that are walked together under a causal mask.
         pub section_mib: u32 => launch, number("l2x");
+        /// Of 128 thread blocks those that sum dQ while the others walk over key blocks, in one launch; with 0 dQ is a
+        /// launch of its own.
+        pub dq_blocks: u32 => code, number_unless(0, "dq");
     }
 }
 
@@ -63,11 +76,23 @@ impl BackwardSm90Schedule {
     /// Of packed sequences, which are rarely of one length, the same: 8 of 2048 take 1569 us with one buffer and eight
     /// times as many thread blocks as run at a time, 2134 in strides; 256 of 8 to 512, of 12 heads of dim 64, take 611
     /// in strides and steps of 64 queries, 674 in steps of 128, 680 with more thread blocks.
+    ///
+    /// dQ beside dK and dV, head dim 128: 545 against 536 at 4096, 587 against 554 with 4 GiB of scratch memory, 426
+    /// against 411 at 512; causal 267 against 240 at 512, 501 against 498 at 4096, and 481 against 410 with 8 of 32
+    /// heads. At 16,384, where waves are of few pairs, 463 against 539: rows that are ready last wait for one another.
     fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
         if is_by_gradient(problem) {
             let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.div_ceil(64));
             let stages = if qk + v > 6 { 2 } else { 3 };
-            return Self { block_q: 64, stages, key_stages: 1, row_tiles: 1, row_stages: 3, section_mib: 24 };
+            return Self {
+                block_q: 64,
+                stages,
+                key_stages: 1,
+                row_tiles: 1,
+                row_stages: 3,
+                section_mib: 24,
+                dq_blocks: 0,
+            };
         }
         // A program's change of the score spills with 128 queries: each thread has 64 scores and as many of dP.
         let changes = problem.program.is_some_and(|p| p.cost_of_a_score()[1] > 0);
@@ -75,21 +100,33 @@ impl BackwardSm90Schedule {
         let packed = !problem.kv.is_dense();
         let short = packed && bucket.q_len <= 512;
         let narrow = !changes && widest <= 64 && !short;
+        let joint =
+            can_be_joint(problem) && !problem.mask.left && bucket.q_len.max(bucket.kv_len) <= MOST_ROWS_OF_JOINT;
+        let dq_blocks = match (joint, problem.mask.right) {
+            (false, _) => 0,
+            (true, false) => 21,
+            (true, true) => 8,
+        };
         let uneven = match packed {
             true => !short,
-            false => problem.mask.right && !problem.mask.left && bucket.q_len > 1024,
+            false => problem.mask.right && !problem.mask.left && bucket.q_len > 1024 && !joint,
         };
         let key_stages = if uneven { 1 } else { 2 };
         let (block_q, stages) = match narrow {
             true => (128, if uneven { 3 } else { 2 }),
             false => (64, if short && widest <= 64 { 4 } else { 2 }),
         };
-        Self { block_q, stages, key_stages, row_tiles: 2, row_stages: 2, section_mib: 24 }
+        Self { block_q, stages, key_stages, row_tiles: 2, row_stages: 2, section_mib: 24, dq_blocks }
     }
 
     /// Whether thread blocks are persistent.
     const fn is_persistent(&self) -> bool {
         self.key_stages > 1
+    }
+
+    /// Whether dQ is summed in the launch of dK and dV.
+    const fn is_joint(&self) -> bool {
+        self.dq_blocks > 0
     }
 
     /// Query rows of a thread block of `queries`.
@@ -151,7 +188,7 @@ impl KernelFamily for BackwardSm90Schedule {
     }
 
     fn space(problem: &Problem, arch: Arch) -> Vec<Self> {
-        let sizes = [512, 4096].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
+        let sizes = [512, 4096, 16384].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
         let mut all = sizes.map(|bucket| Self::default_for(problem, &bucket)).to_vec();
         for s in all.clone() {
             if is_by_gradient(problem) {
@@ -161,6 +198,7 @@ impl KernelFamily for BackwardSm90Schedule {
             all.extend([
                 Self { key_stages: 3 - s.key_stages, stages: 2, ..s },
                 Self { block_q: 192 - s.block_q, stages: 2, key_stages: 1, row_tiles: 1, ..s },
+                Self { dq_blocks: 0, ..s },
             ]);
         }
         all.sort_unstable();
@@ -184,6 +222,16 @@ impl KernelFamily for BackwardSm90Schedule {
             if !(1..=2).contains(&value) {
                 return no(field, value, "one or two");
             }
+        }
+        if self.dq_blocks > MOST_DQ_BLOCKS {
+            return no("dq_blocks", self.dq_blocks, "at most 64 of 128 thread blocks");
+        }
+        if self.is_joint() && !can_be_joint(problem) {
+            return no(
+                "dq_blocks",
+                self.dq_blocks,
+                "0 with a score program, of packed sequences, and above head dim 128",
+            );
         }
         if is_by_gradient(problem) && self.block_q != 64 {
             return no("block_q", self.block_q, "64 above head dim 128");
@@ -214,12 +262,13 @@ impl KernelFamily for BackwardSm90Schedule {
             ("sequence_bytes", SEQUENCE_BYTES.to_string()),
             ("keys_smem_bytes", resources::keys_smem_bytes(problem, self).to_string()),
             ("queries_smem_bytes", resources::queries_smem_bytes(problem, self).to_string()),
+            ("joint", u32::from(self.is_joint()).to_string()),
             ("wgmma_instructions", wgmma::instructions_by_depth(problem.dtype, &widths)),
         ]);
     }
 
-    fn entries(problem: &Problem) -> &'static [StageEntry] {
-        plan::entries(problem)
+    fn entries(&self, problem: &Problem) -> &'static [StageEntry] {
+        plan::entries(self, problem)
     }
 
     fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
@@ -244,9 +293,11 @@ mod tests {
         "sm_90a".parse().unwrap()
     }
 
+    /// With dQ in a launch of its own.
     pub(super) fn schedule(qk: u32, v: u32) -> BackwardSm90Schedule {
         let bucket = ShapeBucket { q_len: 512, kv_len: 512, ..Default::default() };
-        BackwardSm90Schedule::default_for(&problem(qk, v), &bucket)
+        let default = BackwardSm90Schedule::default_for(&problem(qk, v), &bucket);
+        BackwardSm90Schedule { dq_blocks: 0, ..default }
     }
 
     /// What ptxas keeps in registers, and what it serialises products for.
@@ -269,6 +320,27 @@ mod tests {
     fn names_say_what_differs_from_most() {
         assert_eq!(schedule(128, 128).to_string(), "q64-s2-ks2-rows2-rs2-l2x24");
         assert_eq!(BackwardSm90Schedule { key_stages: 1, ..schedule(64, 64) }.to_string(), "q128-s2-rows2-rs2-l2x24");
+        let joint = BackwardSm90Schedule { dq_blocks: 21, ..schedule(128, 128) };
+        assert_eq!(joint.to_string(), "q64-s2-ks2-rows2-rs2-l2x24-dq21");
+    }
+
+    #[test]
+    fn only_what_has_a_joint_kernel_sums_dq_in_it() {
+        let says = |dq_blocks, problem: Problem| {
+            let s = BackwardSm90Schedule { dq_blocks, ..schedule(problem.head_dim_qk, problem.head_dim_v) };
+            KernelFamily::validate(&s, &problem, hopper()).map_err(|e| e.to_string())
+        };
+        let program = crate::score::Program::parse("mask = kv <= q;").unwrap();
+        for (most, problem) in [
+            (64, problem(128, 128)),
+            (64, problem(16, 72)),
+            (0, problem(136, 128)),
+            (0, problem(64, 64).with_program(program)),
+            (0, problem(64, 64).with_kv(KvKind::RAGGED)),
+        ] {
+            says(most, problem).unwrap();
+            assert!(says(most + 1, problem).unwrap_err().contains("dq_blocks"), "{problem}");
+        }
     }
 
     #[test]

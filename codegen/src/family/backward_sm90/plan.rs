@@ -10,11 +10,17 @@ const fn entry(suffix: &'static str) -> StageEntry {
 }
 
 /// Of packed sequences which key blocks and row blocks a wave has; D and log-sum-exps; dK, dV and dS; dQ.
-const ENTRIES: [StageEntry; 4] = [entry("_sequences"), entry("_statistics"), entry("_keys"), entry("_queries")];
+const APART: [StageEntry; 4] = [entry("_sequences"), entry("_statistics"), entry("_keys"), entry("_queries")];
+/// The last two in one, of dense calls.
+const JOINT: [StageEntry; 2] = [entry("_statistics"), entry("_joint")];
 
 /// The stages of a problem.
-pub(super) fn entries(problem: &Problem) -> &'static [StageEntry] {
-    if problem.kv.is_dense() { &ENTRIES[1..] } else { &ENTRIES }
+pub(super) fn entries(s: &BackwardSm90Schedule, problem: &Problem) -> &'static [StageEntry] {
+    match (s.is_joint(), problem.kv.is_dense()) {
+        (true, _) => &JOINT,
+        (false, true) => &APART[1..],
+        (false, false) => &APART,
+    }
 }
 
 /// Threads of the one block of `sequences`, and what it shares, as `SequencesShared` in the template.
@@ -28,6 +34,9 @@ const PACKED_BLOCKS: [u32; 2] = [8, 16];
 pub(super) const THREADS: u32 = 384;
 /// Threads of a block of `statistics`.
 const STATISTICS_THREADS: u32 = 256;
+
+/// Counters of a joint stage beside those of its row blocks.
+const COUNTERS: u64 = 4;
 
 /// Query rows of a thread block of `statistics`: each has a thread for 8 elements of O, to a power of two from 8 on.
 pub(super) fn statistics_rows(problem: &Problem) -> u32 {
@@ -53,22 +62,28 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
         resident: if s.is_persistent() { Some(1) } else { packed.then_some(PACKED_BLOCKS[0]) },
         ..stage
     };
-    let [sequences, statistics, keys, queries] = ENTRIES;
+    let [sequences, statistics, keys, queries] = APART;
     let key_blocks = u64::from(shape.kv_len.div_ceil(block_kv(problem)));
     let row_blocks = u64::from(shape.q_len.div_ceil(s.row_block())) * group;
-    let of_rows = stage(statistics, rows / u64::from(statistics_rows(problem)), STATISTICS_THREADS, 0)?;
+    let [keys_smem, queries_smem] = [resources::keys_smem_bytes(problem, s), resources::queries_smem_bytes(problem, s)];
+    // Where there is a joint stage they clear its counters, of calls without queries as well.
+    let of_rows = (rows / u64::from(statistics_rows(problem))).max(s.is_joint().into());
+    let of_rows = stage(statistics, of_rows, STATISTICS_THREADS, 0)?;
     let of_rows = Stage { resident: packed.then_some(PACKED_BLOCKS[1]), ..of_rows };
-    let stages = [
-        of_rows,
-        persistent(stage(keys, key_blocks, THREADS, resources::keys_smem_bytes(problem, s))?),
-        persistent(stage(queries, row_blocks, THREADS, resources::queries_smem_bytes(problem, s))?),
-    ];
+    let stages = if s.is_joint() {
+        let joint = stage(JOINT[1], key_blocks + row_blocks, THREADS, keys_smem.max(queries_smem))?;
+        vec![of_rows, Stage { resident: Some(1), ..joint }]
+    } else {
+        let keys = persistent(stage(keys, key_blocks, THREADS, keys_smem)?);
+        vec![of_rows, keys, persistent(stage(queries, row_blocks, THREADS, queries_smem)?)]
+    };
     let tile_bytes = u64::from(s.block_q) * u64::from(block_kv(problem)) * 2;
     let ds_bytes = slots(s, block_kv(problem), shape) * tile_bytes * group;
     let parts = pairs as u32;
     let section = section(s, problem, shape, group);
     // Statistics are two numbers of 4 bytes a row.
-    let part_bytes = rows * 8 + ds_bytes;
+    let counters = if s.is_joint() { ((COUNTERS + row_blocks) * 4).next_multiple_of(128) } else { 0 };
+    let part_bytes = rows * 8 + ds_bytes + counters;
     let part_blocks = if problem.mask.right || problem.mask.left { 0 } else { key_blocks as u32 };
     let waves = Waves { parts, part_bytes, part_blocks, limit: SCRATCH_LIMIT, sections: [section; 2], packed: None };
     if !packed {
@@ -180,6 +195,24 @@ mod tests {
         let vast = shape(1 << 14, 1 << 10, 1 << 10, 1 << 14, 1, Mask::Full);
         let e = plan(&schedule(128, 128), &problem(128, 128), &vast).unwrap_err().to_string();
         assert!(e.contains("split the batch"), "{e}");
+    }
+
+    /// The statistics, which clear the counters, have a thread block of every pair even where there are no queries.
+    #[test]
+    fn a_joint_stage_has_counters() {
+        let s = BackwardSm90Schedule { dq_blocks: 21, ..schedule(128, 128) };
+        for (q_len, kv_len, grids, bytes) in [
+            (1000, 300, [6 * 1024 * 2 / 16, 6 * (3 + 2 * 4)], 128),
+            (0, 300, [6, 18], 128),
+            (4200, 0, [6 * 528, 6 * 34], 256),
+        ] {
+            let shape = shape(2, 6, 3, q_len, kv_len, Mask::Full);
+            let [apart, joint] = [schedule(128, 128), s].map(|s| plan(&s, &problem(128, 128), &shape).unwrap());
+            assert_eq!(joint.stages().map(|s| s.grid).collect::<Vec<_>>(), grids, "{shape}");
+            assert_eq!(joint.stages().last().unwrap().resident, Some(1));
+            let [apart, joint] = [apart, joint].map(|plan| plan.waves.unwrap().part_bytes);
+            assert_eq!(joint - apart, bytes);
+        }
     }
 
     /// Every tile with a live pair has a slot; without a window on both sides no key block has more than it needs.

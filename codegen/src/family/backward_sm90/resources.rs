@@ -29,15 +29,17 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
     let queries = s.stages * ((qk + v) * s.block_q * 128 + s.block_q * 8 + listed);
     let spilled = 2 * (s.block_q * block_kv * 2 + listed);
     let hand = if is_by_gradient(problem) { 64 * s.block_q * 4 + 16 } else { 0 };
+    let taken = if s.is_joint() { 16 } else { 0 };
     let barriers = s.key_stages * 32 + s.stages * 32 + 32;
-    with_items(problem, blocks + queries + spilled + hand + barriers) + ALIGNMENT
+    with_items(problem, blocks + queries + spilled + hand + barriers + taken) + ALIGNMENT
 }
 
 /// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup,
 /// barriers.
 pub(super) fn queries_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let (qk, _) = chunks(problem);
-    let stage = (qk + 2 * s.row_tiles) * block_kv(problem) * 128 + 16 + listed(problem);
+    let which = if s.is_joint() { 8 } else { listed(problem) };
+    let stage = (qk + 2 * s.row_tiles) * block_kv(problem) * 128 + 16 + which;
     with_items(problem, s.row_stages * stage + 2 * qk * 64 * 128) + ALIGNMENT
 }
 
@@ -66,6 +68,7 @@ mod tests {
         };
         assert_eq!(bytes(128, 128, &|_| {}), (231_584, 230_432));
         assert_eq!(bytes(128, 128, &|s| s.key_stages = 1), (166_016, 230_432));
+        assert_eq!(bytes(128, 128, &|s| s.dq_blocks = 1), (231_600, 230_448));
         assert_eq!(bytes(64, 64, &|_| {}), (199_840, 181_280));
         assert_eq!(bytes(64, 64, &|s| (s.stages, s.key_stages) = (3, 1)), (200_864, 181_280));
         assert_eq!(bytes(64, 64, &|s| (s.block_q, s.stages, s.key_stages) = (64, 4, 1)), (134_336, 181_280));

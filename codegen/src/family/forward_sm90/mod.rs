@@ -313,7 +313,7 @@ impl KernelFamily for Sm90Schedule {
         self.biases(problem)
     }
 
-    fn entries(problem: &Problem) -> &'static [StageEntry] {
+    fn entries(&self, problem: &Problem) -> &'static [StageEntry] {
         mask_metadata::entries(problem)
     }
 

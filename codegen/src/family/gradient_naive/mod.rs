@@ -122,7 +122,7 @@ impl KernelFamily for GradientNaiveSchedule {
         Resources { threads: self.threads, smem_bytes: self.smem_bytes(problem), registers: 32 }
     }
 
-    fn entries(_: &Problem) -> &'static [StageEntry] {
+    fn entries(&self, _: &Problem) -> &'static [StageEntry] {
         &[CLEAR, PLACES, StageEntry::MAIN]
     }
 

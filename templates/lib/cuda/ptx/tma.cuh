@@ -39,8 +39,15 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 // Waits until they have written all of it.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Waits until all groups but the latest one have.
+__device__ __forceinline__ void tma_store_wait_but_one() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }
+
 // Orders this thread's ordinary writes to shared memory before what TMA and the tensor cores read of it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same of all memory: of what copies wrote before what this thread tells others, and of what it was told before
+// copies that read it.
+__device__ __forceinline__ void fence_async_proxy_everywhere() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 constexpr u64 kEvictNormal = 0x1000000000000000;
 constexpr u64 kEvictFirst = 0x12f0000000000000;
