@@ -191,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     let_next_launch_begin();
     const bool begins_with_keys = int(load_shared_4(smem + KeysLayout::kTicket)) < thread_blocks_of_keys(args);
     if (role == kLoader) {
-        registers_give_back<40>();
+        // Who finds rows and tiles spills with less.
+        registers_give_back<56>();
         if (begins_with_keys) {
             if (threadIdx.x % 128 == 0) load_key_blocks(args, smem, visible, counters);
             if (threadIdx.x % 128 == 32) send_key_blocks(args, smem, visible, group);
@@ -199,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
         change_over(smem);
         if (threadIdx.x % 128 == 0) load_row_blocks(args, smem, visible, group, counters);
     } else {
-        registers_take<232>();
+        registers_take<224>();
         if (begins_with_keys) {
             KeysConsumer<true, true> me{args, smem, role};
 #pragma unroll 1
