@@ -210,6 +210,21 @@ fn hopper_backward_kernels_compile_as_they_are_written() {
 }
 
 /// Stores of every kind, and programs with each of their parts.
+/// Programs take registers beside the sums, so that up to 172 bytes are spilled; more would be another kernel.
+#[test]
+fn hopper_gradients_of_packed_programs_compile() {
+    if common::nvrtc_or_skip("hopper_gradients_of_packed_programs_compile").is_none() {
+        return;
+    }
+    let kernels = PROGRAMS.into_iter().enumerate().step_by(2).map(|(i, text)| {
+        let program = flashtune::Program::parse(text).unwrap();
+        let problem = Problem::forward(DType::Bf16, [64, 128][i / 2 % 2], MaskKind::FULL).unwrap().backward();
+        let packed = problem.with_program(program).with_kv(KvKind::RAGGED);
+        default_kernel(Family::BackwardSm90, packed, arch("sm_90a"), 1024)
+    });
+    compile_all(&kernels.collect::<Vec<_>>(), 192);
+}
+
 #[test]
 fn plain_ragged_kernels_compile_without_spills() {
     if common::nvrtc_or_skip("plain_ragged_kernels_compile_without_spills").is_none() {

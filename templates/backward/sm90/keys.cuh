@@ -472,8 +472,8 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             float slope[4];
             const auto row_at = [&](int e) { return min_of(query + j * 8 + e, a.q_len - 1); };
             const int of_head = pair.head(step.head);
-            const Reference by[2] = {reference_of(a, pair.batch, of_head, row_at(0), lse.x),
-                                     reference_of(a, pair.batch, of_head, row_at(1), lse.y)};
+            const Reference by[2] = {reference_of(args.backward, pair.batch, of_head, row_at(0), lse.x),
+                                     reference_of(args.backward, pair.batch, of_head, row_at(1), lse.y)};
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = row_at(e % 2);
