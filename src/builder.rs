@@ -52,8 +52,8 @@ impl Builder {
         self
     }
 
-    /// Which threads run kernels where the engine opens the CPU; [`Threads::Own`] when not said. Another device takes no
-    /// note of it.
+    /// Which threads run kernels where the engine opens the CPU; [`Threads::Own`] when not said. Another device takes
+    /// no note of it.
     pub fn threads(mut self, threads: Threads) -> Self {
         self.threads = threads;
         self

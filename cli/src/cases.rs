@@ -129,8 +129,8 @@ pub struct CaseArgs {
     /// Element types: f16, bf16, f32; for forward passes also e4m3, with O in bf16
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub dtype: Vec<DType>,
-    /// How products of f32 are computed: exact, or by TF32 products of tensor cores, tf32x3 (as when absent, where a GPU
-    /// has them) or tf32
+    /// How products of f32 are computed: exact, or by TF32 products of tensor cores, tf32x3 (as when absent, where a
+    /// GPU has them) or tf32
     #[arg(long, value_name = "PRECISION")]
     pub precision: Option<Precision>,
     /// Head dims of Q and K: 1 to 256; a GPU pads those that are no multiples of 8

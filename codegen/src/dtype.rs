@@ -15,7 +15,8 @@ pub enum DType {
     Bf16,
     /// IEEE binary32.
     F32,
-    /// OCP FP8 with 4 bits of exponent and 3 of mantissa, of Q, K and V alone, each with a scale per sequence and KV head.
+    /// OCP FP8 with 4 bits of exponent and 3 of mantissa, of Q, K and V alone, each with a scale per sequence and KV
+    /// head.
     E4m3,
 }
 

@@ -271,7 +271,8 @@ impl Problem {
     }
 
     /// The problem that computes the same over rows that are padded with zeros: one whose head dims families on tensor
-    /// cores take. The softmax scale stays that of this one. Rows of e4m3 are not copied: elements of 16 and 32 bits are.
+    /// cores take. The softmax scale stays that of this one. Rows of e4m3 are not copied: elements of 16 and 32 bits
+    /// are.
     pub fn padded(self) -> Self {
         if self.dtype == DType::E4m3 {
             return self;

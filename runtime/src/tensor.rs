@@ -245,8 +245,8 @@ impl ForwardCall {
     /// The same call with scales of `e4m3` operands.
     ///
     /// # Errors
-    /// [`Error::Tensor`] for scales beside another dtype, of another shape, with negative strides, or at an address that
-    /// is null or no multiple of 4.
+    /// [`Error::Tensor`] for scales beside another dtype, of another shape, with negative strides, or at an address
+    /// that is null or no multiple of 4.
     pub fn with_descales(mut self, descales: &Descales) -> Result<Self> {
         let shape = [self.shape.batch, self.shape.kv_heads].map(u64::from);
         let check = |name: &'static str, scale: Option<Descale>| -> Result<(u64, [i64; 2])> {

@@ -74,7 +74,8 @@ typedef struct {
     _Alignas(64) int32_t begin[PANEL];  /* keys that it attends to by the window; none of an empty row */
     _Alignas(64) int32_t end[PANEL];
 #if PROGRAM_FAR
-    /* Of a far row its maximum is in the place of the log-sum-exp, and here is the logarithm by 2 of its sum; else 0. */
+    /* Of a far row its maximum is in the place of the log-sum-exp, and here is the logarithm by 2 of its sum;
+     * else 0. */
     _Alignas(64) float log_sum[PANEL];
     _Alignas(64) float far_maximum[PANEL];
     _Alignas(64) float far_sum[PANEL];
@@ -201,10 +202,11 @@ INLINE void product_rows(float *c, int64_t c_row, const float *a, int64_t a_row,
         const int32_t *seen_row = seen ? seen + i * a_row : 0;
         int n = 0;
         for (; n + TILE_VECTORS * LANES <= count; n += TILE_VECTORS * LANES)
-            product_tile(c + i * c_row + n, c_row, a + i * a_row, a_row, a_step, seen_row, b + n, b_row, rows - i, steps,
-                         TILE_VECTORS);
+            product_tile(c + i * c_row + n, c_row, a + i * a_row, a_row, a_step, seen_row, b + n, b_row, rows - i,
+                         steps, TILE_VECTORS);
         for (; n < count; n += LANES)
-            product_tile(c + i * c_row + n, c_row, a + i * a_row, a_row, a_step, seen_row, b + n, b_row, rows - i, steps, 1);
+            product_tile(c + i * c_row + n, c_row, a + i * a_row, a_row, a_step, seen_row, b + n, b_row, rows - i,
+                         steps, 1);
     }
 }
 
@@ -293,7 +295,8 @@ static Head find_head(const BackwardArgs *args, int64_t batch, int64_t head, int
 #define FAR 4096.0f
 
 /* Adds the scores of n keys, which the window lets some rows see, to maxima and sums of all rows. */
-static void add_far_block(const BackwardArgs *args, const Head *head, Scratch *scratch, int64_t query, int64_t key, int n) {
+static void add_far_block(const BackwardArgs *args, const Head *head, Scratch *scratch, int64_t query, int64_t key,
+                          int n) {
     load_rows(scratch->far_k, head->k + key * args->k_stride[2], args->k_stride[2], n, n, HEAD_DIM_QK, DIM_QK);
     __builtin_memset(scratch->p, 0, sizeof(float) * n * PANEL);
     product(scratch->p, PANEL, scratch->far_k, DIM_QK, 1, scratch->q_columns, PANEL, n, PANEL, HEAD_DIM_QK);
@@ -345,7 +348,8 @@ static void part_far_rows(const BackwardArgs *args, const Head *head, Scratch *s
 /* The queries [query, query + n) with what belongs to their rows. Gives whether Q or dO has an infinity or NaN. */
 static int load_queries(const BackwardArgs *args, const Head *head, Scratch *scratch, int64_t query, int n) {
     load_rows(scratch->q, head->q + query * args->q_stride[2], args->q_stride[2], n, PANEL, HEAD_DIM_QK, DIM_QK);
-    load_rows(scratch->dout, head->dout + query * args->dout_stride[2], args->dout_stride[2], n, PANEL, HEAD_DIM_V, DIM_V);
+    load_rows(scratch->dout, head->dout + query * args->dout_stride[2], args->dout_stride[2], n, PANEL, HEAD_DIM_V,
+              DIM_V);
     transpose(scratch->q_columns, scratch->q, DIM_QK);
     transpose(scratch->dout_columns, scratch->dout, DIM_V);
     for (int i = 0; i < PANEL; i++) {
@@ -388,7 +392,8 @@ static int weigh(const BackwardArgs *args, const Head *head, Scratch *scratch, i
     product(scratch->p, PANEL, scratch->k, DIM_QK, 1, scratch->q_columns, PANEL, n, PANEL, HEAD_DIM_QK);
     product(scratch->ds, PANEL, scratch->v, DIM_V, 1, scratch->dout_columns, PANEL, n, PANEL, HEAD_DIM_V);
 #if PROGRAM
-    program_gradients(scratch->p, scratch->slope, n, &head->program, &scratch->program, query, key, args->scale, masked);
+    program_gradients(scratch->p, scratch->slope, n, &head->program, &scratch->program, query, key, args->scale,
+                      masked);
 #endif
     (void)head, (void)query, (void)masked;
     vi all = vi_set1(-1);
@@ -447,8 +452,10 @@ static void key_tile(const BackwardArgs *args, int64_t batch, int64_t kv_head, i
                 product(scratch->sum_v, DIM_V, scratch->p, PANEL, 1, scratch->dout, DIM_V, n, DIM_V, PANEL);
                 product(scratch->sum_qk, DIM_QK, scratch->ds, PANEL, 1, scratch->q, DIM_QK, n, DIM_QK, PANEL);
             } else {
-                product_seen(scratch->sum_v, DIM_V, scratch->p, PANEL, 1, scratch->seen, scratch->dout, DIM_V, n, DIM_V, PANEL);
-                product_seen(scratch->sum_qk, DIM_QK, scratch->ds, PANEL, 1, scratch->seen, scratch->q, DIM_QK, n, DIM_QK, PANEL);
+                product_seen(scratch->sum_v, DIM_V, scratch->p, PANEL, 1, scratch->seen, scratch->dout, DIM_V, n, DIM_V,
+                             PANEL);
+                product_seen(scratch->sum_qk, DIM_QK, scratch->ds, PANEL, 1, scratch->seen, scratch->q, DIM_QK, n,
+                             DIM_QK, PANEL);
             }
         }
     }
@@ -456,7 +463,8 @@ static void key_tile(const BackwardArgs *args, int64_t batch, int64_t kv_head, i
     element *dv = (element *)args->dv + batch * args->dv_stride[0] + kv_head * args->dv_stride[1];
     store_rows(dk + key * args->dk_stride[2], args->dk_stride[2], scratch->sum_qk, n, HEAD_DIM_QK, DIM_QK, args->scale,
                scratch->row);
-    store_rows(dv + key * args->dv_stride[2], args->dv_stride[2], scratch->sum_v, n, HEAD_DIM_V, DIM_V, 1, scratch->row);
+    store_rows(dv + key * args->dv_stride[2], args->dv_stride[2], scratch->sum_v, n, HEAD_DIM_V, DIM_V, 1,
+               scratch->row);
 }
 
 /* dQ of one block of queries. */
@@ -477,7 +485,8 @@ static void query_tile(const BackwardArgs *args, int64_t batch, int64_t head_ind
         if (weigh(args, &head, scratch, query, key, n, kind == 0) || !special)
             product(scratch->sum_qk, DIM_QK, scratch->ds, 1, PANEL, scratch->k, DIM_QK, rows, DIM_QK, n);
         else
-            product_seen(scratch->sum_qk, DIM_QK, scratch->ds, 1, PANEL, scratch->seen, scratch->k, DIM_QK, rows, DIM_QK, n);
+            product_seen(scratch->sum_qk, DIM_QK, scratch->ds, 1, PANEL, scratch->seen, scratch->k, DIM_QK, rows,
+                         DIM_QK, n);
     }
     element *dq = (element *)args->dq + batch * args->dq_stride[0] + head_index * args->dq_stride[1];
     store_rows(dq + query * args->dq_stride[2], args->dq_stride[2], scratch->sum_qk, rows, HEAD_DIM_QK, DIM_QK,

@@ -141,8 +141,8 @@ INLINE element *o_row(const Work *w, int64_t i) {
     return (element *)w->args->o + w->s.o + query_of(w, i) * stride[2] + head_of(w, i) * stride[1];
 }
 
-/* What O of a row is multiplied by, from the maximum of its scores as softmax.h has it and the sum of its weights; writes
- * the log-sum-exp. `sink` is a logit in natural units. */
+/* What O of a row is multiplied by, from the maximum of its scores as softmax.h has it and the sum of its weights;
+ * writes the log-sum-exp. `sink` is a logit in natural units. */
 static float finish_row(const Work *w, int64_t i, float maximum, float sum, float sink) {
     const RaggedArgs *args = w->args;
     const int64_t query = query_of(w, i);

@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
     const int last_row = tile.row + tile.rows - 1;
     const BlockRange blocks = program_blocks<kBlockKV>(
         head, tile.row, last_row, visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile));
-    const Element* q = (const Element*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] + tile.row * args.q_stride[2];
+    const Element* q = (const Element*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] +
+                       tile.row * args.q_stride[2];
     const Element* k = (const Element*)args.k + tile.batch * args.k_stride[0] + tile.kv_head * args.k_stride[1];
     const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1];
     const i64 out_row = (i64(tile.batch) * args.heads + tile.head) * args.q_len + tile.row;
@@ -185,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
         }
     }
 
-    Element* out = (Element*)args.o + tile.batch * args.o_stride[0] + tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
+    Element* out = (Element*)args.o + tile.batch * args.o_stride[0] + tile.head * args.o_stride[1] +
+                   tile.row * args.o_stride[2];
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int row = y + kDown * i;
@@ -206,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
 #pragma unroll
             for (int j = 0; j < kOutColumns; j++) {
                 const int column = x + kAcross * j;
-                if (column < kHeadDimV) out[row * args.o_stride[2] + column] = from_float<Element>(empty ? 0.0f : o[i][j] / l[i]);
+                if (column < kHeadDimV)
+                    out[row * args.o_stride[2] + column] = from_float<Element>(empty ? 0.0f : o[i][j] / l[i]);
             }
             if (args.lse != nullptr && x == 0) args.lse[out_row + row] = lse;
         }
@@ -225,7 +228,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
                 const int key = n * kBlockKV + x + kAcross * j;
                 if (row < tile.rows && key < args.kv_len) {
                     args.weights[(out_row + row) * args.kv_len + key] =
-                        s[i][j] == -FT_INFINITY ? 0.0f : kProgramFar ? expf(s[i][j] - m[i]) / l[i] : expf(s[i][j] - m[i]);
+                        s[i][j] == -FT_INFINITY ? 0.0f
+                        : kProgramFar           ? expf(s[i][j] - m[i]) / l[i]
+                                                : expf(s[i][j] - m[i]);
                 }
             }
         }

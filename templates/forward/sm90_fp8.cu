@@ -78,7 +78,8 @@ using PartProduct = wgmma<e4m3, kPart>;
 <% include "forward/sm90_fp8/softmax.cuh" %>
 <% include "forward/sm90_fp8/consumer.cuh" %>
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
+@{ entry }@(const __grid_constant__ KernelArgs args) {
     extern __shared__ __align__(1024) u8 shared_memory[];
     const u32 smem = smem_address(shared_memory);
     const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4);

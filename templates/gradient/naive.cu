@@ -3,9 +3,11 @@
 // The gradient of a tensor or scalar that a score program reads, in plain fp32: no tensor cores, obvious loops.
 //
 //   P = exp(S' - lse)   dP = dO V^T   dS' = P (dP - D)   D = rowsum(dO O) - dlse
-//   dT[place] = sum over all scores that read it of dS' * (dS' / dT[place]), and of a sink s of -exp(s - lse) D * (ds / dT)
+//   dT[place] = sum over all scores that read it of dS' * (dS' / dT[place]),
+//               and of a sink s of -exp(s - lse) D * (ds / dT)
 //
-// S' is the changed score. Three stages: zeros in the partial sums, the sums of the units of places.cuh, and their sums.
+// S' is the changed score. Three stages: zeros in the partial sums, the sums of the units of places.cuh, and their
+// sums.
 
 <% include "lib/cuda/attention/types.cuh" %>
 @{ backward_args }@@{ sums_args }@

@@ -1,10 +1,10 @@
 //! The tests of the workspace, with a second chance for those that watch a clock.
 //!
 //! Tests of the tuner start compilers, workers and whole other tuners, and look at what came first, within which time,
-//! or whether noise hid a result. On two shared cores one of some 300 such tests now and then fails beside the others and
-//! passes alone: three changes in a row were refused for one each. Such tests are repeated alone, one after the other, and
-//! have to pass twice; the run says which they were. Tests of numbers, files, kernels and the emulator are never repeated:
-//! what moves there is a race.
+//! or whether noise hid a result. On two shared cores one of some 300 such tests now and then fails beside the others
+//! and passes alone: three changes in a row were refused for one each. Such tests are repeated alone, one after the
+//! other, and have to pass twice; the run says which they were. Tests of numbers, files, kernels and the emulator are
+//! never repeated: what moves there is a race.
 
 use anyhow::{Context, Result, bail};
 use std::io::{BufRead, BufReader, Write};

@@ -359,8 +359,8 @@ enum flashtune_threads
  {
   // Those of the library, unless `parallel` is given.
   FLASHTUNE_THREADS_OWN = 0,
-  // Those of the OpenMP runtime that is loaded in this process, of PyTorch's where it is there; FLASHTUNE_STATUS_MISSING
-  // without one.
+  // Those of the OpenMP runtime that is loaded in this process, of PyTorch's where it is there;
+  // FLASHTUNE_STATUS_MISSING without one.
   FLASHTUNE_THREADS_OPEN_MP = 1,
   // The same if there is one, else the library's.
   FLASHTUNE_THREADS_OPEN_MP_IF_LOADED = 2,
@@ -754,9 +754,10 @@ typedef struct flashtune_forward_args {
   int64_t v_descale_stride[2];
 } flashtune_forward_args;
 
-// A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads as
-// far as there are any, and returns when all these calls have returned. Fewer calls than asked for are right, if slower.
-// `context` is what `flashtune_options` has. It is called from every thread that computes, and must not unwind.
+// A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads
+// as far as there are any, and returns when all these calls have returned. Fewer calls than asked for are right, if
+// slower. `context` is what `flashtune_options` has. It is called from every thread that computes, and must not
+// unwind.
 typedef void (*flashtune_parallel)(void *context, uint64_t members, void (*member)(void *of), void *of);
 
 // How to open an engine. Fill it with zeros, set `struct_size`, then what is wanted.

@@ -158,16 +158,17 @@ pub enum Mask {
 pub enum Threads {
     /// Those of the library, unless `parallel` is given.
     Own = 0,
-    /// Those of the OpenMP runtime that is loaded in this process, of PyTorch's where it is there; FLASHTUNE_STATUS_MISSING
-    /// without one.
+    /// Those of the OpenMP runtime that is loaded in this process, of PyTorch's where it is there;
+    /// FLASHTUNE_STATUS_MISSING without one.
     OpenMp = 1,
     /// The same if there is one, else the library's.
     OpenMpIfLoaded = 2,
 }
 
-/// A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads as
-/// far as there are any, and returns when all these calls have returned. Fewer calls than asked for are right, if slower.
-/// `context` is what `flashtune_options` has. It is called from every thread that computes, and must not unwind.
+/// A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads
+/// as far as there are any, and returns when all these calls have returned. Fewer calls than asked for are right, if
+/// slower. `context` is what `flashtune_options` has. It is called from every thread that computes, and must not
+/// unwind.
 pub type Parallel = Option<
     unsafe extern "C" fn(
         context: *mut c_void,

@@ -23,7 +23,10 @@ static void fail(const char *what, flashtune_status status) {
 static flashtune_status compute(flashtune_engine engine, int rows, float number, float *o) {
     float q[N], v[N];
     for (int i = 0; i < N; i++) q[i] = (float)(i % 7), v[i] = number, o[i] = -1.0f;
-    flashtune_tensor t = {.data = q, .shape = {1, HEADS, rows, DIM}, .strides = {N, ROWS * DIM, DIM, 1}, .dtype = FLASHTUNE_DTYPE_F32};
+    flashtune_tensor t = {.data = q,
+                          .shape = {1, HEADS, rows, DIM},
+                          .strides = {N, ROWS * DIM, DIM, 1},
+                          .dtype = FLASHTUNE_DTYPE_F32};
     flashtune_forward_args a = {.struct_size = sizeof a, .q = t, .k = t, .v = t, .o = t, .mask = FLASHTUNE_MASK_CAUSAL};
     a.v.data = v, a.o.data = o;
     return flashtune_forward(engine, &a);
@@ -55,7 +58,8 @@ static void host_parallel(void *context, uint64_t members, void (*member)(void *
 static void compute_on_host_threads(void) {
     enum { LONG = 700, M = HEADS * LONG * DIM };
     static float q[M], v[M], o[M];
-    flashtune_options p = {.struct_size = sizeof p, .device = "cpu", .parallel = host_parallel, .parallel_context = &host_loops, .parallel_threads = 3};
+    flashtune_options p = {.struct_size = sizeof p, .device = "cpu", .parallel = host_parallel,
+                           .parallel_context = &host_loops, .parallel_threads = 3};
     flashtune_engine engine;
     flashtune_status status = flashtune_engine_open(&p, &engine);
     if (status != FLASHTUNE_STATUS_OK) {
@@ -63,7 +67,10 @@ static void compute_on_host_threads(void) {
         return;
     }
     for (int i = 0; i < M; i++) q[i] = (float)(i % 7), v[i] = 3.0f, o[i] = -1.0f;
-    flashtune_tensor t = {.data = q, .shape = {1, HEADS, LONG, DIM}, .strides = {M, LONG * DIM, DIM, 1}, .dtype = FLASHTUNE_DTYPE_F32};
+    flashtune_tensor t = {.data = q,
+                          .shape = {1, HEADS, LONG, DIM},
+                          .strides = {M, LONG * DIM, DIM, 1},
+                          .dtype = FLASHTUNE_DTYPE_F32};
     flashtune_forward_args a = {.struct_size = sizeof a, .q = t, .k = t, .v = t, .o = t};
     a.v.data = v, a.o.data = o;
     if ((status = flashtune_forward(engine, &a)) != FLASHTUNE_STATUS_OK) fail("host threads", status);
@@ -71,13 +78,21 @@ static void compute_on_host_threads(void) {
     if (host_loops == 0) fail("a call that used none of the host's threads", status);
     flashtune_engine_close(engine);
     p.threads = FLASHTUNE_THREADS_OPEN_MP;
-    if (flashtune_engine_open(&p, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT || !strstr(flashtune_last_error(), "parallel")) failures++;
+    if (flashtune_engine_open(&p, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT ||
+        !strstr(flashtune_last_error(), "parallel"))
+        failures++;
     flashtune_options none = {.struct_size = sizeof none, .device = "cpu", .parallel_threads = 3};
-    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT || !strstr(flashtune_last_error(), "parallel is NULL")) failures++;
+    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT ||
+        !strstr(flashtune_last_error(), "parallel is NULL"))
+        failures++;
     none.parallel_threads = 0, none.threads = 3;
-    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT || !strstr(flashtune_last_error(), "threads is 3")) failures++;
+    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_INVALID_ARGUMENT ||
+        !strstr(flashtune_last_error(), "threads is 3"))
+        failures++;
     none.threads = FLASHTUNE_THREADS_OPEN_MP;
-    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_MISSING || !strstr(flashtune_last_error(), "OpenMP")) failures++;
+    if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_MISSING ||
+        !strstr(flashtune_last_error(), "OpenMP"))
+        failures++;
     /* A caller of the first version knows none of these fields. */
     none = (flashtune_options){.struct_size = 56, .device = "cpu", .threads = 3};
     if (flashtune_engine_open(&none, &engine) != FLASHTUNE_STATUS_OK) failures++;

@@ -31,10 +31,11 @@ class Engine:
         :class:`Sealed` when no stored kernel serves.
     cache_dir, templates_dir: instead of ``FLASHTUNE_CACHE`` and ``FLASHTUNE_TEMPLATES``.
     bundles: bundle files to search after the cache, before those of ``FLASHTUNE_BUNDLES``.
-    quick_first: whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a quarter
-        of the time, with the same bits, until their own is there; ``None``: what ``FLASHTUNE_QUICK_FIRST`` says, else yes.
-    scratch_limit: most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; ``None``: 1 GiB.
-        One that would take more runs in waves of KV heads, with the same bytes as results.
+    quick_first: whether calls of a kernel that must be compiled first are answered by a schedule that compiles in a
+        quarter of the time, with the same bits, until their own is there; ``None``: what ``FLASHTUNE_QUICK_FIRST``
+        says, else yes.
+    scratch_limit: most bytes of scratch memory that a backward pass takes on a GPU beside the gradients; ``None``:
+        1 GiB. One that would take more runs in waves of KV heads, with the same bytes as results.
     threads: whose threads run kernels on the CPU, with the same bytes as results: ``"own"``, the library's;
         ``"openmp"``, those of the OpenMP runtime that is loaded in this process (of PyTorch's, as many as
         ``torch.get_num_threads()`` says), an error without one; ``None``: OpenMP's where PyTorch is loaded, else the
@@ -212,7 +213,9 @@ class Engine:
             od = tensors.describe("out", out, bshd)
             for other, described in (("q", qd), ("k", kd), ("v", vd)):
                 if _overlap(od, described):
-                    raise InvalidTensor(f"out shares memory with {other}, which is read while out is written; pass other memory")
+                    raise InvalidTensor(
+                        f"out shares memory with {other}, which is read while out is written; pass other memory"
+                    )
         lse = tensors.empty_lse((b, h, s), q) if return_lse else None
         more, _kept = (b"", None) if program is None else program.pack(tensors, device)
         if block_mask is not None:
@@ -294,8 +297,9 @@ class Engine:
         packed=None, needs=(),
     ):  # fmt: skip
         """dQ, dK and dV, and with names in ``needs`` a dict of the gradients of these, too. ``mask``, ``left`` and
-        ``right`` are the header's; without ``run`` all but the launch. ``packed`` is the end of the arguments that packed
-        sequences have: tensors are then ``[rows, heads, head_dim]``, and rows of no sequence are 0 in new gradients."""
+        ``right`` are the header's; without ``run`` all but the launch. ``packed`` is the end of the arguments that
+        packed sequences have: tensors are then ``[rows, heads, head_dim]``, and rows of no sequence are 0 in new
+        gradients."""
         device = tensors.device(q, k, v)
         name = tensors.name(device)
         if name != self.device:
@@ -385,7 +389,8 @@ class Engine:
         return digest.value.decode()
 
     def counters(self):
-        """What the engine counted, as a dict: calls by what they ran on, refusals, compilations, verification failures."""
+        """What the engine counted, as a dict: calls by what they ran on, refusals, compilations, verification
+        failures."""
         return _json.loads(self._text(abi.library().flashtune_counters, abi.JSON))
 
     def prometheus(self):
@@ -395,15 +400,17 @@ class Engine:
         return text if counts is None else text + counts.prometheus(self.device)
 
     def write_metrics(self, file):
-        """Writes :meth:`prometheus` to a file that is whole whenever it is read: for node_exporter's textfile collector.
+        """Writes :meth:`prometheus` to a file that is whole whenever it is read: for node_exporter's textfile
+        collector.
 
-        Each line has the label ``process`` with the file's name (``rank0`` of ``rank0.prom``), since a collector refuses
-        two files with the same lines. To be called now and then, as often as the collector is scraped.
+        Each line has the label ``process`` with the file's name (``rank0`` of ``rank0.prom``), since a collector
+        refuses two files with the same lines. To be called now and then, as often as the collector is scraped.
         """
         abi.require(abi.library().flashtune_write_metrics(self._handle, _path("file", file)))
 
     def write_untuned(self, file):
-        """Appends the sizes that were met untuned to a file that ``flashtune tune --from`` takes; gives their number."""
+        """Appends the sizes that were met untuned to a file that ``flashtune tune --from`` takes; gives their
+        number."""
         classes = ctypes.c_uint64()
         abi.require(abi.library().flashtune_write_untuned(self._handle, _path("file", file), classes))
         return classes.value
@@ -506,7 +513,8 @@ def _descales(tensors, device, descales, shape):
         address, found, stride, dtype = tensors.side(name, scales, device)
         if dtype != "float32" or found != shape:
             raise InvalidTensor(
-                f"{name} is {dtype} of the shape {found}; it is float32 [batch, heads_kv] = {shape}; expand() repeats one scale"
+                f"{name} is {dtype} of the shape {found}; it is float32 [batch, heads_kv] = {shape}; "
+                "expand() repeats one scale"
             )
         addresses.append(address)
         strides += stride
@@ -554,8 +562,8 @@ def _rows(name, t, shape, tensors, device):
     contiguous = all(n <= 1 or have == want for n, have, want in zip(shape, strides, dense)) or 0 in shape
     if dtype != "float32" or tuple(found) != shape or not contiguous:
         raise InvalidTensor(
-            f"{name} is {dtype} of the shape {tuple(found)} with strides {tuple(strides)}; it is contiguous float32 of the "
-            f"shape {shape}, a number for each {'batch, ' if len(shape) == 3 else ''}head and query"
+            f"{name} is {dtype} of the shape {tuple(found)} with strides {tuple(strides)}; it is contiguous float32 "
+            f"of the shape {shape}, a number for each {'batch, ' if len(shape) == 3 else ''}head and query"
         )
     return address
 

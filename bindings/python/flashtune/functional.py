@@ -42,11 +42,11 @@ def flash_attn_func(
     softcap: scores are bent to stay within +-softcap; 0.0 for none.
     alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``; the slope times the distance is taken from the scores.
     deterministic: every kernel there is, of gradients too, gives the same bytes in every run, whatever this says.
-    q_descale, k_descale, v_descale: of float8_e4m3fn tensors, which a GPU of sm_90a takes without gradients, softcap and
-    slopes at head dims that are multiples of 16: what their elements are multiplied by, float32 ``[batch, kv_heads]``, of
-    q by the head of k; 1 when not given.
-    Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the log-sum-exp of the scaled
-    scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
+    q_descale, k_descale, v_descale: of float8_e4m3fn tensors, which a GPU of sm_90a takes without gradients, softcap
+    and slopes at head dims that are multiples of 16: what their elements are multiplied by, float32
+    ``[batch, kv_heads]``, of q by the head of k; 1 when not given.
+    Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the
+    log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
     if type(q) not in _of_type and foreign(q):
         return _dlpack.through(flash_attn_func, locals())
@@ -57,7 +57,9 @@ def flash_attn_func(
     descales = (q_descale, k_descale, v_descale)
     if tensors.by_operator(q, k, v, program):
         if any(scales is not None for scales in descales):
-            raise Unsupported("q_descale, k_descale and v_descale are for calls without gradients and tracing; make one so")
+            raise Unsupported(
+                "q_descale, k_descale and v_descale are for calls without gradients and tracing; make one so"
+            )
         return tensors.operators.attend(q, k, v, True, mask, left, right, softmax_scale, return_lse, program)
     return _default(tensors, q)._attend(
         tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales
@@ -140,17 +142,18 @@ def attention(
     query: ``[batch, heads, q_len, head_dim]``; key: ``[batch, heads, kv_len, head_dim]``; value: ``[batch, heads,
     kv_len, head_dim_v]``; with ``enable_gqa`` key and value may have fewer heads. Gives ``[batch, heads, q_len,
     head_dim_v]``, and with ``return_lse`` the log-sum-exp, float32 ``[batch, heads, q_len]``.
-    mask: which keys a query sees, in the language of score programs (``docs/score-programs.md``), such as ``"kv <= q and
-    q - kv < 1024"``; or the name of a built-in program, such as ``"causal"`` or ``"document"``. ``b``, ``h``, ``q_idx``
-    and ``kv_idx`` mean what they mean to FlexAttention; unlike PyTorch's, ``"causal"`` ends at the last key.
+    mask: which keys a query sees, in the language of score programs (``docs/score-programs.md``), such as ``"kv <= q
+    and q - kv < 1024"``; or the name of a built-in program, such as ``"causal"`` or ``"document"``. ``b``, ``h``,
+    ``q_idx`` and ``kv_idx`` mean what they mean to FlexAttention; unlike PyTorch's, ``"causal"`` ends at the last key.
     score: what goes into the softmax in place of ``score``, such as ``"score + slope[h] * (kv - q)"``.
     sink: the logit of one more key without a value, such as ``"sinks[h]"``.
-    tensors: what these texts read, by name: numbers, and tensors of up to four axes on the device of ``query``. A name that
-    a text does not declare is declared by its value: dtype and number of axes.
-    block_mask: in place of ``mask``, one that :func:`create_block_mask` has prepared; its tensors need not be passed again.
-    return_weights: also the attention weights, as the last result: float32 ``[batch, heads, q_len, kv_len]``, 0 where a key
-        is masked. Rows sum to 1, to less beside a sink, and to 0 where a query sees no key. They have no gradients, and a
-        GPU computes such calls by a plain kernel: for inspection, not for speed.
+    tensors: what these texts read, by name: numbers, and tensors of up to four axes on the device of ``query``. A name
+    that a text does not declare is declared by its value: dtype and number of axes.
+    block_mask: in place of ``mask``, one that :func:`create_block_mask` has prepared; its tensors need not be passed
+    again.
+    return_weights: also the attention weights, as the last result: float32 ``[batch, heads, q_len, kv_len]``, 0 where a
+        key is masked. Rows sum to 1, to less beside a sink, and to 0 where a query sees no key. They have no gradients,
+        and a GPU computes such calls by a plain kernel: for inspection, not for speed.
     """
     if type(query) not in _of_type and foreign(query):
         return _dlpack.through(attention, locals())
@@ -187,25 +190,27 @@ def refuse_weights(return_weights):
     """Raises where the weights of a call are asked for that autograd or a compiler sees."""
     if return_weights:
         raise Unsupported(
-            "return_weights is given, but weights have no gradients and no place in a trace; call under torch.no_grad() and "
-            "outside of compiled code"
+            "return_weights is given, but weights have no gradients and no place in a trace; call under "
+            "torch.no_grad() and outside of compiled code"
         )
 
 
 def create_block_mask(mask, B, H, Q_LEN, KV_LEN, device=None, *, tensors=None, H_KV=None):
     """A mask prepared once for many calls of :func:`attention`, such as those of all layers of a model.
 
-    mask: its text or name, as :func:`attention` takes it; or a function ``mask_mod(b, h, q_idx, kv_idx)`` as FlexAttention
-        takes it (:func:`flashtune.flex.create_block_mask`).
-    B, H: sequences and query heads of the calls; None for any number, which a mask that reads ``b`` or ``h`` does not take.
+    mask: its text or name, as :func:`attention` takes it; or a function ``mask_mod(b, h, q_idx, kv_idx)`` as
+        FlexAttention takes it (:func:`flashtune.flex.create_block_mask`).
+    B, H: sequences and query heads of the calls; None for any number, which a mask that reads ``b`` or ``h`` does not
+        take.
     Q_LEN, KV_LEN: rows of query and of key.
     device: where the calls compute; that of the tensors when not given, else the current GPU, if there is one.
     tensors: what the mask reads, by name. They must stay as they are for as long as the block mask is used.
     H_KV: KV heads, for masks that read ``h_kv``.
 
-    Nothing is computed here. Where kernels have something found of a mask first (documents, bool tensors, block-sparse and
-    dilated masks on a GPU of compute capability 9.0), the first call of each kernel does it, and later calls go by that. Make
-    one call before you capture a CUDA graph: what is there then is used, otherwise every replay finds it anew.
+    Nothing is computed here. Where kernels have something found of a mask first (documents, bool tensors, block-sparse
+    and dilated masks on a GPU of compute capability 9.0), the first call of each kernel does it, and later calls go by
+    that. Make one call before you capture a CUDA graph: what is there then is used, otherwise every replay finds it
+    anew.
     """
     if callable(mask):
         from .flex import create_block_mask as of_function
@@ -243,7 +248,8 @@ def scaled_dot_product_attention(
     (:func:`flash_attn_func` aligns the last query with the last key instead).
     attn_mask: ``[..., q_len, kv_len]`` with up to four axes, any of length 1: True for the keys that a query sees, or
     numbers to add to the scores.
-    return_weights: also the attention weights, as :func:`attention` gives them; PyTorch's function has no such argument.
+    return_weights: also the attention weights, as :func:`attention` gives them; PyTorch's function has no such
+        argument.
     """
     if type(query) not in _of_type and foreign(query):
         return _dlpack.through(scaled_dot_product_attention, locals())
@@ -305,7 +311,9 @@ def _masked(attn_mask, is_causal):
         return Program(mask=at, tensors=values)
     if "float" not in str(attn_mask.dtype):
         # Zeros and ones are mostly meant to be a mask, which adding them is not.
-        raise Unsupported(f"attn_mask is {attn_mask.dtype}; it is bool (True for what is seen) or of floats, which are added")
+        raise Unsupported(
+            f"attn_mask is {attn_mask.dtype}; it is bool (True for what is seen) or of floats, which are added"
+        )
     return Program(score=f"score + {at}", tensors=values)
 
 

@@ -228,8 +228,8 @@ impl BackwardCase {
         Ok(CheckReport { verdict, repeatable, stray })
     }
 
-    /// How far the gradients of one launch are from fp64 at most. Not by a bound of rounding, which grows with the scores:
-    /// for rows whose scores are far from zero, and for dense calls.
+    /// How far the gradients of one launch are from fp64 at most. Not by a bound of rounding, which grows with the
+    /// scores: for rows whose scores are far from zero, and for dense calls.
     ///
     /// # Errors
     /// As [`BackwardCase::check`].

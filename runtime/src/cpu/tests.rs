@@ -173,7 +173,7 @@ impl ParallelLoop for Some {
 }
 
 #[test]
-fn a_loop_of_the_host_computes_the_same_bytes_however_many_of_its_members_run() {
+fn a_loop_of_the_host_computes_the_same_bytes_with_any_number_of_members() {
     let own = CpuDevice::open().unwrap();
     let artifact = artifact(NAIVE, CpuIsa::Generic);
     let bytes = |device: &CpuDevice| {
@@ -209,7 +209,7 @@ fn a_panic_of_a_member_goes_on_in_the_thread_that_called() {
 }
 
 #[test]
-fn without_an_openmp_runtime_there_is_an_error_or_the_threads_of_the_library() {
+fn without_an_openmp_runtime_there_is_an_error_or_the_librarys_threads() {
     // No test of this crate loads one.
     let e = CpuDevice::open_with(Threads::OpenMp).err().unwrap().to_string();
     assert!(e.contains("libgomp") && e.contains("import torch"), "{e}");

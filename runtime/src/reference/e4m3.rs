@@ -61,8 +61,8 @@ pub fn dequantised(tensor: &HostTensor, scales: &[f32], kv_heads: usize) -> Host
     HostTensor::from_values(DType::F32, tensor.shape(), Layout::Bhsd, &values).expect("as many values as before")
 }
 
-/// The oracle's rows by an emulation in fp64 that rounds P, relative to its row's largest and times 2^8, and O at its end;
-/// the sum is that of the unrounded P. Of the dequantised operands, without a score program.
+/// The oracle's rows by an emulation in fp64 that rounds P, relative to its row's largest and times 2^8, and O at its
+/// end; the sum is that of the unrounded P. Of the dequantised operands, without a score program.
 ///
 /// # Panics
 /// When the tensors' shapes do not belong together.
@@ -108,8 +108,8 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
     Rows { ids: oracle.ids.clone(), dim: dim_v, o: rows.concat(), lse, scales: oracle.scales.clone() }
 }
 
-/// How a kernel's O, and its log-sum-exp where given, compare with the oracle's rows: within [`MOST`] times the root of the
-/// mean square error of the emulation, besides the bound of each element.
+/// How a kernel's O, and its log-sum-exp where given, compare with the oracle's rows: within [`MOST`] times the root of
+/// the mean square error of the emulation, besides the bound of each element.
 ///
 /// # Panics
 /// When the rows are not those of `o`.

@@ -67,7 +67,8 @@ struct Reference {
 __device__ __forceinline__ Reference reference_of(const BackwardArgs& args, int batch, int head, int row, float lse) {
     if (!kProgramFar || lse != kFarMark) return Reference{0.0f, lse};
     const i64* stride = args.dq_stride;
-    const float2 far = *(const float2*)((const Element*)args.dq + batch * stride[0] + head * stride[1] + row * stride[2]);
+    const float2 far =
+        *(const float2*)((const Element*)args.dq + batch * stride[0] + head * stride[1] + row * stride[2]);
     return Reference{far.x, far.y};
 }
 // The exponent of a weight.

@@ -9,8 +9,8 @@
 //   owners     of key blocks, and of row blocks: whose each is. Those of all heads share an entry
 //   statistics of all queries; and behind them is dS of a wave
 //
-// Blocks are numbered sequence by sequence; of one that several waves share, first those of the heads of the first wave.
-// All of it is cut to the bounds that the host knows, whatever the arrays hold.
+// Blocks are numbered sequence by sequence; of one that several waves share, first those of the heads of the first
+// wave. All of it is cut to the bounds that the host knows, whatever the arrays hold.
 
 constexpr int kSequencesThreads = 512;
 static_assert(kSequencesThreads == @{ sequences_threads }@, "the threads that the host launches");

@@ -109,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
             lse = natural == -FT_INFINITY ? FT_INFINITY : natural * kLog2E;
             if (kProgramFar && fabsf(natural) >= kFarNatural && fabsf(natural) < FT_INFINITY) {
                 lse = kFarMark;
-                *(float2*)row_of((Element*)a.dq, a.dq_stride, batch, head, row) = make_float2(natural, far.log_sum * kLog2E);
+                *(float2*)row_of((Element*)a.dq, a.dq_stride, batch, head, row) =
+                    make_float2(natural, far.log_sum * kLog2E);
             }
             delta = a.dlse != nullptr ? sum - a.dlse[at] : sum;
         }

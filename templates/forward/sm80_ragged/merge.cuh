@@ -166,7 +166,8 @@ __device__ __forceinline__ void merge(const KernelArgs& args, Group group, int t
             softmax.finish(i, h);
             // Scores that all are NaN have no maximum; their sum, of reference 0, must not be lost.
             const float l = softmax.l[i][h];
-            const float reference = softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * (kProgramFar ? 1.0f : rows.factor);
+            const float reference =
+                softmax.m[i][h] == -FT_INFINITY ? 0.0f : softmax.m[i][h] * (kProgramFar ? 1.0f : rows.factor);
             const float m = l == 0.0f ? -FT_INFINITY : reference;
             if (lane % 4 == 0) merge_sums()[team * kRows + rows.first_row + i * 16 + h * 8 + lane / 4] = Sum{m, l};
         }

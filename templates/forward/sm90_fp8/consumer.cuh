@@ -18,7 +18,8 @@ struct Consumer {
     Output o;
     RowSoftmax softmax;
 
-    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), schedule(smem) {}
+    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id)
+        : args(args), smem(smem), id(id), schedule(smem) {}
 
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -41,8 +42,8 @@ struct Consumer {
 #pragma unroll
         for (int step = 0; step < kStepsQK; step++) {
             const int chunk = step / 4, within = step % 4 * 32;
-            ScoreProduct::rows(s, q_rows + ((chunk * kBytes64Rows + within) >> 4), k_rows + ((chunk * kBytesChunk + within) >> 4),
-                               step > 0);
+            ScoreProduct::rows(s, q_rows + ((chunk * kBytes64Rows + within) >> 4),
+                               k_rows + ((chunk * kBytesChunk + within) >> 4), step > 0);
         }
         wgmma_commit();
     }
@@ -94,7 +95,8 @@ struct Consumer {
             }
         }
     }
-    // Scores of steps kBegin to kEnd of the next product to probabilities, rounded: conversions run beside exponentials.
+    // Scores of steps kBegin to kEnd of the next product to probabilities, rounded: conversions run beside
+    // exponentials.
     template <int kBegin, int kEnd> __device__ __forceinline__ void exponentiate(Pairs& to, float c) {
 #pragma unroll
         for (int step = kBegin; step < kEnd; step++) {
@@ -104,10 +106,11 @@ struct Consumer {
             for (int i = 0; i < 8; i++) to[8 * step + i] = pack_e4m3(x[2 * i], x[2 * i + 1]);
         }
     }
-    // Pairs as A operands: of 32 keys, word 0 is elements 4t to 4t + 3 of row r (r and t as of accumulators, wgmma.cuh),
-    // word 1 those of row r + 8, words 2 and 3 the same 16 elements further. A thread has the scores of keys 2t, 2t + 1,
-    // 8 + 2t and 9 + 2t of each 16, so that these are what the elements of transposed V are. What an operand is made of must not be an operand of a product that is under way, so that
-    // this is left to do when it has ended.
+    // Pairs as A operands: of 32 keys, word 0 is elements 4t to 4t + 3 of row r (r and t as of accumulators,
+    // wgmma.cuh), word 1 those of row r + 8, words 2 and 3 the same 16 elements further. A thread has the scores of
+    // keys 2t, 2t + 1, 8 + 2t and 9 + 2t of each 16, so that these are what the elements of transposed V are. What an
+    // operand is made of must not be an operand of a product that is under way, so that this is left to do when it has
+    // ended.
     __device__ __forceinline__ void take(const Pairs& from) {
 #pragma unroll
         for (int i = 0; i < kBlockKV / 8; i++) {
@@ -135,7 +138,8 @@ struct Consumer {
     }
 
     // The product of the block of V at hand with p, in parts, and beside(Int<part>) beside each.
-    template <int kAt = 0, typename Beside> __device__ __forceinline__ void multiply(const float (&factor)[2], const Beside& beside) {
+    template <int kAt = 0, typename Beside>
+    __device__ __forceinline__ void multiply(const float (&factor)[2], const Beside& beside) {
         Part t;
         issue_part(t, kAt);
         beside(Int<kAt>{});
@@ -202,7 +206,8 @@ struct Consumer {
         const u8* const v_rows = (const u8*)f.v + work.tile.batch * f.v_stride[0] + work.tile.kv_head * f.v_stride[1];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(f, work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8);
+            const KeyRange live =
+                live_keys<kMaskLeft, kMaskRight>(f, work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8);
 #pragma unroll 1
             for (int key = live.first; key <= live.last; key++) {
                 if (!is_masked<kMaskLeft>(work.blocks, key / kBlockKV)) continue;
@@ -212,7 +217,8 @@ struct Consumer {
                     const u32 nan = nan_bytes(*(const u32*)(row + 16 * j));
 #pragma unroll
                     for (int byte = 0; byte < 4; byte++) {
-                        if (nan >> byte * 8 & 0x80) o[8 * j + 2 * h + byte % 2 * 4 + byte / 2] = __int_as_float(0x7fffffff);
+                        if (nan >> byte * 8 & 0x80)
+                            o[8 * j + 2 * h + byte % 2 * 4 + byte / 2] = __int_as_float(0x7fffffff);
                     }
                 }
             }
@@ -235,8 +241,8 @@ struct Consumer {
                 f.lse[(i64(work.tile.batch) * f.heads + work.tile.head) * f.q_len + at] = log_sum_exp[h];
             }
             const float by = inverse[h] * v_scale;
-            OutputElement* const to = (OutputElement*)f.o + work.tile.batch * f.o_stride[0] + work.tile.head * f.o_stride[1] +
-                                      at * f.o_stride[2] + lane() % 4 * 4;
+            OutputElement* const to = (OutputElement*)f.o + work.tile.batch * f.o_stride[0] +
+                                      work.tile.head * f.o_stride[1] + at * f.o_stride[2] + lane() % 4 * 4;
 #pragma unroll
             for (int j = 0; j < kColumnsV / 16; j++) {
                 const float* x = o + 8 * j + 2 * h;
@@ -244,7 +250,8 @@ struct Consumer {
             }
         }
     }
-    template <typename Element> static __device__ __forceinline__ void store_four(Element* to, float a, float b, float c, float d) {
+    template <typename Element>
+    static __device__ __forceinline__ void store_four(Element* to, float a, float b, float c, float d) {
         const u32 low = pack<Element>(a, b), high = pack<Element>(c, d);
         asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
     }
@@ -291,7 +298,8 @@ struct Consumer {
             n--;
         }
         // First blocks that the mask cuts, and as many others as it takes until all references are zero at least.
-        const int full_end = max_of(b.begin, b.full_end), full_begin = kMaskLeft ? max_of(b.begin, b.full_begin) : b.begin;
+        const int full_end = max_of(b.begin, b.full_end);
+        const int full_begin = kMaskLeft ? max_of(b.begin, b.full_begin) : b.begin;
         bool below = any_below_zero();
 #pragma unroll 1
         for (; n >= (below ? b.begin : full_end); n--) {
@@ -310,8 +318,8 @@ struct Consumer {
         }
         q.advance();
     }
-    // Whether a row of this warpgroup has a reference below zero. By vote, or the compiler takes it for different in the
-    // threads of a warp.
+    // Whether a row of this warpgroup has a reference below zero. By vote, or the compiler takes it for different in
+    // the threads of a warp.
     __device__ __forceinline__ bool any_below_zero() const {
         return __any_sync(0xffffffff, barrier_any(kWarpgroup + id, 128, softmax.is_below_zero()));
     }

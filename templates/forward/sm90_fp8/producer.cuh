@@ -1,6 +1,7 @@
 // The producer: one thread loads, three warps transpose V.
 
-template <int kChunks> __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, u32 full, int n, const Tile& tile) {
+template <int kChunks>
+__device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, u32 full, int n, const Tile& tile) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk++) {
         tma_load(to + chunk * kBytesChunk, map, full, kEvictLast, chunk * 128, n * kBlockKV, tile.kv_head, tile.batch);
@@ -36,8 +37,8 @@ __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
                     q.expect(smem, Layout::kBytesQ, c);
 #pragma unroll
                     for (int chunk = 0; chunk < kChunksQK; chunk++) {
-                        tma_load(q.buffer(smem, c) + chunk * kBytes64Rows, args.q, q.full(smem, c), kEvictFirst, chunk * 128, 0,
-                                 tile.row + c * 64, tile.head, tile.batch);
+                        tma_load(q.buffer(smem, c) + chunk * kBytes64Rows, args.q, q.full(smem, c), kEvictFirst,
+                                 chunk * 128, 0, tile.row + c * 64, tile.head, tile.batch);
                     }
                 }
                 q.advance();
@@ -68,7 +69,8 @@ template <bool kClean> __device__ __forceinline__ bool transpose_block(u32 from,
         for (int first = 0; first < kStepsPV; first += kAtOnce) {
             u32 r[kAtOnce][4];
 #pragma unroll
-            for (int i = 0; i < kAtOnce && first + i < kStepsPV; i++) ldmatrix_x4_trans(r[i], read + (first + i) * 32 * 128);
+            for (int i = 0; i < kAtOnce && first + i < kStepsPV; i++)
+                ldmatrix_x4_trans(r[i], read + (first + i) * 32 * 128);
 #pragma unroll
             for (int i = 0; i < kAtOnce && first + i < kStepsPV; i++) {
                 u32(&x)[4] = r[i];

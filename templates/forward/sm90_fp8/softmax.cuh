@@ -39,8 +39,8 @@ struct RowSoftmax {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = m[h];
-            // Minus infinity (or NaN, which a maximum ignores), which the compiler cannot know: the second row's maximum
-            // after the first.
+            // Minus infinity (or NaN, which a maximum ignores), which the compiler cannot know: the second row's
+            // maximum after the first.
             if (h == 1 && !kByBits) x = fmaxf(x, to[0] - FT_INFINITY);
             to[h] = quad_max(largest<kByBits>(x, s, h));
         }
@@ -74,7 +74,8 @@ struct RowSoftmax {
         for (int h = 0; h < 2; h++) {
             l[h] = quad_sum(l[h]);
             inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
-            log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (fmaf(m[h], c, -kProbabilityLog2) + log2_approx(l[h]));
+            log_sum_exp[h] =
+                l[h] == 0.0f ? -FT_INFINITY : kLn2 * (fmaf(m[h], c, -kProbabilityLog2) + log2_approx(l[h]));
         }
     }
 };

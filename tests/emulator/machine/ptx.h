@@ -78,7 +78,9 @@ template <typename T> void st_global_v2_u32(T* to, u32 x, u32 y) {
     u32* const words = reinterpret_cast<u32*>(to);
     words[0] = x, words[1] = y;
 }
-inline void st_global_v4_f32(float* to, float x, float y, float z, float w) { to[0] = x, to[1] = y, to[2] = z, to[3] = w; }
+inline void st_global_v4_f32(float* to, float x, float y, float z, float w) {
+    to[0] = x, to[1] = y, to[2] = z, to[3] = w;
+}
 inline void fence_acq_rel_gpu() {}
 inline void selp_b32(u32& d, u32 a, u32 b, bool which) { d = which ? a : b; }
 inline void setp_ne_b32(bool& d, u32 a, u32 b) { d = a != b; }
@@ -134,9 +136,10 @@ void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes
 void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, int c4, u32 barrier, u64 hint);
 void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, u32 from);
-void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes, u32 barrier);
-void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from, u32 bytes,
-                                                                                     u32 barrier, u64 hint);
+void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes,
+                                                                       u32 barrier);
+void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from,
+                                                                                     u32 bytes, u32 barrier, u64 hint);
 void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes);
 void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, int c4,
                                                            u32 from);
@@ -155,14 +158,14 @@ void cp_async_wait_group(u32 pending);
 
 void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address);
 void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 address);
-void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
-                                                       u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                       u32 a2, u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
                                                        const float& c2, const float& c3);
-void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
-                                                         u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                         u32 a2, u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
                                                          const float& c2, const float& c3);
-void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
-                                                        u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                        u32 a2, u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
                                                         const float& c2, const float& c3);
 
 // -------------------------------------------------------------------------------------------- warpgroup matrices

@@ -39,8 +39,8 @@ impl BackwardNaiveSchedule {
         if large.smem_bytes(problem) <= sm.limits().smem_per_block { large } else { tile(16) }
     }
 
-    /// Dynamic shared memory: two tiles that stay, one that changes, P and dS, and what each query has; in fp32 with odd
-    /// pitches.
+    /// Dynamic shared memory: two tiles that stay, one that changes, P and dS, and what each query has; in fp32 with
+    /// odd pitches.
     pub fn smem_bytes(&self, problem: &Problem) -> u32 {
         let rows = self.block_q.max(self.block_kv);
         let numbers = if problem.reaches_far() { 3 } else { 2 };

@@ -20,8 +20,8 @@ impl Sm90Fp8Schedule {
             blocks_per_sm: 1,
             section_mib: 32,
         };
-        // By the times of docs/measured/2026-11-24-h200-fp8.md: three consumers where their registers suffice, and where a
-        // mask does not leave some of them little to do.
+        // By the times of docs/measured/2026-11-24-h200-fp8.md: three consumers where their registers suffice, and
+        // where a mask does not leave some of them little to do.
         let cut_short = problem.mask.right && bucket.q_len < 8192;
         match d {
             0..=64 => Self { consumers: 3, ..base },

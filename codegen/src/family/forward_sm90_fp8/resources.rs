@@ -21,8 +21,8 @@ impl Sm90Fp8Schedule {
         65536 / (self.threads() * self.blocks_per_sm) / 8 * 8
     }
 
-    /// Registers of a thread of the producer, once it has given back what it does not need. Its warps hold 16 columns of
-    /// 32 keys while they transpose, twice.
+    /// Registers of a thread of the producer, once it has given back what it does not need. Its warps hold 16 columns
+    /// of 32 keys while they transpose, twice.
     pub(super) const fn producer_registers(&self) -> u32 {
         if self.consumers == 3 { 32 } else { 40 }
     }
@@ -35,8 +35,8 @@ impl Sm90Fp8Schedule {
     }
 
     /// Registers that a consumer's thread needs: scores, P, O, and the parts of a product that are there at once, with
-    /// 24 to 26 for addresses and loop state, with which none that were compiled to find the numbers spilled by more than 28
-    /// bytes.
+    /// 24 to 26 for addresses and loop state, with which none that were compiled to find the numbers spilled by more
+    /// than 28 bytes.
     pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
         let (scores, output) = (self.block_kv / 2, problem.head_dim_v.next_multiple_of(16) / 2);
         let (p, part) = (self.block_kv / 8, self.part / 2);

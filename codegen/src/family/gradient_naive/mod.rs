@@ -47,7 +47,8 @@ impl GradientNaiveSchedule {
         if large.smem_bytes(problem) <= sm.limits().smem_per_block { large } else { tile(16) }
     }
 
-    /// Dynamic shared memory: a tile of queries, one of keys, what a tile adds with its places, and what each query has.
+    /// Dynamic shared memory: a tile of queries, one of keys, what a tile adds with its places, and what each query
+    /// has.
     pub fn smem_bytes(&self, problem: &Problem) -> u32 {
         let numbers = if problem.reaches_far() { 3 } else { 2 };
         let pitch = problem.head_dim_qk.max(problem.head_dim_v) | 1;

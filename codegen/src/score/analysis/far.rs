@@ -1,8 +1,9 @@
 //! Scores far from zero: float masks leave keys out by a large negative number, such as the least of a dtype.
 //!
-//! A row of which all keys are left out so has equal scores, and attends to all keys alike. Kernels that multiply scores
-//! by log2(e) before they subtract the row's maximum lose that: from 2^104 on what the product rounds off is more than
-//! any exponent, and beyond 2^127 / 1.44 it overflows. So they subtract first, where a program can reach so far.
+//! A row of which all keys are left out so has equal scores, and attends to all keys alike. Kernels that multiply
+//! scores by log2(e) before they subtract the row's maximum lose that: from 2^104 on what the product rounds off is
+//! more than any exponent, and beyond 2^127 / 1.44 it overflows. So they subtract first, where a program can reach so
+//! far.
 
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::words::{Binary, Declaration, Id, Storage, Type, Unary};

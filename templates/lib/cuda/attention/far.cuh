@@ -1,5 +1,6 @@
-// Scores far from zero (codegen: score/analysis/far.rs), which float masks are made of: by log2(e) they overflow, or are
-// rounded by more than exponents are. Of a row whose reference is that far, it is subtracted before the multiplication.
+// Scores far from zero (codegen: score/analysis/far.rs), which float masks are made of: by log2(e) they overflow, or
+// are rounded by more than exponents are. Of a row whose reference is that far, it is subtracted before the
+// multiplication.
 
 // From here on, in units of log2: below, the product of a reference is rounded by 2^-8 at most.
 constexpr float kFar = 131072.0f;

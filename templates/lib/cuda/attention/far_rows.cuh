@@ -40,19 +40,23 @@ __device__ __forceinline__ FarRow far_row(const Args& args, const ProgramHead& h
     const bool far = fabsf(natural) >= kFarNatural && fabsf(natural) < FT_INFINITY;
     if (!__any_sync(0xffffffff, far)) return FarRow{natural, 0.0f};
     const int q = min_of(tile.row + row, args.q_len - 1);
-    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] + tile.head * args.dout_stride[1] + q * args.dout_stride[2];
+    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] +
+                          tile.head * args.dout_stride[1] + q * args.dout_stride[2];
     int adds = far && args.dlse != nullptr && args.dlse[at] != 0.0f;
     for (int d = int(threadIdx.x) % kLanes; far && d < kHeadDimV; d += kLanes) adds |= to_float(dout[d]) != 0.0f;
     for (int apart = 1; apart < kLanes; apart *= 2) adds |= __shfl_xor_sync(0xffffffff, adds, apart);
     const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, q);
-    const Element* query = (const Element*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] + q * args.q_stride[2];
+    const Element* query = (const Element*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] +
+                           q * args.q_stride[2];
     const Element* keys = (const Element*)args.k + tile.batch * args.k_stride[0] + tile.kv_head * args.k_stride[1];
     const auto score = [&](int key) {
         if (kProgramMask && !program_visible(head, q, key)) return -FT_INFINITY;
         float dot = 0.0f;
-        for (int d = 0; d < kHeadDimQK; d++) dot = fmaf(to_float(query[d]), to_float(keys[key * args.k_stride[2] + d]), dot);
+        for (int d = 0; d < kHeadDimQK; d++)
+            dot = fmaf(to_float(query[d]), to_float(keys[key * args.k_stride[2] + d]), dot);
         return change(q, key, dot * args.scale);
     };
     const float before = far && adds == 0 ? -FT_INFINITY : natural;
-    return sum_far_row<kLanes>(far && adds != 0, before, max_of(live.first, 0), min_of(live.last, args.kv_len - 1), score);
+    return sum_far_row<kLanes>(far && adds != 0, before, max_of(live.first, 0), min_of(live.last, args.kv_len - 1),
+                               score);
 }
