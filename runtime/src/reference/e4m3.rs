@@ -1,7 +1,7 @@
 //! `e4m3` on the host: its codes, operands as what they mean, and the yardstick of kernels that round P to it.
 
 use super::compare::lse_bound;
-use super::{Attention, HostTensor, Layout, RowId, Rows, Verdict, compare_rows};
+use super::{Attention, HostTensor, Layout, RowId, RowScale, Rows, Verdict, compare_rows};
 use flashtune_codegen::DType;
 use rayon::prelude::*;
 
@@ -11,6 +11,8 @@ const MOST: f64 = 1.15;
 const P_SCALE: f64 = 256.0;
 /// What a sum of FP8 products loses of the magnitudes of its terms: 13 bits are kept.
 const SUM_ROUNDING: f64 = 1.0 / 8192.0;
+/// FP8 products that the tensor cores add at once.
+const SUM_STEP: usize = 32;
 /// That in units of fp32, where a bound counts in these.
 const SUM_UNITS: f64 = 1024.0;
 /// From these magnitudes of a score's terms on, what its sum loses comes near to the rounding of P.
@@ -61,6 +63,42 @@ pub fn dequantised(tensor: &HostTensor, scales: &[f32], kv_heads: usize) -> Host
     HostTensor::from_values(DType::F32, tensor.shape(), Layout::Bhsd, &values).expect("as many values as before")
 }
 
+/// A sum of products, and what the tensor cores may lose of it.
+///
+/// Hopper adds 32 products at a time to the sum so far. All of them are aligned to the largest, cut off 13 bits behind
+/// its first, and the new sum is cut off behind its own (DeepSeek-V3, arXiv:2412.19437, section 3.5.2; bit by bit
+/// MMA-Sim, arXiv:2511.10909). So there are n = dim + 2 dim / 32 cuts, of which each loses less than 2^-13 of the
+/// largest product or sum that there is at that step, towards zero. Where terms have both signs, so do their losses,
+/// and these add up like a random walk: 2 sqrt(n) of the largest is enough, which is 3.5 times the standard deviation
+/// when no term is exact. It is what [`lse_bound`] says, but a cut loses a whole unit where rounding loses half of one.
+///
+/// The sum of magnitudes, by which fp32 is bounded, is no measure here: it is several times the largest sum where
+/// products cancel each other, and next to it where one of them is far larger than the others.
+fn summed(q: &[f32], k: &[f32]) -> (f64, f64) {
+    let (mut sum, mut largest) = (0.0f64, 0.0f64);
+    for (q, k) in q.chunks(SUM_STEP).zip(k.chunks(SUM_STEP)) {
+        for (q, k) in q.iter().zip(k) {
+            let product = f64::from(*q) * f64::from(*k);
+            sum += product;
+            largest = largest.max(product.abs());
+        }
+        largest = largest.max(sum.abs());
+    }
+    let cuts = q.len() + 2 * q.len().div_ceil(SUM_STEP);
+    (sum, 2.0 * (cuts as f64).sqrt() * SUM_ROUNDING * largest)
+}
+
+/// Bound of the error of a log-sum-exp: what fp32 rounds, and what the tensor cores lose of the scores.
+fn bound_of_lse(oracle: &Rows, emulated: &Rows, row: usize) -> f64 {
+    lse_bound(&oracle.scales[row], oracle.lse[row]) + emulated.scales[row].by_sums
+}
+
+/// The log-sum-exp of scores.
+fn log_sum_exp(scores: impl Iterator<Item = f64> + Clone) -> f64 {
+    let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
+    max + scores.map(|s| (s - max).exp()).sum::<f64>().ln()
+}
+
 /// The oracle's rows by an emulation in fp64 that rounds P, relative to its row's largest and times 2^8, and O at its
 /// end; the sum is that of the unrounded P. Of the dequantised operands, without a score program.
 ///
@@ -71,7 +109,7 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
     let [_, kv_heads, kv_len, dim_v] = v.shape();
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
     let scale = f64::from(attention.scale);
-    let rows: Vec<Vec<f64>> = oracle
+    let rows: Vec<(Vec<f64>, f64)> = oracle
         .ids
         .par_iter()
         .map(|id| {
@@ -81,11 +119,12 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
             let mut row = vec![0.0f32; dim_qk];
             q.read_row([batch, head, id.row as usize], &mut row);
             let (mut key, mut value_row) = (vec![0.0f32; dim_qk], vec![0.0f32; dim_v]);
-            let mut scores = Vec::new();
+            let (mut scores, mut losses) = (Vec::new(), Vec::new());
             for j in live.clone() {
                 k.read_row([batch, head / group, j as usize], &mut key);
-                let dot: f64 = row.iter().zip(&key).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+                let (dot, loss) = summed(&row, &key);
                 scores.push(dot * scale);
+                losses.push(loss * scale.abs());
             }
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let mut sum = 0.0;
@@ -96,16 +135,21 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
                 v.read_row([batch, head / group, j as usize], &mut value_row);
                 o.iter_mut().zip(&value_row).for_each(|(o, v)| *o += rounded * f64::from(*v));
             }
+            let mut by_sums = 0.0;
             if !scores.is_empty() {
+                // The most that it changes: all scores larger. A key without weight loses nothing of it.
+                let larger = scores.iter().zip(&losses).map(|(s, loss)| s + loss);
+                by_sums = log_sum_exp(larger) - log_sum_exp(scores.iter().copied());
                 let mut rounded: Vec<f32> = o.iter().map(|o| (o / sum) as f32).collect();
                 super::host::round_to(output, &mut rounded);
                 o = rounded.into_iter().map(f64::from).collect();
             }
-            o
+            (o, by_sums)
         })
         .collect();
-    let lse = oracle.lse.clone();
-    Rows { ids: oracle.ids.clone(), dim: dim_v, o: rows.concat(), lse, scales: oracle.scales.clone() }
+    let (o, by_sums): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
+    let scales = oracle.scales.iter().zip(by_sums).map(|(scale, by_sums)| RowScale { by_sums, ..*scale }).collect();
+    Rows { ids: oracle.ids.clone(), dim: dim_v, o: o.concat(), lse: oracle.lse.clone(), scales }
 }
 
 /// How a kernel's O, and its log-sum-exp where given, compare with the oracle's rows: within [`MOST`] times the root of
@@ -140,9 +184,7 @@ pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, emulated: &Ro
         if let Some(lse) = lse {
             let (got, want) = (f64::from(lse[(at[0] * heads + at[1]) * q_len + at[2]]), oracle.lse[i]);
             let right = got == want || !want.is_finite() && !got.is_finite() && want != f64::NEG_INFINITY;
-            let mut scale = *scale;
-            scale.score *= SUM_UNITS;
-            let (error, bound) = ((got - want).abs(), lse_bound(&scale, want));
+            let (error, bound) = ((got - want).abs(), bound_of_lse(oracle, emulated, i));
             let within = error <= bound;
             if !right && !within {
                 let place = format!("LSE[batch {}, head {}, row {}]", id.batch, id.head, id.row);
@@ -166,7 +208,115 @@ pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, emulated: &Ro
 
 #[cfg(test)]
 mod tests {
+    use super::super::{all_rows, oracle_of};
     use super::*;
+    use crate::Distribution;
+    use flashtune_codegen::{Mask, Shape};
+
+    /// Expected rows of 63 queries in four heads and 129 keys in two, by operands, scale and rows.
+    struct Fixture {
+        q: HostTensor,
+        k: HostTensor,
+        scale: f32,
+        oracle: Rows,
+        emulated: Rows,
+    }
+
+    /// Of random operands. With `large` the last key of the first head has an element of 448 before it is scaled.
+    fn fixture(large: bool, scale: f32) -> Fixture {
+        let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len: 63, kv_len: 129, mask: Mask::Full };
+        let random = |shape, seed| HostTensor::random(DType::E4m3, shape, Layout::Bhsd, seed, Distribution::Normal);
+        let q = random([1, 4, 63, 128], 120);
+        let mut k = random([1, 2, 129, 128], 121);
+        if large {
+            k.set([0, 0, 128, 0], f32::INFINITY);
+        }
+        let q = dequantised(&q, &[1.106_967_7, 1.827_424_5], 2);
+        let k = dequantised(&k, &[0.568_047_46, 0.944_248_4], 2);
+        let v = HostTensor::zeros(DType::F32, [1, 2, 129, 1], Layout::Bhsd);
+        let attention = Attention { mask: Mask::Full, scale, program: None, sequence: 0 };
+        let oracle = oracle_of(&q, &k, &v, &attention, &all_rows(&shape));
+        let emulated = emulated([&q, &k, &v], &attention, DType::F32, &oracle);
+        Fixture { q, k, scale, oracle, emulated }
+    }
+
+    impl Fixture {
+        /// Whether a log-sum-exp of a row passes where all others are exact.
+        fn takes(&self, row: usize, lse: f64) -> bool {
+            let o = HostTensor::zeros(DType::F32, [1, 4, 63, 1], Layout::Bhsd);
+            let mut all: Vec<f32> = self.oracle.lse.iter().map(|x| *x as f32).collect();
+            all[row] = lse as f32;
+            compare(&o, Some(&all), &self.oracle, &self.emulated).passed()
+        }
+
+        fn scores(&self, row: usize) -> Vec<f64> {
+            let (mut q, mut k) = ([0.0; 128], [0.0; 128]);
+            self.q.read_row([0, row / 63, row % 63], &mut q);
+            let score = |key| {
+                self.k.read_row([0, row / 126, key], &mut k);
+                summed(&q, &k).0 * f64::from(self.scale)
+            };
+            (0..129).map(score).collect()
+        }
+
+        /// The log-sum-exp of a row without a key.
+        fn without(&self, row: usize, key: usize) -> f64 {
+            let scores = self.scores(row);
+            log_sum_exp(scores.iter().enumerate().filter(|(j, _)| *j != key).map(|(_, s)| *s))
+        }
+    }
+
+    #[test]
+    fn what_hopper_makes_of_a_large_key_passes_and_defects_beside_it_do_not() {
+        let f = fixture(true, 0.25);
+        // Of an H200, and of its sums simulated bit by bit: 579.3125 for 580.28, to which the large key adds 560.
+        let (row, measured) = (57, 91.069_404_602_050_78);
+        let want = f.oracle.lse[row];
+        assert!((want - 91.221_596_968).abs() < 1e-8, "{want}");
+        assert!(f.takes(row, want) && f.takes(row, measured));
+        // As far again, without either operand's scale, and without the key.
+        let wrong = [want - 2.0 * (want - measured), want / 1.106_967_7, want / 0.568_047_46, f.without(row, 128)];
+        assert!(wrong.iter().all(|lse| !f.takes(row, *lse)), "{wrong:?}");
+    }
+
+    #[test]
+    fn a_large_key_loosens_the_lse_of_the_rows_alone_that_attend_to_it() {
+        let (with, plain) = (fixture(true, 0.25), fixture(false, 0.25));
+        let bound = |f: &Fixture, row| bound_of_lse(&f.oracle, &f.emulated, row);
+        let (mut turned_away, mut drawn) = (0, 0);
+        for row in 0..126 {
+            let (score, ratio) = (with.scores(row)[128], bound(&with, row) / bound(&plain, row));
+            if score < -20.0 {
+                turned_away += 1;
+                assert!(ratio < 1.25, "{row}: {ratio}");
+            } else if score > 20.0 {
+                drawn += 1;
+                assert!(ratio > 1.25, "{row}: {ratio}");
+            }
+        }
+        assert!(turned_away > 20 && drawn > 20, "{turned_away} {drawn}");
+    }
+
+    #[test]
+    fn an_ordinary_lse_is_bounded_below_the_magnitudes_of_its_scores_and_a_lost_key_is_seen() {
+        let f = fixture(false, 128f32.sqrt().recip());
+        for row in 0..252 {
+            let bound = bound_of_lse(&f.oracle, &f.emulated, row);
+            let magnitudes = 128f64.sqrt() * SUM_ROUNDING * f.oracle.scales[row].score;
+            assert!(bound < magnitudes, "{row}: {bound} {magnitudes}");
+            let scores = f.scores(row);
+            let largest = (0..129).max_by(|a, b| scores[*a].total_cmp(&scores[*b])).unwrap();
+            let lost = f.without(row, largest);
+            assert!((lost - f.oracle.lse[row]).abs() > 2.0 * bound, "{row}: {bound}");
+            // Rows of the first and of the second KV head, by the whole comparison.
+            if row % 63 == 3 {
+                assert!(f.takes(row, f.oracle.lse[row]) && !f.takes(row, lost) && !f.takes(row, f64::NAN), "{row}");
+                let scale = if row < 126 { 1.106_967_7 } else { 1.827_424_5 };
+                let unscaled = log_sum_exp(scores.iter().map(|s| s / scale));
+                assert!(!f.takes(row, unscaled), "{row}");
+            }
+        }
+    }
 
     #[test]
     fn every_code_is_the_one_of_its_value_and_values_between_go_to_the_next() {

@@ -48,6 +48,8 @@ pub struct RowScale {
     /// Of a gradient, what a rounding of every element of O by epsilon makes of the row: kernels are given O as it is
     /// stored.
     pub by_o: f64,
+    /// Of an emulation of e4m3, what sums of the tensor cores may lose of the log-sum-exp.
+    pub by_sums: f64,
 }
 
 /// Every row of a shape, in `[batch, heads, rows]` order.
