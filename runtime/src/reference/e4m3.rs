@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ordinary_lse_is_bounded_below_the_magnitudes_of_its_scores_and_a_lost_key_is_seen() {
+    fn an_ordinary_lse_has_a_closer_bound_and_a_lost_key_is_seen() {
         let f = fixture(false, 128f32.sqrt().recip());
         for row in 0..252 {
             let bound = bound_of_lse(&f.oracle, &f.emulated, row);
