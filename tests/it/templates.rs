@@ -69,12 +69,13 @@ fn rendering_gives_the_same_bytes_in_every_process() {
         assert!(one.status.success(), "{}", String::from_utf8_lossy(&one.stderr));
         assert!(one.stdout.len() > 1000 && one.stdout == two.stdout, "{args:?}");
         // And in this one.
+        let arch = arch.parse().unwrap();
         let problem = flashtune::Problem::forward(
             dtype.parse().unwrap(),
             dim.parse().unwrap(),
             mask.parse::<flashtune::Mask>().unwrap().kind(),
         );
-        let (problem, arch) = (problem.unwrap(), arch.parse().unwrap());
+        let problem = problem.unwrap().in_default_precision(arch);
         let shape = flashtune::Shape {
             batch: 1,
             heads: 8,

@@ -57,8 +57,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
     [
         "every wave is the first",
         "backward/sm90/keys.cuh",
-        "const Pair pair(args.backward, args.first_pair + at.pair);\n            finish",
-        "const Pair pair(args.backward, at.pair);\n            finish",
+        "const Pair pair(args.backward, args.first_pair + at.pair);\n        finish",
+        "const Pair pair(args.backward, at.pair);\n        finish",
         "the oracle says",
     ],
     // Of the launch, not of a template.
