@@ -116,7 +116,7 @@ const CAUSAL: &[Mutant] = &[
         "1.01f * args->scale * LOG2E",
         "oracle",
     ),
-    Mutant("the LSE is in other units", "forward/cpu.c", "maximum * 0.6931471805599453", "maximum * 0.6931", "LSE"),
+    Mutant("the LSE is in other units", "forward/cpu.c", "maximum * MAXIMUM_LN", "maximum * 0.6931", "LSE"),
     Mutant(
         "heads take turns at KV heads",
         "forward/cpu.c",
