@@ -55,6 +55,11 @@ impl FromStr for Precision {
     }
 }
 
+/// Whether the arch has TF32 products.
+fn has_tf32(arch: Arch) -> bool {
+    matches!(arch, Arch::Sm(sm) if sm.number >= 80)
+}
+
 impl Problem {
     /// The same problem in a precision.
     pub fn in_precision(self, precision: Precision) -> Self {
@@ -68,8 +73,7 @@ impl Problem {
     /// [`Error::Unsupported`] of `precision`.
     pub fn validate_on(&self, arch: Arch) -> Result<()> {
         self.validate()?;
-        let has_tf32 = matches!(arch, Arch::Sm(sm) if sm.number >= 80);
-        if self.precision != Precision::Exact && !has_tf32 {
+        if self.precision != Precision::Exact && !has_tf32(arch) {
             let limit = format!("{arch} has no TF32 products; GPUs from sm_80 on do");
             return Err(Error::unsupported("precision", self.precision, limit, "leave the precision at `exact`"));
         }
@@ -80,6 +84,10 @@ impl Problem {
     /// three TF32 products wherever `forward/sm80_f32` takes them, which on an H200 is 2.4 to 3.6 times as fast as
     /// `forward/naive` and nearer to fp64 (docs/measured/2026-11-24-h200-f32.md); everything else exactly.
     pub fn in_default_precision(self, arch: Arch) -> Self {
+        // Without an error's text, which takes memory: this is on the way of every call.
+        if !self.admits(Precision::Tf32x3) || !has_tf32(arch) {
+            return self.in_precision(Precision::Exact);
+        }
         let fast = self.in_precision(Precision::Tf32x3);
         let computed = if fast.pads(arch) { fast.padded() } else { fast };
         let has = fast.validate_on(arch).is_ok() && Family::ForwardSm80F32.supports(&computed, arch).is_ok();
