@@ -75,18 +75,20 @@ impl ParallelLoop for Own {
         }
     }
 
-    /// The calling thread is a member, and does not wait for another one to wake.
+    /// By halves: `join` takes no memory, as a scope does for each of its jobs, and a warm call allocates nothing.
     fn run(&self, members: usize, member: &(dyn Fn() + Sync)) {
         match rayon::current_thread_index() {
-            Some(_) => rayon::in_place_scope(|scope| share(scope, members, member)),
-            None => self.pool.in_place_scope(|scope| share(scope, members, member)),
+            Some(_) => share(members, member),
+            None => self.pool.install(|| share(members, member)),
         }
     }
 }
 
-fn share<'scope>(scope: &rayon::Scope<'scope>, members: usize, member: &'scope (dyn Fn() + Sync)) {
-    (1..members).for_each(|_| scope.spawn(|_| member()));
-    member();
+fn share(members: usize, member: &(dyn Fn() + Sync)) {
+    match members {
+        0 | 1 => member(),
+        _ => drop(rayon::join(|| share(members - members / 2, member), || share(members / 2, member))),
+    }
 }
 
 /// The library's own threads, started on first use.
