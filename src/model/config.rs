@@ -227,10 +227,14 @@ fn dtype(top: &Fields<'_>, fields: &Fields<'_>) -> Result<Option<DType>, Error> 
     for (place, name) in [(fields, "dtype"), (fields, "torch_dtype"), (top, "dtype"), (top, "torch_dtype")] {
         let Some(text) = place.text(name)?.filter(|t| *t != "auto") else { continue };
         let text = text.strip_prefix("torch.").unwrap_or(text);
-        return text.parse().map(Some).map_err(|_| {
-            let remedy = "state float16, bfloat16 or float32";
-            Error::field(place.name(name), format!("is `{text}`, which no kernel computes"), remedy)
-        });
+        // Weights may be of eight bits, but not what the layers compute in.
+        return match text.parse() {
+            Ok(dtype) if dtype != DType::E4m3 => Ok(Some(dtype)),
+            _ => {
+                let remedy = "state float16, bfloat16 or float32";
+                Err(Error::field(place.name(name), format!("is `{text}`, in which no model computes"), remedy))
+            }
+        };
     }
     Ok(None)
 }
