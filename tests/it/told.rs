@@ -3,7 +3,7 @@
 use crate::common::compiler::LoggedCompiler;
 use crate::common::{self, Place, SMALL};
 use std::fs::File;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
@@ -22,6 +22,14 @@ impl Tuner {
         command.args(["--device", "cpu", "--cache"]).arg(place.cache()).arg("tune").args(args);
         command.env("CC", compiler.program()).env_remove("FLASHTUNE_TEMPLATES").env_remove("FLASHTUNE_LOG");
         command.stdout(File::create(&out).unwrap()).stderr(File::create(&err).unwrap());
+        // Whoever runs the tests behind `&` has them, and what they start, ignore SIGINT.
+        // SAFETY: a system call, which is safe after a fork.
+        unsafe {
+            command.pre_exec(|| match libc::signal(libc::SIGINT, libc::SIG_DFL) {
+                libc::SIG_ERR => Err(std::io::Error::last_os_error()),
+                _ => Ok(()),
+            });
+        }
         Self { child: command.spawn().unwrap(), out, err }
     }
 
