@@ -177,10 +177,12 @@ class Library(unittest.TestCase):
         self.assertIn(f"#define FLASHTUNE_ABI_VERSION {_library.ABI_VERSION}\n", text)
         self.assertEqual(_library.FORWARD_ARGS.size, 368)
         body = re.search(r"typedef struct flashtune_forward_args \{(.*?)\n\}", text, re.S).group(1)
-        fields = re.findall(r"^  (?!//).*?(\w+);", body, re.M)
+        fields = re.findall(r"^  (?!//).*?(\w+)(?:\[\d\])?;", body, re.M)
         plain = "struct_size flags q k v o lse stream window_left window_right mask softmax_scale"
         program = "mask_program score_program sink_program inputs inputs_len input_size block_mask weights"
-        self.assertEqual(fields, plain.split() + program.split())
+        descales = "q_descale k_descale v_descale q_descale_stride k_descale_stride v_descale_stride"
+        self.assertEqual(fields, plain.split() + program.split() + descales.split())
+        self.assertEqual(_library.DESCALES.size, 3 * 8 + 3 * 2 * 8)
         body = re.search(r"typedef struct flashtune_input \{(.*?)\n\}", text, re.S).group(1)
         fields = re.findall(r"^  (?!//).*?(\w+)(?:\[\d\])?;", body, re.M)
         self.assertEqual(fields, "name data shape strides storage rank int_value float_value".split())
@@ -191,7 +193,7 @@ class Library(unittest.TestCase):
         names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64", "bool": "BOOL"}
         for name, number in _library.STORAGES.items():
             self.assertIn(f"FLASHTUNE_STORAGE_{names[name]} = {number},", text)
-        for name in ("F16", "BF16", "F32"):
+        for name in ("F16", "BF16", "F32", "E4M3"):
             self.assertIn(f"FLASHTUNE_DTYPE_{name} = {getattr(_library, name)},", text)
         for name, number in _library.POLICIES.items():
             self.assertIn(f"FLASHTUNE_POLICY_{name.upper()} = {number},", text)
