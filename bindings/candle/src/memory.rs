@@ -69,12 +69,16 @@ impl Place {
     pub fn alloc(&self, dtype: flashtune::DType, elements: usize) -> candle_core::Result<Storage> {
         // Drivers give no memory of no size.
         let elements = elements.max(1);
-        use flashtune::DType::{Bf16, F16, F32};
+        use flashtune::DType::{Bf16, E4m3, F16, F32};
+        if dtype == E4m3 {
+            candle_core::bail!("O is in {dtype}, which kernels read and do not write; use f16, bf16 or f32");
+        }
         match self {
             Place::Cpu => Ok(Storage::Cpu(match dtype {
                 F16 => CpuStorage::F16(vec![f16::ZERO; elements]),
                 Bf16 => CpuStorage::BF16(vec![bf16::ZERO; elements]),
                 F32 => CpuStorage::F32(vec![0.0; elements]),
+                E4m3 => unreachable!("refused above"),
             })),
             #[cfg(feature = "cuda")]
             Place::Cuda { device, .. } => {
@@ -84,6 +88,7 @@ impl Place {
                         F16 => CudaStorageSlice::F16(device.alloc(elements)?),
                         Bf16 => CudaStorageSlice::BF16(device.alloc(elements)?),
                         F32 => CudaStorageSlice::F32(device.alloc(elements)?),
+                        E4m3 => unreachable!("refused above"),
                     }
                 };
                 Ok(Storage::Cuda(CudaStorage { slice, device: device.clone() }))
