@@ -1,5 +1,5 @@
 //! The templates of flashtune's kernels: CUDA C++ and C with values that
-//! [flashtune-codegen](https://docs.rs/flashtune-codegen) renders, as texts inside the library.
+//! `flashtune-codegen` renders, as texts inside the library.
 //!
 //! ```
 //! let (_, text) = flashtune_templates::FILES.iter().find(|(path, _)| *path == "forward/cpu.c").unwrap();

@@ -209,7 +209,6 @@ fn hopper_backward_kernels_compile_as_they_are_written() {
     compile_all(&kernels, 0);
 }
 
-/// Stores of every kind, and programs with each of their parts.
 /// Programs take registers beside the sums, so that up to 172 bytes are spilled; more would be another kernel.
 #[test]
 fn hopper_gradients_of_packed_programs_compile() {
@@ -227,6 +226,7 @@ fn hopper_gradients_of_packed_programs_compile() {
     compile_all(&kernels.collect::<Vec<_>>(), 192);
 }
 
+/// Stores of every kind, and programs with each of their parts.
 #[test]
 fn plain_ragged_kernels_compile_without_spills() {
     if common::nvrtc_or_skip("plain_ragged_kernels_compile_without_spills").is_none() {

@@ -1,6 +1,6 @@
 //! `cargo xtask crates`: every package could be published as it stands. What a package's files include lies in the
-//! package, what it depends on comes before it, its manifest says what crates.io and docs.rs ask for, and nothing that
-//! hosts compile asks for a newer Rust than the workspace promises.
+//! package, what it depends on comes before it, its manifest says what the registry and its docs ask for, and nothing
+//! that hosts compile asks for a newer Rust than the workspace promises.
 //!
 //! That no newer item of the standard library is used is clippy's to say (`incompatible_msrv`, by `rust-version`).
 
@@ -23,7 +23,7 @@ const PUBLISHED: [&str; 8] = [
 ];
 /// The package of the other workspace, behind all of those.
 const CANDLE: &str = "flashtune-candle";
-/// crates.io takes no larger package, compressed.
+/// The registry takes no larger package, compressed.
 const LARGEST: u64 = 10 << 20;
 
 /// Looks at all packages, and packs them.
@@ -48,7 +48,7 @@ pub fn check(root: &Path) -> Result<()> {
         if PUBLISHED.contains(&package.name.as_str()) {
             let bytes = file.metadata().with_context(|| format!("cargo has not made {}", file.display()))?.len();
             if bytes > LARGEST {
-                faults.push(format!("{}: {bytes} bytes, crates.io takes {LARGEST}; see `include`", package.name));
+                faults.push(format!("{}: {bytes} bytes, the registry takes {LARGEST}; see `include`", package.name));
             }
         }
     }
@@ -58,7 +58,7 @@ pub fn check(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What crates.io refuses, what docs.rs needs, and what differs from the first package.
+/// What the registry refuses, what its docs need, and what differs from the first package.
 fn of_manifest(package: &Package, first: &Package) -> Vec<String> {
     let word = |word: &String| {
         let mut letters = word.chars();
@@ -241,8 +241,8 @@ mod tests {
 
     #[test]
     fn files_from_outside_a_package_are_found() {
-        let text = "const A: &str = include_str!(\"../a.c\");\n// include_str!(\"no.c\")\n#[path = \"b/c.rs\"]\nmod c;\n\
-                    include!(concat!(\"d\"));\n";
+        let text = "const A: &str = include_str!(\"../a.c\");\n// include_str!(\"no.c\")\n\
+                    #[path = \"b/c.rs\"]\nmod c;\ninclude!(concat!(\"d\"));\n";
         assert_eq!(included(text), ["../a.c", "b/c.rs"]);
         let tmp = tempfile::tempdir().unwrap();
         std::fs::create_dir(tmp.path().join("src")).unwrap();

@@ -97,8 +97,8 @@ impl KernelFamily for Sm80F32Schedule {
                  error"
             }
             _ => {
-                "f32 by three TF32 products to one, the default where a GPU has them: within twice the error of unfused \
-                 f32; precision exact is by fp32 products"
+                "f32 by three TF32 products to one, the default where a GPU has them: within twice the error of \
+                 unfused f32; precision exact is by fp32 products"
             }
         })
     }
