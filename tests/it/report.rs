@@ -220,16 +220,18 @@ fn the_peers_script_lists_serving_with_its_bytes() {
     assert_eq!(alike, 16 - 1 + 13 + 15);
 }
 
-/// A report whose times are some factor of what they were.
-fn times(report: &Value, factor: f64) -> Value {
+/// A report with times about a number of microseconds, whatever was measured: nine of a loaded machine may differ by
+/// more than any factor shows.
+fn times(report: &Value, us: f64) -> Value {
     let mut report = report.clone();
     for point in report["points"].as_array_mut().unwrap() {
         for result in point["results"].as_array_mut().unwrap().iter_mut().filter(|r| r["latency_us"].is_object()) {
             let latency = &mut result["latency_us"];
-            for name in ["median", "p10", "p90"] {
-                latency[name] = (factor * number(&latency[name])).into();
+            for (name, part) in [("median", 1.0), ("p10", 0.96), ("p90", 1.04)] {
+                latency[name] = (part * us).into();
             }
-            latency["times"].as_array_mut().unwrap().iter_mut().for_each(|us| *us = (factor * number(us)).into());
+            let count = latency["times"].as_array().unwrap().len();
+            latency["times"] = (0..count).map(|i| us * (1.0 + 0.01 * (i as f64 - (count / 2) as f64))).collect();
         }
     }
     report
@@ -242,12 +244,13 @@ fn what_became_slower_fails_and_what_became_faster_does_not() {
     let case = ["--rounds", "9", "--dtype", "f32", "--heads", "2", "--q-len", "96", "--no-ceilings"];
     let report = place.json(&[&["bench"], &case[..], &["--report", text(&now)]].concat());
     assert_eq!(report["points"][0]["results"][0]["latency_us"]["times"].as_array().unwrap().len(), 9);
-    for (path, factor) in [(&fast, 0.01), (&slow, 100.0)] {
-        std::fs::write(path, times(&report, factor).to_string()).unwrap();
+    // Runs of the case are compared with the outer two, too: no machine takes so little or so much.
+    for (path, us) in [(&now, 1e3), (&fast, 1e-3), (&slow, 1e9)] {
+        std::fs::write(path, times(&report, us).to_string()).unwrap();
     }
 
     let compare = |args: &[&str]| place.flashtune(&[&["report"], args].concat());
-    fails(&mut compare(&[text(&fast), text(&now), "--fail-over", "3%"]), 1, &["1 of 1 cases", "100.000x", "99 %"]);
+    fails(&mut compare(&[text(&fast), text(&now), "--fail-over", "3%"]), 1, &["1 of 1 cases", "1000000.000x", "99 %"]);
     compare(&[text(&fast), text(&now)]).assert().success();
     compare(&[text(&slow), text(&now), "--fail-over", "3%"]).assert().success();
     compare(&[text(&now), text(&now), "--fail-over", "0%"]).assert().success();
@@ -256,7 +259,7 @@ fn what_became_slower_fails_and_what_became_faster_does_not() {
         (&found["schema"], &found["format"], &found["cases"][0]["verdict"]),
         (&1.into(), &1.into(), &"faster".into())
     );
-    assert!((number(&found["mean_ratio"]) - 0.01).abs() < 1e-9, "{found}");
+    assert!((number(&found["mean_ratio"]) - 1e-6).abs() < 1e-12, "{found}");
 
     let bench = |args: &[&str]| place.flashtune(&[&["bench"], &case[..], args].concat());
     fails(

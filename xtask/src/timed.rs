@@ -11,13 +11,18 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
 /// What the names of tests that watch a clock begin with, in all packages.
-const TIMED: [&str; 11] = [
+const TIMED: [&str; 16] = [
+    "bench_serving::",
     "fleet::",
     "killed::",
+    "latency::",
     "quick::",
     "ragged_tuning::",
     "random_workers::",
+    "report::",
     "sealed::",
+    "self_test::a_bench_",
+    "serving::a_sealed_",
     "told::",
     "together::",
     "tune::tests::",
