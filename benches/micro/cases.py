@@ -19,6 +19,7 @@ class Variant:
     kernel: str
     constants: tuple  # of (name, value): pasted in front, enumerators by name
     helpers: str = field(default="", repr=False)
+    shared: str = ""  # a file that several kernels build on
 
     @property
     def name(self):
@@ -27,7 +28,7 @@ class Variant:
     def source(self, read):
         # Constants that are enumerators are only known behind the enumeration, so all are macros.
         defines = "".join(f"#define {n} {v}\n" for n, v in self.constants)
-        return read("common.cuh") + self.helpers + defines + read(self.file)
+        return read("common.cuh") + self.helpers + defines + (self.shared and read(self.shared)) + read(self.file)
 
 
 class Bench:
@@ -383,7 +384,7 @@ def loop(d, m, sink, owner, early, loads, math):
         ("kMath", math),
     )
     constants += (("kDqColumns", columns), ("kRegisters", registers), ("kDqRegisters", of_dq))
-    return Variant("loop.cu", "loop", constants, helpers)
+    return Variant("loop.cu", "loop", constants, helpers, "step.cuh")
 
 
 def loop_cases():
@@ -438,8 +439,8 @@ def pair(d, sink, order=0, multicast=0):
     helpers = instructions.shared("mma_s", m, 0, 0) + instructions.registers("mma_dkv", d, 1)
     helpers += instructions.shared("mma_dq", columns, 1, 1)
     constants = (("kD", d), ("kM", m), ("kSink", sink), ("kDqColumns", columns), ("kOrder", order))
-    constants += (("kMulticast", multicast), ("kRegisters", 224), ("kDqRegisters", 56))
-    return Variant("pair.cu", "pair", constants, helpers)
+    constants += (("kMulticast", multicast), ("kRegisters", 224), ("kDqRegisters", 56), ("kEarly", 0), ("kMath", 1))
+    return Variant("pair.cu", "pair", constants, helpers, "step.cuh")
 
 
 def pair_cases():

@@ -8,7 +8,7 @@
 
 enum Sink { kNoDq, kDqOnly, kDqF32, kDqRed };
 
-constexpr int kKeys = 128, kThreads = 384, kBlocks = kM / 64, kParts = 64 / kDqColumns;
+constexpr int kThreads = 384, kBlocks = kM / 64, kParts = 64 / kDqColumns;
 constexpr u32 kKBytes = kKeys * kD * 2, kQBytes = kM * kD * 2, kBlockBytes = 64 * kKeys * 2,
               kSlotBytes = (kBlocks + 1) * kBlockBytes, kPeerBytes = kKeys * 64 * 2, kDqBytes = 64 * 64 * 4;
 static_assert(kBlocks == 2 ? kD == 64 : kD == 128, "shares of dQ are 64 rows by 64 columns");
@@ -196,55 +196,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             u32 p[kM / 4];
             mbarrier_wait(q_full + slot * 8, i / 2 & 1);
             wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kD / 16; k++)
-                mma_s(s, k_rows + (k / 4 * kKeys * 128 + k % 4 * 32) / 16,
-                      q_rows + (k / 4 * kM * 128 + k % 4 * 32) / 16, k > 0);
-            wgmma_commit();
+            issue_scores(s, k_rows, q_rows);
             mbarrier_wait(o_full + slot * 8, i / 2 & 1);
-#pragma unroll
-            for (int k = 0; k < kD / 16; k++)
-                mma_s(dp, v_rows + (k / 4 * kKeys * 128 + k % 4 * 32) / 16,
-                      o_rows + (k / 4 * kM * 128 + k % 4 * 32) / 16, k > 0);
-            wgmma_commit();
+            issue_scores(dp, v_rows, o_rows);
             wgmma_wait<1>();
             wgmma_touch(s);
-#pragma unroll
-            for (int j = 0; j < kM / 8; j++) {
-                const float2 l = *(const float2*)&statistics[slot][0][j * 8 + lane % 4 * 2];
-#pragma unroll
-                for (int e = 0; e < 4; e++) s[j * 4 + e] = exp2_free(fmaf(s[j * 4 + e], scale, e % 2 ? -l.y : -l.x));
-            }
+            take_exponentials(s, p, statistics[slot][0], lane, scale);
             wgmma_wait<0>();
             wgmma_touch(dp);
             u32 ds[kM / 4];
-#pragma unroll
-            for (int j = 0; j < kM / 8; j++) {
-                const float2 l = *(const float2*)&statistics[slot][1][j * 8 + lane % 4 * 2];
-#pragma unroll
-                for (int e = 0; e < 4; e++) dp[j * 4 + e] = s[j * 4 + e] * (dp[j * 4 + e] - (e % 2 ? l.y : l.x));
-                p[j * 2] = pack_bf16(s[j * 4], s[j * 4 + 1]), p[j * 2 + 1] = pack_bf16(s[j * 4 + 2], s[j * 4 + 3]);
-                ds[j * 2] = pack_bf16(dp[j * 4], dp[j * 4 + 1]),
-                       ds[j * 2 + 1] = pack_bf16(dp[j * 4 + 2], dp[j * 4 + 3]);
-            }
+            take_gradients(s, dp, p, ds, statistics[slot][1], lane);
             wgmma_touch(dv);
             wgmma_touch(dk);
             wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kM / 16; k++)
-                mma_dkv(dv, p[k * 4], p[k * 4 + 1], p[k * 4 + 2], p[k * 4 + 3], o_depth + k * 2048 / 16);
-            wgmma_commit();
-#pragma unroll
-            for (int k = 0; k < kM / 16; k++)
-                mma_dkv(dk, ds[k * 4], ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3], q_depth + k * 2048 / 16);
-            wgmma_commit();
+            issue_sum(dv, p, o_depth);
+            issue_sum(dk, ds, q_depth);
             if (i >= 2) mbarrier_wait_cluster(s_empty + slot * 8, (i / 2 - 1) & 1);
-#pragma unroll
-            for (int k = 0; k < kM / 16; k++) {
-                const u32 chunk = k * 2 + lane / 16;
-                stmatrix(slots + slot * kSlotBytes + chunk / 8 * kBlockBytes + row * 128 + ((chunk ^ row) % 8) * 16,
-                         ds[k * 4], ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3]);
-            }
+            store_ds(slots + slot * kSlotBytes, ds, row, lane);
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) mbarrier_arrive(s_full + slot * 8);
