@@ -90,8 +90,8 @@ void issue_flat(bool load, u32 shared, const void* global, u32 bytes, u32 mbarri
     if (bytes == 0 || bytes % 16 || shared % 16 || reinterpret_cast<u64>(global) % 16)
         fail("a copy of %u bytes between %p and shared address %u: multiples of 16 are wanted", bytes, global, shared);
     if (load) begin_async_write(running->rank, shared, bytes);
-    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, static_cast<u8*>(const_cast<void*>(global)), bytes,
-                      running->groups});
+    u8* const memory = static_cast<u8*>(const_cast<void*>(global));
+    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, memory, bytes, running->groups});
 }
 
 void perform_flat(const Copy& c) {
@@ -171,14 +171,17 @@ void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int 
 void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, u32 from) {
     issue(false, 1u << running->rank, from, map, 0, c0, c1, c2, c3);
 }
-void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes, u32 mbarrier) {
+void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes,
+                                                                       u32 mbarrier) {
     issue_flat(true, to, from, bytes, mbarrier);
 }
-void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from, u32 bytes,
-                                                                                     u32 mbarrier, u64) {
+void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from,
+                                                                                     u32 bytes, u32 mbarrier, u64) {
     cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, mbarrier);
 }
-void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes) { issue_flat(false, from, to, bytes, 0); }
+void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes) {
+    issue_flat(false, from, to, bytes, 0);
+}
 void cp_async_bulk_commit_group() { running->groups++; }
 void cp_async_bulk_wait_group_read(u32 pending) {
     for (;;) {

@@ -53,7 +53,9 @@ template <typename T> T emulated_shuffle(const char* what, unsigned lanes, T x, 
         return __builtin_bit_cast(T, ptx::exchange(what, lanes, __builtin_bit_cast(unsigned, x))[from & 31]);
     }
 }
-template <typename T> T __shfl_sync(unsigned lanes, T x, int from) { return emulated_shuffle("__shfl_sync", lanes, x, from); }
+template <typename T> T __shfl_sync(unsigned lanes, T x, int from) {
+    return emulated_shuffle("__shfl_sync", lanes, x, from);
+}
 template <typename T> T __shfl_xor_sync(unsigned lanes, T x, int mask) {
     return emulated_shuffle("__shfl_xor_sync", lanes, x, int(ptx::thread_index().x % 32) ^ mask);
 }
@@ -150,7 +152,7 @@ extern "C" unsigned char shared_memory[];
 
 // Tells the machine about the kernel of this source.
 #define EMULATED_CALL(entry, arguments) [](const void* args) { entry(*static_cast<const arguments*>(args)); }
-#define EMULATED_KERNEL(entry, arguments, shared_bytes, cluster, blocks_per_sm)                                             \
+#define EMULATED_KERNEL(entry, arguments, shared_bytes, cluster, blocks_per_sm)                               \
     ptx::Kernel ptx::kernels[] = {{kThreads, shared_bytes, blocks_per_sm, cluster, sizeof(arguments),         \
                                    EMULATED_CALL(entry, arguments), {EMULATED_BEFORE(arguments)}}};
 // One of several that a launch runs one after the other.

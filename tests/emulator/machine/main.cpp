@@ -1,6 +1,7 @@
 // Runs launches that arrive on standard input, in native byte order:
-//   u64 seed; u32 which stage, grids of what is launched first (two), whether blocks come in any order, grid, threads, bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64
-//   address, u64 bytes, u32 comes_back, and the content.
+//   u64 seed; u32 which stage, grids of what is launched first (two), whether blocks come in any order, grid, threads,
+//   bytes of shared memory, bytes of arguments; the arguments; u32 buffers; per buffer u64 address, u64 bytes,
+//   u32 comes_back, and the content.
 // Buffers lie at the addresses that the arguments tell, each with nothing readable after it. The answer on standard
 // output: u32 length of a failure's text and the text; without failure the buffers that come back.
 
@@ -72,7 +73,8 @@ int main() {
             kernel.run = kernel.before[k];
             for (u32 i = 0; i < before[k] && failure.empty(); i++) {
                 failure = run_cluster(i, before[k], args, seed * 0x9e3779b97f4a7c15 - i - k);
-                if (!failure.empty()) failure = "before, " + std::to_string(k) + ": block " + std::to_string(i) + ": " + failure;
+                if (failure.empty()) continue;
+                failure = "before, " + std::to_string(k) + ": block " + std::to_string(i) + ": " + failure;
             }
         }
         kernel.run = run;

@@ -68,7 +68,9 @@ void fma_rn_bf16x2(u32& d, u32 x, u32 y, u32 z) {
 }
 namespace {
 template <typename Of> u32 of_halves(u32 x, u32 y, Of of) {
-    const auto half = [&](u32 a, u32 b) { return to_f16(float(of(double(from_f16(u16(a))), double(from_f16(u16(b)))))); };
+    const auto half = [&](u32 a, u32 b) {
+        return to_f16(float(of(double(from_f16(u16(a))), double(from_f16(u16(b))))));
+    };
     return u32(half(x >> 16, y >> 16)) << 16 | half(x, y);
 }
 }  // namespace

@@ -1,4 +1,5 @@
-// Shared memory with a note per 16 bytes: has it been written, by whom, is a copy on its way to it, and who may still be reading?
+// Shared memory with a note per 16 bytes: has it been written, by whom, is a copy on its way to it, and who may still
+// be reading?
 
 #include "machine.h"
 #include <cstring>
@@ -146,10 +147,12 @@ const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes) {
     const u8* from = place(who, rank, address, bytes);
     for (u32 at = address / kGranule * kGranule; at < address + bytes; at += kGranule) {
         const Note& n = note(rank, at);
-        const u32 last = at + kGranule < address + bytes ? at + kGranule : address + bytes, first = at < address ? address : at;
+        const u32 last = at + kGranule < address + bytes ? at + kGranule : address + bytes;
+        const u32 first = at < address ? address : at;
         if (is_unwritten(n, from + (first - address), last - first))
             fail("%s reads shared address %u, which was never written", who, at);
-        if (n.state == State::arriving || n.words) fail("%s reads shared address %u while a copy to it is on its way", who, at);
+        if (n.state == State::arriving || n.words)
+            fail("%s reads shared address %u while a copy to it is on its way", who, at);
         if (n.writer && threads[n.writer - 1].fences == n.fences)
             fail("%s reads shared address %u, where thread %d wrote with no fence.proxy.async after", who, at,
                  n.writer - 1);

@@ -134,7 +134,8 @@ void multiply(u32 w, Issued& issued) {
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 16; i++) {
                 const u32 word = i / 4, byte = i % 4;
-                a[l % 4 * 4 + byte + 16 * (word / 2)][l / 4 + 8 * (word % 2)] = from_e4m3(issued.a[w % 4][l][word] >> byte * 8);
+                const int depth = l % 4 * 4 + byte + 16 * (word / 2), row = l / 4 + 8 * (word % 2);
+                a[depth][row] = from_e4m3(issued.a[w % 4][l][word] >> byte * 8);
             }
     } else if (s.a_in_registers) {
         // "Register fragments", matrix A: words 0 and 2 are rows of the upper eight, 2 and 3 the second half of depth.

@@ -1,7 +1,7 @@
 // What sm_80 brings: copies of 16 bytes that threads wait for themselves (cp.async), and matrix instructions of a warp.
 //
-// A copy happens at any time between its issue and the wait that covers its group, and copies overtake each other. Nobody
-// may touch its target meanwhile; that another thread waits for it is worth nothing.
+// A copy happens at any time between its issue and the wait that covers its group, and copies overtake each other.
+// Nobody may touch its target meanwhile; that another thread waits for it is worth nothing.
 
 #include "machine.h"
 #include <algorithm>
@@ -36,8 +36,8 @@ struct Gathered {
     const float* c[32][4];
 } gathered[kMaxThreads / 32];
 
-// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": lane 4 g + t has rows g and g + 8 of A and D, and
-// column g of B.
+// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": lane 4 g + t has rows g and g + 8 of A and D,
+// and column g of B.
 void multiply(const Gathered& w, Format format) {
     static float a[16][16], b[16][8], d[16][8];
     for (int l = 0; l < 32; l++) {
@@ -71,8 +71,8 @@ float cut(double x) {
     return std::isfinite(y) && std::fabs(double(y)) > std::fabs(x) ? std::nextafterf(y, 0.0f) : y;
 }
 
-// PTX ISA, "Matrix fragments for mma.m16n8k8" with .tf32: lane 4 g + t has rows g and g + 8 and columns t and t + 4 of A,
-// and rows t and t + 4 of column g of B.
+// PTX ISA, "Matrix fragments for mma.m16n8k8" with .tf32: lane 4 g + t has rows g and g + 8 and columns t and t + 4 of
+// A, and rows t and t + 4 of column g of B.
 void multiply_tf32(const Gathered& w) {
     static float a[16][8], b[8][8];
     static double d[16][8];
@@ -184,21 +184,21 @@ void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32&
     a = to[0], b = to[1], c = to[2], d = to[3];
 }
 
-void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
-                                                       u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                       u32 a2, u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
                                                        const float& c2, const float& c3) {
     mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3},
         [](const Gathered& w) { multiply(w, Format::f16); });
 }
-void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
-                                                         u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
-                                                         const float& c2, const float& c3) {
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                         u32 a2, u32 a3, u32 b0, u32 b1, const float& c0,
+                                                         const float& c1, const float& c2, const float& c3) {
     mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3},
         [](const Gathered& w) { multiply(w, Format::bf16); });
 }
-void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2,
-                                                        u32 a3, u32 b0, u32 b1, const float& c0, const float& c1,
-                                                        const float& c2, const float& c3) {
+void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                        u32 a2, u32 a3, u32 b0, u32 b1, const float& c0,
+                                                        const float& c1, const float& c2, const float& c3) {
     mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3}, multiply_tf32);
 }
 
