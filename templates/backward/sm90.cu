@@ -8,9 +8,9 @@
 // Three stages. `statistics` computes D. `keys`: a thread block owns 128 keys of a KV head, 64 a warpgroup, and walks
 // over the query tiles that see them, head after head of its group, so that dK and dV are sums in one order in
 // registers; each tile of dS is written once, in 16 bits. Above head dim 128 it owns 64 keys, and one warpgroup has dV,
-// the other dK. `queries`: a thread block owns query rows and sums dQ over
-// the tiles of dS that its rows have. Each product is computed once, no sum is shared between thread blocks: a
-// reduction of dQ to memory, which is the alternative, costs 1200 to 2400 clocks of a step's 2700.
+// the other dK. `queries`: a thread block owns query rows and sums dQ over the tiles of dS that its rows have. Each
+// product is computed once, no sum is shared between thread blocks: a reduction of dQ to memory, which is the
+// alternative, costs 1200 to 2400 clocks of a step's 2700.
 //
 // dS of all heads may exceed the scratch memory: the stages run in waves, for some KV heads of the batch at a time. Of
 // packed sequences a stage in front finds from the lengths what each wave has (sequences.cuh).
@@ -63,6 +63,9 @@ constexpr int kDqBlocks = @{ dq_blocks }@;
 #endif
 <% include "backward/sm90/statistics.cuh" %>
 <% include "backward/sm90/store.cuh" %>
+<% include "backward/sm90/key_blocks.cuh" %>
+<% include "backward/sm90/key_loader.cuh" %>
+<% include "backward/sm90/key_steps.cuh" %>
 <% include "backward/sm90/keys.cuh" %>
 <% include "backward/sm90/queries.cuh" %>
 <% include "backward/sm90/joint.cuh" %>

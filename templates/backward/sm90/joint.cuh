@@ -35,12 +35,7 @@ __device__ __forceinline__ void send_ds_and_say(const KernelArgs& args, u32 smem
     for (int member = 0; member < group; member++) {
 #pragma unroll 1
         for (int tile = at.begin; tile < at.end; tile++) {
-            spills.wait(smem);
-            bulk_store(to + i64(tile - at.begin) * kBytesSlot, spills.buffer(smem), kBytesSlot);
-            tma_store_commit();
-            tma_store_wait_read();
-            spills.release(smem);
-            spills.advance();
+            send_tile(to + i64(tile - at.begin) * kBytesSlot, smem, spills);
             if (whole != nullptr) {
                 tma_store_wait_but_one();
                 say_written(whole);

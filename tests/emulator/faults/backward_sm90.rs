@@ -6,14 +6,14 @@ pub const BACKWARD_SM90: &[Fault] = &[
     // Masks, one query or key off.
     [
         "one query too many before the keys",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "mine - visible.shift - visible.right :",
         "mine - visible.shift - visible.right - 1 :",
         "the oracle says",
     ],
     [
         "one query too many behind the keys",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "mine - visible.shift + visible.left :",
         "mine - visible.shift + visible.left + 1 :",
         "the oracle says",
@@ -28,7 +28,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
     // Tiles, heads and waves.
     [
         "the last query tile of a key block is lost",
-        "backward/sm90/keys.cuh",
+        "backward/sm90/key_blocks.cuh",
         "end = visible.end(block);",
         "end = max_of(visible.end(block) - 1, begin);",
         "the oracle says",
@@ -49,14 +49,14 @@ pub const BACKWARD_SM90: &[Fault] = &[
     ],
     [
         "sums of the block before are left",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "        clear();\n        keys.wait(smem);",
         "        keys.wait(smem);",
         "the oracle says",
     ],
     [
         "every wave is the first",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "const Pair pair(args.backward, args.first_pair + at.pair);\n        finish",
         "const Pair pair(args.backward, at.pair);\n        finish",
         "the oracle says",
@@ -70,17 +70,11 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "statistics_of(args, 0) + head_index",
         "the oracle says",
     ],
-    [
-        "dS with its rows in another order",
-        "backward/sm90/keys.cuh",
-        "((chunk ^ row) % 8) * 16",
-        "(chunk % 8) * 16",
-        "the oracle says",
-    ],
+    ["dS with its rows in another order", KEY_STEPS, "((chunk ^ row) % 8) * 16", "(chunk % 8) * 16", "the oracle says"],
     // Statistics.
     ["no gradient by the log-sum-exp", "backward/sm90/statistics.cuh", "sum - a.dlse[at]", "sum", "the oracle says"],
     // What zero times NaN leaves.
-    ["NaN of queries that are not seen", "backward/sm90/keys.cuh", "if (met)", "if (false)", "the oracle says"],
+    ["NaN of queries that are not seen", KEY_STEPS, "if (met)", "if (false)", "the oracle says"],
     [
         "NaN of keys that are not seen",
         "backward/sm90/queries.cuh",
@@ -91,16 +85,16 @@ pub const BACKWARD_SM90: &[Fault] = &[
     // Order and barriers.
     [
         "no fence after dS",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "        fence_async_proxy();\n        __syncwarp();\n        if (lane() == 0) spills.commit(smem);",
         "        __syncwarp();\n        if (lane() == 0) spills.commit(smem);",
         "no fence.proxy.async",
     ],
     [
         "dS overwritten while it is copied",
-        "backward/sm90/keys.cuh",
-        "            tma_store_wait_read();\n            spills.release(smem);",
-        "            spills.release(smem);",
+        KEY_LOADER,
+        "    tma_store_wait_read();\n    spills.release(smem);",
+        "    spills.release(smem);",
         "on its way|on their way|the oracle says",
     ],
     [
@@ -112,14 +106,14 @@ pub const BACKWARD_SM90: &[Fault] = &[
     ],
     [
         "Q freed before dK has it",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "            wgmma_wait<0>();\n            wgmma_touch(dk);\n            if (lane() == 0) queries.release",
         "            if (lane() == 0) queries.release",
         "on its way|while wgmma ran|the oracle says",
     ],
     [
         "K overwritten before dK is away",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "            tma_store_wait_read();\n            mbarrier_arrive(ValueRing",
         "            mbarrier_arrive(ValueRing",
         "on its way|on their way|the oracle says",
@@ -127,21 +121,21 @@ pub const BACKWARD_SM90: &[Fault] = &[
     // A warpgroup for each gradient.
     [
         "by gradient: weights taken before they are there",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "        hands.wait(smem);\n",
         "",
         "never written|the oracle says|deadlock",
     ],
     [
         "by gradient: dV over V that dP is computed from",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "if (kByGradient) barrier_sync(3, 128 * kWarpgroups);",
         "",
         "no fence.proxy.async|while wgmma ran|the oracle says",
     ],
     [
         "by gradient: weights overwritten before they are taken",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "            hands.acquire(smem);\n            if constexpr (kListed) {",
         "            if constexpr (kListed) {",
         "the oracle says|deadlock",
@@ -171,28 +165,28 @@ pub const BACKWARD_SM90: &[Fault] = &[
     // Score programs.
     [
         "program: no slope",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "none ? -0.0f : fmaf(x, g.slope, 0.0f)",
         "none ? -0.0f : x + 0.0f",
         "the oracle says",
     ],
     [
         "program: its mask is not asked",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "if (kProgramMask) out = out",
         "if (false) out = out",
         "the oracle says",
     ],
     [
         "program: tiles that its mask cuts are lost",
-        "backward/sm90/keys.cuh",
+        KEY_LOADER,
         "__ballot_sync(0xffffffff, kind >= 0)",
         "__ballot_sync(0xffffffff, kind > 0)",
         "the oracle says",
     ],
     [
         "program: the end is passed before all lanes have seen it",
-        "backward/sm90/keys.cuh",
+        KEY_STEPS,
         "        __syncwarp();  // and all lanes",
         "        // and all lanes",
         "deadlock",
@@ -208,19 +202,19 @@ pub const BACKWARD_SM90: &[Fault] = &[
     // Packed sequences.
     [
         "packed: keys of another",
-        KEYS,
+        KEY_LOADER,
         "pair.kv_row + at.block * kKeys, pair.kv_head, pair.entry);",
         "at.block * kKeys, pair.kv_head, pair.entry);",
         "the oracle says",
     ],
     [
         "packed: queries of another",
-        KEYS,
+        KEY_LOADER,
         "pair.q_row + tile * kBlockQ, head",
         "tile * kBlockQ, head",
         "the oracle says",
     ],
-    ["packed: keys behind the last are written", KEYS, "!kPacked || row + 64 <= visible.kv_len", "true", PACKED],
+    ["packed: keys behind the last are written", KEY_STEPS, "!kPacked || row + 64 <= visible.kv_len", "true", PACKED],
     ["packed: queries behind the last are written", QUERIES, "kPacked && row + 64 > visible.q_len", "false", PACKED],
     ["packed: a row too many", "backward/sm90/store.cuh", "if (r < rows)", "if (r <= rows)", PACKED],
     ["packed: a row too few", "backward/sm90/store.cuh", "if (r < rows)", "if (r + 1 < rows)", "the oracle says"],
@@ -258,7 +252,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
     ],
     [
         "packed: what is said is not awaited",
-        KEYS,
+        KEY_STEPS,
         "            items.wait(smem);\n            if",
         "            if",
         PACKED,
@@ -272,7 +266,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
     ],
 ];
 
-const KEYS: &str = "backward/sm90/keys.cuh";
+const KEY_LOADER: &str = "backward/sm90/key_loader.cuh";
+const KEY_STEPS: &str = "backward/sm90/key_steps.cuh";
 const QUERIES: &str = "backward/sm90/queries.cuh";
 const SEQUENCES: &str = "backward/sm90/sequences.cuh";
 /// Whatever rows of another sequence, or memory that is nobody's, lead to.
