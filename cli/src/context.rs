@@ -7,7 +7,7 @@ use flashtune::cache::{CacheDir, Launches, Layers, Needed, Trust, bundles_from_e
 use flashtune::codegen::TemplateSet;
 use flashtune::runtime::Device;
 use flashtune::tuner::{Runner, WorkerCommand};
-use flashtune::{Engine, read_templates};
+use flashtune::{Builder, Engine, read_templates};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::io::{BufWriter, Write};
@@ -142,6 +142,14 @@ impl Context {
 
     /// The same, for calls that are launched so; as the environment says when not said.
     pub fn engine_for(&mut self, launches: Option<Launches>) -> Result<Engine> {
+        self.engine_with(|builder| match launches {
+            Some(launches) => builder.launches(launches),
+            None => builder,
+        })
+    }
+
+    /// The same, with options of the caller's.
+    pub fn engine_with(&mut self, options: impl FnOnce(Builder) -> Builder) -> Result<Engine> {
         let mut builder = Engine::builder()
             .on(self.device()?)
             .policy(self.global.policy)
@@ -149,9 +157,6 @@ impl Context {
             .worker(own_worker()?)
             // What a command prints and measures is the kernel itself.
             .quick_first(false);
-        if let Some(launches) = launches {
-            builder = builder.launches(launches);
-        }
         if let Some(cache) = &self.global.cache {
             builder = builder.cache_dir(cache);
         }
@@ -161,7 +166,7 @@ impl Context {
         for bundle in &self.global.bundle {
             builder = builder.bundle(bundle);
         }
-        Ok(builder.build()?)
+        Ok(options(builder).build()?)
     }
 
     /// Prints a value as one JSON document. An object says first which version of the output it is.

@@ -5,9 +5,20 @@ use super::context::Context;
 use super::exit::usage;
 use super::machine;
 use anyhow::Result;
+use clap::ValueEnum;
 use flashtune::codegen::{Arch, Kernel, Schedule};
 use serde_json::json;
 use std::io::Write;
+
+/// What a kernel computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum Operation {
+    /// Attention
+    #[default]
+    Forward,
+    /// Gradients of Q, K and V
+    Backward,
+}
 
 /// Which kernel: the problem, the size that its default schedule is for, and what else it is than the default.
 #[derive(clap::Args, Debug)]
@@ -16,6 +27,9 @@ pub struct Selected {
     case: CaseArgs,
     #[command(flatten)]
     ragged: RaggedArgs,
+    /// What the kernel computes
+    #[arg(long, value_enum, default_value_t, value_name = "OPERATION", hide_default_value = true)]
+    op: Operation,
     /// Target: cpu-avx2, cpu-avx512, ..., sm_80, sm_90a, ...; this device's when absent
     #[arg(long, value_name = "ARCH")]
     arch: Option<Arch>,
@@ -37,7 +51,10 @@ impl Selected {
         };
         // A family that is named says by itself which precision it has.
         let cases = if self.family.is_some() { cases } else { self.case.on(arch, cases) };
-        let case = only(cases)?;
+        let mut case = only(cases)?;
+        if self.op == Operation::Backward {
+            case.problem = case.problem.backward();
+        }
         case.problem.validate_on(arch)?;
         let bucket = case.bucket(1);
         let family = family(self.family.as_deref(), &case.problem, arch, &bucket)?;

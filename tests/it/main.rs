@@ -10,6 +10,7 @@ mod random;
 
 mod appends;
 mod bad_input;
+mod bench_schedules;
 mod bench_serving;
 mod bundles;
 mod cache_command;

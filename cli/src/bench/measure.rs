@@ -1,6 +1,7 @@
 //! One case: its contenders, their answers, and the clock.
 
 use super::super::cases::{Case, family};
+use super::named::named;
 use anyhow::Result;
 use flashtune::codegen::score::{Program, SideData};
 use flashtune::codegen::{Arch, Error, Kernel, Schedule, ShapeBucket};
@@ -37,7 +38,7 @@ pub struct Contest<'a> {
 
 /// A kernel that runs, with its samples in microseconds.
 struct Runner<'a> {
-    name: &'static str,
+    name: &'a str,
     module: &'a dyn Module,
     /// Its launch, captured, where replays are timed.
     graph: Option<Box<dyn Graph>>,
@@ -68,18 +69,23 @@ impl<'a> Contest<'a> {
         Ok(Self { engine, case: *case, plan, default, data, part })
     }
 
-    /// Checks every kernel's answer, then times them in turn.
-    pub fn run(&self, rounds: usize) -> Result<(Point, Vec<Check>)> {
+    /// Checks every kernel's answer, those of schedules that are named as well, then times them in turn.
+    pub fn run(&self, schedules: &[String], rounds: usize) -> Result<(Point, Vec<Check>)> {
+        let others = schedules.iter().map(|name| named(self.engine, name, &self.case.problem, self.plan.kernel()));
+        let others = others.collect::<Result<Vec<_>>>()?;
         let mut runners = vec![self.runner(CHOSEN, self.plan.module())?];
         if let Ok(default) = &self.default {
             runners.push(self.runner(DEFAULT, &**default)?);
+        }
+        for (name, module) in schedules.iter().zip(&others) {
+            runners.push(self.runner(name, &**module)?);
         }
         let mut checks = Vec::new();
         let mut wrong = Vec::new();
         for runner in &runners {
             let found = self.data.check(runner.module)?;
             if !found.passed() {
-                wrong.push((runner.name, format!("wrong answer: {found}")));
+                wrong.push((runner.name.to_owned(), format!("wrong answer: {found}")));
             }
             checks.push(Check {
                 contender: runner.name.to_owned(),
@@ -90,12 +96,12 @@ impl<'a> Contest<'a> {
                 note: (!found.passed()).then(|| found.to_string()),
             });
         }
-        runners.retain(|r| !wrong.iter().any(|(name, _)| *name == r.name));
+        runners.retain(|r| !wrong.iter().any(|(name, _)| name == r.name));
         let unfused = self.time(&mut runners, rounds)?;
 
         let mut results: Vec<Measured> = runners.into_iter().map(|r| self.measured(r)).collect();
         let absent = |name: &str, why| Measured { contender: name.into(), absent: Some(why), ..Default::default() };
-        results.extend(wrong.into_iter().map(|(name, why)| absent(name, why)));
+        results.extend(wrong.into_iter().map(|(name, why)| absent(&name, why)));
         results.extend(self.default.as_ref().err().map(|why| absent(DEFAULT, why.clone())));
         results.push(match unfused {
             Ok(times) => Measured { contender: UNFUSED.into(), latency_us: Some(latency(times)), ..Default::default() },
@@ -104,7 +110,7 @@ impl<'a> Contest<'a> {
         Ok((self.point(results), checks))
     }
 
-    fn runner<'m>(&self, name: &'static str, module: &'m dyn Module) -> Result<Runner<'m>> {
+    fn runner<'m>(&self, name: &'m str, module: &'m dyn Module) -> Result<Runner<'m>> {
         let device = self.engine.device();
         let graph = match self.engine.launches() {
             Launches::Eager => None,

@@ -1,11 +1,13 @@
 //! `flashtune bench`: the dispatcher's choice against the default schedule and unfused attention, beside what the
 //! device can do at best; ragged batches over a KV cache (`ragged`), and whole steps of a server (`trace`).
 
+mod backward;
 mod cache;
 mod grid;
 mod header;
 mod lengths;
 mod measure;
+mod named;
 mod others;
 mod print;
 mod ragged;
@@ -18,6 +20,7 @@ use super::exit::{Failed, usage};
 use super::progress;
 use super::report::Outputs;
 use anyhow::Result;
+use backward::BackwardArgs;
 use flashtune::Launches;
 use flashtune_report::{Comparison, Report};
 use grid::GridArgs;
@@ -63,6 +66,12 @@ pub struct Args {
     /// Exit with 1 when the choice for a case is slower than the baseline's by more than this, with confidence
     #[arg(long, value_name = "PERCENT", requires = "baseline")]
     fail_over: Option<Percent>,
+    /// Schedules that are timed beside the chosen one, as `emit --space` names them, of another family behind its name:
+    /// "forward/sm90_ragged c1-kv128-s2-overlap-pack-queue-two-b1-all"; may be repeated
+    #[arg(long, value_name = "SCHEDULE", conflicts_with = "trace")]
+    schedule: Vec<String>,
+    #[command(flatten)]
+    backward: BackwardArgs,
     #[command(flatten)]
     trace: TraceArgs,
     #[command(flatten)]
@@ -88,12 +97,18 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         trace.serve(cx, &engine, &mut report)?;
         return told.tell(cx, &report, trace::print);
     }
+    if args.op != Operation::Backward && args.backward.any() {
+        return Err(usage("--scratch-mib: of --op backward; other operations take no scratch memory of a limit"));
+    }
     if args.op != Operation::Forward {
-        let report = others::run(cx, args.op, &args.grid.cases(&args.cases)?, &args.cache, args.rounds)?;
+        let (cache, backward, schedules, rounds) = (&args.cache, &args.backward, &args.schedule[..], args.rounds);
+        let options = others::Options { cache, backward, schedules, rounds };
+        let report = others::run(cx, args.op, &args.grid.cases(&args.cases)?, &options)?;
         return told.tell(cx, &report, print::report);
     }
     if !args.ragged.kv_lens.is_empty() {
-        let report = ragged::run(cx, &args.ragged, &args.cache, &args.cases, args.rounds, !args.no_ceilings)?;
+        let report =
+            ragged::run(cx, &args.ragged, &args.schedule, &args.cache, &args.cases, args.rounds, !args.no_ceilings)?;
         return told.tell(cx, &report, ragged::print);
     }
     let lengths = args.lengths.as_deref().map(|file| Lengths::read(file, args.length_points)).transpose()?;
@@ -112,7 +127,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     for case in &cases {
         bar.set_message(format!("{} {}", case.problem, case.shape));
         let contest = Contest::new(&engine, case)?;
-        let (mut point, checks) = contest.run(args.rounds)?;
+        let (mut point, checks) = contest.run(&args.schedule, args.rounds)?;
         if lengths.is_some() {
             point.suite = "lengths".into();
         }

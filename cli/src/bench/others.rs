@@ -1,29 +1,25 @@
-//! `flashtune bench --op`: gradients, and new rows of a KV cache, through the engine as a host calls it.
+//! `flashtune bench --op`: what is timed, and new rows of a KV cache, through the engine as a host calls it.
 
 use super::super::cases::Case;
 use super::super::context::Context;
 use super::super::exit::usage;
 use super::super::progress;
+use super::backward::{self, BackwardArgs};
 use super::cache::{Cache, Inputs, model_of};
+use super::header;
 use super::measure::{CHOSEN, facts, latency};
 use super::trace::CacheArgs;
-use super::{header, measure};
 use anyhow::Result;
 use clap::ValueEnum;
-use flashtune::codegen::{Kernel, Shape};
-use flashtune::runtime::{BackwardCase, Buffer, CheckInputs, Device, SideBuffers, typical_side};
-use flashtune::{
-    Backward, DType, Dispatch, Distribution, Engine, Forward, HostTensor, Launches, Layout, SideInputs, TensorView,
-};
-use flashtune_report::{Check, Measured, Point, Report};
+use flashtune::codegen::Kernel;
+use flashtune::{Dispatch, Engine, Launches};
+use flashtune_report::{Measured, Point, Report};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
 /// Rounds that warm up before times are kept.
-const WARM_UP: usize = 2;
-/// Most rows and keys of the small case on which gradients are compared with fp64.
-const CHECKED: u32 = 96;
+pub const WARM_UP: usize = 2;
 
 /// What is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -38,10 +34,24 @@ pub enum Operation {
     Append,
 }
 
+/// What else is said of it.
+#[derive(Clone, Copy)]
+pub struct Options<'a> {
+    pub cache: &'a CacheArgs,
+    pub backward: &'a BackwardArgs,
+    /// Schedules beside the chosen one.
+    pub schedules: &'a [String],
+    pub rounds: usize,
+}
+
 /// Times the operation for every case.
-pub fn run(cx: &mut Context, operation: Operation, cases: &[Case], cache: &CacheArgs, rounds: usize) -> Result<Report> {
+pub fn run(cx: &mut Context, operation: Operation, cases: &[Case], options: &Options<'_>) -> Result<Report> {
+    let Options { cache, backward, schedules, rounds } = *options;
     cache.check()?;
-    let engine = cx.engine_for(None)?;
+    if operation != Operation::Backward && !schedules.is_empty() {
+        return Err(usage("--schedule: appends have no other; leave it out"));
+    }
+    let engine = cx.engine_with(|builder| backward.apply(builder))?;
     if engine.launches() == Launches::Graph {
         return Err(usage("--op is timed with eager launches; leave --graph and FLASHTUNE_LAUNCHES out"));
     }
@@ -52,13 +62,15 @@ pub fn run(cx: &mut Context, operation: Operation, cases: &[Case], cache: &Cache
     let bar = progress::bar(cases.len() as u64, cx.hides_progress());
     for case in cases {
         bar.set_message(format!("{} {}", case.problem, case.shape));
-        let (point, check) = match operation {
-            Operation::Forward => unreachable!("forward passes have contenders"),
-            Operation::Backward => backward(&engine, case, rounds)?,
-            Operation::Append => append(&engine, case, cache, rounds)?,
-        };
-        report.points.push(point);
-        report.checks.extend(check);
+        match operation {
+            Operation::Forward => unreachable!("forward passes have contenders of their own"),
+            Operation::Backward => {
+                let (point, checks) = backward::run(&engine, case, backward, schedules, rounds)?;
+                report.points.push(point);
+                report.checks.extend(checks);
+            }
+            Operation::Append => report.points.push(append(&engine, case, cache, rounds)?),
+        }
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -95,128 +107,18 @@ fn time(
 }
 
 /// The one contender.
-fn chosen(times: Vec<f64>, dispatch: &Dispatch, wrong: Option<String>) -> Measured {
+fn chosen(times: Vec<f64>, dispatch: &Dispatch) -> Measured {
     let Kernel { schedule, .. } = dispatch.plan.kernel();
-    let schedule = Some(format!("{} {schedule}", schedule.family()));
-    let contender = CHOSEN.to_owned();
-    match wrong {
-        Some(why) => Measured { contender, schedule, absent: Some(why), ..Default::default() },
-        None => {
-            let (latency_us, note) = (Some(latency(times)), Some(dispatch.plan.status().to_string()));
-            Measured { contender, schedule, latency_us, note, ..Default::default() }
-        }
-    }
-}
-
-/// A tensor of the device with numbers in it.
-struct Tensor {
-    _buffer: Box<dyn Buffer>,
-    view: TensorView,
-}
-
-impl Tensor {
-    fn new(device: &dyn Device, dtype: DType, shape: [u32; 4], seed: u64) -> Result<Self> {
-        let host = HostTensor::random(dtype, shape.map(|n| n as usize), Layout::Bhsd, seed, Distribution::Normal);
-        let buffer = device.alloc(host.bytes().len())?;
-        device.upload(&*buffer, host.bytes())?;
-        let view = host.view_at(buffer.address());
-        Ok(Self { _buffer: buffer, view })
-    }
-}
-
-fn backward(engine: &Engine, case: &Case, rounds: usize) -> Result<(Point, Option<Check>)> {
-    let Case { problem: p, shape: s, .. } = case;
-    let device = &**engine.device();
-    let stream = device.stream();
-    let tensor =
-        |heads: u32, rows: u32, dim: u32, seed: u64| Tensor::new(device, p.dtype, [s.batch, heads, rows, dim], seed);
-    let (dim, dim_v) = (p.head_dim_qk, p.head_dim_v);
-    let [q, o] = [tensor(s.heads, s.q_len, dim, 1)?, tensor(s.heads, s.q_len, dim_v, 2)?];
-    let [k, v] = [tensor(s.kv_heads, s.kv_len, dim, 3)?, tensor(s.kv_heads, s.kv_len, dim_v, 4)?];
-    let [dout, dq] = [tensor(s.heads, s.q_len, dim_v, 5)?, tensor(s.heads, s.q_len, dim, 6)?];
-    let [dk, dv] = [tensor(s.kv_heads, s.kv_len, dim, 7)?, tensor(s.kv_heads, s.kv_len, dim_v, 8)?];
-    let lse = device.alloc(s.batch as usize * s.heads as usize * s.q_len as usize * size_of::<f32>())?;
-    let program = p.program;
-    let side = match &program {
-        Some(program) => Some(SideBuffers::new(device, program, s, &typical_side(program, s, 1))?),
-        None => None,
-    };
-    let timed = |side: &SideInputs<'_>| -> Result<_> {
-        let forward = Forward {
-            mask: s.mask,
-            lse: Some(lse.address()),
-            program,
-            side: *side,
-            ..Forward::new(q.view, k.view, v.view, o.view)
-        };
-        // SAFETY: every address is that of a buffer above with the view's extent, and they live until the stream was
-        // waited for.
-        unsafe { engine.forward(&forward, stream)? };
-        let call = Backward {
-            dout: dout.view,
-            q: q.view,
-            k: k.view,
-            v: v.view,
-            o: o.view,
-            lse: lse.address(),
-            dlse: None,
-            dq: dq.view,
-            dk: dk.view,
-            dv: dv.view,
-            mask: s.mask,
-            scale: None,
-            program,
-            side: *side,
-            packed: None,
-            gradients: &[],
-        };
-        // SAFETY: as above; rounds wait for each other.
-        time(engine, rounds, || unsafe { engine.backward(&call, stream) })
-    };
-    let (times, dispatch) = match &side {
-        Some(side) => side.with(timed),
-        None => timed(&SideInputs::default()),
-    }?;
-    device.synchronize(stream)?;
-    let small = Shape {
-        batch: 1,
-        heads: s.heads / s.kv_heads,
-        kv_heads: 1,
-        q_len: s.q_len.min(CHECKED),
-        kv_len: s.kv_len.min(CHECKED),
-        mask: s.mask,
-    };
-    // Of rows that are padded the kernel is that of the padded ones.
-    let kernel = dispatch.plan.kernel();
-    let found = BackwardCase::new(engine.device().clone(), &kernel.problem, &small, &CheckInputs::default())?
-        .check(dispatch.plan.module())?;
-    let wrong = (!found.passed()).then(|| format!("wrong answer: {found}"));
-    let check = Check {
+    Measured {
         contender: CHOSEN.to_owned(),
-        case: measure::facts(&Case::new(*p, &small)),
-        max_error: Some(found.verdict.max_error),
-        unfused_error: Some(found.verdict.unfused_error),
-        passed: found.passed(),
-        note: wrong.clone(),
-    };
-    let element = p.dtype.bytes();
-    let scores = f64::from(s.batch) * f64::from(s.heads) * f64::from(s.q_len) * f64::from(s.kv_len);
-    let point = Point {
-        suite: "backward".to_owned(),
-        case: facts(case),
-        // Five products where a forward pass has two.
-        flops: 2.5 * s.forward_flops(p.head_dim_qk, p.head_dim_v),
-        // Each tensor and its gradient.
-        ideal_bytes: 2.0 * s.forward_bytes(p.head_dim_qk, p.head_dim_v, element),
-        scores_bytes: scores * element as f64,
-        aim: None,
-        conditions: None,
-        results: vec![chosen(times, &dispatch, wrong)],
-    };
-    Ok((point, Some(check)))
+        schedule: Some(format!("{} {schedule}", schedule.family())),
+        latency_us: Some(latency(times)),
+        note: Some(dispatch.plan.status().to_string()),
+        ..Default::default()
+    }
 }
 
-fn append(engine: &Engine, case: &Case, cache: &CacheArgs, rounds: usize) -> Result<(Point, Option<Check>)> {
+fn append(engine: &Engine, case: &Case, cache: &CacheArgs, rounds: usize) -> Result<Point> {
     let device = &**engine.device();
     let stream = device.stream();
     let model = model_of(case, cache.kv_dtype)?;
@@ -238,7 +140,7 @@ fn append(engine: &Engine, case: &Case, cache: &CacheArgs, rounds: usize) -> Res
     device.synchronize(stream)?;
     let elements = 2.0 * f64::from(rows) * f64::from(model.kv_heads) * f64::from(model.head_dim);
     let written = f64::from(rows) * model.token_bytes() as f64;
-    let mut measured = chosen(times, &dispatch, None);
+    let mut measured = chosen(times, &dispatch);
     measured.note = Some(format!("{}; operations are elements", measured.note.unwrap_or_default()));
     let mut facts = facts(case);
     facts.store = Some(format!("pages of {}, {}", cache.page, model.element.name()));
@@ -252,5 +154,5 @@ fn append(engine: &Engine, case: &Case, cache: &CacheArgs, rounds: usize) -> Res
         conditions: None,
         results: vec![measured],
     };
-    Ok((point, None))
+    Ok(point)
 }

@@ -10,14 +10,14 @@ use super::super::table::table;
 use super::cache::{Cache, Inputs, Model, model_of};
 use super::header;
 use super::measure::{CHOSEN, latency};
+use super::named::named;
 use super::trace::CacheArgs;
 use anyhow::Result;
-use flashtune::codegen::{Family, Kernel, Schedule};
 use flashtune::ragged::{
     Added, Bounds, Expected, Index, Ints, KeyLengths, Output, Queries, QueryRows, RaggedBatch, ragged_call,
 };
-use flashtune::runtime::{Buffer, Graph, Module, Stream, compile};
-use flashtune::{Engine, Launches, Mask, Problem, Ragged, Shape};
+use flashtune::runtime::{Buffer, Graph, Module, Stream};
+use flashtune::{Engine, Launches, Mask, Ragged, Shape};
 use flashtune_report::{self as report, Check, Measured, Point, Report};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -25,7 +25,6 @@ use rand::seq::SliceRandom;
 use std::fmt;
 use std::io::Write;
 use std::str::FromStr;
-use std::sync::Arc;
 
 /// Bytes of the caches that launches take in turn: more than any last-level cache holds.
 const COLD_BYTES: u64 = 512 << 20;
@@ -48,10 +47,6 @@ pub struct BatchArgs {
     /// longest, and chosen by all, when absent
     #[arg(long, value_name = "N", requires = "kv_lens")]
     kv_bound: Option<Sizes>,
-    /// Schedules that are timed beside the chosen one, as `emit --space` names them, of another family behind its name:
-    /// "forward/sm90_ragged c1-kv128-s2-overlap-pack-queue-two-b1-all"; may be repeated
-    #[arg(long, value_name = "SCHEDULE", requires = "kv_lens")]
-    schedule: Vec<String>,
 }
 
 /// The keys of the sequences of a batch.
@@ -90,6 +85,7 @@ impl fmt::Display for Batch {
 pub fn run(
     cx: &mut Context,
     args: &BatchArgs,
+    schedules: &[String],
     cache: &CacheArgs,
     cases: &CaseArgs,
     rounds: usize,
@@ -135,7 +131,7 @@ pub fn run(
     for batch in &args.kv_lens {
         bar.set_message(batch.to_string());
         let contest = Contest::new(&engine, model, batch, [q_len, cache.page, cache.layers], bound)?;
-        let (point, checks) = contest.run(&args.schedule, rounds)?;
+        let (point, checks) = contest.run(schedules, rounds)?;
         report.points.push(point);
         report.checks.extend(checks);
         bar.inc(1);
@@ -282,7 +278,7 @@ impl<'a> Contest<'a> {
         let call = self.call(0);
         let dispatch = self.engine.prepare_ragged(&call)?.ok_or_else(|| usage("there is nothing to time"))?;
         let problem = ragged_call(&call.batch, call.mask, None)?.problem;
-        let named = schedules.iter().map(|name| self.named(name, &problem, dispatch.plan.kernel()));
+        let named = schedules.iter().map(|name| named(self.engine, name, &problem, dispatch.plan.kernel()));
         let named = named.collect::<Result<Vec<_>>>()?;
         let mut runners = vec![self.runner(CHOSEN.to_owned(), dispatch.plan.module(), &dispatch.shape)?];
         for (name, module) in schedules.iter().zip(&named) {
@@ -329,26 +325,6 @@ impl<'a> Contest<'a> {
         });
         let results = measured.collect::<Vec<_>>().into_iter().chain(results).collect();
         Ok((self.point(results), checks))
-    }
-
-    /// A schedule by its name, of the chosen kernel's family where the name of none stands before it.
-    fn named(&self, name: &str, problem: &Problem, chosen: &Kernel) -> Result<Arc<dyn Module>> {
-        let device = self.engine.device();
-        let arch = chosen.arch;
-        let (family, name) = match name.split_once(' ') {
-            Some((family, name)) => (family.parse::<Family>()?, name.trim_start()),
-            None => (chosen.schedule.family(), name),
-        };
-        let is_chosen = chosen.schedule.family() == family && chosen.schedule.to_string() == name;
-        let schedule = Schedule::space(family, problem, arch).into_iter().find(|s| s.to_string() == name);
-        let schedule = schedule.or(is_chosen.then_some(chosen.schedule)).ok_or_else(|| {
-            usage(format!(
-                "{family} has no schedule `{name}` for {problem} on {arch}; `--schedule` takes those of its space"
-            ))
-        })?;
-        let kernel = Kernel { problem: *problem, schedule, arch };
-        kernel.check()?;
-        Ok(device.load(&compile::compile_with(&*device.compiler()?, &kernel, self.engine.templates())?)?)
     }
 
     fn runner<'m>(&self, name: String, module: &'m dyn Module, shape: &Shape) -> Result<Runner<'m>> {
