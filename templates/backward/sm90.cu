@@ -52,6 +52,7 @@ constexpr int kRowTiles = @{ row_tiles }@;
 constexpr int kRowStages = @{ row_stages }@;
 constexpr int kDqBlocks = @{ dq_blocks }@;
 #define FT_JOINT @{ joint }@  // dQ beside dK and dV
+#define FT_TURNS @{ turns }@  // dQ reduced by key blocks in turns
 
 <% include "lib/cuda/attention/far_rows.cuh" %>
 <% include "backward/sm90/layout.cuh" %>
@@ -68,4 +69,7 @@ constexpr int kDqBlocks = @{ dq_blocks }@;
 <% include "backward/sm90/key_steps.cuh" %>
 <% include "backward/sm90/keys.cuh" %>
 <% include "backward/sm90/queries.cuh" %>
+<% include "backward/sm90/tickets.cuh" %>
 <% include "backward/sm90/joint.cuh" %>
+<% include "backward/sm90/turns.cuh" %>
+<% include "backward/sm90/sums.cuh" %>

@@ -373,6 +373,26 @@ fn backward_sm90_kernels() {
     });
 }
 
+/// The schedule of `backward/sm90` that reduces dQ by key blocks in turns.
+fn in_turns(problem: &Problem) -> Kernel {
+    let arch: Arch = "sm_90a".parse().expect("an arch");
+    let mut space = Schedule::space(Family::BackwardSm90, problem, arch).into_iter();
+    let schedule = space.find(|s| s.to_string().ends_with("-turns")).expect("in the space");
+    Kernel { problem: *problem, schedule, arch }
+}
+
+/// Each mask, and both ways to halve dQ: queries up to head dim 64, columns above.
+#[test]
+fn backward_sm90_kernels_with_dq_in_turns() {
+    let templates = templates();
+    search_with(4, |number| {
+        let (qk, v) = [(24, 40), (128, 96), (64, 64), (72, 128)][number as usize % 4];
+        let mask = MaskKind::ALL[(number as usize + number as usize / 4) % 4];
+        let problem = Problem::forward_qk_v(DTYPES[number as usize % 2], qk, v, mask).expect("legal").backward();
+        try_backward(&in_turns(&problem), &templates, setting("EMULATE_CASES").unwrap_or(3), number)
+    });
+}
+
 /// What is said of `backward/sm90` with a fault; an empty text when nothing is. Several key blocks for a thread block,
 /// tiles that are cut on both sides, groups of two heads, NaN in what nobody may see, two waves and more.
 pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
@@ -383,6 +403,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let problem = match what.split_once(':') {
         Some(("by gradient", _)) => of(136, kind),
         Some(("joint", _)) => of(24, MaskKind::CAUSAL),
+        Some(("turns", _)) => of(72, MaskKind::CAUSAL),
         Some(("program", _)) => of(24, MaskKind::FULL).with_program(Program::parse(text).expect("a program")),
         Some(("packed", _)) => of(24, kind).with_kv(KvKind::RAGGED),
         _ => of(24, kind),
@@ -390,7 +411,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let arch: Arch = "sm_90a".parse().expect("an arch");
     let bucket = ShapeBucket { parallel: 4, group: 2, q_len: 256, kv_len: 256, ..Default::default() };
     let schedule = Schedule::default_for(Family::BackwardSm90, &problem, arch, &bucket).expect("supported");
-    let kernel = Kernel { problem, schedule, arch };
+    let kernel = if what.starts_with("turns:") { in_turns(&problem) } else { Kernel { problem, schedule, arch } };
     let bounded = Mask::Window { left: Some(130), right: Some(20) };
     let mask = match problem.mask {
         MaskKind::FULL => Mask::Full,

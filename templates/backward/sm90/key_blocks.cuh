@@ -3,13 +3,20 @@
 constexpr int kKeysThreads = 128 * (kWarpgroups + 1);
 constexpr int kLoader = kWarpgroups;  // the warpgroup's number
 
+// To begin at a multiple of 1024. Dynamic shared memory does, where there is no static one: with 1024 more there would be
+// no room for dQ of 128 queries in two buffers.
+constexpr int kAlignment = kTurns ? 512 : 1024;
+
 struct KeysLayout {
     static constexpr int kBytesK = kChunksQK * kKeys * kRowBytes, kBytesV = kChunksV * kKeys * kRowBytes;
     static constexpr int kBytesQ = kChunksQK * kBlockQ * kRowBytes, kBytesO = kChunksV * kBlockQ * kRowBytes;
     static constexpr int kBytesRows = kBlockQ * 8;
     static constexpr int kK = 0, kV = kK + kKeyStages * kBytesK;
     static constexpr int kQ = kV + kKeyStages * kBytesV, kO = kQ + kStages * kBytesQ;
-    static constexpr int kS = kO + kStages * kBytesO, kRows = kS + 2 * kBytesSlot;
+    static constexpr int kS = kO + kStages * kBytesO;
+    // Where dQ is reduced: what has been formed of it, in two buffers.
+    static constexpr int kSums = kS + 2 * kBytesSlot, kBytesSums = kTurns ? kBlockQ * kColumnsQK * 4 : 0;
+    static constexpr int kRows = kSums + 2 * kBytesSums;
     // Weights that the warpgroup with dV leaves to that with dK, and what the buffers of Q and dS hold.
     static constexpr int kHand = kRows + kStages * kBytesRows, kBytesHand = kByGradient ? 64 * kBlockQ * 4 : 0;
     static constexpr int kListedQ = kHand + kBytesHand, kListedS = kListedQ + (kListed ? kStages * kBytesListed : 0);
@@ -20,9 +27,9 @@ struct KeysLayout {
     static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8;
     static constexpr int kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
     static constexpr int kHandFull = kSEmpty + 16, kHandEmpty = kHandFull + 8;
-    // Which key block a buffer of K and V holds, and the thread block's ticket, where dQ is summed beside.
+    // Which key block a buffer of K and V holds, and the thread block's ticket, where dQ is summed beside or reduced.
     static constexpr int kTaken = kSEmpty + 16 + (kByGradient ? 16 : 0), kTicket = kTaken + 4 * kKeyStages;
-    static constexpr int kEnd = kTaken + (kJoint ? 16 : 0);
+    static constexpr int kEnd = kTaken + (kJoint || kTurns ? 16 : 0);
     static constexpr int kItem = round_up(kEnd, 16);  // of packed sequences
     static constexpr int kBytes = kPacked ? kItem + kBytesItems : kEnd;
 };
@@ -33,7 +40,9 @@ using QueryRing = Pipeline<kStages, KeysLayout::kQFull, KeysLayout::kQEmpty, Key
 using OutRing = Pipeline<kStages, KeysLayout::kOFull, KeysLayout::kOEmpty, KeysLayout::kO, KeysLayout::kBytesO>;
 using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kS, kBytesSlot>;
 using HandRing = Pipeline<1, KeysLayout::kHandFull, KeysLayout::kHandEmpty, KeysLayout::kHand, KeysLayout::kBytesHand>;
-static_assert(KeysLayout::kBytes + 1024 == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
+// Of tiles of dQ on their way to their sums, with the barriers that dS on its way would have.
+using SumRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kSums, KeysLayout::kBytesSums>;
+static_assert(KeysLayout::kBytes + kAlignment == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
 
 #if @{ packed }@
 using KeyItems = ItemRing<KeysLayout::kItem>;
@@ -60,6 +69,8 @@ struct KeyBlock {
         const int first = index / whole * args.keys_section, within = index % whole;
         const int members = min_of(args.keys_section, args.pairs - first);
         pair = first + within % members, block = within / members;
+        // By turns a key block waits for those behind it, which are to come before it.
+        if (kTurns) block = blocks - 1 - block;
         begin = visible.begin(block), end = visible.end(block);
     }
     static __device__ __forceinline__ int count(const KernelArgs& args) {

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
     };
     if (leads) {
         mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
-        if (kJoint) store_shared_4(smem + L::kTaken + keys.stage * 4, u32(index));
+        if (kJoint || kTurns) store_shared_4(smem + L::kTaken + keys.stage * 4, u32(index));
         keys.expect(smem, L::kBytesK);
         load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal,
                                     pair.kv_row + at.block * kKeys, pair.kv_head, pair.entry);

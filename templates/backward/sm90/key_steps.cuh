@@ -34,6 +34,7 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     Ring<kStages> outs;  // else that of dO
     SpillRing spills;
     HandRing hands;
+    SumRing sums;
 #if @{ packed }@
     KeyItems items;
     // Read where it is needed: kept, it would take registers through the steps.
@@ -163,9 +164,8 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         for (int i = 0; i < kBlockQ / 4; i++) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
     }
 
-    // dS of the warpgroup's 64 keys, for the thread that takes it away.
-    __device__ __forceinline__ void spill() {
-        spills.acquire(smem);
+    // dS of the warpgroup's 64 keys, to shared memory.
+    __device__ __forceinline__ void store_slopes() const {
         const int row = first_row() + warp() * 16 + lane() % 16;
 #pragma unroll
         for (int k = 0; k < kBlockQ / 16; k++) {
@@ -174,6 +174,11 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
                         ds[k * 4], ds[k * 4 + 1], ds[k * 4 + 2], ds[k * 4 + 3]);
         }
         fence_async_proxy();
+    }
+    // The same for the thread that takes it away.
+    __device__ __forceinline__ void spill() {
+        spills.acquire(smem);
+        store_slopes();
         __syncwarp();
         if (lane() == 0) spills.commit(smem);
         spills.advance();
@@ -454,6 +459,78 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         }
     }
 
+    // Half of dQ = dS K over the keys of both warpgroups: 64 queries of 128, or 64 columns of 128.
+    static constexpr int kColumnsSums = kBlockQ == 128 ? kColumnsQK : 64;
+    __device__ __forceinline__ void issue_sums(float (&dq)[kColumnsSums / 2]) const {
+        const u32 slopes = spills.buffer(smem) + (kBlockQ == 128 ? id * kBytesTile : 0);
+        const u32 rows = keys.buffer(smem) + (kBlockQ == 128 ? 0 : id * kKeys * kRowBytes);
+        const u64 ds_depth = descriptor_of_depth(slopes, kBytesTile);
+        const u64 k_depth = descriptor_of_depth(rows, kKeys * kRowBytes);
+#pragma unroll
+        for (int e = 0; e < kColumnsSums / 2; e++) dq[e] = 0.0f;
+        wgmma_touch(dq);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; k++)
+            wgmma<Element, kColumnsSums>::depths(dq, ds_depth + k * 2048 / 16, k_depth + k * 2048 / 16);
+        wgmma_commit();
+    }
+    // Leaves it to the thread that adds it: 16 bytes of each thread for every 8 columns, as a product has them.
+    __device__ __forceinline__ void leave_sums(const float (&dq)[kColumnsSums / 2]) {
+        constexpr int kParts = kColumnsSums / 8;
+        const u32 to = sums.buffer(smem) + id * kParts * 2048 + threadIdx.x % 128 * 16;
+        sums.acquire(smem);
+#pragma unroll
+        for (int j = 0; j < kParts; j++) {
+            if (kBlockQ == 64 && kColumnsQK < 128 && id * kParts + j >= kColumnsQK / 8) break;
+            store_shared_16(to + j * 2048, uint4{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                                                 __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (lane() == 0) sums.commit(smem);
+        sums.advance();
+    }
+
+    // As walk(), where dQ is reduced: dS goes to shared memory only, and both warpgroups meet to form dQ from it. Two
+    // buffers of dS do, as who meets the other again has read the one before.
+    __device__ __forceinline__ void walk_in_turns(const Uncut& uncut, int begin, int end, int steps) {
+        const float scale = args.backward.scale * kLog2E;
+        int tile = begin;
+#pragma unroll 1
+        for (int i = 0; i < steps; i++) {
+            Scores s, dp;
+            float dq[kColumnsSums / 2];
+            const bool cut = uncut.cuts(tile);
+            issue_scores(s);
+            issue_slopes(dp);
+            wgmma_wait<1>();
+            wgmma_touch(s);
+            weigh(s, tile, cut, scale);
+            wgmma_wait<0>();
+            wgmma_touch(dp);
+            differentiate(s, dp, tile, cut);
+            pack_weights(s);
+            issue_values();
+            store_slopes();
+            barrier_sync(5, 128 * kWarpgroups);
+            issue_sums(dq);
+            issue_keys();
+            if (++tile == end) tile = begin;
+            spills.advance();
+            wgmma_wait<2>();
+            wgmma_touch(dv);
+            release_out();
+            wgmma_wait<1>();
+            wgmma_touch(dq);
+            leave_sums(dq);
+            wgmma_wait<0>();
+            wgmma_touch(dk);
+            if (lane() == 0) queries.release(smem);
+            queries.advance();
+        }
+    }
+
     // dK and dV of a warp's 16 keys once more, in fp32 and from the queries that see them alone.
     __device__ __forceinline__ void sum_what_is_seen(const Visible& visible, const KeyBlock& at, const Pair& pair) {
         const BackwardArgs& a = args.backward;
@@ -532,11 +609,11 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     }
 
     // The rows of K and V in shared memory that only this warpgroup reads become those of dK and dV. Where both
-    // read all of them, both are done first.
+    // read all of them, as for dQ, both are done first.
     __device__ __forceinline__ void store(const Visible& visible, const Pair& pair) {
         const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + first_row() * kRowBytes;
         const u32 to_k = keys.buffer(smem) + first_row() * kRowBytes;
-        if (kByGradient) barrier_sync(3, 128 * kWarpgroups);
+        if (kByGradient || kTurns) barrier_sync(3, 128 * kWarpgroups);
         if constexpr (kHasV) stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, 1.0f);
         if constexpr (kHasK) stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
         fence_async_proxy();
@@ -590,6 +667,8 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
                 walk_keys(listed);
             } else if constexpr (kListed) {
                 walk_listed(listed, pair);
+            } else if constexpr (kTurns) {
+                walk_in_turns(uncut, at.begin, at.end, steps);
             } else {
                 walk(uncut, at.begin, at.end, steps);
             }

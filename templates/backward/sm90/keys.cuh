@@ -5,7 +5,7 @@
 // queries and one that takes dS away. The warpgroups never wait for each other: while one computes weights, the
 // other's products run.
 
-#if !FT_JOINT
+#if !FT_JOINT && !FT_TURNS
 // All key blocks of a thread block: who loads for them, and who takes their dS away.
 #if @{ packed }@
 __device__ __forceinline__ void load_key_blocks(const KernelArgs& args, u32 smem, KeyRing& keys, QueryRing& queries) {

@@ -8,7 +8,7 @@ constexpr bool kByGradient = kKeys == 64;
 static_assert(kByGradient || kKeys == 64 * kWarpgroups, "64 keys of each, or the same");
 // Whether there is a score program: the loaders find which tiles there are, and tell the others.
 constexpr bool kListed = FT_PROGRAM;
-constexpr bool kJoint = FT_JOINT;
+constexpr bool kJoint = FT_JOINT, kTurns = FT_TURNS;
 constexpr int kRowBytes = 128;
 constexpr int kChunksQK = div_up(kHeadDimQK, 64), kChunksV = div_up(kHeadDimV, 64);
 // Columns of products: the head dim that instructions are made for.
@@ -82,10 +82,18 @@ __device__ __forceinline__ char* ds_of(const KernelArgs& args, i64 head_index, i
     return (char*)statistics_of(args, heads) + head_index * slots * kBytesSlot;
 }
 
-// Where dQ is summed beside dK and dV, counters lie behind dS of the wave.
+// Where dQ is reduced: fp32 sums of a head of the wave, in the place of dS. A tile of kBlockQ queries is as many floats
+// for each column of a product, in the order of turns.cuh.
+__device__ __forceinline__ float* dq_sums_of(const KernelArgs& args, i64 head_index) {
+    const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);
+    return statistics_of(args, heads) + head_index * round_up(args.backward.q_len, kBlockQ) * kColumnsQK;
+}
+
+// Where dQ is summed beside dK and dV or reduced, counters lie behind dS or these sums of the wave.
 enum Counter { kTickets, kKeyBlocks, kRowBlocks, kCounters = 4 };  // of thread blocks, and of what they have taken
 __device__ __forceinline__ u32* counters_of(const KernelArgs& args, i64 slots) {
-    return (u32*)ds_of(args, args.pairs * (args.backward.heads / args.backward.kv_heads), slots);
+    const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);
+    return kTurns ? (u32*)dq_sums_of(args, heads) : (u32*)ds_of(args, heads, slots);
 }
 __device__ __forceinline__ int row_blocks(const KernelArgs& args) {
     return div_up(args.backward.q_len, 128 * kRowTiles);
@@ -93,4 +101,8 @@ __device__ __forceinline__ int row_blocks(const KernelArgs& args) {
 // Of each row block of a head of the wave how many key blocks have left their dS of it.
 __device__ __forceinline__ u32* written_of(const KernelArgs& args, i64 head_index, i64 slots) {
     return counters_of(args, slots) + kCounters + head_index * row_blocks(args);
+}
+// Of each tile of queries of a head of the wave how many key blocks have added their dQ.
+__device__ __forceinline__ u32* turns_of(const KernelArgs& args, i64 head_index) {
+    return counters_of(args, 0) + kCounters + head_index * div_up(args.backward.q_len, kBlockQ);
 }

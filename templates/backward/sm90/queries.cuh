@@ -260,7 +260,7 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
     __syncwarp();
 }
 
-#if !FT_JOINT
+#if !FT_JOINT && !FT_TURNS
 // All row blocks of a thread block: who loads for them, and who sums.
 #if @{ packed }@
 __device__ __forceinline__ void load_row_blocks(const KernelArgs& args, u32 smem, TileRing& ring) {

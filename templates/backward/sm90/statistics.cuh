@@ -66,13 +66,15 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
 #else
 // Those of the next launch. There may be thread blocks without rows, so that they are cleared in any case.
 __device__ __forceinline__ void clear_counters(const KernelArgs& args, int rows, i64 index, int part) {
-    constexpr int kRows = 128 * kRowTiles;
+    constexpr int kRows = kTurns ? kBlockQ : 128 * kRowTiles;
     if (part != 0 || (index != 0 && index % max_of(rows, 1) % kRows != 0)) return;
     const i64 slots = Visible(args.backward).slots();
     if (index == 0) {
         for (int i = 0; i < kCounters; i++) counters_of(args, slots)[i] = 0;
     }
-    if (rows > 0) written_of(args, index / rows, slots)[index % rows / kRows] = 0;
+    if (rows == 0) return;
+    u32* const counters = kTurns ? turns_of(args, index / rows) : written_of(args, index / rows, slots);
+    counters[index % rows / kRows] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
@@ -84,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
     const int row = int(index % max_of(rows, 1)), part = threadIdx.x % kRowThreads;
     let_next_launch_begin();
     wait_for_launch_before();
-    if (kJoint) clear_counters(args, rows, index, part);
+    if (kJoint || kTurns) clear_counters(args, rows, index, part);
     if (rows == 0) return;
     const i64 all_heads = i64(args.first_pair) * group + head_index;
     const int batch = int(all_heads / a.heads), head = int(all_heads % a.heads);

@@ -20,6 +20,19 @@ struct Visible {
         if (!kMaskLeft) return tiles;
         return max_of(begin(block), min_of(floor_div(block * kKeys + kKeys - 1 - shift + left, kBlockQ) + 1, tiles));
     }
+    // The first and the last key block that see a tile, if any does: begin() and end() never descend from one block to
+    // the next.
+    __device__ __forceinline__ int first_block(int tile) const {
+        if (!kMaskLeft) return 0;
+        const i64 reach = i64(tile) * kBlockQ + shift - left;
+        return reach < 0 ? 0 : int(reach / kKeys);
+    }
+    __device__ __forceinline__ int last_block(int tile) const {
+        const int last = div_up(kv_len, kKeys) - 1;
+        if (!kMaskRight) return last;
+        const i64 reach = i64(tile + 1) * kBlockQ - 1 + shift + right;
+        return reach < 0 ? -1 : reach / kKeys < last ? int(reach / kKeys) : last;
+    }
     // Slots of dS before those of a block. Where both sides are bounded every block has room for as many tiles as one
     // can have; where the right one is, tiles that are not there have none.
     __device__ __forceinline__ i64 slots_before(int block) const {

@@ -86,8 +86,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
     [
         "no fence after dS",
         KEY_STEPS,
-        "        fence_async_proxy();\n        __syncwarp();\n        if (lane() == 0) spills.commit(smem);",
-        "        __syncwarp();\n        if (lane() == 0) spills.commit(smem);",
+        "        fence_async_proxy();\n    }\n    // The same for the thread",
+        "    }\n    // The same for the thread",
         "no fence.proxy.async",
     ],
     [
@@ -129,7 +129,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
     [
         "by gradient: dV over V that dP is computed from",
         KEY_STEPS,
-        "if (kByGradient) barrier_sync(3, 128 * kWarpgroups);",
+        "if (kByGradient || kTurns) barrier_sync(3, 128 * kWarpgroups);",
         "",
         "no fence.proxy.async|while wgmma ran|the oracle says",
     ],
@@ -162,6 +162,58 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "kWarpgroups);  // also",
         "deadlock|the oracle says|arrive|phase|bytes",
     ],
+    // dQ by key blocks in turns.
+    [
+        "turns: added before its turn",
+        TURNS,
+        "while (load_acquire(turns + tile) != turn)",
+        "while (false)",
+        "the oracle says|different bytes",
+    ],
+    ["turns: the first adds to what lay there", TURNS, "if (turn == 0)", "if (false)", "the oracle says"],
+    [
+        "turns: the next one's turn before its sum is there",
+        TURNS,
+        "                tma_store_wait();\n                say_written",
+        "                say_written",
+        "the oracle says|unfinished|on its way|different bytes",
+    ],
+    [
+        "turns: dQ overwritten while it is added",
+        TURNS,
+        "                tma_store_wait_read();\n",
+        "",
+        "on its way|on their way|no fence.proxy.async after|the oracle says",
+    ],
+    [
+        "turns: no fence after dQ",
+        KEY_STEPS,
+        "        fence_async_proxy();\n        __syncwarp();\n        if (lane() == 0) sums.commit(smem);",
+        "        __syncwarp();\n        if (lane() == 0) sums.commit(smem);",
+        "no fence.proxy.async",
+    ],
+    [
+        "turns: dQ before the other's dS",
+        KEY_STEPS,
+        "            barrier_sync(5, 128 * kWarpgroups);\n",
+        "",
+        "no fence.proxy.async|never written|the oracle says|while wgmma ran",
+    ],
+    [
+        "turns: dK over K that dQ is formed from",
+        KEY_STEPS,
+        "if (kByGradient || kTurns) barrier_sync",
+        "if (kByGradient) barrier_sync",
+        "no fence.proxy.async|while wgmma ran|the oracle says",
+    ],
+    [
+        "turns: NaN of keys that are not seen",
+        SUMS,
+        "if (!__any_sync(0xffffffff, met != 0.0f)) return;",
+        "return;",
+        "the oracle says",
+    ],
+    ["turns: sums of other rows", SUMS, "+ threadIdx.x * 4;", "+ threadIdx.x % 32 * 4;", "the oracle says"],
     // Score programs.
     [
         "program: no slope",
@@ -269,6 +321,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
 const KEY_LOADER: &str = "backward/sm90/key_loader.cuh";
 const KEY_STEPS: &str = "backward/sm90/key_steps.cuh";
 const QUERIES: &str = "backward/sm90/queries.cuh";
+const SUMS: &str = "backward/sm90/sums.cuh";
+const TURNS: &str = "backward/sm90/turns.cuh";
 const SEQUENCES: &str = "backward/sm90/sequences.cuh";
 /// Whatever rows of another sequence, or memory that is nobody's, lead to.
 const PACKED: &str = "the oracle says|no sequence|broke down|outside|deadlock|never written|on its way|ends in";

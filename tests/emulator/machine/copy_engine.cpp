@@ -31,6 +31,7 @@ struct Copy {
     u8* flat;  // instead of a tensor: so many bytes as they lie
     u32 bytes;
     u32 group;  // of stores: how many groups the thread had committed before
+    bool adds;  // fp32, to what is there
 };
 std::vector<Copy> copies;
 
@@ -75,7 +76,7 @@ template <typename... Coordinates>
 void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
     maybe_switch(8);
     if (shared % 1024) fail("a copy at shared address %u: the swizzle repeats every 1024 bytes", shared);
-    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running, nullptr, 0, running->groups};
+    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running, nullptr, 0, running->groups, false};
     if (ranks == 0 || ranks >> kernel.cluster) fail("a copy to blocks %x of the cluster", ranks);
     // A block of the cluster may have it long before another.
     for (; c.rank < u32(kernel.cluster); c.rank++) {
@@ -85,13 +86,13 @@ void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coor
     }
 }
 
-void issue_flat(bool load, u32 shared, const void* global, u32 bytes, u32 mbarrier) {
+void issue_flat(bool load, u32 shared, const void* global, u32 bytes, u32 mbarrier, bool adds = false) {
     maybe_switch(8);
     if (bytes == 0 || bytes % 16 || shared % 16 || reinterpret_cast<u64>(global) % 16)
         fail("a copy of %u bytes between %p and shared address %u: multiples of 16 are wanted", bytes, global, shared);
     if (load) begin_async_write(running->rank, shared, bytes);
     u8* const memory = static_cast<u8*>(const_cast<void*>(global));
-    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, memory, bytes, running->groups});
+    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, memory, bytes, running->groups, adds});
 }
 
 void perform_flat(const Copy& c) {
@@ -99,6 +100,15 @@ void perform_flat(const Copy& c) {
     if (c.load) {
         std::memcpy(end_async_write(c.rank, c.shared, c.bytes), c.flat, c.bytes);
         barriers::complete_bytes(c.rank, c.mbarrier, c.bytes);
+    } else if (c.adds) {
+        const u8* const from = read_async("a copy", c.rank, c.shared, c.bytes);
+        for (u32 i = 0; i < c.bytes; i += 4) {
+            float x, sum;
+            std::memcpy(&x, from + i, 4), std::memcpy(&sum, c.flat + i, 4);
+            sum += x;
+            std::memcpy(c.flat + i, &sum, 4);
+        }
+        if (c.thread->waits_for) wake(*c.thread);
     } else {
         std::memcpy(c.flat, read_async("a copy", c.rank, c.shared, c.bytes), c.bytes);
         if (c.thread->waits_for) wake(*c.thread);
@@ -181,6 +191,9 @@ void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache
 }
 void cp_async_bulk_global_shared__cta_bulk_group(void* to, u32 from, u32 bytes) {
     issue_flat(false, from, to, bytes, 0);
+}
+void cp_reduce_async_bulk_global_shared__cta_bulk_group_add_f32(void* to, u32 from, u32 bytes) {
+    issue_flat(false, from, to, bytes, 0, true);
 }
 void cp_async_bulk_commit_group() { running->groups++; }
 void cp_async_bulk_wait_group_read(u32 pending) {

@@ -63,6 +63,7 @@ void cvt_rzi_s64_f32(long long& d, float x);
 void cvt_rni_s64_f32(long long& d, float x);
 void atom_add_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 n);
 void atom_inc_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 last);
+void cp_reduce_async_bulk_global_shared__cta_bulk_group_add_f32(void* to, u32 from, u32 bytes);
 void atom_global_add_u32(u32& old, u32* counter, u32 n);
 void max_NaN_f32(float& d, float x, float y);
 inline void shl_b32(u32& d, u32 x, u32 count) { d = count > 31 ? 0 : x << count; }

@@ -37,6 +37,8 @@ fn block_kv(problem: &Problem) -> u32 {
 
 /// Queries and keys up to which dQ is summed beside dK and dV.
 const MOST_ROWS_OF_JOINT: u32 = 4096;
+/// Queries or keys from which dQ is reduced in turns, up to head dim 64.
+const LEAST_ROWS_OF_TURNS: u32 = 1024;
 /// Most thread blocks of 128 that begin with dQ.
 const MOST_DQ_BLOCKS: u32 = 64;
 
@@ -45,8 +47,13 @@ fn can_be_joint(problem: &Problem) -> bool {
     problem.program.is_none() && problem.kv == KvKind::Dense && !is_by_gradient(problem)
 }
 
+/// Whether there is a kernel that reduces dQ by key blocks in turns: each of two warpgroups forms half of it.
+fn can_take_turns(problem: &Problem, block_q: u32) -> bool {
+    can_be_joint(problem) && (problem.head_dim_qk > 64) == (block_q == 64)
+}
+
 schedule! {
-    /// Tiles of the three stages of `backward/sm90`.
+    /// Tiles of the stages of `backward/sm90`.
     pub struct BackwardSm90Schedule {
         /// Queries of a step of `keys`.
         pub block_q: u32 => code, number("q");
@@ -64,6 +71,8 @@ schedule! {
         /// Of 128 thread blocks those that sum dQ while the others walk over key blocks, in one launch; with 0 dQ is a
         /// launch of its own.
         pub dq_blocks: u32 => code, number_unless(0, "dq");
+        /// Whether dQ is reduced to fp32 sums in memory, key block by key block in one order, in place of dS.
+        pub turns: bool => code, flag("turns");
     }
 }
 
@@ -80,6 +89,11 @@ impl BackwardSm90Schedule {
     /// dQ beside dK and dV, head dim 128: 545 against 536 at 4096, 587 against 554 with 4 GiB of scratch memory, 426
     /// against 411 at 512; causal 267 against 240 at 512, 501 against 498 at 4096, and 481 against 410 with 8 of 32
     /// heads. At 16,384, where waves are of few pairs, 463 against 539: rows that are ready last wait for one another.
+    ///
+    /// dQ reduced in turns, us against the best of the others in the same run: head dim 64 843 against 883 at 1024, 2833
+    /// against 3068 at 4096, 11361 against 13835 at 16,384, causal 595 against 599, 1543 against 1730, 5571 against 6702;
+    /// head dim 128 738 against 656, 2336 against 2329, 9851 against 10958, causal 518 against 455, 1330 against 1300,
+    /// 4843 against 5488. A window of 1024 over 16,384: 1480 against 1438.
     fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
         if is_by_gradient(problem) {
             let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.div_ceil(64));
@@ -92,6 +106,7 @@ impl BackwardSm90Schedule {
                 row_stages: 3,
                 section_mib: 24,
                 dq_blocks: 0,
+                turns: false,
             };
         }
         // A program's change of the score spills with 128 queries: each thread has 64 scores and as many of dP.
@@ -100,8 +115,14 @@ impl BackwardSm90Schedule {
         let packed = !problem.kv.is_dense();
         let short = packed && bucket.q_len <= 512;
         let narrow = !changes && widest <= 64 && !short;
-        let joint =
-            can_be_joint(problem) && !problem.mask.left && bucket.q_len.max(bucket.kv_len) <= MOST_ROWS_OF_JOINT;
+        let longest = bucket.q_len.max(bucket.kv_len);
+        let turns = can_take_turns(problem, if narrow { 128 } else { 64 })
+            && !problem.mask.left
+            && longest >= if narrow { LEAST_ROWS_OF_TURNS } else { 2 * MOST_ROWS_OF_JOINT };
+        if turns {
+            return Self::in_turns(if narrow { 128 } else { 64 });
+        }
+        let joint = can_be_joint(problem) && !problem.mask.left && longest <= MOST_ROWS_OF_JOINT;
         let dq_blocks = match (joint, problem.mask.right) {
             (false, _) => 0,
             (true, false) => 21,
@@ -116,7 +137,22 @@ impl BackwardSm90Schedule {
             true => (128, if uneven { 3 } else { 2 }),
             false => (64, if short && widest <= 64 { 4 } else { 2 }),
         };
-        Self { block_q, stages, key_stages, row_tiles: 2, row_stages: 2, section_mib: 24, dq_blocks }
+        Self { block_q, stages, key_stages, row_tiles: 2, row_stages: 2, section_mib: 24, dq_blocks, turns: false }
+    }
+
+    /// dQ reduced in turns, in steps of so many queries. Pairs that keep Q, dO and their sums in L2 run together: 8 MiB
+    /// of Q and dO are 577 TFLOP/s at head dim 128 and 4096 queries, 24 are 451, one pair 512 (H100).
+    const fn in_turns(block_q: u32) -> Self {
+        Self {
+            block_q,
+            stages: 2,
+            key_stages: 1,
+            row_tiles: 2,
+            row_stages: 2,
+            section_mib: 8,
+            dq_blocks: 0,
+            turns: true,
+        }
     }
 
     /// Whether thread blocks are persistent.
@@ -199,6 +235,7 @@ impl KernelFamily for BackwardSm90Schedule {
                 Self { key_stages: 3 - s.key_stages, stages: 2, ..s },
                 Self { block_q: 192 - s.block_q, stages: 2, key_stages: 1, row_tiles: 1, ..s },
                 Self { dq_blocks: 0, ..s },
+                Self::in_turns(s.block_q),
             ]);
         }
         all.sort_unstable();
@@ -233,6 +270,11 @@ impl KernelFamily for BackwardSm90Schedule {
                 "0 with a score program, of packed sequences, and above head dim 128",
             );
         }
+        if self.turns && (self.is_joint() || !can_take_turns(problem, self.block_q)) {
+            let limit = "without dq_blocks, dense and without a score program, up to head dim 128, and steps of 64 \
+                         queries above head dim 64, else of 128";
+            return Err(Error::unsupported("turns", "true", limit, "use the default schedule"));
+        }
         if is_by_gradient(problem) && self.block_q != 64 {
             return no("block_q", self.block_q, "64 above head dim 128");
         }
@@ -246,7 +288,8 @@ impl KernelFamily for BackwardSm90Schedule {
     }
 
     fn resources(&self, problem: &Problem) -> Resources {
-        let smem_bytes = resources::keys_smem_bytes(problem, self).max(resources::queries_smem_bytes(problem, self));
+        let queries = if self.turns { 0 } else { resources::queries_smem_bytes(problem, self) };
+        let smem_bytes = resources::keys_smem_bytes(problem, self).max(queries);
         // Thread blocks start with equal shares of the registers and their warpgroups exchange them: `validate` checks
         // those.
         Resources { threads: plan::THREADS, smem_bytes, registers: 24 }
@@ -263,6 +306,8 @@ impl KernelFamily for BackwardSm90Schedule {
             ("keys_smem_bytes", resources::keys_smem_bytes(problem, self).to_string()),
             ("queries_smem_bytes", resources::queries_smem_bytes(problem, self).to_string()),
             ("joint", u32::from(self.is_joint()).to_string()),
+            ("turns", u32::from(self.turns).to_string()),
+            ("rows_threads", plan::ROWS_THREADS.to_string()),
             ("wgmma_instructions", wgmma::instructions_by_depth(problem.dtype, &widths)),
         ]);
     }

@@ -14,8 +14,14 @@ const APART: [StageEntry; 4] = [entry("_sequences"), entry("_statistics"), entry
 /// The last two in one, of dense calls.
 const JOINT: [StageEntry; 2] = [entry("_statistics"), entry("_joint")];
 
+/// dK, dV and sums of dQ in one, and dQ from them, of dense calls.
+const TURNS: [StageEntry; 3] = [entry("_statistics"), entry("_turns"), entry("_rows")];
+
 /// The stages of a problem.
 pub(super) fn entries(s: &BackwardSm90Schedule, problem: &Problem) -> &'static [StageEntry] {
+    if s.turns {
+        return &TURNS;
+    }
     match (s.is_joint(), problem.kv.is_dense()) {
         (true, _) => &JOINT,
         (false, true) => &APART[1..],
@@ -35,8 +41,11 @@ pub(super) const THREADS: u32 = 384;
 /// Threads of a block of `statistics`.
 const STATISTICS_THREADS: u32 = 256;
 
-/// Counters of a joint stage beside those of its row blocks.
+/// Counters of a joint stage, or of turns, beside those of its row blocks or tiles.
 const COUNTERS: u64 = 4;
+
+/// Threads of a block of `rows`, which has 64 of them.
+pub(super) const ROWS_THREADS: u32 = 128;
 
 /// Query rows of a thread block of `statistics`: each has a thread for 8 elements of O, to a power of two from 8 on.
 pub(super) fn statistics_rows(problem: &Problem) -> u32 {
@@ -66,11 +75,16 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
     let key_blocks = u64::from(shape.kv_len.div_ceil(block_kv(problem)));
     let row_blocks = u64::from(shape.q_len.div_ceil(s.row_block())) * group;
     let [keys_smem, queries_smem] = [resources::keys_smem_bytes(problem, s), resources::queries_smem_bytes(problem, s)];
-    // Where there is a joint stage they clear its counters, of calls without queries as well.
-    let of_rows = (rows / u64::from(statistics_rows(problem))).max(s.is_joint().into());
+    // They clear the counters of a joint stage or of turns, of calls without queries as well.
+    let counts = s.is_joint() || s.turns;
+    let of_rows = (rows / u64::from(statistics_rows(problem))).max(counts.into());
     let of_rows = stage(statistics, of_rows, STATISTICS_THREADS, 0)?;
     let of_rows = Stage { resident: packed.then_some(PACKED_BLOCKS[1]), ..of_rows };
-    let stages = if s.is_joint() {
+    let stages = if s.turns {
+        let turns = Stage { resident: Some(1), ..stage(TURNS[1], key_blocks, THREADS, keys_smem)? };
+        let parts = u64::from(shape.q_len.div_ceil(64)) * group;
+        vec![of_rows, turns, stage(TURNS[2], parts, ROWS_THREADS, 0)?]
+    } else if s.is_joint() {
         let joint = stage(JOINT[1], key_blocks + row_blocks, THREADS, keys_smem.max(queries_smem))?;
         vec![of_rows, Stage { resident: Some(1), ..joint }]
     } else {
@@ -78,12 +92,16 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
         vec![of_rows, keys, persistent(stage(queries, row_blocks, THREADS, queries_smem)?)]
     };
     let tile_bytes = u64::from(s.block_q) * u64::from(block_kv(problem)) * 2;
-    let ds_bytes = slots(s, block_kv(problem), shape) * tile_bytes * group;
+    let between = match s.turns {
+        true => rows * u64::from(problem.head_dim_qk.next_multiple_of(16)) * 4,
+        false => slots(s, block_kv(problem), shape) * tile_bytes * group,
+    };
     let parts = pairs as u32;
     let section = section(s, problem, shape, group);
     // Statistics are two numbers of 4 bytes a row.
-    let counters = if s.is_joint() { ((COUNTERS + row_blocks) * 4).next_multiple_of(128) } else { 0 };
-    let part_bytes = rows * 8 + ds_bytes + counters;
+    let counted = if s.turns { rows / u64::from(s.block_q) } else { row_blocks };
+    let counters = if counts { ((COUNTERS + counted) * 4).next_multiple_of(128) } else { 0 };
+    let part_bytes = rows * 8 + between + counters;
     let part_blocks = if problem.mask.right || problem.mask.left { 0 } else { key_blocks as u32 };
     let waves = Waves { parts, part_bytes, part_blocks, limit: SCRATCH_LIMIT, sections: [section; 2], packed: None };
     if !packed {
@@ -117,8 +135,11 @@ fn rows_of_section(s: &BackwardSm90Schedule, problem: &Problem) -> u32 {
 
 /// Pairs whose thread blocks take turns. Where a mask makes key blocks unequal, as many as keep Q and dO in a part of
 /// L2: the longest of all of them then come first. 396 TFLOP/s with 1 and 436 with 16 at head dim 128 and 4096 queries.
+///
+/// By turns also of equal key blocks: those of one pair that run together wait for each other once each, which is most
+/// of a short walk.
 fn section(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape, group: u64) -> u32 {
-    if !problem.mask.right {
+    if !problem.mask.right && !s.turns {
         return 1;
     }
     let pair = u64::from(shape.q_len) * group * u64::from(problem.head_dim_qk + problem.head_dim_v) * 2;

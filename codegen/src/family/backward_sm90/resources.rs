@@ -21,17 +21,20 @@ const fn with_items(problem: &Problem, bytes: u32) -> u32 {
     if problem.kv.is_dense() { bytes } else { bytes.next_multiple_of(16) + 128 }
 }
 
-/// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS, weights
-/// on their way from one warpgroup to the other, barriers.
+/// Bytes of `keys`, as `KeysLayout` in the template: K and V, Q and dO with their statistics, two tiles of dS and of
+/// dQ, weights on their way from one warpgroup to the other, barriers.
 pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u32 {
     let ((qk, v), block_kv, listed) = (chunks(problem), block_kv(problem), listed(problem));
     let blocks = s.key_stages * (qk + v) * block_kv * 128;
     let queries = s.stages * ((qk + v) * s.block_q * 128 + s.block_q * 8 + listed);
     let spilled = 2 * (s.block_q * block_kv * 2 + listed);
     let hand = if is_by_gradient(problem) { 64 * s.block_q * 4 + 16 } else { 0 };
-    let taken = if s.is_joint() { 16 } else { 0 };
+    let taken = if s.is_joint() || s.turns { 16 } else { 0 };
+    let sums = if s.turns { 2 * s.block_q * problem.head_dim_qk.next_multiple_of(16) * 4 } else { 0 };
+    // Where there are two buffers of dQ there is no room for more.
+    let alignment = if s.turns { 512 } else { ALIGNMENT };
     let barriers = s.key_stages * 32 + s.stages * 32 + 32;
-    with_items(problem, blocks + queries + spilled + hand + barriers + taken) + ALIGNMENT
+    with_items(problem, blocks + queries + spilled + sums + hand + barriers + taken) + alignment
 }
 
 /// Bytes of `queries`, as `QueriesLayout` in the template: K and tiles of dS, 64 rows of dQ of each warpgroup,

@@ -1,0 +1,99 @@
+// dK, dV and dQ in one launch, and five products: dQ of a tile is reduced to fp32 sums in memory by the key blocks that
+// see it, in one order, so that they have the same bytes in every run.
+//
+// The order of a tile is that of descending key blocks, which are also taken in this order: a key block waits for those
+// with earlier tickets alone, and any number of thread blocks at a time comes to an end. Under a causal mask each begins
+// at its diagonal, a tile or two before the one that it follows, and finds its turn come. Without one they start behind
+// each other once and stay so. Neither of the warpgroups that multiply waits for a turn: they leave dQ in one of two
+// buffers to two warps that add one each, step about. On an H200 the turns cost nothing then (head dim 128, a step of 64
+// queries by 128 keys: 3575 clocks against 3556 without an order), and reductions run at 2.1 TB/s, which is what bounds
+// a step.
+//
+// A tile lies in memory as products leave it: warpgroup by warpgroup, for every 8 columns 16 bytes of each thread.
+#if FT_TURNS
+
+static_assert(!kByGradient && !kListed && !kPacked && !kJoint);
+static_assert(kBlockQ == 128 ? kChunksQK == 1 : kChunksQK == 2, "each warpgroup has half of dQ");
+
+__device__ __forceinline__ void bulk_add(float* to, u32 from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes) : "memory");
+}
+
+// Adds dQ of every other step of the key blocks that the thread block takes. One thread.
+__device__ __forceinline__ void add_sums(const KernelArgs& args, u32 smem, const Visible& visible, int group, int mine) {
+    using L = KeysLayout;
+    KeyRing keys;
+    int step = 0;
+    u32 parity = 0;
+#pragma unroll 1
+    for (int i = taken_key_block(smem, keys); i >= 0; i = taken_key_block(smem, keys)) {
+        mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
+        keys.advance();
+        const KeyBlock at(args, visible, i);
+#pragma unroll 1
+        for (int member = 0; member < group; member++) {
+            float* const of_head = dq_sums_of(args, i64(at.pair) * group + member);
+            u32* const turns = turns_of(args, i64(at.pair) * group + member);
+#pragma unroll 1
+            for (int tile = at.begin; tile < at.end; tile++, step ^= 1) {
+                if (step != mine) continue;
+                const u32 turn = u32(visible.last_block(tile) - at.block);
+                float* const to = of_head + i64(tile) * kBlockQ * kColumnsQK;
+                mbarrier_wait(SumRing::full_at(smem, mine), parity);
+                if (turn == 0) {
+                    bulk_store(to, SumRing::buffer_at(smem, mine), L::kBytesSums);
+                } else {
+                    while (load_acquire(turns + tile) != turn) asm volatile("nanosleep.u32 20;");
+                    fence_async_proxy_everywhere();
+                    bulk_add(to, SumRing::buffer_at(smem, mine), L::kBytesSums);
+                }
+                tma_store_commit();
+                tma_store_wait_read();
+                mbarrier_arrive(SumRing::empty_at(smem, mine));
+                parity ^= 1;
+                tma_store_wait();
+                say_written(turns + tile);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
+    @{ entry }@_turns(const __grid_constant__ KernelArgs args) {
+    extern __shared__ u8 shared_memory[];
+    const u32 smem = round_up(int(smem_address(shared_memory)), 1024);
+    const Visible visible(args.backward);
+    const int group = args.backward.heads / args.backward.kv_heads;
+    const int role = warp_uniform(threadIdx.x / 128);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kKeyStages; i++) {
+            KeyRing::init(smem, i, 1, 1);
+            ValueRing::init(smem, i, 1, kWarpgroups + 2);  // also the threads that add dQ
+        }
+        for (int i = 0; i < kStages; i++) {
+            QueryRing::init(smem, i, 1, 4 * kWarpgroups);
+            OutRing::init(smem, i, 1, 4 * kWarpgroups);
+        }
+        for (int i = 0; i < 2; i++) SumRing::init(smem, i, 4 * kWarpgroups, 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    let_next_launch_begin();
+    wait_for_launch_before();
+    if (role == kLoader) {
+        registers_give_back<40>();
+        const int thread = threadIdx.x % 128;
+        if (thread == 0) load_key_blocks(args, smem, visible, counters_of(args, 0));
+        if (thread == 32 || thread == 64) add_sums(args, smem, visible, group, thread / 32 - 1);
+    } else {
+        registers_take<232>();
+        KeysConsumer<true, true> me{args, smem, role};
+#pragma unroll 1
+        for (int i = taken_key_block(smem, me.keys); i >= 0; i = taken_key_block(smem, me.keys))
+            me.run(visible, KeyBlock(args, visible, i));
+        if (threadIdx.x % 128 == 0) tma_store_wait();
+    }
+}
+
+#endif
