@@ -15,6 +15,7 @@ constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_LISTS @{ program_lists }@
 constexpr bool kLists = FT_LISTS;  // tiles visit key blocks by lists, as a score program's mask may leave any of them
+#define FT_DENSE @{ program_dense }@  // of which a tensor of bools by query and key is a part
 #define FT_RUNS @{ program_runs }@
 constexpr bool kRuns = FT_RUNS;    // the runs of keys that it leaves the rows lie in memory
 // Schedule.

@@ -65,6 +65,7 @@ pub const FILES: &[(&str, &str)] = files![
     "forward/sm90/arrivals.cuh",
     "forward/sm90/bias.cuh",
     "forward/sm90/consumer.cuh",
+    "forward/sm90/dense_mask.cuh",
     "forward/sm90/epilogue.cuh",
     "forward/sm90/layout.cuh",
     "forward/sm90/lists.cuh",

@@ -1,6 +1,7 @@
 //! What `MetadataLayout` promises: what one kernel has found of a mask serves every other one of the same layout.
 
 use crate::cases::Case;
+use crate::faults::replaced;
 use crate::machine::{self, Emulated};
 use crate::schedules::random_sm90;
 use crate::{PROGRAMS, templates};
@@ -59,4 +60,34 @@ fn what_one_kernel_finds_serves_others() {
         let threads: Vec<_> = (0u64..).zip(MASKS).map(|(n, mask)| scope.spawn(move || check(n, mask))).collect();
         threads.into_iter().for_each(|t| t.join().expect("right answers"));
     });
+}
+
+/// Of a tensor of bools, read sixteen at a time, and of the same by the code for any mask.
+#[test]
+fn bools_read_together_give_the_lists_of_single_ones() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let templates = templates();
+    let single =
+        replaced(&templates, "forward/sm90.cu", "#define FT_DENSE @{ program_dense }@", "#define FT_DENSE 0 //");
+    for (number, mask) in PROGRAMS[37..40].iter().enumerate() {
+        let kernel = random_sm90(&mut StdRng::seed_from_u64(500 + number as u64), Some(mask));
+        let mut on = [&templates, &single].map(|set| Emulated::build(&kernel, set).expect("it compiles"));
+        let mut rng = StdRng::seed_from_u64(number as u64);
+        for _ in 0..4 {
+            let case = Case::random(&kernel, &mut rng);
+            let plan = kernel.plan(&case.shape()).expect("it fits");
+            let Some((bytes, _, masks)) = plan.mask_metadata() else { panic!("{mask} has lists") };
+            let found = on.each_mut().map(|on| {
+                let mut found = None;
+                let o = case.expected(&kernel).run_by(&kernel, on, rng.random(), 3, &mut found);
+                o.unwrap_or_else(|e| panic!("{} {case:?}: {e}", kernel.name()));
+                found.expect("it is left there")
+            });
+            // Lists and kinds; of the bits behind them those of keys that are not there may be any.
+            let lists = masks.unwrap_or(bytes) as usize;
+            assert!(found[0][..lists] == found[1][..lists], "{} {case:?}", kernel.name());
+        }
+    }
 }

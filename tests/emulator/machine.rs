@@ -146,7 +146,11 @@ impl Emulated {
             Arch::Sm(sm) => 10 * sm.number,
             Arch::Cpu(_) => return Err("the machine is no host processor".into()),
         };
-        let call = |entry: &StageEntry| format!("EMULATED_CALL({}{}, arguments)", source.entry, entry.suffix);
+        let plan = kernel.plan(&ONE).map_err(|e| e.to_string())?;
+        let call = |entry: &StageEntry| {
+            let threads = plan.stages().find(|s| s.entry == *entry).map_or(0, |s| s.threads);
+            format!("EMULATED_FIRST({}{}, arguments, {threads})", source.entry, entry.suffix)
+        };
         let before = kernel.entries().iter().filter(|e| **e != StageEntry::MAIN);
         let before = before.map(call).collect::<Vec<_>>().join(", ");
         let stages = match stages(kernel, &source.entry)? {
@@ -232,10 +236,12 @@ impl Drop for Emulated {
     }
 }
 
+/// The least call there is: the stages of a launch have the same threads whatever the sizes are.
+const ONE: Shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1, mask: Mask::Full };
+
 /// The stages of a kernel that runs in waves.
 fn stages(kernel: &Kernel, entry: &str) -> Result<Option<String>, String> {
-    let one = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1, mask: Mask::Full };
-    let plan = kernel.plan(&one).map_err(|e| e.to_string())?;
+    let plan = kernel.plan(&ONE).map_err(|e| e.to_string())?;
     let stage = |s: &flashtune::codegen::Stage| {
         format!("EMULATED_STAGE({entry}{}, KernelArgs, {}, {})", s.entry.suffix, s.threads, s.smem_bytes)
     };

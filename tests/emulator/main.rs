@@ -181,7 +181,7 @@ fn search_with(on_ci: u64, one: impl Fn(u64) -> Result<(), String> + Sync) {
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between
 /// others, rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 37] = [
+const PROGRAMS: [&str; 40] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -223,6 +223,10 @@ const PROGRAMS: [&str; 37] = [
     "cap: float usually in 0..50; score = cap * tanh(score * (1.0 / cap));",
     "bias: bf16[kv_heads, q_len, kv_len]; t: f32[kv_len]; s: f32[heads]; mask = kv <= q + 30; \
      score = t[kv] - s[h] * (kv - q) + score - 2.0 * bias[h_kv, q, kv];",
+    "seen: bool[batch, *, q_len, kv_len]; mask = seen[b, 0, q, kv];",
+    "seen: bool[q_len, kv_len]; s: f32[heads]; mask = not seen[q, kv] and (q + kv) % 5 != h; sink = s[h];",
+    "seen: bool[batch, 1, q_len, kv_len]; pad: bool[batch, kv_len]; \
+     mask = seen[b, 0, q, kv] and pad[b, kv // 70] and kv <= q + 60;",
 ];
 
 /// Score programs under random schedules; `EMULATE_SECONDS` as above, `EMULATE_PROGRAM` is the number of one that is

@@ -47,7 +47,8 @@ impl Side {
 
 fn encode(elements: &Elements, storage: Storage) -> Vec<u8> {
     match elements {
-        Elements::Bool(x) => x.iter().map(|x| u8::from(*x)).collect(),
+        // Any byte but zero is true.
+        Elements::Bool(x) => x.iter().enumerate().map(|(i, x)| if *x { (i * 37 % 255 + 1) as u8 } else { 0 }).collect(),
         Elements::Int(x) => x.iter().flat_map(|x| (*x as i32).to_ne_bytes()).collect(),
         // Values that both hold exactly.
         Elements::Float(x) if storage == Storage::Bf16 => {
@@ -77,13 +78,22 @@ pub fn side_data(program: &Program, sizes: &Shape, seed: u64) -> SideData {
         };
         let length = |a: &Axis| a.length(sizes).unwrap_or(sizes.q_len.max(sizes.kv_len).max(41));
         let mut shape: Vec<usize> = axes.iter().map(|a| length(a) as usize).collect();
-        // Biases are the same for all heads, or for all queries or keys, now and then.
-        if matches!(d.storage, Storage::Bf16 | Storage::F16) {
+        // Biases and masks are the same for all heads, or for all queries or keys, now and then.
+        let by_both = d.storage == Storage::Bool && axes.ends_with(&[Axis::QLen, Axis::KvLen]);
+        if by_both || matches!(d.storage, Storage::Bf16 | Storage::F16) {
             let mut rng = StdRng::seed_from_u64(seed ^ 0xb1a5);
             shape.iter_mut().filter(|n| **n > 1).for_each(|n| *n = if rng.random_bool(0.15) { 1 } else { *n });
         }
         let n = shape.iter().product();
         let elements = match d.storage {
+            // Of a mask by query and key, parts of some rows and keys are all of a kind.
+            Storage::Bool if axes.ends_with(&[Axis::QLen, Axis::KvLen]) => {
+                let [rows, keys] = [shape[shape.len() - 2].max(1), shape[shape.len() - 1].max(1)];
+                let part = |i: usize| [i / keys / rows, i / keys % rows / 64, i % keys / 64];
+                let mix = |s: u64, x: usize| (s ^ x as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+                let bool = |i| [0.0, 0.4, 1.0][(part(i).into_iter().fold(seed, mix) % 3) as usize];
+                Elements::Bool((0..n).map(|i| rng.random_bool(bool(i))).collect())
+            }
             Storage::Bool => Elements::Bool((0..n).map(|_| rng.random_bool(0.4)).collect()),
             Storage::I32 => {
                 let mut x: Vec<i64> = (0..n).map(|_| rng.random_range(lo..=hi.min(6))).collect();

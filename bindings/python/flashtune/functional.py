@@ -262,7 +262,7 @@ def scaled_dot_product_attention(
 
 def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="", return_weights=False):
     """:func:`scaled_dot_product_attention`; ``caller`` is counted as its caller where it is not empty."""
-    program = None if attn_mask is None else _masked(attn_mask, top_left)
+    program = None if attn_mask is None else _masked(attn_mask, top_left, query)
     tensors = adapter(query)
     if return_weights and top_left and query.shape[2] != key.shape[2]:
         # As a program, so that keys behind the last query have their zeros: the window of this mask leaves them out.
@@ -297,18 +297,34 @@ def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="",
     return out
 
 
-def _masked(attn_mask, is_causal):
+_PLACES = ("b", "h", "q", "kv")
+
+
+def bools_at(mask, query):
+    """How a mask of bools is read by queries of a shape. One that is the same for all sequences or heads, of length 1
+    or repeated in place, does not read ``b`` or ``h``: then what kernels find of it first is found once for all of
+    them."""
+    shape, strides = mask.shape, getattr(mask, "stride", None)
+    strides = strides() if callable(strides) else getattr(mask, "strides", None)
+    places = list(_PLACES[4 - len(shape) :])
+    for i, many in enumerate(query[4 - len(shape) : 2]):
+        repeated = strides is not None and shape[i] > 1 and strides[i] == 0
+        if many != 1 and (shape[i] == 1 or repeated):
+            places[i] = "0"
+    return ", ".join(places)
+
+
+def _masked(attn_mask, is_causal, query):
     """The score program of a mask tensor: True or a number to add for what is visible."""
     if is_causal:
         raise InvalidArgument("attn_mask and is_causal are both given; put one into the other")
     shape = _shape("attn_mask", attn_mask)
     if not 2 <= len(shape) <= 4:
         raise InvalidTensor(f"attn_mask has the shape {shape}; it is [q_len, kv_len], with heads and batch before it")
-    places = ["b", "h", "q", "kv"][4 - len(shape) :]
-    at = f"attn_mask[{', '.join(places)}]"
     values = {"attn_mask": attn_mask}
     if "bool" in str(attn_mask.dtype):
-        return Program(mask=at, tensors=values)
+        return Program(mask=f"attn_mask[{bools_at(attn_mask, _shape('query', query))}]", tensors=values)
+    at = f"attn_mask[{', '.join(_PLACES[4 - len(shape) :])}]"
     if "float" not in str(attn_mask.dtype):
         # Zeros and ones are mostly meant to be a mask, which adding them is not.
         raise Unsupported(

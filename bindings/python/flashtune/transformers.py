@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from .errors import Unsupported
-from .functional import attention, scaled_dot_product_attention
+from .functional import attention, bools_at, scaled_dot_product_attention
 
 NAME = "ftune"
 
@@ -240,7 +240,7 @@ def ftune_attention(
     elif attention_mask is not None:
         tensors["m"] = attention_mask[..., : key.shape[2]]
         if attention_mask.dtype is torch.bool:
-            mask = "m[b, h, q, kv]"
+            mask = f"m[{bools_at(tensors['m'], query.shape)}]"
         else:
             score = "score + m[b, h, q, kv]"
     if softcap is not None:

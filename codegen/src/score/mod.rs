@@ -29,6 +29,7 @@ mod syntax;
 
 pub use analysis::axes::MaskAxes;
 pub use analysis::bias::{Bias, MAX_BIASES};
+pub use analysis::dense::DenseMask;
 pub use analysis::derive::{ByTensor, Derivative, GradientAxis};
 pub(crate) use analysis::facts::ScoreFacts;
 pub use analysis::rows::{RowKeys, Search};

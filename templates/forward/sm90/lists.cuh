@@ -82,6 +82,10 @@ struct Lists {
     }
 };
 
+#if FT_DENSE
+<% include "forward/sm90/dense_mask.cuh" %>
+#else
+
 // As program_tile(), by the elements of tensors that the block reads. For whole warps.
 __device__ __forceinline__ int looked_tile(const ProgramHead& head, int q_first, int q_last, int kv_first, int kv_last) {
     FT_PROGRAM_HEAD;
@@ -139,10 +143,21 @@ __device__ __forceinline__ void write_mask(const ProgramHead& head, const Tile& 
     }
 }
 
+// What becomes of a block: by bounds where these tell.
+__device__ __forceinline__ int kind_of_block(const ProgramHead& head, const Tile& tile, int n, const KernelArgs&, i64) {
+    const int last = min_of(n * kBlockKV + kBlockKV, head.kv_len) - 1;
+    const int kind = looked_tile(head, tile.row, tile.row + tile.rows - 1, n * kBlockKV, last);
+    return kind < 0 ? kHidden : kind > 0 ? kWhole : look_at(head, tile, n);
+}
+
+#endif
+
 // A warp for each block of each list.
-extern "C" __global__ void __launch_bounds__(kThreads, 3) @{ entry }@_classify(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void __launch_bounds__(@{ classify_threads }@, FT_DENSE ? 8 : 3)
+    @{ entry }@_classify(const __grid_constant__ KernelArgs args) {
+    constexpr int kWarps = @{ classify_threads }@ / 32;
     const Lists lists(args);
-    const i64 index = i64(blockIdx.x) * (kThreads / 32) + warp_uniform(threadIdx.x / 32);
+    const i64 index = i64(blockIdx.x) * kWarps + warp_uniform(threadIdx.x / 32);
     if (index >= lists.count * lists.places) return;
     const Tile tile = lists.tile(args, index / lists.places);
     const int n = int(index % lists.places);
@@ -150,9 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) @{ entry }@_classify(c
     const ProgramHead head = program_head(args, args.forward, tile);
     int kind = -1;
     if (n >= window.begin && n < window.end) {
-        const int last = min_of(n * kBlockKV + kBlockKV, head.kv_len) - 1;
-        kind = looked_tile(head, tile.row, tile.row + tile.rows - 1, n * kBlockKV, last);
-        kind = kind < 0 ? kHidden : kind > 0 ? kWhole : look_at(head, tile, n);
+        kind = kind_of_block(head, tile, n, args, index);
         // Beyond the last key, or cut by the window.
         if (kind == kWhole && (n < window.full_begin || n >= window.full_end)) kind = kMixed;
     }

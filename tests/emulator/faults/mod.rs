@@ -19,7 +19,7 @@ use flashtune::codegen::{
     TileOrder,
 };
 use flashtune::{DType, Distribution, Layout, Mask};
-use programs::{ANYWHERE, BIAS, BIASES, DOCUMENTS, LISTS, RAMP, RAMPS, RUNS};
+use programs::{ANYWHERE, BESIDE, BIAS, BIASES, DENSE, DENSE_MASK, DOCUMENTS, LISTS, RAMP, RAMPS, RUNS};
 use rand::Rng;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -53,7 +53,11 @@ const FAR_BELOW_ZERO: Case =
 fn sm90_schedule(family: &str, what: &str) -> Schedule {
     Schedule::Sm90(Sm90Schedule {
         consumers: 2,
-        block_kv: if what.contains("place of V") || family == "bias" { 64 } else { 32 },
+        block_kv: match family {
+            "dense" => 128,
+            _ if what.contains("place of V") || family == "bias" => 64,
+            _ => 32,
+        },
         stages: 2,
         overlap: true,
         take_turns: true,
@@ -114,13 +118,14 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     }
     let program = match family {
         "lists" => Some(ANYWHERE),
+        "dense" => Some(if what.contains("beside") { BESIDE } else { DENSE_MASK }),
         "runs" => Some(DOCUMENTS),
         "bias" => Some(BIAS),
         "ramp" => Some(RAMP),
         _ => None,
     };
     let kind = match family {
-        "lists" | "runs" => MaskKind::FULL,
+        "lists" | "dense" | "runs" => MaskKind::FULL,
         _ => MaskKind { left: true, right: true },
     };
     let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
@@ -145,6 +150,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
         _ if what.contains("below zero") => FAR_BELOW_ZERO,
         // A row of biases is no multiple of 16 bytes.
         "bias" if what.contains("copied by threads") => Case { sizes: [1, 4, 2, 130, 199], ..CASE },
+        // Rows of bools that begin anywhere, and on the grid of 16 bytes.
+        "dense" if !what.contains("aligned") => Case { sizes: [1, 4, 2, 130, 299], mask: Mask::Full, ..CASE },
+        "dense" => Case { sizes: [1, 4, 2, 130, 304], mask: Mask::Full, ..CASE },
         "lists" | "runs" => Case { mask: Mask::Full, ..CASE },
         _ => CASE,
     };
@@ -164,6 +172,7 @@ fn planted_faults_are_seen_as_what_they_are() {
     let families = [
         ("sm90", sm90::SM90),
         ("lists", LISTS),
+        ("dense", DENSE),
         ("runs", RUNS),
         ("bias", BIASES),
         ("ramp", RAMPS),

@@ -56,6 +56,113 @@ pub const LISTS: &[Fault] = &[
     ],
 ];
 
+/// Of kernels whose lists come of a tensor of bools, with [`DENSE_MASK`], and with [`BESIDE`] other conditions.
+pub const DENSE: &[Fault] = &[
+    [
+        "a cut block taken for a whole one, aligned",
+        "forward/sm90/dense_mask.cuh",
+        "return any && none ? kMixed : any ? kWhole : kHidden;",
+        "return any ? kWhole : kHidden;",
+        "the oracle says",
+    ],
+    [
+        "whole and hidden blocks mixed up",
+        "forward/sm90/dense_mask.cuh",
+        "any ? kWhole : kHidden;",
+        "any ? kHidden : kWhole;",
+        "the oracle says",
+    ],
+    [
+        "the last keys forgotten",
+        "forward/sm90/dense_mask.cuh",
+        "head.kv_len - first));",
+        "(head.kv_len - first) / 16 * 16));",
+        "the oracle says",
+    ],
+    [
+        "rows a byte too far apart, aligned",
+        "forward/sm90/dense_mask.cuh",
+        "mask.data + q * mask.row + first_key",
+        "mask.data + q * (mask.row - 1) + first_key",
+        "the oracle says|broke down",
+    ],
+    [
+        "words of rows that begin anywhere, unshifted",
+        "forward/sm90/dense_mask.cuh",
+        "__funnelshift_r(w[i], w[i + 1], off)",
+        "w[i]",
+        "the oracle says",
+    ],
+    [
+        "a word without its successor",
+        "forward/sm90/dense_mask.cuh",
+        "w[4] = from[off == 0 ? 3 : 4];",
+        "w[4] = from[3];",
+        "the oracle says",
+    ],
+    [
+        "what lies behind the tensor",
+        "forward/sm90/dense_mask.cuh",
+        "((high + align) & ~align) <= mask.end",
+        "((high + align) & ~align) > 0",
+        "broke down",
+    ],
+    [
+        "bits of another share, aligned",
+        "forward/sm90/dense_mask.cuh",
+        "chunk % 2 * 2 + chunk / 4",
+        "chunk / 4 * 2 + chunk % 2",
+        "the oracle says",
+    ],
+    [
+        "keys and those eight further mixed up",
+        "forward/sm90/dense_mask.cuh",
+        "true_bytes(first) >> 7 | true_bytes(second) >> 5",
+        "true_bytes(second) >> 7 | true_bytes(first) >> 5",
+        "the oracle says",
+    ],
+    [
+        "half of a word never joined",
+        "forward/sm90/dense_mask.cuh",
+        "(mine & 0xffff) | other << 16",
+        "(mine & 0xffff)",
+        "the oracle says",
+    ],
+    [
+        "bytes of which the lowest bit alone counts",
+        "forward/sm90/dense_mask.cuh",
+        "(((w & 0x7f7f7f7f) + 0x7f7f7f7f) | w) & 0x80808080",
+        "(w << 7) & 0x80808080",
+        "the oracle says",
+    ],
+    [
+        "the mask of another head",
+        "forward/sm90/dense_mask.cuh",
+        "ft_clamp64(at[a], tensor.length[a])",
+        "ft_clamp64(0, tensor.length[a])",
+        "the oracle says",
+    ],
+    [
+        "conditions beside it forgotten",
+        "forward/sm90/dense_mask.cuh",
+        "bits.even & rest.even, bits.odd & rest.odd",
+        "bits.even, bits.odd",
+        "the oracle says",
+    ],
+    [
+        "a block that is left out by what stands beside it",
+        "forward/sm90/dense_mask.cuh",
+        "if (rest < 0) return kHidden;",
+        "if (rest < 0) return kWhole;",
+        "the oracle says",
+    ],
+];
+
+/// Bools of every head's own.
+pub const DENSE_MASK: &str = "seen: bool[heads, q_len, kv_len]; mask = seen[h, q, kv];";
+/// The same beside what cuts some blocks and leaves others out.
+pub const BESIDE: &str = "seen: bool[heads, q_len, kv_len]; mask = not seen[h, q, kv] and kv // 4 <= q // 3 + 2;";
+
 /// A mask that leaves out blocks of 32 keys and 128 queries, cuts some, and shows others whole, each head its own.
 pub const ANYWHERE: &str = "mask = (q // 64 + 2 * (kv // 32) + h) % 3 == 0 or (kv + q + h) % 97 == 0;";
 

@@ -125,6 +125,10 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     }
     return result;
 }
+// The lower 32 bits of {high, low} after a shift to the right, by less than 32.
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return unsigned(((unsigned long long)high << 32 | low) >> (by & 31));
+}
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fmul_rz(float x, float y) {
     const float z = x * y;
@@ -155,6 +159,8 @@ extern "C" unsigned char shared_memory[];
 #define EMULATED_KERNEL(entry, arguments, shared_bytes, cluster, blocks_per_sm)                               \
     ptx::Kernel ptx::kernels[] = {{kThreads, shared_bytes, blocks_per_sm, cluster, sizeof(arguments),         \
                                    EMULATED_CALL(entry, arguments), {EMULATED_BEFORE(arguments)}}};
+// One that comes before it.
+#define EMULATED_FIRST(entry, arguments, threads) {EMULATED_CALL(entry, arguments), threads}
 // One of several that a launch runs one after the other.
 #define EMULATED_STAGE(entry, arguments, threads, shared_bytes) \
-    {threads, shared_bytes, 1, 1, sizeof(arguments), EMULATED_CALL(entry, arguments), {nullptr, nullptr}},
+    {threads, shared_bytes, 1, 1, sizeof(arguments), EMULATED_CALL(entry, arguments), {}},

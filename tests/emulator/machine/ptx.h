@@ -13,11 +13,16 @@ using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = unsigned long long;
 
+// What is launched before a kernel, by thread blocks of its own size.
+struct First {
+    void (*run)(const void* args);
+    int threads;
+};
 struct Kernel {
     int threads, shared_bytes, blocks_per_sm, cluster;
     std::size_t argument_bytes;
     void (*run)(const void* args);
-    void (*before[2])(const void* args);  // what is launched first, with as many threads
+    First before[2];
 };
 extern Kernel kernel;     // of the present launch
 extern Kernel kernels[];  // the stages, defined by the generated source

@@ -1,5 +1,5 @@
 //! The stages before the main one, for masks that are not known from the rows by arithmetic: they compute the mask
-//! metadata that the main stage reads, take the same arguments and as many threads, and no shared memory.
+//! metadata that the main stage reads, take the same arguments and no shared memory.
 
 use super::Sm90Schedule;
 use crate::launch::{Holds, MOST_MASK_BYTES, MetadataLayout, Region, Stage, StageEntry, StageRole};
@@ -16,6 +16,16 @@ pub(super) const ROWS_OF_ENDS: u64 = 64;
 /// Bytes of the ends of the runs of as many rows, and of the run of a row.
 pub(super) const ENDS_BYTES: u64 = 16;
 pub(super) const RUN_BYTES: u64 = 8;
+
+/// Threads of a block that classifies by a tensor of bools. A warp has little to do beside waiting for memory: small
+/// blocks spread over all multiprocessors.
+const DENSE_THREADS: u32 = 128;
+
+/// Threads of a block of [`CLASSIFY`].
+pub(super) fn classify_threads(problem: &Problem, s: &Sm90Schedule) -> u32 {
+    let dense = problem.program.is_some_and(|p| p.dense_mask().is_some());
+    if dense { DENSE_THREADS } else { s.threads() }
+}
 
 /// Words of the bit mask of one key block: of every row of a tile, a bit for each score of the four threads that share
 /// it.
@@ -53,7 +63,7 @@ pub(super) fn entries(problem: &Problem) -> &'static [StageEntry] {
 pub(super) fn of(problem: &Problem, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape) -> Result<Option<MaskMetadata>> {
     let Some(program) = problem.program else { return Ok(None) };
     match (program.lists(), program.runs()) {
-        (Some(axes), _) => block_lists(axes, s, tiling, shape).map(Some),
+        (Some(axes), _) => block_lists(problem, axes, s, tiling, shape).map(Some),
         (_, Some(axes)) => key_ranges(axes, s, shape).map(Some),
         _ => Ok(None),
     }
@@ -61,7 +71,13 @@ pub(super) fn of(problem: &Problem, s: &Sm90Schedule, tiling: &Tiling, shape: &S
 
 /// The block lists of a shape: of every unit that the mask tells apart, for every tile its counts and a place for each
 /// key block, and behind all of them a byte for each place.
-fn block_lists(axes: MaskAxes, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape) -> Result<MaskMetadata> {
+fn block_lists(
+    problem: &Problem,
+    axes: MaskAxes,
+    s: &Sm90Schedule,
+    tiling: &Tiling,
+    shape: &Shape,
+) -> Result<MaskMetadata> {
     let lists = axes.units(shape) * tiling.blocks as u64;
     let places = shape.kv_len.div_ceil(s.block_kv) as u64;
     let before = (lists * (LIST_COUNTS + places) * 4 + lists * places).next_multiple_of(16);
@@ -73,7 +89,10 @@ fn block_lists(axes: MaskAxes, s: &Sm90Schedule, tiling: &Tiling, shape: &Shape)
     let field = "blocks of queries by blocks of keys";
     let layout = MetadataLayout::BlockLists { block_q: s.block_q(), block_kv: s.block_kv, tiles: tiling.blocks as u32 };
     Ok(MaskMetadata {
-        stages: [Some(stage(CLASSIFY, field, lists * places, s)?), Some(stage(GATHER, field, lists, s)?)],
+        stages: [
+            Some(stage(CLASSIFY, field, lists * places, classify_threads(problem, s))?),
+            Some(stage(GATHER, field, lists, s.threads())?),
+        ],
         region: Region { holds: Holds::MaskMetadata { layout, masks }, bytes },
     })
 }
@@ -86,19 +105,19 @@ fn key_ranges(axes: MaskAxes, s: &Sm90Schedule, shape: &Shape) -> Result<MaskMet
     let bytes = (parts * ENDS_BYTES + units * rows * RUN_BYTES).next_multiple_of(16);
     let holds = Holds::MaskMetadata { layout: MetadataLayout::KeyRanges, masks: None };
     Ok(MaskMetadata {
-        stages: [Some(stage(RUNS, "blocks of queries", parts, s)?), None],
+        stages: [Some(stage(RUNS, "blocks of queries", parts, s.threads())?), None],
         region: Region { holds, bytes },
     })
 }
 
 /// A stage of a warp for each part of the work.
-fn stage(entry: StageEntry, field: &'static str, parts: u64, s: &Sm90Schedule) -> Result<Stage> {
-    let grid = parts.div_ceil((s.threads() / 32) as u64);
+fn stage(entry: StageEntry, field: &'static str, parts: u64, threads: u32) -> Result<Stage> {
+    let grid = parts.div_ceil((threads / 32) as u64);
     let grid = i32::try_from(grid).map_err(|_| {
         let limit = "at most 2^31 - 1 thread blocks that compute mask metadata";
         Error::unsupported(field, parts, limit, "split the batch")
     })?;
-    Ok(Stage::of(entry, grid as u32, s.threads(), 0))
+    Ok(Stage::of(entry, grid as u32, threads, 0))
 }
 
 #[cfg(test)]
@@ -122,7 +141,10 @@ mod tests {
         let stages: Vec<_> = plan.stages().filter(|s| s.entry.role == StageRole::MaskMetadata).collect();
         let entries: Vec<_> = plan.stages().map(|s| s.entry).collect();
         assert_eq!(entries, kernel.entries());
-        assert!(stages.iter().all(|stage| (stage.threads, stage.smem_bytes) == (s.threads(), 0)));
+        let threads = |stage: &Stage| {
+            if stage.entry == CLASSIFY { classify_threads(&problem, &s) } else { s.threads() }
+        };
+        assert!(stages.iter().all(|stage| (stage.threads, stage.smem_bytes) == (threads(stage), 0)));
         let region = plan.regions().copied().find(|r| matches!(r.holds, Holds::MaskMetadata { .. }));
         (stages.into_iter().map(|s| (s.entry.suffix, s.grid)).collect(), region)
     }
@@ -141,6 +163,15 @@ mod tests {
         let many = before("mask = (q - kv) % (h + b + 1) == 0;", 64, 65536).1.unwrap();
         assert!(matches!(many.holds, Holds::MaskMetadata { masks: None, .. }));
         assert_eq!(many.bytes, 3 * 64 * 512 * (34 * 4 + 32));
+    }
+
+    #[test]
+    fn bools_by_query_and_key_are_read_by_small_thread_blocks() {
+        let grid = |text: &str| before(text, 8, 4096).0[0];
+        let blocks = 3 * 32 * 32;
+        let of_batch = "seen: bool[batch, *, q_len, kv_len]; mask = seen[b, 0, q, kv];";
+        assert_eq!(grid(of_batch), ("_classify", blocks / 4));
+        assert_eq!(grid("seen: bool[batch, q_len, *]; mask = seen[b, q, kv // 9];"), ("_classify", blocks / 12));
     }
 
     #[test]

@@ -294,6 +294,7 @@ impl KernelFamily for Sm90Schedule {
         constants.extend([
             ("tile_queues", abi::TILE_QUEUES.to_string()),
             ("list_counts", mask_metadata::LIST_COUNTS.to_string()),
+            ("classify_threads", mask_metadata::classify_threads(problem, self).to_string()),
             ("mask_words", mask_metadata::mask_words(self).to_string()),
             ("rows_of_ends", mask_metadata::ROWS_OF_ENDS.to_string()),
             ("ends_bytes", mask_metadata::ENDS_BYTES.to_string()),

@@ -8,6 +8,7 @@
 //!       -> rows                RowKeys: one range of keys per query, for masks that leave one
 //!       -> window              WindowForm: masks that say no more than causal or a window does
 //!       -> axes                MaskAxes: which of batch, head and KV head the mask depends on
+//!       -> dense               DenseMask: tensors of bools indexed by (q, kv), of which a row reads many at once
 //! score -> bias                Bias: tensors indexed by (q, kv), one tile per tile of scores
 //!       -> facts               ScoreFacts: loads, divisions and functions per score
 //!       -> far                 whether scores may be far from zero, as float masks make them
@@ -16,6 +17,7 @@
 
 pub(in crate::score) mod axes;
 pub(in crate::score) mod bias;
+pub(in crate::score) mod dense;
 pub(in crate::score) mod derive;
 pub(in crate::score) mod facts;
 mod far;

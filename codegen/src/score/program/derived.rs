@@ -1,6 +1,7 @@
 //! The analyses that take a whole program.
 
 use super::Program;
+use crate::score::analysis::dense::DenseMask;
 use crate::score::analysis::derive::Derivative;
 use crate::score::analysis::tile::TileProgram;
 use crate::score::graph::Graph;
@@ -16,6 +17,11 @@ impl TileProgram {
     /// their least and greatest, and is exact where the rows or keys of a tile have one value each.
     pub fn by_elements(program: &Program) -> Self {
         Self::of(&program.graph, program.mask, true)
+    }
+
+    /// That of the conditions beside a tensor of bools.
+    pub(in crate::score) fn beside(dense: &DenseMask) -> Self {
+        Self::of(&dense.graph, dense.rest, true)
     }
 }
 

@@ -7,6 +7,7 @@ mod parts;
 
 use crate::score::analysis::axes::MaskAxes;
 use crate::score::analysis::bias::Bias;
+use crate::score::analysis::dense::DenseMask;
 use crate::score::analysis::facts::ScoreFacts;
 use crate::score::analysis::rows::RowKeys;
 use crate::score::analysis::window::WindowForm;
@@ -42,6 +43,7 @@ pub struct Program {
     rows: Option<RowKeys>,
     axes: Option<MaskAxes>,
     biases: Vec<Bias>,
+    dense: Option<Box<DenseMask>>,
     /// What is left of a program whose mask is a window.
     unmasked: Option<Box<Program>>,
 }
@@ -201,6 +203,11 @@ impl Program {
     /// What lists of key blocks change with, for a mask that does not leave each query one run of keys.
     pub fn lists(&self) -> Option<MaskAxes> {
         self.axes.filter(|_| self.rows.is_none())
+    }
+
+    /// The tensor of bools that the mask reads by query and key, of a mask whose live blocks are listed.
+    pub fn dense_mask(&self) -> Option<&DenseMask> {
+        self.dense.as_deref().filter(|_| self.lists().is_some())
     }
 
     /// The tensors of which a tile of scores reads a tile; at most [`MAX_BIASES`](crate::score::MAX_BIASES).

@@ -3,6 +3,7 @@
 use super::{MAX_INPUTS, MAX_NODES, Program};
 use crate::score::analysis::axes::MaskAxes;
 use crate::score::analysis::bias::Bias;
+use crate::score::analysis::dense::DenseMask;
 use crate::score::analysis::rows::RowKeys;
 use crate::score::analysis::window::WindowForm;
 use crate::score::graph::check::Checker;
@@ -153,12 +154,13 @@ impl ProgramBuilder {
         let window = mask.and_then(|mask| WindowForm::of(&graph, mask));
         let rows = mask.and_then(|mask| RowKeys::of(&graph, mask));
         let axes = mask.map(|mask| MaskAxes::of(&graph, mask));
+        let dense = mask.and_then(|mask| DenseMask::of(&graph, mask)).map(Box::new);
         let biases = score.map_or(Vec::new(), |score| Bias::all(&graph, score));
         let unmasked = match (&window, score.or(sink)) {
             (Some(_), Some(_)) => Some(Box::new(Self::of(graph.clone(), None, score, sink).build()?)),
             _ => None,
         };
-        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, biases, unmasked })
+        Ok(Program { graph, mask, score, sink, text, hash, window, rows, axes, biases, dense, unmasked })
     }
 
     fn add(&mut self, new: Declaration) -> Result<(), ProgramError> {
