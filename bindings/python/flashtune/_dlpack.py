@@ -217,6 +217,12 @@ class Views:
     def by_operator(self, _q, _k, _v, _program=None):
         return False
 
+    def unseen(self, _q, _k, _v):
+        return None
+
+    def forms_of(self, _ts):
+        return None
+
     def device(self, q, k, v):
         for name, t in (("k", k), ("v", v)):
             if type(t) is not View:

@@ -50,6 +50,9 @@ DESCALES = struct.Struct("=QQQ6q")
 # number.
 BACKWARD_ARGS = struct.Struct("=II" + 8 * "Q4q4qii" + "QQQqqif")
 BACKWARD_PACKED = struct.Struct("=4Q3qii")
+# The same up to the stream, with all but addresses as bytes, of a call like one before.
+BACKWARD_AGAIN = struct.Struct("=8s" + 8 * "Q72s" + "QQQ")
+assert BACKWARD_AGAIN.size == BACKWARD_ARGS.size - struct.calcsize("=qqif")
 GRADIENTS = struct.Struct("=QQ")
 # flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads,
 # kv_heads, q_len, kv_len.
@@ -230,6 +233,10 @@ def _load(path):
     for name, (restype, argtypes) in declared.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = restype, argtypes
+    # The same function for a struct that was packed as bytes.
+    packed = lib["flashtune_forward_ragged"]
+    packed.restype, packed.argtypes = status, [handle, ctypes.c_char_p, ctypes.c_void_p]
+    lib.forward_ragged_packed = packed
     return lib
 
 

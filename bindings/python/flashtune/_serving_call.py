@@ -80,6 +80,8 @@ class Call:
         self.name, self.like, self.caches, self.keeps = name, q, (k, v), []
         # The dtype of all lengths, and the argument that said so.
         self.length_type = self.length_name = None
+        # What to remember the call by, if it is one that may come again.
+        self.repeated = None
 
     def kept(self, t):
         self.keeps.append(t)
@@ -422,6 +424,8 @@ class Call:
         status = abi.library().flashtune_forward_ragged(self.engine._handle, args, tensors.stream(self.device))
         abi.require(status)
         _engine._last = self.engine
+        if self.repeated is not None and program is None and not self.keeps:
+            self.repeated.remember(args, out, lse)
         return out if lse is None else (out, lse)
 
 

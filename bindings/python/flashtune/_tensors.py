@@ -31,7 +31,7 @@ class Torch:
         self.plain = (torch.Tensor, torch.nn.Parameter)
         # Whether vmap or grad of torch.func is around a call; and how many modes look at operators, as tracers do.
         self.transform = torch._C._functorch.peek_interpreter_stack
-        self.modes = torch._C._len_torch_dispatch_stack
+        self.modes, self.is_compiling = torch._C._len_torch_dispatch_stack, torch.compiler.is_compiling
         # The stream's handle without an object around it, where this PyTorch has the function.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -47,6 +47,19 @@ class Torch:
         if program is not None and torch.is_grad_enabled() and any(map(_requires_grad, program.values.values())):
             return True
         return type(q) not in self.plain or self.transform() is not None or self.modes() > 0
+
+    def unseen(self, q, k, v):
+        """The device of plain tensors of which neither autograd nor anybody else has to see a call; None where the long
+        way has to look closer."""
+        tensor = self.tensor
+        if self.is_compiling() or type(q) is not tensor or type(k) is not tensor or type(v) is not tensor:
+            return None
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return None
+        if self.transform() is not None or self.modes() > 0 or self.forward_ad._current_level >= 0:
+            return None
+        device = q.device
+        return device if k.device == device and v.device == device else None
 
     @property
     def operators(self):
@@ -127,6 +140,28 @@ class Torch:
             v.shape, v.stride(), v.dtype, v.layout,
         )  # fmt: skip
 
+    def addresses_of(self, ts):
+        """Those of tensors that :meth:`forms_of` has taken, or RuntimeError where one has no memory to read."""
+        return [t.data_ptr() for t in ts]
+
+    def forms_of(self, ts):
+        """All that :meth:`side` and :meth:`device` look at but the memory, of tensors or None, the first one a tensor,
+        as a key. None where one of them has to be looked at by these."""
+        device, grad = ts[0].device, self.torch.is_grad_enabled()
+        if self.forward_ad._current_level >= 0:
+            return None
+        forms = [device]
+        for t in ts:
+            if t is None:
+                forms.append(None)
+            elif type(t) is self.tensor and t.device == device and t.layout is self.strided:
+                if t.is_neg() or grad and t.requires_grad:
+                    return None
+                forms += t.shape, t.stride(), t.dtype
+            else:
+                return None
+        return tuple(forms)
+
     def addresses(self, q, k, v):
         """Those of tensors of forms that were described before; None, or a RuntimeError, where :meth:`describe` has to
         say why one has no memory to read."""
@@ -150,6 +185,15 @@ class Torch:
             return t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")
         except RuntimeError as e:
             raise no_memory(name, e) from None
+
+    def tell_apart(self, t):
+        """The tensor that ``t`` is or is a view of, and what changes where its contents do, or its place in that one.
+        None where that cannot be told: in a graph capture, whose replays find other contents, and of tensors without a
+        version."""
+        if type(t) not in self.plain or t.is_inference() or t.is_cuda and self.torch.cuda.is_current_stream_capturing():
+            return None
+        owner = t if t._base is None else t._base
+        return owner, t._version, t.data_ptr(), t.shape, t.stride(), t.dtype
 
     def empty(self, shape, like):
         # Half of what torch.empty takes with a dtype and a device to parse.
@@ -211,6 +255,11 @@ class NumPy:
     def by_operator(self, _q, _k, _v, _program=None):
         return False
 
+    def unseen(self, q, k, v):
+        """As for PyTorch."""
+        kinds = self.kinds
+        return "cpu" if type(q) in kinds and type(k) in kinds and type(v) in kinds else None
+
     def device(self, _q, k, v):
         if type(k) not in self.kinds or type(v) not in self.kinds:
             raise InvalidTensor(
@@ -257,6 +306,22 @@ class NumPy:
     def forms(self, q, k, v):
         """As for PyTorch."""
         return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+
+    def addresses_of(self, ts):
+        """As for PyTorch."""
+        return [self.address(t) for t in ts]
+
+    def forms_of(self, ts):
+        """As for PyTorch."""
+        forms = []
+        for t in ts:
+            if t is None:
+                forms.append(None)
+            elif type(t) in self.kinds:
+                forms += t.shape, t.strides, t.dtype
+            else:
+                return None
+        return tuple(forms)
 
     def addresses(self, q, k, v):
         """As for PyTorch."""

@@ -85,8 +85,10 @@ class Engine:
         self._handle, self._closed = handle.value, False
         # Kept here: looked up once, not in every call.
         self._forward = lib.flashtune_forward
-        # Plain calls that succeeded, by all that was looked at but addresses and the stream.
+        self._forward_ragged, self._backward = lib.forward_ragged_packed, lib.flashtune_backward
+        # Plain calls that succeeded, by all that was looked at but addresses and the stream; ragged ones apart.
         self._again = {}
+        self._again_ragged, self._again_backward = {}, {}
 
     def forward(
         self,
@@ -268,6 +270,16 @@ class Engine:
             return (out, weights) if lse is None else (out, lse, weights)
         return out if lse is None else (out, lse)
 
+    def _again_plain(self, tensors, device, q, k, v, bshd, mask, scale, return_lse):
+        """A call without windows and options, if one like it has been made; else None."""
+        try:
+            forms = tensors.forms(q, k, v)
+        except RuntimeError:
+            return None
+        # As `_attend` writes it.
+        known = self._again.get((forms, bshd, mask, 0, 0, scale, return_lse, False, True, None))
+        return None if known is None else self._attend_again(known, tensors, device, q, k, v)
+
     def _attend_again(self, known, tensors, device, q, k, v):
         """A call like one before, with other addresses; None where a tensor has no memory to read."""
         head, of_q, of_k, of_v, of_o, tail, shape, lse_shape = known
@@ -306,6 +318,18 @@ class Engine:
             raise InvalidTensor(
                 f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
             )
+        key = None
+        given_into = into is not None
+        plain = not given_into and program is None and packed is None and run and not needs
+        if plain and (scale is None or type(scale) is float):
+            forms = tensors.forms_of((q, k, v, dout, out, lse, dlse))
+            if forms is not None:
+                key = (forms, bshd, mask, left, right, scale)
+                known = self._again_backward.get(key)
+                if known is not None:
+                    result = self._gradients_again(known, tensors, device, (dout, q, k, v, out), lse, dlse)
+                    if result is not None:
+                        return result
         given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
         for one, t in (("dout", dout), ("out", out)):
             if not tensors.is_tensor(t) or tensors.device(t, t, t) != device:
@@ -327,7 +351,8 @@ class Engine:
             for t in (*into, *read.values()):
                 tensors.check_out(t, device)
         written = [tensors.describe(one, whole(one, t), bshd) for one, t in zip(("dq", "dk", "dv"), into)]
-        for i, one in enumerate(written):
+        # New memory is nobody else's.
+        for i, one in enumerate(written if given_into else ()):
             others = [*described.items(), *zip(("dq", "dk", "dv"), written[:i])]
             for other, where in others:
                 if _overlap(one, where):
@@ -356,13 +381,40 @@ class Engine:
             )
         except (struct.error, OverflowError) as e:
             raise InvalidArgument(f"the softmax scale is {scale!r}, but it is a finite number: {e}") from None
-        lib = abi.library()
-        abi.require((lib.flashtune_backward if run else lib.flashtune_prepare_backward)(self._handle, args + more))
+        args += more
+        abi.require((self._backward if run else abi.library().flashtune_prepare_backward)(self._handle, args))
         if not run:
             return None
         global _last
         _last = self
+        if key is not None:
+            if len(self._again_backward) >= _MOST_CALLS:
+                self._again_backward.clear()
+            # All but the addresses of eight tensors, lse and dlse, and the stream.
+            views = [args[at + 8 : at + 80] for at in range(8, 8 + 8 * 80, 80)]
+            self._again_backward[key] = (args[:8], views, args[abi.BACKWARD_AGAIN.size :])
         return (*into, read) if needs else tuple(into)
+
+    def _gradients_again(self, known, tensors, device, given, lse, dlse):
+        """A backward pass like one before, with other addresses; None where a tensor has no memory to read."""
+        head, views, tail = known
+        try:
+            addresses = [tensors.address(t) for t in given]
+            rows = tensors.address(lse), 0 if dlse is None else tensors.address(dlse)
+        except RuntimeError:
+            return None
+        into = tuple(tensors.empty(t.shape, t) for t in given[1:4])
+        addresses += [tensors.address(t) for t in into]
+        args = abi.BACKWARD_AGAIN.pack(
+            head, *(x for pair in zip(addresses, views) for x in pair), *rows,
+            0 if self.device == "cpu" else tensors.stream(device),
+        )  # fmt: skip
+        status = self._backward(self._handle, args + tail)
+        if status:
+            raise abi.failure(status)
+        global _last
+        _last = self
+        return into
 
     def explain(self, *, as_dict=False):
         """Which kernel the last call ran on, from where it comes, and why no other did: text, or a dict."""

@@ -6,7 +6,7 @@ What is not supported raises :class:`Unsupported`; nothing falls back to anythin
 
 import sys
 
-from . import _dlpack
+from . import _dlpack, _memo
 from . import _library as abi
 from . import engine as _engine
 from ._programs import Program
@@ -16,13 +16,16 @@ from .engine import default_engine, mask_of, top_left_sliced
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 
 
+_ALL = (-1, -1)
+
+
 def flash_attn_func(
     q,
     k,
     v,
     softmax_scale=None,
     causal=False,
-    window_size=(-1, -1),
+    window_size=_ALL,
     softcap=0.0,
     alibi_slopes=None,
     return_lse=False,
@@ -48,6 +51,21 @@ def flash_attn_func(
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the
     log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
+    # A call like one before, of nothing but q, k and v: all that was looked at then is in its key.
+    if (
+        window_size is _ALL and alibi_slopes is None and (causal is True or causal is False) and deterministic is True
+        and type(softcap) is float and softcap == 0.0
+        and q_descale is None and k_descale is None and v_descale is None
+    ):  # fmt: skip
+        tensors = _of_type.get(type(q))
+        device = None if tensors is None else tensors.unseen(q, k, v)
+        if device is not None and (softmax_scale is None or type(softmax_scale) is float):
+            engine = _engine._engines.get(tensors.name(device))
+            if engine is not None and not engine._closed:
+                mask = abi.CAUSAL if causal else abi.FULL
+                found = engine._again_plain(tensors, device, q, k, v, True, mask, softmax_scale, return_lse)
+                if found is not None:
+                    return found
     if type(q) not in _of_type and foreign(q):
         return _dlpack.through(flash_attn_func, locals())
     check_deterministic(deterministic)
@@ -168,6 +186,8 @@ def attention(
             query, key, value, False, abi.FULL, 0, 0, scale, return_lse, program, block_mask, grouped
         )
     engine = _default(adapted, query)
+    if block_mask is None and not return_weights:
+        program, block_mask = _kept(program, adapted, engine, query, key)
     return engine._attend(
         adapted,
         query,
@@ -275,7 +295,9 @@ def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="",
         return tensors.operators.attend(
             query, key, value, False, kind, left, right, scale, False, program, None, grouped, caller
         )
-    engine = _default(tensors, query)
+    engine, block_mask = _default(tensors, query), None
+    if not return_weights:
+        program, block_mask = _kept(program, tensors, engine, query, key)
     out = engine._attend(
         tensors,
         query,
@@ -290,11 +312,25 @@ def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="",
         top_left=top_left,
         grouped=grouped,
         program=program,
+        block_mask=block_mask,
         return_weights=return_weights,
     )
     if caller:
         tensors.operators.count(engine.device)
     return out
+
+
+def _kept(program, tensors, engine, query, key):
+    """A call's program without its mask, and what is kept of that; as it is where nothing may be."""
+    memo = _memo.active()
+    if memo is None or program is None or program.written[0] is None or len(query.shape) != 4 or len(key.shape) != 4:
+        return program, None
+    block_mask = memo.block_mask(tensors, engine, program, query, key)
+    if block_mask is None:
+        return program, None
+    _, score, sink = program.written
+    rest = None if score is None and sink is None else Program(None, score, sink, program.values)
+    return rest, block_mask
 
 
 _PLACES = ("b", "h", "q", "kv")
@@ -304,8 +340,12 @@ def bools_at(mask, query):
     """How a mask of bools is read by queries of a shape. One that is the same for all sequences or heads, of length 1
     or repeated in place, does not read ``b`` or ``h``: then what kernels find of it first is found once for all of
     them."""
-    shape, strides = mask.shape, getattr(mask, "stride", None)
-    strides = strides() if callable(strides) else getattr(mask, "strides", None)
+    shape = mask.shape
+    try:
+        strides = mask.stride() if hasattr(mask, "stride") else getattr(mask, "strides", None)
+    except RuntimeError:
+        # Of no strided layout, which is told where it is read.
+        strides = None
     places = list(_PLACES[4 - len(shape) :])
     for i, many in enumerate(query[4 - len(shape) : 2]):
         repeated = strides is not None and shape[i] > 1 and strides[i] == 0

@@ -193,6 +193,182 @@ class RepeatedTorch(unittest.TestCase):
             self.engine.forward(x.double(), x, x)
         self.assertEqual(len(self.engine._again), 1)
 
+    def test_quick_way_of_the_function(self):
+        x = self.x
+        engine = flashtune.default_engine("cpu")
+        engine._again.clear()
+        first = flashtune.flash_attn_func(x, x, x, causal=True)
+        with mock.patch.object(flashtune.Engine, "_attend", side_effect=AssertionError("the long way")):
+            self.assertTrue(torch.equal(flashtune.flash_attn_func(x, x, x, causal=True), first))
+            for other in ({"causal": False}, {"softmax_scale": 0.5}, {"return_lse": True}):
+                with self.assertRaisesRegex(AssertionError, "the long way"):
+                    flashtune.flash_attn_func(x, x, x, **{"causal": True, **other})
+            for q, k in ((x[:, 1:], x), (x, x.bfloat16()), (x, x.transpose(1, 2).contiguous().transpose(1, 2))):
+                with self.assertRaisesRegex(AssertionError, "the long way"):
+                    flashtune.flash_attn_func(q, k, k, causal=True)
+        for wrong in ({"window_size": (-1.0, -1.0)}, {"deterministic": 1}, {"q_descale": x}, {"softcap": -1.0}):
+            with self.assertRaises(flashtune.Error):
+                flashtune.flash_attn_func(x, x, x, causal=True, **wrong)
+        with self.assertRaises(flashtune.InvalidTensor):
+            flashtune.flash_attn_func(x, x.to("meta"), x, causal=True)
+        q = x.clone().requires_grad_()
+        self.assertTrue(flashtune.flash_attn_func(q, x, x, causal=True).requires_grad)
+
+    def test_gradients_of_a_call_like_one_before(self):
+        def gradients(x, **options):
+            q, k, v = (t.clone().requires_grad_() for t in (x, x * 0.5, x + 1.0))
+            out = flashtune.flash_attn_func(q, k, v, **options)
+            return torch.autograd.grad(out, (q, k, v), torch.ones_like(out) * x)
+
+        engine = flashtune.default_engine("cpu")
+        by_heads = self.x.transpose(1, 2).contiguous().transpose(1, 2)
+        for x in (self.x, self.x * 2.0, self.x.bfloat16(), self.x[:, 1:], by_heads):
+            for options in ({}, {"causal": True}, {"softmax_scale": 0.5}, {"window_size": (2, 0)}):
+                again = gradients(x, **options), gradients(x, **options)
+                engine._again.clear()
+                engine._again_backward.clear()
+                for a, b, fresh in zip(*again, gradients(x, **options)):
+                    self.assertTrue(torch.equal(a, fresh) and torch.equal(b, fresh))
+        with mock.patch.object(flashtune.Engine, "_gradients_again", side_effect=AssertionError("the short way")):
+            with self.assertRaisesRegex(AssertionError, "the short way"):
+                gradients(x, **options)
+            gradients(x, causal=True)
+
+    def test_ragged_calls_refuse_again(self):
+        caches = torch.randn(3, 8, 2, 16)
+        q, lengths = torch.randn(3, 1, 4, 16), torch.tensor([1, 8, 3], dtype=torch.int32)
+        call = flashtune.flash_attn_with_kvcache
+        first = call(q, caches, caches, cache_seqlens=lengths)
+        self.assertTrue(torch.equal(call(q, caches, caches, cache_seqlens=lengths), first))
+        with self.assertRaisesRegex(flashtune.Unsupported, "resolve_neg"):
+            call(torch._neg_view(q), caches, caches, cache_seqlens=lengths)
+        with self.assertRaisesRegex(flashtune.Unsupported, "gradient"):
+            call(q.clone().requires_grad_(), caches, caches, cache_seqlens=lengths)
+        with self.assertRaises(flashtune.InvalidTensor):
+            call(q, caches, caches, cache_seqlens=lengths.to("meta"))
+        with self.assertRaises(flashtune.Error):
+            call(q, caches.to_sparse(), caches, cache_seqlens=lengths)
+        with self.assertRaises(flashtune.Unsupported):
+            torch.vmap(lambda q: call(q, caches, caches, cache_seqlens=lengths))(q[None])
+
+
+class Ragged(unittest.TestCase):
+    """Calls over KV caches and of packed sequences."""
+
+    def setUp(self):
+        self.engine = flashtune.default_engine("cpu")
+        self.known = self.engine._again_ragged
+        self.known.clear()
+        self.q = random((3, 2, 4, 16))
+        self.pages, self.cache = random((12, 4, 2, 16), seed=1), random((3, 16, 2, 16), seed=2)
+        self.table = np.arange(12, dtype="int32").reshape(3, 4)
+        self.lengths = np.array([5, 16, 2], "int32")
+
+    def same(self, function, *args, **options):
+        """A call three times: as the first of its kind, like that one, and as a first one once more."""
+        results = []
+        for again in (False, True, False):
+            if not again:
+                self.known.clear()
+            where = "flashtune.serving.Call" if again else "flashtune.serving._no_such_name"
+            patch = mock.patch(where, side_effect=AssertionError("the long way"), create=True)
+            with patch:
+                found = function(*args, **options)
+            results.append([np.array(x) for x in (found if isinstance(found, tuple) else (found,))])
+        for others in results[1:]:
+            for a, b in zip(results[0], others):
+                np.testing.assert_array_equal(a, b)
+        return results[0]
+
+    def pages_of(self, **options):
+        given = {"cache_seqlens": self.lengths, "block_table": self.table, "causal": True, **options}
+        return self.same(flashtune.flash_attn_with_kvcache, self.q, self.pages, self.pages, **given)
+
+    def test_caches_and_options(self):
+        plain = self.pages_of()[0]
+        self.assertEqual(len(self.known), 1)
+        for options in (
+            {"causal": False}, {"window_size": (3, 0)}, {"softmax_scale": 0.5}, {"return_softmax_lse": True},
+            {"max_seqlen_k": 4}, {"cache_seqlens": self.lengths.astype("int64")},
+            {"block_table": np.asfortranarray(self.table[:, ::-1])[:, ::-1].copy()},
+            {"cache_leftpad": np.array([1, 0, 0], "int32")},
+            {"scheduler_metadata": flashtune.prepare_step((2, 16), [5, 16, 2])},
+        ):  # fmt: skip
+            self.pages_of(**options)
+        slots = np.array([2, 0, 1], "int32")
+        call = flashtune.flash_attn_with_kvcache
+        self.same(call, self.q, self.cache, self.cache, cache_seqlens=self.lengths)
+        self.same(call, self.q, self.cache, self.cache, cache_seqlens=self.lengths, cache_batch_idx=slots)
+        self.same(call, self.q, self.cache, self.cache)
+        self.same(call, self.q, self.cache[:, ::2], self.cache[:, 1::2], cache_seqlens=self.lengths // 2)
+        np.testing.assert_array_equal(self.pages_of()[0], plain)
+
+    def test_other_contents_and_places(self):
+        call = flashtune.flash_attn_with_kvcache
+        for seed in range(4):
+            q, pages = random(self.q.shape, seed=seed), random(self.pages.shape, seed=seed + 9)
+            table = np.random.default_rng(seed).permutation(12).astype("int32").reshape(3, 4)
+            lengths = np.random.default_rng(seed).integers(1, 17, 3).astype("int32")
+            out = call(q, pages, pages, cache_seqlens=lengths, block_table=table, causal=True)
+            for b in range(3):
+                keys = pages[table[b]].reshape(16, 2, 16)[None, : lengths[b]]
+                heads = (x.swapaxes(1, 2) for x in (q[b : b + 1], keys.repeat(2, 2), keys.repeat(2, 2)))
+                want, _ = attention(*heads, visible(2, lengths[b], True, (-1, -1)))
+                np.testing.assert_allclose(out[b], want[0].swapaxes(0, 1), atol=1e-5)
+        self.assertEqual(len(self.known), 1)
+
+    def test_packed_sequences(self):
+        q, k = random((9, 4, 16)), random((11, 2, 16), seed=1)
+        sums = [np.array(x, "int32") for x in ([0, 4, 9], [0, 5, 11])]
+        used = np.array([3, 5], "int32")
+        for options in (
+            {}, {"causal": True}, {"max_seqlen_q": 5, "max_seqlen_k": 6}, {"max_seqlen_k": 3}, {"seqused_k": used},
+            {"seqused_q": used - 1, "return_softmax_lse": False}, {"window_size": (1, 1)}, {"softmax_scale": 0.25},
+        ):  # fmt: skip
+            if "seqused_q" not in options:
+                options["return_softmax_lse"] = True
+                self.same(flashtune.flash_attn_varlen_func, q, k, k, *sums, **options)
+        table = np.arange(6, dtype="int32").reshape(2, 3)
+        pages = random((6, 4, 2, 16), seed=2)
+        for lengths in ({"seqused_k": used}, {"cu_seqlens_k": sums[1]}, {"seqused_k": used, "cu_seqlens_k": sums[1]}):
+            self.same(flashtune.flash_attn_varlen_func, q, pages, pages, sums[0], block_table=table, **lengths)
+
+    def test_what_has_more_takes_the_long_way(self):
+        call, options = flashtune.flash_attn_with_kvcache, {"block_table": self.table, "causal": True}
+        out = np.empty_like(self.q)
+        new = random((3, 1, 2, 16), seed=5)
+        for more in (
+            {"cache_seqlens": 4}, {"softcap": 5.0}, {"out": out}, {"k": new, "v": new}, {"s_aux": random((4,))},
+            {"alibi_slopes": random((4,))}, {"softcap": 0}, {"window_size": [-1, -1]},
+            {"num_splits": 1, "fa_version": 3},
+        ):  # fmt: skip
+            given = {"cache_seqlens": self.lengths, **options, **more}
+            with mock.patch("flashtune.serving.Call", side_effect=AssertionError("the long way")):
+                with self.assertRaisesRegex(AssertionError, "the long way"):
+                    call(self.q, self.pages, self.pages, **given)
+            call(self.q, self.pages.copy(), self.pages.copy(), **given)
+        self.assertEqual(len(self.known), 0)
+
+    def test_wrong_arguments_are_refused_again(self):
+        call = flashtune.flash_attn_with_kvcache
+        options = {"cache_seqlens": self.lengths, "block_table": self.table}
+        call(self.q, self.pages, self.pages, **options)
+        for wrong in (
+            {"window_size": (-1.0, -1.0)}, {"num_splits": 7}, {"max_seqlen_k": -1}, {"softmax_scale": float("nan")},
+            {"cache_seqlens": self.lengths[:2]}, {"cache_seqlens": self.lengths.astype("float32")},
+            {"block_table": self.table.astype("int16")}, {"k_scale": 2.0}, {"page_table": self.table},
+            {"dropout_p": 0.5}, {"scheduler_metadata": 3}, {"rotary_seqlens": self.lengths},
+            {"cache_batch_idx": self.lengths},
+        ):  # fmt: skip
+            for _ in range(2):
+                with self.assertRaises(flashtune.Error, msg=wrong):
+                    call(self.q, self.pages, self.pages, **{**options, **wrong})
+        self.assertEqual(len(self.known), 1)
+        with mock.patch("flashtune.engine._MOST_CALLS", 4):
+            for rows in range(1, 9):
+                call(random((3, rows, 4, 16)), self.pages, self.pages, **options)
+                self.assertLessEqual(len(self.known), 4)
+
 
 if __name__ == "__main__":
     unittest.main()

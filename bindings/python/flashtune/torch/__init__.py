@@ -9,6 +9,7 @@ has the operators in it.
 import torch
 
 from .. import _tensors
+from .._memo import mask_memo
 from . import _operators, _varlen
 from ._sdpa import activate, active, counters, restore
 
@@ -29,5 +30,6 @@ __all__ = [
     "attend_varlen",
     "attend_varlen_backward",
     "counters",
+    "mask_memo",
     "restore",
 ]

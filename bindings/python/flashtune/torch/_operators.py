@@ -56,7 +56,8 @@ def of_transform():
 
 def attend(q, k, v, bshd, kind, left, right, scale, return_lse, program=None, block_mask=None, grouped=True, caller=""):
     """One call by way of the operator: O, and with ``return_lse`` the log-sum-exp."""
-    if not torch.compiler.is_compiling() and (error := of_transform()) is not None:
+    eager = is_eager(q, k, v)
+    if not eager and not torch.compiler.is_compiling() and (error := of_transform()) is not None:
         raise error
     texts, split = _split(program)
     handle = 0
@@ -69,8 +70,64 @@ def attend(q, k, v, bshd, kind, left, right, scale, return_lse, program=None, bl
     scale = None if scale is None else float(scale)
     # Gradients recompute P from the log-sum-exp by fp32 products: theirs are those of the same forward pass.
     exact = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *split[1]))
-    out, lse = attend_op(q, k, v, *texts, *split, scale, bshd, grouped, kind, left, right, handle, caller, exact)
+    args = (*texts, *split, scale, bshd, grouped, kind, left, right, handle, caller, exact)
+    if eager and all(type(t) in _PLAIN for t in split[1]):
+        out, lse = _Attend.apply(q, k, v, args, *split[1])
+    else:
+        out, lse = attend_op(q, k, v, *args)
     return (out, lse) if return_lse else out
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_eager(q, k, v):
+    """Whether nobody but autograd has to see a call: no compiler, transform or mode. Then a node of autograd's does,
+    without an operator, whose way through PyTorch's dispatcher and back takes several times as long."""
+    if torch.compiler.is_compiling() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return torch.autograd.forward_ad._current_level < 0
+
+
+def is_last(dout, dlse):
+    """Whether nobody sees a backward pass. Under create_graph it goes by way of the operator, of which the gradient
+    says that there is none, and so it does where gradients are batched."""
+    dlse = dout if dlse is None else dlse
+    return not torch.is_grad_enabled() and is_eager(dout, dlse, dout)
+
+
+class _Attend(torch.autograd.Function):
+    """``attend`` and its gradients, for calls that no compiler sees."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, args, *side):
+        args = (*args[:4], list(side), *args[5:])
+        out, lse = _attend(q, k, v, *args)
+        args = args[: _LAST - _FIRST]
+        ctx.needs = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+        if any(ctx.needs_input_grad):
+            _check(q, k, v, out, lse, args, ctx.needs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, *side)
+        ctx.args = args
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, *side = ctx.saved_tensors
+        none = [None] * (1 + len(side))
+        if dout is None and dlse is None:
+            return None, None, None, *none
+        if dout is None:
+            dout = torch.zeros_like(out)
+        run = _backward if is_last(dout, dlse) else attend_backward_op
+        args = (*ctx.args[:4], side, *ctx.args[5:])
+        dq, dk, dv, read = run(dout, q, k, v, out, lse, dlse, *args, ctx.needs)
+        for i, gradient in zip(ctx.needs, read):
+            none[1 + i] = gradient
+        return dq, dk, dv, *none
 
 
 def _split(program):

@@ -5,7 +5,7 @@ import torch
 
 from ..errors import InvalidArgument, InvalidTensor, Unsupported
 from .._tensors import no_gradient_of
-from ._operators import _LIBRARY, _TAGS, of_transform
+from ._operators import _LIBRARY, _TAGS, is_eager, is_last, of_transform
 
 _SEQUENCES = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt? max_seqlen_q, "
@@ -27,7 +27,8 @@ def attend(
     want_lse,
 ):  # fmt: skip
     """One call by way of the operator: O, and with ``want_lse`` the log-sum-exp."""
-    if not torch.compiler.is_compiling() and (error := of_transform()) is not None:
+    eager = is_eager(q, k, v)
+    if not eager and not torch.compiler.is_compiling() and (error := of_transform()) is not None:
         raise error
     for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if t is None:
@@ -46,11 +47,26 @@ def attend(
     except (TypeError, ValueError):
         raise InvalidArgument(f"window_size is {window!r}; it is (left, right), -1 for all") from None
     scale = None if scale is None else float(scale)
-    out, lse = attend_varlen_op(
+    run = _AttendVarlen.apply if eager else attend_varlen_op
+    out, lse = run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, max_q, max_k, scale, bool(causal), left, right,
         float(softcap or 0.0), slopes, sinks,
     )  # fmt: skip
     return (out, lse) if want_lse else out
+
+
+class _AttendVarlen(torch.autograd.Function):
+    """``attend_varlen`` and its gradients, for calls that no compiler sees."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _attend(*inputs)
+        _setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse, True)
 
 
 def _attend(q, k, v, *args):
@@ -58,9 +74,8 @@ def _attend(q, k, v, *args):
     from .. import serving
 
     cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks = args
-    call = serving.Call(q, k, v, None, 0, {})
-    return serving._varlen(
-        call, q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k, scale, causal, (left, right), softcap, slopes, sinks,
+    return serving.varlen(
+        q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k, scale, causal, (left, right), softcap, slopes, sinks,
         True,
     )  # fmt: skip
 
@@ -105,14 +120,15 @@ def _setup(ctx, inputs, output):
     ctx.numbers = (max_q, max_k, scale, causal, left, right, softcap)
 
 
-def _gradients(ctx, dout, dlse):
+def _gradients(ctx, dout, dlse, eager=False):
     q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
     none = (None,) * 13
     if dout is None and dlse is None:
         return None, None, None, *none
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = attend_varlen_backward_op(
+    run = _backward if eager and is_last(dout, dlse) else attend_varlen_backward_op
+    gradients = run(
         dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, *ctx.numbers, slopes, sinks
     )
     return *gradients, *none

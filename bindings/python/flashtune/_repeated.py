@@ -1,0 +1,102 @@
+"""Calls over ragged batches like one before: of the same shapes, strides, dtypes, device and options, they fill in
+addresses and the stream alone. What an address says, such as its alignment, the library looks at each time."""
+
+import ctypes
+import struct
+
+from . import _library as abi
+from . import engine as _engine
+from ._tensors import adapter
+from .functional import _default
+
+# The addresses of flashtune_ragged that tensors of a call stand at, in the order of the struct.
+_FIELDS = (
+    "q", "q_begin", "q_lengths", "k", "v", "k_scale", "v_scale", "slots", "kv_begin", "k_table", "kv_lengths",
+    "kv_sums", "left_pad", "o", "lse",
+)  # fmt: skip
+_OFFSETS = [getattr(abi.Ragged, name).offset for name in _FIELDS]
+_ENDS = [*_OFFSETS, ctypes.sizeof(abi.Ragged)]
+# What lies before each of them, and behind the last.
+_BETWEEN = [(begin, end) for begin, end in zip([0] + [at + 8 for at in _OFFSETS], _ENDS)]
+assert all(begin <= end for begin, end in _BETWEEN)
+_AGAIN = struct.Struct("=" + "Q".join(f"{end - begin}s" for begin, end in _BETWEEN))
+assert _AGAIN.size == ctypes.sizeof(abi.Ragged)
+# Among the bytes and addresses that are packed, the place of each address.
+_PLACES = {name: 2 * i + 1 for i, name in enumerate(_FIELDS)}
+
+
+class Repeated:
+    """One call, by what it looks like."""
+
+    __slots__ = ("tensors", "engine", "key", "given")
+
+    def __init__(self, tensors, engine, key, given):
+        self.tensors, self.engine, self.key, self.given = tensors, engine, key, given
+
+    def run(self):
+        """What the call gives, where one like it has been made; else None."""
+        engine = self.engine
+        known = engine._again_ragged.get(self.key)
+        if known is None:
+            return None
+        parts, places, shape, lse_shape = known
+        tensors, given, parts = self.tensors, self.given, parts.copy()
+        try:
+            for place, address in zip(places, tensors.addresses_of(given)):
+                parts[place] = address
+        except RuntimeError:
+            # The long way says why one has no memory to read.
+            return None
+        q = given[0]
+        out = tensors.empty_like(q) if shape is None else tensors.empty(shape, q)
+        parts[_PLACES["o"]] = tensors.address(out)
+        lse = None
+        if lse_shape is not None:
+            lse = tensors.empty_lse(lse_shape, q)
+            parts[_PLACES["lse"]] = tensors.address(lse)
+        stream = 0 if engine.device == "cpu" else tensors.stream(q.device)
+        status = engine._forward_ragged(engine._handle, _AGAIN.pack(*parts), stream)
+        if status:
+            raise abi.failure(status)
+        _engine._last = engine
+        return out if lse is None else (out, lse)
+
+    def remember(self, args, out, lse):
+        """A call that succeeded and took nothing but the tensors of its key."""
+        names, tensors = self.key[0], self.tensors
+        wanted = dict.fromkeys(_FIELDS, 0)
+        wanted.update(zip(names, tensors.addresses_of(self.given)))
+        wanted["o"], wanted["lse"] = tensors.address(out), 0 if lse is None else tensors.address(lse)
+        # Whatever the long way has made of them.
+        if any(getattr(args, name) != address for name, address in wanted.items()):
+            return
+        image, parts = bytes(args), []
+        for begin, end in _BETWEEN:
+            parts += [image[begin:end], 0]
+        # O is contiguous, and where it has the shape and strides of q, so is q.
+        like_q = tuple(out.shape) == tuple(self.given[0].shape) and list(args.q_stride) == list(args.o_stride)
+        shapes = None if like_q else tuple(out.shape), None if lse is None else tuple(lse.shape)
+        known = self.engine._again_ragged
+        if len(known) >= _engine._MOST_CALLS:
+            known.clear()
+        known[self.key] = parts[:-1], [_PLACES[name] for name in names], *shapes
+
+
+def of_call(q, given, scale, causal, window, numbers):
+    """A call of these tensors by the fields that they are for, the first of them q, or None where it has more to it
+    than their forms and plain numbers."""
+    tensors = adapter(q)
+    if type(causal) is not bool or not (scale is None or type(scale) is float):
+        return None
+    # 1.0 and True are equal to 1, and not what the long way takes.
+    if window is not None:
+        if type(window) is not tuple or len(window) != 2 or type(window[0]) is not int or type(window[1]) is not int:
+            return None
+    for n in numbers:
+        if n is not None and type(n) is not int:
+            return None
+    names, given = zip(*[pair for pair in given if pair[1] is not None])
+    forms = tensors.forms_of(given)
+    if forms is None:
+        return None
+    return Repeated(tensors, _default(tensors, q), (names, forms, scale, causal, window, numbers), given)
