@@ -23,6 +23,7 @@
 //! two from one that is computed as it is written, and beyond 2^24 from the conversion of the whole int by one.)
 
 mod cost;
+mod dense;
 mod fragments;
 mod gradient;
 mod keep;
