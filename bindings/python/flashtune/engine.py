@@ -391,24 +391,29 @@ class Engine:
             if len(self._again_backward) >= _MOST_CALLS:
                 self._again_backward.clear()
             # All but the addresses of eight tensors, lse and dlse, and the stream.
-            views = [args[at + 8 : at + 80] for at in range(8, 8 + 8 * 80, 80)]
-            self._again_backward[key] = (args[:8], views, args[abi.BACKWARD_AGAIN.size :])
+            parts = [args[:8]]
+            for at in range(8, 8 + 8 * 80, 80):
+                parts += [0, args[at + 8 : at + 80]]
+            like = [described[name][1:9] == one[1:9] for name, one in zip("qkv", written)]
+            self._again_backward[key] = (parts, like, args[abi.BACKWARD_AGAIN.size :])
         return (*into, read) if needs else tuple(into)
 
     def _gradients_again(self, known, tensors, device, given, lse, dlse):
         """A backward pass like one before, with other addresses; None where a tensor has no memory to read."""
-        head, views, tail = known
+        parts, like, tail = known
         try:
-            addresses = [tensors.address(t) for t in given]
+            addresses = tensors.addresses_of(given)
             rows = tensors.address(lse), 0 if dlse is None else tensors.address(dlse)
         except RuntimeError:
             return None
-        into = tuple(tensors.empty(t.shape, t) for t in given[1:4])
-        addresses += [tensors.address(t) for t in into]
-        args = abi.BACKWARD_AGAIN.pack(
-            head, *(x for pair in zip(addresses, views) for x in pair), *rows,
-            0 if self.device == "cpu" else tensors.stream(device),
-        )  # fmt: skip
+        # They are contiguous, as some of what they are the gradients of is.
+        dq, dk, dv = into = tuple(
+            tensors.empty_like(t) if alike else tensors.empty(t.shape, t) for t, alike in zip(given[1:4], like)
+        )
+        parts = parts.copy()
+        parts[1::2] = *addresses, tensors.address(dq), tensors.address(dk), tensors.address(dv)
+        stream = 0 if self.device == "cpu" else tensors.stream(device)
+        args = abi.BACKWARD_AGAIN.pack(*parts, *rows, stream)
         status = self._backward(self._handle, args + tail)
         if status:
             raise abi.failure(status)
