@@ -2,10 +2,10 @@
 
     python3 benches/calls.py [--device cuda] [--rounds 40]
 
-Small tensors, so that a GPU keeps up and nothing is waited for. `library` is the part that is not Python's: the call
-less one with a function that does nothing in the library's place. Beside them PyTorch's own kernel, forward, and forward
-and backward. The aims on CUDA are 12 us for `flash_attn_func` and 15 for `flash_attn_with_kvcache`, on the CPU 6 for
-`flash_attn_func`.
+Small tensors, so that a GPU keeps up and nothing is waited for. `library` is the part that is not Python's: the
+call less one with a function that does nothing in the library's place. Beside them PyTorch's own kernel, forward, and
+forward and backward. The aims on CUDA are 12 us for `flash_attn_func` and 15 for `flash_attn_with_kvcache`, on the
+CPU 6 for `flash_attn_func`.
 """
 
 import argparse

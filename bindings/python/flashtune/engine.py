@@ -270,14 +270,14 @@ class Engine:
             return (out, weights) if lse is None else (out, lse, weights)
         return out if lse is None else (out, lse)
 
-    def _again_plain(self, tensors, device, q, k, v, bshd, mask, scale, return_lse):
+    def _again_plain(self, tensors, device, q, k, v, bshd, mask, scale, return_lse, top_left=False, grouped=True):
         """A call without windows and options, if one like it has been made; else None."""
         try:
             forms = tensors.forms(q, k, v)
         except RuntimeError:
             return None
         # As `_attend` writes it.
-        known = self._again.get((forms, bshd, mask, 0, 0, scale, return_lse, False, True, None))
+        known = self._again.get((forms, bshd, mask, 0, 0, scale, return_lse, top_left, grouped, None))
         return None if known is None else self._attend_again(known, tensors, device, q, k, v)
 
     def _attend_again(self, known, tensors, device, q, k, v):

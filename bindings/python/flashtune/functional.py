@@ -51,23 +51,17 @@ def flash_attn_func(
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the
     log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
+    if type(q) not in _of_type and foreign(q):
+        return _dlpack.through(flash_attn_func, locals())
     # A call like one before, of nothing but q, k and v: all that was looked at then is in its key.
     if (
         window_size is _ALL and alibi_slopes is None and (causal is True or causal is False) and deterministic is True
         and type(softcap) is float and softcap == 0.0
         and q_descale is None and k_descale is None and v_descale is None
     ):  # fmt: skip
-        tensors = _of_type.get(type(q))
-        device = None if tensors is None else tensors.unseen(q, k, v)
-        if device is not None and (softmax_scale is None or type(softmax_scale) is float):
-            engine = _engine._engines.get(tensors.name(device))
-            if engine is not None and not engine._closed:
-                mask = abi.CAUSAL if causal else abi.FULL
-                found = engine._again_plain(tensors, device, q, k, v, True, mask, softmax_scale, return_lse)
-                if found is not None:
-                    return found
-    if type(q) not in _of_type and foreign(q):
-        return _dlpack.through(flash_attn_func, locals())
+        found = _like_before(q, k, v, True, abi.CAUSAL if causal else abi.FULL, softmax_scale, return_lse)
+        if found is not None:
+            return found
     check_deterministic(deterministic)
     program = _changed(softcap, alibi_slopes)
     tensors = adapter(q)
@@ -82,6 +76,23 @@ def flash_attn_func(
     return _default(tensors, q)._attend(
         tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales
     )
+
+
+def _like_before(q, k, v, bshd, mask, scale, return_lse, top_left=False, grouped=True):
+    """A call like one before of the default engine, of nothing but q, k and v; else None."""
+    tensors = _of_type.get(type(q))
+    device = None if tensors is None else tensors.unseen(q, k, v)
+    if device is None or not (scale is None or type(scale) is float):
+        return None
+    engine = _engine._engines.get(tensors.name(device))
+    if engine is None or engine._closed:
+        return None
+    return engine._again_plain(tensors, device, q, k, v, bshd, mask, scale, return_lse, top_left, grouped)
+
+
+def sdpa_like_before(query, key, value, is_causal, scale, grouped):
+    """The same of PyTorch's function, without a mask tensor."""
+    return _like_before(query, key, value, False, abi.FULL, scale, False, is_causal, grouped)
 
 
 def check_deterministic(deterministic):
@@ -273,6 +284,11 @@ def scaled_dot_product_attention(
     """
     if type(query) not in _of_type and foreign(query):
         return _dlpack.through(scaled_dot_product_attention, locals())
+    plain = attn_mask is None and not return_weights and not dropout_p
+    if plain and type(is_causal) is bool and type(enable_gqa) is bool:
+        found = sdpa_like_before(query, key, value, is_causal, scale, enable_gqa)
+        if found is not None:
+            return found
     if dropout_p:
         raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout, pass 0.0")
     return sdpa_call(

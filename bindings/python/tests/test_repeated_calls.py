@@ -214,6 +214,38 @@ class RepeatedTorch(unittest.TestCase):
         q = x.clone().requires_grad_()
         self.assertTrue(flashtune.flash_attn_func(q, x, x, causal=True).requires_grad)
 
+    def test_quick_way_of_pytorchs_function(self):
+        import flashtune.torch
+
+        x, sdpa = self.x.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention
+        longer = torch.cat([x, x], 2)
+        flashtune.default_engine("cpu")._again.clear()
+        want = sdpa(x, longer, longer, is_causal=True)
+        flashtune.torch.activate()
+        self.addCleanup(flashtune.torch.restore)
+        first = sdpa(x, longer, longer, is_causal=True)
+        torch.testing.assert_close(first, want)
+        served = flashtune.torch.counters()["served"]["cpu"]
+        with mock.patch.object(flashtune.Engine, "_attend", side_effect=AssertionError("the long way")):
+            self.assertTrue(torch.equal(sdpa(x, longer, longer, is_causal=True), first))
+            self.assertEqual(flashtune.torch.counters()["served"]["cpu"], served + 1)
+            again = flashtune.scaled_dot_product_attention(x, longer, longer, is_causal=True)
+            self.assertTrue(torch.equal(again, first))
+            for q, k, options in (
+                (x, longer, {}), (x, longer, {"is_causal": True, "scale": 0.5}), (x, x, {"is_causal": True}),
+                (x, longer, {"is_causal": True, "enable_gqa": True}), (x[0], longer[0], {"is_causal": True}),
+                (x, longer, {"attn_mask": torch.ones(9, 18, dtype=torch.bool)}), (x.bfloat16(), longer.bfloat16(), {}),
+            ):  # fmt: skip
+                with self.assertRaisesRegex(AssertionError, "the long way"):
+                    sdpa(q, k, k, **options)
+        with self.assertRaisesRegex(flashtune.Unsupported, "dropout_p is 0.5"):
+            sdpa(x, longer, longer, dropout_p=0.5, is_causal=True)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            sdpa(x, longer, longer, is_causal=True)
+        self.assertEqual(flashtune.torch.counters()["served"]["cpu"], served + 1)
+        q = x.clone().requires_grad_()
+        self.assertTrue(sdpa(q, longer, longer, is_causal=True).requires_grad)
+
     def test_gradients_of_a_call_like_one_before(self):
         def gradients(x, **options):
             q, k, v = (t.clone().requires_grad_() for t in (x, x * 0.5, x + 1.0))

@@ -13,7 +13,7 @@ import threading
 import torch
 
 from ..errors import InvalidArgument, Unsupported
-from ..functional import sdpa_call
+from ..functional import sdpa_call, sdpa_like_before
 from . import _counts, _operators
 from ._counts import counters  # noqa: F401 - part of this module's face
 
@@ -135,6 +135,12 @@ _register()
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     """The kernel in place of PyTorch's."""
+    if attn_mask is None and dropout_p == 0.0 and not _unfused_alone():
+        # What makes a call unsupported is part of what is known of a call.
+        found = sdpa_like_before(query, key, value, is_causal, scale, enable_gqa)
+        if found is not None:
+            _operators.count(_operators.device_name(query))
+            return found
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if _unfused_alone():
         return _pytorch(given, scale, enable_gqa, "sdpa_kernel", "an sdpa_kernel block allows the unfused kernel alone")
