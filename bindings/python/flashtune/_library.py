@@ -53,6 +53,7 @@ BACKWARD_PACKED = struct.Struct("=4Q3qii")
 # The same up to the stream, with all but addresses as bytes, of a call like one before.
 BACKWARD_AGAIN = struct.Struct("=8s" + 8 * "Q72s" + "QQQ")
 assert BACKWARD_AGAIN.size == BACKWARD_ARGS.size - struct.calcsize("=qqif")
+PACKED_AGAIN = struct.Struct("=4Q")
 GRADIENTS = struct.Struct("=QQ")
 # flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads,
 # kv_heads, q_len, kv_len.

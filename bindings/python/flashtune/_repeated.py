@@ -82,10 +82,8 @@ class Repeated:
         known[self.key] = parts[:-1], [_PLACES[name] for name in names], *shapes
 
 
-def of_call(q, given, scale, causal, window, numbers):
-    """A call of these tensors by the fields that they are for, the first of them q, or None where it has more to it
-    than their forms and plain numbers."""
-    tensors = adapter(q)
+def plain_key(tensors, given, scale, causal, window, numbers):
+    """What a call of tensors, or None, is known by; None where it has more to it than their forms and plain numbers."""
     if type(causal) is not bool or not (scale is None or type(scale) is float):
         return None
     # 1.0 and True are equal to 1, and not what the long way takes.
@@ -95,8 +93,14 @@ def of_call(q, given, scale, causal, window, numbers):
     for n in numbers:
         if n is not None and type(n) is not int:
             return None
-    names, given = zip(*[pair for pair in given if pair[1] is not None])
     forms = tensors.forms_of(given)
-    if forms is None:
-        return None
-    return Repeated(tensors, _default(tensors, q), (names, forms, scale, causal, window, numbers), given)
+    return None if forms is None else (forms, scale, causal, window, numbers)
+
+
+def of_call(q, given, scale, causal, window, numbers):
+    """A call of these tensors by the fields that they are for, the first of them q, or None where it has more to it
+    than their forms and plain numbers."""
+    tensors = adapter(q)
+    names, given = zip(*[pair for pair in given if pair[1] is not None])
+    key = plain_key(tensors, given, scale, causal, window, numbers)
+    return None if key is None else Repeated(tensors, _default(tensors, q), (names, *key), given)

@@ -20,6 +20,8 @@ from .errors import EngineClosed, InvalidArgument, InvalidTensor
 # Calls of an engine that are known by their form. One of 256 forms is found again as fast as one of two; a decode
 # without a cache meets a new one in each step, and starts over.
 _MOST_CALLS = 256
+# Behind what a repeated backward pass packs anew: window, mask, scale and a program come before packed sequences.
+_PACKED_AT = abi.BACKWARD_ARGS.size - abi.BACKWARD_AGAIN.size + abi.PROGRAM_ARGS.size
 
 
 class Engine:
@@ -306,19 +308,18 @@ class Engine:
 
     def _gradients(
         self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program, run=True,
-        packed=None, needs=(),
+        packed=None, needs=(), key=None,
     ):  # fmt: skip
         """dQ, dK and dV, and with names in ``needs`` a dict of the gradients of these, too. ``mask``, ``left`` and
         ``right`` are the header's; without ``run`` all but the launch. ``packed`` is the end of the arguments that
         packed sequences have: tensors are then ``[rows, heads, head_dim]``, and rows of no sequence are 0 in new
-        gradients."""
+        gradients. ``key`` is what such a call is to be known by."""
         device = tensors.device(q, k, v)
         name = tensors.name(device)
         if name != self.device:
             raise InvalidTensor(
                 f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
             )
-        key = None
         given_into = into is not None
         plain = not given_into and program is None and packed is None and run and not needs
         if plain and (scale is None or type(scale) is float):
@@ -398,18 +399,23 @@ class Engine:
             self._again_backward[key] = (parts, like, args[abi.BACKWARD_AGAIN.size :])
         return (*into, read) if needs else tuple(into)
 
-    def _gradients_again(self, known, tensors, device, given, lse, dlse):
-        """A backward pass like one before, with other addresses; None where a tensor has no memory to read."""
+    def _gradients_again(self, known, tensors, device, given, lse, dlse, packed=None):
+        """A backward pass like one before, with other addresses; None where a tensor has no memory to read. ``packed``
+        are the addresses of first rows and lengths, 0 for none."""
         parts, like, tail = known
+        if packed is not None:
+            tail = tail[:_PACKED_AT] + abi.PACKED_AGAIN.pack(*packed) + tail[_PACKED_AT + abi.PACKED_AGAIN.size :]
         try:
             addresses = tensors.addresses_of(given)
             rows = tensors.address(lse), 0 if dlse is None else tensors.address(dlse)
         except RuntimeError:
             return None
         # They are contiguous, as some of what they are the gradients of is.
-        dq, dk, dv = into = tuple(
-            tensors.empty_like(t) if alike else tensors.empty(t.shape, t) for t, alike in zip(given[1:4], like)
-        )
+        if packed is None:
+            new = [tensors.empty_like(t) if alike else tensors.empty(t.shape, t) for t, alike in zip(given[1:4], like)]
+        else:
+            new = [tensors.zeros(tuple(t.shape), t) for t in given[1:4]]
+        dq, dk, dv = into = tuple(new)
         parts = parts.copy()
         parts[1::2] = *addresses, tensors.address(dq), tensors.address(dk), tensors.address(dv)
         stream = 0 if self.device == "cpu" else tensors.stream(device)

@@ -266,6 +266,32 @@ class RepeatedTorch(unittest.TestCase):
                 gradients(x, **options)
             gradients(x, causal=True)
 
+    def test_gradients_of_packed_sequences_like_those_before(self):
+        sums = [torch.tensor(s, dtype=torch.int32) for s in ([0, 4, 9], [0, 5, 9])]
+        used = torch.tensor([3, 2], dtype=torch.int32)
+
+        def gradients(x, sums, **options):
+            q, k, v = (t.clone().requires_grad_() for t in (x, x * 0.5, x + 1.0))
+            out = flashtune.flash_attn_varlen_func(q, k, v, *sums, **options)
+            return torch.autograd.grad(out, (q, k, v), torch.ones_like(out) * x)
+
+        engine = flashtune.default_engine("cpu")
+        x = self.x.reshape(-1, 2, 16)[:9]
+        others = [torch.tensor(s, dtype=torch.int32) for s in ([0, 7, 9], [0, 2, 9])]
+        longs = [s.long() for s in sums]
+        for x, sums in ((x, sums), (x * 2.0, others), (x, longs), (x.bfloat16(), others), (x, [sums[0]] * 2)):
+            few = {"seqused_k": used.to(sums[0])}
+            for options in ({}, {"causal": True}, {"softmax_scale": 0.5}, {"max_seqlen_q": 3}, few):
+                again = gradients(x, sums, **options), gradients(x, sums, **options)
+                engine._again_backward.clear()
+                engine._again_ragged.clear()
+                for a, b, fresh in zip(*again, gradients(x, sums, **options)):
+                    self.assertTrue(torch.equal(a, fresh) and torch.equal(b, fresh), options)
+        with mock.patch.object(flashtune.Engine, "_gradients_again", side_effect=AssertionError("the short way")):
+            with self.assertRaisesRegex(AssertionError, "the short way"):
+                gradients(x, sums, **options)
+            gradients(x, sums, causal=True, max_seqlen_q=5)
+
     def test_ragged_calls_refuse_again(self):
         caches = torch.randn(3, 8, 2, 16)
         q, lengths = torch.randn(3, 1, 4, 16), torch.tensor([1, 8, 3], dtype=torch.int32)
