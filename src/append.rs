@@ -8,13 +8,13 @@ use crate::{Error, Result};
 use flashtune_codegen::{Constraints, Mask, Op, Problem, Shape};
 use flashtune_runtime::{AppendCall, Stream};
 
-/// The class of all appends, and of all copies of rows: one kernel serves every number of rows, so there is one plan
-/// for a problem, and nothing to tune.
+/// The class of all appends, copies of rows and quantisations: one kernel serves every number of rows, so there is one
+/// plan for a problem, and nothing to tune.
 pub(crate) const ANY: Shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 0, mask: Mask::Full };
 
 /// The sizes by which a problem's kernel is chosen.
 pub(crate) fn class_of<'a>(problem: &Problem, shape: &'a Shape) -> &'a Shape {
-    if matches!(problem.op, Op::Append | Op::Pad) { &ANY } else { shape }
+    if matches!(problem.op, Op::Append | Op::Pad | Op::Quantise) { &ANY } else { shape }
 }
 
 impl Engine {

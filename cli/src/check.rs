@@ -18,7 +18,7 @@ use flashtune::codegen::{
 };
 use flashtune::runtime::{
     self, BackwardCase, CheckCase, CheckInputs, CheckReport, Compiler, Device, GradientCase, Module, Poison,
-    RaggedCase, check_append, check_pad, compile,
+    RaggedCase, check_append, check_pad, check_quantise, compile,
 };
 use flashtune::{Mask, Problem, Shape};
 use rayon::prelude::*;
@@ -121,7 +121,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     let copies = matches!(arch, Arch::Sm(_)) && family.is_some_and(|f| f.op() == Op::Pad);
     let append = (&args.problem, &args.kernel) == (&None, &None) && family.is_none_or(|f| f.op() == Op::Append);
-    if work.is_empty() && !append && !copies {
+    let quantise = family.is_some_and(|f| f.op() == Op::Quantise);
+    if work.is_empty() && !append && !copies && !quantise {
         let ragged = ragged_sweep::problems(effort, &program);
         let names: Vec<_> = sweep::problems(effort)
             .iter()
@@ -177,6 +178,18 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             tally.checks += 1;
             if let Err(wrong) = check_pad(&*device, &*module, seed).unwrap_or_else(|e| Err(e.to_string())) {
                 tally.fail(&kernel, "-", &format!("copies {seed}"), wrong);
+            }
+        }
+    }
+    if (&args.problem, &args.kernel) == (&None, &None) && family.is_none_or(|f| f.op() == Op::Quantise) {
+        for kernel in sweep::quantise_kernels(arch, effort)? {
+            let module = prepare(&kernel, &*device, &*compiler, &templates, files.as_ref())?;
+            tally.kernels += 1;
+            for seed in (0..if effort == Effort::Full { 100 } else { 20 }).map(|i| args.seed.wrapping_add(i)) {
+                tally.checks += 1;
+                if let Err(wrong) = check_quantise(&*device, &*module, seed).unwrap_or_else(|e| Err(e.to_string())) {
+                    tally.fail(&kernel, "-", &format!("quantisation {seed}"), wrong);
+                }
             }
         }
     }

@@ -114,6 +114,39 @@ const READS: [&str; 9] = [
     "t: f32[*]; doc: i32[batch, kv_len]; score = score + t[doc[b, kv]] + 0.5 * score * t[doc[b, kv] + 1];",
 ];
 
+/// Kernels of `Op::Quantise`: every dtype, head dims with and without a Hadamard matrix, whole and broken vectors.
+pub fn quantise_kernels(arch: Arch, effort: Effort) -> flashtune::codegen::Result<Vec<Kernel>> {
+    let dims: &[(u32, u32)] = match effort {
+        Effort::Quick => &[(64, 64), (128, 128), (256, 256), (192, 128), (59, 33), (96, 96)],
+        Effort::Full => &[
+            (64, 64),
+            (128, 128),
+            (256, 256),
+            (192, 128),
+            (59, 33),
+            (96, 96),
+            (16, 16),
+            (32, 64),
+            (80, 80),
+            (1, 2),
+            (8, 256),
+            (256, 8),
+        ],
+    };
+    let mut kernels = Vec::new();
+    for (i, &(qk, v)) in dims.iter().enumerate() {
+        let dtypes = if effort == Effort::Full { &DType::ALL[..] } else { &DType::ALL[i % 3..i % 3 + 1] };
+        for &dtype in dtypes {
+            let problem = Problem { op: Op::Quantise, ..Problem::forward_qk_v(dtype, qk, v, MaskKind::FULL)? };
+            for family in Family::candidates(&problem, arch) {
+                let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::default())?;
+                kernels.push(Kernel { problem, schedule, arch });
+            }
+        }
+    }
+    Ok(kernels)
+}
+
 /// The problems of gradients of what a program reads: by each float of a program that is brought.
 pub fn gradients(effort: Effort, program: &Program) -> Vec<Problem> {
     let problems = problems(effort);

@@ -10,6 +10,7 @@ mod declare;
 mod gradient;
 mod layout;
 mod pad;
+mod quantise;
 
 pub use append::AppendArgs;
 pub use backward::{BackwardArgs, BackwardMappedArgs};
@@ -17,13 +18,15 @@ pub use declare::{Declared, Field, Spelt, declaration};
 pub use gradient::{GradientArgs, keeps};
 pub use layout::ArgsLayout;
 pub use pad::{PAD_TENSORS, PadArgs};
+pub use quantise::QuantiseArgs;
 
 use crate::score::MAX_BIASES;
 use crate::{Language, Op, Problem};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
-/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`], [`PadArgs`] and of the entry points.
+/// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`], [`PadArgs`], [`QuantiseArgs`] and of
+/// the entry points.
 /// Any change to one of them needs a new number, but for fields that are appended to a segment of [`ArgsLayout`]:
 /// kernels of before are then given what they were compiled for.
 ///
@@ -214,6 +217,8 @@ pub enum Args<'a> {
     Gradient(&'a GradientArgs),
     /// Rows into rows of another length.
     Pad(&'a PadArgs),
+    /// Low-precision operands with their scales.
+    Quantise(&'a QuantiseArgs),
 }
 
 impl<'a> Args<'a> {
@@ -226,6 +231,7 @@ impl<'a> Args<'a> {
             Args::Backward(args) => bytemuck::bytes_of(args),
             Args::Gradient(args) => bytemuck::bytes_of(args),
             Args::Pad(args) => bytemuck::bytes_of(args),
+            Args::Quantise(args) => bytemuck::bytes_of(args),
         }
     }
 
@@ -234,7 +240,7 @@ impl<'a> Args<'a> {
         match self {
             Args::Forward(args) => args.side,
             Args::Ragged(args) => args.side,
-            Args::Append(_) | Args::Pad(_) => 0,
+            Args::Append(_) | Args::Pad(_) | Args::Quantise(_) => 0,
             Args::Backward(args) => args.side,
             Args::Gradient(args) => args.backward.side,
         }
@@ -249,6 +255,7 @@ impl<'a> Args<'a> {
             Args::Backward(_) => "a backward pass",
             Args::Gradient(_) => "the gradient of what a score program reads",
             Args::Pad(_) => "a copy of rows",
+            Args::Quantise(_) => "a quantisation",
         }
     }
 
@@ -261,6 +268,7 @@ impl<'a> Args<'a> {
             Args::Backward(_) => matches!(problem.op, Op::Backward),
             Args::Gradient(_) => matches!(problem.op, Op::Gradient) && problem.kv.is_dense(),
             Args::Pad(_) => matches!(problem.op, Op::Pad),
+            Args::Quantise(_) => matches!(problem.op, Op::Quantise),
         }
     }
 }
@@ -286,6 +294,12 @@ impl<'a> From<&'a AppendArgs> for Args<'a> {
 impl<'a> From<&'a PadArgs> for Args<'a> {
     fn from(args: &'a PadArgs) -> Self {
         Args::Pad(args)
+    }
+}
+
+impl<'a> From<&'a QuantiseArgs> for Args<'a> {
+    fn from(args: &'a QuantiseArgs) -> Self {
+        Args::Quantise(args)
     }
 }
 
@@ -422,6 +436,7 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
         ("backward_args", declaration::<BackwardArgs>(language)),
         ("sums_args", declaration::<GradientArgs>(language)),
         ("pad_args", declaration::<PadArgs>(language)),
+        ("quantise_args", declaration::<QuantiseArgs>(language)),
         ("side_tensor", declaration::<SideTensorArg>(language)),
     ];
     let own = match language {
@@ -483,7 +498,7 @@ mod tests {
         // Structs with tensor maps are padded to the alignment of those.
         let plain = [gaps::<ForwardArgs>(), gaps::<RaggedArgs>(), gaps::<SideArgs>(), gaps::<SideTensorArg>()];
         assert_eq!((plain, gaps::<AppendArgs>(), gaps::<BackwardArgs>(), gaps::<PadArgs>()), ([0; 4], 0, 0, 0));
-        assert_eq!(gaps::<GradientArgs>(), 0);
+        assert_eq!((gaps::<GradientArgs>(), gaps::<QuantiseArgs>()), (0, 0));
         for padding in [gaps::<MappedArgs>(), gaps::<RaggedMappedArgs>(), gaps::<BackwardMappedArgs>()] {
             assert!(padding < 64, "{padding}");
         }

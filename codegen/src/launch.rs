@@ -114,8 +114,9 @@ pub enum Holds {
     /// kernel's own module has them ([`crate::abi::TILE_QUEUES`]), zeroed when it is loaded: the device takes no memory
     /// for this region, but says which of them a stream or a graph has.
     TileCounter,
-    /// Partial sums of a gradient ([`crate::Summation`]), uninitialised before. Their size follows from the tensor,
-    /// too: who launches states it ([`LaunchPlan::with_partial_sums`]).
+    /// Partial sums of a gradient ([`crate::Summation`]), uninitialised before on a GPU and zero on the host. Their
+    /// size follows from the tensor, too: who launches states it ([`LaunchPlan::with_partial_sums`]). Of
+    /// [`crate::Op::Quantise`] counters, largest elements and sums ([`crate::QuantiseScratch`]).
     PartialSums,
 }
 

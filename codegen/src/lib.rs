@@ -58,10 +58,11 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
     AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, BackwardSm80Schedule,
-    BackwardSm90Schedule, CpuRaggedSchedule, CpuSchedule, Family, GradientCpuSchedule, GradientNaiveSchedule,
-    NaiveRaggedSchedule, NaiveSchedule, PAD_ROWS, PadCudaSchedule, Place, Purpose, RaggedAccount, RaggedUnaddressable,
-    Schedule, Sm80F32Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90Fp8Schedule, Sm90LookAhead, Sm90RaggedSchedule,
-    Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, backward_unaddressable,
+    BackwardSm90Schedule, CpuRaggedSchedule, CpuSchedule, Family, GradientCpuSchedule,
+    GradientNaiveSchedule, NaiveRaggedSchedule, NaiveSchedule, PAD_ROWS, PadCudaSchedule, Place, Purpose,
+    QuantiseCpuSchedule, QuantiseCudaSchedule, QuantiseScratch, RaggedAccount, RaggedUnaddressable, Schedule,
+    Sm80F32Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90Fp8Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale,
+    Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec, TileOrder, backward_unaddressable,
     has_loose_biases, is_addressable, ragged_unaddressable, unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};

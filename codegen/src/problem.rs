@@ -186,7 +186,8 @@ impl Problem {
     /// key.
     pub fn has_no_output(&self, shape: &Shape) -> bool {
         match self.op {
-            Op::Backward => {
+            // Of Q, and of K and V.
+            Op::Backward | Op::Quantise => {
                 let none = |heads: u32, rows: u32| heads == 0 || rows == 0;
                 shape.batch == 0 || none(shape.heads, shape.q_len) && none(shape.kv_heads, shape.kv_len)
             }

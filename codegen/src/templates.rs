@@ -136,6 +136,7 @@ mod tests {
             "backward/naive",
             "gradient/naive",
             "pad/cuda",
+            "quantise/cuda",
         ];
         assert_eq!(changed("lib/cuda/attention/types.cuh", "typedef", "typedef volatile"), cuda);
     }

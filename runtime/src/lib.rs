@@ -6,6 +6,7 @@
 //! forward_call(tensors, mask, scale) -> (Problem, Shape, ForwardArgs)
 //! ragged_call(batch, mask, scale) -> (Problem, Shape, RaggedArgs)
 //! append_call(append) -> (Problem, Shape, AppendArgs)
+//! quantise_call(quantise) -> (Problem, Shape, QuantiseArgs)
 //! backward_call(tensors, mask, scale) -> (Problem, Shape, BackwardArgs)
 //! Device::launch(Module, LaunchPlan, Args, Stream)
 //! ```
@@ -45,6 +46,7 @@ mod gradient;
 mod library_search;
 mod open;
 mod pad;
+mod quantise;
 pub mod ragged;
 pub mod reference;
 mod side;
@@ -60,6 +62,7 @@ pub use block_mask::{BlockMask, MaskSizes};
 pub use ceilings::{Ceiling, Probe};
 pub use check::{
     BackwardCase, CheckCase, CheckInputs, CheckReport, GradientCase, Poison, RaggedCase, check_kernel, check_pad,
+    check_quantise,
 };
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::{CpuDevice, ParallelLoop, Threads};
@@ -70,6 +73,7 @@ pub use error::{Error, Result};
 pub use gradient::{GradientCall, gradient_call, gradient_of};
 pub use open::{DeviceSpec, all_devices, open, open_to_compile};
 pub use pad::RowCopies;
+pub use quantise::{KeyMean, Quantise, QuantiseCall, QuantiseOperand, QuantiseRotary, RowPositions, quantise_call};
 pub use ragged::{RaggedBatch, RaggedCall, ragged_call};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};

@@ -23,6 +23,7 @@
 #include <string.h>
 
 @{ append_args }@
+typedef AppendArgs KernelArgs;
 EXPORT uint64_t ft_tiles(const AppendArgs *args);
 EXPORT uint64_t ft_scratch_bytes(const AppendArgs *args);
 EXPORT void ft_tile(const AppendArgs *args, uint64_t tile, void *scratch);
@@ -124,27 +125,7 @@ static int64_t position_of(const AppendArgs *args, const int32_t *positions, int
     return first + member.row * advance;
 }
 
-INLINE float angle(const AppendArgs *args, const void *table, int64_t at) {
-    return args->rotary_f32 ? ((const float *)table)[at] : widen(((const element *)table)[at]);
-}
-
-/* A row rotated by a position, in place. A position that the tables have not gives NaN: a row without a rotation must
- * not pass for one with another. */
-static void rotate(const AppendArgs *args, float *x, int64_t position) {
-    const int half = args->rotary_dim / 2;
-    if (position < 0 || position >= args->rotary_rows) {
-        for (int i = 0; i < 2 * half; i++) x[i] = __builtin_nanf("");
-        return;
-    }
-    const int64_t row = position * args->rotary_stride;
-    const int step = args->rotary_interleaved ? 2 : 1, apart = args->rotary_interleaved ? 1 : half;
-    for (int i = 0; i < half; i++) {
-        float cosine = angle(args, args->cos, row + i), sine = angle(args, args->sin, row + i);
-        float a = x[i * step], b = x[i * step + apart];
-        x[i * step] = a * cosine - b * sine;
-        x[i * step + apart] = b * cosine + a * sine;
-    }
-}
+<% include "lib/cpu/rotary.h" %>
 
 /* Elements of a row, rotated where it is: those behind the rotation as they are. */
 static void rotate_elements(const AppendArgs *args, element *to, const float *x) {

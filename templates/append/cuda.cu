@@ -41,57 +41,7 @@ __device__ __forceinline__ i64 read_int(const int* array, i64 i, int words) {
     return words == 1 ? i64(array[i]) : ((const i64*)array)[i];
 }
 
-// Elements as they lie in memory, kBytes of them: whole where the address allows it, else one after the other.
-template <typename E, int kCount> struct Elements { E at[kCount]; };
-template <typename E, int kCount> __device__ __forceinline__ Elements<E, kCount> load(const E* from) {
-    constexpr int kBytes = kCount * sizeof(E), kWhole = kBytes < 16 ? kBytes : 16;
-    Elements<E, kCount> x;
-    if (u64(from) % kWhole == 0) {
-        if constexpr (kBytes >= 16) {
-#pragma unroll
-            for (int i = 0; i < kBytes / 16; i++) ((uint4*)x.at)[i] = ((const uint4*)from)[i];
-        } else if constexpr (kBytes == 8) {
-            *(u64*)x.at = *(const u64*)from;
-        } else {
-            *(u32*)x.at = *(const u32*)from;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) x.at[i] = from[i];
-    }
-    return x;
-}
-template <typename E, int kCount> __device__ __forceinline__ void store(E* to, const Elements<E, kCount>& x) {
-    constexpr int kBytes = kCount * sizeof(E);
-    static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4, "a store of one instruction");
-    if (u64(to) % kBytes == 0) {
-        if constexpr (kBytes == 16) {
-            *(uint4*)to = *(const uint4*)x.at;
-        } else if constexpr (kBytes == 8) {
-            *(u64*)to = *(const u64*)x.at;
-        } else {
-            *(u32*)to = *(const u32*)x.at;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) to[i] = x.at[i];
-    }
-}
-
-// The first elements of a unit, where a row ends within it; the others are zeros.
-template <int kCount, typename E> __device__ __forceinline__ Elements<E, kCount> load_tail(const E* from, int count) {
-    Elements<E, kCount> x;
-#pragma unroll
-    for (int i = 0; i < kCount; i++) x.at[i] = i < count ? from[i] : E();
-    return x;
-}
-template <typename E, int kCount>
-__device__ __forceinline__ void store_tail(E* to, const Elements<E, kCount>& x, int count) {
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-        if (i < count) to[i] = x.at[i];
-    }
-}
+<% include "lib/cuda/attention/elements.cuh" %>
 
 // Which sequence a row is of: sequences are packed from `begin` on, or have `rows` rows each.
 struct Member {
@@ -183,83 +133,7 @@ __device__ __forceinline__ i64 position_of(const AppendArgs& args, const int* po
     return first + i64(member.row) * advance;
 }
 
-// The cosines or sines of kCount neighbouring pairs.
-template <int kCount>
-__device__ __forceinline__ void load_angles(const AppendArgs& args, const void* table, i64 at, float (&x)[kCount]) {
-    if (args.rotary_f32) {
-        const Elements<float, kCount> values = load<float, kCount>((const float*)table + at);
-#pragma unroll
-        for (int i = 0; i < kCount; i++) x[i] = values.at[i];
-    } else {
-        const Elements<Element, kCount> values = load<Element, kCount>((const Element*)table + at);
-#pragma unroll
-        for (int i = 0; i < kCount; i++) x[i] = to_float(values.at[i]);
-    }
-}
-__device__ __forceinline__ float angle(const AppendArgs& args, const void* table, i64 at) {
-    return args.rotary_f32 ? ((const float*)table)[at] : to_float(((const Element*)table)[at]);
-}
-
-// The unit from `column` on of a row that begins at `from`, rotated by a position. A position that the tables have not
-// gives NaN: a row without a rotation must not pass for one with another.
-__device__ __forceinline__ void rotate(const AppendArgs& args, const Element* from, int column, i64 position,
-                                       float (&x)[kUnit]) {
-    const int half = args.rotary_dim / 2;
-    if (position < 0 || position >= args.rotary_rows) {
-#pragma unroll
-        for (int i = 0; i < kUnit; i++) x[i] = column + i < args.rotary_dim ? __int_as_float(0x7fffffff) : x[i];
-        return;
-    }
-    const i64 row = position * args.rotary_stride;
-    if (args.rotary_interleaved) {
-        if (column + kUnit <= args.rotary_dim) {
-            float cosine[kUnit / 2], sine[kUnit / 2];
-            load_angles<kUnit / 2>(args, args.cos, row + column / 2, cosine);
-            load_angles<kUnit / 2>(args, args.sin, row + column / 2, sine);
-#pragma unroll
-            for (int i = 0; i < kUnit / 2; i++) {
-                const float a = x[2 * i], b = x[2 * i + 1];
-                x[2 * i] = fmaf(a, cosine[i], -(b * sine[i]));
-                x[2 * i + 1] = fmaf(b, cosine[i], a * sine[i]);
-            }
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < kUnit / 2; i++) {
-            if (column + 2 * i >= args.rotary_dim) continue;
-            const float cosine = angle(args, args.cos, row + column / 2 + i);
-            const float sine = angle(args, args.sin, row + column / 2 + i);
-            const float a = x[2 * i], b = x[2 * i + 1];
-            x[2 * i] = fmaf(a, cosine, -(b * sine));
-            x[2 * i + 1] = fmaf(b, cosine, a * sine);
-        }
-        return;
-    }
-    if (half % kUnit == 0) {
-        const bool second = column >= half;
-        const int pair = second ? column - half : column;
-        const Elements<Element, kUnit> other = load<Element, kUnit>(from + (second ? pair : column + half));
-        float cosine[kUnit], sine[kUnit];
-        load_angles<kUnit>(args, args.cos, row + pair, cosine);
-        load_angles<kUnit>(args, args.sin, row + pair, sine);
-#pragma unroll
-        for (int i = 0; i < kUnit; i++) {
-            const float turned = to_float(other.at[i]) * sine[i];
-            x[i] = fmaf(x[i], cosine[i], second ? turned : -turned);
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kUnit; i++) {
-        if (column + i >= args.rotary_dim) continue;
-        const bool second = column + i >= half;
-        const int pair = column + i - (second ? half : 0);
-        const float other = to_float(from[second ? pair : pair + half]);
-        const float cosine = angle(args, args.cos, row + pair), sine = angle(args, args.sin, row + pair);
-        const float turned = other * sine;
-        x[i] = fmaf(x[i], cosine, second ? turned : -turned);
-    }
-}
+<% include "lib/cuda/attention/rotary.cuh" %>
 
 // The scale by which finite elements of a row fill the range of the store's, by all threads of the row.
 __device__ __forceinline__ float scale_of_row(u32 largest, const float (&x)[kUnit], bool live, int first) {

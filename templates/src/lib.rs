@@ -124,6 +124,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cpu/ragged.h",
     "lib/cpu/ragged_program.h",
     "lib/cpu/ranges.h",
+    "lib/cpu/rotary.h",
     "lib/cpu/row_keys.h",
     "lib/cpu/score.h",
     "lib/cpu/softmax.h",
@@ -131,6 +132,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/divisor.cuh",
+    "lib/cuda/attention/elements.cuh",
     "lib/cuda/attention/far.cuh",
     "lib/cuda/attention/far_rows.cuh",
     "lib/cuda/attention/kv_elements.cuh",
@@ -141,6 +143,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cuda/attention/packed_rows.cuh",
     "lib/cuda/attention/quantise.cuh",
     "lib/cuda/attention/ragged.cuh",
+    "lib/cuda/attention/rotary.cuh",
     "lib/cuda/attention/row_tile.cuh",
     "lib/cuda/attention/softmax.cuh",
     "lib/cuda/attention/tile.cuh",
@@ -150,6 +153,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cuda/ptx/convert_fp8.cuh",
     "lib/cuda/ptx/cp_async.cuh",
     "lib/cuda/ptx/dependent_launch.cuh",
+    "lib/cuda/ptx/global_counter.cuh",
     "lib/cuda/ptx/ldmatrix.cuh",
     "lib/cuda/ptx/mbarrier.cuh",
     "lib/cuda/ptx/mma.cuh",
@@ -170,6 +174,8 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cuda/score/sink.cuh",
     "lib/cuda/score/terms.cuh",
     "pad/cuda.cu",
+    "quantise/cpu.c",
+    "quantise/cuda.cu",
 ];
 
 #[cfg(test)]

@@ -4,7 +4,9 @@ use crate::cases::address;
 use crate::machine::{Emulated, Launch, map_bytes};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
 use flashtune::cache::{Artifact, DeviceFingerprint};
-use flashtune::codegen::abi::{Args, BackwardArgs, BackwardMappedArgs, GradientArgs, SideArgs, SideTensorArg};
+use flashtune::codegen::abi::{
+    Args, BackwardArgs, BackwardMappedArgs, GradientArgs, QuantiseArgs, SideArgs, SideTensorArg,
+};
 use flashtune::codegen::{
     Arch, Family, Kernel, KvKind, LaunchPlan, Schedule, ShapeBucket, StageEntry, TemplateSet, Waves,
 };
@@ -196,6 +198,7 @@ impl Device for Machine {
                 let backward = BackwardArgs { scratch: sums_at, ..args.backward };
                 Args::Gradient(&GradientArgs { backward, ..*args }).bytes().to_vec()
             }
+            Args::Quantise(args) => Args::Quantise(&QuantiseArgs { scratch: sums_at, ..*args }).bytes().to_vec(),
             args => args.bytes().to_vec(),
         };
         let launch = Launch {

@@ -14,6 +14,7 @@ mod faults;
 mod gradient;
 mod machine;
 mod pads;
+mod quantise;
 mod quick;
 mod ragged;
 mod schedules;

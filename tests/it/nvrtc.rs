@@ -443,6 +443,25 @@ fn copies_of_rows_compile_without_spills() {
     compile_all(&["sm_75", "sm_80", "sm_89", "sm_90a"].map(kernel), 0);
 }
 
+/// Every dtype, both widths of a row's threads, head dims with and without a Hadamard matrix, and both conversions.
+#[test]
+fn quantise_kernels_compile_without_spills() {
+    if common::nvrtc_or_skip("quantise_kernels_compile_without_spills").is_none() {
+        return;
+    }
+    let dims = [(128, 128), (64, 64), (256, 256), (192, 128), (80, 80), (16, 16), (59, 111)];
+    let kernels: Vec<Kernel> = (0..dims.len() * 3)
+        .map(|n| {
+            let (dim_qk, dim_v) = dims[n % dims.len()];
+            let problem = Problem::forward_qk_v(DType::ALL[n % 3], dim_qk, dim_v, MaskKind::FULL).unwrap();
+            let problem = Problem { op: Op::Quantise, ..problem };
+            let arch = arch(["sm_90a", "sm_75", "sm_80", "sm_89"][(n + n / 4) % 4]);
+            default_kernel(Family::QuantiseCuda, problem, arch, 1)
+        })
+        .collect();
+    compile_all(&kernels, 0);
+}
+
 #[test]
 fn a_bundle_for_gpus_is_built_where_none_is() {
     if common::nvrtc_or_skip("a_bundle_for_gpus_is_built_where_none_is").is_none() {

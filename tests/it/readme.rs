@@ -174,8 +174,9 @@ fn the_tests_and_files_that_pages_of_promises_name_exist() {
     };
     let missing: Vec<_> = words.iter().filter(is_test).filter(|w| !text.contains(&format!("fn {w}("))).collect();
     assert!(missing.is_empty(), "no such tests: {missing:?}");
-    let is_family =
-        |w: &str| ["forward/", "backward/", "gradient/", "append/", "pad/"].iter().any(|op| w.starts_with(op));
+    let is_family = |w: &str| {
+        ["forward/", "backward/", "gradient/", "append/", "pad/", "quantise/"].iter().any(|op| w.starts_with(op))
+    };
     let is_file = |w: &&&str| w.contains('/') && !w.contains(' ') && !is_family(w);
     let gone: Vec<_> = words.iter().filter(is_file).filter(|w| !root.join(w).exists()).collect();
     assert!(gone.is_empty(), "no such files: {gone:?}");

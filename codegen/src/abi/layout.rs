@@ -1,8 +1,8 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
 use super::{
-    AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, RaggedArgs,
-    RaggedMappedArgs, SideTensorArg, TensorMap,
+    AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
+    RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
 };
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Result};
@@ -18,7 +18,7 @@ pub struct ArgsLayout {
     /// Tensor maps, biases' among them, before the rest.
     #[serde(default, skip_serializing_if = "is_default")]
     pub head: u32,
-    /// [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`] or [`PadArgs`].
+    /// [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`], [`PadArgs`] or [`QuantiseArgs`].
     pub forward: u32,
     /// What follows it.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -41,6 +41,8 @@ impl ArgsLayout {
     pub(crate) const APPEND: Self = Self { forward: size_of::<AppendArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`PadArgs`].
     pub(crate) const PAD: Self = Self { forward: size_of::<PadArgs>() as u32, ..Self::FORWARD };
+    /// Of those that take [`QuantiseArgs`].
+    pub(crate) const QUANTISE: Self = Self { forward: size_of::<QuantiseArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`BackwardArgs`].
     pub(crate) const BACKWARD: Self = Self { forward: size_of::<BackwardArgs>() as u32, ..Self::FORWARD };
     /// Of those that take [`GradientArgs`].

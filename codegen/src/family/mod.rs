@@ -30,6 +30,9 @@ pub(crate) mod gradient_cpu;
 pub(crate) mod gradient_naive;
 pub(crate) mod pad_cuda;
 mod program_length;
+pub(crate) mod quantise;
+pub(crate) mod quantise_cpu;
+pub(crate) mod quantise_cuda;
 
 pub use account::RaggedAccount;
 pub use append_cpu::AppendCpuSchedule;
@@ -55,6 +58,9 @@ pub use forward_sm90_ragged::{RaggedUnaddressable, Sm90RaggedSchedule, ragged_un
 pub use gradient_cpu::GradientCpuSchedule;
 pub use gradient_naive::GradientNaiveSchedule;
 pub use pad_cuda::{PAD_ROWS, PadCudaSchedule};
+pub use quantise::QuantiseScratch;
+pub use quantise_cpu::QuantiseCpuSchedule;
+pub use quantise_cuda::QuantiseCudaSchedule;
 
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};
@@ -300,6 +306,10 @@ families! {
     "gradient/naive": GradientNaive = GradientNaive(GradientNaiveSchedule);
     /// Rows into rows of another length, in plain CUDA.
     "pad/cuda": PadCuda = PadCuda(PadCudaSchedule);
+    /// e4m3 operands with their scales, in plain CUDA.
+    "quantise/cuda": QuantiseCuda = QuantiseCuda(QuantiseCudaSchedule);
+    /// e4m3 operands with their scales, in C.
+    "quantise/cpu": QuantiseCpu = QuantiseCpu(QuantiseCpuSchedule);
 }
 
 impl Family {
@@ -617,11 +627,12 @@ mod tests {
     fn an_operation_without_a_family_is_refused_by_name() {
         let forward = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap();
         let problem = Problem { op: Op::Quantise, ..forward };
-        for family in Family::ALL {
+        for family in Family::ALL.into_iter().filter(|f| f.op() != Op::Quantise) {
             let e = family.supports(&problem, arch("sm_90a")).unwrap_err().to_string();
             assert!(e.contains("op") && e.contains("quantise"), "{e}");
         }
-        assert!(Family::candidates(&problem, arch("sm_90a")).is_empty());
+        assert_eq!(Family::candidates(&problem, arch("sm_90a")), [Family::QuantiseCuda]);
+        assert_eq!(Family::candidates(&problem, arch("cpu-avx2")), [Family::QuantiseCpu]);
         let fast = [Family::BackwardSm90, Family::BackwardSm80, Family::BackwardNaive];
         assert_eq!(Family::candidates(&forward.backward(), arch("sm_90a")), fast);
         assert_eq!(Family::candidates(&forward.backward(), arch("sm_80")), fast[1..]);

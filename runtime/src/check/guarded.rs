@@ -24,6 +24,11 @@ impl Guarded {
         device.upload(&*self.buffer, &all)
     }
 
+    /// How many bytes lie between the zones.
+    pub(super) fn len(&self) -> usize {
+        self.bytes
+    }
+
     /// Where the bytes between the zones begin.
     pub(super) fn address(&self) -> u64 {
         self.buffer.address() + GUARD as u64

@@ -9,11 +9,13 @@ mod e4m3;
 mod gradient;
 mod guarded;
 mod pad;
+mod quantise;
 mod ragged;
 
 pub use backward::{BackwardCase, PackedBatch};
 pub use gradient::GradientCase;
 pub use pad::check_pad;
+pub use quantise::check_quantise;
 pub use ragged::{
     Index, LengthsBy, LseForm, Most, Part, Queries, RaggedBatch, RaggedCase, RaggedData, RaggedOutputs, ScaleForm,
     StoreLayout,
@@ -439,5 +441,7 @@ pub fn check_kernel(
 mod backward_tests;
 #[cfg(test)]
 mod gradient_tests;
+#[cfg(test)]
+mod quantise_tests;
 #[cfg(test)]
 mod tests;

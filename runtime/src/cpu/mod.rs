@@ -20,7 +20,7 @@ pub use threads::{ParallelLoop, Threads};
 
 use crate::{Buffer, Ceiling, Compiler, Device, DeviceSpec, Error, Module, Probe, Result, Stream, compiler_for};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::Args;
+use flashtune_codegen::abi::{Args, QuantiseArgs};
 use flashtune_codegen::{Arch, LaunchPlan};
 use memory::CpuBuffer;
 use module::CpuModule;
@@ -174,20 +174,40 @@ impl Device for CpuDevice {
                 unsafe { module.prepare(args) }
                     .ok_or_else(|| no_memory("no memory for partial results of split keys".to_owned()))?,
             ),
-            Args::Forward(_) | Args::Append(_) | Args::Backward(_) | Args::Gradient(_) | Args::Pad(_) => None,
+            Args::Forward(_)
+            | Args::Append(_)
+            | Args::Backward(_)
+            | Args::Gradient(_)
+            | Args::Pad(_)
+            | Args::Quantise(_) => None,
         };
         let args = prepared.as_ref().map_or(args, |(_memory, args)| Args::Ragged(args));
-        if let Args::Gradient(args) = args {
+        // What the steps of an operation leave for each other: zeros before the first.
+        let shared = |what: &str| -> Result<Vec<f32>> {
             let floats = usize::try_from(launch.partial_sums().unwrap_or(0)).unwrap_or(usize::MAX).div_ceil(4);
             let mut sums: Vec<f32> = Vec::new();
-            sums.try_reserve_exact(floats).map_err(|e| no_memory(format!("partial sums of a gradient: {e}")))?;
+            sums.try_reserve_exact(floats).map_err(|e| no_memory(format!("{what}: {e}")))?;
             sums.resize(floats, 0.0);
+            Ok(sums)
+        };
+        if let Args::Gradient(args) = args {
+            let mut sums = shared("partial sums of a gradient")?;
             let mut args = *args;
             args.backward.scratch = sums.as_mut_ptr() as u64;
             for step in 0..2 {
                 args.step = step;
                 // SAFETY: as above; the partial sums live until both steps are done.
                 unsafe { self.run_tiles(module, Args::Gradient(&args)) }.map_err(no_memory)?;
+            }
+            return Ok(());
+        }
+        if let Args::Quantise(args) = args {
+            let mut sums = shared("scales of a quantisation")?;
+            let mut args = QuantiseArgs { scratch: sums.as_mut_ptr() as u64, ..*args };
+            for step in 0..4 {
+                args.step = step;
+                // SAFETY: as above; what the steps share lives until all are done.
+                unsafe { self.run_tiles(module, Args::Quantise(&args)) }.map_err(no_memory)?;
             }
             return Ok(());
         }

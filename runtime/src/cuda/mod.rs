@@ -38,7 +38,7 @@ use cudarc::driver::result::{self, event, stream};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUevent, CUevent_flags, CUstream};
 use driver::{Driver, driver};
 use flashtune_cache::{Artifact, DeviceFingerprint, Reading};
-use flashtune_codegen::abi::{Args, MappedArgs, RaggedArgs, RaggedMappedArgs, SideArgs};
+use flashtune_codegen::abi::{Args, MappedArgs, QuantiseArgs, RaggedArgs, RaggedMappedArgs, SideArgs};
 use flashtune_codegen::{Arch, LaunchPlan, SmArch, Stage, StageRole};
 use kept_metadata::{CudaFindings, Geometry};
 use mask_metadata::MaskMetadata;
@@ -355,7 +355,7 @@ impl Device for CudaDevice {
         let (scratch, ragged);
         // Given back behind the launch, in the stream's order.
         let partial_sums;
-        let gradient;
+        let (gradient, quantise);
         let mut ragged_mapped = None;
         let base = match (&mapped, args) {
             (Some(mapped), _) => Base::Mapped(mapped),
@@ -393,6 +393,12 @@ impl Device for CudaDevice {
                 }
                 gradient = args;
                 Base::Gradient(&gradient)
+            }
+            (None, Args::Quantise(args)) => {
+                let bytes = plan.partial_sums().unwrap_or(0);
+                partial_sums = scratch::Scratch::new(&self.context, self.context.pool()?, bytes, raw(stream))?;
+                quantise = QuantiseArgs { scratch: partial_sums.address, ..*args };
+                Base::Quantise(&quantise)
             }
         };
         let parameter;

@@ -2,7 +2,7 @@
 
 use flashtune_codegen::abi::{
     AppendArgs, ArgsLayout, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs,
-    RaggedArgs, RaggedMappedArgs, SideArgs, SideTensorArg,
+    QuantiseArgs, RaggedArgs, RaggedMappedArgs, SideArgs, SideTensorArg,
 };
 use flashtune_codegen::score::{MAX_INPUTS, Program};
 use std::mem::offset_of;
@@ -26,6 +26,8 @@ const _: () = assert!(
         && size_of::<AppendArgs>().is_multiple_of(8)
         && size_of::<PadArgs>() <= size_of::<MappedArgs>()
         && size_of::<PadArgs>().is_multiple_of(8)
+        && size_of::<QuantiseArgs>() <= size_of::<MappedArgs>()
+        && size_of::<QuantiseArgs>().is_multiple_of(8)
         && size_of::<RaggedMappedArgs>() <= size_of::<MappedArgs>()
         && size_of::<BackwardArgs>().is_multiple_of(8)
         && size_of::<BackwardMappedArgs>().is_multiple_of(8)
@@ -88,6 +90,7 @@ pub(super) enum Base<'a> {
     Ragged(&'a RaggedArgs),
     Append(&'a AppendArgs),
     Pad(&'a PadArgs),
+    Quantise(&'a QuantiseArgs),
     RaggedMapped(&'a RaggedMappedArgs),
     Backward(&'a BackwardArgs),
     BackwardMapped(&'a BackwardMappedArgs),
@@ -103,6 +106,7 @@ impl Base<'_> {
             Base::Ragged(args) => std::ptr::from_ref(*args).cast(),
             Base::Append(args) => std::ptr::from_ref(*args).cast(),
             Base::Pad(args) => std::ptr::from_ref(*args).cast(),
+            Base::Quantise(args) => std::ptr::from_ref(*args).cast(),
             Base::RaggedMapped(args) => std::ptr::from_ref(*args).cast(),
             Base::Backward(args) => std::ptr::from_ref(*args).cast(),
             Base::BackwardMapped(args) => std::ptr::from_ref(*args).cast(),
@@ -118,6 +122,7 @@ impl Base<'_> {
             Base::Ragged(_) => size_of::<RaggedArgs>(),
             Base::Append(_) => size_of::<AppendArgs>(),
             Base::Pad(_) => size_of::<PadArgs>(),
+            Base::Quantise(_) => size_of::<QuantiseArgs>(),
             Base::RaggedMapped(_) => size_of::<RaggedMappedArgs>(),
             Base::Backward(_) => size_of::<BackwardArgs>(),
             Base::BackwardMapped(_) => size_of::<BackwardMappedArgs>(),
@@ -132,6 +137,7 @@ impl Base<'_> {
             Base::Ragged(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Append(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Pad(args) => [&[], bytemuck::bytes_of(*args), &[]],
+            Base::Quantise(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Backward(args) => [&[], bytemuck::bytes_of(*args), &[]],
             Base::Gradient(args) => {
                 let (backward, rest) = bytemuck::bytes_of(*args).split_at(size_of::<BackwardArgs>());

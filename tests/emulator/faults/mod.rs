@@ -3,6 +3,7 @@
 
 mod backward_sm90;
 mod programs;
+mod quantise;
 mod ragged;
 mod sm80;
 pub mod sm80_f32;
@@ -113,6 +114,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     if let "naive_ragged" | "sm80_ragged" | "append" = family {
         return ragged::verdict(family, &set, number as u64, what);
     }
+    if family == "quantise" {
+        return quantise::verdict(&set, number as u64, what);
+    }
     if family == "pad" {
         return try_pads(&crate::pads::kernel(), &set, 40, number as u64).err().unwrap_or_default();
     }
@@ -184,6 +188,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("sm90_ragged", sm90_ragged::SM90_RAGGED),
         ("append", ragged::APPENDS),
         ("pad", ragged::PADS),
+        ("quantise", quantise::QUANTISE),
         ("backward_sm90", backward_sm90::BACKWARD_SM90),
     ];
     let only = std::env::var("EMULATE_FAMILY").ok();

@@ -106,6 +106,12 @@ template <typename T> T atomicExch(T* p, T x) {
     *p = x;
     return old;
 }
+template <typename T> T atomicMax(T* p, T x) {
+    ptx::maybe_let_others();
+    const T old = *p;
+    *p = old > x ? old : x;
+    return old;
+}
 // Counts up to a last number, and then from 0.
 inline unsigned atomicInc(unsigned* p, unsigned last) {
     ptx::maybe_let_others();

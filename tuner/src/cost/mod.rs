@@ -34,6 +34,8 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         | Schedule::AppendCpu(_)
         | Schedule::BackwardCpu(_)
         | Schedule::PadCuda(_)
+        | Schedule::QuantiseCuda(_)
+        | Schedule::QuantiseCpu(_)
         // Gradients are not tuned.
         | Schedule::BackwardSm80(_)
         | Schedule::BackwardSm90(_)

@@ -1,0 +1,100 @@
+use super::check_quantise;
+use crate::compile::memory::compile_or_plant;
+use crate::{CpuDevice, Descale, Device, Quantise, QuantiseOperand, TensorView, compile, quantise_call};
+use flashtune_codegen::{DType, Family, Kernel, MaskKind, Op, Problem, Schedule, ShapeBucket, TemplateSet};
+use std::collections::BTreeMap;
+
+fn problem(dtype: DType, dim: u32, dim_v: u32) -> Problem {
+    let problem = Problem::forward_qk_v(dtype, dim, dim_v, MaskKind::FULL).unwrap();
+    Problem { op: Op::Quantise, ..problem }
+}
+
+fn kernel(device: &dyn Device, problem: Problem) -> Kernel {
+    let arch = device.fingerprint().arch;
+    let schedule = Schedule::default_for(Family::QuantiseCpu, &problem, arch, &ShapeBucket::default()).unwrap();
+    Kernel { problem, schedule, arch }
+}
+
+/// Every dtype and kind of head dim on the host processor: scales, means, codes, and that nothing else is written.
+#[test]
+fn codes_and_scales_are_those_of_the_elements() {
+    let device = CpuDevice::open().unwrap();
+    let compiler = device.compiler().unwrap();
+    let templates = TemplateSet::embedded();
+    let mut wrong = Vec::new();
+    let dims = [(64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (59, 33), (16, 24), (1, 2)];
+    for (n, (dim, dim_v)) in dims.into_iter().enumerate() {
+        let kernel = kernel(&*device, problem(DType::ALL[n % 3], dim, dim_v));
+        let artifact = compile::compile_with(&*compiler, &kernel, &templates).unwrap();
+        let module = device.load(&artifact).unwrap();
+        for seed in 0..80 {
+            if let Err(e) = check_quantise(&*device, &*module, seed).unwrap() {
+                wrong.push(format!("{seed} {}: {e}", kernel.name()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[test]
+fn faults_of_the_host_are_found() {
+    let device = CpuDevice::open().unwrap();
+    let embedded = TemplateSet::embedded();
+    let text = embedded.files().find(|(name, _)| *name == "quantise/cpu.c").unwrap().1;
+    let problem = problem(DType::Bf16, 32, 32);
+    for (from, to) in [
+        ("args->is_whole[tile->tensor] ? 0 : tile->unit", "0"),
+        ("magnitude < 0x7f800000 && magnitude > most", "magnitude > most"),
+        ("scale = !largest ? 1 : scale", "scale = scale"),
+        ("sums[i] += is_finite(x[i]) ? x[i] : 0", "sums[i] += x[i]"),
+        ("mean[i] /= args->kv_len", "mean[i] /= ROWS"),
+        ("x[i] -= mean[i]", "x[i] += mean[i]"),
+        ("x[i + step] = a - b;", "x[i + step] = b - a;"),
+        ("x[i] *= root;", "x[i] *= 1;"),
+        ("if (t == TENSOR_V || !args->cos) return;", "if (!args->cos) return;"),
+        (": args->first_position[t] + row", ": row"),
+        ("+ tile->unit % args->kv_heads * stride[1];", ";"),
+        ("narrow_kv(x[i] * inverse)", "narrow_kv(x[i] * inverse * 1.1f)"),
+    ] {
+        assert!(text.contains(from), "{from}");
+        let set = BTreeMap::from([("quantise/cpu.c".to_owned(), text.replacen(from, to, 1))]);
+        let kernel = kernel(&*device, problem);
+        let artifact = compile_or_plant(&kernel, &TemplateSet::overlaid(set).unwrap()).unwrap();
+        let module = device.load(&artifact).unwrap();
+        let found = (0..60).any(|seed| check_quantise(&*device, &*module, seed).unwrap().is_err());
+        assert!(found, "{to}");
+    }
+}
+
+#[test]
+fn what_no_kernel_takes_is_refused_by_name() {
+    let view = |shape| TensorView::bhsd(64, DType::Bf16, shape);
+    let operand = |shape: [u64; 4], kv_heads: u64| QuantiseOperand {
+        from: view(shape),
+        to: TensorView { dtype: DType::E4m3, ..view(shape) },
+        scale: Descale { address: 64, shape: [shape[0], kv_heads], strides: [kv_heads as i64, 1] },
+        is_whole: false,
+    };
+    let (q, k, v) = (operand([2, 4, 5, 96], 2), operand([2, 2, 7, 96], 2), operand([2, 2, 7, 64], 2));
+    let call = Quantise { q: Some(q), k: Some(k), v: Some(v), ..Quantise::default() };
+    let problem = quantise_call(&call).unwrap().problem;
+    assert_eq!(problem.to_string(), "quantise-bf16-d96v64-full");
+    let refused = |call: Quantise, words: &[&str]| {
+        let e = quantise_call(&call).unwrap_err().to_string();
+        assert!(words.iter().all(|word| e.contains(word)), "{e}");
+    };
+    refused(Quantise::default(), &["q, k and v", "at least one"]);
+    refused(Quantise { hadamard: true, ..call }, &["head_dim_qk", "powers of two", "leave the Hadamard matrix out"]);
+    quantise_call(&Quantise { hadamard: true, q: None, k: None, ..call }).unwrap();
+    refused(Quantise { mean: Some(crate::KeyMean::UNSAID), k: None, ..call }, &["mean", "no K"]);
+    let f16 = QuantiseOperand { from: TensorView { dtype: DType::F16, ..v.from }, ..v };
+    refused(Quantise { v: Some(f16), ..call }, &["v", "dtype", "bf16"]);
+    let wide = QuantiseOperand { to: k.from, ..k };
+    refused(Quantise { k: Some(wide), ..call }, &["k_out", "e4m3"]);
+    let short = QuantiseOperand { scale: Descale { shape: [2, 4], ..q.scale }, ..q };
+    refused(Quantise { q: Some(short), ..call }, &["q_descale", "[2, 2]"]);
+    let shared = QuantiseOperand { scale: Descale { strides: [0, 1], ..k.scale }, ..k };
+    refused(Quantise { k: Some(shared), ..call }, &["k_descale", "stride"]);
+    quantise_call(&Quantise { k: Some(QuantiseOperand { is_whole: true, ..shared }), ..call }).unwrap();
+    refused(Quantise { q: Some(operand([2, 3, 5, 96], 2)), ..call }, &["heads"]);
+}
