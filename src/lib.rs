@@ -16,7 +16,8 @@
 //! [`Engine::forward`] takes device pointers with shape and strides and launches on the caller's stream;
 //! [`Engine::forward_host`] takes tensors in host memory. [`Engine::forward_ragged`] takes sequences of different
 //! lengths beside a packed, paged or quantised KV cache. [`Engine::backward`] takes what a forward pass read and wrote,
-//! and gives the gradients of Q, K and V. All say which kernel ran and why ([`Plan::explain`]).
+//! and gives the gradients of Q, K and V. [`Engine::quantise`] makes `e4m3` operands with their scales. All say which
+//! kernel ran and why ([`Plan::explain`]).
 //!
 //! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
 //! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
@@ -34,6 +35,7 @@ mod manifest;
 pub mod model;
 mod overrides;
 mod padding;
+pub mod quantise;
 pub mod ragged;
 mod serving;
 

@@ -36,6 +36,25 @@
 // 1 / sqrt(head dim of Q).
 #define FLASHTUNE_BACKWARD_SCALE 1
 
+// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_quantise_args`, and not `i` and
+// `i + rotary_dim / 2`.
+#define FLASHTUNE_QUANTISE_INTERLEAVED 1
+
+// Rows of Q and K are multiplied by the Hadamard matrix over the root of the head dim, a power of two.
+#define FLASHTUNE_QUANTISE_HADAMARD 2
+
+// K's mean over the rows of each head is taken from its rows.
+#define FLASHTUNE_QUANTISE_MEAN 4
+
+// All of Q has one scale, which is written for each sequence and KV head.
+#define FLASHTUNE_QUANTISE_Q_WHOLE 8
+
+// The same for K.
+#define FLASHTUNE_QUANTISE_K_WHOLE 16
+
+// The same for V.
+#define FLASHTUNE_QUANTISE_V_WHOLE 32
+
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
@@ -803,6 +822,80 @@ typedef struct flashtune_options {
   int32_t reserved;
 } flashtune_options;
 
+// Q, K and V, or some of them, as e4m3 with their scales. Fill it with zeros, set `struct_size`, then what is wanted.
+//
+// A row is rotated by its position, K's mean is taken from K, rows of Q and K are multiplied by the Hadamard matrix;
+// the scale is the largest finite magnitude of a head (of Q of all heads of a KV head) over 448, and a code the
+// nearest to an element over the scale. Where all are zero the scale is 1, and it is never below 2^-126. NaN stays
+// NaN, an infinity becomes 448 of its sign, and neither counts for a scale or the mean.
+//
+// With the mean or the matrix O and the weights of an attention are what they are without, its log-sum-exp lacks
+// softmax_scale * q . mean where the mean was taken.
+typedef struct flashtune_quantise_args {
+  // sizeof(flashtune_quantise_args).
+  uint32_t struct_size;
+  // FLASHTUNE_QUANTISE_INTERLEAVED, _HADAMARD, _MEAN, _Q_WHOLE, _K_WHOLE, _V_WHOLE, or 0.
+  uint32_t flags;
+  // [batch, heads, q_len, head_dim_qk] of f16, bf16 or f32; a data of NULL and a shape of zeros for none.
+  struct flashtune_tensor q;
+  // [batch, kv_heads, kv_len, head_dim_qk], or none.
+  struct flashtune_tensor k;
+  // [batch, kv_heads, kv_len, head_dim_v], or none.
+  struct flashtune_tensor v;
+  // Q in e4m3, of the same shape; written. Outputs must not overlap anything else.
+  struct flashtune_tensor q_out;
+  // K in e4m3; written.
+  struct flashtune_tensor k_out;
+  // V in e4m3; written.
+  struct flashtune_tensor v_out;
+  // What codes of Q are multiplied by, fp32 [batch, kv_heads] on the device; written, as `flashtune_forward_args`
+  // reads it.
+  float *q_descale;
+  // The same for K.
+  float *k_descale;
+  // The same for V.
+  float *v_descale;
+  // Elements from one sequence, and from one KV head, to the next in `q_descale`; with FLASHTUNE_QUANTISE_Q_WHOLE
+  // they may be 0.
+  int64_t q_descale_stride[2];
+  // The same in `k_descale`.
+  int64_t k_descale_stride[2];
+  // The same in `v_descale`.
+  int64_t v_descale_stride[2];
+  // K's mean, fp32 [batch, kv_heads, head_dim_qk]; written with FLASHTUNE_QUANTISE_MEAN unless NULL.
+  float *k_mean;
+  // Elements from one sequence, and from one KV head, to the next in `k_mean`.
+  int64_t k_mean_stride[2];
+  // KV heads; needed for Q alone, else 0 or those of K and V.
+  int64_t kv_heads;
+  // Cosines, [rotary_rows, rotary_dim / 2]; NULL: nothing is rotated by positions.
+  const void *cos;
+  // Sines.
+  const void *sin;
+  // From one position to the next in both.
+  int64_t rotary_stride;
+  // Positions that they have: rows at others become NaN where they would turn.
+  int64_t rotary_rows;
+  // Leading elements of a row that turn, an even number.
+  int64_t rotary_dim;
+  // Elements of both: a `flashtune_dtype`, F32 or that of Q and K.
+  int32_t rotary_dtype;
+  // Integers of `q_positions` and `k_positions`: 0 i32, 1 u32, 2 i64.
+  int32_t position_type;
+  // Position of each row of Q, [batch, q_len]; NULL: row i is at `q_first` and i.
+  const void *q_positions;
+  // The same for K.
+  const void *k_positions;
+  // Elements from one sequence to the next in `q_positions`; 0: all have the same.
+  int64_t q_position_stride;
+  // The same in `k_positions`.
+  int64_t k_position_stride;
+  // Position of the first row of Q in every sequence.
+  int64_t q_first;
+  // Position of the first row of K in every sequence.
+  int64_t k_first;
+} flashtune_quantise_args;
+
 // One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.
 // Fill it with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count
 // elements, and lengths and tables are read when the call runs: a captured call is replayed with others, within its
@@ -1105,6 +1198,25 @@ flashtune_status flashtune_forward(flashtune_engine engine, const struct flashtu
 // # Safety
 // As `flashtune_forward`.
 flashtune_status flashtune_prepare(flashtune_engine engine, const struct flashtune_forward_args *args);
+
+// Makes e4m3 operands and their scales on `stream` and returns at once (on the CPU when done): two launches, which
+// wait for nothing, allocate memory in the stream's order alone, and may be captured. The first call of a dtype and
+// head dims compiles. Does nothing without rows. The same bytes in every run.
+//
+// `stream`: the CUstream to launch on, of the engine's context; NULL: the default stream. On the CPU NULL.
+//
+// Addresses are checked as in `flashtune_forward`. Fails as it does.
+//
+// # Safety
+// `args` is NULL or valid, its addresses are as said above, and `stream` is a live one of the engine's context.
+flashtune_status flashtune_quantise(flashtune_engine engine, const struct flashtune_quantise_args *args, void *stream);
+
+// All of `flashtune_quantise` but the launch: compiles the kernel if need be and loads it, so that a call is launches
+// and no more. Reads and writes nothing that the arguments point to.
+//
+// # Safety
+// As `flashtune_quantise`.
+flashtune_status flashtune_prepare_quantise(flashtune_engine engine, const struct flashtune_quantise_args *args);
 
 // Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes
 // may compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a

@@ -212,7 +212,7 @@ pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
 }
 
 /// Of Q, K or V of a forward pass, which may be e4m3.
-fn operand(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
+pub(crate) fn operand(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
     match t.dtype {
         n if n == Dtype::E4m3 as i32 => view_of(tensor, t, DType::E4m3),
         _ => view(tensor, t),

@@ -3,6 +3,7 @@
 use crate::append::AppendArgs;
 use crate::backward::BackwardArgs;
 use crate::error::{Failure, Result};
+use crate::quantise::QuantiseArgs;
 use crate::types::{BlockMaskArgs, DlTensors, ForwardArgs, Options, RaggedArgs, Status};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -61,10 +62,17 @@ unsafe impl Sized32 for BackwardArgs {
     const FIRST: usize = 744;
 }
 
+// SAFETY: integers and raw pointers only, laid out without gaps (asserted below).
+unsafe impl Sized32 for QuantiseArgs {
+    const NAME: &'static str = "flashtune_quantise_args";
+    const FIRST: usize = 688;
+}
+
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Options>() == 104 && size_of::<ForwardArgs>() == 504);
     assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 576 && size_of::<AppendArgs>() == 560);
+    assert!(size_of::<QuantiseArgs>() == 688);
     assert!(size_of::<BackwardArgs>() == 824 && size_of::<DlTensors>() == 48);
 };
 

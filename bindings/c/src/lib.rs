@@ -28,6 +28,7 @@ mod log;
 mod parallel;
 mod prepared;
 mod program;
+mod quantise;
 mod ragged;
 mod serving;
 #[cfg(test)]
@@ -45,6 +46,10 @@ pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};
 pub use explain::flashtune_explain;
 pub use forward::{flashtune_forward, flashtune_prepare};
+pub use quantise::{
+    QUANTISE_HADAMARD, QUANTISE_INTERLEAVED, QUANTISE_K_WHOLE, QUANTISE_MEAN, QUANTISE_Q_WHOLE, QUANTISE_V_WHOLE,
+    QuantiseArgs, flashtune_prepare_quantise, flashtune_quantise,
+};
 pub use ragged::{flashtune_forward_ragged, flashtune_prepare_ragged};
 pub use serving::{
     flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_metrics, flashtune_write_untuned,

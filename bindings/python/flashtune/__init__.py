@@ -12,6 +12,7 @@ three as arguments. Bundles must be signed by a key of ``FLASHTUNE_TRUSTED_KEYS`
 """
 
 from . import _library
+from ._quantise import Quantised, quantise
 from ._version import __version__
 from .block_mask import BlockMask
 from .engine import Engine, default_engine, explain, set_default_engine
@@ -36,6 +37,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidTensor",
     "Missing",
+    "Quantised",
     "Sealed",
     "Step",
     "Unsupported",
@@ -52,6 +54,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "prepare_step",
+    "quantise",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "scaled_dot_product_attention",

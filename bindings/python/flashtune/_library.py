@@ -55,6 +55,11 @@ BACKWARD_AGAIN = struct.Struct("=8s" + 8 * "Q72s" + "QQQ")
 assert BACKWARD_AGAIN.size == BACKWARD_ARGS.size - struct.calcsize("=qqif")
 PACKED_AGAIN = struct.Struct("=4Q")
 GRADIENTS = struct.Struct("=QQ")
+# flashtune_quantise_args: struct_size, flags; q, k, v and what they become as above; addresses of the scales, their
+# strides; k_mean and its strides; kv_heads; cos, sin, their stride, rows, dim, dtype and the type of positions;
+# addresses of the positions, their strides, and first ones; of Q and K each.
+QUANTISE_ARGS = struct.Struct("=II" + 6 * "Q4q4qii" + "QQQ6qQ2qq" + "QQqqqii" + "QQ4q")
+QUANTISE_INTERLEAVED, QUANTISE_HADAMARD, QUANTISE_MEAN, QUANTISE_WHOLE = 1, 2, 4, 8 | 16 | 32
 # flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads,
 # kv_heads, q_len, kv_len.
 BLOCK_MASK_ARGS = struct.Struct("=IiQQQQ5q")
@@ -220,6 +225,7 @@ def _load(path):
         "flashtune_backward": (status, [handle, ctypes.c_char_p]),
         "flashtune_prepare_backward": (status, [handle, ctypes.c_char_p]),
         "flashtune_forward_ragged": (status, [handle, pointer(Ragged), ctypes.c_void_p]),
+        "flashtune_quantise": (status, [handle, ctypes.c_char_p, ctypes.c_void_p]),
         "flashtune_append": (status, [handle, pointer(Append), ctypes.c_void_p]),
         "flashtune_block_mask_create": (status, [handle, ctypes.c_char_p, pointer(handle)]),
         "flashtune_block_mask_destroy": (status, [handle]),

@@ -203,6 +203,12 @@ class Torch:
         """O beside e4m3 operands."""
         return like.new_empty(shape, dtype=self.torch.bfloat16)
 
+    def empty_e4m3(self, shape, like):
+        """What is quantised."""
+        if E4M3 not in self.dtypes.values():
+            raise Unsupported("this PyTorch has no float8_e4m3fn; use one from 2.1 on")
+        return like.new_empty(shape, dtype=self.torch.float8_e4m3fn)
+
     def empty_like(self, like):
         # Two thirds of `empty`, for what is contiguous.
         return self.torch.empty_like(like)
@@ -343,6 +349,14 @@ class NumPy:
     def empty_wide(self, shape, _like):
         """As for PyTorch. Whoever has e4m3 has imported the package that defines both."""
         return self.numpy.empty(shape, sys.modules["ml_dtypes"].bfloat16)
+
+    def empty_e4m3(self, shape, _like):
+        """As for PyTorch."""
+        try:
+            from ml_dtypes import float8_e4m3fn
+        except ImportError:
+            raise Unsupported("NumPy has no float8_e4m3fn without the package ml_dtypes; install it") from None
+        return self.numpy.empty(shape, float8_e4m3fn)
 
     def empty_like(self, like):
         return self.numpy.empty(like.shape, like.dtype)

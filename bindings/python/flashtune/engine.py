@@ -142,6 +142,18 @@ class Engine:
             descales=(q_descale, k_descale, v_descale),
         )  # fmt: skip
 
+    def quantise(
+        self, q=None, k=None, v=None, *, scales="head", subtract_mean=False, hadamard=False, rotary_cos=None,
+        rotary_sin=None, rotary_interleaved=True, q_positions=0, k_positions=0, kv_heads=None, layout="bshd",
+    ):  # fmt: skip
+        """:func:`flashtune.quantise` on this engine."""
+        from ._quantise import of_engine
+
+        return of_engine(
+            self, q, k, v, scales, subtract_mean, hadamard, rotary_cos, rotary_sin, rotary_interleaved, q_positions,
+            k_positions, kv_heads, layout,
+        )  # fmt: skip
+
     def create_block_mask(self, mask, B, H, Q_LEN, KV_LEN, *, tensors=None, H_KV=None):
         """:func:`create_block_mask` for calls of this engine."""
         return BlockMask(self, mask, B, H, Q_LEN, KV_LEN, tensors, H_KV)
