@@ -58,7 +58,7 @@ pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{
     AppendCpuSchedule, AppendCudaSchedule, BackwardCpuSchedule, BackwardNaiveSchedule, BackwardSm80Schedule,
-    BackwardSm90Schedule, CpuRaggedSchedule, CpuSchedule, Family, GradientCpuSchedule,
+    BackwardSm90Schedule, CpuE4m3Schedule, CpuRaggedSchedule, CpuSchedule, Family, GradientCpuSchedule,
     GradientNaiveSchedule, NaiveRaggedSchedule, NaiveSchedule, PAD_ROWS, PadCudaSchedule, Place, Purpose,
     QuantiseCpuSchedule, QuantiseCudaSchedule, QuantiseScratch, RaggedAccount, RaggedUnaddressable, Schedule,
     Sm80F32Schedule, Sm80RaggedSchedule, Sm80Schedule, Sm90Fp8Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale,

@@ -48,6 +48,7 @@ pub const FILES: &[(&str, &str)] = files![
     "backward/sm90/tiles.cuh",
     "backward/sm90/turns.cuh",
     "forward/cpu.c",
+    "forward/cpu_e4m3.c",
     "forward/cpu_ragged.c",
     "forward/naive.cu",
     "forward/naive_ragged.cu",

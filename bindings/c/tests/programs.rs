@@ -85,6 +85,11 @@ fn ragged_batches_and_appends_compute_or_say_why_not() {
 }
 
 #[test]
+fn quantised_operands_compute_or_say_why_not() {
+    print!("{}", run("tests/quantise.c"));
+}
+
+#[test]
 fn tensors_of_dlpack_compute_or_say_why_not() {
     print!("{}", run("tests/dlpack.c"));
 }

@@ -17,6 +17,7 @@ pub(crate) mod backward_sm80;
 pub(crate) mod backward_sm90;
 pub(crate) mod fields;
 pub(crate) mod forward_cpu;
+pub(crate) mod forward_cpu_e4m3;
 pub(crate) mod forward_cpu_ragged;
 pub(crate) mod forward_naive;
 pub(crate) mod forward_naive_ragged;
@@ -43,6 +44,7 @@ pub use backward_sm80::BackwardSm80Schedule;
 pub use backward_sm90::{BackwardSm90Schedule, backward_unaddressable};
 pub use fields::Place;
 pub use forward_cpu::CpuSchedule;
+pub use forward_cpu_e4m3::CpuE4m3Schedule;
 pub use forward_cpu_ragged::CpuRaggedSchedule;
 pub use forward_naive::NaiveSchedule;
 pub use forward_naive_ragged::NaiveRaggedSchedule;
@@ -282,6 +284,8 @@ families! {
     "forward/sm80_ragged": ForwardSm80Ragged = Sm80Ragged(Sm80RaggedSchedule);
     /// C for the host processor.
     "forward/cpu": ForwardCpu = Cpu(CpuSchedule);
+    /// C for the host processor, for e4m3 and for tests.
+    "forward/cpu_e4m3": ForwardCpuE4m3 = CpuE4m3(CpuE4m3Schedule);
     /// C for the host processor, for ragged batches.
     "forward/cpu_ragged": ForwardCpuRagged = CpuRagged(CpuRaggedSchedule);
     /// Plain fp32 CUDA: the oracle on the GPU, and f32 in precision `exact`.
@@ -384,10 +388,11 @@ impl Family {
         let of_e4m3 = of_family!(self, S, wrap => <S as KernelFamily>::OF_E4M3);
         if of_e4m3 != (problem.dtype == DType::E4m3) {
             let (limit, remedy) = match of_e4m3 {
-                true => ("computes e4m3 only", "use forward/sm90"),
-                false => {
-                    ("does not compute e4m3", "forward/sm90_fp8 does, on sm_90a; elsewhere convert to bf16 or f16")
-                }
+                true => ("computes e4m3 only", "use forward/sm90 or forward/cpu"),
+                false => (
+                    "does not compute e4m3",
+                    "forward/sm90_fp8 does on sm_90a, forward/cpu_e4m3 on the host; elsewhere convert to bf16 or f16",
+                ),
             };
             return Err(Error::unsupported("dtype", problem.dtype, format!("{self} {limit}"), remedy));
         }

@@ -440,6 +440,8 @@ pub fn check_kernel(
 #[cfg(test)]
 mod backward_tests;
 #[cfg(test)]
+mod e4m3_tests;
+#[cfg(test)]
 mod gradient_tests;
 #[cfg(test)]
 mod quantise_tests;

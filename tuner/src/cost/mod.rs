@@ -29,6 +29,7 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::CpuRagged(s) => forward_cpu_ragged::cost(kernel, s, shape, device),
         // They have one schedule: nothing to choose.
         Schedule::Naive(_)
+        | Schedule::CpuE4m3(_)
         | Schedule::NaiveRagged(_)
         | Schedule::AppendCuda(_)
         | Schedule::AppendCpu(_)

@@ -1,0 +1,144 @@
+/* @{ header }@ */
+
+/* Attention over e4m3 on the CPU, for tests and not for speed: codes become floats when they are read, products are of
+ * floats, P is not rounded, and sums of P V are in double.
+ *
+ * A tile is BLOCK_Q queries of one head, which go through the keys together: all scores first, then the maxima and the
+ * weights, then the values. */
+
+#define DTYPE_f32 0
+#define DTYPE_f16 1
+#define DTYPE_bf16 2
+#define ISA_generic 0
+#define ISA_avx2 1
+#define ISA ISA_generic
+#define AVX512 0
+#define AMX 0
+
+#define DTYPE DTYPE_@{ output }@  /* of O */
+#define HEAD_DIM_QK @{ head_dim_qk }@
+#define HEAD_DIM_V @{ head_dim_v }@
+#define MASK_LEFT @{ mask_left }@
+#define MASK_RIGHT @{ mask_right }@
+#define BLOCK_Q @{ block_q }@
+
+#include <stdint.h>
+
+<% include "lib/cpu/abi.h" %>
+<% include "lib/cpu/vec.h" %>
+<% include "lib/cpu/convert.h" %>
+<% include "lib/cpu/exp2.h" %>
+<% include "lib/cpu/mask.h" %>
+
+#define LOG2E 1.44269504088896341f
+#define LN2 0.69314718055994531
+#define LONGEST (HEAD_DIM_QK > HEAD_DIM_V ? HEAD_DIM_QK : HEAD_DIM_V)
+
+/* What one thread works in; behind it the scores, a row of the tile's keys for each query. */
+typedef struct {
+    _Alignas(64) float q[BLOCK_Q][HEAD_DIM_QK];
+    _Alignas(64) double o[BLOCK_Q][HEAD_DIM_V];
+    _Alignas(64) float row[LONGEST];
+    double sum[BLOCK_Q];
+    float maximum[BLOCK_Q];
+    _Alignas(64) float scores[];
+} Scratch;
+
+INLINE int64_t pitch(const ForwardArgs *args) { return ((int64_t)args->kv_len + LANES - 1) / LANES * LANES; }
+
+/* A code as a float. Exponent and mantissa lie as a float's do, but for a bias that is less by 120. */
+INLINE float of_code(uint8_t code) {
+    const float magnitude = (float_bits){.u = (uint32_t)(code & 0x7f) << 20}.f * 0x1p120f;
+    const uint32_t bits = (code & 0x7f) == 0x7f ? 0x7fffffff : (float_bits){.f = magnitude}.u;
+    return (float_bits){.u = bits | (uint32_t)(code & 0x80) << 24}.f;
+}
+INLINE void of_codes(float *to, const uint8_t *from, int n) {
+    for (int i = 0; i < n; i++) to[i] = of_code(from[i]);
+}
+
+/* The scale of a head. */
+INLINE float scale_of(const float *scales, const int64_t *stride, int64_t batch, int64_t kv_head) {
+    return scales ? scales[batch * stride[0] + kv_head * stride[1]] : 1;
+}
+
+uint64_t ft_tiles(const ForwardArgs *args) {
+    return (uint64_t)args->batch * args->heads * (((uint64_t)args->q_len + BLOCK_Q - 1) / BLOCK_Q);
+}
+
+uint64_t ft_scratch_bytes(const ForwardArgs *args) {
+    return sizeof(Scratch) + sizeof(float) * BLOCK_Q * (uint64_t)pitch(args);
+}
+
+void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
+    Scratch *scratch = memory;
+    const uint64_t blocks = ((uint64_t)args->q_len + BLOCK_Q - 1) / BLOCK_Q;
+    const int64_t head_index = (int64_t)(index / blocks), first = (int64_t)(index % blocks) * BLOCK_Q;
+    const int64_t batch = head_index / args->heads, head = head_index % args->heads;
+    const int64_t kv_head = head / (args->heads / args->kv_heads);
+    const int queries = (int)min64(BLOCK_Q, args->q_len - first);
+    const uint8_t *q = (const uint8_t *)args->q + batch * args->q_stride[0] + head * args->q_stride[1];
+    const uint8_t *k = (const uint8_t *)args->k + batch * args->k_stride[0] + kv_head * args->k_stride[1];
+    const uint8_t *v = (const uint8_t *)args->v + batch * args->v_stride[0] + kv_head * args->v_stride[1];
+    element *o = (element *)args->o + batch * args->o_stride[0] + head * args->o_stride[1];
+    /* From Q K^T to units of log2. */
+    const float scale = args->scale * LOG2E * scale_of(args->q_descale, args->q_descale_stride, batch, kv_head) *
+                        scale_of(args->k_descale, args->k_descale_stride, batch, kv_head);
+    const float v_scale = scale_of(args->v_descale, args->v_descale_stride, batch, kv_head);
+    const KeyRange range = key_range(args, first, first + queries);
+
+    for (int i = 0; i < queries; i++) of_codes(scratch->q[i], q + (first + i) * args->q_stride[2], HEAD_DIM_QK);
+    for (int64_t key = range.begin; key < range.end; key++) {
+        of_codes(scratch->row, k + key * args->k_stride[2], HEAD_DIM_QK);
+        for (int i = 0; i < queries; i++) {
+            float parts[LANES] = {0};
+            for (int d = 0; d < HEAD_DIM_QK; d++) parts[d % LANES] += scratch->q[i][d] * scratch->row[d];
+            float sum = 0;
+            for (int x = 0; x < LANES; x++) sum += parts[x];
+            const int live = key >= key_begin(args, first + i) && key < key_end(args, first + i);
+            scratch->scores[i * pitch(args) + key - range.begin] = live ? sum * scale : -INF;
+        }
+    }
+    const int64_t keys = max64(range.end - range.begin, 0);
+    for (int i = 0; i < queries; i++) {
+        float *p = scratch->scores + i * pitch(args), maximum = -INF;
+        for (int64_t j = 0; j < keys; j++) maximum = p[j] > maximum ? p[j] : maximum;
+        double sum = 0;
+        for (int64_t j = 0; j < keys; j += LANES) {
+            for (int64_t x = j; x < j + LANES; x++) p[x] = x < keys ? p[x] : -INF;
+            vf_store(p + j, vf_exp2(vf_load(p + j) - maximum));
+            for (int64_t x = j; x < j + LANES && x < keys; x++) {
+                /* No key but masked ones: the difference of two infinities is no weight. */
+                const int64_t key = range.begin + x;
+                if (key < key_begin(args, first + i) || key >= key_end(args, first + i)) p[x] = 0;
+                sum += p[x];
+            }
+        }
+        scratch->maximum[i] = maximum, scratch->sum[i] = sum;
+        for (int d = 0; d < HEAD_DIM_V; d++) scratch->o[i][d] = 0;
+    }
+    for (int64_t key = range.begin; key < range.end; key++) {
+        of_codes(scratch->row, v + key * args->v_stride[2], HEAD_DIM_V);
+        for (int i = 0; i < queries; i++) {
+            /* Zero times the NaN of a masked key is NaN. */
+            if (key < key_begin(args, first + i) || key >= key_end(args, first + i)) continue;
+            const float p = scratch->scores[i * pitch(args) + key - range.begin];
+            for (int d = 0; d < HEAD_DIM_V; d++) scratch->o[i][d] += (double)p * scratch->row[d];
+        }
+    }
+    for (int i = 0; i < queries; i++) {
+        const int64_t query = first + i;
+        const int empty = key_begin(args, query) >= key_end(args, query);
+        const double inverse = empty ? 0 : 1 / scratch->sum[i];
+        for (int d = 0; d < HEAD_DIM_V; d++) scratch->row[d] = (float)(scratch->o[i][d] * inverse * v_scale);
+        narrow_row(o + query * args->o_stride[2], scratch->row, HEAD_DIM_V);
+        if (args->lse)
+            args->lse[head_index * args->q_len + query] =
+                empty ? -INF : (float)(scratch->maximum[i] * LN2 + natural_log(scratch->sum[i]));
+        if (!args->weights) continue;
+        float *weights = args->weights + (head_index * args->q_len + query) * args->kv_len;
+        for (int64_t key = 0; key < args->kv_len; key++) {
+            const int live = key >= key_begin(args, query) && key < key_end(args, query);
+            weights[key] = live ? (float)(scratch->scores[i * pitch(args) + key - range.begin] * inverse) : 0;
+        }
+    }
+}
