@@ -2,8 +2,8 @@
 
 use crate::engine::Engine;
 use crate::{Result, read_templates};
-use flashtune_cache::{ArtifactFiles, CacheDir, Launches, Layers, Trust, bundles_from_env};
-use flashtune_codegen::{SCRATCH_LIMIT, TemplateSet};
+use flashtune_cache::{ArtifactFiles, CacheDir, Launches, Layers, Levels, Needed, Trust, bundles_from_env};
+use flashtune_codegen::{InstructionPath, Paths, SCRATCH_LIMIT, TemplateSet};
 use flashtune_runtime::dispatch::{Dispatcher, DispatcherConfig, Policy};
 use flashtune_runtime::{CpuDevice, Device, DeviceSpec, Threads, no_graphs};
 use flashtune_tuner::WorkerCommand;
@@ -26,6 +26,7 @@ pub struct Builder {
     default_meanwhile: bool,
     quick_first: Option<bool>,
     scratch_limit: Option<u64>,
+    allowed: Vec<InstructionPath>,
     threads: Threads,
 }
 
@@ -143,17 +144,28 @@ impl Builder {
         self
     }
 
+    /// Takes kernels of an instruction path that no card is known to have executed (its level is `emulated` or
+    /// `compiled`, as [`Engine::explain`] says), for calls and for tuning; may be called again. Those of
+    /// `FLASHTUNE_ALLOW_PATHS` are allowed beside. A `flashtune check` or a tuning that passes on the card makes this
+    /// unnecessary there.
+    pub fn allow_path(mut self, path: InstructionPath) -> Self {
+        self.allowed.push(path);
+        self
+    }
+
     /// Opens device and layers. Compiles no kernel and writes nothing; where nothing is stored, a GPU's compiler is
     /// loaded beside.
     ///
     /// # Errors
-    /// A device that is not there, a bundle that cannot be read or that nobody trusted signed, templates that do not
-    /// parse, graphs on a device that has none.
+    /// An unknown path in `FLASHTUNE_ALLOW_PATHS`, a device that is not there, a bundle that cannot be read or that
+    /// nobody trusted signed, templates that do not parse, graphs on a device that has none.
     pub fn build(self) -> Result<Engine> {
         let quick_first = match self.quick_first {
             Some(yes) => yes,
             None => quick_first_from_env()?,
         };
+        let mut allowed = self.allowed;
+        allowed.extend(allowed_paths_from_env()?);
         let templates = match self.templates.or_else(templates_from_env) {
             Some(folder) => read_templates(&folder)?,
             None => TemplateSet::embedded(),
@@ -197,12 +209,19 @@ impl Builder {
         if launches == Launches::Graph && !device.has_graphs() {
             return Err(no_graphs().into());
         }
+        let needed = Needed::new(device.fingerprint().arch, &templates);
+        let paths = Paths::allowing(allowed.iter().copied());
+        let paths = match &cache {
+            Some(dir) => Levels::new(dir).apply(paths, &needed),
+            None => paths,
+        };
         let dispatcher = Dispatcher::new(DispatcherConfig {
             device,
             launches,
             templates: templates.clone(),
             policy: self.policy,
             layers,
+            paths,
             artifacts: cache.as_ref().map(ArtifactFiles::new),
         });
         Ok(Engine {
@@ -210,6 +229,7 @@ impl Builder {
             templates,
             cache,
             unused_cache,
+            allowed,
             policy: self.policy,
             launches,
             candidates: self.candidates,
@@ -237,6 +257,16 @@ fn launches_from_env() -> Result<Launches> {
 
 fn templates_from_env() -> Option<PathBuf> {
     std::env::var_os(crate::TEMPLATES_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from)
+}
+
+/// The instruction paths that `FLASHTUNE_ALLOW_PATHS` names.
+///
+/// # Errors
+/// A name that no family has.
+pub fn allowed_paths_from_env() -> Result<Vec<InstructionPath>> {
+    let text = std::env::var(crate::ALLOW_PATHS_VARIABLE).unwrap_or_default();
+    let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+    Ok(names.map(str::parse).collect::<std::result::Result<_, _>>()?)
 }
 
 fn quick_first_from_env() -> Result<bool> {

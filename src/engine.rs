@@ -5,11 +5,11 @@ use crate::builder::{Builder, Candidates};
 use crate::call_log::CallLog;
 use crate::padding::{self, Padding};
 use crate::{Error, Result};
-use flashtune_cache::{CacheDir, Launches, Layers, RecordKey};
+use flashtune_cache::{CacheDir, Launches, Layers, Levels, RecordKey};
 use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{
-    CallSizes, Constraint, Constraints, Family, Mask, Op, Precision, Problem, Shape, ShapeBucket, TemplateSet,
-    has_loose_biases, is_addressable,
+    CallSizes, Constraint, Constraints, Family, InstructionPath, Mask, Op, Paths, Precision, Problem, Shape,
+    ShapeBucket, TemplateSet, has_loose_biases, is_addressable,
 };
 use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
@@ -126,6 +126,8 @@ pub struct Engine {
     pub(crate) cache: Option<CacheDir>,
     /// The folder that was named and cannot be used.
     pub(crate) unused_cache: Option<CacheDir>,
+    /// Instruction paths that are allowed by name.
+    pub(crate) allowed: Vec<InstructionPath>,
     pub(crate) policy: Policy,
     pub(crate) launches: Launches,
     pub(crate) candidates: Candidates,
@@ -173,6 +175,11 @@ impl Engine {
     /// Records and artifacts, in lookup order.
     pub fn layers(&self) -> &Layers {
         self.dispatcher.layers()
+    }
+
+    /// Which instruction paths are taken beside those that a card is known to have executed.
+    pub fn paths(&self) -> Arc<Paths> {
+        self.dispatcher.paths()
     }
 
     /// The policy.
@@ -382,9 +389,12 @@ impl Engine {
         let bucket = job.bucket(&device);
         let wanted = RecordKey { device, problem: job.problem, bucket, launches: job.launches };
         let mut job = job.clone();
+        job.allowed.extend(&self.allowed);
         job.rivals.extend(self.layers().rivals(self.dispatcher.needed(), &wanted));
         let _one_at_a_time = self.tuning.lock().unwrap_or_else(PoisonError::into_inner);
         let outcome = flashtune_tuner::tune(&mut self.runner()?, &self.templates, dir, &job, observer)?;
+        let allowed = Paths::allowing(self.allowed.iter().copied());
+        self.dispatcher.set_paths(Levels::new(dir).apply(allowed, self.dispatcher.needed()));
         self.dispatcher.refresh();
         Ok(outcome)
     }

@@ -59,13 +59,19 @@ pub const LAUNCHES_VARIABLE: &str = "FLASHTUNE_LAUNCHES";
 /// The variable that says whether a quick schedule answers calls while their own is being compiled: `1` or `0`.
 pub const QUICK_FIRST_VARIABLE: &str = "FLASHTUNE_QUICK_FIRST";
 
+/// The variable that names instruction paths which no card is known to have executed and which are taken all the same,
+/// with commas between.
+pub const ALLOW_PATHS_VARIABLE: &str = "FLASHTUNE_ALLOW_PATHS";
+
 pub use backward::{Backward, Packed};
-pub use builder::Builder;
+pub use builder::{Builder, allowed_paths_from_env};
 pub use engine::{Dispatch, Engine, Forward};
 pub use error::{Error, Result};
 pub use flashtune_cache::{Launches, Trust};
 pub use flashtune_codegen::score::{Elements, Program, ProgramRef, Scalar, SideData};
-pub use flashtune_codegen::{CallSizes, DType, Mask, MaskKind, PageClass, Precision, Problem, Shape};
+pub use flashtune_codegen::{
+    CallSizes, DType, InstructionPath, Level, Mask, MaskKind, PageClass, Precision, Problem, Shape,
+};
 pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
 };

@@ -5,6 +5,7 @@
 //! <root>/v7/artifacts/ab/..art  compiled kernels by recipe key
 //! <root>/v7/claims/            who compiles or tunes what at the moment; empty when nobody does
 //! <root>/v7/jobs/              what tunings that were cut short had done
+//! <root>/v7/levels/            which instructions this user's cards have shown to run
 //! <root>/v7/store/              the tuner's journal (sled)
 //! <root>/v7/store.lock          held while a tuner has the journal
 //! ```
@@ -16,7 +17,7 @@
 //! everything goes through the open handle, which clones share, and no link below it is followed.
 
 use crate::folder::{Folder, Seen};
-use crate::layout::{ARTIFACTS, CLAIMS, FILES, FOLDERS, JOBS, SNAPSHOT, STORE, is_claim, is_job};
+use crate::layout::{ARTIFACTS, CLAIMS, FILES, FOLDERS, JOBS, LEVELS, SNAPSHOT, STORE, is_claim, is_job, is_level};
 use crate::publish::Unfinished;
 use crate::{Bundle, Error, Result};
 use std::os::unix::fs::DirBuilderExt;
@@ -147,7 +148,7 @@ impl CacheDir {
                 _ => {}
             }
         }
-        for (folder, is_own) in [(CLAIMS, is_claim as fn(&str) -> bool), (JOBS, is_job)] {
+        for (folder, is_own) in [(CLAIMS, is_claim as fn(&str) -> bool), (JOBS, is_job), (LEVELS, is_level)] {
             // Work is done without claims and progress where there can be none, but not over a link.
             let names = base.open(folder).and_then(|folder| folder.own_names(is_own));
             if let Err(e @ Error::Link { .. }) = names {

@@ -8,13 +8,15 @@ pub const ARTIFACTS: &str = "artifacts";
 pub const CLAIMS: &str = "claims";
 /// The folder of jobs that were cut short.
 pub const JOBS: &str = "jobs";
+/// The folder of levels that cards have raised.
+pub const LEVELS: &str = "levels";
 /// The folder of the tuner's journal.
 pub const STORE: &str = "store";
 /// The file whose lock says that a tuner has the journal.
 pub const LOCK: &str = "store.lock";
 
 /// All folders of the layout.
-pub const FOLDERS: [&str; 4] = [ARTIFACTS, CLAIMS, JOBS, STORE];
+pub const FOLDERS: [&str; 5] = [ARTIFACTS, CLAIMS, JOBS, LEVELS, STORE];
 /// All files directly in the base folder.
 pub const FILES: [&str; 2] = [SNAPSHOT, LOCK];
 
@@ -29,6 +31,11 @@ pub fn is_claim(name: &str) -> bool {
 /// The progress of a job: its key.
 pub fn is_job(name: &str) -> bool {
     name.strip_suffix(".log").is_some_and(|key| is_hex(key, 64))
+}
+
+/// The level of a path on an arch: their key.
+pub fn is_level(name: &str) -> bool {
+    name.strip_suffix(".level").is_some_and(|key| is_hex(key, 64))
 }
 
 /// A folder of kernels: the first digits of their keys.
@@ -82,6 +89,7 @@ mod tests {
     fn only_names_that_this_program_gives_match() {
         let key = crate::Key::of(b"x").hex();
         assert!(is_claim(&key) && is_job(&format!("{key}.log")) && is_part(&key[..2]));
+        assert!(is_level(&format!("{key}.level")) && !is_level(&key) && !is_level(&format!("{key}.log")));
         assert!(is_kernel(&format!("{key}.art"), &key[..2]) && is_kernel(&format!("{key}.damaged"), &key[..2]));
         for wrong in [&key[1..], &key.to_uppercase(), &format!("{key}0"), "", "notes.txt", "Makefile"] {
             assert!(!is_claim(wrong) && !is_job(wrong) && !is_job(&format!("{wrong}.log")), "{wrong}");

@@ -38,6 +38,7 @@ mod key;
 mod launches;
 mod layers;
 mod layout;
+mod levels;
 mod merge;
 mod progress;
 mod publish;
@@ -74,6 +75,7 @@ pub use layers::{
     BUNDLES_VARIABLE, EMBEDDED_LAYER, FILES_LAYER, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
     SNAPSHOT_LAYER, bundles_from_env,
 };
+pub use levels::{KeptLevel, Levels};
 pub use merge::{MergeSummary, merge_bundles};
 pub use progress::{Lesson, Progress};
 pub use record::{Finalist, Provenance, Record, RecordKey, Rival};

@@ -8,7 +8,8 @@ use crate::encoding::Undecodable;
 use crate::evict::{Evicted, evict, limit_from_env};
 use crate::folder::{Folder, Seen};
 use crate::layout::{
-    ARTIFACTS, CLAIMS, FILES, FOLDERS, JOBS, SNAPSHOT, STORE, is_blob, is_claim, is_job, is_kernel, is_part, of_sled,
+    ARTIFACTS, CLAIMS, FILES, FOLDERS, JOBS, LEVELS, SNAPSHOT, STORE, is_blob, is_claim, is_job, is_kernel, is_level,
+    is_part, of_sled,
 };
 use crate::store::{StoreLock, reap_unfinished};
 use crate::{ArtifactFiles, CacheDir, Claims, Error, Key, Result, Store, files, regular};
@@ -53,6 +54,8 @@ pub struct Usage {
     pub journal: Amount,
     /// What tunings that were cut short had done.
     pub jobs: Amount,
+    /// Levels that cards have raised.
+    pub levels: Amount,
     /// Claims on work that is under way, or was when its process was killed.
     pub claims: Amount,
     /// Files, folders and links of other names, kinds or owners, directly in the folders of the layout: nothing touches
@@ -100,6 +103,7 @@ enum Kind {
     Snapshot,
     Journal,
     Job,
+    Level,
     Claim,
     Lock,
 }
@@ -139,6 +143,7 @@ impl CacheDir {
                 Kind::Snapshot => usage.snapshot.add(file.seen.length),
                 Kind::Journal => usage.journal.add(file.seen.length),
                 Kind::Job => usage.jobs.add(file.seen.length),
+                Kind::Level => usage.levels.add(file.seen.length),
                 Kind::Claim => usage.claims.add(file.seen.length),
                 Kind::Lock => {}
             }
@@ -223,8 +228,8 @@ impl CacheDir {
         Ok(done)
     }
 
-    /// Removes all results: kernels, snapshot, journal, progress, and the folders that are empty then. The lock's file
-    /// stays, since another process may be waiting for it, and so do claims that somebody holds.
+    /// Removes all results: kernels, snapshot, journal, progress, levels, and the folders that are empty then. The
+    /// lock's file stays, since another process may be waiting for it, and so do claims that somebody holds.
     ///
     /// # Errors
     /// [`Error::Locked`] while a tuner has the folder; [`Error::Link`] when a link lies where something of this
@@ -283,6 +288,7 @@ impl CacheDir {
         found.look(&base, &[], kind_of_file, |name| FOLDERS.contains(&name))?;
         found.below(&base, &[CLAIMS], |name| is_claim(name).then_some(Kind::Claim), |_| false)?;
         found.below(&base, &[JOBS], |name| is_job(name).then_some(Kind::Job), |_| false)?;
+        found.below(&base, &[LEVELS], |name| is_level(name).then_some(Kind::Level), |_| false)?;
         let of_journal = |name: &str| (of_sled(name) == Some(false)).then_some(Kind::Journal);
         found.below(&base, &[STORE], of_journal, |name| name == BLOBS)?;
         found.below(&base, &[STORE, BLOBS], |name| is_blob(name).then_some(Kind::Journal), |_| false)?;

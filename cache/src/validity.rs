@@ -66,6 +66,11 @@ impl Needed {
         &self.templates[&family]
     }
 
+    /// What results of a family must have.
+    pub fn validity(&self, family: Family) -> Validity {
+        Validity { arch: self.arch, family, templates: self.templates(family).to_owned(), abi: self.abi }
+    }
+
     /// The first field in which a stored result differs from what is needed.
     pub fn difference(&self, found: &Validity) -> Option<Difference> {
         let differs = |field, found: String, expected: String| {

@@ -88,7 +88,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let mut compilers: HashMap<Arch, Arc<dyn Compiler>> = HashMap::new();
     for &arch in &args.arch {
         compilers.insert(arch, flashtune::runtime::compiler_for(arch)?);
-        for relinked @ Relinked { kernel, .. } in relink::relink(&carried, arch, &mut relinked) {
+        let paths = cx.paths(arch)?;
+        for relinked @ Relinked { kernel, .. } in relink::relink(&carried, arch, &paths, &mut relinked) {
             kernels.insert(kernel.name(), kernel);
             records.push(untuned(relinked, &templates, &*compilers[&arch], made));
         }
@@ -98,7 +99,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             (false, _) => args.cases.on(arch, args.cases.cases(&default_case())?),
         };
         for case in cases {
-            let kernel = default_kernel(&case, arch)?;
+            let kernel = default_kernel(&case, arch, &paths)?;
             kernels.insert(kernel.name(), kernel);
             let Case { problem, shape, .. } = case;
             let relinked = Relinked { problem, bucket: ShapeBucket::of(&shape), shape, kernel };

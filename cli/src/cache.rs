@@ -61,7 +61,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
         What::Clear { yes: false } => {
             let held = dir.usage()?;
-            let size = size(&[held.kernels, held.damaged, held.snapshot, held.journal, held.jobs]);
+            let size = size(&[held.kernels, held.damaged, held.snapshot, held.journal, held.jobs, held.levels]);
             let records = held.records;
             Err(usage(format!(
                 "`cache clear` removes {size} and {records} records in {}, for good; `export` keeps them in a bundle, \
@@ -85,6 +85,7 @@ fn show(cx: &mut Context, dir: &CacheDir) -> Result<()> {
         ("snapshot", held.snapshot, format!("{} records, which processes read", held.records)),
         ("journal", held.journal, "of tuning: records, trials, timelines".to_owned()),
         ("jobs", held.jobs, "tunings that were cut short and go on there".to_owned()),
+        ("levels", held.levels, "instructions that cards of yours have shown to run".to_owned()),
         ("claims", held.claims, "work that is under way".to_owned()),
     ];
     for (name, amount, what) in lines.iter().filter(|(_, amount, _)| amount.files > 0) {

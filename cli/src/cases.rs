@@ -5,7 +5,7 @@ use super::lists::{MaskChoice, Masks, ScoreChange, Sizes, joined, masks, sizes, 
 use anyhow::Result;
 use flashtune::codegen::score::ProgramRef;
 use flashtune::codegen::{
-    Arch, CallSizes, Family, KvElement, KvKind, KvScales, KvStore, PageClass, Precision, ShapeBucket,
+    Arch, CallSizes, Family, KvElement, KvKind, KvScales, KvStore, PageClass, Paths, Precision, ShapeBucket,
 };
 use flashtune::{DType, Mask, Problem, Shape};
 use std::str::FromStr;
@@ -255,14 +255,30 @@ pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u
     Case::new(problem, &Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask })
 }
 
-/// The family of a name, or the best one for the problem at such sizes.
-pub fn family(name: Option<&str>, problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Result<Family> {
+/// The family of a name, or the best one for the problem at such sizes whose instruction path is taken.
+pub fn family(
+    name: Option<&str>,
+    problem: &Problem,
+    arch: Arch,
+    bucket: &ShapeBucket,
+    paths: &Paths,
+) -> Result<Family> {
     let Some(name) = name else {
-        let best = Family::candidates_for(problem, arch, bucket).first().copied();
+        let mut untried = None;
+        for family in Family::candidates_for(problem, arch, bucket) {
+            match paths.admit(family, problem, arch) {
+                Ok(()) => return Ok(family),
+                Err(e) => untried = untried.or(Some(e)),
+            }
+        }
+        if let Some(e) = untried {
+            return Err(e.into());
+        }
         let why = || Family::ALL.into_iter().filter_map(|f| f.supports(problem, arch).err()).map(|e| e.to_string());
-        return best.ok_or_else(|| {
-            usage(format!("no kernel family computes {problem} on {arch}: {}", why().collect::<Vec<_>>().join("; ")))
-        });
+        return Err(usage(format!(
+            "no kernel family computes {problem} on {arch}: {}",
+            why().collect::<Vec<_>>().join("; ")
+        )));
     };
     let family = family_named(name)?;
     family.supports(problem, arch)?;

@@ -1,7 +1,7 @@
 //! `flashtune check`: kernels against the fp64 reference, on the device that is here.
 
 use super::cases::family_named;
-use super::context::Context;
+use super::context::{Context, unix_time};
 use super::exit::{Failed, usage};
 use super::lists::{MaskChoice, Masks, ScoreChange, joined};
 use super::progress;
@@ -10,11 +10,11 @@ use super::sweep::{self, Effort, Failure};
 use super::table::table;
 use super::weights;
 use anyhow::Result;
-use flashtune::cache::{Artifact, ArtifactFiles};
+use flashtune::cache::{Artifact, ArtifactFiles, KeptLevel, Levels, Needed};
 use flashtune::codegen::score::{Program, ProgramRef, Storage};
 use flashtune::codegen::{
-    Arch, Constraint, Constraints, Family, Kernel, Op, Purpose, Schedule, ShapeBucket, TemplateSet,
-    ragged_unaddressable,
+    Arch, Constraint, Constraints, Evidence, Family, InstructionPath, Kernel, Level, Op, Paths, Purpose, Schedule,
+    ShapeBucket, TemplateSet, ragged_unaddressable,
 };
 use flashtune::runtime::{
     self, BackwardCase, CheckCase, CheckInputs, CheckReport, Compiler, Device, GradientCase, Module, Poison,
@@ -23,7 +23,7 @@ use flashtune::runtime::{
 use flashtune::{Mask, Problem, Shape};
 use rayon::prelude::*;
 use serde_json::json;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
@@ -70,6 +70,8 @@ struct Tally {
     /// Largest error over its bound, and where.
     worst: (f64, String),
     failures: Vec<Failure>,
+    /// Of each instruction path, what this build knows of it, and whether all of its kernels passed.
+    paths: BTreeMap<InstructionPath, (Evidence, bool)>,
 }
 
 /// The score program that the options name.
@@ -202,12 +204,15 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         }
     }
 
-    let Tally { kernels, checks, worst, failures } = &tally;
+    // What was left out of the sweep was not shown to run.
+    let whole = args.problem.is_none() && args.kernel.is_none() && args.mask.is_none() && args.score.is_none();
+    let raised = keep_levels(cx, &tally, whole)?;
+    let Tally { kernels, checks, worst, failures, .. } = &tally;
     let seconds = start.elapsed().as_secs_f64();
     if cx.json() {
         cx.print_json(&json!({
             "device": device.fingerprint().to_string(), "kernels": kernels, "checks": checks, "failures": failures,
-            "worst": { "error_over_bound": worst.0, "at": worst.1 }, "seconds": seconds,
+            "worst": { "error_over_bound": worst.0, "at": worst.1 }, "seconds": seconds, "raised": raised,
         }))?;
     } else {
         if !failures.is_empty() {
@@ -228,10 +233,35 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             worst.1
         )?;
     }
+    if let (false, [_, ..]) = (cx.json(), &raised[..]) {
+        writeln!(cx.out, "ran here, which is kept: {}", raised.join(", "))?;
+    }
     match failures.len() {
         0 => Ok(()),
         n => Err(Failed(format!("{n} of {checks} checks failed on {}", device.fingerprint())).into()),
     }
+}
+
+/// Keeps the levels of the instruction paths that passed where nobody knew that such a card had executed them, if the
+/// whole sweep of each was gone through, and takes back those that failed. Gives those that were raised.
+fn keep_levels(cx: &mut Context, tally: &Tally, whole: bool) -> Result<Vec<String>> {
+    let fingerprint = cx.device()?.fingerprint().clone();
+    let arch = fingerprint.arch;
+    // Without a folder nothing is kept.
+    let Ok(dir) = cx.cache_dir() else { return Ok(Vec::new()) };
+    let (levels, needed, paths) = (Levels::new(&dir), Needed::new(arch, &*cx.templates()?), cx.paths(arch)?);
+    let mut raised = Vec::new();
+    for path in tally.failed() {
+        levels.lower(path, arch);
+    }
+    for path in tally.shown(&paths, arch).filter(|_| whole) {
+        let level = KeptLevel::new(*path, &needed, Level::Ran, &fingerprint.name, "check", unix_time());
+        match levels.raise(&level) {
+            Ok(_) => raised.push(path.to_string()),
+            Err(e) => tracing::warn!(%path, error = %e, "that it ran here is not kept"),
+        }
+    }
+    Ok(raised)
 }
 
 /// Compiles a kernel, or takes it from the artifact files, and loads it.
@@ -268,7 +298,10 @@ fn check_problem(
     let mut modules = Vec::new();
     for (kernel, module) in kernels {
         match module {
-            Ok(module) => modules.push((kernel, module)),
+            Ok(module) => {
+                tally.meet(kernel);
+                modules.push((kernel, module));
+            }
             Err(e) => {
                 tally.checks += 1;
                 tally.fail(kernel, "-", "-", e.clone());
@@ -375,7 +408,29 @@ fn check_appends(
 }
 
 impl Tally {
+    /// The path of a kernel, which passes unless something fails.
+    fn meet(&mut self, kernel: &Kernel) -> &mut bool {
+        let Kernel { problem, schedule, arch } = kernel;
+        let family = schedule.family();
+        let path = InstructionPath::of(family, problem, *arch);
+        &mut self.paths.entry(path).or_insert_with(|| (family.evidence(problem, *arch), true)).1
+    }
+
+    /// The paths of which a kernel was wrong.
+    fn failed(&self) -> impl Iterator<Item = &InstructionPath> {
+        self.paths.iter().filter(|(_, (_, passed))| !passed).map(|(path, _)| path)
+    }
+
+    /// Those that passed, and of which nobody knew that a card of the arch had executed them.
+    fn shown(&self, paths: &Paths, arch: Arch) -> impl Iterator<Item = &InstructionPath> {
+        let is_new = move |(path, (evidence, passed)): &(&InstructionPath, &(Evidence, bool))| {
+            *passed && paths.would_raise(path, evidence, arch, Level::Ran)
+        };
+        self.paths.iter().filter(is_new).map(|(path, _)| path)
+    }
+
     fn fail(&mut self, kernel: &Kernel, shape: &str, inputs: &str, what: String) {
+        *self.meet(kernel) = false;
         let (kernel, shape, inputs) = (kernel.name(), shape.to_owned(), inputs.to_owned());
         self.failures.push(Failure { kernel, shape, inputs, what });
     }

@@ -3,11 +3,11 @@
 use super::Global;
 use super::exit::usage;
 use anyhow::{Context as _, Result};
-use flashtune::cache::{CacheDir, Launches, Layers, Needed, Trust, bundles_from_env};
-use flashtune::codegen::TemplateSet;
+use flashtune::cache::{CacheDir, Launches, Layers, Levels, Needed, Trust, bundles_from_env};
+use flashtune::codegen::{Arch, Paths, TemplateSet};
 use flashtune::runtime::Device;
 use flashtune::tuner::{Runner, WorkerCommand};
-use flashtune::{Builder, Engine, read_templates};
+use flashtune::{Builder, Engine, InstructionPath, allowed_paths_from_env, read_templates};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::io::{BufWriter, Write};
@@ -104,6 +104,18 @@ impl Context {
         Ok(CacheDir::resolve(self.global.cache.as_deref())?)
     }
 
+    /// The instruction paths that the command line and the environment allow.
+    pub fn allowed(&self) -> Result<Vec<InstructionPath>> {
+        Ok(self.global.allow_path.iter().copied().chain(allowed_paths_from_env()?).collect())
+    }
+
+    /// Which instruction paths are taken on an arch: those and what cards of it have raised in the cache folder.
+    pub fn paths(&mut self, arch: Arch) -> Result<Paths> {
+        let (allowed, templates) = (Paths::allowing(self.allowed()?), self.templates()?);
+        let needed = Needed::new(arch, &templates);
+        Ok(self.cache_dir().map_or(allowed.clone(), |dir| Levels::new(&dir).apply(allowed, &needed)))
+    }
+
     /// The bundles of the command line and of the environment.
     pub fn bundles(&self) -> Vec<PathBuf> {
         self.global.bundle.iter().cloned().chain(bundles_from_env()).collect()
@@ -165,6 +177,9 @@ impl Context {
         }
         for bundle in &self.global.bundle {
             builder = builder.bundle(bundle);
+        }
+        for path in &self.global.allow_path {
+            builder = builder.allow_path(*path);
         }
         Ok(options(builder).build()?)
     }

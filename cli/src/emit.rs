@@ -57,7 +57,7 @@ impl Selected {
         }
         case.problem.validate_on(arch)?;
         let bucket = case.bucket(1);
-        let family = family(self.family.as_deref(), &case.problem, arch, &bucket)?;
+        let family = family(self.family.as_deref(), &case.problem, arch, &bucket, &cx.paths(arch)?)?;
         let default = Schedule::default_for(family, &case.problem, arch, &bucket)?;
         let fits = |s: &Schedule| Kernel { problem: case.problem, schedule: *s, arch }.check().is_ok();
         let others = Schedule::space(family, &case.problem, arch).into_iter().filter(|s| *s != default);

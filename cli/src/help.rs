@@ -24,7 +24,6 @@ Environment (all of it: docs/reference.md):
   FLASHTUNE_CACHE_LIMIT_MIB  most that compiled kernels may take in the cache, 2048 when not set
   FLASHTUNE_NVRTC            folder with libnvrtc.so, or the library itself
   FLASHTUNE_UNTUNED          file to which shapes that were met untuned are appended; `tune --from` takes it
-  FLASHTUNE_LOG_CALLS        file to which hosts append each distinct call as a `flashtune bench` line
   FLASHTUNE_WORKER           the flashtune program that runs candidates for hosts that tune; the command is its own
   FLASHTUNE_LAUNCHES         how hosts launch: eager, or graph, for which `tune --graph` measures
   FLASHTUNE_LOG              what to log to stderr, e.g. debug or flashtune_runtime=trace
@@ -34,10 +33,12 @@ Environment (all of it: docs/reference.md):
 /// The variables of this program, those of hosts and of its packages in other languages included.
 pub fn variables() -> BTreeSet<&'static str> {
     let of_options = [
+        "FLASHTUNE_ALLOW_PATHS",
         "FLASHTUNE_ALLOW_UNSIGNED",
         "FLASHTUNE_BUNDLES",
         "FLASHTUNE_CACHE",
         "FLASHTUNE_LIBRARY",
+        "FLASHTUNE_LOG_CALLS",
         "FLASHTUNE_QUICK_FIRST",
         "FLASHTUNE_TEMPLATES",
         "FLASHTUNE_TRUSTED_KEYS",

@@ -87,6 +87,9 @@ struct Global {
     /// Use bundles that no trusted key signed [env: FLASHTUNE_ALLOW_UNSIGNED=1]
     #[arg(long, global = true)]
     allow_unsigned: bool,
+    /// Take kernels of this instruction path, which no card has run; may be repeated [env: FLASHTUNE_ALLOW_PATHS]
+    #[arg(long, global = true, value_name = "PATH")]
+    allow_path: Vec<flashtune::InstructionPath>,
     /// Machine-readable output
     #[arg(long, global = true)]
     json: bool,

@@ -7,7 +7,7 @@
 use super::cases::{Case, family};
 use anyhow::Result;
 use flashtune::cache::{Bundle, Error, Record, RecordKey, Trust};
-use flashtune::codegen::{Arch, Kernel, Schedule, ShapeBucket};
+use flashtune::codegen::{Arch, Kernel, Paths, Schedule, ShapeBucket};
 use flashtune::{Problem, Shape};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -57,7 +57,7 @@ pub fn read(path: &Path, trust: &Trust, summary: &mut Summary) -> Result<Vec<Rec
 }
 
 /// The kernels for a target.
-pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Relinked> {
+pub fn relink(records: &[Record], arch: Arch, paths: &Paths, summary: &mut Summary) -> Vec<Relinked> {
     let mut relinked = Vec::new();
     for record in records {
         let case = Case::new(record.key.problem, record.sizes());
@@ -69,13 +69,14 @@ pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Reli
             continue;
         }
         let carried = Kernel { problem: case.problem, schedule: record.schedule, arch };
-        let supported = record.schedule.family().supports(&case.problem, arch).is_ok();
-        if supported && carried.check().is_ok() {
+        let family = record.schedule.family();
+        let supported = family.supports(&case.problem, arch).and_then(|()| paths.admit(family, &case.problem, arch));
+        if supported.is_ok() && carried.check().is_ok() {
             summary.carried += 1;
             relinked.push(relinked_as(carried));
             continue;
         }
-        match default_kernel(&case, arch) {
+        match default_kernel(&case, arch, paths) {
             Ok(kernel) => {
                 summary.replaced += 1;
                 relinked.push(relinked_as(kernel));
@@ -87,9 +88,9 @@ pub fn relink(records: &[Record], arch: Arch, summary: &mut Summary) -> Vec<Reli
 }
 
 /// The default kernel of the best family for a case.
-pub fn default_kernel(case: &Case, arch: Arch) -> Result<Kernel> {
+pub fn default_kernel(case: &Case, arch: Arch, paths: &Paths) -> Result<Kernel> {
     let bucket = case.bucket(1);
-    let family = family(None, &case.problem, arch, &bucket)?;
+    let family = family(None, &case.problem, arch, &bucket, paths)?;
     let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let kernel = Kernel { problem: case.problem, schedule, arch };
     kernel.check()?;

@@ -37,6 +37,7 @@ mod family;
 mod kernel;
 mod kv;
 mod launch;
+mod level;
 mod mask;
 pub mod omitted;
 mod packed_waves;
@@ -71,6 +72,7 @@ pub use launch::{
     Holds, LaunchPlan, MOST_MASK_BYTES, MetadataLayout, Region, SCRATCH_LIMIT, SPLIT_COUNTER_BYTES, Stage, StageEntry,
     StageRole, Waves,
 };
+pub use level::{Evidence, InstructionPath, Level, Paths, Raised};
 pub use mask::{Mask, MaskKind};
 pub use packed_waves::PackedWaves;
 pub use precision::Precision;

@@ -2,7 +2,7 @@
 
 use crate::common::paper::{Instant, Paper};
 use flashtune::cache::{CacheDir, Launches, Layers};
-use flashtune::codegen::{Constraint, Constraints, Family, TemplateSet};
+use flashtune::codegen::{Constraint, Constraints, Family, Paths, TemplateSet};
 use flashtune::runtime::{Dispatcher, DispatcherConfig, Error};
 use flashtune::{DType, Mask, Policy, Problem, Shape, Status};
 use std::sync::Arc;
@@ -11,7 +11,8 @@ fn dispatcher(arch: &str, policy: Policy) -> Dispatcher {
     let layers = Arc::new(Layers::open(&CacheDir::at("/nonexistent"), &[], None).unwrap());
     let device = Paper::of(arch, Instant::holding("nothing"));
     let templates = Arc::new(TemplateSet::embedded());
-    Dispatcher::new(DispatcherConfig { device, templates, policy, launches: Launches::Eager, layers, artifacts: None })
+    let (launches, paths) = (Launches::Eager, Paths::default());
+    Dispatcher::new(DispatcherConfig { device, templates, policy, launches, layers, paths, artifacts: None })
 }
 
 fn call(dtype: DType) -> (Problem, Shape) {

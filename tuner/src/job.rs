@@ -1,7 +1,7 @@
 //! What to tune, and what came of it.
 
 use flashtune_cache::{DeviceFingerprint, Launches, Record, Trial};
-use flashtune_codegen::{CallSizes, PageClass, Problem, Schedule, Shape, ShapeBucket};
+use flashtune_codegen::{CallSizes, InstructionPath, PageClass, Problem, Schedule, Shape, ShapeBucket};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -35,6 +35,9 @@ pub struct Job {
     /// Schedules that are tried whatever the search thinks of them, as far as they fit: what other layers serve such
     /// calls with ([`flashtune_cache::Layers::rivals`]), so that a result that goes before theirs has beaten them.
     pub rivals: Vec<Schedule>,
+    /// Instruction paths that are raced although no card is known to have executed them. One that passes is raised in
+    /// the cache folder ([`flashtune_cache::Levels`]).
+    pub allowed: Vec<InstructionPath>,
     /// How long to wait for another process that is tuning the same.
     pub patience: Duration,
 }
@@ -72,6 +75,7 @@ impl Job {
             search: Search::Guided,
             launches: Launches::Eager,
             rivals: Vec::new(),
+            allowed: Vec::new(),
             patience: LONG,
         }
     }

@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::cost::cost;
 use flashtune_cache::DeviceFingerprint;
-use flashtune_codegen::{Arch, CallSizes, Family, Kernel, Problem, Purpose, Schedule, ShapeBucket};
+use flashtune_codegen::{Arch, CallSizes, Family, Kernel, Paths, Problem, Purpose, Schedule, ShapeBucket};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
@@ -48,16 +48,18 @@ impl Space {
 /// The schedules for a problem and shape, `also` among them as far as they fit.
 ///
 /// # Errors
-/// When no family computes the problem on the device; the reason is the last family's.
+/// When no family computes the problem on the device; the reason is the last family's. When those that do are not
+/// allowed.
 pub(crate) fn space(
     problem: &Problem,
     sizes: &CallSizes,
     device: &DeviceFingerprint,
+    paths: &Paths,
     also: &[Schedule],
 ) -> Result<Space> {
     let (arch, shape) = (device.arch, &sizes.shape);
     let bucket = ShapeBucket::of_call(problem, sizes, device.units);
-    let families = families(problem, arch, &bucket)?;
+    let families = families(problem, arch, &bucket, paths)?;
     let kernel = |schedule| Kernel { problem: *problem, schedule, arch };
     let default = kernel(Schedule::default_for(families[0], problem, arch, &bucket)?);
 
@@ -85,12 +87,23 @@ pub(crate) fn space(
 }
 
 /// The families to search. A plain one is an oracle, not a contender: it is used only where no fast one is.
-fn families(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Result<Vec<Family>> {
+fn families(problem: &Problem, arch: Arch, bucket: &ShapeBucket, paths: &Paths) -> Result<Vec<Family>> {
     let mut candidates = Family::candidates_for(problem, arch, bucket);
     candidates.retain(|f| f.unmet(bucket.pages.demands()).is_none());
+    let (mut admitted, mut untried) = (Vec::new(), None);
+    for family in candidates {
+        match paths.admit(family, problem, arch) {
+            Ok(()) => admitted.push(family),
+            Err(e) => untried = untried.or(Some(e)),
+        }
+    }
+    let candidates = admitted;
     let fast: Vec<Family> = candidates.iter().copied().filter(|f| f.purpose() == Purpose::Fast).collect();
     if !fast.is_empty() {
         return Ok(fast);
+    }
+    if let (true, Some(e)) = (candidates.is_empty(), untried) {
+        return Err(e.into());
     }
     if candidates.is_empty() {
         for family in Family::ALL {
@@ -133,7 +146,8 @@ mod tests {
 
     #[test]
     fn everything_fits_and_the_default_is_there() {
-        let space = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(SM80), &[]).unwrap();
+        let space =
+            space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(SM80), &Paths::default(), &[]).unwrap();
         let bucket = ShapeBucket::of(&shape(4096));
         let default = Schedule::default_for(Family::ForwardSm80, &problem(DType::Bf16), SM80, &bucket).unwrap();
         assert_eq!(space.kernels[space.default].schedule, default);
@@ -149,18 +163,19 @@ mod tests {
     #[test]
     fn what_is_dropped_before_it_is_compiled_is_never_as_good_as_the_best() {
         for (name, table) in crate::search::tables() {
-            let space = space(&table.problem, &(&table.shape).into(), &table.device, &[]).unwrap();
+            let space = space(&table.problem, &(&table.shape).into(), &table.device, &Paths::default(), &[]).unwrap();
             let kept: HashSet<Schedule> = space.kernels.iter().take(MOST).map(|k| k.schedule).collect();
             let timed: Vec<(Schedule, f64)> =
                 table.in_the_space().into_iter().filter_map(|(s, us)| Some((s, us?))).collect();
             let best = timed.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
             let (in_it, dropped): (Vec<_>, Vec<_>) = timed.into_iter().partition(|(s, _)| kept.contains(s));
             let ahead = dropped.iter().map(|t| t.1 / best).fold(f64::INFINITY, f64::min);
-            let of_all: usize = families(&table.problem, table.device.arch, &ShapeBucket::of(&table.shape))
-                .unwrap()
-                .iter()
-                .map(|f| Schedule::space(*f, &table.problem, table.device.arch).len())
-                .sum();
+            let of_all: usize =
+                families(&table.problem, table.device.arch, &ShapeBucket::of(&table.shape), &Paths::default())
+                    .unwrap()
+                    .iter()
+                    .map(|f| Schedule::space(*f, &table.problem, table.device.arch).len())
+                    .sum();
             println!(
                 "{name}: {} of {of_all} kept ({} fit); of the table {} kept, {} dropped, the best of these {ahead:.3}x",
                 kept.len(),
@@ -180,16 +195,19 @@ mod tests {
         let hopper = Arch::Sm(SmArch { number: 90, specific: true });
         let all = Schedule::space(Family::ForwardSm90, &problem(DType::Bf16), hopper);
         let legal = |s: &Schedule| Kernel { problem: problem(DType::Bf16), schedule: *s, arch: hopper }.check().is_ok();
-        let without = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(hopper), &[]).unwrap();
+        let without =
+            space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(hopper), &Paths::default(), &[]).unwrap();
         let far = |s: &Schedule| s.is_worth(&shape(4096)) && legal(s) && without.position(s).is_none();
         let asked = all.into_iter().find(far).unwrap();
-        let with = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(hopper), &[asked]).unwrap();
+        let with =
+            space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(hopper), &Paths::default(), &[asked]).unwrap();
         assert!(with.position(&asked).is_some(), "{asked}");
     }
 
     #[test]
     fn a_sample_is_even_and_begins_with_the_default() {
-        let space = space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(SM80), &[]).unwrap();
+        let space =
+            space(&problem(DType::Bf16), &(&shape(4096)).into(), &device(SM80), &Paths::default(), &[]).unwrap();
         for count in [1, 2, 50, space.legal, usize::MAX] {
             let sample = space.sample(count);
             let distinct: std::collections::BTreeSet<_> = sample.iter().collect();
@@ -204,11 +222,18 @@ mod tests {
 
     #[test]
     fn the_plain_family_serves_only_where_nothing_else_does() {
-        let f32 = space(&problem(DType::F32), &(&shape(1024)).into(), &device(SM80), &[]).unwrap();
+        let f32 = space(&problem(DType::F32), &(&shape(1024)).into(), &device(SM80), &Paths::default(), &[]).unwrap();
         assert!(f32.kernels.iter().all(|k| k.schedule.family() == Family::ForwardNaive) && f32.kernels.len() == 1);
-        let cpu = space(&problem(DType::F32), &(&shape(1024)).into(), &device(Arch::Cpu(CpuIsa::Avx2)), &[]).unwrap();
+        let cpu = space(
+            &problem(DType::F32),
+            &(&shape(1024)).into(),
+            &device(Arch::Cpu(CpuIsa::Avx2)),
+            &Paths::default(),
+            &[],
+        )
+        .unwrap();
         assert!(cpu.kernels.len() > 5 && cpu.kernels.iter().all(|k| k.schedule.family() == Family::ForwardCpu));
         let old = Arch::Sm(SmArch { number: 70, specific: false });
-        assert!(space(&problem(DType::F16), &(&shape(64)).into(), &device(old), &[]).is_err());
+        assert!(space(&problem(DType::F16), &(&shape(64)).into(), &device(old), &Paths::default(), &[]).is_err());
     }
 }

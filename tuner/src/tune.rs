@@ -15,13 +15,14 @@ use claim::Begun;
 #[cfg(test)]
 pub(crate) use field::Pace;
 use flashtune_cache::{
-    ArtifactFiles, CacheDir, Launches, Lesson, Progress, Provenance, Record, RecordKey, Stage, Store, Trial,
-    TrialResult,
+    ArtifactFiles, CacheDir, KeptLevel, Launches, Lesson, Levels, Needed, Progress, Provenance, Record, RecordKey,
+    Stage, Store, Trial, TrialResult,
 };
-use flashtune_codegen::{Op, Schedule, TemplateSet};
+use flashtune_codegen::{Family, InstructionPath, Level, Op, Paths, Schedule, TemplateSet};
 use flashtune_runtime::{Compiler, no_graphs, require_room};
 use log::Log;
 use measure::{Measured, finalists, nanoseconds};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -114,7 +115,11 @@ impl Tuning<'_> {
     fn run(&mut self, compiler: &Arc<dyn Compiler>, past: &Past) -> Result<Outcome> {
         (self.started, self.log) = (Instant::now(), Log::new());
         self.phase(Phase::Space, None);
-        let space = space(&self.job.problem, &self.job.sizes(), &self.key.device, &self.of_interest(past))?;
+        let needed = Needed::new(self.key.device.arch, self.templates);
+        let levels = Levels::new(self.dir);
+        let paths = levels.apply(Paths::allowing(self.job.allowed.iter().copied()), &needed);
+        let device = &self.key.device;
+        let space = space(&self.job.problem, &self.job.sizes(), device, &paths, &self.of_interest(past))?;
         self.runner.start(&Inputs::of(self.job));
         let mut field = self.search(&space, past, &**compiler)?;
         let measured = self.measure(&mut field)?;
@@ -173,6 +178,12 @@ impl Tuning<'_> {
             self.artifacts.put(kernel)?;
         }
         let snapshot = store.publish(&self.artifacts)?;
+        for level in raised(candidates, &record, &paths, &needed) {
+            match levels.raise(&level) {
+                Ok(_) => tracing::info!(path = %level.path, device = %level.device, "raced on this device"),
+                Err(e) => tracing::warn!(path = %level.path, error = %e, "its level could not be kept"),
+            }
+        }
         self.observer.event(&Event::Winner(&record));
         Ok(Outcome { record, cached: false, trials, snapshot })
     }
@@ -235,6 +246,25 @@ impl Tuning<'_> {
     fn phase(&self, phase: Phase, total: Option<usize>) {
         self.observer.event(&Event::Phase { phase, total });
     }
+}
+
+/// Levels of the instruction paths that a job has raced, and of which no candidate was wrong, where that is news.
+fn raised(candidates: &[Candidate], record: &Record, paths: &Paths, needed: &Needed) -> Vec<KeptLevel> {
+    let (problem, device, arch) = (&record.key.problem, &record.key.device, needed.arch());
+    let families: BTreeSet<Family> = record.finalists.iter().map(|f| f.schedule.family()).collect();
+    let wrong = |family: Family| {
+        let of_family = candidates.iter().filter(|c| c.kernel.schedule.family() == family);
+        of_family.filter_map(|c| c.failure.as_ref()).any(|(stage, _)| *stage == Stage::Check)
+    };
+    let mut raised = Vec::new();
+    for family in families.into_iter().filter(|f| !wrong(*f)) {
+        let path = InstructionPath::of(family, problem, arch);
+        if paths.would_raise(&path, &family.evidence(problem, arch), arch, Level::Raced) {
+            let found = record.provenance.unix_time;
+            raised.push(KeptLevel::new(path, needed, Level::Raced, &device.name, "tune", found));
+        }
+    }
+    raised
 }
 
 /// Refuses jobs that have nothing to time, contradict themselves, or ask for what the device has not.

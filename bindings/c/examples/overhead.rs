@@ -72,6 +72,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         parallel_threads: 0,
         threads: 0,
         reserved: 0,
+        allow_paths: std::ptr::null(),
     };
     let args = ForwardArgs {
         struct_size: size_of::<ForwardArgs>() as u32,

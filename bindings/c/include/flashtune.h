@@ -820,6 +820,9 @@ typedef struct flashtune_options {
   int32_t threads;
   // 0.
   int32_t reserved;
+  // Instruction paths that are taken although no card is known to have executed them, as `flashtune_explain` names
+  // them, with commas between; NULL: those of FLASHTUNE_ALLOW_PATHS alone.
+  const char *allow_paths;
 } flashtune_options;
 
 // Q, K and V, or some of them, as e4m3 with their scales. Fill it with zeros, set `struct_size`, then what is wanted.

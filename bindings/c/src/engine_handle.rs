@@ -5,7 +5,7 @@ use crate::handles::Table;
 use crate::types::{EngineHandle, NO_ENGINE, Options, QuickFirst, Status};
 use crate::{fork, input, log, parallel};
 use engine::runtime::CudaDevice;
-use engine::{DeviceSpec, Dispatch, Engine, Policy};
+use engine::{DeviceSpec, Dispatch, Engine, InstructionPath, Policy};
 use std::sync::Mutex;
 
 /// An engine behind a handle.
@@ -84,6 +84,12 @@ unsafe fn build(options: Option<&Options>) -> Result<Engine> {
     builder = builder.threads(parallel::threads(options)?);
     if options.scratch_limit > 0 {
         builder = builder.scratch_limit(options.scratch_limit);
+    }
+    // SAFETY: as above.
+    if let Some(names) = unsafe { input::text(options.allow_paths, "allow_paths")? } {
+        for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            builder = builder.allow_path(name.parse::<InstructionPath>().map_err(engine::Error::from)?);
+        }
     }
     // SAFETY: as above.
     unsafe {

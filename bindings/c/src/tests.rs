@@ -56,6 +56,7 @@ fn the_layout_of_abi_1_does_not_move() {
         (offset_of!(Options, scratch_limit), offset_of!(Options, parallel), offset_of!(Options, threads)),
         (64, 72, 96)
     );
+    assert_eq!(offset_of!(Options, allow_paths), 104);
     let args = [
         offset_of!(ForwardArgs, q),
         offset_of!(ForwardArgs, o),

@@ -285,6 +285,9 @@ pub struct Options {
     pub threads: i32,
     /// 0.
     pub reserved: i32,
+    /// Instruction paths that are taken although no card is known to have executed them, as `flashtune_explain` names
+    /// them, with commas between; NULL: those of FLASHTUNE_ALLOW_PATHS alone.
+    pub allow_paths: *const c_char,
 }
 
 /// A tensor [batch, heads, rows, head_dim] in memory of the engine's device.

@@ -57,6 +57,8 @@ static void options(void) {
     BAD_OPTIONS(p.device = "\xff", FLASHTUNE_STATUS_INVALID_ARGUMENT, "UTF-8");
     BAD_OPTIONS(p.policy = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "policy");
     BAD_OPTIONS(p.quick_first = 3, FLASHTUNE_STATUS_INVALID_ARGUMENT, "quick_first");
+    BAD_OPTIONS(p.allow_paths = "forward/sm80:f16-m9", FLASHTUNE_STATUS_INVALID_ARGUMENT, "FAMILY:DTYPE");
+    BAD_OPTIONS(p.allow_paths = "forward/sm81:f16", FLASHTUNE_STATUS_INVALID_ARGUMENT, "forward/sm81");
     BAD_OPTIONS(p.checked = 2, FLASHTUNE_STATUS_INVALID_ARGUMENT, "checked");
     BAD_OPTIONS(setenv("FLASHTUNE_QUICK_FIRST", "perhaps", 1), FLASHTUNE_STATUS_INVALID_ARGUMENT, "1 or 0");
     unsetenv("FLASHTUNE_QUICK_FIRST");

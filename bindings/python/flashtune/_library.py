@@ -96,6 +96,7 @@ class Options(ctypes.Structure):
         ("parallel_threads", ctypes.c_uint64),
         ("threads", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+        ("allow_paths", ctypes.c_char_p),
     ]
 
 

@@ -42,6 +42,9 @@ class Engine:
         ``"openmp"``, those of the OpenMP runtime that is loaded in this process (of PyTorch's, as many as
         ``torch.get_num_threads()`` says), an error without one; ``None``: OpenMP's where PyTorch is loaded, else the
         library's. OpenMP's threads keep cores busy while they wait: beside them, others find none.
+    allow_paths: instruction paths that are taken although no card is known to have executed them, by the names that
+        ``explain`` gives; those of ``FLASHTUNE_ALLOW_PATHS`` beside. ``flashtune check`` on the card makes it
+        unnecessary there.
     """
 
     def __init__(
@@ -55,12 +58,15 @@ class Engine:
         quick_first=None,
         scratch_limit=None,
         threads=None,
+        allow_paths=(),
     ):
         self.device = _device_name(device)
         if not isinstance(policy, str) or policy not in abi.POLICIES:
             raise InvalidArgument(f"policy is {policy!r}; it is one of {', '.join(abi.POLICIES)}")
         if isinstance(bundles, (str, bytes, os.PathLike)):
             raise InvalidArgument(f"bundles is {bundles!r}; pass a list of paths")
+        if isinstance(allow_paths, (str, bytes)) or not all(isinstance(path, str) for path in allow_paths):
+            raise InvalidArgument(f"allow_paths is {allow_paths!r}; pass a list of names")
         if quick_first is not None and not isinstance(quick_first, bool):
             raise InvalidArgument(f"quick_first is {quick_first!r}; it is True, False or None")
         if scratch_limit is not None and (type(scratch_limit) is not int or not 0 < scratch_limit < 1 << 64):
@@ -80,6 +86,7 @@ class Engine:
             quick_first=abi.QUICK_FIRST[quick_first],
             scratch_limit=scratch_limit or 0,
             threads=unsaid if threads is None else abi.THREADS[threads],
+            allow_paths=",".join(allow_paths).encode() or None,
         )
         handle = ctypes.c_uint64()
         lib = abi.library()

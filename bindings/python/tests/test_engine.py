@@ -144,6 +144,8 @@ with flashtune.Engine("cpu") as engine:
             (flashtune.InvalidArgument, "scratch_limit", {"scratch_limit": 0}),
             (flashtune.InvalidArgument, "scratch_limit", {"scratch_limit": True}),
             (flashtune.InvalidArgument, "list of paths", {"bundles": "a.ftb"}),
+            (flashtune.InvalidArgument, "list of names", {"allow_paths": "forward/sm80:bf16"}),
+            (flashtune.InvalidArgument, "forward/sm81", {"allow_paths": ["forward/sm80:bf16", "forward/sm81:f16"]}),
             (flashtune.InvalidArgument, "cache_dir", {"cache_dir": ""}),
             (flashtune.Error, "/nonexistent", {"templates_dir": "/nonexistent"}),
             (flashtune.Error, "/nonexistent/b", {"bundles": ["/nonexistent/b"]}),

@@ -235,7 +235,7 @@ fn default_module(engine: &Engine, case: &Case) -> Result<Arc<dyn Module>> {
     let device = engine.device();
     let arch = device.fingerprint().arch;
     let bucket = ShapeBucket::of(&case.shape);
-    let family = family(None, &case.problem, arch, &bucket)?;
+    let family = family(None, &case.problem, arch, &bucket, &engine.paths())?;
     let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;
     let kernel = Kernel { problem: case.problem, schedule, arch };
     let compiler = device.compiler()?;

@@ -7,7 +7,7 @@ use anyhow::Result;
 use flashtune::cache::{CacheDir, DeviceFingerprint, Launches, Layers, Needed, RecordKey};
 use flashtune::codegen::{Schedule, TemplateSet};
 use flashtune::tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_family};
-use flashtune::{DeviceSpec, Error};
+use flashtune::{DeviceSpec, Error, InstructionPath};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
@@ -142,6 +142,8 @@ pub struct Limits {
     pub force: bool,
     pub search: Search,
     pub launches: Launches,
+    /// Instruction paths that are raced although no card is known to have executed them.
+    pub allowed: Vec<InstructionPath>,
     pub patience: Option<Duration>,
 }
 
@@ -265,7 +267,7 @@ impl Shared<'_> {
         runner: &mut Runner,
         watcher: &SeatWatcher<'_>,
     ) -> Result<Vec<Outcome>, TunerError> {
-        let Limits { trials, seed, force, search, launches, patience, .. } = self.limits;
+        let Limits { trials, seed, force, search, launches, patience, allowed, .. } = self.limits;
         let device = runner.fingerprint().clone();
         let job = |case: &Case, parts: usize| {
             // Rows that are padded have the kernels of the padded ones.
@@ -281,6 +283,7 @@ impl Shared<'_> {
                 force: *force,
                 search: search.clone(),
                 launches: *launches,
+                allowed: allowed.clone(),
                 rivals: self.layers.rivals(&needed, &wanted),
                 patience: patience.unwrap_or(job.patience),
                 ..job

@@ -166,6 +166,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
             false => Search::Only(schedules(&args.only, &agenda.cases, arch, cores)?),
         },
         launches,
+        allowed: cx.allowed()?,
         patience: args.patience_s.map(|s| Duration::from_secs(s.into())),
     };
     if !cx.json() {

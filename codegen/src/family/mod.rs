@@ -66,6 +66,7 @@ pub use quantise_cuda::QuantiseCudaSchedule;
 
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, StageEntry};
+use crate::level::Evidence;
 use crate::traffic::Walk;
 use crate::{
     Arch, CallSizes, Constraint, Constraints, DType, Error, KvKind, Op, Problem, Resources, Result, Shape, ShapeBucket,
@@ -104,6 +105,14 @@ pub(crate) trait KernelFamily: Fields {
     const PACKED: bool = false;
     /// Whether its kernels compute `e4m3`, and nothing else.
     const OF_E4M3: bool = false;
+    /// Words of the instruction paths that compute a dtype by others than the family's usual instructions.
+    const VARIANTS: &'static [&'static str] = &[];
+
+    /// What is known of the instructions by which its kernels compute the problem on the arch.
+    fn evidence(_problem: &Problem, _: Arch) -> Evidence {
+        Evidence::of_hopper(Self::PURPOSE)
+    }
+
     /// What callers should know who get a kernel of this family.
     fn notes(_problem: &Problem) -> Option<&'static str> {
         None
@@ -359,6 +368,16 @@ impl Family {
     pub fn reads(self, kv: KvKind) -> bool {
         let packed = of_family!(self, S, wrap => <S as KernelFamily>::PACKED);
         kv.is_dense() != self.is_ragged() || packed && kv == KvKind::RAGGED
+    }
+
+    /// What is known of the instructions by which its kernels compute the problem on the arch.
+    pub fn evidence(self, problem: &Problem, arch: Arch) -> Evidence {
+        of_family!(self, S, wrap => <S as KernelFamily>::evidence(problem, arch))
+    }
+
+    /// Words of its instruction paths other than the usual ones.
+    pub(crate) fn variants(self) -> &'static [&'static str] {
+        of_family!(self, S, wrap => <S as KernelFamily>::VARIANTS)
     }
 
     /// What callers should know who get a kernel of this family for the problem.

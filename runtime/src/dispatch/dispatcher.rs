@@ -16,8 +16,8 @@ use flashtune_cache::{
     ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Needed, Record, RecordKey,
 };
 use flashtune_codegen::{
-    Arch, CallSizes, Constraint, Constraints, Error as CodegenError, Family, Kernel, Op, Problem, Purpose, Schedule,
-    Shape, ShapeBucket, TemplateSet,
+    Arch, CallSizes, Constraint, Constraints, Error as CodegenError, Family, Kernel, Op, Paths, Problem, Purpose,
+    Schedule, Shape, ShapeBucket, TemplateSet,
 };
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -39,6 +39,8 @@ pub struct DispatcherConfig {
     pub launches: Launches,
     /// Records and artifacts, in lookup order.
     pub layers: Arc<Layers>,
+    /// Which instruction paths are taken beside those that a card is known to have executed.
+    pub paths: Paths,
     /// Where kernels that were compiled on a miss are kept; nowhere when absent.
     pub artifacts: Option<ArtifactFiles>,
 }
@@ -46,6 +48,7 @@ pub struct DispatcherConfig {
 /// Chooses, loads and remembers kernels. Shared by reference between threads.
 pub struct Dispatcher {
     pub(super) config: Config,
+    paths: RwLock<Arc<Paths>>,
     pub(super) binaries: Arc<Binaries>,
     pub(super) plans: RwLock<ByClass<Arc<Plan>>>,
     /// What answers once it is there: without a lock.
@@ -76,16 +79,19 @@ struct Search {
     refusals: Vec<Refusal>,
     /// What speaks against the families that the model did not choose: of interest where its choice serves.
     against_others: Vec<Refusal>,
+    /// Why the families that can serve are not taken without a measurement, where all are so.
+    untried: Option<CodegenError>,
 }
 
 impl Dispatcher {
     /// A dispatcher with nothing in memory.
     pub fn new(config: DispatcherConfig) -> Self {
-        let DispatcherConfig { device, launches, templates, policy, layers, artifacts } = config;
+        let DispatcherConfig { device, launches, templates, policy, layers, paths, artifacts } = config;
         let demands = Family::demands_of(device.fingerprint().arch);
         let needed = Needed::new(device.fingerprint().arch, &templates);
         Self {
             config: Config { device, launches, policy, demands },
+            paths: RwLock::new(Arc::new(paths)),
             binaries: Arc::new(Binaries::new(templates, layers, needed, policy, artifacts)),
             plans: RwLock::default(),
             sealed: OnceLock::new(),
@@ -220,6 +226,17 @@ impl Dispatcher {
         plans.retain(|key, _| key.problem != *problem || key.bucket != bucket);
     }
 
+    /// Says anew which instruction paths are taken: after a check or a tuning has raised the level of one. Plans that
+    /// are made already stay until [`Dispatcher::refresh`].
+    pub fn set_paths(&self, paths: Paths) {
+        *self.paths.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(paths);
+    }
+
+    /// Which instruction paths are taken.
+    pub fn paths(&self) -> Arc<Paths> {
+        self.paths.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Forgets the plans and reads the user's snapshot again, after something new was published there. Loaded kernels
     /// stay. Does nothing once sealed.
     pub fn refresh(&self) {
@@ -264,7 +281,7 @@ impl Dispatcher {
 
     /// Searches, loads, and falls from choice to choice until one serves.
     fn make(&self, key: &PlanKey, shape: &Shape, haste: bool) -> Result<Plan> {
-        let Search { choices, mut refusals, against_others } = self.search(key)?;
+        let Search { choices, mut refusals, against_others, untried } = self.search(key)?;
         let of_model = choices.last().filter(|c| c.record.is_none()).map(|c| c.kernel.schedule);
         let mut tried = 0;
         for choice in choices {
@@ -287,6 +304,7 @@ impl Dispatcher {
                         device: Arc::new(self.fingerprint().clone()),
                         policy: self.config.policy,
                         templates: self.binaries.needed.templates(choice.kernel.schedule.family()).into(),
+                        paths: self.paths(),
                         choice,
                         binary,
                         refusals,
@@ -304,6 +322,9 @@ impl Dispatcher {
                 }
             }
         }
+        if let Some(e) = untried {
+            return Err(e.into());
+        }
         let mut reason = match tried {
             0 => "no layer has a record of it that may be used".to_owned(),
             n => format!("none of its {n} usable record(s) has a kernel that loads"),
@@ -318,8 +339,15 @@ impl Dispatcher {
     fn search(&self, key: &PlanKey) -> Result<Search> {
         let mut search = Search::default();
         let families = self.families(key, &mut search.refusals)?;
-        self.search_records(key, &families, &mut search);
-        if self.may_compile() {
+        let (families, untried) = self.admitted(key, families);
+        self.search_records(key, &families, &untried, &mut search);
+        for (family, e) in &untried {
+            search.refusals.push(Refusal::new(family.name(), e.to_string()));
+        }
+        search.untried = untried.first().filter(|_| families.is_empty()).map(|(_, e)| self.untried(e, key));
+        if search.untried.is_some() {
+            // What was measured on such a card serves, if anything was.
+        } else if self.may_compile() {
             search.choices.push(self.default_choice(key, &families, &mut search.against_others)?);
         } else if let (true, [only]) = (search.choices.is_empty(), &families[..])
             && only.purpose() == Purpose::Plain
@@ -366,7 +394,37 @@ impl Dispatcher {
         }
     }
 
-    fn search_records(&self, key: &PlanKey, families: &[Family], search: &mut Search) {
+    /// Of the families that can serve a call those whose instruction paths are taken without a measurement, and the
+    /// others, each with what to do about it.
+    fn admitted(&self, key: &PlanKey, families: Vec<Family>) -> (Vec<Family>, Vec<(Family, CodegenError)>) {
+        let (paths, mut admitted, mut untried) = (self.paths(), Vec::new(), Vec::new());
+        for family in families {
+            match paths.admit(family, &key.problem, self.arch()) {
+                Ok(()) => admitted.push(family),
+                Err(e) => untried.push((family, e)),
+            }
+        }
+        (admitted, untried)
+    }
+
+    /// Why a call is refused that untried families alone can serve: with what the call asks of the others.
+    fn untried(&self, e: &CodegenError, key: &PlanKey) -> CodegenError {
+        let CodegenError::Unsupported { field, value, limit, remedy } = e else { return e.clone() };
+        let others = Family::candidates_for(&key.problem, self.arch(), &key.bucket).into_iter();
+        let unmet = others.filter_map(|f| f.unmet(key.demands).map(|(_, why)| format!("; {f}: {why}")));
+        let limit = unmet.fold(limit.clone(), |limit, why| limit + &why);
+        CodegenError::unsupported(field, value, limit, remedy.clone())
+    }
+
+    /// Records of families that serve; of those that are `untried`, records that were measured, for a card of this arch
+    /// has then given the right results by it.
+    fn search_records(
+        &self,
+        key: &PlanKey,
+        families: &[Family],
+        untried: &[(Family, CodegenError)],
+        search: &mut Search,
+    ) {
         let may_compile = self.may_compile();
         let found = self.find(&key.problem, key.bucket);
         for r in found.refusals {
@@ -378,10 +436,10 @@ impl Dispatcher {
         for m in measured.into_iter().chain(untuned) {
             let kernel = Kernel { problem: key.problem, schedule: m.record.schedule, arch: self.arch() };
             let what = || format!("{} of {}", kernel.schedule, m.layer);
-            if !families.contains(&kernel.schedule.family()) {
-                search
-                    .refusals
-                    .push(Refusal::new(what(), format!("{} cannot serve this call", kernel.schedule.family())));
+            let family = kernel.schedule.family();
+            let has_run = is_measured(&m.record) && untried.iter().any(|(f, _)| *f == family);
+            if !families.contains(&family) && !has_run {
+                search.refusals.push(Refusal::new(what(), format!("{family} cannot serve this call")));
                 continue;
             }
             if let Err(e) = kernel.check() {

@@ -102,6 +102,10 @@ pub struct Explanation {
     pub binary: String,
     /// Hash of the template set.
     pub templates: String,
+    /// The kernel's instruction path: family, dtype and, where the family has several, which instructions.
+    pub path: String,
+    /// How sure we are of these instructions, and by which cards.
+    pub level: String,
     /// How it was launched when it was timed.
     pub launches: Option<Launches>,
     /// Median time when it was tuned, in microseconds.
@@ -136,6 +140,7 @@ impl fmt::Display for Explanation {
         row("layer", &self.layer)?;
         row("binary", &self.binary)?;
         row("templates", &self.templates)?;
+        row("level", &self.level)?;
         if let Some(us) = self.tuned_us {
             let gain = self.gain_over_default.map_or(String::new(), |g| format!(", {g:.2}x the default schedule"));
             let launches = self.launches.map_or(String::new(), |l| format!(" ({l} launches)"));

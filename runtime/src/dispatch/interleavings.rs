@@ -128,6 +128,7 @@ fn dispatcher() -> (Arc<Paper>, Arc<Dispatcher>) {
         policy: Policy::Default,
         launches: Launches::Eager,
         layers,
+        paths: Default::default(),
         artifacts: None,
     });
     (device, Arc::new(dispatcher))

@@ -5,7 +5,7 @@ use super::tally::Tally;
 use super::{Explanation, Policy, Refusal, Status};
 use crate::{Module, Result};
 use flashtune_cache::{DeviceFingerprint, Key, Record};
-use flashtune_codegen::{CallSizes, Kernel, LaunchPlan, Shape, ShapeBucket};
+use flashtune_codegen::{CallSizes, InstructionPath, Kernel, LaunchPlan, Level, Paths, Shape, ShapeBucket};
 use std::fmt;
 use std::sync::Arc;
 
@@ -20,6 +20,8 @@ pub struct Plan {
     pub(crate) device: Arc<DeviceFingerprint>,
     pub(crate) policy: Policy,
     pub(crate) templates: Arc<str>,
+    /// What was known of instruction paths when it was made.
+    pub(crate) paths: Arc<Paths>,
     pub(crate) choice: Choice,
     /// Where the binary comes from.
     pub(crate) binary: Arc<str>,
@@ -164,6 +166,8 @@ impl Plan {
             layer: layer.to_string(),
             binary: self.binary.to_string(),
             templates: self.templates.to_string(),
+            path: InstructionPath::of(family, &kernel.problem, kernel.arch).to_string(),
+            level: self.level(),
             launches: winner.and(record.as_deref()).map(|r| r.key.launches),
             tuned_us: winner.map(|w| w.median_us),
             gain_over_default: record.as_deref().and_then(Record::gain_over_default),
@@ -177,6 +181,17 @@ impl Plan {
 }
 
 impl Plan {
+    /// How sure we are of the kernel's instructions, in words.
+    fn level(&self) -> String {
+        let Kernel { problem, schedule, arch } = self.kernel();
+        let family = schedule.family();
+        let known = self.paths.level(family, problem, *arch);
+        match self.record().filter(|record| known < Level::Ran && !record.finalists.is_empty()) {
+            Some(record) => format!("raced on {} ({})", record.key.device.arch, record.key.device.name),
+            None => self.paths.explain(family, problem, *arch),
+        }
+    }
+
     /// What a caller should know about the path that was taken.
     fn notes(&self) -> Vec<String> {
         let kernel = self.kernel();
@@ -245,6 +260,7 @@ impl Plan {
             device: Arc::new(device),
             policy: Policy::Sealed,
             templates: "".into(),
+            paths: Default::default(),
             choice: Choice {
                 kernel,
                 status: Status::Tuned,

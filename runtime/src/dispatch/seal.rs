@@ -97,6 +97,7 @@ impl Dispatcher {
             device: from.device.clone(),
             policy: from.policy,
             templates: from.templates.clone(),
+            paths: from.paths.clone(),
             choice: Choice {
                 kernel: *kernel,
                 status: if *status == Status::Tuned { Status::NearestShape } else { *status },
@@ -141,6 +142,7 @@ mod tests {
             policy: Policy::Default,
             launches: Launches::Eager,
             layers,
+            paths: Default::default(),
             artifacts: None,
         }));
         let (problem, shape) = class(64);
