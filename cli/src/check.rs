@@ -459,3 +459,34 @@ fn describe(inputs: &CheckInputs) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtune::{DType, MaskKind};
+
+    #[test]
+    fn a_path_of_which_no_kernel_fails_is_shown_once() {
+        let arch: Arch = "sm_75".parse().unwrap();
+        let kernel = |dtype, family| {
+            let problem = Problem::forward(dtype, 64, MaskKind::FULL).unwrap();
+            let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::default()).unwrap();
+            Kernel { problem, schedule, arch }
+        };
+        let turing = kernel(DType::F16, Family::ForwardSm80);
+        let mut tally = Tally::default();
+        tally.meet(&turing);
+        tally.meet(&kernel(DType::F16, Family::ForwardNaive));
+        let names = |tally: &Tally, paths: &Paths| tally.shown(paths, arch).map(|p| p.to_string()).collect::<Vec<_>>();
+        let none = Paths::default();
+        assert_eq!(names(&tally, &none), ["forward/sm80:f16-m16n8k8", "forward/naive:f16"]);
+        assert_eq!(tally.failed().count(), 0);
+        let raised = flashtune::codegen::Raised { level: Level::Ran, device: "T4".into() };
+        let known = Paths::default().with_raised([("forward/sm80:f16-m16n8k8".parse().unwrap(), raised)]);
+        assert_eq!(names(&tally, &known), ["forward/naive:f16"]);
+        tally.fail(&turing, "-", "-", "wrong".into());
+        tally.meet(&turing);
+        assert_eq!(names(&tally, &none), ["forward/naive:f16"]);
+        assert_eq!(tally.failed().map(|p| p.to_string()).collect::<Vec<_>>(), ["forward/sm80:f16-m16n8k8"]);
+    }
+}

@@ -23,11 +23,14 @@ constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kBlockMajor = @{ block_major }@;
+constexpr bool kHalfProducts = @{ half_products }@;  // of sm_75, by 8 elements of the depth
+constexpr bool kAsyncCopies = @{ async_copies }@;    // cp.async
 
 <% include "lib/cuda/ptx/shared_memory.cuh" %>
 <% include "lib/cuda/ptx/cp_async.cuh" %>
 <% include "lib/cuda/ptx/ldmatrix.cuh" %>
 <% include "lib/cuda/ptx/mma.cuh" %>
+<% include "lib/cuda/ptx/mma_k8.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
@@ -37,6 +40,7 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/attention/softmax.cuh" %>
 <% include "lib/cuda/attention/non_finite.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
+<% include "forward/sm80/instructions.cuh" %>
 
 constexpr int kThreads = kWarps * 32;
 static_assert(kThreads == @{ threads }@, "the threads that the host launches");
@@ -109,11 +113,11 @@ __device__ __forceinline__ void multiply_qk(Scores& s, const QueryFragments& q_r
 #pragma unroll
             for (int i = 0; i < kMTiles; i++) {
                 if constexpr (kQInRegisters) {
-                    mma<Element>(s[i][j], q_registers[step][i], k[0], k[1]);
-                    mma<Element>(s[i][j + 1], q_registers[step][i], k[2], k[3]);
+                    multiply_add(s[i][j], q_registers[step][i], k[0], k[1]);
+                    multiply_add(s[i][j + 1], q_registers[step][i], k[2], k[3]);
                 } else {
-                    mma<Element>(s[i][j], q[i], k[0], k[1]);
-                    mma<Element>(s[i][j + 1], q[i], k[2], k[3]);
+                    multiply_add(s[i][j], q[i], k[0], k[1]);
+                    multiply_add(s[i][j + 1], q[i], k[2], k[3]);
                 }
             }
         }
@@ -129,10 +133,10 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Scores& p, u32 lane
         for (int i = 0; i < kMTiles; i++) {
             const float(&p0)[4] = p[i][2 * step];
             const float(&p1)[4] = p[i][2 * step + 1];
-            a[i][0] = pack<Element>(p0[0], p0[1]);
-            a[i][1] = pack<Element>(p0[2], p0[3]);
-            a[i][2] = pack<Element>(p1[0], p1[1]);
-            a[i][3] = pack<Element>(p1[2], p1[3]);
+            a[i][0] = pack_operand(p0[0], p0[1]);
+            a[i][1] = pack_operand(p0[2], p0[3]);
+            a[i][2] = pack_operand(p1[0], p1[1]);
+            a[i][3] = pack_operand(p1[2], p1[3]);
         }
 #pragma unroll
         for (int j = 0; j < kOTiles; j += 2) {
@@ -140,8 +144,8 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Scores& p, u32 lane
             ldmatrix_x4_trans(v, TileV::at_step(lane_v, j / 2) + step * 16 * TileV::kPitch);
 #pragma unroll
             for (int i = 0; i < kMTiles; i++) {
-                mma<Element>(o[i][j], a[i], v[0], v[1]);
-                mma<Element>(o[i][j + 1], a[i], v[2], v[3]);
+                multiply_add(o[i][j], a[i], v[0], v[1]);
+                multiply_add(o[i][j + 1], a[i], v[2], v[3]);
             }
         }
     }
@@ -271,25 +275,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
                        tile.kv_head * args.v_stride[1] + last_key * args.v_stride[2], args.v_stride[2]);
 
     // Copy block n, which must be the one before the last copied. Only the first one can reach past the last key.
+    RowCopy<TileQK, kBlockKV, kThreads> next_k;
+    RowCopy<TileV, kBlockKV, kThreads> next_v;
     const auto copy_k = [&](int n, int stage, auto check) {
-        TileQK::copy_async<kBlockKV, kThreads, check.value>(smem_k + stage * kBytesK, k, args.k_stride[2],
-                                                            args.kv_len - n * kBlockKV);
+        next_k.template begin<check.value>(smem_k + stage * kBytesK, k, args.k_stride[2], args.kv_len - n * kBlockKV);
         k -= kBlockKV * args.k_stride[2];
     };
     const auto copy_v = [&](int n, int stage, auto check) {
-        TileV::copy_async<kBlockKV, kThreads, check.value>(smem_v + stage * kBytesV, v, args.v_stride[2],
-                                                           args.kv_len - n * kBlockKV);
+        next_v.template begin<check.value>(smem_v + stage * kBytesV, v, args.v_stride[2], args.kv_len - n * kBlockKV);
         v -= kBlockKV * args.v_stride[2];
     };
 
     // Q first. A scale that is not positive is rare, so its branch costs one comparison.
-    TileQK::copy_async<kBlockQ, kThreads, true>(
-        smem_q, TileQK::thread_source<kThreads>(q, args.q_stride[2]), args.q_stride[2], tile.rows);
-    cp_async_commit();
+    RowCopy<TileQK, kBlockQ, kThreads> all_q;
+    all_q.template begin<true>(smem_q, TileQK::thread_source<kThreads>(q, args.q_stride[2]), args.q_stride[2],
+                               tile.rows);
+    all_q.finish(smem_q);
+    commit_copies();
     QueryFragments q_registers;
     const bool fold = !(args.scale > 0.0f);
     if (kQInRegisters || fold) {
-        cp_async_wait<0>();
+        wait_for_copies<0>();
         if (fold) fold_sign_into_q(smem_q, args.scale);
         __syncthreads();
     }
@@ -318,14 +324,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     // kStages.
     int stage = 0;
     if (kStages == 1) {
-        if (blocks.end > blocks.begin) copy_k(blocks.end - 1, 0, Bool<true>{});
-        cp_async_commit();
+        if (blocks.end > blocks.begin) {
+            copy_k(blocks.end - 1, 0, Bool<true>{});
+            next_k.finish(smem_k);
+        }
+        commit_copies();
     } else {
 #pragma unroll
         for (int ahead = 0; ahead < kStages - 1; ahead++) {
             const int n = blocks.end - 1 - ahead;
             if (n >= blocks.begin) copy_k(n, ahead, Bool<true>{}), copy_v(n, ahead, Bool<true>{});
-            cp_async_commit();
+            commit_copies();
         }
     }
 
@@ -351,23 +360,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         const u32 lane_k = at.k + stage * kBytesK, lane_v = at.v + stage * kBytesV;
         if (kStages == 1) {
             // One buffer each: V of this step arrives during Q K^T, K of the next one during the softmax and P V.
-            cp_async_wait<0>();
+            wait_for_copies<0>();
             __syncthreads();
             if (masked) {
                 copy_v(n, 0, Bool<true>{});
             } else {
                 copy_v(n, 0, Bool<false>{});
             }
-            cp_async_commit();
+            commit_copies();
             multiply_qk(s, q_registers, at.q, lane_k);
             change(s, n, masked);
-            cp_async_wait<0>();
+            next_v.finish(smem_v);
+            wait_for_copies<0>();
             if (masked) met_non_finite |= take_out_non_finite(smem_v + stage * kBytesV);
             __syncthreads();
             if (n > blocks.begin) copy_k(n - 1, 0, Bool<false>{});
-            cp_async_commit();
+            commit_copies();
         } else {
-            cp_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
+            wait_for_copies<(kStages > 1 ? kStages - 2 : 0)>();
             if (masked) met_non_finite |= take_out_non_finite(smem_v + stage * kBytesV);
             __syncthreads();  // this step's K and V are here, and everyone is done with the stage that is filled next
             const int ahead = n - (kStages - 1);
@@ -376,12 +386,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
                 copy_k(ahead, ahead_stage, Bool<false>{});
                 copy_v(ahead, ahead_stage, Bool<false>{});
             }
-            cp_async_commit();
+            commit_copies();
             multiply_qk(s, q_registers, at.q, lane_k);
             change(s, n, masked);
         }
         softmax.step(s, o, c);
         multiply_pv(o, s, lane_v);
+        if (n > blocks.begin) next_k.finish(smem_k);
         stage = stage + 1 == kStages ? 0 : stage + 1;
     };
 
@@ -398,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     }
 
     // O goes through shared memory, so that whole 16-byte chunks are written.
-    cp_async_wait<0>();
+    wait_for_copies<0>();
     const bool restore = __syncthreads_or(met_non_finite);
     const Tile out_tile = this_tile(args);  // again, so that the main loop need not keep it
     const int o_row = warp * kRowsPerWarp + lane / 4;
@@ -429,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
                 float x = o[i][j][2 * h] * inverse, y = o[i][j][2 * h + 1] * inverse;
                 if (empty) x = y = 0.0f;  // a NaN of V has no part in it
                 const u32 to = TileV::at_chunk(lane_o, j) + (i * 16 + h * 8) * TileV::kPitch;
-                store_shared_4(to, pack<Element>(x, y));
+                store_shared_4(to, pack_operand(x, y));
             }
         }
     }

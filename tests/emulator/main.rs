@@ -28,7 +28,7 @@ use flashtune::{DType, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use schedules::{random_sm80, random_sm80_f32, random_sm90, random_sm90_fp8};
+use schedules::{random_sm75, random_sm80, random_sm80_f32, random_sm90, random_sm90_fp8};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -137,6 +137,15 @@ fn random_sm80_schedules() {
     search(8, |number| {
         let program = number.is_multiple_of(3).then(|| PROGRAMS[number as usize * 7 % PROGRAMS.len()]);
         random_sm80(&mut StdRng::seed_from_u64(number), program)
+    });
+}
+
+/// The same for `forward/sm80` on sm_75.
+#[test]
+fn random_sm75_schedules() {
+    search(6, |number| {
+        let program = number.is_multiple_of(3).then(|| PROGRAMS[number as usize * 7 % PROGRAMS.len()]);
+        random_sm75(&mut StdRng::seed_from_u64(number), program)
     });
 }
 

@@ -2,8 +2,8 @@
 
 use crate::DTYPES;
 use flashtune::codegen::{
-    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Schedule, Sm90Fp8Schedule, Sm90LookAhead,
-    Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
+    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Instructions, Sm80Schedule,
+    Sm90Fp8Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
 };
 use flashtune::{DType, Program};
 use rand::Rng;
@@ -120,13 +120,8 @@ pub fn random_sm80_f32(rng: &mut StdRng, program: Option<&str>) -> Kernel {
 
 /// A kernel of `forward/sm90_fp8`.
 pub fn random_sm90_fp8(rng: &mut StdRng) -> Kernel {
-    const DIMS: [u32; 9] = [16, 32, 48, 64, 80, 128, 144, 192, 256];
     loop {
-        let dim_qk = *DIMS.choose(rng).expect("not empty");
-        let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
-        let mask = *MaskKind::ALL.choose(rng).expect("not empty");
-        let problem = Problem::forward_qk_v(DType::E4m3, dim_qk, dim_v, mask).expect("a legal problem");
-        let problem = problem.with_output(*DType::ALL.choose(rng).expect("not empty"));
+        let problem = random_e4m3_problem(rng);
         let consumers = rng.random_range(1..=3);
         let schedule = Schedule::Sm90Fp8(Sm90Fp8Schedule {
             consumers,
@@ -148,8 +143,20 @@ pub fn random_sm90_fp8(rng: &mut StdRng) -> Kernel {
 
 /// A kernel of `forward/sm80`.
 pub fn random_sm80(rng: &mut StdRng, program: Option<&str>) -> Kernel {
+    random_sm80_for(rng, program, false)
+}
+
+/// The same for sm_75.
+pub fn random_sm75(rng: &mut StdRng, program: Option<&str>) -> Kernel {
+    random_sm80_for(rng, program, true)
+}
+
+fn random_sm80_for(rng: &mut StdRng, program: Option<&str>, turing: bool) -> Kernel {
     loop {
-        let problem = random_problem(rng, program);
+        let mut problem = random_problem(rng, program);
+        if turing {
+            problem.dtype = DType::F16;
+        }
         let schedule = Schedule::Sm80(Sm80Schedule {
             warps: 1 << rng.random_range(0..=3),
             rows_per_warp: *[16, 32].choose(rng).expect("not empty"),
@@ -161,12 +168,24 @@ pub fn random_sm80(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             lazy_rescale: rng.random(),
             masked_loop: rng.random(),
             order: *[TileOrder::HeadMajor, TileOrder::BlockMajor].choose(rng).expect("not empty"),
+            instructions: if turing { Sm80Instructions::Turing } else { Sm80Instructions::Ampere },
         });
-        let kernel = Kernel { problem, schedule, arch: "sm_80".parse().expect("an arch") };
+        let arch = if turing { "sm_75" } else { "sm_80" };
+        let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
         if kernel.check().is_ok() {
             return kernel;
         }
     }
+}
+
+/// A problem of e4m3, of head dims that are whole matrix steps and such that are padded to them.
+fn random_e4m3_problem(rng: &mut StdRng) -> Problem {
+    const DIMS: [u32; 9] = [16, 32, 48, 64, 80, 128, 144, 192, 256];
+    let dim_qk = *DIMS.choose(rng).expect("not empty");
+    let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
+    let mask = *MaskKind::ALL.choose(rng).expect("not empty");
+    let problem = Problem::forward_qk_v(DType::E4m3, dim_qk, dim_v, mask).expect("a legal problem");
+    problem.with_output(*DType::ALL.choose(rng).expect("not empty"))
 }
 
 fn row_order(rng: &mut StdRng) -> Sm90RowOrder {

@@ -48,7 +48,7 @@ pub use forward_cpu_e4m3::CpuE4m3Schedule;
 pub use forward_cpu_ragged::CpuRaggedSchedule;
 pub use forward_naive::NaiveSchedule;
 pub use forward_naive_ragged::NaiveRaggedSchedule;
-pub use forward_sm80::{Sm80Schedule, Swizzle, TileOrder};
+pub use forward_sm80::{Sm80Instructions, Sm80Schedule, Swizzle, TileOrder};
 pub use forward_sm80_f32::Sm80F32Schedule;
 pub use forward_sm80_ragged::Sm80RaggedSchedule;
 pub use forward_sm90::{
@@ -640,7 +640,8 @@ mod tests {
         let of = |name| Family::demands_of(arch(name));
         assert_eq!(of("cpu-avx2"), Constraints::NONE, "its kernels meet all of them");
         assert_eq!(of("sm_80"), Constraints::from(weights).with(unaligned));
-        assert_eq!(of("sm_75"), Constraints::NONE, "the plain kernel meets all of them");
+        assert_eq!(of("sm_75"), Constraints::from(weights).with(unaligned));
+        assert_eq!(of("sm_70"), Constraints::NONE, "no family runs there");
         assert_eq!(of("sm_90a"), Constraint::ALL.into_iter().fold(Constraints::NONE, Constraints::with));
         let tunable = |c: Constraint| Family::is_tunable(c.into(), arch("sm_90a"));
         assert_eq!([weights, unaligned, strided, loose].map(tunable), [false, false, true, false]);

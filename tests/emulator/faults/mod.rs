@@ -5,6 +5,7 @@ mod backward_sm90;
 mod programs;
 mod quantise;
 mod ragged;
+mod sm75;
 mod sm80;
 pub mod sm80_f32;
 mod sm90;
@@ -16,8 +17,8 @@ use crate::pads::try_pads;
 use crate::{machine, templates, try_kernel};
 use flashtune::codegen::score::{Program, ProgramRef};
 use flashtune::codegen::{
-    Kernel, MaskKind, Precision, Problem, Schedule, Sm80Schedule, Sm90Schedule, Sm90Scheduler, Swizzle, TemplateSet,
-    TileOrder,
+    Kernel, MaskKind, Precision, Problem, Schedule, Sm80Instructions, Sm80Schedule, Sm90Schedule, Sm90Scheduler,
+    Swizzle, TemplateSet, TileOrder,
 };
 use flashtune::{DType, Distribution, Layout, Mask};
 use programs::{ANYWHERE, BESIDE, BIAS, BIASES, DENSE, DENSE_MASK, DOCUMENTS, LISTS, RAMP, RAMPS, RUNS};
@@ -89,6 +90,7 @@ fn sm80_schedule(what: &str) -> Schedule {
         lazy_rescale: false,
         masked_loop: true,
         order: TileOrder::HeadMajor,
+        instructions: Sm80Instructions::Ampere,
     })
 }
 
@@ -134,6 +136,9 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     };
     let mut problem = Problem::forward_qk_v(DType::Bf16, 72, 72, kind).expect("legal");
     problem.program = program.map(|text| ProgramRef::new(Program::parse(text).expect("a program")));
+    if family == "sm75" {
+        problem.dtype = DType::F16;
+    }
     if family == "sm90_fp8" {
         problem = sm90_fp8::problem();
     }
@@ -143,6 +148,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let (schedule, arch) = match family {
         "sm80_f32" => (sm80_f32::schedule(what), "sm_80"),
         "sm90_fp8" => (sm90_fp8::schedule(what), "sm_90a"),
+        "sm75" => (sm75::schedule(what), "sm_75"),
         "sm80" => (sm80_schedule(what), "sm_80"),
         _ => (sm90_schedule(family, what), "sm_90a"),
     };
@@ -181,6 +187,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("bias", BIASES),
         ("ramp", RAMPS),
         ("sm80", sm80::SM80),
+        ("sm75", sm75::SM75),
         ("sm80_f32", sm80_f32::SM80_F32),
         ("sm90_fp8", sm90_fp8::SM90_FP8),
         ("naive_ragged", ragged::NAIVE),

@@ -79,8 +79,8 @@ pub const SM80: &[Fault] = &[
     [
         "K and V are used before they arrive",
         "forward/sm80.cu",
-        "cp_async_wait<(kStages > 1 ? kStages - 2 : 0)>();",
-        "cp_async_wait<kStages>();",
+        "wait_for_copies<(kStages > 1 ? kStages - 2 : 0)>();",
+        "wait_for_copies<kStages>();",
         "on its way",
     ],
     [

@@ -1,4 +1,5 @@
-// What sm_80 brings: copies of 16 bytes that threads wait for themselves (cp.async), and matrix instructions of a warp.
+// What sm_80 brings: copies of 16 bytes that threads wait for themselves (cp.async), and matrix instructions of a warp,
+// with that of sm_75.
 //
 // A copy happens at any time between its issue and the wait that covers its group, and copies overtake each other.
 // Nobody may touch its target meanwhile; that another thread waits for it is worth nothing.
@@ -89,6 +90,25 @@ void multiply_tf32(const Gathered& w) {
             for (int n = 0; n < 8; n++) d[r][n] += double(a[r][k]) * b[k][n];
     for (int l = 0; l < 32; l++)
         for (int i = 0; i < 4; i++) *w.d[l][i] = cut(d[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2]);
+}
+
+// PTX ISA, "Matrix fragments for mma.m16n8k8" with .f16: lane 4 g + t has rows g and g + 8 and columns 2 t and 2 t + 1
+// of A, a register each, and rows 2 t and 2 t + 1 of column g of B.
+void multiply_k8(const Gathered& w) {
+    static float a[16][8], b[8][8], d[16][8];
+    for (int l = 0; l < 32; l++) {
+        const int g = l / 4, t = l % 4;
+        for (int i = 0; i < 4; i++) {
+            a[g + 8 * (i / 2)][2 * t + i % 2] = widen(Format::f16, u16(w.a[l][i / 2] >> (i % 2 * 16)));
+            d[g + 8 * (i / 2)][2 * t + i % 2] = *w.c[l][i];
+        }
+        for (int i = 0; i < 2; i++) b[2 * t + i][g] = widen(Format::f16, u16(w.b[l][0] >> (i * 16)));
+    }
+    for (int r = 0; r < 16; r++)
+        for (int k = 0; k < 8; k++)
+            for (int n = 0; n < 8; n++) d[r][n] += a[r][k] * b[k][n];
+    for (int l = 0; l < 32; l++)
+        for (int i = 0; i < 4; i++) *w.d[l][i] = d[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2];
 }
 
 template <typename Multiply>
@@ -202,4 +222,9 @@ void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, fl
     mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3}, multiply_tf32);
 }
 
+void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                      u32 b0, const float& c0, const float& c1, const float& c2,
+                                                      const float& c3) {
+    mma({&d0, &d1, &d2, &d3}, {a0, a1, 0, 0}, {b0, 0}, {&c0, &c1, &c2, &c3}, multiply_k8);
+}
 }  // namespace ptx

@@ -434,3 +434,49 @@ fn a_job_takes_little_more_of_the_devices_memory_than_its_tensors() {
     println!("{most} bytes for tensors of {tensors}");
     assert!(most >= tensors && most * 2 <= tensors * 3, "{most} bytes for tensors of {tensors}");
 }
+
+/// As on a card of sm_75 whose user has allowed what no card had run.
+#[test]
+fn a_path_that_was_raced_is_raised_unless_a_candidate_of_it_was_wrong() {
+    let device = flashtune_cache::DeviceFingerprint {
+        arch: "sm_75".parse().unwrap(),
+        name: "Tesla T4".into(),
+        ..device(&[]).0.fingerprint().clone()
+    };
+    let problem = flashtune_codegen::Problem::forward(flashtune_codegen::DType::F16, 64, Mask::Full.kind()).unwrap();
+    let job = Job { problem, shape: Shape { mask: Mask::Full, ..job().shape }, ..job() };
+    let needed = Needed::new(device.arch, &TemplateSet::embedded());
+    let path: InstructionPath = "forward/sm80:f16-m16n8k8".parse().unwrap();
+    let spaced = |paths: &Paths| space(&problem, &job.sizes(), &device, paths, &[]).unwrap().kernels;
+    let of_sm80 = |kernels: &[flashtune_codegen::Kernel]| {
+        kernels.iter().filter(|k| k.schedule.family() == Family::ForwardSm80).copied().collect::<Vec<_>>()
+    };
+    assert!(of_sm80(&spaced(&Paths::default())).is_empty(), "nobody has allowed it");
+    let allowed = Paths::allowing([path]);
+    let kernels = of_sm80(&spaced(&allowed));
+    assert!(kernels.len() > 10);
+
+    let mut candidates: Vec<Candidate> =
+        kernels[..3].iter().enumerate().map(|(i, k)| Candidate::new(*k, i, i == 0)).collect();
+    let other = fixture().tune(&self::device(&[]).0, &self::job()).unwrap().record;
+    let mut finalists = other.finalists.clone();
+    finalists.truncate(1);
+    finalists[0].schedule = candidates[0].kernel.schedule;
+    let key = RecordKey { device: device.clone(), problem, bucket: job.bucket(&device), launches: job.launches };
+    let record = Record { key, finalists, schedule: candidates[0].kernel.schedule, ..other };
+    let levels = raised(&candidates, &record, &allowed, &needed);
+    let [level] = &levels[..] else { panic!("{levels:?}") };
+    assert_eq!((level.path, level.level, level.device.as_str()), (path, Level::Raced, "Tesla T4"));
+    // Kept, it is no news any more, and needs no name.
+    let f = fixture();
+    let kept = Levels::new(&f.dir);
+    assert!(kept.raise(level).unwrap());
+    let known = kept.apply(Paths::default(), &needed);
+    assert!(raised(&candidates, &record, &known, &needed).is_empty());
+    assert!(!of_sm80(&spaced(&known)).is_empty());
+    // One that does not compile says nothing of the others; one that is wrong does.
+    candidates[1].failure = Some((Stage::Compile, "no".into()));
+    assert_eq!(raised(&candidates, &record, &allowed, &needed).len(), 1);
+    candidates[2].failure = Some((Stage::Check, "wrong".into()));
+    assert!(raised(&candidates, &record, &allowed, &needed).is_empty());
+}

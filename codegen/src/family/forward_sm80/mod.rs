@@ -1,11 +1,16 @@
-//! `forward/sm80`: mma.sync and cp.async, FlashAttention-2 (sections 3.2 and 3.3: query rows split over warps).
+//! `forward/sm80`: mma.sync and cp.async, FlashAttention-2 (sections 3.2 and 3.3: query rows split over warps). On
+//! sm_75 f16 alone, by products of half the depth and copies through registers.
 
+mod instructions;
 mod resources;
+
+pub use instructions::Sm80Instructions;
 
 use super::KernelFamily;
 use super::fields::{Constants, FieldValue, Place, schedule};
 use super::program_length::{self, MostOperations};
 use crate::launch::{LaunchPlan, Stage, StageEntry, tiles};
+use crate::level::Evidence;
 use crate::traffic::Walk;
 use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket, SmArch};
 use serde::{Deserialize, Serialize};
@@ -104,6 +109,8 @@ schedule! {
         pub masked_loop: bool => code, either("two", "one");
         /// Order of the tiles.
         pub order: TileOrder => code, word;
+        /// What the kernel is made of on its arch.
+        pub instructions: Sm80Instructions => code, word;
     }
 }
 
@@ -121,6 +128,9 @@ impl Sm80Schedule {
     /// The schedule that serves while nothing is tuned: the largest tile that compiles without spills and fast, as
     /// measured on an H200 (`docs/measured/`), and a smaller one where shared memory is short.
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
+        if Sm80Instructions::of(sm) == Sm80Instructions::Turing {
+            return Self::default_on_turing(problem);
+        }
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let smem = sm.limits().smem_per_block / 1024;
         // What cuts the left side, changes every score or reads data needs registers.
@@ -162,12 +172,15 @@ impl Sm80Schedule {
             lazy_rescale: true,
             masked_loop: false,
             order,
+            instructions: Sm80Instructions::Ampere,
         }
     }
 
     /// The schedules worth trying. `blocks_per_sm` varies only where it changes the register cap of a thread, and eager
     /// rescaling is left out: it never won where both were measured.
-    pub fn space(problem: &Problem) -> Vec<Self> {
+    pub fn space(problem: &Problem, sm: SmArch) -> Vec<Self> {
+        let instructions = Sm80Instructions::of(sm);
+        let stages: &[u32] = if instructions == Sm80Instructions::Turing { &[1] } else { &[1, 2, 3] };
         let orders: &[TileOrder] =
             if problem.mask.any() { &[TileOrder::BlockMajor, TileOrder::HeadMajor] } else { &[TileOrder::HeadMajor] };
         let warp_splits =
@@ -176,7 +189,7 @@ impl Sm80Schedule {
         let mut space = Vec::new();
         for (warps, rows_per_warp, blocks_per_sm) in warp_splits {
             for block_kv in [32, 48, 64, 80, 96, 128] {
-                for stages in [1, 2, 3] {
+                for &stages in stages {
                     for q_in_registers in [false, true] {
                         for (swizzle, masked_loop) in placements {
                             for &order in orders {
@@ -191,6 +204,7 @@ impl Sm80Schedule {
                                     lazy_rescale: true,
                                     masked_loop,
                                     order,
+                                    instructions,
                                 });
                             }
                         }
@@ -202,7 +216,7 @@ impl Sm80Schedule {
     }
 
     /// Checks the fields against what the template can generate.
-    pub fn validate(&self) -> Result<()> {
+    pub fn validate(&self, sm: SmArch) -> Result<()> {
         let bad = |field: &'static str, value: u32, limit: &str| {
             Err(Error::unsupported(field, value, limit, "use a schedule from the searched space"))
         };
@@ -218,6 +232,7 @@ impl Sm80Schedule {
         if !(1..=4).contains(&self.stages) {
             return bad("stages", self.stages, "1 to 4 stages");
         }
+        self.instructions.check(sm, self.stages)?;
         if !(1..=8).contains(&self.blocks_per_sm) {
             return bad("blocks_per_sm", self.blocks_per_sm, "1 to 8 blocks");
         }
@@ -234,12 +249,28 @@ impl KernelFamily for Sm80Schedule {
         let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", Self::NAME, limit, remedy));
         match arch {
             Arch::Cpu(_) => no("runs on CUDA devices only", "use forward/cpu"),
-            Arch::Sm(sm) if sm.number < 80 => no("needs sm_80 or newer (cp.async, bf16 mma.sync)", "use forward/naive"),
+            Arch::Sm(sm) if sm.number < 75 => no("needs sm_75 or newer (mma.sync.m16n8k8)", "use forward/naive"),
             Arch::Sm(_) => Ok(()),
         }
     }
 
-    fn supports(problem: &Problem, _: Arch) -> Result<()> {
+    const VARIANTS: &'static [&'static str] = &[Sm80Instructions::M16N8K8];
+
+    fn evidence(_: &Problem, arch: Arch) -> Evidence {
+        match arch {
+            Arch::Sm(sm) if Sm80Instructions::of(sm) == Sm80Instructions::Turing => {
+                Evidence::emulated(Sm80Instructions::M16N8K8)
+            }
+            _ => Evidence::of_hopper(Self::PURPOSE),
+        }
+    }
+
+    fn supports(problem: &Problem, arch: Arch) -> Result<()> {
+        let is_turing = Sm80Instructions::of(arch.gpu()) == Sm80Instructions::Turing;
+        if is_turing && problem.dtype == DType::Bf16 {
+            let limit = "computes f16 alone before sm_80, whose mma.sync is the first on bf16";
+            return Err(Error::unsupported("family", Self::NAME, limit, "use forward/naive, or f16"));
+        }
         if problem.dtype == DType::F32 {
             let (limit, remedy) = ("computes f16 and bf16 only", "forward/naive is the exact f32 path");
             return Err(Error::unsupported("family", Self::NAME, limit, remedy));
@@ -264,12 +295,12 @@ impl KernelFamily for Sm80Schedule {
         Self::default_for(problem, arch.gpu(), bucket)
     }
 
-    fn space(problem: &Problem, _: Arch) -> Vec<Self> {
-        Self::space(problem)
+    fn space(problem: &Problem, arch: Arch) -> Vec<Self> {
+        Self::space(problem, arch.gpu())
     }
 
-    fn validate(&self, _: &Problem, _: Arch) -> Result<()> {
-        self.validate()
+    fn validate(&self, _: &Problem, arch: Arch) -> Result<()> {
+        self.validate(arch.gpu())
     }
 
     fn resources(&self, problem: &Problem) -> Resources {
