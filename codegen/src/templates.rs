@@ -124,6 +124,7 @@ mod tests {
         let cuda = [
             "forward/sm90",
             "forward/sm90_fp8",
+            "forward/sm89_fp8",
             "forward/sm90_ragged",
             "forward/sm80",
             "forward/sm80_f32",

@@ -28,7 +28,7 @@ use flashtune::{DType, TEMPLATES_VARIABLE};
 use machine::Emulated;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use schedules::{random_sm75, random_sm80, random_sm80_f32, random_sm90, random_sm90_fp8};
+use schedules::{random_sm75, random_sm80, random_sm80_f32, random_sm89_fp8, random_sm90, random_sm90_fp8};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -147,6 +147,12 @@ fn random_sm75_schedules() {
         let program = number.is_multiple_of(3).then(|| PROGRAMS[number as usize * 7 % PROGRAMS.len()]);
         random_sm75(&mut StdRng::seed_from_u64(number), program)
     });
+}
+
+/// The same for `forward/sm89_fp8`, whose sums the machine cuts to 13 bits.
+#[test]
+fn random_sm89_fp8_schedules() {
+    search(6, |number| random_sm89_fp8(&mut StdRng::seed_from_u64(number)));
 }
 
 /// The same for `forward/sm80_f32`.

@@ -2,7 +2,7 @@
 
 use crate::DTYPES;
 use flashtune::codegen::{
-    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Instructions, Sm80Schedule,
+    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Instructions, Sm80Schedule, Sm89Fp8Schedule,
     Sm90Fp8Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
 };
 use flashtune::{DType, Program};
@@ -172,6 +172,28 @@ fn random_sm80_for(rng: &mut StdRng, program: Option<&str>, turing: bool) -> Ker
         });
         let arch = if turing { "sm_75" } else { "sm_80" };
         let kernel = Kernel { problem, schedule, arch: arch.parse().expect("an arch") };
+        if kernel.check().is_ok() {
+            return kernel;
+        }
+    }
+}
+
+/// A kernel of `forward/sm89_fp8`.
+pub fn random_sm89_fp8(rng: &mut StdRng) -> Kernel {
+    loop {
+        let problem = random_e4m3_problem(rng);
+        let schedule = Schedule::Sm89Fp8(Sm89Fp8Schedule {
+            warps: 1 << rng.random_range(0..=3),
+            rows_per_warp: *[16, 32].choose(rng).expect("not empty"),
+            block_kv: rng.random_range(1..=8) * 32,
+            stages: rng.random_range(1..=4),
+            q_in_registers: rng.random(),
+            swizzle: *[Swizzle::Xor, Swizzle::Pad].choose(rng).expect("not empty"),
+            blocks_per_sm: rng.random_range(1..=2),
+            in_order: rng.random(),
+            order: *[TileOrder::HeadMajor, TileOrder::BlockMajor].choose(rng).expect("not empty"),
+        });
+        let kernel = Kernel { problem, schedule, arch: "sm_89".parse().expect("an arch") };
         if kernel.check().is_ok() {
             return kernel;
         }

@@ -29,6 +29,7 @@ mod gradients;
 mod killed;
 mod latency;
 mod launches;
+mod levels;
 mod missing;
 mod model;
 mod mutants;

@@ -394,6 +394,30 @@ fn hopper_kernels_compile_as_they_are_written() {
     compile_all(&kernels, u32::MAX);
 }
 
+/// What no card has run: forward/sm80 on sm_75, and e4m3 by mma.sync.
+#[test]
+fn emulated_paths_compile_without_spills() {
+    if common::nvrtc_or_skip("emulated_paths_compile_without_spills").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    for (i, dim) in [16, 40, 64, 96, 128, 192, 256].into_iter().enumerate() {
+        let problem = Problem::forward(DType::F16, dim, MaskKind::ALL[i % 4]).unwrap();
+        kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_75"), 1024));
+        let problem = Problem::forward(DType::E4m3, dim.next_multiple_of(16), MaskKind::ALL[i % 4]).unwrap();
+        let problem = problem.with_output(DType::ALL[i % 3]);
+        // Hopper has the instruction, too.
+        for name in ["sm_89", ["sm_120a", "sm_90a"][i % 2]] {
+            kernels.push(default_kernel(Family::ForwardSm89Fp8, problem, arch(name), [1024, 32][i / 4]));
+        }
+    }
+    let capped = "s: float[heads]; cap: float; score = cap * tanh(score / cap); mask = kv <= q + 3; sink = s[h];";
+    let problem = Problem::forward(DType::F16, 64, MaskKind::CAUSAL).unwrap();
+    let problem = problem.with_program(Program::parse(capped).unwrap());
+    kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_75"), 1024));
+    compile_all(&kernels, 0);
+}
+
 #[test]
 fn f32_on_every_arch_compiles_on_the_exact_path() {
     if common::nvrtc_or_skip("f32_on_every_arch_compiles_on_the_exact_path").is_none() {

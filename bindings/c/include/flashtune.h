@@ -137,7 +137,8 @@ enum flashtune_dtype
   FLASHTUNE_DTYPE_BF16 = 2,
   // IEEE binary32.
   FLASHTUNE_DTYPE_F32 = 3,
-  // OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a, whose O is one of the others.
+  // OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a (sm_89 and newer: `allow_paths`), whose O is
+  // one of the others.
   FLASHTUNE_DTYPE_E4M3 = 4,
 };
 #ifndef __cplusplus

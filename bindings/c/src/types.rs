@@ -48,7 +48,8 @@ pub enum Dtype {
     Bf16 = 2,
     /// IEEE binary32.
     F32 = 3,
-    /// OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a, whose O is one of the others.
+    /// OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a (sm_89 and newer: `allow_paths`), whose O is
+    /// one of the others.
     E4m3 = 4,
 }
 

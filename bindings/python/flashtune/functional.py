@@ -46,8 +46,9 @@ def flash_attn_func(
     alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``; the slope times the distance is taken from the scores.
     deterministic: every kernel there is, of gradients too, gives the same bytes in every run, whatever this says.
     q_descale, k_descale, v_descale: of float8_e4m3fn tensors, which :func:`quantise` makes, and which a GPU of sm_90a
-    takes without gradients, softcap and slopes at head dims that are multiples of 16 (the CPU at any, for tests): what
-    their elements are multiplied by, float32 ``[batch, kv_heads]``, of q by the head of k; 1 when not given.
+    (of sm_89 and newer with ``Engine(allow_paths=)``) takes without gradients, softcap and slopes at head dims that
+    are multiples of 16 (the CPU at any, for tests): what their elements are multiplied by, float32
+    ``[batch, kv_heads]``, of q by the head of k; 1 when not given.
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the
     log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """

@@ -24,6 +24,7 @@ pub(crate) mod forward_naive_ragged;
 pub(crate) mod forward_sm80;
 pub(crate) mod forward_sm80_f32;
 pub(crate) mod forward_sm80_ragged;
+pub(crate) mod forward_sm89_fp8;
 pub(crate) mod forward_sm90;
 pub(crate) mod forward_sm90_fp8;
 pub(crate) mod forward_sm90_ragged;
@@ -51,6 +52,7 @@ pub use forward_naive_ragged::NaiveRaggedSchedule;
 pub use forward_sm80::{Sm80Instructions, Sm80Schedule, Swizzle, TileOrder};
 pub use forward_sm80_f32::Sm80F32Schedule;
 pub use forward_sm80_ragged::Sm80RaggedSchedule;
+pub use forward_sm89_fp8::Sm89Fp8Schedule;
 pub use forward_sm90::{
     Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, TensorMapSpec, has_loose_biases,
     is_addressable, unaddressable,
@@ -283,6 +285,8 @@ families! {
     "forward/sm90": ForwardSm90 = Sm90(Sm90Schedule);
     /// `forward/sm90` for e4m3.
     "forward/sm90_fp8": ForwardSm90Fp8 = Sm90Fp8(Sm90Fp8Schedule);
+    /// `forward/sm80` for e4m3, by mma.sync of sm_89.
+    "forward/sm89_fp8": ForwardSm89Fp8 = Sm89Fp8(Sm89Fp8Schedule);
     /// `forward/sm90` for ragged batches.
     "forward/sm90_ragged": ForwardSm90Ragged = Sm90Ragged(Sm90RaggedSchedule);
     /// mma.sync and cp.async, FlashAttention-2.
@@ -410,7 +414,7 @@ impl Family {
                 true => ("computes e4m3 only", "use forward/sm90 or forward/cpu"),
                 false => (
                     "does not compute e4m3",
-                    "forward/sm90_fp8 does on sm_90a, forward/cpu_e4m3 on the host; elsewhere convert to bf16 or f16",
+                    "forward/sm90_fp8 does on sm_90a, forward/sm89_fp8, and forward/cpu_e4m3 on the host; elsewhere use bf16 or f16",
                 ),
             };
             return Err(Error::unsupported("dtype", problem.dtype, format!("{self} {limit}"), remedy));

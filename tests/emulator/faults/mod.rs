@@ -8,6 +8,7 @@ mod ragged;
 mod sm75;
 mod sm80;
 pub mod sm80_f32;
+mod sm89_fp8;
 mod sm90;
 mod sm90_fp8;
 mod sm90_ragged;
@@ -139,7 +140,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     if family == "sm75" {
         problem.dtype = DType::F16;
     }
-    if family == "sm90_fp8" {
+    if family == "sm89_fp8" || family == "sm90_fp8" {
         problem = sm90_fp8::problem();
     }
     if family == "sm80_f32" {
@@ -148,6 +149,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let (schedule, arch) = match family {
         "sm80_f32" => (sm80_f32::schedule(what), "sm_80"),
         "sm90_fp8" => (sm90_fp8::schedule(what), "sm_90a"),
+        "sm89_fp8" => (sm89_fp8::schedule(what), "sm_89"),
         "sm75" => (sm75::schedule(what), "sm_75"),
         "sm80" => (sm80_schedule(what), "sm_80"),
         _ => (sm90_schedule(family, what), "sm_90a"),
@@ -156,7 +158,7 @@ fn verdict(templates: &TemplateSet, family: &str, number: usize, [what, file, fr
     let base = match family {
         _ if what.contains("empty row") => EMPTY_ROWS,
         _ if family == "sm80_f32" => sm80_f32::case(what),
-        _ if family == "sm90_fp8" => sm90_fp8::case(what),
+        _ if family == "sm90_fp8" || family == "sm89_fp8" => sm90_fp8::case(what),
         _ if what.contains("below zero") => FAR_BELOW_ZERO,
         // A row of biases is no multiple of 16 bytes.
         "bias" if what.contains("copied by threads") => Case { sizes: [1, 4, 2, 130, 199], ..CASE },
@@ -189,6 +191,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("sm80", sm80::SM80),
         ("sm75", sm75::SM75),
         ("sm80_f32", sm80_f32::SM80_F32),
+        ("sm89_fp8", sm89_fp8::SM89_FP8),
         ("sm90_fp8", sm90_fp8::SM90_FP8),
         ("naive_ragged", ragged::NAIVE),
         ("sm80_ragged", ragged::SM80),

@@ -176,6 +176,9 @@ void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, fl
 void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
                                                       u32 b0, const float& c0, const float& c1, const float& c2,
                                                       const float& c3);
+void mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                         u32 a2, u32 a3, u32 b0, u32 b1, const float& c0,
+                                                         const float& c1, const float& c2, const float& c3);
 
 // -------------------------------------------------------------------------------------------- warpgroup matrices
 

@@ -90,6 +90,13 @@ float from_e4m3(u32 byte) {
     }();
     return table[byte & 255];
 }
+float cut_fp8_sum(float x) {
+    u32 u;
+    std::memcpy(&u, &x, 4);
+    if ((u & 0x7f800000) != 0x7f800000) u &= ~0x3ffu;
+    std::memcpy(&x, &u, 4);
+    return x;
+}
 namespace {
 // The next one, of two the even one; what is larger than the largest becomes that.
 u32 to_e4m3(float x) {

@@ -117,15 +117,6 @@ bool is_ready(u32 w) {
 
 float b[kMaxDepth][kMaxColumns];
 
-// What Hopper keeps of a sum of FP8 products: 13 bits behind the first, the others are cut off.
-float cut(float x) {
-    u32 u;
-    std::memcpy(&u, &x, 4);
-    if ((u & 0x7f800000) != 0x7f800000) u &= ~0x3ffu;
-    std::memcpy(&x, &u, 4);
-    return x;
-}
-
 void multiply(u32 w, Issued& issued) {
     const MatrixStep& s = issued.step;
     static float a[kMaxDepth][kMaxColumns];
@@ -155,7 +146,7 @@ void multiply(u32 w, Issued& issued) {
             const float x = a[k][r];
             for (int c = 0; c < s.columns; c++) out[c] += x * b[k][c];
         }
-        for (int c = 0; s.format == Format::e4m3 && c < s.columns; c++) out[c] = cut(out[c]);
+        for (int c = 0; s.format == Format::e4m3 && c < s.columns; c++) out[c] = cut_fp8_sum(out[c]);
     }
     warps[w].done++;
     for (int i = 0; i < 32; i++) {

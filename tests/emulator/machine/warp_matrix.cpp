@@ -1,5 +1,5 @@
 // What sm_80 brings: copies of 16 bytes that threads wait for themselves (cp.async), and matrix instructions of a warp,
-// with that of sm_75.
+// with those of sm_75 and sm_89.
 //
 // A copy happens at any time between its issue and the wait that covers its group, and copies overtake each other.
 // Nobody may touch its target meanwhile; that another thread waits for it is worth nothing.
@@ -109,6 +109,25 @@ void multiply_k8(const Gathered& w) {
             for (int n = 0; n < 8; n++) d[r][n] += a[r][k] * b[k][n];
     for (int l = 0; l < 32; l++)
         for (int i = 0; i < 4; i++) *w.d[l][i] = d[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2];
+}
+
+// PTX ISA, "Matrix fragments for mma.m16n8k32" with .e4m3: lane 4 g + t has of rows g and g + 8 of A columns 4 t to
+// 4 t + 3 (registers 0 and 1) and those 16 further (2 and 3), and the same rows of column g of B. Of a sum 13 bits
+// behind the first are kept, as Ada and Hopper do.
+void multiply_e4m3(const Gathered& w) {
+    static float a[16][32], b[32][8], d[16][8];
+    for (int l = 0; l < 32; l++) {
+        const int g = l / 4, t = l % 4;
+        for (int i = 0; i < 16; i++)
+            a[g + 8 * (i / 4 % 2)][4 * t + i % 4 + 16 * (i / 8)] = from_e4m3(w.a[l][i / 4] >> i % 4 * 8 & 0xff);
+        for (int i = 0; i < 8; i++) b[4 * t + i % 4 + 16 * (i / 4)][g] = from_e4m3(w.b[l][i / 4] >> i % 4 * 8 & 0xff);
+        for (int i = 0; i < 4; i++) d[g + 8 * (i / 2)][2 * t + i % 2] = *w.c[l][i];
+    }
+    for (int r = 0; r < 16; r++)
+        for (int k = 0; k < 32; k++)
+            for (int n = 0; n < 8; n++) d[r][n] += a[r][k] * b[k][n];
+    for (int l = 0; l < 32; l++)
+        for (int i = 0; i < 4; i++) *w.d[l][i] = cut_fp8_sum(d[l / 4 + 8 * (i / 2)][2 * (l % 4) + i % 2]);
 }
 
 template <typename Multiply>
@@ -227,4 +246,10 @@ void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float& d0, float& d1, floa
                                                       const float& c3) {
     mma({&d0, &d1, &d2, &d3}, {a0, a1, 0, 0}, {b0, 0}, {&c0, &c1, &c2, &c3}, multiply_k8);
 }
+void mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,
+                                                         u32 a2, u32 a3, u32 b0, u32 b1, const float& c0,
+                                                         const float& c1, const float& c2, const float& c3) {
+    mma({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {&c0, &c1, &c2, &c3}, multiply_e4m3);
+}
+
 }  // namespace ptx

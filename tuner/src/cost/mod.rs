@@ -10,6 +10,7 @@ mod forward_cpu_ragged;
 mod forward_sm80;
 mod forward_sm80_f32;
 mod forward_sm80_ragged;
+mod forward_sm89_fp8;
 mod forward_sm90;
 mod forward_sm90_fp8;
 
@@ -23,6 +24,7 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::Sm90Fp8(s) => forward_sm90_fp8::cost(kernel, s, shape, device.units),
         Schedule::Sm90Ragged(s) => forward_sm90::cost(kernel, &s.0, shape, device.units),
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
+        Schedule::Sm89Fp8(s) => forward_sm89_fp8::cost(kernel, s, shape, device.units),
         Schedule::Sm80F32(s) => forward_sm80_f32::cost(kernel, s, shape, device.units),
         Schedule::Cpu(s) => forward_cpu::cost(kernel, s, shape, device),
         Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),

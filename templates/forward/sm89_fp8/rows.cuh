@@ -1,0 +1,135 @@
+// Rows of a tile: where they lie, what the mask and NaN make of them, and how they leave.
+
+__device__ __forceinline__ Tile this_tile(const KernelArgs& args) {
+    return decode_tile<kBlockQ, kBlockMajor, kMaskRight>(args, block_index());
+}
+
+__device__ __forceinline__ const u8* row_of(const void* tensor, const i64 (&stride)[3], int batch, int head, int row) {
+    return (const u8*)tensor + batch * stride[0] + head * stride[1] + row * stride[2];
+}
+
+__device__ __forceinline__ float descale(const float* scales, const i64 (&stride)[2], const Tile& tile) {
+    return scales == nullptr ? 1.0f : scales[tile.batch * stride[0] + tile.kv_head * stride[1]];
+}
+
+// Where a scale is zero or below, or NaN: maxima of the scores would be minima. Its sign moves into Q.
+__device__ __forceinline__ void fold_sign_into_q(u32 smem_q, float scale) {
+    TileQK::each_own_chunk<kBlockQ, kThreads>(smem_q, [&](u32 address) {
+        uint4 x = load_shared_16(address);
+        u32* words = &x.x;
+#pragma unroll
+        for (int w = 0; w < 4; w++) words[w] = scale == 0.0f ? 0 : words[w] ^ 0x80808080;
+        store_shared_16(address, x);
+    });
+}
+
+// Replaces the scores of masked pairs by -inf; `key` is the block's first key.
+__device__ __forceinline__ void mask_scores(Scores& s, const KernelArgs& args, int warp_row, int key) {
+    const int lane = threadIdx.x % 32;
+    const int column = key + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args, warp_row + i * 16 + h * 8 + lane / 4);
+            const int first = live.first - column, last = live.last - column;
+#pragma unroll
+            for (int j = 0; j < kSTiles; j++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int at = j * 8 + e;
+                    if (at > last || (kMaskLeft && at < first)) s[i][j][2 * h + e] = -FT_INFINITY;
+                }
+            }
+        }
+    }
+}
+
+// Zero times NaN is NaN: NaN of a masked block of V become zeros, and restore_nan() gives them to the rows that attend
+// to them. Each thread looks at what it copied. Returns whether there were any.
+__device__ __forceinline__ bool take_out_nan(u32 smem_v) {
+    u32 met = 0;
+    TileV::each_own_chunk<kBlockKV, kThreads>(smem_v, [&](u32 address) {
+        uint4 x = load_shared_16(address);
+        u32* words = &x.x;
+        u32 here = 0;
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            const u32 nan = nan_bytes(words[w]);
+            words[w] &= ~((nan >> 7) * 0xff);
+            here |= nan;
+        }
+        if (here != 0) store_shared_16(address, x);
+        met |= here;
+    });
+    return met != 0;
+}
+
+// NaN of V in masked blocks, which did not take part, to the rows that attend to them: rare, so plain and slow.
+__device__ __forceinline__ void restore_nan(const KernelArgs& args, const Tile& tile, const BlockRange& blocks,
+                                            Output& o) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u8* const v = row_of(args.v, args.v_stride, tile.batch, tile.kv_head, 0) + lane % 4 * 4;
+#pragma unroll
+    for (int half = 0; half < 2 * kMTiles; half++) {
+        const int i = half / 2, h = half % 2;
+        const KeyRange live = live_keys<kMaskLeft, kMaskRight>(
+            args, tile.row + warp * kRowsPerWarp + half * 8 + lane / 4);
+#pragma unroll 1
+        for (int key = live.first; key <= live.last; key++) {
+            const int block = key / kBlockKV;
+            if (block < blocks.full_end && !(kMaskLeft && block < blocks.full_begin)) continue;
+#pragma unroll
+            for (int group = 0; group < kGroupsV; group++) {
+                const u32 nan = nan_bytes(*(const u32*)(v + key * args.v_stride[2] + 16 * group));
+#pragma unroll
+                for (int byte = 0; byte < 4; byte++) {
+                    if (nan >> byte * 8 & 0x80)
+                        o[i][2 * group + byte % 2][2 * h + byte / 2] = __int_as_float(0x7fffffff);
+                }
+            }
+        }
+    }
+}
+
+template <typename Element>
+__device__ __forceinline__ void store_four(Element* to, float a, float b, float c, float d) {
+    const u32 low = pack<Element>(a, b), high = pack<Element>(c, d);
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+__device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16: 4t and 4t + 2 are in
+// the tile of the even ones, 4t + 1 and 4t + 3 in that of the odd ones.
+__device__ __forceinline__ void write(const KernelArgs& args, const Tile& tile, const BlockRange& blocks,
+                                      RowSoftmax& softmax, Output& o, float c, bool restore) {
+    if (restore) restore_nan(args, tile, blocks, o);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float v_scale = descale(args.v_descale, args.v_descale_stride, tile);
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float inverse, log_sum_exp;
+            softmax.finish(i, h, c, inverse, log_sum_exp);
+            const int row = warp * kRowsPerWarp + i * 16 + h * 8 + lane / 4;
+            if (row >= tile.rows) continue;
+            const i64 at = tile.row + row;
+            if (args.lse != nullptr && lane % 4 == 0) {
+                args.lse[(i64(tile.batch) * args.heads + tile.head) * args.q_len + at] = log_sum_exp;
+            }
+            const float by = inverse * v_scale;
+            OutputElement* const to = (OutputElement*)args.o + tile.batch * args.o_stride[0] +
+                                      tile.head * args.o_stride[1] + at * args.o_stride[2] + lane % 4 * 4;
+#pragma unroll
+            for (int group = 0; group < kGroupsV; group++) {
+                const float(&even)[4] = o[i][2 * group];
+                const float(&odd)[4] = o[i][2 * group + 1];
+                store_four(to + 16 * group, even[2 * h] * by, odd[2 * h] * by, even[2 * h + 1] * by,
+                           odd[2 * h + 1] * by);
+            }
+        }
+    }
+}
