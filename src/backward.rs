@@ -33,6 +33,9 @@ pub struct Backward<'a> {
     /// Address of the loss's gradient by the log-sum-exp, fp32, contiguous `[batch, heads, q_len]`; absent where the
     /// loss does not depend on it.
     pub dlse: Option<u64>,
+    /// What O lost when it was rounded to 16 bits, as the forward pass wrote it ([`crate::Forward::residual`]):
+    /// gradients of rows that attend mostly to one key then have as many digits as others.
+    pub residual: Option<TensorView>,
     /// dQ, of Q's shape; written.
     pub dq: TensorView,
     /// dK, of K's shape: of each KV head the sum over its query heads; written.
@@ -76,9 +79,15 @@ impl<'a> Backward<'a> {
         BackwardTensors { dout, q, k, v, o, lse: rows(lse), dlse: dlse.map(rows), dq, dk, dv }
     }
 
+    /// The call without packed sequences and score program.
+    fn dense_call(&self) -> Result<BackwardCall> {
+        let call = backward_call(&self.tensors(), self.mask, self.scale)?;
+        Ok(self.residual.map_or(Ok(call), |residual| call.with_residual(&residual))?)
+    }
+
     /// Checks the tensors and says what they ask for.
     fn resolve(&self) -> Result<BackwardCall> {
-        let resolved = backward_call(&self.tensors(), self.mask, self.scale)?;
+        let resolved = self.dense_call()?;
         let resolved = self.packed.map_or(Ok(resolved), |packed| resolved.packed(&packed))?;
         Ok(self.admitted().map_or(resolved, |program| resolved.with_program(program)))
     }
@@ -100,7 +109,7 @@ impl<'a> Backward<'a> {
         if self.packed.is_some() {
             return of_none("of tensors beside packed sequences", "call each sequence by itself");
         }
-        let call = backward_call(&self.tensors(), self.mask, self.scale)?;
+        let call = self.dense_call()?;
         let Some(program) = self.admitted() else {
             return of_none("of what a score program reads", "give the program, or ask for dQ, dK and dV alone");
         };
@@ -227,7 +236,7 @@ impl Engine {
     /// # Errors
     /// [`flashtune_runtime::Error::Tensor`] with the tensor's name.
     pub fn check_backward_addresses(&self, call: &Backward<'_>) -> Result<()> {
-        for (name, view) in call.tensors().named() {
+        for (name, view) in call.tensors().named().chain(call.residual.map(|view| ("residual", view))) {
             // Addresses of 0 and extents that overflow are told with the other errors of a tensor.
             if !view.is_empty() && view.address != 0 {
                 self.device().check_address(name, view.address, view.extent_bytes().unwrap_or(1))?;

@@ -91,6 +91,9 @@ fn command(engine: &Engine, problem: &Problem, shape: &Shape) -> String {
     if problem.precision != problem.in_default_precision(engine.device().arch()).precision {
         line.push_str(&format!(" --precision {}", problem.precision));
     }
+    if problem.residual {
+        line.push_str(" --precise");
+    }
     line.push_str(&format!(" --mask {} --heads {} --kv-heads {}", shape.mask, shape.heads, shape.kv_heads));
     if let Some(program) = program {
         line.push_str(&format!(" --score {}", quoted(program)));

@@ -15,12 +15,12 @@ fn read(call: &Forward<'_>) -> [Named; 3] {
 }
 
 /// What a call writes.
-fn written(call: &Forward<'_>) -> [Option<Named>; 3] {
+fn written(call: &Forward<'_>) -> [Option<Named>; 4] {
     let [batch, heads, q_len, _] = call.o.shape;
     let lse = call.lse.map(|at| ("lse", TensorView::rows(at, [batch, heads, q_len])));
     let sizes = [batch, heads, q_len, call.k.shape[2]];
     let weights = call.weights.map(|at| ("weights", TensorView::bhsd(at, DType::F32, sizes)));
-    [Some(("o", call.o)), lse, weights]
+    [Some(("o", call.o)), lse, weights, call.residual.map(|view| ("residual", view))]
 }
 
 impl Engine {

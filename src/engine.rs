@@ -38,6 +38,9 @@ pub struct Forward<'a> {
     pub o: TensorView,
     /// Address of the log-sum-exp (natural log), fp32, contiguous `[batch, heads, q_len]`; written when given.
     pub lse: Option<u64>,
+    /// What O loses when it is rounded to 16 bits, bf16 of O's shape, for a backward pass over rows that attend
+    /// mostly to one key ([`crate::Backward::residual`]); written when given. Of f16 and bf16.
+    pub residual: Option<TensorView>,
     /// Address of the attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`; written when given. On
     /// CUDA by the plain kernel alone: for inspection, not for speed.
     pub weights: Option<u64>,
@@ -64,9 +67,10 @@ impl<'a> Forward<'a> {
     /// A call without mask and program, with the default scale, and without LSE and weights.
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
         let (mask, side) = (Mask::Full, SideInputs::default());
-        let (lse, weights, scale, precision, program, block_mask) = (None, None, None, None, None, None);
+        let (lse, residual, weights, scale, precision, program, block_mask) =
+            (None, None, None, None, None, None, None);
         let descales = Descales::default();
-        Self { q, k, v, o, lse, weights, mask, scale, precision, descales, program, side, block_mask }
+        Self { q, k, v, o, lse, residual, weights, mask, scale, precision, descales, program, side, block_mask }
     }
 
     /// The same call with a score program and what it reads.
@@ -433,6 +437,7 @@ impl Engine {
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
         let resolved = forward_call(&tensors, call.mask, call.scale)?;
         let resolved = resolved.with_descales(&call.descales)?;
+        let resolved = call.residual.map_or(Ok(resolved), |residual| resolved.with_residual(&residual))?;
         if let Some(block_mask) = call.block_mask {
             block_mask.admit(self.device().fingerprint(), &resolved.shape, &call.side)?;
         }

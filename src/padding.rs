@@ -203,7 +203,8 @@ impl Engine {
     /// Whether a call is one that pads its rows: its problem, and whether all rows are on the grid.
     pub(crate) fn pads(&self, problem: &Problem, aligned: bool) -> bool {
         let fast = problem.is_on_tensor_cores(self.device().arch()) && problem.dtype != DType::E4m3;
-        fast && (!aligned || problem.padded() != *problem) && self.has_copies()
+        // Copies know of no residual: such rows go to the plain kernels, where they lie.
+        fast && !problem.residual && (!aligned || problem.padded() != *problem) && self.has_copies()
     }
 
     /// Whether rows can be copied: a sealed engine may have been sealed without the kernel for it, and then serves such

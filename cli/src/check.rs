@@ -111,7 +111,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let backward = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone()).backward());
     let packed = ragged_sweep::backward_problems(effort, &program).into_iter();
     let gradients = sweep::gradients(effort, &program).into_iter();
+    let residual = sweep::residual_problems(effort, &program).into_iter();
     let dense = dense.chain(backward.enumerate()).chain(packed.enumerate()).chain(gradients.enumerate());
+    let dense = dense.chain(residual.enumerate());
     for (nth, problem) in dense.chain(ragged.into_iter().enumerate()) {
         if named(&args.problem, problem.to_string()) {
             let mut kernels = sweep::kernels(&problem, arch, schedules, family);

@@ -1,7 +1,7 @@
 //! What `flashtune check` goes through: problems, schedules, sizes and inputs.
 
 use flashtune::codegen::score::{Program, Type};
-use flashtune::codegen::{Arch, Family, Kernel, Op, Schedule, ShapeBucket};
+use flashtune::codegen::{Arch, Family, Kernel, KvKind, Op, Schedule, ShapeBucket};
 use flashtune::runtime::{CheckInputs, Poison};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Precision, Problem, Shape};
 use serde::Serialize;
@@ -98,6 +98,21 @@ pub fn e4m3_problems(effort: Effort) -> Vec<Problem> {
         }
     }
     problems
+}
+
+/// The problems of the sweep whose forward passes also write what O loses by rounding, and their gradients, dense and
+/// packed, which read it.
+pub fn residual_problems(effort: Effort, program: &Program) -> Vec<Problem> {
+    let every = if effort == Effort::Full { 3 } else { 2 };
+    let of_16_bits = problems(effort).into_iter().filter(|p| p.dtype != DType::F32);
+    let some = of_16_bits.enumerate().filter(|(nth, _)| nth % every == 0);
+    let some = some.map(|(_, p)| p.with_program(program.clone()).with_residual(true)).enumerate();
+    some.flat_map(|(nth, p)| {
+        let backward = p.backward();
+        let packed = nth % 3 == 1 && program.is_plain();
+        [p, if packed { backward.with_kv(KvKind::RAGGED) } else { backward }]
+    })
+    .collect()
 }
 
 /// Programs whose gradients by `t` are checked where nobody brings one: pairs with an element each, sums over heads,

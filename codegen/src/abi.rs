@@ -14,6 +14,7 @@ mod quantise;
 
 pub use append::AppendArgs;
 pub use backward::{BackwardArgs, BackwardMappedArgs};
+use declare::declaration_without;
 pub use declare::{Declared, Field, Spelt, declaration};
 pub use gradient::{GradientArgs, keeps};
 pub use layout::ArgsLayout;
@@ -91,6 +92,11 @@ arguments! {
         pub k_descale_stride: [i64; 2],
         /// Strides of V's scales: batch, KV head.
         pub v_descale_stride: [i64; 2],
+        /// O less its rounded self, bf16, `[batch, heads, q_len, head_dim_v]` by strides: of kernels of a problem with
+        /// [`Problem::residual`], which alone know these last fields.
+        pub residual: u64 as "void*",
+        /// Strides of it: batch, head, row.
+        pub residual_stride: [i64; 3],
     }
 }
 
@@ -342,6 +348,10 @@ arguments! {
     }
 }
 
+/// Bytes of the fields of a residual at the end of [`ForwardArgs`] and of [`BackwardArgs`].
+pub(crate) const RESIDUAL_BYTES: usize = size_of::<ForwardArgs>() - std::mem::offset_of!(ForwardArgs, residual);
+const _: () = assert!(RESIDUAL_BYTES == size_of::<BackwardArgs>() - std::mem::offset_of!(BackwardArgs, residual));
+
 /// A tensor as the copy engine takes it: opaque, encoded by the driver.
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -427,14 +437,16 @@ impl Spelt for Tiling {
     const CUDA: &'static str = "int";
 }
 
-/// The declarations that a template pastes, by the names that it has for them.
-pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
+/// The declarations that a template pastes, by the names that it has for them. Without a residual the structs end
+/// before it, so that kernels which do not know it are what they were.
+pub(crate) fn fields(language: Language, residual: bool) -> Vec<(&'static str, String)> {
+    let cut = if residual { 0 } else { RESIDUAL_BYTES };
     let common = [
-        ("forward_args", declaration::<ForwardArgs>(language)),
+        ("forward_args", declaration_without::<ForwardArgs>(language, cut)),
         ("ragged_args", declaration::<RaggedArgs>(language)),
         ("append_args", declaration::<AppendArgs>(language)),
-        ("backward_args", declaration::<BackwardArgs>(language)),
-        ("sums_args", declaration::<GradientArgs>(language)),
+        ("backward_args", declaration_without::<BackwardArgs>(language, cut)),
+        ("sums_args", declaration_without::<GradientArgs>(language, cut)),
         ("pad_args", declaration::<PadArgs>(language)),
         ("quantise_args", declaration::<QuantiseArgs>(language)),
         ("side_tensor", declaration::<SideTensorArg>(language)),
@@ -442,9 +454,9 @@ pub(crate) fn fields(language: Language) -> Vec<(&'static str, String)> {
     let own = match language {
         Language::C => vec![("side_args", declaration::<SideArgs>(language))],
         Language::Cuda => vec![
-            ("sm90_args", declaration::<MappedArgs>(language)),
+            ("sm90_args", declaration_without::<MappedArgs>(language, cut)),
             ("sm90_ragged_args", declaration::<RaggedMappedArgs>(language)),
-            ("sm90_backward_args", declaration::<BackwardMappedArgs>(language)),
+            ("sm90_backward_args", declaration_without::<BackwardMappedArgs>(language, cut)),
         ],
     };
     common.into_iter().chain(own).collect()

@@ -80,6 +80,9 @@ pub struct Problem {
     pub precision: Precision,
     /// Element type of O where it is another: beside `e4m3`, which O is not.
     pub output: Option<DType>,
+    /// Whether a forward pass also writes what O lost when it was rounded to 16 bits, in bf16, and gradients read it:
+    /// D = rowsum(dO O) is wrong by that rounding, which rows that attend mostly to one key multiply.
+    pub residual: bool,
 }
 
 /// A problem as it is stored: without what is at its default.
@@ -105,21 +108,24 @@ struct Stored {
     precision: Precision,
     #[serde(default, skip_serializing_if = "is_default")]
     output: Option<DType>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    residual: bool,
 }
 
 impl From<Problem> for Stored {
     fn from(problem: Problem) -> Self {
-        let Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output } = problem;
+        let Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual } =
+            problem;
         let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual }
     }
 }
 
 impl From<Stored> for Problem {
     fn from(stored: Stored) -> Self {
-        let Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output } = stored;
+        let Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual } = stored;
         let head_dim_v = head_dim_v.unwrap_or(head_dim_qk);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual }
     }
 }
 
@@ -134,7 +140,8 @@ impl Problem {
         let (op, kv, precision) = (Op::Forward, KvKind::Dense, Precision::Exact);
         // Half as many bytes as O would take in f32, and no range that scales of V could leave.
         let output = (dtype == DType::E4m3).then_some(DType::Bf16);
-        let p = Self { op, dtype, head_dim_qk, head_dim_v, mask, program: None, kv, by: None, precision, output };
+        let (program, by, residual) = (None, None, false);
+        let p = Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual };
         p.validate()?;
         Ok(p)
     }
@@ -147,6 +154,11 @@ impl Problem {
     /// The same problem with O of an element type.
     pub fn with_output(self, dtype: DType) -> Self {
         Self { output: (dtype != self.dtype).then_some(dtype), ..self }
+    }
+
+    /// The same problem with or without a residual of O.
+    pub fn with_residual(self, residual: bool) -> Self {
+        Self { residual, ..self }
     }
 
     /// The same problem for K and V that are found another way.
@@ -180,6 +192,12 @@ impl Problem {
     /// Whether scores may be far from zero, as float masks make them: what gradients keep of a query is more then.
     pub(crate) fn reaches_far(&self) -> bool {
         self.program.is_some_and(|p| p.score_facts().far)
+    }
+
+    /// Whether there are schedules to choose between, by records of the tuner: of forward passes, and of gradients of
+    /// dense tensors.
+    pub fn is_tuned(&self) -> bool {
+        self.op == Op::Forward || self.op == Op::Backward && self.kv.is_dense()
     }
 
     /// Whether nothing is to be written at these sizes: a backward pass without a query still writes zeros for every
@@ -226,6 +244,7 @@ impl Problem {
             return Err(Error::unsupported("precision", self.precision, limit, "leave the precision at `exact`"));
         }
         self.check_output()?;
+        self.check_residual()?;
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
             if !(1..=HEAD_DIM_MAX).contains(&d) {
                 let limit = format!("head dims are numbers from 1 to {HEAD_DIM_MAX}");
@@ -256,6 +275,28 @@ impl Problem {
                 let limit = "O of e4m3 inputs is bf16, f16 or f32";
                 Err(Error::unsupported("output", self.output_dtype(), limit, "give an output of one of these"))
             }
+        }
+    }
+
+    /// Checks that a residual is asked for where O is rounded to 16 bits, and where it is written and read.
+    fn check_residual(&self) -> Result<()> {
+        if !self.residual {
+            return Ok(());
+        }
+        let refused = |value: &dyn fmt::Display, limit: &str, remedy: &str| {
+            Err(Error::unsupported("residual", format!("of {value}"), limit, remedy))
+        };
+        match self.op {
+            Op::Forward | Op::Backward | Op::Gradient if !matches!(self.dtype, DType::F16 | DType::Bf16) => {
+                let limit = "a residual is what O of f16 or bf16 tensors lost by rounding";
+                refused(&self.dtype, limit, "leave the residual out: f32 loses nothing; convert e4m3 to bf16 or f16")
+            }
+            Op::Forward if !self.kv.is_dense() => {
+                let limit = "forward passes over dense tensors write a residual";
+                refused(&self.kv, limit, "leave the residual out, or call each sequence by itself")
+            }
+            Op::Forward | Op::Backward | Op::Gradient => Ok(()),
+            _ => refused(&self.op, "forward passes write a residual, and gradients read it", "leave it out"),
         }
     }
 
@@ -292,7 +333,9 @@ impl Problem {
     /// vectors, on a GPU with tensor cores for them. Stores are not padded: a call would copy all of them.
     pub fn pads(&self, arch: Arch) -> bool {
         let fast = self.is_on_tensor_cores(arch);
-        fast && matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense() && self.padded() != *self
+        // Copies know of no residual: such rows go to the kernels that take any.
+        let copied = matches!(self.op, Op::Forward | Op::Backward) && self.kv.is_dense() && !self.residual;
+        fast && copied && self.padded() != *self
     }
 
     /// The softmax scale that applies when the caller states none: `1 / sqrt(head_dim_qk)`.
@@ -314,6 +357,9 @@ impl fmt::Display for Problem {
         }
         if self.precision != Precision::Exact {
             write!(f, "-{}", self.precision)?;
+        }
+        if self.residual {
+            f.write_str("-residual")?;
         }
         write!(f, "-d{}", self.head_dim_qk)?;
         if self.head_dim_v != self.head_dim_qk {

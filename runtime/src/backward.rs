@@ -163,6 +163,8 @@ pub fn backward_call(tensors: &BackwardTensors, mask: Mask, scale: Option<f32>) 
         kv_rows: 0,
         q_words: 1,
         kv_words: 1,
+        residual: 0,
+        residual_stride: [0; 3],
     };
     let aligned = rows.into_iter().all(|(_, tensor)| rows_are_aligned(tensor));
     Ok(BackwardCall { problem, shape, args, aligned })

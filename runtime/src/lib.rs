@@ -49,6 +49,7 @@ mod pad;
 mod quantise;
 pub mod ragged;
 pub mod reference;
+mod residual;
 mod side;
 mod sync;
 mod tensor;

@@ -23,6 +23,7 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define RESIDUAL @{ residual }@  /* O comes with what it lost by rounding, in bf16 */
 #define PACKED @{ packed }@                /* sequences of different lengths, one after the other */
 #define PROGRAM @{ program }@              /* a score program */
 #define PROGRAM_FAR @{ program_far }@      /* scores may be far from zero */
@@ -47,6 +48,9 @@ EXPORT void ft_tile(const BackwardArgs *args, uint64_t tile, void *scratch);
 
 <% include "lib/cpu/vec.h" %>
 <% include "lib/cpu/convert.h" %>
+#if RESIDUAL
+<% include "lib/cpu/residual.h" %>
+#endif
 <% include "lib/cpu/exp2.h" %>
 
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
@@ -129,6 +133,9 @@ static BackwardArgs sequence_args(const BackwardArgs *call, int64_t b) {
     BackwardArgs s = *call;
     s.q_len = (int32_t)q.rows, s.kv_len = (int32_t)kv.rows;
     s.dout = rows_from(s.dout, s.dout_stride, q), s.o = rows_from(s.o, s.o_stride, q);
+#if RESIDUAL
+    s.residual = rows_from(s.residual, s.residual_stride, q);
+#endif
     s.q = rows_from(s.q, s.q_stride, q), s.dq = rows_from(s.dq, s.dq_stride, q);
     s.k = rows_from(s.k, s.k_stride, kv), s.dk = rows_from(s.dk, s.dk_stride, kv);
     s.v = rows_from(s.v, s.v_stride, kv), s.dv = rows_from(s.dv, s.dv_stride, kv);
@@ -363,6 +370,12 @@ static int load_queries(const BackwardArgs *args, const Head *head, Scratch *scr
         if (!empty) {
             widen_row(scratch->row, head->o + at * args->o_stride[2], HEAD_DIM_V);
             for (int d = 0; d < HEAD_DIM_V; d++) sum += scratch->row[d] * scratch->dout[i * DIM_V + d];
+#if RESIDUAL
+            const int64_t *rs = args->residual_stride;
+            const uint16_t *lost = (const uint16_t *)args->residual + head->batch * rs[0];
+            lost += head->head * rs[1] + at * rs[2];
+            sum += lost_product(lost, scratch->dout + i * DIM_V, 1, HEAD_DIM_V);
+#endif
             if (head->dlse) sum -= head->dlse[at];
         }
         scratch->delta[i] = sum;

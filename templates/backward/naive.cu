@@ -18,6 +18,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_RESIDUAL @{ residual }@  // O comes with what it lost by rounding
 constexpr bool kPacked = @{ packed }@;
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
@@ -26,6 +27,9 @@ constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+#if FT_RESIDUAL
+<% include "lib/cuda/attention/residual.cuh" %>
+#endif
 #define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 
@@ -102,6 +106,13 @@ __device__ __forceinline__ void load_statistics(const Args& args, const ProgramH
         if (row < tile.rows) {
             for (int d = x; d < kHeadDimV; d += kAcross)
                 sum = fmaf(to_float(o[row * args.o_stride[2] + d]), to_float(dout[row * args.dout_stride[2] + d]), sum);
+#if FT_RESIDUAL
+            const bf16* const lost = residual_row(args, tile.batch, tile.head, tile.row + row);
+            float less = 0.0f;
+            for (int d = x; d < kHeadDimV; d += kAcross)
+                less = fmaf(to_float(lost[d]), to_float(dout[row * args.dout_stride[2] + d]), less);
+            sum += less;
+#endif
         }
         sum = row_sum(sum);
         if (x == 0) {

@@ -24,6 +24,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_RESIDUAL @{ residual }@  // O comes with what it lost by rounding
 constexpr bool kPacked = @{ packed }@;
 // Schedule.
 constexpr int kWarps = @{ warps }@;
@@ -43,6 +44,9 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/ptx/mma.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+#if FT_RESIDUAL
+<% include "lib/cuda/attention/residual.cuh" %>
+#endif
 <% include "lib/cuda/attention/row_tile.cuh" %>
 <% include "lib/cuda/attention/non_finite_elements.cuh" %>
 <% include "lib/cuda/score/program.cuh" %>

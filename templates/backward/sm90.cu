@@ -42,7 +42,11 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_RESIDUAL @{ residual }@  // O comes with what it lost by rounding
 constexpr bool kPacked = @{ packed }@;
+#if FT_RESIDUAL
+<% include "lib/cuda/attention/residual.cuh" %>
+#endif
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
 constexpr int kKeys = @{ block_kv }@;  // of a key block

@@ -21,6 +21,7 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define RESIDUAL @{ residual }@  /* what O loses by rounding goes to memory, in bf16 */
 #define PROGRAM @{ program }@        /* a score program, and what it has */
 #define PROGRAM_MASK @{ program_mask }@
 #define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */
@@ -49,6 +50,9 @@
 <% include "lib/cpu/abi.h" %>
 <% include "lib/cpu/vec.h" %>
 <% include "lib/cpu/convert.h" %>
+#if RESIDUAL
+<% include "lib/cpu/residual.h" %>
+#endif
 <% include "lib/cpu/exp2.h" %>
 <% include "lib/cpu/mask.h" %>
 
@@ -109,6 +113,9 @@ typedef struct {
 typedef struct {
     const element *q, *k, *v;
     element *o;
+#if RESIDUAL
+    uint16_t *residual;
+#endif
     float *lse, *weights;  /* the weights from the tile's first query on */
     int64_t query, query_end;
     float score_scale;  /* from Q K^T to units of log2 */
@@ -137,6 +144,9 @@ static Tile find_tile(const ForwardArgs *args, uint64_t index) {
         .k = (const element *)args->k + batch * ks[0] + kv_head * ks[1],
         .v = (const element *)args->v + batch * vs[0] + kv_head * vs[1],
         .o = (element *)args->o + batch * os[0] + head * os[1],
+#if RESIDUAL
+        .residual = (uint16_t *)args->residual + batch * args->residual_stride[0] + head * args->residual_stride[1],
+#endif
         .lse = args->lse ? args->lse + head_index * args->q_len : 0,
         .weights = args->weights ? args->weights + ((int64_t)head_index * args->q_len + query) * args->kv_len : 0,
         .query = query,
@@ -311,6 +321,11 @@ static void finish(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
     vf_store(scratch->sum + panel * PANEL + lane, vf_load(inverse));  /* what the weights are multiplied by */
     unpack_output(tile->o + query * args->o_stride[2], args->o_stride[2], rows, scratch->o[panel] + lane,
                   vf_load(inverse), scratch->rows);
+#if RESIDUAL
+    for (int i = 0; i < rows; i++)
+        store_lost(tile->residual + (query + i) * args->residual_stride[2], tile->o + (query + i) * args->o_stride[2],
+                   scratch->rows + i * O_ROWS, HEAD_DIM_V);
+#endif
 }
 
 /* The weights of a tile's queries: its scores once more, now that maxima and sums are known. */

@@ -13,12 +13,16 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_RESIDUAL @{ residual }@  // what O lost by rounding, in memory
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/attention/tile.cuh" %>
+#if FT_RESIDUAL
+<% include "lib/cuda/attention/residual.cuh" %>
+#endif
 #define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 
@@ -210,6 +214,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
                 const int column = x + kAcross * j;
                 if (column < kHeadDimV)
                     out[row * args.o_stride[2] + column] = from_float<Element>(empty ? 0.0f : o[i][j] / l[i]);
+#if FT_RESIDUAL
+                if (column < kHeadDimV) {
+                    const float x = empty ? 0.0f : o[i][j] / l[i];
+                    bf16* const to = residual_row(args, tile.batch, tile.head, tile.row + row);
+                    to[column] = from_float<bf16>(lost(x, from_float<Element>(x)));
+                }
+#endif
             }
             if (args.lse != nullptr && x == 0) args.lse[out_row + row] = lse;
         }

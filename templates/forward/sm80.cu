@@ -12,6 +12,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_RESIDUAL @{ residual }@  // what O lost by rounding, in memory
 // Schedule.
 constexpr int kWarps = @{ warps }@;
 constexpr int kRowsPerWarp = @{ rows_per_warp }@;
@@ -35,6 +36,9 @@ constexpr bool kAsyncCopies = @{ async_copies }@;    // cp.async
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
+#if FT_RESIDUAL
+<% include "lib/cuda/attention/residual.cuh" %>
+#endif
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/attention/far.cuh" %>
 <% include "lib/cuda/attention/softmax.cuh" %>
@@ -441,6 +445,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
                 if (empty) x = y = 0.0f;  // a NaN of V has no part in it
                 const u32 to = TileV::at_chunk(lane_o, j) + (i * 16 + h * 8) * TileV::kPitch;
                 store_shared_4(to, pack_operand(x, y));
+#if FT_RESIDUAL
+                if (row < out_tile.rows && j * 8 < kHeadDimV) {
+                    bf16* const lies = residual_row(args, out_tile.batch, out_tile.head, out_tile.row + row);
+                    *(u32*)(lies + j * 8 + lane % 4 * 2) = pack_lost<Element>(x, y, pack<Element>(x, y));
+                }
+#endif
             }
         }
     }

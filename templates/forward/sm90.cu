@@ -13,6 +13,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_RESIDUAL @{ residual }@  // what O lost by rounding, in memory
 #define FT_LISTS @{ program_lists }@
 constexpr bool kLists = FT_LISTS;  // tiles visit key blocks by lists, as a score program's mask may leave any of them
 #define FT_DENSE @{ program_dense }@  // of which a tensor of bools by query and key is a part
@@ -55,6 +56,9 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/non_finite.cuh" %>
+#if FT_RESIDUAL
+<% include "lib/cuda/attention/residual.cuh" %>
+#endif
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
 <% include "lib/cuda/attention/far.cuh" %>
@@ -100,7 +104,7 @@ constexpr int kScanTogether = @{ scan_together }@;
 // the other. (f16 has too few exponents.)
 constexpr float kCapLog2 = kCapBound * kLog2E;
 constexpr int kReference = kCapLog2 > 40.0f ? int(kCapLog2) - 39 : 0;
-constexpr bool kBounded = kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> && kCapLog2 + kReference <= 106.0f;
+constexpr bool kBounded = !FT_RESIDUAL && kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> && kCapLog2 + kReference <= 106.0f;
 
 // Whether the mask is evaluated with the scores; else it comes as bits, or by the ends of runs.
 constexpr bool kMaskScores = !kProgramRows && !kLists;

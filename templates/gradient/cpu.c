@@ -24,6 +24,7 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define RESIDUAL @{ residual }@  /* O comes with what it lost by rounding, in bf16 */
 #define PROGRAM_FAR @{ program_far }@    /* scores may be far from zero */
 #define PROGRAM_LONG @{ program_long }@  /* too long for the optimiser */
 #define TERMS @{ term_count }@           /* places where the score reads the tensor */
@@ -50,6 +51,9 @@ EXPORT void ft_tile(const GradientArgs *args, uint64_t tile, void *scratch);
 
 <% include "lib/cpu/vec.h" %>
 <% include "lib/cpu/convert.h" %>
+#if RESIDUAL
+<% include "lib/cpu/residual.h" %>
+#endif
 <% include "lib/cpu/exp2.h" %>
 <% include "lib/cpu/score.h" %>
 
@@ -250,6 +254,12 @@ static void load_queries(const GradientArgs *call, const Rows *at, Scratch *scra
             /* A row without a key but with a sink has an O of zero, whatever its dO is. */
             for (int d = 0; d < HEAD_DIM_V; d++)
                 sum += scratch->row[d] != 0 ? scratch->row[d] * scratch->dout[d * PANEL + i] : 0;
+#if RESIDUAL
+            const int64_t *rs = args->residual_stride;
+            const uint16_t *lost = (const uint16_t *)args->residual + at->b * rs[0] + at->h * rs[1];
+            if (sum != 0)
+                sum += lost_product(lost + (at->query + i) * rs[2], scratch->dout + i, PANEL, HEAD_DIM_V);
+#endif
             if (args->dlse) sum -= args->dlse[row + i];
         }
         scratch->delta[i] = sum;

@@ -17,6 +17,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_RESIDUAL @{ residual }@  // O comes with what it lost by rounding
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
@@ -24,6 +25,9 @@ constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+#if FT_RESIDUAL
+<% include "lib/cuda/attention/residual.cuh" %>
+#endif
 #define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/terms.cuh" %>
@@ -97,13 +101,23 @@ __device__ __forceinline__ void load_statistics(const KernelArgs& call, const Pr
     for (int i = 0; i < kRows; i++) {
         const int row = y + kDown * i;
         float sum = 0.0f;
+#if FT_RESIDUAL
+        float lost_sum = 0.0f;
+#endif
         if (row < tile.rows) {
             for (int d = x; d < kHeadDimV; d += kAcross) {
                 // A row without a key but with a sink has an O of zero, whatever its dO is.
                 const float of = to_float(o[row * args.o_stride[2] + d]);
                 if (of != 0.0f) sum = fmaf(of, to_float(dout[row * args.dout_stride[2] + d]), sum);
+#if FT_RESIDUAL
+                const float less = to_float(residual_row(args, tile.batch, tile.head, tile.row + row)[d]);
+                if (of != 0.0f) lost_sum = fmaf(less, to_float(dout[row * args.dout_stride[2] + d]), lost_sum);
+#endif
             }
         }
+#if FT_RESIDUAL
+        sum += lost_sum;
+#endif
         sum = row_sum(sum);
         if (x == 0) {
             const bool exists = row < tile.rows;

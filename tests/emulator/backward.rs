@@ -5,7 +5,7 @@ use crate::machine::{Emulated, Launch, map_bytes};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
 use flashtune::cache::{Artifact, DeviceFingerprint};
 use flashtune::codegen::abi::{
-    Args, BackwardArgs, BackwardMappedArgs, GradientArgs, QuantiseArgs, SideArgs, SideTensorArg,
+    Args, ArgsLayout, BackwardArgs, BackwardMappedArgs, GradientArgs, QuantiseArgs, SideArgs, SideTensorArg,
 };
 use flashtune::codegen::{
     Arch, Family, Kernel, KvKind, LaunchPlan, Schedule, ShapeBucket, StageEntry, TemplateSet, Waves,
@@ -98,6 +98,7 @@ impl State {
         args: &BackwardArgs,
     ) -> Result<(), String> {
         let mut side = side_of(kernel, args.side);
+        let layout = ArgsLayout::of(kernel);
         side.resize(side.len().next_multiple_of(align_of::<BackwardMappedArgs>()), 0);
         let Self { emulated, rng, memory, .. } = self;
         let limit = waves.part_bytes * *[0, 2, 3, 1 << 20].choose(rng).expect("not empty");
@@ -115,13 +116,13 @@ impl State {
         buffers.push(machine::Buffer { address: at, bytes: &mut scratch, written: true });
         for (first, count) in waves.iter().take(waves.iter().count() - self.lost_waves) {
             let mut bytes: Vec<u8> = maps.iter().flat_map(map_bytes).collect();
-            bytes.extend_from_slice(Args::Backward(&args).bytes());
+            bytes.extend_from_slice(&Args::Backward(&args).bytes()[..layout.forward as usize]);
             // Of packed sequences in rows.
             let unit = if waves.packed.is_some() { 200 } else { 1 };
             let sections = waves.sections.map(|n| n.min(unit << rng.random_range(0..3)));
             bytes.extend([first, count, sections[0], sections[1]].into_iter().flat_map(u32::to_ne_bytes));
             bytes.extend(waves.shared_bytes().to_ne_bytes());
-            bytes.resize(size_of::<BackwardMappedArgs>(), 0);
+            bytes.resize(layout.base(), 0);
             for (stage, of) in plan.stages().enumerate() {
                 let of = of.of_parts(count, waves.parts);
                 let launch = Launch {
@@ -193,13 +194,16 @@ impl Device for Machine {
         // Partial sums begin as NaN, and nothing can be read behind them.
         let mut sums = vec![0xff; plan.partial_sums().unwrap_or(0) as usize];
         let sums_at = address(100, sums.len());
+        let forward = ArgsLayout::of(module.kernel()).forward as usize;
         let args = match args {
             Args::Gradient(args) => {
                 let backward = BackwardArgs { scratch: sums_at, ..args.backward };
-                Args::Gradient(&GradientArgs { backward, ..*args }).bytes().to_vec()
+                let args = GradientArgs { backward, ..*args };
+                let (backward, tail) = bytemuck::bytes_of(&args).split_at(size_of::<BackwardArgs>());
+                [&backward[..forward], tail].concat()
             }
             Args::Quantise(args) => Args::Quantise(&QuantiseArgs { scratch: sums_at, ..*args }).bytes().to_vec(),
-            args => args.bytes().to_vec(),
+            args => args.bytes()[..forward].to_vec(),
         };
         let launch = Launch {
             seed: rng.random(),

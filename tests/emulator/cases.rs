@@ -2,8 +2,10 @@
 
 use crate::machine::{Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
+use flashtune::codegen::abi::ArgsLayout;
 use flashtune::codegen::score::SideData;
 use flashtune::codegen::{Kernel, StageRole};
+use flashtune::runtime::check::residual_fails;
 use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, e4m3, oracle_of, unfused_rows_in};
 use flashtune::runtime::{Descale, Descales, ForwardTensors, TensorView, forward_call};
 use flashtune::{DType, Distribution, HostTensor, Layout, Mask, Shape};
@@ -203,6 +205,11 @@ impl Expected {
         if let Some(program) = kernel.problem.program {
             side = Side::new(&program, &shape, &self.data, 5)?;
         }
+        // Behind all that is found of a mask, which lies behind what a program reads.
+        let mut lost = HostTensor::poisoned(DType::Bf16, o.shape(), Layout::Bshd);
+        if kernel.problem.residual {
+            call = call.with_residual(&view(20, &lost)).map_err(|e| e.to_string())?;
+        }
         let plan = kernel.plan(&shape).map_err(|e| e.to_string())?;
         let main = *plan.main().ok_or("nothing to launch")?;
         let hopper = plan.tiling.map(|tiling| {
@@ -231,7 +238,7 @@ impl Expected {
             grid: main.blocks(units),
             threads: main.threads,
             smem_bytes: main.smem_bytes,
-            args: bytemuck::bytes_of(&call.args).to_vec(),
+            args: bytemuck::bytes_of(&call.args)[..ArgsLayout::of(kernel).forward as usize].to_vec(),
             any_order: false,
             hopper: hopper.transpose()?,
             side: side.table,
@@ -254,6 +261,10 @@ impl Expected {
         .enumerate()
         .map(|(i, (bytes, written))| Buffer { address: address(i as u64, bytes.len()), bytes, written })
         .collect::<Vec<_>>();
+        if kernel.problem.residual {
+            let bytes = lost.bytes_mut();
+            buffers.push(Buffer { address: address(20, bytes.len()), bytes, written: true });
+        }
         emulated.run(&launch, &mut buffers)?;
         *findings = Some(found);
 
@@ -268,6 +279,11 @@ impl Expected {
         };
         if !verdict.passed() {
             return Err(verdict.to_string());
+        }
+        if kernel.problem.residual
+            && let Some(wrong) = residual_fails(&o, &lost, &self.rows)
+        {
+            return Err(wrong);
         }
         let untouched = HostTensor::zeros(dtype, o.shape(), case.layout);
         if untouched.bytes().iter().zip(o.bytes()).any(|(gap, o)| *gap == 0xff && *o != 0xff) {

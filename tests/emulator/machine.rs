@@ -140,8 +140,11 @@ impl Emulated {
             Schedule::Sm90(_) | Schedule::Sm90Ragged(_) => ("", "Layout::kBytes".to_owned(), "kCluster"),
             Schedule::Sm90Fp8(_) => ("", "Layout::kBytes".to_owned(), "1"),
             Schedule::BackwardSm90(_) => ("", String::new(), "1"),
+            Schedule::Naive(_) => ("", kernel.resources().smem_bytes.to_string(), "1"),
             _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
         };
+        // The one whose shared memory is of floats.
+        let text = source.text.replace("extern __shared__ float smem[];", "float* const smem = (float*)shared_memory;");
         let cuda_arch = match kernel.arch {
             Arch::Sm(sm) => 10 * sm.number,
             Arch::Cpu(_) => return Err("the machine is no host processor".into()),
@@ -163,7 +166,7 @@ impl Emulated {
         };
         let text = format!(
             "#include \"cuda.h\"\n#define __CUDA_ARCH__ {cuda_arch}\n{rename}{}\n{stages}\n",
-            translate(&source.text)?,
+            translate(&text)?,
         );
         let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
         let file = folder.path().join("kernel.cpp");

@@ -17,6 +17,7 @@ mod pads;
 mod quantise;
 mod quick;
 mod ragged;
+mod residual;
 mod schedules;
 mod side;
 mod translate;

@@ -53,6 +53,7 @@ impl Tensors {
             o: self.o.view(),
             lse: self.lse.as_ptr() as u64,
             dlse: None,
+            residual: None,
             dq,
             dk,
             dv,

@@ -103,6 +103,34 @@ fn default_schedules_compile_without_spills() {
 }
 
 /// On the oldest arch too, whose shared memory is the smallest.
+/// What O loses is written straight from registers, and read by the stage of statistics.
+#[test]
+fn kernels_with_a_residual_compile_without_spills() {
+    if common::nvrtc_or_skip("kernels_with_a_residual_compile_without_spills").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    for (i, (qk, v)) in [(64, 64), (128, 128), (256, 256), (192, 128), (40, 72)].into_iter().enumerate() {
+        let (dtype, mask) = ([DType::Bf16, DType::F16][i % 2], MaskKind::ALL[i % 4]);
+        let forward = Problem::forward_qk_v(dtype, qk, v, mask).expect("legal").with_residual(true);
+        let backward = forward.backward();
+        let packed = backward.with_kv(KvKind::RAGGED);
+        let hopper =
+            [(Family::ForwardSm90, forward), (Family::BackwardSm90, if i % 2 == 0 { backward } else { packed })];
+        kernels.extend(hopper.map(|(family, problem)| default_kernel(family, problem, arch("sm_90a"), 4096)));
+        kernels.push(default_kernel(Family::ForwardSm80, forward, arch("sm_80"), 4096));
+        kernels.extend(kernels.clone().iter().filter_map(|k| Some(Kernel { schedule: k.schedule.quick()?, ..*k })));
+        if i < 2 {
+            kernels.push(default_kernel(Family::BackwardSm80, backward, arch("sm_80"), 4096));
+            kernels.push(default_kernel(Family::ForwardNaive, forward, arch("sm_75"), 4096));
+            kernels.push(default_kernel(Family::BackwardNaive, packed, arch("sm_75"), 4096));
+        }
+    }
+    kernels.sort_by_key(Kernel::name);
+    kernels.dedup();
+    compile_all(&kernels, 0);
+}
+
 #[test]
 fn plain_backward_kernels_compile_without_spills() {
     if common::nvrtc_or_skip("plain_backward_kernels_compile_without_spills").is_none() {

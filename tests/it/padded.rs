@@ -63,6 +63,7 @@ fn any_head_dim_gives_attention_and_its_gradients() {
             o: o_view,
             lse: lse_buffer.address(),
             dlse: None,
+            residual: None,
             dq,
             dk,
             dv,

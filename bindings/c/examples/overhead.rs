@@ -101,6 +101,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         q_descale_stride: [0; 2],
         k_descale_stride: [0; 2],
         v_descale_stride: [0; 2],
+        residual: Tensor { data: std::ptr::null_mut(), ..tensor(3) },
     };
     let mut handle = 0;
     // SAFETY: pointers to live values of the header's types.

@@ -639,6 +639,9 @@ typedef struct flashtune_backward_args {
   const struct flashtune_input *gradients;
   // How many.
   uint64_t gradients_len;
+  // What O lost when it was rounded, as the forward pass wrote it, bf16 of the shape of O: gradients of rows that
+  // attend mostly to one key then have as many digits as others. NULL `data` for none.
+  struct flashtune_tensor residual;
 } flashtune_backward_args;
 
 // A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
@@ -772,6 +775,9 @@ typedef struct flashtune_forward_args {
   int64_t k_descale_stride[2];
   // The same in `v_descale`.
   int64_t v_descale_stride[2];
+  // What O loses when it is rounded to 16 bits, bf16 of the shape of O, for a backward pass over rows that attend
+  // mostly to one key (`residual` of flashtune_backward_args); written unless `data` is NULL. For f16 and bf16.
+  struct flashtune_tensor residual;
 } flashtune_forward_args;
 
 // A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads

@@ -2,7 +2,7 @@
 
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
-use crate::forward::{mask, stream, view};
+use crate::forward::{mask, residual, stream, view};
 use crate::ragged::{address, int_type, size};
 use crate::types::{EngineHandle, Input, Status, Tensor};
 use crate::{input, program};
@@ -92,6 +92,9 @@ pub struct BackwardArgs {
     pub gradients: *const Input,
     /// How many.
     pub gradients_len: u64,
+    /// What O lost when it was rounded, as the forward pass wrote it, bf16 of the shape of O: gradients of rows that
+    /// attend mostly to one key then have as many digits as others. NULL `data` for none.
+    pub residual: Tensor,
 }
 
 /// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The
@@ -177,6 +180,7 @@ fn call(args: &BackwardArgs) -> Result<Backward<'static>> {
         o: view("o", &args.o)?,
         lse: args.lse as usize as u64,
         dlse: (!args.dlse.is_null()).then_some(args.dlse as usize as u64),
+        residual: residual(&args.residual)?,
         dq: view("dq", &args.dq)?,
         dk: view("dk", &args.dk)?,
         dv: view("dv", &args.dv)?,

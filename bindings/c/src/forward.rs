@@ -169,6 +169,7 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
     let lse = (!args.lse.is_null()).then_some(args.lse as usize as u64);
     Ok(Forward {
         lse,
+        residual: residual(&args.residual)?,
         weights: (!args.weights.is_null()).then_some(args.weights as usize as u64),
         mask: mask(args.mask, (args.window_left, args.window_right))?,
         scale,
@@ -176,6 +177,11 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
         descales: descales(args, &k),
         ..Forward::new(q, k, v, o)
     })
+}
+
+/// What O loses by rounding, where a call has it.
+pub(crate) fn residual(tensor: &Tensor) -> Result<Option<TensorView>> {
+    if tensor.data.is_null() { Ok(None) } else { view("residual", tensor).map(Some) }
 }
 
 /// The scales of e4m3 operands, of as many sequences and heads as K has.

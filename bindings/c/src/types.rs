@@ -389,6 +389,9 @@ pub struct ForwardArgs {
     pub k_descale_stride: [i64; 2],
     /// The same in `v_descale`.
     pub v_descale_stride: [i64; 2],
+    /// What O loses when it is rounded to 16 bits, bf16 of the shape of O, for a backward pass over rows that attend
+    /// mostly to one key (`residual` of flashtune_backward_args); written unless `data` is NULL. For f16 and bf16.
+    pub residual: Tensor,
 }
 
 /// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the

@@ -184,6 +184,7 @@ impl Op {
                 o: view(3)?,
                 lse: operands[5].address(),
                 dlse: None,
+                residual: None,
                 dq: written[0].bshd("dq")?,
                 dk: written[1].bshd("dk")?,
                 dv: written[2].bshd("dv")?,

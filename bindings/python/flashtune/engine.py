@@ -185,9 +185,11 @@ class Engine:
         return_weights=False,
         precision=None,
         descales=(None, None, None),
+        residual=False,
     ):
         """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
-        PyTorch's causal mask; without ``grouped`` all tensors must have as many heads. Weights come last."""
+        PyTorch's causal mask; without ``grouped`` all tensors must have as many heads. With ``residual`` what O loses
+        by rounding comes behind it and the log-sum-exp; weights come last."""
         device = tensors.device(q, k, v)
         name = tensors.name(device)
         if name != self.device:
@@ -196,7 +198,8 @@ class Engine:
             )
         key = None
         scaled = any(scales is not None for scales in descales)
-        plain = program is None and block_mask is None and out is None and not return_weights and not scaled
+        plain = program is None and block_mask is None and out is None and not return_weights
+        plain = plain and not scaled and not residual
         if plain and (scale is None or type(scale) is float):
             try:
                 forms = tensors.forms(q, k, v)
@@ -253,6 +256,11 @@ class Engine:
         if scaled:
             before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size
             more = more.ljust(before, b"\0") + _descales(tensors, device, descales, (kd[1], kd[2]))
+        lost = None
+        if residual:
+            lost = _empty_residual(tensors, tuple(out.shape), q)
+            before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size + abi.DESCALES.size
+            more = more.ljust(before, b"\0") + abi.TENSOR.pack(*tensors.describe("residual", lost, bshd))
         try:
             flags = abi.PRECISIONS[precision]
         except (KeyError, TypeError):
@@ -287,8 +295,8 @@ class Engine:
             fixed = [args[a:b] for a, b in ((0, 8), (16, 88), (96, 168), (176, 248), (256, 328), (344, 368))]
             like_q = qd[1:9] == od[1:9] and tuple(q.shape) == tuple(out.shape)
             self._again[key] = (*fixed, None if like_q else tuple(out.shape), (b, h, s) if return_lse else None)
-        if weights is not None:
-            return (out, weights) if lse is None else (out, lse, weights)
+        if weights is not None or lost is not None:
+            return (out, *(t for t in (lse, lost, weights) if t is not None))
         return out if lse is None else (out, lse)
 
     def _again_plain(self, tensors, device, q, k, v, bshd, mask, scale, return_lse, top_left=False, grouped=True):
@@ -327,7 +335,7 @@ class Engine:
 
     def _gradients(
         self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program, run=True,
-        packed=None, needs=(), key=None,
+        packed=None, needs=(), key=None, residual=None,
     ):  # fmt: skip
         """dQ, dK and dV, and with names in ``needs`` a dict of the gradients of these, too. ``mask``, ``left`` and
         ``right`` are the header's; without ``run`` all but the launch. ``packed`` is the end of the arguments that
@@ -340,7 +348,7 @@ class Engine:
                 f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
             )
         given_into = into is not None
-        plain = not given_into and program is None and packed is None and run and not needs
+        plain = not given_into and program is None and packed is None and run and not needs and residual is None
         if plain and (scale is None or type(scale) is float):
             forms = tensors.forms_of((q, k, v, dout, out, lse, dlse))
             if forms is not None:
@@ -383,9 +391,16 @@ class Engine:
         rows.append(0 if dlse is None else _rows("dlse", dlse, shape, tensors, device))
         more, _kept = (bytes(abi.PROGRAM_ARGS.size), None) if program is None else program.pack(tensors, device)
         by_name, _kept_too = pack_gradients(read, tensors, device)
-        if packed is not None or by_name:
+        if packed is not None or by_name or residual is not None:
             more += packed or bytes(abi.BACKWARD_PACKED.size)
         more += by_name
+        if residual is not None:
+            if not tensors.is_tensor(residual) or tensors.device(residual, residual, residual) != device:
+                kind = type(residual).__name__
+                raise InvalidTensor(f"residual is a {kind}; pass a tensor of the kind and on the device of q")
+            lost = tensors.describe("residual", whole("residual", residual), bshd)
+            more = more if by_name else more + bytes(abi.GRADIENTS.size)
+            more += abi.TENSOR.pack(*lost)
         views = [described[one] for one in ("dout", "q", "k", "v", "out")] + written
         try:
             args = abi.BACKWARD_ARGS.pack(
@@ -625,6 +640,17 @@ def _one_entry(name, t):
     if len(t.shape) != 3:
         raise InvalidTensor(f"{name} has the shape {tuple(t.shape)}; packed rows are [rows, heads, head_dim]")
     return t[None]
+def _empty_residual(tensors, shape, q):
+    """Memory for what O loses by rounding."""
+    try:
+        return tensors.empty_wide(shape, q)
+    except (KeyError, AttributeError):
+        raise Unsupported(
+            "what O loses by rounding is kept in bfloat16, which there is not; import ml_dtypes, or pass tensors of "
+            "PyTorch"
+        ) from None
+
+
 def _empty_gradients(needs, program, tensors, q):
     """Memory for the gradients of what a program reads: of the tensors' shapes and dtypes, and float32 for numbers."""
     written = {}

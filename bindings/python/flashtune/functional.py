@@ -33,6 +33,8 @@ def flash_attn_func(
     q_descale=None,
     k_descale=None,
     v_descale=None,
+    precise=False,
+    return_residual=False,
 ):
     """Attention in flash-attention's layout. Tensors of PyTorch that ask for gradients get them.
 
@@ -49,6 +51,11 @@ def flash_attn_func(
     (of sm_89 and newer with ``Engine(allow_paths=)``) takes without gradients, softcap and slopes at head dims that
     are multiples of 16 (the CPU at any, for tests): what their elements are multiplied by, float32
     ``[batch, kv_heads]``, of q by the head of k; 1 when not given.
+    precise: gradients of rows that attend mostly to one key get the digits of others: the forward pass also keeps
+        what its output loses by rounding, in bfloat16. For float16 and bfloat16; it costs memory of the size of the
+        output, and time to write and read it.
+    return_residual: what the output loses by rounding as the last result, bfloat16 of its shape, for
+        :func:`flash_attn_backward`.
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the
     log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
@@ -59,6 +66,7 @@ def flash_attn_func(
         window_size is _ALL and alibi_slopes is None and (causal is True or causal is False) and deterministic is True
         and type(softcap) is float and softcap == 0.0
         and q_descale is None and k_descale is None and v_descale is None
+        and not precise and not return_residual
     ):  # fmt: skip
         found = _like_before(q, k, v, True, abi.CAUSAL if causal else abi.FULL, softmax_scale, return_lse)
         if found is not None:
@@ -73,10 +81,14 @@ def flash_attn_func(
             raise Unsupported(
                 "q_descale, k_descale and v_descale are for calls without gradients and tracing; make one so"
             )
-        return tensors.operators.attend(q, k, v, True, mask, left, right, softmax_scale, return_lse, program)
+        return tensors.operators.attend(
+            q, k, v, True, mask, left, right, softmax_scale, return_lse, program, precise=precise,
+            return_residual=return_residual,
+        )  # fmt: skip
     return _default(tensors, q)._attend(
-        tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales
-    )
+        tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales,
+        residual=return_residual,
+    )  # fmt: skip
 
 
 def _like_before(q, k, v, bshd, mask, scale, return_lse, top_left=False, grouped=True):
@@ -166,6 +178,8 @@ def attention(
     return_lse=False,
     block_mask=None,
     return_weights=False,
+    precise=False,
+    return_residual=False,
 ):
     """Attention with any mask and any change of the scores, compiled into the kernel.
 
@@ -184,6 +198,8 @@ def attention(
     return_weights: also the attention weights, as the last result: float32 ``[batch, heads, q_len, kv_len]``, 0 where a
         key is masked. Rows sum to 1, to less beside a sink, and to 0 where a query sees no key. They have no gradients,
         and a GPU computes such calls by a plain kernel: for inspection, not for speed.
+    precise, return_residual: as :func:`flash_attn_func` takes them; the residual comes before the weights, for
+        :func:`attention_backward`.
     """
     if type(query) not in _of_type and foreign(query):
         return _dlpack.through(attention, locals())
@@ -195,8 +211,9 @@ def attention(
     if adapted.by_operator(query, key, value, program):
         refuse_weights(return_weights)
         return adapted.operators.attend(
-            query, key, value, False, abi.FULL, 0, 0, scale, return_lse, program, block_mask, grouped
-        )
+            query, key, value, False, abi.FULL, 0, 0, scale, return_lse, program, block_mask, grouped,
+            precise=precise, return_residual=return_residual,
+        )  # fmt: skip
     engine = _default(adapted, query)
     if block_mask is None and not return_weights:
         program, block_mask = _kept(program, adapted, engine, query, key)
@@ -215,6 +232,7 @@ def attention(
         program=program,
         block_mask=block_mask,
         return_weights=return_weights,
+        residual=return_residual,
     )
 
 

@@ -29,6 +29,7 @@ def flash_attn_backward(
     deterministic=True,
     dlse=None,
     into=None,
+    residual=None,
 ):
     """dQ, dK and dV of :func:`flash_attn_func`.
 
@@ -39,6 +40,8 @@ def flash_attn_backward(
     deterministic: every kernel there is gives the same bytes in every run, whatever this says.
     dlse: the loss's gradient by softmax_lse, where it depends on that, as when parts of attention are merged by it.
     into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
+    residual: what out lost by rounding, as the forward pass gave it with ``return_residual``: rows that attend mostly
+        to one key then have gradients with the digits of others.
     Gives ``(dq, dk, dv)``. With fewer heads than q, k and v get the sums over the query heads that share them. Queries
     that see no key, and keys that no query sees, get zeros.
     """
@@ -48,8 +51,9 @@ def flash_attn_backward(
     kind, left, right = mask_of(causal, window_size)
     engine = _default(tensors, q)
     return engine._gradients(
-        tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program
-    )
+        tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
+        residual=residual,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_backward(
@@ -75,6 +79,7 @@ def flash_attn_varlen_backward(
     seqused_q=None,
     seqused_k=None,
     s_aux=None,
+    residual=None,
 ):
     """dQ, dK and dV of :func:`flash_attn_varlen_func` over packed keys.
 
@@ -87,6 +92,7 @@ def flash_attn_varlen_backward(
     deterministic: every kernel there is gives the same bytes in every run, whatever this says.
     dlse: the loss's gradient by softmax_lse, of its shape, where it depends on that.
     into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
+    residual: what out lost by rounding, bfloat16 of its shape, where a forward pass of the caller's wrote it.
     Gives ``(dq, dk, dv)``. Queries that see no key, and keys that no query sees, get zeros. Rows of no sequence, and
     those that are not used, are 0 in new tensors and stay as they are in those of ``into``.
     """
@@ -95,7 +101,7 @@ def flash_attn_varlen_backward(
     if cu_seqlens_q is None:
         raise InvalidArgument("cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows")
     key = None
-    if into is None and program is None:
+    if into is None and program is None and residual is None:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         given = q, k, v, dout, out, softmax_lse, dlse, *lengths
         key = plain_key(adapter(q), given, softmax_scale, causal, window_size, (max_seqlen_q, max_seqlen_k))
@@ -109,7 +115,7 @@ def flash_attn_varlen_backward(
     kind, left, right = mask_of(causal, window_of(window_size))
     return call.engine._gradients(
         call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
-        packed=call.of_gradients(), key=key,
+        packed=call.of_gradients(), key=key, residual=residual,
     )  # fmt: skip
 
 
@@ -144,6 +150,7 @@ def attention_backward(
     needs=(),
     dlse=None,
     into=None,
+    residual=None,
 ):
     """dQ, dK and dV of :func:`attention`, whose derivatives by the score are taken of any program. At a kink they are
     PyTorch's: 0 for ``abs`` at 0, half to each of equals in ``min`` and ``max``, all to what ``clamp`` bounds.
@@ -152,7 +159,7 @@ def attention_backward(
     mask, score, sink, tensors, scale: as in the forward pass.
     needs: names in ``tensors`` of float tensors, and of numbers that the program takes as floats, whose gradients are
     wanted too. Of a tensor that is broadcast each element gets the sum over all scores (or sinks) that read it.
-    dlse: as in :func:`flash_attn_backward`.
+    dlse, residual: as in :func:`flash_attn_backward`.
     into: memory for ``(dq, dk, dv)``, and with ``needs`` as fourth a dict from names to memory of the tensors' shapes
     (of no axis for numbers), float16, bfloat16 or float32 whatever the tensor is. It must not overlap anything else.
     Gives ``(dq, dk, dv)``; with ``needs`` ``(dq, dk, dv, gradients)``, a dict from names to gradients, of the tensors'
@@ -166,5 +173,6 @@ def attention_backward(
     adapted = adapter(query)
     engine = _default(adapted, query)
     return engine._gradients(
-        adapted, dout, query, key, value, out, lse, dlse, False, abi.FULL, 0, 0, scale, into, program, needs=list(needs)
-    )
+        adapted, dout, query, key, value, out, lse, dlse, False, abi.FULL, 0, 0, scale, into, program,
+        needs=list(needs), residual=residual,
+    )  # fmt: skip

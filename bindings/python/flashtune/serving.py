@@ -77,6 +77,7 @@ def flash_attn_varlen_func(
     v_scale=None,
     s_aux=None,
     learnable_sink=None,
+    precise=False,
     **others,
 ):
     """Attention of packed sequences over packed keys or over pages.
@@ -99,10 +100,16 @@ def flash_attn_varlen_func(
     out: where the result goes; else new memory, in which rows of no sequence hold anything.
     Gives ``[total_q, heads, head_dim_v]``, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[heads,
     total_q]``. A row that sees no key gives 0 and -inf.
+    precise: refused: calls of dense tensors have it.
     With packed keys and without ``out`` it has gradients of q, k and v in PyTorch's autograd.
     """
     if type(q) not in _of_type and foreign(q):
         return _dlpack.through(flash_attn_varlen_func, locals())
+    if precise:
+        raise Unsupported(
+            "precise is True, but forward passes over packed sequences do not write what their output loses; leave it "
+            "out, or call flash_attn_func for each sequence"
+        )
     table = one_of("block_table", block_table, "page_table", page_table)
     tensors = adapter(q)
     sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)

@@ -166,9 +166,9 @@ impl Contest<'_> {
 
     fn run(mut self, schedules: &[String], rounds: usize) -> Result<(Vec<Measured>, Vec<Check>)> {
         let dispatch = self.chosen()?.ok_or_else(|| usage("there is nothing to time; name sizes of at least 1"))?;
-        let Backward { dout, q, k, v, o, dq, dk, dv, side, .. } = self.backward;
+        let Backward { dout, q, k, v, o, residual, dq, dk, dv, side, .. } = self.backward;
         let rows = |address| TensorView::rows(address, [q.shape[0], q.shape[1], q.shape[2]]);
-        let tensors = BackwardTensors { dout, q, k, v, o, lse: rows(self.backward.lse), dlse: None, dq, dk, dv };
+        let tensors = BackwardTensors { dout, q, k, v, o, lse: rows(self.backward.lse), dlse: None, residual, dq, dk, dv };
         let mut resolved = backward_call(&tensors, self.case.shape.mask, None)?;
         let table = match self.case.problem.program {
             None => None,
@@ -230,6 +230,8 @@ pub fn run(
     let [v, dout] = [Tensor::holding(device, &host_v)?, Tensor::holding(device, &host_dout)?];
     let unwritten = |shape| Tensor::unwritten(device, p.dtype, shape);
     let ([o, dq], [dk, dv]) = ([unwritten(of_o)?, unwritten(of_q)?], [unwritten(of_k)?, unwritten(of_v)?]);
+    let lost = p.residual.then(|| Tensor::unwritten(device, DType::Bf16, of_o)).transpose()?;
+    let residual = lost.as_ref().map(|lost| lost.view);
     let lse = device.alloc(s.batch as usize * s.heads as usize * s.q_len as usize * size_of::<f32>())?;
     let program = p.program;
     let side = match &program {
@@ -240,6 +242,7 @@ pub fn run(
         let forward = Forward {
             mask: s.mask,
             lse: Some(lse.address()),
+            residual,
             program,
             side: *side,
             ..Forward::new(q.view, k.view, v.view, o.view)
@@ -255,6 +258,7 @@ pub fn run(
             o: o.view,
             lse: lse.address(),
             dlse: None,
+            residual,
             dq: dq.view,
             dk: dk.view,
             dv: dv.view,

@@ -13,7 +13,7 @@ mod print;
 mod ragged;
 mod trace;
 
-use super::cases::CaseArgs;
+use super::cases::{Case, CaseArgs};
 use super::compare::{self, Percent};
 use super::context::Context;
 use super::exit::{Failed, usage};
@@ -57,6 +57,10 @@ pub struct Args {
     /// any
     #[arg(long)]
     graph: bool,
+    /// As `precise=True` calls it: forward passes also write what O loses by rounding, and gradients read it; f16 and
+    /// bf16
+    #[arg(long)]
+    precise: bool,
     /// Do not measure what the device reaches at best; shares of it are left out
     #[arg(long)]
     no_ceilings: bool,
@@ -101,9 +105,10 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         return Err(usage("--scratch-mib: of --op backward; other operations take no scratch memory of a limit"));
     }
     if args.op != Operation::Forward {
+        let cases = precise(args.grid.cases(&args.cases)?, args.precise)?;
         let (cache, backward, schedules, rounds) = (&args.cache, &args.backward, &args.schedule[..], args.rounds);
         let options = others::Options { cache, backward, schedules, rounds };
-        let report = others::run(cx, args.op, &args.grid.cases(&args.cases)?, &options)?;
+        let report = others::run(cx, args.op, &cases, &options)?;
         return told.tell(cx, &report, print::report);
     }
     if !args.ragged.kv_lens.is_empty() {
@@ -117,7 +122,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         None => args.grid.cases(&args.cases)?,
     };
     let engine = cx.engine_for(args.graph.then_some(Launches::Graph))?;
-    let cases = args.cases.on(engine.device().arch(), cases);
+    let cases = precise(args.cases.on(engine.device().arch(), cases), args.precise)?;
     let mut report = header::report(&engine);
     let device = &**engine.device();
     if !args.no_ceilings {
@@ -142,6 +147,15 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     report.derive();
     report.lengths = lengths.map(|lengths| lengths.report(&report.points));
     told.tell(cx, &report, print::report)
+}
+
+/// The cases with what O loses by rounding, where that is asked for.
+fn precise(mut cases: Vec<Case>, precise: bool) -> Result<Vec<Case>> {
+    for case in cases.iter_mut().filter(|_| precise) {
+        case.problem = case.problem.with_residual(true);
+        case.problem.validate()?;
+    }
+    Ok(cases)
 }
 
 /// Where results go, and what they are held against.

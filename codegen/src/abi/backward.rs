@@ -89,6 +89,10 @@ arguments! {
         pub q_words: i32,
         /// The same of `kv_begin` and `kv_lengths`.
         pub kv_words: i32,
+        /// As `ForwardArgs.residual`, which D takes beside O.
+        pub residual: u64 as "const void*",
+        /// Strides of it: batch, head, row.
+        pub residual_stride: [i64; 3],
     }
 }
 

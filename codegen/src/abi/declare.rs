@@ -120,8 +120,17 @@ pub(crate) use arguments;
 /// The declaration of a struct, with its comments and the assertions of its layout: of its size, and in C of the offset
 /// of every member.
 pub fn declaration<T: Declared>(language: Language) -> String {
+    declaration_without::<T>(language, 0)
+}
+
+/// The same where kernels do not know the fields of a residual ([`super::RESIDUAL_BYTES`]): what is one of them is left
+/// out, and what lies behind them, or behind a struct that ends with them, lies before by `cut` bytes.
+pub(super) fn declaration_without<T: Declared>(language: Language, cut: usize) -> String {
+    let is_known = |field: &&Field| cut == 0 || !field.members[0].starts_with("residual");
+    let end = T::FIELDS.iter().map(|field| field.offset + field.size).max().unwrap_or(0);
+    let size = (end - cut).next_multiple_of(align_of::<T>());
     let plain = |doc: &str| doc.trim().replace("[`", "").replace("`]", "").replace('`', "");
-    let (name, size) = (T::NAME, T::SIZE);
+    let name = T::NAME;
     let mut text = String::new();
     let comment = |text: &mut String, indent: &str, doc: &str| match language {
         Language::C => writeln!(text, "{indent}/* {} */", plain(doc)),
@@ -134,7 +143,7 @@ pub fn declaration<T: Declared>(language: Language) -> String {
     let written = (|| {
         comment(&mut text, "", T::DOC)?;
         writeln!(text, "{open}")?;
-        for field in T::FIELDS {
+        for field in T::FIELDS.iter().filter(is_known) {
             comment(&mut text, "    ", field.doc)?;
             // Members that are elements here are no arrays there.
             let array = field.length.filter(|_| field.members.len() == 1).map_or(String::new(), |n| format!("[{n}]"));
@@ -148,11 +157,15 @@ pub fn declaration<T: Declared>(language: Language) -> String {
             Language::C => T::FIELDS,
             Language::Cuda => &[],
         };
-        for field in checked {
+        let mut behind = 0;
+        for field in checked.iter().filter(is_known) {
             for (i, member) in field.members.iter().enumerate() {
-                let offset = field.offset + i * field.size / field.members.len();
+                let offset = field.offset - behind + i * field.size / field.members.len();
                 let offset = format!("__builtin_offsetof({name}, {member}) == {offset}");
                 writeln!(text, "{assert}({offset}, \"{name}.{member} lies where the host puts it\");")?;
+            }
+            if field.spelling.iter().any(|of| ["ForwardArgs", "BackwardArgs"].contains(of)) {
+                behind = cut;
             }
         }
         Ok::<(), std::fmt::Error>(())

@@ -2,10 +2,11 @@
 
 use super::{
     AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
+    RESIDUAL_BYTES,
     RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
 };
 use crate::omitted::is_default;
-use crate::{Error, Kernel, Result};
+use crate::{Error, Kernel, Op, Result};
 use serde::{Deserialize, Serialize};
 use std::mem::offset_of;
 
@@ -70,9 +71,20 @@ impl ArgsLayout {
         ..Self::BACKWARD
     };
 
-    /// What this build launches a kernel with.
+    /// What a kernel takes that this build compiles. All but those of a residual end before its fields.
     pub fn of(kernel: &Kernel) -> Self {
-        kernel.schedule.family().args()
+        let full = kernel.schedule.family().args();
+        let dense_forward = kernel.problem.op == Op::Forward && kernel.problem.kv.is_dense();
+        let known = dense_forward || matches!(kernel.problem.op, Op::Backward | Op::Gradient);
+        match known && !kernel.problem.residual {
+            true => Self { forward: full.forward - RESIDUAL_BYTES as u32, ..full },
+            false => full,
+        }
+    }
+
+    /// Whether it is the first bytes of one struct: no segment lies before or behind the one that grows.
+    pub const fn is_one_struct(&self) -> bool {
+        self.head == 0 && self.tail == 0
     }
 
     /// Bytes of all segments with the padding behind them: where a program's tables begin.
@@ -86,7 +98,7 @@ impl ArgsLayout {
     /// # Errors
     /// The segment that is longer than this build's or none at all.
     pub fn check(&self, kernel: &Kernel) -> Result<()> {
-        let known = Self::of(kernel);
+        let known = kernel.schedule.family().args();
         for (field, found, known) in [
             ("args.head", self.head, known.head),
             ("args.forward", self.forward, known.forward),

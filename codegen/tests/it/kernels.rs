@@ -211,3 +211,87 @@ fn launches_count_tiles_and_refuse_what_a_grid_cannot_hold() {
     assert!(kernel.plan(&shape(0, 129)).unwrap().is_empty());
     assert!(kernel.plan(&shape(1 << 28, 1 << 20)).unwrap_err().to_string().contains("split the batch"));
 }
+
+/// What the preprocessor leaves of a text with this value of `name`, for conditions on it alone.
+fn preprocessed(text: &str, name: &str, on: bool) -> String {
+    let mut kept = String::new();
+    // Of each open condition whether it is ours, and whether its lines are kept.
+    let mut open: Vec<(bool, bool)> = Vec::new();
+    for line in text.lines() {
+        let word = line.trim_start();
+        if word.starts_with("#if") {
+            let ours = word.strip_prefix("#if ").is_some_and(|of| of.trim() == name);
+            open.push((ours, !ours || on));
+            if ours {
+                continue;
+            }
+        } else if word.starts_with("#else") && open.last().is_some_and(|(ours, _)| *ours) {
+            open.last_mut().expect("it is open").1 ^= true;
+            continue;
+        } else if word.starts_with("#endif") && open.pop().is_some_and(|(ours, _)| ours) {
+            continue;
+        }
+        if open.iter().all(|(_, kept)| *kept) {
+            kept.push_str(line);
+            kept.push('\n');
+        }
+    }
+    kept
+}
+
+/// A kernel without a residual has nothing of it but the switch, and one with it has the fields behind all others.
+#[test]
+fn kernels_without_a_residual_know_nothing_of_it() {
+    let templates = TemplateSet::embedded();
+    for (family, arch) in [
+        (Family::ForwardSm90, "sm_90a"),
+        (Family::ForwardSm80, "sm_80"),
+        (Family::ForwardNaive, "sm_75"),
+        (Family::ForwardCpu, "cpu-avx2"),
+        (Family::BackwardSm90, "sm_90a"),
+        (Family::BackwardSm80, "sm_80"),
+        (Family::BackwardNaive, "sm_75"),
+        (Family::BackwardCpu, "cpu-avx2"),
+    ] {
+        let arch: Arch = arch.parse().unwrap();
+        let forward = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).unwrap();
+        let problem = if family.op() == Op::Backward { forward.backward() } else { forward };
+        let rendered = |problem: Problem| {
+            let schedule = Schedule::default_for(family, &problem, arch, &bucket(1024)).unwrap();
+            let kernel = Kernel { problem, schedule, arch };
+            let name = if family.name().ends_with("cpu") { "RESIDUAL" } else { "FT_RESIDUAL" };
+            let text = kernel.render(&templates).unwrap().text;
+            (preprocessed(&text, name, problem.residual), abi::ArgsLayout::of(&kernel))
+        };
+        let (plain, layout) = rendered(problem);
+        let knows = plain.lines().filter(|l| l.contains("residual") || l.contains("RESIDUAL"));
+        // The switch itself, and a constant that it gives.
+        let knows: Vec<&str> = knows.filter(|l| !l.contains("RESIDUAL")).collect();
+        assert!(knows.is_empty(), "{family}: {knows:?}");
+        let (with, longer) = rendered(problem.with_residual(true));
+        assert!(with.contains("residual_stride[3];"), "{family}");
+        assert_eq!((longer.forward - layout.forward, longer.head, longer.tail), (32, layout.head, layout.tail));
+    }
+    let stored = serde_json::to_string(&Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap()).unwrap();
+    assert!(!stored.contains("residual"), "{stored}");
+}
+
+/// Where P is rounded, its largest must be 1.
+#[test]
+fn forward_passes_with_a_residual_rescale_eagerly() {
+    let problem = Problem::forward(DType::Bf16, 128, MaskKind::FULL).unwrap().with_residual(true);
+    for (family, name) in [(Family::ForwardSm80, "sm_80"), (Family::ForwardSm90, "sm_90a")] {
+        let arch: Arch = name.parse().unwrap();
+        for q_len in [1, 64, 4096] {
+            let schedule = Schedule::default_for(family, &problem, arch, &bucket(q_len)).unwrap();
+            Kernel { problem, schedule, arch }.check().unwrap();
+            let lazy = match schedule {
+                Schedule::Sm80(s) => Schedule::Sm80(Sm80Schedule { lazy_rescale: true, ..s }),
+                Schedule::Sm90(s) => Schedule::Sm90(Sm90Schedule { lazy_rescale: true, ..s }),
+                other => unreachable!("{other}"),
+            };
+            let e = Kernel { problem, schedule: lazy, arch }.check().unwrap_err().to_string();
+            assert!(e.contains("lazy_rescale") && e.contains("residual"), "{e}");
+        }
+    }
+}

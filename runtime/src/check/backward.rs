@@ -4,7 +4,7 @@ mod packed;
 
 pub use packed::PackedBatch;
 
-use super::{CheckInputs, CheckReport, OnDevice, Poison, poison, written};
+use super::{CheckInputs, CheckReport, OnDevice, Poison, poison, residual, written};
 use crate::reference::{
     Attention, GradientInputs, Gradients, RowId, all_rows, compare_gradients, oracle_gradients, oracle_of,
     unfused_gradients,
@@ -28,7 +28,8 @@ pub struct BackwardCase {
     /// The call without its program.
     pub(super) call: BackwardCall,
     args: BackwardArgs,
-    /// dO, Q, K, V, O and the log-sum-exp, and where the loss depends on that, its gradient.
+    /// dO, Q, K, V, O and the log-sum-exp, and where the loss depends on that, its gradient; what O lost, where the
+    /// problem has it.
     pub(super) inputs: Vec<OnDevice>,
     outputs: [OnDevice; 3],
     /// Where sequences lie, if they are packed.
@@ -37,6 +38,8 @@ pub struct BackwardCase {
     _side: Option<SideBuffers>,
     oracle: Gradients,
     unfused: Gradients,
+    /// Which rows attend mostly to one key ([`residual::peak`]).
+    peaked: Vec<Option<usize>>,
 }
 
 /// Inputs in the host's memory, and what they give.
@@ -45,14 +48,25 @@ struct Drawn {
     tensors: Vec<HostTensor>,
     oracle: Gradients,
     unfused: Gradients,
+    /// What O lost, of problems that have it, and which rows attend mostly to one key.
+    residual: Option<HostTensor>,
+    peaked: Vec<Option<usize>>,
 }
 
 /// The names of [`Drawn::tensors`].
 const NAMES: [&str; 7] = ["dout", "q", "k", "v", "o", "lse", "dlse"];
 
 impl Drawn {
-    /// Of dense tensors. `sequence` is what the score program takes the first one for.
-    fn new(problem: &Problem, shape: &Shape, inputs: &CheckInputs, data: &SideData, sequence: u32) -> Self {
+    /// Of dense tensors. `sequence` is what the score program takes the first one for; with `peaks`, and without a
+    /// program, rows attend mostly to one key.
+    fn new(
+        problem: &Problem,
+        shape: &Shape,
+        inputs: &CheckInputs,
+        data: &SideData,
+        sequence: u32,
+        peaks: bool,
+    ) -> Self {
         let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
         let random = |heads, rows, dim, salt| {
             let seed = inputs.seed.wrapping_mul(8).wrapping_add(salt);
@@ -66,6 +80,10 @@ impl Drawn {
         poison(inputs.poison, problem, shape, &q, [&mut k, &mut v]);
         let scale = inputs.scale.unwrap_or_else(|| problem.default_scale());
         let program = problem.program.as_deref().map(|p| (p, data));
+        let mut peaked = Vec::new();
+        if peaks && program.is_none() {
+            peaked = residual::peak(&mut q, &k, shape, scale.into());
+        }
         let attention = Attention { mask: shape.mask, scale, program, sequence };
         let rows = sizes(shape.heads, shape.q_len, 1);
         let forward = oracle_of(&q, &k, &v, &attention, &all_rows(shape));
@@ -82,12 +100,21 @@ impl Drawn {
         });
         let dlse_values = dlse.as_ref().map(HostTensor::values);
         let given = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: dlse_values.as_deref() };
-        let (oracle, unfused) = (oracle_gradients(&given, &attention), unfused_gradients(&given, &attention));
+        let (mut oracle, unfused) = (oracle_gradients(&given, &attention), unfused_gradients(&given, &attention));
         // A score of -inf takes no part, whatever O is by a forward pass that multiplies an infinity of V by 0.
         let mut o = of(problem.dtype, sizes(shape.heads, shape.q_len, dim_v), inputs.layout, &as_f32(&oracle.o.o));
+        let mut lost = problem.residual.then(|| residual::of(&o, &oracle.o.o));
+        if lost.is_some() {
+            // D then has all digits, whatever O is rounded to.
+            let of_all = [&mut oracle.dq, &mut oracle.dk, &mut oracle.dv];
+            of_all.into_iter().flat_map(|rows| &mut rows.scales).for_each(|scale| scale.by_o = 0.0);
+        }
         poison_queries(inputs.poison, problem, &empty, [&mut o]);
+        if let Some(lost) = &mut lost {
+            poison_queries(inputs.poison, problem, &empty, [lost]);
+        }
         let tensors = [dout, q, k, v, o, lse].into_iter().chain(dlse).collect();
-        Self { tensors, oracle, unfused }
+        Self { tensors, oracle, unfused, residual: lost, peaked }
     }
 }
 
@@ -115,8 +142,35 @@ impl BackwardCase {
     ) -> Result<Self> {
         super::same_kind(problem, shape)?;
         device.require_room(problem, shape)?;
-        let drawn = Drawn::new(problem, shape, inputs, data, 0);
+        let drawn = Drawn::new(problem, shape, inputs, data, 0, problem.residual);
         Self::place(device, problem, shape, inputs, data, drawn, None)
+    }
+
+    /// [`BackwardCase::new`] of rows that attend mostly to one key, whatever the problem has of what O lost; for
+    /// problems without a score program.
+    ///
+    /// # Errors
+    /// As [`BackwardCase::new`].
+    pub fn peaked(device: Arc<dyn Device>, problem: &Problem, shape: &Shape, inputs: &CheckInputs) -> Result<Self> {
+        super::same_kind(problem, shape)?;
+        device.require_room(problem, shape)?;
+        let data = SideData::default();
+        let drawn = Drawn::new(problem, shape, inputs, &data, 0, true);
+        Self::place(device, problem, shape, inputs, &data, drawn, None)
+    }
+
+    /// The error of dQ beside dQ, of a kernel's one launch and of unfused gradients, over the rows of each of the
+    /// weights 0.8, 0.95 and 0.99 that [`BackwardCase::peaked`] gives one key.
+    ///
+    /// # Errors
+    /// As [`BackwardCase::check`].
+    pub fn peaked_errors(&self, module: &dyn Module) -> Result<[[f64; 2]; 3]> {
+        let (bytes, _) = self.run(module, SCRATCH_LIMIT)?;
+        let mut dq = self.outputs[0].host.clone();
+        dq.bytes_mut().copy_from_slice(&bytes[0]);
+        let own = residual::errors(&residual::rows_of(&dq, &self.oracle.dq), &self.oracle.dq, &self.peaked);
+        let unfused = residual::errors(&self.unfused.dq.o, &self.oracle.dq, &self.peaked);
+        Ok(std::array::from_fn(|i| [own[i].1, unfused[i].1]))
     }
 
     /// Uploads. Packed sequences lie in tensors of a batch of one.
@@ -126,7 +180,7 @@ impl BackwardCase {
         shape: &Shape,
         inputs: &CheckInputs,
         data: &SideData,
-        Drawn { tensors, oracle, unfused }: Drawn,
+        Drawn { tensors, oracle, unfused, residual, peaked }: Drawn,
         packed: Option<PackedRows>,
     ) -> Result<Self> {
         let d = &*device;
@@ -136,7 +190,11 @@ impl BackwardCase {
         };
         let outputs = [output("dq", &tensors[1])?, output("dk", &tensors[2])?, output("dv", &tensors[3])?];
         let on_device = NAMES.into_iter().zip(tensors).map(|(name, host)| OnDevice::new(d, name, host));
-        let on_device = on_device.collect::<Result<Vec<OnDevice>>>()?;
+        let mut on_device = on_device.collect::<Result<Vec<OnDevice>>>()?;
+        let dlse = on_device.get(6).map(OnDevice::view);
+        let residual = residual.map(|host| OnDevice::new(d, "residual", host)).transpose()?;
+        let lost = residual.as_ref().map(OnDevice::view);
+        on_device.extend(residual);
         let view = |i: usize| on_device[i].view();
         let tensors = BackwardTensors {
             dout: view(0),
@@ -145,12 +203,15 @@ impl BackwardCase {
             v: view(3),
             o: view(4),
             lse: view(5),
-            dlse: on_device.get(6).map(OnDevice::view),
+            dlse,
             dq: outputs[0].view(),
             dk: outputs[1].view(),
             dv: outputs[2].view(),
         };
         let mut call = backward_call(&tensors, shape.mask, inputs.scale)?;
+        if let Some(lost) = &lost {
+            call = call.with_residual(lost)?;
+        }
         if let Some(packed) = &packed {
             call = call.packed(&packed.arrays(shape))?;
         }
@@ -168,6 +229,7 @@ impl BackwardCase {
             _side: side,
             oracle,
             unfused,
+            peaked,
         })
     }
 
@@ -223,6 +285,9 @@ impl BackwardCase {
                 tensor = packed.apart(output.name, &tensor);
             }
             tensors.push(tensor);
+        }
+        if self.problem.residual {
+            stray = stray.or_else(|| residual::gradients_fail(&tensors[0], &self.oracle.dq, &self.peaked));
         }
         let verdict = compare_gradients([&tensors[0], &tensors[1], &tensors[2]], &self.oracle, &self.unfused);
         Ok(CheckReport { verdict, repeatable, stray })

@@ -11,6 +11,7 @@ mod guarded;
 mod pad;
 mod quantise;
 mod ragged;
+mod residual;
 
 pub use backward::{BackwardCase, PackedBatch};
 pub use gradient::GradientCase;
@@ -20,6 +21,7 @@ pub use ragged::{
     Index, LengthsBy, LseForm, Most, Part, Queries, RaggedBatch, RaggedCase, RaggedData, RaggedOutputs, ScaleForm,
     StoreLayout,
 };
+pub use residual::forward_fails as residual_fails;
 
 use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_in};
 use crate::{
@@ -105,6 +107,8 @@ pub struct CheckCase {
     inputs: [OnDevice; 3],
     o: OnDevice,
     lse: Option<OnDevice>,
+    /// What O loses by rounding, of problems that have it written.
+    residual: Option<OnDevice>,
     /// What the score program reads; its address is in `args`.
     _side: Option<SideBuffers>,
     /// Scales of e4m3 operands, of which `args` has the addresses.
@@ -124,6 +128,7 @@ struct OnDevice {
 struct Outputs {
     o: Vec<u8>,
     lse: Option<Vec<u8>>,
+    residual: Option<Vec<u8>>,
     /// What was written around them.
     stray: Option<String>,
 }
@@ -135,7 +140,7 @@ pub struct CheckReport {
     pub verdict: Verdict,
     /// Both launches gave the same bytes.
     pub repeatable: bool,
-    /// What was written outside of the outputs, if anything.
+    /// What was written outside of the outputs, or is wrong in what comes beside them, if anything.
     pub stray: Option<String>,
 }
 
@@ -254,13 +259,21 @@ impl CheckCase {
             o: o.view(),
             lse: lse.as_ref().map(OnDevice::view),
         };
+        let residual = problem.residual.then(|| {
+            let host = HostTensor::poisoned(DType::Bf16, o.host.shape(), Layout::Bshd);
+            OnDevice::new(d, "residual", host)
+        });
+        let residual = residual.transpose()?;
         let mut call = forward_call(&tensors, shape.mask, Some(scale))?;
+        if let Some(residual) = &residual {
+            call = call.with_residual(&residual.view())?;
+        }
         if let Some(scales) = &scales {
             call = call.with_descales(&scales.views())?;
         }
         let (problem, shape) = (*problem, *shape);
         let args = ForwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };
-        Ok(Self { device, problem, shape, args, inputs, o, lse, _side: side, scales, oracle, unfused })
+        Ok(Self { device, problem, shape, args, inputs, o, lse, residual, _side: side, scales, oracle, unfused })
     }
 
     /// The arguments of the case's launch: valid as long as the case lives. O and LSE may be overwritten at will.
@@ -315,7 +328,7 @@ impl CheckCase {
         let mut repeatable = true;
         for _ in 1..launches {
             let again = self.run(module)?;
-            repeatable &= first.o == again.o && first.lse == again.lse;
+            repeatable &= first.o == again.o && first.lse == again.lse && first.residual == again.residual;
             stray = stray.or(again.stray);
         }
 
@@ -328,6 +341,11 @@ impl CheckCase {
         o.bytes_mut().copy_from_slice(&first.o);
         if let Some(gap) = o.gaps().into_iter().find(|gap| written(&first.o[gap.clone()]).is_some()) {
             stray = stray.or_else(|| Some(format!("bytes {gap:?} of o, between its rows, were written")));
+        }
+        if let (Some(residual), Some(bytes)) = (&self.residual, &first.residual) {
+            let mut lost = residual.host.clone();
+            lost.bytes_mut().copy_from_slice(bytes);
+            stray = stray.or_else(|| residual::forward_fails(&o, &lost, &self.oracle));
         }
         let lse: Option<Vec<f32>> = first
             .lse
@@ -344,17 +362,22 @@ impl CheckCase {
         let device = &*self.device;
         let stream = device.stream();
         self.o.memory.poison(device)?;
-        if let Some(lse) = &self.lse {
-            lse.memory.poison(device)?;
+        for output in [&self.lse, &self.residual].into_iter().flatten() {
+            output.memory.poison(device)?;
         }
         self.launch(module)?;
         device.synchronize(stream)?;
         let (o, mut stray) = self.o.memory.download(device, stream)?;
-        let mut outputs = Outputs { o, lse: None, stray: None };
+        let mut outputs = Outputs { o, lse: None, residual: None, stray: None };
         if let Some(lse) = &self.lse {
             let (bytes, guards) = lse.memory.download(device, stream)?;
             stray = stray.or(guards);
             outputs.lse = Some(bytes);
+        }
+        if let Some(residual) = &self.residual {
+            let (bytes, guards) = residual.memory.download(device, stream)?;
+            stray = stray.or(guards);
+            outputs.residual = Some(bytes);
         }
         Ok(Outputs { stray, ..outputs })
     }
@@ -445,5 +468,7 @@ mod e4m3_tests;
 mod gradient_tests;
 #[cfg(test)]
 mod quantise_tests;
+#[cfg(test)]
+mod residual_tests;
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,7 @@ use super::memory::{SharedMemory, with_scratch};
 use crate::error::chain;
 use crate::{Error, Module, Result, elf};
 use flashtune_cache::Artifact;
-use flashtune_codegen::abi::{Args, RaggedArgs};
+use flashtune_codegen::abi::{Args, ArgsLayout, BackwardArgs, RaggedArgs};
 use flashtune_codegen::{Kernel, Op};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::any::Any;
@@ -30,6 +30,8 @@ pub(super) struct CpuModule {
     tiles: Tiles,
     scratch_bytes: ScratchBytes,
     tile: Tile,
+    /// What the kernel was compiled for.
+    layout: ArgsLayout,
     // Fields drop in order: the library goes before the file that it was loaded from. The file stays open as long as
     // the library is loaded, because the loader takes a second `/proc/self/fd/N` of the same N for the same library.
     _library: Library,
@@ -45,9 +47,20 @@ impl Module for CpuModule {
     }
 }
 
-/// The struct that kernels take by pointer.
-fn at(args: Args<'_>) -> *const u8 {
-    args.bytes().as_ptr()
+/// The struct that kernels take by pointer. A shorter one is the first bytes of it, but for gradients of what a program
+/// reads, whose struct has the one that grows in front.
+enum Argument<'a> {
+    Whole(Args<'a>),
+    Packed(Vec<u64>),
+}
+
+impl Argument<'_> {
+    fn at(&self) -> *const u8 {
+        match self {
+            Argument::Whole(args) => args.bytes().as_ptr(),
+            Argument::Packed(words) => words.as_ptr().cast(),
+        }
+    }
 }
 
 impl CpuModule {
@@ -84,7 +97,19 @@ impl CpuModule {
                 return Err(failed("ft_init", format!("returned {code}")));
             }
         }
-        Ok(Self { kernel, prepare, tiles, scratch_bytes, tile, _library: library, _file: file })
+        let layout = artifact.args;
+        Ok(Self { kernel, prepare, tiles, scratch_bytes, tile, layout, _library: library, _file: file })
+    }
+
+    fn argument<'a>(&self, args: Args<'a>) -> Argument<'a> {
+        let Args::Gradient(gradient) = args else { return Argument::Whole(args) };
+        let (backward, tail) = bytemuck::bytes_of(gradient).split_at(size_of::<BackwardArgs>());
+        let known = |bytes: &[u8], length: u32| bytes.chunks_exact(8).take(length as usize / 8).map(word).collect();
+        fn word(bytes: &[u8]) -> u64 {
+            u64::from_ne_bytes(bytes.try_into().expect("chunks of eight"))
+        }
+        let [backward, tail]: [Vec<u64>; 2] = [known(backward, self.layout.forward), known(tail, self.layout.tail)];
+        Argument::Packed([backward, tail].concat())
     }
 
     /// Writes down the work of a ragged batch, in memory that its tiles share. Returns the memory, for as long as they
@@ -99,7 +124,7 @@ impl CpuModule {
             let args = RaggedArgs { scratch: memory.address(), ..*args };
             // SAFETY: the function reads what `args` names, which is valid by the caller's promise, and writes to the
             // memory at `scratch`, which is ours and of the size that is said.
-            let needed = unsafe { prepare(at(Args::Ragged(&args)), memory.bytes()) };
+            let needed = unsafe { prepare(Args::Ragged(&args).bytes().as_ptr(), memory.bytes()) };
             if needed <= memory.bytes() {
                 return Some((memory, args));
             }
@@ -112,8 +137,9 @@ impl CpuModule {
     /// # Safety
     /// As [`crate::Device::launch`].
     pub(super) unsafe fn plan(&self, args: Args<'_>) -> (u64, u64) {
+        let argument = self.argument(args);
         // SAFETY: the functions read sizes from `args` only; the library is loaded.
-        unsafe { ((self.tiles)(at(args)), (self.scratch_bytes)(at(args))) }
+        unsafe { ((self.tiles)(argument.at()), (self.scratch_bytes)(argument.at())) }
     }
 
     /// Takes work items from the counter until there are none left. Returns whether the scratch could be had.
@@ -121,6 +147,7 @@ impl CpuModule {
     /// # Safety
     /// As [`crate::Device::launch`]; `tiles` and `scratch_bytes` come from [`Self::plan`].
     pub(super) unsafe fn work(&self, args: Args<'_>, next: &AtomicU64, tiles: u64, scratch_bytes: u64) -> bool {
+        let argument = self.argument(args);
         with_scratch(scratch_bytes, |scratch| {
             loop {
                 let tile = next.fetch_add(1, Ordering::Relaxed);
@@ -129,7 +156,7 @@ impl CpuModule {
                 }
                 // SAFETY: the addresses in `args` are valid by the caller's promise, `tile` is in range and is given
                 // out once, and `scratch` has the size that the kernel asked for and belongs to this thread.
-                unsafe { (self.tile)(at(args), tile, scratch) }
+                unsafe { (self.tile)(argument.at(), tile, scratch) }
             }
         })
         .is_some()

@@ -407,13 +407,14 @@ impl Device for CudaDevice {
                 let message = "the kernel has a score program, but is given nothing to read";
                 return Err(self.error("launch", message, "launch through the engine, or give the arguments' `side`"));
             }
-            None if module.earlier_args.is_none() => base.address(),
+            // The driver copies no more than the kernel's parameter has.
+            None if module.shorter_args.is_none_or(|args| args.is_one_struct()) => base.address(),
             program => {
                 // SAFETY: `side` is the address of the program's tables by the caller's promise; the layout was checked
                 // when the module was loaded.
                 parameter = unsafe {
                     let side = program.as_ref().map(|p| (p.kept(), &*(args.side() as usize as *const SideArgs)));
-                    match (&module.earlier_args, side) {
+                    match (&module.shorter_args, side) {
                         (Some(layout), side) => Parameter::packed(layout, base, side),
                         (None, Some((program, side))) => Parameter::new(base, program, side),
                         (None, None) => unreachable!("it is taken as it is"),

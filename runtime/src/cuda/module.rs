@@ -21,8 +21,9 @@ pub(super) struct CudaModule {
     pub(super) counters: TileCounters,
     /// The hash of its family's templates.
     pub(super) templates: Arc<str>,
-    /// The argument that it takes, where it is not this build's.
-    pub(super) earlier_args: Option<ArgsLayout>,
+    /// The argument that it takes, where that is not the whole of this build's: of a kernel of an earlier build, or one
+    /// that knows no residual.
+    pub(super) shorter_args: Option<ArgsLayout>,
     /// Whether its stages may start before the launch before them has ended (programmatic dependent launch): they wait
     /// for that themselves, and says so by a symbol. What was compiled from other templates may have none.
     pub(super) starts_early: bool,
@@ -87,7 +88,7 @@ impl CudaModule {
             stages: Vec::new(),
             counters: TileCounters::new(),
             templates: artifact.recipe.templates.as_str().into(),
-            earlier_args: Some(artifact.args).filter(|args| *args != ArgsLayout::of(&kernel)),
+            shorter_args: Some(artifact.args).filter(|args| *args != kernel.schedule.family().args()),
             starts_early: false,
             raw,
             kernel,

@@ -49,7 +49,7 @@ impl CudaDevice {
             // SAFETY: the tables are the program's by the caller's promise; the layout was checked when the module was
             // loaded.
             let own = unsafe {
-                match (&module.earlier_args, side) {
+                match (&module.shorter_args, side) {
                     (None, None) => None,
                     (Some(layout), side) => Some(Parameter::packed(layout, base, side)),
                     (None, Some((program, side))) => Some(Parameter::new(base, program, side)),

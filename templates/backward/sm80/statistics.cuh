@@ -7,6 +7,14 @@ __device__ __forceinline__ float sum_of_products(u32 x, u32 y, float sum) {
     return fmaf(to_float(Element{u16(x >> 16)}), to_float(Element{u16(y >> 16)}), sum);
 }
 
+#if FT_RESIDUAL
+// The same of what O lost, and dO.
+__device__ __forceinline__ float sum_of_lost(u32 x, u32 y, float sum) {
+    sum = fmaf(to_float(bf16{u16(x)}), to_float(Element{u16(y)}), sum);
+    return fmaf(to_float(bf16{u16(x >> 16)}), to_float(Element{u16(y >> 16)}), sum);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(const __grid_constant__ KernelArgs FT_CALL) {
     Tile tile = decode_tile<kThreads / kLanesOfRow, false, false>(FT_CALL, block_index());
     FT_SEQUENCE(args, tile.batch);
@@ -14,6 +22,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(co
     const int lane = threadIdx.x % kLanesOfRow, row = threadIdx.x / kLanesOfRow;
     const bool exists = row < tile.rows;
     float sum = 0.0f;
+#if FT_RESIDUAL
+    float lost = 0.0f;
+#endif
     if (exists) {
         const u16* o = rows_of((const u16*)args.o, args.o_stride, tile.batch, tile.head, tile.row + row);
         const u16* dout = rows_of((const u16*)args.dout, args.dout_stride, tile.batch, tile.head, tile.row + row);
@@ -22,8 +33,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(co
             const uint4 x = *(const uint4*)(o + chunk * 8), y = *(const uint4*)(dout + chunk * 8);
             sum = sum_of_products(x.y, y.y, sum_of_products(x.x, y.x, sum));
             sum = sum_of_products(x.w, y.w, sum_of_products(x.z, y.z, sum));
+#if FT_RESIDUAL
+            const uint4 z = *(const uint4*)(residual_row(args, tile.batch, tile.head, tile.row + row) + chunk * 8);
+            lost = sum_of_lost(z.y, y.y, sum_of_lost(z.x, y.x, lost));
+            lost = sum_of_lost(z.w, y.w, sum_of_lost(z.z, y.z, lost));
+#endif
         }
     }
+#if FT_RESIDUAL
+    sum += lost;
+#endif
 #pragma unroll
     for (int apart = 1; apart < kLanesOfRow; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
     const i64 at = lse_row(args, tile.batch, tile.head, tile.row) + row;

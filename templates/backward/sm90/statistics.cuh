@@ -13,12 +13,32 @@ __device__ __forceinline__ float dot_of_pairs(u32 a, u32 b, float sum) {
     return fmaf(to_float(a1), to_float(b1), fmaf(to_float(a0), to_float(b0), sum));
 }
 
+#if FT_RESIDUAL
+// Of its part of what O lost with that of dO.
+__device__ __forceinline__ float sum_of_residual(const BackwardArgs& a, int entry, int head, i64 row, int part,
+                                                 const uint4& dout) {
+    const uint4 lost = *(const uint4*)(residual_row(a, entry, head, row) + part * 8);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 x = (&lost.x)[i], y = (&dout.x)[i];
+        sum = fmaf(to_float(bf16{u16(x)}), to_float(Element{u16(y)}), sum);
+        sum = fmaf(to_float(bf16{u16(x >> 16)}), to_float(Element{u16(y >> 16)}), sum);
+    }
+    return sum;
+}
+#endif
+
 // The sum of products of a thread's part of a row.
 __device__ __forceinline__ float sum_of_part(const BackwardArgs& a, int entry, int head, i64 row, int part) {
     const uint4 x = *(const uint4*)(row_of(a.o, a.o_stride, entry, head, row) + part * 8);
     const uint4 y = *(const uint4*)(row_of(a.dout, a.dout_stride, entry, head, row) + part * 8);
     const float sum = dot_of_pairs(x.y, y.y, dot_of_pairs(x.x, y.x, 0.0f));
+#if FT_RESIDUAL
+    return dot_of_pairs(x.w, y.w, dot_of_pairs(x.z, y.z, sum)) + sum_of_residual(a, entry, head, row, part, y);
+#else
     return dot_of_pairs(x.w, y.w, dot_of_pairs(x.z, y.z, sum));
+#endif
 }
 // Of a row that exists, or of none.
 __device__ __forceinline__ void leave_statistics(const BackwardArgs& a, float* to, bool exists, i64 at, float sum) {

@@ -9,7 +9,8 @@ struct Consumer : Arrivals {
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference,
+               FT_RESIDUAL> softmax;
     ProgramKept kept;  // of the tile whose scores are computed
     ScoreCap cap;      // where a program caps the scores
     ScoreRamps ramps;  // where it adds to them

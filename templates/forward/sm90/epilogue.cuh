@@ -34,6 +34,9 @@ struct OutputRows {
                 if (kOptimistic && sum != 0.0f) mark_again(smem, place);
             }
         }
+#if FT_RESIDUAL
+        write_residual(o, tile);
+#endif
         const int to_row = warp() * 16 + lane() % 16;
 #pragma unroll
         for (int j = 0; j < kColumnsV / 16; j++) {
@@ -43,6 +46,24 @@ struct OutputRows {
                         pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
         }
     }
+
+#if FT_RESIDUAL
+    // What O loses by rounding, straight to memory: 16 bytes of a row from four threads.
+    __device__ __forceinline__ void write_residual(const Output& o, const Tile& tile) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int packed = id * 64 + warp() * 16 + lane() / 4 + h * 8, at = tile.row + packed;
+            if (packed >= tile.rows) continue;
+            const int head = (tile.head << args.group_shift) + (at & ((1 << args.group_shift) - 1));
+            bf16* const to = residual_row(args.forward, tile.batch, head, at >> args.group_shift) + lane() % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < kHeadDimV / 8; j++) {
+                const float x = o[4 * j + 2 * h], y = o[4 * j + 2 * h + 1];
+                *(u32*)(to + j * 8) = pack_lost<Element>(x, y, pack<Element>(x, y));
+            }
+        }
+    }
+#endif
 
     // Which rows attend to nothing, one of four bits for each.
     __device__ __forceinline__ u32 empty_rows() const { return smem + Layout::kEmptyRows + id * Layout::kBytesEmptyRows; }

@@ -20,9 +20,10 @@ enum RowOrder {
 };
 
 // With kBounded the scores have a bound, so that one reference serves all of them: they are taken one by one, in units
-// of log2 less kReference, and the two halves have nothing left to do.
+// of log2 less kReference, and the two halves have nothing left to do. With kExact a reference is the maximum itself:
+// the largest probability is 1, which no rounding changes.
 template <int kTiles, bool kLazyRescale, RowOrder kRowOrder, RowOrder kMaskedRowOrder, int kMultiplyAddEighths, bool kShift = false,
-          bool kBounded = false, int kReference = 0>
+          bool kBounded = false, int kReference = 0, bool kExact = false>
 struct RowSoftmax {
     float m[2];       // reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score
     float l[2];       // this thread's part of the sum
@@ -38,7 +39,7 @@ struct RowSoftmax {
     // maximum of three integers and of two floats, and integers are in the order of the floats that they are the bits
     // of where the largest is not negative. With kShift it is from the shift on, which must not rise from here to a
     // tile's last block.
-    static constexpr bool kFromZero = !kBounded;
+    static constexpr bool kFromZero = !kBounded && !kExact;
     static constexpr float kLeast = -8.0f;  // in units of log2: probabilities of such a row are small by as much
 
     __device__ __forceinline__ bool is_far_below_zero(float c) const {

@@ -18,6 +18,7 @@ for _kind in (torch.Tensor, torch.nn.Parameter):
     _tensors.of_kind(_kind)
 
 attend = _operators.attend_op
+attend_precise = _operators.attend_precise_op
 attend_backward = _operators.attend_backward_op
 attend_varlen = _varlen.attend_varlen_op
 attend_varlen_backward = _varlen.attend_varlen_backward_op
@@ -27,6 +28,7 @@ __all__ = [
     "active",
     "attend",
     "attend_backward",
+    "attend_precise",
     "attend_varlen",
     "attend_varlen_backward",
     "counters",

@@ -28,12 +28,19 @@ _LIBRARY.define(
     "(Tensor, Tensor)",
     tags=_TAGS,
 )
+# The same with what O loses by rounding, which the backward pass then reads.
+_LIBRARY.define(
+    f"attend_precise(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller, bool exact) -> "
+    "(Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
 _LIBRARY.define(
     f"attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_PROGRAM}, "
-    "int[] needs) -> (Tensor, Tensor, Tensor, Tensor[])",
+    "int[] needs, Tensor? residual=None) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=_TAGS,
 )
 attend_op = torch.ops.flashtune.attend.default
+attend_precise_op = torch.ops.flashtune.attend_precise.default
 attend_backward_op = torch.ops.flashtune.attend_backward.default
 
 # Where the arguments of a program stand in `attend`.
@@ -54,9 +61,13 @@ def of_transform():
     )
 
 
-def attend(q, k, v, bshd, kind, left, right, scale, return_lse, program=None, block_mask=None, grouped=True, caller=""):
-    """One call by way of the operator: O, and with ``return_lse`` the log-sum-exp."""
-    eager = is_eager(q, k, v)
+def attend(
+    q, k, v, bshd, kind, left, right, scale, return_lse, program=None, block_mask=None, grouped=True, caller="",
+    precise=False, return_residual=False,
+):  # fmt: skip
+    """One call by way of the operator: O, with ``return_lse`` the log-sum-exp, with ``return_residual`` what O lost."""
+    precise = precise or return_residual
+    eager = not precise and is_eager(q, k, v)
     if not eager and not torch.compiler.is_compiling() and (error := of_transform()) is not None:
         raise error
     texts, split = _split(program)
@@ -71,6 +82,10 @@ def attend(q, k, v, bshd, kind, left, right, scale, return_lse, program=None, bl
     # Gradients recompute P from the log-sum-exp by fp32 products: theirs are those of the same forward pass.
     exact = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *split[1]))
     args = (*texts, *split, scale, bshd, grouped, kind, left, right, handle, caller, exact)
+    if precise:
+        out, lse, lost = attend_precise_op(q, k, v, *args)
+        results = (out, *((lse,) if return_lse else ()), *((lost,) if return_residual else ()))
+        return results if len(results) > 1 else out
     if eager and all(type(t) in _PLAIN for t in split[1]):
         out, lse = _Attend.apply(q, k, v, args, *split[1])
     else:
@@ -195,7 +210,12 @@ def _engine_of(tensors, q):
     return _engine.default_engine(name) if engine is None or engine.closed else engine
 
 
-def _attend(q, k, v, *args):
+def _attend_precise(q, k, v, *args):
+    """The kernel of ``attend_precise``."""
+    return _attend(q, k, v, *args, residual=True)
+
+
+def _attend(q, k, v, *args, residual=False):
     """The kernel of ``attend``."""
     scale, bshd, grouped, kind, left, right, handle, caller, exact = args[9:]
     tensors = adapter(q)
@@ -203,7 +223,7 @@ def _attend(q, k, v, *args):
     result = engine._attend(
         tensors, q, k, v, bshd, kind, left, right, scale, True,
         grouped=grouped, program=_program(*args[:9]), block_mask=handle or None,
-        precision="exact" if exact and q.dtype is torch.float32 else None,
+        precision="exact" if exact and q.dtype is torch.float32 else None, residual=residual,
     )  # fmt: skip
     if caller:
         _counts.served(engine.device)
@@ -212,15 +232,16 @@ def _attend(q, k, v, *args):
 
 def _backward(dout, q, k, v, out, lse, dlse, *args):
     """The kernel of ``attend_backward``. ``needs`` are the places of tensors whose gradients are wanted, too."""
-    scale, bshd, _grouped, kind, left, right, needs = args[9:]
+    scale, bshd, _grouped, kind, left, right, needs, *residual = args[9:]
     names = [args[3][i] for i in needs]
     tensors = adapter(q)
     # Sums and slices leave gradients with any strides.
     dout = dout if dout.stride(-1) == 1 or dout.numel() == 0 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, *read = _engine_of(tensors, q)._gradients(
-        tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9]), needs=names
-    )
+        tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9]), needs=names,
+        residual=residual[0] if residual else None,
+    )  # fmt: skip
     return dq, dk, dv, list(read[0].values()) if read else []
 
 
@@ -236,16 +257,23 @@ def _attend_fake(q, k, v, *args):
     return q.new_empty(out), q.new_empty(rows, dtype=torch.float32)
 
 
+def _attend_precise_fake(q, k, v, *args):
+    out, lse = _attend_fake(q, k, v, *args)
+    return out, lse, torch.empty_like(out, dtype=torch.bfloat16)
+
+
 def _backward_fake(dout, q, k, v, *args):
-    tensors, needs = args[7], args[-1]
+    tensors, needs = args[7], args[18]
     read = [tensors[i].new_empty(tensors[i].shape) for i in needs]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), read
 
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("attend", _attend, _device)
+    _LIBRARY.impl("attend_precise", _attend_precise, _device)
     _LIBRARY.impl("attend_backward", _backward, _device)
 torch.library.register_fake("flashtune::attend", _attend_fake, lib=_LIBRARY)
+torch.library.register_fake("flashtune::attend_precise", _attend_precise_fake, lib=_LIBRARY)
 torch.library.register_fake("flashtune::attend_backward", _backward_fake, lib=_LIBRARY)
 
 
@@ -255,18 +283,20 @@ _prepared = set()
 
 def _setup(ctx, inputs, output):
     q, k, v = inputs[:3]
-    out, lse = output
+    out, lse, *lost = output
     args = inputs[_FIRST:_LAST]
     # Those whose gradients are wanted of what a program reads.
     ctx.needs = [i for i, t in enumerate(inputs[_TENSORS]) if t.requires_grad]
-    _check(q, k, v, out, lse, args, ctx.needs)
+    _check(q, k, v, out, lse, args, ctx.needs, *lost)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, *inputs[_TENSORS])
+    ctx.mark_non_differentiable(*lost)
+    ctx.lost = len(lost)
+    ctx.save_for_backward(q, k, v, out, lse, *lost, *inputs[_TENSORS])
     ctx.more = (*args[:4], None, *args[5:])
     ctx.after = len(inputs) - _LAST
 
 
-def _check(q, k, v, out, lse, args, needs):
+def _check(q, k, v, out, lse, args, needs, residual=None):
     """Raises where the library has no gradients of a call, while its forward pass is under way. Not while tracing, where
     there is no memory: there the backward pass raises."""
     if type(out) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -275,27 +305,29 @@ def _check(q, k, v, out, lse, args, needs):
     engine = _engine_of(tensors, q)
     side = args[4]
     names = (*args[:3], *args[3], *args[5], *args[7], *needs)
-    key = (engine._handle, q.dtype, q.shape[-1], v.shape[-1], args[12], names, *((t.dtype, t.dim()) for t in side))
+    sizes = (q.shape[-1], v.shape[-1], residual is not None)
+    key = (engine._handle, q.dtype, *sizes, args[12], names, *((t.dtype, t.dim()) for t in side))
     if key in _prepared:
         return
     scale, bshd, _grouped, kind, left, right = args[9:]
     with torch.no_grad():
         engine._gradients(
             tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False,
-            needs=[args[3][i] for i in needs],
+            needs=[args[3][i] for i in needs], residual=residual,
         )  # fmt: skip
     _prepared.add(key)
 
 
-def _gradients(ctx, dout, dlse):
+def _gradients(ctx, dout, dlse, *_):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
+    residual = tensors.pop(0) if ctx.lost else None
     more = (*ctx.more[:4], tensors, *ctx.more[5:])
     none = [_none_for(arg) for arg in more] + [None] * ctx.after
     if dout is None and dlse is None:
         return None, None, None, *none
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, read = attend_backward_op(dout, q, k, v, out, lse, dlse, *more, ctx.needs)
+    dq, dk, dv, read = attend_backward_op(dout, q, k, v, out, lse, dlse, *more, ctx.needs, residual)
     for i, gradient in zip(ctx.needs, read):
         none[_TENSORS - _FIRST][i] = gradient
     return dq, dk, dv, *none
@@ -312,6 +344,7 @@ def _no_second(ctx, *_):
 
 
 torch.library.register_autograd("flashtune::attend", _gradients, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("flashtune::attend_precise", _gradients, setup_context=_setup, lib=_LIBRARY)
 torch.library.register_autograd("flashtune::attend_backward", _no_second, lib=_LIBRARY)
 
 
@@ -348,8 +381,17 @@ def _attend_vmap(info, in_dims, *args):
     return _unfold(attend_op(*folded, *args[3:]), info.batch_size)
 
 
+def _attend_precise_vmap(info, in_dims, *args):
+    _mappable(args[3:6], args[_TENSORS], args[_LAST])
+    folded = _fold(info, in_dims[:3], args[:3], args[_TENSORS])
+    return _unfold(attend_precise_op(*folded, *args[3:]), info.batch_size)
+
+
 def _backward_vmap(info, in_dims, *args):
     _mappable(args[7:10], args[11])
+    if args[-1] is not None and len(args) > 23:
+        (lost,) = _fold(info, (*in_dims[:7], in_dims[-1]), (*args[:7], args[-1]), args[11])[7:]
+        args = (*args[:-1], lost)
     folded = _fold(info, in_dims[:7], args[:7], args[11])
     # Nothing is read.
     *whole, _ = attend_backward_op(*folded, *args[7:])
@@ -358,4 +400,5 @@ def _backward_vmap(info, in_dims, *args):
 
 
 torch.library.register_vmap("flashtune::attend", _attend_vmap, lib=_LIBRARY)
+torch.library.register_vmap("flashtune::attend_precise", _attend_precise_vmap, lib=_LIBRARY)
 torch.library.register_vmap("flashtune::attend_backward", _backward_vmap, lib=_LIBRARY)

@@ -169,7 +169,8 @@ impl Sm80Schedule {
             q_in_registers,
             swizzle: Swizzle::Xor,
             blocks_per_sm: 1,
-            lazy_rescale: true,
+            // P is rounded: where O is to have more digits, its largest must be 1.
+            lazy_rescale: !problem.residual,
             masked_loop: false,
             order,
             instructions: Sm80Instructions::Ampere,
@@ -201,7 +202,7 @@ impl Sm80Schedule {
                                     q_in_registers,
                                     swizzle,
                                     blocks_per_sm,
-                                    lazy_rescale: true,
+                                    lazy_rescale: !problem.residual,
                                     masked_loop,
                                     order,
                                     instructions,
@@ -216,7 +217,7 @@ impl Sm80Schedule {
     }
 
     /// Checks the fields against what the template can generate.
-    pub fn validate(&self, sm: SmArch) -> Result<()> {
+    pub fn validate(&self, problem: &Problem, sm: SmArch) -> Result<()> {
         let bad = |field: &'static str, value: u32, limit: &str| {
             Err(Error::unsupported(field, value, limit, "use a schedule from the searched space"))
         };
@@ -235,6 +236,9 @@ impl Sm80Schedule {
         self.instructions.check(sm, self.stages)?;
         if !(1..=8).contains(&self.blocks_per_sm) {
             return bad("blocks_per_sm", self.blocks_per_sm, "1 to 8 blocks");
+        }
+        if self.lazy_rescale && problem.residual {
+            return bad("lazy_rescale", 1, "eager where a residual is written: the largest probability is then exact");
         }
         Ok(())
     }
@@ -299,8 +303,8 @@ impl KernelFamily for Sm80Schedule {
         Self::space(problem, arch.gpu())
     }
 
-    fn validate(&self, _: &Problem, arch: Arch) -> Result<()> {
-        self.validate(arch.gpu())
+    fn validate(&self, problem: &Problem, arch: Arch) -> Result<()> {
+        self.validate(problem, arch.gpu())
     }
 
     fn resources(&self, problem: &Problem) -> Resources {

@@ -92,6 +92,9 @@ impl Sm90Schedule {
                 return bad("exp2_eighths", self.exp2_eighths, "0 where a score program may make a score -inf");
             }
         }
+        if self.lazy_rescale && problem.residual {
+            return bad("lazy_rescale", 1, "eager where a residual is written: the largest probability is then exact");
+        }
         if self.quick && (self.overlap || self.scheduler.is_persistent() || self.cluster > 1) {
             return bad("quick", 1, "one tile for each thread block, and no overlap");
         }

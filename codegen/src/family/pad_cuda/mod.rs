@@ -98,6 +98,7 @@ impl Problem {
             by: None,
             precision: Precision::Exact,
             output: None,
+            residual: false,
         }
     }
 }

@@ -218,7 +218,8 @@ impl BackwardCase {
         for (b, [q_len, kv_len]) in (0..).zip(&batch.lengths) {
             let shape = Shape { batch: 1, q_len: *q_len, kv_len: *kv_len, ..bounds };
             let seed = inputs.seed.wrapping_add(u64::from(b) * 1_000_003);
-            each.push(Drawn::new(&dense, &shape, &CheckInputs { seed, layout: Layout::Bhsd, ..*inputs }, &data, b));
+            let inputs = CheckInputs { seed, layout: Layout::Bhsd, ..*inputs };
+            each.push(Drawn::new(&dense, &shape, &inputs, &data, b, problem.residual));
         }
         let of_queries = [true, true, false, false, true, true, true];
         let tensors = (0..each[0].tensors.len()).map(|i| {
@@ -227,13 +228,24 @@ impl BackwardCase {
             sides[usize::from(!of_queries[i])].join(&parts, layout)
         });
         let tensors = tensors.collect();
+        let residuals: Vec<&HostTensor> = each.iter().filter_map(|drawn| drawn.residual.as_ref()).collect();
+        let residual = (!residuals.is_empty()).then(|| sides[0].join(&residuals, inputs.layout));
+        let peaked = each.iter().flat_map(|drawn| drawn.peaked.iter().copied()).collect();
         let (mut oracle, mut unfused) = (Gradients::default(), Gradients::default());
         for (b, drawn) in (0..).zip(each) {
             append(&mut oracle, drawn.oracle, b);
             append(&mut unfused, drawn.unfused, b);
         }
         let rows = PackedRows { sides, says_used: batch.unused > 0 };
-        Self::place(device, problem, &bounds, inputs, &data, Drawn { tensors, oracle, unfused }, Some(rows))
+        Self::place(
+            device,
+            problem,
+            &bounds,
+            inputs,
+            &data,
+            Drawn { tensors, oracle, unfused, residual, peaked },
+            Some(rows),
+        )
     }
 }
 

@@ -27,6 +27,9 @@ __device__ __forceinline__ SequenceArgs sequence_args(const KernelArgs& call, in
     s.q = from(s.q, s.q_stride, q), s.dq = from(s.dq, s.dq_stride, q);
     s.k = from(s.k, s.k_stride, kv), s.dk = from(s.dk, s.dk_stride, kv);
     s.v = from(s.v, s.v_stride, kv), s.dv = from(s.dv, s.dv_stride, kv);
+#if FT_RESIDUAL
+    s.residual = from(s.residual, s.residual_stride, q);
+#endif
     s.lse += q.first;
     if (s.dlse != nullptr) s.dlse += q.first;
     return s;
