@@ -8,8 +8,8 @@ use crate::{Error, Result};
 use flashtune_cache::{CacheDir, Launches, Layers, Levels, RecordKey};
 use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{
-    CallSizes, Constraint, Constraints, Family, InstructionPath, Mask, Op, Paths, Precision, Problem, Shape,
-    ShapeBucket, TemplateSet, has_loose_biases, is_addressable,
+    CallSizes, Constraint, Constraints, Family, InstructionPath, Mask, Paths, Precision, Problem, Shape, ShapeBucket,
+    TemplateSet, has_loose_biases, is_addressable,
 };
 use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
@@ -489,7 +489,7 @@ impl Engine {
     ) -> Result<Arc<Plan>> {
         let shape = &sizes.shape;
         let tunable = self.policy == Policy::Tune
-            && problem.op == Op::Forward
+            && problem.is_tuned()
             && self.dispatcher.sealed().is_none()
             && Family::is_tunable(demands, self.device().arch())
             && !shape.is_empty()

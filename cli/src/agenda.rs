@@ -7,7 +7,7 @@ use super::table::table;
 use anyhow::Result;
 use flashtune::cache::DeviceFingerprint;
 use flashtune::codegen::Arch;
-use flashtune::model::{Limits, Model, Need, Serving, read_model};
+use flashtune::model::{Limits, Model, Need, Serving, Use, read_model};
 use flashtune::runtime::require_room;
 use flashtune::{DType, Mask, read_manifest};
 use serde_json::{Value, json};
@@ -31,6 +31,10 @@ pub struct ModelArgs {
     /// --batch then names the numbers of sequences that are decoded together, and --dtype replaces the file's
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
+    /// Tune what training the model needs, and not serving it: forward passes with the log-sum-exp and gradients, of
+    /// --batch sequences of --max-len
+    #[arg(long, requires = "model")]
+    train: bool,
     /// Longest sequence that the model will serve
     #[arg(long, value_name = "N", requires = "model")]
     max_len: Option<u32>,
@@ -41,6 +45,40 @@ pub struct ModelArgs {
     /// repeated
     #[arg(long, value_name = "FILE", conflicts_with = "model")]
     from: Vec<PathBuf>,
+}
+
+/// What is tuned of the problems that the options name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum TunedOp {
+    /// Attention
+    Forward,
+    /// Gradients of Q, K and V
+    Backward,
+}
+
+/// Options that say what of a problem is computed.
+#[derive(clap::Args, Debug, Default)]
+pub struct OpArgs {
+    /// What is tuned: forward (when absent) or backward
+    #[arg(long, value_name = "OPERATION")]
+    op: Option<TunedOp>,
+    /// For `precise=True`: forward passes also write what O loses by rounding, and gradients read it; f16 and bf16
+    #[arg(long)]
+    precise: bool,
+}
+
+impl OpArgs {
+    /// An agenda of what the options say.
+    fn apply(&self, mut agenda: Agenda) -> Result<Agenda> {
+        for case in &mut agenda.cases {
+            if self.op == Some(TunedOp::Backward) {
+                case.problem = case.problem.backward();
+            }
+            case.problem = case.problem.with_residual(self.precise);
+            case.problem.validate()?;
+        }
+        Ok(agenda)
+    }
 }
 
 /// What is going to be tuned.
@@ -57,18 +95,32 @@ pub struct Agenda {
 
 impl Agenda {
     /// What the options ask for on this device.
-    pub fn new(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, device: &DeviceFingerprint) -> Result<Self> {
+    pub fn new(
+        model: &ModelArgs,
+        args: &CaseArgs,
+        ragged: &RaggedArgs,
+        op: &OpArgs,
+        device: &DeviceFingerprint,
+    ) -> Result<Self> {
         let arch = device.arch;
+        if (model.model.is_some() || !model.from.is_empty()) && op.op.is_some() {
+            return Err(usage("--op: a model or a file says what is computed (--train: gradients, too); leave it out"));
+        }
         if let Some(path) = &model.model {
             let limits = limits(model, args, ragged, arch)?;
             let model = read_model(path)?;
             let serving = Serving::of(&model, &limits)?;
-            return Ok(Self::of_model(model, serving, device));
+            return op.apply(Self::of_model(model, serving, device));
         }
         if !model.from.is_empty() {
             return Self::of_files(&model.from, args.is_empty() && ragged.is_empty(), device.units);
         }
-        let (cases, default_budget_s) = match (args.is_empty() && ragged.is_empty(), arch) {
+        if op.op == Some(TunedOp::Backward) && !ragged.is_empty() {
+            return Err(usage(
+                "--op backward: gradients of packed sequences are not tuned; leave --pages and --kv-dtype out",
+            ));
+        }
+        let (cases, default_budget_s) = match (args.is_empty() && ragged.is_empty() && op.op.is_none(), arch) {
             (true, Arch::Cpu(_)) => (common_cases(arch), CPU_BUDGET),
             (true, Arch::Sm(_)) => (common_cases(arch), CUDA_BUDGET),
             (false, _) => {
@@ -81,7 +133,7 @@ impl Agenda {
         if let Some(empty) = cases.iter().find(|c| c.shape.is_empty() || c.shape.kv_len == 0) {
             return Err(usage(format!("there is nothing to time in {}; name sizes of at least 1", empty.sizes())));
         }
-        Ok(Self { cases, model: None, left_out: Vec::new(), default_budget_s, units: device.units })
+        op.apply(Self { cases, model: None, left_out: Vec::new(), default_budget_s, units: device.units })
     }
 
     /// What files list.
@@ -106,7 +158,9 @@ impl Agenda {
     fn of_model(model: Model, serving: Serving, device: &DeviceFingerprint) -> Self {
         let (mut cases, mut left_out) = (Vec::new(), Vec::new());
         for case in serving.cases() {
-            let problem = case.problem.in_default_precision(device.arch);
+            // Gradients are exact ones, of exact forward passes.
+            let trains = case.used_for == Use::Train;
+            let problem = if trains { case.problem } else { case.problem.in_default_precision(device.arch) };
             match require_room(device, &problem, &case.shape) {
                 Ok(()) => cases.push(Case::new(problem, case.sizes())),
                 Err(e) => left_out.push(format!("{problem} {}: {e}", case.sizes())),
@@ -166,7 +220,8 @@ fn limits(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, arch: Arch) -
     };
     let (pages, stores) = ragged.choices();
     let (max_len, batches, tensor_parallel) = (model.max_len, args.batch.clone(), model.tp.unwrap_or(1));
-    Ok(Limits { arch, max_len, batches, tensor_parallel, dtype, pages, stores })
+    let (pages, stores) = if model.train { (Vec::new(), Vec::new()) } else { (pages, stores) };
+    Ok(Limits { arch, max_len, batches, tensor_parallel, dtype, pages, stores, train: model.train })
 }
 
 fn need_summary(need: &Need, units: u32) -> Value {

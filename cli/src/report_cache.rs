@@ -192,6 +192,7 @@ fn of_model(
         dtype: None,
         pages: Vec::new(),
         stores: Vec::new(),
+        train: false,
     };
     let serving = Serving::of(&model, &limits)?;
     let of_case = |need: &flashtune::model::Case| {

@@ -30,7 +30,7 @@ pub struct Limits {
     pub arch: Arch,
     /// Longest sequence; by default the model's, or what a device of this kind tunes in sensible time if that is less.
     pub max_len: Option<u32>,
-    /// Numbers of sequences that are decoded together; empty means the default.
+    /// Numbers of sequences that are decoded together, or trained on; empty means the default.
     pub batches: Vec<u32>,
     /// Devices that the heads are split over.
     pub tensor_parallel: u32,
@@ -40,6 +40,8 @@ pub struct Limits {
     pub pages: Vec<PageClass>,
     /// What the KV cache is made of.
     pub stores: Vec<KvStore>,
+    /// Whether it is trained, and not served: `batches` are then those of whole sequences, and gradients are computed.
+    pub train: bool,
 }
 
 /// What a shape is for.
@@ -52,6 +54,10 @@ pub enum Use {
     Decode,
     /// A part of each sequence's prompt beside what the cache has of it.
     Chunk,
+    /// The forward pass of a step of training, with the log-sum-exp.
+    Train,
+    /// Its gradients.
+    Gradients,
 }
 
 /// One problem at one size.
@@ -114,6 +120,8 @@ impl fmt::Display for Use {
             Use::Prefill => "prefill",
             Use::Decode => "decode",
             Use::Chunk => "chunk",
+            Use::Train => "train",
+            Use::Gradients => "gradients",
         })
     }
 }
@@ -133,7 +141,8 @@ impl Serving {
         });
         let batches = batches(limits)?;
         let (arch, pages, stores) = (limits.arch, &limits.pages, &limits.stores);
-        let planner = Planner { model, arch, max_len, batches, heads, kv_heads, dtype, pages, stores };
+        let train = limits.train;
+        let planner = Planner { model, arch, max_len, batches, heads, kv_heads, dtype, pages, stores, train };
         let mut needs: Vec<Need> = model.layers.iter().map(|(kind, layers)| planner.need(kind, *layers)).collect();
         if let Some(latent) = model.latent {
             needs.push(planner.latent(latent));
@@ -202,7 +211,8 @@ fn batches(limits: &Limits) -> Result<Vec<u32>, Error> {
     }
     Ok(match (limits.batches.as_slice(), limits.arch) {
         ([], Arch::Cpu(_)) => vec![1],
-        ([], Arch::Sm(_)) => vec![1, 16],
+        ([], Arch::Sm(_)) if !limits.train => vec![1, 16],
+        ([], Arch::Sm(_)) => vec![1],
         (given, _) => given.to_vec(),
     })
 }
@@ -217,6 +227,7 @@ struct Planner<'a> {
     dtype: DType,
     pages: &'a [PageClass],
     stores: &'a [KvStore],
+    train: bool,
 }
 
 impl Planner<'_> {
@@ -240,6 +251,12 @@ impl Planner<'_> {
         };
         let problem = self.problem(self.model.head_dim_qk, self.model.head_dim_v, mask, program, &mut gaps);
         let blocked = gaps.iter().chain(&self.model.gaps).any(|g| g.blocks);
+        let untrained = problem.filter(|p| self.train && Family::candidates(&p.backward(), self.arch).is_empty());
+        if let Some(problem) = untrained {
+            let text = format!("none computes {} on {}", problem.backward(), self.arch);
+            gaps.push(Gap::blocking("kernel family", text));
+        }
+        let blocked = blocked || untrained.is_some();
         let cases = problem.filter(|_| !blocked).map_or(Vec::new(), |p| self.cases(p, mask));
         let changes = [
             self.model.soft_cap.map(|cap| format!("scores within {cap}")),
@@ -316,6 +333,14 @@ impl Planner<'_> {
         let shape =
             |batch, q_len, kv_len| Shape { batch, heads: self.heads, kv_heads: self.kv_heads, q_len, kv_len, mask };
         let mut cases = Vec::new();
+        if self.train {
+            for &batch in &self.batches {
+                let (shape, pages) = (shape(batch, longest, longest), PageClass::Dense);
+                cases.push(Case { problem, shape, pages, used_for: Use::Train });
+                cases.push(Case { problem: problem.backward(), shape, pages, used_for: Use::Gradients });
+            }
+            return cases;
+        }
         for len in prefill_lengths(longest) {
             cases.push(Case { problem, shape: shape(1, len, len), pages: PageClass::Dense, used_for: Use::Prefill });
         }

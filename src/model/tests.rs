@@ -18,6 +18,7 @@ fn model(name: &str) -> Model {
 
 fn limits() -> Limits {
     Limits {
+        train: false,
         arch: H200,
         max_len: None,
         batches: vec![],

@@ -9,6 +9,7 @@ mod common;
 mod random;
 
 mod appends;
+mod backward_tuning;
 mod bad_input;
 mod bench_schedules;
 mod bench_serving;

@@ -277,9 +277,14 @@ fn validate(job: &Job, runner: &Runner) -> Result<()> {
         let value = format!("{} for a {} problem", job.shape.mask, job.problem.mask);
         return bad("mask", value, "the shape's mask bounds other sides than the problem's", "make them agree");
     }
-    if job.problem.op != Op::Forward {
-        let remedy = "tune forward problems; the others have one schedule";
-        return bad("problem", job.problem.to_string(), "there is nothing to choose between", remedy);
+    let (limit, remedy) = match job.problem.op {
+        Op::Forward => ("", ""),
+        Op::Backward if job.problem.kv.is_dense() => ("", ""),
+        Op::Backward => ("gradients of packed sequences are not tuned", "tune those of dense tensors"),
+        _ => ("there is nothing to choose between", "tune forward and backward problems; the others have one schedule"),
+    };
+    if !limit.is_empty() {
+        return bad("problem", job.problem.to_string(), limit, remedy);
     }
     if job.problem.kv.is_dense() != job.pages.is_dense() && job.problem.kv.is_dense() {
         return bad(

@@ -168,8 +168,11 @@ impl Contest<'_> {
         let dispatch = self.chosen()?.ok_or_else(|| usage("there is nothing to time; name sizes of at least 1"))?;
         let Backward { dout, q, k, v, o, residual, dq, dk, dv, side, .. } = self.backward;
         let rows = |address| TensorView::rows(address, [q.shape[0], q.shape[1], q.shape[2]]);
-        let tensors = BackwardTensors { dout, q, k, v, o, lse: rows(self.backward.lse), dlse: None, residual, dq, dk, dv };
+        let tensors = BackwardTensors { dout, q, k, v, o, lse: rows(self.backward.lse), dlse: None, dq, dk, dv };
         let mut resolved = backward_call(&tensors, self.case.shape.mask, None)?;
+        if let Some(residual) = residual {
+            resolved = resolved.with_residual(&residual)?;
+        }
         let table = match self.case.problem.program {
             None => None,
             Some(program) => {

@@ -5,7 +5,7 @@ mod interrupt;
 mod report;
 mod watcher;
 
-use super::agenda::{self, Agenda, ModelArgs};
+use super::agenda::{self, Agenda, ModelArgs, OpArgs};
 use super::cases::{Case, CaseArgs, RaggedArgs};
 use super::context::Context;
 use super::exit::{Failed, Unavailable, usage};
@@ -34,6 +34,8 @@ pub struct Args {
     cases: CaseArgs,
     #[command(flatten)]
     ragged: RaggedArgs,
+    #[command(flatten)]
+    op: OpArgs,
     /// Say what would be tuned, and tune nothing
     #[arg(long)]
     dry_run: bool,
@@ -121,7 +123,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.graph && runners.iter().any(|r| !r.has_graphs()) {
         return Err(usage(format!("--graph: {}", no_graphs())));
     }
-    let agenda = Agenda::new(&args.model, &args.cases, &args.ragged, runners[0].fingerprint())?;
+    let agenda = Agenda::new(&args.model, &args.cases, &args.ragged, &args.op, runners[0].fingerprint())?;
     let (arch, cores) = (runners[0].fingerprint().arch, runners[0].fingerprint().units);
     if let Some(path) = &args.manifest {
         let entry = |c: &Case| ManifestEntry::new(c.problem, c.sizes());
@@ -142,7 +144,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     for (fingerprint, crew) in crew::by_kind(runners) {
         let units = match args.contested {
             true => crew::contested(&dir, &fingerprint, launches, &templates)?,
-            false => units(&args, &Agenda::new(&args.model, &args.cases, &args.ragged, &fingerprint)?),
+            false => units(&args, &Agenda::new(&args.model, &args.cases, &args.ragged, &args.op, &fingerprint)?),
         };
         works.push((Work::new(units, crew.len()), crew));
     }

@@ -5,6 +5,7 @@ use crate::context::Context;
 use crate::table::table;
 use anyhow::Result;
 use flashtune::cache::{Record, Trial, TrialResult};
+use flashtune::codegen::Op;
 use flashtune::tuner::Outcome;
 use serde_json::json;
 use std::io::Write;
@@ -86,7 +87,9 @@ fn repeated() -> String {
 
 fn gflops(record: &Record) -> Option<f64> {
     let p = &record.key.problem;
-    let flops = record.provenance.shape.forward_flops(p.head_dim_qk, p.head_dim_v);
+    // Five products where a forward pass has two.
+    let products = if p.op == Op::Backward { 2.5 } else { 1.0 };
+    let flops = products * record.provenance.shape.forward_flops(p.head_dim_qk, p.head_dim_v);
     Some(flops / record.winner()?.median_us / 1e3)
 }
 

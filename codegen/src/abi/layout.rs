@@ -2,8 +2,7 @@
 
 use super::{
     AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
-    RESIDUAL_BYTES,
-    RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
+    RESIDUAL_BYTES, RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
 };
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Op, Result};

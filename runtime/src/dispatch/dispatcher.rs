@@ -16,8 +16,8 @@ use flashtune_cache::{
     ArtifactFiles, DeviceFingerprint, Found, Launches, Layers, Match, MatchQuality, Needed, Record, RecordKey,
 };
 use flashtune_codegen::{
-    Arch, CallSizes, Constraint, Constraints, Error as CodegenError, Family, Kernel, Op, Paths, Problem, Purpose,
-    Schedule, Shape, ShapeBucket, TemplateSet,
+    Arch, CallSizes, Constraint, Constraints, Error as CodegenError, Family, Kernel, Paths, Problem, Purpose, Schedule,
+    Shape, ShapeBucket, TemplateSet,
 };
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -190,7 +190,7 @@ impl Dispatcher {
     /// Where the calls of a class are counted.
     pub(super) fn tally(&self, key: &PlanKey, shape: &Shape) -> Arc<Tally> {
         let mut tallies = self.tallies.write().unwrap_or_else(PoisonError::into_inner);
-        let tunable = key.problem.op == Op::Forward && Family::is_tunable(key.demands, self.arch());
+        let tunable = key.problem.is_tuned() && Family::is_tunable(key.demands, self.arch());
         let sizes = CallSizes { shape: *shape, pages: key.bucket.pages };
         tallies.entry(*key).or_insert_with(|| Arc::new(Tally::new(key.problem, sizes, tunable))).clone()
     }

@@ -5,6 +5,9 @@
 //! far as resident warps allow, and adds what the shape wastes: rows past the end of Q, and processors that idle in the
 //! last wave. Costs of one problem and shape compare with each other; across problems they mean nothing.
 
+mod backward_cpu;
+mod backward_sm80;
+mod backward_sm90;
 mod forward_cpu;
 mod forward_cpu_ragged;
 mod forward_sm80;
@@ -29,19 +32,18 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
         Schedule::Cpu(s) => forward_cpu::cost(kernel, s, shape, device),
         Schedule::Sm80Ragged(s) => forward_sm80_ragged::cost(kernel, s, shape, device),
         Schedule::CpuRagged(s) => forward_cpu_ragged::cost(kernel, s, shape, device),
+        Schedule::BackwardSm90(s) => backward_sm90::cost(kernel, s, shape, device.units),
+        Schedule::BackwardSm80(s) => backward_sm80::cost(kernel, s, shape, device.units),
+        Schedule::BackwardCpu(s) => backward_cpu::cost(kernel, s, shape, device),
         // They have one schedule: nothing to choose.
         Schedule::Naive(_)
         | Schedule::CpuE4m3(_)
         | Schedule::NaiveRagged(_)
         | Schedule::AppendCuda(_)
         | Schedule::AppendCpu(_)
-        | Schedule::BackwardCpu(_)
         | Schedule::PadCuda(_)
         | Schedule::QuantiseCuda(_)
         | Schedule::QuantiseCpu(_)
-        // Gradients are not tuned.
-        | Schedule::BackwardSm80(_)
-        | Schedule::BackwardSm90(_)
         | Schedule::BackwardNaive(_)
         | Schedule::GradientCpu(_)
         | Schedule::GradientNaive(_) => 1.0,
@@ -159,9 +161,14 @@ mod tests {
         let odd = [(1, 1), (1, 8192), (7, 3), (4096, 4096), (100_000, 100)];
         for arch in [sm(80), sm(86), sm(90), sm(120), Arch::Cpu(CpuIsa::Avx2), Arch::Cpu(CpuIsa::Amx)] {
             for mask in [Mask::Full, Mask::Causal, Mask::Window { left: Some(100), right: Some(0) }] {
-                let problem = Problem::forward_qk_v(DType::Bf16, 192, 128, mask.kind()).unwrap();
-                for family in Family::ALL.into_iter().filter(|f| f.supports(&problem, arch).is_ok()) {
-                    for schedule in Schedule::space(family, &problem, arch).into_iter().step_by(7) {
+                let forward = Problem::forward_qk_v(DType::Bf16, 192, 128, mask.kind()).unwrap();
+                let narrow = Problem::forward(DType::Bf16, 64, mask.kind()).unwrap().backward();
+                let of = |p: Problem| {
+                    Family::ALL.into_iter().filter(move |f| f.supports(&p, arch).is_ok()).map(move |f| (p, f))
+                };
+                for (problem, family) in [forward, forward.backward(), narrow].into_iter().flat_map(of) {
+                    let step = if problem.op == forward.op { 7 } else { 1 };
+                    for schedule in Schedule::space(family, &problem, arch).into_iter().step_by(step) {
                         let kernel = Kernel { problem, schedule, arch };
                         for (q, kv) in odd {
                             let c = cost(&kernel, &shape(q, kv, mask), &device(arch, 3));

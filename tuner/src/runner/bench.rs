@@ -68,6 +68,8 @@ pub(super) struct Bench {
     /// Q, K, V and, between guards, O. The launches below rest on them.
     inputs: [Box<dyn Buffer>; 3],
     output: Box<dyn Buffer>,
+    /// What O loses by rounding, of problems that have it written.
+    _residual: Option<Box<dyn Buffer>>,
     /// What two launches gave, guards included, and place for what the device has of Q, K and V.
     returned: [HostBytes; 2],
     /// Elements of a row of O.
@@ -115,7 +117,12 @@ impl Bench {
             o: at(output.address() + GUARD as u64, p.output_dtype(), o_shape),
             lse: None,
         };
-        let call = forward_call(&tensors, s.mask, None)?;
+        let mut call = forward_call(&tensors, s.mask, None)?;
+        let mut residual = None;
+        if p.residual {
+            let buffer = residual.insert(device.alloc(o_shape.iter().product::<usize>() * DType::Bf16.bytes())?);
+            call = call.with_residual(&at(buffer.address(), DType::Bf16, o_shape))?;
+        }
         let side = match p.program {
             Some(program) => {
                 let data = typical_side(&program, s, job.seed);
@@ -138,6 +145,7 @@ impl Bench {
             host: host.try_into().unwrap_or_else(|_| unreachable!("three tensors were made")),
             inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
             output,
+            _residual: residual,
             returned,
             dim: dv,
             dtype: p.dtype,
@@ -317,7 +325,7 @@ impl Measure for Bench {
 }
 
 /// Whether two blocks of memory are equal, looked at by all cores.
-fn same_bytes(a: &[u8], b: &[u8]) -> bool {
+pub(super) fn same_bytes(a: &[u8], b: &[u8]) -> bool {
     const PART: usize = 1 << 20;
     a.len() == b.len() && a.par_chunks(PART).zip(b.par_chunks(PART)).all(|(a, b)| a == b)
 }

@@ -13,8 +13,8 @@ use super::ragged;
 use crate::space::input_seed;
 use flashtune_codegen::{Mask, Shape};
 use flashtune_runtime::{
-    CheckCase, CheckInputs, CheckReport, Device, Distribution, Error as RuntimeError, Layout, Module, Poison,
-    RaggedCase,
+    BackwardCase, CheckCase, CheckInputs, CheckReport, Device, Distribution, Error as RuntimeError, Layout, Module,
+    Poison, RaggedCase,
 };
 use std::sync::Arc;
 
@@ -33,6 +33,7 @@ const LAUNCHES: [usize; 2] = [10, 2];
 /// The cases of a job, with their expected results.
 pub(super) enum Cases {
     Dense(Vec<CheckCase>),
+    Backward(Vec<BackwardCase>),
     Ragged(Vec<RaggedCase>),
 }
 
@@ -51,9 +52,14 @@ impl Cases {
         let cases = SIZES.into_iter().zip(kinds).zip(0..);
         let cases = cases.map(|(((q_len, kv_len), (layout, distribution, poison)), i)| {
             let inputs = CheckInputs { layout, distribution, seed: seed ^ i, lse: true, poison, scale: None };
-            CheckCase::typical(device.clone(), &job.problem, &ragged(&job.shape, q_len, kv_len), &inputs)
+            (ragged(&job.shape, q_len, kv_len), inputs)
         });
-        Ok(Self::Dense(cases.collect::<Result<_, _>>()?))
+        if job.is_backward() {
+            let case = |(shape, inputs)| BackwardCase::new(device.clone(), &job.problem, &shape, &inputs);
+            return Ok(Self::Backward(cases.map(case).collect::<Result<_, _>>()?));
+        }
+        let case = |(shape, inputs)| CheckCase::typical(device.clone(), &job.problem, &shape, &inputs);
+        Ok(Self::Dense(cases.map(case).collect::<Result<_, _>>()?))
     }
 
     /// Checks one kernel; gives its largest absolute error.
@@ -70,6 +76,11 @@ impl Cases {
         };
         match self {
             Cases::Dense(cases) => {
+                for (i, case) in cases.iter().enumerate() {
+                    pass(case.shape(), i, &|launches| case.check_launches(module, launches))?;
+                }
+            }
+            Cases::Backward(cases) => {
                 for (i, case) in cases.iter().enumerate() {
                     pass(case.shape(), i, &|launches| case.check_launches(module, launches))?;
                 }

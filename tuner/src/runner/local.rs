@@ -1,5 +1,6 @@
 //! The questions, answered by a device of this process: what a worker does, and what tuning without one does.
 
+use super::backward::BackwardBench;
 use super::bench::{Bench, Measure};
 use super::cases::Cases;
 use super::ragged::RaggedBench;
@@ -38,9 +39,10 @@ impl Local {
         match size {
             Size::Small => self.cases = Some(Cases::new(&self.device, inputs)?),
             Size::Probe | Size::Full => {
-                self.bench = Some(match inputs.is_ragged() {
-                    true => Box::new(RaggedBench::new(&self.device, inputs)?),
-                    false => Box::new(Bench::new(&self.device, inputs)?),
+                self.bench = Some(match (inputs.is_ragged(), inputs.is_backward()) {
+                    (true, _) => Box::new(RaggedBench::new(&self.device, inputs)?),
+                    (false, true) => Box::new(BackwardBench::new(&self.device, inputs)?),
+                    (false, false) => Box::new(Bench::new(&self.device, inputs)?),
                 });
             }
         }

@@ -3,6 +3,7 @@
 //! The boundary lies at what the tuner wants to know of a candidate (does it load, is it right, how long does it take),
 //! not at memory and launches: a question that costs a process can be asked again, with the inputs made anew.
 
+mod backward;
 mod bench;
 mod cases;
 mod local;
@@ -16,7 +17,7 @@ use crate::worker::WorkerCommand;
 use crate::{Error, Job, Result};
 use flashtune_cache::{Artifact, DeviceFingerprint, Launches, Reading};
 use flashtune_codegen::omitted::is_default;
-use flashtune_codegen::{Arch, PageClass, Problem, Shape};
+use flashtune_codegen::{Arch, Op, PageClass, Problem, Shape};
 use flashtune_runtime::{Compiler, Device, DeviceSpec};
 use remote::Remote;
 use serde::{Deserialize, Serialize};
@@ -44,12 +45,18 @@ impl Inputs {
         !self.problem.kv.is_dense()
     }
 
-    /// Bytes of Q, K, V and O at full size; of a ragged batch about.
+    /// Whether they are those of gradients.
+    pub fn is_backward(&self) -> bool {
+        self.problem.op == Op::Backward
+    }
+
+    /// Bytes of Q, K, V and O at full size, of gradients with each one's gradient; of a ragged batch about.
     pub fn bytes(&self) -> u64 {
         let p = &self.problem;
         // The last page of a sequence may be nearly empty.
         let kv_len = self.shape.kv_len.saturating_add(self.pages.tokens().unwrap_or(0));
-        Shape { kv_len, ..self.shape }.forward_bytes(p.head_dim_qk, p.head_dim_v, p.dtype.bytes()) as u64
+        let bytes = Shape { kv_len, ..self.shape }.forward_bytes(p.head_dim_qk, p.head_dim_v, p.dtype.bytes()) as u64;
+        bytes * if self.is_backward() { 2 } else { 1 }
     }
 }
 

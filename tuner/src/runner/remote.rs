@@ -300,7 +300,9 @@ impl Remote {
             let inputs = self.inputs.as_ref()?;
             Some(match size {
                 Size::Small => most_flops(inputs),
-                Size::Probe if inputs.is_ragged() => Part::of_heads(&inputs.shape).shape.forward_flops(1, 1),
+                Size::Probe if inputs.is_ragged() || inputs.is_backward() => {
+                    Part::of_heads(&inputs.shape).shape.forward_flops(1, 1)
+                }
                 Size::Probe => Part::of(&inputs.shape).shape.forward_flops(1, 1),
                 Size::Full => inputs.shape.forward_flops(1, 1),
             })

@@ -57,8 +57,11 @@ impl KernelFamily for BackwardCpuSchedule {
         Self::only(arch)
     }
 
+    /// Blocks whose memory is from a thirtieth of the default's, for few rows or small caches, to four times that.
     fn space(_: &Problem, arch: Arch) -> Vec<Self> {
-        vec![Self::only(arch)]
+        let blocks = [16, 32, 64, 128];
+        let all = blocks.into_iter().flat_map(|block_q| blocks.map(|block_kv| (block_q, block_kv)));
+        all.map(|(block_q, block_kv)| Self { block_q, block_kv, ..Self::only(arch) }).collect()
     }
 
     fn validate(&self, _: &Problem, arch: Arch) -> Result<()> {
