@@ -123,15 +123,17 @@ class Cudnn:
 
     def prepare(self, case, dout, q, k, v):
         import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if case.window or case.heads != case.kv_heads:
             raise ValueError("no windows and no groups of heads")
-        leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=case.causal)
-        gradient = dout.transpose(1, 2)
-        return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True), None
+        # By its operators: autograd would run the backward pass on a stream of its own, which no capture sees.
+        operators, scale = torch.ops.aten, case.head_dim**-0.5
+        q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+        forward = operators._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, case.causal, scale=scale)
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward
+        backward = operators._scaled_dot_product_cudnn_attention_backward
+        last = (seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, case.causal)
+        return lambda: backward(dout, q, k, v, out, lse, *last, scale=scale), None
 
 
 def contenders(peers):
@@ -149,6 +151,7 @@ def contenders(peers):
 
 
 def captured(run):
+    """Replays a call. Holds it, and so the tensors that the graph reads and writes."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -161,7 +164,7 @@ def captured(run):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    return lambda graph=graph, _kept=run: graph.replay()
 
 
 def measure(case, all_of, clock, rounds):

@@ -439,7 +439,8 @@ def pair(d, sink, order=0, multicast=0, timed=0, self=0, skew=0, shift=2):
     helpers = instructions.shared("mma_s", m, 0, 0) + instructions.registers("mma_dkv", d, 1)
     helpers += instructions.shared("mma_dq", columns, 1, 1)
     constants = (("kD", d), ("kM", m), ("kSink", sink), ("kDqColumns", columns), ("kOrder", order))
-    constants += (("kMulticast", multicast), ("kTimed", timed), ("kSelf", self), ("kSkew", skew), ("kShift", shift), ("kRegisters", 224), ("kDqRegisters", 56), ("kEarly", 0), ("kMath", 1))
+    constants += (("kMulticast", multicast), ("kTimed", timed), ("kSelf", self), ("kSkew", skew), ("kShift", shift))
+    constants += (("kRegisters", 224), ("kDqRegisters", 56), ("kEarly", 0), ("kMath", 1))
     return Variant("pair.cu", "pair", constants, helpers, "step.cuh")
 
 
@@ -474,9 +475,10 @@ def run_pairs(bench):
         ]
         per_step = clocks(records, range(3)) / steps
         flop = 5 * 2 * m * 128 * d
+        phase = lambda k: round(sum(r[3 + k // 2][k % 2] for r in records) / len(records) / steps)
         yield {
             "case": f"D{d} {sink[1:]}" + " in turn" * order + " multicast" * multicast + str(rest),
-            **({"phases": "/".join(str(round(sum(r[3 + k // 2][k % 2] for r in records) / len(records) / steps)) for k in range(8))} if timed else {}),
+            **({"phases": "/".join(str(phase(k)) for k in range(8))} if timed else {}),
             "clk/step": round(per_step),
             "TFLOP/s": round(flop * steps * bench.grid / ms / 1e9),
             "MHz": mhz(records, ms, range(3)),

@@ -210,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 asm volatile(
                     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
                     " [%0], [%1], %2, [%3];" ::"r"(address_in(at + kBlocks * kBlockBytes + rows, kSelf ? rank : other)),
-                    "r"(at + theirs * kBlockBytes + rows), "r"(2048), "r"(address_in(received + slot * 8, kSelf ? rank : other))
+                    "r"(at + theirs * kBlockBytes + rows), "r"(2048),
+                    "r"(address_in(received + slot * 8, kSelf ? rank : other))
                     : "memory");
             }
             auto release = [&](u32 barrier) {

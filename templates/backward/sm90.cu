@@ -17,7 +17,8 @@
 //
 // The last two may be one launch of dense calls, `joint`: while most thread blocks walk over key blocks, some sum dQ of
 // rows whose dS is there, and all do in the end. What a stage leaves idle, as it waits for memory or for its last
-// thread blocks, the other uses.
+// thread blocks, the other uses. Or dQ is reduced after all, `turns`: where steps are long beside 32 KB at the rate of
+// reductions, or dS of all heads too large for one wave, that is faster (turns.cuh).
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>

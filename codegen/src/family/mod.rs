@@ -414,7 +414,7 @@ impl Family {
                 true => ("computes e4m3 only", "use forward/sm90 or forward/cpu"),
                 false => (
                     "does not compute e4m3",
-                    "forward/sm90_fp8 does on sm_90a, forward/sm89_fp8, and forward/cpu_e4m3 on the host; elsewhere use bf16 or f16",
+                    "forward/sm90_fp8, forward/sm89_fp8 and forward/cpu_e4m3 do; elsewhere use bf16 or f16",
                 ),
             };
             return Err(Error::unsupported("dtype", problem.dtype, format!("{self} {limit}"), remedy));

@@ -3,8 +3,8 @@
 constexpr int kKeysThreads = 128 * (kWarpgroups + 1);
 constexpr int kLoader = kWarpgroups;  // the warpgroup's number
 
-// To begin at a multiple of 1024. Dynamic shared memory does, where there is no static one: with 1024 more there would be
-// no room for dQ of 128 queries in two buffers.
+// To begin at a multiple of 1024. Dynamic shared memory does, where there is no static one: with 1024 more there would
+// be no room for dQ of 128 queries in two buffers.
 constexpr int kAlignment = kTurns ? 512 : 1024;
 
 struct KeysLayout {

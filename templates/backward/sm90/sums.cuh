@@ -1,7 +1,6 @@
-// dQ of tiles that have had all their turns, from their sums: scaled, rounded, where it belongs. A launch of its own: 50
-// us of 2400 on an H200 for 16,384 rows of 2048 columns. A warp in each thread block of the launch before that takes tiles
-// as they are done is slower: it is one of 132, and takes 1000 us for them, which is more than all of 512 queries and
-// keys take.
+// dQ of tiles that have had all their turns, from their sums: scaled, rounded, where it belongs. A launch of its own:
+// 50 us of 2400 on an H200 for 16,384 rows of 2048 columns. A warp in each thread block of the launch before that takes
+// tiles as they are done is one of 132 and takes 1000 us for them, which is more than all of 512 queries and keys take.
 #if FT_TURNS
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -76,7 +76,8 @@ template <typename... Coordinates>
 void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
     maybe_switch(8);
     if (shared % 1024) fail("a copy at shared address %u: the swizzle repeats every 1024 bytes", shared);
-    Copy c = {load, map_at(map, sizeof...(at)), {at...}, shared, mbarrier, 0, running, nullptr, 0, running->groups, false};
+    const Map& of = map_at(map, sizeof...(at));
+    Copy c = {load, of, {at...}, shared, mbarrier, 0, running, nullptr, 0, running->groups, false};
     if (ranks == 0 || ranks >> kernel.cluster) fail("a copy to blocks %x of the cluster", ranks);
     // A block of the cluster may have it long before another.
     for (; c.rank < u32(kernel.cluster); c.rank++) {

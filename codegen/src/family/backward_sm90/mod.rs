@@ -90,10 +90,10 @@ impl BackwardSm90Schedule {
     /// against 411 at 512; causal 267 against 240 at 512, 501 against 498 at 4096, and 481 against 410 with 8 of 32
     /// heads. At 16,384, where waves are of few pairs, 463 against 539: rows that are ready last wait for one another.
     ///
-    /// dQ reduced in turns, us against the best of the others in the same run: head dim 64 843 against 883 at 1024, 2833
-    /// against 3068 at 4096, 11361 against 13835 at 16,384, causal 595 against 599, 1543 against 1730, 5571 against 6702;
-    /// head dim 128 738 against 656, 2336 against 2329, 9851 against 10958, causal 518 against 455, 1330 against 1300,
-    /// 4843 against 5488. A window of 1024 over 16,384: 1480 against 1438.
+    /// dQ reduced in turns, us against the best of the others in the same run: head dim 64 843 against 883 at 1024,
+    /// 2833 against 3068 at 4096, 11361 against 13835 at 16,384, causal 595 against 599, 1543 against 1730, 5571
+    /// against 6702; head dim 128 738 against 656, 2336 against 2329, 9851 against 10958, causal 518 against 455, 1330
+    /// against 1300, 4843 against 5488. A window of 1024 over 16,384: 1480 against 1438.
     fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
         if is_by_gradient(problem) {
             let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.div_ceil(64));
