@@ -3,8 +3,8 @@
 // Data are random and results unused: only the time counts. Per step each warpgroup computes S', dP', dV and dK for its
 // keys, stores dS, and forms half of dQ over the keys of both: 64 rows where a step has 128 (kM), else half of the
 // columns. It is staged in one of two places. The third warpgroup loads Q and dO (warp 0) and adds what is staged to
-// the sum in global memory (warps 2 and 3: step about, or with two kPieces a half each). kOrder: thread blocks of a head
-// take turns at a tile, kShift steps apart.
+// the sum in global memory (warps 2 and 3: step about, or with two kPieces a half each). kOrder: thread blocks of a
+// head take turns at a tile, kShift steps apart.
 
 enum Sink { kNoDq, kDqOnly, kDqF32 };
 

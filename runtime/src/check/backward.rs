@@ -81,8 +81,8 @@ impl Drawn {
         let scale = inputs.scale.unwrap_or_else(|| problem.default_scale());
         let program = problem.program.as_deref().map(|p| (p, data));
         let mut peaked = Vec::new();
-        // Not where elements stand out: rounding dS is then 0.43 % of a row's dQ by itself (on an H200 the same number from
-        // backward/sm80 and backward/sm90 and from every schedule), so that digits of D do not show.
+        // Not where elements stand out: rounding dS is then 0.43 % of a row's dQ by itself (on an H200 the same number
+        // from backward/sm80 and backward/sm90 and from every schedule), so that digits of D do not show.
         let stands_out = inputs.distribution == Distribution::NormalWithOutliers;
         if peaks && program.is_none() && !stands_out {
             peaked = residual::peak(&mut q, &k, shape, scale.into());
