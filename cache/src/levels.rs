@@ -93,8 +93,12 @@ impl Levels {
         kept.filter(|kept| needed.difference(&kept.validity).is_none()).collect()
     }
 
-    /// The paths of a process with the levels that are kept here.
+    /// The paths of a process with the levels that are kept here. Of the host processor, whose kernels every test runs,
+    /// none is asked for: a dispatch there asks the file system no more than it did.
     pub fn apply(&self, paths: Paths, needed: &Needed) -> Paths {
+        if matches!(needed.arch, Arch::Cpu(_)) {
+            return paths;
+        }
         let raised = self.read(needed).into_iter();
         paths.with_raised(raised.map(|kept| (kept.path, Raised { level: kept.level, device: kept.device })))
     }

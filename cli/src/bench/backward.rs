@@ -24,8 +24,9 @@ const MIB: u64 = 1 << 20;
 /// Options of gradients alone.
 #[derive(clap::Args, Debug)]
 pub struct BackwardArgs {
-    /// Of --op backward: at most so many MiB of scratch memory; 1024 when absent
-    #[arg(long, value_name = "N")]
+    /// Of --op backward: at most so many MiB of scratch memory; 1024 when absent. In docs/measuring.md: the help of
+    /// `bench` is a page long
+    #[arg(long, value_name = "N", hide = true)]
     scratch_mib: Option<u32>,
 }
 

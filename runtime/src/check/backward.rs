@@ -83,7 +83,7 @@ impl Drawn {
         let mut peaked = Vec::new();
         // Not where elements stand out: rounding dS is then 0.43 % of a row's dQ by itself (on an H200 the same number
         // from backward/sm80 and backward/sm90 and from every schedule), so that digits of D do not show.
-        let stands_out = inputs.distribution == Distribution::NormalWithOutliers;
+        let stands_out = inputs.distribution == crate::Distribution::NormalWithOutliers;
         if peaks && program.is_none() && !stands_out {
             peaked = residual::peak(&mut q, &k, shape, scale.into());
         }

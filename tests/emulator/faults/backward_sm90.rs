@@ -163,21 +163,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "deadlock|the oracle says|arrive|phase|bytes",
     ],
     // dQ by key blocks in turns.
-    [
-        "turns: added before its turn",
-        TURNS,
-        "while (load_acquire(turns + tile) != turn)",
-        "while (false)",
-        "the oracle says|different bytes",
-    ],
-    ["turns: the first adds to what lay there", TURNS, "if (turn == 0)", "if (false)", "the oracle says"],
-    [
-        "turns: the next one's turn before its sum is there",
-        TURNS,
-        "                tma_store_wait();\n                say_written",
-        "                say_written",
-        "the oracle says|unfinished|on its way|different bytes",
-    ],
+    ["turns: the second overwrites the first", TURNS, "if (turn == 0)", "if (turn <= 1)", "the oracle says"],
     [
         "turns: dQ overwritten while it is added",
         TURNS,

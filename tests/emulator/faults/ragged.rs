@@ -191,7 +191,7 @@ pub const APPENDS: &[Fault] = &[
     ],
     [
         "the wrong sine",
-        "append/cuda.cu",
+        "lib/cuda/attention/rotary.cuh",
         "second ? turned : -turned",
         "second ? -turned : turned",
         "is not from|to be ",

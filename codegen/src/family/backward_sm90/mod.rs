@@ -47,9 +47,11 @@ fn can_be_joint(problem: &Problem) -> bool {
     problem.program.is_none() && problem.kv == KvKind::Dense && !is_by_gradient(problem)
 }
 
-/// Whether there is a kernel that reduces dQ by key blocks in turns: each of two warpgroups forms half of it.
+/// Whether there is a kernel that reduces dQ by key blocks in turns: each of two warpgroups forms half of it. Windows
+/// above head dim 64 spill.
 fn can_take_turns(problem: &Problem, block_q: u32) -> bool {
-    can_be_joint(problem) && (problem.head_dim_qk > 64) == (block_q == 64)
+    let wide = problem.head_dim_qk > 64;
+    can_be_joint(problem) && wide == (block_q == 64) && !(wide && problem.mask.left)
 }
 
 schedule! {
@@ -270,9 +272,11 @@ impl KernelFamily for BackwardSm90Schedule {
                 "0 with a score program, of packed sequences, and above head dim 128",
             );
         }
-        if self.turns && (self.is_joint() || !can_take_turns(problem, self.block_q)) {
-            let limit = "without dq_blocks, dense and without a score program, up to head dim 128, and steps of 64 \
-                         queries above head dim 64, else of 128";
+        let one_buffer = self.key_stages == 1 && self.stages == 2;
+        if self.turns && (self.is_joint() || !one_buffer || !can_take_turns(problem, self.block_q)) {
+            let limit = "without dq_blocks, dense and without a score program, up to head dim 128, there without a \
+                         window, with one buffer of K and V and two of Q, and steps of 64 queries above head dim 64, \
+                         else of 128";
             return Err(Error::unsupported("turns", "true", limit, "use the default schedule"));
         }
         if is_by_gradient(problem) && self.block_q != 64 {
