@@ -37,8 +37,10 @@ static DRIVER: LazyLock<Option<Library>> = LazyLock::new(|| {
     // Whoever asks for the name from now on is given this one.
     // SAFETY: the library has no constructors.
     let driver = unsafe { Library::open(Some(&library), RTLD_NOW | RTLD_GLOBAL) }.unwrap();
+    // The kernels here write no residual, so `found` follows arguments that end before its fields.
+    let residual = size_of::<ForwardArgs>() - offset_of!(ForwardArgs, residual);
     // SAFETY: the types are those of the source, here and below.
-    unsafe { driver.get::<extern "C" fn(usize)>(b"fake_found_at").unwrap()(offset_of!(MappedArgs, found)) };
+    unsafe { driver.get::<extern "C" fn(usize)>(b"fake_found_at").unwrap()(offset_of!(MappedArgs, found) - residual) };
     Some(driver)
 });
 

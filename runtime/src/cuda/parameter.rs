@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn packing_for_the_present_layout_changes_nothing() {
+    fn packing_for_the_whole_layout_changes_nothing() {
         let kernel = |family, arch: &str| {
             let arch = arch.parse().unwrap();
             let problem = Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
@@ -287,9 +287,11 @@ mod tests {
         let scalar = 77u64;
         let side = SideArgs { tensors: 0, scalars: (&raw const scalar) as u64 };
         let args = ForwardArgs { q: 5, k: 6, side: 1, ..ForwardArgs::zeroed() };
+        // Only a kernel that writes a residual takes all of the arguments.
+        let whole = Kernel { problem: Problem { residual: true, ..sm80.problem }, ..sm80 };
         // SAFETY: one scalar, which lives on.
         unsafe {
-            let own = Parameter::packed(&ArgsLayout::of(&sm80), Base::Forward(&args), Some((&program, &side)));
+            let own = Parameter::packed(&ArgsLayout::of(&whole), Base::Forward(&args), Some((&program, &side)));
             assert_eq!(own.0, Parameter::new(Base::Forward(&args), &program, &side).0);
         }
         for (kernel, longer) in [
