@@ -246,13 +246,13 @@ fn ragged_batches() {
     assert!(!paths.is_empty(), "EMULATE_FAMILY is none of {FAMILIES:?}");
     let templates = templates();
     let free = free_pieces(&templates);
-    search_with(6 * paths.len() as u64, |number| {
+    search_with(4 * paths.len() as u64, |number| {
         let mut rng = StdRng::seed_from_u64(5000 + number);
         let (family, arch) = paths[number as usize % paths.len()];
         let turn = number / paths.len() as u64;
         let program = turn.is_multiple_of(2).then(|| program_for(family, arch, number as usize * 11));
         let kernel = random_kernel(&mut rng, family, arch, program);
-        let batches = setting("EMULATE_CASES").unwrap_or(8);
+        let batches = setting("EMULATE_CASES").unwrap_or(6);
         let set = if turn % 4 < 2 { &templates } else { &free };
         let random = |rng: &mut StdRng| RaggedBatch::random(&kernel.problem, MOST, rng.random());
         try_ragged(&kernel, set, batches, number, random).map(drop)

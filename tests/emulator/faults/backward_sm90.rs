@@ -59,7 +59,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
         KEY_STEPS,
         "const Pair pair(args.backward, args.first_pair + at.pair);\n        finish",
         "const Pair pair(args.backward, at.pair);\n        finish",
-        "the oracle says",
+        "the oracle says|gave different bytes",
     ],
     // Of the launch, not of a template.
     ["a wave too few", "backward/sm90.cu", "constexpr", "constexpr", "the oracle says"],
