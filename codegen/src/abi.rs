@@ -97,6 +97,19 @@ arguments! {
         pub residual: u64 as "void*",
         /// Strides of it: batch, head, row.
         pub residual_stride: [i64; 3],
+        /// The probability of keeping a score, of 65536, from 1 to 65536 ([`crate::Dropout::threshold`]): of kernels of a
+        /// problem with [`Problem::dropout`], which alone know these last fields.
+        pub dropout_threshold: u32,
+        /// What kept weights are multiplied by, one over the probability of keeping one.
+        pub dropout_scale: f32,
+        /// The seed, to which what lies at `dropout_seed_at` is added.
+        pub dropout_seed: u64,
+        /// The offset, to which what lies at `dropout_offset_at` is added.
+        pub dropout_offset: u64,
+        /// Address of 64 bits of a seed on the device, or 0.
+        pub dropout_seed_at: u64 as "const void*",
+        /// Address of 64 bits of an offset on the device, or 0.
+        pub dropout_offset_at: u64 as "const void*",
     }
 }
 
@@ -348,9 +361,50 @@ arguments! {
     }
 }
 
-/// Bytes of the fields of a residual at the end of [`ForwardArgs`] and of [`BackwardArgs`].
-pub(crate) const RESIDUAL_BYTES: usize = size_of::<ForwardArgs>() - std::mem::offset_of!(ForwardArgs, residual);
-const _: () = assert!(RESIDUAL_BYTES == size_of::<BackwardArgs>() - std::mem::offset_of!(BackwardArgs, residual));
+/// Which of the last fields of [`ForwardArgs`] and [`BackwardArgs`] a kernel does not know: those of dropout, and before
+/// them those of a residual. What is rendered without them ends before them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Cut {
+    /// Bytes that are left out at the end of the two.
+    pub(crate) bytes: usize,
+    /// What the names of fields that are left out begin with.
+    names: &'static [&'static str],
+}
+
+impl Cut {
+    /// What every kernel knows of other structs.
+    pub(crate) const NONE: Self = Self { bytes: 0, names: &[] };
+
+    /// Of a problem's kernels.
+    pub(crate) const fn of(problem: &Problem) -> Self {
+        const END: usize = size_of::<ForwardArgs>();
+        match (problem.dropout, problem.residual) {
+            (true, _) => Self::NONE,
+            (false, true) => {
+                Self { bytes: END - std::mem::offset_of!(ForwardArgs, dropout_threshold), names: &["dropout"] }
+            }
+            (false, false) => {
+                Self { bytes: END - std::mem::offset_of!(ForwardArgs, residual), names: &["dropout", "residual"] }
+            }
+        }
+    }
+
+    fn has(self, field: &Field) -> bool {
+        self.names.iter().any(|name| field.members[0].starts_with(name))
+    }
+}
+
+// Both structs end alike.
+const _: () = {
+    const ENDS: [usize; 2] = [size_of::<ForwardArgs>(), size_of::<BackwardArgs>()];
+    assert!(
+        ENDS[0] - std::mem::offset_of!(ForwardArgs, residual) == ENDS[1] - std::mem::offset_of!(BackwardArgs, residual)
+    );
+    assert!(
+        ENDS[0] - std::mem::offset_of!(ForwardArgs, dropout_threshold)
+            == ENDS[1] - std::mem::offset_of!(BackwardArgs, dropout_threshold)
+    );
+};
 
 /// A tensor as the copy engine takes it: opaque, encoded by the driver.
 #[repr(C, align(64))]
@@ -437,10 +491,10 @@ impl Spelt for Tiling {
     const CUDA: &'static str = "int";
 }
 
-/// The declarations that a template pastes, by the names that it has for them. Without a residual the structs end
-/// before it, so that kernels which do not know it are what they were.
-pub(crate) fn fields(language: Language, residual: bool) -> Vec<(&'static str, String)> {
-    let cut = if residual { 0 } else { RESIDUAL_BYTES };
+/// The declarations that a template pastes, by the names that it has for them. Structs end before the fields of what a
+/// problem has not, so that kernels which do not know those are what they were.
+pub(crate) fn fields(language: Language, problem: &Problem) -> Vec<(&'static str, String)> {
+    let cut = Cut::of(problem);
     let common = [
         ("forward_args", declaration_without::<ForwardArgs>(language, cut)),
         ("ragged_args", declaration::<RaggedArgs>(language)),

@@ -147,9 +147,10 @@ impl Kernel {
             ("mask_left", u32::from(p.mask.left).to_string()),
             ("mask_right", u32::from(p.mask.right).to_string()),
             ("residual", u32::from(p.residual).to_string()),
+            ("dropout", u32::from(p.dropout).to_string()),
         ]);
         m.extend(p.kv.store().map(|store| store_fields(&store, p.dtype)).into_iter().flatten());
-        m.extend(abi::fields(self.language(), p.residual));
+        m.extend(abi::fields(self.language(), p));
         let resources = self.resources();
         m.extend([
             ("threads", resources.threads.to_string()),

@@ -83,6 +83,9 @@ pub struct Problem {
     /// Whether a forward pass also writes what O lost when it was rounded to 16 bits, in bf16, and gradients read it:
     /// D = rowsum(dO O) is wrong by that rounding, which rows that attend mostly to one key multiply.
     pub residual: bool,
+    /// Whether scores are dropped at random after the softmax, by [`crate::Dropout`]: forward passes and gradients of
+    /// training.
+    pub dropout: bool,
 }
 
 /// A problem as it is stored: without what is at its default.
@@ -110,22 +113,25 @@ struct Stored {
     output: Option<DType>,
     #[serde(default, skip_serializing_if = "is_default")]
     residual: bool,
+    #[serde(default, skip_serializing_if = "is_default")]
+    dropout: bool,
 }
 
 impl From<Problem> for Stored {
     fn from(problem: Problem) -> Self {
-        let Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual } =
-            problem;
+        let Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, .. } = problem;
+        let Problem { residual, dropout, .. } = problem;
         let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout }
     }
 }
 
 impl From<Stored> for Problem {
     fn from(stored: Stored) -> Self {
-        let Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual } = stored;
+        let Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, .. } = stored;
+        let Stored { residual, dropout, .. } = stored;
         let head_dim_v = head_dim_v.unwrap_or(head_dim_qk);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout }
     }
 }
 
@@ -140,8 +146,9 @@ impl Problem {
         let (op, kv, precision) = (Op::Forward, KvKind::Dense, Precision::Exact);
         // Half as many bytes as O would take in f32, and no range that scales of V could leave.
         let output = (dtype == DType::E4m3).then_some(DType::Bf16);
-        let (program, by, residual) = (None, None, false);
-        let p = Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual };
+        let (program, by, residual, dropout) = (None, None, false, false);
+        let p =
+            Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout };
         p.validate()?;
         Ok(p)
     }
@@ -159,6 +166,11 @@ impl Problem {
     /// The same problem with or without a residual of O.
     pub fn with_residual(self, residual: bool) -> Self {
         Self { residual, ..self }
+    }
+
+    /// The same problem with or without dropout.
+    pub fn with_dropout(self, dropout: bool) -> Self {
+        Self { dropout, ..self }
     }
 
     /// The same problem for K and V that are found another way.
@@ -195,9 +207,9 @@ impl Problem {
     }
 
     /// Whether there are schedules to choose between, by records of the tuner: of forward passes, and of gradients of
-    /// dense tensors.
+    /// dense tensors. Those with dropout take the default schedules.
     pub fn is_tuned(&self) -> bool {
-        self.op == Op::Forward || self.op == Op::Backward && self.kv.is_dense()
+        !self.dropout && (self.op == Op::Forward || self.op == Op::Backward && self.kv.is_dense())
     }
 
     /// Whether nothing is to be written at these sizes: a backward pass without a query still writes zeros for every
@@ -245,6 +257,7 @@ impl Problem {
         }
         self.check_output()?;
         self.check_residual()?;
+        self.check_dropout()?;
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
             if !(1..=HEAD_DIM_MAX).contains(&d) {
                 let limit = format!("head dims are numbers from 1 to {HEAD_DIM_MAX}");
@@ -297,6 +310,32 @@ impl Problem {
             }
             Op::Forward | Op::Backward | Op::Gradient => Ok(()),
             _ => refused(&self.op, "forward passes write a residual, and gradients read it", "leave it out"),
+        }
+    }
+
+    /// Checks that scores are dropped where kernels do so.
+    fn check_dropout(&self) -> Result<()> {
+        if !self.dropout {
+            return Ok(());
+        }
+        let refused = |value: &dyn fmt::Display, limit: &str, remedy: &str| {
+            Err(Error::unsupported("dropout", format!("of {value}"), limit, remedy))
+        };
+        match self.op {
+            _ if self.dtype == DType::E4m3 => {
+                let limit = "scores of f16, bf16 and f32 tensors are dropped";
+                refused(&self.dtype, limit, "convert Q, K and V to bf16 or f16, or pass a dropout of 0")
+            }
+            Op::Forward if !self.kv.is_dense() => {
+                let limit = "forward passes over dense tensors drop scores: decoding and serving do not";
+                refused(&self.kv, limit, "pass a dropout of 0, or pad the sequences to dense tensors")
+            }
+            Op::Gradient => {
+                let limit = "gradients of what a score program reads know no dropout";
+                refused(&self.op, limit, "pass a dropout of 0, or ask for dQ, dK and dV alone")
+            }
+            Op::Forward | Op::Backward => Ok(()),
+            _ => refused(&self.op, "forward passes drop scores, and gradients know which", "leave it out"),
         }
     }
 
@@ -360,6 +399,9 @@ impl fmt::Display for Problem {
         }
         if self.residual {
             f.write_str("-residual")?;
+        }
+        if self.dropout {
+            f.write_str("-dropout")?;
         }
         write!(f, "-d{}", self.head_dim_qk)?;
         if self.head_dim_v != self.head_dim_qk {

@@ -40,6 +40,7 @@ pub mod cpu;
 pub mod cuda;
 mod device;
 pub mod dispatch;
+mod dropout;
 pub mod elf;
 mod error;
 mod gradient;

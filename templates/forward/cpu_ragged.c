@@ -32,6 +32,7 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define DROPOUT 0
 #define PROGRAM @{ program }@        /* a score program, and what it has */
 #define PROGRAM_MASK @{ program_mask }@
 #define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */

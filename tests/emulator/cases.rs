@@ -128,7 +128,7 @@ impl Case {
         let [q, k, v] = &inputs;
         let data = p.program.map_or(SideData::default(), |program| side_data(&program, &shape, self.seed));
         let program = p.program.as_deref().map(|program| (program, &data));
-        let attention = Attention { mask: self.mask, scale, program, sequence: 0 };
+        let attention = Attention { mask: self.mask, scale, program, sequence: 0, dropout: None };
         let mut scales = [(); 3].map(|()| Vec::new());
         let (rows, unfused) = if p.dtype == DType::E4m3 {
             scales = scales.map(|_: Vec<f32>| (0..b * kh).map(|_| rng.random_range(0.5..2.0f32)).collect());

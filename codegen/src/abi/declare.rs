@@ -2,6 +2,7 @@
 //! paste. Each text asserts its size, in C also the offset of every member, so that every compilation of a kernel
 //! checks the layout.
 
+use super::Cut;
 use crate::Language;
 use std::fmt::Write;
 
@@ -120,15 +121,15 @@ pub(crate) use arguments;
 /// The declaration of a struct, with its comments and the assertions of its layout: of its size, and in C of the offset
 /// of every member.
 pub fn declaration<T: Declared>(language: Language) -> String {
-    declaration_without::<T>(language, 0)
+    declaration_without::<T>(language, Cut::NONE)
 }
 
-/// The same where kernels do not know the fields of a residual ([`super::RESIDUAL_BYTES`]): what is one of them is left
-/// out, and what lies behind them, or behind a struct that ends with them, lies before by `cut` bytes.
-pub(super) fn declaration_without<T: Declared>(language: Language, cut: usize) -> String {
-    let is_known = |field: &&Field| cut == 0 || !field.members[0].starts_with("residual");
+/// The same where kernels do not know the fields of a cut: what is one of them is left out, and what lies behind them,
+/// or behind a struct that ends with them, lies before by as many bytes.
+pub(super) fn declaration_without<T: Declared>(language: Language, cut: Cut) -> String {
+    let is_known = |field: &&Field| !cut.has(field);
     let end = T::FIELDS.iter().map(|field| field.offset + field.size).max().unwrap_or(0);
-    let size = (end - cut).next_multiple_of(align_of::<T>());
+    let size = (end - cut.bytes).next_multiple_of(align_of::<T>());
     let plain = |doc: &str| doc.trim().replace("[`", "").replace("`]", "").replace('`', "");
     let name = T::NAME;
     let mut text = String::new();
@@ -165,7 +166,7 @@ pub(super) fn declaration_without<T: Declared>(language: Language, cut: usize) -
                 writeln!(text, "{assert}({offset}, \"{name}.{member} lies where the host puts it\");")?;
             }
             if field.spelling.iter().any(|of| ["ForwardArgs", "BackwardArgs"].contains(of)) {
-                behind = cut;
+                behind = cut.bytes;
             }
         }
         Ok::<(), std::fmt::Error>(())

@@ -1,8 +1,8 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
 use super::{
-    AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
-    RESIDUAL_BYTES, RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
+    AppendArgs, BackwardArgs, BackwardMappedArgs, Cut, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
+    RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
 };
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Op, Result};
@@ -70,15 +70,13 @@ impl ArgsLayout {
         ..Self::BACKWARD
     };
 
-    /// What a kernel takes that this build compiles. All but those of a residual end before its fields.
+    /// What a kernel takes that this build compiles, which ends before the fields of what its problem has not.
     pub fn of(kernel: &Kernel) -> Self {
         let full = kernel.schedule.family().args();
         let dense_forward = kernel.problem.op == Op::Forward && kernel.problem.kv.is_dense();
         let known = dense_forward || matches!(kernel.problem.op, Op::Backward | Op::Gradient);
-        match known && !kernel.problem.residual {
-            true => Self { forward: full.forward - RESIDUAL_BYTES as u32, ..full },
-            false => full,
-        }
+        let cut = if known { Cut::of(&kernel.problem) } else { Cut::NONE };
+        Self { forward: full.forward - cut.bytes as u32, ..full }
     }
 
     /// Whether it is the first bytes of one struct: no segment lies before or behind the one that grows.

@@ -287,8 +287,8 @@ mod tests {
         let scalar = 77u64;
         let side = SideArgs { tensors: 0, scalars: (&raw const scalar) as u64 };
         let args = ForwardArgs { q: 5, k: 6, side: 1, ..ForwardArgs::zeroed() };
-        // Only a kernel that writes a residual takes all of the arguments.
-        let whole = Kernel { problem: Problem { residual: true, ..sm80.problem }, ..sm80 };
+        // Only a kernel that drops scores takes all of the arguments.
+        let whole = Kernel { problem: Problem { dropout: true, ..sm80.problem }, ..sm80 };
         // SAFETY: one scalar, which lives on.
         unsafe {
             let own = Parameter::packed(&ArgsLayout::of(&whole), Base::Forward(&args), Some((&program, &side)));

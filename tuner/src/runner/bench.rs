@@ -158,7 +158,7 @@ impl Bench {
             let ([q, k, v], mask, scale) = (&self.host, self.shape.mask, self.args.scale);
             let rows = sample_rows(&self.shape, SAMPLED_ROWS, self.seed);
             let program = self.side.as_ref().zip(self.program.as_deref()).map(|((_, data), program)| (program, data));
-            let attention = Attention { mask, scale, program, sequence: 0 };
+            let attention = Attention { mask, scale, program, sequence: 0, dropout: None };
             [oracle_of(q, k, v, &attention, &rows), unfused_rows_of(q, k, v, &attention, &rows)]
         })
     }

@@ -70,7 +70,8 @@ impl Expected {
                 Some((program, data)) => Some((program, data)),
                 None => problem.program.as_deref().map(|program| (program, data)),
             };
-            let attention = Attention { mask: batch.mask, scale: args.scale, program, sequence: b as u32 };
+            let attention =
+                Attention { mask: batch.mask, scale: args.scale, program, sequence: b as u32, dropout: None };
             let oracle = oracle_of(&q, &k, &v, &attention, &ids);
             // Quantised stores are measured by attention in f16 on what they stand for.
             let quantised = problem.kv.store().is_some_and(|store| store.element != KvElement::Same);
