@@ -9,6 +9,7 @@ mod backward;
 mod backward_sm80;
 mod block_masks;
 mod cases;
+mod dropout;
 mod far;
 mod faults;
 mod gradient;

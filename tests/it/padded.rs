@@ -64,6 +64,7 @@ fn any_head_dim_gives_attention_and_its_gradients() {
             lse: lse_buffer.address(),
             dlse: None,
             residual: None,
+            dropout: Default::default(),
             dq,
             dk,
             dv,

@@ -329,6 +329,25 @@ pub struct Input {
     pub float_value: f64,
 }
 
+/// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition), so
+/// that a backward pass with the same numbers drops the same.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout {
+    /// The probability that a score is dropped, from 0, which drops none, to below 1. Kept weights are multiplied by
+    /// 1 / (1 - p); the log-sum-exp is that without dropout.
+    pub p: f64,
+    /// The seed, to which what `seed_at` points to is added.
+    pub seed: u64,
+    /// The offset, to which what `offset_at` points to is added: another one drops other scores.
+    pub offset: u64,
+    /// 64 bits in memory of the engine's device, read where the kernel runs, so that a captured graph drops others at
+    /// each replay whose memory has changed; or NULL.
+    pub seed_at: *const u64,
+    /// The same for the offset.
+    pub offset_at: *const u64,
+}
+
 /// One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -392,6 +411,8 @@ pub struct ForwardArgs {
     /// What O loses when it is rounded to 16 bits, bf16 of the shape of O, for a backward pass over rows that attend
     /// mostly to one key (`residual` of flashtune_backward_args); written unless `data` is NULL. For f16 and bf16.
     pub residual: Tensor,
+    /// Which scores are dropped behind the softmax; zeros for none. Not beside `weights`.
+    pub dropout: Dropout,
 }
 
 /// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the
