@@ -46,6 +46,8 @@ WEIGHTS = struct.Struct("=Q")
 DESCALES = struct.Struct("=QQQ6q")
 # And behind that, as behind the gradients of flashtune_backward_args, what O loses by rounding: a tensor as above.
 TENSOR = struct.Struct("=Q4q4qii")
+# And behind that, of both, dropout: the probability, a seed, an offset, and addresses of what is added to them.
+DROPOUT = struct.Struct("=dQQQQ")
 # flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right,
 # mask, softmax_scale; and the end of a score program, always; of packed sequences q_begin, kv_begin, q_lengths,
 # kv_lengths, batch, max_q, max_kv, length_type, reserved; and gradients of what the program reads, as inputs, and their

@@ -26,7 +26,7 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, **dict.
 _NEUTRAL = {
     "qv": (None, "queries for latent values are not computed; expand V to heads (a head dim of at most 256)"),
     "q_v": (None, "queries for latent values are not computed; expand V to heads (a head dim of at most 256)"),
-    "dropout_p": (0, "there is no dropout; pass 0.0"),
+    "dropout_p": (0, "flash_attn_func, attention and scaled_dot_product_attention drop scores, this call does not; pass 0.0"),
     "attention_chunk": (0, "chunks are no argument here; use window_size, or flashtune.attention with a mask program"),
     "sm_margin": (0, "kernels run on all multiprocessors; pass 0"),
     "return_attn_probs": (False, "probabilities are never stored; pass return_softmax_lse=True for the log-sum-exp"),

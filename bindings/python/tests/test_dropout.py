@@ -1,0 +1,172 @@
+"""Dropout: which weights are dropped by the definition, written here once more, and the gradients of that; of arrays of
+NumPy and, where PyTorch is, through autograd, its operators and its own functions."""
+
+import unittest
+
+import numpy as np
+
+import flashtune
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+
+def kept(p, seed, offset, batch, heads, q_len, kv_len):
+    """Whether each weight is kept, ``[batch, heads, q_len, kv_len]``: Philox 4x32-10 by its place."""
+    mask = np.uint64(0xFFFFFFFF)
+    group, query, pair = np.meshgrid(np.arange(-(-kv_len // 8)), np.arange(q_len), np.arange(batch * heads), indexing="ij")
+    c = [x.astype(np.uint64) for x in (group, query, pair, np.full_like(group, offset & 0xFFFFFFFF))]
+    key = [seed & 0xFFFFFFFF, ((seed >> 32) + (offset >> 32)) & 0xFFFFFFFF]
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        high, low = np.uint64(32), mask
+        c = [(b >> high) ^ c[1] ^ np.uint64(key[0]), b & low, (a >> high) ^ c[3] ^ np.uint64(key[1]), a & low]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    lanes = np.stack([half for word in c for half in (word & np.uint64(0xFFFF), word >> np.uint64(16))])
+    lanes = lanes.transpose(3, 2, 1, 0).reshape(batch, heads, q_len, -1)[..., :kv_len]
+    return lanes < round((1 - p) * 65536)
+
+
+def exact(q, k, v, dout, factor, scale):
+    """O, the log-sum-exp and gradients in fp64, of ``[batch, rows, heads, d]``, with as many heads of each."""
+    q, k, v, dout = (x.astype(np.float64).swapaxes(1, 2) for x in (q, k, v, dout))
+    scores = q @ k.swapaxes(-1, -2) * scale
+    lse = np.log(np.exp(scores).sum(-1))
+    weights = np.exp(scores - lse[..., None])
+    left = weights * factor
+    dp = (dout @ v.swapaxes(-1, -2)) * factor
+    ds = weights * (dp - (weights * dp).sum(-1, keepdims=True)) * scale
+    results = left @ v, ds @ k, ds.swapaxes(-1, -2) @ q, left.swapaxes(-1, -2) @ dout
+    out, dq, dk, dv = (x.swapaxes(1, 2) for x in results)
+    return out, lse, dq, dk, dv
+
+
+def tensors(seed=0, batch=2, q_len=37, kv_len=53, heads=3, d=32):
+    random = np.random.default_rng(seed)
+    shapes = (q_len, kv_len, kv_len, q_len)
+    return [random.standard_normal((batch, rows, heads, d)).astype(np.float32) for rows in shapes]
+
+
+class Arrays(unittest.TestCase):
+    def test_weights_are_dropped_by_the_definition_forward_and_backward(self):
+        q, k, v, dout = tensors()
+        for p, state in ((0.1, (1, 2)), (0.5, (-5, 3 << 32 | 9)), (0.8, np.array([7, 8], np.int64))):
+            seed, offset = (int(n) % (1 << 64) for n in state)
+            factor = kept(p, seed, offset, 2, 3, 37, 53) / (1 - p)
+            want = exact(q, k, v, dout, factor, 32**-0.5)
+            out, lse = flashtune.flash_attn_func(q, k, v, return_lse=True, dropout_p=p, rng_state=state)
+            self.assertIn("dropout", flashtune.explain())
+            got = flashtune.flash_attn_backward(dout, q, k, v, out, lse, dropout_p=p, rng_state=state)
+            for x, y in zip((out, lse, *got), want):
+                np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+            bhsd = [x.swapaxes(1, 2) for x in (q, k, v, dout, out)]
+            again = flashtune.attention(*bhsd[:3], score="score * 1.0", dropout_p=p, rng_state=state)
+            np.testing.assert_allclose(again.swapaxes(1, 2), want[0], rtol=2e-5, atol=2e-5)
+            dq, _, _ = flashtune.attention_backward(
+                bhsd[3], *bhsd[:3], bhsd[4], lse, score="score * 1.0", dropout_p=p, rng_state=state
+            )
+            np.testing.assert_allclose(dq.swapaxes(1, 2), want[2], rtol=2e-5, atol=2e-5)
+
+    def test_a_state_is_drawn_and_given(self):
+        q, k, v, _ = tensors()
+        np.random.seed(3)
+        out, state = flashtune.flash_attn_func(q, k, v, dropout_p=0.3, return_rng_state=True)
+        other, another = flashtune.flash_attn_func(q, k, v, dropout_p=0.3, return_rng_state=True)
+        self.assertEqual((state.shape, state.dtype), ((2,), np.int64))
+        self.assertTrue((state != another).any() and (out != other).any())
+        again = flashtune.flash_attn_func(q, k, v, dropout_p=0.3, rng_state=state)
+        self.assertTrue((again == out).all())
+        np.random.seed(3)
+        self.assertTrue((flashtune.flash_attn_func(q, k, v, dropout_p=0.3) == out).all())
+        plain, none = flashtune.flash_attn_func(q, k, v, return_rng_state=True)
+        self.assertIsNone(none)
+        self.assertTrue((plain == flashtune.flash_attn_func(q, k, v)).all())
+
+    def test_what_is_wrong_is_told_by_name(self):
+        q, k, v, dout = tensors()
+        call, (out, lse) = flashtune.flash_attn_func, flashtune.flash_attn_func(q, k, v, return_lse=True)
+        for p in (1.0, -0.1, float("nan"), "a", True):
+            with self.assertRaisesRegex(flashtune.InvalidArgument, "dropout_p is"):
+                call(q, k, v, dropout_p=p)
+        for state in ((1,), (1.5, 2), (1, 2, 3)):
+            with self.assertRaisesRegex(flashtune.InvalidArgument, "rng_state"):
+                call(q, k, v, dropout_p=0.1, rng_state=state)
+        for state in (np.zeros(2, np.int32), np.zeros(3, np.int64), np.zeros(4, np.int64)[::2]):
+            with self.assertRaisesRegex(flashtune.InvalidTensor, "rng_state"):
+                call(q, k, v, dropout_p=0.1, rng_state=state)
+        with self.assertRaisesRegex(flashtune.InvalidArgument, "return_rng_state"):
+            flashtune.flash_attn_backward(dout, q, k, v, out, lse, dropout_p=0.1)
+        with self.assertRaisesRegex(flashtune.Unsupported, "weights"):
+            flashtune.attention(q, q, q, return_weights=True, dropout_p=0.1)
+        t = np.zeros(3, np.float32)
+        with self.assertRaisesRegex(flashtune.Unsupported, "dropout"):
+            bhsd = [x.swapaxes(1, 2) for x in (dout, q, k, v, out)]
+            more = dict(score="score + t[h]", tensors={"t": t}, needs=["t"])
+            flashtune.attention_backward(*bhsd, lse, dropout_p=0.1, rng_state=(1, 2), **more)
+        first = np.array([0, q.shape[1]], np.int32)
+        with self.assertRaisesRegex(flashtune.Unsupported, "dropout_p|drop"):
+            flashtune.flash_attn_varlen_func(q[0], q[0], q[0], first, first, dropout_p=0.1)
+
+
+@unittest.skipIf(torch is None, "there is no PyTorch")
+class Tensors(unittest.TestCase):
+    def case(self):
+        arrays = tensors()
+        return [torch.from_numpy(x).requires_grad_() for x in arrays[:3]], torch.from_numpy(arrays[3]), arrays
+
+    def test_autograd_takes_the_state_of_the_forward_pass(self):
+        inputs, dout, arrays = self.case()
+        torch.manual_seed(5)
+        out, lse, state = flashtune.flash_attn_func(*inputs, return_lse=True, dropout_p=0.25, return_rng_state=True)
+        seed, offset = (int(n) % (1 << 64) for n in state)
+        want = exact(*arrays, kept(0.25, seed, offset, 2, 3, 37, 53) / 0.75, 32**-0.5)
+        got = torch.autograd.grad(out, inputs, dout)
+        for x, y in zip((out, lse, *got), want):
+            np.testing.assert_allclose(x.detach().numpy(), y, rtol=2e-5, atol=2e-5)
+        torch.manual_seed(5)
+        again = flashtune.flash_attn_func(*inputs, dropout_p=0.25)
+        self.assertTrue(torch.equal(again, out))
+        with torch.no_grad():
+            self.assertTrue(torch.equal(flashtune.flash_attn_func(*inputs, dropout_p=0.25, rng_state=(seed, offset)), out))
+        checkpoint = torch.utils.checkpoint.checkpoint
+        torch.manual_seed(5)
+        kept_less = checkpoint(lambda *t: flashtune.flash_attn_func(*t, dropout_p=0.25), *inputs, use_reentrant=False)
+        for x, y in zip(torch.autograd.grad(kept_less, inputs, dout), got):
+            self.assertTrue(torch.equal(x, y))
+
+    def test_pytorchs_function_and_modules_drop(self):
+        inputs, _, _ = self.case()
+        bhsd = [t.detach().transpose(1, 2)[:, :, :37] for t in inputs]
+        mean = sum(flashtune.scaled_dot_product_attention(*bhsd, dropout_p=0.1) for _ in range(300)) / 300
+        whole = flashtune.scaled_dot_product_attention(*bhsd)
+        self.assertLess((mean - whole).abs().max(), 0.2)
+        flashtune.torch.activate()
+        try:
+            torch.manual_seed(1)
+            first = torch.nn.functional.scaled_dot_product_attention(*bhsd, dropout_p=0.5, is_causal=True)
+            torch.manual_seed(1)
+            second = flashtune.scaled_dot_product_attention(*bhsd, dropout_p=0.5, is_causal=True)
+            self.assertTrue(torch.equal(first, second))
+            layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.1).train()
+            layer(torch.randn(2, 10, 64)).sum().backward()
+            self.assertTrue(all(torch.isfinite(p.grad).all() for p in layer.parameters()))
+        finally:
+            flashtune.torch.restore()
+
+    def test_operators_are_what_compilers_take_them_for(self):
+        inputs, dout, _ = self.case()
+        args = (None, None, None, [], [], [], [], [], [], None, True, True, 0, 0, 0, 0, "", True)
+        state = torch.tensor([3, 4])
+        op = torch.ops.flashtune.attend_dropout.default
+        torch.library.opcheck(op, (*inputs, *args, state, 0.3), test_utils=("test_schema", "test_faketensor"))
+        with self.assertRaisesRegex(flashtune.Unsupported, "vmap"):
+            torch.vmap(lambda q: flashtune.flash_attn_func(q, q, q, dropout_p=0.1, rng_state=(1, 2)))(inputs[0][None])
+        with self.assertRaisesRegex(flashtune.Unsupported, "precise"):
+            half = [t.detach().half().requires_grad_() for t in inputs]
+            flashtune.flash_attn_func(*half, precise=True, dropout_p=0.1)
+
+
+if __name__ == "__main__":
+    unittest.main()
