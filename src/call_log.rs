@@ -153,7 +153,7 @@ impl Engine {
     #[cold]
     pub(crate) fn log_ragged(&self, log: &CallLog, resolved: &RaggedCall, store: [u64; 2]) {
         let RaggedCall { problem, shape, usual, pages, .. } = resolved;
-        if resolved.is_empty() || usual.q_len == 0 || usual.kv_len == 0 {
+        if resolved.is_empty() || usual.q_len == 0 || usual.kv_len == 0 || problem.dropout {
             return;
         }
         log.add((1, problem, shape, usual, store), || {

@@ -218,6 +218,18 @@ arguments! {
         pub side: u64 as "const void*",
         /// Rows of Q and O: of the pack beside `q_begin`, else of one sequence.
         pub q_rows: i64,
+        /// As `ForwardArgs.dropout_threshold`, and those that follow as theirs: of problems with dropout.
+        pub dropout_threshold: u32,
+        /// What kept weights are multiplied by.
+        pub dropout_scale: f32,
+        /// The seed, to which what lies at `dropout_seed_at` is added.
+        pub dropout_seed: u64,
+        /// The offset, to which what lies at `dropout_offset_at` is added.
+        pub dropout_offset: u64,
+        /// Address of 64 bits of a seed on the device, or 0.
+        pub dropout_seed_at: u64 as "const void*",
+        /// Address of 64 bits of an offset on the device, or 0.
+        pub dropout_offset_at: u64 as "const void*",
     }
 }
 
@@ -389,6 +401,17 @@ impl Cut {
         }
     }
 
+    /// The same of [`RaggedArgs`], which have no residual.
+    pub(crate) const fn of_ragged(problem: &Problem) -> Self {
+        match problem.dropout {
+            true => Self::NONE,
+            false => Self {
+                bytes: size_of::<RaggedArgs>() - std::mem::offset_of!(RaggedArgs, dropout_threshold),
+                names: &["dropout"],
+            },
+        }
+    }
+
     fn has(self, field: &Field) -> bool {
         self.names.iter().any(|name| field.members[0].starts_with(name))
     }
@@ -494,10 +517,10 @@ impl Spelt for Tiling {
 /// The declarations that a template pastes, by the names that it has for them. Structs end before the fields of what a
 /// problem has not, so that kernels which do not know those are what they were.
 pub(crate) fn fields(language: Language, problem: &Problem) -> Vec<(&'static str, String)> {
-    let cut = Cut::of(problem);
+    let (cut, ragged) = (Cut::of(problem), Cut::of_ragged(problem));
     let common = [
         ("forward_args", declaration_without::<ForwardArgs>(language, cut)),
-        ("ragged_args", declaration::<RaggedArgs>(language)),
+        ("ragged_args", declaration_without::<RaggedArgs>(language, ragged)),
         ("append_args", declaration::<AppendArgs>(language)),
         ("backward_args", declaration_without::<BackwardArgs>(language, cut)),
         ("sums_args", declaration_without::<GradientArgs>(language, cut)),
@@ -509,7 +532,7 @@ pub(crate) fn fields(language: Language, problem: &Problem) -> Vec<(&'static str
         Language::C => vec![("side_args", declaration::<SideArgs>(language))],
         Language::Cuda => vec![
             ("sm90_args", declaration_without::<MappedArgs>(language, cut)),
-            ("sm90_ragged_args", declaration::<RaggedMappedArgs>(language)),
+            ("sm90_ragged_args", declaration_without::<RaggedMappedArgs>(language, ragged)),
             ("sm90_backward_args", declaration_without::<BackwardMappedArgs>(language, cut)),
         ],
     };

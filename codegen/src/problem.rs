@@ -326,9 +326,9 @@ impl Problem {
                 let limit = "scores of f16, bf16 and f32 tensors are dropped";
                 refused(&self.dtype, limit, "convert Q, K and V to bf16 or f16, or pass a dropout of 0")
             }
-            Op::Forward if !self.kv.is_dense() => {
-                let limit = "forward passes over dense tensors drop scores: decoding and serving do not";
-                refused(&self.kv, limit, "pass a dropout of 0, or pad the sequences to dense tensors")
+            Op::Forward if self.kv.store().is_some_and(|store| store != Default::default()) => {
+                let limit = "forward passes over dense tensors and packs in the dtype of Q drop scores";
+                refused(&self.kv, limit, "pass a dropout of 0: decoding and serving drop nothing")
             }
             Op::Gradient => {
                 let limit = "gradients of what a score program reads know no dropout";

@@ -1058,6 +1058,8 @@ typedef struct flashtune_ragged {
   uint64_t inputs_len;
   // sizeof(flashtune_input), unless `inputs_len` is 0.
   uint64_t input_size;
+  // Which scores are dropped behind the softmax, of packed queries and keys; zeros for none.
+  struct flashtune_dropout dropout;
 } flashtune_ragged;
 
 #ifdef __cplusplus

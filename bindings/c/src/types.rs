@@ -602,6 +602,8 @@ pub struct RaggedArgs {
     pub inputs_len: u64,
     /// sizeof(flashtune_input), unless `inputs_len` is 0.
     pub input_size: u64,
+    /// Which scores are dropped behind the softmax, of packed queries and keys; zeros for none.
+    pub dropout: Dropout,
 }
 
 /// A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.

@@ -107,7 +107,8 @@ class Options(ctypes.Structure):
 def _fields(text):
     """Fields of a C structure: lines of a type and of names, each with its number of elements if it is an array."""
     c = ctypes
-    types = {"u32": c.c_uint32, "i32": c.c_int32, "i64": c.c_int64, "ptr": c.c_uint64, "f32": c.c_float}
+    types = {"u32": c.c_uint32, "i32": c.c_int32, "i64": c.c_int64, "u64": c.c_uint64, "ptr": c.c_uint64}
+    types |= {"f32": c.c_float, "f64": c.c_double}
     fields = []
     for line in text.strip().splitlines():
         kind, *names = line.split()
@@ -143,6 +144,9 @@ class Ragged(ctypes.Structure):
         i32 mask
         f32 softmax_scale
         ptr mask_program score_program sink_program inputs inputs_len input_size
+        f64 dropout_p
+        u64 dropout_seed dropout_offset
+        ptr dropout_seed_at dropout_offset_at
     """)
 
 

@@ -84,6 +84,8 @@ def flash_attn_varlen_backward(
     seqused_k=None,
     s_aux=None,
     residual=None,
+    dropout_p=0.0,
+    rng_state=None,
 ):
     """dQ, dK and dV of :func:`flash_attn_varlen_func` over packed keys.
 
@@ -97,6 +99,7 @@ def flash_attn_varlen_backward(
     dlse: the loss's gradient by softmax_lse, of its shape, where it depends on that.
     into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
     residual: what out lost by rounding, bfloat16 of its shape, where a forward pass of the caller's wrote it.
+    dropout_p, rng_state: those of the forward pass, which gives the state by ``return_rng_state``.
     Gives ``(dq, dk, dv)``. Queries that see no key, and keys that no query sees, get zeros. Rows of no sequence, and
     those that are not used, are 0 in new tensors and stay as they are in those of ``into``.
     """
@@ -105,7 +108,8 @@ def flash_attn_varlen_backward(
     if cu_seqlens_q is None:
         raise InvalidArgument("cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows")
     key = None
-    if into is None and program is None and residual is None:
+    dropout = of_backward(dropout_p, rng_state)
+    if into is None and program is None and residual is None and dropout is None:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         given = q, k, v, dout, out, softmax_lse, dlse, *lengths
         key = plain_key(adapter(q), given, softmax_scale, causal, window_size, (max_seqlen_q, max_seqlen_k))
@@ -119,7 +123,7 @@ def flash_attn_varlen_backward(
     kind, left, right = mask_of(causal, window_of(window_size))
     return call.engine._gradients(
         call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
-        packed=call.of_gradients(), key=key, residual=residual,
+        packed=call.of_gradients(), key=key, residual=residual, dropout=dropout,
     )  # fmt: skip
 
 

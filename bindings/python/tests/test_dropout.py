@@ -69,6 +69,23 @@ class Arrays(unittest.TestCase):
             )
             np.testing.assert_allclose(dq.swapaxes(1, 2), want[2], rtol=2e-5, atol=2e-5)
 
+    def test_packed_sequences_count_from_their_own_first_rows(self):
+        lengths = [(20, 33), (1, 7), (40, 40)]
+        each = [[x[0] for x in tensors(i, 1, *n)] for i, n in enumerate(lengths)]
+        q, k, v, dout = (np.concatenate(parts) for parts in zip(*each))
+        cu_q, cu_k = (np.cumsum([0, *n]).astype(np.int32) for n in zip(*lengths))
+        options = dict(dropout_p=0.4, rng_state=(11, 12))
+        out, lse = flashtune.flash_attn_varlen_func(q, k, v, cu_q, cu_k, return_softmax_lse=True, **options)
+        self.assertIn("dropout", flashtune.explain())
+        got = flashtune.flash_attn_varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, **options)
+        for i, (rows, keys) in enumerate(lengths):
+            factor = kept(0.4, 11, 12, 3, 3, rows, keys)[i : i + 1] / 0.6
+            want = exact(*(x[None] for x in each[i]), factor, 32**-0.5)
+            of_q, of_k = slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])
+            parts = out[of_q], lse[:, of_q], got[0][of_q], got[1][of_k], got[2][of_k]
+            for x, y in zip(parts, want):
+                np.testing.assert_allclose(x, y[0], rtol=2e-5, atol=2e-5)
+
     def test_a_state_is_drawn_and_given(self):
         q, k, v, _ = tensors()
         np.random.seed(3)
@@ -105,9 +122,12 @@ class Arrays(unittest.TestCase):
             bhsd = [x.swapaxes(1, 2) for x in (dout, q, k, v, out)]
             more = dict(score="score + t[h]", tensors={"t": t}, needs=["t"])
             flashtune.attention_backward(*bhsd, lse, dropout_p=0.1, rng_state=(1, 2), **more)
-        first = np.array([0, q.shape[1]], np.int32)
-        with self.assertRaisesRegex(flashtune.Unsupported, "dropout_p|drop"):
-            flashtune.flash_attn_varlen_func(q[0], q[0], q[0], first, first, dropout_p=0.1)
+        with self.assertRaisesRegex(flashtune.Unsupported, "dropout_p"):
+            flashtune.flash_attn_with_kvcache(q, k, v, cache_seqlens=50, dropout_p=0.1)
+        first, table = np.array([0, q.shape[1]], np.int32), np.zeros((1, 1), np.int32)
+        with self.assertRaisesRegex(flashtune.Unsupported, "packed queries and keys"):
+            used = np.array([9], np.int32)
+            flashtune.flash_attn_varlen_func(q[0], k, v, first, block_table=table, seqused_k=used, dropout_p=0.1)
 
 
 @unittest.skipIf(torch is None, "there is no PyTorch")
@@ -135,6 +155,20 @@ class Tensors(unittest.TestCase):
         kept_less = checkpoint(lambda *t: flashtune.flash_attn_func(*t, dropout_p=0.25), *inputs, use_reentrant=False)
         for x, y in zip(torch.autograd.grad(kept_less, inputs, dout), got):
             self.assertTrue(torch.equal(x, y))
+
+    def test_autograd_of_packed_sequences(self):
+        inputs = [t.detach()[0].requires_grad_() for t in self.case()[0]]
+        first = torch.tensor([0, 30, 37], dtype=torch.int32)
+        inputs[1:] = (t.detach()[:37].requires_grad_() for t in inputs[1:])
+        call = flashtune.flash_attn_varlen_func
+        out, lse, state = call(*inputs, first, first, dropout_p=0.3, return_softmax_lse=True, return_rng_state=True)
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, inputs, dout)
+        plain = [t.detach() for t in inputs]
+        more = dict(dropout_p=0.3, rng_state=state)
+        by_hand = flashtune.flash_attn_varlen_backward(dout, *plain, out.detach(), lse.detach(), first, first, **more)
+        self.assertTrue(all(torch.equal(x, y) for x, y in zip(got, by_hand)))
+        self.assertTrue(torch.equal(call(*plain, first, first, **more), out))
 
     def test_pytorchs_function_and_modules_drop(self):
         inputs, _, _ = self.case()

@@ -165,7 +165,7 @@ pub(super) fn declaration_without<T: Declared>(language: Language, cut: Cut) -> 
                 let offset = format!("__builtin_offsetof({name}, {member}) == {offset}");
                 writeln!(text, "{assert}({offset}, \"{name}.{member} lies where the host puts it\");")?;
             }
-            if field.spelling.iter().any(|of| ["ForwardArgs", "BackwardArgs"].contains(of)) {
+            if field.spelling.iter().any(|of| ["ForwardArgs", "BackwardArgs", "RaggedArgs"].contains(of)) {
                 behind = cut.bytes;
             }
         }

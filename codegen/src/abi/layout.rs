@@ -73,9 +73,11 @@ impl ArgsLayout {
     /// What a kernel takes that this build compiles, which ends before the fields of what its problem has not.
     pub fn of(kernel: &Kernel) -> Self {
         let full = kernel.schedule.family().args();
-        let dense_forward = kernel.problem.op == Op::Forward && kernel.problem.kv.is_dense();
-        let known = dense_forward || matches!(kernel.problem.op, Op::Backward | Op::Gradient);
-        let cut = if known { Cut::of(&kernel.problem) } else { Cut::NONE };
+        let cut = match kernel.problem.op {
+            Op::Forward if !kernel.problem.kv.is_dense() => Cut::of_ragged(&kernel.problem),
+            Op::Forward | Op::Backward | Op::Gradient => Cut::of(&kernel.problem),
+            _ => Cut::NONE,
+        };
         Self { forward: full.forward - cut.bytes as u32, ..full }
     }
 

@@ -23,6 +23,11 @@ pub fn mask(problem: &Problem, seed: u64) -> Option<DropoutMask> {
     drawn(problem, seed).map(|(call, on_device)| call.mask(on_device.unwrap_or_default()))
 }
 
+/// Of a ragged batch: by the host alone.
+pub(super) fn of_host(problem: &Problem, seed: u64) -> Option<Dropout> {
+    drawn(problem, seed).map(|(call, _)| call)
+}
+
 /// The same with its part on a device.
 pub(super) fn place(device: &dyn Device, problem: &Problem, seed: u64) -> Result<Option<CaseDropout>> {
     let Some((call, on_device)) = drawn(problem, seed) else { return Ok(None) };

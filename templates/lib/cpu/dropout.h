@@ -19,11 +19,12 @@ static Dropout dropout_of(uint64_t seed, const uint64_t *seed_at, uint64_t offse
                      scale};
 }
 
-/* Of LANES queries from `query` on and the eight keys of a group, all ones where the score is kept: [key][query].
- * `pair` is sequence * heads + head. */
-static void draw_group(int32_t kept[8][LANES], const Dropout *d, uint32_t group, uint32_t query, uint32_t pair) {
+/* Of LANES rows, each of a query and of a pair, sequence * heads + head, and the eight keys of a group: all ones where
+ * the score is kept, [key][row]. */
+static void draw_group(int32_t kept[8][LANES], const Dropout *d, uint32_t group, const uint32_t query[LANES],
+                       const uint32_t pair[LANES]) {
     uint32_t a[LANES], b[LANES], c[LANES], e[LANES];
-    for (int i = 0; i < LANES; i++) a[i] = group, b[i] = query + i, c[i] = pair, e[i] = d->offset;
+    for (int i = 0; i < LANES; i++) a[i] = group, b[i] = query[i], c[i] = pair[i], e[i] = d->offset;
     uint32_t low = d->key[0], high = d->key[1];
     for (int round = 0; round < 10; round++, low += 0x9e3779b9u, high += 0xbb67ae85u)
         for (int i = 0; i < LANES; i++) {
@@ -37,13 +38,20 @@ static void draw_group(int32_t kept[8][LANES], const Dropout *d, uint32_t group,
             kept[k][i] = (words[k / 2][i] >> k % 2 * 16 & 0xffff) < d->threshold ? -1 : 0;
 }
 
-/* The same of n keys from `key` on and a vector of queries: [key][query], `pitch` apart. */
-static __attribute__((noinline)) void draw_kept(int32_t *to, int64_t pitch, const Dropout *d, int64_t key, int n,
-                                                int64_t query, int64_t pair) {
+/* The same of n keys from `key` on: [key][row], `pitch` apart. */
+static __attribute__((noinline)) void draw_rows(int32_t *to, int64_t pitch, const Dropout *d, int64_t key, int n,
+                                                const uint32_t query[LANES], const uint32_t pair[LANES]) {
     int32_t kept[8][LANES];
     for (int j = 0; j < n; j++) {
         const int64_t at = key + j;
-        if (j == 0 || at % 8 == 0) draw_group(kept, d, (uint32_t)(at / 8), (uint32_t)query, (uint32_t)pair);
+        if (j == 0 || at % 8 == 0) draw_group(kept, d, (uint32_t)(at / 8), query, pair);
         __builtin_memcpy(to + j * pitch, kept[at % 8], sizeof kept[0]);
     }
+}
+
+/* Of the queries of one head from `query` on. */
+INLINE void draw_kept(int32_t *to, int64_t pitch, const Dropout *d, int64_t key, int n, int64_t query, int64_t pair) {
+    uint32_t queries[LANES], pairs[LANES];
+    for (int i = 0; i < LANES; i++) queries[i] = (uint32_t)query + i, pairs[i] = (uint32_t)pair;
+    draw_rows(to, pitch, d, key, n, queries, pairs);
 }

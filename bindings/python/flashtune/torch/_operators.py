@@ -98,9 +98,7 @@ def attend(
         results = (out, *((lse,) if return_lse else ()), *((lost,) if return_residual else ()))
         return results if len(results) > 1 else out
     if dropout is not None:
-        state = dropout.state
-        if isinstance(state, tuple):
-            state = torch.tensor([n - (n >> 63 << 64) for n in state], dtype=torch.int64, device=q.device)
+        state = state_tensor(dropout, q)
         if split[1] and torch.is_grad_enabled() and any(t.requires_grad for t in split[1]):
             raise Unsupported("gradients of what a score program reads know no dropout; pass dropout_p=0.0")
         out, lse = attend_dropout_op(q, k, v, *args, state, dropout.p)
@@ -109,6 +107,14 @@ def attend(
     else:
         out, lse = attend_op(q, k, v, *args)
     return (out, lse) if return_lse else out
+
+
+def state_tensor(dropout, q):
+    """The state of a dropout as operators take it."""
+    state = dropout.state
+    if isinstance(state, tuple):
+        return torch.tensor([n - (n >> 63 << 64) for n in state], dtype=torch.int64, device=q.device)
+    return state
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
