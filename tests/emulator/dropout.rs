@@ -4,7 +4,7 @@ use crate::backward::{Loaded, Machine, try_backward};
 use crate::cases::Case;
 use crate::{DTYPES, PROGRAMS, machine, random_sm80, random_sm90, search_with, setting, templates, try_kernel};
 use flashtune::codegen::{Arch, Family, Kernel, KvKind, Precision, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::check::PackedBatch;
+use flashtune::runtime::check::{PackedBatch, RaggedBatch};
 use flashtune::runtime::{BackwardCase, CheckInputs};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
 use rand::rngs::StdRng;
@@ -63,6 +63,23 @@ fn gradients_of_what_was_dropped() {
     });
 }
 
+/// Packs by the two families that find sequences on the device.
+#[test]
+fn packed_forward_passes_drop_scores() {
+    let templates = crate::ragged::free_pieces(&templates());
+    search_with(3, |number| {
+        let (family, arch) =
+            [(Family::ForwardSm90Ragged, "sm_90a"), (Family::ForwardNaiveRagged, "sm_75")][number as usize % 3 / 2];
+        let mask = MaskKind::ALL[number as usize % 4];
+        let problem = Problem::forward(DTYPES[1], 64, mask).expect("legal").with_kv(KvKind::RAGGED).with_dropout(true);
+        let kernel = default_of(family, problem, arch);
+        crate::ragged::try_ragged(&kernel, &templates, 2, number, |rng| {
+            RaggedBatch::random(&problem, crate::ragged::MOST, rng.random())
+        })
+        .map(|_| ())
+    });
+}
+
 /// What is wrong, the family, the file, the text in it, and what is put in its place.
 type Fault = [&'static str; 5];
 
@@ -102,16 +119,10 @@ const FAULTS: &[Fault] = &[
         "dV by all weights",
         "backward/sm90",
         STEPS,
-        "            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();\n            issue_keys();\n            if",
-        "#endif\n            pack_weights(s);\n            issue_values();\n            issue_keys();\n            if",
+        "            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();\n            store",
+        "#endif\n            pack_weights(s);\n            issue_values();\n            store",
     ],
-    [
-        "the second head of a group as the first",
-        "backward/sm90",
-        STEPS,
-        "if (tile + 1 == end) member++;\n#endif\n            wgmma_wait<1>();\n            wgmma_touch(s);\n            weigh(s, tile, cut, scale);\n            wgmma_wait<0>();\n            wgmma_touch(dp);\n#if FT_DROPOUT\n            keep(dp, kept, args.backward.dropout_scale);\n#endif\n            differentiate(s, dp, tile, cut);\n#if FT_DROPOUT\n            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();\n            issue_keys();",
-        "#endif\n            wgmma_wait<1>();\n            wgmma_touch(s);\n            weigh(s, tile, cut, scale);\n            wgmma_wait<0>();\n            wgmma_touch(dp);\n#if FT_DROPOUT\n            keep(dp, kept, args.backward.dropout_scale);\n#endif\n            differentiate(s, dp, tile, cut);\n#if FT_DROPOUT\n            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();\n            issue_keys();",
-    ],
+    ["the second head of a group as the first", "backward/sm90", STEPS, "tile = begin, member++;", "tile = begin;"],
     ["by another row's words", "backward/sm80", LIB, "exchange_halves(w.z, w.w);", ""],
     ["dV without the scale", "backward/sm80", "backward/sm80/keys.cuh", "to.part, args.dropout_scale", "to.part, 1.0f"],
     [

@@ -28,7 +28,7 @@ const FAMILIES: [(Family, &[&str]); 3] = [
 ];
 
 /// What a machine of two cores gets through.
-const MOST: Most = Most { sequences: 4, rows: 40, keys: 300, heads: 8 };
+pub const MOST: Most = Most { sequences: 4, rows: 40, keys: 300, heads: 8 };
 
 /// A kernel of a family, of any legal problem: dims, store, mask, and a program if one is given.
 fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&str>) -> Kernel {

@@ -482,7 +482,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
 #if FT_DROPOUT
+        // Of the next step behind the last products, where S and dP take no registers.
         int member = 0;
+        Kept kept = find_kept(pair, tile, member);
 #endif
 #pragma unroll 1
         for (int i = 0; i < steps; i++) {
@@ -490,10 +492,6 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             const bool cut = uncut.cuts(tile);
             issue_scores(s);
             issue_slopes(dp);
-#if FT_DROPOUT
-            const Kept kept = find_kept(pair, tile, member);
-            if (tile + 1 == end) member++;
-#endif
             wgmma_wait<1>();
             wgmma_touch(s);
             weigh(s, tile, cut, scale);
@@ -509,7 +507,12 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             pack_weights(s);
             issue_values();
             issue_keys();
+#if FT_DROPOUT
+            if (++tile == end) tile = begin, member++;
+            kept = find_kept(pair, tile, member);
+#else
             if (++tile == end) tile = begin;
+#endif
             spill();
             wgmma_wait<1>();
             wgmma_touch(dv);
@@ -560,7 +563,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
 #if FT_DROPOUT
+        // Of the next step behind the last products, where S and dP take no registers.
         int member = 0;
+        Kept kept = find_kept(pair, tile, member);
 #endif
 #pragma unroll 1
         for (int i = 0; i < steps; i++) {
@@ -569,10 +574,6 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             const bool cut = uncut.cuts(tile);
             issue_scores(s);
             issue_slopes(dp);
-#if FT_DROPOUT
-            const Kept kept = find_kept(pair, tile, member);
-            if (tile + 1 == end) member++;
-#endif
             wgmma_wait<1>();
             wgmma_touch(s);
             weigh(s, tile, cut, scale);
@@ -591,7 +592,12 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             barrier_sync(5, 128 * kWarpgroups);
             issue_sums(dq);
             issue_keys();
+#if FT_DROPOUT
+            if (++tile == end) tile = begin, member++;
+            kept = find_kept(pair, tile, member);
+#else
             if (++tile == end) tile = begin;
+#endif
             spills.advance();
             wgmma_wait<2>();
             wgmma_touch(dv);
