@@ -105,7 +105,8 @@ def tensors(case):
     import torch
 
     random = lambda heads, n: torch.randn(case.batch, n, heads, case.head_dim, device="cuda", dtype=torch.bfloat16)
-    return [random(case.heads, case.q_len), random(case.heads, case.q_len), *(random(case.kv_heads, case.kv_len) for _ in "kv")]
+    of_queries, of_keys = (case.heads, case.q_len), (case.kv_heads, case.kv_len)
+    return [random(*of_queries), random(*of_queries), random(*of_keys), random(*of_keys)]
 
 
 def compiled(case, p):

@@ -97,8 +97,8 @@ arguments! {
         pub residual: u64 as "void*",
         /// Strides of it: batch, head, row.
         pub residual_stride: [i64; 3],
-        /// The probability of keeping a score, of 65536, from 1 to 65536 ([`crate::Dropout::threshold`]): of kernels of a
-        /// problem with [`Problem::dropout`], which alone know these last fields.
+        /// The probability of keeping a score, of 65536, from 1 to 65536 ([`crate::Dropout::threshold`]): of kernels of
+        /// a problem with [`Problem::dropout`], which alone know these last fields.
         pub dropout_threshold: u32,
         /// What kept weights are multiplied by, one over the probability of keeping one.
         pub dropout_scale: f32,
@@ -373,8 +373,8 @@ arguments! {
     }
 }
 
-/// Which of the last fields of [`ForwardArgs`] and [`BackwardArgs`] a kernel does not know: those of dropout, and before
-/// them those of a residual. What is rendered without them ends before them.
+/// Which of the last fields of [`ForwardArgs`] and [`BackwardArgs`] a kernel does not know: those of dropout, and
+/// before them those of a residual. What is rendered without them ends before them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cut {
     /// Bytes that are left out at the end of the two.

@@ -84,6 +84,8 @@ fn packed_forward_passes_drop_scores() {
 type Fault = [&'static str; 5];
 
 const LIB: &str = "lib/cuda/attention/dropout.cuh";
+const ALL: &str = "            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();";
+const NONE: &str = "#endif\n            pack_weights(s);\n            issue_values();";
 const CONSUMER: &str = "forward/sm90/consumer.cuh";
 const STEPS: &str = "backward/sm90/key_steps.cuh";
 const FAULTS: &[Fault] = &[
@@ -115,13 +117,7 @@ const FAULTS: &[Fault] = &[
         "keep(dp, kept, args.backward.dropout_scale);\n#endif\n            differentiate",
         "keep(dp, kept, 1.0f);\n#endif\n            differentiate",
     ],
-    [
-        "dV by all weights",
-        "backward/sm90",
-        STEPS,
-        "            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();\n            store",
-        "#endif\n            pack_weights(s);\n            issue_values();\n            store",
-    ],
+    ["dV by all weights", "backward/sm90", STEPS, ALL, NONE],
     ["the second head of a group as the first", "backward/sm90", STEPS, "tile = begin, member++;", "tile = begin;"],
     ["by another row's words", "backward/sm80", LIB, "exchange_halves(w.z, w.w);", ""],
     ["dV without the scale", "backward/sm80", "backward/sm80/keys.cuh", "to.part, args.dropout_scale", "to.part, 1.0f"],

@@ -149,7 +149,8 @@ fn kernels_with_dropout_compile_with_few_spills() {
             forward.push(default_kernel(Family::ForwardNaive, problem, arch("sm_75"), 4096));
         }
     }
-    compile_all(&forward, 0);
+    // Of forward/sm80 at head dim 128, which takes 255 registers without.
+    compile_all(&forward, 16);
     // Of head dim 64, whose steps have 128 queries.
     compile_all(&backward, 200);
 }

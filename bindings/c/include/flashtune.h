@@ -563,8 +563,8 @@ typedef struct flashtune_input {
   double float_value;
 } flashtune_input;
 
-// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition), so
-// that a backward pass with the same numbers drops the same.
+// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition):
+// a backward pass with the same numbers drops the same.
 typedef struct flashtune_dropout {
   // The probability that a score is dropped, from 0, which drops none, to below 1. Kept weights are multiplied by
   // 1 / (1 - p); the log-sum-exp is that without dropout.

@@ -329,8 +329,8 @@ pub struct Input {
     pub float_value: f64,
 }
 
-/// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition), so
-/// that a backward pass with the same numbers drops the same.
+/// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition):
+/// a backward pass with the same numbers drops the same.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {

@@ -8,7 +8,7 @@ from .errors import InvalidArgument, InvalidTensor
 
 
 class Dropout:
-    """A probability above 0 with a state: an int64 tensor ``[seed, offset]`` on the device of q, or these as numbers."""
+    """A probability above 0 with a state: an int64 tensor ``[seed, offset]`` on q's device, or these as numbers."""
 
     def __init__(self, p, state):
         self.p, self.state = p, state
@@ -20,8 +20,8 @@ class Dropout:
         address, shape, strides, dtype = tensors.side("rng_state", self.state, device)
         if dtype not in ("int64", "uint64") or tuple(shape) != (2,) or strides[0] != 1:
             raise InvalidTensor(
-                f"rng_state is {dtype} of the shape {tuple(shape)} with strides {tuple(strides)}; it is contiguous int64 of "
-                "the shape (2,), a seed and an offset, as a call with return_rng_state gives it, or a pair of numbers"
+                f"rng_state is {dtype} of the shape {tuple(shape)} with strides {tuple(strides)}; it is contiguous "
+                "int64 of the shape (2,), a seed and an offset, as return_rng_state gives it, or a pair of numbers"
             )
         return abi.DROPOUT.pack(self.p, 0, 0, address, address + 8)
 
@@ -47,7 +47,7 @@ def of_backward(p, state):
     if p == 0.0:
         return None
     if state is None:
-        raise InvalidArgument("dropout_p is given without rng_state; pass what the forward pass gave by return_rng_state")
+        raise InvalidArgument("dropout_p is given without rng_state; pass that of the forward pass (return_rng_state)")
     return Dropout(p, _given(state))
 
 
@@ -67,8 +67,8 @@ def _given(state):
 
 
 def _drawn(tensors, q):
-    """A new state by the generator of the tensors' library: by that of q's device in PyTorch, which nothing waits for and
-    of which a captured graph draws anew in each replay."""
+    """A new state by the generator of the tensors' library: in PyTorch by that of q's device, which nothing waits for
+    and of which a captured graph draws anew in each replay."""
     torch, numpy = getattr(tensors, "torch", None), getattr(tensors, "numpy", None)
     if torch is not None:
         return torch.randint(-(1 << 63), (1 << 63) - 1, (2,), dtype=torch.int64, device=q.device)

@@ -23,7 +23,10 @@ from .errors import EngineClosed, InvalidArgument, InvalidTensor
 _MOST_CALLS = 256
 # Behind what a repeated backward pass packs anew: window, mask, scale and a program come before packed sequences.
 _PACKED_AT = abi.BACKWARD_ARGS.size - abi.BACKWARD_AGAIN.size + abi.PROGRAM_ARGS.size
-# Where dropout is behind what every backward pass packs.
+# Where dropout is behind what every call packs.
+_FORWARD_DROPOUT_AT = sum(
+    part.size for part in (abi.PROGRAM_ARGS, abi.BLOCK_MASK, abi.WEIGHTS, abi.DESCALES, abi.TENSOR)
+)
 _DROPOUT_AT = abi.PROGRAM_ARGS.size + abi.BACKWARD_PACKED.size + abi.GRADIENTS.size + abi.TENSOR.size
 
 
@@ -273,8 +276,7 @@ class Engine:
             before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size + abi.DESCALES.size
             more = more.ljust(before, b"\0") + abi.TENSOR.pack(*tensors.describe("residual", lost, bshd))
         if dropout is not None:
-            before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size + abi.DESCALES.size + abi.TENSOR.size
-            more = more.ljust(before, b"\0") + dropout.pack(tensors, device)
+            more = more.ljust(_FORWARD_DROPOUT_AT, b"\0") + dropout.pack(tensors, device)
         try:
             flags = abi.PRECISIONS[precision]
         except (KeyError, TypeError):

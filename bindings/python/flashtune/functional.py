@@ -61,8 +61,8 @@ def flash_attn_func(
     return_residual: what the output loses by rounding as the last result, bfloat16 of its shape, for
         :func:`flash_attn_backward`.
     dropout_p: the probability that a weight is dropped behind the softmax, from 0.0 to below 1.0; others are multiplied
-        by ``1 / (1 - dropout_p)``, and the log-sum-exp is that of all. Which are is decided by the places of query, key,
-        head and sequence, the seed and the offset alone (``docs/reference.md``).
+        by ``1 / (1 - dropout_p)``, and the log-sum-exp is that of all. Which are is decided by the places of query,
+        key, head and sequence, the seed and the offset alone (``docs/reference.md``).
     rng_state: int64 ``[seed, offset]`` on the device of q, or a pair of numbers; drawn by the default generator of that
         device when not given, so that ``torch.manual_seed`` and captured graphs mean what they mean to PyTorch.
     return_rng_state: the state as the last result, for :func:`flash_attn_backward`; None where nothing is dropped.
@@ -216,8 +216,8 @@ def attention(
         and a GPU computes such calls by a plain kernel: for inspection, not for speed.
     precise, return_residual: as :func:`flash_attn_func` takes them; the residual comes before the weights, for
         :func:`attention_backward`.
-    dropout_p, rng_state, return_rng_state: as :func:`flash_attn_func` takes them, the state as the last result; not with
-        return_weights, and not where gradients of ``tensors`` are wanted.
+    dropout_p, rng_state, return_rng_state: as :func:`flash_attn_func` takes them, the state as the last result; not
+        with return_weights, and not where gradients of ``tensors`` are wanted.
     """
     if type(query) not in _of_type and foreign(query):
         return _dlpack.through(attention, locals())

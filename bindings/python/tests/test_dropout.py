@@ -16,7 +16,8 @@ except ImportError:
 def kept(p, seed, offset, batch, heads, q_len, kv_len):
     """Whether each weight is kept, ``[batch, heads, q_len, kv_len]``: Philox 4x32-10 by its place."""
     mask = np.uint64(0xFFFFFFFF)
-    group, query, pair = np.meshgrid(np.arange(-(-kv_len // 8)), np.arange(q_len), np.arange(batch * heads), indexing="ij")
+    sizes = -(-kv_len // 8), q_len, batch * heads
+    group, query, pair = np.meshgrid(*map(np.arange, sizes), indexing="ij")
     c = [x.astype(np.uint64) for x in (group, query, pair, np.full_like(group, offset & 0xFFFFFFFF))]
     key = [seed & 0xFFFFFFFF, ((seed >> 32) + (offset >> 32)) & 0xFFFFFFFF]
     for _ in range(10):
@@ -149,7 +150,8 @@ class Tensors(unittest.TestCase):
         again = flashtune.flash_attn_func(*inputs, dropout_p=0.25)
         self.assertTrue(torch.equal(again, out))
         with torch.no_grad():
-            self.assertTrue(torch.equal(flashtune.flash_attn_func(*inputs, dropout_p=0.25, rng_state=(seed, offset)), out))
+            by_numbers = flashtune.flash_attn_func(*inputs, dropout_p=0.25, rng_state=(seed, offset))
+            self.assertTrue(torch.equal(by_numbers, out))
         checkpoint = torch.utils.checkpoint.checkpoint
         torch.manual_seed(5)
         kept_less = checkpoint(lambda *t: flashtune.flash_attn_func(*t, dropout_p=0.25), *inputs, use_reentrant=False)

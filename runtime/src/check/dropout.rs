@@ -10,8 +10,8 @@ pub(super) struct CaseDropout {
     _state: Option<Guarded>,
 }
 
-/// Of a problem with dropout, what a case of this seed has: few, half or most scores dropped, by a seed and an offset of
-/// 64 bits. With an odd seed both have a part on the device, the second of what is returned.
+/// Of a problem with dropout, what a case of this seed has: few, half or most scores dropped, by a seed and an offset
+/// of 64 bits. With an odd seed both have a part on the device, the second of what is returned.
 pub fn drawn(problem: &Problem, seed: u64) -> Option<(Dropout, Option<[u64; 2]>)> {
     let mixed = |n: u64| seed.wrapping_add(n).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     let call = Dropout::new([0.1, 0.5, 0.8][(seed % 3) as usize], mixed(1), mixed(2));

@@ -132,11 +132,11 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         kept.clear();
         const Dropout dropout = dropout_of(args.backward);
         const u32 group = u32(key + first_row() + warp() * 16) / 8, query = tile * kBlockQ + lane() % 4 * 2;
-        each_dropout_down<kBlockQ / 8>(
-            dropout, group, query, dropout_pair(args.backward, pair.batch, pair.head(member)), [&](int j, int h, u32 word) {
+        const u32 of_pair = dropout_pair(args.backward, pair.batch, pair.head(member));
+        each_dropout_down<kBlockQ / 8>(dropout, group, query, of_pair, [&](int j, int h, u32 word) {
 #pragma unroll
-                for (int e = 0; e < 2; e++) kept.set(j * 4 + 2 * h + e, keeps_half(dropout, word, e));
-            });
+            for (int e = 0; e < 2; e++) kept.set(j * 4 + 2 * h + e, keeps_half(dropout, word, e));
+        });
         return kept;
     }
     static __device__ __forceinline__ void keep(Scores& x, const Kept& kept, float factor) {

@@ -223,7 +223,8 @@ struct Consumer : Arrivals {
             queries[h] = u32(at >> args.group_shift);
             pairs[h] = dropout_pair(args.forward, work.tile.batch, (work.tile.head << args.group_shift) + member);
         }
-        each_dropout_across<kBlockKV / 8>(dropout, u32(first_key(work, n)) / 8, queries, pairs, [&](int j, int h, u32 word) {
+        const u32 group = u32(first_key(work, n)) / 8;
+        each_dropout_across<kBlockKV / 8>(dropout, group, queries, pairs, [&](int j, int h, u32 word) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 if (!keeps_half(dropout, word, e)) s[4 * j + 2 * h + e] = 0.0f;

@@ -444,7 +444,7 @@ def _attend_precise_vmap(info, in_dims, *args):
 
 def _no_mapped_dropout():
     return Unsupported(
-        "vmap over attention with dropout; make the mapped axis part of the batch yourself, so that each of it drops its own"
+        "vmap over attention with dropout; make the mapped axis part of the batch yourself, so that each drops its own"
     )
 
 

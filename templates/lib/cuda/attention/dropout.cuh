@@ -1,9 +1,9 @@
 // Which scores are dropped (FT_DROPOUT). By their places alone, so that no schedule changes which: one call of Philox
-// 4x32-10 (Salmon et al., SC 2011, section 4) for the eight keys of a query from 8 * group on, sixteen bits of its words
-// for each, the low half of a word for the even key (codegen/src/dropout.rs has the definition).
+// 4x32-10 (Salmon et al., SC 2011, section 4) for the eight keys of a query from 8 * group on, sixteen bits of its
+// words for each, the low half of a word for the even key (codegen/src/dropout.rs has the definition).
 //
-// A call is some 60 instructions, so that each is computed by one thread. Of an accumulator tile the pairs of a call lie
-// in several: four calls of a quad where rows are queries, and eight of the lanes that share columns where rows are
+// A call is some 60 instructions, so that each is computed by one thread. Of an accumulator tile the pairs of a call
+// lie in several: four calls of a quad where rows are queries, and eight of the lanes that share columns where rows are
 // keys, are turned by shuffles, so that every thread has the bits of its own scores.
 
 struct Dropout {
