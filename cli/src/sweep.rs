@@ -115,7 +115,7 @@ pub fn residual_problems(effort: Effort, program: &Program) -> Vec<Problem> {
     .collect()
 }
 
-/// The problems of the sweep with dropout, and their gradients, dense and packed.
+/// The problems of the sweep with dropout and their gradients, dense and packed.
 pub fn dropout_problems(effort: Effort, program: &Program) -> Vec<Problem> {
     let every = if effort == Effort::Full { 4 } else { 5 };
     let some = problems(effort).into_iter().enumerate().filter(|(nth, _)| nth % every == 0);
@@ -123,7 +123,7 @@ pub fn dropout_problems(effort: Effort, program: &Program) -> Vec<Problem> {
     some.flat_map(|(nth, p)| {
         let backward = p.backward();
         let packed = nth % 2 == 1 && program.is_plain();
-        [p, if packed { backward.with_kv(KvKind::RAGGED) } else { backward }]
+        [p, backward].map(|p| if packed { p.with_kv(KvKind::RAGGED) } else { p })
     })
     .collect()
 }
