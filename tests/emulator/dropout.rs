@@ -4,7 +4,7 @@ use crate::backward::{Loaded, Machine, try_backward};
 use crate::cases::Case;
 use crate::{DTYPES, PROGRAMS, machine, random_sm80, random_sm90, search_with, setting, templates, try_kernel};
 use flashtune::codegen::{Arch, Family, Kernel, KvKind, Precision, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::check::{PackedBatch, RaggedBatch};
+use flashtune::runtime::check::{PackedBatch, Poison, RaggedBatch};
 use flashtune::runtime::{BackwardCase, CheckInputs};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
 use rand::rngs::StdRng;
@@ -119,6 +119,13 @@ const FAULTS: &[Fault] = &[
     ],
     ["dV by all weights", "backward/sm90", STEPS, ALL, NONE],
     ["the second head of a group as the first", "backward/sm90", STEPS, "tile = begin, member++;", "tile = begin;"],
+    [
+        "all of infinite rows",
+        "backward/sm90",
+        "backward/sm90/sums.cuh",
+        "? a.dropout_scale : 0.0f;",
+        "? a.dropout_scale : a.dropout_scale;",
+    ],
     ["by another row's words", "backward/sm80", LIB, "exchange_halves(w.z, w.w);", ""],
     ["dV without the scale", "backward/sm80", "backward/sm80/keys.cuh", "to.part, args.dropout_scale", "to.part, 1.0f"],
     [
@@ -157,7 +164,8 @@ fn verdict(family: &str, what: &str, templates: &TemplateSet) -> String {
     let found = || -> Result<String, String> {
         let device = Machine::open(&kernel, templates, 1)?;
         let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len: 70, kv_len: 90, mask: Mask::Full };
-        let inputs = CheckInputs::default();
+        let poison = if what.contains("infinite") { Poison::Infinite } else { Poison::None };
+        let inputs = CheckInputs { poison, ..CheckInputs::default() };
         let case = if problem.kv.is_dense() {
             BackwardCase::new(device, &problem, &shape, &inputs)
         } else {
@@ -178,6 +186,8 @@ fn faults_planted_in_what_is_dropped_are_seen() {
         return;
     }
     let templates = templates();
+    // dQ of rows that meet an infinity is summed once more.
+    assert_eq!(verdict("backward/sm90", "infinite rows", &templates), "");
     let wrong = std::sync::Mutex::new(Vec::new());
     let next = std::sync::atomic::AtomicUsize::new(0);
     std::thread::scope(|scope| {
