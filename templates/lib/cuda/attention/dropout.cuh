@@ -67,7 +67,7 @@ template <int kTiles, typename Each>
 __device__ __forceinline__ void each_dropout_across(const Dropout& d, u32 group, const u32 (&query)[2],
                                                     const u32 (&pair)[2], const Each& each) {
     static_assert(kTiles % 2 == 0, "four calls of a quad: two tiles by two rows");
-    // Calls that ptxas finds independent it runs side by side: 336 bytes of spills of forward/sm90 at head dim 128, and
+    // Calls that ptxas finds independent it runs side by side: 336 bytes of spills on Hopper at head dim 128, and
     // none where each waits for the one before.
     u32 behind = 0;
     const u32 t = threadIdx.x % 4;
