@@ -22,7 +22,7 @@ pub use pad::{PAD_TENSORS, PadArgs};
 pub use quantise::QuantiseArgs;
 
 use crate::score::MAX_BIASES;
-use crate::{Language, Op, Problem};
+use crate::{Language, Op, Problem, ScaleUnits};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 
@@ -93,10 +93,16 @@ arguments! {
         /// Strides of V's scales: batch, KV head.
         pub v_descale_stride: [i64; 2],
         /// O less its rounded self, bf16, `[batch, heads, q_len, head_dim_v]` by strides: of kernels of a problem with
-        /// [`Problem::residual`], which alone know these last fields.
+        /// [`Problem::residual`], which alone know the fields from here on.
         pub residual: u64 as "void*",
         /// Strides of it: batch, head, row.
         pub residual_stride: [i64; 3],
+        /// From a scale of Q and of K to that of the next rows, and of V to that of the next channel: of kernels of a
+        /// problem with [`Problem::scales`], which alone know these last fields. There heads of Q's scales are those of
+        /// Q.
+        pub scale_stride: [i64; 3],
+        /// log2 of the rows of Q, and of K, that share a scale.
+        pub scale_rows_log2: [i32; 2],
     }
 }
 
@@ -348,9 +354,26 @@ arguments! {
     }
 }
 
-/// Bytes of the fields of a residual at the end of [`ForwardArgs`] and of [`BackwardArgs`].
-pub(crate) const RESIDUAL_BYTES: usize = size_of::<ForwardArgs>() - std::mem::offset_of!(ForwardArgs, residual);
-const _: () = assert!(RESIDUAL_BYTES == size_of::<BackwardArgs>() - std::mem::offset_of!(BackwardArgs, residual));
+/// Bytes of the fields of a residual at the end of [`BackwardArgs`], and of those before the last of [`ForwardArgs`].
+const RESIDUAL_BYTES: usize = size_of::<BackwardArgs>() - std::mem::offset_of!(BackwardArgs, residual);
+/// Bytes of the fields of finer scales at the end of [`ForwardArgs`].
+const SCALES_BYTES: usize = size_of::<ForwardArgs>() - std::mem::offset_of!(ForwardArgs, scale_stride);
+const _: () =
+    assert!(RESIDUAL_BYTES + SCALES_BYTES == size_of::<ForwardArgs>() - std::mem::offset_of!(ForwardArgs, residual));
+
+/// Bytes at the end of [`ForwardArgs`] that kernels of a problem do not know.
+pub(crate) fn unknown_of_forward(problem: &Problem) -> usize {
+    match (problem.scales != ScaleUnits::default(), problem.residual) {
+        (true, _) => 0,
+        (false, true) => SCALES_BYTES,
+        (false, false) => SCALES_BYTES + RESIDUAL_BYTES,
+    }
+}
+
+/// The same of [`BackwardArgs`].
+pub(crate) fn unknown_of_backward(problem: &Problem) -> usize {
+    if problem.residual { 0 } else { RESIDUAL_BYTES }
+}
 
 /// A tensor as the copy engine takes it: opaque, encoded by the driver.
 #[repr(C, align(64))]
@@ -437,12 +460,12 @@ impl Spelt for Tiling {
     const CUDA: &'static str = "int";
 }
 
-/// The declarations that a template pastes, by the names that it has for them. Without a residual the structs end
-/// before it, so that kernels which do not know it are what they were.
-pub(crate) fn fields(language: Language, residual: bool) -> Vec<(&'static str, String)> {
-    let cut = if residual { 0 } else { RESIDUAL_BYTES };
+/// The declarations that a template pastes, by the names that it has for them. The structs end before what a problem
+/// has not, so that kernels which do not know it are what they were.
+pub(crate) fn fields(language: Language, problem: &Problem) -> Vec<(&'static str, String)> {
+    let (forward_cut, cut) = (unknown_of_forward(problem), unknown_of_backward(problem));
     let common = [
-        ("forward_args", declaration_without::<ForwardArgs>(language, cut)),
+        ("forward_args", declaration_without::<ForwardArgs>(language, forward_cut)),
         ("ragged_args", declaration::<RaggedArgs>(language)),
         ("append_args", declaration::<AppendArgs>(language)),
         ("backward_args", declaration_without::<BackwardArgs>(language, cut)),
@@ -454,7 +477,7 @@ pub(crate) fn fields(language: Language, residual: bool) -> Vec<(&'static str, S
     let own = match language {
         Language::C => vec![("side_args", declaration::<SideArgs>(language))],
         Language::Cuda => vec![
-            ("sm90_args", declaration_without::<MappedArgs>(language, cut)),
+            ("sm90_args", declaration_without::<MappedArgs>(language, forward_cut)),
             ("sm90_ragged_args", declaration::<RaggedMappedArgs>(language)),
             ("sm90_backward_args", declaration_without::<BackwardMappedArgs>(language, cut)),
         ],

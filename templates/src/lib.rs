@@ -139,6 +139,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/divisor.cuh",
+    "lib/cuda/attention/descale.cuh",
     "lib/cuda/attention/elements.cuh",
     "lib/cuda/attention/far.cuh",
     "lib/cuda/attention/far_rows.cuh",

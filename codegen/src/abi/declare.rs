@@ -123,10 +123,12 @@ pub fn declaration<T: Declared>(language: Language) -> String {
     declaration_without::<T>(language, 0)
 }
 
-/// The same where kernels do not know the fields of a residual ([`super::RESIDUAL_BYTES`]): what is one of them is left
-/// out, and what lies behind them, or behind a struct that ends with them, lies before by `cut` bytes.
+/// The same where kernels do not know the last `cut` bytes of [`super::ForwardArgs`] or [`super::BackwardArgs`]: the
+/// fields there are left out, and what lies behind a struct that ends with them lies before by as many bytes.
 pub(super) fn declaration_without<T: Declared>(language: Language, cut: usize) -> String {
-    let is_known = |field: &&Field| cut == 0 || !field.members[0].starts_with("residual");
+    let grows = |name: &str| ["ForwardArgs", "BackwardArgs"].contains(&name);
+    let known = if grows(T::NAME) { T::SIZE - cut } else { T::SIZE };
+    let is_known = |field: &&Field| field.offset < known;
     let end = T::FIELDS.iter().map(|field| field.offset + field.size).max().unwrap_or(0);
     let size = (end - cut).next_multiple_of(align_of::<T>());
     let plain = |doc: &str| doc.trim().replace("[`", "").replace("`]", "").replace('`', "");
@@ -164,7 +166,7 @@ pub(super) fn declaration_without<T: Declared>(language: Language, cut: usize) -
                 let offset = format!("__builtin_offsetof({name}, {member}) == {offset}");
                 writeln!(text, "{assert}({offset}, \"{name}.{member} lies where the host puts it\");")?;
             }
-            if field.spelling.iter().any(|of| ["ForwardArgs", "BackwardArgs"].contains(of)) {
+            if field.spelling.iter().any(|of| grows(of)) {
                 behind = cut;
             }
         }

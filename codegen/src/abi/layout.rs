@@ -2,8 +2,9 @@
 
 use super::{
     AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
-    RESIDUAL_BYTES, RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
+    RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
 };
+use super::{unknown_of_backward, unknown_of_forward};
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Op, Result};
 use serde::{Deserialize, Serialize};
@@ -70,15 +71,15 @@ impl ArgsLayout {
         ..Self::BACKWARD
     };
 
-    /// What a kernel takes that this build compiles. All but those of a residual end before its fields.
+    /// What a kernel takes that this build compiles. It ends before the fields of what its problem has not.
     pub fn of(kernel: &Kernel) -> Self {
         let full = kernel.schedule.family().args();
-        let dense_forward = kernel.problem.op == Op::Forward && kernel.problem.kv.is_dense();
-        let known = dense_forward || matches!(kernel.problem.op, Op::Backward | Op::Gradient);
-        match known && !kernel.problem.residual {
-            true => Self { forward: full.forward - RESIDUAL_BYTES as u32, ..full },
-            false => full,
-        }
+        let unknown = match kernel.problem.op {
+            Op::Forward if kernel.problem.kv.is_dense() => unknown_of_forward(&kernel.problem),
+            Op::Backward | Op::Gradient => unknown_of_backward(&kernel.problem),
+            _ => 0,
+        };
+        Self { forward: full.forward - unknown as u32, ..full }
     }
 
     /// Whether it is the first bytes of one struct: no segment lies before or behind the one that grows.

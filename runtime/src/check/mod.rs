@@ -225,7 +225,7 @@ impl CheckCase {
         let attention =
             Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)), sequence: 0 };
         let scales = match problem.dtype {
-            DType::E4m3 => Some(e4m3::Scales::new(&*device, shape, inputs.seed)?),
+            DType::E4m3 => Some(e4m3::Scales::new(&*device, problem, shape, inputs.seed)?),
             _ => None,
         };
         let (oracle, unfused) = match &scales {
