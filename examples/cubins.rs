@@ -93,6 +93,13 @@ fn cases() -> Result<Vec<Case>, Failure> {
                             let name = format!("{name}/packed");
                             cases.push(Case { name, kernel: Kernel { problem: packed, schedule, arch } });
                         }
+                        // What drops scores, of every mask and head dim.
+                        let dropped = problem.with_dropout(true);
+                        if text.is_empty() && family.supports(&dropped, arch).is_ok() {
+                            let schedule = Schedule::default_for(family, &dropped, arch, &ShapeBucket::of(&shape))?;
+                            let kernel = Kernel { problem: dropped, schedule, arch };
+                            cases.push(Case { name: format!("{name}/dropout"), kernel });
+                        }
                         let both = [(format!("{name}/default"), schedule)].into_iter().chain(quick);
                         cases.extend(
                             both.map(|(name, schedule)| Case { name, kernel: Kernel { problem, schedule, arch } }),

@@ -62,11 +62,11 @@ a, b, c = torch.randn(3, 2, 4, 64, 64, device=device)
 F.scaled_dot_product_attention(a, b, c, attn_mask=mask)
 print("activated:", flashtune.torch.counters(), "off by", largest(before, after))
 try:
-    F.scaled_dot_product_attention(a, b, c, dropout_p=0.1)
+    F.scaled_dot_product_attention(a.double(), b.double(), c.double())
 except flashtune.Unsupported as e:
     print("refused:", e)
 flashtune.torch.activate(on_unsupported="torch")
-F.scaled_dot_product_attention(a, b, c, dropout_p=0.1)
+F.scaled_dot_product_attention(a.double(), b.double(), c.double())
 for line in flashtune.default_engine(device).prometheus().splitlines():
     if line.startswith(("flashtune_sdpa", "flashtune_fallback")):
         print(line)

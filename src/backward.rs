@@ -7,7 +7,7 @@ use crate::engine::{Dispatch, Engine};
 use crate::padding;
 use crate::{Mask, Plan, Result, SideInputs, TensorView};
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{CallSizes, Constraint, Constraints, backward_unaddressable};
+use flashtune_codegen::{CallSizes, Constraint, Constraints, Dropout, backward_unaddressable};
 pub use flashtune_runtime::Packed;
 use flashtune_runtime::{
     BackwardCall, BackwardTensors, GradientCall, SideTable, SideView, Stream, backward_call, gradient_call,
@@ -36,6 +36,8 @@ pub struct Backward<'a> {
     /// What O lost when it was rounded to 16 bits, as the forward pass wrote it ([`crate::Forward::residual`]):
     /// gradients of rows that attend mostly to one key then have as many digits as others.
     pub residual: Option<TensorView>,
+    /// What the forward pass dropped ([`crate::Forward::dropout`]): the same probability, seed and offset.
+    pub dropout: Dropout,
     /// dQ, of Q's shape; written.
     pub dq: TensorView,
     /// dK, of K's shape: of each KV head the sum over its query heads; written.
@@ -82,7 +84,8 @@ impl<'a> Backward<'a> {
     /// The call without packed sequences and score program.
     fn dense_call(&self) -> Result<BackwardCall> {
         let call = backward_call(&self.tensors(), self.mask, self.scale)?;
-        Ok(self.residual.map_or(Ok(call), |residual| call.with_residual(&residual))?)
+        let call = self.residual.map_or(Ok(call), |residual| call.with_residual(&residual))?;
+        Ok(call.with_dropout(&self.dropout)?)
     }
 
     /// Checks the tensors and says what they ask for.
@@ -110,6 +113,9 @@ impl<'a> Backward<'a> {
             return of_none("of tensors beside packed sequences", "call each sequence by itself");
         }
         let call = self.dense_call()?;
+        if call.problem.dropout {
+            return of_none("of tensors beside dropout", "pass a dropout of 0, or ask for dQ, dK and dV alone");
+        }
         let Some(program) = self.admitted() else {
             return of_none("of what a score program reads", "give the program, or ask for dQ, dK and dV alone");
         };
@@ -242,6 +248,7 @@ impl Engine {
                 self.device().check_address(name, view.address, view.extent_bytes().unwrap_or(1))?;
             }
         }
+        self.check_dropout_addresses(&call.dropout)?;
         for (name, ints, count) in call.packed.iter().flat_map(Packed::arrays) {
             if ints.address != 0 {
                 self.device().check_address(name, ints.address, count * ints.kind.bytes())?;

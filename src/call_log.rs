@@ -129,7 +129,8 @@ impl Engine {
     #[cold]
     pub(crate) fn log_forward(&self, log: &CallLog, call: &Forward<'_>, resolved: &ForwardCall) {
         let ForwardCall { problem, shape, .. } = resolved;
-        if shape.is_empty() || shape.kv_len == 0 {
+        // The command has no dropout.
+        if shape.is_empty() || shape.kv_len == 0 || problem.dropout {
             return;
         }
         let views = [("q", &call.q), ("k", &call.k), ("v", &call.v), ("o", &call.o)];
@@ -152,7 +153,7 @@ impl Engine {
     #[cold]
     pub(crate) fn log_ragged(&self, log: &CallLog, resolved: &RaggedCall, store: [u64; 2]) {
         let RaggedCall { problem, shape, usual, pages, .. } = resolved;
-        if resolved.is_empty() || usual.q_len == 0 || usual.kv_len == 0 {
+        if resolved.is_empty() || usual.q_len == 0 || usual.kv_len == 0 || problem.dropout {
             return;
         }
         log.add((1, problem, shape, usual, store), || {
@@ -218,7 +219,7 @@ impl Engine {
     #[cold]
     pub(crate) fn log_backward(&self, log: &CallLog, views: &[(&str, &TensorView)], call: &BackwardCall, more: usize) {
         let BackwardCall { problem, shape, .. } = call;
-        if shape.is_empty() || shape.kv_len == 0 {
+        if shape.is_empty() || shape.kv_len == 0 || problem.dropout {
             return;
         }
         let all: Vec<_> = views.iter().map(|(_, view)| view.strides).collect();

@@ -2,8 +2,8 @@
 
 use crate::Result;
 use crate::engine::{Engine, Forward};
-use flashtune_codegen::DType;
 use flashtune_codegen::score::ProgramError;
+use flashtune_codegen::{DType, Dropout};
 use flashtune_runtime::{Error as RuntimeError, SideInputs, TensorView, certainly_overlap};
 
 /// A tensor of a call, with its name in errors.
@@ -38,6 +38,7 @@ impl Engine {
             }
             self.device().check_address(name, view.address, view.extent_bytes().unwrap_or(1))?;
         }
+        self.check_dropout_addresses(&call.dropout)?;
         if call.o.is_empty() { Ok(()) } else { self.check_side_addresses(&call.side) }
     }
 
@@ -59,6 +60,16 @@ impl Engine {
                     remedy: "pass other memory, or a view that shares no element",
                 }
                 .into());
+            }
+        }
+        Ok(())
+    }
+
+    /// [`Engine::check_addresses`] for a seed and an offset on the device.
+    pub(crate) fn check_dropout_addresses(&self, dropout: &Dropout) -> Result<()> {
+        for (name, at) in [("dropout.seed_at", dropout.seed_at), ("dropout.offset_at", dropout.offset_at)] {
+            if dropout.p != 0.0 && at != 0 {
+                self.device().check_address(name, at, 8)?;
             }
         }
         Ok(())

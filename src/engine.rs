@@ -8,8 +8,8 @@ use crate::{Error, Result};
 use flashtune_cache::{CacheDir, Launches, Layers, Levels, RecordKey};
 use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{
-    CallSizes, Constraint, Constraints, Family, InstructionPath, Mask, Paths, Precision, Problem, Shape, ShapeBucket,
-    TemplateSet, has_loose_biases, is_addressable,
+    CallSizes, Constraint, Constraints, Dropout, Family, InstructionPath, Mask, Paths, Precision, Problem, Shape,
+    ShapeBucket, TemplateSet, has_loose_biases, is_addressable,
 };
 use flashtune_runtime::dispatch::{Dispatcher, Explanation, Plan, Policy};
 use flashtune_runtime::{
@@ -41,6 +41,9 @@ pub struct Forward<'a> {
     /// What O loses when it is rounded to 16 bits, bf16 of O's shape, for a backward pass over rows that attend
     /// mostly to one key ([`crate::Backward::residual`]); written when given. Of f16 and bf16.
     pub residual: Option<TensorView>,
+    /// Which scores are dropped behind the softmax; none by default. Gradients take the same
+    /// ([`crate::Backward::dropout`]).
+    pub dropout: Dropout,
     /// Address of the attention weights, fp32, contiguous `[batch, heads, q_len, kv_len]`; written when given. On
     /// CUDA by the plain kernel alone: for inspection, not for speed.
     pub weights: Option<u64>,
@@ -69,8 +72,24 @@ impl<'a> Forward<'a> {
         let (mask, side) = (Mask::Full, SideInputs::default());
         let (lse, residual, weights, scale, precision, program, block_mask) =
             (None, None, None, None, None, None, None);
-        let descales = Descales::default();
-        Self { q, k, v, o, lse, residual, weights, mask, scale, precision, descales, program, side, block_mask }
+        let (descales, dropout) = (Descales::default(), Dropout::default());
+        Self {
+            q,
+            k,
+            v,
+            o,
+            lse,
+            residual,
+            dropout,
+            weights,
+            mask,
+            scale,
+            precision,
+            descales,
+            program,
+            side,
+            block_mask,
+        }
     }
 
     /// The same call with a score program and what it reads.
@@ -438,6 +457,12 @@ impl Engine {
         let resolved = forward_call(&tensors, call.mask, call.scale)?;
         let resolved = resolved.with_descales(&call.descales)?;
         let resolved = call.residual.map_or(Ok(resolved), |residual| resolved.with_residual(&residual))?;
+        let resolved = resolved.with_dropout(&call.dropout)?;
+        if resolved.problem.dropout && call.weights.is_some() {
+            let limit = "weights are those before any is dropped";
+            let remedy = "ask for weights in a call without dropout";
+            return Err(flashtune_codegen::Error::unsupported("weights", "beside dropout", limit, remedy).into());
+        }
         if let Some(block_mask) = call.block_mask {
             block_mask.admit(self.device().fingerprint(), &resolved.shape, &call.side)?;
         }

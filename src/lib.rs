@@ -70,7 +70,7 @@ pub use error::{Error, Result};
 pub use flashtune_cache::{Launches, Trust};
 pub use flashtune_codegen::score::{Elements, Program, ProgramRef, Scalar, SideData};
 pub use flashtune_codegen::{
-    CallSizes, DType, InstructionPath, Level, Mask, MaskKind, PageClass, Precision, Problem, Shape,
+    CallSizes, DType, Dropout, InstructionPath, Level, Mask, MaskKind, PageClass, Precision, Problem, Shape,
 };
 pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,

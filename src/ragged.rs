@@ -4,7 +4,7 @@ use crate::engine::Dispatch;
 use crate::padding::{self, Room};
 use crate::{Engine, Result};
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{Constraint, Constraints, Mask, ragged_unaddressable};
+use flashtune_codegen::{Constraint, Constraints, Dropout, Mask, ragged_unaddressable};
 pub use flashtune_runtime::ragged::*;
 use flashtune_runtime::{SideInputs, SideTable, Stream};
 
@@ -18,6 +18,8 @@ pub struct Ragged<'a> {
     pub mask: Mask,
     /// Factor of the scores; `1 / sqrt(head_dim)` when absent.
     pub scale: Option<f32>,
+    /// Which scores are dropped behind the softmax, of packed queries and keys; none by default.
+    pub dropout: Dropout,
     /// What else masks and changes the scores; its mask holds beside `mask`. `q` and `kv` count the rows and keys of a
     /// sequence, `q_len` and `kv_len` are its lengths.
     pub program: Option<ProgramRef>,
@@ -28,7 +30,8 @@ pub struct Ragged<'a> {
 impl<'a> Ragged<'a> {
     /// A call without mask and program, with the default scale.
     pub fn new(batch: RaggedBatch) -> Self {
-        Self { batch, mask: Mask::Full, scale: None, program: None, side: SideInputs::default() }
+        let dropout = Dropout::default();
+        Self { batch, mask: Mask::Full, scale: None, dropout, program: None, side: SideInputs::default() }
     }
 
     /// The same call with a score program and what it reads.
@@ -117,6 +120,7 @@ impl Engine {
             let bytes = if TENSORS.contains(&name) { bytes } else { 1 };
             self.device().check_address(name, address, bytes)
         })?;
+        self.check_dropout_addresses(&call.dropout)?;
         if call.batch.is_empty() { Ok(()) } else { self.check_side_addresses(&call.side) }
     }
 
@@ -169,7 +173,7 @@ impl Engine {
 
 /// Checks a call and says what it asks for.
 fn resolve(call: &Ragged<'_>) -> Result<RaggedCall> {
-    let resolved = ragged_call(&call.batch, call.mask, call.scale)?;
+    let resolved = ragged_call(&call.batch, call.mask, call.scale)?.with_dropout(&call.dropout)?;
     let program = call.program.map(|p| p.admitting(|name| call.side.scalar(name))).filter(|p| !p.is_plain());
     Ok(program.map_or(resolved, |program| resolved.with_program(program)))
 }

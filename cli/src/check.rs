@@ -113,7 +113,9 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let gradients = sweep::gradients(effort, &program).into_iter();
     let residual = sweep::residual_problems(effort, &program).into_iter();
     let dense = dense.chain(backward.enumerate()).chain(packed.enumerate()).chain(gradients.enumerate());
-    let dense = dense.chain(residual.enumerate());
+    let dropout = sweep::dropout_problems(effort, &program).into_iter().enumerate();
+    let dropout = dropout.flat_map(|(nth, p)| sweep::in_precisions(p, arch).map(move |p| (nth, p)));
+    let dense = dense.chain(residual.enumerate()).chain(dropout);
     for (nth, problem) in dense.chain(ragged.into_iter().enumerate()) {
         if named(&args.problem, problem.to_string()) {
             let mut kernels = sweep::kernels(&problem, arch, schedules, family);

@@ -118,6 +118,19 @@ pub fn residual_problems(effort: Effort, program: &Program) -> Vec<Problem> {
     .collect()
 }
 
+/// The problems of the sweep with dropout and their gradients, dense and packed.
+pub fn dropout_problems(effort: Effort, program: &Program) -> Vec<Problem> {
+    let every = if effort == Effort::Full { 4 } else { 5 };
+    let some = problems(effort).into_iter().enumerate().filter(|(nth, _)| nth % every == 0);
+    let some = some.map(|(_, p)| p.with_program(program.clone()).with_dropout(true)).enumerate();
+    some.flat_map(|(nth, p)| {
+        let backward = p.backward();
+        let packed = nth % 2 == 1 && program.is_plain();
+        [p, backward].map(|p| if packed { p.with_kv(KvKind::RAGGED) } else { p })
+    })
+    .collect()
+}
+
 /// Programs whose gradients by `t` are checked where nobody brings one: pairs with an element each, sums over heads,
 /// rows and columns, slopes, tables by computed indices, a sink, a scalar, and a tensor that is read twice.
 const READS: [&str; 9] = [

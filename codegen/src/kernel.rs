@@ -148,6 +148,7 @@ impl Kernel {
             ("mask_left", u32::from(p.mask.left).to_string()),
             ("mask_right", u32::from(p.mask.right).to_string()),
             ("residual", u32::from(p.residual).to_string()),
+            ("dropout", u32::from(p.dropout).to_string()),
             ("scales_of_queries", u32::from(p.scales.q == ScaleUnit::Rows).to_string()),
             ("scales_of_keys", u32::from(p.scales.k == ScaleUnit::Rows).to_string()),
             ("scales_of_channels", u32::from(p.scales.v == ScaleUnit::Channel).to_string()),

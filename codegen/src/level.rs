@@ -114,6 +114,11 @@ impl Evidence {
         Self { variant: "", level, on: &[90] }
     }
 
+    /// That of instructions which `flashtune check` has run on cards of sm_90, which have faster ones for the same.
+    pub(crate) const fn checked_on_hopper() -> Self {
+        Self { variant: "", level: Level::Ran, on: &[90] }
+    }
+
     /// That of instructions which the emulator alone has executed.
     pub(crate) const fn emulated(variant: &'static str) -> Self {
         Self { variant, level: Level::Emulated, on: &[] }
@@ -246,6 +251,21 @@ mod tests {
         assert_eq!(explain("sm_89"), "ran on sm_90, never on sm_89");
         let plain = |name| paths.explain(Family::ForwardNaive, &problem(DType::F32), arch(name));
         assert_eq!([plain("sm_90a"), plain("sm_75")], ["ran on sm_90", "ran on sm_90, never on sm_75"]);
+    }
+
+    #[test]
+    fn what_no_card_has_run_is_refused_by_its_path_with_the_remedy() {
+        let (family, sm75) = (Family::ForwardSm80, arch("sm_75"));
+        let e = Paths::default().admit(family, &problem(DType::F16), sm75).unwrap_err();
+        let text = e.to_string();
+        assert!(matches!(e, Error::Unsupported { field: "path", .. }), "{text}");
+        for words in ["forward/sm80:f16-m16n8k8", "emulated", "check --family forward/sm80", "--allow-path"] {
+            assert!(text.contains(words), "{text}");
+        }
+        let path = InstructionPath::of(family, &problem(DType::F16), sm75);
+        Paths::allowing([path]).admit(family, &problem(DType::F16), sm75).unwrap();
+        let of = |name| Family::ForwardSm89Fp8.evidence(&problem(DType::E4m3), arch(name)).level;
+        assert_eq!([of("sm_89"), of("sm_120a")], [Level::Ran; 2]);
     }
 
     #[test]

@@ -31,6 +31,7 @@
 pub mod abi;
 mod arch;
 mod constraints;
+mod dropout;
 mod dtype;
 mod error;
 mod family;
@@ -56,6 +57,7 @@ mod traffic;
 pub use abi::Tiling;
 pub use arch::{Arch, CpuIsa, SmArch, SmLimits};
 pub use constraints::{Constraint, Constraints};
+pub use dropout::{Dropout, DropoutMask, philox};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use family::{

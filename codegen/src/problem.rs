@@ -83,6 +83,9 @@ pub struct Problem {
     /// Whether a forward pass also writes what O lost when it was rounded to 16 bits, in bf16, and gradients read it:
     /// D = rowsum(dO O) is wrong by that rounding, which rows that attend mostly to one key multiply.
     pub residual: bool,
+    /// Whether scores are dropped at random after the softmax, by [`crate::Dropout`]: forward passes and gradients of
+    /// training.
+    pub dropout: bool,
     /// What shares a scale in `e4m3` operands.
     pub scales: ScaleUnits,
 }
@@ -113,24 +116,26 @@ struct Stored {
     #[serde(default, skip_serializing_if = "is_default")]
     residual: bool,
     #[serde(default, skip_serializing_if = "is_default")]
+    dropout: bool,
+    #[serde(default, skip_serializing_if = "is_default")]
     scales: ScaleUnits,
 }
 
 impl From<Problem> for Stored {
     fn from(problem: Problem) -> Self {
         let Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, .. } = problem;
-        let Problem { residual, scales, .. } = problem;
+        let Problem { residual, dropout, scales, .. } = problem;
         let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, scales }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout, scales }
     }
 }
 
 impl From<Stored> for Problem {
     fn from(stored: Stored) -> Self {
         let Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, .. } = stored;
-        let Stored { residual, scales, .. } = stored;
+        let Stored { residual, dropout, scales, .. } = stored;
         let head_dim_v = head_dim_v.unwrap_or(head_dim_qk);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, scales }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout, scales }
     }
 }
 
@@ -145,8 +150,22 @@ impl Problem {
         let (op, kv, precision) = (Op::Forward, KvKind::Dense, Precision::Exact);
         // Half as many bytes as O would take in f32, and no range that scales of V could leave.
         let output = (dtype == DType::E4m3).then_some(DType::Bf16);
-        let (program, by, residual, scales) = (None, None, false, ScaleUnits::default());
-        let p = Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, scales };
+        let (program, by, residual, dropout, scales) = (None, None, false, false, ScaleUnits::default());
+        let p = Self {
+            op,
+            dtype,
+            head_dim_qk,
+            head_dim_v,
+            mask,
+            program,
+            kv,
+            by,
+            precision,
+            output,
+            residual,
+            dropout,
+            scales,
+        };
         p.validate()?;
         Ok(p)
     }
@@ -164,6 +183,11 @@ impl Problem {
     /// The same problem with or without a residual of O.
     pub fn with_residual(self, residual: bool) -> Self {
         Self { residual, ..self }
+    }
+
+    /// The same problem with or without dropout.
+    pub fn with_dropout(self, dropout: bool) -> Self {
+        Self { dropout, ..self }
     }
 
     /// The same problem with scales of other parts of its operands.
@@ -205,9 +229,9 @@ impl Problem {
     }
 
     /// Whether there are schedules to choose between, by records of the tuner: of forward passes, and of gradients of
-    /// dense tensors.
+    /// dense tensors. Those with dropout take the default schedules.
     pub fn is_tuned(&self) -> bool {
-        self.op == Op::Forward || self.op == Op::Backward && self.kv.is_dense()
+        !self.dropout && (self.op == Op::Forward || self.op == Op::Backward && self.kv.is_dense())
     }
 
     /// Whether nothing is to be written at these sizes: a backward pass without a query still writes zeros for every
@@ -255,6 +279,7 @@ impl Problem {
         }
         self.check_output()?;
         self.check_residual()?;
+        self.check_dropout()?;
         self.check_scales()?;
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
             if !(1..=HEAD_DIM_MAX).contains(&d) {
@@ -336,6 +361,32 @@ impl Problem {
         }
     }
 
+    /// Checks that scores are dropped where kernels do so.
+    fn check_dropout(&self) -> Result<()> {
+        if !self.dropout {
+            return Ok(());
+        }
+        let refused = |value: &dyn fmt::Display, limit: &str, remedy: &str| {
+            Err(Error::unsupported("dropout", format!("of {value}"), limit, remedy))
+        };
+        match self.op {
+            _ if self.dtype == DType::E4m3 => {
+                let limit = "scores of f16, bf16 and f32 tensors are dropped";
+                refused(&self.dtype, limit, "convert Q, K and V to bf16 or f16, or pass a dropout of 0")
+            }
+            Op::Forward if self.kv.store().is_some_and(|store| store != Default::default()) => {
+                let limit = "forward passes over dense tensors and packs in the dtype of Q drop scores";
+                refused(&self.kv, limit, "pass a dropout of 0: decoding and serving drop nothing")
+            }
+            Op::Gradient => {
+                let limit = "gradients of what a score program reads know no dropout";
+                refused(&self.op, limit, "pass a dropout of 0, or ask for dQ, dK and dV alone")
+            }
+            Op::Forward | Op::Backward => Ok(()),
+            _ => refused(&self.op, "forward passes drop scores, and gradients know which", "leave it out"),
+        }
+    }
+
     /// Checks that rows are whole 16-byte vectors, as families on tensor cores read them.
     pub(crate) fn check_vectors(&self, family: &'static str) -> Result<()> {
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
@@ -396,6 +447,9 @@ impl fmt::Display for Problem {
         }
         if self.residual {
             f.write_str("-residual")?;
+        }
+        if self.dropout {
+            f.write_str("-dropout")?;
         }
         if self.scales != ScaleUnits::default() {
             write!(f, "-{}", self.scales)?;

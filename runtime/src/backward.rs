@@ -8,6 +8,7 @@ use crate::tensor::{
     check_contiguous, check_layout, check_output_rows, outer, rows_are_aligned, same_dtype, same_shape, small, windows,
 };
 use crate::{Result, TensorView};
+use bytemuck::Zeroable;
 use flashtune_codegen::abi::BackwardArgs;
 use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{DType, Mask, Problem, Shape};
@@ -165,6 +166,7 @@ pub fn backward_call(tensors: &BackwardTensors, mask: Mask, scale: Option<f32>) 
         kv_words: 1,
         residual: 0,
         residual_stride: [0; 3],
+        ..BackwardArgs::zeroed()
     };
     let aligned = rows.into_iter().all(|(_, tensor)| rows_are_aligned(tensor));
     Ok(BackwardCall { problem, shape, args, aligned })

@@ -41,6 +41,7 @@ pub mod cuda;
 mod descale;
 mod device;
 pub mod dispatch;
+mod dropout;
 pub mod elf;
 mod error;
 mod gradient;

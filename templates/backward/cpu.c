@@ -24,6 +24,7 @@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
 #define RESIDUAL @{ residual }@  /* O comes with what it lost by rounding, in bf16 */
+#define DROPOUT @{ dropout }@    /* scores were dropped behind the softmax */
 #define PACKED @{ packed }@                /* sequences of different lengths, one after the other */
 #define PROGRAM @{ program }@              /* a score program */
 #define PROGRAM_FAR @{ program_far }@      /* scores may be far from zero */
@@ -52,6 +53,10 @@ EXPORT void ft_tile(const BackwardArgs *args, uint64_t tile, void *scratch);
 <% include "lib/cpu/residual.h" %>
 #endif
 <% include "lib/cpu/exp2.h" %>
+
+#if DROPOUT
+<% include "lib/cpu/dropout.h" %>
+#endif
 
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 #define PANEL BLOCK_Q
@@ -92,6 +97,9 @@ typedef struct {
     _Alignas(64) float p[BLOCK_KV * PANEL];
     _Alignas(64) float ds[BLOCK_KV * PANEL];
     _Alignas(64) int32_t seen[BLOCK_KV * PANEL];
+#if DROPOUT
+    _Alignas(64) int32_t kept[BLOCK_KV * PANEL];  /* and whether its score was */
+#endif
 #if PROGRAM
     _Alignas(64) float slope[BLOCK_KV * PANEL];
     _Alignas(64) ProgramRows program;
@@ -408,6 +416,11 @@ static int weigh(const BackwardArgs *args, const Head *head, Scratch *scratch, i
     program_gradients(scratch->p, scratch->slope, n, &head->program, &scratch->program, query, key, args->scale,
                       masked);
 #endif
+#if DROPOUT
+    const Dropout dropout = DROPOUT_OF(args);
+    for (int x = 0; x < PANEL; x += LANES)
+        draw_kept(scratch->kept + x, PANEL, &dropout, key, n, query + x, head->batch * args->heads + head->head);
+#endif
     (void)head, (void)query, (void)masked;
     vi all = vi_set1(-1);
     for (int j = 0; j < n; j++) {
@@ -428,11 +441,19 @@ static int weigh(const BackwardArgs *args, const Head *head, Scratch *scratch, i
 #else
             const vf weight = vf_exp2((s - vf_load(scratch->lse + x)) * vf_set1(LOG2E));
 #endif
+#if DROPOUT
+            /* dS is by all weights, dV by those that are left, times the scale in the end. */
+            const vf kept = vf_select(*(const vi *)(scratch->kept + j * PANEL + x), vf_set1(1), vf_set1(0));
+            vf change = weight * (vf_load(ds) * (kept * vf_set1(dropout.scale)) - vf_load(scratch->delta + x));
+            const vf left = weight * kept;
+#else
             vf change = weight * (vf_load(ds) - vf_load(scratch->delta + x));
+            const vf left = weight;
+#endif
 #if PROGRAM
             change *= vf_load(scratch->slope + j * PANEL + x);
 #endif
-            vf_store(p, vf_select(seen, weight, vf_set1(0)));
+            vf_store(p, vf_select(seen, left, vf_set1(0)));
             vf_store(ds, vf_select(seen, change, vf_set1(0)));
             *(vi *)(scratch->seen + j * PANEL + x) = seen;
             all &= seen;
@@ -476,7 +497,12 @@ static void key_tile(const BackwardArgs *args, int64_t batch, int64_t kv_head, i
     element *dv = (element *)args->dv + batch * args->dv_stride[0] + kv_head * args->dv_stride[1];
     store_rows(dk + key * args->dk_stride[2], args->dk_stride[2], scratch->sum_qk, n, HEAD_DIM_QK, DIM_QK, args->scale,
                scratch->row);
-    store_rows(dv + key * args->dv_stride[2], args->dv_stride[2], scratch->sum_v, n, HEAD_DIM_V, DIM_V, 1,
+#if DROPOUT
+    const float dv_scale = args->dropout_scale;
+#else
+    const float dv_scale = 1;
+#endif
+    store_rows(dv + key * args->dv_stride[2], args->dv_stride[2], scratch->sum_v, n, HEAD_DIM_V, DIM_V, dv_scale,
                scratch->row);
 }
 

@@ -19,6 +19,7 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_RESIDUAL @{ residual }@  // O comes with what it lost by rounding
+#define FT_DROPOUT @{ dropout }@   // scores were dropped behind the softmax
 constexpr bool kPacked = @{ packed }@;
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
@@ -29,6 +30,9 @@ constexpr int kThreads = @{ threads }@;
 <% include "lib/cuda/attention/tile.cuh" %>
 #if FT_RESIDUAL
 <% include "lib/cuda/attention/residual.cuh" %>
+#endif
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
 #endif
 #define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
@@ -135,6 +139,10 @@ __device__ __forceinline__ void weigh(const Args& args, const ProgramHead& head,
                                       const float* lse, const float* delta, const float* log_sum, float* p_tile,
                                       float* ds_tile) {
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(args);
+    const u32 pair = dropout_pair(args, tile.batch, tile.head);
+#endif
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int row = y + kDown * i, q = min_of(tile.row + row, args.q_len - 1);
@@ -150,8 +158,16 @@ __device__ __forceinline__ void weigh(const Args& args, const ProgramHead& head,
             // A score of -infinity takes no part, whoever made it so.
             masked = masked || g.value == -FT_INFINITY;
             const float p = kProgramFar ? expf(g.value - lse[row] - log_sum[row]) : expf(g.value - lse[row]);
+#if FT_DROPOUT
+            // D is by the O that dropped scores are missing from, and so is P of dV, whose scale comes in the end.
+            const float kept = keeps_score(dropout, pair, tile.row + row, kv) ? 1.0f : 0.0f;
+            p_tile[row * kPitchP + x + kAcross * j] = masked ? kMasked : p * kept;
+            ds_tile[row * kPitchP + x + kAcross * j] =
+                p * (dp[i][j] * (kept * args.dropout_scale) - delta[row]) * g.slope;
+#else
             p_tile[row * kPitchP + x + kAcross * j] = masked ? kMasked : p;
             ds_tile[row * kPitchP + x + kAcross * j] = p * (dp[i][j] - delta[row]) * g.slope;
+#endif
         }
     }
 }
@@ -254,7 +270,11 @@ __device__ __forceinline__ void key_tile(const Args& args, const Memory& m, int 
     Element* to_k = (Element*)args.dk + batch * args.dk_stride[0] + kv_head * args.dk_stride[1] + key * args.dk_stride[2];
     Element* to_v = (Element*)args.dv + batch * args.dv_stride[0] + kv_head * args.dv_stride[1] + key * args.dv_stride[2];
     store_rows<kKeyRows, kOutQK, kHeadDimQK>(to_k, args.dk_stride[2], dk, keys, args.scale);
+#if FT_DROPOUT
+    store_rows<kKeyRows, kOutV, kHeadDimV>(to_v, args.dv_stride[2], dv, keys, args.dropout_scale);
+#else
     store_rows<kKeyRows, kOutV, kHeadDimV>(to_v, args.dv_stride[2], dv, keys, 1.0f);
+#endif
 }
 
 // dQ of a block of queries.

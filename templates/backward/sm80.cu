@@ -25,6 +25,7 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_RESIDUAL @{ residual }@  // O comes with what it lost by rounding
+#define FT_DROPOUT @{ dropout }@   // scores were dropped behind the softmax
 constexpr bool kPacked = @{ packed }@;
 // Schedule.
 constexpr int kWarps = @{ warps }@;
@@ -46,6 +47,9 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/attention/tile.cuh" %>
 #if FT_RESIDUAL
 <% include "lib/cuda/attention/residual.cuh" %>
+#endif
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
 #endif
 <% include "lib/cuda/attention/row_tile.cuh" %>
 <% include "lib/cuda/attention/non_finite_elements.cuh" %>

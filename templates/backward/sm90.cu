@@ -44,9 +44,13 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_RESIDUAL @{ residual }@  // O comes with what it lost by rounding
+#define FT_DROPOUT @{ dropout }@   // scores were dropped behind the softmax
 constexpr bool kPacked = @{ packed }@;
 #if FT_RESIDUAL
 <% include "lib/cuda/attention/residual.cuh" %>
+#endif
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
 #endif
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;

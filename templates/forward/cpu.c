@@ -22,6 +22,7 @@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
 #define RESIDUAL @{ residual }@  /* what O loses by rounding goes to memory, in bf16 */
+#define DROPOUT @{ dropout }@    /* scores are dropped behind the softmax */
 #define PROGRAM @{ program }@        /* a score program, and what it has */
 #define PROGRAM_MASK @{ program_mask }@
 #define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */
@@ -65,6 +66,11 @@
 #define KV_ALIGN (AMX ? 32 : PAIRS ? 2 : 1)  /* a panel's keys start and end at a multiple of this within the block */
 
 <% include "lib/cpu/pack.h" %>
+#if DROPOUT
+<% include "lib/cpu/dropout.h" %>
+/* Behind the scores of a panel, in their places, all ones where one is kept. */
+#define KEPT(scores) ((int32_t *)(scores) + S_ROWS * PANEL)
+#endif
 #if AMX
 <% include "lib/cpu/amx.h" %>
 #else
@@ -90,7 +96,7 @@ typedef struct {
     _Alignas(64) float sum[PANELS * PANEL];
     Gathered gathered[GATHERS ? PANELS : 0];
     _Alignas(64) float alpha[PANEL];
-    _Alignas(64) float s[S_ROWS * PANEL];
+    _Alignas(64) float s[(DROPOUT ? 2 : 1) * S_ROWS * PANEL];
 #if PROGRAM
     _Alignas(64) ProgramRows program[PANELS];
 #endif
@@ -119,6 +125,10 @@ typedef struct {
     float *lse, *weights;  /* the weights from the tile's first query on */
     int64_t query, query_end;
     float score_scale;  /* from Q K^T to units of log2 */
+#if DROPOUT
+    Dropout dropout;
+    int64_t pair;  /* sequence * heads + head */
+#endif
 #if PROGRAM
     ProgramHead head;
 #endif
@@ -152,6 +162,10 @@ static Tile find_tile(const ForwardArgs *args, uint64_t index) {
         .query = query,
         .query_end = min64(query + BLOCK_Q, args->q_len),
         .score_scale = args->scale * LOG2E,
+#if DROPOUT
+        .dropout = DROPOUT_OF(args),
+        .pair = head_index,
+#endif
 #if PROGRAM
         .head = {args->side, (int32_t)batch, (int32_t)head, (int32_t)kv_head, args->q_len, args->kv_len},
 #endif
@@ -267,6 +281,10 @@ INLINE void attend(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
     const int64_t skip = begin - block->begin;
     const float magnitude = scale_magnitude(tile->score_scale);
     float *s = scratch->s + lane, *o = scratch->o[panel] + lane, *alpha = scratch->alpha + lane;
+#if DROPOUT
+    for (int x = 0; x < vectors * LANES; x += LANES)
+        draw_kept(KEPT(s) + x, PANEL, &tile->dropout, begin, n, query + x, tile->pair);
+#endif
     softmax_block(s, n, scratch->maximum + panel * PANEL + lane, scratch->sum + panel * PANEL + lane, alpha,
                   PROGRAM_SCORE ? LOG2E : magnitude, vectors);
 #if PROGRAM
@@ -318,6 +336,9 @@ static void finish(const ForwardArgs *args, const Tile *tile, Scratch *scratch, 
         if (tile->lse)
             tile->lse[query + i] = empty || sum == 0 ? -INF : (float)(maximum * MAXIMUM_LN + natural_log(sum));
     }
+#if DROPOUT
+    vf_store(inverse, vf_load(inverse) * vf_set1(tile->dropout.scale));
+#endif
     vf_store(scratch->sum + panel * PANEL + lane, vf_load(inverse));  /* what the weights are multiplied by */
     unpack_output(tile->o + query * args->o_stride[2], args->o_stride[2], rows, scratch->o[panel] + lane,
                   vf_load(inverse), scratch->rows);

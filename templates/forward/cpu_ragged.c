@@ -32,6 +32,7 @@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
+#define DROPOUT @{ dropout }@    /* scores are dropped behind the softmax */
 #define PROGRAM @{ program }@        /* a score program, and what it has */
 #define PROGRAM_MASK @{ program_mask }@
 #define PROGRAM_ANYWHERE @{ program_lists }@  /* the mask may leave out any block, not only those at the ends */
@@ -77,6 +78,11 @@
 <% include "lib/cpu/exp2.h" %>
 <% include "lib/cpu/ragged.h" %>
 <% include "lib/cpu/pack.h" %>
+#if DROPOUT
+<% include "lib/cpu/dropout.h" %>
+/* Behind the scores of a panel, in their places, all ones where one is kept. */
+#define KEPT(scores) ((int32_t *)(scores) + S_ROWS * PANEL)
+#endif
 #if AMX
 <% include "lib/cpu/amx.h" %>
 #else
@@ -99,6 +105,7 @@ _Static_assert(BLOCK_KV % KV_ALIGN == 0, "block_kv must be a multiple of the key
 _Static_assert(!AMX || (UNROLL_Q == 2 && UNROLL_KV == 2), "AMX keeps 2 x 2 tiles");
 _Static_assert(FEW_ROWS <= BLOCK_Q && FEW_BLOCK % LANES == 0, "few rows are rows of a tile, their keys whole vectors");
 _Static_assert(FEW_ROWS == 0 || !(PROGRAM_MASK || PROGRAM_SCORE), "programs change the scores of panels");
+_Static_assert(FEW_ROWS == 0 || !DROPOUT, "weights are dropped in panels");
 
 /* What one thread works in. */
 typedef struct scratch {
@@ -162,6 +169,9 @@ static float finish_row(const Work *w, int64_t i, float maximum, float sum, floa
     maximum = top, empty = sum == 0;
 #else
     (void)sink;
+#endif
+#if DROPOUT
+    inverse *= args->dropout_scale;
 #endif
     if (args->lse) {
         const int64_t at = w->s.lse + query * args->lse_stride[2] + head_of(w, i) * args->lse_stride[1];
@@ -248,6 +258,17 @@ INLINE void attend(const Work *w, Scratch *scratch, const Keys *keys, const Bloc
             for (int x = 0; x < vectors * LANES; x += LANES) vf_store(s + j * PANEL + x, vf_set1(-INF));
         }
 
+#if DROPOUT
+    const Dropout dropout = DROPOUT_OF(w->args);
+    for (int x = 0; x < vectors * LANES; x += LANES) {
+        uint32_t query[LANES], pair[LANES];
+        for (int i = 0; i < LANES; i++) {
+            query[i] = (uint32_t)query_of(w, row + x + i);
+            pair[i] = (uint32_t)(w->tile->b * (int64_t)w->args->heads + head_of(w, row + x + i));
+        }
+        draw_rows(KEPT(s) + x, PANEL, &dropout, begin, n, query, pair);
+    }
+#endif
     softmax_block(s, n, p->maximum + row, p->sum + row, alpha, PROGRAM_SCORE ? LOG2E : magnitude, vectors);
     if (special)
         exact_rows(w, scratch, row, (int)(last - row) + 1, s, o, alpha, keys, begin, skip, n);

@@ -14,6 +14,7 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_RESIDUAL @{ residual }@  // what O lost by rounding, in memory
+#define FT_DROPOUT @{ dropout }@   // scores are dropped behind the softmax
 // Schedule.
 constexpr int kBlockQ = @{ block_q }@;
 constexpr int kBlockKV = @{ block_kv }@;
@@ -22,6 +23,9 @@ constexpr int kThreads = @{ threads }@;
 <% include "lib/cuda/attention/tile.cuh" %>
 #if FT_RESIDUAL
 <% include "lib/cuda/attention/residual.cuh" %>
+#endif
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
 #endif
 #define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
@@ -82,6 +86,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
 
     load_rows<kBlockQ, kHeadDimQK>(q_tile, kPitchQK, q, args.q_stride[2], tile.rows);
 
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(args);
+    const u32 pair = dropout_pair(args, tile.batch, tile.head);
+#endif
     KeyRange live[kRows];
     float m[kRows], l[kRows], o[kRows][kOutColumns], s[kRows][kColumns];
 #pragma unroll
@@ -158,8 +166,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
             for (int j = 0; j < kOutColumns; j++) o[i][j] *= factor;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const float p = expf(s[i][j] - reference);
+                float p = expf(s[i][j] - reference);
                 l[i] += p;
+#if FT_DROPOUT
+                if (!keeps_score(dropout, pair, tile.row + y + kDown * i, n * kBlockKV + x + kAcross * j)) p = 0.0f;
+#endif
                 p_tile[(y + kDown * i) * kPitchP + x + kAcross * j] = p;
             }
         }
@@ -206,6 +217,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
 #pragma unroll
             for (int j = 0; j < kOutColumns; j++) o[i][j] *= less;
         }
+#if FT_DROPOUT
+#pragma unroll
+        for (int j = 0; j < kOutColumns; j++) o[i][j] *= args.dropout_scale;
+#endif
         const bool empty = l[i] == 0.0f;
         const float lse = empty ? -FT_INFINITY : m[i] + logf(l[i]);
         if (row < tile.rows) {

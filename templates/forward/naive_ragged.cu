@@ -15,6 +15,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_DROPOUT @{ dropout }@  // scores are dropped behind the softmax
 constexpr bool kScaled = @{ kv_scaled }@;                 // elements of the store have a scale
 constexpr bool kScalePerToken = @{ kv_scale_per_token }@;  // of their token's own
 constexpr bool kVColumns = @{ v_columns }@;               // tokens of V lie side by side
@@ -25,6 +26,9 @@ constexpr int kThreads = @{ threads }@;
 
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
+#endif
 #define FT_EXACT  // no approximation that only 16-bit elements hide
 <% include "lib/cuda/score/program.cuh" %>
 
@@ -114,6 +118,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
         q_tile[row * kPitchQK + column] = row < tile.rows ? to_float(q[row * args.q_stride[2] + column]) : 0.0f;
     }
 
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(args);
+    const u32 pair = dropout_pair(args, tile.batch, tile.head);
+#endif
     KeyRange live[kRows];
     float m[kRows], l[kRows], o[kRows][kOutColumns], s[kRows][kColumns];
 #pragma unroll
@@ -198,8 +206,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
             for (int j = 0; j < kOutColumns; j++) o[i][j] *= factor;
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                const float p = expf(s[i][j] - reference);
+                float p = expf(s[i][j] - reference);
                 l[i] += p;
+#if FT_DROPOUT
+                if (!keeps_score(dropout, pair, tile.row + y + kDown * i, n * kBlockKV + x + kAcross * j)) p = 0.0f;
+#endif
                 p_tile[(y + kDown * i) * kPitchP + x + kAcross * j] = p;
             }
         }
@@ -253,6 +264,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
 #pragma unroll
             for (int j = 0; j < kOutColumns; j++) o[i][j] *= less;
         }
+#if FT_DROPOUT
+#pragma unroll
+        for (int j = 0; j < kOutColumns; j++) o[i][j] *= args.dropout_scale;
+#endif
         const bool empty = l[i] == 0.0f;
         if (row < tile.rows) {
 #pragma unroll

@@ -13,6 +13,7 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_RESIDUAL @{ residual }@  // what O lost by rounding, in memory
+#define FT_DROPOUT @{ dropout }@   // scores are dropped behind the softmax
 // Schedule.
 constexpr int kWarps = @{ warps }@;
 constexpr int kRowsPerWarp = @{ rows_per_warp }@;
@@ -38,6 +39,9 @@ constexpr bool kAsyncCopies = @{ async_copies }@;    // cp.async
 <% include "lib/cuda/attention/row_tile.cuh" %>
 #if FT_RESIDUAL
 <% include "lib/cuda/attention/residual.cuh" %>
+#endif
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
 #endif
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/attention/far.cuh" %>
@@ -177,6 +181,23 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardArgs& args, 
     }
 }
 
+#if FT_DROPOUT
+// Zeros in the place of dropped probabilities of a block of keys, behind their sum.
+__device__ __forceinline__ void drop_weights(Scores& p, const Dropout& dropout, u32 pair, int warp_row, int key) {
+    const u32 pairs[2] = {pair, pair};
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+        const u32 row = warp_row + i * 16 + threadIdx.x % 32 / 4, rows[2] = {row, row + 8};
+        each_dropout_across<kSTiles>(dropout, u32(key) / 8, rows, pairs, [&](int j, int h, u32 word) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (!keeps_half(dropout, word, e)) p[i][j][2 * h + e] = 0.0f;
+            }
+        });
+    }
+}
+#endif
+
 // Takes the non-finite elements out of a masked block of V (non_finite.cuh); restore_non_finite() puts them back into
 // the outputs of the rows that attend to them. Returns whether any was met.
 __device__ __forceinline__ bool take_out_non_finite(u32 smem_v) {
@@ -230,15 +251,34 @@ __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem
     const ProgramHead head = program_head(args, args, tile);
     const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1];
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRowsPerWarp;
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(args);
+#endif
 #pragma unroll 1
     for (int i = lane; i < kRowsPerWarp * kHeadDimV; i += 32) {
         const int row = first + i / kHeadDimV, column = i % kHeadDimV;
         if (row >= tile.rows) break;  // and not return: every lane must reach the barrier below
         if (kMarkEmpty && is_empty(smem_o, row)) continue;
+#if FT_DROPOUT
+        // What is not finite is asked for alone; times a weight of zero it is NaN.
+        bool is_dropped = false;
+        const auto visible = [&](int key) {
+            const bool seen = program_visible(head, tile.row + row, key);
+            is_dropped |= seen && !keeps_score(dropout, dropout_pair(args, tile.batch, tile.head), tile.row + row, key);
+            return seen;
+        };
+#else
         const auto visible = [&](int key) { return program_visible(head, tile.row + row, key); };
+#endif
         const auto element = [&](int key) { return to_float(v[key * args.v_stride[2] + column]); };
+#if FT_DROPOUT
+        float add =
+            sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args, element, tile.row + row, blocks, visible);
+        if (is_dropped) add = __int_as_float(0x7fc00000);
+#else
         const float add =
             sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args, element, tile.row + row, blocks, visible);
+#endif
         if (add != 0.0f) {
             const u32 at = smem_o + TileV::offset(row, column / 8) + column % 8 * 2;
             store_shared(at, from_float<Element>(to_float(load_shared<Element>(at)) + add));
@@ -323,6 +363,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     OnlineSoftmax<kMTiles, kSTiles, kOTiles, kLazyRescale> softmax;
     softmax.init();
     bool met_non_finite = false;
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(args);
+#endif
 
     // Keys are visited from the last block to the first; block n is step (end - 1 - n) and lives in stage step %
     // kStages.
@@ -395,6 +438,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             change(s, n, masked);
         }
         softmax.step(s, o, c);
+#if FT_DROPOUT
+        drop_weights(s, dropout, dropout_pair(args, tile.batch, tile.head), warp_row, n * kBlockKV);
+#endif
         multiply_pv(o, s, lane_v);
         if (n > blocks.begin) next_k.finish(smem_k);
         stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -439,6 +485,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
                 args.lse[(i64(out_tile.batch) * args.heads + out_tile.head) * args.q_len + out_tile.row + row] =
                     kProgramSink ? sunk.lse : softmax.log_sum_exp(i, h, c);
             }
+#if FT_DROPOUT
+            inverse *= args.dropout_scale;
+#endif
 #pragma unroll
             for (int j = 0; j < kOTiles; j++) {
                 float x = o[i][j][2 * h] * inverse, y = o[i][j][2 * h + 1] * inverse;

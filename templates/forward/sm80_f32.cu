@@ -16,6 +16,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_DROPOUT @{ dropout }@  // scores are dropped behind the softmax
 // TF32 products to one product: three, or one that keeps 11 bits.
 constexpr int kProducts = @{ products }@;
 // Schedule.
@@ -35,6 +36,9 @@ constexpr bool kBlockMajor = @{ block_major }@;
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
+#endif
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/attention/far.cuh" %>
 <% include "lib/cuda/attention/softmax.cuh" %>
@@ -418,6 +422,23 @@ __device__ __forceinline__ void mask_scores(Scores& s, const ForwardArgs& args, 
     }
 }
 
+#if FT_DROPOUT
+// Zeros in the place of dropped probabilities of a block of keys, behind their sum.
+__device__ __forceinline__ void drop_weights(Scores& p, const Dropout& dropout, u32 pair, int warp_row, int key) {
+    const u32 pairs[2] = {pair, pair};
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+        const u32 row = warp_row + i * 16 + threadIdx.x % 32 / 4, rows[2] = {row, row + 8};
+        each_dropout_across<kSTiles>(dropout, u32(key) / 8, rows, pairs, [&](int j, int h, u32 word) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (!keeps_half(dropout, word, e)) p[i][j][2 * h + e] = 0.0f;
+            }
+        });
+    }
+}
+#endif
+
 // Zero times NaN is NaN: takes the non-finite elements out of a masked block of V, so that they cannot reach the rows
 // that do not attend to them. restore_non_finite() puts them back into the outputs of those that do. Returns whether
 // any was met.
@@ -475,6 +496,9 @@ __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem
     const ProgramHead head = program_head(args, args, tile);
     const float* v = (const float*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1];
     float* out = output_rows(args, tile);
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(args);
+#endif
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRowsPerWarp;
 #pragma unroll 1
     for (int i = lane; i < kRowsPerWarp * kHeadDimV; i += 32) {
@@ -483,8 +507,23 @@ __device__ __noinline__ void restore_non_finite(const KernelArgs& args, u32 smem
         if (is_settled(smem, row)) continue;
         float* at = out + row * args.o_stride[2] + column;
         const bool everywhere = !(fabsf(*at) < FT_INFINITY);
+#if FT_DROPOUT
+        // What is not finite is asked for alone; times a weight of zero it is NaN.
+        bool is_dropped = false;
+        const auto visible = [&](int key) {
+            const bool seen = program_visible(head, tile.row + row, key);
+            is_dropped |= seen && !keeps_score(dropout, dropout_pair(args, tile.batch, tile.head), tile.row + row, key);
+            return seen;
+        };
+#else
         const auto visible = [&](int key) { return program_visible(head, tile.row + row, key); };
+#endif
+#if FT_DROPOUT
+        float sum = sum_of_non_finite(args, v + column, tile.row + row, blocks, everywhere, visible);
+        if (is_dropped) sum = __int_as_float(0x7fc00000);
+#else
         const float sum = sum_of_non_finite(args, v + column, tile.row + row, blocks, everywhere, visible);
+#endif
         if (sum != 0.0f) *at = sum;
     }
 }
@@ -564,6 +603,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     Softmax softmax;
     softmax.init();
     bool met_non_finite = false;
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(args);
+#endif
 
     // What has gone to memory: its sums, and the references that they have.
     float gathered_l[kMTiles][2], gathered_m[kMTiles][2];
@@ -672,6 +714,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
             score(s, n, masked);
         }
         softmax.step(s, o, c);
+#if FT_DROPOUT
+        drop_weights(s, dropout, dropout_pair(args, tile.batch, tile.head), warp_row, n * kBlockKV);
+#endif
         multiply_pv(o, s, at.v + stage * kBytesV);
         stage = stage + 1 == kStages ? 0 : stage + 1;
         if ((blocks.end - n) % kSpanBlocks == 0 && n > blocks.begin) gather();
@@ -721,6 +766,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
             if (args.lse != nullptr && lane % 4 == 0 && exists) {
                 args.lse[(i64(out_tile.batch) * args.heads + out_tile.head) * args.q_len + out_tile.row + row] = lse;
             }
+#if FT_DROPOUT
+            inverse *= args.dropout_scale;
+#endif
             each_vector(o[i], h, [&](int column, auto& x) {
                 for (float& each : x) {
                     each = empty ? 0.0f : each * inverse;  // a NaN of V has no part in an empty row

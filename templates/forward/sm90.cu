@@ -14,6 +14,7 @@ constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_RESIDUAL @{ residual }@  // what O lost by rounding, in memory
+#define FT_DROPOUT @{ dropout }@   // scores are dropped behind the softmax
 #define FT_LISTS @{ program_lists }@
 constexpr bool kLists = FT_LISTS;  // tiles visit key blocks by lists, as a score program's mask may leave any of them
 #define FT_DENSE @{ program_dense }@  // of which a tensor of bools by query and key is a part
@@ -58,6 +59,9 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/attention/non_finite.cuh" %>
 #if FT_RESIDUAL
 <% include "lib/cuda/attention/residual.cuh" %>
+#endif
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
 #endif
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>

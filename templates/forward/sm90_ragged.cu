@@ -14,6 +14,7 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_DROPOUT @{ dropout }@  // scores are dropped behind the softmax
 // No mask metadata: the family refuses programs whose masks need stages before the main one.
 #define FT_LISTS 0
 #define FT_RUNS 0
@@ -61,6 +62,9 @@ constexpr int kBytesTable = @{ table_bytes }@;
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/non_finite.cuh" %>
+#if FT_DROPOUT
+<% include "lib/cuda/attention/dropout.cuh" %>
+#endif
 <% include "lib/cuda/score/program.cuh" %>
 <% include "lib/cuda/score/sink.cuh" %>
 <% include "lib/cuda/attention/far.cuh" %>

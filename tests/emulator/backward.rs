@@ -426,7 +426,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
         MaskKind::CAUSAL => Mask::Causal,
         _ => bounded,
     };
-    let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 330, kv_len: 300, mask };
+    let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len: 330, kv_len: 300, mask };
     let found = || -> Result<String, String> {
         let device = Machine::open(&kernel, templates, seed)?;
         device.state.lock().expect("no panic").lost_waves = usize::from(what == "a wave too few");
@@ -440,9 +440,13 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
                     PackedBatch { heads: 6, kv_heads: 3, mask, lengths, unused: 2, spare: 40, wide: [false, true] };
                 BackwardCase::packed(device.clone(), &problem, &batch, &inputs)
             };
-            let report = case.map_err(|e| e.to_string())?.check(&Loaded(kernel)).map_err(|e| e.to_string())?;
-            if !report.passed() {
-                return Ok(report.to_string());
+            // Most faults are seen in the first launch, which takes a third of the time of all three.
+            let case = case.map_err(|e| e.to_string())?;
+            for launches in [1, 2] {
+                let report = case.check_launches(&Loaded(kernel), launches).map_err(|e| e.to_string())?;
+                if !report.passed() {
+                    return Ok(report.to_string());
+                }
             }
         }
         Ok(String::new())

@@ -52,8 +52,8 @@ fn random_kernel(number: u64) -> Kernel {
 #[test]
 fn backward_sm80_kernels() {
     let templates = templates();
-    search_with(16, |number| {
-        try_backward(&random_kernel(number), &templates, setting("EMULATE_CASES").unwrap_or(4), number)
+    search_with(10, |number| {
+        try_backward(&random_kernel(number), &templates, setting("EMULATE_CASES").unwrap_or(3), number)
     });
 }
 

@@ -5,7 +5,7 @@ use crate::side::{Side, side_data};
 use flashtune::codegen::abi::ArgsLayout;
 use flashtune::codegen::score::SideData;
 use flashtune::codegen::{Kernel, StageRole};
-use flashtune::runtime::check::residual_fails;
+use flashtune::runtime::check::{drawn_dropout, dropout_mask, residual_fails};
 use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, e4m3, oracle_of, unfused_rows_in};
 use flashtune::runtime::{Descales, ForwardTensors, TensorView, forward_call};
 use flashtune::{DType, Distribution, HostTensor, Layout, Mask, Shape};
@@ -128,7 +128,8 @@ impl Case {
         let [q, k, v] = &inputs;
         let data = p.program.map_or(SideData::default(), |program| side_data(&program, &shape, self.seed));
         let program = p.program.as_deref().map(|program| (program, &data));
-        let attention = Attention { mask: self.mask, scale, program, sequence: 0 };
+        let dropout = dropout_mask(&p, self.seed);
+        let attention = Attention { mask: self.mask, scale, program, sequence: 0, dropout };
         let mut scales = Vec::new();
         let (rows, unfused) = if p.dtype == DType::E4m3 {
             let units = [p.scales.q, p.scales.k, p.scales.v];
@@ -211,6 +212,15 @@ impl Expected {
         if kernel.problem.residual {
             call = call.with_residual(&view(20, &lost)).map_err(|e| e.to_string())?;
         }
+        let mut state = Vec::new();
+        if let Some((dropout, on_device)) = drawn_dropout(&kernel.problem, case.seed) {
+            let mut dropout = dropout;
+            if let Some(words) = on_device {
+                state = bytemuck::bytes_of(&words).to_vec();
+                (dropout.seed_at, dropout.offset_at) = (address(21, 16), address(21, 16) + 8);
+            }
+            call = call.with_dropout(&dropout).map_err(|e| e.to_string())?;
+        }
         let plan = kernel.plan(&shape).map_err(|e| e.to_string())?;
         let main = *plan.main().ok_or("nothing to launch")?;
         let hopper = plan.tiling.map(|tiling| {
@@ -264,6 +274,9 @@ impl Expected {
         if kernel.problem.residual {
             let bytes = lost.bytes_mut();
             buffers.push(Buffer { address: address(20, bytes.len()), bytes, written: true });
+        }
+        if !state.is_empty() {
+            buffers.push(Buffer { address: address(21, state.len()), bytes: &mut state, written: false });
         }
         emulated.run(&launch, &mut buffers)?;
         *findings = Some(found);

@@ -38,6 +38,7 @@ impl Tensors {
             lse,
             dlse: None,
             residual: None,
+            dropout: Default::default(),
             dq,
             dk,
             dv,

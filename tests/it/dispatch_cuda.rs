@@ -66,15 +66,12 @@ fn strides_that_the_copy_engine_cannot_take_leave_the_tensor_cores_of_sm80() {
     assert!(tunable(Constraint::Strided) && !tunable(Constraint::Unaligned) && !tunable(Constraint::Weights));
 }
 
-/// e4m3 has one other family on Hopper, which no card has run: the strides are told, and how to allow it.
 #[test]
-fn strides_of_e4m3_are_told_beside_the_path_to_allow() {
+fn strides_of_e4m3_leave_mma_sync() {
     let (problem, shape) = call(DType::E4m3);
-    let e = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Constraint::Strided.into());
-    let e = e.map(drop).expect_err("no family that ran").to_string();
-    for words in ["forward/sm89_fp8:e4m3", "forward/sm90_fp8:", "stride", "--allow-path"] {
-        assert!(e.contains(words), "{e}");
-    }
+    let plan = dispatcher("sm_90a", Policy::Default).plan(&problem, &shape, Constraint::Strided.into()).unwrap();
+    assert_eq!(plan.kernel().schedule.family(), Family::ForwardSm89Fp8);
+    assert!(plan.refusals().iter().any(|r| r.what == "forward/sm90_fp8"), "{}", plan.explain());
 }
 
 #[test]

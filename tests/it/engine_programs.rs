@@ -32,7 +32,7 @@ fn check(
     o: &HostTensor,
     lse: &[f32],
 ) {
-    let attention = Attention { mask: s.mask, scale: 0.25, program: Some((program, data)), sequence: 0 };
+    let attention = Attention { mask: s.mask, scale: 0.25, program: Some((program, data)), sequence: 0, dropout: None };
     let rows = all_rows(s);
     let (oracle, unfused) = (oracle_of(q, k, v, &attention, &rows), unfused_rows_of(q, k, v, &attention, &rows));
     let verdict = compare(o, Some(lse), &oracle, &unfused);

@@ -54,6 +54,7 @@ impl Tensors {
             lse: self.lse.as_ptr() as u64,
             dlse: None,
             residual: None,
+            dropout: Default::default(),
             dq,
             dk,
             dv,
@@ -85,7 +86,8 @@ fn gradients_follow_a_forward_pass_of_the_same_engine() {
     assert!(ran.explain().to_string().contains("backward/cpu"), "{}", ran.explain());
     let data = SideData::default().scalar("cap", scalars[0].1);
     let scale = 1.0 / 32f32.sqrt();
-    let attention = Attention { mask: Mask::Causal, scale, program: Some((&program, &data)), sequence: 0 };
+    let attention =
+        Attention { mask: Mask::Causal, scale, program: Some((&program, &data)), sequence: 0, dropout: None };
     let [q, k, v, dout] = &tensors.read;
     let inputs = GradientInputs { q, k, v, dout, dlse: None };
     let (want, unfused) = (oracle_gradients(&inputs, &attention), unfused_gradients(&inputs, &attention));
@@ -193,6 +195,7 @@ fn gradients_of_what_a_program_reads_come_beside() {
         scale: 1.0 / 32f32.sqrt(),
         program: Some((program.kept(), &data)),
         sequence: 0,
+        dropout: None,
     };
     let inputs = GradientInputs { q, k, v, dout, dlse: None };
     for (at, got) in [(0, &by_s[..]), (1, &by_t[..])] {

@@ -131,6 +131,30 @@ fn kernels_with_a_residual_compile_without_spills() {
     compile_all(&kernels, 0);
 }
 
+/// Philox takes registers of its own: what a Hopper step has besides is just left.
+#[test]
+fn kernels_with_dropout_compile_with_few_spills() {
+    if common::nvrtc_or_skip("kernels_with_dropout_compile_with_few_spills").is_none() {
+        return;
+    }
+    let (mut forward, mut backward) = (Vec::new(), Vec::new());
+    for (i, (qk, v)) in [(64, 64), (128, 128), (256, 256), (192, 128)].into_iter().enumerate() {
+        let (dtype, mask) = ([DType::Bf16, DType::F16][i % 2], [MaskKind::FULL, MaskKind::CAUSAL][i % 2]);
+        let problem = Problem::forward_qk_v(dtype, qk, v, mask).expect("legal").with_dropout(true);
+        forward.push(default_kernel(Family::ForwardSm90, problem, arch("sm_90a"), 4096));
+        forward.push(default_kernel(Family::ForwardSm80, problem, arch("sm_80"), 4096));
+        backward.push(default_kernel(Family::BackwardSm90, problem.backward(), arch("sm_90a"), 4096));
+        if i < 2 {
+            backward.push(default_kernel(Family::BackwardSm80, problem.backward(), arch("sm_80"), 4096));
+            forward.push(default_kernel(Family::ForwardNaive, problem, arch("sm_75"), 4096));
+        }
+    }
+    // Of forward/sm80 at head dim 128, which takes 255 registers without.
+    compile_all(&forward, 16);
+    // Of head dim 64, whose steps have 128 queries.
+    compile_all(&backward, 200);
+}
+
 #[test]
 fn plain_backward_kernels_compile_without_spills() {
     if common::nvrtc_or_skip("plain_backward_kernels_compile_without_spills").is_none() {

@@ -64,6 +64,7 @@ fn any_head_dim_gives_attention_and_its_gradients() {
             lse: lse_buffer.address(),
             dlse: None,
             residual: None,
+            dropout: Default::default(),
             dq,
             dk,
             dv,
@@ -94,7 +95,7 @@ fn any_head_dim_gives_attention_and_its_gradients() {
         let unfused = unfused_rows(&read[0], &read[1], &read[2], mask, scale, &rows);
         let verdict = compare(&o, Some(&lse), &exact, &unfused);
         assert!(verdict.passed(), "{dtype} {qk} and {v}: {verdict}");
-        let attention = Attention { mask, scale, program: None, sequence: 0 };
+        let attention = Attention { mask, scale, program: None, sequence: 0, dropout: None };
         let inputs = GradientInputs { q: &read[0], k: &read[1], v: &read[2], dout: &read[3], dlse: None };
         let exact = oracle_gradients(&inputs, &attention);
         let verdict = compare_gradients(written.each_ref(), &exact, &unfused_gradients(&inputs, &attention));

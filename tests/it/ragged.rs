@@ -280,7 +280,7 @@ impl Memory {
             let (heads, kv_heads) = (HEADS as u32, KV_HEADS as u32);
             let shape = Shape { batch: 1, heads, kv_heads, q_len: q_rows, kv_len: kv_rows, mask };
             let [q, k, v] = &self.sequences[b];
-            let attention = Attention { mask, scale: 0.25, program, sequence: b as u32 };
+            let attention = Attention { mask, scale: 0.25, program, sequence: b as u32, dropout: None };
             let rows = all_rows(&shape);
             let (oracle, unfused) =
                 (oracle_of(q, k, v, &attention, &rows), unfused_rows_of(q, k, v, &attention, &rows));

@@ -272,6 +272,10 @@ fn validate(job: &Job, runner: &Runner) -> Result<()> {
     job.problem.validate()?;
     job.shape.validate()?;
     let bad = |field, value: String, limit, remedy| Err(Error::Job { field, value, limit, remedy });
+    if job.problem.dropout {
+        let (limit, remedy) = ("kernels with dropout are not timed", "tune without; calls take default schedules");
+        return bad("dropout", job.problem.to_string(), limit, remedy);
+    }
     let kind = job.shape.mask.kind();
     if kind != job.problem.mask {
         let value = format!("{} for a {} problem", job.shape.mask, job.problem.mask);

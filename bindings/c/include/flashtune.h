@@ -586,6 +586,23 @@ typedef struct flashtune_input {
   double float_value;
 } flashtune_input;
 
+// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition):
+// a backward pass with the same numbers drops the same.
+typedef struct flashtune_dropout {
+  // The probability that a score is dropped, from 0, which drops none, to below 1. Kept weights are multiplied by
+  // 1 / (1 - p); the log-sum-exp is that without dropout.
+  double p;
+  // The seed, to which what `seed_at` points to is added.
+  uint64_t seed;
+  // The offset, to which what `offset_at` points to is added: another one drops other scores.
+  uint64_t offset;
+  // 64 bits in memory of the engine's device, read where the kernel runs, so that a captured graph drops others at
+  // each replay whose memory has changed; or NULL.
+  const uint64_t *seed_at;
+  // The same for the offset.
+  const uint64_t *offset_at;
+} flashtune_dropout;
+
 // The gradients of one forward pass. Fill it with zeros, set `struct_size`, then what is wanted. Mask, scale and
 // program are those of the forward pass.
 typedef struct flashtune_backward_args {
@@ -665,6 +682,8 @@ typedef struct flashtune_backward_args {
   // What O lost when it was rounded, as the forward pass wrote it, bf16 of the shape of O: gradients of rows that
   // attend mostly to one key then have as many digits as others. NULL `data` for none.
   struct flashtune_tensor residual;
+  // That of the forward pass; zeros for none. Not beside `gradients`.
+  struct flashtune_dropout dropout;
 } flashtune_backward_args;
 
 // A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
@@ -811,6 +830,8 @@ typedef struct flashtune_forward_args {
   // What O loses when it is rounded to 16 bits, bf16 of the shape of O, for a backward pass over rows that attend
   // mostly to one key (`residual` of flashtune_backward_args); written unless `data` is NULL. For f16 and bf16.
   struct flashtune_tensor residual;
+  // Which scores are dropped behind the softmax; zeros for none. Not beside `weights`.
+  struct flashtune_dropout dropout;
   // What shares a scale in Q, and the third stride of `q_descale`.
   struct flashtune_descale q_descale_by;
   // The same for K.
@@ -1082,6 +1103,8 @@ typedef struct flashtune_ragged {
   uint64_t inputs_len;
   // sizeof(flashtune_input), unless `inputs_len` is 0.
   uint64_t input_size;
+  // Which scores are dropped behind the softmax, of packed queries and keys; zeros for none.
+  struct flashtune_dropout dropout;
 } flashtune_ragged;
 
 #ifdef __cplusplus

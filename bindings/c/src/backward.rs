@@ -2,9 +2,9 @@
 
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
-use crate::forward::{mask, residual, stream, view};
+use crate::forward::{dropout, mask, residual, stream, view};
 use crate::ragged::{address, int_type, size};
-use crate::types::{EngineHandle, Input, Status, Tensor};
+use crate::types::{Dropout, EngineHandle, Input, Status, Tensor};
 use crate::{input, program};
 use engine::ragged::Ints;
 use engine::{Backward, Packed, SideInputs};
@@ -95,6 +95,8 @@ pub struct BackwardArgs {
     /// What O lost when it was rounded, as the forward pass wrote it, bf16 of the shape of O: gradients of rows that
     /// attend mostly to one key then have as many digits as others. NULL `data` for none.
     pub residual: Tensor,
+    /// That of the forward pass; zeros for none. Not beside `gradients`.
+    pub dropout: Dropout,
 }
 
 /// Computes dQ, dK, dV and what `gradients` asks for on `args->stream` and returns at once (on the CPU when done). The
@@ -181,6 +183,7 @@ fn call(args: &BackwardArgs) -> Result<Backward<'static>> {
         lse: args.lse as usize as u64,
         dlse: (!args.dlse.is_null()).then_some(args.dlse as usize as u64),
         residual: residual(&args.residual)?,
+        dropout: dropout(&args.dropout),
         dq: view("dq", &args.dq)?,
         dk: view("dk", &args.dk)?,
         dv: view("dv", &args.dv)?,

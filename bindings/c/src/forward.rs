@@ -4,8 +4,8 @@ use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
 use crate::prepared::BLOCK_MASKS;
 use crate::types::{
-    self, DescaleKind, Dtype, EngineHandle, FORWARD_EXACT, FORWARD_SCALE, FORWARD_TF32, FORWARD_TF32X3, ForwardArgs,
-    Mask, NO_BLOCK_MASK, Status, Tensor,
+    self, DescaleKind, Dropout, Dtype, EngineHandle, FORWARD_EXACT, FORWARD_SCALE, FORWARD_TF32, FORWARD_TF32X3,
+    ForwardArgs, Mask, NO_BLOCK_MASK, Status, Tensor,
 };
 use crate::{input, program};
 use engine::codegen::Arch;
@@ -170,6 +170,7 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
     Ok(Forward {
         lse,
         residual: residual(&args.residual)?,
+        dropout: dropout(&args.dropout),
         weights: (!args.weights.is_null()).then_some(args.weights as usize as u64),
         mask: mask(args.mask, (args.window_left, args.window_right))?,
         scale,
@@ -182,6 +183,13 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
 /// What O loses by rounding, where a call has it.
 pub(crate) fn residual(tensor: &Tensor) -> Result<Option<TensorView>> {
     if tensor.data.is_null() { Ok(None) } else { view("residual", tensor).map(Some) }
+}
+
+/// Which scores a call drops, in the engine's words, who checks them.
+pub(crate) fn dropout(of: &Dropout) -> engine::Dropout {
+    let Dropout { p, seed, offset, seed_at, offset_at } = *of;
+    let address = |at: *const u64| at as usize as u64;
+    engine::Dropout { p, seed, offset, seed_at: address(seed_at), offset_at: address(offset_at) }
 }
 
 /// The scales of e4m3 operands.

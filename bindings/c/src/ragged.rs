@@ -2,7 +2,7 @@
 
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
-use crate::forward::{dtype, mask, stream};
+use crate::forward::{dropout, dtype, mask, stream};
 use crate::types::{
     EngineHandle, Index, IntType, RAGGED_LSE_EMPTY_POSITIVE, RAGGED_LSE_LOG2, RAGGED_SCALE, RaggedArgs, Scales, Status,
     StoreType,
@@ -85,7 +85,7 @@ unsafe fn with_call(
     let program = unsafe { program::of_call(&args, None)? };
     let scale = scale(&args)?;
     let mask = mask(args.mask, (args.window_left, args.window_right))?;
-    let mut call = Ragged { mask, scale, ..Ragged::new(batch(&args)?) };
+    let mut call = Ragged { mask, scale, dropout: dropout(&args.dropout), ..Ragged::new(batch(&args)?) };
     if let Some((program, inputs)) = &program {
         call = call.with_program(*program, inputs.side());
     }

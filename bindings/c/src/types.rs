@@ -355,6 +355,25 @@ pub struct Descale {
     pub stride: i64,
 }
 
+/// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition):
+/// a backward pass with the same numbers drops the same.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout {
+    /// The probability that a score is dropped, from 0, which drops none, to below 1. Kept weights are multiplied by
+    /// 1 / (1 - p); the log-sum-exp is that without dropout.
+    pub p: f64,
+    /// The seed, to which what `seed_at` points to is added.
+    pub seed: u64,
+    /// The offset, to which what `offset_at` points to is added: another one drops other scores.
+    pub offset: u64,
+    /// 64 bits in memory of the engine's device, read where the kernel runs, so that a captured graph drops others at
+    /// each replay whose memory has changed; or NULL.
+    pub seed_at: *const u64,
+    /// The same for the offset.
+    pub offset_at: *const u64,
+}
+
 /// One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -418,6 +437,8 @@ pub struct ForwardArgs {
     /// What O loses when it is rounded to 16 bits, bf16 of the shape of O, for a backward pass over rows that attend
     /// mostly to one key (`residual` of flashtune_backward_args); written unless `data` is NULL. For f16 and bf16.
     pub residual: Tensor,
+    /// Which scores are dropped behind the softmax; zeros for none. Not beside `weights`.
+    pub dropout: Dropout,
     /// What shares a scale in Q, and the third stride of `q_descale`.
     pub q_descale_by: Descale,
     /// The same for K.
@@ -613,6 +634,8 @@ pub struct RaggedArgs {
     pub inputs_len: u64,
     /// sizeof(flashtune_input), unless `inputs_len` is 0.
     pub input_size: u64,
+    /// Which scores are dropped behind the softmax, of packed queries and keys; zeros for none.
+    pub dropout: Dropout,
 }
 
 /// A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.

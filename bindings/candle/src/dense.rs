@@ -185,6 +185,7 @@ impl Op {
                 lse: operands[5].address(),
                 dlse: None,
                 residual: None,
+                dropout: Default::default(),
                 dq: written[0].bshd("dq")?,
                 dk: written[1].bshd("dk")?,
                 dv: written[2].bshd("dv")?,

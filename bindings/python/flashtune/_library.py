@@ -46,7 +46,9 @@ WEIGHTS = struct.Struct("=Q")
 DESCALES = struct.Struct("=QQQ6q")
 # And behind that, as behind the gradients of flashtune_backward_args, what O loses by rounding: a tensor as above.
 TENSOR = struct.Struct("=Q4q4qii")
-# And behind that what shares a scale in e4m3 operands: kind, rows, and the third stride of each.
+# And behind that, of both, dropout: the probability, a seed, an offset, and addresses of what is added to them.
+DROPOUT = struct.Struct("=dQQQQ")
+# And behind that, of a forward pass, what shares a scale in e4m3 operands: kind, rows, and the third stride of each.
 DESCALES_BY = struct.Struct("=" + 3 * "iiq")
 DESCALE_HEAD, DESCALE_TOKEN, DESCALE_BLOCK, DESCALE_CHANNEL = range(4)
 # flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right,
@@ -108,7 +110,8 @@ class Options(ctypes.Structure):
 def _fields(text):
     """Fields of a C structure: lines of a type and of names, each with its number of elements if it is an array."""
     c = ctypes
-    types = {"u32": c.c_uint32, "i32": c.c_int32, "i64": c.c_int64, "ptr": c.c_uint64, "f32": c.c_float}
+    types = {"u32": c.c_uint32, "i32": c.c_int32, "i64": c.c_int64, "u64": c.c_uint64, "ptr": c.c_uint64}
+    types |= {"f32": c.c_float, "f64": c.c_double}
     fields = []
     for line in text.strip().splitlines():
         kind, *names = line.split()
@@ -144,6 +147,9 @@ class Ragged(ctypes.Structure):
         i32 mask
         f32 softmax_scale
         ptr mask_program score_program sink_program inputs inputs_len input_size
+        f64 dropout_p
+        u64 dropout_seed dropout_offset
+        ptr dropout_seed_at dropout_offset_at
     """)
 
 

@@ -26,7 +26,7 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, **dict.
 _NEUTRAL = {
     "qv": (None, "queries for latent values are not computed; expand V to heads (a head dim of at most 256)"),
     "q_v": (None, "queries for latent values are not computed; expand V to heads (a head dim of at most 256)"),
-    "dropout_p": (0, "there is no dropout; pass 0.0"),
+    "dropout_p": (0, "decoding drops nothing; pass 0.0"),
     "attention_chunk": (0, "chunks are no argument here; use window_size, or flashtune.attention with a mask program"),
     "sm_margin": (0, "kernels run on all multiprocessors; pass 0"),
     "return_attn_probs": (False, "probabilities are never stored; pass return_softmax_lse=True for the log-sum-exp"),
@@ -82,6 +82,7 @@ class Call:
         self.length_type = self.length_name = None
         # What to remember the call by, if it is one that may come again.
         self.repeated = None
+        self.dropout = None
 
     def kept(self, t):
         self.keeps.append(t)
@@ -421,10 +422,14 @@ class Call:
             for field, value in zip(fields, abi.PROGRAM_ARGS.unpack(packed)):
                 setattr(args, field, value)
             self.keeps += kept
+        if self.dropout is not None:
+            names = "dropout_p dropout_seed dropout_offset dropout_seed_at dropout_offset_at".split()
+            for field, value in zip(names, abi.DROPOUT.unpack(self.dropout.pack(tensors, self.device))):
+                setattr(args, field, value)
         status = abi.library().flashtune_forward_ragged(self.engine._handle, args, tensors.stream(self.device))
         abi.require(status)
         _engine._last = self.engine
-        if self.repeated is not None and program is None and not self.keeps:
+        if self.repeated is not None and program is None and self.dropout is None and not self.keeps:
             self.repeated.remember(args, out, lse)
         return out if lse is None else (out, lse)
 

@@ -12,6 +12,7 @@ import threading
 
 from . import _dlpack
 from . import _library as abi
+from ._dropout import of_call, with_state
 from ._programs import Program, pack_gradients
 from ._tensors import _of_type, adapter, foreign
 from .block_mask import BlockMask, handle_of
@@ -23,6 +24,11 @@ from .errors import EngineClosed, InvalidArgument, InvalidTensor
 _MOST_CALLS = 256
 # Behind what a repeated backward pass packs anew: window, mask, scale and a program come before packed sequences.
 _PACKED_AT = abi.BACKWARD_ARGS.size - abi.BACKWARD_AGAIN.size + abi.PROGRAM_ARGS.size
+# Where dropout is behind what every call packs.
+_FORWARD_DROPOUT_AT = sum(
+    part.size for part in (abi.PROGRAM_ARGS, abi.BLOCK_MASK, abi.WEIGHTS, abi.DESCALES, abi.TENSOR)
+)
+_DROPOUT_AT = abi.PROGRAM_ARGS.size + abi.BACKWARD_PACKED.size + abi.GRADIENTS.size + abi.TENSOR.size
 
 
 class Engine:
@@ -123,6 +129,9 @@ class Engine:
         k_descale=None,
         v_descale=None,
         descale_rows=1,
+        dropout_p=0.0,
+        rng_state=None,
+        return_rng_state=False,
     ):
         """Attention of ``q`` over ``k`` and ``v``: what :func:`flash_attn_func` computes, on this engine.
 
@@ -134,7 +143,8 @@ class Engine:
         one, which keep float32's error; ``"tf32"``, by one, which keeps 11 bits. The last two are refused for other
         dtypes, on the CPU and on GPUs before sm_80. ``None`` is ``"tf32x3"`` where a GPU has that, and ``"exact"``
         elsewhere, where weights are returned, and in calls that take part in autograd.
-        q_descale, k_descale, v_descale, descale_rows: as :func:`flash_attn_func` takes them.
+        q_descale, k_descale, v_descale, descale_rows, dropout_p, rng_state, return_rng_state: as
+        :func:`flash_attn_func` takes them.
         """
         if type(q) not in _of_type and foreign(q):
             return _dlpack.through(Engine.forward, locals())
@@ -145,11 +155,15 @@ class Engine:
             program = Program(mask, score, sink, tensors)
         kind, left, right = mask_of(causal, window)
         bshd = layout == "bshd"
-        return self._attend(
-            adapter(q), q, k, v, bshd, kind, left, right, scale, return_lse, out,
+        tensors_of, dropout = adapter(q), None
+        if dropout_p or return_rng_state:
+            dropout = of_call(tensors_of, q, dropout_p, rng_state)
+        found = self._attend(
+            tensors_of, q, k, v, bshd, kind, left, right, scale, return_lse, out,
             program=program, block_mask=block_mask, return_weights=return_weights, precision=precision,
-            descales=(q_descale, k_descale, v_descale), descale_rows=descale_rows,
+            descales=(q_descale, k_descale, v_descale), descale_rows=descale_rows, dropout=dropout,
         )  # fmt: skip
+        return with_state(found, dropout) if return_rng_state else found
 
     def quantise(
         self, q=None, k=None, v=None, *, scales="head", block_rows=128, subtract_mean=False, hadamard=False,
@@ -191,6 +205,7 @@ class Engine:
         descales=(None, None, None),
         descale_rows=1,
         residual=False,
+        dropout=None,
     ):
         """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
         PyTorch's causal mask; without ``grouped`` all tensors must have as many heads. With ``residual`` what O loses
@@ -204,7 +219,7 @@ class Engine:
         key = None
         scaled = any(scales is not None for scales in descales)
         plain = program is None and block_mask is None and out is None and not return_weights
-        plain = plain and not scaled and not residual
+        plain = plain and not scaled and not residual and dropout is None
         if plain and (scale is None or type(scale) is float):
             try:
                 forms = tensors.forms(q, k, v)
@@ -267,9 +282,10 @@ class Engine:
             lost = _empty_residual(tensors, tuple(out.shape), q)
             before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size + abi.DESCALES.size
             more = more.ljust(before, b"\0") + abi.TENSOR.pack(*tensors.describe("residual", lost, bshd))
+        if dropout is not None:
+            more = more.ljust(_FORWARD_DROPOUT_AT, b"\0") + dropout.pack(tensors, device)
         if scaled and by is not None:
-            before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size + abi.DESCALES.size
-            more = more.ljust(before + abi.TENSOR.size, b"\0") + by
+            more = more.ljust(_FORWARD_DROPOUT_AT + abi.DROPOUT.size, b"\0") + by
         try:
             flags = abi.PRECISIONS[precision]
         except (KeyError, TypeError):
@@ -344,7 +360,7 @@ class Engine:
 
     def _gradients(
         self, tensors, dout, q, k, v, out, lse, dlse, bshd, mask, left, right, scale, into, program, run=True,
-        packed=None, needs=(), key=None, residual=None,
+        packed=None, needs=(), key=None, residual=None, dropout=None,
     ):  # fmt: skip
         """dQ, dK and dV, and with names in ``needs`` a dict of the gradients of these, too. ``mask``, ``left`` and
         ``right`` are the header's; without ``run`` all but the launch. ``packed`` is the end of the arguments that
@@ -358,6 +374,7 @@ class Engine:
             )
         given_into = into is not None
         plain = not given_into and program is None and packed is None and run and not needs and residual is None
+        plain = plain and dropout is None
         if plain and (scale is None or type(scale) is float):
             forms = tensors.forms_of((q, k, v, dout, out, lse, dlse))
             if forms is not None:
@@ -400,7 +417,7 @@ class Engine:
         rows.append(0 if dlse is None else _rows("dlse", dlse, shape, tensors, device))
         more, _kept = (bytes(abi.PROGRAM_ARGS.size), None) if program is None else program.pack(tensors, device)
         by_name, _kept_too = pack_gradients(read, tensors, device)
-        if packed is not None or by_name or residual is not None:
+        if packed is not None or by_name or residual is not None or dropout is not None:
             more += packed or bytes(abi.BACKWARD_PACKED.size)
         more += by_name
         if residual is not None:
@@ -410,6 +427,8 @@ class Engine:
             lost = tensors.describe("residual", whole("residual", residual), bshd)
             more = more if by_name else more + bytes(abi.GRADIENTS.size)
             more += abi.TENSOR.pack(*lost)
+        if dropout is not None:
+            more = more.ljust(_DROPOUT_AT, b"\0") + dropout.pack(tensors, device)
         views = [described[one] for one in ("dout", "q", "k", "v", "out")] + written
         try:
             args = abi.BACKWARD_ARGS.pack(

@@ -9,6 +9,7 @@ import sys
 from . import _dlpack, _memo
 from . import _library as abi
 from . import engine as _engine
+from ._dropout import of_call, with_state
 from ._programs import Program
 from ._tensors import _of_type, adapter, foreign
 from .block_mask import first_tensor
@@ -35,6 +36,9 @@ def flash_attn_func(
     v_descale=None,
     precise=False,
     return_residual=False,
+    dropout_p=0.0,
+    rng_state=None,
+    return_rng_state=False,
     descale_rows=1,
 ):
     """Attention in flash-attention's layout. Tensors of PyTorch that ask for gradients get them.
@@ -62,6 +66,12 @@ def flash_attn_func(
         output, and time to write and read it.
     return_residual: what the output loses by rounding as the last result, bfloat16 of its shape, for
         :func:`flash_attn_backward`.
+    dropout_p: the probability that a weight is dropped behind the softmax, from 0.0 to below 1.0; others are multiplied
+        by ``1 / (1 - dropout_p)``, and the log-sum-exp is that of all. Which are is decided by the places of query,
+        key, head and sequence, the seed and the offset alone (``docs/reference.md``).
+    rng_state: int64 ``[seed, offset]`` on the device of q, or a pair of numbers; drawn by the default generator of that
+        device when not given, so that ``torch.manual_seed`` and captured graphs mean what they mean to PyTorch.
+    return_rng_state: the state as the last result, for :func:`flash_attn_backward`; None where nothing is dropped.
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the
     log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
     """
@@ -72,7 +82,7 @@ def flash_attn_func(
         window_size is _ALL and alibi_slopes is None and (causal is True or causal is False) and deterministic is True
         and type(softcap) is float and softcap == 0.0
         and q_descale is None and k_descale is None and v_descale is None
-        and not precise and not return_residual
+        and not precise and not return_residual and not dropout_p and not return_rng_state
     ):  # fmt: skip
         found = _like_before(q, k, v, True, abi.CAUSAL if causal else abi.FULL, softmax_scale, return_lse)
         if found is not None:
@@ -82,19 +92,22 @@ def flash_attn_func(
     tensors = adapter(q)
     mask, left, right = mask_of(causal, window_size)
     descales = (q_descale, k_descale, v_descale)
+    dropout = of_call(tensors, q, dropout_p, rng_state)
     if tensors.by_operator(q, k, v, program):
         if any(scales is not None for scales in descales):
             raise Unsupported(
                 "q_descale, k_descale and v_descale are for calls without gradients and tracing; make one so"
             )
-        return tensors.operators.attend(
+        found = tensors.operators.attend(
             q, k, v, True, mask, left, right, softmax_scale, return_lse, program, precise=precise,
-            return_residual=return_residual,
+            return_residual=return_residual, dropout=dropout,
         )  # fmt: skip
-    return _default(tensors, q)._attend(
-        tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales,
-        descale_rows=descale_rows, residual=return_residual,
-    )  # fmt: skip
+    else:
+        found = _default(tensors, q)._attend(
+            tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales,
+            descale_rows=descale_rows, residual=return_residual, dropout=dropout,
+        )  # fmt: skip
+    return with_state(found, dropout) if return_rng_state else found
 
 
 def _like_before(q, k, v, bshd, mask, scale, return_lse, top_left=False, grouped=True):
@@ -186,6 +199,9 @@ def attention(
     return_weights=False,
     precise=False,
     return_residual=False,
+    dropout_p=0.0,
+    rng_state=None,
+    return_rng_state=False,
 ):
     """Attention with any mask and any change of the scores, compiled into the kernel.
 
@@ -206,6 +222,8 @@ def attention(
         and a GPU computes such calls by a plain kernel: for inspection, not for speed.
     precise, return_residual: as :func:`flash_attn_func` takes them; the residual comes before the weights, for
         :func:`attention_backward`.
+    dropout_p, rng_state, return_rng_state: as :func:`flash_attn_func` takes them, the state as the last result; not
+        with return_weights, and not where gradients of ``tensors`` are wanted.
     """
     if type(query) not in _of_type and foreign(query):
         return _dlpack.through(attention, locals())
@@ -214,16 +232,18 @@ def attention(
     if all(text is None for text in program.texts):
         program = None
     grouped = bool(enable_gqa)
+    dropout = of_call(adapted, query, dropout_p, rng_state)
     if adapted.by_operator(query, key, value, program):
         refuse_weights(return_weights)
-        return adapted.operators.attend(
+        found = adapted.operators.attend(
             query, key, value, False, abi.FULL, 0, 0, scale, return_lse, program, block_mask, grouped,
-            precise=precise, return_residual=return_residual,
+            precise=precise, return_residual=return_residual, dropout=dropout,
         )  # fmt: skip
+        return with_state(found, dropout) if return_rng_state else found
     engine = _default(adapted, query)
     if block_mask is None and not return_weights:
         program, block_mask = _kept(program, adapted, engine, query, key)
-    return engine._attend(
+    found = engine._attend(
         adapted,
         query,
         key,
@@ -239,7 +259,9 @@ def attention(
         block_mask=block_mask,
         return_weights=return_weights,
         residual=return_residual,
+        dropout=dropout,
     )
+    return with_state(found, dropout) if return_rng_state else found
 
 
 def refuse_weights(return_weights):
@@ -300,6 +322,7 @@ def scaled_dot_product_attention(
     query: ``[batch, heads, q_len, head_dim]``; key: ``[batch, heads, kv_len, head_dim]``; value: ``[batch, heads,
     kv_len, head_dim_v]``; with ``enable_gqa`` key and value may have fewer heads. Gives ``[batch, heads, q_len,
     head_dim_v]``.
+    dropout_p: as PyTorch has it, from 0.0 to below 1.0: which weights are dropped, :func:`flash_attn_func` says.
     is_causal: as PyTorch has it, query ``i`` sees keys 0 to ``i``, also where q_len and kv_len differ
     (:func:`flash_attn_func` aligns the last query with the last key instead).
     attn_mask: ``[..., q_len, kv_len]`` with up to four axes, any of length 1: True for the keys that a query sees, or
@@ -314,27 +337,27 @@ def scaled_dot_product_attention(
         found = sdpa_like_before(query, key, value, is_causal, scale, enable_gqa)
         if found is not None:
             return found
-    if dropout_p:
-        raise Unsupported(f"dropout_p is {dropout_p}; there is no dropout, pass 0.0")
     return sdpa_call(
-        query, key, value, attn_mask, bool(is_causal), scale, bool(enable_gqa), return_weights=return_weights
-    )
+        query, key, value, attn_mask, bool(is_causal), scale, bool(enable_gqa), return_weights=return_weights,
+        dropout_p=dropout_p,
+    )  # fmt: skip
 
 
-def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="", return_weights=False):
+def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="", return_weights=False, dropout_p=0.0):
     """:func:`scaled_dot_product_attention`; ``caller`` is counted as its caller where it is not empty."""
     program = None if attn_mask is None else _masked(attn_mask, top_left, query)
     tensors = adapter(query)
     if return_weights and top_left and query.shape[2] != key.shape[2]:
         # As a program, so that keys behind the last query have their zeros: the window of this mask leaves them out.
         program, top_left = Program("kv <= q"), False
+    dropout = of_call(tensors, query, dropout_p, None)
     if tensors.by_operator(query, key, value, program):
         refuse_weights(return_weights)
         kind, left, right = abi.FULL, 0, 0
         if top_left:
             kind, left, right, key, value = top_left_sliced(query.shape[2], key, value)
         return tensors.operators.attend(
-            query, key, value, False, kind, left, right, scale, False, program, None, grouped, caller
+            query, key, value, False, kind, left, right, scale, False, program, None, grouped, caller, dropout=dropout
         )
     engine, block_mask = _default(tensors, query), None
     if not return_weights:
@@ -355,6 +378,7 @@ def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="",
         program=program,
         block_mask=block_mask,
         return_weights=return_weights,
+        dropout=dropout,
     )
     if caller:
         tensors.operators.count(engine.device)

@@ -5,6 +5,7 @@ The same call gives the same bytes.
 """
 
 from . import _library as abi
+from ._dropout import of_backward
 from ._programs import Program
 from ._repeated import plain_key
 from ._serving_call import Call, window_of
@@ -30,6 +31,8 @@ def flash_attn_backward(
     dlse=None,
     into=None,
     residual=None,
+    dropout_p=0.0,
+    rng_state=None,
 ):
     """dQ, dK and dV of :func:`flash_attn_func`.
 
@@ -42,6 +45,7 @@ def flash_attn_backward(
     into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
     residual: what out lost by rounding, as the forward pass gave it with ``return_residual``: rows that attend mostly
         to one key then have gradients with the digits of others.
+    dropout_p, rng_state: those of the forward pass, which gives the state by ``return_rng_state``.
     Gives ``(dq, dk, dv)``. With fewer heads than q, k and v get the sums over the query heads that share them. Queries
     that see no key, and keys that no query sees, get zeros.
     """
@@ -52,7 +56,7 @@ def flash_attn_backward(
     engine = _default(tensors, q)
     return engine._gradients(
         tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
-        residual=residual,
+        residual=residual, dropout=of_backward(dropout_p, rng_state),
     )  # fmt: skip
 
 
@@ -80,6 +84,8 @@ def flash_attn_varlen_backward(
     seqused_k=None,
     s_aux=None,
     residual=None,
+    dropout_p=0.0,
+    rng_state=None,
 ):
     """dQ, dK and dV of :func:`flash_attn_varlen_func` over packed keys.
 
@@ -93,6 +99,7 @@ def flash_attn_varlen_backward(
     dlse: the loss's gradient by softmax_lse, of its shape, where it depends on that.
     into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
     residual: what out lost by rounding, bfloat16 of its shape, where a forward pass of the caller's wrote it.
+    dropout_p, rng_state: those of the forward pass, which gives the state by ``return_rng_state``.
     Gives ``(dq, dk, dv)``. Queries that see no key, and keys that no query sees, get zeros. Rows of no sequence, and
     those that are not used, are 0 in new tensors and stay as they are in those of ``into``.
     """
@@ -101,7 +108,8 @@ def flash_attn_varlen_backward(
     if cu_seqlens_q is None:
         raise InvalidArgument("cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows")
     key = None
-    if into is None and program is None and residual is None:
+    dropout = of_backward(dropout_p, rng_state)
+    if into is None and program is None and residual is None and dropout is None:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         given = q, k, v, dout, out, softmax_lse, dlse, *lengths
         key = plain_key(adapter(q), given, softmax_scale, causal, window_size, (max_seqlen_q, max_seqlen_k))
@@ -115,7 +123,7 @@ def flash_attn_varlen_backward(
     kind, left, right = mask_of(causal, window_of(window_size))
     return call.engine._gradients(
         call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
-        packed=call.of_gradients(), key=key, residual=residual,
+        packed=call.of_gradients(), key=key, residual=residual, dropout=dropout,
     )  # fmt: skip
 
 
@@ -151,6 +159,8 @@ def attention_backward(
     dlse=None,
     into=None,
     residual=None,
+    dropout_p=0.0,
+    rng_state=None,
 ):
     """dQ, dK and dV of :func:`attention`, whose derivatives by the score are taken of any program. At a kink they are
     PyTorch's: 0 for ``abs`` at 0, half to each of equals in ``min`` and ``max``, all to what ``clamp`` bounds.
@@ -159,7 +169,7 @@ def attention_backward(
     mask, score, sink, tensors, scale: as in the forward pass.
     needs: names in ``tensors`` of float tensors, and of numbers that the program takes as floats, whose gradients are
     wanted too. Of a tensor that is broadcast each element gets the sum over all scores (or sinks) that read it.
-    dlse, residual: as in :func:`flash_attn_backward`.
+    dlse, residual, dropout_p, rng_state: as in :func:`flash_attn_backward`; no dropout beside ``needs``.
     into: memory for ``(dq, dk, dv)``, and with ``needs`` as fourth a dict from names to memory of the tensors' shapes
     (of no axis for numbers), float16, bfloat16 or float32 whatever the tensor is. It must not overlap anything else.
     Gives ``(dq, dk, dv)``; with ``needs`` ``(dq, dk, dv, gradients)``, a dict from names to gradients, of the tensors'
@@ -174,5 +184,5 @@ def attention_backward(
     engine = _default(adapted, query)
     return engine._gradients(
         adapted, dout, query, key, value, out, lse, dlse, False, abi.FULL, 0, 0, scale, into, program,
-        needs=list(needs), residual=residual,
+        needs=list(needs), residual=residual, dropout=of_backward(dropout_p, rng_state),
     )  # fmt: skip

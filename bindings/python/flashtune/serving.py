@@ -9,6 +9,7 @@ import numbers
 
 from . import _dlpack, _repeated
 from . import _library as abi
+from ._dropout import of_call, with_state
 from ._serving_call import Call, Step, bound, check, one_of, require_writeable, window_of
 from ._tensors import _of_type, adapter, foreign
 from .engine import mask_of
@@ -78,6 +79,9 @@ def flash_attn_varlen_func(
     s_aux=None,
     learnable_sink=None,
     precise=False,
+    dropout_p=0.0,
+    rng_state=None,
+    return_rng_state=False,
     **others,
 ):
     """Attention of packed sequences over packed keys or over pages.
@@ -101,6 +105,8 @@ def flash_attn_varlen_func(
     Gives ``[total_q, heads, head_dim_v]``, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[heads,
     total_q]``. A row that sees no key gives 0 and -inf.
     precise: refused: calls of dense tensors have it.
+    dropout_p, rng_state, return_rng_state: as in :func:`flash_attn_func`, over packed keys alone. Queries and keys are
+        counted inside of their sequence, sequences by their place in ``cu_seqlens_q``.
     With packed keys and without ``out`` it has gradients of q, k and v in PyTorch's autograd.
     """
     if type(q) not in _of_type and foreign(q):
@@ -112,34 +118,38 @@ def flash_attn_varlen_func(
         )
     table = one_of("block_table", block_table, "page_table", page_table)
     tensors = adapter(q)
+    dropout = of_call(tensors, q, dropout_p, rng_state)
     sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
     scales = q_descale, k_descale, v_descale, k_scale, v_scale
     if table is None and out is None and all(scale is None for scale in scales) and tensors.by_operator(q, k, v):
         check(scheduler_metadata, num_splits, others)
         step = scheduler_metadata or Step(None, None, 0, 0)
-        return tensors.varlen(
+        found = tensors.varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k,
             step.max_seqlen_q if max_seqlen_q is None else max_seqlen_q,
             step.max_seqlen_k if max_seqlen_k is None else max_seqlen_k,
             seqused_q, seqused_k, softmax_scale, causal, window_of(window_size), softcap, alibi_slopes, sinks,
-            return_softmax_lse,
+            return_softmax_lse, dropout,
         )  # fmt: skip
-    return varlen(
+        return with_state(found, dropout) if return_rng_state else found
+    found = varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
         causal, window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table, out, scales, scheduler_metadata,
-        num_splits, others,
+        num_splits, others, dropout,
     )  # fmt: skip
+    return with_state(found, dropout) if return_rng_state else found
 
 
 def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
     window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 5, step=None,
-    num_splits=0, others=(),
+    num_splits=0, others=(), dropout=None,
 ):  # fmt: skip
     """The call, the short way where one like it has been made."""
     repeated = None
     _, k_descale, v_descale, k_scale, v_scale = scales
     plain = alibi_slopes is None and sinks is None and out is None and not others and num_splits in (None, 0, 1)
+    plain = plain and dropout is None
     if plain and scales[0] is None and k_scale is None and v_scale is None and _is_step(step) and _is_none(softcap):
         given = [("q", q), ("k", k), ("v", v), ("q_begin", cu_seqlens_q), ("q_lengths", seqused_q)]
         given += [("kv_lengths", seqused_k), ("k_scale", k_descale), ("v_scale", v_descale), ("k_table", table)]
@@ -152,7 +162,7 @@ def varlen(
         if repeated is not None and (found := repeated.run()) is not None:
             return found
     call = Call(q, k, v, step, num_splits, others or {})
-    call.repeated = repeated
+    call.repeated, call.dropout = repeated, dropout
     return _varlen(
         call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
         causal, window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table, out, scales,

@@ -221,8 +221,6 @@ def ftune_attention(
 ):
     """A layer's attention: query ``[batch, heads, q_len, head_dim]``, key and value with their own number of heads. Gives
     ``[batch, q_len, heads, head_dim_v]`` and no weights. What is not computed raises :class:`Unsupported`."""
-    if dropout:
-        raise Unsupported(f"attention dropout is {dropout}, and there is no dropout; set attention_dropout of the config to 0")
     if cache is not None:
         raise Unsupported("continuous batching passes a paged cache, which 'ftune' does not read; use generate()")
     if kwargs.get("output_attentions"):
@@ -232,7 +230,9 @@ def ftune_attention(
         is_causal = getattr(module, "is_causal", True)
     first = attention_mask is None and is_causal and query.shape[2] > 1
     if first and softcap is None and s_aux is None and position_bias is None:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
+        )
         return out.transpose(1, 2).contiguous(), None
     mask, score, sink, tensors = "kv <= q" if first else None, "score", None, {}
     if isinstance(attention_mask, Mask):
@@ -253,7 +253,8 @@ def ftune_attention(
         sink, tensors["sinks"] = "sinks[h]", s_aux.reshape(-1)
     score = None if score == "score" else score
     out = attention(
-        query, key, value, mask=mask, score=score, sink=sink, tensors=tensors, scale=scaling, enable_gqa=True
+        query, key, value, mask=mask, score=score, sink=sink, tensors=tensors, scale=scaling, enable_gqa=True,
+        dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
 

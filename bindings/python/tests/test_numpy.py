@@ -275,7 +275,7 @@ class BadInput(unittest.TestCase):
         # Added to the scores, as floats are, zeros and ones would be no mask.
         self.refused(unsupported, "attn_mask is int32", q, k, v, sdpa, attn_mask=np.ones((8, 8), np.int32))
         self.refused(flashtune.InvalidTensor, "attn_mask is a list", q, k, v, sdpa, attn_mask=[[True]])
-        self.refused(unsupported, "dropout", q, k, v, sdpa, dropout_p=0.1)
+        self.refused(argument, "dropout_p is 1.0", q, k, v, sdpa, dropout_p=1.0)
         self.refused(flashtune.InvalidTensor, "enable_gqa", q, k[:, :4], v[:, :4], sdpa)
         self.refused(flashtune.InvalidTensor, "NoneType", q, None, v, sdpa)
         forward = flashtune.default_engine("cpu").forward

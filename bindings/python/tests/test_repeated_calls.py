@@ -238,8 +238,8 @@ class RepeatedTorch(unittest.TestCase):
             ):  # fmt: skip
                 with self.assertRaisesRegex(AssertionError, "the long way"):
                     sdpa(q, k, k, **options)
-        with self.assertRaisesRegex(flashtune.Unsupported, "dropout_p is 0.5"):
-            sdpa(x, longer, longer, dropout_p=0.5, is_causal=True)
+        with self.assertRaisesRegex(flashtune.Unsupported, "dropout_p is 1.0"):
+            sdpa(x, longer, longer, dropout_p=1.0, is_causal=True)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             sdpa(x, longer, longer, is_causal=True)
         self.assertEqual(flashtune.torch.counters()["served"]["cpu"], served + 1)

@@ -127,8 +127,8 @@ class Models(unittest.TestCase):
         ids, _ = self.inputs()
         model = self.model("Llama", attention_dropout=0.1).train()
         model.set_attn_implementation("ftune")
-        with self.assertRaisesRegex(flashtune.Unsupported, "dropout"):
-            model(ids)
+        self.assertTrue(torch.isfinite(model(ids).logits).all())
+        self.assertIn("dropout", flashtune.explain())
         with self.assertRaisesRegex(flashtune.Unsupported, "weights"):
             model.eval()(ids, output_attentions=True)
 

@@ -263,6 +263,7 @@ pub fn run(
             lse: lse.address(),
             dlse: None,
             residual,
+            dropout: Default::default(),
             dq: dq.view,
             dk: dk.view,
             dv: dv.view,

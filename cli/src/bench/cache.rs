@@ -184,7 +184,8 @@ impl Inputs {
         let shape =
             Shape { batch: 1, heads: group as u32, kv_heads: 1, q_len: rows, kv_len: sources.len() as u32, mask };
         let ids = sample_rows(&shape, CHECKED_ROWS, 1);
-        let attention = Attention { mask, scale: 1.0 / (head_dim as f32).sqrt(), program: None, sequence: 0 };
+        let attention =
+            Attention { mask, scale: 1.0 / (head_dim as f32).sqrt(), program: None, sequence: 0, dropout: None };
         let exact = oracle_of(&q, &k, &v, &attention, &ids);
         compare(&o, None, &exact, &unfused_rows_of(&q, &k, &v, &attention, &ids))
     }

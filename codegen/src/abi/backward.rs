@@ -93,6 +93,18 @@ arguments! {
         pub residual: u64 as "const void*",
         /// Strides of it: batch, head, row.
         pub residual_stride: [i64; 3],
+        /// As `ForwardArgs.dropout_threshold`, and those that follow as theirs: what the forward pass had.
+        pub dropout_threshold: u32,
+        /// What kept weights are multiplied by.
+        pub dropout_scale: f32,
+        /// The seed, to which what lies at `dropout_seed_at` is added.
+        pub dropout_seed: u64,
+        /// The offset, to which what lies at `dropout_offset_at` is added.
+        pub dropout_offset: u64,
+        /// Address of 64 bits of a seed on the device, or 0.
+        pub dropout_seed_at: u64 as "const void*",
+        /// Address of 64 bits of an offset on the device, or 0.
+        pub dropout_offset_at: u64 as "const void*",
     }
 }
 

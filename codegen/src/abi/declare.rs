@@ -2,6 +2,7 @@
 //! paste. Each text asserts its size, in C also the offset of every member, so that every compilation of a kernel
 //! checks the layout.
 
+use super::Cut;
 use crate::Language;
 use std::fmt::Write;
 
@@ -120,17 +121,16 @@ pub(crate) use arguments;
 /// The declaration of a struct, with its comments and the assertions of its layout: of its size, and in C of the offset
 /// of every member.
 pub fn declaration<T: Declared>(language: Language) -> String {
-    declaration_without::<T>(language, 0)
+    declaration_without::<T>(language, Cut::NONE)
 }
 
-/// The same where kernels do not know the last `cut` bytes of [`super::ForwardArgs`] or [`super::BackwardArgs`]: the
-/// fields there are left out, and what lies behind a struct that ends with them lies before by as many bytes.
-pub(super) fn declaration_without<T: Declared>(language: Language, cut: usize) -> String {
-    let grows = |name: &str| ["ForwardArgs", "BackwardArgs"].contains(&name);
-    let known = if grows(T::NAME) { T::SIZE - cut } else { T::SIZE };
+/// The same where kernels do not know the last bytes of a struct that has a [`Cut`]: the fields there are left out, and
+/// what lies behind such a struct in another lies before by as many bytes.
+pub(super) fn declaration_without<T: Declared>(language: Language, cut: Cut) -> String {
+    let known = if Cut::is_of(T::NAME) { T::SIZE - cut.bytes } else { T::SIZE };
     let is_known = |field: &&Field| field.offset < known;
     let end = T::FIELDS.iter().map(|field| field.offset + field.size).max().unwrap_or(0);
-    let size = (end - cut).next_multiple_of(align_of::<T>());
+    let size = (end - cut.bytes).next_multiple_of(align_of::<T>());
     let plain = |doc: &str| doc.trim().replace("[`", "").replace("`]", "").replace('`', "");
     let name = T::NAME;
     let mut text = String::new();
@@ -166,8 +166,8 @@ pub(super) fn declaration_without<T: Declared>(language: Language, cut: usize) -
                 let offset = format!("__builtin_offsetof({name}, {member}) == {offset}");
                 writeln!(text, "{assert}({offset}, \"{name}.{member} lies where the host puts it\");")?;
             }
-            if field.spelling.iter().any(|of| grows(of)) {
-                behind = cut;
+            if field.spelling.iter().any(|of| Cut::is_of(of)) {
+                behind = cut.bytes;
             }
         }
         Ok::<(), std::fmt::Error>(())

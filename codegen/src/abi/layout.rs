@@ -1,10 +1,9 @@
 //! How long the segments of the argument are that a kernel was compiled for.
 
 use super::{
-    AppendArgs, BackwardArgs, BackwardMappedArgs, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
+    AppendArgs, BackwardArgs, BackwardMappedArgs, Cut, ForwardArgs, GradientArgs, MappedArgs, PadArgs, QuantiseArgs,
     RaggedArgs, RaggedMappedArgs, SideTensorArg, TensorMap,
 };
-use super::{unknown_of_backward, unknown_of_forward};
 use crate::omitted::is_default;
 use crate::{Error, Kernel, Op, Result};
 use serde::{Deserialize, Serialize};
@@ -71,15 +70,16 @@ impl ArgsLayout {
         ..Self::BACKWARD
     };
 
-    /// What a kernel takes that this build compiles. It ends before the fields of what its problem has not.
+    /// What a kernel takes that this build compiles, which ends before the fields of what its problem has not.
     pub fn of(kernel: &Kernel) -> Self {
         let full = kernel.schedule.family().args();
-        let unknown = match kernel.problem.op {
-            Op::Forward if kernel.problem.kv.is_dense() => unknown_of_forward(&kernel.problem),
-            Op::Backward | Op::Gradient => unknown_of_backward(&kernel.problem),
-            _ => 0,
+        let cut = match kernel.problem.op {
+            Op::Forward if kernel.problem.kv.is_dense() => Cut::of_forward(&kernel.problem),
+            Op::Forward => Cut::of_ragged(&kernel.problem),
+            Op::Backward | Op::Gradient => Cut::of_backward(&kernel.problem),
+            _ => Cut::NONE,
         };
-        Self { forward: full.forward - unknown as u32, ..full }
+        Self { forward: full.forward - cut.bytes as u32, ..full }
     }
 
     /// Whether it is the first bytes of one struct: no segment lies before or behind the one that grows.

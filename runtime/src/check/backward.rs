@@ -4,7 +4,7 @@ mod packed;
 
 pub use packed::PackedBatch;
 
-use super::{CheckInputs, CheckReport, OnDevice, Poison, poison, residual, written};
+use super::{CheckInputs, CheckReport, OnDevice, Poison, dropout, poison, residual, written};
 use crate::reference::{
     Attention, GradientInputs, Gradients, RowId, all_rows, compare_gradients, oracle_gradients, oracle_of,
     unfused_gradients,
@@ -15,7 +15,7 @@ use crate::{
 };
 use flashtune_codegen::abi::BackwardArgs;
 use flashtune_codegen::score::{At, Bound, Precision, SideData};
-use flashtune_codegen::{DType, Problem, SCRATCH_LIMIT, Shape};
+use flashtune_codegen::{DType, DropoutMask, Problem, SCRATCH_LIMIT, Shape};
 use packed::PackedRows;
 use std::sync::Arc;
 
@@ -36,6 +36,8 @@ pub struct BackwardCase {
     packed: Option<PackedRows>,
     /// What the score program reads; its address is in `args`.
     _side: Option<SideBuffers>,
+    /// What scores are dropped by; its addresses are in `args`.
+    _dropout: Option<dropout::CaseDropout>,
     oracle: Gradients,
     unfused: Gradients,
     /// Which rows attend mostly to one key ([`residual::peak`]).
@@ -65,6 +67,7 @@ impl Drawn {
         inputs: &CheckInputs,
         data: &SideData,
         sequence: u32,
+        dropout: Option<DropoutMask>,
         peaks: bool,
     ) -> Self {
         let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
@@ -87,7 +90,7 @@ impl Drawn {
         if peaks && program.is_none() && !stands_out {
             peaked = residual::peak(&mut q, &k, shape, scale.into());
         }
-        let attention = Attention { mask: shape.mask, scale, program, sequence };
+        let attention = Attention { mask: shape.mask, scale, program, sequence, dropout };
         let rows = sizes(shape.heads, shape.q_len, 1);
         let forward = oracle_of(&q, &k, &v, &attention, &all_rows(shape));
         let as_f32 = |values: &[f64]| values.iter().map(|x| *x as f32).collect::<Vec<f32>>();
@@ -145,7 +148,10 @@ impl BackwardCase {
     ) -> Result<Self> {
         super::same_kind(problem, shape)?;
         device.require_room(problem, shape)?;
-        let drawn = Drawn::new(problem, shape, inputs, data, 0, problem.residual);
+        let dropout = dropout::mask(problem, inputs.seed);
+        // A row whose one key is dropped has no output, and nothing that it could lose.
+        let peaks = problem.residual && dropout.is_none();
+        let drawn = Drawn::new(problem, shape, inputs, data, 0, dropout, peaks);
         Self::place(device, problem, shape, inputs, data, drawn, None)
     }
 
@@ -158,7 +164,7 @@ impl BackwardCase {
         super::same_kind(problem, shape)?;
         device.require_room(problem, shape)?;
         let data = SideData::default();
-        let drawn = Drawn::new(problem, shape, inputs, &data, 0, true);
+        let drawn = Drawn::new(problem, shape, inputs, &data, 0, None, true);
         Self::place(device, problem, shape, inputs, &data, drawn, None)
     }
 
@@ -215,6 +221,10 @@ impl BackwardCase {
         if let Some(lost) = &lost {
             call = call.with_residual(lost)?;
         }
+        let dropout = dropout::place(d, problem, inputs.seed)?;
+        if let Some(dropout) = &dropout {
+            call = call.with_dropout(&dropout.call)?;
+        }
         if let Some(packed) = &packed {
             call = call.packed(&packed.arrays(shape))?;
         }
@@ -230,6 +240,7 @@ impl BackwardCase {
             outputs,
             packed,
             _side: side,
+            _dropout: dropout,
             oracle,
             unfused,
             peaked,

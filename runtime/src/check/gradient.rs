@@ -75,7 +75,8 @@ impl GradientCase {
         let given =
             GradientInputs { q: input("q"), k: input("k"), v: input("v"), dout: input("dout"), dlse: dlse.as_deref() };
         let scale = gradient.args.backward.scale;
-        let attention = Attention { mask: shape.mask, scale, program: Some((program.kept(), data)), sequence: 0 };
+        let attention =
+            Attention { mask: shape.mask, scale, program: Some((program.kept(), data)), sequence: 0, dropout: None };
         let oracle = oracle_gradient_by(&given, &attention, at.into());
         let unfused = unfused_gradient_by(&given, &attention, at.into(), dtype_of(stored));
         let (name, elements) = (by.name.clone(), elements as usize);

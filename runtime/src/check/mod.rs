@@ -5,6 +5,7 @@
 //! oracle, be the same bytes both times, and nothing but O and LSE may have changed.
 
 mod backward;
+mod dropout;
 mod e4m3;
 mod gradient;
 mod guarded;
@@ -14,6 +15,7 @@ mod ragged;
 mod residual;
 
 pub use backward::{BackwardCase, PackedBatch};
+pub use dropout::{drawn as drawn_dropout, mask as dropout_mask};
 pub use gradient::GradientCase;
 pub use pad::check_pad;
 pub use quantise::check_quantise;
@@ -111,6 +113,8 @@ pub struct CheckCase {
     residual: Option<OnDevice>,
     /// What the score program reads; its address is in `args`.
     _side: Option<SideBuffers>,
+    /// What scores are dropped by, of problems that have it; `args` has its addresses.
+    _dropout: Option<dropout::CaseDropout>,
     /// Scales of e4m3 operands, of which `args` has the addresses.
     scales: Option<e4m3::Scales>,
     oracle: Rows,
@@ -222,8 +226,9 @@ impl CheckCase {
             let per_row = shape.kv_len as f64 * (problem.head_dim_qk + problem.head_dim_v) as f64;
             sample_rows(shape, ((FULL_CHECK / per_row) as usize).clamp(64, 4096), inputs.seed)
         };
-        let attention =
-            Attention { mask: shape.mask, scale, program: problem.program.as_deref().map(|p| (p, data)), sequence: 0 };
+        let dropout = dropout::mask(problem, inputs.seed);
+        let program = problem.program.as_deref().map(|p| (p, data));
+        let attention = Attention { mask: shape.mask, scale, program, sequence: 0, dropout };
         let scales = match problem.dtype {
             DType::E4m3 => Some(e4m3::Scales::new(&*device, problem, shape, inputs.seed)?),
             _ => None,
@@ -250,6 +255,7 @@ impl CheckCase {
                 )
             })
             .transpose()?;
+        let dropout_seed = inputs.seed;
         let inputs = [OnDevice::new(d, "q", q)?, OnDevice::new(d, "k", k)?, OnDevice::new(d, "v", v)?];
         let o = OnDevice::new(d, "o", o)?;
         let tensors = ForwardTensors {
@@ -268,12 +274,30 @@ impl CheckCase {
         if let Some(residual) = &residual {
             call = call.with_residual(&residual.view())?;
         }
+        let dropout = dropout::place(d, problem, dropout_seed)?;
+        if let Some(dropout) = &dropout {
+            call = call.with_dropout(&dropout.call)?;
+        }
         if let Some(scales) = &scales {
             call = call.with_descales(&scales.views())?;
         }
         let (problem, shape) = (*problem, *shape);
         let args = ForwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };
-        Ok(Self { device, problem, shape, args, inputs, o, lse, residual, _side: side, scales, oracle, unfused })
+        Ok(Self {
+            device,
+            problem,
+            shape,
+            args,
+            inputs,
+            o,
+            lse,
+            residual,
+            _side: side,
+            _dropout: dropout,
+            scales,
+            oracle,
+            unfused,
+        })
     }
 
     /// The arguments of the case's launch: valid as long as the case lives. O and LSE may be overwritten at will.
@@ -462,6 +486,8 @@ pub fn check_kernel(
 
 #[cfg(test)]
 mod backward_tests;
+#[cfg(test)]
+mod dropout_tests;
 #[cfg(test)]
 mod e4m3_tests;
 #[cfg(test)]

@@ -372,7 +372,8 @@ impl Case {
             let program = batch.problem().program;
             let data = self.side.as_ref().map(|(_, data)| data);
             let program = program.as_ref().map(|p| (&**p, data.unwrap()));
-            let attention = Attention { mask: batch.mask, scale: self.args.scale, program, sequence: i as u32 };
+            let attention =
+                Attention { mask: batch.mask, scale: self.args.scale, program, sequence: i as u32, dropout: None };
             let [k, v] = &self.dense[i];
             let ids = all_rows(&shape);
             let mut oracle = oracle_of(&self.q[i], k, v, &attention, &ids);

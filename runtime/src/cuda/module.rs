@@ -22,7 +22,7 @@ pub(super) struct CudaModule {
     /// The hash of its family's templates.
     pub(super) templates: Arc<str>,
     /// The argument that it takes, where that is not the whole of this build's: of a kernel of an earlier build, or one
-    /// that knows no residual and no finer scales.
+    /// that does not know all of the last fields.
     pub(super) shorter_args: Option<ArgsLayout>,
     /// Whether its stages may start before the launch before them has ended (programmatic dependent launch): they wait
     /// for that themselves, and says so by a symbol. What was compiled from other templates may have none.

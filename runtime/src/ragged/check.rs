@@ -7,6 +7,7 @@ use super::{
 };
 use crate::Result;
 use crate::tensor::{TensorView, check_output_rows, error, windows};
+use bytemuck::Zeroable;
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::{
     DType, Error as CodegenError, HEAD_DIM_MAX, KvElement, KvKind, KvScales, KvStore, Mask, PageClass, Problem, Shape,
@@ -372,5 +373,6 @@ fn arguments(batch: &RaggedBatch, shape: &Shape, widths: Widths, scales: &PairOf
             QueryRows::Uniform => i64::from(shape.q_len),
             QueryRows::Packed { .. } => batch.bounds.total_q as i64,
         },
+        ..RaggedArgs::zeroed()
     }
 }

@@ -291,7 +291,7 @@ mod tests {
         let q = dequantised(&q, &Scales::of_heads(&[1.106_967_7, 1.827_424_5], 2), 2);
         let k = dequantised(&k, &Scales::of_heads(&[0.568_047_46, 0.944_248_4], 2), 2);
         let v = HostTensor::zeros(DType::F32, [1, 2, 129, 1], Layout::Bhsd);
-        let attention = Attention { mask: Mask::Full, scale, program: None, sequence: 0 };
+        let attention = Attention { mask: Mask::Full, scale, program: None, sequence: 0, dropout: None };
         let oracle = oracle_of(&q, &k, &v, &attention, &all_rows(&shape));
         let emulated = emulated([&q, &k, &v], &attention, DType::F32, &oracle);
         Fixture { q, k, scale, oracle, emulated }

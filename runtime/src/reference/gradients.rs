@@ -223,6 +223,15 @@ struct Pair {
     /// The gradient by the weight, and the magnitude of its terms.
     dp: f64,
     magnitude: f64,
+    /// What dropout multiplies the weight by.
+    factor: f64,
+}
+
+impl Pair {
+    /// The weight of V's row.
+    fn kept(&self) -> f64 {
+        self.p * self.factor
+    }
 }
 
 fn part<A: Arithmetic>(
@@ -232,7 +241,7 @@ fn part<A: Arithmetic>(
     sizes: &Shape,
     [batch, kv_head]: [u32; 2],
 ) -> Part {
-    let Attention { mask, scale, program, sequence } = *attention;
+    let Attention { mask, scale, program, sequence, .. } = *attention;
     let (dim, dim_v) = (inputs.q.shape()[3], inputs.v.shape()[3]);
     let (q_len, kv_len, group) = (sizes.q_len as usize, sizes.kv_len as usize, sizes.group());
     let heads = if sizes.heads == 0 { 0 } else { group };
@@ -271,9 +280,10 @@ fn part<A: Arithmetic>(
                 let Some((score, slope)) = changed.filter(|(s, _)| *s != f64::NEG_INFINITY) else { continue };
                 largest = [magnitude, score.abs()].into_iter().filter(|x| x.is_finite()).fold(largest, f64::max);
                 let value = &values[j as usize * dim_v..][..dim_v];
-                let magnitude = dout.iter().zip(value).map(|(a, b)| (a * b).abs()).sum();
-                let dp = how.keep(how.dot(dout, value));
-                pairs.push(Pair { key: j as usize, score, p: 0.0, slope, dp, magnitude });
+                let factor = attention.factor(sizes.heads, batch, h, i as u32, j as u32);
+                let magnitude = factor * dout.iter().zip(value).map(|(a, b)| (a * b).abs()).sum::<f64>();
+                let dp = how.keep(factor * how.keep(how.dot(dout, value)));
+                pairs.push(Pair { key: j as usize, score, p: 0.0, slope, dp, magnitude, factor });
             }
             let sink = change.as_mut().and_then(|c| c.mask.sink(sequence + batch, h, i as u32));
             // Of a row without a key no more is asked.
@@ -288,14 +298,17 @@ fn part<A: Arithmetic>(
             let delta = how.dot(&both(|p| p.p), &both(|p| p.dp)) - dlse;
             let delta_magnitude = pairs.iter().map(|p| p.p * p.magnitude).sum::<f64>() + dlse.abs();
             for pair in &pairs {
-                of_o.add(how, i, pair.p, pair.p, &values[pair.key * dim_v..][..dim_v], largest);
+                let p = how.keep(pair.kept());
+                of_o.add(how, i, p, p, &values[pair.key * dim_v..][..dim_v], largest);
             }
             // What a rounding of each element of O by 1 makes of D, if roundings are independent.
             let row_of_o = &of_o.values[i * dim_v..][..dim_v];
             let by_o = dout.iter().zip(row_of_o).map(|(x, o)| (x * o).powi(2)).sum::<f64>().sqrt();
             let largest_of = |row: &[f64]| row.iter().map(|x| x.abs()).fold(0.0, f64::max);
             let (largest_q, mut mean_key) = (largest_of(&query), vec![0.0; dim]);
-            for Pair { key, p, slope, dp, magnitude, .. } in pairs {
+            for pair in pairs {
+                let kept = how.keep(pair.kept());
+                let Pair { key, p, slope, dp, magnitude, .. } = pair;
                 let mut ds = how.keep(p * (dp - delta));
                 if change.is_some() {
                     ds = how.keep(ds * slope);
@@ -304,7 +317,7 @@ fn part<A: Arithmetic>(
                 let [of_q, of_k, of_v] = &mut of_head;
                 of_q.add(how, i, ds, magnitude, &keys[key * dim..][..dim], largest);
                 of_k.add(how, key, ds, magnitude, &query, largest);
-                of_v.add(how, key, p, p, dout, largest);
+                of_v.add(how, key, kept, kept, dout, largest);
                 if by_o.is_finite() && A::IS_ORACLE {
                     let keys = &keys[key * dim..][..dim];
                     mean_key.iter_mut().zip(keys).for_each(|(sum, k)| *sum += p * slope * k);
@@ -374,7 +387,8 @@ mod tests {
         let program = text.map(|text| Program::parse(text).unwrap());
         let sizes = sizes(&q, &k, mask);
         let data = program.as_ref().map_or(SideData::default(), |p| typical_side(p, &sizes, 3));
-        let attention = Attention { mask, scale: 0.25, program: program.as_ref().map(|p| (p, &data)), sequence: 0 };
+        let attention =
+            Attention { mask, scale: 0.25, program: program.as_ref().map(|p| (p, &data)), sequence: 0, dropout: None };
         let inputs = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: Some(&dlse) };
         let got = oracle_gradients(&inputs, &attention);
         let mut worst = 0f64;
@@ -441,7 +455,7 @@ mod tests {
         // Row 3 sees key 0, row 4 keys 0 and 1.
         dout.write_row([1, 0, 3], &nan);
         v.write_row([0, 0, 2], &nan);
-        let attention = Attention { mask: Mask::Causal, scale: 1.0, program: None, sequence: 0 };
+        let attention = Attention { mask: Mask::Causal, scale: 1.0, program: None, sequence: 0, dropout: None };
         let inputs = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: None };
         for got in [oracle_gradients(&inputs, &attention), unfused_gradients(&inputs, &attention)] {
             assert!(got.dq.o[..3 * 16].iter().all(|x| *x == 0.0));
@@ -463,7 +477,7 @@ mod tests {
             let make =
                 |h, s, d, seed| HostTensor::random(dtype, [1, h, s, d], Layout::Bhsd, seed, Distribution::Normal);
             let (q, k, v, dout) = (make(4, 50, 32, 1), make(2, 70, 32, 2), make(2, 70, 24, 3), make(4, 50, 24, 4));
-            let attention = Attention { mask: Mask::Causal, scale: 0.2, program: None, sequence: 0 };
+            let attention = Attention { mask: Mask::Causal, scale: 0.2, program: None, sequence: 0, dropout: None };
             let inputs = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: None };
             let (want, got) = (oracle_gradients(&inputs, &attention), unfused_gradients(&inputs, &attention));
             for (want, got) in [(&want.dq, &got.dq), (&want.dk, &got.dk), (&want.dv, &got.dv)] {

@@ -2,7 +2,7 @@
 
 use super::HostTensor;
 use flashtune_codegen::score::{At, Bound, Precision, Program, SideData};
-use flashtune_codegen::{Mask, Shape};
+use flashtune_codegen::{DropoutMask, Mask, Shape};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rayon::prelude::*;
@@ -104,6 +104,16 @@ pub struct Attention<'a> {
     pub program: Option<(&'a Program, &'a SideData)>,
     /// What the program takes the tensors' first sequence for: that of a larger batch, of which these are a part.
     pub sequence: u32,
+    /// Which scores are dropped, if any.
+    pub dropout: Option<DropoutMask>,
+}
+
+impl Attention<'_> {
+    /// What the weight of a query and a key is multiplied by, of tensors with so many query heads.
+    pub(super) fn factor(&self, heads: u32, batch: u32, head: u32, query: u32, key: u32) -> f64 {
+        let pair = (self.sequence + batch).wrapping_mul(heads).wrapping_add(head);
+        self.dropout.map_or(1.0, |mask| mask.factor(pair, query, key))
+    }
 }
 
 /// [`oracle_of`] without a score program.
@@ -111,7 +121,7 @@ pub struct Attention<'a> {
 /// # Panics
 /// As [`oracle_of`].
 pub fn oracle(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
-    oracle_of(q, k, v, &Attention { mask, scale, program: None, sequence: 0 }, ids)
+    oracle_of(q, k, v, &Attention { mask, scale, program: None, sequence: 0, dropout: None }, ids)
 }
 
 /// The sizes of a call, from its tensors.
@@ -129,7 +139,7 @@ pub(super) fn sizes(q: &HostTensor, k: &HostTensor, mask: Mask) -> Shape {
 /// # Panics
 /// When the tensors' shapes do not belong together or an id is out of range.
 pub fn oracle_of(q: &HostTensor, k: &HostTensor, v: &HostTensor, attention: &Attention<'_>, ids: &[RowId]) -> Rows {
-    let Attention { mask, scale, program, sequence } = *attention;
+    let Attention { mask, scale, program, sequence, dropout } = *attention;
     let sizes = sizes(q, k, mask);
     let [_, heads, q_len, dim_qk] = q.shape();
     let [_, kv_heads, kv_len, dim_v] = v.shape();
@@ -173,14 +183,28 @@ pub fn oracle_of(q: &HostTensor, k: &HostTensor, v: &HostTensor, attention: &Att
                         bound.visible(at).then(|| bound.score(at, score))
                     }
                 };
-                *lse = attend(&row, keys, values, scale as f64, &mut change, sink, program.is_some(), o, scales);
+                let factor = |j: usize| match dropout {
+                    None => 1.0,
+                    Some(_) => attention.factor(sizes.heads, id.batch, id.head, id.row, live.start as u32 + j as u32),
+                };
+                let rest = Rest { sink, masks: program.is_some(), factor: &factor };
+                *lse = attend(&row, keys, values, scale as f64, &mut change, rest, o, scales);
             });
     }
     Rows { ids: ids.to_vec(), dim: dim_v, o, lse, scales }
 }
 
+/// What becomes of a row beside its scores.
+struct Rest<'a> {
+    sink: Option<f64>,
+    /// Whether scores of -inf all over a row mask it.
+    masks: bool,
+    /// What dropout multiplies the weight of a key by.
+    factor: &'a dyn Fn(usize) -> f64,
+}
+
 /// One row: softmax of the scores times V. `change` turns the score of a key into what the softmax takes, or masks it.
-/// Returns the log-sum-exp. `masks` says that scores of -inf all over a row mask it.
+/// Returns the log-sum-exp.
 #[allow(clippy::too_many_arguments, reason = "one call of one function, split off for its length")]
 fn attend(
     q: &[f64],
@@ -188,8 +212,7 @@ fn attend(
     values: &[f64],
     scale: f64,
     change: &mut impl FnMut(usize, f64) -> Option<f64>,
-    sink: Option<f64>,
-    masks: bool,
+    Rest { sink, masks, factor }: Rest<'_>,
     o: &mut [f64],
     scales: &mut RowScale,
 ) -> f64 {
@@ -216,8 +239,8 @@ fn attend(
         sum += *s;
     }
     let mut magnitude = vec![0.0; o.len()];
-    for (p, value) in scores.iter().zip(values.chunks_exact(o.len())) {
-        let Some(p) = p else { continue };
+    for (j, (p, value)) in scores.iter().zip(values.chunks_exact(o.len())).enumerate() {
+        let Some(p) = p.map(|p| p * factor(j)) else { continue };
         for ((o, m), v) in o.iter_mut().zip(&mut magnitude).zip(value) {
             *o += p * v;
             *m += (p * v).abs();

@@ -124,7 +124,7 @@ fn of_head<A: Arithmetic>(
     [batch, h]: [u32; 2],
     [score, sink]: [Option<Derived<'_>>; 2],
 ) -> Vec<Term> {
-    let Attention { mask, scale, program, sequence } = *attention;
+    let Attention { mask, scale, program, sequence, .. } = *attention;
     let (dim, dim_v) = (inputs.q.shape()[3], inputs.v.shape()[3]);
     let (q_len, kv_len) = (u64::from(sizes.q_len), u64::from(sizes.kv_len));
     let kv_head = h / sizes.group();
@@ -223,13 +223,14 @@ mod tests {
         let data = typical_side(&program, &sizes, 3);
         let inputs = GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: Some(&dlse) };
         let loss = |data: &SideData| {
-            let attention = Attention { mask, scale: 0.25, program: Some((&program, data)), sequence: 0 };
+            let attention =
+                Attention { mask, scale: 0.25, program: Some((&program, data)), sequence: 0, dropout: None };
             let got = oracle_of(&q, &k, &v, &attention, &all_rows(&sizes));
             let of_o: f64 = got.o.iter().zip(dout.values()).map(|(a, b)| a * f64::from(b)).sum();
             let of_lse = got.lse.iter().zip(&dlse).filter(|(lse, _)| lse.is_finite());
             of_o + of_lse.map(|(a, b)| a * f64::from(*b)).sum::<f64>()
         };
-        let attention = Attention { mask, scale: 0.25, program: Some((&program, &data)), sequence: 0 };
+        let attention = Attention { mask, scale: 0.25, program: Some((&program, &data)), sequence: 0, dropout: None };
         let at = program.declarations().iter().position(|d| d.name == by).unwrap();
         let got = oracle_gradient_by(&inputs, &attention, at);
         let mut worst = 0f64;

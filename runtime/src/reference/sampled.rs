@@ -220,7 +220,7 @@ mod tests {
             HostTensor::random(DType::F32, [2, heads, rows, dim], Layout::Bhsd, seed, Distribution::Normal)
         };
         let (q, k, v, dout) = (tensor(4, 40, 16, 1), tensor(2, 50, 16, 2), tensor(2, 50, 24, 3), tensor(4, 40, 24, 4));
-        let attention = Attention { mask: Mask::Causal, scale: 0.25, program: None, sequence: 0 };
+        let attention = Attention { mask: Mask::Causal, scale: 0.25, program: None, sequence: 0, dropout: None };
         let want = oracle_gradients(&GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: None }, &attention);
         let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 40, kv_len: 50, mask: Mask::Causal };
         let forward = oracle_of(&q, &k, &v, &attention, &all_rows(&shape));

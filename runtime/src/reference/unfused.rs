@@ -25,7 +25,7 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
     let [_, kv_heads, _, dim_v] = v.shape();
     let mut o = HostTensor::zeros(dtype, [batch, heads, q_len, dim_v], Layout::Bhsd);
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
-    let attention = Attention { mask, scale, program: None, sequence: 0 };
+    let attention = Attention { mask, scale, program: None, sequence: 0, dropout: None };
     let sizes = sizes(q, k, mask);
     let size = dtype.bytes();
     if batch * heads * q_len * dim_v == 0 {
@@ -58,7 +58,7 @@ pub fn unfused(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale
 /// # Panics
 /// As [`unfused_rows_of`].
 pub fn unfused_rows(q: &HostTensor, k: &HostTensor, v: &HostTensor, mask: Mask, scale: f32, ids: &[RowId]) -> Rows {
-    unfused_rows_of(q, k, v, &Attention { mask, scale, program: None, sequence: 0 }, ids)
+    unfused_rows_of(q, k, v, &Attention { mask, scale, program: None, sequence: 0, dropout: None }, ids)
 }
 
 /// Unfused attention of some rows (ascending), with its log-sum-exp in fp32.
@@ -154,7 +154,7 @@ impl KvPair {
         dtype: DType,
         weights: &mut Vec<f32>,
     ) -> (Vec<f32>, Vec<f32>) {
-        let Attention { mask, scale, program, sequence } = *attention;
+        let Attention { mask, scale, program, sequence, dropout } = *attention;
         let q_len = sizes.q_len as usize;
         let mut bound = program.map(|(p, data)| Bound::of_checked(p, sizes, data, Precision::F32));
         let n = self.kv_len;
@@ -193,6 +193,9 @@ impl KvPair {
                 let part = (*lse - all).exp();
                 scores.iter_mut().for_each(|p| *p *= part);
                 *lse = all;
+            }
+            for (j, p) in scores.iter_mut().enumerate().take_while(|_| dropout.is_some()) {
+                *p *= attention.factor(sizes.heads, row.batch, row.head, row.row, (start + j) as u32) as f32;
             }
         }
         round_to(dtype, weights);

@@ -92,6 +92,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         multiply<TileV>(dp, lane_down<TileV>(smem_v, threadIdx.x / 32 * kKeyRows), lane_across<TileV>(smem_dout));
         const bool bad = __any_sync(0xffffffff, stays_bad || met_non_finite(s) || met_non_finite(dp));
         if (bad && !kProgramScore) turn_gone(s, args.scale);
+#if FT_DROPOUT
+        Kept<kM, kTiles> kept;
+        find_kept<true, kM, kTiles>(kept, dropout_of(args), dropout_pair(args, batch, visit.head),
+                                    visit.tile() * kStepQ + P::across(), key + P::down());
+        keep<kM, kTiles>(dp, kept, args.dropout_scale);
+#endif
         const u32 statistics = smem_q + Layout::kStatistics + P::across() * kBytesStatistics;
         weigh<true>(s, dp, args, head_of(visit.head), visit.tile() * kStepQ + P::across(), key + P::down(), visit.cut(), [&](int a) {
             const uint4 x = load_shared_16(statistics + 8 * a * kBytesStatistics);
@@ -108,6 +114,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
             take_parts(parts, s);
         }
         Weights<kM, kTiles> p, ds;
+#if FT_DROPOUT
+        keep<kM, kTiles>(s, kept, 1.0f);
+#endif
         round_weights(p, s);
         round_weights(ds, dp);
         const u32 columns_q = PartQK::at(lane_columns<TileQK>(smem_q), part);
@@ -139,6 +148,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         u16* to_k = rows_of((u16*)args.dk, args.dk_stride, to.batch, to.kv_head, row);
         u16* to_v = rows_of((u16*)args.dv, args.dv_stride, to.batch, to.kv_head, row);
         store_rows<PartQK, kHeadDimQK>(to_k, args.dk_stride[2], dk, rows, to.part, args.scale);
+#if FT_DROPOUT
+        store_rows<PartV, kHeadDimV>(to_v, args.dv_stride[2], dv, rows, to.part, args.dropout_scale);
+#else
         store_rows<PartV, kHeadDimV>(to_v, args.dv_stride[2], dv, rows, to.part, 1.0f);
+#endif
     }
 }

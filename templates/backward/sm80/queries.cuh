@@ -81,6 +81,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         multiply<TileV>(dp, down_dout, lane_across<TileV>(smem_v));
         const bool bad = __any_sync(0xffffffff, stays_bad || met_non_finite(s));
         if (bad && !kProgramScore) turn_gone(s, args.scale);
+#if FT_DROPOUT
+        Kept<kM, kTiles> kept;
+        find_kept<false, kM, kTiles>(kept, dropout_of(args), dropout_pair(args, tile.batch, tile.head),
+                                     tile.row + P::down(), visit.tile() * kStepKV + P::across());
+        keep<kM, kTiles>(dp, kept, args.dropout_scale);
+#endif
         weigh<false>(s, dp, args, head, tile.row + P::down(), visit.tile() * kStepKV + P::across(), visit.cut(),
                      [&](int i) { return statistics[i]; });
         u32 parts[kM][2];

@@ -106,3 +106,32 @@ __device__ __forceinline__ void weigh(float (&s)[kM][kTiles][4], float (&dp)[kM]
         }
     }
 }
+
+#if FT_DROPOUT
+// Which scores of a lane are kept, for P, which dropped ones are missing from behind dS. `q` and `kv` as for weigh(),
+// `pair` that of the head.
+template <int kM, int kTiles> using Kept = KeptBits<4 * kM * kTiles>;
+template <bool kKeysDown, int kM, int kTiles>
+__device__ __forceinline__ void find_kept(Kept<kM, kTiles>& kept, const Dropout& dropout, u32 pair, int q, int kv) {
+    kept.clear();
+#pragma unroll
+    for (int i = 0; i < kM; i++) {
+        const auto set = [&](int j, int h, u32 word) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) kept.set((i * kTiles + j) * 4 + 2 * h + e, keeps_half(dropout, word, e));
+        };
+        if (kKeysDown) {
+            each_dropout_down<kTiles>(dropout, u32(kv + 16 * i) / 8, u32(q), pair, set);
+        } else {
+            const u32 rows[2] = {u32(q + 16 * i), u32(q + 16 * i + 8)}, pairs[2] = {pair, pair};
+            each_dropout_across<kTiles>(dropout, u32(kv) / 8, rows, pairs, set);
+        }
+    }
+}
+// Multiplies by a factor where a score is kept and by 0 elsewhere, which leaves the sign of zeros.
+template <int kM, int kTiles>
+__device__ __forceinline__ void keep(float (&x)[kM][kTiles][4], const Kept<kM, kTiles>& kept, float factor) {
+#pragma unroll
+    for (int n = 0; n < 4 * kM * kTiles; n++) x[n / (4 * kTiles)][n / 4 % kTiles][n % 4] *= kept.has(n) ? factor : 0.0f;
+}
+#endif

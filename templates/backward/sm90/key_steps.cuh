@@ -11,13 +11,16 @@ using Scores = float[kBlockQ / 2];
 
 // What warpgroups take one after the other: a query tile of a head.
 struct Step {
-    int tile, head;  // head: of the group, where there is a program
+    int tile, head;  // head: of the group, where there is a program or dropout
     bool cut;        // whether some pairs take no part
 };
 // The steps of a key block that are still to come, where they are not listed.
 struct Steps {
     Uncut uncut;
     int begin, end, next, left;
+#if FT_DROPOUT
+    int head;
+#endif
 };
 
 // A warpgroup that sums dK, dV or both.
@@ -121,6 +124,27 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         wgmma_commit();
     }
 
+#if FT_DROPOUT
+    // Which scores of a step are kept: while products run. P, which dropped ones are missing from behind dS, and dP.
+    using Kept = KeptBits<kBlockQ / 2>;
+    __device__ __forceinline__ Kept find_kept(const Pair& pair, int tile, int member) const {
+        Kept kept;
+        kept.clear();
+        const Dropout dropout = dropout_of(args.backward);
+        const u32 group = u32(key + first_row() + warp() * 16) / 8, query = tile * kBlockQ + lane() % 4 * 2;
+        const u32 of_pair = dropout_pair(args.backward, pair.batch, pair.head(member));
+        each_dropout_down<kBlockQ / 8>(dropout, group, query, of_pair, [&](int j, int h, u32 word) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) kept.set(j * 4 + 2 * h + e, keeps_half(dropout, word, e));
+        });
+        return kept;
+    }
+    static __device__ __forceinline__ void keep(Scores& x, const Kept& kept, float factor) {
+#pragma unroll
+        for (int i = 0; i < kBlockQ / 2; i++) x[i] *= kept.has(i) ? factor : 0.0f;
+    }
+#endif
+
     // P = exp(S - lse), in S's registers.
     __device__ __forceinline__ void weigh(Scores& s, int tile, bool cut, float scale) {
         const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
@@ -208,6 +232,10 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             return of.tile >= 0;
         } else {
             step.tile = steps.next, step.cut = steps.uncut.cuts(step.tile);
+#if FT_DROPOUT
+            step.head = steps.head;
+            if (steps.next + 1 == steps.end) steps.head++;
+#endif
             if (++steps.next == steps.end) steps.next = steps.begin;
             return steps.left-- > 0;
         }
@@ -293,11 +321,20 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             Scores s, dp;
             issue_scores(s);
             issue_slopes(dp);
+#if FT_DROPOUT
+            const Kept kept = find_kept(pair, step.tile, step.head);
+#endif
             wgmma_wait<0>();
             wgmma_touch(s);
             wgmma_touch(dp);
+#if FT_DROPOUT
+            keep(dp, kept, args.backward.dropout_scale);
+#endif
             weigh_by_program(s, step, pair, [&](int j, const float(&w)[4]) { differentiate(j, w, dp); });
             pack_slopes(dp);
+#if FT_DROPOUT
+            keep(s, kept, 1.0f);
+#endif
             pack_weights(s);
             issue_values();
             issue_keys();
@@ -326,6 +363,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
 #pragma unroll 1
         for (;;) {
             if (kListed) issue_scores(s);
+#if FT_DROPOUT
+            const Kept kept = find_kept(pair, step.tile, step.head);
+#endif
             wgmma_wait<0>();
             wgmma_touch(s);
             hands.acquire(smem);
@@ -344,6 +384,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             hands.advance();
             if (lane() == 0) queries.release(smem);
             queries.advance();
+#if FT_DROPOUT
+            keep(s, kept, 1.0f);
+#endif
             pack_weights(s);
             mbarrier_wait(OutRing::full_at(smem, outs.stage), outs.parity);
             issue_values();
@@ -369,7 +412,7 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     }
 
     // And of the one that has dK, with the weights of the other. dP of the next step is computed behind dK.
-    __device__ __forceinline__ void walk_keys(Steps steps) {
+    __device__ __forceinline__ void walk_keys(Steps steps, const Pair& pair) {
         Step step;
         Scores dp;
         if (!take(step, steps)) return end_keys();
@@ -377,11 +420,17 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         u32 empty;  // the barrier of Q that dK is computed from
 #pragma unroll 1
         for (;;) {
+#if FT_DROPOUT
+            const Kept kept = find_kept(pair, step.tile, step.head);
+#endif
             wgmma_wait<0>();
             wgmma_touch(dp);
             release_out();
             outs.advance();
             queries.wait(smem);
+#if FT_DROPOUT
+            keep(dp, kept, args.backward.dropout_scale);
+#endif
             take_over(dp, step);
             issue_keys();
             list_spill(Listed{step.tile, step.head});
@@ -429,9 +478,14 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     }
 
     // All query tiles that see the key block, head after head.
-    __device__ __forceinline__ void walk(const Uncut& uncut, int begin, int end, int steps) {
+    __device__ __forceinline__ void walk(const Uncut& uncut, const Pair& pair, int begin, int end, int steps) {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
+#if FT_DROPOUT
+        // Of the next step behind the last products, where S and dP take no registers.
+        int member = 0;
+        Kept kept = find_kept(pair, tile, member);
+#endif
 #pragma unroll 1
         for (int i = 0; i < steps; i++) {
             Scores s, dp;
@@ -443,11 +497,22 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             weigh(s, tile, cut, scale);
             wgmma_wait<0>();
             wgmma_touch(dp);
+#if FT_DROPOUT
+            keep(dp, kept, args.backward.dropout_scale);
+#endif
             differentiate(s, dp, tile, cut);
+#if FT_DROPOUT
+            keep(s, kept, 1.0f);
+#endif
             pack_weights(s);
             issue_values();
             issue_keys();
+#if FT_DROPOUT
+            if (++tile == end) tile = begin, member++;
+            kept = find_kept(pair, tile, member);
+#else
             if (++tile == end) tile = begin;
+#endif
             spill();
             wgmma_wait<1>();
             wgmma_touch(dv);
@@ -494,9 +559,14 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
 
     // As walk(), where dQ is reduced: dS goes to shared memory only, and both warpgroups meet to form dQ from it. Two
     // buffers of dS do, as who meets the other again has read the one before.
-    __device__ __forceinline__ void walk_in_turns(const Uncut& uncut, int begin, int end, int steps) {
+    __device__ __forceinline__ void walk_in_turns(const Uncut& uncut, const Pair& pair, int begin, int end, int steps) {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
+#if FT_DROPOUT
+        // Of the next step behind the last products, where S and dP take no registers.
+        int member = 0;
+        Kept kept = find_kept(pair, tile, member);
+#endif
 #pragma unroll 1
         for (int i = 0; i < steps; i++) {
             Scores s, dp;
@@ -509,14 +579,25 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             weigh(s, tile, cut, scale);
             wgmma_wait<0>();
             wgmma_touch(dp);
+#if FT_DROPOUT
+            keep(dp, kept, args.backward.dropout_scale);
+#endif
             differentiate(s, dp, tile, cut);
+#if FT_DROPOUT
+            keep(s, kept, 1.0f);
+#endif
             pack_weights(s);
             issue_values();
             store_slopes();
             barrier_sync(5, 128 * kWarpgroups);
             issue_sums(dq);
             issue_keys();
+#if FT_DROPOUT
+            if (++tile == end) tile = begin, member++;
+            kept = find_kept(pair, tile, member);
+#else
             if (++tile == end) tile = begin;
+#endif
             spills.advance();
             wgmma_wait<2>();
             wgmma_touch(dv);
@@ -535,6 +616,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     __device__ __forceinline__ void sum_what_is_seen(const Visible& visible, const KeyBlock& at, const Pair& pair) {
         const BackwardArgs& a = args.backward;
         const int column = lane() % 4 * 2;
+#if FT_DROPOUT
+        const Dropout dropout = dropout_of(a);
+#endif
         KeyRange range[2];
         const Element *k[2], *v[2];
 #pragma unroll
@@ -572,6 +656,14 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
                     for (int h = 0; h < 2; h++) dp[h] = fmaf(x.y, y[h].y, fmaf(x.x, y[h].x, dp[h]));
                 }
                 const float* of_query = statistics + query / kBlockQ * kBlockQ * 2 + query % kBlockQ;
+#if FT_DROPOUT
+                const u32 of_pair = dropout_pair(a, pair.batch, head);
+                float factor[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    factor[h] = keeps_score(dropout, of_pair, query, my_key() + h * 8) ? 1.0f : 0.0f;
+                }
+#endif
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     s[h] = quad_sum(s[h]);
@@ -581,12 +673,21 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
                         if (g.value == -FT_INFINITY || !program_visible(of_program, query, column)) sees[h] = false;
                         const Reference by = reference_of(a, pair.batch, head, query, of_query[0]);
                         s[h] = exp2_approx(exponent_of(g.value, by));
+#if FT_DROPOUT
+                        dp[h] *= factor[h] * a.dropout_scale;
+#endif
                         dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]) * g.slope;
                     } else {
                         if (takes_no_part(s[h], a.scale)) sees[h] = false;
                         s[h] = exp2_approx(fmaf(s[h], a.scale * kLog2E, -of_query[0]));
+#if FT_DROPOUT
+                        dp[h] *= factor[h] * a.dropout_scale;
+#endif
                         dp[h] = s[h] * (quad_sum(dp[h]) - of_query[kBlockQ]);
                     }
+#if FT_DROPOUT
+                    s[h] *= factor[h];
+#endif
                 }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -614,7 +715,11 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         const u32 to_v = ValueRing::buffer_at(smem, keys.stage) + first_row() * kRowBytes;
         const u32 to_k = keys.buffer(smem) + first_row() * kRowBytes;
         if (kByGradient || kTurns) barrier_sync(3, 128 * kWarpgroups);
+#if FT_DROPOUT
+        if constexpr (kHasV) stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, args.backward.dropout_scale);
+#else
         if constexpr (kHasV) stage_rows<kColumnsV>(to_v, kKeys * kRowBytes, dv, 1.0f);
+#endif
         if constexpr (kHasK) stage_rows<kColumnsQK>(to_k, kKeys * kRowBytes, dk, args.backward.scale);
         fence_async_proxy();
         barrier_sync(1 + id, 128);
@@ -660,17 +765,21 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         const int steps = pair.group * (at.end - at.begin);
         if (steps > 0 || kListed) {
             const Uncut uncut(visible, at.block);
+#if FT_DROPOUT
+            const Steps listed{uncut, at.begin, at.end, at.begin, steps, 0};
+#else
             const Steps listed{uncut, at.begin, at.end, at.begin, steps};
+#endif
             if constexpr (!kHasK) {
                 walk_values(listed, pair);
             } else if constexpr (!kHasV) {
-                walk_keys(listed);
+                walk_keys(listed, pair);
             } else if constexpr (kListed) {
                 walk_listed(listed, pair);
             } else if constexpr (kTurns) {
-                walk_in_turns(uncut, at.begin, at.end, steps);
+                walk_in_turns(uncut, pair, at.begin, at.end, steps);
             } else {
-                walk(uncut, at.begin, at.end, steps);
+                walk(uncut, pair, at.begin, at.end, steps);
             }
             return any_non_finite(dk) | any_non_finite(dv);
         }

@@ -36,11 +36,20 @@ __device__ __forceinline__ void sum_row_again(const KernelArgs& args, const Visi
     const float lse = statistics[0], delta = statistics[kBlockQ];
     const Four q(row_of(a.q, a.q_stride, pair.entry, head, row), kHeadDimQK);
     const Four dout(row_of(a.dout, a.dout_stride, pair.entry, head, row), kHeadDimV);
+#if FT_DROPOUT
+    const Dropout dropout = dropout_of(a);
+    const u32 of_pair = dropout_pair(a, pair.batch, head);
+#endif
     float dq[4] = {};
     const KeyRange live = live_keys<kMaskLeft, kMaskRight>(LiveSizes{visible}, row);
 #pragma unroll 1
     for (int key = live.first; key <= live.last; key++) {
+#if FT_DROPOUT
+        const float kept = keeps_score(dropout, of_pair, row, key) ? a.dropout_scale : 0.0f;
+        const float dp = kept * dout.dot(Four(row_of(a.v, a.v_stride, pair.entry, pair.kv_head, key), kHeadDimV));
+#else
         const float dp = dout.dot(Four(row_of(a.v, a.v_stride, pair.entry, pair.kv_head, key), kHeadDimV));
+#endif
         const Four k(row_of(a.k, a.k_stride, pair.entry, pair.kv_head, key), kHeadDimQK);
         const float s = q.dot(k);
         if (takes_no_part(s, a.scale)) continue;

@@ -84,13 +84,28 @@ struct OutputRows {
         const Tile& tile = work.tile;
         const Element* v = (const Element*)args.forward.v + tile.batch * args.forward.v_stride[0] +
                            tile.kv_head * args.forward.v_stride[1];
+#if FT_DROPOUT
+        const Dropout dropout = dropout_of(args.forward);
+#endif
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < 64 * kHeadDimV; i += 128) {
             const int row = i / kHeadDimV, column = i % kHeadDimV;
             if (id * 64 + row >= tile.rows) break;
             if (kMarkEmpty && is_empty(row)) continue;
             const int position = (tile.row + id * 64 + row) >> args.group_shift;
+#if FT_DROPOUT
+            // What is not finite is asked for alone; times a weight of zero it is NaN.
+            bool is_dropped = false;
+            const int member = (tile.row + id * 64 + row) & ((1 << args.group_shift) - 1);
+            const u32 pair = dropout_pair(args.forward, tile.batch, (tile.head << args.group_shift) + member);
+            const auto visible = [&](int key) {
+                const bool seen = program_visible(program_head(args, args.forward, tile), position, key);
+                is_dropped |= seen && !keeps_score(dropout, pair, position, key);
+                return seen;
+            };
+#else
             const auto visible = [&](int key) { return program_visible(program_head(args, args.forward, tile), position, key); };
+#endif
             float add = 0.0f;
             if constexpr (kLists) {
 #pragma unroll 1
@@ -103,6 +118,9 @@ struct OutputRows {
                 const auto element = [&](int key) { return to_float(first[key * args.forward.v_stride[2]]); };
                 add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, element, position, work.all, visible);
             }
+#if FT_DROPOUT
+            if (is_dropped) add = __int_as_float(0x7fc00000);
+#endif
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
                 const u32 at = to + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;

@@ -18,6 +18,9 @@ struct Consumer : Arrivals {
     ScoreRamps ramps;  // where it adds to them
     float seed_unit;   // where they are seeded, what takes natural units to those of the raw score
     RowMasks masks;
+#if FT_DROPOUT
+    Dropout dropout;
+#endif
     ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
     u32 without_page;  // of its keys: a bit for each kKeysPerBit of them
     bool writes = true, met_in_pieces = false;  // whether the tile's O is here, and what its pieces have met
@@ -227,6 +230,27 @@ struct Consumer : Arrivals {
         return scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale;
     }
 
+#if FT_DROPOUT
+    // Zeros in the place of dropped probabilities of block n, behind their sum.
+    __device__ __forceinline__ void drop(const Turn& work, int n) {
+        u32 queries[2], pairs[2];
+        const WorkTile of = tile(work);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int at = first_row(work) + h * 8, member = at & ((1 << args.group_shift) - 1);
+            queries[h] = u32(at >> args.group_shift);
+            pairs[h] = dropout_pair(args.forward, of.batch, (of.head << args.group_shift) + member);
+        }
+        const u32 group = u32(first_key(work, n)) / 8;
+        each_dropout_across<kBlockKV / 8>(dropout, group, queries, pairs, [&](int j, int h, u32 word) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (!keeps_half(dropout, word, e)) s[4 * j + 2 * h + e] = 0.0f;
+            }
+        });
+    }
+#endif
+
     // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
     __device__ __forceinline__ void round() {
         if constexpr (kPInShared) {
@@ -305,6 +329,9 @@ struct Consumer : Arrivals {
         softmax.advance(s, c, Bool<false>{});
         softmax.forget();  // O is zero
         softmax.template exponentiate<false>(s, c);
+#if FT_DROPOUT
+        drop(work, n);
+#endif
     }
 
     // The key blocks of an open tile. With kOverlap the scores of one are computed beside the product of the one
@@ -329,6 +356,9 @@ struct Consumer : Arrivals {
             change(work, n, masked);
             softmax.advance(s, c, from_zero);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
+#if FT_DROPOUT
+            drop(work, n);
+#endif
             wgmma_wait<0>();
             wgmma_touch(o);
             release_v();
@@ -353,6 +383,9 @@ struct Consumer : Arrivals {
             softmax.advance(s, c, from_zero);
             softmax.rescale(o);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
+#if FT_DROPOUT
+            drop(work, n);
+#endif
             round();
             wait_v();
             issue_pv();
@@ -411,6 +444,9 @@ struct Consumer : Arrivals {
                 rows.inverse[h] = sunk.inverse, rows.log_sum_exp[h] = sunk.lse;
             }
         }
+#if FT_DROPOUT
+        rows.inverse[0] *= args.forward.dropout_scale, rows.inverse[1] *= args.forward.dropout_scale;
+#endif
         return rows;
     }
 
@@ -500,6 +536,9 @@ struct Consumer : Arrivals {
         const float c = kProgramScore && !kProgramShift && !kSeeded ? kLog2E : magnitude() * kLog2E;
         if (kSeeded) seed_unit = 1.0f / magnitude();
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
+#if FT_DROPOUT
+        dropout = dropout_of(args.forward);
+#endif
         Turn work(first_work(smem, id), 0);
         open(work, c);
         while (true) {

@@ -81,19 +81,37 @@ struct OutputRows {
     // plain and slow.
     __device__ __forceinline__ void restore_non_finite(const WorkTile& tile, const BlockRange& blocks, u32 to) const {
         const Values values(args.forward, tile);
+#if FT_DROPOUT
+        const Dropout dropout = dropout_of(args.forward);
+#endif
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < 64 * kHeadDimV; i += 128) {
             const int row = i / kHeadDimV, column = i % kHeadDimV;
             if (id * 64 + row >= tile.rows) break;
             if (kMarkEmpty && is_empty(row)) continue;
             const int position = (tile.row + id * 64 + row) >> args.group_shift;
+#if FT_DROPOUT
+            // What is not finite is asked for alone; times a weight of zero it is NaN.
+            bool is_dropped = false;
+            const int member = (tile.row + id * 64 + row) & ((1 << args.group_shift) - 1);
+            const u32 pair = dropout_pair(args.forward, tile.batch, (tile.head << args.group_shift) + member);
+            const auto visible = [&](int key) {
+                const bool seen = program_visible(program_head(args, FT_SIZES(args, tile), tile), position, key);
+                is_dropped |= seen && !keeps_score(dropout, pair, position, key);
+                return seen;
+            };
+#else
             const auto visible = [&](int key) { return program_visible(program_head(args, FT_SIZES(args, tile), tile), position, key); };
+#endif
             float add = 0.0f;
             const auto element = [&](int key) {
                 const Element* const v = values.at(key);
                 return v == nullptr ? 0.0f : to_float(v[column]);
             };
             add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(FT_SIZES(args, tile), element, position, blocks, visible);
+#if FT_DROPOUT
+            if (is_dropped) add = __int_as_float(0x7fc00000);
+#endif
             if (add != 0.0f) {
                 const u32 chunk = u32(column % 64 / 8) ^ (row % 8);
                 const u32 at = to + column / 64 * kBytes64Rows + row * 128 + (chunk << 4) + column % 8 * 2;

@@ -15,7 +15,7 @@ typedef struct {
     _Alignas(64) float maximum[PANELS * PANEL];
     _Alignas(64) float sum[PANELS * PANEL];
     _Alignas(64) float alpha[PANEL];
-    _Alignas(64) float s[S_ROWS * PANEL];
+    _Alignas(64) float s[(DROPOUT ? 2 : 1) * S_ROWS * PANEL];
     RowKeys row_keys;
 #if PAIRS
     _Alignas(64) element raw_k[BLOCK_KV * RAW_K];

@@ -45,6 +45,13 @@ INLINE vf less_maximum(vf score, vf scale, vf maximum) {
     return PROGRAM_FAR ? score - maximum : vf_fma(score, scale, vf_set1(0)) - maximum;
 }
 
+/* A weight behind the sum, 0 where its score, which lies at `at`, is dropped. */
+#if DROPOUT
+#define KEPT_WEIGHT(weight, at) vf_select(*(const vi *)KEPT(at), weight, vf_set1(0))
+#else
+#define KEPT_WEIGHT(weight, at) (weight)
+#endif
+
 /* Turns n rows of scores into weights in place, updates the maximum and the sum of each query, and sets alpha to
  * the factor for what was accumulated before. The scale (> 0) is applied here and not to Q: sums of unscaled
  * products are often exact, and then so is the maximum. */
@@ -78,12 +85,13 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
             vf even = exp2_of(less_maximum(vf_load(at), scale, top[x]));
             vf odd = exp2_of(less_maximum(vf_load(at + PANEL), scale, top[x]));
             total[x] += even + odd;
-            vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(even, odd));
+            vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(KEPT_WEIGHT(even, at), KEPT_WEIGHT(odd, at + PANEL)));
         }
     if (j < n)
         UNROLL for (int x = 0; x < vectors; x++) {
             vf even = exp2_of(less_maximum(vf_load(s + j * PANEL + x * LANES), scale, top[x]));
             total[x] += even;
+            even = KEPT_WEIGHT(even, s + j * PANEL + x * LANES);
             vf_store(s + j / 2 * PANEL + x * LANES, pair_weights(even, zero));
         }
     /* AMX multiplies whole tiles of keys. */
@@ -100,7 +108,7 @@ INLINE void softmax_block(float *s, int n, float *maximum, float *sum, float *al
                 float *at = s + j * PANEL + x * LANES;
                 vf weight = exp2_of(less_maximum(vf_load(at), scale, top[x]));
                 some[x] += weight;
-                vf_store(at, weight);
+                vf_store(at, KEPT_WEIGHT(weight, at));
             }
         UNROLL for (int x = 0; x < vectors; x++) total[x] += some[x];
     }

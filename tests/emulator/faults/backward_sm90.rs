@@ -59,7 +59,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
         KEY_STEPS,
         "const Pair pair(args.backward, args.first_pair + at.pair);\n        finish",
         "const Pair pair(args.backward, at.pair);\n        finish",
-        "the oracle says",
+        "the oracle says|gave different bytes",
     ],
     // Of the launch, not of a template.
     ["a wave too few", "backward/sm90.cu", "constexpr", "constexpr", "the oracle says"],
@@ -102,7 +102,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "backward/sm90/keys.cuh",
         "SpillRing::init(smem, i, kByGradient ? 4 : 4 * kWarpgroups, 1)",
         "SpillRing::init(smem, i, kByGradient ? 4 : 4 * kWarpgroups - 1, 1)",
-        "no fence.proxy.async|on its way|on their way|the oracle says",
+        "no fence.proxy.async|on its way|on their way|never written|the oracle says",
     ],
     [
         "Q freed before dK has it",
@@ -138,7 +138,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
         KEY_STEPS,
         "            hands.acquire(smem);\n            if constexpr (kListed) {",
         "            if constexpr (kListed) {",
-        "the oracle says|deadlock",
+        "the oracle says|deadlock|never written",
     ],
     // dQ beside dK and dV.
     [
@@ -164,13 +164,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
     ],
     // dQ by key blocks in turns.
     ["turns: the second overwrites the first", TURNS, "if (turn == 0)", "if (turn <= 1)", "the oracle says"],
-    [
-        "turns: dQ overwritten while it is added",
-        TURNS,
-        "                tma_store_wait_read();\n",
-        "",
-        "on its way|on their way|no fence.proxy.async after|the oracle says",
-    ],
+    ["turns: dQ overwritten while it is added", TURNS, "                tma_store_wait_read();\n", "", MOVING],
     [
         "turns: no fence after dQ",
         KEY_STEPS,
@@ -235,7 +229,7 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "        if (threadIdx.x % 128 == 0) tma_store_wait_read();\n",
         "",
         // A copy that is late reads what the next tile's threads write, which they have not fenced yet.
-        "on its way|on their way|no fence.proxy.async after|the oracle says",
+        MOVING,
     ],
     // Packed sequences.
     [
@@ -310,5 +304,8 @@ const QUERIES: &str = "backward/sm90/queries.cuh";
 const SUMS: &str = "backward/sm90/sums.cuh";
 const TURNS: &str = "backward/sm90/turns.cuh";
 const SEQUENCES: &str = "backward/sm90/sequences.cuh";
+/// What a copy that is late leads to: threads write what it has not read yet, fenced or not.
+const MOVING: &str = "on its way|on their way|no fence.proxy.async after|the oracle says|gave different bytes";
 /// Whatever rows of another sequence, or memory that is nobody's, lead to.
-const PACKED: &str = "the oracle says|no sequence|broke down|outside|deadlock|never written|on its way|ends in";
+const PACKED: &str =
+    "the oracle says|gave different bytes|no sequence|broke down|outside|deadlock|never written|on its way|ends in";

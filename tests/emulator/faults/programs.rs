@@ -351,7 +351,7 @@ pub const BIASES: &[Fault] = &[
         "forward/sm90/consumer.cuh",
         "seed_first(work);",
         "",
-        "deadlock|the oracle says|more arrivals|on its way",
+        "deadlock|the oracle says|more arrivals|on its way|unfinished",
     ],
 ];
 

@@ -106,7 +106,7 @@ pub const SM90: &[Fault] = &[
         "lib/cuda/ptx/tma.cuh",
         "cp.async.bulk.wait_group.read 0;",
         "",
-        "on its way|on their way",
+        "on its way|on their way|unfinished",
     ],
     [
         "threads that disagree about non-finite elements",
@@ -163,7 +163,7 @@ pub const SM90: &[Fault] = &[
         "forward/sm90/producer.cuh",
         "mbarrier_wait(smem + Layout::kAdmitV, admit_parity);",
         "",
-        "on its way|on their way",
+        "on its way|on their way|the oracle says",
     ],
     [
         "a scan for non-finite elements that skips some",

@@ -7,7 +7,7 @@ use flashtune::{DType, Distribution, Mask};
 
 /// Many keys of about equal weight, so that what sums lose adds up.
 const LONG: Case = Case {
-    sizes: [1, 1, 1, 20, 3000],
+    sizes: [1, 1, 1, 20, 9000],
     mask: Mask::Window { left: Some(1 << 20), right: Some(1 << 20) },
     values: Distribution::NormalWithOutliers,
     scale: Some(0.0),

@@ -6,22 +6,20 @@
 //! Gradients are what they are by any. The log-sum-exp is about that of normal scores, so that weights sum to about 1.
 
 use super::Inputs;
-use super::bench::{CONFIRMATIONS, CONFIRMING, Measure, POISON, same_bytes, same_rows, values};
+use super::bench::{Measure, POISON, same_bytes, same_rows, values};
+use super::launches::{Launcher, confirm};
 use super::probe::Part;
 use crate::space::input_seed;
-use flashtune_cache::Launches;
 use flashtune_codegen::abi::BackwardArgs;
 use flashtune_codegen::{DType, SCRATCH_LIMIT, Shape};
 use flashtune_runtime::reference::{GivenGradients, GradientSample, sample_gradients};
 use flashtune_runtime::{
-    BackwardTensors, Buffer, Device, Distribution, Error as RuntimeError, Graph, HostBytes, HostTensor, Module,
-    SideBuffers, Stream, TensorView, backward_call, typical_side,
+    BackwardTensors, Buffer, Device, Distribution, Error as RuntimeError, HostBytes, HostTensor, Module, SideBuffers,
+    TensorView, backward_call, typical_side,
 };
 use rayon::prelude::*;
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 
 /// Rows of each gradient that are compared with fp64.
 const SAMPLED_ROWS: usize = 32;
@@ -34,11 +32,8 @@ const READ: [&str; 7] = ["q", "k", "v", "o", "dout", "lse", "residual"];
 
 /// Device tensors of one job, and the expected result of some rows.
 pub(super) struct BackwardBench {
-    launches: Launches,
-    /// The launch of every candidate that was timed or checked, captured. Before what it was captured with.
-    graphs: HashMap<u32, Box<dyn Graph>>,
-    device: Arc<dyn Device>,
-    stream: Stream,
+    /// Before the buffers that its graphs were captured with.
+    launcher: Launcher,
     shape: Shape,
     args: BackwardArgs,
     /// What the problem's score program reads; its address is in `args`.
@@ -121,10 +116,7 @@ impl BackwardBench {
         let side = side.transpose()?;
         let args = BackwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };
         Ok(Self {
-            launches: job.launches,
-            graphs: HashMap::new(),
-            stream: device.stream(),
-            device: device.clone(),
+            launcher: Launcher::new(device, job.launches),
             shape: *s,
             args,
             side,
@@ -157,9 +149,13 @@ impl BackwardBench {
     /// The gradients of one run into poison, with nothing written around them, to `returned`.
     fn run(&mut self, to: usize, launch: impl FnOnce(&Self) -> Result<(), RuntimeError>) -> Result<(), String> {
         let run = || {
-            self.device.fill(&*self.output, POISON)?;
+            self.launcher.device.fill(&*self.output, POISON)?;
             launch(self)?;
-            self.device.download(&*self.output, &mut self.returned[to][..self.output.len()], self.stream)
+            self.launcher.device.download(
+                &*self.output,
+                &mut self.returned[to][..self.output.len()],
+                self.launcher.stream,
+            )
         };
         run().map_err(|e: RuntimeError| e.to_string())?;
         let bytes = &self.returned[to][..self.output.len()];
@@ -188,7 +184,7 @@ impl BackwardBench {
     fn check_inputs(&mut self) -> Result<(), String> {
         for ((buffer, host), name) in self.inputs.iter().zip(&self.host).zip(READ) {
             let back = &mut self.returned[1][..buffer.len()];
-            self.device.download(&**buffer, back, self.stream).map_err(|e| e.to_string())?;
+            self.launcher.device.download(&**buffer, back, self.launcher.stream).map_err(|e| e.to_string())?;
             if !same_bytes(back, host.bytes()) {
                 return Err(self.wrong(format!("{name} was written")));
             }
@@ -200,24 +196,15 @@ impl BackwardBench {
         let plan = module.kernel().plan(&self.shape)?.within(SCRATCH_LIMIT);
         // SAFETY: `args` describes the buffers that `self` owns, which outlive the launch because every caller waits
         // for the stream (by a download or by timing) before it returns.
-        unsafe { self.device.launch(module, &plan, (&self.args).into(), self.stream) }
+        unsafe { self.launcher.device.launch(module, &plan, (&self.args).into(), self.launcher.stream) }
     }
 
-    /// Captures a candidate's launch, if that is how it will be timed and it was not done yet.
-    fn capture(&mut self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
-        if self.launches == Launches::Graph && !self.graphs.contains_key(&id) {
-            let graph = self.device.capture(self.stream, &mut || self.launch(module))?;
-            self.graphs.insert(id, graph);
-        }
-        Ok(())
+    fn capture(&self, id: u32, module: &dyn Module) -> Result<(), String> {
+        self.launcher.capture(id, &|| self.launch(module)).map_err(|e| e.to_string())
     }
 
     fn launch_as_timed(&self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
-        match self.graphs.get(&id) {
-            // SAFETY: it was captured with these arguments, and as in `launch`; modules outlive the bench.
-            Some(graph) => unsafe { graph.replay(self.stream) },
-            None => self.launch(module),
-        }
+        self.launcher.launch_as_timed(id, &|| self.launch(module))
     }
 
     /// The largest error of the sampled rows.
@@ -271,7 +258,7 @@ impl Measure for BackwardBench {
             let plan = module.kernel().plan(&part.shape)?.within(SCRATCH_LIMIT);
             // SAFETY: the first sequences and heads of the buffers that `self` owns; heads are left out of one sequence
             // alone, so that rows of the log-sum-exp lie where they did; `run` waits for the launch.
-            unsafe { this.device.launch(module, &plan, (&args).into(), this.stream) }
+            unsafe { this.launcher.device.launch(module, &plan, (&args).into(), this.launcher.stream) }
         })?;
         let bytes = &self.returned[0];
         let [of_q, of_kv] = [(self.shape.heads, self.shape.q_len), (self.shape.kv_heads, self.shape.kv_len)];
@@ -299,7 +286,7 @@ impl Measure for BackwardBench {
 
     fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         self.run(0, |this| this.launch(module))?;
-        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.capture(id, module)?;
         self.launch_again(id, module)?;
         self.check_inputs()?;
         // Of a score program fp64 is asked at the small sizes.
@@ -320,29 +307,15 @@ impl Measure for BackwardBench {
     }
 
     fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
-        let began = Instant::now();
-        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.capture(id, module)?;
         self.run(0, |this| this.launch_as_timed(id, module))?;
-        for _ in 0..CONFIRMATIONS {
-            self.launch_again(id, module)?;
-            if began.elapsed() > CONFIRMING {
-                break;
-            }
-        }
-        Ok(())
+        confirm(|| self.launch_again(id, module))
     }
 
     fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         // Whoever is timed has been checked: what all others were measured by is not needed any more.
         self.trusted = None;
-        let mut run = || {
-            self.capture(id, module)?;
-            self.device.flush_cache(self.stream)?;
-            let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, module))?;
-            self.device.synchronize(self.stream)?;
-            Ok::<_, RuntimeError>(us)
-        };
-        run().map_err(|e| e.to_string())
+        self.launcher.time_us(id, &|| self.launch(module)).map_err(|e| e.to_string())
     }
 
     /// Nobody computes gradients so.
@@ -354,6 +327,7 @@ impl Measure for BackwardBench {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashtune_cache::Launches;
     use flashtune_codegen::{
         Arch, BackwardCpuSchedule, CpuIsa, Kernel, Mask, PageClass, Problem, Schedule, TemplateSet,
     };

@@ -1,9 +1,9 @@
 //! The job's own sizes on the device: tensors, one more check of every candidate, and the clock.
 
 use super::Inputs;
+use super::launches::{Launcher, confirm};
 use super::probe::Part;
 use crate::space::input_seed;
-use flashtune_cache::Launches;
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Arch, DType, Shape};
@@ -11,12 +11,11 @@ use flashtune_runtime::reference::{
     Attention, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused, unfused_rows_of,
 };
 use flashtune_runtime::{
-    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, Graph, HostBytes, HostTensor, Module,
-    SideBuffers, Stream, TensorView, forward_call, typical_side,
+    Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostBytes, HostTensor, Module, SideBuffers,
+    TensorView, forward_call, typical_side,
 };
 use half::{bf16, f16};
 use rayon::prelude::*;
-use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -24,10 +23,6 @@ use std::time::{Duration, Instant};
 const SAMPLED_ROWS: usize = 48;
 /// The byte of unwritten outputs: NaN in every dtype.
 pub(super) const POISON: u8 = 0xff;
-
-/// Launches that a winner has to repeat its answer in, and the time after which fewer are enough.
-pub(super) const CONFIRMATIONS: usize = 12;
-pub(super) const CONFIRMING: Duration = Duration::from_millis(300);
 
 /// Bytes of poison before and after O.
 const GUARD: usize = 4096;
@@ -55,11 +50,8 @@ pub(super) trait Measure {
 
 /// Device tensors of one job, and the expected result of some rows.
 pub(super) struct Bench {
-    launches: Launches,
-    /// The launch of every candidate that was timed or checked, captured. Before what it was captured with.
-    graphs: HashMap<u32, Box<dyn Graph>>,
-    device: Arc<dyn Device>,
-    stream: Stream,
+    /// Before the buffers that its graphs were captured with.
+    launcher: Launcher,
     shape: Shape,
     args: ForwardArgs,
     /// What the problem's score program reads, on the device and here; its address is in `args`.
@@ -132,12 +124,9 @@ impl Bench {
         };
         let args = ForwardArgs { side: side.as_ref().map_or(0, |(buffers, _)| buffers.address()), ..call.args };
         Ok(Self {
-            launches: job.launches,
-            graphs: HashMap::new(),
+            launcher: Launcher::new(device, job.launches),
             expected: OnceLock::new(),
             seed: job.seed,
-            stream: device.stream(),
-            device: device.clone(),
             shape: *s,
             args,
             side,
@@ -169,7 +158,7 @@ impl Bench {
             let ([q, k, v], mask, scale) = (&self.host, self.shape.mask, self.args.scale);
             let rows = sample_rows(&self.shape, SAMPLED_ROWS, self.seed);
             let program = self.side.as_ref().zip(self.program.as_deref()).map(|((_, data), program)| (program, data));
-            let attention = Attention { mask, scale, program, sequence: 0 };
+            let attention = Attention { mask, scale, program, sequence: 0, dropout: None };
             [oracle_of(q, k, v, &attention, &rows), unfused_rows_of(q, k, v, &attention, &rows)]
         })
     }
@@ -177,9 +166,13 @@ impl Bench {
     /// O of one run into poison, with nothing written around it, to `returned`.
     fn run(&mut self, to: usize, launch: impl FnOnce(&Self) -> Result<(), RuntimeError>) -> Result<(), String> {
         let run = || {
-            self.device.fill(&*self.output, POISON)?;
+            self.launcher.device.fill(&*self.output, POISON)?;
             launch(self)?;
-            self.device.download(&*self.output, &mut self.returned[to][..self.output.len()], self.stream)
+            self.launcher.device.download(
+                &*self.output,
+                &mut self.returned[to][..self.output.len()],
+                self.launcher.stream,
+            )
         };
         run().map_err(|e: RuntimeError| e.to_string())?;
         let bytes = &self.returned[to][..self.output.len()];
@@ -197,7 +190,7 @@ impl Bench {
     fn check_inputs(&mut self) -> Result<(), String> {
         for ((buffer, host), name) in self.inputs.iter().zip(&self.host).zip(["q", "k", "v"]) {
             let back = &mut self.returned[1][..buffer.len()];
-            self.device.download(&**buffer, back, self.stream).map_err(|e| e.to_string())?;
+            self.launcher.device.download(&**buffer, back, self.launcher.stream).map_err(|e| e.to_string())?;
             if !same_bytes(back, host.bytes()) {
                 return Err(format!("wrong answer for {}: {name} was written", self.shape));
             }
@@ -208,24 +201,15 @@ impl Bench {
     fn launch(&self, module: &dyn Module) -> Result<(), RuntimeError> {
         // SAFETY: `args` describes the buffers that `self` owns, which outlive the launch because every caller waits
         // for the stream (by a download or by timing) before it returns.
-        unsafe { self.device.launch_shape(module, &self.shape, &self.args, self.stream) }
+        unsafe { self.launcher.device.launch_shape(module, &self.shape, &self.args, self.launcher.stream) }
     }
 
-    /// Captures a candidate's launch, if that is how it will be timed and it was not done yet.
-    fn capture(&mut self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
-        if self.launches == Launches::Graph && !self.graphs.contains_key(&id) {
-            let graph = self.device.capture(self.stream, &mut || self.launch(module))?;
-            self.graphs.insert(id, graph);
-        }
-        Ok(())
+    fn capture(&self, id: u32, module: &dyn Module) -> Result<(), String> {
+        self.launcher.capture(id, &|| self.launch(module)).map_err(|e| e.to_string())
     }
 
     fn launch_as_timed(&self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
-        match self.graphs.get(&id) {
-            // SAFETY: it was captured with these arguments, and as in `launch`; modules outlive the bench.
-            Some(graph) => unsafe { graph.replay(self.stream) },
-            None => self.launch(module),
-        }
+        self.launcher.launch_as_timed(id, &|| self.launch(module))
     }
 }
 
@@ -234,7 +218,9 @@ impl Measure for Bench {
         let part = Part::of(&self.shape);
         let args = part.args(&self.args, self.dtype);
         // SAFETY: `args` describes a part of the buffers that `self` owns; `run` waits for the launch.
-        self.run(0, |this| unsafe { this.device.launch_shape(module, &part.shape, &args, this.stream) })?;
+        self.run(0, |this| unsafe {
+            this.launcher.device.launch_shape(module, &part.shape, &args, this.launcher.stream)
+        })?;
         let o = &self.returned[0][GUARD..self.output.len() - GUARD];
         let (heads, q_len) = (self.shape.heads as usize, self.shape.q_len as usize);
         let strays = o.par_chunks(self.dim * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
@@ -253,7 +239,7 @@ impl Measure for Bench {
     fn check(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         let s = self.shape;
         self.run(0, |this| this.launch(module))?;
-        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.capture(id, module)?;
         self.launch_again(id, module)?;
         self.check_inputs()?;
         let o = &self.returned[0][GUARD..self.output.len() - GUARD];
@@ -280,35 +266,21 @@ impl Measure for Bench {
     }
 
     fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
-        let began = Instant::now();
-        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.capture(id, module)?;
         self.run(0, |this| this.launch_as_timed(id, module))?;
-        for _ in 0..CONFIRMATIONS {
-            self.launch_again(id, module)?;
-            if began.elapsed() > CONFIRMING {
-                break;
-            }
-        }
-        Ok(())
+        confirm(|| self.launch_again(id, module))
     }
 
     fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         // Whoever is timed has been checked: what all others were measured by is not needed any more.
         self.trusted = None;
-        let mut run = || {
-            self.capture(id, module)?;
-            self.device.flush_cache(self.stream)?;
-            let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, module))?;
-            self.device.synchronize(self.stream)?;
-            Ok::<_, RuntimeError>(us)
-        };
-        run().map_err(|e| e.to_string())
+        self.launcher.time_us(id, &|| self.launch(module)).map_err(|e| e.to_string())
     }
 
     /// On the CPU. It is not run when it would take long, going by the time of the fused kernel.
     fn unfused_us(&self, fused_us: f64) -> Option<f64> {
         // It is timed without score programs.
-        if !matches!(self.device.arch(), Arch::Cpu(_)) || fused_us > 1e6 || self.program.is_some() {
+        if !matches!(self.launcher.device.arch(), Arch::Cpu(_)) || fused_us > 1e6 || self.program.is_some() {
             return None;
         }
         let [q, k, v] = &self.host;

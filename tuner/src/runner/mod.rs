@@ -6,6 +6,7 @@
 mod backward;
 mod bench;
 mod cases;
+mod launches;
 mod local;
 mod probe;
 mod ragged;

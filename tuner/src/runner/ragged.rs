@@ -5,22 +5,20 @@
 //! Small batches that every kernel must compute first are of all layouts, since a kernel serves any.
 
 use super::Inputs;
-use super::bench::{CONFIRMATIONS, CONFIRMING, Measure, POISON, same_rows, values};
+use super::bench::{Measure, POISON, same_rows, values};
+use super::launches::{Launcher, confirm};
 use super::probe::Part;
 use crate::space::input_seed;
-use flashtune_cache::Launches;
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::{Mask, PageClass, Shape};
 use flashtune_runtime::check::{
     Index, LengthsBy, LseForm, Most, Queries, RaggedBatch, RaggedOutputs, ScaleForm, StoreLayout,
 };
-use flashtune_runtime::{Device, Distribution, Error as RuntimeError, Graph, Module, RaggedCase, Stream};
+use flashtune_runtime::{Device, Distribution, Error as RuntimeError, Module, RaggedCase};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rayon::prelude::*;
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// How large the small batches may be, and how many there are beside the one like the job's.
 const SMALL: Most = Most { sequences: 4, rows: 150, keys: 700, heads: 16 };
@@ -32,11 +30,8 @@ const KEYS: [u32; 5] = [333, 151, 1, 64, 0];
 
 /// The batch that is timed, on the device, with what is expected of some rows.
 pub(super) struct RaggedBench {
-    launches: Launches,
-    /// The launch of every candidate that was timed or checked, captured. Before what it was captured with.
-    graphs: HashMap<u32, Box<dyn Graph>>,
-    device: Arc<dyn Device>,
-    stream: Stream,
+    /// Before the buffers that its graphs were captured with.
+    launcher: Launcher,
     case: RaggedCase,
     /// A part of it, and the rows of O that are its own.
     part: Part,
@@ -58,10 +53,7 @@ impl RaggedBench {
         let part = Part::of_heads(case.data().shape());
         let part_rows = batch.lengths[..part.shape.batch as usize].iter().map(|[rows, _]| *rows as usize).sum();
         Ok(Self {
-            launches: job.launches,
-            graphs: HashMap::new(),
-            stream: device.stream(),
-            device: device.clone(),
+            launcher: Launcher::new(device, job.launches),
             case,
             part,
             part_rows,
@@ -87,28 +79,18 @@ impl RaggedBench {
         }
     }
 
-    /// Captures a candidate's launch, if that is how it will be timed and it was not done yet.
-    fn capture(&mut self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
-        if self.launches == Launches::Graph && !self.graphs.contains_key(&id) {
-            let graph = self.device.capture(self.stream, &mut || self.case.launch(module))?;
-            self.graphs.insert(id, graph);
-        }
-        Ok(())
+    fn capture(&self, id: u32, module: &dyn Module) -> Result<(), String> {
+        self.launcher.capture(id, &|| self.case.launch(module)).map_err(|e| e.to_string())
     }
 
     fn launch_as_timed(&self, id: u32, module: &dyn Module) -> Result<(), RuntimeError> {
-        match self.graphs.get(&id) {
-            // SAFETY: it was captured with the arguments of the case, whose buffers live as long as the bench; every
-            // caller waits for the stream before it returns, and modules outlive the bench.
-            Some(graph) => unsafe { graph.replay(self.stream) },
-            None => self.case.launch(module),
-        }
+        self.launcher.launch_as_timed(id, &|| self.case.launch(module))
     }
 
     /// [`Measure::check`], which may leave inputs changed that it finds to be.
     fn check_written(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         let first = self.run(|| self.case.launch(module))?;
-        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.capture(id, module)?;
         self.launch_again(&first, id, module)?;
         if let Some(changed) = self.case.changed_input().map_err(|e| e.to_string())? {
             return Err(self.wrong(changed));
@@ -137,7 +119,9 @@ impl Measure for RaggedBench {
         let (batch, heads, kv_heads) = (batch as i32, heads as i32, kv_heads as i32);
         let args = RaggedArgs { batch, heads, kv_heads, ..*self.case.args() };
         // SAFETY: the first sequences and heads of the buffers that the case owns; `run` waits for the launch.
-        let written = self.run(|| unsafe { self.device.launch_shape(module, &self.part.shape, &args, self.stream) })?;
+        let written = self.run(|| unsafe {
+            self.launcher.device.launch_shape(module, &self.part.shape, &args, self.launcher.stream)
+        })?;
         // Rows of O lie by row, then by head.
         let problem = module.kernel().problem;
         let all_heads = self.case.data().shape().heads as usize;
@@ -164,29 +148,15 @@ impl Measure for RaggedBench {
     }
 
     fn confirm(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
-        let began = Instant::now();
-        self.capture(id, module).map_err(|e| e.to_string())?;
+        self.capture(id, module)?;
         let first = self.run(|| self.launch_as_timed(id, module))?;
-        for _ in 0..CONFIRMATIONS {
-            self.launch_again(&first, id, module)?;
-            if began.elapsed() > CONFIRMING {
-                break;
-            }
-        }
-        Ok(())
+        confirm(|| self.launch_again(&first, id, module))
     }
 
     fn time(&mut self, id: u32, module: &dyn Module) -> Result<f64, String> {
         // Whoever is timed has been checked: what all others were measured by is not needed any more.
         self.trusted = None;
-        let mut run = || {
-            self.capture(id, module)?;
-            self.device.flush_cache(self.stream)?;
-            let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, module))?;
-            self.device.synchronize(self.stream)?;
-            Ok::<_, RuntimeError>(us)
-        };
-        run().map_err(|e| e.to_string())
+        self.launcher.time_us(id, &|| self.case.launch(module)).map_err(|e| e.to_string())
     }
 
     /// There is none over pages.
@@ -300,6 +270,7 @@ pub(super) fn most_flops() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashtune_cache::Launches;
     use flashtune_cache::{Artifact, Recipe};
     use flashtune_codegen::abi::{ABI_VERSION, ArgsLayout, declaration};
     use flashtune_codegen::{

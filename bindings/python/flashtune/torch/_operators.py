@@ -10,6 +10,7 @@ import re
 import torch
 
 from .. import engine as _engine
+from .._dropout import Dropout
 from .._programs import Program
 from .._tensors import adapter
 from ..block_mask import handle_of
@@ -34,13 +35,21 @@ _LIBRARY.define(
     "(Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
+# And with scores dropped, by a state on the device.
+_LIBRARY.define(
+    f"attend_dropout(Tensor q, Tensor k, Tensor v, {_PROGRAM}, SymInt block_mask, str caller, bool exact, "
+    "Tensor rng_state, float dropout_p) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
 _LIBRARY.define(
     f"attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_PROGRAM}, "
-    "int[] needs, Tensor? residual=None) -> (Tensor, Tensor, Tensor, Tensor[])",
+    "int[] needs, Tensor? residual=None, Tensor? rng_state=None, float dropout_p=0.0) -> "
+    "(Tensor, Tensor, Tensor, Tensor[])",
     tags=_TAGS,
 )
 attend_op = torch.ops.flashtune.attend.default
 attend_precise_op = torch.ops.flashtune.attend_precise.default
+attend_dropout_op = torch.ops.flashtune.attend_dropout.default
 attend_backward_op = torch.ops.flashtune.attend_backward.default
 
 # Where the arguments of a program stand in `attend`.
@@ -63,11 +72,13 @@ def of_transform():
 
 def attend(
     q, k, v, bshd, kind, left, right, scale, return_lse, program=None, block_mask=None, grouped=True, caller="",
-    precise=False, return_residual=False,
+    precise=False, return_residual=False, dropout=None,
 ):  # fmt: skip
     """One call by way of the operator: O, with ``return_lse`` the log-sum-exp, with ``return_residual`` what O lost."""
     precise = precise or return_residual
-    eager = not precise and is_eager(q, k, v)
+    if precise and dropout is not None:
+        raise Unsupported("precise and dropout_p are both given to autograd; pass one of them")
+    eager = not precise and dropout is None and is_eager(q, k, v)
     if not eager and not torch.compiler.is_compiling() and (error := of_transform()) is not None:
         raise error
     texts, split = _split(program)
@@ -86,11 +97,24 @@ def attend(
         out, lse, lost = attend_precise_op(q, k, v, *args)
         results = (out, *((lse,) if return_lse else ()), *((lost,) if return_residual else ()))
         return results if len(results) > 1 else out
-    if eager and all(type(t) in _PLAIN for t in split[1]):
+    if dropout is not None:
+        state = state_tensor(dropout, q)
+        if split[1] and torch.is_grad_enabled() and any(t.requires_grad for t in split[1]):
+            raise Unsupported("gradients of what a score program reads know no dropout; pass dropout_p=0.0")
+        out, lse = attend_dropout_op(q, k, v, *args, state, dropout.p)
+    elif eager and all(type(t) in _PLAIN for t in split[1]):
         out, lse = _Attend.apply(q, k, v, args, *split[1])
     else:
         out, lse = attend_op(q, k, v, *args)
     return (out, lse) if return_lse else out
+
+
+def state_tensor(dropout, q):
+    """The state of a dropout as operators take it."""
+    state = dropout.state
+    if isinstance(state, tuple):
+        return torch.tensor([n - (n >> 63 << 64) for n in state], dtype=torch.int64, device=q.device)
+    return state
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -215,7 +239,13 @@ def _attend_precise(q, k, v, *args):
     return _attend(q, k, v, *args, residual=True)
 
 
-def _attend(q, k, v, *args, residual=False):
+def _attend_dropout(q, k, v, *args):
+    """The kernel of ``attend_dropout``."""
+    *args, state, p = args
+    return _attend(q, k, v, *args, dropout=Dropout(p, state))
+
+
+def _attend(q, k, v, *args, residual=False, dropout=None):
     """The kernel of ``attend``."""
     scale, bshd, grouped, kind, left, right, handle, caller, exact = args[9:]
     tensors = adapter(q)
@@ -223,7 +253,7 @@ def _attend(q, k, v, *args, residual=False):
     result = engine._attend(
         tensors, q, k, v, bshd, kind, left, right, scale, True,
         grouped=grouped, program=_program(*args[:9]), block_mask=handle or None,
-        precision="exact" if exact and q.dtype is torch.float32 else None, residual=residual,
+        precision="exact" if exact and q.dtype is torch.float32 else None, residual=residual, dropout=dropout,
     )  # fmt: skip
     if caller:
         _counts.served(engine.device)
@@ -232,7 +262,8 @@ def _attend(q, k, v, *args, residual=False):
 
 def _backward(dout, q, k, v, out, lse, dlse, *args):
     """The kernel of ``attend_backward``. ``needs`` are the places of tensors whose gradients are wanted, too."""
-    scale, bshd, _grouped, kind, left, right, needs, *residual = args[9:]
+    scale, bshd, _grouped, kind, left, right, needs, *more = args[9:]
+    residual, state, p = (*more, *(None, None, 0.0)[len(more) :])
     names = [args[3][i] for i in needs]
     tensors = adapter(q)
     # Sums and slices leave gradients with any strides.
@@ -240,7 +271,7 @@ def _backward(dout, q, k, v, out, lse, dlse, *args):
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, *read = _engine_of(tensors, q)._gradients(
         tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9]), needs=names,
-        residual=residual[0] if residual else None,
+        residual=residual, dropout=None if state is None else Dropout(p, state),
     )  # fmt: skip
     return dq, dk, dv, list(read[0].values()) if read else []
 
@@ -262,6 +293,10 @@ def _attend_precise_fake(q, k, v, *args):
     return out, lse, torch.empty_like(out, dtype=torch.bfloat16)
 
 
+def _attend_dropout_fake(q, k, v, *args):
+    return _attend_fake(q, k, v, *args)
+
+
 def _backward_fake(dout, q, k, v, *args):
     tensors, needs = args[7], args[18]
     read = [tensors[i].new_empty(tensors[i].shape) for i in needs]
@@ -271,9 +306,11 @@ def _backward_fake(dout, q, k, v, *args):
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("attend", _attend, _device)
     _LIBRARY.impl("attend_precise", _attend_precise, _device)
+    _LIBRARY.impl("attend_dropout", _attend_dropout, _device)
     _LIBRARY.impl("attend_backward", _backward, _device)
 torch.library.register_fake("flashtune::attend", _attend_fake, lib=_LIBRARY)
 torch.library.register_fake("flashtune::attend_precise", _attend_precise_fake, lib=_LIBRARY)
+torch.library.register_fake("flashtune::attend_dropout", _attend_dropout_fake, lib=_LIBRARY)
 torch.library.register_fake("flashtune::attend_backward", _backward_fake, lib=_LIBRARY)
 
 
@@ -292,11 +329,27 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*lost)
     ctx.lost = len(lost)
     ctx.save_for_backward(q, k, v, out, lse, *lost, *inputs[_TENSORS])
+    ctx.dropout = ()
     ctx.more = (*args[:4], None, *args[5:])
     ctx.after = len(inputs) - _LAST
 
 
-def _check(q, k, v, out, lse, args, needs, residual=None):
+def _setup_dropout(ctx, inputs, output):
+    q, k, v = inputs[:3]
+    out, lse = output
+    *args, state, p = inputs[_FIRST:]
+    args = args[: _LAST - _FIRST]
+    ctx.needs = []
+    _check(q, k, v, out, lse, args, (), dropout=Dropout(p, state))
+    ctx.set_materialize_grads(False)
+    ctx.lost = 0
+    ctx.save_for_backward(q, k, v, out, lse, *inputs[_TENSORS], state)
+    ctx.dropout = (p,)
+    ctx.more = (*args[:4], None, *args[5:])
+    ctx.after = len(inputs) - _LAST
+
+
+def _check(q, k, v, out, lse, args, needs, residual=None, dropout=None):
     """Raises where the library has no gradients of a call, while its forward pass is under way. Not while tracing, where
     there is no memory: there the backward pass raises."""
     if type(out) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -305,7 +358,7 @@ def _check(q, k, v, out, lse, args, needs, residual=None):
     engine = _engine_of(tensors, q)
     side = args[4]
     names = (*args[:3], *args[3], *args[5], *args[7], *needs)
-    sizes = (q.shape[-1], v.shape[-1], residual is not None)
+    sizes = (q.shape[-1], v.shape[-1], residual is not None, dropout is not None)
     key = (engine._handle, q.dtype, *sizes, args[12], names, *((t.dtype, t.dim()) for t in side))
     if key in _prepared:
         return
@@ -313,7 +366,7 @@ def _check(q, k, v, out, lse, args, needs, residual=None):
     with torch.no_grad():
         engine._gradients(
             tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False,
-            needs=[args[3][i] for i in needs], residual=residual,
+            needs=[args[3][i] for i in needs], residual=residual, dropout=dropout,
         )  # fmt: skip
     _prepared.add(key)
 
@@ -321,13 +374,14 @@ def _check(q, k, v, out, lse, args, needs, residual=None):
 def _gradients(ctx, dout, dlse, *_):
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     residual = tensors.pop(0) if ctx.lost else None
+    dropped = (tensors.pop(), *ctx.dropout) if ctx.dropout else ()
     more = (*ctx.more[:4], tensors, *ctx.more[5:])
     none = [_none_for(arg) for arg in more] + [None] * ctx.after
     if dout is None and dlse is None:
         return None, None, None, *none
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, read = attend_backward_op(dout, q, k, v, out, lse, dlse, *more, ctx.needs, residual)
+    dq, dk, dv, read = attend_backward_op(dout, q, k, v, out, lse, dlse, *more, ctx.needs, residual, *dropped)
     for i, gradient in zip(ctx.needs, read):
         none[_TENSORS - _FIRST][i] = gradient
     return dq, dk, dv, *none
@@ -345,6 +399,7 @@ def _no_second(ctx, *_):
 
 torch.library.register_autograd("flashtune::attend", _gradients, setup_context=_setup, lib=_LIBRARY)
 torch.library.register_autograd("flashtune::attend_precise", _gradients, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("flashtune::attend_dropout", _gradients, setup_context=_setup_dropout, lib=_LIBRARY)
 torch.library.register_autograd("flashtune::attend_backward", _no_second, lib=_LIBRARY)
 
 
@@ -387,11 +442,23 @@ def _attend_precise_vmap(info, in_dims, *args):
     return _unfold(attend_precise_op(*folded, *args[3:]), info.batch_size)
 
 
+def _no_mapped_dropout():
+    return Unsupported(
+        "vmap over attention with dropout; make the mapped axis part of the batch yourself, so that each drops its own"
+    )
+
+
+def _attend_dropout_vmap(info, in_dims, *args):
+    raise _no_mapped_dropout()
+
+
 def _backward_vmap(info, in_dims, *args):
     _mappable(args[7:10], args[11])
-    if args[-1] is not None and len(args) > 23:
-        (lost,) = _fold(info, (*in_dims[:7], in_dims[-1]), (*args[:7], args[-1]), args[11])[7:]
-        args = (*args[:-1], lost)
+    if len(args) > 24 and args[24] is not None:
+        raise _no_mapped_dropout()
+    if len(args) > 23 and args[23] is not None:
+        (lost,) = _fold(info, (*in_dims[:7], in_dims[23]), (*args[:7], args[23]), args[11])[7:]
+        args = (*args[:23], lost, *args[24:])
     folded = _fold(info, in_dims[:7], args[:7], args[11])
     # Nothing is read.
     *whole, _ = attend_backward_op(*folded, *args[7:])
@@ -401,4 +468,5 @@ def _backward_vmap(info, in_dims, *args):
 
 torch.library.register_vmap("flashtune::attend", _attend_vmap, lib=_LIBRARY)
 torch.library.register_vmap("flashtune::attend_precise", _attend_precise_vmap, lib=_LIBRARY)
+torch.library.register_vmap("flashtune::attend_dropout", _attend_dropout_vmap, lib=_LIBRARY)
 torch.library.register_vmap("flashtune::attend_backward", _backward_vmap, lib=_LIBRARY)

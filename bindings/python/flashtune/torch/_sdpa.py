@@ -76,7 +76,7 @@ def activate(on_unsupported="raise"):
     on the CPU, with gradients, within ``torch.compile``, and in every module that calls it. Returns at once; calling it
     again only changes ``on_unsupported``.
 
-    on_unsupported: what becomes of calls that flashtune cannot compute (dropout, float64, gradients of a mask, ...).
+    on_unsupported: what becomes of calls that flashtune cannot compute (float64, gradients of a mask, ...).
         ``"raise"``: :class:`flashtune.Unsupported`. ``"torch"``: PyTorch's own kernels compute them, counted by reason
         (:func:`counters`, and ``flashtune_fallback_total`` of :meth:`Engine.prometheus`), logged once for each reason.
 
@@ -147,7 +147,7 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     found = _unsupported(query, key, value, attn_mask, dropout_p)
     if found is None:
         try:
-            return _flashtune(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            return _flashtune(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
         except Unsupported as e:
             found = "kernel", e
     reason, error = found
@@ -182,8 +182,8 @@ def _unsupported(q, k, v, mask, dropout):
 
     if (error := _operators.of_transform()) is not None:
         return "transform", error
-    if dropout:
-        return no("dropout", f"dropout_p is {dropout}, and there is no dropout")
+    if not 0.0 <= dropout < 1.0:
+        return no("dropout", f"dropout_p is {dropout}; from 0.0 to below 1.0 it is computed")
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
         return no("dtype", f"dtypes are {q.dtype}, {k.dtype}, {v.dtype}; one of float16, bfloat16, float32 is computed")
     if any(t.layout is not torch.strided or t.is_nested for t in (q, k, v)):
@@ -203,7 +203,7 @@ def _unsupported(q, k, v, mask, dropout):
     return None
 
 
-def _flashtune(q, k, v, mask, is_causal, scale, enable_gqa):
+def _flashtune(q, k, v, mask, is_causal, scale, enable_gqa, dropout_p):
     """The call in four dimensions, with rows that lie in one piece."""
     dims = q.dim()
     if dims < 4:
@@ -219,7 +219,9 @@ def _flashtune(q, k, v, mask, is_causal, scale, enable_gqa):
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
     batch = max(t.shape[0] for t in (q, k, v))
     q, k, v = (t.expand(batch, *t.shape[1:]) if t.shape[0] == 1 else t for t in (q, k, v))
-    out = sdpa_call(q, k, v, mask, bool(is_causal), scale, bool(enable_gqa), caller=_NAME)
+    out = sdpa_call(
+        q, k, v, mask, bool(is_causal), scale, bool(enable_gqa), caller=_NAME, dropout_p=dropout_p
+    )
     if dims == 3:
         return out.squeeze(1)
     if dims == 2:

@@ -4,8 +4,9 @@ gradients of q, k and v."""
 import torch
 
 from ..errors import InvalidArgument, InvalidTensor, Unsupported
+from .._dropout import Dropout
 from .._tensors import no_gradient_of
-from ._operators import _LIBRARY, _TAGS, is_eager, is_last, of_transform
+from ._operators import _LIBRARY, _TAGS, is_eager, is_last, of_transform, state_tensor
 
 _SEQUENCES = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt? max_seqlen_q, "
@@ -15,16 +16,23 @@ _SEQUENCES = (
 _LIBRARY.define(f"attend_varlen(Tensor q, Tensor k, Tensor v, {_SEQUENCES}) -> (Tensor, Tensor)", tags=_TAGS)
 _LIBRARY.define(
     "attend_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    f"{_SEQUENCES}) -> (Tensor, Tensor, Tensor)",
+    f"{_SEQUENCES}, Tensor? rng_state=None, float dropout_p=0.0) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+# With scores dropped, by a state on the device.
+_LIBRARY.define(
+    f"attend_varlen_dropout(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, Tensor rng_state, float dropout_p) -> "
+    "(Tensor, Tensor)",
     tags=_TAGS,
 )
 attend_varlen_op = torch.ops.flashtune.attend_varlen.default
+attend_varlen_dropout_op = torch.ops.flashtune.attend_varlen_dropout.default
 attend_varlen_backward_op = torch.ops.flashtune.attend_varlen_backward.default
 
 
 def attend(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, used_q, used_k, scale, causal, window, softcap, slopes, sinks,
-    want_lse,
+    want_lse, dropout=None,
 ):  # fmt: skip
     """One call by way of the operator: O, and with ``want_lse`` the log-sum-exp."""
     eager = is_eager(q, k, v)
@@ -48,9 +56,12 @@ def attend(
         raise InvalidArgument(f"window_size is {window!r}; it is (left, right), -1 for all") from None
     scale = None if scale is None else float(scale)
     run = _AttendVarlen.apply if eager else attend_varlen_op
+    more = ()
+    if dropout is not None:
+        run, more = attend_varlen_dropout_op, (state_tensor(dropout, q), dropout.p)
     out, lse = run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, max_q, max_k, scale, bool(causal), left, right,
-        float(softcap or 0.0), slopes, sinks,
+        float(softcap or 0.0), slopes, sinks, *more,
     )  # fmt: skip
     return (out, lse) if want_lse else out
 
@@ -73,10 +84,10 @@ def _attend(q, k, v, *args):
     """The kernel of ``attend_varlen``."""
     from .. import serving
 
-    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks = args
+    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks, *dropped = args
     return serving.varlen(
         q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k, scale, causal, (left, right), softcap, slopes, sinks,
-        True,
+        True, dropout=Dropout(dropped[1], dropped[0]) if dropped else None,
     )  # fmt: skip
 
 
@@ -87,10 +98,11 @@ def _backward(dout, q, k, v, out, lse, dlse, *args):
     # Sums and slices leave gradients with any strides.
     dout = dout if dout.stride(-1) == 1 or dout.numel() == 0 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks = args
+    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks, *dropped = args
+    state, p = dropped if len(dropped) == 2 else (None, 0.0)
     return flash_attn_varlen_backward(
         dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, causal, (left, right), softcap, slopes,
-        dlse=dlse, seqused_q=used_q, seqused_k=used_k, s_aux=sinks,
+        dlse=dlse, seqused_q=used_q, seqused_k=used_k, s_aux=sinks, dropout_p=p, rng_state=state,
     )  # fmt: skip
 
 
@@ -108,28 +120,31 @@ def _backward_fake(dout, q, k, v, *args):
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("attend_varlen", _attend, _device)
+    _LIBRARY.impl("attend_varlen_dropout", _attend, _device)
     _LIBRARY.impl("attend_varlen_backward", _backward, _device)
 torch.library.register_fake("flashtune::attend_varlen", _attend_fake, lib=_LIBRARY)
+torch.library.register_fake("flashtune::attend_varlen_dropout", _attend_fake, lib=_LIBRARY)
 torch.library.register_fake("flashtune::attend_varlen_backward", _backward_fake, lib=_LIBRARY)
 
 
 def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
+    inputs, dropped = inputs[:16], inputs[16:]
     *tensors, cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks = inputs
-    ctx.save_for_backward(*tensors, *output, cu_q, cu_k, used_q, used_k, slopes, sinks)
-    ctx.numbers = (max_q, max_k, scale, causal, left, right, softcap)
+    ctx.save_for_backward(*tensors, *output, cu_q, cu_k, used_q, used_k, slopes, sinks, *dropped[:1])
+    ctx.numbers, ctx.dropout = (max_q, max_k, scale, causal, left, right, softcap), dropped[1:]
 
 
 def _gradients(ctx, dout, dlse, eager=False):
-    q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
-    none = (None,) * 13
+    q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks, *state = ctx.saved_tensors
+    none = (None,) * (13 + 2 * len(state))
     if dout is None and dlse is None:
         return None, None, None, *none
     if dout is None:
         dout = torch.zeros_like(out)
     run = _backward if eager and is_last(dout, dlse) else attend_varlen_backward_op
     gradients = run(
-        dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, *ctx.numbers, slopes, sinks
+        dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, *ctx.numbers, slopes, sinks, *state, *ctx.dropout
     )
     return *gradients, *none
 
@@ -141,4 +156,5 @@ def _no_second(ctx, *_):
 
 
 torch.library.register_autograd("flashtune::attend_varlen", _gradients, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("flashtune::attend_varlen_dropout", _gradients, setup_context=_setup, lib=_LIBRARY)
 torch.library.register_autograd("flashtune::attend_varlen_backward", _no_second, lib=_LIBRARY)

@@ -120,11 +120,12 @@ impl BackwardSm90Schedule {
         let longest = bucket.q_len.max(bucket.kv_len);
         let turns = can_take_turns(problem, if narrow { 128 } else { 64 })
             && !problem.mask.left
-            && longest >= if narrow { LEAST_ROWS_OF_TURNS } else { 2 * MOST_ROWS_OF_JOINT };
+            // Dropout spills least in turns: nothing at head dim 128, beside 148 bytes where dQ is of the launch.
+            && (problem.dropout || longest >= if narrow { LEAST_ROWS_OF_TURNS } else { 2 * MOST_ROWS_OF_JOINT });
         if turns {
             return Self::in_turns(if narrow { 128 } else { 64 });
         }
-        let joint = can_be_joint(problem) && !problem.mask.left && longest <= MOST_ROWS_OF_JOINT;
+        let joint = can_be_joint(problem) && !problem.mask.left && !problem.dropout && longest <= MOST_ROWS_OF_JOINT;
         let dq_blocks = match (joint, problem.mask.right) {
             (false, _) => 0,
             (true, false) => 21,

@@ -47,7 +47,7 @@ const FEW_BLOCK: u32 = 256;
 
 /// Whether the program changes or masks scores: then all rows go into panels, whose code knows programs.
 fn changes_scores(problem: &Problem) -> bool {
-    problem.program.is_some_and(|p| p.mask().is_some() || p.score().is_some())
+    problem.dropout || problem.program.is_some_and(|p| p.mask().is_some() || p.score().is_some())
 }
 
 /// Quantised elements are multiplied as floats.

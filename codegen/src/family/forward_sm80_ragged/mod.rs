@@ -75,6 +75,9 @@ impl KernelFamily for Sm80RaggedSchedule {
         if problem.dtype == DType::F32 {
             return no("computes f16 and bf16 only");
         }
+        if problem.dropout {
+            return no("drops no scores: it is made for decoding and serving");
+        }
         problem.check_vectors(Self::NAME)?;
         if store.v_columns {
             return no("reads V whose columns lie side by side, not its tokens");

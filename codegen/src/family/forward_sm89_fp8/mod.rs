@@ -83,7 +83,7 @@ impl KernelFamily for Sm89Fp8Schedule {
     const OF_E4M3: bool = true;
 
     fn evidence(_: &Problem, _: Arch) -> Evidence {
-        Evidence::emulated("")
+        Evidence::checked_on_hopper()
     }
 
     fn runs_on(arch: Arch) -> Result<()> {

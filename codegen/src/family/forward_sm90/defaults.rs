@@ -114,7 +114,8 @@ impl Sm90Schedule {
         let has_biases = brings && problem.program.is_some_and(|p| !p.biases().is_empty());
         let loads = problem.program.is_some_and(|p| p.score_facts().halves_along_keys > 0);
         let runs = problem.program.is_some_and(|p| p.runs().is_some());
-        let chain = !loads;
+        // Beside the state of dropout two tiles spill: 280 bytes at head dim 128, and none without.
+        let chain = !loads && !problem.dropout;
         let base = Self {
             consumers,
             block_kv: 128,
@@ -162,6 +163,9 @@ impl Sm90Schedule {
             // Two ways to take it hold more registers than the larger blocks leave.
             _ if tanh => 128,
             _ if d > 192 && masked && bucket.kv_len <= 1024 => 64,
+            // Larger ones spill 120 bytes.
+            _ if problem.dropout && d > 192 => 64,
+            _ if problem.dropout && d > 128 => 96,
             // Larger ones spill what consumers keep of runs, and are no faster.
             _ if runs && d > 192 => 64,
             _ if runs && d > 128 => 96,

@@ -99,6 +99,7 @@ impl Problem {
             precision: Precision::Exact,
             output: None,
             residual: false,
+            dropout: false,
             scales: crate::ScaleUnits::default(),
         }
     }

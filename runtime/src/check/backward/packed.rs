@@ -3,7 +3,7 @@
 
 use super::{BackwardCase, CheckInputs, Drawn};
 use crate::check::guarded::Guarded;
-use crate::check::written;
+use crate::check::{dropout, written};
 use crate::ragged::Ints;
 use crate::reference::{Gradients, RowId, Rows};
 use crate::{Device, HostTensor, Layout, Packed, Result, typical_side};
@@ -214,12 +214,13 @@ impl BackwardCase {
         let data = problem.program.map_or(SideData::default(), |p| typical_side(&p, &bounds, inputs.seed));
         let sides = [Side::new(&*device, batch, 0)?, Side::new(&*device, batch, 1)?];
         let dense = problem.with_kv(KvKind::Dense);
+        let dropout = dropout::mask(problem, inputs.seed);
         let mut each: Vec<Drawn> = Vec::new();
         for (b, [q_len, kv_len]) in (0..).zip(&batch.lengths) {
             let shape = Shape { batch: 1, q_len: *q_len, kv_len: *kv_len, ..bounds };
             let seed = inputs.seed.wrapping_add(u64::from(b) * 1_000_003);
             let inputs = CheckInputs { seed, layout: Layout::Bhsd, ..*inputs };
-            each.push(Drawn::new(&dense, &shape, &inputs, &data, b, problem.residual));
+            each.push(Drawn::new(&dense, &shape, &inputs, &data, b, dropout, problem.residual && dropout.is_none()));
         }
         let of_queries = [true, true, false, false, true, true, true];
         let tensors = (0..each[0].tensors.len()).map(|i| {

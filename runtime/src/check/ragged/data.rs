@@ -140,6 +140,8 @@ impl RaggedData {
             scale: batch.scale.unwrap_or_else(|| problem.default_scale()),
             ..args
         };
+        let dropout = crate::check::dropout::of_host(problem, batch.seed);
+        let args = dropout.map_or(args, |dropout| crate::dropout::of_ragged(args, &dropout));
         let side = problem.program.map_or(SideData::default(), |p| typical_side(&p, &shape, batch.seed));
         let mut data = Self { problem: *problem, shape, args, parts, side, expected: Expected::default() };
         let queries = data.place_queries(batch, rng);

@@ -3,6 +3,7 @@
 use super::batch::RaggedBatch;
 use super::data::QueryRows;
 use crate::Verdict;
+use crate::check::dropout::of_host as dropout_of;
 use crate::reference::{
     Attention, HostTensor, Layout, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused_rows_of,
 };
@@ -60,6 +61,7 @@ impl Expected {
         // Of each sequence some, of very many fewer.
         let least = (LEAST_ROWS / batch.lengths.len().max(1)).clamp(2, 16) as f64;
         let total: f64 = batch.lengths.iter().map(|lengths| work(*lengths)).sum();
+        let dropout = dropout_of(problem, batch.seed).map(|dropout| dropout.mask([0; 2]));
         for (b, SequenceInputs { q, k, v, there }) in inputs.into_iter().enumerate() {
             let [q_len, kv_len] = batch.lengths[b];
             let shape = Shape { batch: 1, q_len, kv_len, ..*bounds };
@@ -70,7 +72,7 @@ impl Expected {
                 Some((program, data)) => Some((program, data)),
                 None => problem.program.as_deref().map(|program| (program, data)),
             };
-            let attention = Attention { mask: batch.mask, scale: args.scale, program, sequence: b as u32 };
+            let attention = Attention { mask: batch.mask, scale: args.scale, program, sequence: b as u32, dropout };
             let oracle = oracle_of(&q, &k, &v, &attention, &ids);
             // Quantised stores are measured by attention in f16 on what they stand for.
             let quantised = problem.kv.store().is_some_and(|store| store.element != KvElement::Same);

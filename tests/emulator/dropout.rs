@@ -1,0 +1,210 @@
+//! Dropout: kernels drop the scores that the definition says, by any schedule, and faults in it are seen.
+
+use crate::backward::{Loaded, Machine, try_backward};
+use crate::cases::Case;
+use crate::{DTYPES, PROGRAMS, machine, random_sm80, random_sm90, search_with, setting, templates, try_kernel};
+use flashtune::codegen::{Arch, Family, Kernel, KvKind, Precision, Schedule, ShapeBucket, TemplateSet};
+use flashtune::runtime::check::{PackedBatch, Poison, RaggedBatch};
+use flashtune::runtime::{BackwardCase, CheckInputs};
+use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+fn default_of(family: Family, problem: Problem, arch: &str) -> Kernel {
+    let arch: Arch = arch.parse().expect("an arch");
+    let bucket = ShapeBucket { parallel: 4, group: 2, q_len: 256, kv_len: 256, ..Default::default() };
+    Kernel { problem, schedule: Schedule::default_for(family, &problem, arch, &bucket).expect("supported"), arch }
+}
+
+/// Kernels of the four families in turn, every third with a score program.
+fn random_forward(number: u64) -> Kernel {
+    let rng = &mut StdRng::seed_from_u64(number);
+    let program = number.is_multiple_of(3).then(|| *PROGRAMS.choose(rng).expect("not empty"));
+    let of = |dtype| Problem::forward_qk_v(dtype, 24, 40, MaskKind::ALL[number as usize / 5 % 4]).expect("legal");
+    let kernel = match number % 5 {
+        0 | 1 => random_sm90(rng, program),
+        2 => random_sm80(rng, program),
+        3 => default_of(Family::ForwardNaive, of(DTYPES[number as usize / 2 % 2]), "sm_80"),
+        _ => {
+            let problem = Problem { precision: Precision::Tf32x3, ..of(DType::F32) };
+            default_of(Family::ForwardSm80F32, problem, "sm_80")
+        }
+    };
+    Kernel { problem: kernel.problem.with_dropout(true), ..kernel }
+}
+
+#[test]
+fn forward_kernels_that_drop_scores() {
+    let templates = templates();
+    search_with(5, |number| {
+        let kernel = random_forward(number);
+        let cases = setting("EMULATE_CASES").unwrap_or(2);
+        try_kernel(&kernel, &templates, cases, number, |rng| Case::random(&kernel, rng))
+    });
+}
+
+/// Kernels of the three families in turn, dense and packed.
+fn random_backward(number: u64) -> Kernel {
+    let n = number as usize;
+    let (family, arch) =
+        [(Family::BackwardSm90, "sm_90a"), (Family::BackwardSm80, "sm_80"), (Family::BackwardNaive, "sm_75")][n % 3];
+    let (qk, v) = [(64, 64), (24, 40), (136, 72), (128, 128)][n / 3 % 4];
+    let problem = Problem::forward_qk_v(DTYPES[n / 2 % 2], qk, v, MaskKind::ALL[n / 3 % 4]).expect("legal").backward();
+    let problem = if n % 2 == 1 { problem.with_kv(KvKind::RAGGED) } else { problem };
+    default_of(family, problem.with_dropout(true), arch)
+}
+
+#[test]
+fn gradients_of_what_was_dropped() {
+    let templates = templates();
+    search_with(6, |number| {
+        try_backward(&random_backward(number), &templates, setting("EMULATE_CASES").unwrap_or(2), number)
+    });
+}
+
+/// Packs by the two families that find sequences on the device.
+#[test]
+fn packed_forward_passes_drop_scores() {
+    let templates = crate::ragged::free_pieces(&templates());
+    search_with(3, |number| {
+        let (family, arch) =
+            [(Family::ForwardSm90Ragged, "sm_90a"), (Family::ForwardNaiveRagged, "sm_75")][number as usize % 3 / 2];
+        let mask = MaskKind::ALL[number as usize % 4];
+        let problem = Problem::forward(DTYPES[1], 64, mask).expect("legal").with_kv(KvKind::RAGGED).with_dropout(true);
+        let kernel = default_of(family, problem, arch);
+        crate::ragged::try_ragged(&kernel, &templates, 2, number, |rng| {
+            RaggedBatch::random(&problem, crate::ragged::MOST, rng.random())
+        })
+        .map(|_| ())
+    });
+}
+
+/// What is wrong, the family, the file, the text in it, and what is put in its place.
+type Fault = [&'static str; 5];
+
+const LIB: &str = "lib/cuda/attention/dropout.cuh";
+const ALL: &str = "            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();";
+const NONE: &str = "#endif\n            pack_weights(s);\n            issue_values();";
+const CONSUMER: &str = "forward/sm90/consumer.cuh";
+const STEPS: &str = "backward/sm90/key_steps.cuh";
+const FAULTS: &[Fault] = &[
+    ["by the other half of a word", "forward/sm90", LIB, "e == 0 ? word << 16 : word", "e != 0 ? word << 16 : word"],
+    ["by another lane's words", "forward/sm90", LIB, "exchange_words(w.y, w.w, t & 2, 2);", ""],
+    ["of another head", "forward/sm90", CONSUMER, "group_shift) + member);", "group_shift) + (member ^ 1));"],
+    [
+        "of the block of keys behind",
+        "forward/sm90",
+        CONSUMER,
+        "u32(first_key(work, n)) / 8",
+        "u32(first_key(work, n)) / 8 + 1",
+    ],
+    ["one row without the scale", "forward/sm90", CONSUMER, ", rows.inverse[1] *= args.forward.dropout_scale", ""],
+    [
+        "in the sum, too",
+        "forward/sm80",
+        "forward/sm80.cu",
+        "        softmax.step(s, o, c);\n#if FT_DROPOUT",
+        "#if FT_DROPOUT\n        softmax.l[0][0] *= 0.9f;\n#endif\n        softmax.step(s, o, c);\n#if FT_DROPOUT",
+    ],
+    ["the offset's high half left out", "forward/sm80", LIB, " + u32(offset >> 32)", ""],
+    ["a round less", "forward/naive", LIB, "round < 10", "round < 9"],
+    ["by another offset", "backward/sm90", LIB, "offset += *(const u64*)a.dropout_offset_at", "offset += 1"],
+    [
+        "dP not scaled",
+        "backward/sm90",
+        STEPS,
+        "keep(dp, kept, args.backward.dropout_scale);\n#endif\n            differentiate",
+        "keep(dp, kept, 1.0f);\n#endif\n            differentiate",
+    ],
+    ["dV by all weights", "backward/sm90", STEPS, ALL, NONE],
+    ["the second head of a group as the first", "backward/sm90", STEPS, "tile = begin, member++;", "tile = begin;"],
+    [
+        "all of infinite rows",
+        "backward/sm90",
+        "backward/sm90/sums.cuh",
+        "? a.dropout_scale : 0.0f;",
+        "? a.dropout_scale : a.dropout_scale;",
+    ],
+    ["by another row's words", "backward/sm80", LIB, "exchange_halves(w.z, w.w);", ""],
+    ["dV without the scale", "backward/sm80", "backward/sm80/keys.cuh", "to.part, args.dropout_scale", "to.part, 1.0f"],
+    [
+        "packed: of the first sequence",
+        "backward/sm80",
+        "backward/sm80/keys.cuh",
+        "dropout_pair(args, batch,",
+        "dropout_pair(args, 0,",
+    ],
+    ["in dQ alone", "backward/naive", "backward/naive.cu", "masked ? kMasked : p * kept", "masked ? kMasked : p"],
+];
+
+/// What is said of a kernel of a family with other templates; an empty text where nothing is.
+fn verdict(family: &str, what: &str, templates: &TemplateSet) -> String {
+    let family = Family::by_name(family).expect("a family");
+    let arch = if family.name().ends_with("sm90") { "sm_90a" } else { "sm_80" };
+    let problem = Problem::forward(DTYPES[1], 64, MaskKind::FULL).expect("legal").with_dropout(true);
+    if family.op().name() == "forward" {
+        let kernel = default_of(family, problem, arch);
+        let case = |rng: &mut StdRng| Case {
+            sizes: [2, 4, 2, 130, 90],
+            mask: Mask::Full,
+            layout: Layout::Bhsd,
+            values: Distribution::Normal,
+            scale: None,
+            lse: true,
+            bad: [0; 3],
+            below: 0.0,
+            seed: rng.random(),
+        };
+        return try_kernel(&kernel, templates, 1, 1, case).err().unwrap_or_default();
+    }
+    let problem = problem.backward();
+    let problem = if what.starts_with("packed") { problem.with_kv(KvKind::RAGGED) } else { problem };
+    let kernel = default_of(family, problem, arch);
+    let found = || -> Result<String, String> {
+        let device = Machine::open(&kernel, templates, 1)?;
+        let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len: 70, kv_len: 90, mask: Mask::Full };
+        let poison = if what.contains("infinite") { Poison::Infinite } else { Poison::None };
+        let inputs = CheckInputs { poison, ..CheckInputs::default() };
+        let case = if problem.kv.is_dense() {
+            BackwardCase::new(device, &problem, &shape, &inputs)
+        } else {
+            let lengths = vec![[70, 33], [20, 90]];
+            let (mask, wide) = (Mask::Full, [false, true]);
+            let batch = PackedBatch { heads: 4, kv_heads: 2, mask, lengths, unused: 2, spare: 40, wide };
+            BackwardCase::packed(device, &problem, &batch, &inputs)
+        };
+        let report = case.map_err(|e| e.to_string())?.check(&Loaded(kernel)).map_err(|e| e.to_string())?;
+        Ok(if report.passed() { String::new() } else { report.to_string() })
+    };
+    found().unwrap_or_else(|e| e)
+}
+
+#[test]
+fn faults_planted_in_what_is_dropped_are_seen() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let templates = templates();
+    // dQ of rows that meet an infinity is summed once more.
+    assert_eq!(verdict("backward/sm90", "infinite rows", &templates), "");
+    let wrong = std::sync::Mutex::new(Vec::new());
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some([what, family, file, from, to]) =
+                    FAULTS.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)).copied()
+                {
+                    let said = verdict(family, what, &crate::faults::replaced(&templates, file, from, to));
+                    println!("{family}, {what}: {}", said.lines().next().unwrap_or("nothing"));
+                    if said.is_empty() || said.contains("error:") {
+                        wrong.lock().expect("no panic").push(format!("{family}, {what}: `{said}`"));
+                    }
+                }
+            });
+        }
+    });
+    let wrong = wrong.into_inner().expect("no panic");
+    assert!(wrong.is_empty(), "not seen as what they are:\n{}", wrong.join("\n"));
+}
