@@ -109,7 +109,50 @@ fn cases() -> Result<Vec<Case>, Failure> {
             }
         }
     }
+    cases.extend(e4m3_cases()?);
     cases.extend(ragged_cases()?);
+    Ok(cases)
+}
+
+/// The families of e4m3, whose operands have a scale for each head, or finer ones; and the one that makes them.
+fn e4m3_cases() -> Result<Vec<Case>, Failure> {
+    let families = [
+        (Family::ForwardSm90Fp8, "sm_90a"),
+        (Family::ForwardSm89Fp8, "sm_89"),
+        (Family::ForwardSm89Fp8, "sm_120a"),
+        (Family::ForwardCpuE4m3, "cpu-avx2"),
+    ];
+    let masks =
+        [("full", Mask::Full), ("causal", Mask::Causal), ("window", Mask::Window { left: Some(64), right: Some(64) })];
+    let mut cases = Vec::new();
+    for (family, arch) in families {
+        let arch: Arch = arch.parse()?;
+        for dim in HEAD_DIMS {
+            for (mask_name, mask) in masks {
+                let shape = Shape { batch: 1, heads: 16, kv_heads: 4, q_len: 4096, kv_len: 4096, mask };
+                for scales in ["head", "k_rows", "q_rows-k_rows-v_channel"] {
+                    let problem = Problem::forward(DType::E4m3, dim, mask.kind())?.with_scales(scales.parse()?);
+                    let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::of(&shape))?;
+                    let finer = if scales == "head" { String::new() } else { format!("/{scales}") };
+                    let name = format!("{}/{arch}/e4m3/d{dim}/{mask_name}{finer}", family.name());
+                    cases.push(Case { name, kernel: Kernel { problem, schedule, arch } });
+                }
+            }
+        }
+    }
+    for (family, arch) in
+        [(Family::QuantiseCuda, "sm_90a"), (Family::QuantiseCuda, "sm_80"), (Family::QuantiseCpu, "cpu-avx2")]
+    {
+        let arch: Arch = arch.parse()?;
+        for dtype in DType::ALL {
+            for dim in HEAD_DIMS {
+                let problem = Problem { op: Op::Quantise, ..Problem::forward(dtype, dim, MaskKind::FULL)? };
+                let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::default())?;
+                let name = format!("{}/{arch}/{dtype}/d{dim}", family.name());
+                cases.push(Case { name, kernel: Kernel { problem, schedule, arch } });
+            }
+        }
+    }
     Ok(cases)
 }
 

@@ -1,6 +1,8 @@
 //! Low-precision operands with their scales: [`Engine::quantise`] and the types of its call.
 
-pub use flashtune_runtime::{KeyMean, Quantise, QuantiseOperand, QuantiseRotary, RowPositions, quantise_call};
+pub use flashtune_runtime::{
+    BLOCK_ROWS, KeyMean, Quantise, QuantiseOperand, QuantiseRotary, RowPositions, ScaleKind, quantise_call,
+};
 
 use crate::append::ANY;
 use crate::engine::{Dispatch, Engine};

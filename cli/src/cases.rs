@@ -5,7 +5,7 @@ use super::lists::{MaskChoice, Masks, ScoreChange, Sizes, joined, masks, sizes, 
 use anyhow::Result;
 use flashtune::codegen::score::ProgramRef;
 use flashtune::codegen::{
-    Arch, CallSizes, Family, KvElement, KvKind, KvScales, KvStore, PageClass, Paths, Precision, ShapeBucket,
+    Arch, CallSizes, Family, KvElement, KvKind, KvScales, KvStore, PageClass, Paths, Precision, ScaleUnits, ShapeBucket,
 };
 use flashtune::{DType, Mask, Problem, Shape};
 use std::str::FromStr;
@@ -133,6 +133,9 @@ pub struct CaseArgs {
     /// GPU has them) or tf32
     #[arg(long, value_name = "PRECISION")]
     pub precision: Option<Precision>,
+    /// What shares a scale in e4m3 operands: head, or some of q_rows, k_rows and v_channel, as in q_rows-k_rows
+    #[arg(long, value_name = "UNITS")]
+    pub scales: Option<ScaleUnits>,
     /// Head dims of Q and K: 1 to 256; a GPU pads those that are no multiples of 8
     #[arg(long, visible_alias = "head-dims", value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub head_dim: Vec<u32>,
@@ -167,11 +170,13 @@ pub struct CaseArgs {
 impl CaseArgs {
     /// Whether no option was given.
     pub fn is_empty(&self) -> bool {
-        let Self { dtype, precision, head_dim, head_dim_v, mask, score, batch, heads, kv_heads, q_len, kv_len } = self;
+        let Self { dtype, precision, scales, head_dim, head_dim_v, mask, score, .. } = self;
+        let Self { batch, heads, kv_heads, q_len, kv_len, .. } = self;
         let lists = [head_dim, head_dim_v, batch, heads, kv_heads];
         let lengths = [q_len, kv_len];
         dtype.is_empty()
             && precision.is_none()
+            && scales.is_none()
             && mask.is_empty()
             && score.is_none()
             && lists.iter().all(|l| l.is_empty())
@@ -198,6 +203,7 @@ impl CaseArgs {
                         let problem = Problem::forward_qk_v(dtype, head_dim, head_dim_v, mask.kind())?
                             .with_program(joined(&programs)?);
                         let problem = problem.in_precision(self.precision.unwrap_or_default());
+                        let problem = problem.with_scales(self.scales.unwrap_or_default());
                         problem.validate()?;
                         for batch in or(&self.batch, d.shape.batch) {
                             for heads in or(&self.heads, d.shape.heads) {

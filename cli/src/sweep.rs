@@ -1,7 +1,7 @@
 //! What `flashtune check` goes through: problems, schedules, sizes and inputs.
 
 use flashtune::codegen::score::{Program, Type};
-use flashtune::codegen::{Arch, Family, Kernel, KvKind, Op, Schedule, ShapeBucket};
+use flashtune::codegen::{Arch, Family, Kernel, KvKind, Op, ScaleUnits, Schedule, ShapeBucket};
 use flashtune::runtime::{CheckInputs, Poison};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Precision, Problem, Shape};
 use serde::Serialize;
@@ -67,7 +67,8 @@ pub fn problems(effort: Effort) -> Vec<Problem> {
     problems
 }
 
-/// The problems of e4m3: head dims of one to two chunks of 128 columns, whole and not, and every dtype of O.
+/// The problems of e4m3: head dims of one to two chunks of 128 columns, whole and not, every dtype of O, and scales of
+/// every unit, those of heads in half of them.
 pub fn e4m3_problems(effort: Effort) -> Vec<Problem> {
     let dims: &[(u32, u32)] = match effort {
         Effort::Quick => &[(64, 64), (128, 128), (80, 48), (256, 256)],
@@ -94,7 +95,9 @@ pub fn e4m3_problems(effort: Effort) -> Vec<Problem> {
     for (i, &(qk, v)) in dims.iter().enumerate() {
         for (j, mask) in MaskKind::ALL.into_iter().enumerate() {
             let problem = Problem::forward_qk_v(DType::E4m3, qk, v, mask).expect("the dims above are supported");
-            problems.push(problem.with_output(DType::ALL[(i + j) % 3]));
+            let n = i * MaskKind::ALL.len() + j;
+            let scales = if n.is_multiple_of(2) { ScaleUnits::default() } else { ScaleUnits::ALL[1 + n / 2 % 7] };
+            problems.push(problem.with_output(DType::ALL[(i + j) % 3]).with_scales(scales));
         }
     }
     problems

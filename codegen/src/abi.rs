@@ -22,9 +22,10 @@ pub use pad::{PAD_TENSORS, PadArgs};
 pub use quantise::QuantiseArgs;
 
 use crate::score::MAX_BIASES;
-use crate::{Language, Op, Problem};
+use crate::{Language, Op, Problem, ScaleUnits};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
+use std::mem::offset_of;
 
 /// Version of [`ForwardArgs`], [`RaggedArgs`], [`AppendArgs`], [`BackwardArgs`], [`PadArgs`], [`QuantiseArgs`] and of
 /// the entry points.
@@ -92,13 +93,13 @@ arguments! {
         pub k_descale_stride: [i64; 2],
         /// Strides of V's scales: batch, KV head.
         pub v_descale_stride: [i64; 2],
-        /// O less its rounded self, bf16, `[batch, heads, q_len, head_dim_v]` by strides: of kernels of a problem with
-        /// [`Problem::residual`], which alone know these last fields.
+        /// O less its rounded self, bf16, `[batch, heads, q_len, head_dim_v]` by strides: of problems with
+        /// [`Problem::residual`].
         pub residual: u64 as "void*",
         /// Strides of it: batch, head, row.
         pub residual_stride: [i64; 3],
-        /// The probability of keeping a score, of 65536, from 1 to 65536 ([`crate::Dropout::threshold`]): of kernels of
-        /// a problem with [`Problem::dropout`], which alone know these last fields.
+        /// The probability of keeping a score, of 65536, from 1 to 65536 ([`crate::Dropout::threshold`]), and what
+        /// follows on which those are: of problems with [`Problem::dropout`].
         pub dropout_threshold: u32,
         /// What kept weights are multiplied by, one over the probability of keeping one.
         pub dropout_scale: f32,
@@ -110,6 +111,11 @@ arguments! {
         pub dropout_seed_at: u64 as "const void*",
         /// Address of 64 bits of an offset on the device, or 0.
         pub dropout_offset_at: u64 as "const void*",
+        /// From a scale of Q and of K to that of the next rows, and of V to that of the next channel: of problems with
+        /// [`Problem::scales`]. There heads of Q's scales are those of Q.
+        pub scale_stride: [i64; 3],
+        /// log2 of the rows of Q, and of K, that share a scale.
+        pub scale_rows_log2: [i32; 2],
     }
 }
 
@@ -373,61 +379,57 @@ arguments! {
     }
 }
 
-/// Which of the last fields of [`ForwardArgs`] and [`BackwardArgs`] a kernel does not know: those of dropout, and
-/// before them those of a residual. What is rendered without them ends before them.
+/// How many bytes at the end of [`ForwardArgs`], [`BackwardArgs`] or [`RaggedArgs`] a kernel does not know. Fields that
+/// only some problems have lie there in the order in which the structs grew, a residual's, those of dropout, those of
+/// finer scales: a kernel knows them up to the last that its problem has, so that one without any of them is what it
+/// was, and what knows of dropout still is when scales are appended behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cut {
-    /// Bytes that are left out at the end of the two.
+    /// Bytes that are left out at the end.
     pub(crate) bytes: usize,
-    /// What the names of fields that are left out begin with.
-    names: &'static [&'static str],
 }
 
 impl Cut {
     /// What every kernel knows of other structs.
-    pub(crate) const NONE: Self = Self { bytes: 0, names: &[] };
+    pub(crate) const NONE: Self = Self { bytes: 0 };
 
-    /// Of a problem's kernels.
-    pub(crate) const fn of(problem: &Problem) -> Self {
-        const END: usize = size_of::<ForwardArgs>();
-        match (problem.dropout, problem.residual) {
-            (true, _) => Self::NONE,
-            (false, true) => {
-                Self { bytes: END - std::mem::offset_of!(ForwardArgs, dropout_threshold), names: &["dropout"] }
-            }
-            (false, false) => {
-                Self { bytes: END - std::mem::offset_of!(ForwardArgs, residual), names: &["dropout", "residual"] }
-            }
-        }
+    /// Of [`ForwardArgs`] in a problem's kernels.
+    pub(crate) fn of_forward(problem: &Problem) -> Self {
+        let known = if problem.scales != ScaleUnits::default() {
+            size_of::<ForwardArgs>()
+        } else if problem.dropout {
+            offset_of!(ForwardArgs, scale_stride)
+        } else if problem.residual {
+            offset_of!(ForwardArgs, dropout_threshold)
+        } else {
+            offset_of!(ForwardArgs, residual)
+        };
+        Self { bytes: size_of::<ForwardArgs>() - known }
     }
 
-    /// The same of [`RaggedArgs`], which have no residual.
+    /// Of [`BackwardArgs`], which have no scales.
+    pub(crate) const fn of_backward(problem: &Problem) -> Self {
+        let known = match (problem.dropout, problem.residual) {
+            (true, _) => size_of::<BackwardArgs>(),
+            (false, true) => offset_of!(BackwardArgs, dropout_threshold),
+            (false, false) => offset_of!(BackwardArgs, residual),
+        };
+        Self { bytes: size_of::<BackwardArgs>() - known }
+    }
+
+    /// Of [`RaggedArgs`], which have no residual either.
     pub(crate) const fn of_ragged(problem: &Problem) -> Self {
         match problem.dropout {
             true => Self::NONE,
-            false => Self {
-                bytes: size_of::<RaggedArgs>() - std::mem::offset_of!(RaggedArgs, dropout_threshold),
-                names: &["dropout"],
-            },
+            false => Self { bytes: size_of::<RaggedArgs>() - offset_of!(RaggedArgs, dropout_threshold) },
         }
     }
 
-    fn has(self, field: &Field) -> bool {
-        self.names.iter().any(|name| field.members[0].starts_with(name))
+    /// Whether it is of the struct of this name in kernels: others are whole, or have it inside.
+    pub(crate) fn is_of(name: &str) -> bool {
+        [ForwardArgs::NAME, BackwardArgs::NAME, RaggedArgs::NAME].contains(&name)
     }
 }
-
-// Both structs end alike.
-const _: () = {
-    const ENDS: [usize; 2] = [size_of::<ForwardArgs>(), size_of::<BackwardArgs>()];
-    assert!(
-        ENDS[0] - std::mem::offset_of!(ForwardArgs, residual) == ENDS[1] - std::mem::offset_of!(BackwardArgs, residual)
-    );
-    assert!(
-        ENDS[0] - std::mem::offset_of!(ForwardArgs, dropout_threshold)
-            == ENDS[1] - std::mem::offset_of!(BackwardArgs, dropout_threshold)
-    );
-};
 
 /// A tensor as the copy engine takes it: opaque, encoded by the driver.
 #[repr(C, align(64))]
@@ -517,13 +519,14 @@ impl Spelt for Tiling {
 /// The declarations that a template pastes, by the names that it has for them. Structs end before the fields of what a
 /// problem has not, so that kernels which do not know those are what they were.
 pub(crate) fn fields(language: Language, problem: &Problem) -> Vec<(&'static str, String)> {
-    let (cut, ragged) = (Cut::of(problem), Cut::of_ragged(problem));
+    let (forward, backward) = (Cut::of_forward(problem), Cut::of_backward(problem));
+    let ragged = Cut::of_ragged(problem);
     let common = [
-        ("forward_args", declaration_without::<ForwardArgs>(language, cut)),
+        ("forward_args", declaration_without::<ForwardArgs>(language, forward)),
         ("ragged_args", declaration_without::<RaggedArgs>(language, ragged)),
         ("append_args", declaration::<AppendArgs>(language)),
-        ("backward_args", declaration_without::<BackwardArgs>(language, cut)),
-        ("sums_args", declaration_without::<GradientArgs>(language, cut)),
+        ("backward_args", declaration_without::<BackwardArgs>(language, backward)),
+        ("sums_args", declaration_without::<GradientArgs>(language, backward)),
         ("pad_args", declaration::<PadArgs>(language)),
         ("quantise_args", declaration::<QuantiseArgs>(language)),
         ("side_tensor", declaration::<SideTensorArg>(language)),
@@ -531,9 +534,9 @@ pub(crate) fn fields(language: Language, problem: &Problem) -> Vec<(&'static str
     let own = match language {
         Language::C => vec![("side_args", declaration::<SideArgs>(language))],
         Language::Cuda => vec![
-            ("sm90_args", declaration_without::<MappedArgs>(language, cut)),
+            ("sm90_args", declaration_without::<MappedArgs>(language, forward)),
             ("sm90_ragged_args", declaration_without::<RaggedMappedArgs>(language, ragged)),
-            ("sm90_backward_args", declaration_without::<BackwardMappedArgs>(language, cut)),
+            ("sm90_backward_args", declaration_without::<BackwardMappedArgs>(language, backward)),
         ],
     };
     common.into_iter().chain(own).collect()
@@ -590,6 +593,58 @@ mod tests {
         assert_eq!((gaps::<GradientArgs>(), gaps::<QuantiseArgs>()), (0, 0));
         for padding in [gaps::<MappedArgs>(), gaps::<RaggedMappedArgs>(), gaps::<BackwardMappedArgs>()] {
             assert!(padding < 64, "{padding}");
+        }
+    }
+
+    #[test]
+    fn structs_end_behind_the_last_fields_that_a_problem_has() {
+        use crate::{DType, Family, Kernel, MaskKind, ScaleUnit, Schedule, Shape, ShapeBucket};
+        let plain = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap();
+        let shape = Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1024, kv_len: 1024, mask: crate::Mask::Full };
+        let arch = "sm_90a".parse().unwrap();
+        let layout = |family, problem: Problem, of: Problem| {
+            let schedule = Schedule::default_for(family, &of, arch, &ShapeBucket::of(&shape)).unwrap();
+            ArgsLayout::of(&Kernel { problem, schedule, arch })
+        };
+        let finer = ScaleUnits { q: ScaleUnit::Rows, ..ScaleUnits::default() };
+        // Bytes of a residual, of dropout and of scales.
+        let groups = [32, 40, 32];
+        assert_eq!(groups.iter().sum::<usize>(), size_of::<ForwardArgs>() - offset_of!(ForwardArgs, residual));
+        assert_eq!(groups[0] + groups[1], size_of::<BackwardArgs>() - offset_of!(BackwardArgs, residual));
+        for has in 0..8 {
+            let [residual, dropout, scales] = [has & 1, has & 2, has & 4].map(|bit| bit != 0);
+            let scales_of = if scales { finer } else { ScaleUnits::default() };
+            let problem = plain.with_residual(residual).with_dropout(dropout).with_scales(scales_of);
+            let known = [residual || dropout || scales, dropout || scales, scales];
+            // A gradient has no scales, and a ragged batch neither these nor a residual.
+            let known_backward = [residual || dropout, dropout, false];
+            let known_ragged = [false, dropout, false];
+            let bytes =
+                |known: [bool; 3]| -> usize { groups.iter().zip(known).map(|(n, is)| n * usize::from(is)).sum() };
+            for language in [Language::C, Language::Cuda] {
+                let declared = fields(language, &problem);
+                for (name, known, before) in [
+                    ("forward_args", known, offset_of!(ForwardArgs, residual)),
+                    ("backward_args", known_backward, offset_of!(BackwardArgs, residual)),
+                    ("ragged_args", known_ragged, offset_of!(RaggedArgs, dropout_threshold)),
+                ] {
+                    let (_, text) = declared.iter().find(|(found, _)| *found == name).unwrap();
+                    let members = ["residual_stride[3];", "dropout_offset_at;", "scale_rows_log2[2];"];
+                    assert_eq!(members.map(|member| text.contains(member)), known, "{problem} {name}");
+                    let size = format!(") == {}, ", before + bytes(known));
+                    assert!(text.contains(&size), "{problem} {name}: {size}\n{text}");
+                }
+            }
+            for family in [Family::ForwardSm80, Family::ForwardSm90] {
+                let (full, found) = (family.args(), layout(family, problem, plain));
+                let forward = (offset_of!(ForwardArgs, residual) + bytes(known)) as u32;
+                assert_eq!(found, ArgsLayout { forward, ..full }, "{problem} {family}");
+            }
+            for family in [Family::BackwardSm80, Family::BackwardSm90] {
+                let (full, found) = (family.args(), layout(family, problem.backward(), plain.backward()));
+                let forward = (offset_of!(BackwardArgs, residual) + bytes(known_backward)) as u32;
+                assert_eq!(found, ArgsLayout { forward, ..full }, "{problem} {family}");
+            }
         }
     }
 

@@ -1,7 +1,8 @@
 //! A kernel: problem, schedule and arch, rendered to source.
 
 use crate::{
-    Arch, DType, Error, KvElement, KvScales, KvStore, Op, Problem, Resources, Result, Schedule, TemplateSet, abi,
+    Arch, DType, Error, KvElement, KvScales, KvStore, Op, Problem, Resources, Result, ScaleUnit, Schedule, TemplateSet,
+    abi,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -148,6 +149,9 @@ impl Kernel {
             ("mask_right", u32::from(p.mask.right).to_string()),
             ("residual", u32::from(p.residual).to_string()),
             ("dropout", u32::from(p.dropout).to_string()),
+            ("scales_of_queries", u32::from(p.scales.q == ScaleUnit::Rows).to_string()),
+            ("scales_of_keys", u32::from(p.scales.k == ScaleUnit::Rows).to_string()),
+            ("scales_of_channels", u32::from(p.scales.v == ScaleUnit::Channel).to_string()),
         ]);
         m.extend(p.kv.store().map(|store| store_fields(&store, p.dtype)).into_iter().flatten());
         m.extend(abi::fields(self.language(), p));

@@ -2,7 +2,7 @@
 
 use crate::omitted::is_default;
 use crate::score::{Declaration, Program, ProgramRef};
-use crate::{Arch, DType, Error, KvKind, MaskKind, Precision, Result, Shape};
+use crate::{Arch, DType, Error, KvKind, MaskKind, Precision, Result, ScaleUnit, ScaleUnits, Shape};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -86,6 +86,8 @@ pub struct Problem {
     /// Whether scores are dropped at random after the softmax, by [`crate::Dropout`]: forward passes and gradients of
     /// training.
     pub dropout: bool,
+    /// What shares a scale in `e4m3` operands.
+    pub scales: ScaleUnits,
 }
 
 /// A problem as it is stored: without what is at its default.
@@ -115,23 +117,25 @@ struct Stored {
     residual: bool,
     #[serde(default, skip_serializing_if = "is_default")]
     dropout: bool,
+    #[serde(default, skip_serializing_if = "is_default")]
+    scales: ScaleUnits,
 }
 
 impl From<Problem> for Stored {
     fn from(problem: Problem) -> Self {
         let Problem { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, .. } = problem;
-        let Problem { residual, dropout, .. } = problem;
+        let Problem { residual, dropout, scales, .. } = problem;
         let head_dim_v = (head_dim_v != head_dim_qk).then_some(head_dim_v);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout, scales }
     }
 }
 
 impl From<Stored> for Problem {
     fn from(stored: Stored) -> Self {
         let Stored { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, .. } = stored;
-        let Stored { residual, dropout, .. } = stored;
+        let Stored { residual, dropout, scales, .. } = stored;
         let head_dim_v = head_dim_v.unwrap_or(head_dim_qk);
-        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout }
+        Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout, scales }
     }
 }
 
@@ -146,9 +150,22 @@ impl Problem {
         let (op, kv, precision) = (Op::Forward, KvKind::Dense, Precision::Exact);
         // Half as many bytes as O would take in f32, and no range that scales of V could leave.
         let output = (dtype == DType::E4m3).then_some(DType::Bf16);
-        let (program, by, residual, dropout) = (None, None, false, false);
-        let p =
-            Self { op, dtype, head_dim_qk, head_dim_v, mask, program, kv, by, precision, output, residual, dropout };
+        let (program, by, residual, dropout, scales) = (None, None, false, false, ScaleUnits::default());
+        let p = Self {
+            op,
+            dtype,
+            head_dim_qk,
+            head_dim_v,
+            mask,
+            program,
+            kv,
+            by,
+            precision,
+            output,
+            residual,
+            dropout,
+            scales,
+        };
         p.validate()?;
         Ok(p)
     }
@@ -171,6 +188,11 @@ impl Problem {
     /// The same problem with or without dropout.
     pub fn with_dropout(self, dropout: bool) -> Self {
         Self { dropout, ..self }
+    }
+
+    /// The same problem with scales of other parts of its operands.
+    pub fn with_scales(self, scales: ScaleUnits) -> Self {
+        Self { scales, ..self }
     }
 
     /// The same problem for K and V that are found another way.
@@ -258,6 +280,7 @@ impl Problem {
         self.check_output()?;
         self.check_residual()?;
         self.check_dropout()?;
+        self.check_scales()?;
         for (field, d) in [("head_dim_qk", self.head_dim_qk), ("head_dim_v", self.head_dim_v)] {
             if !(1..=HEAD_DIM_MAX).contains(&d) {
                 let limit = format!("head dims are numbers from 1 to {HEAD_DIM_MAX}");
@@ -289,6 +312,31 @@ impl Problem {
                 Err(Error::unsupported("output", self.output_dtype(), limit, "give an output of one of these"))
             }
         }
+    }
+
+    /// Checks that scales finer than a head's are asked for of `e4m3` alone, and of parts that kernels have them for.
+    fn check_scales(&self) -> Result<()> {
+        let ScaleUnits { q, k, v } = self.scales;
+        if self.scales == ScaleUnits::default() {
+            return Ok(());
+        }
+        if self.dtype != DType::E4m3 {
+            let limit = "scales belong to e4m3 operands of forward passes";
+            return Err(Error::unsupported("scales", self.scales, limit, "leave the scales out"));
+        }
+        for (field, unit) in [("q_descale", q), ("k_descale", k)] {
+            if unit == ScaleUnit::Channel {
+                let limit = "Q and K have scales of heads, of rows, or of blocks of rows";
+                let remedy = "multiply the columns of Q by K's scales of channels before Q is quantised";
+                return Err(Error::unsupported(field, unit.name(), limit, remedy));
+            }
+        }
+        if v == ScaleUnit::Rows {
+            // They would have to be multiplied into P before it is rounded, whose range they would leave.
+            let limit = "V has scales of heads or of channels";
+            return Err(Error::unsupported("v_descale", v.name(), limit, "quantise V by channel or by head"));
+        }
+        Ok(())
     }
 
     /// Checks that a residual is asked for where O is rounded to 16 bits, and where it is written and read.
@@ -403,6 +451,9 @@ impl fmt::Display for Problem {
         if self.dropout {
             f.write_str("-dropout")?;
         }
+        if self.scales != ScaleUnits::default() {
+            write!(f, "-{}", self.scales)?;
+        }
         write!(f, "-d{}", self.head_dim_qk)?;
         if self.head_dim_v != self.head_dim_qk {
             write!(f, "v{}", self.head_dim_v)?;
@@ -475,6 +526,38 @@ mod tests {
         }
         assert!(!serde_json::to_string(&bf16).unwrap().contains("output"));
         assert!(!Problem { head_dim_qk: 59, ..e4m3 }.pads("sm_90a".parse().unwrap()));
+    }
+
+    #[test]
+    fn finer_scales_are_of_e4m3_and_of_parts_that_kernels_have_them_for() {
+        let e4m3 = Problem::forward(DType::E4m3, 64, MaskKind::FULL).unwrap();
+        let mut names: Vec<String> = ScaleUnits::ALL
+            .into_iter()
+            .map(|scales| {
+                let problem = e4m3.with_scales(scales);
+                problem.validate().unwrap();
+                let stored = serde_json::to_string(&problem).unwrap();
+                assert_eq!(stored.contains("scales"), scales != ScaleUnits::default());
+                assert_eq!(serde_json::from_str::<Problem>(&stored).unwrap(), problem);
+                problem.to_string()
+            })
+            .collect();
+        assert_eq!(names[3], "forward-e4m3-bf16-q_rows-k_rows-v_channel-d64-full");
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), 8);
+        let of = |q, k, v| ScaleUnits { q, k, v };
+        use ScaleUnit::{Channel, Head, Rows};
+        for (scales, field) in [
+            (of(Channel, Head, Head), "q_descale"),
+            (of(Head, Channel, Head), "k_descale"),
+            (of(Head, Head, Rows), "v_descale"),
+        ] {
+            let e = e4m3.with_scales(scales).validate().unwrap_err().to_string();
+            assert!(e.contains(field) && e.contains("quantise"), "{e}");
+        }
+        let bf16 = Problem::forward(DType::Bf16, 64, MaskKind::FULL).unwrap().with_scales(of(Rows, Rows, Head));
+        assert!(bf16.validate().unwrap_err().to_string().contains("leave the scales out"));
     }
 
     #[test]

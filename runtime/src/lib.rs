@@ -38,6 +38,7 @@ pub mod check;
 pub mod compile;
 pub mod cpu;
 pub mod cuda;
+mod descale;
 mod device;
 pub mod dispatch;
 mod dropout;
@@ -69,15 +70,18 @@ pub use check::{
 pub use compile::{compile, compile_with, compiler_for};
 pub use cpu::{CpuDevice, ParallelLoop, Threads};
 pub use cuda::CudaDevice;
+pub use descale::{Descale, Descales, ScaleKind};
 pub use device::{Buffer, Compiler, Device, Findings, Graph, HostBytes, Module, Stream, no_graphs, require_room};
 pub use dispatch::{Dispatcher, DispatcherConfig, Explanation, Plan, Policy, Status};
 pub use error::{Error, Result};
 pub use gradient::{GradientCall, gradient_call, gradient_of};
 pub use open::{DeviceSpec, all_devices, open, open_to_compile};
 pub use pad::RowCopies;
-pub use quantise::{KeyMean, Quantise, QuantiseCall, QuantiseOperand, QuantiseRotary, RowPositions, quantise_call};
+pub use quantise::{
+    BLOCK_ROWS, KeyMean, Quantise, QuantiseCall, QuantiseOperand, QuantiseRotary, RowPositions, quantise_call,
+};
 pub use ragged::{RaggedBatch, RaggedCall, ragged_call};
 pub use reference::{Distribution, HostTensor, Layout, Verdict};
 pub use side::{SideBuffers, SideInputs, SideTable, SideView};
-pub use tensor::{Descale, Descales, ForwardCall, ForwardTensors, TensorView, certainly_overlap, forward_call};
+pub use tensor::{ForwardCall, ForwardTensors, TensorView, certainly_overlap, forward_call};
 pub use typical::{typical_side, visible_part};

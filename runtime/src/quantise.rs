@@ -9,10 +9,10 @@
 use crate::ragged::Ints;
 use crate::ragged::layout::{LONGEST, MOST, common_words, number, span, unsupported};
 use crate::tensor::{check_layout, check_output_rows, error, outer, same_shape, small};
-use crate::{Descale, Result, TensorView};
+use crate::{Descale, Result, ScaleKind, TensorView};
 use bytemuck::Zeroable;
 use flashtune_codegen::abi::QuantiseArgs;
-use flashtune_codegen::{DType, Mask, MaskKind, Op, Problem, Shape};
+use flashtune_codegen::{DType, Mask, MaskKind, Op, Problem, ScaleUnit, Shape};
 
 /// What becomes of one of Q, K and V.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,12 +21,14 @@ pub struct QuantiseOperand {
     pub from: TensorView,
     /// The same rows in e4m3; written.
     pub to: TensorView,
-    /// Where the scales go, `[batch, kv_heads]`: what the codes are multiplied by. A KV head of a sequence has its own,
-    /// of Q all query heads of that share it.
+    /// Where the scales go, what the codes are multiplied by, and which elements share one. With [`ScaleKind::Tensor`]
+    /// one number is written for every sequence and KV head; strides may be 0 there alone. Blocks have up to
+    /// [`BLOCK_ROWS`] rows.
     pub scale: Descale,
-    /// Whether the tensor has one scale, which is then written for each of those; strides may be 0.
-    pub is_whole: bool,
 }
+
+/// Most rows of a head that share a scale by blocks in a quantisation: those of a tile.
+pub const BLOCK_ROWS: u32 = 128;
 
 /// Positions of the rows of Q or K.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,7 +145,9 @@ pub fn quantise_call(quantise: &Quantise) -> Result<QuantiseCall> {
         return Err(error(name, "dtype", dtype, expected, "give the operands of before, or leave this one out"));
     }
     let kv = quantise.k.or(quantise.v);
-    let kv_heads = kv.map_or(first.scale.shape[1], |kv| kv.from.shape[1]);
+    // Of Q alone scales of rows say nothing of KV heads, and need none.
+    let of_q = if first.scale.kind.rows().is_some() { first.from.shape[1] } else { first.scale.shape[1] };
+    let kv_heads = kv.map_or(of_q, |kv| kv.from.shape[1]);
     let kv_len = kv.map_or(0, |kv| kv.from.shape[2]);
     let head_dim_qk = quantise.q.or(quantise.k).map(|t| t.from.shape[3]);
     let head_dim_v = quantise.v.map(|t| t.from.shape[3]);
@@ -155,7 +159,7 @@ pub fn quantise_call(quantise: &Quantise) -> Result<QuantiseCall> {
         let dim = if names[0] == "v" { dim } else { head_dim_qk.unwrap_or(dim) };
         let rule = "[batch, heads, rows, head_dim]: all have one batch, K and V one length, Q and K one head dim";
         same_shape(names[0], &operand.from, [batch, heads, rows, dim], rule)?;
-        check_operand(operand, names, dtype, [batch, kv_heads])?;
+        check_operand(operand, names, dtype, kv_heads)?;
     }
     let [dim_qk, dim_v] = [head_dim_qk.or(head_dim_v), head_dim_v.or(head_dim_qk)].map(|dim| dim.unwrap_or(0));
     let [dim_qk, dim_v] = [small("q", "head dim", dim_qk)?, small("v", "head dim", dim_v)?];
@@ -179,8 +183,8 @@ pub fn quantise_call(quantise: &Quantise) -> Result<QuantiseCall> {
     Ok(QuantiseCall { problem: Problem { op: Op::Quantise, ..problem }, shape, args: arguments(quantise, &shape) })
 }
 
-fn check_operand(operand: &QuantiseOperand, names: [&'static str; 3], dtype: DType, units: [u64; 2]) -> Result<()> {
-    let QuantiseOperand { from, to, scale, is_whole } = operand;
+fn check_operand(operand: &QuantiseOperand, names: [&'static str; 3], dtype: DType, kv_heads: u64) -> Result<()> {
+    let QuantiseOperand { from, to, scale } = operand;
     let [name, out, of_scale] = names;
     if from.dtype != dtype {
         let expected = format!("what is quantised has one dtype, here {dtype}");
@@ -193,18 +197,26 @@ fn check_operand(operand: &QuantiseOperand, names: [&'static str; 3], dtype: DTy
     check_layout(name, from)?;
     check_layout(out, to)?;
     check_output_rows(out, to)?;
-    if scale.shape != units {
-        let expected = format!("{units:?}: a scale for each sequence and KV head");
-        let remedy = "give room for [batch, kv_heads] scales";
-        return Err(error(of_scale, "shape", format!("{:?}", scale.shape), expected, remedy));
+    scale.kind.check(of_scale)?;
+    if let Some(rows) = scale.kind.rows().filter(|rows| *rows > BLOCK_ROWS) {
+        let expected = format!("at most {BLOCK_ROWS} rows, which are read at once");
+        return Err(error(
+            of_scale,
+            "rows of a block",
+            rows,
+            expected,
+            "use blocks of 128 rows, or a scale for each head",
+        ));
     }
-    let [batch, kv_heads] = units;
-    let strides = [scale.strides[0], scale.strides[1], 0, 1];
-    let view = TensorView { address: scale.address, dtype: DType::F32, shape: [batch, kv_heads, 1, 1], strides };
+    let shape = scale.kind.sizes(from.shape, kv_heads);
+    if scale.shape != shape {
+        let expected = format!("{shape:?}: {}", scale.kind);
+        return Err(error(of_scale, "shape", format!("{:?}", scale.shape), expected, "give room for as many scales"));
+    }
     if !from.is_empty() {
-        check_layout(of_scale, &view)?;
-        if !is_whole {
-            check_output_rows(of_scale, &view)?;
+        check_layout(of_scale, &scale.view())?;
+        if scale.kind != ScaleKind::Tensor {
+            check_output_rows(of_scale, &scale.view())?;
         }
     }
     Ok(())
@@ -286,8 +298,17 @@ fn arguments(quantise: &Quantise, shape: &Shape) -> QuantiseArgs {
         (args.from[t], args.to[t], args.scale[t]) = (operand.from.address, operand.to.address, operand.scale.address);
         args.from_stride[3 * t..3 * t + 3].copy_from_slice(&outer(&operand.from));
         args.to_stride[3 * t..3 * t + 3].copy_from_slice(&outer(&operand.to));
-        args.scale_stride[2 * t..2 * t + 2].copy_from_slice(&operand.scale.strides);
-        args.is_whole[t] = operand.is_whole.into();
+        let [of_batch, of_head, of_unit, _] = operand.scale.view().strides;
+        args.scale_stride[2 * t..2 * t + 2].copy_from_slice(&[of_batch, of_head]);
+        args.scale_unit_stride[t] = of_unit;
+        let kind = operand.scale.kind;
+        args.is_whole[t] = (kind == ScaleKind::Tensor).into();
+        args.scale_kind[t] = match kind.unit() {
+            ScaleUnit::Head => 0,
+            ScaleUnit::Rows => 1,
+            ScaleUnit::Channel => 2,
+        };
+        args.scale_rows_log2[t] = kind.rows().unwrap_or(1).ilog2() as i32;
     }
     (args.batch, args.heads, args.kv_heads) = (shape.batch as i32, shape.heads as i32, shape.kv_heads as i32);
     (args.q_len, args.kv_len) = (shape.q_len as i32, shape.kv_len as i32);
@@ -334,8 +355,8 @@ impl Quantise {
             };
             f(name, from.address, from.extent_bytes().unwrap_or(1))?;
             f(out, to.address, to.extent_bytes().unwrap_or(1))?;
-            let ([batch, heads], [b, h]) = (scale.shape, scale.strides);
-            let dims = [(batch, b, "batch stride"), (heads, h, "head stride")];
+            let ([batch, heads, units], [b, h, u]) = (scale.shape, scale.strides);
+            let dims = [(batch, b, "batch stride"), (heads, h, "head stride"), (units, u, "stride of the third axis")];
             f(of_scale, scale.address, span(of_scale, scale.address, &dims, 1, 4)?)?;
         }
         if let (Some(mean), Some(k)) = (self.mean.filter(|mean| mean.address != 0), self.k) {

@@ -219,65 +219,6 @@ pub fn forward_call(tensors: &ForwardTensors, mask: Mask, scale: Option<f32>) ->
     Ok(ForwardCall { problem, shape, args, aligned })
 }
 
-/// Scales of Q, K and V of `e4m3`: what an element is multiplied by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Descales {
-    /// Of Q, by its KV head; 1 when absent.
-    pub q: Option<Descale>,
-    /// Of K; 1 when absent.
-    pub k: Option<Descale>,
-    /// Of V; 1 when absent.
-    pub v: Option<Descale>,
-}
-
-/// A tensor of scales on a device, fp32 `[batch, kv_heads]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Descale {
-    /// Device address of the first; a multiple of 4.
-    pub address: u64,
-    /// Sizes, `[batch, kv_heads]` of the call.
-    pub shape: [u64; 2],
-    /// Distances in elements, which may be 0.
-    pub strides: [i64; 2],
-}
-
-impl ForwardCall {
-    /// The same call with scales of `e4m3` operands.
-    ///
-    /// # Errors
-    /// [`Error::Tensor`] for scales beside another dtype, of another shape, with negative strides, or at an address
-    /// that is null or no multiple of 4.
-    pub fn with_descales(mut self, descales: &Descales) -> Result<Self> {
-        let shape = [self.shape.batch, self.shape.kv_heads].map(u64::from);
-        let check = |name: &'static str, scale: Option<Descale>| -> Result<(u64, [i64; 2])> {
-            let Some(scale) = scale else { return Ok((0, [0; 2])) };
-            if self.problem.dtype != DType::E4m3 {
-                let expected = "scales belong to e4m3";
-                return Err(error(name, "dtype of Q, K and V", self.problem.dtype, expected, "leave the scales out"));
-            }
-            if scale.shape != shape {
-                let expected = format!("{shape:?}: a scale for each sequence and KV head");
-                let remedy = "give [batch, kv_heads] scales; strides of 0 repeat one";
-                return Err(error(name, "shape", format!("{:?}", scale.shape), expected, remedy));
-            }
-            if scale.strides.iter().zip(shape).any(|(stride, n)| n > 1 && *stride < 0) {
-                let found = format!("{:?}", scale.strides);
-                return Err(error(name, "strides", found, "strides are not negative", "make the tensor contiguous"));
-            }
-            if scale.address == 0 || !scale.address.is_multiple_of(4) {
-                let expected = "a multiple of 4 bytes, not null";
-                return Err(error(name, "address", format!("{:#x}", scale.address), expected, "allocate it first"));
-            }
-            let strides = [0, 1].map(|i| if shape[i] > 1 { scale.strides[i] } else { 0 });
-            Ok((scale.address, strides))
-        };
-        (self.args.q_descale, self.args.q_descale_stride) = check("q_descale", descales.q)?;
-        (self.args.k_descale, self.args.k_descale_stride) = check("k_descale", descales.k)?;
-        (self.args.v_descale, self.args.v_descale_stride) = check("v_descale", descales.v)?;
-        Ok(self)
-    }
-}
-
 /// The dtype of an O beside `e4m3` operands.
 fn wide_output(o: &TensorView) -> Result<DType> {
     match o.dtype {

@@ -21,6 +21,11 @@
 #define MASK_LEFT @{ mask_left }@
 #define MASK_RIGHT @{ mask_right }@
 #define BLOCK_Q @{ block_q }@
+/* Scales of blocks of rows of Q and of K, and of channels of V, in place of those of heads. */
+#define SCALES_OF_QUERIES @{ scales_of_queries }@
+#define SCALES_OF_KEYS @{ scales_of_keys }@
+#define SCALES_OF_CHANNELS @{ scales_of_channels }@
+#define SCALES_OF_ROWS (SCALES_OF_QUERIES || SCALES_OF_KEYS)
 
 #include <stdint.h>
 
@@ -41,6 +46,9 @@ typedef struct {
     _Alignas(64) float row[LONGEST];
     double sum[BLOCK_Q];
     float maximum[BLOCK_Q];
+#if SCALES_OF_ROWS
+    float scale[BLOCK_Q]; /* from Q K^T to units of log2, without that of the key */
+#endif
     _Alignas(64) float scores[];
 } Scratch;
 
@@ -57,9 +65,16 @@ INLINE void of_codes(float *to, const uint8_t *from, int n) {
 }
 
 /* The scale of a head. */
-INLINE float scale_of(const float *scales, const int64_t *stride, int64_t batch, int64_t kv_head) {
-    return scales ? scales[batch * stride[0] + kv_head * stride[1]] : 1;
+INLINE float scale_of(const float *scales, const int64_t *stride, int64_t batch, int64_t head) {
+    return scales ? scales[batch * stride[0] + head * stride[1]] : 1;
 }
+
+#if SCALES_OF_ROWS || SCALES_OF_CHANNELS
+/* One behind that of a head: of rows, or of a channel. */
+INLINE float finer_scale_of(const float *scales, const int64_t *stride, int64_t batch, int64_t head, int64_t behind) {
+    return scales ? scales[batch * stride[0] + head * stride[1] + behind] : 1;
+}
+#endif
 
 uint64_t ft_tiles(const ForwardArgs *args) {
     return (uint64_t)args->batch * args->heads * (((uint64_t)args->q_len + BLOCK_Q - 1) / BLOCK_Q);
@@ -80,22 +95,50 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
     const uint8_t *k = (const uint8_t *)args->k + batch * args->k_stride[0] + kv_head * args->k_stride[1];
     const uint8_t *v = (const uint8_t *)args->v + batch * args->v_stride[0] + kv_head * args->v_stride[1];
     element *o = (element *)args->o + batch * args->o_stride[0] + head * args->o_stride[1];
+#if SCALES_OF_ROWS
+#define SCALE(i) (scratch->scale[i] * k_scale)
+#else
     /* From Q K^T to units of log2. */
     const float scale = args->scale * LOG2E * scale_of(args->q_descale, args->q_descale_stride, batch, kv_head) *
                         scale_of(args->k_descale, args->k_descale_stride, batch, kv_head);
+#define SCALE(i) scale
+#endif
+#if SCALES_OF_CHANNELS
+#define V_SCALE(d) \
+    finer_scale_of(args->v_descale, args->v_descale_stride, batch, kv_head, (d) * args->scale_stride[2])
+#else
     const float v_scale = scale_of(args->v_descale, args->v_descale_stride, batch, kv_head);
+#define V_SCALE(d) v_scale
+#endif
     const KeyRange range = key_range(args, first, first + queries);
 
     for (int i = 0; i < queries; i++) of_codes(scratch->q[i], q + (first + i) * args->q_stride[2], HEAD_DIM_QK);
+#if SCALES_OF_ROWS
+    for (int i = 0; i < queries; i++) {
+#if SCALES_OF_QUERIES
+        const int64_t of_row = ((first + i) >> args->scale_rows_log2[0]) * args->scale_stride[0];
+        const float q_scale = finer_scale_of(args->q_descale, args->q_descale_stride, batch, head, of_row);
+#else
+        const float q_scale = scale_of(args->q_descale, args->q_descale_stride, batch, kv_head);
+#endif
+        scratch->scale[i] = args->scale * LOG2E * q_scale;
+    }
+#endif
     for (int64_t key = range.begin; key < range.end; key++) {
         of_codes(scratch->row, k + key * args->k_stride[2], HEAD_DIM_QK);
+#if SCALES_OF_KEYS
+        const int64_t of_row = (key >> args->scale_rows_log2[1]) * args->scale_stride[1];
+        const float k_scale = finer_scale_of(args->k_descale, args->k_descale_stride, batch, kv_head, of_row);
+#elif SCALES_OF_ROWS
+        const float k_scale = scale_of(args->k_descale, args->k_descale_stride, batch, kv_head);
+#endif
         for (int i = 0; i < queries; i++) {
             float parts[LANES] = {0};
             for (int d = 0; d < HEAD_DIM_QK; d++) parts[d % LANES] += scratch->q[i][d] * scratch->row[d];
             float sum = 0;
             for (int x = 0; x < LANES; x++) sum += parts[x];
             const int live = key >= key_begin(args, first + i) && key < key_end(args, first + i);
-            scratch->scores[i * pitch(args) + key - range.begin] = live ? sum * scale : -INF;
+            scratch->scores[i * pitch(args) + key - range.begin] = live ? sum * SCALE(i) : -INF;
         }
     }
     const int64_t keys = max64(range.end - range.begin, 0);
@@ -129,7 +172,7 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
         const int64_t query = first + i;
         const int empty = key_begin(args, query) >= key_end(args, query);
         const double inverse = empty ? 0 : 1 / scratch->sum[i];
-        for (int d = 0; d < HEAD_DIM_V; d++) scratch->row[d] = (float)(scratch->o[i][d] * inverse * v_scale);
+        for (int d = 0; d < HEAD_DIM_V; d++) scratch->row[d] = (float)(scratch->o[i][d] * inverse * V_SCALE(d));
         narrow_row(o + query * args->o_stride[2], scratch->row, HEAD_DIM_V);
         if (args->lse)
             args->lse[head_index * args->q_len + query] =

@@ -18,6 +18,9 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_SCALES_OF_QUERIES @{ scales_of_queries }@    // of rows of Q, or of blocks of them, in place of heads
+#define FT_SCALES_OF_KEYS @{ scales_of_keys }@          // the same of K
+#define FT_SCALES_OF_CHANNELS @{ scales_of_channels }@  // of columns of V, in place of heads
 // Schedule.
 constexpr int kWarps = @{ warps }@;
 constexpr int kRowsPerWarp = @{ rows_per_warp }@;
@@ -59,7 +62,12 @@ constexpr int kBytesV = kBlockKV * TileV::kPitch;
 // Q in registers hands its shared memory to K and V.
 constexpr int kOffsetK = kQInRegisters ? 0 : kBytesQ;
 constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
-static_assert(max_of<int>(kBytesQ, kOffsetV + kStages * kBytesV) == @{ smem_bytes }@,
+#if FT_SCALES_OF_KEYS
+// Of each stage of K its scales.
+constexpr int kOffsetKeyScales = max_of<int>(kBytesQ, kOffsetV + kStages * kBytesV);
+#endif
+static_assert(max_of<int>(kBytesQ, kOffsetV + kStages * kBytesV) +
+                  (FT_SCALES_OF_KEYS ? kStages * kBlockKV * 4 : 0) == @{ smem_bytes }@,
               "the shared memory that the host asks for");
 // Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
 constexpr bool kMasks = kMaskLeft || kMaskRight;
@@ -67,9 +75,12 @@ constexpr bool kMasks = kMaskLeft || kMaskRight;
 // Probabilities are 2^8 at most, so that those down to 2^-17 of the largest are e4m3 numbers above zero.
 constexpr float kProbabilityLog2 = 8.0f;
 
+<% include "lib/cuda/attention/descale.cuh" %>
+
 using Scores = float[kMTiles][kSTiles][4];
 using Output = float[kMTiles][2 * kGroupsV][4];
 using Probabilities = u32[kMTiles][kStepsPV][4];
+using Factors = RowFactors<2 * kMTiles>;
 using QueryFragments = u32[kQInRegisters ? kStepsQK : 1][kMTiles][4];
 
 <% include "forward/sm89_fp8/products.cuh" %>
@@ -86,8 +97,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     const Tile tile = this_tile(args);
     const BlockRange blocks = visit_blocks<kBlockKV, kMaskLeft, kMaskRight>(args, tile);
     const int warp_row = tile.row + warp * kRowsPerWarp;
-    const float scale = args.scale * descale(args.q_descale, args.q_descale_stride, tile) *
-                        descale(args.k_descale, args.k_descale_stride, tile);
+    float scale = args.scale;
+    if (!FT_SCALES_OF_QUERIES) scale *= descale(args.q_descale, args.q_descale_stride, tile);
+    if (!FT_SCALES_OF_KEYS) scale *= descale(args.k_descale, args.k_descale_stride, tile);
     const int last_key = (blocks.end - 1) * kBlockKV;
     // K and V are read backwards, block by block: one running pointer each, and strides in pairs.
     const i64 q_stride = args.q_stride[2] / 2, k_stride = args.k_stride[2] / 2, v_stride = args.v_stride[2] / 2;
@@ -96,11 +108,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     const u16* v = TileV::thread_source<kThreads>(
         (const u16*)row_of(args.v, args.v_stride, tile.batch, tile.kv_head, last_key), v_stride);
 
+#if FT_SCALES_OF_KEYS
+    const Descales<1> key_scales = key_descales(args, tile);
+#endif
     // Copy block n, which must be the one before the last copied. Only the first one can reach past the last key.
     const auto copy_k = [&](int n, int stage, auto check) {
         TileQK::copy_async<kBlockKV, kThreads, check.value>(smem_k + stage * kBytesK, k, k_stride,
                                                             args.kv_len - n * kBlockKV);
         k -= kBlockKV * k_stride;
+#if FT_SCALES_OF_KEYS
+        copy_key_scales(smem_q + kOffsetKeyScales + stage * kBlockKV * 4, args, key_scales, n * kBlockKV);
+#endif
     };
     const auto copy_v = [&](int n, int stage, auto check) {
         TileV::copy_async<kBlockKV, kThreads, check.value>(smem_v + stage * kBytesV, v, v_stride,
@@ -113,10 +131,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
                                                 tile.rows);
     cp_async_commit();
     QueryFragments q_registers;
-    const bool fold = !(scale > 0.0f);
+    const bool fold = any_not_positive(args, tile, scale);
     if (kQInRegisters || fold) {
         cp_async_wait<0>();
-        if (fold) fold_sign_into_q(smem_q, scale);
+        if (fold) fold_sign_into_q(args, tile, smem_q, scale);
         __syncthreads();
     }
     if (kQInRegisters) {
@@ -124,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         for (int step = 0; step < kStepsQK; step++) load_q(q_registers[kQInRegisters ? step : 0], at.q, step);
         __syncthreads();  // everyone has read Q before K and V overwrite it
     }
-    const float c = scale == 0.0f ? kLog2E : fabsf(scale) * kLog2E;
+    const Factors c = factors_of(args, tile, scale);
 
     Output o;
 #pragma unroll
@@ -170,6 +188,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
             }
             cp_async_commit();
             multiply_qk(s, q_registers, at.q, lane_k);
+#if FT_SCALES_OF_KEYS
+            scale_keys(s, smem_q + kOffsetKeyScales + stage * kBlockKV * 4);
+#endif
             if (masked) mask_scores(s, args, warp_row, n * kBlockKV);
             cp_async_wait<0>();
             if (kMasks && masked) met_nan |= take_out_nan(smem_v);
@@ -188,6 +209,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
             }
             cp_async_commit();
             multiply_qk(s, q_registers, at.q, lane_k);
+#if FT_SCALES_OF_KEYS
+            scale_keys(s, smem_q + kOffsetKeyScales + stage * kBlockKV * 4);
+#endif
             if (masked) mask_scores(s, args, warp_row, n * kBlockKV);
         }
         Probabilities p;

@@ -16,6 +16,9 @@ constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
 constexpr bool kMaskLeft = @{ mask_left }@;
 constexpr bool kMaskRight = @{ mask_right }@;
+#define FT_SCALES_OF_QUERIES @{ scales_of_queries }@    // of rows of Q, or of blocks of them, in place of heads
+#define FT_SCALES_OF_KEYS @{ scales_of_keys }@          // the same of K
+#define FT_SCALES_OF_CHANNELS @{ scales_of_channels }@  // of columns of V, in place of heads
 // Schedule.
 constexpr int kConsumers = @{ consumers }@;
 constexpr int kBlockKV = @{ block_kv }@;
@@ -72,6 +75,7 @@ using Part = float[kPart / 2];
 using ScoreProduct = wgmma<e4m3, kBlockKV>;
 using PartProduct = wgmma<e4m3, kPart>;
 
+<% include "lib/cuda/attention/descale.cuh" %>
 <% include "forward/sm90_fp8/layout.cuh" %>
 <% include "forward/sm90_fp8/scheduler.cuh" %>
 <% include "forward/sm90_fp8/producer.cuh" %>
@@ -86,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     if (threadIdx.x == 0) {
         for (int c = 0; c < kConsumers; c++) QPipeline::init(smem, c, 1, 4);
         for (int s = 0; s < kStages; s++) {
-            KPipeline::init(smem, s, 1, kConsumers * 4);
+            KPipeline::init(smem, s, FT_SCALES_OF_KEYS ? 2 : 1, kConsumers * 4);
             VPipeline::init(smem, s, kTransposers, kConsumers * 4);
         }
         for (int s = 0; s < kRawStages; s++) RawPipeline::init(smem, s, 1, kTransposers);
@@ -99,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         registers_give_back<kProducerRegisters>();
         if (warp > 0) {
             transpose_v(args, smem, warp - 1);
-        } else if (threadIdx.x == 0) {
+        } else if (FT_SCALES_OF_KEYS || threadIdx.x == 0) {
             load(args, smem);
         }
     } else {

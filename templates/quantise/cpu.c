@@ -5,9 +5,10 @@
  *   x = row, rotated by its position     K: x -= mean of x over the rows of the unit
  *   Q, K: x = H x / sqrt(head dim)       scale = largest |x| of the unit / 448      code = x / scale
  *
- * A unit is what shares a scale: the rows of a KV head of a sequence, of Q those of its query heads; or a whole tensor.
- * Four steps, whose tiles are ROWS rows of a head: sums of K's tiles, K's means, the largest magnitudes, and the rows
- * once more to be written. */
+ * A unit is the rows of a KV head of a sequence, of Q those of its query heads. A scale is that of a unit, of a whole
+ * tensor, of rows that follow each other, or of a column of V in a unit. Four steps, whose tiles are ROWS rows of a
+ * head: sums of K's tiles, K's means, the largest magnitudes, and the rows once more to be written. Scales of rows are
+ * found where these are written. */
 
 #define DTYPE_f32 0
 #define DTYPE_f16 1
@@ -43,6 +44,7 @@ EXPORT void ft_tile(const QuantiseArgs *args, uint64_t tile, void *scratch);
 #define LONGEST (HEAD_DIM_QK > HEAD_DIM_V ? HEAD_DIM_QK : HEAD_DIM_V)
 
 enum { TENSOR_Q, TENSOR_K, TENSOR_V };
+enum { OF_UNIT, OF_ROWS, OF_CHANNEL };
 enum { STEP_SUMS, STEP_MEANS, STEP_LARGEST, STEP_WRITE };
 
 /* Entry i of an array of 32- or 64-bit integers. */
@@ -54,7 +56,10 @@ INLINE int64_t units_of(const QuantiseArgs *args) { return (int64_t)args->batch 
 
 /* Where the steps leave things for each other: as the host counts it. All is zero before the first. */
 INLINE uint32_t *largest_of(const QuantiseArgs *args) { return (uint32_t *)args->scratch + 4; }
-INLINE float *means_of(const QuantiseArgs *args) { return (float *)args->scratch + 4 + 8 * units_of(args); }
+INLINE uint32_t *channels_of(const QuantiseArgs *args) { return (uint32_t *)args->scratch + 4 + 8 * units_of(args); }
+INLINE float *means_of(const QuantiseArgs *args) {
+    return (float *)args->scratch + 4 + (8 + HEAD_DIM_V) * units_of(args);
+}
 INLINE float *sums_of(const QuantiseArgs *args) { return means_of(args) + units_of(args) * HEAD_DIM_QK; }
 
 INLINE int64_t rows_of(const QuantiseArgs *args, int tensor) { return tensor == TENSOR_Q ? args->q_len : args->kv_len; }
@@ -157,41 +162,72 @@ INLINE uint32_t *largest_at(const QuantiseArgs *args, const Tile *tile) {
     return largest_of(args) + tile->tensor * units_of(args) + (args->is_whole[tile->tensor] ? 0 : tile->unit);
 }
 
-/* The largest finite magnitude of a tile, to that of its unit: magnitudes compare as their bits do. */
-static void find_largest(const QuantiseArgs *args, const Tile *tile) {
-    uint32_t most = 0;
-    float x[LONGEST];
-    for (int64_t row = tile->first; row < tile->end; row++) {
-        final_row(args, tile, row, x);
-        for (int i = 0; i < tile->dim; i++) {
-            const uint32_t magnitude = (float_bits){.f = x[i]}.u & 0x7fffffff;
-            most = magnitude < 0x7f800000 && magnitude > most ? magnitude : most;
-        }
-    }
-    uint32_t *largest = largest_at(args, tile), now = __atomic_load_n(largest, __ATOMIC_RELAXED);
+/* The bits of a finite magnitude, which compare as it does; 0 of what is none. */
+INLINE uint32_t magnitude(float x) {
+    const uint32_t bits = (float_bits){.f = x}.u & 0x7fffffff;
+    return bits < 0x7f800000 ? bits : 0;
+}
+INLINE void raise_to(uint32_t *largest, uint32_t most) {
+    uint32_t now = __atomic_load_n(largest, __ATOMIC_RELAXED);
     while (now < most && !__atomic_compare_exchange_n(largest, &now, most, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
 }
 
-static void write_tile(const QuantiseArgs *args, const Tile *tile) {
-    const int t = tile->tensor;
-    const uint32_t largest = *largest_at(args, tile);
-    /* 1 where all elements are zero, and a normal number. */
-    float scale = (float_bits){.u = largest}.f / LARGEST;
-    scale = !largest ? 1 : scale < 0x1p-126f ? 0x1p-126f : scale;
-    const float inverse = 1 / scale;
-    if (tile->first == 0) {
-        const int64_t *stride = args->scale_stride + 2 * t;
-        float *to = args->scale[t] + tile->batch * stride[0] + tile->unit % args->kv_heads * stride[1];
-        /* Heads of a group, and units of a tensor with one scale, write the same number. */
-        __atomic_store(to, &scale, __ATOMIC_RELAXED);
-    }
-    const int64_t *stride = args->to_stride + 3 * t;
+/* The largest finite magnitude of a tile, or those of its columns, to those of its unit. */
+static void find_largest(const QuantiseArgs *args, const Tile *tile) {
+    const int kind = args->scale_kind[tile->tensor];
+    if (kind == OF_ROWS) return;
+    uint32_t most = 0, of_column[LONGEST] = {0};
     float x[LONGEST];
-    uint8_t out[LONGEST];
     for (int64_t row = tile->first; row < tile->end; row++) {
         final_row(args, tile, row, x);
-        for (int i = 0; i < tile->dim; i++) out[i] = narrow_kv(x[i] * inverse);
+        for (int i = 0; i < tile->dim; i++) {
+            const uint32_t found = magnitude(x[i]);
+            of_column[i] = found > of_column[i] ? found : of_column[i];
+        }
+    }
+    for (int i = 0; i < tile->dim; i++) {
+        most = of_column[i] > most ? of_column[i] : most;
+        if (kind == OF_CHANNEL) raise_to(channels_of(args) + tile->unit * HEAD_DIM_V + i, of_column[i]);
+    }
+    if (kind == OF_UNIT) raise_to(largest_at(args, tile), most);
+}
+
+/* 1 where all elements are zero, and a normal number. */
+INLINE float scale_of(uint32_t largest) {
+    const float scale = (float_bits){.u = largest}.f / LARGEST;
+    return !largest ? 1 : scale < 0x1p-126f ? 0x1p-126f : scale;
+}
+/* Heads of a group, and units of a tensor with one scale, write the same number. */
+INLINE void write_scale(float *to, float scale) { __atomic_store(to, &scale, __ATOMIC_RELAXED); }
+
+static void write_tile(const QuantiseArgs *args, const Tile *tile) {
+    const int t = tile->tensor, kind = args->scale_kind[t];
+    const int64_t *stride = args->to_stride + 3 * t, *of_scales = args->scale_stride + 2 * t;
+    const int64_t head = kind == OF_ROWS ? tile->head : tile->unit % args->kv_heads;
+    const int64_t apart = args->scale_unit_stride[t], together = (int64_t)1 << args->scale_rows_log2[t];
+    float *scales = args->scale[t] + tile->batch * of_scales[0] + head * of_scales[1];
+    float x[LONGEST], inverse[LONGEST];
+    for (int i = 0; i < tile->dim && kind != OF_ROWS; i++) {
+        const uint32_t *channels = channels_of(args) + tile->unit * HEAD_DIM_V;
+        const float scale = scale_of(kind == OF_CHANNEL ? channels[i] : *largest_at(args, tile));
+        inverse[i] = 1 / scale;
+        if (tile->first == 0) write_scale(scales + i * apart, scale);
+    }
+    uint8_t out[LONGEST];
+    for (int64_t row = tile->first; row < tile->end; row++) {
+        if (kind == OF_ROWS && row % together == 0) {
+            uint32_t most = 0;
+            for (int64_t of = row; of < row + together && of < rows_of(args, t); of++) {
+                final_row(args, tile, of, x);
+                for (int i = 0; i < tile->dim; i++) most = magnitude(x[i]) > most ? magnitude(x[i]) : most;
+            }
+            const float scale = scale_of(most);
+            for (int i = 0; i < tile->dim; i++) inverse[i] = 1 / scale;
+            write_scale(scales + row / together * apart, scale);
+        }
+        final_row(args, tile, row, x);
+        for (int i = 0; i < tile->dim; i++) out[i] = narrow_kv(x[i] * inverse[i]);
         memcpy((uint8_t *)args->to[t] + tile->batch * stride[0] + tile->head * stride[1] + row * stride[2], out,
                tile->dim);
     }

@@ -139,6 +139,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cpu/store.h",
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
+    "lib/cuda/attention/descale.cuh",
     "lib/cuda/attention/divisor.cuh",
     "lib/cuda/attention/dropout.cuh",
     "lib/cuda/attention/elements.cuh",

@@ -7,7 +7,7 @@ use flashtune::codegen::score::SideData;
 use flashtune::codegen::{Kernel, StageRole};
 use flashtune::runtime::check::{drawn_dropout, dropout_mask, residual_fails};
 use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, e4m3, oracle_of, unfused_rows_in};
-use flashtune::runtime::{Descale, Descales, ForwardTensors, TensorView, forward_call};
+use flashtune::runtime::{Descales, ForwardTensors, TensorView, forward_call};
 use flashtune::{DType, Distribution, HostTensor, Layout, Mask, Shape};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -35,8 +35,8 @@ pub struct Case {
 pub struct Expected {
     case: Case,
     inputs: [HostTensor; 3],
-    /// Of e4m3 operands, for each sequence and KV head; else none.
-    scales: [Vec<f32>; 3],
+    /// Of e4m3 operands; else none.
+    scales: Vec<e4m3::Scales>,
     data: SideData,
     rows: Rows,
     unfused: Rows,
@@ -130,9 +130,11 @@ impl Case {
         let program = p.program.as_deref().map(|program| (program, &data));
         let dropout = dropout_mask(&p, self.seed);
         let attention = Attention { mask: self.mask, scale, program, sequence: 0, dropout };
-        let mut scales = [(); 3].map(|()| Vec::new());
+        let mut scales = Vec::new();
         let (rows, unfused) = if p.dtype == DType::E4m3 {
-            scales = scales.map(|_: Vec<f32>| (0..b * kh).map(|_| rng.random_range(0.5..2.0f32)).collect());
+            let units = [p.scales.q, p.scales.k, p.scales.v];
+            let of = |i: usize| e4m3::Scales::random(units[i], inputs[i].shape(), kh, &mut rng);
+            scales = (0..3).map(of).collect();
             let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(&inputs[i], &scales[i], kh));
             let rows = oracle_of(&q, &k, &v, &attention, &ids);
             let emulated = e4m3::emulated([&q, &k, &v], &attention, p.output_dtype(), &rows);
@@ -191,10 +193,9 @@ impl Expected {
         let mut call = forward_call(&tensors, case.mask, case.scale).map_err(|e| e.to_string())?;
         let quantised = kernel.problem.dtype == DType::E4m3;
         if quantised {
-            let shape = [case.sizes[0] as u64, case.sizes[2] as u64];
             let view = |i: usize| {
-                let address = address(5 + i as u64, self.scales[i].len() * 4);
-                Some(Descale { address, shape, strides: [shape[1] as i64, 1] })
+                let scales = &self.scales[i];
+                Some(scales.at(address(5 + i as u64, scales.values.len() * 4)))
             };
             let descales = Descales { q: view(0), k: view(1), v: view(2) };
             call = call.with_descales(&descales).map_err(|e| e.to_string())?;
@@ -254,8 +255,7 @@ impl Expected {
             side: side.table,
         };
         let mut inputs = self.inputs.clone();
-        let mut scales: Vec<Vec<u8>> = self.scales.iter().map(|s| bytemuck::cast_slice(s).to_vec()).collect();
-        scales.truncate(if quantised { 3 } else { 0 });
+        let mut scales: Vec<Vec<u8>> = self.scales.iter().map(|s| bytemuck::cast_slice(&s.values).to_vec()).collect();
         let [q, k, v] = &mut inputs;
         let mut buffers = [
             (q.bytes_mut(), false),

@@ -2,8 +2,9 @@
 
 use crate::DTYPES;
 use flashtune::codegen::{
-    Kernel, MaskKind, Precision, Problem, Schedule, Sm80F32Schedule, Sm80Instructions, Sm80Schedule, Sm89Fp8Schedule,
-    Sm90Fp8Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TileOrder,
+    Kernel, MaskKind, Precision, Problem, ScaleUnits, Schedule, Sm80F32Schedule, Sm80Instructions, Sm80Schedule,
+    Sm89Fp8Schedule, Sm90Fp8Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle,
+    TileOrder,
 };
 use flashtune::{DType, Program};
 use rand::Rng;
@@ -200,14 +201,16 @@ pub fn random_sm89_fp8(rng: &mut StdRng) -> Kernel {
     }
 }
 
-/// A problem of e4m3, of head dims that are whole matrix steps and such that are padded to them.
+/// A problem of e4m3, of head dims that are whole matrix steps and such that are padded to them, with scales of heads
+/// and of every finer unit.
 fn random_e4m3_problem(rng: &mut StdRng) -> Problem {
     const DIMS: [u32; 9] = [16, 32, 48, 64, 80, 128, 144, 192, 256];
     let dim_qk = *DIMS.choose(rng).expect("not empty");
     let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
     let mask = *MaskKind::ALL.choose(rng).expect("not empty");
     let problem = Problem::forward_qk_v(DType::E4m3, dim_qk, dim_v, mask).expect("a legal problem");
-    problem.with_output(*DType::ALL.choose(rng).expect("not empty"))
+    let scales = if rng.random() { ScaleUnits::default() } else { *ScaleUnits::ALL.choose(rng).expect("not empty") };
+    problem.with_output(*DType::ALL.choose(rng).expect("not empty")).with_scales(scales)
 }
 
 fn row_order(rng: &mut StdRng) -> Sm90RowOrder {

@@ -2,7 +2,7 @@
 
 use crate::common;
 use flashtune::codegen::{
-    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Op, Schedule, ShapeBucket, TemplateSet,
+    Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Op, ScaleUnits, Schedule, ShapeBucket, TemplateSet,
 };
 use flashtune::runtime::compile::{Nvrtc, compile_with};
 use flashtune::runtime::elf;
@@ -457,7 +457,9 @@ fn emulated_paths_compile_without_spills() {
         let problem = Problem::forward(DType::F16, dim, MaskKind::ALL[i % 4]).unwrap();
         kernels.push(default_kernel(Family::ForwardSm80, problem, arch("sm_75"), 1024));
         let problem = Problem::forward(DType::E4m3, dim.next_multiple_of(16), MaskKind::ALL[i % 4]).unwrap();
-        let problem = problem.with_output(DType::ALL[i % 3]);
+        // With scales of all three, head dims above 128 spill up to 536 bytes.
+        let scales = ScaleUnits::ALL[[0, 1, 2, 3, 3, 1, 1][i]];
+        let problem = problem.with_output(DType::ALL[i % 3]).with_scales(scales);
         // Hopper has the instruction, too.
         for name in ["sm_89", ["sm_120a", "sm_90a"][i % 2]] {
             kernels.push(default_kernel(Family::ForwardSm89Fp8, problem, arch(name), [1024, 32][i / 4]));

@@ -7,7 +7,7 @@
 use engine::{DType, DeviceSpec, Engine, Forward, Stream, TensorView};
 use libloading::Library;
 use std::time::Instant;
-use types::{Dropout, Dtype, EngineHandle, ForwardArgs, Options, Status, Tensor};
+use types::{Descale, Dropout, Dtype, EngineHandle, ForwardArgs, Options, Status, Tensor};
 
 #[path = "../src/types.rs"]
 #[allow(dead_code)]
@@ -103,6 +103,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         v_descale_stride: [0; 2],
         residual: Tensor { data: std::ptr::null_mut(), ..tensor(3) },
         dropout: Dropout { p: 0.0, seed: 0, offset: 0, seed_at: std::ptr::null(), offset_at: std::ptr::null() },
+        q_descale_by: Descale { kind: 0, rows: 0, stride: 0 },
+        k_descale_by: Descale { kind: 0, rows: 0, stride: 0 },
+        v_descale_by: Descale { kind: 0, rows: 0, stride: 0 },
     };
     let mut handle = 0;
     // SAFETY: pointers to live values of the header's types.

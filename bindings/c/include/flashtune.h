@@ -393,6 +393,29 @@ typedef int32_t flashtune_threads;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// Which elements of an e4m3 operand share a scale.
+enum flashtune_descale_kind
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Those of a KV head of a sequence: scales [batch, kv_heads].
+  FLASHTUNE_DESCALE_KIND_HEAD = 0,
+  // Of Q and K those of a row: [batch, heads, rows], with the operand's own heads.
+  FLASHTUNE_DESCALE_KIND_TOKEN = 1,
+  // Of Q and K those of `rows` rows that follow each other: [batch, heads, rows / `rows`], rounded up.
+  FLASHTUNE_DESCALE_KIND_BLOCK = 2,
+  // Of V those of a column of a KV head: [batch, kv_heads, head_dim_v].
+  FLASHTUNE_DESCALE_KIND_CHANNEL = 3,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum flashtune_descale_kind flashtune_descale_kind;
+#else
+typedef int32_t flashtune_descale_kind;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // An open engine. 0 is none. Not an address: a closed or made-up number is an error, never a crash.
 typedef uint64_t flashtune_engine;
 
@@ -736,6 +759,16 @@ typedef struct flashtune_dl_tensors {
   const struct flashtune_dl_tensor *lse;
 } flashtune_dl_tensors;
 
+// What shares a scale in one e4m3 operand; zeros for those of a head.
+typedef struct flashtune_descale {
+  // A `flashtune_descale_kind`.
+  int32_t kind;
+  // With FLASHTUNE_DESCALE_KIND_BLOCK the rows that share one, a power of two, of a quantisation up to 128; else 0.
+  int32_t rows;
+  // Elements from a scale to that of the next row, block or channel; of heads 0.
+  int64_t stride;
+} flashtune_descale;
+
 // One forward pass: O = softmax(scale * Q K^T + mask) V. Fill it with zeros, set `struct_size`, then what is wanted.
 typedef struct flashtune_forward_args {
   // sizeof(flashtune_forward_args).
@@ -788,7 +821,7 @@ typedef struct flashtune_forward_args {
   const float *k_descale;
   // The same for V.
   const float *v_descale;
-  // Elements from one sequence, and from one KV head, to the next in `q_descale`; may be 0.
+  // Elements from one sequence, and from one KV head, to the next in `q_descale`; may be 0. By row it is heads of Q.
   int64_t q_descale_stride[2];
   // The same in `k_descale`.
   int64_t k_descale_stride[2];
@@ -799,6 +832,12 @@ typedef struct flashtune_forward_args {
   struct flashtune_tensor residual;
   // Which scores are dropped behind the softmax; zeros for none. Not beside `weights`.
   struct flashtune_dropout dropout;
+  // What shares a scale in Q, and the third stride of `q_descale`.
+  struct flashtune_descale q_descale_by;
+  // The same for K.
+  struct flashtune_descale k_descale_by;
+  // The same for V.
+  struct flashtune_descale v_descale_by;
 } flashtune_forward_args;
 
 // A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads
@@ -856,9 +895,9 @@ typedef struct flashtune_options {
 // Q, K and V, or some of them, as e4m3 with their scales. Fill it with zeros, set `struct_size`, then what is wanted.
 //
 // A row is rotated by its position, K's mean is taken from K, rows of Q and K are multiplied by the Hadamard matrix;
-// the scale is the largest finite magnitude of a head (of Q of all heads of a KV head) over 448, and a code the
-// nearest to an element over the scale. Where all are zero the scale is 1, and it is never below 2^-126. NaN stays
-// NaN, an infinity becomes 448 of its sign, and neither counts for a scale or the mean.
+// the scale is the largest finite magnitude of a head (of Q of all heads of a KV head), or of what else shares one,
+// over 448, and a code the nearest to an element over the scale. Where all are zero the scale is 1, and it is never
+// below 2^-126. NaN stays NaN, an infinity becomes 448 of its sign, and neither counts for a scale or the mean.
 //
 // With the mean or the matrix O and the weights of an attention are what they are without, its log-sum-exp lacks
 // softmax_scale * q . mean where the mean was taken.
@@ -879,8 +918,8 @@ typedef struct flashtune_quantise_args {
   struct flashtune_tensor k_out;
   // V in e4m3; written.
   struct flashtune_tensor v_out;
-  // What codes of Q are multiplied by, fp32 [batch, kv_heads] on the device; written, as `flashtune_forward_args`
-  // reads it.
+  // What codes of Q are multiplied by, fp32 [batch, kv_heads], or as `q_descale_by` says, on the device; written, as
+  // `flashtune_forward_args` reads it.
   float *q_descale;
   // The same for K.
   float *k_descale;
@@ -925,6 +964,12 @@ typedef struct flashtune_quantise_args {
   int64_t q_first;
   // Position of the first row of K in every sequence.
   int64_t k_first;
+  // What shares a scale in Q, beside FLASHTUNE_QUANTISE_Q_WHOLE heads', and the third stride of `q_descale`.
+  struct flashtune_descale q_descale_by;
+  // The same for K.
+  struct flashtune_descale k_descale_by;
+  // The same for V.
+  struct flashtune_descale v_descale_by;
 } flashtune_quantise_args;
 
 // One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.

@@ -4,12 +4,12 @@ use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
 use crate::prepared::BLOCK_MASKS;
 use crate::types::{
-    Dropout, Dtype, EngineHandle, FORWARD_EXACT, FORWARD_SCALE, FORWARD_TF32, FORWARD_TF32X3, ForwardArgs, Mask,
-    NO_BLOCK_MASK, Status, Tensor,
+    self, DescaleKind, Dropout, Dtype, EngineHandle, FORWARD_EXACT, FORWARD_SCALE, FORWARD_TF32, FORWARD_TF32X3,
+    ForwardArgs, Mask, NO_BLOCK_MASK, Status, Tensor,
 };
 use crate::{input, program};
 use engine::codegen::Arch;
-use engine::runtime::{Descale, Descales};
+use engine::runtime::{Descale, Descales, ScaleKind};
 use engine::{DType, Dispatch, Forward, Precision, Stream, TensorView, runtime};
 use std::ffi::c_void;
 use std::sync::PoisonError;
@@ -175,7 +175,7 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
         mask: mask(args.mask, (args.window_left, args.window_right))?,
         scale,
         precision,
-        descales: descales(args, &k),
+        descales: descales(args, [&q, &k, &v])?,
         ..Forward::new(q, k, v, o)
     })
 }
@@ -192,17 +192,53 @@ pub(crate) fn dropout(of: &Dropout) -> engine::Dropout {
     engine::Dropout { p, seed, offset, seed_at: address(seed_at), offset_at: address(offset_at) }
 }
 
-/// The scales of e4m3 operands, of as many sequences and heads as K has.
-fn descales(args: &ForwardArgs, k: &TensorView) -> Descales {
-    let of = |scales: *const f32, strides: [i64; 2]| {
-        let shape = [k.shape[0], k.shape[1]];
-        (!scales.is_null()).then_some(Descale { address: scales as usize as u64, shape, strides })
+/// The scales of e4m3 operands.
+fn descales(args: &ForwardArgs, [q, k, v]: [&TensorView; 3]) -> Result<Descales> {
+    let of = |name, scales: *const f32, strides, by: &types::Descale, operand: &TensorView| {
+        let kind = scale_kind(name, by)?;
+        let scale = descale(scales as usize as u64, kind, strides, by.stride, operand.shape, k.shape[1]);
+        Result::Ok((!scales.is_null()).then_some(scale))
     };
-    Descales {
-        q: of(args.q_descale, args.q_descale_stride),
-        k: of(args.k_descale, args.k_descale_stride),
-        v: of(args.v_descale, args.v_descale_stride),
+    Ok(Descales {
+        q: of("q_descale_by", args.q_descale, args.q_descale_stride, &args.q_descale_by, q)?,
+        k: of("k_descale_by", args.k_descale, args.k_descale_stride, &args.k_descale_by, k)?,
+        v: of("v_descale_by", args.v_descale, args.v_descale_stride, &args.v_descale_by, v)?,
+    })
+}
+
+/// What shares a scale, by a struct of the header.
+pub(crate) fn scale_kind(name: &'static str, by: &types::Descale) -> Result<ScaleKind> {
+    const HEAD: i32 = DescaleKind::Head as i32;
+    const TOKEN: i32 = DescaleKind::Token as i32;
+    const BLOCK: i32 = DescaleKind::Block as i32;
+    const CHANNEL: i32 = DescaleKind::Channel as i32;
+    let kind = match by.kind {
+        HEAD => ScaleKind::Head,
+        TOKEN => ScaleKind::Token,
+        BLOCK => ScaleKind::Block(u32::try_from(by.rows).unwrap_or(0)),
+        CHANNEL => ScaleKind::Channel,
+        n => {
+            let message = format!("{name}.kind is {n}, but a flashtune_descale_kind is a number from 0 to 3");
+            return Err(Failure::argument(message));
+        }
+    };
+    if by.kind != BLOCK && by.rows != 0 {
+        let message = format!("{name}.rows is {}, but it belongs to blocks of rows; leave it 0", by.rows);
+        return Err(Failure::argument(message));
     }
+    Ok(kind)
+}
+
+/// Scales of an operand, of the shape that their kind gives them.
+pub(crate) fn descale(
+    address: u64,
+    kind: ScaleKind,
+    [of_batch, of_head]: [i64; 2],
+    of_unit: i64,
+    operand: [u64; 4],
+    kv_heads: u64,
+) -> Descale {
+    Descale { address, kind, shape: kind.sizes(operand, kv_heads), strides: [of_batch, of_head, of_unit] }
 }
 
 /// A `flashtune_dtype`.

@@ -5,10 +5,10 @@ use crate::error::{Failure, Result, guard};
 use crate::forward::{self, dtype, operand as view};
 use crate::input;
 use crate::ragged::{address, int_type, size};
-use crate::types::{EngineHandle, Status, Tensor};
+use crate::types::{Descale, EngineHandle, Status, Tensor};
 use engine::append::Ints;
 use engine::quantise::{KeyMean, Quantise, QuantiseOperand, QuantiseRotary, RowPositions};
-use engine::runtime::Descale;
+use engine::runtime::ScaleKind;
 use std::ffi::c_void;
 
 /// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_quantise_args`, and not `i` and
@@ -33,9 +33,9 @@ pub const QUANTISE_V_WHOLE: u32 = 32;
 /// Q, K and V, or some of them, as e4m3 with their scales. Fill it with zeros, set `struct_size`, then what is wanted.
 ///
 /// A row is rotated by its position, K's mean is taken from K, rows of Q and K are multiplied by the Hadamard matrix;
-/// the scale is the largest finite magnitude of a head (of Q of all heads of a KV head) over 448, and a code the
-/// nearest to an element over the scale. Where all are zero the scale is 1, and it is never below 2^-126. NaN stays
-/// NaN, an infinity becomes 448 of its sign, and neither counts for a scale or the mean.
+/// the scale is the largest finite magnitude of a head (of Q of all heads of a KV head), or of what else shares one,
+/// over 448, and a code the nearest to an element over the scale. Where all are zero the scale is 1, and it is never
+/// below 2^-126. NaN stays NaN, an infinity becomes 448 of its sign, and neither counts for a scale or the mean.
 ///
 /// With the mean or the matrix O and the weights of an attention are what they are without, its log-sum-exp lacks
 /// softmax_scale * q . mean where the mean was taken.
@@ -58,8 +58,8 @@ pub struct QuantiseArgs {
     pub k_out: Tensor,
     /// V in e4m3; written.
     pub v_out: Tensor,
-    /// What codes of Q are multiplied by, fp32 [batch, kv_heads] on the device; written, as `flashtune_forward_args`
-    /// reads it.
+    /// What codes of Q are multiplied by, fp32 [batch, kv_heads], or as `q_descale_by` says, on the device; written, as
+    /// `flashtune_forward_args` reads it.
     pub q_descale: *mut f32,
     /// The same for K.
     pub k_descale: *mut f32,
@@ -104,6 +104,12 @@ pub struct QuantiseArgs {
     pub q_first: i64,
     /// Position of the first row of K in every sequence.
     pub k_first: i64,
+    /// What shares a scale in Q, beside FLASHTUNE_QUANTISE_Q_WHOLE heads', and the third stride of `q_descale`.
+    pub q_descale_by: Descale,
+    /// The same for K.
+    pub k_descale_by: Descale,
+    /// The same for V.
+    pub v_descale_by: Descale,
 }
 
 /// Makes e4m3 operands and their scales on `stream` and returns at once (on the CPU when done): two launches, which
@@ -161,13 +167,24 @@ fn quantise_of(args: &QuantiseArgs) -> Result<Quantise> {
     }
     let kv_heads = [args.k, args.v].iter().find(|t| is_given(t)).map_or(args.kv_heads, |t| t.shape[1]);
     let kv_heads = size("kv_heads", kv_heads)?;
-    let operand = |[name, out]: [&'static str; 2], from: &Tensor, to: &Tensor, scale: *mut f32, strides, whole| {
+    type Scales<'a> = (*mut f32, [i64; 2], &'a Descale, u32);
+    let operand = |[name, out, by_name]: [&'static str; 3], from: &Tensor, to: &Tensor, scales: Scales<'_>| {
         if !is_given(from) {
             return Ok(None);
         }
         let from = view(name, from)?;
-        let scale = Descale { address: address(scale), shape: [from.shape[0], kv_heads], strides };
-        Result::Ok(Some(QuantiseOperand { from, to: view(out, to)?, scale, is_whole: has(whole) }))
+        let (scale, strides, by, whole) = scales;
+        let kind = match (has(whole), forward::scale_kind(by_name, by)?) {
+            (true, ScaleKind::Head) => ScaleKind::Tensor,
+            (true, _) => {
+                let message =
+                    format!("{by_name}.kind is {}, but flags says one scale for all; give one of them", by.kind);
+                return Err(Failure::argument(message));
+            }
+            (false, kind) => kind,
+        };
+        let scale = forward::descale(address(scale), kind, strides, by.stride, from.shape, kv_heads);
+        Result::Ok(Some(QuantiseOperand { from, to: view(out, to)?, scale }))
     };
     let positions = |given: *const c_void, stride, first: (&str, i64)| match given.is_null() {
         true => Ok(RowPositions::From(size(first.0, first.1)?)),
@@ -192,9 +209,24 @@ fn quantise_of(args: &QuantiseArgs) -> Result<Quantise> {
     };
     let mean = KeyMean { address: address(args.k_mean), strides: args.k_mean_stride };
     Ok(Quantise {
-        q: operand(["q", "q_out"], &args.q, &args.q_out, args.q_descale, args.q_descale_stride, QUANTISE_Q_WHOLE)?,
-        k: operand(["k", "k_out"], &args.k, &args.k_out, args.k_descale, args.k_descale_stride, QUANTISE_K_WHOLE)?,
-        v: operand(["v", "v_out"], &args.v, &args.v_out, args.v_descale, args.v_descale_stride, QUANTISE_V_WHOLE)?,
+        q: operand(
+            ["q", "q_out", "q_descale_by"],
+            &args.q,
+            &args.q_out,
+            (args.q_descale, args.q_descale_stride, &args.q_descale_by, QUANTISE_Q_WHOLE),
+        )?,
+        k: operand(
+            ["k", "k_out", "k_descale_by"],
+            &args.k,
+            &args.k_out,
+            (args.k_descale, args.k_descale_stride, &args.k_descale_by, QUANTISE_K_WHOLE),
+        )?,
+        v: operand(
+            ["v", "v_out", "v_descale_by"],
+            &args.v,
+            &args.v_out,
+            (args.v_descale, args.v_descale_stride, &args.v_descale_by, QUANTISE_V_WHOLE),
+        )?,
         rotary,
         mean: has(QUANTISE_MEAN).then_some(mean),
         hadamard: has(QUANTISE_HADAMARD),

@@ -329,6 +329,32 @@ pub struct Input {
     pub float_value: f64,
 }
 
+/// Which elements of an e4m3 operand share a scale.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DescaleKind {
+    /// Those of a KV head of a sequence: scales [batch, kv_heads].
+    Head = 0,
+    /// Of Q and K those of a row: [batch, heads, rows], with the operand's own heads.
+    Token = 1,
+    /// Of Q and K those of `rows` rows that follow each other: [batch, heads, rows / `rows`], rounded up.
+    Block = 2,
+    /// Of V those of a column of a KV head: [batch, kv_heads, head_dim_v].
+    Channel = 3,
+}
+
+/// What shares a scale in one e4m3 operand; zeros for those of a head.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Descale {
+    /// A `flashtune_descale_kind`.
+    pub kind: i32,
+    /// With FLASHTUNE_DESCALE_KIND_BLOCK the rows that share one, a power of two, of a quantisation up to 128; else 0.
+    pub rows: i32,
+    /// Elements from a scale to that of the next row, block or channel; of heads 0.
+    pub stride: i64,
+}
+
 /// Dropout: which scores of a softmax are dropped, by the place of each alone (docs/reference.md has the definition):
 /// a backward pass with the same numbers drops the same.
 #[repr(C)]
@@ -402,7 +428,7 @@ pub struct ForwardArgs {
     pub k_descale: *const f32,
     /// The same for V.
     pub v_descale: *const f32,
-    /// Elements from one sequence, and from one KV head, to the next in `q_descale`; may be 0.
+    /// Elements from one sequence, and from one KV head, to the next in `q_descale`; may be 0. By row it is heads of Q.
     pub q_descale_stride: [i64; 2],
     /// The same in `k_descale`.
     pub k_descale_stride: [i64; 2],
@@ -413,6 +439,12 @@ pub struct ForwardArgs {
     pub residual: Tensor,
     /// Which scores are dropped behind the softmax; zeros for none. Not beside `weights`.
     pub dropout: Dropout,
+    /// What shares a scale in Q, and the third stride of `q_descale`.
+    pub q_descale_by: Descale,
+    /// The same for K.
+    pub k_descale_by: Descale,
+    /// The same for V.
+    pub v_descale_by: Descale,
 }
 
 /// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the

@@ -79,8 +79,21 @@ static void compare_v(const char *what) {
         }
 }
 
+/* Scales of rows of Q and K and of channels of V, in either struct. */
+static float q_rows[BATCH][HEADS][Q], k_rows[BATCH][KV_HEADS][KV], v_channels[BATCH][KV_HEADS][DIM];
+#define FINER(a)                                                                                               \
+    do {                                                                                                       \
+        (a).q_descale = q_rows[0][0], (a).k_descale = k_rows[0][0], (a).v_descale = v_channels[0][0];          \
+        (a).q_descale_stride[0] = HEADS * Q, (a).q_descale_stride[1] = Q;                                      \
+        (a).k_descale_stride[0] = KV_HEADS * KV, (a).k_descale_stride[1] = KV;                                 \
+        (a).v_descale_stride[0] = KV_HEADS * DIM, (a).v_descale_stride[1] = DIM;                               \
+        (a).q_descale_by = (flashtune_descale){FLASHTUNE_DESCALE_KIND_TOKEN, 0, 1};                            \
+        (a).k_descale_by = (flashtune_descale){FLASHTUNE_DESCALE_KIND_TOKEN, 0, 1};                            \
+        (a).v_descale_by = (flashtune_descale){FLASHTUNE_DESCALE_KIND_CHANNEL, 0, 1};                          \
+    } while (0)
+
 /* O and LSE against plain loops over the elements of before, beside what codes round. */
-static void attend(const char *what, int has_mean) {
+static void attend(const char *what, int has_mean, int finer) {
     flashtune_forward_args a = {
         .struct_size = sizeof a,
         .q = tensor(q8, HEADS, Q, FLASHTUNE_DTYPE_E4M3), .k = tensor(k8, KV_HEADS, KV, FLASHTUNE_DTYPE_E4M3),
@@ -88,6 +101,7 @@ static void attend(const char *what, int has_mean) {
         .lse = lse[0][0], .q_descale = q_scale[0], .k_descale = k_scale[0], .v_descale = v_scale[0],
         .q_descale_stride = {KV_HEADS, 1}, .k_descale_stride = {KV_HEADS, 1}, .v_descale_stride = {KV_HEADS, 1},
     };
+    if (finer) FINER(a);
     memset(o, 0xff, sizeof o);
     expect(what, flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
     double squares = 0, errors = 0, worst = 0;
@@ -145,6 +159,11 @@ static void bad(void) {
     BAD(a.k_descale = NULL, in, "tensor k_descale: address is null");
     BAD(a.v_descale_stride[1] = 0, in, "tensor v_descale");
     BAD((a.flags = FLASHTUNE_QUANTISE_MEAN, a.k_mean_stride[1] = 3), in, "tensor k_mean: head stride");
+    BAD(a.k_descale_by.kind = 4, argument, "k_descale_by.kind is 4");
+    BAD(a.k_descale_by.rows = 8, argument, "k_descale_by.rows is 8");
+    BAD((a.v_descale_by.kind = FLASHTUNE_DESCALE_KIND_TOKEN), in, "tensor v_descale: rows of a scale");
+    BAD((a.k_descale_by = (flashtune_descale){FLASHTUNE_DESCALE_KIND_BLOCK, 96, 1}), in, "tensor k_descale");
+    BAD((a.flags = FLASHTUNE_QUANTISE_Q_WHOLE, a.q_descale_by.kind = 1), argument, "one scale for all");
     BAD(rotate(&a, angles, 5), unsupported, "rotary_dim = 5");
     BAD((a.flags = FLASHTUNE_QUANTISE_MEAN, a.k = (flashtune_tensor){0}), unsupported, "there is no K");
 }
@@ -164,8 +183,12 @@ int main(void) {
         memset(k8, 0xff, sizeof k8);
         expect("quantise", flashtune_quantise(engine, &a, NULL), FLASHTUNE_STATUS_OK, "");
         compare_v("v");
-        attend("attention", flags & FLASHTUNE_QUANTISE_MEAN);
+        attend("attention", flags & FLASHTUNE_QUANTISE_MEAN, 0);
     }
+    FINER(a);
+    expect("quantise by rows", flashtune_quantise(engine, &a, NULL), FLASHTUNE_STATUS_OK, "");
+    attend("attention by rows", 1, 1);
+    a = good();
     a.flags = FLASHTUNE_QUANTISE_V_WHOLE, a.q = a.k = (flashtune_tensor){0};
     expect("V alone", flashtune_quantise(engine, &a, NULL), FLASHTUNE_STATUS_OK, "");
     near("one scale", v_scale[0][0], v_scale[1][1], 0);

@@ -48,6 +48,9 @@ DESCALES = struct.Struct("=QQQ6q")
 TENSOR = struct.Struct("=Q4q4qii")
 # And behind that, of both, dropout: the probability, a seed, an offset, and addresses of what is added to them.
 DROPOUT = struct.Struct("=dQQQQ")
+# And behind that, of a forward pass, what shares a scale in e4m3 operands: kind, rows, and the third stride of each.
+DESCALES_BY = struct.Struct("=" + 3 * "iiq")
+DESCALE_HEAD, DESCALE_TOKEN, DESCALE_BLOCK, DESCALE_CHANNEL = range(4)
 # flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right,
 # mask, softmax_scale; and the end of a score program, always; of packed sequences q_begin, kv_begin, q_lengths,
 # kv_lengths, batch, max_q, max_kv, length_type, reserved; and gradients of what the program reads, as inputs, and their
@@ -61,9 +64,9 @@ PACKED_AGAIN = struct.Struct("=4Q")
 GRADIENTS = struct.Struct("=QQ")
 # flashtune_quantise_args: struct_size, flags; q, k, v and what they become as above; addresses of the scales, their
 # strides; k_mean and its strides; kv_heads; cos, sin, their stride, rows, dim, dtype and the type of positions;
-# addresses of the positions, their strides, and first ones; of Q and K each.
-QUANTISE_ARGS = struct.Struct("=II" + 6 * "Q4q4qii" + "QQQ6qQ2qq" + "QQqqqii" + "QQ4q")
-QUANTISE_INTERLEAVED, QUANTISE_HADAMARD, QUANTISE_MEAN, QUANTISE_WHOLE = 1, 2, 4, 8 | 16 | 32
+# addresses of the positions, their strides, and first ones; of Q and K each; and what shares a scale, as above.
+QUANTISE_ARGS = struct.Struct("=II" + 6 * "Q4q4qii" + "QQQ6qQ2qq" + "QQqqqii" + "QQ4q" + 3 * "iiq")
+QUANTISE_INTERLEAVED, QUANTISE_HADAMARD, QUANTISE_MEAN, QUANTISE_WHOLE = 1, 2, 4, (8, 16, 32)
 # flashtune_block_mask_args: struct_size, reserved, text, the inputs, their number, the size of one; batch, heads,
 # kv_heads, q_len, kv_len.
 BLOCK_MASK_ARGS = struct.Struct("=IiQQQQ5q")

@@ -3,6 +3,7 @@
 import ctypes
 import json as _json
 import math
+import numbers
 import operator
 import os
 import struct
@@ -127,6 +128,7 @@ class Engine:
         q_descale=None,
         k_descale=None,
         v_descale=None,
+        descale_rows=1,
         dropout_p=0.0,
         rng_state=None,
         return_rng_state=False,
@@ -141,7 +143,8 @@ class Engine:
         one, which keep float32's error; ``"tf32"``, by one, which keeps 11 bits. The last two are refused for other
         dtypes, on the CPU and on GPUs before sm_80. ``None`` is ``"tf32x3"`` where a GPU has that, and ``"exact"``
         elsewhere, where weights are returned, and in calls that take part in autograd.
-        q_descale, k_descale, v_descale, dropout_p, rng_state, return_rng_state: as :func:`flash_attn_func` takes them.
+        q_descale, k_descale, v_descale, descale_rows, dropout_p, rng_state, return_rng_state: as
+        :func:`flash_attn_func` takes them.
         """
         if type(q) not in _of_type and foreign(q):
             return _dlpack.through(Engine.forward, locals())
@@ -158,19 +161,21 @@ class Engine:
         found = self._attend(
             tensors_of, q, k, v, bshd, kind, left, right, scale, return_lse, out,
             program=program, block_mask=block_mask, return_weights=return_weights, precision=precision,
-            descales=(q_descale, k_descale, v_descale), dropout=dropout,
+            descales=(q_descale, k_descale, v_descale), descale_rows=descale_rows, dropout=dropout,
         )  # fmt: skip
         return with_state(found, dropout) if return_rng_state else found
 
     def quantise(
-        self, q=None, k=None, v=None, *, scales="head", subtract_mean=False, hadamard=False, rotary_cos=None,
-        rotary_sin=None, rotary_interleaved=True, q_positions=0, k_positions=0, kv_heads=None, layout="bshd",
+        self, q=None, k=None, v=None, *, scales="head", block_rows=128, subtract_mean=False, hadamard=False,
+        rotary_cos=None, rotary_sin=None, rotary_interleaved=True, q_positions=0, k_positions=0, kv_heads=None,
+        layout="bshd",
     ):  # fmt: skip
         """:func:`flashtune.quantise` on this engine."""
         from ._quantise import of_engine
 
         return of_engine(
-            self, q, k, v, scales, subtract_mean, hadamard, rotary_cos, rotary_sin, rotary_interleaved, q_positions,
+            self, q, k, v, scales, block_rows, subtract_mean, hadamard, rotary_cos, rotary_sin, rotary_interleaved,
+            q_positions,
             k_positions, kv_heads, layout,
         )  # fmt: skip
 
@@ -198,6 +203,7 @@ class Engine:
         return_weights=False,
         precision=None,
         descales=(None, None, None),
+        descale_rows=1,
         residual=False,
         dropout=None,
     ):
@@ -269,7 +275,8 @@ class Engine:
             more = more.ljust(before, b"\0") + abi.WEIGHTS.pack(tensors.address(weights))
         if scaled:
             before = abi.PROGRAM_ARGS.size + abi.BLOCK_MASK.size + abi.WEIGHTS.size
-            more = more.ljust(before, b"\0") + _descales(tensors, device, descales, (kd[1], kd[2]))
+            scales, by = _descales(tensors, device, descales, descale_rows, (qd, kd, vd))
+            more = more.ljust(before, b"\0") + scales
         lost = None
         if residual:
             lost = _empty_residual(tensors, tuple(out.shape), q)
@@ -277,6 +284,8 @@ class Engine:
             more = more.ljust(before, b"\0") + abi.TENSOR.pack(*tensors.describe("residual", lost, bshd))
         if dropout is not None:
             more = more.ljust(_FORWARD_DROPOUT_AT, b"\0") + dropout.pack(tensors, device)
+        if scaled and by is not None:
+            more = more.ljust(_FORWARD_DROPOUT_AT + abi.DROPOUT.size, b"\0") + by
         try:
             flags = abi.PRECISIONS[precision]
         except (KeyError, TypeError):
@@ -618,23 +627,49 @@ def top_left_sliced(q_len, k, v):
     return abi.WINDOW, -1, q_len - kv_len, k, v
 
 
-def _descales(tensors, device, descales, shape):
-    """The end of the arguments that scales of e4m3 operands are."""
-    addresses, strides = [], []
-    for name, scales in zip(("q_descale", "k_descale", "v_descale"), descales):
+def _descales(tensors, device, descales, descale_rows, described):
+    """The two parts of the arguments that scales of e4m3 operands are; the second is None where all are those of heads.
+
+    How many axes a tensor has says what shares a scale: two, a head; three, of q and k rows, of v a channel.
+    """
+    rows = descale_rows
+    if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1 or rows & (rows - 1):
+        raise InvalidArgument(f"descale_rows is {rows!r}; it is the rows of q and k that share a scale, a power of two")
+    kv = described[1]
+    addresses, strides, by = [], [], []
+    for name, scales, of in zip(("q_descale", "k_descale", "v_descale"), descales, described):
         if scales is None:
             addresses.append(0)
             strides += (0, 0)
+            by += (abi.DESCALE_HEAD, 0, 0)
             continue
         address, found, stride, dtype = tensors.side(name, scales, device)
-        if dtype != "float32" or found != shape:
+        _, batch, heads, count, dim = of[:5]
+        by_head = (batch, kv[2])
+        if name == "v_descale":
+            finer, words = (batch, kv[2], dim), "[batch, heads_kv, head_dim_v]"
+            kind = (abi.DESCALE_CHANNEL, 0)
+        else:
+            finer, words = (batch, heads, -(-count // rows)), "[batch, heads, rows]"
+            kind = (abi.DESCALE_TOKEN, 0) if rows == 1 else (abi.DESCALE_BLOCK, rows)
+            if rows > 1:
+                words = f"[batch, heads, rows / {rows}]"
+        if dtype != "float32" or found not in (by_head, finer):
             raise InvalidTensor(
-                f"{name} is {dtype} of the shape {found}; it is float32 [batch, heads_kv] = {shape}; "
-                "expand() repeats one scale"
+                f"{name} is {dtype} of the shape {found}; it is float32 [batch, heads_kv] = {by_head}, where expand() "
+                f"repeats one scale, or {words} = {finer}" + _of_rows(name, rows)
             )
         addresses.append(address)
-        strides += stride
-    return abi.DESCALES.pack(*addresses, *strides)
+        strides += stride[:2]
+        by += (*kind, stride[2]) if len(found) == 3 else (abi.DESCALE_HEAD, 0, 0)
+    finer = any(by[::3])
+    return abi.DESCALES.pack(*addresses, *strides), abi.DESCALES_BY.pack(*by) if finer else None
+
+
+def _of_rows(name, rows):
+    if name == "v_descale":
+        return "; scales of rows of v are not taken: quantise v by channel"
+    return "" if rows > 1 else "; scales of blocks of rows need descale_rows="
 
 
 def _overlap(a, b):

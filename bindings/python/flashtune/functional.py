@@ -39,6 +39,7 @@ def flash_attn_func(
     dropout_p=0.0,
     rng_state=None,
     return_rng_state=False,
+    descale_rows=1,
 ):
     """Attention in flash-attention's layout. Tensors of PyTorch that ask for gradients get them.
 
@@ -53,8 +54,13 @@ def flash_attn_func(
     deterministic: every kernel there is, of gradients too, gives the same bytes in every run, whatever this says.
     q_descale, k_descale, v_descale: of float8_e4m3fn tensors, which :func:`quantise` makes, and which a GPU of sm_90a
     (of sm_89 and newer with ``Engine(allow_paths=)``) takes without gradients, softcap and slopes at head dims that
-    are multiples of 16 (the CPU at any, for tests): what their elements are multiplied by, float32
-    ``[batch, kv_heads]``, of q by the head of k; 1 when not given.
+    are multiples of 16 (the CPU at any, for tests): what their elements are multiplied by, float32; 1 when not given.
+        How many axes there are says what shares a scale. Two, a head: ``[batch, kv_heads]``, of q by the head of k.
+        Three, of q and k a row, ``[batch, heads, rows]`` with their own heads, and of v a channel,
+        ``[batch, kv_heads, head_dim_v]``; scales of rows of v are not taken, and a third axis of v is always
+        channels.
+    descale_rows: rows of q and k that share a scale of three axes, a power of two: ``[batch, heads, rows / n]``,
+        rounded up.
     precise: gradients of rows that attend mostly to one key get the digits of others: the forward pass also keeps
         what its output loses by rounding, in bfloat16. For float16 and bfloat16; it costs memory of the size of the
         output, and time to write and read it.
@@ -99,7 +105,7 @@ def flash_attn_func(
     else:
         found = _default(tensors, q)._attend(
             tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales,
-            residual=return_residual, dropout=dropout,
+            descale_rows=descale_rows, residual=return_residual, dropout=dropout,
         )  # fmt: skip
     return with_state(found, dropout) if return_rng_state else found
 

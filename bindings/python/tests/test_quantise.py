@@ -44,6 +44,17 @@ def attention(q, k, v, causal=False):
     return np.einsum("bhij,bjhd->bihd", p / p.sum(-1, keepdims=True), v), lse
 
 
+def repeated(scale, x, rows, name):
+    """The scale of each element of ``[batch, rows, heads, dim]``, by as many axes as scales have."""
+    heads = x.shape[2]
+    scale = scale.astype("float64")
+    if scale.ndim == 2:
+        return np.repeat(scale, heads // scale.shape[1], 1)[:, None, :, None] + np.zeros(x.shape)
+    if name == "v":
+        return scale[:, None] + np.zeros(x.shape)
+    return np.repeat(scale, rows, 2)[:, :, : x.shape[1]].transpose(0, 2, 1)[..., None] + np.zeros(x.shape)
+
+
 @unittest.skipUnless(ml_dtypes, "needs ml_dtypes for float8")
 class Quantise(unittest.TestCase):
     def setUp(self):
@@ -81,6 +92,55 @@ class Quantise(unittest.TestCase):
         self.assertEqual([alone.k, alone.v, alone.k_descale], [None] * 3)
         r = flashtune.quantise(self.q, self.k, self.v)
         self.assertEqual(alone.q.tobytes(), r.q.tobytes())
+
+    def test_rows_blocks_and_channels_have_scales_of_their_own(self):
+        # A row, a head's channel, that others would lose digits for.
+        self.k[1, 20, 0] *= 40
+        self.v[..., 1, 9] *= 30
+        for kinds, rows, shapes in (
+            (("token", "token", "channel"), 1, ((2, 4, 33), (2, 2, 70), (2, 2, 64))),
+            (("block", "block", "head"), 16, ((2, 4, 3), (2, 2, 5), (2, 2))),
+            (("head", "block", "tensor"), 128, ((2, 2), (2, 2, 1), (2, 2))),
+        ):
+            r = flashtune.quantise(self.q, self.k, self.v, scales=kinds, block_rows=rows if rows > 1 else 128)
+            self.assertEqual(r.descale_rows, rows)
+            for name, x, got, scale, kind, shape in zip("qkv", (self.q, self.k, self.v), r, r[3:6], kinds, shapes):
+                self.assertEqual((scale.shape, scale.dtype), (shape, np.dtype("float32")), (name, kind))
+                each = repeated(scale, x, rows, name)
+                error = np.abs(got.astype("float64") * each - x)
+                bound = np.maximum(np.abs(x) / 16, each * 2.0**-10) * (1 + 1e-4)
+                self.assertTrue((error <= bound).all(), (name, kind, (error / bound).max()))
+                # The largest of what shares a scale becomes 448.
+                codes = np.abs(got.astype("float64"))
+                if kind == "token":
+                    self.assertTrue((codes.max(-1) == 448).all(), name)
+                elif kind == "channel":
+                    self.assertTrue((codes.max(1) == 448).all(), name)
+                elif kind == "block":
+                    ends = range(0, x.shape[1], rows)
+                    self.assertTrue(all((codes[:, i : i + rows].max((1, 3)) == 448).all() for i in ends), name)
+
+    def test_finer_scales_keep_what_one_row_or_channel_would_take(self):
+        self.k[:, 20] *= 60
+        self.v[..., 9] *= 200
+        given = [t.astype(ml_dtypes.bfloat16) for t in (self.q, self.k, self.v)]
+        wide = [t.astype("float64") for t in given]
+        for causal in (False, True):
+            want, _ = attention(*wide, causal)
+            errors = {}
+            for kinds in ("head", ("token", "token", "channel"), ("block", "block", "channel")):
+                r = flashtune.quantise(*given, scales=kinds, block_rows=8)
+                out, lse = flashtune.flash_attn_func(*r[:3], causal=causal, return_lse=True, **r.descales)
+                meant = [
+                    t.astype("float64") * repeated(scale, t, r.descale_rows, name)
+                    for name, t, scale in zip("qkv", r, r[3:6])
+                ]
+                exact, exact_lse = attention(*meant, causal)
+                np.testing.assert_allclose(out.astype("float64"), exact, rtol=0.01, atol=0.01)
+                np.testing.assert_allclose(lse, exact_lse, rtol=1e-5, atol=1e-3)
+                columns = np.arange(64) != 9
+                errors[kinds] = np.abs(out.astype("float64") - want)[..., columns].max()
+            self.assertLess(errors["token", "token", "channel"], 0.9 * errors["head"], errors)
 
     def test_rows_of_any_strides_and_both_orders_of_axes(self):
         r = flashtune.quantise(self.q, self.k, self.v, subtract_mean=True, hadamard=True)
@@ -161,7 +221,13 @@ class Quantise(unittest.TestCase):
 
         refuses("pass what is to be quantised")
         refuses("kv_heads is None", self.q)
-        refuses("'head' or 'tensor'", self.q, self.k, self.v, scales="row")
+        refuses("a tuple of one for each", self.q, self.k, self.v, scales="row")
+        refuses("a tuple of one for each", self.q, self.k, self.v, scales=("head", "head"))
+        refuses("'channel')", self.q, self.k, self.v, scales="token")
+        refuses("scales of k by channel", self.q, self.k, self.v, scales=("head", "channel", "head"))
+        refuses("one kind for both", self.q, self.k, self.v, scales=("token", "block", "head"))
+        refuses("power of two", self.q, self.k, self.v, scales=("block", "block", "head"), block_rows=96)
+        refuses("block_rows is 1", self.q, self.k, self.v, block_rows=1)
         refuses("without k", v=self.v, subtract_mean=True)
         refuses("powers of two", self.q[..., :48], self.k[..., :48], self.v, hadamard=True)
         refuses("one dtype", self.q, self.k.astype("float16"), self.v)
@@ -173,6 +239,18 @@ class Quantise(unittest.TestCase):
         r = flashtune.quantise(self.q, self.k, self.v)
         with self.assertRaises(Unsupported):
             flashtune.flash_attn_func(*r[:3], softcap=10.0, **r.descales)
+
+        def refuses_call(words, **named):
+            with self.assertRaises(flashtune.Error) as caught:
+                flashtune.flash_attn_func(*r[:3], **named)
+            self.assertIn(words, str(caught.exception))
+
+        ones = np.ones((2, 2, 70), "float32")
+        refuses_call("quantise v by channel", v_descale=ones)
+        refuses_call("[batch, heads, rows] = (2, 4, 33)", q_descale=np.ones((2, 2, 33), "float32"))
+        refuses_call("need descale_rows=", k_descale=ones[..., :9])
+        refuses_call("[batch, heads, rows / 8] = (2, 2, 9)", k_descale=ones, descale_rows=8)
+        refuses_call("descale_rows is 3", k_descale=ones, descale_rows=3)
 
 
 if __name__ == "__main__":

@@ -124,10 +124,11 @@ pub fn declaration<T: Declared>(language: Language) -> String {
     declaration_without::<T>(language, Cut::NONE)
 }
 
-/// The same where kernels do not know the fields of a cut: what is one of them is left out, and what lies behind them,
-/// or behind a struct that ends with them, lies before by as many bytes.
+/// The same where kernels do not know the last bytes of a struct that has a [`Cut`]: the fields there are left out, and
+/// what lies behind such a struct in another lies before by as many bytes.
 pub(super) fn declaration_without<T: Declared>(language: Language, cut: Cut) -> String {
-    let is_known = |field: &&Field| !cut.has(field);
+    let known = if Cut::is_of(T::NAME) { T::SIZE - cut.bytes } else { T::SIZE };
+    let is_known = |field: &&Field| field.offset < known;
     let end = T::FIELDS.iter().map(|field| field.offset + field.size).max().unwrap_or(0);
     let size = (end - cut.bytes).next_multiple_of(align_of::<T>());
     let plain = |doc: &str| doc.trim().replace("[`", "").replace("`]", "").replace('`', "");
@@ -165,7 +166,7 @@ pub(super) fn declaration_without<T: Declared>(language: Language, cut: Cut) -> 
                 let offset = format!("__builtin_offsetof({name}, {member}) == {offset}");
                 writeln!(text, "{assert}({offset}, \"{name}.{member} lies where the host puts it\");")?;
             }
-            if field.spelling.iter().any(|of| ["ForwardArgs", "BackwardArgs", "RaggedArgs"].contains(of)) {
+            if field.spelling.iter().any(|of| Cut::is_of(of)) {
                 behind = cut.bytes;
             }
         }

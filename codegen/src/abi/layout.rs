@@ -74,8 +74,9 @@ impl ArgsLayout {
     pub fn of(kernel: &Kernel) -> Self {
         let full = kernel.schedule.family().args();
         let cut = match kernel.problem.op {
-            Op::Forward if !kernel.problem.kv.is_dense() => Cut::of_ragged(&kernel.problem),
-            Op::Forward | Op::Backward | Op::Gradient => Cut::of(&kernel.problem),
+            Op::Forward if kernel.problem.kv.is_dense() => Cut::of_forward(&kernel.problem),
+            Op::Forward => Cut::of_ragged(&kernel.problem),
+            Op::Backward | Op::Gradient => Cut::of_backward(&kernel.problem),
             _ => Cut::NONE,
         };
         Self { forward: full.forward - cut.bytes as u32, ..full }

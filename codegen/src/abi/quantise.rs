@@ -8,7 +8,8 @@ arguments! {
     /// they are read; rotated and freed of K's mean on the way. Arrays have an element for each of Q, K and V, 0 for
     /// what a call has not; strides count elements.
     ///
-    /// Rows of a KV head of a sequence, of Q those of its query heads, are a unit: they share a scale, and of K a mean.
+    /// Rows of a KV head of a sequence, of Q those of its query heads, are a unit: they share a scale, unless
+    /// `scale_kind` says otherwise, and of K a mean.
     #[repr(C)]
     #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
     pub struct QuantiseArgs as "QuantiseArgs" {
@@ -16,7 +17,7 @@ arguments! {
         pub from: [u64; 3] as "const void*",
         /// Where e4m3 is written.
         pub to: [u64; 3] as "void*",
-        /// Where the scale of each unit is written, fp32 `[batch, kv_heads]` by strides.
+        /// Where the scales are written, fp32 `[batch, kv_heads]` by strides, or with a third axis by `scale_kind`.
         pub scale: [u64; 3] as "float*",
         /// Where K's mean is written, fp32 `[batch, kv_heads, head_dim_qk]` by strides, or 0.
         pub mean: u64 as "float*",
@@ -32,7 +33,7 @@ arguments! {
         pub from_stride: [i64; 9],
         /// Strides of what is written: batch, head, row of each.
         pub to_stride: [i64; 9],
-        /// Strides of the scales: batch, KV head of each.
+        /// Strides of the scales: batch, head of each.
         pub scale_stride: [i64; 6],
         /// Strides of K's mean: batch, KV head.
         pub mean_stride: [i64; 2],
@@ -70,5 +71,12 @@ arguments! {
         pub is_mixed: i32,
         /// On the host processor: which of the stages it is.
         pub step: i32,
+        /// From a scale of rows or of a channel to the next, of each.
+        pub scale_unit_stride: [i64; 3],
+        /// What shares a scale in each: 0 a unit, or with `is_whole` all of them; 1 rows, as many as `scale_rows_log2`
+        /// says; 2 of V a channel of a unit. Heads of scales of rows are those of the tensor.
+        pub scale_kind: [i32; 3],
+        /// log2 of the rows that share a scale, which divide those of a tile.
+        pub scale_rows_log2: [i32; 3],
     }
 }

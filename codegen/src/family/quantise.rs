@@ -4,10 +4,12 @@ use crate::{DType, Error, Problem, Result, Shape};
 
 /// 32-bit words before the counters of units.
 const HEAD: u64 = 4;
+/// Rows of a tile are a multiple of this, so that blocks of rows that share a scale lie in one.
+pub(super) const BLOCK_ROWS: u32 = 128;
 
 /// What the stages of a quantisation leave for each other: counters and largest magnitudes of each unit (a KV head of a
-/// sequence), its mean of K, and sums of each tile of K. In 32-bit words, of which the first ones are zero before it
-/// begins.
+/// sequence) and of its channels of V, its mean of K, and sums of each tile of K. In 32-bit words, of which the first
+/// ones are zero before it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantiseScratch {
     /// Words that are zero before.
@@ -22,7 +24,7 @@ impl QuantiseScratch {
         let units = u64::from(shape.batch) * u64::from(shape.kv_heads);
         let row = u64::from(problem.head_dim_qk);
         // Of each of three tensors what is done and the largest, and of K what has arrived and whether it is ready.
-        let counters = HEAD + 8 * units;
+        let counters = HEAD + 8 * units + units * u64::from(problem.head_dim_v);
         let sums = units * u64::from(shape.kv_len.div_ceil(tile_rows)) * row;
         Self { counters, words: counters + units * row + sums }
     }
@@ -76,8 +78,8 @@ mod tests {
         let schedule = Schedule::default_for(Family::QuantiseCuda, &problem, arch, &ShapeBucket::of(&shape)).unwrap();
         let kernel = Kernel { problem, schedule, arch };
         let plan = kernel.plan(&shape).unwrap();
-        // Tiles of 128 rows: counters, means and sums of two tiles.
-        assert_eq!(plan.partial_sums(), Some(4 * (4 + 8 * 4 + 4 * 128 + 4 * 2 * 128)));
+        // Tiles of 128 rows: counters, channels, means and sums of two tiles.
+        assert_eq!(plan.partial_sums(), Some(4 * (4 + 8 * 4 + 4 * 128 + 4 * 128 + 4 * 2 * 128)));
         let main = plan.stages().find(|stage| stage.entry == StageEntry::MAIN).unwrap();
         assert_eq!(main.grid, 4 * (4 + 2 + 2));
         let e = kernel.plan(&Shape { batch: 1 << 20, q_len: 1 << 20, ..shape }).unwrap_err().to_string();

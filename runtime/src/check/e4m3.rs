@@ -2,35 +2,40 @@
 
 use super::guarded::Guarded;
 use crate::reference::{Attention, RowId, Rows, e4m3, oracle_of};
-use crate::{Descale, Descales, Device, HostTensor, Result};
-use flashtune_codegen::{DType, Shape};
+use crate::{Descales, Device, HostTensor, Result};
+use flashtune_codegen::{DType, Problem, Shape};
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 
-/// Scales of Q, K and V, a number for each sequence and KV head, on the device and here.
+/// Scales of Q, K and V, of the units that a problem has, on the device and here.
 pub(super) struct Scales {
-    shape: [u64; 2],
-    values: [Vec<f32>; 3],
+    kv_heads: usize,
+    values: [e4m3::Scales; 3],
     memory: [Guarded; 3],
 }
 
 impl Scales {
-    /// Numbers around 1, so that those of another head are far off.
-    pub(super) fn new(device: &dyn Device, shape: &Shape, seed: u64) -> Result<Self> {
+    /// Drawn at random.
+    pub(super) fn new(device: &dyn Device, problem: &Problem, shape: &Shape, seed: u64) -> Result<Self> {
         let mut rng = StdRng::seed_from_u64(seed ^ 0x5ca1e);
-        let count = shape.batch as usize * shape.kv_heads as usize;
-        let values = [(); 3].map(|()| (0..count).map(|_| rng.random_range(0.5..2.0f32)).collect::<Vec<f32>>());
-        let upload = |name, values: &[f32]| Guarded::new(device, name, bytemuck::cast_slice(values));
+        let kv_heads = shape.kv_heads as usize;
+        let sizes = |heads: u32, rows: u32, dim: u32| [shape.batch, heads, rows, dim].map(|n| n as usize);
+        let (units, kv) = (problem.scales, |dim| sizes(shape.kv_heads, shape.kv_len, dim));
+        let values = [
+            (units.q, sizes(shape.heads, shape.q_len, problem.head_dim_qk)),
+            (units.k, kv(problem.head_dim_qk)),
+            (units.v, kv(problem.head_dim_v)),
+        ]
+        .map(|(unit, sizes)| e4m3::Scales::random(unit, sizes, kv_heads, &mut rng));
+        let upload = |name, scales: &e4m3::Scales| Guarded::new(device, name, bytemuck::cast_slice(&scales.values));
         let [q, k, v] = &values;
         let memory = [upload("q_descale", q)?, upload("k_descale", k)?, upload("v_descale", v)?];
-        Ok(Self { shape: [shape.batch, shape.kv_heads].map(u64::from), values, memory })
+        Ok(Self { kv_heads, values, memory })
     }
 
     pub(super) fn views(&self) -> Descales {
-        let strides = [self.shape[1] as i64, 1];
-        let view = |memory: &Guarded| Some(Descale { address: memory.address(), shape: self.shape, strides });
-        let [q, k, v] = &self.memory;
-        Descales { q: view(q), k: view(k), v: view(v) }
+        let [q, k, v] = [0, 1, 2].map(|i| Some(self.values[i].at(self.memory[i].address())));
+        Descales { q, k, v }
     }
 
     /// The exact rows of what the operands mean, and those of an emulation that rounds P alone.
@@ -41,7 +46,7 @@ impl Scales {
         output: DType,
         ids: &[RowId],
     ) -> (Rows, Rows) {
-        let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(operands[i], &self.values[i], self.shape[1] as usize));
+        let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(operands[i], &self.values[i], self.kv_heads));
         let oracle = oracle_of(&q, &k, &v, attention, ids);
         let emulated = e4m3::emulated([&q, &k, &v], attention, output, &oracle);
         (oracle, emulated)

@@ -230,7 +230,7 @@ impl CheckCase {
         let program = problem.program.as_deref().map(|p| (p, data));
         let attention = Attention { mask: shape.mask, scale, program, sequence: 0, dropout };
         let scales = match problem.dtype {
-            DType::E4m3 => Some(e4m3::Scales::new(&*device, shape, inputs.seed)?),
+            DType::E4m3 => Some(e4m3::Scales::new(&*device, problem, shape, inputs.seed)?),
             _ => None,
         };
         let (oracle, unfused) = match &scales {

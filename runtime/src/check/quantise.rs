@@ -4,8 +4,8 @@ use super::guarded::Guarded;
 use crate::ragged::{IntKind, Ints};
 use crate::reference::e4m3;
 use crate::{
-    Descale, Device, KeyMean, Module, Quantise, QuantiseOperand, QuantiseRotary, Result, RowPositions, TensorView,
-    quantise_call,
+    Descale, Device, KeyMean, Module, Quantise, QuantiseOperand, QuantiseRotary, Result, RowPositions, ScaleKind,
+    TensorView, quantise_call,
 };
 use flashtune_codegen::{DType, Problem};
 use half::{bf16, f16};
@@ -37,7 +37,6 @@ struct Drawn {
     to: TensorView,
     scales: Guarded,
     scale: Descale,
-    is_whole: bool,
     /// Row after row of `[batch, heads, rows]`.
     rows: Vec<Vec<Near>>,
 }
@@ -139,16 +138,25 @@ fn draw(
     let (bytes, mut to) = place(rng, DType::E4m3, sizes);
     let target = Guarded::new(device, name, &vec![BEFORE; bytes])?;
     to.address += target.address();
-    let is_whole = rng.random_bool(0.3);
-    let strides = match rng.random_range(0..3) {
-        0 if is_whole => [0, 0],
-        1 => [1, batch as i64],
-        _ => [kv_heads as i64 + 1, 1],
+    let kind = match (rng.random_range(0..10), name) {
+        (0..3, _) => ScaleKind::Head,
+        (3..5, _) => ScaleKind::Tensor,
+        (_, "v") => ScaleKind::Channel,
+        (5..7, _) => ScaleKind::Block(1 << rng.random_range(1..=7)),
+        _ => ScaleKind::Token,
     };
-    let words = 1 + batch * kv_heads + batch + kv_heads;
+    let shape = kind.sizes(sizes.map(|n| n as u64), kv_heads as u64);
+    let [b, h, u] = shape.map(|n| n as i64);
+    let strides = match rng.random_range(0..3) {
+        0 if kind == ScaleKind::Tensor => [0, 0, 0],
+        1 => [u, u * b, 1],
+        2 => [1, b * (u + 1), b],
+        _ => [(h + 1) * (u + 2), u + 2, 1],
+    };
+    let words = (b * (h + 1) * (u + 2)) as usize + 1;
     let scales = Guarded::new(device, "scales", &vec![BEFORE; 4 * words])?;
-    let scale = Descale { address: scales.address(), shape: [batch, kv_heads].map(|n| n as u64), strides };
-    Ok(Drawn { sizes, source, from, target, to, scales, scale, is_whole, rows })
+    let scale = Descale { address: scales.address(), kind, shape, strides };
+    Ok(Drawn { sizes, source, from, target, to, scales, scale, rows })
 }
 
 fn draw_turn(device: &dyn Device, rng: &mut StdRng, dtype: DType, sizes: [usize; 3], dim: usize) -> Result<Turn> {
@@ -270,11 +278,17 @@ fn mix(row: &mut [Near]) {
     }
 }
 
-/// The KV head of a head.
-fn unit_of(sizes: [usize; 4], kv_heads: usize, row: usize) -> [usize; 2] {
+/// Where the scale of an element of a row is among those of its kind.
+fn unit_of(kind: ScaleKind, sizes: [usize; 4], kv_heads: usize, row: usize, column: usize) -> [usize; 3] {
     let [_, heads, count, _] = sizes;
-    let head = row / count % heads;
-    [row / count / heads, head / (heads / kv_heads)]
+    let (batch, head) = (row / count / heads, row / count % heads);
+    let kv_head = head / (heads / kv_heads);
+    match kind {
+        ScaleKind::Head | ScaleKind::Tensor => [batch, kv_head, 0],
+        ScaleKind::Block(rows) => [batch, head, row % count / rows as usize],
+        ScaleKind::Token => [batch, head, row % count],
+        ScaleKind::Channel => [batch, kv_head, column],
+    }
 }
 
 /// What is wrong with a tensor's codes and scales.
@@ -286,16 +300,23 @@ fn compare(device: &dyn Device, name: &str, drawn: &Drawn, kv_heads: usize) -> R
     if let Some(stray) = stray.or(stray_scale).or(stray_source) {
         return Ok(Some(format!("{name}: {stray}")));
     }
-    let at_scale =
-        |[b, h]: [usize; 2]| (b as i64 * drawn.scale.strides[0] + h as i64 * drawn.scale.strides[1]) as usize;
+    let kind = drawn.scale.kind;
+    let at_scale = |unit: [usize; 3]| {
+        let elements: i64 = unit.into_iter().zip(drawn.scale.strides).map(|(n, stride)| n as i64 * stride).sum();
+        elements as usize
+    };
+    // Of what has one scale.
+    let shared = |unit: [usize; 3]| if kind == ScaleKind::Tensor { [0; 3] } else { unit };
     let read = |at: usize| f32::from_ne_bytes(scales[4 * at..4 * at + 4].try_into().expect("four bytes"));
     let mut left = scales.clone();
     // The least and the most that the largest magnitude may be found to be.
-    let mut largest = std::collections::BTreeMap::<[usize; 2], (f64, f64)>::new();
+    let mut largest = std::collections::BTreeMap::<[usize; 3], (f64, f64)>::new();
     for (n, row) in drawn.rows.iter().enumerate() {
-        let unit = unit_of(drawn.sizes, kv_heads, n);
-        let most = largest.entry(if drawn.is_whole { [0, 0] } else { unit }).or_insert((0.0, 0.0));
-        for near in row.iter().filter(|near| near.value.is_finite()) {
+        for (i, near) in row.iter().enumerate() {
+            let most = largest.entry(shared(unit_of(kind, drawn.sizes, kv_heads, n, i))).or_insert((0.0, 0.0));
+            if !near.value.is_finite() {
+                continue;
+            }
             let magnitude = near.value.abs();
             *most = (most.0.max(magnitude - near.eps), most.1.max(magnitude + near.eps));
         }
@@ -303,22 +324,22 @@ fn compare(device: &dyn Device, name: &str, drawn: &Drawn, kv_heads: usize) -> R
     let (mut expected, mut written) = (codes.clone(), vec![false; codes.len()]);
     for (n, row) in drawn.rows.iter().enumerate() {
         let [_, heads, count, _] = drawn.sizes;
-        let unit = unit_of(drawn.sizes, kv_heads, n);
-        let place = at_scale(unit);
-        let scale = read(place);
-        left[4 * place..4 * place + 4].fill(BEFORE);
-        let (least, most) = largest[&if drawn.is_whole { [0, 0] } else { unit }];
-        let range = (least / 448.0 * (1.0 - 2e-7)).max(LEAST)..=(most / 448.0 * (1.0 + 2e-7)).max(LEAST);
-        let right = match (least > 0.0, most > 0.0) {
-            (false, false) => scale == 1.0,
-            (false, true) => scale == 1.0 || range.contains(&f64::from(scale)),
-            _ => range.contains(&f64::from(scale)),
-        };
-        if !right {
-            return Ok(Some(format!("{name}: the scale of {unit:?} is {scale:e}, not in {range:?}")));
-        }
-        let inverse = f64::from(1.0 / scale);
         for (i, near) in row.iter().enumerate() {
+            let unit = unit_of(kind, drawn.sizes, kv_heads, n, i);
+            let place = at_scale(unit);
+            let scale = read(place);
+            left[4 * place..4 * place + 4].fill(BEFORE);
+            let (least, most) = largest[&shared(unit)];
+            let range = (least / 448.0 * (1.0 - 2e-7)).max(LEAST)..=(most / 448.0 * (1.0 + 2e-7)).max(LEAST);
+            let right = match (least > 0.0, most > 0.0) {
+                (false, false) => scale == 1.0,
+                (false, true) => scale == 1.0 || range.contains(&f64::from(scale)),
+                _ => range.contains(&f64::from(scale)),
+            };
+            if !right {
+                return Ok(Some(format!("{name}: the scale of {unit:?} is {scale:e}, not in {range:?}")));
+            }
+            let inverse = f64::from(1.0 / scale);
             let view = TensorView { address: drawn.to.address - drawn.target.address(), ..drawn.to };
             let at = offset(&view, [n / count / heads, n / count % heads, n % count, i]);
             let got = e4m3::value(codes[at]);
@@ -393,9 +414,8 @@ pub fn check_quantise(device: &dyn Device, module: &dyn Module, seed: u64) -> Re
     let mean_bytes = vec![BEFORE; 4 * batch.max(1) * kv_heads * (dim + 3)];
     let means = Guarded::new(device, "k_mean", &mean_bytes)?;
 
-    let operand = |drawn: &Option<Drawn>| {
-        drawn.as_ref().map(|d| QuantiseOperand { from: d.from, to: d.to, scale: d.scale, is_whole: d.is_whole })
-    };
+    let operand =
+        |drawn: &Option<Drawn>| drawn.as_ref().map(|d| QuantiseOperand { from: d.from, to: d.to, scale: d.scale });
     let quantise = Quantise {
         q: operand(&drawn[0]),
         k: operand(&drawn[1]),

@@ -1,6 +1,6 @@
 use super::check_quantise;
 use crate::compile::memory::compile_or_plant;
-use crate::{CpuDevice, Descale, Device, Quantise, QuantiseOperand, TensorView, compile, quantise_call};
+use crate::{CpuDevice, Descale, Device, Quantise, QuantiseOperand, ScaleKind, TensorView, compile, quantise_call};
 use flashtune_codegen::{DType, Family, Kernel, MaskKind, Op, Problem, Schedule, ShapeBucket, TemplateSet};
 use std::collections::BTreeMap;
 
@@ -44,8 +44,8 @@ fn faults_of_the_host_are_found() {
     let problem = problem(DType::Bf16, 32, 32);
     for (from, to) in [
         ("args->is_whole[tile->tensor] ? 0 : tile->unit", "0"),
-        ("magnitude < 0x7f800000 && magnitude > most", "magnitude > most"),
-        ("scale = !largest ? 1 : scale", "scale = scale"),
+        ("bits < 0x7f800000 ? bits : 0", "bits"),
+        ("!largest ? 1 : scale", "scale"),
         ("sums[i] += is_finite(x[i]) ? x[i] : 0", "sums[i] += x[i]"),
         ("mean[i] /= args->kv_len", "mean[i] /= ROWS"),
         ("x[i] -= mean[i]", "x[i] += mean[i]"),
@@ -53,8 +53,14 @@ fn faults_of_the_host_are_found() {
         ("x[i] *= root;", "x[i] *= 1;"),
         ("if (t == TENSOR_V || !args->cos) return;", "if (!args->cos) return;"),
         (": args->first_position[t] + row", ": row"),
-        ("+ tile->unit % args->kv_heads * stride[1];", ";"),
-        ("narrow_kv(x[i] * inverse)", "narrow_kv(x[i] * inverse * 1.1f)"),
+        ("+ head * of_scales[1];", ";"),
+        ("kind == OF_ROWS ? tile->head : tile->unit", "tile->unit"),
+        ("row % together == 0) {", "row % together == 0 && row % 2 == 0) {"),
+        ("of < row + together && of <", "of <= row + together && of <"),
+        ("scales + row / together * apart", "scales + row * apart"),
+        ("tile->unit * HEAD_DIM_V + i, of_column[i]", "tile->unit * HEAD_DIM_V + i, most"),
+        ("scales + i * apart, scale", "scales, scale"),
+        ("narrow_kv(x[i] * inverse[i])", "narrow_kv(x[i] * inverse[i] * 1.1f)"),
     ] {
         assert!(text.contains(from), "{from}");
         let set = BTreeMap::from([("quantise/cpu.c".to_owned(), text.replacen(from, to, 1))]);
@@ -72,8 +78,7 @@ fn what_no_kernel_takes_is_refused_by_name() {
     let operand = |shape: [u64; 4], kv_heads: u64| QuantiseOperand {
         from: view(shape),
         to: TensorView { dtype: DType::E4m3, ..view(shape) },
-        scale: Descale { address: 64, shape: [shape[0], kv_heads], strides: [kv_heads as i64, 1] },
-        is_whole: false,
+        scale: Descale::heads(64, [shape[0], kv_heads], [kv_heads as i64, 1]),
     };
     let (q, k, v) = (operand([2, 4, 5, 96], 2), operand([2, 2, 7, 96], 2), operand([2, 2, 7, 64], 2));
     let call = Quantise { q: Some(q), k: Some(k), v: Some(v), ..Quantise::default() };
@@ -91,10 +96,25 @@ fn what_no_kernel_takes_is_refused_by_name() {
     refused(Quantise { v: Some(f16), ..call }, &["v", "dtype", "bf16"]);
     let wide = QuantiseOperand { to: k.from, ..k };
     refused(Quantise { k: Some(wide), ..call }, &["k_out", "e4m3"]);
-    let short = QuantiseOperand { scale: Descale { shape: [2, 4], ..q.scale }, ..q };
-    refused(Quantise { q: Some(short), ..call }, &["q_descale", "[2, 2]"]);
-    let shared = QuantiseOperand { scale: Descale { strides: [0, 1], ..k.scale }, ..k };
+    let short = QuantiseOperand { scale: Descale { shape: [2, 4, 1], ..q.scale }, ..q };
+    refused(Quantise { q: Some(short), ..call }, &["q_descale", "[2, 2, 1]"]);
+    let shared = QuantiseOperand { scale: Descale { strides: [0, 1, 0], ..k.scale }, ..k };
     refused(Quantise { k: Some(shared), ..call }, &["k_descale", "stride"]);
-    quantise_call(&Quantise { k: Some(QuantiseOperand { is_whole: true, ..shared }), ..call }).unwrap();
+    let whole = QuantiseOperand { scale: Descale { kind: ScaleKind::Tensor, ..shared.scale }, ..shared };
+    quantise_call(&Quantise { k: Some(whole), ..call }).unwrap();
+    let by = |of: QuantiseOperand, kind: ScaleKind| {
+        let shape = kind.sizes(of.from.shape, 2);
+        let [_, heads, units] = shape.map(|n| n as i64);
+        QuantiseOperand { scale: Descale { address: 64, kind, shape, strides: [heads * units, units, 1] }, ..of }
+    };
+    for kind in [ScaleKind::Token, ScaleKind::Block(64), ScaleKind::Block(128)] {
+        quantise_call(&Quantise { q: Some(by(q, kind)), k: Some(by(k, kind)), ..call }).unwrap();
+        let e = &["v_descale", "rows of a scale", "quantise V by channel"];
+        refused(Quantise { v: Some(by(v, kind)), ..call }, e);
+    }
+    quantise_call(&Quantise { v: Some(by(v, ScaleKind::Channel)), ..call }).unwrap();
+    refused(Quantise { k: Some(by(k, ScaleKind::Channel)), ..call }, &["k_descale", "by channel"]);
+    refused(Quantise { k: Some(by(k, ScaleKind::Block(96))), ..call }, &["k_descale", "power of two"]);
+    refused(Quantise { k: Some(by(k, ScaleKind::Block(256))), ..call }, &["k_descale", "at most 128 rows"]);
     refused(Quantise { q: Some(operand([2, 3, 5, 96], 2)), ..call }, &["heads"]);
 }

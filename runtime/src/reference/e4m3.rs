@@ -2,7 +2,9 @@
 
 use super::compare::lse_bound;
 use super::{Attention, HostTensor, Layout, RowId, RowScale, Rows, Verdict, compare_rows};
-use flashtune_codegen::DType;
+use crate::{Descale, ScaleKind};
+use flashtune_codegen::{DType, ScaleUnit};
+use rand::Rng;
 use rayon::prelude::*;
 
 /// Kernels' error is at most this many times that of an emulation that rounds P alone.
@@ -46,19 +48,74 @@ pub(crate) fn code(x: f32) -> u8 {
     sign | (units + ((exponent + 6) << 3)) as u8
 }
 
-/// The operand as what its codes mean: f32, times the scale of each head, `[batch, kv_heads]`; a tensor of more heads
-/// has those of each group's.
+/// Scales of an operand on the host, contiguous.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scales {
+    /// What shares one.
+    pub kind: ScaleKind,
+    /// Sizes, as the kind says them.
+    pub shape: [u64; 3],
+    /// The numbers, `[batch, heads, units]`.
+    pub values: Vec<f32>,
+}
+
+impl Scales {
+    /// Numbers around 1, so that those of another head, row or channel are far off, for an operand of a shape. Of rows
+    /// a scale has one, or a block of them, and a few are negative; some channels are larger than others, as models
+    /// have them.
+    pub fn random(unit: ScaleUnit, shape: [usize; 4], kv_heads: usize, rng: &mut impl Rng) -> Self {
+        let kind = match unit {
+            ScaleUnit::Head => ScaleKind::Head,
+            ScaleUnit::Rows => match rng.random_range(0..5) {
+                0 => ScaleKind::Block(64),
+                1 => ScaleKind::Block(8),
+                _ => ScaleKind::Token,
+            },
+            ScaleUnit::Channel => ScaleKind::Channel,
+        };
+        let shape = kind.sizes(shape.map(|n| n as u64), kv_heads as u64);
+        let mut of = || {
+            let large = kind == ScaleKind::Channel && rng.random_bool(0.1);
+            let negative = unit == ScaleUnit::Rows && rng.random_bool(0.03);
+            rng.random_range(0.5..2.0f32) * if large { 4.0 } else { 1.0 } * if negative { -1.0 } else { 1.0 }
+        };
+        let values = (0..shape.iter().product::<u64>()).map(|_| of()).collect();
+        Self { kind, shape, values }
+    }
+
+    /// Of heads.
+    pub fn of_heads(values: &[f32], kv_heads: usize) -> Self {
+        let shape = [values.len() / kv_heads.max(1), kv_heads, 1].map(|n| n as u64);
+        Self { kind: ScaleKind::Head, shape, values: values.to_vec() }
+    }
+
+    /// They on a device.
+    pub fn at(&self, address: u64) -> Descale {
+        let [_, heads, units] = self.shape.map(|n| n as i64);
+        Descale { address, kind: self.kind, shape: self.shape, strides: [heads * units, units, 1] }
+    }
+}
+
+/// The operand as what its codes mean: f32, times its scales; of heads a tensor of more has those of each group's.
 ///
 /// # Panics
 /// When there are not as many scales as that.
-pub fn dequantised(tensor: &HostTensor, scales: &[f32], kv_heads: usize) -> HostTensor {
-    let [batch, heads, rows, dim] = tensor.shape();
-    assert!(scales.len() == batch * kv_heads, "a scale for each sequence and KV head");
+pub fn dequantised(tensor: &HostTensor, scales: &Scales, kv_heads: usize) -> HostTensor {
+    let [_, heads, rows, dim] = tensor.shape();
+    let shape = scales.kind.sizes(tensor.shape().map(|n| n as u64), kv_heads as u64);
+    assert!(scales.shape == shape, "{}", scales.kind);
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
+    let [_, of_heads, units] = shape.map(|n| n as usize);
     let mut values = tensor.values();
-    for (i, head) in values.chunks_exact_mut((rows * dim).max(1)).enumerate() {
-        let scale = scales[i / heads * kv_heads + i % heads / group];
-        head.iter_mut().for_each(|x| *x *= scale);
+    for (at, x) in values.iter_mut().enumerate() {
+        let (head, row, column) = (at / dim / rows, at / dim % rows, at % dim);
+        let (b, h) = (head / heads, head % heads);
+        let (h, unit) = match (scales.kind.rows(), scales.kind) {
+            (Some(of), _) => (h, row / of as usize),
+            (None, ScaleKind::Channel) => (h / group, column),
+            (None, _) => (h / group, 0),
+        };
+        *x *= scales.values[(b * of_heads + h) * units + unit];
     }
     HostTensor::from_values(DType::F32, tensor.shape(), Layout::Bhsd, &values).expect("as many values as before")
 }
@@ -231,8 +288,8 @@ mod tests {
         if large {
             k.set([0, 0, 128, 0], f32::INFINITY);
         }
-        let q = dequantised(&q, &[1.106_967_7, 1.827_424_5], 2);
-        let k = dequantised(&k, &[0.568_047_46, 0.944_248_4], 2);
+        let q = dequantised(&q, &Scales::of_heads(&[1.106_967_7, 1.827_424_5], 2), 2);
+        let k = dequantised(&k, &Scales::of_heads(&[0.568_047_46, 0.944_248_4], 2), 2);
         let v = HostTensor::zeros(DType::F32, [1, 2, 129, 1], Layout::Bhsd);
         let attention = Attention { mask: Mask::Full, scale, program: None, sequence: 0, dropout: None };
         let oracle = oracle_of(&q, &k, &v, &attention, &all_rows(&shape));
@@ -340,9 +397,23 @@ mod tests {
     }
 
     #[test]
+    fn finer_scales_are_those_of_an_elements_own_row_block_or_channel() {
+        let ones = HostTensor::from_values(DType::E4m3, [1, 2, 3, 2], Layout::Bhsd, &[1.0; 12]).unwrap();
+        let of = |kind, shape: [u64; 3]| {
+            let values = (1..=shape.iter().product::<u64>()).map(|n| n as f32).collect();
+            dequantised(&ones, &Scales { kind, shape, values }, 1).values()
+        };
+        let token = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0, 6.0, 6.0];
+        assert_eq!(of(ScaleKind::Token, [1, 2, 3]), token);
+        let block = [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 4.0, 4.0];
+        assert_eq!(of(ScaleKind::Block(2), [1, 2, 2]), block);
+        assert_eq!(of(ScaleKind::Channel, [1, 1, 2]), [1.0, 2.0].repeat(6));
+    }
+
+    #[test]
     fn scales_are_those_of_a_rows_kv_head() {
         let ones = HostTensor::from_values(DType::E4m3, [2, 4, 1, 1], Layout::Bhsd, &[1.0; 8]).unwrap();
-        let values = dequantised(&ones, &[1.0, 2.0, 3.0, 4.0], 2).values();
+        let values = dequantised(&ones, &Scales::of_heads(&[1.0, 2.0, 3.0, 4.0], 2), 2).values();
         assert_eq!(values, [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]);
     }
 }

@@ -8,20 +8,87 @@ __device__ __forceinline__ const u8* row_of(const void* tensor, const i64 (&stri
     return (const u8*)tensor + batch * stride[0] + head * stride[1] + row * stride[2];
 }
 
-__device__ __forceinline__ float descale(const float* scales, const i64 (&stride)[2], const Tile& tile) {
-    return scales == nullptr ? 1.0f : scales[tile.batch * stride[0] + tile.kv_head * stride[1]];
+#if FT_SCALES_OF_QUERIES
+// The scale of a row of a tile; 1 of one that there is not.
+__device__ __forceinline__ float query_descale(const KernelArgs& args, const Tile& tile, int row) {
+    return row < tile.rows ? query_descales(args, tile).at(tile.row + row) : 1.0f;
+}
+#endif
+
+// The rows of a tile that a thread has scores of.
+__device__ __forceinline__ int row_of_thread(int i, int h) {
+    return int(threadIdx.x) / 32 * kRowsPerWarp + i * 16 + h * 8 + int(threadIdx.x) % 32 / 4;
+}
+
+// From scores to units of log2, by row where rows of Q have scales.
+__device__ __forceinline__ Factors factors_of(const KernelArgs& args, Tile tile, float scale) {
+    Factors c;
+#pragma unroll
+    for (int row = 0; row < Factors::kCount; row++) {
+#if FT_SCALES_OF_QUERIES
+        const float of_row = scale * query_descale(args, tile, row_of_thread(row / 2, row % 2));
+#else
+        const float of_row = scale;
+#endif
+        c.of[row] = of_row == 0.0f ? kLog2E : fabsf(of_row) * kLog2E;
+    }
+    return c;
+}
+
+// Whether a scale of the tile is zero or below, or NaN. With scales of rows by all threads.
+__device__ __forceinline__ bool any_not_positive(const KernelArgs& args, Tile tile, float scale) {
+#if FT_SCALES_OF_QUERIES
+    bool found = false;
+#pragma unroll
+    for (int row = 0; row < 2 * kMTiles; row++) {
+        found |= !(scale * query_descale(args, tile, row_of_thread(row / 2, row % 2)) > 0.0f);
+    }
+    return __syncthreads_or(found);
+#else
+    return !(scale > 0.0f);
+#endif
 }
 
 // Where a scale is zero or below, or NaN: maxima of the scores would be minima. Its sign moves into Q.
-__device__ __forceinline__ void fold_sign_into_q(u32 smem_q, float scale) {
+__device__ __forceinline__ void fold_sign_into_q(const KernelArgs& args, Tile tile, u32 smem_q, float scale) {
     TileQK::each_own_chunk<kBlockQ, kThreads>(smem_q, [&](u32 address) {
         uint4 x = load_shared_16(address);
         u32* words = &x.x;
+#if FT_SCALES_OF_QUERIES
+        const float of_row = scale * query_descale(args, tile, int(address - smem_q) / TileQK::kPitch);
+        if (of_row > 0.0f) return;
+#else
+        const float of_row = scale;
+#endif
 #pragma unroll
-        for (int w = 0; w < 4; w++) words[w] = scale == 0.0f ? 0 : words[w] ^ 0x80808080;
+        for (int w = 0; w < 4; w++) words[w] = of_row == 0.0f ? 0 : words[w] ^ 0x80808080;
         store_shared_16(address, x);
     });
 }
+
+#if FT_SCALES_OF_KEYS
+// The scales of a block of keys to their stage; zeros of keys behind the last.
+__device__ __forceinline__ void copy_key_scales(u32 to, const KernelArgs& args, const Descales<1>& scales, int key) {
+    for (int i = threadIdx.x; i < kBlockKV; i += kThreads) {
+        cp_async_4(to + 4 * i, scales.address(key + i), scales.from != nullptr && key + i < args.kv_len);
+    }
+}
+
+// Scores times the scales of their keys, which are those of the columns.
+__device__ __forceinline__ void scale_keys(Scores& s, u32 scales) {
+    const u32 own = scales + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < kSTiles; j++) {
+        const float by[2] = {__uint_as_float(load_shared_4(own + 32 * j)),
+                             __uint_as_float(load_shared_4(own + 32 * j + 4))};
+#pragma unroll
+        for (int i = 0; i < kMTiles; i++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[i][j][e] *= by[e % 2];
+        }
+    }
+}
+#endif
 
 // Replaces the scores of masked pairs by -inf; `key` is the block's first key.
 __device__ __forceinline__ void mask_scores(Scores& s, const KernelArgs& args, int warp_row, int key) {
@@ -104,10 +171,15 @@ __device__ __forceinline__ void store_four(float* to, float a, float b, float c,
 // O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16: 4t and 4t + 2 are in
 // the tile of the even ones, 4t + 1 and 4t + 3 in that of the odd ones.
 __device__ __forceinline__ void write(const KernelArgs& args, const Tile& tile, const BlockRange& blocks,
-                                      RowSoftmax& softmax, Output& o, float c, bool restore) {
+                                      RowSoftmax& softmax, Output& o, const Factors& c, bool restore) {
     if (restore) restore_nan(args, tile, blocks, o);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if FT_SCALES_OF_CHANNELS
+    const Descales<2> channels = channel_descales(args, tile);
+    constexpr float v_scale = 1.0f;
+#else
     const float v_scale = descale(args.v_descale, args.v_descale_stride, tile);
+#endif
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
@@ -127,8 +199,15 @@ __device__ __forceinline__ void write(const KernelArgs& args, const Tile& tile, 
             for (int group = 0; group < kGroupsV; group++) {
                 const float(&even)[4] = o[i][2 * group];
                 const float(&odd)[4] = o[i][2 * group + 1];
+#if FT_SCALES_OF_CHANNELS
+                const int column = 16 * group + lane % 4 * 4;
+                store_four(to + 16 * group, even[2 * h] * by * channels.at(column),
+                           odd[2 * h] * by * channels.at(column + 1), even[2 * h + 1] * by * channels.at(column + 2),
+                           odd[2 * h + 1] * by * channels.at(column + 3));
+#else
                 store_four(to + 16 * group, even[2 * h] * by, odd[2 * h] * by, even[2 * h + 1] * by,
                            odd[2 * h + 1] * by);
+#endif
             }
         }
     }

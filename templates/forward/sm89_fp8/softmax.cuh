@@ -1,7 +1,8 @@
 // Online softmax in base 2 on accumulator fragments, for probabilities of few exponents: references are the maxima
 // themselves, and probabilities relative to them are 2^kProbabilityLog2 at most.
 //
-// Per row a reference maximum m of the unscaled scores and the sum l of the unrounded probabilities.
+// Per row a reference maximum m of the scores, without what all of the row is multiplied by, and the sum l of the
+// unrounded probabilities.
 
 struct RowSoftmax {
     float m[kMTiles][2];       // -inf before the first visible score
@@ -18,7 +19,7 @@ struct RowSoftmax {
 
     // Moves the references to the maxima of these scores, and makes of them probabilities as operands: a word is keys
     // 2t, 2t + 1, 8 + 2t and 9 + 2t of 16, which is how V comes (products.cuh).
-    __device__ __forceinline__ void step(Scores& s, Probabilities& p, float c) {
+    __device__ __forceinline__ void step(Scores& s, Probabilities& p, const Factors& c) {
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
@@ -27,16 +28,16 @@ struct RowSoftmax {
 #pragma unroll
                 for (int j = 1; j < kSTiles; j++) x = fmaxf(x, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
                 const float to = fmaxf(m[i][h], quad_max(x));
-                factor[i][h] = to == m[i][h] ? 1.0f : exp2_approx((m[i][h] - to) * c);
+                factor[i][h] = to == m[i][h] ? 1.0f : exp2_approx((m[i][h] - to) * c[2 * i + h]);
                 m[i][h] = to;
                 l[i][h] *= factor[i][h];
                 // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-                const float less = to == -FT_INFINITY ? 0.0f : fmaf(to, c, -kProbabilityLog2);
+                const float less = to == -FT_INFINITY ? 0.0f : fmaf(to, c[2 * i + h], -kProbabilityLog2);
 #pragma unroll
                 for (int j = 0; j < kSTiles; j++) {
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        s[i][j][e] = exp2_approx(fmaf(s[i][j][e], c, -less));
+                        s[i][j][e] = exp2_approx(fmaf(s[i][j][e], c[2 * i + h], -less));
                         l[i][h] += s[i][j][e];
                     }
                 }
@@ -51,9 +52,11 @@ struct RowSoftmax {
     }
 
     // Completes the sums over the quad. The scale of the probabilities is in O and in l; it leaves the log-sum-exp.
-    __device__ __forceinline__ void finish(int i, int h, float c, float& inverse, float& log_sum_exp) {
+    __device__ __forceinline__ void finish(int i, int h, const Factors& c, float& inverse, float& log_sum_exp) {
         const float sum = quad_sum(l[i][h]);
         inverse = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
-        log_sum_exp = sum == 0.0f ? -FT_INFINITY : kLn2 * (fmaf(m[i][h], c, -kProbabilityLog2) + log2_approx(sum));
+        log_sum_exp = sum == 0.0f
+                          ? -FT_INFINITY
+                          : kLn2 * (fmaf(m[i][h], c[2 * i + h], -kProbabilityLog2) + log2_approx(sum));
     }
 };

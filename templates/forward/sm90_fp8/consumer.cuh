@@ -68,8 +68,26 @@ struct Consumer {
             sum = fmaf(sum, factor[i / 2 % 2], t[i]);
         }
     }
+#if FT_SCALES_OF_KEYS
+    // Scores times the scales of their keys, which are those of the columns.
+    __device__ __forceinline__ void scale_keys() {
+        const u32 scales = smem + Layout::kKeyScales + k.stage * kBlockKV * 4 + lane() % 4 * 16;
+#pragma unroll
+        for (int i = 0; i < kBlockKV / 16; i++) {
+            const uint4 words = load_shared_16(scales + i * 64);
+            const float by[4] = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+                                 __uint_as_float(words.w)};
+#pragma unroll
+            for (int e = 0; e < 8; e++) s[8 * i + e] *= by[e / 4 * 2 + e % 2];
+        }
+        __syncwarp();  // all lanes have read them: one gives the stage back
+    }
+#endif
     __device__ __forceinline__ void take_scores(const Work& work, int n) {
         wgmma_touch(s);
+#if FT_SCALES_OF_KEYS
+        scale_keys();
+#endif
         if (lane() == 0) {
             k.release(smem);
             if (n == work.blocks.begin) q.release(smem, id);
@@ -97,7 +115,7 @@ struct Consumer {
     }
     // Scores of steps kBegin to kEnd of the next product to probabilities, rounded: conversions run beside
     // exponentials.
-    template <int kBegin, int kEnd> __device__ __forceinline__ void exponentiate(Pairs& to, float c) {
+    template <int kBegin, int kEnd> __device__ __forceinline__ void exponentiate(Pairs& to, const RowFactors<2>& c) {
 #pragma unroll
         for (int step = kBegin; step < kEnd; step++) {
             float* const x = s + 16 * step;
@@ -119,12 +137,18 @@ struct Consumer {
         }
     }
     // Where a scale is zero or below, or NaN: maxima of the scores would be minima. Its sign moves into Q.
-    __device__ __forceinline__ void fold_sign_into_q(float scale) const {
+    __device__ __forceinline__ void fold_sign_into_q(const Work& work, float scale) const {
         for (u32 at = threadIdx.x % 128 * 16; at < Layout::kBytesQ; at += 128 * 16) {
             uint4 x = load_shared_16(q.buffer(smem, id) + at);
             u32* words = &x.x;
+#if FT_SCALES_OF_QUERIES
+            const float of_row = scale * query_descale(work, id * 64 + at % kBytes64Rows / 128);
+            if (of_row > 0.0f) continue;
+#else
+            const float of_row = scale;
+#endif
 #pragma unroll
-            for (int w = 0; w < 4; w++) words[w] = scale == 0.0f ? 0 : words[w] ^ 0x80808080;
+            for (int w = 0; w < 4; w++) words[w] = of_row == 0.0f ? 0 : words[w] ^ 0x80808080;
             store_shared_16(q.buffer(smem, id) + at, x);
         }
         fence_async_proxy();
@@ -132,7 +156,8 @@ struct Consumer {
     }
 
     // Scores of a block to probabilities.
-    template <bool kMasked, bool kByBits> __device__ __forceinline__ void advance(const Work& work, int n, float c) {
+    template <bool kMasked, bool kByBits>
+    __device__ __forceinline__ void advance(const Work& work, int n, const RowFactors<2>& c) {
         if (kMasked) mask(work, n);
         softmax.advance<kByBits>(s, c);
     }
@@ -164,7 +189,8 @@ struct Consumer {
         release_v();
     }
 
-    template <bool kMasked, bool kByBits> __device__ __forceinline__ void step(const Work& work, int n, float c) {
+    template <bool kMasked, bool kByBits>
+    __device__ __forceinline__ void step(const Work& work, int n, const RowFactors<2>& c) {
         if constexpr (kOverlap) {
             const float before[2] = {softmax.factor[0], softmax.factor[1]};
             Pairs next;
@@ -226,7 +252,7 @@ struct Consumer {
     }
 
     // O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16.
-    __device__ __forceinline__ void write(const Work& work, float c, float v_scale) {
+    __device__ __forceinline__ void write(const Work& work, const RowFactors<2>& c, float v_scale) {
         float inverse[2], log_sum_exp[2];
         softmax.finish(c, inverse, log_sum_exp);
         if (kMasks && read_flag(smem + Layout::kMetNan) != 0) restore_nan(work);
@@ -241,12 +267,21 @@ struct Consumer {
                 f.lse[(i64(work.tile.batch) * f.heads + work.tile.head) * f.q_len + at] = log_sum_exp[h];
             }
             const float by = inverse[h] * v_scale;
+#if FT_SCALES_OF_CHANNELS
+            const Descales<2> channels = channel_descales(f, work.tile);
+#endif
             OutputElement* const to = (OutputElement*)f.o + work.tile.batch * f.o_stride[0] +
                                       work.tile.head * f.o_stride[1] + at * f.o_stride[2] + lane() % 4 * 4;
 #pragma unroll
             for (int j = 0; j < kColumnsV / 16; j++) {
                 const float* x = o + 8 * j + 2 * h;
+#if FT_SCALES_OF_CHANNELS
+                const int column = 16 * j + lane() % 4 * 4;
+                store_four(to + 16 * j, x[0] * by * channels.at(column), x[4] * by * channels.at(column + 1),
+                           x[1] * by * channels.at(column + 2), x[5] * by * channels.at(column + 3));
+#else
                 store_four(to + 16 * j, x[0] * by, x[4] * by, x[1] * by, x[5] * by);
+#endif
             }
         }
     }
@@ -259,9 +294,12 @@ struct Consumer {
         asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
     }
 
-    static __device__ __forceinline__ float descale(const float* scales, const i64 (&stride)[2], const Tile& tile) {
-        return scales == nullptr ? 1.0f : scales[tile.batch * stride[0] + tile.kv_head * stride[1]];
+#if FT_SCALES_OF_QUERIES
+    // The scale of a row of a tile; 1 of one that there is not.
+    __device__ __forceinline__ float query_descale(const Work& work, int row) const {
+        return row < work.tile.rows ? query_descales(args.forward, work.tile).at(work.tile.row + row) : 1.0f;
     }
+#endif
 
     __device__ __forceinline__ void run() {
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
@@ -270,20 +308,36 @@ struct Consumer {
             const Work work = schedule.next(args);
             if (!work.live) break;
             const ForwardArgs& f = args.forward;
-            const float scale = f.scale * descale(f.q_descale, f.q_descale_stride, work.tile) *
-                                descale(f.k_descale, f.k_descale_stride, work.tile);
-            const float c = scale == 0.0f ? kLog2E : fabsf(scale) * kLog2E;
+            float scale = f.scale;
+            if (!FT_SCALES_OF_QUERIES) scale *= descale(f.q_descale, f.q_descale_stride, work.tile);
+            if (!FT_SCALES_OF_KEYS) scale *= descale(f.k_descale, f.k_descale_stride, work.tile);
+            RowFactors<2> c;
+#pragma unroll
+            for (int h = 0; h < RowFactors<2>::kCount; h++) {
+#if FT_SCALES_OF_QUERIES
+                const float of_row = scale * query_descale(work, id * 64 + warp() * 16 + lane() / 4 + h * 8);
+#else
+                const float of_row = scale;
+#endif
+                c.of[h] = of_row == 0.0f ? kLog2E : fabsf(of_row) * kLog2E;
+            }
             softmax.init();
 #pragma unroll
             for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
             if (work.blocks.begin < work.blocks.end) attend(work, scale, c);
-            write(work, c, descale(f.v_descale, f.v_descale_stride, work.tile));
+            write(work, c, FT_SCALES_OF_CHANNELS ? 1.0f : descale(f.v_descale, f.v_descale_stride, work.tile));
         }
     }
-    __device__ __forceinline__ void attend(const Work& work, float scale, float c) {
+    __device__ __forceinline__ void attend(const Work& work, float scale, const RowFactors<2>& c) {
         const BlockRange& b = work.blocks;
         q.wait(smem, id);
-        if (!(scale > 0.0f)) fold_sign_into_q(scale);
+#if FT_SCALES_OF_QUERIES
+        // A row of this warpgroup: two threads have one each.
+        const bool positive = scale * query_descale(work, id * 64 + int(threadIdx.x) % 64) > 0.0f;
+        if (barrier_any(kWarpgroup + id, 128, !positive)) fold_sign_into_q(work, scale);
+#else
+        if (!(scale > 0.0f)) fold_sign_into_q(work, scale);
+#endif
         int n = b.end - 1;
         if constexpr (kOverlap) {
             k.wait(smem);

@@ -1,7 +1,8 @@
 // Shared memory of a thread block, the rings of buffers in it, and the barriers that order those who use them.
 //
 // Roles: warpgroup 0 is the producer, the others are consumers of 64 query rows each.
-//   producer, warp 0        one thread takes tiles, and loads Q, K and V as it lies in memory (TMA)
+//   producer, warp 0        one thread takes tiles, and loads Q, K and V as it lies in memory (TMA); where keys have
+//                           scales, all lanes bring those of a block beside K
 //             warps 1 to 3  write V transposed
 //   consumer c              scores, softmax, output
 //
@@ -10,7 +11,7 @@
 // kEmptyWork  slot    warps that have read it               3 + 4 consumers  loader
 // kFullQ      c       TMA                                   1 + bytes        consumer c
 // kEmptyQ     c       warps of consumer c: last scores      4                loader
-// kFullK      stage   TMA                                   1 + bytes        consumers
+// kFullK      stage   TMA, and with scales of keys warp 0   1 + bytes, 1     consumers
 // kEmptyK     stage   warps of all consumers                4 consumers      loader
 // kFullRaw    stage   TMA: V as it lies in memory           1 + bytes        transposers
 // kEmptyRaw   stage   transposers: they have read it        3                loader
@@ -40,7 +41,13 @@ struct Layout {
     static constexpr int kFullV = kEmptyRaw + kRawStages * 8;
     static constexpr int kEmptyV = kFullV + kStages * 8;
     static constexpr int kMetNan = kEmptyV + kStages * 8;     // whether masked blocks of V had any
+#if FT_SCALES_OF_KEYS
+    // Of each stage of K its scales, those that a thread of a product needs side by side (consumer.cuh).
+    static constexpr int kKeyScales = round_up(kMetNan + 8, 16);
+    static constexpr int kBytes = kKeyScales + kStages * kBlockKV * 4;
+#else
     static constexpr int kBytes = kMetNan + 8;
+#endif
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 

@@ -8,29 +8,74 @@ __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, u32 full
     }
 }
 
-// Takes tiles, and loads what they need: blocks of keys from the last to the first.
+#if FT_SCALES_OF_KEYS
+// The scales of a block of keys, on their way through the registers of a warp: read a block ahead.
+struct KeyScales {
+    static constexpr int kOfLane = kBlockKV / 32;
+    float ahead[kOfLane];
+
+    __device__ __forceinline__ void read(const KernelArgs& args, const Tile& tile, int n) {
+        const Descales<1> scales = key_descales(args.forward, tile);
+#pragma unroll
+        for (int i = 0; i < kOfLane; i++) {
+            const int key = n * kBlockKV + i * 32 + int(threadIdx.x);
+            ahead[i] = key < args.forward.kv_len ? scales.at(key) : 0.0f;
+        }
+    }
+    // To a stage. Keys 2t, 2t + 1, 8 + 2t and 9 + 2t of each 16 lie side by side: a thread has their scores.
+    __device__ __forceinline__ void write(u32 to) const {
+        const int lane = int(threadIdx.x);
+        to += (lane / 16 * 16 + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2) * 4;
+#pragma unroll
+        for (int i = 0; i < kOfLane; i++) store_shared_4(to + i * 128, __float_as_uint(ahead[i]));
+    }
+};
+#endif
+
+// Takes tiles, and loads what they need: blocks of keys from the last to the first. One thread; with scales of keys a
+// warp, of which one lane does all but these.
 __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
     WorkPipeline slots;
     QPipeline q;
     KPipeline k;
     RawPipeline v;
     u32 index = blockIdx.x;
+#if FT_SCALES_OF_KEYS
+    const bool leads = threadIdx.x == 0;
+    KeyScales scales;
+#else
+    constexpr bool leads = true;
+#endif
 #pragma unroll 1
     for (u32 taken = 1;; taken++) {
-        slots.acquire(smem);
-        store_shared_4(slots.buffer(smem), index);
-        slots.commit(smem);
+        if (leads) {
+            slots.acquire(smem);
+            store_shared_4(slots.buffer(smem), index);
+            slots.commit(smem);
+        }
         slots.advance();
         const Work work = work_at(args, index);
         if (!work.live) break;
         const Tile& tile = work.tile;
+#if FT_SCALES_OF_KEYS
+        if (work.blocks.begin < work.blocks.end) scales.read(args, tile, work.blocks.end - 1);
+#endif
 #pragma unroll 1
         for (int n = work.blocks.end - 1; n >= work.blocks.begin; n--) {
-            k.acquire(smem);
-            k.expect(smem, Layout::kBytesK);
-            load_keys<kChunksQK>(k.buffer(smem), args.k, k.full(smem), n, tile);
+            if (leads) {
+                k.acquire(smem);
+                k.expect(smem, Layout::kBytesK);
+                load_keys<kChunksQK>(k.buffer(smem), args.k, k.full(smem), n, tile);
+            }
+#if FT_SCALES_OF_KEYS
+            __syncwarp();  // the stage is free: other lanes could be late by two phases of its barrier
+            scales.write(smem + Layout::kKeyScales + k.stage * kBlockKV * 4);
+            __syncwarp();
+            if (leads) k.commit(smem);
+            if (n > work.blocks.begin) scales.read(args, tile, n - 1);
+#endif
             k.advance();
-            if (n == work.blocks.end - 1) {
+            if (leads && n == work.blocks.end - 1) {
 #pragma unroll 1
                 for (int c = 0; c < kConsumers; c++) {
                     q.acquire(smem, c);
@@ -43,12 +88,17 @@ __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
                 }
                 q.advance();
             }
-            v.acquire(smem);
-            v.expect(smem, Layout::kBytesRaw);
-            load_keys<kChunksV>(v.buffer(smem), args.v, v.full(smem), n, tile);
+            if (leads) {
+                v.acquire(smem);
+                v.expect(smem, Layout::kBytesRaw);
+                load_keys<kChunksV>(v.buffer(smem), args.v, v.full(smem), n, tile);
+            }
             v.advance();
         }
-        index = next_index(args, taken);
+        if (leads) index = next_index(args, taken);
+#if FT_SCALES_OF_KEYS
+        index = __shfl_sync(0xffffffff, index, 0);
+#endif
     }
 }
 

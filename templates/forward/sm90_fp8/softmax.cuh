@@ -1,7 +1,8 @@
 // Online softmax in base 2 for the two query rows whose scores a thread of a warpgroup holds, for probabilities of few
 // exponents: references are the maxima themselves, and probabilities relative to them are 2^kProbabilityLog2 at most.
 //
-// Per row a reference maximum m of the unscaled scores and the sum l of the unrounded probabilities.
+// Per row a reference maximum m of the scores, without what all of the row is multiplied by, and the sum l of the
+// unrounded probabilities.
 
 struct RowSoftmax {
     float m[2];      // -inf before the first visible score
@@ -34,7 +35,7 @@ struct RowSoftmax {
     }
 
     // Moves the references to the maxima of these scores. With kByBits they are zero at least.
-    template <bool kByBits> __device__ __forceinline__ void advance(const Scores& s, float c) {
+    template <bool kByBits> __device__ __forceinline__ void advance(const Scores& s, const RowFactors<2>& c) {
         float to[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -46,7 +47,7 @@ struct RowSoftmax {
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            factor[h] = to[h] == m[h] ? 1.0f : exp2_approx((m[h] - to[h]) * c);
+            factor[h] = to[h] == m[h] ? 1.0f : exp2_approx((m[h] - to[h]) * c[h]);
             m[h] = to[h];
             l[h] *= factor[h];
         }
@@ -54,28 +55,28 @@ struct RowSoftmax {
     __device__ __forceinline__ bool is_below_zero() const { return !(m[0] >= 0.0f && m[1] >= 0.0f); }
 
     // 16 of a thread's scores, of 32 keys, to probabilities relative to m, in place.
-    __device__ __forceinline__ void exponentiate(float* s, float c) {
+    __device__ __forceinline__ void exponentiate(float* s, const RowFactors<2>& c) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
-            const float less = m[h] == -FT_INFINITY ? 0.0f : fmaf(m[h], c, -kProbabilityLog2);
+            const float less = m[h] == -FT_INFINITY ? 0.0f : fmaf(m[h], c[h], -kProbabilityLog2);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 float& x = s[i / 2 * 4 + 2 * h + i % 2];
-                x = exp2_approx(fmaf(x, c, -less));
+                x = exp2_approx(fmaf(x, c[h], -less));
                 l[h] += x;
             }
         }
     }
 
     // Completes the sums over the quad. The scale of the probabilities is in O and in l; it leaves the log-sum-exp.
-    __device__ __forceinline__ void finish(float c, float (&inverse)[2], float (&log_sum_exp)[2]) {
+    __device__ __forceinline__ void finish(const RowFactors<2>& c, float (&inverse)[2], float (&log_sum_exp)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             l[h] = quad_sum(l[h]);
             inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
             log_sum_exp[h] =
-                l[h] == 0.0f ? -FT_INFINITY : kLn2 * (fmaf(m[h], c, -kProbabilityLog2) + log2_approx(l[h]));
+                l[h] == 0.0f ? -FT_INFINITY : kLn2 * (fmaf(m[h], c[h], -kProbabilityLog2) + log2_approx(l[h]));
         }
     }
 };

@@ -147,7 +147,7 @@ fn verdict(templates: &TemplateSet, family: &str, [what, file, from, to, _]: &Fa
         problem.dtype = DType::F16;
     }
     if family == "sm89_fp8" || family == "sm90_fp8" {
-        problem = sm90_fp8::problem();
+        problem = sm90_fp8::problem(what);
     }
     if family == "sm80_f32" {
         (problem.dtype, problem.precision) = (DType::F32, Precision::Tf32x3);

@@ -20,6 +20,34 @@ pub fn schedule(what: &str) -> Schedule {
 
 pub const SM89_FP8: &[Fault] = &[
     [
+        "finer: the scale of the next key",
+        "forward/sm89_fp8/rows.cuh",
+        "scales.address(key + i),",
+        "scales.address(max_of(key + i - 1, 0)),",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: the second row of a thread has the scale of the first",
+        "forward/sm89_fp8/rows.cuh",
+        "const float of_row = scale * query_descale(args, tile, row_of_thread(row / 2, row % 2));",
+        "const float of_row = scale * query_descale(args, tile, row_of_thread(row / 2, 0));",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: the log-sum-exp has the factor of the other row",
+        "forward/sm89_fp8/softmax.cuh",
+        "kLn2 * (fmaf(m[i][h], c[2 * i + h], -kProbabilityLog2)",
+        "kLn2 * (fmaf(m[i][h], c[2 * i + 1 - h], -kProbabilityLog2)",
+        "LSE",
+    ],
+    [
+        "finer: channels have the scale of the next",
+        "forward/sm89_fp8/rows.cuh",
+        "const int column = 16 * group + lane % 4 * 4;",
+        "const int column = min_of(16 * group + lane % 4 * 4 + 1, kHeadDimV - 4);",
+        "the oracle says|in the mean",
+    ],
+    [
         "V comes with its keys in the order of memory",
         "forward/sm89_fp8/products.cuh",
         "even0 = __byte_perm(v[0], v[1], 0x6420), even1 = __byte_perm(v[2], v[3], 0x6420)",
@@ -83,7 +111,7 @@ pub const SM89_FP8: &[Fault] = &[
     ],
     [
         "K has the scale of another head",
-        "forward/sm89_fp8/rows.cuh",
+        "lib/cuda/attention/descale.cuh",
         "scales[tile.batch * stride[0] + tile.kv_head * stride[1]]",
         "scales[tile.batch * stride[0]]",
         "the oracle says",
@@ -98,8 +126,8 @@ pub const SM89_FP8: &[Fault] = &[
     [
         "P's scale stays in the log-sum-exp",
         "forward/sm89_fp8/softmax.cuh",
-        "kLn2 * (fmaf(m[i][h], c, -kProbabilityLog2) + log2_approx(sum))",
-        "kLn2 * (m[i][h] * c + log2_approx(sum))",
+        "kLn2 * (fmaf(m[i][h], c[2 * i + h], -kProbabilityLog2) + log2_approx(sum))",
+        "kLn2 * (m[i][h] * c[2 * i + h] + log2_approx(sum))",
         "LSE",
     ],
     ["one key too many", "forward/sm89_fp8/rows.cuh", "if (at > last ||", "if (at > last + 1 ||", "the oracle says"],

@@ -2,7 +2,7 @@
 
 use super::{CASE, Fault};
 use crate::cases::Case;
-use flashtune::codegen::{MaskKind, Problem, Schedule, Sm90Fp8Schedule};
+use flashtune::codegen::{MaskKind, Problem, ScaleUnit, ScaleUnits, Schedule, Sm90Fp8Schedule};
 use flashtune::{DType, Distribution, Mask};
 
 /// Many keys of about equal weight, so that what sums lose adds up.
@@ -15,9 +15,12 @@ const LONG: Case = Case {
     ..CASE
 };
 
-pub fn problem() -> Problem {
+/// With scales of rows and channels where a fault is of these.
+pub fn problem(what: &str) -> Problem {
     let kind = MaskKind { left: true, right: true };
-    Problem::forward_qk_v(DType::E4m3, 80, 80, kind).expect("legal").with_output(DType::F32)
+    let finer = ScaleUnits { q: ScaleUnit::Rows, k: ScaleUnit::Rows, v: ScaleUnit::Channel };
+    let scales = if what.contains("finer") { finer } else { ScaleUnits::default() };
+    Problem::forward_qk_v(DType::E4m3, 80, 80, kind).expect("legal").with_output(DType::F32).with_scales(scales)
 }
 
 /// A schedule that shows what is wrong.
@@ -81,16 +84,86 @@ pub const SM90_FP8: &[Fault] = &[
     ],
     [
         "K has the scale of another head",
-        "forward/sm90_fp8/consumer.cuh",
+        "lib/cuda/attention/descale.cuh",
         "scales[tile.batch * stride[0] + tile.kv_head * stride[1]]",
         "scales[tile.batch * stride[0]]",
         "the oracle says",
     ],
     [
+        "finer: the scale of the next key",
+        "forward/sm90_fp8/producer.cuh",
+        "scales.at(key) : 0.0f",
+        "scales.at(max_of(key - 1, 0)) : 0.0f",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: scales of keys in the order of memory",
+        "forward/sm90_fp8/producer.cuh",
+        "to += (lane / 16 * 16 + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2) * 4;",
+        "to += lane * 4;",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: scales of keys from another stage",
+        "forward/sm90_fp8/consumer.cuh",
+        "Layout::kKeyScales + k.stage * kBlockKV * 4 + lane() % 4 * 16;",
+        "Layout::kKeyScales + lane() % 4 * 16;",
+        "the oracle says|in the mean|LSE|never written",
+    ],
+    [
+        "finer: a stage is full before all lanes have written its scales",
+        "forward/sm90_fp8/producer.cuh",
+        "            __syncwarp();\n            if (leads) k.commit(smem);",
+        "            if (leads) k.commit(smem);",
+        "the oracle says|in the mean|LSE|never written|ordered|read",
+    ],
+    [
+        "finer: a stage is given back before all lanes have read its scales",
+        "forward/sm90_fp8/consumer.cuh",
+        "        __syncwarp();  // all lanes have read them: one gives the stage back\n",
+        "",
+        "the oracle says|in the mean|LSE|written",
+    ],
+    [
+        "finer: a row of Q has the scale of its KV head's",
+        "lib/cuda/attention/descale.cuh",
+        "f.q_descale_stride, tile.batch, tile.head}",
+        "f.q_descale_stride, tile.batch, tile.kv_head}",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: both rows of a thread have the scale of one",
+        "forward/sm90_fp8/consumer.cuh",
+        "id * 64 + warp() * 16 + lane() / 4 + h * 8);\n#else",
+        "id * 64 + warp() * 16 + lane() / 4);\n#else",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: the log-sum-exp has the factor of the other row",
+        "forward/sm90_fp8/softmax.cuh",
+        "kLn2 * (fmaf(m[h], c[h], -kProbabilityLog2)",
+        "kLn2 * (fmaf(m[h], c[1 - h], -kProbabilityLog2)",
+        "LSE",
+    ],
+    [
+        "finer: negative scales of rows",
+        "forward/sm90_fp8/consumer.cuh",
+        "if (of_row > 0.0f) continue;",
+        "continue;",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: channels have the scale of the next",
+        "forward/sm90_fp8/consumer.cuh",
+        "const int column = 16 * j + lane() % 4 * 4;",
+        "const int column = min_of(16 * j + lane() % 4 * 4 + 1, kHeadDimV - 4);",
+        "the oracle says|in the mean",
+    ],
+    [
         "P's scale stays in the log-sum-exp",
         "forward/sm90_fp8/softmax.cuh",
-        "kLn2 * (fmaf(m[h], c, -kProbabilityLog2) + log2_approx(l[h]))",
-        "kLn2 * (m[h] * c + log2_approx(l[h]))",
+        "kLn2 * (fmaf(m[h], c[h], -kProbabilityLog2) + log2_approx(l[h]))",
+        "kLn2 * (m[h] * c[h] + log2_approx(l[h]))",
         "LSE",
     ],
     [

@@ -3,7 +3,7 @@
 
 use super::forward_sm80::{SmRates, rates, registers_short, resident_blocks};
 use super::{EXP2, SMEM_BYTES, balance};
-use flashtune_codegen::{Arch, Kernel, Shape, Sm89Fp8Schedule, TileOrder, Visits};
+use flashtune_codegen::{Arch, Kernel, ScaleUnit, Shape, Sm89Fp8Schedule, TileOrder, Visits};
 
 /// Instructions of the softmax per score and lane, conversions among them, exponentials apart.
 const SOFTMAX: f64 = 5.5;
@@ -24,7 +24,12 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm89Fp8Schedule, shape: &Shape, units: u
     // V is permuted by every warp: four instructions to 512 bytes.
     let permuted = warps * block_kv * f64::from(p.head_dim_v) / 128.0 * 32.0;
     let second_level = block_q * f64::from(p.head_dim_v);
-    let scalar = (block_q * block_kv * SOFTMAX + second_level + permuted) / lanes;
+    // Scores times the scales of their keys: a product, and a load that the rows of a thread share.
+    let by_key = match p.scales.k {
+        ScaleUnit::Rows => 1.0 + 0.5 / f64::from(s.rows_per_warp / 16),
+        _ => 0.0,
+    };
+    let scalar = (block_q * block_kv * (SOFTMAX + by_key) + second_level + permuted) / lanes;
     let traffic = block_kv * dims / l2;
     let busiest = product.max(smem).max(exp).max(traffic).max(scalar);
     let rest = product + smem + exp + scalar + traffic - busiest;

@@ -2,13 +2,15 @@
 //! the schedule lets them work at the same time.
 
 use super::{EXP2, SMEM_BYTES};
-use flashtune_codegen::{Kernel, Shape, Sm90Fp8Schedule, Visits};
+use flashtune_codegen::{Kernel, ScaleUnit, Shape, Sm90Fp8Schedule, Visits};
 
 /// Floating-point operations of FP8 wgmma per cycle and multiprocessor.
 const WGMMA: f64 = 8192.0;
 /// Instructions of the softmax per score and lane, exponentials apart, and lanes per cycle.
 const SOFTMAX: f64 = 5.0;
 const LANES: f64 = 128.0;
+/// Those of scales of keys: a product, and an eighth of a load.
+const KEY_SCALES: f64 = 1.125;
 /// Those of the second level per element of O.
 const SECOND_LEVEL: f64 = 1.0;
 /// Cycles of waiting in a step, and around a tile.
@@ -23,7 +25,8 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Fp8Schedule, shape: &Shape, units: u
     let scores = block_q * block_kv;
     let mma = 2.0 * scores * (dqk + dv) / WGMMA;
     let exp = scores / EXP2;
-    let scalar = (scores * SOFTMAX + block_q * dv * SECOND_LEVEL) / LANES;
+    let by_key = if p.scales.k == ScaleUnit::Rows { KEY_SCALES } else { 0.0 };
+    let scalar = (scores * (SOFTMAX + by_key) + block_q * dv * SECOND_LEVEL) / LANES;
     let softmax = exp.max(scalar) + 0.35 * exp.min(scalar);
     // Operands of products, and V as it comes, is read, and is written by columns.
     let consumers = f64::from(s.consumers);

@@ -124,6 +124,25 @@ mod tests {
     }
 
     #[test]
+    fn scales_of_keys_cost_a_little_and_others_nothing() {
+        use flashtune_codegen::{ScaleUnit, ScaleUnits};
+        let plain = Problem::forward(DType::E4m3, 128, MaskKind::FULL).unwrap();
+        for (family, arch) in [(Family::ForwardSm90Fp8, "sm_90a"), (Family::ForwardSm89Fp8, "sm_89")] {
+            let arch: Arch = arch.parse().unwrap();
+            let shape = shape(4096, 4096, Mask::Full);
+            let cost = |scales| {
+                let problem = plain.with_scales(scales);
+                let schedule = Schedule::default_for(family, &problem, arch, &ShapeBucket::of(&shape)).unwrap();
+                cost(&Kernel { problem, schedule, arch }, &shape, &device(arch, 132))
+            };
+            let none = ScaleUnits::default();
+            let ratio = cost(ScaleUnits { k: ScaleUnit::Rows, ..none }) / cost(none);
+            assert!((1.0..1.25).contains(&ratio) && ratio > 1.0, "{family}: {ratio}");
+            assert_eq!(cost(ScaleUnits { q: ScaleUnit::Rows, v: ScaleUnit::Channel, ..none }), cost(none));
+        }
+    }
+
+    #[test]
     fn rows_that_a_cpu_tile_has_not_cost_nothing() {
         let problem = Problem::forward(DType::Bf16, 128, MaskKind::FULL).unwrap();
         let cost = |isa, block_q, q_len| {

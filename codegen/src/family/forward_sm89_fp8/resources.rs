@@ -2,7 +2,7 @@
 
 use super::Sm89Fp8Schedule;
 use crate::family::Swizzle;
-use crate::{Problem, Resources};
+use crate::{Problem, Resources, ScaleUnit};
 
 pub(super) fn of(s: &Sm89Fp8Schedule, problem: &Problem) -> Resources {
     Resources { threads: s.threads(), smem_bytes: smem_bytes(s, problem), registers: registers(s, problem) }
@@ -22,7 +22,8 @@ fn smem_bytes(s: &Sm89Fp8Schedule, problem: &Problem) -> u32 {
     let q = s.block_q() * row_qk;
     let kv = s.stages * s.block_kv * (row_qk + row_v);
     // Q shares the space of K and V when it moves on to registers; O leaves from registers.
-    if s.q_in_registers { q.max(kv) } else { q + kv }
+    let plain = if s.q_in_registers { q.max(kv) } else { q + kv };
+    plain + if problem.scales.k == ScaleUnit::Rows { s.stages * s.block_kv * 4 } else { 0 }
 }
 
 fn registers(s: &Sm89Fp8Schedule, problem: &Problem) -> u32 {
@@ -32,14 +33,17 @@ fn registers(s: &Sm89Fp8Schedule, problem: &Problem) -> u32 {
     // Scores are there while P is made of them, sums of the first level while P is multiplied.
     let working = scores.max(p + m_tiles * 8);
     let q = if s.q_in_registers { m_tiles * problem.head_dim_qk.next_multiple_of(32) / 8 } else { m_tiles * 4 };
-    // Row maxima, sums and factors, addresses and loop state.
-    o + working + q + 6 * m_tiles + 14
+    // Row maxima, sums and factors, addresses and loop state; and what rows of Q are multiplied by.
+    let by_row = if problem.scales.q == ScaleUnit::Rows { 2 * m_tiles } else { 0 };
+    o + working + q + 6 * m_tiles + by_row + 14
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Arch, DType, Family, InstructionPath, Kernel, Level, MaskKind, Paths, Schedule, ShapeBucket};
+    use crate::{
+        Arch, DType, Family, InstructionPath, Kernel, Level, MaskKind, Paths, ScaleUnits, Schedule, ShapeBucket,
+    };
 
     fn arch(name: &str) -> Arch {
         name.parse().unwrap()
@@ -51,7 +55,9 @@ mod tests {
             for d in (16..=256).step_by(16) {
                 for v in [d, 64, 256] {
                     for mask in MaskKind::ALL {
-                        let problem = Problem::forward_qk_v(DType::E4m3, d, v, mask).unwrap();
+                        let finest = ScaleUnits { q: ScaleUnit::Rows, k: ScaleUnit::Rows, v: ScaleUnit::Channel };
+                        let scales = if mask.left { finest } else { ScaleUnits::default() };
+                        let problem = Problem::forward_qk_v(DType::E4m3, d, v, mask).unwrap().with_scales(scales);
                         let kernel = |schedule| Kernel { problem, schedule, arch: arch(name) };
                         for n in [1, 100, 4096] {
                             let bucket =

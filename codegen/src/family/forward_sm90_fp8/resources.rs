@@ -1,11 +1,11 @@
 //! Shared memory and registers of a kernel, and the schedules that these leave.
 
 use super::Sm90Fp8Schedule;
-use crate::{Error, Problem, Result};
+use crate::{Error, Problem, Result, ScaleUnit};
 
 impl Sm90Fp8Schedule {
     /// Bytes of dynamic shared memory, as `Layout` in the template: Q of every consumer, K, V as it lies in memory, V
-    /// by columns, and the barriers.
+    /// by columns, and the barriers; and what keys are multiplied by where rows of K have scales.
     pub(super) fn smem_bytes(&self, problem: &Problem) -> u32 {
         // Rows are stored in columns of 128 bytes.
         let (qk, v) = (problem.head_dim_qk.div_ceil(128) * 128, problem.head_dim_v.div_ceil(128) * 128);
@@ -13,7 +13,11 @@ impl Sm90Fp8Schedule {
         let loaded = self.block_kv * (self.stages * qk + self.raw_stages * v);
         let by_columns = self.stages * self.block_kv.div_ceil(128) * 128 * problem.head_dim_v.next_multiple_of(16);
         let barriers = 32 + 16 * self.consumers + 32 * self.stages + 16 * self.raw_stages;
-        q + loaded + by_columns + 32 + barriers + 8
+        let plain = q + loaded + by_columns + 32 + barriers + 8;
+        match problem.scales.k {
+            ScaleUnit::Rows => plain.next_multiple_of(16) + self.stages * self.block_kv * 4,
+            _ => plain,
+        }
     }
 
     /// Registers of a thread when the block starts: an equal share.
@@ -88,14 +92,16 @@ impl Sm90Fp8Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, Kernel, MaskKind, Schedule, ShapeBucket};
+    use crate::{DType, Kernel, MaskKind, ScaleUnits, Schedule, ShapeBucket};
 
     #[test]
     fn every_default_is_legal_and_the_space_has_legal_schedules() {
         for d in (16..=256).step_by(16) {
             for v in [d, 64, 128, 256] {
                 for mask in MaskKind::ALL {
-                    let problem = Problem::forward_qk_v(DType::E4m3, d, v, mask).unwrap();
+                    let finest = ScaleUnits { q: ScaleUnit::Rows, k: ScaleUnit::Rows, v: ScaleUnit::Channel };
+                    let scales = if mask.left { finest } else { ScaleUnits::default() };
+                    let problem = Problem::forward_qk_v(DType::E4m3, d, v, mask).unwrap().with_scales(scales);
                     for n in [1, 100, 1024, 16384] {
                         let bucket = ShapeBucket { parallel: 32, group: 1, q_len: n, kv_len: n, ..Default::default() };
                         let arch = "sm_90a".parse().unwrap();

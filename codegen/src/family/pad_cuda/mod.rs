@@ -100,6 +100,7 @@ impl Problem {
             output: None,
             residual: false,
             dropout: false,
+            scales: crate::ScaleUnits::default(),
         }
     }
 }

@@ -39,16 +39,17 @@ impl KernelFamily for QuantiseCpuSchedule {
     }
 
     fn default_for(_: &Problem, _: Arch, _: &ShapeBucket) -> Self {
-        Self { rows: 64 }
+        Self { rows: quantise::BLOCK_ROWS }
     }
 
     fn space(_: &Problem, _: Arch) -> Vec<Self> {
-        vec![Self { rows: 64 }]
+        vec![Self { rows: quantise::BLOCK_ROWS }]
     }
 
     fn validate(&self, _: &Problem, _: Arch) -> Result<()> {
-        if !(1..=4096).contains(&self.rows) {
-            return Err(Error::unsupported("rows", self.rows, "1 to 4096 rows of a work item", "use 64"));
+        if !(1..=4096).contains(&self.rows) || !self.rows.is_multiple_of(quantise::BLOCK_ROWS) {
+            let limit = format!("multiples of {} up to 4096 rows of a work item", quantise::BLOCK_ROWS);
+            return Err(Error::unsupported("rows", self.rows, limit, "use 128"));
         }
         Ok(())
     }
