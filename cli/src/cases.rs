@@ -134,7 +134,7 @@ pub struct CaseArgs {
     #[arg(long, value_name = "PRECISION")]
     pub precision: Option<Precision>,
     /// What shares a scale in e4m3 operands: head, or some of q_rows, k_rows and v_channel, as in q_rows-k_rows
-    #[arg(long, value_name = "UNITS")]
+    #[arg(hide_short_help = true, long, value_name = "UNITS")]
     pub scales: Option<ScaleUnits>,
     /// Head dims of Q and K: 1 to 256; a GPU pads those that are no multiples of 8
     #[arg(long, visible_alias = "head-dims", value_parser = whole, value_delimiter = ',', value_name = "LIST")]

@@ -39,9 +39,13 @@ constexpr bool kOutputApart = @{ output_apart }@;
 constexpr int kBiasStages = @{ bias_stages }@;
 constexpr bool kSeeded = @{ seeded }@;  // the scores' product starts from what a program adds to them, instead of from zero
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
+#define FT_DRAWERS @{ drawers }@  // warpgroups that draw which scores are dropped
+constexpr int kDrawers = FT_DRAWERS;
+constexpr int kBitStages = @{ bit_stages }@;
 constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
+constexpr int kDrawerRegisters = @{ drawer_registers }@;
 constexpr int kConsumerRegisters = @{ consumer_registers }@;
 
 <% include "lib/cuda/ptx/shared_memory.cuh" %>
@@ -71,7 +75,7 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 
 using KernelArgs = WithSide<Sm90Args>;
 
-constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kThreads = (kConsumers + 1 + kDrawers) * 128;
 static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 constexpr int kBlockQ = kConsumers * 64;
 constexpr bool kRegistersMove = kProducerRegisters != kConsumerRegisters;
@@ -162,6 +166,9 @@ constexpr bool kWriteFirst = kOptimistic && kMaskLeft;
 
 <% include "forward/sm90/bias.cuh" %>
 <% include "forward/sm90/producer.cuh" %>
+#if FT_DRAWERS
+<% include "forward/sm90/drawer.cuh" %>
+#endif
 <% include "forward/sm90/masks.cuh" %>
 <% include "forward/sm90/epilogue.cuh" %>
 <% include "forward/sm90/steps.cuh" %>
@@ -176,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) QPipeline::init(smem, i, 1, kQLeavesEarly ? 4 : 1);
         for (int i = 0; i < 2; i++) {
-            const int warps = (kClean || kBiases > 0 ? 2 : 1) + kConsumers * 4;
+            const int warps = (kClean || kBiases > 0 ? 2 : 1) + (kConsumers + kDrawers) * 4;
             WorkPipeline::init(smem, i, 1, 1 + warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
@@ -184,6 +191,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             VPipeline::init(smem, s, kClean ? kHelpers : 1, kCluster * kConsumers * 4);
             mbarrier_init(VPipeline::raw_at(smem, s), 1);
         }
+#if FT_DRAWERS
+        for (int s = 0; s < kBitStages; s++) BitPipeline::init(smem, s, 4 * kDrawers, 4 * kConsumers);
+#endif
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         mbarrier_init(smem + Layout::kAskWork, 1);
         store_shared_4(smem + Layout::kMetNonFinite, 0);
@@ -224,6 +234,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         } else if (kClean || threadIdx.x % 128 == 128 - kHelpers * 32) {
             load_v<true, kClean>(args, smem, only, warp - 4 + kHelpers);
         }
+#if FT_DRAWERS
+    } else if (warpgroup > kConsumers) {
+        if constexpr (kRegistersMove) registers_give_back<kDrawerRegisters>();
+        draw_bits(args, smem, only, warpgroup - kConsumers - 1);
+#endif
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();
         Consumer(args, smem, warpgroup - 1).run(only);

@@ -31,7 +31,17 @@ fn random_forward(number: u64) -> Kernel {
             default_of(Family::ForwardSm80F32, problem, "sm_80")
         }
     };
-    Kernel { problem: kernel.problem.with_dropout(true), ..kernel }
+    let kernel = Kernel { problem: kernel.problem.with_dropout(true), ..kernel };
+    if number % 5 == 1 { drawn(rng, kernel) } else { kernel }
+}
+
+/// The same problem by a schedule of the space that has warpgroups which draw.
+fn drawn(rng: &mut StdRng, kernel: Kernel) -> Kernel {
+    let space = Schedule::space(Family::ForwardSm90, &kernel.problem, kernel.arch).into_iter();
+    let of = |schedule| Kernel { schedule, ..kernel };
+    let drawn: Vec<Kernel> =
+        space.filter(|s| s.to_string().contains("draw")).map(of).filter(|k| k.check().is_ok()).collect();
+    *drawn.choose(rng).expect("not empty")
 }
 
 #[test]
@@ -84,21 +94,18 @@ fn packed_forward_passes_drop_scores() {
 type Fault = [&'static str; 5];
 
 const LIB: &str = "lib/cuda/attention/dropout.cuh";
-const ALL: &str = "            keep(s, kept, 1.0f);\n#endif\n            pack_weights(s);\n            issue_values();";
-const NONE: &str = "#endif\n            pack_weights(s);\n            issue_values();";
+const DRAWER: &str = "forward/sm90/drawer.cuh";
 const CONSUMER: &str = "forward/sm90/consumer.cuh";
 const STEPS: &str = "backward/sm90/key_steps.cuh";
 const FAULTS: &[Fault] = &[
-    ["by the other half of a word", "forward/sm90", LIB, "e == 0 ? word << 16 : word", "e != 0 ? word << 16 : word"],
-    ["by another lane's words", "forward/sm90", LIB, "exchange_words(w.y, w.w, t & 2, 2);", ""],
-    ["of another head", "forward/sm90", CONSUMER, "group_shift) + member);", "group_shift) + (member ^ 1));"],
-    [
-        "of the block of keys behind",
-        "forward/sm90",
-        CONSUMER,
-        "u32(first_key(work, n)) / 8",
-        "u32(first_key(work, n)) / 8 + 1",
-    ],
+    ["by the other half of a word", "forward/sm80", LIB, "e == 0 ? word << 16 : word", "e != 0 ? word << 16 : word"],
+    ["by another lane's words", "forward/sm80", LIB, "exchange_words(w.y, w.w, t & 2, 2);", ""],
+    ["of another head", "forward/sm90", DRAWER, "tile.batch, head);", "tile.batch, head ^ 1);"],
+    ["of the keys behind", "forward/sm90", DRAWER, "group + 4 * word", "group + 4 * word + 1"],
+    ["of a block before its bits are drawn", "forward/sm90", CONSUMER, "        bits.wait(smem);\n", ""],
+    ["of a block whose bits are not read yet", "forward/sm90", DRAWER, "            bits.acquire(smem);\n", ""],
+    ["by another call's bits", "forward/sm90", LIB, "c % 2 == 0 ? 0xbb99 : 0xaa88", "c % 2 != 0 ? 0xbb99 : 0xaa88"],
+    ["with a borrow from half to half", "forward/sm90", LIB, "(last | 0x80008000) -", "(last | 0x80000000) -"],
     ["one row without the scale", "forward/sm90", CONSUMER, ", rows.inverse[1] *= args.forward.dropout_scale", ""],
     [
         "in the sum, too",
@@ -110,14 +117,11 @@ const FAULTS: &[Fault] = &[
     ["the offset's high half left out", "forward/sm80", LIB, " + u32(offset >> 32)", ""],
     ["a round less", "forward/naive", LIB, "round < 10", "round < 9"],
     ["by another offset", "backward/sm90", LIB, "offset += *(const u64*)a.dropout_offset_at", "offset += 1"],
-    [
-        "dP not scaled",
-        "backward/sm90",
-        STEPS,
-        "keep(dp, kept, args.backward.dropout_scale);\n#endif\n            differentiate",
-        "keep(dp, kept, 1.0f);\n#endif\n            differentiate",
-    ],
-    ["dV by all weights", "backward/sm90", STEPS, ALL, NONE],
+    ["dP not scaled", "backward/sm90", STEPS, "fmaf(left * args.backward.dropout_scale,", "fmaf(left,"],
+    ["dV by all weights", "backward/sm90", STEPS, "                x = left;\n", ""],
+    ["by the bits of the keys before", "backward/sm90", LIB, "- (h ? 0x1111 : 0)", ""],
+    ["by the bits of the query before", "backward/sm90", LIB, "(e ? 0xbbbb : 0x9999)", "0x9999"],
+    ["of the first 64 queries", "backward/sm90", LIB, "words[j / 8], j % 8", "words[0], j % 8"],
     ["the second head of a group as the first", "backward/sm90", STEPS, "tile = begin, member++;", "tile = begin;"],
     [
         "all of infinite rows",

@@ -263,6 +263,7 @@ fn part<A: Arithmetic>(
         let (queries, douts) = (head(inputs.q, [batch, h]), head(inputs.dout, [batch, h]));
         let mut of_head = [Sums::new(q_len, dim), Sums::new(kv_len, dim), Sums::new(kv_len, dim_v)];
         let mut of_o = Sums::new(q_len, dim_v);
+        let mut together = vec![0.0; if A::IS_ORACLE { kv_len * dim } else { 0 }];
         for i in 0..q_len {
             let query: Vec<f64> = queries[i * dim..][..dim].iter().map(|x| how.keep(x * scale)).collect();
             let dout = &douts[i * dim_v..][..dim_v];
@@ -301,8 +302,11 @@ fn part<A: Arithmetic>(
                 let p = how.keep(pair.kept());
                 of_o.add(how, i, p, p, &values[pair.key * dim_v..][..dim_v], largest);
             }
-            // What a rounding of each element of O by 1 makes of D, if roundings are independent.
+            // What a rounding of each element of O by 1 makes of D, if roundings are independent; and what D loses by
+            // those that there are.
             let row_of_o = &of_o.values[i * dim_v..][..dim_v];
+            let stored = Unfused(inputs.q.dtype());
+            let lost: f64 = dout.iter().zip(row_of_o).map(|(x, o)| x * (stored.keep(*o) - o)).sum();
             let by_o = dout.iter().zip(row_of_o).map(|(x, o)| (x * o).powi(2)).sum::<f64>().sqrt();
             let largest_of = |row: &[f64]| row.iter().map(|x| x.abs()).fold(0.0, f64::max);
             let (largest_q, mut mean_key) = (largest_of(&query), vec![0.0; dim]);
@@ -321,11 +325,20 @@ fn part<A: Arithmetic>(
                 if by_o.is_finite() && A::IS_ORACLE {
                     let keys = &keys[key * dim..][..dim];
                     mean_key.iter_mut().zip(keys).for_each(|(sum, k)| *sum += p * slope * k);
-                    // Errors of queries are independent.
+                    // Errors of queries are independent, but of those that attend to one key alone: the O of all of
+                    // them is the key's row of V, by dropout times a factor, and rounded alike.
+                    if p > 0.5 && lost.is_finite() {
+                        let shift = &mut together[key * dim..][..dim];
+                        shift.iter_mut().zip(&query).for_each(|(sum, q)| *sum += p * slope * lost * q);
+                    }
                     of_k.scales[key].by_o = of_k.scales[key].by_o.hypot(p * slope * by_o * largest_q);
                 }
             }
             of_head[0].scales[i].by_o = scale.abs() * by_o * largest_of(&mean_key);
+        }
+        for (scale, shift) in of_head[1].scales.iter_mut().zip(together.chunks(dim)) {
+            let largest = shift.iter().map(|x| x.abs()).fold(0.0, f64::max);
+            scale.by_o = scale.by_o.max(largest / inputs.q.dtype().epsilon());
         }
         let [mut of_q, mut of_k, mut of_v] = of_head;
         of_q.scaled(how, scale);

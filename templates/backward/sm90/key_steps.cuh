@@ -125,23 +125,43 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     }
 
 #if FT_DROPOUT
-    // Which scores of a step are kept: while products run. P, which dropped ones are missing from behind dS, and dP.
-    using Kept = KeptBits<kBlockQ / 2>;
+    // Which scores of a step are kept: while products run.
+    using Kept = KeptDown<kBlockQ>;
     __device__ __forceinline__ Kept find_kept(const Pair& pair, int tile, int member) const {
         Kept kept;
-        kept.clear();
-        const Dropout dropout = dropout_of(args.backward);
-        const u32 group = u32(key + first_row() + warp() * 16) / 8, query = tile * kBlockQ + lane() % 4 * 2;
+        const u32 group = u32(key + first_row() + warp() * 16) / 8;
         const u32 of_pair = dropout_pair(args.backward, pair.batch, pair.head(member));
-        each_dropout_down<kBlockQ / 8>(dropout, group, query, of_pair, [&](int j, int h, u32 word) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) kept.set(j * 4 + 2 * h + e, keeps_half(dropout, word, e));
-        });
+        kept.draw(dropout_of(args.backward), group, tile * kBlockQ, of_pair);
         return kept;
     }
+    // Multiplies by a factor where a score is kept and by 0 elsewhere.
     static __device__ __forceinline__ void keep(Scores& x, const Kept& kept, float factor) {
 #pragma unroll
-        for (int i = 0; i < kBlockQ / 2; i++) x[i] *= kept.has(i) ? factor : 0.0f;
+        for (int j = 0; j < kBlockQ / 8; j++) {
+            const u32 signs = kept.signs(j);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                x[j * 4 + e] *= __uint_as_float(__float_as_uint(factor) & Kept::mask(signs, e / 2, e % 2));
+            }
+        }
+    }
+    // dS = P (kept(dP) / (1 - p) - D), packed, and P, which dropped scores are missing from.
+    __device__ __forceinline__ void differentiate(Scores& s, Scores& dp, int tile, bool cut, const Kept& kept) {
+        const u32 rows = smem + KeysLayout::kRows + queries.stage * KeysLayout::kBytesRows + lane() % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < kBlockQ / 8; j++) {
+            const float2 delta = load_shared_float2(rows + kBlockQ * 4 + j * 32);
+            const u32 signs = kept.signs(j);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float &x = s[j * 4 + e], &y = dp[j * 4 + e];
+                const float left = __uint_as_float(__float_as_uint(x) & Kept::mask(signs, e / 2, e % 2));
+                y = fmaf(left * args.backward.dropout_scale, y, -x * (e % 2 ? delta.y : delta.x));
+                x = left;
+            }
+        }
+        if (cut) clear_unseen(dp, tile);
+        pack_slopes(dp);
     }
 #endif
 
@@ -498,11 +518,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             wgmma_wait<0>();
             wgmma_touch(dp);
 #if FT_DROPOUT
-            keep(dp, kept, args.backward.dropout_scale);
-#endif
+            differentiate(s, dp, tile, cut, kept);
+#else
             differentiate(s, dp, tile, cut);
-#if FT_DROPOUT
-            keep(s, kept, 1.0f);
 #endif
             pack_weights(s);
             issue_values();
@@ -580,11 +598,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             wgmma_wait<0>();
             wgmma_touch(dp);
 #if FT_DROPOUT
-            keep(dp, kept, args.backward.dropout_scale);
-#endif
+            differentiate(s, dp, tile, cut, kept);
+#else
             differentiate(s, dp, tile, cut);
-#if FT_DROPOUT
-            keep(s, kept, 1.0f);
 #endif
             pack_weights(s);
             issue_values();

@@ -7,6 +7,9 @@ struct Arrivals {
     Schedule schedule;
     KPipeline k;
     VPipeline v;
+#if FT_DRAWERS
+    BitPipeline bits;
+#endif
     bool k_seen = false, v_seen = false;  // whether the next K and V are known to have arrived
 
     __device__ __forceinline__ Arrivals(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), schedule(smem) {}
@@ -68,10 +71,25 @@ struct Arrivals {
             wait_k();
             __syncwarp();  // no lane may still wait for what is released
             release_k();
+#if FT_DRAWERS
+            skip_bits();
+#endif
             if (kTrim) skip_turn();
             if (count > later) skip_v();
         }
     }
+#if FT_DRAWERS
+    // This warp has read the bits of a block, or wants none of them.
+    __device__ __forceinline__ void release_bits() {
+        __syncwarp();
+        if (lane() == 0) bits.release(smem);
+        bits.advance();
+    }
+    __device__ __forceinline__ void skip_bits() {
+        bits.wait(smem);
+        release_bits();
+    }
+#endif
     __device__ __forceinline__ void skip_v() {
         wait_v();
         __syncwarp();

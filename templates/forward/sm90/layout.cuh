@@ -5,6 +5,7 @@
 //             warp 1          one thread is the tile scheduler
 //             warps 2 and 3   load V, take non-finite elements out of masked blocks, load biases (sm90.cu)
 //   consumer c                scores, softmax, output
+//   drawers                   of dropout, warpgroups behind the consumers: which scores are kept, a bit each
 //
 // Barrier        per             arrives                           arrivals            waits
 // kFullWork      slot            tile scheduler                    1                   everyone but the scheduler
@@ -21,6 +22,8 @@
 // kAdmitV        -               consumers: O left V's place       kConsumers          loader of V, once per tile
 // kFullBias      stage, c        TMA; threads that copy            1 + bytes (+ 32)    consumer c
 // kEmptyBias     stage, c        warps or, beside copies, threads  4 or 128            loader of biases
+// kFullBits      stage           warps of the drawers              4 x kDrawers        consumers
+// kEmptyBits     stage           warps of all consumers            4 x kConsumers      drawers
 // kTilesDone     -               warps of all consumers            4 x kConsumers      everyone, before a second pass
 // kTurn          c, named        consumer c and the one before     256                 consumer c
 // kWarpgroup     c, named        consumer c                        128                 consumer c
@@ -56,7 +59,9 @@ struct Layout {
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
     static constexpr int kO = kP + kConsumers * kBytesP;
     static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
-    static constexpr int kWork = kO + (kOutputApart ? kConsumers * kBytesO : 0);  // two slots: the next tile
+    static constexpr int kBits = kO + (kOutputApart ? kConsumers * kBytesO : 0);
+    static constexpr int kBytesBits = kDrawers > 0 ? kBlockQ * div_up(kBlockKV, 32) * 4 : 0;  // of one stage
+    static constexpr int kWork = kBits + kBitStages * kBytesBits;  // two slots: the next tile
     static constexpr int kBytesWork = 64;
     static constexpr int kBytesSlot = kBytesWork + (kTrim ? kConsumers * 16 : 0);
     static constexpr int kBarriers = kWork + (kPersistent ? 2 * kBytesSlot : 0);
@@ -75,7 +80,9 @@ struct Layout {
     static constexpr int kAskWork = kAdmitV + 8;             // the next tile is wanted
     static constexpr int kFullBias = kAskWork + 8;           // per stage and consumer, as is the next
     static constexpr int kEmptyBias = kFullBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);
-    static constexpr int kEmptyRows = kEmptyBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);  // per consumer
+    static constexpr int kFullBits = kEmptyBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);
+    static constexpr int kEmptyBits = kFullBits + (kDrawers > 0 ? kBitStages * 8 : 0);
+    static constexpr int kEmptyRows = kEmptyBits + (kDrawers > 0 ? kBitStages * 8 : 0);  // per consumer
     static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
     static constexpr int kTilesDone = kEmptyRows + kConsumers * kBytesEmptyRows;  // all scheduled tiles are done
     static constexpr int kPlaced = kTilesDone + 8;           // per ring slot (recompute.cuh): index of its tile
@@ -95,6 +102,7 @@ struct VPipeline : Pipeline<kStages, Layout::kFullV, Layout::kEmptyV, Layout::kV
 };
 using BiasPipeline = Pipeline<max_of(1, kBiasStages), Layout::kFullBias, Layout::kEmptyBias, Layout::kBias,
                               Layout::kBytesBiases, kConsumers>;
+using BitPipeline = Pipeline<kBitStages, Layout::kFullBits, Layout::kEmptyBits, Layout::kBits, Layout::kBytesBits>;
 using WorkPipeline = Pipeline<2, Layout::kFullWork, Layout::kEmptyWork, Layout::kWork, Layout::kBytesSlot>;
 
 // Named barriers. 0 is that of the whole block, __syncthreads().

@@ -106,6 +106,8 @@ impl Sm90Schedule {
             65..=128 => 2,
             // Larger tiles would leave multiprocessors idle: 12 to 18 % on an H200 at head dim 64.
             _ if tiles <= 4 * UNITS && !problem.masks() => 2,
+            // Beside three the warps that draw leave too few registers.
+            _ if problem.dropout && problem.kv.is_dense() => 2,
             // Three leave the producer too few registers for a window.
             _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
@@ -126,6 +128,15 @@ impl Sm90Schedule {
             pack_group,
             scheduler: Sm90Scheduler::Queue,
             chain,
+            // TFLOP/s of an H200 with one and two at 4096: head dim 64 216 and 245, causal 215 and 230; head dim 128,
+            // whose blocks get smaller beside two, 364 and 331, causal 354 and 322. Each thread for itself: 215, 176,
+            // 343, 320.
+            drawers: match d {
+                _ if !problem.dropout || !problem.kv.is_dense() => 0,
+                0..=64 => 2,
+                65..=128 => 1,
+                _ => 0,
+            },
             cluster: 1,
             blocks_per_sm: 1,
             // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an
@@ -166,6 +177,8 @@ impl Sm90Schedule {
             // Larger ones spill 120 bytes.
             _ if problem.dropout && d > 192 => 64,
             _ if problem.dropout && d > 128 => 96,
+            // Of whole words of bits.
+            _ if problem.dropout && problem.kv.is_dense() => 128,
             // Larger ones spill what consumers keep of runs, and are no faster.
             _ if runs && d > 192 => 64,
             _ if runs && d > 128 => 96,
@@ -289,6 +302,7 @@ impl Sm90Schedule {
             masked_loop: self.exp2_eighths > 0,
             scheduler: Sm90Scheduler::Single,
             trim: false,
+            drawers: 0,
             cluster: 1,
             ..*self
         })

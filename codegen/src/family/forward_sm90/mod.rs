@@ -80,6 +80,9 @@ schedule! {
         /// longer than the exponentials of the special-function unit. Needs `masked_loop`, since masked scores must
         /// vanish.
         pub exp2_eighths: u32 => code, number_unless(0, "fma");
+        /// Warpgroups, up to 2, that draw which scores are dropped, while consumers compute them. 0: each thread draws
+        /// for its own scores.
+        pub drawers: u32 => code, number_unless(0, "draw");
         /// Thread blocks, 1 or 2, that take neighbouring tiles and share what is read of K and V: each loads half of
         /// every block into both.
         pub cluster: u32 => code, number_unless(1, "cl");
@@ -160,7 +163,7 @@ impl Sm90Schedule {
 
     /// Threads of one block.
     pub const fn threads(&self) -> u32 {
-        (self.consumers + 1) * 128
+        (self.consumers + 1 + self.drawers) * 128
     }
 
     /// The order of rows in masked steps, in the schedule's name.
@@ -305,6 +308,8 @@ impl KernelFamily for Sm90Schedule {
             ("seeded", self.seeds(problem).to_string()),
             ("cluster_attribute", cluster),
             ("producer_registers", self.producer_registers(problem).to_string()),
+            ("bit_stages", resources::BIT_STAGES.to_string()),
+            ("drawer_registers", Self::DRAWER_REGISTERS.to_string()),
             ("consumer_registers", self.consumer_registers(problem).to_string()),
             ("wgmma_instructions", wgmma::instructions(problem, self)),
         ]);

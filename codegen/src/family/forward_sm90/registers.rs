@@ -49,9 +49,13 @@ impl Sm90Schedule {
         }
     }
 
+    /// Registers of a thread that draws: four calls of Philox at a time.
+    pub(super) const DRAWER_REGISTERS: u32 = 56;
+
     /// Registers of a thread of a consumer: what the producer gave back is shared out.
     pub fn consumer_registers(&self, problem: &Problem) -> u32 {
-        let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers(problem);
+        let others = self.producer_registers(problem) + self.drawers * Self::DRAWER_REGISTERS;
+        let pool = self.launch_registers() * (self.consumers + 1 + self.drawers) - others;
         let share = pool / self.consumers / 8 * 8;
         let capped = if share > 240 { 240 } else { share };
         // Taking registers never lowers their number.

@@ -5,6 +5,9 @@ use crate::Problem;
 use crate::family::forward_sm90_ragged::TABLE_BYTES;
 use crate::resources::marks_empty_rows;
 
+/// Stages of the bits that say which scores are kept.
+pub(super) const BIT_STAGES: u32 = 2;
+
 /// Bytes of dynamic shared memory, as `Layout` in the template: Q or O of every consumer, K, V, biases, P, and the
 /// barriers.
 pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
@@ -34,5 +37,9 @@ pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
         && !s.output_apart
         && s.consumers * 64 <= s.stages * s.block_kv;
     let again = if in_v && (problem.masks() || !problem.kv.is_dense()) && s.bias_stages == 0 { 24 } else { 0 };
-    q + kv + p + o + work + again + biases + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24 + table
+    let bits = match s.drawers {
+        0 => 0,
+        _ => BIT_STAGES * (s.consumers * 64 * s.block_kv.div_ceil(32) * 4 + 16),
+    };
+    q + kv + p + o + work + again + biases + bits + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24 + table
 }

@@ -82,6 +82,10 @@ impl Sm90Schedule {
                 space.iter().filter(single).flat_map(|s| [1, 2].map(|bias_stages| Self { bias_stages, ..*s }));
             space.extend(brought.collect::<Vec<_>>());
         }
+        if problem.dropout {
+            let drawn = space.iter().flat_map(|s| [1, 2].map(|drawers| Self { drawers, ..*s }));
+            space.extend(drawn.collect::<Vec<_>>());
+        }
         // Another split of the registers, of schedules of the usual kind: more to the producer where its rule may be
         // too tight.
         let usual = |s: &&Self| {

@@ -6,6 +6,8 @@
 // lie in several: four calls of a quad where rows are queries, and eight of the lanes that share columns where rows are
 // keys, are turned by shuffles, so that every thread has the bits of its own scores.
 
+<% include "lib/cuda/ptx/permute.cuh" %>
+
 struct Dropout {
     u32 key[2], offset;
     u32 last;  // the largest word whose upper half keeps its score
@@ -113,6 +115,85 @@ __device__ __forceinline__ void each_dropout_down(const Dropout& d, u32 group, u
         each(j, 0, w.x), each(j, 1, w.y), each(j + 1, 0, w.z), each(j + 1, 1, w.w);
     }
 }
+
+// A bit for each score of 32 keys of a query, or of 16 keys of two queries, in one word, of four calls of Philox that a
+// lane has under way at a time: a chain of ten rounds alone waits for itself most of the time. Four calls take 755
+// clocks of a scheduler with one warp and 455 with four, bits and all; rounds alone are 566 and 314.
+
+// Whether the halves of a word of Philox are at most those of `last`, twice the upper half of Dropout::last: in the
+// signs of the halves. Other bits are anything.
+__device__ __forceinline__ u32 kept_signs(u32 word, u32 last) {
+    // Without borrow from half to half: the sign of `last` is set, that of the word is not.
+    const u32 rest = (last | 0x80008000) - (word & 0x7fff7fff);
+    return (last & ~word) | (~(last ^ word) & rest);
+}
+// The bits of `a` in the mask, those of `b` elsewhere.
+__device__ __forceinline__ u32 merge_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+
+// Of a call of Philox: bits 15 to 12 of the halves.
+__device__ __forceinline__ u32 kept_of_call(const uint4& words, u32 last) {
+    const u32 first = merge_bits(0x80008000, kept_signs(words.x, last), kept_signs(words.y, last) >> 1);
+    const u32 three = merge_bits(0xc000c000, first, kept_signs(words.z, last) >> 2);
+    return merge_bits(0xe000e000, three, kept_signs(words.w, last) >> 3);
+}
+
+// Of call c of four, from that of `group` on, the keys 8 c + 2 w and one more have a bit in each half, at 15 - w of it
+// less 8 where c is odd and 4 where c is above 1: a shift to the left by w, and by 4 for the calls above 1, makes it
+// the sign of a byte.
+__device__ __forceinline__ u32 draw_kept_across(const Dropout& d, u32 group, u32 query, u32 pair) {
+    const u32 last = (d.last >> 16) * 0x10001;
+    u32 of_call[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) of_call[c] = kept_of_call(dropout_words(d, group + c, query, pair), last);
+    const u32 even = merge_bits(0xf000f000, of_call[0], of_call[2] >> 4);
+    const u32 odd = merge_bits(0xf000f000, of_call[1], of_call[3] >> 4);
+    return merge_bits(0xff00ff00, even, odd >> 8);
+}
+
+// Of 16 keys from 8 * group on and two neighbouring queries, the second in the upper half. Of a half the upper byte has
+// eight keys, the lower one the next eight: those with even numbers in the upper four bits, those with odd ones in the
+// lower four, so that a shift by half of a key's number, and by 4 for odd ones, makes its bit the sign of the byte.
+__device__ __forceinline__ u32 draw_kept_down(const Dropout& d, u32 group, u32 query, u32 pair) {
+    const u32 last = (d.last >> 16) * 0x10001;
+    u32 bytes[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const u32 keys = kept_of_call(dropout_words(d, group, query + e, pair), last);
+        const u32 next = kept_of_call(dropout_words(d, group + 1, query + e, pair), last);
+        bytes[e] = permute_bytes(next, keys, 0x7351);
+    }
+    const u32 even = permute_bytes(bytes[0], bytes[1], 0x5410), odd = permute_bytes(bytes[0], bytes[1], 0x7632);
+    return merge_bits(0xf0f0f0f0, even, odd >> 4);
+}
+
+// What is left of a thread's pair of rounded scores in tile c of those of a word's 32 keys.
+__device__ __forceinline__ u32 kept_pair(u32 pair, u32 kept, int c) {
+    const u32 signs = kept << (threadIdx.x % 4 + (c < 2 ? 0 : 4));
+    return pair & permute_bytes(signs, 0, c % 2 == 0 ? 0xbb99 : 0xaa88);
+}
+
+// Which scores of a warp's accumulators are kept, whose 16 rows are keys: a word for every two of kQueries queries.
+template <int kQueries> struct KeptDown {
+    u32 words[(kQueries + 63) / 64];
+    // `group` is that of the first of 16 keys, `query` the first one.
+    __device__ __forceinline__ void draw(const Dropout& d, u32 group, u32 query, u32 pair) {
+        u32 behind = 0;
+#pragma unroll
+        for (int i = 0; i < (kQueries + 63) / 64; i++) {
+            words[i] = draw_kept_down(d, group, query + i * 64 + threadIdx.x % 32 * 2 + (behind & d.zero), pair);
+            behind = words[i];
+        }
+    }
+    // The signs of a thread's row in tile j of 8 queries.
+    __device__ __forceinline__ u32 signs(int j) const {
+        const u32 row = threadIdx.x % 32 / 4;
+        return __shfl_sync(0xffffffff, words[j / 8], j % 8 * 4 + threadIdx.x % 4) << (row / 2 + row % 2 * 4);
+    }
+    // Of them, all ones where the score of the row h * 8 further and of query e is kept.
+    static __device__ __forceinline__ u32 mask(u32 signs, int h, int e) {
+        return permute_bytes(signs, 0, (e ? 0xbbbb : 0x9999) - (h ? 0x1111 : 0));
+    }
+};
 
 // A bit for each of kCount scores of a thread: whether it is kept. For where more than one product asks.
 template <int kCount> struct KeptBits {
