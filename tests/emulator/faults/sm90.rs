@@ -69,8 +69,8 @@ pub const SM90: &[Fault] = &[
     [
         "an A operand with rows swapped",
         "forward/sm90/consumer.cuh",
-        "x[2], x[3]), pack<Element>(x[4], x[5])",
-        "x[4], x[5]), pack<Element>(x[2], x[3])",
+        "packed(4 * step + 1),\n                            packed(4 * step + 2),",
+        "packed(4 * step + 2),\n                            packed(4 * step + 1),",
         "the oracle says",
     ],
     [
@@ -193,8 +193,8 @@ pub const SM90: &[Fault] = &[
     [
         "K that is left out is not given back, trimmed",
         "forward/sm90/arrivals.cuh",
-        "            release_k();\n            if (kTrim)",
-        "            if (kTrim)",
+        "            release_k();\n#if FT_DRAWERS\n            skip_bits();",
+        "#if FT_DRAWERS\n            skip_bits();",
         "deadlock|the oracle says",
     ],
     // O in a place of its own.
