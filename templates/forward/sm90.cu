@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
 #if FT_DRAWERS
     } else if (warpgroup > kConsumers) {
         if constexpr (kRegistersMove) registers_give_back<kDrawerRegisters>();
-        draw_bits(args, smem, only, warpgroup - kConsumers - 1);
+        draw_bits(args, smem, first_work(args, only), warpgroup - kConsumers - 1);
 #endif
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();

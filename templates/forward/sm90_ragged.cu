@@ -38,9 +38,13 @@ constexpr bool kOutputApart = @{ output_apart }@;
 constexpr int kBiasStages = @{ bias_stages }@;
 constexpr bool kSeeded = @{ seeded }@;  // the scores' product starts from what a program adds to them, instead of from zero
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
+#define FT_DRAWERS @{ drawers }@  // warpgroups that draw which scores are dropped
+constexpr int kDrawers = FT_DRAWERS;
+constexpr int kBitStages = @{ bit_stages }@;
 constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
+constexpr int kDrawerRegisters = @{ drawer_registers }@;
 constexpr int kConsumerRegisters = @{ consumer_registers }@;
 
 // What depends on how sequences lie in memory.
@@ -85,6 +89,9 @@ constexpr int kBytesTable = @{ table_bytes }@;
 <% include "forward/sm90_ragged/operands.cuh" %>
 <% include "forward/sm90_ragged/pages.cuh" %>
 <% include "forward/sm90_ragged/producer.cuh" %>
+#if FT_DRAWERS
+<% include "forward/sm90/drawer.cuh" %>
+#endif
 <% include "forward/sm90_ragged/masks.cuh" %>
 <% include "forward/sm90_ragged/epilogue.cuh" %>
 <% include "forward/sm90_ragged/pieces.cuh" %>

@@ -8,7 +8,8 @@ struct RowWords {
     const int drawer;
 
     // Those of kRows rows from `first` on, of a block whose first key is 8 * group.
-    template <int kRows> __device__ __forceinline__ void draw(const Tile& tile, u32 group, int first, u32 to) const {
+    template <int kRows, typename OfTile>
+    __device__ __forceinline__ void draw(const OfTile& tile, u32 group, int first, u32 to) const {
         const int thread = threadIdx.x % 128, row = first + thread % kRows, at = tile.row + row;
         int head = tile.head;
         if (kPackGroup) head = (head << args.group_shift) + (at & ((1 << args.group_shift) - 1));
@@ -27,14 +28,13 @@ struct RowWords {
 
 // What all threads of a warp have in common is uniform to the compiler, too, and computed once for the warp: of the
 // first three rounds all but five products.
-__device__ __forceinline__ void draw_bits(const KernelArgs& args, u32 smem, const Work& only, int drawer) {
+__device__ __forceinline__ void draw_bits(const KernelArgs& args, u32 smem, Work work, int drawer) {
     BitPipeline bits;
     Schedule schedule(smem);
     Dropout dropout = dropout_of(args.forward);
     dropout.key[0] = warp_uniform(dropout.key[0]), dropout.key[1] = warp_uniform(dropout.key[1]);
     dropout.offset = warp_uniform(dropout.offset), dropout.last = warp_uniform(dropout.last);
     const RowWords words{args, dropout, drawer};
-    Work work = first_work(args, only);
     for (; has_tile<true>(schedule, work, [] {}); work = schedule.next<true>()) {
         const BlockRange& blocks = work.all;
 #pragma unroll 1
@@ -43,8 +43,8 @@ __device__ __forceinline__ void draw_bits(const KernelArgs& args, u32 smem, cons
             bits.acquire(smem);
             constexpr int kWhole = kBlockQ / 128 * 128;
             const u32 to = bits.buffer(smem);
-            if (kWhole > 0) words.draw<128>(work.tile, group, 0, to);
-            if (kWhole < kBlockQ) words.draw<64>(work.tile, group, kWhole, to);
+            if (kWhole > 0) words.template draw<128>(work.tile, group, 0, to);
+            if (kWhole < kBlockQ) words.template draw<64>(work.tile, group, kWhole, to);
             __syncwarp();
             if (threadIdx.x % 32 == 0) bits.commit(smem);
             bits.advance();

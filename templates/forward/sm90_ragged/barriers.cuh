@@ -7,7 +7,7 @@
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::kQBuffers * kConsumers; i++) QPipeline::init(smem, i, 1, kQLeavesEarly ? 4 : 1);
         for (int i = 0; i < 2; i++) {
-            const int warps = 3 + kConsumers * 4;
+            const int warps = 3 + (kConsumers + kDrawers) * 4;
             WorkPipeline::init(smem, i, 1, warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
@@ -15,6 +15,9 @@
             VPipeline::init(smem, s, kClean ? kHelpers : 1, kCluster * kConsumers * 4);
             mbarrier_init(VPipeline::raw_at(smem, s), 1);
         }
+#if FT_DRAWERS
+        for (int s = 0; s < kBitStages; s++) BitPipeline::init(smem, s, 4 * kDrawers, 4 * kConsumers);
+#endif
         mbarrier_init(smem + Layout::kAdmitV, kConsumers);
         mbarrier_init(smem + Layout::kAskWork, 1);
         store_shared_4(smem + Layout::kMetNonFinite, 0);

@@ -5,7 +5,7 @@
 
 using KernelArgs = WithSide<Sm90Args>;
 
-constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kThreads = (kConsumers + 1 + kDrawers) * 128;
 static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 constexpr int kBlockQ = kConsumers * 64;
 constexpr bool kRegistersMove = kProducerRegisters != kConsumerRegisters;

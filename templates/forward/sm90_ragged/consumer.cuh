@@ -18,7 +18,7 @@ struct Consumer : Arrivals {
     ScoreRamps ramps;  // where it adds to them
     float seed_unit;   // where they are seeded, what takes natural units to those of the raw score
     RowMasks masks;
-#if FT_DROPOUT
+#if FT_DROPOUT && !FT_DRAWERS
     Dropout dropout;
 #endif
     ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
@@ -230,8 +230,8 @@ struct Consumer : Arrivals {
         return scale > 0.0f ? scale : scale == 0.0f ? 1.0f : -scale;
     }
 
-#if FT_DROPOUT
-    // Zeros in the place of dropped probabilities of block n, behind their sum.
+#if FT_DROPOUT && !FT_DRAWERS
+    // Zeros in the place of dropped probabilities of block n, behind their sum; with drawers, when they are rounded.
     __device__ __forceinline__ void drop(const Turn& work, int n) {
         u32 queries[2], pairs[2];
         const WorkTile of = tile(work);
@@ -253,21 +253,39 @@ struct Consumer : Arrivals {
 
     // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
     __device__ __forceinline__ void round() {
+#if FT_DRAWERS
+        u32 kept[2][div_up(kBlockKV, 32)];
+        bits.wait(smem);
+        const u32 at = bits.buffer(smem) + (id * 64 + warp() * 16 + lane() / 4) * 4;
+#pragma unroll
+        for (int i = 0; i < 2 * div_up(kBlockKV, 32); i++) {
+            kept[i % 2][i / 2] = load_shared_4(at + (i / 2 * kBlockQ + i % 2 * 8) * 4);
+        }
+        release_bits();
+#endif
+        // Word i holds the thread's scores of row i % 2 in tile i / 2 of 8 keys.
+        const auto packed = [&](int i) {
+            const u32 pair = pack<Element>(s[2 * i], s[2 * i + 1]);
+#if FT_DRAWERS
+            return kept_pair(pair, kept[i % 2][i / 8], i / 2 % 4);
+#else
+            return pair;
+#endif
+        };
         if constexpr (kPInShared) {
             const int row = warp() * 16 + lane() % 16;
             const u32 to = p_address() + row * 128;
 #pragma unroll
             for (int step = 0; step < kStepsPV; step++) {
-                const float* x = s + 8 * step;
                 const u32 chunk = u32(step % 4 * 2 + lane() / 16) ^ (row % 8);
-                stmatrix_x4(to + step / 4 * kBytes64Rows + (chunk << 4), pack<Element>(x[0], x[1]),
-                            pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]), pack<Element>(x[6], x[7]));
+                stmatrix_x4(to + step / 4 * kBytes64Rows + (chunk << 4), packed(4 * step), packed(4 * step + 1),
+                            packed(4 * step + 2), packed(4 * step + 3));
             }
             fence_async_proxy();
             sync();
         } else {
 #pragma unroll
-            for (int i = 0; i < kBlockKV / 4; i++) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+            for (int i = 0; i < kBlockKV / 4; i++) p[i] = packed(i);
         }
     }
 
@@ -329,7 +347,7 @@ struct Consumer : Arrivals {
         softmax.advance(s, c, Bool<false>{});
         softmax.forget();  // O is zero
         softmax.template exponentiate<false>(s, c);
-#if FT_DROPOUT
+#if FT_DROPOUT && !FT_DRAWERS
         drop(work, n);
 #endif
     }
@@ -356,7 +374,7 @@ struct Consumer : Arrivals {
             change(work, n, masked);
             softmax.advance(s, c, from_zero);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
-#if FT_DROPOUT
+#if FT_DROPOUT && !FT_DRAWERS
             drop(work, n);
 #endif
             wgmma_wait<0>();
@@ -383,7 +401,7 @@ struct Consumer : Arrivals {
             softmax.advance(s, c, from_zero);
             softmax.rescale(o);
             softmax.template exponentiate<kIsFalse<decltype(masked)>>(s, c);
-#if FT_DROPOUT
+#if FT_DROPOUT && !FT_DRAWERS
             drop(work, n);
 #endif
             round();
@@ -536,7 +554,7 @@ struct Consumer : Arrivals {
         const float c = kProgramScore && !kProgramShift && !kSeeded ? kLog2E : magnitude() * kLog2E;
         if (kSeeded) seed_unit = 1.0f / magnitude();
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
-#if FT_DROPOUT
+#if FT_DROPOUT && !FT_DRAWERS
         dropout = dropout_of(args.forward);
 #endif
         Turn work(first_work(smem, id), 0);

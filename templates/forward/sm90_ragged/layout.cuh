@@ -24,6 +24,8 @@
 // kAdmitV        -               consumers: O left V's place       kConsumers          loader of V, once per tile
 // kFullBias      stage, c        TMA; threads that copy            1 + bytes (+ 32)    consumer c
 // kEmptyBias     stage, c        warps or, beside copies, threads  4 or 128            loader of biases
+// kFullBits      stage           warps of the drawers              4 x kDrawers        consumers
+// kEmptyBits     stage           warps of all consumers            4 x kConsumers      drawers
 // kTilesDone     -               warps of all consumers            4 x kConsumers      everyone, before a second pass
 // kTurn          c, named        consumer c and the one before     256                 consumer c
 // kWarpgroup     c, named        consumer c                        128                 consumer c
@@ -59,7 +61,9 @@ struct Layout {
     static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
     static constexpr int kO = kP + kConsumers * kBytesP;
     static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
-    static constexpr int kWork = kO + (kOutputApart ? kConsumers * kBytesO : 0);  // two slots: the next tile
+    static constexpr int kBits = kO + (kOutputApart ? kConsumers * kBytesO : 0);
+    static constexpr int kBytesBits = kDrawers > 0 ? kBlockQ * div_up(kBlockKV, 32) * 4 : 0;  // of one stage
+    static constexpr int kWork = kBits + kBitStages * kBytesBits;  // two slots: the next tile
     static constexpr int kBytesWork = round_up(int(sizeof(WorkTile)) + 44, 16);  // of Work
     static constexpr int kBytesSlot = kBytesWork + (kTrim ? kConsumers * 16 : 0);
     static constexpr int kFirst = kWork + 2 * kBytesSlot;    // a slot of the first tile
@@ -81,7 +85,9 @@ struct Layout {
     static constexpr int kAskWork = kAdmitV + 8;             // the next tile is wanted
     static constexpr int kFullBias = kAskWork + 8;           // per stage and consumer, as is the next
     static constexpr int kEmptyBias = kFullBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);
-    static constexpr int kEmptyRows = kEmptyBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);  // per consumer
+    static constexpr int kFullBits = kEmptyBias + (kBiases > 0 ? kBiasStages * kConsumers * 8 : 0);
+    static constexpr int kEmptyBits = kFullBits + (kDrawers > 0 ? kBitStages * 8 : 0);
+    static constexpr int kEmptyRows = kEmptyBits + (kDrawers > 0 ? kBitStages * 8 : 0);  // per consumer
     static constexpr int kBytesEmptyRows = kMarkEmpty ? 32 : 0;
     static constexpr int kTilesDone = kEmptyRows + kConsumers * kBytesEmptyRows;  // all scheduled tiles are done
     static constexpr int kPlaced = kTilesDone + 8;           // per ring slot (recompute.cuh): index of its tile
@@ -103,6 +109,7 @@ struct VPipeline : Pipeline<kStages, Layout::kFullV, Layout::kEmptyV, Layout::kV
 };
 using BiasPipeline = Pipeline<max_of(1, kBiasStages), Layout::kFullBias, Layout::kEmptyBias, Layout::kBias,
                               Layout::kBytesBiases, kConsumers>;
+using BitPipeline = Pipeline<kBitStages, Layout::kFullBits, Layout::kEmptyBits, Layout::kBits, Layout::kBytesBits>;
 using WorkPipeline = Pipeline<2, Layout::kFullWork, Layout::kEmptyWork, Layout::kWork, Layout::kBytesSlot>;
 
 __device__ __forceinline__ u32 without_page_at(u32 smem, int stage) { return smem + Layout::kWithoutPage + stage * 4; }

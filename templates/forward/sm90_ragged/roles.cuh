@@ -22,6 +22,11 @@
         } else {
             load_v<true, true>(args, smem, warp - 4 + kHelpers);
         }
+#if FT_DRAWERS
+    } else if (warpgroup > kConsumers) {
+        if constexpr (kRegistersMove) registers_give_back<kDrawerRegisters>();
+        draw_bits(args, smem, first_work(smem), warpgroup - kConsumers - 1);
+#endif
     } else {
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();
         Consumer(args, smem, warpgroup - 1).run();

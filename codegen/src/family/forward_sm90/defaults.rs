@@ -107,7 +107,7 @@ impl Sm90Schedule {
             // Larger tiles would leave multiprocessors idle: 12 to 18 % on an H200 at head dim 64.
             _ if tiles <= 4 * UNITS && !problem.masks() => 2,
             // Beside three the warps that draw leave too few registers.
-            _ if problem.dropout && problem.kv.is_dense() => 2,
+            _ if problem.dropout => 2,
             // Three leave the producer too few registers for a window.
             _ if d <= three && !problem.mask.left && Self::program_registers(problem) <= 16 && !changes => 3,
             _ => 2,
@@ -132,7 +132,7 @@ impl Sm90Schedule {
             // whose blocks get smaller beside two, 364 and 331, causal 354 and 322. Each thread for itself: 215, 176,
             // 343, 320.
             drawers: match d {
-                _ if !problem.dropout || !problem.kv.is_dense() => 0,
+                _ if !problem.dropout => 0,
                 0..=64 => 2,
                 65..=128 => 1,
                 _ => 0,
@@ -178,7 +178,7 @@ impl Sm90Schedule {
             _ if problem.dropout && d > 192 => 64,
             _ if problem.dropout && d > 128 => 96,
             // Of whole words of bits.
-            _ if problem.dropout && problem.kv.is_dense() => 128,
+            _ if problem.dropout => 128,
             // Larger ones spill what consumers keep of runs, and are no faster.
             _ if runs && d > 192 => 64,
             _ if runs && d > 128 => 96,

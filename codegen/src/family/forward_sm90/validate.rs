@@ -92,12 +92,8 @@ impl Sm90Schedule {
                 return bad("exp2_eighths", self.exp2_eighths, "0 where a score program may make a score -inf");
             }
         }
-        if self.drawers > 2 || (self.drawers > 0 && (!problem.dropout || !problem.kv.is_dense() || self.quick)) {
-            return bad(
-                "drawers",
-                self.drawers,
-                "0, or 1 or 2 for dense problems with dropout that are not quick to compile",
-            );
+        if self.drawers > 2 || (self.drawers > 0 && (!problem.dropout || self.quick)) {
+            return bad("drawers", self.drawers, "0, or 1 or 2 with dropout where it is not quick to compile");
         }
         if self.lazy_rescale && problem.residual {
             return bad("lazy_rescale", 1, "eager where a residual is written: the largest probability is then exact");

@@ -55,7 +55,7 @@ impl Fields for Sm90RaggedSchedule {
 impl Sm90RaggedSchedule {
     /// The nearest schedule of `forward/sm90` that the skeleton takes.
     fn of(s: Sm90Schedule) -> Self {
-        Self(Sm90Schedule { scheduler: Sm90Scheduler::Queue, cluster: 1, ending: false, quick: false, drawers: 0, ..s })
+        Self(Sm90Schedule { scheduler: Sm90Scheduler::Queue, cluster: 1, ending: false, quick: false, ..s })
     }
 
     /// How a launch numbers tiles: the most that there can be, and the rows of keys that stay in L2 together.
@@ -139,9 +139,7 @@ impl KernelFamily for Sm90RaggedSchedule {
     }
 
     fn space(problem: &Problem, _: Arch) -> Vec<Self> {
-        let takes = |s: &Sm90Schedule| {
-            s.scheduler.is_persistent() && s.cluster == 1 && s.bias_stages == 0 && !s.ending && s.drawers == 0
-        };
+        let takes = |s: &Sm90Schedule| s.scheduler.is_persistent() && s.cluster == 1 && s.bias_stages == 0 && !s.ending;
         // Heads of a group together beside whole thread blocks' tiles, too, which dense tensors are not searched for.
         let packed = |s: Sm90Schedule| Sm90Schedule { pack_group: problem.program.is_none(), ..s };
         let both = |s: Sm90Schedule| [s, packed(s)];
