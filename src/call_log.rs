@@ -94,6 +94,9 @@ fn command(engine: &Engine, problem: &Problem, shape: &Shape) -> String {
     if problem.residual {
         line.push_str(" --precise");
     }
+    if problem.dropout {
+        line.push_str(" --dropout");
+    }
     line.push_str(&format!(" --mask {} --heads {} --kv-heads {}", shape.mask, shape.heads, shape.kv_heads));
     if let Some(program) = program {
         line.push_str(&format!(" --score {}", quoted(program)));
@@ -129,8 +132,7 @@ impl Engine {
     #[cold]
     pub(crate) fn log_forward(&self, log: &CallLog, call: &Forward<'_>, resolved: &ForwardCall) {
         let ForwardCall { problem, shape, .. } = resolved;
-        // The command has no dropout.
-        if shape.is_empty() || shape.kv_len == 0 || problem.dropout {
+        if shape.is_empty() || shape.kv_len == 0 {
             return;
         }
         let views = [("q", &call.q), ("k", &call.k), ("v", &call.v), ("o", &call.o)];
@@ -153,7 +155,7 @@ impl Engine {
     #[cold]
     pub(crate) fn log_ragged(&self, log: &CallLog, resolved: &RaggedCall, store: [u64; 2]) {
         let RaggedCall { problem, shape, usual, pages, .. } = resolved;
-        if resolved.is_empty() || usual.q_len == 0 || usual.kv_len == 0 || problem.dropout {
+        if resolved.is_empty() || usual.q_len == 0 || usual.kv_len == 0 {
             return;
         }
         log.add((1, problem, shape, usual, store), || {
@@ -169,6 +171,7 @@ impl Engine {
             let KvKind::Ragged(kv) = problem.kv else { return about };
             let why = match problem {
                 p if p.program.is_some() => Some("score programs"),
+                p if p.dropout => Some("dropout"),
                 p if p.head_dim_qk != p.head_dim_v => Some("a head dim of V's own"),
                 p if p.dtype == DType::F32 && kv.element != KvElement::Same => Some("quantised keys beside f32"),
                 _ => None,
@@ -219,7 +222,7 @@ impl Engine {
     #[cold]
     pub(crate) fn log_backward(&self, log: &CallLog, views: &[(&str, &TensorView)], call: &BackwardCall, more: usize) {
         let BackwardCall { problem, shape, .. } = call;
-        if shape.is_empty() || shape.kv_len == 0 || problem.dropout {
+        if shape.is_empty() || shape.kv_len == 0 {
             return;
         }
         let all: Vec<_> = views.iter().map(|(_, view)| view.strides).collect();

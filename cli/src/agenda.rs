@@ -110,7 +110,9 @@ impl Agenda {
             let limits = limits(model, args, ragged, arch)?;
             let model = read_model(path)?;
             let serving = Serving::of(&model, &limits)?;
-            return op.apply(Self::of_model(model, serving, device));
+            let mut agenda = Self::of_model(model, serving, device);
+            agenda.cases.iter_mut().for_each(|case| case.problem = case.problem.with_dropout(args.dropout));
+            return op.apply(agenda);
         }
         if !model.from.is_empty() {
             return Self::of_files(&model.from, args.is_empty() && ragged.is_empty(), device.units);
@@ -206,11 +208,14 @@ impl Agenda {
 }
 
 fn limits(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, arch: Arch) -> Result<Limits> {
-    let rest = CaseArgs { dtype: Vec::new(), batch: Vec::new(), ..args.clone() };
+    if args.dropout && !model.train {
+        return Err(usage("--dropout: serving drops nothing; leave it out, or add --train"));
+    }
+    let rest = CaseArgs { dtype: Vec::new(), batch: Vec::new(), dropout: false, ..args.clone() };
     if !rest.is_empty() {
         return Err(usage(
             "--model says the head dims, masks, heads and lengths; beside it only --dtype and --batch, \
-             --pages, --kv-dtype, --max-len and --tp may be given",
+             --pages, --kv-dtype, --max-len, --tp and, with --train, --dropout may be given",
         ));
     }
     let dtype = match args.dtype.as_slice() {

@@ -107,6 +107,9 @@ impl RaggedArgs {
         let (pages, stores) = self.choices();
         let mut ragged = Vec::new();
         for case in cases {
+            if case.problem.dropout && pages.iter().any(|pages| pages.tokens().is_some()) {
+                return Err(usage("--dropout: packed keys drop scores, pages do not; give --pages packed alone"));
+            }
             for &store in &stores {
                 if store.element != KvElement::Same && case.problem.dtype == DType::F32 {
                     return Err(usage(
@@ -150,6 +153,9 @@ pub struct CaseArgs {
     /// text ("score + 0.1 * (kv - q)")
     #[arg(long, value_name = "PROGRAM")]
     pub score: Option<ScoreChange>,
+    /// Scores are dropped behind the softmax
+    #[arg(hide_short_help = true, long)]
+    pub dropout: bool,
     /// Numbers of sequences
     #[arg(long, value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub batch: Vec<u32>,
@@ -170,7 +176,7 @@ pub struct CaseArgs {
 impl CaseArgs {
     /// Whether no option was given.
     pub fn is_empty(&self) -> bool {
-        let Self { dtype, precision, scales, head_dim, head_dim_v, mask, score, .. } = self;
+        let Self { dtype, precision, scales, head_dim, head_dim_v, mask, score, dropout, .. } = self;
         let Self { batch, heads, kv_heads, q_len, kv_len, .. } = self;
         let lists = [head_dim, head_dim_v, batch, heads, kv_heads];
         let lengths = [q_len, kv_len];
@@ -179,6 +185,7 @@ impl CaseArgs {
             && scales.is_none()
             && mask.is_empty()
             && score.is_none()
+            && !dropout
             && lists.iter().all(|l| l.is_empty())
             && lengths.iter().all(|l| l.is_empty())
     }
@@ -203,7 +210,7 @@ impl CaseArgs {
                         let problem = Problem::forward_qk_v(dtype, head_dim, head_dim_v, mask.kind())?
                             .with_program(joined(&programs)?);
                         let problem = problem.in_precision(self.precision.unwrap_or_default());
-                        let problem = problem.with_scales(self.scales.unwrap_or_default());
+                        let problem = problem.with_scales(self.scales.unwrap_or_default()).with_dropout(self.dropout);
                         problem.validate()?;
                         for batch in or(&self.batch, d.shape.batch) {
                             for heads in or(&self.heads, d.shape.heads) {

@@ -30,9 +30,6 @@ pub struct Selected {
     /// What the kernel computes
     #[arg(long, value_enum, default_value_t, value_name = "OPERATION", hide_default_value = true)]
     op: Operation,
-    /// Scores are dropped behind the softmax
-    #[arg(long)]
-    dropout: bool,
     /// Target: cpu-avx2, cpu-avx512, ..., sm_80, sm_90a, ...; this device's when absent
     #[arg(long, value_name = "ARCH")]
     arch: Option<Arch>,
@@ -58,7 +55,6 @@ impl Selected {
         if self.op == Operation::Backward {
             case.problem = case.problem.backward();
         }
-        case.problem.dropout = self.dropout;
         case.problem.validate_on(arch)?;
         let bucket = case.bucket(1);
         let family = family(self.family.as_deref(), &case.problem, arch, &bucket, &cx.paths(arch)?)?;

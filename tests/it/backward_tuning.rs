@@ -3,13 +3,16 @@
 
 use crate::common::counted::{counted, engine};
 use crate::common::{Place, SMALL, alone, fails};
+use flashtune::codegen::Op;
 use flashtune::{
-    Backward, DType, Distribution, Engine, Forward, HostTensor, Layout, Mask, Policy, SideInputs, Status, Stream,
+    Backward, DType, Distribution, Dropout, Engine, Forward, HostTensor, Layout, Mask, Policy, Problem, SideInputs,
+    Status, Stream,
 };
 use std::sync::atomic::Ordering;
 
 /// Tensors of the problem that [`SMALL`] names, and what a call of theirs comes to.
 struct Tensors {
+    dropout: Dropout,
     read: [HostTensor; 4],
     o: HostTensor,
     lse: Vec<f32>,
@@ -21,14 +24,16 @@ impl Tensors {
         let shape = [1, 2, rows, 32];
         let read = [1, 2, 3, 4].map(|seed| HostTensor::random(dtype, shape, Layout::Bhsd, seed, Distribution::Normal));
         let empty = || HostTensor::poisoned(dtype, shape, Layout::Bhsd);
-        Self { read, o: empty(), lse: vec![f32::NAN; 2 * rows], written: [empty(), empty(), empty()] }
+        let dropout = Dropout::default();
+        Self { dropout, read, o: empty(), lse: vec![f32::NAN; 2 * rows], written: [empty(), empty(), empty()] }
     }
 
     fn run(&self, engine: &Engine) -> flashtune::Dispatch {
         let [q, k, v, dout] = self.read.each_ref().map(HostTensor::view);
         let [dq, dk, dv] = self.written.each_ref().map(HostTensor::view);
         let (lse, mask) = (self.lse.as_ptr() as u64, Mask::Causal);
-        let forward = Forward { lse: Some(lse), mask, ..Forward::new(q, k, v, self.o.view()) };
+        let dropout = self.dropout;
+        let forward = Forward { lse: Some(lse), mask, dropout, ..Forward::new(q, k, v, self.o.view()) };
         let backward = Backward {
             dout,
             q,
@@ -38,7 +43,7 @@ impl Tensors {
             lse,
             dlse: None,
             residual: None,
-            dropout: Default::default(),
+            dropout,
             dq,
             dk,
             dv,
@@ -82,6 +87,33 @@ fn tuned_gradients_serve_another_process() {
     assert!(String::from_utf8_lossy(&listed.stdout).contains("backward-f32-d32-causal"));
 }
 
+/// Forward passes and gradients with dropout have records of their own.
+#[test]
+fn what_is_tuned_with_dropout_serves_calls_with_dropout() {
+    let _alone = alone();
+    let place = Place::new();
+    let more = ["--dropout", "--trials", "3", "--budget-s", "20"];
+    place.tune(&backward(&more));
+    let tuned = place.tune(&[SMALL, &more].concat());
+    assert_eq!(tuned["tuned"][0]["problem"], "forward-f32-dropout-d32-causal");
+    let opened = Engine::builder().cache_dir(place.cache()).on(counted()).build().unwrap();
+    let mut tensors = Tensors::new(DType::F32, 128);
+    assert_ne!(tensors.run(&opened).plan.status(), Status::Tuned);
+    tensors.dropout = Dropout::new(0.2, 3, 4);
+    let dispatch = tensors.run(&opened);
+    assert_eq!(dispatch.plan.status(), Status::Tuned, "{}", dispatch.explain());
+    let forward = Problem { op: Op::Forward, ..dispatch.plan.kernel().problem };
+    assert_eq!(opened.plan(&forward, &dispatch.shape).unwrap().status(), Status::Tuned);
+    fails(&mut place.flashtune(&["tune", "--dropout", "--pages", "16", "--dry-run"]), 2, &["dropout", "packed"]);
+    fails(&mut place.flashtune(&["bench", "--dropout", "--kv-lens", "3x50"]), 2, &["--dropout"]);
+    for op in ["forward", "backward"] {
+        let timed = [&["bench", "--op", op, "--dropout", "--rounds", "2"], SMALL].concat();
+        let report = place.json(&timed);
+        assert_eq!(report["points"][0]["case"]["mask"], "causal with dropout");
+        assert!(report["checks"].as_array().is_some_and(|c| !c.is_empty() && c.iter().all(|c| c["passed"] == true)));
+    }
+}
+
 #[test]
 fn an_engine_that_tunes_tunes_its_gradients() {
     let _alone = alone();
@@ -116,6 +148,9 @@ fn what_is_said_of_training_is_what_is_tuned() {
     assert_eq!(cases, [(forward, two), (backward, two), (forward, eight), (backward, eight)]);
     let precise = place.json(&["tune", "--model", model, "--train", "--precise", "--dry-run"]);
     assert_eq!(precise["cases"][1]["problem"], "backward-bf16-residual-d64-causal");
+    let dropped = place.json(&["tune", "--model", model, "--train", "--dropout", "--dry-run"]);
+    assert_eq!(dropped["cases"][0]["problem"], "forward-bf16-dropout-d64-causal");
+    fails(&mut place.flashtune(&["tune", "--model", model, "--dropout", "--dry-run"]), 2, &["--train"]);
     fails(&mut place.flashtune(&["tune", "--train"]), 2, &["--model"]);
     fails(&mut place.flashtune(&["tune", "--op", "backward", "--pages", "16", "--dry-run"]), 2, &["not tuned"]);
     fails(&mut place.flashtune(&["tune", "--model", model, "--op", "backward", "--dry-run"]), 2, &["--op"]);

@@ -272,10 +272,6 @@ fn validate(job: &Job, runner: &Runner) -> Result<()> {
     job.problem.validate()?;
     job.shape.validate()?;
     let bad = |field, value: String, limit, remedy| Err(Error::Job { field, value, limit, remedy });
-    if job.problem.dropout {
-        let (limit, remedy) = ("kernels with dropout are not timed", "tune without; calls take default schedules");
-        return bad("dropout", job.problem.to_string(), limit, remedy);
-    }
     let kind = job.shape.mask.kind();
     if kind != job.problem.mask {
         let value = format!("{} for a {} problem", job.shape.mask, job.problem.mask);
@@ -289,6 +285,10 @@ fn validate(job: &Job, runner: &Runner) -> Result<()> {
     };
     if !limit.is_empty() {
         return bad("problem", job.problem.to_string(), limit, remedy);
+    }
+    if job.problem.dropout && job.pages.tokens().is_some() {
+        let limit = "packed queries and keys drop scores: decoding over pages does not";
+        return bad("dropout", job.problem.to_string(), limit, "name pages `packed`, or tune without dropout");
     }
     if job.problem.kv.is_dense() != job.pages.is_dense() && job.problem.kv.is_dense() {
         return bad(

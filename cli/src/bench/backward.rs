@@ -12,7 +12,8 @@ use flashtune::runtime::{
     backward_call, typical_side,
 };
 use flashtune::{
-    Backward, Builder, DType, Dispatch, Distribution, Engine, Forward, HostTensor, Layout, SideInputs, TensorView,
+    Backward, Builder, DType, Dispatch, Distribution, Dropout, Engine, Forward, HostTensor, Layout, SideInputs,
+    TensorView,
 };
 use flashtune_report::{Check, Measured, Point};
 use std::sync::Arc;
@@ -167,10 +168,10 @@ impl Contest<'_> {
 
     fn run(mut self, schedules: &[String], rounds: usize) -> Result<(Vec<Measured>, Vec<Check>)> {
         let dispatch = self.chosen()?.ok_or_else(|| usage("there is nothing to time; name sizes of at least 1"))?;
-        let Backward { dout, q, k, v, o, residual, dq, dk, dv, side, .. } = self.backward;
+        let Backward { dout, q, k, v, o, residual, dropout, dq, dk, dv, side, .. } = self.backward;
         let rows = |address| TensorView::rows(address, [q.shape[0], q.shape[1], q.shape[2]]);
         let tensors = BackwardTensors { dout, q, k, v, o, lse: rows(self.backward.lse), dlse: None, dq, dk, dv };
-        let mut resolved = backward_call(&tensors, self.case.shape.mask, None)?;
+        let mut resolved = backward_call(&tensors, self.case.shape.mask, None)?.with_dropout(&dropout)?;
         if let Some(residual) = residual {
             resolved = resolved.with_residual(&residual)?;
         }
@@ -242,11 +243,14 @@ pub fn run(
         Some(program) => Some(SideBuffers::new(device, program, s, &typical_side(program, s, 1))?),
         None => None,
     };
+    // Any probability takes as long.
+    let dropout = if p.dropout { Dropout::new(0.1, 1, 1) } else { Dropout::default() };
     let timed = |side: &SideInputs<'_>| -> Result<_> {
         let forward = Forward {
             mask: s.mask,
             lse: Some(lse.address()),
             residual,
+            dropout,
             program,
             side: *side,
             ..Forward::new(q.view, k.view, v.view, o.view)
@@ -263,7 +267,7 @@ pub fn run(
             lse: lse.address(),
             dlse: None,
             residual,
-            dropout: Default::default(),
+            dropout,
             dq: dq.view,
             dk: dk.view,
             dv: dv.view,

@@ -40,6 +40,9 @@ pub fn model_of(case: &Case, Element(element): Element) -> Result<Model> {
             "ragged batches are timed with windows, not with score programs; leave --score and programs out",
         ));
     }
+    if problem.dropout {
+        return Err(usage("--dropout: decoding drops nothing; leave it out, or time --op forward or backward"));
+    }
     if problem.head_dim_qk != problem.head_dim_v {
         return Err(usage("ragged batches are timed with one head dim; leave --head-dim-v out"));
     }

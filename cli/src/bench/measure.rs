@@ -159,6 +159,7 @@ impl<'a> Contest<'a> {
             Arch::Cpu(_) if self.case.problem.program.is_some() => {
                 Err("unfused attention is timed without score programs".to_owned())
             }
+            Arch::Cpu(_) if self.case.problem.dropout => Err("unfused attention is timed without dropout".to_owned()),
             Arch::Cpu(_) => Ok(Unfused::new(&self.case)),
             Arch::Sm(_) => Err("there is no unfused attention for CUDA in this build".to_owned()),
         }
@@ -199,6 +200,7 @@ impl<'a> Contest<'a> {
 /// A case as reports have it.
 pub fn facts(case: &Case) -> report::Case {
     let (p, s) = (&case.problem, &case.shape);
+    let dropped = if p.dropout { " with dropout" } else { "" };
     report::Case {
         name: None,
         store: None,
@@ -206,8 +208,8 @@ pub fn facts(case: &Case) -> report::Case {
         head_dim_qk: p.head_dim_qk,
         head_dim_v: p.head_dim_v,
         mask: match p.program {
-            Some(program) => format!("{} {}", s.mask, one_line(&program)),
-            None => s.mask.to_string(),
+            Some(program) => format!("{} {}{dropped}", s.mask, one_line(&program)),
+            None => format!("{}{dropped}", s.mask),
         },
         batch: s.batch,
         heads: s.heads,

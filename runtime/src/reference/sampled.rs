@@ -3,7 +3,7 @@
 
 use super::gradients::head;
 use super::{HostTensor, RowId, sample_rows};
-use flashtune_codegen::{DType, Mask, Shape};
+use flashtune_codegen::{DType, DropoutMask, Mask, Shape};
 use rayon::prelude::*;
 
 /// What a backward pass reads.
@@ -25,6 +25,8 @@ pub struct GivenGradients<'a> {
     pub mask: Mask,
     /// The factor of the scores.
     pub scale: f32,
+    /// What the forward pass dropped.
+    pub dropout: Option<DropoutMask>,
 }
 
 /// A row of a gradient in fp64.
@@ -88,6 +90,8 @@ impl Sum {
 struct Pair {
     score: f64,
     p: f64,
+    /// What dropout multiplies the weight by.
+    factor: f64,
     ds: f64,
     magnitude: f64,
 }
@@ -110,6 +114,9 @@ struct Head {
     lse: Vec<f64>,
     dims: [usize; 2],
     scale: f64,
+    dropout: Option<DropoutMask>,
+    /// Of a sequence and a head, as dropout counts them.
+    pair: u32,
 }
 
 impl Head {
@@ -127,6 +134,8 @@ impl Head {
             lse: given.lse[first..first + rows].iter().map(|x| f64::from(*x)).collect(),
             dims: [dim, given.v.shape()[3]],
             scale: given.scale.into(),
+            dropout: given.dropout,
+            pair: batch * heads as u32 + h,
         }
     }
 
@@ -145,7 +154,9 @@ impl Head {
         let score = self.scale * dot(self.row(&self.q, i, false), self.row(&self.k, j, false));
         let p = if self.lse[i] == f64::NEG_INFINITY { 0.0 } else { (score - self.lse[i]).exp() };
         let (dout, v) = (self.row(&self.dout, i, true), self.row(&self.v, j, true));
-        Pair { score, p, ds: p * (dot(dout, v) - delta), magnitude: p * (sum_of_magnitudes(dout, v) + of_delta) }
+        let factor = self.dropout.map_or(1.0, |dropout| dropout.factor(self.pair, i as u32, j as u32));
+        let ds = p * (factor * dot(dout, v) - delta);
+        Pair { score, p, factor, ds, magnitude: p * (factor * sum_of_magnitudes(dout, v) + of_delta) }
     }
 }
 
@@ -194,9 +205,9 @@ pub fn sample_gradients(given: &GivenGradients<'_>, most: usize, seed: u64) -> G
                         if !seen.contains(&id.row.into()) {
                             continue;
                         }
-                        let Pair { score, p, ds, magnitude } = of.pair(i as usize, id.row as usize, delta);
+                        let Pair { score, p, factor, ds, magnitude } = of.pair(i as usize, id.row as usize, delta);
                         dk.add(ds * of.scale, magnitude * of.scale, score, of.row(&of.q, i as usize, false));
-                        dv.add(p, p, score, of.row(&of.dout, i as usize, true));
+                        dv.add(factor * p, factor * p, score, of.row(&of.dout, i as usize, true));
                     }
                 }
             }
@@ -212,23 +223,30 @@ pub fn sample_gradients(given: &GivenGradients<'_>, most: usize, seed: u64) -> G
 mod tests {
     use super::super::{Attention, Distribution, GradientInputs, Layout, all_rows, oracle_gradients, oracle_of};
     use super::*;
+    use flashtune_codegen::Dropout;
 
     /// With O and the log-sum-exp of the forward pass the rows are those of the gradients.
     #[test]
     fn rows_of_a_sample_are_those_of_the_gradients() {
+        for dropout in [None, Some(Dropout::new(0.3, 5, 6).mask([0, 0]))] {
+            check_rows(dropout);
+        }
+    }
+
+    fn check_rows(dropout: Option<DropoutMask>) {
         let tensor = |heads, rows, dim, seed| {
             HostTensor::random(DType::F32, [2, heads, rows, dim], Layout::Bhsd, seed, Distribution::Normal)
         };
         let (q, k, v, dout) = (tensor(4, 40, 16, 1), tensor(2, 50, 16, 2), tensor(2, 50, 24, 3), tensor(4, 40, 24, 4));
-        let attention = Attention { mask: Mask::Causal, scale: 0.25, program: None, sequence: 0, dropout: None };
+        let attention = Attention { mask: Mask::Causal, scale: 0.25, program: None, sequence: 0, dropout };
         let want = oracle_gradients(&GradientInputs { q: &q, k: &k, v: &v, dout: &dout, dlse: None }, &attention);
         let shape = Shape { batch: 2, heads: 4, kv_heads: 2, q_len: 40, kv_len: 50, mask: Mask::Causal };
         let forward = oracle_of(&q, &k, &v, &attention, &all_rows(&shape));
         let as_f32 = |x: &[f64]| x.iter().map(|x| *x as f32).collect::<Vec<f32>>();
         let o = HostTensor::from_values(DType::F32, [2, 4, 40, 24], Layout::Bhsd, &as_f32(&want.o.o)).unwrap();
         let lse = as_f32(&forward.lse);
-        let given =
-            GivenGradients { q: &q, k: &k, v: &v, o: &o, dout: &dout, lse: &lse, mask: Mask::Causal, scale: 0.25 };
+        let (mask, scale) = (Mask::Causal, 0.25);
+        let given = GivenGradients { q: &q, k: &k, v: &v, o: &o, dout: &dout, lse: &lse, mask, scale, dropout };
         let sample = sample_gradients(&given, 30, 7);
         for (rows, want) in sample.rows.iter().zip([&want.dq, &want.dk, &want.dv]) {
             assert!(rows.len() >= 20);

@@ -5,13 +5,13 @@
 //! compiled.
 //! Gradients are what they are by any. The log-sum-exp is about that of normal scores, so that weights sum to about 1.
 
-use super::Inputs;
 use super::bench::{Measure, POISON, same_bytes, same_rows, values};
 use super::launches::{Launcher, confirm};
 use super::probe::Part;
+use super::{Inputs, dropout_of};
 use crate::space::input_seed;
 use flashtune_codegen::abi::BackwardArgs;
-use flashtune_codegen::{DType, SCRATCH_LIMIT, Shape};
+use flashtune_codegen::{DType, Dropout, SCRATCH_LIMIT, Shape};
 use flashtune_runtime::reference::{GivenGradients, GradientSample, sample_gradients};
 use flashtune_runtime::{
     BackwardTensors, Buffer, Device, Distribution, Error as RuntimeError, HostBytes, HostTensor, Module, SideBuffers,
@@ -49,6 +49,7 @@ pub(super) struct BackwardBench {
     returned: [HostBytes; 2],
     dtype: DType,
     seed: u64,
+    dropout: Option<Dropout>,
     /// Computed when the first candidate is checked.
     expected: OnceLock<GradientSample>,
     /// The gradients of the first candidate that passed.
@@ -111,6 +112,10 @@ impl BackwardBench {
         if p.residual {
             call = call.with_residual(&view(6))?;
         }
+        let dropout = dropout_of(job);
+        if let Some(dropout) = &dropout {
+            call = call.with_dropout(dropout)?;
+        }
         let side =
             p.program.map(|program| SideBuffers::new(&**device, &program, s, &typical_side(&program, s, job.seed)));
         let side = side.transpose()?;
@@ -127,6 +132,7 @@ impl BackwardBench {
             returned,
             dtype: p.dtype,
             seed: job.seed,
+            dropout,
             expected: OnceLock::new(),
             trusted: None,
         })
@@ -137,7 +143,9 @@ impl BackwardBench {
         self.expected.get_or_init(|| {
             let [q, k, v, o, dout, lse] = &self.host[..6] else { unreachable!("six tensors at least were made") };
             let lse = &lse.values()[..];
-            let given = GivenGradients { q, k, v, o, dout, lse, mask: self.shape.mask, scale: self.args.scale };
+            let (mask, scale) = (self.shape.mask, self.args.scale);
+            let dropout = self.dropout.map(|dropout| dropout.mask([0, 0]));
+            let given = GivenGradients { q, k, v, o, dout, lse, mask, scale, dropout };
             sample_gradients(&given, SAMPLED_ROWS, self.seed)
         })
     }
@@ -351,8 +359,11 @@ mod tests {
     #[test]
     fn wrong_gradients_are_caught_at_the_sizes_of_a_job() {
         let device = open(DeviceSpec::Cpu).unwrap();
-        for (dtype, mask, residual) in [(DType::F32, Mask::Causal, false), (DType::Bf16, Mask::Full, true)] {
-            let problem = Problem::forward(dtype, 32, mask.kind()).unwrap().backward().with_residual(residual);
+        for (dtype, mask, residual, dropout) in
+            [(DType::F32, Mask::Causal, false, true), (DType::Bf16, Mask::Full, true, false)]
+        {
+            let problem = Problem::forward(dtype, 32, mask.kind()).unwrap().backward();
+            let problem = problem.with_residual(residual).with_dropout(dropout);
             let shape = Shape { batch: 3, heads: 4, kv_heads: 2, q_len: 150, kv_len: 200, mask };
             let job = Inputs { problem, shape, pages: PageClass::Dense, seed: 7, launches: Launches::Eager };
             let mut bench = BackwardBench::new(&device, &job).unwrap();

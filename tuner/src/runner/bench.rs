@@ -1,12 +1,12 @@
 //! The job's own sizes on the device: tensors, one more check of every candidate, and the clock.
 
-use super::Inputs;
 use super::launches::{Launcher, confirm};
 use super::probe::Part;
+use super::{Inputs, dropout_of};
 use crate::space::input_seed;
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramRef, SideData};
-use flashtune_codegen::{Arch, DType, Shape};
+use flashtune_codegen::{Arch, DType, Dropout, Shape};
 use flashtune_runtime::reference::{
     Attention, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused, unfused_rows_of,
 };
@@ -68,6 +68,7 @@ pub(super) struct Bench {
     dim: usize,
     dtype: DType,
     program: Option<ProgramRef>,
+    dropout: Option<Dropout>,
     seed: u64,
     /// Some rows by the oracle and by unfused attention: computed when the first candidate is checked.
     expected: OnceLock<[Rows; 2]>,
@@ -115,6 +116,10 @@ impl Bench {
             let buffer = residual.insert(device.alloc(o_shape.iter().product::<usize>() * DType::Bf16.bytes())?);
             call = call.with_residual(&at(buffer.address(), DType::Bf16, o_shape))?;
         }
+        let dropout = dropout_of(job);
+        if let Some(dropout) = &dropout {
+            call = call.with_dropout(dropout)?;
+        }
         let side = match p.program {
             Some(program) => {
                 let data = typical_side(&program, s, job.seed);
@@ -131,6 +136,7 @@ impl Bench {
             args,
             side,
             program: p.program,
+            dropout,
             host: host.try_into().unwrap_or_else(|_| unreachable!("three tensors were made")),
             inputs: inputs.try_into().unwrap_or_else(|_| unreachable!("three buffers were made")),
             output,
@@ -158,7 +164,8 @@ impl Bench {
             let ([q, k, v], mask, scale) = (&self.host, self.shape.mask, self.args.scale);
             let rows = sample_rows(&self.shape, SAMPLED_ROWS, self.seed);
             let program = self.side.as_ref().zip(self.program.as_deref()).map(|((_, data), program)| (program, data));
-            let attention = Attention { mask, scale, program, sequence: 0, dropout: None };
+            let dropout = self.dropout.map(|dropout| dropout.mask([0, 0]));
+            let attention = Attention { mask, scale, program, sequence: 0, dropout };
             [oracle_of(q, k, v, &attention, &rows), unfused_rows_of(q, k, v, &attention, &rows)]
         })
     }

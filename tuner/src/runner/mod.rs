@@ -18,7 +18,7 @@ use crate::worker::WorkerCommand;
 use crate::{Error, Job, Result};
 use flashtune_cache::{Artifact, DeviceFingerprint, Launches, Reading};
 use flashtune_codegen::omitted::is_default;
-use flashtune_codegen::{Arch, Op, PageClass, Problem, Shape};
+use flashtune_codegen::{Arch, Dropout, Op, PageClass, Problem, Shape};
 use flashtune_runtime::{Compiler, Device, DeviceSpec};
 use remote::Remote;
 use serde::{Deserialize, Serialize};
@@ -59,6 +59,11 @@ impl Inputs {
         let bytes = Shape { kv_len, ..self.shape }.forward_bytes(p.head_dim_qk, p.head_dim_v, p.dtype.bytes()) as u64;
         bytes * if self.is_backward() { 2 } else { 1 }
     }
+}
+
+/// What the dense inputs of a job with dropout drop: any probability takes as long.
+fn dropout_of(job: &Inputs) -> Option<Dropout> {
+    job.problem.dropout.then(|| Dropout::new(0.1, job.seed, 1))
 }
 
 /// The sizes that a candidate meets, in this order: small ragged ones, a part of the job's grid, the whole. The last
