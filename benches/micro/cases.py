@@ -431,61 +431,6 @@ def run_loops(bench):
     device.free(target), device.free(source)
 
 
-# The same loop by two thread blocks, which share dQ.
-
-
-def pair(d, sink, order=0, multicast=0, timed=0, self=0, skew=0, shift=2):
-    m, columns = 8192 // d, 32  # 64 columns of dQ would need 72 registers, and their sums of the others 224
-    helpers = instructions.shared("mma_s", m, 0, 0) + instructions.registers("mma_dkv", d, 1)
-    helpers += instructions.shared("mma_dq", columns, 1, 1)
-    constants = (("kD", d), ("kM", m), ("kSink", sink), ("kDqColumns", columns), ("kOrder", order))
-    constants += (("kMulticast", multicast), ("kTimed", timed), ("kSelf", self), ("kSkew", skew), ("kShift", shift))
-    constants += (("kRegisters", 224), ("kDqRegisters", 56), ("kEarly", 0), ("kMath", 1))
-    return Variant("pair.cu", "pair", constants, helpers, "step.cuh")
-
-
-def pair_cases():
-    for d in [64, 128]:
-        for sink, order in [("kNoDq", 0), ("kDqOnly", 0), ("kDqF32", 0), ("kDqF32", 1), ("kDqRed", 0)]:
-            yield d, sink, order, 0, 0, 0, 0, 2
-        yield d, "kDqF32", 1, 0, 0, 0, 0, 3
-
-
-def run_pairs(bench):
-    device, tiles, members = bench.device, 64, 22
-    target, source = device.allocate(tiles * bench.grid * 36768), device.allocate(32 << 20)
-    flags = device.allocate(1 << 18)
-    for d, sink, order, multicast, timed, *rest in pair_cases():
-        m = 8192 // d
-        shared = 2 * 128 * d * 2 + 4 * m * d * 2 + 16384 + 2 * (m // 64 + 1) * 16384 + 16384 * (sink == "kDqF32")
-        steps = 3008
-        arguments = [c_uint64(source), c_uint64((32 << 20) - 1), c_uint64(target), c_uint64(flags)]
-        arguments += [c_uint64(bench.records), steps, tiles, members, c_float(0.125)]
-        function = bench.function(pair(d, sink, order, multicast, timed, *rest), shared)
-
-        def work():
-            device.ask("cuMemsetD32Async", c_uint64(flags), 0, ctypes.c_size_t(1 << 16), device.stream)
-            device.launch(function, bench.grid, 384, shared, arguments, 2)
-
-        ms = device.milliseconds(work, 7)
-        flat = device.read(bench.records, bench.grid * ROLES * WORDS)
-        records = [
-            [tuple(flat[(b * ROLES + r) * WORDS + w] for w in range(WORDS)) for r in range(ROLES)]
-            for b in range(bench.grid)
-        ]
-        per_step = clocks(records, range(3)) / steps
-        flop = 5 * 2 * m * 128 * d
-        phase = lambda k: round(sum(r[3 + k // 2][k % 2] for r in records) / len(records) / steps)
-        yield {
-            "case": f"D{d} {sink[1:]}" + " in turn" * order + " multicast" * multicast + str(rest),
-            **({"phases": "/".join(str(phase(k)) for k in range(8))} if timed else {}),
-            "clk/step": round(per_step),
-            "TFLOP/s": round(flop * steps * bench.grid / ms / 1e9),
-            "MHz": mhz(records, ms, range(3)),
-        }
-    device.free(target), device.free(source), device.free(flags)
-
-
 def both(d, sink, order, pieces, shift):
     m = 8192 // d
     helpers = instructions.shared("mma_s", m, 0, 0) + instructions.registers("mma_dkv", d, 1)
@@ -538,7 +483,6 @@ def run_both(bench):
 GROUPS = {
     "sinks": (run_sinks, lambda: [sink(k, p) for k, p, *_ in sink_cases()]),
     "loops": (run_loops, lambda: [loop(*c) for c in loop_cases()]),
-    "pairs": (run_pairs, lambda: [pair(*c) for c in pair_cases()]),
     "both": (run_both, lambda: [both(*c) for c in both_cases()]),
     "turns": (run_turns, lambda: [HOPS, turn(0), turn(1), turn(2)]),
     "products": (run_products, lambda: [product(*c) for c in product_cases()]),

@@ -380,24 +380,32 @@ fn backward_sm90_kernels() {
     });
 }
 
-/// The schedule of `backward/sm90` that reduces dQ by key blocks in turns.
-fn in_turns(problem: &Problem) -> Kernel {
+/// One of the schedules of `backward/sm90` that reduce dQ by key blocks in turns: up to head dim 64 with one buffer of
+/// K and V or, where `nth` is odd, with two.
+fn in_turns(problem: &Problem, nth: usize) -> Kernel {
     let arch: Arch = "sm_90a".parse().expect("an arch");
-    let mut space = Schedule::space(Family::BackwardSm90, problem, arch).into_iter();
-    let schedule = space.find(|s| s.to_string().ends_with("-turns")).expect("in the space");
-    Kernel { problem: *problem, schedule, arch }
+    let mut turns = Schedule::space(Family::BackwardSm90, problem, arch);
+    turns.retain(|s| s.to_string().ends_with("-turns"));
+    turns.sort_by_key(|s| s.to_string().contains("-ks2-"));
+    Kernel { problem: *problem, schedule: turns[nth % turns.len()], arch }
 }
 
-/// Each mask that there is, and both ways to halve dQ: queries up to head dim 64, columns above.
+/// Each mask that there is, both ways to halve dQ, queries up to head dim 64, columns above, and one and two buffers of
+/// K and V.
 #[test]
 fn backward_sm90_kernels_with_dq_in_turns() {
     let templates = templates();
-    search_with(4, |number| {
-        let (qk, v) = [(24, 40), (128, 96), (64, 64), (72, 128)][number as usize % 4];
+    search_with(6, |number| {
+        let (qk, v) = [(24, 40), (128, 96), (64, 64), (40, 24), (72, 128), (64, 48)][number as usize % 6];
         let mut mask = MaskKind::ALL[(number as usize + number as usize / 4) % 4];
         mask.left &= qk <= 64;
         let problem = Problem::forward_qk_v(DTYPES[number as usize % 2], qk, v, mask).expect("legal").backward();
-        try_backward(&in_turns(&problem), &templates, setting("EMULATE_CASES").unwrap_or(3), number)
+        try_backward(
+            &in_turns(&problem, number as usize / 2),
+            &templates,
+            setting("EMULATE_CASES").unwrap_or(3),
+            number,
+        )
     });
 }
 
@@ -412,6 +420,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
         Some(("by gradient", _)) => of(136, kind),
         Some(("joint", _)) => of(24, MaskKind::CAUSAL),
         Some(("turns", _)) => of(72, MaskKind::CAUSAL),
+        Some(("two buffers", _)) => of(40, MaskKind::CAUSAL),
         Some(("program", _)) => of(24, MaskKind::FULL).with_program(Program::parse(text).expect("a program")),
         Some(("packed", _)) => of(24, kind).with_kv(KvKind::RAGGED),
         _ => of(24, kind),
@@ -419,7 +428,11 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let arch: Arch = "sm_90a".parse().expect("an arch");
     let bucket = ShapeBucket { parallel: 4, group: 2, q_len: 256, kv_len: 256, ..Default::default() };
     let schedule = Schedule::default_for(Family::BackwardSm90, &problem, arch, &bucket).expect("supported");
-    let kernel = if what.starts_with("turns:") { in_turns(&problem) } else { Kernel { problem, schedule, arch } };
+    let kernel = match what.split_once(':') {
+        Some(("turns", _)) => in_turns(&problem, 0),
+        Some(("two buffers", _)) => in_turns(&problem, 1),
+        _ => Kernel { problem, schedule, arch },
+    };
     let bounded = Mask::Window { left: Some(130), right: Some(20) };
     let mask = match problem.mask {
         MaskKind::FULL => Mask::Full,

@@ -7,6 +7,10 @@ constexpr int kLoader = kWarpgroups;  // the warpgroup's number
 // be no room for dQ of 128 queries in two buffers.
 constexpr int kAlignment = kTurns ? 512 : 1024;
 
+// Buffers of dS. In turns one, with a barrier, makes room for a second one of K and V up to head dim 64: those of the
+// next key block are there when it begins.
+constexpr int kSlopes = kTurns && kKeyStages == 2 ? 1 : 2;
+
 struct KeysLayout {
     static constexpr int kBytesK = kChunksQK * kKeys * kRowBytes, kBytesV = kChunksV * kKeys * kRowBytes;
     static constexpr int kBytesQ = kChunksQK * kBlockQ * kRowBytes, kBytesO = kChunksV * kBlockQ * kRowBytes;
@@ -15,7 +19,7 @@ struct KeysLayout {
     static constexpr int kQ = kV + kKeyStages * kBytesV, kO = kQ + kStages * kBytesQ;
     static constexpr int kS = kO + kStages * kBytesO;
     // Where dQ is reduced: what has been formed of it, in two buffers.
-    static constexpr int kSums = kS + 2 * kBytesSlot, kBytesSums = kTurns ? kBlockQ * kColumnsQK * 4 : 0;
+    static constexpr int kSums = kS + kSlopes * kBytesSlot, kBytesSums = kTurns ? kBlockQ * kColumnsQK * 4 : 0;
     static constexpr int kRows = kSums + 2 * kBytesSums;
     // Weights that the warpgroup with dV leaves to that with dK, and what the buffers of Q and dS hold.
     static constexpr int kHand = kRows + kStages * kBytesRows, kBytesHand = kByGradient ? 64 * kBlockQ * 4 : 0;
@@ -29,11 +33,13 @@ struct KeysLayout {
     static constexpr int kHandFull = kSEmpty + 16, kHandEmpty = kHandFull + 8;
     // Which key block a buffer of K and V holds, and the thread block's ticket, where dQ is summed beside or reduced.
     static constexpr int kTaken = kSEmpty + 16 + (kByGradient ? 16 : 0), kTicket = kTaken + 4 * kKeyStages;
-    static constexpr int kEnd = kTaken + (kJoint || kTurns ? 16 : 0);
+    static constexpr int kSlopesRead = kTaken + 16;  // dQ is formed from dS
+    static constexpr int kEnd = kTaken + (kJoint || kTurns ? 16 : 0) + (kSlopes == 1 ? 8 : 0);
     static constexpr int kItem = round_up(kEnd, 16);  // of packed sequences
     static constexpr int kBytes = kPacked ? kItem + kBytesItems : kEnd;
 };
-// K and V of key blocks: both are emptied when dK and dV, which take their place, are away. V's barrier counts that.
+// K and V of key blocks: both are emptied when dK and dV, which take their place, are away; in turns, when all products
+// have read them. V's barrier counts that.
 using KeyRing = Pipeline<kKeyStages, KeysLayout::kKFull, KeysLayout::kKEmpty, KeysLayout::kK, KeysLayout::kBytesK>;
 using ValueRing = Pipeline<kKeyStages, KeysLayout::kVFull, KeysLayout::kVEmpty, KeysLayout::kV, KeysLayout::kBytesV>;
 using QueryRing = Pipeline<kStages, KeysLayout::kQFull, KeysLayout::kQEmpty, KeysLayout::kQ, KeysLayout::kBytesQ>;
@@ -42,6 +48,8 @@ using SpillRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayou
 using HandRing = Pipeline<1, KeysLayout::kHandFull, KeysLayout::kHandEmpty, KeysLayout::kHand, KeysLayout::kBytesHand>;
 // Of tiles of dQ on their way to their sums, with the barriers that dS on its way would have.
 using SumRing = Pipeline<2, KeysLayout::kSFull, KeysLayout::kSEmpty, KeysLayout::kSums, KeysLayout::kBytesSums>;
+// Of dS that is one buffer, by the barrier that says that it is read.
+using SlopeRing = Pipeline<1, 0, KeysLayout::kSlopesRead, KeysLayout::kS, kBytesSlot>;
 static_assert(KeysLayout::kBytes + kAlignment == @{ keys_smem_bytes }@, "the shared memory that the host asks for");
 
 #if @{ packed }@

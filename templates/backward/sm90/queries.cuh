@@ -222,7 +222,7 @@ __device__ __forceinline__ void sum_row_block(const KernelArgs& args, u32 smem, 
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kKeys / 16; k++)
-                wgmma<Element, kColumnsQK>::depths(dq[t], ds_depth + k * 2048 / 16, k_depth + k * 2048 / 16);
+                wgmma<Element, kColumnsQK>::depths(dq[t], ds_depth + k * 2048 / 16, k_depth + k * 2048 / 16, true);
             wgmma_commit();
             wgmma_wait<0>();
             wgmma_touch(dq[t]);

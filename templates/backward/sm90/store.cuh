@@ -36,6 +36,46 @@ __device__ __forceinline__ void send_rows(const TensorMap& map, u32 from, int ch
     }
 }
 
+// A square of words, of which each of four neighbouring lanes has a row, becomes its transpose.
+__device__ __forceinline__ void transpose_in_quad(u32 (&w)[4]) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        const bool has_bit = lane() & bit;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j & bit) continue;
+            const u32 other = __shfl_xor_sync(0xffffffff, has_bit ? w[j] : w[j + bit], bit);
+            w[j] = has_bit ? other : w[j];
+            w[j + bit] = has_bit ? w[j + bit] : other;
+        }
+    }
+}
+
+// A warpgroup's 64 rows straight from accumulators, the first `rows` of them: what lies past those is another's. The
+// four lanes of a row give each other what makes 16 bytes of it, and nobody waits for shared memory.
+template <int kColumns, int kHeadDim>
+__device__ __forceinline__ void store_rows(void* tensor, const i64 (&stride)[3], int entry, int head, i64 row, int rows,
+                                           const float (&d)[kColumns / 2], float scale) {
+    const int t = lane() % 4, first = warp() * 16 + lane() / 4;
+    Element* const to = (Element*)tensor + entry * stride[0] + head * stride[1] + (row + first) * stride[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int tile = 0; tile < kColumns / 8; tile += 4) {
+            u32 w[4] = {};
+#pragma unroll
+            for (int j = 0; j < 4 && tile + j < kColumns / 8; j++) {
+                const float* x = d + (tile + j) * 4 + h * 2;
+                w[j] = pack<Element>(x[0] * scale, x[1] * scale);
+            }
+            transpose_in_quad(w);
+            const int column = (tile + t) * 8;
+            if (first + h * 8 < rows && column < kHeadDim)
+                *(uint4*)(to + h * 8 * stride[2] + column) = uint4{w[0], w[1], w[2], w[3]};
+        }
+    }
+}
+
 // The first `rows` of 64 that stage_rows() left, by the threads of a warpgroup: what lies past them is another's.
 template <int kHeadDim>
 __device__ __forceinline__ void copy_rows(void* tensor, const i64 (&stride)[3], u32 from, int chunk_bytes, int head,

@@ -70,13 +70,14 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < kKeyStages; i++) {
             KeyRing::init(smem, i, 1, 1);
-            ValueRing::init(smem, i, 1, kWarpgroups + 2);  // also the threads that add dQ
+            ValueRing::init(smem, i, 1, 4 * kWarpgroups + 2);  // also the threads that add dQ
         }
         for (int i = 0; i < kStages; i++) {
             QueryRing::init(smem, i, 1, 4 * kWarpgroups);
             OutRing::init(smem, i, 1, 4 * kWarpgroups);
         }
         for (int i = 0; i < 2; i++) SumRing::init(smem, i, 4 * kWarpgroups, 1);
+        if (kSlopes == 1) mbarrier_init(smem + KeysLayout::kSlopesRead, 4 * kWarpgroups);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -93,7 +94,6 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
 #pragma unroll 1
         for (int i = taken_key_block(smem, me.keys); i >= 0; i = taken_key_block(smem, me.keys))
             me.run(visible, KeyBlock(args, visible, i));
-        if (threadIdx.x % 128 == 0) tma_store_wait();
     }
 }
 

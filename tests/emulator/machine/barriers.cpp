@@ -183,7 +183,7 @@ void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 pari
     if (parity > 1) fail("mbarrier at %u: parity %u", address, parity);
     done = (find("mbarrier.test_wait", running->rank, address).phase & 1) != parity;
 }
-void nanosleep_u32(u32) { maybe_switch(1); }
+void nanosleep_u32(u32) { sleep(); }
 
 // Registers are counted per thread here; the hardware counts whole warps, whose threads do the same.
 void setmaxnreg_dec_sync_aligned_u32(u32 count) {

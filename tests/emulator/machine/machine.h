@@ -51,6 +51,8 @@ void wake(Thread& t);
 bool completes_exchange();
 // A point where another thread may come first: taken in one of n cases.
 void maybe_switch(u32 n);
+// Of a thread that polls: lets others go on, and asynchronous parts after a while.
+void sleep();
 
 // Fails when all threads of a block have ended: its memory is gone.
 void check_alive(const char* who, u32 rank);

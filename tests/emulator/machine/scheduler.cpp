@@ -24,6 +24,7 @@ int living[kMaxBlocks];           // threads of a block that have not ended
 const void* arguments;
 u32 first_block, blocks;
 std::string failure;
+int sleeps;                       // since an asynchronous part did something
 int started;                      // fibers that exist
 
 // How the next thread is chosen.
@@ -189,6 +190,11 @@ void maybe_switch(u32 n) {
 
 void maybe_let_others() { maybe_switch(16); }
 
+void sleep() {
+    sleeps++;
+    maybe_switch(1);
+}
+
 const u32* exchange(const char* what, u32 lanes, u32 word) {
     if (lanes != 0xffffffff) fail("%s among lanes %x: only whole warps are emulated", what, lanes);
     Thread& self = *running;
@@ -219,7 +225,12 @@ bool completes_exchange() {
 static bool step() {
     const bool copy = copy_engine::has_work(), matrix = tensor_core::has_work(), own = thread_copies::has_work();
     void (*act)() = nullptr;
-    if (copy && one_in(policy.copy)) {
+    // Who polls for what a copy or a product brings can run for ever: asynchronous parts that come last get a turn.
+    constexpr int kPatience = 1000;
+    if ((copy || own || matrix) && sleeps > kPatience) {
+        act = copy ? copy_engine::act : own ? thread_copies::act : tensor_core::act;
+        if (copy && matrix && rng() % 2) act = tensor_core::act;
+    } else if (copy && one_in(policy.copy)) {
         act = copy_engine::act;
     } else if (own && one_in(policy.copy)) {
         act = thread_copies::act;
@@ -236,6 +247,7 @@ static bool step() {
         failure = deadlock();
         return false;
     }
+    sleeps = 0;
     // It may fail, and then comes back here.
     if (!_setjmp(machine)) act();
     return true;
@@ -245,6 +257,7 @@ std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
     rng.seed(seed);
     arguments = args, first_block = first, blocks = grid;
     failure.clear();
+    sleeps = 0;
     draw_policy();
     shared::reset();
     barriers::reset();

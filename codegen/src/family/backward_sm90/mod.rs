@@ -38,7 +38,7 @@ fn block_kv(problem: &Problem) -> u32 {
 /// Queries and keys up to which dQ is summed beside dK and dV.
 const MOST_ROWS_OF_JOINT: u32 = 4096;
 /// Queries or keys from which dQ is reduced in turns, up to head dim 64.
-const LEAST_ROWS_OF_TURNS: u32 = 1024;
+const LEAST_ROWS_OF_TURNS: u32 = 512;
 /// Most thread blocks of 128 that begin with dQ.
 const MOST_DQ_BLOCKS: u32 = 64;
 
@@ -95,7 +95,9 @@ impl BackwardSm90Schedule {
     /// dQ reduced in turns, us against the best of the others in the same run: head dim 64 843 against 883 at 1024,
     /// 2833 against 3068 at 4096, 11361 against 13835 at 16,384, causal 595 against 599, 1543 against 1730, 5571
     /// against 6702; head dim 128 738 against 656, 2336 against 2329, 9851 against 10958, causal 518 against 455, 1330
-    /// against 1300, 4843 against 5488. A window of 1024 over 16,384: 1480 against 1438.
+    /// against 1300, 4843 against 5488. A window of 1024 over 16,384: 1480 against 1438. Since steps that no mask cuts
+    /// have a loop of their own also at 512, where head dim 64 takes 503 against 510, causal 398 against 410, head dim
+    /// 32 664 against 900, causal 498 against 687.
     fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
         if is_by_gradient(problem) {
             let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.div_ceil(64));
@@ -144,12 +146,13 @@ impl BackwardSm90Schedule {
     }
 
     /// dQ reduced in turns, in steps of so many queries. Pairs that keep Q, dO and their sums in L2 run together: 8 MiB
-    /// of Q and dO are 577 TFLOP/s at head dim 128 and 4096 queries, 24 are 451, one pair 512 (H100).
+    /// of Q and dO are 577 TFLOP/s at head dim 128 and 4096 queries, 24 are 451, one pair 512 (H100). Up to head dim 64
+    /// there is room for two buffers of K and V: 2743 us against 2803 at 4096, 10,508 against 10,847 at 16,384.
     const fn in_turns(block_q: u32) -> Self {
         Self {
             block_q,
             stages: 2,
-            key_stages: 1,
+            key_stages: if block_q == 128 { 2 } else { 1 },
             row_tiles: 2,
             row_stages: 2,
             section_mib: 8,
@@ -227,7 +230,7 @@ impl KernelFamily for BackwardSm90Schedule {
     }
 
     fn space(problem: &Problem, arch: Arch) -> Vec<Self> {
-        let sizes = [512, 4096, 16384].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
+        let sizes = [256, 4096, 16384].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
         let mut all = sizes.map(|bucket| Self::default_for(problem, &bucket)).to_vec();
         for s in all.clone() {
             if is_by_gradient(problem) {
@@ -239,6 +242,7 @@ impl KernelFamily for BackwardSm90Schedule {
                 Self { block_q: 192 - s.block_q, stages: 2, key_stages: 1, row_tiles: 1, ..s },
                 Self { dq_blocks: 0, ..s },
                 Self::in_turns(s.block_q),
+                Self { key_stages: 1, ..Self::in_turns(s.block_q) },
             ]);
         }
         all.sort_unstable();
@@ -273,11 +277,11 @@ impl KernelFamily for BackwardSm90Schedule {
                 "0 with a score program, of packed sequences, and above head dim 128",
             );
         }
-        let one_buffer = self.key_stages == 1 && self.stages == 2;
-        if self.turns && (self.is_joint() || !one_buffer || !can_take_turns(problem, self.block_q)) {
+        let fits = self.stages == 2 && (self.key_stages == 1 || self.block_q == 128);
+        if self.turns && (self.is_joint() || !fits || !can_take_turns(problem, self.block_q)) {
             let limit = "without dq_blocks, dense and without a score program, up to head dim 128, there without a \
-                         window, with one buffer of K and V and two of Q, and steps of 64 queries above head dim 64, \
-                         else of 128";
+                         window, with two buffers of Q, and steps of 64 queries and one buffer of K and V above head \
+                         dim 64, else of 128";
             return Err(Error::unsupported("turns", "true", limit, "use the default schedule"));
         }
         if is_by_gradient(problem) && self.block_q != 64 {
@@ -345,7 +349,7 @@ mod tests {
 
     /// With dQ in a launch of its own.
     pub(super) fn schedule(qk: u32, v: u32) -> BackwardSm90Schedule {
-        let bucket = ShapeBucket { q_len: 512, kv_len: 512, ..Default::default() };
+        let bucket = ShapeBucket { q_len: 256, kv_len: 256, ..Default::default() };
         let default = BackwardSm90Schedule::default_for(&problem(qk, v), &bucket);
         BackwardSm90Schedule { dq_blocks: 0, ..default }
     }

@@ -27,13 +27,15 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
     let ((qk, v), block_kv, listed) = (chunks(problem), block_kv(problem), listed(problem));
     let blocks = s.key_stages * (qk + v) * block_kv * 128;
     let queries = s.stages * ((qk + v) * s.block_q * 128 + s.block_q * 8 + listed);
-    let spilled = 2 * (s.block_q * block_kv * 2 + listed);
+    // One buffer of dS, with a barrier, where those of K and V are two in turns.
+    let (slopes, read) = if s.turns && s.key_stages == 2 { (1, 8) } else { (2, 0) };
+    let spilled = slopes * s.block_q * block_kv * 2 + 2 * listed;
     let hand = if is_by_gradient(problem) { 64 * s.block_q * 4 + 16 } else { 0 };
     let taken = if s.is_joint() || s.turns { 16 } else { 0 };
     let sums = if s.turns { 2 * s.block_q * problem.head_dim_qk.next_multiple_of(16) * 4 } else { 0 };
     // Where there are two buffers of dQ there is no room for more.
     let alignment = if s.turns { 512 } else { ALIGNMENT };
-    let barriers = s.key_stages * 32 + s.stages * 32 + 32;
+    let barriers = s.key_stages * 32 + s.stages * 32 + 32 + read;
     with_items(problem, blocks + queries + spilled + sums + hand + barriers + taken) + alignment
 }
 

@@ -27,8 +27,8 @@ pub(crate) fn instructions(problem: &Problem, schedule: &Sm90Schedule) -> String
     text
 }
 
-/// Specialisations for products of these widths and dtype, each with `depths(d, a, b)` beside the others: d += A^T B, A
-/// and B in shared memory by depth.
+/// Specialisations for products of these widths and dtype, each with `depths(d, a, b, keep)` beside the others:
+/// d = keep * d + A^T B, A and B in shared memory by depth.
 pub(in crate::family) fn instructions_by_depth(dtype: DType, widths: &[u32]) -> String {
     let mut widths = widths.to_vec();
     widths.sort_unstable();
@@ -37,12 +37,13 @@ pub(in crate::family) fn instructions_by_depth(dtype: DType, widths: &[u32]) -> 
     for columns in widths {
         let (n, name) = (columns / 2, name(dtype, columns));
         let (registers, constraints) = accumulators(columns, "+f");
-        let (a, b) = (format!("%{n}"), format!("%{}", n + 1));
+        let [a, b, keep] = [n, n + 1, n + 2].map(|i| format!("%{i}"));
         let product = format!(
             r#"
-    static __device__ __forceinline__ void depths(float (&d)[{n}], u64 a, u64 b) {{
-        asm volatile("{name} {{{registers}}}, {a}, {b}, 1, 1, 1, 1, 1;"
-                     : {constraints} : "l"(a), "l"(b) : "memory");
+    static __device__ __forceinline__ void depths(float (&d)[{n}], u64 a, u64 b, bool keep) {{
+        asm volatile("{{.reg .pred keep; setp.ne.b32 keep, {keep}, 0;\n"
+                     "{name} {{{registers}}}, {a}, {b}, keep, 1, 1, 1, 1;}}"
+                     : {constraints} : "l"(a), "l"(b), "r"(int(keep)) : "memory");
     }}"#
         );
         specialisation(&mut text, dtype.name(), columns, &product);
