@@ -1,5 +1,5 @@
 //! The schedule that serves while nothing is tuned, and the quick one that answers while it compiles: by timings on an
-//! H200 (docs/hopper-forward.md).
+//! H200 (docs/measured/log/forward-sm90.md).
 
 use super::resources::smem_bytes;
 use super::{Sm90Schedule, Sm90Scheduler};

@@ -1,5 +1,5 @@
-//! Where the softmax of a step does what: choices that head dims decide by timings (docs/hopper-forward.md), and that a
-//! schedule may make otherwise.
+//! Where the softmax of a step does what: choices that head dims decide by timings
+//! (docs/measured/log/forward-sm90.md), and that a schedule may make otherwise.
 
 use super::Sm90Schedule;
 use crate::Problem;
