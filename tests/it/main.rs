@@ -23,6 +23,7 @@ mod decoys;
 mod dispatch;
 mod dispatch_cuda;
 mod engine_programs;
+mod examples;
 mod faults;
 mod fleet;
 mod golden;

@@ -138,7 +138,7 @@ fn candle(args: &[String]) -> Result<()> {
     run(command)
 }
 
-/// Runs `examples/cubins.rs`: NVRTC takes nearly all of its time.
+/// Runs `benches/host/cubins.rs`: NVRTC takes nearly all of its time.
 fn cubins(args: &[String]) -> Result<()> {
     let mut command = cargo();
     command.args(["run", "--quiet", "--example", "cubins", "--"]).args(args);

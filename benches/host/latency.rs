@@ -105,7 +105,8 @@ fn main() -> Answer<()> {
             };
             let same = if quick == output()? { "the same bits" } else { "OTHER BITS" };
             println!(
-                "  its own kernel     {taken_over:9.2} ms after the first call, {same}; longest call till then {longest:.2} ms"
+                "  its own kernel     {taken_over:9.2} ms after the first call, {same}; longest call till then \
+                 {longest:.2} ms"
             );
         }
         // A record makes it a snapshot; tuning with one trial is the shortest way to one.
@@ -156,8 +157,8 @@ fn main() -> Answer<()> {
         let note = if cuda { "host time" } else { "whole call: the CPU computes before it returns" };
         let [low, mid, high] = [0.1, 0.5, 0.9].map(|share| quantile(&mut alone, share));
         println!(
-            "  warm               {mid:9.2} us, median of {ROUNDS} ({note}; 10 and 90 %: {low:.2}, {high:.2}), in a row {:.2}, \
-             until the launch {:.2}",
+            "  warm               {mid:9.2} us, median of {ROUNDS} ({note}; 10 and 90 %: {low:.2}, {high:.2}), \
+             in a row {:.2}, until the launch {:.2}",
             quantile(&mut row, 0.5),
             quantile(&mut choosing, 0.5)
         );

@@ -112,7 +112,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{}, {threads} threads, GB/s of K and V", device.fingerprint());
     let page = std::env::var("PAGE").map_or(Ok(16), |n| n.parse::<usize>())?;
     println!(
-        "| keys | dtype | read | slots | of read | pages of {page} | of slots | read by pages |\n|---|---|---|---|---|---|---|---|"
+        "| keys | dtype | read | slots | of read | pages of {page} | of slots | read by pages |\n\
+         |---|---|---|---|---|---|---|---|"
     );
     let compiler = device.compiler()?;
     for (batch, keys) in [(1, 32 << 10), (16, 4 << 10)] {
@@ -146,7 +147,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             );
             let (of_read, of_slots) = (100.0 * slots / peak, 100.0 * pages / slots);
             println!(
-                "| {batch} x {keys} | {} | {peak:.1} | {slots:.1} | {of_read:.0} % | {pages:.1} | {of_slots:.0} % | {by_pages:.1} |",
+                "| {batch} x {keys} | {} | {peak:.1} | {slots:.1} | {of_read:.0} % | {pages:.1} | {of_slots:.0} % | \
+                 {by_pages:.1} |",
                 dtype.name()
             );
         }
