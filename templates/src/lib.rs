@@ -160,6 +160,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cuda/attention/softmax.cuh",
     "lib/cuda/attention/tile.cuh",
     "lib/cuda/attention/types.cuh",
+    "lib/cuda/ptx/add_halves.cuh",
     "lib/cuda/ptx/approx.cuh",
     "lib/cuda/ptx/cluster.cuh",
     "lib/cuda/ptx/convert_fp8.cuh",

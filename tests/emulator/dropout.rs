@@ -105,7 +105,7 @@ const FAULTS: &[Fault] = &[
     ["of a block before its bits are drawn", "forward/sm90", CONSUMER, "        bits.wait(smem);\n", ""],
     ["of a block whose bits are not read yet", "forward/sm90", DRAWER, "            bits.acquire(smem);\n", ""],
     ["by another call's bits", "forward/sm90", LIB, "c % 2 == 0 ? 0xbb99 : 0xaa88", "c % 2 != 0 ? 0xbb99 : 0xaa88"],
-    ["with a borrow from half to half", "forward/sm90", LIB, "(last | 0x80008000) -", "(last | 0x80000000) -"],
+    ["what is dropped, kept", "forward/sm90", LIB, "return ~((word & ~last)", "return ((word & ~last)"],
     ["one row without the scale", "forward/sm90", CONSUMER, ", rows.inverse[1] *= args.forward.dropout_scale", ""],
     [
         "in the sum, too",

@@ -63,7 +63,9 @@ struct Layout {
     static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
     static constexpr int kBits = kO + (kOutputApart ? kConsumers * kBytesO : 0);
     static constexpr int kBytesBits = kDrawers > 0 ? kBlockQ * div_up(kBlockKV, 32) * 4 : 0;  // of one stage
-    static constexpr int kWork = kBits + kBitStages * kBytesBits;  // two slots: the next tile
+    static constexpr int kGroups = kBits + kBitStages * kBytesBits;  // of Philox, per warp of the drawers
+    static constexpr int kBytesGroups = kDrawers * 4 * div_up(kBlockKV, 32) * 4 * 16;
+    static constexpr int kWork = kGroups + kBytesGroups;  // two slots: the next tile
     static constexpr int kBytesWork = round_up(int(sizeof(WorkTile)) + 44, 16);  // of Work
     static constexpr int kBytesSlot = kBytesWork + (kTrim ? kConsumers * 16 : 0);
     static constexpr int kFirst = kWork + 2 * kBytesSlot;    // a slot of the first tile

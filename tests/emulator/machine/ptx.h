@@ -76,6 +76,7 @@ inline void mov_u32(u32& d, u32 x) { d = x; }
 inline void mov_b32(u32& d, u16 low, u16 high) { d = low | u32(high) << 16; }
 inline void mov_b32(u16& low, u16& high, u32 x) { low = u16(x), high = u16(x >> 16); }
 void prmt_b32(u32& d, u32 x, u32 y, u32 selector);
+inline void add_u16x2(u32& d, u32 x, u32 y) { d = ((x & 0xffff0000) + (y & 0xffff0000)) | ((x + y) & 0xffff); }
 template <typename T> void ld_global_cg_u32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_global_cg_f32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_relaxed_gpu_global_u32(T& d, const T* p) { d = *p; }

@@ -39,7 +39,8 @@ pub(super) fn smem_bytes(problem: &Problem, s: &Sm90Schedule) -> u32 {
     let again = if in_v && (problem.masks() || !problem.kv.is_dense()) && s.bias_stages == 0 { 24 } else { 0 };
     let bits = match s.drawers {
         0 => 0,
-        _ => BIT_STAGES * (s.consumers * 64 * s.block_kv.div_ceil(32) * 4 + 16),
+        // A word for each row and 32 keys; what 32 keys have in common, for each warp that draws.
+        n => s.block_kv.div_ceil(32) * (BIT_STAGES * s.consumers * 64 * 4 + n * 4 * 64) + BIT_STAGES * 16,
     };
     q + kv + p + o + work + again + biases + bits + 32 + q_buffers * s.consumers * 16 + s.stages * 40 + 24 + table
 }

@@ -6,6 +6,7 @@
 // lie in several: four calls of a quad where rows are queries, and eight of the lanes that share columns where rows are
 // keys, are turned by shuffles, so that every thread has the bits of its own scores.
 
+<% include "lib/cuda/ptx/add_halves.cuh" %>
 <% include "lib/cuda/ptx/permute.cuh" %>
 
 struct Dropout {
@@ -27,16 +28,41 @@ template <typename Args> __device__ __forceinline__ u32 dropout_pair(const Args&
     return u32(batch) * u32(a.heads) + u32(head);
 }
 
-__device__ __forceinline__ uint4 dropout_words(const Dropout& d, u32 group, u32 query, u32 pair) {
-    uint4 c = {group, query, pair, d.offset};
-    u32 low = d.key[0], high = d.key[1];
+// The first three rounds are of what a query and a group of keys have apart: two products of a group's three, which the
+// queries of a tile share, and one of a query's, which all groups share.
+struct QueryRounds {
+    u32 high, low;  // of its product in the second round
+};
+// x is XORed with a word of the second round; y, z and w are the third round's words but for the product of both.
+using GroupRounds = uint4;
+
+__device__ __forceinline__ QueryRounds dropout_query(const Dropout& d, u32 query, u32 pair) {
+    const u64 b = u64(pair) * 0xcd9e8d57u, a = u64(u32(b >> 32) ^ query ^ d.key[0]) * 0xd2511f53u;
+    return {u32(a >> 32), u32(a)};
+}
+
+__device__ __forceinline__ GroupRounds dropout_group(const Dropout& d, u32 group, u32 pair) {
+    const u64 a = u64(group) * 0xd2511f53u, b = u64(u32(a >> 32) ^ d.offset ^ d.key[1]) * 0xcd9e8d57u;
+    const u64 x = u64(u32(b >> 32) ^ pair * 0xcd9e8d57u ^ (d.key[0] + 0x9e3779b9u)) * 0xd2511f53u;
+    const u32 low = d.key[0] + 2 * 0x9e3779b9u, high = d.key[1] + 2 * 0xbb67ae85u;
+    return {u32(a) ^ (d.key[1] + 0xbb67ae85u), u32(b) ^ low, u32(x >> 32) ^ high, u32(x)};
+}
+
+__device__ __forceinline__ uint4 dropout_words(const Dropout& d, const GroupRounds& g, const QueryRounds& q) {
+    const u64 b = u64(q.high ^ g.x) * 0xcd9e8d57u;
+    uint4 c = {u32(b >> 32) ^ g.y, u32(b), g.z ^ q.low, g.w};
+    u32 low = d.key[0] + 3 * 0x9e3779b9u, high = d.key[1] + 3 * 0xbb67ae85u;
 #pragma unroll
-    for (int round = 0; round < 10; round++) {
+    for (int round = 3; round < 10; round++) {
         const u64 a = u64(c.x) * 0xd2511f53u, b = u64(c.z) * 0xcd9e8d57u;
         c = uint4{u32(b >> 32) ^ c.y ^ low, u32(b), u32(a >> 32) ^ c.w ^ high, u32(a)};
         low += 0x9e3779b9u, high += 0xbb67ae85u;
     }
     return c;
+}
+
+__device__ __forceinline__ uint4 dropout_words(const Dropout& d, u32 group, u32 query, u32 pair) {
+    return dropout_words(d, dropout_group(d, group, pair), dropout_query(d, query, pair));
 }
 
 // Whether half `e` of a word keeps its score.
@@ -117,50 +143,47 @@ __device__ __forceinline__ void each_dropout_down(const Dropout& d, u32 group, u
 }
 
 // A bit for each score of 32 keys of a query, or of 16 keys of two queries, in one word, of four calls of Philox that a
-// lane has under way at a time: a chain of ten rounds alone waits for itself most of the time. Four calls take 755
-// clocks of a scheduler with one warp and 455 with four, bits and all; rounds alone are 566 and 314.
+// lane has under way at a time: a chain of ten rounds alone waits for itself most of the time. Four calls take 663
+// clocks of a scheduler with one warp and 382 with four, bits and all; rounds alone are 490 and 294.
 
 // Whether the halves of a word of Philox are at most those of `last`, twice the upper half of Dropout::last: in the
-// signs of the halves. Other bits are anything.
+// signs of the halves. A half that is not carries when the rest to 2^16 is added. Other bits are anything.
 __device__ __forceinline__ u32 kept_signs(u32 word, u32 last) {
-    // Without borrow from half to half: the sign of `last` is set, that of the word is not.
-    const u32 rest = (last | 0x80008000) - (word & 0x7fff7fff);
-    return (last & ~word) | (~(last ^ word) & rest);
+    const u32 sum = add_halves(word, ~last);
+    return ~((word & ~last) | ((word | ~last) & ~sum));
 }
 // The bits of `a` in the mask, those of `b` elsewhere.
 __device__ __forceinline__ u32 merge_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
-// Of a call of Philox: bits 15 to 12 of the halves.
-__device__ __forceinline__ u32 kept_of_call(const uint4& words, u32 last) {
-    const u32 first = merge_bits(0x80008000, kept_signs(words.x, last), kept_signs(words.y, last) >> 1);
-    const u32 three = merge_bits(0xc000c000, first, kept_signs(words.z, last) >> 2);
-    return merge_bits(0xe000e000, three, kept_signs(words.w, last) >> 3);
+// Of word w of two calls, which scores are kept: the sign of a byte spread over it, the first call's in the upper byte
+// of each half. Bit 7 - w of the bytes is word w's, bits 3 to 0 are anything. By bytes and then by bits takes 16
+// instructions for four calls beside the comparisons, by shifts and masks for each call 31.
+__device__ __forceinline__ u32 kept_of_calls(const uint4& first, const uint4& second, u32 last) {
+    const auto spread = [&](u32 a, u32 b) { return permute_bytes(kept_signs(b, last), kept_signs(a, last), 0xfbd9); };
+    const u32 upper = merge_bits(0x80808080, spread(first.x, second.x), spread(first.y, second.y));
+    const u32 lower = merge_bits(0x20202020, spread(first.z, second.z), spread(first.w, second.w));
+    return merge_bits(0xc0c0c0c0, upper, lower);
 }
 
 // Of call c of four, from that of `group` on, the keys 8 c + 2 w and one more have a bit in each half, at 15 - w of it
 // less 8 where c is odd and 4 where c is above 1: a shift to the left by w, and by 4 for the calls above 1, makes it
 // the sign of a byte.
-__device__ __forceinline__ u32 draw_kept_across(const Dropout& d, u32 group, u32 query, u32 pair) {
+template <typename OfCall> __device__ __forceinline__ u32 draw_kept_across(const Dropout& d, const OfCall& of_call) {
     const u32 last = (d.last >> 16) * 0x10001;
-    u32 of_call[4];
-#pragma unroll
-    for (int c = 0; c < 4; c++) of_call[c] = kept_of_call(dropout_words(d, group + c, query, pair), last);
-    const u32 even = merge_bits(0xf000f000, of_call[0], of_call[2] >> 4);
-    const u32 odd = merge_bits(0xf000f000, of_call[1], of_call[3] >> 4);
-    return merge_bits(0xff00ff00, even, odd >> 8);
+    const u32 upper = kept_of_calls(of_call(0), of_call(1), last), lower = kept_of_calls(of_call(2), of_call(3), last);
+    return merge_bits(0xf0f0f0f0, upper, lower >> 4);
 }
 
 // Of 16 keys from 8 * group on and two neighbouring queries, the second in the upper half. Of a half the upper byte has
 // eight keys, the lower one the next eight: those with even numbers in the upper four bits, those with odd ones in the
 // lower four, so that a shift by half of a key's number, and by 4 for odd ones, makes its bit the sign of the byte.
-__device__ __forceinline__ u32 draw_kept_down(const Dropout& d, u32 group, u32 query, u32 pair) {
+__device__ __forceinline__ u32 draw_kept_down(const Dropout& d, const GroupRounds (&groups)[2], u32 query, u32 pair) {
     const u32 last = (d.last >> 16) * 0x10001;
     u32 bytes[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        const u32 keys = kept_of_call(dropout_words(d, group, query + e, pair), last);
-        const u32 next = kept_of_call(dropout_words(d, group + 1, query + e, pair), last);
-        bytes[e] = permute_bytes(next, keys, 0x7351);
+        const QueryRounds rounds = dropout_query(d, query + e, pair);
+        bytes[e] = kept_of_calls(dropout_words(d, groups[0], rounds), dropout_words(d, groups[1], rounds), last);
     }
     const u32 even = permute_bytes(bytes[0], bytes[1], 0x5410), odd = permute_bytes(bytes[0], bytes[1], 0x7632);
     return merge_bits(0xf0f0f0f0, even, odd >> 4);
@@ -177,10 +200,11 @@ template <int kQueries> struct KeptDown {
     u32 words[(kQueries + 63) / 64];
     // `group` is that of the first of 16 keys, `query` the first one.
     __device__ __forceinline__ void draw(const Dropout& d, u32 group, u32 query, u32 pair) {
+        const GroupRounds groups[2] = {dropout_group(d, group, pair), dropout_group(d, group + 1, pair)};
         u32 behind = 0;
 #pragma unroll
         for (int i = 0; i < (kQueries + 63) / 64; i++) {
-            words[i] = draw_kept_down(d, group, query + i * 64 + threadIdx.x % 32 * 2 + (behind & d.zero), pair);
+            words[i] = draw_kept_down(d, groups, query + i * 64 + threadIdx.x % 32 * 2 + (behind & d.zero), pair);
             behind = words[i];
         }
     }
