@@ -146,10 +146,10 @@ impl BackwardSm90Schedule {
     }
 
     /// dQ reduced in turns, in steps of so many queries. Pairs that keep Q, dO and their sums in L2 run together: 8 MiB
-    /// of Q and dO are 577 TFLOP/s at head dim 128 and 4096 queries, 24 are 451, one pair 512 (H100). 16 are two pairs of
-    /// 16,384 queries, 629 TFLOP/s (H200), where 8 are one, 584; under a causal mask and at 4096 they are the same. Up to
-    /// head dim 64 there is room for two buffers of K and V: 2743 us against 2803 at 4096, 10,508 against 10,847 at
-    /// 16,384.
+    /// of Q and dO are 577 TFLOP/s at head dim 128 and 4096 queries, 24 are 451, one pair 512 (H100). 16 MiB are two
+    /// pairs of 16,384 queries, 629 TFLOP/s (H200), where 8 are one, 584; under a causal mask and at 4096 they are the
+    /// same. Up to head dim 64 there is room for two buffers of K and V: 2743 us against 2803 at 4096, 10,508 against
+    /// 10,847 at 16,384.
     const fn in_turns(block_q: u32) -> Self {
         Self {
             block_q,
