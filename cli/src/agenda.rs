@@ -31,8 +31,19 @@ pub struct ModelArgs {
     /// --batch then names the numbers of sequences that are decoded together, and --dtype replaces the file's
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
-    /// Tune what training the model needs, and not serving it: forward passes with the log-sum-exp and gradients, of
-    /// --batch sequences of --max-len
+    #[command(flatten)]
+    service: ServiceArgs,
+    /// Tune what a file lists: the shapes that a host met untuned (`Engine::write_untuned`), most called first; may be
+    /// repeated
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    from: Vec<PathBuf>,
+}
+
+/// Options that say what a model is for.
+#[derive(clap::Args, Debug)]
+pub struct ServiceArgs {
+    /// What training the model needs, and not serving it: forward passes with the log-sum-exp and gradients, of --batch
+    /// sequences of --max-len
     #[arg(long, requires = "model")]
     train: bool,
     /// Longest sequence that the model will serve
@@ -41,10 +52,26 @@ pub struct ModelArgs {
     /// Number of devices that the model's heads are split over (tensor parallelism)
     #[arg(long, value_name = "N", requires = "model")]
     tp: Option<u32>,
-    /// Tune what a file lists: the shapes that a host met untuned (`Engine::write_untuned`), most called first; may be
-    /// repeated
-    #[arg(long, value_name = "FILE", conflicts_with = "model")]
-    from: Vec<PathBuf>,
+}
+
+impl ServiceArgs {
+    /// What a plan for the model is made for.
+    pub fn limits(&self, arch: Arch, dtype: Option<DType>, batches: &[u32], ragged: &RaggedArgs) -> Limits {
+        let (pages, stores) = if self.train { (Vec::new(), Vec::new()) } else { ragged.choices() };
+        let (max_len, tensor_parallel) = (self.max_len, self.tp.unwrap_or(1));
+        Limits { arch, max_len, batches: batches.to_vec(), tensor_parallel, dtype, pages, stores, train: self.train }
+    }
+}
+
+/// A model's cases as they are tuned on a device, each with what it is for.
+pub fn cases_of_model(serving: &Serving, arch: Arch) -> Vec<(Use, Case)> {
+    let of_need = |need: &flashtune::model::Case| {
+        // Gradients are exact ones, of exact forward passes.
+        let trains = need.used_for == Use::Train;
+        let problem = if trains { need.problem } else { need.problem.in_default_precision(arch) };
+        (need.used_for, Case::new(problem, need.sizes()))
+    };
+    serving.cases().iter().map(of_need).collect()
 }
 
 /// What is tuned of the problems that the options name.
@@ -159,13 +186,10 @@ impl Agenda {
 
     fn of_model(model: Model, serving: Serving, device: &DeviceFingerprint) -> Self {
         let (mut cases, mut left_out) = (Vec::new(), Vec::new());
-        for case in serving.cases() {
-            // Gradients are exact ones, of exact forward passes.
-            let trains = case.used_for == Use::Train;
-            let problem = if trains { case.problem } else { case.problem.in_default_precision(device.arch) };
-            match require_room(device, &problem, &case.shape) {
-                Ok(()) => cases.push(Case::new(problem, case.sizes())),
-                Err(e) => left_out.push(format!("{problem} {}: {e}", case.sizes())),
+        for (_, case) in cases_of_model(&serving, device.arch) {
+            match require_room(device, &case.problem, &case.shape) {
+                Ok(()) => cases.push(case),
+                Err(e) => left_out.push(format!("{} {}: {e}", case.problem, case.sizes())),
             }
         }
         let each = match device.arch {
@@ -208,7 +232,7 @@ impl Agenda {
 }
 
 fn limits(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, arch: Arch) -> Result<Limits> {
-    if args.dropout && !model.train {
+    if args.dropout && !model.service.train {
         return Err(usage("--dropout: serving drops nothing; leave it out, or add --train"));
     }
     let rest = CaseArgs { dtype: Vec::new(), batch: Vec::new(), dropout: false, ..args.clone() };
@@ -223,10 +247,7 @@ fn limits(model: &ModelArgs, args: &CaseArgs, ragged: &RaggedArgs, arch: Arch) -
         [one] => Some(*one),
         _ => return Err(usage("--dtype: a model is served in one dtype; name one")),
     };
-    let (pages, stores) = ragged.choices();
-    let (max_len, batches, tensor_parallel) = (model.max_len, args.batch.clone(), model.tp.unwrap_or(1));
-    let (pages, stores) = if model.train { (Vec::new(), Vec::new()) } else { (pages, stores) };
-    Ok(Limits { arch, max_len, batches, tensor_parallel, dtype, pages, stores, train: model.train })
+    Ok(model.service.limits(arch, dtype, &args.batch, ragged))
 }
 
 fn need_summary(need: &Need, units: u32) -> Value {

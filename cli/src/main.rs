@@ -111,7 +111,7 @@ enum Command {
     Check(check::Args),
     /// Time the dispatcher's choice against the default schedule, unfused attention and the device's ceilings
     Bench(bench::Args),
-    /// Render a report that was kept as JSON (Markdown, HTML, SVG), or compare two results
+    /// Render what a cache holds or a kept benchmark as one page, or compare two results
     Report(report::Args),
     /// Say which kernel would run and why
     Explain(explain::Args),

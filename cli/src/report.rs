@@ -1,11 +1,16 @@
 //! `flashtune report`, and the report files of every command that makes one.
 
+use super::agenda::ServiceArgs;
+use super::cases::RaggedArgs;
 use super::compare::{self, Percent};
 use super::context::Context;
 use super::exit::usage;
 use super::files;
-use super::report_cache;
+use super::report_cache::{self, Models};
 use anyhow::{Context as _, Result};
+use flashtune::DType;
+use flashtune::codegen::Arch;
+use flashtune::model::Limits;
 use flashtune_report::{Report, html, markdown, svg};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -69,11 +74,35 @@ pub struct Args {
     /// Of a cache: which cases of a model are tuned, by its config.json or folder; may be repeated
     #[arg(long, value_name = "PATH", conflicts_with = "after")]
     model: Vec<PathBuf>,
+    #[command(flatten)]
+    served: ServedArgs,
     /// Of a cache: calls that hosts met untuned [env: FLASHTUNE_UNTUNED]
     #[arg(long, value_name = "FILE", conflicts_with = "after")]
     untuned: Option<PathBuf>,
     #[command(flatten)]
     outputs: Outputs,
+}
+
+/// What models are tuned for, as `tune --model` takes it.
+#[derive(clap::Args, Debug)]
+pub struct ServedArgs {
+    #[command(flatten)]
+    service: ServiceArgs,
+    /// Element type in place of the models' own
+    #[arg(long, value_name = "DTYPE", requires = "model")]
+    dtype: Option<DType>,
+    /// Numbers of sequences that are decoded together
+    #[arg(long, value_delimiter = ',', value_name = "LIST", requires = "model")]
+    batch: Vec<u32>,
+    #[command(flatten)]
+    ragged: RaggedArgs,
+}
+
+impl ServedArgs {
+    /// On a device.
+    pub fn limits(&self, arch: Arch) -> Limits {
+        self.service.limits(arch, self.dtype, &self.batch, &self.ragged)
+    }
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
@@ -91,7 +120,8 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
         let Outputs { report: None, markdown: None, svg: None, html } = outputs else {
             return Err(usage(format!("{} holds records of `tune`, whose report is --html or --json", file.display())));
         };
-        return report_cache::run(cx, file, &args.model, args.untuned.as_deref(), html.as_deref());
+        let models = Models { paths: &args.model, served: &args.served };
+        return report_cache::run(cx, file, &models, args.untuned.as_deref(), html.as_deref());
     }
     if !args.model.is_empty() || args.untuned.is_some() {
         return Err(usage(format!(

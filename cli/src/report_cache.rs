@@ -1,12 +1,14 @@
 //! `flashtune report` of a cache folder or a bundle: its records as one HTML page.
 
+use super::agenda::cases_of_model;
 use super::cases::Case;
 use super::context::Context;
 use super::files;
+use super::report::ServedArgs;
 use super::table::table;
 use anyhow::Result;
 use flashtune::cache::{Bundle, CacheDir, DeviceFingerprint, Finalist, Key, Layers, Needed, Record, Trust, Validity};
-use flashtune::model::{Limits, Serving, read_model};
+use flashtune::model::{Serving, Use, read_model};
 use flashtune::{UNTUNED_VARIABLE, read_manifest};
 use flashtune_report::{CacheReport, CachedRecord, Contender, InFinal, ModelCase, Part, UntunedCalls, cache_html};
 use std::io::Write;
@@ -21,14 +23,14 @@ pub fn is_cache(path: &Path) -> bool {
     path.is_dir() || is_named_so || Bundle::map(path).is_ok()
 }
 
+/// Models that are held against the records, and what for.
+pub struct Models<'a> {
+    pub paths: &'a [PathBuf],
+    pub served: &'a ServedArgs,
+}
+
 /// Writes the page, or says what would stand in it.
-pub fn run(
-    cx: &mut Context,
-    path: &Path,
-    models: &[PathBuf],
-    untuned: Option<&Path>,
-    html: Option<&Path>,
-) -> Result<()> {
+pub fn run(cx: &mut Context, path: &Path, models: &Models, untuned: Option<&Path>, html: Option<&Path>) -> Result<()> {
     let report = gather(cx, path, models, untuned)?;
     if let Some(html) = html {
         files::write(html, cache_html(&report)?.as_bytes())?;
@@ -48,7 +50,7 @@ pub fn run(
     Ok(())
 }
 
-fn gather(cx: &mut Context, path: &Path, models: &[PathBuf], untuned: Option<&Path>) -> Result<CacheReport> {
+fn gather(cx: &mut Context, path: &Path, models: &Models, untuned: Option<&Path>) -> Result<CacheReport> {
     // Only numbers and texts are read: nobody's signature is asked for.
     let (layers, parts) = if path.is_dir() {
         let dir = CacheDir::at(path);
@@ -100,8 +102,8 @@ fn gather(cx: &mut Context, path: &Path, models: &[PathBuf], untuned: Option<&Pa
     devices.sort();
     devices.dedup();
     let mut cases = Vec::new();
-    for (path, device) in models.iter().flat_map(|m| devices.iter().map(move |d| (m, d))) {
-        cases.extend(of_model(path, device, &found, &records)?);
+    for (path, device) in models.paths.iter().flat_map(|m| devices.iter().map(move |d| (m, d))) {
+        cases.extend(of_model(path, models.served, device, &found, &records)?);
     }
     let facts = vec![
         ["from".to_owned(), path.display().to_string()],
@@ -179,30 +181,20 @@ fn cached(layer: &str, record: &Record, stale: Vec<String>) -> CachedRecord {
 /// The cases of a model on a device, with the records that are exactly theirs.
 fn of_model(
     path: &Path,
+    served: &ServedArgs,
     device: &DeviceFingerprint,
     found: &[(String, Arc<Record>, Validity)],
     rows: &[CachedRecord],
 ) -> Result<Vec<ModelCase>> {
     let model = read_model(path)?;
-    let limits = Limits {
-        arch: device.arch,
-        max_len: None,
-        batches: Vec::new(),
-        tensor_parallel: 1,
-        dtype: None,
-        pages: Vec::new(),
-        stores: Vec::new(),
-        train: false,
-    };
-    let serving = Serving::of(&model, &limits)?;
-    let of_case = |need: &flashtune::model::Case| {
-        let case = Case::new(need.problem, need.sizes());
+    let serving = Serving::of(&model, &served.limits(device.arch))?;
+    let of_case = |(used_for, case): (Use, Case)| {
         let bucket = case.bucket(device.units);
         let fits = |r: &Record| r.key.device == *device && r.key.problem == case.problem && r.key.bucket == bucket;
         let row = found.iter().position(|(_, r, _)| fits(r)).map(|i| &rows[i]);
         ModelCase {
             model: model.model_type.clone(),
-            used_for: need.used_for.to_string(),
+            used_for: used_for.to_string(),
             device: device.to_string(),
             problem: case.problem.to_string(),
             shape: case.sizes().to_string(),
@@ -210,5 +202,5 @@ fn of_model(
             gain: row.and_then(CachedRecord::gain).map(|(gain, _)| gain),
         }
     };
-    Ok(serving.cases().iter().map(of_case).collect())
+    Ok(cases_of_model(&serving, device.arch).into_iter().map(of_case).collect())
 }

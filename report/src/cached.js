@@ -39,7 +39,7 @@ for (const section of document.querySelectorAll("section")) {
     });
   });
   addEventListener("hashchange", () => { show(); document.getElementById(location.hash.slice(1))?.scrollIntoView(); });
-  tools.hidden = rows.length < 2;
+  tools.hidden = rows.length < 20;
   show();
 }
 if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();

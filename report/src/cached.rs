@@ -134,31 +134,46 @@ pub struct ModelCase {
 }
 
 impl CachedRecord {
-    /// Time of the default over the winner's, with the 99 % interval of the rounds' ratios where there are five.
-    pub fn gain(&self) -> Option<(f64, Option<[f64; 2]>)> {
+    /// Time of the default over the winner's: the median of the rounds' ratios with its 99 % interval where there are
+    /// five, else that of the medians.
+    pub fn gain(&self) -> Option<Estimate> {
         Some(self.default.as_ref()?.over(self.winner.as_ref()?))
     }
 }
 
 impl Contender {
     /// Its time over another's, with the 99 % interval of the rounds' ratios where there are five.
-    fn over(&self, other: &Self) -> (f64, Option<[f64; 2]>) {
+    fn over(&self, other: &Self) -> Estimate {
         // A round that a contender did not take part in has no time.
         let both = self.rounds_us.iter().zip(&other.rounds_us).filter(|(a, b)| **a > 0.0 && **b > 0.0);
-        let ratios: Vec<f64> = both.map(|(a, b)| a / b).collect();
-        (self.median_us / other.median_us, median_bounds(&ratios, DEVIATIONS))
+        estimate(both.map(|(a, b)| a / b).collect(), self.median_us / other.median_us)
     }
 
-    /// The median, with the 99 % interval of it where there are five rounds.
-    fn told(&self) -> String {
-        let rounds: Vec<f64> = self.rounds_us.iter().copied().filter(|us| *us > 0.0).collect();
-        format!("{} us{}", number(self.median_us), bounds(median_bounds(&rounds, DEVIATIONS)))
+    /// The median in microseconds, with the 99 % interval of it where there are five rounds.
+    fn time(&self) -> Estimate {
+        let rounds = self.rounds_us.iter().copied().filter(|us| *us > 0.0).collect();
+        estimate(rounds, self.median_us)
     }
+}
+
+/// A median, and its 99 % interval.
+type Estimate = (f64, Option<[f64; 2]>);
+
+/// Of rounds where there are five, else what all samples gave. Those of the search are among them: noise that passed
+/// before the final would put their median outside of the final's interval.
+fn estimate(mut rounds: Vec<f64>, of_samples: f64) -> Estimate {
+    let Some(interval) = median_bounds(&rounds, DEVIATIONS) else { return (of_samples, None) };
+    rounds.sort_by(f64::total_cmp);
+    let middle = rounds.len() / 2;
+    let median = if rounds.len() % 2 == 1 { rounds[middle] } else { f64::midpoint(rounds[middle - 1], rounds[middle]) };
+    (median, Some(interval))
 }
 
 #[derive(Serialize, Default)]
 struct Cell {
     text: String,
+    /// A second line.
+    below: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     number: Option<f64>,
     kind: &'static str,
@@ -177,7 +192,10 @@ struct Row {
 struct Section {
     id: &'static str,
     title: &'static str,
-    note: String,
+    /// Text and, at odd places, commands.
+    note: Vec<String>,
+    /// What the rows come to.
+    sums: Vec<String>,
     header: Vec<&'static str>,
     rows: Vec<Row>,
 }
@@ -195,63 +213,125 @@ fn sorted(text: String, number: Option<f64>) -> Cell {
     Cell { number: Some(number.filter(|n| n.is_finite()).unwrap_or(-1.0)), ..cell(text) }
 }
 
-fn bounds(interval: Option<[f64; 2]>) -> String {
-    interval.map_or(String::new(), |[a, b]| format!(" ({a:.3} to {b:.3})"))
+/// `3 records`, `1 record`.
+fn counted(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
-fn gained(gain: Option<(f64, Option<[f64; 2]>)>) -> Cell {
-    let text = gain.map_or("-".to_owned(), |(gain, interval)| format!("{gain:.2}x{}", bounds(interval)));
-    sorted(text, gain.map(|(gain, _)| gain))
+/// What stands between backticks goes to odd places.
+fn note(text: impl AsRef<str>) -> Vec<String> {
+    text.as_ref().split('`').map(str::to_owned).collect()
 }
 
-/// How many schedules were in the final, and under that each of them, the fastest first.
-fn finalists(r: &CachedRecord) -> Cell {
-    let mut order: Vec<&InFinal> = r.finalists.iter().collect();
-    order.sort_by(|a, b| a.times.median_us.total_cmp(&b.times.median_us));
-    let line = |f: &&InFinal| {
-        let mut words = vec![format!("{}: {}", f.schedule, f.times.told())];
-        if let Some(winner) = r.winner.as_ref().filter(|_| !f.is_winner) {
-            let (ratio, interval) = f.times.over(winner);
-            words.push(format!("{ratio:.3}x{}", bounds(interval)));
-        }
-        words.push(format!("error {:.1e}", f.max_error));
-        let notes = [f.is_winner.then_some("winner"), f.is_default.then_some("default")];
-        words.extend(notes.into_iter().flatten().map(str::to_owned));
-        words.join(", ")
+fn interval(bounds: Option<[f64; 2]>, written: impl Fn(f64) -> String) -> String {
+    bounds.map_or(String::new(), |[a, b]| format!("{} to {}", written(a), written(b)))
+}
+
+fn times(factor: f64) -> String {
+    format!("{factor:.2}x")
+}
+
+/// Leaves out a column that says the same in all rows, where there are several: of devices, which the facts name.
+fn without_device(mut section: Section) -> Section {
+    let column = section.header.iter().position(|name| *name == "Device").unwrap_or(section.header.len());
+    let mut texts = section.rows.iter().filter_map(|row| row.cells.get(column)).map(|cell| &cell.text);
+    if section.rows.len() > 1 && texts.next().is_some_and(|first| texts.all(|other| other == first)) {
+        section.header.remove(column);
+        section.rows.iter_mut().for_each(|row| drop(row.cells.remove(column)));
+    }
+    section
+}
+
+fn gained(gain: Option<Estimate>) -> Cell {
+    let text = gain.map_or("-".to_owned(), |(gain, _)| times(gain));
+    let below = gain.map_or(String::new(), |(_, bounds)| interval(bounds, |r| format!("{r:.3}")));
+    Cell { below, ..sorted(text, gain.map(|(gain, _)| gain)) }
+}
+
+/// A schedule of the final in a line.
+fn finalist(f: &InFinal, winner: Option<&Contender>) -> String {
+    let bracketed = |bounds, written: &dyn Fn(f64) -> String| match interval(bounds, written) {
+        some if some.is_empty() => some,
+        some => format!(" ({some})"),
     };
+    let (us, bounds) = f.times.time();
+    let mut words = vec![format!("{}: {} us{}", f.schedule, number(us), bracketed(bounds, &number))];
+    if let Some(winner) = winner.filter(|_| !f.is_winner) {
+        let (ratio, bounds) = f.times.over(winner);
+        words.push(format!("{ratio:.3}x{}", bracketed(bounds, &|r| format!("{r:.3}"))));
+    }
+    words.push(format!("error {:.1e}", f.max_error));
+    let notes = [f.is_winner.then_some("winner"), f.is_default.then_some("default")];
+    words.extend(notes.into_iter().flatten().map(str::to_owned));
+    words.join(", ")
+}
+
+/// Each schedule of the final, the fastest first, and whatever else is known.
+fn details(r: &CachedRecord) -> Cell {
+    let mut order: Vec<&InFinal> = r.finalists.iter().collect();
+    order.sort_by(|a, b| a.times.time().0.total_cmp(&b.times.time().0));
+    let mut lines: Vec<String> = order.iter().map(|f| finalist(f, r.winner.as_ref())).collect();
+    let samples = r.winner.as_ref().map_or(0, |w| w.samples).to_string();
+    let settled = if r.settled == 0 { String::new() } else { counted(r.settled, "finding") };
+    let rest = [
+        ("family", &r.family),
+        ("samples of the winner", &samples),
+        ("launches", &r.launches),
+        ("conditions", &r.conditions),
+        ("compiler", &r.compiler),
+        ("layer", &r.layer),
+        ("other hosts found", &r.rivals.join(", ")),
+        ("settled", &settled),
+    ];
+    lines.extend(rest.iter().filter(|(_, value)| !value.is_empty()).map(|(name, value)| format!("{name}: {value}")));
     let count = r.finalists.len();
-    Cell { kind: "wide", lines: order.iter().map(line).collect(), ..sorted(count.to_string(), Some(count as f64)) }
+    let contested = if r.rivals.is_empty() { "" } else { ", contested" };
+    Cell { lines, ..sorted(format!("{} raced{contested}", counted(count, "schedule")), Some(count as f64)) }
 }
 
 fn row(r: &CachedRecord) -> Row {
-    let time = r.winner.as_ref().map_or("never measured".to_owned(), Contender::told);
-    let stale = Cell { kind: if r.stale.is_empty() { "wide" } else { "wide bad" }, ..cell(r.stale.join("; ")) };
-    let rivals = match (r.rivals.as_slice(), r.settled) {
-        ([], 0) => String::new(),
-        (some, settled) => format!("{}; {settled} settled", some.join(", ")),
-    };
+    let time = r.winner.as_ref().map(Contender::time);
+    let us = |us| format!("{} us", number(us));
+    let stale = Cell { kind: if r.stale.is_empty() { "" } else { "wide bad" }, ..cell(r.stale.join("; ")) };
+    let launches = if r.launches == "eager" { String::new() } else { format!("launched by {}", r.launches) };
     let cells = vec![
         Cell { link: format!("r-{}", r.id), ..cell(r.problem.as_str()) },
-        cell(r.shape.as_str()),
+        Cell { below: launches, ..cell(r.shape.as_str()) },
         wide(r.device.as_str()),
-        cell(r.family.as_str()),
         wide(r.schedule.as_str()),
-        sorted(time, r.winner.as_ref().map(|w| w.median_us)),
-        gained(r.gain()),
-        finalists(r),
-        sorted(
-            r.winner.as_ref().map_or("0".into(), |w| w.samples.to_string()),
-            r.winner.as_ref().map(|w| w.samples.into()),
-        ),
-        stale,
-        wide(rivals),
-        wide(r.conditions.as_str()),
-        cell(r.launches.as_str()),
-        cell(r.compiler.as_str()),
+        Cell {
+            below: interval(time.and_then(|(_, bounds)| bounds), number),
+            ..sorted(time.map_or("never measured".to_owned(), |(t, _)| us(t)), time.map(|(t, _)| t))
+        },
+        match r.finalists.iter().any(|f| f.is_winner && f.is_default) {
+            true => Cell { below: "the default".to_owned(), ..gained(r.gain().map(|(gain, _)| (gain, None))) },
+            false => gained(r.gain()),
+        },
+        details(r),
         cell(r.date.as_str()),
-        cell(r.layer.as_str()),
+        stale,
     ];
     Row { id: format!("r-{}", r.id), cells }
+}
+
+/// How many of a model's cases are tuned on a device, and the mean gain of those.
+fn sums(models: &[ModelCase]) -> Vec<String> {
+    let mut groups: Vec<((&str, &str), Vec<&ModelCase>)> = Vec::new();
+    for case in models {
+        let key = (case.model.as_str(), case.device.as_str());
+        match groups.iter_mut().find(|(of, _)| *of == key) {
+            Some((_, cases)) => cases.push(case),
+            None => groups.push((key, vec![case])),
+        }
+    }
+    let line = |((model, device), cases): &((&str, &str), Vec<&ModelCase>)| {
+        let tuned = cases.iter().filter(|case| case.record.is_some()).count();
+        let gains: Vec<f64> = cases.iter().filter_map(|case| case.gain).filter(|gain| *gain > 0.0).collect();
+        let mean = (gains.iter().map(|gain| gain.ln()).sum::<f64>() / gains.len() as f64).exp();
+        let gain = if gains.is_empty() { String::new() } else { format!(", {} on the mean", times(mean)) };
+        format!("{model} on {device}: {tuned} of {} tuned{gain}", counted(cases.len(), "case"))
+    };
+    groups.iter().map(line).collect()
 }
 
 fn sections(report: &CacheReport) -> Vec<Section> {
@@ -261,43 +341,26 @@ fn sections(report: &CacheReport) -> Vec<Section> {
     let records = Section {
         id: "records",
         title: "Records",
-        note: match count {
+        note: note(match count {
             0 => "Nothing was tuned yet; `flashtune tune` makes records.".to_owned(),
             _ => format!(
-                "{count} records, {stale} of them stale. In parentheses the 99 % interval of the median, of the gain by \
-                 rounds of both; none with fewer than five rounds. Gains are the default's time over the winner's. The \
-                 final has each schedule's time, and that over the winner's."
+                "{}, {stale} of them stale. Times are medians of the final's rounds, gains the default's time over the \
+                 winner's in the same round; below them the 99 % interval, where there are five rounds.",
+                counted(count, "record")
             ),
-        },
-        header: vec![
-            "Problem",
-            "Shape",
-            "Device",
-            "Family",
-            "Schedule",
-            "Time",
-            "Gain",
-            "Final",
-            "Samples",
-            "Stale",
-            "Rivals",
-            "Conditions",
-            "Launches",
-            "Compiler",
-            "Tuned",
-            "Layer",
-        ],
+        }),
+        sums: Vec::new(),
+        header: vec!["Problem", "Shape", "Device", "Schedule", "Time", "Gain", "Details", "Tuned", "Stale"],
         rows: report.records.iter().map(row).collect(),
     };
     let models = Section {
         id: "models",
         title: "Models",
-        note: match report.models.is_empty() {
-            true => {
-                "No model was named: `flashtune report CACHE --model PATH` says which of its cases are tuned.".into()
-            }
-            false => "What serving each model needs, as `flashtune tune --model` knows it.".to_owned(),
-        },
+        note: note(match report.models.is_empty() {
+            true => "No model was named: `flashtune report CACHE --model PATH` says which of its cases are tuned.",
+            false => "What each model needs, as `flashtune tune --model` knows it.",
+        }),
+        sums: sums(&report.models),
         header: vec!["Model", "Use", "Problem", "Shape", "Device", "Gain"],
         rows: report
             .models
@@ -316,10 +379,11 @@ fn sections(report: &CacheReport) -> Vec<Section> {
     let untuned = Section {
         id: "untuned",
         title: "Met untuned",
-        note: match report.untuned.is_empty() {
-            true => "No calls are recorded; hosts append them to the file that FLASHTUNE_UNTUNED names.".to_owned(),
-            false => "Calls of hosts that no record served; `flashtune tune --from FILE` tunes them.".to_owned(),
-        },
+        note: note(match report.untuned.is_empty() {
+            true => "No calls are recorded; hosts append them to the file that `FLASHTUNE_UNTUNED` names.",
+            false => "Calls of hosts that no record served; `flashtune tune --from FILE` tunes them.",
+        }),
+        sums: Vec::new(),
         header: vec!["Problem", "Shape", "Calls"],
         rows: report
             .untuned
@@ -333,7 +397,8 @@ fn sections(report: &CacheReport) -> Vec<Section> {
     let parts = Section {
         id: "sizes",
         title: "Sizes",
-        note: "Files by kind.".to_owned(),
+        note: note("Files by kind."),
+        sums: Vec::new(),
         header: vec!["Kind", "Files", "Size"],
         rows: report
             .parts
@@ -344,7 +409,7 @@ fn sections(report: &CacheReport) -> Vec<Section> {
             })
             .collect(),
     };
-    vec![models, untuned, records, parts]
+    vec![without_device(models), untuned, without_device(records), parts]
 }
 
 /// The page. It fetches nothing, and can be read without its script, which sorts and filters.
@@ -360,12 +425,13 @@ pub fn cache_html(report: &CacheReport) -> Result<String, Error> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    const HOSTILE: &str = "</td></script><script>alert(1)</script><img src=x onerror='alert(2)'>\"&{{ title }}";
+    pub(crate) const HOSTILE: &str =
+        "</td></script><script>alert(1)</script><img src=x onerror='alert(2)'>\"&{{ title }}";
 
-    fn record(n: usize) -> CachedRecord {
+    pub(crate) fn record(n: usize) -> CachedRecord {
         let contender = |us: f64| Contender {
             median_us: us,
             rounds_us: (0..20).map(|i| us + f64::from(i) / 100.0).collect(),
@@ -415,7 +481,7 @@ mod tests {
     #[test]
     fn gains_have_the_interval_of_their_rounds() {
         let (gain, interval) = record(1).gain().unwrap();
-        assert!((gain - 1.25).abs() < 1e-9);
+        assert!((gain - 1.25).abs() < 1e-3, "{gain}");
         let [low, high] = interval.unwrap();
         assert!(low < high && 1.24 < low && high < 1.26, "{low} {high}");
         let mut few = record(1);
@@ -426,21 +492,68 @@ mod tests {
     }
 
     #[test]
+    fn a_median_lies_in_its_interval() {
+        // The search had slow samples that the final's rounds have not.
+        let mut noisy = record(1);
+        noisy.winner.as_mut().unwrap().median_us = 150.0;
+        let (us, bounds) = noisy.winner.as_ref().unwrap().time();
+        let [low, high] = bounds.unwrap();
+        assert!(low <= us && us <= high, "{low} {us} {high}");
+        let (gain, bounds) = noisy.gain().unwrap();
+        let [low, high] = bounds.unwrap();
+        assert!(low <= gain && gain <= high, "{low} {gain} {high}");
+    }
+
+    #[test]
+    fn a_column_of_one_device_is_left_out() {
+        let devices = |all: &[&str]| {
+            let of = |(n, device): (usize, &&str)| CachedRecord { device: (*device).to_owned(), ..record(n) };
+            let report = CacheReport { records: all.iter().enumerate().map(of).collect(), ..CacheReport::default() };
+            cache_html(&report).unwrap().matches("data-name=\"Device\"").count()
+        };
+        assert_eq!([devices(&["a", "a"]), devices(&["a", "b"]), devices(&["a"])], [0, 2, 1]);
+    }
+
+    #[test]
+    fn a_model_is_summed_up_by_device() {
+        let case = |device: &str, gain: Option<f64>| ModelCase {
+            model: "llama".into(),
+            used_for: "decode".into(),
+            device: device.into(),
+            problem: "p".into(),
+            shape: "s".into(),
+            record: gain.map(|_| "r".into()),
+            gain,
+        };
+        let cases = [case("a", Some(1.0)), case("b", None), case("a", Some(1.21)), case("a", None)];
+        assert_eq!(
+            sums(&cases),
+            ["llama on a: 2 of 3 cases tuned, 1.10x on the mean", "llama on b: 0 of 1 case tuned"]
+        );
+    }
+
+    #[test]
     fn finalists_are_told_from_the_fastest_on() {
-        let cell = finalists(&record(1));
-        assert_eq!(cell.text, "3");
-        let [first, second, third] = cell.lines.as_slice() else { panic!("{:?}", cell.lines) };
+        let cell = details(&record(1));
+        assert_eq!(cell.text, "3 schedules raced");
+        let [first, second, third, rest @ ..] = cell.lines.as_slice() else { panic!("{:?}", cell.lines) };
         assert!(
             first.starts_with("w3-m128-n128-s2-pingpong: 100") && first.ends_with("error 1.3e-3, winner"),
             "{first}"
         );
         assert!(second.starts_with("w3-m128-n96-s2: 104") && second.contains("1.040x (1.0"), "{second}");
         assert!(third.ends_with("default") && third.contains("1.250x (1.2"), "{third}");
+        assert_eq!(rest[..2], ["family: forward/sm90", "samples of the winner: 20"]);
+        let contested = CachedRecord { rivals: vec!["w2 99.0 us".into()], ..record(1) };
+        let cell = details(&contested);
+        assert!(
+            cell.text.ends_with("raced, contested") && cell.lines.contains(&"other hosts found: w2 99.0 us".into())
+        );
         let page = cache_html(&CacheReport { records: vec![record(1)], ..CacheReport::default() }).unwrap();
-        assert_eq!((page.matches("<details>").count(), page.matches("<li>").count()), (1, 3));
+        assert_eq!((page.matches("<details>").count(), page.matches("<li>").count()), (1, 9));
         let never = CachedRecord { winner: None, finalists: Vec::new(), ..record(1) };
         let page = cache_html(&CacheReport { records: vec![never], ..CacheReport::default() }).unwrap();
-        assert!(page.contains("never measured") && !page.contains("<details>"));
+        assert!(page.contains("never measured") && page.contains("<summary>0 schedules raced"));
     }
 
     #[test]

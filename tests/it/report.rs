@@ -354,4 +354,13 @@ fn a_cache_is_one_page_that_links_its_records() {
     let cases = told["models"].as_array().unwrap();
     let tuned = cases.iter().filter(|case| case["record"] == id).count();
     assert!(tuned == 1 && cases.len() > 1, "{told}");
+    // They are those that `tune` would tune, with the same options.
+    let options = ["--model", text(&config), "--pages", "16,packed", "--batch", "1,4", "--max-len", "64"];
+    for more in [&[][..], &["--tp", "2"]] {
+        let listed = place.json(&[&["tune", "--dry-run"], &options[..], more].concat());
+        let told = place.json(&[&["report", text(&cache)], &options[..], more].concat());
+        let listed: Vec<_> = listed["cases"].as_array().unwrap().iter().map(|c| [&c["problem"], &c["shape"]]).collect();
+        let told: Vec<_> = told["models"].as_array().unwrap().iter().map(|c| [&c["problem"], &c["shape"]]).collect();
+        assert_eq!(told, listed);
+    }
 }
