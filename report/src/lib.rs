@@ -19,6 +19,8 @@
 //! programs that write reports cannot compute it in two ways. Architecture invariant: no device, no clock, no file; the
 //! same report gives the same bytes.
 
+#[cfg(test)]
+mod browser;
 mod cached;
 mod chart;
 mod compare;

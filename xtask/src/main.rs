@@ -4,6 +4,7 @@
 //! puts the NVRTC wheel into `.toolchain/` once and points the tests at it, and NumPy for the tests of the Python
 //! package.
 
+mod browser;
 mod crates;
 mod header;
 mod licences;
@@ -28,9 +29,11 @@ const USAGE: &str = "usage: cargo xtask COMMAND
 
 commands:
   test [ARGS]   install what the tests need, then `cargo test --workspace ARGS`; without ARGS also `python`,
-                `wheel --check` and `candle`
+                `wheel --check`, `candle` and, where there is a Chromium, `browser`
   python [ARGS] the tests of bindings/python: `python -m unittest discover ARGS`
   candle [ARGS] the tests of bindings/candle, a workspace of its own: `cargo test --workspace ARGS` there
+  browser       the tests of HTML pages, in a Chromium that is there; `browser [--pictures DIR] [PAGE...]` looks at
+                pages that were made elsewhere as well
   lint          formatting, `tidy`, `crates`, and `cargo clippy` and `cargo doc` with warnings denied
   tidy          columns, names of tests and links of pages; `--lower` writes the counts of xtask/tidy.txt that fell
   crates        whether every package could be published: manifest, files, order, the Rust that it asks for
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Some("test") => test(&args.collect::<Vec<_>>()),
         Some("python") => python::test(&root(), &args.collect::<Vec<_>>()),
         Some("candle") => candle(&args.collect::<Vec<_>>()),
+        Some("browser") => browser::main(&root(), &args.collect::<Vec<_>>()),
         Some("lint") => steps::run(&steps::lints()),
         Some("tidy") => tidy::main(&root(), &args.collect::<Vec<_>>()),
         Some("crates") => crates::check(&root()),

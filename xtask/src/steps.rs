@@ -1,7 +1,7 @@
 //! The steps that a change must pass: one list, for `cargo xtask ci`, and for `cargo xtask lint` and
 //! `cargo xtask test`, which `.ci/run` calls.
 
-use super::{candle, cargo, crates, python, root, rust, tidy, wheel};
+use super::{browser, candle, cargo, crates, python, root, rust, tidy, wheel};
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 
@@ -36,6 +36,7 @@ pub fn tests() -> Vec<Step> {
         ("python", || python::test(&root(), &[])),
         ("wheel", || wheel::test(&root())),
         ("candle", || candle(&[])),
+        ("browser", || browser::test(&root())),
     ]
 }
 
