@@ -2,10 +2,12 @@
 
 use super::context::Context;
 use super::exit::{Failed, usage};
+use super::hits;
 use anyhow::Result;
 use flashtune::cache::{Amount, CacheDir, Removed};
 use serde_json::json;
 use std::io::Write;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// How long `gc` waits for a tuner to let go of the journal, which it has for moments only.
@@ -13,9 +15,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Options of `cache`.
 #[derive(clap::Args, Debug)]
-#[command(
-    after_help = "Hit rates are counted by the processes that make calls: `Engine::counters`, or their Prometheus text."
-)]
 pub struct Args {
     #[command(subcommand)]
     what: Option<What>,
@@ -25,6 +24,12 @@ pub struct Args {
 enum What {
     /// Say what is in the folder and how large it is; what `flashtune cache` alone does
     Show,
+    /// Say what calls of hosts ran on: tuned kernels, near ones, the default
+    Hits {
+        /// Metrics of processes, as `Engine::write_metrics` writes them
+        #[arg(required = true)]
+        file: Vec<PathBuf>,
+    },
     /// Read and check every kernel and record; exit code 1 when one is damaged
     Verify,
     /// Remove damaged kernels, and then the longest unused ones above the limit
@@ -42,8 +47,13 @@ enum What {
 }
 
 pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+    let what = args.what.unwrap_or(What::Show);
+    if let What::Hits { file } = &what {
+        return hits::run(cx, file);
+    }
     let dir = cx.cache_dir()?;
-    match args.what.unwrap_or(What::Show) {
+    match what {
+        What::Hits { .. } => unreachable!("done above"),
         What::Show => show(cx, &dir),
         What::Verify => verify(cx, &dir),
         What::Gc { limit_mib } => {

@@ -1,10 +1,15 @@
-//! Output files: whole or not at all.
+//! Input files as text; output files, whole or not at all.
 
 use super::exit::usage;
 use anyhow::Result;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
+
+/// The text of an input file.
+pub fn read_text(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(|e| usage(format!("cannot read {}: {e}; check the path", path.display())))
+}
 
 /// Writes a file that appears whole or not at all. A device or a pipe is written to and stays what it is.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {

@@ -16,6 +16,7 @@ mod exit;
 mod explain;
 mod files;
 mod help;
+mod hits;
 mod list;
 mod lists;
 mod machine;

@@ -1,6 +1,6 @@
 //! What whoever watches a process sees: spans, metrics, and a board of them.
 
-use crate::common::{Place, ROOT};
+use crate::common::{Place, ROOT, fails};
 use flashtune::codegen::{DType, Mask, Problem, Shape};
 use flashtune::{Engine, Policy, tuner};
 use std::collections::{BTreeMap, BTreeSet};
@@ -107,6 +107,19 @@ fn metrics_in_a_file_are_whole_and_named_after_it() {
     );
     let names = std::fs::read_dir(place.path("")).unwrap().map(|e| e.unwrap().file_name());
     assert_eq!(names.filter(|n| n.to_str().unwrap().starts_with("rank0")).count(), 1);
+    // The command adds such files up.
+    let other = place.path("rank1.prom");
+    engine.write_metrics(&other).unwrap();
+    let files = [&file, &other].map(|f| f.to_str().unwrap());
+    let hits = place.json(&[&["cache", "hits"], &files[..]].concat());
+    assert_eq!((&hits["processes"], &hits["compiled"], &hits["loaded"]), (&2.into(), &2.0.into(), &2.0.into()));
+    assert!(hits["calls"]["tuned"] == 0.0 && hits["problems"].as_object().unwrap().is_empty(), "{hits}");
+    let table = place.flashtune(&[&["cache", "hits"], &files[..]].concat()).output().unwrap();
+    let table = String::from_utf8(table.stdout).unwrap();
+    assert!(table.contains("2 processes, 0 calls and 0 refused; of 2 kernels 0.0 % were there, 2 compiled"), "{table}");
+    std::fs::write(&other, "# of another program\nup 1\n").unwrap();
+    fails(&mut place.flashtune(&["cache", "hits", files[1]]), 2, &["rank1.prom", "no metrics of flashtune"]);
+    fails(&mut place.flashtune(&["cache", "hits", "/nonexistent/r.prom"]), 2, &["/nonexistent/r.prom"]);
     let e = engine.write_metrics(&place.path("none/rank0.prom")).unwrap_err();
     assert!(matches!(e, flashtune::Error::MetricsFile { .. }) && e.to_string().contains("none/rank0.prom"), "{e}");
 }
