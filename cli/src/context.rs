@@ -184,15 +184,23 @@ impl Context {
         Ok(options(builder).build()?)
     }
 
-    /// Prints a value as one JSON document. An object says first which version of the output it is.
+    /// Prints a value as one JSON document. An object says first which version of the output it is, and so does each
+    /// object of a list.
     pub fn print_json(&mut self, value: &impl Serialize) -> Result<()> {
-        let text = serde_json::to_string_pretty(value)?;
-        match text.strip_prefix("{\n") {
-            Some(rest) => writeln!(self.out, "{{\n  \"schema\": {SCHEMA},\n{rest}")?,
-            None => writeln!(self.out, "{text}")?,
-        }
+        writeln!(self.out, "{}", with_schema(&serde_json::to_string_pretty(value)?))?;
         Ok(())
     }
+}
+
+/// Texts of JSON have no line breaks in them: a line that is a brace alone, and not further in, opens an object of the
+/// document.
+fn with_schema(text: &str) -> String {
+    let (opening, indent) = if text.starts_with('[') { ("  {", "    ") } else { ("{", "  ") };
+    let line = |line: &str| match line == opening {
+        true => format!("{line}\n{indent}\"schema\": {SCHEMA},"),
+        false => line.to_owned(),
+    };
+    text.lines().map(line).collect::<Vec<_>>().join("\n")
 }
 
 /// This program as its own worker.
@@ -213,5 +221,23 @@ pub fn made_at() -> Result<u64> {
             .parse()
             .map_err(|_| usage(format!("SOURCE_DATE_EPOCH = `{text}` is not a number of seconds since 1970"))),
         _ => Ok(unix_time()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    #[test]
+    fn documents_and_objects_of_lists_have_a_schema() {
+        let told = |value: Value| -> Value {
+            serde_json::from_str(&with_schema(&serde_json::to_string_pretty(&value).unwrap())).unwrap()
+        };
+        let object = told(json!({ "a": { "b": [{ "c": "x\n  {\n" }] } }));
+        assert_eq!(object, json!({ "schema": SCHEMA, "a": { "b": [{ "c": "x\n  {\n" }] } }));
+        let list = told(json!([{ "a": {}, "b": [{ "c": 1 }] }, { "a": [] }]));
+        assert_eq!(list, json!([{ "schema": SCHEMA, "a": {}, "b": [{ "c": 1 }] }, { "schema": SCHEMA, "a": [] }]));
+        assert_eq!([told(json!([])), told(json!(["x"])), told(json!(3))], [json!([]), json!(["x"]), json!(3)]);
     }
 }
