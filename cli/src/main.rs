@@ -156,7 +156,8 @@ enum Command {
 
 /// The command as parsers, shells and manual pages take it.
 fn command() -> clap::Command {
-    help::grouped(Cli::command())
+    // What goes to a file or another program has one line an option.
+    help::grouped(Cli::command()).term_width(table::columns().unwrap_or(0))
 }
 
 /// Parses the command line, runs the command, and turns its outcome into an exit code.
@@ -165,6 +166,11 @@ fn main() -> ExitCode {
 }
 
 fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let mut args: Vec<OsString> = args.into_iter().collect();
+    // Clap takes what follows `help` for the name of a command.
+    if args.get(1).is_some_and(|a| a == "help") && args.get(2).is_some_and(|a| a == "--help" || a == "-h") {
+        args.truncate(2);
+    }
     let matches = command().try_get_matches_from(args);
     let (cli, given) = match matches.and_then(|found| Ok((Cli::from_arg_matches(&found)?, given(&found)))) {
         Ok(parsed) => parsed,

@@ -24,7 +24,7 @@ pub fn table(header: &[&str]) -> Table {
 }
 
 /// Columns of the terminal that standard output is.
-fn columns() -> Option<usize> {
+pub fn columns() -> Option<usize> {
     let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok()?;
     Some(usize::from(size.ws_col)).filter(|columns| *columns > 0)
 }

@@ -82,6 +82,7 @@ fn help_of_every_command_fits_on_a_page_in_both_forms() {
         assert!(long.lines().count() < 60, "{command}: {} lines\n{long}", long.lines().count());
         assert_eq!(short, long, "{command}");
     }
+    assert_eq!([printed(&["help", "--help"]), printed(&["help"])], [printed(&["--help"]), printed(&["--help"])]);
     // What the choices mean is told where there is room.
     let long = printed(&["help", "run"]);
     assert!(long.contains("bshd: [batch, rows, heads, dim]"), "{long}");
