@@ -40,22 +40,23 @@ pub fn sass(cx: &mut Context, kernel: &Kernel) -> Result<()> {
 
 /// The machine code of a compiled kernel as text; `options` are the disassembler's own.
 pub fn disassembled(arch: Arch, binary: &Path, options: &[&str]) -> Result<Vec<u8>> {
-    let (mut command, name, remedy) = match arch {
+    let (mut command, name, searched, remedy) = match arch {
         Arch::Sm(_) => (
             Command::new(toolkit("nvdisasm")),
             "nvdisasm",
-            "put the CUDA toolkit's nvdisasm on PATH, or set CUDA_HOME (pip install nvidia-cuda-nvdisasm has one, too)",
+            "CUDA_HOME, PATH, beside NVRTC",
+            "pip install nvidia-cuda-nvdisasm nvidia-cuda-nvrtc, put the CUDA toolkit's on PATH, or set CUDA_HOME",
         ),
         Arch::Cpu(_) => {
             let mut objdump = Command::new("objdump");
             objdump.args(["--disassemble", "--no-show-raw-insn"]);
-            (objdump, "objdump", "install binutils")
+            (objdump, "objdump", "PATH", "install binutils")
         }
     };
     let output = match command.args(options).arg(binary).output() {
         Ok(output) => output,
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            return Err(Error::Missing { what: name, searched: "CUDA_HOME, PATH".to_owned(), remedy }.into());
+            return Err(Error::Missing { what: name, searched: searched.to_owned(), remedy }.into());
         }
         Err(e) => return Err(e).with_context(|| format!("cannot start {name}")),
     };
@@ -65,10 +66,18 @@ pub fn disassembled(arch: Arch, binary: &Path, options: &[&str]) -> Result<Vec<u
     Ok(output.stdout)
 }
 
-/// A program of the CUDA toolkit: that of CUDA_HOME, else whatever PATH has.
+/// A program of the CUDA toolkit: that of CUDA_HOME, else what PATH has, else that of the toolkit or of the Python
+/// environment that NVRTC is of.
 fn toolkit(program: &str) -> PathBuf {
-    let home = std::env::var_os("CUDA_HOME").map(|home| PathBuf::from(home).join("bin").join(program));
-    home.filter(|path| path.is_file()).unwrap_or_else(|| program.into())
+    let variable = |name| std::env::var_os(name).unwrap_or_default();
+    let home = PathBuf::from(variable("CUDA_HOME")).join("bin");
+    let path = variable("PATH");
+    let library = Nvrtc::find().map(|nvrtc| nvrtc.path().to_owned()).unwrap_or_default();
+    // lib, lib64 or targets/ARCH/lib of a toolkit, lib of a wheel.
+    let beside = library.ancestors().skip(2).take(3).map(|folder| folder.join("bin"));
+    let folders = std::iter::once(home).chain(std::env::split_paths(&path)).chain(beside);
+    let absolute = folders.filter(|folder| folder.is_absolute());
+    absolute.map(|folder| folder.join(program)).find(|file| file.is_file()).unwrap_or_else(|| program.into())
 }
 
 /// Compiles a kernel and prints what it takes, beside what the model says of it.

@@ -126,10 +126,10 @@ fn emit_shows_what_becomes_of_a_cpu_kernel() {
 
 #[test]
 fn emit_shows_what_becomes_of_a_gpu_kernel() {
-    if Nvrtc::find().is_err() {
+    let Ok(nvrtc) = Nvrtc::find() else {
         assert!(std::env::var_os("CI").is_none(), "CI has NVRTC");
         return;
-    }
+    };
     let place = Place::new();
     let emit = |what: &str| place.flashtune(&["emit", "--arch", "sm_90a", "--head-dim", "64", what]);
     let text = |command: &mut assert_cmd::Command| {
@@ -147,7 +147,23 @@ fn emit_shows_what_becomes_of_a_gpu_kernel() {
     // No toolkit, and the way to one.
     let bare = place.path("bare");
     std::fs::create_dir(&bare).unwrap();
-    fails(emit("--sass").env("PATH", &bare).env_remove("CUDA_HOME"), 3, &["nvdisasm", "CUDA_HOME"]);
+    fails(emit("--sass").env("PATH", &bare).env_remove("CUDA_HOME"), 3, &["nvdisasm", "CUDA_HOME", "pip install"]);
+    // What pip installs beside NVRTC is found there.
+    let (lib, bin) = (place.path("cu13/lib"), place.path("cu13/bin"));
+    for folder in [&lib, &bin] {
+        std::fs::create_dir_all(folder).unwrap();
+    }
+    for file in std::fs::read_dir(nvrtc.path().parent().unwrap()).unwrap().map(|e| e.unwrap()) {
+        std::os::unix::fs::symlink(file.path(), lib.join(file.file_name())).unwrap();
+    }
+    let first_letters = "#!/bin/sh\nPATH=/usr/bin:/bin\nfor file; do :; done\nhead -c 4 \"$file\" | tail -c 3\n";
+    write_program(&bin.join("nvdisasm"), first_letters);
+    let mut listing = emit("--sass");
+    let listing = listing
+        .env("PATH", &bare)
+        .env_remove("CUDA_HOME")
+        .env("FLASHTUNE_NVRTC", lib.join(nvrtc.path().file_name().unwrap()));
+    assert_eq!(text(listing), "ELF");
 }
 
 #[test]
