@@ -1,7 +1,7 @@
 //! `flashtune report`, and the report files of every command that makes one.
 
 use super::agenda::ServiceArgs;
-use super::cases::RaggedArgs;
+use super::cases::{RaggedArgs, StoreChoice};
 use super::compare::{self, Percent};
 use super::context::Context;
 use super::exit::usage;
@@ -9,7 +9,7 @@ use super::files;
 use super::report_cache::{self, Models};
 use anyhow::{Context as _, Result};
 use flashtune::DType;
-use flashtune::codegen::Arch;
+use flashtune::codegen::{Arch, PageClass};
 use flashtune::model::Limits;
 use flashtune_report::{Report, html, markdown, svg};
 use std::io::Write;
@@ -94,14 +94,19 @@ pub struct ServedArgs {
     /// Numbers of sequences that are decoded together
     #[arg(long, value_delimiter = ',', value_name = "LIST", requires = "model")]
     batch: Vec<u32>,
-    #[command(flatten)]
-    ragged: RaggedArgs,
+    /// Tokens of a page of their KV cache, or `packed`; 16 when absent
+    #[arg(long, value_delimiter = ',', value_name = "LIST", requires = "model")]
+    pages: Vec<PageClass>,
+    /// Elements of the KV cache, as `tune` takes them
+    #[arg(long, value_delimiter = ',', value_name = "LIST", requires = "model")]
+    kv_dtype: Vec<StoreChoice>,
 }
 
 impl ServedArgs {
     /// On a device.
     pub fn limits(&self, arch: Arch) -> Limits {
-        self.service.limits(arch, self.dtype, &self.batch, &self.ragged)
+        let ragged = RaggedArgs { pages: self.pages.clone(), kv_dtype: self.kv_dtype.clone() };
+        self.service.limits(arch, self.dtype, &self.batch, &ragged)
     }
 }
 
