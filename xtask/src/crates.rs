@@ -26,6 +26,11 @@ const CANDLE: &str = "flashtune-candle";
 /// The registry takes no larger package, compressed.
 const LARGEST: u64 = 10 << 20;
 
+/// Published packages that others compile against; the last is the command.
+pub fn libraries() -> impl Iterator<Item = &'static str> {
+    PUBLISHED.into_iter().filter(|name| *name != "flashtune-cli")
+}
+
 /// Looks at all packages, and packs them.
 pub fn check(root: &Path) -> Result<()> {
     let mut faults = Vec::new();

@@ -15,6 +15,7 @@ mod pip;
 mod python;
 mod registry;
 mod sbom;
+mod semver;
 mod steps;
 mod tidy;
 mod timed;
@@ -37,6 +38,7 @@ commands:
   lint          formatting, `tidy`, `crates`, and `cargo clippy` and `cargo doc` with warnings denied
   tidy          columns, names of tests and links of pages; `--lower` writes the counts of xtask/tidy.txt that fell
   crates        whether every package could be published: manifest, files, order, the Rust that it asks for
+  semver [REV]  what changed in the libraries' interfaces since a revision, or the last release, against their versions
   msrv          compile what hosts take with the oldest Rust that the workspace promises, which rustup must have
   ci            what must pass before a change goes in, as `.ci/run`: lint, then test; says how long each step took
   package       one folder or tar to copy to a machine that has no Rust; `cargo xtask package --help`
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Some("lint") => steps::run(&steps::lints()),
         Some("tidy") => tidy::main(&root(), &args.collect::<Vec<_>>()),
         Some("crates") => crates::check(&root()),
+        Some("semver") => semver::main(&root(), &args.collect::<Vec<_>>()),
         Some("msrv") => crates::compile_with_oldest(&root()),
         Some("ci") => steps::run(&steps::all()),
         Some("package") => return package::main(&root(), args),
