@@ -57,12 +57,21 @@ pub struct Stage {
     pub threads: u32,
     /// Dynamic shared memory of one block, in bytes.
     pub smem_bytes: u32,
+    /// Whether its thread blocks may start before the launch before it in the stream has ended (programmatic dependent
+    /// launch): the kernel waits for that by itself, before it touches memory.
+    pub starts_early: bool,
 }
 
 impl Stage {
     /// A stage of single thread blocks, each with its own work.
     pub const fn of(entry: StageEntry, grid: u32, threads: u32, smem_bytes: u32) -> Self {
-        Self { entry, grid, resident: None, cluster: 1, threads, smem_bytes }
+        Self { entry, grid, resident: None, cluster: 1, threads, smem_bytes, starts_early: false }
+    }
+
+    /// The same of a kernel that waits for the launch before it by itself.
+    #[must_use]
+    pub const fn starting_early(self) -> Self {
+        Self { starts_early: true, ..self }
     }
 
     /// The same of a wave: for so many of all parts.

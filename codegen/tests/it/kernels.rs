@@ -295,3 +295,52 @@ fn forward_passes_with_a_residual_rescale_eagerly() {
         }
     }
 }
+
+#[test]
+fn stages_start_early_where_their_kernels_wait_for_the_launch_before() {
+    let program = score::Program::parse("slope: f32[heads]; score = score + slope[h];").unwrap();
+    let shape = Shape { batch: 2, heads: 8, kv_heads: 2, q_len: 300, kv_len: 4096, mask: Mask::Full };
+    let templates = TemplateSet::embedded();
+    let mut seen = HashSet::new();
+    for dtype in DType::ALL.into_iter().chain([DType::E4m3]) {
+        let forward = Problem::forward(dtype, 64, MaskKind::FULL).unwrap();
+        let ragged = forward.with_kv(KvKind::RAGGED);
+        let of = |op| Problem { op, ..forward };
+        let programmed = forward.with_program(program.clone());
+        let gradient = programmed.gradient_by("slope").unwrap();
+        let problems =
+            [forward, ragged, of(Op::Backward), Problem { op: Op::Append, ..ragged }, of(Op::Quantise), gradient];
+        let packed = ragged.backward();
+        for problem in problems.into_iter().chain([Problem::pad(), packed, programmed]) {
+            for arch in ["sm_80", "sm_89", "sm_90a"].map(|name| name.parse::<Arch>().unwrap()) {
+                for family in Family::ALL {
+                    let bucket = ShapeBucket::of(&shape);
+                    let Ok(schedule) = Schedule::default_for(family, &problem, arch, &bucket) else { continue };
+                    let kernel = Kernel { problem, schedule, arch };
+                    let text = kernel.render(&templates).unwrap().text;
+                    let plan = kernel.plan(&shape).unwrap();
+                    let early = plan.stages().filter(|s| s.starts_early).count();
+                    assert_eq!(text.contains(" ft_waits_for_launch_before = 1;"), early > 0, "{}", kernel.name());
+                    // What finds mask metadata has no such wait.
+                    let waiting = text.matches("\n    wait_for_launch_before();").count();
+                    assert!(
+                        early == 0 || waiting >= plan.stages().count() && early == plan.stages().count(),
+                        "{family}"
+                    );
+                    seen.insert((family, early > 0));
+                }
+            }
+        }
+    }
+    let early: HashSet<Family> = seen.iter().filter(|(_, early)| *early).map(|(family, _)| *family).collect();
+    let expected = [
+        Family::ForwardSm90Ragged,
+        Family::ForwardSm80Ragged,
+        Family::BackwardSm90,
+        Family::AppendCuda,
+        Family::QuantiseCuda,
+        Family::PadCuda,
+    ];
+    assert_eq!(early, HashSet::from(expected));
+    assert!(seen.len() >= 15, "{}", seen.len());
+}

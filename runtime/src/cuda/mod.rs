@@ -219,7 +219,7 @@ impl CudaDevice {
         let units = self.fingerprint.units;
         // SAFETY: the function is loaded, in this context; the rest is the caller's promise.
         let launched = unsafe {
-            if module.starts_early && stage.entry.role != StageRole::MaskMetadata {
+            if stage.starts_early && module.waits {
                 dependent_launch::launch(function, stage, units, raw(stream), parameters.as_mut_ptr())
             } else {
                 sys::cuLaunchKernel(

@@ -24,9 +24,10 @@ pub(super) struct CudaModule {
     /// The argument that it takes, where that is not the whole of this build's: of a kernel of an earlier build, or one
     /// that does not know all of the last fields.
     pub(super) shorter_args: Option<ArgsLayout>,
-    /// Whether its stages may start before the launch before them has ended (programmatic dependent launch): they wait
-    /// for that themselves, and says so by a symbol. What was compiled from other templates may have none.
-    pub(super) starts_early: bool,
+    /// Whether its stages that may start early ([`flashtune_codegen::Stage::starts_early`]) do wait for the launch
+    /// before them, and the device can start them so. The image says it by a symbol, which one that was compiled from
+    /// other templates may not have.
+    pub(super) waits: bool,
     raw: CUmodule,
     kernel: Kernel,
 }
@@ -89,7 +90,7 @@ impl CudaModule {
             counters: TileCounters::new(),
             templates: artifact.recipe.templates.as_str().into(),
             shorter_args: Some(artifact.args).filter(|args| *args != kernel.schedule.family().args()),
-            starts_early: false,
+            waits: false,
             raw,
             kernel,
         };
@@ -120,7 +121,7 @@ impl CudaModule {
         }
         // The launch attribute is Hopper's; other devices refuse it or wait.
         // SAFETY: `raw` was just loaded.
-        this.starts_early =
+        this.waits =
             ours.number >= 90 && unsafe { module::get_global(raw, WAITS_FOR_LAUNCH_BEFORE.to_owned()) }.is_ok();
         Ok(this)
     }

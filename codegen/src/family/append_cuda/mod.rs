@@ -91,8 +91,8 @@ impl KernelFamily for AppendCudaSchedule {
         }
         let grid = rows.div_ceil(u64::from(self.rows(problem))) as u32;
         let smem_bytes = self.resources(problem).smem_bytes;
-        let stage = Stage { resident: Some(RESIDENT), ..Stage::of(StageEntry::MAIN, grid, self.threads, smem_bytes) };
-        Ok(LaunchPlan::new([stage], [], None))
+        let stage = Stage::of(StageEntry::MAIN, grid, self.threads, smem_bytes).starting_early();
+        Ok(LaunchPlan::new([Stage { resident: Some(RESIDENT), ..stage }], [], None))
     }
 
     fn walk(&self, _: &Problem, shape: &Shape) -> Walk {

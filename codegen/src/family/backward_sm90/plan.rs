@@ -64,7 +64,7 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
             let limit = "at most 2^30 thread blocks in one launch";
             Error::unsupported("batch * (heads * q_len + kv_heads * kv_len)", blocks, limit, "split the batch")
         })?;
-        Ok(Stage::of(entry, grid, threads, smem_bytes))
+        Ok(Stage::of(entry, grid, threads, smem_bytes).starting_early())
     };
     let packed = !problem.kv.is_dense();
     let persistent = |stage| Stage {
@@ -124,7 +124,7 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
         }),
         ..waves
     };
-    let first = Stage::of(sequences, parts.min(1), SEQUENCES_THREADS, SEQUENCES_SMEM_BYTES);
+    let first = Stage::of(sequences, parts.min(1), SEQUENCES_THREADS, SEQUENCES_SMEM_BYTES).starting_early();
     Ok(LaunchPlan::in_waves([first].into_iter().chain(stages), waves))
 }
 

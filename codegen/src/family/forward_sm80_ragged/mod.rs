@@ -167,8 +167,8 @@ impl KernelFamily for Sm80RaggedSchedule {
         let blocks = u64::from(shape.kv_len).div_ceil((self.block_kv * self.key_warps).into()).max(1);
         let units = u128::from(tiles) * u128::from(blocks) * u128::from(shape.batch) * u128::from(shape.kv_heads);
         let grid = units.min(u128::from(SPLIT_COUNTER_BYTES / 4)) as u32;
-        let main =
-            Stage { resident: Some(self.blocks_per_sm), ..Stage::of(StageEntry::MAIN, grid, threads, smem_bytes) };
+        let main = Stage::of(StageEntry::MAIN, grid, threads, smem_bytes).starting_early();
+        let main = Stage { resident: Some(self.blocks_per_sm), ..main };
         let scratch = Region { holds: Holds::SplitKeys, bytes: resources::piece_bytes(self, problem).into() };
         Ok(LaunchPlan::new([main], [scratch], None))
     }

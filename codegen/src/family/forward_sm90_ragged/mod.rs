@@ -201,8 +201,8 @@ impl KernelFamily for Sm90RaggedSchedule {
         let blocks = u64::from(shape.kv_len).div_ceil(self.0.block_kv.into()).max(1);
         let most = SPLIT_COUNTER_BYTES / 4 / u64::from(self.pieces() * self.0.consumers);
         let grid = (tiling.tiles as u64 * blocks).min(most) as u32;
-        let main =
-            Stage { resident: Some(self.0.blocks_per_sm), ..Stage::of(StageEntry::MAIN, grid, self.0.threads(), smem) };
+        let main = Stage::of(StageEntry::MAIN, grid, self.0.threads(), smem).starting_early();
+        let main = Stage { resident: Some(self.0.blocks_per_sm), ..main };
         let queue = self.0.scheduler == Sm90Scheduler::Queue;
         let counter = queue.then_some(Region { holds: Holds::TileCounter, bytes: 16 });
         let bytes = u64::from(self.pieces() * self.0.consumers * self.piece_bytes(problem));

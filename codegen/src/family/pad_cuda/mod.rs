@@ -74,7 +74,8 @@ impl KernelFamily for PadCudaSchedule {
 
     /// The rows of the shape are thread blocks: how many follows from the tensors, which the arguments have.
     fn plan(&self, _: &Problem, shape: &Shape) -> Result<LaunchPlan> {
-        Ok(LaunchPlan::new([Stage::of(StageEntry::MAIN, shape.q_len, self.threads, 0)], [], None))
+        let stage = Stage::of(StageEntry::MAIN, shape.q_len, self.threads, 0).starting_early();
+        Ok(LaunchPlan::new([stage], [], None))
     }
 
     fn walk(&self, _: &Problem, shape: &Shape) -> Walk {

@@ -138,9 +138,10 @@ impl KernelFamily for QuantiseCudaSchedule {
         let scratch = QuantiseScratch::new(problem, shape, rows);
         let clearing = scratch.counters.div_ceil(self.threads.into()).min(MOST_CLEARING.into()) as u32;
         let main = Stage::of(StageEntry::MAIN, tiles as u32, self.threads, self.resources(problem).smem_bytes);
-        let clear = Stage::of(CLEAR, if tiles == 0 { 0 } else { clearing }, self.threads, 0);
+        let clear = Stage::of(CLEAR, if tiles == 0 { 0 } else { clearing }, self.threads, 0).starting_early();
         let region = Region { holds: Holds::PartialSums, bytes: scratch.bytes().next_multiple_of(16) };
-        Ok(LaunchPlan::new([clear, Stage { resident: Some(self.resident()), ..main }], [region], None))
+        let main = Stage { resident: Some(self.resident()), ..main.starting_early() };
+        Ok(LaunchPlan::new([clear, main], [region], None))
     }
 
     fn walk(&self, _: &Problem, shape: &Shape) -> Walk {

@@ -2,7 +2,7 @@
 // the stream still runs, which hides the launch itself and the drain of the one before. Until it waits, a kernel
 // touches no memory that others write or read.
 
-// The runtime launches so what has this symbol, and nothing else: a kernel that does not wait must not start early.
+// The runtime starts no stage early of a module without this symbol: a kernel that does not wait must not start so.
 extern "C" __device__ unsigned ft_waits_for_launch_before = 1;
 
 // All that was launched before is done, and what it wrote can be read. By all threads.
