@@ -45,6 +45,7 @@ mod dropout;
 pub mod elf;
 mod error;
 mod gradient;
+pub mod guarded;
 mod library_search;
 mod open;
 mod pad;

@@ -5,10 +5,11 @@ mod memory;
 mod numbers;
 
 use super::{Append, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
+use crate::guarded::{GUARD, UNWRITTEN_CODE};
 use crate::ragged::{Added, Index, IntKind, KeyLengths, Scales, Store, StoreRows, StoreType};
 use crate::{Device, Module, Result};
 use flashtune_codegen::{Arch, DType, Kernel, KvElement, KvScales, Problem, Schedule, ShapeBucket};
-use memory::{GUARD, Layout, POISON, StoreSide};
+use memory::{Layout, StoreSide};
 use numbers::{elements, rounded};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -44,7 +45,7 @@ impl AppendCase {
     }
 
     fn draw(seed: u64, base: u64, problem: Option<&Problem>) -> Self {
-        let mut l = Layout { rng: StdRng::seed_from_u64(seed), base, memory: vec![POISON; GUARD] };
+        let mut l = Layout { rng: StdRng::seed_from_u64(seed), base, memory: vec![UNWRITTEN_CODE; GUARD] };
         let dtype = l.draw(&DType::ALL);
         let dtype = problem.map_or(dtype, |p| p.dtype);
         let element = match problem.and_then(|p| p.kv.store()).map(|store| store.element) {
@@ -500,7 +501,7 @@ pub fn check_append(
     let module = load(&case.kernel(device)?)?;
     let call = append_call(&case.append)?;
     let plan = module.kernel().plan(&call.shape)?;
-    let mut memory = vec![POISON; skipped];
+    let mut memory = vec![UNWRITTEN_CODE; skipped];
     memory.extend_from_slice(&case.memory);
     device.upload(&*buffer, &memory)?;
     // SAFETY: every address lies in the buffer, which lives until the launch is done, and sizes were checked.

@@ -4,7 +4,8 @@ mod packed;
 
 pub use packed::PackedBatch;
 
-use super::{CheckInputs, CheckReport, OnDevice, Poison, dropout, poison, residual, written};
+use super::{CheckInputs, CheckReport, OnDevice, Poison, dropout, poison, residual};
+use crate::guarded::written;
 use crate::reference::{
     Attention, GradientInputs, Gradients, RowId, all_rows, compare_gradients, oracle_gradients, oracle_of,
     unfused_gradients,
@@ -279,9 +280,7 @@ impl BackwardCase {
             stray = stray.or(also);
         }
         for input in &self.inputs {
-            let (bytes, guards) = input.memory.download(&*self.device, self.device.stream())?;
-            let changed = || bytes != input.host.bytes();
-            stray = stray.or(guards).or_else(|| changed().then(|| format!("{} was written", input.name)));
+            stray = stray.or(input.memory.changed(&*self.device, input.host.bytes(), self.device.stream())?);
         }
         if let Some(packed) = &self.packed {
             stray = stray.or(packed.changed(&*self.device)?);

@@ -1,6 +1,6 @@
 //! What the scores of a case are dropped by.
 
-use super::guarded::Guarded;
+use crate::guarded::Guarded;
 use crate::{Device, Result};
 use flashtune_codegen::{Dropout, DropoutMask, Problem};
 

@@ -1,6 +1,6 @@
 //! Scales of e4m3 operands, and what is expected of a kernel that is given them.
 
-use super::guarded::Guarded;
+use crate::guarded::Guarded;
 use crate::reference::{Attention, RowId, Rows, e4m3, oracle_of};
 use crate::{Descales, Device, HostTensor, Result};
 use flashtune_codegen::{DType, Problem, Shape};

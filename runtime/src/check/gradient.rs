@@ -1,8 +1,8 @@
 //! Does a compiled kernel compute the gradient of what a score program reads? As [`super::BackwardCase`] asks of dQ, dK
 //! and dV.
 
-use super::guarded::Guarded;
-use super::{BackwardCase, CheckInputs, CheckReport, written};
+use super::{BackwardCase, CheckInputs, CheckReport};
+use crate::guarded::{Guarded, written};
 use crate::reference::{Attention, GradientInputs, Rows, compare_gradient_by, oracle_gradient_by, unfused_gradient_by};
 use crate::{Device, Error, GradientCall, HostTensor, Module, Result, SideView, gradient_of, typical_side};
 use flashtune_codegen::abi::GradientArgs;
@@ -102,9 +102,7 @@ impl GradientCase {
         stray = stray.or(also);
         let device = &*self.backward.device;
         for input in &self.backward.inputs {
-            let (bytes, guards) = input.memory.download(device, device.stream())?;
-            let changed = || bytes != input.host.bytes();
-            stray = stray.or(guards).or_else(|| changed().then(|| format!("{} was written", input.name)));
+            stray = stray.or(input.memory.changed(device, input.host.bytes(), device.stream())?);
         }
         let values: Vec<f32> = first.chunks_exact(self.stored.bytes()).map(|b| self.value(b)).collect();
         let poisoned = written(&first).is_none() && self.elements > 0;

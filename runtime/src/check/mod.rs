@@ -8,7 +8,6 @@ mod backward;
 mod dropout;
 mod e4m3;
 mod gradient;
-mod guarded;
 mod pad;
 mod quantise;
 mod ragged;
@@ -25,6 +24,7 @@ pub use ragged::{
 };
 pub use residual::forward_fails as residual_fails;
 
+use crate::guarded::{Guarded, written};
 use crate::reference::{Attention, Rows, all_rows, compare, oracle_of, sample_rows, unfused_rows_in};
 use crate::{
     Device, Distribution, Error, ForwardTensors, HostTensor, Layout, Module, Result, SideBuffers, TensorView, Verdict,
@@ -33,14 +33,9 @@ use crate::{
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::SideData;
 use flashtune_codegen::{DType, Problem, Shape};
-use guarded::{Guarded, written};
 use std::fmt;
 use std::sync::Arc;
 
-/// Bytes of NaN before and after every tensor.
-const GUARD: usize = 4096;
-/// The byte that guards, gaps and unwritten outputs hold.
-const POISON: u8 = 0xff;
 /// Multiply-adds up to which every row is compared; above, a sample of rows.
 const FULL_CHECK: f64 = 3e8;
 
@@ -357,9 +352,7 @@ impl CheckCase {
         }
 
         for input in &self.inputs {
-            let (bytes, guards) = input.memory.download(&*self.device, self.device.stream())?;
-            let changed = || bytes != input.host.bytes();
-            stray = stray.or(guards).or_else(|| changed().then(|| format!("{} was written", input.name)));
+            stray = stray.or(input.memory.changed(&*self.device, input.host.bytes(), self.device.stream())?);
         }
         let mut o = self.o.host.clone();
         o.bytes_mut().copy_from_slice(&first.o);

@@ -1,7 +1,6 @@
 //! The check of copies of rows: random tensors in random layouts, compared to the byte with the same copy on the host.
 
-use super::POISON;
-use super::guarded::Guarded;
+use crate::guarded::{Guarded, POISON};
 use crate::{Device, Module, Result, RowCopies, TensorView};
 use flashtune_codegen::DType;
 use rand::rngs::StdRng;

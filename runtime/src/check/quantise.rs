@@ -1,6 +1,6 @@
 //! The check of quantisations: random calls, whose scales and codes are compared with what fp64 makes of the elements.
 
-use super::guarded::Guarded;
+use crate::guarded::{Guarded, UNWRITTEN_CODE as BEFORE};
 use crate::ragged::{IntKind, Ints};
 use crate::reference::e4m3;
 use crate::{
@@ -15,8 +15,6 @@ use rand::{Rng, SeedableRng};
 
 /// Rows of a head: around those of a step and of a tile.
 const ROWS: [u64; 11] = [0, 1, 2, 31, 33, 63, 64, 65, 127, 129, 150];
-/// What outputs hold before: no code of a row is told by it.
-const BEFORE: u8 = 0xa5;
 /// The least scale, a normal number.
 const LEAST: f64 = f32::MIN_POSITIVE as f64;
 

@@ -2,6 +2,7 @@
 
 use super::e4m3;
 use crate::TensorView;
+use crate::guarded::POISON;
 use flashtune_codegen::{DType, Error, Result};
 use half::{bf16, f16};
 use rand::rngs::StdRng;
@@ -47,9 +48,6 @@ pub struct HostTensor {
 
 /// Values that [`HostTensor::repeated`] draws, about.
 const PATTERN: usize = 1_000_003;
-
-/// Filler of the bytes between elements: NaN in every dtype.
-pub(crate) const GAP: u8 = 0xff;
 
 impl Layout {
     /// Every layout.
@@ -118,7 +116,7 @@ impl HostTensor {
     /// # Panics
     /// When memory cannot be that large, as vectors do. So do the others that make a tensor of a shape.
     pub fn zeros(dtype: DType, shape: [usize; 4], layout: Layout) -> Self {
-        let mut t = Self::filled(dtype, shape, layout, if layout == Layout::Padded { GAP } else { 0 });
+        let mut t = Self::filled(dtype, shape, layout, if layout == Layout::Padded { POISON } else { 0 });
         if layout == Layout::Padded {
             t.fill_rows(|_, row| row.fill(0.0));
         }
@@ -127,7 +125,7 @@ impl HostTensor {
 
     /// A tensor whose memory is all 0xFF (NaN), to be written by a kernel.
     pub fn poisoned(dtype: DType, shape: [usize; 4], layout: Layout) -> Self {
-        Self::filled(dtype, shape, layout, GAP)
+        Self::filled(dtype, shape, layout, POISON)
     }
 
     /// A tensor of random values, the same for the same seed on every machine.
@@ -458,7 +456,7 @@ mod tests {
             assert_eq!(gaps + 2 * SHAPE.iter().product::<usize>(), t.bytes().len(), "{layout:?}");
             t.fill_rows(|_, row| row.fill(1.0));
             for gap in t.gaps() {
-                assert!(t.bytes()[gap].iter().all(|b| *b == GAP), "{layout:?}");
+                assert!(t.bytes()[gap].iter().all(|b| *b == POISON), "{layout:?}");
             }
             let ones = t.bytes().chunks_exact(2).filter(|b| *b == bf16::ONE.to_ne_bytes()).count();
             assert_eq!(ones, SHAPE.iter().product::<usize>());

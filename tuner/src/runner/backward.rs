@@ -5,26 +5,24 @@
 //! compiled.
 //! Gradients are what they are by any. The log-sum-exp is about that of normal scores, so that weights sum to about 1.
 
-use super::bench::{Measure, POISON, same_bytes, same_rows, values};
+use super::bench::{Measure, changed_input, same_bytes, same_rows, values, wrong_row};
 use super::launches::{Launcher, confirm};
 use super::probe::Part;
 use super::{Inputs, dropout_of};
 use crate::space::input_seed;
 use flashtune_codegen::abi::BackwardArgs;
 use flashtune_codegen::{DType, Dropout, SCRATCH_LIMIT, Shape};
+use flashtune_runtime::guarded::Guarded;
 use flashtune_runtime::reference::{GivenGradients, GradientSample, sample_gradients};
 use flashtune_runtime::{
     BackwardTensors, Buffer, Device, Distribution, Error as RuntimeError, HostBytes, HostTensor, Module, SideBuffers,
     TensorView, backward_call, typical_side,
 };
 use rayon::prelude::*;
-use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 /// Rows of each gradient that are compared with fp64.
 const SAMPLED_ROWS: usize = 32;
-/// Bytes of poison before, between and behind the gradients.
-const GUARD: usize = 4096;
 /// The gradients in the order in which they lie in memory.
 const NAMES: [&str; 3] = ["dq", "dk", "dv"];
 /// What is read, in the order of [`BackwardBench::host`].
@@ -42,9 +40,9 @@ pub(super) struct BackwardBench {
     host: Vec<HostTensor>,
     inputs: Vec<Box<dyn Buffer>>,
     /// The gradients, between guards. The launches below rest on them.
-    output: Box<dyn Buffer>,
-    /// Where each of them lies in it, and the elements of its rows.
-    places: [(Range<usize>, usize); 3],
+    output: Guarded,
+    /// The elements of their rows.
+    dims: [usize; 3],
     /// What two launches gave, guards included, and place for what the device has of what is read.
     returned: [HostBytes; 2],
     dtype: DType,
@@ -81,21 +79,12 @@ impl BackwardBench {
             device.upload(&*buffer, tensor.bytes())?;
             inputs.push(buffer);
         }
-        let mut end = GUARD;
-        let places = shapes.map(|shape| {
-            let bytes = shape.iter().product::<usize>() * p.dtype.bytes();
-            let place = end..end + bytes;
-            end = (end + bytes).next_multiple_of(GUARD) + GUARD;
-            (place, shape[3])
-        });
-        let output = device.alloc(end)?;
-        let most = inputs.iter().map(|b| b.len()).fold(end, usize::max);
-        let returned = [device.alloc_host(end)?, device.alloc_host(most)?];
+        let sizes = shapes.map(|shape| shape.iter().product::<usize>() * p.dtype.bytes());
+        let output = Guarded::of_parts(&**device, NAMES.into_iter().zip(sizes))?;
+        let most = inputs.iter().map(|b| b.len()).fold(output.all_bytes(), usize::max);
+        let returned = [device.alloc_host(output.all_bytes())?, device.alloc_host(most)?];
         let view = |i: usize| host[i].view_at(inputs[i].address());
-        let written = |i: usize| {
-            let address = output.address() + places[i].0.start as u64;
-            TensorView::bhsd(address, p.dtype, shapes[i].map(|n| n as u64))
-        };
+        let written = |i: usize| TensorView::bhsd(output.address_of(i), p.dtype, shapes[i].map(|n| n as u64));
         let tensors = BackwardTensors {
             dout: view(4),
             q: view(0),
@@ -128,7 +117,7 @@ impl BackwardBench {
             host,
             inputs,
             output,
-            places,
+            dims: shapes.map(|shape| shape[3]),
             returned,
             dtype: p.dtype,
             seed: job.seed,
@@ -157,32 +146,20 @@ impl BackwardBench {
     /// The gradients of one run into poison, with nothing written around them, to `returned`.
     fn run(&mut self, to: usize, launch: impl FnOnce(&Self) -> Result<(), RuntimeError>) -> Result<(), String> {
         let run = || {
-            self.launcher.device.fill(&*self.output, POISON)?;
+            self.output.poison(&*self.launcher.device)?;
             launch(self)?;
-            self.launcher.device.download(
-                &*self.output,
-                &mut self.returned[to][..self.output.len()],
-                self.launcher.stream,
-            )
+            let Launcher { device, stream, .. } = &self.launcher;
+            self.output.download_all(&**device, &mut self.returned[to], *stream)
         };
-        run().map_err(|e: RuntimeError| e.to_string())?;
-        let bytes = &self.returned[to][..self.output.len()];
-        let mut free = 0;
-        let ends = self.places.iter().map(|(place, _)| place.clone()).zip(NAMES);
-        for (place, name) in ends.chain([(bytes.len()..bytes.len(), "the end")]) {
-            if bytes[free..place.start].iter().any(|b| *b != POISON) {
-                return Err(self.wrong(format!("bytes before {name} were written")));
-            }
-            free = place.end;
-        }
-        Ok(())
+        let stray = run().map_err(|e: RuntimeError| e.to_string())?;
+        stray.map_or(Ok(()), |stray| Err(self.wrong(stray)))
     }
 
     /// A launch, as it is timed, that must give the bytes of the first that was returned.
     fn launch_again(&mut self, id: u32, module: &dyn Module) -> Result<(), String> {
         self.run(1, |this| this.launch_as_timed(id, module))?;
         let [first, another] = &self.returned;
-        match same_bytes(&first[..self.output.len()], &another[..self.output.len()]) {
+        match same_bytes(&first[..self.output.all_bytes()], &another[..self.output.all_bytes()]) {
             true => Ok(()),
             false => Err(self.wrong("two launches gave different bytes")),
         }
@@ -190,14 +167,9 @@ impl BackwardBench {
 
     /// Whether what is read is what it was: whoever comes next is measured on it too.
     fn check_inputs(&mut self) -> Result<(), String> {
-        for ((buffer, host), name) in self.inputs.iter().zip(&self.host).zip(READ) {
-            let back = &mut self.returned[1][..buffer.len()];
-            self.launcher.device.download(&**buffer, back, self.launcher.stream).map_err(|e| e.to_string())?;
-            if !same_bytes(back, host.bytes()) {
-                return Err(self.wrong(format!("{name} was written")));
-            }
-        }
-        Ok(())
+        let inputs = self.inputs.iter().zip(&self.host).zip(READ);
+        let changed = changed_input(&self.launcher, inputs, &mut self.returned[1]);
+        changed.map_err(|why| self.wrong(why))
     }
 
     fn launch(&self, module: &dyn Module) -> Result<(), RuntimeError> {
@@ -224,7 +196,7 @@ impl BackwardBench {
         let heads = [self.shape.heads, self.shape.kv_heads, self.shape.kv_heads];
         let lengths = [self.shape.q_len, self.shape.kv_len, self.shape.kv_len];
         for (i, rows) in sample.rows.iter().enumerate() {
-            let (place, dim) = &self.places[i];
+            let (place, dim) = (self.output.place(i), self.dims[i]);
             for row in rows {
                 let head = row.id.batch as usize * heads[i] as usize + row.id.head as usize;
                 let at = place.start + (head * lengths[i] as usize + row.id.row as usize) * dim * element;
@@ -271,17 +243,13 @@ impl Measure for BackwardBench {
         let bytes = &self.returned[0];
         let [of_q, of_kv] = [(self.shape.heads, self.shape.q_len), (self.shape.kv_heads, self.shape.kv_len)];
         let sizes = [(of_q, heads), (of_kv, kv_heads), (of_kv, kv_heads)];
-        for (((place, dim), name), ((all, rows), own)) in self.places.iter().zip(NAMES).zip(sizes) {
+        for (i, (name, ((all, rows), own))) in NAMES.into_iter().zip(sizes).enumerate() {
             let (all, rows) = (all as usize, rows as usize);
+            let gradient = &bytes[self.output.place(i)];
             let stray =
-                bytes[place.clone()].par_chunks(dim * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
+                gradient.par_chunks(self.dims[i] * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
                     let (b, head, at) = (i / rows / all, i / rows % all, i % rows);
-                    let why = match b < batch as usize && head < own as usize {
-                        true if values(self.dtype, row).all(f32::is_finite) => return None,
-                        true => "was not written, or is not finite",
-                        false if row.iter().all(|byte| *byte == POISON) => return None,
-                        false => "was written",
-                    };
+                    let why = wrong_row(self.dtype, row, b < batch as usize && head < own as usize)?;
                     Some(format!(
                         "wrong answer for {}: row {at} of {name}, head {head} of sequence {b}, {why}",
                         part.shape
@@ -303,13 +271,13 @@ impl Measure for BackwardBench {
             Some(_) => 0.0,
         };
         let bytes = &self.returned[0];
-        for ((place, dim), name) in self.places.iter().zip(NAMES) {
-            let trusted = self.trusted.as_deref().unwrap_or(bytes);
-            let same = same_rows(self.dtype, *dim, &trusted[place.clone()], &bytes[place.clone()]);
+        for (i, name) in NAMES.into_iter().enumerate() {
+            let (trusted, place) = (self.trusted.as_deref().unwrap_or(bytes), self.output.place(i));
+            let same = same_rows(self.dtype, self.dims[i], &trusted[place.clone()], &bytes[place]);
             same.map_err(|why| self.wrong(format!("{name}: {why}")))?;
         }
         if self.trusted.is_none() {
-            self.trusted = Some(bytes[..self.output.len()].to_vec());
+            self.trusted = Some(bytes[..self.output.all_bytes()].to_vec());
         }
         Ok(largest)
     }

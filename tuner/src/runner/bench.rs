@@ -7,6 +7,7 @@ use crate::space::input_seed;
 use flashtune_codegen::abi::ForwardArgs;
 use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Arch, DType, Dropout, Shape};
+use flashtune_runtime::guarded::{Guarded, written};
 use flashtune_runtime::reference::{
     Attention, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused, unfused_rows_of,
 };
@@ -21,11 +22,6 @@ use std::time::{Duration, Instant};
 
 /// Rows of O that are compared with the oracle at the job's size; the others are compared between candidates.
 const SAMPLED_ROWS: usize = 48;
-/// The byte of unwritten outputs: NaN in every dtype.
-pub(super) const POISON: u8 = 0xff;
-
-/// Bytes of poison before and after O.
-const GUARD: usize = 4096;
 
 /// What is asked of the inputs of full size, dense or ragged.
 pub(super) trait Measure {
@@ -59,7 +55,7 @@ pub(super) struct Bench {
     host: [HostTensor; 3],
     /// Q, K, V and, between guards, O. The launches below rest on them.
     inputs: [Box<dyn Buffer>; 3],
-    output: Box<dyn Buffer>,
+    output: Guarded,
     /// What O loses by rounding, of problems that have it written.
     _residual: Option<Box<dyn Buffer>>,
     /// What two launches gave, guards included, and place for what the device has of Q, K and V.
@@ -98,16 +94,17 @@ impl Bench {
             inputs.push(buffer);
         }
         let o_shape = [batch, heads, q_len, dv];
-        let output = device.alloc(o_shape.iter().product::<usize>() * p.output_dtype().bytes() + 2 * GUARD)?;
-        let most = inputs.iter().map(|b| b.len()).fold(output.len(), usize::max);
-        let returned = [device.alloc_host(output.len())?, device.alloc_host(most)?];
+        let o_bytes = o_shape.iter().product::<usize>() * p.output_dtype().bytes();
+        let output = Guarded::of_parts(&**device, [("o", o_bytes)])?;
+        let most = inputs.iter().map(|b| b.len()).fold(output.all_bytes(), usize::max);
+        let returned = [device.alloc_host(output.all_bytes())?, device.alloc_host(most)?];
         let at = |address: u64, dtype, shape: [usize; 4]| TensorView::bhsd(address, dtype, shape.map(|n| n as u64));
         let view = |buffer: &dyn Buffer, shape| at(buffer.address(), p.dtype, shape);
         let tensors = ForwardTensors {
             q: view(&*inputs[0], shapes[0]),
             k: view(&*inputs[1], shapes[1]),
             v: view(&*inputs[2], shapes[2]),
-            o: at(output.address() + GUARD as u64, p.output_dtype(), o_shape),
+            o: at(output.address_of(0), p.output_dtype(), o_shape),
             lse: None,
         };
         let mut call = forward_call(&tensors, s.mask, None)?;
@@ -173,36 +170,20 @@ impl Bench {
     /// O of one run into poison, with nothing written around it, to `returned`.
     fn run(&mut self, to: usize, launch: impl FnOnce(&Self) -> Result<(), RuntimeError>) -> Result<(), String> {
         let run = || {
-            self.launcher.device.fill(&*self.output, POISON)?;
+            self.output.poison(&*self.launcher.device)?;
             launch(self)?;
-            self.launcher.device.download(
-                &*self.output,
-                &mut self.returned[to][..self.output.len()],
-                self.launcher.stream,
-            )
+            let Launcher { device, stream, .. } = &self.launcher;
+            self.output.download_all(&**device, &mut self.returned[to], *stream)
         };
-        run().map_err(|e: RuntimeError| e.to_string())?;
-        let bytes = &self.returned[to][..self.output.len()];
-        let (before, after) = (&bytes[..GUARD], &bytes[bytes.len() - GUARD..]);
-        match before.iter().chain(after).position(|b| *b != POISON) {
-            None => Ok(()),
-            Some(at) => {
-                let side = if at < GUARD { "before" } else { "after" };
-                Err(format!("wrong answer for {}: bytes {side} o were written", self.shape))
-            }
-        }
+        let stray = run().map_err(|e: RuntimeError| e.to_string())?;
+        stray.map_or(Ok(()), |stray| Err(format!("wrong answer for {}: {stray}", self.shape)))
     }
 
     /// Whether Q, K and V are what they were: whoever comes next is measured on them too.
     fn check_inputs(&mut self) -> Result<(), String> {
-        for ((buffer, host), name) in self.inputs.iter().zip(&self.host).zip(["q", "k", "v"]) {
-            let back = &mut self.returned[1][..buffer.len()];
-            self.launcher.device.download(&**buffer, back, self.launcher.stream).map_err(|e| e.to_string())?;
-            if !same_bytes(back, host.bytes()) {
-                return Err(format!("wrong answer for {}: {name} was written", self.shape));
-            }
-        }
-        Ok(())
+        let inputs = self.inputs.iter().zip(&self.host).zip(["q", "k", "v"]);
+        let changed = changed_input(&self.launcher, inputs, &mut self.returned[1]);
+        changed.map_err(|why| format!("wrong answer for {}: {why}", self.shape))
     }
 
     fn launch(&self, module: &dyn Module) -> Result<(), RuntimeError> {
@@ -228,16 +209,11 @@ impl Measure for Bench {
         self.run(0, |this| unsafe {
             this.launcher.device.launch_shape(module, &part.shape, &args, this.launcher.stream)
         })?;
-        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
+        let o = &self.returned[0][self.output.place(0)];
         let (heads, q_len) = (self.shape.heads as usize, self.shape.q_len as usize);
         let strays = o.par_chunks(self.dim * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
             let (batch, head, at) = (i / q_len / heads, i / q_len % heads, i % q_len);
-            let why = match part.holds(batch, head, at) {
-                true if values(self.dtype, row).all(f32::is_finite) => return None,
-                true => "was not written, or is not finite",
-                false if row.iter().all(|byte| *byte == POISON) => return None,
-                false => "was written",
-            };
+            let why = wrong_row(self.dtype, row, part.holds(batch, head, at))?;
             Some(format!("wrong answer for {}: row {at} of head {head} of sequence {batch} {why}", part.shape))
         });
         strays.map_or(Ok(()), Err)
@@ -249,7 +225,7 @@ impl Measure for Bench {
         self.capture(id, module)?;
         self.launch_again(id, module)?;
         self.check_inputs()?;
-        let o = &self.returned[0][GUARD..self.output.len() - GUARD];
+        let o = &self.returned[0][self.output.place(0)];
         let (heads, q_len, row_bytes) = (s.heads as usize, s.q_len as usize, self.dim * self.dtype.bytes());
         let read = |id: &RowId, to: &mut [f32]| {
             let at = ((id.batch as usize * heads + id.head as usize) * q_len + id.row as usize) * row_bytes;
@@ -301,6 +277,31 @@ impl Measure for Bench {
         }
         crate::stats::median(&times)
     }
+}
+
+/// What is wrong with a row of an output after a launch of a part of the grid: one of the part must hold finite
+/// numbers, any other the poison that was there.
+pub(super) fn wrong_row(dtype: DType, row: &[u8], is_of_part: bool) -> Option<&'static str> {
+    match is_of_part {
+        true => (!values(dtype, row).all(f32::is_finite)).then_some("was not written, or is not finite"),
+        false => written(row).map(|_| "was written"),
+    }
+}
+
+/// Whether what is read is what it was, by its names; `back` has room for the largest.
+pub(super) fn changed_input<'a>(
+    launcher: &Launcher,
+    inputs: impl Iterator<Item = ((&'a Box<dyn Buffer>, &'a HostTensor), &'static str)>,
+    back: &mut [u8],
+) -> Result<(), String> {
+    for ((buffer, host), name) in inputs {
+        let back = &mut back[..buffer.len()];
+        launcher.device.download(&**buffer, back, launcher.stream).map_err(|e| e.to_string())?;
+        if !same_bytes(back, host.bytes()) {
+            return Err(format!("{name} was written"));
+        }
+    }
+    Ok(())
 }
 
 /// Whether two blocks of memory are equal, looked at by all cores.
@@ -374,7 +375,7 @@ mod tests {
     fn an_unwritten_row_is_found_even_in_the_first_output() {
         let mut o = bytes(DType::Bf16, &[0.5; 32]);
         assert_eq!(same_rows(DType::Bf16, 16, &o, &o), Ok(()));
-        o[40..].fill(POISON);
+        o[40..].fill(0xff);
         assert!(same_rows(DType::Bf16, 16, &o, &o).unwrap_err().contains("row 1"));
     }
 }

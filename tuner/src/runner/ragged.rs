@@ -5,7 +5,7 @@
 //! Small batches that every kernel must compute first are of all layouts, since a kernel serves any.
 
 use super::Inputs;
-use super::bench::{Measure, POISON, same_rows, values};
+use super::bench::{Measure, same_rows, wrong_row};
 use super::launches::{Launcher, confirm};
 use super::probe::Part;
 use crate::space::input_seed;
@@ -127,12 +127,7 @@ impl Measure for RaggedBench {
         let all_heads = self.case.data().shape().heads as usize;
         let strays = written.o().par_chunks(self.dim * problem.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
             let (at, head) = (i / all_heads, i % all_heads);
-            let why = match at < self.part_rows && head < heads as usize {
-                true if values(problem.dtype, row).all(f32::is_finite) => return None,
-                true => "was not written, or is not finite",
-                false if row.iter().all(|byte| *byte == POISON) => return None,
-                false => "was written",
-            };
+            let why = wrong_row(problem.dtype, row, at < self.part_rows && head < heads as usize)?;
             Some(format!("wrong answer for {}: row {at} of head {head} {why}", self.part.shape))
         });
         strays.map_or(Ok(()), Err)

@@ -1,16 +1,12 @@
 //! Where the tensors of a random append lie: one after the other in one piece of memory, between guards.
 
 use super::numbers::rounded;
+use crate::guarded::{GUARD, UNWRITTEN_CODE};
 use crate::ragged::{IntKind, Ints, Scales, StoreRows, StoreType};
 use flashtune_codegen::DType;
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
-
-/// Bytes before and after every tensor.
-pub(super) const GUARD: usize = 64;
-/// What guards, gaps and unwritten places hold.
-pub(super) const POISON: u8 = 0xa5;
 
 /// The tensors of a case, laid into memory one after the other.
 pub(super) struct Layout {
@@ -32,7 +28,7 @@ impl Layout {
     pub fn room(&mut self, bytes: usize, element: usize) -> usize {
         let off_grid = if self.chance(0.2) { element } else { 0 };
         let at = (self.memory.len() + GUARD).next_multiple_of(64) + off_grid;
-        self.memory.resize(at + bytes + GUARD, POISON);
+        self.memory.resize(at + bytes + GUARD, UNWRITTEN_CODE);
         at
     }
 

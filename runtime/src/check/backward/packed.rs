@@ -2,8 +2,8 @@
 //! read or write.
 
 use super::{BackwardCase, CheckInputs, Drawn};
-use crate::check::guarded::Guarded;
 use crate::check::{dropout, written};
+use crate::guarded::Guarded;
 use crate::ragged::Ints;
 use crate::reference::{Gradients, RowId, Rows};
 use crate::{Device, HostTensor, Layout, Packed, Result, typical_side};
@@ -167,9 +167,9 @@ impl PackedRows {
     /// What was written in the arrays or around them.
     pub(super) fn changed(&self, device: &dyn Device) -> Result<Option<String>> {
         for (bytes, memory) in self.sides.iter().flat_map(|side| &side.arrays) {
-            let (now, guards) = memory.download(device, device.stream())?;
-            if guards.is_some() || now != *bytes {
-                return Ok(guards.or(Some("first rows or lengths were written".to_owned())));
+            let changed = memory.changed(device, bytes, device.stream())?;
+            if changed.is_some() {
+                return Ok(changed);
             }
         }
         Ok(None)

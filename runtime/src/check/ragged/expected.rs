@@ -144,7 +144,7 @@ impl Expected {
     fn stray(&self, bytes: &[u8], nth: usize, row: usize, size: usize, name: &str) -> Option<String> {
         let mut rest = bytes.to_vec();
         for place in &self.written {
-            rest[place[nth] * size..place[nth] * size + row].fill(super::super::POISON);
+            rest[place[nth] * size..place[nth] * size + row].fill(crate::guarded::POISON);
         }
         let at = super::super::written(&rest)?;
         Some(format!("byte {at} of {name} was written, which is in no row of any sequence"))

@@ -11,7 +11,8 @@ pub use batch::{Index, LengthsBy, LseForm, Most, Queries, RaggedBatch, ScaleForm
 use data::Parts;
 pub use data::{Part, RaggedData};
 
-use super::{CheckReport, FULL_CHECK, Guarded};
+use super::{CheckReport, FULL_CHECK};
+use crate::guarded::Guarded;
 use crate::{Device, Error, Module, Result, SideBuffers, Verdict};
 use flashtune_codegen::Problem;
 use flashtune_codegen::abi::RaggedArgs;
@@ -131,10 +132,9 @@ impl RaggedCase {
     pub fn changed_input(&self) -> Result<Option<String>> {
         let (device, stream) = (&*self.device, self.device.stream());
         for (part, memory) in self.memory.iter().filter(|(part, _)| !part.is_written()) {
-            let (bytes, guards) = memory.download(device, stream)?;
-            let changed = || (bytes != self.data.parts()[part]).then(|| format!("{} was written", part.name()));
-            if let Some(stray) = guards.or_else(changed) {
-                return Ok(Some(stray));
+            let changed = memory.changed(device, &self.data.parts()[part], stream)?;
+            if changed.is_some() {
+                return Ok(changed);
             }
         }
         Ok(None)
