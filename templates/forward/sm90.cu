@@ -194,13 +194,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
 #if FT_DRAWERS
         for (int s = 0; s < kBitStages; s++) BitPipeline::init(smem, s, 4 * kDrawers, 4 * kConsumers);
 #endif
-        mbarrier_init(smem + Layout::kAdmitV, kConsumers);
-        mbarrier_init(smem + Layout::kAskWork, 1);
-        store_shared_4(smem + Layout::kMetNonFinite, 0);
+        mbarrier_init(Layout::admit_v_at(smem), kConsumers);
+        mbarrier_init(Layout::ask_work_at(smem), 1);
+        store_shared_4(Layout::met_non_finite_at(smem), 0);
         if (kOptimistic) {
-            store_shared_4(smem + Layout::kFound, 0);
-            mbarrier_init(smem + Layout::kTilesDone, kConsumers * 4);
-            for (int place = 0; place < kPlaces; place++) store_shared_4(smem + Layout::kPlaced + place * 4, blockIdx.x);
+            store_shared_4(Layout::found_at(smem), 0);
+            mbarrier_init(Layout::tiles_done_at(smem), kConsumers * 4);
+            for (int place = 0; place < kPlaces; place++) store_shared_4(Layout::placed_at(smem, place), blockIdx.x);
         }
         for (int i = 0; i < (kBiases > 0 ? kBiasStages * kConsumers : 0); i++) {
             BiasPipeline::init(smem, i, copies_biases(args) ? 1 + 32 : 1, copies_biases(args) ? 128 : 4);

@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
             VPipeline::init(smem, s, kTransposers, kConsumers * 4);
         }
         for (int s = 0; s < kRawStages; s++) RawPipeline::init(smem, s, 1, kTransposers);
-        store_shared_4(smem + Layout::kMetNan, 0);
+        store_shared_4(Layout::met_nan_at(smem), 0);
         for (int s = 0; s < 2; s++) WorkPipeline::init(smem, s, 1, kTransposers + kConsumers * 4);
         mbarrier_init_fence();
     }

@@ -89,6 +89,20 @@ struct Layout {
     static constexpr int kTilesDone = kEmptyRows + kConsumers * kBytesEmptyRows;  // all scheduled tiles are done
     static constexpr int kPlaced = kTilesDone + 8;           // per ring slot (recompute.cuh): index of its tile
     static constexpr int kBytes = kTilesDone + (kOptimistic ? 8 + 4 * 4 : 0);
+
+    // Addresses, from that of the shared memory.
+    static __device__ __forceinline__ u32 met_non_finite_at(u32 smem) { return smem + kMetNonFinite; }
+    static __device__ __forceinline__ u32 found_at(u32 smem) { return smem + kFound; }
+    static __device__ __forceinline__ u32 admit_v_at(u32 smem) { return smem + kAdmitV; }
+    static __device__ __forceinline__ u32 ask_work_at(u32 smem) { return smem + kAskWork; }
+    static __device__ __forceinline__ u32 tiles_done_at(u32 smem) { return smem + kTilesDone; }
+    static __device__ __forceinline__ u32 placed_at(u32 smem, int place) { return smem + kPlaced + place * 4; }
+    static __device__ __forceinline__ u32 empty_rows_at(u32 smem, int consumer) {
+        return smem + kEmptyRows + consumer * kBytesEmptyRows;
+    }
+    static __device__ __forceinline__ u32 p_at(u32 smem, int consumer) { return smem + kP + consumer * kBytesP; }
+    static __device__ __forceinline__ u32 o_at(u32 smem, int consumer) { return smem + kO + consumer * kBytesO; }
+    static __device__ __forceinline__ u32 o_in_v_at(u32 smem, int consumer) { return smem + kV + consumer * kBytesO; }
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 

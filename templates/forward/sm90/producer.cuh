@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_qk(const KernelArgs& args, u32 smem, const 
     Schedule schedule(smem);
     Work work = first_work(args, only);
     const auto ask = [&] {
-        if (kPersistent) mbarrier_arrive(smem + Layout::kAskWork);
+        if (kPersistent) mbarrier_arrive(Layout::ask_work_at(smem));
     };
     for (; has_tile<false>(schedule, work, ask); work = schedule.next<false>()) {
         const Tile& tile = work.tile;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, const W
             const bool raw = kClean && work.careful && is_masked<kMaskedFirst>(blocks, n);
             if (kLoads && thread == 0) {
                 if (kOutputInV && n == blocks.end - 1) {
-                    mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
+                    mbarrier_wait(Layout::admit_v_at(smem), admit_parity);
                     admit_parity ^= 1;
                 }
                 const u32 arrived = v.arrived(smem, raw);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, const W
                 mbarrier_wait_idly(v.arrived(smem, true), (raw_parity >> v.stage) & 1);
                 raw_parity ^= 1u << v.stage;
                 if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v.buffer(smem), thread)) {
-                    set_flag(smem + Layout::kMetNonFinite);
+                    set_flag(Layout::met_non_finite_at(smem));
                     fence_async_proxy();
                 }
                 __syncwarp();

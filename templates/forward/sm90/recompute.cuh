@@ -11,9 +11,9 @@
 constexpr int kPlaces = 4;
 constexpr u32 kSecondPass = 1u << 31;  // beside a bit for each slot that was found and, above those, one for each scheduled again
 
-__device__ __forceinline__ u32 found_again(u32 smem) { return kOptimistic ? read_flag(smem + Layout::kFound) : 0; }
+__device__ __forceinline__ u32 found_again(u32 smem) { return kOptimistic ? read_flag(Layout::found_at(smem)) : 0; }
 
-__device__ __forceinline__ void mark_again(u32 smem, int place) { set_flag(smem + Layout::kFound, 1u << place); }
+__device__ __forceinline__ void mark_again(u32 smem, int place) { set_flag(Layout::found_at(smem), 1u << place); }
 
 // Of a consumer: whether its O is finite, as it leaves from shared memory. An element of V that is not finite is in no
 // row that was multiplied with it, so that the first row tells, which one warp reads: that which also gives the place
@@ -31,8 +31,8 @@ __device__ __forceinline__ void look_at_output(u32 smem, u32 from, int place) {
 // For every role, at the end of the thread block's tiles: whether some are to be computed again.
 __device__ __forceinline__ bool any_again(u32 smem) {
     if (!kOptimistic) return false;
-    mbarrier_wait(smem + Layout::kTilesDone, 0);
-    return load_shared_4(smem + Layout::kFound) != 0;
+    mbarrier_wait(Layout::tiles_done_at(smem), 0);
+    return load_shared_4(Layout::found_at(smem)) != 0;
 }
 
 // For the tile scheduler, in the second pass: the index of the next of them, or one that no tile has.
@@ -41,8 +41,8 @@ __device__ __forceinline__ u32 take_again(u32 smem) {
 #pragma unroll 1
     for (int place = 0; place < kPlaces; place++) {
         if ((found >> place & ~(found >> (place + kPlaces)) & 1) == 0) continue;
-        set_flag(smem + Layout::kFound, 1u << (place + kPlaces));
-        return load_shared_4(smem + Layout::kPlaced + place * 4);
+        set_flag(Layout::found_at(smem), 1u << (place + kPlaces));
+        return load_shared_4(Layout::placed_at(smem, place));
     }
     return ~0u;
 }

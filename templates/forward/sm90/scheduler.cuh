@@ -79,7 +79,7 @@ struct TileScheduler {
 
     // Takes the next tile once it is asked for, and publishes it. Returns whether there is one.
     __device__ __forceinline__ bool publish_next(const KernelArgs& args) {
-        mbarrier_wait(smem + Layout::kAskWork, count & 1);
+        mbarrier_wait(Layout::ask_work_at(smem), count & 1);
         mbarrier_wait(WorkPipeline::empty_at(smem, count % 2), ~(count >> 1) & 1);
         u32 index = blockIdx.x + (count + 1) * gridDim.x;
         if (found_again(smem) & kSecondPass) {
@@ -96,7 +96,7 @@ struct TileScheduler {
         work.careful |= found;
         work.last |= found & kSecondPass;
         if (kOptimistic && found == 0 && work.live) {
-            store_shared_4(smem + Layout::kPlaced + (count + 1) % kPlaces * 4, index);
+            store_shared_4(Layout::placed_at(smem, (count + 1) % kPlaces), index);
         }
         const u32 stage = count % 2, slot = WorkPipeline::buffer_at(smem, stage);
         const uint4* words = (const uint4*)&work;
@@ -116,7 +116,7 @@ struct TileScheduler {
     // At the end of the tiles: whether there is a second pass (recompute.cuh).
     __device__ __forceinline__ bool begins_again() const {
         if (ended || !any_again(smem)) return false;
-        set_flag(smem + Layout::kFound, kSecondPass);
+        set_flag(Layout::found_at(smem), kSecondPass);
         return true;
     }
 };

@@ -71,7 +71,7 @@ struct Consumer {
 #if FT_SCALES_OF_KEYS
     // Scores times the scales of their keys, which are those of the columns.
     __device__ __forceinline__ void scale_keys() {
-        const u32 scales = smem + Layout::kKeyScales + k.stage * kBlockKV * 4 + lane() % 4 * 16;
+        const u32 scales = Layout::key_scales_at(smem, k.stage) + lane() % 4 * 16;
 #pragma unroll
         for (int i = 0; i < kBlockKV / 16; i++) {
             const uint4 words = load_shared_16(scales + i * 64);
@@ -255,7 +255,7 @@ struct Consumer {
     __device__ __forceinline__ void write(const Work& work, const RowFactors<2>& c, float v_scale) {
         float inverse[2], log_sum_exp[2];
         softmax.finish(c, inverse, log_sum_exp);
-        if (kMasks && read_flag(smem + Layout::kMetNan) != 0) restore_nan(work);
+        if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work);
         const ForwardArgs& f = args.forward;
         const int first = id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll

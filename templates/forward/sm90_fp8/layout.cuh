@@ -45,9 +45,13 @@ struct Layout {
     // Of each stage of K its scales, those that a thread of a product needs side by side (consumer.cuh).
     static constexpr int kKeyScales = round_up(kMetNan + 8, 16);
     static constexpr int kBytes = kKeyScales + kStages * kBlockKV * 4;
+    static __device__ __forceinline__ u32 key_scales_at(u32 smem, int stage) {
+        return smem + kKeyScales + stage * kBlockKV * 4;
+    }
 #else
     static constexpr int kBytes = kMetNan + 8;
 #endif
+    static __device__ __forceinline__ u32 met_nan_at(u32 smem) { return smem + kMetNan; }
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 

@@ -69,7 +69,7 @@ __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
             }
 #if FT_SCALES_OF_KEYS
             __syncwarp();  // the stage is free: other lanes could be late by two phases of its barrier
-            scales.write(smem + Layout::kKeyScales + k.stage * kBlockKV * 4);
+            scales.write(Layout::key_scales_at(smem, k.stage));
             __syncwarp();
             if (leads) k.commit(smem);
             if (n > work.blocks.begin) scales.read(args, tile, n - 1);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void transpose_v(const KernelArgs& args, u32 smem, in
             raw.wait(smem);
             v.acquire(smem);
             if (kMasks && is_masked<kMaskLeft>(work.blocks, n)) {
-                if (transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp)) set_flag(smem + Layout::kMetNan);
+                if (transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp)) set_flag(Layout::met_nan_at(smem));
             } else {
                 transpose_block<false>(raw.buffer(smem), v.buffer(smem), warp);
             }

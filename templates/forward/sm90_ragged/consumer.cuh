@@ -26,7 +26,7 @@ struct Consumer : Arrivals {
     bool writes = true, met_in_pieces = false;  // whether the tile's O is here, and what its pieces have met
 
     __device__ __forceinline__ u32 q_address() const { return QPipeline::buffer_at(smem, q_at); }
-    __device__ __forceinline__ u32 p_address() const { return smem + Layout::kP + id * Layout::kBytesP; }
+    __device__ __forceinline__ u32 p_address() const { return Layout::p_at(smem, id); }
     __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : Arrivals(args, smem, id), masks(args, id) {}
 
     // s = Q K^T of the next block of keys or, where they are seeded, s += Q K^T, asynchronously.
@@ -83,8 +83,8 @@ struct Consumer : Arrivals {
     }
     // Where O of a tile leaves from, whose Q was `q`.
     __device__ __forceinline__ u32 o_address(int q) const {
-        return kOutputApart ? smem + Layout::kO + id * Layout::kBytesO
-               : kOutputInV ? smem + Layout::kV + id * Layout::kBytesO
+        return kOutputApart ? Layout::o_at(smem, id)
+               : kOutputInV ? Layout::o_in_v_at(smem, id)
                             : QPipeline::buffer_at(smem, q);
     }
     // The buffer of an O that has left is free, for a Q where it was that of one.
@@ -98,7 +98,7 @@ struct Consumer : Arrivals {
     // V of an open tile may be loaded: O has left its buffers.
     __device__ __forceinline__ void admit_v() {
         release_o();
-        if (threadIdx.x % 128 == 0) mbarrier_arrive(smem + Layout::kAdmitV);
+        if (threadIdx.x % 128 == 0) mbarrier_arrive(Layout::admit_v_at(smem));
     }
     // The last scores of this Q are there.
     __device__ __forceinline__ void release_q() {
@@ -507,7 +507,7 @@ struct Consumer : Arrivals {
         // elements, which may be met for the next tile while they look.
         bool met = false;
         if (kClean) {
-            met = barrier_any(kWarpgroup + id, 128, lane() == 0 ? read_flag(smem + Layout::kMetNonFinite) : 0);
+            met = barrier_any(kWarpgroup + id, 128, lane() == 0 ? read_flag(Layout::met_non_finite_at(smem)) : 0);
         } else {
             sync();
         }
@@ -542,7 +542,7 @@ struct Consumer : Arrivals {
         if (!kOptimistic || __any_sync(0xffffffff, found_again(smem) & kSecondPass)) return false;
         release_o();
         __syncwarp();
-        if (lane() == 0) mbarrier_arrive(smem + Layout::kTilesDone);
+        if (lane() == 0) mbarrier_arrive(Layout::tiles_done_at(smem));
         if (!__any_sync(0xffffffff, any_again(smem))) return false;
         if (threadIdx.x % 128 == 0) tma_store_wait();
         next = next_turn();

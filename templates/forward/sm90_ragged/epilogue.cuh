@@ -65,7 +65,7 @@ struct OutputRows {
     }
 
     // Which rows attend to nothing, one of four bits for each.
-    __device__ __forceinline__ u32 empty_rows() const { return smem + Layout::kEmptyRows + id * Layout::kBytesEmptyRows; }
+    __device__ __forceinline__ u32 empty_rows() const { return Layout::empty_rows_at(smem, id); }
     __device__ __forceinline__ void mark_empty(const RowResults& rows) const {
 #pragma unroll
         for (int h = 0; h < 2; h++) {

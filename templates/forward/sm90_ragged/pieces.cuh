@@ -64,7 +64,7 @@ struct Pieces {
         barrier_sync(kWarpgroup + consumer, 128);
         bool last = false, some = false;
         if (threadIdx.x % 128 == 0) {
-            some = read_flag(smem + Layout::kMetNonFinite);
+            some = read_flag(Layout::met_non_finite_at(smem));
             const u32 before = atomicAdd(counter(), some ? 1u | kMetInPiece : 1u);
             last = before % kMetInPiece == u32(own.count - 1), some |= before >= kMetInPiece;
             if (last) *counter() = 0;

@@ -11,7 +11,7 @@ __device__ __forceinline__ void load_qk(const KernelArgs& args, u32 smem) {
     Schedule schedule(smem);
     Work work = first_work(smem);
     const auto ask = [&] {
-        if (kPersistent && first_lane) mbarrier_arrive(smem + Layout::kAskWork);
+        if (kPersistent && first_lane) mbarrier_arrive(Layout::ask_work_at(smem));
     };
     for (; has_tile<true>(schedule, work, ask); work = schedule.next<true>()) {
         const WorkTile& tile = work.tile;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, int hel
             if (kLoads && helper == 0) {
                 const LaneBox box = lane_box(args, pages, args.forward.v_table, work.tile, block);
                 if (kOutputInV && n == blocks.end - 1) {
-                    mbarrier_wait(smem + Layout::kAdmitV, admit_parity);
+                    mbarrier_wait(Layout::admit_v_at(smem), admit_parity);
                     admit_parity ^= 1;
                 }
                 const u32 arrived = v.arrived(smem, raw);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, int hel
                 const bool met =
                     work.careful && take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(
                                         v.buffer(smem), thread);
-                if (met) set_flag(smem + Layout::kMetNonFinite);
+                if (met) set_flag(Layout::met_non_finite_at(smem));
                 if (ends || met) fence_async_proxy();
                 __syncwarp();
                 if (lane == 0) v.commit(smem);

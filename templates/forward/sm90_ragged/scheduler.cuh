@@ -117,13 +117,13 @@ __device__ __forceinline__ WorkTile kept_tile(u32 smem, const Turn& turn) {
     } kept;
 #pragma unroll
     for (int i = 0; i < Layout::kBytesKept / 16 - 1; i++) {
-        kept.words[i] = load_shared_16(smem + Layout::kKept + turn.place * Layout::kBytesKept + i * 16);
+        kept.words[i] = load_shared_16(Layout::kept_at(smem, turn.place) + i * 16);
     }
     return kept.tile;
 }
 __device__ __forceinline__ Piece kept_piece(u32 smem, const Turn& turn) {
     Piece piece;
-    *(uint4*)&piece = load_shared_16(smem + Layout::kKept + (turn.place + 1) * Layout::kBytesKept - 16);
+    *(uint4*)&piece = load_shared_16(Layout::kept_at(smem, turn.place + 1) - 16);
     return piece;
 }
 
@@ -132,7 +132,7 @@ __device__ __forceinline__ void write_slot(const KernelArgs& args, u32 smem, u32
     const uint4* words = (const uint4*)&work;
 #pragma unroll
     for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot + i * 16, words[i]);
-    const u32 kept = smem + Layout::kKept + place * Layout::kBytesKept;
+    const u32 kept = Layout::kept_at(smem, place);
 #pragma unroll
     for (int i = 0; i < Layout::kBytesKept / 16 - 1; i++) store_shared_16(kept + i * 16, words[i]);
     store_shared_16(kept + Layout::kBytesKept - 16, *(const uint4*)&piece);
@@ -148,11 +148,11 @@ __device__ __forceinline__ void write_slot(const KernelArgs& args, u32 smem, u32
 __device__ __forceinline__ void publish_first(const KernelArgs& args, u32 smem) {
     Piece piece;
     const Work work = work_at(args, smem, blockIdx.x, piece);
-    write_slot(args, smem, smem + Layout::kFirst, work, 0, piece);
+    write_slot(args, smem, Layout::first_at(smem), work, 0, piece);
     if (!kOptimistic) return;
 #pragma unroll
     for (int place = 0; place < kPlaces; place++) {
-        store_shared_4(smem + Layout::kPlaced + place * 4, work.is_piece() ? kNoTile : blockIdx.x);
+        store_shared_4(Layout::placed_at(smem, place), work.is_piece() ? kNoTile : blockIdx.x);
     }
 }
 
@@ -166,7 +166,7 @@ struct TileScheduler {
 
     // Takes the next tile once it is asked for, and publishes it. Returns whether there is one.
     __device__ __forceinline__ bool publish_next(const KernelArgs& args) {
-        mbarrier_wait(smem + Layout::kAskWork, count & 1);
+        mbarrier_wait(Layout::ask_work_at(smem), count & 1);
         mbarrier_wait(WorkPipeline::empty_at(smem, count % 2), ~(count >> 1) & 1);
         u32 index;
         Work work;
@@ -191,7 +191,7 @@ struct TileScheduler {
         work.careful |= found;
         work.last |= found & kSecondPass;
         if (kOptimistic && found == 0 && work.live) {
-            store_shared_4(smem + Layout::kPlaced + (count + 1) % kPlaces * 4, work.is_piece() ? kNoTile : index);
+            store_shared_4(Layout::placed_at(smem, (count + 1) % kPlaces), work.is_piece() ? kNoTile : index);
         }
         const u32 stage = count % 2, slot = WorkPipeline::buffer_at(smem, stage);
         write_slot(args, smem, slot, work, (count + 1) % kPlaces, piece);
@@ -203,7 +203,7 @@ struct TileScheduler {
     // At the end of the tiles: whether there is a second pass (recompute.cuh).
     __device__ __forceinline__ bool begins_again() const {
         if (ended || !any_again(smem)) return false;
-        set_flag(smem + Layout::kFound, kSecondPass);
+        set_flag(Layout::found_at(smem), kSecondPass);
         return true;
     }
 };
@@ -241,8 +241,8 @@ template <bool kWarp, typename Ask> __device__ __forceinline__ bool has_tile(Sch
 }
 // Every thread block has a first tile, which lies in a slot of its own. As `next`.
 __device__ __forceinline__ Work first_work(u32 smem, int consumer = -1) {
-    Work work = read_slot(smem + Layout::kFirst);
-    if (kTrim && consumer >= 0) *(uint4*)&work.own = load_shared_16(part_in(smem + Layout::kFirst, consumer));
+    Work work = read_slot(Layout::first_at(smem));
+    if (kTrim && consumer >= 0) *(uint4*)&work.own = load_shared_16(part_in(Layout::first_at(smem), consumer));
     return work;
 }
 static_assert(sizeof(Work) == Layout::kBytesWork, "a slot");

@@ -41,9 +41,9 @@ struct TileTable {
     static_assert(kOrder + kEntries * 4 == kBytesTable, "the table's part of shared memory");
     static_assert(kEntries <= kThreads && kEntries == 4 * 32, "a thread for each entry, four of them for each lane");
 
-    static __device__ __forceinline__ u32 before_at(u32 smem, int entry) { return smem + Layout::kTable + entry * 4; }
-    static __device__ __forceinline__ u32 order_at(u32 smem, int entry) { return smem + Layout::kTable + kOrder + entry * 4; }
-    static __device__ __forceinline__ int cut(u32 smem) { return int(load_shared_4(smem + Layout::kTable + kCut)); }
+    static __device__ __forceinline__ u32 before_at(u32 smem, int entry) { return Layout::table_at(smem) + entry * 4; }
+    static __device__ __forceinline__ u32 order_at(u32 smem, int entry) { return Layout::table_at(smem) + kOrder + entry * 4; }
+    static __device__ __forceinline__ int cut(u32 smem) { return int(load_shared_4(Layout::table_at(smem) + kCut)); }
 
     // Sequences of an entry.
     static __device__ __forceinline__ int chunk(const KernelArgs& args) { return div_up(args.forward.batch, kEntries); }
@@ -126,7 +126,7 @@ struct TileTable {
         }
         if (threadIdx.x < 32) {
             const int cut = kSplits && many == 1 ? choose_cut(args, smem) : kUncut;
-            if (threadIdx.x == 0) store_shared_4(smem + Layout::kTable + kCut, u32(cut));
+            if (threadIdx.x == 0) store_shared_4(Layout::table_at(smem) + kCut, u32(cut));
         }
         __syncthreads();
         if (entry < kEntries) {

@@ -161,7 +161,7 @@ pub const SM90: &[Fault] = &[
     [
         "the place of V given away under O",
         "forward/sm90/producer.cuh",
-        "mbarrier_wait(smem + Layout::kAdmitV, admit_parity);",
+        "mbarrier_wait(Layout::admit_v_at(smem), admit_parity);",
         "",
         "on its way|on their way|the oracle says",
     ],

@@ -106,8 +106,8 @@ pub const SM90_FP8: &[Fault] = &[
     [
         "finer: scales of keys from another stage",
         "forward/sm90_fp8/consumer.cuh",
-        "Layout::kKeyScales + k.stage * kBlockKV * 4 + lane() % 4 * 16;",
-        "Layout::kKeyScales + lane() % 4 * 16;",
+        "Layout::key_scales_at(smem, k.stage) + lane() % 4 * 16;",
+        "Layout::key_scales_at(smem, 0) + lane() % 4 * 16;",
         "the oracle says|in the mean|LSE|never written",
     ],
     [
@@ -176,7 +176,7 @@ pub const SM90_FP8: &[Fault] = &[
     [
         "NaN of V stay out",
         "forward/sm90_fp8/consumer.cuh",
-        "if (kMasks && read_flag(smem + Layout::kMetNan) != 0) restore_nan(work);",
+        "if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work);",
         "",
         "the oracle says",
     ],

@@ -197,7 +197,7 @@ fn prepared(set: &TemplateSet, what: &str) -> TemplateSet {
     if !what.contains("slots") {
         return set;
     }
-    replaced(&set, PRODUCER, "if (met) set_flag(smem + Layout::kMetNonFinite);", "if (met) __builtin_trap();")
+    replaced(&set, PRODUCER, "if (met) set_flag(Layout::met_non_finite_at(smem));", "if (met) __builtin_trap();")
 }
 
 /// What is said of a kernel with the fault; an empty text when nothing is.
