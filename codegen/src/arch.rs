@@ -54,6 +54,10 @@ pub struct SmArch {
     pub specific: bool,
 }
 
+/// Multiprocessors of a device where none is known, as of kernels that are built for another machine: those of an H100
+/// SXM, an H200 and a GH200. An H100 PCIe has 114, an H20 78; what runs on a device goes by its fingerprint.
+pub const USUAL_UNITS: u32 = 132;
+
 /// What one multiprocessor and one thread block may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SmLimits {

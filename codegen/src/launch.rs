@@ -158,9 +158,8 @@ pub const SPLIT_COUNTER_BYTES: u64 = 1 << 16;
 /// Bytes of scratch memory that a launch in waves has at most, unless a host says otherwise.
 pub const SCRATCH_LIMIT: u64 = 1 << 30;
 
-/// Multiprocessors that waves are made to fill, those of an H100 or H200. A number, so that all devices have the same
-/// waves.
-const UNITS_OF_WAVES: u64 = 132;
+/// Multiprocessors that waves are made to fill: the same on all devices, so that they have the same waves.
+const UNITS_OF_WAVES: u64 = crate::USUAL_UNITS as u64;
 
 /// How the stages of a launch are repeated, each time for some parts of the work, so that what they leave for each
 /// other in scratch memory stays below a limit. The stages of a wave run in their order, and wave after wave: all waves

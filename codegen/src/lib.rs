@@ -55,7 +55,7 @@ mod templates;
 mod traffic;
 
 pub use abi::Tiling;
-pub use arch::{Arch, CpuIsa, SmArch, SmLimits};
+pub use arch::{Arch, CpuIsa, SmArch, SmLimits, USUAL_UNITS};
 pub use constraints::{Constraint, Constraints};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub use dtype::DType;

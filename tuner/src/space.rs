@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::cost::cost;
 use flashtune_cache::DeviceFingerprint;
-use flashtune_codegen::{Arch, CallSizes, Family, Kernel, Paths, Problem, Purpose, Schedule, ShapeBucket};
+use flashtune_codegen::{Arch, CallSizes, Constraints, Family, Kernel, Paths, Problem, Purpose, Schedule, ShapeBucket};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
@@ -61,7 +61,8 @@ pub(crate) fn space(
     let bucket = ShapeBucket::of_call(problem, sizes, device.units);
     let families = families(problem, arch, &bucket, paths)?;
     let kernel = |schedule| Kernel { problem: *problem, schedule, arch };
-    let default = kernel(Schedule::default_for(families[0], problem, arch, &bucket)?);
+    let default = Schedule::default_within(families[0], problem, arch, &bucket, Constraints::NONE, device.units)?;
+    let default = kernel(default);
 
     let mut all: Vec<Kernel> = families.iter().flat_map(|f| Schedule::space(*f, problem, arch)).map(kernel).collect();
     all.retain(|k| k.schedule.is_worth(shape));

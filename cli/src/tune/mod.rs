@@ -12,7 +12,7 @@ use super::exit::{Failed, Unavailable, usage};
 use anyhow::Result;
 use crew::{Devices, Limits, Unit, Work};
 use flashtune::cache::Launches;
-use flashtune::codegen::{Arch, Family, Schedule};
+use flashtune::codegen::{Arch, Constraints, Family, Schedule};
 use flashtune::runtime::no_graphs;
 use flashtune::tuner::{Runner, Search};
 use flashtune::{ManifestEntry, Problem, write_manifest};
@@ -224,7 +224,8 @@ fn schedules(names: &[String], cases: &[Case], arch: Arch, units: u32) -> Result
     for case in cases {
         let (problem, bucket) = (&case.problem, case.bucket(units));
         let defaults = Family::candidates(problem, arch).into_iter();
-        space.extend(defaults.filter_map(|family| Schedule::default_for(family, problem, arch, &bucket).ok()));
+        let default = |family| Schedule::default_within(family, problem, arch, &bucket, Constraints::NONE, units).ok();
+        space.extend(defaults.filter_map(default));
     }
     let named = |name: &String| {
         let found = space.iter().find(|s| s.to_string() == *name).copied();

@@ -148,8 +148,9 @@ pub(crate) trait KernelFamily: Fields {
     /// and archs that the family supports.
     fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self;
 
-    /// The default for calls with constraints that the family meets, where it differs.
-    fn default_within(problem: &Problem, arch: Arch, bucket: &ShapeBucket, _: Constraints) -> Self {
+    /// The default for calls with constraints that the family meets, on a device of so many multiprocessors, where it
+    /// differs.
+    fn default_within(problem: &Problem, arch: Arch, bucket: &ShapeBucket, _: Constraints, _units: u32) -> Self {
         Self::default_for(problem, arch, bucket)
     }
 
@@ -494,7 +495,8 @@ impl FromStr for Family {
 }
 
 impl Schedule {
-    /// The schedule that serves while nothing is tuned, and always a contender when something is.
+    /// The schedule that serves while nothing is tuned, and always a contender when something is, where the device is
+    /// not known: for one of [`crate::USUAL_UNITS`] multiprocessors.
     ///
     /// # Errors
     /// As [`Family::supports`].
@@ -503,7 +505,7 @@ impl Schedule {
         Ok(of_family!(family, S, wrap => wrap(<S as KernelFamily>::default_for(problem, arch, bucket))))
     }
 
-    /// The same for calls with constraints, which the family meets.
+    /// The same on a device of so many multiprocessors, for calls with constraints, which the family meets.
     ///
     /// # Errors
     /// As [`Family::supports`].
@@ -513,9 +515,12 @@ impl Schedule {
         arch: Arch,
         bucket: &ShapeBucket,
         demanded: Constraints,
+        units: u32,
     ) -> Result<Schedule> {
         family.supports(problem, arch)?;
-        Ok(of_family!(family, S, wrap => wrap(<S as KernelFamily>::default_within(problem, arch, bucket, demanded))))
+        Ok(of_family!(family, S, wrap => {
+            wrap(<S as KernelFamily>::default_within(problem, arch, bucket, demanded, units))
+        }))
     }
 
     /// The schedules worth trying, without the default's guarantee of being among them. Some may not fit the device:

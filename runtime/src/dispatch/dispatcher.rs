@@ -472,8 +472,9 @@ impl Dispatcher {
         let arch = self.arch();
         let mut error = None;
         for (i, family) in families.iter().enumerate() {
-            let schedule = Schedule::default_within(*family, &key.problem, arch, &key.bucket, key.demands);
-            let usual = Schedule::default_for(*family, &key.problem, arch, &key.bucket).ok();
+            let units = self.fingerprint().units;
+            let within = |demands| Schedule::default_within(*family, &key.problem, arch, &key.bucket, demands, units);
+            let (schedule, usual) = (within(key.demands), within(Constraints::NONE).ok());
             let unfit = usual.and_then(|usual| usual.unfit(key.demands));
             let kernel = schedule
                 .map(|schedule| Kernel { problem: key.problem, schedule, arch })

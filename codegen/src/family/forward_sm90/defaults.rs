@@ -3,10 +3,7 @@
 
 use super::resources::smem_bytes;
 use super::{Sm90Schedule, Sm90Scheduler};
-use crate::{Problem, ShapeBucket, SmArch};
-
-/// Multiprocessors of the usual device: which one it will be is not known here.
-const UNITS: u64 = 132;
+use crate::{Problem, ShapeBucket, SmArch, USUAL_UNITS};
 
 /// A default where every multiprocessor has one tile, and all tiles walk about as many keys: the rest of the schedule
 /// is the plainest, a thread block for each tile. By races of 45 such sizes on an H200
@@ -77,17 +74,15 @@ const FEW_ROWS: [FewRows; 15] = {
 
 impl Sm90Schedule {
     /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the
-    /// largest tile of that kind that fits for the others.
+    /// largest tile of that kind that fits for the others. For a device of [`USUAL_UNITS`].
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
-        Self::default_of(problem, sm, bucket, true)
+        Self::default_of(problem, sm, bucket, true, USUAL_UNITS)
     }
 
-    /// ... where threads load biases for themselves.
-    pub(crate) fn default_loading_biases(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
-        Self::default_of(problem, sm, bucket, false)
-    }
-
-    fn default_of(problem: &Problem, sm: SmArch, bucket: &ShapeBucket, brings: bool) -> Self {
+    /// The same for a device of so many multiprocessors; biases come by TMA if it `brings` them, else threads load them
+    /// for themselves.
+    pub(super) fn default_of(problem: &Problem, sm: SmArch, bucket: &ShapeBucket, brings: bool, units: u32) -> Self {
+        let units = u64::from(units);
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let changes = problem.program.is_some_and(|p| p.score().is_some());
         let long_causal = Self::is_long_causal(problem, bucket.kv_len);
@@ -105,7 +100,7 @@ impl Sm90Schedule {
             0..=64 => 1,
             65..=128 => 2,
             // Larger tiles would leave multiprocessors idle: 12 to 18 % on an H200 at head dim 64.
-            _ if tiles <= 4 * UNITS && !problem.masks() => 2,
+            _ if tiles <= 4 * units && !problem.masks() => 2,
             // Beside three the warps that draw leave too few registers.
             _ if problem.dropout => 2,
             // Three leave the producer too few registers for a window.
@@ -151,7 +146,7 @@ impl Sm90Schedule {
             ending: widens && !runs && (d <= 192 || bucket.kv_len <= 2048),
             ..Self::default()
         };
-        if let Some(few) = base.for_few_tiles(problem, sm, bucket, rows, tiles) {
+        if let Some(few) = base.for_few_tiles(problem, sm, bucket, [rows, tiles], units) {
             return few;
         }
         // Short rows under a mask leave large tiles half empty: two small blocks per multiprocessor fill each other's
@@ -221,13 +216,13 @@ impl Sm90Schedule {
     /// Few rows beside at least twice as many keys, so that a causal mask makes hardly a difference between tiles,
     /// which one wave holds: nothing is gained by thread blocks that stay, nor by an order of tiles, and one tile of
     /// 128 rows for each multiprocessor takes 1.35 times as long as one of 64, not twice.
-    fn for_few_rows(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, tiles: u64) -> Option<Self> {
+    fn for_few_rows(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, tiles: u64, units: u64) -> Option<Self> {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
-        let (causal, half) = (problem.mask.right, tiles <= UNITS);
+        let (causal, half) = (problem.mask.right, tiles <= units);
         // Without a mask only where it was raced: tiles are even at all lengths there, and the usual kind loses 4 to
         // 8 %.
         let measured = causal || bucket.kv_len > 4096 && (d <= 64 || d > 96);
-        if bucket.kv_len < (2 * bucket.q_len).max(512) || tiles > 2 * UNITS || !measured {
+        if bucket.kv_len < (2 * bucket.q_len).max(512) || tiles > 2 * units || !measured {
             return None;
         }
         let holds = |r: &&FewRows| (r.causal, r.half) == (causal, half) && d <= r.head_dim && bucket.kv_len <= r.kv_len;
@@ -253,14 +248,21 @@ impl Sm90Schedule {
     /// Where there is hardly a tile of one consumer, of which there are `tiles`, for each multiprocessor, nothing fills
     /// the others, and what counts is how long one takes: 7 to 33 % on an H200. Under a causal mask the longest tile
     /// counts for twice as many.
-    fn for_few_tiles(self, problem: &Problem, sm: SmArch, bucket: &ShapeBucket, rows: u64, tiles: u64) -> Option<Self> {
+    fn for_few_tiles(
+        self,
+        problem: &Problem,
+        sm: SmArch,
+        bucket: &ShapeBucket,
+        [rows, tiles]: [u64; 2],
+        units: u64,
+    ) -> Option<Self> {
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let (causal, long) = (problem.mask.right, bucket.kv_len > 512);
-        let most = if causal && (long || d > 128) { 2 * UNITS } else { UNITS };
+        let most = if causal && (long || d > 128) { 2 * units } else { units };
         if problem.program.is_some() || problem.mask.left || rows <= 64 && bucket.kv_len > 256 {
             return None;
         }
-        if let Some(found) = self.for_few_rows(problem, sm, bucket, tiles) {
+        if let Some(found) = self.for_few_rows(problem, sm, bucket, tiles, units) {
             return Some(found);
         }
         if tiles > most {
@@ -443,6 +445,21 @@ mod tests {
         ];
         for (d, heads, lens, wanted) in full {
             assert_eq!(of(d, Mask::Full, heads, lens), wanted, "head dim {d}, {heads:?} heads, {lens:?}");
+        }
+    }
+
+    /// 256 tiles of 64 rows fill 132 multiprocessors once with tiles of 128, and 114 or 78 not.
+    #[test]
+    fn few_rows_are_few_by_the_multiprocessors_of_the_device() {
+        let problem = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
+        let shape = Shape { batch: 1, heads: 32, kv_heads: 8, q_len: 512, kv_len: 8192, mask: Mask::Causal };
+        let (sm, bucket) = (SmArch { number: 90, specific: true }, ShapeBucket::of(&shape));
+        let of = |units| Sm90Schedule::default_of(&problem, sm, &bucket, true, units);
+        assert_eq!(of(USUAL_UNITS), Sm90Schedule::default_for(&problem, sm, &bucket));
+        assert_eq!([132, 144].map(|units| of(units).scheduler), [Sm90Scheduler::Single; 2]);
+        assert_eq!([78, 114].map(|units| of(units).scheduler), [Sm90Scheduler::Queue; 2]);
+        for units in [1, 78, 114, 1000] {
+            of(units).validate(&problem).unwrap();
         }
     }
 

@@ -245,11 +245,8 @@ impl KernelFamily for Sm90Schedule {
         Self::default_for(problem, arch.gpu(), bucket)
     }
 
-    fn default_within(problem: &Problem, arch: Arch, bucket: &ShapeBucket, demanded: Constraints) -> Self {
-        match demanded.has(Constraint::LooseBiases) {
-            true => Self::default_loading_biases(problem, arch.gpu(), bucket),
-            false => Self::default_for(problem, arch.gpu(), bucket),
-        }
+    fn default_within(problem: &Problem, arch: Arch, bucket: &ShapeBucket, demanded: Constraints, units: u32) -> Self {
+        Self::default_of(problem, arch.gpu(), bucket, !demanded.has(Constraint::LooseBiases), units)
     }
 
     fn unfit(&self, constraint: Constraint) -> Option<&'static str> {

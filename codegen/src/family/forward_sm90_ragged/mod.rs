@@ -15,12 +15,11 @@ use crate::abi::ArgsLayout;
 use crate::kv::{KvElement, KvStore};
 use crate::launch::{Holds, LaunchPlan, Region, SPLIT_COUNTER_BYTES, Stage, StageEntry, tiles};
 use crate::traffic::Walk;
-use crate::{Arch, Constraint, Constraints, Error, Op, Problem, Resources, Result, Shape, ShapeBucket, Tiling};
+use crate::{
+    Arch, Constraint, Constraints, Error, Op, Problem, Resources, Result, Shape, ShapeBucket, Tiling, USUAL_UNITS,
+};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-
-/// Multiprocessors of the usual device.
-const UNITS: u64 = 132;
 
 /// Entries of the tile table: sequences that each have their own, and are walked from the longest on.
 const TABLE_ENTRIES: u32 = 128;
@@ -131,11 +130,11 @@ impl KernelFamily for Sm90RaggedSchedule {
     }
 
     fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
-        Self::default_of(problem, arch, bucket)
+        Self::default_of(problem, arch, bucket, USUAL_UNITS)
     }
 
-    fn default_within(problem: &Problem, arch: Arch, bucket: &ShapeBucket, _: Constraints) -> Self {
-        Self::default_of(problem, arch, bucket)
+    fn default_within(problem: &Problem, arch: Arch, bucket: &ShapeBucket, _: Constraints, units: u32) -> Self {
+        Self::default_of(problem, arch, bucket, units)
     }
 
     fn space(problem: &Problem, _: Arch) -> Vec<Self> {
@@ -260,19 +259,19 @@ impl Sm90RaggedSchedule {
 
     /// From the default of `forward/sm90` for as many tiles whose sequences are as long as the usual one: the largest
     /// block of keys that fits beside the tile table.
-    fn default_of(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
+    fn default_of(problem: &Problem, arch: Arch, bucket: &ShapeBucket, units: u32) -> Self {
         let pairs = u64::from(bucket.parallel.max(1));
-        let keys = (u64::from(bucket.kv_len) * UNITS / pairs).clamp(1, 1 << 30).next_power_of_two() as u32;
+        let keys = (u64::from(bucket.kv_len) * u64::from(units) / pairs).clamp(1, 1 << 30).next_power_of_two() as u32;
         // Small grids have schedules of their own there, of thread blocks that do not stay.
         let many = ShapeBucket { parallel: 4096, q_len: bucket.q_len.max(512), kv_len: keys, ..*bucket };
         let biased = Constraints::NONE.with(Constraint::LooseBiases);
-        let of_many = Self::of(<Sm90Schedule as KernelFamily>::default_within(problem, arch, &many, biased)).0;
+        let of_many = Self::of(<Sm90Schedule as KernelFamily>::default_within(problem, arch, &many, biased, units)).0;
         // The rows of a KV head fill tiles together, where sequences end anywhere.
         let base = Sm90Schedule { pack_group: problem.program.is_none(), ..of_many };
         // Few tiles of long sequences, whose keys are split: what is raced there is one long walk over keys (28/4
         // heads, 512 x 8k of dense tensors on an H200: 92.2 us, 132.9 with smaller blocks; from pages of 16 111 us, 129
         // without turns).
-        let few = pairs * u64::from(bucket.q_len.div_ceil(128)) <= 2 * UNITS && keys > 4096;
+        let few = pairs * u64::from(bucket.q_len.div_ceil(128)) <= 2 * u64::from(units) && keys > 4096;
         let d = problem.head_dim_qk.max(problem.head_dim_v);
         let base = match few && (97..=128).contains(&d) && problem.program.is_none() {
             true => Sm90Schedule {
