@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The chart of the README: TFLOP/s by length for one head dim, of a report that benches/peers.py kept as Markdown.
 
-    python3 benches/chart.py docs/measured/2026-11-22-h200-peers.md docs/speed.svg
+    python3 benches/chart.py docs/measured/log/2026-11-22-h200-peers.md docs/speed.svg
 
 A group of bars for each length, flashtune first; without a mask on the left, causal on the right. Needs nothing but
 Python, so that the picture can be made again wherever the report lies.

@@ -82,7 +82,7 @@ impl Problem {
 
     /// The same problem as it is computed on the arch by a call that names no precision: dense forward passes of f32 by
     /// three TF32 products wherever `forward/sm80_f32` takes them, which on an H200 is 2.4 to 3.6 times as fast as
-    /// `forward/naive` and nearer to fp64 (docs/measured/2026-11-24-h200-f32.md); everything else exactly.
+    /// `forward/naive` and nearer to fp64 (docs/measured/log/2026-11-24-h200-f32.md); everything else exactly.
     pub fn in_default_precision(self, arch: Arch) -> Self {
         // Without an error's text, which takes memory: this is on the way of every call.
         if !self.admits(Precision::Tf32x3) || !has_tf32(arch) {

@@ -10,8 +10,8 @@ use rand::{Rng, SeedableRng};
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 
-/// Seconds, as they were measured (docs/measured/2026-11-21-h200-service.md): a compilation, alone and while all cores
-/// have one; the checks and first samples of a candidate; opening the device and making inputs; race, final and
+/// Seconds, as they were measured (docs/measured/log/2026-11-21-h200-service.md): a compilation, alone and while all
+/// cores have one; the checks and first samples of a candidate; opening the device and making inputs; race, final and
 /// publication.
 const COMPILATION: Range<f64> = 1.8..2.9;
 const CHECKS: f64 = 0.065;

@@ -7,7 +7,7 @@ use crate::{Problem, ShapeBucket, SmArch, USUAL_UNITS};
 
 /// A default where every multiprocessor has one tile, and all tiles walk about as many keys: the rest of the schedule
 /// is the plainest, a thread block for each tile. By races of 45 such sizes on an H200
-/// (docs/measured/2026-11-23-h200-few-rows.md).
+/// (docs/measured/log/2026-11-23-h200-few-rows.md).
 struct FewRows {
     causal: bool,
     /// A tile of 64 rows for each multiprocessor; else 64 rows twice, as one tile of 128 or as two thread blocks.
@@ -362,7 +362,7 @@ mod tests {
         schedule
     }
 
-    /// By timings of 80 sizes (docs/measured/2026-11-22-h200-whole-spaces.md).
+    /// By timings of 80 sizes (docs/measured/log/2026-11-22-h200-whole-spaces.md).
     #[test]
     fn small_grids_get_small_tiles() {
         let cases = [
@@ -389,7 +389,7 @@ mod tests {
         assert_eq!(default(64, Mask::Causal, 8, 2048).to_string(), "c1-kv64-s3-overlap-queue-chain-fma2-two-b1-l2x32");
     }
 
-    /// By races of 45 sizes (docs/measured/2026-11-23-h200-few-rows.md).
+    /// By races of 45 sizes (docs/measured/log/2026-11-23-h200-few-rows.md).
     #[test]
     fn few_rows_beside_many_keys_get_one_tile_for_each_multiprocessor() {
         let of = |d, mask: Mask, (heads, kv_heads), (q_len, kv_len)| {

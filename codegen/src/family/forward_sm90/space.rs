@@ -5,7 +5,7 @@ use crate::{Problem, Shape};
 
 impl Sm90Schedule {
     /// The schedules worth trying. Left out is what won nowhere, each class with the same search on 24 sizes of an
-    /// H200, windows, programs and head dims 96 and 192 among them (docs/measured/2026-11-23-h200-few-rows.md; time
+    /// H200, windows, programs and head dims 96 and 192 among them (docs/measured/log/2026-11-23-h200-few-rows.md; time
     /// over that of the best without):
     ///
     /// - P through shared memory: 1.007 to 1.12;

@@ -20,7 +20,7 @@ impl Sm90Fp8Schedule {
             blocks_per_sm: 1,
             section_mib: 32,
         };
-        // By the times of docs/measured/2026-11-24-h200-fp8.md: three consumers where their registers suffice, and
+        // By the times of docs/measured/log/2026-11-24-h200-fp8.md: three consumers where their registers suffice, and
         // where a mask does not leave some of them little to do.
         let cut_short = problem.mask.right && bucket.q_len < 8192;
         match d {
