@@ -35,7 +35,8 @@ commands:
   candle [ARGS] the tests of bindings/candle, a workspace of its own: `cargo test --workspace ARGS` there
   browser       the tests of HTML pages, in a Chromium that is there; `browser [--pictures DIR] [PAGE...]` looks at
                 pages that were made elsewhere as well
-  lint          formatting, `tidy`, `crates`, and `cargo clippy` and `cargo doc` with warnings denied
+  lint          formatting, `tidy`, `crates`, `cargo clippy` and `cargo doc` with warnings denied, and a check of the
+                features that hosts choose
   tidy          columns, names of tests and links of pages; `--lower` writes the counts of xtask/tidy.txt that fell
   crates        whether every package could be published: manifest, files, order, the Rust that it asks for
   semver [REV]  what changed in the libraries' interfaces since a revision, or the last release, against their versions

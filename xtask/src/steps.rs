@@ -21,6 +21,11 @@ pub fn lints() -> Vec<Step> {
         ("tidy", || tidy::main(&root(), &[])),
         ("crates", || crates::check(&root())),
         ("clippy", || super::run(with(cargo(), "clippy --workspace --all-targets -- -D warnings"))),
+        // Hosts choose the version of CUDA's bindings, and leave `push` and `pull` out: no test is built so.
+        ("features", || {
+            let features = "--no-default-features --features flashtune/cuda-12090";
+            super::run(with(cargo(), &format!("check --package flashtune --package flashtune-cli {features}")))
+        }),
         ("doc", || {
             let mut doc = with(cargo(), "doc --workspace --no-deps");
             doc.env("RUSTDOCFLAGS", "-D warnings");
