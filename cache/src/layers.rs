@@ -74,7 +74,7 @@ pub struct Match {
 
 /// Records of the problem that may not be used, and why.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Refusal {
+pub struct RecordRefusal {
     /// Name of the layer.
     pub layer: String,
     /// The field that differs.
@@ -89,7 +89,7 @@ pub struct Found {
     /// Usable records, best first.
     pub matches: Vec<Match>,
     /// What could not be used.
-    pub refusals: Vec<Refusal>,
+    pub refusals: Vec<RecordRefusal>,
 }
 
 /// One layer in words, for listings.
@@ -376,7 +376,7 @@ impl Found {
     fn refuse(&mut self, layer: &str, difference: Difference) {
         match self.refusals.iter_mut().find(|r| r.layer == layer && r.difference == difference) {
             Some(r) => r.records += 1,
-            None => self.refusals.push(Refusal { layer: layer.to_owned(), difference, records: 1 }),
+            None => self.refusals.push(RecordRefusal { layer: layer.to_owned(), difference, records: 1 }),
         }
     }
 }

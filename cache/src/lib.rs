@@ -72,7 +72,7 @@ pub use holder::Holder;
 pub use key::Key;
 pub use launches::Launches;
 pub use layers::{
-    BUNDLES_VARIABLE, EMBEDDED_LAYER, FILES_LAYER, Found, LayerInfo, Layers, Match, MatchQuality, Refusal,
+    BUNDLES_VARIABLE, EMBEDDED_LAYER, FILES_LAYER, Found, LayerInfo, Layers, Match, MatchQuality, RecordRefusal,
     SNAPSHOT_LAYER, bundles_from_env,
 };
 pub use levels::{KeptLevel, Levels};

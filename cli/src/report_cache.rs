@@ -10,7 +10,7 @@ use anyhow::Result;
 use flashtune::cache::{Bundle, CacheDir, DeviceFingerprint, Finalist, Key, Layers, Needed, Record, Trust, Validity};
 use flashtune::model::{Serving, Use, read_model};
 use flashtune::{UNTUNED_VARIABLE, read_manifest};
-use flashtune_report::{CacheReport, CachedRecord, Contender, InFinal, ModelCase, Part, UntunedCalls, cache_html};
+use flashtune_report::{CachePart, CacheReport, CachedRecord, Contender, InFinal, ModelCase, UntunedCalls, cache_html};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -64,7 +64,7 @@ fn gather(cx: &mut Context, path: &Path, models: &Models, untuned: Option<&Path>
             ("jobs", held.jobs),
             ("claims", held.claims),
         ];
-        let part = |(name, a): (&str, flashtune::cache::Amount)| Part {
+        let part = |(name, a): (&str, flashtune::cache::Amount)| CachePart {
             name: name.to_owned(),
             files: a.files,
             bytes: a.bytes,
@@ -73,7 +73,7 @@ fn gather(cx: &mut Context, path: &Path, models: &Models, untuned: Option<&Path>
     } else {
         let bytes = std::fs::metadata(path)?.len();
         let trust = Trust::default().allow_unsigned(true);
-        let part = Part { name: "bundle".to_owned(), files: 1, bytes };
+        let part = CachePart { name: "bundle".to_owned(), files: 1, bytes };
         (Layers::open_with(None, &[path.to_owned()], None, &trust)?, vec![part])
     };
     let templates = cx.templates()?;

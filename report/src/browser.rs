@@ -4,7 +4,7 @@
 
 use crate::cached::tests::{HOSTILE, record};
 use crate::read::tests::sample;
-use crate::{CacheReport, CachedRecord, ModelCase, Part, UntunedCalls, cache_html, html};
+use crate::{CachePart, CacheReport, CachedRecord, ModelCase, UntunedCalls, cache_html, html};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -238,7 +238,7 @@ fn report(count: usize) -> CacheReport {
     CacheReport {
         title: "What flashtune has tuned".into(),
         facts: vec![["from".into(), "~/.cache/flashtune".into()]],
-        parts: vec![Part { name: "kernels".into(), files: 3, bytes: 3000 }],
+        parts: vec![CachePart { name: "kernels".into(), files: 3, bytes: 3000 }],
         untuned: vec![UntunedCalls { problem: "p".into(), shape: "s".into(), calls: 7 }],
         models: (0..4.min(count)).map(model).collect(),
         records,

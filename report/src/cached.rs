@@ -18,7 +18,7 @@ pub struct CacheReport {
     /// Names with values: where it comes from, versions.
     pub facts: Vec<[String; 2]>,
     /// Files by kind.
-    pub parts: Vec<Part>,
+    pub parts: Vec<CachePart>,
     /// All records.
     pub records: Vec<CachedRecord>,
     /// Calls that hosts met untuned.
@@ -29,7 +29,7 @@ pub struct CacheReport {
 
 /// Files of one kind.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Part {
+pub struct CachePart {
     /// The kind.
     pub name: String,
     /// How many.
@@ -583,7 +583,7 @@ pub(crate) mod tests {
         let report = CacheReport {
             title: text(),
             facts: vec![[text(), text()]],
-            parts: vec![Part { name: text(), files: 1, bytes: 1 }],
+            parts: vec![CachePart { name: text(), files: 1, bytes: 1 }],
             records: vec![r],
             untuned: vec![UntunedCalls { problem: text(), shape: text(), calls: 1 }],
             models: vec![model],

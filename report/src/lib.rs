@@ -38,7 +38,7 @@ mod table;
 mod tables;
 mod text;
 
-pub use cached::{CacheReport, CachedRecord, Contender, InFinal, ModelCase, Part, UntunedCalls, cache_html};
+pub use cached::{CachePart, CacheReport, CachedRecord, Contender, InFinal, ModelCase, UntunedCalls, cache_html};
 pub use compare::{COMPARISON_FORMAT, Cases, Compared, Comparison, Times, Verdict};
 pub use figure::svg;
 pub use html::html;

@@ -254,7 +254,7 @@ fn of_twelve_kinds_of_devices_each_is_served_by_its_own_and_refused_the_others_b
         refused.sort();
         others.sort();
         assert_eq!(refused, others, "{here}");
-        let (wanted, records) = (here.to_string(), |r: &Refusal| (r.difference.field, r.records));
+        let (wanted, records) = (here.to_string(), |r: &RecordRefusal| (r.difference.field, r.records));
         assert!(found.refusals.iter().all(|r| r.difference.expected == wanted && records(r) == ("arch", 1)), "{here}");
         // The same arch with another name, size or driver is no refusal and no exact answer.
         let other = DeviceFingerprint { units: 99, driver: "7.0".into(), ..of(*here).key.device };

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const SLED_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Why sled did not open.
-pub(super) enum Refusal {
+pub(super) enum OpenFailure {
     /// sled's own lock is held.
     Busy,
     /// The folder can be neither read nor written; the content is not at fault.
@@ -25,11 +25,11 @@ pub(super) enum Refusal {
     Refused(Error),
 }
 
-impl From<Error> for Refusal {
+impl From<Error> for OpenFailure {
     fn from(e: Error) -> Self {
         match e {
-            Error::Io { source, .. } => Refusal::Io(source),
-            e => Refusal::Refused(e),
+            Error::Io { source, .. } => OpenFailure::Io(source),
+            e => OpenFailure::Refused(e),
         }
     }
 }
@@ -41,7 +41,7 @@ pub(super) fn open_or_replace(base: &Folder) -> Result<sled::Db> {
 
 pub(super) fn open_or_replace_by(
     base: &Folder,
-    try_open: impl Fn(&Folder) -> std::result::Result<sled::Db, Refusal>,
+    try_open: impl Fn(&Folder) -> std::result::Result<sled::Db, OpenFailure>,
 ) -> Result<sled::Db> {
     let path = base.path().join(STORE);
     let io = |source| Error::Io {
@@ -55,11 +55,11 @@ pub(super) fn open_or_replace_by(
         match try_open(base) {
             Ok(db) => return Ok(db),
             // Our own lock is held, so this is a store of this process whose threads are still ending.
-            Err(Refusal::Busy) if start.elapsed() < SLED_PATIENCE => std::thread::sleep(Duration::from_millis(20)),
-            Err(Refusal::Busy) => return Err(Error::Locked { path }),
-            Err(Refusal::Io(source)) => return Err(io(source)),
-            Err(Refusal::Refused(e)) => return Err(e),
-            Err(Refusal::Unreadable(reason)) => {
+            Err(OpenFailure::Busy) if start.elapsed() < SLED_PATIENCE => std::thread::sleep(Duration::from_millis(20)),
+            Err(OpenFailure::Busy) => return Err(Error::Locked { path }),
+            Err(OpenFailure::Io(source)) => return Err(io(source)),
+            Err(OpenFailure::Refused(e)) => return Err(e),
+            Err(OpenFailure::Unreadable(reason)) => {
                 let Some(aside) = base.set_aside(STORE, |seen| !seen.is_link())? else { continue };
                 let refusal = match try_open(base) {
                     Ok(db) => {
@@ -78,10 +78,10 @@ pub(super) fn open_or_replace_by(
                     let _ = base.rename(&aside, STORE);
                 }
                 return Err(match refusal {
-                    Refusal::Busy => Error::Locked { path },
-                    Refusal::Io(source) => io(source),
-                    Refusal::Refused(e) => e,
-                    Refusal::Unreadable(message) => Error::Store {
+                    OpenFailure::Busy => Error::Locked { path },
+                    OpenFailure::Io(source) => io(source),
+                    OpenFailure::Refused(e) => e,
+                    OpenFailure::Unreadable(message) => Error::Store {
                         path,
                         message: format!(
                             "{message}, and so would an empty one; see this process's limits of memory and threads"
@@ -93,12 +93,12 @@ pub(super) fn open_or_replace_by(
     }
 }
 
-fn try_open(base: &Folder) -> std::result::Result<sled::Db, Refusal> {
+fn try_open(base: &Folder) -> std::result::Result<sled::Db, OpenFailure> {
     let folder = match base.open_or_create(STORE) {
         Ok(folder) => folder,
-        Err(e @ Error::Link { .. }) => return Err(Refusal::Refused(e)),
+        Err(e @ Error::Link { .. }) => return Err(OpenFailure::Refused(e)),
         Err(_) if base.look(STORE).is_ok_and(|there| there.is_some_and(|there| !there.is_folder())) => {
-            return Err(Refusal::Unreadable("it is no folder".to_owned()));
+            return Err(OpenFailure::Unreadable("it is no folder".to_owned()));
         }
         Err(e) => return Err(e.into()),
     };
@@ -109,32 +109,36 @@ fn try_open(base: &Folder) -> std::result::Result<sled::Db, Refusal> {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| config.open())) {
         Ok(Ok(db)) => Ok(db),
         Ok(Err(sled::Error::Io(e))) => Err(match e.kind() {
-            _ if e.to_string().contains("could not acquire lock") => Refusal::Busy,
-            std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::InvalidData => Refusal::Unreadable(e.to_string()),
-            _ => Refusal::Io(e),
+            _ if e.to_string().contains("could not acquire lock") => OpenFailure::Busy,
+            std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::InvalidData => {
+                OpenFailure::Unreadable(e.to_string())
+            }
+            _ => OpenFailure::Io(e),
         }),
-        Ok(Err(e)) => Err(Refusal::Unreadable(e.to_string())),
-        Err(_) => Err(Refusal::Unreadable("sled panicked while opening it".to_owned())),
+        Ok(Err(e)) => Err(OpenFailure::Unreadable(e.to_string())),
+        Err(_) => Err(OpenFailure::Unreadable("sled panicked while opening it".to_owned())),
     }
 }
 
 /// Looks at everything that sled may open, write or remove, since it follows links and asks nobody. Removes snapshots
 /// that it was writing when its process ended: it refuses to open while they lie there.
-fn check_content(folder: &Folder) -> std::result::Result<(), Refusal> {
+fn check_content(folder: &Folder) -> std::result::Result<(), OpenFailure> {
     for name in folder.own_names(|name| of_sled(name).is_some())? {
         let Some(seen) = folder.look(&name)? else { continue };
         if of_sled(&name) == Some(true) {
             if !seen.is_folder() || !seen.is_ours() {
-                return Err(Refusal::Unreadable(format!("`{name}` in it is no folder of this user's")));
+                return Err(OpenFailure::Unreadable(format!("`{name}` in it is no folder of this user's")));
             }
             let blobs = folder.open(&name)?;
             for blob in blobs.own_names(is_blob)? {
                 if blobs.look(&blob)?.is_some_and(|seen| !seen.is_own_file()) {
-                    return Err(Refusal::Unreadable(format!("`{name}/{blob}` in it is no file of this user's alone")));
+                    return Err(OpenFailure::Unreadable(format!(
+                        "`{name}/{blob}` in it is no file of this user's alone"
+                    )));
                 }
             }
         } else if !seen.is_own_file() {
-            return Err(Refusal::Unreadable(format!("`{name}` in it is no file of this user's alone")));
+            return Err(OpenFailure::Unreadable(format!("`{name}` in it is no file of this user's alone")));
         } else if name.ends_with(".generating") {
             folder.remove_seen(&name, &seen);
         }

@@ -1,6 +1,6 @@
 //! The journal under orderly and disorderly conditions.
 
-use super::journal::{Refusal, open_or_replace_by};
+use super::journal::{OpenFailure, open_or_replace_by};
 use super::*;
 use crate::testing::{artifact, record, trial};
 use crate::{Stage, TrialResult};
@@ -160,7 +160,7 @@ fn a_journal_that_is_not_at_fault_stays_where_it_is() {
     // What sled makes of a process that may start no more threads, whatever it opens.
     let refuse = |base: &Folder| {
         std::fs::create_dir_all(base.path().join("store")).unwrap();
-        Err(Refusal::Unreadable("sled panicked while opening it".into()))
+        Err(OpenFailure::Unreadable("sled panicked while opening it".into()))
     };
     let e = open_or_replace_by(&dir.folder().unwrap(), refuse).unwrap_err().to_string();
     assert!(e.contains("limits of memory and threads"), "{e}");

@@ -41,7 +41,7 @@ pub fn digest(bytes: &[u8]) -> String {
 }
 
 /// A bundle that is to be pushed.
-pub struct Part {
+pub struct BundlePart {
     /// Its file's name.
     pub name: String,
     pub bundle: Bundle,
@@ -56,7 +56,7 @@ pub struct Artifact {
 }
 
 /// Puts bundles together.
-pub fn pack(mut parts: Vec<Part>) -> anyhow::Result<Artifact> {
+pub fn pack(mut parts: Vec<BundlePart>) -> anyhow::Result<Artifact> {
     parts.sort_by(|a, b| a.name.cmp(&b.name));
     let (mut layers, mut descriptors, mut whole) = (Vec::new(), Vec::new(), BTreeMap::new());
     let created = parts.iter().map(|p| p.bundle.manifest().created).max().unwrap_or(0);
@@ -109,7 +109,7 @@ fn descriptor(kind: &str, bytes: &[u8], annotations: Option<BTreeMap<String, Str
     }
 }
 
-fn annotations(part: &Part) -> BTreeMap<String, String> {
+fn annotations(part: &BundlePart) -> BTreeMap<String, String> {
     let sets = &part.bundle.manifest().sets;
     let all = |of: &dyn Fn(&flashtune::cache::BundleSet) -> String| {
         Vec::from_iter(sets.iter().map(of).collect::<BTreeSet<_>>()).join(",")

@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::exit::usage;
 use crate::files;
 use anyhow::Result;
-use artifact::Part;
+use artifact::BundlePart;
 use client::Registry;
 pub use error::Error;
 use flashtune::cache::{self, Bundle, Error as CacheError};
@@ -114,7 +114,7 @@ pub fn push(cx: &mut Context, args: PushArgs) -> Result<()> {
 }
 
 /// A bundle file, whole.
-fn read(path: &Path) -> Result<Part> {
+fn read(path: &Path) -> Result<BundlePart> {
     let name = path.file_name().and_then(|n| n.to_str()).filter(|n| artifact::is_plain(n));
     let name = name.ok_or_else(|| {
         usage(format!(
@@ -131,7 +131,7 @@ fn read(path: &Path) -> Result<Part> {
     }
     let bundle = Bundle::from_bytes(path.display().to_string(), bytes.clone())?;
     bundle.verify()?;
-    Ok(Part { name: name.to_owned(), bundle, bytes })
+    Ok(BundlePart { name: name.to_owned(), bundle, bytes })
 }
 
 /// A bundle that came from a registry.

@@ -32,7 +32,7 @@ pub use analysis::bias::{Bias, MAX_BIASES};
 pub use analysis::dense::DenseMask;
 pub use analysis::derive::{ByTensor, Derivative, GradientAxis};
 pub(crate) use analysis::facts::ScoreFacts;
-pub use analysis::rows::{RowKeys, Search};
+pub use analysis::rows::{KeySearch, RowKeys};
 pub use analysis::tile::{TileKind, TileProgram};
 pub use eval::classify::{Classifier, Visit};
 pub use eval::data::{Elements, SideData, SideTensor, check_float, check_shape};

@@ -55,12 +55,12 @@ pub(super) struct CudaFindings {
 
 #[derive(Default)]
 struct State {
-    found: Vec<Found>,
+    found: Vec<KeptEntry>,
     /// For each stream an event behind its last launch.
     used: Vec<(u64, Event)>,
 }
 
-struct Found {
+struct KeptEntry {
     geometry: Geometry,
     address: CUdeviceptr,
     /// Behind the kernels that find it, on the stream of this identifier.
@@ -112,7 +112,7 @@ impl Finding<'_> {
         let event = Event::recorded(&self.findings.context, self.on.stream)?;
         let (address, writer) = (self.address, self.on.id);
         let geometry = self.geometry.take().expect("it is taken here alone");
-        self.state.found.push(Found { geometry, address, event, writer, is_there: false });
+        self.state.found.push(KeptEntry { geometry, address, event, writer, is_there: false });
         Ok(())
     }
 }
@@ -159,7 +159,7 @@ impl CudaFindings {
         Ok(Look::Wanted(Finding { findings: self, state, geometry: Some(geometry), address, on }))
     }
 
-    fn await_it(&self, found: &mut Found, on: On) -> Result<()> {
+    fn await_it(&self, found: &mut KeptEntry, on: On) -> Result<()> {
         // A graph may be replayed on any stream.
         if found.is_there || (found.writer == on.id && !on.captured) {
             return Ok(());

@@ -74,7 +74,7 @@ pub(super) struct Config {
 
 /// The best choice of every rank, with what speaks against the others.
 #[derive(Default)]
-struct Search {
+struct FamilySearch {
     choices: Vec<Choice>,
     refusals: Vec<Refusal>,
     /// What speaks against the families that the model did not choose: of interest where its choice serves.
@@ -281,7 +281,7 @@ impl Dispatcher {
 
     /// Searches, loads, and falls from choice to choice until one serves.
     fn make(&self, key: &PlanKey, shape: &Shape, haste: bool) -> Result<Plan> {
-        let Search { choices, mut refusals, against_others, untried } = self.search(key)?;
+        let FamilySearch { choices, mut refusals, against_others, untried } = self.search(key)?;
         let of_model = choices.last().filter(|c| c.record.is_none()).map(|c| c.kernel.schedule);
         let mut tried = 0;
         for choice in choices {
@@ -336,8 +336,8 @@ impl Dispatcher {
     }
 
     /// Every usable choice, best first; the model's choice is the last one unless the policy is sealed.
-    fn search(&self, key: &PlanKey) -> Result<Search> {
-        let mut search = Search::default();
+    fn search(&self, key: &PlanKey) -> Result<FamilySearch> {
+        let mut search = FamilySearch::default();
         let families = self.families(key, &mut search.refusals)?;
         let (families, untried) = self.admitted(key, families);
         self.search_records(key, &families, &untried, &mut search);
@@ -423,7 +423,7 @@ impl Dispatcher {
         key: &PlanKey,
         families: &[Family],
         untried: &[(Family, CodegenError)],
-        search: &mut Search,
+        search: &mut FamilySearch,
     ) {
         let may_compile = self.may_compile();
         let found = self.find(&key.problem, key.bucket);

@@ -106,7 +106,7 @@ pub fn unfused_gradients(inputs: &GradientInputs<'_>, attention: &Attention<'_>)
 }
 
 /// One KV head with its query heads.
-struct Part {
+struct GradientPart {
     dq: Sums,
     dk: Sums,
     dv: Sums,
@@ -154,11 +154,11 @@ fn gradients<A: Arithmetic>(inputs: &GradientInputs<'_>, attention: &Attention<'
     let sizes = sizes(q, k, attention.mask);
     assert_eq!(dout.shape(), [q.shape()[0], q.shape()[1], q.shape()[2], v.shape()[3]], "dO has the shape of O");
     let kv_heads = sizes.kv_heads;
-    let parts: Vec<Part> = (0..sizes.batch * kv_heads)
+    let parts: Vec<GradientPart> = (0..sizes.batch * kv_heads)
         .into_par_iter()
         .map(|i| part(inputs, attention, how, &sizes, [i / kv_heads, i % kv_heads]))
         .collect();
-    let join = |heads: u32, rows: u32, dim: usize, of: fn(&Part) -> &Sums| {
+    let join = |heads: u32, rows: u32, dim: usize, of: fn(&GradientPart) -> &Sums| {
         let mut all = Rows { dim, ..Rows::default() };
         for batch in 0..sizes.batch {
             for head in 0..heads {
@@ -240,7 +240,7 @@ fn part<A: Arithmetic>(
     how: A,
     sizes: &Shape,
     [batch, kv_head]: [u32; 2],
-) -> Part {
+) -> GradientPart {
     let Attention { mask, scale, program, sequence, .. } = *attention;
     let (dim, dim_v) = (inputs.q.shape()[3], inputs.v.shape()[3]);
     let (q_len, kv_len, group) = (sizes.q_len as usize, sizes.kv_len as usize, sizes.group());
@@ -368,7 +368,7 @@ fn part<A: Arithmetic>(
     for sums in [&mut dq, &mut dk, &mut dv] {
         sums.scales.iter_mut().for_each(|s| s.terms = dim as u64);
     }
-    Part { dq, dk, dv, o }
+    GradientPart { dq, dk, dv, o }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use flashtune_runtime::compile::compile_with;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-type Found = Result<Arc<dyn Compiler>>;
+type FoundCompiler = Result<Arc<dyn Compiler>>;
 
 /// How long a process that has the device must have been stopped until others go on without it.
 const STOPPED: Duration = Duration::from_secs(3);
@@ -31,7 +31,7 @@ pub(super) enum Begun {
 }
 
 impl Tuning<'_> {
-    pub fn begin(&mut self, compiler: Found) -> Result<Begun> {
+    pub fn begin(&mut self, compiler: FoundCompiler) -> Result<Begun> {
         if let Some(outcome) = self.published(&compiler) {
             return Ok(Begun::Answered(Box::new(outcome)));
         }
@@ -149,7 +149,7 @@ impl Tuning<'_> {
     }
 
     /// Whether a stored record answers the job.
-    fn answers(&self, record: &flashtune_cache::Record, compiler: &Found) -> bool {
+    fn answers(&self, record: &flashtune_cache::Record, compiler: &FoundCompiler) -> bool {
         record.key == self.key
             && record.provenance.templates == self.templates.hash_of(record.schedule.family())
             // One that was built and never measured is no answer.
@@ -160,7 +160,7 @@ impl Tuning<'_> {
 
     /// The answer that readers see, if it is one for these templates and this compiler, with its kernel at hand. Takes
     /// no lock.
-    fn published(&self, compiler: &Found) -> Option<Outcome> {
+    fn published(&self, compiler: &FoundCompiler) -> Option<Outcome> {
         if self.job.force {
             return None;
         }
@@ -172,7 +172,7 @@ impl Tuning<'_> {
     }
 
     /// The answer of the journal. Publishes it, and makes its kernel anew if it was lost.
-    fn stored(&self, store: &Store, compiler: &Found) -> Result<Option<Outcome>> {
+    fn stored(&self, store: &Store, compiler: &FoundCompiler) -> Result<Option<Outcome>> {
         if self.job.force {
             return Ok(None);
         }

@@ -37,7 +37,7 @@ const MOST_AHEAD_AT_ONCE: usize = 8;
 /// Batches that are proposed ahead of the results at most: what is proposed so goes by the model alone.
 const MOST_AHEAD: usize = 2;
 /// A batch that is smaller than this is not worth its inputs.
-const SMALLEST_BATCH: usize = 2;
+const SMALLEST_ROOM: usize = 2;
 /// Samples that a candidate has in its first race, and at most while the device would wait for compilers otherwise.
 const GLANCE: usize = 2;
 const PASTIME: usize = 8;
@@ -154,7 +154,7 @@ impl Tuning<'_> {
             let ahead = if guide.is_led() { 0 } else { pace.ahead };
             while batches.len() <= ahead {
                 let room = self.room(&field, compilation.outstanding() + field.ready.len());
-                is_late |= room < SMALLEST_BATCH;
+                is_late |= room < SMALLEST_ROOM;
                 let batch = if is_late { Vec::new() } else { guide.next(room) };
                 if batch.is_empty() {
                     break;

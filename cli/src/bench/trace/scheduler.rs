@@ -83,7 +83,7 @@ impl Kind {
 
 /// The rows of one sequence in a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct StepPart {
     /// The request, by its number in the trace.
     pub request: u32,
     /// Keys that it had before.
@@ -96,7 +96,7 @@ pub struct Part {
     pub pages: Vec<u32>,
 }
 
-impl Part {
+impl StepPart {
     /// Keys after the step's rows were appended.
     pub fn keys(&self) -> u32 {
         self.before + self.rows
@@ -107,7 +107,7 @@ impl Part {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
     /// At least one.
-    pub parts: Vec<Part>,
+    pub parts: Vec<StepPart>,
     pub kind: Kind,
 }
 
@@ -162,12 +162,12 @@ impl Scheduler {
     }
 
     /// Whether a part's last row gives a token: that of a prompt's end, and those of generation.
-    pub fn gives_a_token(&self, part: &Part) -> bool {
+    pub fn gives_a_token(&self, part: &StepPart) -> bool {
         part.keys() >= self.requests[part.request as usize].prompt
     }
 
     /// Whether a part is its request's last one.
-    pub fn is_last_of(&self, part: &Part) -> bool {
+    pub fn is_last_of(&self, part: &StepPart) -> bool {
         part.keys() == self.requests[part.request as usize].keys()
     }
 
@@ -207,7 +207,7 @@ impl Scheduler {
             self.promised -= needed as u32;
             running.pages.extend(self.free.drain(self.free.len() - needed..));
             let pages = running.pages.clone();
-            parts.push(Part { request: running.request, before: running.done, rows, generates, pages });
+            parts.push(StepPart { request: running.request, before: running.done, rows, generates, pages });
             running.done += rows;
         }
         self.finish();

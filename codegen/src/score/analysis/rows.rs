@@ -26,7 +26,7 @@ pub struct RowKeys {
     /// Int: neither this key nor a later one is visible.
     pub end: Id,
     /// Ends that depend on the elements of tensors.
-    pub searches: Vec<Search>,
+    pub searches: Vec<KeySearch>,
     /// Neither end ever comes before that of the row before: first and last row bound those between.
     pub nondecreasing: bool,
     /// Every run begins with the first key.
@@ -40,7 +40,7 @@ pub struct RowKeys {
 
 /// The first key whose element is at least a value or, for an end, greater; `kv_len` if there is none.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Search {
+pub struct KeySearch {
     /// The tensor, by its place among the declarations; it does not decrease along its last axis, which the key
     /// indexes.
     pub tensor: usize,
@@ -57,7 +57,7 @@ pub struct Search {
 struct Run {
     begin: Option<Id>,
     end: Option<Id>,
-    searches: Vec<Search>,
+    searches: Vec<KeySearch>,
 }
 
 impl RowKeys {
@@ -248,7 +248,7 @@ impl Finder {
                 if !by_key || !declaration.nondecreasing {
                     return None;
                 }
-                let search = |value, is_end| Search { tensor, leading: leading.to_vec(), value, is_end };
+                let search = |value, is_end| KeySearch { tensor, leading: leading.to_vec(), value, is_end };
                 let searches = least.map(|x| search(x, false)).into_iter().chain(most.map(|x| search(x, true)));
                 Some(Run { searches: searches.collect(), ..Run::default() })
             }

@@ -5,7 +5,7 @@ use super::print::{Dialect, Printer};
 use super::stmt::Scope;
 use super::{AlongKeys, Code, lower, lower_fragments, lower_scores, slot};
 use crate::score::analysis::bias::Bias;
-use crate::score::analysis::rows::{RowKeys, Search};
+use crate::score::analysis::rows::{KeySearch, RowKeys};
 use crate::score::analysis::tile::TileProgram;
 use crate::score::graph::{Graph, Node};
 use crate::score::program::Program;
@@ -389,7 +389,7 @@ fn row_pieces(rows: Option<&RowKeys>) -> [(Piece, String); 9] {
 }
 
 /// Moves an end of a run to where a tensor's elements pass a value.
-fn search_statement(graph: &Graph, search: &Search, leading: &[&str], value: &str) -> String {
+fn search_statement(graph: &Graph, search: &KeySearch, leading: &[&str], value: &str) -> String {
     let (t, axes) = (slot(graph, search.tensor), leading.len());
     let element = Dialect::Cuda.element(graph.declarations()[search.tensor].storage);
     let places = leading.iter().enumerate().map(|(a, index)| {
