@@ -179,6 +179,8 @@ pub struct Waves {
     pub limit: u64,
     /// Parts whose thread blocks take turns, in stages that walk them in sections.
     pub sections: [u32; 2],
+    /// Walks over a key block, each by some query heads of a group, where dQ is reduced in turns; else 1.
+    pub walks: u32,
     /// Of packed sequences, whose parts differ: kernels find on the device which parts a wave has.
     pub packed: Option<PackedWaves>,
 }
@@ -372,7 +374,7 @@ mod tests {
             (3, 100, 0, vec![(0, 1), (1, 1), (2, 1)]),
             (0, 100, 1000, vec![]),
         ] {
-            let waves = Waves { parts, part_bytes, part_blocks: 0, limit, sections: [1, 1], packed: None };
+            let waves = Waves { parts, part_bytes, part_blocks: 0, limit, sections: [1, 1], walks: 1, packed: None };
             assert_eq!(waves.iter().collect::<Vec<_>>(), expected);
             assert!(waves.bytes() <= limit.max(part_bytes), "{waves:?}");
         }
@@ -381,7 +383,15 @@ mod tests {
     /// 31 parts fit: three waves of 22 would fill 132 multiprocessors 18 times, these 16 times.
     #[test]
     fn waves_of_equal_thread_blocks_fill_the_device() {
-        let waves = Waves { parts: 64, part_bytes: 100, part_blocks: 32, limit: 3199, sections: [1, 1], packed: None };
+        let waves = Waves {
+            parts: 64,
+            part_bytes: 100,
+            part_blocks: 32,
+            limit: 3199,
+            sections: [1, 1],
+            walks: 1,
+            packed: None,
+        };
         assert_eq!(waves.iter().collect::<Vec<_>>(), [(0, 28), (28, 28), (56, 8)]);
         for limit in [0, 100, 700, 1500, 6399, 6400] {
             let waves = Waves { limit, ..waves };
@@ -395,7 +405,8 @@ mod tests {
     fn a_wave_has_its_part_of_the_thread_blocks_of_every_stage() {
         let entry = |suffix| StageEntry { suffix, role: StageRole::Wave };
         let stages = [Stage::of(entry("_a"), 60, 32, 0), Stage::of(entry("_b"), 0, 32, 0)];
-        let waves = Waves { parts: 6, part_bytes: 10, part_blocks: 0, limit: 40, sections: [1, 1], packed: None };
+        let waves =
+            Waves { parts: 6, part_bytes: 10, part_blocks: 0, limit: 40, sections: [1, 1], walks: 1, packed: None };
         let plan = LaunchPlan::in_waves(stages, waves);
         assert!(!plan.is_empty() && plan.main().is_none());
         let grids = |plan: &LaunchPlan| {

@@ -62,6 +62,7 @@ constexpr int kRowStages = @{ row_stages }@;
 constexpr int kDqBlocks = @{ dq_blocks }@;
 #define FT_JOINT @{ joint }@  // dQ beside dK and dV
 #define FT_TURNS @{ turns }@  // dQ reduced by key blocks in turns
+#define FT_WALKS @{ walks }@  // heads of a group walked by several thread blocks
 
 <% include "lib/cuda/attention/far_rows.cuh" %>
 <% include "backward/sm90/layout.cuh" %>
@@ -75,10 +76,11 @@ constexpr int kDqBlocks = @{ dq_blocks }@;
 <% include "backward/sm90/store.cuh" %>
 <% include "backward/sm90/key_blocks.cuh" %>
 <% include "backward/sm90/key_loader.cuh" %>
+<% include "backward/sm90/tickets.cuh" %>
+<% include "backward/sm90/walks.cuh" %>
 <% include "backward/sm90/key_steps.cuh" %>
 <% include "backward/sm90/keys.cuh" %>
 <% include "backward/sm90/queries.cuh" %>
-<% include "backward/sm90/tickets.cuh" %>
 <% include "backward/sm90/joint.cuh" %>
 <% include "backward/sm90/turns.cuh" %>
 <% include "backward/sm90/sums.cuh" %>

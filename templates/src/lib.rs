@@ -47,6 +47,7 @@ pub const FILES: &[(&str, &str)] = files![
     "backward/sm90/tickets.cuh",
     "backward/sm90/tiles.cuh",
     "backward/sm90/turns.cuh",
+    "backward/sm90/walks.cuh",
     "forward/cpu.c",
     "forward/cpu_e4m3.c",
     "forward/cpu_ragged.c",

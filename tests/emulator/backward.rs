@@ -122,6 +122,7 @@ impl State {
             let sections = waves.sections.map(|n| n.min(unit << rng.random_range(0..3)));
             bytes.extend([first, count, sections[0], sections[1]].into_iter().flat_map(u32::to_ne_bytes));
             bytes.extend(waves.shared_bytes().to_ne_bytes());
+            bytes.extend(u64::from(waves.walks).to_ne_bytes());
             bytes.resize(layout.base(), 0);
             for (stage, of) in plan.stages().enumerate() {
                 let of = of.of_parts(count, waves.parts);
@@ -390,6 +391,34 @@ fn in_turns(problem: &Problem, nth: usize) -> Kernel {
     Kernel { problem: *problem, schedule: turns[nth % turns.len()], arch }
 }
 
+/// One of the schedules that walk the heads of a group apart: those that reduce dQ in turns first.
+fn in_walks(problem: &Problem, nth: usize) -> Kernel {
+    let arch: Arch = "sm_90a".parse().expect("an arch");
+    let mut all = Schedule::space(Family::BackwardSm90, problem, arch);
+    all.retain(|s| s.to_string().ends_with("-walks"));
+    all.sort_by_key(|s| !s.to_string().contains("-turns-"));
+    Kernel { problem: *problem, schedule: all[nth % all.len()], arch }
+}
+
+/// Heads of a group walked by several thread blocks: dQ in turns, beside dK and dV, and in a launch of its own, where
+/// both warpgroups have each gradient and where each has one, and with a score program.
+#[test]
+fn backward_sm90_kernels_with_heads_apart() {
+    let templates = templates();
+    let text = "mask = q // 170 == kv // 170; score = 2.0 * tanh(score);";
+    let program = Program::parse(text).expect("a program");
+    search_with(6, |number| {
+        let number = number as usize;
+        let (qk, v) = [(24, 40), (128, 96), (192, 64), (64, 64), (40, 136), (16, 72)][number % 6];
+        let mut mask = MaskKind::ALL[(number + number / 4) % 4];
+        mask.left &= qk <= 64;
+        let problem = Problem::forward_qk_v(DTYPES[number % 2], qk, v, mask).expect("legal").backward();
+        let problem = if number % 6 == 5 { problem.with_program(program.clone()) } else { problem };
+        let calls = setting("EMULATE_CASES").unwrap_or(3);
+        try_backward(&in_walks(&problem, number / 3), &templates, calls, number as u64)
+    });
+}
+
 /// Each mask that there is, both ways to halve dQ, queries up to head dim 64, columns above, and one and two buffers of
 /// K and V.
 #[test]
@@ -420,7 +449,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
         Some(("by gradient", _)) => of(136, kind),
         Some(("joint", _)) => of(24, MaskKind::CAUSAL),
         Some(("turns", _)) => of(72, MaskKind::CAUSAL),
-        Some(("two buffers", _)) => of(40, MaskKind::CAUSAL),
+        Some(("two buffers" | "walks", _)) => of(40, MaskKind::CAUSAL),
         Some(("program", _)) => of(24, MaskKind::FULL).with_program(Program::parse(text).expect("a program")),
         Some(("packed", _)) => of(24, kind).with_kv(KvKind::RAGGED),
         _ => of(24, kind),
@@ -431,6 +460,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let kernel = match what.split_once(':') {
         Some(("turns", _)) => in_turns(&problem, 0),
         Some(("two buffers", _)) => in_turns(&problem, 1),
+        Some(("walks", _)) => in_walks(&problem, 0),
         _ => Kernel { problem, schedule, arch },
     };
     let bounded = Mask::Window { left: Some(130), right: Some(20) };

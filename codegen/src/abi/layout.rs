@@ -65,7 +65,7 @@ impl ArgsLayout {
     /// Of those that take [`BackwardMappedArgs`].
     pub(crate) const BACKWARD_MAPPED: Self = Self {
         head: offset_of!(BackwardMappedArgs, backward) as u32,
-        tail: (offset_of!(BackwardMappedArgs, ds_bytes) + size_of::<i64>() - offset_of!(BackwardMappedArgs, first_pair))
+        tail: (offset_of!(BackwardMappedArgs, walks) + size_of::<i64>() - offset_of!(BackwardMappedArgs, first_pair))
             as u32,
         ..Self::BACKWARD
     };

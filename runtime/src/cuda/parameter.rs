@@ -165,9 +165,9 @@ impl Base<'_> {
             Base::BackwardMapped(args) => {
                 let backward = offset_of!(BackwardMappedArgs, backward);
                 let wave = offset_of!(BackwardMappedArgs, first_pair);
-                let end = offset_of!(BackwardMappedArgs, ds_bytes) + size_of::<i64>();
+                let end = offset_of!(BackwardMappedArgs, walks) + size_of::<i64>();
                 let bytes = std::ptr::from_ref(*args).cast::<u8>();
-                // SAFETY: as above; padding lies behind `ds_bytes` alone.
+                // SAFETY: as above; padding lies behind `walks` alone.
                 let of =
                     |range: Range<usize>| unsafe { std::slice::from_raw_parts(bytes.add(range.start), range.len()) };
                 [of(0..backward), bytemuck::bytes_of(&args.backward), of(wave..end)]

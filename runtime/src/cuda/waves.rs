@@ -40,6 +40,7 @@ impl CudaDevice {
             keys_section,
             queries_section,
             ds_bytes: waves.shared_bytes() as i64,
+            walks: waves.walks.into(),
         };
         tensor_map::encode_backward(&self.context, module.kernel(), &mut mapped)?;
         for (first, count) in waves.iter() {

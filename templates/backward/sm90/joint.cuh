@@ -9,13 +9,14 @@
 // As send_ds(). Copies are asked for their end only when the one behind them is under way.
 __device__ __forceinline__ void send_ds_and_say(const KernelArgs& args, u32 smem, const Visible& visible,
                                                 const KeyBlock& at, int group, SpillRing& spills) {
+    const Members members(args, at, Pair(args.backward, at.pair));
     constexpr int kTiles = kRowBlock / kBlockQ;
-    const i64 slots = visible.slots(), head_index = i64(at.pair) * group;
+    const i64 slots = visible.slots(), head_index = i64(at.pair) * group + members.begin;
     char* to = ds_of(args, head_index, slots) + visible.slots_before(at.block) * kBytesSlot;
     u32* written = written_of(args, head_index, slots);
     u32* whole = nullptr;  // the counter of a row block that has all tiles of the key block, with the last copy
 #pragma unroll 1
-    for (int member = 0; member < group; member++) {
+    for (int member = members.begin; member < members.end; member++) {
 #pragma unroll 1
         for (int tile = at.begin; tile < at.end; tile++) {
             send_tile(to + i64(tile - at.begin) * kBytesSlot, smem, spills);
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
             KeysConsumer<true, true> me{args, smem, role};
 #pragma unroll 1
             for (int i = taken_key_block(smem, me.keys); i >= 0; i = taken_key_block(smem, me.keys))
-                me.run(visible, KeyBlock(args, visible, i));
+                me.run(visible, i);
             if (threadIdx.x % 128 == 0) tma_store_wait();
         }
         change_over(smem);

@@ -31,10 +31,10 @@ struct KeysLayout {
     static constexpr int kOFull = kQEmpty + kStages * 8, kOEmpty = kOFull + kStages * 8;
     static constexpr int kSFull = kOEmpty + kStages * 8, kSEmpty = kSFull + 16;
     static constexpr int kHandFull = kSEmpty + 16, kHandEmpty = kHandFull + 8;
-    // Which key block a buffer of K and V holds, and the thread block's ticket, where dQ is summed beside or reduced.
+    // Which key block a buffer of K and V holds, and the thread block's ticket, where they are taken by tickets.
     static constexpr int kTaken = kSEmpty + 16 + (kByGradient ? 16 : 0), kTicket = kTaken + 4 * kKeyStages;
     static constexpr int kSlopesRead = kTaken + 16;  // dQ is formed from dS
-    static constexpr int kEnd = kTaken + (kJoint || kTurns ? 16 : 0) + (kSlopes == 1 ? 8 : 0);
+    static constexpr int kEnd = kTaken + (kJoint || kTurns || kWalks ? 16 : 0) + (kSlopes == 1 ? 8 : 0);
     static constexpr int kItem = round_up(kEnd, 16);  // of packed sequences
     static constexpr int kBytes = kPacked ? kItem + kBytesItems : kEnd;
 };
@@ -68,21 +68,32 @@ __device__ __forceinline__ const float* statistics_of(const KernelArgs& args, co
     return Table(args).statistics(pair.head(member), at.tile);
 }
 #else
-// Pairs and key blocks, by number: pairs of a section take turns, so that the longest key blocks of all of them come
+// Walks of a pair, each of some heads of its group.
+__device__ __forceinline__ int walks_of_pair(const KernelArgs& args) {
+    int walks = 1;
+    if (kWalks) {
+        walks = int(args.walks);
+        asm volatile("" : "+r"(walks));
+    }
+    return walks;
+}
+// Walks and key blocks, by number: walks of a section take turns, so that the longest key blocks of all of them come
 // first under a causal mask. A thread block has every gridDim.x-th of them.
 struct KeyBlock {
-    int pair, block, begin, end;  // pair: of the wave; begin and end: tiles of queries
+    int pair, walk, block, begin, end;  // pair: of the wave; begin and end: tiles of queries
     __device__ __forceinline__ KeyBlock(const KernelArgs& args, const Visible& visible, int index) {
-        const int blocks = div_up(args.backward.kv_len, kKeys), whole = args.keys_section * blocks;
-        const int first = index / whole * args.keys_section, within = index % whole;
-        const int members = min_of(args.keys_section, args.pairs - first);
-        pair = first + within % members, block = within / members;
+        const int section = args.keys_section;
+        const int blocks = div_up(args.backward.kv_len, kKeys), whole = section * blocks;
+        const int first = index / whole * section, within = index % whole, walks = walks_of_pair(args);
+        const int members = min_of(section, args.pairs * walks - first);
+        pair = first + within % members, walk = 0, block = within / members;
+        if (kWalks) walk = pair / args.pairs, pair %= args.pairs;
         // By turns a key block waits for those behind it, which are to come before it.
         if (kTurns) block = blocks - 1 - block;
         begin = visible.begin(block), end = visible.end(block);
     }
     static __device__ __forceinline__ int count(const KernelArgs& args) {
-        return args.pairs * div_up(args.backward.kv_len, kKeys);
+        return args.pairs * walks_of_pair(args) * div_up(args.backward.kv_len, kKeys);
     }
 };
 __device__ __forceinline__ const float* statistics_of(const KernelArgs& args, const KeyBlock& at, const Pair& pair,
@@ -90,3 +101,16 @@ __device__ __forceinline__ const float* statistics_of(const KernelArgs& args, co
     return statistics_of(args, at.pair * pair.group + member);
 }
 #endif
+
+// Heads of a pair's group that are walked, from one to the one behind the last.
+struct Members {
+    int begin, end;
+    __device__ __forceinline__ explicit Members(int group) : begin(0), end(group) {}
+    __device__ __forceinline__ Members(const KernelArgs& args, const KeyBlock& at, const Pair& pair)
+        : begin(0), end(pair.group) {
+#if FT_WALKS
+        end /= walks_of_pair(args);
+        begin = at.walk * end, end += begin;
+#endif
+    }
+};

@@ -42,6 +42,7 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
                                                KeyRing& keys, QueryRing& queries, int index = 0) {
     using L = KeysLayout;
     const bool leads = !kListed || lane() == 0;
+    const Members members(args, at, pair);
     const auto load_values = [&] {
         const u32 full = ValueRing::full_at(smem, keys.stage);
         mbarrier_arrive_expect(full, L::kBytesV);
@@ -50,14 +51,14 @@ __device__ __forceinline__ void load_key_block(const KernelArgs& args, u32 smem,
     };
     if (leads) {
         mbarrier_wait(ValueRing::empty_at(smem, keys.stage), keys.parity ^ 1);
-        if (kJoint || kTurns) store_shared_4(smem + L::kTaken + keys.stage * 4, u32(index));
+        if (kJoint || kTurns || kWalks) store_shared_4(smem + L::kTaken + keys.stage * 4, u32(index));
         keys.expect(smem, L::kBytesK);
         load_rows<kChunksQK, kKeys>(keys.buffer(smem), args.k, keys.full(smem), kEvictNormal,
                                     pair.kv_row + at.block * kKeys, pair.kv_head, pair.entry);
     }
     bool first = true;
 #pragma unroll 1
-    for (int member = 0; member < pair.group; member++) {
+    for (int member = members.begin; member < members.end; member++) {
         const int head = pair.head(member);
         const float* statistics = statistics_of(args, at, pair, member);
         each_tile(args, pair, at, head, [&](int tile, bool cut) {
@@ -104,12 +105,12 @@ __device__ __forceinline__ void send_tile(char* to, u32 smem, SpillRing& spills)
 
 // Takes tiles of dS to memory. One thread.
 __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const Visible& visible, const KeyBlock& at,
-                                        int group, SpillRing& spills) {
+                                        int group, const Members& members, SpillRing& spills) {
     const i64 slots = visible.slots();
 #if @{ packed }@
     char* to = Table(args).ds() + (at.slot + visible.slots_before(at.block)) * kBytesSlot;
 #else
-    char* to = ds_of(args, i64(at.pair) * group, slots) + visible.slots_before(at.block) * kBytesSlot;
+    char* to = ds_of(args, i64(at.pair) * group + members.begin, slots) + visible.slots_before(at.block) * kBytesSlot;
 #endif
     if constexpr (kListed) {
 #pragma unroll 1
@@ -117,7 +118,8 @@ __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const 
             spills.wait(smem);
             const Listed of = Listed::read(smem + KeysLayout::kListedS + spills.stage * kBytesListed);
             if (of.tile >= 0) {
-                bulk_store(to + (of.head * slots + of.tile - at.begin) * kBytesSlot, spills.buffer(smem), kBytesSlot);
+                const i64 slot = (of.head - members.begin) * slots + of.tile - at.begin;
+                bulk_store(to + slot * kBytesSlot, spills.buffer(smem), kBytesSlot);
                 tma_store_commit();
                 tma_store_wait_read();
             }
@@ -128,7 +130,7 @@ __device__ __forceinline__ void send_ds(const KernelArgs& args, u32 smem, const 
         return;
     }
 #pragma unroll 1
-    for (int member = 0; member < group; member++) {
+    for (int member = members.begin; member < members.end; member++) {
 #pragma unroll 1
         for (int tile = at.begin; tile < at.end; tile++) {
             send_tile(to + i64(tile - at.begin) * kBytesSlot, smem, spills);

@@ -499,12 +499,13 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     }
 
     // All query tiles that see the key block, head after head.
-    __device__ __forceinline__ void walk(const Uncut& uncut, const Pair& pair, int begin, int end, int steps) {
+    __device__ __forceinline__ void walk(const Uncut& uncut, const Pair& pair, int first_member, int begin, int end,
+                                         int steps) {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
 #if FT_DROPOUT
         // Of the next step behind the last products, where S and dP take no registers.
-        int member = 0;
+        int member = first_member;
         Kept kept = find_kept(pair, tile, member);
 #endif
 #pragma unroll 1
@@ -615,12 +616,13 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
     }
 
     // As walk(), where dQ is reduced.
-    __device__ __forceinline__ void walk_in_turns(const Uncut& uncut, const Pair& pair, int begin, int end, int steps) {
+    __device__ __forceinline__ void walk_in_turns(const Uncut& uncut, const Pair& pair, int first_member, int begin,
+                                                  int end, int steps) {
         const float scale = args.backward.scale * kLog2E;
         int tile = begin;
 #if FT_DROPOUT
         // Of the next step behind the last products, where S and dP take no registers.
-        int member = 0;
+        int member = first_member;
         Kept kept = find_kept(pair, tile, member);
         const auto find_slopes = [&](Scores& s, Scores& dp, int of, bool cut) { differentiate(s, dp, of, cut, kept); };
         const auto behind = [&] {
@@ -670,9 +672,10 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             k[h] = row_of(a.k, a.k_stride, pair.entry, pair.kv_head, pair.kv_row + row);
             v[h] = row_of(a.v, a.v_stride, pair.entry, pair.kv_head, pair.kv_row + row);
         }
+        const Members members(args, at, pair);
         clear();
 #pragma unroll 1
-        for (int member = 0; member < pair.group; member++) {
+        for (int member = members.begin; member < members.end; member++) {
             const int head = pair.head(member);
             const float* statistics = statistics_of(args, at, pair, member);
             const ProgramHead of_program = head_of_program(args, pair, head);
@@ -811,11 +814,12 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         clear();
         keys.wait(smem);
         mbarrier_wait(ValueRing::full_at(smem, keys.stage), keys.parity);
-        const int steps = pair.group * (at.end - at.begin);
+        const Members members(args, at, pair);
+        const int steps = (members.end - members.begin) * (at.end - at.begin);
         if (steps > 0 || kListed) {
             const Uncut uncut(visible, at.block);
 #if FT_DROPOUT
-            const Steps listed{uncut, at.begin, at.end, at.begin, steps, 0};
+            const Steps listed{uncut, at.begin, at.end, at.begin, steps, members.begin};
 #else
             const Steps listed{uncut, at.begin, at.end, at.begin, steps};
 #endif
@@ -826,9 +830,9 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
             } else if constexpr (kListed) {
                 walk_listed(listed, pair);
             } else if constexpr (kTurns) {
-                walk_in_turns(uncut, pair, at.begin, at.end, steps);
+                walk_in_turns(uncut, pair, members.begin, at.begin, at.end, steps);
             } else {
-                walk(uncut, pair, at.begin, at.end, steps);
+                walk(uncut, pair, members.begin, at.begin, at.end, steps);
             }
             release_keys();
             return any_non_finite(dk) | any_non_finite(dv);
@@ -843,8 +847,19 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         if (lane() == 0) mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
         keys.advance();
     }
+    // Where another walk has dK and dV: K and V are read.
+    __device__ __forceinline__ void leave_keys() {
+        if (kTurns) return;
+        barrier_sync(1 + id, 128);
+        if (threadIdx.x % 128 == 0) mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
+        __syncwarp();
+        keys.advance();
+    }
     __device__ __forceinline__ void finish(const Visible& visible, const KeyBlock& at, const Pair& pair, bool met) {
         if (met) sum_what_is_seen(visible, at, pair);
+#if FT_WALKS
+        if (!add_to_walks<kHasK, kHasV>(args, visible, at, id, dk, dv)) return leave_keys();
+#endif
         store(visible, pair);
     }
 
@@ -870,15 +885,40 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
         }
     }
 #else
-    __device__ __forceinline__ void run(const Visible& visible, const KeyBlock& at) {
-        const Pair pair(args.backward, args.first_pair + at.pair);
-        finish(visible, at, pair, multiply(visible, at, pair));
+    // The key block with a number. It is found again behind the steps, which need not keep it then, but where they cut
+    // tiles of 128 queries: 208 TFLOP/s for 217 (head dim 64, 512 causal queries).
+    static constexpr bool kFindsAgain = kWalks || !(kMaskRight && kBlockQ == 128);
+    __device__ __forceinline__ void run(const Visible& visible, int number) {
+        if constexpr (kFindsAgain) {
+            bool met;
+            {
+                const KeyBlock at(args, visible, number);
+                met = multiply(visible, at, Pair(args.backward, args.first_pair + at.pair));
+            }
+            // 492 bytes would spill for 212 (head dim 64).
+            if (kWalks) asm volatile("" : "+r"(number));
+            const KeyBlock at(args, visible, number);
+            finish(visible, at, Pair(args.backward, args.first_pair + at.pair), met);
+        } else {
+            const KeyBlock at(args, visible, number);
+            const Pair pair(args.backward, args.first_pair + at.pair);
+            finish(visible, at, pair, multiply(visible, at, pair));
+        }
     }
+#if FT_WALKS
+    // Those that a thread block takes.
+    __device__ __forceinline__ void run_all() {
+        const Visible visible(args.backward);
+#pragma unroll 1
+        for (int i = taken_key_block(smem, keys); i >= 0; i = taken_key_block(smem, keys)) run(visible, i);
+    }
+#else
     __device__ __forceinline__ void run_all() {
         const Visible visible(args.backward);
         const int count = KeyBlock::count(args);
 #pragma unroll 1
-        for (int i = blockIdx.x; i < count; i += gridDim.x) run(visible, KeyBlock(args, visible, i));
+        for (int i = blockIdx.x; i < count; i += gridDim.x) run(visible, i);
     }
+#endif
 #endif
 };

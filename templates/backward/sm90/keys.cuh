@@ -32,7 +32,22 @@ __device__ __forceinline__ void send_all_ds(const KernelArgs& args, u32 smem) {
         const Item item = Item::read(items.buffer(smem));
         items.release(smem);
         const Visible visible(args.backward, Lengths{item.q_len, item.kv_len});
-        send_ds(args, smem, visible, KeyBlock(item, visible), args.backward.heads / args.backward.kv_heads, spills);
+        const int group = args.backward.heads / args.backward.kv_heads;
+        send_ds(args, smem, visible, KeyBlock(item, visible), group, Members(group), spills);
+    }
+}
+#elif FT_WALKS
+__device__ __forceinline__ void send_all_ds(const KernelArgs& args, u32 smem) {
+    const Visible visible(args.backward);
+    SpillRing spills;
+    KeyRing keys;
+#pragma unroll 1
+    for (int i = taken_key_block(smem, keys); i >= 0; i = taken_key_block(smem, keys)) {
+        mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
+        keys.advance();
+        const KeyBlock at(args, visible, i);
+        const Pair pair(args.backward, at.pair);
+        send_ds(args, smem, visible, at, pair.group, Members(args, at, pair), spills);
     }
 }
 #else
@@ -51,7 +66,7 @@ __device__ __forceinline__ void send_all_ds(const KernelArgs& args, u32 smem) {
     SpillRing spills;
 #pragma unroll 1
     for (int i = blockIdx.x; i < count; i += gridDim.x)
-        send_ds(args, smem, visible, KeyBlock(args, visible, i), group, spills);
+        send_ds(args, smem, visible, KeyBlock(args, visible, i), group, Members(group), spills);
 }
 #endif
 
@@ -63,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < kKeyStages; i++) {
             KeyRing::init(smem, i, 1, 1);
-            ValueRing::init(smem, i, 1, kWarpgroups);
+            ValueRing::init(smem, i, 1, kWarpgroups + kWalks);  // by tickets also the thread that takes dS away
         }
         for (int i = 0; i < kStages; i++) {
             QueryRing::init(smem, i, 1, 4 * kWarpgroups);
@@ -82,9 +97,14 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     if (role == kLoader) {
         registers_give_back<40>();
         if (kListed ? threadIdx.x % 128 < 32 : threadIdx.x % 128 == 0) {
+#if FT_WALKS
+            const Visible visible(args.backward);
+            load_key_blocks(args, smem, visible, counters_of(args, visible.slots()));
+#else
             KeyRing keys;
             QueryRing queries;
             load_key_blocks(args, smem, keys, queries);
+#endif
         }
         if (threadIdx.x % 128 == 32) {
             send_all_ds(args, smem);

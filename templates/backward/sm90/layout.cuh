@@ -3,12 +3,13 @@
 using KernelArgs = WithSide<Sm90BackwardArgs>;
 
 constexpr int kWarpgroups = 2;  // that multiply
+constexpr int kWarpsOfKeys = 4 * kWarpgroups;
 // Whether both have the same 64 keys, one dV and the other dK: those of more do not fit a thread's registers.
 constexpr bool kByGradient = kKeys == 64;
 static_assert(kByGradient || kKeys == 64 * kWarpgroups, "64 keys of each, or the same");
 // Whether there is a score program: the loaders find which tiles there are, and tell the others.
 constexpr bool kListed = FT_PROGRAM;
-constexpr bool kJoint = FT_JOINT, kTurns = FT_TURNS;
+constexpr bool kJoint = FT_JOINT, kTurns = FT_TURNS, kWalks = FT_WALKS;
 constexpr int kRowBytes = 128;
 constexpr int kChunksQK = div_up(kHeadDimQK, 64), kChunksV = div_up(kHeadDimV, 64);
 // Columns of products: the head dim that instructions are made for.
@@ -89,9 +90,17 @@ __device__ __forceinline__ float* dq_sums_of(const KernelArgs& args, i64 head_in
     return statistics_of(args, heads) + head_index * round_up(args.backward.q_len, kBlockQ) * kColumnsQK;
 }
 
-// Where dQ is summed beside dK and dV or reduced, counters lie behind dS or these sums of the wave.
+// Behind dS or these sums, where heads are walked apart: fp32 sums of dK and dV of the key blocks of the wave.
+__device__ __forceinline__ float* walk_sums_of(const KernelArgs& args, i64 key_block, i64 slots) {
+    const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);
+    const i64 floats = args.walks > 1 ? kKeys * (kColumnsQK + kColumnsV) : 0;
+    return (kTurns ? dq_sums_of(args, heads) : (float*)ds_of(args, heads, slots)) + key_block * floats;
+}
+
+// Behind all of them, where thread blocks take key blocks by tickets, counters.
 enum Counter { kTickets, kKeyBlocks, kRowBlocks, kCounters = 4 };  // of thread blocks, and of what they have taken
 __device__ __forceinline__ u32* counters_of(const KernelArgs& args, i64 slots) {
+    if (kWalks) return (u32*)walk_sums_of(args, i64(args.pairs) * div_up(args.backward.kv_len, kKeys), slots);
     const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);
     return kTurns ? (u32*)dq_sums_of(args, heads) : (u32*)ds_of(args, heads, slots);
 }
@@ -105,4 +114,12 @@ __device__ __forceinline__ u32* written_of(const KernelArgs& args, i64 head_inde
 // Of each tile of queries of a head of the wave how many key blocks have added their dQ.
 __device__ __forceinline__ u32* turns_of(const KernelArgs& args, i64 head_index) {
     return counters_of(args, 0) + kCounters + head_index * div_up(args.backward.q_len, kBlockQ);
+}
+// Of each warp's keys of a key block of the wave how many walks have added their dK and dV.
+__device__ __forceinline__ u32* walks_added(const KernelArgs& args, i64 key_block, i64 slots) {
+    const int heads = args.pairs * (args.backward.heads / args.backward.kv_heads);
+    u32* const first = kTurns   ? turns_of(args, heads)
+                       : kJoint ? written_of(args, heads, slots)
+                                : counters_of(args, slots) + kCounters;
+    return first + key_block * kWarpsOfKeys;
 }

@@ -93,6 +93,16 @@ __device__ __forceinline__ void clear_counters(const KernelArgs& args, int rows,
         for (int i = 0; i < kCounters; i++) counters_of(args, slots)[i] = 0;
     }
     if (rows == 0) return;
+    if constexpr (kWalks) {
+        const int group = args.backward.heads / args.backward.kv_heads;
+        if (index / rows % group == 0) {
+            const int blocks = div_up(args.backward.kv_len, kKeys);
+            u32* const added = walks_added(args, index / rows / group * blocks, slots);
+#pragma unroll 1
+            for (int i = int(index % rows) / kRows; i < blocks * kWarpsOfKeys; i += div_up(rows, kRows)) added[i] = 0;
+        }
+    }
+    if (!kTurns && !kJoint) return;
     u32* const counters = kTurns ? turns_of(args, index / rows) : written_of(args, index / rows, slots);
     counters[index % rows / kRows] = 0;
 }
@@ -106,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kStatisticsThreads)
     const int row = int(index % max_of(rows, 1)), part = threadIdx.x % kRowThreads;
     let_next_launch_begin();
     wait_for_launch_before();
-    if (kJoint || kTurns) clear_counters(args, rows, index, part);
+    if (kJoint || kTurns || kWalks) clear_counters(args, rows, index, part);
     if (rows == 0) return;
     const i64 all_heads = i64(args.first_pair) * group + head_index;
     const int batch = int(all_heads / a.heads), head = int(all_heads % a.heads);

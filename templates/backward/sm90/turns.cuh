@@ -10,6 +10,9 @@
 // 447). At head dim 128 reductions run at 2.0 TB/s then, which is what bounds a step.
 //
 // A tile lies in memory as products leave it: warpgroup by warpgroup, for every 8 columns 16 bytes of each thread.
+//
+// Query heads that share a head of K may be walked by several thread blocks, `walks` of them each: dK and dV of a
+// key block are then sums in memory too, walk by walk (walks.cuh).
 #if FT_TURNS
 
 static_assert(!kByGradient && !kListed && !kPacked && !kJoint);
@@ -21,8 +24,7 @@ __device__ __forceinline__ void bulk_add(float* to, u32 from, u32 bytes) {
 }
 
 // Adds dQ of every other step of the key blocks that the thread block takes. One thread.
-__device__ __forceinline__ void add_sums(const KernelArgs& args, u32 smem, const Visible& visible, int group,
-                                         int mine) {
+__device__ __forceinline__ void add_sums(const KernelArgs& args, u32 smem, const Visible& visible, int mine) {
     using L = KeysLayout;
     KeyRing keys;
     int step = 0;
@@ -32,10 +34,12 @@ __device__ __forceinline__ void add_sums(const KernelArgs& args, u32 smem, const
         mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
         keys.advance();
         const KeyBlock at(args, visible, i);
+        const Pair pair(args.backward, at.pair);
+        const Members members(args, at, pair);
 #pragma unroll 1
-        for (int member = 0; member < group; member++) {
-            float* const of_head = dq_sums_of(args, i64(at.pair) * group + member);
-            u32* const turns = turns_of(args, i64(at.pair) * group + member);
+        for (int member = members.begin; member < members.end; member++) {
+            float* const of_head = dq_sums_of(args, i64(at.pair) * pair.group + member);
+            u32* const turns = turns_of(args, i64(at.pair) * pair.group + member);
 #pragma unroll 1
             for (int tile = at.begin; tile < at.end; tile++, step ^= 1) {
                 if (step != mine) continue;
@@ -45,7 +49,7 @@ __device__ __forceinline__ void add_sums(const KernelArgs& args, u32 smem, const
                 if (turn == 0) {
                     bulk_store(to, SumRing::buffer_at(smem, mine), L::kBytesSums);
                 } else {
-                    while (load_acquire(turns + tile) != turn) asm volatile("nanosleep.u32 20;");
+                    wait_for_turn(turns + tile, turn);
                     fence_async_proxy_everywhere();
                     bulk_add(to, SumRing::buffer_at(smem, mine), L::kBytesSums);
                 }
@@ -65,7 +69,6 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     extern __shared__ u8 shared_memory[];
     const u32 smem = round_up(int(smem_address(shared_memory)), 1024);
     const Visible visible(args.backward);
-    const int group = args.backward.heads / args.backward.kv_heads;
     const int role = warp_uniform(threadIdx.x / 128);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kKeyStages; i++) {
@@ -87,13 +90,12 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
         registers_give_back<40>();
         const int thread = threadIdx.x % 128;
         if (thread == 0) load_key_blocks(args, smem, visible, counters_of(args, 0));
-        if (thread == 32 || thread == 64) add_sums(args, smem, visible, group, thread / 32 - 1);
+        if (thread == 32 || thread == 64) add_sums(args, smem, visible, thread / 32 - 1);
     } else {
         registers_take<232>();
         KeysConsumer<true, true> me{args, smem, role};
 #pragma unroll 1
-        for (int i = taken_key_block(smem, me.keys); i >= 0; i = taken_key_block(smem, me.keys))
-            me.run(visible, KeyBlock(args, visible, i));
+        for (int i = taken_key_block(smem, me.keys); i >= 0; i = taken_key_block(smem, me.keys)) me.run(visible, i);
     }
 }
 

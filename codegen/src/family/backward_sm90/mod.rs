@@ -12,10 +12,10 @@ use crate::family::fields::{Constants, schedule};
 use crate::family::forward_sm80::Sm80Schedule;
 use crate::family::forward_sm90::wgmma;
 use crate::family::program_length::{self, MostOperations};
-use crate::launch::{LaunchPlan, StageEntry};
+use crate::launch::{LaunchPlan, SCRATCH_LIMIT, StageEntry};
 use crate::packed_waves::SEQUENCE_BYTES;
 use crate::traffic::Walk;
-use crate::{Arch, Constraint, DType, Error, KvKind, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use crate::{Arch, Constraint, DType, Error, KvKind, Op, Problem, Resources, Result, Shape, ShapeBucket, USUAL_UNITS};
 
 /// Head dim up to which the accumulators of dK and dV are registers of one warpgroup, beside S and dP.
 const WIDEST_OF_BOTH: u32 = 128;
@@ -54,6 +54,12 @@ fn can_take_turns(problem: &Problem, block_q: u32) -> bool {
     can_be_joint(problem) && wide == (block_q == 64) && !(wide && problem.mask.left)
 }
 
+/// Bytes of dS of a pair of a sequence and a KV head, about.
+fn ds_bytes(problem: &Problem, bucket: &ShapeBucket) -> u64 {
+    let all = u64::from(bucket.q_len) * u64::from(bucket.kv_len) * 2 * u64::from(bucket.group.max(1));
+    if problem.mask.right { all / 2 } else { all }
+}
+
 schedule! {
     /// Tiles of the stages of `backward/sm90`.
     pub struct BackwardSm90Schedule {
@@ -75,6 +81,9 @@ schedule! {
         pub dq_blocks: u32 => code, number_unless(0, "dq");
         /// Whether dQ is reduced to fp32 sums in memory, key block by key block in one order, in place of dS.
         pub turns: bool => code, flag("turns");
+        /// Whether key blocks are taken by tickets, and query heads that share a head of K walked by several thread
+        /// blocks, which add their dK and dV to fp32 sums in memory in one order.
+        pub walks: bool => code, flag("walks");
     }
 }
 
@@ -99,6 +108,12 @@ impl BackwardSm90Schedule {
     /// have a loop of their own also at 512, where head dim 64 takes 503 against 510, causal 398 against 410, head dim
     /// 32 664 against 900, causal 498 against 687.
     fn default_for(problem: &Problem, bucket: &ShapeBucket) -> Self {
+        let s = Self::with_whole_groups(problem, bucket);
+        Self { walks: problem.kv.is_dense() && s.is_better_in_walks(problem, bucket), ..s }
+    }
+
+    /// That whose thread blocks walk all heads of a group.
+    fn with_whole_groups(problem: &Problem, bucket: &ShapeBucket) -> Self {
         if is_by_gradient(problem) {
             let [qk, v] = [problem.head_dim_qk, problem.head_dim_v].map(|dim| dim.div_ceil(64));
             let stages = if qk + v > 6 { 2 } else { 3 };
@@ -111,6 +126,7 @@ impl BackwardSm90Schedule {
                 section_mib: 24,
                 dq_blocks: 0,
                 turns: false,
+                walks: false,
             };
         }
         // A program's change of the score spills with 128 queries: each thread has 64 scores and as many of dP.
@@ -123,7 +139,10 @@ impl BackwardSm90Schedule {
         let turns = can_take_turns(problem, if narrow { 128 } else { 64 })
             && !problem.mask.left
             // Dropout spills least in turns: nothing at head dim 128, beside 148 bytes where dQ is of the launch.
-            && (problem.dropout || longest >= if narrow { LEAST_ROWS_OF_TURNS } else { 2 * MOST_ROWS_OF_JOINT });
+            && (problem.dropout
+                || longest >= if narrow { LEAST_ROWS_OF_TURNS } else { 2 * MOST_ROWS_OF_JOINT }
+                // dS of few pairs fills a wave: 4575 us against 5214 with 32/1 heads at 4 x 4096 (head dim 128).
+                || (!narrow && bucket.group > 1 && ds_bytes(problem, bucket) >= SCRATCH_LIMIT / 2));
         if turns {
             return Self::in_turns(if narrow { 128 } else { 64 });
         }
@@ -142,7 +161,46 @@ impl BackwardSm90Schedule {
             true => (128, if uneven { 3 } else { 2 }),
             false => (64, if short && widest <= 64 { 4 } else { 2 }),
         };
-        Self { block_q, stages, key_stages, row_tiles: 2, row_stages: 2, section_mib: 24, dq_blocks, turns: false }
+        Self {
+            block_q,
+            stages,
+            key_stages,
+            row_tiles: 2,
+            row_stages: 2,
+            section_mib: 24,
+            dq_blocks,
+            turns: false,
+            walks: false,
+        }
+    }
+
+    /// Whether heads of a group had better be walked apart, or key blocks of one head taken by tickets.
+    ///
+    /// By figures of an H200, us, whole groups and apart, causal unless others are given: too few key blocks in a wave,
+    /// or the longest last, head dim 128 with 32/8 heads 2762, 2632 at 4 x 4096, with 32/4 1718, 1412 at 8 x 2048,
+    /// with 32/1 1046, 835 at 16 x 1024 and 13,489, 2825 at 4 x 4096, with 64/8 257, 191 at 1024; where there are four
+    /// for each multiprocessor 801, 809. Head dim 192 with 32/1 at 4096 11,055, 4252. A group's Q, dO and sums of dQ
+    /// in turns more than L2: 11,845, 10,736 at 16,384 with 32/8 heads, full 19,898, 19,314. By tickets alone soft caps
+    /// at head dim 64 10,746, 9190, full, documents 2912, 2494, and a window of 1024 over 16,384 1041, 1013; at head
+    /// dim 192 1935, 2124.
+    fn is_better_in_walks(&self, problem: &Problem, bucket: &ShapeBucket) -> bool {
+        let (windowed, causal) = (problem.mask.left, problem.mask.right && !problem.mask.left);
+        let narrow = self.block_q == 128;
+        if !is_by_gradient(problem) && (problem.program.is_some() || (windowed && narrow && !problem.dropout)) {
+            return true;
+        }
+        if bucket.group <= 1 {
+            return false;
+        }
+        let pairs = u64::from((bucket.parallel / bucket.group).max(1));
+        // Where dS lies in memory a wave has as many pairs as fit beside their statistics.
+        let fit =
+            if self.turns || windowed { pairs } else { SCRATCH_LIMIT * 63 / 64 / ds_bytes(problem, bucket).max(1) };
+        let of_wave = pairs.div_ceil(pairs.div_ceil(fit.max(1)));
+        let blocks = of_wave * u64::from(bucket.kv_len.div_ceil(block_kv(problem)));
+        let rounds = blocks as f64 / f64::from(USUAL_UNITS);
+        let beyond_l2 = self.turns && bucket.q_len >= 8192 && (causal || !narrow);
+        beyond_l2 || rounds < if causal { 3.5 } else { 0.75 }
     }
 
     /// dQ reduced in turns, in steps of so many queries. Pairs that keep Q, dO and their sums in L2 run together: 8 MiB
@@ -160,6 +218,7 @@ impl BackwardSm90Schedule {
             section_mib: 16,
             dq_blocks: 0,
             turns: true,
+            walks: false,
         }
     }
 
@@ -235,6 +294,7 @@ impl KernelFamily for BackwardSm90Schedule {
         let sizes = [256, 4096, 16384].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
         let mut all = sizes.map(|bucket| Self::default_for(problem, &bucket)).to_vec();
         for s in all.clone() {
+            all.push(Self { walks: true, ..s });
             if is_by_gradient(problem) {
                 all.extend([Self { row_stages: 2, ..s }, Self { stages: 2, ..s }]);
                 continue;
@@ -245,6 +305,7 @@ impl KernelFamily for BackwardSm90Schedule {
                 Self { dq_blocks: 0, ..s },
                 Self::in_turns(s.block_q),
                 Self { key_stages: 1, ..Self::in_turns(s.block_q) },
+                Self { walks: true, ..Self::in_turns(s.block_q) },
             ]);
         }
         all.sort_unstable();
@@ -286,6 +347,9 @@ impl KernelFamily for BackwardSm90Schedule {
                          dim 64, else of 128";
             return Err(Error::unsupported("turns", "true", limit, "use the default schedule"));
         }
+        if self.walks && !problem.kv.is_dense() {
+            return Err(Error::unsupported("walks", "true", "dense tensors", "use the default schedule"));
+        }
         if is_by_gradient(problem) && self.block_q != 64 {
             return no("block_q", self.block_q, "64 above head dim 128");
         }
@@ -318,6 +382,7 @@ impl KernelFamily for BackwardSm90Schedule {
             ("queries_smem_bytes", resources::queries_smem_bytes(problem, self).to_string()),
             ("joint", u32::from(self.is_joint()).to_string()),
             ("turns", u32::from(self.turns).to_string()),
+            ("walks", u32::from(self.walks).to_string()),
             ("rows_threads", plan::ROWS_THREADS.to_string()),
             ("wgmma_instructions", wgmma::instructions_by_depth(problem.dtype, &widths)),
         ]);
@@ -397,6 +462,35 @@ mod tests {
             says(most, problem).unwrap();
             assert!(says(most + 1, problem).unwrap_err().contains("dq_blocks"), "{problem}");
         }
+    }
+
+    #[test]
+    fn heads_of_a_group_are_walked_apart_where_key_blocks_are_few() {
+        let of = |dim, batch, heads, kv_heads, n| {
+            let mask = crate::Mask::Causal;
+            let shape = Shape { batch, heads, kv_heads, q_len: n, kv_len: n, mask };
+            BackwardSm90Schedule::default_for(&problem(dim, dim), &ShapeBucket::of(&shape))
+        };
+        let is = |dim, batch, heads, kv_heads, n| {
+            let s = of(dim, batch, heads, kv_heads, n);
+            (s.walks, s.turns)
+        };
+        assert_eq!([is(128, 32, 32, 8, 512), is(128, 4, 32, 8, 4096)], [(false, false), (true, false)]);
+        assert_eq!([is(128, 1, 32, 8, 16384), is(128, 1, 32, 32, 16384)], [(true, true), (false, true)]);
+        assert_eq!([is(128, 16, 32, 1, 1024), is(128, 4, 32, 1, 4096)], [(true, false), (true, true)]);
+        assert_eq!([is(192, 4, 32, 8, 4096), is(192, 4, 32, 1, 4096)], [(false, false), (true, false)]);
+        assert_eq!([is(64, 4, 32, 8, 4096), is(64, 1, 64, 8, 4096)], [(false, true), (true, true)]);
+        // By tickets, which programs and windows have without groups as well.
+        let bucket = ShapeBucket { parallel: 128, group: 1, q_len: 4096, kv_len: 4096, ..Default::default() };
+        let program = crate::score::Program::parse("score = 2.0 * tanh(score);").unwrap();
+        let by_program =
+            |dim| BackwardSm90Schedule::default_for(&problem(dim, dim).with_program(program.clone()), &bucket).walks;
+        assert_eq!([by_program(64), by_program(128), by_program(192)], [true, true, false]);
+        let packed = problem(64, 64).with_kv(KvKind::RAGGED);
+        assert!(!BackwardSm90Schedule::default_for(&packed, &bucket).walks);
+        let apart = BackwardSm90Schedule { walks: true, ..schedule(64, 64) };
+        let e = KernelFamily::validate(&apart, &packed, hopper()).unwrap_err().to_string();
+        assert!(e.contains("walks") && e.contains("dense"), "{e}");
     }
 
     #[test]

@@ -38,8 +38,14 @@ const PACKED_BLOCKS: [u32; 2] = [8, 16];
 
 /// Threads of a block of `keys` and of `queries`: two warpgroups that multiply, and one that copies.
 pub(super) const THREADS: u32 = 384;
+/// Multiprocessors that walks are made to fill: the same on all devices, so that they sum in the same order.
+const UNITS_OF_WALKS: u64 = crate::USUAL_UNITS as u64;
+
 /// Threads of a block of `statistics`.
 const STATISTICS_THREADS: u32 = 256;
+
+/// Warps that have keys of a key block, each with a counter of walks.
+const WARPS_OF_KEYS: u64 = 8;
 
 /// Counters of a joint stage, or of turns, beside those of its row blocks or tiles.
 const COUNTERS: u64 = 4;
@@ -75,35 +81,43 @@ pub(super) fn plan(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape) -
     let key_blocks = u64::from(shape.kv_len.div_ceil(block_kv(problem)));
     let row_blocks = u64::from(shape.q_len.div_ceil(s.row_block())) * group;
     let [keys_smem, queries_smem] = [resources::keys_smem_bytes(problem, s), resources::queries_smem_bytes(problem, s)];
-    // They clear the counters of a joint stage or of turns, of calls without queries as well.
-    let counts = s.is_joint() || s.turns;
+    let walks = walks_of_group(s, problem, shape, group);
+    // They clear the counters that key blocks are taken by, of calls without queries as well.
+    let counts = s.is_joint() || s.turns || s.walks;
     let of_rows = (rows / u64::from(statistics_rows(problem))).max(counts.into());
     let of_rows = stage(statistics, of_rows, STATISTICS_THREADS, 0)?;
     let of_rows = Stage { resident: packed.then_some(PACKED_BLOCKS[1]), ..of_rows };
     let stages = if s.turns {
-        let turns = Stage { resident: Some(1), ..stage(TURNS[1], key_blocks, THREADS, keys_smem)? };
+        let turns = Stage { resident: Some(1), ..stage(TURNS[1], key_blocks * walks, THREADS, keys_smem)? };
         let parts = u64::from(shape.q_len.div_ceil(64)) * group;
         vec![of_rows, turns, stage(TURNS[2], parts, ROWS_THREADS, 0)?]
     } else if s.is_joint() {
-        let joint = stage(JOINT[1], key_blocks + row_blocks, THREADS, keys_smem.max(queries_smem))?;
+        let joint = stage(JOINT[1], key_blocks * walks + row_blocks, THREADS, keys_smem.max(queries_smem))?;
         vec![of_rows, Stage { resident: Some(1), ..joint }]
     } else {
-        let keys = persistent(stage(keys, key_blocks, THREADS, keys_smem)?);
+        let keys = persistent(stage(keys, key_blocks * walks, THREADS, keys_smem)?);
+        let keys = if s.walks { Stage { resident: Some(1), ..keys } } else { keys };
         vec![of_rows, keys, persistent(stage(queries, row_blocks, THREADS, queries_smem)?)]
     };
     let tile_bytes = u64::from(s.block_q) * u64::from(block_kv(problem)) * 2;
+    let [columns_qk, columns_v] = [problem.head_dim_qk, problem.head_dim_v].map(|n| u64::from(n.next_multiple_of(16)));
     let between = match s.turns {
-        true => rows * u64::from(problem.head_dim_qk.next_multiple_of(16)) * 4,
+        true => rows * columns_qk * 4,
         false => slots(s, block_kv(problem), shape) * tile_bytes * group,
     };
+    // What key blocks are summed in is of whole ones.
+    let sums = if walks > 1 { key_blocks * u64::from(block_kv(problem)) * (columns_qk + columns_v) * 4 } else { 0 };
     let parts = pairs as u32;
-    let section = section(s, problem, shape, group);
+    let sections = [group / walks, group].map(|heads| section(s, problem, shape, heads));
     // Statistics are two numbers of 4 bytes a row.
     let counted = if s.turns { rows / u64::from(s.block_q) } else { row_blocks };
+    let counted = if s.turns || s.is_joint() { counted } else { 0 };
+    let counted = counted + if s.walks { key_blocks * WARPS_OF_KEYS } else { 0 };
     let counters = if counts { ((COUNTERS + counted) * 4).next_multiple_of(128) } else { 0 };
-    let part_bytes = rows * 8 + between + counters;
-    let part_blocks = if problem.mask.right || problem.mask.left { 0 } else { key_blocks as u32 };
-    let waves = Waves { parts, part_bytes, part_blocks, limit: SCRATCH_LIMIT, sections: [section; 2], packed: None };
+    let part_bytes = rows * 8 + between + sums + counters;
+    let part_blocks = if problem.mask.right || problem.mask.left { 0 } else { (key_blocks * walks) as u32 };
+    let waves =
+        Waves { parts, part_bytes, part_blocks, limit: SCRATCH_LIMIT, sections, walks: walks as u32, packed: None };
     if !packed {
         return Ok(LaunchPlan::in_waves(stages, waves));
     }
@@ -133,16 +147,37 @@ fn rows_of_section(s: &BackwardSm90Schedule, problem: &Problem) -> u32 {
     (s.section_mib << 20) / ((problem.head_dim_qk + problem.head_dim_v) * 2)
 }
 
+/// Queries that a walk over a key block has at least, where the device is full with fewer walks: what it adds to the
+/// sums of others costs as much as 1024 queries. us with walks of 4 heads, 2 and 1 of 32/8 heads (H200, causal, 16,384
+/// tokens): head dim 128 at 4096 queries 3210, 2816 and 2960, at 16,384 11,845, 10,927 and 10,736; head dim 64 at 4096
+/// 1543, 1526 and 1570, at 16,384 6107, 5842 and 5716.
+const LEAST_QUERIES_OF_A_WALK: u64 = 8192;
+
+/// Walks over a key block in turns, each by as many of the query heads of a group.
+fn walks_of_group(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape, group: u64) -> u64 {
+    if !s.walks || shape.q_len == 0 || group == 0 {
+        return 1;
+    }
+    let key_blocks = u64::from(shape.kv_len.div_ceil(block_kv(problem)));
+    // Under a causal mask the longest walk is twice the mean.
+    let fill = if problem.mask.right && !problem.mask.left { 6 } else { 2 };
+    let all = u64::from(shape.batch) * u64::from(shape.kv_heads) * key_blocks;
+    let pays = |walks: u64| {
+        group / walks * u64::from(shape.q_len) >= LEAST_QUERIES_OF_A_WALK || all * walks <= fill * UNITS_OF_WALKS
+    };
+    (1..=group).rev().find(|walks| group % walks == 0 && pays(*walks)).unwrap_or(1)
+}
+
 /// Pairs whose thread blocks take turns. Where a mask makes key blocks unequal, as many as keep Q and dO in a part of
 /// L2: the longest of all of them then come first. 396 TFLOP/s with 1 and 436 with 16 at head dim 128 and 4096 queries.
 ///
 /// By turns also of equal key blocks: those of one pair that run together wait for each other once each, which is most
 /// of a short walk.
-fn section(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape, group: u64) -> u32 {
+fn section(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape, heads: u64) -> u32 {
     if !problem.mask.right && !s.turns {
         return 1;
     }
-    let pair = u64::from(shape.q_len) * group * u64::from(problem.head_dim_qk + problem.head_dim_v) * 2;
+    let pair = u64::from(shape.q_len) * heads * u64::from(problem.head_dim_qk + problem.head_dim_v) * 2;
     ((u64::from(s.section_mib) << 20) / pair.max(1)).clamp(1, 1 << 16) as u32
 }
 
@@ -233,6 +268,35 @@ mod tests {
             assert_eq!(joint.stages().last().unwrap().resident, Some(1));
             let [apart, joint] = [apart, joint].map(|plan| plan.waves.unwrap().part_bytes);
             assert_eq!(joint - apart, bytes);
+        }
+    }
+
+    /// Walks divide a group, and leave sums where there are several; what they are follows from sizes alone.
+    #[test]
+    fn walks_have_sums_and_counters() {
+        let whole = schedule(128, 128);
+        let s = BackwardSm90Schedule { walks: true, ..whole };
+        let of = |s: &BackwardSm90Schedule, shape: &Shape| {
+            let plan = plan(s, &problem(128, 128), shape).unwrap();
+            let keys = plan.stages().nth(1).unwrap();
+            let waves = plan.waves.unwrap();
+            (waves.walks, keys.grid, keys.resident, waves.part_bytes)
+        };
+        for (shape, walks) in [
+            (shape(1, 32, 8, 16384, 16384, Mask::Causal), 4),
+            (shape(4, 32, 8, 4096, 4096, Mask::Causal), 2),
+            (shape(4, 32, 1, 4096, 4096, Mask::Causal), 16),
+            (shape(1, 48, 8, 1000, 1000, Mask::Causal), 6),
+            (shape(4, 32, 32, 4096, 4096, Mask::Causal), 1),
+            (shape(2, 6, 3, 0, 300, Mask::Causal), 1),
+            (shape(0, 6, 3, 300, 300, Mask::Causal), 2),
+        ] {
+            let (whole, apart) = (of(&whole, &shape), of(&s, &shape));
+            assert_eq!((whole.0, apart.0), (1, walks), "{shape}");
+            assert_eq!((apart.1, apart.2), (whole.1 * walks, Some(1)), "{shape}");
+            let key_blocks = u64::from(shape.kv_len.div_ceil(128));
+            let sums = if walks > 1 { key_blocks * 128 * 256 * 4 } else { 0 };
+            assert_eq!(apart.3 - whole.3, sums + ((4 + key_blocks * 8) * 4).next_multiple_of(128), "{shape}");
         }
     }
 

@@ -31,7 +31,7 @@ pub(super) fn keys_smem_bytes(problem: &Problem, s: &BackwardSm90Schedule) -> u3
     let (slopes, read) = if s.turns && s.key_stages == 2 { (1, 8) } else { (2, 0) };
     let spilled = slopes * s.block_q * block_kv * 2 + 2 * listed;
     let hand = if is_by_gradient(problem) { 64 * s.block_q * 4 + 16 } else { 0 };
-    let taken = if s.is_joint() || s.turns { 16 } else { 0 };
+    let taken = if s.is_joint() || s.turns || s.walks { 16 } else { 0 };
     let sums = if s.turns { 2 * s.block_q * problem.head_dim_qk.next_multiple_of(16) * 4 } else { 0 };
     // Where there are two buffers of dQ there is no room for more.
     let alignment = if s.turns { 512 } else { ALIGNMENT };
