@@ -2,8 +2,8 @@
 
 use crate::machine::{Buffer, Emulated, Launch};
 use crate::{search_with, setting, templates};
-use flashtune::codegen::{Arch, Kernel, TemplateSet};
-use flashtune::runtime::{AppendCase, append_call};
+use flashtune_codegen::{Arch, Kernel, TemplateSet};
+use flashtune_runtime::{AppendCase, append_call};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 

@@ -3,18 +3,18 @@
 use crate::cases::address;
 use crate::machine::{Emulated, Launch, map_bytes};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
-use flashtune::cache::{Artifact, DeviceFingerprint};
-use flashtune::codegen::abi::{
+use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Program, Shape, Stream};
+use flashtune_cache::{Artifact, DeviceFingerprint};
+use flashtune_codegen::abi::{
     Args, ArgsLayout, BackwardArgs, BackwardMappedArgs, GradientArgs, QuantiseArgs, SideArgs, SideTensorArg,
 };
-use flashtune::codegen::{
+use flashtune_codegen::{
     Arch, Family, Kernel, KvKind, LaunchPlan, Schedule, ShapeBucket, StageEntry, TemplateSet, Waves,
 };
-use flashtune::runtime::check::PackedBatch;
-use flashtune::runtime::{
+use flashtune_runtime::check::PackedBatch;
+use flashtune_runtime::{
     BackwardCase, Buffer, CheckInputs, Compiler, Device, Error, Module, Poison, Result, compiler_for,
 };
-use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Program, Shape, Stream};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};

@@ -2,10 +2,10 @@
 
 use crate::backward::{Loaded, Machine, every_other_packed, try_backward};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
-use flashtune::codegen::{Arch, BackwardSm80Schedule, Kernel, KvKind, Schedule, TemplateSet, TileOrder};
-use flashtune::runtime::check::PackedBatch;
-use flashtune::runtime::{BackwardCase, CheckInputs, Poison};
 use flashtune::{DType, Distribution, Mask, MaskKind, Problem, Program, Shape};
+use flashtune_codegen::{Arch, BackwardSm80Schedule, Kernel, KvKind, Schedule, TemplateSet, TileOrder};
+use flashtune_runtime::check::PackedBatch;
+use flashtune_runtime::{BackwardCase, CheckInputs, Poison};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;

@@ -5,8 +5,8 @@ use crate::faults::replaced;
 use crate::machine::{self, Emulated};
 use crate::schedules::random_sm90;
 use crate::{PROGRAMS, templates};
-use flashtune::codegen::{Kernel, MetadataLayout};
 use flashtune::{Mask, Shape};
+use flashtune_codegen::{Kernel, MetadataLayout};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 

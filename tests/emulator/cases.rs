@@ -2,13 +2,13 @@
 
 use crate::machine::{Buffer, Emulated, Hopper, Launch};
 use crate::side::{Side, side_data};
-use flashtune::codegen::abi::ArgsLayout;
-use flashtune::codegen::score::SideData;
-use flashtune::codegen::{Kernel, StageRole};
-use flashtune::runtime::check::{drawn_dropout, dropout_mask, residual_fails};
-use flashtune::runtime::reference::{Attention, RowId, Rows, all_rows, compare, e4m3, oracle_of, unfused_rows_in};
-use flashtune::runtime::{Descales, ForwardTensors, TensorView, forward_call};
 use flashtune::{DType, Distribution, HostTensor, Layout, Mask, Shape};
+use flashtune_codegen::abi::ArgsLayout;
+use flashtune_codegen::score::SideData;
+use flashtune_codegen::{Kernel, StageRole};
+use flashtune_runtime::check::{drawn_dropout, dropout_mask, residual_fails};
+use flashtune_runtime::reference::{Attention, RowId, Rows, all_rows, compare, e4m3, oracle_of, unfused_rows_in};
+use flashtune_runtime::{Descales, ForwardTensors, TensorView, forward_call};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -200,7 +200,7 @@ impl Expected {
             let descales = Descales { q: view(0), k: view(1), v: view(2) };
             call = call.with_descales(&descales).map_err(|e| e.to_string())?;
         }
-        if let Some(why) = flashtune::codegen::unaddressable(&call.args) {
+        if let Some(why) = flashtune_codegen::unaddressable(&call.args) {
             return Err(why);
         }
         let mut side = Side::default();

@@ -3,10 +3,10 @@
 use crate::backward::{Loaded, Machine, try_backward};
 use crate::cases::Case;
 use crate::{DTYPES, PROGRAMS, machine, random_sm80, random_sm90, search_with, setting, templates, try_kernel};
-use flashtune::codegen::{Arch, Family, Kernel, KvKind, Precision, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::check::{PackedBatch, Poison, RaggedBatch};
-use flashtune::runtime::{BackwardCase, CheckInputs};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
+use flashtune_codegen::{Arch, Family, Kernel, KvKind, Precision, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::check::{PackedBatch, Poison, RaggedBatch};
+use flashtune_runtime::{BackwardCase, CheckInputs};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};

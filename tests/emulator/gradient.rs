@@ -3,10 +3,10 @@
 
 use crate::backward::{Loaded, Machine, SHORT, random_case};
 use crate::{machine, search_with, setting, templates};
-use flashtune::codegen::score::{Elements, Storage};
-use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::{CheckInputs, GradientCase, typical_side};
 use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape};
+use flashtune_codegen::score::{Elements, Storage};
+use flashtune_codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::{CheckInputs, GradientCase, typical_side};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::BTreeMap;

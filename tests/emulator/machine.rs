@@ -1,8 +1,8 @@
 //! Kernels compiled for the host together with the emulated machine, each in a process of its own.
 
 use crate::translate::translate;
-use flashtune::codegen::score::MAX_BIASES;
-use flashtune::codegen::{Arch, Kernel, Mask, Schedule, Shape, StageEntry, TemplateSet, TensorMapSpec, Tiling};
+use flashtune_codegen::score::MAX_BIASES;
+use flashtune_codegen::{Arch, Kernel, Mask, Schedule, Shape, StageEntry, TemplateSet, TensorMapSpec, Tiling};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{Read, Write};
@@ -245,7 +245,7 @@ const ONE: Shape = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1,
 /// The stages of a kernel that runs in waves.
 fn stages(kernel: &Kernel, entry: &str) -> Result<Option<String>, String> {
     let plan = kernel.plan(&ONE).map_err(|e| e.to_string())?;
-    let stage = |s: &flashtune::codegen::Stage| {
+    let stage = |s: &flashtune_codegen::Stage| {
         format!("EMULATED_STAGE({entry}{}, KernelArgs, {}, {})", s.entry.suffix, s.threads, s.smem_bytes)
     };
     Ok(plan.waves.is_some().then(|| plan.stages().map(stage).collect()))

@@ -25,8 +25,8 @@ mod translate;
 mod words;
 
 use cases::Case;
-use flashtune::codegen::{Family, Kernel, MaskKind, Precision, Problem, Schedule, ShapeBucket, TemplateSet};
 use flashtune::{DType, TEMPLATES_VARIABLE};
+use flashtune_codegen::{Family, Kernel, MaskKind, Precision, Problem, Schedule, ShapeBucket, TemplateSet};
 use machine::Emulated;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

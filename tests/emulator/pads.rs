@@ -3,8 +3,8 @@
 use crate::backward::{Loaded, Machine};
 use crate::{search_with, setting, templates};
 use flashtune::Problem;
-use flashtune::codegen::{Kernel, PadCudaSchedule, Schedule, TemplateSet};
-use flashtune::runtime::check_pad;
+use flashtune_codegen::{Kernel, PadCudaSchedule, Schedule, TemplateSet};
+use flashtune_runtime::check_pad;
 
 /// The one kernel.
 pub fn kernel() -> Kernel {

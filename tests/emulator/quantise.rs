@@ -6,8 +6,8 @@
 use crate::backward::{Loaded, Machine};
 use crate::{search_with, setting, templates};
 use flashtune::DType;
-use flashtune::codegen::{Family, Kernel, MaskKind, Op, Problem, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::check_quantise;
+use flashtune_codegen::{Family, Kernel, MaskKind, Op, Problem, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::check_quantise;
 
 /// The kernel of a problem: of sm_89 and newer by the conversion that these have.
 pub fn kernel_of(dtype: DType, dims: (u32, u32), arch: &str) -> Kernel {

@@ -3,8 +3,8 @@
 use crate::cases::Case;
 use crate::machine::{self, Emulated};
 use crate::{PROGRAMS, templates};
-use flashtune::codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket};
 use flashtune::{DType, Distribution, Mask, Program};
+use flashtune_codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 

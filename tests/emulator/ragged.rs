@@ -6,14 +6,14 @@ use crate::faults::replaced;
 use crate::machine::{self, Buffer, Emulated, Launch, map_bytes};
 use crate::side::Side;
 use crate::{DTYPES, PROGRAMS, search_with, setting, templates, try_each};
-use flashtune::codegen::{
+use flashtune::{DType, Distribution, Program};
+use flashtune_codegen::{
     Constraint, Constraints, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose,
     SPLIT_COUNTER_BYTES, Schedule, ShapeBucket, Sm90RaggedSchedule, TemplateSet, Tiling,
     abi::{ArgsLayout, RaggedArgs},
     ragged_unaddressable,
 };
-use flashtune::runtime::check::{Index, Most, Part, RaggedBatch, RaggedData, StoreLayout};
-use flashtune::{DType, Distribution, Program};
+use flashtune_runtime::check::{Index, Most, Part, RaggedBatch, RaggedData, StoreLayout};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};

@@ -5,11 +5,11 @@ use crate::backward::{Loaded, Machine, SHORT, random_case, try_backward};
 use crate::cases::Case;
 use crate::schedules::{random_sm80, random_sm90};
 use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates, try_kernel};
-use flashtune::codegen::{
+use flashtune::{Distribution, Layout, Mask, Program, Shape};
+use flashtune_codegen::{
     Arch, Family, Kernel, KvKind, MaskKind, Problem, Schedule, ShapeBucket, Sm80Schedule, Sm90Schedule, TemplateSet,
 };
-use flashtune::runtime::{BackwardCase, CheckInputs, GradientCase};
-use flashtune::{Distribution, Layout, Mask, Program, Shape};
+use flashtune_runtime::{BackwardCase, CheckInputs, GradientCase};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -111,7 +111,7 @@ fn gradients_of_what_a_program_reads_by_what_o_lost() {
     let mut rng = StdRng::seed_from_u64(1);
     for _ in 0..3 {
         let (shape, inputs) = random_case(problem.mask, &SHORT, &mut rng);
-        let stored = flashtune::codegen::score::Storage::F32;
+        let stored = flashtune_codegen::score::Storage::F32;
         let case = GradientCase::new(device.clone(), &problem, &shape, &inputs, stored).expect("a case");
         let report = case.check(&Loaded(kernel)).expect("it runs");
         assert!(report.passed(), "{shape} {inputs:?}: {report}");
@@ -255,7 +255,7 @@ fn verdict(family: &str, what: &str, templates: &TemplateSet) -> String {
             BackwardCase::new(device, &problem, &shape, &inputs)
         } else {
             let lengths = vec![[70, 33], [20, 90], [33, 50]];
-            let batch = flashtune::runtime::check::PackedBatch {
+            let batch = flashtune_runtime::check::PackedBatch {
                 heads: 4,
                 kv_heads: 2,
                 mask: Mask::Full,

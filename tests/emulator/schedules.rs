@@ -1,12 +1,12 @@
 //! Kernels at random, of legal schedules.
 
 use crate::DTYPES;
-use flashtune::codegen::{
+use flashtune::{DType, Program};
+use flashtune_codegen::{
     Kernel, MaskKind, Precision, Problem, ScaleUnits, Schedule, Sm80F32Schedule, Sm80Instructions, Sm80Schedule,
     Sm89Fp8Schedule, Sm90Fp8Schedule, Sm90LookAhead, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle,
     TileOrder,
 };
-use flashtune::{DType, Program};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;

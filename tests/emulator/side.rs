@@ -2,9 +2,9 @@
 
 use crate::cases::address;
 use flashtune::Shape;
-use flashtune::codegen::abi::SideTensorArg;
-use flashtune::codegen::score::{Axis, Elements, Program, Scalar, SideData, Storage};
-use flashtune::runtime::{SideInputs, SideTable, SideView};
+use flashtune_codegen::abi::SideTensorArg;
+use flashtune_codegen::score::{Axis, Elements, Program, Scalar, SideData, Storage};
+use flashtune_runtime::{SideInputs, SideTable, SideView};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 

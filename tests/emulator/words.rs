@@ -6,9 +6,9 @@ use crate::cases::Case;
 use crate::faults::replaced;
 use crate::ragged::try_ragged;
 use crate::{setting, templates, try_each, try_kernel};
-use flashtune::codegen::{Family, Kernel, KvKind, MaskKind, Op, Problem, Schedule, ShapeBucket};
-use flashtune::runtime::check::{Most, RaggedBatch};
 use flashtune::{DType, Program};
+use flashtune_codegen::{Family, Kernel, KvKind, MaskKind, Op, Problem, Schedule, ShapeBucket};
+use flashtune_runtime::check::{Most, RaggedBatch};
 use rand::Rng;
 use std::time::Duration;
 

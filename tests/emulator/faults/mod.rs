@@ -16,12 +16,12 @@ mod sm90_ragged;
 use crate::cases::Case;
 use crate::pads::try_pads;
 use crate::{machine, templates, try_kernel};
-use flashtune::codegen::score::{Program, ProgramRef};
-use flashtune::codegen::{
+use flashtune::{DType, Distribution, Layout, Mask};
+use flashtune_codegen::score::{Program, ProgramRef};
+use flashtune_codegen::{
     Kernel, MaskKind, Precision, Problem, Schedule, Sm80Instructions, Sm80Schedule, Sm90Schedule, Sm90Scheduler,
     Swizzle, TemplateSet, TileOrder,
 };
-use flashtune::{DType, Distribution, Layout, Mask};
 use programs::{ANYWHERE, BESIDE, BIAS, BIASES, DENSE, DENSE_MASK, DOCUMENTS, LISTS, RAMP, RAMPS, RUNS};
 use rand::Rng;
 use std::collections::BTreeMap;

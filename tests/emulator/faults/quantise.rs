@@ -3,7 +3,7 @@
 use super::Fault;
 use crate::quantise::{kernel_of, try_quantise};
 use flashtune::DType;
-use flashtune::codegen::TemplateSet;
+use flashtune_codegen::TemplateSet;
 
 const FILE: &str = "quantise/cuda.cu";
 

@@ -4,11 +4,11 @@ use super::Fault;
 use crate::appends::try_appends;
 use crate::ragged::try_ragged;
 use flashtune::DType;
-use flashtune::codegen::{
+use flashtune_codegen::{
     Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Op, Problem, Schedule, ShapeBucket,
     TemplateSet,
 };
-use flashtune::runtime::check::{Most, RaggedBatch};
+use flashtune_runtime::check::{Most, RaggedBatch};
 
 const READS: &str = "lib/cuda/attention/ragged.cuh";
 

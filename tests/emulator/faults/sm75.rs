@@ -1,7 +1,7 @@
 //! Faults of `forward/sm80` on sm_75: of products of half the depth, and of copies through registers.
 
 use super::Fault;
-use flashtune::codegen::{Schedule, Sm80Instructions, Sm80Schedule, Swizzle, TileOrder};
+use flashtune_codegen::{Schedule, Sm80Instructions, Sm80Schedule, Swizzle, TileOrder};
 
 /// A schedule that shows what is wrong.
 pub fn schedule(what: &str) -> Schedule {

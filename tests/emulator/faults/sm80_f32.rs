@@ -2,8 +2,8 @@
 
 use super::{CASE, Fault};
 use crate::cases::Case;
-use flashtune::codegen::{Schedule, Sm80F32Schedule};
 use flashtune::{Distribution, Mask};
+use flashtune_codegen::{Schedule, Sm80F32Schedule};
 
 /// Many keys of about equal weight, and columns of V far from zero, so that what sums lose adds up.
 pub const LONG: Case = Case {

@@ -1,7 +1,7 @@
 //! Faults of `forward/sm89_fp8`: of its way with V, P, sums and scales. Cases are those of `forward/sm90_fp8`.
 
 use super::Fault;
-use flashtune::codegen::{Schedule, Sm89Fp8Schedule, Swizzle, TileOrder};
+use flashtune_codegen::{Schedule, Sm89Fp8Schedule, Swizzle, TileOrder};
 
 /// A schedule that shows what is wrong.
 pub fn schedule(what: &str) -> Schedule {

@@ -2,8 +2,8 @@
 
 use super::{CASE, Fault};
 use crate::cases::Case;
-use flashtune::codegen::{MaskKind, Problem, ScaleUnit, ScaleUnits, Schedule, Sm90Fp8Schedule};
 use flashtune::{DType, Distribution, Mask};
+use flashtune_codegen::{MaskKind, Problem, ScaleUnit, ScaleUnits, Schedule, Sm90Fp8Schedule};
 
 /// Many keys of about equal weight, so that what sums lose adds up.
 const LONG: Case = Case {

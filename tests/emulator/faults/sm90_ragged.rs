@@ -4,10 +4,10 @@ use super::{Fault, replaced};
 use crate::ragged::{free_pieces, try_ragged};
 use crate::{machine, templates};
 use flashtune::DType;
-use flashtune::codegen::{
+use flashtune_codegen::{
     Kernel, KvKind, MaskKind, Problem, Schedule, Sm90RaggedSchedule, Sm90Schedule, Sm90Scheduler, TemplateSet,
 };
-use flashtune::runtime::check::{Index, Most, RaggedBatch, StoreLayout};
+use flashtune_runtime::check::{Index, Most, RaggedBatch, StoreLayout};
 use rand::Rng;
 use rand::rngs::StdRng;
 
