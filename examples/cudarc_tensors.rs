@@ -3,7 +3,7 @@
 //!     cargo run --release --example cudarc_tensors
 
 use cudarc::driver::{CudaContext, DevicePtr, DevicePtrMut};
-use flashtune::runtime::cuda::CudaDevice;
+use flashtune::device::CudaDevice;
 use flashtune::{DType, Engine, Forward, Mask, Stream, TensorView};
 use half::bf16;
 use std::error::Error;

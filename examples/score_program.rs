@@ -3,7 +3,7 @@
 //!     cargo run --release --example score_program
 
 use flashtune::{
-    DType, Engine, HostForward, HostTensor, Layout, Program, ProgramRef, Result, Scalar, SideData, codegen::score,
+    DType, Elements, Engine, HostForward, HostTensor, Layout, Program, ProgramRef, Result, Scalar, SideData,
 };
 
 /// What the kernel computes is fixed; documents and cap are brought by each call.
@@ -17,7 +17,7 @@ const TEXT: &str = "
 /// Runs two calls of one kernel.
 pub fn main() -> Result<()> {
     let engine = Engine::builder().build()?;
-    let program = Program::parse(TEXT).map_err(flashtune::codegen::Error::from)?;
+    let program = Program::parse(TEXT)?;
     let (batch, heads, rows) = (2, 4, 256);
     let random =
         |seed| HostTensor::random(DType::Bf16, [batch, heads, rows, 64], Layout::Bhsd, seed, Default::default());
@@ -25,11 +25,8 @@ pub fn main() -> Result<()> {
     // Documents of 100 rows, and of 40: the second call needs no other kernel.
     for (length, cap) in [(100, 30.0), (40, 15.0)] {
         let docs = (0..batch * rows).map(|i| (i % rows / length) as i64).collect();
-        let data = SideData::default().scalar("cap", Scalar::Float(cap)).tensor(
-            "docs",
-            &[batch, rows],
-            score::Elements::Int(docs),
-        );
+        let data =
+            SideData::default().scalar("cap", Scalar::Float(cap)).tensor("docs", &[batch, rows], Elements::Int(docs));
         let out = engine.forward_host_call(&HostForward {
             program: Some((ProgramRef::new(program.clone()), &data)),
             ..HostForward::new(&q, &k, &v)

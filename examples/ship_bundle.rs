@@ -3,8 +3,8 @@
 //!
 //!     cargo run --release --example ship_bundle
 
-use flashtune::cache::{ExportFilter, SecretKey, export, sign_bundle};
-use flashtune::tuner::Job;
+use flashtune::bundle::{ExportFilter, SecretKey, export, sign_bundle};
+use flashtune::tuning::Job;
 use flashtune::{DType, Engine, HostTensor, Layout, Mask, Policy, Problem, Shape, Trust};
 use std::error::Error;
 use std::time::Duration;

@@ -1,12 +1,14 @@
 //! New rows of K and V into a KV store: [`Engine::append`] and the types of its call.
 
+#[doc(inline)]
 pub use flashtune_runtime::ragged::{Added, Index, IntKind, Ints, KeyLengths, Scales, Store, StoreRows, StoreType};
-pub use flashtune_runtime::{Append, AppendQueries, Positions, Rotary, RowCount, Rows, Target, append_call};
+#[doc(inline)]
+pub use flashtune_runtime::{Append, AppendQueries, Positions, Rotary, RowCount, Rows, Target};
 
 use crate::engine::{Dispatch, Engine};
 use crate::{Error, Result};
 use flashtune_codegen::{Constraints, Mask, Op, Problem, Shape};
-use flashtune_runtime::{AppendCall, Stream};
+use flashtune_runtime::{AppendCall, Stream, append_call};
 
 /// The class of all appends, copies of rows and quantisations: one kernel serves every number of rows, so there is one
 /// plan for a problem, and nothing to tune.

@@ -8,6 +8,7 @@ use crate::padding;
 use crate::{Mask, Plan, Result, SideInputs, TensorView};
 use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{CallSizes, Constraint, Constraints, Dropout, backward_unaddressable};
+#[doc(inline)]
 pub use flashtune_runtime::Packed;
 use flashtune_runtime::{
     BackwardCall, BackwardTensors, GradientCall, SideTable, SideView, Stream, backward_call, gradient_call,

@@ -1,5 +1,15 @@
 //! Errors of the library.
 
+/// Why stored results cannot be read or written.
+pub use flashtune_cache::Error as CacheError;
+/// Why a problem, a name or a score program is refused.
+pub use flashtune_codegen::Error as CodegenError;
+/// Why a device, a compiler or a call fails.
+pub use flashtune_runtime::Error as RuntimeError;
+/// Why tuning has no result.
+pub use flashtune_tuner::Error as TunerError;
+
+use flashtune_codegen::score::ProgramError;
 use std::path::PathBuf;
 
 /// What can go wrong in a host's hands.
@@ -7,10 +17,10 @@ use std::path::PathBuf;
 pub enum Error {
     /// The device, a compiler, a tensor, or the policy.
     #[error(transparent)]
-    Runtime(#[from] flashtune_runtime::Error),
+    Runtime(#[from] RuntimeError),
     /// Tuning had no result.
     #[error(transparent)]
-    Tuner(flashtune_tuner::Error),
+    Tuner(TunerError),
     /// A file of problems and sizes holds something else.
     #[error("{}{}: {message}; write one JSON object with `problem` and `shape` per line, as `Engine::write_untuned` does", path.display(), at_line(*line))]
     Manifest {
@@ -58,24 +68,30 @@ fn at_line(line: usize) -> String {
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-impl From<flashtune_codegen::Error> for Error {
-    fn from(e: flashtune_codegen::Error) -> Self {
+impl From<CodegenError> for Error {
+    fn from(e: CodegenError) -> Self {
         Error::Runtime(e.into())
     }
 }
 
-impl From<flashtune_cache::Error> for Error {
-    fn from(e: flashtune_cache::Error) -> Self {
+impl From<ProgramError> for Error {
+    fn from(e: ProgramError) -> Self {
+        CodegenError::from(e).into()
+    }
+}
+
+impl From<CacheError> for Error {
+    fn from(e: CacheError) -> Self {
         Error::Runtime(e.into())
     }
 }
 
-impl From<flashtune_tuner::Error> for Error {
-    fn from(e: flashtune_tuner::Error) -> Self {
+impl From<TunerError> for Error {
+    fn from(e: TunerError) -> Self {
         match e {
             // One kind of failure, one variant, wherever it happened.
-            flashtune_tuner::Error::Runtime(e) => Error::Runtime(e),
-            flashtune_tuner::Error::Cache(e) => Error::Runtime(e.into()),
+            TunerError::Runtime(e) => Error::Runtime(e),
+            TunerError::Cache(e) => Error::Runtime(e.into()),
             e => Error::Tuner(e),
         }
     }

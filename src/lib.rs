@@ -19,15 +19,19 @@
 //! and gives the gradients of Q, K and V. [`Engine::quantise`] makes `e4m3` operands with their scales. All say which
 //! kernel ran and why ([`Plan::explain`]).
 //!
-//! The crates behind it, lowest first: [`codegen`] (problems, schedules, rendering), [`cache`] (records, artifacts,
-//! bundles), [`runtime`] (devices, compilers, dispatch), [`tuner`] (search and measurement).
+//! What hosts use is exported here by name. The crates behind it, lowest first, are [`flashtune_codegen`] (problems,
+//! schedules, rendering), [`flashtune_cache`] (records, artifacts, bundles), [`flashtune_runtime`] (devices, compilers,
+//! dispatch) and [`flashtune_tuner`] (search and measurement). Programs that work on kernels themselves depend on
+//! those, whose items change more often.
 
 pub mod append;
 mod awaited;
 mod backward;
 mod builder;
+pub mod bundle;
 mod call_log;
 mod checked;
+pub mod device;
 mod engine;
 mod error;
 mod host;
@@ -37,12 +41,9 @@ mod overrides;
 mod padding;
 pub mod quantise;
 pub mod ragged;
+pub mod score;
 mod serving;
-
-pub use flashtune_cache as cache;
-pub use flashtune_codegen as codegen;
-pub use flashtune_runtime as runtime;
-pub use flashtune_tuner as tuner;
+pub mod tuning;
 
 /// The variable that names the file to which an engine appends, when it is dropped, the shapes that it met untuned.
 pub const UNTUNED_VARIABLE: &str = "FLASHTUNE_UNTUNED";
@@ -64,20 +65,28 @@ pub const QUICK_FIRST_VARIABLE: &str = "FLASHTUNE_QUICK_FIRST";
 pub const ALLOW_PATHS_VARIABLE: &str = "FLASHTUNE_ALLOW_PATHS";
 
 pub use backward::{Backward, Packed};
-pub use builder::{Builder, allowed_paths_from_env};
+pub use builder::Builder;
+#[doc(hidden)]
+pub use builder::allowed_paths_from_env;
 pub use engine::{Dispatch, Engine, Forward};
-pub use error::{Error, Result};
+pub use error::{CacheError, CodegenError, Error, Result, RuntimeError, TunerError};
+#[doc(inline)]
 pub use flashtune_cache::{Launches, Trust};
+#[doc(inline)]
 pub use flashtune_codegen::score::{Elements, Program, ProgramRef, Scalar, SideData};
+#[doc(inline)]
 pub use flashtune_codegen::{
-    CallSizes, DType, Dropout, InstructionPath, Level, Mask, MaskKind, PageClass, Precision, Problem, Shape,
+    CallSizes, DType, Dropout, InstructionPath, Level, Mask, MaskKind, Op, PageClass, Precision, Problem, ScaleUnits,
+    Shape,
 };
+#[doc(inline)]
 pub use flashtune_runtime::dispatch::{
     Calls, Counters, Explanation, OnMiss, Plan, Policy, Refusal, Seal, Status, Untuned,
 };
+#[doc(inline)]
 pub use flashtune_runtime::{
-    BlockMask, DeviceSpec, Distribution, HostTensor, Layout, MaskSizes, ParallelLoop, SideInputs, SideView, Stream,
-    TensorView, Threads,
+    BlockMask, Descale, Descales, DeviceSpec, Distribution, HostTensor, Layout, MaskSizes, ParallelLoop, ScaleKind,
+    SideInputs, SideView, Stream, TensorView, Threads,
 };
 pub use host::{HostForward, HostOutput};
 pub use manifest::{ManifestEntry, read_manifest, write_manifest};

@@ -1,14 +1,13 @@
 //! Low-precision operands with their scales: [`Engine::quantise`] and the types of its call.
 
-pub use flashtune_runtime::{
-    BLOCK_ROWS, KeyMean, Quantise, QuantiseOperand, QuantiseRotary, RowPositions, ScaleKind, quantise_call,
-};
+#[doc(inline)]
+pub use flashtune_runtime::{BLOCK_ROWS, KeyMean, Quantise, QuantiseOperand, QuantiseRotary, RowPositions};
 
 use crate::append::ANY;
 use crate::engine::{Dispatch, Engine};
 use crate::{Error, Result};
 use flashtune_codegen::Constraints;
-use flashtune_runtime::{QuantiseCall, Stream};
+use flashtune_runtime::{QuantiseCall, Stream, quantise_call};
 
 impl Engine {
     /// Makes `e4m3` operands and their scales from wider ones on the caller's stream, and returns at once (on the CPU

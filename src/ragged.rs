@@ -5,7 +5,14 @@ use crate::padding::{self, Room};
 use crate::{Engine, Result};
 use flashtune_codegen::score::ProgramRef;
 use flashtune_codegen::{Constraint, Constraints, Dropout, Mask, ragged_unaddressable};
-pub use flashtune_runtime::ragged::*;
+#[doc(inline)]
+pub use flashtune_codegen::{KvElement, KvKind, KvStore};
+#[doc(inline)]
+pub use flashtune_runtime::ragged::{
+    Added, Bounds, Expected, Index, IntKind, Ints, KeyLengths, LogBase, Lse, Output, Queries, QueryRows, RaggedBatch,
+    Scales, Store, StoreRows, StoreType,
+};
+use flashtune_runtime::ragged::{RaggedCall, ragged_call};
 use flashtune_runtime::{SideInputs, SideTable, Stream};
 
 /// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.

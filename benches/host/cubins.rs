@@ -11,12 +11,12 @@
 //! names; `--keep` writes images and sources. `FLASHTUNE_TEMPLATES` names a folder of templates to use in place of the
 //! embedded ones. `compare` ends with 1 where a kernel of both lists differs, or they have none in common.
 
-use flashtune::codegen::{
+use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape, TEMPLATES_VARIABLE, read_templates};
+use flashtune_codegen::{
     Arch, CallSizes, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Language, Op, PageClass, Schedule,
     ShapeBucket, TemplateSet,
 };
-use flashtune::runtime::compile::{compile_with, compiler_for};
-use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape, TEMPLATES_VARIABLE, read_templates};
+use flashtune_runtime::compile::{compile_with, compiler_for};
 use object::{Object, ObjectSection, SectionFlags, elf::SHF_ALLOC};
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use std::collections::BTreeMap;

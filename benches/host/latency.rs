@@ -7,10 +7,10 @@
 //! calls are timed in rounds, each after a wait for the device, so that no queue is measured. Run it in several
 //! processes: cores of a shared host differ. NVRTC keeps what it compiled in `~/.nv/ComputeCache`: name another HOME
 //! for a first compilation.
-use flashtune::tuner::Job;
 use flashtune::{
     DType, DeviceSpec, Engine, Forward, HostTensor, Layout, Mask, MaskKind, Problem, Shape, Status, TensorView,
 };
+use flashtune_tuner::Job;
 use std::time::{Duration, Instant};
 
 const BATCH: u32 = 1;

@@ -6,11 +6,11 @@
 //! Host time in microseconds, medians. *Idle*: the device is waited for before every launch, so no queue is measured.
 //! *Burst*: 32 launches after one wait, as a model makes them. *Pieces*: a thousand in a row, so that caches are warm.
 use cudarc::driver::sys::{self, CUresult};
-use flashtune::codegen::abi::{MappedArgs, TensorMap};
-use flashtune::codegen::{Language, Source};
-use flashtune::runtime::compile::Nvrtc;
-use flashtune::runtime::{Compiler, CudaDevice, Device};
 use flashtune::{DType, Engine, Forward, HostTensor, Layout, Mask, TensorView};
+use flashtune_codegen::abi::{MappedArgs, TensorMap};
+use flashtune_codegen::{Language, Source};
+use flashtune_runtime::compile::Nvrtc;
+use flashtune_runtime::{Compiler, CudaDevice, Device};
 use std::ffi::{CString, c_void};
 use std::hint::black_box;
 use std::time::Instant;

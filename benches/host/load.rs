@@ -4,10 +4,10 @@
 //!
 //! Prints medians and the 99th percentile of 500 loads of each kernel, each unloaded before the next.
 
-use flashtune::cache::{ArtifactFiles, CacheDir};
-use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::{compile_with, open};
 use flashtune::{DType, DeviceSpec, Mask, Problem, Shape};
+use flashtune_cache::{ArtifactFiles, CacheDir};
+use flashtune_codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::{compile_with, open};
 use std::time::Instant;
 
 const LOADS: usize = 500;

@@ -7,10 +7,10 @@
 //! V, each after another cache has been read; launches and reads take turns. Pages are read in the order of their
 //! table, too: on memory pages of 4 KiB that is slower than in the order of addresses.
 
-use flashtune::codegen::abi::{Args, RaggedArgs};
-use flashtune::codegen::{Arch, CpuRaggedSchedule, Kernel, KvKind, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::{compile_with, open};
 use flashtune::{DType, DeviceSpec, Mask, MaskKind, Problem, Shape};
+use flashtune_codegen::abi::{Args, RaggedArgs};
+use flashtune_codegen::{Arch, CpuRaggedSchedule, Kernel, KvKind, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::{compile_with, open};
 use rand::seq::SliceRandom;
 use rand::{SeedableRng, rngs::StdRng};
 use std::time::Instant;

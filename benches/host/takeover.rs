@@ -34,8 +34,8 @@ struct Case {
     name: String,
     call: Forward<'static>,
     /// Of O and the LSE.
-    outputs: [Box<dyn flashtune::runtime::Buffer>; 2],
-    _inputs: Vec<Box<dyn flashtune::runtime::Buffer>>,
+    outputs: [Box<dyn flashtune_runtime::Buffer>; 2],
+    _inputs: Vec<Box<dyn flashtune_runtime::Buffer>>,
     first_ms: f64,
     first: [Vec<u8>; 2],
     status: Status,
@@ -48,7 +48,7 @@ fn main() -> Answer<()> {
     let engine = Engine::builder().device(DeviceSpec::Cuda(0)).cache_dir(cache.path()).quick_first(true).build()?;
     let device = engine.device().clone();
     let stream = device.stream();
-    let read = |outputs: &[Box<dyn flashtune::runtime::Buffer>; 2]| -> Answer<[Vec<u8>; 2]> {
+    let read = |outputs: &[Box<dyn flashtune_runtime::Buffer>; 2]| -> Answer<[Vec<u8>; 2]> {
         let mut bytes = outputs.each_ref().map(|b| vec![0; b.len()]);
         for (to, from) in bytes.iter_mut().zip(outputs) {
             device.download(&**from, to, stream)?;

@@ -6,13 +6,13 @@ use super::progress;
 use super::relink::{self, Relinked, default_kernel};
 use super::table::table;
 use anyhow::Result;
-use flashtune::cache::{
+use flashtune::{DType, Mask};
+use flashtune_cache::{
     Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Key, Launches, Provenance,
     Record, RecordKey, Store,
 };
-use flashtune::codegen::{Arch, Kernel, ShapeBucket, TemplateSet};
-use flashtune::runtime::{Compiler, compile};
-use flashtune::{DType, Mask};
+use flashtune_codegen::{Arch, Kernel, ShapeBucket, TemplateSet};
+use flashtune_runtime::{Compiler, compile};
 use rayon::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
@@ -87,7 +87,7 @@ pub fn run(cx: &mut Context, args: Args) -> Result<()> {
     let mut kernels: BTreeMap<String, Kernel> = BTreeMap::new();
     let mut compilers: HashMap<Arch, Arc<dyn Compiler>> = HashMap::new();
     for &arch in &args.arch {
-        compilers.insert(arch, flashtune::runtime::compiler_for(arch)?);
+        compilers.insert(arch, flashtune_runtime::compiler_for(arch)?);
         let paths = cx.paths(arch)?;
         for relinked @ Relinked { kernel, .. } in relink::relink(&carried, arch, &paths, &mut relinked) {
             kernels.insert(kernel.name(), kernel);

@@ -4,7 +4,7 @@ use super::context::Context;
 use super::exit::{Failed, usage};
 use super::hits;
 use anyhow::Result;
-use flashtune::cache::{Amount, CacheDir, Removed};
+use flashtune_cache::{Amount, CacheDir, Removed};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;

@@ -3,11 +3,11 @@
 use super::exit::usage;
 use super::lists::{MaskChoice, Masks, ScoreChange, Sizes, joined, masks, sizes, whole};
 use anyhow::Result;
-use flashtune::codegen::score::ProgramRef;
-use flashtune::codegen::{
+use flashtune::{DType, Mask, Problem, Shape};
+use flashtune_codegen::score::ProgramRef;
+use flashtune_codegen::{
     Arch, CallSizes, Family, KvElement, KvKind, KvScales, KvStore, PageClass, Paths, Precision, ScaleUnits, ShapeBucket,
 };
-use flashtune::{DType, Mask, Problem, Shape};
 use std::str::FromStr;
 
 /// One thing to compute.
@@ -57,12 +57,12 @@ pub struct RaggedArgs {
 pub struct StoreChoice(pub KvStore);
 
 impl FromStr for StoreChoice {
-    type Err = flashtune::codegen::Error;
+    type Err = flashtune_codegen::Error;
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         let bad = || {
             let known = "same, e4m3, e5m2 or int8, the last three perhaps with `:token` for scales of tokens";
-            flashtune::codegen::Error::parse("KV store", s, known)
+            flashtune_codegen::Error::parse("KV store", s, known)
         };
         let (element, scales) = match s.split_once(':') {
             None => (s, KvScales::PerHead),

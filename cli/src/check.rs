@@ -10,17 +10,17 @@ use super::sweep::{self, Effort, Failure};
 use super::table::table;
 use super::weights;
 use anyhow::Result;
-use flashtune::cache::{Artifact, ArtifactFiles, KeptLevel, Levels, Needed};
-use flashtune::codegen::score::{Program, ProgramRef, Storage};
-use flashtune::codegen::{
+use flashtune::{Mask, Problem, Shape};
+use flashtune_cache::{Artifact, ArtifactFiles, KeptLevel, Levels, Needed};
+use flashtune_codegen::score::{Program, ProgramRef, Storage};
+use flashtune_codegen::{
     Arch, Constraint, Constraints, Evidence, Family, InstructionPath, Kernel, Level, Op, Paths, Purpose, Schedule,
     ShapeBucket, TemplateSet, ragged_unaddressable,
 };
-use flashtune::runtime::{
-    self, BackwardCase, CheckCase, CheckInputs, CheckReport, Compiler, Device, GradientCase, Module, Poison,
+use flashtune_runtime::{
+    self as runtime, BackwardCase, CheckCase, CheckInputs, CheckReport, Compiler, Device, GradientCase, Module, Poison,
     RaggedCase, check_append, check_pad, check_quantise, compile,
 };
-use flashtune::{Mask, Problem, Shape};
 use rayon::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
@@ -485,7 +485,7 @@ mod tests {
         let none = Paths::default();
         assert_eq!(names(&tally, &none), ["forward/sm80:f16-m16n8k8", "forward/naive:f16"]);
         assert_eq!(tally.failed().count(), 0);
-        let raised = flashtune::codegen::Raised { level: Level::Ran, device: "T4".into() };
+        let raised = flashtune_codegen::Raised { level: Level::Ran, device: "T4".into() };
         let known = Paths::default().with_raised([("forward/sm80:f16-m16n8k8".parse().unwrap(), raised)]);
         assert_eq!(names(&tally, &known), ["forward/naive:f16"]);
         tally.fail(&turing, "-", "-", "wrong".into());

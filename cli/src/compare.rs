@@ -4,7 +4,7 @@ use super::context::Context;
 use super::exit::{Failed, usage};
 use super::table::table;
 use anyhow::Result;
-use flashtune::cache::{Bundle, CacheDir, Finalist, Layers, Record};
+use flashtune_cache::{Bundle, CacheDir, Finalist, Layers, Record};
 use flashtune_report::{Cases, Comparison, Report, Times, Verdict};
 use std::borrow::Borrow;
 use std::io::Write;

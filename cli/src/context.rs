@@ -3,11 +3,11 @@
 use super::Global;
 use super::exit::usage;
 use anyhow::{Context as _, Result};
-use flashtune::cache::{CacheDir, Launches, Layers, Levels, Needed, Trust, bundles_from_env};
-use flashtune::codegen::{Arch, Paths, TemplateSet};
-use flashtune::runtime::Device;
-use flashtune::tuner::{Runner, WorkerCommand};
 use flashtune::{Builder, Engine, InstructionPath, allowed_paths_from_env, read_templates};
+use flashtune_cache::{CacheDir, Launches, Layers, Levels, Needed, Trust, bundles_from_env};
+use flashtune_codegen::{Arch, Paths, TemplateSet};
+use flashtune_runtime::Device;
+use flashtune_tuner::{Runner, WorkerCommand};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::io::{BufWriter, Write};
@@ -70,7 +70,7 @@ impl Context {
         if let Some(device) = &self.device {
             return Ok(device.clone());
         }
-        let device = flashtune::runtime::open(self.global.device)?;
+        let device = flashtune_runtime::open(self.global.device)?;
         Ok(self.device.insert(device).clone())
     }
 
@@ -135,7 +135,7 @@ impl Context {
         let bundles = self.bundles();
         match CacheDir::resolve(self.global.cache.as_deref()) {
             Ok(dir) => Ok(Layers::open_with(Some(&dir), &bundles, None, &self.trust()?)?),
-            Err(flashtune::cache::Error::NoFolder) if !bundles.is_empty() => {
+            Err(flashtune_cache::Error::NoFolder) if !bundles.is_empty() => {
                 Ok(Layers::open_with(None, &bundles, None, &self.trust()?)?)
             }
             Err(e) => Err(e.into()),

@@ -6,7 +6,7 @@ use super::exit::usage;
 use super::machine;
 use anyhow::Result;
 use clap::ValueEnum;
-use flashtune::codegen::{Arch, Kernel, Schedule};
+use flashtune_codegen::{Arch, Kernel, Schedule};
 use serde_json::json;
 use std::io::Write;
 

@@ -1,9 +1,9 @@
 //! Exit codes, and the one line that an error prints.
 
-use flashtune::runtime::Error as RuntimeError;
-use flashtune::{cache, codegen, tuner};
+use flashtune_runtime::Error as RuntimeError;
 use std::fmt;
 use std::process::ExitCode;
+use {flashtune_cache as cache, flashtune_codegen as codegen, flashtune_tuner as tuner};
 
 /// What the process ends with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use super::context::Context;
 use super::table::table;
 use anyhow::Result;
-use flashtune::cache::{Record, Validity};
+use flashtune_cache::{Record, Validity};
 use serde_json::json;
 use std::io::Write;
 

@@ -1,8 +1,8 @@
 //! Values of list options: sizes with ranges, and masks.
 
 use flashtune::Mask;
-use flashtune::codegen::Error;
-use flashtune::codegen::score::{BUILTINS, Program, ProgramBuilder, ProgramRef, builtin, nearest_name};
+use flashtune_codegen::Error;
+use flashtune_codegen::score::{BUILTINS, Program, ProgramBuilder, ProgramRef, builtin, nearest_name};
 use std::str::FromStr;
 
 /// Sizes that one item of a list names: `512`, `16k`, or `512..16k` for every doubling from the first to the last.

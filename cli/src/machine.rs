@@ -3,10 +3,10 @@
 use super::context::Context;
 use super::exit::usage;
 use anyhow::{Context as _, Result, bail};
-use flashtune::cache::Artifact;
-use flashtune::codegen::{Arch, Kernel, Language, Source};
-use flashtune::runtime::Error;
-use flashtune::runtime::compile::{Nvrtc, compile};
+use flashtune_cache::Artifact;
+use flashtune_codegen::{Arch, Kernel, Language, Source};
+use flashtune_runtime::Error;
+use flashtune_runtime::compile::{Nvrtc, compile};
 use serde_json::json;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};

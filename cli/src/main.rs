@@ -186,7 +186,7 @@ fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     start_log(cli.global.verbose, cli.global.quiet);
     if matches!(cli.command, Command::Worker) {
-        return flashtune::tuner::serve();
+        return flashtune_tuner::serve();
     }
     let mut cx = Context::new(cli.global, given);
     let outcome = match cli.command {

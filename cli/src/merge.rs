@@ -2,7 +2,7 @@
 
 use super::context::Context;
 use anyhow::Result;
-use flashtune::cache::{MergeSummary, merge_bundles};
+use flashtune_cache::{MergeSummary, merge_bundles};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;

@@ -2,10 +2,10 @@
 //! and of packed sequences their gradients.
 
 use super::sweep::Effort;
-use flashtune::codegen::{KvElement, KvKind, KvScales, KvStore};
-use flashtune::runtime::check::{Most, PackedBatch, RaggedBatch};
-use flashtune::runtime::{CheckInputs, Distribution, Poison};
 use flashtune::{DType, Layout, MaskKind, Problem, Program};
+use flashtune_codegen::{KvElement, KvKind, KvScales, KvStore};
+use flashtune_runtime::check::{Most, PackedBatch, RaggedBatch};
+use flashtune_runtime::{CheckInputs, Distribution, Poison};
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, of sequences, heads, rows and keys.
 const PROGRAMS: [&str; 7] = [
@@ -118,8 +118,8 @@ pub fn batches(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashtune::codegen::{Family, ragged_unaddressable};
-    use flashtune::runtime::check::{Index, RaggedData, StoreLayout};
+    use flashtune_codegen::{Family, ragged_unaddressable};
+    use flashtune_runtime::check::{Index, RaggedData, StoreLayout};
 
     #[test]
     fn the_quick_sweep_meets_every_dtype_mask_and_store() {

@@ -6,9 +6,9 @@
 
 use super::cases::{Case, family};
 use anyhow::Result;
-use flashtune::cache::{Bundle, Error, Record, RecordKey, Trust};
-use flashtune::codegen::{Arch, Kernel, Paths, Schedule, ShapeBucket};
 use flashtune::{Problem, Shape};
+use flashtune_cache::{Bundle, Error, Record, RecordKey, Trust};
+use flashtune_codegen::{Arch, Kernel, Paths, Schedule, ShapeBucket};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;

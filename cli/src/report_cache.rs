@@ -7,9 +7,9 @@ use super::files;
 use super::report::ServedArgs;
 use super::table::table;
 use anyhow::Result;
-use flashtune::cache::{Bundle, CacheDir, DeviceFingerprint, Finalist, Key, Layers, Needed, Record, Trust, Validity};
 use flashtune::model::{Serving, Use, read_model};
 use flashtune::{UNTUNED_VARIABLE, read_manifest};
+use flashtune_cache::{Bundle, CacheDir, DeviceFingerprint, Finalist, Key, Layers, Needed, Record, Trust, Validity};
 use flashtune_report::{CachePart, CacheReport, CachedRecord, Contender, InFinal, ModelCase, UntunedCalls, cache_html};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ fn gather(cx: &mut Context, path: &Path, models: &Models, untuned: Option<&Path>
             ("jobs", held.jobs),
             ("claims", held.claims),
         ];
-        let part = |(name, a): (&str, flashtune::cache::Amount)| CachePart {
+        let part = |(name, a): (&str, flashtune_cache::Amount)| CachePart {
             name: name.to_owned(),
             files: a.files,
             bytes: a.bytes,
@@ -151,7 +151,7 @@ fn cached(layer: &str, record: &Record, stale: Vec<String>) -> CachedRecord {
         max_error: f.max_error,
         times: contender(f),
     };
-    let rival = |r: &flashtune::cache::Rival| {
+    let rival = |r: &flashtune_cache::Rival| {
         let us = r.finalists.iter().find(|f| f.schedule == r.schedule).map(|f| format!(" {:.1} us", f.median_us));
         format!("{}{}", r.schedule, us.unwrap_or_default())
     };

@@ -3,7 +3,7 @@
 use super::exit::usage;
 use super::tensors::File;
 use anyhow::Result;
-use flashtune::codegen::score::{Declaration, Program, Scalar, SideData, Storage, Type};
+use flashtune_codegen::score::{Declaration, Program, Scalar, SideData, Storage, Type};
 
 /// The values of a program's scalars and tensors. What it does not declare is left alone.
 pub fn data(program: &Program, set: &[String], tensors: Option<&File>) -> Result<SideData> {

@@ -2,7 +2,7 @@
 
 use super::context::Context;
 use anyhow::Result;
-use flashtune::cache::{SecretKey, sign_bundle};
+use flashtune_cache::{SecretKey, sign_bundle};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;

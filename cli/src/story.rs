@@ -4,8 +4,8 @@
 use super::context::{Context, unix_time};
 use super::table::table;
 use anyhow::Result;
-use flashtune::cache::{Conditions, Finalist, Launches, Record, Store, Trial, TrialResult};
-use flashtune::codegen::Schedule;
+use flashtune_cache::{Conditions, Finalist, Launches, Record, Store, Trial, TrialResult};
+use flashtune_codegen::Schedule;
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;

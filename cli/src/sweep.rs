@@ -1,9 +1,9 @@
 //! What `flashtune check` goes through: problems, schedules, sizes and inputs.
 
-use flashtune::codegen::score::{Program, Type};
-use flashtune::codegen::{Arch, Family, Kernel, KvKind, Op, ScaleUnits, Schedule, ShapeBucket};
-use flashtune::runtime::{CheckInputs, Poison};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Precision, Problem, Shape};
+use flashtune_codegen::score::{Program, Type};
+use flashtune_codegen::{Arch, Family, Kernel, KvKind, Op, ScaleUnits, Schedule, ShapeBucket};
+use flashtune_runtime::{CheckInputs, Poison};
 use serde::Serialize;
 
 /// One check that did not pass.
@@ -146,7 +146,7 @@ const READS: [&str; 9] = [
 ];
 
 /// Kernels of `Op::Quantise`: every dtype, head dims with and without a Hadamard matrix, whole and broken vectors.
-pub fn quantise_kernels(arch: Arch, effort: Effort) -> flashtune::codegen::Result<Vec<Kernel>> {
+pub fn quantise_kernels(arch: Arch, effort: Effort) -> flashtune_codegen::Result<Vec<Kernel>> {
     let dims: &[(u32, u32)] = match effort {
         Effort::Quick => &[(64, 64), (128, 128), (256, 256), (192, 128), (59, 33), (96, 96)],
         Effort::Full => &[
@@ -330,7 +330,7 @@ pub fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(S
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashtune::codegen::{CpuIsa, SmArch};
+    use flashtune_codegen::{CpuIsa, SmArch};
 
     #[test]
     fn the_quick_sweep_meets_every_dtype_mask_and_dim() {

@@ -3,8 +3,8 @@
 use super::exit::usage;
 use super::files;
 use anyhow::{Context as _, Result};
-use flashtune::codegen::score::{Axis, Declaration, Elements, MAX_RANK, SideTensor, Storage};
 use flashtune::{DType, HostTensor, Layout};
+use flashtune_codegen::score::{Axis, Declaration, Elements, MAX_RANK, SideTensor, Storage};
 use safetensors::tensor::{Dtype as FileDType, SafeTensors, TensorView as FileTensor};
 use std::path::Path;
 

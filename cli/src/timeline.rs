@@ -3,7 +3,7 @@
 use super::context::Context;
 use super::table::table;
 use anyhow::Result;
-use flashtune::cache::{Activity, Record, Span, Store, Timeline};
+use flashtune_cache::{Activity, Record, Span, Store, Timeline};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

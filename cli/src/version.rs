@@ -1,8 +1,8 @@
 //! What `--version` tells: all that decides whether one build can use what another one stored.
 
-use flashtune::cache::BUNDLE_FORMAT;
-use flashtune::codegen::abi::ABI_VERSION;
-use flashtune::codegen::{Family, TemplateSet};
+use flashtune_cache::BUNDLE_FORMAT;
+use flashtune_codegen::abi::ABI_VERSION;
+use flashtune_codegen::{Family, TemplateSet};
 use std::fmt::Write;
 
 /// The version and the commit: the first line of `--version`, beyond what `-V` prints.

@@ -3,8 +3,8 @@
 use crate::common::Place;
 use crate::common::counted::{ALLOCATIONS, counted, engine};
 use flashtune::append::*;
-use flashtune::runtime::{AppendCase, Error as RuntimeError};
 use flashtune::{DType, Engine, Error, ManifestEntry, OnMiss, Policy, Stream};
+use flashtune_runtime::{AppendCase, Error as RuntimeError, append_call};
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 

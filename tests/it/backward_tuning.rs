@@ -3,11 +3,11 @@
 
 use crate::common::counted::{counted, engine};
 use crate::common::{Place, SMALL, alone, fails};
-use flashtune::codegen::Op;
 use flashtune::{
     Backward, DType, Distribution, Dropout, Engine, Forward, HostTensor, Layout, Mask, Policy, Problem, SideInputs,
     Status, Stream,
 };
+use flashtune_codegen::Op;
 use std::sync::atomic::Ordering;
 
 /// Tensors of the problem that [`SMALL`] names, and what a call of theirs comes to.
@@ -177,7 +177,7 @@ fn candidates_with_wrong_gradients_are_refused() {
         let place = Place::new();
         let folder = place.path("templates/backward");
         std::fs::create_dir_all(&folder).unwrap();
-        let embedded = flashtune::codegen::TemplateSet::embedded();
+        let embedded = flashtune_codegen::TemplateSet::embedded();
         let text = embedded.files().find(|(name, _)| *name == "backward/cpu.c").unwrap().1;
         assert!(text.contains(from), "{from}");
         std::fs::write(folder.join("cpu.c"), text.replace(from, to)).unwrap();

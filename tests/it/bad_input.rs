@@ -1,8 +1,8 @@
 //! Bad input: each a typed error that names the field, exit code 2 on the command line, and nothing lost.
 
 use crate::common::{self, Place, fails};
-use flashtune::runtime::Error as RuntimeError;
 use flashtune::{DType, Engine, Error, Forward, HostTensor, Layout, Stream, TensorView};
+use flashtune_runtime::Error as RuntimeError;
 use std::path::Path;
 
 fn text(path: &Path) -> &str {

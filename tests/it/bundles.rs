@@ -1,8 +1,8 @@
 //! Bundles: out of one cache, into another, and every way of being refused.
 
 use crate::common::{self, NOWHERE, Place, ROOT, SMALL, fails, json, other_cpu_arch};
-use flashtune::cache::{Bundle, BundleContents};
-use flashtune::codegen::{Family, Schedule};
+use flashtune_cache::{Bundle, BundleContents};
+use flashtune_codegen::{Family, Schedule};
 
 fn text(path: &std::path::Path) -> &str {
     path.to_str().expect("test paths are text")

@@ -1,10 +1,10 @@
 //! The command itself: its help, version, completions and manual pages.
 
 use crate::common::{Place, SMALL, fails, write_program};
-use flashtune::cache::BUNDLE_FORMAT;
-use flashtune::codegen::abi::ABI_VERSION;
-use flashtune::codegen::{Family, TemplateSet};
-use flashtune::runtime::compile::Nvrtc;
+use flashtune_cache::BUNDLE_FORMAT;
+use flashtune_codegen::abi::ABI_VERSION;
+use flashtune_codegen::{Family, TemplateSet};
+use flashtune_runtime::compile::Nvrtc;
 
 /// What the bare command prints, without a cache and a device.
 fn printed(args: &[&str]) -> String {

@@ -1,7 +1,7 @@
 //! What `flashtune debug` keeps of a kernel.
 
 use crate::common::{Place, fails};
-use flashtune::runtime::compile::Nvrtc;
+use flashtune_runtime::compile::Nvrtc;
 use std::fs::{read, read_to_string, write};
 
 const CAUSAL: [&str; 6] = ["--dtype", "f32", "--head-dim", "64", "--mask", "causal"];

@@ -3,7 +3,7 @@
 
 use crate::common::faults::copy;
 use crate::common::{self, Place, SMALL};
-use flashtune::cache::{CacheDir, Key, Layers};
+use flashtune_cache::{CacheDir, Key, Layers};
 use std::collections::BTreeMap;
 use std::fs::DirBuilder;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};

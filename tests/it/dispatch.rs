@@ -2,8 +2,8 @@
 
 use crate::common::counted::{ALLOCATIONS, counted, engine, small};
 use crate::common::{self, Place};
-use flashtune::runtime::{Device as _, Error as RuntimeError};
 use flashtune::{DType, Engine, Error, Policy, Problem, Status, Trust};
+use flashtune_runtime::{Device as _, Error as RuntimeError};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -83,7 +83,7 @@ fn what_is_too_far_away_gives_way_to_the_models_choice() {
 
 #[test]
 fn a_record_of_another_device_serves_as_provisional() {
-    use flashtune::cache::{BundleContents, CacheDir, Layers};
+    use flashtune_cache::{BundleContents, CacheDir, Layers};
     let (place, device) = (Place::new(), counted());
     place.tune_small();
     let layers = Layers::open(&CacheDir::at(place.cache()), &[], None).unwrap();
@@ -113,8 +113,8 @@ fn a_record_of_another_device_serves_as_provisional() {
 
 #[test]
 fn sealed_goes_on_to_the_next_record_when_a_kernel_is_missing() {
-    use flashtune::cache::{BundleContents, CacheDir, Key, Layers};
-    use flashtune::codegen::{Family, Kernel, Schedule, ShapeBucket};
+    use flashtune_cache::{BundleContents, CacheDir, Key, Layers};
+    use flashtune_codegen::{Family, Kernel, Schedule, ShapeBucket};
     let (place, device) = (Place::new(), counted());
     place.tune_small();
     let layers = Layers::open(&CacheDir::at(place.cache()), &[], None).unwrap();

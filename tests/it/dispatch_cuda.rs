@@ -1,10 +1,10 @@
 //! What the dispatcher decides for a GPU, on a device that only pretends to be one: nothing is launched here.
 
 use crate::common::paper::{Instant, Paper};
-use flashtune::cache::{CacheDir, Launches, Layers};
-use flashtune::codegen::{Constraint, Constraints, Family, Paths, TemplateSet};
-use flashtune::runtime::{Dispatcher, DispatcherConfig, Error};
 use flashtune::{DType, Mask, Policy, Problem, Shape, Status};
+use flashtune_cache::{CacheDir, Launches, Layers};
+use flashtune_codegen::{Constraint, Constraints, Family, Paths, TemplateSet};
+use flashtune_runtime::{Dispatcher, DispatcherConfig, Error};
 use std::sync::Arc;
 
 fn dispatcher(arch: &str, policy: Policy) -> Dispatcher {

@@ -3,12 +3,12 @@
 
 use crate::common;
 use flashtune::Elements;
-use flashtune::codegen::score::{BUILTINS, Storage, Texts};
-use flashtune::runtime::reference::{Attention, all_rows, compare, oracle_of, unfused_rows_of};
 use flashtune::{
     DType, DeviceSpec, Distribution, Engine, Forward, HostForward, HostTensor, Layout, Mask, MaskSizes, Program,
     ProgramRef, Scalar, Shape, SideData, SideInputs, SideView, Stream,
 };
+use flashtune_codegen::score::{BUILTINS, Storage, Texts};
+use flashtune_runtime::reference::{Attention, all_rows, compare, oracle_of, unfused_rows_of};
 
 fn engine(folder: &tempfile::TempDir) -> Engine {
     Engine::builder().device(DeviceSpec::Cpu).cache_dir(folder.path()).build().unwrap()
@@ -128,7 +128,7 @@ fn device_calls_take_views_with_strides_and_refuse_what_does_not_fit() {
     let given = [
         bias.declaration("bias"),
         slopes.declaration("slope"),
-        flashtune::codegen::score::Declaration::scalar("reach", Storage::I32),
+        flashtune_codegen::score::Declaration::scalar("reach", Storage::I32),
     ];
     let program = ProgramRef::new(texts.program(&given).unwrap());
     let written = o.bytes_mut().as_mut_ptr() as u64;

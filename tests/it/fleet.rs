@@ -1,8 +1,8 @@
 //! Tuning spread over processes, hosts and devices, and brought together again.
 
 use crate::common::{NOWHERE, Place, fails, json};
-use flashtune::cache::{BundleContents, CacheDir, Finalist, Layers, Record};
-use flashtune::codegen::{Family, Kernel, Schedule};
+use flashtune_cache::{BundleContents, CacheDir, Finalist, Layers, Record};
+use flashtune_codegen::{Family, Kernel, Schedule};
 use std::collections::BTreeSet;
 
 /// Three small problems.

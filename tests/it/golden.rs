@@ -7,15 +7,15 @@
 use crate::common::faults::stderr;
 use crate::common::paper::{Instant, Paper, call};
 use crate::common::{Place, ROOT, SMALL, host_arch, other_cpu_arch};
-use flashtune::cache::{
-    Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Finalist, Key, Provenance,
-    Record, RecordKey, Stage, Store, Trial, TrialResult, Trust,
-};
-use flashtune::codegen::{CpuIsa, CpuSchedule, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::{Device, compile_with, compiler_for};
 use flashtune::{
     DType, DeviceSpec, Engine, Explanation, Launches, Mask, OnMiss, Policy, Problem, Program, Shape, TensorView,
 };
+use flashtune_cache::{
+    Artifact, ArtifactFiles, BundleContents, CacheDir, Conditions, DeviceFingerprint, Finalist, Key, Provenance,
+    Record, RecordKey, Stage, Store, Trial, TrialResult, Trust,
+};
+use flashtune_codegen::{CpuIsa, CpuSchedule, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::{Device, compile_with, compiler_for};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -250,7 +250,7 @@ fn what_a_sealed_engine_serves_is_told() {
 #[test]
 fn the_command_tells_the_story_of_a_record() {
     let place = Place::new();
-    let device = flashtune::runtime::open(DeviceSpec::Cpu).unwrap().fingerprint().clone();
+    let device = flashtune_runtime::open(DeviceSpec::Cpu).unwrap().fingerprint().clone();
     let compiler = compiler_for(device.arch).unwrap().id().clone();
     let known = || {
         let known = Known::of(&place).and(&device, "<device>").and(&compiler, "<compiler>");
@@ -266,7 +266,7 @@ fn the_command_tells_the_story_of_a_record() {
     let (winner, default) = (cpu(64, 64), cpu(128, 64));
     let kernel = Kernel { problem, schedule: winner, arch: host_arch() };
     let templates = TemplateSet::embedded();
-    let key = flashtune::runtime::compile::recipe(&kernel, &templates, &compiler).key();
+    let key = flashtune_runtime::compile::recipe(&kernel, &templates, &compiler).key();
     let record = record(&device, problem, shape, winner, default, &templates, (&compiler.to_string(), key));
     let dir = CacheDir::at(place.cache());
     {

@@ -2,18 +2,18 @@
 
 use crate::common::Place;
 use crate::common::counted::{ALLOCATIONS, counted, engine};
-use flashtune::codegen::score::{Elements, Storage};
 use flashtune::ragged::Ints;
-use flashtune::runtime::Error as RuntimeError;
-use flashtune::runtime::reference::{
-    Attention, GradientInputs, compare_gradient_by, compare_gradients, oracle_gradient_by, oracle_gradients,
-    unfused_gradient_by, unfused_gradients,
-};
 use flashtune::{
     Backward, DType, Distribution, Error, Forward, HostTensor, Layout, Mask, Packed, Program, ProgramRef, SideInputs,
     SideView,
 };
 use flashtune::{Policy, Scalar, SideData, Stream};
+use flashtune_codegen::score::{Elements, Storage};
+use flashtune_runtime::Error as RuntimeError;
+use flashtune_runtime::reference::{
+    Attention, GradientInputs, compare_gradient_by, compare_gradients, oracle_gradient_by, oracle_gradients,
+    unfused_gradient_by, unfused_gradients,
+};
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 

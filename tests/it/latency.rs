@@ -4,11 +4,11 @@
 use crate::common::counted::{counted, engine, small};
 use crate::common::{self, Place};
 use crate::nvrtc::default_kernel;
-use flashtune::cache::{Artifact, ArtifactFiles, Bundle, BundleContents, CacheDir, Key};
-use flashtune::codegen::{Family, TemplateSet};
-use flashtune::runtime::compile::{Nvrtc, compile_with};
-use flashtune::runtime::elf;
 use flashtune::{DType, ManifestEntry, Mask, MaskKind, OnMiss, Policy, Problem, Shape, read_manifest, write_manifest};
+use flashtune_cache::{Artifact, ArtifactFiles, Bundle, BundleContents, CacheDir, Key};
+use flashtune_codegen::{Family, TemplateSet};
+use flashtune_runtime::compile::{Nvrtc, compile_with};
+use flashtune_runtime::elf;
 use std::hint::black_box;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

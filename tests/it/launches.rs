@@ -2,7 +2,7 @@
 
 use crate::common::{self, Place, fails};
 use flashtune::Launches;
-use flashtune::cache::{ArtifactFiles, CacheDir, Record, Store};
+use flashtune_cache::{ArtifactFiles, CacheDir, Record, Store};
 use std::path::Path;
 use std::time::Duration;
 
@@ -78,7 +78,7 @@ fn a_result_for_graphs_serves_eager_calls_as_provisional_until_they_are_tuned_fo
     let only = place.path("graph.ftb");
     let artifacts = ArtifactFiles::new(&dir);
     let mut load = |key: &_| artifacts.get(key);
-    let contents = flashtune::cache::BundleContents {
+    let contents = flashtune_cache::BundleContents {
         records: vec![graph.clone()],
         artifacts: Vec::new(),
         load: &mut load,

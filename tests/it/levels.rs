@@ -2,13 +2,13 @@
 
 use crate::common::Place;
 use crate::common::paper::{Instant, Paper};
-use flashtune::cache::{
+use flashtune::{DType, Engine, InstructionPath, Level, Mask, Problem, Shape};
+use flashtune_cache::{
     ArtifactFiles, CacheDir, Conditions, Finalist, KeptLevel, Launches, Levels, Needed, Provenance, Record, RecordKey,
     Store,
 };
-use flashtune::codegen::{Family, Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::compile::compile_with;
-use flashtune::{DType, Engine, InstructionPath, Level, Mask, Problem, Shape};
+use flashtune_codegen::{Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::compile::compile_with;
 
 const TURING: &str = "forward/sm80:f16-m16n8k8";
 

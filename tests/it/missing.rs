@@ -33,7 +33,7 @@ fn without_nvrtc_a_build_for_a_gpu_says_where_it_was_looked_for() {
 
 #[test]
 fn without_a_driver_the_cuda_device_says_so() {
-    if flashtune::runtime::cuda::driver_present() {
+    if flashtune_runtime::cuda::driver_present() {
         println!("skipped: this machine has a CUDA driver");
         return;
     }
@@ -132,7 +132,7 @@ echo '{"python": "3.99", "program": "/opt/py/bin/python", "packages": {"torch": 
     let report: serde_json::Value = serde_json::from_slice(&doctor(&["--json", "--policy", "sealed"]).stdout).unwrap();
     let version = env!("CARGO_PKG_VERSION");
     assert!(report["versions"]["flashtune"].as_str().unwrap().starts_with(&format!("{version} (")), "{report}");
-    assert_eq!(report["versions"]["kernel ABI"], flashtune::codegen::abi::ABI_VERSION.to_string());
+    assert_eq!(report["versions"]["kernel ABI"], flashtune_codegen::abi::ABI_VERSION.to_string());
     let setting = |name: &str| {
         let found = report["settings"].as_array().unwrap().iter().find(|s| s["name"] == name).unwrap();
         [&found["value"], &found["from"]].map(|v| v.as_str().unwrap().to_owned())

@@ -1,10 +1,10 @@
 //! Kernels with a planted fault: none of them gets past the checks that stand between a candidate and the race.
 
 use crate::common::Place;
-use flashtune::cache::{CacheDir, Store};
-use flashtune::codegen::TemplateSet;
-use flashtune::tuner::{Error, Job, Runner, WorkerCommand, tune};
 use flashtune::{DType, DeviceSpec, Mask, Problem, Shape};
+use flashtune_cache::{CacheDir, Store};
+use flashtune_codegen::TemplateSet;
+use flashtune_tuner::{Error, Job, Runner, WorkerCommand, tune};
 use std::time::Duration;
 
 /// A fault: its name, the template, what is replaced there by what, and a word of the verdict.

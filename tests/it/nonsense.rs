@@ -2,10 +2,10 @@
 //! refusal.
 
 use crate::common::{Place, SMALL, fails};
-use flashtune::cache::{
+use flashtune::{DType, DeviceSpec, Engine, Mask, Policy, Problem, Shape};
+use flashtune_cache::{
     Artifact, Bundle, BundleContents, CacheDir, Layers, Needed, Record, Trust, import, merge_bundles,
 };
-use flashtune::{DType, DeviceSpec, Engine, Mask, Policy, Problem, Shape};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -48,7 +48,7 @@ fn nonsense(value: &Value) -> Vec<(String, Value)> {
 
 /// A bundle of one record and its artifact, as they are.
 fn write(path: &Path, record: Record, artifact: &Artifact) {
-    let mut load = |_: &flashtune::cache::Key| Some(artifact.clone());
+    let mut load = |_: &flashtune_cache::Key| Some(artifact.clone());
     BundleContents { records: vec![record], artifacts: Vec::new(), load: &mut load, created: 1 }.write(path).unwrap();
 }
 
@@ -133,7 +133,7 @@ fn nonsense_with_valid_hashes_is_a_miss_or_a_refusal() {
         import(
             &path,
             &CacheDir::at(place.cache()),
-            &Needed::new(record.key.device.arch, &flashtune::codegen::TemplateSet::embedded()),
+            &Needed::new(record.key.device.arch, &flashtune_codegen::TemplateSet::embedded()),
             false,
             &trust
         )

@@ -1,8 +1,8 @@
 //! The numeric contract on the cpu, through the engine, against the fp64 oracle.
 
 use crate::common::Place;
-use flashtune::runtime::reference::{all_rows, compare, oracle, unfused_rows};
 use flashtune::{DType, DeviceSpec, Distribution, Engine, HostForward, HostOutput, HostTensor, Layout, Mask, Shape};
+use flashtune_runtime::reference::{all_rows, compare, oracle, unfused_rows};
 use std::sync::LazyLock;
 
 /// One engine for all tests of this file: its compiled kernels are shared.

@@ -1,12 +1,12 @@
 //! Every CUDA template renders and compiles to a cubin, without a GPU.
 
 use crate::common;
-use flashtune::codegen::{
+use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape};
+use flashtune_codegen::{
     Arch, Family, Kernel, KvElement, KvKind, KvScales, KvStore, Op, ScaleUnits, Schedule, ShapeBucket, TemplateSet,
 };
-use flashtune::runtime::compile::{Nvrtc, compile_with};
-use flashtune::runtime::elf;
-use flashtune::{DType, Mask, MaskKind, Problem, Program, Shape};
+use flashtune_runtime::compile::{Nvrtc, compile_with};
+use flashtune_runtime::elf;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::sync::Mutex;

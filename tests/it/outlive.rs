@@ -3,14 +3,14 @@
 //! `tests/data/v7.ftb` is a bundle as this format was first written, and stays as it is: every later build reads it.
 //! `cargo test --test it outlive::the_bundle_is_written -- --ignored` wrote it, with NVRTC 13.0 and gcc.
 
-use flashtune::cache::encoding::{Undecodable, decode, encode};
-use flashtune::cache::{
+use flashtune::{DType, DeviceSpec, Mask, Problem, Program, Shape};
+use flashtune_cache::encoding::{Undecodable, decode, encode};
+use flashtune_cache::{
     Artifact, Bundle, BundleContents, Conditions, DeviceFingerprint, Facts, Finalist, Key, Launches, Layers, Needed,
     Provenance, Record, RecordKey, Timeline, Trial, Trust,
 };
-use flashtune::codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::compile::compile;
-use flashtune::{DType, DeviceSpec, Mask, Problem, Program, Shape};
+use flashtune_codegen::{Arch, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::compile::compile;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -146,7 +146,7 @@ fn a_bundle_of_before_is_read_as_it_was_written() {
     #[cfg(target_arch = "x86_64")]
     for artifact in bundle.records().map(|r| bundle.artifact(&r.unwrap().0.artifact).unwrap().unwrap()) {
         if matches!(artifact.recipe.kernel.arch, Arch::Cpu(_)) {
-            flashtune::runtime::open(DeviceSpec::Cpu).unwrap().load(&artifact).unwrap();
+            flashtune_runtime::open(DeviceSpec::Cpu).unwrap().load(&artifact).unwrap();
         }
     }
 }

@@ -3,19 +3,19 @@
 
 use crate::common::Place;
 use crate::common::paper::{Instant, Paper};
-use flashtune::codegen::Family;
 use flashtune::ragged::{
     Bounds, Expected, Index, Ints, KeyLengths, Output, Queries, QueryRows, RaggedBatch, Store, StoreRows, StoreType,
 };
-use flashtune::runtime::reference::{
-    Attention, GradientInputs, all_rows, compare, compare_gradients, oracle, oracle_gradients, unfused_gradients,
-    unfused_rows,
-};
-use flashtune::runtime::{Buffer, Device};
 use flashtune::{
     Backward, DType, Distribution, Engine, Forward, HostTensor, Layout, Mask, Precision, Problem, Ragged, Shape,
     SideInputs, Stream, TensorView,
 };
+use flashtune_codegen::Family;
+use flashtune_runtime::reference::{
+    Attention, GradientInputs, all_rows, compare, compare_gradients, oracle, oracle_gradients, unfused_gradients,
+    unfused_rows,
+};
+use flashtune_runtime::{Buffer, Device};
 
 /// Head dims of Q and K, and of V: flash-attention's own grid has 59 and 111.
 const DIMS: [(usize, usize); 5] = [(59, 59), (111, 64), (64, 33), (1, 7), (250, 255)];

@@ -1,10 +1,10 @@
 //! Score programs, from text to the CPU kernel, against the interpreter in fp64.
 
 use crate::random::{DECLARATIONS, Generator};
-use flashtune::codegen::score::{BUILTINS, Elements, Program, Scalar, SideData, Storage};
-use flashtune::codegen::{Arch, CpuIsa, CpuSchedule, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
-use flashtune::runtime::{CheckCase, CheckInputs, CpuDevice, Device, Module, Poison, compile};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
+use flashtune_codegen::score::{BUILTINS, Elements, Program, Scalar, SideData, Storage};
+use flashtune_codegen::{Arch, CpuIsa, CpuSchedule, Family, Kernel, Schedule, ShapeBucket, TemplateSet};
+use flashtune_runtime::{CheckCase, CheckInputs, CpuDevice, Device, Module, Poison, compile};
 use rand::Rng;
 use std::sync::Arc;
 
@@ -45,7 +45,7 @@ impl Compiled {
 
 /// Data for every scalar and tensor that a program declares.
 fn data_for(program: &Program, sizes: &Shape, g: &mut Generator) -> SideData {
-    use flashtune::codegen::score::Axis;
+    use flashtune_codegen::score::Axis;
     let mut data = SideData::default();
     for d in program.declarations() {
         let range = d.int_range();

@@ -2,10 +2,10 @@
 
 use crate::common::paper::{Instant, Paper, call};
 use crate::common::{Place, nvrtc_or_skip};
-use flashtune::cache::{CacheDir, Layers};
-use flashtune::runtime::Error as RuntimeError;
-use flashtune::runtime::compile::Nvrtc;
 use flashtune::{Engine, Error, OnMiss, Policy, Status, Stream};
+use flashtune_cache::{CacheDir, Layers};
+use flashtune_runtime::Error as RuntimeError;
+use flashtune_runtime::compile::Nvrtc;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -3,13 +3,14 @@
 
 use crate::common::Place;
 use crate::common::counted::{ALLOCATIONS, counted, engine};
-use flashtune::codegen::score::{BUILTINS, Elements, Storage, Texts};
 use flashtune::ragged::*;
-use flashtune::runtime::reference::{Attention, all_rows, compare, oracle_of, unfused_rows_of};
 use flashtune::{
     DType, Distribution, Engine, HostTensor, Layout, Mask, Policy, Program, ProgramRef, Scalar, Shape, SideData,
     SideInputs, SideView, Stream,
 };
+use flashtune_codegen::score::{BUILTINS, Elements, Storage, Texts};
+use flashtune_runtime::ragged_call;
+use flashtune_runtime::reference::{Attention, all_rows, compare, oracle_of, unfused_rows_of};
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 

@@ -6,10 +6,10 @@
 use crate::common::faults::count_of;
 use crate::common::planted::{is_schedule, planted, schedules, worker};
 use crate::common::{self, Place};
-use flashtune::cache::{CacheDir, Stage};
-use flashtune::codegen::{CpuSchedule, Schedule, TemplateSet};
-use flashtune::tuner::{Error, Event, Job, Observer, Search, tune};
 use flashtune::{DType, Mask, Problem, Shape};
+use flashtune_cache::{CacheDir, Stage};
+use flashtune_codegen::{CpuSchedule, Schedule, TemplateSet};
+use flashtune_tuner::{Error, Event, Job, Observer, Search, tune};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Mutex;

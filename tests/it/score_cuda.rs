@@ -2,13 +2,13 @@
 
 use crate::common;
 use crate::random::{DECLARATIONS, Generator};
-use flashtune::codegen::abi::{SideTensorArg, declaration};
-use flashtune::codegen::score::{
+use flashtune_codegen::abi::{SideTensorArg, declaration};
+use flashtune_codegen::score::{
     BUILTINS, Derivative, Dialect, Form, Id, Program, TileProgram, lower, lower_derivative,
 };
-use flashtune::codegen::{Language, Source, TemplateSet};
-use flashtune::runtime::Compiler;
-use flashtune::runtime::compile::Nvrtc;
+use flashtune_codegen::{Language, Source, TemplateSet};
+use flashtune_runtime::Compiler;
+use flashtune_runtime::compile::Nvrtc;
 use std::fmt::Write;
 
 /// One kernel for each program, which stores every result.

@@ -92,7 +92,7 @@ fn sealed_skips_a_record_whose_kernel_is_gone_and_default_compiles_it_again() {
 
 /// Writes a bundle with the place's records and none of its kernels.
 fn strip_artifacts(place: &Place, to: &std::path::Path) {
-    use flashtune::cache::{BundleContents, CacheDir, Layers};
+    use flashtune_cache::{BundleContents, CacheDir, Layers};
     let layers = Layers::open(&CacheDir::at(place.cache()), &[], None).unwrap();
     let records = layers.records().into_iter().map(|(_, r, _)| (*r).clone()).collect();
     let contents = BundleContents { records, artifacts: Vec::new(), load: &mut |_| None, created: 0 };

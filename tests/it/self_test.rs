@@ -1,7 +1,7 @@
 //! `flashtune check` and `flashtune bench` themselves: a check that cannot fail would be no check.
 
 use crate::common::{self, Place, ROOT, SMALL, fails};
-use flashtune::codegen::{Arch, CpuIsa};
+use flashtune_codegen::{Arch, CpuIsa};
 
 /// A folder with the cpu templates, one text of one file replaced.
 fn spoilt(place: &Place, file: &str, from: &str, to: &str) -> String {

@@ -3,9 +3,9 @@
 
 use crate::common::counted::{ALLOCATIONS, counted, engine, small};
 use crate::common::{Place, ROOT, json};
-use flashtune::runtime::Error as RuntimeError;
 use flashtune::{DType, Engine, Error, Forward, OnMiss, Policy, Problem, Shape, Status, Stream, TensorView};
 use flashtune::{ManifestEntry, read_manifest};
+use flashtune_runtime::Error as RuntimeError;
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

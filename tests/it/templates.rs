@@ -84,11 +84,11 @@ fn rendering_gives_the_same_bytes_in_every_process() {
             kv_len: 1024,
             mask: mask.parse().unwrap(),
         };
-        let bucket = flashtune::codegen::ShapeBucket::of(&shape);
-        let family = flashtune::codegen::Family::candidates(&problem, arch)[0];
-        let schedule = flashtune::codegen::Schedule::default_for(family, &problem, arch, &bucket).unwrap();
-        let kernel = flashtune::codegen::Kernel { problem, schedule, arch };
-        let set = flashtune::codegen::TemplateSet::embedded();
+        let bucket = flashtune_codegen::ShapeBucket::of(&shape);
+        let family = flashtune_codegen::Family::candidates(&problem, arch)[0];
+        let schedule = flashtune_codegen::Schedule::default_for(family, &problem, arch, &bucket).unwrap();
+        let kernel = flashtune_codegen::Kernel { problem, schedule, arch };
+        let set = flashtune_codegen::TemplateSet::embedded();
         assert_eq!(kernel.render(&set).unwrap().text.as_bytes(), one.stdout);
     }
 }

@@ -73,8 +73,8 @@ fn a_plan_outlives_its_engine() {
     let mut o = HostTensor::poisoned(DType::F32, [1, 2, 128, 32], Layout::Bhsd);
     let (o_view, o_buffer) = upload(&o);
     let tensors =
-        flashtune::runtime::ForwardTensors { q: inputs[0].0, k: inputs[1].0, v: inputs[2].0, o: o_view, lse: None };
-    let call = flashtune::runtime::forward_call(&tensors, Mask::Causal, None).unwrap();
+        flashtune_runtime::ForwardTensors { q: inputs[0].0, k: inputs[1].0, v: inputs[2].0, o: o_view, lse: None };
+    let call = flashtune_runtime::forward_call(&tensors, Mask::Causal, None).unwrap();
     // SAFETY: the views are those of live buffers of these sizes.
     unsafe { device.launch_shape(plan.module(), &call.shape, &call.args, device.stream()).unwrap() };
     device.download(&*o_buffer, o.bytes_mut(), device.stream()).unwrap();

@@ -3,8 +3,8 @@
 use crate::common::compiler::LoggedCompiler;
 use crate::common::faults::count_of;
 use crate::common::{self, Place, SMALL};
-use flashtune::cache::{Artifact, ArtifactFiles, Bundle, CacheDir, Claims, Key, Origin, Turn};
 use flashtune::{DeviceSpec, Engine, Policy, Status};
+use flashtune_cache::{Artifact, ArtifactFiles, Bundle, CacheDir, Claims, Key, Origin, Turn};
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::io::Write;

@@ -1,8 +1,8 @@
 //! Tensors whose rows start anywhere: on the device that is there, so on a GPU where one is.
 
 use crate::common::Place;
-use flashtune::runtime::reference::{all_rows, compare, oracle, unfused_rows};
 use flashtune::{DType, Distribution, Engine, Forward, HostTensor, Layout, Mask, Shape, TensorView};
+use flashtune_runtime::reference::{all_rows, compare, oracle, unfused_rows};
 
 #[test]
 fn rows_off_the_16_byte_grid_give_the_same_result() {

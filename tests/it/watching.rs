@@ -1,8 +1,8 @@
 //! What whoever watches a process sees: spans, metrics, and a board of them.
 
 use crate::common::{Place, ROOT, fails};
-use flashtune::codegen::{DType, Mask, Problem, Shape};
-use flashtune::{Engine, Policy, tuner};
+use flashtune::{Engine, Policy};
+use flashtune_codegen::{DType, Mask, Problem, Shape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
@@ -68,10 +68,10 @@ fn spans_name_kernels_problems_and_sizes() {
         let engine = engine(place);
         engine.plan(&problem, &shape).unwrap();
         // Noise may leave it without a result, which is no matter here.
-        let job = tuner::Job {
+        let job = flashtune_tuner::Job {
             max_trials: 2,
             budget: Duration::from_secs(5),
-            ..tuner::Job::of_call(problem, (&shape).into())
+            ..flashtune_tuner::Job::of_call(problem, (&shape).into())
         };
         let _ = engine.tune_job(&job, &());
     };

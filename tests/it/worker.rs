@@ -2,10 +2,10 @@
 
 use crate::common::planted::{self, planted, worker};
 use crate::common::{self, Place, ROOT};
-use flashtune::cache::{CacheDir, Stage, Trial, TrialResult};
-use flashtune::codegen::{CpuSchedule, Family, Schedule, TemplateSet};
-use flashtune::tuner::{Event, Job, Observer, Outcome, Runner, Search, WorkerCommand, tune};
 use flashtune::{DType, DeviceSpec, Engine, Mask, Problem, Shape};
+use flashtune_cache::{CacheDir, Stage, Trial, TrialResult};
+use flashtune_codegen::{CpuSchedule, Family, Schedule, TemplateSet};
+use flashtune_tuner::{Event, Job, Observer, Outcome, Runner, Search, WorkerCommand, tune};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -88,11 +88,11 @@ fn template(menu: &[(&str, Stage, &str, &str)]) -> TemplateSet {
 }
 
 /// The outcome once the machine is quiet enough for one: that there is none when it is not is another test's matter.
-fn in_quiet(mut tuning: impl FnMut() -> flashtune::tuner::Result<Outcome>) -> Outcome {
+fn in_quiet(mut tuning: impl FnMut() -> flashtune_tuner::Result<Outcome>) -> Outcome {
     let _alone = common::alone();
     for _ in 0..4 {
         match tuning() {
-            Err(flashtune::tuner::Error::Noise { .. }) => {}
+            Err(flashtune_tuner::Error::Noise { .. }) => {}
             other => return other.unwrap(),
         }
     }
@@ -286,7 +286,7 @@ fn a_device_that_is_lost_ends_the_job_and_blames_nobody() {
     let loses = Loses { file: file.clone(), seen: Mutex::default() };
     let e = tune(&mut runner, &templates, &dir, &job, &loses).unwrap_err();
     let said = e.to_string();
-    assert!(matches!(e, flashtune::tuner::Error::Lost { .. }), "{said}");
+    assert!(matches!(e, flashtune_tuner::Error::Lost { .. }), "{said}");
     assert!(said.contains("SIGABRT") && said.contains("no longer runs what it ran before"), "{said}");
     let seen = *loses.seen.lock().unwrap();
     assert!(seen.1 <= 4, "{seen:?}: not all candidates are burnt");

@@ -6,7 +6,7 @@ use crate::prepared::{BLOCK_MASKS, Prepared};
 use crate::types::{BlockMaskArgs, BlockMaskHandle, EngineHandle, NO_BLOCK_MASK, Status};
 use crate::{input, program};
 use engine::MaskSizes;
-use engine::codegen::score::Texts;
+use engine::score::Texts;
 
 /// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`).
 /// Where kernels have something found of a mask first, as of documents and block-sparse masks, it is found by the first

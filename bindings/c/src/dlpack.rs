@@ -8,8 +8,8 @@ use crate::error::{Failure, Result, guard};
 use crate::forward::with_args;
 use crate::input;
 use crate::types::{DlTensor, DlTensors, Dtype, EngineHandle, ForwardArgs, Status, Tensor};
-use engine::codegen::Arch;
-use engine::{DeviceSpec, Forward, Stream, runtime};
+use engine::device::Arch;
+use engine::{DeviceSpec, Forward, RuntimeError, Stream};
 use std::ffi::c_void;
 
 #[cfg(target_pointer_width = "64")]
@@ -257,5 +257,5 @@ fn on_device(opened: &Opened, name: &'static str, t: &DlTensor) -> Result<()> {
 }
 
 fn bad(tensor: &'static str, field: &'static str, found: String, expected: &str, remedy: &'static str) -> Failure {
-    Failure::from(runtime::Error::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
+    Failure::from(RuntimeError::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
 }

@@ -4,7 +4,7 @@ use crate::error::{Failure, Result, guard};
 use crate::handles::Table;
 use crate::types::{EngineHandle, NO_ENGINE, Options, QuickFirst, Status};
 use crate::{fork, input, log, parallel};
-use engine::runtime::CudaDevice;
+use engine::device::CudaDevice;
 use engine::{DeviceSpec, Dispatch, Engine, InstructionPath, Policy};
 use std::sync::Mutex;
 

@@ -2,7 +2,7 @@
 
 use crate::Status;
 use crate::fork;
-use engine::{cache, codegen, runtime};
+use engine::{CacheError, CodegenError, RuntimeError};
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -41,18 +41,18 @@ impl From<engine::Error> for Failure {
     }
 }
 
-impl From<runtime::Error> for Failure {
-    fn from(e: runtime::Error) -> Self {
+impl From<RuntimeError> for Failure {
+    fn from(e: RuntimeError) -> Self {
         Self::new(of_runtime(&e), e.to_string())
     }
 }
 
-fn of_runtime(e: &runtime::Error) -> Status {
-    use runtime::Error::*;
+fn of_runtime(e: &RuntimeError) -> Status {
+    use RuntimeError::*;
     match e {
-        Codegen(codegen::Error::Unsupported { .. }) => Status::Unsupported,
-        Codegen(codegen::Error::Parse { .. } | codegen::Error::Program(_)) => Status::InvalidArgument,
-        Codegen(codegen::Error::Template { .. }) | Cache(_) | Io { .. } => Status::Storage,
+        Codegen(CodegenError::Unsupported { .. }) => Status::Unsupported,
+        Codegen(CodegenError::Parse { .. } | CodegenError::Program(_)) => Status::InvalidArgument,
+        Codegen(CodegenError::Template { .. }) | Cache(_) | Io { .. } => Status::Storage,
         Missing { .. } => Status::Missing,
         Compile { .. } => Status::Compile,
         Device { .. } => Status::Device,
@@ -62,8 +62,8 @@ fn of_runtime(e: &runtime::Error) -> Status {
     }
 }
 
-impl From<cache::Error> for Failure {
-    fn from(e: cache::Error) -> Self {
+impl From<CacheError> for Failure {
+    fn from(e: CacheError) -> Self {
         Self::new(Status::Storage, e.to_string())
     }
 }

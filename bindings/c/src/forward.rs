@@ -8,9 +8,8 @@ use crate::types::{
     ForwardArgs, Mask, NO_BLOCK_MASK, Status, Tensor,
 };
 use crate::{input, program};
-use engine::codegen::Arch;
-use engine::runtime::{Descale, Descales, ScaleKind};
-use engine::{DType, Dispatch, Forward, Precision, Stream, TensorView, runtime};
+use engine::device::Arch;
+use engine::{DType, Descale, Descales, Dispatch, Forward, Precision, RuntimeError, ScaleKind, Stream, TensorView};
 use std::ffi::c_void;
 use std::sync::PoisonError;
 
@@ -250,7 +249,7 @@ pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
         F16 => Ok(DType::F16),
         BF16 => Ok(DType::Bf16),
         F32 => Ok(DType::F32),
-        n => Err(Failure::from(runtime::Error::Tensor {
+        n => Err(Failure::from(RuntimeError::Tensor {
             tensor,
             field: "dtype",
             found: n.to_string(),
@@ -275,7 +274,7 @@ pub(crate) fn view(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
 
 fn view_of(tensor: &'static str, t: &Tensor, dtype: DType) -> Result<TensorView> {
     let error = |field, found: String, expected: &str, remedy| {
-        Failure::from(runtime::Error::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
+        Failure::from(RuntimeError::Tensor { tensor, field, found, expected: expected.to_owned(), remedy })
     };
     if t.reserved != 0 {
         return Err(error("reserved", t.reserved.to_string(), "it is 0", "fill the struct with zeros first"));

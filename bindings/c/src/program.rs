@@ -5,8 +5,7 @@ use crate::error::{Failure, Result};
 use crate::input;
 use crate::prepared::Prepared;
 use crate::types::{ForwardArgs, Input, RaggedArgs, Storage};
-use engine::codegen::Error;
-use engine::codegen::score::{Declaration, MAX_INPUTS, MAX_RANK, Storage as Stored, Texts};
+use engine::score::{Declaration, MAX_INPUTS, MAX_RANK, Storage as Stored, Texts};
 use engine::{ProgramRef, Scalar, SideInputs, SideView};
 use std::collections::HashMap;
 use std::ffi::c_char;
@@ -120,7 +119,7 @@ pub(crate) fn program(texts: &Texts<'_>, inputs: &Inputs<'_>, mask: Option<Progr
     let brought = inputs.scalars.iter().map(scalar).chain(inputs.tensors.iter().map(|(n, view)| view.declaration(n)));
     let brought = brought.filter(|d| known.iter().all(|k| k.name != d.name));
     let given: Vec<Declaration> = known.iter().cloned().chain(brought).collect();
-    let program = texts.program(&given).map_err(|e| engine::runtime::Error::from(Error::from(e)))?;
+    let program = texts.program(&given).map_err(engine::Error::from)?;
     let program = ProgramRef::new(program);
     PROGRAMS.write().unwrap_or_else(PoisonError::into_inner).insert(key, program);
     Ok(program)

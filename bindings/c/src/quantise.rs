@@ -6,9 +6,9 @@ use crate::forward::{self, dtype, operand as view};
 use crate::input;
 use crate::ragged::{address, int_type, size};
 use crate::types::{Descale, EngineHandle, Status, Tensor};
+use engine::ScaleKind;
 use engine::append::Ints;
 use engine::quantise::{KeyMean, Quantise, QuantiseOperand, QuantiseRotary, RowPositions};
-use engine::runtime::ScaleKind;
 use std::ffi::c_void;
 
 /// Neighbouring elements `2i` and `2i + 1` turn together in `flashtune_quantise_args`, and not `i` and

@@ -60,7 +60,7 @@ fn run(source: &str) -> String {
 }
 
 fn flashtune_gpu() -> bool {
-    engine::runtime::cuda::driver_present()
+    engine::device::driver_present()
 }
 
 #[test]

@@ -4,8 +4,7 @@ use crate::dense::{self, Settings};
 use crate::side::Side;
 use crate::windows;
 use candle_core::{Tensor, WithDType};
-use flashtune::codegen::score::{Program, ProgramRef};
-use flashtune::{Explanation, Mask, Scalar};
+use flashtune::{Explanation, Mask, Program, ProgramRef, Scalar};
 
 /// What a score program reads under a name.
 #[derive(Debug, Clone)]

@@ -67,8 +67,7 @@ fn builder(place: &Place) -> Result<Builder> {
         Place::Cpu => Ok(Engine::builder().device(DeviceSpec::Cpu)),
         #[cfg(feature = "cuda")]
         Place::Cuda { stream, .. } => {
-            let device =
-                flashtune::runtime::CudaDevice::of_context(stream.context()).map_err(flashtune::Error::from)?;
+            let device = flashtune::device::CudaDevice::of_context(stream.context()).map_err(flashtune::Error::from)?;
             Ok(Engine::builder().on(device))
         }
     }

@@ -10,7 +10,7 @@ use candle_core::cuda_backend::{
 };
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
-use flashtune::codegen::score::Storage as Stored;
+use flashtune::score::Storage as Stored;
 use flashtune::{SideView, Stream, TensorView};
 use half::{bf16, f16};
 #[cfg(feature = "cuda")]

@@ -3,8 +3,8 @@
 use crate::memory::{Operand, Place, Source};
 use crate::{Error, error::Result};
 use candle_core::{DType, Tensor};
-use flashtune::codegen::score::{Axis, Program, ProgramRef};
-use flashtune::{Scalar, SideInputs};
+use flashtune::score::Axis;
+use flashtune::{Program, ProgramRef, Scalar, SideInputs};
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::sync::{LazyLock, PoisonError, RwLock};
@@ -24,7 +24,7 @@ fn program(text: &str) -> Result<ProgramRef> {
     if let Some(known) = PROGRAMS.read().unwrap_or_else(PoisonError::into_inner).get(text) {
         return Ok(*known);
     }
-    let parsed = Program::parse(text).map_err(|e| flashtune::Error::from(flashtune::codegen::Error::from(e)))?;
+    let parsed = Program::parse(text).map_err(|e| flashtune::Error::from(e))?;
     let program = ProgramRef::new(parsed);
     PROGRAMS.write().unwrap_or_else(PoisonError::into_inner).insert(text.to_owned(), program);
     Ok(program)

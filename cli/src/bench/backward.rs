@@ -6,16 +6,16 @@ use super::measure::{self, CHOSEN, facts, latency};
 use super::named::named;
 use super::others::WARM_UP;
 use anyhow::Result;
-use flashtune::codegen::{Kernel, Shape};
-use flashtune::runtime::{
-    BackwardCall, BackwardCase, BackwardTensors, Buffer, CheckInputs, Device, Module, SideBuffers, SideTable,
-    backward_call, typical_side,
-};
 use flashtune::{
     Backward, Builder, DType, Dispatch, Distribution, Dropout, Engine, Forward, HostTensor, Layout, SideInputs,
     TensorView,
 };
+use flashtune_codegen::{Kernel, Shape};
 use flashtune_report::{Check, Measured, Point};
+use flashtune_runtime::{
+    BackwardCall, BackwardCase, BackwardTensors, Buffer, CheckInputs, Device, Module, SideBuffers, SideTable,
+    backward_call, typical_side,
+};
 use std::sync::Arc;
 
 /// Most rows and keys of the small case on which gradients are compared with fp64.
@@ -179,7 +179,7 @@ impl Contest<'_> {
             None => None,
             Some(program) => {
                 resolved = resolved.with_program(program);
-                Some(SideTable::new(&program, &resolved.shape, &side).map_err(flashtune::codegen::Error::from)?)
+                Some(SideTable::new(&program, &resolved.shape, &side).map_err(flashtune_codegen::Error::from)?)
             }
         };
         let side = table.as_ref().map(SideTable::args);

@@ -5,11 +5,11 @@ use super::super::cases::Case;
 use super::super::exit::usage;
 use anyhow::Result;
 use flashtune::append::{Append, RowCount, Rows, Target};
-use flashtune::codegen::{KvElement, Mask, Shape};
 use flashtune::ragged::{Ints, Scales, Store, StoreRows, StoreType};
-use flashtune::runtime::reference::{Attention, compare, oracle_of, sample_rows, unfused_rows_of};
-use flashtune::runtime::{Buffer, Device, Verdict};
 use flashtune::{DType, Distribution, Engine, HostTensor, Layout, Stream};
+use flashtune_codegen::{KvElement, Mask, Shape};
+use flashtune_runtime::reference::{Attention, compare, oracle_of, sample_rows, unfused_rows_of};
+use flashtune_runtime::{Buffer, Device, Verdict};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::str::FromStr;
@@ -120,7 +120,7 @@ impl Inputs {
         let buffer = |bytes: &[u8]| {
             let buffer = device.alloc(bytes.len())?;
             device.upload(&*buffer, bytes)?;
-            Ok::<_, flashtune::runtime::Error>(buffer)
+            Ok::<_, flashtune_runtime::Error>(buffer)
         };
         let on_device = [buffer(q.bytes())?, buffer(k.bytes())?, buffer(v.bytes())?];
         let o = device.alloc(q.bytes().len())?;
@@ -222,7 +222,7 @@ impl Cache {
         let buffer = || {
             let buffer = device.alloc(bytes as usize)?;
             device.fill(&*buffer, 0xff)?;
-            Ok::<_, flashtune::runtime::Error>(buffer)
+            Ok::<_, flashtune_runtime::Error>(buffer)
         };
         let layers = (0..layers).map(|_| Ok([buffer()?, buffer()?])).collect::<Result<_>>()?;
         Ok(Self { layers, pages, page_tokens })

@@ -3,10 +3,10 @@
 use super::super::cases::Case;
 use super::super::command_line;
 use anyhow::Result;
-use flashtune::runtime::ceilings::{Rate, measure};
-use flashtune::runtime::{Ceiling, Device, Error};
 use flashtune::{DType, Engine, Launches};
 use flashtune_report::{Ceilings, DeviceFacts, FORMAT, Made, MatmulCeiling, Report};
+use flashtune_runtime::ceilings::{Rate, measure};
+use flashtune_runtime::{Ceiling, Device, Error};
 use std::collections::BTreeMap;
 use std::time::SystemTime;
 

@@ -3,12 +3,12 @@
 use super::super::cases::{Case, family};
 use super::named::named;
 use anyhow::Result;
-use flashtune::codegen::score::{Program, SideData};
-use flashtune::codegen::{Arch, Error, Kernel, Schedule, ShapeBucket};
-use flashtune::runtime::reference::unfused;
-use flashtune::runtime::{CheckCase, CheckInputs, Graph, Module, Plan, compile, typical_side, visible_part};
 use flashtune::{Distribution, Engine, HostTensor, Launches, Layout};
+use flashtune_codegen::score::{Program, SideData};
+use flashtune_codegen::{Arch, Error, Kernel, Schedule, ShapeBucket};
 use flashtune_report::{self as report, Check, Latency, Measured, Point};
+use flashtune_runtime::reference::unfused;
+use flashtune_runtime::{CheckCase, CheckInputs, Graph, Module, Plan, compile, typical_side, visible_part};
 use std::sync::Arc;
 use std::time::Instant;
 

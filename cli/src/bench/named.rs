@@ -3,8 +3,8 @@
 use super::super::exit::usage;
 use anyhow::Result;
 use flashtune::Engine;
-use flashtune::codegen::{Family, Kernel, Problem, Schedule};
-use flashtune::runtime::{Module, compile};
+use flashtune_codegen::{Family, Kernel, Problem, Schedule};
+use flashtune_runtime::{Module, compile};
 use std::sync::Arc;
 
 /// The kernel of a schedule's name, of the chosen one's family where the name of none stands before it.

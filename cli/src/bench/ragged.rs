@@ -13,12 +13,10 @@ use super::measure::{CHOSEN, latency};
 use super::named::named;
 use super::trace::CacheArgs;
 use anyhow::Result;
-use flashtune::ragged::{
-    Added, Bounds, Expected, Index, Ints, KeyLengths, Output, Queries, QueryRows, RaggedBatch, ragged_call,
-};
-use flashtune::runtime::{Buffer, Graph, Module, Stream};
+use flashtune::ragged::{Added, Bounds, Expected, Index, Ints, KeyLengths, Output, Queries, QueryRows, RaggedBatch};
 use flashtune::{Engine, Launches, Mask, Ragged, Shape};
 use flashtune_report::{self as report, Check, Measured, Point, Report};
+use flashtune_runtime::{Buffer, Graph, Module, Stream, ragged_call};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -219,7 +217,7 @@ impl<'a> Contest<'a> {
             let bytes: Vec<u8> = all.iter().flat_map(|n| n.to_ne_bytes()).collect();
             let buffer = device.alloc(bytes.len())?;
             device.upload(&*buffer, &bytes)?;
-            Ok::<_, flashtune::runtime::Error>(buffer)
+            Ok::<_, flashtune_runtime::Error>(buffer)
         };
         let lengths = ints(&batch.lengths.iter().map(|n| *n as i32).collect::<Vec<_>>())?;
         let table = ints(&table)?;
@@ -347,7 +345,7 @@ impl<'a> Contest<'a> {
         shape: &Shape,
         launches: std::ops::Range<u32>,
         stream: Stream,
-    ) -> flashtune::runtime::Result<()> {
+    ) -> flashtune_runtime::Result<()> {
         for launch in launches {
             let call = self.call(launch);
             let args = ragged_call(&call.batch, call.mask, None)?.args;

@@ -3,8 +3,8 @@
 
 use super::super::context::Context;
 use super::super::version;
-use flashtune::cache::{self, BUNDLE_FORMAT, BUNDLES_VARIABLE, Bundle, CACHE_VARIABLE, LIMIT_VARIABLE};
-use flashtune::codegen::abi::ABI_VERSION;
+use flashtune_cache::{self as cache, BUNDLE_FORMAT, BUNDLES_VARIABLE, Bundle, CACHE_VARIABLE, LIMIT_VARIABLE};
+use flashtune_codegen::abi::ABI_VERSION;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;

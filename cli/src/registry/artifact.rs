@@ -7,7 +7,7 @@
 
 use super::error::{Error, Result};
 use super::name::Name;
-use flashtune::cache::Bundle;
+use flashtune_cache::Bundle;
 use oci_client::manifest::{IMAGE_CONFIG_MEDIA_TYPE, IMAGE_LAYER_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE};
 use oci_client::manifest::{OciDescriptor, OciImageManifest};
 use serde_json::json;
@@ -111,7 +111,7 @@ fn descriptor(kind: &str, bytes: &[u8], annotations: Option<BTreeMap<String, Str
 
 fn annotations(part: &BundlePart) -> BTreeMap<String, String> {
     let sets = &part.bundle.manifest().sets;
-    let all = |of: &dyn Fn(&flashtune::cache::BundleSet) -> String| {
+    let all = |of: &dyn Fn(&flashtune_cache::BundleSet) -> String| {
         Vec::from_iter(sets.iter().map(of).collect::<BTreeSet<_>>()).join(",")
     };
     let mut annotations = BTreeMap::from([
@@ -119,7 +119,7 @@ fn annotations(part: &BundlePart) -> BTreeMap<String, String> {
         (ARCH, all(&|s| s.arch.clone())),
         (TEMPLATES, all(&|s| format!("{}={}", s.family, s.templates))),
         (ABI, all(&|s| s.abi.to_string())),
-        (FORMAT, flashtune::cache::BUNDLE_FORMAT.to_string()),
+        (FORMAT, flashtune_cache::BUNDLE_FORMAT.to_string()),
         (ROOT, part.bundle.root().hex()),
     ]);
     if let Some(signer) = part.bundle.signer() {

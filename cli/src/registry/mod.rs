@@ -13,7 +13,7 @@ use anyhow::Result;
 use artifact::BundlePart;
 use client::Registry;
 pub use error::Error;
-use flashtune::cache::{self, Bundle, Error as CacheError};
+use flashtune_cache::{self as cache, Bundle, Error as CacheError};
 use name::Name;
 use oci_client::manifest::OciDescriptor;
 use serde::Serialize;

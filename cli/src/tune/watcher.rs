@@ -3,8 +3,8 @@
 use super::crew::Unit;
 use super::report::winner;
 use crate::cases::Case;
-use flashtune::cache::{Holder, Record, RecordKey};
-use flashtune::tuner::{Event, Observer};
+use flashtune_cache::{Holder, Record, RecordKey};
+use flashtune_tuner::{Event, Observer};
 use indicatif::ProgressBar;
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -338,9 +338,9 @@ impl Observer for SeatWatcher<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashtune::cache::{DeviceFingerprint, Launches};
-    use flashtune::codegen::{Arch, ShapeBucket};
     use flashtune::{Mask, Shape};
+    use flashtune_cache::{DeviceFingerprint, Launches};
+    use flashtune_codegen::{Arch, ShapeBucket};
 
     #[test]
     fn time_left_is_bounded_by_the_budget_and_learns_from_cases() {

@@ -1,11 +1,11 @@
 //! The cpu device counting what is asked of it, and an allocator that counts.
 
 use super::Place;
-use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
-use flashtune::codegen::abi::Args;
-use flashtune::codegen::{LaunchPlan, Source};
-use flashtune::runtime::{Buffer, Compiler, Device, Module, Result};
 use flashtune::{DType, DeviceSpec, Engine, Mask, Policy, Problem, Shape, Stream};
+use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
+use flashtune_codegen::abi::Args;
+use flashtune_codegen::{LaunchPlan, Source};
+use flashtune_runtime::{Buffer, Compiler, Device, Module, Result};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -99,7 +99,7 @@ impl Device for Counted {
 
 pub fn counted() -> Arc<Counted> {
     Arc::new(Counted {
-        inner: flashtune::runtime::open(DeviceSpec::Cpu).unwrap(),
+        inner: flashtune_runtime::open(DeviceSpec::Cpu).unwrap(),
         compilers: AtomicU32::new(0),
         compiles: Arc::default(),
         loads: AtomicU32::new(0),

@@ -3,7 +3,7 @@
 
 use super::compiler::remembering;
 use super::{Place, ROOT};
-use flashtune::cache::{CacheDir, Layers, Record, RecordKey, Validity};
+use flashtune_cache::{CacheDir, Layers, Record, RecordKey, Validity};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -7,8 +7,8 @@ pub mod paper;
 pub mod planted;
 
 use assert_cmd::Command;
-use flashtune::codegen::{Arch, CpuIsa};
 use flashtune::{DType, Distribution, HostTensor, Layout};
+use flashtune_codegen::{Arch, CpuIsa};
 use safetensors::tensor::{Dtype, TensorView};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -155,7 +155,7 @@ pub fn write_tensors(path: &Path, tensors: &[(&str, &HostTensor)]) {
 
 /// The arch of this host's cpu device.
 pub fn host_arch() -> Arch {
-    flashtune::runtime::open(flashtune::DeviceSpec::Cpu).expect("the cpu device").fingerprint().arch
+    flashtune_runtime::open(flashtune::DeviceSpec::Cpu).expect("the cpu device").fingerprint().arch
 }
 
 /// A cpu arch that this host is not.
@@ -168,7 +168,7 @@ pub fn other_cpu_arch() -> Arch {
 
 /// The folder with NVRTC, or `None` with a printed reason; a failure where CI must have it.
 pub fn nvrtc_or_skip(test: &str) -> Option<()> {
-    match flashtune::runtime::compile::Nvrtc::find() {
+    match flashtune_runtime::compile::Nvrtc::find() {
         Ok(_) => Some(()),
         Err(e) if std::env::var("CI").is_ok_and(|v| v == "true") => panic!("{test} needs NVRTC on CI: {e}"),
         Err(e) => {

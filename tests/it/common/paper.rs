@@ -1,11 +1,11 @@
 //! A GPU, of Hopper unless said otherwise, that exists on paper: kernels are compiled for it, and a launch is only
 //! written down. Its own compiler takes no time, except that a test can hold back the kernels that it names.
 
-use flashtune::cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
-use flashtune::codegen::abi::Args;
-use flashtune::codegen::{Kernel, LaunchPlan, Source};
-use flashtune::runtime::{Buffer, Compiler, Device, Error, Module, Result};
 use flashtune::{DType, Forward, Mask, Problem, Shape, Stream, TensorView};
+use flashtune_cache::{Artifact, CompilerId, DeviceFingerprint, Facts};
+use flashtune_codegen::abi::Args;
+use flashtune_codegen::{Kernel, LaunchPlan, Source};
+use flashtune_runtime::{Buffer, Compiler, Device, Error, Module, Result};
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};

@@ -2,8 +2,8 @@
 
 use super::host_arch;
 use flashtune::DeviceSpec;
-use flashtune::codegen::{CpuSchedule, Family, Schedule, ShapeBucket, TemplateSet};
-use flashtune::tuner::{Job, Runner, WorkerCommand};
+use flashtune_codegen::{CpuSchedule, Family, Schedule, ShapeBucket, TemplateSet};
+use flashtune_tuner::{Job, Runner, WorkerCommand};
 
 /// A correct kernel for f32 and head dim 16, whatever the schedule.
 const PLAIN: &str = include_str!("../../../runtime/testdata/plain.c");

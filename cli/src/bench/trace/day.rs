@@ -4,8 +4,8 @@ use super::super::cache::{Cache, Inputs, Model};
 use super::scheduler::{Kind, Scheduler, Step};
 use anyhow::Result;
 use flashtune::ragged::{Added, Bounds, Expected, Index, Ints, KeyLengths, Output, Queries, QueryRows, RaggedBatch};
-use flashtune::runtime::{Buffer, Device, Verdict};
 use flashtune::{Dispatch, Engine, Launches, Ragged, Stream};
+use flashtune_runtime::{Buffer, Device, Verdict};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Sequences of a step whose rows are compared with fp64.
@@ -202,7 +202,7 @@ impl<'a> Server<'a> {
         &self,
         calls: &[(flashtune::append::Append, Ragged<'_>)],
         stream: Stream,
-    ) -> flashtune::runtime::Result<()> {
+    ) -> flashtune_runtime::Result<()> {
         for (append, call) in calls {
             // SAFETY: every address is that of a buffer of this server, as large as the limits of steps; tables name
             // pages of the cache, and no two rows have one slot.
