@@ -18,14 +18,14 @@ pub(crate) struct Awaited {
 
 impl Awaited {
     /// Somebody else tunes the class.
-    pub fn add(&self, class: (Problem, ShapeBucket)) {
+    pub(crate) fn add(&self, class: (Problem, ShapeBucket)) {
         let mut classes = self.classes.lock().unwrap_or_else(PoisonError::into_inner);
         classes.insert(class, Instant::now());
         self.any.store(true, Ordering::Relaxed);
     }
 
     /// Whether it is time to look again; then it is no longer awaited, unless it is added again.
-    pub fn is_due(&self, class: impl FnOnce() -> (Problem, ShapeBucket)) -> bool {
+    pub(crate) fn is_due(&self, class: impl FnOnce() -> (Problem, ShapeBucket)) -> bool {
         if !self.any.load(Ordering::Relaxed) {
             return false;
         }

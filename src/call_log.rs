@@ -34,7 +34,7 @@ pub(crate) struct CallLog {
 
 impl CallLog {
     /// That of the variable, if it names a file.
-    pub fn from_env() -> Option<Self> {
+    pub(crate) fn from_env() -> Option<Self> {
         let path = std::env::var_os(crate::LOG_CALLS_VARIABLE).filter(|v| !v.is_empty())?;
         Some(Self { path: path.into(), seen: Mutex::new(Some(HashSet::new())) })
     }

@@ -20,7 +20,7 @@ const IN_USE: Duration = Duration::from_secs(3600);
 
 /// What was removed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Evicted {
+pub(crate) struct Evicted {
     /// Number of files.
     pub files: usize,
     /// Their size in bytes.

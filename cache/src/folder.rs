@@ -61,7 +61,7 @@ impl Seen {
     }
 
     /// What was seen of an open file.
-    pub fn of_file(metadata: &Metadata) -> Self {
+    pub(crate) fn of_file(metadata: &Metadata) -> Self {
         Self {
             kind: FileType::from_raw_mode(metadata.mode()),
             owner: metadata.uid(),
@@ -74,30 +74,30 @@ impl Seen {
     }
 
     /// When it was changed; `None` where the file system's clock is before the epoch.
-    pub fn changed(&self) -> Option<SystemTime> {
+    pub(crate) fn changed(&self) -> Option<SystemTime> {
         let (seconds, nanos) = self.modified;
         UNIX_EPOCH.checked_add(Duration::new(u64::try_from(seconds).ok()?, u32::try_from(nanos).ok()?))
     }
 
-    pub fn is_file(&self) -> bool {
+    pub(crate) fn is_file(&self) -> bool {
         self.kind == FileType::RegularFile
     }
 
-    pub fn is_folder(&self) -> bool {
+    pub(crate) fn is_folder(&self) -> bool {
         self.kind == FileType::Directory
     }
 
-    pub fn is_link(&self) -> bool {
+    pub(crate) fn is_link(&self) -> bool {
         self.kind == FileType::Symlink
     }
 
     /// Whether it belongs to this user.
-    pub fn is_ours(&self) -> bool {
+    pub(crate) fn is_ours(&self) -> bool {
         self.owner == rustix::process::geteuid().as_raw()
     }
 
     /// Whether it is a file of this user that may be written into: no other name of it lies elsewhere.
-    pub fn is_own_file(&self) -> bool {
+    pub(crate) fn is_own_file(&self) -> bool {
         self.is_file() && self.is_ours() && self.links <= 1
     }
 }
@@ -109,13 +109,13 @@ pub(crate) fn id_of(metadata: &Metadata) -> (u64, u64) {
 
 impl Folder {
     /// The folder that a path of the user's leads to, through links where the user wants it so.
-    pub fn follow(path: &Path) -> Result<Self> {
+    pub(crate) fn follow(path: &Path) -> Result<Self> {
         let opened = rustix::fs::open(path, FOLDER, Mode::empty());
         opened.map(|fd| Self::of(fd, path.to_path_buf())).map_err(|e| failed("open the folder", path.to_path_buf(), e))
     }
 
     /// The same, where the last name is no link: the folders before it are the user's, this one is the program's.
-    pub fn open_at(path: &Path) -> Result<Self> {
+    pub(crate) fn open_at(path: &Path) -> Result<Self> {
         match rustix::fs::open(path, FOLDER | OFlags::NOFOLLOW, Mode::empty()) {
             Ok(fd) => Ok(Self::of(fd, path.to_path_buf())),
             Err(e) => Err(refused(e, rustix::fs::CWD, path, path.to_path_buf())),
@@ -127,18 +127,18 @@ impl Folder {
     }
 
     /// Where it was found: for messages, and never to open anything.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// What the folder itself is.
-    pub fn seen(&self) -> Result<Seen> {
+    pub(crate) fn seen(&self) -> Result<Seen> {
         let stat = rustix::fs::fstat(&self.file).map_err(|e| failed("look at the folder", self.path.clone(), e))?;
         Ok(Seen::of(&stat))
     }
 
     /// Whether it has been removed since: then nothing can be made in it, and another one may have its name.
-    pub fn is_gone(&self) -> bool {
+    pub(crate) fn is_gone(&self) -> bool {
         self.seen().is_ok_and(|seen| seen.links == 0)
     }
 
@@ -146,7 +146,7 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::Link`] when a link has the name, [`Error::Io`].
-    pub fn open(&self, name: &str) -> Result<Self> {
+    pub(crate) fn open(&self, name: &str) -> Result<Self> {
         let path = self.path.join(name);
         match rustix::fs::openat(&self.file, name, FOLDER | OFlags::NOFOLLOW, Mode::empty()) {
             Ok(fd) => Ok(Self::of(fd, path)),
@@ -158,7 +158,7 @@ impl Folder {
     ///
     /// # Errors
     /// As [`Folder::open`].
-    pub fn open_or_create(&self, name: &str) -> Result<Self> {
+    pub(crate) fn open_or_create(&self, name: &str) -> Result<Self> {
         match self.open(name) {
             Err(e) if e.is_missing() => {}
             other => return other,
@@ -170,7 +170,7 @@ impl Folder {
     }
 
     /// [`Folder::open_or_create`] where there is rarely one yet.
-    pub fn created(&self, name: &str) -> Result<Self> {
+    pub(crate) fn created(&self, name: &str) -> Result<Self> {
         match rustix::fs::mkdirat(&self.file, name, PRIVATE) {
             // On a read-only mount it may be there.
             Ok(()) | Err(Errno::EXIST | Errno::ROFS) => self.open(name),
@@ -179,13 +179,13 @@ impl Folder {
     }
 
     /// Makes a folder of a name that is free, with mode 0700.
-    pub fn create_folder(&self, name: &str) -> Result<Self> {
+    pub(crate) fn create_folder(&self, name: &str) -> Result<Self> {
         let made = rustix::fs::mkdirat(&self.file, name, PRIVATE);
         made.map_err(|e| failed("create the folder", self.path.join(name), e)).and_then(|()| self.open(name))
     }
 
     /// The same folder through a handle of its own, as a lock on it needs.
-    pub fn again(&self) -> Result<Self> {
+    pub(crate) fn again(&self) -> Result<Self> {
         self.open(".").map(|folder| Self { path: self.path.clone(), ..folder })
     }
 
@@ -193,7 +193,7 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::Link`]; [`Error::Io`] with [`io::ErrorKind::InvalidData`] for what is no file, else the system's.
-    pub fn read(&self, name: &str) -> Result<(File, Metadata)> {
+    pub(crate) fn read(&self, name: &str) -> Result<(File, Metadata)> {
         self.regular(self.open_with(name, OFlags::RDONLY)?, name)
     }
 
@@ -201,7 +201,7 @@ impl Folder {
     ///
     /// # Errors
     /// As [`Folder::read`].
-    pub fn read_below(&self, folders: &[&str], name: &str) -> Result<(File, Metadata)> {
+    pub(crate) fn read_below(&self, folders: &[&str], name: &str) -> Result<(File, Metadata)> {
         /// Older systems lack the call, and some sandboxes forbid what they do not know.
         static LACKING: AtomicBool = AtomicBool::new(false);
         if !LACKING.load(Ordering::Relaxed) {
@@ -229,7 +229,7 @@ impl Folder {
     ///
     /// # Errors
     /// As [`Folder::read`]; what has another name elsewhere or another owner is no file to write into.
-    pub fn write(&self, name: &str) -> Result<(File, Metadata)> {
+    pub(crate) fn write(&self, name: &str) -> Result<(File, Metadata)> {
         let (file, metadata) = self.regular(self.open_with(name, OFlags::WRONLY | OFlags::CREATE)?, name)?;
         if metadata.uid() != rustix::process::geteuid().as_raw() {
             return Err(self.unfit(name, format!("it belongs to the user {}", metadata.uid())));
@@ -241,7 +241,7 @@ impl Folder {
     }
 
     /// Makes a new file of a name that is free.
-    pub fn create_new(&self, name: &str, mode: u32) -> Result<File> {
+    pub(crate) fn create_new(&self, name: &str, mode: u32) -> Result<File> {
         let flags = FILE | OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
         let opened = rustix::fs::openat(&self.file, name, flags, Mode::from_raw_mode(mode as _));
         opened.map(File::from).map_err(|e| failed("create", self.path.join(name), e))
@@ -284,7 +284,7 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn look(&self, name: &str) -> Result<Option<Seen>> {
+    pub(crate) fn look(&self, name: &str) -> Result<Option<Seen>> {
         match rustix::fs::statat(&self.file, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(Seen::of(&stat))),
             Err(Errno::NOENT) => Ok(None),
@@ -296,7 +296,7 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn names(&self) -> Result<Vec<(String, bool)>> {
+    pub(crate) fn names(&self) -> Result<Vec<(String, bool)>> {
         let io = |e| failed("list the folder", self.path.clone(), e);
         let mut names = Vec::new();
         for entry in Dir::read_from(&self.file).map_err(io)? {
@@ -316,7 +316,7 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::Link`], [`Error::Io`].
-    pub fn own_names(&self, is_own: impl Fn(&str) -> bool) -> Result<Vec<String>> {
+    pub(crate) fn own_names(&self, is_own: impl Fn(&str) -> bool) -> Result<Vec<String>> {
         let own = self.names()?.into_iter().filter(|(name, _)| is_own(name));
         own.map(|(name, is_link)| match is_link {
             true => Err(Error::Link { path: self.path.join(name) }),
@@ -326,23 +326,23 @@ impl Folder {
     }
 
     /// Removes a plain file of this user's. What else has the name stays; whether it was removed.
-    pub fn remove(&self, name: &str) -> bool {
+    pub(crate) fn remove(&self, name: &str) -> bool {
         self.look(name).is_ok_and(|seen| seen.is_some_and(|seen| self.remove_seen(name, &seen)))
     }
 
     /// The same, with what was just seen of it. A name never leads `unlinkat` elsewhere, whatever has it by then.
-    pub fn remove_seen(&self, name: &str, seen: &Seen) -> bool {
+    pub(crate) fn remove_seen(&self, name: &str, seen: &Seen) -> bool {
         seen.is_file() && seen.is_ours() && rustix::fs::unlinkat(&self.file, name, AtFlags::empty()).is_ok()
     }
 
     /// Removes a folder of this user's in which nothing is left; whether it was removed.
-    pub fn remove_empty(&self, name: &str) -> bool {
+    pub(crate) fn remove_empty(&self, name: &str) -> bool {
         self.look(name).is_ok_and(|seen| seen.is_some_and(|seen| seen.is_folder() && seen.is_ours()))
             && rustix::fs::unlinkat(&self.file, name, AtFlags::REMOVEDIR).is_ok()
     }
 
     /// Gives a file or folder another name here.
-    pub fn rename(&self, from: &str, to: impl AsRef<Path>) -> Result<()> {
+    pub(crate) fn rename(&self, from: &str, to: impl AsRef<Path>) -> Result<()> {
         let to = to.as_ref();
         let renamed = rustix::fs::renameat(&self.file, from, &self.file, to);
         renamed.map_err(|e| failed("rename a file to", self.path.join(to), e))
@@ -353,7 +353,7 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn set_aside(&self, name: &str, is_wrong: impl Fn(&Seen) -> bool) -> Result<Option<String>> {
+    pub(crate) fn set_aside(&self, name: &str, is_wrong: impl Fn(&Seen) -> bool) -> Result<Option<String>> {
         // Of two that see the same wrong thing, the later would rename what the first has made in its place.
         let turn = self.again()?;
         let _ = rustix::fs::flock(&turn.file, FlockOperation::LockExclusive);
@@ -375,14 +375,14 @@ impl Folder {
 
     /// Brings the names in it to the disk. Some file systems cannot, which is no failure: the files are whole in any
     /// case.
-    pub fn sync(&self) {
+    pub(crate) fn sync(&self) {
         let _ = self.file.sync_all();
     }
 
     /// A path for those who take nothing else, and which leads to this folder whatever gets its name: by the handle,
     /// which must stay open meanwhile. Where the system has none (no /proc), its name has to do: whoever could swap
     /// it may write to the folder before it, which is checked to be this user's alone.
-    pub fn path_of_handle(&self) -> PathBuf {
+    pub(crate) fn path_of_handle(&self) -> PathBuf {
         let path = PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()));
         let same = |other: Metadata| self.seen().is_ok_and(|own| own.id == id_of(&other));
         match std::fs::metadata(&path).is_ok_and(same) {

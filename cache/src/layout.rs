@@ -1,56 +1,56 @@
 //! The names that this program gives below a cache folder. Nothing of another name is ever removed or renamed there.
 
 /// The bundle that readers map.
-pub const SNAPSHOT: &str = "snapshot.ftb";
+pub(crate) const SNAPSHOT: &str = "snapshot.ftb";
 /// The folder of compiled kernels.
-pub const ARTIFACTS: &str = "artifacts";
+pub(crate) const ARTIFACTS: &str = "artifacts";
 /// The folder of claims.
-pub const CLAIMS: &str = "claims";
+pub(crate) const CLAIMS: &str = "claims";
 /// The folder of jobs that were cut short.
-pub const JOBS: &str = "jobs";
+pub(crate) const JOBS: &str = "jobs";
 /// The folder of levels that cards have raised.
-pub const LEVELS: &str = "levels";
+pub(crate) const LEVELS: &str = "levels";
 /// The folder of the tuner's journal.
-pub const STORE: &str = "store";
+pub(crate) const STORE: &str = "store";
 /// The file whose lock says that a tuner has the journal.
-pub const LOCK: &str = "store.lock";
+pub(crate) const LOCK: &str = "store.lock";
 
 /// All folders of the layout.
-pub const FOLDERS: [&str; 5] = [ARTIFACTS, CLAIMS, JOBS, LEVELS, STORE];
+pub(crate) const FOLDERS: [&str; 5] = [ARTIFACTS, CLAIMS, JOBS, LEVELS, STORE];
 /// All files directly in the base folder.
-pub const FILES: [&str; 2] = [SNAPSHOT, LOCK];
+pub(crate) const FILES: [&str; 2] = [SNAPSHOT, LOCK];
 
 /// What the names of unfinished files start with.
-pub const TEMPORARY: &str = ".flashtune-";
+pub(crate) const TEMPORARY: &str = ".flashtune-";
 
 /// A claim: the key of the work.
-pub fn is_claim(name: &str) -> bool {
+pub(crate) fn is_claim(name: &str) -> bool {
     is_hex(name, 64)
 }
 
 /// The progress of a job: its key.
-pub fn is_job(name: &str) -> bool {
+pub(crate) fn is_job(name: &str) -> bool {
     name.strip_suffix(".log").is_some_and(|key| is_hex(key, 64))
 }
 
 /// The level of a path on an arch: their key.
-pub fn is_level(name: &str) -> bool {
+pub(crate) fn is_level(name: &str) -> bool {
     name.strip_suffix(".level").is_some_and(|key| is_hex(key, 64))
 }
 
 /// A folder of kernels: the first digits of their keys.
-pub fn is_part(name: &str) -> bool {
+pub(crate) fn is_part(name: &str) -> bool {
     is_hex(name, 2)
 }
 
 /// A kernel in this folder, or a damaged one: its key.
-pub fn is_kernel(name: &str, part: &str) -> bool {
+pub(crate) fn is_kernel(name: &str, part: &str) -> bool {
     let key = name.strip_suffix(".art").or_else(|| name.strip_suffix(".damaged"));
     key.is_some_and(|key| is_hex(key, 64) && key.starts_with(part))
 }
 
 /// A file or folder of sled's: whether it is a folder.
-pub fn of_sled(name: &str) -> Option<bool> {
+pub(crate) fn of_sled(name: &str) -> Option<bool> {
     let snapshot = |rest: &str| is_hex_any(rest.strip_suffix(".generating").unwrap_or(rest));
     match name {
         "db" | "conf" => Some(false),
@@ -60,13 +60,13 @@ pub fn of_sled(name: &str) -> Option<bool> {
 }
 
 /// A large value of sled's: its number in the log.
-pub fn is_blob(name: &str) -> bool {
+pub(crate) fn is_blob(name: &str) -> bool {
     let digits = name.strip_prefix('-').unwrap_or(name);
     !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
 }
 
 /// A temporary file or folder of a kind, `<kind><pid>-<random>`: its process.
-pub fn temporary_of(name: &str, kind: &str) -> Option<i32> {
+pub(crate) fn temporary_of(name: &str, kind: &str) -> Option<i32> {
     let (pid, random) = name.strip_prefix(kind)?.split_once('-')?;
     let is_random = !random.is_empty() && random.bytes().all(|b| b.is_ascii_alphanumeric());
     let is_number = pid.bytes().all(|b| b.is_ascii_digit());

@@ -36,7 +36,7 @@ impl Folder {
     ///
     /// # Errors
     /// [`Error::Link`]; [`Error::Io`], also when what has the name is no file.
-    pub fn publish(&self, name: &str, fill: impl FnOnce(&mut dyn Sink) -> Result<()>) -> Result<()> {
+    pub(crate) fn publish(&self, name: &str, fill: impl FnOnce(&mut dyn Sink) -> Result<()>) -> Result<()> {
         match self.look(name)? {
             Some(seen) if seen.is_link() => Err(Error::Link { path: self.path().join(name) }),
             Some(seen) if !seen.is_file() => Err(no_file(&self.path().join(name))),
@@ -72,7 +72,7 @@ pub(crate) struct Unfinished<'a> {
 }
 
 impl<'a> Unfinished<'a> {
-    pub fn new(folder: &'a Folder) -> Result<(File, Self)> {
+    pub(crate) fn new(folder: &'a Folder) -> Result<(File, Self)> {
         let mut tries = 0;
         loop {
             let name = crate::temporary::name(TEMPORARY);

@@ -5,13 +5,13 @@ use flashtune_codegen::{
     Arch, CpuIsa, CpuSchedule, DType, Family, Kernel, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket, abi,
 };
 
-pub const TEMPLATES: &str = "0123456789abcdef";
+pub(crate) const TEMPLATES: &str = "0123456789abcdef";
 
-pub fn arch() -> Arch {
+pub(crate) fn arch() -> Arch {
     Arch::Cpu(CpuIsa::Avx2)
 }
 
-pub fn validity() -> Validity {
+pub(crate) fn validity() -> Validity {
     Validity { arch: arch(), family: Family::ForwardCpu, templates: TEMPLATES.into(), abi: abi::ABI_VERSION }
 }
 
@@ -23,7 +23,7 @@ impl From<Validity> for Needed {
     }
 }
 
-pub fn device() -> DeviceFingerprint {
+pub(crate) fn device() -> DeviceFingerprint {
     DeviceFingerprint {
         arch: arch(),
         name: "test processor".into(),
@@ -34,21 +34,21 @@ pub fn device() -> DeviceFingerprint {
     }
 }
 
-pub fn problem() -> Problem {
+pub(crate) fn problem() -> Problem {
     Problem::forward(DType::F32, 64, MaskKind::CAUSAL).unwrap()
 }
 
-pub fn shape(len: u32) -> Shape {
+pub(crate) fn shape(len: u32) -> Shape {
     Shape { batch: 1, heads: 4, kv_heads: 2, q_len: len, kv_len: len, mask: Mask::Causal }
 }
 
-pub fn schedule(n: u32) -> Schedule {
+pub(crate) fn schedule(n: u32) -> Schedule {
     let bucket = ShapeBucket::of(&shape(512));
     Schedule::Cpu(CpuSchedule { threads: n, ..CpuSchedule::default_for(&problem(), CpuIsa::Avx2, &bucket) })
 }
 
 /// An artifact that differs from those of other numbers.
-pub fn artifact(n: u32) -> Artifact {
+pub(crate) fn artifact(n: u32) -> Artifact {
     Artifact {
         recipe: Recipe {
             kernel: Kernel { problem: problem(), schedule: schedule(n), arch: arch() },
@@ -65,7 +65,7 @@ pub fn artifact(n: u32) -> Artifact {
 }
 
 /// A record of the bucket of `len`, won by `artifact(n)`.
-pub fn record(len: u32, n: u32) -> Record {
+pub(crate) fn record(len: u32, n: u32) -> Record {
     let bucket = ShapeBucket::of(&shape(len));
     let finalist = Finalist {
         schedule: schedule(n),
@@ -103,7 +103,7 @@ pub fn record(len: u32, n: u32) -> Record {
     }
 }
 
-pub fn trial(n: u32) -> Trial {
+pub(crate) fn trial(n: u32) -> Trial {
     Trial {
         schedule: schedule(n),
         templates: TEMPLATES.into(),
@@ -115,7 +115,7 @@ pub fn trial(n: u32) -> Trial {
 }
 
 /// How many mutations of a kind are tried: `FLASHTUNE_FUZZ_CASES`, for more than a test run has time for.
-pub fn mutations(usually: u32) -> u32 {
+pub(crate) fn mutations(usually: u32) -> u32 {
     std::env::var("FLASHTUNE_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(usually)
 }
 
@@ -124,11 +124,11 @@ thread_local! {
 }
 
 /// Makes the file system fail for one file, as long as this thread says no other.
-pub fn make_unreadable(path: Option<&std::path::Path>) {
+pub(crate) fn make_unreadable(path: Option<&std::path::Path>) {
     UNREADABLE.set(path.map(std::path::Path::to_path_buf));
 }
 
 /// Whether the file system fails for this file.
-pub fn is_unreadable(path: &std::path::Path) -> bool {
+pub(crate) fn is_unreadable(path: &std::path::Path) -> bool {
     UNREADABLE.with_borrow(|unreadable| unreadable.as_deref() == Some(path))
 }

@@ -35,7 +35,7 @@ static COUNTS: [AtomicU64; 4] = [const { AtomicU64::new(0) }; 4];
 
 impl Trouble {
     /// Counts one; whether it was the first of its kind.
-    pub fn count(self) -> bool {
+    pub(crate) fn count(self) -> bool {
         COUNTS[self as usize].fetch_add(1, Ordering::Relaxed) == 0
     }
 }

@@ -25,7 +25,7 @@ const CUDA_MODEL_BUDGET: f64 = 45.0;
 
 /// Options that name a model.
 #[derive(clap::Args, Debug)]
-pub struct ModelArgs {
+pub(crate) struct ModelArgs {
     /// Tune what serving a model needs: its Hugging Face config.json, or the folder that holds it. Of the options
     /// below,
     /// --batch then names the numbers of sequences that are decoded together, and --dtype replaces the file's
@@ -41,7 +41,7 @@ pub struct ModelArgs {
 
 /// Options that say what a model is for.
 #[derive(clap::Args, Debug)]
-pub struct ServiceArgs {
+pub(crate) struct ServiceArgs {
     /// What training the model needs, and not serving it: forward passes with the log-sum-exp and gradients, of --batch
     /// sequences of --max-len
     #[arg(long, requires = "model")]
@@ -56,7 +56,7 @@ pub struct ServiceArgs {
 
 impl ServiceArgs {
     /// What a plan for the model is made for.
-    pub fn limits(&self, arch: Arch, dtype: Option<DType>, batches: &[u32], ragged: &RaggedArgs) -> Limits {
+    pub(crate) fn limits(&self, arch: Arch, dtype: Option<DType>, batches: &[u32], ragged: &RaggedArgs) -> Limits {
         let (pages, stores) = if self.train { (Vec::new(), Vec::new()) } else { ragged.choices() };
         let (max_len, tensor_parallel) = (self.max_len, self.tp.unwrap_or(1));
         Limits { arch, max_len, batches: batches.to_vec(), tensor_parallel, dtype, pages, stores, train: self.train }
@@ -64,7 +64,7 @@ impl ServiceArgs {
 }
 
 /// A model's cases as they are tuned on a device, each with what it is for.
-pub fn cases_of_model(serving: &Serving, arch: Arch) -> Vec<(Use, Case)> {
+pub(crate) fn cases_of_model(serving: &Serving, arch: Arch) -> Vec<(Use, Case)> {
     let of_need = |need: &flashtune::model::Case| {
         // Gradients are exact ones, of exact forward passes.
         let trains = need.used_for == Use::Train;
@@ -76,7 +76,7 @@ pub fn cases_of_model(serving: &Serving, arch: Arch) -> Vec<(Use, Case)> {
 
 /// What is tuned of the problems that the options name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum TunedOp {
+pub(crate) enum TunedOp {
     /// Attention
     Forward,
     /// Gradients of Q, K and V
@@ -85,7 +85,7 @@ pub enum TunedOp {
 
 /// Options that say what of a problem is computed.
 #[derive(clap::Args, Debug, Default)]
-pub struct OpArgs {
+pub(crate) struct OpArgs {
     /// What is tuned: forward (when absent) or backward
     #[arg(long, value_name = "OPERATION")]
     op: Option<TunedOp>,
@@ -109,7 +109,7 @@ impl OpArgs {
 }
 
 /// What is going to be tuned.
-pub struct Agenda {
+pub(crate) struct Agenda {
     pub cases: Vec<Case>,
     /// The model that they serve.
     pub model: Option<(Model, Serving)>,
@@ -122,7 +122,7 @@ pub struct Agenda {
 
 impl Agenda {
     /// What the options ask for on this device.
-    pub fn new(
+    pub(crate) fn new(
         model: &ModelArgs,
         args: &CaseArgs,
         ragged: &RaggedArgs,
@@ -201,7 +201,7 @@ impl Agenda {
     }
 
     /// The agenda for a script.
-    pub fn summary(&self) -> Value {
+    pub(crate) fn summary(&self) -> Value {
         let cases: Vec<_> = self.cases.iter().map(|c| case_summary(c, self.units, None)).collect();
         let mut summary = json!({ "cases": cases, "left_out": self.left_out });
         if let Some((model, serving)) = &self.model {
@@ -280,7 +280,7 @@ fn case_summary(case: &Case, units: u32, used_for: Option<&str>) -> Value {
 }
 
 /// The whole agenda: `tune --dry-run`.
-pub fn print(cx: &mut Context, agenda: &Agenda) -> Result<()> {
+pub(crate) fn print(cx: &mut Context, agenda: &Agenda) -> Result<()> {
     if cx.json() {
         return cx.print_json(&agenda.summary());
     }
@@ -326,7 +326,7 @@ pub fn print(cx: &mut Context, agenda: &Agenda) -> Result<()> {
 }
 
 /// What is not tuned, and what else the user of a model should know.
-pub fn print_gaps(cx: &mut Context, agenda: &Agenda) -> Result<()> {
+pub(crate) fn print_gaps(cx: &mut Context, agenda: &Agenda) -> Result<()> {
     for reason in &agenda.left_out {
         writeln!(cx.out, "left out: {reason}")?;
     }

@@ -25,7 +25,7 @@ use std::sync::Arc;
 #[command(after_help = "Without options that name a problem, a set of common ones is built. What is built was never \
                         measured; the dispatcher says so and prefers anything tuned. With SOURCE_DATE_EPOCH (seconds) \
                         the same build gives the same bytes.")]
-pub struct Args {
+pub(crate) struct Args {
     #[command(flatten)]
     cases: CaseArgs,
     /// Targets, e.g. sm_80,sm_90a,cpu-avx2
@@ -75,7 +75,7 @@ fn any_device(arch: Arch) -> DeviceFingerprint {
     }
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let made = made_at()?;
     let templates = cx.templates()?;
     let mut relinked = relink::Summary::default();

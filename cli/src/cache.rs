@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Options of `cache`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     #[command(subcommand)]
     what: Option<What>,
 }
@@ -46,7 +46,7 @@ enum What {
     },
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let what = args.what.unwrap_or(What::Show);
     if let What::Hits { file } = &what {
         return hits::run(cx, file);

@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 /// One thing to compute.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Case {
+pub(crate) struct Case {
     /// What a kernel is specialised to.
     pub problem: Problem,
     /// The sizes; of a ragged batch those of a usual sequence.
@@ -23,25 +23,25 @@ pub struct Case {
 
 impl Case {
     /// A problem at some sizes.
-    pub fn new(problem: Problem, sizes: impl Into<CallSizes>) -> Self {
+    pub(crate) fn new(problem: Problem, sizes: impl Into<CallSizes>) -> Self {
         let CallSizes { shape, pages } = sizes.into();
         Self { problem, shape, pages }
     }
 
     /// What a kernel is chosen by.
-    pub fn sizes(&self) -> CallSizes {
+    pub(crate) fn sizes(&self) -> CallSizes {
         CallSizes { shape: self.shape, pages: self.pages }
     }
 
     /// The class of sizes that results are filed under on a device of so many multiprocessors or cores.
-    pub fn bucket(&self, units: u32) -> ShapeBucket {
+    pub(crate) fn bucket(&self, units: u32) -> ShapeBucket {
         ShapeBucket::of_call(&self.problem, &self.sizes(), units)
     }
 }
 
 /// Options that make cases ragged batches: sequences of different lengths over a KV store.
 #[derive(clap::Args, Debug, Clone, Default)]
-pub struct RaggedArgs {
+pub(crate) struct RaggedArgs {
     /// Ragged batches, whose sequences have --q-len rows and --kv-len keys on average: the tokens of a page of their KV
     /// store, or `packed` for sequences in one piece each
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
@@ -54,7 +54,7 @@ pub struct RaggedArgs {
 
 /// A kind of KV store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StoreChoice(pub KvStore);
+pub(crate) struct StoreChoice(pub KvStore);
 
 impl FromStr for StoreChoice {
     type Err = flashtune_codegen::Error;
@@ -85,12 +85,12 @@ const USUAL_PAGE: PageClass = PageClass::Tokens(16);
 
 impl RaggedArgs {
     /// Whether no option was given.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.pages.is_empty() && self.kv_dtype.is_empty()
     }
 
     /// The classes of pages and the stores that are meant.
-    pub fn choices(&self) -> (Vec<PageClass>, Vec<KvStore>) {
+    pub(crate) fn choices(&self) -> (Vec<PageClass>, Vec<KvStore>) {
         let pages = if self.pages.is_empty() { vec![USUAL_PAGE] } else { self.pages.clone() };
         let stores = match self.kv_dtype.as_slice() {
             [] => vec![KvStore::default()],
@@ -100,7 +100,7 @@ impl RaggedArgs {
     }
 
     /// Every case as a ragged batch of every kind that was named; as it is where none was.
-    pub fn apply(&self, cases: Vec<Case>) -> Result<Vec<Case>> {
+    pub(crate) fn apply(&self, cases: Vec<Case>) -> Result<Vec<Case>> {
         if self.is_empty() {
             return Ok(cases);
         }
@@ -128,7 +128,7 @@ impl RaggedArgs {
 
 /// Options that name problems and sizes. Lists give every combination.
 #[derive(clap::Args, Debug, Clone, Default)]
-pub struct CaseArgs {
+pub(crate) struct CaseArgs {
     /// Element types: f16, bf16, f32; for forward passes also e4m3, with O in bf16
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub dtype: Vec<DType>,
@@ -175,7 +175,7 @@ pub struct CaseArgs {
 
 impl CaseArgs {
     /// Whether no option was given.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         let Self { dtype, precision, scales, head_dim, head_dim_v, mask, score, dropout, .. } = self;
         let Self { batch, heads, kv_heads, q_len, kv_len, .. } = self;
         let lists = [head_dim, head_dim_v, batch, heads, kv_heads];
@@ -192,7 +192,7 @@ impl CaseArgs {
 
     /// Every combination; what was not given is taken from `defaults`. Checked: a combination that no kernel can
     /// compute is an error, not left out.
-    pub fn cases(&self, defaults: &Case) -> Result<Vec<Case>> {
+    pub(crate) fn cases(&self, defaults: &Case) -> Result<Vec<Case>> {
         fn or<T: Clone>(given: &[T], default: T) -> Vec<T> {
             if given.is_empty() { vec![default] } else { given.to_vec() }
         }
@@ -234,7 +234,7 @@ impl CaseArgs {
     }
 
     /// Cases as the arch computes them: in its own precision where none was named.
-    pub fn on(&self, arch: Arch, mut cases: Vec<Case>) -> Vec<Case> {
+    pub(crate) fn on(&self, arch: Arch, mut cases: Vec<Case>) -> Vec<Case> {
         if self.precision.is_none() {
             cases.iter_mut().for_each(|case| case.problem = case.problem.in_default_precision(arch));
         }
@@ -242,13 +242,13 @@ impl CaseArgs {
     }
 
     /// The one case that the options name.
-    pub fn single(&self, defaults: &Case) -> Result<Case> {
+    pub(crate) fn single(&self, defaults: &Case) -> Result<Case> {
         only(self.cases(defaults)?)
     }
 }
 
 /// The one case that was named.
-pub fn only(cases: Vec<Case>) -> Result<Case> {
+pub(crate) fn only(cases: Vec<Case>) -> Result<Case> {
     match cases.as_slice() {
         [case] => Ok(*case),
         many => Err(usage(format!("{} combinations were named where one is needed; give one value each", many.len()))),
@@ -256,20 +256,20 @@ pub fn only(cases: Vec<Case>) -> Result<Case> {
 }
 
 /// The case that a command looks at when nothing is said: bf16, head dim 128, causal, 8 heads, 1024 rows.
-pub fn default_case() -> Case {
+pub(crate) fn default_case() -> Case {
     let mask = Mask::Causal;
     let problem = Problem::forward(DType::Bf16, 128, mask.kind()).expect("a supported problem");
     Case::new(problem, &Shape { batch: 1, heads: 8, kv_heads: 8, q_len: 1024, kv_len: 1024, mask })
 }
 
 /// Case of a name and sizes that the program itself states.
-pub fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u32), len: u32) -> Case {
+pub(crate) fn fixed(dtype: DType, head_dim: u32, mask: Mask, batch: u32, heads: (u32, u32), len: u32) -> Case {
     let problem = Problem::forward(dtype, head_dim, mask.kind()).expect("a supported problem");
     Case::new(problem, &Shape { batch, heads: heads.0, kv_heads: heads.1, q_len: len, kv_len: len, mask })
 }
 
 /// The family of a name, or the best one for the problem at such sizes whose instruction path is taken.
-pub fn family(
+pub(crate) fn family(
     name: Option<&str>,
     problem: &Problem,
     arch: Arch,
@@ -299,7 +299,7 @@ pub fn family(
 }
 
 /// The family of a name, or of its last part where that is one family's alone.
-pub fn family_named(name: &str) -> Result<Family> {
+pub(crate) fn family_named(name: &str) -> Result<Family> {
     Family::by_name(name).ok_or_else(|| {
         let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
         usage(format!("there is no kernel family `{name}`; the families are {}", known.join(", ")))

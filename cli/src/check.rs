@@ -35,7 +35,7 @@ const WIDEST: usize = 240;
 
 /// Options of `check`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     /// All dtypes and masks, head dims from 16 to 256, more sizes and more schedules
     #[arg(long)]
     full: bool,
@@ -91,7 +91,7 @@ fn program(args: &Args) -> Result<Program> {
 /// A kernel ready to run, or why it is not.
 type Prepared = (Kernel, Result<Arc<dyn Module>, String>);
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let (device, templates) = (cx.device()?, cx.templates()?);
     let compiler = device.compiler()?;
     let files = cx.cache_dir().ok().map(|dir| ArtifactFiles::new(&dir));

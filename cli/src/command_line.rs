@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 /// The command of this process.
-pub fn typed() -> String {
+pub(crate) fn typed() -> String {
     let mut words = std::env::args_os();
     let program = words.next().map(PathBuf::from);
     let program = program.and_then(|p| p.file_name().map(ToOwned::to_owned)).unwrap_or_else(|| "flashtune".into());
@@ -12,7 +12,7 @@ pub fn typed() -> String {
 }
 
 /// A word as a shell takes it.
-pub fn quoted(word: &str) -> String {
+pub(crate) fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=+@%".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
         true => word.to_owned(),

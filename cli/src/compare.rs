@@ -12,11 +12,11 @@ use std::path::Path;
 use std::str::FromStr;
 
 /// What counts as the same when nothing is said.
-pub const LIMIT: Percent = Percent(0.03);
+pub(crate) const LIMIT: Percent = Percent(0.03);
 
 /// A share, written as `3%`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Percent(pub f64);
+pub(crate) struct Percent(pub f64);
 
 impl FromStr for Percent {
     type Err = String;
@@ -36,7 +36,7 @@ impl std::fmt::Display for Percent {
 }
 
 /// A report that `bench` kept.
-pub fn read_report(path: &Path) -> Result<Report> {
+pub(crate) fn read_report(path: &Path) -> Result<Report> {
     let at = path.display();
     let text = std::fs::read_to_string(path)
         .map_err(|e| usage(format!("cannot read {at}: {e}; name a report that `flashtune bench --report` wrote")))?;
@@ -50,7 +50,7 @@ enum Results {
 }
 
 /// Compares two reports, or two caches or bundles.
-pub fn files(before: &Path, after: &Path, limit: Percent) -> Result<Comparison> {
+pub(crate) fn files(before: &Path, after: &Path, limit: Percent) -> Result<Comparison> {
     match (read(before)?, read(after)?) {
         (Results::Report(a), Results::Report(b)) => paired(Comparison::of_reports(&a, &b, limit.0)),
         (Results::Records(a, before), Results::Records(b, after)) => {
@@ -65,7 +65,7 @@ pub fn files(before: &Path, after: &Path, limit: Percent) -> Result<Comparison> 
 }
 
 /// A comparison of something.
-pub fn paired(comparison: Comparison) -> Result<Comparison> {
+pub(crate) fn paired(comparison: Comparison) -> Result<Comparison> {
     if comparison.cases.is_empty() {
         let [before, after] = &comparison.unpaired;
         let one = |cases: &[String]| cases.first().cloned().unwrap_or_else(|| "none".to_owned());
@@ -119,7 +119,7 @@ fn of_records<R: Borrow<Record>>(name: String, records: &[R]) -> Result<Results>
 }
 
 /// Prints a comparison for people.
-pub fn print(cx: &mut Context, found: &Comparison) -> Result<()> {
+pub(crate) fn print(cx: &mut Context, found: &Comparison) -> Result<()> {
     let interval = |interval: Option<[f64; 2]>| interval.map_or("-".to_owned(), |[a, b]| format!("{a:.3}..{b:.3}"));
     let mut rows =
         table(&["case", "contender", "before us", "after us", "ratio", "99 % interval", "samples", "verdict"]);
@@ -166,7 +166,7 @@ pub fn print(cx: &mut Context, found: &Comparison) -> Result<()> {
 }
 
 /// Fails when the first contender of a case is slower by more than the limit, with confidence.
-pub fn fail_over(found: &Comparison) -> Result<()> {
+pub(crate) fn fail_over(found: &Comparison) -> Result<()> {
     let slower: Vec<_> = found.slower().map(|c| format!("{} {:.3}x", c.case, c.ratio)).collect();
     match slower.as_slice() {
         [] => Ok(()),

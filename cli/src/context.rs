@@ -19,7 +19,7 @@ use std::sync::Arc;
 const SCHEMA: u32 = 1;
 
 /// The state of one command.
-pub struct Context {
+pub(crate) struct Context {
     global: Global,
     given: BTreeSet<String>,
     /// Where results go. Errors are passed on, so that a closed pipe ends the command quietly.
@@ -30,43 +30,43 @@ pub struct Context {
 
 impl Context {
     /// `given`: the identifiers of what the command line names.
-    pub fn new(global: Global, given: BTreeSet<String>) -> Self {
+    pub(crate) fn new(global: Global, given: BTreeSet<String>) -> Self {
         Self { global, given, out: BufWriter::new(std::io::stdout()), device: None, templates: None }
     }
 
     /// The options that every command has.
-    pub fn global(&self) -> &Global {
+    pub(crate) fn global(&self) -> &Global {
         &self.global
     }
 
     /// Whether the command line itself names an option, by its identifier; a variable or a default does not count.
-    pub fn is_given(&self, option: &str) -> bool {
+    pub(crate) fn is_given(&self, option: &str) -> bool {
         self.given.contains(option)
     }
 
     /// Writes what is still buffered.
-    pub fn finish(&mut self) -> Result<()> {
+    pub(crate) fn finish(&mut self) -> Result<()> {
         self.out.flush().context("cannot write to standard output")
     }
 
     /// Whether the output is for a script.
-    pub fn json(&self) -> bool {
+    pub(crate) fn json(&self) -> bool {
         self.global.json
     }
 
     /// The folder of results as options of a command that goes on with it.
-    pub fn cache_option(&self) -> String {
+    pub(crate) fn cache_option(&self) -> String {
         let quoted = |cache: &PathBuf| format!(" --cache {}", super::command_line::quoted(&cache.to_string_lossy()));
         self.global.cache.as_ref().map_or(String::new(), quoted)
     }
 
     /// Whether no progress is shown: the output is for a script, or the user wants none.
-    pub fn hides_progress(&self) -> bool {
+    pub(crate) fn hides_progress(&self) -> bool {
         self.global.json || self.global.quiet
     }
 
     /// The device that the command line names, opened once.
-    pub fn device(&mut self) -> Result<Arc<dyn Device>> {
+    pub(crate) fn device(&mut self) -> Result<Arc<dyn Device>> {
         if let Some(device) = &self.device {
             return Ok(device.clone());
         }
@@ -75,7 +75,7 @@ impl Context {
     }
 
     /// Where `tune` runs candidates: in processes of this same program, unless the user wants them in this one.
-    pub fn runner(&mut self, in_process: bool) -> Result<Runner> {
+    pub(crate) fn runner(&mut self, in_process: bool) -> Result<Runner> {
         if in_process {
             return Ok(Runner::in_this_process(self.device()?));
         }
@@ -83,7 +83,7 @@ impl Context {
     }
 
     /// The templates in force, read once.
-    pub fn templates(&mut self) -> Result<Arc<TemplateSet>> {
+    pub(crate) fn templates(&mut self) -> Result<Arc<TemplateSet>> {
         if let Some(templates) = &self.templates {
             return Ok(templates.clone());
         }
@@ -95,34 +95,34 @@ impl Context {
     }
 
     /// The folder of template overrides.
-    pub fn templates_folder(&self) -> Option<&PathBuf> {
+    pub(crate) fn templates_folder(&self) -> Option<&PathBuf> {
         self.global.templates.as_ref().filter(|t| !t.as_os_str().is_empty())
     }
 
     /// The cache folder. It need not exist.
-    pub fn cache_dir(&self) -> Result<CacheDir> {
+    pub(crate) fn cache_dir(&self) -> Result<CacheDir> {
         Ok(CacheDir::resolve(self.global.cache.as_deref())?)
     }
 
     /// The instruction paths that the command line and the environment allow.
-    pub fn allowed(&self) -> Result<Vec<InstructionPath>> {
+    pub(crate) fn allowed(&self) -> Result<Vec<InstructionPath>> {
         Ok(self.global.allow_path.iter().copied().chain(allowed_paths_from_env()?).collect())
     }
 
     /// Which instruction paths are taken on an arch: those and what cards of it have raised in the cache folder.
-    pub fn paths(&mut self, arch: Arch) -> Result<Paths> {
+    pub(crate) fn paths(&mut self, arch: Arch) -> Result<Paths> {
         let (allowed, templates) = (Paths::allowing(self.allowed()?), self.templates()?);
         let needed = Needed::new(arch, &templates);
         Ok(self.cache_dir().map_or(allowed.clone(), |dir| Levels::new(&dir).apply(allowed, &needed)))
     }
 
     /// The bundles of the command line and of the environment.
-    pub fn bundles(&self) -> Vec<PathBuf> {
+    pub(crate) fn bundles(&self) -> Vec<PathBuf> {
         self.global.bundle.iter().cloned().chain(bundles_from_env()).collect()
     }
 
     /// Whose bundles are used, by the command line and the environment.
-    pub fn trust(&self) -> Result<Trust> {
+    pub(crate) fn trust(&self) -> Result<Trust> {
         let mut trust = Trust::from_env()?.allow_unsigned(self.global.allow_unsigned);
         for key in &self.global.trust {
             trust.add(key)?;
@@ -131,7 +131,7 @@ impl Context {
     }
 
     /// All stored results. Whoever names bundles needs no cache folder.
-    pub fn layers(&self) -> Result<Layers> {
+    pub(crate) fn layers(&self) -> Result<Layers> {
         let bundles = self.bundles();
         match CacheDir::resolve(self.global.cache.as_deref()) {
             Ok(dir) => Ok(Layers::open_with(Some(&dir), &bundles, None, &self.trust()?)?),
@@ -143,17 +143,17 @@ impl Context {
     }
 
     /// What stored results must match on the device.
-    pub fn needed(&mut self) -> Result<Needed> {
+    pub(crate) fn needed(&mut self) -> Result<Needed> {
         Ok(Needed::new(self.device()?.fingerprint().arch, &*self.templates()?))
     }
 
     /// An engine with the options of the command line.
-    pub fn engine(&mut self) -> Result<Engine> {
+    pub(crate) fn engine(&mut self) -> Result<Engine> {
         self.engine_for(None)
     }
 
     /// The same, for calls that are launched so; as the environment says when not said.
-    pub fn engine_for(&mut self, launches: Option<Launches>) -> Result<Engine> {
+    pub(crate) fn engine_for(&mut self, launches: Option<Launches>) -> Result<Engine> {
         self.engine_with(|builder| match launches {
             Some(launches) => builder.launches(launches),
             None => builder,
@@ -161,7 +161,7 @@ impl Context {
     }
 
     /// The same, with options of the caller's.
-    pub fn engine_with(&mut self, options: impl FnOnce(Builder) -> Builder) -> Result<Engine> {
+    pub(crate) fn engine_with(&mut self, options: impl FnOnce(Builder) -> Builder) -> Result<Engine> {
         let mut builder = Engine::builder()
             .on(self.device()?)
             .policy(self.global.policy)
@@ -186,7 +186,7 @@ impl Context {
 
     /// Prints a value as one JSON document. An object says first which version of the output it is, and so does each
     /// object of a list.
-    pub fn print_json(&mut self, value: &impl Serialize) -> Result<()> {
+    pub(crate) fn print_json(&mut self, value: &impl Serialize) -> Result<()> {
         writeln!(self.out, "{}", with_schema(&serde_json::to_string_pretty(value)?))?;
         Ok(())
     }
@@ -204,18 +204,18 @@ fn with_schema(text: &str) -> String {
 }
 
 /// This program as its own worker.
-pub fn own_worker() -> Result<WorkerCommand> {
+pub(crate) fn own_worker() -> Result<WorkerCommand> {
     Ok(WorkerCommand::flashtune(std::env::current_exe().context("this program's own path cannot be read")?))
 }
 
 /// Seconds since the Unix epoch.
-pub fn unix_time() -> u64 {
+pub(crate) fn unix_time() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 /// When what is being built says that it was made: `SOURCE_DATE_EPOCH` where it is set, so that the same build gives
 /// the same bytes.
-pub fn made_at() -> Result<u64> {
+pub(crate) fn made_at() -> Result<u64> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) if !text.is_empty() => text
             .parse()

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 /// Options of `debug`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     /// The folder to write to; must be empty, or not be there yet
     #[arg(value_name = "DIR")]
     folder: PathBuf,
@@ -25,7 +25,7 @@ pub struct Args {
     lineinfo: bool,
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let (kernel, _) = args.selected.kernel(cx)?;
     let cuda = matches!(kernel.arch, Arch::Sm(_));
     if args.lineinfo && !cuda {

@@ -12,7 +12,7 @@ use std::io::Write;
 
 /// What a kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub enum Operation {
+pub(crate) enum Operation {
     /// Attention
     #[default]
     Forward,
@@ -22,7 +22,7 @@ pub enum Operation {
 
 /// Which kernel: the problem, the size that its default schedule is for, and what else it is than the default.
 #[derive(clap::Args, Debug)]
-pub struct Selected {
+pub(crate) struct Selected {
     #[command(flatten)]
     case: CaseArgs,
     #[command(flatten)]
@@ -43,7 +43,7 @@ pub struct Selected {
 
 impl Selected {
     /// The kernel, and the schedules of its space that fit the arch, the default one first.
-    pub fn kernel(&self, cx: &mut Context) -> Result<(Kernel, Vec<Schedule>)> {
+    pub(crate) fn kernel(&self, cx: &mut Context) -> Result<(Kernel, Vec<Schedule>)> {
         let cases = self.ragged.apply(self.case.cases(&default_case())?)?;
         let arch = match self.arch {
             Some(arch) => arch,
@@ -79,7 +79,7 @@ impl Selected {
 
 /// Options of `emit`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     #[command(flatten)]
     selected: Selected,
     /// List the schedules of the searched space instead, those that fit the arch
@@ -96,7 +96,7 @@ pub struct Args {
     resources: bool,
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let (kernel, space) = args.selected.kernel(cx)?;
     if args.space {
         if cx.json() {

@@ -7,7 +7,7 @@ use {flashtune_cache as cache, flashtune_codegen as codegen, flashtune_tuner as 
 
 /// What the process ends with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Exit {
+pub(crate) enum Exit {
     /// A check or a computation failed.
     Failed = 1,
     /// Bad input or usage.
@@ -18,7 +18,7 @@ pub enum Exit {
 
 /// Input that the command cannot use: exit code 2.
 #[derive(Debug)]
-pub struct Usage(pub String);
+pub(crate) struct Usage(pub String);
 
 impl fmt::Display for Usage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -30,7 +30,7 @@ impl std::error::Error for Usage {}
 
 /// A finished command whose answer is "no": exit code 1. Its report is already printed.
 #[derive(Debug)]
-pub struct Failed(pub String);
+pub(crate) struct Failed(pub String);
 
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -42,7 +42,7 @@ impl std::error::Error for Failed {}
 
 /// What no kernel computes: exit code 3.
 #[derive(Debug)]
-pub struct Unavailable(pub String);
+pub(crate) struct Unavailable(pub String);
 
 impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -53,12 +53,12 @@ impl fmt::Display for Unavailable {
 impl std::error::Error for Unavailable {}
 
 /// Shorthand for an [`anyhow::Error`] of kind [`Usage`].
-pub fn usage(message: impl Into<String>) -> anyhow::Error {
+pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
     Usage(message.into()).into()
 }
 
 /// Prints `error: ...` unless the reader of our output went away, and gives the exit code.
-pub fn code(outcome: anyhow::Result<()>) -> ExitCode {
+pub(crate) fn code(outcome: anyhow::Result<()>) -> ExitCode {
     let Err(error) = outcome else { return ExitCode::SUCCESS };
     if is_broken_pipe(&error) {
         return ExitCode::SUCCESS;
@@ -91,7 +91,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 /// The exit code of an error: decided by the first error in its chain that has one.
-pub fn classify(error: &anyhow::Error) -> Exit {
+pub(crate) fn classify(error: &anyhow::Error) -> Exit {
     for e in error.chain() {
         if e.is::<Usage>() || e.is::<codegen::Error>() || e.is::<flashtune::model::Error>() {
             return Exit::Usage;

@@ -26,7 +26,7 @@ struct Told {
 
 /// Options of `explain`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     #[command(flatten)]
     cases: CaseArgs,
     #[command(flatten)]
@@ -48,7 +48,7 @@ pub struct Args {
     graph: bool,
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.map.wanted() {
         let case = args.cases.single(&default_case())?;
         let map = args.map.map(&case.problem, &case.shape)?;

@@ -7,12 +7,12 @@ use std::io::Write;
 use std::path::Path;
 
 /// The text of an input file.
-pub fn read_text(path: &Path) -> Result<String> {
+pub(crate) fn read_text(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|e| usage(format!("cannot read {}: {e}; check the path", path.display())))
 }
 
 /// Writes a file that appears whole or not at all. A device or a pipe is written to and stays what it is.
-pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let written = match std::fs::metadata(path) {
         Ok(there) if !there.is_file() => OpenOptions::new().write(true).open(path).and_then(|mut f| f.write_all(bytes)),
         // Behind a link, its target is what is replaced.
@@ -34,7 +34,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 }
 
 /// Fails early, before anything is computed, when the folder of an output is not there.
-pub fn check_folder(path: &Path) -> Result<()> {
+pub(crate) fn check_folder(path: &Path) -> Result<()> {
     match folder(path) {
         f if f.is_dir() => Ok(()),
         f => Err(unwritable(path, &format!("{} is not a folder", f.display()))),

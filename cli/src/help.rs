@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// Commands in groups; every visible one stands in one of them.
-pub const GROUPS: [(&str, &[&str]); 4] = [
+pub(crate) const GROUPS: [(&str, &[&str]); 4] = [
     ("Compute and look", &["run", "explain", "emit", "debug", "list", "cache", "doctor"]),
     ("Tune and measure", &["tune", "check", "bench", "report"]),
     ("Build and share", SHARE),
@@ -17,7 +17,7 @@ const SHARE: &[&str] = &["build", "export", "import", "merge", "keygen", "sign",
 const SHARE: &[&str] = &["build", "export", "import", "merge", "keygen", "sign"];
 
 /// What comes after the options.
-pub const AFTER: &str = "\
+pub(crate) const AFTER: &str = "\
 Exit codes: 0 done; 1 a check or a computation failed; 2 bad input or usage; 3 something needed is not on this machine
 
 Environment (all of it: docs/reference.md):
@@ -31,7 +31,7 @@ Environment (all of it: docs/reference.md):
   NO_COLOR                   anything: no colours";
 
 /// The variables of this program, those of hosts and of its packages in other languages included.
-pub fn variables() -> BTreeSet<&'static str> {
+pub(crate) fn variables() -> BTreeSet<&'static str> {
     let of_options = [
         "FLASHTUNE_ALLOW_PATHS",
         "FLASHTUNE_ALLOW_UNSIGNED",
@@ -54,7 +54,7 @@ fn short(command: clap::Command) -> clap::Command {
 }
 
 /// Puts the groups into the page. Those of single commands stay as clap makes them.
-pub fn grouped(command: clap::Command) -> clap::Command {
+pub(crate) fn grouped(command: clap::Command) -> clap::Command {
     let names: Vec<String> = command.get_subcommands().map(|c| c.get_name().to_owned()).collect();
     let command = names.iter().fold(command, |command, name| command.mut_subcommand(name, short));
     let mut commands = String::new();

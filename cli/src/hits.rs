@@ -27,7 +27,7 @@ struct Hits {
     compiled: f64,
 }
 
-pub fn run(cx: &mut Context, paths: &[PathBuf]) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, paths: &[PathBuf]) -> Result<()> {
     let mut hits = Hits::default();
     for path in paths {
         let text = files::read_text(path)?;

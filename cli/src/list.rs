@@ -9,13 +9,13 @@ use std::io::Write;
 
 /// Options of `list`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     /// Only problems whose name contains this text, e.g. bf16-d128
     #[arg(long, value_name = "TEXT")]
     problem: Option<String>,
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let layers = cx.layers()?;
     let wanted = |r: &Record| args.problem.as_ref().is_none_or(|text| r.key.problem.to_string().contains(text));
     let records: Vec<_> = layers.records().into_iter().filter(|(_, r, _)| wanted(r)).collect();

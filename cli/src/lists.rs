@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 /// Sizes that one item of a list names: `512`, `16k`, or `512..16k` for every doubling from the first to the last.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sizes(pub Vec<u32>);
+pub(crate) struct Sizes(pub Vec<u32>);
 
 impl FromStr for Sizes {
     type Err = Error;
@@ -26,7 +26,7 @@ impl FromStr for Sizes {
 }
 
 /// A whole number of a list, without a sign.
-pub fn whole(s: &str) -> Result<u32, Error> {
+pub(crate) fn whole(s: &str) -> Result<u32, Error> {
     let digits = |s: &str| s.bytes().all(|b| b.is_ascii_digit()).then(|| s.parse().ok())?;
     digits(s.trim())
         .ok_or_else(|| Error::parse("number", s, "a whole number such as 64, or several with commas between"))
@@ -45,7 +45,7 @@ fn size(text: &str) -> Option<u32> {
 
 /// A mask: of the built-in window kind, or a score program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MaskChoice {
+pub(crate) enum MaskChoice {
     /// full, causal or a window.
     Window(Mask),
     /// Anything else.
@@ -59,7 +59,7 @@ const MASKS: &str = "full, causal, window:LEFT,RIGHT with a number or - for an u
 /// Masks that one option names: `causal`, several as in `full,causal,window:512,0`, the name of a built-in program, or
 /// the text of one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Masks(pub Vec<MaskChoice>);
+pub(crate) struct Masks(pub Vec<MaskChoice>);
 
 impl FromStr for Masks {
     type Err = Error;
@@ -98,7 +98,7 @@ fn masks_near(word: &str, alone: bool) -> String {
 
 /// A change of the score: the name of a built-in program, or the text of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ScoreChange(pub ProgramRef);
+pub(crate) struct ScoreChange(pub ProgramRef);
 
 impl FromStr for ScoreChange {
     type Err = Error;
@@ -124,12 +124,12 @@ fn program_text(s: &str, result: &str) -> Option<Result<Program, Error>> {
 }
 
 /// Whether this names a built-in program or is a text, which is no single word.
-pub fn is_program(s: &str) -> bool {
+pub(crate) fn is_program(s: &str) -> bool {
     builtin(s.trim()).is_some() || s.contains(['<', '>', '=', '[', '(', ';', ' '])
 }
 
 /// Several programs as one: their masks all hold, their changes of the score follow each other.
-pub fn joined(programs: &[ProgramRef]) -> Result<Program, Error> {
+pub(crate) fn joined(programs: &[ProgramRef]) -> Result<Program, Error> {
     let mut builder = ProgramBuilder::new();
     for program in programs {
         builder = builder.text(program.text())?;
@@ -138,12 +138,12 @@ pub fn joined(programs: &[ProgramRef]) -> Result<Program, Error> {
 }
 
 /// All sizes of a list.
-pub fn sizes(list: &[Sizes]) -> Vec<u32> {
+pub(crate) fn sizes(list: &[Sizes]) -> Vec<u32> {
     list.iter().flat_map(|s| s.0.iter().copied()).collect()
 }
 
 /// All masks of a list.
-pub fn masks(list: &[Masks]) -> Vec<MaskChoice> {
+pub(crate) fn masks(list: &[Masks]) -> Vec<MaskChoice> {
     list.iter().flat_map(|m| m.0.iter().copied()).collect()
 }
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Prints the PTX of a CUDA kernel.
-pub fn ptx(cx: &mut Context, source: &Source) -> Result<()> {
+pub(crate) fn ptx(cx: &mut Context, source: &Source) -> Result<()> {
     if source.language != Language::Cuda {
         return Err(usage("--ptx: kernels of the cpu have none; name a GPU by --arch, or take --sass"));
     }
@@ -26,7 +26,7 @@ pub fn ptx(cx: &mut Context, source: &Source) -> Result<()> {
 }
 
 /// Compiles a kernel and prints its machine code, as the toolkit's disassembler or the system's one reads it.
-pub fn sass(cx: &mut Context, kernel: &Kernel) -> Result<()> {
+pub(crate) fn sass(cx: &mut Context, kernel: &Kernel) -> Result<()> {
     let (artifact, binary) = (compiled(cx, kernel)?, tempfile::NamedTempFile::new()?);
     std::fs::write(binary.path(), &artifact.bytes)?;
     let listing = disassembled(kernel.arch, binary.path(), &[])?;
@@ -39,7 +39,7 @@ pub fn sass(cx: &mut Context, kernel: &Kernel) -> Result<()> {
 }
 
 /// The machine code of a compiled kernel as text; `options` are the disassembler's own.
-pub fn disassembled(arch: Arch, binary: &Path, options: &[&str]) -> Result<Vec<u8>> {
+pub(crate) fn disassembled(arch: Arch, binary: &Path, options: &[&str]) -> Result<Vec<u8>> {
     let (mut command, name, searched, remedy) = match arch {
         Arch::Sm(_) => (
             Command::new(toolkit("nvdisasm")),
@@ -81,7 +81,7 @@ fn toolkit(program: &str) -> PathBuf {
 }
 
 /// Compiles a kernel and prints what it takes, beside what the model says of it.
-pub fn resources(cx: &mut Context, kernel: &Kernel) -> Result<()> {
+pub(crate) fn resources(cx: &mut Context, kernel: &Kernel) -> Result<()> {
     let Artifact { facts, bytes, entry, .. } = compiled(cx, kernel)?;
     let model = kernel.resources();
     if cx.json() {

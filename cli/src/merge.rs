@@ -14,7 +14,7 @@ use std::path::PathBuf;
                         more than 3 %, all findings are kept: `flashtune import` the result on a device of that kind, \
                         `flashtune tune --contested` there, and export it. The result is unsigned."
 )]
-pub struct Args {
+pub(crate) struct Args {
     /// The bundles to merge
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
@@ -23,7 +23,7 @@ pub struct Args {
     out: PathBuf,
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let MergeSummary { records, artifacts, contested, skipped } = merge_bundles(&args.files, &args.out, &cx.trust()?)?;
     let file = args.out.display().to_string();
     if cx.json() {

@@ -4,7 +4,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 
 /// A bar of `total` steps with a message, or a hidden one.
-pub fn bar(total: u64, hidden: bool) -> ProgressBar {
+pub(crate) fn bar(total: u64, hidden: bool) -> ProgressBar {
     let target = if hidden || !std::io::stderr().is_terminal() {
         ProgressDrawTarget::hidden()
     } else {

@@ -31,7 +31,7 @@ fn store(nth: usize) -> KvStore {
 }
 
 /// The problems of the sweep; every third with a score program, unless another is given to all.
-pub fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
+pub(crate) fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
     let dims: &[(u32, u32)] = match effort {
         Effort::Quick => &[(64, 64), (128, 128), (40, 72), (59, 33)],
         Effort::Full => &[
@@ -73,12 +73,12 @@ pub fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
 }
 
 /// The same problems' gradients, of packed sequences.
-pub fn backward_problems(effort: Effort, program: &Program) -> Vec<Problem> {
+pub(crate) fn backward_problems(effort: Effort, program: &Program) -> Vec<Problem> {
     problems(effort, program).into_iter().map(|p| p.with_kv(KvKind::RAGGED).backward()).collect()
 }
 
 /// Packed sequences for a backward problem with their inputs, the same ones every time.
-pub fn packed(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(PackedBatch, CheckInputs)> {
+pub(crate) fn packed(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(PackedBatch, CheckInputs)> {
     let (count, lengths): (u64, &[u32]) = match effort {
         Effort::Quick => (3, &[1, 7, 33, 64, 65, 100, 129, 150]),
         Effort::Full => (8, &[1, 16, 63, 64, 100, 128, 129, 200, 257, 600]),
@@ -99,7 +99,7 @@ pub fn packed(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(
 }
 
 /// Batches for a problem, the same ones every time.
-pub fn batches(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<RaggedBatch> {
+pub(crate) fn batches(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<RaggedBatch> {
     let (count, most) = match effort {
         Effort::Quick => (6, Most { sequences: 5, rows: 150, keys: 700, heads: 16 }),
         Effort::Full => (16, Most { sequences: 12, rows: 300, keys: 3000, heads: 32 }),

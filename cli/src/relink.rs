@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// One record of the bundle, for a target.
-pub struct Relinked {
+pub(crate) struct Relinked {
     pub problem: Problem,
     /// The class that it is filed under: that of the record, whatever device it was of.
     pub bucket: ShapeBucket,
@@ -24,7 +24,7 @@ pub struct Relinked {
 
 /// What became of the schedules.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
-pub struct Summary {
+pub(crate) struct Summary {
     /// Schedules that fit the target as they are.
     pub carried: usize,
     /// Schedules in whose place the target's default stands.
@@ -34,7 +34,7 @@ pub struct Summary {
 }
 
 /// The records of a bundle, of the problems and classes of sizes that it has, the measured ones first.
-pub fn read(path: &Path, trust: &Trust, summary: &mut Summary) -> Result<Vec<Record>> {
+pub(crate) fn read(path: &Path, trust: &Trust, summary: &mut Summary) -> Result<Vec<Record>> {
     let bundle = Bundle::map(path)?;
     trust.check(&bundle)?;
     let mut chosen: BTreeMap<(flashtune::Problem, ShapeBucket), Record> = BTreeMap::new();
@@ -57,7 +57,7 @@ pub fn read(path: &Path, trust: &Trust, summary: &mut Summary) -> Result<Vec<Rec
 }
 
 /// The kernels for a target.
-pub fn relink(records: &[Record], arch: Arch, paths: &Paths, summary: &mut Summary) -> Vec<Relinked> {
+pub(crate) fn relink(records: &[Record], arch: Arch, paths: &Paths, summary: &mut Summary) -> Vec<Relinked> {
     let mut relinked = Vec::new();
     for record in records {
         let case = Case::new(record.key.problem, record.sizes());
@@ -88,7 +88,7 @@ pub fn relink(records: &[Record], arch: Arch, paths: &Paths, summary: &mut Summa
 }
 
 /// The default kernel of the best family for a case.
-pub fn default_kernel(case: &Case, arch: Arch, paths: &Paths) -> Result<Kernel> {
+pub(crate) fn default_kernel(case: &Case, arch: Arch, paths: &Paths) -> Result<Kernel> {
     let bucket = case.bucket(1);
     let family = family(None, &case.problem, arch, &bucket, paths)?;
     let schedule = Schedule::default_for(family, &case.problem, arch, &bucket)?;

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 /// Files to write a report to.
 #[derive(clap::Args, Debug, Default)]
-pub struct Outputs {
+pub(crate) struct Outputs {
     /// Keep the report as JSON, for `flashtune report`
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -38,12 +38,12 @@ impl Outputs {
     }
 
     /// Fails before anything is measured when a file cannot be written.
-    pub fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         self.all().try_for_each(files::check_folder)
     }
 
     /// Writes every file that was asked for.
-    pub fn write(&self, report: &Report) -> Result<()> {
+    pub(crate) fn write(&self, report: &Report) -> Result<()> {
         if let Some(path) = &self.report {
             files::write(path, (serde_json::to_string_pretty(report)? + "\n").as_bytes())?;
         }
@@ -62,7 +62,7 @@ impl Outputs {
 
 /// Options of `report`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     /// A report as JSON, of `flashtune bench --report` or benches/peers.py; a cache folder or a bundle, for --html
     file: PathBuf,
     /// A later one of the same kind, to compare: by cases, with 99 % intervals of the ratios of medians
@@ -85,7 +85,7 @@ pub struct Args {
 
 /// What models are tuned for, as `tune --model` takes it.
 #[derive(clap::Args, Debug)]
-pub struct ServedArgs {
+pub(crate) struct ServedArgs {
     #[command(flatten)]
     service: ServiceArgs,
     /// Element type in place of the models' own
@@ -104,13 +104,13 @@ pub struct ServedArgs {
 
 impl ServedArgs {
     /// On a device.
-    pub fn limits(&self, arch: Arch) -> Limits {
+    pub(crate) fn limits(&self, arch: Arch) -> Limits {
         let ragged = RaggedArgs { pages: self.pages.clone(), kv_dtype: self.kv_dtype.clone() };
         self.service.limits(arch, self.dtype, &self.batch, &ragged)
     }
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     if let Some(after) = &args.after {
         let found = compare::files(&args.file, after, args.fail_over.unwrap_or(compare::LIMIT))?;
         match cx.json() {

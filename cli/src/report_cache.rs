@@ -18,19 +18,25 @@ use std::time::{Duration, UNIX_EPOCH};
 
 /// Whether this is a folder or a bundle, and no report of `bench`. A damaged bundle is one, too, by its name: its error
 /// is not that of a report.
-pub fn is_cache(path: &Path) -> bool {
+pub(crate) fn is_cache(path: &Path) -> bool {
     let is_named_so = path.is_file() && path.extension().is_some_and(|end| end == "ftb");
     path.is_dir() || is_named_so || Bundle::map(path).is_ok()
 }
 
 /// Models that are held against the records, and what for.
-pub struct Models<'a> {
+pub(crate) struct Models<'a> {
     pub paths: &'a [PathBuf],
     pub served: &'a ServedArgs,
 }
 
 /// Writes the page, or says what would stand in it.
-pub fn run(cx: &mut Context, path: &Path, models: &Models, untuned: Option<&Path>, html: Option<&Path>) -> Result<()> {
+pub(crate) fn run(
+    cx: &mut Context,
+    path: &Path,
+    models: &Models,
+    untuned: Option<&Path>,
+    html: Option<&Path>,
+) -> Result<()> {
     let report = gather(cx, path, models, untuned)?;
     if let Some(html) = html {
         files::write(html, cache_html(&report)?.as_bytes())?;

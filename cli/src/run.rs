@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 /// Options of `run`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     /// A safetensors file with the tensors q, k and v, each [batch, heads, rows, dim]
     input: PathBuf,
     /// Where to write o (like q, with v's dim) and lse (fp32, [batch, heads, rows])
@@ -63,7 +63,7 @@ fn programs(args: &Args, file: &File) -> Result<(Mask, Option<(ProgramRef, SideD
     Ok((mask, Some((ProgramRef::new(program), data))))
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.scale.is_some_and(|s| !s.is_finite()) {
         return Err(usage("--scale must be a finite number"));
     }

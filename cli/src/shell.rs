@@ -10,13 +10,13 @@ use std::path::PathBuf;
 #[command(
     after_help = "For example: flashtune completions bash > ~/.local/share/bash-completion/completions/flashtune"
 )]
-pub struct CompletionsArgs {
+pub(crate) struct CompletionsArgs {
     /// The shell
     shell: clap_complete::Shell,
 }
 
 /// Prints the script that completes this command in a shell.
-pub fn completions(cx: &mut Context, args: &CompletionsArgs) -> Result<()> {
+pub(crate) fn completions(cx: &mut Context, args: &CompletionsArgs) -> Result<()> {
     // The generator panics where it cannot write.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut super::command(), "flashtune", &mut script);
@@ -26,13 +26,13 @@ pub fn completions(cx: &mut Context, args: &CompletionsArgs) -> Result<()> {
 
 /// Options of `man`.
 #[derive(clap::Args, Debug)]
-pub struct ManArgs {
+pub(crate) struct ManArgs {
     /// The folder, made if need be
     folder: PathBuf,
 }
 
 /// Writes a manual page of the command and one of each of its commands.
-pub fn man(args: &ManArgs) -> Result<()> {
+pub(crate) fn man(args: &ManArgs) -> Result<()> {
     let written =
         std::fs::create_dir_all(&args.folder).and_then(|()| clap_mangen::generate_to(super::command(), &args.folder));
     written.with_context(|| format!("cannot write manual pages to {}", args.folder.display()))

@@ -6,7 +6,7 @@ use anyhow::Result;
 use flashtune_codegen::score::{Declaration, Program, Scalar, SideData, Storage, Type};
 
 /// The values of a program's scalars and tensors. What it does not declare is left alone.
-pub fn data(program: &Program, set: &[String], tensors: Option<&File>) -> Result<SideData> {
+pub(crate) fn data(program: &Program, set: &[String], tensors: Option<&File>) -> Result<SideData> {
     let mut data = SideData::default();
     for item in set {
         let (name, number) = split(item)?;
@@ -28,7 +28,7 @@ pub fn data(program: &Program, set: &[String], tensors: Option<&File>) -> Result
 }
 
 /// What the values say of their names, for programs that do not declare them.
-pub fn given(set: &[String], tensors: &File) -> Result<Vec<Declaration>> {
+pub(crate) fn given(set: &[String], tensors: &File) -> Result<Vec<Declaration>> {
     let mut given = tensors.side_declarations()?;
     for item in set {
         let (name, number) = split(item)?;

@@ -9,14 +9,14 @@ use std::path::PathBuf;
 
 /// Options of `keygen`.
 #[derive(clap::Args, Debug)]
-pub struct KeygenArgs {
+pub(crate) struct KeygenArgs {
     /// The file for the secret key; must not be there yet. The public key is printed
     file: PathBuf,
 }
 
 /// Options of `sign`.
 #[derive(clap::Args, Debug)]
-pub struct SignArgs {
+pub(crate) struct SignArgs {
     /// The bundle file; an earlier signature is replaced
     file: PathBuf,
     /// The file with the secret key
@@ -24,7 +24,7 @@ pub struct SignArgs {
     key: PathBuf,
 }
 
-pub fn keygen(cx: &mut Context, args: KeygenArgs) -> Result<()> {
+pub(crate) fn keygen(cx: &mut Context, args: KeygenArgs) -> Result<()> {
     let key = SecretKey::generate()?;
     key.write_new(&args.file)?;
     let public = key.public().to_string();
@@ -35,7 +35,7 @@ pub fn keygen(cx: &mut Context, args: KeygenArgs) -> Result<()> {
     Ok(())
 }
 
-pub fn sign(cx: &mut Context, args: SignArgs) -> Result<()> {
+pub(crate) fn sign(cx: &mut Context, args: SignArgs) -> Result<()> {
     let key = SecretKey::read(&args.key)?;
     let root = sign_bundle(&args.file, &key)?;
     let (file, public) = (args.file.display().to_string(), key.public().to_string());

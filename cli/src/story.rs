@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// A record with the trials that led to it.
 #[derive(Debug, Serialize)]
-pub struct Story {
+pub(crate) struct Story {
     /// Seconds since it was found.
     pub age_s: u64,
     pub flashtune: String,
@@ -53,7 +53,7 @@ pub struct Story {
 
 /// One finalist.
 #[derive(Debug, Serialize)]
-pub struct Line {
+pub(crate) struct Line {
     pub schedule: String,
     pub median_us: f64,
     pub p10_us: f64,
@@ -69,7 +69,7 @@ pub struct Line {
 
 /// One candidate: timed, or given up.
 #[derive(Debug, Serialize)]
-pub struct Candidate {
+pub(crate) struct Candidate {
     pub schedule: String,
     pub median_us: Option<f64>,
     /// How many times it was timed.
@@ -83,7 +83,7 @@ pub struct Candidate {
 
 impl Story {
     /// Tells it, with the candidates from the journal of the command's cache folder.
-    pub fn of(cx: &mut Context, record: &Record) -> Self {
+    pub(crate) fn of(cx: &mut Context, record: &Record) -> Self {
         let (trials, journal) = match trials(cx, record) {
             Ok(trials) if trials.is_empty() => (None, Some("it was tuned elsewhere: its trials are there".to_owned())),
             Ok(trials) => (Some(trials), None),

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 /// One check that did not pass.
 #[derive(Serialize)]
-pub struct Failure {
+pub(crate) struct Failure {
     pub kernel: String,
     pub shape: String,
     pub inputs: String,
@@ -17,7 +17,7 @@ pub struct Failure {
 
 /// How much to check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effort {
+pub(crate) enum Effort {
     /// Under a minute.
     Quick,
     /// Everything that the templates can be asked for, sampled.
@@ -25,7 +25,7 @@ pub enum Effort {
 }
 
 /// The problems of the sweep.
-pub fn problems(effort: Effort) -> Vec<Problem> {
+pub(crate) fn problems(effort: Effort) -> Vec<Problem> {
     let dims: &[(u32, u32)] = match effort {
         Effort::Quick => &[(64, 64), (128, 128), (40, 72), (59, 33)],
         Effort::Full => &[
@@ -69,7 +69,7 @@ pub fn problems(effort: Effort) -> Vec<Problem> {
 
 /// The problems of e4m3: head dims of one to two chunks of 128 columns, whole and not, every dtype of O, and scales of
 /// every unit, those of heads in half of them.
-pub fn e4m3_problems(effort: Effort) -> Vec<Problem> {
+pub(crate) fn e4m3_problems(effort: Effort) -> Vec<Problem> {
     let dims: &[(u32, u32)] = match effort {
         Effort::Quick => &[(64, 64), (128, 128), (80, 48), (256, 256)],
         Effort::Full => &[
@@ -105,7 +105,7 @@ pub fn e4m3_problems(effort: Effort) -> Vec<Problem> {
 
 /// The problems of the sweep whose forward passes also write what O loses by rounding, and their gradients, dense and
 /// packed, which read it.
-pub fn residual_problems(effort: Effort, program: &Program) -> Vec<Problem> {
+pub(crate) fn residual_problems(effort: Effort, program: &Program) -> Vec<Problem> {
     let every = if effort == Effort::Full { 3 } else { 2 };
     let of_16_bits = problems(effort).into_iter().filter(|p| p.dtype != DType::F32);
     let some = of_16_bits.enumerate().filter(|(nth, _)| nth % every == 0);
@@ -119,7 +119,7 @@ pub fn residual_problems(effort: Effort, program: &Program) -> Vec<Problem> {
 }
 
 /// The problems of the sweep with dropout and their gradients, dense and packed.
-pub fn dropout_problems(effort: Effort, program: &Program) -> Vec<Problem> {
+pub(crate) fn dropout_problems(effort: Effort, program: &Program) -> Vec<Problem> {
     let every = if effort == Effort::Full { 4 } else { 5 };
     let some = problems(effort).into_iter().enumerate().filter(|(nth, _)| nth % every == 0);
     let some = some.map(|(_, p)| p.with_program(program.clone()).with_dropout(true)).enumerate();
@@ -146,7 +146,7 @@ const READS: [&str; 9] = [
 ];
 
 /// Kernels of `Op::Quantise`: every dtype, head dims with and without a Hadamard matrix, whole and broken vectors.
-pub fn quantise_kernels(arch: Arch, effort: Effort) -> flashtune_codegen::Result<Vec<Kernel>> {
+pub(crate) fn quantise_kernels(arch: Arch, effort: Effort) -> flashtune_codegen::Result<Vec<Kernel>> {
     let dims: &[(u32, u32)] = match effort {
         Effort::Quick => &[(64, 64), (128, 128), (256, 256), (192, 128), (59, 33), (96, 96)],
         Effort::Full => &[
@@ -179,7 +179,7 @@ pub fn quantise_kernels(arch: Arch, effort: Effort) -> flashtune_codegen::Result
 }
 
 /// The problems of gradients of what a program reads: by each float of a program that is brought.
-pub fn gradients(effort: Effort, program: &Program) -> Vec<Problem> {
+pub(crate) fn gradients(effort: Effort, program: &Program) -> Vec<Problem> {
     let problems = problems(effort);
     let by_floats = |problem: Problem| -> Vec<Problem> {
         let floats = problem.program.map_or(&[][..], |p| p.kept().declarations()).iter();
@@ -206,13 +206,13 @@ fn of_gradients(problem: &Problem) -> bool {
 }
 
 /// A problem in every precision that it has on the arch.
-pub fn in_precisions(problem: Problem, arch: Arch) -> impl Iterator<Item = Problem> {
+pub(crate) fn in_precisions(problem: Problem, arch: Arch) -> impl Iterator<Item = Problem> {
     Precision::ALL.into_iter().map(move |p| problem.in_precision(p)).filter(move |p| p.validate_on(arch).is_ok())
 }
 
 /// The kernels that are checked for a problem: the default one of every family, and some others of the searched space,
 /// evenly spread over it. The same ones every time. Of one family alone when it is named.
-pub fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<Family>) -> Vec<Kernel> {
+pub(crate) fn kernels(problem: &Problem, arch: Arch, schedules: usize, family: Option<Family>) -> Vec<Kernel> {
     let of_sizes = |q_len, kv_len| {
         ShapeBucket::of(&Shape { batch: 2, heads: 4, kv_heads: 2, q_len, kv_len, mask: representative(problem.mask) })
     };
@@ -284,7 +284,7 @@ const QUICK_BACKWARD: u64 = 40_000;
 const LONG: [[u32; 5]; 2] = [[1, 2, 1, 1000, 1000], [1, 2, 2, 999, 1531]];
 
 /// Sizes and inputs for a problem. `nth` varies the mixture from problem to problem.
-pub fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(Shape, CheckInputs)> {
+pub(crate) fn cases(problem: &Problem, effort: Effort, nth: usize, seed: u64) -> Vec<(Shape, CheckInputs)> {
     let reaches: &[(u32, u32)] = match effort {
         Effort::Quick => &[(17, 5), (64, 0)],
         // None, a few, more than there are keys, and as many as can be said.

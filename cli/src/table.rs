@@ -11,7 +11,7 @@ const NARROWEST: usize = 20;
 
 /// A header and rows of texts.
 #[derive(Debug, Clone)]
-pub struct Table {
+pub(crate) struct Table {
     header: Vec<String>,
     rows: Vec<Vec<String>>,
     /// Columns of the terminal; none where it goes elsewhere.
@@ -19,12 +19,12 @@ pub struct Table {
 }
 
 /// A table for standard output.
-pub fn table(header: &[&str]) -> Table {
+pub(crate) fn table(header: &[&str]) -> Table {
     Table { header: header.iter().map(|text| (*text).to_owned()).collect(), rows: Vec::new(), columns: columns() }
 }
 
 /// Columns of the terminal that standard output is.
-pub fn columns() -> Option<usize> {
+pub(crate) fn columns() -> Option<usize> {
     let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok()?;
     Some(usize::from(size.ws_col)).filter(|columns| *columns > 0)
 }
@@ -36,7 +36,7 @@ fn width(text: &str) -> usize {
 
 impl Table {
     /// Adds a row: a cell for each column, fewer are filled up.
-    pub fn add_row(&mut self, cells: impl IntoIterator<Item = impl Into<String>>) {
+    pub(crate) fn add_row(&mut self, cells: impl IntoIterator<Item = impl Into<String>>) {
         let mut row: Vec<String> = cells.into_iter().map(Into::into).collect();
         row.resize(self.header.len(), String::new());
         self.rows.push(row);

@@ -10,7 +10,7 @@ use std::path::Path;
 
 /// Order of the dimensions in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum FileLayout {
+pub(crate) enum FileLayout {
     /// [batch, heads, rows, dim]
     #[default]
     Bhsd,
@@ -20,7 +20,7 @@ pub enum FileLayout {
 
 impl FileLayout {
     /// The layout in memory.
-    pub fn layout(self) -> Layout {
+    pub(crate) fn layout(self) -> Layout {
         match self {
             FileLayout::Bhsd => Layout::Bhsd,
             FileLayout::Bshd => Layout::Bshd,
@@ -28,7 +28,7 @@ impl FileLayout {
     }
 
     /// A shape in file order from one in batch, heads, rows, dim order, and back: the swap is its own inverse.
-    pub fn order(self, [b, h, s, d]: [usize; 4]) -> [usize; 4] {
+    pub(crate) fn order(self, [b, h, s, d]: [usize; 4]) -> [usize; 4] {
         match self {
             FileLayout::Bhsd => [b, h, s, d],
             FileLayout::Bshd => [b, s, h, d],
@@ -37,13 +37,13 @@ impl FileLayout {
 }
 
 /// A whole safetensors file, checked by its header.
-pub struct File {
+pub(crate) struct File {
     path: String,
     bytes: Vec<u8>,
 }
 
 impl File {
-    pub fn read(path: &Path) -> Result<Self> {
+    pub(crate) fn read(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let bytes = std::fs::read(path).map_err(|e| usage(format!("cannot read {name}: {e}")))?;
         let file = Self { path: name, bytes };
@@ -61,7 +61,7 @@ impl File {
     }
 
     /// The tensor of a name: rank 4, f16, bf16, f32 or e4m3.
-    pub fn tensor(&self, name: &str, layout: FileLayout) -> Result<HostTensor> {
+    pub(crate) fn tensor(&self, name: &str, layout: FileLayout) -> Result<HostTensor> {
         let file = self.parse()?;
         let tensor = file.tensor(name).map_err(|_| {
             let mut names = file.names();
@@ -98,7 +98,7 @@ impl File {
 impl File {
     /// What the file says of its tensors beside q, k and v: storage and number of axes, of those that a score program
     /// can read.
-    pub fn side_declarations(&self) -> Result<Vec<Declaration>> {
+    pub(crate) fn side_declarations(&self) -> Result<Vec<Declaration>> {
         let file = self.parse()?;
         let declaration = |(name, tensor): (String, FileTensor<'_>)| {
             let storage = match tensor.dtype() {
@@ -117,7 +117,7 @@ impl File {
     }
 
     /// A tensor that a score program reads, of any rank up to four.
-    pub fn side_tensor(&self, name: &str) -> Result<SideTensor> {
+    pub(crate) fn side_tensor(&self, name: &str) -> Result<SideTensor> {
         let file = self.parse()?;
         let Ok(tensor) = file.tensor(name) else {
             let why = "it is what the score program reads under that name";
@@ -148,10 +148,10 @@ impl File {
 }
 
 /// An output tensor: name, dtype, shape in file order, bytes.
-pub type Output<'a> = (&'a str, DType, Vec<usize>, &'a [u8]);
+pub(crate) type Output<'a> = (&'a str, DType, Vec<usize>, &'a [u8]);
 
 /// Writes tensors to a file that appears whole or not at all. A device or a pipe is written to and stays what it is.
-pub fn write(path: &Path, outputs: &[Output<'_>]) -> Result<()> {
+pub(crate) fn write(path: &Path, outputs: &[Output<'_>]) -> Result<()> {
     let mut views = Vec::new();
     for (name, dtype, shape, bytes) in outputs {
         let dtype = match dtype {

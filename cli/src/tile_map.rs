@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 /// Options of the tile map.
 #[derive(clap::Args, Debug)]
-pub struct MapArgs {
+pub(crate) struct MapArgs {
     /// Draw which tiles the mask skips, leaves whole or mixes, for the first sequence and head
     #[arg(long)]
     tile_map: bool,
@@ -34,12 +34,12 @@ pub struct MapArgs {
 
 impl MapArgs {
     /// Whether a map is wanted.
-    pub fn wanted(&self) -> bool {
+    pub(crate) fn wanted(&self) -> bool {
         self.tile_map
     }
 
     /// The map of a mask, and where it was written.
-    pub fn map(&self, problem: &Problem, shape: &Shape) -> Result<TileMap> {
+    pub(crate) fn map(&self, problem: &Problem, shape: &Shape) -> Result<TileMap> {
         let (block_q, block_kv) = self.blocks()?;
         let program = whole_mask(problem, shape.mask)?;
         let file = self.tensors.as_deref().map(File::read).transpose()?;
@@ -99,7 +99,7 @@ fn title(program: &Program, shape: &Shape) -> String {
 }
 
 /// The kinds of all tiles of one head.
-pub struct TileMap {
+pub(crate) struct TileMap {
     rows: Vec<Vec<TileKind>>,
     block_q: u32,
     block_kv: u32,
@@ -125,7 +125,7 @@ impl TileMap {
     }
 
     /// The map in letters: `#` visible, `+` mixed, `.` skipped.
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let mut out = format!("{}\n{}\n", self.title, self.summary());
         if self.rows.len() > FITS || self.rows[0].len() > FITS {
             let _ = writeln!(out, "(too many tiles for a terminal: give a larger --tile, or --svg FILE)");
@@ -140,7 +140,7 @@ impl TileMap {
     }
 
     /// The map for scripts.
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         let rows: Vec<String> = self.rows.iter().map(|r| r.iter().map(|k| letter(*k)).collect()).collect();
         json!({
             "title": self.title, "block_q": self.block_q, "block_kv": self.block_kv,

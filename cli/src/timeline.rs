@@ -17,7 +17,7 @@ const COLUMNS: u64 = 100;
 
 /// The timeline of a record, or why there is none.
 #[derive(Debug, Serialize)]
-pub struct View {
+pub(crate) struct View {
     /// Seconds from the first span to the end of the last.
     pub seconds: f64,
     /// What each activity took, over all lanes.
@@ -29,7 +29,7 @@ pub struct View {
 
 /// One activity in sum.
 #[derive(Debug, Serialize)]
-pub struct Total {
+pub(crate) struct Total {
     pub activity: Activity,
     pub spans: usize,
     pub seconds: f64,
@@ -38,7 +38,7 @@ pub struct Total {
 
 /// One span.
 #[derive(Debug, Serialize)]
-pub struct Line {
+pub(crate) struct Line {
     pub activity: Activity,
     /// `device`, or `compiler N`.
     pub lane: String,
@@ -52,7 +52,7 @@ pub struct Line {
 
 impl View {
     /// The timeline of the tuning that found the record, from the journal of the command's cache folder.
-    pub fn of(cx: &Context, record: &Record) -> Self {
+    pub(crate) fn of(cx: &Context, record: &Record) -> Self {
         match timeline(cx, record) {
             Ok(Some(timeline)) => Self::drawn(&timeline),
             Ok(None) => Self::missing("it was tuned elsewhere, or has been tuned again since: its timeline is there"),
@@ -95,7 +95,7 @@ impl View {
 
     /// The same as events of the trace format that Chromium and Perfetto read. `process` tells traces of one file
     /// apart.
-    pub fn trace(&self, process: usize, name: &str) -> Vec<Value> {
+    pub(crate) fn trace(&self, process: usize, name: &str) -> Vec<Value> {
         let named = |what: &str, tid: u32, name: &str| json!({"ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": name}});
         let mut events = vec![named("process_name", 0, name)];
         let lanes: BTreeMap<u32, &str> = self.spans.iter().map(|s| (s.number, s.lane.as_str())).collect();

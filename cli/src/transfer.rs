@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// Options of `export`.
 #[derive(clap::Args, Debug)]
-pub struct ExportArgs {
+pub(crate) struct ExportArgs {
     /// The bundle file to write
     file: PathBuf,
     /// Only records of this arch; all archs when absent
@@ -28,7 +28,7 @@ pub struct ExportArgs {
 
 /// Options of `import`.
 #[derive(clap::Args, Debug)]
-pub struct ImportArgs {
+pub(crate) struct ImportArgs {
     /// The bundle file to read
     file: PathBuf,
     /// Replace records that the cache already has
@@ -36,7 +36,7 @@ pub struct ImportArgs {
     replace: bool,
 }
 
-pub fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
+pub(crate) fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
     let layers = cx.layers()?;
     let templates = match args.all_templates {
         true => None,
@@ -60,7 +60,7 @@ pub fn export(cx: &mut Context, args: ExportArgs) -> Result<()> {
     report(cx, "wrote", &args.file, &summary)
 }
 
-pub fn import(cx: &mut Context, args: ImportArgs) -> Result<()> {
+pub(crate) fn import(cx: &mut Context, args: ImportArgs) -> Result<()> {
     let needed = cx.needed()?;
     let dir = cx.cache_dir()?;
     let summary = cache::import(&args.file, &dir, &needed, args.replace, &cx.trust()?)?;

@@ -6,10 +6,10 @@ use flashtune_codegen::{Family, TemplateSet};
 use std::fmt::Write;
 
 /// The version and the commit: the first line of `--version`, beyond what `-V` prints.
-pub const LONG: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("FLASHTUNE_COMMIT"), ")");
+pub(crate) const LONG: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("FLASHTUNE_COMMIT"), ")");
 
 /// The other lines. To hash the templates takes milliseconds, which only those pay who ask.
-pub fn details() -> String {
+pub(crate) fn details() -> String {
     let templates = TemplateSet::embedded();
     let mut text = format!("kernel ABI {ABI_VERSION}\nbundle format {BUNDLE_FORMAT}\ntemplates {}\n", templates.hash());
     for family in Family::ALL {

@@ -8,7 +8,7 @@ use flashtune::{DType, Distribution, Engine, HostForward, HostTensor, Layout, Ma
 const BOUND: f64 = 1e-5;
 
 /// One outcome for every dtype and mask.
-pub fn check(engine: &Engine) -> Result<Vec<Result<(), Failure>>> {
+pub(crate) fn check(engine: &Engine) -> Result<Vec<Result<(), Failure>>> {
     let mut outcomes = Vec::new();
     for dtype in DType::ALL {
         for mask in [Mask::Full, Mask::Causal, Mask::Window { left: Some(9), right: Some(2) }] {

@@ -92,7 +92,7 @@ pub(crate) struct Walk {
 
 impl Walk {
     /// Tiles of one head, one KV head after the other.
-    pub fn plain(queries: u32, block_kv: u32, shape: &Shape) -> Self {
+    pub(crate) fn plain(queries: u32, block_kv: u32, shape: &Shape) -> Self {
         Self { queries, block_kv, heads: shape.batch as f64 * shape.heads as f64, together: 1.0 }
     }
 }

@@ -56,34 +56,34 @@ pub(super) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    pub fn new(map: &'a Map<String, Value>, prefix: impl Into<String>) -> Self {
+    pub(crate) fn new(map: &'a Map<String, Value>, prefix: impl Into<String>) -> Self {
         let model_type = map.get("model_type").and_then(Value::as_str).unwrap_or_default();
         let defaults = DEFAULTS.iter().find(|(name, _)| *name == model_type).map_or(&[][..], |(_, fields)| *fields);
         Self { map, prefix: prefix.into(), defaults, assumed: RefCell::default() }
     }
 
     /// Where a field lies, for messages.
-    pub fn name(&self, field: &str) -> String {
+    pub(crate) fn name(&self, field: &str) -> String {
         format!("{}{field}", self.prefix)
     }
 
     /// What had to be assumed so far.
-    pub fn assumed(&self) -> Vec<String> {
+    pub(crate) fn assumed(&self) -> Vec<String> {
         self.assumed.borrow().clone()
     }
 
     /// The value, unless it is absent or null.
-    pub fn get(&self, field: &str) -> Option<&'a Value> {
+    pub(crate) fn get(&self, field: &str) -> Option<&'a Value> {
         self.map.get(field).filter(|v| !v.is_null())
     }
 
     /// Whether the field is there, be it null.
-    pub fn states(&self, field: &str) -> bool {
+    pub(crate) fn states(&self, field: &str) -> bool {
         self.map.contains_key(field)
     }
 
     /// A whole number; of absent fields the default of the model type, if it has one.
-    pub fn number(&self, field: &str, range: RangeInclusive<u32>) -> Result<Option<u32>> {
+    pub(crate) fn number(&self, field: &str, range: RangeInclusive<u32>) -> Result<Option<u32>> {
         let Some(value) = self.get(field) else {
             // An explicit null says that there is none.
             let default = self.defaults.iter().find(|(name, _)| *name == field).map(|(_, value)| *value);
@@ -105,12 +105,12 @@ impl<'a> Fields<'a> {
     }
 
     /// A whole number that must be there.
-    pub fn required(&self, field: &str, range: RangeInclusive<u32>) -> Result<u32> {
+    pub(crate) fn required(&self, field: &str, range: RangeInclusive<u32>) -> Result<u32> {
         self.number(field, range)?.ok_or_else(|| self.missing(field))
     }
 
     /// A number above zero.
-    pub fn positive(&self, field: &str) -> Result<Option<f64>> {
+    pub(crate) fn positive(&self, field: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         match value.as_f64() {
             Some(number) if number > 0.0 && number.is_finite() => Ok(Some(number)),
@@ -118,23 +118,23 @@ impl<'a> Fields<'a> {
         }
     }
 
-    pub fn flag(&self, field: &str) -> Result<Option<bool>> {
+    pub(crate) fn flag(&self, field: &str) -> Result<Option<bool>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_bool().map(Some).ok_or_else(|| self.wrong(field, value, "true or false"))
     }
 
-    pub fn text(&self, field: &str) -> Result<Option<&'a str>> {
+    pub(crate) fn text(&self, field: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.wrong(field, value, "a text"))
     }
 
-    pub fn object(&self, field: &str) -> Result<Option<&'a Map<String, Value>>> {
+    pub(crate) fn object(&self, field: &str) -> Result<Option<&'a Map<String, Value>>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_object().map(Some).ok_or_else(|| self.wrong(field, value, "an object"))
     }
 
     /// A list with one entry for each layer; `expected` says what an entry must be.
-    pub fn per_layer<T>(
+    pub(crate) fn per_layer<T>(
         &self,
         field: &str,
         layers: u32,
@@ -157,13 +157,13 @@ impl<'a> Fields<'a> {
     }
 
     /// A field that cannot be done without is absent.
-    pub fn missing(&self, field: &str) -> Error {
+    pub(crate) fn missing(&self, field: &str) -> Error {
         let problem = "is missing";
         Error::field(self.name(field), problem, "name the config.json of a decoder model with the usual field names")
     }
 
     /// A field has a value that it cannot have.
-    pub fn wrong(&self, field: &str, value: &Value, expected: &str) -> Error {
+    pub(crate) fn wrong(&self, field: &str, value: &Value, expected: &str) -> Error {
         let mut shown = value.to_string();
         if let Some((end, _)) = shown.char_indices().nth(60) {
             shown.truncate(end);

@@ -24,7 +24,7 @@ fn bucket(problem: &Problem, len: u32) -> ShapeBucket {
 }
 
 /// The default kernel of a family.
-pub fn default_kernel(family: Family, problem: Problem, arch: Arch, len: u32) -> Kernel {
+pub(crate) fn default_kernel(family: Family, problem: Problem, arch: Arch, len: u32) -> Kernel {
     let schedule = Schedule::default_for(family, &problem, arch, &bucket(&problem, len)).expect("a default");
     Kernel { problem, schedule, arch }
 }

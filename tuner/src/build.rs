@@ -64,7 +64,7 @@ pub(crate) struct Compilation<'a> {
 }
 
 impl<'a> Builder<'a> {
-    pub fn new(
+    pub(crate) fn new(
         compiler: &'a dyn Compiler,
         templates: &'a TemplateSet,
         files: ArtifactFiles,
@@ -76,7 +76,7 @@ impl<'a> Builder<'a> {
 
     /// Begins to take orders, on so many threads. First come, first served: the best guesses are ready when the time is
     /// up.
-    pub fn start<'scope>(&'a self, scope: &'scope Scope<'scope, 'a>, threads: usize) -> Compilation<'a> {
+    pub(crate) fn start<'scope>(&'a self, scope: &'scope Scope<'scope, 'a>, threads: usize) -> Compilation<'a> {
         let (orders, waiting) = channel();
         let (report, built) = channel();
         let (waiting, over) = (Arc::new(Mutex::new(waiting)), Arc::new(AtomicBool::new(false)));
@@ -136,7 +136,7 @@ impl<'a> Builder<'a> {
 }
 
 impl Compilation<'_> {
-    pub fn order(&mut self, order: Order) {
+    pub(crate) fn order(&mut self, order: Order) {
         let Some(orders) = &self.orders else { return };
         if orders.send(order).is_ok() {
             self.outstanding += 1;
@@ -145,12 +145,12 @@ impl Compilation<'_> {
     }
 
     /// Orders of which nothing has come yet.
-    pub fn outstanding(&self) -> usize {
+    pub(crate) fn outstanding(&self) -> usize {
         self.outstanding
     }
 
     /// What is ready, if something is.
-    pub fn poll(&mut self) -> Option<Built> {
+    pub(crate) fn poll(&mut self) -> Option<Built> {
         let report = match self.built.try_recv() {
             Ok(report) => report,
             Err(TryRecvError::Empty) => return None,
@@ -160,7 +160,7 @@ impl Compilation<'_> {
     }
 
     /// What is ready next; nothing without an order.
-    pub fn wait(&mut self) -> Option<Built> {
+    pub(crate) fn wait(&mut self) -> Option<Built> {
         if self.outstanding == 0 {
             return None;
         }

@@ -24,17 +24,17 @@ pub(crate) struct Candidate {
 }
 
 impl Candidate {
-    pub fn new(kernel: Kernel, rank: usize, is_default: bool) -> Self {
+    pub(crate) fn new(kernel: Kernel, rank: usize, is_default: bool) -> Self {
         Self { kernel, is_default, rank, twin: None, artifact: None, max_error: 0.0, failure: None }
     }
 
     /// Whether nothing has failed yet.
-    pub fn is_live(&self) -> bool {
+    pub(crate) fn is_live(&self) -> bool {
         self.failure.is_none()
     }
 
     /// Gives the candidate up.
-    pub fn fail(&mut self, stage: Stage, reason: String, observer: &dyn Observer) {
+    pub(crate) fn fail(&mut self, stage: Stage, reason: String, observer: &dyn Observer) {
         observer.event(&Event::Failed { schedule: &self.kernel.schedule, stage, reason: &reason });
         tracing::trace!(schedule = %self.kernel.schedule, %stage, reason, "candidate given up");
         self.failure = Some((stage, reason));

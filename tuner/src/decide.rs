@@ -66,12 +66,12 @@ pub(crate) struct Rounds(pub Vec<Vec<f64>>);
 
 impl Rounds {
     /// All times of finalist `f`.
-    pub fn times(&self, f: usize) -> impl Iterator<Item = f64> + '_ {
+    pub(crate) fn times(&self, f: usize) -> impl Iterator<Item = f64> + '_ {
         self.0.iter().map(move |round| round[f])
     }
 
     /// Without the times of finalist `f`.
-    pub fn leave_out(&mut self, f: usize) {
+    pub(crate) fn leave_out(&mut self, f: usize) {
         self.0.iter_mut().for_each(|round| {
             round.remove(f);
         });
@@ -106,7 +106,7 @@ impl Rounds {
     }
 
     /// Half of the interval in which the least known of the ratios lies that the decision rests on; 0 when it is clear.
-    pub fn doubt(&self, count: usize, base: usize) -> f64 {
+    pub(crate) fn doubt(&self, count: usize, base: usize) -> f64 {
         let best = self.fastest(count, base);
         let unclear = |a: usize, b: usize| a != b && !self.is_clear(a, b);
         let width = |a: usize, b: usize| {

@@ -22,7 +22,7 @@ pub(crate) struct Compiled {
 impl Compiled {
     /// Of the `new` candidates, drops kernels that spill registers in earnest or that the compiler calls unfit (unless
     /// no other is left; the default always stays), and those whose binary equals an earlier candidate's.
-    pub fn prune(&mut self, candidates: &mut [Candidate], new: &[usize], observer: &dyn Observer) {
+    pub(crate) fn prune(&mut self, candidates: &mut [Candidate], new: &[usize], observer: &dyn Observer) {
         let unfit = |c: &Candidate| c.artifact.as_ref().and_then(|a| unfit(c.kernel.arch, a));
         self.some_are_fit |= new.iter().any(|&i| candidates[i].is_live() && unfit(&candidates[i]).is_none());
         for &i in new {

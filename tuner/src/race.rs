@@ -89,22 +89,22 @@ const DROPS: [(usize, f64); 6] = [(1, 1.2), (2, 1.1), (4, 1.08), (6, 1.06), (8, 
 
 impl Rules {
     /// The same, but nobody leaves after one run, or for want of a place.
-    pub fn for_a_record(self) -> Self {
+    pub(crate) fn for_a_record(self) -> Self {
         Self { drops: &DROPS[1..], places: &[], ..self }
     }
 
     /// Ends when each has so many samples, whatever the noise.
-    pub fn for_a_glance(self, samples: usize) -> Self {
+    pub(crate) fn for_a_glance(self, samples: usize) -> Self {
         Self { max_samples: samples, ..self }
     }
 
     /// The same, but noise makes the race no longer from then on.
-    pub fn patient_until(self, patience: Duration) -> Self {
+    pub(crate) fn patient_until(self, patience: Duration) -> Self {
         Self { patience, ..self }
     }
 
     /// The rules of every job; only the times differ.
-    pub fn until(deadline: Duration) -> Self {
+    pub(crate) fn until(deadline: Duration) -> Self {
         Self {
             drops: &DROPS,
             places: &[(3, 20), (4, 14), (6, 8), (8, 5), (10, 3)],
@@ -121,7 +121,7 @@ impl Rules {
 
 impl Standings {
     /// Room for so many contenders; those that do not enter stay out.
-    pub fn grow(&mut self, count: usize) {
+    pub(crate) fn grow(&mut self, count: usize) {
         for _ in self.fates.len()..count {
             self.samples.push(Vec::new());
             self.fates.push(Fate::Failed("it did not get here".into()));
@@ -130,13 +130,13 @@ impl Standings {
     }
 
     /// A contender comes in, in whatever order.
-    pub fn enter(&mut self, contender: usize) {
+    pub(crate) fn enter(&mut self, contender: usize) {
         self.grow(contender + 1);
         self.fates[contender] = Fate::Live;
     }
 
     /// The median of a contender that still works; `None` without samples.
-    pub fn median(&self, contender: usize) -> Option<f64> {
+    pub(crate) fn median(&self, contender: usize) -> Option<f64> {
         match self.fates.get(contender)? {
             Fate::Failed(_) => None,
             _ => median(&self.samples[contender]),
@@ -144,13 +144,13 @@ impl Standings {
     }
 
     /// The fewest samples that one who is live has; `None` when nobody is.
-    pub fn fewest_samples(&self) -> Option<usize> {
+    pub(crate) fn fewest_samples(&self) -> Option<usize> {
         self.live().into_iter().map(|i| self.samples[i].len()).min()
     }
 
     /// Contenders that still work: first those who are in the race, fastest first, then those who dropped out, whose
     /// times are of fewer rounds. Equals in their given order.
-    pub fn ranking(&self) -> Vec<usize> {
+    pub(crate) fn ranking(&self) -> Vec<usize> {
         let works = |i: &usize| !matches!(self.fates[*i], Fate::Failed(_));
         let has_left = |i: usize| self.fates[i] != Fate::Live;
         let mut ranked: Vec<(usize, f64)> =
@@ -162,7 +162,7 @@ impl Standings {
     /// The noise of a sample, relative to its time, as the standard deviation of a normal one; 0 where nothing is known
     /// of it. From the steps between samples of one contender that follow each other, of all contenders: neither drift
     /// nor single disturbances count.
-    pub fn noise(&self) -> f64 {
+    pub(crate) fn noise(&self) -> f64 {
         /// The median step between two normal samples, in standard deviations.
         const STEP: f64 = 0.954;
         let steps = self.samples.iter().flat_map(|own| own.windows(2)).map(|pair| (pair[1] / pair[0]).ln().abs());

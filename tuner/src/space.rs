@@ -30,13 +30,13 @@ pub(crate) struct Space {
 
 impl Space {
     /// The number of a schedule that may be tried.
-    pub fn position(&self, schedule: &Schedule) -> Option<usize> {
+    pub(crate) fn position(&self, schedule: &Schedule) -> Option<usize> {
         self.kernels.iter().position(|k| k.schedule == *schedule)
     }
 
     /// `count` schedules at even distances in the model's ranking, the default first: what a table is recorded from
     /// that is to show the whole space.
-    pub fn sample(&self, count: usize) -> Vec<usize> {
+    pub(crate) fn sample(&self, count: usize) -> Vec<usize> {
         let (len, count) = (self.kernels.len(), count.clamp(1, self.kernels.len()));
         let even = (0..count).map(|i| i * len / count).filter(|i| *i != self.default);
         let mut chosen: Vec<usize> = std::iter::once(self.default).chain(even).collect();

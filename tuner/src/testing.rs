@@ -5,7 +5,7 @@ use flashtune_cache::{Artifact, CompilerId, Facts, Recipe};
 use flashtune_codegen::{Arch, DType, Family, Kernel, MaskKind, Problem, Schedule, SmArch, abi};
 
 /// Some candidates of the sm80 family; the first is the default.
-pub fn candidates(count: usize) -> Vec<Candidate> {
+pub(crate) fn candidates(count: usize) -> Vec<Candidate> {
     let arch = Arch::Sm(SmArch { number: 80, specific: false });
     let problem = Problem::forward(DType::F16, 64, MaskKind::FULL).unwrap();
     let space = Schedule::space(Family::ForwardSm80, &problem, arch);
@@ -14,7 +14,7 @@ pub fn candidates(count: usize) -> Vec<Candidate> {
 }
 
 /// An artifact of a kernel whose code depends on `body`.
-pub fn artifact(kernel: &Kernel, body: u8) -> Artifact {
+pub(crate) fn artifact(kernel: &Kernel, body: u8) -> Artifact {
     Artifact {
         recipe: Recipe {
             kernel: *kernel,

@@ -18,7 +18,7 @@ const NAMES: [&str; 6] = [
 ];
 
 /// The command: pages that were made elsewhere are looked at as well, and drawn when a folder for pictures is named.
-pub fn main(root: &Path, args: &[String]) -> Result<()> {
+pub(crate) fn main(root: &Path, args: &[String]) -> Result<()> {
     let (mut pages, mut pictures) = (Vec::new(), None);
     let mut args = args.iter();
     while let Some(arg) = args.next() {
@@ -40,7 +40,7 @@ pub fn main(root: &Path, args: &[String]) -> Result<()> {
 }
 
 /// The step of the tests, skipped where there is no browser.
-pub fn test(root: &Path) -> Result<()> {
+pub(crate) fn test(root: &Path) -> Result<()> {
     match find() {
         Some(browser) => run(root, &browser, &[], None),
         None => {

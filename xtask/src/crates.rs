@@ -27,12 +27,12 @@ const CANDLE: &str = "flashtune-candle";
 const LARGEST: u64 = 10 << 20;
 
 /// Published packages that others compile against; the last is the command.
-pub fn libraries() -> impl Iterator<Item = &'static str> {
+pub(crate) fn libraries() -> impl Iterator<Item = &'static str> {
     PUBLISHED.into_iter().filter(|name| *name != "flashtune-cli")
 }
 
 /// Looks at all packages, and packs them.
-pub fn check(root: &Path) -> Result<()> {
+pub(crate) fn check(root: &Path) -> Result<()> {
     let mut faults = Vec::new();
     let main = Metadata::read(root, &["--locked"])?;
     let candle = Metadata::read(&root.join("bindings/candle"), &["--no-deps"])?;
@@ -168,7 +168,7 @@ fn pack(root: &Path) -> Result<()> {
 }
 
 /// Compiles the published packages with the Rust that their manifests name, in a folder of its own.
-pub fn compile_with_oldest(root: &Path) -> Result<()> {
+pub(crate) fn compile_with_oldest(root: &Path) -> Result<()> {
     let metadata = Metadata::read(root, &["--no-deps"])?;
     let rust = metadata.find(PUBLISHED[0])?.rust_version.clone().context("no rust-version")?;
     let toolchain = format!("{rust}.0");

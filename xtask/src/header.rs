@@ -4,12 +4,12 @@ use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 
 /// Where the header is checked in.
-pub fn path(root: &Path) -> PathBuf {
+pub(crate) fn path(root: &Path) -> PathBuf {
     root.join("bindings/c/include/flashtune.h")
 }
 
 /// The header's text as the sources have it now.
-pub fn generate(root: &Path) -> Result<String> {
+pub(crate) fn generate(root: &Path) -> Result<String> {
     let folder = root.join("bindings/c");
     let config = cbindgen::Config::from_file(folder.join("cbindgen.toml")).map_err(anyhow::Error::msg)?;
     let builder = cbindgen::Builder::new().with_config(config).with_src(folder.join("src/lib.rs"));
@@ -19,7 +19,7 @@ pub fn generate(root: &Path) -> Result<String> {
 }
 
 /// Writes the header.
-pub fn write(root: &Path) -> Result<()> {
+pub(crate) fn write(root: &Path) -> Result<()> {
     let path = path(root);
     std::fs::write(&path, generate(root)?).with_context(|| format!("cannot write {}", path.display()))?;
     println!("{}", path.display());

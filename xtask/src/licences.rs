@@ -21,7 +21,7 @@ const LICENCES: [&str; 10] = [
     "Zlib",
 ];
 /// Packages that are compiled for some others and whose licence is none of [`LICENCES`].
-pub fn check(metadata: &Metadata, roots: &[&str]) -> Result<Vec<String>> {
+pub(crate) fn check(metadata: &Metadata, roots: &[&str]) -> Result<Vec<String>> {
     let mut faults = Vec::new();
     for package in metadata.compiled(roots)? {
         let licence = package.license.as_deref().unwrap_or("none");
@@ -85,7 +85,7 @@ fn one_of(words: &mut &[&str]) -> bool {
 }
 
 /// The texts of all licences and notices of packages from elsewhere, each once, with the packages that have it.
-pub fn texts(packages: &[&Package]) -> Result<String> {
+pub(crate) fn texts(packages: &[&Package]) -> Result<String> {
     let mut texts: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut without = Vec::new();
     for package in packages.iter().filter(|package| package.source.is_some()) {

@@ -8,7 +8,7 @@ use std::process::Command;
 
 /// The packages of a workspace, with what they depend on where that was asked for.
 #[derive(Deserialize)]
-pub struct Metadata {
+pub(crate) struct Metadata {
     /// All packages.
     pub packages: Vec<Package>,
     /// Which package depends on which; none with `--no-deps`.
@@ -17,7 +17,7 @@ pub struct Metadata {
 
 /// A package's manifest.
 #[derive(Deserialize)]
-pub struct Package {
+pub(crate) struct Package {
     pub id: String,
     pub name: String,
     pub version: String,
@@ -39,7 +39,7 @@ pub struct Package {
 
 /// What a manifest asks for.
 #[derive(Deserialize)]
-pub struct Dependency {
+pub(crate) struct Dependency {
     pub name: String,
     pub req: String,
     /// `dev`, `build`, or none.
@@ -49,47 +49,47 @@ pub struct Dependency {
 
 /// The graph of packages.
 #[derive(Deserialize)]
-pub struct Resolve {
+pub(crate) struct Resolve {
     pub nodes: Vec<Node>,
 }
 
 /// A package of the graph.
 #[derive(Deserialize)]
-pub struct Node {
+pub(crate) struct Node {
     pub id: String,
     pub deps: Vec<Edge>,
 }
 
 /// A package that another depends on.
 #[derive(Deserialize)]
-pub struct Edge {
+pub(crate) struct Edge {
     pub pkg: String,
     pub dep_kinds: Vec<Kind>,
 }
 
 /// A way in which it does.
 #[derive(Deserialize)]
-pub struct Kind {
+pub(crate) struct Kind {
     pub kind: Option<String>,
 }
 
 impl Metadata {
     /// Asks cargo in a folder.
-    pub fn read(folder: &Path, args: &[&str]) -> Result<Self> {
+    pub(crate) fn read(folder: &Path, args: &[&str]) -> Result<Self> {
         let mut cargo = super::cargo();
         cargo.current_dir(folder).args(["metadata", "--format-version", "1"]).args(args);
         serde_json::from_str(&output(cargo)?).context("cannot read what cargo metadata says")
     }
 
     /// A package by name.
-    pub fn find(&self, name: &str) -> Result<&Package> {
+    pub(crate) fn find(&self, name: &str) -> Result<&Package> {
         let own = |package: &&Package| package.name == name;
         self.packages.iter().find(own).with_context(|| format!("the workspace has no package {name}"))
     }
 
     /// What is compiled for some packages, they themselves among it, in the order of names: all that they and their
     /// build scripts depend on, and nothing of tests alone.
-    pub fn compiled(&self, roots: &[&str]) -> Result<Vec<&Package>> {
+    pub(crate) fn compiled(&self, roots: &[&str]) -> Result<Vec<&Package>> {
         let mut open: Vec<&str> = roots.iter().map(|name| Ok(&*self.find(name)?.id)).collect::<Result<_>>()?;
         let mut seen = BTreeSet::new();
         while let Some(id) = open.pop() {
@@ -103,7 +103,7 @@ impl Metadata {
     }
 
     /// The packages that one is compiled with.
-    pub fn dependencies(&self, id: &str) -> Result<Vec<&str>> {
+    pub(crate) fn dependencies(&self, id: &str) -> Result<Vec<&str>> {
         let resolve = self.resolve.as_ref().context("cargo metadata was asked for no dependencies")?;
         let node = resolve.nodes.iter().find(|node| node.id == id);
         let compiled = |edge: &&Edge| edge.dep_kinds.iter().any(|kind| kind.kind.as_deref() != Some("dev"));
@@ -111,13 +111,13 @@ impl Metadata {
     }
 
     /// Manifests by identifier.
-    pub fn by_id(&self) -> BTreeMap<&str, &Package> {
+    pub(crate) fn by_id(&self) -> BTreeMap<&str, &Package> {
         self.packages.iter().map(|package| (&*package.id, package)).collect()
     }
 }
 
 /// What a command prints; what it says of an error otherwise.
-pub fn output(mut command: Command) -> Result<String> {
+pub(crate) fn output(mut command: Command) -> Result<String> {
     let out = command.output().with_context(|| format!("cannot start {command:?}"))?;
     if !out.status.success() {
         bail!("{command:?} ended with {}:\n{}", out.status, String::from_utf8_lossy(&out.stderr));

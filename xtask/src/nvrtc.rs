@@ -13,7 +13,7 @@ const LIBRARY_DIR: &str = "nvidia/cu13/lib";
 const LIBRARY: &str = "libnvrtc.so.13";
 
 /// The folder with NVRTC: the one that `FLASHTUNE_NVRTC` names, or `.toolchain/`, filled on the first call.
-pub fn ensure(root: &Path) -> Result<PathBuf> {
+pub(crate) fn ensure(root: &Path) -> Result<PathBuf> {
     if let Some(named) = std::env::var_os("FLASHTUNE_NVRTC").filter(|v| !v.is_empty()) {
         return Ok(named.into());
     }
@@ -23,7 +23,7 @@ pub fn ensure(root: &Path) -> Result<PathBuf> {
 
 /// The folder with the oldest NVRTC that kernels are to compile with: the one that `FLASHTUNE_OLDEST_NVRTC` names, or
 /// `.toolchain/oldest/`, filled on the first call.
-pub fn ensure_oldest(root: &Path) -> Result<PathBuf> {
+pub(crate) fn ensure_oldest(root: &Path) -> Result<PathBuf> {
     if let Some(named) = std::env::var_os("FLASHTUNE_OLDEST_NVRTC").filter(|v| !v.is_empty()) {
         return Ok(named.into());
     }

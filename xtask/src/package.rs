@@ -78,7 +78,7 @@ struct Packed {
 }
 
 /// The command.
-pub fn main(root: &Path, args: impl Iterator<Item = String>) -> ExitCode {
+pub(crate) fn main(root: &Path, args: impl Iterator<Item = String>) -> ExitCode {
     match Options::parse(root, args) {
         Ok(Some(options)) => super::exit_code(run(root, &options)),
         Ok(None) => {

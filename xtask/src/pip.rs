@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The Python that is there.
-pub fn python() -> Option<PathBuf> {
+pub(crate) fn python() -> Option<PathBuf> {
     ["python3", "python"].into_iter().find(|p| quiet(Command::new(p).arg("--version"))).map(PathBuf::from)
 }
 
 /// `pip install --target`, with the pip that is there, or one in a virtual environment inside of `toolchain`.
 /// `otherwise` says how to do without.
-pub fn install(toolchain: &Path, target: &Path, packages: &[&str], otherwise: &str) -> Result<()> {
+pub(crate) fn install(toolchain: &Path, target: &Path, packages: &[&str], otherwise: &str) -> Result<()> {
     let mut python =
         python().with_context(|| format!("no python3 on PATH; install Python with pip, or {otherwise}"))?;
     if !quiet(Command::new(&python).args(["-m", "pip", "--version"])) {
@@ -38,6 +38,6 @@ pub fn install(toolchain: &Path, target: &Path, packages: &[&str], otherwise: &s
 }
 
 /// Whether a command starts and succeeds; its output is dropped.
-pub fn quiet(command: &mut Command) -> bool {
+pub(crate) fn quiet(command: &mut Command) -> bool {
     command.output().is_ok_and(|o| o.status.success())
 }

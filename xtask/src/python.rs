@@ -12,7 +12,7 @@ const IMPORT: &str = "import numpy, ml_dtypes";
 
 /// Builds `libflashtune`, installs what the tests import unless this Python has it, and runs them, in as many processes
 /// as there are cores unless ARGS choose some.
-pub fn test(root: &Path, args: &[String]) -> Result<()> {
+pub(crate) fn test(root: &Path, args: &[String]) -> Result<()> {
     let mut build = super::cargo();
     // All of the workspace, and the target of a test, which brings the features that its tests have: nothing is
     // compiled twice.

@@ -9,7 +9,7 @@ const PACKAGE: &str = "docker-registry";
 
 /// Has the registry where the tests look for it. Where apt cannot give it, says so: the tests then skip themselves,
 /// and fail on CI.
-pub fn ensure(root: &Path) {
+pub(crate) fn ensure(root: &Path) {
     if let Err(e) = installed(root) {
         eprintln!("no {PACKAGE} for the tests of push and pull: {e:#}; install it by the system's packages");
     }

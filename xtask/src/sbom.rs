@@ -8,26 +8,26 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// The packages that are shipped.
-pub const SHIPPED: [&str; 2] = ["flashtune-cli", "flashtune-c"];
+pub(crate) const SHIPPED: [&str; 2] = ["flashtune-cli", "flashtune-c"];
 
 /// What is compiled into them, for a target.
-pub struct Parts {
+pub(crate) struct Parts {
     metadata: Metadata,
 }
 
 impl Parts {
     /// Asks cargo.
-    pub fn of(root: &Path, target: &str) -> Result<Self> {
+    pub(crate) fn of(root: &Path, target: &str) -> Result<Self> {
         Ok(Self { metadata: Metadata::read(root, &["--locked", "--filter-platform", target])? })
     }
 
     /// All packages, the workspace's own among them.
-    pub fn packages(&self) -> Result<Vec<&Package>> {
+    pub(crate) fn packages(&self) -> Result<Vec<&Package>> {
         self.metadata.compiled(&SHIPPED)
     }
 
     /// The bill of materials.
-    pub fn bill(&self, root: &Path) -> Result<String> {
+    pub(crate) fn bill(&self, root: &Path) -> Result<String> {
         let lock = std::fs::read_to_string(root.join("Cargo.lock")).context("cannot read Cargo.lock")?;
         Ok(serde_json::to_string_pretty(&self.value(&hashes(&lock))?)? + "\n")
     }

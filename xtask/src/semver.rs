@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Compares with a revision; with the last release when none is named.
-pub fn main(root: &Path, args: &[String]) -> Result<()> {
+pub(crate) fn main(root: &Path, args: &[String]) -> Result<()> {
     let baseline = match args {
         [] => last_release(root)?,
         [revision] if !revision.starts_with('-') => revision.clone(),

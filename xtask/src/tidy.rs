@@ -35,7 +35,7 @@ struct Finding {
 type Counts = BTreeMap<(String, String), usize>;
 
 /// Looks at every file that git knows or would add.
-pub fn main(root: &Path, args: &[String]) -> Result<()> {
+pub(crate) fn main(root: &Path, args: &[String]) -> Result<()> {
     let lower = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => false,
         ["--lower"] => true,

@@ -39,7 +39,7 @@ const IMPORT: &str = "import torch, transformers, numpy, ml_dtypes; from transfo
 
 /// The folder to put on the path for PyTorch, or `None` where the tests are to do with what this Python has: that is
 /// everywhere but in CI, and where `FLASHTUNE_TEST_TORCH` is 1.
-pub fn ensure(root: &Path, python: &Path) -> Result<Option<PathBuf>> {
+pub(crate) fn ensure(root: &Path, python: &Path) -> Result<Option<PathBuf>> {
     let asked = |name: &str, value: &str| std::env::var(name).is_ok_and(|v| v == value);
     if pip::quiet(Command::new(python).args(["-c", IMPORT])) {
         return Ok(None);

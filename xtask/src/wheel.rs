@@ -45,7 +45,7 @@ struct Options {
 }
 
 /// The command.
-pub fn main(root: &Path, args: impl Iterator<Item = String>) -> ExitCode {
+pub(crate) fn main(root: &Path, args: impl Iterator<Item = String>) -> ExitCode {
     match Options::parse(root, args) {
         Ok(Some(options)) => super::exit_code(make(root, &options)),
         Ok(None) => {
@@ -60,7 +60,7 @@ pub fn main(root: &Path, args: impl Iterator<Item = String>) -> ExitCode {
 }
 
 /// The wheel of what the tests have built, tried in a clean environment.
-pub fn test(root: &Path) -> Result<()> {
+pub(crate) fn test(root: &Path) -> Result<()> {
     let out = tempfile::tempdir()?;
     make(root, &Options { out: out.path().into(), profile: "dev".into(), glibc: None, check: true })
 }

@@ -10,7 +10,7 @@ use std::time::Instant;
 use types::{Descale, Dropout, Dtype, EngineHandle, ForwardArgs, Options, Status, Tensor};
 
 #[path = "../src/types.rs"]
-#[allow(dead_code)]
+#[allow(dead_code, unreachable_pub)]
 mod types;
 
 const BLOCKS: usize = 200;

@@ -13,6 +13,9 @@
 //! `program.rs`, `block_mask.rs`, `dlpack.rs`), registers the fork handler (`fork.rs`), and passes on the caller's
 //! promise about tensors (`forward.rs`, `backward.rs`, `ragged.rs`).
 
+// What is `pub` is in the header, which cbindgen generates.
+#![allow(unreachable_pub)]
+
 mod append;
 mod backward;
 mod block_mask;

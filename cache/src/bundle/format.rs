@@ -4,13 +4,13 @@
 //! longer ones, whose first bytes mean the same.
 
 /// First bytes of every bundle.
-pub const MAGIC: &[u8; 8] = b"FTBUNDLE";
+pub(crate) const MAGIC: &[u8; 8] = b"FTBUNDLE";
 /// Version of the layout, and of the records inside.
 pub const FORMAT: u32 = 10;
 /// Size of the header in bytes, as this build writes it and at least.
-pub const HEADER: usize = 136;
+pub(crate) const HEADER: usize = 136;
 /// Size of one index entry in bytes, as this build writes it and at least.
-pub const ENTRY: usize = 88;
+pub(crate) const ENTRY: usize = 88;
 /// More than any build will need.
 const LARGEST: usize = 4096;
 /// Where the root hash stands: over all bytes of the header but these.
@@ -18,7 +18,7 @@ const ROOT: std::ops::Range<usize> = 104..136;
 
 /// Where everything is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub(crate) struct Header {
     /// Size of the file in bytes.
     pub total: u64,
     /// Manifest: offset and length in bytes.
@@ -33,7 +33,7 @@ pub struct Header {
 
 /// One blob: its key, place and hash, and the index of its set in the manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry {
+pub(crate) struct Entry {
     /// Hash of the record key, or recipe key.
     pub key: [u8; 32],
     /// Offset in the file.
@@ -48,7 +48,7 @@ pub struct Entry {
 
 impl Header {
     /// The bytes, with the root hash over them and the two indexes.
-    pub fn encode(&self, indexes: &[u8]) -> [u8; HEADER] {
+    pub(crate) fn encode(&self, indexes: &[u8]) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         bytes[..8].copy_from_slice(MAGIC);
         bytes[8..12].copy_from_slice(&FORMAT.to_le_bytes());
@@ -73,7 +73,7 @@ impl Header {
     }
 
     /// Reads a header; magic and format version are already checked.
-    pub fn decode(bytes: &[u8; HEADER]) -> Self {
+    pub(crate) fn decode(bytes: &[u8; HEADER]) -> Self {
         let n = |i: usize| u64_at(bytes, 16 + 8 * i);
         Self {
             total: n(0),
@@ -86,27 +86,27 @@ impl Header {
 }
 
 /// The lengths of the header and of an index entry; nothing where no build would write such.
-pub fn widths(bytes: &[u8; HEADER]) -> Option<(usize, usize)> {
+pub(crate) fn widths(bytes: &[u8; HEADER]) -> Option<(usize, usize)> {
     let n = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
     let (header, entry) = (n(12), n(14));
     ((HEADER..=LARGEST).contains(&header) && (ENTRY..=LARGEST).contains(&entry)).then_some((header, entry))
 }
 
 /// The hash over a whole header and the indexes.
-pub fn root_hash(header: &[u8], indexes: &[u8]) -> [u8; 32] {
+pub(crate) fn root_hash(header: &[u8], indexes: &[u8]) -> [u8; 32] {
     let mut h = blake3::Hasher::new_derive_key("flashtune bundle root 2");
     h.update(&header[..ROOT.start]).update(&header[ROOT.end..]).update(indexes);
     *h.finalize().as_bytes()
 }
 
 /// The root hash that a header states.
-pub fn stated_root(header: &[u8; HEADER]) -> [u8; 32] {
+pub(crate) fn stated_root(header: &[u8; HEADER]) -> [u8; 32] {
     hash_at(header, ROOT.start)
 }
 
 impl Entry {
     /// The bytes.
-    pub fn encode(&self) -> [u8; ENTRY] {
+    pub(crate) fn encode(&self) -> [u8; ENTRY] {
         let mut bytes = [0; ENTRY];
         bytes[..32].copy_from_slice(&self.key);
         bytes[32..40].copy_from_slice(&self.offset.to_le_bytes());
@@ -117,7 +117,7 @@ impl Entry {
     }
 
     /// Reads an entry of at least [`ENTRY`] bytes.
-    pub fn decode(bytes: &[u8]) -> Self {
+    pub(crate) fn decode(bytes: &[u8]) -> Self {
         Self {
             key: hash_at(bytes, 0),
             offset: u64_at(bytes, 32),

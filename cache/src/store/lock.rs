@@ -10,14 +10,14 @@ use rustix::fs::{FlockOperation, flock};
 use std::fs::File;
 
 /// Held as long as the store is open. The kernel releases it when the process ends, however it ends.
-pub struct StoreLock {
+pub(crate) struct StoreLock {
     _file: File,
 }
 
 impl StoreLock {
     /// Takes the lock or says that another one has it. What is in its place and is no file of this user's alone is set
     /// aside.
-    pub fn take(base: &Folder) -> Result<Self> {
+    pub(crate) fn take(base: &Folder) -> Result<Self> {
         let file = match base.write(LOCK) {
             Err(e) if e.is_no_file() => {
                 if let Some(aside) = base.set_aside(LOCK, |seen| !seen.is_link() && !seen.is_own_file())? {

@@ -3,11 +3,11 @@
 use crate::encoding::{Undecodable, decode, encode};
 use serde::{Serialize, de::DeserializeOwned};
 
-pub const SCHEMA: u8 = 10;
+pub(crate) const SCHEMA: u8 = 10;
 const HEADER: usize = 33;
 
 /// The bytes of a value.
-pub fn seal_value<T: Serialize>(value: &T) -> Vec<u8> {
+pub(crate) fn seal_value<T: Serialize>(value: &T) -> Vec<u8> {
     let payload = encode(value);
     let mut bytes = Vec::with_capacity(HEADER + payload.len());
     bytes.push(SCHEMA);
@@ -17,7 +17,7 @@ pub fn seal_value<T: Serialize>(value: &T) -> Vec<u8> {
 }
 
 /// The value of bytes that pass every check; otherwise the check that failed.
-pub fn open_value<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Undecodable> {
+pub(crate) fn open_value<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Undecodable> {
     let damaged = Undecodable::Damaged;
     let (header, payload) = bytes.split_at_checked(HEADER).ok_or(damaged("it is shorter than its header"))?;
     if header[0] != SCHEMA {

@@ -24,7 +24,7 @@ const MIB: u64 = 1 << 20;
 
 /// Options of gradients alone.
 #[derive(clap::Args, Debug)]
-pub struct BackwardArgs {
+pub(crate) struct BackwardArgs {
     /// Of --op backward: at most so many MiB of scratch memory; 1024 when absent. In docs/measuring.md: the help of
     /// `bench` is a page long
     #[arg(long, value_name = "N", hide = true)]
@@ -33,7 +33,7 @@ pub struct BackwardArgs {
 
 impl BackwardArgs {
     /// The engine with this limit.
-    pub fn apply(&self, builder: Builder) -> Builder {
+    pub(crate) fn apply(&self, builder: Builder) -> Builder {
         match self.scratch_mib {
             Some(mib) => builder.scratch_limit(u64::from(mib) * MIB),
             None => builder,
@@ -41,7 +41,7 @@ impl BackwardArgs {
     }
 
     /// Whether any was given.
-    pub fn any(&self) -> bool {
+    pub(crate) fn any(&self) -> bool {
         self.scratch_mib.is_some()
     }
 }
@@ -216,7 +216,7 @@ impl Contest<'_> {
 }
 
 /// Times of the gradients of a case, by the engine's choice and by the schedules named.
-pub fn run(
+pub(crate) fn run(
     engine: &Engine,
     case: &Case,
     limit: &BackwardArgs,

@@ -21,7 +21,7 @@ const CHECKED_ROWS: usize = 16;
 
 /// Elements of a cache, as options name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Element(pub KvElement);
+pub(crate) struct Element(pub KvElement);
 
 impl FromStr for Element {
     type Err = String;
@@ -33,7 +33,7 @@ impl FromStr for Element {
 }
 
 /// The heads, dims, elements and mask that a case names, whose sizes are not used.
-pub fn model_of(case: &Case, Element(element): Element) -> Result<Model> {
+pub(crate) fn model_of(case: &Case, Element(element): Element) -> Result<Model> {
     let Case { problem, shape, .. } = case;
     if problem.program.is_some() {
         return Err(usage(
@@ -58,7 +58,7 @@ pub fn model_of(case: &Case, Element(element): Element) -> Result<Model> {
 
 /// Heads, dims and elements.
 #[derive(Debug, Clone, Copy)]
-pub struct Model {
+pub(crate) struct Model {
     pub dtype: DType,
     pub element: KvElement,
     pub heads: u32,
@@ -78,12 +78,12 @@ impl Model {
     }
 
     /// Bytes of a token in a layer's K and V.
-    pub fn token_bytes(&self) -> u64 {
+    pub(crate) fn token_bytes(&self) -> u64 {
         2 * u64::from(self.kv_heads) * u64::from(self.head_dim) * self.element.bytes(self.dtype) as u64
     }
 
     /// E.g. `bf16, 32/8 heads of 128, causal, e4m3 cache`.
-    pub fn told(&self) -> String {
+    pub(crate) fn told(&self) -> String {
         let Self { dtype, heads, kv_heads, head_dim, mask, .. } = self;
         let cache =
             if self.element == KvElement::Same { String::new() } else { format!(", {} cache", self.element.name()) };
@@ -92,7 +92,7 @@ impl Model {
 }
 
 /// Rows of Q, and of K and V as they are appended, in host memory and on the device.
-pub struct Inputs {
+pub(crate) struct Inputs {
     model: Model,
     q: HostTensor,
     k: HostTensor,
@@ -105,7 +105,7 @@ pub struct Inputs {
 impl Inputs {
     /// So many rows of Q, O and of K and V. Those of a quantised cache are numbers that it holds exactly, so that a
     /// reference need not round as it does.
-    pub fn new(device: &dyn Device, model: Model, q_rows: u32, kv_rows: u32, seed: u64) -> Result<Self> {
+    pub(crate) fn new(device: &dyn Device, model: Model, q_rows: u32, kv_rows: u32, seed: u64) -> Result<Self> {
         let dim = model.head_dim as usize;
         let shape = |heads: u32, rows: u32| [1, heads as usize, rows as usize, dim];
         let q = HostTensor::random(model.dtype, shape(model.heads, q_rows), Layout::Bshd, seed, Distribution::Normal);
@@ -128,31 +128,31 @@ impl Inputs {
         Ok(Self { model, q, k, v, on_device, o, scale })
     }
 
-    pub fn model(&self) -> &Model {
+    pub(crate) fn model(&self) -> &Model {
         &self.model
     }
 
     /// Rows of K and V that there are.
-    pub fn kv_rows(&self) -> u32 {
+    pub(crate) fn kv_rows(&self) -> u32 {
         self.k.shape()[2] as u32
     }
 
-    pub fn q_address(&self) -> u64 {
+    pub(crate) fn q_address(&self) -> u64 {
         self.on_device[0].address()
     }
 
-    pub fn o(&self) -> &dyn Buffer {
+    pub(crate) fn o(&self) -> &dyn Buffer {
         &*self.o
     }
 
     /// Strides of batch, head and row of Q and O.
-    pub fn q_strides(&self, rows_of_a_sequence: u32) -> [i64; 3] {
+    pub(crate) fn q_strides(&self, rows_of_a_sequence: u32) -> [i64; 3] {
         let (h, d) = (i64::from(self.model.heads), i64::from(self.model.head_dim));
         [i64::from(rows_of_a_sequence) * h * d, d, h * d]
     }
 
     /// O, which holds NaN where nothing was written since.
-    pub fn output(&self, device: &dyn Device, stream: Stream) -> Result<HostTensor> {
+    pub(crate) fn output(&self, device: &dyn Device, stream: Stream) -> Result<HostTensor> {
         let mut bytes = vec![0; self.o.len()];
         device.download(&*self.o, &mut bytes, stream)?;
         Ok(HostTensor::from_bytes(self.model.dtype, self.q.shape(), Layout::Bshd, bytes).expect("O is as large as Q"))
@@ -160,7 +160,7 @@ impl Inputs {
 
     /// Attention of `rows` rows of O from `first` on, over keys that were appended from the rows `sources` of K and V,
     /// for one KV head.
-    pub fn check(&self, o: &HostTensor, [first, rows]: [u32; 2], sources: &[u32], kv_head: u32) -> Verdict {
+    pub(crate) fn check(&self, o: &HostTensor, [first, rows]: [u32; 2], sources: &[u32], kv_head: u32) -> Verdict {
         let Model { dtype, heads, kv_heads, head_dim, mask, .. } = self.model;
         let (group, dim) = ((heads / kv_heads) as usize, head_dim as usize);
         let of_rows = |from: &HostTensor| {
@@ -209,7 +209,7 @@ fn eighths(dtype: DType, shape: [usize; 4], seed: u64) -> HostTensor {
 }
 
 /// The pages of some layers.
-pub struct Cache {
+pub(crate) struct Cache {
     layers: Vec<[Box<dyn Buffer>; 2]>,
     pub pages: u32,
     pub page_tokens: u32,
@@ -217,7 +217,7 @@ pub struct Cache {
 
 impl Cache {
     /// Pages that hold nothing yet: NaN, where elements have one.
-    pub fn new(device: &dyn Device, model: &Model, layers: u32, pages: u32, page_tokens: u32) -> Result<Self> {
+    pub(crate) fn new(device: &dyn Device, model: &Model, layers: u32, pages: u32, page_tokens: u32) -> Result<Self> {
         let bytes = u64::from(pages) * u64::from(page_tokens) * model.token_bytes() / 2;
         let buffer = || {
             let buffer = device.alloc(bytes as usize)?;
@@ -229,7 +229,7 @@ impl Cache {
     }
 
     /// K and V of a layer.
-    pub fn store(&self, inputs: &Inputs, layer: usize) -> Store {
+    pub(crate) fn store(&self, inputs: &Inputs, layer: usize) -> Store {
         let model = inputs.model();
         let (heads, dim) = (i64::from(model.kv_heads), i64::from(model.head_dim));
         let strides = [i64::from(self.page_tokens) * heads * dim, heads * dim, dim];
@@ -251,7 +251,7 @@ impl Cache {
     }
 
     /// The first `rows` rows of the inputs' K and V to a token of a layer's cache each, as `slots` (64-bit) says.
-    pub fn append(&self, inputs: &Inputs, layer: usize, rows: u32, slots: u64) -> Append {
+    pub(crate) fn append(&self, inputs: &Inputs, layer: usize, rows: u32, slots: u64) -> Append {
         let model = inputs.model();
         let (heads, dim) = (i64::from(model.kv_heads), i64::from(model.head_dim));
         let of = |buffer: &dyn Buffer| Rows { address: buffer.address(), strides: [0, dim, heads * dim] };
@@ -270,7 +270,14 @@ impl Cache {
     }
 
     /// Fills a layer: token `i` of those that `slots` names gets row `i` of K and V, round and round.
-    pub fn fill(&self, engine: &Engine, inputs: &Inputs, layer: usize, slots: &[i64], stream: Stream) -> Result<()> {
+    pub(crate) fn fill(
+        &self,
+        engine: &Engine,
+        inputs: &Inputs,
+        layer: usize,
+        slots: &[i64],
+        stream: Stream,
+    ) -> Result<()> {
         let device = engine.device();
         let at_once = inputs.kv_rows() as usize;
         let buffer = device.alloc(at_once * size_of::<i64>())?;

@@ -7,7 +7,7 @@ use anyhow::Result;
 
 /// Sizes that follow from others, so that a grid over lengths and head dims keeps the work alike.
 #[derive(clap::Args, Debug, Default)]
-pub struct GridArgs {
+pub(crate) struct GridArgs {
     /// Batch so that batch times rows of Q is this many (1 at least)
     #[arg(long, value_name = "N", conflicts_with = "batch")]
     tokens: Option<Sizes>,
@@ -18,7 +18,7 @@ pub struct GridArgs {
 
 impl GridArgs {
     /// Every combination of the options, each checked.
-    pub fn cases(&self, args: &CaseArgs) -> Result<Vec<Case>> {
+    pub(crate) fn cases(&self, args: &CaseArgs) -> Result<Vec<Case>> {
         let mut cases = args.cases(&default_case())?;
         let (tokens, width) = (one("--tokens", &self.tokens)?, one("--width", &self.width)?);
         for Case { problem, shape, .. } in &mut cases {
@@ -44,7 +44,7 @@ impl GridArgs {
     }
 
     /// The same for every one of some lengths: as rows of K and V, and of Q unless its number is given.
-    pub fn over_lengths(&self, args: &CaseArgs, lengths: &[u32]) -> Result<Vec<Case>> {
+    pub(crate) fn over_lengths(&self, args: &CaseArgs, lengths: &[u32]) -> Result<Vec<Case>> {
         let list = vec![Sizes(lengths.to_vec())];
         let mut args = args.clone();
         match args.q_len.as_slice() {

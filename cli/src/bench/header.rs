@@ -14,7 +14,7 @@ use std::time::SystemTime;
 const COMMIT: &str = env!("FLASHTUNE_COMMIT");
 
 /// A report with no points yet.
-pub fn report(engine: &Engine) -> Report {
+pub(crate) fn report(engine: &Engine) -> Report {
     let device = engine.device();
     let f = device.fingerprint();
     let launched = match engine.launches() {
@@ -67,7 +67,7 @@ fn software(engine: &Engine) -> BTreeMap<String, String> {
 
 /// Measures the copy ceiling, and that of multiplying in every dtype of the cases. One that cannot be measured says
 /// why; one that was measured before keeps the higher value, because what holds a ceiling down is other load.
-pub fn measure_ceilings(ceilings: &mut Ceilings, device: &dyn Device, cases: &[Case]) -> Result<()> {
+pub(crate) fn measure_ceilings(ceilings: &mut Ceilings, device: &dyn Device, cases: &[Case]) -> Result<()> {
     ceilings.absent.clear();
     if let Some(rate) = rate(device, Ceiling::Copy, &mut ceilings.absent)? {
         let gbytes_per_s = rate.per_second / 1e9;

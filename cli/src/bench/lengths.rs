@@ -16,7 +16,7 @@ const FIELDS: [&str; 4] = ["length", "num_tokens", "input_length", "tokens"];
 const MOST: u64 = 1 << 30;
 
 /// The lengths of a file.
-pub struct Lengths {
+pub(crate) struct Lengths {
     source: String,
     /// Every length with the number of its sequences, ascending.
     counts: BTreeMap<u32, u64>,
@@ -29,7 +29,7 @@ impl Lengths {
     ///
     /// # Errors
     /// Names the line, or for a JSON array the entry, that holds no length.
-    pub fn read(path: &Path, points: usize) -> Result<Self> {
+    pub(crate) fn read(path: &Path, points: usize) -> Result<Self> {
         if points < 2 {
             return Err(usage("--length-points must be at least 2: the shortest and the longest"));
         }
@@ -54,7 +54,7 @@ impl Lengths {
 
     /// Latency of every problem and contender over the distribution. A contender that was not timed at all lengths has
     /// no curve; where the dispatcher's choice is the default schedule, its time is the default's too.
-    pub fn report(&self, points: &[Point]) -> LengthReport {
+    pub(crate) fn report(&self, points: &[Point]) -> LengthReport {
         let mut problems: Vec<(String, Vec<&Point>)> = Vec::new();
         for point in points {
             let name = problem(point);

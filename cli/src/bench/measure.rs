@@ -20,12 +20,12 @@ const UNFUSED_SAMPLES: usize = 5;
 const UNFUSED_LIMIT_US: f64 = 1e6;
 
 /// The names of the contenders.
-pub const CHOSEN: &str = "chosen";
-pub const DEFAULT: &str = "default";
-pub const UNFUSED: &str = "unfused";
+pub(crate) const CHOSEN: &str = "chosen";
+pub(crate) const DEFAULT: &str = "default";
+pub(crate) const UNFUSED: &str = "unfused";
 
 /// One case on the device, ready to be measured.
-pub struct Contest<'a> {
+pub(crate) struct Contest<'a> {
     engine: &'a Engine,
     case: Case,
     plan: Arc<Plan>,
@@ -47,7 +47,7 @@ struct Runner<'a> {
 
 impl<'a> Contest<'a> {
     /// Chooses the kernels, makes the inputs, and computes what the answers must be.
-    pub fn new(engine: &'a Engine, case: &Case) -> Result<Self> {
+    pub(crate) fn new(engine: &'a Engine, case: &Case) -> Result<Self> {
         let plan = engine.plan(&case.problem, &case.shape)?;
         let (problem, shape, inputs) = (&case.problem, &case.shape, CheckInputs::default());
         let side = problem.program.map_or(SideData::default(), |p| typical_side(&p, shape, inputs.seed));
@@ -70,7 +70,7 @@ impl<'a> Contest<'a> {
     }
 
     /// Checks every kernel's answer, those of schedules that are named as well, then times them in turn.
-    pub fn run(&self, schedules: &[String], rounds: usize) -> Result<(Point, Vec<Check>)> {
+    pub(crate) fn run(&self, schedules: &[String], rounds: usize) -> Result<(Point, Vec<Check>)> {
         let others = schedules.iter().map(|name| named(self.engine, name, &self.case.problem, self.plan.kernel()));
         let others = others.collect::<Result<Vec<_>>>()?;
         let mut runners = vec![self.runner(CHOSEN, self.plan.module())?];
@@ -198,7 +198,7 @@ impl<'a> Contest<'a> {
 }
 
 /// A case as reports have it.
-pub fn facts(case: &Case) -> report::Case {
+pub(crate) fn facts(case: &Case) -> report::Case {
     let (p, s) = (&case.problem, &case.shape);
     let dropped = if p.dropout { " with dropout" } else { "" };
     report::Case {
@@ -278,7 +278,7 @@ impl Unfused {
 }
 
 /// Median and percentiles of samples, of which there is one at least.
-pub fn latency(times: Vec<f64>) -> Latency {
+pub(crate) fn latency(times: Vec<f64>) -> Latency {
     let mut sorted = times.clone();
     sorted.sort_by(f64::total_cmp);
     let at = |p: f64| sorted[((sorted.len() - 1) as f64 * p).round() as usize];

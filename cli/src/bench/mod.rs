@@ -34,7 +34,7 @@ use trace::{CacheArgs, Trace, TraceArgs};
 
 /// Options of `bench`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     /// What is timed
     #[arg(long, value_enum, default_value_t, value_name = "OPERATION", hide_default_value = true)]
     op: Operation,
@@ -86,7 +86,7 @@ pub struct Args {
     outputs: Outputs,
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     if args.rounds == 0 {
         return Err(usage("--rounds must be at least 1"));
     }

@@ -8,7 +8,7 @@ use flashtune_runtime::{Module, compile};
 use std::sync::Arc;
 
 /// The kernel of a schedule's name, of the chosen one's family where the name of none stands before it.
-pub fn named(engine: &Engine, name: &str, problem: &Problem, chosen: &Kernel) -> Result<Arc<dyn Module>> {
+pub(crate) fn named(engine: &Engine, name: &str, problem: &Problem, chosen: &Kernel) -> Result<Arc<dyn Module>> {
     let device = engine.device();
     let arch = chosen.arch;
     let (family, name) = match name.split_once(' ') {

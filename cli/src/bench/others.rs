@@ -19,11 +19,11 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
 /// Rounds that warm up before times are kept.
-pub const WARM_UP: usize = 2;
+pub(crate) const WARM_UP: usize = 2;
 
 /// What is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub enum Operation {
+pub(crate) enum Operation {
     /// Attention
     #[default]
     Forward,
@@ -36,7 +36,7 @@ pub enum Operation {
 
 /// What else is said of it.
 #[derive(Clone, Copy)]
-pub struct Options<'a> {
+pub(crate) struct Options<'a> {
     pub cache: &'a CacheArgs,
     pub backward: &'a BackwardArgs,
     /// Schedules beside the chosen one.
@@ -45,7 +45,7 @@ pub struct Options<'a> {
 }
 
 /// Times the operation for every case.
-pub fn run(cx: &mut Context, operation: Operation, cases: &[Case], options: &Options<'_>) -> Result<Report> {
+pub(crate) fn run(cx: &mut Context, operation: Operation, cases: &[Case], options: &Options<'_>) -> Result<Report> {
     let Options { cache, backward, schedules, rounds } = *options;
     cache.check()?;
     if operation != Operation::Backward && !schedules.is_empty() {

@@ -23,7 +23,7 @@ const HEADER: [&str; 12] = [
 ];
 
 /// Device, ceilings, results, and the latencies over a distribution.
-pub fn report(cx: &mut Context, report: &Report) -> Result<()> {
+pub(crate) fn report(cx: &mut Context, report: &Report) -> Result<()> {
     let d = &report.device;
     writeln!(cx.out, "device {} ({}, {} units)", d.name, d.arch, d.units)?;
     for c in &report.ceilings.matmul {

@@ -36,7 +36,7 @@ const NOT_BESIDE: [&str; 7] = ["trace", "lengths", "kv_len", "batch", "tokens", 
 
 /// Options of ragged batches.
 #[derive(clap::Args, Debug)]
-pub struct BatchArgs {
+pub(crate) struct BatchArgs {
     /// Time a ragged batch over a paged KV cache: the keys of its sequences, e.g. 64x4k for 64 sequences of 4096, or
     /// 16k,32k,60x512. May be repeated for other batches. Beside it --q-len is the rows of each sequence, 1 when absent
     #[arg(long, value_name = "LIST", conflicts_with_all = NOT_BESIDE)]
@@ -49,7 +49,7 @@ pub struct BatchArgs {
 
 /// The keys of the sequences of a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Batch {
+pub(crate) struct Batch {
     text: String,
     lengths: Vec<u32>,
 }
@@ -80,7 +80,7 @@ impl fmt::Display for Batch {
 }
 
 /// Times every batch, and puts it into a report.
-pub fn run(
+pub(crate) fn run(
     cx: &mut Context,
     args: &BatchArgs,
     schedules: &[String],
@@ -445,7 +445,7 @@ fn seen(keys: u32, rows: u32, mask: Mask) -> u32 {
 }
 
 /// What `bench --kv-lens` prints for people.
-pub fn print(cx: &mut Context, report: &Report) -> Result<()> {
+pub(crate) fn print(cx: &mut Context, report: &Report) -> Result<()> {
     let d = &report.device;
     writeln!(cx.out, "device {} ({}, {} units)", d.name, d.arch, d.units)?;
     if let Some(c) = &report.ceilings.copy {

@@ -53,7 +53,7 @@ print(json.dumps(found))
 "#;
 
 #[derive(Serialize)]
-pub struct Facts {
+pub(crate) struct Facts {
     pub versions: BTreeMap<&'static str, String>,
     pub settings: Vec<Setting>,
     /// Those that are set.
@@ -68,14 +68,14 @@ pub struct Facts {
 
 /// A value and where it comes from: an option, a variable, or what holds without both.
 #[derive(Serialize)]
-pub struct Setting {
+pub(crate) struct Setting {
     pub name: &'static str,
     pub value: String,
     pub from: String,
 }
 
 #[derive(Serialize)]
-pub struct BundleFacts {
+pub(crate) struct BundleFacts {
     pub path: PathBuf,
     pub from: String,
     /// The root hash, in hexadecimal digits.
@@ -88,7 +88,7 @@ pub struct BundleFacts {
 }
 
 impl Facts {
-    pub fn collect(cx: &mut Context, python: &Path) -> Self {
+    pub(crate) fn collect(cx: &mut Context, python: &Path) -> Self {
         let variables: BTreeMap<String, String> = std::env::vars_os()
             .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
             .filter(|(name, _)| name.starts_with("FLASHTUNE_") || OF_OTHERS.contains(&name.as_str()))

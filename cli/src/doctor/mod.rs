@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 /// Options of `doctor`.
 #[derive(clap::Args, Debug)]
-pub struct Args {
+pub(crate) struct Args {
     /// Leave out folders, the names of user and machine, and keys: for a report that strangers read
     #[arg(long)]
     redact: bool,
@@ -49,7 +49,7 @@ impl Findings {
     }
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let mut found = Findings::default();
     let nvrtc = Nvrtc::find();
     let cc = Cc::find();

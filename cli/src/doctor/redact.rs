@@ -3,13 +3,13 @@
 use serde_json::Value;
 
 /// Names that are replaced wherever they stand alone.
-pub struct Redactor {
+pub(crate) struct Redactor {
     home: Option<String>,
     names: Vec<(String, &'static str)>,
 }
 
 impl Redactor {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let set = |name: &str| std::env::var(name).ok();
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
         Self::of(set("HOME"), set("USER").or_else(|| set("LOGNAME")), host)
@@ -27,7 +27,7 @@ impl Redactor {
     }
 
     /// Every text in a value.
-    pub fn value(&self, value: Value) -> Value {
+    pub(crate) fn value(&self, value: Value) -> Value {
         match value {
             Value::String(text) => Value::String(self.text(&text)),
             Value::Array(items) => items.into_iter().map(|item| self.value(item)).collect(),
@@ -37,7 +37,7 @@ impl Redactor {
     }
 
     /// A text: of each path its last name, of keys and hashes the first eight digits.
-    pub fn text(&self, text: &str) -> String {
+    pub(crate) fn text(&self, text: &str) -> String {
         let is_end = |c: char| c.is_whitespace() || ",;:()[]'\"`=<>|".contains(c);
         let (mut done, mut word) = (String::new(), String::new());
         for c in text.chars() {

@@ -16,32 +16,32 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 
 /// What the artifact is.
-pub const ARTIFACT_TYPE: &str = "application/vnd.flashtune.bundle.v1";
+pub(crate) const ARTIFACT_TYPE: &str = "application/vnd.flashtune.bundle.v1";
 /// Annotations of layers and, of all layers together, of the manifest.
-pub const ARCH: &str = "dev.flashtune.arch";
+pub(crate) const ARCH: &str = "dev.flashtune.arch";
 const TEMPLATES: &str = "dev.flashtune.templates";
 const ABI: &str = "dev.flashtune.abi";
 const FORMAT: &str = "dev.flashtune.bundle-format";
 /// Annotations of layers alone.
-pub const ROOT: &str = "dev.flashtune.root";
+pub(crate) const ROOT: &str = "dev.flashtune.root";
 const SIGNER: &str = "dev.flashtune.signer";
 const TITLE: &str = "org.opencontainers.image.title";
 const CREATED: &str = "org.opencontainers.image.created";
 /// Most bytes of a bundle: they are held in memory until all of them are verified.
-pub const MOST: u64 = 2 << 30;
+pub(crate) const MOST: u64 = 2 << 30;
 /// Most bytes of a manifest, as the distribution specification asks of registries.
-pub const MOST_OF_MANIFEST: u64 = 4 << 20;
+pub(crate) const MOST_OF_MANIFEST: u64 = 4 << 20;
 /// A tar's header and its end.
 const AROUND: u64 = 4096;
 
 /// The name of a content.
-pub fn digest(bytes: &[u8]) -> String {
+pub(crate) fn digest(bytes: &[u8]) -> String {
     let hex = Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect::<String>();
     format!("sha256:{hex}")
 }
 
 /// A bundle that is to be pushed.
-pub struct BundlePart {
+pub(crate) struct BundlePart {
     /// Its file's name.
     pub name: String,
     pub bundle: Bundle,
@@ -49,14 +49,14 @@ pub struct BundlePart {
 }
 
 /// What is uploaded.
-pub struct Artifact {
+pub(crate) struct Artifact {
     pub layers: Vec<Vec<u8>>,
     pub config: Vec<u8>,
     pub manifest: Vec<u8>,
 }
 
 /// Puts bundles together.
-pub fn pack(mut parts: Vec<BundlePart>) -> anyhow::Result<Artifact> {
+pub(crate) fn pack(mut parts: Vec<BundlePart>) -> anyhow::Result<Artifact> {
     parts.sort_by(|a, b| a.name.cmp(&b.name));
     let (mut layers, mut descriptors, mut whole) = (Vec::new(), Vec::new(), BTreeMap::new());
     let created = parts.iter().map(|p| p.bundle.manifest().created).max().unwrap_or(0);
@@ -141,13 +141,13 @@ fn tar(name: &str, bytes: &[u8]) -> std::io::Result<Vec<u8>> {
 }
 
 /// Whether a file may have this name: it comes from elsewhere and becomes one in a folder of the user's.
-pub fn is_plain(name: &str) -> bool {
+pub(crate) fn is_plain(name: &str) -> bool {
     let allowed = |c: char| c.is_ascii_alphanumeric() || "._-+".contains(c);
     !name.starts_with(['.', '-']) && name.len() <= 100 && name.ends_with(".ftb") && name.chars().all(allowed)
 }
 
 /// The layers of a manifest, each with its digest and size looked at.
-pub fn layers(name: &Name, manifest: &[u8]) -> Result<Vec<OciDescriptor>> {
+pub(crate) fn layers(name: &Name, manifest: &[u8]) -> Result<Vec<OciDescriptor>> {
     let foreign = |message: String| Error::Foreign { reference: name.text.clone(), message };
     let manifest: OciImageManifest =
         serde_json::from_slice(manifest).map_err(|e| foreign(format!("its manifest cannot be read ({e})")))?;
@@ -173,7 +173,7 @@ pub fn layers(name: &Name, manifest: &[u8]) -> Result<Vec<OciDescriptor>> {
 }
 
 /// The bundle of a layer whose digest fits: the file's name and its bytes.
-pub fn unpack(name: &Name, layer: &OciDescriptor, bytes: &[u8]) -> Result<(String, Vec<u8>)> {
+pub(crate) fn unpack(name: &Name, layer: &OciDescriptor, bytes: &[u8]) -> Result<(String, Vec<u8>)> {
     let foreign = |message: &str| Error::Foreign {
         reference: name.text.clone(),
         message: format!("layer {}: {message}", layer.digest),
@@ -199,7 +199,7 @@ pub fn unpack(name: &Name, layer: &OciDescriptor, bytes: &[u8]) -> Result<(Strin
 }
 
 /// Whether the hint says that nothing of a layer is for an arch.
-pub fn is_for_others(layer: &OciDescriptor, arch: &str) -> bool {
+pub(crate) fn is_for_others(layer: &OciDescriptor, arch: &str) -> bool {
     let hint = layer.annotations.as_ref().and_then(|a| a.get(ARCH));
     hint.is_some_and(|all| all.split(',').all(|a| a != arch))
 }

@@ -23,7 +23,7 @@ const SILENCE: Duration = Duration::from_secs(30);
 const SMALL: Duration = Duration::from_secs(60);
 
 /// A registry that is spoken with.
-pub struct Registry {
+pub(crate) struct Registry {
     name: Name,
     auth: RegistryAuth,
     client: Client,
@@ -34,7 +34,7 @@ pub struct Registry {
 
 impl Registry {
     /// Prepares to speak with the registry of a name.
-    pub fn new(name: Name, auth: RegistryAuth) -> Result<Self> {
+    pub(crate) fn new(name: Name, auth: RegistryAuth) -> Result<Self> {
         // A second installation says so and changes nothing.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let failed = |message: String| Error::Registry { registry: name.registry().to_owned(), message };
@@ -55,7 +55,7 @@ impl Registry {
 
     /// Uploads an artifact: layers, configuration, and the manifest last, so that the name never means half of it.
     /// Gives the digest.
-    pub fn push(&self, artifact: Artifact) -> Result<String> {
+    pub(crate) fn push(&self, artifact: Artifact) -> Result<String> {
         let Artifact { layers, config, manifest } = artifact;
         let reference = &self.name.reference;
         self.runtime.block_on(async {
@@ -74,7 +74,7 @@ impl Registry {
     }
 
     /// The manifest under the name, and its digest. It is what the name's digest says, where it has one.
-    pub fn manifest(&self) -> Result<(Vec<u8>, String)> {
+    pub(crate) fn manifest(&self) -> Result<(Vec<u8>, String)> {
         let bytes = self.runtime.block_on(self.soon(async {
             let token = self.sign_in(RegistryOperation::Pull).await?;
             self.read_manifest(token).await
@@ -87,7 +87,7 @@ impl Registry {
     }
 
     /// A layer's bytes, of the digest and the length that the manifest says.
-    pub fn layer(&self, layer: &OciDescriptor) -> Result<Vec<u8>> {
+    pub(crate) fn layer(&self, layer: &OciDescriptor) -> Result<Vec<u8>> {
         let expected = u64::try_from(layer.size).unwrap_or(0);
         let mut out = Bounded { bytes: Vec::new(), limit: expected, over: false };
         let pulled = self.runtime.block_on(async {

@@ -5,9 +5,9 @@ use docker_credential::{CredentialRetrievalError, DockerCredential, get_credenti
 use oci_client::secrets::RegistryAuth;
 
 /// The variable with the name of the user.
-pub const USER: &str = "FLASHTUNE_REGISTRY_USER";
+pub(crate) const USER: &str = "FLASHTUNE_REGISTRY_USER";
 /// The variable with the password or the access token.
-pub const PASSWORD: &str = "FLASHTUNE_REGISTRY_PASSWORD";
+pub(crate) const PASSWORD: &str = "FLASHTUNE_REGISTRY_PASSWORD";
 
 /// The credentials for a registry: the variables', else podman's file (`REGISTRY_AUTH_FILE` or where podman keeps it),
 /// else docker's (below `DOCKER_CONFIG` or `~/.docker`) with its helpers; nobody's where nothing is configured.
@@ -15,7 +15,7 @@ pub const PASSWORD: &str = "FLASHTUNE_REGISTRY_PASSWORD";
 /// # Errors
 /// [`Error::Credentials`] when something is configured and is of no use: an anonymous request would fail with a
 /// reason that has nothing to do with it.
-pub fn find(registry: &str) -> Result<RegistryAuth> {
+pub(crate) fn find(registry: &str) -> Result<RegistryAuth> {
     let bad = |place: &str, message: String| Error::Credentials {
         registry: registry.to_owned(),
         place: place.to_owned(),

@@ -2,7 +2,7 @@
 
 /// Errors of `push` and `pull`. Each says what to do.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(crate) enum Error {
     /// A name that no registry has.
     #[error("`{text}`: {message}; write oci://HOST/NAME:TAG, or oci://HOST/NAME@sha256:DIGEST to pull")]
     Reference {
@@ -103,4 +103,4 @@ pub enum Error {
 }
 
 /// Result of this module.
-pub type Result<T, E = Error> = std::result::Result<T, E>;
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;

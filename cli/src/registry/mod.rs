@@ -12,7 +12,7 @@ use crate::files;
 use anyhow::Result;
 use artifact::BundlePart;
 use client::Registry;
-pub use error::Error;
+pub(crate) use error::Error;
 use flashtune_cache::{self as cache, Bundle, Error as CacheError};
 use name::Name;
 use oci_client::manifest::OciDescriptor;
@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Credentials are those of `docker login` and `podman login`, or FLASHTUNE_REGISTRY_USER and \
                         FLASHTUNE_REGISTRY_PASSWORD. Registries on localhost are spoken to without TLS.")]
-pub struct PushArgs {
+pub(crate) struct PushArgs {
     /// Where to: oci://HOST/NAME:TAG
     name: String,
     /// The signed bundles, for one arch or several
@@ -43,7 +43,7 @@ pub struct PushArgs {
                         a trusted key. Credentials are those of `docker login` and `podman login`, or \
                         FLASHTUNE_REGISTRY_USER and FLASHTUNE_REGISTRY_PASSWORD."
 )]
-pub struct PullArgs {
+pub(crate) struct PullArgs {
     /// Where from: oci://HOST/NAME:TAG or oci://HOST/NAME@sha256:DIGEST
     name: String,
     /// Write the bundles as files into this folder; otherwise what is for this device goes into the cache
@@ -92,7 +92,7 @@ struct Summary {
     left_out: Vec<String>,
 }
 
-pub fn push(cx: &mut Context, args: PushArgs) -> Result<()> {
+pub(crate) fn push(cx: &mut Context, args: PushArgs) -> Result<()> {
     let name = Name::parse_target(&args.name, args.plain_http)?;
     let allows_unsigned = cx.trust()?.allows_unsigned();
     let (mut parts, mut told, mut names) = (Vec::new(), Vec::new(), BTreeSet::new());
@@ -141,7 +141,7 @@ struct Pulled {
     bytes: Vec<u8>,
 }
 
-pub fn pull(cx: &mut Context, args: PullArgs) -> Result<()> {
+pub(crate) fn pull(cx: &mut Context, args: PullArgs) -> Result<()> {
     let name = Name::parse(&args.name, args.plain_http)?;
     // What cannot be used is not looked for.
     let trust = cx.trust()?;

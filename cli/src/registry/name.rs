@@ -5,7 +5,7 @@ use oci_client::Reference;
 
 /// Where an artifact lies, and how to speak with the registry.
 #[derive(Debug, Clone)]
-pub struct Name {
+pub(crate) struct Name {
     /// As the crate takes it.
     pub reference: Reference,
     /// As it was given, for messages.
@@ -16,7 +16,7 @@ pub struct Name {
 
 impl Name {
     /// Reads one. Registries on this machine are spoken to without TLS, others where `plain` says so.
-    pub fn parse(text: &str, plain: bool) -> Result<Self> {
+    pub(crate) fn parse(text: &str, plain: bool) -> Result<Self> {
         let bad = |message: &str| Error::Reference { text: text.to_owned(), message: message.to_owned() };
         let rest = text.strip_prefix("oci://").ok_or_else(|| bad("it does not begin with oci://"))?;
         // Without a dot or a port the first part would be taken for a folder of Docker's own registry.
@@ -27,7 +27,7 @@ impl Name {
     }
 
     /// The same, for what is to be pushed: a tag is what gets a new meaning, a digest cannot have one.
-    pub fn parse_target(text: &str, plain: bool) -> Result<Self> {
+    pub(crate) fn parse_target(text: &str, plain: bool) -> Result<Self> {
         let name = Self::parse(text, plain)?;
         match name.reference.digest() {
             None => Ok(name),
@@ -39,12 +39,12 @@ impl Name {
     }
 
     /// The host that is spoken to.
-    pub fn registry(&self) -> &str {
+    pub(crate) fn registry(&self) -> &str {
         self.reference.resolve_registry()
     }
 
     /// The same artifact for good, by its digest.
-    pub fn pinned(&self, digest: &str) -> String {
+    pub(crate) fn pinned(&self, digest: &str) -> String {
         format!("oci://{}/{}@{digest}", self.reference.registry(), self.reference.repository())
     }
 }

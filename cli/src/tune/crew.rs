@@ -15,14 +15,14 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Seconds for each contested record.
-pub const CONTESTED_BUDGET: f64 = 20.0;
+pub(crate) const CONTESTED_BUDGET: f64 = 20.0;
 
 /// How often it is looked whether there is something to tell.
 const TICK: Duration = Duration::from_millis(250);
 
 /// The devices that the user names.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Devices {
+pub(crate) enum Devices {
     /// Every GPU of this machine.
     All,
     /// These.
@@ -43,7 +43,7 @@ impl FromStr for Devices {
 impl Devices {
     /// A worker on each. Which GPUs there are is found by opening one after the other in workers, so that this process
     /// never touches the driver.
-    pub fn runners(&self) -> Result<Vec<Runner>> {
+    pub(crate) fn runners(&self) -> Result<Vec<Runner>> {
         let open = |spec| Ok::<_, anyhow::Error>(Runner::worker(own_worker()?, spec).map_err(Error::from)?);
         match self {
             Devices::Named(specs) => specs.iter().map(|spec| open(*spec)).collect(),
@@ -65,7 +65,7 @@ impl Devices {
 }
 
 /// Devices of one kind share results, so they share the work; each kind has all of it to do.
-pub fn by_kind(runners: Vec<Runner>) -> Vec<(DeviceFingerprint, Vec<Runner>)> {
+pub(crate) fn by_kind(runners: Vec<Runner>) -> Vec<(DeviceFingerprint, Vec<Runner>)> {
     let mut kinds: Vec<(DeviceFingerprint, Vec<Runner>)> = Vec::new();
     for runner in runners {
         match kinds.iter_mut().find(|(kind, _)| kind == runner.fingerprint()) {
@@ -78,7 +78,7 @@ pub fn by_kind(runners: Vec<Runner>) -> Vec<(DeviceFingerprint, Vec<Runner>)> {
 
 /// What one device does at a time.
 #[derive(Debug, Clone)]
-pub enum Unit {
+pub(crate) enum Unit {
     /// One problem with its sizes.
     Case(Case),
     /// Sizes of one problem, together.
@@ -88,7 +88,7 @@ pub enum Unit {
 }
 
 /// The records of the cache that hosts disagree about, for one device and way of launching.
-pub fn contested(
+pub(crate) fn contested(
     dir: &CacheDir,
     device: &DeviceFingerprint,
     launches: Launches,
@@ -112,7 +112,7 @@ pub fn contested(
 }
 
 /// The queue of one kind of device.
-pub struct Work {
+pub(crate) struct Work {
     pub units: Vec<Unit>,
     next: AtomicUsize,
     devices: usize,
@@ -120,7 +120,7 @@ pub struct Work {
 
 impl Unit {
     /// How many records it is about.
-    pub fn cases(&self) -> usize {
+    pub(crate) fn cases(&self) -> usize {
         match self {
             Unit::Case(_) | Unit::Contested(..) => 1,
             Unit::Family(cases) => cases.len(),
@@ -129,13 +129,13 @@ impl Unit {
 }
 
 impl Work {
-    pub fn new(units: Vec<Unit>, devices: usize) -> Self {
+    pub(crate) fn new(units: Vec<Unit>, devices: usize) -> Self {
         Self { units, next: AtomicUsize::new(0), devices }
     }
 }
 
 /// What every job may take.
-pub struct Limits {
+pub(crate) struct Limits {
     pub budget: Duration,
     pub trials: Option<usize>,
     pub seed: u64,
@@ -149,7 +149,7 @@ pub struct Limits {
 
 /// What came of it.
 #[derive(Default)]
-pub struct Done {
+pub(crate) struct Done {
     /// In the order of the units.
     pub outcomes: Vec<Outcome>,
     pub failures: Vec<String>,
@@ -181,7 +181,7 @@ struct Shared<'a> {
 ///
 /// # Errors
 /// What makes the first job fail, if nothing was tuned before: a missing compiler or a full disk stops every job.
-pub fn run(
+pub(crate) fn run(
     mut works: Vec<(Work, Vec<Runner>)>,
     limits: &Limits,
     templates: &TemplateSet,

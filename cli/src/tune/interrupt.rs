@@ -11,7 +11,7 @@ use std::io::Write;
 ///
 /// # Errors
 /// When the system has no thread for it.
-pub fn watch(told: impl Fn() -> Option<String> + Send + 'static) -> Result<()> {
+pub(crate) fn watch(told: impl Fn() -> Option<String> + Send + 'static) -> Result<()> {
     let ignored = ignored();
     let caught: Vec<i32> = [SIGINT, SIGTERM].into_iter().filter(|n| ignored & (1 << (n - 1)) == 0).collect();
     if caught.is_empty() {

@@ -27,7 +27,7 @@ use watcher::Watcher;
 /// Options of `tune`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Without a model and options that name a problem, a small set of common ones is tuned.")]
-pub struct Args {
+pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
@@ -104,7 +104,7 @@ impl FromStr for Shard {
     }
 }
 
-pub fn run(cx: &mut Context, args: Args) -> Result<()> {
+pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let budget = match args.budget_s.map(Duration::try_from_secs_f64) {
         None => None,
         Some(Ok(budget)) if !budget.is_zero() => Some(budget),

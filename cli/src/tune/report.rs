@@ -11,7 +11,7 @@ use serde_json::json;
 use std::io::Write;
 use std::time::Duration;
 
-pub fn report(cx: &mut Context, done: &[Outcome], elapsed: Duration) -> Result<()> {
+pub(crate) fn report(cx: &mut Context, done: &[Outcome], elapsed: Duration) -> Result<()> {
     let mut rows = table(&["problem", "shape", "winner", "us", "GFLOP/s", "vs default", "vs unfused", "tried"]);
     let ratio = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.2}x"));
     for Outcome { record, cached, .. } in done {
@@ -42,7 +42,7 @@ pub fn report(cx: &mut Context, done: &[Outcome], elapsed: Duration) -> Result<(
 }
 
 /// One case's result in a line.
-pub fn winner(record: &Record, cached: bool) -> String {
+pub(crate) fn winner(record: &Record, cached: bool) -> String {
     let mut told = format!("{} {}: {}", record.key.problem, record.sizes(), record.schedule);
     if let Some(winner) = record.winner() {
         told.push_str(&format!(", {:.0} us", winner.median_us));
@@ -60,7 +60,7 @@ pub fn winner(record: &Record, cached: bool) -> String {
 }
 
 /// What to do with what was found.
-pub fn next_steps(cx: &mut Context, cached: usize) -> Result<()> {
+pub(crate) fn next_steps(cx: &mut Context, cached: usize) -> Result<()> {
     let cache = cx.cache_option();
     let steps = [
         (format!("flashtune{cache} export tuned.ftb"), "one file of it for other machines"),
@@ -97,7 +97,7 @@ fn gain_over_unfused(record: &Record) -> Option<f64> {
     Some(record.provenance.unfused_us? / record.winner()?.median_us)
 }
 
-pub fn summary(outcome: &Outcome) -> serde_json::Value {
+pub(crate) fn summary(outcome: &Outcome) -> serde_json::Value {
     let Outcome { record, cached, trials, snapshot } = outcome;
     json!({
         "problem": record.key.problem.to_string(),

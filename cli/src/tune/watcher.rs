@@ -24,7 +24,7 @@ enum Show {
 }
 
 /// Follows the jobs of all devices.
-pub struct Watcher {
+pub(crate) struct Watcher {
     show: Show,
     state: Mutex<State>,
     budget: Duration,
@@ -68,14 +68,14 @@ struct Seat {
 }
 
 /// One device's observer.
-pub struct SeatWatcher<'a> {
+pub(crate) struct SeatWatcher<'a> {
     watcher: &'a Watcher,
     number: usize,
 }
 
 impl Watcher {
     /// For so many cases on so many devices.
-    pub fn new(total: usize, devices: usize, budget: Duration, cache: String, hidden: bool) -> Self {
+    pub(crate) fn new(total: usize, devices: usize, budget: Duration, cache: String, hidden: bool) -> Self {
         let show = match (hidden, std::io::stderr().is_terminal()) {
             (true, _) => Show::Nowhere,
             (false, true) => Show::Terminal(crate::progress::bar(total as u64, false)),
@@ -87,7 +87,7 @@ impl Watcher {
     }
 
     /// The observer of a device.
-    pub fn seat(&self, number: usize) -> SeatWatcher<'_> {
+    pub(crate) fn seat(&self, number: usize) -> SeatWatcher<'_> {
         SeatWatcher { watcher: self, number }
     }
 
@@ -96,7 +96,7 @@ impl Watcher {
     }
 
     /// Time that passed while others were at work.
-    pub fn waited(&self) -> Duration {
+    pub(crate) fn waited(&self) -> Duration {
         self.state().waited
     }
 
@@ -111,7 +111,7 @@ impl Watcher {
     }
 
     /// Tells how far it is, if it is time to: called every now and then.
-    pub fn tick(&self) {
+    pub(crate) fn tick(&self) {
         match &self.show {
             Show::Nowhere => {}
             Show::Terminal(bar) => bar.set_message(self.state().message(self.budget, self.start)),
@@ -133,7 +133,7 @@ impl Watcher {
     }
 
     /// All is done: the terminal is left to others.
-    pub fn finish(&self) {
+    pub(crate) fn finish(&self) {
         self.state().is_over = true;
         self.clear();
     }
@@ -145,7 +145,7 @@ impl Watcher {
     }
 
     /// What is kept of what was done, for who interrupts it. Nothing when it was done.
-    pub fn interrupted(&self) -> Option<String> {
+    pub(crate) fn interrupted(&self) -> Option<String> {
         let state = self.state();
         if state.is_over {
             return None;
@@ -223,7 +223,7 @@ impl SeatWatcher<'_> {
     }
 
     /// A unit begins.
-    pub fn begin(&self, unit: &Unit) {
+    pub(crate) fn begin(&self, unit: &Unit) {
         let (case, left) = match unit {
             Unit::Case(case) | Unit::Contested(case, _) => (name(case), 1),
             Unit::Family(cases) => match cases.as_slice() {
@@ -236,7 +236,7 @@ impl SeatWatcher<'_> {
     }
 
     /// A unit ended, with so many records, so many of which were there before; or with an error.
-    pub fn end(&self, outcome: Result<(usize, usize), String>) {
+    pub(crate) fn end(&self, outcome: Result<(usize, usize), String>) {
         let done = self.with(|state, i| {
             let seat = std::mem::take(&mut state.seats[i]);
             state.done += seat.left;

@@ -22,17 +22,17 @@ pub(crate) struct Usual<'a> {
 
 impl Usual<'_> {
     /// Rows of a KV head of a sequence: those of all its query heads.
-    pub fn packed(&self) -> u64 {
+    pub(crate) fn packed(&self) -> u64 {
         u64::from(self.sizes.shape.q_len) * u64::from(self.sizes.shape.group())
     }
 
     /// (sequence, KV head) pairs.
-    pub fn pairs(&self) -> u64 {
+    pub(crate) fn pairs(&self) -> u64 {
         u64::from(self.sizes.shape.batch) * u64::from(self.sizes.shape.kv_heads)
     }
 
     /// Keys of a sequence that a tile of so many rows attends to at most.
-    pub fn seen(&self, rows: u64) -> u64 {
+    pub(crate) fn seen(&self, rows: u64) -> u64 {
         let shape = &self.sizes.shape;
         let kv_len = u64::from(shape.kv_len);
         match shape.mask.window() {
@@ -44,7 +44,7 @@ impl Usual<'_> {
     }
 
     /// What the places of keys are looked up in.
-    pub fn index(&self) -> String {
+    pub(crate) fn index(&self) -> String {
         match self.sizes.pages.tokens() {
             Some(tokens) => format!("pages of {tokens} tokens, looked up in the table"),
             None => "sequences in one piece, from their first rows or slots".to_owned(),

@@ -76,31 +76,31 @@ pub(crate) mod form {
     use std::fmt::Display;
 
     /// A prefix and the number.
-    pub fn number<S>(_: &S, value: &impl Display, prefix: &str) -> String {
+    pub(crate) fn number<S>(_: &S, value: &impl Display, prefix: &str) -> String {
         format!("{prefix}{value}")
     }
     /// A prefix and the number, unless it is that of most schedules.
-    pub fn number_unless<S>(_: &S, value: &u32, usual: u32, prefix: &str) -> String {
+    pub(crate) fn number_unless<S>(_: &S, value: &u32, usual: u32, prefix: &str) -> String {
         if *value == usual { String::new() } else { format!("{prefix}{value}") }
     }
     /// A word where it is set.
-    pub fn flag<S>(_: &S, value: &bool, word: &str) -> String {
+    pub(crate) fn flag<S>(_: &S, value: &bool, word: &str) -> String {
         if *value { word.to_owned() } else { String::new() }
     }
     /// One of two words: where it is set, and where not.
-    pub fn either<S>(_: &S, value: &bool, set: &str, unset: &str) -> String {
+    pub(crate) fn either<S>(_: &S, value: &bool, set: &str, unset: &str) -> String {
         if *value { set } else { unset }.to_owned()
     }
     /// The value's own word, which may be empty.
-    pub fn word<S>(_: &S, value: &impl Display) -> String {
+    pub(crate) fn word<S>(_: &S, value: &impl Display) -> String {
         value.to_string()
     }
     /// What a function of the whole schedule says.
-    pub fn with<S, T>(schedule: &S, _: &T, say: impl Fn(&S) -> String) -> String {
+    pub(crate) fn with<S, T>(schedule: &S, _: &T, say: impl Fn(&S) -> String) -> String {
         say(schedule)
     }
     /// Nothing: another field's part says it.
-    pub fn silent<S, T>(_: &S, _: &T) -> String {
+    pub(crate) fn silent<S, T>(_: &S, _: &T) -> String {
         String::new()
     }
 }
@@ -166,7 +166,9 @@ macro_rules! schedule {
 
 pub(crate) use schedule;
 
+// What the macro declares is `pub`, as every schedule is.
 #[cfg(test)]
+#[allow(unreachable_pub)]
 mod tests {
     use super::*;
 

@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 /// What random programs may read.
-pub const DECLARATIONS: &str = "
+pub(crate) const DECLARATIONS: &str = "
     w: int in -4..20; any: int; cap: float;
     slope: float[heads]; bias: float[heads, q_len, kv_len];
     doc_q: int[batch, q_len] in 0..9 nondecreasing; doc_kv: int[batch, kv_len] in 0..9 nondecreasing;
@@ -16,16 +16,16 @@ pub const DECLARATIONS: &str = "
 ";
 
 /// Functions whose last digit is the machine's own.
-pub const FUNCTIONS: [&str; 6] = ["tanh", "exp2", "log2", "exp", "log", "sigmoid"];
+pub(crate) const FUNCTIONS: [&str; 6] = ["tanh", "exp2", "log2", "exp", "log", "sigmoid"];
 
 /// Whether a text calls one of them.
-pub fn has_functions(text: &str) -> bool {
+pub(crate) fn has_functions(text: &str) -> bool {
     FUNCTIONS.iter().any(|f| text.contains(&format!("{f}(")))
 }
 
 /// A typed expression as it is written.
 #[derive(Debug, Clone)]
-pub enum Tree {
+pub(crate) enum Tree {
     Leaf(String),
     Load(&'static str, Vec<Tree>),
     Call(&'static str, Vec<Tree>),
@@ -34,7 +34,7 @@ pub enum Tree {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Value {
+pub(crate) enum Value {
     Bool(bool),
     Int(i64),
     Float(f64),
@@ -48,7 +48,7 @@ enum Kind {
 }
 
 impl Tree {
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let list = |items: &[Tree]| items.iter().map(Tree::text).collect::<Vec<_>>().join(", ");
         match self {
             Tree::Leaf(text) => text.clone(),
@@ -61,7 +61,7 @@ impl Tree {
     }
 
     /// The value at a place, floats rounded to fp32 after each operation.
-    pub fn value(&self, at: At, score: f64, sizes: &Shape, data: &SideData) -> Value {
+    pub(crate) fn value(&self, at: At, score: f64, sizes: &Shape, data: &SideData) -> Value {
         let of = |t: &Tree| t.value(at, score, sizes, data);
         let int = |t: &Tree| match of(t) {
             Value::Int(x) => x,
@@ -199,14 +199,14 @@ fn compare<T: PartialOrd>(op: &str, x: T, y: T) -> bool {
 }
 
 /// Makes programs, sizes and data; the same for the same seed.
-pub struct Generator {
+pub(crate) struct Generator {
     pub rng: StdRng,
     /// Whether floats may occur in masks, and functions whose last digit a C library may round otherwise.
     pub functions: bool,
 }
 
 impl Generator {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self { rng: StdRng::seed_from_u64(seed), functions: true }
     }
 
@@ -214,11 +214,11 @@ impl Generator {
         of[self.rng.random_range(0..of.len())].clone()
     }
 
-    pub fn mask(&mut self, depth: u32) -> Tree {
+    pub(crate) fn mask(&mut self, depth: u32) -> Tree {
         self.tree(Kind::Bool, depth, false)
     }
 
-    pub fn score(&mut self, depth: u32) -> Tree {
+    pub(crate) fn score(&mut self, depth: u32) -> Tree {
         self.tree(Kind::Float, depth, true)
     }
 
@@ -307,7 +307,7 @@ impl Generator {
     }
 
     /// Small sizes, one row and one key among them.
-    pub fn sizes(&mut self) -> Shape {
+    pub(crate) fn sizes(&mut self) -> Shape {
         let group = self.rng.random_range(1..3);
         let kv_heads = self.rng.random_range(1..3);
         let length = |rng: &mut StdRng| match rng.random_range(0..4) {
@@ -325,7 +325,7 @@ impl Generator {
     }
 
     /// Data for [`DECLARATIONS`]; some axes are broadcast.
-    pub fn data(&mut self, sizes: &Shape) -> SideData {
+    pub(crate) fn data(&mut self, sizes: &Shape) -> SideData {
         let [batch, heads, q_len, kv_len] = [sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len].map(|n| n as usize);
         let rng = &mut self.rng;
         let mut ints = |n: usize, lo: i64, hi: i64| -> Vec<i64> { (0..n).map(|_| rng.random_range(lo..=hi)).collect() };
@@ -361,7 +361,7 @@ impl Generator {
     }
 
     /// A place in the sizes.
-    pub fn place(&mut self, sizes: &Shape) -> At {
+    pub(crate) fn place(&mut self, sizes: &Shape) -> At {
         let mut below = |n: u32| self.rng.random_range(0..n);
         At { b: below(sizes.batch), h: below(sizes.heads), q: below(sizes.q_len), kv: below(sizes.kv_len) }
     }

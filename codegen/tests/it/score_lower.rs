@@ -62,7 +62,7 @@ fn source(cases: &[Case]) -> String {
 }
 
 /// The tensors and scalars of a case.
-pub fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
+pub(crate) fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
     let (mut tensors, mut scalars) = (Vec::new(), Vec::new());
     for d in declarations {
         let Some(tensor) = data.tensors.get(&d.name) else {
@@ -96,13 +96,13 @@ pub fn side(c: &mut String, declarations: &[Declaration], data: &SideData) {
 }
 
 /// What lowered statements call, with the argument structs that rendering puts in.
-pub fn header(set: &TemplateSet) -> String {
+pub(crate) fn header(set: &TemplateSet) -> String {
     let text = set.files().find(|(name, _)| *name == "lib/cpu/score.h").unwrap().1;
     let side_args = declaration::<SideArgs>(Language::C);
     text.replace("@{ side_tensor }@", &declaration::<SideTensorArg>(Language::C)).replace("@{ side_args }@", &side_args)
 }
 
-pub fn compile_and_run(name: &str, text: &str) -> Vec<String> {
+pub(crate) fn compile_and_run(name: &str, text: &str) -> Vec<String> {
     let dir = tempfile::tempdir().unwrap();
     let (file, binary) = (dir.path().join("a.c"), dir.path().join("a"));
     std::fs::write(&file, text).unwrap();

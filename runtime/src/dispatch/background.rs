@@ -67,7 +67,7 @@ pub(super) struct Compiling(());
 
 impl Compiling {
     /// None when the process is ending.
-    pub fn begin() -> Option<Self> {
+    pub(crate) fn begin() -> Option<Self> {
         let mut process = process();
         if process.ending {
             return None;

@@ -32,7 +32,7 @@ pub(super) struct Binaries {
 }
 
 impl Binaries {
-    pub fn new(
+    pub(crate) fn new(
         templates: Arc<TemplateSet>,
         layers: Arc<Layers>,
         needed: Needed,
@@ -53,17 +53,17 @@ impl Binaries {
     }
 
     /// Whether a compiler may run.
-    pub fn may_compile(&self) -> bool {
+    pub(crate) fn may_compile(&self) -> bool {
         self.policy.may_compile() && *self.open.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The key under which a compiler's binary of a kernel is kept.
-    pub fn key(&self, kernel: &Kernel, compiler: &dyn Compiler) -> Key {
+    pub(crate) fn key(&self, kernel: &Kernel, compiler: &dyn Compiler) -> Key {
         compile::recipe(kernel, &self.templates, compiler.id()).key()
     }
 
     /// The artifact of a recipe key, if some layer has it and it is what the kernel needs; else why not.
-    pub fn stored(&self, kernel: &Kernel, key: &Key) -> Result<Binary, String> {
+    pub(crate) fn stored(&self, kernel: &Kernel, key: &Key) -> Result<Binary, String> {
         let (artifact, layer) =
             self.layers.artifact(key).ok_or_else(|| format!("no layer has its binary {}", &key.hex()[..12]))?;
         let recipe = &artifact.recipe;
@@ -82,7 +82,13 @@ impl Binaries {
 
     /// Compiles a kernel, unless another process does it at the moment: then its result is waited for. In the
     /// background no compiler begins once the process is ending.
-    pub fn compile(&self, compiler: &dyn Compiler, kernel: &Kernel, key: &Key, background: bool) -> Result<Binary> {
+    pub(crate) fn compile(
+        &self,
+        compiler: &dyn Compiler,
+        kernel: &Kernel,
+        key: &Key,
+        background: bool,
+    ) -> Result<Binary> {
         let refused = |reason: &str| {
             let problem = kernel.problem.to_string();
             Error::Sealed { problem, reason: reason.to_owned(), remedy: SEALED_REMEDY }

@@ -27,26 +27,26 @@ pub(super) struct Donors {
 
 impl Donors {
     /// In whatever order they come: a search must have the same answer in every process.
-    pub fn new(mut plans: Vec<Arc<Plan>>) -> Self {
+    pub(crate) fn new(mut plans: Vec<Arc<Plan>>) -> Self {
         plans.sort_by_key(|p| (p.bucket.q_len, p.bucket.kv_len, p.bucket, p.kernel().schedule));
         let (measured, others) = plans.into_iter().partition(|p| p.status().is_measured());
         Self { measured: cells(measured), others: cells(others) }
     }
 
     /// How many there are.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         [&self.measured, &self.others].into_iter().flatten().map(|cell| cell.donors.len()).sum()
     }
 
     /// Why none of them meets the demands.
-    pub fn unmet(&self, demands: Constraints) -> &'static str {
+    pub(crate) fn unmet(&self, demands: Constraints) -> &'static str {
         let families =
             [&self.measured, &self.others].into_iter().flatten().flat_map(|cell| &cell.donors).map(|d| d.family);
         families.filter_map(|f| f.unmet(demands)).map(|(_, why)| why).next().unwrap_or("they are all too far away")
     }
 
     /// The plan of the nearest sizes that meets the demands, and how many doublings it is away.
-    pub fn nearest(&self, bucket: ShapeBucket, demands: Constraints) -> Option<(&Arc<Plan>, f64)> {
+    pub(crate) fn nearest(&self, bucket: ShapeBucket, demands: Constraints) -> Option<(&Arc<Plan>, f64)> {
         let place = bucket.place();
         nearest(&self.measured, &place, demands).or_else(|| nearest(&self.others, &place, demands))
     }

@@ -22,12 +22,12 @@ enum State {
 
 impl Job {
     /// One that somebody will [`Job::run`].
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { state: Mutex::new(State::Running), ended: Condvar::new() }
     }
 
     /// Does the work, and wakes those who wait for it.
-    pub fn run(&self, work: impl FnOnce() -> Result<Binary>) {
+    pub(crate) fn run(&self, work: impl FnOnce() -> Result<Binary>) {
         // Whoever waits must wake: after a panic it finds nothing, compiles on its own and meets the fault there.
         let state = match catch_unwind(AssertUnwindSafe(work)) {
             Ok(Ok(binary)) => State::Ready(Box::new(binary)),
@@ -43,17 +43,17 @@ impl Job {
     }
 
     /// Whether there is a binary to take, or was: then it is in memory, or will be in a moment.
-    pub fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         matches!(*self.lock(), State::Ready(_) | State::Taken)
     }
 
     /// Whether it ended without a binary.
-    pub fn has_failed(&self) -> bool {
+    pub(crate) fn has_failed(&self) -> bool {
         matches!(*self.lock(), State::Failed(_))
     }
 
     /// The result, waited for. Only the first who asks gets it.
-    pub fn take(&self) -> Option<Result<Binary>> {
+    pub(crate) fn take(&self) -> Option<Result<Binary>> {
         let state = self.lock();
         let mut state =
             self.ended.wait_while(state, |s| matches!(s, State::Running)).unwrap_or_else(PoisonError::into_inner);

@@ -23,7 +23,7 @@ pub(super) struct CompileTimes {
 }
 
 impl CompileTimes {
-    pub fn add(&self, took: Duration) {
+    pub(crate) fn add(&self, took: Duration) {
         let bound = COMPILE_BOUNDS.iter().position(|b| took.as_secs_f64() <= *b).unwrap_or(COMPILE_BOUNDS.len());
         self.counts[bound].fetch_add(1, Relaxed);
     }

@@ -56,7 +56,7 @@ pub(crate) struct Because {
 
 impl Because {
     /// The same, said of a class that is served from another's plan.
-    pub fn served_from(&self, bucket: ShapeBucket, distance: f64) -> Self {
+    pub(crate) fn served_from(&self, bucket: ShapeBucket, distance: f64) -> Self {
         Self { said: self.said.clone(), serves_from: Some((bucket, distance)) }
     }
 }

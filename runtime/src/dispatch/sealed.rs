@@ -58,7 +58,7 @@ struct Line {
 
 impl Sealed {
     /// Closes these plans.
-    pub fn new(plans: Vec<(PlanKey, Arc<Plan>)>, on_miss: OnMiss, arch: Arch, left_out: Vec<String>) -> Self {
+    pub(crate) fn new(plans: Vec<(PlanKey, Arc<Plan>)>, on_miss: OnMiss, arch: Arch, left_out: Vec<String>) -> Self {
         let table = Table::new();
         let mut by_problem: HashMap<Problem, Vec<Arc<Plan>>> = HashMap::new();
         let mut kernels = HashSet::new();
@@ -83,23 +83,23 @@ impl Sealed {
     }
 
     /// The plan of a class.
-    pub fn get(&self, key: &PlanKey) -> Option<&Arc<Plan>> {
+    pub(crate) fn get(&self, key: &PlanKey) -> Option<&Arc<Plan>> {
         self.table.get(key)
     }
 
     /// Remembers the plan of a class that was not foreseen, unless another thread was faster: then that one's is the
     /// answer.
-    pub fn remember(&self, key: PlanKey, plan: Arc<Plan>) -> &Arc<Plan> {
+    pub(crate) fn remember(&self, key: PlanKey, plan: Arc<Plan>) -> &Arc<Plan> {
         self.table.insert(key, plan)
     }
 
     /// The account of it.
-    pub fn seal(&self) -> &Seal {
+    pub(crate) fn seal(&self) -> &Seal {
         &self.seal
     }
 
     /// The plan that serves a class which was not foreseen, and how many doublings it is away.
-    pub fn nearest(&self, key: &PlanKey, shape: &Shape) -> Result<(&Arc<Plan>, f64)> {
+    pub(crate) fn nearest(&self, key: &PlanKey, shape: &Shape) -> Result<(&Arc<Plan>, f64)> {
         let refused = |reason: String| Error::Sealed {
             problem: format!("{} {shape}", key.problem),
             reason,

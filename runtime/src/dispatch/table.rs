@@ -26,12 +26,12 @@ pub(super) struct Table {
 }
 
 impl Table {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { slots: (0..SLOTS).map(|_| Link::new()).collect() }
     }
 
     /// The plan of a class.
-    pub fn get(&self, key: &PlanKey) -> Option<&Arc<Plan>> {
+    pub(crate) fn get(&self, key: &PlanKey) -> Option<&Arc<Plan>> {
         let mut link = self.slot(key);
         while let Some(node) = link.get() {
             if node.key == *key {
@@ -43,7 +43,7 @@ impl Table {
     }
 
     /// Adds a plan, unless another thread was faster: then that one's is the answer.
-    pub fn insert(&self, key: PlanKey, plan: Arc<Plan>) -> &Arc<Plan> {
+    pub(crate) fn insert(&self, key: PlanKey, plan: Arc<Plan>) -> &Arc<Plan> {
         let mut node = Box::new(Node { key, plan, next: Link::new() });
         let mut link = self.slot(&key);
         loop {

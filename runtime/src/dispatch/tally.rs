@@ -26,20 +26,20 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    pub fn new(problem: Problem, sizes: CallSizes, tunable: bool) -> Self {
+    pub(crate) fn new(problem: Problem, sizes: CallSizes, tunable: bool) -> Self {
         let tunable = tunable && !sizes.shape.is_empty() && sizes.shape.kv_len > 0;
         let status = AtomicU8::new(Status::Default.index() as u8);
         Self { problem, sizes, calls: Default::default(), status, distance: AtomicU32::new(0), tunable }
     }
 
     /// A plan for the class was made.
-    pub fn planned(&self, status: Status, distance: f64) {
+    pub(crate) fn planned(&self, status: Status, distance: f64) {
         self.status.store(status.index() as u8, Relaxed);
         self.distance.store((distance * 1000.0) as u32, Relaxed);
     }
 
     /// A call ran on a plan of this status.
-    pub fn call(&self, status: Status) {
+    pub(crate) fn call(&self, status: Status) {
         self.calls[status.index()].fetch_add(1, Relaxed);
     }
 
@@ -48,7 +48,7 @@ impl Tally {
     }
 
     /// The class, if it could be tuned and is not.
-    pub fn untuned(&self) -> Option<Untuned> {
+    pub(crate) fn untuned(&self) -> Option<Untuned> {
         let status = self.status();
         let calls = self.calls.iter().map(|n| n.load(Relaxed)).sum();
         let open = self.tunable && status != Status::Tuned;
@@ -57,17 +57,17 @@ impl Tally {
     }
 
     /// What is computed.
-    pub fn problem(&self) -> Problem {
+    pub(crate) fn problem(&self) -> Problem {
         self.problem
     }
 
-    pub fn add_calls(&self, calls: &mut Calls) {
+    pub(crate) fn add_calls(&self, calls: &mut Calls) {
         for (sum, n) in calls.by_status().into_iter().zip(&self.calls) {
             *sum += n.load(Relaxed);
         }
     }
 
-    pub fn add_to(&self, counters: &mut Counters) {
+    pub(crate) fn add_to(&self, counters: &mut Counters) {
         self.add_calls(&mut counters.calls);
         let distance = self.distance.load(Relaxed) as f64 / 1000.0;
         let nearest = self.calls[Status::NearestShape.index()].load(Relaxed);

@@ -62,11 +62,11 @@ pub(crate) struct MutexGuard<'a, T> {
 }
 
 impl<T> Mutex<T> {
-    pub fn new(value: T) -> Self {
+    pub(crate) fn new(value: T) -> Self {
         Self(std::sync::Mutex::new(value))
     }
 
-    pub fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
+    pub(crate) fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
         let guard = |guard| MutexGuard { guard: Some(guard), of: self };
         let had = had(|| self.0.try_lock(), || self.0.lock());
         had.map(guard).map_err(|e| PoisonError::new(guard(e.into_inner())))
@@ -90,15 +90,15 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 pub(crate) struct RwLock<T>(std::sync::RwLock<T>);
 
 impl<T> RwLock<T> {
-    pub fn new(value: T) -> Self {
+    pub(crate) fn new(value: T) -> Self {
         Self(std::sync::RwLock::new(value))
     }
 
-    pub fn read(&self) -> LockResult<RwLockReadGuard<'_, T>> {
+    pub(crate) fn read(&self) -> LockResult<RwLockReadGuard<'_, T>> {
         had(|| self.0.try_read(), || self.0.read())
     }
 
-    pub fn write(&self) -> LockResult<RwLockWriteGuard<'_, T>> {
+    pub(crate) fn write(&self) -> LockResult<RwLockWriteGuard<'_, T>> {
         had(|| self.0.try_write(), || self.0.write())
     }
 }
@@ -106,11 +106,11 @@ impl<T> RwLock<T> {
 pub(crate) struct Condvar(std::sync::Condvar);
 
 impl Condvar {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(std::sync::Condvar::new())
     }
 
-    pub fn wait_while<'a, T>(
+    pub(crate) fn wait_while<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
         mut condition: impl FnMut(&mut T) -> bool,
@@ -129,7 +129,7 @@ impl Condvar {
         Ok(guard)
     }
 
-    pub fn notify_all(&self) {
+    pub(crate) fn notify_all(&self) {
         point();
         self.0.notify_all();
     }
@@ -139,21 +139,21 @@ impl Condvar {
 pub(crate) struct OnceLock<T>(std::sync::OnceLock<T>);
 
 impl<T> OnceLock<T> {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(std::sync::OnceLock::new())
     }
 
-    pub fn get(&self) -> Option<&T> {
+    pub(crate) fn get(&self) -> Option<&T> {
         point();
         self.0.get()
     }
 
-    pub fn set(&self, value: T) -> Result<(), T> {
+    pub(crate) fn set(&self, value: T) -> Result<(), T> {
         point();
         self.0.set(value)
     }
 
-    pub fn get_or_init(&self, value: impl FnOnce() -> T) -> &T {
+    pub(crate) fn get_or_init(&self, value: impl FnOnce() -> T) -> &T {
         point();
         self.0.get_or_init(value)
     }

@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 /// The C compiler with a memory: four of five kernels that the tests need are some other test's as well, and the same
 /// source and options give the same bytes. It is called as the compiler is, whose name and version are part of what is
 /// kept.
-pub fn remembering() -> &'static Path {
+pub(crate) fn remembering() -> &'static Path {
     static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
         let cc = std::env::var("CC").ok().filter(|cc| !cc.is_empty()).unwrap_or_else(|| "cc".into());
         let version = Command::new(&cc).arg("--version").output().map(|out| out.stdout);
@@ -34,7 +34,7 @@ pub fn remembering() -> &'static Path {
 }
 
 /// A compiler that writes down what it compiles before it does, after a rest.
-pub struct LoggedCompiler {
+pub(crate) struct LoggedCompiler {
     program: PathBuf,
     log: PathBuf,
     held: PathBuf,
@@ -42,7 +42,7 @@ pub struct LoggedCompiler {
 
 impl LoggedCompiler {
     /// One that rests for so many seconds before it compiles. What others wrote down here is forgotten.
-    pub fn new(place: &Place, rest: f64) -> Self {
+    pub(crate) fn new(place: &Place, rest: f64) -> Self {
         let [log, held] = ["compiled", "held"].map(|name| place.path(name));
         let cc = remembering().display();
         let script = format!(
@@ -60,34 +60,34 @@ impl LoggedCompiler {
     }
 
     /// Kernels with this text in their source are written down and then wait, until [`LoggedCompiler::release`].
-    pub fn hold(&self, text: &str) {
+    pub(crate) fn hold(&self, text: &str) {
         std::fs::write(&self.held, format!("{text}\n")).unwrap();
     }
 
     /// Nothing waits any more.
-    pub fn release(&self) {
+    pub(crate) fn release(&self) {
         std::fs::remove_file(&self.held).unwrap();
     }
 
     /// The schedules that were compiled, in order.
-    pub fn compiled(&self) -> Vec<String> {
+    pub(crate) fn compiled(&self) -> Vec<String> {
         std::fs::read_to_string(&self.log).unwrap_or_default().lines().map(str::to_owned).collect()
     }
 
     /// The compiler, for `CC`.
-    pub fn program(&self) -> &Path {
+    pub(crate) fn program(&self) -> &Path {
         &self.program
     }
 
     /// The command on the cpu, with this compiler.
-    pub fn command(&self, place: &Place, args: &[&str]) -> Command {
+    pub(crate) fn command(&self, place: &Place, args: &[&str]) -> Command {
         let mut command = Command::new(assert_cmd::cargo::cargo_bin("flashtune"));
         command.args(["--device", "cpu", "--json", "--cache"]).arg(place.cache()).args(args);
         command.env("CC", &self.program).env_remove("FLASHTUNE_TEMPLATES");
         command
     }
 
-    pub fn start(&self, place: &Place, args: &[&str]) -> Child {
+    pub(crate) fn start(&self, place: &Place, args: &[&str]) -> Child {
         self.command(place, args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 }

@@ -16,7 +16,7 @@ thread_local! {
 }
 
 /// The system's allocator, counting per thread.
-pub struct Counting;
+pub(crate) struct Counting;
 
 // SAFETY: every call goes to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
@@ -33,7 +33,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 /// The cpu device, counting what is asked of it.
-pub struct Counted {
+pub(crate) struct Counted {
     inner: Arc<dyn Device>,
     pub compilers: AtomicU32,
     pub compiles: Arc<AtomicU32>,
@@ -97,7 +97,7 @@ impl Device for Counted {
     }
 }
 
-pub fn counted() -> Arc<Counted> {
+pub(crate) fn counted() -> Arc<Counted> {
     Arc::new(Counted {
         inner: flashtune_runtime::open(DeviceSpec::Cpu).unwrap(),
         compilers: AtomicU32::new(0),
@@ -106,12 +106,12 @@ pub fn counted() -> Arc<Counted> {
     })
 }
 
-pub fn engine(place: &Place, device: &Arc<Counted>, policy: Policy) -> Engine {
+pub(crate) fn engine(place: &Place, device: &Arc<Counted>, policy: Policy) -> Engine {
     Engine::builder().on(device.clone()).cache_dir(place.cache()).policy(policy).build().unwrap()
 }
 
 /// The problem that `Place::tune_small` tunes.
-pub fn small(q_len: u32) -> (Problem, Shape) {
+pub(crate) fn small(q_len: u32) -> (Problem, Shape) {
     let mask = Mask::Causal;
     let problem = Problem::forward(DType::F32, 32, mask.kind()).unwrap();
     (problem, Shape { batch: 1, heads: 2, kv_heads: 2, q_len, kv_len: q_len, mask })

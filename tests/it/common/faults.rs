@@ -10,21 +10,21 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 
 /// Read-only, full, no permission, too many files, defective, gone stale, busy.
-pub const ERRORS: [(&str, i32); 7] =
+pub(crate) const ERRORS: [(&str, i32); 7] =
     [("EROFS", 30), ("ENOSPC", 28), ("EACCES", 13), ("EMFILE", 24), ("EIO", 5), ("ESTALE", 116), ("EBUSY", 16)];
 
 /// What sled says of itself when it cannot write while it is closed; that is caught.
-pub const CLOSED_IN_DISORDER: &str = "could not be closed in order";
+pub(crate) const CLOSED_IN_DISORDER: &str = "could not be closed in order";
 
 /// The library, and the cache on whose folder operations fail.
-pub struct Faults {
+pub(crate) struct Faults {
     pub library: PathBuf,
     pub cache: PathBuf,
     log: PathBuf,
 }
 
 /// What came of a command.
-pub struct Told {
+pub(crate) struct Told {
     pub output: Output,
     /// Operations on the cache, and how many of them failed.
     pub operations: u64,
@@ -33,7 +33,7 @@ pub struct Told {
 
 impl Faults {
     /// Compiles the library.
-    pub fn new(place: &Place, cache: PathBuf) -> Self {
+    pub(crate) fn new(place: &Place, cache: PathBuf) -> Self {
         let library = place.path("faults.so");
         let source = Path::new(ROOT).join("tests/data/faults.c");
         let mut cc = Command::new("cc");
@@ -44,7 +44,7 @@ impl Faults {
     }
 
     /// What the cache serves to readers: every record, with its kernel loaded and checked.
-    pub fn served(&self) -> BTreeSet<RecordKey> {
+    pub(crate) fn served(&self) -> BTreeSet<RecordKey> {
         let layers = Layers::open(&CacheDir::at(&self.cache), &[], None).expect("the cache is there");
         let with_kernel = |(_, record, _): &(String, Arc<Record>, Validity)| {
             assert!(layers.artifact(&record.artifact).is_some(), "the kernel is lost of {record:?}");
@@ -54,7 +54,7 @@ impl Faults {
     }
 
     /// The command, with nothing that fails.
-    pub fn unharmed(&self, args: &[&str]) -> Command {
+    pub(crate) fn unharmed(&self, args: &[&str]) -> Command {
         let mut command = Command::new(assert_cmd::cargo::cargo_bin("flashtune"));
         command.args(["--device", "cpu", "--allow-unsigned", "--cache"]).arg(&self.cache).args(args);
         command.env("CC", remembering());
@@ -62,7 +62,7 @@ impl Faults {
     }
 
     /// Runs a command with these settings of the library.
-    pub fn run(&self, command: &mut Command, settings: &[(&str, String)]) -> Told {
+    pub(crate) fn run(&self, command: &mut Command, settings: &[(&str, String)]) -> Told {
         let _ = std::fs::remove_file(&self.log);
         command.env("LD_PRELOAD", &self.library).env("FAULT_PATH", &self.cache).env("FAULT_LOG", &self.log);
         let output = command.envs(settings.iter().map(|(n, v)| (n, v))).output().expect("the command starts");
@@ -73,7 +73,7 @@ impl Faults {
     }
 
     /// Runs the command with operations `at..at + count` on the cache failing.
-    pub fn fail(&self, args: &[&str], at: u64, count: u64, errno: i32) -> Told {
+    pub(crate) fn fail(&self, args: &[&str], at: u64, count: u64, errno: i32) -> Told {
         let settings = [("FAULT_AT", at.to_string()), ("FAULT_COUNT", count.to_string())];
         let settings = [&settings[..], &[("FAULT_ERRNO", errno.to_string())]].concat();
         self.run(&mut self.unharmed(args), &settings)
@@ -81,19 +81,19 @@ impl Faults {
 }
 
 impl Told {
-    pub fn stderr(&self) -> String {
+    pub(crate) fn stderr(&self) -> String {
         stderr(&self.output)
     }
 
     /// What was printed by a command that must succeed.
     #[track_caller]
-    pub fn answers(&self, what: &str) -> serde_json::Value {
+    pub(crate) fn answers(&self, what: &str) -> serde_json::Value {
         answers(&self.output, what)
     }
 
     /// A command that may have failed did so in order.
     #[track_caller]
-    pub fn ended_in_order(&self, what: &str) {
+    pub(crate) fn ended_in_order(&self, what: &str) {
         let told = self.stderr();
         assert!(matches!(self.output.status.code(), Some(0..=3)), "{what}: {}\n{told}", self.output.status);
         // sled panics where it cannot open or close its files; that is caught, and said in other words.
@@ -103,12 +103,12 @@ impl Told {
     }
 }
 
-pub fn stderr(out: &Output) -> String {
+pub(crate) fn stderr(out: &Output) -> String {
     String::from_utf8_lossy(&out.stderr).into_owned()
 }
 
 #[track_caller]
-pub fn answers(out: &Output, what: &str) -> serde_json::Value {
+pub(crate) fn answers(out: &Output, what: &str) -> serde_json::Value {
     let told = stderr(out);
     assert!(out.status.success(), "{what}: {}\n{told}", out.status);
     assert!(!told.contains("panicked"), "{what}: {told}");
@@ -116,7 +116,7 @@ pub fn answers(out: &Output, what: &str) -> serde_json::Value {
 }
 
 /// All files of a folder, copied.
-pub fn copy(from: &Path, to: &Path) {
+pub(crate) fn copy(from: &Path, to: &Path) {
     use std::os::unix::fs::DirBuilderExt;
     if !to.exists() {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(to).unwrap();
@@ -131,13 +131,13 @@ pub fn copy(from: &Path, to: &Path) {
 }
 
 /// A count that the environment may raise beyond what CI has time for.
-pub fn count_of(variable: &str, usually: u64) -> u64 {
+pub(crate) fn count_of(variable: &str, usually: u64) -> u64 {
     std::env::var(variable).ok().and_then(|n| n.parse().ok()).unwrap_or(usually)
 }
 
 /// Of so many operations, as many as there is time for, evenly, the first and the last among them;
 /// `FLASHTUNE_CRASH_POINTS` says how many, up to all of them, and `FLASHTUNE_CRASH_FROM` from which one on.
-pub fn points(operations: u64, usually: u64) -> BTreeSet<u64> {
+pub(crate) fn points(operations: u64, usually: u64) -> BTreeSet<u64> {
     let first = count_of("FLASHTUNE_CRASH_FROM", 1).clamp(1, operations - 1);
     let count = count_of("FLASHTUNE_CRASH_POINTS", usually).clamp(2, operations - first + 1);
     (0..count).map(|i| first + i * (operations - first) / (count - 1)).collect()

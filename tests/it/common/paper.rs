@@ -10,7 +10,7 @@ use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
-pub struct Paper {
+pub(crate) struct Paper {
     fingerprint: DeviceFingerprint,
     compiler: Arc<dyn Compiler>,
     /// Whether every stream is captured.
@@ -20,7 +20,7 @@ pub struct Paper {
 }
 
 /// Binaries of eight bytes.
-pub struct Instant {
+pub(crate) struct Instant {
     id: CompilerId,
     /// Compilations of kernels with this word in their names wait until it is taken away.
     held: Mutex<Option<&'static str>>,
@@ -31,13 +31,13 @@ pub struct Instant {
 }
 
 impl Instant {
-    pub fn holding(word: &'static str) -> Arc<Self> {
+    pub(crate) fn holding(word: &'static str) -> Arc<Self> {
         let id = CompilerId { name: "paper".into(), version: "1".into() };
         let held = Mutex::new(Some(word));
         Arc::new(Self { id, held, freed: Condvar::new(), refused: Mutex::default(), compiled: AtomicU32::new(0) })
     }
 
-    pub fn free(&self) {
+    pub(crate) fn free(&self) {
         *self.held.lock().unwrap() = None;
         self.freed.notify_all();
     }
@@ -88,11 +88,11 @@ impl Module for Sheet {
 }
 
 impl Paper {
-    pub fn new(compiler: Arc<dyn Compiler>) -> Arc<Self> {
+    pub(crate) fn new(compiler: Arc<dyn Compiler>) -> Arc<Self> {
         Self::of("sm_90a", compiler)
     }
 
-    pub fn of(arch: &str, compiler: Arc<dyn Compiler>) -> Arc<Self> {
+    pub(crate) fn of(arch: &str, compiler: Arc<dyn Compiler>) -> Arc<Self> {
         let fingerprint = DeviceFingerprint {
             arch: arch.parse().unwrap(),
             name: "Paper".into(),
@@ -158,7 +158,7 @@ impl Device for Paper {
 }
 
 /// A causal call of so many rows, on addresses that nobody reads, with its problem and sizes.
-pub fn call(rows: u64) -> (Forward<'static>, Problem, Shape) {
+pub(crate) fn call(rows: u64) -> (Forward<'static>, Problem, Shape) {
     let view = |i: u64| TensorView::bhsd(i << 32, DType::Bf16, [1, 16, rows, 128]);
     let mut call = Forward::new(view(1), view(2), view(3), view(4));
     call.mask = Mask::Causal;

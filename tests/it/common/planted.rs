@@ -9,7 +9,7 @@ use flashtune_tuner::{Job, Runner, WorkerCommand};
 const PLAIN: &str = include_str!("../../../runtime/testdata/plain.c");
 
 /// The default of the job, and others of its space whose code differs.
-pub fn schedules(job: &Job) -> Vec<CpuSchedule> {
+pub(crate) fn schedules(job: &Job) -> Vec<CpuSchedule> {
     let bucket = ShapeBucket::of(&job.shape);
     let cpu = |s: Schedule| match s {
         Schedule::Cpu(s) => s,
@@ -24,7 +24,7 @@ pub fn schedules(job: &Job) -> Vec<CpuSchedule> {
 }
 
 /// The condition, in a template for the preprocessor, that it is rendered for this schedule.
-pub fn is_schedule(s: &CpuSchedule) -> String {
+pub(crate) fn is_schedule(s: &CpuSchedule) -> String {
     format!(
         "@{{ block_q }}@ == {} && @{{ block_kv }}@ == {} && @{{ unroll_q }}@ == {} && @{{ unroll_kv }}@ == {}",
         s.block_q, s.block_kv, s.unroll_q, s.unroll_kv
@@ -32,7 +32,7 @@ pub fn is_schedule(s: &CpuSchedule) -> String {
 }
 
 /// The kernel with `head` before it, and with a statement at the start of every tile.
-pub fn planted(head: &str, fault: &str) -> TemplateSet {
+pub(crate) fn planted(head: &str, fault: &str) -> TemplateSet {
     let tile = "float max = -INFINITY";
     assert!(PLAIN.contains(tile));
     // No maths library is linked to kernels.
@@ -48,7 +48,7 @@ pub fn planted(head: &str, fault: &str) -> TemplateSet {
 }
 
 /// A runner with the command as its worker.
-pub fn worker() -> Runner {
+pub(crate) fn worker() -> Runner {
     let command = WorkerCommand::flashtune(assert_cmd::cargo::cargo_bin("flashtune"));
     Runner::worker(command, DeviceSpec::Cpu).unwrap()
 }

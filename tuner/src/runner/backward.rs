@@ -59,7 +59,7 @@ impl BackwardBench {
     ///
     /// # Errors
     /// Those of the device, for want of memory for instance.
-    pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
+    pub(crate) fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         let (p, s) = (&job.problem, &job.shape);
         let of = |heads: u32, rows: u32, dim: u32| [s.batch, heads, rows, dim].map(|n| n as usize);
         let (dim, dim_v) = (p.head_dim_qk, p.head_dim_v);

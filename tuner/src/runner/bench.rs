@@ -77,7 +77,7 @@ impl Bench {
     ///
     /// # Errors
     /// Those of the device, for want of memory for instance.
-    pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
+    pub(crate) fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         let (p, s) = (&job.problem, &job.shape);
         let (batch, heads, kv_heads) = (s.batch as usize, s.heads as usize, s.kv_heads as usize);
         let (q_len, kv_len) = (s.q_len as usize, s.kv_len as usize);

@@ -39,7 +39,7 @@ pub(super) enum Cases {
 
 impl Cases {
     /// Makes inputs and computes what is expected.
-    pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
+    pub(crate) fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         if job.is_ragged() {
             return ragged::small_cases(device, job).map(Self::Ragged);
         }
@@ -63,7 +63,7 @@ impl Cases {
     }
 
     /// Checks one kernel; gives its largest absolute error.
-    pub fn check(&self, module: &dyn Module) -> Result<f64, String> {
+    pub(crate) fn check(&self, module: &dyn Module) -> Result<f64, String> {
         type Checked = Result<CheckReport, RuntimeError>;
         let mut max_error = 0.0f64;
         let mut pass = |shape: &Shape, i: usize, check: &dyn Fn(usize) -> Checked| {

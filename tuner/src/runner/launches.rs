@@ -24,12 +24,12 @@ pub(super) struct Launcher {
 }
 
 impl Launcher {
-    pub fn new(device: &Arc<dyn Device>, launches: Launches) -> Self {
+    pub(crate) fn new(device: &Arc<dyn Device>, launches: Launches) -> Self {
         Self { launches, graphs: RefCell::default(), stream: device.stream(), device: device.clone() }
     }
 
     /// Captures a candidate's launch, if that is how it will be timed and it was not done yet.
-    pub fn capture(&self, id: u32, launch: &Launch) -> Result<(), RuntimeError> {
+    pub(crate) fn capture(&self, id: u32, launch: &Launch) -> Result<(), RuntimeError> {
         if self.launches == Launches::Graph && !self.graphs.borrow().contains_key(&id) {
             let graph = self.device.capture(self.stream, &mut || launch())?;
             self.graphs.borrow_mut().insert(id, graph);
@@ -38,7 +38,7 @@ impl Launcher {
     }
 
     /// The launch itself, or the replay of what was captured.
-    pub fn launch_as_timed(&self, id: u32, launch: &Launch) -> Result<(), RuntimeError> {
+    pub(crate) fn launch_as_timed(&self, id: u32, launch: &Launch) -> Result<(), RuntimeError> {
         match self.graphs.borrow().get(&id) {
             // SAFETY: it was captured of `launch`, whose buffers the bench owns beside this launcher and drops after
             // it; every caller waits for the stream before it returns, and modules outlive the bench.
@@ -48,7 +48,7 @@ impl Launcher {
     }
 
     /// Time of one launch with cold caches in microseconds.
-    pub fn time_us(&self, id: u32, launch: &Launch) -> Result<f64, RuntimeError> {
+    pub(crate) fn time_us(&self, id: u32, launch: &Launch) -> Result<f64, RuntimeError> {
         self.capture(id, launch)?;
         self.device.flush_cache(self.stream)?;
         let us = self.device.time_us(self.stream, &mut || self.launch_as_timed(id, launch))?;

@@ -21,20 +21,20 @@ pub(crate) struct Local {
 }
 
 impl Local {
-    pub fn new(device: Arc<dyn Device>) -> Self {
+    pub(crate) fn new(device: Arc<dyn Device>) -> Self {
         Self { device, inputs: None, cases: None, bench: None, modules: HashMap::new() }
     }
 
-    pub fn fingerprint(&self) -> &DeviceFingerprint {
+    pub(crate) fn fingerprint(&self) -> &DeviceFingerprint {
         self.device.fingerprint()
     }
 
     /// Forgets the job before.
-    pub fn start(&mut self, inputs: &Inputs) {
+    pub(crate) fn start(&mut self, inputs: &Inputs) {
         *self = Self { inputs: Some(*inputs), ..Self::new(self.device.clone()) };
     }
 
-    pub fn prepare(&mut self, size: Size) -> Result<(), RuntimeError> {
+    pub(crate) fn prepare(&mut self, size: Size) -> Result<(), RuntimeError> {
         let Some(inputs) = &self.inputs else { return Ok(()) };
         match size {
             Size::Small => self.cases = Some(Cases::new(&self.device, inputs)?),
@@ -49,13 +49,13 @@ impl Local {
         Ok(())
     }
 
-    pub fn load(&mut self, id: u32, artifact: &Artifact) -> Result<(), String> {
+    pub(crate) fn load(&mut self, id: u32, artifact: &Artifact) -> Result<(), String> {
         let module = self.device.load(artifact).map_err(|e| e.to_string())?;
         self.modules.insert(id, module);
         Ok(())
     }
 
-    pub fn check(&mut self, id: u32, size: Size) -> Result<f64, String> {
+    pub(crate) fn check(&mut self, id: u32, size: Size) -> Result<f64, String> {
         let module = self.modules.get(&id).ok_or("it is not loaded")?;
         match size {
             Size::Small => self.cases.as_ref().ok_or(UNPREPARED)?.check(&**module),
@@ -64,21 +64,21 @@ impl Local {
         }
     }
 
-    pub fn confirm(&mut self, id: u32) -> Result<(), String> {
+    pub(crate) fn confirm(&mut self, id: u32) -> Result<(), String> {
         let module = self.modules.get(&id).ok_or("it is not loaded")?;
         self.bench.as_mut().ok_or(UNPREPARED)?.confirm(id, &**module)
     }
 
-    pub fn time(&mut self, id: u32) -> Result<f64, String> {
+    pub(crate) fn time(&mut self, id: u32) -> Result<f64, String> {
         let module = self.modules.get(&id).ok_or("it is not loaded")?;
         self.bench.as_mut().ok_or(UNPREPARED)?.time(id, &**module)
     }
 
-    pub fn reading(&self) -> Reading {
+    pub(crate) fn reading(&self) -> Reading {
         self.device.reading()
     }
 
-    pub fn unfused_us(&self, fused_us: f64) -> Option<f64> {
+    pub(crate) fn unfused_us(&self, fused_us: f64) -> Option<f64> {
         self.bench.as_ref()?.unfused_us(fused_us)
     }
 }

@@ -36,23 +36,23 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    pub fn of(job: &Job) -> Self {
+    pub(crate) fn of(job: &Job) -> Self {
         let Job { problem, shape, pages, seed, launches, .. } = *job;
         Self { problem, shape, pages, seed, launches }
     }
 
     /// Whether the inputs are those of a ragged batch.
-    pub fn is_ragged(&self) -> bool {
+    pub(crate) fn is_ragged(&self) -> bool {
         !self.problem.kv.is_dense()
     }
 
     /// Whether they are those of gradients.
-    pub fn is_backward(&self) -> bool {
+    pub(crate) fn is_backward(&self) -> bool {
         self.problem.op == Op::Backward
     }
 
     /// Bytes of Q, K, V and O at full size, of gradients with each one's gradient; of a ragged batch about.
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         let p = &self.problem;
         // The last page of a sequence may be nearly empty.
         let kv_len = self.shape.kv_len.saturating_add(self.pages.tokens().unwrap_or(0));

@@ -21,14 +21,14 @@ pub(super) struct Part {
 
 impl Part {
     /// One part of [`PARTS`] of the rows of O, or the last row of one KV head.
-    pub fn of(whole: &Shape) -> Self {
+    pub(crate) fn of(whole: &Shape) -> Self {
         let (heads, parts) = Self::with_all_rows(whole);
         let q_len = share(whole.q_len, parts);
         Self { shape: Shape { q_len, ..heads.shape }, first_row: whole.q_len - q_len }
     }
 
     /// The same for a ragged batch: with all rows of its sequences, whose places the device alone knows.
-    pub fn of_heads(whole: &Shape) -> Self {
+    pub(crate) fn of_heads(whole: &Shape) -> Self {
         Self::with_all_rows(whole).0
     }
 
@@ -43,7 +43,7 @@ impl Part {
     }
 
     /// The arguments of a launch of the part, from those of the whole.
-    pub fn args(&self, whole: &ForwardArgs, dtype: DType) -> ForwardArgs {
+    pub(crate) fn args(&self, whole: &ForwardArgs, dtype: DType) -> ForwardArgs {
         let skipped = |stride: i64| (i64::from(self.first_row) * stride * dtype.bytes() as i64) as u64;
         let Shape { batch, heads, kv_heads, q_len, .. } = self.shape;
         ForwardArgs {
@@ -58,7 +58,7 @@ impl Part {
     }
 
     /// Whether a row of O belongs to it.
-    pub fn holds(&self, batch: usize, head: usize, row: usize) -> bool {
+    pub(crate) fn holds(&self, batch: usize, head: usize, row: usize) -> bool {
         let Shape { batch: batches, heads, .. } = self.shape;
         batch < batches as usize && head < heads as usize && row >= self.first_row as usize
     }

@@ -47,7 +47,7 @@ impl RaggedBench {
     ///
     /// # Errors
     /// Those of the device, for want of memory for instance.
-    pub fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
+    pub(crate) fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         let batch = full_batch(job);
         let case = RaggedCase::new(device.clone(), &job.problem, &batch)?;
         let part = Part::of_heads(case.data().shape());

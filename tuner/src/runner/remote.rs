@@ -85,7 +85,7 @@ enum Failure {
 
 impl Remote {
     /// Starts a worker and opens the device in it.
-    pub fn open(command: WorkerCommand, device: DeviceSpec) -> Result<Self> {
+    pub(crate) fn open(command: WorkerCommand, device: DeviceSpec) -> Result<Self> {
         let (process, fingerprint) = start(&command, device)?;
         Ok(Self {
             command,
@@ -103,16 +103,16 @@ impl Remote {
         })
     }
 
-    pub fn fingerprint(&self) -> &DeviceFingerprint {
+    pub(crate) fn fingerprint(&self) -> &DeviceFingerprint {
         &self.fingerprint
     }
 
-    pub fn device(&self) -> DeviceSpec {
+    pub(crate) fn device(&self) -> DeviceSpec {
         self.device
     }
 
     /// The compiler of the device's kernels, in processes of its own.
-    pub fn compiler(&mut self) -> Result<Arc<dyn Compiler>> {
+    pub(crate) fn compiler(&mut self) -> Result<Arc<dyn Compiler>> {
         // Looked for each time: the environment may have changed.
         let compiler = compiler_for(self.fingerprint.arch)?;
         match &self.compilers {
@@ -121,12 +121,12 @@ impl Remote {
         }
     }
 
-    pub fn process_id(&self) -> Option<u32> {
+    pub(crate) fn process_id(&self) -> Option<u32> {
         self.process.as_ref().map(Process::id)
     }
 
     /// A new job in a new process: what the candidates of the last one did to theirs is over.
-    pub fn start(&mut self, inputs: &Inputs) {
+    pub(crate) fn start(&mut self, inputs: &Inputs) {
         if !self.loaded.is_empty() {
             self.retire();
         }
@@ -144,11 +144,11 @@ impl Remote {
     }
 
     /// Ends the process; the next question starts another.
-    pub fn rest(&mut self) {
+    pub(crate) fn rest(&mut self) {
         self.retire();
     }
 
-    pub fn prepare(&mut self, size: Size) -> Result<()> {
+    pub(crate) fn prepare(&mut self, size: Size) -> Result<()> {
         self.ready()?;
         let mut last = None;
         for _ in 0..STARTS {
@@ -165,7 +165,7 @@ impl Remote {
         Err(self.gave_up(last))
     }
 
-    pub fn load(&mut self, id: u32, artifact: &Artifact) -> Result<Result<(), String>> {
+    pub(crate) fn load(&mut self, id: u32, artifact: &Artifact) -> Result<Result<(), String>> {
         self.artifacts.insert(id, artifact.clone());
         let loaded = self.fairly(id, |this| this.load_here(id).map(|()| 0.0));
         if matches!(loaded, Ok(Err(_))) {
@@ -174,7 +174,7 @@ impl Remote {
         Ok(loaded?.map(|_| ()))
     }
 
-    pub fn check(&mut self, id: u32, size: Size) -> Result<Result<f64, String>> {
+    pub(crate) fn check(&mut self, id: u32, size: Size) -> Result<Result<f64, String>> {
         let checked = self.fairly(id, |this| {
             if size == Size::Full {
                 this.recall_trusted(id)?;
@@ -188,15 +188,15 @@ impl Remote {
         Ok(checked)
     }
 
-    pub fn confirm(&mut self, id: u32) -> Result<Result<(), String>> {
+    pub(crate) fn confirm(&mut self, id: u32) -> Result<Result<(), String>> {
         Ok(self.fairly(id, |this| this.run(id, &Request::Confirm { id }, Size::Full))?.map(|_| ()))
     }
 
-    pub fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
+    pub(crate) fn time(&mut self, id: u32) -> Result<Result<f64, String>> {
         self.fairly(id, |this| this.run(id, &Request::Time { id }, Size::Full))
     }
 
-    pub fn reading(&mut self) -> Reading {
+    pub(crate) fn reading(&mut self) -> Reading {
         match self.process.as_mut().map(|p| p.ask(&Request::Read, host(HOST_LIMIT))) {
             Some(Ok(Reply::Read(reading))) => reading,
             Some(Err(_)) => {
@@ -207,7 +207,7 @@ impl Remote {
         }
     }
 
-    pub fn unfused_us(&mut self, fused_us: f64) -> Option<f64> {
+    pub(crate) fn unfused_us(&mut self, fused_us: f64) -> Option<f64> {
         // Nice to have: not worth a new process.
         match self.process.as_mut()?.ask(&Request::Unfused { fused_us }, host(HOST_LIMIT)) {
             Ok(Reply::Value(us)) => Some(us),

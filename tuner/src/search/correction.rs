@@ -25,7 +25,7 @@ pub(super) struct Correction<'a> {
 
 impl<'a> Correction<'a> {
     /// Fits the logarithms of measured time over model's cost, by schedule.
-    pub fn fit(map: &'a Map, errors: &[(usize, f64)]) -> Self {
+    pub(crate) fn fit(map: &'a Map, errors: &[(usize, f64)]) -> Self {
         let overall = errors.iter().map(|e| e.1).sum::<f64>() / errors.len().max(1) as f64;
         let mut rest: Vec<(usize, f64)> = errors.iter().map(|(i, e)| (*i, e - overall)).collect();
         let fields = errors.first().map_or(0, |(i, _)| map.point(*i).len());
@@ -51,7 +51,7 @@ impl<'a> Correction<'a> {
     }
 
     /// The expected logarithm of time over cost of a schedule.
-    pub fn at(&self, schedule: usize) -> f64 {
+    pub(crate) fn at(&self, schedule: usize) -> f64 {
         let effects = self.map.point(schedule).iter().zip(&self.effects);
         let general = self.overall + effects.map(|(value, effect)| effect[usize::from(*value)]).sum::<f64>();
         // Without measurements near by, nothing is left to say.

@@ -18,7 +18,7 @@ pub(crate) struct Map {
 type Field = (Family, &'static str);
 
 impl Map {
-    pub fn new(schedules: impl IntoIterator<Item = Schedule>) -> Self {
+    pub(crate) fn new(schedules: impl IntoIterator<Item = Schedule>) -> Self {
         // Fields of two families that share a name are two fields.
         let named = |s: &Schedule| s.places().into_iter().map(|(name, place)| ((s.family(), name), place)).collect();
         let all: Vec<BTreeMap<Field, Place>> = schedules.into_iter().map(|s| named(&s)).collect();
@@ -44,12 +44,12 @@ impl Map {
     }
 
     /// The coordinates of a schedule.
-    pub fn point(&self, i: usize) -> &[u8] {
+    pub(crate) fn point(&self, i: usize) -> &[u8] {
         &self.points[i * self.fields..(i + 1) * self.fields]
     }
 
     /// Steps between two schedules of the space.
-    pub fn steps(&self, a: usize, b: usize) -> u32 {
+    pub(crate) fn steps(&self, a: usize, b: usize) -> u32 {
         let differ = self.point(a).iter().zip(self.point(b)).zip(&self.ordered);
         differ.map(|((x, y), ordered)| if *ordered { x.abs_diff(*y).into() } else { u32::from(x != y) }).sum()
     }

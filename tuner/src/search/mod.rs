@@ -100,7 +100,7 @@ pub(crate) struct Portfolio {
 
 impl Portfolio {
     /// A search of at most `max_trials` schedules (at least the default). `costs` are the model's, by schedule.
-    pub fn new(costs: &[f64], map: Map, default: usize, seeds: &[usize], max_trials: usize, seed: u64) -> Self {
+    pub(crate) fn new(costs: &[f64], map: Map, default: usize, seeds: &[usize], max_trials: usize, seed: u64) -> Self {
         let batch = SMALLEST_BATCH;
         let known = vec![Known::Nothing; costs.len()];
         Self {
@@ -122,12 +122,12 @@ impl Portfolio {
     }
 
     /// The same search in batches of another size, no smaller than [`SMALLEST_BATCH`].
-    pub fn in_batches_of(self, batch: usize) -> Self {
+    pub(crate) fn in_batches_of(self, batch: usize) -> Self {
         Self { batch: batch.max(SMALLEST_BATCH), ..self }
     }
 
     /// The same search, which tries these right after the default.
-    pub fn after_trying(mut self, schedules: impl IntoIterator<Item = usize>) -> Self {
+    pub(crate) fn after_trying(mut self, schedules: impl IntoIterator<Item = usize>) -> Self {
         self.first.extend(schedules);
         self
     }
@@ -135,31 +135,31 @@ impl Portfolio {
     /// The same search, led by a neighbour's measurements, of which the fastest comes first. Where the model misjudges
     /// schedules there it is taken to misjudge them here, and what was good there is tried first: its kernels are
     /// compiled already. Then new ones, until a batch of them brings no improvement.
-    pub fn led_by(self, hints: Vec<Hint>) -> Self {
+    pub(crate) fn led_by(self, hints: Vec<Hint>) -> Self {
         Self { hints, ..self }
     }
 
     /// Whether a neighbour's measurements lead it, as they do until they prove wrong.
-    pub fn is_led(&self) -> bool {
+    pub(crate) fn is_led(&self) -> bool {
         !self.hints.is_empty()
     }
 
     /// A schedule that is known to fail: it is not tried, and speaks against its neighbours.
-    pub fn fails(&mut self, schedule: usize) {
+    pub(crate) fn fails(&mut self, schedule: usize) {
         if !self.first.contains(&schedule) {
             self.note(schedule, Known::Failed);
         }
     }
 
     /// What came of a proposed schedule: its time, or nothing when it failed.
-    pub fn report(&mut self, schedule: usize, time: Option<f64>) {
+    pub(crate) fn report(&mut self, schedule: usize, time: Option<f64>) {
         self.news += 1;
         self.note(schedule, time.map_or(Known::Failed, Known::Time));
     }
 
     /// The next schedules to try, at most `room` unless it is the first time. None when the search is over, or may be
     /// once what is under way is reported: not all that was proposed need be, by then.
-    pub fn next(&mut self, room: usize) -> Vec<usize> {
+    pub(crate) fn next(&mut self, room: usize) -> Vec<usize> {
         let left = (self.max_trials - self.proposed).min(self.open().count());
         if self.proposed == 0 {
             return self.first_batch(left);
@@ -199,7 +199,7 @@ impl Portfolio {
     }
 
     /// Whether nothing is left to propose.
-    pub fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.proposed >= self.max_trials || self.open().next().is_none()
     }
 

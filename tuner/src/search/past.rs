@@ -38,7 +38,7 @@ pub(crate) struct Neighbour {
 
 impl Past {
     /// All schedules that are of interest here.
-    pub fn schedules(&self) -> impl Iterator<Item = &Schedule> {
+    pub(crate) fn schedules(&self) -> impl Iterator<Item = &Schedule> {
         let measured = self.neighbour.iter().flat_map(|n| n.times.iter().map(|(s, _)| s));
         self.seeds.iter().chain(measured)
     }
@@ -47,7 +47,7 @@ impl Past {
     ///
     /// # Errors
     /// When it cannot be read.
-    pub fn read(store: &Store, key: &RecordKey, templates: &TemplateSet, compiler: &str) -> Result<Self> {
+    pub(crate) fn read(store: &Store, key: &RecordKey, templates: &TemplateSet, compiler: &str) -> Result<Self> {
         let mut neighbours: Vec<Record> = store.records()?;
         neighbours.retain(|r| r.key.problem == key.problem && r.key.device.arch == key.device.arch);
         let distance = |r: &Record| {

@@ -52,7 +52,7 @@ pub(crate) fn tables() -> Vec<(&'static str, Table)> {
 impl Table {
     /// The trials without those of `forward/sm90` that a search may no longer propose: spaces had more dimensions
     /// when the tables were recorded. A replay takes a table as it is, since it tests the search and not the space.
-    pub fn in_the_space(&self) -> Vec<(Schedule, Option<f64>)> {
+    pub(crate) fn in_the_space(&self) -> Vec<(Schedule, Option<f64>)> {
         let space: HashSet<Schedule> = match Family::ForwardSm90.supports(&self.problem, self.device.arch) {
             Ok(()) => Schedule::space(Family::ForwardSm90, &self.problem, self.device.arch).into_iter().collect(),
             Err(_) => HashSet::new(),
@@ -172,7 +172,7 @@ impl Replay {
         }
     }
 
-    pub fn search(&self, seeds: &[usize], max_trials: usize, seed: u64) -> Portfolio {
+    pub(crate) fn search(&self, seeds: &[usize], max_trials: usize, seed: u64) -> Portfolio {
         Portfolio::new(&self.costs, self.map.clone(), self.default, seeds, max_trials, seed)
     }
 
@@ -201,7 +201,7 @@ impl Replay {
     }
 
     /// A search here that is led by those that were tried at another size, and which schedules they are here.
-    pub fn led_by(&self, other: &Replay, tried: &[usize], seed: u64) -> (Portfolio, Vec<usize>) {
+    pub(crate) fn led_by(&self, other: &Replay, tried: &[usize], seed: u64) -> (Portfolio, Vec<usize>) {
         let hint = |i: &usize| {
             let kernel = Kernel { problem: self.problem, schedule: other.schedules[*i], arch: self.device.arch };
             let schedule = self.schedules.iter().position(|s| *s == kernel.schedule)?;

@@ -31,7 +31,7 @@ pub(super) enum Begun {
 }
 
 impl Tuning<'_> {
-    pub fn begin(&mut self, compiler: FoundCompiler) -> Result<Begun> {
+    pub(crate) fn begin(&mut self, compiler: FoundCompiler) -> Result<Begun> {
         if let Some(outcome) = self.published(&compiler) {
             return Ok(Begun::Answered(Box::new(outcome)));
         }

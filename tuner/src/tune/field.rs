@@ -59,7 +59,7 @@ pub(crate) struct Pace {
 
 impl Pace {
     /// For a host with so many cores, whose device is measured beside compilers or not.
-    pub fn of(cores: usize, beside: bool) -> Self {
+    pub(crate) fn of(cores: usize, beside: bool) -> Self {
         if !beside {
             return Self { cores, compilers: cores, batch: cores.min(MOST_AT_ONCE), ahead: 0 };
         }
@@ -124,7 +124,7 @@ impl Guide {
 
 impl Tuning<'_> {
     /// Tries schedules until the guide has no more or the time is up.
-    pub fn search(&mut self, space: &Space, past: &Past, compiler: &dyn Compiler) -> Result<Field> {
+    pub(crate) fn search(&mut self, space: &Space, past: &Past, compiler: &dyn Compiler) -> Result<Field> {
         let pace = Pace::of(self.runner.cores(), self.runner.is_measured_beside_compilers());
         let mut guide = self.guide(space, past, &pace);
         let most = match &guide {

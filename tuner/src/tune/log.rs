@@ -15,16 +15,16 @@ pub(super) struct Log {
 }
 
 impl Log {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { started: Instant::now(), spans: Vec::new() }
     }
 
     /// Something that began then and ends now, on the device or while waiting for it.
-    pub fn until_now(&mut self, activity: Activity, schedule: Option<usize>, began: Instant, samples: usize) {
+    pub(crate) fn until_now(&mut self, activity: Activity, schedule: Option<usize>, began: Instant, samples: usize) {
         self.add(activity, schedule, 0, (began, Instant::now()), samples);
     }
 
-    pub fn add(
+    pub(crate) fn add(
         &mut self,
         activity: Activity,
         schedule: Option<usize>,
@@ -46,14 +46,14 @@ impl Log {
     }
 
     /// All of it, for the journal.
-    pub fn timeline(&self, unix_time: u64, schedules: Vec<Schedule>) -> Timeline {
+    pub(crate) fn timeline(&self, unix_time: u64, schedules: Vec<Schedule>) -> Timeline {
         let mut spans = self.spans.clone();
         spans.sort_by_key(|s| (s.start_us, s.lane));
         Timeline { unix_time, schedules, spans }
     }
 
     /// Seconds in which something was compiled.
-    pub fn compile_seconds(&self) -> f64 {
+    pub(crate) fn compile_seconds(&self) -> f64 {
         let mut spans: Vec<&Span> = self.spans.iter().filter(|s| s.activity == Activity::Compile).collect();
         spans.sort_by_key(|s| s.start_us);
         let (mut total, mut until) = (0, 0);
@@ -66,7 +66,7 @@ impl Log {
     }
 
     /// Seconds since the first kernel was there in which the device waited for compilers.
-    pub fn waited_seconds(&self) -> f64 {
+    pub(crate) fn waited_seconds(&self) -> f64 {
         let waits = self.spans.iter().filter(|s| s.activity == Activity::Wait);
         waits.map(|s| s.duration_us).sum::<u64>() as f64 / 1e6
     }

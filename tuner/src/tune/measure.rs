@@ -42,7 +42,7 @@ pub(super) struct Measured {
 
 impl Measured {
     /// A candidate's times in the race.
-    pub fn race(&self, candidate: usize) -> &[f64] {
+    pub(crate) fn race(&self, candidate: usize) -> &[f64] {
         let samples = &self.samples[candidate];
         &samples[..self.raced[candidate].min(samples.len())]
     }
@@ -55,7 +55,7 @@ pub(super) fn nanoseconds<'a>(us: impl IntoIterator<Item = &'a f64>) -> Vec<u64>
 
 impl Tuning<'_> {
     /// A race of those who are live. Who fails is given up.
-    pub fn race(&mut self, field: &mut Field, rules: &Rules) -> Result<()> {
+    pub(crate) fn race(&mut self, field: &mut Field, rules: &Rules) -> Result<()> {
         let default = field.candidates.iter().position(|c| c.is_default && c.is_live());
         let Field { candidates, standings, .. } = field;
         // A table of the space has at least two runs of each, and no equals are left out.
@@ -65,7 +65,7 @@ impl Tuning<'_> {
     }
 
     /// Race and final. `None` when nobody could be timed. Who fails or never gets a turn is given up here.
-    pub fn measure(&mut self, field: &mut Field) -> Result<Option<Measured>> {
+    pub(crate) fn measure(&mut self, field: &mut Field) -> Result<Option<Measured>> {
         let mut readings = vec![self.runner.reading()];
         self.phase(Phase::Race, None);
         let budget = self.job.budget;

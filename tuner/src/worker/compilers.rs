@@ -57,7 +57,7 @@ impl Drop for Stillness<'_> {
 }
 
 impl Compilers {
-    pub fn new(command: &WorkerCommand, compiler: Arc<dyn Compiler>) -> Self {
+    pub(crate) fn new(command: &WorkerCommand, compiler: Arc<dyn Compiler>) -> Self {
         Self {
             command: command.clone(),
             compiler,
@@ -70,7 +70,7 @@ impl Compilers {
 
     /// Makes compilers stand still, for a candidate that must have the host for itself. One that dies with the tuner
     /// dies standing, too.
-    pub fn still(&self) -> Stillness<'_> {
+    pub(crate) fn still(&self) -> Stillness<'_> {
         let busy = self.busy.lock().unwrap_or_else(|e| e.into_inner());
         self.stood_still.lock().unwrap_or_else(|e| e.into_inner()).1 = Some(Instant::now());
         signal(&busy, Signal::STOP);

@@ -69,7 +69,7 @@ impl Process {
     ///
     /// # Errors
     /// Why it could not be started, or is no worker of this version.
-    pub fn start(command: &WorkerCommand) -> io::Result<Self> {
+    pub(crate) fn start(command: &WorkerCommand) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         let printed = Arc::new(Mutex::new(Vec::new()));
         let (end, ended) = channel();
@@ -90,12 +90,12 @@ impl Process {
     }
 
     /// The number of the process.
-    pub fn id(&self) -> u32 {
+    pub(crate) fn id(&self) -> u32 {
         self.id
     }
 
     /// One request and its reply. After an error the process is gone, and later requests fail at once.
-    pub fn ask(&mut self, request: &Request, limits: Limits) -> Result<Reply, Loss> {
+    pub(crate) fn ask(&mut self, request: &Request, limits: Limits) -> Result<Reply, Loss> {
         self.longest_launch = Duration::ZERO;
         let sent = frame(request).and_then(|bytes| self.send(&bytes));
         if let Err(e) = sent {
@@ -122,14 +122,14 @@ impl Process {
     }
 
     /// A handle that means this process even when its number is another's by then; none where the system has none.
-    pub fn handle(&self) -> Option<OwnedFd> {
+    pub(crate) fn handle(&self) -> Option<OwnedFd> {
         let id = i32::try_from(self.id).ok().and_then(Pid::from_raw)?;
         pidfd_open(id, PidfdFlags::empty()).ok()
     }
 
     /// One request that is done by the worker itself, whole within a limit: to be silent for longer is to hang. Time in
     /// which it was made to stand still does not count.
-    pub fn ask_within(
+    pub(crate) fn ask_within(
         &mut self,
         request: &Request,
         limit: Duration,

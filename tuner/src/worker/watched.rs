@@ -51,7 +51,7 @@ fn announce(launched: &AtomicBool, line: &Line) {
 }
 
 impl Watched {
-    pub fn new(device: Arc<dyn Device>, line: Line) -> Self {
+    pub(crate) fn new(device: Arc<dyn Device>, line: Line) -> Self {
         Self { device, line, launched: Arc::default() }
     }
 

@@ -13,14 +13,14 @@ const CHECKED: usize = 3;
 
 /// A step that ran.
 #[derive(Debug, Clone, Copy)]
-pub struct Ran {
+pub(crate) struct Ran {
     pub kind: Kind,
     pub rows: u32,
     pub us: f64,
 }
 
 /// Rows that were compared with fp64.
-pub struct Checked {
+pub(crate) struct Checked {
     pub what: String,
     pub rows: u32,
     pub keys: u32,
@@ -28,7 +28,7 @@ pub struct Checked {
 }
 
 /// What came of all steps.
-pub struct Day {
+pub(crate) struct Day {
     pub steps: Vec<Ran>,
     pub checks: Vec<Checked>,
     /// Hash of everything that steps were made of.
@@ -98,7 +98,7 @@ impl Metadata {
 }
 
 /// Everything that runs a schedule.
-pub struct Server<'a> {
+pub(crate) struct Server<'a> {
     engine: &'a Engine,
     inputs: Inputs,
     cache: Cache,
@@ -111,7 +111,7 @@ pub struct Server<'a> {
 impl<'a> Server<'a> {
     /// Memory for a cache of `layers` layers, and for steps of at most `rows` rows and `sequences` sequences of up to
     /// `longest` keys.
-    pub fn new(
+    pub(crate) fn new(
         engine: &'a Engine,
         model: Model,
         [layers, pages, page_tokens]: [u32; 3],
@@ -126,7 +126,7 @@ impl<'a> Server<'a> {
     }
 
     /// Runs all steps; `told` is called after each.
-    pub fn run(&mut self, scheduler: &mut Scheduler, told: &mut dyn FnMut(&Ran)) -> Result<Day> {
+    pub(crate) fn run(&mut self, scheduler: &mut Scheduler, told: &mut dyn FnMut(&Ran)) -> Result<Day> {
         let mut hash = blake3::Hasher::new();
         let mut day = Day {
             steps: Vec::new(),

@@ -27,7 +27,7 @@ const CACHE_SHARE: f64 = 0.7;
 
 /// Options of a trace.
 #[derive(clap::Args, Debug)]
-pub struct TraceArgs {
+pub(crate) struct TraceArgs {
     /// File with the requests of a server: steps of prompts in chunks and of generation are timed, with all their
     /// appends and attention. A line is a request: tokens of its prompt, tokens of its output, and if known the second
     /// of its arrival
@@ -56,7 +56,7 @@ pub struct TraceArgs {
 
 /// What traces and ragged batches share.
 #[derive(clap::Args, Debug)]
-pub struct CacheArgs {
+pub(crate) struct CacheArgs {
     /// Tokens of a page of the KV cache, for --trace and --kv-lens
     #[arg(long = "pages", default_value_t = 16, value_name = "N")]
     pub page: u32,
@@ -69,7 +69,7 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
-    pub fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         match (self.page, self.layers) {
             (0, _) => Err(usage("--pages is 0, but a page has at least 1 token")),
             (_, 0) => Err(usage("--layers is 0, but a model has at least 1 layer")),
@@ -79,7 +79,7 @@ impl CacheArgs {
 }
 
 /// A trace, read and checked, with everything that bounds its steps.
-pub struct Trace {
+pub(crate) struct Trace {
     source: String,
     requests: Vec<Request>,
     model: Model,
@@ -93,7 +93,13 @@ impl Trace {
     ///
     /// # Errors
     /// Names the file and its line, or the option, with the limit and the remedy.
-    pub fn new(cx: &mut Context, path: &Path, args: &TraceArgs, cache: &CacheArgs, cases: &CaseArgs) -> Result<Self> {
+    pub(crate) fn new(
+        cx: &mut Context,
+        path: &Path,
+        args: &TraceArgs,
+        cache: &CacheArgs,
+        cases: &CaseArgs,
+    ) -> Result<Self> {
         cache.check()?;
         if !(args.step_ms.is_finite() && args.step_ms > 0.0) {
             return Err(usage(format!("--step-ms is {}, but a step takes some time; name more than 0", args.step_ms)));
@@ -144,7 +150,7 @@ impl Trace {
     }
 
     /// Serves all requests, and puts what came of it into the report.
-    pub fn serve(self, cx: &mut Context, engine: &Engine, report: &mut Report) -> Result<()> {
+    pub(crate) fn serve(self, cx: &mut Context, engine: &Engine, report: &mut Report) -> Result<()> {
         let Limits { token_budget, max_sequences, page_tokens, pages, step_seconds } = self.limits;
         let longest = self.requests.iter().map(Request::keys).max().unwrap_or(0);
         let mut scheduler =
@@ -243,7 +249,7 @@ fn step_times(kind: &str, steps: &[Ran]) -> StepTimes {
 }
 
 /// What `bench --trace` prints for people.
-pub fn print(cx: &mut Context, report: &Report) -> Result<()> {
+pub(crate) fn print(cx: &mut Context, report: &Report) -> Result<()> {
     let Some(served) = &report.served else { return Ok(()) };
     let d = &report.device;
     writeln!(cx.out, "device {} ({}, {} units)", d.name, d.arch, d.units)?;

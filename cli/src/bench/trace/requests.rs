@@ -4,11 +4,11 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 /// Most tokens of a prompt or an output.
-pub const MOST_TOKENS: u32 = 1 << 24;
+pub(crate) const MOST_TOKENS: u32 = 1 << 24;
 
 /// One request.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Request {
+pub(crate) struct Request {
     /// Tokens of the prompt.
     pub prompt: u32,
     /// Tokens that are generated, the first of them by the prompt's last row.
@@ -19,14 +19,14 @@ pub struct Request {
 
 impl Request {
     /// Keys in the cache when the request is done: the last token that is generated is never read.
-    pub fn keys(&self) -> u32 {
+    pub(crate) fn keys(&self) -> u32 {
         self.prompt + self.output - 1
     }
 }
 
 /// A file that is no trace.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum TraceError {
+pub(crate) enum TraceError {
     /// Too few or too many numbers on a line.
     #[error(
         "line {line}: `{text}` has {found} numbers, but a request has 2 or 3; write the tokens of the prompt, \
@@ -68,7 +68,7 @@ pub enum TraceError {
 
 /// The requests of a file, by arrival: a line each, with blanks or commas between numbers; lines that are empty or
 /// start with `#` are left out.
-pub fn parse(text: &str) -> Result<Vec<Request>, TraceError> {
+pub(crate) fn parse(text: &str) -> Result<Vec<Request>, TraceError> {
     let mut requests = Vec::new();
     let mut with_arrivals = None;
     for (i, text) in text.lines().map(str::trim).enumerate().filter(|(_, l)| !l.is_empty() && !l.starts_with('#')) {
@@ -110,7 +110,7 @@ pub fn parse(text: &str) -> Result<Vec<Request>, TraceError> {
 }
 
 /// So many requests, each drawn from all of a trace, by arrival; the same ones for the same seed.
-pub fn drawn(from: &[Request], count: usize, seed: u64) -> Vec<Request> {
+pub(crate) fn drawn(from: &[Request], count: usize, seed: u64) -> Vec<Request> {
     let rng = &mut StdRng::seed_from_u64(seed);
     let mut requests: Vec<Request> = (0..count).map(|_| from[rng.random_range(0..from.len())]).collect();
     requests.sort_by(|a, b| a.arrival.total_cmp(&b.arrival));

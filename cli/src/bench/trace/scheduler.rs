@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 /// What bounds a step and the cache.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Limits {
+pub(crate) struct Limits {
     /// Rows of a step.
     pub token_budget: u32,
     /// Sequences at a time.
@@ -28,7 +28,7 @@ pub struct Limits {
 
 /// Limits that no schedule keeps.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum LimitError {
+pub(crate) enum LimitError {
     /// Not every sequence could get its row.
     #[error(
         "--token-budget is {budget}, but each of --max-sequences {sequences} takes a row of a step; name at \
@@ -62,7 +62,7 @@ pub enum LimitError {
 
 /// What a step is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// Prompts alone.
     Prefill,
     /// Sequences that generate alone.
@@ -72,7 +72,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Kind::Prefill => "prefill",
             Kind::Decode => "decode",
@@ -83,7 +83,7 @@ impl Kind {
 
 /// The rows of one sequence in a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StepPart {
+pub(crate) struct StepPart {
     /// The request, by its number in the trace.
     pub request: u32,
     /// Keys that it had before.
@@ -98,21 +98,21 @@ pub struct StepPart {
 
 impl StepPart {
     /// Keys after the step's rows were appended.
-    pub fn keys(&self) -> u32 {
+    pub(crate) fn keys(&self) -> u32 {
         self.before + self.rows
     }
 }
 
 /// One step.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
+pub(crate) struct Step {
     /// At least one.
     pub parts: Vec<StepPart>,
     pub kind: Kind,
 }
 
 impl Step {
-    pub fn rows(&self) -> u32 {
+    pub(crate) fn rows(&self) -> u32 {
         self.parts.iter().map(|p| p.rows).sum()
     }
 }
@@ -126,7 +126,7 @@ struct Running {
 }
 
 /// The state between steps.
-pub struct Scheduler {
+pub(crate) struct Scheduler {
     limits: Limits,
     requests: Vec<Request>,
     /// Those that did not come in yet, by arrival.
@@ -144,7 +144,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// What limits no schedule keeps.
-    pub fn new(requests: Vec<Request>, limits: Limits, seed: u64) -> Result<Self, LimitError> {
+    pub(crate) fn new(requests: Vec<Request>, limits: Limits, seed: u64) -> Result<Self, LimitError> {
         let Limits { token_budget: budget, max_sequences: sequences, pages, page_tokens, .. } = limits;
         if budget < sequences {
             return Err(LimitError::Budget { budget, sequences });
@@ -162,23 +162,23 @@ impl Scheduler {
     }
 
     /// Whether a part's last row gives a token: that of a prompt's end, and those of generation.
-    pub fn gives_a_token(&self, part: &StepPart) -> bool {
+    pub(crate) fn gives_a_token(&self, part: &StepPart) -> bool {
         part.keys() >= self.requests[part.request as usize].prompt
     }
 
     /// Whether a part is its request's last one.
-    pub fn is_last_of(&self, part: &StepPart) -> bool {
+    pub(crate) fn is_last_of(&self, part: &StepPart) -> bool {
         part.keys() == self.requests[part.request as usize].keys()
     }
 
     /// Pages that nobody has.
     #[cfg(test)]
-    pub fn free_pages(&self) -> usize {
+    pub(crate) fn free_pages(&self) -> usize {
         self.free.len()
     }
 
     /// The next step; none when all requests are done.
-    pub fn next_step(&mut self) -> Option<Step> {
+    pub(crate) fn next_step(&mut self) -> Option<Step> {
         self.admit();
         if self.running.is_empty() {
             // Nothing to do before the next one comes.

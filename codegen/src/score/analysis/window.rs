@@ -66,7 +66,7 @@ impl WindowForm {
 
     /// The same at all lengths, joined with another mask: `None` where a side depends on the lengths, as `kv <= q`
     /// does, which counts rows and keys from the first.
-    pub fn at_all_lengths(&self, mask: Mask) -> Option<Mask> {
+    pub(crate) fn at_all_lengths(&self, mask: Mask) -> Option<Mask> {
         let constant = |r: &Reach| r.kv_len == 0 && r.q_len == 0;
         let sizes = Shape { batch: 1, heads: 1, kv_heads: 1, q_len: 1, kv_len: 1, mask };
         self.left.iter().chain(&self.right).all(constant).then(|| self.at(&sizes))?
@@ -74,7 +74,7 @@ impl WindowForm {
 
     /// The mask that this is at these sizes, joined with that of the shape; `None` where a side reaches less than to
     /// the query's own position, which no window does.
-    pub fn at(&self, sizes: &Shape) -> Option<Mask> {
+    pub(crate) fn at(&self, sizes: &Shape) -> Option<Mask> {
         let (mut left, mut right) = sizes.mask.window();
         for (side, reaches) in [(&mut left, &self.left), (&mut right, &self.right)] {
             for r in reaches {

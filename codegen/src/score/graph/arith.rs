@@ -6,7 +6,7 @@ use crate::score::syntax::words::{Binary, Unary};
 ///
 /// # Panics
 /// For an operation that integers do not have.
-pub fn int(op: Binary, a: i64, b: i64) -> i64 {
+pub(crate) fn int(op: Binary, a: i64, b: i64) -> i64 {
     match op {
         Binary::Add => a.wrapping_add(b),
         Binary::Sub => a.wrapping_sub(b),
@@ -20,7 +20,7 @@ pub fn int(op: Binary, a: i64, b: i64) -> i64 {
 }
 
 /// The quotient rounded down; 0 when `b` is 0.
-pub fn floor_div(a: i64, b: i64) -> i64 {
+pub(crate) fn floor_div(a: i64, b: i64) -> i64 {
     if b == 0 {
         return 0;
     }
@@ -29,7 +29,7 @@ pub fn floor_div(a: i64, b: i64) -> i64 {
 }
 
 /// `a - b * floor_div(a, b)`: the rest with the sign of `b`; `a` when `b` is 0.
-pub fn floor_mod(a: i64, b: i64) -> i64 {
+pub(crate) fn floor_mod(a: i64, b: i64) -> i64 {
     if b == 0 {
         return a;
     }
@@ -42,7 +42,7 @@ pub fn floor_mod(a: i64, b: i64) -> i64 {
 ///
 /// # Panics
 /// For an operation that floats do not have.
-pub fn float(op: Binary, a: f64, b: f64) -> f64 {
+pub(crate) fn float(op: Binary, a: f64, b: f64) -> f64 {
     match op {
         Binary::Add => a + b,
         Binary::Sub => a - b,
@@ -71,7 +71,7 @@ pub fn float(op: Binary, a: f64, b: f64) -> f64 {
 ///
 /// # Panics
 /// When the operation is none.
-pub fn compare<T: PartialOrd>(op: Binary, a: T, b: T) -> bool {
+pub(crate) fn compare<T: PartialOrd>(op: Binary, a: T, b: T) -> bool {
     match op {
         Binary::Lt => a < b,
         Binary::Le => a <= b,
@@ -85,7 +85,7 @@ pub fn compare<T: PartialOrd>(op: Binary, a: T, b: T) -> bool {
 ///
 /// # Panics
 /// When the operation is none.
-pub fn float_unary(op: Unary, x: f64) -> f64 {
+pub(crate) fn float_unary(op: Unary, x: f64) -> f64 {
     match op {
         Unary::Neg => -x,
         Unary::Abs => x.abs(),
@@ -104,7 +104,7 @@ pub fn float_unary(op: Unary, x: f64) -> f64 {
 ///
 /// # Panics
 /// When the operation rounds nothing.
-pub fn rounded(op: Unary, x: f64) -> i64 {
+pub(crate) fn rounded(op: Unary, x: f64) -> i64 {
     let whole = match op {
         Unary::IntFloor => x.floor(),
         Unary::IntCeil => x.ceil(),

@@ -13,7 +13,7 @@ use std::ops::Range;
 const MAX_MADE: usize = 1 << 22;
 
 /// Adds every operation of an [`Ast`] to a graph; the result gives the node of each.
-pub struct Checker<'a> {
+pub(crate) struct Checker<'a> {
     graph: &'a mut Graph,
     /// What `score` stands for.
     score: Id,
@@ -24,7 +24,7 @@ pub struct Checker<'a> {
 
 impl<'a> Checker<'a> {
     /// A checker of what was written in a text.
-    pub fn new(graph: &'a mut Graph, score: Id, text: &'a str) -> Self {
+    pub(crate) fn new(graph: &'a mut Graph, score: Id, text: &'a str) -> Self {
         Self { graph, score, text, ids: Vec::new() }
     }
 
@@ -32,7 +32,7 @@ impl<'a> Checker<'a> {
     ///
     /// # Errors
     /// The first operation whose names or types do not fit.
-    pub fn run(mut self, ast: &Ast) -> Result<Vec<Id>, ProgramError> {
+    pub(crate) fn run(mut self, ast: &Ast) -> Result<Vec<Id>, ProgramError> {
         for (node, span) in ast.nodes.iter().zip(&ast.spans) {
             let id = self.node(ast, node, span)?;
             self.ids.push(id);

@@ -14,7 +14,7 @@ pub(crate) struct Linear {
 
 impl Linear {
     /// Every coefficient and the constant times a factor.
-    pub fn scaled(&self, factor: i64) -> Linear {
+    pub(crate) fn scaled(&self, factor: i64) -> Linear {
         let terms = self.terms.iter().map(|(c, t)| (c.wrapping_mul(factor), *t)).filter(|(c, _)| *c != 0);
         Linear { terms: terms.collect(), constant: self.constant.wrapping_mul(factor) }
     }

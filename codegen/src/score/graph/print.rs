@@ -6,7 +6,7 @@ use std::fmt::Write;
 
 /// Declarations and named results as statements. A node that is used more than once gets a name of its own, so the text
 /// grows with the graph and not with the tree that it stands for.
-pub fn print(graph: &Graph, results: &[(&str, Id)]) -> String {
+pub(crate) fn print(graph: &Graph, results: &[(&str, Id)]) -> String {
     let mut uses = graph.uses();
     for (_, id) in results {
         uses[id.index()] += 1;

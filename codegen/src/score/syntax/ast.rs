@@ -4,11 +4,11 @@ use super::words::{Binary, Unary};
 use std::ops::Range;
 
 /// A place in an [`Ast`].
-pub type AstId = usize;
+pub(crate) type AstId = usize;
 
 /// One operation as it was written.
 #[derive(Debug, Clone, PartialEq)]
-pub enum AstNode {
+pub(crate) enum AstNode {
     /// A whole number.
     Int(i64),
     /// A float.
@@ -29,7 +29,7 @@ pub enum AstNode {
 
 /// Operations, operands first, each with its bytes in the text it came from.
 #[derive(Debug, Clone, Default)]
-pub struct Ast {
+pub(crate) struct Ast {
     /// The operations.
     pub nodes: Vec<AstNode>,
     /// Where each was written; empty ranges for one that was built and not written.
@@ -38,7 +38,7 @@ pub struct Ast {
 
 impl Ast {
     /// Appends an operation.
-    pub fn push(&mut self, node: AstNode, span: Range<usize>) -> AstId {
+    pub(crate) fn push(&mut self, node: AstNode, span: Range<usize>) -> AstId {
         self.nodes.push(node);
         self.spans.push(span);
         self.nodes.len() - 1

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// A word of the text.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Token {
+pub(crate) enum Token {
     /// A whole number.
     Int(i64),
     /// A number with a point or an exponent.
@@ -20,7 +20,7 @@ pub enum Token {
 
 impl Token {
     /// The token as a message names it.
-    pub fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         match self {
             Token::Int(x) => format!("`{x}`"),
             Token::Float(x) => format!("`{x:?}`"),
@@ -52,7 +52,7 @@ const FOREIGN: [(&str, &str); 6] = [
 ///
 /// # Errors
 /// A character that starts no token, or a number that does not fit.
-pub fn tokens(text: &str) -> Result<Vec<(Token, Range<usize>)>, ProgramError> {
+pub(crate) fn tokens(text: &str) -> Result<Vec<(Token, Range<usize>)>, ProgramError> {
     let mut out = Vec::new();
     let mut at = 0;
     while let Some(c) = text[at..].chars().next() {

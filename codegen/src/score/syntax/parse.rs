@@ -17,10 +17,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 /// Operations that a text may hold.
-pub const MAX_OPERATIONS: usize = 1 << 18;
+pub(crate) const MAX_OPERATIONS: usize = 1 << 18;
 
 /// Names of results.
-pub const RESULTS: [&str; 3] = ["mask", "score", "sink"];
+pub(crate) const RESULTS: [&str; 3] = ["mask", "score", "sink"];
 
 /// Words that are no names.
 const KEYWORDS: [&str; 9] = ["and", "or", "not", "if", "else", "true", "false", "inf", "nan"];
@@ -48,7 +48,7 @@ const FUNCTIONS: [(&str, usize); 17] = [
 
 /// What a text says.
 #[derive(Debug, Default)]
-pub struct Parsed {
+pub(crate) struct Parsed {
     /// Scalars and tensors with the place of each.
     pub declarations: Vec<(Declaration, Range<usize>)>,
     /// All expressions.
@@ -61,7 +61,7 @@ pub struct Parsed {
 ///
 /// # Errors
 /// The first place that cannot be read, and what was expected there.
-pub fn parse(text: &str, result: Option<&'static str>) -> Result<Parsed, ProgramError> {
+pub(crate) fn parse(text: &str, result: Option<&'static str>) -> Result<Parsed, ProgramError> {
     let parser = Parser { text, tokens: tokens(text)?, at: 0, names: HashMap::new(), out: Parsed::default() };
     parser.text(result)
 }

@@ -16,27 +16,27 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    pub fn draw<T: Copy>(&mut self, of: &[T]) -> T {
+    pub(crate) fn draw<T: Copy>(&mut self, of: &[T]) -> T {
         *of.choose(&mut self.rng).expect("a choice")
     }
 
-    pub fn chance(&mut self, p: f64) -> bool {
+    pub(crate) fn chance(&mut self, p: f64) -> bool {
         self.rng.random_bool(p)
     }
 
     /// Room between guards, often on the 16-byte grid: its place in memory.
-    pub fn room(&mut self, bytes: usize, element: usize) -> usize {
+    pub(crate) fn room(&mut self, bytes: usize, element: usize) -> usize {
         let off_grid = if self.chance(0.2) { element } else { 0 };
         let at = (self.memory.len() + GUARD).next_multiple_of(64) + off_grid;
         self.memory.resize(at + bytes + GUARD, UNWRITTEN_CODE);
         at
     }
 
-    pub fn address(&self, at: usize) -> u64 {
+    pub(crate) fn address(&self, at: usize) -> u64 {
         self.base + at as u64
     }
 
-    pub fn ints(&mut self, kind: IntKind, values: &[i64]) -> Ints {
+    pub(crate) fn ints(&mut self, kind: IntKind, values: &[i64]) -> Ints {
         let at = self.room(values.len() * kind.bytes() as usize, 8);
         for (i, value) in values.iter().enumerate() {
             let bytes = kind.bytes() as usize;
@@ -45,7 +45,7 @@ impl Layout {
         Ints { address: self.address(at), kind }
     }
 
-    pub fn floats(&mut self, values: &[f32]) -> usize {
+    pub(crate) fn floats(&mut self, values: &[f32]) -> usize {
         let at = self.room(values.len() * 4, 4);
         for (i, value) in values.iter().enumerate() {
             self.memory[at + 4 * i..][..4].copy_from_slice(&value.to_ne_bytes());
@@ -54,7 +54,7 @@ impl Layout {
     }
 
     /// Rows `[batch, rows, heads, dim]` or `[batch, heads, rows, dim]`, with numbers of all kinds.
-    pub fn rows(&mut self, dtype: DType, [batch, rows, heads, dim]: [usize; 4]) -> (usize, [i64; 3]) {
+    pub(crate) fn rows(&mut self, dtype: DType, [batch, rows, heads, dim]: [usize; 4]) -> (usize, [i64; 3]) {
         let padded = dim + self.draw(&[0, 0, 8, 3]);
         let (strides, count) = match self.chance(0.7) {
             true => ([rows * heads * padded, padded, heads * padded], batch * rows * heads * padded),
@@ -85,7 +85,7 @@ pub(super) struct StoreSide {
 }
 
 impl StoreSide {
-    pub fn element(&self, page: i64, token: i64, head: i64, column: i64) -> usize {
+    pub(crate) fn element(&self, page: i64, token: i64, head: i64, column: i64) -> usize {
         let [of_page, of_token, of_head] = self.rows.strides;
         let inner = column / self.piece * self.inner + column % self.piece;
         let n = page * of_page + token * of_token + head * of_head + inner;
@@ -93,7 +93,7 @@ impl StoreSide {
     }
 
     /// Where a row's scale lies.
-    pub fn scale_at(&self, sequence: i64, page: i64, token: i64, head: i64) -> Option<usize> {
+    pub(crate) fn scale_at(&self, sequence: i64, page: i64, token: i64, head: i64) -> Option<usize> {
         let n = match self.rows.scales {
             Scales::One => return None,
             Scales::PerHead { strides: [s, h], .. } => sequence * s + head * h,

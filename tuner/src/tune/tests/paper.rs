@@ -20,7 +20,7 @@ type RuntimeResult<T> = std::result::Result<T, RuntimeError>;
 
 /// What a schedule does on the paper device.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Behaviour {
+pub(crate) enum Behaviour {
     Right {
         us: f64,
     },
@@ -56,7 +56,7 @@ pub enum Behaviour {
     WrongWhenReplayed,
 }
 
-pub struct PaperDevice {
+pub(crate) struct PaperDevice {
     pub fingerprint: DeviceFingerprint,
     pub compiler: Arc<PaperCompiler>,
     behaviours: HashMap<Schedule, Behaviour>,
@@ -89,7 +89,7 @@ struct Answer {
     lse: Vec<f32>,
 }
 
-pub struct PaperCompiler {
+pub(crate) struct PaperCompiler {
     id: CompilerId,
     /// Kernel names that are refused.
     refused: Vec<String>,
@@ -121,7 +121,7 @@ impl Drop for PaperBuffer {
     }
 }
 
-pub const ARCH: Arch = Arch::Cpu(CpuIsa::Generic);
+pub(crate) const ARCH: Arch = Arch::Cpu(CpuIsa::Generic);
 
 impl Buffer for PaperBuffer {
     fn as_any(&self) -> &dyn Any {
@@ -374,17 +374,17 @@ fn write(a: &ForwardArgs, answer: &Answer, rows: i32, by: f32) {
 
 const DIM: usize = 16;
 
-pub fn problem() -> Problem {
+pub(crate) fn problem() -> Problem {
     Problem::forward(DType::F32, DIM as u32, MaskKind::CAUSAL).unwrap()
 }
 
-pub fn job() -> Job {
+pub(crate) fn job() -> Job {
     let shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 40, kv_len: 450, mask: Mask::Causal };
     Job::new(problem(), shape)
 }
 
 /// Every schedule of the job's space, the default first.
-pub fn schedules() -> Vec<Schedule> {
+pub(crate) fn schedules() -> Vec<Schedule> {
     let bucket = ShapeBucket::of(&job().shape);
     let default = Schedule::default_for(Family::ForwardCpu, &problem(), ARCH, &bucket).unwrap();
     let space = Schedule::space(Family::ForwardCpu, &problem(), ARCH);
@@ -392,12 +392,12 @@ pub fn schedules() -> Vec<Schedule> {
 }
 
 /// A device whose default takes 100 us and whose other schedules take 130, but for the given ones.
-pub fn device(special: &[(usize, Behaviour)]) -> (Arc<dyn Device>, Arc<PaperCompiler>) {
+pub(crate) fn device(special: &[(usize, Behaviour)]) -> (Arc<dyn Device>, Arc<PaperCompiler>) {
     let (device, compiler) = paper(special);
     (device, compiler)
 }
 
-pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperCompiler>) {
+pub(crate) fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperCompiler>) {
     let schedules = schedules();
     let mut behaviours: HashMap<_, _> = schedules.iter().map(|s| (*s, Behaviour::Right { us: 130.0 })).collect();
     behaviours.insert(schedules[0], Behaviour::Right { us: 100.0 });
@@ -441,7 +441,7 @@ pub fn paper(special: &[(usize, Behaviour)]) -> (Arc<PaperDevice>, Arc<PaperComp
 }
 
 /// A template set with text of its own for the family, so that these tests do not depend on the real kernel.
-pub fn templates() -> &'static TemplateSet {
+pub(crate) fn templates() -> &'static TemplateSet {
     static SET: OnceLock<TemplateSet> = OnceLock::new();
     SET.get_or_init(|| {
         let text = "/* @{ header }@ */ @{ block_q }@ @{ block_kv }@ @{ unroll_q }@ @{ unroll_kv }@\n";

@@ -7,7 +7,7 @@ use std::process::Command;
 
 /// What became of it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum End {
+pub(crate) enum End {
     /// It was killed at the stop that was asked for.
     Killed,
     /// It ended before, with this status of `waitpid`.
@@ -16,14 +16,14 @@ pub enum End {
 
 /// How a command ran.
 #[derive(Debug)]
-pub struct Traced {
+pub(crate) struct Traced {
     /// Stops between the marks that it gave ([`mark`]), or until it was killed.
     pub stops: u64,
     pub end: End,
 }
 
 /// Given by the process that is traced: from the first one on its stops count, and no longer after the second.
-pub fn mark() {
+pub(crate) fn mark() {
     // SAFETY: the tracer keeps the signal, so that it does not come.
     unsafe { libc::raise(libc::SIGUSR2) };
 }
@@ -33,7 +33,7 @@ pub fn mark() {
 ///
 /// # Errors
 /// Where processes cannot be started, or may not be traced: then it is [`io::ErrorKind::PermissionDenied`].
-pub fn run(command: &mut Command, kill_at: Option<u64>) -> io::Result<Traced> {
+pub(crate) fn run(command: &mut Command, kill_at: Option<u64>) -> io::Result<Traced> {
     // SAFETY: a system call and a look at its error, which are safe after a fork.
     unsafe {
         command.pre_exec(|| match libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) {
