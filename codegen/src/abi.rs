@@ -542,7 +542,9 @@ pub(crate) fn fields(language: Language, problem: &Problem) -> Vec<(&'static str
     common.into_iter().chain(own).collect()
 }
 
+// What the macro declares is `pub`, as all arguments are.
 #[cfg(test)]
+#[allow(unreachable_pub)]
 mod tests {
     use super::*;
 

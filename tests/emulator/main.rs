@@ -4,6 +4,9 @@
 //!
 //! What this cannot show: the hardware's own rounding inside of matrix instructions, and speed.
 
+// A program has no users: what is `pub` here is for its other modules.
+#![allow(unreachable_pub)]
+
 mod appends;
 mod backward;
 mod backward_sm80;

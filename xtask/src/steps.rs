@@ -6,15 +6,15 @@ use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 
 /// A name, and what must succeed.
-pub type Step = (&'static str, fn() -> Result<()>);
+pub(crate) type Step = (&'static str, fn() -> Result<()>);
 
 /// Everything; the quickest first.
-pub fn all() -> Vec<Step> {
+pub(crate) fn all() -> Vec<Step> {
     [lints(), tests()].concat()
 }
 
 /// What needs no kernel and no test.
-pub fn lints() -> Vec<Step> {
+pub(crate) fn lints() -> Vec<Step> {
     vec![
         ("fmt", || super::run(with(cargo(), "fmt --all --check"))),
         ("fmt of candle", || super::run(with(cargo(), "fmt --all --check --manifest-path bindings/candle/Cargo.toml"))),
@@ -35,7 +35,7 @@ pub fn lints() -> Vec<Step> {
 }
 
 /// The tests, and the libraries and languages that they are of.
-pub fn tests() -> Vec<Step> {
+pub(crate) fn tests() -> Vec<Step> {
     vec![
         ("rust", || rust(&[])),
         ("python", || python::test(&root(), &[])),
@@ -51,7 +51,7 @@ fn with(mut command: std::process::Command, words: &str) -> std::process::Comman
 }
 
 /// Runs steps up to the first that fails, and says how long each took.
-pub fn run(steps: &[Step]) -> Result<()> {
+pub(crate) fn run(steps: &[Step]) -> Result<()> {
     let mut took = Vec::new();
     let mut outcome = Ok(());
     for (name, step) in steps {

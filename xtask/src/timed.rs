@@ -76,7 +76,7 @@ impl Failures {
 }
 
 /// Runs what `test` makes with arguments of cargo, all of the workspace first.
-pub fn run(test: impl Fn(&[&str]) -> Command) -> Result<()> {
+pub(crate) fn run(test: impl Fn(&[&str]) -> Command) -> Result<()> {
     let (success, output) = shown(test(&["--workspace", "--no-fail-fast"]))?;
     if success {
         return Ok(());
