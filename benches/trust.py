@@ -369,7 +369,7 @@ def family(bench):
     lengths = ",".join(length(bench.problem, n)[bench.problem.index("--q-len") + 1] for n in (1, 2, 4, 8))
     several = list(bench.problem)
     several[several.index("--q-len") + 1] = lengths
-    report, seconds = bench.tune(bench.cache("family"), "--family", *bench.limits(), problem=several)
+    report, seconds = bench.tune(bench.cache("family"), "--together", *bench.limits(), problem=several)
     if not report:
         return None
     serving = {t["schedule"] for t in report["tuned"]}

@@ -112,9 +112,14 @@ impl Descale {
 
     /// As a tensor of f32 with one more axis, and strides of 0 where there is no second element.
     pub(crate) fn view(&self) -> TensorView {
-        let [batch, heads, units] = self.shape;
+        let [batch, heads, scale_units] = self.shape;
         let [a, b, c] = [0, 1, 2].map(|i| if self.shape[i] > 1 { self.strides[i] } else { 0 });
-        TensorView { address: self.address, dtype: DType::F32, shape: [batch, heads, units, 1], strides: [a, b, c, 1] }
+        TensorView {
+            address: self.address,
+            dtype: DType::F32,
+            shape: [batch, heads, scale_units, 1],
+            strides: [a, b, c, 1],
+        }
     }
 }
 
@@ -201,8 +206,8 @@ mod tests {
     }
 
     fn scales(kind: ScaleKind, shape: [u64; 3]) -> Option<Descale> {
-        let [_, heads, units] = shape.map(|n| n as i64);
-        Some(Descale { address: 64, kind, shape, strides: [heads * units, units, 1] })
+        let [_, heads, scale_units] = shape.map(|n| n as i64);
+        Some(Descale { address: 64, kind, shape, strides: [heads * scale_units, scale_units, 1] })
     }
 
     #[test]

@@ -355,8 +355,9 @@ impl Quantise {
             };
             f(name, from.address, from.extent_bytes().unwrap_or(1))?;
             f(out, to.address, to.extent_bytes().unwrap_or(1))?;
-            let ([batch, heads, units], [b, h, u]) = (scale.shape, scale.strides);
-            let dims = [(batch, b, "batch stride"), (heads, h, "head stride"), (units, u, "stride of the third axis")];
+            let ([batch, heads, scale_units], [b, h, u]) = (scale.shape, scale.strides);
+            let dims =
+                [(batch, b, "batch stride"), (heads, h, "head stride"), (scale_units, u, "stride of the third axis")];
             f(of_scale, scale.address, span(of_scale, scale.address, &dims, 1, 4)?)?;
         }
         if let (Some(mean), Some(k)) = (self.mean.filter(|mean| mean.address != 0), self.k) {

@@ -130,7 +130,7 @@ fn words_that_the_command_line_does_not_know() {
         (&["tune", "--head-dims", "64,x"], "`x`: expected a whole number"),
         (&["explain", "--batch", "-1"], "-1"),
         (&["tune", "--only", "q64-r9"], "no schedule `q64-r9`"),
-        (&["tune", "--only", "x", "--family"], "--family"),
+        (&["tune", "--only", "x", "--together"], "--together"),
         (&["bench", "--rounds", "0"], "--rounds"),
         (&["bench", "--seq-lens", "4k..512"], "FROM..TO"),
         (&["bench", "--masks", "full,casual"], "`casual`"),

@@ -111,10 +111,10 @@ fn several_workers_share_the_work() {
 }
 
 #[test]
-fn a_family_is_served_by_few_kernels() {
+fn sizes_tuned_together_share_few_kernels() {
     let place = Place::new();
     let case = ["--dtype", "f32", "--head-dim", "32", "--mask", "causal", "--heads", "2", "--q-len", "64,128,256"];
-    let report = place.tune(&[&["--family"], &case[..], &["--trials", "4", "--budget-s", "24"]].concat());
+    let report = place.tune(&[&["--together"], &case[..], &["--trials", "4", "--budget-s", "24"]].concat());
     let tuned = report["tuned"].as_array().unwrap();
     let winners: BTreeSet<&str> = tuned.iter().map(|t| t["schedule"].as_str().unwrap()).collect();
     assert!(tuned.len() == 3 && winners.len() <= 3, "{winners:?}");
@@ -127,6 +127,7 @@ fn a_family_is_served_by_few_kernels() {
         assert!(won <= best * 1.06, "{won} of {best}: {class}");
     }
     assert_eq!(place.json(&["list"]).as_array().unwrap().len(), 3);
+    // The option's older name.
     let again = place.json(&[&["tune", "--family"], &case[..]].concat());
     assert!(again["tuned"].as_array().unwrap().iter().all(|t| t["cached"] == true));
 }

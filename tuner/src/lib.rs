@@ -40,7 +40,6 @@ mod candidate;
 mod cost;
 mod decide;
 mod error;
-mod family;
 mod job;
 mod observer;
 mod prune;
@@ -51,13 +50,14 @@ mod space;
 mod stats;
 #[cfg(test)]
 mod testing;
+mod together;
 mod tune;
 mod worker;
 
 pub use error::{Cause, Error, Result};
-pub use family::tune_family;
 pub use job::{Job, Outcome, Search};
 pub use observer::{Event, Observer, Phase};
 pub use runner::Runner;
+pub use together::tune_together;
 pub use tune::tune;
 pub use worker::{WorkerCommand, serve};

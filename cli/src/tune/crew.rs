@@ -7,7 +7,7 @@ use anyhow::Result;
 use flashtune::{DeviceSpec, Error, InstructionPath};
 use flashtune_cache::{CacheDir, DeviceFingerprint, Launches, Layers, Needed, RecordKey};
 use flashtune_codegen::{Schedule, TemplateSet};
-use flashtune_tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_family};
+use flashtune_tuner::{Error as TunerError, Job, Outcome, Runner, Search, tune, tune_together};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
@@ -78,11 +78,11 @@ pub(crate) fn by_kind(runners: Vec<Runner>) -> Vec<(DeviceFingerprint, Vec<Runne
 
 /// What one device does at a time.
 #[derive(Debug, Clone)]
-pub(crate) enum Unit {
+pub(crate) enum Task {
     /// One problem with its sizes.
     Case(Case),
     /// Sizes of one problem, together.
-    Family(Vec<Case>),
+    Together(Vec<Case>),
     /// Schedules of which hosts disagree.
     Contested(Case, Vec<Schedule>),
 }
@@ -93,10 +93,10 @@ pub(crate) fn contested(
     device: &DeviceFingerprint,
     launches: Launches,
     templates: &TemplateSet,
-) -> Result<Vec<Unit>> {
+) -> Result<Vec<Task>> {
     let needed = Needed::new(device.arch, templates);
     let layers = Layers::open(dir, &[], None)?;
-    let mut units = Vec::new();
+    let mut tasks = Vec::new();
     for (_, record, validity) in layers.records() {
         if record.key.device != *device || record.key.launches != launches || needed.difference(&validity).is_some() {
             continue;
@@ -105,32 +105,32 @@ pub(crate) fn contested(
         if !schedules.is_empty() {
             schedules.insert(0, record.schedule);
             let case = Case::new(record.key.problem, record.sizes());
-            units.push(Unit::Contested(case, schedules));
+            tasks.push(Task::Contested(case, schedules));
         }
     }
-    Ok(units)
+    Ok(tasks)
 }
 
 /// The queue of one kind of device.
 pub(crate) struct Work {
-    pub units: Vec<Unit>,
+    pub tasks: Vec<Task>,
     next: AtomicUsize,
     devices: usize,
 }
 
-impl Unit {
+impl Task {
     /// How many records it is about.
     pub(crate) fn cases(&self) -> usize {
         match self {
-            Unit::Case(_) | Unit::Contested(..) => 1,
-            Unit::Family(cases) => cases.len(),
+            Task::Case(_) | Task::Contested(..) => 1,
+            Task::Together(cases) => cases.len(),
         }
     }
 }
 
 impl Work {
-    pub(crate) fn new(units: Vec<Unit>, devices: usize) -> Self {
-        Self { units, next: AtomicUsize::new(0), devices }
+    pub(crate) fn new(tasks: Vec<Task>, devices: usize) -> Self {
+        Self { tasks, next: AtomicUsize::new(0), devices }
     }
 }
 
@@ -150,7 +150,7 @@ pub(crate) struct Limits {
 /// What came of it.
 #[derive(Default)]
 pub(crate) struct Done {
-    /// In the order of the units.
+    /// In the order of the tasks.
     pub outcomes: Vec<Outcome>,
     pub failures: Vec<String>,
 }
@@ -158,7 +158,7 @@ pub(crate) struct Done {
 /// What has come of it so far.
 #[derive(Default)]
 struct Results {
-    /// With the number of their unit.
+    /// With the number of their task.
     outcomes: Vec<(usize, Outcome)>,
     failures: Vec<String>,
     /// What ends the command.
@@ -226,43 +226,43 @@ pub(crate) fn run(
         return Err(e);
     }
     // A device that was lost begins nothing any more.
-    let left: usize = works.iter().map(|(w, _)| w.units.len().saturating_sub(w.next.load(Ordering::Relaxed))).sum();
+    let left: usize = works.iter().map(|(w, _)| w.tasks.len().saturating_sub(w.next.load(Ordering::Relaxed))).sum();
     if left > 0 {
         failures.push(format!("{left} more were not begun"));
     }
-    outcomes.sort_by_key(|(unit, _)| *unit);
+    outcomes.sort_by_key(|(task, _)| *task);
     Ok(Done { outcomes: outcomes.into_iter().map(|(_, outcome)| outcome).collect(), failures })
 }
 
 impl Shared<'_> {
-    /// One device's part: takes unit after unit.
+    /// One device's part: takes task after task.
     fn serve(&self, work: &Work, runner: &mut Runner, watcher: &SeatWatcher<'_>) {
         loop {
-            let unit = work.next.fetch_add(1, Ordering::Relaxed);
-            if unit >= work.units.len() || self.over.load(Ordering::Relaxed) {
+            let task = work.next.fetch_add(1, Ordering::Relaxed);
+            if task >= work.tasks.len() || self.over.load(Ordering::Relaxed) {
                 break;
             }
-            // What earlier units left unused belongs to the later ones; so many at a time as there are devices.
-            let left = work.units.len() - unit;
+            // What earlier tasks left unused belongs to the later ones; so many at a time as there are devices.
+            let left = work.tasks.len() - task;
             let working = self.start.elapsed().saturating_sub(self.watcher.waited() / work.devices as u32);
             let share = self.limits.budget.saturating_sub(working) * work.devices.min(left) as u32 / left as u32;
-            watcher.begin(&work.units[unit]);
-            let outcome = self.unit(&work.units[unit], share, runner, watcher);
+            watcher.begin(&work.tasks[task]);
+            let outcome = self.task(&work.tasks[task], share, runner, watcher);
             let is_lost = matches!(outcome, Err(TunerError::Lost { .. }));
             watcher.end(match &outcome {
                 Ok(outcomes) => Ok((outcomes.len(), outcomes.iter().filter(|o| o.cached).count())),
                 Err(e) => Err(e.to_string()),
             });
-            self.note(unit, &work.units[unit], outcome);
+            self.note(task, &work.tasks[task], outcome);
             if is_lost {
                 break;
             }
         }
     }
 
-    fn unit(
+    fn task(
         &self,
-        unit: &Unit,
+        task: &Task,
         share: Duration,
         runner: &mut Runner,
         watcher: &SeatWatcher<'_>,
@@ -292,19 +292,19 @@ impl Shared<'_> {
         let one = |runner: &mut Runner, job: &Job| {
             tune(runner, self.templates, self.dir, job, watcher).map(|outcome| vec![outcome])
         };
-        match unit {
-            Unit::Case(case) => one(runner, &job(case, 1)),
-            Unit::Contested(case, schedules) => {
+        match task {
+            Task::Case(case) => one(runner, &job(case, 1)),
+            Task::Contested(case, schedules) => {
                 one(runner, &Job { search: Search::Only(schedules.clone()), force: true, ..job(case, 1) })
             }
-            Unit::Family(cases) => {
+            Task::Together(cases) => {
                 let jobs: Vec<Job> = cases.iter().map(|case| job(case, cases.len())).collect();
-                tune_family(runner, self.templates, self.dir, &jobs, watcher)
+                tune_together(runner, self.templates, self.dir, &jobs, watcher)
             }
         }
     }
 
-    fn note(&self, number: usize, unit: &Unit, outcome: Result<Vec<Outcome>, TunerError>) {
+    fn note(&self, number: usize, task: &Task, outcome: Result<Vec<Outcome>, TunerError>) {
         let mut results = self.results.lock().unwrap_or_else(PoisonError::into_inner);
         let Results { outcomes: done, failures, fatal } = &mut *results;
         match outcome {
@@ -316,7 +316,7 @@ impl Shared<'_> {
                 self.over.store(true, Ordering::Relaxed);
             }
             Err(e) => {
-                let (Unit::Case(case) | Unit::Contested(case, _)) = unit else {
+                let (Task::Case(case) | Task::Contested(case, _)) = task else {
                     failures.push(e.to_string());
                     return;
                 };

@@ -10,7 +10,7 @@ use super::cases::{Case, CaseArgs, RaggedArgs};
 use super::context::Context;
 use super::exit::{Failed, Unavailable, usage};
 use anyhow::Result;
-use crew::{Devices, Limits, Unit, Work};
+use crew::{Devices, Limits, Task, Work};
 use flashtune::{ManifestEntry, Problem, write_manifest};
 use flashtune_cache::Launches;
 use flashtune_codegen::{Arch, Constraints, Family, Schedule};
@@ -59,7 +59,8 @@ pub(crate) struct Args {
     #[arg(long)]
     exhaustive: bool,
     /// Race these schedules and the default again, and no others: names as `tune` and `list` print them
-    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with_all = ["exhaustive", "family", "contested"])]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    #[arg(conflicts_with_all = ["exhaustive", "together", "contested"])]
     only: Vec<String>,
     /// Time candidates as replays of a captured CUDA graph, for hosts that replay theirs: a result of its own, beside
     /// that for eager launches
@@ -67,13 +68,13 @@ pub(crate) struct Args {
     graph: bool,
     /// Tune the sizes of a problem together: the best of each are raced in all of them, and the fewest are kept that
     /// come within 3 % of the best everywhere
-    #[arg(long, conflicts_with = "exhaustive")]
-    family: bool,
+    #[arg(long, alias = "family", conflicts_with = "exhaustive")]
+    together: bool,
     /// Tune one part of N, from 0 to N-1: every N-th case, the same for all who are asked the same
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
     /// Race again what merged hosts disagree about (see `flashtune merge`), in the cache, on this device
-    #[arg(long, conflicts_with_all = ["family", "shard", "exhaustive", "model", "from"])]
+    #[arg(long, conflicts_with_all = ["together", "shard", "exhaustive", "model", "from"])]
     contested: bool,
     /// Devices to share the work: all (every GPU, one worker each), or names with commas between
     #[arg(long, value_name = "LIST", conflicts_with = "in_process")]
@@ -142,13 +143,13 @@ pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     let dir = cx.cache_dir()?;
     let mut works = Vec::new();
     for (fingerprint, crew) in crew::by_kind(runners) {
-        let units = match args.contested {
+        let tasks = match args.contested {
             true => crew::contested(&dir, &fingerprint, launches, &templates)?,
-            false => units(&args, &Agenda::new(&args.model, &args.cases, &args.ragged, &args.op, &fingerprint)?),
+            false => tasks(&args, &Agenda::new(&args.model, &args.cases, &args.ragged, &args.op, &fingerprint)?),
         };
-        works.push((Work::new(units, crew.len()), crew));
+        works.push((Work::new(tasks, crew.len()), crew));
     }
-    let total: usize = works.iter().map(|(work, _)| work.units.len()).sum();
+    let total: usize = works.iter().map(|(work, _)| work.tasks.len()).sum();
     if args.contested && total > 0 {
         // Six seconds decide between a few; sixty if they have to be compiled.
         tracing::info!(total, "records are contested");
@@ -182,7 +183,7 @@ pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     let layers = cx.layers()?;
     let (cases, devices) = works.iter().fold((0, 0), |(cases, devices), (work, crew)| {
-        (cases + work.units.iter().map(Unit::cases).sum::<usize>(), devices + crew.len())
+        (cases + work.tasks.iter().map(Task::cases).sum::<usize>(), devices + crew.len())
     });
     let cache = dir.root().display().to_string();
     let watcher = Arc::new(Watcher::new(cases, devices, limits.budget, cache, cx.hides_progress()));
@@ -236,22 +237,22 @@ fn schedules(names: &[String], cases: &[Case], arch: Arch, units: u32) -> Result
 }
 
 /// What there is to do on one kind of device.
-fn units(args: &Args, agenda: &Agenda) -> Vec<Unit> {
-    let all: Vec<Unit> = match args.family {
-        false => agenda.cases.iter().map(|c| Unit::Case(*c)).collect(),
+fn tasks(args: &Args, agenda: &Agenda) -> Vec<Task> {
+    let all: Vec<Task> = match args.together {
+        false => agenda.cases.iter().map(|c| Task::Case(*c)).collect(),
         true => {
-            let mut families: Vec<Vec<Case>> = Vec::new();
+            let mut sets: Vec<Vec<Case>> = Vec::new();
             for case in &agenda.cases {
-                match families.iter_mut().find(|f| f[0].problem == case.problem) {
-                    Some(family) => family.push(*case),
-                    None => families.push(vec![*case]),
+                match sets.iter_mut().find(|set| set[0].problem == case.problem) {
+                    Some(set) => set.push(*case),
+                    None => sets.push(vec![*case]),
                 }
             }
-            families.into_iter().map(Unit::Family).collect()
+            sets.into_iter().map(Task::Together).collect()
         }
     };
     let mine = |i: usize| args.shard.is_none_or(|s| i % s.count == s.index);
-    all.into_iter().enumerate().filter(|(i, _)| mine(*i)).map(|(_, unit)| unit).collect()
+    all.into_iter().enumerate().filter(|(i, _)| mine(*i)).map(|(_, task)| task).collect()
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What a tuning tells while it runs: winners as they fall, the cases under way, and how long the rest will take.
 
-use super::crew::Unit;
+use super::crew::Task;
 use super::report::winner;
 use crate::cases::Case;
 use flashtune_cache::{Holder, Record, RecordKey};
@@ -52,12 +52,12 @@ struct State {
 /// What one device is at.
 #[derive(Default)]
 struct Seat {
-    /// Nothing between units.
+    /// Nothing between tasks.
     case: Option<String>,
-    /// Cases of the unit that have not ended.
+    /// Cases of the task that have not ended.
     left: usize,
-    /// What the unit has put into the cache so far, which an interrupt keeps: a family of sizes tunes each of them
-    /// twice.
+    /// What the task has put into the cache so far, which an interrupt keeps: of sizes that are tuned together each is
+    /// tuned twice.
     won: Vec<RecordKey>,
     began: Option<Instant>,
     doing: String,
@@ -163,7 +163,7 @@ impl Watcher {
 }
 
 impl State {
-    /// Cases of the units under way that have their records.
+    /// Cases of the tasks under way that have their records.
     fn won(&self) -> usize {
         self.seats.iter().map(|seat| seat.won.len()).sum()
     }
@@ -222,11 +222,11 @@ impl SeatWatcher<'_> {
         change(&mut self.watcher.state(), self.number)
     }
 
-    /// A unit begins.
-    pub(crate) fn begin(&self, unit: &Unit) {
-        let (case, left) = match unit {
-            Unit::Case(case) | Unit::Contested(case, _) => (name(case), 1),
-            Unit::Family(cases) => match cases.as_slice() {
+    /// A task begins.
+    pub(crate) fn begin(&self, task: &Task) {
+        let (case, left) = match task {
+            Task::Case(case) | Task::Contested(case, _) => (name(case), 1),
+            Task::Together(cases) => match cases.as_slice() {
                 [one] => (name(one), 1),
                 several => (format!("{} sizes of {}", several.len(), several[0].problem), several.len()),
             },
@@ -235,7 +235,7 @@ impl SeatWatcher<'_> {
         self.with(|state, i| state.seats[i] = Seat { case: Some(case), left, began, ..Seat::default() });
     }
 
-    /// A unit ended, with so many records, so many of which were there before; or with an error.
+    /// A task ended, with so many records, so many of which were there before; or with an error.
     pub(crate) fn end(&self, outcome: Result<(usize, usize), String>) {
         let done = self.with(|state, i| {
             let seat = std::mem::take(&mut state.seats[i]);
@@ -372,18 +372,18 @@ mod tests {
     }
 
     #[test]
-    fn winners_count_as_kept_before_their_unit_ends() {
+    fn winners_count_as_kept_before_their_task_ends() {
         let watcher = Watcher::new(4, 2, Duration::from_secs(9), "/cache".to_owned(), true);
         let case = crate::cases::default_case();
         let seats = [watcher.seat(0), watcher.seat(1)];
-        seats[0].begin(&Unit::Family(vec![case; 3]));
-        seats[1].begin(&Unit::Case(case));
+        seats[0].begin(&Task::Together(vec![case; 3]));
+        seats[1].begin(&Task::Case(case));
         let kept = || watcher.interrupted().unwrap().split_once(" cases").unwrap().0.to_owned();
         assert_eq!(seats[0].keeps(&key(&case, 64)), (1, 4));
         assert_eq!(kept(), "interrupted: 1 of 4");
         assert_eq!(seats[1].keeps(&key(&case, 4096)), (2, 4));
         assert_eq!(seats[0].keeps(&key(&case, 1024)), (3, 4));
-        // A family's second pass keeps nothing that was not kept before.
+        // The second pass of sizes that are tuned together keeps nothing that was not kept before.
         assert_eq!(seats[0].keeps(&key(&case, 64)), (3, 4));
         assert_eq!(kept(), "interrupted: 3 of 4");
         // What was kept before an error stays kept.
@@ -401,10 +401,10 @@ mod tests {
         );
         let seat = watcher.seat(0);
         let case = crate::cases::default_case();
-        seat.begin(&Unit::Case(case));
+        seat.begin(&Task::Case(case));
         seat.keeps(&key(&case, 1024));
         seat.end(Ok((1, 0)));
-        seat.begin(&Unit::Case(case));
+        seat.begin(&Task::Case(case));
         seat.event(&Event::Resumed { lessons: 5 });
         seat.event(&Event::Learnt { lessons: 7 });
         let told = watcher.interrupted().unwrap();

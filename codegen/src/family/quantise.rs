@@ -2,13 +2,13 @@
 
 use crate::{DType, Error, Problem, Result, Shape};
 
-/// 32-bit words before the counters of units.
+/// 32-bit words before the counters of KV heads.
 const HEAD: u64 = 4;
 /// Rows of a tile are a multiple of this, so that blocks of rows that share a scale lie in one.
 pub(super) const BLOCK_ROWS: u32 = 128;
 
-/// What the stages of a quantisation leave for each other: counters and largest magnitudes of each unit (a KV head of a
-/// sequence) and of its channels of V, its mean of K, and sums of each tile of K. In 32-bit words, of which the first
+/// What the stages of a quantisation leave for each other: counters and largest magnitudes of each KV head of a
+/// sequence and of its channels of V, its mean of K, and sums of each tile of K. In 32-bit words, of which the first
 /// ones are zero before it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantiseScratch {
@@ -21,12 +21,12 @@ pub struct QuantiseScratch {
 impl QuantiseScratch {
     /// For tiles of so many rows.
     pub fn new(problem: &Problem, shape: &Shape, tile_rows: u32) -> Self {
-        let units = u64::from(shape.batch) * u64::from(shape.kv_heads);
+        let batch_kv_heads = u64::from(shape.batch) * u64::from(shape.kv_heads);
         let row = u64::from(problem.head_dim_qk);
         // Of each of three tensors what is done and the largest, and of K what has arrived and whether it is ready.
-        let counters = HEAD + 8 * units + units * u64::from(problem.head_dim_v);
-        let sums = units * u64::from(shape.kv_len.div_ceil(tile_rows)) * row;
-        Self { counters, words: counters + units * row + sums }
+        let counters = HEAD + 8 * batch_kv_heads + batch_kv_heads * u64::from(problem.head_dim_v);
+        let sums = batch_kv_heads * u64::from(shape.kv_len.div_ceil(tile_rows)) * row;
+        Self { counters, words: counters + batch_kv_heads * row + sums }
     }
 
     /// Bytes of all.
@@ -50,18 +50,18 @@ pub(super) fn supports(family: &'static str, problem: &Problem) -> Result<()> {
 /// # Errors
 /// More items than kernels count.
 pub(super) fn tiles(shape: &Shape, tile_rows: u32, ahead: u32) -> Result<u64> {
-    let units = u64::from(shape.batch) * u64::from(shape.kv_heads);
+    let batch_kv_heads = u64::from(shape.batch) * u64::from(shape.kv_heads);
     let of = |heads: u32, rows: u32| u64::from(heads) * u64::from(rows.div_ceil(tile_rows));
     let (q, kv) = (of(shape.group(), shape.q_len), of(1, shape.kv_len));
-    // Slots are twice the units and one more, and twice as many as have the tiles ahead; each has the tiles of Q and V
-    // twice and of K three times.
+    // Slots are twice the KV heads and one more, and twice as many as have the tiles ahead; each has the tiles of Q
+    // and V twice and of K three times.
     let of_slot = 2 * q + 5 * kv;
-    let items = (2 * units + 3).saturating_mul(of_slot).saturating_add(2 * u64::from(ahead));
+    let items = (2 * batch_kv_heads + 3).saturating_mul(of_slot).saturating_add(2 * u64::from(ahead));
     if items > i32::MAX as u64 {
         let limit = "at most 2^31 tiles, of which one scale for all takes as many again, in one launch";
         return Err(Error::unsupported("rows of all heads", items, limit, "quantise parts of the batch, or Q apart"));
     }
-    Ok(units * (q + 2 * kv))
+    Ok(batch_kv_heads * (q + 2 * kv))
 }
 
 #[cfg(test)]

@@ -44,8 +44,8 @@ pub(crate) fn code(x: f32) -> u8 {
     // In units of the last place at the value's exponent, rounded to even; codes of magnitudes are in their order.
     let exponent = magnitude.log2().floor().clamp(-6.0, 8.0) as i32;
     let exponent = if magnitude < 2f32.powi(exponent) { (exponent - 1).max(-6) } else { exponent };
-    let units = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as i32;
-    sign | (units + ((exponent + 6) << 3)) as u8
+    let ulps = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as i32;
+    sign | (ulps + ((exponent + 6) << 3)) as u8
 }
 
 /// Scales of an operand on the host, contiguous.
@@ -55,7 +55,7 @@ pub struct Scales {
     pub kind: ScaleKind,
     /// Sizes, as the kind says them.
     pub shape: [u64; 3],
-    /// The numbers, `[batch, heads, units]`.
+    /// The numbers, `[batch, heads, scale units]`.
     pub values: Vec<f32>,
 }
 
@@ -91,8 +91,8 @@ impl Scales {
 
     /// They on a device.
     pub fn at(&self, address: u64) -> Descale {
-        let [_, heads, units] = self.shape.map(|n| n as i64);
-        Descale { address, kind: self.kind, shape: self.shape, strides: [heads * units, units, 1] }
+        let [_, heads, scale_units] = self.shape.map(|n| n as i64);
+        Descale { address, kind: self.kind, shape: self.shape, strides: [heads * scale_units, scale_units, 1] }
     }
 }
 
@@ -105,7 +105,7 @@ pub fn dequantised(tensor: &HostTensor, scales: &Scales, kv_heads: usize) -> Hos
     let shape = scales.kind.sizes(tensor.shape().map(|n| n as u64), kv_heads as u64);
     assert!(scales.shape == shape, "{}", scales.kind);
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
-    let [_, of_heads, units] = shape.map(|n| n as usize);
+    let [_, of_heads, scale_units] = shape.map(|n| n as usize);
     let mut values = tensor.values();
     for (at, x) in values.iter_mut().enumerate() {
         let (head, row, column) = (at / dim / rows, at / dim % rows, at % dim);
@@ -115,7 +115,7 @@ pub fn dequantised(tensor: &HostTensor, scales: &Scales, kv_heads: usize) -> Hos
             (None, ScaleKind::Channel) => (h / group, column),
             (None, _) => (h / group, 0),
         };
-        *x *= scales.values[(b * of_heads + h) * units + unit];
+        *x *= scales.values[(b * of_heads + h) * scale_units + unit];
     }
     HostTensor::from_values(DType::F32, tensor.shape(), Layout::Bhsd, &values).expect("as many values as before")
 }

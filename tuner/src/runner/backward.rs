@@ -7,7 +7,7 @@
 
 use super::bench::{Measure, changed_input, same_bytes, same_rows, values, wrong_row};
 use super::launches::{Launcher, confirm};
-use super::probe::Part;
+use super::probe::GridPart;
 use super::{Inputs, dropout_of};
 use crate::space::input_seed;
 use flashtune_codegen::abi::BackwardArgs;
@@ -231,7 +231,7 @@ fn log_sum_exp(s: &Shape) -> HostTensor {
 
 impl Measure for BackwardBench {
     fn probe(&mut self, module: &dyn Module) -> Result<(), String> {
-        let part = Part::of_heads(&self.shape);
+        let part = GridPart::of_heads(&self.shape);
         let Shape { batch, heads, kv_heads, .. } = part.shape;
         let args = BackwardArgs { batch: batch as i32, heads: heads as i32, kv_heads: kv_heads as i32, ..self.args };
         self.run(0, |this| {

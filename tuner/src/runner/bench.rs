@@ -1,7 +1,7 @@
 //! The job's own sizes on the device: tensors, one more check of every candidate, and the clock.
 
 use super::launches::{Launcher, confirm};
-use super::probe::Part;
+use super::probe::GridPart;
 use super::{Inputs, dropout_of};
 use crate::space::input_seed;
 use flashtune_codegen::abi::ForwardArgs;
@@ -203,7 +203,7 @@ impl Bench {
 
 impl Measure for Bench {
     fn probe(&mut self, module: &dyn Module) -> Result<(), String> {
-        let part = Part::of(&self.shape);
+        let part = GridPart::of(&self.shape);
         let args = part.args(&self.args, self.dtype);
         // SAFETY: `args` describes a part of the buffers that `self` owns; `run` waits for the launch.
         self.run(0, |this| unsafe {

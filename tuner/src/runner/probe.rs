@@ -12,14 +12,14 @@ pub(super) const PARTS: u64 = 16;
 
 /// A part of a job's grid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct GridPart {
     /// The sizes that are launched.
     pub shape: Shape,
     /// The first row of Q and O of every head that belongs to it; the others up to the last follow.
     pub first_row: u32,
 }
 
-impl Part {
+impl GridPart {
     /// One part of [`PARTS`] of the rows of O, or the last row of one KV head.
     pub(crate) fn of(whole: &Shape) -> Self {
         let (heads, parts) = Self::with_all_rows(whole);
@@ -83,7 +83,7 @@ mod tests {
                     for q_len in [1, 2, 17, 100, 4096] {
                         let mask = Mask::Causal;
                         let whole = Shape { batch, heads: kv_heads * group, kv_heads, q_len, kv_len: 77, mask };
-                        let Part { shape, first_row } = Part::of(&whole);
+                        let GridPart { shape, first_row } = GridPart::of(&whole);
                         let rows = |s: &Shape| u64::from(s.batch) * u64::from(s.heads) * u64::from(s.q_len);
                         let smallest = shape.batch == 1 && shape.kv_heads == 1 && shape.q_len == 1;
                         assert!(PARTS * rows(&shape) <= rows(&whole) || smallest, "{whole}: {shape}");
@@ -102,18 +102,18 @@ mod tests {
     #[test]
     fn rows_are_left_out_only_where_heads_and_sequences_do_not_suffice() {
         let whole = Shape { batch: 16, heads: 8, kv_heads: 2, q_len: 64, kv_len: 64, mask: Mask::Causal };
-        assert_eq!(Part::of(&whole).shape, Shape { batch: 1, ..whole });
+        assert_eq!(GridPart::of(&whole).shape, Shape { batch: 1, ..whole });
         let whole = Shape { batch: 1, heads: 32, kv_heads: 8, ..whole };
         assert_eq!(
-            Part::of(&whole),
-            Part { shape: Shape { heads: 4, kv_heads: 1, q_len: 32, ..whole }, first_row: 32 }
+            GridPart::of(&whole),
+            GridPart { shape: Shape { heads: 4, kv_heads: 1, q_len: 32, ..whole }, first_row: 32 }
         );
     }
 
     #[test]
     fn the_arguments_are_those_of_the_last_rows() {
         let whole = Shape { batch: 2, heads: 2, kv_heads: 1, q_len: 100, kv_len: 50, mask: Mask::Full };
-        let part = Part::of(&whole);
+        let part = GridPart::of(&whole);
         let mut args: ForwardArgs = bytemuck::Zeroable::zeroed();
         (args.q, args.o, args.kv_len) = (1 << 20, 1 << 30, 50);
         (args.q_stride, args.o_stride) = ([0, 0, 64], [0, 0, 32]);

@@ -7,7 +7,7 @@
 use super::Inputs;
 use super::bench::{Measure, same_rows, wrong_row};
 use super::launches::{Launcher, confirm};
-use super::probe::Part;
+use super::probe::GridPart;
 use crate::space::input_seed;
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::{Mask, PageClass, Shape};
@@ -34,7 +34,7 @@ pub(super) struct RaggedBench {
     launcher: Launcher,
     case: RaggedCase,
     /// A part of it, and the rows of O that are its own.
-    part: Part,
+    part: GridPart,
     part_rows: usize,
     /// Elements of a row of O.
     dim: usize,
@@ -50,7 +50,7 @@ impl RaggedBench {
     pub(crate) fn new(device: &Arc<dyn Device>, job: &Inputs) -> Result<Self, RuntimeError> {
         let batch = full_batch(job);
         let case = RaggedCase::new(device.clone(), &job.problem, &batch)?;
-        let part = Part::of_heads(case.data().shape());
+        let part = GridPart::of_heads(case.data().shape());
         let part_rows = batch.lengths[..part.shape.batch as usize].iter().map(|[rows, _]| *rows as usize).sum();
         Ok(Self {
             launcher: Launcher::new(device, job.launches),

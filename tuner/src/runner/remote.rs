@@ -7,7 +7,7 @@
 //! are made anew, and what had been loaded is loaded again when it is needed.
 
 use super::cases::most_flops;
-use super::probe::Part;
+use super::probe::GridPart;
 use super::{Inputs, Size};
 use crate::worker::{Compilers, Limits, Loss, Process, Reply, Request, WorkerCommand};
 use crate::{Error, Result};
@@ -301,9 +301,9 @@ impl Remote {
             Some(match size {
                 Size::Small => most_flops(inputs),
                 Size::Probe if inputs.is_ragged() || inputs.is_backward() => {
-                    Part::of_heads(&inputs.shape).shape.forward_flops(1, 1)
+                    GridPart::of_heads(&inputs.shape).shape.forward_flops(1, 1)
                 }
-                Size::Probe => Part::of(&inputs.shape).shape.forward_flops(1, 1),
+                Size::Probe => GridPart::of(&inputs.shape).shape.forward_flops(1, 1),
                 Size::Full => inputs.shape.forward_flops(1, 1),
             })
         };

@@ -162,11 +162,11 @@ impl KernelFamily for Sm80RaggedSchedule {
 
     fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
         let Resources { threads, smem_bytes, .. } = resources::of(self, problem);
-        // No more thread blocks than the bounds allow units.
+        // No more thread blocks than the bounds allow spans of keys.
         let tiles = (u64::from(shape.q_len) * u64::from(shape.group())).div_ceil(self.rows().into());
         let blocks = u64::from(shape.kv_len).div_ceil((self.block_kv * self.key_warps).into()).max(1);
-        let units = u128::from(tiles) * u128::from(blocks) * u128::from(shape.batch) * u128::from(shape.kv_heads);
-        let grid = units.min(u128::from(SPLIT_COUNTER_BYTES / 4)) as u32;
+        let spans = u128::from(tiles) * u128::from(blocks) * u128::from(shape.batch) * u128::from(shape.kv_heads);
+        let grid = spans.min(u128::from(SPLIT_COUNTER_BYTES / 4)) as u32;
         let main = Stage::of(StageEntry::MAIN, grid, threads, smem_bytes).starting_early();
         let main = Stage { resident: Some(self.blocks_per_sm), ..main };
         let scratch = Region { holds: Holds::SplitKeys, bytes: resources::piece_bytes(self, problem).into() };
@@ -175,11 +175,11 @@ impl KernelFamily for Sm80RaggedSchedule {
 
     fn ragged_account(&self, usual: &Usual<'_>) -> Option<RaggedAccount> {
         let tiles = usual.pairs() * usual.packed().div_ceil(self.rows().into());
-        let unit = u64::from(self.block_kv * self.key_warps);
-        let units = tiles * usual.seen(self.rows().into()).div_ceil(unit).max(1);
-        let blocks = u64::from(usual.units * self.blocks_per_sm).min(units.max(1));
-        let share = units.div_ceil(blocks.max(1));
-        let of_tile = (units / tiles.max(1)).div_ceil(share.max(1));
+        let span = u64::from(self.block_kv * self.key_warps);
+        let spans = tiles * usual.seen(self.rows().into()).div_ceil(span).max(1);
+        let blocks = u64::from(usual.units * self.blocks_per_sm).min(spans.max(1));
+        let share = spans.div_ceil(blocks.max(1));
+        let of_tile = (spans / tiles.max(1)).div_ceil(share.max(1));
         let pieces = match of_tile {
             0 | 1 => "most tiles are in one share and need none".to_owned(),
             n => format!("about {n} pieces a tile"),
@@ -187,7 +187,7 @@ impl KernelFamily for Sm80RaggedSchedule {
         let piece = resources::piece_bytes(self, usual.problem) / 2;
         Some(RaggedAccount {
             split: format!(
-                "stream-K: {blocks} thread blocks share {units} units of {unit} keys of {tiles} tiles of up to {} \
+                "stream-K: {blocks} thread blocks share {spans} spans of {span} keys of {tiles} tiles of up to {} \
                  rows, about {share} each; {} teams a block",
                 self.rows(),
                 self.key_warps

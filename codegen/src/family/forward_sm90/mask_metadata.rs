@@ -78,7 +78,7 @@ fn block_lists(
     tiling: &Tiling,
     shape: &Shape,
 ) -> Result<MaskMetadata> {
-    let lists = axes.units(shape) * tiling.blocks as u64;
+    let lists = axes.masks(shape) * tiling.blocks as u64;
     let places = shape.kv_len.div_ceil(s.block_kv) as u64;
     let before = (lists * (LIST_COUNTS + places) * 4 + lists * places).next_multiple_of(16);
     let masks = lists * places * mask_words(s) * 4;
@@ -100,9 +100,9 @@ fn block_lists(
 /// The key ranges of a shape: of every unit the ends of those of 64 rows at a time, and behind all of these the range
 /// of each row.
 fn key_ranges(axes: MaskAxes, s: &Sm90Schedule, shape: &Shape) -> Result<MaskMetadata> {
-    let (units, rows) = (axes.units(shape), shape.q_len as u64);
-    let parts = units * rows.div_ceil(ROWS_OF_ENDS);
-    let bytes = (parts * ENDS_BYTES + units * rows * RUN_BYTES).next_multiple_of(16);
+    let (masks, rows) = (axes.masks(shape), shape.q_len as u64);
+    let parts = masks * rows.div_ceil(ROWS_OF_ENDS);
+    let bytes = (parts * ENDS_BYTES + masks * rows * RUN_BYTES).next_multiple_of(16);
     let holds = Holds::MaskMetadata { layout: MetadataLayout::KeyRanges, masks: None };
     Ok(MaskMetadata {
         stages: [Some(stage(RUNS, "blocks of queries", parts, s.threads())?), None],

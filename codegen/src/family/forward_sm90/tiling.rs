@@ -17,22 +17,25 @@ impl Sm90Schedule {
         // Every cluster has its tiles in one unit; the last one may lie past the end.
         let blocks = rows.div_ceil(s.block_q()).next_multiple_of(s.cluster);
         let tiles = tiles(blocks * s.block_q(), s.block_q(), unit_heads, shape.batch)?;
-        let units = shape.batch as u64 * unit_heads as u64;
+        let batch_heads = shape.batch as u64 * unit_heads as u64;
         let kv_head_bytes = shape.kv_len as u64 * (problem.head_dim_qk + problem.head_dim_v) as u64 * 2;
         let section = match s.section_mib {
-            Sm90Schedule::WALK_ALL => units,
+            Sm90Schedule::WALK_ALL => batch_heads,
             mib => (((mib as u64) << 20) / kv_head_bytes.max(1)).max(1) * if packed { 1 } else { group as u64 },
         };
-        let section = section.min(units);
+        let section = section.min(batch_heads);
         // Sections of the same size: a small one at the end would leave multiprocessors without work.
         let share = if packed { 1 } else { group as u64 };
-        let section =
-            if s.ending { section } else { units.div_ceil(units.div_ceil(section)).next_multiple_of(share).min(units) };
+        let section = if s.ending {
+            section
+        } else {
+            batch_heads.div_ceil(batch_heads.div_ceil(section)).next_multiple_of(share).min(batch_heads)
+        };
         Ok(Tiling {
             group_shift: group_shift as i32,
             unit_heads: unit_heads as i32,
             blocks: blocks as i32,
-            leading: if s.ending { (units - section) as i32 } else { 0 },
+            leading: if s.ending { (batch_heads - section) as i32 } else { 0 },
             section: section as i32,
             tiles: tiles as i32,
         })
@@ -85,7 +88,7 @@ mod tests {
         assert_eq!([section(0), section(2), section(5), section(8)], [4, 4, 8, 16]);
         assert_eq!(section(Sm90Schedule::WALK_ALL), 96);
         assert_eq!(section(1 << 20), 96);
-        // Three of 32 units, not two of 44 and one of 8.
+        // Three of 32 heads, not two of 44 and one of 8.
         assert_eq!([section(22), section(40)], [32, 48]);
     }
 

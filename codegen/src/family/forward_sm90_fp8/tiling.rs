@@ -10,15 +10,16 @@ impl Sm90Fp8Schedule {
     pub(super) fn tiling(&self, problem: &Problem, shape: &Shape) -> Result<Tiling> {
         let blocks = shape.q_len.div_ceil(self.block_q());
         let tiles = tiles(shape.q_len, self.block_q(), shape.heads, shape.batch)?;
-        let (units, group) = (shape.batch as u64 * shape.heads as u64, shape.group() as u64);
+        let (batch_heads, group) = (shape.batch as u64 * shape.heads as u64, shape.group() as u64);
         let kv_head_bytes = shape.kv_len as u64 * (problem.head_dim_qk + problem.head_dim_v) as u64;
         let section = match self.section_mib {
-            Sm90Schedule::WALK_ALL => units,
+            Sm90Schedule::WALK_ALL => batch_heads,
             mib => (((mib as u64) << 20) / kv_head_bytes.max(1)).max(1) * group,
         };
-        let section = section.clamp(1, units.max(1));
+        let section = section.clamp(1, batch_heads.max(1));
         // Sections of the same size: a small one at the end would leave multiprocessors without work.
-        let section = units.div_ceil(units.div_ceil(section).max(1)).next_multiple_of(group.max(1)).min(units);
+        let section =
+            batch_heads.div_ceil(batch_heads.div_ceil(section).max(1)).next_multiple_of(group.max(1)).min(batch_heads);
         Ok(Tiling {
             group_shift: 0,
             unit_heads: shape.heads as i32,

@@ -37,8 +37,8 @@ impl MaskAxes {
         Self { batch, head, kv_head: kv_head && !head }
     }
 
-    /// Sequences and heads that the mask tells apart.
-    pub fn units(&self, shape: &Shape) -> u64 {
+    /// How many masks there are: of the sequences and heads that are told apart.
+    pub fn masks(&self, shape: &Shape) -> u64 {
         let heads = match (self.head, self.kv_head) {
             (true, _) => shape.heads,
             (false, true) => shape.kv_heads,
@@ -93,8 +93,8 @@ mod tests {
     #[test]
     fn units_count_what_a_mask_tells_apart() {
         let shape = Shape { batch: 3, heads: 8, kv_heads: 2, q_len: 1, kv_len: 1, mask: Mask::Full };
-        let units = |batch, head, kv_head| MaskAxes { batch, head, kv_head }.units(&shape);
-        assert_eq!([units(false, false, false), units(true, false, false)], [1, 3]);
-        assert_eq!([units(true, true, false), units(true, false, true), units(false, false, true)], [24, 6, 2]);
+        let masks = |batch, head, kv_head| MaskAxes { batch, head, kv_head }.masks(&shape);
+        assert_eq!([masks(false, false, false), masks(true, false, false)], [1, 3]);
+        assert_eq!([masks(true, true, false), masks(true, false, true), masks(false, false, true)], [24, 6, 2]);
     }
 }

@@ -36,21 +36,23 @@ pub(crate) fn print(graph: &Graph, results: &[(&str, Id)]) -> String {
     out
 }
 
-enum Part {
+/// What is still to be printed.
+/// What is still to be printed.
+enum Pending {
     Text(&'static str),
     /// A node, in brackets if it binds less tightly.
     Node(Id, u8),
 }
 
 fn expression(graph: &Graph, root: Id, names: &[Option<u32>], out: &mut String) {
-    let mut parts = vec![Part::Node(root, 0)];
+    let mut parts = vec![Pending::Node(root, 0)];
     while let Some(part) = parts.pop() {
         let (id, around) = match part {
-            Part::Text(text) => {
+            Pending::Text(text) => {
                 out.push_str(text);
                 continue;
             }
-            Part::Node(id, around) => (id, around),
+            Pending::Node(id, around) => (id, around),
         };
         if let Some(n) = names[id.index()] {
             let _ = write!(out, "_{n}");
@@ -69,34 +71,34 @@ fn expression(graph: &Graph, root: Id, names: &[Option<u32>], out: &mut String) 
             Node::Scalar(i) => out.push_str(&graph.declarations()[*i].name),
             Node::Load { tensor, index } => {
                 let _ = write!(out, "{}[", graph.declarations()[*tensor].name);
-                parts.push(Part::Text("]"));
+                parts.push(Pending::Text("]"));
                 list(&mut parts, index);
             }
             Node::Extreme { tensor, first, last, greatest } => {
                 let which = if *greatest { "greatest" } else { "least" };
                 let _ = write!(out, "{which}({}[", graph.declarations()[*tensor].name);
-                parts.push(Part::Text("])"));
+                parts.push(Pending::Text("])"));
                 list(&mut parts, last);
-                parts.push(Part::Text(" to "));
+                parts.push(Pending::Text(" to "));
                 list(&mut parts, first);
             }
             Node::Unary(op @ (Unary::Neg | Unary::Not), a) => {
                 let (text, binds) = if *op == Unary::Neg { ("-", 7) } else { ("not ", 3) };
                 if binds < around {
-                    parts.push(Part::Text(")"));
+                    parts.push(Pending::Text(")"));
                     out.push('(');
                 }
                 // `- 5` would be read as a number, and `--x` is hard to read.
-                parts.push(Part::Node(*a, binds + 1));
+                parts.push(Pending::Node(*a, binds + 1));
                 out.push_str(text);
             }
             Node::Unary(op, a) => {
                 let _ = write!(out, "{}(", op.name());
-                parts.extend([Part::Text(")"), Part::Node(*a, 0)]);
+                parts.extend([Pending::Text(")"), Pending::Node(*a, 0)]);
             }
             Node::Binary(op @ (Binary::Min | Binary::Max), a, b) => {
                 let _ = write!(out, "{}(", op.name());
-                parts.push(Part::Text(")"));
+                parts.push(Pending::Text(")"));
                 list(&mut parts, &[*a, *b]);
             }
             Node::Binary(op, a, b) => {
@@ -108,28 +110,28 @@ fn expression(graph: &Graph, root: Id, names: &[Option<u32>], out: &mut String) 
                     _ => 6,
                 };
                 if binds < around {
-                    parts.push(Part::Text(")"));
+                    parts.push(Pending::Text(")"));
                     out.push('(');
                 }
                 // Comparisons do not associate; the others do to the left.
                 let left = if binds == 4 { 5 } else { binds };
-                parts.extend([Part::Node(*b, binds + 1), Part::Text(" "), Part::Text(op.name())]);
-                parts.extend([Part::Text(" "), Part::Node(*a, left)]);
+                parts.extend([Pending::Node(*b, binds + 1), Pending::Text(" "), Pending::Text(op.name())]);
+                parts.extend([Pending::Text(" "), Pending::Node(*a, left)]);
             }
             Node::Select(c, a, b) => {
                 out.push_str("select(");
-                parts.push(Part::Text(")"));
+                parts.push(Pending::Text(")"));
                 list(&mut parts, &[*c, *a, *b]);
             }
         }
     }
 }
 
-fn list(parts: &mut Vec<Part>, ids: &[Id]) {
+fn list(parts: &mut Vec<Pending>, ids: &[Id]) {
     for (i, id) in ids.iter().enumerate().rev() {
-        parts.push(Part::Node(*id, 0));
+        parts.push(Pending::Node(*id, 0));
         if i > 0 {
-            parts.push(Part::Text(", "));
+            parts.push(Pending::Text(", "));
         }
     }
 }

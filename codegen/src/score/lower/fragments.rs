@@ -1,7 +1,7 @@
 //! For threads that hold scores at fixed distances from a first key: floats as sums of multiples of key and score, caps
 //! of the score, reads along the keys.
 
-use super::stmt::{Expr, Function, Given, Name, Op, Part, Scope, Ty};
+use super::stmt::{Aspect, Expr, Function, Given, Name, Op, Scope, Ty};
 use super::values::index_fits;
 use super::{AlongKeys, Capped, Lowering, slot};
 use crate::score::graph::{Depends, Node};
@@ -70,11 +70,11 @@ impl Lowering<'_> {
             false => self.affine[x.index()].clone(),
         };
         let named = |[base, by_key, by_score]: [bool; 3]| {
-            let part = |part, is_there: bool| is_there.then_some(Expr::Name(Name::Part(part, id)));
+            let part = |part, is_there: bool| is_there.then_some(Expr::Name(Name::Aspect(part, id)));
             Affine {
-                base: part(Part::Base, base),
-                by_key: part(Part::ByKey, by_key),
-                by_score: part(Part::ByScore, by_score),
+                base: part(Aspect::Base, base),
+                by_key: part(Aspect::ByKey, by_key),
+                by_score: part(Aspect::ByScore, by_score),
             }
         };
         match *self.graph.node(id) {
@@ -183,7 +183,7 @@ impl Lowering<'_> {
 
     /// Its statements: coefficients of a polynomial of the score for the small ones (`ft_capf`).
     pub(super) fn capped_statements(&mut self, id: Id, [cap, factor]: [Expr; 2]) {
-        let series = Name::Part(Part::Series, id);
+        let series = Name::Aspect(Aspect::Series, id);
         let coefficients = Expr::Call(Function::CapSeries, vec![cap.clone(), factor.clone()]);
         let value = Expr::Call(Function::Cap, vec![Expr::Given(Given::Raw), cap, factor, Expr::Name(series)]);
         self.push(Scope::Row, Ty::CapSeries, series, coefficients);
@@ -204,7 +204,7 @@ impl Lowering<'_> {
     pub(super) fn along_statements(&mut self, id: Id) {
         let Node::Load { tensor, index } = self.graph.node(id) else { return };
         let (t, storage) = (slot(self.graph, *tensor), self.graph.declarations()[*tensor].storage);
-        let (first, stride) = (Name::Part(Part::First, id), Name::Stride(t, index.len() - 1));
+        let (first, stride) = (Name::Aspect(Aspect::First, id), Name::Stride(t, index.len() - 1));
         let mut places = self.places(*tensor, index);
         places.pop();
         places.push(Expr::infix(Op::Mul, Expr::Given(Given::KvFirst), Expr::Name(stride)));

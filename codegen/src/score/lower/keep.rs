@@ -1,7 +1,7 @@
 //! What kernels keep from one scope for later ones.
 
 use super::Code;
-use super::stmt::{Expr, Name, Part, Scope, Stmt};
+use super::stmt::{Aspect, Expr, Name, Scope, Stmt};
 use std::collections::{HashMap, HashSet};
 
 impl Code {
@@ -31,9 +31,9 @@ impl Code {
         let mut of_row: Vec<&Stmt> = self.statements.iter().filter(|s| rows.contains_key(&s.name)).collect();
         // Nodes, then parts of sums by the sum, caps, and addresses.
         of_row.sort_by_key(|s| match s.name {
-            Name::Part(Part::Series, id) => (2, Some(Name::Node(id)), s.name),
-            Name::Part(Part::First, id) => (3, Some(Name::Node(id)), s.name),
-            Name::Part(..) => (1, rows[&s.name], s.name),
+            Name::Aspect(Aspect::Series, id) => (2, Some(Name::Node(id)), s.name),
+            Name::Aspect(Aspect::First, id) => (3, Some(Name::Node(id)), s.name),
+            Name::Aspect(..) => (1, rows[&s.name], s.name),
             _ => (0, None, s.name),
         });
         let of_head = self.statements.iter().filter(|s| heads.contains(&s.name));
@@ -60,6 +60,6 @@ impl Code {
 /// one reads no other node's value: compilers drop it, but without it they order the instructions of 4 of 84 kernels of
 /// random programs otherwise. Converted ints are statements of their own.
 fn takes_along(s: &Stmt, name: Name) -> bool {
-    let is_ahead = matches!((s.name, name), (Name::Part(..), Name::Node(_))) && !matches!(s.expr, Expr::Cast(..));
+    let is_ahead = matches!((s.name, name), (Name::Aspect(..), Name::Node(_))) && !matches!(s.expr, Expr::Cast(..));
     s.scope != Scope::Row || is_ahead
 }

@@ -1,7 +1,7 @@
 //! Statements as text, in either language. The one place that knows how C and CUDA C spell a type or a function.
 
 use super::Code;
-use super::stmt::{Expr, Function, Given, Name, Op, Part, Scope, Stmt, Ty};
+use super::stmt::{Aspect, Expr, Function, Given, Name, Op, Scope, Stmt, Ty};
 use crate::score::syntax::words::{Storage, Type};
 
 /// The language of the statements.
@@ -98,13 +98,13 @@ impl Printer<'_> {
         let p = self.prefix;
         match name {
             Name::Node(id) => format!("{p}{}", id.index()),
-            Name::Part(part, id) => {
+            Name::Aspect(part, id) => {
                 let suffix = match part {
-                    Part::Base | Part::Axes => "b",
-                    Part::ByKey => "c",
-                    Part::ByScore => "k",
-                    Part::Series | Part::First => "p",
-                    Part::Extremes => "x",
+                    Aspect::Base | Aspect::Axes => "b",
+                    Aspect::ByKey => "c",
+                    Aspect::ByScore => "k",
+                    Aspect::Series | Aspect::First => "p",
+                    Aspect::Extremes => "x",
                 };
                 format!("{p}{}{suffix}", id.index())
             }

@@ -61,7 +61,7 @@ impl Ty {
 
 /// What a statement computes of a node beside its value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum Part {
+pub(crate) enum Aspect {
     /// Of a float `base + by_key * offset + by_score * raw`: what changes with neither key nor score.
     Base,
     ByKey,
@@ -81,7 +81,7 @@ pub(crate) enum Name {
     /// The value of a node.
     Node(Id),
     /// A part of it.
-    Part(Part, Id),
+    Aspect(Aspect, Id),
     /// The elements of a tensor, by its place among the tensors.
     Data(usize),
     /// The distance of neighbours along an axis, in elements.

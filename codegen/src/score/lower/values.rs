@@ -1,6 +1,6 @@
 //! The value of each node as an expression: widths of ints, places in tensors.
 
-use super::stmt::{Expr, Function, Name, Op, Part, Scope, Stmt, Ty};
+use super::stmt::{Aspect, Expr, Function, Name, Op, Scope, Stmt, Ty};
 use super::{Lowering, slot};
 use crate::score::graph::{Graph, Node};
 use crate::score::syntax::range::Range;
@@ -27,7 +27,7 @@ impl Lowering<'_> {
             }
             Node::Load { tensor, index } => self.load(id, *tensor, index),
             Node::Extreme { greatest, .. } => {
-                Expr::Extreme { of: Name::Part(Part::Extremes, self.box_of(id)), greatest: *greatest }
+                Expr::Extreme { of: Name::Aspect(Aspect::Extremes, self.box_of(id)), greatest: *greatest }
             }
             Node::Unary(op, x) => self.unary(id, *op, *x),
             Node::Binary(op, x, y) => self.binary(id, *op, *x, *y),
@@ -191,7 +191,7 @@ impl Lowering<'_> {
             _ => (Ty::int(self.graph.range(id)), self.graph.range(id)),
         };
         let unknown = [range.lo, range.hi].map(|x| Box::new(Expr::Int(x, Ty::int(range))));
-        let [named_axes, extremes] = [Part::Axes, Part::Extremes].map(|part| Name::Part(part, id));
+        let [named_axes, extremes] = [Aspect::Axes, Aspect::Extremes].map(|part| Name::Aspect(part, id));
         let look = Expr::LookAtBox { data: Name::Data(t), axes: named_axes, ty, unknown };
         self.code.statements.push(Stmt::new(scope, Ty::BoxAxes, named_axes, axes));
         self.code.statements.push(Stmt::new(scope, Ty::Extremes, extremes, look));

@@ -22,10 +22,10 @@ use std::sync::Arc;
 
 /// A value of the language. Cloning shares it.
 #[derive(Debug, Clone)]
-pub struct Expr(Arc<Part>);
+pub struct Expr(Arc<ExprNode>);
 
 #[derive(Debug)]
-struct Part {
+struct ExprNode {
     /// The operation, without its operands.
     shape: Shape,
     operands: Vec<Expr>,
@@ -132,12 +132,12 @@ impl Expr {
     }
 
     fn node(shape: Shape, operands: Vec<Expr>) -> Self {
-        Self(Arc::new(Part { shape, operands }))
+        Self(Arc::new(ExprNode { shape, operands }))
     }
 
     /// Appends the operations to an [`Ast`], each shared one once.
     pub(in crate::score) fn lower(&self, ast: &mut Ast) -> AstId {
-        let mut done: HashMap<*const Part, AstId> = HashMap::new();
+        let mut done: HashMap<*const ExprNode, AstId> = HashMap::new();
         let mut stack = vec![(self, false)];
         while let Some((expr, ready)) = stack.pop() {
             let key = Arc::as_ptr(&expr.0);
@@ -167,7 +167,7 @@ impl Expr {
     }
 }
 
-impl Drop for Part {
+impl Drop for ExprNode {
     /// Without recursion: an expression may be deeper than the stack.
     fn drop(&mut self) {
         let mut rest = std::mem::take(&mut self.operands);

@@ -18,7 +18,7 @@ const BEST_OF_EACH: usize = 2;
 ///
 /// # Errors
 /// Those of [`tune`], of the first job that fails; records of those before it are kept.
-pub fn tune_family(
+pub fn tune_together(
     runner: &mut Runner,
     templates: &TemplateSet,
     dir: &CacheDir,
