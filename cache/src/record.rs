@@ -81,7 +81,7 @@ pub struct Finalist {
     /// Largest absolute error against the oracle, on the check inputs.
     #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub max_error: f64,
-    /// Whether this is the model's default schedule.
+    /// Whether this is the default schedule.
     #[serde(default, skip_serializing_if = "flashtune_codegen::omitted::is_default")]
     pub is_default: bool,
 }

@@ -80,13 +80,13 @@ fn toolkit(program: &str) -> PathBuf {
     absolute.map(|folder| folder.join(program)).find(|file| file.is_file()).unwrap_or_else(|| program.into())
 }
 
-/// Compiles a kernel and prints what it takes, beside what the model says of it.
+/// Compiles a kernel and prints what it takes, beside what was estimated of it.
 pub(crate) fn resources(cx: &mut Context, kernel: &Kernel) -> Result<()> {
     let Artifact { facts, bytes, entry, .. } = compiled(cx, kernel)?;
-    let model = kernel.resources();
+    let estimate = kernel.resources();
     if cx.json() {
         return cx.print_json(&json!({
-            "kernel": kernel.name(), "entry": entry, "arch": kernel.arch.to_string(), "model": model,
+            "kernel": kernel.name(), "entry": entry, "arch": kernel.arch.to_string(), "model": estimate,
             "registers": facts.registers, "spill_bytes": facts.spill_bytes, "stack_bytes": facts.stack_bytes,
             "static_smem_bytes": facts.static_smem_bytes, "binary_bytes": bytes.len(), "compile_ms": facts.compile_ms,
             "warnings": facts.warnings,
@@ -95,11 +95,11 @@ pub(crate) fn resources(cx: &mut Context, kernel: &Kernel) -> Result<()> {
     writeln!(cx.out, "{}", kernel.name())?;
     let mut line = |what: &str, value: String| writeln!(cx.out, "  {what:<22} {value}");
     if matches!(kernel.arch, Arch::Sm(_)) {
-        line("threads of a block", model.threads.to_string())?;
-        line("registers of a thread", format!("{}, {} at least by the model", facts.registers, model.registers))?;
+        line("threads of a block", estimate.threads.to_string())?;
+        line("registers of a thread", format!("{}, {} at least by estimate", facts.registers, estimate.registers))?;
         line("spilled", format!("{} bytes", facts.spill_bytes))?;
         line("stack of a thread", format!("{} bytes", facts.stack_bytes))?;
-        line("shared memory", format!("{} bytes dynamic, {} static", model.smem_bytes, facts.static_smem_bytes))?;
+        line("shared memory", format!("{} bytes dynamic, {} static", estimate.smem_bytes, facts.static_smem_bytes))?;
     }
     line("binary", format!("{} bytes", bytes.len()))?;
     line("compiled in", format!("{:.0} ms", facts.compile_ms))?;

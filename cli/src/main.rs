@@ -76,7 +76,7 @@ struct Global {
     /// Folder whose templates replace the built-in ones of the same path
     #[arg(long, global = true, env = "FLASHTUNE_TEMPLATES", hide_env_values = true, value_name = "DIR")]
     templates: Option<PathBuf>,
-    /// When nothing tuned fits: default (the model's choice), tune, or sealed (no compiler may run)
+    /// When nothing tuned fits: default (the default schedule), tune, or sealed (no compiler may run)
     #[arg(long, global = true, default_value = "default", value_name = "POLICY")]
     policy: flashtune::Policy,
     /// A bundle to search after the cache; may be repeated [env: FLASHTUNE_BUNDLES, separated as in PATH]

@@ -52,7 +52,7 @@ impl Kernel {
         self.resources().check(self.arch, self.schedule.blocks_per_sm())
     }
 
-    /// What the kernel needs on the device, by the static model.
+    /// What the kernel needs on the device, by estimate.
     pub fn resources(&self) -> Resources {
         self.schedule.resources(&self.problem)
     }

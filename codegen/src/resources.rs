@@ -1,4 +1,4 @@
-//! The static model: what a kernel will need, known before it is compiled.
+//! The estimate of resources: what a kernel will need, known before it is compiled.
 
 use crate::{Arch, Error, Problem, Result};
 use serde::{Deserialize, Serialize};

@@ -34,7 +34,7 @@ impl Visits {
     }
 }
 
-/// Bytes that one launch moves, by the model.
+/// Bytes that one launch moves, by estimate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Traffic {
     /// What the tiles load and store, wherever it comes from: Q and O once, K and V once per query tile that visits

@@ -14,7 +14,7 @@ fn a_dispatch_is_answered_whatever_fails_in_the_cache() {
     assert!(calm.operations > 0, "the library is not in effect");
 
     for (name, errno) in ERRORS {
-        // Everything fails: the model's choice serves, and one warning each for reading and for keeping.
+        // Everything fails: the default schedule serves, and one warning each for reading and for keeping.
         let all = faults.fail(&explain, 1, u64::MAX >> 1, errno);
         assert_eq!(all.answers(name)[0]["status"]["kind"], "default", "{name}");
         let told = all.stderr();

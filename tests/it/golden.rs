@@ -297,7 +297,7 @@ fn the_command_tells_the_story_of_a_record() {
         assert!(out.status.success(), "{}", stderr(&out));
         known.settle(&String::from_utf8(out.stdout).unwrap())
     };
-    // The model's choice depends on the processor.
+    // The default schedule depends on the processor.
     let choice = |problem, bucket| Schedule::default_for(Family::ForwardCpu, problem, host_arch(), &bucket).unwrap();
     let of_model = known().and(choice(&problem, record.key.bucket), "<schedule>");
     golden("story.txt", &say(&of_model, &[SMALL, &["--story"]].concat()));

@@ -440,8 +440,8 @@ fn hopper_kernels_compile_as_they_are_written() {
         kernels.push(default_kernel(Family::ForwardSm90, problem, hopper, 4096));
     }
     compile_all(&kernels, 0);
-    // What the model lets through must hold, wherever in the space. A few values that the producer parks once per tile
-    // are no matter there: the tuner measures such kernels.
+    // What the estimate lets through must hold, wherever in the space. A few values that the producer parks once per
+    // tile are no matter there: the tuner measures such kernels.
     kernels.clear();
     let mut rng = StdRng::seed_from_u64(90);
     while kernels.len() < 18 {

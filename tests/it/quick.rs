@@ -46,7 +46,7 @@ fn a_quick_schedule_answers_until_the_default_is_compiled_and_says_so() {
     let dispatch = unsafe { engine.forward(&first, Stream(0)).unwrap().unwrap() };
     let account = dispatch.explain();
     assert_eq!(account.status, Status::Quick, "{account}");
-    assert!(account.because.contains(SLOW) && account.because.contains("the model's choice"), "{account}");
+    assert!(account.because.contains(SLOW) && account.because.contains("the default schedule"), "{account}");
     assert_eq!(forward(&engine, 1000).unwrap(), Status::Quick);
     // Another class of sizes with the same schedules, too.
     assert_eq!(forward(&engine, 700).unwrap(), Status::Quick);

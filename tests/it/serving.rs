@@ -40,7 +40,7 @@ fn after_the_seal_nothing_compiles_and_misses_run_on_the_nearest_kernel() {
     let plan = |problem: &Problem, len| engine.plan(problem, &small(len).1);
     let (f32, _) = small(0);
     assert_eq!(plan(&f32, 128).unwrap().status(), Status::Tuned);
-    // However far; the policy `default` would have compiled the model's choice.
+    // However far; the policy `default` would have compiled the default schedule.
     for len in [1, 700, 1 << 20] {
         let near = plan(&f32, len).unwrap();
         assert_eq!(near.status(), Status::NearestShape);

@@ -9,9 +9,9 @@ use flashtune_codegen::Kernel;
 pub(crate) struct Candidate {
     /// Problem, schedule and arch.
     pub kernel: Kernel,
-    /// Whether this is the model's default.
+    /// Whether this is the default schedule.
     pub is_default: bool,
-    /// Its place in the model's ranking.
+    /// Its place in the cost model's ranking.
     pub rank: usize,
     /// The earlier candidate that has the same code.
     pub twin: Option<usize>,

@@ -3,7 +3,7 @@
 //! Single medians drift with clocks and neighbours; the ratio of two runs that follow each other does not. So the
 //! finalists run in rounds, A B C D, then B C D A, ..., and what counts is the median of the ratios within rounds. A
 //! challenger must beat the default by more than [`TIE`], and beyond doubt; otherwise the default wins. Challengers
-//! that tie are decided by the model's order. So the same machine gives the same winner, run after run.
+//! that tie are decided by the cost model's order. So the same machine gives the same winner, run after run.
 //!
 //! Where the noise hides who is faster, the final goes on, until the ratios are known well enough ([`KNOWN`]) or the
 //! patience is at its end; where they are hardly known then ([`Rounds::doubt`] above [`NOISE`]), there is no decision,
@@ -207,7 +207,7 @@ mod tests {
     fn a_tie_within_half_a_percent_goes_to_the_default() {
         let r = rounds(&[[100.0, 99.6, 120.0]; 9]);
         assert_eq!(decide(&r, 3, Some(0), &ORDER), 0);
-        assert_eq!(decide(&r, 3, Some(2), &ORDER), 0, "against a slow default the tie goes to the model's first");
+        assert_eq!(decide(&r, 3, Some(2), &ORDER), 0, "against a slow default the tie goes to the cost model's first");
     }
 
     #[test]

@@ -45,8 +45,8 @@ pub struct Job {
 /// What a job tries.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Search {
-    /// What looks promising, by the model, earlier results and what was measured so far; ends early when nothing better
-    /// comes.
+    /// What looks promising, by the cost model, earlier results and what was measured so far; ends early when nothing
+    /// better comes.
     #[default]
     Guided,
     /// An even sample over the whole space, all of it when `max_trials` allows: to record what the space is like.

@@ -1,7 +1,7 @@
 //! From a job to a record: which of the many schedules of a problem is the fastest correct one on this device.
 //!
 //! ```text
-//! Job -> claim -> space (model) -> search -> build (parallel, cached) -> prune (spills, duplicates) -> check (oracle)
+//! Job -> claim -> space (cost) -> search -> build (parallel, cached) -> prune (spills, duplicates) -> check (oracle)
 //!                                    ^                                                         -> glance
 //!                                    `------- what was measured, what failed ------------------'
 //!     -> race (rounds) -> final (pairs) -> Record -> Store -> snapshot

@@ -75,7 +75,7 @@ pub enum Event<'a> {
         /// Steps.
         total: Option<usize>,
     },
-    /// The space was searched by the model.
+    /// The space was searched by the cost model.
     Space {
         /// Schedules in the space, before pruning.
         total: usize,

@@ -1,4 +1,4 @@
-//! The schedules that a search may try, in the order of the analytic model.
+//! The schedules that a search may try, in the order of the cost model.
 
 use crate::Result;
 use crate::cost::cost;
@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
 
-/// The most schedules that a search looks at: the best by the model, and of the others an even sample. A space of
+/// The most schedules that a search looks at: the best by the cost model, and of the others an even sample. A space of
 /// Hopper has ten times as many.
 const MOST: usize = 6000;
 const SAMPLE: usize = 2000;
@@ -22,9 +22,9 @@ pub(crate) struct Space {
     pub legal: usize,
     /// Those that the search looks at, best guess first.
     pub kernels: Vec<Kernel>,
-    /// The model's costs of these.
+    /// The cost model's costs of these.
     pub costs: Vec<f64>,
-    /// Which one is the model's default.
+    /// Which one is the default schedule.
     pub default: usize,
 }
 
@@ -34,8 +34,8 @@ impl Space {
         self.kernels.iter().position(|k| k.schedule == *schedule)
     }
 
-    /// `count` schedules at even distances in the model's ranking, the default first: what a table is recorded from
-    /// that is to show the whole space.
+    /// `count` schedules at even distances in the cost model's ranking, the default first: what a table is recorded
+    /// from that is to show the whole space.
     pub(crate) fn sample(&self, count: usize) -> Vec<usize> {
         let (len, count) = (self.kernels.len(), count.clamp(1, self.kernels.len()));
         let even = (0..count).map(|i| i * len / count).filter(|i| *i != self.default);
@@ -159,8 +159,8 @@ mod tests {
     }
 
     /// What of a space is dropped before anything is compiled: what does not fit, what is not worth it for the sizes,
-    /// and of the rest what the model puts behind the first [`MOST`]. A sample of that is looked at all the same, and
-    /// so it is in the tables.
+    /// and of the rest what the cost model puts behind the first [`MOST`]. A sample of that is looked at all the same,
+    /// and so it is in the tables.
     #[test]
     fn what_is_dropped_before_it_is_compiled_is_never_as_good_as_the_best() {
         for (name, table) in crate::search::tables() {
@@ -190,7 +190,7 @@ mod tests {
         }
     }
 
-    /// `tune --only` of a pair of blocks did nothing, and said nothing: the model ranked it too far behind.
+    /// `tune --only` of a pair of blocks did nothing, and said nothing: the cost model ranked it too far behind.
     #[test]
     fn what_is_asked_for_is_there_wherever_the_model_puts_it() {
         let hopper = Arch::Sm(SmArch { number: 90, specific: true });

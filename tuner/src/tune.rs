@@ -188,7 +188,7 @@ impl Tuning<'_> {
         Ok(Outcome { record, cached: false, trials, snapshot })
     }
 
-    /// Schedules that belong to the space whatever the model thinks of them.
+    /// Schedules that belong to the space whatever the cost model thinks of them.
     fn of_interest(&self, past: &Past) -> Vec<Schedule> {
         let named: &[Schedule] = if let Search::Only(named) = &self.job.search { named } else { &[] };
         past.schedules().chain(&self.job.rivals).chain(named).copied().collect()

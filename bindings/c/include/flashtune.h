@@ -155,7 +155,7 @@ enum flashtune_policy
   : int32_t
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
-  // Take the model's choice and compile it.
+  // Take the default schedule and compile it.
   FLASHTUNE_POLICY_DEFAULT = 0,
   // Tune now: seconds to minutes for the first call of a class of sizes.
   FLASHTUNE_POLICY_TUNE = 1,

@@ -133,7 +133,7 @@ pub enum Index {
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// Take the model's choice and compile it.
+    /// Take the default schedule and compile it.
     Default = 0,
     /// Tune now: seconds to minutes for the first call of a class of sizes.
     Tune = 1,

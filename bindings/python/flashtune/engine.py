@@ -35,7 +35,7 @@ class Engine:
     """Attention on one device. One engine serves all threads.
 
     device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or a ``torch.device``.
-    policy: what to do when no tuned kernel fits: ``"default"`` takes the model's choice and compiles it, ``"tune"``
+    policy: what to do when no tuned kernel fits: ``"default"`` takes the default schedule and compiles it, ``"tune"``
         tunes now (seconds to minutes for the first call of a class of sizes), ``"sealed"`` runs no compiler and raises
         :class:`Sealed` when no stored kernel serves.
     cache_dir, templates_dir: instead of ``FLASHTUNE_CACHE`` and ``FLASHTUNE_TEMPLATES``.

@@ -29,7 +29,7 @@ pub(crate) struct Contest<'a> {
     engine: &'a Engine,
     case: Case,
     plan: Arc<Plan>,
-    /// The model's choice, or why it does not run.
+    /// The default schedule, or why it does not run.
     default: Result<Arc<dyn Module>, String>,
     data: CheckCase,
     /// What the score program's mask leaves of the scores.
@@ -232,7 +232,7 @@ fn one_line(program: &Program) -> String {
     }
 }
 
-/// The model's choice for a case, as a module of its own.
+/// The default schedule for a case, as a module of its own.
 fn default_module(engine: &Engine, case: &Case) -> Result<Arc<dyn Module>> {
     let device = engine.device();
     let arch = device.fingerprint().arch;

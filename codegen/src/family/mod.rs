@@ -183,7 +183,7 @@ pub(crate) trait KernelFamily: Fields {
     /// The field, its limit, and the remedy.
     fn validate(&self, problem: &Problem, arch: Arch) -> Result<()>;
 
-    /// What a kernel needs on the device, by the static model.
+    /// What a kernel needs on the device, by estimate.
     fn resources(&self, problem: &Problem) -> Resources;
 
     /// Thread blocks that the schedule wants on one multiprocessor.

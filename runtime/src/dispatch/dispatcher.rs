@@ -23,7 +23,7 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-/// A record whose sizes are further away than this is worth less than the model's choice for the right sizes
+/// A record whose sizes are further away than this is worth less than the default schedule for the right sizes
 /// ([`ShapeBucket::distance`]; both lengths 32 times apart give 15).
 const FAR: f64 = 16.0;
 
@@ -77,7 +77,7 @@ pub(super) struct Config {
 struct FamilySearch {
     choices: Vec<Choice>,
     refusals: Vec<Refusal>,
-    /// What speaks against the families that the model did not choose: of interest where its choice serves.
+    /// What speaks against the families that the default is not of: of interest where it serves.
     against_others: Vec<Refusal>,
     /// Why the families that can serve are not taken without a measurement, where all are so.
     untried: Option<CodegenError>,
@@ -291,7 +291,8 @@ impl Dispatcher {
                     match of_model.filter(|s| choice.record.is_some() && *s != choice.kernel.schedule) {
                         Some(schedule) => {
                             let what = format!("{schedule} of {}", schedule.family());
-                            refusals.push(Refusal::new(what, "it is the model's choice, and a record goes before it"));
+                            refusals
+                                .push(Refusal::new(what, "it is the default schedule, and a record goes before it"));
                         }
                         None if choice.record.is_none() => refusals.extend(against_others),
                         None => {}
@@ -312,7 +313,7 @@ impl Dispatcher {
                         awaited,
                     });
                 }
-                // After the model's choice there is nothing left to fall to.
+                // After the default schedule there is nothing left to fall to.
                 Err(e) if last => return Err(e),
                 Err(e) => {
                     tried += 1;
@@ -335,7 +336,7 @@ impl Dispatcher {
         Err(Error::Sealed { problem: format!("{} {}", key.problem, shape), reason, remedy: SEALED_REMEDY })
     }
 
-    /// Every usable choice, best first; the model's choice is the last one unless the policy is sealed.
+    /// Every usable choice, best first; the default schedule is the last one unless the policy is sealed.
     fn search(&self, key: &PlanKey) -> Result<FamilySearch> {
         let mut search = FamilySearch::default();
         let families = self.families(key, &mut search.refusals)?;
@@ -451,13 +452,13 @@ impl Dispatcher {
                 search.refusals.push(Refusal::new(what(), why));
                 continue;
             }
-            // Where a compiler may run, the model's choice for the right sizes beats what was made for very different
+            // Where a compiler may run, the default schedule for the right sizes beats what was made for very different
             // ones, and what was made for any others without being measured.
             let (bucket, distance) = (m.record.key.bucket, m.record.key.bucket.distance(&key.bucket));
             let limit = if is_measured(&m.record) { FAR } else { 0.0 };
             if may_compile && distance > limit {
                 let why = format!(
-                    "it was made for {bucket}, too far from {} to be preferred to the model's choice",
+                    "it was made for {bucket}, too far from {} to be preferred to the default schedule",
                     key.bucket
                 );
                 search.refusals.push(Refusal::new(what(), why));
@@ -467,7 +468,7 @@ impl Dispatcher {
         }
     }
 
-    /// The model's choice: the default schedule of the best family that fits the device.
+    /// The default schedule of the best family that fits the device.
     fn default_choice(&self, key: &PlanKey, families: &[Family], refusals: &mut Vec<Refusal>) -> Result<Choice> {
         let arch = self.arch();
         let mut error = None;
@@ -492,7 +493,9 @@ impl Dispatcher {
                                 "the default of the family is not for calls with {}; this is its choice for them",
                                 demand.name()
                             ),
-                            None => "nothing tuned fits; this is the model's choice (run `flashtune tune`)".to_owned(),
+                            None => {
+                                "nothing tuned fits; this is the default schedule (run `flashtune tune`)".to_owned()
+                            }
                         }
                         .into(),
                         layer: "none".into(),

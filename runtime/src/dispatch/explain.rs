@@ -16,7 +16,7 @@ pub enum Status {
     Provisional,
     /// Compiled for this arch ahead of time and never measured.
     Untuned,
-    /// The analytic model's choice.
+    /// The default schedule of the family.
     Default,
     /// A schedule that compiles quickly, while another is being compiled.
     Quick,

@@ -1,8 +1,8 @@
-//! From a call to a kernel: what is tuned, what is near, what the model would take, and the account of it.
+//! From a call to a kernel: what is tuned, what is near, what the default is, and the account of it.
 //!
 //! ```text
 //! memory -> user snapshot -> bundles -> embedded bundle -> nearest sizes -> other device of the arch -> untuned
-//!        -> the model's choice, unless the policy is sealed
+//!        -> the default schedule, unless the policy is sealed
 //! ```
 //!
 //! A caller in haste takes a quick schedule while the kernel of the choice is being compiled.

@@ -42,7 +42,7 @@ pub(crate) struct Choice {
     pub layer: Arc<str>,
     /// Doublings from the sizes that it was made for.
     pub distance: f64,
-    /// The record, unless the schedule is the model's choice.
+    /// The record, unless the schedule is the default schedule.
     pub record: Option<Arc<Record>>,
 }
 
@@ -106,7 +106,7 @@ impl Plan {
         &self.bucket
     }
 
-    /// The record that the schedule comes from; none when it is the model's choice.
+    /// The record that the schedule comes from; none when it is the default schedule.
     pub fn record(&self) -> Option<&Record> {
         self.choice.record.as_deref()
     }

@@ -12,7 +12,7 @@ pub(super) const SEALED_REMEDY: &str =
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// Take the model's choice, compiling it when no binary of it is at hand.
+    /// Take the default schedule, compiling it when no binary of it is at hand.
     #[default]
     Default,
     /// Tune the problem now, on this device, then take the winner.

@@ -151,7 +151,7 @@ pub struct Calls {
     pub provisional: u64,
     /// A kernel that was compiled ahead of time and never measured.
     pub untuned: u64,
-    /// The model's choice.
+    /// The default schedule.
     pub default: u64,
     /// A schedule that compiles quickly, while another was being compiled.
     pub quick: u64,

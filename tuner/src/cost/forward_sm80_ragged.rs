@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn costs_are_those_measured_on_an_h200_but_for_the_launch() {
         let shape = |batch, q_len, kv_len| Shape { batch, heads: 32, kv_heads: 8, q_len, kv_len, mask: Mask::Causal };
-        // What a launch takes of which the model knows nothing: 1 x 4k takes 17 us, of which its keys are 4.
+        // What a launch takes of which the cost model knows nothing: 1 x 4k takes 17 us, of which its keys are 4.
         const LAUNCH: f64 = 11.0;
         let (same, e4m3) = (KvElement::Same, KvElement::E4m3);
         for (element, shape, block_kv, measured) in [

@@ -173,7 +173,7 @@ fn the_fastest_wins_under_noise_and_spikes() {
 
 #[test]
 fn winners_repeat_although_the_noise_does_not() {
-    // Two challengers within 0.2 %: the model's first of them, always.
+    // Two challengers within 0.2 %: the cost model's first of them, always.
     let times = [120.0, 100.0, 99.8, 140.0];
     let winners: Vec<usize> = (0..40).map(|seed| winner(&mut Paper::new(&times, 0.01, 0.02, seed))).collect();
     assert!(winners.iter().all(|&w| w == 1), "{winners:?}");

@@ -1,7 +1,7 @@
-//! How far the model is off, learnt from what was measured: in general, for every value of every field, and in the
+//! How far the cost model is off, learnt from what was measured: in general, for every value of every field, and in the
 //! neighbourhood of each measurement.
 //!
-//! A model that misjudges one choice (an instruction set, the order of tiles) misjudges it everywhere; a few
+//! A cost model that misjudges one choice (an instruction set, the order of tiles) misjudges it everywhere; a few
 //! measurements show that, and the ranking of all others follows.
 
 use super::Map;
@@ -13,7 +13,7 @@ const INERTIA: f64 = 0.3;
 /// Sweeps of the fit over the fields; it has settled long before.
 const SWEEPS: usize = 12;
 
-/// What a space's measurements say about the model.
+/// What a space's measurements say about the cost model.
 pub(super) struct Correction<'a> {
     map: &'a Map,
     overall: f64,
@@ -24,7 +24,7 @@ pub(super) struct Correction<'a> {
 }
 
 impl<'a> Correction<'a> {
-    /// Fits the logarithms of measured time over model's cost, by schedule.
+    /// Fits the logarithms of measured time over the cost model's, by schedule.
     pub(crate) fn fit(map: &'a Map, errors: &[(usize, f64)]) -> Self {
         let overall = errors.iter().map(|e| e.1).sum::<f64>() / errors.len().max(1) as f64;
         let mut rest: Vec<(usize, f64)> = errors.iter().map(|(i, e)| (*i, e - overall)).collect();
@@ -77,7 +77,7 @@ mod tests {
         let space: Vec<_> = Schedule::space(Family::ForwardSm80, &problem, arch).into_iter().take(600).collect();
         let map = Map::new(space.iter().copied());
         let slow = |s: &Schedule| matches!(s, Schedule::Sm80(s) if s.order == TileOrder::BlockMajor);
-        // Everything takes three times as long as the model says, one order twice that.
+        // Everything takes three times as long as the cost model says, one order twice that.
         let error = |i: usize| 3f64.ln() + if slow(&space[i]) { 2f64.ln() } else { 0.0 };
         let seen: Vec<(usize, f64)> = (0..space.len()).step_by(29).map(|i| (i, error(i))).collect();
         assert!(seen.iter().any(|(i, _)| slow(&space[*i])) && seen.iter().any(|(i, _)| !slow(&space[*i])));

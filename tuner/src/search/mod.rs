@@ -1,6 +1,6 @@
 //! Which schedules to try next, given what the ones before have shown.
 //!
-//! A portfolio over one pool of results: the analytic model's ranking first, with schedules that differ, and with what
+//! A portfolio over one pool of results: the cost model's ranking first, with schedules that differ, and with what
 //! neighbouring shapes and other devices found good as seeds; then, batch by batch, steps around the best so far, the
 //! ranking corrected by what was measured near each schedule, and a share that neither of them chooses. Failures are
 //! results: they speak against their neighbourhood. Nothing here knows a device, so searches are replayed on recorded
@@ -37,7 +37,7 @@ const LIKE: f64 = 3.0;
 const EXPLORE_EVERY: usize = 5;
 /// The smallest batch: with as many cores a larger one compiles in the same time.
 pub(crate) const SMALLEST_BATCH: usize = 6;
-/// Shares of a later batch: steps around the best, and picks against the model's blind spots.
+/// Shares of a later batch: steps around the best, and picks against the cost model's blind spots.
 const LOCAL: f64 = 1.0 / 3.0;
 const EXPLORE: f64 = 1.0 / 6.0;
 /// Who is so many steps from one of the best is a neighbour.
@@ -54,7 +54,7 @@ const LEAST_LED: f64 = 0.25;
 const DISAGREEMENT: f64 = 0.08;
 /// Of a neighbour's schedules, those within this of its best are tried before anything has to be compiled.
 const PROMISING: f64 = 1.25;
-/// A failure counts as if the schedule took this many times as long as the model says.
+/// A failure counts as if the schedule took this many times as long as the cost model says.
 const FAILURE: f64 = 2.0;
 
 /// What is known of a schedule.
@@ -67,7 +67,7 @@ enum Known {
     Failed,
 }
 
-/// What a neighbouring size says of a schedule: the time there, and the model's cost there.
+/// What a neighbouring size says of a schedule: the time there, and the cost model's cost there.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Hint {
     pub schedule: usize,
@@ -75,9 +75,9 @@ pub(crate) struct Hint {
     pub cost: f64,
 }
 
-/// A search over the schedules of a space, which are numbered by the model's ranking.
+/// A search over the schedules of a space, which are numbered by the cost model's ranking.
 pub(crate) struct Portfolio {
-    /// Logarithm of the model's cost.
+    /// Logarithm of the cost model's cost.
     costs: Vec<f64>,
     map: Map,
     known: Vec<Known>,
@@ -99,7 +99,7 @@ pub(crate) struct Portfolio {
 }
 
 impl Portfolio {
-    /// A search of at most `max_trials` schedules (at least the default). `costs` are the model's, by schedule.
+    /// A search of at most `max_trials` schedules (at least the default). `costs` are the cost model's, by schedule.
     pub(crate) fn new(costs: &[f64], map: Map, default: usize, seeds: &[usize], max_trials: usize, seed: u64) -> Self {
         let batch = SMALLEST_BATCH;
         let known = vec![Known::Nothing; costs.len()];
@@ -132,9 +132,9 @@ impl Portfolio {
         self
     }
 
-    /// The same search, led by a neighbour's measurements, of which the fastest comes first. Where the model misjudges
-    /// schedules there it is taken to misjudge them here, and what was good there is tried first: its kernels are
-    /// compiled already. Then new ones, until a batch of them brings no improvement.
+    /// The same search, led by a neighbour's measurements, of which the fastest comes first. Where the cost model
+    /// misjudges schedules there it is taken to misjudge them here, and what was good there is tried first: its kernels
+    /// are compiled already. Then new ones, until a batch of them brings no improvement.
     pub(crate) fn led_by(self, hints: Vec<Hint>) -> Self {
         Self { hints, ..self }
     }
@@ -203,8 +203,8 @@ impl Portfolio {
         self.proposed >= self.max_trials || self.open().next().is_none()
     }
 
-    /// The default, seeds, what the model likes best and is not alike, and some that it would not choose. Mixed, so
-    /// that whoever has no time for all has some of each. With a neighbour to lead, what was good there instead.
+    /// The default, seeds, what the cost model likes best and is not alike, and some that it would not choose. Mixed,
+    /// so that whoever has no time for all has some of each. With a neighbour to lead, what was good there instead.
     fn first_batch(&mut self, left: usize) -> Vec<usize> {
         if let Some(best) = self.hints.first().map(|h| h.us) {
             let mut batch = Vec::new();
@@ -239,7 +239,7 @@ impl Portfolio {
     }
 
     /// The open schedule with the lowest cost, if likeness to one that was proposed counts as so much more: what the
-    /// model misjudges, it misjudges in all that are alike.
+    /// cost model misjudges, it misjudges in all that are alike.
     fn unlike_the_others(&self) -> Option<usize> {
         let score = |i: usize| self.costs[i] + REPETITION * (-f64::from(self.steps_to_known[i]) / LIKE).exp();
         let scored = self.open().map(|i| (score(i), i));
@@ -292,11 +292,11 @@ impl Portfolio {
         median(&ratios.iter().map(|r| (r - usual).abs()).collect::<Vec<_>>())
     }
 
-    /// Logarithm of the expected time of every open schedule: the model's cost, corrected by what was measured.
+    /// Logarithm of the expected time of every open schedule: the cost model's cost, corrected by what was measured.
     fn predictions(&self) -> Vec<f64> {
         let mut errors: Vec<(usize, f64)> = self.times().map(|(i, us)| (i, us.ln() - self.costs[i])).collect();
         let overall = errors.iter().map(|e| e.1).sum::<f64>() / errors.len().max(1) as f64;
-        // By how much more than on average the model was off at the neighbour.
+        // By how much more than on average the cost model was off at the neighbour.
         let off = |h: &Hint| h.us.ln() - h.cost.max(f64::MIN_POSITIVE).ln();
         let usual = self.hints.iter().map(off).sum::<f64>() / self.hints.len().max(1) as f64;
         let unknown = self.hints.iter().filter(|h| !matches!(self.known[h.schedule], Known::Time(_) | Known::Failed));
@@ -335,8 +335,8 @@ impl Portfolio {
         open
     }
 
-    /// A schedule that the model would not choose: of some random ones, as often as not from the better half, the one
-    /// that is the furthest from all that is known.
+    /// A schedule that the cost model would not choose: of some random ones, as often as not from the better half, the
+    /// one that is the furthest from all that is known.
     fn stranger(&mut self, predicted: &[f64]) -> Option<usize> {
         let mut open: Vec<usize> = self.open().collect();
         if self.rng.random::<bool>() {

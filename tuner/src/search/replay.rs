@@ -25,8 +25,8 @@ const LIMITS: [(&str, usize, usize, usize); 7] = [
     ("cpu-f32-d128-full-256", 60, 4, 6),
 ];
 /// A space of `forward/sm80` that an H200 timed to its last schedule, three of 438 within 1 % of the best, and one of
-/// `forward/sm90` with all that are legal but eleven, the last by the model: five of 2913. The most evaluations that
-/// any search may need to meet one of those, and how far behind the best it may end.
+/// `forward/sm90` with all that are legal but eleven, the last by the cost model: five of 2913. The most evaluations
+/// that any search may need to meet one of those, and how far behind the best it may end.
 const TIMED_WHOLE: [(&str, usize, f64); 2] =
     [("h200-bf16-d256-causal-keys-2k", 20, 1.015), ("h200-bf16-d256-causal-whole-2k", 10, 1.005)];
 const SEEDS: u64 = 100;
@@ -85,7 +85,7 @@ fn schedules_that_left_the_space_were_the_best_of_no_table() {
     }
 }
 
-/// A table in the model's order.
+/// A table in the cost model's order.
 #[derive(Clone)]
 pub(super) struct Replay {
     device: DeviceFingerprint,
@@ -112,7 +112,7 @@ pub(super) fn load(name: &str) -> Replay {
         schedules: rows.iter().map(|r| r.1).collect(),
         costs: rows.iter().map(|r| r.0).collect(),
         map: Map::new(rows.iter().map(|r| r.1)),
-        // A table that was recorded before the default changed begins with the model's best.
+        // A table that was recorded before the default changed begins with the cost model's best.
         default: rows.iter().position(|r| r.1 == default).unwrap_or(0),
         times: rows.iter().map(|r| r.2).collect(),
         best: rows.iter().filter_map(|r| r.2).fold(f64::INFINITY, f64::min),
@@ -343,8 +343,8 @@ fn searches_of_recorded_tables_find_the_best_soon() {
     assert!(failures.is_empty(), "{failures:?} took longer than their limits");
 }
 
-/// Where the model knows little of who is best, batches as beside 16 cores still meet one of the best, and small ones
-/// end close.
+/// Where the cost model knows little of who is best, batches as beside 16 cores still meet one of the best, and small
+/// ones end close.
 #[test]
 fn a_search_of_a_space_that_was_timed_whole_ends_close_to_its_best() {
     let pace = Pace::of(16, true);

@@ -4,7 +4,7 @@ use super::*;
 use flashtune_codegen::{Arch, DType, Family, MaskKind, Problem, Schedule, SmArch};
 use std::collections::BTreeSet;
 
-/// A space of the sm80 family with a model that is off by a factor that changes slowly over the space.
+/// A space of the sm80 family with a cost model that is off by a factor that changes slowly over the space.
 struct Paper {
     map: Map,
     costs: Vec<f64>,
@@ -16,7 +16,7 @@ fn paper(off: f64) -> Paper {
     let arch = Arch::Sm(SmArch { number: 80, specific: false });
     let space: Vec<_> = Schedule::space(Family::ForwardSm80, &problem, arch).into_iter().take(900).collect();
     let map = Map::new(space.iter().copied());
-    // Times rise with the distance from one schedule, the model's with that from another.
+    // Times rise with the distance from one schedule, the cost model's with that from another.
     let (true_best, model_best) = (space.len() / 3, space.len() / 2);
     let rise =
         |from: usize| (0..space.len()).map(|i| 100.0 * 1.06f64.powi(map.steps(from, i) as i32)).collect::<Vec<_>>();
@@ -79,14 +79,14 @@ fn measurements_lead_where_the_model_does_not() {
     };
     for seed in 0..20 {
         let found = of(&search(&paper, 60, &[], seed, |_| false));
-        assert!(found < 1.07 && found < of(&by_model), "seed {seed}: {found}, the model alone {}", of(&by_model));
+        assert!(found < 1.07 && found < of(&by_model), "seed {seed}: {found}, the cost model alone {}", of(&by_model));
     }
 }
 
 #[test]
 fn failures_speak_against_their_neighbours() {
     let paper = paper(0.9);
-    // A region around the model's favourite does not work at all.
+    // A region around the cost model's favourite does not work at all.
     let favourite = paper.costs.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1)).unwrap().0;
     let fails = |i: usize| i != 7 && paper.map.steps(favourite, i) <= 4;
     let wasted = |known: bool| {

@@ -34,7 +34,7 @@ const LAST_CHECK: f64 = 0.75;
 /// The largest batch of a search, and of one that goes ahead of the results.
 const MOST_AT_ONCE: usize = 16;
 const MOST_AHEAD_AT_ONCE: usize = 8;
-/// Batches that are proposed ahead of the results at most: what is proposed so goes by the model alone.
+/// Batches that are proposed ahead of the results at most: what is proposed so goes by the cost model alone.
 const MOST_AHEAD: usize = 2;
 /// A batch that is smaller than this is not worth its inputs.
 const SMALLEST_ROOM: usize = 2;

@@ -198,8 +198,8 @@ impl Tuning<'_> {
     }
 }
 
-/// Who won the final, of those who are alive. Among equals the model's order decides, which is the same whatever was
-/// tried first.
+/// Who won the final, of those who are alive. Among equals the cost model's order decides, which is the same whatever
+/// was tried first.
 fn winner_of(field: &Field, alive: &[usize], rounds: &Rounds, default: Option<usize>) -> usize {
     let default = alive.iter().position(|&c| Some(c) == default);
     let order: Vec<usize> = alive.iter().map(|&c| field.candidates[c].rank).collect();

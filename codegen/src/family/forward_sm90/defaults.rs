@@ -73,7 +73,7 @@ const FEW_ROWS: [FewRows; 15] = {
 };
 
 impl Sm90Schedule {
-    /// The model's choice: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the
+    /// The default schedule: what was the fastest on an H200 for head dims 64, 128 and 256 at most lengths, and the
     /// largest tile of that kind that fits for the others. For a device of [`USUAL_UNITS`].
     pub fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -> Self {
         Self::default_of(problem, sm, bucket, true, USUAL_UNITS)
