@@ -6,6 +6,6 @@ pub use flashtune_cache::DeviceFingerprint;
 #[doc(inline)]
 pub use flashtune_codegen::{Arch, CpuIsa, SmArch};
 #[doc(inline)]
-pub use flashtune_runtime::cuda::driver_present;
+pub use flashtune_runtime::cuda::{Element, SliceTensor, driver_present, read_slice, write_slice};
 #[doc(inline)]
 pub use flashtune_runtime::{CpuDevice, CudaDevice, Device};

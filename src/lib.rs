@@ -17,7 +17,7 @@
 //! [`Engine::forward_host`] takes tensors in host memory. [`Engine::forward_ragged`] takes sequences of different
 //! lengths beside a packed, paged or quantised KV cache. [`Engine::backward`] takes what a forward pass read and wrote,
 //! and gives the gradients of Q, K and V. [`Engine::quantise`] makes `e4m3` operands with their scales. All say which
-//! kernel ran and why ([`Plan::explain`]).
+//! kernel ran and why ([`Plan::explain`]). The [`guide`] goes through all of it.
 //!
 //! What hosts use is exported here by name. The crates behind it, lowest first, are [`flashtune_codegen`] (problems,
 //! schedules, rendering), [`flashtune_cache`] (records, artifacts, bundles), [`flashtune_runtime`] (devices, compilers,
@@ -34,6 +34,7 @@ mod checked;
 pub mod device;
 mod engine;
 mod error;
+pub mod guide;
 mod host;
 mod manifest;
 pub mod model;
