@@ -101,6 +101,12 @@ pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
 
     let arch = device.fingerprint().arch;
     let family = args.family.as_deref().map(family_named).transpose()?;
+    if let Some(family) = family.filter(|f| !f.runs_on(arch)) {
+        return Err(usage(format!(
+            "--family {family} does not run on {arch}, which this device is; name another by --device, or run its \
+             templates on the emulator (`cargo test --test emulator`)"
+        )));
+    }
     let mut work: Vec<(usize, Problem, Vec<Kernel>)> = Vec::new();
     let program = program(&args)?;
     // There is no e4m3 with a score program.

@@ -112,6 +112,7 @@ fn words_that_the_command_line_does_not_know() {
         (&["explain", "--dtype", "f64"][..], "`f64`"),
         (&["emit", "--arch", "sm90"], "`sm90`"),
         (&["emit", "--arch", "sm_80", "--family", "forward/sm99"], "forward/sm99"),
+        (&["check", "--family", "forward/sm90"], "forward/sm90 does not run on cpu"),
         (&["emit", "--arch", "sm_80", "--schedule", "w9"], "w9"),
         (&["emit", "--arch", "sm_80", "--family", "cpu"], "cpu only"),
         (&["explain", "--heads", "8", "--kv-heads", "3"], "check the heads axis of Q against that of K and V"),
