@@ -123,8 +123,8 @@ fn about(kernel: &Kernel, source: &Source, note: Option<&str>) -> String {
     if let Some(program) = kernel.problem.program {
         line("program", &program.to_string());
     }
-    if let Ok(model) = serde_json::to_string(&kernel.resources()) {
-        line("model", &model);
+    if let Ok(estimate) = serde_json::to_string(&kernel.resources()) {
+        line("estimate", &estimate);
     }
     text.push('\n');
     match note {
