@@ -179,7 +179,10 @@ impl Engine {
             gradient.args.backward.side = std::ptr::from_ref(&side) as u64;
             plan.count_call();
             let (kernel, shape) = (plan.kernel(), &gradient.shape);
-            tracing::debug!(problem = %kernel.problem, %shape, schedule = %kernel.schedule, status = %plan.status(), "gradient");
+            tracing::debug!(
+                problem = %kernel.problem, %shape, schedule = %kernel.schedule, status = %plan.status(),
+                "gradient"
+            );
             // SAFETY: as above.
             unsafe {
                 let launch = gradient.plan(kernel)?;
@@ -211,7 +214,10 @@ impl Engine {
         let Some(dispatch) = self.dispatch_backward(&resolved)? else { return Ok(None) };
         let Dispatch { plan, shape, .. } = &dispatch;
         plan.count_call();
-        tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "backward");
+        tracing::debug!(
+            problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(),
+            "backward"
+        );
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, the sizes were checked
         // against the tensors, and what a score program reads lives until the launch returns.
         unsafe {

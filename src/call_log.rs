@@ -202,15 +202,16 @@ impl Engine {
                 _ => KvElement::Same,
             };
             let about = format!("append, {} rows, {problem}", shape.q_len);
-            if problem.head_dim_qk != problem.head_dim_v || (problem.dtype == DType::F32 && element != KvElement::Same) {
+            if problem.head_dim_qk != problem.head_dim_v || (problem.dtype == DType::F32 && element != KvElement::Same)
+            {
                 return format!("# bench has no such append: {about}");
             }
             let Problem { dtype, head_dim_qk, .. } = problem;
             let device = if matches!(self.device().arch(), Arch::Cpu(_)) { "cpu" } else { "cuda" };
             let heads = shape.kv_heads;
             format!(
-                "flashtune bench --op append --device {device} --dtype {dtype} --head-dim {head_dim_qk} --heads {heads} \
-                 --q-len {} --pages {} --kv-dtype {}  # {about}",
+                "flashtune bench --op append --device {device} --dtype {dtype} --head-dim {head_dim_qk} --heads \
+                 {heads} --q-len {} --pages {} --kv-dtype {}  # {about}",
                 shape.q_len,
                 tokens.clamp(1, u64::from(u32::MAX)),
                 element.name()

@@ -290,7 +290,10 @@ impl Engine {
         let Some(dispatch) = self.dispatch(call, &mut resolved, side, haste)? else { return Ok(None) };
         let Dispatch { plan, shape, .. } = &dispatch;
         plan.count_call();
-        tracing::debug!(problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(), "dispatch");
+        tracing::debug!(
+            problem = %plan.kernel().problem, %shape, schedule = %plan.kernel().schedule, status = %plan.status(),
+            "dispatch"
+        );
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, the sizes were checked
         // against the tensors, and what a score program reads lives until the launch returns.
         unsafe {

@@ -22,7 +22,11 @@ pub enum Error {
     #[error(transparent)]
     Tuner(TunerError),
     /// A file of problems and sizes holds something else.
-    #[error("{}{}: {message}; write one JSON object with `problem` and `shape` per line, as `Engine::write_untuned` does", path.display(), at_line(*line))]
+    #[error(
+        "{}{}: {message}; write one JSON object with `problem` and `shape` per line, as `Engine::write_untuned` \
+         does",
+        path.display(), at_line(*line)
+    )]
     Manifest {
         /// The file.
         path: PathBuf,

@@ -117,8 +117,8 @@ fn lines<T: Serialize>(path: &Path, entries: &[T]) -> Result<String> {
 }
 
 fn unreadable(path: &Path, source: std::io::Error) -> Error {
-    let remedy = "check the path; `Engine::write_untuned`, FLASHTUNE_UNTUNED and `flashtune tune --manifest` write such \
-                  files";
+    let remedy = "check the path; `Engine::write_untuned`, FLASHTUNE_UNTUNED and `flashtune tune --manifest` write \
+                  such files";
     Error::ManifestFile { action: "read", path: path.to_path_buf(), source, remedy }
 }
 

@@ -139,7 +139,10 @@ impl Engine {
         let Dispatch { plan, shape, .. } = &dispatch;
         plan.count_call();
         let kernel = plan.kernel();
-        tracing::debug!(problem = %kernel.problem, %shape, schedule = %kernel.schedule, status = %plan.status(), "dispatch");
+        tracing::debug!(
+            problem = %kernel.problem, %shape, schedule = %kernel.schedule, status = %plan.status(),
+            "dispatch"
+        );
         // SAFETY: the caller's promise about the addresses is the one that the launch asks for, sizes and strides were
         // checked, and what a score program reads lives until the launch returns.
         unsafe { self.device().launch_shape(plan.module(), shape, &resolved.args, stream)? };

@@ -45,7 +45,10 @@ pub enum Error {
         path: PathBuf,
     },
     /// Another process holds the tuner's journal.
-    #[error("the store {} is in use by another tuner; wait for it or set FLASHTUNE_CACHE to another folder", path.display())]
+    #[error(
+        "the store {} is in use by another tuner; wait for it or set FLASHTUNE_CACHE to another folder",
+        path.display()
+    )]
     Locked {
         /// The store.
         path: PathBuf,

@@ -195,7 +195,10 @@ impl ArtifactFiles {
             Err(reason) => {
                 Trouble::Damaged.count();
                 let path = self.path(key);
-                tracing::warn!(path = %path.display(), %reason, "a damaged artifact was set aside; it counts as missing");
+                tracing::warn!(
+                    path = %path.display(), %reason,
+                    "a damaged artifact was set aside; it counts as missing"
+                );
                 self.set_aside(key, &file.1);
                 None
             }

@@ -53,7 +53,10 @@ impl Drop for Store {
         // sled writes once more when it is closed, and panics when it cannot. What was published is safe by then.
         let journal = self.journal.take();
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(journal))).is_err() {
-            tracing::warn!(store = %self.path.display(), "the journal could not be closed in order; what was published is kept");
+            tracing::warn!(
+                store = %self.path.display(),
+                "the journal could not be closed in order; what was published is kept"
+            );
         }
     }
 }

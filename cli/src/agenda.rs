@@ -292,8 +292,8 @@ pub(crate) fn print(cx: &mut Context, agenda: &Agenda) -> Result<()> {
         let layers = model.layer_count();
         writeln!(
             cx.out,
-            "{model_type}: {layers} layers, {heads} query heads, {kv_heads} KV heads, head dim {dims}, {dtype}, lengths up \
-             to {max_len}"
+            "{model_type}: {layers} layers, {heads} query heads, {kv_heads} KV heads, head dim {dims}, {dtype}, \
+             lengths up to {max_len}"
         )?;
         let mut rows = table(&["layers", "attention", "problem", "use", "shape"]);
         for need in &serving.needs {

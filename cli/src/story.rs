@@ -209,8 +209,8 @@ impl fmt::Display for Story {
         let (compiling, device, waited) = (self.compile_seconds, self.device_seconds, self.waited_seconds);
         writeln!(
             f,
-            "time       {compiling:.1} s something was compiled; since the first kernel was there the device had work for \
-             {device:.1} s and waited {waited:.1} s"
+            "time       {compiling:.1} s something was compiled; since the first kernel was there the device had work \
+             for {device:.1} s and waited {waited:.1} s"
         )?;
         writeln!(f, "conditions {}", self.conditions)?;
         let ratio = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.3}x"));

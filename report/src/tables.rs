@@ -160,9 +160,9 @@ fn details(groups: &[Group]) -> Vec<Table> {
         "of read",
         "alone (us)",
     ];
-    let note = "Shares are of the ceilings measured in the same run, the copy's counted on ideal bytes (Q, K, V read and \
-                O written once). What tiles load, and what of it comes from memory, follows from the schedule and is \
-                given in multiples of the ideal bytes.";
+    let note = "Shares are of the ceilings measured in the same run, the copy's counted on ideal bytes (Q, K, V read \
+                and O written once). What tiles load, and what of it comes from memory, follows from the schedule and \
+                is given in multiples of the ideal bytes.";
     groups
         .iter()
         .map(|group| {

@@ -6,7 +6,10 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file cannot be read.
-    #[error("cannot read the model's configuration {}: {message}; name a config.json or the folder that holds one", path.display())]
+    #[error(
+        "cannot read the model's configuration {}: {message}; name a config.json or the folder that holds one",
+        path.display()
+    )]
     File {
         /// The file or folder.
         path: PathBuf,

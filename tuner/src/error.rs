@@ -55,8 +55,8 @@ pub enum Error {
     },
     /// The device no longer runs a kernel that it ran before. Nothing was stored.
     #[error(
-        "{device} no longer runs what it ran before ({reason}); nothing was stored: see what the system says of the device \
-         (`nvidia-smi`, `dmesg`), then tune again"
+        "{device} no longer runs what it ran before ({reason}); nothing was stored: see what the system says of the \
+         device (`nvidia-smi`, `dmesg`), then tune again"
     )]
     Lost {
         /// The device.
@@ -86,7 +86,8 @@ pub enum Error {
     },
     /// No schedule came through.
     #[error(
-        "no schedule for {problem} came through on {device} ({tried} tried):{reasons}\nrun `flashtune doctor` and `flashtune check`"
+        "no schedule for {problem} came through on {device} ({tried} tried):{reasons}\nrun `flashtune doctor` and \
+         `flashtune check`"
     )]
     NothingWorks {
         /// The problem.

@@ -23,7 +23,8 @@ pub(crate) fn report(engine: &Engine) -> Report {
     };
     let method = vec![
         format!(
-            "Contenders run in turn, every one once per round, {launched}, after the caches were flushed; medians over the rounds."
+            "Contenders run in turn, every one once per round, {launched}, after the caches were flushed; medians \
+             over the rounds."
         ),
         "Operations are counted on live (query, key) pairs, two products each.".to_owned(),
         "Ceilings were measured in the same process, before and after; the higher of both counts.".to_owned(),

@@ -57,7 +57,8 @@ pub(crate) fn run(cx: &mut Context, operation: Operation, cases: &[Case], option
     }
     let mut report = header::report(&engine);
     report.method[0] =
-        "A time is that of one call of the engine, launched eagerly, after the caches were flushed; medians over the rounds."
+        "A time is that of one call of the engine, launched eagerly, after the caches were flushed; medians over the \
+         rounds."
             .to_owned();
     let bar = progress::bar(cases.len() as u64, cx.hides_progress());
     for case in cases {

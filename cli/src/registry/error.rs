@@ -35,7 +35,8 @@ pub(crate) enum Error {
     },
     /// Credentials are configured and cannot be had.
     #[error(
-        "the credentials for {registry} in {place}: {message}; log in again, or set FLASHTUNE_REGISTRY_USER and FLASHTUNE_REGISTRY_PASSWORD"
+        "the credentials for {registry} in {place}: {message}; log in again, or set FLASHTUNE_REGISTRY_USER and \
+         FLASHTUNE_REGISTRY_PASSWORD"
     )]
     Credentials {
         /// The registry's host.

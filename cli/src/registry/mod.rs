@@ -39,9 +39,9 @@ pub(crate) struct PushArgs {
 /// Options of `pull`.
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Nothing is kept before all of it is verified: digests, root hashes, every entry, and the signature of \
-                        a trusted key. Credentials are those of `docker login` and `podman login`, or \
-                        FLASHTUNE_REGISTRY_USER and FLASHTUNE_REGISTRY_PASSWORD."
+    after_help = "Nothing is kept before all of it is verified: digests, root hashes, every entry, and the signature \
+                  of a trusted key. Credentials are those of `docker login` and `podman login`, or \
+                  FLASHTUNE_REGISTRY_USER and FLASHTUNE_REGISTRY_PASSWORD."
 )]
 pub(crate) struct PullArgs {
     /// Where from: oci://HOST/NAME:TAG or oci://HOST/NAME@sha256:DIGEST
@@ -118,7 +118,8 @@ fn read(path: &Path) -> Result<BundlePart> {
     let name = path.file_name().and_then(|n| n.to_str()).filter(|n| artifact::is_plain(n));
     let name = name.ok_or_else(|| {
         usage(format!(
-            "{}: bundles are pushed under their files' names; give it one of letters, digits, `._-+` that ends with .ftb",
+            "{}: bundles are pushed under their files' names; give it one of letters, digits, `._-+` that ends with \
+             .ftb",
             path.display()
         ))
     })?;

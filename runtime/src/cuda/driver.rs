@@ -130,8 +130,8 @@ fn remedy(code: CUresult) -> &'static str {
         | CUDA_ERROR_INVALID_IMAGE
         | CUDA_ERROR_INVALID_SOURCE
         | CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
-            "the binary is for another GPU or newer than the driver: compile it on this machine, with an NVRTC no newer \
-             than the driver's CUDA version, or update the driver"
+            "the binary is for another GPU or newer than the driver: compile it on this machine, with an NVRTC no \
+             newer than the driver's CUDA version, or update the driver"
         }
         CUDA_ERROR_NOT_FOUND => "the binary lacks the symbol: remove it from the cache and compile it again",
         CUDA_ERROR_STUB_LIBRARY => "a toolkit's stub of libcuda is first on the loader's path: remove it from there",

@@ -111,7 +111,10 @@ impl Binaries {
             count(&self.work.compiled, &self.work.compile_us, start);
             tracing::info!(kernel = %kernel.name(), ms = artifact.facts.compile_ms, background, "compiled");
             if artifact.facts.spill_bytes > 0 {
-                tracing::warn!(kernel = %kernel.name(), bytes = artifact.facts.spill_bytes, "the kernel spills registers");
+                tracing::warn!(
+                    kernel = %kernel.name(), bytes = artifact.facts.spill_bytes,
+                    "the kernel spills registers"
+                );
             }
             Ok::<_, Error>(artifact)
         };

@@ -318,7 +318,10 @@ impl Dispatcher {
                 Err(e) => {
                     tried += 1;
                     let what = format!("{} of {}", choice.kernel.schedule, choice.layer);
-                    tracing::warn!(kernel = %choice.kernel.name(), layer = %choice.layer, error = %e, "a record cannot be used");
+                    tracing::warn!(
+                        kernel = %choice.kernel.name(), layer = %choice.layer, error = %e,
+                        "a record cannot be used"
+                    );
                     refusals.push(Refusal::new(what, e.to_string()));
                 }
             }

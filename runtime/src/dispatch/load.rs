@@ -135,7 +135,10 @@ impl Dispatcher {
         let loaded = match self.loading.run(&kernel, quick) {
             Ok(loaded) => loaded,
             Err(e) => {
-                tracing::warn!(kernel = %kernel.name(), error = %e, "the quick schedule cannot be had; the other is waited for");
+                tracing::warn!(
+                    kernel = %kernel.name(), error = %e,
+                    "the quick schedule cannot be had; the other is waited for"
+                );
                 return None;
             }
         };
@@ -167,7 +170,10 @@ impl Dispatcher {
         let job = background::start(move || {
             std::thread::sleep(HEAD_START);
             binaries.compile(&*compiler, &of, &key, true).inspect_err(|e| {
-                tracing::warn!(kernel = %of.name(), error = %e, "the quick schedule stays, since this one cannot be had");
+                tracing::warn!(
+                    kernel = %of.name(), error = %e,
+                    "the quick schedule stays, since this one cannot be had"
+                );
             })
         })?;
         jobs.insert(*kernel, job.clone());

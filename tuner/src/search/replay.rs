@@ -327,8 +327,8 @@ fn searches_of_recorded_tables_find_the_best_soon() {
             let (median, p90) = (quantile(found.clone(), 50), quantile(found.clone(), 90));
             let missed = found.iter().filter(|n| **n == usize::MAX).count();
             println!(
-                "{name}, {how}: {} schedules; to 99 % of the best {median} (p90 {p90}, {missed} of {SEEDS} never), {all} in all, by chance \
-                 {} (p90 {})",
+                "{name}, {how}: {} schedules; to 99 % of the best {median} (p90 {p90}, {missed} of {SEEDS} never), \
+                 {all} in all, by chance {} (p90 {})",
                 replay.times.len(),
                 by_chance.0,
                 by_chance.1

@@ -96,7 +96,8 @@ fn a_tuning_takes_ten_seconds_on_sixteen_cores_and_a_family_a_minute() {
         // As the cpu does it, and as it was done everywhere once.
         let in_turn = quantiles((0..SEEDS).map(|seed| cold(table, &Pace::of(CORES, false), seed).seconds));
         println!(
-            "{name}: {seconds:.1?} s for {tried:?} trials, {in_turn:.1?} s in turn; checks take {busy:.2?} of the device"
+            "{name}: {seconds:.1?} s for {tried:?} trials, {in_turn:.1?} s in turn; checks take {busy:.2?} of the \
+             device"
         );
         assert!(seconds.1 <= 10.0 && seconds.0 < in_turn.0 * 0.9, "{name}: {seconds:?} s, {in_turn:?} in turn");
     }
