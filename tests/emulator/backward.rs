@@ -449,7 +449,7 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
         Some(("by gradient", _)) => of(136, kind),
         Some(("joint", _)) => of(24, MaskKind::CAUSAL),
         Some(("turns", _)) => of(72, MaskKind::CAUSAL),
-        Some(("two buffers" | "walks", _)) => of(40, MaskKind::CAUSAL),
+        Some(("two buffers", _)) => of(40, MaskKind::CAUSAL),
         Some(("program", _)) => of(24, MaskKind::FULL).with_program(Program::parse(text).expect("a program")),
         Some(("packed", _)) => of(24, kind).with_kv(KvKind::RAGGED),
         _ => of(24, kind),
@@ -460,7 +460,6 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let kernel = match what.split_once(':') {
         Some(("turns", _)) => in_turns(&problem, 0),
         Some(("two buffers", _)) => in_turns(&problem, 1),
-        Some(("walks", _)) => in_walks(&problem, 0),
         _ => Kernel { problem, schedule, arch },
     };
     let bounded = Mask::Window { left: Some(130), right: Some(20) };

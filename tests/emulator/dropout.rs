@@ -122,7 +122,7 @@ const FAULTS: &[Fault] = &[
     ["by the bits of the keys before", "backward/sm90", LIB, "- (h ? 0x1111 : 0)", ""],
     ["by the bits of the query before", "backward/sm90", LIB, "(e ? 0xbbbb : 0x9999)", "0x9999"],
     ["of the first 64 queries", "backward/sm90", LIB, "words[j / 8], j % 8", "words[0], j % 8"],
-    ["the second head of a group as the first", "backward/sm90", STEPS, "tile = begin, member++;", "tile = begin;"],
+    ["the second head of a group as the first", "backward/sm90", STEPS, "member = first_member;", "member = 0;"],
     [
         "all of infinite rows",
         "backward/sm90",

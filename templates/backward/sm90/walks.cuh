@@ -36,10 +36,10 @@ __device__ __forceinline__ bool add_to_walks(const KernelArgs& args, const Visib
                            threadIdx.x % 128;
     if (at.walk > 0) {
         if (lane() == 0) wait_for_turn(added, u32(at.walk));
+        __syncwarp();
         // Beside 64 queries a barrier of the warpgroup spills nothing, for 264 bytes without (head dim 128); beside 128
         // none does best: 308 bytes for 500 (head dim 64).
         if (kBlockQ == 64) barrier_sync(1 + warpgroup, 128);
-        __syncwarp();
         if constexpr (kHasK) add_accumulators(sums_k, dk);
         if constexpr (kHasV) add_accumulators(sums_v, dv);
     }

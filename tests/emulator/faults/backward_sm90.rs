@@ -221,43 +221,6 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "return;",
         "the oracle says",
     ],
-    // Heads of a group walked apart.
-    [
-        "walks: a walk overwrites the one before",
-        WALKS,
-        "        add_accumulators(sums_k, dk);\n",
-        "",
-        "the oracle says",
-    ],
-    [
-        "walks: no waiting for the walk before",
-        WALKS,
-        "if (lane() == 0) wait_for_turn(added, u32(at.walk));",
-        "",
-        "the oracle says|gave different bytes|never written|race",
-    ],
-    [
-        "walks: walks counted before the sums are there",
-        WALKS,
-        "    __syncwarp();\n    if (lane() == 0) (void)count_up(added);",
-        "",
-        "deadlock|no thread",
-    ],
-    [
-        "walks: every walk has the first heads",
-        "backward/sm90/key_blocks.cuh",
-        "begin = at.walk * end",
-        "begin = 0 * end",
-        "the oracle says",
-    ],
-    [
-        "walks: counts of the launch before",
-        "backward/sm90/statistics.cuh",
-        "added[i] = 0;",
-        "added[i] = added[i];",
-        "deadlock|the oracle says|no thread|never written",
-    ],
-    ["walks: dV by the sums of dK", WALKS, "sums_k + 64 * kColumnsQK / 4;", "sums_k;", "the oracle says"],
     ["turns: sums of other rows", SUMS, "+ threadIdx.x * 4;", "+ threadIdx.x % 32 * 4;", "the oracle says"],
     // Score programs.
     [
@@ -367,7 +330,6 @@ const KEY_LOADER: &str = "backward/sm90/key_loader.cuh";
 const KEY_STEPS: &str = "backward/sm90/key_steps.cuh";
 const QUERIES: &str = "backward/sm90/queries.cuh";
 const SUMS: &str = "backward/sm90/sums.cuh";
-const WALKS: &str = "backward/sm90/walks.cuh";
 const TURNS: &str = "backward/sm90/turns.cuh";
 const SEQUENCES: &str = "backward/sm90/sequences.cuh";
 /// What a copy that is late leads to: threads write what it has not read yet, fenced or not.
