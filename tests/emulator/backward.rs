@@ -460,7 +460,13 @@ pub fn verdict(templates: &TemplateSet, seed: u64, what: &str) -> String {
     let kernel = match what.split_once(':') {
         Some(("turns", _)) => in_turns(&problem, 0),
         Some(("two buffers", _)) => in_turns(&problem, 1),
-        _ => Kernel { problem, schedule, arch },
+        // Whose heads are walked together.
+        _ => {
+            let name = schedule.to_string();
+            let space = Schedule::space(Family::BackwardSm90, &problem, arch);
+            let plain = space.into_iter().find(|s| s.to_string() == name.trim_end_matches("-walks"));
+            Kernel { problem, schedule: plain.unwrap_or(schedule), arch }
+        }
     };
     let bounded = Mask::Window { left: Some(130), right: Some(20) };
     let mask = match problem.mask {

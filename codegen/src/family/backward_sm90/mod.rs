@@ -294,7 +294,7 @@ impl KernelFamily for BackwardSm90Schedule {
         let sizes = [256, 4096, 16384].map(|n| ShapeBucket { q_len: n, kv_len: n, ..Default::default() });
         let mut all = sizes.map(|bucket| Self::default_for(problem, &bucket)).to_vec();
         for s in all.clone() {
-            all.push(Self { walks: true, ..s });
+            all.extend([true, false].map(|walks| Self { walks, ..s }));
             if is_by_gradient(problem) {
                 all.extend([Self { row_stages: 2, ..s }, Self { stages: 2, ..s }]);
                 continue;
