@@ -57,8 +57,8 @@ pub const BACKWARD_SM90: &[Fault] = &[
     [
         "every wave is the first",
         KEY_STEPS,
-        "finish(visible, at, Pair(args.backward, args.first_pair + at.pair), met);",
-        "finish(visible, at, Pair(args.backward, at.pair), met);",
+        "const Pair pair(args.backward, args.first_pair + at.pair);\n            finish",
+        "const Pair pair(args.backward, at.pair);\n            finish",
         "the oracle says|gave different bytes",
     ],
     // Of the launch, not of a template.
