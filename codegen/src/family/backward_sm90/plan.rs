@@ -165,7 +165,7 @@ fn walks_of_group(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape, gr
     let pays = |walks: u64| {
         group / walks * u64::from(shape.q_len) >= LEAST_QUERIES_OF_A_WALK || all * walks <= fill * UNITS_OF_WALKS
     };
-    (1..=group).rev().find(|walks| group % walks == 0 && pays(*walks)).unwrap_or(1)
+    (1..=group).rev().find(|walks| group.is_multiple_of(*walks) && pays(*walks)).unwrap_or(1)
 }
 
 /// Pairs whose thread blocks take turns. Where a mask makes key blocks unequal, as many as keep Q and dO in a part of
