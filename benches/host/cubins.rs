@@ -91,6 +91,7 @@ fn cases() -> Result<Vec<Case>, Failure> {
                         let packed = Problem { kv: KvKind::RAGGED, ..problem };
                         if family.op() == Op::Backward && family.supports(&packed, arch).is_ok() {
                             let name = format!("{name}/packed");
+                            let schedule = Schedule::default_for(family, &packed, arch, &ShapeBucket::of(&shape))?;
                             cases.push(Case { name, kernel: Kernel { problem: packed, schedule, arch } });
                         }
                         // What drops scores, of every mask and head dim.
