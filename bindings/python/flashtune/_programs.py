@@ -2,11 +2,13 @@
 
 import ctypes
 import numbers
+import struct
 
 from . import _library as abi
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 
 _LARGEST_INT = 1 << 63
+_FLOAT = struct.Struct("=d")
 
 
 class Program:
@@ -18,6 +20,22 @@ class Program:
         if tensors is not None and not hasattr(tensors, "items"):
             raise InvalidArgument(f"tensors is a {type(tensors).__name__}; pass a dict from names to tensors and numbers")
         self.values = dict(tensors or {})
+
+    def form(self):
+        """All of it but the memory of tensors, as a key, and the tensors; None where a value is neither one nor a plain
+        number. Numbers count by their bits: 0.0 and -0.0 are equal."""
+        key, tensors = [self.written], []
+        for name, value in self.values.items():
+            if type(value) is int:
+                key += name, value
+            elif type(value) is float:
+                key += name, _FLOAT.pack(value)
+            elif isinstance(value, numbers.Number):
+                return None
+            else:
+                key.append(name)
+                tensors.append(value)
+        return tuple(key), tensors
 
     def pack(self, adapter, device):
         """The end of the argument struct, and what must live until the call returns."""
@@ -37,6 +55,32 @@ class Program:
         inputs = b"".join(packed)
         where = address(inputs) if packed else 0
         return (where, len(packed), abi.INPUT.size), [*kept, inputs]
+
+
+class Again:
+    """A program of which all but the addresses of tensors is as in a call before. Made after that call, by the same
+    adapter and device."""
+
+    __slots__ = ("texts", "names", "values", "places")
+
+    def __init__(self, program, adapter, device):
+        self.texts, self.names = program.texts, [_text("a name in tensors", name) for name in program.values]
+        self.values = [
+            [address(name), *_value(name, value, adapter, device)]
+            for name, value in zip(self.names, program.values.values())
+        ]
+        self.places = [i for i, value in enumerate(program.values.values()) if not isinstance(value, numbers.Number)]
+
+    def pack(self, addresses):
+        """As :meth:`Program.pack`, of tensors by their addresses."""
+        values = self.values
+        if addresses:
+            values = [v.copy() for v in values]
+            for place, at in zip(self.places, addresses):
+                values[place][1] = at
+        inputs = b"".join([abi.INPUT.pack(*v) for v in values])
+        texts = [0 if t is None else address(t) for t in self.texts]
+        return abi.PROGRAM_ARGS.pack(*texts, address(inputs) if values else 0, len(values), abi.INPUT.size), inputs
 
 
 def pack_gradients(written, adapter, device):

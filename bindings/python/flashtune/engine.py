@@ -13,6 +13,7 @@ import threading
 from . import _dlpack
 from . import _library as abi
 from ._dropout import of_call, with_state
+from ._programs import Again as ProgramAgain
 from ._programs import Program, pack_gradients
 from ._tensors import _of_type, adapter, foreign
 from .block_mask import BlockMask, handle_of
@@ -23,7 +24,8 @@ from .errors import EngineClosed, InvalidArgument, InvalidTensor
 # without a cache meets a new one in each step, and starts over.
 _MOST_CALLS = 256
 # Behind what a repeated backward pass packs anew: window, mask, scale and a program come before packed sequences.
-_PACKED_AT = abi.BACKWARD_ARGS.size - abi.BACKWARD_AGAIN.size + abi.PROGRAM_ARGS.size
+_PROGRAM_AT = abi.BACKWARD_ARGS.size - abi.BACKWARD_AGAIN.size
+_PACKED_AT = _PROGRAM_AT + abi.PROGRAM_ARGS.size
 # Where dropout is behind what every call packs.
 _FORWARD_DROPOUT_AT = sum(
     part.size for part in (abi.PROGRAM_ARGS, abi.BLOCK_MASK, abi.WEIGHTS, abi.DESCALES, abi.TENSOR)
@@ -218,19 +220,20 @@ class Engine:
             )
         key = None
         scaled = any(scales is not None for scales in descales)
-        plain = program is None and block_mask is None and out is None and not return_weights
+        plain = block_mask is None and out is None and not return_weights
         plain = plain and not scaled and not residual and dropout is None
+        side = ()
         if plain and (scale is None or type(scale) is float):
             try:
-                forms = tensors.forms(q, k, v)
+                forms, side = (tensors.forms(q, k, v), ()) if program is None else _forms(tensors, program, (q, k, v))
             except RuntimeError:
                 # What is told below.
-                pass
-            else:
+                forms = None
+            if forms is not None:
                 key = (forms, bshd, mask, left, right, scale, return_lse, top_left, grouped, precision)
                 known = self._again.get(key)
                 if known is not None:
-                    result = self._attend_again(known, tensors, device, q, k, v)
+                    result = self._attend_again(known, tensors, device, q, k, v, side)
                     if result is not None:
                         return result
         qd = tensors.describe("q", q, bshd)
@@ -313,13 +316,15 @@ class Engine:
         global _last
         _last = self
         # O of e4m3 is of another dtype, which a repeated call would have to ask for.
-        if key is not None and not more and dtype == o_dtype:
+        if key is not None and dtype == o_dtype:
             if len(self._again) >= _MOST_CALLS:
                 self._again.clear()
+            again = None if program is None else ProgramAgain(program, tensors, device)
             # All but q, k, v, o, lse and stream, as the layout of the struct has them.
             fixed = [args[a:b] for a, b in ((0, 8), (16, 88), (96, 168), (176, 248), (256, 328), (344, 368))]
             like_q = qd[1:9] == od[1:9] and tuple(q.shape) == tuple(out.shape)
-            self._again[key] = (*fixed, None if like_q else tuple(out.shape), (b, h, s) if return_lse else None)
+            shapes = None if like_q else tuple(out.shape), (b, h, s) if return_lse else None
+            self._again[key] = (*fixed, *shapes, again)
         if weights is not None or lost is not None:
             return (out, *(t for t in (lse, lost, weights) if t is not None))
         return out if lse is None else (out, lse)
@@ -334,11 +339,13 @@ class Engine:
         known = self._again.get((forms, bshd, mask, 0, 0, scale, return_lse, top_left, grouped, None))
         return None if known is None else self._attend_again(known, tensors, device, q, k, v)
 
-    def _attend_again(self, known, tensors, device, q, k, v):
-        """A call like one before, with other addresses; None where a tensor has no memory to read."""
-        head, of_q, of_k, of_v, of_o, tail, shape, lse_shape = known
+    def _attend_again(self, known, tensors, device, q, k, v, side=()):
+        """A call like one before, with other addresses; None where a tensor has no memory to read. ``side``: the
+        tensors that its program reads."""
+        head, of_q, of_k, of_v, of_o, tail, shape, lse_shape, program = known
         try:
             addresses = tensors.addresses(q, k, v)
+            read = tensors.addresses_of(side) if side else ()
         except RuntimeError:
             return None
         if addresses is None:
@@ -351,6 +358,9 @@ class Engine:
             head, at_q, of_q, at_k, of_k, at_v, of_v, tensors.address(out), of_o,
             0 if lse is None else tensors.address(lse), 0 if self.device == "cpu" else tensors.stream(device), tail,
         )  # fmt: skip
+        if program is not None:
+            more, _kept = program.pack(read)
+            args += more
         status = self._forward(self._handle, args)
         if status:
             raise abi.failure(status)
@@ -373,15 +383,16 @@ class Engine:
                 f"q, k and v are on {name}, the engine computes on {self.device}; move them, or use an engine there"
             )
         given_into = into is not None
-        plain = not given_into and program is None and packed is None and run and not needs and residual is None
+        plain = not given_into and packed is None and run and not needs and residual is None
         plain = plain and dropout is None
         if plain and (scale is None or type(scale) is float):
-            forms = tensors.forms_of((q, k, v, dout, out, lse, dlse))
+            forms, side = _forms(tensors, program, (q, k, v, dout, out, lse, dlse))
             if forms is not None:
                 key = (forms, bshd, mask, left, right, scale)
                 known = self._again_backward.get(key)
                 if known is not None:
-                    result = self._gradients_again(known, tensors, device, (dout, q, k, v, out), lse, dlse)
+                    given = dout, q, k, v, out
+                    result = self._gradients_again(known, tensors, device, given, lse, dlse, side=side)
                     if result is not None:
                         return result
         given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
@@ -458,20 +469,25 @@ class Engine:
             for at in range(8, 8 + 8 * 80, 80):
                 parts += [0, args[at + 8 : at + 80]]
             like = [described[name][1:9] == one[1:9] for name, one in zip("qkv", written)]
-            self._again_backward[key] = (parts, like, args[abi.BACKWARD_AGAIN.size :])
+            again = None if program is None else ProgramAgain(program, tensors, device)
+            self._again_backward[key] = (parts, like, args[abi.BACKWARD_AGAIN.size :], again)
         return (*into, read) if needs else tuple(into)
 
-    def _gradients_again(self, known, tensors, device, given, lse, dlse, packed=None):
+    def _gradients_again(self, known, tensors, device, given, lse, dlse, packed=None, side=()):
         """A backward pass like one before, with other addresses; None where a tensor has no memory to read. ``packed``
-        are the addresses of first rows and lengths, 0 for none."""
-        parts, like, tail = known
+        are the addresses of first rows and lengths, 0 for none; ``side`` the tensors that its program reads."""
+        parts, like, tail, program = known
         if packed is not None:
             tail = tail[:_PACKED_AT] + abi.PACKED_AGAIN.pack(*packed) + tail[_PACKED_AT + abi.PACKED_AGAIN.size :]
         try:
             addresses = tensors.addresses_of(given)
             rows = tensors.address(lse), 0 if dlse is None else tensors.address(dlse)
+            read = tensors.addresses_of(side) if side else ()
         except RuntimeError:
             return None
+        if program is not None:
+            more, _kept = program.pack(read)
+            tail = tail[:_PROGRAM_AT] + more + tail[_PROGRAM_AT + abi.PROGRAM_ARGS.size :]
         # They are contiguous, as some of what they are the gradients of is.
         if packed is None:
             new = [tensors.empty_like(t) if alike else tensors.empty(t.shape, t) for t, alike in zip(given[1:4], like)]
@@ -687,6 +703,18 @@ def _span(described):
     # Described are batch, heads, rows and dim, and the strides in that order.
     last, elements = sum((n - 1) * stride for n, stride in zip(shape, strides)), math.prod(shape)
     return address, address + (last + 1) * size if elements else address, last + 1 == elements
+
+
+def _forms(tensors, program, given):
+    """What calls have in common that differ in memory alone, a key, or None; and the tensors that a program reads."""
+    if program is None:
+        return tensors.forms_of(given), ()
+    form = program.form()
+    if form is None:
+        return None, ()
+    key, side = form
+    forms = tensors.forms_of((*given, *side))
+    return None if forms is None else (key, forms), side
 
 
 def _one_entry(name, t):
