@@ -222,6 +222,28 @@ pub const BACKWARD_SM90: &[Fault] = &[
         "the oracle says",
     ],
     ["turns: sums of other rows", SUMS, "+ threadIdx.x * 4;", "+ threadIdx.x % 32 * 4;", "the oracle says"],
+    // Heads of a group walked by several thread blocks.
+    [
+        "walks: dK without the walk before",
+        WALKS,
+        "if constexpr (kHasK) add_accumulators(sums_k, dk);",
+        "",
+        "the oracle says",
+    ],
+    [
+        "walks: dV onto the sums of dK",
+        WALKS,
+        "sums + kKeys * kColumnsQK + (kByGradient",
+        "sums + (kByGradient",
+        "the oracle says",
+    ],
+    [
+        "walks: sums of another key block",
+        WALKS,
+        "walk_sums_of(args, key_block, slots)",
+        "walk_sums_of(args, 0 * key_block, slots)",
+        "the oracle says|gave different bytes",
+    ],
     // Score programs.
     [
         "program: no slope",
@@ -337,3 +359,4 @@ const MOVING: &str = "on its way|on their way|no fence.proxy.async after|the ora
 /// Whatever rows of another sequence, or memory that is nobody's, lead to.
 const PACKED: &str =
     "the oracle says|gave different bytes|no sequence|broke down|outside|deadlock|never written|on its way|ends in";
+const WALKS: &str = "backward/sm90/walks.cuh";
