@@ -179,7 +179,7 @@ pub struct Waves {
     pub limit: u64,
     /// Parts whose thread blocks take turns, in stages that walk them in sections.
     pub sections: [u32; 2],
-    /// Walks over a key block, each by some query heads of a group, where dQ is reduced in turns; else 1.
+    /// Walks over a key block, by a thread block each, with some query heads of a group; 1 where one has all of them.
     pub walks: u32,
     /// Of packed sequences, whose parts differ: kernels find on the device which parts a wave has.
     pub packed: Option<PackedWaves>,

@@ -129,7 +129,8 @@ arguments! {
         pub queries_section: i32,
         /// Bytes of scratch memory that dS of a wave of packed sequences has; 0 of dense tensors.
         pub ds_bytes: i64,
-        /// Walks over a key block where dQ is reduced in turns: each has as many of the query heads of a group.
+        /// Walks over a key block, by a thread block each, with as many of the query heads of a group; 1 where one has
+        /// all of them.
         pub walks: i64,
     }
 }

@@ -3,7 +3,8 @@
 // A thread block takes a ticket. Those with the first ones take key blocks until there are none, and then row blocks,
 // as the others do from the start. Both are taken in order, from counters. A row block waits until a counter says that
 // all key blocks that it sees have written its dS: these are taken by thread blocks with earlier tickets, which run and
-// wait for no one, so that any number of thread blocks at a time comes to an end. Which one sums what changes no byte.
+// wait for earlier walks of the same key block at most (walks.cuh), so that any number of thread blocks at a time comes
+// to an end. Which one sums what changes no byte.
 #if FT_JOINT
 
 // As send_ds(). Copies are asked for their end only when the one behind them is under way.
@@ -54,13 +55,9 @@ __device__ __forceinline__ void wait_until_written(const KernelArgs& args, const
 // Takes dS of these key blocks away. One thread.
 __device__ __forceinline__ void send_key_blocks(const KernelArgs& args, u32 smem, const Visible& visible, int group) {
     SpillRing spills;
-    KeyRing keys;
-#pragma unroll 1
-    for (int i = taken_key_block(smem, keys); i >= 0; i = taken_key_block(smem, keys)) {
-        mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
-        keys.advance();
-        send_ds_and_say(args, smem, visible, KeyBlock(args, visible, i), group, spills);
-    }
+    each_key_block(args, smem, visible, [&](const KeyBlock& at) {
+        send_ds_and_say(args, smem, visible, at, group, spills);
+    });
     tma_store_wait();
 }
 

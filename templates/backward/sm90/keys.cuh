@@ -40,15 +40,10 @@ __device__ __forceinline__ void send_all_ds(const KernelArgs& args, u32 smem) {
 __device__ __forceinline__ void send_all_ds(const KernelArgs& args, u32 smem) {
     const Visible visible(args.backward);
     SpillRing spills;
-    KeyRing keys;
-#pragma unroll 1
-    for (int i = taken_key_block(smem, keys); i >= 0; i = taken_key_block(smem, keys)) {
-        mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
-        keys.advance();
-        const KeyBlock at(args, visible, i);
+    each_key_block(args, smem, visible, [&](const KeyBlock& at) {
         const Pair pair(args.backward, at.pair);
         send_ds(args, smem, visible, at, pair.group, Members(args, at, pair), spills);
-    }
+    });
 }
 #else
 __device__ __forceinline__ void load_key_blocks(const KernelArgs& args, u32 smem, KeyRing& keys, QueryRing& queries) {

@@ -50,5 +50,16 @@ __device__ __forceinline__ int taken_key_block(u32 smem, const KeyRing& keys) {
     keys.wait(smem);
     return int(load_shared_4(smem + KeysLayout::kTaken + keys.stage * 4));
 }
+// Calls `f` with each key block that the thread block takes. One thread, which reads neither K nor V.
+template <typename F>
+__device__ __forceinline__ void each_key_block(const KernelArgs& args, u32 smem, const Visible& visible, F f) {
+    KeyRing keys;
+#pragma unroll 1
+    for (int i = taken_key_block(smem, keys); i >= 0; i = taken_key_block(smem, keys)) {
+        mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
+        keys.advance();
+        f(KeyBlock(args, visible, i));
+    }
+}
 
 #endif

@@ -11,8 +11,8 @@
 //
 // A tile lies in memory as products leave it: warpgroup by warpgroup, for every 8 columns 16 bytes of each thread.
 //
-// Query heads that share a head of K may be walked by several thread blocks, `walks` of them each: dK and dV of a
-// key block are then sums in memory too, walk by walk (walks.cuh).
+// Query heads that share a head of K may be split among walks of several thread blocks: dK and dV of a key block are
+// then sums in memory too, walk by walk (walks.cuh).
 #if FT_TURNS
 
 static_assert(!kByGradient && !kListed && !kPacked && !kJoint);
@@ -26,14 +26,9 @@ __device__ __forceinline__ void bulk_add(float* to, u32 from, u32 bytes) {
 // Adds dQ of every other step of the key blocks that the thread block takes. One thread.
 __device__ __forceinline__ void add_sums(const KernelArgs& args, u32 smem, const Visible& visible, int mine) {
     using L = KeysLayout;
-    KeyRing keys;
     int step = 0;
     u32 parity = 0;
-#pragma unroll 1
-    for (int i = taken_key_block(smem, keys); i >= 0; i = taken_key_block(smem, keys)) {
-        mbarrier_arrive(ValueRing::empty_at(smem, keys.stage));
-        keys.advance();
-        const KeyBlock at(args, visible, i);
+    each_key_block(args, smem, visible, [&](const KeyBlock& at) {
         const Pair pair(args.backward, at.pair);
         const Members members(args, at, pair);
 #pragma unroll 1
@@ -61,7 +56,7 @@ __device__ __forceinline__ void add_sums(const KernelArgs& args, u32 smem, const
                 say_written(turns + tile);
             }
         }
-    }
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)

@@ -6,7 +6,8 @@
 // some 4000 of a thread block, and comes last.
 #if FT_WALKS
 
-// A quarter of a warpgroup's accumulators lies by float4 of each thread.
+// Accumulators of a warpgroup as they lie in memory: four of each thread side by side, thread by thread, and then the
+// next four.
 template <int kCount>
 __device__ __forceinline__ void leave_accumulators(float4* to, const float (&x)[kCount]) {
 #pragma unroll

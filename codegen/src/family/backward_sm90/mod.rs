@@ -199,7 +199,7 @@ impl BackwardSm90Schedule {
         let of_wave = pairs.div_ceil(pairs.div_ceil(fit.max(1)));
         let blocks = of_wave * u64::from(bucket.kv_len.div_ceil(block_kv(problem)));
         let rounds = blocks as f64 / f64::from(USUAL_UNITS);
-        let beyond_l2 = self.turns && bucket.q_len >= 8192 && (causal || !narrow);
+        let beyond_l2 = self.turns && u64::from(bucket.q_len) >= plan::LEAST_QUERIES_OF_A_WALK && (causal || !narrow);
         beyond_l2 || rounds < if causal { 3.5 } else { 0.75 }
     }
 

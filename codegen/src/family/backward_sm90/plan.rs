@@ -38,16 +38,16 @@ const PACKED_BLOCKS: [u32; 2] = [8, 16];
 
 /// Threads of a block of `keys` and of `queries`: two warpgroups that multiply, and one that copies.
 pub(super) const THREADS: u32 = 384;
-/// Multiprocessors that walks are made to fill: the same on all devices, so that they sum in the same order.
-const UNITS_OF_WALKS: u64 = crate::USUAL_UNITS as u64;
-
 /// Threads of a block of `statistics`.
 const STATISTICS_THREADS: u32 = 256;
+
+/// Multiprocessors that walks are made to fill: the same on all devices, so that they sum in the same order.
+const UNITS_OF_WALKS: u64 = crate::USUAL_UNITS as u64;
 
 /// Warps that have keys of a key block, each with a counter of walks.
 const WARPS_OF_KEYS: u64 = 8;
 
-/// Counters of a joint stage, or of turns, beside those of its row blocks or tiles.
+/// Counters of a stage that takes key blocks by tickets, beside those of its row blocks, tiles or walks.
 const COUNTERS: u64 = 4;
 
 /// Threads of a block of `rows`, which has 64 of them.
@@ -151,7 +151,7 @@ fn rows_of_section(s: &BackwardSm90Schedule, problem: &Problem) -> u32 {
 /// sums of others costs as much as 1024 queries. us with walks of 4 heads, 2 and 1 of 32/8 heads (H200, causal, 16,384
 /// tokens): head dim 128 at 4096 queries 3210, 2816 and 2960, at 16,384 11,845, 10,927 and 10,736; head dim 64 at 4096
 /// 1543, 1526 and 1570, at 16,384 6107, 5842 and 5716.
-const LEAST_QUERIES_OF_A_WALK: u64 = 8192;
+pub(super) const LEAST_QUERIES_OF_A_WALK: u64 = 8192;
 
 /// Walks over a key block in turns, each by as many of the query heads of a group.
 fn walks_of_group(s: &BackwardSm90Schedule, problem: &Problem, shape: &Shape, group: u64) -> u64 {
