@@ -23,7 +23,7 @@ class Program:
 
     def form(self):
         """All of it but the memory of tensors, as a key, and the tensors; None where a value is neither one nor a plain
-        number. Numbers count by their bits: 0.0 and -0.0 are equal."""
+        number. Floats count by their bits, since 0.0 and -0.0 are equal and not the same."""
         key, tensors = [self.written], []
         for name, value in self.values.items():
             if type(value) is int:
@@ -39,48 +39,48 @@ class Program:
 
     def pack(self, adapter, device):
         """The end of the argument struct, and what must live until the call returns."""
-        inputs, kept = self.inputs(adapter, device)
-        addresses = [0 if t is None else address(t) for t in self.texts]
-        return abi.PROGRAM_ARGS.pack(*addresses, *inputs), [*kept, *self.texts]
+        packed = PackedProgram(self, adapter, device)
+        end, inputs = packed.pack()
+        return end, (packed, inputs)
 
     def inputs(self, adapter, device):
         """Where the inputs are, their number, and the size of one; and what must live until the call returns."""
-        packed, kept = [], []
-        for name, value in self.values.items():
-            if not isinstance(name, str):
-                raise InvalidArgument(f"the name {name!r} in tensors is no text")
-            text = _text("a name in tensors", name)
-            kept.append(text)
-            packed.append(abi.INPUT.pack(address(text), *_value(name, value, adapter, device)))
-        inputs = b"".join(packed)
-        where = address(inputs) if packed else 0
-        return (where, len(packed), abi.INPUT.size), [*kept, inputs]
+        packed = PackedProgram(self, adapter, device)
+        where, inputs = packed.inputs()
+        return where, (packed, inputs)
 
 
-class Again:
-    """A program of which all but the addresses of tensors is as in a call before. Made after that call, by the same
-    adapter and device."""
+class PackedProgram:
+    """A program as the library takes it, of which calls that differ in memory alone fill in the addresses of tensors.
+    Its texts are at the addresses that are packed as long as it lives."""
 
-    __slots__ = ("texts", "names", "values", "places")
+    __slots__ = ("texts", "at", "values", "places")
 
     def __init__(self, program, adapter, device):
-        self.texts, self.names = program.texts, [_text("a name in tensors", name) for name in program.values]
-        self.values = [
-            [address(name), *_value(name, value, adapter, device)]
-            for name, value in zip(self.names, program.values.values())
-        ]
-        self.places = [i for i, value in enumerate(program.values.values()) if not isinstance(value, numbers.Number)]
+        names = []
+        for name in program.values:
+            if not isinstance(name, str):
+                raise InvalidArgument(f"the name {name!r} in tensors is no text")
+            names.append(_text("a name in tensors", name))
+        self.texts = [*program.texts, *names]
+        self.at = [0 if text is None else address(text) for text in program.texts]
+        values = program.values.items()
+        self.values = [(address(at), *_value(name, value, adapter, device)) for at, (name, value) in zip(names, values)]
+        self.places = [i for i, (_, value) in enumerate(values) if not isinstance(value, numbers.Number)]
 
-    def pack(self, addresses):
-        """As :meth:`Program.pack`, of tensors by their addresses."""
-        values = self.values
-        if addresses:
-            values = [v.copy() for v in values]
-            for place, at in zip(self.places, addresses):
-                values[place][1] = at
-        inputs = b"".join([abi.INPUT.pack(*v) for v in values])
-        texts = [0 if t is None else address(t) for t in self.texts]
-        return abi.PROGRAM_ARGS.pack(*texts, address(inputs) if values else 0, len(values), abi.INPUT.size), inputs
+    def inputs(self, addresses=()):
+        """Where the inputs are, their number, and the size of one, and what must live until the call returns.
+        ``addresses``: those of all tensors, in their order; as they were when not given."""
+        values = self.values.copy()
+        for i, at in zip(self.places, addresses):
+            values[i] = (values[i][0], at, *values[i][2:])
+        inputs = b"".join([abi.INPUT.pack(*value) for value in values])
+        return (address(inputs) if values else 0, len(values), abi.INPUT.size), inputs
+
+    def pack(self, addresses=()):
+        """The end of the argument struct, and what must live until the call returns."""
+        where, inputs = self.inputs(addresses)
+        return abi.PROGRAM_ARGS.pack(*self.at, *where), inputs
 
 
 def pack_gradients(written, adapter, device):

@@ -13,8 +13,7 @@ import threading
 from . import _dlpack
 from . import _library as abi
 from ._dropout import of_call, with_state
-from ._programs import Again as ProgramAgain
-from ._programs import Program, pack_gradients
+from ._programs import PackedProgram, Program, pack_gradients
 from ._tensors import _of_type, adapter, foreign
 from .block_mask import BlockMask, handle_of
 from .errors import EngineClosed, InvalidArgument, InvalidTensor
@@ -319,7 +318,7 @@ class Engine:
         if key is not None and dtype == o_dtype:
             if len(self._again) >= _MOST_CALLS:
                 self._again.clear()
-            again = None if program is None else ProgramAgain(program, tensors, device)
+            again = None if program is None else PackedProgram(program, tensors, device)
             # All but q, k, v, o, lse and stream, as the layout of the struct has them.
             fixed = [args[a:b] for a, b in ((0, 8), (16, 88), (96, 168), (176, 248), (256, 328), (344, 368))]
             like_q = qd[1:9] == od[1:9] and tuple(q.shape) == tuple(out.shape)
@@ -469,7 +468,7 @@ class Engine:
             for at in range(8, 8 + 8 * 80, 80):
                 parts += [0, args[at + 8 : at + 80]]
             like = [described[name][1:9] == one[1:9] for name, one in zip("qkv", written)]
-            again = None if program is None else ProgramAgain(program, tensors, device)
+            again = None if program is None else PackedProgram(program, tensors, device)
             self._again_backward[key] = (parts, like, args[abi.BACKWARD_AGAIN.size :], again)
         return (*into, read) if needs else tuple(into)
 

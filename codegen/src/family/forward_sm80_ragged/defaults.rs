@@ -26,9 +26,9 @@ pub(super) fn default_for(problem: &Problem, sm: SmArch, bucket: &ShapeBucket) -
     let quantised = problem.kv.store().is_some_and(|store| store.element.bytes(problem.dtype) == 1);
     let narrow = quantised || d <= 64; // steps of 16 keys are too short
     // Two thread blocks of half as many teams, where each has whole tiles: one multiplies while the other merges. us of
-    // one and of two (H200, 32/8 heads of 128): 128 sequences of 200 to 3000 keys 250 and 218, in e4m3 212 and 156; 256
-    // of 256 102 and 82; 32 of 1024 44.6 and 41.7; 64 of 4096 261 and 258. Of 128 pairs they are equal, and fewer have
-    // twice as many pieces to merge: 1 of 32,768 43.6 and 46.2.
+    // one and of two (H200, 32/8 heads of 128): 128 sequences of 200, 1600 and 3000 keys 250 and 218, in e4m3 212 and
+    // 156; 256 of 256 102 and 82; 64 of 4096 261 and 258, with a window of 128 25 and 18. Of 128 pairs they are equal,
+    // and fewer have twice as many pieces to merge: 1 of 32,768 43.6 and 46.2.
     let two = Sm80RaggedSchedule { blocks_per_sm: 2, ..of(16, 1, 4, if narrow { 32 } else { 16 }, 2) };
     if packed <= 16 && bucket.parallel > MOST_PAIRS_IN_PIECES && fits(two, problem, sm) {
         return two;
