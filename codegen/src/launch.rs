@@ -51,8 +51,6 @@ pub struct Stage {
     /// Thread blocks of one multiprocessor where they are persistent and share the grid's work; when absent every block
     /// has its own.
     pub resident: Option<u32>,
-    /// Thread blocks of a cluster.
-    pub cluster: u32,
     /// Threads of one block.
     pub threads: u32,
     /// Dynamic shared memory of one block, in bytes.
@@ -65,7 +63,7 @@ pub struct Stage {
 impl Stage {
     /// A stage of single thread blocks, each with its own work.
     pub const fn of(entry: StageEntry, grid: u32, threads: u32, smem_bytes: u32) -> Self {
-        Self { entry, grid, resident: None, cluster: 1, threads, smem_bytes, starts_early: false }
+        Self { entry, grid, resident: None, threads, smem_bytes, starts_early: false }
     }
 
     /// The same of a kernel that waits for the launch before it by itself.
@@ -83,10 +81,9 @@ impl Stage {
         Self { grid: self.grid / if all == 0 { 1 } else { all } * parts, ..self }
     }
 
-    /// Thread blocks to start on a device of so many multiprocessors: whole clusters.
+    /// Thread blocks to start on a device of so many multiprocessors.
     pub fn blocks(&self, units: u32) -> u32 {
-        let room = |n: u32| (n.saturating_mul(units) / self.cluster * self.cluster).max(self.cluster);
-        self.resident.map_or(self.grid, |n| self.grid.min(room(n)))
+        self.resident.map_or(self.grid, |n| self.grid.min(n.saturating_mul(units).max(1)))
     }
 }
 

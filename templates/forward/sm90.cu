@@ -26,7 +26,6 @@ constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kStages = @{ stages }@;
 constexpr bool kOverlap = @{ overlap }@;
 constexpr bool kTakeTurns = @{ take_turns }@;
-constexpr bool kPInShared = @{ p_in_shared }@;
 constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kQuick = @{ quick }@;  // to compile
@@ -42,7 +41,6 @@ constexpr int kExp2Eighths = @{ exp2_eighths }@;
 #define FT_DRAWERS @{ drawers }@  // warpgroups that draw which scores are dropped
 constexpr int kDrawers = FT_DRAWERS;
 constexpr int kBitStages = @{ bit_stages }@;
-constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
 constexpr int kDrawerRegisters = @{ drawer_registers }@;
@@ -54,7 +52,6 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/ptx/named_barrier.cuh" %>
 <% include "lib/cuda/ptx/registers.cuh" %>
 <% include "lib/cuda/ptx/tma.cuh" %>
-<% include "lib/cuda/ptx/cluster.cuh" %>
 <% include "lib/cuda/ptx/ldmatrix.cuh" %>
 <% include "lib/cuda/ptx/wgmma.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
@@ -118,7 +115,7 @@ constexpr bool kBounded = !FT_RESIDUAL && kProgramCapped && kExponentMask<Elemen
 constexpr bool kMaskScores = !kProgramRows && !kLists;
 
 // Whether key blocks arrive that a consumer does not visit.
-constexpr bool kSkips = kTrim || kCluster > 1;
+constexpr bool kSkips = kTrim;
 
 // What a program reads along the keys is asked for before the scores are waited for.
 constexpr bool kReadAhead = kScoreReads > 0;
@@ -133,17 +130,17 @@ constexpr int kBytesBias = kChunksBias * kBytes64Rows;
 constexpr bool kMarkEmpty = @{ mark_empty }@;
 
 // Of a quick kernel a product is one statement, waited for at its end.
-constexpr bool kWholeOutput = kQuick && !kPInShared;
+constexpr bool kWholeOutput = kQuick;
 
 using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
-using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
+using Probabilities = u32[kBlockKV / 4];
 using ScoreProduct = wgmma<Element, kBlockKV>;
 using OutputProduct = wgmma<Element, kColumnsV>;
 
 // Where a tile's O leaves from: a place of its own, that of its Q or, of thread blocks that stay and have one buffer of
 // Q, that of V, so that the next Q need not wait for it.
-constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 && !kOutputApart &&
+constexpr bool kOutputInV = kPersistent && !kChain && !kOutputApart &&
                             kConsumers * kChunksV * kBytes64Rows <= kStages * kChunksV * kBytesChunk;
 // The place of Q is free as soon as its last scores are there.
 constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;
@@ -175,7 +172,7 @@ constexpr bool kWriteFirst = kOptimistic && kMaskLeft;
 <% include "forward/sm90/arrivals.cuh" %>
 <% include "forward/sm90/consumer.cuh" %>
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_attribute }@
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
 @{ entry }@(const __grid_constant__ KernelArgs args) {
     extern __shared__ __align__(1024) u8 shared_memory[];
     const u32 smem = smem_address(shared_memory);
@@ -187,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
             WorkPipeline::init(smem, i, 1, 1 + warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
-            KPipeline::init(smem, s, 1, kCluster * kConsumers * 4);
-            VPipeline::init(smem, s, kClean ? kHelpers : 1, kCluster * kConsumers * 4);
+            KPipeline::init(smem, s, 1, kConsumers * 4);
+            VPipeline::init(smem, s, kClean ? kHelpers : 1, kConsumers * 4);
             mbarrier_init(VPipeline::raw_at(smem, s), 1);
         }
 #if FT_DRAWERS
@@ -207,11 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         }
         mbarrier_init_fence();
     }
-    if constexpr (kCluster > 1) {
-        cluster_sync();
-    } else {
-        __syncthreads();
-    }
+    __syncthreads();
     // Of a quick kernel all roles have the same tile, computed in one place.
     Work only = {};
     if constexpr (kQuick) only = work_at(args, blockIdx.x);
@@ -243,6 +236,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ cluster_
         if constexpr (kRegistersMove) registers_take<kConsumerRegisters>();
         Consumer(args, smem, warpgroup - 1).run(only);
     }
-    // Others of the cluster may still arrive on barriers of this block.
-    if constexpr (kCluster > 1) cluster_sync();
 }

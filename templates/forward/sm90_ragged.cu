@@ -25,7 +25,6 @@ constexpr int kBlockKV = @{ block_kv }@;
 constexpr int kStages = @{ stages }@;
 constexpr bool kOverlap = @{ overlap }@;
 constexpr bool kTakeTurns = @{ take_turns }@;
-constexpr bool kPInShared = @{ p_in_shared }@;
 constexpr bool kMaskedLoop = @{ masked_loop }@;
 constexpr bool kLazyRescale = @{ lazy_rescale }@;
 constexpr bool kQuick = @{ quick }@;  // to compile
@@ -41,7 +40,6 @@ constexpr int kExp2Eighths = @{ exp2_eighths }@;
 #define FT_DRAWERS @{ drawers }@  // warpgroups that draw which scores are dropped
 constexpr int kDrawers = FT_DRAWERS;
 constexpr int kBitStages = @{ bit_stages }@;
-constexpr int kCluster = @{ cluster }@;
 constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 constexpr int kProducerRegisters = @{ producer_registers }@;
 constexpr int kDrawerRegisters = @{ drawer_registers }@;
@@ -58,7 +56,6 @@ constexpr int kBytesTable = @{ table_bytes }@;
 <% include "lib/cuda/ptx/named_barrier.cuh" %>
 <% include "lib/cuda/ptx/registers.cuh" %>
 <% include "lib/cuda/ptx/tma.cuh" %>
-<% include "lib/cuda/ptx/cluster.cuh" %>
 <% include "lib/cuda/ptx/dependent_launch.cuh" %>
 <% include "lib/cuda/ptx/ldmatrix.cuh" %>
 <% include "lib/cuda/ptx/wgmma.cuh" %>

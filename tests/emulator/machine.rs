@@ -136,12 +136,11 @@ impl Emulated {
         let machine = MACHINE.as_ref().map_err(Clone::clone)?;
         let source = kernel.render(templates).map_err(|e| e.to_string())?;
         // What the source says of itself, and what only the host's model knows.
-        let (rename, shared_bytes, cluster) = match kernel.schedule {
-            Schedule::Sm90(_) | Schedule::Sm90Ragged(_) => ("", "Layout::kBytes".to_owned(), "kCluster"),
-            Schedule::Sm90Fp8(_) => ("", "Layout::kBytes".to_owned(), "1"),
-            Schedule::BackwardSm90(_) => ("", String::new(), "1"),
-            Schedule::Naive(_) => ("", kernel.resources().smem_bytes.to_string(), "1"),
-            _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string(), "1"),
+        let (rename, shared_bytes) = match kernel.schedule {
+            Schedule::Sm90(_) | Schedule::Sm90Ragged(_) | Schedule::Sm90Fp8(_) => ("", "Layout::kBytes".to_owned()),
+            Schedule::BackwardSm90(_) => ("", String::new()),
+            Schedule::Naive(_) => ("", kernel.resources().smem_bytes.to_string()),
+            _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string()),
         };
         // The one whose shared memory is of floats.
         let text = source.text.replace("extern __shared__ float smem[];", "float* const smem = (float*)shared_memory;");
@@ -159,7 +158,7 @@ impl Emulated {
         let stages = match stages(kernel, &source.entry)? {
             Some(stages) => format!("ptx::Kernel ptx::kernels[] = {{{stages}}};"),
             None => format!(
-                "#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {cluster}, {})",
+                "#define EMULATED_BEFORE(arguments) {before}\nEMULATED_KERNEL({}, KernelArgs, {shared_bytes}, {})",
                 source.entry,
                 kernel.schedule.blocks_per_sm(),
             ),

@@ -39,14 +39,12 @@ pub fn random_sm90(rng: &mut StdRng, program: Option<&str>) -> Kernel {
             stages: rng.random_range(1..=4),
             overlap: rng.random(),
             take_turns: consumers > 1 && rng.random(),
-            p_in_shared: rng.random(),
             masked_loop,
             lazy_rescale: rng.random_bool(0.2),
             pack_group: rng.random(),
             scheduler,
             chain: rng.random(),
             exp2_eighths: if masked_loop && rng.random_bool(0.3) { rng.random_range(1..=4) } else { 0 },
-            cluster: rng.random_range(1..=2),
             blocks_per_sm: rng.random_range(1..=2),
             section_mib: *[0, 1, Sm90Schedule::WALK_ALL].choose(rng).expect("not empty"),
             quick: rng.random_bool(0.2),
@@ -85,8 +83,8 @@ fn with_later_fields(kernel: Kernel, rng: &mut StdRng) -> Kernel {
     let brought = Sm90Schedule { bias_stages, ..schedule };
     let changed = [
         brought,
-        Sm90Schedule { block_kv, cluster: 1, trim: false, ..brought },
-        Sm90Schedule { block_kv: 64, stages: 1, cluster: 1, trim: false, blocks_per_sm: 1, ..brought },
+        Sm90Schedule { block_kv, trim: false, ..brought },
+        Sm90Schedule { block_kv: 64, stages: 1, trim: false, blocks_per_sm: 1, ..brought },
     ];
     let mut legal = changed.into_iter().map(|s| Kernel { schedule: Schedule::Sm90(s), ..kernel });
     let kernel = legal.find(|k| k.check().is_ok()).unwrap_or(kernel);

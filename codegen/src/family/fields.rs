@@ -18,7 +18,8 @@
 //! all.
 //!
 //! A field at the default of its type (0, false, the first word) is left out of the stored form, so that a new field
-//! leaves the keys of old records as they are; an unknown field is refused, since a kernel must not run without it.
+//! leaves the keys of old records as they are; an unknown field is refused, since a kernel must not run without it. A
+//! field that goes was at its type's default in what is left, and is deleted, or becomes [`Retired`].
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -41,6 +42,10 @@ pub(crate) trait FieldValue: Copy + Default + PartialEq {
     fn place(&self) -> Place;
     /// Its constants in the template: the one of the field's name, unless the template asks something else of it.
     fn render(&self, name: &'static str, constants: &mut Constants);
+    /// Whether the stored form leaves it out.
+    fn is_omitted(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 impl FieldValue for u32 {
@@ -58,6 +63,38 @@ impl FieldValue for bool {
     }
     fn render(&self, name: &'static str, constants: &mut Constants) {
         constants.insert(name, self.to_string());
+    }
+}
+
+/// A field that schedules have no more, at the value that all that are left had: the stored form goes on to say it, so
+/// that the keys of old records stay as they are, and a record with another value is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Retired<const KEPT: u32>;
+
+impl<const KEPT: u32> FieldValue for Retired<KEPT> {
+    fn place(&self) -> Place {
+        Place::Number(KEPT.into())
+    }
+    fn render(&self, _: &'static str, _: &mut Constants) {}
+    fn is_omitted(&self) -> bool {
+        false
+    }
+}
+
+impl<const KEPT: u32> serde::Serialize for Retired<KEPT> {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u32(KEPT)
+    }
+}
+
+impl<'de, const KEPT: u32> serde::Deserialize<'de> for Retired<KEPT> {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match u32::deserialize(deserializer)? {
+            kept if kept == KEPT => Ok(Self),
+            other => {
+                Err(serde::de::Error::custom(format!("{other} in a field that no kernel has any more; tune again")))
+            }
+        }
     }
 }
 
@@ -124,7 +161,7 @@ macro_rules! schedule {
         pub struct $Schedule {
             $(
                 $(#[$doc])*
-                #[serde(default, skip_serializing_if = "crate::omitted::is_default")]
+                #[serde(default, skip_serializing_if = "crate::family::fields::FieldValue::is_omitted")]
                 pub $field: $type,
             )*
         }
@@ -183,6 +220,8 @@ mod tests {
             pub overlap: bool => code, either("overlap", "serial");
             /// Rarely more than one.
             pub cluster: u32 => code, number_unless(1, "cl");
+            /// Once there were others.
+            pub warps: Retired<4> => derived, silent;
             /// Not in the code.
             pub section: u32 => launch, with(|s: &Self| format!("{}x{}", s.section, s.block_kv));
             /// Said by the one before.
@@ -190,7 +229,8 @@ mod tests {
         }
     }
 
-    const BASE: Example = Example { block_kv: 64, turns: true, overlap: false, cluster: 1, section: 3, ending: false };
+    const BASE: Example =
+        Example { block_kv: 64, turns: true, overlap: false, cluster: 1, warps: Retired, section: 3, ending: false };
 
     #[test]
     fn name_constants_and_coordinates_follow_from_the_declaration() {
@@ -201,15 +241,19 @@ mod tests {
         let rendered: Vec<(&str, &str)> = constants.iter().map(|(k, v)| (*k, v.as_str())).collect();
         assert_eq!(rendered, [("block_kv", "64"), ("cluster", "1"), ("overlap", "false"), ("turns", "true")]);
         assert_eq!(BASE.launch_places(), [Place::Number(3), Place::Number(0)]);
-        assert_eq!(BASE.places().len(), 6);
+        assert_eq!(BASE.places().len(), 7);
         assert_eq!(BASE.places()[1], ("turns", Place::Number(1)));
     }
 
+    const STORED: &str = r#"{"block_kv":64,"turns":true,"cluster":1,"warps":4,"section":3}"#;
+
     #[test]
     fn a_default_is_not_stored_and_an_unknown_field_is_refused() {
-        assert_eq!(serde_json::to_string(&BASE).unwrap(), r#"{"block_kv":64,"turns":true,"cluster":1,"section":3}"#);
+        assert_eq!(serde_json::to_string(&BASE).unwrap(), STORED);
         let old: Example = serde_json::from_str(r#"{"block_kv":64,"turns":true,"cluster":1,"section":3}"#).unwrap();
         assert_eq!(old, BASE);
+        let other = serde_json::from_str::<Example>(r#"{"block_kv":64,"warps":8}"#);
+        assert!(other.unwrap_err().to_string().contains("8 in a field that no kernel has any more"));
         let newer = serde_json::from_str::<Example>(r#"{"block_kv":64,"two_ctas":true}"#);
         assert!(newer.unwrap_err().to_string().contains("two_ctas"));
     }

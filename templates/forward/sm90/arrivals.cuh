@@ -41,14 +41,9 @@ struct Arrivals {
         if (!k_seen) k.wait(smem);
         k_seen = false;
     }
-    // This warp is done with a stage. Every thread block of the cluster loads a part of the next block into it, and
-    // waits for this.
+    // This warp is done with a stage.
     static __device__ __forceinline__ void release(u32 empty) {
-        if constexpr (kCluster > 1) {
-            if (lane() < kCluster) mbarrier_arrive_at(empty, lane());
-        } else {
-            if (lane() == 0) mbarrier_arrive(empty);
-        }
+        if (lane() == 0) mbarrier_arrive(empty);
     }
     __device__ __forceinline__ void release_k() {
         release(k.empty(smem));
@@ -62,9 +57,9 @@ struct Arrivals {
         release(v.empty(smem));
         v.advance();
     }
-    // Drains stages that were loaded for other thread blocks of the cluster, or for consumers of other rows. Each still
-    // passes the ping-pong barrier, or the warpgroups fall out of step. V of the last `later` of them is left to
-    // skip_v(): of no more, since others may wait for a stage of V before they release one of K.
+    // Drains stages that were loaded for consumers of other rows. Each still passes the ping-pong barrier, or the
+    // warpgroups fall out of step. V of the last `later` of them is left to skip_v(): of no more, since others may wait
+    // for a stage of V before they release one of K.
     __device__ __forceinline__ void skip(int count, int later = 0) {
 #pragma unroll 1
         for (; kSkips && count > 0; count--) {

@@ -15,10 +15,10 @@
 // kEmptyQ        buffer, c       consumer c: its scores are there  4 (O apart, in V)   loader of Q
 //                                or, with O in Q's place, O left   1
 // kFullK         stage           TMA                               1 + bytes           consumers
-// kEmptyK        stage           warps of all consumers            4 x kConsumers x C  loader of K
+// kEmptyK        stage           warps of all consumers            4 x kConsumers      loader of K
 // kFullV         stage           TMA or, of a raw block, helpers   1 or kHelpers       consumers
 // kRawV          stage           TMA: a masked block               1 + bytes           helpers
-// kEmptyV        stage           warps of all consumers            4 x kConsumers x C  loader of V
+// kEmptyV        stage           warps of all consumers            4 x kConsumers      loader of V
 // kAdmitV        -               consumers: O left V's place       kConsumers          loader of V, once per tile
 // kFullBias      stage, c        TMA; threads that copy            1 + bytes (+ 32)    consumer c
 // kEmptyBias     stage, c        warps or, beside copies, threads  4 or 128            loader of biases
@@ -28,8 +28,6 @@
 // kTurn          c, named        consumer c and the one before     256                 consumer c
 // kWarpgroup     c, named        consumer c                        128                 consumer c
 // kAllConsumers  named           consumers                         128 x kConsumers    all consumers
-//
-// (C is kCluster: a stage is loaded once for all blocks of a cluster, so that warps of all of them release it.)
 //
 // One tile of three key blocks, two stages, with kOverlap; time goes to the right, n counts blocks down:
 //
@@ -55,9 +53,7 @@ struct Layout {
     static constexpr int kBytesV = kChunksV * kBytesChunk;
     static constexpr int kBias = kV + kStages * kBytesV;
     static constexpr int kBytesBiases = kBiases * kBytesBias;                   // of one stage, one consumer
-    static constexpr int kP = kBias + (kBiases > 0 ? kBiasStages * kConsumers : 0) * kBytesBiases;
-    static constexpr int kBytesP = kPInShared ? div_up(kBlockKV, 64) * kBytes64Rows : 0;  // of one consumer
-    static constexpr int kO = kP + kConsumers * kBytesP;
+    static constexpr int kO = kBias + (kBiases > 0 ? kBiasStages * kConsumers : 0) * kBytesBiases;
     static constexpr int kBytesO = kChunksV * kBytes64Rows;  // of one consumer
     static constexpr int kBits = kO + (kOutputApart ? kConsumers * kBytesO : 0);
     static constexpr int kBytesBits = kDrawers > 0 ? kBlockQ * div_up(kBlockKV, 32) * 4 : 0;  // of one stage
@@ -90,40 +86,8 @@ struct Layout {
     static constexpr int kPlaced = kTilesDone + 8;           // per ring slot (recompute.cuh): index of its tile
     static constexpr int kBytes = kTilesDone + (kOptimistic ? 8 + 4 * 4 : 0);
 
-    // Addresses, from that of the shared memory.
-    static __device__ __forceinline__ u32 met_non_finite_at(u32 smem) { return smem + kMetNonFinite; }
-    static __device__ __forceinline__ u32 found_at(u32 smem) { return smem + kFound; }
-    static __device__ __forceinline__ u32 admit_v_at(u32 smem) { return smem + kAdmitV; }
-    static __device__ __forceinline__ u32 ask_work_at(u32 smem) { return smem + kAskWork; }
-    static __device__ __forceinline__ u32 tiles_done_at(u32 smem) { return smem + kTilesDone; }
-    static __device__ __forceinline__ u32 placed_at(u32 smem, int place) { return smem + kPlaced + place * 4; }
-    static __device__ __forceinline__ u32 empty_rows_at(u32 smem, int consumer) {
-        return smem + kEmptyRows + consumer * kBytesEmptyRows;
-    }
-    static __device__ __forceinline__ u32 p_at(u32 smem, int consumer) { return smem + kP + consumer * kBytesP; }
-    static __device__ __forceinline__ u32 o_at(u32 smem, int consumer) { return smem + kO + consumer * kBytesO; }
-    static __device__ __forceinline__ u32 o_in_v_at(u32 smem, int consumer) { return smem + kV + consumer * kBytesO; }
+<% include "forward/sm90/addresses.cuh" %>
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 
-// The rings in it.
-using QPipeline = Pipeline<Layout::kQBuffers, Layout::kFullQ, Layout::kEmptyQ, Layout::kQ, Layout::kBytesQ, kConsumers>;
-using KPipeline = Pipeline<kStages, Layout::kFullK, Layout::kEmptyK, Layout::kK, Layout::kBytesK>;
-struct VPipeline : Pipeline<kStages, Layout::kFullV, Layout::kEmptyV, Layout::kV, Layout::kBytesV> {
-    // Where TMA completes: a masked block is raw until the helpers have taken non-finite elements out, then full.
-    static __device__ __forceinline__ u32 raw_at(u32 smem, int stage) { return smem + Layout::kRawV + stage * 8; }
-    __device__ __forceinline__ u32 arrived(u32 smem, bool raw) const {
-        return smem + (raw ? Layout::kRawV : Layout::kFullV) + stage * 8;
-    }
-};
-using BiasPipeline = Pipeline<max_of(1, kBiasStages), Layout::kFullBias, Layout::kEmptyBias, Layout::kBias,
-                              Layout::kBytesBiases, kConsumers>;
-using BitPipeline = Pipeline<kBitStages, Layout::kFullBits, Layout::kEmptyBits, Layout::kBits, Layout::kBytesBits>;
-using WorkPipeline = Pipeline<2, Layout::kFullWork, Layout::kEmptyWork, Layout::kWork, Layout::kBytesSlot>;
-
-// Named barriers. 0 is that of the whole block, __syncthreads().
-enum NamedBarrier : int {
-    kTurn = 1,                                // + consumer: its turn to issue products
-    kWarpgroup = kTurn + kConsumers,          // + consumer: its four warps
-    kAllConsumers = kWarpgroup + kConsumers,
-};
+<% include "forward/sm90/rings.cuh" %>

@@ -1,20 +1,11 @@
 // The producer warpgroup: TMA loads of Q, K and V, and the removal of non-finite elements from masked blocks of V.
 
-// Block n of K or V, counted among all key blocks. Each thread block of a cluster loads an equal part of the rows,
-// multicast to all of them.
+// Block n of K or V, counted among all key blocks.
 template <int kChunks>
 __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, u32 full, int n, const Tile& tile) {
-    constexpr int kRows = kBlockKV / kCluster;
-    const int first = kCluster > 1 ? int(cluster_rank()) * kRows : 0;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk++) {
-        const u32 at = to + chunk * kBytesChunk + first * 128;
-        if constexpr (kCluster > 1) {
-            tma_load_to_all(at, map, full, (1 << kCluster) - 1, kEvictLast, chunk * 64, n * kBlockKV + first, tile.kv_head,
-                            tile.batch);
-        } else {
-            tma_load(at, map, full, kEvictLast, chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
-        }
+        tma_load(to + chunk * kBytesChunk, map, full, kEvictLast, chunk * 64, n * kBlockKV, tile.kv_head, tile.batch);
     }
 }
 

@@ -4,7 +4,7 @@
 struct alignas(16) Work {
     Tile tile;
     BlockRange own;  // the key blocks that its rows visit; as a consumer reads it with kTrim, those of that one's rows
-    BlockRange all;  // those that arrive for its cluster
+    BlockRange all;  // those that arrive, for all of its consumers
     int live;        // whether there is a tile
     int careful;     // whether non-finite elements leave masked blocks of V before the product
     int last;        // where there is no tile: whether no second pass follows
@@ -32,13 +32,13 @@ __device__ __forceinline__ BlockRange visited_blocks(const KernelArgs& args, con
 
 __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     Work w;
-    w.tile = tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight || kProgramMask>(args, min_of(index, u32(args.tiles) - 1));
+    w.tile = tile_at<kBlockQ, kPackGroup, kMaskRight || kProgramMask>(args, min_of(index, u32(args.tiles) - 1));
     if (kLists) {
         w.own = w.tile.rows > 0 ? List::of(args, w.tile).blocks() : BlockRange{};
     } else {
         w.own = visited_blocks(args, w.tile);
     }
-    w.all = blocks_of_cluster<kBlockQ, kCluster, kBlockKV, kMaskLeft, kMaskRight>(args, w.tile, w.own);
+    w.all = w.own;
     w.live = index < u32(args.tiles);
     w.careful = w.last = !kOptimistic;
     return w;

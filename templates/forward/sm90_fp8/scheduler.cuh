@@ -14,7 +14,7 @@ struct Work {
 __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     Work w;
     w.live = index < u32(args.tiles);
-    w.tile = tile_at<kBlockQ, 1, false, kMaskRight>(args, min_of(index, u32(args.tiles) - 1));
+    w.tile = tile_at<kBlockQ, false, kMaskRight>(args, min_of(index, u32(args.tiles) - 1));
     w.blocks = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, w.tile);
     return w;
 }

@@ -11,8 +11,8 @@
             WorkPipeline::init(smem, i, 1, warps * (kOptimistic ? 32 : 1));
         }
         for (int s = 0; s < kStages; s++) {
-            KPipeline::init(smem, s, 1, kCluster * kConsumers * 4);
-            VPipeline::init(smem, s, kClean ? kHelpers : 1, kCluster * kConsumers * 4);
+            KPipeline::init(smem, s, 1, kConsumers * 4);
+            VPipeline::init(smem, s, kClean ? kHelpers : 1, kConsumers * 4);
             mbarrier_init(VPipeline::raw_at(smem, s), 1);
         }
 #if FT_DRAWERS

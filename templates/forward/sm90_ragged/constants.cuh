@@ -46,7 +46,7 @@ constexpr bool kBounded = false;
 constexpr bool kMaskScores = !kProgramRows && !kLists;
 
 // Whether key blocks arrive that a consumer does not visit.
-constexpr bool kSkips = kTrim || kCluster > 1;
+constexpr bool kSkips = kTrim;
 
 // What a program reads along the keys is asked for before the scores are waited for.
 constexpr bool kReadAhead = kScoreReads > 0;
@@ -61,17 +61,17 @@ constexpr int kBytesBias = kChunksBias * kBytes64Rows;
 constexpr bool kMarkEmpty = @{ mark_empty }@;
 
 // Of a quick kernel a product is one statement, waited for at its end.
-constexpr bool kWholeOutput = kQuick && !kPInShared;
+constexpr bool kWholeOutput = kQuick;
 
 using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
-using Probabilities = u32[kPInShared ? 1 : kBlockKV / 4];
+using Probabilities = u32[kBlockKV / 4];
 using ScoreProduct = wgmma<Element, kBlockKV>;
 using OutputProduct = wgmma<Element, kColumnsV>;
 
 // Where a tile's O leaves from: a place of its own, that of its Q or, of thread blocks that stay and have one buffer of
 // Q, that of V, so that the next Q need not wait for it.
-constexpr bool kOutputInV = kPersistent && !kChain && kCluster == 1 && !kOutputApart &&
+constexpr bool kOutputInV = kPersistent && !kChain && !kOutputApart &&
                             kConsumers * kChunksV * kBytes64Rows <= kStages * kChunksV * kBytesChunk;
 // The place of Q is free as soon as its last scores are there.
 constexpr bool kQLeavesEarly = kOutputInV || kOutputApart;

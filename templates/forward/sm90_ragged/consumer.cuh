@@ -26,7 +26,6 @@ struct Consumer : Arrivals {
     bool writes = true, met_in_pieces = false;  // whether the tile's O is here, and what its pieces have met
 
     __device__ __forceinline__ u32 q_address() const { return QPipeline::buffer_at(smem, q_at); }
-    __device__ __forceinline__ u32 p_address() const { return Layout::p_at(smem, id); }
     __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : Arrivals(args, smem, id), masks(args, id) {}
 
     // s = Q K^T of the next block of keys or, where they are seeded, s += Q K^T, asynchronously.
@@ -51,7 +50,6 @@ struct Consumer : Arrivals {
     // o += P V of the next block of V, asynchronously.
     template <typename Product = OutputProduct> __device__ __forceinline__ void issue_pv() {
         const u64 v_depth = descriptor_of_depth(v.buffer(smem), kBytesChunk);
-        const u64 p_rows = descriptor_of_rows(p_address());
         if constexpr (kWholeOutput) {
             Product::whole_depth(o, p, v_depth);
             return;
@@ -61,11 +59,7 @@ struct Consumer : Arrivals {
 #pragma unroll
         for (int step = 0; step < kStepsPV; step++) {
             const u64 v_step = v_depth + (step * 16 * 128 >> 4);
-            if constexpr (kPInShared) {
-                OutputProduct::depth(o, p_rows + ((step / 4 * kBytes64Rows + step % 4 * 32) >> 4), v_step);
-            } else {
-                OutputProduct::depth(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], v_step);
-            }
+            OutputProduct::depth(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], v_step);
         }
         wgmma_commit();
     }
@@ -272,21 +266,8 @@ struct Consumer : Arrivals {
             return pair;
 #endif
         };
-        if constexpr (kPInShared) {
-            const int row = warp() * 16 + lane() % 16;
-            const u32 to = p_address() + row * 128;
 #pragma unroll
-            for (int step = 0; step < kStepsPV; step++) {
-                const u32 chunk = u32(step % 4 * 2 + lane() / 16) ^ (row % 8);
-                stmatrix_x4(to + step / 4 * kBytes64Rows + (chunk << 4), packed(4 * step), packed(4 * step + 1),
-                            packed(4 * step + 2), packed(4 * step + 3));
-            }
-            fence_async_proxy();
-            sync();
-        } else {
-#pragma unroll
-            for (int i = 0; i < kBlockKV / 4; i++) p[i] = packed(i);
-        }
+        for (int i = 0; i < kBlockKV / 4; i++) p[i] = packed(i);
     }
 
     // A scale of zero or below turns maxima of the scores into minima: move its sign into Q and use its magnitude.
@@ -563,8 +544,7 @@ struct Consumer : Arrivals {
             attend(work, c);
             const int q = q_at;
             RowResults rows;
-            // Before what comes next is known where that may depend on the blocks that are skipped here: in a cluster,
-            // and where others wait for their space.
+            // Before what comes next is known where others wait for the space of blocks that are skipped here.
             const bool early = !kChain || (kTrim && after(work) > 0) || work.is_piece();
             if (early) {
                 close(work);

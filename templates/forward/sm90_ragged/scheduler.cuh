@@ -7,7 +7,7 @@
 struct alignas(16) Work {
     WorkTile tile;
     BlockRange own;  // the key blocks that its rows visit; as a consumer reads it with kTrim, those of that one's rows
-    BlockRange all;  // those that arrive for its cluster
+    BlockRange all;  // those that arrive, for all of its consumers
     int live;        // whether there is a tile: 0, 1, or 2 for a piece of one
     int careful;     // whether non-finite elements leave masked blocks of V before the product
     int last;        // where there is no tile: whether no second pass follows
@@ -47,7 +47,7 @@ __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 smem, u32 in
     Work w;
     ItemPlace place = {Segments(BlockRange{0, 0, 0, 0}, kUncut), 0, 0};
     const u32 item = min_of(index, FT_TILES(args, smem) - 1);
-    w.tile = tile_at<kBlockQ, kCluster, kPackGroup, kMaskRight || kProgramMask>(args, smem, item, place);
+    w.tile = tile_at<kBlockQ, kPackGroup, kMaskRight || kProgramMask>(args, smem, item, place);
     w.own = visited_blocks(args, w.tile);
     w.live = index < FT_TILES(args, smem);
     w.careful = w.last = !kOptimistic;

@@ -168,7 +168,7 @@ struct ItemPlace {
 
 // The tile of an item: sequence by sequence; of one, as many heads together as have their keys in L2 side by side, of
 // these the segments one after the other, and of one the same rows, longest first where the mask makes lengths differ.
-template <int kBlockQ, int kCluster, bool kPackGroup, bool kLongestLast>
+template <int kBlockQ, bool kPackGroup, bool kLongestLast>
 __device__ __forceinline__ WorkTile tile_at(const KernelArgs& args, u32 smem, u32 index, ItemPlace& place) {
     int entry = 0;
 #pragma unroll

@@ -152,10 +152,8 @@ fn kernel() -> Kernel {
         consumers: 1,
         block_kv: 32,
         stages: 2,
-        p_in_shared: true,
         pack_group: true,
         scheduler: Sm90Scheduler::Queue,
-        cluster: 1,
         blocks_per_sm: 1,
         ..Sm90Schedule::default()
     };

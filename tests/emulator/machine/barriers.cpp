@@ -11,32 +11,26 @@ struct Named {
     u64 round;
     bool any, last_any;  // what bar.red gathers, and what it gave in the last round
     std::vector<Thread*> waiting;
-} all_named[kMaxBlocks][16];
+} all_named[16];
 
 // PTX ISA, "Parallel synchronization and communication instructions: mbarrier".
 struct Mbarrier {
-    u32 rank, address, expected, pending;
+    u32 address, expected, pending;
     long long bytes;
     u64 phase;
     std::vector<Thread*> waiting;
 };
 std::vector<Mbarrier> mbarriers;
 bool initialised_for_copies;  // fence.mbarrier_init
-u32 pools[kMaxBlocks];        // registers of a block that nobody holds
+u32 pool;                     // registers that nobody holds
 
-// barrier.cluster: how many have arrived in this round, and how many rounds each thread has arrived for.
-u32 cluster_arrived;
-u64 cluster_round, cluster_arrivals[kMaxThreads];
-
-Mbarrier& find(const char* who, u32 rank, u32 address) {
-    check_alive(who, rank);
+Mbarrier& find(const char* who, u32 address) {
     for (Mbarrier& b : mbarriers)
-        if (b.rank == rank && b.address == address) return b;
-    fail("%s: block %u has no mbarrier at shared address %u", who, rank, address);
+        if (b.address == address) return b;
+    fail("%s: there is no mbarrier at shared address %u", who, address);
 }
 
 void end_phase_if_due(Mbarrier& b) {
-    // Bytes that another block sends may come before this one has announced them, while its phase cannot end.
     if (b.bytes < 0 && !b.pending) fail("mbarrier at %u: %lld bytes too many have arrived", b.address, -b.bytes);
     if (b.pending || b.bytes) return;
     b.phase++;
@@ -52,7 +46,7 @@ void arrive(Mbarrier& b) {
     end_phase_if_due(b);
 }
 
-Named& named(u32 id) { return all_named[running->rank][id & 15]; }
+Named& named(u32 id) { return all_named[id & 15]; }
 
 // Counts the thread in. The last one frees the others.
 bool arrive(Named& b, u32 id, u32 count) {
@@ -74,18 +68,15 @@ bool arrive(Named& b, u32 id, u32 count) {
 
 namespace barriers {
 void reset() {
-    for (auto& block : all_named)
-        for (Named& b : block) b.arrived = 0, b.round = 0, b.any = false, b.waiting.clear();
+    for (Named& b : all_named) b.arrived = 0, b.round = 0, b.any = false, b.waiting.clear();
     mbarriers.clear();
     initialised_for_copies = false;
-    for (u32& pool : pools) pool = 0;
-    cluster_arrived = 0, cluster_round = 0;
-    for (u64& n : cluster_arrivals) n = 0;
+    pool = 0;
 }
 
-void complete_bytes(u32 rank, u32 address, u32 bytes) {
+void complete_bytes(u32 address, u32 bytes) {
     if (!initialised_for_copies) fail("a copy completes on mbarriers that were not fenced after their initialisation");
-    Mbarrier& b = find("a copy", rank, address);
+    Mbarrier& b = find("a copy", address);
     b.bytes -= bytes;
     end_phase_if_due(b);
 }
@@ -93,17 +84,15 @@ void complete_bytes(u32 rank, u32 address, u32 bytes) {
 std::string describe() {
     std::string text;
     char line[160];
-    for (const auto& block : all_named)
-        for (const Named& b : block) {
-            if (!b.arrived) continue;
-            const int rank = &block - all_named, id = &b - block;
-            std::snprintf(line, sizeof line, "\n  block %d, named barrier %d: %u of %u threads", rank, id, b.arrived,
-                          b.threads);
-            text += line;
-        }
+    for (const Named& b : all_named) {
+        if (!b.arrived) continue;
+        const int id = &b - all_named;
+        std::snprintf(line, sizeof line, "\n  named barrier %d: %u of %u threads", id, b.arrived, b.threads);
+        text += line;
+    }
     for (const Mbarrier& b : mbarriers) {
-        std::snprintf(line, sizeof line, "\n  block %u, mbarrier %u: phase %llu lacks %u of %u arrivals and %lld bytes",
-                      b.rank, b.address, b.phase, b.pending, b.expected, b.bytes);
+        std::snprintf(line, sizeof line, "\n  mbarrier %u: phase %llu lacks %u of %u arrivals and %lld bytes",
+                      b.address, b.phase, b.pending, b.expected, b.bytes);
         text += line;
     }
     return text;
@@ -133,46 +122,29 @@ void synchronize_block() { bar_sync(0, kernel.threads); }
 void mbarrier_init_shared__cta_b64(u32 address, u32 arrivals) {
     if (address % 8) fail("mbarrier at shared address %u: not aligned", address);
     for (const Mbarrier& b : mbarriers)
-        if (b.rank == running->rank && b.address == address) fail("mbarrier at %u is initialised twice", address);
+        if (b.address == address) fail("mbarrier at %u is initialised twice", address);
     if (arrivals == 0 || address < kSharedBase || address + 8 > kSharedBase + u32(kernel.shared_bytes))
         fail("mbarrier at %u with %u arrivals", address, arrivals);
-    mbarriers.push_back({running->rank, address, arrivals, arrivals, 0, 0, {}});
+    mbarriers.push_back({address, arrivals, arrivals, 0, 0, {}});
 }
 void fence_mbarrier_init_release_cluster() { initialised_for_copies = true; }
 
 void mbarrier_arrive_shared__cta_b64(u32 address) {
     maybe_switch(16);
-    arrive(find("mbarrier.arrive", running->rank, address));
+    arrive(find("mbarrier.arrive", address));
 }
 void mbarrier_arrive_expect_tx_shared__cta_b64(u32 address, u32 bytes) {
     maybe_switch(16);
-    Mbarrier& b = find("mbarrier.arrive.expect_tx", running->rank, address);
+    Mbarrier& b = find("mbarrier.arrive.expect_tx", address);
     b.bytes += bytes;
     if (b.bytes >= 1 << 20) fail("mbarrier at %u: %lld bytes are more than it can count", address, b.bytes);
     arrive(b);
-}
-void mbarrier_arrive_shared__cluster_b64(u32 address) {
-    maybe_switch(16);
-    if (address >> kRankBit == 0) fail("an arrival at cluster address %u, which mapa has not made", address);
-    arrive(find("a remote mbarrier.arrive", (address >> kRankBit) - 1, address & ((1 << kRankBit) - 1)));
-}
-void barrier_cluster_arrive_release() {
-    maybe_switch(16);
-    if (cluster_arrivals[running->number]++ != cluster_round) fail("barrier.cluster: a second arrival without a wait");
-    if (++cluster_arrived < u32(all_threads())) return;
-    cluster_arrived = 0;
-    cluster_round++;
-    for (int i = 0; i < all_threads(); i++)
-        if (threads[i].waits_for && threads[i].waits_on[1] == 0xc1) wake(threads[i]);
-}
-void barrier_cluster_wait_acquire() {
-    while (cluster_round < cluster_arrivals[running->number]) block("barrier.cluster", u32(cluster_round), 0xc1);
 }
 // A thread that waits looks again only now and then: it may miss a phase if two pass in the meantime.
 void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity, u32) {
     maybe_switch(8);
     if (parity > 1) fail("mbarrier at %u: parity %u", address, parity);
-    Mbarrier& b = find("mbarrier.try_wait", running->rank, address);
+    Mbarrier& b = find("mbarrier.try_wait", address);
     done = (b.phase & 1) != parity;
     if (done) return;
     b.waiting.push_back(running);
@@ -181,7 +153,7 @@ void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parit
 void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity) {
     maybe_switch(8);
     if (parity > 1) fail("mbarrier at %u: parity %u", address, parity);
-    done = (find("mbarrier.test_wait", running->rank, address).phase & 1) != parity;
+    done = (find("mbarrier.test_wait", address).phase & 1) != parity;
 }
 void nanosleep_u32(u32) { sleep(); }
 
@@ -189,7 +161,7 @@ void nanosleep_u32(u32) { sleep(); }
 void setmaxnreg_dec_sync_aligned_u32(u32 count) {
     if (count % 8 || count < 24 || count > running->registers)
         fail("setmaxnreg.dec from %u to %u", running->registers, count);
-    pools[running->rank] += running->registers - count;
+    pool += running->registers - count;
     running->registers = count;
     exchange("setmaxnreg", 0xffffffff, count);
     for (int i = 0; i < all_threads(); i++)
@@ -198,8 +170,8 @@ void setmaxnreg_dec_sync_aligned_u32(u32 count) {
 void setmaxnreg_inc_sync_aligned_u32(u32 count) {
     if (count % 8 || count > 256 || count < running->registers)
         fail("setmaxnreg.inc from %u to %u", running->registers, count);
-    while (pools[running->rank] < count - running->registers) block("registers", count - running->registers, ~0u);
-    pools[running->rank] -= count - running->registers;
+    while (pool < count - running->registers) block("registers", count - running->registers, ~0u);
+    pool -= count - running->registers;
     running->registers = count;
     exchange("setmaxnreg", 0xffffffff, count);
 }

@@ -26,7 +26,6 @@ struct Copy {
     Map map;
     int at[5];
     u32 shared, mbarrier;
-    u32 rank;  // whose shared memory
     Thread* thread;
     u8* flat;  // instead of a tensor: so many bytes as they lie
     u32 bytes;
@@ -73,36 +72,30 @@ u8* row_of(const Copy& c, u32 row, u32& columns) {
 }
 
 template <typename... Coordinates>
-void issue(bool load, u32 ranks, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
+void issue(bool load, u32 shared, const void* map, u32 mbarrier, Coordinates... at) {
     maybe_switch(8);
     if (shared % 1024) fail("a copy at shared address %u: the swizzle repeats every 1024 bytes", shared);
     const Map& of = map_at(map, sizeof...(at));
-    Copy c = {load, of, {at...}, shared, mbarrier, 0, running, nullptr, 0, running->groups, false};
-    if (ranks == 0 || ranks >> kernel.cluster) fail("a copy to blocks %x of the cluster", ranks);
-    // A block of the cluster may have it long before another.
-    for (; c.rank < u32(kernel.cluster); c.rank++) {
-        if (!(ranks >> c.rank & 1)) continue;
-        if (load) begin_async_write(c.rank, shared, rows(c.map) * kRow);
-        copies.push_back(c);
-    }
+    const Copy c = {load, of, {at...}, shared, mbarrier, running, nullptr, 0, running->groups, false};
+    if (load) begin_async_write(shared, rows(c.map) * kRow);
+    copies.push_back(c);
 }
 
 void issue_flat(bool load, u32 shared, const void* global, u32 bytes, u32 mbarrier, bool adds = false) {
     maybe_switch(8);
     if (bytes == 0 || bytes % 16 || shared % 16 || reinterpret_cast<u64>(global) % 16)
         fail("a copy of %u bytes between %p and shared address %u: multiples of 16 are wanted", bytes, global, shared);
-    if (load) begin_async_write(running->rank, shared, bytes);
+    if (load) begin_async_write(shared, bytes);
     u8* const memory = static_cast<u8*>(const_cast<void*>(global));
-    copies.push_back({load, {}, {}, shared, mbarrier, running->rank, running, memory, bytes, running->groups, adds});
+    copies.push_back({load, {}, {}, shared, mbarrier, running, memory, bytes, running->groups, adds});
 }
 
 void perform_flat(const Copy& c) {
-    check_alive("a copy", c.rank);
     if (c.load) {
-        std::memcpy(end_async_write(c.rank, c.shared, c.bytes), c.flat, c.bytes);
-        barriers::complete_bytes(c.rank, c.mbarrier, c.bytes);
+        std::memcpy(end_async_write(c.shared, c.bytes), c.flat, c.bytes);
+        barriers::complete_bytes(c.mbarrier, c.bytes);
     } else if (c.adds) {
-        const u8* const from = read_async("a copy", c.rank, c.shared, c.bytes);
+        const u8* const from = read_async("a copy", c.shared, c.bytes);
         for (u32 i = 0; i < c.bytes; i += 4) {
             float x, sum;
             std::memcpy(&x, from + i, 4), std::memcpy(&sum, c.flat + i, 4);
@@ -111,7 +104,7 @@ void perform_flat(const Copy& c) {
         }
         if (c.thread->waits_for) wake(*c.thread);
     } else {
-        std::memcpy(c.flat, read_async("a copy", c.rank, c.shared, c.bytes), c.bytes);
+        std::memcpy(c.flat, read_async("a copy", c.shared, c.bytes), c.bytes);
         if (c.thread->waits_for) wake(*c.thread);
     }
 }
@@ -119,8 +112,7 @@ void perform_flat(const Copy& c) {
 void perform(const Copy& c) {
     if (c.flat) return perform_flat(c);
     const u32 count = rows(c.map);
-    check_alive("a copy", c.rank);
-    if (c.load) end_async_write(c.rank, c.shared, count * kRow);
+    if (c.load) end_async_write(c.shared, count * kRow);
     for (u32 r = 0; r < count; r++) {
         u32 columns = 0;
         u8* global = row_of(c, r, columns);
@@ -130,15 +122,15 @@ void perform(const Copy& c) {
             const u32 bytes = columns <= first ? 0 : std::min((columns - first) * element, 16u);
             const u32 at = swizzle_128(c.shared + r * kRow + chunk * 16);
             if (c.load) {
-                u8* to = end_async_write(c.rank, at, 16);
+                u8* to = end_async_write(at, 16);
                 std::memset(to, 0, 16);
                 if (bytes) std::memcpy(to, global + chunk * 16, bytes);
             } else if (bytes) {
-                std::memcpy(global + chunk * 16, read_async("a copy", c.rank, at, 16), bytes);
+                std::memcpy(global + chunk * 16, read_async("a copy", at, 16), bytes);
             }
         }
     }
-    if (c.load) barriers::complete_bytes(c.rank, c.mbarrier, count * kRow);
+    if (c.load) barriers::complete_bytes(c.mbarrier, count * kRow);
     else if (c.thread->waits_for) wake(*c.thread);
 }
 
@@ -165,22 +157,18 @@ void prefetch_tensormap(const void* map) {
 }
 void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, u32 mbarrier, u64) {
-    issue(true, 1u << running->rank, to, map, mbarrier, c0, c1, c2, c3);
-}
-void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster_L2__cache_hint(
-    u32 to, const void* map, int c0, int c1, int c2, int c3, u32 mbarrier, u16 ranks, u64) {
-    issue(true, ranks, to, map, mbarrier, c0, c1, c2, c3);
+    issue(true, to, map, mbarrier, c0, c1, c2, c3);
 }
 void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, int c4, u32 mbarrier, u64) {
-    issue(true, 1u << running->rank, to, map, mbarrier, c0, c1, c2, c3, c4);
+    issue(true, to, map, mbarrier, c0, c1, c2, c3, c4);
 }
 void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, int c4,
                                                            u32 from) {
-    issue(false, 1u << running->rank, from, map, 0, c0, c1, c2, c3, c4);
+    issue(false, from, map, 0, c0, c1, c2, c3, c4);
 }
 void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, u32 from) {
-    issue(false, 1u << running->rank, from, map, 0, c0, c1, c2, c3);
+    issue(false, from, map, 0, c0, c1, c2, c3);
 }
 void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 bytes,
                                                                        u32 mbarrier) {

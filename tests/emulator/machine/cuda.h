@@ -13,7 +13,6 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 
 #define threadIdx (ptx::thread_index())
 #define blockIdx (ptx::block_index())
@@ -162,11 +161,11 @@ extern "C" unsigned char shared_memory[];
 
 // Tells the machine about the kernel of this source.
 #define EMULATED_CALL(entry, arguments) [](const void* args) { entry(*static_cast<const arguments*>(args)); }
-#define EMULATED_KERNEL(entry, arguments, shared_bytes, cluster, blocks_per_sm)                               \
-    ptx::Kernel ptx::kernels[] = {{kThreads, shared_bytes, blocks_per_sm, cluster, sizeof(arguments),         \
+#define EMULATED_KERNEL(entry, arguments, shared_bytes, blocks_per_sm)                                       \
+    ptx::Kernel ptx::kernels[] = {{kThreads, shared_bytes, blocks_per_sm, sizeof(arguments),                 \
                                    EMULATED_CALL(entry, arguments), {EMULATED_BEFORE(arguments)}}};
 // One that comes before it.
 #define EMULATED_FIRST(entry, arguments, threads) {EMULATED_CALL(entry, arguments), threads}
 // One of several that a launch runs one after the other.
 #define EMULATED_STAGE(entry, arguments, threads, shared_bytes) \
-    {threads, shared_bytes, 1, 1, sizeof(arguments), EMULATED_CALL(entry, arguments), {}},
+    {threads, shared_bytes, 1, sizeof(arguments), EMULATED_CALL(entry, arguments), {}},

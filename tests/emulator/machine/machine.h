@@ -1,5 +1,5 @@
-// Streaming multiprocessors that run one cluster of thread blocks at a time, as far as a program can tell them from the
-// real ones: what those leave open (who runs next, when an asynchronous operation completes) is drawn at random.
+// A streaming multiprocessor that runs one thread block at a time, as far as a program can tell it from a real one:
+// what that leaves open (who runs next, when an asynchronous operation completes) is drawn at random.
 
 #pragma once
 #include "ptx.h"
@@ -10,8 +10,7 @@
 
 namespace ptx {
 
-constexpr int kMaxBlocks = 2;  // of a cluster
-constexpr int kMaxThreads = 1024 * kMaxBlocks;
+constexpr int kMaxThreads = 1024;
 constexpr int kMaxShared = 227 * 1024;
 // Where dynamic shared memory begins: the first KiB belongs to the system.
 constexpr u32 kSharedBase = 1024;
@@ -21,9 +20,7 @@ constexpr u32 kWaitsForCopies = 0xc0b1;
 // ------------------------------------------------------------------------------------------------------ scheduler
 
 struct Thread {
-    int number;             // in the cluster: first all threads of its first block
-    int index;              // in its block
-    u32 rank;               // of its block in the cluster
+    int number;             // in the block
     std::jmp_buf context;
     bool done;
     const char* waits_for;  // why it cannot run, or null
@@ -37,9 +34,9 @@ extern Thread threads[kMaxThreads];
 extern Thread* running;  // null while the machine itself acts
 extern std::mt19937_64 rng;
 
-inline int all_threads() { return kernel.threads * kernel.cluster; }
+inline int all_threads() { return kernel.threads; }
 inline int lane(const Thread& t) { return t.number % 32; }
-inline int warp(const Thread& t) { return t.number / 32; }  // in the cluster
+inline int warp(const Thread& t) { return t.number / 32; }
 
 // True in one of n cases.
 inline bool one_in(u32 n) { return n != 0 && rng() % n == 0; }
@@ -54,22 +51,19 @@ void maybe_switch(u32 n);
 // Of a thread that polls: lets others go on, and asynchronous parts after a while.
 void sleep();
 
-// Fails when all threads of a block have ended: its memory is gone.
-void check_alive(const char* who, u32 rank);
-
-// Runs the blocks of a cluster, from block `first` of `grid` on. Returns what went wrong, or an empty text.
-std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed);
+// Runs a block of a grid. Returns what went wrong, or an empty text.
+std::string run_block(u32 index, u32 grid, const void* args, u64 seed);
 
 // ---------------------------------------------------------------------------------- what acts beside the threads
 
-// Each part of the machine forgets the last cluster, acts once if it has something to do, and tells at the end what was
+// Each part of the machine forgets the last block, acts once if it has something to do, and tells at the end what was
 // left undone.
 namespace shared {
 void reset();
 }
 namespace barriers {
 void reset();
-void complete_bytes(u32 rank, u32 mbarrier, u32 bytes);
+void complete_bytes(u32 mbarrier, u32 bytes);
 std::string describe();
 }
 namespace copy_engine {
@@ -93,19 +87,16 @@ void check_done();
 
 // -------------------------------------------------------------------------------------------------- shared memory
 
-// Addresses in the shared memory of another block of the cluster carry its rank + 1 above these bits.
-constexpr int kRankBit = 24;
-
-// Bytes of the shared memory of a block as the tensor cores and the copy engine see them. Fails unless they hold data
+// Bytes of the shared memory as the tensor cores and the copy engine see them. Fails unless they hold data
 // that has arrived, and that was ordered before such reads by the thread that wrote it.
-const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes);
+const u8* read_async(const char* who, u32 address, u32 bytes);
 // The running thread has asked for 16 bytes there and may not have waited for them: no copy may begin until it has
 // passed a fence.
 void note_ldmatrix(u32 address);
 // From the start of a copy to its end nobody may touch its target. `ordinary` copies need no order after ordinary
 // writes.
-void begin_async_write(u32 rank, u32 address, u32 bytes, bool ordinary = false);
-u8* end_async_write(u32 rank, u32 address, u32 bytes);
+void begin_async_write(u32 address, u32 bytes, bool ordinary = false);
+u8* end_async_write(u32 address, u32 bytes);
 
 // The 128-byte swizzle: address bits 4 to 6 are xored with bits 7 to 9.
 inline u32 swizzle_128(u32 address) { return address ^ (address >> 7 & 7) << 4; }

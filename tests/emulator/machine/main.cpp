@@ -67,25 +67,23 @@ int main() {
             if (!b.comes_back) mprotect(page, b.length(), PROT_READ);
         }
         std::string failure;
-        const u32 cluster = u32(kernel.cluster);
         void (*const run)(const void*) = kernel.run;
         const int threads = kernel.threads;
         for (int k = 0; k < 2; k++) {
             kernel.run = kernel.before[k].run, kernel.threads = kernel.before[k].threads;
             for (u32 i = 0; i < before[k] && failure.empty(); i++) {
-                failure = run_cluster(i, before[k], args, seed * 0x9e3779b97f4a7c15 - i - k);
+                failure = run_block(i, before[k], args, seed * 0x9e3779b97f4a7c15 - i - k);
                 if (failure.empty()) continue;
                 failure = "before, " + std::to_string(k) + ": block " + std::to_string(i) + ": " + failure;
             }
         }
         kernel.run = run, kernel.threads = threads;
-        if (grid % cluster) failure = "a grid that is no multiple of the cluster";
         std::vector<u32> order;
-        for (u32 i = 0; i < grid; i += cluster) order.push_back(i);
+        for (u32 i = 0; i < grid; i++) order.push_back(i);
         if (any_order) std::shuffle(order.begin(), order.end(), std::mt19937_64(seed));
         for (const u32 i : order) {
             if (!failure.empty()) break;
-            failure = run_cluster(i, grid, args, seed * 0x9e3779b97f4a7c15 + i);
+            failure = run_block(i, grid, args, seed * 0x9e3779b97f4a7c15 + i);
             if (!failure.empty()) failure = "block " + std::to_string(i) + ": " + failure;
         }
         const u32 length = u32(failure.size());

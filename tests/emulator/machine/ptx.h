@@ -19,7 +19,7 @@ struct First {
     int threads;
 };
 struct Kernel {
-    int threads, shared_bytes, blocks_per_sm, cluster;
+    int threads, shared_bytes, blocks_per_sm;
     std::size_t argument_bytes;
     void (*run)(const void* args);
     First before[2];
@@ -33,7 +33,6 @@ struct Index {
 Index thread_index();
 Index block_index();
 Index grid_dim();
-u32 cluster_rank();
 
 // Gives all lanes of the calling warp each other's word.
 const u32* exchange(const char* what, u32 lanes, u32 word);
@@ -94,7 +93,6 @@ inline void setp_ne_b32(bool& d, u32 a, u32 b) { d = a != b; }
 inline void setp_eq_b32(bool& d, u32 a, u32 b) { d = a == b; }
 inline void add_s64(u64& d, u64 a, u64 b) { d = a + b; }
 #define ptx_ctaid_x (ptx::block_index().x)
-#define ptx_cluster_ctarank (ptx::cluster_rank())
 
 // ------------------------------------------------------------------------------------------------- shared memory
 
@@ -123,10 +121,6 @@ void mbarrier_arrive_expect_tx_shared__cta_b64(u32 address, u32 bytes);
 void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity, u32 nanoseconds);
 void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity);
 void nanosleep_u32(u32 nanoseconds);
-void mapa_shared__cluster_u32(u32& there, u32 address, u32 rank);
-void mbarrier_arrive_shared__cluster_b64(u32 address);
-void barrier_cluster_arrive_release();
-void barrier_cluster_wait_acquire();
 // Launches come one after the other here.
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
@@ -138,8 +132,6 @@ void setmaxnreg_inc_sync_aligned_u32(u32 registers);
 void prefetch_tensormap(const void* map);
 void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, u32 barrier, u64 hint);
-void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster_L2__cache_hint(
-    u32 to, const void* map, int c0, int c1, int c2, int c3, u32 barrier, u16 ranks, u64 hint);
 void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     u32 to, const void* map, int c0, int c1, int c2, int c3, int c4, u32 barrier, u64 hint);
 void cp_async_bulk_tensor_4d_global_shared__cta_bulk_group(const void* map, int c0, int c1, int c2, int c3, u32 from);

@@ -20,9 +20,9 @@ constexpr std::size_t kStack = 256 * 1024;
 
 std::jmp_buf machine;             // where the scheduler goes on when a fiber stops
 u32 ready[kMaxThreads / 32];      // per warp, which lanes can run
-int living[kMaxBlocks];           // threads of a block that have not ended
+int living;                       // threads that have not ended
 const void* arguments;
-u32 first_block, blocks;
+u32 block_number, blocks;
 std::string failure;
 int sleeps;                       // since an asynchronous part did something
 int started;                      // fibers that exist
@@ -65,7 +65,7 @@ void fiber_main() {
     for (;;) {
         kernel.run(arguments);
         running->done = true;
-        living[running->rank]--;
+        living--;
         Thread* self = running;
         if (!_setjmp(self->context)) back_to_machine();
     }
@@ -149,9 +149,8 @@ std::string deadlock() {
 
 }  // namespace
 
-Index thread_index() { return {u32(running->index)}; }
-Index block_index() { return {first_block + running->rank}; }
-u32 cluster_rank() { return running->rank; }
+Index thread_index() { return {u32(running->number)}; }
+Index block_index() { return {block_number}; }
 Index grid_dim() { return {blocks}; }
 
 void fail(const char* format, ...) {
@@ -162,10 +161,6 @@ void fail(const char* format, ...) {
     va_end(list);
     failure = running ? "thread " + std::to_string(running->number) + ": " + text : text;
     back_to_machine();
-}
-
-void check_alive(const char* who, u32 rank) {
-    if (living[rank] == 0) fail("%s: block %u of the cluster has ended", who, rank);
 }
 
 void wake(Thread& t) {
@@ -253,9 +248,9 @@ static bool step() {
     return true;
 }
 
-std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
+std::string run_block(u32 index, u32 grid, const void* args, u64 seed) {
     rng.seed(seed);
-    arguments = args, first_block = first, blocks = grid;
+    arguments = args, block_number = index, blocks = grid;
     failure.clear();
     sleeps = 0;
     draw_policy();
@@ -266,23 +261,22 @@ std::string run_cluster(u32 first, u32 grid, const void* args, u64 seed) {
     tensor_core::reset();
     for (Exchange& x : exchanges) x.arrived = 0;
     if (started < all_threads()) start_fibers();
-    for (int r = 0; r < kernel.cluster; r++) living[r] = kernel.threads;
+    living = kernel.threads;
     const u32 registers = 65536 / (kernel.threads * kernel.blocks_per_sm) / 8 * 8;
     for (int i = 0; i < all_threads(); i++) {
         Thread& t = threads[i];
-        t.number = i, t.index = i % kernel.threads, t.rank = i / kernel.threads;
+        t.number = i;
         t.done = false, t.fences = 0, t.groups = 0, t.registers = registers < 256 ? registers : 256;
         wake(t);
     }
-    const auto alive = [] { return living[0] > 0 || living[1] > 0; };
-    while (alive() && failure.empty() && step()) {}
+    while (living > 0 && failure.empty() && step()) {}
     if (failure.empty() && !_setjmp(machine)) {
         copy_engine::check_done();
         thread_copies::check_done();
         tensor_core::check_done();
     }
     // Fibers that were left in the middle of something cannot be used again.
-    if (alive()) started = 0;
+    if (living > 0) started = 0;
     return failure;
 }
 

@@ -5,7 +5,6 @@
 #include <cstring>
 
 extern "C" {
-// That of the first block of a cluster; its addresses stand for those in the others.
 alignas(1024) unsigned char shared_memory[ptx::kMaxShared];
 }
 
@@ -22,20 +21,17 @@ struct Note {
     u32 reader_fences;
 };
 constexpr u32 kGranule = 16;
-alignas(1024) u8 others[kMaxBlocks - 1][kMaxShared];
-Note notes[kMaxBlocks][kMaxShared / kGranule];
+Note notes[kMaxShared / kGranule];
 
-u8* bytes_of(u32 rank) { return rank == 0 ? shared_memory : others[rank - 1]; }
-
-u8* place(const char* who, u32 rank, u32 address, u32 bytes) {
+u8* place(const char* who, u32 address, u32 bytes) {
     if (address < kSharedBase || address + bytes > kSharedBase + u32(kernel.shared_bytes))
         fail("%s of %u bytes at shared address %u: the block has %d bytes from %u on", who, bytes, address,
              kernel.shared_bytes, kSharedBase);
     if (address % bytes && bytes <= 16) fail("%s of %u bytes at shared address %u: not aligned", who, bytes, address);
-    return bytes_of(rank) + (address - kSharedBase);
+    return shared_memory + (address - kSharedBase);
 }
 
-Note& note(u32 rank, u32 address) { return notes[rank][(address - kSharedBase) / kGranule]; }
+Note& note(u32 address) { return notes[(address - kSharedBase) / kGranule]; }
 
 // Whether a copy is on its way to any of some bytes of a granule.
 bool is_arriving(const Note& n, u32 address, u32 bytes) {
@@ -53,16 +49,16 @@ bool is_unwritten(const Note& n, const u8* at, u32 bytes) {
 
 void load(void* to, u32 address, u32 bytes) {
     maybe_switch(64);
-    const u8* from = place("a load", running->rank, address, bytes);
-    const Note& n = note(running->rank, address);
+    const u8* from = place("a load", address, bytes);
+    const Note& n = note(address);
     if (is_unwritten(n, from, bytes)) fail("a load of shared address %u, which was never written", address);
     if (is_arriving(n, address, bytes)) fail("a load of shared address %u while a copy to it is on its way", address);
     std::memcpy(to, from, bytes);
 }
 
 void store(u32 address, const void* from, u32 bytes, Thread& writer) {
-    u8* to = place("a store", writer.rank, address, bytes);
-    Note& n = note(writer.rank, address);
+    u8* to = place("a store", address, bytes);
+    Note& n = note(address);
     if (is_arriving(n, address, bytes)) fail("a store to shared address %u while a copy to it is on its way", address);
     n = {State::holds, n.words, u16(writer.number + 1), writer.fences, n.reader, n.reader_fences};
     std::memcpy(to, from, bytes);
@@ -77,19 +73,12 @@ template <typename T> void store(u32 address, T x) {
 
 namespace shared {
 void reset() {
-    for (int r = 0; r < kernel.cluster; r++) {
-        std::memset(bytes_of(r), 0xff, kMaxShared);  // NaN in every format
-        std::memset(notes[r], 0, sizeof notes[r]);
-    }
+    std::memset(shared_memory, 0xff, kMaxShared);  // NaN in every format
+    std::memset(notes, 0, sizeof notes);
 }
 }  // namespace shared
 
 u32 shared_address(const void* p) { return u32(static_cast<const u8*>(p) - shared_memory) + kSharedBase; }
-
-void mapa_shared__cluster_u32(u32& there, u32 address, u32 rank) {
-    if (rank >= u32(kernel.cluster)) fail("mapa: the cluster has no block %u", rank);
-    there = address | (rank + 1) << kRankBit;
-}
 
 void ld_shared_u16(u16& d, u32 address) { load(&d, address, 2); }
 void ld_shared_u32(u32& d, u32 address) { load(&d, address, 4); }
@@ -104,7 +93,7 @@ void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     x = v[0], y = v[1], z = v[2], w = v[3];
 }
 void note_ldmatrix(u32 address) {
-    Note& n = note(running->rank, address);
+    Note& n = note(address);
     n.reader = u16(running->number + 1), n.reader_fences = running->fences;
 }
 void st_shared_u16(u32 address, u16 x) { store(address, x); }
@@ -143,10 +132,10 @@ void fence_proxy_async_shared__cta() {
 }
 void fence_proxy_async() { fence_proxy_async_shared__cta(); }
 
-const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes) {
-    const u8* from = place(who, rank, address, bytes);
+const u8* read_async(const char* who, u32 address, u32 bytes) {
+    const u8* from = place(who, address, bytes);
     for (u32 at = address / kGranule * kGranule; at < address + bytes; at += kGranule) {
-        const Note& n = note(rank, at);
+        const Note& n = note(at);
         const u32 last = at + kGranule < address + bytes ? at + kGranule : address + bytes;
         const u32 first = at < address ? address : at;
         if (is_unwritten(n, from + (first - address), last - first))
@@ -160,17 +149,16 @@ const u8* read_async(const char* who, u32 rank, u32 address, u32 bytes) {
     return from;
 }
 
-void begin_async_write(u32 rank, u32 address, u32 bytes, bool ordinary) {
-    check_alive("a copy", rank);
-    std::memset(place("a copy", rank, address, bytes), 0xff, bytes);
+void begin_async_write(u32 address, u32 bytes, bool ordinary) {
+    std::memset(place("a copy", address, bytes), 0xff, bytes);
     if (bytes < kGranule) {
-        Note& n = note(rank, address);
+        Note& n = note(address);
         if (is_arriving(n, address, bytes)) fail("two copies to shared address %u are on their way", address);
         n.words |= u8(((1u << bytes / 4) - 1) << address % kGranule / 4);
         return;
     }
     for (u32 at = address; at < address + bytes; at += kGranule) {
-        Note& n = note(rank, at);
+        Note& n = note(at);
         if (n.state == State::arriving || n.words) fail("two copies to shared address %u are on their way", at);
         if (!ordinary && n.writer && threads[n.writer - 1].fences == n.fences)
             fail("a copy to shared address %u, where thread %d wrote with no fence.proxy.async after", at,
@@ -182,15 +170,15 @@ void begin_async_write(u32 rank, u32 address, u32 bytes, bool ordinary) {
     }
 }
 
-u8* end_async_write(u32 rank, u32 address, u32 bytes) {
+u8* end_async_write(u32 address, u32 bytes) {
     if (bytes < kGranule) {
-        Note& n = note(rank, address);
+        Note& n = note(address);
         n.words &= u8(~(((1u << bytes / 4) - 1) << address % kGranule / 4));
         n.state = State::holds;
-        return place("a copy", rank, address, bytes);
+        return place("a copy", address, bytes);
     }
-    for (u32 at = address; at < address + bytes; at += kGranule) note(rank, at).state = State::holds;
-    return place("a copy", rank, address, bytes);
+    for (u32 at = address; at < address + bytes; at += kGranule) note(at).state = State::holds;
+    return place("a copy", address, bytes);
 }
 
 }  // namespace ptx

@@ -84,13 +84,13 @@ struct Descriptor {
     }
 
     // to[depth][outer], for `count` outer elements from `first` on.
-    void read(const char* who, u32 rank, Format format, u32 first, u32 count, float (*to)[kMaxColumns]) const {
+    void read(const char* who, Format format, u32 first, u32 count, float (*to)[kMaxColumns]) const {
         if (format == Format::e4m3) {
             for (u32 i = 0; i < count; i++) {
                 for (u32 j = 0; j < kMaxDepth; j += 16) {
                     const u32 outer = first + i;
                     const u32 at = swizzle_128(start + outer % 8 * 128 + outer / 8 * stride + j);
-                    const u8* const x = read_async(who, rank, at, 16);
+                    const u8* const x = read_async(who, at, 16);
                     for (u32 e = 0; e < 16; e++) to[j + e][i] = from_e4m3(x[e]);
                 }
             }
@@ -102,7 +102,7 @@ struct Descriptor {
             for (u32 j = 0; j < (by_depth ? count : kDepth); j += 8) {
                 const u32 at = by_depth ? address(first + j, i) : address(first + i, j);
                 u16 x[8];
-                std::memcpy(x, read_async(who, rank, at, 16), 16);
+                std::memcpy(x, read_async(who, at, 16), 16);
                 for (u32 e = 0; e < 8; e++) (by_depth ? to[i][j + e] : to[j + e][i]) = widen(format, x[e]);
             }
         }
@@ -136,7 +136,7 @@ void multiply(u32 w, Issued& issued) {
                 a[l % 4 * 2 + i % 2 + 8 * (i / 4)][l / 4 + 8 * (i / 2 % 2)] = widen(s.format, x);
             }
     } else {
-        Descriptor(s.a, s.a_by_depth).read("wgmma (A)", threads[w * 32].rank, s.format, w % 4 * 16, 16, a);
+        Descriptor(s.a, s.a_by_depth).read("wgmma (A)", s.format, w % 4 * 16, 16, a);
     }
     Accumulator& d = *issued.d[w % 4];
     for (int r = 0; r < 16; r++) {
@@ -188,7 +188,7 @@ void act() {
     const u64 step = warps[w].done;
     Issued& issued = g.steps[step - g.first];
     const MatrixStep& s = issued.step;
-    Descriptor(s.b, s.b_by_depth).read("wgmma (B)", threads[w * 32].rank, s.format, 0, s.columns, b);
+    Descriptor(s.b, s.b_by_depth).read("wgmma (B)", s.format, 0, s.columns, b);
     // The other warps often take the step together with this one, but need not.
     const bool alone = one_in(4);
     for (u32 i = w / 4 * 4; i < w / 4 * 4 + 4; i++)

@@ -178,7 +178,7 @@ void act() {
         const Copy c = copies[i];
         copies[i] = copies.back();
         copies.pop_back();
-        std::memcpy(end_async_write(c.thread->rank, c.to, c.size), c.content, c.size);
+        std::memcpy(end_async_write(c.to, c.size), c.content, c.size);
         if (c.thread->waits_for && c.thread->waits_on[1] == kWaitsForCopies) wake(*c.thread);
     }
 }
@@ -194,7 +194,7 @@ static void copy(u32 to, const void* from, u32 size, u32 bytes) {
     Copy c = {running, committed[running->number], to, size, {}};
     // What is copied does not change while a kernel runs, so it may be read now.
     if (bytes) std::memcpy(c.content, from, bytes);
-    begin_async_write(running->rank, to, size, true);
+    begin_async_write(to, size, true);
     copies.push_back(c);
 }
 void cp_async_cg_shared_global_L2__128B(u32 to, const void* from, u32 size, u32 bytes) {

@@ -16,12 +16,11 @@ const L2_BYTES: f64 = 60.0;
 // What follows was fitted to 590 timings at 18 shapes of head dims 64, 128 and 256 on an H200: it is 3.6 % off in the
 // mean, and its first choice was within 1.1 % of the fastest of those timed at 17 of the 18 (docs/measured).
 
-/// Instructions of the softmax per score and lane, those of an exponential on the multiply-add units, those of a mask,
-/// and those of P on its way through shared memory.
+/// Instructions of the softmax per score and lane, those of an exponential on the multiply-add units, and those of
+/// a mask.
 const SOFTMAX: f64 = 8.4;
 const MULTIPLY_ADD_EXP2: f64 = 6.6;
 const MASK: f64 = 7.8;
-const P_TO_SHARED: f64 = 2.25;
 /// Those of a bias that the copy engine brings, and of one that each thread loads: as much as times at head dims 64 and
 /// 128 show.
 const BIAS_BROUGHT: f64 = 12.0;
@@ -44,15 +43,13 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     // of 16 elements, K once per warpgroup; a narrow block makes those reads longer than the product.
     let steps_qk = (dqk / 16.0).ceil();
     let qk = consumers * steps_qk * (64.0 * block_kv * 32.0 / WGMMA).max((2048.0 + 32.0 * block_kv) / SMEM_BYTES);
-    let p_bytes = if s.p_in_shared { 2.0 * 2048.0 } else { 0.0 };
-    let pv = consumers * block_kv / 16.0 * (64.0 * dv * 32.0 / WGMMA).max((32.0 * dv + p_bytes) / SMEM_BYTES);
+    let pv = consumers * block_kv / 16.0 * (64.0 * dv * 32.0 / WGMMA).max(32.0 * dv / SMEM_BYTES);
     let elsewhere = s.exp2_eighths as f64 / 8.0;
     let exp = scores * (1.0 - elsewhere) / EXP2;
     let biases = p.program.map_or(0, |p| p.biases().len()) as f64;
     let of_biases = biases * if s.bias_stages > 0 { BIAS_BROUGHT } else { BIAS_LOADED };
     let scalar = scores * (SOFTMAX + MULTIPLY_ADD_EXP2 * elsewhere + of_biases) / LANES;
-    let p_out = if s.p_in_shared { scores * P_TO_SHARED / LANES } else { 0.0 };
-    let softmax = exp.max(scalar) + MIX * exp.min(scalar) + p_out;
+    let softmax = exp.max(scalar) + MIX * exp.min(scalar);
     let mma = qk + pv;
 
     // What of the shorter side stays visible beside the longer one. Two thread blocks fill each other's gaps.
@@ -66,7 +63,7 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
             (false, false) if consumers * blocks > 1.0 => 0.3,
             (false, false) => 1.0,
         };
-    let l2 = block_kv * (dqk + dv) * 2.0 / L2_BYTES / s.cluster as f64;
+    let l2 = block_kv * (dqk + dv) * 2.0 / L2_BYTES;
     let step = (mma.max(softmax) + exposed * mma.min(softmax) + STEP / blocks).max(l2);
 
     // The first scores of a tile have nothing to hide behind, unless tiles are chained.
@@ -100,9 +97,7 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm90Schedule, shape: &Shape, units: u32)
     let spare = if s.producer_spare > 0 { 1.01 } else { 1.0 };
     let total = spare * packing * knowing * heads * ((v.total - left_out).max(0.0) * step + v.tiles * tile + masked);
     let uneven = v.longest * v.tiles > v.total;
-    // Pairs were a third slower throughout; why is not known.
-    let pairs = if s.cluster > 1 { 1.34 } else { 1.0 };
-    total / units.max(1) as f64 * pairs * imbalance(s, heads * v.tiles, units, uneven)
+    total / units.max(1) as f64 * imbalance(s, heads * v.tiles, units, uneven)
 }
 
 /// By how much the busiest multiprocessor has more than its share, and what order costs in L2.

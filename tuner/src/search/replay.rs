@@ -11,7 +11,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use serde::Deserialize;
 use std::collections::{HashSet, VecDeque};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Tables, the trials of a usual job that a search has, and the most evaluations that median and 90th percentile may
 /// need.
@@ -25,8 +25,9 @@ const LIMITS: [(&str, usize, usize, usize); 7] = [
     ("cpu-f32-d128-full-256", 60, 4, 6),
 ];
 /// A space of `forward/sm80` that an H200 timed to its last schedule, three of 438 within 1 % of the best, and one of
-/// `forward/sm90` with all that are legal but eleven, the last by the cost model: five of 2913. The most evaluations
-/// that any search may need to meet one of those, and how far behind the best it may end.
+/// `forward/sm90` with all that were legal but eleven, the last by the cost model: five of 2913, of which 1598 have
+/// fields and values that there still are. The most evaluations that any search may need to meet one of those, and how
+/// far behind the best it may end.
 const TIMED_WHOLE: [(&str, usize, f64); 2] =
     [("h200-bf16-d256-causal-keys-2k", 20, 1.015), ("h200-bf16-d256-causal-whole-2k", 10, 1.005)];
 const SEEDS: u64 = 100;
@@ -41,7 +42,29 @@ pub(crate) struct Table {
     pub problem: Problem,
     pub shape: Shape,
     /// Microseconds of every schedule; none for those that failed.
+    #[serde(deserialize_with = "with_todays_fields")]
     pub trials: Vec<(Schedule, Option<f64>)>,
+}
+
+/// Values that a field of `forward/sm90` had when tables were recorded, and that no kernel has any more.
+const RETIRED: [&str; 2] = [r#""p_in_shared":true"#, r#""cluster":2"#];
+
+/// The trials of kernels that there still are.
+fn with_todays_fields<'de, D: serde::Deserializer<'de>>(table: D) -> Result<Vec<(Schedule, Option<f64>)>, D::Error> {
+    let recorded = Vec::<(serde_json::Value, Option<f64>)>::deserialize(table)?;
+    let mut left = Vec::new();
+    for (mut schedule, us) in recorded {
+        let text = schedule.to_string();
+        if RETIRED.iter().any(|value| text.contains(value)) {
+            continue;
+        }
+        for fields in schedule.as_object_mut().into_iter().flat_map(|family| family.values_mut()) {
+            // Tables are older than the rule that a default is not stored.
+            fields.as_object_mut().map(|fields| fields.remove("p_in_shared"));
+        }
+        left.push((serde_json::from_value(schedule).map_err(serde::de::Error::custom)?, us));
+    }
+    Ok(left)
 }
 
 /// Every table there is, by name.
@@ -62,26 +85,27 @@ impl Table {
     }
 }
 
-fn read(name: &str) -> Table {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/tables").join(format!("{name}.json"));
-    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+fn path_of(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/tables").join(format!("{name}.json"))
 }
 
-/// What left the space was beaten: no recorded table has its best among that.
+fn read(name: &str) -> Table {
+    serde_json::from_slice(&std::fs::read(path_of(name)).unwrap()).unwrap()
+}
+
+/// What left the space was beaten: no recorded table has its best among that, be it a schedule or a field's value.
 #[test]
 fn schedules_that_left_the_space_were_the_best_of_no_table() {
     for name in LIMITS.iter().map(|l| l.0).chain(LENGTHS).chain(TIMED_WHOLE.map(|t| t.0)) {
         let table = read(name);
         let best = |trials: &[(Schedule, Option<f64>)]| trials.iter().filter_map(|t| t.1).fold(f64::INFINITY, f64::min);
-        let (left, all) = (table.in_the_space(), &table.trials);
-        println!(
-            "{name}: {} of {} are in the space, the best {} of {} us",
-            left.len(),
-            all.len(),
-            best(&left),
-            best(all)
-        );
-        assert_eq!(best(&left), best(all), "{name}");
+        let recorded: serde_json::Value = serde_json::from_slice(&std::fs::read(path_of(name)).unwrap()).unwrap();
+        let all = recorded["trials"].as_array().unwrap();
+        let best_of_all = all.iter().filter_map(|trial| trial[1].as_f64()).fold(f64::INFINITY, f64::min);
+        let left = table.in_the_space();
+        let counts = [left.len(), table.trials.len(), all.len()];
+        println!("{name}: {counts:?} are in the space, have today's fields, and were timed; the best {best_of_all} us");
+        assert_eq!(best(&left), best_of_all, "{name}");
     }
 }
 
@@ -294,7 +318,8 @@ fn a_neighbour_makes_a_search_short_and_one_that_misleads_is_not_followed() {
             println!(
                 "{name}, {spread} apart: {tried:?} tried, {new:?} new, {behind:.4?} of the best; {cold_tried} without"
             );
-            assert!(tried.0 <= most.min(cold_tried), "{name}, {spread} apart: {tried:?} were tried");
+            // The medians of ten searches are known to a few trials.
+            assert!(tried.0 <= most.min(cold_tried * 1.1), "{name}, {spread} apart: {tried:?} were tried");
             assert!(behind.1 <= 1.01, "{name}, {spread} apart: {behind:?} of the best");
             // What was tried there is compiled: a few new ones are left.
             assert!(spread > 0.1 || new.0 <= 8.0, "{name}, {spread} apart: {new:?} were new");

@@ -134,7 +134,6 @@ impl Sm90Schedule {
                 129..=192 if problem.program.is_none() && problem.kv.is_dense() => 1,
                 _ => 0,
             },
-            cluster: 1,
             blocks_per_sm: 1,
             // What a tile of documents reads, those of neighbouring rows in all heads do not read again: 8 % on an
             // H200.
@@ -307,7 +306,6 @@ impl Sm90Schedule {
             scheduler: Sm90Scheduler::Single,
             trim: false,
             drawers: 0,
-            cluster: 1,
             ..*self
         })
     }

@@ -72,9 +72,8 @@ impl Sm90Schedule {
     pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
         let scores = self.block_kv / 2;
         let output = problem.head_dim_v.next_multiple_of(16) / 2;
-        let p = if self.overlap && !self.p_in_shared { self.block_kv / 4 } else { 0 };
-        // Work of a cluster is one more range of blocks to remember.
-        scores + output + p + if self.cluster > 1 { 40 } else { 32 }
+        let p = if self.overlap { self.block_kv / 4 } else { 0 };
+        scores + output + p + 32
     }
 
     /// Registers beyond [`Sm90Schedule::least_registers`] with which none of the programs that were compiled to find

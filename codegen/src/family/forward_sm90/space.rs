@@ -54,7 +54,6 @@ impl Sm90Schedule {
                                             chain,
                                             output_apart,
                                             exp2_eighths,
-                                            cluster: 1,
                                             blocks_per_sm,
                                             section_mib,
                                             ending,
@@ -101,8 +100,6 @@ impl Sm90Schedule {
     pub fn is_worth(&self, shape: &Shape) -> bool {
         let packs = shape.group() > 1 && shape.group().is_power_of_two() && shape.group() <= 64;
         let several_heads = shape.batch as u64 * shape.heads as u64 > 1;
-        let group = if self.pack_group { shape.group() } else { 1 };
-        let several_tiles = shape.q_len as u64 * group as u64 > self.block_q() as u64;
-        (packs || !self.pack_group) && (several_heads || self.section_mib == 0) && (several_tiles || self.cluster == 1)
+        (packs || !self.pack_group) && (several_heads || self.section_mib == 0)
     }
 }

@@ -104,7 +104,6 @@ impl Kernel {
             let tile = [BOX, group as u32, 64 / group as u32, 1, 1];
             spec(p.dtype, address, 5, dims, strides, tile)
         };
-        // The blocks of a cluster bring an equal part of a key block each.
         let keys = |address: u64, head_dim: u32, [batch, head, row]: [i64; 3]| {
             let dims = [head_dim as u64, args.kv_len as u64, args.kv_heads as u64, args.batch as u64, 1];
             // With no keys nothing is ever loaded; something that exists keeps the encoder content.
@@ -112,7 +111,7 @@ impl Kernel {
                 0 => (args.q, [head_dim as u64, 1, 1, 1, 1]),
                 _ => (address, dims),
             };
-            spec(p.dtype, address, 4, dims, [row, head, batch, 0], [BOX, s.block_kv / s.cluster, 1, 1, 1])
+            spec(p.dtype, address, 4, dims, [row, head, batch, 0], [BOX, s.block_kv, 1, 1, 1])
         };
         Some([
             rows(args.q, p.head_dim_qk, args.q_stride),

@@ -14,8 +14,7 @@ impl Sm90Schedule {
             s.pack_group && group.is_power_of_two() && group <= 64 && (shape.q_len as u64) * (group as u64) < 1 << 30;
         let (group_shift, unit_heads) = if packed { (group.ilog2(), shape.kv_heads) } else { (0, shape.heads) };
         let rows = shape.q_len << group_shift;
-        // Every cluster has its tiles in one unit; the last one may lie past the end.
-        let blocks = rows.div_ceil(s.block_q()).next_multiple_of(s.cluster);
+        let blocks = rows.div_ceil(s.block_q());
         let tiles = tiles(blocks * s.block_q(), s.block_q(), unit_heads, shape.batch)?;
         let batch_heads = shape.batch as u64 * unit_heads as u64;
         let kv_head_bytes = shape.kv_len as u64 * (problem.head_dim_qk + problem.head_dim_v) as u64 * 2;
@@ -100,16 +99,6 @@ mod tests {
             (t.leading, t.section)
         };
         assert_eq!([parts(0), parts(22), parts(1 << 20)], [(92, 4), (52, 44), (0, 96)]);
-    }
-
-    #[test]
-    fn clusters_are_whole() {
-        let pairs = kernel(|s| s.cluster = 2);
-        let t = pairs.plan(&shape(4, 4, 129)).unwrap().tiling.unwrap();
-        assert_eq!((t.blocks, t.tiles), (2, 2 * 4 * 3));
-        assert_eq!(pairs.plan(&shape(4, 4, 1)).unwrap().tiling.unwrap().blocks, 2);
-        let stay = main(kernel(|s| (s.cluster, s.scheduler) = (2, Sm90Scheduler::Stride)));
-        assert_eq!((stay.blocks(131), stay.blocks(1)), (130, 2));
     }
 
     #[test]

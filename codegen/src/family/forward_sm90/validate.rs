@@ -1,6 +1,6 @@
 //! Which schedules the template can generate.
 
-use super::{Sm90Schedule, Sm90Scheduler};
+use super::Sm90Schedule;
 use crate::{Error, Problem, Result};
 
 impl Sm90Schedule {
@@ -10,7 +10,7 @@ impl Sm90Schedule {
             Some(p) if p.mask().is_some() => p.rows().is_some(),
             _ => problem.mask.any(),
         };
-        self.consumers > 1 && self.cluster == 1 && self.bias_stages == 0 && masks
+        self.consumers > 1 && self.bias_stages == 0 && masks
     }
 
     /// Checks the fields against what the template can generate.
@@ -30,15 +30,8 @@ impl Sm90Schedule {
         if !(1..=2).contains(&self.blocks_per_sm) {
             return bad("blocks_per_sm", self.blocks_per_sm, "1 or 2 blocks");
         }
-        if !(1..=2).contains(&self.cluster) {
-            return bad("cluster", self.cluster, "1 or 2 thread blocks");
-        }
         if self.trim && !self.trims(problem) {
-            return bad(
-                "trim",
-                1,
-                "several consumers of one thread block, under a mask that leaves each row one run of keys",
-            );
+            return bad("trim", 1, "several consumers, under a mask that leaves each row one run of keys");
         }
         if self.exp2_eighths > 4 {
             return bad("exp2_eighths", self.exp2_eighths, "at most 4: no more than half of the exponentials");
@@ -52,22 +45,22 @@ impl Sm90Schedule {
                 return bad("producer_spare", self.producer_spare, "a multiple of 8, of what the producer gives back");
             }
         }
-        if self.chain && !(self.scheduler.is_persistent() && self.cluster == 1) {
-            return bad("chain", 1, "thread blocks that stay, each alone");
+        if self.chain && !self.scheduler.is_persistent() {
+            return bad("chain", 1, "thread blocks that stay");
         }
-        if self.output_apart && (!self.scheduler.is_persistent() || self.cluster > 1) {
-            return bad("output_apart", 1, "thread blocks that stay, each alone");
+        if self.output_apart && !self.scheduler.is_persistent() {
+            return bad("output_apart", 1, "thread blocks that stay");
         }
         if self.ending && self.section_mib == Self::WALK_ALL {
             return bad("ending", 1, "a section of a size, behind single heads");
         }
         if self.bias_stages > 0 {
             // Boxes of the copy engine are 64 keys wide.
-            if !self.block_kv.is_multiple_of(64) || self.cluster > 1 || self.trim {
+            if !self.block_kv.is_multiple_of(64) || self.trim {
                 return bad(
                     "bias_stages",
                     self.bias_stages,
-                    "0 but for single thread blocks with blocks of whole 64 keys",
+                    "0 but for blocks of whole 64 keys that all consumers visit",
                 );
             }
             if self.bias_stages > 4 || self.biases(problem).is_empty() {
@@ -78,15 +71,9 @@ impl Sm90Schedule {
                 );
             }
         }
-        if self.scheduler == Sm90Scheduler::Queue && self.cluster > 1 {
-            return bad("cluster", self.cluster, "1: a queue deals to single thread blocks");
-        }
         if let Some(program) = problem.program {
             if self.pack_group {
                 return bad("pack_group", 1, "one head for each tile of a score program");
-            }
-            if self.cluster > 1 && problem.masks_by_program() {
-                return bad("cluster", self.cluster, "1 for a score program's mask: each tile has blocks of its own");
             }
             if self.exp2_eighths > 0 && program.score().is_some() {
                 return bad("exp2_eighths", self.exp2_eighths, "0 where a score program may make a score -inf");
@@ -98,7 +85,7 @@ impl Sm90Schedule {
         if self.lazy_rescale && problem.residual {
             return bad("lazy_rescale", 1, "eager where a residual is written: the largest probability is then exact");
         }
-        if self.quick && (self.overlap || self.scheduler.is_persistent() || self.cluster > 1) {
+        if self.quick && (self.overlap || self.scheduler.is_persistent()) {
             return bad("quick", 1, "one tile for each thread block, and no overlap");
         }
         if self.take_turns && self.consumers < 2 {

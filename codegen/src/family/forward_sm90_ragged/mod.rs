@@ -1,7 +1,7 @@
 //! `forward/sm90_ragged`: `forward/sm90` for ragged batches, whose thread blocks find their tiles from lengths in
 //! device memory.
 //!
-//! Its schedules are those of `forward/sm90` with persistent thread blocks, without clusters and biases by TMA.
+//! Its schedules are those of `forward/sm90` with persistent thread blocks, without biases by TMA.
 
 mod tensor_maps;
 
@@ -54,7 +54,7 @@ impl Fields for Sm90RaggedSchedule {
 impl Sm90RaggedSchedule {
     /// The nearest schedule of `forward/sm90` that the skeleton takes.
     fn of(s: Sm90Schedule) -> Self {
-        Self(Sm90Schedule { scheduler: Sm90Scheduler::Queue, cluster: 1, ending: false, quick: false, ..s })
+        Self(Sm90Schedule { scheduler: Sm90Scheduler::Queue, ending: false, quick: false, ..s })
     }
 
     /// How a launch numbers tiles: the most that there can be, and the rows of keys that stay in L2 together.
@@ -138,7 +138,7 @@ impl KernelFamily for Sm90RaggedSchedule {
     }
 
     fn space(problem: &Problem, _: Arch) -> Vec<Self> {
-        let takes = |s: &Sm90Schedule| s.scheduler.is_persistent() && s.cluster == 1 && s.bias_stages == 0 && !s.ending;
+        let takes = |s: &Sm90Schedule| s.scheduler.is_persistent() && s.bias_stages == 0 && !s.ending;
         // Heads of a group together beside whole thread blocks' tiles, too, which dense tensors are not searched for.
         let packed = |s: Sm90Schedule| Sm90Schedule { pack_group: problem.program.is_none(), ..s };
         let both = |s: Sm90Schedule| [s, packed(s)];
@@ -165,8 +165,8 @@ impl KernelFamily for Sm90RaggedSchedule {
                 "thread blocks that stay: the number of tiles is known on the device alone",
             );
         }
-        if s.cluster > 1 || s.ending || s.quick {
-            return bad("cluster, ending, quick", &s, "single thread blocks, sections throughout");
+        if s.ending || s.quick {
+            return bad("ending, quick", &s, "sections throughout");
         }
         if s.bias_stages > 0 {
             return bad("bias_stages", &s.bias_stages, "0: no biases by query and key");

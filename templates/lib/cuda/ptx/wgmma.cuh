@@ -30,8 +30,7 @@ template <int kCount> __device__ __forceinline__ void wgmma_touch(float (&d)[kCo
 }
 
 // wgmma<kColumns>::rows(d, a, b, keep):  d = keep * d + A B^T, A and B in shared memory by rows.
-// wgmma<kColumns>::depth(d, a, b):       d += A V, A in shared memory by rows, V by depth.
-// wgmma<kColumns>::depth(d, p, b):       d += A V, A in four registers.
+// wgmma<kColumns>::depth(d, p, b):       d += A V, A in four registers, V in shared memory by depth.
 // Of quick kernels also, from the fence to the wait:
 // wgmma<kColumns>::whole_rows(d, a, b):  d = A B^T over the whole head dim.
 // wgmma<kColumns>::whole_depth(d, p, b): d += A V over a whole block of keys, A in registers.
