@@ -1,5 +1,6 @@
 //! What the end-to-end tests share: the command with a cache of its own, and tensor files.
 
+pub(crate) mod compiled;
 pub(crate) mod compiler;
 pub(crate) mod counted;
 pub(crate) mod faults;
