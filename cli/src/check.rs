@@ -109,8 +109,7 @@ pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
     }
     let mut work: Vec<(usize, Problem, Vec<Kernel>)> = Vec::new();
     let program = program(&args)?;
-    // There is no e4m3 with a score program.
-    let e4m3 = if program.is_plain() { sweep::e4m3_problems(effort) } else { Vec::new() };
+    let e4m3 = sweep::e4m3_with(effort, &program);
     let dense = sweep::problems(effort).into_iter().map(|problem| problem.with_program(program.clone())).chain(e4m3);
     let dense = dense.enumerate().flat_map(|(nth, p)| sweep::in_precisions(p, arch).map(move |p| (nth, p)));
     let ragged = ragged_sweep::problems(effort, &program);
@@ -138,7 +137,7 @@ pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
         let ragged = ragged_sweep::problems(effort, &program);
         let names: Vec<_> = sweep::problems(effort)
             .iter()
-            .chain(&sweep::e4m3_problems(effort))
+            .chain(&sweep::e4m3_with(effort, &program))
             .chain(&ragged)
             .map(Problem::to_string)
             .collect();

@@ -103,6 +103,32 @@ pub(crate) fn e4m3_problems(effort: Effort) -> Vec<Problem> {
     problems
 }
 
+/// The same with a score program or, where nobody brings one, without and some with caps, slopes, sinks, documents and
+/// biases.
+pub(crate) fn e4m3_with(effort: Effort, program: &Program) -> Vec<Problem> {
+    let mut problems = e4m3_problems(effort);
+    if !program.is_plain() {
+        return problems.into_iter().map(|problem| problem.with_program(program.clone())).collect();
+    }
+    let every = problems.len() / E4M3_PROGRAMS.len();
+    let some = problems.iter().step_by(every.max(1)).zip(E4M3_PROGRAMS);
+    let some: Vec<_> =
+        some.map(|(problem, text)| problem.with_program(Program::parse(text).expect("parses"))).collect();
+    problems.extend(some);
+    problems
+}
+
+const E4M3_PROGRAMS: [&str; 8] = [
+    "cap: float usually in 0..50; score = cap * tanh(score * (1.0 / cap));",
+    "slope: f32[heads]; score = score - slope[h] * abs(q + kv_len - q_len - kv);",
+    "sinks: f32[heads]; sink = sinks[h];",
+    "doc: i32[batch, kv_len] nondecreasing; mask = doc[b, kv] == doc[b, q];",
+    "bias: bf16[heads, q_len, kv_len]; score = score + bias[h, q, kv];",
+    "chunk: int in 1..4096; mask = kv // chunk == q // chunk and kv <= q + kv_len - q_len;",
+    "s: f32[heads]; mask = kv <= q + 3 and kv % 3 != 1; score = 4.0 * tanh(score * 0.25); sink = s[h];",
+    "score = select(q % 4 == 1, -inf, score);",
+];
+
 /// The problems of the sweep whose forward passes also write what O loses by rounding, and their gradients, dense and
 /// packed, which read it.
 pub(crate) fn residual_problems(effort: Effort, program: &Program) -> Vec<Problem> {

@@ -118,7 +118,7 @@ mod tests {
         assert!(changed("forward/cpu.c", "/* queries of a tile */", "").is_empty());
         assert_eq!(
             changed("lib/cpu/score.h", "\n#define", "\n#define MORE\n#define"),
-            ["forward/cpu", "forward/cpu_ragged", "backward/cpu", "gradient/cpu"]
+            ["forward/cpu", "forward/cpu_e4m3", "forward/cpu_ragged", "backward/cpu", "gradient/cpu"]
         );
         assert_eq!(changed("forward/sm90/steps.cuh", "const", "volatile"), ["forward/sm90", "forward/sm90_ragged"]);
         let cuda = [

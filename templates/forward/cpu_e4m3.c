@@ -26,6 +26,12 @@
 #define SCALES_OF_KEYS @{ scales_of_keys }@
 #define SCALES_OF_CHANNELS @{ scales_of_channels }@
 #define SCALES_OF_ROWS (SCALES_OF_QUERIES || SCALES_OF_KEYS)
+#define PROGRAM @{ program }@ /* a score program, and what it has */
+#define PROGRAM_MASK @{ program_mask }@
+#define PROGRAM_SCORE @{ program_score }@ /* scores are in natural units then, else in those of log2 */
+#define PROGRAM_SINK @{ program_sink }@
+#define PROGRAM_LONG @{ program_long }@
+#define PROGRAM_ANYWHERE 0 /* no block is left out */
 
 #include <stdint.h>
 
@@ -37,9 +43,19 @@
 
 #define LOG2E 1.44269504088896341f
 #define LN2 0.69314718055994531
+#define PANEL ((BLOCK_Q + LANES - 1) / LANES * LANES)
+/* From Q K^T to units of the scores, and from these to those of log2 and of the natural logarithm. */
+#define SCORE_UNIT (PROGRAM_SCORE ? 1 : LOG2E)
+#define SCORE_LOG2 (PROGRAM_SCORE ? LOG2E : 1)
+#define SCORE_LN (PROGRAM_SCORE ? 1 : LN2)
+#if PROGRAM
+<% include "lib/cpu/score.h" %>
+<% include "lib/cpu/program.h" %>
+#endif
 #define LONGEST (HEAD_DIM_QK > HEAD_DIM_V ? HEAD_DIM_QK : HEAD_DIM_V)
 
-/* What one thread works in; behind it the scores, a row of the tile's keys for each query. */
+/* What one thread works in; behind it the scores, a row of the tile's keys for each query, and behind those whether it
+ * attends to them. */
 typedef struct {
     _Alignas(64) float q[BLOCK_Q][HEAD_DIM_QK];
     _Alignas(64) double o[BLOCK_Q][HEAD_DIM_V];
@@ -47,8 +63,12 @@ typedef struct {
     double sum[BLOCK_Q];
     float maximum[BLOCK_Q];
 #if SCALES_OF_ROWS
-    float scale[BLOCK_Q]; /* from Q K^T to units of log2, without that of the key */
+    float scale[BLOCK_Q]; /* from Q K^T to units of the scores, without that of the key */
 #endif
+#if PROGRAM
+    ProgramRows program;
+#endif
+    _Alignas(64) float at[PANEL]; /* the scores of one key */
     _Alignas(64) float scores[];
 } Scratch;
 
@@ -81,7 +101,7 @@ uint64_t ft_tiles(const ForwardArgs *args) {
 }
 
 uint64_t ft_scratch_bytes(const ForwardArgs *args) {
-    return sizeof(Scratch) + sizeof(float) * BLOCK_Q * (uint64_t)pitch(args);
+    return sizeof(Scratch) + (sizeof(float) + 1) * BLOCK_Q * (uint64_t)pitch(args);
 }
 
 void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
@@ -98,8 +118,7 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
 #if SCALES_OF_ROWS
 #define SCALE(i) (scratch->scale[i] * k_scale)
 #else
-    /* From Q K^T to units of log2. */
-    const float scale = args->scale * LOG2E * scale_of(args->q_descale, args->q_descale_stride, batch, kv_head) *
+    const float scale = args->scale * SCORE_UNIT * scale_of(args->q_descale, args->q_descale_stride, batch, kv_head) *
                         scale_of(args->k_descale, args->k_descale_stride, batch, kv_head);
 #define SCALE(i) scale
 #endif
@@ -110,7 +129,16 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
     const float v_scale = scale_of(args->v_descale, args->v_descale_stride, batch, kv_head);
 #define V_SCALE(d) v_scale
 #endif
-    const KeyRange range = key_range(args, first, first + queries);
+    KeyRange range = key_range(args, first, first + queries);
+#if PROGRAM
+    const ProgramHead program = {args->side,       (int32_t)batch, (int32_t)head,
+                                 (int32_t)kv_head, args->q_len,    args->kv_len};
+    program_rows(&program, first, &scratch->program);
+#endif
+#if PROGRAM_MASK
+    program_keys(&program, first, first + queries, &range);
+#endif
+    uint8_t *const live = (uint8_t *)(scratch->scores + BLOCK_Q * pitch(args));
 
     for (int i = 0; i < queries; i++) of_codes(scratch->q[i], q + (first + i) * args->q_stride[2], HEAD_DIM_QK);
 #if SCALES_OF_ROWS
@@ -121,7 +149,7 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
 #else
         const float q_scale = scale_of(args->q_descale, args->q_descale_stride, batch, kv_head);
 #endif
-        scratch->scale[i] = args->scale * LOG2E * q_scale;
+        scratch->scale[i] = args->scale * SCORE_UNIT * q_scale;
     }
 #endif
     for (int64_t key = range.begin; key < range.end; key++) {
@@ -137,22 +165,33 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
             for (int d = 0; d < HEAD_DIM_QK; d++) parts[d % LANES] += scratch->q[i][d] * scratch->row[d];
             float sum = 0;
             for (int x = 0; x < LANES; x++) sum += parts[x];
-            const int live = key >= key_begin(args, first + i) && key < key_end(args, first + i);
-            scratch->scores[i * pitch(args) + key - range.begin] = live ? sum * SCALE(i) : -INF;
+            scratch->at[i] = sum * SCALE(i);
+        }
+#if PROGRAM_SCORE
+        program_scores(scratch->at, 1, &program, &scratch->program, first, 0, key, 1, 0, PANEL / LANES);
+#endif
+        for (int i = 0; i < queries; i++) {
+            int attends = key >= key_begin(args, first + i) && key < key_end(args, first + i);
+#if PROGRAM_MASK
+            attends = attends && program_visible(&program, first + i, key)[0];
+#endif
+            live[i * pitch(args) + key - range.begin] = (uint8_t)attends;
+            scratch->scores[i * pitch(args) + key - range.begin] = attends ? scratch->at[i] : -INF;
         }
     }
     const int64_t keys = max64(range.end - range.begin, 0);
     for (int i = 0; i < queries; i++) {
         float *p = scratch->scores + i * pitch(args), maximum = -INF;
         for (int64_t j = 0; j < keys; j++) maximum = p[j] > maximum ? p[j] : maximum;
+        /* Of a row whose scores are all -infinity no difference of two of them is taken. */
+        const float reference = PROGRAM_SCORE && maximum == -INF ? 0 : maximum;
         double sum = 0;
         for (int64_t j = 0; j < keys; j += LANES) {
             for (int64_t x = j; x < j + LANES; x++) p[x] = x < keys ? p[x] : -INF;
-            vf_store(p + j, vf_exp2(vf_load(p + j) - maximum));
+            vf_store(p + j, vf_exp2((vf_load(p + j) - reference) * SCORE_LOG2));
             for (int64_t x = j; x < j + LANES && x < keys; x++) {
                 /* No key but masked ones: the difference of two infinities is no weight. */
-                const int64_t key = range.begin + x;
-                if (key < key_begin(args, first + i) || key >= key_end(args, first + i)) p[x] = 0;
+                if (!live[i * pitch(args) + x]) p[x] = 0;
                 sum += p[x];
             }
         }
@@ -163,25 +202,40 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
         of_codes(scratch->row, v + key * args->v_stride[2], HEAD_DIM_V);
         for (int i = 0; i < queries; i++) {
             /* Zero times the NaN of a masked key is NaN. */
-            if (key < key_begin(args, first + i) || key >= key_end(args, first + i)) continue;
+            if (!live[i * pitch(args) + key - range.begin]) continue;
             const float p = scratch->scores[i * pitch(args) + key - range.begin];
             for (int d = 0; d < HEAD_DIM_V; d++) scratch->o[i][d] += (double)p * scratch->row[d];
         }
     }
     for (int i = 0; i < queries; i++) {
         const int64_t query = first + i;
-        const int empty = key_begin(args, query) >= key_end(args, query);
-        const double inverse = empty ? 0 : 1 / scratch->sum[i];
-        for (int d = 0; d < HEAD_DIM_V; d++) scratch->row[d] = (float)(scratch->o[i][d] * inverse * V_SCALE(d));
+        int empty = key_begin(args, query) >= key_end(args, query);
+        double sum = scratch->sum[i], top = scratch->maximum[i] * SCORE_LN, less = 1; /* in natural units */
+#if PROGRAM
+        /* Only its scores tell what a program masks: one that makes all of them -infinity masks the row. */
+        empty |= sum == 0;
+#endif
+        if (empty) sum = 0, top = -INF;
+#if PROGRAM_SINK
+        /* One more key, without a value: O shrinks, the log-sum-exp grows. */
+        const double sink = scratch->program.sink[i], reference = top;
+        top = sink > top ? sink : top;
+        less = empty ? 0 : ft_expf((float)(reference - top));
+        sum = sum * less + (top == -INF ? 0 : ft_expf((float)(sink - top)));
+#endif
+        const double inverse = empty ? 0 : less / sum;
+        for (int d = 0; d < HEAD_DIM_V; d++)
+            scratch->row[d] = empty ? 0 : (float)(scratch->o[i][d] * inverse * V_SCALE(d));
         narrow_row(o + query * args->o_stride[2], scratch->row, HEAD_DIM_V);
         if (args->lse)
             args->lse[head_index * args->q_len + query] =
-                empty ? -INF : (float)(scratch->maximum[i] * LN2 + natural_log(scratch->sum[i]));
+                sum == 0 ? -INF : (float)(top + natural_log(sum));
         if (!args->weights) continue;
         float *weights = args->weights + (head_index * args->q_len + query) * args->kv_len;
         for (int64_t key = 0; key < args->kv_len; key++) {
-            const int live = key >= key_begin(args, query) && key < key_end(args, query);
-            weights[key] = live ? (float)(scratch->scores[i * pitch(args) + key - range.begin] * inverse) : 0;
+            const int64_t at = i * pitch(args) + key - range.begin;
+            const int inside = key >= range.begin && key < range.end;
+            weights[key] = inside && live[at] ? (float)(scratch->scores[at] * inverse) : 0;
         }
     }
 }

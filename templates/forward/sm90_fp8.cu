@@ -44,9 +44,12 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
+<% include "lib/cuda/score/program.cuh" %>
+<% include "lib/cuda/score/sink.cuh" %>
+<% include "lib/cuda/attention/far.cuh" %>
 <% include "forward/sm90/tiles.cuh" %>
 
-using KernelArgs = Sm90Args;
+using KernelArgs = WithSide<Sm90Args>;
 
 constexpr int kThreads = (kConsumers + 1) * 128;
 static_assert(kThreads == @{ threads }@, "the threads that the host launches");
@@ -62,7 +65,16 @@ constexpr int kBytesKeys = kColumnsV * 128;         // transposed V: 128 keys of
 constexpr int kParts = div_up(kColumnsV, kPart);
 constexpr int kTransposers = 3;                     // warps of the producer
 // Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
-constexpr bool kMasks = kMaskLeft || kMaskRight;
+constexpr bool kMasks = kMaskLeft || kMaskRight || kProgramMask;
+// Whether blocks before those in sight of every row may need a mask.
+constexpr bool kMaskedFirst = kMaskLeft || (kProgramMask && !kProgramFromFirst);
+// A program may make all scores of a row -inf. The row then counts as one that attends to nothing, whatever V holds;
+// but not beside a sink, whose sum is not empty.
+constexpr bool kMarkEmpty = @{ mark_empty }@;
+// Caps come as a polynomial, in units of log2 (program_capped), where one factor is that of all rows.
+constexpr bool kCapped = kProgramCapped && !FT_SCALES_OF_QUERIES;
+// Who loads is a warp where its lanes bring scales of keys, or find the key blocks of a tile by a program's mask.
+constexpr bool kLoadsByWarp = FT_SCALES_OF_KEYS || kProgramMask;
 
 // Probabilities are 2^8 at most, so that those down to 2^-17 of the largest are e4m3 numbers above zero.
 constexpr float kProbabilityLog2 = 8.0f;
@@ -103,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         registers_give_back<kProducerRegisters>();
         if (warp > 0) {
             transpose_v(args, smem, warp - 1);
-        } else if (FT_SCALES_OF_KEYS || threadIdx.x == 0) {
+        } else if (kLoadsByWarp || threadIdx.x == 0) {
             load(args, smem);
         }
     } else {

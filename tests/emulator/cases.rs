@@ -192,6 +192,8 @@ impl Expected {
         };
         let mut call = forward_call(&tensors, case.mask, case.scale).map_err(|e| e.to_string())?;
         let quantised = kernel.problem.dtype == DType::E4m3;
+        // What a program reads lies behind the scales.
+        let behind = if quantised { 8 } else { 5 };
         if quantised {
             let view = |i: usize| {
                 let scales = &self.scales[i];
@@ -205,7 +207,7 @@ impl Expected {
         }
         let mut side = Side::default();
         if let Some(program) = kernel.problem.program {
-            side = Side::new(&program, &shape, &self.data, 5)?;
+            side = Side::new(&program, &shape, &self.data, behind)?;
         }
         // Behind all that is found of a mask, which lies behind what a program reads.
         let mut lost = HostTensor::poisoned(DType::Bf16, o.shape(), Layout::Bshd);
@@ -238,7 +240,7 @@ impl Expected {
         if found.len() != bytes {
             return Err(format!("{} bytes were found, the kernel takes {bytes}", found.len()));
         }
-        let at = address(5 + if quantised { 3 } else { 0 } + side.tensors.len() as u64, found.len());
+        let at = address(behind + side.tensors.len() as u64, found.len());
         // Where masks take too much memory, the kernel evaluates them.
         let masks = metadata.and_then(|(_, _, masks)| masks);
         let masks = masks.filter(|_| !seed.is_multiple_of(4)).map(|offset| at + offset);

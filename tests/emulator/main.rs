@@ -130,10 +130,14 @@ fn random_schedules() {
     search(12, |number| random_sm90(&mut StdRng::seed_from_u64(number), None));
 }
 
-/// The same for `forward/sm90_fp8`, whose sums the machine cuts to 13 bits as Hopper does.
+/// The same for `forward/sm90_fp8`, whose sums the machine cuts to 13 bits as Hopper does; every second with a score
+/// program.
 #[test]
 fn random_sm90_fp8_schedules() {
-    search(6, |number| random_sm90_fp8(&mut StdRng::seed_from_u64(number)));
+    search(10, |number| {
+        let program = number.is_multiple_of(2).then(|| PROGRAMS[number as usize / 2 * 7 % PROGRAMS.len()]);
+        random_sm90_fp8(&mut StdRng::seed_from_u64(number), program)
+    });
 }
 
 /// The same for `forward/sm80`, every third with a score program: how those are lowered is shown below.

@@ -118,9 +118,12 @@ pub fn random_sm80_f32(rng: &mut StdRng, program: Option<&str>) -> Kernel {
 }
 
 /// A kernel of `forward/sm90_fp8`.
-pub fn random_sm90_fp8(rng: &mut StdRng) -> Kernel {
+pub fn random_sm90_fp8(rng: &mut StdRng, program: Option<&str>) -> Kernel {
     loop {
-        let problem = random_e4m3_problem(rng);
+        let mut problem = random_e4m3_problem(rng);
+        if let Some(program) = program {
+            problem = problem.with_program(Program::parse(program).expect("a program"));
+        }
         let consumers = rng.random_range(1..=3);
         let schedule = Schedule::Sm90Fp8(Sm90Fp8Schedule {
             consumers,

@@ -53,8 +53,9 @@ def flash_attn_func(
     alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``; the slope times the distance is taken from the scores.
     deterministic: every kernel there is, of gradients too, gives the same bytes in every run, whatever this says.
     q_descale, k_descale, v_descale: of float8_e4m3fn tensors, which :func:`quantise` makes, and which a GPU of sm_90a
-    (of sm_89 and newer with ``Engine(allow_paths=)``) takes without gradients, softcap and slopes at head dims that
-    are multiples of 16 (the CPU at any, for tests): what their elements are multiplied by, float32; 1 when not given.
+    takes without gradients at head dims that are multiples of 16 (one of sm_89 and newer with ``Engine(allow_paths=)``
+    and without softcap and slopes, the CPU at any head dim, for tests): what their elements are multiplied by, float32;
+    1 when not given.
         How many axes there are says what shares a scale. Two, a head: ``[batch, kv_heads]``, of q by the head of k.
         Three, of q and k a row, ``[batch, heads, rows]`` with their own heads, and of v a channel,
         ``[batch, kv_heads, head_dim_v]``; scales of rows of v are not taken, and a third axis of v is always

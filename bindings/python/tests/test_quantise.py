@@ -4,7 +4,6 @@ import unittest
 
 import flashtune
 import numpy as np
-from flashtune import Unsupported
 
 try:
     import ml_dtypes
@@ -30,11 +29,16 @@ def hadamard(n):
     return h / np.sqrt(n)
 
 
-def attention(q, k, v, causal=False):
+def attention(q, k, v, causal=False, cap=None, slopes=None):
     """O and the log-sum-exp in float64, of ``[batch, rows, heads, dim]``."""
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(t, group, 2) for t in (k, v))
     s = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(q.shape[3])
+    if cap is not None:
+        s = cap * np.tanh(s / cap)
+    if slopes is not None:
+        i, j = np.ogrid[: q.shape[1], : k.shape[1]]
+        s = s - slopes[:, None, None] * np.abs(i + k.shape[1] - q.shape[1] - j)
     if causal:
         i, j = np.ogrid[: q.shape[1], : k.shape[1]]
         s = np.where(j <= i + k.shape[1] - q.shape[1], s, -np.inf)
@@ -199,6 +203,28 @@ class Quantise(unittest.TestCase):
             self.assertLess(max(errors["mean"], errors["both"]), 0.08, errors)
             self.assertLess(1.5 * errors["mean"], errors["plain"], errors)
 
+    def test_caps_slopes_and_programs_are_those_of_what_codes_mean(self):
+        r = flashtune.quantise(self.q, self.k, self.v, scales=("token", "token", "channel"), subtract_mean=True)
+        meant = []
+        for name, t, scale in zip("qkv", r[:3], r[3:6]):
+            meant.append(t.astype("float64") * repeated(scale, t, 1, name))
+        slopes = np.array([0.5, 0.25, 0.125, 0.0625], "float32")
+
+        def check(found, want):
+            np.testing.assert_allclose(found[0].astype("float64"), want[0], rtol=0.01, atol=0.01)
+            np.testing.assert_allclose(found[1], want[1], rtol=1e-5, atol=1e-4)
+
+        named = dict(return_lse=True, **r.descales)
+        check(flashtune.flash_attn_func(*r[:3], softcap=3.0, **named), attention(*meant, cap=3.0))
+        check(
+            flashtune.flash_attn_func(*r[:3], causal=True, alibi_slopes=slopes, **named),
+            attention(*meant, True, slopes=slopes),
+        )
+        check(
+            flashtune.flash_attn_func(*r[:3], softcap=3.0, alibi_slopes=slopes, **named),
+            attention(*meant, cap=3.0, slopes=slopes),
+        )
+
     def test_what_is_no_number_and_what_is_nothing(self):
         k = self.k.copy()
         k[0, :, 0] = 0.0
@@ -237,9 +263,6 @@ class Quantise(unittest.TestCase):
             "q_positions is float32", self.q, self.k, self.v, rotary_cos=table, rotary_sin=table, q_positions=table
         )
         r = flashtune.quantise(self.q, self.k, self.v)
-        with self.assertRaises(Unsupported):
-            flashtune.flash_attn_func(*r[:3], softcap=10.0, **r.descales)
-
         def refuses_call(words, **named):
             with self.assertRaises(flashtune.Error) as caught:
                 flashtune.flash_attn_func(*r[:3], **named)

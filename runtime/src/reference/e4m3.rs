@@ -3,6 +3,7 @@
 use super::compare::lse_bound;
 use super::{Attention, HostTensor, Layout, RowId, RowScale, Rows, Verdict, compare_rows};
 use crate::{Descale, ScaleKind};
+use flashtune_codegen::score::{At, Bound, Precision};
 use flashtune_codegen::{DType, ScaleUnit};
 use rand::Rng;
 use rayon::prelude::*;
@@ -157,7 +158,7 @@ fn log_sum_exp(scores: impl Iterator<Item = f64> + Clone) -> f64 {
 }
 
 /// The oracle's rows by an emulation in fp64 that rounds P, relative to its row's largest and times 2^8, and O at its
-/// end; the sum is that of the unrounded P. Of the dequantised operands, without a score program.
+/// end; the sum is that of the unrounded P. Of the dequantised operands.
 ///
 /// # Panics
 /// When the tensors' shapes do not belong together.
@@ -166,6 +167,7 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
     let [_, kv_heads, kv_len, dim_v] = v.shape();
     let group = heads.checked_div(kv_heads).unwrap_or(1).max(1);
     let scale = f64::from(attention.scale);
+    let sizes = super::oracle::sizes(q, k, attention.mask);
     let rows: Vec<(Vec<f64>, f64)> = oracle
         .ids
         .par_iter()
@@ -176,16 +178,37 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
             let mut row = vec![0.0f32; dim_qk];
             q.read_row([batch, head, id.row as usize], &mut row);
             let (mut key, mut value_row) = (vec![0.0f32; dim_qk], vec![0.0f32; dim_v]);
-            let (mut scores, mut losses) = (Vec::new(), Vec::new());
-            for j in live.clone() {
+            let mut bound = attention.program.map(|(p, data)| Bound::of_checked(p, &sizes, data, Precision::F64));
+            let sink = bound.as_mut().and_then(|b| b.sink(attention.sequence + id.batch, id.head, id.row));
+            let (mut keys, mut scores, mut losses) = (Vec::new(), Vec::new(), Vec::new());
+            for j in live {
                 k.read_row([batch, head / group, j as usize], &mut key);
                 let (dot, loss) = summed(&row, &key);
-                scores.push(dot * scale);
-                losses.push(loss * scale.abs());
+                let (score, loss) = (dot * scale, loss * scale.abs());
+                let at = At { b: attention.sequence + id.batch, h: id.head, q: id.row, kv: j as u32 };
+                let (score, loss) = match &mut bound {
+                    None => (score, loss),
+                    // What a loss becomes where the program changes scores: the larger of both sides.
+                    Some(bound) => {
+                        if !bound.visible(at) {
+                            continue;
+                        }
+                        let changed = bound.score(at, score);
+                        let sides = [score - loss, score + loss].map(|s| (bound.score(at, s) - changed).abs());
+                        (changed, sides.into_iter().filter(|x| x.is_finite()).fold(0.0, f64::max))
+                    }
+                };
+                keys.push(j);
+                scores.push(score);
+                losses.push(loss);
             }
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let mut sum = 0.0;
-            for (j, score) in live.zip(&scores) {
+            // A row whose scores a program makes -inf is masked.
+            if max == f64::NEG_INFINITY && !scores.iter().any(|s| s.is_nan()) {
+                scores.clear();
+            }
+            let mut sum = sink.map_or(0.0, |sink| (sink - max).exp());
+            for (j, score) in keys.into_iter().zip(&scores) {
                 let p = (score - max).exp();
                 sum += p;
                 let rounded = f64::from(value(code((p * P_SCALE) as f32))) / P_SCALE;
@@ -196,7 +219,7 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
             if !scores.is_empty() {
                 // The most that it changes: all scores larger. A key without weight loses nothing of it.
                 let larger = scores.iter().zip(&losses).map(|(s, loss)| s + loss);
-                by_sums = log_sum_exp(larger) - log_sum_exp(scores.iter().copied());
+                by_sums = log_sum_exp(larger.chain(sink)) - log_sum_exp(scores.iter().copied().chain(sink));
                 let mut rounded: Vec<f32> = o.iter().map(|o| (o / sum) as f32).collect();
                 super::host::round_to(output, &mut rounded);
                 o = rounded.into_iter().map(f64::from).collect();

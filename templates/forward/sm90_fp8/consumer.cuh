@@ -17,6 +17,9 @@ struct Consumer {
     Probabilities p;
     Output o;
     RowSoftmax softmax;
+    ProgramKept kept;     // of the tile at hand
+    RowFactors<2> unit;   // where a program changes the scores, what takes them to natural units
+    ScoreCap cap;         // where it caps them
 
     __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id)
         : args(args), smem(smem), id(id), schedule(smem) {}
@@ -99,9 +102,35 @@ struct Consumer {
         v.advance();
     }
 
+    __device__ __forceinline__ int first_row(const Work& work) const {
+        return work.tile.row + id * 64 + warp() * 16 + lane() / 4;
+    }
+    __device__ __forceinline__ ProgramHead head(const Work& work) const {
+        return program_head(args, args.forward, work.tile);
+    }
+
+    // What the score program makes of the scores of block n.
+    template <bool kMasked> __device__ __forceinline__ void change(const Work& work, int n) {
+#if FT_SCALES_OF_QUERIES
+        if constexpr (kProgramScore) {
+#pragma unroll
+            for (int i = 0; i < kBlockKV / 2; i++) s[i] *= unit[i / 2 % 2];
+        }
+        const float scale = 1.0f;
+#else
+        const float scale = unit[0];
+#endif
+        const auto at = [&](int tile, int e) -> float& { return s[4 * tile + e]; };
+        const int row = first_row(work), key = n * kBlockKV + lane() % 4 * 2;
+        if constexpr (kCapped) {
+            program_capped<kMasked, kBlockKV / 8>(at, head(work), kept, cap, row, key, 0.0f, [](float, int) {});
+        } else {
+            program_scores<kMasked, kBlockKV / 8>(at, head(work), kept, row, key, scale);
+        }
+    }
     // Replaces the scores of pairs that the mask leaves out by -inf.
     __device__ __forceinline__ void mask(const Work& work, int n) {
-        const int row = work.tile.row + id * 64 + warp() * 16 + lane() / 4, key = n * kBlockKV + lane() % 4 * 2;
+        const int row = first_row(work), key = n * kBlockKV + lane() % 4 * 2;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, row + h * 8);
@@ -158,6 +187,7 @@ struct Consumer {
     // Scores of a block to probabilities.
     template <bool kMasked, bool kByBits>
     __device__ __forceinline__ void advance(const Work& work, int n, const RowFactors<2>& c) {
+        if constexpr (kProgramScore || (kMasked && kProgramMask)) change<kMasked>(work, n);
         if (kMasked) mask(work, n);
         softmax.advance<kByBits>(s, c);
     }
@@ -227,20 +257,22 @@ struct Consumer {
     }
 
     // NaN of V in masked blocks, which did not take part, to the rows that attend to them: rare, so plain and slow.
-    __device__ __forceinline__ void restore_nan(const Work& work) {
+    __device__ __forceinline__ void restore_nan(const Work& work, const float (&inverse)[2]) {
         const ForwardArgs& f = args.forward;
         const u8* const v_rows = (const u8*)f.v + work.tile.batch * f.v_stride[0] + work.tile.kv_head * f.v_stride[1];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const KeyRange live =
-                live_keys<kMaskLeft, kMaskRight>(f, work.tile.row + id * 64 + warp() * 16 + lane() / 4 + h * 8);
+            if (kMarkEmpty && inverse[h] == 0.0f) continue;
+            const int row = first_row(work) + h * 8;
+            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(f, row);
 #pragma unroll 1
             for (int key = live.first; key <= live.last; key++) {
-                if (!is_masked<kMaskLeft>(work.blocks, key / kBlockKV)) continue;
-                const u8* const row = v_rows + key * f.v_stride[2] + lane() % 4 * 4;
+                if (!is_masked<kMaskedFirst>(work.blocks, key / kBlockKV)) continue;
+                if (kProgramMask && (row >= f.q_len || !program_visible(head(work), row, key))) continue;
+                const u8* const at = v_rows + key * f.v_stride[2] + lane() % 4 * 4;
 #pragma unroll
                 for (int j = 0; j < kColumnsV / 16; j++) {
-                    const u32 nan = nan_bytes(*(const u32*)(row + 16 * j));
+                    const u32 nan = nan_bytes(*(const u32*)(at + 16 * j));
 #pragma unroll
                     for (int byte = 0; byte < 4; byte++) {
                         if (nan >> byte * 8 & 0x80)
@@ -253,9 +285,13 @@ struct Consumer {
 
     // O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16.
     __device__ __forceinline__ void write(const Work& work, const RowFactors<2>& c, float v_scale) {
-        float inverse[2], log_sum_exp[2];
-        softmax.finish(c, inverse, log_sum_exp);
-        if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work);
+        float inverse[2], log_sum_exp[2], sinks[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int h = 0; kProgramSink && h < 2; h++) {
+            sinks[h] = program_sink(head(work), min_of(first_row(work) + h * 8, args.forward.q_len - 1));
+        }
+        softmax.finish(c, sinks, inverse, log_sum_exp);
+        if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work, inverse);
         const ForwardArgs& f = args.forward;
         const int first = id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
@@ -267,6 +303,11 @@ struct Consumer {
                 f.lse[(i64(work.tile.batch) * f.heads + work.tile.head) * f.q_len + at] = log_sum_exp[h];
             }
             const float by = inverse[h] * v_scale;
+#pragma unroll
+            for (int i = 0; kMarkEmpty && i < kColumnsV / 4; i++) {
+                float& x = o[i / 2 * 4 + 2 * h + i % 2];
+                x = inverse[h] == 0.0f ? 0.0f : x;
+            }
 #if FT_SCALES_OF_CHANNELS
             const Descales<2> channels = channel_descales(f, work.tile);
 #endif
@@ -319,8 +360,11 @@ struct Consumer {
 #else
                 const float of_row = scale;
 #endif
-                c.of[h] = of_row == 0.0f ? kLog2E : fabsf(of_row) * kLog2E;
+                c.of[h] = kCapped ? 1.0f : kProgramScore || of_row == 0.0f ? kLog2E : fabsf(of_row) * kLog2E;
+                if (kProgramScore) unit.of[h] = of_row == 0.0f ? 1.0f : fabsf(of_row);
             }
+            if (kProgramScore || kProgramMask) kept = program_kept(head(work));
+            if constexpr (kCapped) cap = program_cap(head(work), kept, unit[0]);
             softmax.init();
 #pragma unroll
             for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
@@ -353,7 +397,7 @@ struct Consumer {
         }
         // First blocks that the mask cuts, and as many others as it takes until all references are zero at least.
         const int full_end = max_of(b.begin, b.full_end);
-        const int full_begin = kMaskLeft ? max_of(b.begin, b.full_begin) : b.begin;
+        const int full_begin = kMaskedFirst ? max_of(b.begin, b.full_begin) : b.begin;
         bool below = any_below_zero();
 #pragma unroll 1
         for (; n >= (below ? b.begin : full_end); n--) {
@@ -362,7 +406,7 @@ struct Consumer {
         }
 #pragma unroll 1
         for (; n >= full_begin; n--) step<false, true>(work, n, c);
-        if (kMaskLeft) {
+        if (kMaskedFirst) {
 #pragma unroll 1
             for (; n >= b.begin; n--) step<true, false>(work, n, c);
         }

@@ -2,7 +2,8 @@
 //
 // Roles: warpgroup 0 is the producer, the others are consumers of 64 query rows each.
 //   producer, warp 0        one thread takes tiles, and loads Q, K and V as it lies in memory (TMA); where keys have
-//                           scales, all lanes bring those of a block beside K
+//                           scales, all lanes bring those of a block beside K, and where a program masks, they find
+//                           which blocks a tile visits
 //             warps 1 to 3  write V transposed
 //   consumer c              scores, softmax, output
 //

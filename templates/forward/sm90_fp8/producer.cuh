@@ -32,19 +32,17 @@ struct KeyScales {
 };
 #endif
 
-// Takes tiles, and loads what they need: blocks of keys from the last to the first. One thread; with scales of keys a
-// warp, of which one lane does all but these.
+// Takes tiles, and loads what they need: blocks of keys from the last to the first. One thread; or a warp, of which one
+// lane does all but scales of keys and what a program's mask asks for.
 __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
     WorkPipeline slots;
     QPipeline q;
     KPipeline k;
     RawPipeline v;
     u32 index = blockIdx.x;
+    const bool leads = !kLoadsByWarp || threadIdx.x == 0;
 #if FT_SCALES_OF_KEYS
-    const bool leads = threadIdx.x == 0;
     KeyScales scales;
-#else
-    constexpr bool leads = true;
 #endif
 #pragma unroll 1
     for (u32 taken = 1;; taken++) {
@@ -96,9 +94,7 @@ __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
             v.advance();
         }
         if (leads) index = next_index(args, taken);
-#if FT_SCALES_OF_KEYS
-        index = __shfl_sync(0xffffffff, index, 0);
-#endif
+        if (kLoadsByWarp) index = __shfl_sync(0xffffffff, index, 0);
     }
 }
 
@@ -152,7 +148,7 @@ __device__ __forceinline__ void transpose_v(const KernelArgs& args, u32 smem, in
         for (int n = work.blocks.end - 1; n >= work.blocks.begin; n--) {
             raw.wait(smem);
             v.acquire(smem);
-            if (kMasks && is_masked<kMaskLeft>(work.blocks, n)) {
+            if (kMasks && is_masked<kMaskedFirst>(work.blocks, n)) {
                 if (transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp)) set_flag(Layout::met_nan_at(smem));
             } else {
                 transpose_block<false>(raw.buffer(smem), v.buffer(smem), warp);

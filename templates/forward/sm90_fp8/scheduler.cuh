@@ -14,8 +14,12 @@ struct Work {
 __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 index) {
     Work w;
     w.live = index < u32(args.tiles);
-    w.tile = tile_at<kBlockQ, false, kMaskRight>(args, min_of(index, u32(args.tiles) - 1));
+    w.tile = tile_at<kBlockQ, false, kMaskRight || kProgramMask>(args, min_of(index, u32(args.tiles) - 1));
     w.blocks = blocks_of<kBlockKV, kMaskLeft, kMaskRight>(args, w.tile);
+    if constexpr (kProgramMask) {
+        const ProgramHead head = program_head(args, args.forward, w.tile);
+        w.blocks = program_blocks<kBlockKV>(head, w.tile.row, w.tile.row + w.tile.rows - 1, w.blocks);
+    }
     return w;
 }
 

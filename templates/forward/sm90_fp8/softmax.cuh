@@ -59,24 +59,35 @@ struct RowSoftmax {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // A row that has seen nothing yet: any finite reference gives exp2(-inf) = 0 instead of NaN.
+            const float reference = m[h] == -FT_INFINITY ? 0.0f : m[h];
             const float less = m[h] == -FT_INFINITY ? 0.0f : fmaf(m[h], c[h], -kProbabilityLog2);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 float& x = s[i / 2 * 4 + 2 * h + i % 2];
-                x = exp2_approx(fmaf(x, c[h], -less));
+                // Of scores far from zero, which are masked by large numbers, products with c would lose the rest.
+                x = exp2_approx(kProgramFar ? fmaf(x - reference, c[h], kProbabilityLog2) : fmaf(x, c[h], -less));
                 l[h] += x;
             }
         }
     }
 
-    // Completes the sums over the quad. The scale of the probabilities is in O and in l; it leaves the log-sum-exp.
-    __device__ __forceinline__ void finish(const RowFactors<2>& c, float (&inverse)[2], float (&log_sum_exp)[2]) {
+    // Completes the sums over the quad, and adds the sinks of rows where a program has them. The scale of the
+    // probabilities is in O and in l; it leaves the log-sum-exp.
+    __device__ __forceinline__ void finish(const RowFactors<2>& c, const float (&sinks)[2], float (&inverse)[2],
+                                           float (&log_sum_exp)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             l[h] = quad_sum(l[h]);
+            if constexpr (kProgramSink) {
+                const WithSink sunk = with_sink(l[h], as_log2(m[h], c[h]) - kProbabilityLog2, sinks[h]);
+                inverse[h] = sunk.inverse, log_sum_exp[h] = sunk.lse;
+                continue;
+            }
             inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
-            log_sum_exp[h] =
-                l[h] == 0.0f ? -FT_INFINITY : kLn2 * (fmaf(m[h], c[h], -kProbabilityLog2) + log2_approx(l[h]));
+            // A reference far from zero is not multiplied by log2(e) first.
+            const float lse = kProgramFar ? m[h] + kLn2 * (log2_approx(l[h]) - kProbabilityLog2)
+                                          : kLn2 * (fmaf(m[h], c[h], -kProbabilityLog2) + log2_approx(l[h]));
+            log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : lse;
         }
     }
 };

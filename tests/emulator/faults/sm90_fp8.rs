@@ -2,7 +2,7 @@
 
 use super::{CASE, Fault};
 use crate::cases::Case;
-use flashtune::{DType, Distribution, Mask};
+use flashtune::{DType, Distribution, Mask, Program};
 use flashtune_codegen::{MaskKind, Problem, ScaleUnit, ScaleUnits, Schedule, Sm90Fp8Schedule};
 
 /// Many keys of about equal weight, so that what sums lose adds up.
@@ -15,12 +15,21 @@ const LONG: Case = Case {
     ..CASE
 };
 
-/// With scales of rows and channels where a fault is of these.
+/// A mask, a change of the score and a sink.
+const PROGRAM: &str = "s: f32[heads]; mask = kv <= q + 40 and kv % 7 != 3; \
+     score = 4.0 * tanh(score * 0.25) + 0.1 * s[h]; sink = s[h];";
+
+/// With scales of rows and channels, or a program, where a fault is of these.
 pub fn problem(what: &str) -> Problem {
     let kind = MaskKind { left: true, right: true };
     let finer = ScaleUnits { q: ScaleUnit::Rows, k: ScaleUnit::Rows, v: ScaleUnit::Channel };
     let scales = if what.contains("finer") { finer } else { ScaleUnits::default() };
-    Problem::forward_qk_v(DType::E4m3, 80, 80, kind).expect("legal").with_output(DType::F32).with_scales(scales)
+    let problem = Problem::forward_qk_v(DType::E4m3, 80, 80, kind).expect("legal");
+    let problem = problem.with_output(DType::F32).with_scales(scales);
+    match what.contains("program") {
+        true => problem.with_program(Program::parse(PROGRAM).expect("a program")),
+        false => problem,
+    }
 }
 
 /// A schedule that shows what is wrong.
@@ -176,7 +185,7 @@ pub const SM90_FP8: &[Fault] = &[
     [
         "NaN of V stay out",
         "forward/sm90_fp8/consumer.cuh",
-        "if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work);",
+        "if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work, inverse);",
         "",
         "the oracle says",
     ],
@@ -193,5 +202,40 @@ pub const SM90_FP8: &[Fault] = &[
         "            v.acquire(smem);\n            if (kMasks",
         "            if (kMasks",
         "the oracle says|wgmma|read|written|bits",
+    ],
+    [
+        "a program is given scores in other units",
+        "forward/sm90_fp8/consumer.cuh",
+        "unit.of[h] = of_row == 0.0f ? 1.0f : fabsf(of_row);",
+        "unit.of[h] = 1.0f;",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "finer: a program is given the scores of the other row's scale",
+        "forward/sm90_fp8/consumer.cuh",
+        "s[i] *= unit[i / 2 % 2];",
+        "s[i] *= unit[1 - i / 2 % 2];",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "the sink of a program beside sums of scaled P",
+        "forward/sm90_fp8/softmax.cuh",
+        "as_log2(m[h], c[h]) - kProbabilityLog2, sinks[h]",
+        "as_log2(m[h], c[h]), sinks[h]",
+        "the oracle says|in the mean|LSE",
+    ],
+    [
+        "blocks of a program's mask by the first row alone",
+        "forward/sm90_fp8/scheduler.cuh",
+        "w.tile.row, w.tile.row + w.tile.rows - 1, w.blocks",
+        "w.tile.row, w.tile.row, w.blocks",
+        "the oracle says|in the mean|LSE|deadlock",
+    ],
+    [
+        "NaN of V reach rows from which a program masks them",
+        "forward/sm90_fp8/consumer.cuh",
+        " || !program_visible(head(work), row, key)",
+        "",
+        "the oracle says",
     ],
 ];

@@ -96,6 +96,10 @@ impl KernelFamily for Sm89Fp8Schedule {
 
     fn supports(problem: &Problem, _: Arch) -> Result<()> {
         problem.validate()?;
+        if problem.program.is_some() {
+            let limit = "no score program: forward/sm90_fp8 alone computes them of e4m3";
+            return Err(Error::unsupported("family", Self::NAME, limit, "convert Q, K and V to bf16 or f16"));
+        }
         for (field, d) in [("head_dim_qk", problem.head_dim_qk), ("head_dim_v", problem.head_dim_v)] {
             if !d.is_multiple_of(HEAD_DIM_STEP) {
                 let limit = format!("{} takes multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to 256", Self::NAME);

@@ -78,7 +78,7 @@ impl Sm90Schedule {
 
     /// Registers beyond [`Sm90Schedule::least_registers`] with which none of the programs that were compiled to find
     /// the numbers spilled: elements that change with the key are loaded ahead of their use.
-    pub(super) fn program_registers(problem: &Problem) -> u32 {
+    pub(in crate::family) fn program_registers(problem: &Problem) -> u32 {
         let Some(p) = problem.program else { return 0 };
         let ScoreFacts { changes: score, loads_by_key, gathers, halves_along_keys, divisions, .. } = p.score_facts();
         let kind = match loads_by_key > 0 {

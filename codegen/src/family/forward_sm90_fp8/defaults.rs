@@ -23,12 +23,21 @@ impl Sm90Fp8Schedule {
         // By the times of docs/measured/log/2026-11-24-h200-fp8.md: three consumers where their registers suffice, and
         // where a mask does not leave some of them little to do.
         let cut_short = problem.mask.right && bucket.q_len < 8192;
-        match d {
+        // Beside a program the softmax is longer than the products, and what overlaps waits for registers: 155 and 151
+        // us with a cap at 4096, 131 and 125 with slopes (H200, 16/4 heads of 128, causal).
+        let changes = problem.program.is_some_and(|p| p.score().is_some());
+        let plain = match d {
             0..=64 => Self { consumers: 3, ..base },
+            65..=128 if changes => base,
             65..=128 if cut_short => Self { overlap: true, ..base },
             65..=128 => Self { consumers: 3, part: part_up_to(columns, 32), ..base },
             _ => base,
-        }
+        };
+        // Score programs take registers, so that fewer consumers have them, or smaller blocks of keys leave them.
+        let small = [128, 96, 64, 32].map(|block_kv| Self { block_kv, part: part_up_to(columns, 32), ..base });
+        let alone = [64, 32].map(|block_kv| Self { consumers: 1, block_kv, part: part_up_to(columns, 32), ..base });
+        let fits = |s: &Self| s.validate(problem).is_ok();
+        [plain, base].into_iter().chain(small).chain(alone).find(fits).unwrap_or(plain)
     }
 
     /// The schedules worth trying.

@@ -11,7 +11,9 @@ pub(super) use tensor_maps::maps;
 
 use super::KernelFamily;
 use super::fields::{Constants, schedule};
+use super::forward_sm80;
 use super::forward_sm90::Sm90Schedule;
+use super::program_length::{self, MostOperations};
 use crate::abi::{self, ArgsLayout};
 use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
 use crate::traffic::Walk;
@@ -88,7 +90,8 @@ impl KernelFamily for Sm90Fp8Schedule {
                 return Err(Error::unsupported(field, d, limit, "pad the rows with zeros to the next such length"));
             }
         }
-        Ok(())
+        let most = MostOperations::Together(forward_sm80::LONGEST_PROGRAM);
+        program_length::check(Self::NAME, problem, most, "convert Q, K and V to bf16 or f16")
     }
 
     fn unmet(constraint: Constraint) -> Option<&'static str> {
@@ -120,11 +123,11 @@ impl KernelFamily for Sm90Fp8Schedule {
         self.blocks_per_sm
     }
 
-    fn constants(&self, _: &Problem, constants: &mut Constants) {
+    fn constants(&self, problem: &Problem, constants: &mut Constants) {
         constants.extend([
             ("tile_queues", abi::TILE_QUEUES.to_string()),
-            ("producer_registers", self.producer_registers().to_string()),
-            ("consumer_registers", self.consumer_registers().to_string()),
+            ("producer_registers", self.producer_registers(problem).to_string()),
+            ("consumer_registers", self.consumer_registers(problem).to_string()),
             ("wgmma_instructions", wgmma::instructions(self)),
         ]);
     }

@@ -1,6 +1,7 @@
 //! Shared memory and registers of a kernel, and the schedules that these leave.
 
 use super::Sm90Fp8Schedule;
+use crate::family::Sm90Schedule;
 use crate::{Error, Problem, Result, ScaleUnit};
 
 impl Sm90Fp8Schedule {
@@ -26,14 +27,19 @@ impl Sm90Fp8Schedule {
     }
 
     /// Registers of a thread of the producer, once it has given back what it does not need. Its warps hold 16 columns
-    /// of 32 keys while they transpose, twice.
-    pub(super) const fn producer_registers(&self) -> u32 {
-        if self.consumers == 3 { 32 } else { 40 }
+    /// of 32 keys while they transpose, twice. A program's mask is asked which blocks a tile visits: of documents,
+    /// whose ends are searched for, 40 registers spill 324 bytes.
+    pub(super) fn producer_registers(&self, problem: &Problem) -> u32 {
+        match (problem.masks_by_program(), self.consumers) {
+            (true, _) => 56,
+            (false, 3) => 32,
+            (false, _) => 40,
+        }
     }
 
     /// Registers of a thread of a consumer: what the producer gave back is shared out.
-    pub(super) fn consumer_registers(&self) -> u32 {
-        let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers();
+    pub(super) fn consumer_registers(&self, problem: &Problem) -> u32 {
+        let pool = self.launch_registers() * (self.consumers + 1) - self.producer_registers(problem);
         // Taking registers never lowers their number.
         (pool / self.consumers / 8 * 8).min(240).max(self.launch_registers())
     }
@@ -42,12 +48,15 @@ impl Sm90Fp8Schedule {
     /// 24 to 26 for addresses and loop state, with which none that were compiled to find the numbers spilled by more
     /// than 28 bytes.
     pub(super) fn least_registers(&self, problem: &Problem) -> u32 {
+        // Elements that change with the key are not read ahead here, and their addresses are kept.
+        let by_key = problem.program.is_some_and(|p| p.score_facts().loads_by_key > 0);
+        let program = Sm90Schedule::program_registers(problem) + if by_key { 24 } else { 0 };
         let (scores, output) = (self.block_kv / 2, problem.head_dim_v.next_multiple_of(16) / 2);
         let (p, part) = (self.block_kv / 8, self.part / 2);
         match self.overlap {
-            true => scores + p + output + part + 26,
+            true => scores + p + output + part + 26 + program,
             // P takes the place of the scores, and two parts are under way at once.
-            false => output + scores.max(2 * part + p) + 24,
+            false => output + scores.max(2 * part + p) + 24 + program,
         }
     }
 
@@ -80,7 +89,7 @@ impl Sm90Fp8Schedule {
         if self.overlap && self.stages < 2 {
             return bad("stages", self.stages, "at least 2 stages with overlap: K is a block ahead of V");
         }
-        let (needs, has) = (self.least_registers(problem), self.consumer_registers());
+        let (needs, has) = (self.least_registers(problem), self.consumer_registers(problem));
         if needs > has {
             let limit = format!("{has} per thread of a consumer");
             return Err(Error::unsupported("registers", needs, limit, "use smaller blocks of keys, or smaller parts"));
@@ -92,16 +101,19 @@ impl Sm90Fp8Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::score::Program;
     use crate::{DType, Kernel, MaskKind, ScaleUnits, Schedule, ShapeBucket};
 
     #[test]
     fn every_default_is_legal_and_the_space_has_legal_schedules() {
+        let capped = Program::parse("s: float[heads]; score = 30.0 * tanh(score / 30.0); sink = s[h];").unwrap();
         for d in (16..=256).step_by(16) {
             for v in [d, 64, 128, 256] {
                 for mask in MaskKind::ALL {
                     let finest = ScaleUnits { q: ScaleUnit::Rows, k: ScaleUnit::Rows, v: ScaleUnit::Channel };
                     let scales = if mask.left { finest } else { ScaleUnits::default() };
                     let problem = Problem::forward_qk_v(DType::E4m3, d, v, mask).unwrap().with_scales(scales);
+                    let problem = if d % 32 == 0 { problem } else { problem.with_program(capped.clone()) };
                     for n in [1, 100, 1024, 16384] {
                         let bucket = ShapeBucket { parallel: 32, group: 1, q_len: n, kv_len: n, ..Default::default() };
                         let arch = "sm_90a".parse().unwrap();
