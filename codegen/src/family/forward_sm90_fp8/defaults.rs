@@ -24,11 +24,12 @@ impl Sm90Fp8Schedule {
         // where a mask does not leave some of them little to do.
         let cut_short = problem.mask.right && bucket.q_len < 8192;
         // Beside a program the softmax is longer than the products, and what overlaps waits for registers: 155 and 151
-        // us with a cap at 4096, 131 and 125 with slopes (H200, 16/4 heads of 128, causal).
-        let changes = problem.program.is_some_and(|p| p.score().is_some());
+        // us with a cap at 4096, 131 and 125 with slopes (H200, 16/4 heads of 128, causal); a mask of documents spills
+        // 480 bytes.
+        let beside = problem.program.is_some_and(|p| p.score().is_some() || p.mask().is_some());
         let plain = match d {
             0..=64 => Self { consumers: 3, ..base },
-            65..=128 if changes => base,
+            65..=128 if beside => base,
             65..=128 if cut_short => Self { overlap: true, ..base },
             65..=128 => Self { consumers: 3, part: part_up_to(columns, 32), ..base },
             _ => base,
