@@ -263,6 +263,7 @@ class Quantise(unittest.TestCase):
             "q_positions is float32", self.q, self.k, self.v, rotary_cos=table, rotary_sin=table, q_positions=table
         )
         r = flashtune.quantise(self.q, self.k, self.v)
+
         def refuses_call(words, **named):
             with self.assertRaises(flashtune.Error) as caught:
                 flashtune.flash_attn_func(*r[:3], **named)
