@@ -1,17 +1,16 @@
 //! Schedules of `backward/sm80` on the emulated machine, and faults that are planted in it.
 
 use crate::backward::{Loaded, Machine, every_other_packed, try_backward};
-use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates};
+use crate::faults::replaced;
+use crate::{DTYPES, PROGRAMS, machine, planted, search_with, setting, templates, try_each};
 use flashtune::{DType, Distribution, Mask, MaskKind, Problem, Program, Shape};
-use flashtune_codegen::{Arch, BackwardSm80Schedule, Kernel, KvKind, Schedule, TemplateSet, TileOrder};
+use flashtune_codegen::{Arch, BackwardSm80Schedule, Family, Kernel, KvKind, Schedule, TemplateSet, TileOrder};
 use flashtune_runtime::check::PackedBatch;
 use flashtune_runtime::{BackwardCase, CheckInputs, Poison};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
-use std::collections::BTreeMap;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 fn arch() -> Arch {
     "sm_80".parse().expect("an arch")
@@ -207,14 +206,9 @@ fn kernel_of(what: &str) -> Kernel {
 }
 
 /// What is said of a fault, in shapes with keys that no query sees and with queries that see no key.
-fn verdict([what, file, from, to, _]: &Fault, templates: &TemplateSet) -> Result<Option<String>, String> {
-    let text = templates.files().find(|(name, _)| name == file).ok_or("no such file")?.1;
-    if !text.contains(from) {
-        return Err("its text is gone".into());
-    }
-    let changed = BTreeMap::from([((*file).to_owned(), text.replace(from, to))]);
+fn verdict(what: &str, faulted: &TemplateSet) -> Result<Option<String>, String> {
     let kernel = kernel_of(what);
-    let device = Machine::open(&kernel, &TemplateSet::overlaid(changed).map_err(|e| e.to_string())?, 1)?;
+    let device = Machine::open(&kernel, faulted, 1)?;
     let inputs =
         CheckInputs { poison: Poison::Nan, lse: true, distribution: Distribution::Normal, ..CheckInputs::default() };
     let mask = if kernel.problem.mask.left { Mask::Window { left: Some(20), right: Some(5) } } else { Mask::Full };
@@ -247,25 +241,18 @@ fn faults_planted_in_backward_sm80_are_seen() {
     let templates = templates();
     let unchanged =
         ["nothing", "packed: nothing"].map(|what| [what, "backward/sm80.cu", "// Problem.", "// Problem.", ""]);
-    let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let faults: Vec<&Fault> = unchanged.iter().chain(FAULTS).collect();
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some(fault) = faults.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let said = verdict(fault, &templates);
-                    let right = match &said {
-                        Ok(Some(said)) => !fault[4].is_empty() && fault[4].split('|').any(|word| said.contains(word)),
-                        Ok(None) => fault[4].is_empty(),
-                        Err(_) => false,
-                    };
-                    if !right {
-                        wrong.lock().expect("no panic").push(format!("{}: {said:?}", fault[0]));
-                    }
-                }
-            });
-        }
+    try_each(0..faults.len() as u64, Duration::MAX, |number| {
+        let [what, file, from, to, words] = *faults[number as usize];
+        let faulted = replaced(&templates, file, from, to);
+        planted::unless_seen(Family::BackwardSm80, &format!("backward_sm80, {what}"), &faulted, || {
+            let said = verdict(what, &faulted);
+            let right = match &said {
+                Ok(Some(said)) => !words.is_empty() && words.split('|').any(|word| said.contains(word)),
+                Ok(None) => words.is_empty(),
+                Err(_) => false,
+            };
+            right.then_some(()).ok_or_else(|| format!("{what}: {said:?}"))
+        })
     });
-    let wrong = wrong.into_inner().expect("no panic");
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

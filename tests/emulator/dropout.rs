@@ -2,7 +2,10 @@
 
 use crate::backward::{Loaded, Machine, try_backward};
 use crate::cases::Case;
-use crate::{DTYPES, PROGRAMS, machine, random_sm80, random_sm90, search_with, setting, templates, try_kernel};
+use crate::faults::replaced;
+use crate::{
+    DTYPES, PROGRAMS, machine, planted, random_sm80, random_sm90, search_with, setting, templates, try_each, try_kernel,
+};
 use flashtune::{DType, Distribution, Layout, Mask, MaskKind, Problem, Shape};
 use flashtune_codegen::{Arch, Family, Kernel, KvKind, Precision, Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::check::{PackedBatch, Poison, RaggedBatch};
@@ -10,6 +13,7 @@ use flashtune_runtime::{BackwardCase, CheckInputs};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use std::time::Duration;
 
 fn default_of(family: Family, problem: Problem, arch: &str) -> Kernel {
     let arch: Arch = arch.parse().expect("an arch");
@@ -192,23 +196,17 @@ fn faults_planted_in_what_is_dropped_are_seen() {
     let templates = templates();
     // dQ of rows that meet an infinity is summed once more.
     assert_eq!(verdict("backward/sm90", "infinite rows", &templates), "");
-    let wrong = std::sync::Mutex::new(Vec::new());
-    let next = std::sync::atomic::AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some([what, family, file, from, to]) =
-                    FAULTS.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)).copied()
-                {
-                    let said = verdict(family, what, &crate::faults::replaced(&templates, file, from, to));
-                    println!("{family}, {what}: {}", said.lines().next().unwrap_or("nothing"));
-                    if said.is_empty() || said.contains("error:") {
-                        wrong.lock().expect("no panic").push(format!("{family}, {what}: `{said}`"));
-                    }
-                }
-            });
-        }
+    try_each(0..FAULTS.len() as u64, Duration::MAX, |number| {
+        let [what, family, file, from, to] = FAULTS[number as usize];
+        let faulted = replaced(&templates, file, from, to);
+        let of = Family::by_name(family).expect("a family");
+        planted::unless_seen(of, &format!("dropout, {family}, {what}"), &faulted, || {
+            let said = verdict(family, what, &faulted);
+            println!("{family}, {what}: {}", said.lines().next().unwrap_or("nothing"));
+            if said.is_empty() || said.contains("error:") {
+                return Err(format!("{family}, {what} is not seen as what it is: `{said}`"));
+            }
+            Ok(())
+        })
     });
-    let wrong = wrong.into_inner().expect("no panic");
-    assert!(wrong.is_empty(), "not seen as what they are:\n{}", wrong.join("\n"));
 }

@@ -1,10 +1,11 @@
 //! Kernels compiled for the host together with the emulated machine, each in a process of its own.
 
 use crate::translate::translate;
+use flashtune_cache::Key;
 use flashtune_codegen::score::MAX_BIASES;
 use flashtune_codegen::{Arch, Kernel, Mask, Schedule, Shape, StageEntry, TemplateSet, TensorMapSpec, Tiling};
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -24,6 +25,7 @@ struct Machine {
     compiler: String,
     folder: PathBuf,
     objects: Vec<PathBuf>,
+    fingerprint: String,
 }
 
 impl Machine {
@@ -38,33 +40,49 @@ impl Machine {
             files.insert(name, std::fs::read(path).map_err(text)?);
         }
         // Everything is compiled from a copy: who edits the machine while tests run does not disturb them.
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emulator-{}", fingerprint(&files)));
+        let fingerprint = fingerprint_of(&files);
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emulator-{fingerprint}"));
         std::fs::create_dir_all(&folder).map_err(text)?;
-        let mut objects = Vec::new();
         for (name, content) in &files {
             std::fs::write(folder.join(name), content).map_err(text)?;
         }
-        for name in files.keys().filter(|name| Path::new(name).extension().is_some_and(|e| e == "cpp")) {
-            let source = folder.join(name);
-            let object = source.with_extension("o");
-            let mut command = Command::new(&compiler);
-            command.args(FLAGS).args(["-O3", "-c"]).arg(source);
-            compile(&mut command, &object)?;
-            objects.push(object);
-        }
+        let is_source = |name: &&OsString| Path::new(name).extension().is_some_and(|e| e == "cpp");
+        let sources: Vec<PathBuf> = files.keys().filter(is_source).map(|name| folder.join(name)).collect();
+        let objects: Vec<PathBuf> = sources.iter().map(|source| source.with_extension("o")).collect();
+        // All at once: every test waits for them.
+        let mut commands: Vec<(Command, &Path)> = Vec::new();
         // The compiler takes the parsed header in place of the text, which is a sixth of its time.
         let (header, parsed) = (folder.join("cuda.h"), folder.join("cuda.h.gch"));
         let mut command = Command::new(&compiler);
         command.args(FLAGS).args(KERNEL_FLAGS).args(["-x", "c++-header"]).arg(header);
-        compile(&mut command, &parsed)?;
-        Ok(Self { compiler, folder, objects })
+        commands.push((command, &parsed));
+        for (source, object) in sources.iter().zip(&objects) {
+            let mut command = Command::new(&compiler);
+            command.args(FLAGS).args(["-O3", "-c"]).arg(source);
+            commands.push((command, object));
+        }
+        std::thread::scope(|scope| {
+            let compile_all = |(mut command, output): (Command, _)| scope.spawn(move || compile(&mut command, output));
+            let running: Vec<_> = commands.into_iter().map(compile_all).collect();
+            running.into_iter().try_for_each(|one| one.join().expect("no panic"))
+        })?;
+        Ok(Self { compiler, folder, objects, fingerprint })
     }
 }
 
-fn fingerprint(data: &impl Hash) -> String {
-    let mut hasher = DefaultHasher::new();
-    data.hash(&mut hasher);
-    format!("{:016x}", hasher.finish())
+/// Of all of the machine: its own text, how kernels are translated for it, and how they are compiled.
+fn fingerprint_of(files: &BTreeMap<OsString, Vec<u8>>) -> String {
+    let mut all = [include_str!("translate.rs"), &FLAGS.join(" "), &KERNEL_FLAGS.join(" ")].join("\n").into_bytes();
+    for (name, content) in files {
+        all.extend(format!("\n{} {}\n", name.display(), content.len()).into_bytes());
+        all.extend(content);
+    }
+    Key::of(&all).to_string()[..16].to_owned()
+}
+
+/// What the machine is, as 16 hex digits.
+pub fn fingerprint() -> &'static str {
+    MACHINE.as_ref().map_or("none", |machine| &machine.fingerprint)
 }
 
 fn compile(command: &mut Command, output: &Path) -> Result<(), String> {

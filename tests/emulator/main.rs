@@ -18,6 +18,7 @@ mod faults;
 mod gradient;
 mod machine;
 mod pads;
+mod planted;
 mod quantise;
 mod quick;
 mod ragged;

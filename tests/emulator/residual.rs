@@ -3,8 +3,9 @@
 
 use crate::backward::{Loaded, Machine, SHORT, random_case, try_backward};
 use crate::cases::Case;
+use crate::faults::replaced;
 use crate::schedules::{random_sm80, random_sm90};
-use crate::{DTYPES, PROGRAMS, machine, search_with, setting, templates, try_kernel};
+use crate::{DTYPES, PROGRAMS, machine, planted, search_with, setting, templates, try_each, try_kernel};
 use flashtune::{Distribution, Layout, Mask, Program, Shape};
 use flashtune_codegen::{
     Arch, Family, Kernel, KvKind, MaskKind, Problem, Schedule, ShapeBucket, Sm80Schedule, Sm90Schedule, TemplateSet,
@@ -13,6 +14,7 @@ use flashtune_runtime::{BackwardCase, CheckInputs, GradientCase};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use std::time::Duration;
 
 /// The kernel with a residual, by a schedule that it may have.
 fn with_residual(kernel: Kernel) -> Kernel {
@@ -278,29 +280,22 @@ fn faults_planted_in_what_o_loses_are_seen() {
         return;
     }
     let templates = templates();
-    let wrong = std::sync::Mutex::new(Vec::new());
     let families =
         ["forward/sm90", "forward/sm80", "forward/naive", "backward/sm90", "backward/sm80", "backward/naive"];
     let right = families.map(|family| ["nothing", family, "forward/sm90.cu", "// Problem.", "// Problem.", ""]);
     let all: Vec<&Fault> = right.iter().chain(FAULTS).collect();
-    let next = std::sync::atomic::AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some([what, family, file, from, to, words]) =
-                    all.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)).copied()
-                {
-                    let said = verdict(family, what, &crate::faults::replaced(&templates, file, from, to));
-                    println!("{family}, {what}: {}", said.lines().next().unwrap_or("nothing"));
-                    let seen =
-                        if words.is_empty() { said.is_empty() } else { words.split('|').any(|w| said.contains(w)) };
-                    if !seen || said.contains("error:") {
-                        wrong.lock().expect("no panic").push(format!("{family}, {what}: `{said}`"));
-                    }
-                }
-            });
-        }
+    try_each(0..all.len() as u64, Duration::MAX, |number| {
+        let [what, family, file, from, to, words] = *all[number as usize];
+        let faulted = replaced(&templates, file, from, to);
+        let of = Family::by_name(family).expect("a family");
+        planted::unless_seen(of, &format!("residual, {family}, {what}"), &faulted, || {
+            let said = verdict(family, what, &faulted);
+            println!("{family}, {what}: {}", said.lines().next().unwrap_or("nothing"));
+            let seen = if words.is_empty() { said.is_empty() } else { words.split('|').any(|w| said.contains(w)) };
+            if !seen || said.contains("error:") {
+                return Err(format!("{family}, {what} is not seen as what it is: `{said}`"));
+            }
+            Ok(())
+        })
     });
-    let wrong = wrong.into_inner().expect("no panic");
-    assert!(wrong.is_empty(), "not seen as what they are:\n{}", wrong.join("\n"));
 }

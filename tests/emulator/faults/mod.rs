@@ -15,18 +15,17 @@ mod sm90_ragged;
 
 use crate::cases::Case;
 use crate::pads::try_pads;
-use crate::{machine, templates, try_kernel};
+use crate::{machine, planted, templates, try_each, try_kernel};
 use flashtune::{DType, Distribution, Layout, Mask};
 use flashtune_codegen::score::{Program, ProgramRef};
 use flashtune_codegen::{
-    Kernel, MaskKind, Precision, Problem, Schedule, Sm80Instructions, Sm80Schedule, Sm90Schedule, Sm90Scheduler,
-    Swizzle, TemplateSet, TileOrder,
+    Family, Kernel, MaskKind, Precision, Problem, Schedule, Sm80Instructions, Sm80Schedule, Sm90Schedule,
+    Sm90Scheduler, Swizzle, TemplateSet, TileOrder,
 };
 use programs::{ANYWHERE, BESIDE, BIAS, BIASES, DENSE, DENSE_MASK, DOCUMENTS, LISTS, RAMP, RAMPS, RUNS};
 use rand::Rng;
 use std::collections::BTreeMap;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// What is wrong, the file of the templates, the text in it, what is put in its place, and
 /// words of which the verdict has one.
@@ -107,24 +106,36 @@ fn seed_of(what: &str) -> u64 {
     what.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// What is said of a kernel with the fault; an empty text when nothing is.
-fn verdict(templates: &TemplateSet, family: &str, [what, file, from, to, _]: &Fault) -> String {
-    let set = replaced(templates, file, from, to);
+/// The family whose kernels a list of faults is planted in.
+fn family_of(list: &str) -> Family {
+    match list {
+        "backward_sm90" => Family::BackwardSm90,
+        "append" => Family::AppendCuda,
+        "pad" => Family::PadCuda,
+        "quantise" => Family::QuantiseCuda,
+        "lists" | "dense" | "runs" | "bias" | "ramp" => Family::ForwardSm90,
+        "sm75" => Family::ForwardSm80,
+        _ => Family::by_name(&format!("forward/{list}")).expect("a list has a family's name or one of those above"),
+    }
+}
+
+/// What is said of a kernel with the fault in its templates; an empty text when nothing is.
+fn verdict(set: &TemplateSet, family: &str, what: &str) -> String {
     let seed = seed_of(what);
     if family == "backward_sm90" {
-        return crate::backward::verdict(&set, seed, what);
+        return crate::backward::verdict(set, seed, what);
     }
     if family == "sm90_ragged" {
-        return sm90_ragged::verdict(&set, seed, what);
+        return sm90_ragged::verdict(set, seed, what);
     }
     if let "naive_ragged" | "sm80_ragged" | "append" = family {
-        return ragged::verdict(family, &set, seed, what);
+        return ragged::verdict(family, set, seed, what);
     }
     if family == "quantise" {
-        return quantise::verdict(&set, seed, what);
+        return quantise::verdict(set, seed, what);
     }
     if family == "pad" {
-        return try_pads(&crate::pads::kernel(), &set, 40, seed).err().unwrap_or_default();
+        return try_pads(&crate::pads::kernel(), set, 40, seed).err().unwrap_or_default();
     }
     let program = match family {
         "lists" => Some(ANYWHERE),
@@ -172,7 +183,7 @@ fn verdict(templates: &TemplateSet, family: &str, [what, file, from, to, _]: &Fa
         _ => CASE,
     };
     let case = |rng: &mut rand::rngs::StdRng| Case { seed: rng.random(), ..base };
-    let seen = try_kernel(&kernel, &set, 40, seed, case).err().unwrap_or_default();
+    let seen = try_kernel(&kernel, set, 40, seed, case).err().unwrap_or_default();
     seen.rsplit("}: ").next().unwrap_or_default().to_owned()
 }
 
@@ -219,27 +230,20 @@ fn planted_faults_are_seen_as_what_they_are() {
         .map(|(family, [what, file, from, ..])| format!("{family}, {what}: {file} has no `{from}` any more"))
         .collect();
     assert!(stale.is_empty(), "say what stands for these now:\n{}", stale.join("\n"));
-    let (next, missed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some((family, fault)) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let start = std::time::Instant::now();
-                    let seen = verdict(&templates, family, fault);
-                    println!(
-                        "{:.1}s {family}, {}: {}",
-                        start.elapsed().as_secs_f32(),
-                        fault[0],
-                        seen.lines().next().unwrap_or("NOT SEEN")
-                    );
-                    // The machine's own breakdown is an answer only where it is the expected one.
-                    if !fault[4].split('|').any(|words| seen.contains(words)) || seen.contains("error:") {
-                        missed.lock().expect("no panic").push(format!("{family}, {}: `{seen}`", fault[0]));
-                    }
-                }
-            });
-        }
+    try_each(0..all.len() as u64, Duration::MAX, |number| {
+        let (family, fault) = all[number as usize];
+        let [what, file, from, to, words] = *fault;
+        let faulted = replaced(&templates, file, from, to);
+        planted::unless_seen(family_of(family), &format!("{family}, {what}"), &faulted, || {
+            let start = Instant::now();
+            let seen = verdict(&faulted, family, what);
+            let first = seen.lines().next().unwrap_or("NOT SEEN");
+            println!("{:.1}s {family}, {what}: {first}", start.elapsed().as_secs_f32());
+            // The machine's own breakdown is an answer only where it is the expected one.
+            if !words.split('|').any(|words| seen.contains(words)) || seen.contains("error:") {
+                return Err(format!("{family}, {what} is not seen as what it is: `{seen}`"));
+            }
+            Ok(())
+        })
     });
-    let missed = missed.into_inner().expect("no panic");
-    assert!(missed.is_empty(), "not seen as what they are:\n{}", missed.join("\n"));
 }
