@@ -43,6 +43,13 @@ pub struct Source {
     pub text: String,
 }
 
+impl Source {
+    /// The text without comments and line breaks: sources of equal tokens and options compile to the same machine code.
+    pub fn tokens(&self) -> String {
+        crate::seen::tokens(&self.text)
+    }
+}
+
 impl Kernel {
     /// Checks problem, family, schedule and resources.
     pub fn check(&self) -> Result<()> {

@@ -157,6 +157,24 @@ fn stripped(text: &str) -> Option<String> {
     Some(lines)
 }
 
+/// C or CUDA C without comments, and with line breaks only around directives and in macros: texts that differ in how
+/// they are laid out have equal tokens. The text itself where it is not certain what is a comment.
+pub(crate) fn tokens(text: &str) -> String {
+    let Some(lines) = stripped(text) else { return text.to_owned() };
+    let mut out = String::with_capacity(lines.len());
+    let mut joined = false;
+    for line in lines.lines() {
+        let alone = joined || line.starts_with('#') || line.ends_with('\\');
+        if alone && !out.ends_with('\n') {
+            out.push('\n');
+        }
+        out.push_str(line.trim_end_matches(' '));
+        out.push(if alone { '\n' } else { ' ' });
+        joined = line.ends_with('\\');
+    }
+    out
+}
+
 /// Bytes of a comment to the end of its line, and of the lines that a backslash joins to it.
 fn line_comment(text: &[u8]) -> usize {
     let mut end = 0;
@@ -196,6 +214,19 @@ fn find(text: &[u8], word: &[u8]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tokens_are_those_of_any_layout() {
+        let laid_out = "#define F(x) \\\n    (x)\nint a = F(1, // One.\n          2);\n\n  int b;\n";
+        let plain = "#define F(x) \\\n    (x)\nint a = F(1, 2); int b;";
+        assert_eq!(tokens(laid_out), tokens(plain));
+        assert_eq!(tokens(plain), "\n#define F(x) \\\n    (x)\nint a = F(1, 2); int b; ");
+        let others = [plain.replace("(x)\n", "(x) \\\n"), plain.replace("F(1, 2)", "\"F(1,  2)\""), "/\\\n/ a".into()];
+        for other in &others {
+            assert_ne!(tokens(other), tokens(plain));
+        }
+        assert_eq!(tokens(&others[2]), others[2]);
+    }
 
     fn files(texts: &[(&str, &str)]) -> BTreeMap<String, String> {
         texts.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()

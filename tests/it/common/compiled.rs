@@ -1,7 +1,7 @@
-//! What kernels compiled to before: compiling all that `nvrtc.rs` names takes 640 s of a core, and an equal text with
-//! an equal compiler gives equal machine code.
+//! What kernels compiled to before: compiling all that `nvrtc.rs` names takes 640 s of a core, and equal tokens with
+//! an equal compiler give equal machine code.
 //!
-//! A line of `tests/golden/compiled.txt` is a digest of compiler, options and text, the registers of a thread, the
+//! A line of `tests/golden/compiled.txt` is a digest of compiler, options and tokens, the registers of a thread, the
 //! bytes that it spills, and the kernel's name. Whatever has no line is compiled. So is every eighth kernel that has
 //! one, others in each run, and must be what its line says. `FLASHTUNE_BLESS=1` compiles what has no line and writes
 //! those of all that there is: `FLASHTUNE_BLESS=1 cargo test -p flashtune-cli --test it nvrtc::`.
@@ -40,10 +40,9 @@ fn parse(line: &str) -> (String, (Compiled, String)) {
     (digest.to_owned(), (compiled, name.to_owned()))
 }
 
-/// Of everything that the machine code depends on: the comment at the top is not of it, and names the version.
+/// Of everything that the machine code depends on.
 fn digest(compiler: &CompilerId, source: &Source) -> String {
-    let text = source.text.split_once("*/").map_or(&source.text[..], |(_, text)| text);
-    let key = Key::of(format!("{compiler}\n{}\n{text}", source.options.join(" ")).as_bytes());
+    let key = Key::of(format!("{compiler}\n{}\n{}", source.options.join(" "), source.tokens()).as_bytes());
     key.to_string()[..16].to_owned()
 }
 
