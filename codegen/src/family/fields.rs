@@ -67,13 +67,21 @@ impl FieldValue for bool {
 }
 
 /// A field that schedules have no more, at the value that all that are left had: the stored form goes on to say it, so
-/// that the keys of old records stay as they are, and a record with another value is refused.
+/// that the keys of old records stay as they are, and a record with another value is refused by the field's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct Retired<const KEPT: u32>;
+pub struct Retired<Field>(std::marker::PhantomData<Field>);
 
-impl<const KEPT: u32> FieldValue for Retired<KEPT> {
+/// What is known of a [`Retired`] field.
+pub(crate) trait RetiredField: Copy + Default + Ord {
+    /// Its name in the stored form.
+    const NAME: &'static str;
+    /// The value that all that are left had.
+    const KEPT: u32;
+}
+
+impl<Field: RetiredField> FieldValue for Retired<Field> {
     fn place(&self) -> Place {
-        Place::Number(KEPT.into())
+        Place::Number(Field::KEPT.into())
     }
     fn render(&self, _: &'static str, _: &mut Constants) {}
     fn is_omitted(&self) -> bool {
@@ -81,20 +89,20 @@ impl<const KEPT: u32> FieldValue for Retired<KEPT> {
     }
 }
 
-impl<const KEPT: u32> serde::Serialize for Retired<KEPT> {
+impl<Field: RetiredField> serde::Serialize for Retired<Field> {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u32(KEPT)
+        serializer.serialize_u32(Field::KEPT)
     }
 }
 
-impl<'de, const KEPT: u32> serde::Deserialize<'de> for Retired<KEPT> {
+impl<'de, Field: RetiredField> serde::Deserialize<'de> for Retired<Field> {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        match u32::deserialize(deserializer)? {
-            kept if kept == KEPT => Ok(Self),
-            other => {
-                Err(serde::de::Error::custom(format!("{other} in a field that no kernel has any more; tune again")))
-            }
+        let value = u32::deserialize(deserializer)?;
+        if value == Field::KEPT {
+            return Ok(Self(std::marker::PhantomData));
         }
+        let (name, kept) = (Field::NAME, Field::KEPT);
+        Err(serde::de::Error::custom(format!("{name} is {value}: kernels have {kept} alone by now; tune again")))
     }
 }
 
@@ -209,6 +217,14 @@ pub(crate) use schedule;
 mod tests {
     use super::*;
 
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+    pub struct Warps;
+
+    impl RetiredField for Warps {
+        const NAME: &'static str = "warps";
+        const KEPT: u32 = 4;
+    }
+
     schedule! {
         /// One of each form.
         pub struct Example {
@@ -221,7 +237,7 @@ mod tests {
             /// Rarely more than one.
             pub cluster: u32 => code, number_unless(1, "cl");
             /// Once there were others.
-            pub warps: Retired<4> => derived, silent;
+            pub warps: Retired<Warps> => derived, silent;
             /// Not in the code.
             pub section: u32 => launch, with(|s: &Self| format!("{}x{}", s.section, s.block_kv));
             /// Said by the one before.
@@ -229,8 +245,15 @@ mod tests {
         }
     }
 
-    const BASE: Example =
-        Example { block_kv: 64, turns: true, overlap: false, cluster: 1, warps: Retired, section: 3, ending: false };
+    const BASE: Example = Example {
+        block_kv: 64,
+        turns: true,
+        overlap: false,
+        cluster: 1,
+        warps: Retired(std::marker::PhantomData),
+        section: 3,
+        ending: false,
+    };
 
     #[test]
     fn name_constants_and_coordinates_follow_from_the_declaration() {
@@ -253,7 +276,7 @@ mod tests {
         let old: Example = serde_json::from_str(r#"{"block_kv":64,"turns":true,"cluster":1,"section":3}"#).unwrap();
         assert_eq!(old, BASE);
         let other = serde_json::from_str::<Example>(r#"{"block_kv":64,"warps":8}"#);
-        assert!(other.unwrap_err().to_string().contains("8 in a field that no kernel has any more"));
+        assert!(other.unwrap_err().to_string().contains("warps is 8: kernels have 4 alone"));
         let newer = serde_json::from_str::<Example>(r#"{"block_kv":64,"two_ctas":true}"#);
         assert!(newer.unwrap_err().to_string().contains("two_ctas"));
     }

@@ -17,7 +17,7 @@ pub(super) use tensor_maps::{STRIDE_LIMIT, Tensor, spec, why_unaddressable};
 pub use tensor_maps::{TensorMapSpec, has_loose_biases, is_addressable, unaddressable};
 
 use super::KernelFamily;
-use super::fields::{Constants, FieldValue, Place, Retired, schedule};
+use super::fields::{Constants, FieldValue, Place, Retired, RetiredField, schedule};
 use super::forward_sm80;
 use super::program_length::{self, MostOperations};
 use crate::abi::{self, ArgsLayout};
@@ -31,6 +31,15 @@ use std::fmt;
 /// Operations of a program's change of the score above which a kernel compiles for over half a minute: the compiler
 /// sees them once for each score that a thread holds.
 const LONGEST_CHANGE: usize = 256;
+
+/// Thread blocks of a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Cluster;
+
+impl RetiredField for Cluster {
+    const NAME: &'static str = "cluster";
+    const KEPT: u32 = 1;
+}
 
 schedule! {
     /// How a Hopper GPU computes one problem.
@@ -83,7 +92,7 @@ schedule! {
         pub drawers: u32 => code, number_unless(0, "draw");
         /// Thread blocks of a cluster, which no kernel has any more: pairs that shared what they read of K and V took
         /// 1.003 to 1.34 times as long in 24 sizes of an H200.
-        pub cluster: Retired<1> => derived, silent;
+        pub cluster: Retired<Cluster> => derived, silent;
         /// Blocks that need a mask run in a loop of their own.
         pub masked_loop: bool => code, either("two", "one");
         /// Thread blocks on one multiprocessor.
