@@ -30,8 +30,9 @@ struct Layout {
     static constexpr int kBytesRaw = kChunksV * kBytesChunk;
     static constexpr int kV = kRaw + kRawStages * kBytesRaw;
     static constexpr int kBytesV = div_up(kBlockKV, 128) * kBytesKeys;
-    static constexpr int kWork = kV + kStages * kBytesV;      // two slots: the index of a tile
-    static constexpr int kFullWork = kWork + 2 * 16;
+    static constexpr int kWork = kV + kStages * kBytesV;      // two slots (scheduler.cuh)
+    static constexpr int kBytesWork = kProgramMask ? 32 : 16;
+    static constexpr int kFullWork = kWork + 2 * kBytesWork;
     static constexpr int kEmptyWork = kFullWork + 2 * 8;
     static constexpr int kFullQ = kEmptyWork + 2 * 8;
     static constexpr int kEmptyQ = kFullQ + kConsumers * 8;
@@ -61,7 +62,7 @@ using QPipeline = Pipeline<1, Layout::kFullQ, Layout::kEmptyQ, Layout::kQ, Layou
 using KPipeline = Pipeline<kStages, Layout::kFullK, Layout::kEmptyK, Layout::kK, Layout::kBytesK>;
 using RawPipeline = Pipeline<kRawStages, Layout::kFullRaw, Layout::kEmptyRaw, Layout::kRaw, Layout::kBytesRaw>;
 using VPipeline = Pipeline<kStages, Layout::kFullV, Layout::kEmptyV, Layout::kV, Layout::kBytesV>;
-using WorkPipeline = Pipeline<2, Layout::kFullWork, Layout::kEmptyWork, Layout::kWork, 16>;
+using WorkPipeline = Pipeline<2, Layout::kFullWork, Layout::kEmptyWork, Layout::kWork, Layout::kBytesWork>;
 
 // Named barriers. 0 is that of the whole block, __syncthreads().
 enum NamedBarrier : int {

@@ -46,15 +46,24 @@ __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
 #endif
 #pragma unroll 1
     for (u32 taken = 1;; taken++) {
-        if (leads) {
-            slots.acquire(smem);
-            store_shared_4(slots.buffer(smem), index);
-            slots.commit(smem);
-        }
-        slots.advance();
-        const Work work = work_at(args, index);
-        if (!work.live) break;
+        const auto publish = [&](const BlockRange& blocks) {
+            if (leads) {
+                slots.acquire(smem);
+                write_slot(slots.buffer(smem), index, blocks);
+                slots.commit(smem);
+            }
+            slots.advance();
+        };
+        if (!kProgramMask) publish(BlockRange{});
+        Work work = work_at(args, index);
         const Tile& tile = work.tile;
+        if constexpr (kProgramMask) {
+            const ProgramHead head = program_head(args, args.forward, tile);
+            if (work.live)
+                work.blocks = program_blocks<kBlockKV>(head, tile.row, tile.row + tile.rows - 1, work.blocks);
+            publish(work.blocks);
+        }
+        if (!work.live) break;
 #if FT_SCALES_OF_KEYS
         if (work.blocks.begin < work.blocks.end) scales.read(args, tile, work.blocks.end - 1);
 #endif

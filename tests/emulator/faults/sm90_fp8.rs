@@ -226,10 +226,17 @@ pub const SM90_FP8: &[Fault] = &[
     ],
     [
         "blocks of a program's mask by the first row alone",
-        "forward/sm90_fp8/scheduler.cuh",
-        "w.tile.row, w.tile.row + w.tile.rows - 1, w.blocks",
-        "w.tile.row, w.tile.row, w.blocks",
+        "forward/sm90_fp8/producer.cuh",
+        "tile.row, tile.row + tile.rows - 1, work.blocks",
+        "tile.row, tile.row, work.blocks",
         "the oracle says|in the mean|LSE|deadlock",
+    ],
+    [
+        "blocks of a program's mask that the loader found, left aside",
+        "forward/sm90_fp8/scheduler.cuh",
+        "if (kProgramMask) work.blocks = by_program;",
+        "",
+        "deadlock|the oracle says",
     ],
     [
         "NaN of V reach rows from which a program masks them",

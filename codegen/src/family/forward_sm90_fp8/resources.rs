@@ -14,7 +14,8 @@ impl Sm90Fp8Schedule {
         let loaded = self.block_kv * (self.stages * qk + self.raw_stages * v);
         let by_columns = self.stages * self.block_kv.div_ceil(128) * 128 * problem.head_dim_v.next_multiple_of(16);
         let barriers = 32 + 16 * self.consumers + 32 * self.stages + 16 * self.raw_stages;
-        let plain = q + loaded + by_columns + 32 + barriers + 8;
+        let slots = if problem.masks_by_program() { 64 } else { 32 };
+        let plain = q + loaded + by_columns + slots + barriers + 8;
         match problem.scales.k {
             ScaleUnit::Rows => plain.next_multiple_of(16) + self.stages * self.block_kv * 4,
             _ => plain,
