@@ -50,9 +50,6 @@ pub struct RowScale {
     pub by_o: f64,
     /// Of an emulation of e4m3, what sums of the tensor cores may lose of the log-sum-exp.
     pub by_sums: f64,
-    /// Of an emulation of e4m3, what each key's rounded P adds to the mean square error of O: the sum over the keys,
-    /// and the sum of their squares. The square of the first by the second is how many keys the error comes from.
-    pub by_keys: [f64; 2],
 }
 
 /// Every row of a shape, in `[batch, heads, rows]` order.
