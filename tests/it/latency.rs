@@ -33,12 +33,12 @@ fn time<T>(work: impl FnOnce() -> T) -> Duration {
     time
 }
 
-/// A sealed hit at its median, and single calls at their 99th percentile, on a machine that looks up a map as fast as
-/// [`LOOKUP`] says.
-const HIT: Duration = Duration::from_nanos(200);
+/// Single calls at their 99th percentile, on any machine.
 const SLOWEST_HIT: Duration = Duration::from_micros(1);
-/// A lookup in a `HashMap` of 256 numbers in this build, where hits were timed: machines of the same name differ by
-/// two, and a hit took 140 to 260 ns on them, 0.9 to 1.2 of a lookup at the same time.
+/// A sealed hit at its median, on a machine that looks up a map as fast as [`LOOKUP`] says.
+const HIT: Duration = Duration::from_nanos(200);
+/// A lookup in a `HashMap` of 256 numbers in this build. Machines of the same name differ by two, and one does from
+/// minute to minute: hits took 170 ns beside lookups of 190, and 311 beside 300.
 const LOOKUP: Duration = Duration::from_nanos(170);
 
 /// Single calls, among hundreds of classes, without the clock's own time.
@@ -69,7 +69,7 @@ fn a_sealed_hit_takes_a_microsecond_at_its_99th_percentile() {
     let slower = (lookup.as_secs_f64() / LOOKUP.as_secs_f64()).max(1.0);
     println!("a sealed hit: {median:?}, {p99:?} (p99), beside {lookup:?} of a lookup");
     assert!(median <= HIT.mul_f64(slower), "{median:?} beside {lookup:?} of a lookup");
-    assert!(p99 <= SLOWEST_HIT.mul_f64(slower), "{p99:?} (p99) beside {lookup:?} of a lookup");
+    assert!(p99 <= SLOWEST_HIT, "{p99:?} (p99)");
 }
 
 /// Loads of as many as there are, in turn; the promise.

@@ -113,5 +113,7 @@ mod tests {
             std::fs::write(tmp.path().join(name), "1").unwrap();
         }
         assert_eq!(modules(tmp.path()).unwrap(), [LONGEST[0], "test_a"]);
+        let there = modules(&super::super::root().join("bindings/python/tests")).unwrap();
+        assert_eq!(there[..LONGEST.len()], LONGEST);
     }
 }

@@ -27,12 +27,10 @@ impl Sm90Fp8Schedule {
         // us with a cap at 4096, 131 and 125 with slopes (H200, 16/4 heads of 128, causal); a mask of documents spills
         // 480 bytes. So it is with scales of keys, of which a product of each score is made: 123 and 115 us.
         let beside = problem.program.is_some_and(|p| p.score().is_some() || p.mask().is_some());
-        let overlaps = cut_short && problem.scales.k != ScaleUnit::Rows;
         let plain = match d {
             0..=64 => Self { consumers: 3, ..base },
             65..=128 if beside => base,
-            65..=128 if overlaps => Self { overlap: true, ..base },
-            65..=128 if cut_short => base,
+            65..=128 if cut_short => Self { overlap: problem.scales.k != ScaleUnit::Rows, ..base },
             65..=128 => Self { consumers: 3, part: part_up_to(columns, 32), ..base },
             _ => base,
         };
