@@ -40,7 +40,7 @@
 #define PAIRS (ISA >= ISA_avx512bf16 && DTYPE == DTYPE_bf16)  /* multiply pairs of bf16, not floats */
 
 #include <stdint.h>
-#if ISA != ISA_generic
+#if AVX512
 #include <immintrin.h>
 #endif
 #if AMX

@@ -37,7 +37,7 @@
 #define AVX512 (ISA >= ISA_avx512)
 
 #include <stdint.h>
-#if ISA != ISA_generic
+#if AVX512
 #include <immintrin.h>
 #endif
 

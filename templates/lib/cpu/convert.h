@@ -45,11 +45,32 @@ INLINE float widen(element x) { return x; }
 INLINE element narrow(float x) { return x; }
 #endif
 
+#if AVX512 || ISA == ISA_avx2
+/* Eight at once, by what F16C has (vec.h says why these are no intrinsics). */
+typedef float floats8 __attribute__((vector_size(32)));
+typedef int16_t halves8 __attribute__((vector_size(16)));
+
+INLINE floats8 widen_halves(const uint16_t *from) {
+#if defined(__clang__) /* which has no builtin for it from version 22 on */
+    typedef _Float16 f16x8 __attribute__((vector_size(16)));
+    f16x8 half;
+    __builtin_memcpy(&half, from, sizeof half);
+    return __builtin_convertvector(half, floats8);
+#else
+    halves8 half;
+    __builtin_memcpy(&half, from, sizeof half);
+    return __builtin_ia32_vcvtph2ps256(half);
+#endif
+}
+#endif
+
 INLINE void widen_row(float *to, const element *from, int n) {
 #if DTYPE == DTYPE_f16 && (AVX512 || ISA == ISA_avx2)
     const int whole = n & ~7;
-    for (int i = 0; i < whole; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+    for (int i = 0; i < whole; i += 8) {
+        const floats8 x = widen_halves(from + i);
+        __builtin_memcpy(to + i, &x, sizeof x);
+    }
 #else
     const int whole = 0;
 #endif
@@ -59,8 +80,12 @@ INLINE void widen_row(float *to, const element *from, int n) {
 INLINE void narrow_row(element *to, const float *from, int n) {
 #if DTYPE == DTYPE_f16 && (AVX512 || ISA == ISA_avx2)
     const int whole = n & ~7;
-    for (int i = 0; i < whole; i += 8)
-        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    for (int i = 0; i < whole; i += 8) {
+        floats8 x;
+        __builtin_memcpy(&x, from + i, sizeof x);
+        const halves8 half = __builtin_ia32_vcvtps2ph256(x, 0 /* to nearest even */);
+        __builtin_memcpy(to + i, &half, sizeof half);
+    }
 #else
     const int whole = 0;
 #endif

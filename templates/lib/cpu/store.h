@@ -12,9 +12,11 @@ typedef int8_t stored;
 typedef uint8_t stored;
 #endif
 
-#if ISA == ISA_generic || KV == KV_f32
+#if ISA == ISA_generic || KV == KV_f32 || defined(__clang__)
 typedef stored stored_vector __attribute__((vector_size(LANES * sizeof(stored))));
-
+#else
+typedef char bytes16 __attribute__((vector_size(16)));
+typedef int64_t words2 __attribute__((vector_size(16)));
 #endif
 
 /* The bits of `n` elements as ints; compilers widen the halves of a vector apart. */
@@ -30,13 +32,22 @@ INLINE vi stored_bits(const stored *from, const int n) {
 #elif AVX512
     const __m128i raw = n == LANES ? _mm_loadu_si128((const __m128i *)from) : _mm_loadl_epi64((const __m128i *)from);
     return (vi)(KV == KV_int8 ? _mm512_cvtepi8_epi32(raw) : _mm512_cvtepu8_epi32(raw));
+#elif defined(__clang__) /* which has no builtins for these, and widens whole vectors */
+    (void)n;
+    stored_vector raw;
+    __builtin_memcpy(&raw, from, sizeof raw);
+    return __builtin_convertvector(raw, vi);
 #elif KV == KV_f16 || KV == KV_bf16
     (void)n;
-    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    halves8 raw;
+    __builtin_memcpy(&raw, from, sizeof raw);
+    return __builtin_ia32_pmovzxwd256(raw);
 #else
     (void)n;
-    const __m128i raw = _mm_loadl_epi64((const __m128i *)from);
-    return (vi)(KV == KV_int8 ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw));
+    int64_t word;
+    __builtin_memcpy(&word, from, sizeof word);
+    const bytes16 raw = (bytes16)(words2){word, 0};
+    return KV == KV_int8 ? __builtin_ia32_pmovsxbd256(raw) : __builtin_ia32_pmovzxbd256(raw);
 #endif
 }
 #endif
@@ -63,7 +74,7 @@ INLINE vf stored_load_even(const stored *from, const int n) {
                                           : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)from)));
 #elif KV == KV_f16 && ISA == ISA_avx2
     (void)n;
-    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+    return widen_halves(from);
 #else
     const vi x = stored_bits(from, n);
 #if KV == KV_bf16

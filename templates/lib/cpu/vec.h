@@ -1,6 +1,7 @@
 /* vec.h: the SIMD vector of this ISA. `vf` holds LANES floats, one query per lane everywhere in this family.
  *
- * Arithmetic is written with the compiler's vector operators; only what they cannot say is an intrinsic. */
+ * Arithmetic is written with the compiler's vector operators. What they cannot say is a builtin for AVX2 and an
+ * intrinsic for AVX-512: to read immintrin.h is 0.45 s, a third of a compilation. */
 
 #if AVX512
 #define LANES 16
@@ -32,7 +33,7 @@ INLINE vf vf_set1(float x) {
 #if AVX512
     return (vf)_mm512_set1_ps(x);
 #elif ISA == ISA_avx2
-    return (vf)_mm256_set1_ps(x);
+    return (vf){x, x, x, x, x, x, x, x};
 #else
     return (vf){x, x, x, x};
 #endif
@@ -41,8 +42,10 @@ INLINE vf vf_set1(float x) {
 INLINE vf vf_fma(vf a, vf b, vf c) {
 #if AVX512
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif ISA == ISA_avx2 && __has_builtin(__builtin_elementwise_fma) /* clang's */
+    return __builtin_elementwise_fma(a, b, c);
 #elif ISA == ISA_avx2
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+    return __builtin_ia32_vfmaddps256(a, b, c);
 #else
     return a * b + c;
 #endif
@@ -53,7 +56,7 @@ INLINE vf vf_max(vf a, vf b) {
 #if AVX512
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #elif ISA == ISA_avx2
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+    return __builtin_ia32_maxps256(a, b);
 #else
     vi greater = a > b;
     return (vf)(((vi)a & greater) | ((vi)b & ~greater));
@@ -75,7 +78,7 @@ INLINE vi vi_set1(int32_t x) {
 #if AVX512
     return (vi)_mm512_set1_epi32(x);
 #elif ISA == ISA_avx2
-    return (vi)_mm256_set1_epi32(x);
+    return (vi){x, x, x, x, x, x, x, x};
 #else
     return (vi){x, x, x, x};
 #endif
