@@ -3,6 +3,7 @@
 //! A kernel splits its work into tiles; workers take them from one counter, so that uneven tiles (causal rows) balance
 //! themselves. Whose threads these are, a host may say (`threads.rs`); each keeps its scratch as long as it lives.
 
+mod evict;
 mod host;
 mod isa;
 mod matmul;
@@ -25,9 +26,8 @@ use flashtune_codegen::{Arch, LaunchPlan};
 use memory::CpuBuffer;
 use module::CpuModule;
 use rayon::ThreadPool;
-use rayon::prelude::*;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// The host processor.
@@ -37,8 +37,6 @@ pub struct CpuDevice {
     threads: Arc<dyn ParallelLoop>,
     /// Runs probes.
     pool: &'static ThreadPool,
-    /// Written and read to evict the last-level cache.
-    flush: Mutex<Vec<u64>>,
 }
 
 impl CpuDevice {
@@ -59,7 +57,7 @@ impl CpuDevice {
         let fingerprint = host::fingerprint()?;
         let pool = threads::pool(fingerprint.units as usize)?;
         let threads = threads.parallel_loop(fingerprint.units as usize)?;
-        Ok(Arc::new(CpuDevice { fingerprint, threads, pool, flush: Mutex::new(Vec::new()) }))
+        Ok(Arc::new(CpuDevice { fingerprint, threads, pool }))
     }
 
     /// Has the tiles of a kernel computed by as many threads as pay. The message says what is short of memory.
@@ -89,13 +87,6 @@ impl CpuDevice {
             return Ok(());
         }
         Err(format!("no memory for {scratch} bytes of scratch per thread"))
-    }
-
-    /// Twice the last-level cache, but not more than 64 MiB: on a server whose cores share a larger one, the private
-    /// caches and this process's share of it are still replaced.
-    fn flush_words(&self) -> usize {
-        let bytes = (2 * self.fingerprint.cache_bytes).clamp(8 << 20, 64 << 20);
-        bytes as usize / 8
     }
 }
 
@@ -243,18 +234,7 @@ impl Device for CpuDevice {
     }
 
     fn flush_cache(&self, _stream: Stream) -> Result<()> {
-        let mut words = self.flush.lock().unwrap_or_else(|e| e.into_inner());
-        let n = self.flush_words();
-        words.resize(n, 0);
-        let chunk = n.div_ceil(self.pool.current_num_threads());
-        let words = words.as_mut_slice();
-        self.pool.install(|| {
-            words.par_chunks_mut(chunk).for_each(|chunk| {
-                for word in chunk {
-                    *word = word.wrapping_add(1);
-                }
-            });
-        });
+        evict::flush(self.pool, self.fingerprint.cache_bytes);
         Ok(())
     }
 

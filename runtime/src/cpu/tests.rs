@@ -8,6 +8,7 @@ use flashtune_codegen::abi::ABI_VERSION;
 use flashtune_codegen::{
     CpuIsa, CpuSchedule, DType, Kernel, Language, Mask, MaskKind, Problem, Schedule, Shape, Source,
 };
+use rayon::prelude::*;
 
 /// Plain f32 attention with one tile per (batch, head, row), which keeps its scores in scratch.
 const NAIVE: &str = include_str!("../../testdata/plain.c");
@@ -127,7 +128,7 @@ fn what_cannot_be_loaded_is_an_error_with_a_remedy() {
 fn a_kernel_for_more_instructions_than_the_device_has_is_refused() {
     let host = CpuDevice::open().unwrap();
     let fingerprint = DeviceFingerprint { arch: Arch::Cpu(CpuIsa::Generic), ..host.fingerprint.clone() };
-    let device = CpuDevice { fingerprint, threads: host.threads.clone(), pool: host.pool, flush: Mutex::default() };
+    let device = CpuDevice { fingerprint, threads: host.threads.clone(), pool: host.pool };
     let e = device.load(&artifact(NAIVE, CpuIsa::Amx)).err().unwrap().to_string();
     assert!(e.contains("cpu-amx") && e.contains("cpu-generic"), "{e}");
 }
