@@ -86,7 +86,7 @@ pub(crate) fn run(test: impl Fn(&[&str]) -> Command) -> Result<()> {
         bail!("cargo test: {reason}");
     }
     for target in &failures.targets {
-        let mut args: Vec<&str> = target.split(' ').collect();
+        let mut args = again(target);
         args.extend(["--", "--exact", "--test-threads=1"]);
         args.extend(failures.tests.iter().map(String::as_str));
         for _ in 0..TIMES {
@@ -97,6 +97,12 @@ pub(crate) fn run(test: impl Fn(&[&str]) -> Command) -> Result<()> {
         eprintln!("warning: {name} failed beside other tests and passed {TIMES} times alone");
     }
     Ok(())
+}
+
+/// The same programs, of all packages that have one of the name: for one package alone, cargo chooses features anew and
+/// builds for a minute.
+fn again(target: &str) -> Vec<&str> {
+    ["--workspace"].into_iter().chain(target.split(' ').skip(2)).collect()
 }
 
 /// Shows what a command prints while it runs; whether it succeeded, and all that it printed.
@@ -133,6 +139,7 @@ error: 1 target failed:\n    `-p flashtune-cli --test it`\n";
         let (test, target) = ("told::b".to_owned(), "-p flashtune-cli --test it".to_owned());
         assert_eq!(failures, Failures { tests: vec![test], targets: vec![target], listed: 1 });
         assert_eq!(failures.refused(), None);
+        assert_eq!(again(&failures.targets[0]), ["--workspace", "--test", "it"]);
     }
 
     #[test]
